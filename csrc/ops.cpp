@@ -1,0 +1,264 @@
+// The binding: the only file that knows tensors. Checks arguments, allocates results, fills in the params structs.
+//
+// Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and every later version.
+// The operators' schemas and fake kernels stand in fastattn/ops.py; layouts of results must agree with those.
+//
+// The Python side has validated everything with better messages already. The checks here are the last line: an operator
+// called directly with shapes that do not fit must raise, never read out of bounds.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace {
+
+using fastattn::AttentionParams;
+using fastattn::BackwardParams;
+using fastattn::DType;
+using fastattn::ForwardParams;
+using fastattn::View;
+using fastattn::WeightsMode;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+// ---- tensors to views ----
+
+DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, "fastattn: ", name, ": expected float32, bfloat16 or float16");
+  }
+}
+
+// True when `t` has the shape, where a size of 1 may stand for any (its stride becomes 0).
+bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
+  if (t.dim() != static_cast<int64_t>(shape.size())) return false;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (t.size(d) != shape[d] && t.size(d) != 1) return false;
+  }
+  return true;
+}
+
+int64_t stride_or_0(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
+
+View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shape, bool may_broadcast = false) {
+  bool fits = broadcasts_to(t, shape);
+  for (size_t d = 0; fits && !may_broadcast && d < shape.size(); ++d) fits = t.size(d) == shape[d];
+  STD_TORCH_CHECK(fits, "fastattn: ", name, ": its shape does not fit the other arguments");
+  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0), stride_or_0(t, 1), stride_or_0(t, 2),
+          stride_or_0(t, 3)};
+}
+
+// ---- the problem ----
+
+// The arguments that forward and backward share, in the order of the schema.
+struct Problem {
+  const Tensor &q, &k, &v;
+  const OptTensor &w, &bias, &kv_len, &keep, &seed;
+  std::optional<int64_t> band_lo, band_hi;
+  double scale, dropout_p;
+  const std::string& weights;
+};
+
+WeightsMode weights_mode(const std::string& weights) {
+  if (weights == "none") return WeightsMode::kNone;
+  if (weights == "full") return WeightsMode::kFull;
+  STD_TORCH_CHECK(weights == "mean", "fastattn: weights: expected none, full or mean, got ", weights);
+  return WeightsMode::kMean;
+}
+
+std::vector<int64_t> weights_shape(const AttentionParams& p) {
+  if (p.weights_mode == WeightsMode::kNone) return {0};
+  if (p.weights_mode == WeightsMode::kMean) return {p.B, p.M, p.N};
+  return {p.B, p.H, p.M, p.N};
+}
+
+// The weights as [B, H or 1, M, N].
+View weights_view(const AttentionParams& p, const Tensor& t, const char* name) {
+  if (p.weights_mode == WeightsMode::kFull) return view_of(t, name, {p.B, p.H, p.M, p.N});
+  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.M && t.size(2) == p.N, "fastattn: ", name,
+                  ": its shape does not fit the other arguments");
+  return {t.data_ptr(), dtype_of(t, name), stride_or_0(t, 0), 0, stride_or_0(t, 1), stride_or_0(t, 2)};
+}
+
+void fill_masks(const Problem& in, AttentionParams* p) {
+  // Far outside any key, and far enough from the ends of int64 that i + band cannot overflow.
+  constexpr int64_t kUnbounded = int64_t{1} << 60;
+  p->mask = {};
+  p->mask.band_lo = in.band_lo.value_or(-kUnbounded);
+  p->mask.band_hi = in.band_hi.value_or(kUnbounded);
+  if (in.kv_len) {
+    const Tensor& t = *in.kv_len;
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && broadcasts_to(t, {p->B, p->M}),
+                    "fastattn: kv_len: expected int32 [B, 1] or [B, M]");
+    p->mask.kv_len = static_cast<const int32_t*>(t.data_ptr());
+    p->mask.kv_len_stride_b = stride_or_0(t, 0);
+    p->mask.kv_len_stride_m = stride_or_0(t, 1);
+  }
+  if (in.keep) {
+    const Tensor& t = *in.keep;
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Bool && broadcasts_to(t, {p->B, p->H, p->M, p->N}),
+                    "fastattn: keep: expected bool, broadcastable to [B, H, M, N]");
+    p->mask.keep = static_cast<const uint8_t*>(t.data_ptr());
+    p->mask.keep_stride_b = stride_or_0(t, 0);
+    p->mask.keep_stride_h = stride_or_0(t, 1);
+    p->mask.keep_stride_m = stride_or_0(t, 2);
+    p->mask.keep_stride_n = stride_or_0(t, 3);
+  }
+}
+
+void fill_dropout(const Problem& in, AttentionParams* p) {
+  p->dropout = {};
+  if (!in.seed) return;
+  STD_TORCH_CHECK(in.dropout_p >= 0 && in.dropout_p <= 1, "fastattn: dropout_p: expected 0 to 1, got ", in.dropout_p);
+  STD_TORCH_CHECK(in.seed->scalar_type() == ScalarType::Long && in.seed->numel() == 1,
+                  "fastattn: seed: expected one int64");
+  const double threshold = in.dropout_p * 4294967296.0;
+  p->dropout.enabled = true;
+  p->dropout.threshold = threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold);
+  p->dropout.scale = in.dropout_p >= 1 ? 0.f : static_cast<float>(1 / (1 - in.dropout_p));
+  p->dropout.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(in.seed->data_ptr()));
+}
+
+void fill_problem(const Problem& in, AttentionParams* p) {
+  STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4, "fastattn: q, k, v: expected 4 dims");
+  p->B = in.q.size(0), p->H = in.q.size(1), p->M = in.q.size(2), p->D = in.q.size(3);
+  p->Hkv = in.k.size(1), p->N = in.k.size(2), p->E = in.v.size(3);
+  STD_TORCH_CHECK(p->Hkv == p->H || (p->Hkv > 0 && p->H % p->Hkv == 0),
+                  "fastattn: expected query heads to be a multiple of key heads");
+  p->scale = static_cast<float>(in.scale);
+  p->q = view_of(in.q, "q", {p->B, p->H, p->M, p->D});
+  p->k = view_of(in.k, "k", {p->B, p->Hkv, p->N, p->D});
+  p->v = view_of(in.v, "v", {p->B, p->Hkv, p->N, p->E});
+  p->w = {};
+  if (in.w) {
+    STD_TORCH_CHECK(in.w->dim() == 2 && in.w->size(0) == p->H && in.w->size(1) == p->D,
+                    "fastattn: w: expected [H, D]");
+    p->w = {in.w->data_ptr(), dtype_of(*in.w, "w"), 0, in.w->stride(0), 0, in.w->stride(1)};
+  }
+  p->bias = {};
+  if (in.bias) p->bias = view_of(*in.bias, "bias", {p->B, p->H, p->M, p->N}, /*may_broadcast=*/true);
+  p->weights_mode = weights_mode(in.weights);
+  fill_masks(in, p);
+  fill_dropout(in, p);
+}
+
+// ---- memory and threads ----
+
+Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype) { return torch::stable::empty(shape, dtype); }
+
+fastattn::Parallel torch_threads() {
+  return {static_cast<int64_t>(torch::stable::get_num_threads()),
+          [](int64_t n, void (*body)(void*, int64_t, int64_t), void* ctx) {
+            torch::stable::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) { body(ctx, begin, end); });
+          }};
+}
+
+// ---- operators ----
+
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias,
+                                           OptTensor kv_len, OptTensor keep, OptTensor seed,
+                                           std::optional<int64_t> band_lo, std::optional<int64_t> band_hi,
+                                           double scale, double dropout_p, std::string weights) {
+  const Problem in = {q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights};
+  ForwardParams p{};
+  fill_problem(in, &p);
+
+  const ScalarType dtype = q.scalar_type();
+  Tensor storage = empty({p.B, p.M, p.H, p.E}, dtype);
+  Tensor out = torch::stable::transpose(storage, 1, 2);
+  Tensor lse = empty({p.B, p.H, p.M}, ScalarType::Float);
+  Tensor returned = empty(weights_shape(p), dtype);
+  p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
+  p.lse = static_cast<float*>(lse.data_ptr());
+  if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
+
+  Tensor workspace = empty({fastattn::cpu::forward_workspace_bytes(p)}, ScalarType::Byte);
+  p.workspace = workspace.data_ptr();
+  fastattn::cpu::forward(p, torch_threads());
+  return {out, lse, returned};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len, OptTensor keep, OptTensor seed,
+    std::optional<int64_t> band_lo, std::optional<int64_t> band_hi, double scale, double dropout_p,
+    std::string weights, Tensor out, Tensor lse, Tensor grad_out, OptTensor grad_lse, OptTensor grad_weights,
+    bool bias_needs_grad) {
+  const Problem in = {q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights};
+  BackwardParams p{};
+  fill_problem(in, &p);
+
+  p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
+  p.grad_out = view_of(grad_out, "grad_out", {p.B, p.H, p.M, p.E});
+  const auto is_rows = [&](const Tensor& t) {
+    return t.scalar_type() == ScalarType::Float && t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.H &&
+           t.size(2) == p.M;
+  };
+  STD_TORCH_CHECK(is_rows(lse) && (!grad_lse || is_rows(*grad_lse)), "fastattn: lse: expected float32 [B, H, M]");
+  const Tensor lse_rows = torch::stable::contiguous(lse);
+  p.lse = static_cast<const float*>(lse_rows.data_ptr());
+  OptTensor grad_lse_rows;
+  if (grad_lse) {
+    grad_lse_rows = torch::stable::contiguous(*grad_lse);
+    p.grad_lse = static_cast<const float*>(grad_lse_rows->data_ptr());
+  }
+  if (grad_weights && p.weights_mode != WeightsMode::kNone) {
+    p.grad_weights = weights_view(p, *grad_weights, "grad_weights");
+  }
+
+  Tensor grad_q = torch::stable::empty_like(q);
+  Tensor grad_k = torch::stable::empty_like(k);
+  Tensor grad_v = torch::stable::empty_like(v);
+  p.grad_q = view_of(grad_q, "grad_q", {p.B, p.H, p.M, p.D});
+  p.grad_k = view_of(grad_k, "grad_k", {p.B, p.Hkv, p.N, p.D});
+  p.grad_v = view_of(grad_v, "grad_v", {p.B, p.Hkv, p.N, p.E});
+  Tensor grad_w = w ? empty({p.B, p.H, p.D}, ScalarType::Float) : empty({0}, ScalarType::Float);
+  p.grad_w = w ? static_cast<float*>(grad_w.data_ptr()) : nullptr;
+  Tensor grad_bias = empty({0}, q.scalar_type());
+  if (bias_needs_grad) {
+    STD_TORCH_CHECK(bias.has_value(), "fastattn: bias_needs_grad without a bias");
+    p.bias_B = bias->size(0), p.bias_H = bias->size(1), p.bias_M = bias->size(2), p.bias_N = bias->size(3);
+    grad_bias = empty({p.bias_B, p.bias_H, p.bias_M, p.bias_N}, bias->scalar_type());
+    p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, p.M, p.N}, /*may_broadcast=*/true);
+  }
+
+  Tensor workspace = empty({fastattn::cpu::backward_workspace_bytes(p)}, ScalarType::Byte);
+  p.workspace = workspace.data_ptr();
+  fastattn::cpu::backward(p, torch_threads());
+  return {grad_q, grad_k, grad_v, grad_w, grad_bias};
+}
+
+// For tests and benchmarks: which instruction set runs, and forcing one.
+std::string cpu_isa() { return fastattn::cpu::selected_isa(); }
+bool select_cpu_isa(std::string name) { return fastattn::cpu::select_isa(name.c_str()); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("backward", TORCH_BOX(&backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("select_cpu_isa", TORCH_BOX(&select_cpu_isa));
+}
+
+// An importable module, so that the file is an ordinary extension to packaging tools; loading it registers the kernels.
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_def); }

@@ -1,0 +1,24 @@
+"""fastattn: fused attention for PyTorch, scaled dot-product and additive."""
+
+from fastattn.functional import additive_attention, attention, explain, scaled_dot_product_attention
+from fastattn.modules import (
+    AdditiveAttention,
+    MultiheadAdditiveAttention,
+    MultiheadAttention,
+    replace_attention,
+)
+from fastattn.problem import Mask
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdditiveAttention",
+    "Mask",
+    "MultiheadAdditiveAttention",
+    "MultiheadAttention",
+    "additive_attention",
+    "attention",
+    "explain",
+    "replace_attention",
+    "scaled_dot_product_attention",
+]

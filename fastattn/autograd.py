@@ -1,0 +1,199 @@
+"""Autograd around a backend: save, restore, call. No arithmetic lives here.
+
+The pattern is the one that every transform understands: functions with a split ``forward`` /
+``setup_context`` and a
+``vmap`` rule, whose backward is a second function, so that double backward exists: it
+differentiates the reference formulas by recomputation, which takes the dense [B, H, M, N] memory
+(times D for the additive score).
+
+Tensors inside the record (kv_len, keep, seed) are passed as arguments beside it, because a
+transform must see every tensor; ``p`` travels without them. Forward mode raises: a silent zero
+would be worse.
+"""
+
+# torch declares these static methods with *args
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import reference, registry
+from fastattn.problem import Problem
+
+
+def attend(
+    backend: str, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, weights) of a validated problem, differentiable in q, k, v, w and bias."""
+    bare = p.with_tensors(None, None, None)
+    outputs = AttentionFunction.apply(backend, bare, q, k, v, w, bias, *p.tensors())
+    return outputs  # pyright: ignore[reportReturnType]
+
+
+class AttentionFunction(torch.autograd.Function):
+    """(q, k, v, w, bias) -> (out, lse, weights)."""
+
+    @staticmethod
+    def forward(backend, p, q, k, v, w, bias, kv_len, keep, seed):
+        p = p.with_tensors(kv_len, keep, seed)
+        return registry.get(backend).forward(p, q, k, v, w, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.backend, ctx.p, *tensors = inputs
+        out, lse, weights = output
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.set_materialize_grads(False)
+        if ctx.p.weights == "none":
+            ctx.mark_non_differentiable(weights)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse, grad_weights):
+        q, k, v, w, bias, kv_len, keep, seed, out, lse = ctx.saved_tensors
+        if ctx.p.weights == "none":  # torch.compile materialises a zero for it all the same
+            grad_weights = None
+        if grad_out is None and grad_lse is None and grad_weights is None:
+            return (None,) * 10
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        bias_needs_grad = ctx.needs_input_grad[6]
+        grad_q, grad_k, grad_v, grad_w, grad_bias = AttentionBackwardFunction.apply(
+            ctx.backend, ctx.p, bias_needs_grad, q, k, v, w, bias, kv_len, keep, seed,
+            out, lse, grad_out, grad_lse, grad_weights,
+        )  # fmt: skip
+        if grad_w is not None:
+            grad_w = grad_w.sum(0).to(w.dtype)
+        return None, None, grad_q, grad_k, grad_v, grad_w, grad_bias, None, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, backend, p, *tensors):
+        return _vmap(AttentionFunction, info.batch_size, in_dims, (backend, p), tensors)
+
+
+class AttentionBackwardFunction(torch.autograd.Function):
+    """(q, k, v, w, bias, grad_out, grad_lse, grad_weights) -> gradients of (q, k, v, w, bias)."""
+
+    @staticmethod
+    def forward(
+        backend,
+        p,
+        bias_needs_grad,
+        q,
+        k,
+        v,
+        w,
+        bias,
+        kv_len,
+        keep,
+        seed,
+        out,
+        lse,
+        grad_out,
+        grad_lse,
+        grad_weights,
+    ):
+        p = p.with_tensors(kv_len, keep, seed)
+        return registry.get(backend).backward(
+            p, q, k, v, w, bias, out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.p, ctx.bias_needs_grad, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        q, k, v, w, bias, kv_len, keep, seed, _, _, *upstream = ctx.saved_tensors
+        p = ctx.p.with_tensors(kv_len, keep, seed)
+        inputs = [q, k, v, w, bias, *upstream]
+        second = _reference_vjp(p, inputs, grads)
+        # out and lse are functions of the other inputs, and backward() recomputes them: no gradient
+        # of their own.
+        return (None, None, None, *second[:5], None, None, None, None, None, *second[5:])
+
+    @staticmethod
+    def vmap(info, in_dims, backend, p, bias_needs_grad, *tensors):
+        return _vmap(
+            AttentionBackwardFunction,
+            info.batch_size,
+            in_dims,
+            (backend, p, bias_needs_grad),
+            tensors,
+        )
+
+
+def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> list[Tensor | None]:
+    """Vector-Jacobian product of ``reference.backward`` in each input that is present."""
+    present = [n for n, t in enumerate(inputs) if t is not None]
+    wanted = [n for n, g in enumerate(grads) if g is not None]
+    if not wanted:
+        return [None] * len(inputs)
+
+    def first_order(*tensors):
+        full = list(inputs)
+        for n, t in zip(present, tensors, strict=True):
+            full[n] = t
+        outputs = reference.backward(p, *full)
+        return [outputs[n] for n in wanted]
+
+    outputs, vjp, *_ = torch.func.vjp(first_order, *[inputs[n] for n in present])
+    pulled = vjp([grads[n].to(o.dtype) for n, o in zip(wanted, outputs, strict=True)])
+    second: list[Tensor | None] = [None] * len(inputs)
+    for n, g in zip(present, pulled, strict=True):
+        second[n] = g
+    return second
+
+
+# ---- vmap ----
+
+# Where these stand among the tensors of both functions.
+_W, _BIAS, _KV_LEN, _KEEP, _SEED = 3, 4, 5, 6, 7
+
+
+def _vmap(function, size: int, in_dims: tuple, static: tuple, tensors: tuple):
+    """Folds the mapped dim into B, one launch for all; weights and seeds have no B: a loop."""
+    backend, p, *options = static
+    dims = in_dims[len(static) :]
+    if dims[_W] is not None or p.dropout is not None:
+        return _vmap_by_loop(function, size, dims, static, tensors)
+
+    bias_needs_grad = any(options)  # the backward function's only option
+    stays = {_KV_LEN, _KEEP} if bias_needs_grad else {_BIAS, _KV_LEN, _KEEP}
+    folded = []
+    for n, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
+        if x is None or n in (_W, _SEED) or (n in stays and dim is None and x.shape[0] == 1):
+            folded.append(x)
+        else:
+            folded.append(_fold(x, dim, size, p.B))
+    wide = dataclasses.replace(p, B=size * p.B)
+    outputs = list(function.apply(backend, wide, *options, *folded))
+    mapped = [o is not None and o.dim() > 1 for o in outputs]  # 1-D: the empty stand-in for absent
+    outputs = [
+        o.unflatten(0, (size, p.B)) if m else o for o, m in zip(outputs, mapped, strict=True)
+    ]
+    if bias_needs_grad and tensors[_BIAS].shape[0 if dims[_BIAS] != 0 else 1] == 1:
+        outputs[4] = outputs[4].sum(1, keepdim=True)  # each sample's bias broadcast over B
+    return tuple(outputs), tuple(0 if m else None for m in mapped)
+
+
+def _fold(x: Tensor, dim: int | None, size: int, B: int) -> Tensor:
+    """[size, B or 1, ...] -> [size * B, ...], the mapped dim wherever it is, or expanded."""
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(size, B, *x.shape[2:]).flatten(0, 1)
+
+
+def _vmap_by_loop(function, size, dims, static, tensors):
+    samples = []
+    for s in range(size):
+        picked = [x if d is None else x.select(d, s) for x, d in zip(tensors, dims, strict=True)]
+        samples.append(function.apply(*static, *picked))
+    columns = list(zip(*samples, strict=True))
+    outputs = tuple(None if c[0] is None else torch.stack(c) for c in columns)
+    return outputs, tuple(None if o is None else 0 for o in outputs)

@@ -1,0 +1,1 @@
+"""One module a backend: what each provides is ``fastattn.registry.Backend``."""

@@ -1,0 +1,36 @@
+"""Plain PyTorch: any device and float dtype. Memory grows with M * N (times D for additive)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastattn import reference
+from fastattn.ops import empty_bmhe
+from fastattn.problem import Problem
+
+
+def unsupported(p: Problem) -> list[str]:
+    """Nothing is."""
+    return []
+
+
+def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None):
+    """See ``registry.Backend``."""
+    out, lse, weights = reference.forward(p, q, k, v, w, bias)
+    # Every backend returns the same layout, so that code that views the output works on all or on
+    # none.
+    return empty_bmhe(p, q).copy_(out), lse, weights.to(p.dtype)
+
+
+def backward(p, q, k, v, w, bias, out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad):
+    """See ``registry.Backend``."""
+    grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(
+        p, q, k, v, w, bias, grad_out, grad_lse, grad_weights
+    )
+    return (
+        grad_q.to(q.dtype),
+        grad_k.to(k.dtype),
+        grad_v.to(v.dtype),
+        grad_w,
+        None if grad_bias is None or not bias_needs_grad else grad_bias.to(bias.dtype),
+    )

@@ -1,0 +1,325 @@
+"""The public functions: PyTorch's attention interface, and more of it, over every backend."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn import autograd, registry, validate
+from fastattn.problem import Mask
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    return_weights: str | None = None,
+    return_lse: bool = False,
+    seed: int | Tensor | None = None,
+    backend: str = "auto",
+):
+    r"""Scaled dot-product attention: a superset of PyTorch's function of the same name.
+
+    ``out_i = sum_j dropout(softmax_j(scale * q_i . k_j + bias_ij)) v_j`` over the keys j that the
+    masks keep.
+
+    Args:
+        query: ``[..., H, M, D]``, or ``[M, D]``. Any strides; float16, bfloat16, float32 or
+            float64.
+        key: ``[..., Hkv, N, D]``, dtype and device of query. Batch dims broadcast.
+        value: ``[..., Hkv, N, E]``; E may differ from D.
+        attn_mask: broadcastable to ``[..., H, M, N]``. Bool: True keeps. Float (query's dtype or
+            float32): added to the scores, -inf masks, differentiable.
+        dropout_p: probability of dropping an attention weight. Applied whenever it is > 0, as in
+            torch.
+        is_causal: keeps ``j <= i`` (upper-left aligned, torch's rule). May be combined with the
+            other masks.
+        scale: factor on the scores; ``1 / sqrt(D)`` by default.
+        enable_gqa: lets H be a multiple of Hkv; query head h uses key head ``h // (H // Hkv)``. Key
+            and value are never expanded. ``Hkv = 1`` needs no flag.
+        mask: structured masks, see :class:`fastattn.Mask`; ANDed with the others.
+        bias: like a float attn_mask, and added to it. Its gradient has its own shape, whatever it
+            broadcasts over.
+        return_weights: ``None``, ``"full"`` (``[..., H, M, N]``) or ``"mean"`` over heads
+            (``[..., M, N]``): the weights that multiply value, after dropout. Differentiable.
+        return_lse: also return the log-sum-exp of the masked scores, ``[..., H, M]``, float32
+            (float64 for float64), -inf for a row with no key. Differentiable.
+        seed: dropout's random bits are a function of this and of (b, h, i, j), on every backend
+            alike. An int, an int64 tensor, or None to draw one from torch's generator.
+        backend: ``"auto"``, or a name from :func:`fastattn.explain`; a named backend never falls
+            back.
+
+    Returns:
+        ``out`` ``[..., H, M, E]`` in query's dtype (stored as ``[..., M, H, E]``: merging the heads
+        is a view), or the tuple ``(out[, weights][, lse])``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes, devices or values that do not fit, or a named backend that cannot do the
+            problem.
+
+    Numerics: half types accumulate in float32. A row with no key has output 0, weights 0, lse -inf
+    and gradients 0, never NaN. NaN or infinity in masked places reaches nothing. Results are
+    deterministic; double backward recomputes with dense matrices.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017; tiled as in Dao, "FlashAttention-2",
+    2023.
+
+    Example:
+        >>> q = torch.randn(2, 8, 128, 64, requires_grad=True)
+        >>> lengths = torch.tensor([128, 70])
+        >>> out, weights = fastattn.scaled_dot_product_attention(
+        ...     q, q, q, mask=fastattn.Mask(kv_len=lengths), return_weights="mean")
+    """
+    options = dict(
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return _attend(
+        "dot", (query, key, value), None, return_lse, backend,
+        mask=mask, bias=bias, return_weights=return_weights, seed=seed, **options,
+    )  # fmt: skip
+
+
+def additive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    return_weights: str | None = None,
+    return_lse: bool = False,
+    seed: int | Tensor | None = None,
+    backend: str = "auto",
+):
+    r"""Additive (Bahdanau, MLP, concat) attention over projected queries and keys.
+
+    ``out_i = sum_j dropout(softmax_j(sum_d weight_d tanh(q_id + k_jd) + bias_ij)) v_j`` over the
+    keys that the masks keep. Nothing of size M * N * D, nor M * N, is stored by the fused backends.
+
+    Args:
+        query: ``[..., M, D]`` already projected (``W_q x_q + b``), or ``[..., H, M, D]`` when
+            weight is ``[H, D]``.
+        key: ``[..., N, D]``, already projected, batch and head dims as query's (they broadcast).
+        value: ``[..., N, E]``.
+        weight: ``[D]``, or ``[H, D]`` for H heads. There is no scale: fold one into it.
+        attn_mask: broadcastable to ``[..., M, N]`` (``[..., H, M, N]`` with heads), bool (True
+            keeps) or float (added).
+        dropout_p: probability of dropping an attention weight.
+        is_causal: keeps ``j <= i``.
+        mask: see :class:`fastattn.Mask`.
+        bias: float, added to the scores, with a gradient of its own shape.
+        return_weights: ``None``, ``"full"`` or ``"mean"`` over heads (``[..., M, N]``).
+        return_lse: also return the log-sum-exp, ``[..., M]`` (``[..., H, M]`` with heads).
+        seed: see :func:`scaled_dot_product_attention`.
+        backend: see :func:`scaled_dot_product_attention`.
+
+    Returns:
+        ``out`` ``[..., M, E]`` (``[..., H, M, E]`` with heads), or the tuple ``(out[, weights][,
+        lse])``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes, devices or values that do not fit, or a named backend that cannot do the
+            problem.
+
+    Numerics: as :func:`scaled_dot_product_attention`; right for any magnitude of query and key,
+    opposite signs included.
+
+    Source: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
+    Translate", 2015.
+
+    Example:
+        >>> q, k, v = torch.randn(2, 10, 64), torch.randn(2, 20, 64), torch.randn(2, 20, 32)
+        >>> out = fastattn.additive_attention(q, k, v, weight=torch.randn(64))  # [2, 10, 32]
+    """
+    return _attend(
+        "additive", (query, key, value), weight, return_lse, backend,
+        attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
+        return_weights=return_weights, seed=seed,
+    )  # fmt: skip
+
+
+SCORES = ("scaled_dot", "dot", "cosine", "gaussian", "additive")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: str = "scaled_dot",
+    weight: Tensor | None = None,
+    bandwidth: float | Tensor | None = None,
+    **options,
+):
+    r"""Attention with a score chosen by name; all of them run on the same kernels.
+
+    ============== ===================================================== ====================
+    score          s_ij                                                  own argument
+    ============== ===================================================== ====================
+    ``scaled_dot`` ``q_i . k_j * scale`` (``1 / sqrt(D)``)               ``scale`` (optional)
+    ``dot``        ``q_i . k_j``
+    ``cosine``     ``q_i . k_j / (|q_i| |k_j|) * scale`` (1)             ``scale`` (optional)
+    ``gaussian``   ``-|q_i - k_j|^2 / (2 bandwidth^2)``                  ``bandwidth`` (1)
+    ``additive``   ``sum_d weight_d tanh(q_id + k_jd)``                  ``weight``
+    ============== ===================================================== ====================
+
+    Args:
+        query: ``[..., H, M, D]``; see :func:`scaled_dot_product_attention`, or
+            :func:`additive_attention`.
+        key: ``[..., Hkv, N, D]``.
+        value: ``[..., Hkv, N, E]``.
+        score: one of the table.
+        weight: ``[D]`` or ``[H, D]``, additive only.
+        bandwidth: positive float, or a tensor that broadcasts to ``[..., H, 1, 1]`` and may require
+            grad; gaussian only. The softmax of this score is Nadaraya-Watson kernel regression.
+        **options: those of the function that the score runs on (masks, dropout, weights, ...).
+
+    Returns:
+        As :func:`scaled_dot_product_attention`.
+
+    Raises:
+        ValueError: an unknown score, or an argument that the score does not have.
+
+    Example:
+        >>> x, y = torch.rand(50, 1), torch.rand(50, 1)
+        >>> fit = fastattn.attention(x, x, y, score="gaussian", bandwidth=0.1)  # [50, 1]
+    """
+    validate._check_choice("score", score, SCORES)
+    if weight is not None and score != "additive":
+        raise ValueError(f"weight: only the additive score has one, score is {score!r}")
+    if bandwidth is not None and score != "gaussian":
+        raise ValueError(f"bandwidth: only the gaussian score has one, score is {score!r}")
+    if score == "additive":
+        if weight is None:
+            raise ValueError("weight: the additive score needs one, [D] or [H, D]")
+        return additive_attention(query, key, value, weight, **options)
+    if score in ("dot", "gaussian") and options.get("scale") is not None:
+        raise ValueError(f"scale: the {score} score has none")
+    if score == "dot":
+        options["scale"] = 1.0
+    elif score == "cosine":
+        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+        options["scale"] = 1.0 if options.get("scale") is None else options["scale"]
+    elif score == "gaussian":
+        return _gaussian(query, key, value, 1.0 if bandwidth is None else bandwidth, options)
+    return scaled_dot_product_attention(query, key, value, **options)
+
+
+def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict):
+    """-|q-k|^2 / 2h^2 = q.k / h^2 - |k|^2 / 2h^2 - |q|^2 / 2h^2: dot, key bias, row constant.
+
+    The score depends on differences only, but its terms do not: both sides are centred on the keys
+    first, or the cancellation would lose all digits for data far from 0.
+    """
+    if not isinstance(bandwidth, Tensor) and not bandwidth > 0:
+        raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    query, key = query.to(precision), key.to(precision)
+    finite = torch.where(key.isfinite(), key, 0.0).detach()  # a masked key may hold garbage
+    centre = finite.mean(-2, keepdim=True) if key.shape[-2] else 0.0
+    query, key = (query - centre) / bandwidth, (key - centre) / bandwidth
+    bias = -0.5 * key.square().sum(-1).unsqueeze(-2)
+    if options.get("enable_gqa") and query.dim() >= 3 and bias.shape[-3] != 1:
+        bias = bias.repeat_interleave(query.shape[-3] // bias.shape[-3], dim=-3)
+    if options.get("bias") is not None:
+        bias = bias + options["bias"]
+    options = {**options, "bias": bias, "scale": 1.0}
+    dtype = value.dtype
+    results = scaled_dot_product_attention(query, key, value.to(precision), **options)
+    if not isinstance(results, tuple):
+        return results.to(dtype)
+    results = [r.to(dtype) for r in results]
+    if options.get("return_lse"):
+        results[-1] = results[-1].to(precision) - 0.5 * query.square().sum(-1)
+    return tuple(results)
+
+
+def explain(
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    weight: Tensor | None = None,
+    **options,
+) -> str:
+    """Says which backend would serve a call and why the others would not.
+
+    Args:
+        query: as in :func:`scaled_dot_product_attention`, or :func:`additive_attention` when weight
+            is given. Without arguments, a small float32 problem on the GPU if there is one, else on
+            the CPU, is explained.
+        key: as there; query by default.
+        value: as there; key by default.
+        weight: as there.
+        **options: the call's other arguments.
+
+    Returns:
+        A printable table.
+
+    Example:
+        >>> q = torch.randn(1, 8, 128, 64)
+        >>> print(fastattn.explain(q, q, q, is_causal=True))
+    """
+    if query is None:
+        query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    key = query if key is None else key
+    value = key if value is None else value
+    inputs = validate.build(
+        "dot" if weight is None else "additive", query, key, value, weight, **options
+    )
+    return registry.explain(inputs.p)
+
+
+def _attend(score, qkv, weight, return_lse: bool, backend: str, **options):
+    """Validates, chooses, runs, and gives the results the shapes of the arguments."""
+    *qkv, weight = _autocast(*qkv, weight)
+    inputs = validate.build(score, *qkv, weight, **options)
+    p = inputs.p
+    name = registry.select(p, backend)
+    out, lse, weights = autograd.attend(
+        name, p, inputs.q, inputs.k, inputs.v, inputs.w, inputs.bias
+    )
+
+    def restore(x: Tensor, head_dim: bool = True) -> Tensor:
+        if head_dim and not inputs.has_head_dim:
+            x = x.squeeze(1)
+        return x if len(inputs.batch) == 1 else x.reshape(*inputs.batch, *x.shape[1:])
+
+    results = [restore(out)]
+    if p.weights != "none":
+        results.append(restore(weights, head_dim=p.weights == "full"))
+    if return_lse:
+        results.append(restore(lse))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """torch's policy under autocast: float inputs, float64 apart, run in the autocast dtype."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return [
+        t.to(dtype)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
+        for t in tensors
+    ]

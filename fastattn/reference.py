@@ -1,0 +1,188 @@
+"""The dense oracle: attention and its gradients as the formulas say, in PyTorch, at any precision.
+
+Slow and memory-hungry on purpose: it materialises every [B, H, M, N] matrix, and [B, H, M, N, D]
+for the additive score. Tests run it in float64 as the truth, the eager backend runs it where no
+kernel can, and double backward differentiates :func:`backward`. It sees masks only through
+``Mask.materialize``.
+
+Shapes are canonical (see :class:`fastattn.problem.Problem`). Both functions compute in
+``p.acc_dtype``.
+
+The rules that plain PyTorch code gets wrong, and that hold here:
+
+- a row with no key left has output 0, weights 0, log-sum-exp -inf and gradients 0;
+- NaN or infinity in a masked key, value or query reaches nothing (0 * NaN is a masked product, not
+NaN), and
+  elsewhere exactly the rows that use it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.problem import Problem
+
+
+def forward(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights) in ``p.acc_dtype``."""
+    q, k, v, w, bias = _upcast(p, q, k, v, w, bias)
+    kept = _kept(p, bias)
+    _, lse, dropped, _ = _probabilities(p, q, k, w, bias, kept)
+    out = _masked_matmul(dropped, _per_head(p, v), kept)
+    return out, lse, _returned_weights(p, dropped)
+
+
+def backward(
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
+    grad_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of (q, k, v, w, bias) in ``p.acc_dtype``; that of w is per batch, ``[B, H, D]``.
+
+    With W = dropout(P) the weights and F the dropout factors, S the scores:
+
+        dV = W^T dO               dP = F * (dO V^T + dW)      delta_i = sum_j P_ij dP_ij - dlse_i
+        dS = P * (dP - delta)     dbias = dS                  dq, dk, dw: chain rule of the score
+
+    Made of differentiable operations, so that its own gradient is the double backward.
+    """
+    q, k, v, w, bias, grad_out = _upcast(p, q, k, v, w, bias, grad_out)
+    kept = _kept(p, bias)
+    probs, _, dropped, factors = _probabilities(p, q, k, w, bias, kept)
+
+    grad_dropped = grad_out @ _per_head(p, v).mT
+    if grad_weights is not None:
+        share = grad_weights.to(p.acc_dtype)
+        grad_dropped = grad_dropped + (share if p.weights == "full" else share[:, None] / p.H)
+    grad_probs = grad_dropped if factors is None else grad_dropped * factors
+    if kept is not None:  # garbage in a masked value makes grad_probs NaN where probs is 0
+        grad_probs = grad_probs.masked_fill(~kept, 0.0)
+    delta = (probs * grad_probs).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta = delta - grad_lse.to(p.acc_dtype)[..., None]
+    grad_scores = probs * (grad_probs - delta)
+    if kept is not None:
+        grad_scores = grad_scores.masked_fill(~kept, 0.0)
+
+    grad_v = _sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
+    score_backward = _dot_backward if p.score == "dot" else _additive_backward
+    grad_q, grad_k, grad_w = score_backward(p, q, k, w, kept, grad_scores)
+    grad_bias = None if bias is None else _sum_to(grad_scores, bias.shape)
+    return grad_q, grad_k, grad_v, grad_w, grad_bias
+
+
+# ---- scores ----
+
+
+def _scores(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
+    k = _per_head(p, k)
+    if p.score == "dot":
+        return (q * p.scale) @ k.mT
+    assert w is not None
+    t = torch.tanh(q[:, :, :, None] + k[:, :, None])  # [B, H, M, N, D]
+    return (t @ w[:, None, :, None]).squeeze(-1)
+
+
+def _dot_backward(p, q, k, w, kept, grad_scores):
+    grad_q = _masked_matmul(grad_scores, _per_head(p, k), kept) * p.scale
+    grad_k = _masked_matmul(grad_scores.mT, q, None if kept is None else kept.mT) * p.scale
+    return grad_q, _sum_groups(p, grad_k), None
+
+
+def _additive_backward(p, q, k, w, kept, grad_scores):
+    t = torch.tanh(q[:, :, :, None] + _per_head(p, k)[:, :, None])  # [B, H, M, N, D]
+    if kept is not None:
+        t = t.masked_fill(~kept[..., None], 0.0)
+    inner = grad_scores[..., None] * w[:, None, None] * (1 - t * t)
+    grad_w = (grad_scores[..., None] * t).sum((2, 3))
+    return inner.sum(3), _sum_groups(p, inner.sum(2)), grad_w
+
+
+# ---- softmax, masks ----
+
+
+def _kept(p: Problem, bias: Tensor | None) -> Tensor | None:
+    """The mask, -inf in the bias included; None when nothing can be masked."""
+    if not p.mask.kinds and bias is None:
+        return None
+    kept = p.mask.materialize(p)
+    return kept if bias is None else kept & (bias != -math.inf)
+
+
+def _probabilities(p, q, k, w, bias, kept):
+    """(P, lse, W, dropout factors): softmax of the masked scores before and after dropout."""
+    scores = _scores(p, q, k, w)
+    if bias is not None:
+        scores = scores + bias
+    if kept is not None:
+        scores = scores.masked_fill(~kept, -math.inf)
+    if p.N == 0:  # amax of nothing is an error
+        row_max = scores.new_zeros(p.B, p.H, p.M, 1)
+    else:
+        row_max = scores.detach().amax(-1, keepdim=True)
+        row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
+    exp = torch.exp(scores - row_max)
+    total = exp.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    probs = exp / total
+    lse = (row_max + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
+    factors = None if p.dropout is None else p.dropout.factors(p, p.acc_dtype)
+    return probs, lse, probs if factors is None else probs * factors, factors
+
+
+def _returned_weights(p: Problem, dropped: Tensor) -> Tensor:
+    if p.weights == "none":
+        return dropped.new_empty(0)
+    return dropped if p.weights == "full" else dropped.mean(1)
+
+
+def _masked_matmul(a: Tensor, b: Tensor, kept: Tensor | None) -> Tensor:
+    """a @ b where a masked pair contributes nothing, whatever b holds there.
+
+    Non-finite entries of b are left out of the product and put back, as themselves, into the rows
+    that keep them.
+    """
+    if kept is None:
+        return a @ b
+    out = a @ b.masked_fill(~b.isfinite(), 0.0)
+    used = kept.expand(a.shape).to(a.dtype)
+    for special in (math.inf, -math.inf, math.nan):
+        here = b.isnan() if math.isnan(special) else b == special
+        out = out + torch.where(used @ here.to(a.dtype) > 0, special, 0.0)
+    return out
+
+
+# ---- heads, dtypes, broadcasts ----
+
+
+def _upcast(p: Problem, *tensors: Tensor | None) -> list[Any]:
+    return [None if t is None else t.to(p.acc_dtype) for t in tensors]
+
+
+def _per_head(p: Problem, x: Tensor) -> Tensor:
+    """[B, Hkv, ...] -> [B, H, ...]."""
+    return x if p.H == p.Hkv else x.repeat_interleave(p.H // p.Hkv, dim=1)
+
+
+def _sum_groups(p: Problem, x: Tensor) -> Tensor:
+    """[B, H, ...] -> [B, Hkv, ...], the transpose of :func:`_per_head`."""
+    return x if p.H == p.Hkv else x.unflatten(1, (p.Hkv, -1)).sum(2)
+
+
+def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
+    """Sums over the dims that broadcast from ``shape``."""
+    dims = [d for d, size in enumerate(shape) if size == 1 and x.shape[d] != 1]
+    return x.sum(dims, keepdim=True) if dims else x

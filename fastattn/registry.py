@@ -1,0 +1,95 @@
+"""Which backend computes a problem, and why the others do not.
+
+A backend says what it cannot do (``unsupported``); ``select`` takes the first one with nothing to
+say against. Nothing falls back silently when the user named a backend: its reasons are raised.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from fastattn.backends import cpu, eager
+from fastattn.problem import Problem
+
+
+class Backend(Protocol):
+    """What a module in ``fastattn/backends/`` provides, over ``Problem``'s canonical shapes."""
+
+    __name__: str
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """Reasons against this problem, in words for the user; empty when there are none."""
+        ...
+
+    def forward(
+        self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(out ``[B, H, M, E]`` laid out as ``[B, M, H, E]``, lse in ``p.acc_dtype``, weights)."""
+        ...
+
+    def backward(
+        self,
+        p: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        grad_weights: Tensor | None,
+        bias_needs_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Gradients of (q, k, v, w, bias); that of w is ``[B, H, D]``, in ``p.acc_dtype``."""
+        ...
+
+
+# In the order of preference of backend="auto".
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "eager": eager}
+
+
+def get(name: str) -> Backend:
+    """The backend module of that name."""
+    if name not in BACKENDS:
+        raise ValueError(
+            f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}"
+        )
+    return BACKENDS[name]
+
+
+def select(p: Problem, backend: str = "auto") -> str:
+    """The name of the backend that computes ``p``.
+
+    Raises:
+        ValueError: for an unknown name, or when the named backend cannot do this problem, with its
+            reasons.
+    """
+    if backend != "auto":
+        reasons = get(backend).unsupported(p)
+        if reasons:
+            raise ValueError(f"backend {backend!r} cannot do this problem: {'; '.join(reasons)}")
+        return backend
+    for name, candidate in BACKENDS.items():
+        if not candidate.unsupported(p):
+            return name
+    raise ValueError(f"no backend can do this problem: {explain(p)}")
+
+
+def explain(p: Problem) -> str:
+    """A table of the backends in order of preference: chosen, available, or why not."""
+    lines = [f"{p.score} attention, key {p.key}"]
+    chosen = None
+    for name, backend in BACKENDS.items():
+        reasons = backend.unsupported(p)
+        if reasons:
+            verdict = "no: " + "; ".join(reasons)
+        elif chosen is None:
+            chosen, verdict = name, "chosen"
+        else:
+            verdict = "available"
+        lines.append(f"  {name:<8}{verdict}")
+    return "\n".join(lines)

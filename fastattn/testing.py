@@ -1,0 +1,444 @@
+"""What tests and benchmarks share: the case grid, the error budget, and NaN poisoning.
+
+A :class:`Case` names a problem; :func:`make` draws its tensors from the case's own seed;
+:func:`run` computes outputs and gradients with one of our backends, :func:`exact` with the float64
+reference, :func:`plain` with ordinary PyTorch in the case's dtype. :func:`assert_within_budget`
+compares the three:
+
+    error(ours) <= 2 * error(plain PyTorch, same dtype) + a few ulp of the largest value.
+
+There is no other tolerance in the project.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import functional, reference, validate
+from fastattn.problem import Mask, Score
+
+ULPS = 4  # of the largest exact value: what rounding the result, and one more operation, may cost
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid: sizes by the letters of ``Problem``, and features switched on."""
+
+    name: str
+    score: Score = "dot"
+    B: int = 2
+    H: int = 2
+    Hkv: int = 2
+    M: int = 15
+    N: int = 17
+    D: int = 8
+    E: int = 8
+    dtype: torch.dtype = torch.float32
+    causal: str | None = None
+    window: tuple[int, int] | None = None
+    kv_len: str | None = None  # "batch" | "rows"; the first entry of the batch gets 0 keys
+    keep: str | None = (
+        None  # one letter a dim of [B, H, M, N] that the mask really has: "bhmn", "mn", "n" ...
+    )
+    keep_rate: float = 0.7
+    empty_rows: bool = False  # keep and bias mask every third row completely
+    bias: str | None = None  # like keep
+    bias_inf: bool = False  # some bias entries are -inf
+    bias_grad: bool = True
+    dropout_p: float = 0.0
+    weights: str | None = None
+    lse: bool = False
+    # "bmhd": heads transposed; "sliced": every other element; "expanded": batch stride 0
+    layout: str = "bhmd"
+    magnitude: float = 1.0  # of query and key
+    opposite: float = 0.0  # query + this, key - this
+
+    def __str__(self) -> str:
+        return f"{self.score}-{self.name}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def seed(self) -> int:
+        """Fixed by the case, so that a failure is reproduced by its name."""
+        return zlib.crc32(str(self).encode())
+
+
+@dataclass
+class Tensors:
+    """The drawn tensors of a case. ``grads`` are upstream gradients, one for each result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    bias: Tensor | None
+    mask: Mask
+    grad_out: Tensor
+    grad_weights: Tensor | None
+    grad_lse: Tensor | None
+
+
+def make(case: Case) -> Tensors:
+    """Draws the tensors of a case, in its dtype and layout."""
+    rng = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    c = case
+    q = _layout(c, normal(c.B, c.H, c.M, c.D) * c.magnitude + c.opposite)
+    k = _layout(c, normal(c.B, c.Hkv, c.N, c.D) * c.magnitude - c.opposite)
+    v = _layout(c, normal(c.B, c.Hkv, c.N, c.E))
+    w = (normal(c.H, c.D) / math.sqrt(max(c.D, 1))).to(c.dtype) if c.score == "additive" else None
+    grad_weights = None
+    if c.weights is not None:
+        shape = (c.B, c.H, c.M, c.N) if c.weights == "full" else (c.B, c.M, c.N)
+        grad_weights = normal(*shape).to(c.dtype)
+    return Tensors(
+        q, k, v, w, _bias(c, normal, rng), _mask(c, rng),
+        grad_out=_layout(c, normal(c.B, c.H, c.M, c.E)),
+        grad_weights=grad_weights,
+        grad_lse=normal(c.B, c.H, c.M) if c.lse else None,
+    )  # fmt: skip
+
+
+def _shape(case: Case, letters: str) -> list[int]:
+    sizes = {"b": case.B, "h": case.H, "m": case.M, "n": case.N}
+    return [size if letter in letters else 1 for letter, size in sizes.items()]
+
+
+def _layout(case: Case, x: Tensor) -> Tensor:
+    """The same values behind other strides."""
+    x = x.to(case.dtype)
+    if case.layout == "bmhd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if case.layout == "sliced":
+        padded = x.new_full(
+            [2 * s + 1 for s in x.shape], math.nan
+        )  # what lies between must never be read
+        view = padded[tuple(slice(1, None, 2) for _ in x.shape)]
+        return view.copy_(x)
+    if case.layout == "expanded":
+        return x[:1].expand_as(x)
+    return x
+
+
+def _empty_rows(case: Case, x: Tensor, value) -> Tensor:
+    if case.empty_rows and x.shape[2] == case.M:
+        x[:, :, ::3] = value
+    return x
+
+
+def _bias(case: Case, normal, rng) -> Tensor | None:
+    if case.bias is None:
+        return None
+    bias = normal(*_shape(case, case.bias))
+    if case.bias_inf:
+        bias = bias.masked_fill(torch.rand(bias.shape, generator=rng) < 0.3, -math.inf)
+        bias = _empty_rows(case, bias, -math.inf)
+    return bias.to(case.dtype)
+
+
+def _mask(case: Case, rng) -> Mask:
+    kv_len = keep = None
+    if case.kv_len is not None:
+        shape = (case.B,) if case.kv_len == "batch" else (case.B, case.M)
+        kv_len = torch.randint(0, case.N + 1, shape, generator=rng)
+        kv_len[:1] = 0
+    if case.keep is not None:
+        keep = torch.rand(_shape(case, case.keep), generator=rng) < case.keep_rate
+        keep = _empty_rows(case, keep, False)
+    return Mask(case.causal, case.window, kv_len, keep)  # pyright: ignore[reportArgumentType]
+
+
+# ---- three ways to compute a case: {"out": ..., "weights": ..., "lse": ..., "grad_q": ...} ----
+
+
+def _leaf(x: Tensor | None, dtype: torch.dtype | None = None, grad: bool = True) -> Tensor | None:
+    """A leaf with x's strides."""
+    if x is None:
+        return None
+    return (x if dtype is None else x.to(dtype)).detach().requires_grad_(grad)
+
+
+def _results(case: Case, t: Tensors, call, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Runs call(q, k, v, w, bias) -> (out[, weights][, lse]) and its backward."""
+    leaves = {"q": _leaf(t.q, dtype), "k": _leaf(t.k, dtype), "v": _leaf(t.v, dtype)}
+    leaves |= {"w": _leaf(t.w, dtype), "bias": _leaf(t.bias, dtype, case.bias_grad)}
+    outputs = call(**leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    names = ["out", *(["weights"] if case.weights else []), *(["lse"] if case.lse else [])]
+    results = dict(zip(names, outputs, strict=True))
+    upstream: dict[str, Any] = {"out": t.grad_out, "weights": t.grad_weights, "lse": t.grad_lse}
+    grads = [upstream[name].to(x.dtype) for name, x in results.items()]
+    wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
+    pulled = torch.autograd.grad(
+        list(results.values()), list(wanted.values()), grads, allow_unused=True
+    )
+    for (name, leaf), grad in zip(wanted.items(), pulled, strict=True):
+        results[f"grad_{name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return {name: x.detach() for name, x in results.items()}
+
+
+DROPOUT_SEED = 0x1234_5678_9ABC_DEF0
+
+
+def run(
+    case: Case, t: Tensors, backend: str = "auto", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Our result on a backend."""
+
+    def call(q, k, v, w, bias):
+        options: dict[str, Any] = dict(
+            mask=t.mask, bias=bias, dropout_p=case.dropout_p, seed=DROPOUT_SEED, backend=backend
+        )
+        options |= dict(return_weights=case.weights, return_lse=case.lse)
+        if case.score == "additive":
+            return functional.additive_attention(q, k, v, w, **options)
+        return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+
+    return _results(case, t, call, dtype)
+
+
+def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
+    """The float64 reference and its explicit gradients."""
+    f64: dict[str, Any] = {
+        n: None if x is None else x.double() for n, x in vars(t).items() if n != "mask"
+    }
+    inputs = validate.build(
+        case.score, f64["q"], f64["k"], f64["v"], f64["w"],
+        mask=t.mask, bias=f64["bias"], enable_gqa=True,
+        dropout_p=case.dropout_p, seed=DROPOUT_SEED, return_weights=case.weights,
+    )  # fmt: skip
+    args = (inputs.p, inputs.q, inputs.k, inputs.v, inputs.w, inputs.bias)
+    out, lse, weights = reference.forward(*args)
+    grads = reference.backward(*args, f64["grad_out"], f64["grad_lse"], f64["grad_weights"])
+    results = {"out": out}
+    if case.weights:
+        results["weights"] = weights
+    if case.lse:
+        results["lse"] = lse
+    for name, grad in zip(("q", "k", "v", "w", "bias"), grads, strict=True):
+        if grad is not None and (name != "bias" or case.bias_grad):
+            results[f"grad_{name}"] = grad.sum(0) if name == "w" else grad
+    return results
+
+
+def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """What a user would write in PyTorch, in the case's dtype: the peer of the error budget."""
+    p = validate.build(
+        case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias, enable_gqa=True,
+        dropout_p=case.dropout_p, seed=DROPOUT_SEED,
+    ).p  # fmt: skip
+    kept = p.mask.materialize(p)
+    if t.bias is not None:
+        kept = kept & (t.bias != -math.inf)
+    has_key = kept.any(-1, keepdim=True)
+
+    def call(q, k, v, w, bias):
+        k, v = (x.repeat_interleave(case.H // case.Hkv, dim=1) if case.Hkv else x for x in (k, v))
+        if case.score == "dot":
+            scores = (q @ k.mT) * p.scale
+        else:
+            scores = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)
+        if bias is not None:
+            scores = scores + bias
+        # Rows without a key are given all keys, then zeroed: plain PyTorch would give NaN.
+        scores = scores.masked_fill(~kept & has_key, -math.inf)
+        scores = torch.where(has_key, scores, 0.0)
+        weights = torch.softmax(scores, -1) * has_key
+        if p.dropout is not None:
+            weights = weights * p.dropout.factors(p, q.dtype)
+        lse = torch.where(has_key.squeeze(-1), torch.logsumexp(scores, -1), -math.inf)
+        returned = {None: (), "full": (weights,), "mean": (weights.mean(1),)}[case.weights]
+        return (weights @ v, *returned, *((lse,) if case.lse else ()))
+
+    return _results(case, t, call, dtype)
+
+
+# ---- the budget ----
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    """Largest absolute error; infinite where NaN or inf stand in other places than in truth."""
+    x, truth = x.detach().double(), truth.detach().double()
+    if x.shape != truth.shape:
+        raise AssertionError(f"shape {list(x.shape)}, expected {list(truth.shape)}")
+    if x.numel() == 0:
+        return 0.0
+    same = (x == truth) | (x.isnan() & truth.isnan())
+    difference = torch.where(same, 0.0, (x - truth).abs())
+    return torch.nan_to_num(difference, nan=math.inf).max().item()
+
+
+def largest(truth: Tensor) -> float:
+    """Largest finite magnitude."""
+    finite = truth[truth.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def budget(plain_error: float, dtype: torch.dtype, scale: float) -> float:
+    """The error allowed: twice plain PyTorch's, plus a few ulp of the largest value."""
+    return (
+        2 * (plain_error if math.isfinite(plain_error) else 0.0)
+        + ULPS * torch.finfo(dtype).eps * scale
+    )
+
+
+def error_ratio(ours: Tensor, peer: Tensor, truth: Tensor, scale: float | None = None) -> float:
+    """Our error over the budget: at most 1 where a result is right."""
+    allowed = budget(error(peer, truth), peer.dtype, largest(truth) if scale is None else scale)
+    mine = error(ours, truth)
+    return 0.0 if mine == 0 else math.inf if allowed == 0 else mine / allowed
+
+
+def assert_within_budget(
+    ours: Tensor, peer: Tensor, truth: Tensor, name: str = "result", scale: float | None = None
+) -> None:
+    """Raises AssertionError where ours is further from the float64 truth than the budget allows.
+
+    ``scale`` is the magnitude whose ulp counts, the largest exact value by default. A sum that
+    cancels to 0 is given the root-sum-square of its terms instead, since its rounding is
+    proportional to that.
+    """
+    ratio = error_ratio(ours, peer, truth, scale)
+    if not ratio <= 1:
+        mine, theirs = error(ours, truth), error(peer, truth)
+        raise AssertionError(
+            f"{name}: error {mine:.3e} is {ratio:.2f} of the budget (plain PyTorch: {theirs:.3e})"
+        )
+
+
+def check(case: Case, backend: str = "auto") -> None:
+    """Compares every output and gradient of a case with the reference, within the budget."""
+    t = make(case)
+    ours, truth, peer = run(case, t, backend), exact(case, t), plain(case, t)
+    assert ours.keys() == truth.keys() == peer.keys()
+    for name in truth:
+        scale = largest(truth[name])
+        if name == "grad_bias":
+            scale = max(scale, _summed_score_grad(case, t))
+        assert_within_budget(ours[name], peer[name], truth[name], f"{case} {name}", scale)
+
+
+def _summed_score_grad(case: Case, t: Tensors) -> float:
+    """Root-sum-square of a bias gradient's terms, as rounding errors add up.
+
+    Where the bias broadcasts over keys the terms themselves cancel to 0.
+    """
+    assert t.bias is not None
+    unreduced = dataclasses.replace(t, bias=t.bias.expand(case.B, case.H, case.M, case.N))
+    terms = exact(case, unreduced)["grad_bias"]
+    return largest(terms.square().sum_to_size(t.bias.shape).sqrt())
+
+
+# ---- the grid ----
+
+_f16, _bf16 = torch.float16, torch.bfloat16
+
+
+def _with(case: Case, **changes) -> Case:
+    return dataclasses.replace(case, **changes)
+
+
+def _grid() -> list[Case]:
+    """Every size against every tile, every feature alone, and features together."""
+    sizes = [Case(f"M{m}-N{n}", M=m, N=n, lse=True) for m, n in
+             [(1, 1), (15, 63), (63, 15), (65, 127), (127, 65), (1, 1000), (1000, 1), (130, 300),
+              (4, 257)]]  # fmt: skip
+    dims = [Case(f"D{d}-E{e}", D=d, E=e) for d, e in
+            [(1, 1), (3, 5), (16, 33), (64, 64), (65, 8), (8, 127), (256, 40)]]  # fmt: skip
+    zeros = [_with(Case(f"{name}0"), **{name: 0}) for name in ("M", "N", "D", "E", "B")]
+    heads = [
+        Case("gqa", H=6, Hkv=2, M=65),
+        Case("mqa", H=3, Hkv=1, N=70),
+        Case("gqa-decode", H=8, Hkv=2, M=1, N=300),
+    ]
+    layouts = [Case(f"layout-{x}", layout=x, M=33, N=65, D=20, weights="full", causal="top_left")
+               for x in ("bmhd", "sliced", "expanded")]  # fmt: skip
+    masks = [
+        Case("causal", causal="top_left", M=130, N=130),
+        Case("causal-wide", causal="top_left", M=40, N=100, lse=True),
+        Case("causal-tall", causal="top_left", M=100, N=40, lse=True),
+        Case("bottom-right", causal="bottom_right", M=40, N=100),
+        Case(
+            "bottom-right-tall", causal="bottom_right", M=100, N=40, lse=True
+        ),  # the first 60 rows are empty
+        Case("window", window=(5, 3), M=130, N=130),
+        Case("window-causal", causal="bottom_right", window=(20, -1), M=70, N=150),
+        Case("window-far", window=(2, 2), M=130, N=20, lse=True),
+        Case("kv-len", kv_len="batch", N=150, lse=True, weights="mean"),
+        Case("kv-len-rows", kv_len="rows", M=70, N=150, lse=True),
+        *[Case(f"keep-{x}", keep=x, M=65, N=70) for x in ("bhmn", "mn", "bn", "h", "bm", "")],
+        Case("keep-sparse", keep="bhmn", keep_rate=0.01, M=130, N=200, lse=True, weights="full"),
+        Case("keep-empty-rows", keep="bmn", empty_rows=True, lse=True, weights="mean"),
+        Case(
+            "all-masks",
+            causal="bottom_right",
+            window=(60, -1),
+            kv_len="batch",
+            keep="hn",
+            bias="bmn",
+            M=65,
+            N=130,
+        ),
+    ]
+    biases = [
+        *[
+            Case(f"bias-{x}", bias=x, M=40, N=70)
+            for x in ("bhmn", "hmn", "mn", "bn", "n", "bhm", "h", "")
+        ],
+        Case(
+            "bias-inf",
+            bias="bhmn",
+            bias_inf=True,
+            empty_rows=True,
+            M=40,
+            N=70,
+            lse=True,
+            weights="full",
+        ),
+        Case("bias-inf-n", bias="bn", bias_inf=True, N=200),
+        Case("bias-no-grad", bias="mn", bias_grad=False),
+        Case("bias-large", bias="hmn", M=100, N=300),
+        Case("bias-gqa", bias="hmn", H=4, Hkv=2, M=33, N=70),
+    ]
+    weights = [
+        Case(f"weights-{x}", weights=x, H=3, Hkv=3, M=65, N=130, causal="top_left")
+        for x in ("full", "mean")
+    ]
+    dropout = [
+        Case("dropout", dropout_p=0.3, M=65, N=130, weights="full"),
+        Case("dropout-mean", dropout_p=0.5, M=33, N=67, weights="mean", keep="bhmn", lse=True),
+        Case("dropout-all", dropout_p=1.0),
+        Case("dropout-decode", dropout_p=0.3, M=1, N=300),
+    ]
+    large = [Case("large-logits", magnitude=60.0, M=40, N=70, lse=True)]
+    both = [*sizes, *dims, *zeros, *layouts, *masks, *biases, *weights, *dropout, *heads, *large]
+    # Additive sizes are cut where plain PyTorch's M * N * D, not ours, would take the time.
+    extremes = [
+        Case("huge", magnitude=1e4, M=40, N=70),
+        Case("wide", magnitude=30.0, M=40, N=70),
+        Case("opposite-60", opposite=60.0, M=40, N=70),
+        Case("opposite-1e4", opposite=1e4, M=20, N=70),
+        Case("opposite-25", opposite=25.0, magnitude=0.3, M=20, N=70, D=65),
+    ]
+    cases = [
+        *both,
+        *(_with(c, score="additive") for c in both),
+        *(_with(c, score="additive") for c in extremes),
+    ]
+    half = {
+        *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "bias-inf"),
+        *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
+    }
+    return cases + [_with(c, dtype=d) for c in cases if c.name in half for d in (_f16, _bf16)]
+
+
+GRID = _grid()
