@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattn import reference, registry
 from fastattn.problem import Problem
@@ -30,9 +31,18 @@ def attend(
     backend: str, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights) of a validated problem, differentiable in q, k, v, w and bias."""
+    if not _needs_autograd(q, k, v, w, bias):
+        return registry.get(backend).forward(p, q, k, v, w, bias)
     bare = p.with_tensors(None, None, None)
     outputs = AttentionFunction.apply(backend, bare, q, k, v, w, bias, *p.tensors())
     return outputs  # pyright: ignore[reportReturnType]
+
+
+def _needs_autograd(*tensors: Tensor | None) -> bool:
+    """Whether anything may ask for a derivative or a transform: autograd Functions cost 30 us."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class AttentionFunction(torch.autograd.Function):
