@@ -1,0 +1,73 @@
+# The first call creates .venv and installs into it under constraints.txt; later calls find it done.
+#
+# NO_VENV=1 PYTHON=/path/to/python uses that interpreter as it is, one that already has torch and
+# whatever else the target needs (pytest, ruff, ...): nothing is downloaded, nothing is written
+# outside this folder.
+
+PYTHON ?= python3
+NO_VENV ?=
+ARGS ?=
+
+ifeq ($(NO_VENV),)
+  PY := .venv/bin/python
+  READY := .venv/.ready
+else
+  PY := $(PYTHON)
+  READY :=
+  export PYTHONPATH := $(CURDIR)$(addprefix :,$(PYTHONPATH))
+endif
+
+CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise SystemExit(main())"
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+
+.PHONY: help test bench lint format build clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
+	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
+	@echo "make lint    ruff, clang-format, pyright"
+	@echo "make format  let ruff and clang-format rewrite the sources"
+	@echo "make build   build the C++ extension in place"
+	@echo "make clean   remove what the build wrote; .venv stays"
+	@echo "PYTHON=...   the interpreter .venv is made from; with NO_VENV=1, the one to use directly"
+
+test: build
+	$(PY) -m pytest tests $(ARGS)
+
+bench: build
+	$(PY) -m bench.run $(ARGS)
+
+# After build, which makes kernels/ importable as fastattn.kernels for pyright.
+lint: build
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(if $(CSRC),$(CLANG_FORMAT) --dry-run -Werror $(CSRC))
+	$(PY) -m pyright --pythonpath "$$(command -v $(PY))"
+
+format: $(READY)
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+	$(if $(CSRC),$(CLANG_FORMAT) -i $(CSRC))
+
+# Not a file target: ninja knows what is out of date, and says so in well under a second.
+build: $(READY)
+	$(PY) setup.py native
+
+# torch and ninja come first, as the package is then built with them and not in an isolated copy.
+# Building before installing shows the compiler's progress, which pip would hide.
+.venv/.ready: pyproject.toml constraints.txt setup.py | .venv/bin/python
+	$(PY) -m pip install -c constraints.txt torch ninja setuptools
+	$(PY) setup.py native
+	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[dev,triton]"
+	touch $@
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "fastattn needs Python 3.10 or newer: make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
+	rm -f fastattn/_C.abi3.so fastattn/_build_info.json fastattn/kernels
+	find fastattn kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,271 @@
+"""Builds fastattn/_C.abi3.so with ninja; what is declarative is in pyproject.toml.
+
+    csrc/ops.cpp              once: the one file that includes torch (stable ABI, limited Python)
+    csrc/{common,cpu}/*.cpp   once, baseline flags; FASTATTN_HAVE_<NAME> tells which ISAs exist
+    csrc/cpu/*_{fwd,bwd}.cpp  once per ISA, in the namespace FASTATTN_ISA
+
+Where this cannot be done the package is pure Python: one line says why, fastattn/_build_info.json
+keeps it for fastattn.explain(), and FASTATTN_REQUIRE_EXT=1 makes it an error. CXX, CXXFLAGS,
+LDFLAGS and MAX_JOBS are honoured. `python setup.py native` builds in place without setuptools.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import importlib.util
+import json
+import os
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+BUILD = Path("build/native")  # relative, as all paths of sources: they end up in __FILE__
+EXTENSION = "_C.abi3.so"
+
+# No -ffast-math: NaN, infinities and the order of sums are part of the semantics. These only give
+# up errno, floating-point traps and the separate rounding of a * b + c.
+FLAGS = (
+    "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fPIC "
+    "-fvisibility=hidden -fvisibility-inlines-hidden -Wall -Wextra -Icsrc"
+).split()
+ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DPy_LIMITED_API=0x030a0000"]
+
+# -fno-lto, whatever CXXFLAGS say: link-time optimisation may move code from one ISA into another.
+RULES = """\
+ninja_required_version = 1.5
+builddir = {build}
+rule cxx
+  command = {cxx} $flags {user} -fno-lto -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = CXX $out
+rule link
+  command = {cxx} {user} -fno-lto -shared $in -o $out {ldflags}
+  description = LINK $out
+"""
+
+
+class Unavailable(Exception):
+    """Why the extension cannot be built."""
+
+
+def isa_flags(target: str) -> dict[str, list[str]]:
+    """The ISAs of a compiler's target triple and their flags, each a superset of the one before."""
+    table: dict[str, list[str]] = {"baseline": []}  # SSE2 on x86-64, NEON on aarch64
+    if target.split("-")[0] in ("x86_64", "amd64"):
+        avx2 = "-mavx2 -mfma -mf16c".split()
+        avx512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512".split()
+        table["avx2"] = avx2
+        table["avx512"] = avx2 + avx512
+        table["avx512_bf16"] = avx2 + avx512 + ["-mavx512bf16"]
+    return table
+
+
+def output(command: list[str]) -> str:
+    """What a command prints; Unavailable with the first line of its complaint if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise Unavailable(f"cannot run {command[0]}: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        complaint = error.stderr.strip() or f"exit status {error.returncode}"
+        raise Unavailable(f"{command[0]} fails: {complaint.splitlines()[0]}") from None
+    return done.stdout.strip()
+
+
+def compile_empty_file(cxx: list[str], flags: list[str]) -> None:
+    """Raises Unavailable unless the compiler takes these flags."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    probe = BUILD / "probe.o"
+    output([*cxx, *flags, "-Werror", "-x", "c++", "-c", os.devnull, "-o", str(probe)])
+    if not probe.exists():
+        raise Unavailable(f"{cxx[0]} is not a C++ compiler")
+    probe.unlink()
+
+
+def supported_isas(cxx: list[str], target: str) -> dict[str, list[str]]:
+    """The ISAs whose flags the compiler knows; a line for each that it does not."""
+    supported = {}
+    for isa, flags in isa_flags(target).items():
+        try:
+            compile_empty_file(cxx, flags)
+            supported[isa] = flags
+        except Unavailable as error:
+            print(f"fastattn: without {isa}: {error}", file=sys.stderr)
+    return supported
+
+
+def find_ninja() -> str:
+    scripts = sysconfig.get_path("scripts")  # where pip puts it; not on PATH unless activated
+    ninja = shutil.which("ninja", path=os.pathsep.join([scripts, os.environ.get("PATH", "")]))
+    if not ninja:
+        raise Unavailable("no ninja: pip install ninja")
+    return ninja
+
+
+def find_torch() -> tuple[Path, str]:
+    """The folder and the version of torch, which is not imported: that takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise Unavailable("no torch in the Python that builds; pip needs --no-build-isolation")
+    root = Path(spec.submodule_search_locations[0])
+    version = runpy.run_path(str(root / "version.py"))["__version__"]
+    if not (root / "include/torch/csrc/stable/library.h").exists():
+        raise Unavailable(f"torch {version} has no headers of the stable ABI")
+    return root, version
+
+
+def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Path, list[str]]]:
+    """(source, object, flags) of every compilation, in link order.
+
+    Narrow before wide, because of the functions that C++ lets several objects define, such as
+    templates of std::, and of which the linker keeps the first: a baseline object is then never
+    bound to code that needs a newer CPU. tests/csrc/test_isa_symbols.py checks that kernel files
+    define none to begin with.
+    """
+    every = sorted({*Path("csrc/cpu").glob("*.cpp"), *Path("csrc/common").glob("*.cpp")})
+    kernels = [path for path in every if path.stem.endswith(("_fwd", "_bwd"))]
+    have = [f"-DFASTATTN_HAVE_{isa.upper()}" for isa in isas]
+    headers = [f"-I{sysconfig.get_path('include')}", "-isystem", str(torch / "include")]
+
+    jobs = [(Path("csrc/ops.cpp"), "once", have + ABI_FLAGS + headers)]
+    jobs += [(path, "once", have) for path in every if path not in kernels]
+    for isa, flags in isas.items():
+        jobs += [(path, isa, [*flags, f"-DFASTATTN_ISA={isa}"]) for path in kernels]
+    return [
+        (path, BUILD / folder / path.relative_to("csrc").with_suffix(".o"), FLAGS + flags)
+        for path, folder, flags in jobs
+    ]
+
+
+def quote(words: list[str]) -> str:
+    """For a command in a ninja file."""
+    return shlex.join(words).replace("$", "$$")
+
+
+def write_ninja_file(cxx: list[str], isas: dict[str, list[str]], torch: Path) -> Path:
+    # libtorch_cpu is named, as Python loads torch with RTLD_LOCAL and an undefined symbol would not
+    # be looked up there. No rpath: `import torch` comes first, and the loader knows it by soname.
+    exports = BUILD / "exports.map"
+    exports.write_text("{ global: PyInit__C; local: *; };\n")
+    link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
+    link += [f"-Wl,--version-script={exports}", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    user = quote(shlex.split(os.environ.get("CXXFLAGS", "")))
+    text = RULES.format(build=BUILD, cxx=quote(cxx), user=user, ldflags=quote(link))
+    jobs = compilations(isas, torch)
+    for source, target, flags in jobs:
+        text += f"build {target}: cxx {source}\n  flags = {quote(flags)}\n"
+    text += f"build {BUILD / EXTENSION}: link {' '.join(str(job[1]) for job in jobs)}\n"
+    path = BUILD / "build.ninja"
+    path.write_text(text)
+    return path
+
+
+def run_ninja(ninja: str, file: Path) -> None:
+    subprocess.run([ninja, "-f", str(file), "-t", "cleandead"], capture_output=True)
+    command = [ninja, "-f", str(file)]
+    if os.environ.get("MAX_JOBS"):
+        command += ["-j", os.environ["MAX_JOBS"]]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    if process.returncode:
+        raise Unavailable(next((line for line in lines if "error:" in line), "ninja failed"))
+
+
+def build_extension(info: dict) -> None:
+    if not sys.platform.startswith("linux"):
+        raise Unavailable(f"the compiled kernels are for Linux, not {sys.platform}")
+    if not Path("csrc/ops.cpp").exists():
+        raise Unavailable("no csrc/ops.cpp")
+    torch, info["torch"] = find_torch()
+    ninja = find_ninja()
+    cxx = shlex.split(os.environ.get("CXX") or "c++")
+    compile_empty_file(cxx, FLAGS)
+    info["compiler"] = output([*cxx, "--version"]).splitlines()[0]
+    info["target"] = output([*cxx, "-dumpmachine"])
+    isas = supported_isas(cxx, info["target"])
+    run_ninja(ninja, write_ninja_file(cxx, isas, torch))
+    info["isas"] = list(isas)
+
+
+def build(package: Path) -> bool:
+    """Builds into `package`, or says in one line why not and leaves the reason there."""
+    info = dict(success=False, reason=None, compiler=None, target=None, isas=[], torch=None)
+    try:
+        build_extension(info)
+        info["success"] = True
+        print(f"fastattn: {EXTENSION} built for {', '.join(info['isas'])} ({info['compiler']})")
+    except (Unavailable, OSError) as error:
+        info["reason"] = str(error)
+        print(f"fastattn: no compiled extension, pure Python only: {error}", file=sys.stderr)
+    # The first file in csrc/cuda brings its rule: nvcc where there is one, no torch headers.
+    info["cuda"] = "not built: no csrc/cuda/*.cu"
+    print(f"fastattn: CUDA library {info['cuda']}")
+    install(package, info)
+    if os.environ.get("FASTATTN_REQUIRE_EXT") == "1" and not info["success"]:
+        raise SystemExit("fastattn: FASTATTN_REQUIRE_EXT=1 forbids that")
+    return info["success"]
+
+
+def install(package: Path, info: dict) -> None:
+    """Puts the results into the package; a stale extension is worse than none."""
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+    built, placed = BUILD / EXTENSION, package / EXTENSION
+    if not info["success"]:
+        placed.unlink(missing_ok=True)
+    elif not placed.exists() or not filecmp.cmp(built, placed, shallow=False):
+        # Renamed into place: overwriting would crash a process that has it mapped.
+        os.replace(shutil.copy(built, f"{placed}.new"), placed)
+
+
+def build_in_place() -> bool:
+    """Makes the checkout importable as it is: the extension, and kernels/ as fastattn.kernels."""
+    link = Path("fastattn/kernels")
+    if not os.path.lexists(link):
+        link.symlink_to("../kernels")
+    return build(Path("fastattn"))
+
+
+def run_setuptools() -> None:
+    from setuptools import Extension, setup
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_ext import build_ext
+
+    class BuildExt(build_ext):
+        built = False
+
+        def run(self) -> None:
+            in_place = self.inplace or self.editable_mode
+            self.built = build_in_place() if in_place else build(Path(self.build_lib, "fastattn"))
+
+    class BdistWheel(bdist_wheel):
+        def run(self) -> None:
+            # The extension first: whether there is one decides the wheel's tag.
+            self.run_command("build_ext")
+            if not self.get_finalized_command("build_ext").built:
+                self.distribution.ext_modules, self.root_is_pure = [], True
+            super().run()
+
+    setup(
+        # Without sources: it makes the wheel a platform's own and names the file.
+        ext_modules=[Extension("fastattn._C", sources=[], py_limited_api=True, optional=True)],
+        cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    if sys.argv[1:] == ["native"]:
+        build_in_place()
+    else:
+        run_setuptools()
