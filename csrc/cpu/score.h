@@ -26,4 +26,8 @@
 //     void clear_key_grad();
 //     void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float* grad_w);
 //     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
+//
+//     // Optional: a constructor with a fourth argument, int64_t slots, and use_slot(slot). Blocks of queries then stay
+//     // loaded side by side; load_queries(), scores() and row_constant() concern the current slot, at first 0. The
+//     // forward pass uses this to take several blocks of queries through each block of keys.
 //   };

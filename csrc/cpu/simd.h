@@ -168,6 +168,16 @@ FASTATTN_SIMD Vec exp2(Vec x) {
   return clamped >= splat(128.f) ? splat(kInf) : finite;
 }
 
+// e^x for -87 <= x <= 88, clamped there; at most 1.3 ulp for every x, where exp2(x * log2(e)) would lose |x| ulp to the
+// rounding of its argument. NaN stays NaN. ln 2 is split so that n * 0.693359375 is exact without fused multiply-add.
+FASTATTN_SIMD Vec exp(Vec x) {
+  const Vec magic = splat(12582912.f);
+  const Vec clamped = min(splat(88.f), max(splat(-87.f), x));
+  const Vec shifted = clamped * kLog2e + magic, n = shifted - magic;
+  const Vec rest = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  return from_bits(bits_of(exp2_fraction(rest * kLog2e)) + (bits_of(shifted) << 23));
+}
+
 // 2^x for x that is at most a little above 0, as softmax has it: 6 operations less. -inf gives exactly 0, results below
 // 2^-126 are anything of that size, NaN stays NaN.
 FASTATTN_SIMD Vec exp2_weight(Vec x) {

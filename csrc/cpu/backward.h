@@ -1,0 +1,211 @@
+// Fused attention, backward, for any score (cpu/score.h). With P_ij = e^(s_ij - lse_i), recomputed, R = dropout's factor
+// and W = R P the weights that met V:
+//
+//   dV_j = sum_i W_ij dO_i      dP_ij = R_ij (dO_i . V_j + dW_ij)      dS_ij = P_ij (dP_ij - delta_i)   (delta.h)
+//   dq, dk, dw from dS by the score; dbias = dS summed over the dims that the bias was broadcast over
+//
+//   for (group of batches and key heads, chunk of keys)      a task: the only one to add to its dK, dV, dbias
+//     for key tiles, batches, key heads in it                K, V packed once; dK, dV stay in the cache
+//       for query heads of the key head, row blocks that keep some of these keys
+//         S = scores, dP = dO V^T                            two tiles [kBlockM, kBlockN] in the L2 cache
+//         S, dP -> W, dS                                     in place
+//         dV += W^T dO,  dK += dS^T Q,  dQ += dS K           dQ: an fp32 buffer per chunk (plan.h)
+//   sum of dQ (dw, dbias) over chunks, in order: deterministic
+//
+// Five products where a separate pass for dQ would need seven. Dao et al., "FlashAttention", 2022, appendix B.
+#pragma once
+
+#include "cpu/bias_grad.h"
+#include "cpu/delta.h"
+#include "cpu/value.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+template <typename Score>
+class BackwardWorker {
+ public:
+  explicit BackwardWorker(const BackwardArgs& args)
+      : args_(args),
+        p_(args.p),
+        score_(p_, scratch_, true),
+        mask_(p_, scratch_, kM, kN),
+        bias_(args, scratch_),
+        ld_(tile_stride(p_.E)),
+        s_(scratch_.floats(rows_capacity(p_) * kN)),
+        dp_(scratch_.floats(rows_capacity(p_) * kN)),
+        grad_out_(scratch_.floats(rows_capacity(p_) * ld_)),
+        v_transposed_(scratch_.floats(p_.E * kN)),
+        grad_v_(scratch_.floats((kN + kTileRows) * ld_)),
+        drop_(scratch_.floats(kN + 4 * kWidth)),
+        grad_weights_(scratch_.floats(kN)) {}
+
+  void run(int64_t task) {
+    const BackwardPlan& plan = args_.plan;
+    chunk_ = task % plan.chunks;
+    const int64_t group = task / plan.chunks;
+    const int64_t batches = plan.groups_b > 0 ? p_.B / plan.groups_b : 0;
+    const int64_t heads = plan.groups_h > 0 ? p_.Hkv / plan.groups_h : 0;
+    const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
+    const int64_t begin = chunk_ * plan.chunk_keys, end = min64(p_.N, begin + plan.chunk_keys);
+    clear_sums(b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group);
+    bias_.clear(group, chunk_, begin, end);
+    for (int64_t j0 = begin; j0 < end; j0 += kN)
+      for (int64_t b = b0; b < b0 + batches; ++b)
+        for (int64_t hkv = h0; hkv < h0 + heads; ++hkv) key_tile(b, hkv, j0, min64(kN, end - j0));
+  }
+
+ private:
+  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+
+  static int64_t rows_capacity(const BackwardParams& p) { return round_up(min64(p.M, kM), kTileRows); }
+
+  // Where this chunk's gradient of q_i goes, in rows of grad_q_stride().
+  float* grad_q(int64_t b, int64_t h, int64_t i) const {
+    const View& to = p_.grad_q;
+    if (args_.plan.q_direct)
+      return static_cast<float*>(to.data) + b * to.stride_b + h * to.stride_h + i * to.stride_r;
+    const int64_t rows = p_.B * p_.H * p_.M;
+    return args_.workspace(args_.plan.grad_q) + (chunk_ * rows + args_.row(b, h, i)) * p_.D;
+  }
+  int64_t grad_q_stride() const { return args_.plan.q_direct ? p_.grad_q.stride_r : p_.D; }
+  float* grad_w(int64_t b, int64_t h) const {
+    if (p_.w.data == nullptr) return nullptr;
+    return args_.workspace(args_.plan.grad_w) + ((chunk_ * p_.B + b) * p_.H + h) * p_.D;
+  }
+
+  void clear_sums(int64_t b0, int64_t b1, int64_t h0, int64_t h1) {
+    for (int64_t b = b0; b < b1; ++b)
+      for (int64_t h = h0; h < h1; ++h) {
+        for (int64_t i = 0; i < p_.M; ++i) fill(grad_q(b, h, i), p_.D, 0.f);
+        if (p_.w.data != nullptr) fill(grad_w(b, h), p_.D, 0.f);
+      }
+  }
+
+  void key_tile(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    const KeyRange kept = tile_range(p_.mask, p_.N, b, 0, p_.M);
+    const int64_t used = p_.M == 0 || kept.begin >= j0 + cols ? 0 : max64(0, min64(cols, kept.end - j0));
+    loaded_ = false;
+    for (int64_t h = hkv * args_.group; used > 0 && h < (hkv + 1) * args_.group; ++h)
+      for (int64_t block = 0; block < args_.blocks; ++block) pair(b, hkv, h, block * kM, j0, used);
+    const int64_t written = loaded_ ? used : 0;
+    if (loaded_) {
+      score_.store_key_grad(p_.grad_k, b, hkv, j0);
+      unpack_rows(grad_v_, ld_, 1.f, nullptr, matrix_at(p_.grad_v, b, hkv, j0, used, p_.E));
+    }
+    unpack_zeros(matrix_at(p_.grad_k, b, hkv, j0 + written, cols - written, p_.D));
+    unpack_zeros(matrix_at(p_.grad_v, b, hkv, j0 + written, cols - written, p_.E));
+  }
+
+  // One row block of one head against the current key tile.
+  void pair(int64_t b, int64_t hkv, int64_t h, int64_t i0, int64_t j0, int64_t cols) {
+    const TilePlace at = {b, h, i0, min64(kM, p_.M - i0), j0, cols};
+    mask_.set_rows(b, h, i0, at.rows);
+    if (!mask_.set_keys(j0, cols)) return;
+    if (!loaded_) load_keys(b, hkv, j0, cols);
+    score_.load_queries(b, h, i0, at.rows);
+    const bool finite = pack_rows(matrix_at(p_.grad_out, b, h, i0, at.rows, p_.E), 1.f, grad_out_, ld_);
+    score_.scores(s_);
+    gemm(ByRows{grad_out_, ld_}, v_transposed_, kN, at.rows, round_up(cols, kWidth), p_.E, dp_, kN, Store{});
+    mask_.with_masking([&](auto masking) { grad_scores<masking>(at); });
+    add_grad_v(at, mask_.masked() && !finite);
+    bias_.add(at, chunk_, dp_, kN);
+    score_.backward(dp_, mask_.masked(), grad_q(b, h, i0), grad_q_stride(), grad_w(b, h));
+  }
+
+  void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    score_.load_keys(b, hkv, j0, cols);
+    score_.clear_key_grad();
+    pack_transposed(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f, v_transposed_, kN);
+    fill(grad_v_, kN * ld_, 0.f);
+    loaded_ = true;
+  }
+
+  // s_ becomes W, dp_ becomes dS, both exactly 0 where masked.
+  template <Masking kMasking>
+  void grad_scores(const TilePlace& at) {
+    const bool weights = p_.grad_weights.data != nullptr;
+    for (int64_t i = 0; i < at.rows; ++i) {
+      const float lse = lse_log2(p_.lse[args_.row(at.b, at.h, at.i0 + i)], score_.row_constant(i));
+      const float delta = *args_.delta(at.b, at.h, at.i0 + i);
+      if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop_);
+      if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights_);
+      float *const s_row = s_ + i * kN, *const dp_row = dp_ + i * kN;
+      for (int64_t c = 0; c < at.cols; c += kWidth) {
+        const Vec s = mask_.apply<kMasking>(load(s_row + c), i, c), p = known_weight(s, lse);
+        Vec dp = load(dp_row + c), w = p;
+        if (weights) dp += load(grad_weights_ + c);
+        if (p_.dropout.enabled) dp *= load(drop_ + c), w *= load(drop_ + c);
+        Vec ds = p * (dp - delta);
+        if (kMasking != Masking::kNone) ds = s == splat(-kInf) ? Vec{} : ds;
+        store(s_row + c, w);
+        store(dp_row + c, ds);
+      }
+    }
+  }
+
+  void add_grad_v(const TilePlace& at, bool skip_zeros) {
+    const ByCols weights{s_, kN};
+    const int64_t width = round_up(p_.E, kWidth);
+    if (skip_zeros) {
+      accumulate_nonzero(weights, grad_out_, ld_, at.cols, width, at.rows, grad_v_, ld_, 1.f);
+    } else {
+      gemm(weights, grad_out_, ld_, at.cols, width, at.rows, grad_v_, ld_, AddScaled{1.f});
+    }
+  }
+
+  const BackwardArgs& args_;
+  const BackwardParams& p_;
+  Scratch scratch_;
+  Score score_;
+  MaskTile mask_;
+  BiasGrad bias_;
+  int64_t ld_;
+  float *s_, *dp_, *grad_out_, *v_transposed_, *grad_v_, *drop_, *grad_weights_;
+  int64_t chunk_ = 0;
+  bool loaded_ = false;
+};
+
+// Adds up what the chunks left in the workspace, one (b, h) a task.
+class ReduceWorker {
+ public:
+  explicit ReduceWorker(const BackwardArgs& args) : args_(args), p_(args.p) {}
+
+  void run(int64_t task) {
+    const int64_t b = task / p_.H, h = task % p_.H, rows = p_.B * p_.H * p_.M;
+    if (!args_.plan.q_direct) {
+      float* const sum = args_.workspace(args_.plan.grad_q) + args_.row(b, h, 0) * p_.D;
+      for (int64_t chunk = 1; chunk < args_.plan.chunks; ++chunk) add(sum + chunk * rows * p_.D, p_.M * p_.D, sum);
+      unpack_dense(sum, matrix_at(p_.grad_q, b, h, 0, p_.M, p_.D));
+    }
+    if (p_.grad_w == nullptr) return;
+    float* const to = p_.grad_w + task * p_.D;
+    fill(to, p_.D, 0.f);
+    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk)
+      add(args_.workspace(args_.plan.grad_w) + (chunk * p_.B * p_.H + task) * p_.D, p_.D, to);
+  }
+
+ private:
+  static void add(const float* from, int64_t count, float* to) {
+    for (int64_t n = 0; n < count; ++n) to[n] += from[n];
+  }
+
+  const BackwardArgs& args_;
+  const BackwardParams& p_;
+};
+
+template <typename Score>
+static void backward(const BackwardParams& p, const Parallel& parallel) {
+  const int64_t blocks = ceil_div(p.M, Score::kBlockM), heads = p.B * p.H;
+  const BackwardArgs args = {p, plan_backward(p), p.Hkv > 0 ? p.H / p.Hkv : 1, blocks};
+  const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
+  const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
+  const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);
+  TaskLoop<DeltaWorker<Score>, BackwardArgs>::run(args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
+  const int64_t tasks = args.plan.groups_b * args.plan.groups_h * args.plan.chunks;
+  TaskLoop<BackwardWorker<Score>, BackwardArgs>::run(args, tasks, work, parallel);
+  const double summed = rows * static_cast<double>(p.D * args.plan.chunks);
+  TaskLoop<ReduceWorker, BackwardArgs>::run(args, heads, summed, parallel);
+  if (p.grad_bias.data != nullptr && !args.plan.bias_direct) BiasGrad::write(args);
+}
+
+}  // namespace fastattn::FASTATTN_ISA

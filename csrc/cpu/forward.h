@@ -1,0 +1,327 @@
+// Fused attention, forward, for any score (cpu/score.h):
+//
+//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
+//
+//   for (b, head or heads, row blocks, chunk of keys)   a task; its Q and O stay in the L2 cache
+//     for key tiles that some row keeps                 K, V packed once a tile
+//       for heads and row blocks of the task that keep some of these keys
+//         S = scores                                    [kBlockM, kBlockN]
+//         S -> masked, biased -> weights, m, l          online softmax (softmax.h)
+//         O = alpha O + W V
+//     out = O / l, lse; or, with several chunks, (O, m, l) to the workspace, merged in a second, short pass
+//
+// Saved for backward: lse. Returned weights come from a second sweep that recomputes scores against the known lse.
+// Dao et al., "FlashAttention: fast and memory-efficient exact attention with IO-awareness", 2022; split keys: Dao et
+// al., "Flash-Decoding", 2023; online softmax: Milakov and Gimelshein, 2018.
+#pragma once
+
+#include "cpu/plan.h"
+#include "cpu/softmax.h"
+#include "cpu/tasks.h"
+#include "cpu/value.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// Whether a score can hold several blocks of queries at once (see score.h).
+template <typename Score>
+constexpr bool kHasSlots = std::is_constructible_v<Score, const AttentionParams&, Scratch&, bool, int64_t>;
+
+// A task takes several row blocks through each key tile together, so that packing the tile is paid once for all: row
+// blocks of one head, or, where M is small, the heads that share a key head. Rows do not notice, so this may depend on
+// the number of threads.
+struct ForwardArgs {
+  const ForwardParams& p;
+  ForwardPlan plan;
+  int64_t group;          // query heads per key head
+  int64_t blocks;         // row blocks of a head
+  int64_t heads, stack;   // what a task owns: heads x row blocks
+  int64_t stacks;         // tasks' row ranges per head
+  bool reverse;           // later row blocks have more keys: take them first
+
+  int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads) * plan.chunks * stacks; }
+  float* partial(int64_t b, int64_t h, int64_t chunk, int64_t i) const {
+    const int64_t row = ((b * p.H + h) * plan.chunks + chunk) * p.M + i;
+    return static_cast<float*>(p.workspace) + row * plan.partial_stride;
+  }
+};
+
+constexpr int64_t kSharingRows = 16;          // with at most so many rows, heads of a group share key tiles
+constexpr int64_t kStackedFloats = 50 * 1024;  // queries and outputs of a task: under half of the L2 cache
+constexpr int64_t kTasksPerThread = 4;         // enough for the threads to finish together
+
+// How many row blocks a task stacks.
+template <typename Score>
+FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, int64_t blocks, int64_t threads) {
+  if (!kHasSlots<Score> || p.M <= kSharingRows) return 1;
+  const int64_t fitting = kStackedFloats / (Score::kBlockM * max64(1, p.D + p.E));
+  const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * threads);
+  return max64(1, min64(blocks, min64(fitting, balanced)));
+}
+
+template <typename Score>
+FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, int64_t threads) {
+  const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::kBlockM);
+  const int64_t stack = choose_stack<Score>(p, blocks, threads);
+  const int64_t heads = p.M <= kSharingRows ? group : min64(group, 1);
+  return {p, plan_forward(p), group, blocks, heads, stack, ceil_div(blocks, stack), p.mask.band_hi < p.N};
+}
+
+template <typename Score>
+class ForwardWorker {
+ public:
+  explicit ForwardWorker(const ForwardArgs& args)
+      : args_(args),
+        p_(args.p),
+        members_(args.heads * args.stack),
+        score_(make_score()),
+        values_(p_, scratch_, kN),
+        mask_(p_, scratch_, kM, kN),
+        s_(scratch_.floats(round_up(min64(p_.M, kM), kTileRows) * kN)),
+        alpha_(scratch_.floats(kM + kWidth)),
+        drop_(p_.dropout.enabled ? scratch_.floats(kN + 4 * kWidth) : nullptr),
+        states_(scratch_, members_, min64(p_.M, kM), values_.stride()) {}
+
+  void run(int64_t task) {
+    const int64_t stack = task % args_.stacks, outer = task / args_.stacks;
+    const int64_t chunk = outer % args_.plan.chunks, bh = outer / args_.plan.chunks;
+    b_ = bh / (p_.H / args_.heads);
+    h0_ = bh % (p_.H / args_.heads) * args_.heads;
+    block0_ = (args_.reverse ? args_.stacks - 1 - stack : stack) * args_.stack;
+    states_.clear();
+    sweep(chunk * args_.plan.chunk_keys, min64(p_.N, (chunk + 1) * args_.plan.chunk_keys));
+    for (int64_t g = 0; g < members(); ++g) args_.plan.chunks == 1 ? write_out(g) : write_partial(g, chunk);
+  }
+
+ private:
+  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+
+  // One row block of one head: what a task has several of.
+  struct Member {
+    int64_t h, i0, rows;
+  };
+  Member member(int64_t g) const {
+    const int64_t i0 = (block0_ + g / args_.heads) * kM;
+    return {h0_ + g % args_.heads, i0, min64(kM, p_.M - i0)};
+  }
+  int64_t members() const { return args_.heads * min64(args_.stack, args_.blocks - block0_); }
+
+  Score make_score() {
+    if constexpr (kHasSlots<Score>) {
+      return Score(p_, scratch_, false, members_);
+    } else {
+      return Score(p_, scratch_, false);
+    }
+  }
+
+  // Makes the queries of a member current. Scores without slots load them anew, unless it is the only member.
+  void select(int64_t g, bool first_time) {
+    const Member m = member(g);
+    if constexpr (kHasSlots<Score>) score_.use_slot(g);
+    if (first_time || (!kHasSlots<Score> && members_ > 1)) score_.load_queries(b_, m.h, m.i0, m.rows);
+  }
+
+  void sweep(int64_t begin, int64_t end) {
+    for (int64_t g = 0; g < members(); ++g) select(g, true);
+    const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * kM);
+    const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * kM, i1);
+    begin = max64(begin, keys.begin / kN * kN);
+    end = min64(end, keys.end);
+    for (int64_t j0 = begin; j0 < end; j0 += kN) {
+      bool loaded = false;
+      for (int64_t g = 0; g < members(); ++g) loaded |= attend(g, j0, min64(kN, end - j0), loaded);
+    }
+  }
+
+  // One member, one tile. Returns whether it met any key, and so loaded keys and values.
+  bool attend(int64_t g, int64_t j0, int64_t cols, bool loaded) {
+    const Member m = member(g);
+    mask_.set_rows(b_, m.h, m.i0, m.rows);
+    if (!mask_.set_keys(j0, cols)) return false;
+    if (!loaded) {
+      score_.load_keys(b_, m.h / args_.group, j0, cols);
+      values_.load(b_, m.h / args_.group, j0, cols);
+    }
+    select(g, false);
+    const RowState state = states_.member(g);
+    score_.scores(s_);
+    softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, cols}, state, s_, kN, drop_, alpha_);
+    values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);
+    return true;
+  }
+
+  void write_out(int64_t g) {
+    const RowState state = states_.member(g);
+    const Member m = member(g);
+    select(g, false);
+    for (int64_t i = 0; i < m.rows; ++i) {
+      const float l = sum_lanes(load(state.l + i * kWidth));
+      alpha_[i] = l == 0.f ? 0.f : 1.f / l;
+      p_.lse[(b_ * p_.H + m.h) * p_.M + m.i0 + i] = natural_lse(state.m[i], l, score_.row_constant(i));
+    }
+    unpack_rows(state.o, values_.stride(), 1.f, alpha_, matrix_at(p_.out, b_, m.h, m.i0, m.rows, p_.E));
+  }
+
+  void write_partial(int64_t g, int64_t chunk) {
+    const RowState state = states_.member(g);
+    const Member m = member(g);
+    select(g, false);
+    for (int64_t i = 0; i < m.rows; ++i) {
+      float* const to = args_.partial(b_, m.h, chunk, m.i0 + i);
+      std::memcpy(to, state.o + i * values_.stride(), static_cast<size_t>(p_.E) * 4);
+      to[p_.E] = state.m[i];
+      to[p_.E + 1] = sum_lanes(load(state.l + i * kWidth));
+      to[p_.E + 2] = score_.row_constant(i);
+    }
+  }
+
+ public:
+  static float natural_lse(float m, float l, float row_constant) {
+    return l == 0.f ? -kInf : m * kLn2 + __builtin_logf(l) + row_constant;
+  }
+
+ private:
+  const ForwardArgs& args_;
+  const ForwardParams& p_;
+  int64_t members_;
+  Scratch scratch_;
+  Score score_;
+  ValueTile values_;
+  MaskTile mask_;
+  float *s_, *alpha_, *drop_;
+  RowStates states_;
+  int64_t b_ = 0, h0_ = 0, block0_ = 0;
+};
+
+// Merges the chunks of one (b, h), in order: the same arithmetic as a step of the online softmax.
+template <typename Score>
+class MergeWorker {
+ public:
+  explicit MergeWorker(const ForwardArgs& args)
+      : args_(args), p_(args.p), o_(scratch_.floats(round_up(p_.E, kWidth))) {}
+
+  void run(int64_t task) {
+    const int64_t b = task / p_.H, h = task % p_.H;
+    for (int64_t i = 0; i < p_.M; ++i) merge_row(b, h, i);
+  }
+
+ private:
+  void merge_row(int64_t b, int64_t h, int64_t i) {
+    float m = -kInf, l = 0.f;
+    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+      const float m_chunk = args_.partial(b, h, chunk, i)[p_.E];
+      m = m_chunk > m ? m_chunk : m;
+    }
+    fill(o_, p_.E, 0.f);
+    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+      const float* const from = args_.partial(b, h, chunk, i);
+      if (from[p_.E] == -kInf && from[p_.E + 1] == 0.f) continue;  // met no key
+      const float factor = __builtin_exp2f(from[p_.E] - m);
+      l += factor * from[p_.E + 1];
+      for (int64_t e = 0; e < p_.E; ++e) o_[e] += factor * from[e];
+    }
+    p_.lse[(b * p_.H + h) * p_.M + i] =
+        ForwardWorker<Score>::natural_lse(m, l, args_.partial(b, h, 0, i)[p_.E + 2]);
+    unpack_rows(o_, 0, l == 0.f ? 0.f : 1.f / l, nullptr, matrix_at(p_.out, b, h, i, 1, p_.E));
+  }
+
+  const ForwardArgs& args_;
+  const ForwardParams& p_;
+  Scratch scratch_;
+  float* o_;
+};
+
+// Writes the attention weights: per head, or their mean over heads, added up in head order in a panel of scratch so that
+// nothing of size H M N exists. A task owns (b, head or all heads, row block, panel of keys).
+template <typename Score>
+class WeightsWorker {
+ public:
+  explicit WeightsWorker(const ForwardArgs& args)
+      : args_(args),
+        p_(args.p),
+        heads_(p_.H / max64(1, heads_out(p_))),
+        score_(p_, scratch_, false),
+        mask_(p_, scratch_, kM, kN),
+        s_(scratch_.floats(round_up(min64(p_.M, kM), kTileRows) * kN)),
+        lse_(scratch_.floats(kM)),
+        drop_(scratch_.floats(kN + 4 * kWidth)),
+        panel_(scratch_.floats(min64(p_.M, kM) * kPanel)) {}
+
+  static int64_t heads_out(const ForwardParams& p) { return p.weights_mode == WeightsMode::kMean ? 1 : p.H; }
+  static int64_t panels(const ForwardParams& p) { return ceil_div(p.N, kPanel); }
+
+  void run(int64_t task) {
+    const int64_t panel = task % panels(p_), outer = task / panels(p_);
+    const int64_t block = outer % args_.blocks, bh = outer / args_.blocks;
+    b_ = bh / heads_out(p_);
+    i0_ = block * kM;
+    rows_ = min64(kM, p_.M - i0_);
+    const int64_t h_out = bh % heads_out(p_), begin = panel * kPanel, end = min64(p_.N, begin + kPanel);
+    fill(panel_, rows_ * kPanel, 0.f);
+    for (int64_t g = 0; g < heads_; ++g) add_head(h_out * heads_ + g, begin, end);
+    unpack_rows(panel_, kPanel, 1.f / static_cast<float>(max64(1, heads_)), nullptr,
+                column_slice(matrix_at(p_.weights, b_, h_out, i0_, rows_, end - begin), begin));
+  }
+
+ private:
+  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+  static constexpr int64_t kPanel = 4 * kN;
+
+  static Matrix column_slice(Matrix matrix, int64_t begin) {
+    matrix.offset += begin * matrix.stride_c;
+    return matrix;
+  }
+
+  void add_head(int64_t h, int64_t begin, int64_t end) {
+    mask_.set_rows(b_, h, i0_, rows_);
+    if (mask_.range().begin >= end || mask_.range().end <= begin) return;
+    score_.load_queries(b_, h, i0_, rows_);
+    for (int64_t i = 0; i < rows_; ++i)
+      lse_[i] = lse_log2(p_.lse[(b_ * p_.H + h) * p_.M + i0_ + i], score_.row_constant(i));
+    for (int64_t j0 = begin; j0 < end; j0 += kN) {
+      const int64_t cols = min64(kN, end - j0);
+      if (!mask_.set_keys(j0, cols)) continue;
+      score_.load_keys(b_, h / args_.group, j0, cols);
+      score_.scores(s_);
+      mask_.with_masking([&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
+    }
+  }
+
+  template <Masking kMasking>
+  void add_tile(int64_t h, int64_t j0, int64_t cols, float* to) {
+    for (int64_t i = 0; i < rows_; ++i) {
+      if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
+      for (int64_t c = 0; c < cols; c += kWidth) {
+        Vec w = known_weight(mask_.apply<kMasking>(load(s_ + i * kN + c), i, c), lse_[i]);
+        if (p_.dropout.enabled) w *= load(drop_ + c);
+        store(to + i * kPanel + c, load(to + i * kPanel + c) + w);
+      }
+    }
+  }
+
+  const ForwardArgs& args_;
+  const ForwardParams& p_;
+  int64_t heads_;
+  Scratch scratch_;
+  Score score_;
+  MaskTile mask_;
+  float *s_, *lse_, *drop_, *panel_;
+  int64_t b_ = 0, i0_ = 0, rows_ = 0;
+};
+
+template <typename Score>
+static void forward(const ForwardParams& p, const Parallel& parallel) {
+  const ForwardArgs args = forward_args<Score>(p, parallel.num_threads);
+  const double pairs = static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
+  const double work = pairs * static_cast<double>(p.D + p.E);
+  TaskLoop<ForwardWorker<Score>, ForwardArgs>::run(args, args.tasks(), work, parallel);
+  if (args.plan.chunks > 1) {
+    const double merged = static_cast<double>(args.plan.workspace_bytes);
+    TaskLoop<MergeWorker<Score>, ForwardArgs>::run(args, p.B * p.H, merged, parallel);
+  }
+  if (p.weights_mode == WeightsMode::kNone) return;
+  using Weights = WeightsWorker<Score>;
+  const int64_t tasks = p.B * Weights::heads_out(p) * args.blocks * Weights::panels(p);
+  TaskLoop<Weights, ForwardArgs>::run(args, tasks, work, parallel);
+}
+
+}  // namespace fastattn::FASTATTN_ISA

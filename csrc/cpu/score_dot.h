@@ -1,0 +1,103 @@
+// The scaled dot product as a score: s_ij = scale q_i . k_j, in base 2 (times log2 e, folded into the packed queries).
+//
+// Gradients, with dS in natural units: dq_i = scale sum_j dS_ij k_j,  dk_j = scale sum_i dS_ij q_i.
+//
+// Keys are packed transposed, [D][kBlockN], so that a vector holds one component of kWidth keys; for dq also by rows.
+#pragma once
+
+#include "cpu/score.h"
+#include "cpu/value.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+class DotScore {
+ public:
+  // 96 is a multiple of the 6 rows and of the 2 x 8 or 4 x 4 x ... lanes of a register tile. Measured on Zen 3, d64:
+  // packing a key tile then costs 4% of the two products it feeds, and 96 x 96 scores stay in the L2 cache.
+  static constexpr int64_t kBlockM = 96;
+  static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 96;
+
+  DotScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
+      : p_(p),
+        direct_(!backward && p.M <= kDirectRows && rows_contiguous(p.k)),
+        backward_(backward),
+        ld_(tile_stride(p.D)),
+        slot_floats_(round_up(p.M < kBlockM ? p.M : kBlockM, kTileRows) * ld_),
+        slots_(scratch.floats(slots * slot_floats_)),
+        slot_rows_(scratch.ints(slots)),
+        q_(slots_),
+        k_transposed_(direct_ ? nullptr : scratch.floats(p.D * kBlockN)) {
+    if (!backward) return;
+    k_rows_ = scratch.floats(kBlockN * ld_);
+    grad_q_ = scratch.floats(kBlockM * ld_);
+    grad_k_ = scratch.floats((kBlockN + kTileRows) * ld_);
+  }
+
+  void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D);
+    if (direct_) return;
+    pack_transposed(keys_, 1.f, k_transposed_, kBlockN);
+    if (backward_) k_finite_ = pack_rows(keys_, 1.f, k_rows_, ld_);
+  }
+
+  void use_slot(int64_t slot) {
+    slot_ = slot;
+    q_ = slots_ + slot * slot_floats_;
+  }
+
+  void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    slot_rows_[slot_] = static_cast<int32_t>(rows);
+    q_finite_ = pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), p_.scale * kLog2e, q_, ld_);
+  }
+
+  void scores(float* s) {
+    if (direct_) {
+      for (int64_t i = 0; i < rows(); ++i) dot_rows(q_ + i * ld_, keys_, s + i * kBlockN);
+    } else {
+      gemm(ByRows{q_, ld_}, k_transposed_, kBlockN, rows(), round_up(keys_.rows, kWidth), p_.D, s, kBlockN, Store{});
+    }
+  }
+  float row_constant(int64_t) const { return 0.f; }
+
+  void clear_key_grad() { fill(grad_k_, kBlockN * ld_, 0.f); }
+
+  void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
+    const int64_t cols = keys_.rows, width = round_up(p_.D, kWidth);
+    if (masked && !k_finite_) {
+      fill(grad_q_, rows() * ld_, 0.f);
+      accumulate_nonzero(ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_, ld_, 1.f);
+    } else {
+      gemm(ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_, ld_, Store{});
+    }
+    add_rows(grad_q_, p_.scale, grad_q, grad_q_stride);
+    // Packed queries carry scale * log2(e); store_key_grad() takes the log2(e) out again.
+    if (masked && !q_finite_) {
+      accumulate_nonzero(ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_, 1.f);
+    } else {
+      gemm(ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_, AddScaled{1.f});
+    }
+  }
+
+  void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
+    unpack_rows(grad_k_, ld_, kLn2, nullptr, matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
+  }
+
+ private:
+  int64_t rows() const { return slot_rows_[slot_]; }
+
+  void add_rows(const float* from, float factor, float* to, int64_t stride) const {
+    for (int64_t i = 0; i < rows(); ++i)
+      for (int64_t d = 0; d < p_.D; ++d) to[i * stride + d] += factor * from[i * ld_ + d];
+  }
+
+  const AttentionParams& p_;
+  bool direct_, backward_, k_finite_ = true, q_finite_ = true;
+  int64_t ld_, slot_floats_, slot_ = 0;
+  float* slots_;
+  int32_t* slot_rows_;
+  float *q_, *k_transposed_;
+  float *k_rows_ = nullptr, *grad_q_ = nullptr, *grad_k_ = nullptr;
+  Matrix keys_{};
+};
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,47 @@
+// Memory of one worker for the length of one call: tiles, packed operands, running softmax state.
+#pragma once
+
+#include <new>
+
+#include "cpu/simd.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// Hands out 64-byte-aligned blocks and frees them all at the end. A few large blocks per worker, never inside a loop.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() {
+    while (last_ != nullptr) {
+      Header* const previous = last_->previous;
+      ::operator delete(last_, std::align_val_t(kAlign));
+      last_ = previous;
+    }
+  }
+
+  // `count` uninitialised floats; kSlack bytes beyond them may be read and written, so that vector code needs no tails.
+  float* floats(int64_t count) { return static_cast<float*>(bytes(count * 4)); }
+  int32_t* ints(int64_t count) { return static_cast<int32_t*>(bytes(count * 4)); }
+
+ private:
+  struct Header {
+    Header* previous;
+  };
+  static constexpr int64_t kAlign = 64, kSlack = 64;
+
+  void* bytes(int64_t count) {
+    auto* const block = static_cast<char*>(
+        ::operator new(static_cast<size_t>(kAlign + count + kSlack), std::align_val_t(kAlign)));
+    last_ = new (block) Header{last_};
+    return block + kAlign;
+  }
+
+  Header* last_ = nullptr;
+};
+
+// A lane count rounded up to whole vectors.
+FASTATTN_SIMD int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,200 @@
+// What is not arithmetic in a tile of scores: which pairs are masked, what bias they get, which weights dropout keeps.
+//
+// A tile is empty (never touched, nor are its keys and values read), full (no mask code runs), or has per-row intervals
+// of keys, or an addend: bias * log2(e), with -inf where a pair is masked. A mask is applied as a selection, never as
+// NaN + -inf, so that garbage behind it stays there.
+#pragma once
+
+#include "common/mask.h"
+#include "common/philox.h"
+#include "cpu/pack.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// How the scores of a tile are masked.
+enum class Masking { kNone, kRanges, kAddend };
+
+class MaskTile {
+ public:
+  MaskTile(const AttentionParams& p, Scratch& scratch, int64_t block_m, int64_t block_n)
+      : p_(p), block_n_(block_n), begin_(scratch.ints(block_m)), end_(scratch.ints(block_m)) {
+    has_addend_ = p.bias.data != nullptr || p.mask.keep != nullptr;
+    addend_ = has_addend_ ? scratch.floats(block_m * block_n) : nullptr;
+  }
+
+  // Selects query rows [i0, i0 + rows) of head h.
+  void set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    b_ = b, h_ = h, i0_ = i0, rows_ = rows;
+    range_ = tile_range(p_.mask, p_.N, b, i0, i0 + rows);
+  }
+
+  // Keys outside this interval are masked for every row.
+  KeyRange range() const { return range_; }
+
+  // Selects keys [j0, j0 + cols). False: every pair is masked.
+  bool set_keys(int64_t j0, int64_t cols) {
+    if (range_.begin >= j0 + cols || range_.end <= j0) return false;
+    j0_ = j0, cols_ = cols;
+    if (!set_ranges()) return false;
+    masking_ = masked_ || cols % kWidth != 0 ? Masking::kRanges : Masking::kNone;
+    return !has_addend_ || build_addend();
+  }
+
+  // Whether some pair of the tile is masked.
+  bool masked() const { return masked_; }
+
+  // Calls f with the tile's Masking as a compile-time constant.
+  template <typename F>
+  FASTATTN_MEMBER void with_masking(F f) const {
+    switch (masking_) {
+      case Masking::kNone:
+        return f(std::integral_constant<Masking, Masking::kNone>{});
+      case Masking::kRanges:
+        return f(std::integral_constant<Masking, Masking::kRanges>{});
+      case Masking::kAddend:
+        return f(std::integral_constant<Masking, Masking::kAddend>{});
+    }
+  }
+
+  // The scores s of row i, columns [c, c + kWidth): -inf where masked or past the last key, biased elsewhere.
+  template <Masking kMasking>
+  FASTATTN_MEMBER Vec apply(Vec s, int64_t i, int64_t c) const {
+    if constexpr (kMasking == Masking::kRanges) {
+      return inside(i, c) ? s : splat(-kInf);
+    } else if constexpr (kMasking == Masking::kAddend) {
+      const Vec addend = load(addend_ + i * addend_stride_ + c);
+      return addend == splat(-kInf) ? addend : s + addend;
+    } else {
+      return s;
+    }
+  }
+
+ private:
+  FASTATTN_MEMBER VecI inside(int64_t i, int64_t c) const {
+    const VecI j = iota() + static_cast<int32_t>(c);
+    return (j >= begin_[i]) & (j < end_[i]);
+  }
+
+  // Per-row intervals, relative to the tile.
+  bool set_ranges() {
+    bool any = false;
+    masked_ = false;
+    for (int64_t i = 0; i < rows_; ++i) {
+      const KeyRange row = row_range(p_.mask, p_.N, b_, i0_ + i);
+      const int64_t begin = max64(0, min64(row.begin - j0_, cols_)), end = max64(0, min64(row.end - j0_, cols_));
+      begin_[i] = static_cast<int32_t>(begin);
+      end_[i] = static_cast<int32_t>(end);
+      any |= begin < end;
+      masked_ |= begin > 0 || end < cols_;
+    }
+    return any;
+  }
+
+  // Folds intervals, dense mask and bias into the addend and looks at what came out.
+  bool build_addend() {
+    const bool one_row = (p_.mask.keep == nullptr || p_.mask.keep_stride_m == 0) &&
+                         (p_.bias.data == nullptr || p_.bias.stride_r == 0) && !masked_;
+    addend_stride_ = one_row ? 0 : block_n_;
+    Seen seen{};
+    with_dtype(p_.bias.data == nullptr ? DType::kFloat32 : p_.bias.dtype, [&](auto type) {
+      for (int64_t i = 0; i < (one_row ? 1 : rows_); ++i) build_row<type>(i, seen);
+    });
+    if (!any_lane(seen.kept)) return false;
+    masked_ = any_lane(seen.masked);
+    const bool plain = !masked_ && !any_lane(seen.biased) && cols_ % kWidth == 0;
+    masking_ = plain ? Masking::kNone : Masking::kAddend;
+    return true;
+  }
+
+  struct Seen {
+    VecI kept, masked, biased;
+  };
+
+  template <DType kType>
+  void build_row(int64_t i, Seen& seen) {
+    const View& bias = p_.bias;
+    const int64_t bias_row = b_ * bias.stride_b + h_ * bias.stride_h + (i0_ + i) * bias.stride_r + j0_ * bias.stride_c;
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      const VecI valid = iota() < static_cast<int32_t>(cols_ - c);
+      Vec addend{};
+      if (bias.data != nullptr)
+        addend = in_log2(load_strided<kType>(bias.data, bias_row + c * bias.stride_c, bias.stride_c, cols_ - c));
+      VecI keep = inside(i, c);
+      if (p_.mask.keep != nullptr) keep &= load_keep(i, c);
+      addend = keep ? addend : splat(-kInf);
+      const VecI gone = addend == splat(-kInf);
+      seen.kept |= ~gone;
+      seen.masked |= gone & valid;
+      seen.biased |= valid & (addend != Vec{});
+      store(addend_ + i * addend_stride_ + c, addend);
+    }
+  }
+
+  // bias * log2(e). Only -inf masks: the most negative finite numbers, popular as mask values, must not overflow to it.
+  FASTATTN_MEMBER static Vec in_log2(Vec bias) {
+    return bias == splat(-kInf) ? bias : max(splat(-__FLT_MAX__), bias * kLog2e);
+  }
+
+  VecI load_keep(int64_t i, int64_t c) const {
+    const MaskParams& m = p_.mask;
+    const uint8_t* const from = m.keep + b_ * m.keep_stride_b + h_ * m.keep_stride_h + (i0_ + i) * m.keep_stride_m +
+                                (j0_ + c) * m.keep_stride_n;
+    typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+    Bytes bytes{};
+    if (m.keep_stride_n == 1 && cols_ - c >= kWidth) {
+      std::memcpy(&bytes, from, sizeof(bytes));
+    } else {
+      for (int64_t lane = 0; lane < kWidth && lane < cols_ - c; ++lane) bytes[lane] = from[lane * m.keep_stride_n];
+    }
+    return __builtin_convertvector(bytes, VecI) != 0;
+  }
+
+  const AttentionParams& p_;
+  int64_t block_n_;
+  bool has_addend_, masked_ = false;
+  Masking masking_ = Masking::kNone;
+  int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0, j0_ = 0, cols_ = 0, addend_stride_ = 0;
+  KeyRange range_{};
+  int32_t *begin_, *end_;
+  float* addend_;
+};
+
+// ---- dropout ----
+
+// Four vectors of words, one counter a lane: word w of lane l belongs to column 4 l + w.
+struct PhiloxWords {
+  VecU word[4];
+};
+
+// philox4x32() of common/philox.h for the counters (c0 + lane, c1, c2, c3).
+FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  VecU x0 = (VecU)iota() + c0, x1 = splat_u(c1), x2 = splat_u(c2), x3 = splat_u(c3);
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const WideProduct p0 = multiply_wide(x0, kPhiloxMul0), p1 = multiply_wide(x2, kPhiloxMul1);
+    x0 = p1.high ^ x1 ^ key0;
+    x1 = p1.low;
+    x2 = p0.high ^ x3 ^ key1;
+    x3 = p0.low;
+    key0 += kPhiloxKey0;
+    key1 += kPhiloxKey1;
+  }
+  return {{x0, x1, x2, x3}};
+}
+
+// to[c] = what multiplies the weight of column j0 + c: 0 or 1 / (1 - p). j0 is a multiple of 4; `to` has room for cols
+// rounded up to 4 kWidth.
+[[maybe_unused]] static void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i, int64_t j0,
+                                         int64_t cols, float* to) {
+  for (int64_t c = 0; c < cols; c += 4 * kWidth) {
+    const PhiloxWords bits =
+        philox_lanes(dropout.seed, static_cast<uint32_t>((j0 + c) / 4), static_cast<uint32_t>(i),
+                     static_cast<uint32_t>(h), static_cast<uint32_t>(b));
+    Vec word[4];
+    for (int w = 0; w < 4; ++w) word[w] = bits.word[w] >= dropout.threshold ? splat(dropout.scale) : Vec{};
+    interleave4(word);
+    for (int w = 0; w < 4; ++w) store(to + c + w * kWidth, word[w]);
+  }
+}
+
+}  // namespace fastattn::FASTATTN_ISA

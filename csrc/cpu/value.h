@@ -1,0 +1,78 @@
+// A block of values and the second product of the forward pass, O = scale O + W V.
+#pragma once
+
+#include "cpu/direct.h"
+#include "cpu/gemm.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// C(r, :) += factor * sum_k A(r, k) B(k, :), where A(r, k) = 0 counts as nothing even if row k of B is not finite. Slow,
+// for tiles with both masked pairs and such rows only: 0 * NaN must not carry garbage past the mask.
+template <typename A>
+static void accumulate_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth, float* c,
+                               int64_t ldc, float factor) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0; k < depth; ++k) {
+      const float ark = factor * a.at(r, k);
+      if (ark == 0.f) continue;
+      for (int64_t n = 0; n < cols; n += kWidth) store(c + r * ldc + n, load(c + r * ldc + n) + ark * load(b + k * ldb + n));
+    }
+}
+
+class ValueTile {
+ public:
+  ValueTile(const AttentionParams& p, Scratch& scratch, int64_t block_n)
+      : v_(p.v),
+        E_(p.E),
+        direct_(p.M <= kDirectRows && rows_contiguous(p.v)),
+        ld_(tile_stride(p.E)),
+        packed_(direct_ ? nullptr : scratch.floats(block_n * ld_)),
+        listed_(direct_ ? scratch.ints(block_n) : nullptr) {}
+
+  int64_t stride() const { return ld_; }  // of the rows of O, too
+
+  void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    values_ = matrix_at(v_, b, hkv, j0, cols, E_);
+    if (!direct_) finite_ = pack_rows(values_, 1.f, packed_, ld_);
+  }
+
+  // o[i] = scale[i] * o[i] + sum_j weights[i * ld + j] * V[j]. `masked`: some weights are 0 for being masked.
+  void accumulate(const float* weights, int64_t ld, int64_t rows, const float* scale, bool masked, float* o) {
+    if (direct_) {
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t count = list_rows(weights + i * ld, masked);
+        add_weighted_rows(weights + i * ld, listed_, count, values_, scale[i], o + i * ld_);
+      }
+    } else if (masked && !finite_) {
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t e = 0; e < E_; e += kWidth) {
+          float* const to = o + i * ld_ + e;
+          store(to, fastattn::FASTATTN_ISA::load(to) * scale[i]);
+        }
+      accumulate_nonzero(ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth), values_.rows, o, ld_, 1.f);
+    } else {
+      gemm(ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth), values_.rows, o, ld_, RescaleAdd{scale});
+    }
+  }
+
+ private:
+  // The rows of V to read: all, or those with a weight.
+  int64_t list_rows(const float* weights, bool skip_zeros) {
+    int64_t count = 0;
+    for (int64_t j = 0; j < values_.rows; ++j) {
+      listed_[count] = static_cast<int32_t>(j);
+      count += !skip_zeros || weights[j] != 0.f;
+    }
+    return count;
+  }
+
+  View v_;
+  int64_t E_;
+  bool direct_, finite_ = true;
+  int64_t ld_;
+  float* packed_;
+  int32_t* listed_;
+  Matrix values_{};
+};
+
+}  // namespace fastattn::FASTATTN_ISA

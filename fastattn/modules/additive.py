@@ -1,0 +1,214 @@
+"""Modules around the additive score of Bahdanau et al., ``score(q, k) = w . tanh(q + k)``."""
+
+import dataclasses
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.modules.interop import off_fast_path
+from fastattn.modules.multihead import MultiheadAttention
+from fastattn.problem import Mask
+
+
+class AdditiveAttention(nn.Module):
+    r"""Additive attention with learned projections, the textbook module.
+
+    .. math::
+        \mathrm{out}_i = \sum_j \mathrm{softmax}_j\left(
+            w_v^\top \tanh(W_q q_i + W_k k_j)\right) v_j
+
+    Parameters are named and initialised in the order of the textbook's, ``W_k``, ``W_q``, ``w_v``:
+    its ``state_dict`` loads, and its seeds give the same weights. No tensor of size
+    M * N * hidden_dim is ever made.
+
+    Args:
+        query_dim (int): features of a query.
+        key_dim (int): features of a key.
+        hidden_dim (int): size of the space in which query and key are added.
+        dropout (float): probability of dropping an attention weight in training. Default 0.0.
+        bias (bool): biases in the three linear layers. (That of ``w_v`` adds one number to all
+            scores, which softmax takes away again.) Default False.
+        device (torch.device, optional): of the parameters.
+        dtype (torch.dtype, optional): of the parameters.
+
+    Attributes:
+        store_weights (bool): set it to True to have each forward leave its weights in
+            ``attention_weights``. Default False: they cost M * N numbers per call.
+        attention_weights (Tensor | None): [B, M, N] of the last call made with
+            ``store_weights``, detached.
+
+    Raises:
+        ValueError: ``dropout`` is not in [0, 1].
+
+    Where it differs from the textbook on purpose: a query with ``valid_lens`` 0 gets output 0, not
+    the average of the padding's values; and the weights are those after dropout, which multiplied
+    the values.
+
+    Source: Bahdanau, Cho, Bengio, "Neural Machine Translation by Jointly Learning to Align and
+    Translate", 2015, https://arxiv.org/abs/1409.0473. The textbook is "Dive into Deep Learning",
+    section 11.3, https://d2l.ai.
+
+    Example::
+
+        >>> attention = AdditiveAttention(query_dim=20, key_dim=2, hidden_dim=8)
+        >>> queries, keys = torch.randn(2, 1, 20), torch.ones(2, 10, 2)
+        >>> values = torch.randn(2, 10, 4)
+        >>> attention(queries, keys, values, valid_lens=torch.tensor([2, 6])).shape
+        torch.Size([2, 1, 4])
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        hidden_dim: int,
+        dropout: float = 0.0,
+        bias: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be in [0, 1], but got {dropout}")
+        self.W_k = nn.Linear(key_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.W_q = nn.Linear(query_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.w_v = nn.Linear(hidden_dim, 1, bias=bias, device=device, dtype=dtype)
+        self.dropout = dropout
+        self.store_weights = False
+        self.attention_weights: Tensor | None = None
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from ``queries`` to ``keys`` and ``values``.
+
+        Args:
+            queries: (B, M, query_dim), floating point.
+            keys: (B, N, key_dim), of the same dtype.
+            values: (B, N, Dv), of the same dtype; Dv is free.
+            valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part,
+                for each sample or for each query. Default None: all.
+            attn_mask: broadcastable to (B, M, N), as in ``scaled_dot_product_attention``: boolean
+                with True = take part, or float, added to the scores. Default None.
+            mask: a :class:`fastattn.Mask` with further constraints. Default None.
+            need_weights: return the weights too. Default False.
+
+        Returns:
+            output (B, M, Dv); with ``need_weights`` the tuple (output, weights (B, M, N)).
+
+        Raises:
+            TypeError: dtypes differ.
+            ValueError: shapes or lengths do not fit, or ``valid_lens`` and ``mask.kv_len`` are both
+                given.
+        """
+        wanted = need_weights or self.store_weights
+        attended: Any = functional.additive_attention(
+            self.W_q(queries),
+            self.W_k(keys),
+            values,
+            self.w_v.weight.squeeze(0),
+            attn_mask,
+            self.dropout if self.training else 0.0,
+            mask=_with_valid_lens(mask, valid_lens),
+            bias=None if self.w_v.bias is None else self.w_v.bias[:, None],
+            return_weights="mean" if wanted else None,
+        )
+        if not wanted:
+            return attended
+        out, weights = attended
+        if self.store_weights:
+            self.attention_weights = weights.detach()
+        return (out, weights) if need_weights else out
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the linear layers."""
+        return f"dropout={self.dropout}"
+
+
+def _with_valid_lens(mask: Mask | None, valid_lens: Tensor | None) -> Mask | None:
+    if valid_lens is None:
+        return mask
+    if mask is not None and mask.kv_len is not None:
+        raise ValueError(
+            "valid_lens and mask.kv_len say the same thing: expected at most one of them"
+        )
+    return dataclasses.replace(mask or Mask(), kv_len=valid_lens)
+
+
+class MultiheadAdditiveAttention(MultiheadAttention):
+    r"""Multi-head attention with the additive score and nn.MultiheadAttention's interface.
+
+    .. math::
+        \mathrm{head}_h = \mathrm{softmax}_j\left(
+            w_h^\top \tanh(W^Q_h q_i + W^K_h k_j) + \mathrm{mask}\right) V W^V_h
+
+    Constructor, ``forward``, masks, shapes, returned weights, dropout and the treatment of queries
+    without keys are those of :class:`MultiheadAttention`. The hidden size of a head is
+    ``head_dim = embed_dim / num_heads``. There is no scale, since ``w`` is learned.
+
+    One parameter joins those of nn.MultiheadAttention: ``score_weight`` [num_heads, head_dim],
+    initialised after all others, uniformly in ``+-1/sqrt(head_dim)`` as nn.Linear(head_dim, 1) is.
+
+    It can be the ``self_attn`` of nn.TransformerEncoderLayer and the like, at inference too.
+    Nothing else computes this score, so what :class:`MultiheadAttention` hands to torch (tensor
+    subclasses, other dtypes) is a TypeError here.
+
+    Source: Bahdanau, Cho, Bengio, 2015, https://arxiv.org/abs/1409.0473; heads as in Vaswani et
+    al., 2017, https://arxiv.org/abs/1706.03762.
+
+    Example::
+
+        >>> attention = MultiheadAdditiveAttention(embed_dim=64, num_heads=4, batch_first=True)
+        >>> x = torch.randn(2, 10, 64)
+        >>> out, weights = attention(x, x, x)  # (2, 10, 64), (2, 10, 10)
+    """
+
+    def __init__(self, embed_dim, num_heads, *args, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(embed_dim, num_heads, *args, device=device, dtype=dtype, **kwargs)
+        shape = (self.num_heads, self.head_dim)
+        self.score_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self._reset_score_weight()
+        off_fast_path(self)
+
+    def _reset_parameters(self) -> None:
+        super()._reset_parameters()
+        # The inherited constructor calls this before score_weight is there.
+        if "score_weight" in self._parameters:
+            self._reset_score_weight()
+
+    def _reset_score_weight(self) -> None:
+        bound = self.head_dim**-0.5
+        nn.init.uniform_(self.score_weight, -bound, bound)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Any:
+        return functional.additive_attention(q, k, v, self.score_weight, **options)
+
+    def merge_masks(self, attn_mask, key_padding_mask, query) -> NoReturn:
+        """Always raises: only who computes a dot-product score from our parameters calls this."""
+        raise RuntimeError(
+            "torch's fused encoder layer cannot compute the additive score. It was reached because "
+            "a forward pre-hook was removed: fastattn.replace_attention(model) puts it back."
+        )
+
+    def _not_ours(self, *args) -> NoReturn:
+        query = args[0]
+        raise TypeError(
+            "the additive score takes plain float16, bfloat16, float32 or float64 tensors, and no "
+            f"torch.jit.trace, but got a query of type {type(query).__name__} and {query.dtype}, "
+            f"nested: {query.is_nested}"
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise NotImplementedError(
+            "MultiheadAdditiveAttention cannot be compiled by torch.jit.script"
+        )

@@ -1,0 +1,106 @@
+"""What lets fastattn's modules stand in for nn.MultiheadAttention in the rest of torch.
+
+Four places in torch decide by something other than calling ``forward``: the encoder layer's
+inference fast path reads the parameters, TorchScript compiles source, torch.ao looks a class up by
+exact type, and torch.fx knows its leaf modules by the name of their package. Each has its small
+answer here.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import has_torch_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> bool:
+    """Whether a call holds what our operators do not take, so that torch's own forward must see it.
+
+    That is: an argument or parameter that overrides torch functions or wraps other tensors
+    (DTensor, quantised weights, jagged tensors, torch.fx proxies), a dtype outside float16,
+    bfloat16, float32 and float64, or a call under torch.jit.trace, which cannot follow sizes into
+    an autograd function, and whose traces should run where fastattn is not installed.
+    """
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return True
+    everything = (
+        query,
+        *tensors,
+        # As registered: reading the attributes would run parametrizations once more.
+        *module._parameters.values(),
+        *module.out_proj._parameters.values(),
+    )
+    if has_torch_function(everything):
+        return True
+    wraps = any(
+        x is not None and type(x) not in _PLAIN and is_traceable_wrapper_subclass(x)
+        for x in everything
+    )
+    return wraps or query.dtype not in _DTYPES
+
+
+def fx_leaf(module: nn.Module, args: tuple) -> Any:
+    """During torch.fx symbolic tracing, a call_module node for ``module``; at other times None.
+
+    fx treats the modules of the torch.nn package as leaves and traces into all others, where the
+    first shape check fails. A stand-in for nn.MultiheadAttention must be a leaf too, whichever
+    tracer is at work.
+    """
+    proxy = next((a for a in args if isinstance(a, torch.fx.Proxy)), None)
+    if proxy is None:
+        return None
+    tracer: Any = proxy.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
+
+
+def keep_forward(module: nn.Module, args: tuple) -> None:
+    """A forward pre-hook that does nothing; being there is its use.
+
+    nn.TransformerEncoderLayer in eval mode without gradients hands the parameters of its
+    ``self_attn`` to one fused C++ operator and never calls it, unless a module inside the layer has
+    a hook.
+    """
+
+
+def off_fast_path(module: nn.Module) -> None:
+    """Make encoder layers call ``module`` at inference too. Calling this again changes nothing."""
+    if keep_forward not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(keep_forward)
+
+
+def as_plain(module: nn.MultiheadAttention) -> nn.MultiheadAttention:
+    """An nn.MultiheadAttention that shares this module's parameters, hooks and settings."""
+    plain = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
+    plain.__dict__.update(module.__dict__)
+    plain._forward_pre_hooks = copy.copy(module._forward_pre_hooks)
+    for key, hook in module._forward_pre_hooks.items():
+        if hook is keep_forward:
+            del plain._forward_pre_hooks[key]
+    return plain
+
+
+def register_with_torch_ao(cls: type[nn.MultiheadAttention]) -> None:
+    """Let torch.ao's eager-mode quantization treat ``cls`` as it treats nn.MultiheadAttention.
+
+    Its table maps exact types to observed ones, and the observed class insists on an exact
+    nn.MultiheadAttention: an adapter gives it one. torch has announced torch.ao's removal, so a
+    torch without it is not an error.
+    """
+    try:
+        from torch.ao.nn.quantizable import MultiheadAttention as Observed
+        from torch.ao.quantization.quantize import get_default_custom_config_dict
+    except ImportError:
+        return
+
+    class Adapter(Observed):
+        @classmethod
+        def from_float(cls, other):
+            return Observed.from_float(as_plain(other))
+
+    table = get_default_custom_config_dict()["float_to_observed_custom_module_class"]
+    table.setdefault(cls, Adapter)
