@@ -40,6 +40,8 @@ def attend(
 
 def _needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether anything may ask for a derivative or a transform: autograd Functions cost 30 us."""
+    if torch.compiler.is_compiling():  # traced once: what is there now says nothing of later calls
+        return True
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

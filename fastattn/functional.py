@@ -314,9 +314,10 @@ def _attend(score, qkv, weight, return_lse: bool, backend: str, **options):
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """torch's policy under autocast: float inputs, float64 apart, run in the autocast dtype."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    device = first.device.type if isinstance(first, Tensor) else "none"
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return list(tensors)
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(device)
     return [
         t.to(dtype)
         if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64

@@ -126,9 +126,9 @@ def _has_head_dim(score: Score, query: Tensor, weight: Tensor | None) -> bool:
 
 def _to_4d(query: Tensor, key: Tensor, value: Tensor, has_head_dim: bool):
     """(batch shape, q, k, v): batch dims broadcast, then are flattened into one; heads stay."""
-    if has_head_dim and query.dim() == 4 and query.shape[:1] == key.shape[:1] == value.shape[:1]:
-        if key.dim() == value.dim() == 4:  # the usual call: nothing to do, and that quickly
-            return (query.shape[0],), query, key, value
+    all_4d = has_head_dim and query.dim() == key.dim() == value.dim() == 4
+    if all_4d and query.shape[0] == key.shape[0] == value.shape[0]:
+        return (query.shape[0],), query, key, value  # the usual call: nothing to do, and quickly
     tensors = (
         [query, key, value] if has_head_dim else [x.unsqueeze(-3) for x in (query, key, value)]
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -35,13 +34,19 @@ def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | 
         *module._parameters.values(),
         *module.out_proj._parameters.values(),
     )
-    if has_torch_function(everything):
+    return not all(map(_is_plain, everything)) or query.dtype not in _DTYPES
+
+
+def _is_plain(x: Tensor | None) -> bool:
+    """Whether ``x`` is an ordinary tensor, or one of those that stand for ordinary ones in tracing.
+
+    torch.overrides.has_torch_function is not asked: it also says yes to every tensor under a mode,
+    and torch.set_default_device and torch.export are modes.
+    """
+    if x is None or type(x) in _PLAIN:
         return True
-    wraps = any(
-        x is not None and type(x) not in _PLAIN and is_traceable_wrapper_subclass(x)
-        for x in everything
-    )
-    return wraps or query.dtype not in _DTYPES
+    overrides = type(x).__torch_function__ is not torch._C._disabled_torch_function_impl
+    return not overrides and not is_traceable_wrapper_subclass(x)
 
 
 def fx_leaf(module: nn.Module, args: tuple) -> Any:

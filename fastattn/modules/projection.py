@@ -63,7 +63,7 @@ def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None
 
 def split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
     """From (B, N, E) or (N, B, E) to a view [B, H, N, D]."""
-    x = x.unflatten(-1, (num_heads, x.shape[-1] // num_heads))
+    x = x.view(*x.shape[:2], num_heads, x.shape[2] // num_heads)
     return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
 
 
