@@ -1,9 +1,12 @@
-// Entry point of one kernel for one instruction set (FASTATTN_ISA); the code is in cpu/backward.h and cpu/score_additive.h.
+// Entry point of one kernel for one instruction set (FASTATTN_ISA); the code is in cpu/backward.h
+// and cpu/score_additive.h.
 #include "cpu/backward.h"
 #include "cpu/score_additive.h"
 
 namespace fastattn::FASTATTN_ISA {
 
-void additive_backward(const BackwardParams& p, const Parallel& parallel) { backward<AdditiveScore>(p, parallel); }
+void additive_backward(const BackwardParams& p, const Parallel& parallel) {
+  backward<AdditiveScore>(p, parallel);
+}
 
 }  // namespace fastattn::FASTATTN_ISA

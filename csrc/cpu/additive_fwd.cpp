@@ -1,9 +1,12 @@
-// Entry point of one kernel for one instruction set (FASTATTN_ISA); the code is in cpu/forward.h and cpu/score_additive.h.
+// Entry point of one kernel for one instruction set (FASTATTN_ISA); the code is in cpu/forward.h
+// and cpu/score_additive.h.
 #include "cpu/forward.h"
 #include "cpu/score_additive.h"
 
 namespace fastattn::FASTATTN_ISA {
 
-void additive_forward(const ForwardParams& p, const Parallel& parallel) { forward<AdditiveScore>(p, parallel); }
+void additive_forward(const ForwardParams& p, const Parallel& parallel) {
+  forward<AdditiveScore>(p, parallel);
+}
 
 }  // namespace fastattn::FASTATTN_ISA

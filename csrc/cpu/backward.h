@@ -1,18 +1,22 @@
-// Fused attention, backward, for any score (cpu/score.h). With P_ij = e^(s_ij - lse_i), recomputed, R = dropout's factor
-// and W = R P the weights that met V:
+// Fused attention, backward, for any score (cpu/score.h). With P_ij = e^(s_ij - lse_i), recomputed,
+// R = dropout's factor and W = R P the weights that met V:
 //
-//   dV_j = sum_i W_ij dO_i      dP_ij = R_ij (dO_i . V_j + dW_ij)      dS_ij = P_ij (dP_ij - delta_i)   (delta.h)
-//   dq, dk, dw from dS by the score; dbias = dS summed over the dims that the bias was broadcast over
+//   dV_j = sum_i W_ij dO_i      dP_ij = R_ij (dO_i . V_j + dW_ij)      dS_ij = P_ij (dP_ij -
+//   delta_i)   (delta.h) dq, dk, dw from dS by the score; dbias = dS summed over the dims that the
+//   bias was broadcast over
 //
-//   for (group of batches and key heads, chunk of keys)      a task: the only one to add to its dK, dV, dbias
-//     for key tiles, batches, key heads in it                K, V packed once; dK, dV stay in the cache
+//   for (group of batches and key heads, chunk of keys)      a task: the only one to add to its dK,
+//   dV, dbias
+//     for key tiles, batches, key heads in it                K, V packed once; dK, dV stay in the
+//     cache
 //       for query heads of the key head, row blocks that keep some of these keys
-//         S = scores, dP = dO V^T                            two tiles [kBlockM, kBlockN] in the L2 cache
-//         S, dP -> W, dS                                     in place
-//         dV += W^T dO,  dK += dS^T Q,  dQ += dS K           dQ: an fp32 buffer per chunk (plan.h)
+//         S = scores, dP = dO V^T                            two tiles [kBlockM, kBlockN] in the L2
+//         cache S, dP -> W, dS                                     in place dV += W^T dO,  dK +=
+//         dS^T Q,  dQ += dS K           dQ: an fp32 buffer per chunk (plan.h)
 //   sum of dQ (dw, dbias) over chunks, in order: deterministic
 //
-// Five products where a separate pass for dQ would need seven. Dao et al., "FlashAttention", 2022, appendix B.
+// Five products where a separate pass for dQ would need seven. Dao et al., "FlashAttention", 2022,
+// appendix B.
 #pragma once
 
 #include "cpu/bias_grad.h"
@@ -57,7 +61,9 @@ class BackwardWorker {
  private:
   static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
 
-  static int64_t rows_capacity(const BackwardParams& p) { return round_up(min64(p.M, kM), kTileRows); }
+  static int64_t rows_capacity(const BackwardParams& p) {
+    return round_up(min64(p.M, kM), kTileRows);
+  }
 
   // Where this chunk's gradient of q_i goes, in rows of grad_q_stride().
   float* grad_q(int64_t b, int64_t h, int64_t i) const {
@@ -83,7 +89,8 @@ class BackwardWorker {
 
   void key_tile(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     const KeyRange kept = tile_range(p_.mask, p_.N, b, 0, p_.M);
-    const int64_t used = p_.M == 0 || kept.begin >= j0 + cols ? 0 : max64(0, min64(cols, kept.end - j0));
+    const int64_t used =
+        p_.M == 0 || kept.begin >= j0 + cols ? 0 : max64(0, min64(cols, kept.end - j0));
     loaded_ = false;
     for (int64_t h = hkv * args_.group; used > 0 && h < (hkv + 1) * args_.group; ++h)
       for (int64_t block = 0; block < args_.blocks; ++block) pair(b, hkv, h, block * kM, j0, used);
@@ -100,12 +107,14 @@ class BackwardWorker {
   void pair(int64_t b, int64_t hkv, int64_t h, int64_t i0, int64_t j0, int64_t cols) {
     const TilePlace at = {b, h, i0, min64(kM, p_.M - i0), j0, cols};
     mask_.set_rows(b, h, i0, at.rows);
-    if (!mask_.set_keys(j0, cols)) return;
+    if (mask_.set_keys(j0, cols) == 0) return;
     if (!loaded_) load_keys(b, hkv, j0, cols);
     score_.load_queries(b, h, i0, at.rows);
-    const bool finite = pack_rows(matrix_at(p_.grad_out, b, h, i0, at.rows, p_.E), 1.f, grad_out_, ld_);
+    const bool finite =
+        pack_rows(matrix_at(p_.grad_out, b, h, i0, at.rows, p_.E), 1.f, grad_out_, ld_);
     score_.scores(s_);
-    gemm(ByRows{grad_out_, ld_}, v_transposed_, kN, at.rows, round_up(cols, kWidth), p_.E, dp_, kN, Store{});
+    gemm(ByRows{grad_out_, ld_}, v_transposed_, kN, at.rows, round_up(cols, kWidth), p_.E, dp_, kN,
+         Store{});
     mask_.with_masking([&](auto masking) { grad_scores<masking>(at); });
     add_grad_v(at, mask_.masked() && !finite);
     bias_.add(at, chunk_, dp_, kN);
@@ -174,7 +183,8 @@ class ReduceWorker {
     const int64_t b = task / p_.H, h = task % p_.H, rows = p_.B * p_.H * p_.M;
     if (!args_.plan.q_direct) {
       float* const sum = args_.workspace(args_.plan.grad_q) + args_.row(b, h, 0) * p_.D;
-      for (int64_t chunk = 1; chunk < args_.plan.chunks; ++chunk) add(sum + chunk * rows * p_.D, p_.M * p_.D, sum);
+      for (int64_t chunk = 1; chunk < args_.plan.chunks; ++chunk)
+        add(sum + chunk * rows * p_.D, p_.M * p_.D, sum);
       unpack_dense(sum, matrix_at(p_.grad_q, b, h, 0, p_.M, p_.D));
     }
     if (p_.grad_w == nullptr) return;
@@ -200,7 +210,8 @@ static void backward(const BackwardParams& p, const Parallel& parallel) {
   const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
   const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
   const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);
-  TaskLoop<DeltaWorker<Score>, BackwardArgs>::run(args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
+  TaskLoop<DeltaWorker<Score>, BackwardArgs>::run(
+      args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
   const int64_t tasks = args.plan.groups_b * args.plan.groups_h * args.plan.chunks;
   TaskLoop<BackwardWorker<Score>, BackwardArgs>::run(args, tasks, work, parallel);
   const double summed = rows * static_cast<double>(p.D * args.plan.chunks);

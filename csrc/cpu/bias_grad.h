@@ -1,5 +1,6 @@
-// The gradient of the bias: dS, summed over the dims that the bias was broadcast over, in fp32. Accumulated in the
-// gradient itself where that is fp32, else in the workspace; a bias broadcast over keys gets one sum per chunk of keys.
+// The gradient of the bias: dS, summed over the dims that the bias was broadcast over, in fp32.
+// Accumulated in the gradient itself where that is fp32, else in the workspace; a bias broadcast
+// over keys gets one sum per chunk of keys.
 #pragma once
 
 #include "cpu/delta.h"
@@ -9,7 +10,10 @@ namespace fastattn::FASTATTN_ISA {
 class BiasGrad {
  public:
   BiasGrad(const BackwardArgs& args, Scratch& scratch)
-      : args_(args), p_(args.p), wanted_(p_.grad_bias.data != nullptr), row_(scratch.floats(kRowCapacity)) {}
+      : args_(args),
+        p_(args.p),
+        wanted_(p_.grad_bias.data != nullptr),
+        row_(scratch.floats(kRowCapacity)) {}
 
   // Zeroes what the task (group, chunk), which owns keys [begin, end), will add to.
   void clear(int64_t group, int64_t chunk, int64_t begin, int64_t end) {
@@ -28,8 +32,8 @@ class BiasGrad {
     if (!wanted_) return;
     const int64_t b = p_.bias_B == 1 ? 0 : at.b, h = p_.bias_H == 1 ? 0 : at.h;
     const bool sum_rows = p_.bias_M == 1, sum_cols = p_.bias_N == 1;
-    const Matrix to = target(b, h, chunk, sum_rows ? 0 : at.i0, sum_rows ? 1 : at.rows, sum_cols ? 0 : at.j0,
-                             sum_cols ? 1 : at.cols);
+    const Matrix to = target(b, h, chunk, sum_rows ? 0 : at.i0, sum_rows ? 1 : at.rows,
+                             sum_cols ? 0 : at.j0, sum_cols ? 1 : at.cols);
     if (!sum_rows) {
       for (int64_t i = 0; i < at.rows; ++i) add_row(ds + i * ld, at.cols, sum_cols, to, i);
       return;
@@ -45,7 +49,8 @@ class BiasGrad {
   // Sums over chunks and converts to the gradient's dtype.
   static void write(const BackwardArgs& args) {
     const BackwardParams& p = args.p;
-    const int64_t chunks = p.bias_N == 1 ? args.plan.chunks : 1, size = p.bias_B * p.bias_H * p.bias_M * p.bias_N;
+    const int64_t chunks = p.bias_N == 1 ? args.plan.chunks : 1,
+                  size = p.bias_B * p.bias_H * p.bias_M * p.bias_N;
     float* const sum = args.workspace(args.plan.grad_bias);
     for (int64_t chunk = 1; chunk < chunks; ++chunk)
       for (int64_t n = 0; n < size; ++n) sum[n] += sum[chunk * size + n];
@@ -59,7 +64,8 @@ class BiasGrad {
   static constexpr int64_t kRowCapacity = 1024;  // more than any kBlockN
 
   // rows x cols of the fp32 sums, from (r0, c0).
-  Matrix target(int64_t b, int64_t h, int64_t chunk, int64_t r0, int64_t rows, int64_t c0, int64_t cols) const {
+  Matrix target(int64_t b, int64_t h, int64_t chunk, int64_t r0, int64_t rows, int64_t c0,
+                int64_t cols) const {
     View view = p_.grad_bias;
     if (!args_.plan.bias_direct) {
       const int64_t N = p_.bias_N, M = p_.bias_M, size = p_.bias_B * p_.bias_H * M * N;

@@ -1,9 +1,12 @@
 // The row term of the softmax gradient, before the backward sweep proper:
 //
-//   delta_i = sum_e dO_ie O_ie + sum_j W_ij dW_ij - dlse_i         (W after dropout; dW, dlse: gradients of the weights
-//                                                                  and of the log-sum-exp, if these were returned)
+//   delta_i = sum_e dO_ie O_ie + sum_j W_ij dW_ij - dlse_i         (W after dropout; dW, dlse:
+//   gradients of the weights
+//                                                                  and of the log-sum-exp, if these
+//                                                                  were returned)
 //
-// The middle term needs the weights again: one sweep over the keys, only when weights have a gradient.
+// The middle term needs the weights again: one sweep over the keys, only when weights have a
+// gradient.
 #pragma once
 
 #include "cpu/plan.h"
@@ -20,12 +23,14 @@ struct BackwardArgs {
 
   float* workspace(int64_t offset) const { return static_cast<float*>(p.workspace) + offset; }
   int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
-  float* delta(int64_t b, int64_t h, int64_t i) const { return workspace(plan.delta) + row(b, h, i); }
+  float* delta(int64_t b, int64_t h, int64_t i) const {
+    return workspace(plan.delta) + row(b, h, i);
+  }
 };
 
 // Gradient of the weights for one tile row, as fp32: to[c], c < cols rounded up to kWidth.
-FASTATTN_SIMD void load_grad_weights(const BackwardParams& p, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t cols,
-                                     float* to) {
+FASTATTN_SIMD void load_grad_weights(const BackwardParams& p, int64_t b, int64_t h, int64_t i,
+                                     int64_t j0, int64_t cols, float* to) {
   const bool mean = p.weights_mode == WeightsMode::kMean;
   Matrix from = matrix_at(p.grad_weights, b, mean ? 0 : h, i, 1, cols);
   from.offset += j0 * from.stride_c;
@@ -77,8 +82,8 @@ class DeltaWorker {
     score_.load_queries(b_, h_, i0_, rows_);
     const KeyRange keys = mask_.range();
     for (int64_t j0 = keys.begin / kN * kN; j0 < keys.end; j0 += kN) {
-      const int64_t cols = min64(kN, keys.end - j0);
-      if (!mask_.set_keys(j0, cols)) continue;
+      const int64_t cols = mask_.set_keys(j0, min64(kN, keys.end - j0));
+      if (cols == 0) continue;
       score_.load_keys(b_, h_ / args_.group, j0, cols);
       score_.scores(s_);
       mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols); });

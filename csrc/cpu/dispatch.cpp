@@ -1,19 +1,25 @@
-// Picks the kernels of one instruction set at run time. Each set's kernels are compiled from the same sources with
-// FASTATTN_ISA naming their namespace; FASTATTN_HAVE_* say which were built besides the baseline.
+// Picks the kernels of one instruction set at run time. Each set's kernels are compiled from the
+// same sources with FASTATTN_ISA naming their namespace; FASTATTN_HAVE_* say which were built
+// besides the baseline.
 #include <cstring>
 
 #include "cpu/kernels.h"
 #include "cpu/plan.h"
 
-#define FASTATTN_DECLARE(isa)                                              \
-  namespace fastattn::isa {                                                \
-  void sdpa_forward(const ForwardParams&, const Parallel&);                \
-  void sdpa_backward(const BackwardParams&, const Parallel&);              \
-  void additive_forward(const ForwardParams&, const Parallel&);            \
-  void additive_backward(const BackwardParams&, const Parallel&);          \
+#define FASTATTN_DECLARE(isa)                                     \
+  namespace fastattn::isa {                                       \
+  void sdpa_forward(const ForwardParams&, const Parallel&);       \
+  void sdpa_backward(const BackwardParams&, const Parallel&);     \
+  void additive_forward(const ForwardParams&, const Parallel&);   \
+  void additive_backward(const BackwardParams&, const Parallel&); \
   }
 #define FASTATTN_TABLE(isa, supported) \
-  {#isa, supported, isa::sdpa_forward, isa::sdpa_backward, isa::additive_forward, isa::additive_backward}
+  {#isa,                               \
+   supported,                          \
+   isa::sdpa_forward,                  \
+   isa::sdpa_backward,                 \
+   isa::additive_forward,              \
+   isa::additive_backward}
 
 FASTATTN_DECLARE(baseline)
 #ifdef FASTATTN_HAVE_AVX2
@@ -39,16 +45,20 @@ struct Kernels {
 };
 
 bool always() { return true; }
-#if defined(FASTATTN_HAVE_AVX2) || defined(FASTATTN_HAVE_AVX512) || defined(FASTATTN_HAVE_AVX512_BF16)
+#if defined(FASTATTN_HAVE_AVX2) || defined(FASTATTN_HAVE_AVX512) || \
+    defined(FASTATTN_HAVE_AVX512_BF16)
 // Everything that the compiler may use under -mavx2 -mfma -mf16c.
 [[maybe_unused]] bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
 }
 [[maybe_unused]] bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-[[maybe_unused]] bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
 #endif
 
 // Widest first.
@@ -89,7 +99,9 @@ bool select_isa(const char* name) {
 }
 
 int64_t forward_workspace_bytes(const ForwardParams& p) { return plan_forward(p).workspace_bytes; }
-int64_t backward_workspace_bytes(const BackwardParams& p) { return plan_backward(p).workspace_bytes; }
+int64_t backward_workspace_bytes(const BackwardParams& p) {
+  return plan_backward(p).workspace_bytes;
+}
 
 void forward(const ForwardParams& p, const Parallel& parallel) {
   (p.w.data == nullptr ? selected()->sdpa_forward : selected()->additive_forward)(p, parallel);

@@ -8,11 +8,13 @@
 //         S = scores                                    [kBlockM, kBlockN]
 //         S -> masked, biased -> weights, m, l          online softmax (softmax.h)
 //         O = alpha O + W V
-//     out = O / l, lse; or, with several chunks, (O, m, l) to the workspace, merged in a second, short pass
+//     out = O / l, lse; or, with several chunks, (O, m, l) to the workspace, merged in a second,
+//     short pass
 //
-// Saved for backward: lse. Returned weights come from a second sweep that recomputes scores against the known lse.
-// Dao et al., "FlashAttention: fast and memory-efficient exact attention with IO-awareness", 2022; split keys: Dao et
-// al., "Flash-Decoding", 2023; online softmax: Milakov and Gimelshein, 2018.
+// Saved for backward: lse. Returned weights come from a second sweep that recomputes scores against
+// the known lse. Dao et al., "FlashAttention: fast and memory-efficient exact attention with
+// IO-awareness", 2022; split keys: Dao et al., "Flash-Decoding", 2023; online softmax: Milakov and
+// Gimelshein, 2018.
 #pragma once
 
 #include "cpu/plan.h"
@@ -24,19 +26,20 @@ namespace fastattn::FASTATTN_ISA {
 
 // Whether a score can hold several blocks of queries at once (see score.h).
 template <typename Score>
-constexpr bool kHasSlots = std::is_constructible_v<Score, const AttentionParams&, Scratch&, bool, int64_t>;
+constexpr bool kHasSlots =
+    std::is_constructible_v<Score, const AttentionParams&, Scratch&, bool, int64_t>;
 
-// A task takes several row blocks through each key tile together, so that packing the tile is paid once for all: row
-// blocks of one head, or, where M is small, the heads that share a key head. Rows do not notice, so this may depend on
-// the number of threads.
+// A task takes several row blocks through each key tile together, so that packing the tile is paid
+// once for all: row blocks of one head, or, where M is small, the heads that share a key head. Rows
+// do not notice, so this may depend on the number of threads.
 struct ForwardArgs {
   const ForwardParams& p;
   ForwardPlan plan;
-  int64_t group;          // query heads per key head
-  int64_t blocks;         // row blocks of a head
-  int64_t heads, stack;   // what a task owns: heads x row blocks
-  int64_t stacks;         // tasks' row ranges per head
-  bool reverse;           // later row blocks have more keys: take them first
+  int64_t group;         // query heads per key head
+  int64_t blocks;        // row blocks of a head
+  int64_t heads, stack;  // what a task owns: heads x row blocks
+  int64_t stacks;        // tasks' row ranges per head
+  bool reverse;          // later row blocks have more keys: take them first
 
   int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads) * plan.chunks * stacks; }
   float* partial(int64_t b, int64_t h, int64_t chunk, int64_t i) const {
@@ -45,9 +48,10 @@ struct ForwardArgs {
   }
 };
 
-constexpr int64_t kSharingRows = 16;          // with at most so many rows, heads of a group share key tiles
-constexpr int64_t kStackedFloats = 50 * 1024;  // queries and outputs of a task: under half of the L2 cache
-constexpr int64_t kTasksPerThread = 4;         // enough for the threads to finish together
+constexpr int64_t kSharingRows = 16;  // with at most so many rows, heads of a group share key tiles
+constexpr int64_t kStackedFloats =
+    75 * 1024;                          // queries and outputs of a task, in an L2 cache of 512 KiB
+constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
 
 // How many row blocks a task stacks.
 template <typename Score>
@@ -63,7 +67,14 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, int64_t threads) 
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::kBlockM);
   const int64_t stack = choose_stack<Score>(p, blocks, threads);
   const int64_t heads = p.M <= kSharingRows ? group : min64(group, 1);
-  return {p, plan_forward(p), group, blocks, heads, stack, ceil_div(blocks, stack), p.mask.band_hi < p.N};
+  return {p,
+          plan_forward(p),
+          group,
+          blocks,
+          heads,
+          stack,
+          ceil_div(blocks, stack),
+          p.mask.band_hi < p.N};
 }
 
 template <typename Score>
@@ -89,7 +100,8 @@ class ForwardWorker {
     block0_ = (args_.reverse ? args_.stacks - 1 - stack : stack) * args_.stack;
     states_.clear();
     sweep(chunk * args_.plan.chunk_keys, min64(p_.N, (chunk + 1) * args_.plan.chunk_keys));
-    for (int64_t g = 0; g < members(); ++g) args_.plan.chunks == 1 ? write_out(g) : write_partial(g, chunk);
+    for (int64_t g = 0; g < members(); ++g)
+      args_.plan.chunks == 1 ? write_out(g) : write_partial(g, chunk);
   }
 
  private:
@@ -113,11 +125,13 @@ class ForwardWorker {
     }
   }
 
-  // Makes the queries of a member current. Scores without slots load them anew, unless it is the only member.
+  // Makes the queries of a member current. Scores without slots load them anew, unless it is the
+  // only member.
   void select(int64_t g, bool first_time) {
     const Member m = member(g);
     if constexpr (kHasSlots<Score>) score_.use_slot(g);
-    if (first_time || (!kHasSlots<Score> && members_ > 1)) score_.load_queries(b_, m.h, m.i0, m.rows);
+    if (first_time || (!kHasSlots<Score> && members_ > 1))
+      score_.load_queries(b_, m.h, m.i0, m.rows);
   }
 
   void sweep(int64_t begin, int64_t end) {
@@ -127,26 +141,29 @@ class ForwardWorker {
     begin = max64(begin, keys.begin / kN * kN);
     end = min64(end, keys.end);
     for (int64_t j0 = begin; j0 < end; j0 += kN) {
-      bool loaded = false;
-      for (int64_t g = 0; g < members(); ++g) loaded |= attend(g, j0, min64(kN, end - j0), loaded);
+      int64_t loaded = 0;
+      for (int64_t g = 0; g < members(); ++g) loaded = attend(g, j0, min64(kN, end - j0), loaded);
     }
   }
 
-  // One member, one tile. Returns whether it met any key, and so loaded keys and values.
-  bool attend(int64_t g, int64_t j0, int64_t cols, bool loaded) {
+  // One member, one tile of which `loaded` keys are packed already. Returns how many are now.
+  int64_t attend(int64_t g, int64_t j0, int64_t cols, int64_t loaded) {
     const Member m = member(g);
     mask_.set_rows(b_, m.h, m.i0, m.rows);
-    if (!mask_.set_keys(j0, cols)) return false;
-    if (!loaded) {
-      score_.load_keys(b_, m.h / args_.group, j0, cols);
-      values_.load(b_, m.h / args_.group, j0, cols);
+    const int64_t needed = mask_.set_keys(j0, cols);
+    if (needed == 0) return loaded;
+    if (needed > loaded) {
+      loaded = needed;
+      score_.load_keys(b_, m.h / args_.group, j0, loaded);
+      values_.load(b_, m.h / args_.group, j0, loaded);
     }
     select(g, false);
     const RowState state = states_.member(g);
     score_.scores(s_);
-    softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, cols}, state, s_, kN, drop_, alpha_);
+    softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, loaded}, state, s_, kN, drop_,
+                 alpha_);
     values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);
-    return true;
+    return loaded;
   }
 
   void write_out(int64_t g) {
@@ -156,9 +173,11 @@ class ForwardWorker {
     for (int64_t i = 0; i < m.rows; ++i) {
       const float l = sum_lanes(load(state.l + i * kWidth));
       alpha_[i] = l == 0.f ? 0.f : 1.f / l;
-      p_.lse[(b_ * p_.H + m.h) * p_.M + m.i0 + i] = natural_lse(state.m[i], l, score_.row_constant(i));
+      p_.lse[(b_ * p_.H + m.h) * p_.M + m.i0 + i] =
+          natural_lse(state.m[i], l, score_.row_constant(i));
     }
-    unpack_rows(state.o, values_.stride(), 1.f, alpha_, matrix_at(p_.out, b_, m.h, m.i0, m.rows, p_.E));
+    unpack_rows(state.o, values_.stride(), 1.f, alpha_,
+                matrix_at(p_.out, b_, m.h, m.i0, m.rows, p_.E));
   }
 
   void write_partial(int64_t g, int64_t chunk) {
@@ -230,8 +249,9 @@ class MergeWorker {
   float* o_;
 };
 
-// Writes the attention weights: per head, or their mean over heads, added up in head order in a panel of scratch so that
-// nothing of size H M N exists. A task owns (b, head or all heads, row block, panel of keys).
+// Writes the attention weights: per head, or their mean over heads, added up in head order in a
+// panel of scratch so that nothing of size H M N exists. A task owns (b, head or all heads, row
+// block, panel of keys).
 template <typename Score>
 class WeightsWorker {
  public:
@@ -246,7 +266,9 @@ class WeightsWorker {
         drop_(scratch_.floats(kN + 4 * kWidth)),
         panel_(scratch_.floats(min64(p_.M, kM) * kPanel)) {}
 
-  static int64_t heads_out(const ForwardParams& p) { return p.weights_mode == WeightsMode::kMean ? 1 : p.H; }
+  static int64_t heads_out(const ForwardParams& p) {
+    return p.weights_mode == WeightsMode::kMean ? 1 : p.H;
+  }
   static int64_t panels(const ForwardParams& p) { return ceil_div(p.N, kPanel); }
 
   void run(int64_t task) {
@@ -255,7 +277,8 @@ class WeightsWorker {
     b_ = bh / heads_out(p_);
     i0_ = block * kM;
     rows_ = min64(kM, p_.M - i0_);
-    const int64_t h_out = bh % heads_out(p_), begin = panel * kPanel, end = min64(p_.N, begin + kPanel);
+    const int64_t h_out = bh % heads_out(p_), begin = panel * kPanel,
+                  end = min64(p_.N, begin + kPanel);
     fill(panel_, rows_ * kPanel, 0.f);
     for (int64_t g = 0; g < heads_; ++g) add_head(h_out * heads_ + g, begin, end);
     unpack_rows(panel_, kPanel, 1.f / static_cast<float>(max64(1, heads_)), nullptr,
@@ -278,11 +301,12 @@ class WeightsWorker {
     for (int64_t i = 0; i < rows_; ++i)
       lse_[i] = lse_log2(p_.lse[(b_ * p_.H + h) * p_.M + i0_ + i], score_.row_constant(i));
     for (int64_t j0 = begin; j0 < end; j0 += kN) {
-      const int64_t cols = min64(kN, end - j0);
-      if (!mask_.set_keys(j0, cols)) continue;
+      const int64_t cols = mask_.set_keys(j0, min64(kN, end - j0));
+      if (cols == 0) continue;
       score_.load_keys(b_, h / args_.group, j0, cols);
       score_.scores(s_);
-      mask_.with_masking([&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
+      mask_.with_masking(
+          [&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
     }
   }
 
@@ -311,7 +335,8 @@ class WeightsWorker {
 template <typename Score>
 static void forward(const ForwardParams& p, const Parallel& parallel) {
   const ForwardArgs args = forward_args<Score>(p, parallel.num_threads);
-  const double pairs = static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
+  const double pairs =
+      static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
   const double work = pairs * static_cast<double>(p.D + p.E);
   TaskLoop<ForwardWorker<Score>, ForwardArgs>::run(args, args.tasks(), work, parallel);
   if (args.plan.chunks > 1) {

@@ -2,13 +2,15 @@
 //
 //   for n in panels of kTileVecs vectors      B panel [depth x panel] stays in the L1 cache
 //     for r in groups of kTileRows rows       C tile stays in registers
-//       for k < depth                         one B row (kTileVecs loads), kTileRows broadcasts of A, their FMAs
+//       for k < depth                         one B row (kTileVecs loads), kTileRows broadcasts of
+//       A, their FMAs
 //
-// 6 x 2 vectors fill 12 of 16 registers, 6 x 4 fill 24 of 32; either way one A element is broadcast into one register
-// and feeds kTileVecs FMAs, so that loads stay well under the two a cycle that hardware allows.
+// 6 x 2 vectors fill 12 of 16 registers, 6 x 4 fill 24 of 32; either way one A element is broadcast into
+// one register and feeds kTileVecs FMAs, so that loads stay well under the two a cycle that hardware
+// allows. (On aarch64 GCC spills some of 24 accumulators, so it gets the small tile.)
 //
-// Rows are computed in whole groups: A and C must have memory up to round_up(rows, kTileRows), whose contents do not
-// matter. Columns are whole vectors. Depth is exact.
+// Rows are computed in whole groups: A and C must have memory up to round_up(rows, kTileRows),
+// whose contents do not matter. Columns are whole vectors. Depth is exact.
 #pragma once
 
 #include "cpu/scratch.h"
@@ -16,9 +18,10 @@
 namespace fastattn::FASTATTN_ISA {
 
 constexpr int kTileRows = 6;
-constexpr int kTileVecs = kVectorRegisters == 32 ? 4 : 2;
+constexpr int kTileVecs = kVectorRegisters == 32 && kWidth == 16 ? 4 : 2;
 
-// A by rows: element (r, k) = data[r * ld + k]; or by columns, the transpose of a row-major matrix: data[k * ld + r].
+// A by rows: element (r, k) = data[r * ld + k]; or by columns, the transpose of a row-major matrix:
+// data[k * ld + r].
 struct ByRows {
   const float* data;
   int64_t ld;
@@ -38,7 +41,9 @@ struct Store {
 };
 struct AddScaled {
   float factor;
-  FASTATTN_MEMBER Vec operator()(const float* c, int64_t, Vec product) const { return load(c) + factor * product; }
+  FASTATTN_MEMBER Vec operator()(const float* c, int64_t, Vec product) const {
+    return load(c) + factor * product;
+  }
 };
 struct RescaleAdd {
   const float* scale;
@@ -48,10 +53,10 @@ struct RescaleAdd {
 };
 
 template <int kRows, int kVecs, typename A, typename Into>
-FASTATTN_SIMD void micro_kernel(A a, const float* b, int64_t ldb, int64_t depth, float* c, int64_t ldc, int64_t row,
-                                Into into) {
+FASTATTN_SIMD void micro_kernel(A a, const float* b, int64_t ldb, int64_t depth, float* c,
+                                int64_t ldc, int64_t row, Into into) {
   Vec acc[kRows][kVecs] = {};
-#pragma GCC unroll 1
+#pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
     Vec bk[kVecs];
 #pragma GCC unroll 8
@@ -73,19 +78,20 @@ FASTATTN_SIMD void micro_kernel(A a, const float* b, int64_t ldb, int64_t depth,
 }
 
 template <int kVecs, typename A, typename Into>
-FASTATTN_SIMD void gemm_panel(A a, const float* b, int64_t ldb, int64_t rows, int64_t depth, float* c, int64_t ldc,
-                              Into into) {
+FASTATTN_SIMD void gemm_panel(A a, const float* b, int64_t ldb, int64_t rows, int64_t depth,
+                              float* c, int64_t ldc, Into into) {
   for (int64_t r = 0; r < rows; r += kTileRows)
     micro_kernel<kTileRows, kVecs>(a.rows_from(r), b, ldb, depth, c + r * ldc, ldc, r, into);
 }
 
 // C[rows x cols] from A[rows x depth] and B[depth x cols]; cols is a multiple of kWidth.
 template <typename A, typename Into>
-static void gemm(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth, float* c, int64_t ldc,
-                 Into into) {
+static void gemm(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth,
+                 float* c, int64_t ldc, Into into) {
   constexpr int kPanel = kTileVecs * kWidth;
   int64_t n = 0;
-  for (; n + kPanel <= cols; n += kPanel) gemm_panel<kTileVecs>(a, b + n, ldb, rows, depth, c + n, ldc, into);
+  for (; n + kPanel <= cols; n += kPanel)
+    gemm_panel<kTileVecs>(a, b + n, ldb, rows, depth, c + n, ldc, into);
   if constexpr (kTileVecs == 4) {
     if (n + 2 * kWidth <= cols) {
       gemm_panel<2>(a, b + n, ldb, rows, depth, c + n, ldc, into);

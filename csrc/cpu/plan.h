@@ -1,5 +1,5 @@
-// How a problem is cut into tasks, where that decides the workspace: a function of the shape alone, never of the number
-// of threads or of the instruction set.
+// How a problem is cut into tasks, where that decides the workspace: a function of the shape alone,
+// never of the number of threads or of the instruction set.
 #pragma once
 
 #include "common/mask.h"
@@ -10,9 +10,10 @@ FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; 
 
 // ---- forward ----
 
-// Few queries over many keys (decoding) leave nothing to parallelise over but the keys: they are cut into chunks, whose
-// partial results are merged in order. Chunks depend on M and N only, so that a row's result does not depend on its
-// batch. At 32 keys a query, partial results take at most 1/32 of the memory that V does.
+// Few queries over many keys (decoding) leave nothing to parallelise over but the keys: they are
+// cut into chunks, whose partial results are merged in order. Chunks depend on M and N only, so
+// that a row's result does not depend on its batch. At 32 keys a query, partial results take at
+// most 1/32 of the memory that V does.
 constexpr int64_t kChunkKeys = 1152;  // whole tiles of 64, 96 or 128 keys
 constexpr int64_t kKeysPerQuery = 32;
 
@@ -27,27 +28,29 @@ FASTATTN_FN ForwardPlan plan_forward(const ForwardParams& p) {
   plan.chunk_keys = max64(1, kKeysPerQuery * p.M / kChunkKeys) * kChunkKeys;
   plan.chunks = max64(1, ceil_div(p.N, plan.chunk_keys));
   plan.partial_stride = p.E + 3;
-  plan.workspace_bytes = plan.chunks == 1 ? 0 : 4 * plan.partial_stride * plan.chunks * p.B * p.H * p.M;
+  plan.workspace_bytes =
+      plan.chunks == 1 ? 0 : 4 * plan.partial_stride * plan.chunks * p.B * p.H * p.M;
   return plan;
 }
 
 // ---- backward ----
 
-// A task owns a chunk of keys of one key head, and loops over all queries that meet it; where the gradient of a bias is
-// broadcast over batch or heads, it owns that chunk for all of them, so that one task alone adds to each element.
-// Chunks each have their own fp32 gradient of q (and of w, and of a bias that is broadcast over keys), summed in order
-// at the end.
+// A task owns a chunk of keys of one key head, and loops over all queries that meet it; where the
+// gradient of a bias is broadcast over batch or heads, it owns that chunk for all of them, so that
+// one task alone adds to each element. Chunks each have their own fp32 gradient of q (and of w, and
+// of a bias that is broadcast over keys), summed in order at the end.
 struct BackwardPlan {
   int64_t groups_b, groups_h;  // into how many groups batch and key heads are split: all, or 1
   int64_t chunk_keys, chunks;
-  bool q_direct, bias_direct;               // gradients are accumulated where they belong, not in the workspace
+  bool q_direct, bias_direct;  // gradients are accumulated where they belong, not in the workspace
   int64_t delta, grad_q, grad_w, grad_bias;  // offsets into the workspace, in floats
   int64_t workspace_bytes;
 };
 
-constexpr int64_t kBackwardTasks = 16;          // enough tasks to keep a few cores busy and even out
-constexpr int64_t kBackwardKeys = 192;          // chunks are multiples of this
-constexpr int64_t kBackwardBytes = 32ll << 20;  // more than 4 chunks only where their grad_q fits into this
+constexpr int64_t kBackwardTasks = 16;  // enough tasks to keep a few cores busy and even out
+constexpr int64_t kBackwardKeys = 192;  // chunks are multiples of this
+constexpr int64_t kBackwardBytes =
+    32ll << 20;  // more than 4 chunks only where their grad_q fits into this
 
 FASTATTN_FN int64_t backward_chunk_keys(const BackwardParams& p, int64_t groups) {
   const int64_t grad_q_bytes = max64(1, 4 * p.B * p.H * p.M * p.D);
@@ -78,8 +81,9 @@ FASTATTN_FN BackwardPlan plan_backward(const BackwardParams& p) {
   plan.delta = take(&used, rows);
   plan.grad_q = take(&used, plan.q_direct ? 0 : plan.chunks * rows * p.D);
   plan.grad_w = take(&used, p.w.data == nullptr ? 0 : plan.chunks * p.B * p.H * p.D);
-  plan.grad_bias = take(
-      &used, !bias || plan.bias_direct ? 0 : bias_chunks * p.bias_B * p.bias_H * p.bias_M * p.bias_N);
+  plan.grad_bias =
+      take(&used,
+           !bias || plan.bias_direct ? 0 : bias_chunks * p.bias_B * p.bias_H * p.bias_M * p.bias_N);
   plan.workspace_bytes = 4 * used;
   return plan;
 }

@@ -2,50 +2,45 @@
 //
 //   tanh(q + k) = 1 - 2 u      u = 1 / (1 + E F)      E = e^(2 (q + c))      F = e^(2 (k - c))
 //
-// E costs an exponential an element of a query block, F one of a key tile; a pair costs a share of a division
-// (additive_tile.h has the loops, their cost and the proof of their ranges). The centre c_d is 0 unless the keys of a
-// tile need another: their values then lie around something else, and queries around its negative.
+// E costs an exponential an element of a query block, F one of a key tile, a pair half a division (additive_tile.h has
+// the loops, what bounds them and the proof of their range). The centre c is 0 unless the keys of a tile are far from
+// it; keys that are far from each other, or not finite, make their tile take an exponential a pair instead.
 //
 // Gradients, with dS in natural units and t = u (1 - u) = (1 - tanh^2) / 4:
 //   dq_id = 4 w_d sum_j dS_ij t_ijd      dk_jd = 4 w_d sum_i dS_ij t_ijd      dw_d = sum_ij dS_ij (1 - 2 u_ijd)
 //
-// Nothing of size M N D exists, nothing is saved: u is recomputed from E and F.
+// Nothing of size M N D exists and nothing is saved: u is recomputed from E and F.
 // Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and translate", 2015.
 #pragma once
 
-#include "common/mask.h"
 #include "cpu/additive_tile.h"
-#include "cpu/pack.h"
 #include "cpu/score.h"
 
 namespace fastattn::FASTATTN_ISA {
 
 class AdditiveScore {
  public:
-  // A tile of scores and one of dS fit the L1 cache each; an exponential of a key then serves 64 pairs.
+  // A tile of scores fits the L1 cache, and an exponential of a key serves 64 pairs.
   static constexpr int64_t kBlockM = 64;
   static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 64;
 
-  AdditiveScore(const AttentionParams& p, Scratch& scratch, bool backward)
+  AdditiveScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
       : p_(p),
+        scratch_(scratch),
         backward_(backward),
+        direct_(!backward && p.M == 1 && p.H == p.Hkv && rows_contiguous(p.k)),
         dims_(round_up(p.D + 1, 2)),
         ld_(tile_stride(p.D)),
-        q_(query_panels(scratch, dims_)),
-        e_(query_panels(scratch, terms_capacity(p.D))),
-        keys_(key_panels(scratch)),
+        keys_(key_panels()),
         centre_(scratch.floats(dims_)),
-        w_(scratch.floats(dims_)) {
-    terms_.dim = scratch.ints(terms_capacity(p.D));
-    terms_.weight = scratch.floats(terms_capacity(p.D));
-    terms_.unit = scratch.floats(terms_capacity(p.D));
-    terms_.half = scratch.floats(terms_capacity(p.D));
-    fill(q_, kBlockM * dims_, 0.f);  // rows past the last query are computed with, too
+        factors_(scratch.floats(kPanelRows * dims_)),
+        slots_(make_slots(slots)),
+        slot_(slots_) {
     if (!backward) return;
-    gradient_e_ = query_panels(scratch, dims_);
-    query_grad_ = query_panels(scratch, dims_);
-    head_key_grad_ = key_panels(scratch);
-    key_grad_ = key_panels(scratch);
+    gradient_e_ = query_panels(dims_);
+    query_grad_ = query_panels(dims_);
+    head_key_grad_ = key_panels();
+    key_grad_ = key_panels();
     rows_out_ = scratch.floats(kPanelRows * ld_);
     ds_tail_ = scratch.floats(kGradRows * kBlockN);
     reciprocals_ = scratch.floats(kGradVecs * kGradRows * kBlockN);
@@ -54,6 +49,7 @@ class AdditiveScore {
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
     ++loaded_keys_;
+    if (direct_) return void(direct_keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D));
     bool finite = true;
     for (int64_t c = 0; c < cols; c += kWidth) {
       float* const panel = key_panel(keys_, c);
@@ -61,25 +57,28 @@ class AdditiveScore {
       fill(panel + p_.D * kWidth, (dims_ - p_.D) * kWidth, 0.f);
     }
     choose_range(finite);
-    with_range([&](auto range) { exponentiate_keys<decltype(range)>(); });
+    if (!exact_) exponentiate_keys();
   }
 
+  void use_slot(int64_t slot) { slot_ = slots_ + slot; }
+
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
-    rows_ = rows;
+    slot_->rows = rows;
+    slot_->prepared = kNothing;
     select_head(h);
+    if (direct_) return void(pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), 1.f, slot_->q, direct_ld()));
     for (int64_t i = 0; i < rows; i += kPanelRows) {
-      float* const panel = query_panel(q_, dims_, i);
+      float* const panel = slot_->q + i * dims_;
       pack_transposed(matrix_at(p_.q, b, h, i0 + i, min64(kPanelRows, rows - i), p_.D), 1.f, panel, kPanelRows);
       fill(panel + p_.D * kPanelRows, (dims_ - p_.D) * kPanelRows, kNoTerm);
     }
-    prepared_ = {};
   }
 
   void scores(float* s) {
-    with_range([&](auto range) {
-      prepare<decltype(range)>();
-      for (int64_t i = 0; i < rows_; i += kPanelRows) score_panel<decltype(range)>(i, s + i * kBlockN);
-    });
+    if (direct_) return score_directly(s);
+    prepare_queries();
+    for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
+      exact_ ? score_panel<true>(i, s + i * kBlockN) : score_panel<false>(i, s + i * kBlockN);
   }
   float row_constant(int64_t) const { return 0.f; }
 
@@ -91,20 +90,15 @@ class AdditiveScore {
 
   // After scores() of the same tile. `masked` needs no care: what is NaN has its place in dS, and u is always finite.
   void backward(const float* ds, bool, float* grad_q, int64_t grad_q_stride, float* grad_w) {
-    const int64_t whole = rows_ / kGradRows * kGradRows;
-    for (int64_t i = 0; i < rows_ - whole; ++i)
-      std::memcpy(ds_tail_ + i * kBlockN, ds + (whole + i) * kBlockN, kBlockN * sizeof(float));
-    fill(ds_tail_ + (rows_ - whole) * kBlockN, (kGradRows - (rows_ - whole)) * kBlockN, 0.f);
-    const float ds_sum = sum_tile(ds);
     head_pending_ = true;
-    with_range([&](auto range) {
-      for (int64_t d = 0; d < p_.D; d += 2) {
-        float sums[2];
-        gradient_dims<decltype(range)>(d, ds, sums);
-        for (int64_t n = 0; n < min64(2, p_.D - d); ++n) grad_w[d + n] += ds_sum - 2.f * sums[n];
-      }
-    });
-    for (int64_t i = 0; i < rows_; i += kPanelRows) add_query_grad(i, grad_q + i * grad_q_stride, grad_q_stride);
+    copy_tail(ds);
+    const float ds_sum = sum_tile(ds);
+    for (int64_t d = 0; d < p_.D; d += 2) {
+      float sums[2];
+      exact_ ? gradient_dims<true>(d, ds, sums) : gradient_dims<false>(d, ds, sums);
+      for (int64_t n = 0; n < min64(2, p_.D - d); ++n) grad_w[d + n] += ds_sum - 2.f * sums[n];
+    }
+    for (int64_t i = 0; i < slot_->rows; i += kPanelRows) add_query_grad(i, grad_q + i * grad_q_stride, grad_q_stride);
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
@@ -117,122 +111,121 @@ class AdditiveScore {
   }
 
  private:
-  enum class Range { kNear, kFar, kAny };
-  // For which tile of keys e_ has been computed. Tiles with the centre 0 are all one.
-  struct Prepared {
-    bool valid = false;
-    Range range = Range::kNear;
-    int64_t centred_keys = 0;
-  };
   static constexpr float kNoTerm = -50.f;  // as a query: tanh is -1, the term a constant
 
-  static int64_t terms_capacity(int64_t D) { return round_up(D, 4) + 4 * Terms::kMaxSegments; }
-  static float* query_panels(Scratch& scratch, int64_t depth) { return scratch.floats(kBlockM * depth); }
-  float* key_panels(Scratch& scratch) const { return scratch.floats(kBlockN * dims_); }
-  static float* query_panel(float* panels, int64_t depth, int64_t i) { return panels + i * depth; }
+  // What `e` of a slot has been computed for. From 1 on: the tile of keys with that number, whose centre is not 0.
+  static constexpr int64_t kNothing = -2, kExactKeys = -1, kCentreZero = 0;
+
+  // A block of queries of one head.
+  struct Slot {
+    float* q;      // panels [dims_][kPanelRows]
+    float* e;      // panels [terms.all][kPanelRows]: c E, or q, in the order of the terms
+    float* w;      // [D]
+    Terms terms;
+    int64_t rows, head, prepared;
+  };
+
+  float* query_panels(int64_t depth) { return scratch_.floats(kBlockM * depth); }
+  float* key_panels() { return scratch_.floats(kBlockN * dims_); }
   float* key_panel(float* panels, int64_t c) const { return panels + c * dims_; }
 
-  // The dims of a panel.
-  Matrix dense(float* panel, int64_t stride, int64_t cols) const {
-    return {panel, DType::kFloat32, 0, stride, 1, p_.D, cols};
+  Slot* make_slots(int64_t count) {
+    static_assert(std::is_trivial_v<Slot> && sizeof(Slot) % 4 == 0);
+    Slot* const slots = reinterpret_cast<Slot*>(scratch_.ints(count * static_cast<int64_t>(sizeof(Slot) / 4)));
+    const int64_t capacity = round_up(p_.D, 2) + 2;
+    for (int64_t n = 0; n < count; ++n) {
+      const Terms terms = {scratch_.ints(capacity), scratch_.floats(capacity), scratch_.floats(capacity / 2), 0, 0, 0.f};
+      slots[n] = {query_panels(dims_), query_panels(capacity), scratch_.floats(round_up(p_.D, 2 * kWidth)), terms, 0, -1,
+                  kNothing};
+      fill(slots[n].q, kBlockM * dims_, 0.f);  // rows past the last query are computed with, too
+    }
+    return slots;
   }
 
-  template <typename F>
-  void with_range(F f) {
-    switch (range_) {
-      case Range::kNear:
-        return f(NearRange{});
-      case Range::kFar:
-        return f(FarRange{});
-      case Range::kAny:
-        return f(AnyRange{});
-    }
+  // The dims of a panel, as rows.
+  Matrix dense(float* panel, int64_t stride, int64_t cols) const {
+    return {panel, DType::kFloat32, 0, stride, 1, p_.D, cols};
   }
 
   // ---- weights ----
 
   void select_head(int64_t h) {
-    if (h == head_) return;
+    if (h == slot_->head) return;
     finish_head();
-    head_ = h;
-    pack_rows(matrix_at(p_.w, 0, h, 0, 1, p_.D), 1.f, w_, dims_);
-    list_terms();
+    slot_->head = h;
+    pack_rows(matrix_at(p_.w, 0, h, 0, 1, p_.D), 1.f, slot_->w, p_.D);
+    direct_ ? pair_weights() : list_terms(slot_->w, slot_->terms);
   }
 
-  void list_terms() {
-    float largest = 0.f;
+  // For direct_scores(): zeros up to a multiple of two vectors, and the halves, in `e`.
+  int64_t direct_ld() const { return round_up(p_.D, 2 * kWidth); }
+  void pair_weights() {
+    fill(slot_->w + p_.D, direct_ld() - p_.D, 0.f);
+    for (int64_t d = 0; d < direct_ld(); d += 2 * kWidth)
+      store(slot_->e + d / 2, (load(slot_->w + d) + load(slot_->w + d + kWidth)) * 0.5f);
+  }
+
+  void list_terms(const float* w, Terms& terms) const {
+    float heaviest = 0.f;
     bool finite = true;
     for (int64_t d = 0; d < p_.D; ++d) {
-      const float size = __builtin_fabsf(w_[d]);
+      const float size = __builtin_fabsf(w[d]);
       finite &= size < kInf;
-      largest = size > largest ? size : largest;
+      heaviest = size > heaviest ? size : heaviest;
     }
     int exponent = 0;
-    if (finite) __builtin_frexpf(largest, &exponent);
-    // Weights that are not finite make every score NaN.
-    terms_.scale = finite ? 2.f * kLog2e * __builtin_ldexpf(largest > 0.f, exponent) : __builtin_nanf("");
-    terms_.segments = 0;
-    int64_t count = 0;
-    int last_level = 0;
-    for (int level = Terms::kMaxSegments - 1; level >= 0; --level) {
-      const int64_t begin = count;
+    if (finite) __builtin_frexpf(heaviest, &exponent);
+    exponent = exponent < 126 ? exponent : 126;  // the ranges have room for weights up to 4, floats none for 2^128
+    const float to_unit = __builtin_ldexpf(1.f, -exponent / 2), rest = __builtin_ldexpf(1.f, -exponent - -exponent / 2);
+    terms.all = 0;
+    for (const bool light : {true, false}) {
       for (int64_t d = 0; d < p_.D; ++d) {
-        const float weight = finite ? __builtin_ldexpf(w_[d], -exponent) : 1.f;
-        if (level_of(weight) == level) add_term(count++, d, level_weight(weight, level));
+        // Weights that are not finite make every score NaN, by the scale.
+        const float weight = finite ? w[d] * to_unit * rest : 1.f;
+        if ((__builtin_fabsf(weight) < kLightest) != light) continue;
+        add_term(terms, d, light ? light_weight(weight) : weight, 0.5f);
       }
-      if (count == begin) continue;
-      while (count % 4 != 0) add_term(count++, p_.D, 0x1p-8f);
-      const float rescale = __builtin_ldexpf(1.f, kWeightBits * (level - last_level));
-      terms_.segment[terms_.segments++] = {count, begin == 0 ? 1.f : rescale};
-      last_level = level;
+      if (terms.all % 2 != 0) add_term(terms, p_.D, kLightest, 1.f);
+      if (light) terms.light = terms.all;
     }
-    terms_.scale = __builtin_ldexpf(terms_.scale, -kWeightBits * last_level);
-    num_terms_ = count;
+    terms.scale = finite ? 2.f * kLog2e * __builtin_ldexpf(heaviest > 0.f, exponent) : __builtin_nanf("");
   }
 
-  void add_term(int64_t n, int64_t d, float weight) {
-    terms_.dim[n] = static_cast<int32_t>(d);
-    terms_.weight[n] = weight;
+  static constexpr float kLightest = 1.f / (1 << kWeightBits);
+
+  // Weights below 2^-32 of the heaviest count as that: a weight of 0 must not lose the NaN that its dim may hold.
+  static float light_weight(float weight) {
+    const float scaled = weight * (1 << kWeightBits);
+    return __builtin_fabsf(scaled) < kLightest ? __builtin_copysignf(kLightest, scaled) : scaled;
   }
 
-  // Of a weight relative to a power of two above the largest.
-  static int level_of(float weight) {
-    int exponent = 0;
-    __builtin_frexpf(weight, &exponent);
-    const int level = weight == 0.f ? Terms::kMaxSegments : -exponent / kWeightBits;
-    return level < Terms::kMaxSegments ? level : Terms::kMaxSegments - 1;
-  }
-  // Weights below 2^-40 of the largest count as that: 0 must not lose the NaN that its dim may hold.
-  static float level_weight(float weight, int level) {
-    const float scaled = __builtin_ldexpf(weight, kWeightBits * level);
-    return __builtin_fabsf(scaled) >= 0x1p-8f ? scaled : __builtin_copysignf(0x1p-8f, scaled);
+  static void add_term(Terms& terms, int64_t d, float weight, float mean_u) {
+    const int64_t n = terms.all++;
+    terms.dim[n] = static_cast<int32_t>(d);
+    terms.unit[n] = kUnit / weight;
+    terms.half[n / 2] = (n % 2 == 0 ? 0.f : terms.half[n / 2]) + mean_u * weight / kUnit;
   }
 
-  // ---- ranges ----
+  // ---- keys ----
 
-  // A function of the keys of this tile alone: a row's result must not depend on its neighbours.
+  // A function of the keys of this tile alone: a row's result must not depend on the rows around it.
   void choose_range(bool finite) {
     fill(centre_, dims_, 0.f);
-    centred_ = false;
-    range_ = Range::kAny;
-    if (!finite) return;
-    const float reach = largest_key();
-    if (reach <= NearRange::kLimit) return void(range_ = Range::kNear);
-    const float half_range = find_centre();
-    if (half_range > FarRange::kLimit) return;
-    range_ = half_range <= NearRange::kLimit ? Range::kNear : Range::kFar;
-    centred_ = range_ == Range::kNear || reach > FarRange::kLimit;
-    if (!centred_) fill(centre_, dims_, 0.f);
+    wanted_ = kCentreZero;
+    exact_ = !finite;
+    if (exact_ || largest_key() <= kKeyLimit) return;
+    exact_ = !(find_centre() <= kKeyLimit);
+    wanted_ = loaded_keys_;
   }
 
-  float largest_key() {
+  float largest_key() const {
     Vec largest{};
     for (int64_t c = 0; c < cols_; c += kWidth)
       for (int64_t d = 0; d < p_.D; ++d) largest = max(largest, abs(load(key_panel(keys_, c) + d * kWidth)));
     return max_lanes(largest);
   }
 
-  // Centres every dim on the keys of the tile; returns the largest distance of a key from it.
+  // Puts the centre of every dim amid its keys; returns the largest distance of a key from it.
   float find_centre() {
     float largest = 0.f;
     for (int64_t d = 0; d < p_.D; ++d) {
@@ -243,96 +236,106 @@ class AdditiveScore {
         high = k > high ? k : high;
       }
       centre_[d] = 0.5f * low + 0.5f * high;
-      const float reach = high - centre_[d] > centre_[d] - low ? high - centre_[d] : centre_[d] - low;
-      largest = reach > largest ? reach : largest;
+      const float distance = 0.5f * high - 0.5f * low;
+      largest = distance > largest ? distance : largest;
     }
     return largest;
   }
 
-  // The clamp is for the zeros past the last key: c need not be near 0.
-  template <typename R>
+  // The clamp is for the zeros past the last key, which may be far from the centre, and for rounding.
   void exponentiate_keys() {
-    if constexpr (!R::kExact) {
-      for (int64_t c = 0; c < cols_; c += kWidth) {
-        float* const panel = key_panel(keys_, c);
-        for (int64_t d = 0; d < dims_; ++d) {
-          const Vec k = load(panel + d * kWidth) - centre_[d];
-          store(panel + d * kWidth, exp(max(min(k, splat(R::kLimit)), splat(-R::kLimit)) * 2.f));
-        }
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      float* const panel = key_panel(keys_, c);
+      for (int64_t d = 0; d < dims_; ++d) {
+        const Vec k = load(panel + d * kWidth) - centre_[d];
+        store(panel + d * kWidth, exp(max(min(k, splat(kKeyLimit)), splat(-kKeyLimit)) * 2.f));
       }
     }
   }
 
   // ---- queries ----
 
-  // Turns the queries into c E, in the order of the terms, for the range and the centre of the current keys.
-  template <typename R>
-  void prepare() {
-    const int64_t centred_keys = centred_ ? loaded_keys_ : 0;
-    if (prepared_.valid && prepared_.range == range_ && prepared_.centred_keys == centred_keys) return;
-    prepared_ = {true, range_, centred_keys};
-    constexpr int kShare = R::kShare;
-    for (int64_t n = 0; n < num_terms_; ++n) terms_.unit[n] = unit_of<R>() / terms_.weight[n];
-    for (int64_t n = 0; n < num_terms_; n += kShare) {
-      float sum = 0.f;
-      for (int64_t t = n; t < n + kShare; ++t) sum += terms_.dim[t] == p_.D ? 2.f * terms_.weight[t] : terms_.weight[t];
-      terms_.half[n / kShare] = 0.5f * sum / unit_of<R>();
-    }
-    for (int64_t i = 0; i < rows_; i += kPanelRows) {
-      const float* const q = query_panel(q_, dims_, i);
-      float* const e = query_panel(e_, num_terms_, i);
-      for (int64_t n = 0; n < num_terms_; ++n) {
-        const int64_t d = terms_.dim[n];
-        for (int64_t r = 0; r < kPanelRows; r += kWidth)
-          store(e + n * kPanelRows + r, query_factor<R>(load(q + d * kPanelRows + r), centre_[d], terms_.unit[n]));
-      }
-      if (!backward_) continue;
-      float* const g = query_panel(gradient_e_, dims_, i);
-      for (int64_t d = 0; d < dims_; ++d)
-        for (int64_t r = 0; r < kPanelRows; r += kWidth) {
-          const Vec factor = query_factor<R>(load(q + d * kPanelRows + r), centre_[d], kGradUnit);
-          store(g + d * kPanelRows + r, factor == factor ? factor : Vec{});
-        }
+  // Makes `e` what the current keys want.
+  void prepare_queries() {
+    const int64_t wanted = exact_ ? kExactKeys : wanted_;
+    if (slot_->prepared == wanted) return;
+    slot_->prepared = wanted;
+    for (int64_t i = 0; i < slot_->rows; i += kPanelRows) {
+      const float* const factors = exact_ ? slot_->q + i * dims_ : exponentiate_queries(slot_->q + i * dims_);
+      order_by_terms(factors, slot_->e + i * slot_->terms.all);
+      if (backward_) drop_nan(factors, gradient_e_ + i * dims_);
     }
   }
 
-  template <typename R>
-  FASTATTN_MEMBER static Vec query_factor(Vec q, float centre, float unit) {
-    if constexpr (R::kExact) {
-      return q;
-    } else {
-      const Vec clamped = min(splat(kSaturation + R::kLimit), q + centre);
-      return exp(clamped * 2.f) * unit;
+  const float* exponentiate_queries(const float* q) {
+    for (int64_t d = 0; d < dims_; ++d)
+      for (int64_t n = d * kPanelRows; n < (d + 1) * kPanelRows; n += kWidth) {
+        const Vec x = min(splat(kSaturation + kKeyLimit), load(q + n) + centre_[d]);  // NaN passes
+        store(factors_ + n, exp(x * 2.f));
+      }
+    return factors_;
+  }
+
+  void order_by_terms(const float* factors, float* e) const {
+    const Terms& terms = slot_->terms;
+    for (int64_t n = 0; n < terms.all; ++n) {
+      const float unit = exact_ ? 1.f : terms.unit[n];
+      for (int64_t r = 0; r < kPanelRows; r += kWidth)
+        store(e + n * kPanelRows + r, load(factors + terms.dim[n] * kPanelRows + r) * unit);
+    }
+  }
+
+  void drop_nan(const float* factors, float* to) const {
+    const float unit = exact_ ? 1.f : kGradUnit;
+    for (int64_t n = 0; n < dims_ * kPanelRows; n += kWidth) {
+      const Vec x = load(factors + n);
+      store(to + n, x == x ? x * unit : Vec{});
     }
   }
 
   // ---- tiles ----
 
-  template <typename R>
-  void score_panel(int64_t i, float* s) {
-    const float* const e = query_panel(e_, num_terms_, i);
+  void score_directly(float* s) const {
+    with_dtype(p_.k.dtype, [&](auto type) {
+      for (int64_t i = 0; i < slot_->rows; ++i)
+        direct_scores<type>({slot_->q + i * direct_ld(), slot_->w, slot_->e}, direct_keys_, s + i * kBlockN);
+    });
+  }
+
+  template <bool kExact>
+  void score_panel(int64_t i, float* s) const {
+    const float* const e = slot_->e + i * slot_->terms.all;
     const KeyPanels keys = {keys_, dims_ * kWidth};
-    const int64_t rows = min64(kPanelRows, rows_ - i);
+    const int64_t rows = min64(kPanelRows, slot_->rows - i);
     int64_t r = 0;
-    for (; r + 8 <= rows; r += 8) score_rows<R, 8>(terms_, e + r, keys, cols_, s + r * kBlockN, kBlockN);
-    if (rows & 4) score_rows<R, 4>(terms_, e + r, keys, cols_, s + r * kBlockN, kBlockN), r += 4;
-    if (rows & 2) score_rows<R, 2>(terms_, e + r, keys, cols_, s + r * kBlockN, kBlockN), r += 2;
-    if (rows & 1) score_rows<R, 1>(terms_, e + r, keys, cols_, s + r * kBlockN, kBlockN);
+    const auto take = [&](auto count) {
+      score_rows<kExact, count>(slot_->terms, e + r, keys, cols_, s + r * kBlockN, kBlockN);
+      r += count;
+    };
+    while (rows - r >= 8) take(std::integral_constant<int, 8>{});
+    if (rows & 4) take(std::integral_constant<int, 4>{});
+    if (rows & 2) take(std::integral_constant<int, 2>{});
+    if (rows & 1) take(std::integral_constant<int, 1>{});
+  }
+
+  // Rows that do not fill a register tile move to one of their own, filled up with zeros.
+  void copy_tail(const float* ds) {
+    const int64_t whole = slot_->rows / kGradRows * kGradRows, rest = slot_->rows - whole;
+    std::memcpy(ds_tail_, ds + whole * kBlockN, static_cast<size_t>(rest * kBlockN) * sizeof(float));
+    fill(ds_tail_ + rest * kBlockN, (kGradRows - rest) * kBlockN, 0.f);
   }
 
   // Dims d and d + 1; sums[n] = sum_ij dS_ij u_ij.
-  template <typename R>
+  template <bool kExact>
   __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, float* sums) {
     const KeyPanels keys = {keys_ + d * kWidth, dims_ * kWidth};
     Vec weight[2] = {};
-    for (int64_t i = 0; i < rows_; i += kGradRows) {
-      const float* const from = i + kGradRows <= rows_ ? ds + i * kBlockN : ds_tail_;
+    for (int64_t i = 0; i < slot_->rows; i += kGradRows) {
+      const float* const ds_rows = i + kGradRows <= slot_->rows ? ds + i * kBlockN : ds_tail_;
       const int64_t at = i / kPanelRows * kPanelRows * dims_ + d * kPanelRows + i % kPanelRows;
-      gradient_reciprocals<R>(gradient_e_ + at, keys, cols_, reciprocals_);
-      const Vec query =
-          gradient_sums(reciprocals_, from, kBlockN, cols_, head_key_grad_ + d * kWidth, keys.stride, weight);
+      gradient_reciprocals<kExact>(gradient_e_ + at, keys, cols_, reciprocals_);
       float lanes[kWidth];
-      store(lanes, query);
+      store(lanes, gradient_sums(reciprocals_, ds_rows, kBlockN, cols_, head_key_grad_ + d * kWidth, keys.stride, weight));
       std::memcpy(query_grad_ + at, lanes, sizeof(lanes) / 2);
       std::memcpy(query_grad_ + at + kPanelRows, lanes + kGradRows, sizeof(lanes) / 2);
     }
@@ -342,16 +345,19 @@ class AdditiveScore {
 
   float sum_tile(const float* ds) const {
     Vec sum{};
-    for (int64_t i = 0; i < rows_; ++i)
-      for (int64_t c = 0; c < cols_; c += kWidth) sum += load(ds + i * kBlockN + c);
+    for (int64_t i = 0; i < slot_->rows; ++i) {
+      Vec row{};
+      for (int64_t c = 0; c < cols_; c += kWidth) row += load(ds + i * kBlockN + c);
+      sum += row;
+    }
     return sum_lanes(sum);
   }
 
   void add_query_grad(int64_t i, float* grad_q, int64_t stride) {
-    const int64_t rows = min64(kPanelRows, rows_ - i);
-    pack_transposed(dense(query_panel(query_grad_, dims_, i), kPanelRows, rows), 4.f * kGradUnit, rows_out_, ld_);
+    const int64_t rows = min64(kPanelRows, slot_->rows - i);
+    pack_transposed(dense(query_grad_ + i * dims_, kPanelRows, rows), 4.f * kGradUnit, rows_out_, ld_);
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t d = 0; d < p_.D; ++d) grad_q[r * stride + d] += rows_out_[r * ld_ + d] * w_[d];
+      for (int64_t d = 0; d < p_.D; ++d) grad_q[r * stride + d] += rows_out_[r * ld_ + d] * slot_->w[d];
   }
 
   // The weights of a head multiply what it has added to the key gradients.
@@ -362,22 +368,24 @@ class AdditiveScore {
       for (int64_t d = 0; d < p_.D; ++d) {
         float* const from = key_panel(head_key_grad_, c) + d * kWidth;
         float* const to = key_panel(key_grad_, c) + d * kWidth;
-        store(to, load(to) + load(from) * (4.f * kGradUnit) * w_[d]);
+        store(to, load(to) + load(from) * (4.f * kGradUnit) * slot_->w[d]);
         store(from, Vec{});
       }
   }
 
   const AttentionParams& p_;
+  Scratch& scratch_;
   bool backward_;
-  int64_t dims_;  // of panels: D, then a dim of no terms, which pads fractions; even
+  bool direct_;  // one query a key head: keys stay where they are
+  Matrix direct_keys_{};
+  int64_t dims_;  // of panels: D, then one that terms are padded with; even
   int64_t ld_;
-  float *q_, *e_, *keys_, *centre_, *w_;
-  Terms terms_{};
-  int64_t num_terms_ = 0, head_ = -1;
-  int64_t rows_ = 0, cols_ = 0, loaded_keys_ = 0;
-  Range range_ = Range::kNear;
-  bool centred_ = false, head_pending_ = false;
-  Prepared prepared_;
+  float *keys_, *centre_, *factors_;
+  Slot *slots_, *slot_;
+  int64_t cols_ = 0, loaded_keys_ = 0;
+  bool exact_ = false;
+  int64_t wanted_ = kCentreZero;
+  bool head_pending_ = false;  // head_key_grad_ holds something
   float *gradient_e_ = nullptr, *query_grad_ = nullptr, *head_key_grad_ = nullptr, *key_grad_ = nullptr;
   float *rows_out_ = nullptr, *ds_tail_ = nullptr, *reciprocals_ = nullptr;
 };

@@ -1,8 +1,10 @@
-// The scaled dot product as a score: s_ij = scale q_i . k_j, in base 2 (times log2 e, folded into the packed queries).
+// The scaled dot product as a score: s_ij = scale q_i . k_j, in base 2 (times log2 e, folded into
+// the packed queries).
 //
 // Gradients, with dS in natural units: dq_i = scale sum_j dS_ij k_j,  dk_j = scale sum_i dS_ij q_i.
 //
-// Keys are packed transposed, [D][kBlockN], so that a vector holds one component of kWidth keys; for dq also by rows.
+// Keys are packed transposed, [D][kBlockN], so that a vector holds one component of kWidth keys;
+// for dq also by rows.
 #pragma once
 
 #include "cpu/score.h"
@@ -12,8 +14,9 @@ namespace fastattn::FASTATTN_ISA {
 
 class DotScore {
  public:
-  // 96 is a multiple of the 6 rows and of the 2 x 8 or 4 x 4 x ... lanes of a register tile. Measured on Zen 3, d64:
-  // packing a key tile then costs 4% of the two products it feeds, and 96 x 96 scores stay in the L2 cache.
+  // 96 is a multiple of the 6 rows and of the 2 x 8 or 4 x 4 x ... lanes of a register tile.
+  // Measured on Zen 3, d64: packing a key tile then costs 4% of the two products it feeds, and 96 x
+  // 96 scores stay in the L2 cache.
   static constexpr int64_t kBlockM = 96;
   static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 96;
 
@@ -54,7 +57,8 @@ class DotScore {
     if (direct_) {
       for (int64_t i = 0; i < rows(); ++i) dot_rows(q_ + i * ld_, keys_, s + i * kBlockN);
     } else {
-      gemm(ByRows{q_, ld_}, k_transposed_, kBlockN, rows(), round_up(keys_.rows, kWidth), p_.D, s, kBlockN, Store{});
+      gemm(ByRows{q_, ld_}, k_transposed_, kBlockN, rows(), round_up(keys_.rows, kWidth), p_.D, s,
+           kBlockN, Store{});
     }
   }
   float row_constant(int64_t) const { return 0.f; }

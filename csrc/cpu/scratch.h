@@ -7,7 +7,8 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Hands out 64-byte-aligned blocks and frees them all at the end. A few large blocks per worker, never inside a loop.
+// Hands out 64-byte-aligned blocks and frees them all at the end. A few large blocks per worker,
+// never inside a loop.
 class Scratch {
  public:
   Scratch() = default;
@@ -21,7 +22,8 @@ class Scratch {
     }
   }
 
-  // `count` uninitialised floats; kSlack bytes beyond them may be read and written, so that vector code needs no tails.
+  // `count` uninitialised floats; kSlack bytes beyond them may be read and written, so that vector
+  // code needs no tails.
   float* floats(int64_t count) { return static_cast<float*>(bytes(count * 4)); }
   int32_t* ints(int64_t count) { return static_cast<int32_t*>(bytes(count * 4)); }
 
@@ -42,6 +44,8 @@ class Scratch {
 };
 
 // A lane count rounded up to whole vectors.
-FASTATTN_SIMD int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+FASTATTN_SIMD int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -1,10 +1,13 @@
-// The SIMD shim: one vector type and the few operations that the kernels need beyond + - * / and comparisons.
+// The SIMD shim: one vector type and the few operations that the kernels need beyond + - * / and
+// comparisons.
 //
-// Built on the GCC/Clang vector extensions, so the same source serves SSE2, AVX2, AVX-512 and NEON, and every width can
-// be tested on any machine (define FASTATTN_VECTOR_WIDTH: the compiler splits vectors wider than the hardware).
-// a * b + c contracts to a fused multiply-add wherever the target has one (-ffp-contract=fast).
+// Built on the GCC/Clang vector extensions, so the same source serves SSE2, AVX2, AVX-512 and NEON,
+// and every width can be tested on any machine (define FASTATTN_VECTOR_WIDTH: the compiler splits
+// vectors wider than the hardware). a * b + c contracts to a fused multiply-add wherever the target
+// has one (-ffp-contract=fast).
 //
-// Everything lives in fastattn::<isa>, because each kernel file is compiled once per instruction set.
+// Everything lives in fastattn::<isa>, because each kernel file is compiled once per instruction
+// set.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +50,7 @@ typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef int32_t VecI __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t VecU __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t VecHalf __attribute__((vector_size(kWidth * 2)));  // bits of bf16 or fp16
+typedef int8_t VecBytes __attribute__((vector_size(kWidth)));
 typedef uint64_t VecU64 __attribute__((vector_size(kWidth * 8)));
 
 constexpr float kLog2e = 1.44269504088896340736f;
@@ -68,9 +72,26 @@ FASTATTN_SIMD void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
 FASTATTN_SIMD VecI bits_of(Vec x) { return (VecI)x; }
 FASTATTN_SIMD Vec from_bits(VecI x) { return (Vec)x; }
 
-// Like the hardware's: the second operand where either is NaN.
-FASTATTN_SIMD Vec max(Vec a, Vec b) { return a > b ? a : b; }
-FASTATTN_SIMD Vec min(Vec a, Vec b) { return a < b ? a : b; }
+// The second operand where either is NaN, as x86 hardware has it; compilers do not always find that
+// out.
+FASTATTN_SIMD Vec max(Vec a, Vec b) {
+#if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__) && FASTATTN_VECTOR_WIDTH == 8
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+FASTATTN_SIMD Vec min(Vec a, Vec b) {
+#if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
+  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__) && FASTATTN_VECTOR_WIDTH == 8
+  return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 FASTATTN_SIMD Vec abs(Vec x) { return from_bits(bits_of(x) & 0x7fffffff); }
 
 // Lane 0 .. kWidth-1.
@@ -82,11 +103,12 @@ FASTATTN_SIMD VecI iota() {
 
 // ---- movement between lanes ----
 
-// The two halves of a 2-input exchange: lanes of `a` whose index has kBit set change places with lanes of `b` whose
-// index has it clear.
+// The two halves of a 2-input exchange: lanes of `a` whose index has kBit set change places with
+// lanes of `b` whose index has it clear.
 template <int kBit, int... kLane>
 FASTATTN_SIMD void exchange(Vec& a, Vec& b, std::integer_sequence<int, kLane...>) {
-  const Vec low = __builtin_shufflevector(a, b, ((kLane & kBit) ? kWidth + (kLane ^ kBit) : kLane)...);
+  const Vec low =
+      __builtin_shufflevector(a, b, ((kLane & kBit) ? kWidth + (kLane ^ kBit) : kLane)...);
   b = __builtin_shufflevector(a, b, ((kLane & kBit) ? kWidth + kLane : (kLane | kBit))...);
   a = low;
 }
@@ -96,7 +118,8 @@ template <int kBit = 1>
 FASTATTN_SIMD void transpose(Vec (&rows)[kWidth]) {
 #pragma GCC unroll 16
   for (int r = 0; r < kWidth; ++r)
-    if (!(r & kBit)) exchange<kBit>(rows[r], rows[r | kBit], std::make_integer_sequence<int, kWidth>{});
+    if (!(r & kBit))
+      exchange<kBit>(rows[r], rows[r | kBit], std::make_integer_sequence<int, kWidth>{});
   if constexpr (2 * kBit < kWidth) transpose<2 * kBit>(rows);
 }
 
@@ -135,14 +158,16 @@ FASTATTN_SIMD float fold(Vec x, Op op) {
   if constexpr (kBit == 0) {
     return x[0];
   } else {
-    return fold<kBit / 2>(op(x, swap_lanes<kBit>(x, std::make_integer_sequence<int, kWidth>{})), op);
+    return fold<kBit / 2>(op(x, swap_lanes<kBit>(x, std::make_integer_sequence<int, kWidth>{})),
+                          op);
   }
 }
 FASTATTN_SIMD float sum_lanes(Vec x) {
   return fold(x, [](Vec a, Vec b) __attribute__((always_inline)) { return a + b; });
 }
 FASTATTN_SIMD float max_lanes(Vec x) {  // NaN in any lane gives NaN
-  return fold(x, [](Vec a, Vec b) __attribute__((always_inline)) { return a != a ? a : max(a, b); });
+  return fold(x,
+              [](Vec a, Vec b) __attribute__((always_inline)) { return a != a ? a : max(a, b); });
 }
 
 // 2^f for |f| <= 1/2: degree-6 minimax polynomial.
@@ -156,10 +181,12 @@ FASTATTN_SIMD Vec exp2_fraction(Vec f) {
   return p * f + splat(1.0f);
 }
 
-// 2^x, error at most 1.2 ulp (0.9 with fused multiply-add; tests/csrc measures it). 2^n goes into the exponent bits.
-// -inf and x < -126 give 0 (results that would be denormal are flushed), x >= 128 gives inf, NaN stays NaN.
+// 2^x, error at most 1.2 ulp (0.9 with fused multiply-add; tests/csrc measures it). 2^n goes into
+// the exponent bits. -inf and x < -126 give 0 (results that would be denormal are flushed), x >=
+// 128 gives inf, NaN stays NaN.
 FASTATTN_SIMD Vec exp2(Vec x) {
-  const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low mantissa bits
+  const Vec magic = splat(
+      12582912.f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low mantissa bits
   const Vec clamped = min(splat(128.f), max(splat(-127.f), x));  // operand order lets NaN through
   const Vec shifted = clamped + magic;
   const Vec p = exp2_fraction(clamped - (shifted - magic));
@@ -168,8 +195,9 @@ FASTATTN_SIMD Vec exp2(Vec x) {
   return clamped >= splat(128.f) ? splat(kInf) : finite;
 }
 
-// e^x for -87 <= x <= 88, clamped there; at most 1.3 ulp for every x, where exp2(x * log2(e)) would lose |x| ulp to the
-// rounding of its argument. NaN stays NaN. ln 2 is split so that n * 0.693359375 is exact without fused multiply-add.
+// e^x for -87 <= x <= 88, clamped there; at most 1.3 ulp for every x, where exp2(x * log2(e)) would
+// lose |x| ulp to the rounding of its argument. NaN stays NaN. ln 2 is split so that n *
+// 0.693359375 is exact without fused multiply-add.
 FASTATTN_SIMD Vec exp(Vec x) {
   const Vec magic = splat(12582912.f);
   const Vec clamped = min(splat(88.f), max(splat(-87.f), x));
@@ -178,8 +206,8 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return from_bits(bits_of(exp2_fraction(rest * kLog2e)) + (bits_of(shifted) << 23));
 }
 
-// 2^x for x that is at most a little above 0, as softmax has it: 6 operations less. -inf gives exactly 0, results below
-// 2^-126 are anything of that size, NaN stays NaN.
+// 2^x for x that is at most a little above 0, as softmax has it: 6 operations less. -inf gives
+// exactly 0, results below 2^-126 are anything of that size, NaN stays NaN.
 FASTATTN_SIMD Vec exp2_weight(Vec x) {
   const Vec magic = splat(12582912.f);
   const Vec clamped = max(splat(-127.f), x);  // at -127, p is 1 and its exponent bits cancel to 0
@@ -187,7 +215,8 @@ FASTATTN_SIMD Vec exp2_weight(Vec x) {
   return from_bits(bits_of(exp2_fraction(clamped - (shifted - magic))) + (bits_of(shifted) << 23));
 }
 
-// An estimate of 1/x good to at least 11 bits, for use before Newton steps. Requires 2^-126 <= |x| < 2^126.
+// An estimate of 1/x good to at least 11 bits, for use before Newton steps. Requires 2^-126 <= |x|
+// < 2^126.
 FASTATTN_SIMD Vec rcp_estimate(Vec x) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
   return (Vec)_mm512_rcp14_ps((__m512)x);
@@ -219,7 +248,18 @@ FASTATTN_SIMD WideProduct multiply_wide(VecU a, uint32_t m) {
 
 // ---- half precision: arithmetic is fp32 everywhere, so these are only loads and stores ----
 
-FASTATTN_SIMD Vec bf16_to_float(VecHalf x) { return from_bits(__builtin_convertvector(x, VecI) << 16); }
+// Zero-extends; spelled out where compilers take the long way.
+FASTATTN_SIMD VecU widen(VecHalf x) {
+#if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
+  return (VecU)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__) && FASTATTN_VECTOR_WIDTH == 8
+  return (VecU)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, VecU);
+#endif
+}
+
+FASTATTN_SIMD Vec bf16_to_float(VecHalf x) { return (Vec)(widen(x) << 16); }
 
 // Round to nearest even; NaN keeps its sign and becomes quiet.
 FASTATTN_SIMD VecHalf float_to_bf16(Vec x) {
@@ -235,8 +275,9 @@ FASTATTN_SIMD Vec fp16_to_float(VecHalf x) {
 #elif defined(__F16C__) && FASTATTN_VECTOR_WIDTH == 8
   return (Vec)_mm256_cvtph_ps((__m128i)x);
 #else
-  // Shift exponent and mantissa into place, then multiply by 2^112: denormals come out right by the multiplication.
-  const VecU wide = __builtin_convertvector(x, VecU);
+  // Shift exponent and mantissa into place, then multiply by 2^112: denormals come out right by the
+  // multiplication.
+  const VecU wide = widen(x);
   const VecU sign = (wide & 0x8000u) << 16;
   const VecU magnitude = (wide & 0x7fffu) << 13;
   const VecU finite = (VecU)((Vec)magnitude * splat(0x1p112f));
@@ -303,7 +344,8 @@ FASTATTN_SIMD void store_one(void* base, int64_t offset, float x) {
     static_cast<float*>(base)[offset] = x;
   } else {
     const Vec wide = splat(x);
-    static_cast<uint16_t*>(base)[offset] = (kType == DType::kBFloat16 ? float_to_bf16(wide) : float_to_fp16(wide))[0];
+    static_cast<uint16_t*>(base)[offset] =
+        (kType == DType::kBFloat16 ? float_to_bf16(wide) : float_to_fp16(wide))[0];
   }
 }
 

@@ -1,8 +1,11 @@
-// Online softmax over a row block, in base 2: what is kept per row while key tiles stream by, and one step of it.
+// Online softmax over a row block, in base 2: what is kept per row while key tiles stream by, and
+// one step of it.
 //
-//   m' = max(m, max_j s_j)     alpha = 2^(m - m')     w_j = 2^(s_j - m')     l' = alpha l + sum_j w_j
+//   m' = max(m, max_j s_j)     alpha = 2^(m - m')     w_j = 2^(s_j - m')     l' = alpha l + sum_j
+//   w_j
 //
-// A row that has met no key has m = -inf, l = 0; it subtracts 0 instead of m, so that no (-inf) - (-inf) arises.
+// A row that has met no key has m = -inf, l = 0; it subtracts 0 instead of m, so that no (-inf) -
+// (-inf) arises.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -23,7 +26,8 @@ class RowStates {
       : members_(members),
         vector_rows_(round_up(rows, kWidth)),
         tile_size_(round_up(rows, kTileRows) * o_stride),
-        all_{scratch.floats(members * vector_rows_), scratch.floats(members * vector_rows_ * kWidth),
+        all_{scratch.floats(members * vector_rows_),
+             scratch.floats(members * vector_rows_ * kWidth),
              scratch.floats(members * tile_size_)} {}
 
   void clear() {
@@ -45,7 +49,8 @@ struct TilePlace {
   int64_t b, h, i0, rows, j0, cols;
 };
 
-// Masks row i of the scores in place; returns its maximum (anything if it holds NaN: the weights will be NaN then).
+// Masks row i of the scores in place; returns its maximum (anything if it holds NaN: the weights
+// will be NaN then).
 template <Masking kMasking>
 FASTATTN_SIMD float mask_row(const MaskTile& mask, int64_t i, int64_t cols, float* s) {
   Vec top = splat(-kInf);
@@ -57,9 +62,12 @@ FASTATTN_SIMD float mask_row(const MaskTile& mask, int64_t i, int64_t cols, floa
   return fold(top, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
 }
 
-// s becomes the weights 2^(s - m), l their running sums. `drop` [cols], if any, multiplies weights after they are summed.
-FASTATTN_SIMD void weigh_row(float* s, int64_t cols, float m, float alpha, const float* drop, float* l) {
+// s becomes the weights 2^(s - m), l their running sums. `drop` [cols], if any, multiplies weights
+// after they are summed.
+FASTATTN_SIMD void weigh_row(float* s, int64_t cols, float m, float alpha, const float* drop,
+                             float* l) {
   Vec sum = load(l) * alpha;
+#pragma GCC unroll 4
   for (int64_t c = 0; c < cols; c += kWidth) {
     const Vec w = exp2_weight(load(s + c) - m);
     sum += w;
@@ -70,15 +78,18 @@ FASTATTN_SIMD void weigh_row(float* s, int64_t cols, float m, float alpha, const
   for (int64_t c = 0; c < cols; c += kWidth) store(s + c, load(s + c) * load(drop + c));
 }
 
-// One step over a tile of scores s [rows, ld]: they become weights; alpha[i] is what rescales row i of O.
+// One step over a tile of scores s [rows, ld]: they become weights; alpha[i] is what rescales row i
+// of O.
 template <Masking kMasking>
-static void softmax_step_masked(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-                                const RowState& state, float* s, int64_t ld, float* drop, float* alpha) {
+static void softmax_step_masked(const MaskTile& mask, const DropoutParams& dropout,
+                                const TilePlace& at, const RowState& state, float* s, int64_t ld,
+                                float* drop, float* alpha) {
   for (int64_t i0 = 0; i0 < at.rows; i0 += kWidth) {
     const int64_t i1 = min64(i0 + kWidth, at.rows);
     float top[kWidth];
     store(top, splat(-kInf));
-    for (int64_t i = i0; i < i1; ++i) top[i - i0] = mask_row<kMasking>(mask, i, at.cols, s + i * ld);
+    for (int64_t i = i0; i < i1; ++i)
+      top[i - i0] = mask_row<kMasking>(mask, i, at.cols, s + i * ld);
     const Vec m_old = load(state.m + i0), m_new = max(m_old, load(top));
     const Vec m_finite = m_new == splat(-kInf) ? Vec{} : m_new;
     store(state.m + i0, m_new);
@@ -86,25 +97,30 @@ static void softmax_step_masked(const MaskTile& mask, const DropoutParams& dropo
     store(alpha + i0, exp2_weight(m_old - m_finite));
     for (int64_t i = i0; i < i1; ++i) {
       if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-      weigh_row(s + i * ld, at.cols, top[i - i0], alpha[i], dropout.enabled ? drop : nullptr, state.l + i * kWidth);
+      weigh_row(s + i * ld, at.cols, top[i - i0], alpha[i], dropout.enabled ? drop : nullptr,
+                state.l + i * kWidth);
     }
   }
 }
 
-FASTATTN_SIMD void softmax_step(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-                                const RowState& state, float* s, int64_t ld, float* drop, float* alpha) {
-  mask.with_masking([&](auto masking) { softmax_step_masked<masking>(mask, dropout, at, state, s, ld, drop, alpha); });
+FASTATTN_SIMD void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
+                                const TilePlace& at, const RowState& state, float* s, int64_t ld,
+                                float* drop, float* alpha) {
+  mask.with_masking([&](auto masking) {
+    softmax_step_masked<masking>(mask, dropout, at, state, s, ld, drop, alpha);
+  });
 }
 
 // ---- weights recomputed from a known log-sum-exp ----
 
-// Base-2 log-sum-exp from a natural one, less what the score left out; +inf for an empty row, whose weights are then 0.
+// Base-2 log-sum-exp from a natural one, less what the score left out; +inf for an empty row, whose
+// weights are then 0.
 FASTATTN_SIMD float lse_log2(float lse, float row_constant) {
   return lse == -kInf ? kInf : (lse - row_constant) * kLog2e;
 }
 
-// The weight of a masked score: exactly 0 where that is -inf, even if the row's log-sum-exp is NaN. At most 1: rounding
-// of a huge log-sum-exp must not turn into overflow.
+// The weight of a masked score: exactly 0 where that is -inf, even if the row's log-sum-exp is NaN.
+// At most 1: rounding of a huge log-sum-exp must not turn into overflow.
 FASTATTN_SIMD Vec known_weight(Vec s, float lse) {
   const Vec w = exp2_weight(min(Vec{}, s - lse));
   return s == splat(-kInf) ? Vec{} : w;

@@ -5,10 +5,12 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Problems with fewer multiply-adds than this run on the calling thread: waking others takes about as long.
+// Problems with fewer multiply-adds than this run on the calling thread: waking others takes about
+// as long.
 constexpr double kParallelWork = 1 << 19;
 
-// Calls worker.run(task) for every 0 <= task < count, where each thread has made its own Worker(args).
+// Calls worker.run(task) for every 0 <= task < count, where each thread has made its own
+// Worker(args).
 template <typename Worker, typename Args>
 class TaskLoop {
  public:

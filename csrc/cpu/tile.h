@@ -1,8 +1,9 @@
-// What is not arithmetic in a tile of scores: which pairs are masked, what bias they get, which weights dropout keeps.
+// What is not arithmetic in a tile of scores: which pairs are masked, what bias they get, which
+// weights dropout keeps.
 //
-// A tile is empty (never touched, nor are its keys and values read), full (no mask code runs), or has per-row intervals
-// of keys, or an addend: bias * log2(e), with -inf where a pair is masked. A mask is applied as a selection, never as
-// NaN + -inf, so that garbage behind it stays there.
+// A tile is empty (never touched, nor are its keys and values read), full (no mask code runs), or
+// has per-row intervals of keys, or an addend: bias * log2(e), with -inf where a pair is masked. A
+// mask is applied as a selection, never as NaN + -inf, so that garbage behind it stays there.
 #pragma once
 
 #include "common/mask.h"
@@ -12,7 +13,7 @@
 namespace fastattn::FASTATTN_ISA {
 
 // How the scores of a tile are masked.
-enum class Masking { kNone, kRanges, kAddend };
+enum class Masking { kNone, kIntervals, kAddend };
 
 class MaskTile {
  public:
@@ -31,13 +32,16 @@ class MaskTile {
   // Keys outside this interval are masked for every row.
   KeyRange range() const { return range_; }
 
-  // Selects keys [j0, j0 + cols). False: every pair is masked.
-  bool set_keys(int64_t j0, int64_t cols) {
-    if (range_.begin >= j0 + cols || range_.end <= j0) return false;
+  // Selects keys [j0, j0 + cols). Returns how many of them matter: from there on, every pair is
+  // masked. That is 0 (the tile is empty), cols, or a multiple of kWidth; the tile may be used with
+  // any such number in between, too.
+  int64_t set_keys(int64_t j0, int64_t cols) {
+    if (range_.begin >= j0 + cols || range_.end <= j0) return 0;
     j0_ = j0, cols_ = cols;
-    if (!set_ranges()) return false;
-    masking_ = masked_ || cols % kWidth != 0 ? Masking::kRanges : Masking::kNone;
-    return !has_addend_ || build_addend();
+    const int64_t in_interval = set_intervals();
+    if (in_interval == 0) return 0;
+    masking_ = masked_ || cols % kWidth != 0 ? Masking::kIntervals : Masking::kNone;
+    return has_addend_ ? build_addend(in_interval) : in_interval;
   }
 
   // Whether some pair of the tile is masked.
@@ -49,17 +53,18 @@ class MaskTile {
     switch (masking_) {
       case Masking::kNone:
         return f(std::integral_constant<Masking, Masking::kNone>{});
-      case Masking::kRanges:
-        return f(std::integral_constant<Masking, Masking::kRanges>{});
+      case Masking::kIntervals:
+        return f(std::integral_constant<Masking, Masking::kIntervals>{});
       case Masking::kAddend:
         return f(std::integral_constant<Masking, Masking::kAddend>{});
     }
   }
 
-  // The scores s of row i, columns [c, c + kWidth): -inf where masked or past the last key, biased elsewhere.
+  // The scores s of row i, columns [c, c + kWidth): -inf where masked or past the last key, biased
+  // elsewhere.
   template <Masking kMasking>
   FASTATTN_MEMBER Vec apply(Vec s, int64_t i, int64_t c) const {
-    if constexpr (kMasking == Masking::kRanges) {
+    if constexpr (kMasking == Masking::kIntervals) {
       return inside(i, c) ? s : splat(-kInf);
     } else if constexpr (kMasking == Masking::kAddend) {
       const Vec addend = load(addend_ + i * addend_stride_ + c);
@@ -75,78 +80,105 @@ class MaskTile {
     return (j >= begin_[i]) & (j < end_[i]);
   }
 
-  // Per-row intervals, relative to the tile.
-  bool set_ranges() {
-    bool any = false;
+  // Per-row intervals, relative to the tile. Returns where the last one ends, in whole vectors.
+  int64_t set_intervals() {
+    int64_t last = 0;
     masked_ = false;
     for (int64_t i = 0; i < rows_; ++i) {
       const KeyRange row = row_range(p_.mask, p_.N, b_, i0_ + i);
-      const int64_t begin = max64(0, min64(row.begin - j0_, cols_)), end = max64(0, min64(row.end - j0_, cols_));
+      const int64_t begin = max64(0, min64(row.begin - j0_, cols_)),
+                    end = max64(0, min64(row.end - j0_, cols_));
       begin_[i] = static_cast<int32_t>(begin);
       end_[i] = static_cast<int32_t>(end);
-      any |= begin < end;
+      if (begin < end) last = max64(last, end);
       masked_ |= begin > 0 || end < cols_;
     }
-    return any;
+    return min64(cols_, round_up(last, kWidth));
   }
 
-  // Folds intervals, dense mask and bias into the addend and looks at what came out.
-  bool build_addend() {
+  // Folds bias, dense mask and intervals into the addend and looks at what came out.
+  int64_t build_addend(int64_t in_interval) {
     const bool one_row = (p_.mask.keep == nullptr || p_.mask.keep_stride_m == 0) &&
                          (p_.bias.data == nullptr || p_.bias.stride_r == 0) && !masked_;
     addend_stride_ = one_row ? 0 : block_n_;
     Seen seen{};
-    with_dtype(p_.bias.data == nullptr ? DType::kFloat32 : p_.bias.dtype, [&](auto type) {
-      for (int64_t i = 0; i < (one_row ? 1 : rows_); ++i) build_row<type>(i, seen);
-    });
-    if (!any_lane(seen.kept)) return false;
+    for (int64_t i = 0; i < (one_row ? 1 : rows_); ++i) {
+      float* const row = addend_ + i * addend_stride_;
+      if (p_.bias.data != nullptr) put_bias(i, row);
+      if (p_.mask.keep != nullptr)
+        p_.bias.data == nullptr ? put_keep<false>(i, row) : put_keep<true>(i, row);
+      if (begin_[i] > 0 || end_[i] < round_up(cols_, kWidth)) put_interval(i, row);
+      look(row, seen);
+    }
+    if (!any_lane(seen.kept)) return 0;
     masked_ = any_lane(seen.masked);
     const bool plain = !masked_ && !any_lane(seen.biased) && cols_ % kWidth == 0;
     masking_ = plain ? Masking::kNone : Masking::kAddend;
-    return true;
+    return last_kept(in_interval, one_row ? 1 : rows_);
+  }
+
+  // Drops trailing vectors of columns that are masked in all rows.
+  int64_t last_kept(int64_t cols, int64_t rows) const {
+    for (int64_t c = (cols - 1) / kWidth * kWidth; c > 0; c -= kWidth)
+      for (int64_t i = 0; i < rows; ++i)
+        if (any_lane(load(addend_ + i * addend_stride_ + c) != splat(-kInf)))
+          return min64(cols, c + kWidth);
+    return min64(cols, kWidth);
+  }
+
+  void put_bias(int64_t i, float* to) const {
+    const View& bias = p_.bias;
+    const int64_t row =
+        b_ * bias.stride_b + h_ * bias.stride_h + (i0_ + i) * bias.stride_r + j0_ * bias.stride_c;
+    with_dtype(bias.dtype, [&](auto type) {
+      for (int64_t c = 0; c < cols_; c += kWidth)
+        store(to + c, in_log2(load_strided<type>(bias.data, row + c * bias.stride_c, bias.stride_c,
+                                                 cols_ - c)));
+    });
+  }
+
+  // bias * log2(e). Only -inf masks: the most negative finite numbers, popular as mask values, must
+  // not overflow to it.
+  FASTATTN_MEMBER static Vec in_log2(Vec bias) {
+    return bias == splat(-kInf) ? bias : max(splat(-__FLT_MAX__), bias * kLog2e);
+  }
+
+  // -inf where the dense mask drops a key; elsewhere 0, or (kOver) what is there.
+  template <bool kOver>
+  void put_keep(int64_t i, float* to) const {
+    const MaskParams& m = p_.mask;
+    const uint8_t* const from = m.keep + b_ * m.keep_stride_b + h_ * m.keep_stride_h +
+                                (i0_ + i) * m.keep_stride_m + j0_ * m.keep_stride_n;
+    const int64_t whole = m.keep_stride_n == 1 ? cols_ / kWidth * kWidth : 0;
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      VecBytes bytes{};
+      if (c < whole) {
+        bytes = load_lanes<VecBytes>(from + c);
+      } else {
+        for (int64_t lane = 0; lane < kWidth && c + lane < cols_; ++lane)
+          bytes[lane] = static_cast<int8_t>(from[(c + lane) * m.keep_stride_n]);
+      }
+      const VecI dropped = __builtin_convertvector(bytes == 0, VecI);  // all bits set, or none
+      store(to + c, dropped ? splat(-kInf) : kOver ? load(to + c) : Vec{});
+    }
+  }
+
+  void put_interval(int64_t i, float* to) const {
+    for (int64_t c = 0; c < cols_; c += kWidth)
+      store(to + c, inside(i, c) ? load(to + c) : splat(-kInf));
   }
 
   struct Seen {
     VecI kept, masked, biased;
   };
-
-  template <DType kType>
-  void build_row(int64_t i, Seen& seen) {
-    const View& bias = p_.bias;
-    const int64_t bias_row = b_ * bias.stride_b + h_ * bias.stride_h + (i0_ + i) * bias.stride_r + j0_ * bias.stride_c;
+  void look(const float* row, Seen& seen) const {
     for (int64_t c = 0; c < cols_; c += kWidth) {
-      const VecI valid = iota() < static_cast<int32_t>(cols_ - c);
-      Vec addend{};
-      if (bias.data != nullptr)
-        addend = in_log2(load_strided<kType>(bias.data, bias_row + c * bias.stride_c, bias.stride_c, cols_ - c));
-      VecI keep = inside(i, c);
-      if (p_.mask.keep != nullptr) keep &= load_keep(i, c);
-      addend = keep ? addend : splat(-kInf);
+      const Vec addend = load(row + c);
       const VecI gone = addend == splat(-kInf);
       seen.kept |= ~gone;
-      seen.masked |= gone & valid;
-      seen.biased |= valid & (addend != Vec{});
-      store(addend_ + i * addend_stride_ + c, addend);
+      seen.masked |= c + kWidth <= cols_ ? gone : gone & (iota() < static_cast<int32_t>(cols_ - c));
+      seen.biased |= bits_of(addend);
     }
-  }
-
-  // bias * log2(e). Only -inf masks: the most negative finite numbers, popular as mask values, must not overflow to it.
-  FASTATTN_MEMBER static Vec in_log2(Vec bias) {
-    return bias == splat(-kInf) ? bias : max(splat(-__FLT_MAX__), bias * kLog2e);
-  }
-
-  VecI load_keep(int64_t i, int64_t c) const {
-    const MaskParams& m = p_.mask;
-    const uint8_t* const from = m.keep + b_ * m.keep_stride_b + h_ * m.keep_stride_h + (i0_ + i) * m.keep_stride_m +
-                                (j0_ + c) * m.keep_stride_n;
-    typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
-    Bytes bytes{};
-    if (m.keep_stride_n == 1 && cols_ - c >= kWidth) {
-      std::memcpy(&bytes, from, sizeof(bytes));
-    } else {
-      for (int64_t lane = 0; lane < kWidth && lane < cols_ - c; ++lane) bytes[lane] = from[lane * m.keep_stride_n];
-    }
-    return __builtin_convertvector(bytes, VecI) != 0;
   }
 
   const AttentionParams& p_;
@@ -167,7 +199,8 @@ struct PhiloxWords {
 };
 
 // philox4x32() of common/philox.h for the counters (c0 + lane, c1, c2, c3).
-FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2,
+                                       uint32_t c3) {
   VecU x0 = (VecU)iota() + c0, x1 = splat_u(c1), x2 = splat_u(c2), x3 = splat_u(c3);
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -182,16 +215,17 @@ FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, 
   return {{x0, x1, x2, x3}};
 }
 
-// to[c] = what multiplies the weight of column j0 + c: 0 or 1 / (1 - p). j0 is a multiple of 4; `to` has room for cols
-// rounded up to 4 kWidth.
-[[maybe_unused]] static void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i, int64_t j0,
-                                         int64_t cols, float* to) {
+// to[c] = what multiplies the weight of column j0 + c: 0 or 1 / (1 - p). j0 is a multiple of 4;
+// `to` has room for cols rounded up to 4 kWidth.
+[[maybe_unused]] static void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h,
+                                         int64_t i, int64_t j0, int64_t cols, float* to) {
   for (int64_t c = 0; c < cols; c += 4 * kWidth) {
     const PhiloxWords bits =
         philox_lanes(dropout.seed, static_cast<uint32_t>((j0 + c) / 4), static_cast<uint32_t>(i),
                      static_cast<uint32_t>(h), static_cast<uint32_t>(b));
     Vec word[4];
-    for (int w = 0; w < 4; ++w) word[w] = bits.word[w] >= dropout.threshold ? splat(dropout.scale) : Vec{};
+    for (int w = 0; w < 4; ++w)
+      word[w] = bits.word[w] >= dropout.threshold ? splat(dropout.scale) : Vec{};
     interleave4(word);
     for (int w = 0; w < 4; ++w) store(to + c + w * kWidth, word[w]);
   }

@@ -6,16 +6,18 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// C(r, :) += factor * sum_k A(r, k) B(k, :), where A(r, k) = 0 counts as nothing even if row k of B is not finite. Slow,
-// for tiles with both masked pairs and such rows only: 0 * NaN must not carry garbage past the mask.
+// C(r, :) += factor * sum_k A(r, k) B(k, :), where A(r, k) = 0 counts as nothing even if row k of B
+// is not finite. Slow, for tiles with both masked pairs and such rows only: 0 * NaN must not carry
+// garbage past the mask.
 template <typename A>
-static void accumulate_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth, float* c,
-                               int64_t ldc, float factor) {
+static void accumulate_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
+                               int64_t depth, float* c, int64_t ldc, float factor) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < depth; ++k) {
       const float ark = factor * a.at(r, k);
       if (ark == 0.f) continue;
-      for (int64_t n = 0; n < cols; n += kWidth) store(c + r * ldc + n, load(c + r * ldc + n) + ark * load(b + k * ldb + n));
+      for (int64_t n = 0; n < cols; n += kWidth)
+        store(c + r * ldc + n, load(c + r * ldc + n) + ark * load(b + k * ldb + n));
     }
 }
 
@@ -36,8 +38,10 @@ class ValueTile {
     if (!direct_) finite_ = pack_rows(values_, 1.f, packed_, ld_);
   }
 
-  // o[i] = scale[i] * o[i] + sum_j weights[i * ld + j] * V[j]. `masked`: some weights are 0 for being masked.
-  void accumulate(const float* weights, int64_t ld, int64_t rows, const float* scale, bool masked, float* o) {
+  // o[i] = scale[i] * o[i] + sum_j weights[i * ld + j] * V[j]. `masked`: some weights are 0 for
+  // being masked.
+  void accumulate(const float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
+                  float* o) {
     if (direct_) {
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t count = list_rows(weights + i * ld, masked);
@@ -49,9 +53,11 @@ class ValueTile {
           float* const to = o + i * ld_ + e;
           store(to, fastattn::FASTATTN_ISA::load(to) * scale[i]);
         }
-      accumulate_nonzero(ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth), values_.rows, o, ld_, 1.f);
+      accumulate_nonzero(ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth),
+                         values_.rows, o, ld_, 1.f);
     } else {
-      gemm(ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth), values_.rows, o, ld_, RescaleAdd{scale});
+      gemm(ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth), values_.rows, o, ld_,
+           RescaleAdd{scale});
     }
   }
 

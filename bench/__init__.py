@@ -1,0 +1,13 @@
+"""The benchmark suite: fastattn beside PyTorch, in one run on one machine.
+
+    cases.py    the named cases: shapes, masks, inputs, and how much work they are
+    peers.py    what runs a case: ours, and the ways PyTorch offers
+    check.py    whether a result is right; a wrong one is not reported
+    measure.py  time, interleaved
+    memory.py   peak extra memory, in processes of their own
+    suite.py    all of that, case by case
+    report.py   rows, the table, the JSON;  plot.py the picture;  machine.py where it ran
+    run.py      the command: python -m bench.run --help
+
+A new case is one entry of ``cases.CASES``; a new peer is one entry in ``peers.py``.
+"""

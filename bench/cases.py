@@ -1,0 +1,143 @@
+"""The named cases: which problem at which size, on which inputs, and how much work it is.
+
+Sizes, features and inputs are those of ``fastattn.testing``; what is added here are the masks that
+people have (padding, blocks) in place of the adversarial ones of the tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from fastattn import Mask, testing, validate
+from fastattn.problem import Problem
+
+FORWARD, BOTH = "forward", "forward+backward"
+DIRECTIONS = (FORWARD, BOTH)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named case: a problem of the test grid, and what the grid does not know.
+
+    ``keys``: ``"all"``; ``"padding"``, a bool mask [B, 1, 1, N] over a padded batch; ``"lengths"``,
+    the same keys told by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random blocks.
+    ``module``: through nn.MultiheadAttention's interface, projections included.
+    ``compiled``: torch.compile is a peer, and so is what it compiles. That takes seconds, so only
+    where it may win: elsewhere it can at best find torch's own SDPA.
+    """
+
+    name: str
+    about: str
+    problem: testing.Case
+    keys: str = "all"
+    module: bool = False
+    need_weights: bool = False
+    compiled: bool = False
+
+    def tiny(self) -> Case:
+        """The same case with every size cut: to warm up with, and to test this suite."""
+        p = self.problem
+        cut = {"B": 2, "H": 2, "Hkv": 2, "M": 64, "N": 64, "D": 16, "E": 16}
+        sizes = {letter: min(getattr(p, letter), size) for letter, size in cut.items()}
+        return dataclasses.replace(self, problem=dataclasses.replace(p, **sizes))
+
+
+def _dot(name: str, **changes) -> testing.Case:
+    sizes = dict(B=2, H=8, Hkv=8, M=1024, N=1024, D=64, E=64)
+    return testing.Case(name, **{**sizes, **changes})
+
+
+def _additive(name: str, B: int, N: int, D: int) -> testing.Case:
+    return testing.Case(name, "additive", B=B, H=1, Hkv=1, M=N, N=N, D=D, E=D)
+
+
+_BF16 = torch.bfloat16
+_PADDING = _dot("padding")
+_BIAS = _dot("bias", M=512, N=512, bias="hmn")
+_MHA = _dot("mha", B=4, M=512, N=512)
+_SMALL, _LARGE = _additive("small", 2, 512, 64), _additive("large", 8, 256, 256)
+
+CASES = [
+    Case("dense", "fp32", _dot("dense")),
+    Case("dense-bf16", "bf16", _dot("dense", dtype=_BF16)),
+    Case("causal", "is_causal=True", _dot("causal", causal="top_left")),
+    Case("padding", "padded keys, bool attn_mask [B, 1, 1, N]", _PADDING, "padding"),
+    Case("padding-len", "the same; ours is given Mask(kv_len)", _PADDING, "lengths"),
+    Case("blocks", "bool attn_mask [M, N] of 16 x 16 random blocks", _dot("blocks"), "blocks"),
+    Case("bias-grad", "float bias [H, M, N] with gradient", _BIAS, compiled=True),
+    Case("decode", "one query", _dot("decode", B=4, M=1, N=4096)),
+    Case("additive-small", "additive score, one head", _SMALL, compiled=True),
+    Case("additive-large", "additive score, one head", _LARGE, compiled=True),
+    Case(
+        "mha-weights", "nn.MultiheadAttention, need_weights=True", _MHA,
+        module=True, need_weights=True, compiled=True,
+    ),
+    Case("mha", "nn.MultiheadAttention, need_weights=False", _MHA, module=True, compiled=True),
+]  # fmt: skip
+QUICK = ("dense", "blocks", "additive-small", "mha-weights")  # one of each kind, for a self-test
+
+
+def draw(case: Case, device: str = "cpu") -> testing.Tensors:
+    """The inputs of a case: always the same numbers, on any device."""
+    t = testing.make(case.problem)
+    t = dataclasses.replace(t, mask=_mask(case, t.mask))
+    moved = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in vars(t).items()}
+    m = t.mask
+    kv_len, keep = (x if x is None else x.to(device) for x in (m.kv_len, m.keep))
+    return testing.Tensors(**{**moved, "mask": dataclasses.replace(m, kv_len=kv_len, keep=keep)})
+
+
+def _mask(case: Case, drawn: Mask) -> Mask:
+    p = case.problem
+    # Unequal on purpose, as in a real batch: threads that split by batch entry then wait.
+    lengths = torch.linspace(p.N / 4, p.N - p.N / 4, p.B).round().int()
+    if case.keys == "padding":
+        return Mask(keep=(torch.arange(p.N) < lengths[:, None])[:, None, None])
+    if case.keys == "lengths":
+        return Mask(kv_len=lengths)
+    if case.keys == "blocks":
+        return Mask(keep=_random_blocks(p.M, p.N, block=max(p.N // 16, 1), kept=1 / 4)[None, None])
+    return drawn
+
+
+def _random_blocks(M: int, N: int, block: int, kept: float) -> torch.Tensor:
+    """Exactly this share of every row of blocks, the diagonal one among them: no row is empty.
+
+    A row without a key is NaN in torch, and would make its result impossible to compare.
+    """
+    rng = torch.Generator().manual_seed(0)
+    rows, columns = -(-M // block), -(-N // block)
+    rank = torch.rand(rows, columns, generator=rng)
+    rank.diagonal().fill_(-1)
+    chosen = rank.argsort(-1).argsort(-1) < max(round(kept * columns), 1)
+    return chosen.repeat_interleave(block, 0).repeat_interleave(block, 1)[:M, :N].contiguous()
+
+
+def problem(case: Case, t: testing.Tensors) -> Problem:
+    """The validated record of a case's attention (of its heads, where the case is a module)."""
+    return validate.build(case.problem.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias).p
+
+
+def kept_pairs(case: Case, t: testing.Tensors) -> int:
+    """Pairs (b, h, i, j) that the mask keeps: what a kernel has to compute."""
+    p = problem(case, t)
+    return int(p.mask.materialize(p).expand(p.B, p.H, p.M, p.N).sum())
+
+
+def work(case: Case, pairs: int, direction: str) -> tuple[float, str]:
+    """(amount, unit) of one call over these many kept pairs.
+
+    FLOP of a dot product: 2 (D + E) a pair forward and 2.5 times that backward; a module's four
+    projections add 8 d_model^2 a token forward and twice that backward. The additive score counts
+    score elements, D a pair, the same number in either direction.
+    """
+    c = case.problem
+    if c.score == "additive":
+        return float(pairs * c.D), "score elements"
+    flop = 2 * pairs * (c.D + c.E) * (3.5 if direction == BOTH else 1)
+    if case.module:
+        flop += 8 * c.B * c.N * (c.H * c.D) ** 2 * (3 if direction == BOTH else 1)
+    return float(flop), "FLOP"

@@ -1,0 +1,88 @@
+"""Whether the very call that is timed gives the right result, by the project's one error budget.
+
+The float64 truth of a whole case would take longer than the benchmark. So the upstream gradient is
+zero but for some random queries: then all gradients depend on these alone, whatever the size of the
+case, and the truth is that of a problem with few queries. Every batch entry, head and key takes
+part, and so does a query of nearly every tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from bench import cases
+from bench.cases import BOTH, DIRECTIONS
+from bench.peers import MODULE, OURS, Workload, exact_module
+from fastattn import Mask, testing
+
+MAX_ROWS = 64
+MAX_ELEMENTS = 2**23  # of a float64 matrix [B, H, rows, N], times D for the additive score
+
+
+class Checker:
+    """The truth of a workload, computed once, and error ratios against it."""
+
+    def __init__(self, work: Workload):
+        self.work = work
+        self.rows = _rows(work)
+        if work.case.module:
+            self.upstream = work.upstream
+            self.truth = exact_module(work).results(BOTH, self.upstream.double())
+            self.plain = work.implementations[MODULE].results(BOTH, self.upstream)
+        else:
+            self.upstream = torch.zeros_like(work.upstream)
+            self.upstream[:, :, self.rows] = work.upstream[:, :, self.rows]
+            part = _with_rows(work, self.rows)
+            self.truth, self.plain = testing.exact(*part), testing.plain(*part)
+
+    def error_ratios(self, name: str = OURS) -> dict[str, dict[str, float]]:
+        """Direction -> result -> error over budget; at most 1 is right."""
+        implementation = self.work.implementations[name]
+        return {
+            direction: self._ratios(implementation.results(direction, self.upstream))
+            for direction in DIRECTIONS
+        }
+
+    def _ratios(self, results: dict[str, Tensor]) -> dict[str, float]:
+        ratios = {}
+        for name, x in results.items():
+            some, truth = self._comparable(name, x), self.truth[name]
+            ratio = testing.error_ratio(some, self.plain[name], truth)
+            ratios[name] = ratio if bool(x.isfinite().all()) else math.inf
+        return ratios
+
+    def _comparable(self, name: str, x: Tensor) -> Tensor:
+        """The rows that the truth has, where the result has queries as dim 2."""
+        if self.work.case.module or name in ("grad_k", "grad_v", "grad_w"):
+            return x
+        return x if x.shape[2] == 1 else x[:, :, self.rows]
+
+
+def worst(ratios: dict[str, float]) -> float:
+    """The largest ratio; infinite where one is NaN."""
+    return max(math.inf if math.isnan(r) else r for r in ratios.values())
+
+
+def _rows(work: Workload) -> Tensor:
+    """Random queries, sorted, as many as the truth can be afforded for."""
+    p = work.case.problem
+    elements = p.B * p.H * p.N * (p.D if p.score == "additive" else 1)
+    count = max(1, min(p.M, MAX_ROWS, MAX_ELEMENTS // elements))
+    rng = torch.Generator().manual_seed(p.seed)
+    return torch.randperm(p.M, generator=rng)[:count].sort().values.to(work.t.q.device)
+
+
+def _with_rows(work: Workload, rows: Tensor) -> tuple[testing.Case, testing.Tensors]:
+    """The problem of these queries alone. Their place in the mask is kept by spelling it out."""
+    t, p = work.t, cases.problem(work.case, work.t)
+    keep = p.mask.materialize(p).expand(-1, -1, p.M, -1)[:, :, rows] if t.mask.kinds else None
+    bias = t.bias if t.bias is None or t.bias.shape[2] == 1 else t.bias[:, :, rows]
+    part = dataclasses.replace(work.case.problem, M=len(rows), causal=None)
+    tensors = dataclasses.replace(
+        t, q=t.q[:, :, rows], grad_out=t.grad_out[:, :, rows], bias=bias, mask=Mask(keep=keep)
+    )
+    return part, tensors

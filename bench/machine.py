@@ -1,0 +1,80 @@
+"""Where and with what a benchmark ran."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import fastattn
+from fastattn import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe(device: str) -> dict:
+    """Everything about machine, versions and sources that a number depends on."""
+    about = {
+        "device": device,
+        "device_name": _device_name(device),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),  # of the last minute, before the run
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "fastattn_isa": _our_isa(),
+        "extension": ops.EXTENSION_ERROR or "loaded",
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "fastattn": fastattn.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "modified": bool(_git("status", "--porcelain", "--", ".", ":!bench/results")),
+    }
+    return about | (_gpu() if device == "cuda" else {})
+
+
+def slug(about: dict) -> str:
+    """The name of a device's results folder: what a reader compares machines by."""
+    if about["device"] == "cuda":
+        parts = [about["device_name"]]
+    else:
+        parts = [about["cpu"], about["torch_isa"], f"{about['threads']} threads"]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else _cpu_model()
+
+
+def _gpu() -> dict:
+    capability = torch.cuda.get_device_capability()
+    return {"cuda": torch.version.cuda, "capability": ".".join(map(str, capability))}
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _our_isa() -> str | None:
+    return torch.ops.fastattn.cpu_isa() if ops.EXTENSION_ERROR is None else None
+
+
+def _git(*args: str) -> str | None:
+    """What git prints; None where this is no checkout."""
+    try:
+        command = ["git", "-C", str(ROOT), *args]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

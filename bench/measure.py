@@ -1,0 +1,125 @@
+"""Time: implementations take turns, so that whatever else the machine does falls on all alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+MIN_SAMPLES, MAX_SAMPLES = 3, 60
+SLOW_MS = 2000.0  # calls beyond this are sampled MIN_SAMPLES - 1 times
+
+
+@dataclass
+class Timing:
+    """Milliseconds of every call, in the order they were made."""
+
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median, ms."""
+        return statistics.median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third quartile, ms."""
+        if len(self.samples) < 2:
+            return self.median, self.median
+        first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def spread(self) -> float:
+        """Half the interquartile range over the median."""
+        first, third = self.quartiles
+        return (third - first) / 2 / self.median
+
+    def wants_more(self, seconds: float) -> bool:
+        """Whether ``seconds`` of samples, or the fewest that make a median, are still missing."""
+        count, spent = len(self.samples), sum(self.samples)
+        fewest = MIN_SAMPLES - 1 if spent > SLOW_MS * max(count, 1) else MIN_SAMPLES
+        return count < fewest or (count < MAX_SAMPLES and spent < 1e3 * seconds)
+
+
+def interleave(
+    calls: dict[str, Callable[[], object]],
+    seconds: float,
+    device: str,
+    started: Callable[[str], None] = lambda name: None,
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Times calls in turns: a, b, c, a, b, c, ... each for ``seconds`` in all.
+
+    Returns the timings, and why those that could not run did not. ``started(name)`` is told before
+    a warm-up, which is where torch.compile takes its time.
+    """
+    timer = _CudaTimer() if device == "cuda" else _cpu_ms
+    timings, failed = {}, {}
+    for name, call in calls.items():
+        started(name)
+        try:
+            _warm_up(timer, call, seconds)
+            timings[name] = Timing()
+        except Exception as error:  # a peer that cannot run is a line of the report
+            failed[name] = reason(error)
+    _take_turns(timer, {name: calls[name] for name in timings}, timings, seconds)
+    return timings, failed
+
+
+def reason(error: Exception) -> str:
+    """One line of an exception."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:160]
+
+
+def _warm_up(timer, call, seconds: float) -> None:
+    """One call for what happens once, then some for caches, clocks and the allocator."""
+    call()
+    spent = 0.0
+    for _ in range(3):
+        if spent > 100 * seconds:
+            break
+        spent += timer(call)
+
+
+def _take_turns(timer, calls, timings: dict[str, Timing], seconds: float) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        while waiting := [name for name in calls if timings[name].wants_more(seconds)]:
+            for name in waiting:
+                timings[name].samples.append(timer(calls[name]))
+    finally:
+        gc.enable()
+
+
+def _cpu_ms(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    result = call()
+    elapsed = time.perf_counter() - start
+    del result  # freeing is not part of the call
+    return 1e3 * elapsed
+
+
+class _CudaTimer:
+    """Milliseconds on the device's own clock, each call with a cold L2, as in triton's do_bench."""
+
+    def __init__(self):
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        flush_bytes = 4 * max(getattr(properties, "L2_cache_size", 0), 2**26)
+        self.flush = torch.empty(flush_bytes, dtype=torch.int8, device="cuda")
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The flush also keeps the device busy while the host enqueues the call, so that what is
+        # measured is the device's time and not the launch.
+        self.flush.zero_()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)

@@ -1,0 +1,169 @@
+"""Peak extra memory of one call: how far it raises what the process holds, results included.
+
+On a CPU every measurement has a process of its own: forked from one that has imported torch and
+done nothing, so that no pool or cache left by an earlier call hides an allocation. The call before
+it runs the same code at a tiny size; what only happens once (threads, libraries' set-up) is so left
+out. Anonymous memory is counted page by page, whoever asked for it: torch's allocator or malloc in
+C++. File-backed pages (code that is loaded when first run) are not.
+
+On a GPU it is torch's allocator that is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from bench import cases, peers
+from bench.measure import reason
+
+# Freed memory goes back to the kernel at once, instead of waiting where the next call finds it.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+}
+
+
+def measure(requests: list[dict], deadline: float = math.inf) -> Iterator[tuple[dict, int | str]]:
+    """(request, bytes or why there are none) for each {case, direction, name, backend, tiny}.
+
+    ``deadline``: on the clock of ``time.monotonic``; what is not measured by then never is.
+    """
+    if not requests:
+        return
+    command = [sys.executable, "-m", "bench.memory"]
+    root = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # each has buffers of its own
+    environment = {**os.environ, **MALLOC, **threads, "PYTHONPATH": path}
+    pipe = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, cwd=root, **pipe) as child:
+        child.stdin.write(json.dumps(requests))
+        child.stdin.close()
+        for request in requests:
+            if time.monotonic() > deadline:
+                child.kill()
+            line = child.stdout.readline()
+            yield request, json.loads(line) if line.endswith("\n") else "no time left"
+
+
+def cuda_bytes(call: Callable[[], object]) -> int:
+    """The same on a GPU, in this process: its allocator keeps the peak itself."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def cpu_bytes(call: Callable[[], object]) -> int:
+    """Peak growth of this process over one call. Resolution: some hundred KiB."""
+    _trim()
+    resets = _reset_peak()
+    before = _status()
+    result = call()
+    after = _status()
+    del result
+    if not resets:  # the process is fresh, so its lifetime's peak is this call's
+        unit = 1 if sys.platform == "darwin" else 1024
+        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before["peak"], 0)
+    code = max(after["RssFile"] - before["RssFile"], 0)
+    return max(after["VmHWM"] - before["VmRSS"] - code, 0)
+
+
+def _status() -> dict[str, int]:
+    """Bytes of this process: VmRSS now, VmHWM at its peak, RssFile of mapped files."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    sizes = {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if os.path.exists("/proc/self/status"):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key in ("VmRSS", "VmHWM", "RssFile"):
+                sizes[key] = int(value.split()[0]) * 1024
+    return sizes
+
+
+def _reset_peak() -> bool:
+    """Linux: VmHWM starts again from what is held now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _trim() -> None:
+    """Gives free heap pages back, so that using them again counts."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _no_huge_pages() -> None:
+    """One touched byte would count as 2 MiB."""
+    if sys.platform == "linux":
+        PR_SET_THP_DISABLE = 41
+        ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+
+
+# ---- the child ----
+
+
+def _one(request: dict) -> int:
+    """Measures in this process, which must not have computed anything before."""
+    case = next(c for c in cases.CASES if c.name == request["case"])
+    name, direction = request["name"], request["direction"]
+
+    def prepare(case: cases.Case) -> Callable[[], object]:
+        compiled = name == peers.COMPILED  # setting it up imports a lot: not for the others
+        return peers.build(case, "cpu", request["backend"], compiled).step(name, direction)
+
+    call = prepare(case.tiny() if request["tiny"] else case)
+    # torch.compile has nothing to show before it has compiled this size.
+    (call if name == peers.COMPILED else prepare(case.tiny()))()
+    return cpu_bytes(call)
+
+
+def _fork(request: dict) -> int | str:
+    """Runs :func:`_one` in a copy of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            answer = _one(request)
+        except Exception as error:
+            answer = reason(error)
+        os.write(write, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(answer) if answer else "the measuring process died (out of memory?)"
+
+
+def main() -> None:
+    _no_huge_pages()
+    requests = json.load(sys.stdin)
+    if any(request["name"] == peers.COMPILED for request in requests):
+        import torch._dynamo  # noqa: F401  seconds that each child would need else
+    for request in requests:
+        print(json.dumps(_fork(request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What runs a case: ours first, then every way PyTorch offers, all on the same inputs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastattn
+from bench import cases
+from bench.cases import FORWARD, Case
+from fastattn import functional, registry, testing
+
+OURS = "fastattn"
+SDPA, MODULE, EAGER, COMPILED = "torch SDPA", "nn.MultiheadAttention", "eager", "torch.compile"
+
+
+@dataclass
+class Implementation:
+    """``call()`` gives the output, or (output, weights or None), a function of the ``leaves``."""
+
+    call: Callable[[], Tensor | tuple]
+    leaves: dict[str, Tensor]
+    module: nn.Module | None = None
+
+    def step(self, direction: str, upstream: Tensor) -> Callable[[], object]:
+        """What is timed: inference without autograd, or one training step without the optimiser."""
+        if self.module is not None:
+            self.module.train(direction != FORWARD)
+        if direction == FORWARD:
+            return torch.no_grad()(self.call)
+        leaves = list(self.leaves.values())
+        return lambda: torch.autograd.grad(_outputs(self.call())[0], leaves, upstream)
+
+    def results(self, direction: str, upstream: Tensor) -> dict[str, Tensor]:
+        """The outputs of a step by name, with the gradients as ``grad_<leaf>``."""
+        if direction == FORWARD:
+            outputs, grads = self.step(direction, upstream)(), {}
+        else:
+            self.step(direction, upstream)  # puts the module into training mode
+            outputs = self.call()
+            pulled = torch.autograd.grad(_outputs(outputs)[0], list(self.leaves.values()), upstream)
+            grads = {f"grad_{name}": g for name, g in zip(self.leaves, pulled, strict=True)}
+        named = zip(("out", "weights"), _outputs(outputs), strict=False)
+        return {name: x.detach() for name, x in named} | grads
+
+
+def _outputs(returned: Tensor | tuple) -> list[Tensor]:
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    return [x for x in returned if x is not None]
+
+
+@dataclass
+class Workload:
+    """A case with its inputs drawn and everything that runs it, ours first."""
+
+    case: Case
+    t: testing.Tensors
+    upstream: Tensor
+    backend: str
+    implementations: dict[str, Implementation]
+
+    def step(self, name: str, direction: str) -> Callable[[], object]:
+        """The call of one implementation, ready to be timed."""
+        return self.implementations[name].step(direction, self.upstream)
+
+
+def build(
+    case: Case, device: str = "cpu", backend: str = "auto", compiled: bool = True
+) -> Workload:
+    """Draws the inputs of a case and sets up ours and its peers; nothing is compiled yet."""
+    t = cases.draw(case, device)
+    chosen = registry.select(cases.problem(case, t), backend)
+    upstream = t.grad_out.transpose(1, 2).flatten(2) if case.module else t.grad_out
+    set_up = _modules if case.module else _functions
+    implementations = set_up(case, t, backend, compiled and case.compiled)
+    return Workload(case, t, upstream, chosen, implementations)
+
+
+def names(case: Case, compiled: bool = True) -> list[str]:
+    """The implementations of a case, without building it."""
+    peers = [MODULE] if case.module else [] if _is_additive(case) else [SDPA]
+    peers += [EAGER] if case.compiled and not case.module else []
+    return [OURS, *peers, *([COMPILED] if case.compiled and compiled else [])]
+
+
+def _is_additive(case: Case) -> bool:
+    return case.problem.score == "additive"
+
+
+# ---- functions of q, k, v ----
+
+
+def _functions(
+    case: Case, t: testing.Tensors, backend: str, compiled: bool
+) -> dict[str, Implementation]:
+    tensors = {"q": t.q, "k": t.k, "v": t.v, "w": t.w, "bias": t.bias}
+    leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x is not None}
+    calls = (_additive if _is_additive(case) else _dot)(case, t, leaves, backend, compiled)
+    return {name: Implementation(call, leaves) for name, call in calls.items()}
+
+
+def _dot(
+    case: Case, t: testing.Tensors, leaves: dict[str, Tensor], backend: str, compiled: bool
+) -> dict[str, Callable]:
+    p = cases.problem(case, t)
+    qkv, bias, scale = [leaves[n] for n in "qkv"], leaves.get("bias"), 1 / math.sqrt(p.D)
+    causal = t.mask.causal == "top_left"
+    # A mask that torch can only be given as a tensor is built here, outside the timing.
+    kept = p.mask.materialize(p) if t.mask.kinds else None
+    dropped = None if kept is None else ~kept
+    as_keep = t.mask.keep is not None  # then all are given the very same tensor
+    ours = dict(attn_mask=t.mask.keep, is_causal=causal) if as_keep else dict(mask=t.mask)
+    attn_mask = bias if causal or kept is None else kept
+
+    calls = {
+        OURS: lambda: functional.scaled_dot_product_attention(
+            *qkv, bias=bias, backend=backend, **ours
+        ),
+        SDPA: lambda: F.scaled_dot_product_attention(
+            *qkv, attn_mask=attn_mask, is_causal=causal, enable_gqa=p.H != p.Hkv
+        ),
+    }
+    if case.compiled:
+        calls[EAGER] = lambda: eager_dot(*qkv, scale, dropped, bias)
+    if compiled:
+        fused = torch.compile(eager_dot, dynamic=False)
+        calls[COMPILED] = lambda: fused(*qkv, scale, dropped, bias)
+    return calls
+
+
+def _additive(
+    case: Case, t: testing.Tensors, leaves: dict[str, Tensor], backend: str, compiled: bool
+) -> dict[str, Callable]:
+    args = [leaves[n] for n in "qkvw"]
+    calls = {
+        OURS: lambda: functional.additive_attention(*args, mask=t.mask, backend=backend),
+        EAGER: lambda: eager_additive(*args),
+    }
+    if compiled:
+        fused = torch.compile(eager_additive, dynamic=False)
+        calls[COMPILED] = lambda: fused(*args)
+    return calls
+
+
+def eager_dot(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Attention as it is written without a fused function."""
+    scores = q @ k.mT * scale
+    if bias is not None:
+        scores = scores + bias
+    if dropped is not None:
+        scores = scores.masked_fill(dropped, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def eager_additive(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Additive attention as every textbook has it; one head, whose dim is squeezed away."""
+    q, k, w = q[:, 0], k[:, 0], w[0]
+    scores = torch.tanh(q[:, :, None] + k[:, None]) @ w  # [B, M, N] from [B, M, N, D]
+    return (torch.softmax(scores, -1) @ v[:, 0])[:, None]
+
+
+# ---- modules ----
+
+
+def _modules(
+    case: Case, t: testing.Tensors, backend: str, compiled: bool
+) -> dict[str, Implementation]:
+    p = case.problem
+    x = t.q.transpose(1, 2).flatten(2).detach().requires_grad_()  # [B, M, d_model]
+    torch.manual_seed(0)
+    sizes = dict(batch_first=True, device=x.device, dtype=x.dtype)
+    theirs = nn.MultiheadAttention(p.H * p.D, p.H, **sizes)
+    ours = fastattn.MultiheadAttention(p.H * p.D, p.H, **sizes)
+    ours.load_state_dict(theirs.state_dict())
+    if backend != "auto":  # the module has no such option: its users want the best one
+        on_backend = functools.partial(functional.scaled_dot_product_attention, backend=backend)
+        ours._attend = on_backend
+    modules = {OURS: ours, MODULE: theirs}
+    if compiled:
+        modules[COMPILED] = torch.compile(theirs, dynamic=False)
+    return {name: _module(module, x, case.need_weights) for name, module in modules.items()}
+
+
+def _module(module, x: Tensor, need_weights: bool) -> Implementation:
+    leaves = {"x": x, **{n.removeprefix("_orig_mod."): p for n, p in module.named_parameters()}}
+    return Implementation(lambda: module(x, x, x, need_weights=need_weights), leaves, module)
+
+
+def exact_module(work: Workload) -> Implementation:
+    """torch's module in float64: the truth of a module's case."""
+    theirs = work.implementations[MODULE]
+    x = theirs.leaves["x"].detach().double().requires_grad_()
+    return _module(copy.deepcopy(theirs.module).double(), x, work.case.need_weights)

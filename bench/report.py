@@ -1,0 +1,226 @@
+"""What a run found: one row a case and direction, and the table and JSON made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.cases import BOTH, FORWARD
+from bench.measure import Timing
+from bench.peers import EAGER, OURS
+
+SCHEMA = 1  # of the JSON; raised when a field changes its meaning
+GREEN, RED, BOLD, PLAIN = "\033[32m", "\033[31m", "\033[1m", "\033[0m"
+
+
+@dataclass
+class Row:
+    """One case in one direction. Timings and memory are by implementation, ours among them."""
+
+    case: str
+    about: str
+    shape: str
+    direction: str
+    backend: str
+    work: float  # of one call, in `unit`
+    unit: str
+    kept: float  # share of the pairs (i, j) that the mask keeps
+    error_ratios: dict[str, float] = field(default_factory=dict)  # by result; at most 1 is right
+    failure: str | None = None  # why ours could not run
+    timings: dict[str, Timing] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)  # peak extra bytes
+    skipped: dict[str, str] = field(default_factory=dict)  # peer -> why it has no number
+
+    @property
+    def error_ratio(self) -> float:
+        """The worst of the results; infinite where one is NaN or ours could not run."""
+        ratios = self.error_ratios.values()
+        return max((math.inf if math.isnan(r) else r for r in ratios), default=math.inf)
+
+    @property
+    def wrong(self) -> bool:
+        """Then no other number of the row is shown."""
+        return self.failure is not None or not self.error_ratio <= 1
+
+    @property
+    def best_peer(self) -> str | None:
+        """The fastest other implementation."""
+        peers = {name: t.median for name, t in self.timings.items() if name != OURS}
+        return min(peers, key=peers.__getitem__) if peers and OURS in self.timings else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Best peer's median time over ours."""
+        if self.wrong or self.best_peer is None:
+            return None
+        return self.timings[self.best_peer].median / self.timings[OURS].median
+
+    @property
+    def rate(self) -> float:
+        """Work a second, in 1e9."""
+        return self.work / self.timings[OURS].median / 1e6
+
+    def as_json(self) -> dict:
+        """Everything measured; nothing but the errors where the result is wrong."""
+        names = "case about shape direction backend work unit kept".split()
+        entry = {n: getattr(self, n) for n in names}
+        entry |= {"wrong": self.wrong, "failure": self.failure, "skipped": self.skipped}
+        entry["error_ratios"] = {n: _finite(r) for n, r in self.error_ratios.items()}
+        if self.wrong:
+            return entry
+        entry["times_ms"] = {name: _timing_json(t) for name, t in self.timings.items()}
+        entry["peak_extra_bytes"] = self.memory
+        return entry | {"best_peer": self.best_peer, "speedup": _rounded(self.speedup)}
+
+
+def _timing_json(t: Timing) -> dict:
+    first, third = (_rounded(x) for x in t.quartiles)
+    samples = [_rounded(x) for x in t.samples]
+    return {"median": _rounded(t.median), "q25": first, "q75": third, "samples": samples}
+
+
+def _rounded(x: float | None) -> float | None:
+    return None if x is None else float(f"{x:.4g}")
+
+
+def _finite(x: float) -> float | str:
+    """JSON has no infinity."""
+    return _rounded(x) if math.isfinite(x) else str(x)
+
+
+def write_json(rows: list[Row], machine: dict, options: dict, path: Path) -> None:
+    """Everything, one line a row, so that a change of one case is a change of one line."""
+    lines = ",\n".join("  " + json.dumps(row.as_json(), allow_nan=False) for row in rows)
+    head = json.dumps({"schema": SCHEMA, "machine": machine, "options": options}, indent=1)
+    path.write_text(head[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+# ---- the table ----
+
+HEAD = ("case", "", "ours, ms", "best peer, ms", "", "ratio", "rate", "extra MiB", "error")
+ALIGN = "<<>><<>><"
+UNITS = {"FLOP": "GFLOP/s", "score elements": "Gel/s"}
+SHORT = {FORWARD: "fwd", BOTH: "fwd+bwd"}
+
+
+def table(rows: list[Row], colour: bool = False) -> str:
+    """The rows as aligned text."""
+    lines = [HEAD, *(_cells(row) for row in rows)]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(HEAD))]
+    padded = [
+        [f"{cell:{a}{w}}" for cell, a, w in zip(line, ALIGN, widths, strict=True)] for line in lines
+    ]
+    text = ["  ".join(padded[0]).rstrip(), "-" * (sum(widths) + 2 * len(widths) - 2)]
+    for n, (row, cells) in enumerate(zip(rows, padded[1:], strict=True)):
+        if colour:
+            _paint(row, cells)
+        if n and rows[n - 1].case != row.case:
+            text.append("")
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    start, error = (row.case, SHORT[row.direction]), f"{row.error_ratio:.2f}"
+    if row.wrong:
+        return (*start, "WRONG", "", "", "", "", "", error)
+    ours = row.timings[OURS]
+    rate = f"{row.rate:.3g} {UNITS[row.unit]}"
+    if row.best_peer is None:
+        return (*start, _time(ours), "none ran", "", "", rate, _memory(row, OURS), error)
+    peer, memory = row.timings[row.best_peer], [_memory(row, n) for n in (OURS, row.best_peer)]
+    ratio = f"{row.speedup:.2f}x" + (" SLOWER" if row.speedup < 1 else "")
+    return (*start, _time(ours), _time(peer), row.best_peer, ratio, rate, " / ".join(memory), error)
+
+
+def _time(t: Timing) -> str:
+    return f"{t.median:.4g} ±{min(t.spread, 9.99):3.0%}"
+
+
+def _memory(row: Row, name: str) -> str:
+    return f"{row.memory[name] / 2**20:.1f}" if name in row.memory else "?"
+
+
+def _paint(row: Row, cells: list[str]) -> None:
+    if row.wrong:
+        cells[2] = f"{BOLD}{RED}{cells[2]}{PLAIN}"
+    elif row.speedup is not None:
+        cells[5] = f"{GREEN if row.speedup >= 1 else RED}{cells[5]}{PLAIN}"
+
+
+def wants_colour(stream) -> bool:
+    """A terminal, and nobody asked for none (https://no-color.org)."""
+    return stream.isatty() and "NO_COLOR" not in os.environ
+
+
+# ---- the words around it ----
+
+
+def header(rows: list[Row], machine: dict) -> str:
+    """What ran, where."""
+    m, backends = machine, sorted({row.backend for row in rows})
+    commit = f"{(m['commit'] or 'no commit')[:9]}{', modified' if m['modified'] else ''}"
+    isa = f" ({m['fastattn_isa']})" if m["fastattn_isa"] and m["device"] == "cpu" else ""
+    lines = [
+        f"fastattn {m['fastattn']} ({commit}) beside torch {m['torch']}, python {m['python']}",
+        f"{m['device_name']}, {m['threads']} threads of {m['cores']} cores, {m['torch_isa']}; "
+        f"our backend: {', '.join(backends)}{isa}",
+    ]
+    if m["extension"] != "loaded":
+        lines.append(f"NO COMPILED KERNELS: {m['extension']}")
+    if m["load_average"] > 0.5 * m["cores"]:
+        lines.append(f"load average {m['load_average']} before the run: the times are noisy")
+    return "\n".join(lines)
+
+
+def _beside_eager(row: Row) -> str:
+    """What the additive score costs as everybody writes it, whoever the best peer is."""
+    ours, eager = row.timings[OURS].median, row.timings[EAGER].median
+    text = f"eager takes {eager:.4g} ms, {eager / ours:.1f} times ours"
+    if OURS in row.memory:
+        share = row.memory[OURS] / max(row.memory[EAGER], 1)
+        text += f", and {_memory(row, EAGER)} MiB, of which ours is {share:.1%}"
+    return text
+
+
+COLUMNS = """\
+fwd: inference without autograd; fwd+bwd: outputs and all gradients.
+ms: median, ± half the interquartile range. ratio: best peer's time over ours.
+rate: counts the pairs (query, key) that the mask keeps; a backward is 2.5 forwards, of a module's
+    projections 2. Gel: 1e9 score elements (query, key, dim) of a forward, in either direction.
+extra MiB: peak growth of memory in one call, results included, ours / best peer.
+error: largest error over the budget of fastattn.testing; at most 1 is right."""
+
+
+def legend(rows: list[Row]) -> str:
+    """What the columns mean, what the cases are, and what a reader must not miss."""
+    first = {row.case: row for row in reversed(rows)}
+    about = [
+        f"{row.case:<16}{row.shape}, {row.kept:.0%} kept: {row.about}"
+        for row in sorted(first.values(), key=rows.index)
+    ]
+    parts = [[COLUMNS], about, _notes(rows), _warnings(rows)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        name = f"{row.case} {SHORT[row.direction]}"
+        lines += [f"{name}: {_beside_eager(row)}"] if EAGER in row.memory else []
+        lines += [f"{name}: no {peer}: {why}" for peer, why in row.skipped.items()]
+        lines += [f"{name}: {row.failure}"] if row.failure else []
+    return lines
+
+
+def _warnings(rows: list[Row]) -> list[str]:
+    def listed(what: str, chosen: list[Row]) -> list[str]:
+        names = ", ".join(f"{row.case} {SHORT[row.direction]}" for row in chosen)
+        return [f"{what}: {names}"] if chosen else []
+
+    slower = [row for row in rows if row.speedup is not None and row.speedup < 1]
+    wrong = listed("WRONG, not reported", [row for row in rows if row.wrong])
+    return [*listed("slower than the best peer", slower), *wrong]

@@ -1,0 +1,136 @@
+"""The command: ``python -m bench.run``. Exit status 1 when a result is wrong, 2 for bad options."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bench import machine, plot, report, suite
+from bench.cases import CASES, DIRECTIONS, QUICK
+from bench.report import Row
+from fastattn import registry
+
+# Of the four minutes that a whole run may take, what the timing may use. The rest is for memory.
+TIMING_S = 160.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    chosen = [c for c in CASES if options.filter in c.name]
+    if options.quick:
+        chosen = [c for c in chosen if c.name in QUICK]
+    if not chosen:
+        print(f"no case has {options.filter!r} in its name", file=sys.stderr)
+        return 2
+    compiled = not (options.quick or options.no_compile)
+    setting = suite.Setting(options.device, options.backend, options.quick, compiled)
+    about, start = machine.describe(options.device), time.monotonic()
+    with _threads(options.quick), _progress(suite.steps(chosen)) as say:
+        rows = suite.run(chosen, setting, _pace(options, len(chosen)), say)
+    about["seconds"] = round(time.monotonic() - start, 1)
+    _write(rows, about, options)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _pace(options: argparse.Namespace, count: int) -> suite.Pace:
+    """Half a second a measurement, less where time runs out; what the user asked for, always."""
+    rows, now = len(DIRECTIONS) * count, time.monotonic()
+    if options.seconds is not None:
+        return suite.Pace(options.seconds, rows, math.inf)
+    return suite.Pace(0.01 if options.quick else 0.5, rows, now + TIMING_S)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.run", description="Compares fastattn with PyTorch.")
+    add = parser.add_argument
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    backends = ["auto", *registry.BACKENDS]
+    add("--filter", default="", metavar="TEXT", help="only cases with this in their name")
+    add("--backend", default="auto", choices=backends, help="ours; default: the best for each case")
+    add("--device", default=default, choices=["cpu", "cuda"], help=f"default here: {default}")
+    add(
+        "--seconds",
+        type=float,
+        default=None,
+        help="for each time measured; default 0.5, less on a slow machine",
+    )
+    add("--quick", action="store_true", help="tiny sizes, no torch.compile: tests the suite itself")
+    add("--no-compile", action="store_true", help="without torch.compile among the peers")
+    add("--out", type=Path, default=None, metavar="DIR",
+        help="gets <device>/bench.json and bench.png; default: $OUT, or bench/results for a run "
+             "of all cases, build/bench for others")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+@contextlib.contextmanager
+def _threads(quick: bool):
+    """One thread for tiny problems: on a busy machine a second one costs more than they do."""
+    before = torch.get_num_threads()
+    if quick:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _progress(total: int):
+    """A bar on stderr, told what is being done; a line every ten seconds where that is a file."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda doing, done: None
+        return
+    quiet = {} if sys.stderr.isatty() else dict(mininterval=10, ascii=True)
+    form = "{percentage:3.0f}% |{bar:20}| {elapsed} {desc}"
+    with tqdm(total=total, file=sys.stderr, bar_format=form, leave=False, **quiet) as bar:
+
+        def say(doing: str, done: int) -> None:
+            bar.set_description_str(doing, refresh=sys.stderr.isatty())
+            bar.update(done)
+
+        yield say
+
+
+# ---- reporting ----
+
+
+def _write(rows: list[Row], about: dict, options: argparse.Namespace) -> None:
+    folder = _folder(options) / machine.slug(about)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {k: v for k, v in vars(options).items() if k != "out"}  # no paths of this machine
+    report.write_json(rows, about, settings, folder / "bench.json")
+    no_picture = plot.write_png(rows, about, folder / "bench.png")
+    print(report.header(rows, about), end="\n\n")
+    print(report.table(rows, report.wants_colour(sys.stdout)), end="\n\n")
+    print(report.legend(rows), end="\n\n")
+    files = "bench.json" if no_picture else "bench.json, bench.png"
+    print(f"{about['seconds']:.0f} s; in {_shown(folder)}: {files}")
+    if no_picture:
+        print(no_picture)
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    """A part of the cases must not take the place of a whole run's results."""
+    if options.out or os.environ.get("OUT"):
+        return options.out or Path(os.environ["OUT"])
+    partial = options.quick or options.filter or options.backend != "auto" or options.no_compile
+    return machine.ROOT / ("build/bench" if partial else "bench/results")
+
+
+def _shown(folder: Path) -> Path:
+    folder = folder.resolve()
+    here = Path.cwd().resolve()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Runs cases: checked first, timed next, and at the end their memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from bench import cases, measure, memory, peers
+from bench.cases import DIRECTIONS, Case
+from bench.check import Checker
+from bench.peers import COMPILED, EAGER, OURS, Workload
+from bench.report import Row
+
+COMPILE_S = 4.0  # of time left for each row: with less, compiling waits for a better machine
+MEMORY_S = 60.0  # after the timing's deadline, for measuring memory
+
+Say = Callable[[str, int], None]  # (what is being done, how many steps are finished by now)
+
+
+@dataclass
+class Pace:
+    """Keeps a run within its time on a slow or busy machine, by taking fewer samples.
+
+    ``seconds`` is the most for one implementation of a row, ``rows`` how many are still to be
+    timed, ``deadline`` when they should all be, on the clock of ``time.monotonic``.
+    """
+
+    seconds: float
+    rows: int
+    deadline: float
+
+    def left(self) -> float:
+        """Seconds for each row still to be timed."""
+        return max(self.deadline - time.monotonic(), 0.0) / max(self.rows, 1)
+
+    def next(self, implementations: int) -> float:
+        """Seconds for each implementation of the next row; warming up takes as long again."""
+        share = self.left() / 2 / implementations
+        self.rows -= 1
+        return min(self.seconds, share)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured how: ours on ``backend``; ``tiny`` sizes; ``compile`` among the peers."""
+
+    device: str
+    backend: str
+    tiny: bool
+    compile: bool
+
+
+def run(chosen: Iterable[Case], setting: Setting, pace: Pace, say: Say) -> list[Row]:
+    """The rows of these cases."""
+    rows = []
+    for case in chosen:
+        rows += _run_case(case.tiny() if setting.tiny else case, setting, pace, say)
+    if setting.device == "cpu":
+        _add_memory(rows, setting, pace.deadline + MEMORY_S, say)
+    return rows
+
+
+def steps(chosen: list[Case]) -> int:
+    """How many steps of progress :func:`run` will tell of."""
+    return 2 * len(DIRECTIONS) * len(chosen)
+
+
+def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Row]:
+    say(f"{case.name}: inputs and truth", 0)
+    compiled = case.compiled and setting.compile
+    late = compiled and pace.left() < COMPILE_S
+    work = peers.build(case, setting.device, setting.backend, compiled and not late)
+    pairs = cases.kept_pairs(case, work.t)
+    rows = [_new_row(work, direction, pairs) for direction in DIRECTIONS]
+    _check(work, rows)
+    for row in rows:
+        if late:
+            row.skipped[COMPILED] = "no time left for compiling"
+        _time(work, row, pace.next(len(work.implementations)), setting.device, say)
+        say(f"{case.name} {row.direction}", 1)
+        yield row
+    if compiled:
+        torch._dynamo.reset()  # its limit of recompilations counts all cases of a function as one
+
+
+def _new_row(work: Workload, direction: str, pairs: int) -> Row:
+    c = work.case.problem
+    amount, unit = cases.work(work.case, pairs, direction)
+    return Row(
+        case=work.case.name,
+        about=work.case.about,
+        shape=f"B{c.B} H{c.H} M{c.M} N{c.N} D{c.D} {str(c.dtype).removeprefix('torch.')}",
+        direction=direction,
+        backend=work.backend,
+        work=amount,
+        unit=unit,
+        kept=pairs / (c.B * c.H * c.M * c.N),
+    )
+
+
+def _check(work: Workload, rows: list[Row]) -> None:
+    try:
+        ratios = Checker(work).error_ratios()
+    except Exception as error:  # ours fell over: as bad as a wrong number
+        ratios = {}
+        for row in rows:
+            row.failure = measure.reason(error)
+    for row in rows:
+        row.error_ratios = ratios.get(row.direction, {})
+
+
+def _time(work: Workload, row: Row, seconds: float, device: str, say: Say) -> None:
+    """Times every implementation, unless ours is wrong: then the row has nothing to compare."""
+    if row.wrong:
+        return
+
+    def started(name: str) -> None:
+        say(f"{row.case} {row.direction}: {name}", 0)
+
+    calls = {name: work.step(name, row.direction) for name in work.implementations}
+    row.timings, failed = measure.interleave(calls, seconds, device, started)
+    row.skipped |= failed
+    if device == "cuda":
+        for name in row.timings:
+            row.memory[name] = memory.cuda_bytes(calls[name])
+
+
+def _add_memory(rows: list[Row], setting: Setting, deadline: float, say: Say) -> None:
+    """Ours, the best peer's, and eager's where the score is additive: its memory is the point."""
+    asked, requests = [], []
+    for row in rows:
+        eager = EAGER if row.unit == "score elements" else None
+        names = dict.fromkeys((OURS, row.best_peer, eager))
+        for name in (n for n in names if n in row.timings):
+            asked.append(row)
+            of = dict(case=row.case, direction=row.direction, name=name)
+            requests.append({**of, "backend": setting.backend, "tiny": setting.tiny})
+    for row, (request, answer) in zip(asked, memory.measure(requests, deadline), strict=True):
+        name = request["name"]
+        say(f"{row.case} {row.direction}: memory of {name}", int(name == OURS))
+        if isinstance(answer, int):
+            row.memory[name] = answer
+        else:
+            row.skipped[f"memory of {name}"] = answer

@@ -1,0 +1,46 @@
+"""Fixtures of all tests: the backends and instruction sets of this machine, and a fixed seed.
+
+What a machine lacks is skipped with its reason, which pytest prints at the end.
+"""
+
+import pytest
+import torch
+
+from fastattn import ops
+
+BACKENDS = ("cpu", "eager")  # those that compute CPU tensors; GPU backends have tests of their own
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
+
+
+def pytest_report_header():
+    isa = "none" if ops.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa()
+    return f"fastattn: torch {torch.__version__}, CPU kernels: {ops.EXTENSION_ERROR or isa}"
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Each backend that can run here, by name."""
+    if request.param == "cpu" and ops.EXTENSION_ERROR is not None:
+        pytest.skip(ops.EXTENSION_ERROR)
+    return request.param
+
+
+@pytest.fixture
+def extension():
+    """For tests of the compiled operators alone."""
+    if ops.EXTENSION_ERROR is not None:
+        pytest.skip(ops.EXTENSION_ERROR)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request, extension):
+    """Forces the CPU kernels of one instruction set."""
+    if not torch.ops.fastattn.select_cpu_isa(request.param):
+        pytest.skip(f"this machine, or this build, has no {request.param}")
+    yield request.param
+    assert torch.ops.fastattn.select_cpu_isa("auto")

@@ -1,0 +1,58 @@
+"""What several test files share beyond ``fastattn.testing``."""
+
+import torch
+
+import fastattn
+from fastattn import testing
+
+SCORES = ("dot", "additive")
+
+
+def inputs(score="dot", B=2, H=2, Hkv=None, M=5, N=7, D=4, E=3, dtype=torch.float32, grad=False):
+    """{q, k, v[, weight]} from torch's generator, which every test seeds."""
+    Hkv = H if Hkv is None else Hkv
+    shapes = {"query": (B, H, M, D), "key": (B, Hkv, N, D), "value": (B, Hkv, N, E)}
+    if score == "additive":
+        shapes["weight"] = (H, D)
+    return {
+        name: torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_(grad)
+        for name, shape in shapes.items()
+    }
+
+
+def attend(query, key, value, weight=None, **options):
+    """Either score: additive where there is a weight."""
+    if weight is not None:
+        return fastattn.additive_attention(query, key, value, weight, **options)
+    return fastattn.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+
+
+def everything(call: dict, grad_out=None, **options) -> dict[str, torch.Tensor]:
+    """Output, weights, log-sum-exp, and all gradients of a fixed random function of the three."""
+    leaves = {name: x.detach().requires_grad_() for name, x in call.items()}
+    bias = options.get("bias")
+    if bias is not None:
+        leaves["bias"] = options["bias"] = bias.detach().requires_grad_()
+    named = {name: leaves[name] for name in call}
+    out, weights, lse = attend(**named, return_weights="full", return_lse=True, **options)
+    rng = torch.Generator().manual_seed(1)
+    grads = [torch.randn(x.shape, generator=rng).to(x.dtype) for x in (out, weights, lse)]
+    grads[0] = grads[0] if grad_out is None else grad_out
+    pulled = torch.autograd.grad([out, weights, lse], list(leaves.values()), grads)
+    results = {"out": out.detach(), "weights": weights.detach(), "lse": lse.detach()}
+    return results | {f"grad_{n}": g for n, g in zip(leaves, pulled, strict=True)}
+
+
+def assert_same_bits(a: dict, b: dict) -> None:
+    """Equal everywhere, NaN in the same places; says which result is not."""
+    assert a.keys() == b.keys()
+    for name in a:
+        same = (a[name] == b[name]) | (a[name].isnan() & b[name].isnan())
+        assert same.all(), f"{name} differs in {(~same).sum()} of {same.numel()} places"
+
+
+def assert_close(ours, f32, truth) -> None:
+    """The error budget over sequences: ours, plain PyTorch's in float32, and the float64 truth."""
+    assert len(ours) == len(f32) == len(truth)
+    for n, results in enumerate(zip(ours, f32, truth, strict=True)):
+        testing.assert_within_budget(*results, name=f"result {n}")

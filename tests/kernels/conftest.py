@@ -1,0 +1,103 @@
+"""Runs the kernels where they can run: on a GPU, or else in Triton's interpreter.
+
+Triton chooses when a kernel is defined, so TRITON_INTERPRET is set until all of them are imported.
+"""
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import fastattn.kernels
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+INTERPRETED = not torch.cuda.is_available()
+
+
+def _repair_interpreter():
+    """Puts right what Triton's interpreter gets wrong, and what makes it slow.
+
+    It multiplies the bits of bf16 numbers in dot, truncates where the hardware rounds to nearest
+    even, leaves a constexpr in a tuple wrapped, and patches the language anew in every call of a
+    device function, which takes milliseconds. Products of fp32 are added up in the order of the
+    inner dim, as the GPU does it: BLAS takes another for every shape, and where logits are 1e4 that
+    is all the difference between S and the transposed S of the backward.
+    """
+    import triton.experimental.gluon  # the first launch would import it, and checks the variable
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def as_fp32(x):
+        if x.dtype.scalar == tl.float32:
+            return x
+        if x.dtype.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_bf16_to_fp32(x.data), tl.float32)
+        return interpreter.TensorHandle(x.data.astype(np.float32), tl.float32)
+
+    def create_dot(self, a, b, d, *options):
+        if a.dtype.scalar == tl.float32:
+            return interpreter.TensorHandle(_fp32_dot(a.data, b.data, d.data), tl.float32)
+        return dot(self, as_fp32(a), as_fp32(b), d, *options)
+
+    def cast_impl(self, src, to):
+        if src.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_fp32_to_bf16(src.data), tl.bfloat16)
+        return cast(self, src, to)
+
+    builder.create_dot = create_dot
+    builder.cast_impl = builder.create_fp_trunc = cast_impl
+
+    convert = interpreter._implicit_cvt
+    interpreter._implicit_cvt = lambda arg: (
+        arg.value if isinstance(arg, tl.constexpr) else convert(arg)
+    )
+
+    patch_lang = interpreter._patch_lang
+    both = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda fn: patch_lang(both)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **options: self.rewrite()(
+        *args, **options
+    )
+
+
+def _fp32_dot(a, b, c):
+    for k in range(a.shape[1]):
+        c = c + a[:, k, None] * b[None, k, :]
+    return c
+
+
+def _bf16_to_fp32(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _fp32_to_bf16(x):
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+    _repair_interpreter()
+for _module in pkgutil.iter_modules(fastattn.kernels.__path__):
+    importlib.import_module(f"fastattn.kernels.{_module.name}")
+
+
+def pytest_collection_finish():
+    """Test files with kernels of their own are imported by now; nothing else is interpreted."""
+    if INTERPRETED:
+        os.environ.pop("TRITON_INTERPRET", None)
+
+
+@pytest.fixture
+def device():
+    return torch.device("cpu" if INTERPRETED else "cuda")

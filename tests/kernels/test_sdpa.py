@@ -1,0 +1,258 @@
+"""Both scaled dot-product kernels through the public function, against the float64 reference."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import registry, testing
+from fastattn.backends import triton as backend
+from fastattn.kernels import sdpa_bwd, sdpa_fwd
+from fastattn.testing import GRID
+
+INF, NAN = math.inf, math.nan
+SMALL = 50_000  # pairs (i, j) of all heads: the interpreter takes about 20 us a pair
+CASES = [c for c in GRID if c.score == "dot" and c.B * c.H * c.M * c.N <= SMALL]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "triton", backend)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case, device):
+    if device.type == "cuda":
+        pytest.skip("the grid runs on every backend in tests/test_grid.py")
+    testing.check(case, "triton")
+
+
+def attend(q, k, v, **options):
+    return fastattn.scaled_dot_product_attention(
+        q, k, v, enable_gqa=True, backend="triton", **options
+    )
+
+
+def inputs(device, B=1, H=2, Hkv=None, M=40, N=70, D=8, E=8, dtype=torch.float32, grad=True):
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(B, H, M, D), (B, Hkv or H, N, D), (B, Hkv or H, N, E)]
+    drawn = [torch.randn(s, generator=rng).to(device, dtype) for s in shapes]
+    return [x.requires_grad_(grad) for x in drawn]
+
+
+def everything(q, k, v, grad_out=None, **options):
+    """Output and gradients, as a dict."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, **options)
+    grad_out = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out) if grad_out is None else grad_out
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    return dict(zip(("out", "grad_q", "grad_k", "grad_v"), (out.detach(), *grads), strict=True))
+
+
+# ---- garbage behind masks, NaN in use ----
+
+
+MASKS = {
+    "keep": lambda N, d: dict(mask=fastattn.Mask(keep=torch.arange(N, device=d) % 3 != 0)),
+    "kv-len": lambda N, d: dict(mask=fastattn.Mask(kv_len=torch.tensor([N - 9], device=d))),
+    "causal": lambda N, d: dict(is_causal=True),
+}
+
+
+@pytest.mark.parametrize("garbage", [NAN, INF])
+@pytest.mark.parametrize("name", MASKS)
+def test_garbage_in_masked_keys_reaches_nothing(name, garbage, device):
+    q, k, v = inputs(device, grad=False)
+    options = MASKS[name](k.shape[2], device)
+    masked = {"keep": slice(0, None, 3), "kv-len": slice(-9, None), "causal": slice(40, None)}[name]
+    want = everything(q, k, v, **options)
+    k[:, :, masked], v[:, :, masked] = garbage, garbage
+    got = everything(q, k, v, **options)
+    for key in want:
+        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_garbage_in_masked_queries_and_their_gradients_reaches_nothing(device):
+    q, k, v = inputs(device, grad=False)
+    keep = (torch.arange(40, device=device) % 5 != 0)[:, None]
+    grad_out = torch.randn(1, 2, 40, 8).to(device)
+    want = everything(q, k, v, grad_out, mask=fastattn.Mask(keep=keep))
+    q[:, :, ::5], grad_out[:, :, ::5] = NAN, NAN
+    got = everything(q, k, v, grad_out, mask=fastattn.Mask(keep=keep))
+    for key in want:
+        assert not got[key].isnan().any(), key
+        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5, msg=key)
+    assert (got["grad_q"][:, :, ::5] == 0).all()
+
+
+def test_nan_reaches_the_rows_that_use_it(device):
+    q, k, v = inputs(device, M=70, grad=False)
+    v[0, 0, 33, 2] = NAN
+    got = everything(q, k, v, is_causal=True)
+    used = got["out"].isnan()
+    assert used[0, 0, 33:, 2].all()
+    used[0, 0, 33:, 2] = False
+    assert not used.any()
+    rows = got["grad_q"].isnan().any(-1)  # dP of those rows is NaN
+    assert rows[0, 0, 33:].all()
+    assert not rows[0, 0, :33].any()
+    assert not rows[0, 1].any()
+    assert not got["grad_v"].isnan().any()
+
+
+# ---- strides, scales, extremes ----
+
+
+def test_gradients_with_any_strides(device):
+    q, k, v = inputs(device, grad=False)
+    grad_out = torch.ones((), device=device).expand(1, 2, 40, 8)  # stride 0 everywhere
+    want = everything(q, k, v, grad_out.contiguous())
+    mixed = q.mT.contiguous().mT, k.transpose(1, 2).contiguous().transpose(1, 2), v
+    got = everything(*mixed, grad_out)
+    for key in want:
+        assert torch.equal(got[key], want[key]), key
+
+
+def test_offsets_beyond_32_bits(device):
+    """Two keys 2^31 elements apart."""
+    far = 2**31 + 8
+    try:
+        storage = torch.empty(far + 8, dtype=torch.float16, device=device)
+    except RuntimeError:
+        pytest.skip("needs 4.3 GB of address space")
+    k = storage.as_strided((1, 1, 2, 4), (0, 0, far, 1))
+    q = torch.randn(1, 1, 3, 4, generator=torch.Generator().manual_seed(0)).to(device).half()
+    k.copy_(q[:, :, :2])
+    torch.testing.assert_close(attend(q, k, k), attend(q, k.clone(), k.clone()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 3.0])
+def test_scales_of_any_sign(scale, device):
+    q, k, v = inputs(device)
+    got = everything(q, k, v, scale=scale, is_causal=True)
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, scale=scale, is_causal=True)
+    torch.testing.assert_close(got["out"].double(), out.detach(), rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))
+    for key, grad in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
+        torch.testing.assert_close(got[key].double(), grad, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_weights_of_large_logits_sum_to_one(device):
+    q, k, v = (x.detach() * 60 for x in inputs(device))
+    _, weights = attend(q, k, v, return_weights="full")
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 40, device=device))
+
+
+def test_rows_of_the_lowest_finite_bias_average(device):
+    q, k, v = inputs(device)
+    bias = torch.full((40, 70), torch.finfo(torch.float32).min, device=device)
+    got = everything(q, k, v, bias=bias)
+    assert all(x.isfinite().all() for x in got.values())
+    want = v.detach().mean(2, keepdim=True).expand(1, 2, 40, 8)
+    torch.testing.assert_close(got["out"], want, rtol=1e-4, atol=1e-4)
+
+
+# ---- determinism ----
+
+
+def test_same_bits_on_every_run_and_in_every_batch(device):
+    q, k, v = inputs(device, B=2, H=2, Hkv=1, grad=False)
+    bias = torch.randn(1, 2, 40, 70).to(device)
+    options = dict(bias=bias, is_causal=True, dropout_p=0.2, seed=3)
+    first, second = (everything(q, k, v, **options) for _ in range(2))
+    alone = everything(q[:1], k[:1], v[:1], grad_out_of(q[:1], first), **options)
+    paired = everything(q, k, v, grad_out_of(q, first), **options)
+    for key in first:
+        assert torch.equal(first[key], second[key]), key
+        assert torch.equal(paired[key][:1], alone[key]), key
+
+
+def grad_out_of(q, results):
+    return torch.cos(torch.arange(results["out"][:1].numel())).view(1, 2, 40, 8).to(q).expand_as(q)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 70), (3, 1, 40, 1), (1, 1, 40, 70)], ids=str)
+def test_gradient_of_a_small_bias_is_split_and_added_up(shape, device, monkeypatch):
+    q, k, v = inputs(device, B=3, grad=False)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+    grads = []
+    for programs in (1, 1000):
+        monkeypatch.setattr(sdpa_bwd, "DBIAS_PROGRAMS", programs)
+        leaf = bias.clone().requires_grad_()
+        attend(q, k, v, bias=leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
+
+
+# ---- what is not computed ----
+
+
+def test_full_and_skipped_tiles_run_no_mask_code(device, monkeypatch):
+    """Two lists a row block: a block-diagonal mask visits its full blocks only."""
+    if device.type == "cuda":
+        pytest.skip("looks into the interpreter")
+    visits = []
+    original = sdpa_fwd.block_lists
+
+    def spy(*args, **options):
+        visits.append(original(*args, **options))
+        return visits[-1]
+
+    monkeypatch.setattr(sdpa_fwd, "block_lists", spy)
+    q, k, v = inputs(device, M=128, N=128, grad=False)
+    block = torch.arange(128) // 64
+    attend(q, k, v, attn_mask=block[:, None] == block)
+    assert visits[0].counts_ptr.tolist() == [[0, 2], [0, 2]]
+
+
+def test_operators_pass_opcheck(device):
+    q, k, v = inputs(device, M=5, N=7, grad=False)
+    case = (q, k, v, None, None, None, None, None, None, 0, 0.3, 0.0, "mean")
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.fastattn.triton_forward.default, case, test_utils=utils)
+    out, lse, weights = torch.ops.fastattn.triton_forward(*case)
+    case = (*case, out, lse, torch.ones_like(out), None, torch.ones_like(weights), False)
+    torch.library.opcheck(torch.ops.fastattn.triton_backward.default, case, test_utils=utils)
+
+
+# ---- what is refused ----
+
+
+def problem(device="cpu", **changes):
+    x = torch.zeros(1, 1, 2, 4)
+    p = fastattn.validate.build("dot", x, x, x).p
+    return dataclasses.replace(p, device=torch.device(device), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(dtype=torch.float64), "float64"),
+        (dict(D=257), "D is 257"),
+        (dict(E=300), "E is 300"),
+        (dict(device="meta"), "tensors are on meta"),
+    ],
+)
+def test_reasons(changes, reason):
+    assert any(reason in r for r in backend.unsupported(problem(**changes)))
+
+
+def test_reason_without_triton(monkeypatch):
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    assert backend.unsupported(problem()) == ["Triton is not installed: pip install triton"]
+
+
+def test_reason_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend.unsupported(problem()) == ["tensors are on cpu; torch sees no CUDA device"]
+
+
+def test_reason_on_an_old_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    backend._gpu_reasons.cache_clear()
+    assert backend.unsupported(problem("cuda"))[0].startswith("compute capability 7.5")
+    backend._gpu_reasons.cache_clear()

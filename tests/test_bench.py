@@ -1,0 +1,136 @@
+"""The benchmark suite itself: what it writes and refuses, and that its peers are comparable."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn import registry
+from fastattn.backends import eager
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))  # bench/ is no part of the installed package
+
+
+def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
+    """(exit status, bench.json, its folder) of a quick run."""
+    from bench.run import main
+
+    threads = torch.get_num_threads()
+    status = main(["--quick", "--device", "cpu", "--out", str(tmp_path), *options])
+    assert torch.get_num_threads() == threads
+    (folder,) = tmp_path.iterdir()
+    return status, json.loads((folder / "bench.json").read_text()), folder
+
+
+def test_quick_run_writes_table_json_and_picture(tmp_path, capsys):
+    from bench.cases import QUICK
+
+    status, found, folder = run(tmp_path)
+    table = capsys.readouterr().out
+    assert status == 0
+    assert "WRONG" not in table
+    assert [row["case"] for row in found["rows"][::2]] == list(QUICK)
+    assert {"cpu", "torch", "python", "fastattn", "commit", "date"} <= found["machine"].keys()
+    for row in found["rows"]:
+        assert row["case"] in table
+        assert 0 <= max(row["error_ratios"].values()) <= 1
+        ours, peer = (row["times_ms"][n] for n in ("fastattn", row["best_peer"]))
+        assert len(ours["samples"]) >= 2
+        assert row["speedup"] == pytest.approx(peer["median"] / ours["median"], rel=0.01)
+        assert {"fastattn", row["best_peer"]} <= row["peak_extra_bytes"].keys(), row["skipped"]
+    pytest.importorskip("matplotlib")
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("factor", [1.001, math.nan])
+def test_a_wrong_result_is_refused(tmp_path, capsys, monkeypatch, factor):
+    def forward(*args):
+        out, lse, weights = eager.forward(*args)
+        return out * factor, lse, weights
+
+    names = {"unsupported": eager.unsupported, "backward": eager.backward, "forward": forward}
+    monkeypatch.setitem(registry.BACKENDS, "broken", types.SimpleNamespace(**names))
+    status, found, _ = run(tmp_path, "--filter", "dense", "--backend", "broken")
+    assert status == 1
+    assert "WRONG" in capsys.readouterr().out
+    assert all(row["wrong"] and "times_ms" not in row for row in found["rows"])
+
+
+def test_a_backend_that_raises_is_refused(tmp_path, capsys, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no such kernel")
+
+    names = {"unsupported": eager.unsupported, "backward": eager.backward, "forward": fail}
+    monkeypatch.setitem(registry.BACKENDS, "broken", types.SimpleNamespace(**names))
+    status, found, _ = run(tmp_path, "--filter", "additive", "--backend", "broken")
+    assert status == 1
+    assert "no such kernel" in capsys.readouterr().out
+    assert found["rows"][0]["failure"] == "RuntimeError: no such kernel"
+
+
+def test_a_peer_that_cannot_run_is_a_reason():
+    from bench import measure
+
+    calls = {"good": lambda: torch.zeros(1), "bad": lambda: torch.zeros(2) + torch.zeros(3)}
+    timings, failed = measure.interleave(calls, 0.001, "cpu")
+    assert list(timings) == ["good"]
+    assert failed["bad"].startswith("RuntimeError: The size of tensor")
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
+    from bench import plot
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot.write_png([], {}, tmp_path / "x.png") == "no picture: matplotlib is not installed"
+
+
+def test_unknown_case_is_an_error(tmp_path, capsys):
+    from bench.run import main
+
+    assert main(["--filter", "nothing-is-called-so", "--out", str(tmp_path)]) == 2
+
+
+def test_every_peer_computes_the_same():
+    """With the same mask, bias and inputs: each output is within our own budget of the truth."""
+    from bench import check, peers
+    from bench.cases import CASES, FORWARD
+
+    for case in CASES:
+        work = peers.build(case.tiny(), compiled=False)
+        checker = check.Checker(work)
+        assert list(work.implementations) == peers.names(case, compiled=False)
+        for name in work.implementations:
+            ratios = checker.error_ratios(name)[FORWARD]
+            assert check.worst(ratios) <= 1, f"{case.name} {name} {ratios}"
+
+
+def test_kept_pairs_are_what_the_names_say():
+    from bench import cases
+
+    kept = {"padding": 1 / 2, "padding-len": 1 / 2, "blocks": 1 / 4, "dense": 1, "decode": 1}
+    for case in (c.tiny() for c in cases.CASES):
+        p = case.problem
+        share = cases.kept_pairs(case, cases.draw(case)) / (p.B * p.H * p.M * p.N)
+        expected = (p.N + 1) / (2 * p.N) if case.name == "causal" else kept.get(case.name, 1)
+        assert share == pytest.approx(expected), case.name
+
+
+def test_memory_sees_a_known_allocation():
+    """Eager additive attention holds [B, M, N, D] twice while it takes the tanh."""
+    from bench import memory
+
+    name = {"name": "eager", "backend": "auto", "tiny": False, "direction": "forward"}
+    ((_, measured),) = memory.measure([{"case": "additive-small", **name}])
+    matrix = 2 * 512 * 512 * 64 * 4
+    assert 1.9 * matrix < measured < 2.2 * matrix

@@ -1,0 +1,219 @@
+"""torch.compile, torch.export, autocast, and opcheck on the operators."""
+
+import io
+
+import pytest
+import torch
+import torch._dynamo.testing
+from helpers import SCORES, attend, inputs
+from torch import nn
+
+from fastattn import Mask
+from fastattn.testing import error
+
+scores = pytest.mark.parametrize("score", SCORES)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+FEATURES = {
+    "plain": {},
+    "band": dict(mask=Mask("bottom_right", (2, -1)), return_weights="full", return_lse=True),
+    "tensors": dict(kv_len=True, keep=True, bias=True),
+    "dropout": dict(dropout_p=0.3, seed=5, return_weights="mean", is_causal=True),
+}
+
+
+def function(name, backend):
+    """A step of training as a user would compile it: f(**tensors) -> results."""
+    options = {k: v for k, v in FEATURES[name].items() if k not in ("kv_len", "keep", "bias")}
+    mask = options.pop("mask", Mask())
+
+    def step(kv_len=None, keep=None, **named):
+        if kv_len is not None or keep is not None:
+            named["mask"] = Mask(mask.causal, mask.window, kv_len, keep)
+        elif mask.kinds:
+            named["mask"] = mask
+        return attend(**named, backend=backend, **options)
+
+    return step
+
+
+def arguments(score, name, **sizes):
+    M, N = sizes.get("M", 5), sizes.get("N", 7)
+    named = inputs(score, grad=True, **sizes)
+    extra = FEATURES[name]
+    if extra.get("bias"):
+        named["bias"] = torch.randn(2, M, N, requires_grad=True)
+    if extra.get("kv_len"):
+        named["kv_len"] = torch.tensor([0, N - 1])
+    if extra.get("keep"):
+        named["keep"] = torch.rand(M, N) < 0.8
+    return named
+
+
+def results_and_grads(step, named):
+    results = step(**named)
+    results = results if isinstance(results, tuple) else (results,)
+    leaves = [x for x in named.values() if x.requires_grad]
+    return [*results, *torch.autograd.grad(sum(r.square().sum() for r in results), leaves)]
+
+
+def assert_compiled_agrees(compiled, step, named):
+    eager, ours = results_and_grads(step, named), results_and_grads(compiled, named)
+    for a, b in zip(ours, eager, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize(
+    ("score", "name"), [*(("dot", name) for name in FEATURES), ("additive", "tensors")]
+)
+def test_compiles_to_one_graph(backend, score, name):
+    step = function(name, backend)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    named = arguments(score, name)
+    assert_compiled_agrees(compiled, step, named)
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor(backend):
+    """Code is generated around the operator, for a small module trained a step."""
+    step = function("tensors", backend)
+
+    def layer(query, key, value, **named):
+        return step(query=query * 2, key=key + 1, value=value, **named).relu()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor")
+    assert_compiled_agrees(compiled, layer, arguments("dot", "tensors"))
+
+
+def count_compilations(step, calls, **options):
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(step, fullgraph=True, backend=counter, **options)
+    for named in calls:
+        torch.testing.assert_close(compiled(**named), step(**named))
+    return counter.frame_count
+
+
+@scores
+def test_dynamic_shapes_compile_once(backend, score):
+    step = function("plain", backend)
+    # All different in the first call: equal sizes are taken to be one symbol.
+    sizes = [dict(B=B, M=M, N=N) for B, M, N in [(8, 5, 7), (3, 6, 9), (4, 9, 6), (2, 8, 8)]]
+    calls = [arguments(score, "plain", **s) for s in sizes]
+    assert count_compilations(step, calls, dynamic=True) == 1
+
+
+def test_automatic_dynamic_shapes_settle(backend):
+    """The second shape makes the sizes dynamic; those that follow compile nothing."""
+    step = function("tensors", backend)
+    calls = [arguments("dot", "tensors", M=M, N=N) for M, N in [(5, 7), (6, 9), (10, 8), (12, 11)]]
+    assert count_compilations(step, calls) <= 2
+
+
+def test_mask_values_do_not_recompile(backend):
+    def step(q, n):
+        return attend(q, q, q, mask=Mask(kv_len=n), backend=backend)
+
+    q = torch.randn(2, 2, 5, 4)
+    calls = [dict(q=q, n=torch.tensor([1, n])) for n in (0, 2, 5)]
+    assert count_compilations(step, calls) == 1
+
+
+def test_dynamic_shapes_backward(backend):
+    step = function("tensors", backend)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for M, N in [(5, 7), (9, 6)]:
+        assert_compiled_agrees(compiled, step, arguments("additive", "tensors", M=M, N=N))
+
+
+def test_dropout_without_a_seed_draws_anew_when_compiled(backend):
+    q = torch.ones(1, 1, 8, 4)
+
+    def step(q):
+        return attend(q, q, q, dropout_p=0.5, backend=backend)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(3)
+    first, second = compiled(q), compiled(q)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(q), first)
+    assert not torch.equal(first, second)
+
+
+# ---- export ----
+
+
+class Block(nn.Module):
+    def __init__(self, score, backend):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4)) if score == "additive" else None
+        self.backend = backend
+
+    def forward(self, query, key, value, kv_len):
+        return attend(
+            query, key, value, self.weight, mask=Mask(kv_len=kv_len), backend=self.backend
+        )
+
+
+@scores
+def test_export_round_trip(backend, score):
+    block = Block(score, backend)
+    q, k, v = torch.randn(2, 5, 4), torch.randn(2, 7, 4), torch.randn(2, 7, 3)
+    args = (q, k, v, torch.tensor([3, 7])) if score == "additive" else (
+        q[:, None], k[:, None], v[:, None], torch.tensor([3, 7]))  # fmt: skip
+    keys = torch.export.Dim("keys", min=2, max=100)
+    dynamic = ({}, {args[1].dim() - 2: keys}, {args[2].dim() - 2: keys}, {})
+    program = torch.export.export(block, args, dynamic_shapes=dynamic)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    torch.testing.assert_close(loaded(*args), block(*args))
+    longer = (args[0], *(torch.cat([x, x], -2) for x in args[1:3]), torch.tensor([14, 9]))
+    torch.testing.assert_close(loaded(*longer), block(*longer))
+
+
+# ---- autocast ----
+
+
+@scores
+def test_autocast_computes_in_its_dtype(backend, score):
+    named = inputs(score, grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(**named, backend=backend)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert {x.grad.dtype for x in named.values()} == {torch.float32}
+    half = {name: x.detach().bfloat16() for name, x in named.items()}
+    assert error(out, attend(**half, backend=backend)) == 0
+
+
+def test_autocast_leaves_float64_and_mixed_dtypes_meet(backend):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 7, 4).bfloat16()
+        assert attend(q, k, k, backend=backend).dtype == torch.bfloat16
+        double = torch.randn(1, 2, 5, 4, dtype=torch.float64)
+        assert attend(double, double, double).dtype == torch.float64
+
+
+def test_autocast_takes_a_float32_mask(backend):
+    mask = torch.randn(5, 7, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(**inputs(), attn_mask=mask, backend=backend)
+    out.float().square().sum().backward()
+    assert mask.grad.dtype == torch.float32
+    assert mask.grad.abs().max() > 0
+
+
+def test_autocast_off_inside(backend):
+    named = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert torch.equal(attend(**named, backend=backend), attend(**named, backend=backend))
+        assert attend(**named, backend=backend).dtype == torch.float32

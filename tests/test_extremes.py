@@ -1,0 +1,213 @@
+"""Large logits, large biases, large sizes: right, not merely finite."""
+
+import math
+
+import pytest
+import torch
+from helpers import SCORES, attend, everything, inputs
+
+from fastattn import Mask, testing
+from fastattn.testing import Case
+
+scores = pytest.mark.parametrize("score", SCORES)
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("value", [-1e30, torch.finfo(torch.float32).min])
+@scores
+def test_a_large_negative_bias_masks_beside_others(backend, score, value):
+    """What code that knows no -inf writes into a padding mask."""
+    named = inputs(score)
+    padding = torch.arange(7) >= 4
+    masked = everything(named, mask=Mask(keep=~padding), backend=backend)
+    finite = everything(named, bias=torch.where(padding, value, 0.0), backend=backend)
+    del finite["grad_bias"]
+    for name, x in finite.items():
+        torch.testing.assert_close(x, masked[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def row_with_bias(score, backend, value):
+    """Results where row 2 has a bias so large that it swallows the scores, and those without."""
+    torch.manual_seed(0)
+    named = inputs(score)
+    bias = torch.zeros(5, 7)
+    bias[2] = value
+    plain = everything(named, bias=torch.zeros(5, 7), backend="eager")
+    return everything(named, bias=bias, backend=backend), plain, named
+
+
+LARGE = [-1e30, -3e38, torch.finfo(torch.float32).min, 1e30, 3e38]
+
+
+@pytest.mark.parametrize("value", LARGE)
+@scores
+def test_a_large_bias_in_a_whole_row_leaves_it_uniform(backend, score, value):
+    """It is a constant, which softmax removes; it is no -inf, and makes no NaN."""
+    results, plain, named = row_with_bias(score, backend, value)
+    assert all(x.isfinite().all() for x in results.values())
+    mean = named["value"].mean(2)
+    torch.testing.assert_close(results["out"][:, :, 2], mean)
+    torch.testing.assert_close(results["lse"][:, :, 2], torch.full((2, 2), value))
+    others = [0, 1, 3, 4]
+    torch.testing.assert_close(results["out"][:, :, others], plain["out"][:, :, others])
+
+
+@pytest.mark.parametrize("value", LARGE)
+@scores
+def test_weights_under_a_large_bias_sum_to_1(backend, score, value):
+    results, _, _ = row_with_bias(score, backend, value)
+    row = results["weights"][:, :, 2]
+    torch.testing.assert_close(row, torch.full_like(row, 1 / 7))
+
+
+@pytest.mark.parametrize("value", LARGE)
+@scores
+def test_gradients_under_a_large_bias(backend, score, value):
+    found, _, _ = row_with_bias(score, backend, value)
+    expected, _, _ = row_with_bias(score, "eager", value)
+    for name in ("grad_query", "grad_key", "grad_value"):
+        torch.testing.assert_close(found[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@scores
+def test_the_smallest_half_as_bias(backend, score, dtype):
+    named = inputs(score, dtype=dtype)
+    lowest = torch.finfo(dtype).min
+    padding = torch.arange(7) >= 4
+    bias = torch.where(padding, lowest, 0.0).to(dtype)
+    found, weights = attend(**named, bias=bias, return_weights="full", backend=backend)
+    masked = attend(**named, mask=Mask(keep=~padding), backend=backend)
+    torch.testing.assert_close(found, masked)
+    assert (weights[..., padding] == 0).all()
+    everywhere = torch.full((5, 7), lowest, dtype=dtype)
+    assert attend(**named, bias=everywhere, backend=backend).isfinite().all()
+
+
+def test_infinity_in_a_bias_is_nan_in_its_row_alone(backend):
+    """inf - inf has no value; other rows do not see it."""
+    named = inputs()
+    bias = torch.zeros(5, 7)
+    bias[1, 3] = math.inf
+    found, clean = attend(**named, bias=bias, backend=backend), attend(**named, backend=backend)
+    assert found[:, :, 1].isnan().all()
+    others = [0, 2, 3, 4]
+    torch.testing.assert_close(found[:, :, others], clean[:, :, others])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("logit", [1e4, 3e4, 6e4, 1e5])
+def test_logits_beyond_half_accumulate_in_float32(backend, dtype, logit):
+    """q . k overflows fp16 and has no digits left in bf16; softmax of it is plain all the same."""
+    D = 64
+    side = math.sqrt(logit / D)
+    q, k = torch.full((1, 1, 3, D), side), torch.full((1, 1, 4, D), side)
+    k[:, :, 1] *= -1
+    k[:, :, 2] *= 0.5
+    q, k = q.to(dtype), k.to(dtype)
+    v = torch.randn(1, 1, 4, 8).to(dtype)
+    out, lse = attend(q, k, v, scale=1.0, return_lse=True, backend=backend)
+    torch.testing.assert_close(out, (v[:, :, :1] + v[:, :, 3:]).expand(1, 1, 3, 8) / 2)
+    exact = q.double() @ k.double().mT
+    testing.assert_within_budget(lse, exact.float().logsumexp(-1), exact.logsumexp(-1))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_random_large_logits(backend, dtype):
+    testing.check(Case("large", magnitude=10.0, dtype=dtype, M=20, N=70, D=64), backend)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("distance", [20.0, 88.0, 89.0, 1e3, 1e4, 1e30])
+def test_additive_with_opposite_queries_and_keys(backend, sign, distance):
+    """Both are huge and their sum is moderate, to the last digit that float32 has there."""
+    delta = torch.linspace(-4, 4, 9)
+    q = torch.full((1, 1, 1, 1), sign * distance)
+    k = (delta - sign * distance).view(1, 1, 9, 1)
+    v, w = torch.randn(1, 1, 9, 3), torch.ones(1, 1)
+    named = dict(query=q, key=k, value=v, weight=w)
+    ours = everything(named, backend=backend)
+    double = {name: x.double() for name, x in named.items()}
+    plain, truth = everything(named, backend="eager"), everything(double, backend="eager")
+    for name, x in ours.items():
+        scale = testing.largest(truth[name])
+        if name == "grad_query":  # the sum of the keys' gradients, which may cancel
+            scale = max(scale, truth["grad_key"].norm().item())
+        testing.assert_within_budget(x, plain[name], truth[name], name, scale)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
+def test_additive_with_extreme_weights(backend, value):
+    named = inputs("additive") | {"weight": torch.full((2, 4), value)}
+    results = everything(named, backend=backend)
+    assert all(x.isfinite().all() for x in results.values())
+    if value < 1:
+        torch.testing.assert_close(results["weights"], torch.full((2, 2, 5, 7), 1 / 7))
+
+
+def test_additive_with_some_weights_zero(backend):
+    """A dim of weight 0 changes nothing, whatever it holds."""
+    named = inputs("additive")
+    named["weight"][:, 1] = 0.0
+    plain = attend(**named, backend=backend)
+    named["query"][..., 1], named["key"][..., 1] = 1e4, -1e4
+    torch.testing.assert_close(attend(**named, backend=backend), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@scores
+def test_tiny_values_underflow_quietly(backend, score, dtype):
+    tiny = torch.finfo(dtype).smallest_normal
+    named = {name: x * tiny for name, x in inputs(score, dtype=dtype).items()}
+    results = everything(named, backend=backend)
+    uniform = torch.full((2, 2, 5, 7), 1 / 7, dtype=dtype)
+    torch.testing.assert_close(results["weights"], uniform)
+
+
+# ---- sizes ----
+
+
+@scores
+def test_more_than_65536_keys(backend, score):
+    case = Case("keys", score, B=1, H=1, Hkv=1, M=2, N=70_000, D=4, E=4, kv_len="rows")
+    testing.check(case, backend)
+
+
+@scores
+def test_more_than_65536_heads(backend, score):
+    case = Case("heads", score, B=70_000, H=1, Hkv=1, M=1, N=3, D=2, E=2)
+    testing.check(case, backend)
+
+
+@scores
+def test_more_than_65536_queries(backend, score):
+    case = Case("queries", score, B=1, H=1, Hkv=1, M=70_000, N=3, D=2, E=2, causal="bottom_right")
+    testing.check(case, backend)
+
+
+@scores
+def test_rows_do_not_depend_on_how_many_there_are(backend, score):
+    """Beside another hundred queries a row has the value that it has alone."""
+    named = inputs(score, M=130)
+    together = attend(**named, backend=backend)
+    for row in (0, 64, 129):
+        alone = attend(**(named | {"query": named["query"][:, :, row : row + 1]}), backend=backend)
+        torch.testing.assert_close(together[:, :, row : row + 1], alone)
+
+
+@scores
+def test_a_uniform_shift_of_the_bias_changes_lse_alone(backend, score):
+    named = inputs(score)
+    plain = everything(named, bias=torch.zeros(5, 7), backend=backend)
+    shifted = everything(named, bias=torch.full((5, 7), 2.0), backend=backend)
+    torch.testing.assert_close(shifted.pop("lse"), plain.pop("lse") + 2)
+    for name in plain:
+        torch.testing.assert_close(shifted[name], plain[name])
+
+
+def test_zero_size_results_have_their_shapes(backend):
+    for size in ("B", "M", "N", "D", "E"):
+        named = inputs("additive", **{size: 0})
+        ours, eager = everything(named, backend=backend), everything(named, backend="eager")
+        for name in eager:
+            torch.testing.assert_close(ours[name], eager[name])

@@ -1,0 +1,181 @@
+"""Which backend runs: auto takes the first that can, a named one runs or says why not."""
+
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import Mask, ops, registry, scaled_dot_product_attention, validate
+
+PACKAGE = Path(fastattn.__file__).parent
+
+
+def problem(dtype=torch.float32, device="cpu"):
+    q = torch.zeros(1, 2, 3, 4, dtype=dtype, device=device)
+    return validate.build("dot", q, q, q).p
+
+
+def fake_backend(*reasons):
+    """A module-like backend that counts its calls and computes as eager does."""
+    eager = registry.BACKENDS["eager"]
+    fake = types.SimpleNamespace(calls=0, backward=eager.backward)
+    fake.unsupported = lambda p: list(reasons)
+
+    def forward(*args):
+        fake.calls += 1
+        return eager.forward(*args)
+
+    fake.forward = forward
+    return fake
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A registry of one able and two unable backends before eager."""
+    fakes = {
+        "broken": fake_backend("it rains", "it is Monday"),
+        "first": fake_backend(),
+        "last": fake_backend("not today"),
+        "eager": registry.BACKENDS["eager"],
+    }
+    monkeypatch.setattr(registry, "BACKENDS", fakes)
+    return fakes
+
+
+def test_auto_takes_the_first_with_no_reason_against(table):
+    assert registry.select(problem()) == "first"
+    q = torch.randn(1, 2, 3, 4)
+    scaled_dot_product_attention(q, q, q)
+    assert (table["first"].calls, table["broken"].calls, table["last"].calls) == (1, 0, 0)
+
+
+def test_a_named_backend_never_falls_back(table):
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"'broken' cannot do this.*it rains; it is Monday"):
+        scaled_dot_product_attention(q, q, q, backend="broken")
+    assert table["first"].calls == 0
+    assert registry.select(problem(), "eager") == "eager"
+
+
+def test_unknown_names_list_the_known(table):
+    with pytest.raises(ValueError, match="'auto' or one of 'broken', 'first', 'last', 'eager'"):
+        registry.select(problem(), "cuda-graphs")
+
+
+def test_nothing_able_raises_with_all_reasons(table):
+    del table["first"], table["eager"]
+    with pytest.raises(ValueError, match=r"(?s)no backend.*it rains.*not today"):
+        registry.select(problem())
+
+
+def test_explain_says_chosen_available_and_why_not(table):
+    lines = registry.explain(problem()).splitlines()[1:]
+    verdicts = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+    assert verdicts == {
+        "broken": "no: it rains; it is Monday",
+        "first": "chosen",
+        "last": "no: not today",
+        "eager": "available",
+    }
+
+
+def test_the_backward_runs_on_the_backend_of_the_forward(table):
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+    out = scaled_dot_product_attention(q, q, q)
+    table["first"].backward = lambda *args: (_ for _ in ()).throw(RuntimeError("mine"))
+    with pytest.raises(RuntimeError, match="mine"):
+        out.sum().backward()
+
+
+# ---- the real backends ----
+
+
+def test_eager_does_everything():
+    for dtype in validate.DTYPES:
+        assert registry.select(problem(dtype), "eager") == "eager"
+
+
+def test_float64_is_left_to_eager():
+    assert registry.select(problem(torch.float64)) == "eager"
+    with pytest.raises(ValueError, match="'cpu' cannot do this problem: float64 is left to eager"):
+        registry.select(problem(torch.float64), "cpu")
+
+
+def test_cpu_wants_cpu_tensors():
+    assert "tensors are on meta" in registry.explain(problem(device="meta"))
+
+
+def test_cpu_is_preferred_where_it_runs(extension):
+    assert registry.select(problem()) == "cpu"
+
+
+def test_public_explain():
+    q = torch.zeros(2, 2, 3, 4)
+    text = fastattn.explain(q, mask=Mask(causal="top_left"), return_weights="mean")
+    assert "top_left" in text
+    assert "chosen" in text
+    assert "additive" in fastattn.explain(q, q, q, torch.zeros(4))
+    assert "chosen" in fastattn.explain()
+
+
+# ---- without the compiled extension ----
+
+# What a fresh interpreter does with a copy of the package.
+PROGRAM = """
+import sys, torch, fastattn
+assert "triton" not in sys.modules and "fastattn.kernels" not in sys.modules
+q = torch.randn(1, 2, 3, 4, requires_grad=True)
+fastattn.scaled_dot_product_attention(q, q, q).sum().backward()
+assert q.grad.isfinite().all()
+print(fastattn.explain(q))
+try:
+    fastattn.scaled_dot_product_attention(q, q, q, backend="cpu")
+except ValueError as error:
+    print("raised:", error)
+"""
+
+
+def run_without_extension(tmp_path, name=None, content=""):
+    """Output of PROGRAM with a copy of the package that has no extension, and one more file."""
+    ignore = shutil.ignore_patterns("*.so", "_build_info.json", "kernels", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "fastattn", ignore=ignore)
+    if name is not None:
+        (tmp_path / "fastattn" / name).write_text(content)
+    command = [sys.executable, "-W", "error", "-c", PROGRAM]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_package_works_without_the_extension(tmp_path):
+    output = run_without_extension(tmp_path)
+    assert "eager   chosen" in output
+    reason = "the compiled extension is missing (it was never built: run `make build`)"
+    assert output.count(reason) == 2
+    assert "raised: backend 'cpu' cannot do this problem: " in output
+
+
+def test_explain_tells_why_the_build_failed(tmp_path):
+    info = '{"reason": "no C++ compiler was found"}'
+    output = run_without_extension(tmp_path, "_build_info.json", info)
+    assert output.count("the compiled extension is missing (no C++ compiler was found)") == 2
+
+
+def test_an_extension_that_does_not_load_is_a_reason(tmp_path):
+    output = run_without_extension(tmp_path, "_C.abi3.so", "not a library")
+    assert output.count("the compiled extension does not load: ") == 2
+
+
+def test_import_leaves_triton_alone():
+    program = "import sys, fastattn; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, check=True, timeout=120)
+
+
+def test_the_reason_is_none_exactly_when_the_kernels_are_there():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("fastattn::forward", "CPU")
+    assert has_kernel == (ops.EXTENSION_ERROR is None)

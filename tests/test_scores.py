@@ -1,0 +1,210 @@
+"""attention(score=...): the five scores against their formulas, gradients included."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close
+
+from fastattn import Mask, attention
+
+B, H, M, N, D, E = 2, 4, 5, 7, 3, 2
+
+
+def scaled_dot(q, k, **_):
+    return q @ k.mT / math.sqrt(q.shape[-1])
+
+
+def dot(q, k, **_):
+    return q @ k.mT
+
+
+def cosine(q, k, scale=1.0, **_):
+    return q @ k.mT / (q.norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :]) * scale
+
+
+def gaussian(q, k, bandwidth=1.0, **_):
+    return -(q[..., None, :] - k[..., None, :, :]).square().sum(-1) / (2 * bandwidth**2)
+
+
+def additive(q, k, weight, **_):
+    w = weight if weight.dim() == 1 else weight[:, None, None]
+    return (torch.tanh(q[..., None, :] + k[..., None, :, :]) * w).sum(-1)
+
+
+def formula(score, mask=None):
+    """softmax(score) @ v by plain PyTorch: (out, weights, lse)."""
+
+    def run(q, k, v, **options):
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
+        scores = score(q, k, **options)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        return scores.softmax(-1) @ v, scores.softmax(-1), scores.logsumexp(-1)
+
+    return run
+
+
+def ours(score, backend, **more):
+    def run(q, k, v, **options):
+        return attention(
+            q, k, v, score=score, return_weights="full", return_lse=True, backend=backend,
+            **options, **more,
+        )  # fmt: skip
+
+    return run
+
+
+def draw(Hkv=H, offset=0.0):
+    shapes = [(B, H, M, D), (B, Hkv, N, D), (B, Hkv, N, E)]
+    q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    # float32 values: the truth is that of the very same inputs
+    return [(q + offset).float(), (k + offset).float(), v.float()]
+
+
+def with_grads(run, tensors, dtype, **options):
+    """Results and gradients of all tensors, those in the options too."""
+    leaves = [x.to(dtype).requires_grad_() for x in tensors]
+    named = {
+        n: x.to(dtype).requires_grad_() if isinstance(x, torch.Tensor) else x
+        for n, x in options.items()
+    }
+    wanted = leaves + [x for x in named.values() if isinstance(x, torch.Tensor)]
+    results = run(*leaves, **named)
+    loss = sum(
+        (r * torch.linspace(-1, 1, r.numel(), dtype=dtype).view(r.shape)).sum() for r in results
+    )
+    return [*results, *torch.autograd.grad(loss, wanted)]
+
+
+def assert_score(score, backend, tensors, naive, keep=None, more=None, **options):
+    assert_close(
+        with_grads(ours(score, backend, **(more or {})), tensors, torch.float32, **options),
+        with_grads(formula(naive, keep), tensors, torch.float32, **options),
+        with_grads(formula(naive, keep), tensors, torch.float64, **options),
+    )
+
+
+SCORES = [("scaled_dot", scaled_dot), ("dot", dot), ("cosine", cosine), ("gaussian", gaussian)]
+
+
+@pytest.mark.parametrize(("score", "naive"), SCORES)
+def test_formula(backend, score, naive):
+    assert_score(score, backend, draw(), naive)
+
+
+@pytest.mark.parametrize("shape", [(D,), (H, D)])
+def test_additive_formula(backend, shape):
+    assert_score("additive", backend, draw(), additive, weight=torch.randn(shape))
+
+
+@pytest.mark.parametrize(("score", "naive"), SCORES)
+def test_grouped_heads(backend, score, naive):
+    assert_score(score, backend, draw(Hkv=2), naive, more=dict(enable_gqa=True))
+
+
+@pytest.mark.parametrize(("score", "naive"), SCORES)
+def test_masks_and_bias(backend, score, naive):
+    keep = torch.ones(M, N, dtype=torch.bool).tril() & (torch.arange(N) != 2)
+    keep[:, 0] = True
+    bias = torch.randn(N)
+    options = dict(is_causal=True, attn_mask=keep, bias=bias)
+
+    def biased(q, k, **_):
+        return naive(q, k) + bias.to(q.dtype)
+
+    assert_score(score, backend, draw(), biased, keep=keep, more=options)
+
+
+def test_scaled_dot_takes_a_scale(backend):
+    assert_score("scaled_dot", backend, draw(), lambda q, k: 0.7 * (q @ k.mT), more=dict(scale=0.7))
+
+
+def test_cosine_takes_a_scale(backend):
+    def ten(q, k):
+        return cosine(q, k, scale=10.0)
+
+    assert_score("cosine", backend, draw(), ten, more=dict(scale=10.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_cosine_of_a_zero_vector_is_zero(dtype):
+    q, k, v = (x.to(dtype) for x in draw())
+    q[:, :, 0] = k[:, :, 2] = 0
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, weights = attention(*leaves, score="cosine", return_weights="full")
+    torch.testing.assert_close(weights[:, :, 0], torch.full_like(weights[:, :, 0], 1 / N))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
+
+
+# ---- gaussian ----
+
+
+@pytest.mark.parametrize("shape", [(), (H, 1, 1), (B, 1, 1, 1), (B, H, 1, 1)], ids=str)
+def test_bandwidth_may_be_learned(backend, shape):
+    bandwidth = torch.rand(shape) + 0.5
+    assert_score("gaussian", backend, draw(), gaussian, bandwidth=bandwidth)
+
+
+@pytest.mark.parametrize("shape", [(), (H, 1, 1)], ids=str)
+def test_bandwidth_of_grouped_heads(backend, shape):
+    options = dict(bandwidth=torch.rand(shape) + 0.5, more=dict(enable_gqa=True))
+    assert_score("gaussian", backend, draw(Hkv=2), gaussian, **options)
+
+
+@pytest.mark.parametrize("offset", [0.0, 2000.0, -2000.0])
+def test_gaussian_far_from_the_origin(backend, offset):
+    """Years, say: the score is of differences and keeps their digits."""
+    assert_score("gaussian", backend, draw(offset=offset), gaussian)
+
+
+def test_gaussian_far_from_the_origin_with_zero_padding(backend):
+    """Masked keys have no say in anything, precision included."""
+    q, k, v = draw(offset=2000.0)
+    k[:, :, 3:], v[:, :, 3:] = 0.0, 0.0
+    keep = (torch.arange(N) < 3).expand(M, N)
+    mask = Mask(kv_len=torch.tensor([3, 3]))
+    assert_score("gaussian", backend, [q, k, v], gaussian, keep=keep, more=dict(mask=mask))
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30, 3e38])
+def test_gaussian_with_garbage_in_masked_keys(backend, garbage):
+    q, k, v = draw()
+    clean = [q, k.clone(), v.clone()]
+    clean[1][:, :, 3:] = clean[2][:, :, 3:] = 0.0
+    k[:, :, 3:] = v[:, :, 3:] = garbage
+    mask = Mask(kv_len=torch.tensor([3, 3]))
+    keep = (torch.arange(N) < 3).expand(M, N)
+    assert_close(
+        with_grads(ours("gaussian", backend, mask=mask), [q, k, v], torch.float32),
+        with_grads(formula(gaussian, keep), clean, torch.float32),
+        with_grads(formula(gaussian, keep), clean, torch.float64),
+    )
+
+
+def test_gaussian_is_kernel_regression():
+    """Nadaraya and Watson, 1964: each fitted value is a weighted mean of the y."""
+    x, y = torch.linspace(0, 5, 40)[:, None], torch.linspace(0, 5, 40)[:, None].sin()
+    fit = attention(x, x, y, score="gaussian", bandwidth=0.2)
+    kernel = torch.exp(-(x - x.T).square() / (2 * 0.2**2))
+    torch.testing.assert_close(fit, kernel @ y / kernel.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2, 2)], ids=str)
+@pytest.mark.parametrize("score", ["cosine", "gaussian", "dot"])
+def test_any_number_of_leading_dims(score, lead):
+    q, k, v = torch.randn(*lead, M, D), torch.randn(*lead, N, D), torch.randn(*lead, N, E)
+    out = attention(q, k, v, score=score)
+    flat = [x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v)]
+    torch.testing.assert_close(out, attention(*flat, score=score).view(*lead, M, E))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gaussian_keeps_the_dtype(dtype):
+    q, k, v = (x.to(dtype) for x in draw())
+    out, weights, lse = attention(q, k, v, score="gaussian", return_weights="mean", return_lse=True)
+    assert (out.dtype, weights.dtype, lse.dtype) == (dtype, dtype, torch.float32)
+    expected = F.softmax(gaussian(q.double(), k.double()), -1) @ v.double()
+    plain = F.softmax(gaussian(q, k), -1) @ v
+    assert_close([out], [plain], [expected])
