@@ -77,9 +77,8 @@ def reason(error: Exception) -> str:
 
 
 def _warm_up(timer, call, seconds: float) -> None:
-    """One call for what happens once, then some for caches, clocks and the allocator."""
-    call()
-    spent = 0.0
+    """One call for what happens once, then some for caches, clocks and the allocator if cheap."""
+    spent = timer(call)
     for _ in range(3):
         if spent > 100 * seconds:
             break

@@ -19,6 +19,7 @@ from fastattn import functional, registry, testing
 
 OURS = "fastattn"
 SDPA, MODULE, EAGER, COMPILED = "torch SDPA", "nn.MultiheadAttention", "eager", "torch.compile"
+PLAIN = (EAGER, MODULE)  # what torch.compile starts from: always worth naming beside it
 
 
 @dataclass

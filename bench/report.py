@@ -10,10 +10,10 @@ from pathlib import Path
 
 from bench.cases import BOTH, FORWARD
 from bench.measure import Timing
-from bench.peers import EAGER, OURS
+from bench.peers import OURS, PLAIN
 
 SCHEMA = 1  # of the JSON; raised when a field changes its meaning
-GREEN, RED, BOLD, PLAIN = "\033[32m", "\033[31m", "\033[1m", "\033[0m"
+GREEN, RED, BOLD, RESET = "\033[32m", "\033[31m", "\033[1m", "\033[0m"
 
 
 @dataclass
@@ -146,9 +146,9 @@ def _memory(row: Row, name: str) -> str:
 
 def _paint(row: Row, cells: list[str]) -> None:
     if row.wrong:
-        cells[2] = f"{BOLD}{RED}{cells[2]}{PLAIN}"
+        cells[2] = f"{BOLD}{RED}{cells[2]}{RESET}"
     elif row.speedup is not None:
-        cells[5] = f"{GREEN if row.speedup >= 1 else RED}{cells[5]}{PLAIN}"
+        cells[5] = f"{GREEN if row.speedup >= 1 else RED}{cells[5]}{RESET}"
 
 
 def wants_colour(stream) -> bool:
@@ -176,13 +176,13 @@ def header(rows: list[Row], machine: dict) -> str:
     return "\n".join(lines)
 
 
-def _beside_eager(row: Row) -> str:
-    """What the additive score costs as everybody writes it, whoever the best peer is."""
-    ours, eager = row.timings[OURS].median, row.timings[EAGER].median
-    text = f"eager takes {eager:.4g} ms, {eager / ours:.1f} times ours"
+def _beside(row: Row, peer: str) -> str:
+    """What it costs as everybody writes it, whoever the best peer is."""
+    ours, theirs = row.timings[OURS].median, row.timings[peer].median
+    text = f"{peer} takes {theirs:.4g} ms, {theirs / ours:.3g} times ours"
     if OURS in row.memory:
-        share = row.memory[OURS] / max(row.memory[EAGER], 1)
-        text += f", and {_memory(row, EAGER)} MiB, of which ours is {share:.1%}"
+        share = row.memory[OURS] / max(row.memory[peer], 1)
+        text += f", and {_memory(row, peer)} MiB, of which ours is {share:.1%}"
     return text
 
 
@@ -207,13 +207,14 @@ def legend(rows: list[Row]) -> str:
 
 
 def _notes(rows: list[Row]) -> list[str]:
-    lines = []
+    lines, missing = [], {}
     for row in rows:
         name = f"{row.case} {SHORT[row.direction]}"
-        lines += [f"{name}: {_beside_eager(row)}"] if EAGER in row.memory else []
-        lines += [f"{name}: no {peer}: {why}" for peer, why in row.skipped.items()]
+        lines += [f"{name}: {_beside(row, peer)}" for peer in PLAIN if peer in row.memory]
         lines += [f"{name}: {row.failure}"] if row.failure else []
-    return lines
+        for peer, why in row.skipped.items():
+            missing.setdefault(f"not measured, {peer}: {why}", []).append(name)
+    return lines + [f"{what}: {', '.join(names)}" for what, names in missing.items()]
 
 
 def _warnings(rows: list[Row]) -> list[str]:

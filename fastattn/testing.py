@@ -209,8 +209,8 @@ def run(
     return _results(case, t, call, dtype)
 
 
-def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
-    """The float64 reference and its explicit gradients."""
+def _canonical(case: Case, t: Tensors) -> tuple[tuple, tuple]:
+    """(p, q, k, v, w, bias) and (grad_out, grad_lse, grad_weights) in float64."""
     f64: dict[str, Any] = {
         n: None if x is None else x.double() for n, x in vars(t).items() if n != "mask"
     }
@@ -219,9 +219,14 @@ def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
         mask=t.mask, bias=f64["bias"], enable_gqa=True,
         dropout_p=case.dropout_p, seed=DROPOUT_SEED, return_weights=case.weights,
     )  # fmt: skip
-    args = (inputs.p, inputs.q, inputs.k, inputs.v, inputs.w, inputs.bias)
+    return inputs[:6], (f64["grad_out"], f64["grad_lse"], f64["grad_weights"])
+
+
+def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
+    """The float64 reference and its explicit gradients."""
+    args, upstream = _canonical(case, t)
     out, lse, weights = reference.forward(*args)
-    grads = reference.backward(*args, f64["grad_out"], f64["grad_lse"], f64["grad_weights"])
+    grads = reference.backward(*args, *upstream)
     results = {"out": out}
     if case.weights:
         results["weights"] = weights
@@ -340,9 +345,8 @@ def _oracle(case: Case):
     """(tensors, exact, plain, the magnitudes whose ulp count)."""
     t = make(case)
     truth, peer = exact(case, t), plain(case, t)
-    scales = {name: largest(x) for name, x in truth.items()}
-    if "grad_bias" in scales:
-        scales["grad_bias"] = max(scales["grad_bias"], _summed_score_grad(case, t))
+    norms = _term_norms(case, t)
+    scales = {n: max(largest(x), largest(norms[n]) if n in norms else 0) for n, x in truth.items()}
     return t, truth, peer, scales
 
 
@@ -362,15 +366,48 @@ def poisoned():
         memory.fill_uninitialized_memory = fill
 
 
-def _summed_score_grad(case: Case, t: Tensors) -> float:
-    """Root-sum-square of a bias gradient's terms, as rounding errors add up.
+def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
+    """Root-sum-square of the terms of every gradient, in float64: what its rounding grows with.
 
-    Where the bias broadcasts over keys the terms themselves cancel to 0.
+    A gradient may cancel to 0, with one key in each row or a bias that broadcasts over the keys,
+    and its rounding does not. The two parts of dS = P dP - P delta are terms of their own; what
+    delta_i multiplies in a sum over j is one term.
     """
-    assert t.bias is not None
-    unreduced = dataclasses.replace(t, bias=t.bias.expand(case.B, case.H, case.M, case.N))
-    terms = exact(case, unreduced)["grad_bias"]
-    return largest(terms.square().sum_to_size(t.bias.shape).sqrt())
+    (p, q, k, v, w, bias), (grad_out, grad_lse, grad_weights) = _canonical(case, t)
+    kept = reference._kept(p, bias)
+    probs, _, dropped, factors = reference._probabilities(p, q, k, w, bias, kept)
+    k, v = reference._per_head(p, k), reference._per_head(p, v)
+    grad_probs = grad_out @ v.mT
+    if grad_weights is not None:
+        grad_probs = grad_probs + (
+            grad_weights if case.weights == "full" else grad_weights[:, None] / case.H
+        )
+    grad_probs = grad_probs if factors is None else grad_probs * factors
+    delta = (probs * grad_probs).sum(-1, keepdim=True)
+    delta = delta if grad_lse is None else delta - grad_lse[..., None]
+
+    direct = (probs * grad_probs).square()
+    both = direct + (probs * delta).square()
+    squares = {"grad_v": reference._sum_groups(p, dropped.square().mT @ grad_out.square())}
+    if bias is not None:
+        squares["grad_bias"] = both.sum_to_size(bias.shape)
+    if w is None:
+        in_rows = direct @ k.square() + (delta * (probs @ k)).square()
+        squares["grad_q"] = in_rows * p.scale**2
+        in_columns = both.mT @ q.square()
+    else:
+        tanh = torch.tanh(q[:, :, :, None] + k[:, :, None])  # [B, H, M, N, D]
+        slope = w[:, None, None] * (1 - tanh * tanh)
+
+        def rows(x: Tensor) -> Tensor:
+            own = torch.einsum("bhmn,bhmnd->bhmd", direct, x.square())
+            return own + (delta * torch.einsum("bhmn,bhmnd->bhmd", probs, x)).square()
+
+        squares["grad_q"], squares["grad_w"] = rows(slope), rows(tanh).sum((0, 2))
+        in_columns = torch.einsum("bhmn,bhmnd->bhnd", both, slope.square())
+    scale = p.scale**2 if w is None else 1.0
+    squares["grad_k"] = reference._sum_groups(p, in_columns * scale)
+    return {name: x.sqrt() for name, x in squares.items()}
 
 
 # ---- the grid ----

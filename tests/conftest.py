@@ -3,6 +3,12 @@
 What a machine lacks is skipped with its reason, which pytest prints at the end.
 """
 
+import os
+
+# Before torch: idle OpenMP threads sleep. Spinning, they make small sums ten times slower wherever
+# something else uses the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 

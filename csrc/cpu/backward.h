@@ -1,18 +1,16 @@
 // Fused attention, backward, for any score (cpu/score.h). With P_ij = e^(s_ij - lse_i), recomputed,
 // R = dropout's factor and W = R P the weights that met V:
 //
-//   dV_j = sum_i W_ij dO_i      dP_ij = R_ij (dO_i . V_j + dW_ij)      dS_ij = P_ij (dP_ij -
-//   delta_i)   (delta.h) dq, dk, dw from dS by the score; dbias = dS summed over the dims that the
-//   bias was broadcast over
+//   dV_j = sum_i W_ij dO_i    dP_ij = R_ij (dO_i . V_j + dW_ij)    dS_ij = P_ij (dP_ij - delta_i)
+//   dq, dk, dw from dS by the score; dbias = dS summed over the dims the bias was broadcast over
 //
-//   for (group of batches and key heads, chunk of keys)      a task: the only one to add to its dK,
-//   dV, dbias
-//     for key tiles, batches, key heads in it                K, V packed once; dK, dV stay in the
-//     cache
+//   for (group of batches and key heads, chunk of keys)   a task: it alone adds to its dK, dV,
+//   dbias
+//     for key tiles, batches, key heads in it             K, V packed once; dK, dV stay in cache
 //       for query heads of the key head, row blocks that keep some of these keys
-//         S = scores, dP = dO V^T                            two tiles [kBlockM, kBlockN] in the L2
-//         cache S, dP -> W, dS                                     in place dV += W^T dO,  dK +=
-//         dS^T Q,  dQ += dS K           dQ: an fp32 buffer per chunk (plan.h)
+//         S = scores, dP = dO V^T                         two tiles in the L2 cache
+//         S, dP -> W, dS                                  in place; delta comes from delta.h
+//         dV += W^T dO,  dK += dS^T Q,  dQ += dS K        dQ: an fp32 buffer per chunk (plan.h)
 //   sum of dQ (dw, dbias) over chunks, in order: deterministic
 //
 // Five products where a separate pass for dQ would need seven. Dao et al., "FlashAttention", 2022,
@@ -214,9 +212,14 @@ static void backward(const BackwardParams& p, const Parallel& parallel) {
       args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
   const int64_t tasks = args.plan.groups_b * args.plan.groups_h * args.plan.chunks;
   TaskLoop<BackwardWorker<Score>, BackwardArgs>::run(args, tasks, work, parallel);
-  const double summed = rows * static_cast<double>(p.D * args.plan.chunks);
-  TaskLoop<ReduceWorker, BackwardArgs>::run(args, heads, summed, parallel);
-  if (p.grad_bias.data != nullptr && !args.plan.bias_direct) BiasGrad::write(args);
+  if (!args.plan.q_direct || p.grad_w != nullptr) {
+    const double summed = rows * static_cast<double>(p.D * args.plan.chunks);
+    TaskLoop<ReduceWorker, BackwardArgs>::run(args, heads, summed, parallel);
+  }
+  if (p.grad_bias.data != nullptr && !args.plan.bias_direct) {
+    const double size = static_cast<double>(p.bias_B * p.bias_H * p.bias_M * p.bias_N);
+    TaskLoop<BiasGradWriter, BackwardArgs>::run(args, BiasGradWriter::tasks(p), size, parallel);
+  }
 }
 
 }  // namespace fastattn::FASTATTN_ISA

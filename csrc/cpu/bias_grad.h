@@ -46,20 +46,6 @@ class BiasGrad {
     add_row(row_, at.cols, sum_cols, to, 0);
   }
 
-  // Sums over chunks and converts to the gradient's dtype.
-  static void write(const BackwardArgs& args) {
-    const BackwardParams& p = args.p;
-    const int64_t chunks = p.bias_N == 1 ? args.plan.chunks : 1,
-                  size = p.bias_B * p.bias_H * p.bias_M * p.bias_N;
-    float* const sum = args.workspace(args.plan.grad_bias);
-    for (int64_t chunk = 1; chunk < chunks; ++chunk)
-      for (int64_t n = 0; n < size; ++n) sum[n] += sum[chunk * size + n];
-    for (int64_t b = 0; b < p.bias_B; ++b)
-      for (int64_t h = 0; h < p.bias_H; ++h)
-        unpack_dense(sum + (b * p.bias_H + h) * p.bias_M * p.bias_N,
-                     matrix_at(p.grad_bias, b, h, 0, p.bias_M, p.bias_N));
-  }
-
  private:
   static constexpr int64_t kRowCapacity = 1024;  // more than any kBlockN
 
@@ -94,6 +80,34 @@ class BiasGrad {
   const BackwardParams& p_;
   bool wanted_;
   float* row_;
+};
+
+// Sums over chunks and converts to the gradient's dtype, some rows of one (b, h) of the bias a
+// task.
+class BiasGradWriter {
+ public:
+  explicit BiasGradWriter(const BackwardArgs& args) : args_(args), p_(args.p) {}
+
+  static int64_t tasks(const BackwardParams& p) {
+    return p.bias_B * p.bias_H * ceil_div(p.bias_M, kRows);
+  }
+
+  void run(int64_t task) {
+    const int64_t blocks = ceil_div(p_.bias_M, kRows), bh = task / blocks;
+    const int64_t i0 = task % blocks * kRows, rows = min64(kRows, p_.bias_M - i0);
+    const int64_t chunks = p_.bias_N == 1 ? args_.plan.chunks : 1, count = rows * p_.bias_N;
+    const int64_t size = p_.bias_B * p_.bias_H * p_.bias_M * p_.bias_N;
+    float* const sum = args_.workspace(args_.plan.grad_bias) + (bh * p_.bias_M + i0) * p_.bias_N;
+    for (int64_t chunk = 1; chunk < chunks; ++chunk)
+      for (int64_t n = 0; n < count; ++n) sum[n] += sum[chunk * size + n];
+    unpack_dense(sum, matrix_at(p_.grad_bias, bh / p_.bias_H, bh % p_.bias_H, i0, rows, p_.bias_N));
+  }
+
+ private:
+  static constexpr int64_t kRows = 64;
+
+  const BackwardArgs& args_;
+  const BackwardParams& p_;
 };
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -1,12 +1,9 @@
 // The row term of the softmax gradient, before the backward sweep proper:
 //
-//   delta_i = sum_e dO_ie O_ie + sum_j W_ij dW_ij - dlse_i         (W after dropout; dW, dlse:
-//   gradients of the weights
-//                                                                  and of the log-sum-exp, if these
-//                                                                  were returned)
+//   delta_i = sum_e dO_ie O_ie + sum_j W_ij dW_ij - dlse_i
 //
-// The middle term needs the weights again: one sweep over the keys, only when weights have a
-// gradient.
+// W: weights after dropout; dW, dlse: gradients of the weights and of the log-sum-exp, if these
+// were returned. The middle term needs the weights again: one sweep over keys, only if there is dW.
 #pragma once
 
 #include "cpu/plan.h"

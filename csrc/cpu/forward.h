@@ -8,8 +8,7 @@
 //         S = scores                                    [kBlockM, kBlockN]
 //         S -> masked, biased -> weights, m, l          online softmax (softmax.h)
 //         O = alpha O + W V
-//     out = O / l, lse; or, with several chunks, (O, m, l) to the workspace, merged in a second,
-//     short pass
+//     out = O / l, lse; with several chunks (O, m, l) to the workspace, merged in a second pass
 //
 // Saved for backward: lse. Returned weights come from a second sweep that recomputes scores against
 // the known lse. Dao et al., "FlashAttention: fast and memory-efficient exact attention with
@@ -48,9 +47,11 @@ struct ForwardArgs {
   }
 };
 
-constexpr int64_t kSharingRows = 16;  // with at most so many rows, heads of a group share key tiles
-constexpr int64_t kStackedFloats =
-    75 * 1024;                          // queries and outputs of a task, in an L2 cache of 512 KiB
+// With at most so many rows, heads of a group share key tiles.
+constexpr int64_t kSharingRows = 16;
+// Queries and outputs of a task, in an L2 cache of 512 KiB. Measured: half or 4/3 of it lose 1 to
+// 3%.
+constexpr int64_t kStackedFloats = 75 * 1024;
 constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
 
 // How many row blocks a task stacks.
@@ -58,7 +59,7 @@ template <typename Score>
 FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, int64_t blocks, int64_t threads) {
   if (!kHasSlots<Score> || p.M <= kSharingRows) return 1;
   const int64_t fitting = kStackedFloats / (Score::kBlockM * max64(1, p.D + p.E));
-  const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * threads);
+  const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * max64(1, threads));
   return max64(1, min64(blocks, min64(fitting, balanced)));
 }
 

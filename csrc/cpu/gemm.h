@@ -1,13 +1,12 @@
 // Small dense products, the whole of whose operands lie in scratch memory: C (op)= A B, fp32.
 //
-//   for n in panels of kTileVecs vectors      B panel [depth x panel] stays in the L1 cache
-//     for r in groups of kTileRows rows       C tile stays in registers
-//       for k < depth                         one B row (kTileVecs loads), kTileRows broadcasts of
-//       A, their FMAs
+//   for n in panels of kTileVecs vectors    B panel [depth x panel] stays in the L1 cache
+//     for r in groups of kTileRows rows     C tile stays in registers
+//       for k < depth                       kTileVecs loads of B, kTileRows broadcasts of A, FMAs
 //
-// 6 x 2 vectors fill 12 of 16 registers, 6 x 4 fill 24 of 32; either way one A element is broadcast into
-// one register and feeds kTileVecs FMAs, so that loads stay well under the two a cycle that hardware
-// allows. (On aarch64 GCC spills some of 24 accumulators, so it gets the small tile.)
+// 6 x 2 vectors fill 12 of 16 registers, 6 x 4 fill 24 of 32; either way one A element is broadcast
+// into one register and feeds kTileVecs FMAs, so that loads stay well under the two a cycle that
+// hardware allows. (On aarch64 GCC spills some of 24 accumulators, so it gets the small tile.)
 //
 // Rows are computed in whole groups: A and C must have memory up to round_up(rows, kTileRows),
 // whose contents do not matter. Columns are whole vectors. Depth is exact.

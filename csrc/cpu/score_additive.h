@@ -28,7 +28,7 @@ class AdditiveScore {
       : p_(p),
         scratch_(scratch),
         backward_(backward),
-        direct_(!backward && p.M == 1 && p.H == p.Hkv && rows_contiguous(p.k)),
+        direct_(p.M == 1 && p.H == p.Hkv && rows_contiguous(p.k)),
         dims_(round_up(p.D + 1, 2)),
         ld_(tile_stride(p.D)),
         keys_(key_panels()),
@@ -49,7 +49,8 @@ class AdditiveScore {
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
     ++loaded_keys_;
-    if (direct_) return void(direct_keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D));
+    direct_keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D);
+    if (direct_ && !backward_) return;
     bool finite = true;
     for (int64_t c = 0; c < cols; c += kWidth) {
       float* const panel = key_panel(keys_, c);
@@ -66,7 +67,8 @@ class AdditiveScore {
     slot_->rows = rows;
     slot_->prepared = kNothing;
     select_head(h);
-    if (direct_) return void(pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), 1.f, slot_->q, direct_ld()));
+    if (direct_) pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), 1.f, slot_->direct_q, direct_ld());
+    if (direct_ && !backward_) return;
     for (int64_t i = 0; i < rows; i += kPanelRows) {
       float* const panel = slot_->q + i * dims_;
       pack_transposed(matrix_at(p_.q, b, h, i0 + i, min64(kPanelRows, rows - i), p_.D), 1.f, panel, kPanelRows);
@@ -75,8 +77,8 @@ class AdditiveScore {
   }
 
   void scores(float* s) {
+    if (!direct_ || backward_) prepare_queries();
     if (direct_) return score_directly(s);
-    prepare_queries();
     for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
       exact_ ? score_panel<true>(i, s + i * kBlockN) : score_panel<false>(i, s + i * kBlockN);
   }
@@ -118,10 +120,11 @@ class AdditiveScore {
 
   // A block of queries of one head.
   struct Slot {
-    float* q;      // panels [dims_][kPanelRows]
-    float* e;      // panels [terms.all][kPanelRows]: c E, or q, in the order of the terms
-    float* w;      // [D]
+    float* q;  // panels [dims_][kPanelRows]
+    float* e;  // panels [terms.all][kPanelRows]: c E, or q, in the order of the terms
+    float* w;  // [D], zeros up to direct_ld()
     Terms terms;
+    float *direct_q, *direct_half;  // DirectQuery
     int64_t rows, head, prepared;
   };
 
@@ -134,10 +137,16 @@ class AdditiveScore {
     Slot* const slots = reinterpret_cast<Slot*>(scratch_.ints(count * static_cast<int64_t>(sizeof(Slot) / 4)));
     const int64_t capacity = round_up(p_.D, 2) + 2;
     for (int64_t n = 0; n < count; ++n) {
-      const Terms terms = {scratch_.ints(capacity), scratch_.floats(capacity), scratch_.floats(capacity / 2), 0, 0, 0.f};
-      slots[n] = {query_panels(dims_), query_panels(capacity), scratch_.floats(round_up(p_.D, 2 * kWidth)), terms, 0, -1,
-                  kNothing};
-      fill(slots[n].q, kBlockM * dims_, 0.f);  // rows past the last query are computed with, too
+      Slot& slot = slots[n];
+      slot.q = query_panels(dims_);
+      slot.e = query_panels(capacity);
+      slot.w = scratch_.floats(direct_ld());
+      slot.terms = {scratch_.ints(capacity), scratch_.floats(capacity), scratch_.floats(capacity / 2), 0, 0, 0.f};
+      slot.direct_q = scratch_.floats(direct_ld());
+      slot.direct_half = scratch_.floats(direct_ld() / 2);
+      slot.rows = 0, slot.head = -1, slot.prepared = kNothing;
+      fill(slot.q, kBlockM * dims_, 0.f);  // rows past the last query are computed with, too
+      fill(slot.direct_q, direct_ld(), 0.f);
     }
     return slots;
   }
@@ -157,12 +166,11 @@ class AdditiveScore {
     direct_ ? pair_weights() : list_terms(slot_->w, slot_->terms);
   }
 
-  // For direct_scores(): zeros up to a multiple of two vectors, and the halves, in `e`.
   int64_t direct_ld() const { return round_up(p_.D, 2 * kWidth); }
   void pair_weights() {
     fill(slot_->w + p_.D, direct_ld() - p_.D, 0.f);
     for (int64_t d = 0; d < direct_ld(); d += 2 * kWidth)
-      store(slot_->e + d / 2, (load(slot_->w + d) + load(slot_->w + d + kWidth)) * 0.5f);
+      store(slot_->direct_half + d / 2, (load(slot_->w + d) + load(slot_->w + d + kWidth)) * 0.5f);
   }
 
   void list_terms(const float* w, Terms& terms) const {
@@ -297,8 +305,7 @@ class AdditiveScore {
 
   void score_directly(float* s) const {
     with_dtype(p_.k.dtype, [&](auto type) {
-      for (int64_t i = 0; i < slot_->rows; ++i)
-        direct_scores<type>({slot_->q + i * direct_ld(), slot_->w, slot_->e}, direct_keys_, s + i * kBlockN);
+      direct_scores<type>({slot_->direct_q, slot_->w, slot_->direct_half}, direct_keys_, s);
     });
   }
 

@@ -14,9 +14,8 @@ namespace fastattn::FASTATTN_ISA {
 
 class DotScore {
  public:
-  // 96 is a multiple of the 6 rows and of the 2 x 8 or 4 x 4 x ... lanes of a register tile.
-  // Measured on Zen 3, d64: packing a key tile then costs 4% of the two products it feeds, and 96 x
-  // 96 scores stay in the L2 cache.
+  // Multiples of a register tile's 6 rows and 2 vectors. Measured on Zen 3 at d64: sizes from 48 to
+  // 128 are within 3% of each other; 64 keys cost 3% more packing, 128 queries more causal waste.
   static constexpr int64_t kBlockM = 96;
   static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 96;
 

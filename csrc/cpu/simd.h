@@ -76,7 +76,7 @@ FASTATTN_SIMD Vec from_bits(VecI x) { return (Vec)x; }
 // out.
 FASTATTN_SIMD Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
-  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
 #elif defined(__AVX__) && FASTATTN_VECTOR_WIDTH == 8
   return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
 #else
@@ -85,7 +85,7 @@ FASTATTN_SIMD Vec max(Vec a, Vec b) {
 }
 FASTATTN_SIMD Vec min(Vec a, Vec b) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
-  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+  return (Vec)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
 #elif defined(__AVX__) && FASTATTN_VECTOR_WIDTH == 8
   return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
 #else
@@ -251,7 +251,7 @@ FASTATTN_SIMD WideProduct multiply_wide(VecU a, uint32_t m) {
 // Zero-extends; spelled out where compilers take the long way.
 FASTATTN_SIMD VecU widen(VecHalf x) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
-  return (VecU)_mm512_cvtepu16_epi32((__m256i)x);
+  return (VecU)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x);
 #elif defined(__AVX2__) && FASTATTN_VECTOR_WIDTH == 8
   return (VecU)_mm256_cvtepu16_epi32((__m128i)x);
 #else

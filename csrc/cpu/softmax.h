@@ -1,11 +1,10 @@
 // Online softmax over a row block, in base 2: what is kept per row while key tiles stream by, and
 // one step of it.
 //
-//   m' = max(m, max_j s_j)     alpha = 2^(m - m')     w_j = 2^(s_j - m')     l' = alpha l + sum_j
-//   w_j
+//   m' = max(m, max_j s_j)   alpha = 2^(m - m')   w_j = 2^(s_j - m')   l' = alpha l + sum_j w_j
 //
-// A row that has met no key has m = -inf, l = 0; it subtracts 0 instead of m, so that no (-inf) -
-// (-inf) arises.
+// A row that has met no key has m = -inf and l = 0; it subtracts 0 instead of m, so that -inf is
+// never subtracted from -inf.
 #pragma once
 
 #include "cpu/gemm.h"

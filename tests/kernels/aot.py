@@ -1,11 +1,16 @@
 """Compiles launchers' kernels without a GPU, and says what the machine code uses.
 
+    python tests/kernels/aot.py sm_90 2        every row of config.py for 2-byte elements, as JSON
+
 A driver that only names its architecture stands in for the real one, and launches compile instead
 of running. Tensors are on the meta device. Not in the interpreter: run it in its own process.
 """
 
+import json
 import re
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -66,6 +70,7 @@ def usage(kernel, folder: Path) -> dict:
         "registers": int(found["REG"]),
         "stack": int(found["STACK"]) + int(found["LOCAL"]),
         "shared": kernel.metadata.shared,
+        "tensor_core_products": len(re.findall(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])),
     }
 
 
@@ -92,3 +97,46 @@ def call(dtype, D, E=None, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **f
         band_lo=None, band_hi=0 if causal else None, scale=D**-0.5, dropout_p=dropout_p,
         weights=features.get("weights", "none"),
     )  # fmt: skip
+
+
+# The features whose code is largest: what compiles with all of them compiles with some of them.
+MASKED = dict(causal=True, kv_len=(2, 1024), keep=(2, 1, 1024, 1024))
+RICH = dict(MASKED, Hkv=2, dropout_p=0.1, bias=(2, 4, 1024, 1024), weights="full")
+
+
+def compile_row(dtype, head_size: int, features: dict) -> None:
+    """Forward and backward of one problem."""
+    from fastattn.kernels.launch import empty_forward
+    from fastattn.kernels.sdpa_bwd import launch_sdpa_bwd
+    from fastattn.kernels.sdpa_fwd import launch_sdpa_fwd
+
+    problem = call(dtype, head_size, **features)
+    launch_sdpa_fwd(problem)
+    out, lse, weights = empty_forward(problem)
+    grad_weights = None if problem.weights == "none" else weights
+    launch_sdpa_bwd(
+        problem, out, lse, torch.empty_like(out), None, grad_weights, problem.bias is not None
+    )
+
+
+def main(arch: str, size: str) -> None:
+    compiled = compile_only(arch)
+    found = []
+    dtype = {2: torch.bfloat16, 4: torch.float32}[int(size)]
+    with tempfile.TemporaryDirectory() as folder:
+        for head_size in (64, 128, 256):
+            for name, features in (
+                ("causal", dict(causal=True)),
+                ("masked", MASKED),
+                ("rich", RICH),
+            ):
+                compiled.clear()
+                compile_row(dtype, head_size, features)
+                for kernel in compiled:
+                    entry = usage(kernel, Path(folder))
+                    found.append(dict(entry, head_size=head_size, problem=name))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -29,7 +29,7 @@ def _repair_interpreter():
     inner dim, as the GPU does it: BLAS takes another for every shape, and where logits are 1e4 that
     is all the difference between S and the transposed S of the backward.
     """
-    import triton.experimental.gluon  # the first launch would import it, and checks the variable
+    import triton.experimental.gluon  # noqa: F401 - the first launch would import it, and checks the variable
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -58,17 +58,16 @@ def call_of(mask, bias=None, device="cpu"):
     return Call(*tensors, *ops.scalars(p), "none"), kept
 
 
-def tiles(kept):
-    """[B, H, ROWS, COLS, BLOCK_M * BLOCK_N]: the pairs of each tile, True past the last row."""
-    padded = torch.zeros(B, H, ROWS * BLOCK_M, COLS * BLOCK_N, dtype=torch.bool)
-    padded[:, :, M:] = True
+def tiles(kept, past_rows=True, past_keys=False):
+    """[B, H, ROWS, COLS, BLOCK_M * BLOCK_N]: the pairs of each tile, and what fills it up."""
+    padded = torch.full((B, H, ROWS * BLOCK_M, COLS * BLOCK_N), past_keys)
+    padded[:, :, M:] = past_rows
     padded[:, :, :M, :N] = kept
-    padded = padded.view(B, H, ROWS, BLOCK_M, COLS, BLOCK_N)
-    return padded.transpose(3, 4).flatten(4)
+    return padded.view(B, H, ROWS, BLOCK_M, COLS, BLOCK_N).transpose(3, 4).flatten(4)
 
 
-def any_pair(kept):
-    return tiles(torch.nn.functional.pad(kept, (0, 0, 0, 0)))[..., :].any(-1)
+def some_pair(kept):
+    return tiles(kept, past_rows=False).any(-1)
 
 
 @triton.jit
@@ -93,9 +92,7 @@ def test_keep_tile_is_the_mask(mask, device):
 
 
 @triton.jit
-def range_kernel(
-    out_ptr, mask, M, N, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr
-):
+def range_kernel(out_ptr, mask, M, N, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr):
     b, block = tl.program_id(0), tl.program_id(1)
     if COLUMNS:
         found = masking.q_range(mask, b, block * BN, M, N, BM, BN)
@@ -114,25 +111,17 @@ def test_ranges_hold_every_kept_pair_and_full_blocks_are_full(mask, columns, dev
     if columns and mask.kv_len is not None and mask.kv_len.shape[1] > 1:
         pytest.skip("not an interval of rows: lists serve")
     call, kept = call_of(Mask(mask.causal, mask.window, mask.kv_len), device=device)
-    kept = kept[:, :1]
     lines, length = (COLS, ROWS) if columns else (ROWS, COLS)
     out = torch.empty(B, lines, 4, dtype=torch.int32, device=device)
     range_kernel[(B, lines)](
         out, masking.mask_args(call), M, N, BM=BLOCK_M, BN=BLOCK_N, COLUMNS=columns
     )
-    pairs = tiles(kept.expand(B, H, M, N))[:, 0]
+    some = some_pair(kept)
     if columns:  # keys past the last one are no concern of a key block's own gradients
-        real = torch.arange(COLS * BLOCK_N).view(COLS, 1, BLOCK_N) < N
-        full = (pairs | ~real.expand(COLS, BLOCK_M, BLOCK_N).flatten(1)).all(-1)
+        full, some = tiles(kept, past_keys=True).all(-1).mT, some.mT
     else:
-        full = pairs.all(-1)
-    inside = (pairs & tiles(torch.ones(B, H, M, N, dtype=torch.bool))[:, 0]).view(
-        B, ROWS, COLS, BLOCK_M, BLOCK_N
-    )
-    inside = inside & (torch.arange(ROWS * BLOCK_M).view(ROWS, 1, BLOCK_M, 1) < M)
-    some = inside.flatten(3).any(-1)
-    if columns:
-        full, some = full.transpose(1, 2), some.transpose(1, 2)
+        full = tiles(kept).all(-1)
+    full, some = full[:, 0], some[:, 0]
     for b, line in itertools.product(range(B), range(lines)):
         begin, full_begin, full_end, end = out[b, line].tolist()
         assert begin <= full_begin <= full_end <= end
@@ -175,9 +164,7 @@ def test_a_bias_of_every_head_is_not_scanned():
 def assert_lists(lists, kept, plain, columns):
     """Compares with classes computed by PyTorch: partial blocks first, each kind ascending."""
     full = tiles(kept & plain).all(-1)
-    past = torch.zeros(B, H, M, N, dtype=torch.bool)
-    some = (tiles(kept) & ~tiles(past)).any(-1)  # without the rows past the last
-    classes = torch.where(some, torch.where(full, 2, 1), 0)
+    classes = torch.where(some_pair(kept), torch.where(full, 2, 1), 0)
     if columns:
         classes = classes.transpose(2, 3)
     lines, length = classes.shape[2:]

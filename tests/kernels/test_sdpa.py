@@ -46,7 +46,9 @@ def everything(q, k, v, grad_out=None, **options):
     """Output and gradients, as a dict."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, **options)
-    grad_out = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out) if grad_out is None else grad_out
+    grad_out = (
+        torch.linspace(-1, 1, out.numel()).view(out.shape).to(out) if grad_out is None else grad_out
+    )
     grads = torch.autograd.grad(out, leaves, grad_out)
     return dict(zip(("out", "grad_q", "grad_k", "grad_v"), (out.detach(), *grads), strict=True))
 
@@ -133,9 +135,14 @@ def test_scales_of_any_sign(scale, device):
     q, k, v = inputs(device)
     got = everything(q, k, v, scale=scale, is_causal=True)
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*leaves, scale=scale, is_causal=True)
+    scores = (leaves[0] @ leaves[1].mT * scale).masked_fill(
+        ~torch.ones(40, 70, device=device).tril().bool(), -INF
+    )
+    out = torch.softmax(scores, -1) @ leaves[2]
     torch.testing.assert_close(got["out"].double(), out.detach(), rtol=1e-5, atol=1e-5)
-    grads = torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))
+    grads = torch.autograd.grad(
+        out, leaves, torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+    )
     for key, grad in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
         torch.testing.assert_close(got[key].double(), grad, rtol=1e-4, atol=1e-5, msg=key)
 
@@ -174,7 +181,9 @@ def grad_out_of(q, results):
     return torch.cos(torch.arange(results["out"][:1].numel())).view(1, 2, 40, 8).to(q).expand_as(q)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 70), (3, 1, 40, 1), (1, 1, 40, 70)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (1, 2, 1, 70), (3, 1, 40, 1), (1, 1, 40, 70)], ids=str
+)
 def test_gradient_of_a_small_bias_is_split_and_added_up(shape, device, monkeypatch):
     q, k, v = inputs(device, B=3, grad=False)
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)

@@ -1,4 +1,4 @@
-"""Tiles of strided arrays: bounds, 64-bit offsets, the order of programs, products that mind NaN."""
+"""Tiles of strided arrays: bounds, 64-bit offsets, order of programs, products that mind NaN."""
 
 import math
 
@@ -96,7 +96,10 @@ def test_exact_dot_uses_what_is_used(garbage, device):
     want = torch.zeros(16, 16)
     for r, s in used.nonzero().tolist():
         want[r] += a[r, s] * x[s]
-    out, flags = torch.empty(16, 16, device=device), torch.empty(2, dtype=torch.int32, device=device)
+    out, flags = (
+        torch.empty(16, 16, device=device),
+        torch.empty(2, dtype=torch.int32, device=device),
+    )
     exact_kernel[(1,)](
         a.to(device), used.to(device).view(torch.uint8), tiles.view(x[None, None].to(device)), out,
         flags, 16, R=16, C=16,

@@ -1,0 +1,164 @@
+"""Tile sizes, warps and pipeline stages: one table a kernel, rows by architecture, with reasons.
+
+A row is found by architecture, bytes an element, the head size rounded up to 64, 128 or 256, and
+whether the problem is *rich*: dropout, a bias or weights need registers that a mask does not.
+
+Nothing is measured here and nothing runs at import. The rows are what fits: registers without a
+spill and shared memory within the device, both checked by compiling every row (tests/kernels/
+test_aot.py); among what fits, the largest tile, since a tile of BLOCK_M x BLOCK_N does BLOCK_M
+(forward) operations on every key element that it loads. None was timed on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+
+class Config(NamedTuple):
+    """How a kernel runs; what it computes does not depend on it."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+class Row(NamedTuple):
+    """The configurations of plain and of rich problems."""
+
+    plain: Config
+    rich: Config
+
+
+def _row(plain: tuple[int, ...], rich: tuple[int, ...] | None = None) -> Row:
+    return Row(Config(*plain), Config(*(rich or plain)))
+
+
+# {kernel: {(architecture, bytes an element): {head size: row}}}. "tile" serves the kernels that own
+# one tile (weights, dbias) or one row block (delta).
+TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
+    "fwd": {
+        # Two warpgroups of 64 rows: at head size 128, O is 64 registers a thread and S 32.
+        ("sm_90", 2): {
+            64: _row((128, 128, 8, 3), (128, 64, 8, 3)),
+            128: _row((128, 64, 8, 3)),  # 128 keys: the masked loop spills its last registers
+            256: _row((64, 64, 8, 2)),  # O of 128 rows alone takes half of the registers
+        },
+        # Products take Q from registers: 64 keys where Hopper takes 128.
+        ("sm_80", 2): {
+            64: _row((128, 64, 8, 3)),
+            128: _row((128, 64, 8, 2), (128, 32, 8, 2)),
+            256: _row((64, 32, 8, 2)),
+        },
+        # 64 KB of shared memory, four waves of 64 lanes with 512 registers each; compiled only.
+        ("gfx942", 2): {
+            64: _row((128, 64, 4, 1)),
+            128: _row((128, 32, 4, 1)),
+            256: _row((64, 32, 4, 1)),
+        },
+    },
+    "dq": {
+        # Q and dO stay as well as dQ, and S and dP are two tiles.
+        ("sm_90", 2): {
+            64: _row((128, 64, 8, 3), (128, 64, 8, 2)),
+            128: _row((128, 64, 8, 2), (64, 64, 8, 2)),
+            256: _row((64, 64, 8, 2), (64, 32, 8, 2)),
+        },
+        ("sm_80", 2): {
+            64: _row((128, 64, 8, 2), (64, 32, 4, 2)),
+            128: _row((64, 64, 8, 2)),
+            256: _row((64, 32, 8, 1)),  # spills about 100 bytes, as smaller tiles do
+        },
+        ("gfx942", 2): {
+            64: _row((128, 32, 4, 1)),
+            128: _row((64, 32, 4, 1)),
+            256: _row((32, 32, 4, 1)),
+        },
+    },
+    "dkdv": {
+        # dK and dV are two accumulators of BLOCK_N rows: queries stream by in smaller steps.
+        ("sm_90", 2): {
+            64: _row((64, 128, 8, 3), (32, 64, 8, 2)),
+            128: _row((32, 128, 8, 2), (32, 64, 8, 2)),
+            256: _row((32, 64, 8, 2), (16, 64, 8, 2)),
+        },
+        ("sm_80", 2): {
+            64: _row((32, 64, 8, 2), (16, 128, 8, 2)),
+            128: _row((32, 64, 8, 2), (16, 32, 8, 2)),
+            256: _row((16, 32, 8, 1)),
+        },
+        ("gfx942", 2): {
+            64: _row((32, 64, 4, 1)),
+            128: _row((32, 32, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
+    "tile": {
+        ("sm_90", 2): {
+            64: _row((64, 64, 8, 2)),
+            128: _row((64, 64, 8, 2)),
+            256: _row((16, 32, 8, 1)),  # dbias holds a tile of each of Q, K, dO and V at once
+        },
+        ("sm_80", 2): {
+            64: _row((64, 32, 8, 2)),
+            128: _row((32, 32, 8, 2)),
+            256: _row((16, 32, 8, 1)),
+        },
+        ("gfx942", 2): {
+            64: _row((64, 32, 4, 1)),
+            128: _row((32, 32, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
+}
+
+# Exact fp32 products run on FMA units, whose operands come from registers: small tiles.
+_FP32 = {
+    "fwd": {64: _row((32, 32, 4, 1)), 128: _row((32, 32, 8, 1)), 256: _row((16, 32, 8, 1))},
+    "dq": {64: _row((32, 32, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((16, 32, 8, 1))},
+    "dkdv": {64: _row((32, 32, 8, 1)), 128: _row((16, 32, 8, 1)), 256: _row((16, 16, 8, 1))},
+    "tile": {64: _row((32, 32, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((16, 16, 8, 1))},
+}
+# Oblong and small, so that small problems have every kind of tile.
+_INTERPRETER = {"fwd": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1),
+                "tile": (64, 32, 4, 1)}  # fmt: skip
+HEAD_SIZES = (64, 128, 256)
+for _kernel, _rows in TABLE.items():
+    for _arch in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942"):
+        _rows[_arch, 4] = _FP32[_kernel]
+    for _bytes in (2, 4):
+        _rows["interpreter", _bytes] = dict.fromkeys(HEAD_SIZES, _row(_INTERPRETER[_kernel]))
+    _rows["sm_100", 2] = _rows["sm_90", 2]  # same registers and shared memory
+    _rows["sm_86", 2] = _rows["sm_80", 2]  # whose rows all fit the 99 KB that these have
+
+
+def choose(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_size: int, rich: bool
+) -> Config:
+    """The configuration of ``kernel`` for a problem; ``head_size`` is the larger of D and E."""
+    size = next(s for s in HEAD_SIZES if head_size <= s)
+    row = TABLE[kernel][architecture(device), dtype.itemsize][size]
+    return row.rich if rich else row.plain
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The rows that serve a device; ``interpreter`` where there is none."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 8:
+        return "sm_80" if minor == 0 else "sm_86"
+    # 12.x has the shared memory of 8.6; a newer architecture gets what the oldest one bears.
+    return {9: "sm_90", 10: "sm_100", 12: "sm_86"}.get(major, "sm_86")
+
+
+def padded(size: int) -> int:
+    """A head size as tiles hold it: a power of two, at least the 16 that tl.dot asks for."""
+    return max(16, triton.next_power_of_2(size))

@@ -1,0 +1,123 @@
+"""The host side that launchers share: the operator's arguments as a record, and its outputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from .config import choose, padded
+from .masking import scans_bias
+from .tiles import Dims, Spec
+
+
+class Call(NamedTuple):
+    """The arguments that the forward and backward operators share (``fastattn/ops.py``).
+
+    Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``,
+    bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len int32 ``[B, 1]`` or ``[B, M]``, seed int64
+    ``[]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    bias: Tensor | None
+    kv_len: Tensor | None
+    keep: Tensor | None
+    seed: Tensor | None
+    band_lo: int | None
+    band_hi: int | None
+    scale: float
+    dropout_p: float
+    weights: str
+
+    @property
+    def B(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def Hkv(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def M(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def N(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def D(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def E(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.B, self.H, self.M, self.N
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(self.H, self.H // max(self.Hkv, 1), self.M, self.N)
+
+    @property
+    def rich(self) -> bool:
+        """Whether a kernel needs more registers than for masks; see config.py."""
+        return self.bias is not None or self.dropout_p > 0 or self.weights != "none"
+
+    @property
+    def masks_within_tiles(self) -> bool:
+        """Whether a key may be used by some rows of a tile and masked for others."""
+        by_row = self.kv_len is not None and self.kv_len.shape[1] != 1
+        band = self.band_lo is not None or self.band_hi is not None
+        return by_row or band or self.keep is not None or self.bias is not None
+
+
+def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """(out laid out as [B, M, H, E], lse, weights), uninitialised."""
+    B, H, M, N = call.shape
+    out = call.q.new_empty(B, M, H, call.E).transpose(1, 2)
+    lse = call.q.new_empty(B, H, M, dtype=torch.float32)
+    shape = {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[call.weights]
+    return out, lse, call.q.new_empty(shape)
+
+
+def per_head_weights(call: Call, weights: Tensor | None) -> Tensor | None:
+    """Returned weights or their gradient as [B, H, M, N]; a mean over heads broadcasts."""
+    if weights is None or call.weights == "full":
+        return weights
+    return weights.unsqueeze(1).expand(call.shape)
+
+
+def precision(call: Call) -> str:
+    """How tl.dot multiplies fp32: exactly, unless torch's own setting allows TF32."""
+    allowed = call.q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed else "ieee"
+
+
+def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
+    """What ``kernel`` is compiled for, and Triton's options for launching it.
+
+    FP fusion is asked for out loud: Triton's default is about to change.
+    """
+    config = choose(kernel, call.q.device, call.q.dtype, max(call.D, call.E), call.rich)
+    fields = Spec(
+        D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
+        BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,
+        PRECISION=precision(call), FOLD_SCALE=call.bias is None and call.scale > 0,
+        BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
+        MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band_hi is not None,
+    )  # fmt: skip
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+    return Spec(*map(tl.constexpr, fields)), options

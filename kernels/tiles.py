@@ -1,0 +1,169 @@
+"""Tiles of strided arrays: where they lie, loading and storing them, products that mind NaN.
+
+Offsets are 64-bit wherever a stride is multiplied: views may span more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class View(NamedTuple):
+    """A strided array over [B, H, rows, cols]; broadcast dims have stride 0, absent is all None."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_r: Any
+    stride_c: Any
+
+
+class Dims(NamedTuple):
+    """The sizes that kernels take at run time; ``group`` query heads share a key head."""
+
+    H: int
+    group: int
+    M: int
+    N: int
+
+
+class Spec(NamedTuple):
+    """What a kernel is compiled for; every field is a constexpr. Made by ``launch.spec``."""
+
+    D: Any
+    E: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any  # D and E as tiles hold them
+    BLOCK_E: Any
+    STAGES: Any
+    PRECISION: Any  # of products of fp32
+    FOLD_SCALE: Any  # the softmax multiplies by the scale, in its FMA
+    BIAS_IN_FULL: Any  # full tiles have a bias too
+    MASKS_WITHIN_TILES: Any  # a key may be used by some rows of a tile and masked for others
+    REVERSE: Any  # the last row blocks have most keys
+
+
+EXACT_SLICE = tl.constexpr(16)  # rows that exact_dot is given at a time: little besides the sums
+
+ABSENT = View(None, None, None, None, None)
+
+
+def view(x: torch.Tensor | None, shape: tuple[int, ...] | None = None) -> View:
+    """What a kernel is given of a 4-D tensor, expanded to ``shape``."""
+    if x is None:
+        return ABSENT
+    return View(x, *(x if shape is None else x.expand(shape)).stride())
+
+
+@triton.jit
+def place(n_blocks, H, REVERSE: tl.constexpr):
+    """(block, b, h) of this program. Blocks of one head are neighbours: they share keys in L2.
+
+    The grid is one-dimensional: the other two end at 65,535. REVERSE takes the last block first,
+    for masks whose last row blocks have most keys: the short ones then fill the gaps at the end.
+    """
+    pid = tl.program_id(0)
+    block = pid % n_blocks
+    head = pid // n_blocks
+    if REVERSE:
+        block = n_blocks - 1 - block
+    return block, head // H, head % H
+
+
+@triton.jit
+def head_ptr(x, b, h):
+    """Where (b, h) of a View begins."""
+    return x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+
+
+@triton.jit
+def row_ptrs(ptr, b, h, H, offs_m, M):
+    """Where the rows of (b, h) are in a contiguous [B, H, M]."""
+    return ptr + (b.to(tl.int64) * H + h) * M + offs_m
+
+
+@triton.jit
+def load_tile(
+    ptr, x, offs_r, offs_c, n_rows, n_cols, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr
+):
+    """Rows ``offs_r`` and columns ``offs_c`` of one head of a View; 0 outside the checked sizes."""
+    ptrs = ptr + (
+        offs_r.to(tl.int64)[:, None] * x.stride_r + offs_c.to(tl.int64)[None, :] * x.stride_c
+    )
+    if CHECK_ROWS and CHECK_COLS:
+        inside = (offs_r[:, None] < n_rows) & (offs_c[None, :] < n_cols)
+        return tl.load(ptrs, mask=inside, other=0.0)
+    elif CHECK_ROWS:
+        return tl.load(ptrs, mask=offs_r[:, None] < n_rows, other=0.0)
+    elif CHECK_COLS:
+        return tl.load(ptrs, mask=offs_c[None, :] < n_cols, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_tile(ptr, x, offs_r, offs_c, n_rows, n_cols, tile):
+    """The reverse of load_tile, in the View's dtype; what lies outside is not written."""
+    ptrs = ptr + (
+        offs_r.to(tl.int64)[:, None] * x.stride_r + offs_c.to(tl.int64)[None, :] * x.stride_c
+    )
+    inside = (offs_r[:, None] < n_rows) & (offs_c[None, :] < n_cols)
+    tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dot_t(x, y, PRECISION: tl.constexpr):
+    """x @ y^T, [rows of x, rows of y].
+
+    Exact products of fp32 run on FMA units, whose operands Triton holds in registers over the whole
+    inner dim: that is cut into pieces of 64.
+    """
+    if x.dtype == tl.float32 and PRECISION == "ieee" and x.shape[1] == 128:
+        return _dot_t_halves(x, y)
+    elif x.dtype == tl.float32 and PRECISION == "ieee" and x.shape[1] == 256:
+        x0, x1 = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        y0, y1 = tl.split(tl.reshape(y, (y.shape[0], y.shape[1] // 2, 2)))
+        return _dot_t_halves(x0, y0) + _dot_t_halves(x1, y1)
+    else:
+        return tl.dot(x, tl.trans(y), input_precision=PRECISION)
+
+
+@triton.jit
+def _dot_t_halves(x, y):
+    x0, x1 = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    y0, y1 = tl.split(tl.reshape(y, (y.shape[0], y.shape[1] // 2, 2)))
+    s = tl.dot(x0, tl.trans(y0), input_precision="ieee")
+    return tl.dot(x1, tl.trans(y1), s, input_precision="ieee")
+
+
+@triton.jit
+def any_not_finite(x, rows, n_rows):
+    """Whether a tile holds NaN or infinity in a row below n_rows: one scalar."""
+    bad = (x != x) | (tl.abs(x) == float("inf"))
+    bad = bad & (rows[:, None] < n_rows)
+    return tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def exact_dot(a, used, ptr, x, offs_r, n_rows, offs_c, n_cols, acc, SIZE: tl.constexpr):
+    """acc + a @ (rows offs_r of a View), where a pair that is not used contributes nothing.
+
+    0 * NaN is NaN, so a plain product would carry garbage past a mask. This one takes a row at a
+    time and is slow: kernels run the plain one first, and come here only if their result holds NaN
+    or infinity.
+    """
+    slots = tl.arange(0, SIZE)
+    for n in tl.range(0, SIZE, num_stages=1):
+        here = slots == n
+        row = tl.sum(tl.where(here, offs_r, 0), 0)
+        ptrs = ptr + row.to(tl.int64) * x.stride_r + offs_c.to(tl.int64) * x.stride_c
+        x_row = tl.load(ptrs, mask=(row < n_rows) & (offs_c < n_cols), other=0.0).to(tl.float32)
+        factor = tl.sum(tl.where(here[None, :], a, 0.0), 1)
+        taken = tl.max((used & here[None, :]).to(tl.int32), 1) > 0
+        acc = tl.where(taken[:, None], acc + factor[:, None] * x_row[None, :], acc)
+    return acc
