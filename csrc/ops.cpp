@@ -1,10 +1,13 @@
-// The binding: the only file that knows tensors. Checks arguments, allocates results, fills in the params structs.
+// The binding: the only file that knows tensors. Checks arguments, allocates results, fills in the
+// params structs.
 //
-// Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and every later version.
-// The operators' schemas and fake kernels stand in fastattn/ops.py; layouts of results must agree with those.
+// Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and
+// every later version. The operators' schemas and fake kernels stand in fastattn/ops.py; layouts of
+// results must agree with those.
 //
-// The Python side has validated everything with better messages already. The checks here are the last line: an operator
-// called directly with shapes that do not fit must raise, never read out of bounds.
+// The Python side has validated everything with better messages already. The checks here are the
+// last line: an operator called directly with shapes that do not fit must raise, never read out of
+// bounds.
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -56,12 +59,13 @@ bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
 
 int64_t stride_or_0(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
-View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shape, bool may_broadcast = false) {
+View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shape,
+             bool may_broadcast = false) {
   bool fits = broadcasts_to(t, shape);
   for (size_t d = 0; fits && !may_broadcast && d < shape.size(); ++d) fits = t.size(d) == shape[d];
   STD_TORCH_CHECK(fits, "fastattn: ", name, ": its shape does not fit the other arguments");
-  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0), stride_or_0(t, 1), stride_or_0(t, 2),
-          stride_or_0(t, 3)};
+  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0),
+          stride_or_0(t, 1), stride_or_0(t, 2), stride_or_0(t, 3)};
 }
 
 // ---- the problem ----
@@ -78,7 +82,8 @@ struct Problem {
 WeightsMode weights_mode(const std::string& weights) {
   if (weights == "none") return WeightsMode::kNone;
   if (weights == "full") return WeightsMode::kFull;
-  STD_TORCH_CHECK(weights == "mean", "fastattn: weights: expected none, full or mean, got ", weights);
+  STD_TORCH_CHECK(weights == "mean", "fastattn: weights: expected none, full or mean, got ",
+                  weights);
   return WeightsMode::kMean;
 }
 
@@ -91,9 +96,10 @@ std::vector<int64_t> weights_shape(const AttentionParams& p) {
 // The weights as [B, H or 1, M, N].
 View weights_view(const AttentionParams& p, const Tensor& t, const char* name) {
   if (p.weights_mode == WeightsMode::kFull) return view_of(t, name, {p.B, p.H, p.M, p.N});
-  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.M && t.size(2) == p.N, "fastattn: ", name,
-                  ": its shape does not fit the other arguments");
-  return {t.data_ptr(), dtype_of(t, name), stride_or_0(t, 0), 0, stride_or_0(t, 1), stride_or_0(t, 2)};
+  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.M && t.size(2) == p.N,
+                  "fastattn: ", name, ": its shape does not fit the other arguments");
+  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0), 0,
+          stride_or_0(t, 1), stride_or_0(t, 2)};
 }
 
 void fill_masks(const Problem& in, AttentionParams* p) {
@@ -112,8 +118,9 @@ void fill_masks(const Problem& in, AttentionParams* p) {
   }
   if (in.keep) {
     const Tensor& t = *in.keep;
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Bool && broadcasts_to(t, {p->B, p->H, p->M, p->N}),
-                    "fastattn: keep: expected bool, broadcastable to [B, H, M, N]");
+    STD_TORCH_CHECK(
+        t.scalar_type() == ScalarType::Bool && broadcasts_to(t, {p->B, p->H, p->M, p->N}),
+        "fastattn: keep: expected bool, broadcastable to [B, H, M, N]");
     p->mask.keep = static_cast<const uint8_t*>(t.data_ptr());
     p->mask.keep_stride_b = stride_or_0(t, 0);
     p->mask.keep_stride_h = stride_or_0(t, 1);
@@ -125,7 +132,8 @@ void fill_masks(const Problem& in, AttentionParams* p) {
 void fill_dropout(const Problem& in, AttentionParams* p) {
   p->dropout = {};
   if (!in.seed) return;
-  STD_TORCH_CHECK(in.dropout_p >= 0 && in.dropout_p <= 1, "fastattn: dropout_p: expected 0 to 1, got ", in.dropout_p);
+  STD_TORCH_CHECK(in.dropout_p >= 0 && in.dropout_p <= 1,
+                  "fastattn: dropout_p: expected 0 to 1, got ", in.dropout_p);
   STD_TORCH_CHECK(in.seed->scalar_type() == ScalarType::Long && in.seed->numel() == 1,
                   "fastattn: seed: expected one int64");
   const double threshold = in.dropout_p * 4294967296.0;
@@ -136,7 +144,8 @@ void fill_dropout(const Problem& in, AttentionParams* p) {
 }
 
 void fill_problem(const Problem& in, AttentionParams* p) {
-  STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4, "fastattn: q, k, v: expected 4 dims");
+  STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4,
+                  "fastattn: q, k, v: expected 4 dims");
   p->B = in.q.size(0), p->H = in.q.size(1), p->M = in.q.size(2), p->D = in.q.size(3);
   p->Hkv = in.k.size(1), p->N = in.k.size(2), p->E = in.v.size(3);
   STD_TORCH_CHECK(p->Hkv == p->H || (p->Hkv > 0 && p->H % p->Hkv == 0),
@@ -152,7 +161,8 @@ void fill_problem(const Problem& in, AttentionParams* p) {
     p->w = {in.w->data_ptr(), dtype_of(*in.w, "w"), 0, in.w->stride(0), 0, in.w->stride(1)};
   }
   p->bias = {};
-  if (in.bias) p->bias = view_of(*in.bias, "bias", {p->B, p->H, p->M, p->N}, /*may_broadcast=*/true);
+  if (in.bias)
+    p->bias = view_of(*in.bias, "bias", {p->B, p->H, p->M, p->N}, /*may_broadcast=*/true);
   p->weights_mode = weights_mode(in.weights);
   fill_masks(in, p);
   fill_dropout(in, p);
@@ -160,32 +170,37 @@ void fill_problem(const Problem& in, AttentionParams* p) {
 
 // ---- memory and threads ----
 
-Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype) { return torch::stable::empty(shape, dtype); }
+Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype) {
+  return torch::stable::empty(shape, dtype);
+}
 
 fastattn::Parallel torch_threads() {
   return {static_cast<int64_t>(torch::stable::get_num_threads()),
           [](int64_t n, void (*body)(void*, int64_t, int64_t), void* ctx) {
-            torch::stable::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) { body(ctx, begin, end); });
+            torch::stable::parallel_for(0, n, 1,
+                                        [&](int64_t begin, int64_t end) { body(ctx, begin, end); });
           }};
 }
 
 // ---- operators ----
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias,
-                                           OptTensor kv_len, OptTensor keep, OptTensor seed,
-                                           std::optional<int64_t> band_lo, std::optional<int64_t> band_hi,
-                                           double scale, double dropout_p, std::string weights) {
-  const Problem in = {q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights};
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptTensor w,
+                                           OptTensor bias, OptTensor kv_len, OptTensor keep,
+                                           OptTensor seed, std::optional<int64_t> band_lo,
+                                           std::optional<int64_t> band_hi, double scale,
+                                           double dropout_p, std::string weights) {
+  const Problem in = {q,    k,       v,       w,     bias,      kv_len, keep,
+                      seed, band_lo, band_hi, scale, dropout_p, weights};
   ForwardParams p{};
   fill_problem(in, &p);
 
   const ScalarType dtype = q.scalar_type();
   Tensor storage = empty({p.B, p.M, p.H, p.E}, dtype);
   Tensor out = torch::stable::transpose(storage, 1, 2);
-  Tensor lse = empty({p.B, p.H, p.M}, ScalarType::Float);
+  Tensor lse = empty({p.B, p.H, p.M}, ScalarType::Double);
   Tensor returned = empty(weights_shape(p), dtype);
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
-  p.lse = static_cast<float*>(lse.data_ptr());
+  p.lse = static_cast<double*>(lse.data_ptr());
   if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
 
   Tensor workspace = empty({fastattn::cpu::forward_workspace_bytes(p)}, ScalarType::Byte);
@@ -195,23 +210,26 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptTens
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len, OptTensor keep, OptTensor seed,
-    std::optional<int64_t> band_lo, std::optional<int64_t> band_hi, double scale, double dropout_p,
-    std::string weights, Tensor out, Tensor lse, Tensor grad_out, OptTensor grad_lse, OptTensor grad_weights,
-    bool bias_needs_grad) {
-  const Problem in = {q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights};
+    Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len, OptTensor keep,
+    OptTensor seed, std::optional<int64_t> band_lo, std::optional<int64_t> band_hi, double scale,
+    double dropout_p, std::string weights, Tensor out, Tensor lse, Tensor grad_out,
+    OptTensor grad_lse, OptTensor grad_weights, bool bias_needs_grad) {
+  const Problem in = {q,    k,       v,       w,     bias,      kv_len, keep,
+                      seed, band_lo, band_hi, scale, dropout_p, weights};
   BackwardParams p{};
   fill_problem(in, &p);
 
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
   p.grad_out = view_of(grad_out, "grad_out", {p.B, p.H, p.M, p.E});
-  const auto is_rows = [&](const Tensor& t) {
-    return t.scalar_type() == ScalarType::Float && t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.H &&
+  const auto is_rows = [&](const Tensor& t, ScalarType dtype) {
+    return t.scalar_type() == dtype && t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.H &&
            t.size(2) == p.M;
   };
-  STD_TORCH_CHECK(is_rows(lse) && (!grad_lse || is_rows(*grad_lse)), "fastattn: lse: expected float32 [B, H, M]");
+  STD_TORCH_CHECK(is_rows(lse, ScalarType::Double), "fastattn: lse: expected float64 [B, H, M]");
+  STD_TORCH_CHECK(!grad_lse || is_rows(*grad_lse, ScalarType::Float),
+                  "fastattn: grad_lse: expected float32 [B, H, M]");
   const Tensor lse_rows = torch::stable::contiguous(lse);
-  p.lse = static_cast<const float*>(lse_rows.data_ptr());
+  p.lse = static_cast<const double*>(lse_rows.data_ptr());
   OptTensor grad_lse_rows;
   if (grad_lse) {
     grad_lse_rows = torch::stable::contiguous(*grad_lse);
@@ -232,7 +250,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Tensor grad_bias = empty({0}, q.scalar_type());
   if (bias_needs_grad) {
     STD_TORCH_CHECK(bias.has_value(), "fastattn: bias_needs_grad without a bias");
-    p.bias_B = bias->size(0), p.bias_H = bias->size(1), p.bias_M = bias->size(2), p.bias_N = bias->size(3);
+    p.bias_B = bias->size(0), p.bias_H = bias->size(1), p.bias_M = bias->size(2),
+    p.bias_N = bias->size(3);
     grad_bias = empty({p.bias_B, p.bias_H, p.bias_M, p.bias_N}, bias->scalar_type());
     p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, p.M, p.N}, /*may_broadcast=*/true);
   }
@@ -259,6 +278,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("select_cpu_isa", TORCH_BOX(&select_cpu_isa));
 }
 
-// An importable module, so that the file is an ordinary extension to packaging tools; loading it registers the kernels.
-static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+// An importable module, so that the file is an ordinary extension to packaging tools; loading it
+// registers the kernels.
+static PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_def); }

@@ -307,7 +307,7 @@ def _attend(score, qkv, weight, return_lse: bool, backend: str, **options):
     if p.weights != "none":
         results.append(restore(weights, head_dim=p.weights == "full"))
     if return_lse:
-        results.append(restore(lse))
+        results.append(restore(lse.to(p.acc_dtype)))
     return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -54,7 +54,7 @@ def _forward_fake(
     N, E = v.shape[-2:]
     out = q.new_empty(B, M, H, E).transpose(1, 2)
     shape = {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[weights]
-    return out, q.new_empty(B, H, M, dtype=torch.float32), q.new_empty(shape)
+    return out, q.new_empty(B, H, M, dtype=torch.float64), q.new_empty(shape)
 
 
 @torch.library.register_fake("fastattn::backward", lib=_LIBRARY)

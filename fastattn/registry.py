@@ -26,7 +26,10 @@ class Backend(Protocol):
     def forward(
         self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(out ``[B, H, M, E]`` laid out as ``[B, M, H, E]``, lse in ``p.acc_dtype``, weights)."""
+        """(out ``[B, H, M, E]`` laid out as ``[B, M, H, E]``, lse, weights).
+
+        lse is ``p.acc_dtype`` or wider: backward divides by its exponential.
+        """
         ...
 
     def backward(

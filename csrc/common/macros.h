@@ -2,9 +2,10 @@
 
 // Functions shared by host and device code.
 //
-// On the host they have internal linkage, and that is load-bearing: the CPU kernels compile these headers once per
-// instruction set, and an ordinary inline function would be emitted by each of those objects under one name, of which
-// the linker keeps an arbitrary one: an AVX-512 body called on a machine without AVX-512.
+// On the host they have internal linkage, and that is load-bearing: the CPU kernels compile these
+// headers once per instruction set, and an ordinary inline function would be emitted by each of
+// those objects under one name, of which the linker keeps an arbitrary one: an AVX-512 body called
+// on a machine without AVX-512.
 #if defined(__CUDACC__)
 #define FASTATTN_FN static __host__ __device__ __forceinline__
 #else

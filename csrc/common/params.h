@@ -1,7 +1,8 @@
 // The attention problem as plain structs: what a kernel file knows of the world.
 //
-// Torch-free, host and device. csrc/ops.cpp fills these in from tensors, after which no kernel sees a tensor.
-// Dims: B batch, H query heads, Hkv key heads, M queries, N keys, D head dim, E value dim.
+// Torch-free, host and device. csrc/ops.cpp fills these in from tensors, after which no kernel sees
+// a tensor. Dims: B batch, H query heads, Hkv key heads, M queries, N keys, D head dim, E value
+// dim.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,8 @@ namespace fastattn {
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
-// A borrowed strided array over [B, H, rows, cols]. Strides count elements, are 64-bit, and are 0 on broadcast dims.
+// A borrowed strided array over [B, H, rows, cols]. Strides count elements, are 64-bit, and are 0
+// on broadcast dims.
 struct View {
   void* data;  // nullptr: absent
   DType dtype;
@@ -19,14 +21,16 @@ struct View {
 
 // The constraints of fastattn.Mask, ANDed. mask.h holds their meaning.
 struct MaskParams {
-  int64_t band_lo, band_hi;  // keeps j when i + band_lo <= j <= i + band_hi (causal and window, either alignment)
+  int64_t band_lo, band_hi;  // keeps j when i + band_lo <= j <= i + band_hi (causal and window,
+                             // either alignment)
   const int32_t* kv_len;     // nullptr: no constraint
   int64_t kv_len_stride_b, kv_len_stride_m;
   const uint8_t* keep;  // nullptr: no constraint; nonzero keeps
   int64_t keep_stride_b, keep_stride_h, keep_stride_m, keep_stride_n;
 };
 
-// philox.h turns (seed, b, h, i, j) into 32 bits; a weight survives when its bits >= threshold, times scale.
+// philox.h turns (seed, b, h, i, j) into 32 bits; a weight survives when its bits >= threshold,
+// times scale.
 struct DropoutParams {
   bool enabled;
   uint32_t threshold;  // p * 2^32
@@ -48,18 +52,18 @@ struct AttentionParams {
 };
 
 struct ForwardParams : AttentionParams {
-  View out;       // [B, H, M, E]
-  float* lse;     // [B, H, M], natural log, -inf where a row keeps no key
-  View weights;   // full: [B, H, M, N]; mean: [B, 1, M, N]
+  View out;         // [B, H, M, E]
+  double* lse;      // [B, H, M], natural log, -inf where a row keeps no key
+  View weights;     // full: [B, H, M, N]; mean: [B, 1, M, N]
   void* workspace;  // forward_workspace_bytes(), 64-byte aligned
 };
 
 struct BackwardParams : AttentionParams {
   View out;
-  const float* lse;
-  View grad_out;      // [B, H, M, E]
+  const double* lse;
+  View grad_out;          // [B, H, M, E]
   const float* grad_lse;  // [B, H, M] contiguous, or nullptr
-  View grad_weights;  // shaped like weights, or absent
+  View grad_weights;      // shaped like weights, or absent
   View grad_q, grad_k, grad_v;
   float* grad_w;   // additive: [B, H, D], summed over the batch by the caller
   View grad_bias;  // the bias's own shape, stride 0 where it broadcasts; absent when not wanted
@@ -68,8 +72,8 @@ struct BackwardParams : AttentionParams {
   void* workspace;  // backward_workspace_bytes(), 64-byte aligned
 };
 
-// How a kernel asks for threads without knowing who owns them. run() calls body(ctx, begin, end) over disjoint
-// pieces of [0, n) and returns when all are done.
+// How a kernel asks for threads without knowing who owns them. run() calls body(ctx, begin, end)
+// over disjoint pieces of [0, n) and returns when all are done.
 struct Parallel {
   int64_t num_threads;
   void (*run)(int64_t n, void (*body)(void* ctx, int64_t begin, int64_t end), void* ctx);

@@ -1,10 +1,11 @@
-// Dropout bits: Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; 7 is
-// the fewest rounds that pass BigCrush), a pure function of (seed, b, h, i, j), the same in every backend:
+// Dropout bits: Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+// 3", SC 2011; 7 is the fewest rounds that pass BigCrush), a pure function of (seed, b, h, i, j),
+// the same in every backend:
 //
 //   counter = (j / 4, i, h, b)      key = (low, high half of seed)      bits = output word j % 4
 //
-// so backward re-derives what forward drew, and nothing of size M x N is stored. cpu/tile.h has the vector form and
-// fastattn/problem.py the definition in PyTorch; tests compare them bit for bit.
+// so backward re-derives what forward drew, and nothing of size M x N is stored. cpu/tile.h has the
+// vector form and fastattn/problem.py the definition in PyTorch; tests compare them bit for bit.
 #pragma once
 
 #include "common/macros.h"
@@ -20,7 +21,8 @@ struct PhiloxBlock {
   uint32_t word[4];
 };
 
-FASTATTN_FN PhiloxBlock philox4x32(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+FASTATTN_FN PhiloxBlock philox4x32(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2,
+                                   uint32_t c3) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t prod0 = static_cast<uint64_t>(kPhiloxMul0) * c0;

@@ -1,57 +1,27 @@
-// The inner loops of the additive score on plain fp32 tiles; score_additive.h fills the tiles.
-//
-// A term is w tanh(q + k) = w - 2 w u with u = 1 / (1 + E F), E = e^2q, F = e^2k. Its weight is folded into its
-// denominator, x = c + (c E) F with c = kUnit / w, so that w u = kUnit / x, and two terms share a division:
+// The inner loops of the additive score on plain fp32 tiles; score_additive.h fills the tiles,
+// additive_terms.h says what a term is. Two terms share a division:
 //
 //   1/x0 + 1/x1 = (x0 + x1) / (x0 x1)
 //
-//   for 8 queries, kWidth keys                 8 sums in registers
-//     for pairs of terms                       2 rows of F and 2 c in registers, shared by the queries
-//       for 8 queries                          2 broadcasts of c E, 2 FMAs, 1 multiplication, 3 additions, 1 division
+//   for 8 queries, kWidth keys        their 8 sums in registers
+//     for pairs of terms              2 rows of F and 2 c in registers, shared by the queries
+//       for 8 queries                 2 broadcasts of c E, 2 FMAs, 1 product, 4 sums, 1 division
 //
-// 16 elements on a vector of 8 are thus bound by the division on Zen 3: 3.4 cycles, 15e9 elements/s at 3.15 GHz. Four
-// terms to a division are 9 FMAs and no faster there, with larger rounding errors and less range; an estimated
-// reciprocal with a Newton step costs 4 operations on the FMA pipes, which are busy, where a division takes 2 slots.
+// 16 elements on a vector of 8 are thus bound by the division on Zen 3: 3.4 cycles, 15e9
+// elements/s at 3.15 GHz. Four terms to a division are 9 FMAs and no faster there, with larger
+// rounding errors and less range; an estimated reciprocal with a Newton step takes 4 slots of the
+// FMA pipes where a division takes 2.
 #pragma once
 
 #include "common/mask.h"
+#include "cpu/additive_terms.h"
 #include "cpu/direct.h"
 
 namespace fastattn::FASTATTN_ISA {
 
-// ---- ranges ----
-//
-// A tile of keys takes the loop above if |k - c| <= kKeyLimit for all its keys (c: a centre per dim, subtracted from
-// keys and added to queries). No bound on the queries is needed: where q + c > kSaturation + kKeyLimit, tanh is 1 for
-// every key of the tile, and clamping q + c there changes nothing but 1 - tanh(kSaturation) = 3.1e-8, half an ulp.
-// On the other side E may underflow as it likes: F is finite, and x becomes c.
-//
-// So 1 <= 1 + E F <= 2^kDepth, kDepth = log2(1 + e^(2 (kSaturation + 2 kKeyLimit))), and with weights in
-// [2^-kWeightBits, 1] every |x| lies in [kUnit, kUnit 2^(kDepth + kWeightBits)]: the static_asserts say that products of
-// two are normal numbers. Other tiles take an exponential of q + k an element (kExact), at a third of the speed.
-constexpr float kSaturation = 9.f;
-constexpr float kKeyLimit = 14.f;  // normal keys of standard deviation 3 are all below
-constexpr float kMaxExponent = 40.f;  // kExact: e^(2x) is clamped to 2^40, where tanh is 1 to 2e-12
-constexpr double kDepth = 2 * 1.442695041 * (kSaturation + 2 * kKeyLimit) + 1e-3;
-constexpr int kWeightBits = 16;
-
-constexpr int kUnitBits = -60;
-constexpr float kUnit = 0x1p-60f;
-static_assert(2 * kUnitBits >= -126 && 2 * (kUnitBits + kDepth + kWeightBits) <= 127 && kMaxExponent < kDepth);
-
 // ---- scores ----
 
 constexpr int64_t kPanelRows = 16;  // queries of a panel [terms][kPanelRows]: a cache line a term
-
-// The terms of a score: which dim, with which weight. Light weights, below 2^-kWeightBits of the heaviest, come first and
-// are scaled up by as much, so that the products of two denominators need less range.
-struct Terms {
-  int32_t* dim;
-  float* unit;         // kUnit / weight
-  float* half;         // per pair: half the weights / kUnit, which makes the sum one of w tanh / 2
-  int64_t light, all;  // how many; both even
-  float scale;         // of the sum, apart from kUnit
-};
 
 // A tile of keys: a panel [dims][kWidth] for every kWidth keys.
 struct KeyPanels {
@@ -72,27 +42,29 @@ FASTATTN_SIMD Vec denominator(Vec query, Vec key, Vec unit) {
 
 // Adds the terms [begin, end) of kRows queries and kWidth keys.
 template <bool kExact, int kRows>
-FASTATTN_SIMD void add_terms(const Terms& terms, int64_t begin, int64_t end, const float* e, const float* keys,
-                             Vec (&sum)[kRows]) {
+FASTATTN_SIMD void add_terms(const Terms& terms, int64_t begin, int64_t end, const float* e,
+                             const float* keys, Vec (&sum)[kRows]) {
 #pragma GCC unroll 1
   for (int64_t n = begin; n < end; n += 2) {
-    const Vec key0 = load(keys + terms.dim[n] * kWidth), key1 = load(keys + terms.dim[n + 1] * kWidth);
+    const Vec key0 = load(keys + terms.dim[n] * kWidth);
+    const Vec key1 = load(keys + terms.dim[n + 1] * kWidth);
     const Vec unit0 = splat(terms.unit[n]), unit1 = splat(terms.unit[n + 1]);
     const Vec half = splat(terms.half[n / 2]);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const Vec x0 = denominator<kExact>(splat(e[n * kPanelRows + r]), key0, unit0);
       const Vec x1 = denominator<kExact>(splat(e[(n + 1) * kPanelRows + r]), key1, unit1);
-      sum[r] = (sum[r] + half) - (x0 + x1) / (x0 * x1);
+      sum[r] += half - (x0 + x1) / (x0 * x1);
     }
   }
 }
 
-// s[r][0, cols) for kRows queries; `e` is the column of the first of them in its panel. Sums have two levels: with 256
-// pairs to a sum, rounding would be felt.
+// s[r][0, cols) for kRows queries; `e` is the column of the first of them in its panel. Sums have
+// two levels, for 7% of the time: one sum over 128 pairs doubled the error of the output.
 template <bool kExact, int kRows>
-static void score_rows(const Terms& terms, const float* e, KeyPanels keys, int64_t cols, float* s, int64_t ld) {
-  constexpr int64_t kTogether = 64;
+static void score_rows(const Terms& terms, const float* e, KeyPanels keys, int64_t cols, float* s,
+                       int64_t ld) {
+  constexpr int64_t kTogether = 16;
   for (int64_t c = 0; c < cols; c += kWidth) {
     const float* const panel = keys.data + c / kWidth * keys.stride;
     Vec total[kRows] = {};
@@ -127,15 +99,16 @@ FASTATTN_SIMD Vec sums_of(Vec* x) {
 
 // ---- one query ----
 
-// As in decoding: an exponential a pair then costs no more than one a key, and keys are read where they lie, vectorised
-// over d. Rows x and half have zeros up to a multiple of 2 kWidth.
+// As in decoding: an exponential a pair then costs no more than one a key, and keys are read where
+// they lie, vectorised over d. Two vectors of terms share a division. Everything is filled up with
+// zeros to a multiple of 2 kWidth.
 struct DirectQuery {
-  const float* q;
-  const float* w;
-  const float* half;  // [.. / 2]: (w[d] + w[d + kWidth]) / 2 of the two vectors that share a division
+  const float* q;     // [D]
+  const float* w;     // [D]
+  const float* half;  // [D / 2]: half the weights of the two vectors
 };
 
-// Two vectors of terms, w tanh / 2 each.
+// w tanh / 2 of dims [d, d + 2 kWidth), in the lanes of one vector.
 FASTATTN_SIMD Vec direct_terms(const DirectQuery& query, int64_t d, Vec key0, Vec key1) {
   const Vec one = splat(1.f);
   const Vec x0 = denominator<true>(load(query.q + d), key0, one);
@@ -154,10 +127,12 @@ static void direct_scores(const DirectQuery& query, const Matrix& keys, float* s
       const int64_t row = keys.offset + min64(j + lane, keys.rows - 1) * keys.stride_r;
       Vec sum{};
       for (int64_t d = 0; d < whole; d += 2 * kWidth)
-        sum += direct_terms(query, d, load_as<kType>(keys.data, row + d), load_as<kType>(keys.data, row + d + kWidth));
+        sum += direct_terms(query, d, load_as<kType>(keys.data, row + d),
+                            load_as<kType>(keys.data, row + d + kWidth));
       if (whole < keys.cols)
-        sum += direct_terms(query, whole, load_columns<kType>(keys.data, row + whole, keys.cols - whole),
-                            load_columns<kType>(keys.data, row + whole + kWidth, keys.cols - whole - kWidth));
+        sum += direct_terms(
+            query, whole, load_columns<kType>(keys.data, row + whole, keys.cols - whole),
+            load_columns<kType>(keys.data, row + whole + kWidth, keys.cols - whole - kWidth));
       sums[lane] = sum;
     }
     store(s + j, sums_of(sums) * (2.f * kLog2e));
@@ -166,27 +141,29 @@ static void direct_scores(const DirectQuery& query, const Matrix& keys, float* s
 
 // ---- gradients ----
 //
-//   dq_i = 4 w sum_j dS_ij t_ij    dk_j = 4 w sum_i dS_ij t_ij    dw = sum_ij dS_ij (1 - 2 u_ij)    t = u (1 - u)
+//   dq_i = 4 w sum_j dS_ij t_ij        dk_j = 4 w sum_i dS_ij t_ij        t = u (1 - u)
+//   dw = sum_ij dS_ij (1 - 2 u_ij)
 //
 //   for pairs of dims, kGradRows queries
-//     for the keys of the tile, kWidth at a time     u and 1 - u of both dims, from one division, to a buffer
-//     for the keys of the tile, kWidth at a time     v = dS u, z = v (1 - u) from the buffer; dw += v; dq, dk += z:
-//                                                    dq and dw in registers, dk in its tile in the L1 cache
+//     for keys, kWidth at a time      u and 1 - u of both dims, from one division, to a buffer
+//     for keys, kWidth at a time      z = dS u (1 - u) from the buffer; dw += dS tanh, dq += z in
+//                                     registers, dk += z in its tile in the L1 cache
 //
-// Two loops, because a chain of 34 cycles from E to the sums, 20 operations wide, fills the schedulers of Zen 3 and runs
-// at 10.4 cycles for two dims on kWidth keys; these take 5.2 + 3.7. 1 - u is computed as E F u, which keeps its relative
-// accuracy where tanh is near -1; v - v u would save an operation, but is 4 times less accurate there than PyTorch's
-// 1 - tanh^2.
+// Two loops, because one chain of 34 cycles from E to the sums, 20 operations wide, fills the
+// schedulers of Zen 3: 10.4 cycles for two dims on kWidth keys, where these take 5.2 + 4.2. 1 - u
+// is computed as E F u, which keeps its relative accuracy where tanh is near -1; v - v u would save
+// an operation, but is 4 times less accurate there than PyTorch's 1 - tanh^2.
 
 constexpr int kGradRows = kWidth / 2;  // two dims of them fill one vector of sums
-constexpr int kGradVecs = 4;           // of the buffer, a query and kWidth keys: u and 1 - u of two dims
+constexpr int kGradVecs = 4;  // of the buffer, for a query and kWidth keys: u0 u1 1-u0 1-u1
 
-// Here x = kGradUnit (1 + E F), unweighted, and 1 / x0 = x1 / (x0 x1). What u multiplies comes out over kGradUnit.
+// Here x = kGradUnit (1 + E F), unweighted, and 1 / x0 = x1 / (x0 x1). What u multiplies comes out
+// over kGradUnit.
 constexpr int kGradUnitBits = -44;
 constexpr float kGradUnit = 0x1p-44f;
 static_assert(2 * kGradUnitBits >= -126 && 2 * (kGradUnitBits + kDepth) <= 126);
 
-// kGradUnit E F. Always finite: a NaN has its place in dS, and must not reach pairs that are masked.
+// kGradUnit E F. Always finite: a NaN has its place in dS, and must not reach masked pairs.
 template <bool kExact>
 FASTATTN_SIMD Vec gradient_product(Vec query, Vec key) {
   if constexpr (kExact) {
@@ -218,10 +195,11 @@ FASTATTN_SIMD void gradient_reciprocals(const float* e, KeyPanels keys, int64_t 
   }
 }
 
-// Adds to grad_keys, panels of keys, and to `weight`; returns the gradients of the queries: lane r of the first dim,
-// lane kGradRows + r of the second. Sums over queries have two levels, which makes them several times more accurate.
-FASTATTN_SIMD Vec gradient_sums(const float* from, const float* ds, int64_t ld, int64_t cols, float* grad_keys,
-                                int64_t stride, Vec (&weight)[2]) {
+// Adds to grad_keys, panels of keys, and to `weight`; returns the gradients of the queries: lane r
+// of the first dim, lane kGradRows + r of the second. Sums over queries have two levels, which
+// makes them several times more accurate.
+FASTATTN_SIMD Vec gradient_sums(const float* from, const float* ds, int64_t ld, int64_t cols,
+                                float* grad_keys, int64_t stride, Vec (&weight)[2]) {
   Vec query[2 * kGradRows] = {};
   Vec w0{}, w1{};
   for (int64_t c = 0; c < cols; c += kWidth) {
@@ -229,10 +207,11 @@ FASTATTN_SIMD Vec gradient_sums(const float* from, const float* ds, int64_t ld, 
 #pragma GCC unroll 8
     for (int r = 0; r < kGradRows; ++r) {
       const Vec dsr = load(ds + r * ld + c);
-      const Vec v0 = dsr * load(from), v1 = dsr * load(from + kWidth);
-      const Vec z0 = v0 * load(from + 2 * kWidth), z1 = v1 * load(from + 3 * kWidth);
-      w0 += v0;
-      w1 += v1;
+      const Vec u0 = load(from), u1 = load(from + kWidth);
+      const Vec rest0 = load(from + 2 * kWidth), rest1 = load(from + 3 * kWidth);
+      const Vec z0 = dsr * u0 * rest0, z1 = dsr * u1 * rest1;
+      w0 += dsr * (rest0 - u0 * kGradUnit);  // tanh = (1 - u) - u: dS cancels over a row, not u dS
+      w1 += dsr * (rest1 - u1 * kGradUnit);
       query[r] += z0;
       query[r + kGradRows] += z1;
       key0 = r == 0 ? z0 : key0 + z0;

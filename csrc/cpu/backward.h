@@ -132,7 +132,7 @@ class BackwardWorker {
   void grad_scores(const TilePlace& at) {
     const bool weights = p_.grad_weights.data != nullptr;
     for (int64_t i = 0; i < at.rows; ++i) {
-      const float lse = lse_log2(p_.lse[args_.row(at.b, at.h, at.i0 + i)], score_.row_constant(i));
+      const RowLse lse = row_lse(p_.lse[args_.row(at.b, at.h, at.i0 + i)], score_.row_constant(i));
       const float delta = *args_.delta(at.b, at.h, at.i0 + i);
       if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop_);
       if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights_);

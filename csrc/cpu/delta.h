@@ -90,7 +90,7 @@ class DeltaWorker {
   template <Masking kMasking>
   void add_tile(int64_t j0, int64_t cols) {
     for (int64_t i = 0; i < rows_; ++i) {
-      const float lse = lse_log2(p_.lse[args_.row(b_, h_, i0_ + i)], score_.row_constant(i));
+      const RowLse lse = row_lse(p_.lse[args_.row(b_, h_, i0_ + i)], score_.row_constant(i));
       load_grad_weights(p_, b_, h_, i0_ + i, j0, cols, grad_w_);
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h_, i0_ + i, j0, cols, drop_);
       Vec sum = load(sum_ + i * kWidth);

@@ -195,8 +195,9 @@ class ForwardWorker {
   }
 
  public:
-  static float natural_lse(float m, float l, float row_constant) {
-    return l == 0.f ? -kInf : m * kLn2 + __builtin_logf(l) + row_constant;
+  static double natural_lse(float m, float l, float row_constant) {
+    constexpr double kLn2Exact = 0.6931471805599453;
+    return l == 0.f ? -kInf : m * kLn2Exact + __builtin_log(l) + row_constant;
   }
 
  private:
@@ -263,7 +264,6 @@ class WeightsWorker {
         score_(p_, scratch_, false),
         mask_(p_, scratch_, kM, kN),
         s_(scratch_.floats(round_up(min64(p_.M, kM), kTileRows) * kN)),
-        lse_(scratch_.floats(kM)),
         drop_(scratch_.floats(kN + 4 * kWidth)),
         panel_(scratch_.floats(min64(p_.M, kM) * kPanel)) {}
 
@@ -300,7 +300,7 @@ class WeightsWorker {
     if (mask_.range().begin >= end || mask_.range().end <= begin) return;
     score_.load_queries(b_, h, i0_, rows_);
     for (int64_t i = 0; i < rows_; ++i)
-      lse_[i] = lse_log2(p_.lse[(b_ * p_.H + h) * p_.M + i0_ + i], score_.row_constant(i));
+      lse_[i] = row_lse(p_.lse[(b_ * p_.H + h) * p_.M + i0_ + i], score_.row_constant(i));
     for (int64_t j0 = begin; j0 < end; j0 += kN) {
       const int64_t cols = mask_.set_keys(j0, min64(kN, end - j0));
       if (cols == 0) continue;
@@ -329,7 +329,8 @@ class WeightsWorker {
   Scratch scratch_;
   Score score_;
   MaskTile mask_;
-  float *s_, *lse_, *drop_, *panel_;
+  float *s_, *drop_, *panel_;
+  RowLse lse_[kM];
   int64_t b_ = 0, i0_ = 0, rows_ = 0;
 };
 

@@ -1,16 +1,19 @@
-// The additive (Bahdanau) score: s_ij = sum_d w_d tanh(q_id + k_jd), exact, with no tanh in the loop over pairs:
+// The additive (Bahdanau) score: s_ij = sum_d w_d tanh(q_id + k_jd), exact, with no tanh in the
+// loop over pairs:
 //
 //   tanh(q + k) = 1 - 2 u      u = 1 / (1 + E F)      E = e^(2 (q + c))      F = e^(2 (k - c))
 //
-// E costs an exponential an element of a query block, F one of a key tile, a pair half a division (additive_tile.h has
-// the loops, what bounds them and the proof of their range). The centre c is 0 unless the keys of a tile are far from
-// it; keys that are far from each other, or not finite, make their tile take an exponential a pair instead.
+// E costs an exponential an element of a query block, F one of a key tile, a pair half a division:
+// additive_tile.h has the loops and what bounds them, additive_terms.h the proof of their range.
+// The centre c is 0 unless the keys of a tile are far from it; keys that are far from each other,
+// or not finite, make their tile take an exponential a pair instead.
 //
 // Gradients, with dS in natural units and t = u (1 - u) = (1 - tanh^2) / 4:
-//   dq_id = 4 w_d sum_j dS_ij t_ijd      dk_jd = 4 w_d sum_i dS_ij t_ijd      dw_d = sum_ij dS_ij (1 - 2 u_ijd)
+//   dq_id = 4 w_d sum_j dS_ij t_ijd                dk_jd = 4 w_d sum_i dS_ij t_ijd
+//   dw_d = sum_ij dS_ij (1 - 2 u_ijd)
 //
-// Nothing of size M N D exists and nothing is saved: u is recomputed from E and F.
-// Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and translate", 2015.
+// Nothing of size M N D exists and nothing is saved: u is recomputed from E and F. Bahdanau, Cho
+// and Bengio, "Neural machine translation by jointly learning to align and translate", 2015.
 #pragma once
 
 #include "cpu/additive_tile.h"
@@ -54,7 +57,8 @@ class AdditiveScore {
     bool finite = true;
     for (int64_t c = 0; c < cols; c += kWidth) {
       float* const panel = key_panel(keys_, c);
-      finite &= pack_transposed(matrix_at(p_.k, b, hkv, j0 + c, min64(kWidth, cols - c), p_.D), 1.f, panel, kWidth);
+      finite &= pack_transposed(matrix_at(p_.k, b, hkv, j0 + c, min64(kWidth, cols - c), p_.D), 1.f,
+                                panel, kWidth);
       fill(panel + p_.D * kWidth, (dims_ - p_.D) * kWidth, 0.f);
     }
     choose_range(finite);
@@ -67,11 +71,13 @@ class AdditiveScore {
     slot_->rows = rows;
     slot_->prepared = kNothing;
     select_head(h);
-    if (direct_) pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), 1.f, slot_->direct_q, direct_ld());
+    if (direct_)
+      pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), 1.f, slot_->direct_q, direct_ld());
     if (direct_ && !backward_) return;
     for (int64_t i = 0; i < rows; i += kPanelRows) {
       float* const panel = slot_->q + i * dims_;
-      pack_transposed(matrix_at(p_.q, b, h, i0 + i, min64(kPanelRows, rows - i), p_.D), 1.f, panel, kPanelRows);
+      pack_transposed(matrix_at(p_.q, b, h, i0 + i, min64(kPanelRows, rows - i), p_.D), 1.f, panel,
+                      kPanelRows);
       fill(panel + p_.D * kPanelRows, (dims_ - p_.D) * kPanelRows, kNoTerm);
     }
   }
@@ -90,17 +96,18 @@ class AdditiveScore {
     head_pending_ = false;
   }
 
-  // After scores() of the same tile. `masked` needs no care: what is NaN has its place in dS, and u is always finite.
+  // After scores() of the same tile. `masked` needs no care: what is NaN has its place in dS, and u
+  // is always finite.
   void backward(const float* ds, bool, float* grad_q, int64_t grad_q_stride, float* grad_w) {
     head_pending_ = true;
     copy_tail(ds);
-    const float ds_sum = sum_tile(ds);
     for (int64_t d = 0; d < p_.D; d += 2) {
       float sums[2];
       exact_ ? gradient_dims<true>(d, ds, sums) : gradient_dims<false>(d, ds, sums);
-      for (int64_t n = 0; n < min64(2, p_.D - d); ++n) grad_w[d + n] += ds_sum - 2.f * sums[n];
+      for (int64_t n = 0; n < min64(2, p_.D - d); ++n) grad_w[d + n] += sums[n];
     }
-    for (int64_t i = 0; i < slot_->rows; i += kPanelRows) add_query_grad(i, grad_q + i * grad_q_stride, grad_q_stride);
+    for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
+      add_query_grad(i, grad_q + i * grad_q_stride, grad_q_stride);
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
@@ -115,7 +122,8 @@ class AdditiveScore {
  private:
   static constexpr float kNoTerm = -50.f;  // as a query: tanh is -1, the term a constant
 
-  // What `e` of a slot has been computed for. From 1 on: the tile of keys with that number, whose centre is not 0.
+  // What `e` of a slot has been computed for. From 1 on: the tile of keys with that number, whose
+  // centre is not 0.
   static constexpr int64_t kNothing = -2, kExactKeys = -1, kCentreZero = 0;
 
   // A block of queries of one head.
@@ -134,14 +142,14 @@ class AdditiveScore {
 
   Slot* make_slots(int64_t count) {
     static_assert(std::is_trivial_v<Slot> && sizeof(Slot) % 4 == 0);
-    Slot* const slots = reinterpret_cast<Slot*>(scratch_.ints(count * static_cast<int64_t>(sizeof(Slot) / 4)));
-    const int64_t capacity = round_up(p_.D, 2) + 2;
+    Slot* const slots =
+        reinterpret_cast<Slot*>(scratch_.ints(count * static_cast<int64_t>(sizeof(Slot) / 4)));
     for (int64_t n = 0; n < count; ++n) {
       Slot& slot = slots[n];
       slot.q = query_panels(dims_);
-      slot.e = query_panels(capacity);
+      slot.e = query_panels(terms_capacity(p_.D));
       slot.w = scratch_.floats(direct_ld());
-      slot.terms = {scratch_.ints(capacity), scratch_.floats(capacity), scratch_.floats(capacity / 2), 0, 0, 0.f};
+      slot.terms = make_terms(scratch_, p_.D);
       slot.direct_q = scratch_.floats(direct_ld());
       slot.direct_half = scratch_.floats(direct_ld() / 2);
       slot.rows = 0, slot.head = -1, slot.prepared = kNothing;
@@ -163,60 +171,20 @@ class AdditiveScore {
     finish_head();
     slot_->head = h;
     pack_rows(matrix_at(p_.w, 0, h, 0, 1, p_.D), 1.f, slot_->w, p_.D);
-    direct_ ? pair_weights() : list_terms(slot_->w, slot_->terms);
+    direct_ ? pair_weights() : list_terms(slot_->w, p_.D, slot_->terms);
   }
 
   int64_t direct_ld() const { return round_up(p_.D, 2 * kWidth); }
+
   void pair_weights() {
     fill(slot_->w + p_.D, direct_ld() - p_.D, 0.f);
     for (int64_t d = 0; d < direct_ld(); d += 2 * kWidth)
       store(slot_->direct_half + d / 2, (load(slot_->w + d) + load(slot_->w + d + kWidth)) * 0.5f);
   }
 
-  void list_terms(const float* w, Terms& terms) const {
-    float heaviest = 0.f;
-    bool finite = true;
-    for (int64_t d = 0; d < p_.D; ++d) {
-      const float size = __builtin_fabsf(w[d]);
-      finite &= size < kInf;
-      heaviest = size > heaviest ? size : heaviest;
-    }
-    int exponent = 0;
-    if (finite) __builtin_frexpf(heaviest, &exponent);
-    exponent = exponent < 126 ? exponent : 126;  // the ranges have room for weights up to 4, floats none for 2^128
-    const float to_unit = __builtin_ldexpf(1.f, -exponent / 2), rest = __builtin_ldexpf(1.f, -exponent - -exponent / 2);
-    terms.all = 0;
-    for (const bool light : {true, false}) {
-      for (int64_t d = 0; d < p_.D; ++d) {
-        // Weights that are not finite make every score NaN, by the scale.
-        const float weight = finite ? w[d] * to_unit * rest : 1.f;
-        if ((__builtin_fabsf(weight) < kLightest) != light) continue;
-        add_term(terms, d, light ? light_weight(weight) : weight, 0.5f);
-      }
-      if (terms.all % 2 != 0) add_term(terms, p_.D, kLightest, 1.f);
-      if (light) terms.light = terms.all;
-    }
-    terms.scale = finite ? 2.f * kLog2e * __builtin_ldexpf(heaviest > 0.f, exponent) : __builtin_nanf("");
-  }
-
-  static constexpr float kLightest = 1.f / (1 << kWeightBits);
-
-  // Weights below 2^-32 of the heaviest count as that: a weight of 0 must not lose the NaN that its dim may hold.
-  static float light_weight(float weight) {
-    const float scaled = weight * (1 << kWeightBits);
-    return __builtin_fabsf(scaled) < kLightest ? __builtin_copysignf(kLightest, scaled) : scaled;
-  }
-
-  static void add_term(Terms& terms, int64_t d, float weight, float mean_u) {
-    const int64_t n = terms.all++;
-    terms.dim[n] = static_cast<int32_t>(d);
-    terms.unit[n] = kUnit / weight;
-    terms.half[n / 2] = (n % 2 == 0 ? 0.f : terms.half[n / 2]) + mean_u * weight / kUnit;
-  }
-
   // ---- keys ----
 
-  // A function of the keys of this tile alone: a row's result must not depend on the rows around it.
+  // A function of the keys of this tile alone: a row must not depend on the rows around it.
   void choose_range(bool finite) {
     fill(centre_, dims_, 0.f);
     wanted_ = kCentreZero;
@@ -229,7 +197,8 @@ class AdditiveScore {
   float largest_key() const {
     Vec largest{};
     for (int64_t c = 0; c < cols_; c += kWidth)
-      for (int64_t d = 0; d < p_.D; ++d) largest = max(largest, abs(load(key_panel(keys_, c) + d * kWidth)));
+      for (int64_t d = 0; d < p_.D; ++d)
+        largest = max(largest, abs(load(key_panel(keys_, c) + d * kWidth)));
     return max_lanes(largest);
   }
 
@@ -250,7 +219,7 @@ class AdditiveScore {
     return largest;
   }
 
-  // The clamp is for the zeros past the last key, which may be far from the centre, and for rounding.
+  // The clamp is for the zeros past the last key, which may be far from the centre.
   void exponentiate_keys() {
     for (int64_t c = 0; c < cols_; c += kWidth) {
       float* const panel = key_panel(keys_, c);
@@ -269,7 +238,8 @@ class AdditiveScore {
     if (slot_->prepared == wanted) return;
     slot_->prepared = wanted;
     for (int64_t i = 0; i < slot_->rows; i += kPanelRows) {
-      const float* const factors = exact_ ? slot_->q + i * dims_ : exponentiate_queries(slot_->q + i * dims_);
+      const float* const factors =
+          exact_ ? slot_->q + i * dims_ : exponentiate_queries(slot_->q + i * dims_);
       order_by_terms(factors, slot_->e + i * slot_->terms.all);
       if (backward_) drop_nan(factors, gradient_e_ + i * dims_);
     }
@@ -328,11 +298,12 @@ class AdditiveScore {
   // Rows that do not fill a register tile move to one of their own, filled up with zeros.
   void copy_tail(const float* ds) {
     const int64_t whole = slot_->rows / kGradRows * kGradRows, rest = slot_->rows - whole;
-    std::memcpy(ds_tail_, ds + whole * kBlockN, static_cast<size_t>(rest * kBlockN) * sizeof(float));
+    std::memcpy(ds_tail_, ds + whole * kBlockN,
+                static_cast<size_t>(rest * kBlockN) * sizeof(float));
     fill(ds_tail_ + rest * kBlockN, (kGradRows - rest) * kBlockN, 0.f);
   }
 
-  // Dims d and d + 1; sums[n] = sum_ij dS_ij u_ij.
+  // Dims d and d + 1; sums[n] = sum_ij dS_ij tanh_ij.
   template <bool kExact>
   __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, float* sums) {
     const KeyPanels keys = {keys_ + d * kWidth, dims_ * kWidth};
@@ -342,29 +313,22 @@ class AdditiveScore {
       const int64_t at = i / kPanelRows * kPanelRows * dims_ + d * kPanelRows + i % kPanelRows;
       gradient_reciprocals<kExact>(gradient_e_ + at, keys, cols_, reciprocals_);
       float lanes[kWidth];
-      store(lanes, gradient_sums(reciprocals_, ds_rows, kBlockN, cols_, head_key_grad_ + d * kWidth, keys.stride, weight));
+      store(lanes, gradient_sums(reciprocals_, ds_rows, kBlockN, cols_, head_key_grad_ + d * kWidth,
+                                 keys.stride, weight));
       std::memcpy(query_grad_ + at, lanes, sizeof(lanes) / 2);
       std::memcpy(query_grad_ + at + kPanelRows, lanes + kGradRows, sizeof(lanes) / 2);
     }
-    sums[0] = kGradUnit * sum_lanes(weight[0]);
-    sums[1] = kGradUnit * sum_lanes(weight[1]);
-  }
-
-  float sum_tile(const float* ds) const {
-    Vec sum{};
-    for (int64_t i = 0; i < slot_->rows; ++i) {
-      Vec row{};
-      for (int64_t c = 0; c < cols_; c += kWidth) row += load(ds + i * kBlockN + c);
-      sum += row;
-    }
-    return sum_lanes(sum);
+    sums[0] = sum_lanes(weight[0]);
+    sums[1] = sum_lanes(weight[1]);
   }
 
   void add_query_grad(int64_t i, float* grad_q, int64_t stride) {
     const int64_t rows = min64(kPanelRows, slot_->rows - i);
-    pack_transposed(dense(query_grad_ + i * dims_, kPanelRows, rows), 4.f * kGradUnit, rows_out_, ld_);
+    pack_transposed(dense(query_grad_ + i * dims_, kPanelRows, rows), 4.f * kGradUnit, rows_out_,
+                    ld_);
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t d = 0; d < p_.D; ++d) grad_q[r * stride + d] += rows_out_[r * ld_ + d] * slot_->w[d];
+      for (int64_t d = 0; d < p_.D; ++d)
+        grad_q[r * stride + d] += rows_out_[r * ld_ + d] * slot_->w[d];
   }
 
   // The weights of a head multiply what it has added to the key gradients.
@@ -393,7 +357,8 @@ class AdditiveScore {
   bool exact_ = false;
   int64_t wanted_ = kCentreZero;
   bool head_pending_ = false;  // head_key_grad_ holds something
-  float *gradient_e_ = nullptr, *query_grad_ = nullptr, *head_key_grad_ = nullptr, *key_grad_ = nullptr;
+  float *gradient_e_ = nullptr, *query_grad_ = nullptr, *head_key_grad_ = nullptr,
+        *key_grad_ = nullptr;
   float *rows_out_ = nullptr, *ds_tail_ = nullptr, *reciprocals_ = nullptr;
 };
 

@@ -21,7 +21,8 @@ def arguments(**changes):
 def upstream(**changes):
     """What backward takes more, for a good call."""
     good = dict(
-        out=torch.randn(B, H, M, E), lse=torch.randn(B, H, M), grad_out=torch.randn(B, H, M, E),
+        out=torch.randn(B, H, M, E), lse=torch.randn(B, H, M).double(),
+        grad_out=torch.randn(B, H, M, E),
         grad_lse=None, grad_weights=None, bias_needs_grad=False,
     )  # fmt: skip
     return good | changes
@@ -68,8 +69,8 @@ BAD_UPSTREAM = {
     "grad-out-rows": dict(grad_out=torch.randn(B, H, M - 1, E)),
     "grad-out-heads": dict(grad_out=torch.randn(B, HKV, M, E)),
     "grad-out-3d": dict(grad_out=torch.randn(H, M, E)),
-    "lse-rows": dict(lse=torch.randn(B, H, M - 1)),
-    "lse-double": dict(lse=torch.randn(B, H, M).double()),
+    "lse-rows": dict(lse=torch.randn(B, H, M - 1).double()),
+    "lse-float": dict(lse=torch.randn(B, H, M)),
     "grad-lse": dict(grad_lse=torch.randn(B, H, M + 1)),
     "no-bias": dict(bias_needs_grad=True),
 }

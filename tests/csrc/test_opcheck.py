@@ -49,7 +49,7 @@ def backward_arguments(score, name):
     args = forward_arguments(score, name)
     out, lse, weights = torch.ops.fastattn.forward(*args)
     return (
-        *args, out, lse, torch.randn_like(out), torch.randn_like(lse),
+        *args, out, lse, torch.randn_like(out), torch.randn_like(lse).float(),
         None if args[-1] == "none" else torch.randn_like(weights), args[4] is not None,
     )  # fmt: skip
 
