@@ -20,11 +20,12 @@ endif
 CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise SystemExit(main())"
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help test bench lint format build clean
+.PHONY: help test test-kernels bench lint format build clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
+	@echo "make test-kernels  run the Triton kernels in the interpreter (minutes)"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
@@ -32,8 +33,12 @@ help:
 	@echo "make clean   remove what the build wrote; .venv stays"
 	@echo "PYTHON=...   the interpreter .venv is made from; with NO_VENV=1, the one to use directly"
 
+# tests/kernels compiles and interprets the Triton kernels, which no backend uses yet: its own target.
 test: build
-	$(PY) -m pytest tests $(ARGS)
+	$(PY) -m pytest tests --ignore=tests/kernels $(ARGS)
+
+test-kernels: build
+	$(PY) -m pytest tests/kernels $(ARGS)
 
 bench: build
 	$(PY) -m bench.run $(ARGS)

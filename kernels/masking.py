@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .softmax import LOG2E, LOWEST
-from .tiles import ABSENT, View, head_ptr, view
+from .tiles import ABSENT, head_ptr, view
 
 
 class Mask(NamedTuple):
@@ -36,7 +36,11 @@ class Mask(NamedTuple):
     kv_len_ptr: Any
     kv_len_stride_b: Any
     kv_len_stride_m: Any  # None: one length for all rows
-    keep: View  # bytes
+    keep_ptr: Any  # bytes [B, H, M, N]; flat, as Triton 3.6 forgets in loops the constants of
+    keep_stride_b: Any  # tuples in tuples
+    keep_stride_h: Any
+    keep_stride_m: Any
+    keep_stride_n: Any
 
 
 class Lists(NamedTuple):
@@ -93,9 +97,10 @@ def keep_tile(mask, b, h, i, j, begin, end, M):
     keep = (j < end) & (i < M)
     if mask.band_lo is not None:
         keep = keep & (j >= begin)
-    if mask.keep.ptr is not None:
-        rows = head_ptr(mask.keep, b, h) + i.to(tl.int64) * mask.keep.stride_r
-        dense = tl.load(rows + j.to(tl.int64) * mask.keep.stride_c, mask=keep, other=0)
+    if mask.keep_ptr is not None:
+        head = b.to(tl.int64) * mask.keep_stride_b + h.to(tl.int64) * mask.keep_stride_h
+        rows = mask.keep_ptr + head + i.to(tl.int64) * mask.keep_stride_m
+        dense = tl.load(rows + j.to(tl.int64) * mask.keep_stride_n, mask=keep, other=0)
         keep = keep & (dense != 0)
     return keep
 
@@ -317,7 +322,7 @@ def mask_args(call) -> Mask:
         stride_b, stride_m = length.stride()
         stride_m = stride_m if length.shape[1] != 1 else None
     keep = None if call.keep is None else call.keep.view(torch.uint8)
-    return Mask(lo, hi, length, stride_b, stride_m, view(keep, call.shape))
+    return Mask(lo, hi, length, stride_b, stride_m, *view(keep, call.shape))
 
 
 def scans_bias(call) -> bool:

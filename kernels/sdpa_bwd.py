@@ -42,7 +42,6 @@ from .softmax import LOG2E, load_factor, load_lse_log2, weights_of
 from .tiles import (
     ABSENT,
     EXACT_SLICE,
-    View,
     any_not_finite,
     dot_t,
     exact_dot,
@@ -55,15 +54,12 @@ from .tiles import (
 )
 
 
-class Inputs(NamedTuple):
-    """What every kernel of the backward reads."""
+class Backward(NamedTuple):
+    """What the kernels read besides q, k, v, bias, grad_out and grad_weights.
 
-    q: View
-    k: View
-    v: View
-    bias: View
-    grad_out: View
-    grad_weights: View
+    Those six travel beside it: Triton 3.6 forgets, in loops, the constants of tuples in tuples.
+    """
+
     grad_weights_scale: Any  # 1 / H for a mean over heads
     lse_ptr: Any
     factor_ptr: Any  # what 2^(s - lse) is multiplied by; None: nothing
@@ -73,7 +69,9 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def tile_gradient(
-    x, y, dx, dy, lse_log2, factor, delta, t, mask, drop, dims, spec, b, h, i0, j0, i, j,
+    x, y, dx, dy, lse_log2, factor, delta,
+    q, k, v, bias, grad_out, grad_weights, t,
+    mask, drop, dims, spec, b, h, i0, j0, i, j,
     row_begin, row_end, MASKED: tl.constexpr, BIASED: tl.constexpr, SELECT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -84,14 +82,14 @@ def tile_gradient(
     """
     s = dot_t(x, y, spec.PRECISION)
     s, keep = mask_scores(
-        s, t.scale_log2, t.bias, mask, b, h, i, j, row_begin, row_end, dims.M, dims.N,
+        s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, dims.M, dims.N,
         MASKED, BIASED, spec.FOLD_SCALE,
     )  # fmt: skip
     w = weights_of(s, lse_log2, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, BIASED)
     dp = dot_t(dx, dy, spec.PRECISION)
-    if t.grad_weights.ptr is not None:
-        rows = head_ptr(t.grad_weights, b, h) + i.to(tl.int64) * t.grad_weights.stride_r
-        ptrs = rows + j.to(tl.int64) * t.grad_weights.stride_c
+    if grad_weights.ptr is not None:
+        rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
+        ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
         dp += tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
     p = w
     if drop.seed_ptr is not None:
@@ -109,20 +107,24 @@ def tile_gradient(
 
 
 @triton.jit
-def sdpa_bwd_delta_kernel(t, out, grad_lse_ptr, mask, drop, dims, spec):
+def sdpa_bwd_delta_kernel(
+    q, k, v, bias, grad_out, grad_weights, t, out, grad_lse_ptr, mask, drop, dims, spec
+):
     M = dims.M
     block, b, h = place(tl.cdiv(M, spec.BLOCK_M), dims.H, False)
     i0 = block * spec.BLOCK_M
     offs_m = i0 + tl.arange(0, spec.BLOCK_M)
     offs_e = tl.arange(0, spec.BLOCK_E)
     o = load_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, True, True)
-    do = load_tile(head_ptr(t.grad_out, b, h), t.grad_out, offs_m, offs_e, M, spec.E, True, True)
+    do = load_tile(head_ptr(grad_out, b, h), grad_out, offs_m, offs_e, M, spec.E, True, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse_ptr is not None:
         ptrs = row_ptrs(grad_lse_ptr, b, h, dims.H, offs_m, M)
         delta -= tl.load(ptrs, mask=offs_m < M, other=0.0)
-    if t.grad_weights.ptr is not None or t.factor_ptr is not None:
-        total, weighted = sum_weights(t, mask, drop, dims, spec, b, h, i0)
+    if grad_weights.ptr is not None or t.factor_ptr is not None:
+        total, weighted = sum_weights(
+            q, k, v, bias, grad_out, grad_weights, t, mask, drop, dims, spec, b, h, i0
+        )
         if t.factor_ptr is not None:
             factor = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
             weighted = weighted * factor
@@ -133,14 +135,14 @@ def sdpa_bwd_delta_kernel(t, out, grad_lse_ptr, mask, drop, dims, spec):
 
 
 @triton.jit
-def sum_weights(t, mask, drop, dims, spec, b, h, i0):
+def sum_weights(q, k, v, bias, grad_out, grad_weights, t, mask, drop, dims, spec, b, h, i0):
     """(sum_j 2^(s_ij - lse_i), sum_j W_ij dW_ij) of a row block."""
     M, N = dims.M, dims.N
     offs_m = i0 + tl.arange(0, spec.BLOCK_M)
     offs_d = tl.arange(0, spec.BLOCK_D)
     i = offs_m[:, None]
     tile_q = load_tile(
-        head_ptr(t.q, b, h), t.q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D
+        head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D
     )
     lse_log2 = load_lse_log2(t.lse_ptr, b, h, dims.H, offs_m, M)
     row_begin, row_end = row_range(mask, b, i, M, N)
@@ -152,25 +154,25 @@ def sum_weights(t, mask, drop, dims, spec, b, h, i0):
         offs_n = j0 + tl.arange(0, spec.BLOCK_N)
         j = offs_n[None, :]
         tile_k = load_tile(
-            head_ptr(t.k, b, h // dims.group), t.k, offs_n, offs_d, key_count(mask, b, N), spec.D,
+            head_ptr(k, b, h // dims.group), k, offs_n, offs_d, key_count(mask, b, N), spec.D,
             True, spec.D != spec.BLOCK_D,
         )  # fmt: skip
         s = dot_t(tile_q, tile_k, spec.PRECISION)
         s, keep = mask_scores(
-            s, t.scale_log2, t.bias, mask, b, h, i, j, row_begin, row_end, M, N,
-            True, t.bias.ptr is not None, spec.FOLD_SCALE,
+            s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
+            True, bias.ptr is not None, spec.FOLD_SCALE,
         )  # fmt: skip
         w = weights_of(
             s, lse_log2[:, None], 1.0, t.scale_log2 if spec.FOLD_SCALE else 1.0,
-            t.bias.ptr is not None,
+            bias.ptr is not None,
         )  # fmt: skip
         total += tl.sum(w, 1)
-        if t.grad_weights.ptr is not None:
+        if grad_weights.ptr is not None:
             if drop.seed_ptr is not None:
                 kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)
                 w = tl.where(kept, w * drop.scale, 0.0)
-            rows = head_ptr(t.grad_weights, b, h) + i.to(tl.int64) * t.grad_weights.stride_r
-            ptrs = rows + j.to(tl.int64) * t.grad_weights.stride_c
+            rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
+            ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
             gw = tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
             weighted += tl.sum(w * gw, 1)
     return total, weighted
@@ -181,7 +183,9 @@ def sum_weights(t, mask, drop, dims, spec, b, h, i0):
 
 @triton.jit
 def sweep_keys(
-    dq, tile_q, do, lse_log2, factor, delta, t, mask, lists, drop, dims, spec, b, h, line, i0,
+    dq, tile_q, do, lse_log2, factor, delta,
+    q, k, v, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, h, line, i0,
     first, count, split, jump, MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
@@ -190,8 +194,8 @@ def sweep_keys(
     i = (i0 + tl.arange(0, spec.BLOCK_M))[:, None]
     row_begin, row_end = row_range(mask, b, i, M, N)
     keys = key_count(mask, b, N)
-    k_ptr = head_ptr(t.k, b, h // dims.group)
-    v_ptr = head_ptr(t.v, b, h // dims.group)
+    k_ptr = head_ptr(k, b, h // dims.group)
+    v_ptr = head_ptr(v, b, h // dims.group)
     offs_d = tl.arange(0, spec.BLOCK_D)
     offs_e = tl.arange(0, spec.BLOCK_E)
     for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
@@ -201,22 +205,26 @@ def sweep_keys(
             position += tl.where(step // SLICES >= split, jump, 0)
         j0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_N
         offs_n = j0 + tl.arange(0, BLOCK_N)
-        tile_k = load_tile(k_ptr, t.k, offs_n, offs_d, keys, spec.D, MASKED, spec.D != spec.BLOCK_D)
-        tile_v = load_tile(v_ptr, t.v, offs_n, offs_e, keys, spec.E, MASKED, spec.E != spec.BLOCK_E)
+        tile_k = load_tile(k_ptr, k, offs_n, offs_d, keys, spec.D, MASKED, spec.D != spec.BLOCK_D)
+        tile_v = load_tile(v_ptr, v, offs_n, offs_e, keys, spec.E, MASKED, spec.E != spec.BLOCK_E)
         w, ds, keep = tile_gradient(
-            tile_q, tile_k, do, tile_v, lse_log2[:, None], factor, delta[:, None], t, mask, drop,
+            tile_q, tile_k, do, tile_v, lse_log2[:, None], factor, delta[:, None],
+            q, k, v, bias, grad_out, grad_weights, t,
+            mask, drop,
             dims, spec, b, h, i0, j0, i, offs_n[None, :], row_begin, row_end,
             MASKED, BIASED, EXACT, spec.BLOCK_M, BLOCK_N, False,
         )  # fmt: skip
         if EXACT:
-            dq = exact_dot(ds, keep, k_ptr, t.k, offs_n, keys, offs_d, spec.D, dq, BLOCK_N)
+            dq = exact_dot(ds, keep, k_ptr, k, offs_n, keys, offs_d, spec.D, dq, BLOCK_N)
         else:
             dq = tl.dot(ds.to(tile_k.dtype), tile_k, dq, input_precision=spec.PRECISION)
     return dq
 
 
 @triton.jit
-def sdpa_bwd_dq_kernel(t, grad_q, mask, lists, drop, scale, dims, spec):
+def sdpa_bwd_dq_kernel(
+    q, k, v, bias, grad_out, grad_weights, t, grad_q, mask, lists, drop, scale, dims, spec
+):
     M, N = dims.M, dims.N
     block, b, h = place(tl.cdiv(M, spec.BLOCK_M), dims.H, spec.REVERSE)
     i0 = block * spec.BLOCK_M
@@ -224,10 +232,10 @@ def sdpa_bwd_dq_kernel(t, grad_q, mask, lists, drop, scale, dims, spec):
     offs_d = tl.arange(0, spec.BLOCK_D)
     offs_e = tl.arange(0, spec.BLOCK_E)
     tile_q = load_tile(
-        head_ptr(t.q, b, h), t.q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D
+        head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D
     )
     do = load_tile(
-        head_ptr(t.grad_out, b, h), t.grad_out, offs_m, offs_e, M, spec.E,
+        head_ptr(grad_out, b, h), grad_out, offs_m, offs_e, M, spec.E,
         True, spec.E != spec.BLOCK_E,
     )  # fmt: skip
     lse_log2 = load_lse_log2(t.lse_ptr, b, h, dims.H, offs_m, M)
@@ -241,21 +249,27 @@ def sdpa_bwd_dq_kernel(t, grad_q, mask, lists, drop, scale, dims, spec):
 
     dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
     dq = sweep_keys(
-        dq, tile_q, do, lse_log2, factor, delta, t, mask, lists, drop, dims, spec, b, h, line, i0,
+        dq, tile_q, do, lse_log2, factor, delta,
+        q, k, v, bias, grad_out, grad_weights, t,
+        mask, lists, drop, dims, spec, b, h, line, i0,
         begin, end - begin - n_full, full_begin - begin, n_full,
-        True, t.bias.ptr is not None, False, spec.BLOCK_N, 1,
+        True, bias.ptr is not None, False, spec.BLOCK_N, 1,
     )  # fmt: skip
     dq = sweep_keys(
-        dq, tile_q, do, lse_log2, factor, delta, t, mask, lists, drop, dims, spec, b, h, line, i0,
+        dq, tile_q, do, lse_log2, factor, delta,
+        q, k, v, bias, grad_out, grad_weights, t,
+        mask, lists, drop, dims, spec, b, h, line, i0,
         full_begin, n_full, 0, 0, False, spec.BIAS_IN_FULL, False, spec.BLOCK_N, 1,
     )  # fmt: skip
     if spec.MASKS_WITHIN_TILES:
         if any_not_finite(dq, offs_m, M):  # as in the forward: again, minding masked garbage
             dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
             dq = sweep_keys(
-                dq, tile_q, do, lse_log2, factor, delta, t, mask, lists, drop, dims, spec,
+                dq, tile_q, do, lse_log2, factor, delta,
+                q, k, v, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec,
                 b, h, line, i0, begin, end - begin, end, 0,
-                True, t.bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_N // EXACT_SLICE,
+                True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_N // EXACT_SLICE,
             )  # fmt: skip
     store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, M, spec.D, dq * scale)
 
@@ -265,15 +279,17 @@ def sdpa_bwd_dq_kernel(t, grad_q, mask, lists, drop, scale, dims, spec):
 
 @triton.jit
 def sweep_rows(
-    dk, dv, tile_k, tile_v, grad_k, grad_v, t, mask, lists, drop, dims, spec, b, h, line, j0,
+    dk, dv, tile_k, tile_v, grad_k, grad_v,
+    q, k, v, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, h, line, j0,
     first, count, split, jump, MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a key block from ``count`` row blocks of one head; tiles are transposed."""
     M, N = dims.M, dims.N
     j = (j0 + tl.arange(0, spec.BLOCK_N))[:, None]
-    q_ptr = head_ptr(t.q, b, h)
-    do_ptr = head_ptr(t.grad_out, b, h)
+    q_ptr = head_ptr(q, b, h)
+    do_ptr = head_ptr(grad_out, b, h)
     offs_d = tl.arange(0, spec.BLOCK_D)
     offs_e = tl.arange(0, spec.BLOCK_E)
     for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
@@ -284,32 +300,36 @@ def sweep_rows(
         i0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_M
         offs_m = i0 + tl.arange(0, BLOCK_M)
         i = offs_m[None, :]
-        tile_q = load_tile(q_ptr, t.q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D)
-        do = load_tile(do_ptr, t.grad_out, offs_m, offs_e, M, spec.E, True, spec.E != spec.BLOCK_E)
+        tile_q = load_tile(q_ptr, q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D)
+        do = load_tile(do_ptr, grad_out, offs_m, offs_e, M, spec.E, True, spec.E != spec.BLOCK_E)
         lse_log2 = load_lse_log2(t.lse_ptr, b, h, dims.H, offs_m, M)
         delta = tl.load(row_ptrs(t.delta_ptr, b, h, dims.H, offs_m, M), mask=offs_m < M, other=0.0)
         factor = load_factor(t.factor_ptr, b, h, dims.H, i, M)
         row_begin, row_end = row_range(mask, b, i, M, N)
         w, ds, keep = tile_gradient(
-            tile_k, tile_q, tile_v, do, lse_log2[None, :], factor, delta[None, :], t, mask, drop,
+            tile_k, tile_q, tile_v, do, lse_log2[None, :], factor, delta[None, :],
+            q, k, v, bias, grad_out, grad_weights, t,
+            mask, drop,
             dims, spec, b, h, i0, j0, i, j, row_begin, row_end,
             MASKED, BIASED, EXACT, BLOCK_M, spec.BLOCK_N, True,
         )  # fmt: skip
         if grad_v.ptr is not None:
             if EXACT:
-                dv = exact_dot(w, keep, do_ptr, t.grad_out, offs_m, M, offs_e, spec.E, dv, BLOCK_M)
+                dv = exact_dot(w, keep, do_ptr, grad_out, offs_m, M, offs_e, spec.E, dv, BLOCK_M)
             else:
                 dv = tl.dot(w.to(do.dtype), do, dv, input_precision=spec.PRECISION)
         if grad_k.ptr is not None:
             if EXACT:
-                dk = exact_dot(ds, keep, q_ptr, t.q, offs_m, M, offs_d, spec.D, dk, BLOCK_M)
+                dk = exact_dot(ds, keep, q_ptr, q, offs_m, M, offs_d, spec.D, dk, BLOCK_M)
             else:
                 dk = tl.dot(ds.to(tile_q.dtype), tile_q, dk, input_precision=spec.PRECISION)
     return dk, dv
 
 
 @triton.jit
-def sdpa_bwd_dkdv_kernel(t, grad_k, grad_v, mask, lists, drop, scale, dims, spec):
+def sdpa_bwd_dkdv_kernel(
+    q, k, v, bias, grad_out, grad_weights, t, grad_k, grad_v, mask, lists, drop, scale, dims, spec
+):
     """Either gradient may be absent: wide heads take one after the other, for the registers."""
     M, N = dims.M, dims.N
     block, b, hkv = place(tl.cdiv(N, spec.BLOCK_N), dims.H // dims.group, False)
@@ -319,10 +339,10 @@ def sdpa_bwd_dkdv_kernel(t, grad_k, grad_v, mask, lists, drop, scale, dims, spec
     offs_e = tl.arange(0, spec.BLOCK_E)
     keys = key_count(mask, b, N)
     tile_k = load_tile(
-        head_ptr(t.k, b, hkv), t.k, offs_n, offs_d, keys, spec.D, True, spec.D != spec.BLOCK_D
+        head_ptr(k, b, hkv), k, offs_n, offs_d, keys, spec.D, True, spec.D != spec.BLOCK_D
     )
     tile_v = load_tile(
-        head_ptr(t.v, b, hkv), t.v, offs_n, offs_e, keys, spec.E, True, spec.E != spec.BLOCK_E
+        head_ptr(v, b, hkv), v, offs_n, offs_e, keys, spec.E, True, spec.E != spec.BLOCK_E
     )
     dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
     dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
@@ -334,12 +354,16 @@ def sdpa_bwd_dkdv_kernel(t, grad_k, grad_v, mask, lists, drop, scale, dims, spec
         )
         n_full = full_end - full_begin
         dk, dv = sweep_rows(
-            dk, dv, tile_k, tile_v, grad_k, grad_v, t, mask, lists, drop, dims, spec,
+            dk, dv, tile_k, tile_v, grad_k, grad_v,
+            q, k, v, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec,
             b, h, line, j0, begin, end - begin - n_full, full_begin - begin, n_full,
-            True, t.bias.ptr is not None, False, spec.BLOCK_M, 1,
+            True, bias.ptr is not None, False, spec.BLOCK_M, 1,
         )  # fmt: skip
         dk, dv = sweep_rows(
-            dk, dv, tile_k, tile_v, grad_k, grad_v, t, mask, lists, drop, dims, spec,
+            dk, dv, tile_k, tile_v, grad_k, grad_v,
+            q, k, v, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec,
             b, h, line, j0, full_begin, n_full, 0, 0,
             False, spec.BIAS_IN_FULL, False, spec.BLOCK_M, 1,
         )  # fmt: skip
@@ -354,9 +378,11 @@ def sdpa_bwd_dkdv_kernel(t, grad_k, grad_v, mask, lists, drop, scale, dims, spec
                     mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N
                 )
                 dk, dv = sweep_rows(
-                    dk, dv, tile_k, tile_v, grad_k, grad_v, t, mask, lists, drop, dims, spec,
+                    dk, dv, tile_k, tile_v, grad_k, grad_v,
+                    q, k, v, bias, grad_out, grad_weights, t,
+                    mask, lists, drop, dims, spec,
                     b, h, line, j0, begin, end - begin, end, 0,
-                    True, t.bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_M // EXACT_SLICE,
+                    True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_M // EXACT_SLICE,
                 )  # fmt: skip
     if drop.seed_ptr is not None:
         dv = dv * drop.scale
@@ -371,7 +397,8 @@ def sdpa_bwd_dkdv_kernel(t, grad_k, grad_v, mask, lists, drop, scale, dims, spec
 
 @triton.jit
 def sdpa_bwd_dbias_kernel(
-    t, partial_ptr, mask, drop, dims, spec, B, bias_B, bias_H, chunks, n_rows, n_cols,
+    q, k, v, bias, grad_out, grad_weights, t,
+    partial_ptr, mask, drop, dims, spec, B, bias_B, bias_H, chunks, n_rows, n_cols,
     SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
     """dS of one tile, summed over a chunk of the (b, h) that share a bias, in order.
@@ -399,12 +426,12 @@ def sdpa_bwd_dbias_kernel(
         if (col >= begin) & (col < end):
             keys = key_count(mask, b, N)
             hkv = h // dims.group
-            x = load_tile(head_ptr(t.q, b, h), t.q, offs_m, offs_d, M, spec.D, True, True)
-            y = load_tile(head_ptr(t.k, b, hkv), t.k, offs_n, offs_d, keys, spec.D, True, True)
+            x = load_tile(head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, True, True)
+            y = load_tile(head_ptr(k, b, hkv), k, offs_n, offs_d, keys, spec.D, True, True)
             dx = load_tile(
-                head_ptr(t.grad_out, b, h), t.grad_out, offs_m, offs_e, M, spec.E, True, True
+                head_ptr(grad_out, b, h), grad_out, offs_m, offs_e, M, spec.E, True, True
             )
-            dy = load_tile(head_ptr(t.v, b, hkv), t.v, offs_n, offs_e, keys, spec.E, True, True)
+            dy = load_tile(head_ptr(v, b, hkv), v, offs_n, offs_e, keys, spec.E, True, True)
             lse_log2 = load_lse_log2(t.lse_ptr, b, h, dims.H, offs_m, M)
             delta = tl.load(
                 row_ptrs(t.delta_ptr, b, h, dims.H, offs_m, M), mask=offs_m < M, other=0.0
@@ -412,7 +439,9 @@ def sdpa_bwd_dbias_kernel(
             factor = load_factor(t.factor_ptr, b, h, dims.H, i, M)
             row_begin, row_end = row_range(mask, b, i, M, N)
             w, ds, keep = tile_gradient(
-                x, y, dx, dy, lse_log2[:, None], factor, delta[:, None], t, mask, drop, dims, spec,
+                x, y, dx, dy, lse_log2[:, None], factor, delta[:, None],
+                q, k, v, bias, grad_out, grad_weights, t,
+                mask, drop, dims, spec,
                 b, h, i0, j0, i, j, row_begin, row_end,
                 True, True, True, spec.BLOCK_M, spec.BLOCK_N, False,
             )  # fmt: skip
@@ -449,12 +478,14 @@ def launch_sdpa_bwd(call: Call, out, lse, grad_out, grad_lse, grad_weights, bias
         return *[x.zero_() for x in grads], grad_w, grad_bias
     share = 1.0 / H if call.weights == "mean" else 1.0
     gw = per_head_weights(call, grad_weights)
-    t = Inputs(
+    # The rounding of lse shows in fp32 results, and drowns in that of fp16 and bf16.
+    factors = torch.empty_like(lse) if call.q.dtype == torch.float32 else None
+    t = (
         view(call.q), view(call.k), view(call.v), view(call.bias, call.shape), view(grad_out),
-        view(gw), None if gw is None else share, lse,
-        # The rounding of lse shows in fp32 results, and drowns in that of fp16 and bf16.
-        torch.empty_like(lse) if call.q.dtype == torch.float32 else None, torch.empty_like(lse),
-        call.scale * LOG2E.value,
+        view(gw), Backward(
+            None if gw is None else share, lse, factors, torch.empty_like(lse),
+            call.scale * LOG2E.value,
+        ),
     )  # fmt: skip
     mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
     _launch_delta(call, t, mask, drop, out, grad_lse)
@@ -465,23 +496,23 @@ def launch_sdpa_bwd(call: Call, out, lse, grad_out, grad_lse, grad_weights, bias
     return *grads, grad_w, grad_bias
 
 
-def _launch_delta(call: Call, t: Inputs, mask, drop, out, grad_lse) -> None:
+def _launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
     shape, options = spec(call, "tile")
     grid = triton.cdiv(call.M, shape.BLOCK_M.value) * call.B * call.H
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    sdpa_bwd_delta_kernel[(grid,)](t, view(out), grad_lse, mask, drop, call.dims, shape, **options)
+    sdpa_bwd_delta_kernel[(grid,)](*t, view(out), grad_lse, mask, drop, call.dims, shape, **options)
 
 
-def _launch_dq(call: Call, t: Inputs, mask, drop, grad_q) -> None:
+def _launch_dq(call: Call, t, mask, drop, grad_q) -> None:
     shape, options = spec(call, "dq")
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n)
     sdpa_bwd_dq_kernel[(triton.cdiv(call.M, block_m) * call.B * call.H,)](
-        t, view(grad_q), mask, lists, drop, call.scale, call.dims, shape, **options
+        *t, view(grad_q), mask, lists, drop, call.scale, call.dims, shape, **options
     )
 
 
-def _launch_dkdv(call: Call, t: Inputs, mask, drop, grad_k, grad_v) -> None:
+def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
     shape, options = spec(call, "dkdv")
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n, columns=True)
@@ -490,11 +521,11 @@ def _launch_dkdv(call: Call, t: Inputs, mask, drop, grad_k, grad_v) -> None:
     apart = max(shape.BLOCK_D.value, shape.BLOCK_E.value) > (64 if call.rich else 128)
     for wanted in ((dk, ABSENT), (ABSENT, dv)) if apart else ((dk, dv),):
         sdpa_bwd_dkdv_kernel[(triton.cdiv(call.N, block_n) * call.B * call.Hkv,)](
-            t, *wanted, mask, lists, drop, call.scale, call.dims, shape, **options
+            *t, *wanted, mask, lists, drop, call.scale, call.dims, shape, **options
         )
 
 
-def _launch_dbias(call: Call, t: Inputs, mask, drop):
+def _launch_dbias(call: Call, t, mask, drop):
     shape, options = spec(call, "tile")
     B, H, M, N = call.shape
     bias_B, bias_H, bias_M, bias_N = call.bias.shape
@@ -507,7 +538,7 @@ def _launch_dbias(call: Call, t: Inputs, mask, drop):
         dtype=torch.float32,
     )  # fmt: skip
     sdpa_bwd_dbias_kernel[(chunks * tiles,)](
-        t, partial, mask, drop, call.dims, shape, B, bias_B, bias_H, chunks, rows, cols,
+        *t, partial, mask, drop, call.dims, shape, B, bias_B, bias_H, chunks, rows, cols,
         SUM_ROWS=sum_rows, SUM_COLS=sum_cols, **options,
     )  # fmt: skip
     dims = [0, *([3] if sum_rows else []), *([4] if sum_cols else [])]

@@ -52,7 +52,7 @@ def assert_same_bits(a: dict, b: dict) -> None:
 
 
 def assert_close(ours, f32, truth) -> None:
-    """The error budget over sequences: ours, plain PyTorch's in float32, and the float64 truth."""
+    """The error budget over sequences: ours, a float32 peer (plain PyTorch), the float64 truth."""
     assert len(ours) == len(f32) == len(truth)
     for n, results in enumerate(zip(ours, f32, truth, strict=True)):
         testing.assert_within_budget(*results, name=f"result {n}")

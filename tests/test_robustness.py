@@ -93,6 +93,7 @@ def test_a_batch_entry_does_not_depend_on_its_mates(extension, score, sizes):
 
 @scores
 def test_gradients_of_a_batch_entry_do_not_depend_on_its_mates(extension, score):
+    """While one task owns all keys; how many share more keys depends on the batch."""
     call = inputs(score, B=3, H=2, M=67, N=130, D=24, E=20)
     upstream = torch.randn(3, 2, 67, 20)
 
