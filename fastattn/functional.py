@@ -217,39 +217,50 @@ def attention(
     if score == "dot":
         options["scale"] = 1.0
     elif score == "cosine":
-        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+        query, key = _normalize(query), _normalize(key)
         options["scale"] = 1.0 if options.get("scale") is None else options["scale"]
     elif score == "gaussian":
         return _gaussian(query, key, value, 1.0 if bandwidth is None else bandwidth, options)
     return scaled_dot_product_attention(query, key, value, **options)
 
 
+def _normalize(x: Tensor) -> Tensor:
+    """x / |x|, and 0 for 0: in float32 at least, since fp16 rounds the guard against 0 / 0 to 0."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return F.normalize(wide, dim=-1, eps=max(1e-12, torch.finfo(x.dtype).tiny)).to(x.dtype)
+
+
 def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict):
     """-|q-k|^2 / 2h^2 = q.k / h^2 - |k|^2 / 2h^2 - |q|^2 / 2h^2: dot, key bias, row constant.
 
-    The score depends on differences only, but its terms do not: both sides are centred on the keys
-    first, or the cancellation would lose all digits for data far from 0.
+    The score depends on differences only, but its terms do not: both sides are centred on the
+    queries first, or the cancellation would lose all digits for data far from 0.
     """
     if not isinstance(bandwidth, Tensor) and not bandwidth > 0:
         raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key = query.to(precision), key.to(precision)
-    finite = torch.where(key.isfinite(), key, 0.0).detach()  # a masked key may hold garbage
-    centre = finite.mean(-2, keepdim=True) if key.shape[-2] else 0.0
-    query, key = (query - centre) / bandwidth, (key - centre) / bandwidth
-    bias = -0.5 * key.square().sum(-1).unsqueeze(-2)
+    # Centred on the queries: a masked key may hold anything, and has no say.
+    dims = tuple(range(-min(query.dim(), 3), -1))
+    finite = torch.where(query.isfinite(), query, 0.0).detach()
+    centre = finite.mean(dims, keepdim=True) if query.numel() else 0.0
+    query, key = query - centre, key - centre
+    present = torch.where(key.isfinite(), key, 0.0)  # a NaN key still speaks through q . k
+    bias = -0.5 * present.square().sum(-1).unsqueeze(-2)
     if options.get("enable_gqa") and query.dim() >= 3 and bias.shape[-3] != 1:
         bias = bias.repeat_interleave(query.shape[-3] // bias.shape[-3], dim=-3)
+    bias = bias / bandwidth**2
     if options.get("bias") is not None:
         bias = bias + options["bias"]
     options = {**options, "bias": bias, "scale": 1.0}
     dtype = value.dtype
-    results = scaled_dot_product_attention(query, key, value.to(precision), **options)
+    scaled = query / bandwidth**2
+    results = scaled_dot_product_attention(scaled, key, value.to(precision), **options)
     if not isinstance(results, tuple):
         return results.to(dtype)
     results = [r.to(dtype) for r in results]
     if options.get("return_lse"):
-        results[-1] = results[-1].to(precision) - 0.5 * query.square().sum(-1)
+        results[-1] = results[-1].to(precision) - 0.5 * (query / bandwidth).square().sum(-1)
     return tuple(results)
 
 
@@ -314,7 +325,9 @@ def _attend(score, qkv, weight, return_lse: bool, backend: str, **options):
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """torch's policy under autocast: float inputs, float64 apart, run in the autocast dtype."""
     first = tensors[0]
-    device = first.device.type if isinstance(first, Tensor) else "none"
+    if not isinstance(first, Tensor):
+        return list(tensors)
+    device = first.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)

@@ -33,6 +33,7 @@ def forward(
     """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights) in ``p.acc_dtype``."""
     q, k, v, w, bias = _upcast(p, q, k, v, w, bias)
     kept = _kept(p, bias)
+    q, k, v = _blank_unused(p, q, k, v, kept)
     _, lse, dropped, _ = _probabilities(p, q, k, w, bias, kept)
     out = _masked_matmul(dropped, _per_head(p, v), kept)
     return out, lse, _returned_weights(p, dropped)
@@ -60,6 +61,7 @@ def backward(
     """
     q, k, v, w, bias, grad_out = _upcast(p, q, k, v, w, bias, grad_out)
     kept = _kept(p, bias)
+    q, k, v = _blank_unused(p, q, k, v, kept)
     probs, _, dropped, factors = _probabilities(p, q, k, w, bias, kept)
 
     grad_dropped = grad_out @ _per_head(p, v).mT
@@ -121,6 +123,20 @@ def _kept(p: Problem, bias: Tensor | None) -> Tensor | None:
     return kept if bias is None else kept & (bias != -math.inf)
 
 
+def _blank_unused(p: Problem, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None):
+    """Zeroes keys and values that no query keeps, and queries that keep no key.
+
+    Nothing depends on them, but 0 * NaN would in the products that derivatives are made of.
+    """
+    if kept is None:
+        return q, k, v
+    kept = kept.expand(p.B, p.H, p.M, p.N)
+    heads = kept.unflatten(1, (p.Hkv, -1)) if p.Hkv else kept[:, :, None]
+    unused = ~heads.any(2).any(2)[..., None]
+    empty = ~kept.any(-1, keepdim=True)
+    return q.masked_fill(empty, 0.0), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+
+
 def _probabilities(p, q, k, w, bias, kept):
     """(P, lse, W, dropout factors): softmax of the masked scores before and after dropout."""
     scores = _scores(p, q, k, w)
@@ -138,6 +154,8 @@ def _probabilities(p, q, k, w, bias, kept):
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     probs = exp / total
+    if kept is not None:  # where a row is NaN, its masked weights are still 0
+        probs = probs.masked_fill(~kept, 0.0)
     lse = (row_max + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
     factors = None if p.dropout is None else p.dropout.factors(p, p.acc_dtype)
     return probs, lse, probs if factors is None else probs * factors, factors

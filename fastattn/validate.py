@@ -9,7 +9,7 @@ and ``torch.func``.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def build(
         TypeError: an argument of the wrong type, or a tensor of the wrong dtype.
         ValueError: shapes, devices or values that do not fit each other.
     """
-    _check_tensors(query, key, value, weight)
+    _check_tensors(score, query, key, value, weight)
     _check_choice("return_weights", return_weights, RETURN_WEIGHTS)
     has_head_dim = _has_head_dim(score, query, weight)
     batch, q, k, v = _to_4d(query, key, value, has_head_dim)
@@ -78,9 +78,11 @@ def build(
 # ---- query, key, value, weight ----
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None) -> None:
-    named = {"query": query, "key": key, "value": value}
-    if weight is not None:
+def _check_tensors(
+    score: Score, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
+) -> None:
+    named: dict[str, Any] = {"query": query, "key": key, "value": value}
+    if score == "additive":
         named["weight"] = weight
     for name, x in named.items():
         if not isinstance(x, Tensor):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
 from torch import Tensor
 
 from fastattn import reference
@@ -14,9 +17,18 @@ def unsupported(p: Problem) -> list[str]:
     return []
 
 
+def _no_autocast(p: Problem):
+    """Inputs have their dtype by now; inside, half types accumulate in fp32."""
+    device = p.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
 def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None):
     """See ``registry.Backend``."""
-    out, lse, weights = reference.forward(p, q, k, v, w, bias)
+    with _no_autocast(p):
+        out, lse, weights = reference.forward(p, q, k, v, w, bias)
     # Every backend returns the same layout, so that code that views the output works on all or on
     # none.
     return empty_bmhe(p, q).copy_(out), lse, weights.to(p.dtype)
@@ -24,9 +36,10 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias:
 
 def backward(p, q, k, v, w, bias, out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad):
     """See ``registry.Backend``."""
-    grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(
-        p, q, k, v, w, bias, grad_out, grad_lse, grad_weights
-    )
+    with _no_autocast(p):
+        grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(
+            p, q, k, v, w, bias, grad_out, grad_lse, grad_weights
+        )
     return (
         grad_q.to(q.dtype),
         grad_k.to(k.dtype),
