@@ -120,7 +120,7 @@ def sdpa_bwd_delta_kernel(
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse_ptr is not None:
         ptrs = row_ptrs(grad_lse_ptr, b, h, dims.H, offs_m, M)
-        delta -= tl.load(ptrs, mask=offs_m < M, other=0.0)
+        delta -= tl.load(ptrs, mask=offs_m < M, other=0.0).to(tl.float32)
     if grad_weights.ptr is not None or t.factor_ptr is not None:
         total, weighted = sum_weights(
             q, k, v, bias, grad_out, grad_weights, t, mask, drop, dims, spec, b, h, i0

@@ -1,6 +1,6 @@
 """Triton kernels (kernels/) for GPUs: fp16, bf16, fp32, every feature, no M * N memory.
 
-They run behind operators of their own, with the schemas and fake kernels of ``ops.py``'s, so that
+They run behind operators of their own, with the schemas of ``ops.py``'s, so that
 torch.compile and export see one opaque call. Triton is imported when the first of them runs.
 """
 
@@ -115,17 +115,24 @@ def _current_device(x: Tensor):
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
 
 
-def _register(name: str, implementation) -> None:
-    """fastattn::triton_<name>, with the schema and the fake kernel of fastattn::<name>."""
+def _forward_fake(*args):
+    out, lse, weights = torch.ops.fastattn.forward(*args)
+    return out, lse.float(), weights
+
+
+def _backward_fake(*args):
+    return torch.ops.fastattn.backward(*args)
+
+
+def _register(name: str, implementation, fake) -> None:
+    """fastattn::triton_<name>, with the schema of fastattn::<name>; lse is fp32 here."""
     model = getattr(torch.ops.fastattn, name)
     signature = str(model.default._schema).removeprefix(f"fastattn::{name}")
     _LIBRARY.define(f"triton_{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CUDA", "CPU"):  # CPU tensors come only when the kernels are interpreted
         _LIBRARY.impl(f"triton_{name}", implementation, key)
-    torch.library.register_fake(
-        f"fastattn::triton_{name}", lambda *args: model(*args), lib=_LIBRARY
-    )
+    torch.library.register_fake(f"fastattn::triton_{name}", fake, lib=_LIBRARY)
 
 
-_register("forward", _forward)
-_register("backward", _backward)
+_register("forward", _forward, _forward_fake)
+_register("backward", _backward, _backward_fake)
