@@ -184,11 +184,11 @@ fastattn::Parallel torch_threads() {
 
 // ---- operators ----
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptTensor w,
-                                           OptTensor bias, OptTensor kv_len, OptTensor keep,
-                                           OptTensor seed, std::optional<int64_t> band_lo,
-                                           std::optional<int64_t> band_hi, double scale,
-                                           double dropout_p, std::string weights) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptTensor w,
+                                                   OptTensor bias, OptTensor kv_len, OptTensor keep,
+                                                   OptTensor seed, std::optional<int64_t> band_lo,
+                                                   std::optional<int64_t> band_hi, double scale,
+                                                   double dropout_p, std::string weights) {
   const Problem in = {q,    k,       v,       w,     bias,      kv_len, keep,
                       seed, band_lo, band_hi, scale, dropout_p, weights};
   ForwardParams p{};
@@ -197,22 +197,24 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptTens
   const ScalarType dtype = q.scalar_type();
   Tensor storage = empty({p.B, p.M, p.H, p.E}, dtype);
   Tensor out = torch::stable::transpose(storage, 1, 2);
-  Tensor lse = empty({p.B, p.H, p.M}, ScalarType::Double);
+  Tensor lse = empty({p.B, p.H, p.M}, ScalarType::Float);
+  Tensor stats = empty({p.B, p.H, p.M, 2}, ScalarType::Float);
   Tensor returned = empty(weights_shape(p), dtype);
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
-  p.lse = static_cast<double*>(lse.data_ptr());
+  p.lse = static_cast<float*>(lse.data_ptr());
+  p.stats = static_cast<float*>(stats.data_ptr());
   if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
 
   Tensor workspace = empty({fastattn::cpu::forward_workspace_bytes(p)}, ScalarType::Byte);
   p.workspace = workspace.data_ptr();
   fastattn::cpu::forward(p, torch_threads());
-  return {out, lse, returned};
+  return {out, lse, returned, stats};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len, OptTensor keep,
     OptTensor seed, std::optional<int64_t> band_lo, std::optional<int64_t> band_hi, double scale,
-    double dropout_p, std::string weights, Tensor out, Tensor lse, Tensor grad_out,
+    double dropout_p, std::string weights, Tensor out, Tensor stats, Tensor grad_out,
     OptTensor grad_lse, OptTensor grad_weights, bool bias_needs_grad) {
   const Problem in = {q,    k,       v,       w,     bias,      kv_len, keep,
                       seed, band_lo, band_hi, scale, dropout_p, weights};
@@ -221,15 +223,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
   p.grad_out = view_of(grad_out, "grad_out", {p.B, p.H, p.M, p.E});
-  const auto is_rows = [&](const Tensor& t, ScalarType dtype) {
-    return t.scalar_type() == dtype && t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.H &&
-           t.size(2) == p.M;
+  const auto is_rows = [&](const Tensor& t, int64_t dims) {
+    return t.scalar_type() == ScalarType::Float && t.dim() == dims && t.size(0) == p.B &&
+           t.size(1) == p.H && t.size(2) == p.M;
   };
-  STD_TORCH_CHECK(is_rows(lse, ScalarType::Double), "fastattn: lse: expected float64 [B, H, M]");
-  STD_TORCH_CHECK(!grad_lse || is_rows(*grad_lse, ScalarType::Float),
+  STD_TORCH_CHECK(is_rows(stats, 4) && stats.size(3) == 2,
+                  "fastattn: stats: expected float32 [B, H, M, 2]");
+  STD_TORCH_CHECK(!grad_lse || is_rows(*grad_lse, 3),
                   "fastattn: grad_lse: expected float32 [B, H, M]");
-  const Tensor lse_rows = torch::stable::contiguous(lse);
-  p.lse = static_cast<const double*>(lse_rows.data_ptr());
+  const Tensor stats_rows = torch::stable::contiguous(stats);
+  p.stats = static_cast<const float*>(stats_rows.data_ptr());
   OptTensor grad_lse_rows;
   if (grad_lse) {
     grad_lse_rows = torch::stable::contiguous(*grad_lse);

@@ -8,6 +8,7 @@ from fastattn.modules import (
     replace_attention,
 )
 from fastattn.problem import Mask
+from fastattn.tuning import autotune
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ __all__ = [
     "MultiheadAttention",
     "additive_attention",
     "attention",
+    "autotune",
     "explain",
     "replace_attention",
     "scaled_dot_product_attention",

@@ -32,10 +32,10 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights) of a validated problem, differentiable in q, k, v, w and bias."""
     if not _needs_autograd(q, k, v, w, bias):
-        return registry.get(backend).forward(p, q, k, v, w, bias)
+        return registry.get(backend).forward(p, q, k, v, w, bias)[:3]
     bare = p.with_tensors(None, None, None)
     outputs = AttentionFunction.apply(backend, bare, q, k, v, w, bias, *p.tensors())
-    return outputs  # pyright: ignore[reportReturnType]
+    return outputs[:3]  # pyright: ignore[reportReturnType]
 
 
 def _needs_autograd(*tensors: Tensor | None) -> bool:
@@ -48,7 +48,7 @@ def _needs_autograd(*tensors: Tensor | None) -> bool:
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(q, k, v, w, bias) -> (out, lse, weights)."""
+    """(q, k, v, w, bias) -> (out, lse, weights, stats)."""
 
     @staticmethod
     def forward(backend, p, q, k, v, w, bias, kv_len, keep, seed):
@@ -58,15 +58,15 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.backend, ctx.p, *tensors = inputs
-        out, lse, weights = output
-        ctx.save_for_backward(*tensors, out, lse)
+        out, _, weights, stats = output
+        ctx.save_for_backward(*tensors, out, stats)
         ctx.set_materialize_grads(False)
-        if ctx.p.weights == "none":
-            ctx.mark_non_differentiable(weights)
+        absent = (weights,) if ctx.p.weights == "none" else ()
+        ctx.mark_non_differentiable(stats, *absent)
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse, grad_weights):
-        q, k, v, w, bias, kv_len, keep, seed, out, lse = ctx.saved_tensors
+    def backward(ctx, grad_out, grad_lse, grad_weights, _grad_stats):
+        q, k, v, w, bias, kv_len, keep, seed, out, stats = ctx.saved_tensors
         if ctx.p.weights == "none":  # torch.compile materialises a zero for it all the same
             grad_weights = None
         if grad_out is None and grad_lse is None and grad_weights is None:
@@ -76,7 +76,7 @@ class AttentionFunction(torch.autograd.Function):
         bias_needs_grad = ctx.needs_input_grad[6]
         grad_q, grad_k, grad_v, grad_w, grad_bias = AttentionBackwardFunction.apply(
             ctx.backend, ctx.p, bias_needs_grad, q, k, v, w, bias, kv_len, keep, seed,
-            out, lse, grad_out, grad_lse, grad_weights,
+            out, stats, grad_out, grad_lse, grad_weights,
         )  # fmt: skip
         if grad_w is not None:
             grad_w = grad_w.sum(0).to(w.dtype)
@@ -104,14 +104,14 @@ class AttentionBackwardFunction(torch.autograd.Function):
         keep,
         seed,
         out,
-        lse,
+        stats,
         grad_out,
         grad_lse,
         grad_weights,
     ):
         p = p.with_tensors(kv_len, keep, seed)
         return registry.get(backend).backward(
-            p, q, k, v, w, bias, out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad
+            p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad
         )
 
     @staticmethod
@@ -126,8 +126,8 @@ class AttentionBackwardFunction(torch.autograd.Function):
         p = ctx.p.with_tensors(kv_len, keep, seed)
         inputs = [q, k, v, w, bias, *upstream]
         second = _reference_vjp(p, inputs, grads)
-        # out and lse are functions of the other inputs, and backward() recomputes them: no gradient
-        # of their own.
+        # out and stats are functions of the other inputs, and backward() recomputes them: no
+        # gradient of their own.
         return (None, None, None, *second[:5], None, None, None, None, None, *second[5:])
 
     @staticmethod

@@ -245,6 +245,9 @@ def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tens
     finite = torch.where(query.isfinite(), query, 0.0).detach()
     centre = finite.mean(dims, keepdim=True) if query.numel() else 0.0
     query, key = query - centre, key - centre
+    # Farther keys weigh 0 like these; their squares would be infinite, and 0 * inf is NaN.
+    far = torch.finfo(precision).max ** 0.375
+    key = key.clamp(-far, far)
     present = torch.where(key.isfinite(), key, 0.0)  # a NaN key still speaks through q . k
     bias = -0.5 * present.square().sum(-1).unsqueeze(-2)
     if options.get("enable_gqa") and query.dim() >= 3 and bias.shape[-3] != 1:
@@ -318,7 +321,7 @@ def _attend(score, qkv, weight, return_lse: bool, backend: str, **options):
     if p.weights != "none":
         results.append(restore(weights, head_dim=p.weights == "full"))
     if return_lse:
-        results.append(restore(lse.to(p.acc_dtype)))
+        results.append(restore(lse))
     return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -22,8 +22,8 @@ _PROBLEM = (
     "SymInt? band_lo, SymInt? band_hi, float scale, float dropout_p, str weights"
 )
 _SCHEMAS = (
-    f"forward({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor weights)",
-    f"backward({_PROBLEM}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, "
+    f"forward({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
+    f"backward({_PROBLEM}, Tensor out, Tensor stats, Tensor grad_out, Tensor? grad_lse, "
     "Tensor? grad_weights, bool bias_needs_grad) "
     "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias)",
     # Which instruction set the CPU kernels use, and forcing one that this machine has ("auto": the
@@ -54,13 +54,14 @@ def _forward_fake(
     N, E = v.shape[-2:]
     out = q.new_empty(B, M, H, E).transpose(1, 2)
     shape = {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[weights]
-    return out, q.new_empty(B, H, M, dtype=torch.float64), q.new_empty(shape)
+    lse, stats = (q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
+    return out, lse, q.new_empty(shape), stats
 
 
 @torch.library.register_fake("fastattn::backward", lib=_LIBRARY)
 def _backward_fake(
     q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights,
-    out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad,
+    out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
 ):  # fmt: skip
     B, H, _, D = q.shape
     grad_w = q.new_empty((0,) if w is None else (B, H, D), dtype=torch.float32)

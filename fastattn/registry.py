@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fastattn.backends import cpu, eager
+from fastattn.backends import cpu, eager, triton
 from fastattn.problem import Problem
 
 
@@ -25,10 +25,12 @@ class Backend(Protocol):
 
     def forward(
         self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(out ``[B, H, M, E]`` laid out as ``[B, M, H, E]``, lse, weights).
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out ``[B, H, M, E]`` laid out as ``[B, M, H, E]``, lse, weights, stats).
 
-        lse is ``p.acc_dtype`` or wider: backward divides by its exponential.
+        lse is natural, in ``p.acc_dtype``. stats ``[B, ...]`` is whatever the backend's own
+        backward wants of the rows; the fused ones keep ``[B, H, M, 2]``, (shift, factor): the
+        weight of a base-2 score is ``2^(s - shift) * factor``.
         """
         ...
 
@@ -41,7 +43,7 @@ class Backend(Protocol):
         w: Tensor | None,
         bias: Tensor | None,
         out: Tensor,
-        lse: Tensor,
+        stats: Tensor,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         grad_weights: Tensor | None,
@@ -51,8 +53,8 @@ class Backend(Protocol):
         ...
 
 
-# In the order of preference of backend="auto".
-BACKENDS: dict[str, Backend] = {"cpu": cpu, "eager": eager}
+# In the order of preference of backend="auto"; cpu first, so that its calls ask no other.
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "eager": eager}
 
 
 def get(name: str) -> Backend:

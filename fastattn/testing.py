@@ -331,23 +331,38 @@ def check(
     Ours runs in :func:`poisoned` memory, on the drawn tensors or on what ``relayout`` makes of
     them: the same values behind other strides.
     """
-    t, truth, peer, scales = _oracle(case)
+    t, oracle = _oracle_of_case(case)
     with poisoned():
         ours = run(case, t if relayout is None else relayout(t), backend)
-    assert ours.keys() == truth.keys() == peer.keys()
-    for name in truth:
-        label = f"{case} {name}"
-        assert_within_budget(ours[name], peer[name], truth[name], label, scales[name])
+    assert ours.keys() == oracle.truth.keys() == oracle.plain.keys()
+    for name in oracle.truth:
+        truth, peer, scale = oracle[name]
+        assert_within_budget(ours[name], peer, truth, f"{case} {name}", scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """What the results of a case are held to, by name."""
+
+    truth: dict[str, Tensor]  # float64
+    plain: dict[str, Tensor]  # plain PyTorch in the dtype of the case
+    scales: dict[str, float]  # the magnitudes whose ulp count
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor, float]:
+        return self.truth[name], self.plain[name], self.scales[name]
+
+
+def oracle(case: Case, t: Tensors) -> Oracle:
+    """The truth, the peer, and how large the rounding of a right result may be."""
+    truth, norms = exact(case, t), _term_norms(case, t)
+    scales = {n: max(largest(x), largest(norms[n]) if n in norms else 0) for n, x in truth.items()}
+    return Oracle(truth, plain(case, t), scales)
 
 
 @functools.lru_cache(maxsize=4)  # every backend and instruction set asks for the same one in turn
-def _oracle(case: Case):
-    """(tensors, exact, plain, the magnitudes whose ulp count)."""
+def _oracle_of_case(case: Case) -> tuple[Tensors, Oracle]:
     t = make(case)
-    truth, peer = exact(case, t), plain(case, t)
-    norms = _term_norms(case, t)
-    scales = {n: max(largest(x), largest(norms[n]) if n in norms else 0) for n, x in truth.items()}
-    return t, truth, peer, scales
+    return t, oracle(case, t)
 
 
 @contextlib.contextmanager

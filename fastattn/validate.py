@@ -252,7 +252,7 @@ class _Lead(NamedTuple):
         target = self.target()
         shape = (1,) * (len(target) - x.dim()) + tuple(x.shape)
         fits = len(shape) == len(target) and all(
-            s in (1, t) for s, t in zip(shape, target, strict=True)
+            s == 1 or s == t for s, t in zip(shape, target, strict=True)
         )
         if not fits:
             raise ValueError(
@@ -339,9 +339,10 @@ def _kv_len(lead: _Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
     kv_len = _dense("mask.kv_len", kv_len, query, integers)
     _, M, N = lead.hmn
     batch = math.prod(lead.batch)
-    if tuple(kv_len.shape) in (lead.batch, (batch,)):
+    shape = tuple(kv_len.shape)
+    if _same(shape, lead.batch) or _same(shape, (batch,)):
         rows = kv_len.reshape(batch, 1)
-    elif tuple(kv_len.shape) in ((*lead.batch, M), (batch, M)):
+    elif _same(shape, (*lead.batch, M)) or _same(shape, (batch, M)):
         rows = kv_len.reshape(batch, M)
     else:
         raise ValueError(f"mask.kv_len: expected [{batch}] or [{batch}, {M}], got {_shape(kv_len)}")
@@ -357,6 +358,11 @@ def _can_read(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
+
+
+def _same(shape: tuple, expected: tuple) -> bool:
+    """Size by size, as comparing tuples of symbolic sizes does not trace."""
+    return len(shape) == len(expected) and all(s == t for s, t in zip(shape, expected, strict=True))
 
 
 def _shape(x: Tensor) -> str:

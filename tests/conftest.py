@@ -1,6 +1,7 @@
 """Fixtures of all tests: the backends and instruction sets of this machine, and a fixed seed.
 
-What a machine lacks is skipped with its reason, which pytest prints at the end.
+What a machine lacks is skipped with its reason, which pytest prints at the end. Tests marked gpu
+need one: those of the Triton backend, whose kernels tests/kernels interprets where there is none.
 """
 
 import os
@@ -11,10 +12,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+from helpers import BACKENDS, Carrier
 
-from fastattn import ops
+from fastattn import ops, registry
 
-BACKENDS = ("cpu", "eager")  # those that compute CPU tensors; GPU backends have tests of their own
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
 
 
@@ -29,10 +30,15 @@ def _seed():
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request):
-    """Each backend that can run here, by name."""
+def backend(request, monkeypatch):
+    """Each backend that can run here, by name; CPU tensors are carried to one for GPUs."""
     if request.param == "cpu" and ops.EXTENSION_ERROR is not None:
         pytest.skip(ops.EXTENSION_ERROR)
+    if request.param == "triton":
+        if not torch.cuda.is_available():
+            pytest.skip("torch sees no CUDA device: tests/kernels interprets the Triton kernels")
+        carrier = Carrier(registry.BACKENDS["triton"], torch.device("cuda"))
+        monkeypatch.setitem(registry.BACKENDS, "triton", carrier)
     return request.param
 
 

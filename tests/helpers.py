@@ -1,11 +1,15 @@
 """What several test files share beyond ``fastattn.testing``."""
 
+import dataclasses
+
+import pytest
 import torch
 
 import fastattn
 from fastattn import testing
 
 SCORES = ("dot", "additive")
+BACKENDS = ("cpu", pytest.param("triton", marks=pytest.mark.gpu), "eager")
 
 
 def inputs(score="dot", B=2, H=2, Hkv=None, M=5, N=7, D=4, E=3, dtype=torch.float32, grad=False):
@@ -41,6 +45,38 @@ def everything(call: dict, grad_out=None, **options) -> dict[str, torch.Tensor]:
     pulled = torch.autograd.grad([out, weights, lse], list(leaves.values()), grads)
     results = {"out": out.detach(), "weights": weights.detach(), "lse": lse.detach()}
     return results | {f"grad_{n}": g for n, g in zip(leaves, pulled, strict=True)}
+
+
+class Carrier:
+    """A backend for CPU tensors: another device's, with inputs carried there and results back.
+
+    So every test of every backend runs on a GPU as it is written. Whole storages travel: strides,
+    and what lies between the elements, stay as they are.
+    """
+
+    def __init__(self, backend, device: torch.device):
+        self.backend, self.device = backend, device
+
+    def unsupported(self, p):
+        return self.backend.unsupported(dataclasses.replace(p, device=self.device))
+
+    def forward(self, p, *args):
+        return self._run(self.backend.forward, p, args)
+
+    def backward(self, p, *args):
+        return self._run(self.backend.backward, p, args)
+
+    def _run(self, function, p, args):
+        p = dataclasses.replace(p, device=self.device).with_tensors(*map(self._there, p.tensors()))
+        results = function(p, *map(self._there, args))
+        return tuple(x if x is None else x.cpu() for x in results)
+
+    def _there(self, x):
+        if not isinstance(x, torch.Tensor) or torch.compiler.is_compiling():
+            return x.to(self.device) if isinstance(x, torch.Tensor) else x
+        there = torch.empty(0, dtype=x.dtype, device=self.device)
+        storage = x.untyped_storage().to(device=self.device)
+        return there.set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
 def assert_same_bits(a: dict, b: dict) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastattn import registry
+from fastattn import registry, testing
 from fastattn.backends import eager
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,14 +33,18 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
     return status, json.loads((folder / "bench.json").read_text()), folder
 
 
-def test_quick_run_writes_table_json_and_picture(tmp_path, capsys):
-    from bench.cases import QUICK
+@pytest.mark.parametrize("suite", ["cpu", "cuda"])
+def test_quick_run_writes_table_json_and_picture(tmp_path, capsys, suite):
+    """Tiny sizes, on the CPU: the cases for a GPU go the same way."""
+    from bench.cases import QUICK, SUITES
 
-    status, found, folder = run(tmp_path)
+    status, found, folder = run(tmp_path, "--suite", suite)
     table = capsys.readouterr().out
     assert status == 0
     assert "WRONG" not in table
-    assert [row["case"] for row in found["rows"][::2]] == list(QUICK)
+    assert [row["case"] for row in found["rows"][::2]] == [
+        c.name for c in SUITES[suite] if c.name in QUICK
+    ]
     assert {"cpu", "torch", "python", "fastattn", "commit", "date"} <= found["machine"].keys()
     for row in found["rows"]:
         assert row["case"] in table
@@ -56,8 +60,8 @@ def test_quick_run_writes_table_json_and_picture(tmp_path, capsys):
 @pytest.mark.parametrize("factor", [1.001, math.nan])
 def test_a_wrong_result_is_refused(tmp_path, capsys, monkeypatch, factor):
     def forward(*args):
-        out, lse, weights = eager.forward(*args)
-        return out * factor, lse, weights
+        out, *rest = eager.forward(*args)
+        return out * factor, *rest
 
     names = {"unsupported": eager.unsupported, "backward": eager.backward, "forward": forward}
     monkeypatch.setitem(registry.BACKENDS, "broken", types.SimpleNamespace(**names))
@@ -113,6 +117,24 @@ def test_every_peer_computes_the_same():
         for name in work.implementations:
             ratios = checker.error_ratios(name)[FORWARD]
             assert check.worst(ratios) <= 1, f"{case.name} {name} {ratios}"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_given_the_same_masks_and_bias(monkeypatch):
+    """It is a peer on GPUs alone; uncompiled it runs here."""
+    from bench import cases, peers
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for case in (c.tiny() for c in cases.GPU_CASES if not c.module):
+        if case.problem.score != "dot":
+            continue
+        t = cases.draw(case)
+        inputs = {n: x for n in ("q", "k", "v", "bias") if (x := getattr(t, n)) is not None}
+        found = peers._flex(cases.problem(case, t), t, inputs)()
+        expected = testing.exact(case.problem, t)["out"]
+        testing.assert_within_budget(
+            found, testing.plain(case.problem, t)["out"], expected, case.name
+        )
 
 
 def test_kept_pairs_are_what_the_names_say():

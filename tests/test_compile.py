@@ -126,10 +126,6 @@ def test_mask_values_do_not_recompile(backend):
     assert count_compilations(step, calls) == 1
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="validation of a bias does not trace under dynamic shapes yet",
-)
 def test_dynamic_shapes_backward(backend):
     step = function("tensors", backend)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -39,10 +39,6 @@ def row_with_bias(score, backend, value):
 LARGE = [-1e30, -3e38, torch.finfo(torch.float32).min, 1e30, 3e38]
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a bias of -1e30 on a whole row: its log-sum-exp cannot hold log N",
-)
 @pytest.mark.parametrize("value", LARGE)
 @scores
 def test_a_large_bias_in_a_whole_row_leaves_it_uniform(backend, score, value):
@@ -51,15 +47,14 @@ def test_a_large_bias_in_a_whole_row_leaves_it_uniform(backend, score, value):
     assert all(x.isfinite().all() for x in results.values())
     mean = named["value"].mean(2)
     torch.testing.assert_close(results["out"][:, :, 2], mean)
-    torch.testing.assert_close(results["lse"][:, :, 2], torch.full((2, 2), value))
+    # Fused kernels work in base 2, where float32 ends at 2.4e38 in natural units.
+    limit = torch.finfo(torch.float32).max * (math.log(2) if backend != "eager" else 1)
+    lse = max(-limit, min(value, limit))
+    torch.testing.assert_close(results["lse"][:, :, 2], torch.full((2, 2), lse))
     others = [0, 1, 3, 4]
     torch.testing.assert_close(results["out"][:, :, others], plain["out"][:, :, others])
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a bias of -1e30 on a whole row: its log-sum-exp cannot hold log N",
-)
 @pytest.mark.parametrize("value", LARGE)
 @scores
 def test_weights_under_a_large_bias_sum_to_1(backend, score, value):
@@ -68,10 +63,6 @@ def test_weights_under_a_large_bias_sum_to_1(backend, score, value):
     torch.testing.assert_close(row, torch.full_like(row, 1 / 7))
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a bias of -1e30 on a whole row: its log-sum-exp cannot hold log N",
-)
 @pytest.mark.parametrize("value", LARGE)
 @scores
 def test_gradients_under_a_large_bias(backend, score, value):

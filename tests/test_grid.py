@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from helpers import BACKENDS
 
 from fastattn import testing
 from fastattn.testing import GRID, Case
 
 
 # The backend varies fastest: the reference of a case is computed once for all of them.
-@pytest.mark.parametrize("backend", ["cpu", "eager"], indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_case(case, backend):
     testing.check(case, backend)

@@ -1,5 +1,6 @@
 """Which backend runs: auto takes the first that can, a named one runs or says why not."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 import fastattn
 from fastattn import Mask, ops, registry, scaled_dot_product_attention, validate
+from fastattn.backends import triton
 
 PACKAGE = Path(fastattn.__file__).parent
 
@@ -112,6 +114,66 @@ def test_cpu_wants_cpu_tensors():
 
 def test_cpu_is_preferred_where_it_runs(extension):
     assert registry.select(problem()) == "cpu"
+
+
+def on_a_gpu(p):
+    return dataclasses.replace(p, device=torch.device("cuda", 0))
+
+
+def test_explain_says_why_triton_is_not_chosen_without_a_gpu(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(triton, "_interpreted", lambda: False)  # as tests/kernels leaves them
+    reason = "tensors are on cpu; torch sees no CUDA device"
+    assert f"  triton  no: {reason}" in fastattn.explain()
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=reason):
+        scaled_dot_product_attention(q, q, q, backend="triton")
+
+
+def test_a_gpu_without_triton_is_served_by_eager(monkeypatch):
+    monkeypatch.setattr(triton, "INSTALLED", False)
+    p = on_a_gpu(problem())
+    assert registry.select(p) == "eager"
+    assert "  triton  no: Triton is not installed: pip install triton\n" in registry.explain(p)
+
+
+def test_an_old_gpu_is_served_by_eager(monkeypatch, capability):
+    capability(7, 5)
+    p = on_a_gpu(problem())
+    assert registry.select(p) == "eager"
+    assert "  triton  no: compute capability 7.5: 8.0 or newer is needed\n" in registry.explain(p)
+
+
+def test_triton_is_preferred_on_a_gpu_that_can(monkeypatch, capability):
+    capability(9, 0)
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    assert registry.select(on_a_gpu(problem())) == "triton"
+    assert registry.select(on_a_gpu(problem(torch.float64))) == "eager"
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Gives the GPU, where there is none as well, a compute capability."""
+
+    def pretend(*version):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
+        triton._gpu_reasons.cache_clear()
+
+    yield pretend
+    triton._gpu_reasons.cache_clear()
+
+
+def test_choosing_a_backend_is_a_constant_to_the_compiler(capability):
+    """What asks the machine cannot be traced."""
+    capability(9, 0)
+    p = on_a_gpu(problem())
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def add(x):
+        return x + len(registry.select(p))
+
+    assert add(torch.zeros(1)) == len(registry.select(p))
 
 
 def test_public_explain():

@@ -53,14 +53,15 @@ struct AttentionParams {
 
 struct ForwardParams : AttentionParams {
   View out;         // [B, H, M, E]
-  double* lse;      // [B, H, M], natural log, -inf where a row keeps no key
+  float* lse;       // [B, H, M], natural log, -inf where a row keeps no key
+  float* stats;     // [B, H, M, 2], (shift, factor): weights are 2^(score in log2 - shift) * factor
   View weights;     // full: [B, H, M, N]; mean: [B, 1, M, N]
   void* workspace;  // forward_workspace_bytes(), 64-byte aligned
 };
 
 struct BackwardParams : AttentionParams {
   View out;
-  const double* lse;
+  const float* stats;
   View grad_out;          // [B, H, M, E]
   const float* grad_lse;  // [B, H, M] contiguous, or nullptr
   View grad_weights;      // shaped like weights, or absent

@@ -1,5 +1,5 @@
-// Fused attention, backward, for any score (cpu/score.h). With P_ij = e^(s_ij - lse_i), recomputed,
-// R = dropout's factor and W = R P the weights that met V:
+// Fused attention, backward, for any score (cpu/score.h). With P_ij = e^(s_ij - m_i) / l_i,
+// recomputed, R = dropout's factor and W = R P the weights that met V:
 //
 //   dV_j = sum_i W_ij dO_i    dP_ij = R_ij (dO_i . V_j + dW_ij)    dS_ij = P_ij (dP_ij - delta_i)
 //   dq, dk, dw from dS by the score; dbias = dS summed over the dims the bias was broadcast over
@@ -132,13 +132,13 @@ class BackwardWorker {
   void grad_scores(const TilePlace& at) {
     const bool weights = p_.grad_weights.data != nullptr;
     for (int64_t i = 0; i < at.rows; ++i) {
-      const RowLse lse = row_lse(p_.lse[args_.row(at.b, at.h, at.i0 + i)], score_.row_constant(i));
+      const RowStats stats = load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i));
       const float delta = *args_.delta(at.b, at.h, at.i0 + i);
       if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop_);
       if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights_);
       float *const s_row = s_ + i * kN, *const dp_row = dp_ + i * kN;
       for (int64_t c = 0; c < at.cols; c += kWidth) {
-        const Vec s = mask_.apply<kMasking>(load(s_row + c), i, c), p = known_weight(s, lse);
+        const Vec s = mask_.apply<kMasking>(load(s_row + c), i, c), p = known_weight(s, stats);
         Vec dp = load(dp_row + c), w = p;
         if (weights) dp += load(grad_weights_ + c);
         if (p_.dropout.enabled) dp *= load(drop_ + c), w *= load(drop_ + c);

@@ -90,13 +90,13 @@ class DeltaWorker {
   template <Masking kMasking>
   void add_tile(int64_t j0, int64_t cols) {
     for (int64_t i = 0; i < rows_; ++i) {
-      const RowLse lse = row_lse(p_.lse[args_.row(b_, h_, i0_ + i)], score_.row_constant(i));
+      const RowStats stats = load_stats(p_.stats, args_.row(b_, h_, i0_ + i));
       load_grad_weights(p_, b_, h_, i0_ + i, j0, cols, grad_w_);
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h_, i0_ + i, j0, cols, drop_);
       Vec sum = load(sum_ + i * kWidth);
       for (int64_t c = 0; c < cols; c += kWidth) {
         const Vec s = mask_.apply<kMasking>(load(s_ + i * kN + c), i, c);
-        Vec term = known_weight(s, lse) * load(grad_w_ + c);
+        Vec term = known_weight(s, stats) * load(grad_w_ + c);
         if (p_.dropout.enabled) term *= load(drop_ + c);
         sum += s == splat(-kInf) ? Vec{} : term;
       }

@@ -8,10 +8,10 @@
 //         S = scores                                    [kBlockM, kBlockN]
 //         S -> masked, biased -> weights, m, l          online softmax (softmax.h)
 //         O = alpha O + W V
-//     out = O / l, lse; with several chunks (O, m, l) to the workspace, merged in a second pass
+//     out = O / l, lse, stats; with several chunks (O, m, l) to the workspace, merged in a 2nd pass
 //
-// Saved for backward: lse. Returned weights come from a second sweep that recomputes scores against
-// the known lse. Dao et al., "FlashAttention: fast and memory-efficient exact attention with
+// Saved for backward: stats (m, 1 / l). Returned weights come from a second sweep that recomputes
+// scores against them. Dao et al., "FlashAttention: fast and memory-efficient exact attention with
 // IO-awareness", 2022; split keys: Dao et al., "Flash-Decoding", 2023; online softmax: Milakov and
 // Gimelshein, 2018.
 #pragma once
@@ -41,9 +41,17 @@ struct ForwardArgs {
   bool reverse;          // later row blocks have more keys: take them first
 
   int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads) * plan.chunks * stacks; }
+  int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
   float* partial(int64_t b, int64_t h, int64_t chunk, int64_t i) const {
     const int64_t row = ((b * p.H + h) * plan.chunks + chunk) * p.M + i;
     return static_cast<float*>(p.workspace) + row * plan.partial_stride;
+  }
+  // Writes lse and stats of a finished row; returns what its output is multiplied by.
+  float write_row(int64_t b, int64_t h, int64_t i, float m, float l) const {
+    const RowStats stats = row_stats(m, l);
+    p.lse[row(b, h, i)] = natural_lse(m, l);
+    store_stats(stats, row(b, h, i), p.stats);
+    return stats.factor;
   }
 };
 
@@ -170,12 +178,9 @@ class ForwardWorker {
   void write_out(int64_t g) {
     const RowState state = states_.member(g);
     const Member m = member(g);
-    select(g, false);
     for (int64_t i = 0; i < m.rows; ++i) {
       const float l = sum_lanes(load(state.l + i * kWidth));
-      alpha_[i] = l == 0.f ? 0.f : 1.f / l;
-      p_.lse[(b_ * p_.H + m.h) * p_.M + m.i0 + i] =
-          natural_lse(state.m[i], l, score_.row_constant(i));
+      alpha_[i] = args_.write_row(b_, m.h, m.i0 + i, state.m[i], l);
     }
     unpack_rows(state.o, values_.stride(), 1.f, alpha_,
                 matrix_at(p_.out, b_, m.h, m.i0, m.rows, p_.E));
@@ -184,23 +189,14 @@ class ForwardWorker {
   void write_partial(int64_t g, int64_t chunk) {
     const RowState state = states_.member(g);
     const Member m = member(g);
-    select(g, false);
     for (int64_t i = 0; i < m.rows; ++i) {
       float* const to = args_.partial(b_, m.h, chunk, m.i0 + i);
       std::memcpy(to, state.o + i * values_.stride(), static_cast<size_t>(p_.E) * 4);
       to[p_.E] = state.m[i];
       to[p_.E + 1] = sum_lanes(load(state.l + i * kWidth));
-      to[p_.E + 2] = score_.row_constant(i);
     }
   }
 
- public:
-  static double natural_lse(float m, float l, float row_constant) {
-    constexpr double kLn2Exact = 0.6931471805599453;
-    return l == 0.f ? -kInf : m * kLn2Exact + __builtin_log(l) + row_constant;
-  }
-
- private:
   const ForwardArgs& args_;
   const ForwardParams& p_;
   int64_t members_;
@@ -214,7 +210,6 @@ class ForwardWorker {
 };
 
 // Merges the chunks of one (b, h), in order: the same arithmetic as a step of the online softmax.
-template <typename Score>
 class MergeWorker {
  public:
   explicit MergeWorker(const ForwardArgs& args)
@@ -240,9 +235,8 @@ class MergeWorker {
       l += factor * from[p_.E + 1];
       for (int64_t e = 0; e < p_.E; ++e) o_[e] += factor * from[e];
     }
-    p_.lse[(b * p_.H + h) * p_.M + i] =
-        ForwardWorker<Score>::natural_lse(m, l, args_.partial(b, h, 0, i)[p_.E + 2]);
-    unpack_rows(o_, 0, l == 0.f ? 0.f : 1.f / l, nullptr, matrix_at(p_.out, b, h, i, 1, p_.E));
+    const float factor = args_.write_row(b, h, i, m, l);
+    unpack_rows(o_, 0, factor, nullptr, matrix_at(p_.out, b, h, i, 1, p_.E));
   }
 
   const ForwardArgs& args_;
@@ -299,8 +293,7 @@ class WeightsWorker {
     mask_.set_rows(b_, h, i0_, rows_);
     if (mask_.range().begin >= end || mask_.range().end <= begin) return;
     score_.load_queries(b_, h, i0_, rows_);
-    for (int64_t i = 0; i < rows_; ++i)
-      lse_[i] = row_lse(p_.lse[(b_ * p_.H + h) * p_.M + i0_ + i], score_.row_constant(i));
+    for (int64_t i = 0; i < rows_; ++i) stats_[i] = load_stats(p_.stats, args_.row(b_, h, i0_ + i));
     for (int64_t j0 = begin; j0 < end; j0 += kN) {
       const int64_t cols = mask_.set_keys(j0, min64(kN, end - j0));
       if (cols == 0) continue;
@@ -316,7 +309,7 @@ class WeightsWorker {
     for (int64_t i = 0; i < rows_; ++i) {
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
       for (int64_t c = 0; c < cols; c += kWidth) {
-        Vec w = known_weight(mask_.apply<kMasking>(load(s_ + i * kN + c), i, c), lse_[i]);
+        Vec w = known_weight(mask_.apply<kMasking>(load(s_ + i * kN + c), i, c), stats_[i]);
         if (p_.dropout.enabled) w *= load(drop_ + c);
         store(to + i * kPanel + c, load(to + i * kPanel + c) + w);
       }
@@ -330,7 +323,7 @@ class WeightsWorker {
   Score score_;
   MaskTile mask_;
   float *s_, *drop_, *panel_;
-  RowLse lse_[kM];
+  RowStats stats_[kM];
   int64_t b_ = 0, i0_ = 0, rows_ = 0;
 };
 
@@ -343,7 +336,7 @@ static void forward(const ForwardParams& p, const Parallel& parallel) {
   TaskLoop<ForwardWorker<Score>, ForwardArgs>::run(args, args.tasks(), work, parallel);
   if (args.plan.chunks > 1) {
     const double merged = static_cast<double>(args.plan.workspace_bytes);
-    TaskLoop<MergeWorker<Score>, ForwardArgs>::run(args, p.B * p.H, merged, parallel);
+    TaskLoop<MergeWorker, ForwardArgs>::run(args, p.B * p.H, merged, parallel);
   }
   if (p.weights_mode == WeightsMode::kNone) return;
   using Weights = WeightsWorker<Score>;

@@ -16,7 +16,7 @@ namespace fastattn::cpu {
 int64_t forward_workspace_bytes(const ForwardParams& params);
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
-// Forward writes out, lse (never nullptr) and, unless weights_mode is kNone, weights.
+// Forward writes out, lse, stats and, unless weights_mode is kNone, weights.
 void forward(const ForwardParams& params, const Parallel& parallel);
 
 // Backward writes grad_q, grad_k, grad_v, grad_w (additive; may be nullptr when not wanted) and

@@ -19,7 +19,7 @@ constexpr int64_t kKeysPerQuery = 32;
 
 struct ForwardPlan {
   int64_t chunk_keys, chunks;
-  int64_t partial_stride;  // floats a row: E accumulated values, maximum, sum, row constant
+  int64_t partial_stride;  // floats a row: E accumulated values, maximum, sum
   int64_t workspace_bytes;
 };
 
@@ -27,7 +27,7 @@ FASTATTN_FN ForwardPlan plan_forward(const ForwardParams& p) {
   ForwardPlan plan;
   plan.chunk_keys = max64(1, kKeysPerQuery * p.M / kChunkKeys) * kChunkKeys;
   plan.chunks = max64(1, ceil_div(p.N, plan.chunk_keys));
-  plan.partial_stride = p.E + 3;
+  plan.partial_stride = p.E + 2;
   plan.workspace_bytes =
       plan.chunks == 1 ? 0 : 4 * plan.partial_stride * plan.chunks * p.B * p.H * p.M;
   return plan;

@@ -2,42 +2,34 @@
 // this concept, and instantiated for DotScore (score_dot.h) and AdditiveScore (score_additive.h).
 //
 //   struct Score {
-//     static constexpr int64_t kBlockM, kBlockN;  // the tile: queries x keys; kBlockN a multiple
-//     of kWidth
+//     // The tile: queries x keys; kBlockN is a multiple of kWidth.
+//     static constexpr int64_t kBlockM, kBlockN;
 //
-//     // Takes its scratch memory once per task thread. `backward` says whether gradients will be
-//     asked for. Score(const AttentionParams& p, Scratch& scratch, bool backward);
+//     // Takes its scratch memory, once a thread. `backward`: gradients will be asked for.
+//     Score(const AttentionParams& p, Scratch& scratch, bool backward);
 //
-//     // Converts, scales and lays out a block of keys / of queries. load_queries also selects
-//     query head h (its
-//     // weights, for the additive score); rows <= kBlockM, cols <= kBlockN. Either may be reloaded
-//     without the other. void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols); void
-//     load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);
+//     // Convert, scale and lay out a block of keys, of queries; either may be reloaded without the
+//     // other. load_queries also selects query head h: its weights, for the additive score.
+//     void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols);    // cols <= kBlockN
+//     void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);   // rows <= kBlockM
 //
 //     // s[i * kBlockN + j] = log2(e) * score(i0 + i, j0 + j), for i < rows and j < cols rounded up
-//     to kWidth (what is
-//     // written past cols is ignored: the loop overwrites it with -inf). A NaN in key j may reach
-//     column j only, one
-//     // in query i row i only. May leave out a term that is constant along a row; row_constant(i)
-//     returns it
-//     // (natural units), for the log-sum-exp.
+//     // to kWidth; what is written past cols is ignored: the loop overwrites it with -inf. A NaN
+//     // in key j may reach column j only, one in query i row i only.
 //     void scores(float* s);
-//     float row_constant(int64_t i) const;
 //
-//     // Backward. ds has the layout of s and holds d loss / d score in natural units, exactly 0 at
-//     masked pairs and in
-//     // all padding up to (rows, cols rounded up to kWidth). Adds to grad_q (row-major [rows,
-//     grad_q_stride], natural
-//     // units), to the tile's own key gradient, and, for scores that have weights, to grad_w [D].
-//     `masked` says that
-//     // some pairs are masked: then 0 * NaN must count as 0, so that garbage behind a mask stays
-//     there. void clear_key_grad(); void backward(const float* ds, bool masked, float* grad_q,
-//     int64_t grad_q_stride, float* grad_w); void store_key_grad(const View& grad_k, int64_t b,
-//     int64_t hkv, int64_t j0);
+//     // ds has the layout of s and holds d loss / d score in natural units, exactly 0 at masked
+//     // pairs and in all padding up to (rows, cols rounded up to kWidth). Adds to grad_q
+//     // (row-major [rows, grad_q_stride], natural units), to the tile's own key gradient and, for
+//     // scores that have weights, to grad_w [D]. `masked`: some pairs are masked, so that 0 * NaN
+//     // must count as 0 and garbage behind the mask stays there.
+//     void clear_key_grad();
+//     void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride,
+//                   float* grad_w);
+//     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
 //
 //     // Optional: a constructor with a fourth argument, int64_t slots, and use_slot(slot). Blocks
-//     of queries then stay
-//     // loaded side by side; load_queries(), scores() and row_constant() concern the current slot,
-//     at first 0. The
-//     // forward pass uses this to take several blocks of queries through each block of keys.
+//     // of queries then stay loaded side by side; load_queries() and scores() concern the current
+//     // slot, at first 0. The forward pass takes several blocks of queries through each block of
+//     // keys this way.
 //   };

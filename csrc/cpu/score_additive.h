@@ -88,7 +88,6 @@ class AdditiveScore {
     for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
       exact_ ? score_panel<true>(i, s + i * kBlockN) : score_panel<false>(i, s + i * kBlockN);
   }
-  float row_constant(int64_t) const { return 0.f; }
 
   void clear_key_grad() {
     fill(head_key_grad_, kBlockN * dims_, 0.f);

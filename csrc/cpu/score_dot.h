@@ -21,7 +21,7 @@ class DotScore {
 
   DotScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
       : p_(p),
-        direct_(!backward && p.M <= kDirectRows && rows_contiguous(p.k)),
+        direct_(p.M <= kDirectRows && rows_contiguous(p.k)),
         backward_(backward),
         ld_(tile_stride(p.D)),
         slot_floats_(round_up(p.M < kBlockM ? p.M : kBlockM, kTileRows) * ld_),
@@ -37,8 +37,7 @@ class DotScore {
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D);
-    if (direct_) return;
-    pack_transposed(keys_, 1.f, k_transposed_, kBlockN);
+    if (!direct_) pack_transposed(keys_, 1.f, k_transposed_, kBlockN);
     if (backward_) k_finite_ = pack_rows(keys_, 1.f, k_rows_, ld_);
   }
 
@@ -60,7 +59,6 @@ class DotScore {
            kBlockN, Store{});
     }
   }
-  float row_constant(int64_t) const { return 0.f; }
 
   void clear_key_grad() { fill(grad_k_, kBlockN * ld_, 0.f); }
 

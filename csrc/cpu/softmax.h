@@ -110,28 +110,36 @@ FASTATTN_SIMD void softmax_step(const MaskTile& mask, const DropoutParams& dropo
   });
 }
 
-// ---- weights recomputed from a known log-sum-exp ----
+// ---- what is saved of a row, and weights recomputed from it ----
 
-// The log-sum-exp of a row as 2^(s - log2) * factor needs it. It is kept in double: rounded to
-// fp32, an ordinary one of 10 puts the same 4 ulp of error on every weight of its row, one of 1e4 a
-// thousand times that. What fp32 cannot hold of it becomes a factor near 1.
-struct RowLse {
-  float log2, factor;
+// The weight of score s is 2^(s - shift) * factor: the maximum and 1 / sum, both 0 if a row met no
+// key. One log-sum-exp in their place would not do: rounded to fp32, an ordinary one of 10 puts the
+// same 4 ulp of error on every weight of its row, and one of 1e30 has no bits left for the sum.
+struct RowStats {
+  float shift, factor;
 };
 
-// From a natural log-sum-exp, less what the score left out. An empty row gets +inf: weights of 0.
-FASTATTN_SIMD RowLse row_lse(double lse, float row_constant) {
-  if (lse == -kInf) return {kInf, 1.f};
-  const double exact = (lse - row_constant) * 1.4426950408889634;
-  const float rounded = static_cast<float>(exact);
-  const float rest = static_cast<float>(exact - rounded);
-  return {rounded, __builtin_fabsf(rest) < 1.f ? __builtin_exp2f(-rest) : 1.f};
+FASTATTN_SIMD RowStats row_stats(float m, float l) {
+  return l == 0.f ? RowStats{0.f, 0.f} : RowStats{m, 1.f / l};
 }
 
-// The weight of a masked score: exactly 0 where that is -inf, even if the row's log-sum-exp is NaN.
-// Bounded: rounding of a huge log-sum-exp must not turn into overflow.
-FASTATTN_SIMD Vec known_weight(Vec s, const RowLse& lse) {
-  const Vec w = exp2_weight(min(splat(1.f), s - lse.log2)) * lse.factor;
+FASTATTN_SIMD RowStats load_stats(const float* stats, int64_t row) {
+  return {stats[2 * row], stats[2 * row + 1]};
+}
+FASTATTN_SIMD void store_stats(const RowStats& from, int64_t row, float* stats) {
+  stats[2 * row] = from.shift;
+  stats[2 * row + 1] = from.factor;
+}
+
+FASTATTN_SIMD float natural_lse(float m, float l) {
+  constexpr double kLn2 = 0.6931471805599453;
+  return l == 0.f ? -kInf : static_cast<float>(m * kLn2 + __builtin_log(l));
+}
+
+// The weight of a masked score: exactly 0 where that is -inf, even if the row's sum is NaN.
+// Bounded: scores summed in another order than before may pass a huge maximum by a lot.
+FASTATTN_SIMD Vec known_weight(Vec s, const RowStats& row) {
+  const Vec w = exp2_weight(min(splat(1.f), s - row.shift)) * row.factor;
   return s == splat(-kInf) ? Vec{} : w;
 }
 

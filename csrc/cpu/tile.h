@@ -138,9 +138,11 @@ class MaskTile {
   }
 
   // bias * log2(e). Only -inf masks: the most negative finite numbers, popular as mask values, must
-  // not overflow to it.
+  // not overflow to it, nor the largest to +inf.
   FASTATTN_MEMBER static Vec in_log2(Vec bias) {
-    return bias == splat(-kInf) ? bias : max(splat(-__FLT_MAX__), bias * kLog2e);
+    const Vec bounded = max(splat(-__FLT_MAX__), min(splat(__FLT_MAX__), bias * kLog2e));
+    const VecI finite = (bias > splat(-kInf)) & (bias < splat(kInf));
+    return finite ? bounded : bias;
   }
 
   // -inf where the dense mask drops a key; elsewhere 0, or (kOver) what is there.

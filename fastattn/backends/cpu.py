@@ -26,11 +26,11 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias:
     return torch.ops.fastattn.forward(q, k, v, w, bias, *p.tensors(), *ops.scalars(p), p.weights)
 
 
-def backward(p, q, k, v, w, bias, out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad):
+def backward(p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad):
     """See ``registry.Backend``."""
     grad_q, grad_k, grad_v, grad_w, grad_bias = torch.ops.fastattn.backward(
-        q, k, v, w, bias, *p.tensors(), *ops.scalars(p), p.weights, out, lse, grad_out,
-        None if grad_lse is None else grad_lse.float(), grad_weights, bias_needs_grad,
+        q, k, v, w, bias, *p.tensors(), *ops.scalars(p), p.weights,
+        out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
     )  # fmt: skip
     return (
         grad_q,

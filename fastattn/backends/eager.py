@@ -31,10 +31,10 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias:
         out, lse, weights = reference.forward(p, q, k, v, w, bias)
     # Every backend returns the same layout, so that code that views the output works on all or on
     # none.
-    return empty_bmhe(p, q).copy_(out), lse, weights.to(p.dtype)
+    return empty_bmhe(p, q).copy_(out), lse, weights.to(p.dtype), lse.new_empty(p.B, 0)
 
 
-def backward(p, q, k, v, w, bias, out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad):
+def backward(p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad):
     """See ``registry.Backend``."""
     with _no_autocast(p):
         grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(

@@ -17,7 +17,8 @@ from torch import Tensor
 from fastattn import ops
 from fastattn.problem import Problem
 
-SCORES = ("dot",)
+INSTALLED = importlib.util.find_spec("triton") is not None
+SCORES = ("dot", "additive")
 MAX_HEAD_SIZE = 256
 MIN_CAPABILITY = (8, 0)  # older tensor cores have no path in Triton, nor bf16
 
@@ -41,11 +42,11 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias:
     )
 
 
-def backward(p, q, k, v, w, bias, out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad):
+def backward(p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad):
     """See ``registry.Backend``."""
     grad_q, grad_k, grad_v, grad_w, grad_bias = torch.ops.fastattn.triton_backward(
         q, k, v, w, bias, *p.tensors(), *ops.scalars(p), p.weights,
-        out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad,
+        out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
     )  # fmt: skip
     return (
         grad_q,
@@ -60,7 +61,7 @@ def backward(p, q, k, v, w, bias, out, lse, grad_out, grad_lse, grad_weights, bi
 
 
 def _machine_reasons(device: torch.device) -> list[str]:
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return ["Triton is not installed: pip install triton"]
     if device.type != "cuda":
         if device.type == "cpu" and _interpreted():
@@ -68,6 +69,11 @@ def _machine_reasons(device: torch.device) -> list[str]:
         missing = "" if torch.cuda.is_available() else "; torch sees no CUDA device"
         return [f"tensors are on {device.type}{missing}"]
     return _gpu_reasons(device)
+
+
+# What torch.compiler.assume_constant_result does, less its import of half a second: nothing in
+# there can be traced, and machines do not change.
+_machine_reasons._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
@@ -89,22 +95,26 @@ def _interpreted() -> bool:
 
 
 def _forward(*args):
+    from fastattn.kernels.additive_fwd import launch_additive_fwd
     from fastattn.kernels.launch import Call
     from fastattn.kernels.sdpa_fwd import launch_sdpa_fwd
 
     call = Call(*args)
+    launch = launch_sdpa_fwd if call.w is None else launch_additive_fwd
     with _current_device(call.q):
-        return launch_sdpa_fwd(call)
+        return launch(call)
 
 
 def _backward(*args):
+    from fastattn.kernels.additive_bwd import launch_additive_bwd
     from fastattn.kernels.launch import Call
     from fastattn.kernels.sdpa_bwd import launch_sdpa_bwd
 
     n = len(Call._fields)
     call = Call(*args[:n])
+    launch = launch_sdpa_bwd if call.w is None else launch_additive_bwd
     with _current_device(call.q):
-        return launch_sdpa_bwd(call, *args[n:])
+        return launch(call, *args[n:])
 
 
 def _current_device(x: Tensor):
@@ -115,24 +125,15 @@ def _current_device(x: Tensor):
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
 
 
-def _forward_fake(*args):
-    out, lse, weights = torch.ops.fastattn.forward(*args)
-    return out, lse.float(), weights
-
-
-def _backward_fake(*args):
-    return torch.ops.fastattn.backward(*args)
-
-
-def _register(name: str, implementation, fake) -> None:
-    """fastattn::triton_<name>, with the schema of fastattn::<name>; lse is fp32 here."""
+def _register(name: str, implementation) -> None:
+    """fastattn::triton_<name>, with the schema and the fake kernel of fastattn::<name>."""
     model = getattr(torch.ops.fastattn, name)
     signature = str(model.default._schema).removeprefix(f"fastattn::{name}")
     _LIBRARY.define(f"triton_{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CUDA", "CPU"):  # CPU tensors come only when the kernels are interpreted
         _LIBRARY.impl(f"triton_{name}", implementation, key)
-    torch.library.register_fake(f"fastattn::triton_{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"fastattn::triton_{name}", model, lib=_LIBRARY)
 
 
-_register("forward", _forward, _forward_fake)
-_register("backward", _backward, _backward_fake)
+_register("forward", _forward)
+_register("backward", _backward)

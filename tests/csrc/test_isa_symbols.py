@@ -6,6 +6,7 @@ older CPU would stop at it. So such an object may define nothing that is not nam
 """
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -49,6 +50,16 @@ def test_object_defines_only_names_of_its_isa(path):
     command = ["nm", "-C", "--defined-only", "--extern-only", str(OBJECTS / path)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert foreign_symbols(listing, isa=path.parts[0]) == []
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+@pytest.mark.skipif(not list(OBJECTS.glob("**/dispatch.o")), reason="nothing was built here")
+def test_dispatch_chooses_among_all_that_was_built():
+    """Each comes in by a macro of its own: a missing one would serve every machine narrowly."""
+    command = ["nm", "-C", "--undefined-only", *map(str, OBJECTS.glob("**/dispatch.o"))]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    built = json.loads((ROOT / "fastattn/_build_info.json").read_text())["isas"]
+    assert set(re.findall(r"fastattn::(\w+)::sdpa_forward", listing)) == set(built)
 
 
 def test_foreign_symbols_are_found():

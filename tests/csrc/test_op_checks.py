@@ -21,7 +21,7 @@ def arguments(**changes):
 def upstream(**changes):
     """What backward takes more, for a good call."""
     good = dict(
-        out=torch.randn(B, H, M, E), lse=torch.randn(B, H, M).double(),
+        out=torch.randn(B, H, M, E), stats=torch.rand(B, H, M, 2),
         grad_out=torch.randn(B, H, M, E),
         grad_lse=None, grad_weights=None, bias_needs_grad=False,
     )  # fmt: skip
@@ -69,8 +69,9 @@ BAD_UPSTREAM = {
     "grad-out-rows": dict(grad_out=torch.randn(B, H, M - 1, E)),
     "grad-out-heads": dict(grad_out=torch.randn(B, HKV, M, E)),
     "grad-out-3d": dict(grad_out=torch.randn(H, M, E)),
-    "lse-rows": dict(lse=torch.randn(B, H, M - 1).double()),
-    "lse-float": dict(lse=torch.randn(B, H, M)),
+    "stats-rows": dict(stats=torch.randn(B, H, M - 1, 2)),
+    "stats-one": dict(stats=torch.randn(B, H, M)),
+    "stats-double": dict(stats=torch.randn(B, H, M, 2).double()),
     "grad-lse": dict(grad_lse=torch.randn(B, H, M + 1)),
     "no-bias": dict(bias_needs_grad=True),
 }
@@ -104,8 +105,9 @@ def test_backward_rejects_gradients_of_other_weights(weights):
 
 
 def test_a_good_call_passes():
-    out, lse, weights = torch.ops.fastattn.forward(*arguments(weights="mean").values())
+    out, lse, weights, stats = torch.ops.fastattn.forward(*arguments(weights="mean").values())
     assert (out.shape, lse.shape, weights.shape) == ((B, H, M, E), (B, H, M), (B, M, N))
+    assert stats.shape == (B, H, M, 2)
     torch.ops.fastattn.backward(*arguments(weights="mean").values(), *upstream().values())
 
 
@@ -122,7 +124,7 @@ def test_lengths_out_of_range_are_clamped(length):
 @pytest.mark.parametrize("band", [(-(2**62), 2**62), (2**62, None), (None, -(2**62)), (3, -3)])
 def test_any_band_is_safe(band):
     lo, hi = band
-    out, lse, _ = torch.ops.fastattn.forward(*arguments(band_lo=lo, band_hi=hi).values())
+    out, lse, *_ = torch.ops.fastattn.forward(*arguments(band_lo=lo, band_hi=hi).values())
     i, j = torch.arange(M)[:, None], torch.arange(N)
     kept = torch.ones(M, N, dtype=torch.bool)
     kept = kept if lo is None else kept & (j >= i + lo)

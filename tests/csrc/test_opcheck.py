@@ -47,9 +47,9 @@ def forward_arguments(score, name):
 
 def backward_arguments(score, name):
     args = forward_arguments(score, name)
-    out, lse, weights = torch.ops.fastattn.forward(*args)
+    out, lse, weights, stats = torch.ops.fastattn.forward(*args)
     return (
-        *args, out, lse, torch.randn_like(out), torch.randn_like(lse).float(),
+        *args, out, stats, torch.randn_like(out), torch.randn_like(lse),
         None if args[-1] == "none" else torch.randn_like(weights), args[4] is not None,
     )  # fmt: skip
 
