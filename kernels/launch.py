@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .config import choose, padded
+from .config import choose, is_rich, padded, speaks_ptx
 from .masking import scans_bias
 from .tiles import Dims, Spec
 
@@ -73,8 +73,8 @@ class Call(NamedTuple):
 
     @property
     def rich(self) -> bool:
-        """Whether a kernel needs more registers than for masks; see config.py."""
-        return self.bias is not None or self.dropout_p > 0 or self.weights != "none"
+        """Whether a kernel needs more registers than for masks."""
+        return is_rich(self.bias is not None, self.dropout_p, self.weights)
 
     @property
     def masks_within_tiles(self) -> bool:
@@ -84,13 +84,13 @@ class Call(NamedTuple):
         return by_row or band or self.keep is not None or self.bias is not None
 
 
-def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(out laid out as [B, M, H, E], lse, weights), uninitialised."""
+def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out laid out as [B, M, H, E], lse, weights, stats), uninitialised."""
     B, H, M, N = call.shape
     out = call.q.new_empty(B, M, H, call.E).transpose(1, 2)
-    lse = call.q.new_empty(B, H, M, dtype=torch.float32)
+    lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
     shape = {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[call.weights]
-    return out, lse, call.q.new_empty(shape)
+    return out, lse, call.q.new_empty(shape), stats
 
 
 def per_head_weights(call: Call, weights: Tensor | None) -> Tensor | None:
@@ -111,13 +111,20 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
 
     FP fusion is asked for out loud: Triton's default is about to change.
     """
+    if call.w is not None:
+        kernel = f"additive_{kernel}"
     config = choose(kernel, call.q.device, call.q.dtype, max(call.D, call.E), call.rich)
     fields = Spec(
         D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
         BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,
-        PRECISION=precision(call), FOLD_SCALE=call.bias is None and call.scale > 0,
+        PRECISION=precision(call),
+        STREAM=call.q.dtype == torch.float32 and max(call.D, call.E) > 128,
+        FOLD_SCALE=call.bias is None and call.scale > 0,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
         MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band_hi is not None,
+        PTX=speaks_ptx(call.q.device),
     )  # fmt: skip
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+    if call.w is not None and call.q.dtype == torch.float32 and speaks_ptx(call.q.device):
+        options["maxnreg"] = 255  # unasked, ptxas spills a few registers to have 128
     return Spec(*map(tl.constexpr, fields)), options

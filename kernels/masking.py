@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .softmax import LOG2E, LOWEST
+from .softmax import HIGHEST, LOG2E
 from .tiles import ABSENT, head_ptr, view
 
 
@@ -106,14 +106,20 @@ def keep_tile(mask, b, h, i, j, begin, end, M):
 
 
 @triton.jit
+def in_log2(bias):
+    """bias * log2(e). Only -inf masks: the lowest finite numbers, popular as mask values, must not
+    overflow to it, nor the largest to +inf.
+    """
+    bounded = tl.maximum(tl.minimum(bias * LOG2E, HIGHEST), -HIGHEST)
+    return tl.where(tl.abs(bias) < float("inf"), bounded, bias)
+
+
+@triton.jit
 def mask_scores(
     s, scale, bias, mask, b, h, i, j, begin, end, M, N,
     MASKED: tl.constexpr, BIASED: tl.constexpr, FOLD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """(s, keep): scores with bias and -inf where masked; times scale here unless folded later.
-
-    Only -inf in a bias masks: the lowest finite numbers, popular as mask values, stay finite.
-    """
+    """(s, keep): scores with bias and -inf where masked; times scale here unless folded later."""
     if not FOLD_SCALE:
         s = s * scale
     if MASKED:
@@ -125,7 +131,7 @@ def mask_scores(
         ptrs = rows + j.to(tl.int64) * bias.stride_c
         added = tl.load(ptrs, mask=keep, other=float("-inf")).to(tl.float32)
         keep = keep & (added != float("-inf"))
-        s = s + tl.maximum(added * LOG2E, LOWEST)
+        s = s + in_log2(added)
     if MASKED or BIASED:
         s = tl.where(keep, s, float("-inf"))
     return s, keep

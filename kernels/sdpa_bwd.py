@@ -1,6 +1,6 @@
-"""Scaled dot-product attention, backward, from the saved log-sum-exp: no M x N matrix is stored.
+"""Scaled dot-product attention, backward, from the saved (m, 1 / l): no M x N matrix is stored.
 
-    P = 2^(s - lse)     W = F * P (F: dropout factors)     dP = F * (dO V^T + dW)
+    P = 2^(s - m) / l     W = F * P (F: dropout factors)     dP = F * (dO V^T + dW)
     dS = P * (dP - delta)     delta_i = sum_j P_ij dP_ij - dlse_i = dO_i . O_i + (W . dW)_i - dlse_i
     dV = W^T dO     dK = scale dS^T Q     dQ = scale dS K     dbias = dS, summed where it broadcasts
 
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .dropout import dropout_args, survives
 from .launch import Call, per_head_weights, spec
@@ -38,10 +39,12 @@ from .masking import (
     query_blocks,
     row_range,
 )
-from .softmax import LOG2E, load_factor, load_lse_log2, weights_of
+from .score import DOT_PRODUCT, Terms, load_side, pull_back, scores
+from .softmax import LOG2E, fold_stats, load_stats, weights_of
 from .tiles import (
     ABSENT,
     EXACT_SLICE,
+    Spec,
     any_not_finite,
     dot_t,
     exact_dot,
@@ -50,43 +53,92 @@ from .tiles import (
     place,
     row_ptrs,
     store_tile,
+    stream_dot_t,
     view,
 )
 
 
 class Backward(NamedTuple):
-    """What the kernels read besides q, k, v, bias, grad_out and grad_weights.
+    """What the kernels read besides q, k, v, terms, bias, grad_out and grad_weights.
 
-    Those six travel beside it: Triton 3.6 forgets, in loops, the constants of tuples in tuples.
+    Those seven travel beside it: Triton 3.6 forgets, in loops, the constants of tuples in tuples.
     """
 
     grad_weights_scale: Any  # 1 / H for a mean over heads
-    lse_ptr: Any
-    factor_ptr: Any  # what 2^(s - lse) is multiplied by; None: nothing
+    stats_ptr: Any
+    shift_ptr: Any  # of fold_stats, one product less in the inner loops; None where stats serve
     delta_ptr: Any
     scale_log2: Any
 
 
 @triton.jit
+def mended(marks_ptr, size, GARBAGE: tl.constexpr):
+    """``size``, or 0 where a kernel that mends finds no mark and so neither loads nor stores."""
+    if GARBAGE == "mend":
+        return tl.where(tl.load(marks_ptr + tl.program_id(0)) != 0, size, 0)
+    else:
+        return size
+
+
+@triton.jit
+def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
+    """Rows of dO, or of v, as tile_gradient takes them; numbers of rows where products stream."""
+    if spec.STREAM:
+        return offs
+    else:
+        offs_e = tl.arange(0, spec.BLOCK_E)
+        ptr = head_ptr(x, b, h)
+        return load_tile(ptr, x, offs, offs_e, n, spec.E, CHECK, spec.E != spec.BLOCK_E)
+
+
+@triton.jit
+def load_rows(t, b, h, H, i, M):
+    """(shift, factor, delta) of the rows i, in the shape of i."""
+    delta = tl.load(row_ptrs(t.delta_ptr, b, h, H, i, M), mask=i < M, other=0.0)
+    if t.shift_ptr is None:
+        shift, factor = load_stats(t.stats_ptr, b, h, H, i, M)
+        return shift, factor, delta
+    else:
+        ptrs = row_ptrs(t.shift_ptr, b, h, H, i, M)
+        return tl.load(ptrs, mask=i < M, other=float("inf")), 1.0, delta
+
+
+@triton.jit
 def tile_gradient(
-    x, y, dx, dy, lse_log2, factor, delta,
-    q, k, v, bias, grad_out, grad_weights, t,
+    x, y, dx, dy, shift, factor, delta,
+    q, k, v, terms, bias, grad_out, grad_weights, t,
     mask, drop, dims, spec, b, h, i0, j0, i, j,
     row_begin, row_end, MASKED: tl.constexpr, BIASED: tl.constexpr, SELECT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(W without dropout's factor, dS, keep) of a tile; x, y are q, k, and dx, dy are dO, v.
+    """(W without dropout's factor, dS, keep) of a tile; x, y: sides q, k; dx, dy: sides dO, v.
 
-    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. i, j, lse and delta come
-    shaped to broadcast. SELECT makes masked pairs 0 even where NaN surrounds them.
+    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. i, j and what belongs to
+    rows come shaped to broadcast. SELECT makes masked pairs 0 even where NaN surrounds them.
     """
-    s = dot_t(x, y, spec.PRECISION)
+    s = scores(x, y, q, k, terms, b, h, key_count(mask, b, dims.N), dims, spec, TRANSPOSED)
     s, keep = mask_scores(
         s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, dims.M, dims.N,
         MASKED, BIASED, spec.FOLD_SCALE,
     )  # fmt: skip
-    w = weights_of(s, lse_log2, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, BIASED)
-    dp = dot_t(dx, dy, spec.PRECISION)
+    w = weights_of(
+        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.shift_ptr is not None
+    )
+    if spec.STREAM:
+        do_ptr, v_ptr = head_ptr(grad_out, b, h), head_ptr(v, b, h // dims.group)
+        keys = key_count(mask, b, dims.N)
+        if TRANSPOSED:
+            dp = stream_dot_t(
+                dx, v_ptr, v, keys, dy, do_ptr, grad_out, dims.M, spec.E, spec.BLOCK_E,
+                spec.PRECISION,
+            )  # fmt: skip
+        else:
+            dp = stream_dot_t(
+                dx, do_ptr, grad_out, dims.M, dy, v_ptr, v, keys, spec.E, spec.BLOCK_E,
+                spec.PRECISION,
+            )  # fmt: skip
+    else:
+        dp = dot_t(dx, dy, spec.PRECISION)
     if grad_weights.ptr is not None:
         rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
         ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
@@ -108,7 +160,7 @@ def tile_gradient(
 
 @triton.jit
 def sdpa_bwd_delta_kernel(
-    q, k, v, bias, grad_out, grad_weights, t, out, grad_lse_ptr, mask, drop, dims, spec
+    q, k, v, terms, bias, grad_out, grad_weights, t, out, grad_lse_ptr, mask, drop, dims, spec
 ):
     M = dims.M
     block, b, h = place(tl.cdiv(M, spec.BLOCK_M), dims.H, False)
@@ -121,61 +173,46 @@ def sdpa_bwd_delta_kernel(
     if grad_lse_ptr is not None:
         ptrs = row_ptrs(grad_lse_ptr, b, h, dims.H, offs_m, M)
         delta -= tl.load(ptrs, mask=offs_m < M, other=0.0).to(tl.float32)
-    if grad_weights.ptr is not None or t.factor_ptr is not None:
-        total, weighted = sum_weights(
-            q, k, v, bias, grad_out, grad_weights, t, mask, drop, dims, spec, b, h, i0
-        )
-        if t.factor_ptr is not None:
-            factor = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
-            weighted = weighted * factor
-            ptrs = row_ptrs(t.factor_ptr, b, h, dims.H, offs_m, M)
-            tl.store(ptrs, factor, mask=offs_m < M)
-        delta += weighted
+    if grad_weights.ptr is not None:
+        delta += sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h, i0)
     tl.store(row_ptrs(t.delta_ptr, b, h, dims.H, offs_m, M), delta, mask=offs_m < M)
+    if t.shift_ptr is not None:
+        shift, factor = load_stats(t.stats_ptr, b, h, dims.H, offs_m, M)
+        ptrs = row_ptrs(t.shift_ptr, b, h, dims.H, offs_m, M)
+        tl.store(ptrs, fold_stats(shift, factor), mask=offs_m < M)
 
 
 @triton.jit
-def sum_weights(q, k, v, bias, grad_out, grad_weights, t, mask, drop, dims, spec, b, h, i0):
-    """(sum_j 2^(s_ij - lse_i), sum_j W_ij dW_ij) of a row block."""
+def sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h, i0):
+    """sum_j W_ij dW_ij of a row block."""
     M, N = dims.M, dims.N
     offs_m = i0 + tl.arange(0, spec.BLOCK_M)
-    offs_d = tl.arange(0, spec.BLOCK_D)
     i = offs_m[:, None]
-    tile_q = load_tile(
-        head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D
-    )
-    lse_log2 = load_lse_log2(t.lse_ptr, b, h, dims.H, offs_m, M)
+    side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
+    keys = key_count(mask, b, N)
+    shift, factor = load_stats(t.stats_ptr, b, h, dims.H, i, M)
     row_begin, row_end = row_range(mask, b, i, M, N)
     begin, full_begin, full_end, end = kv_range(mask, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
-    total = tl.zeros((spec.BLOCK_M,), tl.float32)
     weighted = tl.zeros((spec.BLOCK_M,), tl.float32)
     for block in tl.range(begin, end):
         j0 = block * spec.BLOCK_N
         offs_n = j0 + tl.arange(0, spec.BLOCK_N)
         j = offs_n[None, :]
-        tile_k = load_tile(
-            head_ptr(k, b, h // dims.group), k, offs_n, offs_d, key_count(mask, b, N), spec.D,
-            True, spec.D != spec.BLOCK_D,
-        )  # fmt: skip
-        s = dot_t(tile_q, tile_k, spec.PRECISION)
+        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, True)
+        s = scores(side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
         s, keep = mask_scores(
             s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
             True, bias.ptr is not None, spec.FOLD_SCALE,
         )  # fmt: skip
-        w = weights_of(
-            s, lse_log2[:, None], 1.0, t.scale_log2 if spec.FOLD_SCALE else 1.0,
-            bias.ptr is not None,
-        )  # fmt: skip
-        total += tl.sum(w, 1)
-        if grad_weights.ptr is not None:
-            if drop.seed_ptr is not None:
-                kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)
-                w = tl.where(kept, w * drop.scale, 0.0)
-            rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
-            ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
-            gw = tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
-            weighted += tl.sum(w * gw, 1)
-    return total, weighted
+        w = weights_of(s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, False)
+        if drop.seed_ptr is not None:
+            kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)
+            w = tl.where(kept, w * drop.scale, 0.0)
+        rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
+        ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
+        gw = tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
+        weighted += tl.sum(w * gw, 1)
+    return weighted
 
 
 # ---- dQ ----
@@ -183,21 +220,20 @@ def sum_weights(q, k, v, bias, grad_out, grad_weights, t, mask, drop, dims, spec
 
 @triton.jit
 def sweep_keys(
-    dq, tile_q, do, lse_log2, factor, delta,
-    q, k, v, bias, grad_out, grad_weights, t,
+    dq, side_q, do, shift, factor, delta,
+    q, k, v, terms, bias, grad_out, grad_weights, t,
     mask, lists, drop, dims, spec, b, h, line, i0,
     first, count, split, jump, MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """dQ of a row block from ``count`` key blocks; positions as in the forward's attend."""
+    SELECT: tl.constexpr = EXACT or ((MASKED or BIASED) and terms.w_ptr is not None)
     M, N = dims.M, dims.N
     i = (i0 + tl.arange(0, spec.BLOCK_M))[:, None]
     row_begin, row_end = row_range(mask, b, i, M, N)
     keys = key_count(mask, b, N)
     k_ptr = head_ptr(k, b, h // dims.group)
-    v_ptr = head_ptr(v, b, h // dims.group)
     offs_d = tl.arange(0, spec.BLOCK_D)
-    offs_e = tl.arange(0, spec.BLOCK_E)
     for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
         step = n + tl.zeros((), tl.int32)
         position = first + step // SLICES
@@ -205,42 +241,41 @@ def sweep_keys(
             position += tl.where(step // SLICES >= split, jump, 0)
         j0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_N
         offs_n = j0 + tl.arange(0, BLOCK_N)
-        tile_k = load_tile(k_ptr, k, offs_n, offs_d, keys, spec.D, MASKED, spec.D != spec.BLOCK_D)
-        tile_v = load_tile(v_ptr, v, offs_n, offs_e, keys, spec.E, MASKED, spec.E != spec.BLOCK_E)
+        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, MASKED)
+        side_v = load_value_side(v, b, h // dims.group, offs_n, keys, spec, MASKED)
         w, ds, keep = tile_gradient(
-            tile_q, tile_k, do, tile_v, lse_log2[:, None], factor, delta[:, None],
-            q, k, v, bias, grad_out, grad_weights, t,
+            side_q, side_k, do, side_v, shift, factor, delta,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
             mask, drop,
             dims, spec, b, h, i0, j0, i, offs_n[None, :], row_begin, row_end,
-            MASKED, BIASED, EXACT, spec.BLOCK_M, BLOCK_N, False,
+            MASKED, BIASED, SELECT, spec.BLOCK_M, BLOCK_N, False,
         )  # fmt: skip
-        if EXACT:
+        if terms.w_ptr is not None:
+            pull_back(ds, side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
+        elif EXACT:
             dq = exact_dot(ds, keep, k_ptr, k, offs_n, keys, offs_d, spec.D, dq, BLOCK_N)
         else:
+            tile_k = side_k
+            if spec.STREAM:
+                tile_k = load_tile(k_ptr, k, offs_n, offs_d, keys, spec.D, True, True)
             dq = tl.dot(ds.to(tile_k.dtype), tile_k, dq, input_precision=spec.PRECISION)
     return dq
 
 
 @triton.jit
 def sdpa_bwd_dq_kernel(
-    q, k, v, bias, grad_out, grad_weights, t, grad_q, mask, lists, drop, scale, dims, spec
-):
+    q, k, v, terms, bias, grad_out, grad_weights, t, grad_q, mask, lists, drop, scale, dims, spec,
+    marks_ptr, GARBAGE: tl.constexpr,
+):  # fmt: skip
     M, N = dims.M, dims.N
     block, b, h = place(tl.cdiv(M, spec.BLOCK_M), dims.H, spec.REVERSE)
     i0 = block * spec.BLOCK_M
     offs_m = i0 + tl.arange(0, spec.BLOCK_M)
     offs_d = tl.arange(0, spec.BLOCK_D)
-    offs_e = tl.arange(0, spec.BLOCK_E)
-    tile_q = load_tile(
-        head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D
-    )
-    do = load_tile(
-        head_ptr(grad_out, b, h), grad_out, offs_m, offs_e, M, spec.E,
-        True, spec.E != spec.BLOCK_E,
-    )  # fmt: skip
-    lse_log2 = load_lse_log2(t.lse_ptr, b, h, dims.H, offs_m, M)
-    delta = tl.load(row_ptrs(t.delta_ptr, b, h, dims.H, offs_m, M), mask=offs_m < M, other=0.0)
-    factor = load_factor(t.factor_ptr, b, h, dims.H, i0 + tl.arange(0, spec.BLOCK_M)[:, None], M)
+    rows = mended(marks_ptr, M, GARBAGE)
+    side_q = load_side(q, terms, b, h, offs_m, rows, spec, True)
+    do = load_value_side(grad_out, b, h, offs_m, rows, spec, True)
+    shift, factor, delta = load_rows(t, b, h, dims.H, offs_m[:, None], M)
     line = list_line(lists, b, h, block)
     begin, full_begin, full_end, end = key_blocks(
         mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N
@@ -248,30 +283,35 @@ def sdpa_bwd_dq_kernel(
     n_full = full_end - full_begin
 
     dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
-    dq = sweep_keys(
-        dq, tile_q, do, lse_log2, factor, delta,
-        q, k, v, bias, grad_out, grad_weights, t,
-        mask, lists, drop, dims, spec, b, h, line, i0,
-        begin, end - begin - n_full, full_begin - begin, n_full,
-        True, bias.ptr is not None, False, spec.BLOCK_N, 1,
-    )  # fmt: skip
-    dq = sweep_keys(
-        dq, tile_q, do, lse_log2, factor, delta,
-        q, k, v, bias, grad_out, grad_weights, t,
-        mask, lists, drop, dims, spec, b, h, line, i0,
-        full_begin, n_full, 0, 0, False, spec.BIAS_IN_FULL, False, spec.BLOCK_N, 1,
-    )  # fmt: skip
-    if spec.MASKS_WITHIN_TILES:
-        if any_not_finite(dq, offs_m, M):  # as in the forward: again, minding masked garbage
+    if GARBAGE != "mend":
+        dq = sweep_keys(
+            dq, side_q, do, shift, factor, delta,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, line, i0,
+            begin, end - begin - n_full, full_begin - begin, n_full,
+            True, bias.ptr is not None, False, spec.BLOCK_N, 1,
+        )  # fmt: skip
+        dq = sweep_keys(
+            dq, side_q, do, shift, factor, delta,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, line, i0,
+            full_begin, n_full, 0, 0, False, spec.BIAS_IN_FULL, False, spec.BLOCK_N, 1,
+        )  # fmt: skip
+    if GARBAGE == "mark":
+        tl.store(marks_ptr + tl.program_id(0), any_not_finite(dq, offs_m, M).to(tl.int8))
+    elif GARBAGE != "none" and terms.w_ptr is None:
+        again = rows > 0 if GARBAGE == "mend" else any_not_finite(dq, offs_m, M)
+        if again:  # as in the forward, minding masked garbage
             dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
             dq = sweep_keys(
-                dq, tile_q, do, lse_log2, factor, delta,
-                q, k, v, bias, grad_out, grad_weights, t,
+                dq, side_q, do, shift, factor, delta,
+                q, k, v, terms, bias, grad_out, grad_weights, t,
                 mask, lists, drop, dims, spec,
                 b, h, line, i0, begin, end - begin, end, 0,
                 True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_N // EXACT_SLICE,
             )  # fmt: skip
-    store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, M, spec.D, dq * scale)
+    if terms.w_ptr is None:
+        store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, rows, spec.D, dq * scale)
 
 
 # ---- dK, dV ----
@@ -279,13 +319,14 @@ def sdpa_bwd_dq_kernel(
 
 @triton.jit
 def sweep_rows(
-    dk, dv, tile_k, tile_v, grad_k, grad_v,
-    q, k, v, bias, grad_out, grad_weights, t,
+    dk, dv, side_k, side_v, grad_k, grad_v,
+    q, k, v, terms, bias, grad_out, grad_weights, t,
     mask, lists, drop, dims, spec, b, h, line, j0,
     first, count, split, jump, MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a key block from ``count`` row blocks of one head; tiles are transposed."""
+    SELECT: tl.constexpr = EXACT or ((MASKED or BIASED) and terms.w_ptr is not None)
     M, N = dims.M, dims.N
     j = (j0 + tl.arange(0, spec.BLOCK_N))[:, None]
     q_ptr = head_ptr(q, b, h)
@@ -300,36 +341,45 @@ def sweep_rows(
         i0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_M
         offs_m = i0 + tl.arange(0, BLOCK_M)
         i = offs_m[None, :]
-        tile_q = load_tile(q_ptr, q, offs_m, offs_d, M, spec.D, True, spec.D != spec.BLOCK_D)
-        do = load_tile(do_ptr, grad_out, offs_m, offs_e, M, spec.E, True, spec.E != spec.BLOCK_E)
-        lse_log2 = load_lse_log2(t.lse_ptr, b, h, dims.H, offs_m, M)
-        delta = tl.load(row_ptrs(t.delta_ptr, b, h, dims.H, offs_m, M), mask=offs_m < M, other=0.0)
-        factor = load_factor(t.factor_ptr, b, h, dims.H, i, M)
+        side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
+        do = load_value_side(grad_out, b, h, offs_m, M, spec, True)
+        shift, factor, delta = load_rows(t, b, h, dims.H, i, M)
         row_begin, row_end = row_range(mask, b, i, M, N)
         w, ds, keep = tile_gradient(
-            tile_k, tile_q, tile_v, do, lse_log2[None, :], factor, delta[None, :],
-            q, k, v, bias, grad_out, grad_weights, t,
+            side_k, side_q, side_v, do, shift, factor, delta,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
             mask, drop,
             dims, spec, b, h, i0, j0, i, j, row_begin, row_end,
-            MASKED, BIASED, EXACT, BLOCK_M, spec.BLOCK_N, True,
+            MASKED, BIASED, SELECT, BLOCK_M, spec.BLOCK_N, True,
         )  # fmt: skip
         if grad_v.ptr is not None:
             if EXACT:
                 dv = exact_dot(w, keep, do_ptr, grad_out, offs_m, M, offs_e, spec.E, dv, BLOCK_M)
             else:
-                dv = tl.dot(w.to(do.dtype), do, dv, input_precision=spec.PRECISION)
+                tile_do = do
+                if spec.STREAM:
+                    tile_do = load_tile(do_ptr, grad_out, offs_m, offs_e, M, spec.E, True, True)
+                dv = tl.dot(w.to(tile_do.dtype), tile_do, dv, input_precision=spec.PRECISION)
         if grad_k.ptr is not None:
-            if EXACT:
+            if terms.w_ptr is not None:
+                if not EXACT:  # which is for dV: dK minds what is masked in any case
+                    keys = key_count(mask, b, N)
+                    pull_back(ds, side_k, side_q, q, k, terms, b, h, keys, dims, spec, True)
+            elif EXACT:
                 dk = exact_dot(ds, keep, q_ptr, q, offs_m, M, offs_d, spec.D, dk, BLOCK_M)
             else:
+                tile_q = side_q
+                if spec.STREAM:
+                    tile_q = load_tile(q_ptr, q, offs_m, offs_d, M, spec.D, True, True)
                 dk = tl.dot(ds.to(tile_q.dtype), tile_q, dk, input_precision=spec.PRECISION)
     return dk, dv
 
 
 @triton.jit
 def sdpa_bwd_dkdv_kernel(
-    q, k, v, bias, grad_out, grad_weights, t, grad_k, grad_v, mask, lists, drop, scale, dims, spec
-):
+    q, k, v, terms, bias, grad_out, grad_weights, t, grad_k, grad_v, mask, lists, drop, scale,
+    dims, spec, marks_ptr, GARBAGE: tl.constexpr,
+):  # fmt: skip
     """Either gradient may be absent: wide heads take one after the other, for the registers."""
     M, N = dims.M, dims.N
     block, b, hkv = place(tl.cdiv(N, spec.BLOCK_N), dims.H // dims.group, False)
@@ -337,16 +387,13 @@ def sdpa_bwd_dkdv_kernel(
     offs_n = j0 + tl.arange(0, spec.BLOCK_N)
     offs_d = tl.arange(0, spec.BLOCK_D)
     offs_e = tl.arange(0, spec.BLOCK_E)
-    keys = key_count(mask, b, N)
-    tile_k = load_tile(
-        head_ptr(k, b, hkv), k, offs_n, offs_d, keys, spec.D, True, spec.D != spec.BLOCK_D
-    )
-    tile_v = load_tile(
-        head_ptr(v, b, hkv), v, offs_n, offs_e, keys, spec.E, True, spec.E != spec.BLOCK_E
-    )
+    cols = mended(marks_ptr, N, GARBAGE)
+    keys = tl.minimum(key_count(mask, b, N), cols)
+    side_k = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
+    side_v = load_value_side(v, b, hkv, offs_n, keys, spec, True)
     dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
     dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
-    for g in tl.range(0, dims.group):
+    for g in tl.range(0, 0 if GARBAGE == "mend" else dims.group):
         h = hkv * dims.group + g
         line = list_line(lists, b, h, block)
         begin, full_begin, full_end, end = query_blocks(
@@ -354,21 +401,28 @@ def sdpa_bwd_dkdv_kernel(
         )
         n_full = full_end - full_begin
         dk, dv = sweep_rows(
-            dk, dv, tile_k, tile_v, grad_k, grad_v,
-            q, k, v, bias, grad_out, grad_weights, t,
+            dk, dv, side_k, side_v, grad_k, grad_v,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
             mask, lists, drop, dims, spec,
             b, h, line, j0, begin, end - begin - n_full, full_begin - begin, n_full,
             True, bias.ptr is not None, False, spec.BLOCK_M, 1,
         )  # fmt: skip
         dk, dv = sweep_rows(
-            dk, dv, tile_k, tile_v, grad_k, grad_v,
-            q, k, v, bias, grad_out, grad_weights, t,
+            dk, dv, side_k, side_v, grad_k, grad_v,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
             mask, lists, drop, dims, spec,
             b, h, line, j0, full_begin, n_full, 0, 0,
             False, spec.BIAS_IN_FULL, False, spec.BLOCK_M, 1,
         )  # fmt: skip
-    if spec.MASKS_WITHIN_TILES:
-        if any_not_finite(dk, offs_n, N) | any_not_finite(dv, offs_n, N):
+    if GARBAGE == "mark":
+        bad = any_not_finite(dk, offs_n, N) | any_not_finite(dv, offs_n, N)
+        tl.store(marks_ptr + tl.program_id(0), bad.to(tl.int8))
+    elif GARBAGE != "none":
+        if GARBAGE == "mend":
+            again = cols > 0
+        else:
+            again = any_not_finite(dk, offs_n, N) | any_not_finite(dv, offs_n, N)
+        if again:
             dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
             dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
             for g in tl.range(0, dims.group):
@@ -378,18 +432,21 @@ def sdpa_bwd_dkdv_kernel(
                     mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N
                 )
                 dk, dv = sweep_rows(
-                    dk, dv, tile_k, tile_v, grad_k, grad_v,
-                    q, k, v, bias, grad_out, grad_weights, t,
+                    dk, dv, side_k, side_v, grad_k, grad_v,
+                    q, k, v, terms, bias, grad_out, grad_weights, t,
                     mask, lists, drop, dims, spec,
                     b, h, line, j0, begin, end - begin, end, 0,
                     True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_M // EXACT_SLICE,
                 )  # fmt: skip
+    # Keys past the length are masked for every row: what a row of NaN puts there is 0 * NaN.
+    used = (offs_n < keys)[:, None]
+    dk, dv = tl.where(used, dk, 0.0), tl.where(used, dv, 0.0)
     if drop.seed_ptr is not None:
         dv = dv * drop.scale
-    if grad_k.ptr is not None:
-        store_tile(head_ptr(grad_k, b, hkv), grad_k, offs_n, offs_d, N, spec.D, dk * scale)
+    if grad_k.ptr is not None and terms.w_ptr is None:
+        store_tile(head_ptr(grad_k, b, hkv), grad_k, offs_n, offs_d, cols, spec.D, dk * scale)
     if grad_v.ptr is not None:
-        store_tile(head_ptr(grad_v, b, hkv), grad_v, offs_n, offs_e, N, spec.E, dv)
+        store_tile(head_ptr(grad_v, b, hkv), grad_v, offs_n, offs_e, cols, spec.E, dv)
 
 
 # ---- dbias ----
@@ -397,7 +454,7 @@ def sdpa_bwd_dkdv_kernel(
 
 @triton.jit
 def sdpa_bwd_dbias_kernel(
-    q, k, v, bias, grad_out, grad_weights, t,
+    q, k, v, terms, bias, grad_out, grad_weights, t,
     partial_ptr, mask, drop, dims, spec, B, bias_B, bias_H, chunks, n_rows, n_cols,
     SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -415,7 +472,6 @@ def sdpa_bwd_dbias_kernel(
     i0 = (row * spec.BLOCK_M).to(tl.int32)
     j0 = (col * spec.BLOCK_N).to(tl.int32)
     offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), j0 + tl.arange(0, spec.BLOCK_N)
-    offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
     i, j = offs_m[:, None], offs_n[None, :]
     acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_N), tl.float32)
     stop = tl.minimum((chunk + 1) * per_chunk, sharing_b * sharing_h)
@@ -426,21 +482,15 @@ def sdpa_bwd_dbias_kernel(
         if (col >= begin) & (col < end):
             keys = key_count(mask, b, N)
             hkv = h // dims.group
-            x = load_tile(head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, True, True)
-            y = load_tile(head_ptr(k, b, hkv), k, offs_n, offs_d, keys, spec.D, True, True)
-            dx = load_tile(
-                head_ptr(grad_out, b, h), grad_out, offs_m, offs_e, M, spec.E, True, True
-            )
-            dy = load_tile(head_ptr(v, b, hkv), v, offs_n, offs_e, keys, spec.E, True, True)
-            lse_log2 = load_lse_log2(t.lse_ptr, b, h, dims.H, offs_m, M)
-            delta = tl.load(
-                row_ptrs(t.delta_ptr, b, h, dims.H, offs_m, M), mask=offs_m < M, other=0.0
-            )
-            factor = load_factor(t.factor_ptr, b, h, dims.H, i, M)
+            x = load_side(q, terms, b, h, offs_m, M, spec, True)
+            y = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
+            dx = load_value_side(grad_out, b, h, offs_m, M, spec, True)
+            dy = load_value_side(v, b, hkv, offs_n, keys, spec, True)
+            shift, factor, delta = load_rows(t, b, h, dims.H, i, M)
             row_begin, row_end = row_range(mask, b, i, M, N)
             w, ds, keep = tile_gradient(
-                x, y, dx, dy, lse_log2[:, None], factor, delta[:, None],
-                q, k, v, bias, grad_out, grad_weights, t,
+                x, y, dx, dy, shift, factor, delta,
+                q, k, v, terms, bias, grad_out, grad_weights, t,
                 mask, drop, dims, spec,
                 b, h, i0, j0, i, j, row_begin, row_end,
                 True, True, True, spec.BLOCK_M, spec.BLOCK_N, False,
@@ -466,7 +516,10 @@ def sdpa_bwd_dbias_kernel(
 DBIAS_PROGRAMS = 264
 
 
-def launch_sdpa_bwd(call: Call, out, lse, grad_out, grad_lse, grad_weights, bias_needs_grad):
+def launch_sdpa_bwd(
+    call: Call, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
+    terms: Terms = DOT_PRODUCT,
+):  # fmt: skip
     """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
     grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
     grad_w = call.q.new_empty(0, dtype=torch.float32)
@@ -478,12 +531,13 @@ def launch_sdpa_bwd(call: Call, out, lse, grad_out, grad_lse, grad_weights, bias
         return *[x.zero_() for x in grads], grad_w, grad_bias
     share = 1.0 / H if call.weights == "mean" else 1.0
     gw = per_head_weights(call, grad_weights)
-    # The rounding of lse shows in fp32 results, and drowns in that of fp16 and bf16.
-    factors = torch.empty_like(lse) if call.q.dtype == torch.float32 else None
+    delta = call.q.new_empty(B, H, M, dtype=torch.float32)
+    # One number for stats' two would show in fp32 results, and has no bits left under huge biases.
+    folds = call.bias is None and call.q.dtype != torch.float32
     t = (
-        view(call.q), view(call.k), view(call.v), view(call.bias, call.shape), view(grad_out),
-        view(gw), Backward(
-            None if gw is None else share, lse, factors, torch.empty_like(lse),
+        view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape),
+        view(grad_out), view(gw), Backward(
+            None if gw is None else share, stats, torch.empty_like(delta) if folds else None, delta,
             call.scale * LOG2E.value,
         ),
     )  # fmt: skip
@@ -507,9 +561,40 @@ def _launch_dq(call: Call, t, mask, drop, grad_q) -> None:
     shape, options = spec(call, "dq")
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n)
-    sdpa_bwd_dq_kernel[(triton.cdiv(call.M, block_m) * call.B * call.H,)](
-        *t, view(grad_q), mask, lists, drop, call.scale, call.dims, shape, **options
-    )
+    programs = triton.cdiv(call.M, block_m) * call.B * call.H
+    for launch, marks, garbage in _launches(call, shape, programs, call.w is None):
+        sdpa_bwd_dq_kernel[(programs,)](
+            *t, view(grad_q), mask, lists, drop, call.scale, call.dims, launch,
+            marks, GARBAGE=garbage, **options,
+        )  # fmt: skip
+
+
+def _launches(
+    call: Call, shape, programs: int, spoils: bool
+) -> list[tuple[Spec, Tensor | None, str]]:
+    """(spec, marks, what to do about garbage) of each launch of a kernel.
+
+    Where masks cut through tiles, a masked value that is not finite spoils a plain product: 0 * NaN
+    is NaN. A program that sees such a result starts again, minding every pair ("mind"). That takes
+    registers: kernels short of them leave a "mark", and a second launch will "mend" what it finds.
+    Gradients of the additive score are no products, and do not ``spoil``.
+    """
+    if not (call.masks_within_tiles and spoils):
+        return [(shape, None, "none")]
+    if call.w is not None or _crowded(call) or _width(shape) > 128:
+        marks = call.q.new_empty(programs, dtype=torch.int8)
+        mend = shape._replace(STREAM=tl.constexpr(_width(shape) > 128))
+        return [(shape, marks, "mark"), (mend, marks, "mend")]
+    return [(shape, None, "mind")]
+
+
+def _crowded(call: Call) -> bool:
+    """Whether registers are short: exact products of fp32 take their operands from there."""
+    return call.rich or call.q.dtype == torch.float32
+
+
+def _width(shape) -> int:
+    return max(shape.BLOCK_D.value, shape.BLOCK_E.value)
 
 
 def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
@@ -517,12 +602,19 @@ def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n, columns=True)
     dk, dv = view(grad_k), view(grad_v)
-    # Two accumulators of a wide head leave no registers for the rest.
-    apart = max(shape.BLOCK_D.value, shape.BLOCK_E.value) > (64 if call.rich else 128)
+    # Two accumulators of a wide head leave no registers for the rest, and where much is asked of an
+    # additive score its loops want them.
+    apart = _width(shape) > (64 if _crowded(call) else 128)
+    if call.w is not None:
+        apart = call.rich
+    programs = triton.cdiv(call.N, block_n) * call.B * call.Hkv
     for wanted in ((dk, ABSENT), (ABSENT, dv)) if apart else ((dk, dv),):
-        sdpa_bwd_dkdv_kernel[(triton.cdiv(call.N, block_n) * call.B * call.Hkv,)](
-            *t, *wanted, mask, lists, drop, call.scale, call.dims, shape, **options
-        )
+        spoils = call.w is None or wanted[1] is dv
+        for launch, marks, garbage in _launches(call, shape, programs, spoils):
+            sdpa_bwd_dkdv_kernel[(programs,)](
+                *t, *wanted, mask, lists, drop, call.scale, call.dims, launch,
+                marks, GARBAGE=garbage, **options,
+            )  # fmt: skip
 
 
 def _launch_dbias(call: Call, t, mask, drop):

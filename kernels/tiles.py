@@ -42,10 +42,12 @@ class Spec(NamedTuple):
     BLOCK_E: Any
     STAGES: Any
     PRECISION: Any  # of products of fp32
+    STREAM: Any  # products over D and E take their operands from memory, bit by bit
     FOLD_SCALE: Any  # the softmax multiplies by the scale, in its FMA
     BIAS_IN_FULL: Any  # full tiles have a bias too
     MASKS_WITHIN_TILES: Any  # a key may be used by some rows of a tile and masked for others
     REVERSE: Any  # the last row blocks have most keys
+    PTX: Any  # the machine is NVIDIA's: instructions without a name in Triton may be used
 
 
 EXACT_SLICE = tl.constexpr(16)  # rows that exact_dot is given at a time: little besides the sums
@@ -82,9 +84,15 @@ def head_ptr(x, b, h):
 
 
 @triton.jit
-def row_ptrs(ptr, b, h, H, offs_m, M):
+def row_numbers(b, h, H, offs_m, M):
     """Where the rows of (b, h) are in a contiguous [B, H, M]."""
-    return ptr + (b.to(tl.int64) * H + h) * M + offs_m
+    return (b.to(tl.int64) * H + h) * M + offs_m
+
+
+@triton.jit
+def row_ptrs(ptr, b, h, H, offs_m, M):
+    """Pointers to the rows of (b, h) in a contiguous [B, H, M]."""
+    return ptr + row_numbers(b, h, H, offs_m, M)
 
 
 @triton.jit
@@ -121,16 +129,28 @@ def dot_t(x, y, PRECISION: tl.constexpr):
     """x @ y^T, [rows of x, rows of y].
 
     Exact products of fp32 run on FMA units, whose operands Triton holds in registers over the whole
-    inner dim: that is cut into pieces of 64.
+    inner dim: that is cut into pieces of 64. Wider ones stream.
     """
     if x.dtype == tl.float32 and PRECISION == "ieee" and x.shape[1] == 128:
         return _dot_t_halves(x, y)
-    elif x.dtype == tl.float32 and PRECISION == "ieee" and x.shape[1] == 256:
-        x0, x1 = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        y0, y1 = tl.split(tl.reshape(y, (y.shape[0], y.shape[1] // 2, 2)))
-        return _dot_t_halves(x0, y0) + _dot_t_halves(x1, y1)
     else:
         return tl.dot(x, tl.trans(y), input_precision=PRECISION)
+
+
+@triton.jit
+def stream_dot_t(
+    offs_x, x_ptr, x, n_x, offs_y, y_ptr, y, n_y, n_cols, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dot_t of rows of two Views, a few columns at a time from memory: no operand is held whole."""
+    STEP: tl.constexpr = 32 if x.ptr.dtype.element_ty == tl.float32 else 64
+    s = tl.zeros((offs_x.shape[0], offs_y.shape[0]), tl.float32)
+    for c in tl.range(0, BLOCK, STEP, num_stages=1):
+        offs = c + tl.arange(0, STEP)
+        tile_x = load_tile(x_ptr, x, offs_x, offs, n_x, n_cols, True, True)
+        tile_y = load_tile(y_ptr, y, offs_y, offs, n_y, n_cols, True, True)
+        s = tl.dot(tile_x, tl.trans(tile_y), s, input_precision=PRECISION)
+    return s
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Compiles launchers' kernels without a GPU, and says what the machine code uses.
 
-    python tests/kernels/aot.py sm_90 2        every row of config.py for 2-byte elements, as JSON
+    python tests/kernels/aot.py sm_90 2 dot      every row of config.py that 2-byte elements and a
+                                                 score can choose, as JSON
 
 A driver that only names its architecture stands in for the real one, and launches compile instead
 of running. Tensors are on the meta device. Not in the interpreter: run it in its own process.
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import sass
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -56,33 +58,45 @@ def compile_only(arch: str) -> list:
     return compiled
 
 
+def output(tool: str, *args) -> str:
+    """What a tool that ships with Triton prints."""
+    return subprocess.run([TOOLS / tool, *args], capture_output=True, text=True, check=True).stdout
+
+
 def usage(kernel, folder: Path) -> dict:
-    """Registers, stack (where spills go), and shared memory of a compiled kernel."""
+    """Registers, spills, shared memory and inner loops of a compiled kernel.
+
+    A stack alone is no spill: the call that a 64-bit division is keeps its return address there.
+    """
     path = folder / f"{kernel.hash}.cubin"
     path.write_bytes(kernel.asm["cubin"])
-    command = [TOOLS / "cuobjdump", "-res-usage", path]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", output("cuobjdump", "-res-usage", path)))
+    stack = int(found["STACK"]) + int(found["LOCAL"])
+    code = output("nvdisasm", "-c", path)
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code)) if stack else 0
     return {
         "name": kernel.metadata.name,
         "warps": kernel.metadata.num_warps,
         "stages": kernel.metadata.num_stages,
         "registers": int(found["REG"]),
-        "stack": int(found["STACK"]) + int(found["LOCAL"]),
+        "spills": spills,
         "shared": kernel.metadata.shared,
-        "tensor_core_products": len(re.findall(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])),
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "mma": kernel.asm["ptx"].count("mma.sync"),
+        "paired_loops": sass.paired_loops(code),
     }
 
 
-def call(dtype, D, E=None, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **features):
-    """A launch.Call over meta tensors."""
+def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **features):
+    """A launch.Call over meta tensors; bias, keep and kv_len by their shapes."""
     from fastattn.kernels.launch import Call
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    E = D if E is None else E
     tensors = dict.fromkeys(("w", "bias", "kv_len", "keep", "seed"))
+    if score == "additive":
+        tensors["w"] = empty(H, D)
     if "bias" in features:
         tensors["bias"] = empty(*features["bias"])
     if "keep" in features:
@@ -93,42 +107,57 @@ def call(dtype, D, E=None, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **f
     if dropout_p:
         tensors["seed"] = empty(dtype=torch.int64)
     return Call(
-        empty(B, H, M, D), empty(B, Hkv, N, D), empty(B, Hkv, N, E), **tensors,
+        empty(B, H, M, D), empty(B, Hkv, N, D), empty(B, Hkv, N, D), **tensors,
         band_lo=None, band_hi=0 if causal else None, scale=D**-0.5, dropout_p=dropout_p,
         weights=features.get("weights", "none"),
     )  # fmt: skip
 
 
 # The features whose code is largest: what compiles with all of them compiles with some of them.
+# A plain and a rich problem use every row between them, but those for few queries.
 MASKED = dict(causal=True, kv_len=(2, 1024), keep=(2, 1, 1024, 1024))
-RICH = dict(MASKED, Hkv=2, dropout_p=0.1, bias=(2, 4, 1024, 1024), weights="full")
+MORE = dict(Hkv=2, dropout_p=0.1, bias=(2, 4, 1024, 1024), weights="full")
+DECODE = dict(M=1, N=4096, kv_len=(2, 1), keep=(2, 1, 1, 4096))
+PROBLEMS = {
+    "plain": MASKED,
+    "rich": MASKED | MORE,
+    "plain decode": DECODE,
+    "rich decode": DECODE | MORE | dict(bias=(2, 4, 1, 4096)),
+}
 
 
-def compile_row(dtype, head_size: int, features: dict) -> None:
-    """Forward and backward of one problem."""
+def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
+    """Forward and backward of one problem; of few queries, whose backward is as any, forward."""
+    from fastattn.kernels.additive_bwd import launch_additive_bwd
+    from fastattn.kernels.additive_fwd import launch_additive_fwd
     from fastattn.kernels.launch import empty_forward
     from fastattn.kernels.sdpa_bwd import launch_sdpa_bwd
     from fastattn.kernels.sdpa_fwd import launch_sdpa_fwd
 
-    problem = call(dtype, head_size, **features)
-    launch_sdpa_fwd(problem)
-    out, lse, weights = empty_forward(problem)
+    forward, backward = {
+        "dot": (launch_sdpa_fwd, launch_sdpa_bwd),
+        "additive": (launch_additive_fwd, launch_additive_bwd),
+    }[score]
+    problem = call(dtype, head_size, score, **features)
+    forward(problem)
+    if problem.M == 1:
+        return
+    out, _, weights, stats = empty_forward(problem)
     grad_weights = None if problem.weights == "none" else weights
-    launch_sdpa_bwd(
-        problem, out, lse, torch.empty_like(out), None, grad_weights, problem.bias is not None
+    backward(
+        problem, out, stats, torch.empty_like(out), None, grad_weights, problem.bias is not None
     )
 
 
-def main(arch: str, size: str) -> None:
+def main(arch: str, size: str, score: str) -> None:
     compiled = compile_only(arch)
     found = []
     dtype = {2: torch.bfloat16, 4: torch.float32}[int(size)]
     with tempfile.TemporaryDirectory() as folder:
         for head_size in (64, 128, 256):
-            problems = dict(causal=dict(causal=True), masked=MASKED, rich=RICH)
-            for name, features in problems.items() if size == "2" else [("rich", RICH)]:
+            for name, features in PROBLEMS.items():
                 compiled.clear()
-                compile_row(dtype, head_size, features)
+                compile_problem(dtype, head_size, score, features)
                 for kernel in compiled:
                     entry = usage(kernel, Path(folder))
                     found.append(dict(entry, head_size=head_size, problem=name))

@@ -1,11 +1,12 @@
-"""Dropout bits are those of problem.Dropout, in either orientation of a tile."""
+"""Dropout bits are those of problem.Dropout, in both orientations of a tile, on every backend."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fastattn import problem
+import fastattn
+from fastattn import problem, validate
 from fastattn.kernels import dropout
 
 B, H, M, N = 2, 3, 32, 64
@@ -45,6 +46,20 @@ def test_thresholds_of_any_size(p, device):
     out = torch.empty(1, 1, 64, 64, dtype=torch.int8, device=device)
     survives_kernel[(1,)](out, drop, 1, 0, 0, BM=64, BN=64, TRANSPOSED=False)
     assert abs(out.float().mean().item() - (1 - p)) < 0.05
+
+
+def test_every_backend_drops_the_same_weights(device):
+    """The record, the CPU operator, eager, and Triton: bit for bit."""
+    q, k = torch.randn(B, H, M + 3, 8), torch.randn(B, H, N + 6, 8)
+    p = validate.build("dot", q, k, k, dropout_p=0.37, seed=SEEDS[-1]).p
+    want = p.dropout.bits(p) >= p.dropout.threshold
+    assert 0 < want.sum() < want.numel()
+    for backend in ("cpu", "eager", "triton"):
+        x, y = (t.to(device if backend == "triton" else "cpu") for t in (q, k))
+        _, weights = fastattn.scaled_dot_product_attention(
+            x, y, y, dropout_p=0.37, seed=SEEDS[-1], return_weights="full", backend=backend
+        )
+        assert torch.equal(weights.cpu() != 0, want), backend
 
 
 def test_no_dropout_is_nothing():

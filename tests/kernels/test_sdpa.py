@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import registry, testing
+from fastattn import testing
 from fastattn.backends import triton as backend
 from fastattn.kernels import sdpa_bwd, sdpa_fwd
 from fastattn.testing import GRID
@@ -23,15 +23,10 @@ def small(case):
 CASES = [c for c in GRID if c.score == "dot" and small(c)]
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(registry.BACKENDS, "triton", backend)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case, device):
     if device.type == "cuda":
-        pytest.skip("the grid runs on every backend in tests/test_grid.py")
+        pytest.skip("on a GPU the grid runs in tests/test_grid.py")
     testing.check(case, "triton")
 
 
@@ -60,26 +55,6 @@ def everything(q, k, v, grad_out=None, **options):
 
 
 # ---- garbage behind masks, NaN in use ----
-
-
-MASKS = {
-    "keep": lambda N, d: dict(mask=fastattn.Mask(keep=torch.arange(N, device=d) % 3 != 0)),
-    "kv-len": lambda N, d: dict(mask=fastattn.Mask(kv_len=torch.tensor([N - 9], device=d))),
-    "causal": lambda N, d: dict(is_causal=True),
-}
-
-
-@pytest.mark.parametrize("garbage", [NAN, INF])
-@pytest.mark.parametrize("name", MASKS)
-def test_garbage_in_masked_keys_reaches_nothing(name, garbage, device):
-    q, k, v = inputs(device, grad=False)
-    options = MASKS[name](k.shape[2], device)
-    masked = {"keep": slice(0, None, 3), "kv-len": slice(-9, None), "causal": slice(40, None)}[name]
-    want = everything(q, k, v, **options)
-    k[:, :, masked], v[:, :, masked] = garbage, garbage
-    got = everything(q, k, v, **options)
-    for key in want:
-        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5, msg=key)
 
 
 def test_garbage_in_masked_queries_and_their_gradients_reaches_nothing(device):
@@ -202,6 +177,62 @@ def test_gradient_of_a_small_bias_is_split_and_added_up(shape, device, monkeypat
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
 
 
+# ---- few queries, whose keys are split ----
+
+
+def decode(name, **features):
+    return testing.Case(name, **{**dict(B=1, M=2, N=1100, D=8, E=5, lse=True), **features})
+
+
+DECODE = [
+    decode("plain", M=1, Hkv=1),
+    decode("weights", causal="bottom_right", window=(900, -1), weights="mean"),
+    decode("padding", B=3, kv_len="batch", M=1, N=1030),
+    decode("rows", kv_len="rows", M=16, H=1, Hkv=1, dtype=torch.bfloat16),
+    decode("sparse", keep="bhmn", keep_rate=0.01, empty_rows=True, M=4),
+    decode("bias", bias="bn", bias_inf=True, dropout_p=0.3, dtype=torch.float16),
+    decode("three", M=1, N=1536, H=1, Hkv=1, D=20, E=33),
+]
+
+
+@pytest.mark.parametrize("case", DECODE, ids=str)
+def test_keys_of_few_queries_are_split(case, device):
+    assert sdpa_fwd.chunks_of(case.M, case.N) == case.N // 512 > 1
+    if device.type == "cuda":
+        pytest.skip("on a GPU tests/test_grid.py has M1-N1000 and others")
+    testing.check(case, "triton")
+
+
+def test_keys_are_split_by_a_rule_of_the_sizes():
+    assert sdpa_fwd.chunks_of(sdpa_fwd.FEW_QUERIES + 1, 10**6) == 1
+    assert [sdpa_fwd.chunks_of(1, n) for n in (0, 1, 1023, 1024, 10**6)] == [1, 1, 1, 2, 64]
+
+
+@pytest.mark.parametrize("garbage", [NAN, INF])
+def test_garbage_in_a_chunk_stays_masked_or_reaches_the_row(garbage, device):
+    q, k, v = inputs(device, M=1, N=1100, H=1, grad=False)
+    keep = torch.arange(1100, device=device) % 2 == 0
+    want = attend(q, k, v, mask=fastattn.Mask(keep=keep))
+    v[:, :, 601] = garbage
+    got = attend(q, k, v, mask=fastattn.Mask(keep=keep))
+    torch.testing.assert_close(got, want)
+    v[:, :, 600, 3] = garbage
+    got = attend(q, k, v, mask=fastattn.Mask(keep=keep))
+    torch.testing.assert_close(got[..., 3], torch.full_like(got[..., 3], garbage), equal_nan=True)
+    torch.testing.assert_close(got[..., :3], want[..., :3])
+
+
+def test_a_decoded_row_does_not_depend_on_its_mates(device):
+    q, k, v = inputs(device, B=3, M=2, N=1100, grad=False)
+    mask = fastattn.Mask(kv_len=torch.tensor([1100, 3, 700], device=device))
+    together = attend(q, k, v, mask=mask)
+    for b in range(3):
+        mask = fastattn.Mask(kv_len=torch.tensor([[1100, 3, 700][b]], device=device))
+        assert torch.equal(
+            together[b : b + 1], attend(*(x[b : b + 1] for x in (q, k, v)), mask=mask)
+        )
+
+
 # ---- what is not computed ----
 
 
@@ -228,8 +259,8 @@ def test_operators_pass_opcheck(device):
     case = (q, k, v, None, None, None, None, None, None, 0, 0.3, 0.0, "mean")
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fastattn.triton_forward.default, case, test_utils=utils)
-    out, lse, weights = torch.ops.fastattn.triton_forward(*case)
-    case = (*case, out, lse, torch.ones_like(out), None, torch.ones_like(weights), False)
+    out, _, weights, stats = torch.ops.fastattn.triton_forward(*case)
+    case = (*case, out, stats, torch.ones_like(out), None, torch.ones_like(weights), False)
     torch.library.opcheck(torch.ops.fastattn.triton_backward.default, case, test_utils=utils)
 
 
@@ -256,7 +287,7 @@ def test_reasons(changes, reason):
 
 
 def test_reason_without_triton(monkeypatch):
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "INSTALLED", False)
     assert backend.unsupported(problem()) == ["Triton is not installed: pip install triton"]
 
 
