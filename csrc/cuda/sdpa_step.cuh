@@ -1,0 +1,148 @@
+// Steps that the passes of scaled dot-product attention share: operands on their way into shared
+// memory, a tile of masked scores, and products that mind NaN.
+#pragma once
+
+#include "cuda/sdpa_mask.cuh"
+#include "cuda/softmax.cuh"
+
+namespace fastattn::cuda {
+
+constexpr int kQuad = 4;  // neighbouring lanes that share their rows
+
+// ---- operands ----
+
+// Rows [first, first + rows) of a head, as start_tile() takes them.
+template <int kDim>
+FASTATTN_DEVICE void start_rows(const View& x, int64_t b, int64_t h, int64_t first, int rows,
+                                int64_t dims, uint16_t* to) {
+  start_tile<kDim>(x, offset_of(x, b, h, first, 0), rows, static_cast<int>(dims), to);
+}
+template <int kDim>
+FASTATTN_DEVICE void start_queries(const View& x, int64_t dims, const Place& at, uint16_t* to) {
+  start_rows<kDim>(x, at.b, at.h, at.i0, at.rows, dims, to);
+}
+template <int kDim>
+FASTATTN_DEVICE void start_keys(const View& x, int64_t dims, const Place& at, uint16_t* to) {
+  start_rows<kDim>(x, at.b, at.hkv, at.j0, at.cols, dims, to);
+}
+
+// ---- scores ----
+
+// How raw products become base-2 scores: all at once, or, where nothing stands between, in the
+// multiply-add of the softmax.
+struct Scale {
+  float now, later;
+};
+FASTATTN_DEVICE Scale scale_of(const AttentionParams& p) {
+  const float scale = p.scale * kLog2e;
+  return p.bias.data == nullptr && scale > 0.f ? Scale{1.f, scale} : Scale{scale, 1.f};
+}
+
+// S of the tile at `at`, -inf where masked, not yet times `later`. Queries by rows and keys by
+// columns; kTransposed: the other way round.
+template <bool kTransposed, DType kType, int kDim>
+FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
+                                 const Scale& scale, const uint16_t* rows, const uint16_t* columns,
+                                 Scores& s) {
+  clear(s);
+  multiply_transposed<kType, kDim>(rows, columns, s);
+  if (mask.full && scale.now == 1.f) return;
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n)
+#pragma unroll
+    for (int v = 0; v < 4; ++v)
+      s[n][v] = kept_pair(mask.bits, n, v) ? s[n][v] * scale.now : -kInfinity;
+  add_bias_pairs<kTransposed>(p, at, mask.bits, s);
+}
+
+// ---- products with rows of values, queries or gradients ----
+
+// Rows of a tile that hold NaN or infinity: 0 in shared memory from here on, and bit r of
+// bad_rows[w] for row 16 w + r. A product with them would carry them past the mask, as 0 * NaN.
+// Ends with a barrier.
+template <DType kType, int kDim>
+FASTATTN_DEVICE bool take_out_bad_rows(uint16_t* tile, uint32_t (&bad_rows)[kWarps]) {
+  // Two lanes a row. An exponent of all ones is what NaN and infinity have.
+  constexpr uint32_t kSpecial = kType == DType::kFloat16 ? 0x7c00 : 0x7f80;
+  constexpr int kChunks = kDim / kChunk / 2, kWords = kChunk / 2;
+  const int row = thread() / 2, chunk0 = thread() % 2 * kChunks;
+  const auto words = [&](int n) {
+    return reinterpret_cast<uint32_t*>(tile + chunk_index<kDim>(row, chunk0 + n));
+  };
+  bool bad = false;
+#pragma unroll 1
+  for (int n = 0; n < kChunks * kWords; ++n) {
+    const uint32_t pair = words(n / kWords)[n % kWords];
+    bad |= (pair & kSpecial) == kSpecial || (pair >> 16 & kSpecial) == kSpecial;
+  }
+  const uint32_t lanes = __ballot_sync(kAllLanes, bad);
+  uint32_t rows = 0;
+#pragma unroll 1
+  for (int r = 0; r < kWarpRows; ++r) rows |= (lanes >> (2 * r) & 3u) != 0 ? 1u << r : 0u;
+  if (thread() % 32 == 0) bad_rows[thread() / 32] = rows;
+  if (rows >> (row % kWarpRows) & 1)
+    for (int n = 0; n < kChunks * kWords; ++n) words(n / kWords)[n % kWords] = 0;
+  return __syncthreads_or(rows != 0) != 0;
+}
+
+// Adds to `sum` += factors x tile what take_out_bad_rows() took out of the tile at `offset`, to the
+// rows that keep it.
+template <DType kType, int kDim>
+FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, KeepBits bits,
+                                  const Scores& factors, const uint32_t (&bad_rows)[kWarps],
+                                  float (&sum)[kDim / 8][4]) {
+  for (int row = 0; row < kTile; ++row) {
+    if (!(bad_rows[row / kWarpRows] >> (row % kWarpRows) & 1)) continue;
+    float factor[2] = {0.f, 0.f};
+    int keeps_it[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n)
+#pragma unroll
+      for (int v = 0; v < 4; ++v)
+        if (8 * n + v % 2 == row / 8 * 8 + row % 2)
+          factor[v / 2] = factors[n][v], keeps_it[v / 2] = kept_pair(bits, n, v);
+    const int owner = thread() % 32 / kQuad * kQuad + row % 8 / 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factor[half] = __shfl_sync(kAllLanes, factor[half], owner);
+      keeps_it[half] = __shfl_sync(kAllLanes, keeps_it[half], owner);
+    }
+    int64_t where = offset + row * x.stride_r + sum_col(0, 0) * x.stride_c;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n, where += 8 * x.stride_c)
+#pragma unroll
+      for (int v = 0; v < 4; ++v)
+        if (sum_col(n, v) < dims && keeps_it[v / 2])
+          sum[n][v] += factor[v / 2] * load_as<kType>(x.data, where + v % 2 * x.stride_c);
+  }
+}
+
+// sum += factors x tile, where the tile in shared memory comes from `offset` of x; in a full tile
+// every row takes part in every sum.
+template <DType kType, int kDim>
+FASTATTN_DEVICE void add_product(const View& x, int64_t offset, int64_t dims, const TileMask& mask,
+                                 const Scores& factors, uint16_t* tile,
+                                 uint32_t (&bad_rows)[kWarps], float (&sum)[kDim / 8][4]) {
+  const bool bad = !mask.full && take_out_bad_rows<kType, kDim>(tile, bad_rows);
+  multiply_weights<kType, kDim>(factors, tile, sum);
+  if (bad) add_bad_rows<kType, kDim>(x, offset, dims, mask.bits, factors, bad_rows, sum);
+}
+
+// Writes the sums of rows < rows and columns < cols, times factor, from element `offset` on.
+template <DType kType, int kDim>
+FASTATTN_DEVICE void store_sums(const View& view, int64_t offset, int rows, int64_t cols,
+                                float factor, const float (&sum)[kDim / 8][4]) {
+#pragma unroll
+  for (int half = 0; half < 4; half += 2) {
+    if (sum_row(half) >= rows) continue;
+    int64_t where = offset + sum_row(half) * view.stride_r + sum_col(0, 0) * view.stride_c;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n, where += 8 * view.stride_c)
+#pragma unroll
+      for (int v = 0; v < 2; ++v)
+        if (sum_col(n, v) < cols)
+          store_as<kType>(view.data, where + v * view.stride_c, sum[n][half + v] * factor);
+  }
+}
+
+}  // namespace fastattn::cuda

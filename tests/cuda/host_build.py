@@ -1,0 +1,93 @@
+"""Compiles csrc/cuda for the CPU, over the shim in tests/cuda_on_cpu, as a library for ctypes.
+
+Objects and libraries are kept in build/cuda_on_cpu and made again when a file is newer. Compilers
+run one after the other: a test machine may have one core.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = ROOT / "tests/cuda_on_cpu"
+BUILD = ROOT / "build/cuda_on_cpu"
+
+# Contraction as nvcc does it: a * b + c is one fma.
+FLAGS = (
+    "-std=c++17 -fPIC -Wall -Wextra -Wno-unknown-pragmas "
+    "-ffp-contract=fast -fno-math-errno -fno-trapping-math"
+)
+KINDS = {
+    "plain": "-O2 -march=native",
+    "sanitized": "-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all",
+}
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command; empty where there is none."""
+    cxx = shlex.split(os.environ.get("CXX", "c++"))
+    return cxx if shutil.which(cxx[0]) else []
+
+
+def newest_header() -> float:
+    folders = (SHIM, ROOT / "csrc/cuda", ROOT / "csrc/common")
+    headers = [p for folder in folders for p in folder.iterdir() if p.suffix in (".h", ".cuh")]
+    return max(p.stat().st_mtime for p in headers)
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
+
+
+def compile_object(source: Path, kind: str) -> Path:
+    target = BUILD / kind / f"{source.stem}.o"
+    stale = max(source.stat().st_mtime, newest_header())
+    if target.exists() and target.stat().st_mtime > stale:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    flags = f"{FLAGS} {KINDS[kind]}".split()
+    include = [f"-I{SHIM}", f"-I{ROOT / 'csrc'}"]
+    new = target.with_suffix(f".{os.getpid()}.o")
+    run([*compiler(), *flags, *include, "-x", "c++", "-c", str(source), "-o", str(new)])
+    return new.replace(target)
+
+
+@functools.cache
+def library(name: str, kind: str = "plain") -> Path:
+    """The library of a score's kernels ("additive", "sdpa") or of the shim's own test ("shim")."""
+    sources = [SHIM / "runtime.cpp"]
+    if name == "shim":
+        sources.append(SHIM / "shim_kernels.cu")
+    else:
+        sources += [SHIM / f"{name}_entry.cpp", *sorted((ROOT / "csrc/cuda").glob(f"{name}_*.cu"))]
+    objects = [compile_object(source, kind) for source in sources]
+    target = BUILD / kind / f"lib{name}.so"
+    if not target.exists() or target.stat().st_mtime < max(o.stat().st_mtime for o in objects):
+        new = target.with_suffix(f".{os.getpid()}.so")
+        flags = KINDS[kind].split()
+        run([*compiler(), *flags, "-shared", *map(str, objects), "-o", str(new)])
+        new.replace(target)
+    return target
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """What a Python needs that loads a sanitized library."""
+
+    def found(name: str) -> str:
+        command = [*compiler(), f"-print-file-name={name}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    preload = f"{found('libasan.so')} {found('libstdc++.so')}"
+    return {
+        **os.environ,
+        "LD_PRELOAD": preload,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }

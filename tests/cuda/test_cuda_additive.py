@@ -1,0 +1,215 @@
+"""Additive attention in CUDA C++, run on the CPU, against the float64 reference.
+
+The case grid; what the other backends are held to, by their own tests; what only these kernels
+have. In a process of its own the smaller cases run under AddressSanitizer and
+UndefinedBehaviorSanitizer, every tensor and the workspace being an allocation of its exact size.
+"""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import host_build
+import pytest
+import shim_backend
+import torch
+
+# Run here as well, with this file's backend; conftest.py leaves out the dot product's share.
+from helpers import assert_same_bits, everything, inputs
+from test_dropout import (  # noqa: F401
+    test_backward_drops_what_forward_dropped,
+    test_every_backend_drops_the_same_bit_for_bit,
+)
+from test_empty_rows import (  # noqa: F401
+    test_gradients_are_0_and_nothing_is_nan,
+    test_results_are_0_and_minus_infinity,
+    test_whole_tiles_of_empty_rows,
+)
+from test_extremes import (  # noqa: F401
+    test_a_large_bias_in_a_whole_row_leaves_it_uniform,
+    test_a_large_negative_bias_masks_beside_others,
+    test_additive_with_extreme_weights,
+    test_additive_with_opposite_queries_and_keys,
+    test_additive_with_some_weights_zero,
+    test_gradients_under_a_large_bias,
+    test_tiny_values_underflow_quietly,
+    test_weights_under_a_large_bias_sum_to_1,
+    test_zero_size_results_have_their_shapes,
+)
+from test_garbage import (  # noqa: F401
+    test_memory_around_slices_is_not_used,
+    test_nan_in_a_bias_stays_in_its_row,
+    test_nan_in_a_key_reaches_the_rows_that_keep_it,
+    test_nan_in_a_query_stays_in_its_row,
+    test_nan_or_infinity_in_a_value_reaches_its_column_in_the_rows_that_keep_it,
+    test_nan_upstream_stays_in_its_row,
+    test_queries_without_keys_reach_nothing,
+)
+from test_strides import (  # noqa: F401
+    far_storage,
+    test_each_tensor_in_a_layout_of_its_own,
+    test_strides_beyond_2_to_the_31,
+)
+
+from fastattn import Mask, registry, testing
+from fastattn.testing import GRID, Case
+
+pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
+
+SANITIZED = shim_backend.KIND == "sanitized"
+# Elements of the score: the shim takes some ten nanoseconds for each, plain PyTorch more.
+LARGEST = 30_000 if SANITIZED else 2_000_000
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, shim_backend.NAME, shim_backend)
+    return shim_backend.NAME
+
+
+# ---- the grid ----
+
+
+def elements(c: Case) -> int:
+    return c.B * c.H * c.M * c.N * c.D
+
+
+CASES = [c for c in GRID if c.score == "additive" and elements(c) <= LARGEST]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case, backend):
+    testing.check(case, backend)
+
+
+# ---- what the grid does not reach ----
+
+j = torch.arange(90)
+MASKS = {
+    "kv-len": (dict(mask=Mask(kv_len=torch.tensor([5, 70]))), j < torch.tensor([[5], [70]])),
+    "keep": (dict(mask=Mask(keep=j % 3 != 1)), j % 3 != 1),
+    "bias": (dict(bias=torch.where(j % 4 == 2, -math.inf, 0.3)), j % 4 != 2),
+}
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("M", [3, 20])
+@pytest.mark.parametrize("name", MASKS)
+def test_unused_keys_reach_nothing(backend, name, M, garbage):
+    """Within the budget: a tile with garbage goes the careful way."""
+    options, used = MASKS[name]
+    call = inputs("additive", M=M, N=90)
+    unused = ~used.expand(2, 90)[:, None].expand(2, 2, 90)
+
+    def run(backend, value, dtype=torch.float32):
+        cast = {n: x.to(dtype) for n, x in call.items()}
+        cast["key"][unused] = cast["value"][unused] = value
+        kept = {n: x.to(dtype) if n == "bias" else x for n, x in options.items()}
+        return everything(cast, backend=backend, **kept)
+
+    call = {n: x.clone() for n, x in call.items()}
+    found, plain = run(backend, garbage), run("eager", 0.0)
+    truth = run("eager", 0.0, torch.float64)
+    for result, x in found.items():
+        testing.assert_within_budget(x, plain[result], truth[result], result)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(M=16, N=70),  # the last of few queries, the first of a tile
+        dict(M=17, N=70),
+        dict(M=64, N=64),  # a full tile, and one more
+        dict(M=65, N=65),
+        dict(M=3, N=128),
+        dict(M=2, N=129),
+        dict(M=1, N=16_385, B=1, H=1, Hkv=1),  # more chunks than one of 128 keys each
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("D", [1, 5, 32, 33])
+def test_ends_of_tiles(backend, sizes, D):
+    testing.check(Case(f"ends-{sizes}", "additive", **sizes, D=D, E=5, lse=True), backend)
+
+
+@pytest.mark.parametrize("weights", ["full", "mean"])
+def test_weights_of_few_queries(backend, weights):
+    few = Case(f"few-{weights}", "additive", H=4, Hkv=2, M=5, N=150, D=9, E=3, weights=weights)
+    testing.check(few, backend)
+    masks = dict(kv_len="rows", bias="hmn", bias_inf=True, empty_rows=True, dropout_p=0.3, lse=True)
+    testing.check(dataclasses.replace(few, name=f"few-masks-{weights}", **masks), backend)
+
+
+def test_every_value_column(backend):
+    """More than one stage of columns, and a part of one."""
+    testing.check(Case("E", "additive", M=70, N=70, D=4, E=150, weights="full"), backend)
+    testing.check(Case("most", "additive", B=1, H=1, Hkv=1, M=20, N=20, D=256, E=256), backend)
+
+
+@pytest.mark.parametrize("letters", ["bhmn", "mn", "hm", "bn", "", "h"])
+def test_bias_gradients_from_many_parts(backend, letters):
+    """Tiles of several batches and heads, added up in slices."""
+    case = Case(f"parts-{letters}", "additive", B=5, H=3, Hkv=3, M=66, N=130, D=2, E=2)
+    testing.check(dataclasses.replace(case, bias=letters, causal="top_left"), backend)
+
+
+def assert_right(case: Case, t: testing.Tensors, backend: str) -> None:
+    """testing.check for tensors of our own making."""
+    ours, oracle = testing.run(case, t, backend), testing.oracle(case, t)
+    for name in oracle.truth:
+        truth, peer, scale = oracle[name]
+        testing.assert_within_budget(ours[name], peer, truth, f"{case} {name}", scale)
+
+
+RANGES = Case("ranges", "additive", M=20, N=70, D=4, E=3, weights="full", lse=True)
+
+
+@pytest.mark.parametrize("stray", [None, 1e4, -math.inf])
+@pytest.mark.parametrize("spread", [1.0, 5.0, 20.0])
+def test_centres_and_tiles_out_of_range(backend, spread, stray):
+    """Tiles multiply exponentials, around a centre, or take one an element: all are right."""
+    t = testing.make(RANGES)
+    centres = torch.tensor([-50.0, 80.0, 0.0, 3.0])
+    t.k, t.q = t.k * spread + centres, t.q - centres
+    if stray is not None:
+        t.k[:, :, 66] = stray
+    assert_right(RANGES, t, backend)
+
+
+@pytest.mark.parametrize("distance", [15.0, 25.0, 1e3])
+def test_saturation_at_both_ends_of_the_range(backend, distance):
+    """Keys as far from 0 as exponentials allow, queries farther: products at their largest."""
+    t = testing.make(RANGES)
+    t.k = torch.linspace(-13.9, 13.9, 70)[:, None].expand(2, 2, 70, 4).contiguous()
+    t.q[:, :, :7] += distance
+    t.q[:, :, 7:14] -= distance
+    assert_right(RANGES, t, backend)
+
+
+def test_the_same_bits_again_and_beside_others(backend):
+    call = inputs("additive", B=3, M=70, N=130, D=9)
+    mask = Mask(causal="bottom_right")
+    found = everything(call, mask=mask, backend=backend)
+    assert_same_bits(everything(call, mask=mask, backend=backend), found)
+    alone = {n: x if n == "weight" else x[1:2] for n, x in call.items()}
+    results = everything(alone, mask=mask, backend=backend)
+    for name in ("out", "weights", "lse"):
+        assert results[name].equal(found[name][1:2]), name
+
+
+# ---- sanitizers ----
+
+
+@pytest.mark.skipif(SANITIZED, reason="this is that process")
+def test_under_sanitizers():
+    host_build.library("additive", "sanitized")
+    tests = "test_case or (ends_of_tiles and 33- and not 16385) or out_of_range"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--capture=sys", __file__, "-k", tests],  # reports go to the file descriptor
+        env=host_build.sanitizer_environment() | {"FASTATTN_TEST_SHIM": "sanitized"},
+        cwd=host_build.ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[:4000]}"
+    assert " passed" in done.stdout

@@ -1,0 +1,204 @@
+"""Every CUDA kernel as nvcc makes it, without a GPU: registers, spills, shared memory, inner loops.
+
+What the machine code says of speed: the additive inner loop is bound by the special-function unit,
+which gives 16 results a clock and SM, or by the issue of 128 instructions, whichever is reached.
+"""
+
+import functools
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path.name for path in (ROOT / "csrc/cuda").glob("*.cu"))
+ARCHS = ("sm_80", "sm_90a")
+THREADS = 128
+REGISTERS = 65_536  # of an SM
+STATIC_SHARED = 16 << 10
+
+# How many blocks an SM must hold, as far as registers decide.
+BLOCKS = {
+    "additive_forward_kernel": 3,
+    "additive_weights_kernel": 3,
+    "additive_delta_kernel": 3,
+    "additive_queries_kernel": 3,
+    "additive_keys_kernel": 3,
+    "additive_bias_kernel": 2,
+    "additive_few_kernel": 8,
+    # Sums 64 x 128 of a block take 64 registers a thread, scores 32.
+    "sdpa_forward_kernel": 2,
+    "sdpa_weights_kernel": 2,
+    "sdpa_delta_kernel": 2,
+    "sdpa_dq_kernel": 2,
+    "sdpa_dkdv_kernel": 2,
+    "sdpa_dbias_kernel": 2,
+}
+
+# Per score element of an inner loop: (issue slots, special-function operations). A loop is found by
+# what it holds: reciprocals and, where a tile is direct, exponentials.
+LOOPS = {
+    "additive_forward_kernel": {"scores": (3.6, 0.5), "direct scores": (7.7, 1.5)},
+    "additive_queries_kernel": {"gradients": (8.6, 0.5)},
+    "additive_keys_kernel": {"gradients": (6.6, 0.5)},
+}
+
+
+def find_nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def find_tool(name: str) -> str | None:
+    """Beside nvcc, or in Triton's wheel."""
+    folders = [Path(find_nvcc() or "/").resolve().parent, *Path("/usr/local").glob("cuda*/bin")]
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin:
+        folders.append(Path(triton.origin).parent / "backends/nvidia/bin")
+    return next((str(f / name) for f in folders if (f / name).exists()), shutil.which(name))
+
+
+pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+
+
+@functools.cache
+def compiled(source: str, arch: str) -> tuple[str, bytes]:
+    """(what ptxas says, the cubin)."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernels.cubin"
+        command = [find_nvcc(), "-std=c++17", "-O3", f"-arch={arch}", "-Icsrc", "-Xptxas", "-v"]
+        command += ["-Werror", "all-warnings", "-cubin", f"csrc/cuda/{source}", "-o", str(cubin)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stderr, cubin.read_bytes()
+
+
+def kernel_name(mangled: str) -> str:
+    """The name in a mangled one that ends in _kernel; names follow their lengths."""
+    parts = re.findall(r"(?=(\d\d)([a-z]\w*))", mangled)
+    return next(x[: int(n)] for n, x in parts if x[: int(n)].endswith("_kernel"))
+
+
+def usage(source: str, arch: str) -> dict[str, dict[str, int]]:
+    """{kernel: registers, stack, spilled bytes, static shared memory}."""
+    found = {}
+    for entry in compiled(source, arch)[0].split("Compiling entry function ")[1:]:
+
+        def number(pattern, entry=entry):
+            match = re.search(pattern, entry)
+            return int(match[1]) if match else 0
+
+        used = {
+            "registers": number(r"Used (\d+) registers"),
+            "stack": number(r"(\d+) bytes stack frame"),
+            "spills": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            "shared": number(r"(\d+) bytes smem"),
+        }
+        worst = found.setdefault(kernel_name(entry.split("'")[1]), used)  # of a template's kernels
+        worst.update({n: max(x, worst[n]) for n, x in used.items()})
+    return found
+
+
+every_kernel = pytest.mark.parametrize("source", SOURCES)
+both_archs = pytest.mark.parametrize("arch", ARCHS)
+
+
+@both_archs
+@every_kernel
+def test_registers_spills_and_shared_memory(source, arch):
+    kernels = usage(source, arch)
+    assert kernels
+    for name, used in kernels.items():
+        assert used["registers"] > 0, (name, used)
+        assert used["stack"] == used["spills"] == 0, (name, used)
+        assert used["shared"] <= STATIC_SHARED, (name, used)
+        blocks = REGISTERS // (used["registers"] * THREADS)
+        assert blocks >= BLOCKS.get(name, 4), (name, used)
+
+
+def test_budgets_name_kernels():
+    kernels = {name for source in SOURCES for name in usage(source, "sm_80")}
+    assert kernels >= BLOCKS.keys() | LOOPS.keys()
+
+
+# ---- machine code ----
+
+
+def instructions(source: str, arch: str) -> dict[str, list[str]]:
+    """{kernel: lines of labels and instructions}."""
+    tool = find_tool("nvdisasm")
+    if tool is None:
+        pytest.skip("no nvdisasm, neither beside nvcc nor in a Triton wheel")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(source, arch)[1])
+        file.flush()
+        command = [tool, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("\t.section\t"):
+            lines = []
+            if "_kernel" in line and ".text." in line:
+                found[kernel_name(line)] = lines
+        lines.append(line)
+    return found
+
+
+def loops(lines: list[str]) -> list[list[str]]:
+    """The instructions of every loop that holds no other: from a label to a branch back to it."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    spans: list[tuple[int, int]] = []
+    for line in lines:
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            code.append(instruction[1])
+            target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])
+            if target and target[1] in labels:
+                spans.append((labels[target[1]], len(code)))
+    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    return [code[begin:end] for begin, end in inner]
+
+
+def count(loop: list[str], word: str) -> int:
+    return sum(word in instruction for instruction in loop)
+
+
+def inner_loops(source: str, arch: str, kernel: str) -> dict[str, tuple[float, float]]:
+    """{"[direct ]scores" or "[direct ]gradients": (slots, special functions) an element}.
+
+    Two elements share a reciprocal; a gradient squares each of them, a score does not.
+    """
+    found = {}
+    for loop in loops(instructions(source, arch)[kernel]):
+        reciprocals, exponentials = count(loop, "MUFU.RCP"), count(loop, "MUFU.EX2")
+        if reciprocals < 16:
+            continue
+        elements = 2 * reciprocals
+        kind = "scores" if count(loop, "FMUL") < 1.7 * elements else "gradients"
+        name = f"{'direct ' if exponentials else ''}{kind}"
+        found[name] = (len(loop) / elements, (reciprocals + exponentials) / elements)
+    return found
+
+
+@both_archs
+@pytest.mark.parametrize("kernel", LOOPS)
+def test_inner_loops(kernel, arch):
+    source = "additive_fwd.cu" if kernel == "additive_forward_kernel" else "additive_bwd.cu"
+    found = inner_loops(source, arch, kernel)
+    for name, (slots, special) in LOOPS[kernel].items():
+        assert name in found, found
+        assert found[name][0] <= slots, found
+        assert found[name][1] <= special, found
+
+
+def test_the_score_loop_is_bound_by_the_special_function_unit():
+    """8 clocks of it a warp and operation, against one an instruction: twice the tanh roof."""
+    slots, special = inner_loops("additive_fwd.cu", "sm_90a", "additive_forward_kernel")["scores"]
+    assert slots <= 8 * special
+    assert special <= 0.55

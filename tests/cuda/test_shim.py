@@ -1,0 +1,80 @@
+"""The CPU's stand-in for a GPU runs kernels, and finds what is wrong with them."""
+
+import ctypes
+import subprocess
+import sys
+
+import host_build
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
+
+BLOCKS, THREADS = 3, 64
+MISTAKES = (
+    "none no_barrier no_barrier_before barrier_in_branch return_early two_barriers lanes_missing "
+    "unwritten past_the_end past_shared"
+).split()
+
+
+def block_sums(mistake="none", kind="plain", bytes=4 * THREADS):
+    """(what the kernel wrote, the sums, what the launch said)."""
+    call = ctypes.CDLL(str(host_build.library("shim", kind))).shim_sum
+    call.restype = ctypes.c_char_p
+    x = torch.arange(BLOCKS * THREADS, dtype=torch.float32)
+    out = torch.zeros(BLOCKS)
+    error = call(
+        ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), BLOCKS,
+        MISTAKES.index(mistake), ctypes.c_int64(bytes),
+    )  # fmt: skip
+    return out, x.view(BLOCKS, THREADS).sum(1), error.decode() if error else None
+
+
+def test_a_right_kernel():
+    found, expected, error = block_sums()
+    assert error is None
+    assert found.equal(expected)
+
+
+@pytest.mark.parametrize("mistake", ["no_barrier", "no_barrier_before", "unwritten"])
+def test_values_that_are_not_there_yet(mistake):
+    found, expected, error = block_sums(mistake)
+    assert error is None
+    assert not (found == expected).any()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("barrier_in_branch", "32 wait at a barrier|0 of 64 threads returned, 64 wait"),
+        ("return_early", "1 of 64 threads returned, 63 wait at a barrier"),
+        ("two_barriers", "0 of 64 threads returned, 64 wait at a barrier"),
+        ("lanes_missing", "32 in a warp collective"),
+    ],
+)
+def test_divergence_fails_the_launch(mistake, message):
+    _, _, error = block_sums(mistake)
+    assert error is not None
+    assert any(part in error for part in message.split("|")), error
+
+
+def test_a_launch_beyond_the_limits_fails():
+    _, _, error = block_sums(bytes=(48 << 10) + 1)
+    assert error is not None
+    assert "49153 bytes of shared memory, of 49152 allowed" in error
+
+
+@pytest.mark.parametrize("mistake", ["none", "past_the_end", "past_shared"])
+def test_sanitizers_see_what_is_out_of_bounds(mistake):
+    host_build.library("shim", "sanitized")
+    code = f"import test_shim; print(test_shim.block_sums({mistake!r}, 'sanitized'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=host_build.sanitizer_environment(), cwd=host_build.ROOT / "tests/cuda",
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if mistake == "none":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "heap-buffer-overflow" in done.stderr, done.stderr
+        assert "shim_kernels.cu" in done.stderr

@@ -1,0 +1,183 @@
+// CUDA C++ on the CPU: as much of the language and of its runtime as csrc/cuda uses, so that g++
+// compiles the very same .cu files (-x c++, with this folder before CUDA's own headers).
+//
+// Blocks run in turn; the threads of a block are fibers, switched at barriers and warp collectives
+// (fibers.h). That is a legal schedule of the kernel, and the shim looks for what makes others
+// illegal:
+//
+// - a barrier or collective that not all of its threads reach, be it that some returned, wait at
+//   another one, or are no lanes of the mask: the launch fails and says where threads stand;
+// - a missing barrier: between two barriers warps run one after the other, and their threads too,
+//   upwards and downwards in turn, so that a reader meets the value of another time or none;
+// - shared memory that nobody wrote: every block finds it full of NaN (all bits set), which goes
+//   wherever it is used. What it cannot see is a value that is read and then selected away, and
+//   what an earlier phase of the same block left there;
+// - reads and writes out of bounds: dynamic shared memory is an allocation of exactly the size that
+//   was asked for, and AddressSanitizer knows of the fibers' stacks.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define FASTATTN_CUDA_ON_CPU 1
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+// Found by the linker's name of the section, so that static shared memory can be wiped as well.
+#define __shared__ static __attribute__((section("cuda_shared")))
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+using uint3 = dim3;
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+// A product that is never contracted with what follows.
+inline float __fmul_rn(float a, float b) {
+  float y = a * b;
+  asm("" : "+m"(y));
+  return y;
+}
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+extern uint3 threadIdx, blockIdx;  // of the running fiber
+extern dim3 blockDim, gridDim;
+
+// ---- barriers and warp collectives ----
+
+namespace cuda_on_cpu {
+
+enum class Op { kBarrier, kBarrierOr, kBarrierAnd, kBarrierCount, kExchange };
+
+// The line of source that calls; threads that wait for each other must wait on the same one.
+struct Site {
+  const char* file;
+  int line;
+};
+#define CUDA_ON_CPU_HERE Site here = {__builtin_FILE(), __builtin_LINE()}
+
+// Waits for the block; returns the or, and or count of `value`.
+int barrier(Op op, int value, Site here);
+
+// Waits for the lanes of `mask`; returns what lane `source` brought.
+uint64_t exchange(unsigned mask, uint64_t value, int source, Site here);
+
+// Waits for the whole warp; all[n] is what lane n brought.
+void exchange_all(uint64_t value, uint64_t (&all)[32], Site here);
+
+// The lanes of `mask` whose value is not 0.
+unsigned ballot(unsigned mask, bool value, Site here);
+
+int lane();
+
+// The dynamic shared memory of the block.
+void* dynamic_shared();
+
+template <typename T>
+uint64_t to_bits(T value) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+template <typename T>
+T from_bits(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+// ---- what kernels call ----
+
+inline void __syncthreads(CUDA_ON_CPU_HERE) { barrier(Op::kBarrier, 0, here); }
+inline int __syncthreads_or(int value, CUDA_ON_CPU_HERE) {
+  return barrier(Op::kBarrierOr, value, here);
+}
+inline int __syncthreads_and(int value, CUDA_ON_CPU_HERE) {
+  return barrier(Op::kBarrierAnd, value, here);
+}
+inline int __syncthreads_count(int value, CUDA_ON_CPU_HERE) {
+  return barrier(Op::kBarrierCount, value, here);
+}
+
+inline void __syncwarp(unsigned mask = ~0u, CUDA_ON_CPU_HERE) { exchange(mask, 0, lane(), here); }
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int source, CUDA_ON_CPU_HERE) {
+  return from_bits<T>(exchange(mask, to_bits(value), source & 31, here));
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes, CUDA_ON_CPU_HERE) {
+  return from_bits<T>(exchange(mask, to_bits(value), lane() ^ lanes, here));
+}
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, int lanes, CUDA_ON_CPU_HERE) {
+  const int source = lane() + lanes < 32 ? lane() + lanes : lane();
+  return from_bits<T>(exchange(mask, to_bits(value), source, here));
+}
+inline unsigned __ballot_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
+  return ballot(mask, value != 0, here);
+}
+inline int __any_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
+  return ballot(mask, value != 0, here) != 0;
+}
+inline int __all_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
+  return ballot(mask, value != 0, here) == mask;
+}
+
+}  // namespace cuda_on_cpu
+
+using namespace cuda_on_cpu;
+
+// ---- the runtime ----
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorLaunchFailure };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaLaunchAttribute {};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+const char* cudaGetErrorString(cudaError_t error);  // of the last launch that failed
+
+namespace cuda_on_cpu {
+
+cudaError_t allow_shared(const void* kernel, int bytes);
+cudaError_t run_grid(const void* kernel, const cudaLaunchConfig_t& config,
+                     void (*body)(void* context), void* context);
+
+}  // namespace cuda_on_cpu
+
+template <typename... Params>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute, int bytes) {
+  return cuda_on_cpu::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+}
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               Args&&... args) {
+  // Every thread gets parameters of its own, as on a GPU.
+  auto call = [&] { kernel(Params(args)...); };
+  return cuda_on_cpu::run_grid(
+      reinterpret_cast<const void*>(kernel), *config,
+      [](void* context) { (*static_cast<decltype(call)*>(context))(); }, &call);
+}

@@ -1,0 +1,93 @@
+// Fibers: functions that can wait for each other within one thread. ucontext makes their stacks;
+// setjmp and longjmp switch, without the system calls of swapcontext (10 times faster).
+// AddressSanitizer is told of every switch, else it takes another stack for an overflow.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cstddef>
+#include <memory>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace cuda_on_cpu {
+
+class Fiber {
+ public:
+  static constexpr size_t kStackBytes = 256 << 10;
+
+  Fiber() : stack_(new char[kStackBytes]) {}
+
+  // Sets the fiber to the start of body(context).
+  void start(void (*body)(void*), void* context) {
+    body_ = body, context_ = context;
+    started_ = finished_ = false;
+  }
+  bool finished() const { return finished_; }
+
+  // Runs it until it waits or ends. Called by the scheduler.
+  void resume() {
+    enter(stack_.get(), kStackBytes);
+    if (_setjmp(scheduler_) == 0) {
+      if (started_) _longjmp(self_, 1);
+      started_ = true;
+      ucontext_t context;
+      getcontext(&context);
+      context.uc_stack.ss_sp = stack_.get();
+      context.uc_stack.ss_size = kStackBytes;
+      context.uc_link = nullptr;
+      running_ = this;
+      makecontext(&context, run, 0);
+      setcontext(&context);
+    }
+    leave(false);
+  }
+
+  // Back to the scheduler. Called by the fiber.
+  void wait() {
+    enter(scheduler_stack_, scheduler_size_);
+    if (_setjmp(self_) == 0) _longjmp(scheduler_, 1);
+    leave(true);
+  }
+
+ private:
+  static void run() {
+    Fiber* const self = running_;
+    self->leave(true);
+    self->body_(self->context_);
+    self->finished_ = true;
+    self->enter(scheduler_stack_, scheduler_size_);
+    _longjmp(self->scheduler_, 1);
+  }
+
+#if defined(__SANITIZE_ADDRESS__)
+  void enter(const void* stack, size_t size) {
+    __sanitizer_start_switch_fiber(&fake_stack_, stack, size);
+  }
+  void leave(bool into_fiber) {
+    const void* from = nullptr;
+    size_t size = 0;
+    __sanitizer_finish_switch_fiber(fake_stack_, &from, &size);
+    if (into_fiber) scheduler_stack_ = from, scheduler_size_ = size;
+  }
+  void* fake_stack_ = nullptr;
+#else
+  void enter(const void*, size_t) {}
+  void leave(bool) {}
+#endif
+
+  static inline Fiber* running_ = nullptr;
+  static inline const void* scheduler_stack_ = nullptr;
+  static inline size_t scheduler_size_ = 0;
+
+  std::unique_ptr<char[]> stack_;
+  void (*body_)(void*) = nullptr;
+  void* context_ = nullptr;
+  bool started_ = false, finished_ = true;
+  jmp_buf self_, scheduler_;
+};
+
+}  // namespace cuda_on_cpu
