@@ -20,28 +20,41 @@ endif
 CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise SystemExit(main())"
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help test test-kernels bench lint format build clean
+.PHONY: help test test-kernels bench gpu lint format build clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
-	@echo "make test-kernels  run the Triton kernels in the interpreter (minutes)"
+	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
+	@echo "make gpu     on a GPU: its tests, then the benchmark; at most 8 minutes"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   build the C++ extension in place"
 	@echo "make clean   remove what the build wrote; .venv stays"
 	@echo "PYTHON=...   the interpreter .venv is made from; with NO_VENV=1, the one to use directly"
 
-# tests/kernels compiles and interprets the Triton kernels, which no backend uses yet: its own target.
-test: build
-	$(PY) -m pytest tests --ignore=tests/kernels $(ARGS)
+# In as many processes as there are cores, where pytest-xdist is. A file stays in one of them: its
+# tests share what they compile.
+PARALLEL = $$($(PY) -c 'import xdist; print("-n auto --dist $(1)")' 2>/dev/null)
 
+test: build
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m pytest tests $(call PARALLEL,loadfile) $(ARGS)
+
+# The part of `make test` that interprets the Triton kernels and compiles them for GPUs; here in every
+# configuration.
 test-kernels: build
-	$(PY) -m pytest tests/kernels $(ARGS)
+	FASTATTN_AOT=all $(PY) -m pytest tests/kernels $(call PARALLEL,loadfile) $(ARGS)
 
 bench: build
 	$(PY) -m bench.run $(ARGS)
+
+# The benchmark runs even if a test fails, which the exit status then says.
+gpu: build
+	@$(PY) -c 'import torch; exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
+	OMP_NUM_THREADS=1 timeout -s INT 200 $(PY) -m pytest tests -m gpu -q $(call PARALLEL,load); \
+	tests=$$?; \
+	$(PY) -m bench.run --device cuda $(ARGS) && exit $$tests
 
 # After build, which makes kernels/ importable as fastattn.kernels for pyright.
 lint: build

@@ -9,5 +9,5 @@
     report.py   rows, the table, the JSON;  plot.py the picture;  machine.py where it ran
     run.py      the command: python -m bench.run --help
 
-A new case is one entry of ``cases.CASES``; a new peer is one entry in ``peers.py``.
+A new case is one entry of ``cases.CASES`` or ``GPU_CASES``; a new peer is one in ``peers.py``.
 """

@@ -23,7 +23,8 @@ class Case:
     """One named case: a problem of the test grid, and what the grid does not know.
 
     ``keys``: ``"all"``; ``"padding"``, a bool mask [B, 1, 1, N] over a padded batch; ``"lengths"``,
-    the same keys told by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random blocks.
+    the same keys told by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random blocks,
+    of which the share ``kept`` is kept.
     ``module``: through nn.MultiheadAttention's interface, projections included.
     ``compiled``: torch.compile is a peer, and so is what it compiles. That takes seconds, so only
     where it may win: elsewhere it can at best find torch's own SDPA.
@@ -33,6 +34,7 @@ class Case:
     about: str
     problem: testing.Case
     keys: str = "all"
+    kept: float = 1 / 4
     module: bool = False
     need_weights: bool = False
     compiled: bool = False
@@ -58,6 +60,7 @@ _BF16 = torch.bfloat16
 _PADDING = _dot("padding")
 _BIAS = _dot("bias", M=512, N=512, bias="hmn")
 _MHA = _dot("mha", B=4, M=512, N=512)
+_MHA_DROPOUT = dataclasses.replace(_MHA, dropout_p=0.1)
 _SMALL, _LARGE = _additive("small", 2, 512, 64), _additive("large", 8, 256, 256)
 
 CASES = [
@@ -75,9 +78,55 @@ CASES = [
         "mha-weights", "nn.MultiheadAttention, need_weights=True", _MHA,
         module=True, need_weights=True, compiled=True,
     ),
+    Case(
+        "mha-dropout", "the same with dropout=0.1, which acts in training", _MHA_DROPOUT,
+        module=True, need_weights=True, compiled=True,
+    ),
     Case("mha", "nn.MultiheadAttention, need_weights=False", _MHA, module=True, compiled=True),
 ]  # fmt: skip
-QUICK = ("dense", "blocks", "additive-small", "mha-weights")  # one of each kind, for a self-test
+
+
+def _gpu(name: str, **changes) -> testing.Case:
+    sizes = dict(B=2, H=16, Hkv=16, M=4096, N=4096, D=128, E=128, dtype=_BF16)
+    return testing.Case(name, **{**sizes, **changes})
+
+
+_LONG = _gpu("16k", B=1, H=8, Hkv=8, M=16384, N=16384)
+_D64 = dict(B=4, D=64, E=64)
+_GROUPED = _gpu("decode", B=16, H=32, Hkv=8, M=1, N=16384)
+_GPU_BIAS = _gpu("bias", M=1024, N=1024, bias="hmn", **_D64)
+_GPU_ADDITIVE = dataclasses.replace(_additive("2k", 4, 2048, 256), dtype=_BF16)
+_GPU_MHA = _gpu("mha", M=1024, N=1024, **_D64)
+
+# Sizes that fill a GPU. FlexAttention is among the peers wherever torch.compile is.
+GPU_CASES = [
+    Case("d128-4k", "bf16", _gpu("4k"), compiled=True),
+    Case("d128-4k-causal", "is_causal=True", _gpu("4k", causal="top_left"), compiled=True),
+    Case("d128-16k", "bf16", _LONG),
+    Case("d128-16k-causal", "is_causal=True", dataclasses.replace(_LONG, causal="top_left")),
+    Case("d64-4k", "bf16", _gpu("d64", **_D64)),
+    Case("d64-4k-causal", "is_causal=True", _gpu("d64", causal="top_left", **_D64)),
+    Case("padding-4k", "padded keys, bool [B, 1, 1, N]", _gpu("padding"), "padding", compiled=True),
+    Case("blocks-4k", "bool [M, N] of random blocks", _gpu("blocks"), "blocks", 1 / 2,
+         compiled=True),
+    Case("bias-grad-1k", "float bias [H, M, N] with gradient", _GPU_BIAS, compiled=True),
+    Case("decode-16k", "one query, 4 query heads a key head", _GROUPED),
+    Case("additive-2k", "additive score, one head", _GPU_ADDITIVE, compiled=True),
+    Case(
+        "mha-weights-1k", "nn.MultiheadAttention, need_weights=True", _GPU_MHA,
+        module=True, need_weights=True, compiled=True,
+    ),
+]  # fmt: skip
+SUITES = {"cpu": CASES, "cuda": GPU_CASES}
+QUICK = (  # one of each kind, for a self-test
+    "dense", "blocks", "additive-small", "mha-weights",
+    "d128-4k", "blocks-4k", "additive-2k", "mha-weights-1k",
+)  # fmt: skip
+
+
+def named(name: str) -> Case:
+    """The case of that name, whichever suite it is in."""
+    return next(case for suite in SUITES.values() for case in suite if case.name == name)
 
 
 def draw(case: Case, device: str = "cpu") -> testing.Tensors:
@@ -99,7 +148,9 @@ def _mask(case: Case, drawn: Mask) -> Mask:
     if case.keys == "lengths":
         return Mask(kv_len=lengths)
     if case.keys == "blocks":
-        return Mask(keep=_random_blocks(p.M, p.N, block=max(p.N // 16, 1), kept=1 / 4)[None, None])
+        return Mask(
+            keep=_random_blocks(p.M, p.N, block=max(p.N // 16, 1), kept=case.kept)[None, None]
+        )
     return drawn
 
 
@@ -124,7 +175,9 @@ def problem(case: Case, t: testing.Tensors) -> Problem:
 def kept_pairs(case: Case, t: testing.Tensors) -> int:
     """Pairs (b, h, i, j) that the mask keeps: what a kernel has to compute."""
     p = problem(case, t)
-    return int(p.mask.materialize(p).expand(p.B, p.H, p.M, p.N).sum())
+    kept = p.mask.materialize(p)
+    repeated = (p.B * p.H * p.M * p.N) // max(kept.numel(), 1)  # in the dims it broadcasts over
+    return int(kept.sum()) * repeated
 
 
 def work(case: Case, pairs: int, direction: str) -> tuple[float, str]:

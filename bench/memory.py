@@ -124,7 +124,7 @@ def _no_huge_pages() -> None:
 
 def _one(request: dict) -> int:
     """Measures in this process, which must not have computed anything before."""
-    case = next(c for c in cases.CASES if c.name == request["case"])
+    case = cases.named(request["case"])
     name, direction = request["name"], request["direction"]
 
     def prepare(case: cases.Case) -> Callable[[], object]:

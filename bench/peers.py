@@ -11,14 +11,24 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from bench import cases
 from bench.cases import FORWARD, Case
 from fastattn import functional, registry, testing
+from fastattn.problem import Problem
 
 OURS = "fastattn"
 SDPA, MODULE, EAGER, COMPILED = "torch SDPA", "nn.MultiheadAttention", "eager", "torch.compile"
+FLEX = "FlexAttention"
+# What torch's SDPA may choose among on a GPU; each is forced, so that its best is never missed.
+SDPA_BACKENDS = {
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA math": SDPBackend.MATH,
+}
 PLAIN = (EAGER, MODULE)  # what torch.compile starts from: always worth naming beside it
 
 
@@ -85,7 +95,7 @@ def build(
 
 
 def names(case: Case, compiled: bool = True) -> list[str]:
-    """The implementations of a case, without building it."""
+    """The implementations of a case on a CPU, without building it."""
     peers = [MODULE] if case.module else [] if _is_additive(case) else [SDPA]
     peers += [EAGER] if case.compiled and not case.module else []
     return [OURS, *peers, *([COMPILED] if case.compiled and compiled else [])]
@@ -124,8 +134,11 @@ def _dot(
         OURS: lambda: functional.scaled_dot_product_attention(
             *qkv, bias=bias, backend=backend, **ours
         ),
-        SDPA: lambda: F.scaled_dot_product_attention(
-            *qkv, attn_mask=attn_mask, is_causal=causal, enable_gqa=p.H != p.Hkv
+        **_sdpa(
+            p.device.type,
+            lambda: F.scaled_dot_product_attention(
+                *qkv, attn_mask=attn_mask, is_causal=causal, enable_gqa=p.H != p.Hkv
+            ),
         ),
     }
     if case.compiled:
@@ -133,7 +146,50 @@ def _dot(
     if compiled:
         fused = torch.compile(eager_dot, dynamic=False)
         calls[COMPILED] = lambda: fused(*qkv, scale, dropped, bias)
+    if compiled and p.device.type == "cuda":
+        calls[FLEX] = _flex(p, t, leaves)
     return calls
+
+
+def _sdpa(device: str, call: Callable[[], Tensor]) -> dict[str, Callable]:
+    if device != "cuda":
+        return {SDPA: call}
+
+    def force(backend: SDPBackend) -> Callable:
+        def forced() -> Tensor:
+            with sdpa_kernel(backend):
+                return call()
+
+        return forced
+
+    return {name: force(backend) for name, backend in SDPA_BACKENDS.items()}
+
+
+def _flex(p: Problem, t: testing.Tensors, leaves: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """FlexAttention; its block mask is made here, outside the timing."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    bias, mask = leaves.get("bias"), t.mask
+
+    def at(x: Tensor, b, h, i, j):
+        """x[b, h, i, j], where x may broadcast."""
+        return x[tuple(n if size > 1 else 0 for n, size in zip((b, h, i, j), x.shape, strict=True))]
+
+    def keep(b, h, i, j):
+        kept = j <= i if mask.causal else j >= 0
+        if mask.kv_len is not None:
+            kept = kept & (j < mask.kv_len[b])
+        return kept if mask.keep is None else kept & at(mask.keep, b, h, i, j)
+
+    blocks = None
+    if mask.kinds:
+        dense = mask.keep if mask.keep is not None else p.mask.materialize(p)
+        B, H = (n if n > 1 else None for n in dense.shape[:2])
+        blocks = create_block_mask(keep, B, H, p.M, p.N, device=str(p.device))
+    fused = torch.compile(flex_attention, dynamic=False)
+    added = None if bias is None else lambda s, b, h, i, j: s + at(bias, b, h, i, j)
+    options = dict(score_mod=added, block_mask=blocks, enable_gqa=p.H != p.Hkv)
+    return lambda: fused(*(leaves[n] for n in "qkv"), **options)
 
 
 def _additive(
@@ -178,17 +234,20 @@ def _modules(
     p = case.problem
     x = t.q.transpose(1, 2).flatten(2).detach().requires_grad_()  # [B, M, d_model]
     torch.manual_seed(0)
-    sizes = dict(batch_first=True, device=x.device, dtype=x.dtype)
+    sizes = dict(dropout=p.dropout_p, batch_first=True, device=x.device, dtype=x.dtype)
     theirs = nn.MultiheadAttention(p.H * p.D, p.H, **sizes)
     ours = fastattn.MultiheadAttention(p.H * p.D, p.H, **sizes)
     ours.load_state_dict(theirs.state_dict())
     if backend != "auto":  # the module has no such option: its users want the best one
-        on_backend = functools.partial(functional.scaled_dot_product_attention, backend=backend)
-        ours._attend = on_backend
+        ours._attend = functools.partial(_attend_heads, backend)
     modules = {OURS: ours, MODULE: theirs}
     if compiled:
         modules[COMPILED] = torch.compile(theirs, dynamic=False)
     return {name: _module(module, x, case.need_weights) for name, module in modules.items()}
+
+
+def _attend_heads(backend: str, q: Tensor, k: Tensor, v: Tensor, **options):
+    return functional.scaled_dot_product_attention(q, k, v, backend=backend, **options)
 
 
 def _module(module, x: Tensor, need_weights: bool) -> Implementation:
@@ -196,8 +255,12 @@ def _module(module, x: Tensor, need_weights: bool) -> Implementation:
     return Implementation(lambda: module(x, x, x, need_weights=need_weights), leaves, module)
 
 
-def exact_module(work: Workload) -> Implementation:
-    """torch's module in float64: the truth of a module's case."""
-    theirs = work.implementations[MODULE]
-    x = theirs.leaves["x"].detach().double().requires_grad_()
-    return _module(copy.deepcopy(theirs.module).double(), x, work.case.need_weights)
+def module_in(work: Workload, dtype: torch.dtype) -> Implementation:
+    """The module of a case in plain PyTorch: torch's; with dropout ours, for its random bits."""
+    dropout = work.case.problem.dropout_p > 0
+    model = work.implementations[OURS if dropout else MODULE]
+    module = copy.deepcopy(model.module).to(dtype)
+    if dropout:
+        module._attend = functools.partial(_attend_heads, "eager")
+    x = model.leaves["x"].detach().to(dtype).requires_grad_()
+    return _module(module, x, work.case.need_weights)

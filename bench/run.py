@@ -13,17 +13,18 @@ from pathlib import Path
 import torch
 
 from bench import machine, plot, report, suite
-from bench.cases import CASES, DIRECTIONS, QUICK
+from bench.cases import DIRECTIONS, QUICK, SUITES
 from bench.report import Row
 from fastattn import registry
 
-# Of the four minutes that a whole run may take, what the timing may use. The rest is for memory.
-TIMING_S = 150.0
+# What the timing of a whole run may use: on a CPU of four minutes, of which the rest is for memory;
+# on a GPU most goes into compiling peers.
+TIMING_S = {"cpu": 150.0, "cuda": 240.0}
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
-    chosen = [c for c in CASES if options.filter in c.name]
+    chosen = [c for c in SUITES[options.suite or options.device] if options.filter in c.name]
     if options.quick:
         chosen = [c for c in chosen if c.name in QUICK]
     if not chosen:
@@ -44,7 +45,7 @@ def _pace(options: argparse.Namespace, count: int) -> suite.Pace:
     rows, now = len(DIRECTIONS) * count, time.monotonic()
     if options.seconds is not None:
         return suite.Pace(options.seconds, rows, math.inf)
-    return suite.Pace(0.01 if options.quick else 0.5, rows, now + TIMING_S)
+    return suite.Pace(0.01 if options.quick else 0.5, rows, now + TIMING_S[options.device])
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -55,6 +56,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--filter", default="", metavar="TEXT", help="only cases with this in their name")
     add("--backend", default="auto", choices=backends, help="ours; default: the best for each case")
     add("--device", default=default, choices=["cpu", "cuda"], help=f"default here: {default}")
+    add("--suite", default=None, choices=list(SUITES),
+        help="sizes for a CPU or for a GPU; default: those of the device")  # fmt: skip
     add(
         "--seconds",
         type=float,
@@ -66,7 +69,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=None, metavar="DIR",
         help="gets <device>/bench.json and bench.png; default: $OUT, or bench/results for a run "
              "of all cases, build/bench for others")  # fmt: skip
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device")
+    return options
 
 
 @contextlib.contextmanager
@@ -122,7 +128,8 @@ def _folder(options: argparse.Namespace) -> Path:
     """A part of the cases must not take the place of a whole run's results."""
     if options.out or os.environ.get("OUT"):
         return options.out or Path(os.environ["OUT"])
-    partial = options.quick or options.filter or options.backend != "auto" or options.no_compile
+    asked = (options.quick, options.filter, options.suite, options.no_compile)
+    partial = any(asked) or options.backend != "auto"
     return machine.ROOT / ("build/bench" if partial else "bench/results")
 
 
