@@ -30,12 +30,14 @@ struct MaskParams {
 };
 
 // philox.h turns (seed, b, h, i, j) into 32 bits; a weight survives when its bits >= threshold,
-// times scale.
+// times scale. A seed that the device reads can change between replays of a CUDA graph, and nobody
+// waits for it to come to the host.
 struct DropoutParams {
   bool enabled;
   uint32_t threshold;  // p * 2^32
   float scale;         // 1 / (1 - p); 0 when p = 1
   uint64_t seed;
+  const int64_t* seed_ptr;  // CUDA: the seed in the device's memory, instead of `seed`; or nullptr
 };
 
 enum class WeightsMode : int32_t { kNone, kFull, kMean };

@@ -17,7 +17,7 @@
 // since nothing of size M N may be stored. Dao et al., "FlashAttention", 2022, appendix B.
 #include "cuda/additive_prepare.cuh"
 #include "cuda/additive_tile.cuh"
-#include "cuda/launch.h"
+#include "cuda/kernels.h"
 
 namespace fastattn::cuda {
 namespace {

@@ -22,14 +22,17 @@ namespace {
 constexpr int kKeyStride = kThreads + 1;  // staged keys: lanes that differ in the dim, other banks
 constexpr int kParts = kThreads / kTile;
 
+constexpr size_t few_shared(int64_t dims, int64_t E) {
+  return sizeof(float) *
+         (kStage * kKeyStride + kThreads + kWarps + static_cast<size_t>(2 * dims + kParts * E));
+}
+static_assert(few_shared(kMaxDims, kMaxValues) <= kSharedLimit);
+
 struct FewArgs {
   ForwardParams p;
   AdditiveForwardPlan plan;
 
-  size_t shared() const {
-    const size_t dims = static_cast<size_t>(2 * plan.panels.dims + kParts * p.E);
-    return sizeof(float) * (kStage * kKeyStride + kThreads + kWarps + dims);
-  }
+  size_t shared() const { return few_shared(plan.panels.dims, p.E); }
 };
 
 struct FewMemory {
@@ -119,7 +122,7 @@ FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h
                                   int64_t j, float x) {
   if (!p.dropout.enabled) return x;
   const PhiloxBlock words =
-      philox4x32(p.dropout.seed, static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
+      philox4x32(seed_of(p.dropout), static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
                  static_cast<uint32_t>(h), static_cast<uint32_t>(b));
   const bool odd = j % 2 != 0;  // no index, which would put the words into memory
   const uint32_t word =

@@ -17,7 +17,7 @@
 #include "cuda/additive_few.cuh"
 #include "cuda/additive_prepare.cuh"
 #include "cuda/additive_tile.cuh"
-#include "cuda/launch.h"
+#include "cuda/kernels.h"
 
 namespace fastattn::cuda {
 namespace {
@@ -39,10 +39,11 @@ struct __align__(16) ForwardMemory {
 };
 static_assert(sizeof(StageMemory) >= sizeof(float) * kTile * kTile);
 
-size_t forward_shared(const ForwardParams& p) {
+constexpr size_t forward_shared(int64_t E) {
   return sizeof(ForwardMemory) +
-         static_cast<size_t>(ceil_div(p.E, kTile) * kRows * kThreads) * sizeof(float4);
+         static_cast<size_t>((E + kTile - 1) / kTile * kRows * kThreads) * sizeof(float4);
 }
+static_assert(forward_shared(kMaxValues) <= kSharedLimit);
 
 // O = alpha O + P V, for P in shared memory.
 FASTATTN_DEVICE void add_values(const ForwardParams& p, const Place& at, bool full,
@@ -177,7 +178,7 @@ const char* additive_forward(const ForwardParams& p, void* stream) {
     return launcher.error();
   }
   prepare_panels(p, panels, static_cast<float*>(p.workspace), false, launcher);
-  launcher.run(additive_forward_kernel, p.B * p.H * panels.tiles_m, kThreads, forward_shared(p),
+  launcher.run(additive_forward_kernel, p.B * p.H * panels.tiles_m, kThreads, forward_shared(p.E),
                args);
   if (p.weights_mode != WeightsMode::kNone) {
     const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;

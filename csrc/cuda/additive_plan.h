@@ -19,6 +19,10 @@ FASTATTN_FN int64_t take(int64_t* used, int64_t floats) {
 constexpr int64_t kFewQueries = 16;
 constexpr int64_t kMaxChunks = 128;  // of a row; a chunk is a multiple of kThreads keys
 
+// A row of queries and weights, and a tile's sums, must fit the shared memory of every device.
+constexpr int64_t kSharedLimit = 99 << 10;  // of a block on sm_86, the least from sm_80 on
+constexpr int64_t kMaxDims = 4096, kMaxValues = 256;
+
 // What the prologue (additive_prepare.cu) makes for the tiles; offsets into the workspace, in
 // floats. A panel is an array [dims][kTile] over the rows of one tile.
 struct Panels {

@@ -126,13 +126,19 @@ FASTATTN_DEVICE void add_bias(const AttentionParams& p, const Place& at, KeepBit
 
 // ---- dropout ----
 
+// Read where bits are drawn: kept over the loops it would take two registers.
+FASTATTN_DEVICE uint64_t seed_of(const DropoutParams& dropout) {
+  return dropout.seed_ptr == nullptr ? dropout.seed : static_cast<uint64_t>(*dropout.seed_ptr);
+}
+
 // Multiplies row r of a fragment by 0 or 1 / (1 - p): one block of bits for its kCols keys.
 static_assert(kCols == 4);
 FASTATTN_DEVICE void drop_row(const AttentionParams& p, const Place& at, int r, float (&x)[kCols]) {
   if (!p.dropout.enabled) return;
-  const PhiloxBlock words = philox4x32(p.dropout.seed, static_cast<uint32_t>((at.j0 + col0()) / 4),
-                                       static_cast<uint32_t>(at.i0 + row0() + r),
-                                       static_cast<uint32_t>(at.h), static_cast<uint32_t>(at.b));
+  const PhiloxBlock words =
+      philox4x32(seed_of(p.dropout), static_cast<uint32_t>((at.j0 + col0()) / 4),
+                 static_cast<uint32_t>(at.i0 + row0() + r), static_cast<uint32_t>(at.h),
+                 static_cast<uint32_t>(at.b));
 #pragma unroll
   for (int c = 0; c < kCols; ++c)
     x[c] = words.word[c] >= p.dropout.threshold ? x[c] * p.dropout.scale : 0.f;

@@ -14,8 +14,8 @@
 // Every result has one owner, so there are no atomics and results are the same on every run. dV and
 // dK come one after the other: the sums of both, 128 wide, would not fit the registers. Dao,
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
+#include "cuda/kernels.h"
 #include "cuda/launch.cuh"
-#include "cuda/launch.h"
 #include "cuda/sdpa_step.cuh"
 
 namespace fastattn::cuda {

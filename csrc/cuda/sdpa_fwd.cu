@@ -12,8 +12,8 @@
 // Saved for backward: stats, the maximum of a row and 1 / sum. Returned weights come from a second
 // sweep that recomputes scores against them. Dao, "FlashAttention-2: faster attention with better
 // parallelism and work partitioning", 2023.
+#include "cuda/kernels.h"
 #include "cuda/launch.cuh"
-#include "cuda/launch.h"
 #include "cuda/sdpa_step.cuh"
 
 namespace fastattn::cuda {
@@ -208,6 +208,8 @@ void launch(const ForwardParams& p, Launcher& launcher) {
 }
 
 }  // namespace
+
+int64_t sdpa_forward_workspace_bytes(const ForwardParams&) { return 0; }
 
 const char* sdpa_forward(const ForwardParams& p, void* stream) {
   Launcher launcher(stream);

@@ -117,6 +117,7 @@ FASTATTN_DEVICE void add_bias_pairs(const AttentionParams& p, const Place& at, K
 template <bool kTransposed>
 FASTATTN_DEVICE KeepBits surviving_pairs(const AttentionParams& p, const Place& at) {
   KeepBits bits = 0;
+  const uint64_t seed = seed_of(p.dropout);
   // By rows, two pairs share a counter, with two of the neighbour lane; transposed, none do.
   constexpr int kShared = kTransposed ? 1 : 2;
 #pragma unroll 1  // one block of bits at a time: 16 of them would take all registers
@@ -124,7 +125,7 @@ FASTATTN_DEVICE KeepBits surviving_pairs(const AttentionParams& p, const Place& 
     const int n = k * kShared / 4, v = k * kShared % 4;
     const int64_t key = at.j0 + pair_key<kTransposed>(n, v);
     const PhiloxBlock words =
-        philox4x32(p.dropout.seed, static_cast<uint32_t>(key / 4),
+        philox4x32(seed, static_cast<uint32_t>(key / 4),
                    static_cast<uint32_t>(at.i0 + pair_query<kTransposed>(n, v)),
                    static_cast<uint32_t>(at.h), static_cast<uint32_t>(at.b));
 #pragma unroll

@@ -1,11 +1,12 @@
 """Compiles csrc/cuda for the CPU, over the shim in tests/cuda_on_cpu, as a library for ctypes.
 
-Objects and libraries are kept in build/cuda_on_cpu and made again when a file is newer. Compilers
-run one after the other: a test machine may have one core.
+Objects and libraries are kept in build/cuda_on_cpu and made again when a file is newer. A process
+runs one compiler at a time, and several processes share what there is to compile.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import shlex
@@ -46,28 +47,49 @@ def run(command: list[str]) -> None:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
 
 
-def compile_object(source: Path, kind: str) -> Path:
-    target = BUILD / kind / f"{source.stem}.o"
-    stale = max(source.stat().st_mtime, newest_header())
-    if target.exists() and target.stat().st_mtime > stale:
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+def target_of(source: Path, kind: str) -> Path:
+    return BUILD / kind / f"{source.stem}.o"
+
+
+def is_stale(source: Path, kind: str) -> bool:
+    target = target_of(source, kind)
+    newest = max(source.stat().st_mtime, newest_header())
+    return not target.exists() or target.stat().st_mtime <= newest
+
+
+def compile_object(source: Path, kind: str) -> None:
+    target = target_of(source, kind)
     flags = f"{FLAGS} {KINDS[kind]}".split()
     include = [f"-I{SHIM}", f"-I{ROOT / 'csrc'}"]
     new = target.with_suffix(f".{os.getpid()}.o")
     run([*compiler(), *flags, *include, "-x", "c++", "-c", str(source), "-o", str(new)])
-    return new.replace(target)
+    new.replace(target)
+
+
+def compile_objects(sources: list[Path], kind: str) -> None:
+    """Each by one process: first those that no other is busy with, then what remains of them."""
+    (BUILD / kind).mkdir(parents=True, exist_ok=True)
+    for blocking in False, True:
+        for source in sources:
+            with open(target_of(source, kind).with_suffix(".lock"), "w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    continue
+                if is_stale(source, kind):
+                    compile_object(source, kind)
 
 
 @functools.cache
 def library(name: str, kind: str = "plain") -> Path:
-    """The library of a score's kernels ("additive", "sdpa") or of the shim's own test ("shim")."""
+    """The library of csrc/cuda ("kernels") or of the shim's own test ("shim")."""
     sources = [SHIM / "runtime.cpp"]
     if name == "shim":
         sources.append(SHIM / "shim_kernels.cu")
     else:
-        sources += [SHIM / f"{name}_entry.cpp", *sorted((ROOT / "csrc/cuda").glob(f"{name}_*.cu"))]
-    objects = [compile_object(source, kind) for source in sources]
+        sources += [SHIM / "entry.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    compile_objects(sources, kind)
+    objects = [target_of(source, kind) for source in sources]
     target = BUILD / kind / f"lib{name}.so"
     if not target.exists() or target.stat().st_mtime < max(o.stat().st_mtime for o in objects):
         new = target.with_suffix(f".{os.getpid()}.so")

@@ -6,6 +6,7 @@ Registered under the name "cuda_on_cpu", it goes through everything other backen
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 
 import host_build
@@ -49,6 +50,7 @@ class AttentionParams(ctypes.Structure):
         ("dropout_threshold", ctypes.c_uint32),
         ("dropout_scale", ctypes.c_float),
         ("dropout_seed", ctypes.c_uint64),
+        ("dropout_seed_ptr", ctypes.c_void_p),
         ("weights_mode", ctypes.c_int32),
     ]
 
@@ -116,28 +118,30 @@ def fill_problem(params, p: Problem, q, k, v, w, bias) -> None:
         params.dropout_enabled = True
         params.dropout_threshold = p.dropout.threshold
         params.dropout_scale = p.dropout.scale
-        params.dropout_seed = int(p.dropout.seed) % 2**64
+        params.dropout_seed_ptr = (
+            p.dropout.seed.data_ptr()
+        )  # on the device, as a GPU's backend does
     params.weights_mode = ("none", "full", "mean").index(p.weights)
 
 
 # ---- calls ----
 
-KERNELS = {"additive": "additive", "dot": "sdpa"}
 
-
-def load(score: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(host_build.library(KERNELS[score], KIND)))
+@functools.cache
+def load() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(host_build.library("kernels", KIND)))
     for direction, params in ("forward", ForwardParams), ("backward", BackwardParams):
         size_of = getattr(library, f"size_of_{direction}_params")
         size_of.restype = ctypes.c_int64
         assert size_of() == ctypes.sizeof(params), "the structs above are not those of params.h"
         getattr(library, f"{direction}_workspace_bytes").restype = ctypes.c_int64
         getattr(library, direction).restype = ctypes.c_char_p
+    library.unsupported.restype = ctypes.c_char_p
     return library
 
 
-def call(score: str, direction: str, params) -> None:
-    library = load(score)
+def call(direction: str, params) -> None:
+    library = load()
     bytes = getattr(library, f"{direction}_workspace_bytes")(ctypes.byref(params))
     workspace = torch.empty(bytes, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
@@ -150,7 +154,13 @@ def call(score: str, direction: str, params) -> None:
 
 
 def unsupported(p: Problem) -> list[str]:
-    return [] if p.score == "additive" and p.dtype in DTYPES else ["additive scores, up to fp32"]
+    if p.dtype not in DTYPES:
+        return [f"no kernels for {p.dtype}"]
+    params = AttentionParams(D=p.D, E=p.E)
+    params.q.dtype = DTYPES[p.dtype]
+    params.w.data = 1 if p.score == "additive" else None
+    reason = load().unsupported(ctypes.byref(params))
+    return [reason.decode()] if reason else []
 
 
 def forward(p: Problem, q, k, v, w, bias):
@@ -161,7 +171,7 @@ def forward(p: Problem, q, k, v, w, bias):
     stats = torch.empty(p.B, p.H, p.M, 2)
     params.out, params.weights = view(out), weights_view(p, weights)
     params.lse, params.stats = lse.data_ptr(), stats.data_ptr()
-    call(p.score, "forward", params)
+    call("forward", params)
     return out, lse, weights, stats
 
 
@@ -184,5 +194,5 @@ def backward(
     params.grad_bias = view(grad_bias)
     if grad_bias is not None:
         params.bias_sizes = (ctypes.c_int64 * 4)(*grad_bias.shape)
-    call(p.score, "backward", params)
+    call("backward", params)
     return *grads, grad_w, grad_bias

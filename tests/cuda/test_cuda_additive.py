@@ -203,7 +203,7 @@ def test_the_same_bits_again_and_beside_others(backend):
 
 @pytest.mark.skipif(SANITIZED, reason="this is that process")
 def test_under_sanitizers():
-    host_build.library("additive", "sanitized")
+    host_build.library("kernels", "sanitized")
     tests = "test_case or (ends_of_tiles and 33- and not 16385) or out_of_range"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(

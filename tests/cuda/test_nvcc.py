@@ -110,7 +110,7 @@ both_archs = pytest.mark.parametrize("arch", ARCHS)
 @every_kernel
 def test_registers_spills_and_shared_memory(source, arch):
     kernels = usage(source, arch)
-    assert kernels
+    assert kernels or source == "launch.cu"
     for name, used in kernels.items():
         assert used["registers"] > 0, (name, used)
         assert used["stack"] == used["spills"] == 0, (name, used)
