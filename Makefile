@@ -20,7 +20,7 @@ endif
 CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise SystemExit(main())"
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help test test-kernels bench gpu lint format build clean
+.PHONY: help test test-kernels bench gpu sanitize-gpu lint format build clean
 .DELETE_ON_ERROR:
 
 help:
@@ -49,12 +49,21 @@ test-kernels: build
 bench: build
 	$(PY) -m bench.run $(ARGS)
 
-# The benchmark runs even if a test fails, which the exit status then says.
+# The benchmark runs even if a test fails, which the exit status then says. The sanitizer, where
+# there is one, sees the CUDA C++ kernels alone: small cases, every read, write and barrier.
+SANITIZER = $(firstword $(shell command -v compute-sanitizer) $(wildcard /usr/local/cuda/bin/compute-sanitizer))
 gpu: build
 	@$(PY) -c 'import torch; exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
 	OMP_NUM_THREADS=1 timeout -s INT 200 $(PY) -m pytest tests -m gpu -q $(call PARALLEL,load); \
 	tests=$$?; \
-	$(PY) -m bench.run --device cuda $(ARGS) && exit $$tests
+	$(PY) -m bench.run --device cuda $(ARGS) && \
+	$(if $(SANITIZER),$(MAKE) sanitize-gpu &&) exit $$tests
+
+sanitize-gpu:
+	for tool in memcheck racecheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 60 $(SANITIZER) --tool $$tool --error-exitcode 1 \
+	    --kernel-name regex:fastattn $(PY) -m pytest tests/cuda/test_sanitized.py -q || exit 1; \
+	done
 
 # After build, which makes kernels/ importable as fastattn.kernels for pyright.
 lint: build
@@ -87,5 +96,5 @@ build: $(READY)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
-	rm -f fastattn/_C.abi3.so fastattn/_build_info.json fastattn/kernels
+	rm -f fastattn/_C.abi3.so fastattn/_cuda.so fastattn/_build_info.json fastattn/kernels
 	find fastattn kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

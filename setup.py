@@ -1,11 +1,16 @@
-"""Builds fastattn/_C.abi3.so with ninja; what is declarative is in pyproject.toml.
+"""Builds the two native libraries with ninja; what is declarative is in pyproject.toml.
 
+fastattn/_C.abi3.so, the CPU kernels:
     csrc/ops.cpp              once: the one file that includes torch (stable ABI, limited Python)
     csrc/{common,cpu}/*.cpp   once, baseline flags; FASTATTN_HAVE_<NAME> tells which ISAs exist
     csrc/cpu/*_{fwd,bwd}.cpp  once per ISA, in the namespace FASTATTN_ISA
 
-Where this cannot be done the package is pure Python: one line says why, fastattn/_build_info.json
-keeps it for fastattn.explain(), and FASTATTN_REQUIRE_EXT=1 makes it an error. CXX, CXXFLAGS,
+fastattn/_cuda.so, the CUDA kernels, where there is an nvcc; a GPU is not needed:
+    csrc/cuda/*.cu            machine code for every architecture of CUDA_CODE, in one object
+    csrc/ops.cpp              once more, with FASTATTN_FOR_CUDA
+
+Where one cannot be built, one line says why, fastattn/_build_info.json keeps it for
+fastattn.explain(), and FASTATTN_REQUIRE_EXT=1 makes it an error of the first. CXX, NVCC, CXXFLAGS,
 LDFLAGS and MAX_JOBS are honoured. `python setup.py native` builds in place without setuptools.
 """
 
@@ -25,7 +30,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 BUILD = Path("build/native")  # relative, as all paths of sources: they end up in __FILE__
+BUILD_CUDA = Path("build/cuda")
 EXTENSION = "_C.abi3.so"
+CUDA_LIBRARY = "_cuda.so"
 
 # No -ffast-math: NaN, infinities and the order of sums are part of the semantics. These only give
 # up errno, floating-point traps and the separate rounding of a * b + c.
@@ -34,6 +41,15 @@ FLAGS = (
     "-fvisibility=hidden -fvisibility-inlines-hidden -Wall -Wextra -Icsrc"
 ).split()
 ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DPy_LIMITED_API=0x030a0000"]
+
+# As for the host: no fast math. Symbols stay inside: the kernels are called through ops.cpp alone.
+CUDA_FLAGS = "-std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -Icsrc".split()
+# (compile for, keep): sm_80 also runs on 8.6 and 8.9; newer GPUs than 9.0 compile the PTX at first
+# use.
+CUDA_CODE = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_90", "compute_90"))
+# What on_cuda.h takes from libtorch_cuda. The stub has its name, so that the library can be linked
+# beside a torch without CUDA; where it runs, the loader finds torch's own.
+STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
 
 # -fno-lto, whatever CXXFLAGS say: link-time optimisation may move code from one ISA into another.
 RULES = """\
@@ -48,10 +64,20 @@ rule link
   command = {cxx} {user} -fno-lto -shared $in -o $out {ldflags}
   description = LINK $out
 """
+CUDA_RULES = """\
+rule nvcc
+  command = {nvcc} {flags} -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = NVCC $out
+rule stub
+  command = {cxx} -shared -fPIC -Wl,-soname,libtorch_cuda.so $in -o $out
+  description = LINK $out
+"""
 
 
 class Unavailable(Exception):
-    """Why the extension cannot be built."""
+    """Why a library cannot be built."""
 
 
 def isa_flags(target: str) -> dict[str, list[str]]:
@@ -166,6 +192,52 @@ def write_ninja_file(cxx: list[str], isas: dict[str, list[str]], torch: Path) ->
     return path
 
 
+def find_nvcc() -> str:
+    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc", path=os.pathsep.join(folders))
+    if not nvcc:
+        raise Unavailable("no nvcc")
+    return nvcc
+
+
+def cuda_code(nvcc: str) -> list[str]:
+    """The flags of CUDA_CODE that this nvcc knows."""
+    known = output([nvcc, "--list-gpu-arch"]).split()
+    # Variants such as 90a are not listed before CUDA 12.9; they came with their plain number.
+    usable = [(arch, code) for arch, code in CUDA_CODE if arch.rstrip("a") in known]
+    if not usable:
+        raise Unavailable(f"{nvcc} compiles for none of {', '.join(code for _, code in CUDA_CODE)}")
+    return [f"-gencode=arch={arch},code={code}" for arch, code in usable]
+
+
+def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
+    BUILD_CUDA.mkdir(parents=True, exist_ok=True)
+    (BUILD_CUDA / "stub.cpp").write_text(STUB)
+    (BUILD_CUDA / "exports.map").write_text("{ local: *; };\n")  # loading it is all there is to do
+    stub = BUILD_CUDA / "libtorch_cuda.so"
+    runtime = Path(shutil.which(nvcc) or nvcc).resolve().parent.parent / "lib64"
+    link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", f"-L{BUILD_CUDA}", "-ltorch_cuda"]
+    link += [f"-L{runtime}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    link += [f"-Wl,--version-script={BUILD_CUDA / 'exports.map'}"]
+    link += shlex.split(os.environ.get("LDFLAGS", ""))
+    flags = [*CUDA_FLAGS, "-ccbin", shlex.join(cxx), *cuda_code(nvcc)]
+    user = quote(shlex.split(os.environ.get("CXXFLAGS", "")))
+    text = RULES.format(build=BUILD_CUDA, cxx=quote(cxx), user=user, ldflags=quote(link))
+    text += CUDA_RULES.format(nvcc=quote([nvcc]), flags=quote(flags), cxx=quote(cxx))
+    objects = []
+    for source in sorted(Path("csrc/cuda").glob("*.cu")):
+        objects.append(BUILD_CUDA / f"{source.stem}.o")
+        text += f"build {objects[-1]}: nvcc {source}\n"
+    binding = [*FLAGS, "-DFASTATTN_FOR_CUDA", *ABI_FLAGS, "-isystem", str(torch / "include")]
+    text += f"build {BUILD_CUDA}/ops.o: cxx csrc/ops.cpp\n  flags = {quote(binding)}\n"
+    text += f"build {stub}: stub {BUILD_CUDA}/stub.cpp\n"
+    every = " ".join(map(str, [BUILD_CUDA / "ops.o", *objects]))
+    text += f"build {BUILD_CUDA / CUDA_LIBRARY}: link {every} | {stub}\n"
+    path = BUILD_CUDA / "build.ninja"
+    path.write_text(text)
+    return path
+
+
 def run_ninja(ninja: str, file: Path) -> None:
     subprocess.run([ninja, "-f", str(file), "-t", "cleandead"], capture_output=True)
     command = [ninja, "-f", str(file)]
@@ -180,7 +252,8 @@ def run_ninja(ninja: str, file: Path) -> None:
         raise Unavailable(next((line for line in lines if "error:" in line), "ninja failed"))
 
 
-def build_extension(info: dict) -> None:
+def build_extension(info: dict) -> str:
+    """Builds EXTENSION and returns what for."""
     if not sys.platform.startswith("linux"):
         raise Unavailable(f"the compiled kernels are for Linux, not {sys.platform}")
     if not Path("csrc/ops.cpp").exists():
@@ -194,33 +267,52 @@ def build_extension(info: dict) -> None:
     isas = supported_isas(cxx, info["target"])
     run_ninja(ninja, write_ninja_file(cxx, isas, torch))
     info["isas"] = list(isas)
+    return f"{', '.join(isas)} ({info['compiler']})"
+
+
+def build_cuda_library(info: dict) -> str:
+    """Builds CUDA_LIBRARY and returns what for; after the extension, whose tools it needs."""
+    if not info["success"]:
+        raise Unavailable("it needs what the compiled extension needs")
+    nvcc = find_nvcc()
+    cxx = shlex.split(os.environ.get("CXX") or "c++")
+    run_ninja(find_ninja(), write_cuda_ninja_file(cxx, nvcc, find_torch()[0]))
+    info["cuda"]["compiler"] = output([nvcc, "--version"]).splitlines()[-2]
+    codes = [flag.rpartition("=")[2] for flag in cuda_code(nvcc)]
+    return f"{', '.join(codes)} ({info['cuda']['compiler']})"
+
+
+def attempt(info: dict, name: str, build, otherwise: str) -> None:
+    """Runs a build; one line says what came of it, and `info` keeps a reason."""
+    try:
+        built_for = build()
+        info["success"] = True
+        print(f"fastattn: {name} built for {built_for}")
+    except (Unavailable, OSError) as error:
+        info["reason"] = str(error)
+        print(f"fastattn: no {name}, {otherwise}: {error}", file=sys.stderr)
 
 
 def build(package: Path) -> bool:
     """Builds into `package`, or says in one line why not and leaves the reason there."""
     info = dict(success=False, reason=None, compiler=None, target=None, isas=[], torch=None)
-    try:
-        build_extension(info)
-        info["success"] = True
-        print(f"fastattn: {EXTENSION} built for {', '.join(info['isas'])} ({info['compiler']})")
-    except (Unavailable, OSError) as error:
-        info["reason"] = str(error)
-        print(f"fastattn: no compiled extension, pure Python only: {error}", file=sys.stderr)
-    # The tests compile csrc/cuda themselves; a library of its own, by nvcc, comes with its backend.
-    info["cuda"] = "not built: no backend uses csrc/cuda yet"
-    print(f"fastattn: CUDA library {info['cuda']}")
-    install(package, info)
+    attempt(info, EXTENSION, lambda: build_extension(info), "pure Python only")
+    info["cuda"] = dict(success=False, reason=None, compiler=None)
+    without = "no CUDA C++ kernels (Triton's need no compiler)"
+    attempt(info["cuda"], CUDA_LIBRARY, lambda: build_cuda_library(info), without)
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+    install(BUILD / EXTENSION, package, info["success"])
+    install(BUILD_CUDA / CUDA_LIBRARY, package, info["cuda"]["success"])
     if os.environ.get("FASTATTN_REQUIRE_EXT") == "1" and not info["success"]:
         raise SystemExit("fastattn: FASTATTN_REQUIRE_EXT=1 forbids that")
     return info["success"]
 
 
-def install(package: Path, info: dict) -> None:
-    """Puts the results into the package; a stale extension is worse than none."""
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
-    built, placed = BUILD / EXTENSION, package / EXTENSION
-    if not info["success"]:
+def install(built: Path, package: Path, success: bool) -> None:
+    """Puts a result into the package; a stale library is worse than none."""
+    placed = package / built.name
+    if not success:
         placed.unlink(missing_ok=True)
     elif not placed.exists() or not filecmp.cmp(built, placed, shallow=False):
         # Renamed into place: overwriting would crash a process that has it mapped.

@@ -13,8 +13,10 @@ from bench.cases import DIRECTIONS, Case
 from bench.check import Checker
 from bench.peers import COMPILED, OURS, PLAIN, Workload
 from bench.report import Row
+from fastattn import registry
 
 COMPILE_S = 4.0  # of time left for each row: with less, compiling waits for a better machine
+OTHERS_S = 0.2  # for one of our own backends that was not chosen
 MEMORY_S, LEAST_MEMORY_S = 75.0, 40.0  # after the timing's deadline, and after its real end
 
 Say = Callable[[str, int], None]  # (what is being done, how many steps are finished by now)
@@ -56,8 +58,11 @@ class Setting:
 def run(chosen: Iterable[Case], setting: Setting, pace: Pace, say: Say) -> list[Row]:
     """The rows of these cases."""
     rows = []
-    for case in chosen:
-        rows += _run_case(case.tiny() if setting.tiny else case, setting, pace, say)
+    for case in (c.tiny() if setting.tiny else c for c in chosen):
+        main = list(_run_case(case, setting, pace, say))
+        rows += main
+        for backend in _others(case, setting, main[0].backend):
+            rows += _run_on(backend, case, setting, main, say)
     if setting.device == "cpu":
         deadline = max(pace.deadline + MEMORY_S, time.monotonic() + LEAST_MEMORY_S)
         _add_memory(rows, setting, deadline, say)
@@ -87,6 +92,32 @@ def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Ro
         torch._dynamo.reset()  # its limit of recompilations counts all cases of a function as one
 
 
+def _others(case: Case, setting: Setting, chosen: str) -> list[str]:
+    """Our other fused backends that can do a case: whether the best one was chosen."""
+    if setting.backend != "auto" or chosen == "cpu":
+        return []
+    p = cases.problem(case, cases.draw(case, setting.device))
+    others = [name for name in registry.BACKENDS if name not in (chosen, "eager")]
+    return [name for name in others if not registry.BACKENDS[name].unsupported(p)]
+
+
+def _run_on(backend: str, case: Case, setting: Setting, main: list[Row], say: Say) -> Iterator[Row]:
+    """A case once more, on another backend of ours, beside the peers of the first run."""
+    say(f"{case.name} on {backend}", 0)
+    work = peers.build(case, setting.device, backend, compiled=False)
+    pairs = cases.kept_pairs(case, work.t)
+    rows = [_new_row(work, direction, pairs) for direction in DIRECTIONS]
+    _check(work, rows)
+    for row, first in zip(rows, main, strict=True):
+        row.case = f"{case.name} ({backend})"
+        seconds = 0.01 if setting.tiny else OTHERS_S
+        _time(work, row, seconds, setting.device, say, only=OURS)
+        if not row.wrong:
+            row.timings = {**first.timings, **row.timings}
+            row.memory = {**first.memory, **row.memory}
+        yield row
+
+
 def _new_row(work: Workload, direction: str, pairs: int) -> Row:
     c = work.case.problem
     amount, unit = cases.work(work.case, pairs, direction)
@@ -113,7 +144,9 @@ def _check(work: Workload, rows: list[Row]) -> None:
         row.error_ratios = ratios.get(row.direction, {})
 
 
-def _time(work: Workload, row: Row, seconds: float, device: str, say: Say) -> None:
+def _time(
+    work: Workload, row: Row, seconds: float, device: str, say: Say, only: str | None = None
+) -> None:
     """Times every implementation, unless ours is wrong: then the row has nothing to compare."""
     if row.wrong:
         return
@@ -121,7 +154,8 @@ def _time(work: Workload, row: Row, seconds: float, device: str, say: Say) -> No
     def started(name: str) -> None:
         say(f"{row.case} {row.direction}: {name}", 0)
 
-    calls = {name: work.step(name, row.direction) for name in work.implementations}
+    names = [only] if only else work.implementations
+    calls = {name: work.step(name, row.direction) for name in names}
     row.timings, failed = measure.interleave(calls, seconds, device, started)
     row.skipped |= failed
     if device == "cuda":

@@ -1,5 +1,5 @@
 // The binding: the only file that knows tensors. Checks arguments, allocates results, fills in the
-// params structs.
+// params structs. Compiled once a device (on_cpu.h, on_cuda.h), into a library of its own each.
 //
 // Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and
 // every later version. The operators' schemas and fake kernels stand in fastattn/ops.py; layouts of
@@ -8,7 +8,9 @@
 // The Python side has validated everything with better messages already. The checks here are the
 // last line: an operator called directly with shapes that do not fit must raise, never read out of
 // bounds.
+#ifndef FASTATTN_FOR_CUDA
 #include <Python.h>
+#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -19,10 +21,15 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/kernels.h"
+#ifdef FASTATTN_FOR_CUDA
+#include "on_cuda.h"
+#else
+#include "on_cpu.h"
+#endif
 
 namespace {
 
+namespace device = fastattn::device;
 using fastattn::AttentionParams;
 using fastattn::BackwardParams;
 using fastattn::DType;
@@ -140,10 +147,20 @@ void fill_dropout(const Problem& in, AttentionParams* p) {
   p->dropout.enabled = true;
   p->dropout.threshold = threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold);
   p->dropout.scale = in.dropout_p >= 1 ? 0.f : static_cast<float>(1 / (1 - in.dropout_p));
-  p->dropout.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(in.seed->data_ptr()));
+  device::set_seed(*in.seed, &p->dropout);
+}
+
+// A kernel given another device's pointer would fault, or read what happens to lie there.
+void check_devices(const Problem& in) {
+  const auto is_beside_q = [&](const Tensor& t) { return t.device() == in.q.device(); };
+  bool beside = is_beside_q(in.k) && is_beside_q(in.v);
+  for (const OptTensor* t : {&in.w, &in.bias, &in.kv_len, &in.keep, &in.seed})
+    beside = beside && (!*t || is_beside_q(**t));
+  STD_TORCH_CHECK(beside, "fastattn: expected all tensors on the device of q");
 }
 
 void fill_problem(const Problem& in, AttentionParams* p) {
+  check_devices(in);
   STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4,
                   "fastattn: q, k, v: expected 4 dims");
   p->B = in.q.size(0), p->H = in.q.size(1), p->M = in.q.size(2), p->D = in.q.size(3);
@@ -166,20 +183,14 @@ void fill_problem(const Problem& in, AttentionParams* p) {
   p->weights_mode = weights_mode(in.weights);
   fill_masks(in, p);
   fill_dropout(in, p);
+  const char* const reason = device::unsupported(*p);
+  STD_TORCH_CHECK(reason == nullptr, "fastattn: ", reason);
 }
 
-// ---- memory and threads ----
+// ---- memory ----
 
-Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype) {
-  return torch::stable::empty(shape, dtype);
-}
-
-fastattn::Parallel torch_threads() {
-  return {static_cast<int64_t>(torch::stable::get_num_threads()),
-          [](int64_t n, void (*body)(void*, int64_t, int64_t), void* ctx) {
-            torch::stable::parallel_for(0, n, 1,
-                                        [&](int64_t begin, int64_t end) { body(ctx, begin, end); });
-          }};
+Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+  return torch::stable::empty(shape, dtype, std::nullopt, like.device());
 }
 
 // ---- operators ----
@@ -195,19 +206,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v,
   fill_problem(in, &p);
 
   const ScalarType dtype = q.scalar_type();
-  Tensor storage = empty({p.B, p.M, p.H, p.E}, dtype);
+  Tensor storage = empty(q, {p.B, p.M, p.H, p.E}, dtype);
   Tensor out = torch::stable::transpose(storage, 1, 2);
-  Tensor lse = empty({p.B, p.H, p.M}, ScalarType::Float);
-  Tensor stats = empty({p.B, p.H, p.M, 2}, ScalarType::Float);
-  Tensor returned = empty(weights_shape(p), dtype);
+  Tensor lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
+  Tensor stats = empty(q, {p.B, p.H, p.M, 2}, ScalarType::Float);
+  Tensor returned = empty(q, weights_shape(p), dtype);
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
   p.lse = static_cast<float*>(lse.data_ptr());
   p.stats = static_cast<float*>(stats.data_ptr());
   if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
 
-  Tensor workspace = empty({fastattn::cpu::forward_workspace_bytes(p)}, ScalarType::Byte);
+  Tensor workspace = empty(q, {device::forward_workspace_bytes(p)}, ScalarType::Byte);
   p.workspace = workspace.data_ptr();
-  fastattn::cpu::forward(p, torch_threads());
+  device::Current(q).forward(p);
   return {out, lse, returned, stats};
 }
 
@@ -248,34 +259,39 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   p.grad_q = view_of(grad_q, "grad_q", {p.B, p.H, p.M, p.D});
   p.grad_k = view_of(grad_k, "grad_k", {p.B, p.Hkv, p.N, p.D});
   p.grad_v = view_of(grad_v, "grad_v", {p.B, p.Hkv, p.N, p.E});
-  Tensor grad_w = w ? empty({p.B, p.H, p.D}, ScalarType::Float) : empty({0}, ScalarType::Float);
+  Tensor grad_w =
+      w ? empty(q, {p.B, p.H, p.D}, ScalarType::Float) : empty(q, {0}, ScalarType::Float);
   p.grad_w = w ? static_cast<float*>(grad_w.data_ptr()) : nullptr;
-  Tensor grad_bias = empty({0}, q.scalar_type());
+  Tensor grad_bias = empty(q, {0}, q.scalar_type());
   if (bias_needs_grad) {
     STD_TORCH_CHECK(bias.has_value(), "fastattn: bias_needs_grad without a bias");
     p.bias_B = bias->size(0), p.bias_H = bias->size(1), p.bias_M = bias->size(2),
     p.bias_N = bias->size(3);
-    grad_bias = empty({p.bias_B, p.bias_H, p.bias_M, p.bias_N}, bias->scalar_type());
+    grad_bias = empty(q, {p.bias_B, p.bias_H, p.bias_M, p.bias_N}, bias->scalar_type());
     p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, p.M, p.N}, /*may_broadcast=*/true);
   }
 
-  Tensor workspace = empty({fastattn::cpu::backward_workspace_bytes(p)}, ScalarType::Byte);
+  Tensor workspace = empty(q, {device::backward_workspace_bytes(p)}, ScalarType::Byte);
   p.workspace = workspace.data_ptr();
-  fastattn::cpu::backward(p, torch_threads());
+  device::Current(q).backward(p);
   return {grad_q, grad_k, grad_v, grad_w, grad_bias};
 }
 
+#ifndef FASTATTN_FOR_CUDA
 // For tests and benchmarks: which instruction set runs, and forcing one.
 std::string cpu_isa() { return fastattn::cpu::selected_isa(); }
 bool select_cpu_isa(std::string name) { return fastattn::cpu::select_isa(name.c_str()); }
+#endif
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
-  m.impl("forward", TORCH_BOX(&forward));
-  m.impl("backward", TORCH_BOX(&backward));
+#define FASTATTN_IMPLEMENT(key, m) STABLE_TORCH_LIBRARY_IMPL(fastattn, key, m)
+FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
+  m.impl(FASTATTN_OPERATOR(forward), TORCH_BOX(&forward));
+  m.impl(FASTATTN_OPERATOR(backward), TORCH_BOX(&backward));
 }
 
+#ifndef FASTATTN_FOR_CUDA
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("select_cpu_isa", TORCH_BOX(&select_cpu_isa));
@@ -286,3 +302,4 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
 static PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_def); }
+#endif

@@ -1,9 +1,10 @@
-"""The torch.library operators: schemas, fake kernels, and the extension that implements them.
+"""The torch.library operators: schemas, fake kernels, and the libraries that implement them.
 
-Two operators cover both scores (``w`` is None for the dot product). They have no autograd of their
-own: ``autograd.py`` wraps backends, and operators with registered autograd break ``torch.func``.
-The extension (csrc/ops.cpp) registers the CPU kernels; without it the operators exist and have no
-kernel, and ``EXTENSION_ERROR`` says why.
+Two operators cover both scores (``w`` is None for the dot product), and every fused backend has
+such a pair: ``fastattn::forward`` and ``backward`` for CPUs, ``fastattn::cuda_forward`` and so on.
+They have no autograd of their own: ``autograd.py`` wraps backends, and operators with registered
+autograd break ``torch.func``. csrc/ops.cpp registers the compiled ones; without its libraries the
+operators exist and have no kernel, and ``EXTENSION_ERROR`` says why.
 """
 
 from __future__ import annotations
@@ -21,24 +22,13 @@ _PROBLEM = (
     "Tensor? kv_len, Tensor? keep, Tensor? seed, "
     "SymInt? band_lo, SymInt? band_hi, float scale, float dropout_p, str weights"
 )
-_SCHEMAS = (
-    f"forward({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
-    f"backward({_PROBLEM}, Tensor out, Tensor stats, Tensor grad_out, Tensor? grad_lse, "
+_FORWARD = f"({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
+_BACKWARD = (
+    f"({_PROBLEM}, Tensor out, Tensor stats, Tensor grad_out, Tensor? grad_lse, "
     "Tensor? grad_weights, bool bias_needs_grad) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias)",
-    # Which instruction set the CPU kernels use, and forcing one that this machine has ("auto": the
-    # widest).
-    "cpu_isa() -> str",
-    "select_cpu_isa(str name) -> bool",
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias)"
 )
-_LIBRARY = torch.library.Library("fastattn", "DEF")
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def scalars(p: Problem) -> tuple:
-    """The non-tensor arguments that both operators share: (band_lo, band_hi, scale, dropout_p)."""
-    return (*p.mask.band(p.M, p.N), p.scale, p.dropout_p)
+LIBRARY = torch.library.Library("fastattn", "DEF")
 
 
 def empty_bmhe(p: Problem, like: Tensor) -> Tensor:
@@ -46,7 +36,6 @@ def empty_bmhe(p: Problem, like: Tensor) -> Tensor:
     return like.new_empty(p.B, p.M, p.H, p.E).transpose(1, 2)
 
 
-@torch.library.register_fake("fastattn::forward", lib=_LIBRARY)
 def _forward_fake(
     q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights
 ):
@@ -58,7 +47,6 @@ def _forward_fake(
     return out, lse, q.new_empty(shape), stats
 
 
-@torch.library.register_fake("fastattn::backward", lib=_LIBRARY)
 def _backward_fake(
     q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights,
     out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
@@ -70,24 +58,97 @@ def _backward_fake(
     return *grads, grad_w, grad_bias
 
 
-def _load_extension() -> str | None:
-    """Loads fastattn/_C.abi3.so; returns why it is missing, or None."""
+# ---- a pair of operators a backend ----
+
+
+def _define(schema: str) -> None:
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+class Operators:
+    """``fastattn::<prefix>forward`` and ``<prefix>backward``, as ``registry.Backend`` calls them.
+
+    Whoever makes them implements them, in Python or by loading a library.
+    """
+
+    def __init__(self, prefix: str):
+        self._names = f"{prefix}forward", f"{prefix}backward"
+        for name, schema, fake in zip(
+            self._names, (_FORWARD, _BACKWARD), (_forward_fake, _backward_fake), strict=True
+        ):
+            _define(name + schema)
+            torch.library.register_fake(f"fastattn::{name}", fake, lib=LIBRARY)
+        self._forward, self._backward = (getattr(torch.ops.fastattn, n) for n in self._names)
+
+    def implement(self, key: str, forward, backward) -> None:
+        """Registers Python functions for a dispatch key, ``"CUDA"`` or ``"CPU"``."""
+        for name, function in zip(self._names, (forward, backward), strict=True):
+            LIBRARY.impl(name, function, key)
+
+    def forward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None):
+        """See ``registry.Backend``."""
+        return self._forward(q, k, v, w, bias, *p.tensors(), *scalars(p), p.weights)
+
+    def backward(
+        self, p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad
+    ):
+        """See ``registry.Backend``."""
+        grad_q, grad_k, grad_v, grad_w, grad_bias = self._backward(
+            q, k, v, w, bias, *p.tensors(), *scalars(p), p.weights,
+            out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
+        )  # fmt: skip
+        return (
+            grad_q,
+            grad_k,
+            grad_v,
+            grad_w if w is not None else None,
+            grad_bias if bias_needs_grad else None,
+        )
+
+
+def scalars(p: Problem) -> tuple:
+    """The non-tensor arguments that both operators share: (band_lo, band_hi, scale, dropout_p)."""
+    return (*p.mask.band(p.M, p.N), p.scale, p.dropout_p)
+
+
+# ---- the compiled libraries ----
+
+# Which instruction set the CPU kernels use, and forcing one that this machine has ("auto": the
+# widest).
+_define("cpu_isa() -> str")
+_define("select_cpu_isa(str name) -> bool")
+CPU = Operators("")
+
+
+def load(pattern: str, *reason: str) -> str | None:
+    """Loads a library that setup.py builds into this folder; returns why it is missing, or None.
+
+    ``reason``: where _build_info.json keeps why it was not built.
+    """
     here = Path(__file__).parent
-    libraries = sorted(here.glob("_C*.so"))
+    libraries = sorted(here.glob(pattern))
     if not libraries:
-        return f"the compiled extension is missing ({_build_failure(here)})"
+        return f"is missing ({_build_failure(here, *reason)})"
     try:
         torch.ops.load_library(str(libraries[0]))
     except OSError as error:
-        return f"the compiled extension does not load: {error}"
+        return f"does not load: {error}"
     return None
 
 
-def _build_failure(here: Path) -> str:
+def _build_failure(here: Path, *reason: str) -> str:
     try:
-        return json.loads((here / "_build_info.json").read_text())["reason"]
-    except (OSError, KeyError, ValueError):
+        info = json.loads((here / "_build_info.json").read_text())
+        for key in reason:
+            info = info[key]
+        return str(info)
+    except (OSError, KeyError, TypeError, ValueError):
         return "it was never built: run `make build`"
+
+
+def _load_extension() -> str | None:
+    error = load("_C*.so", "reason")
+    return error and f"the compiled extension {error}"
 
 
 EXTENSION_ERROR = _load_extension()

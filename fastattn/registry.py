@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fastattn.backends import cpu, eager, triton
+from fastattn.backends import cpu, cuda, eager, triton
 from fastattn.problem import Problem
 
 
@@ -54,7 +54,21 @@ class Backend(Protocol):
 
 
 # In the order of preference of backend="auto"; cpu first, so that its calls ask no other.
-BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "eager": eager}
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "cuda": cuda, "eager": eager}
+
+# Where several can, counted in their machine code (tests/cuda/test_nvcc.py, tests/kernels): not
+# measured on a GPU yet.
+WHY = {
+    "dot": "triton before cuda: its products use warpgroup instructions on Hopper, cuda's mma.sync",
+    "additive": "cuda before triton: its loop takes 3.5 issue slots an element, Triton's 4.7",
+}
+
+
+def in_order(score: str) -> list[str]:
+    """The names of the backends in order of preference for a score; ``WHY`` says why."""
+    if score != "additive":
+        return list(BACKENDS)
+    return sorted(BACKENDS, key=lambda name: name not in ("cpu", "cuda"))
 
 
 def get(name: str) -> Backend:
@@ -78,8 +92,8 @@ def select(p: Problem, backend: str = "auto") -> str:
         if reasons:
             raise ValueError(f"backend {backend!r} cannot do this problem: {'; '.join(reasons)}")
         return backend
-    for name, candidate in BACKENDS.items():
-        if not candidate.unsupported(p):
+    for name in in_order(p.score):
+        if not BACKENDS[name].unsupported(p):
             return name
     raise ValueError(f"no backend can do this problem: {explain(p)}")
 
@@ -87,14 +101,13 @@ def select(p: Problem, backend: str = "auto") -> str:
 def explain(p: Problem) -> str:
     """A table of the backends in order of preference: chosen, available, or why not."""
     lines = [f"{p.score} attention, key {p.key}"]
-    chosen = None
-    for name, backend in BACKENDS.items():
-        reasons = backend.unsupported(p)
-        if reasons:
-            verdict = "no: " + "; ".join(reasons)
-        elif chosen is None:
-            chosen, verdict = name, "chosen"
-        else:
-            verdict = "available"
+    reasons = {name: BACKENDS[name].unsupported(p) for name in in_order(p.score)}
+    chosen = next((name for name in reasons if not reasons[name]), None)
+    for name, against in reasons.items():
+        verdict = "chosen" if name == chosen else "available"
+        if against:
+            verdict = "no: " + "; ".join(against)
         lines.append(f"  {name:<8}{verdict}")
+    if reasons.get("triton") == reasons.get("cuda") == []:
+        lines.append(f"  {WHY[p.score]}")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import torch
 
 import fastattn
 from fastattn import Mask, ops, registry, scaled_dot_product_attention, validate
-from fastattn.backends import triton
+from fastattn.backends import cuda, gpu, triton
 
 PACKAGE = Path(fastattn.__file__).parent
 
@@ -131,7 +131,8 @@ def test_explain_says_why_triton_is_not_chosen_without_a_gpu(monkeypatch):
         scaled_dot_product_attention(q, q, q, backend="triton")
 
 
-def test_a_gpu_without_triton_is_served_by_eager(monkeypatch):
+def test_a_gpu_without_triton_is_served_by_eager(monkeypatch, capability):
+    capability(9, 0)
     monkeypatch.setattr(triton, "INSTALLED", False)
     p = on_a_gpu(problem())
     assert registry.select(p) == "eager"
@@ -145,11 +146,39 @@ def test_an_old_gpu_is_served_by_eager(monkeypatch, capability):
     assert "  triton  no: compute capability 7.5: 8.0 or newer is needed\n" in registry.explain(p)
 
 
-def test_triton_is_preferred_on_a_gpu_that_can(monkeypatch, capability):
+def test_triton_is_preferred_for_the_dot_product_on_a_gpu_that_can(monkeypatch, capability):
     capability(9, 0)
     monkeypatch.setattr(triton, "INSTALLED", True)
-    assert registry.select(on_a_gpu(problem())) == "triton"
+    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
+    half = on_a_gpu(problem(torch.float16))
+    assert registry.select(half) == registry.select(on_a_gpu(problem())) == "triton"
     assert registry.select(on_a_gpu(problem(torch.float64))) == "eager"
+    lines = registry.explain(half).splitlines()
+    assert lines[2:] == ["  triton  chosen", "  cuda    available", "  eager   available",
+                         f"  {registry.WHY['dot']}"]  # fmt: skip
+
+
+def test_cuda_is_preferred_for_the_additive_score(monkeypatch, capability):
+    capability(8, 0)
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
+    q = torch.zeros(1, 2, 3, 4)
+    p = on_a_gpu(validate.build("additive", q, q, q, torch.zeros(2, 4)).p)
+    assert registry.select(p) == "cuda"
+    assert registry.explain(p).endswith(registry.WHY["additive"])
+
+
+def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
+    capability(8, 0)
+    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
+    assert cuda.unsupported(on_a_gpu(problem(torch.float16))) == []
+    [reason] = cuda.unsupported(on_a_gpu(problem()))
+    assert "float16 and bfloat16" in reason
+    wide = dataclasses.replace(on_a_gpu(problem(torch.float16)), D=129)
+    assert cuda.unsupported(wide) == ["head sizes end at 128: D is 129, E is 4"]
+    monkeypatch.setattr(cuda, "LIBRARY_ERROR", "the CUDA library is missing (no nvcc)")
+    reasons = cuda.unsupported(on_a_gpu(problem(torch.float16)))
+    assert reasons == ["the CUDA library is missing (no nvcc)"]
 
 
 @pytest.fixture
@@ -158,10 +187,10 @@ def capability(monkeypatch):
 
     def pretend(*version):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
-        triton._gpu_reasons.cache_clear()
+        gpu.capability_reasons.cache_clear()
 
     yield pretend
-    triton._gpu_reasons.cache_clear()
+    gpu.capability_reasons.cache_clear()
 
 
 def test_choosing_a_backend_is_a_constant_to_the_compiler(capability):
