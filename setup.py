@@ -210,14 +210,24 @@ def cuda_code(nvcc: str) -> list[str]:
     return [f"-gencode=arch={arch},code={code}" for arch, code in usable]
 
 
+def cuda_library_folders(nvcc: str) -> list[str]:
+    """The flags by which nvcc itself finds its runtime: nvcc may be a wrapper from anywhere."""
+    done = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("#$ LIBRARIES=")]
+    if not lines:
+        raise Unavailable(f"{nvcc} --dryrun names no folder of libraries")
+    return shlex.split(lines[0].partition("=")[2])
+
+
 def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     BUILD_CUDA.mkdir(parents=True, exist_ok=True)
     (BUILD_CUDA / "stub.cpp").write_text(STUB)
     (BUILD_CUDA / "exports.map").write_text("{ local: *; };\n")  # loading it is all there is to do
     stub = BUILD_CUDA / "libtorch_cuda.so"
-    runtime = Path(shutil.which(nvcc) or nvcc).resolve().parent.parent / "lib64"
     link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", f"-L{BUILD_CUDA}", "-ltorch_cuda"]
-    link += [f"-L{runtime}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    link += [*cuda_library_folders(nvcc), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     link += [f"-Wl,--version-script={BUILD_CUDA / 'exports.map'}"]
     link += shlex.split(os.environ.get("LDFLAGS", ""))
     flags = [*CUDA_FLAGS, "-ccbin", shlex.join(cxx), *cuda_code(nvcc)]

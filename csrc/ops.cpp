@@ -175,7 +175,9 @@ void fill_problem(const Problem& in, AttentionParams* p) {
   if (in.w) {
     STD_TORCH_CHECK(in.w->dim() == 2 && in.w->size(0) == p->H && in.w->size(1) == p->D,
                     "fastattn: w: expected [H, D]");
-    p->w = {in.w->data_ptr(), dtype_of(*in.w, "w"), 0, in.w->stride(0), 0, in.w->stride(1)};
+    static float nothing;  // that there is a w says which score it is, even where D is 0
+    void* const data = in.w->numel() > 0 ? in.w->data_ptr() : &nothing;
+    p->w = {data, dtype_of(*in.w, "w"), 0, in.w->stride(0), 0, in.w->stride(1)};
   }
   p->bias = {};
   if (in.bias)

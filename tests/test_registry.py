@@ -175,7 +175,7 @@ def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
     [reason] = cuda.unsupported(on_a_gpu(problem()))
     assert "float16 and bfloat16" in reason
     wide = dataclasses.replace(on_a_gpu(problem(torch.float16)), D=129)
-    assert cuda.unsupported(wide) == ["head sizes end at 128: D is 129, E is 4"]
+    assert cuda.unsupported(wide) == ["D ends at 128 and E at 128, here they are 129 and 4"]
     monkeypatch.setattr(cuda, "LIBRARY_ERROR", "the CUDA library is missing (no nvcc)")
     reasons = cuda.unsupported(on_a_gpu(problem(torch.float16)))
     assert reasons == ["the CUDA library is missing (no nvcc)"]

@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda for the CPU, over the shim in tests/cuda_on_cpu, as a library for ctypes.
+"""Compiles csrc/cuda and its binding for the CPU, over the shim in tests/cuda_on_cpu.
 
 Objects and libraries are kept in build/cuda_on_cpu and made again when a file is newer. A process
 runs one compiler at a time, and several processes share what there is to compile.
@@ -14,6 +14,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "tests/cuda_on_cpu"
 BUILD = ROOT / "build/cuda_on_cpu"
@@ -28,6 +30,15 @@ KINDS = {
     "sanitized": "-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all",
 }
 
+# The binding, whose operators then are those of the CPU's dispatch key.
+OPS = ROOT / "csrc/ops.cpp"
+TORCH = Path(torch.__file__).parent
+OPS_FLAGS = (
+    "-DFASTATTN_FOR_CUDA -DFASTATTN_CUDA_ON_CPU -DFASTATTN_DISPATCH_KEY=CPU "
+    f"-DTORCH_TARGET_VERSION=0x020b000000000000 -isystem {TORCH}/include"
+)
+LINK = f"-L{TORCH}/lib -ltorch_cpu -lc10 -Wl,--no-as-needed"
+
 
 def compiler() -> list[str]:
     """The C++ compiler's command; empty where there is none."""
@@ -36,7 +47,7 @@ def compiler() -> list[str]:
 
 
 def newest_header() -> float:
-    folders = (SHIM, ROOT / "csrc/cuda", ROOT / "csrc/common")
+    folders = (SHIM, ROOT / "csrc", ROOT / "csrc/cuda", ROOT / "csrc/common")
     headers = [p for folder in folders for p in folder.iterdir() if p.suffix in (".h", ".cuh")]
     return max(p.stat().st_mtime for p in headers)
 
@@ -59,7 +70,7 @@ def is_stale(source: Path, kind: str) -> bool:
 
 def compile_object(source: Path, kind: str) -> None:
     target = target_of(source, kind)
-    flags = f"{FLAGS} {KINDS[kind]}".split()
+    flags = f"{FLAGS} {KINDS[kind]} {OPS_FLAGS if source == OPS else ''}".split()
     include = [f"-I{SHIM}", f"-I{ROOT / 'csrc'}"]
     new = target.with_suffix(f".{os.getpid()}.o")
     run([*compiler(), *flags, *include, "-x", "c++", "-c", str(source), "-o", str(new)])
@@ -82,19 +93,19 @@ def compile_objects(sources: list[Path], kind: str) -> None:
 
 @functools.cache
 def library(name: str, kind: str = "plain") -> Path:
-    """The library of csrc/cuda ("kernels") or of the shim's own test ("shim")."""
+    """csrc/cuda with its binding ("kernels"), for torch to load; the shim's own test ("shim")."""
     sources = [SHIM / "runtime.cpp"]
     if name == "shim":
         sources.append(SHIM / "shim_kernels.cu")
     else:
-        sources += [SHIM / "entry.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+        sources += [OPS, *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     compile_objects(sources, kind)
     objects = [target_of(source, kind) for source in sources]
     target = BUILD / kind / f"lib{name}.so"
     if not target.exists() or target.stat().st_mtime < max(o.stat().st_mtime for o in objects):
         new = target.with_suffix(f".{os.getpid()}.so")
         flags = KINDS[kind].split()
-        run([*compiler(), *flags, "-shared", *map(str, objects), "-o", str(new)])
+        run([*compiler(), *flags, "-shared", *map(str, objects), *LINK.split(), "-o", str(new)])
         new.replace(target)
     return target
 

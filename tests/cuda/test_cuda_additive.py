@@ -52,7 +52,7 @@ from test_strides import (  # noqa: F401
     test_strides_beyond_2_to_the_31,
 )
 
-from fastattn import Mask, registry, testing
+from fastattn import Mask, testing
 from fastattn.testing import GRID, Case
 
 pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
@@ -64,8 +64,7 @@ LARGEST = 30_000 if SANITIZED else 2_000_000
 
 @pytest.fixture
 def backend(monkeypatch):
-    monkeypatch.setitem(registry.BACKENDS, shim_backend.NAME, shim_backend)
-    return shim_backend.NAME
+    return shim_backend.install(monkeypatch)
 
 
 # ---- the grid ----

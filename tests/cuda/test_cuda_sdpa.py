@@ -7,7 +7,7 @@ import pytest
 import shim_backend
 import torch
 
-from fastattn import Mask, registry, scaled_dot_product_attention, testing
+from fastattn import Mask, scaled_dot_product_attention, testing
 from fastattn.testing import GRID, Case
 
 pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
@@ -26,8 +26,7 @@ def _cases() -> list[Case]:
 
 @pytest.fixture
 def backend(monkeypatch):
-    monkeypatch.setitem(registry.BACKENDS, shim_backend.NAME, shim_backend)
-    return shim_backend.NAME
+    return shim_backend.install(monkeypatch)
 
 
 @pytest.mark.parametrize("case", _cases(), ids=str)
