@@ -3,6 +3,7 @@
 from fastattn.functional import additive_attention, attention, explain, scaled_dot_product_attention
 from fastattn.modules import (
     AdditiveAttention,
+    KVCache,
     MultiheadAdditiveAttention,
     MultiheadAttention,
     replace_attention,
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveAttention",
+    "KVCache",
     "Mask",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",

@@ -70,9 +70,10 @@ class TestState:
         ours, theirs = (
             inspect.signature(c.forward) for c in (MultiheadAttention, nn.MultiheadAttention)
         )
-        assert list(ours.parameters) == list(theirs.parameters)
-        for name, parameter in ours.parameters.items():
-            assert parameter.default == theirs.parameters[name].default
+        assert list(ours.parameters) == [*theirs.parameters, "cache"]
+        assert ours.parameters["cache"].kind is inspect.Parameter.KEYWORD_ONLY
+        for name, parameter in theirs.parameters.items():
+            assert parameter.default == ours.parameters[name].default
 
     def test_copies(self, module, x):
         expected = module(x, x, x)[0]

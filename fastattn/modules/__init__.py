@@ -1,11 +1,13 @@
 """nn.Modules on fastattn's attention functions."""
 
 from fastattn.modules.additive import AdditiveAttention, MultiheadAdditiveAttention
+from fastattn.modules.kv_cache import KVCache
 from fastattn.modules.multihead import MultiheadAttention
 from fastattn.modules.replace import replace_attention
 
 __all__ = [
     "AdditiveAttention",
+    "KVCache",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",
     "replace_attention",

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import functional
-from fastattn.modules import inputs, interop, nested, projection
+from fastattn.modules import inputs, interop, kv_cache, nested, projection
+from fastattn.modules.inputs import Inputs
+from fastattn.modules.kv_cache import KVCache
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -81,6 +83,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        cache: KVCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from ``query`` to ``key`` and ``value``.
 
@@ -104,6 +108,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal: a promise that ``attn_mask`` is causal. If neither weights nor a padding mask
                 are asked for, query i then sees keys 0..i without the mask being read; otherwise
                 the mask is read as ever. Default False.
+            cache: a :class:`fastattn.KVCache`, for decoding step by step: keys and values of
+                earlier calls take part without being projected again. It says what masks then
+                cover; ``is_causal`` is not read. Default None.
 
         Returns:
             ``(output, weights)``. The output has the query's shape and dtype. The weights are None
@@ -116,7 +123,12 @@ class MultiheadAttention(nn.MultiheadAttention):
                 neither bool nor float.
             RuntimeError: a dtype differs from the parameters', ``attn_mask`` has the wrong shape,
                 or ``is_causal`` comes without ``attn_mask``.
+            TypeError, ValueError: the call does not fit ``cache``.
         """
+        if cache is not None:
+            masks = (key_padding_mask, attn_mask)
+            step = kv_cache.step(self, cache, query, key, value, masks, need_weights)
+            return self._attend_heads(*step, need_weights, average_attn_weights)
         args = (
             query,
             key,
@@ -136,12 +148,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
         )
         q, k, v = projection.to_heads(self, call.query, call.key, call.value, call.batch_first)
+        return self._attend_heads(call, q, k, v, need_weights, average_attn_weights)
+
+    def _attend_heads(
+        self, call: Inputs, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """From heads [B, H, M, D] to what forward returns."""
         attended = self._attend(
             q,
             k,
             v,
             dropout_p=self.dropout if self.training else 0.0,
-            return_weights=("mean" if average_attn_weights else "full") if need_weights else None,
+            return_weights=("mean" if average else "full") if need_weights else None,
             **call.masks,
         )
         out, weights = attended if need_weights else (attended, None)

@@ -21,6 +21,17 @@ def to_heads(
     return (q, *_append_keys(k, v, module))
 
 
+def queries_to_heads(module: nn.MultiheadAttention, query: Tensor, batch_first: bool) -> Tensor:
+    """Projected q [B, H, M, D] alone, for keys and values that are projected already."""
+    bias = module.in_proj_bias
+    if module._qkv_same_embed_dim:
+        weight = module.in_proj_weight.chunk(3)[0]
+    else:
+        weight = module.q_proj_weight
+    q = F.linear(query, weight, None if bias is None else bias.chunk(3)[0])
+    return split_heads(q, module.num_heads, batch_first)
+
+
 def _in_projection(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> list[Tensor]:
