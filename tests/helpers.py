@@ -1,6 +1,8 @@
 """What several test files share beyond ``fastattn.testing``."""
 
+import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -92,3 +94,39 @@ def assert_close(ours, f32, truth) -> None:
     assert len(ours) == len(f32) == len(truth)
     for n, results in enumerate(zip(ours, f32, truth, strict=True)):
         testing.assert_within_budget(*results, name=f"result {n}")
+
+
+def assert_module_close(module, formula, tensors: list) -> None:
+    """Results and gradients of ``module(*tensors)``, within the budget of a plain formula.
+
+    ``formula(module, *tensors)`` computes the same results from the parameters of the module that
+    it is given: in float32 it is the peer, in float64 the truth. A gradient reaches every tensor
+    that is floating point, and every parameter; its rounding is that of the upstream gradients, so
+    the ulp of the largest gradient counts for all.
+    """
+    exact = copy.deepcopy(module).double()
+    runs = [(module, module), (module, functools.partial(formula, module))]
+    runs.append((exact, functools.partial(formula, exact)))
+    found = []
+    for (owner, call), dtype in zip(runs, (None, None, torch.float64), strict=True):
+        leaves = [
+            x.detach().to(dtype or x.dtype).requires_grad_() if x.is_floating_point() else x
+            for x in tensors
+        ]
+        results = call(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        rng = torch.Generator().manual_seed(1)
+        upstream = [torch.randn(r.shape, generator=rng).to(r.dtype) for r in results]
+        wanted = {f"input {n}": x for n, x in enumerate(leaves) if x.is_floating_point()}
+        wanted |= dict(owner.named_parameters())
+        pulled = torch.autograd.grad(results, list(wanted.values()), upstream, allow_unused=True)
+        grads = {
+            name: torch.zeros_like(x) if g is None else g
+            for (name, x), g in zip(wanted.items(), pulled, strict=True)
+        }
+        found.append((results, grads))
+    (ours, our_grads), (peer, peer_grads), (truth, true_grads) = found
+    assert_close(ours, peer, truth)
+    scale = max(map(testing.largest, true_grads.values()), default=0.0)
+    for name, grad in true_grads.items():
+        testing.assert_within_budget(our_grads[name], peer_grads[name], grad, name, scale)

@@ -114,6 +114,29 @@ class TestAdditiveAttention:
         with pytest.raises(ValueError, match="kv_len"):
             module(queries, keys, values, lens, mask=Mask(kv_len=lens))
 
+    def test_cached_keys(self, tensors):
+        """Step by step with the keys projected once: the same results, gradients and errors."""
+        module = AdditiveAttention(7, 4, 8)
+        queries, keys, values = (t.requires_grad_() for t in tensors)
+        lens = torch.tensor([11, 2, 7])
+        expected = module(queries, keys, values, lens, need_weights=True)
+        cache = module.project_keys(keys)
+        steps = [
+            module(q, None, values, lens, need_weights=True, cache=cache) for q in queries.unbind(1)
+        ]
+        assert steps[0][0].shape == (3, 6)
+        found = [torch.stack(parts, 1) for parts in zip(*steps, strict=True)]
+        torch.testing.assert_close(tuple(found), expected)
+        torch.testing.assert_close(
+            gradients(module, found, tensors), gradients(module, expected, tensors)
+        )
+        with pytest.raises(ValueError, match=r"cache: expected \[3, 11, 8\]"):
+            module(queries, None, values, cache=cache[:2])
+        with pytest.raises(TypeError, match="project_keys"):
+            module(queries, None, values, cache=[cache])
+        with pytest.raises(ValueError, match="keys: expected a tensor"):
+            module(queries, None, values)
+
     def test_weights_are_stored_on_request(self, tensors):
         module = AdditiveAttention(7, 4, 8)
         module(*tensors)

@@ -1,14 +1,15 @@
 """Modules around the additive score of Bahdanau et al., ``score(q, k) = w . tanh(q + k)``."""
 
-import dataclasses
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.modules import single_head
 from fastattn.modules.interop import off_fast_path
 from fastattn.modules.multihead import MultiheadAttention
+from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
 
 
@@ -70,8 +71,7 @@ class AdditiveAttention(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be in [0, 1], but got {dropout}")
+        single_head.check_dropout(dropout)
         self.W_k = nn.Linear(key_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.W_q = nn.Linear(query_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.w_v = nn.Linear(hidden_dim, 1, bias=bias, device=device, dtype=dtype)
@@ -79,22 +79,32 @@ class AdditiveAttention(nn.Module):
         self.store_weights = False
         self.attention_weights: Tensor | None = None
 
+    def project_keys(self, keys: Tensor) -> Tensor:
+        """What of the work depends on ``keys`` alone: a cache (B, N, hidden_dim) for ``forward``.
+
+        With it a decoding step costs the step. It is a plain tensor, with gradient: select, repeat
+        or reorder its samples as those of ``values``.
+        """
+        return self.W_k(keys)
+
     def forward(
         self,
         queries: Tensor,
-        keys: Tensor,
+        keys: Tensor | None,
         values: Tensor,
         valid_lens: Tensor | None = None,
         *,
         attn_mask: Tensor | None = None,
         mask: Mask | None = None,
         need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        cache: Tensor | None = None,
+    ) -> Any:
         """Attend from ``queries`` to ``keys`` and ``values``.
 
         Args:
-            queries: (B, M, query_dim), floating point.
-            keys: (B, N, key_dim), of the same dtype.
+            queries: (B, M, query_dim), floating point; or one step, (B, query_dim), and then the
+                results have no dim M.
+            keys: (B, N, key_dim), of the same dtype. Not read, and may be None, with ``cache``.
             values: (B, N, Dv), of the same dtype; Dv is free.
             valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part,
                 for each sample or for each query. Default None: all.
@@ -102,6 +112,7 @@ class AdditiveAttention(nn.Module):
                 with True = take part, or float, added to the scores. Default None.
             mask: a :class:`fastattn.Mask` with further constraints. Default None.
             need_weights: return the weights too. Default False.
+            cache: what ``project_keys(keys)`` returned. Default None: project ``keys`` now.
 
         Returns:
             output (B, M, Dv); with ``need_weights`` the tuple (output, weights (B, M, N)).
@@ -111,38 +122,33 @@ class AdditiveAttention(nn.Module):
             ValueError: shapes or lengths do not fit, or ``valid_lens`` and ``mask.kv_len`` are both
                 given.
         """
-        wanted = need_weights or self.store_weights
-        attended: Any = functional.additive_attention(
+        queries, one_step = single_head.as_steps(queries)
+        out, weights = single_head.attend(
+            "additive",
             self.W_q(queries),
-            self.W_k(keys),
+            self._projected(keys, values, cache),
             values,
-            self.w_v.weight.squeeze(0),
-            attn_mask,
+            Masks(valid_lens, attn_mask, mask),
             self.dropout if self.training else 0.0,
-            mask=_with_valid_lens(mask, valid_lens),
+            need_weights or self.store_weights,
+            weight=self.w_v.weight.squeeze(0),
             bias=None if self.w_v.bias is None else self.w_v.bias[:, None],
-            return_weights="mean" if wanted else None,
         )
-        if not wanted:
-            return attended
-        out, weights = attended
-        if self.store_weights:
+        if self.store_weights and weights is not None:
             self.attention_weights = weights.detach()
-        return (out, weights) if need_weights else out
+        return single_head.results(out, weights, need_weights, one_step)
+
+    def _projected(self, keys: Tensor | None, values: Tensor, cache: Tensor | None) -> Tensor:
+        if cache is not None:
+            single_head.check_cache(cache, values, self.w_v.in_features)
+            return cache
+        if keys is None:
+            raise ValueError("keys: expected a tensor, or cache=project_keys(keys)")
+        return self.project_keys(keys)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the linear layers."""
         return f"dropout={self.dropout}"
-
-
-def _with_valid_lens(mask: Mask | None, valid_lens: Tensor | None) -> Mask | None:
-    if valid_lens is None:
-        return mask
-    if mask is not None and mask.kv_len is not None:
-        raise ValueError(
-            "valid_lens and mask.kv_len say the same thing: expected at most one of them"
-        )
-    return dataclasses.replace(mask or Mask(), kv_len=valid_lens)
 
 
 class MultiheadAdditiveAttention(MultiheadAttention):

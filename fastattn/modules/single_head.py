@@ -1,0 +1,107 @@
+"""What the batch-first modules with one head share: (B, M, features) in, (B, M, Dv) out.
+
+They take ``valid_lens``, ``attn_mask`` and ``mask`` as :class:`AdditiveAttention` documents them.
+Those made for decoding step by step also take one query for each sample, (B, features), and then
+leave the dim M out of their results too.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn import functional
+from fastattn.problem import Mask
+
+
+class Masks(NamedTuple):
+    """The three ways in which a caller says who sees whom."""
+
+    valid_lens: Tensor | None = None
+    attn_mask: Tensor | None = None
+    mask: Mask | None = None
+
+    def merged(self) -> Mask | None:
+        """``mask`` with ``valid_lens`` in it."""
+        if self.valid_lens is None:
+            return self.mask
+        if self.mask is not None and self.mask.kv_len is not None:
+            raise ValueError(
+                "valid_lens and mask.kv_len say the same thing: expected at most one of them"
+            )
+        return dataclasses.replace(self.mask or Mask(), kv_len=self.valid_lens)
+
+
+def attend(
+    score: str,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    masks: Masks,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+    **options,
+) -> tuple[Tensor, Tensor | None]:
+    """``functional.attention`` over (B, M, D): output (B, M, Dv), and weights (B, M, N) or None."""
+    tensors = {"queries": queries, "keys": keys, "values": values}
+    for name, x in tensors.items():
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name}: expected 3 dims, (batch, length, features), got {list(x.shape)}"
+            )
+    mask, attn_mask = masks.merged(), masks.attn_mask
+    if score != "additive":  # where dim -3 is the heads; the additive score has them in its weight
+        tensors = {name: x.unsqueeze(1) for name, x in tensors.items()}
+        attn_mask = _with_head_dim(attn_mask)
+        if mask is not None and mask.keep is not None:
+            mask = dataclasses.replace(mask, keep=_with_head_dim(mask.keep))
+    results: Any = functional.attention(
+        *tensors.values(),
+        score=score,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        mask=mask,
+        return_weights="mean" if need_weights else None,
+        **options,
+    )
+    out, weights = results if need_weights else (results, None)
+    return out if score == "additive" else out.squeeze(1), weights
+
+
+def _with_head_dim(mask: Tensor | None) -> Tensor | None:
+    return mask.unsqueeze(1) if isinstance(mask, Tensor) and mask.dim() == 3 else mask
+
+
+def as_steps(queries: Tensor) -> tuple[Tensor, bool]:
+    """Queries (B, M, features), and whether they came as one step, (B, features)."""
+    one = queries.dim() == 2
+    return (queries.unsqueeze(1) if one else queries), one
+
+
+def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: bool):
+    """What a forward returns: the output, with ``need_weights`` a tuple; one step without dim M."""
+    if one_step:
+        out = out.squeeze(1)
+        weights = None if weights is None else weights.squeeze(1)
+    return (out, weights) if need_weights else out
+
+
+def check_dropout(dropout: float) -> None:
+    """Raises ValueError unless ``dropout`` is a probability."""
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout must be in [0, 1], but got {dropout}")
+
+
+def check_cache(cache: Tensor, values: Tensor, features: int) -> None:
+    """Raises unless ``cache`` is what ``project_keys`` makes of keys that go with ``values``."""
+    if not isinstance(cache, torch.Tensor):
+        raise TypeError(
+            f"cache: expected the tensor project_keys returned, got {type(cache).__name__}"
+        )
+    expected = (*values.shape[:2], features)
+    if tuple(cache.shape) != expected:
+        raise ValueError(
+            f"cache: expected {list(expected)} to go with values {list(values.shape)}, "
+            f"got {list(cache.shape)}"
+        )
