@@ -4,6 +4,7 @@ from fastattn.functional import additive_attention, attention, explain, scaled_d
 from fastattn.modules import (
     AdditiveAttention,
     KVCache,
+    LuongAttention,
     MultiheadAdditiveAttention,
     MultiheadAttention,
     replace_attention,
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdditiveAttention",
     "KVCache",
+    "LuongAttention",
     "Mask",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",

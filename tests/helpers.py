@@ -96,37 +96,33 @@ def assert_close(ours, f32, truth) -> None:
         testing.assert_within_budget(*results, name=f"result {n}")
 
 
-def assert_module_close(module, formula, tensors: list) -> None:
-    """Results and gradients of ``module(*tensors)``, within the budget of a plain formula.
+def assert_module_close(module, formula, tensors: list, **options) -> None:
+    """Results and gradients of ``module(*tensors, **options)``, within the budget of a formula.
 
-    ``formula(module, *tensors)`` computes the same results from the parameters of the module that
-    it is given: in float32 it is the peer, in float64 the truth. A gradient reaches every tensor
-    that is floating point, and every parameter; its rounding is that of the upstream gradients, so
-    the ulp of the largest gradient counts for all.
+    ``formula(module, *tensors)`` computes the same from the parameters of the module it is given,
+    in plain PyTorch: in float32 it is the peer, in float64 the truth. Tensors that are not floating
+    point go in as they are. The ulp of a gradient is that of the largest of all, since some cancel.
     """
     exact = copy.deepcopy(module).double()
-    runs = [(module, module), (module, functools.partial(formula, module))]
-    runs.append((exact, functools.partial(formula, exact)))
-    found = []
-    for (owner, call), dtype in zip(runs, (None, None, torch.float64), strict=True):
-        leaves = [
-            x.detach().to(dtype or x.dtype).requires_grad_() if x.is_floating_point() else x
-            for x in tensors
-        ]
-        results = call(*leaves)
-        results = results if isinstance(results, tuple) else (results,)
-        rng = torch.Generator().manual_seed(1)
-        upstream = [torch.randn(r.shape, generator=rng).to(r.dtype) for r in results]
-        wanted = {f"input {n}": x for n, x in enumerate(leaves) if x.is_floating_point()}
-        wanted |= dict(owner.named_parameters())
-        pulled = torch.autograd.grad(results, list(wanted.values()), upstream, allow_unused=True)
-        grads = {
-            name: torch.zeros_like(x) if g is None else g
-            for (name, x), g in zip(wanted.items(), pulled, strict=True)
-        }
-        found.append((results, grads))
-    (ours, our_grads), (peer, peer_grads), (truth, true_grads) = found
+    ours, our_grads = _with_gradients(functools.partial(module, **options), module, tensors)
+    peer, peer_grads = _with_gradients(functools.partial(formula, module), module, tensors)
+    wide = [x.double() if x.is_floating_point() else x for x in tensors]
+    truth, true_grads = _with_gradients(functools.partial(formula, exact), exact, wide)
     assert_close(ours, peer, truth)
-    scale = max(map(testing.largest, true_grads.values()), default=0.0)
+    scale = max(map(testing.largest, true_grads.values()))
     for name, grad in true_grads.items():
         testing.assert_within_budget(our_grads[name], peer_grads[name], grad, name, scale)
+
+
+def _with_gradients(call, owner, tensors: list) -> tuple[tuple, dict[str, torch.Tensor]]:
+    """The results of ``call(*tensors)``, and gradients of a fixed function of them by name."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+    results = call(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    rng = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(r.shape, generator=rng).to(r.dtype) for r in results]
+    wanted = {f"input {n}": x for n, x in enumerate(leaves) if x.requires_grad}
+    wanted |= dict(owner.named_parameters())
+    pulled = torch.autograd.grad(results, list(wanted.values()), upstream, allow_unused=True)
+    grads = zip(wanted.items(), pulled, strict=True)
+    return results, {name: torch.zeros_like(x) if g is None else g for (name, x), g in grads}

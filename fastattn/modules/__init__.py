@@ -2,12 +2,14 @@
 
 from fastattn.modules.additive import AdditiveAttention, MultiheadAdditiveAttention
 from fastattn.modules.kv_cache import KVCache
+from fastattn.modules.luong import LuongAttention
 from fastattn.modules.multihead import MultiheadAttention
 from fastattn.modules.replace import replace_attention
 
 __all__ = [
     "AdditiveAttention",
     "KVCache",
+    "LuongAttention",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",
     "replace_attention",

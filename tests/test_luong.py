@@ -1,0 +1,142 @@
+"""LuongAttention against the formulas of the paper, in float64."""
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_module_close
+
+from fastattn import LuongAttention, Mask
+
+B, M, N, DQ, DK, DV = 3, 5, 11, 8, 8, 6
+METHODS = ("dot", "general", "concat")
+
+
+@pytest.fixture
+def tensors():
+    return [torch.randn(s) for s in ((B, M, DQ), (B, N, DK), (B, N, DV))]
+
+
+def module_for(method, **options):
+    hidden = 7 if method == "concat" else None
+    return LuongAttention(DQ, DK, method, hidden_dim=hidden, value_dim=DV, **options)
+
+
+def plain_scores(module, queries, keys):
+    score = module.score
+    if score.method == "dot":
+        return queries @ keys.mT
+    if score.method == "general":
+        return queries @ score.W_a.weight.T @ keys.mT
+    # The paper's one matrix over [h; s].
+    W = torch.cat([score.W_q.weight, score.W_k.weight], dim=1)
+    M, N = queries.shape[1], keys.shape[1]
+    pairs = torch.cat(
+        [queries[:, :, None].expand(-1, -1, N, -1), keys[:, None].expand(-1, M, -1, -1)], dim=-1
+    )
+    return torch.tanh(pairs @ W.T) @ score.w_v.weight[0]
+
+
+def plain(module, queries, keys, values, keep=None):
+    """(attentional vectors, weights); rows without keys are 0."""
+    scores = plain_scores(module, queries, keys)
+    if keep is not None:
+        has_key = keep.any(-1, keepdim=True)
+        scores = scores.masked_fill(~keep & has_key, -torch.inf)
+        weights = scores.softmax(-1) * has_key
+    else:
+        weights = scores.softmax(-1)
+    context = weights @ values
+    return torch.tanh(torch.cat([context, queries], -1) @ module.W_c.weight.T), weights
+
+
+@pytest.mark.parametrize("method", METHODS)
+class TestLuong:
+    def test_formula(self, method, tensors):
+        module = module_for(method)
+        assert_module_close(module, plain, tensors, need_weights=True)
+
+    def test_masks(self, method, tensors):
+        module = module_for(method)
+        lens = torch.tensor([11, 0, 4])
+        below = torch.rand(B, M, N) < 0.7
+        keep = below & (torch.arange(N) < lens[:, None, None])
+        keep = keep & torch.ones(M, N, dtype=torch.bool).tril(3)
+        options = dict(valid_lens=lens, attn_mask=below, mask=Mask(window=(-1, 3)))
+        assert_module_close(
+            module, lambda *x: plain(*x, keep), tensors, need_weights=True, **options
+        )
+        inside = module(*tensors, **options)
+        both = module(*tensors, mask=Mask(keep=keep))
+        torch.testing.assert_close(both, inside)
+        added = torch.zeros(keep.shape).masked_fill(~keep, -torch.inf)
+        torch.testing.assert_close(module(*tensors, attn_mask=added), inside)
+
+    def test_garbage_behind_a_mask(self, method, tensors):
+        module = module_for(method, attentional=False)
+        queries, keys, values = tensors
+        lens = torch.tensor([11, 3, 4])
+        expected = module(queries, keys, values, lens)
+        keys[1, 3:] = values[1, 3:] = torch.nan
+        torch.testing.assert_close(module(queries, keys, values, lens), expected)
+
+    def test_one_step_with_a_cache(self, method, tensors):
+        module = module_for(method)
+        queries, keys, values = tensors
+        lens = torch.tensor([11, 2, 7])
+        expected = module(queries, keys, values, lens, need_weights=True)
+        cache = module.project_keys(keys)
+        steps = [
+            module(q, None, values, lens, need_weights=True, cache=cache) for q in queries.unbind(1)
+        ]
+        assert steps[0][0].shape == (B, DQ)
+        assert steps[0][1].shape == (B, N)
+        found = tuple(torch.stack(parts, 1) for parts in zip(*steps, strict=True))
+        torch.testing.assert_close(found, expected)
+
+    def test_values_default_to_keys(self, method):
+        module = LuongAttention(DQ, method=method, attentional=False)
+        queries, keys = torch.randn(B, M, DQ), torch.randn(B, N, DQ)
+        assert module.W_c is None
+        torch.testing.assert_close(module(queries, keys), module(queries, keys, keys))
+        torch.testing.assert_close(
+            module(queries, None, keys, cache=module.project_keys(keys)), module(queries, keys)
+        )
+
+    def test_tools(self, method, tensors):
+        module = module_for(method, dropout=0.5)
+        assert (module(*tensors, need_weights=True)[1] == 0).any()
+        module.eval()
+        assert method in repr(module)
+        expected = module(*tensors)
+        torch.testing.assert_close(copy.deepcopy(module)(*tensors), expected)
+        other = module_for(method).eval()
+        other.load_state_dict(module.state_dict())
+        torch.testing.assert_close(other(*tensors), expected)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*tensors), expected)
+
+
+def test_errors(tensors):
+    queries, keys, values = tensors
+    with pytest.raises(ValueError, match="one of dot, general, concat, got 'cosine'"):
+        LuongAttention(DQ, DK, "cosine")
+    with pytest.raises(ValueError, match="equal, got 8, 9"):
+        LuongAttention(8, 9, "dot")
+    with pytest.raises(ValueError, match="hidden_dim"):
+        LuongAttention(8, 8, "general", hidden_dim=4)
+    with pytest.raises(ValueError, match="dropout"):
+        LuongAttention(8, dropout=2.0)
+    module = module_for("dot")
+    with pytest.raises(ValueError, match="at least one"):
+        module(queries, None)
+    with pytest.raises(ValueError, match="cache=project_keys"):
+        module(queries, None, values)
+    with pytest.raises(ValueError, match=r"cache: expected \[3, 11, 8\]"):
+        module(queries, None, values, cache=keys[:, :4])
+    with pytest.raises(ValueError, match="keys: expected 3 dims"):
+        module(queries, keys[0], values)
+    with pytest.raises(ValueError, match="same length"):
+        module(queries, keys[:, :4], values)
+    with pytest.raises(TypeError, match="dtype of query"):
+        module(queries, keys.double(), values)
