@@ -4,6 +4,7 @@ from fastattn.functional import additive_attention, attention, explain, scaled_d
 from fastattn.modules import (
     AdditiveAttention,
     KVCache,
+    LocalAttention,
     LuongAttention,
     MultiheadAdditiveAttention,
     MultiheadAttention,
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdditiveAttention",
     "KVCache",
+    "LocalAttention",
     "LuongAttention",
     "Mask",
     "MultiheadAdditiveAttention",

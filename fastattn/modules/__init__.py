@@ -2,6 +2,7 @@
 
 from fastattn.modules.additive import AdditiveAttention, MultiheadAdditiveAttention
 from fastattn.modules.kv_cache import KVCache
+from fastattn.modules.local import LocalAttention
 from fastattn.modules.luong import LuongAttention
 from fastattn.modules.multihead import MultiheadAttention
 from fastattn.modules.replace import replace_attention
@@ -9,6 +10,7 @@ from fastattn.modules.replace import replace_attention
 __all__ = [
     "AdditiveAttention",
     "KVCache",
+    "LocalAttention",
     "LuongAttention",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import functional
+from fastattn import functional, validate
 from fastattn.problem import Mask
 
 
@@ -105,3 +105,22 @@ def check_cache(cache: Tensor, values: Tensor, features: int) -> None:
             f"cache: expected {list(expected)} to go with values {list(values.shape)}, "
             f"got {list(cache.shape)}"
         )
+
+
+class DenseMasks(NamedTuple):
+    """Checked masks, for a module that picks keys itself."""
+
+    kv_len: Tensor | None  # int32 [B, 1] or [B, M]
+    keep: Tensor | None  # bool, broadcastable to [B, M, N]
+    bias: Tensor | None  # float, broadcastable to [B, M, N]
+
+
+def dense_masks(
+    queries: Tensor, N: int, valid_lens: Tensor | None, attn_mask: Tensor | None
+) -> DenseMasks:
+    """``valid_lens`` and ``attn_mask`` of queries (B, M, features), by the rules of validate."""
+    B, M, _ = queries.shape
+    lead = validate._Lead((B,), False, (1, M, N))
+    keep, bias = validate._attn_mask(lead, queries, attn_mask)
+    keep, bias = (None if x is None else x.squeeze(1) for x in (keep, bias))
+    return DenseMasks(validate._kv_len(lead, queries, valid_lens), keep, bias)

@@ -1,0 +1,195 @@
+"""LocalAttention against the formulas of the paper over all keys, in float64."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from helpers import assert_module_close
+from test_luong import plain_scores
+
+from fastattn import LocalAttention
+
+B, M, N, DQ, DV, D = 3, 7, 23, 8, 6, 3
+METHODS = ("dot", "general", "concat")
+
+
+@dataclasses.dataclass
+class Plain:
+    """All M x N weights, by the definition."""
+
+    lens: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
+    step: int = 0
+
+    def __call__(self, module, queries, keys, values):
+        M, N = queries.shape[1], keys.shape[1]
+        j = torch.arange(N)
+        lens = torch.full((B,), N) if self.lens is None else self.lens
+        lens = (lens[:, None] if lens.dim() == 1 else lens)[..., None]  # [B, 1 | M, 1]
+        if module.alignment == "monotonic":
+            p = torch.arange(M)[:, None] + self.step
+            gauss = 1.0
+        else:
+            hidden = torch.tanh(queries @ module.W_p.weight.T) @ module.v_p.weight.T
+            p = lens * torch.sigmoid(hidden)
+            gauss = torch.exp(-((j - p) ** 2) / (2 * (D / 2) ** 2))
+        keep = ((j - p).abs() <= D) & (j < lens)
+        keep = keep if self.keep is None else keep & self.keep
+        has_key = keep.any(-1, keepdim=True)
+        scores = plain_scores(module, queries, keys).masked_fill(~keep & has_key, -torch.inf)
+        weights = scores.softmax(-1) * has_key * gauss
+        combined = torch.cat([weights @ values, queries], -1)
+        return torch.tanh(combined @ module.W_c.weight.T), weights
+
+
+@pytest.fixture
+def tensors():
+    return [torch.randn(s) for s in ((B, M, DQ), (B, N, DQ), (B, N, DV))]
+
+
+@pytest.fixture(params=["monotonic", "predictive"])
+def alignment(request):
+    return request.param
+
+
+def module_for(alignment, method="general", **options):
+    return LocalAttention(DQ, method=method, window=D, alignment=alignment, value_dim=DV, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_formula(alignment, method, tensors):
+    assert_module_close(module_for(alignment, method), Plain(), tensors, need_weights=True)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 2 * D + 1, 2 * D + 2])
+def test_few_keys(alignment, size):
+    shapes = ((B, M, DQ), (B, size, DQ), (B, size, DV))
+    tensors = [torch.randn(s) for s in shapes]
+    assert_module_close(module_for(alignment), Plain(), tensors, need_weights=True)
+
+
+@pytest.mark.parametrize("per_query", [False, True])
+def test_masks(alignment, per_query, tensors):
+    """Lengths, also 0; a boolean mask; the same as a float mask."""
+    lens = torch.tensor([N, 0, 9])
+    lens = torch.randint(0, N + 1, (B, M)) if per_query else lens
+    keep = torch.rand(B, M, N) < 0.6
+    module, plain = module_for(alignment), Plain(lens, keep)
+    options = dict(valid_lens=lens, attn_mask=keep)
+    assert_module_close(module, plain, tensors, need_weights=True, **options)
+    added = torch.zeros(keep.shape).masked_fill(~keep, -torch.inf)
+    torch.testing.assert_close(
+        module(*tensors, lens, attn_mask=added), module(*tensors, lens, attn_mask=keep)
+    )
+    keep = torch.rand(M, 1) < 0.5
+    assert_module_close(module, Plain(None, keep), tensors, need_weights=True, attn_mask=keep)
+
+
+@pytest.mark.parametrize("step", [0, 2, 9, N - 2, N + D, N + 50])
+def test_later_steps(step, tensors):
+    """Beyond the keys too, where a target is longer than its source."""
+    keep = torch.rand(M, N) < 0.6
+    options = dict(step=step, attn_mask=keep, need_weights=True)
+    module = module_for("monotonic")
+    assert_module_close(module, Plain(None, keep, step), tensors, **options)
+
+
+def test_float_mask_has_a_gradient(alignment, tensors):
+    module = module_for(alignment)
+    bias = torch.randn(B, 1, N, requires_grad=True)
+    (grad,) = torch.autograd.grad(module(*tensors, attn_mask=bias).sum(), bias)
+    assert grad.abs().sum() > 0
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_step_by_step_with_a_cache(alignment, method, tensors):
+    module = module_for(alignment, method)
+    queries, keys, values = tensors
+    lens = torch.tensor([N, 5, 14])
+    expected = module(queries, keys, values, lens, need_weights=True)
+    cache = module.project_keys(keys)
+    steps = [
+        module(q, None, values, lens, need_weights=True, cache=cache, step=i)
+        for i, q in enumerate(queries.unbind(1))
+    ]
+    found = tuple(torch.stack(parts, 1) for parts in zip(*steps, strict=True))
+    torch.testing.assert_close(found, expected)
+
+
+def test_garbage_behind_a_mask(alignment, tensors):
+    """Neither output nor gradients: those of the Gaussian would be 0 * NaN."""
+    module = module_for(alignment)
+    lens = torch.tensor([N, 6, 3])
+    clean, spoilt = tensors, [t.clone() for t in tensors]
+    for x in spoilt[1:]:
+        x[1, 6:] = torch.nan
+        x[2, 3:] = torch.inf
+    results = []
+    for inputs in (clean, spoilt):
+        leaves = [x.requires_grad_() for x in inputs]
+        out = module(*leaves, lens)
+        results.append((out, torch.autograd.grad(out.sum(), [*leaves, *module.parameters()])))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_nan_reaches_its_row(alignment, tensors):
+    module = module_for(alignment, attentional=False)
+    tensors[0][1, 2] = torch.nan
+    rows = module(*tensors).isnan().any(-1)
+    assert rows.sum() == 1
+    assert rows[1, 2]
+
+
+def test_only_the_window_is_read(alignment, tensors):
+    """Garbage outside of it changes nothing, without any mask."""
+    module = module_for(alignment)
+    queries, keys, values = tensors
+    one = queries[:, :1]
+    expected, weights = module(one, keys, values, need_weights=True)
+    outside = (weights == 0)[:, 0, :, None]
+    assert outside.sum() >= B * (N - 2 * D - 1)
+    spoilt = [x.masked_fill(outside, torch.nan) for x in (keys, values)]
+    torch.testing.assert_close(module(one, *spoilt), expected)
+
+
+def test_half(alignment):
+    """A position near 1000 keeps its fraction in bfloat16."""
+    module = module_for(alignment).bfloat16()
+    tensors = [torch.randn(s).bfloat16() for s in ((B, 4, DQ), (B, 2001, DQ), (B, 2001, DV))]
+    out, weights = module(*tensors, need_weights=True)
+    assert out.dtype == weights.dtype == torch.bfloat16
+    assert out.isfinite().all()
+    if alignment == "predictive":
+        assert ((weights > 0).sum(-1) == 2 * D).all()  # 2 D + 1 only for a whole number
+
+
+def test_tools(alignment, tensors):
+    module = module_for(alignment, dropout=0.5)
+    assert (module(*tensors) != module(*tensors)).any()
+    module.eval()
+    assert alignment in repr(module)
+    expected = module(*tensors)
+    torch.testing.assert_close(copy.deepcopy(module)(*tensors), expected)
+    other = module_for(alignment).eval()
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(other(*tensors), expected)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors), expected)
+
+
+def test_errors(tensors):
+    with pytest.raises(ValueError, match="'predictive' or 'monotonic', got 'global'"):
+        LocalAttention(DQ, alignment="global")
+    with pytest.raises(ValueError, match="window"):
+        LocalAttention(DQ, window=0)
+    module = module_for("monotonic")
+    with pytest.raises(ValueError, match="step"):
+        module(*tensors, step=-1)
+    with pytest.raises(ValueError, match="kv_len"):
+        module(*tensors, torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"values in \[0, 23\]"):
+        module(*tensors, torch.tensor([1, 2, 24]))
+    with pytest.raises(ValueError, match="attn_mask"):
+        module(*tensors, attn_mask=torch.ones(M, 2, dtype=torch.bool))
