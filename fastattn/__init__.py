@@ -3,6 +3,8 @@
 from fastattn.functional import additive_attention, attention, explain, scaled_dot_product_attention
 from fastattn.modules import (
     AdditiveAttention,
+    HardAttention,
+    HardChoice,
     KVCache,
     LocalAttention,
     LuongAttention,
@@ -17,6 +19,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveAttention",
+    "HardAttention",
+    "HardChoice",
     "KVCache",
     "LocalAttention",
     "LuongAttention",

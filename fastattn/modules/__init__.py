@@ -1,6 +1,7 @@
 """nn.Modules on fastattn's attention functions."""
 
 from fastattn.modules.additive import AdditiveAttention, MultiheadAdditiveAttention
+from fastattn.modules.hard import HardAttention, HardChoice
 from fastattn.modules.kv_cache import KVCache
 from fastattn.modules.local import LocalAttention
 from fastattn.modules.luong import LuongAttention
@@ -9,6 +10,8 @@ from fastattn.modules.replace import replace_attention
 
 __all__ = [
     "AdditiveAttention",
+    "HardAttention",
+    "HardChoice",
     "KVCache",
     "LocalAttention",
     "LuongAttention",
