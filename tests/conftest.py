@@ -1,7 +1,8 @@
 """Fixtures of all tests: the backends and instruction sets of this machine, and a fixed seed.
 
 What a machine lacks is skipped with its reason, which pytest prints at the end. Tests marked gpu
-need one: those of the Triton backend, whose kernels tests/kernels interprets where there is none.
+need one: those of the GPU backends, whose kernels tests/kernels interprets, and tests/cuda runs as
+C++, where there is none.
 """
 
 import os
@@ -12,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
-from helpers import BACKENDS, Carrier
+from helpers import BACKENDS, ON_GPU, Carrier
 
 from fastattn import ops, registry
 
@@ -34,11 +35,11 @@ def backend(request, monkeypatch):
     """Each backend that can run here, by name; CPU tensors are carried to one for GPUs."""
     if request.param == "cpu" and ops.EXTENSION_ERROR is not None:
         pytest.skip(ops.EXTENSION_ERROR)
-    if request.param == "triton":
+    if request.param in ON_GPU:
         if not torch.cuda.is_available():
-            pytest.skip("torch sees no CUDA device: tests/kernels interprets the Triton kernels")
-        carrier = Carrier(registry.BACKENDS["triton"], torch.device("cuda"))
-        monkeypatch.setitem(registry.BACKENDS, "triton", carrier)
+            pytest.skip("torch sees no CUDA device: tests/kernels and tests/cuda run on the CPU")
+        carrier = Carrier(registry.BACKENDS[request.param], torch.device("cuda"))
+        monkeypatch.setitem(registry.BACKENDS, request.param, carrier)
     return request.param
 
 

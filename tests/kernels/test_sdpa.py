@@ -8,6 +8,7 @@ import torch
 
 import fastattn
 from fastattn import testing
+from fastattn.backends import gpu
 from fastattn.backends import triton as backend
 from fastattn.kernels import sdpa_bwd, sdpa_fwd
 from fastattn.testing import GRID
@@ -299,6 +300,6 @@ def test_reason_without_a_gpu(monkeypatch):
 
 def test_reason_on_an_old_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    backend._gpu_reasons.cache_clear()
+    gpu.capability_reasons.cache_clear()
     assert backend.unsupported(problem("cuda"))[0].startswith("compute capability 7.5")
-    backend._gpu_reasons.cache_clear()
+    gpu.capability_reasons.cache_clear()
