@@ -207,9 +207,7 @@ def launch_additive_fwd(call: Call):
         return launch_sdpa_fwd(call, additive_terms(call))
     out, lse, weights, stats = empty_forward(call)
     mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
-    shape, options = spec(call, "decode")
-    widest = max(shape.BLOCK_D.value, shape.BLOCK_E.value)
-    shape = shape._replace(BLOCK_N=tl.constexpr(STEP // widest))
+    shape, options = decode_spec(call, STEP)
     partial = new_partial(call)
     additive_decode_kernel[(call.B * call.H * call.M * partial.chunks,)](
         view(call.q), view(call.k), view(call.v), view_weights(call), view(call.bias, call.shape),
@@ -219,6 +217,13 @@ def launch_additive_fwd(call: Call):
     if call.weights != "none":
         launch_weights(call, additive_terms(call), mask, stats, per_head_weights(call, weights))
     return out, lse, weights, stats
+
+
+def decode_spec(call: Call, step: int):
+    """launch.spec of a kernel that holds ``step`` numbers of K, or of V, at a time."""
+    shape, options = spec(call, "decode")
+    widest = max(shape.BLOCK_D.value, shape.BLOCK_E.value)
+    return shape._replace(BLOCK_N=tl.constexpr(step // widest)), options
 
 
 def additive_terms(call: Call, finite: bool = False) -> Terms:

@@ -118,6 +118,42 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
             256: _row((16, 32, 4, 1)),
         },
     },
+    # The backward of few queries is bound by reading K and V, too.
+    "decode_dq": {
+        ("sm_90", 2): {
+            64: _row((16, 128, 4, 2), (16, 64, 4, 2)),
+            128: _row((16, 64, 4, 2)),
+            256: _row((16, 32, 8, 2)),  # 4 warps: the launch that mends spills
+        },
+        ("sm_80", 2): {
+            64: _row((16, 64, 4, 2)),
+            128: _row((16, 64, 4, 2), (16, 32, 4, 2)),
+            256: _row((16, 32, 8, 2)),
+        },
+        ("gfx942", 2): {
+            64: _row((16, 64, 4, 1)),
+            128: _row((16, 32, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
+    # One step a head, so stages are for registers: operands wait in shared memory.
+    "decode_dkdv": {
+        ("sm_90", 2): {
+            64: _row((16, 128, 8, 1), (16, 64, 8, 1)),
+            128: _row((16, 64, 8, 1)),
+            256: _row((16, 64, 8, 2)),
+        },
+        ("sm_80", 2): {
+            64: _row((16, 64, 8, 1)),
+            128: _row((16, 64, 8, 1), (16, 32, 8, 1)),
+            256: _row((16, 32, 8, 1)),
+        },
+        ("gfx942", 2): {
+            64: _row((16, 64, 4, 1)),
+            128: _row((16, 32, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
     "tile": {
         ("sm_90", 2): {
             64: _row((64, 64, 8, 2)),
@@ -148,6 +184,12 @@ _FP32 = {
         256: _row((16, 32, 8, 1)),
     },
     "dkdv": {
+        64: _row((16, 32, 8, 1), (16, 16, 8, 1)),
+        128: _row((16, 16, 8, 1)),
+        256: _row((16, 32, 8, 1)),
+    },
+    "decode_dq": dict.fromkeys((64, 128, 256), _row((16, 32, 8, 1))),
+    "decode_dkdv": {
         64: _row((16, 32, 8, 1), (16, 16, 8, 1)),
         128: _row((16, 16, 8, 1)),
         256: _row((16, 32, 8, 1)),
@@ -222,7 +264,8 @@ _FP32_ADDITIVE = {
 }
 # Oblong and small, so that small problems have every kind of tile.
 _INTERPRETER = {"fwd": (64, 32, 4, 1), "decode": (16, 32, 4, 1), "dq": (64, 32, 4, 1),
-                "dkdv": (32, 64, 4, 1), "tile": (64, 32, 4, 1)}  # fmt: skip
+                "dkdv": (32, 64, 4, 1), "decode_dq": (16, 32, 4, 1), "decode_dkdv": (16, 64, 4, 1),
+                "tile": (64, 32, 4, 1)}  # fmt: skip
 HEAD_SIZES = (64, 128, 256)
 for _kernel, _rows in TABLE.items():
     _plain = _kernel.removeprefix("additive_")

@@ -227,6 +227,17 @@ def key_blocks(mask, lists, line, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
+def share_of_blocks(chunk, chunks, begin, full_begin, full_end, end):
+    """The part of key_blocks's positions that one of several chunks takes; it may be empty."""
+    per_chunk = tl.cdiv(end - begin, chunks)
+    begin = tl.minimum(begin + chunk * per_chunk, end)
+    end = tl.minimum(begin + per_chunk, end)
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
 def query_blocks(mask, lists, line, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """What a key block visits, as key_blocks."""
     if lists.ptr is not None:

@@ -6,6 +6,7 @@
 
     delta:  for (b, h, row block): dO . O; with dW also a pass over the keys
     dq:     for (b, h, row block):       Q, dO, dQ stay; K, V stream by      3 products a tile
+            (few queries: and for a chunk of the keys; a merge adds the chunks up, in order)
     dkdv:   for (b, key head, key block): K, V, dK, dV stay; Q, dO of the group's heads stream by; 4
             (heads wider than 128: dK and dV one after the other, 5)
     dbias:  for (tile of the bias): dS of all (b, h) that share it, in order
@@ -18,6 +19,7 @@ come out of the first products in the registers where the second ones want them.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +40,10 @@ from .masking import (
     mask_scores,
     query_blocks,
     row_range,
+    share_of_blocks,
 )
 from .score import DOT_PRODUCT, Terms, load_side, pull_back, scores
+from .sdpa_fwd import FEW_QUERIES, chunks_of
 from .softmax import LOG2E, fold_stats, load_stats, weights_of
 from .tiles import (
     ABSENT,
@@ -51,6 +55,7 @@ from .tiles import (
     head_ptr,
     load_tile,
     place,
+    row_numbers,
     row_ptrs,
     store_tile,
     stream_dot_t,
@@ -139,11 +144,24 @@ def tile_gradient(
             )  # fmt: skip
     else:
         dp = dot_t(dx, dy, spec.PRECISION)
+    w, ds = softmax_gradient(
+        w, dp, keep, delta, grad_weights, t, drop, b, h, i0, j0, i, j,
+        SELECT, BLOCK_M, BLOCK_N, TRANSPOSED,
+    )  # fmt: skip
+    return w, ds, keep
+
+
+@triton.jit
+def softmax_gradient(
+    p, dp, keep, delta, grad_weights, t, drop, b, h, i0, j0, i, j,
+    SELECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """(W without dropout's factor, dS) of a tile from P and dO V^T; see tile_gradient."""
     if grad_weights.ptr is not None:
         rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
         ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
         dp += tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
-    p = w
+    w = p
     if drop.seed_ptr is not None:
         kept = survives(drop, b, h, i0, j0, BLOCK_M, BLOCK_N, TRANSPOSED)
         w = tl.where(kept, p, 0.0)
@@ -152,7 +170,7 @@ def tile_gradient(
     if SELECT:
         w = tl.where(keep, w, 0.0)
         ds = tl.where(keep, ds, 0.0)
-    return w, ds, keep
+    return w, ds
 
 
 # ---- delta ----
@@ -265,10 +283,19 @@ def sweep_keys(
 @triton.jit
 def sdpa_bwd_dq_kernel(
     q, k, v, terms, bias, grad_out, grad_weights, t, grad_q, mask, lists, drop, scale, dims, spec,
-    marks_ptr, GARBAGE: tl.constexpr,
+    marks_ptr, chunks, GARBAGE: tl.constexpr,
 ):  # fmt: skip
+    """With chunks, grad_q is the first of new_parts."""
     M, N = dims.M, dims.N
-    block, b, h = place(tl.cdiv(M, spec.BLOCK_M), dims.H, spec.REVERSE)
+    n_blocks = tl.cdiv(M, spec.BLOCK_M)
+    if chunks is not None:
+        n_blocks *= chunks
+    block, b, h = place(n_blocks, dims.H, spec.REVERSE)
+    grad_ptr = head_ptr(grad_q, b, h)
+    if chunks is not None:
+        chunk = block % chunks
+        block = block // chunks
+        grad_ptr += chunk * spec.D
     i0 = block * spec.BLOCK_M
     offs_m = i0 + tl.arange(0, spec.BLOCK_M)
     offs_d = tl.arange(0, spec.BLOCK_D)
@@ -280,6 +307,10 @@ def sdpa_bwd_dq_kernel(
     begin, full_begin, full_end, end = key_blocks(
         mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N
     )
+    if chunks is not None:
+        begin, full_begin, full_end, end = share_of_blocks(
+            chunk, chunks, begin, full_begin, full_end, end
+        )
     n_full = full_end - full_begin
 
     dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
@@ -311,7 +342,20 @@ def sdpa_bwd_dq_kernel(
                 True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_N // EXACT_SLICE,
             )  # fmt: skip
     if terms.w_ptr is None:
-        store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, rows, spec.D, dq * scale)
+        store_tile(grad_ptr, grad_q, offs_m, offs_d, rows, spec.D, dq * scale)
+
+
+@triton.jit
+def sdpa_bwd_merge_kernel(parts_ptr, grad_q, chunks, dims, spec, CHUNKS: tl.constexpr):
+    """dQ of one row from those of its chunks, side by side: at most CHUNKS."""
+    row, b, h = place(dims.M, dims.H, False)
+    c, offs_d = tl.arange(0, CHUNKS), tl.arange(0, spec.BLOCK_D)
+    part = row_numbers(b, h, dims.H, row, dims.M) * chunks + c
+    ptrs = parts_ptr + part[:, None] * spec.D + offs_d[None, :]
+    inside = (c < chunks)[:, None] & (offs_d < spec.D)[None, :]
+    dq = tl.sum(tl.load(ptrs, mask=inside, other=0.0), 0)[None, :]
+    offs_m = row + tl.arange(0, 1)
+    store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, dims.M, spec.D, dq)
 
 
 # ---- dK, dV ----
@@ -524,11 +568,21 @@ def launch_sdpa_bwd(
     grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
     grad_w = call.q.new_empty(0, dtype=torch.float32)
     grad_bias = call.q.new_empty(0)
-    B, H, M, N = call.shape
-    if B * H * M * N == 0:
+    if math.prod(call.shape) == 0:
         if bias_needs_grad:
             grad_bias = call.bias.new_zeros(call.bias.shape)
         return *[x.zero_() for x in grads], grad_w, grad_bias
+    t, mask, drop = backward_args(call, out, stats, grad_out, grad_lse, grad_weights, terms)
+    _launch_dq(call, t, mask, drop, grads[0])
+    _launch_dkdv(call, t, mask, drop, *grads[1:])
+    if bias_needs_grad:
+        grad_bias = launch_dbias(call, t, mask, drop)
+    return *grads, grad_w, grad_bias
+
+
+def backward_args(call: Call, out, stats, grad_out, grad_lse, grad_weights, terms: Terms):
+    """(t, mask, drop) that the kernels take; launches the one that fills delta."""
+    B, H, M, _ = call.shape
     share = 1.0 / H if call.weights == "mean" else 1.0
     gw = per_head_weights(call, grad_weights)
     delta = call.q.new_empty(B, H, M, dtype=torch.float32)
@@ -543,11 +597,7 @@ def launch_sdpa_bwd(
     )  # fmt: skip
     mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
     _launch_delta(call, t, mask, drop, out, grad_lse)
-    _launch_dq(call, t, mask, drop, grads[0])
-    _launch_dkdv(call, t, mask, drop, *grads[1:])
-    if bias_needs_grad:
-        grad_bias = _launch_dbias(call, t, mask, drop)
-    return *grads, grad_w, grad_bias
+    return t, mask, drop
 
 
 def _launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
@@ -558,15 +608,39 @@ def _launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
 
 
 def _launch_dq(call: Call, t, mask, drop, grad_q) -> None:
-    shape, options = spec(call, "dq")
+    shape, options = spec(call, _row_of("dq", call))
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n)
-    programs = triton.cdiv(call.M, block_m) * call.B * call.H
+    chunks = chunks_of(call.M, call.N)
+    parts = new_parts(call) if chunks > 1 else None
+    to = grad_q if parts is None else parts[:, :, :, 0]
+    programs = triton.cdiv(call.M, block_m) * chunks * call.B * call.H
     for launch, marks, garbage in _launches(call, shape, programs, call.w is None):
         sdpa_bwd_dq_kernel[(programs,)](
-            *t, view(grad_q), mask, lists, drop, call.scale, call.dims, launch,
-            marks, GARBAGE=garbage, **options,
+            *t, view(to), mask, lists, drop, call.scale, call.dims, launch,
+            marks, chunks if chunks > 1 else None, GARBAGE=garbage, **options,
         )  # fmt: skip
+    if parts is not None:
+        launch_merge_dq(call, parts, grad_q, shape)
+
+
+def _row_of(kernel: str, call: Call) -> str:
+    """The kernel's name in config.TABLE."""
+    return f"decode_{kernel}" if call.M <= FEW_QUERIES and call.w is None else kernel
+
+
+def new_parts(call: Call) -> Tensor:
+    """Room for dQ of the chunks of every row, fp32 [B, H, M, chunks, D]."""
+    chunks = chunks_of(call.M, call.N)
+    return call.q.new_empty(call.B, call.H, call.M, chunks, call.D, dtype=torch.float32)
+
+
+def launch_merge_dq(call: Call, parts: Tensor, grad_q: Tensor, shape: Spec) -> None:
+    """Adds up the chunks of every row."""
+    chunks = parts.shape[3]
+    sdpa_bwd_merge_kernel[(call.B * call.H * call.M,)](
+        parts, view(grad_q), chunks, call.dims, shape, CHUNKS=triton.next_power_of_2(chunks)
+    )
 
 
 def _launches(
@@ -598,7 +672,7 @@ def _width(shape) -> int:
 
 
 def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
-    shape, options = spec(call, "dkdv")
+    shape, options = spec(call, _row_of("dkdv", call))
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n, columns=True)
     dk, dv = view(grad_k), view(grad_v)
@@ -617,7 +691,7 @@ def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
             )  # fmt: skip
 
 
-def _launch_dbias(call: Call, t, mask, drop):
+def launch_dbias(call: Call, t, mask, drop):
     shape, options = spec(call, "tile")
     B, H, M, N = call.shape
     bias_B, bias_H, bias_M, bias_N = call.bias.shape

@@ -39,6 +39,7 @@ from .masking import (
     mask_args,
     mask_scores,
     row_range,
+    share_of_blocks,
 )
 from .score import DOT_PRODUCT, Terms, load_side, scores
 from .softmax import LOG2E, load_stats, softmax_finish, softmax_step, store_stats, weights_of
@@ -141,11 +142,9 @@ def sdpa_fwd_kernel(
         mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N
     )
     if partial.chunks is not None:
-        per_chunk = tl.cdiv(end - begin, partial.chunks)
-        begin = tl.minimum(begin + chunk * per_chunk, end)
-        end = tl.minimum(begin + per_chunk, end)
-        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
-        full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+        begin, full_begin, full_end, end = share_of_blocks(
+            chunk, partial.chunks, begin, full_begin, full_end, end
+        )
     n_full = full_end - full_begin
 
     acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)

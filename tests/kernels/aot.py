@@ -1,7 +1,8 @@
 """Compiles launchers' kernels without a GPU, and says what the machine code uses.
 
-    python tests/kernels/aot.py sm_90 2 dot      every row of config.py that 2-byte elements and a
-                                                 score can choose, as JSON
+    python tests/kernels/aot.py sm_90 2 dot            every row of config.py that 2-byte elements
+                                                       and a score can choose, as JSON
+    python tests/kernels/aot.py sm_90 2 dot "plain"    of these, what some of PROBLEMS need
 
 A driver that only names its architecture stands in for the real one, and launches compile instead
 of running. Tensors are on the meta device. Not in the interpreter: run it in its own process.
@@ -127,7 +128,7 @@ PROBLEMS = {
 
 
 def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
-    """Forward and backward of one problem; of few queries, whose backward is as any, forward."""
+    """Forward and backward of one problem."""
     from fastattn.kernels.additive_bwd import launch_additive_bwd
     from fastattn.kernels.additive_fwd import launch_additive_fwd
     from fastattn.kernels.launch import empty_forward
@@ -140,8 +141,6 @@ def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
     }[score]
     problem = call(dtype, head_size, score, **features)
     forward(problem)
-    if problem.M == 1:
-        return
     out, _, weights, stats = empty_forward(problem)
     grad_weights = None if problem.weights == "none" else weights
     backward(
@@ -149,15 +148,15 @@ def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
     )
 
 
-def main(arch: str, size: str, score: str) -> None:
+def main(arch: str, size: str, score: str, *problems: str) -> None:
     compiled = compile_only(arch)
     found = []
     dtype = {2: torch.bfloat16, 4: torch.float32}[int(size)]
     with tempfile.TemporaryDirectory() as folder:
         for head_size in (64, 128, 256):
-            for name, features in PROBLEMS.items():
+            for name in problems or PROBLEMS:
                 compiled.clear()
-                compile_problem(dtype, head_size, score, features)
+                compile_problem(dtype, head_size, score, PROBLEMS[name])
                 for kernel in compiled:
                     entry = usage(kernel, Path(folder))
                     found.append(dict(entry, head_size=head_size, problem=name))

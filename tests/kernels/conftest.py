@@ -3,8 +3,11 @@
 Triton chooses when a kernel is defined, so TRITON_INTERPRET is set until all of them are imported.
 """
 
+import dataclasses
+import functools
 import importlib
 import importlib.util
+import math
 import os
 import pkgutil
 import types
@@ -60,6 +63,24 @@ def _repair_interpreter():
     interpreter._implicit_cvt = lambda arg: (
         arg.value if isinstance(arg, tl.constexpr) else convert(arg)
     )
+
+    # It works out what it would assert of overflows, and asserts it only in its debug mode.
+    the_builder = interpreter.interpreter_builder
+    the_builder.options = dataclasses.replace(the_builder.options, sanitize_overflow=False)
+    scalar_dtype = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda type: (
+        np.dtype(np.uint64) if type.scalar.is_ptr() else scalar_dtype(type.scalar)
+    )
+
+    @functools.cache
+    def sizes(*shape):
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(n) for n in shape])
+
+    def init_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = sizes(*(type.shape if type.is_block() else ()))
+
+    tl.tensor.__init__ = init_tensor
 
     patch_lang = interpreter._patch_lang
     both = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})

@@ -63,6 +63,7 @@ ACCURACY = [
     small("half", dtype=torch.float16, weights="full"),
 ]
 DECODE = [
+    small("sixteen", M=16, H=1, Hkv=1, kv_len="batch", bias="hm", weights="full", lse=True),
     small("plain", M=1, N=200, D=20, lse=True),
     small("gqa", B=2, H=4, M=1, N=150, D=3, kv_len="batch", dtype=torch.bfloat16),
     small("rows", M=3, N=150, kv_len="rows", weights="mean", lse=True),

@@ -23,6 +23,7 @@ from test_garbage import (  # noqa: F401
 
 from fastattn import registry
 from fastattn.backends import triton
+from fastattn.kernels import additive_bwd
 
 
 @pytest.fixture
@@ -34,6 +35,7 @@ def backend(request, device, monkeypatch):
         pytest.skip(f"no Triton kernel for the {score} score")
     # Carried from the CPU to the CPU, which tests the carrier.
     monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
+    monkeypatch.setattr(additive_bwd, "FEW_QUERIES", 0)  # the sizes here are for tiles
     return "triton"
 
 
@@ -41,3 +43,20 @@ def backend(request, device, monkeypatch):
 @pytest.mark.parametrize("score", SCORES)
 def test_nan_in_unused_keys_reaches_nothing(backend, score, name):
     test_garbage.test_unused_keys_reach_nothing(backend, score, name, math.nan)
+
+
+@pytest.mark.parametrize("name", test_garbage.MASKS)
+def test_nan_in_unused_keys_reaches_nothing_of_few_queries(backend, name, monkeypatch):
+    """The additive score's backward has a kernel for them."""
+    monkeypatch.setattr(additive_bwd, "FEW_QUERIES", 16)
+    test_garbage.test_unused_keys_reach_nothing(backend, "additive", name, math.nan)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [test_nan_upstream_stays_in_its_row, test_nan_in_a_query_stays_in_its_row,
+     test_nan_in_a_bias_stays_in_its_row, test_nan_in_a_key_reaches_the_rows_that_keep_it],
+)  # fmt: skip
+def test_nan_among_few_queries_stays_in_its_row(test, backend, monkeypatch):
+    monkeypatch.setattr(additive_bwd, "FEW_QUERIES", 16)
+    test(backend, "additive")
