@@ -12,6 +12,7 @@ from fastattn.modules import (
     MultiheadAttention,
     replace_attention,
 )
+from fastattn.plotting import plot_attention
 from fastattn.problem import Mask
 from fastattn.tuning import autotune
 
@@ -31,6 +32,7 @@ __all__ = [
     "attention",
     "autotune",
     "explain",
+    "plot_attention",
     "replace_attention",
     "scaled_dot_product_attention",
 ]

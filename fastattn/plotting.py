@@ -1,0 +1,144 @@
+"""Pictures of attention weights."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Fonts with Chinese, Japanese and Korean letters, as Linux, macOS and Windows have them.
+CJK_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC",
+    "Source Han Sans CN", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback",
+    "AR PL UMing CN", "PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "SimHei",
+)  # fmt: skip
+CELL = 0.28  # inches; labels of 9 points fit
+SMALLEST, LARGEST = 2.0, 12.0  # inches of a panel's side
+
+
+def plot_attention(
+    weights: Tensor,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Figure:
+    """Draws a heat map of attention weights, one panel a head.
+
+    Rows are queries, columns keys; all panels share one colour scale from 0 to the largest weight.
+
+    Args:
+        weights: ``[M, N]``, or ``[heads, M, N]``, of any floating dtype, on any device.
+        rows: M labels of the queries, such as the words that were written.
+        columns: N labels of the keys, such as the words that were read; they stand on top.
+        title: of the whole figure.
+        names: of the panels; ``head 0``, ``head 1`` ... by default where there are several.
+
+    Returns:
+        A :class:`matplotlib.figure.Figure`: show it in a notebook, or ``.savefig("attention.png")``
+        it. It belongs to no window and need not be closed.
+
+    Raises:
+        ValueError: weights are not 2- or 3-dimensional, or a number of labels is not that of rows,
+            columns or heads.
+        ImportError: matplotlib is not installed.
+
+    Labels may be Chinese, Japanese or Korean where a font for them is installed; a warning says how
+    to get one where it is not.
+
+    Example:
+        >>> _, weights = fastattn.scaled_dot_product_attention(q, k, v, return_weights="full")
+        >>> fastattn.plot_attention(weights[0], words, words).savefig("attention.png")
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = _panels(weights, rows, columns, names)
+    heads, M, N = panels.shape
+    across = math.ceil(math.sqrt(heads))
+    down = math.ceil(heads / across) if heads else 1
+    width, height = (min(max(n * CELL, SMALLEST), LARGEST) for n in (N, M))
+    figure = Figure((across * width + 1.8, down * height + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    if names is None and heads > 1:
+        names = [f"head {n}" for n in range(heads)]
+    options: dict[str, Any] = dict(vmin=0.0, vmax=float(panels.max()) if panels.numel() else 1.0)
+    font = _font([*(rows or ()), *(columns or ()), *(names or ()), title or ""])
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    image = None
+    for n, axis in enumerate(axes):
+        if n >= heads:
+            axis.set_axis_off()
+            continue
+        image = axis.imshow(panels[n].numpy(), aspect="auto", cmap="viridis", **options)
+        _label(axis, rows, columns, font)
+        if names is not None:
+            axis.set_title(names[n], fontsize=9, **font)
+    if title is not None:
+        figure.suptitle(title, **font)
+    if image is not None:
+        figure.colorbar(image, ax=axes, shrink=0.8, label="weight")
+    return figure
+
+
+def _panels(weights: Tensor, rows, columns, names) -> Tensor:
+    """The weights as float32 [heads, M, N] on the CPU."""
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"weights: expected a tensor, got {type(weights).__name__}")
+    if weights.dim() not in (2, 3):
+        raise ValueError(f"weights: expected [M, N] or [heads, M, N], got {list(weights.shape)}")
+    panels = weights.detach().to("cpu", torch.float32)
+    panels = panels[None] if panels.dim() == 2 else panels
+    labelled = (("names", names), ("rows", rows), ("columns", columns))
+    for (name, labels), size in zip(labelled, panels.shape, strict=True):
+        if labels is not None and len(labels) != size:
+            raise ValueError(f"{name}: expected {size} labels for these weights, got {len(labels)}")
+    return panels
+
+
+def _label(axis, rows: Sequence[str] | None, columns: Sequence[str] | None, font: dict) -> None:
+    axis.tick_params(length=0, labelsize=9)
+    if rows is not None:
+        axis.set_yticks(range(len(rows)), labels=list(rows), **font)
+    else:
+        axis.set_ylabel("query")
+    if columns is not None:
+        # Words lean, so that they do not meet; single characters stand.
+        lean = 0 if all(len(c) <= 2 for c in columns) else 60
+        axis.xaxis.tick_top()
+        axis.set_xticks(range(len(columns)), labels=list(columns), rotation=lean,
+                        ha="left" if lean else "center", **font)  # fmt: skip
+    else:
+        axis.set_xlabel("key")
+
+
+def _font(labels: Sequence[str]) -> dict[str, Any]:
+    """The option that makes matplotlib draw these labels, warning where no font has them."""
+    if not any(_is_cjk(letter) for label in labels for letter in label):
+        return {}
+    from matplotlib import font_manager
+
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    found = [name for name in CJK_FONTS if name in installed]
+    if not found:
+        warnings.warn(
+            "no font with Chinese, Japanese or Korean letters is installed: labels will be boxes. "
+            "On Debian: apt install fonts-wqy-zenhei",
+            stacklevel=3,
+        )
+        return {}
+    return {"fontfamily": [found[0], "DejaVu Sans"]}
+
+
+def _is_cjk(letter: str) -> bool:
+    """Kana, ideographs, Hangul and full-width forms."""
+    code = ord(letter)
+    return 0x2E80 <= code <= 0x9FFF or 0xAC00 <= code <= 0xD7AF or 0xF900 <= code <= 0xFFEF

@@ -1,0 +1,83 @@
+"""Heat maps of weights: what is drawn, labelled and refused."""
+
+import io
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import plotting
+
+pytest.importorskip("matplotlib")
+
+
+def panels(figure):
+    """The axes that show weights."""
+    return [axis for axis in figure.axes if axis.images and axis.get_label() != "<colorbar>"]
+
+
+def labels(ticks):
+    return [tick.get_text() for tick in ticks]
+
+
+def test_one_panel_with_its_labels():
+    weights = torch.tensor([[0.25, 0.75, 0.0], [1.0, 0.0, 0.0]])
+    figure = fastattn.plot_attention(weights, ["a", "b"], ["x", "yellow", "z"], title="words")
+    [axis] = panels(figure)
+    assert torch.equal(torch.tensor(axis.images[0].get_array()), weights)
+    assert axis.images[0].get_clim() == (0.0, 1.0)
+    assert labels(axis.get_yticklabels()) == ["a", "b"]
+    assert labels(axis.get_xticklabels()) == ["x", "yellow", "z"]
+    assert figure.get_suptitle() == "words"
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_a_panel_a_head_on_one_scale(heads):
+    weights = torch.rand(heads, 4, 6, dtype=torch.bfloat16, requires_grad=True)
+    figure = fastattn.plot_attention(weights)
+    drawn = panels(figure)
+    assert len(drawn) == heads
+    assert {axis.images[0].get_clim() for axis in drawn} == {(0.0, float(weights.detach().max()))}
+    titles = [axis.get_title() for axis in drawn]
+    assert titles == ([""] if heads == 1 else [f"head {n}" for n in range(heads)])
+
+
+def test_it_can_be_saved():
+    file = io.BytesIO()
+    fastattn.plot_attention(torch.rand(2, 40, 3)).savefig(file)
+    assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_chinese_labels_ask_for_a_font(monkeypatch):
+    from matplotlib import font_manager
+
+    class Font:
+        name = plotting.CJK_FONTS[3]
+
+    weights = torch.rand(2, 2)
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", [Font])
+    figure = fastattn.plot_attention(weights, ["好", "的"], ["a", "b"])
+    assert panels(figure)[0].get_yticklabels()[0].get_fontfamily()[0] == Font.name
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", [])
+    with pytest.warns(UserWarning, match="apt install fonts-wqy-zenhei"):
+        fastattn.plot_attention(weights, ["好", "的"], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((3,), {}, r"weights: expected \[M, N\] or \[heads, M, N\], got \[3\]"),
+        ((1, 1, 3, 4), {}, r"got \[1, 1, 3, 4\]"),
+        ((3, 4), dict(rows=["a"]), "rows: expected 3 labels for these weights, got 1"),
+        ((3, 4), dict(columns=list("abc")), "columns: expected 4 labels"),
+        ((2, 3, 4), dict(names=["one"]), "names: expected 2 labels"),
+    ],
+)
+def test_what_does_not_fit_is_refused(shape, options, message):
+    with pytest.raises(ValueError, match=message):
+        fastattn.plot_attention(torch.rand(shape), **options)
+
+
+def test_no_tensor_is_refused():
+    with pytest.raises(TypeError, match="weights: expected a tensor, got list"):
+        fastattn.plot_attention([[1.0]])
