@@ -89,6 +89,7 @@ def isa_flags(target: str) -> dict[str, list[str]]:
         table["avx2"] = avx2
         table["avx512"] = avx2 + avx512
         table["avx512_bf16"] = avx2 + avx512 + ["-mavx512bf16"]
+        table["amx"] = [*table["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
     return table
 
 
@@ -162,7 +163,8 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
     jobs = [(Path("csrc/ops.cpp"), "once", have + ABI_FLAGS + headers)]
     jobs += [(path, "once", have) for path in every if path not in kernels]
     for isa, flags in isas.items():
-        jobs += [(path, isa, [*flags, f"-DFASTATTN_ISA={isa}"]) for path in kernels]
+        used = [path for path in kernels if isa != "amx" or path.stem.startswith("sdpa")]
+        jobs += [(path, isa, [*flags, f"-DFASTATTN_ISA={isa}"]) for path in used]
     return [
         (path, BUILD / folder / path.relative_to("csrc").with_suffix(".o"), FLAGS + flags)
         for path, folder, flags in jobs

@@ -17,7 +17,7 @@ from helpers import BACKENDS, ON_GPU, Carrier
 
 from fastattn import ops, registry
 
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 def pytest_report_header():

@@ -23,7 +23,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-template <typename Score>
+template <typename Score, typename Values>
 class BackwardWorker {
  public:
   explicit BackwardWorker(const BackwardArgs& args)
@@ -32,12 +32,9 @@ class BackwardWorker {
         score_(p_, scratch_, true),
         mask_(p_, scratch_, kM, kN),
         bias_(args, scratch_),
-        ld_(tile_stride(p_.E)),
-        s_(scratch_.floats(rows_capacity(p_) * kN)),
-        dp_(scratch_.floats(rows_capacity(p_) * kN)),
-        grad_out_(scratch_.floats(rows_capacity(p_) * ld_)),
-        v_transposed_(scratch_.floats(p_.E * kN)),
-        grad_v_(scratch_.floats((kN + kTileRows) * ld_)),
+        values_(p_, p_.grad_out, scratch_, kM, kN),
+        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
+        dp_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         drop_(scratch_.floats(kN + 4 * kWidth)),
         grad_weights_(scratch_.floats(kN)) {}
 
@@ -58,10 +55,6 @@ class BackwardWorker {
 
  private:
   static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
-
-  static int64_t rows_capacity(const BackwardParams& p) {
-    return round_up(min64(p.M, kM), kTileRows);
-  }
 
   // Where this chunk's gradient of q_i goes, in rows of grad_q_stride().
   float* grad_q(int64_t b, int64_t h, int64_t i) const {
@@ -95,7 +88,7 @@ class BackwardWorker {
     const int64_t written = loaded_ ? used : 0;
     if (loaded_) {
       score_.store_key_grad(p_.grad_k, b, hkv, j0);
-      unpack_rows(grad_v_, ld_, 1.f, nullptr, matrix_at(p_.grad_v, b, hkv, j0, used, p_.E));
+      values_.store(p_.grad_v, b, hkv, j0);
     }
     unpack_zeros(matrix_at(p_.grad_k, b, hkv, j0 + written, cols - written, p_.D));
     unpack_zeros(matrix_at(p_.grad_v, b, hkv, j0 + written, cols - written, p_.E));
@@ -108,13 +101,11 @@ class BackwardWorker {
     if (mask_.set_keys(j0, cols) == 0) return;
     if (!loaded_) load_keys(b, hkv, j0, cols);
     score_.load_queries(b, h, i0, at.rows);
-    const bool finite =
-        pack_rows(matrix_at(p_.grad_out, b, h, i0, at.rows, p_.E), 1.f, grad_out_, ld_);
+    values_.load_grad_out(b, h, i0, at.rows);
     score_.scores(s_);
-    gemm(ByRows{grad_out_, ld_}, v_transposed_, kN, at.rows, round_up(cols, kWidth), p_.E, dp_, kN,
-         Store{});
+    values_.grad_weights(dp_);
     mask_.with_masking([&](auto masking) { grad_scores<masking>(at); });
-    add_grad_v(at, mask_.masked() && !finite);
+    values_.accumulate(s_, mask_.masked());
     bias_.add(at, chunk_, dp_, kN);
     score_.backward(dp_, mask_.masked(), grad_q(b, h, i0), grad_q_stride(), grad_w(b, h));
   }
@@ -122,8 +113,7 @@ class BackwardWorker {
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     score_.load_keys(b, hkv, j0, cols);
     score_.clear_key_grad();
-    pack_transposed(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f, v_transposed_, kN);
-    fill(grad_v_, kN * ld_, 0.f);
+    values_.load_values(b, hkv, j0, cols);
     loaded_ = true;
   }
 
@@ -131,6 +121,7 @@ class BackwardWorker {
   template <Masking kMasking>
   void grad_scores(const TilePlace& at) {
     const bool weights = p_.grad_weights.data != nullptr;
+    const float scale = logit_scale(score_);
     for (int64_t i = 0; i < at.rows; ++i) {
       const RowStats stats = load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i));
       const float delta = *args_.delta(at.b, at.h, at.i0 + i);
@@ -138,7 +129,7 @@ class BackwardWorker {
       if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights_);
       float *const s_row = s_ + i * kN, *const dp_row = dp_ + i * kN;
       for (int64_t c = 0; c < at.cols; c += kWidth) {
-        const Vec s = mask_.apply<kMasking>(load(s_row + c), i, c), p = known_weight(s, stats);
+        const Vec s = mask_.apply<kMasking>(load(s_row + c), scale, i, c), p = known_weight(s, stats);
         Vec dp = load(dp_row + c), w = p;
         if (weights) dp += load(grad_weights_ + c);
         if (p_.dropout.enabled) dp *= load(drop_ + c), w *= load(drop_ + c);
@@ -150,24 +141,14 @@ class BackwardWorker {
     }
   }
 
-  void add_grad_v(const TilePlace& at, bool skip_zeros) {
-    const ByCols weights{s_, kN};
-    const int64_t width = round_up(p_.E, kWidth);
-    if (skip_zeros) {
-      accumulate_nonzero(weights, grad_out_, ld_, at.cols, width, at.rows, grad_v_, ld_, 1.f);
-    } else {
-      gemm(weights, grad_out_, ld_, at.cols, width, at.rows, grad_v_, ld_, AddScaled{1.f});
-    }
-  }
-
   const BackwardArgs& args_;
   const BackwardParams& p_;
   Scratch scratch_;
   Score score_;
   MaskTile mask_;
   BiasGrad bias_;
-  int64_t ld_;
-  float *s_, *dp_, *grad_out_, *v_transposed_, *grad_v_, *drop_, *grad_weights_;
+  Values values_;
+  float *s_, *dp_, *drop_, *grad_weights_;
   int64_t chunk_ = 0;
   bool loaded_ = false;
 };
@@ -201,7 +182,7 @@ class ReduceWorker {
   const BackwardParams& p_;
 };
 
-template <typename Score>
+template <typename Score, typename Values = ValueGrads>
 static void backward(const BackwardParams& p, const Parallel& parallel) {
   const int64_t blocks = ceil_div(p.M, Score::kBlockM), heads = p.B * p.H;
   const BackwardArgs args = {p, plan_backward(p), p.Hkv > 0 ? p.H / p.Hkv : 1, blocks};
@@ -211,7 +192,7 @@ static void backward(const BackwardParams& p, const Parallel& parallel) {
   TaskLoop<DeltaWorker<Score>, BackwardArgs>::run(
       args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
   const int64_t tasks = args.plan.groups_b * args.plan.groups_h * args.plan.chunks;
-  TaskLoop<BackwardWorker<Score>, BackwardArgs>::run(args, tasks, work, parallel);
+  TaskLoop<BackwardWorker<Score, Values>, BackwardArgs>::run(args, tasks, work, parallel);
   if (!args.plan.q_direct || p.grad_w != nullptr) {
     const double summed = rows * static_cast<double>(p.D * args.plan.chunks);
     TaskLoop<ReduceWorker, BackwardArgs>::run(args, heads, summed, parallel);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cpu/plan.h"
+#include "cpu/score.h"
 #include "cpu/softmax.h"
 #include "cpu/tasks.h"
 
@@ -42,7 +43,7 @@ class DeltaWorker {
         p_(args.p),
         score_(p_, scratch_, false),
         mask_(p_, scratch_, kM, kN),
-        s_(scratch_.floats(round_up(min64(p_.M, kM), kTileRows) * kN)),
+        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         drop_(scratch_.floats(kN + 4 * kWidth)),
         grad_w_(scratch_.floats(kN)),
         sum_(scratch_.floats(kM * kWidth)),
@@ -89,13 +90,14 @@ class DeltaWorker {
 
   template <Masking kMasking>
   void add_tile(int64_t j0, int64_t cols) {
+    const float scale = logit_scale(score_);
     for (int64_t i = 0; i < rows_; ++i) {
       const RowStats stats = load_stats(p_.stats, args_.row(b_, h_, i0_ + i));
       load_grad_weights(p_, b_, h_, i0_ + i, j0, cols, grad_w_);
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h_, i0_ + i, j0, cols, drop_);
       Vec sum = load(sum_ + i * kWidth);
       for (int64_t c = 0; c < cols; c += kWidth) {
-        const Vec s = mask_.apply<kMasking>(load(s_ + i * kN + c), i, c);
+        const Vec s = mask_.apply<kMasking>(load(s_ + i * kN + c), scale, i, c);
         Vec term = known_weight(s, stats) * load(grad_w_ + c);
         if (p_.dropout.enabled) term *= load(drop_ + c);
         sum += s == splat(-kInf) ? Vec{} : term;

@@ -2,6 +2,11 @@
 // same sources with FASTATTN_ISA naming their namespace; FASTATTN_HAVE_* say which were built
 // besides the baseline.
 #include <cstring>
+#ifdef FASTATTN_HAVE_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "cpu/kernels.h"
 #include "cpu/plan.h"
@@ -13,13 +18,14 @@
   void additive_forward(const ForwardParams&, const Parallel&);   \
   void additive_backward(const BackwardParams&, const Parallel&); \
   }
-#define FASTATTN_TABLE(isa, supported) \
-  {#isa,                               \
-   supported,                          \
-   isa::sdpa_forward,                  \
-   isa::sdpa_backward,                 \
-   isa::additive_forward,              \
-   isa::additive_backward}
+#define FASTATTN_TABLE(isa, supported) FASTATTN_TABLE_OF(isa, supported, isa)
+#define FASTATTN_TABLE_OF(isa, supported, additive) \
+  {#isa,                                            \
+   supported,                                       \
+   isa::sdpa_forward,                               \
+   isa::sdpa_backward,                              \
+   additive::additive_forward,                      \
+   additive::additive_backward}
 
 FASTATTN_DECLARE(baseline)
 #ifdef FASTATTN_HAVE_AVX2
@@ -30,6 +36,9 @@ FASTATTN_DECLARE(avx512)
 #endif
 #ifdef FASTATTN_HAVE_AVX512_BF16
 FASTATTN_DECLARE(avx512_bf16)
+#endif
+#ifdef FASTATTN_HAVE_AMX
+FASTATTN_DECLARE(amx)
 #endif
 
 namespace fastattn::cpu {
@@ -60,9 +69,28 @@ bool always() { return true; }
   return has_avx512() && __builtin_cpu_supports("avx512bf16");
 }
 #endif
+#ifdef FASTATTN_HAVE_AMX
+// A process must ask Linux (5.16 and later) before it uses the tile registers.
+bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h, since 5.16 as well
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+bool has_amx() {
+  if (!has_avx512_bf16()) return false;
+  unsigned a, b, c, d;  // __builtin_cpu_supports() knows AMX from GCC 13 on
+  constexpr unsigned kTile = 1u << 24, kBFloat16 = 1u << 22;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kTile | kBFloat16)) != (kTile | kBFloat16))
+    return false;
+  static const bool permitted = may_use_tiles();
+  return permitted;
+}
+#endif
 
 // Widest first.
 constexpr Kernels kTable[] = {
+#ifdef FASTATTN_HAVE_AMX
+    FASTATTN_TABLE_OF(amx, has_amx, avx512_bf16),
+#endif
 #ifdef FASTATTN_HAVE_AVX512_BF16
     FASTATTN_TABLE(avx512_bf16, has_avx512_bf16),
 #endif

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "cpu/plan.h"
+#include "cpu/score.h"
 #include "cpu/softmax.h"
 #include "cpu/tasks.h"
 #include "cpu/value.h"
@@ -86,7 +87,7 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, int64_t threads) 
           p.mask.band_hi < p.N};
 }
 
-template <typename Score>
+template <typename Score, typename Values>
 class ForwardWorker {
  public:
   explicit ForwardWorker(const ForwardArgs& args)
@@ -94,9 +95,9 @@ class ForwardWorker {
         p_(args.p),
         members_(args.heads * args.stack),
         score_(make_score()),
-        values_(p_, scratch_, kN),
+        values_(p_, scratch_, kM, kN),
         mask_(p_, scratch_, kM, kN),
-        s_(scratch_.floats(round_up(min64(p_.M, kM), kTileRows) * kN)),
+        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         alpha_(scratch_.floats(kM + kWidth)),
         drop_(p_.dropout.enabled ? scratch_.floats(kN + 4 * kWidth) : nullptr),
         states_(scratch_, members_, min64(p_.M, kM), values_.stride()) {}
@@ -169,8 +170,8 @@ class ForwardWorker {
     select(g, false);
     const RowState state = states_.member(g);
     score_.scores(s_);
-    softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, loaded}, state, s_, kN, drop_,
-                 alpha_);
+    softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, loaded}, state,
+                 logit_scale(score_), s_, kN, drop_, alpha_);
     values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);
     return loaded;
   }
@@ -202,7 +203,7 @@ class ForwardWorker {
   int64_t members_;
   Scratch scratch_;
   Score score_;
-  ValueTile values_;
+  Values values_;
   MaskTile mask_;
   float *s_, *alpha_, *drop_;
   RowStates states_;
@@ -257,7 +258,7 @@ class WeightsWorker {
         heads_(p_.H / max64(1, heads_out(p_))),
         score_(p_, scratch_, false),
         mask_(p_, scratch_, kM, kN),
-        s_(scratch_.floats(round_up(min64(p_.M, kM), kTileRows) * kN)),
+        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         drop_(scratch_.floats(kN + 4 * kWidth)),
         panel_(scratch_.floats(min64(p_.M, kM) * kPanel)) {}
 
@@ -306,10 +307,12 @@ class WeightsWorker {
 
   template <Masking kMasking>
   void add_tile(int64_t h, int64_t j0, int64_t cols, float* to) {
+    const float scale = logit_scale(score_);
     for (int64_t i = 0; i < rows_; ++i) {
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
       for (int64_t c = 0; c < cols; c += kWidth) {
-        Vec w = known_weight(mask_.apply<kMasking>(load(s_ + i * kN + c), i, c), stats_[i]);
+        const Vec logits = mask_.apply<kMasking>(load(s_ + i * kN + c), scale, i, c);
+        Vec w = known_weight(logits, stats_[i]);
         if (p_.dropout.enabled) w *= load(drop_ + c);
         store(to + i * kPanel + c, load(to + i * kPanel + c) + w);
       }
@@ -327,13 +330,13 @@ class WeightsWorker {
   int64_t b_ = 0, i0_ = 0, rows_ = 0;
 };
 
-template <typename Score>
+template <typename Score, typename Values = ValueTile>
 static void forward(const ForwardParams& p, const Parallel& parallel) {
   const ForwardArgs args = forward_args<Score>(p, parallel.num_threads);
   const double pairs =
       static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
   const double work = pairs * static_cast<double>(p.D + p.E);
-  TaskLoop<ForwardWorker<Score>, ForwardArgs>::run(args, args.tasks(), work, parallel);
+  TaskLoop<ForwardWorker<Score, Values>, ForwardArgs>::run(args, args.tasks(), work, parallel);
   if (args.plan.chunks > 1) {
     const double merged = static_cast<double>(args.plan.workspace_bytes);
     TaskLoop<MergeWorker, ForwardArgs>::run(args, p.B * p.H, merged, parallel);

@@ -19,6 +19,16 @@ namespace fastattn::FASTATTN_ISA {
 constexpr int kTileRows = 6;
 constexpr int kTileVecs = kVectorRegisters == 32 && kWidth == 16 ? 4 : 2;
 
+// Rows that a tile of scores or outputs needs memory for: whole register tiles of either kind.
+FASTATTN_SIMD int64_t row_capacity(int64_t rows) {
+  const int64_t whole = round_up(rows, kTileRows);
+#ifdef __AMX_BF16__
+  return whole > round_up(rows, 16) ? whole : round_up(rows, 16);
+#else
+  return whole;
+#endif
+}
+
 // A by rows: element (r, k) = data[r * ld + k]; or by columns, the transpose of a row-major matrix:
 // data[k * ld + r].
 struct ByRows {

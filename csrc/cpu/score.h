@@ -13,7 +13,7 @@
 //     void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols);    // cols <= kBlockN
 //     void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);   // rows <= kBlockM
 //
-//     // s[i * kBlockN + j] = log2(e) * score(i0 + i, j0 + j), for i < rows and j < cols rounded up
+//     // logit_scale() * s[i * kBlockN + j] = log2(e) * score(i0 + i, j0 + j), for i < rows and j < cols rounded up
 //     // to kWidth; what is written past cols is ignored: the loop overwrites it with -inf. A NaN
 //     // in key j may reach column j only, one in query i row i only.
 //     void scores(float* s);
@@ -28,8 +28,32 @@
 //                   float* grad_w);
 //     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
 //
+//     // Optional: what scores() leaves for the softmax to multiply, where it costs nothing; at
+//     // least 0.
+//     float logit_scale() const;
+//
 //     // Optional: a constructor with a fourth argument, int64_t slots, and use_slot(slot). Blocks
 //     // of queries then stay loaded side by side; load_queries() and scores() concern the current
 //     // slot, at first 0. The forward pass takes several blocks of queries through each block of
 //     // keys this way.
 //   };
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+template <typename Score>
+FASTATTN_SIMD auto logit_scale_of(const Score& score, int) -> decltype(score.logit_scale()) {
+  return score.logit_scale();
+}
+template <typename Score>
+FASTATTN_SIMD float logit_scale_of(const Score&, long) {
+  return 1.f;
+}
+template <typename Score>
+FASTATTN_SIMD float logit_scale(const Score& score) {
+  return logit_scale_of(score, 0);
+}
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,5 +1,5 @@
-// The scaled dot product as a score: s_ij = scale q_i . k_j, in base 2 (times log2 e, folded into
-// the packed queries).
+// The scaled dot product as a score: s_ij = q_i . k_j, of which the softmax takes the multiple
+// scale * log2(e); queries are packed negated if the scale is negative.
 //
 // Gradients, with dS in natural units: dq_i = scale sum_j dS_ij k_j,  dk_j = scale sum_i dS_ij q_i.
 //
@@ -41,6 +41,8 @@ class DotScore {
     if (backward_) k_finite_ = pack_rows(keys_, 1.f, k_rows_, ld_);
   }
 
+  float logit_scale() const { return abs_scale() * kLog2e; }
+
   void use_slot(int64_t slot) {
     slot_ = slot;
     q_ = slots_ + slot * slot_floats_;
@@ -48,7 +50,7 @@ class DotScore {
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
     slot_rows_[slot_] = static_cast<int32_t>(rows);
-    q_finite_ = pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), p_.scale * kLog2e, q_, ld_);
+    q_finite_ = pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale), q_, ld_);
   }
 
   void scores(float* s) {
@@ -71,7 +73,6 @@ class DotScore {
       gemm(ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_, ld_, Store{});
     }
     add_rows(grad_q_, p_.scale, grad_q, grad_q_stride);
-    // Packed queries carry scale * log2(e); store_key_grad() takes the log2(e) out again.
     if (masked && !q_finite_) {
       accumulate_nonzero(ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_, 1.f);
     } else {
@@ -80,10 +81,11 @@ class DotScore {
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
-    unpack_rows(grad_k_, ld_, kLn2, nullptr, matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
+    unpack_rows(grad_k_, ld_, abs_scale(), nullptr, matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
   }
 
  private:
+  float abs_scale() const { return __builtin_fabsf(p_.scale); }
   int64_t rows() const { return slot_rows_[slot_]; }
 
   void add_rows(const float* from, float factor, float* to, int64_t stride) const {

@@ -2,10 +2,16 @@
 // and cpu/score_dot.h.
 #include "cpu/backward.h"
 #include "cpu/score_dot.h"
+#ifdef __AMX_BF16__
+#include "cpu/dot_amx.h"
+#endif
 
 namespace fastattn::FASTATTN_ISA {
 
 void sdpa_backward(const BackwardParams& p, const Parallel& parallel) {
+#ifdef __AMX_BF16__
+  if (p.M > kDirectRows) return backward<AmxDotScore, AmxValueGrads>(p, parallel);
+#endif
   backward<DotScore>(p, parallel);
 }
 

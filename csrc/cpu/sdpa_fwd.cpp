@@ -2,10 +2,16 @@
 // and cpu/score_dot.h.
 #include "cpu/forward.h"
 #include "cpu/score_dot.h"
+#ifdef __AMX_BF16__
+#include "cpu/dot_amx.h"
+#endif
 
 namespace fastattn::FASTATTN_ISA {
 
 void sdpa_forward(const ForwardParams& p, const Parallel& parallel) {
+#ifdef __AMX_BF16__
+  if (p.M > kDirectRows) return forward<AmxDotScore, AmxValueTile>(p, parallel);
+#endif
   forward<DotScore>(p, parallel);
 }
 

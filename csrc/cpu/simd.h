@@ -54,7 +54,6 @@ typedef int8_t VecBytes __attribute__((vector_size(kWidth)));
 typedef uint64_t VecU64 __attribute__((vector_size(kWidth * 8)));
 
 constexpr float kLog2e = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
 constexpr float kInf = __builtin_inff();
 
 FASTATTN_SIMD Vec splat(float x) { return x - Vec{}; }

@@ -24,7 +24,7 @@ class RowStates {
   RowStates(Scratch& scratch, int64_t members, int64_t rows, int64_t o_stride)
       : members_(members),
         vector_rows_(round_up(rows, kWidth)),
-        tile_size_(round_up(rows, kTileRows) * o_stride),
+        tile_size_(row_capacity(rows) * o_stride),
         all_{scratch.floats(members * vector_rows_),
              scratch.floats(members * vector_rows_ * kWidth),
              scratch.floats(members * tile_size_)} {}
@@ -48,27 +48,32 @@ struct TilePlace {
   int64_t b, h, i0, rows, j0, cols;
 };
 
-// Masks row i of the scores in place; returns its maximum (anything if it holds NaN: the weights
-// will be NaN then).
+// Turns row i of the scores into logits, in place, but for scaling them where nothing is masked:
+// weigh_row() does that. Returns their maximum (anything if one is NaN: the weights will be, too).
 template <Masking kMasking>
-FASTATTN_SIMD float mask_row(const MaskTile& mask, int64_t i, int64_t cols, float* s) {
+FASTATTN_SIMD float mask_row(const MaskTile& mask, float scale, int64_t i, int64_t cols, float* s) {
   Vec top = splat(-kInf);
   for (int64_t c = 0; c < cols; c += kWidth) {
-    const Vec x = mask.apply<kMasking>(load(s + c), i, c);
-    if (kMasking != Masking::kNone) store(s + c, x);
+    Vec x = load(s + c);
+    if constexpr (kMasking != Masking::kNone) {
+      x = mask.apply<kMasking>(x, scale, i, c);
+      store(s + c, x);
+    }
     top = max(x, top);
   }
-  return fold(top, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
+  const float most =
+      fold(top, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
+  return kMasking == Masking::kNone ? most * scale : most;
 }
 
-// s becomes the weights 2^(s - m), l their running sums. `drop` [cols], if any, multiplies weights
-// after they are summed.
-FASTATTN_SIMD void weigh_row(float* s, int64_t cols, float m, float alpha, const float* drop,
-                             float* l) {
+// s becomes the weights 2^(scale s - m), l their running sums. `drop` [cols], if any, multiplies
+// weights after they are summed.
+FASTATTN_SIMD void weigh_row(float* s, int64_t cols, float scale, float m, float alpha,
+                             const float* drop, float* l) {
   Vec sum = load(l) * alpha;
 #pragma GCC unroll 4
   for (int64_t c = 0; c < cols; c += kWidth) {
-    const Vec w = exp2_weight(load(s + c) - m);
+    const Vec w = exp2_weight(load(s + c) * scale - m);
     sum += w;
     store(s + c, w);
   }
@@ -77,18 +82,19 @@ FASTATTN_SIMD void weigh_row(float* s, int64_t cols, float m, float alpha, const
   for (int64_t c = 0; c < cols; c += kWidth) store(s + c, load(s + c) * load(drop + c));
 }
 
-// One step over a tile of scores s [rows, ld]: they become weights; alpha[i] is what rescales row i
-// of O.
+// One step over a tile of scores s [rows, ld], logits being scale s: they become weights; alpha[i]
+// is what rescales row i of O.
 template <Masking kMasking>
 static void softmax_step_masked(const MaskTile& mask, const DropoutParams& dropout,
-                                const TilePlace& at, const RowState& state, float* s, int64_t ld,
-                                float* drop, float* alpha) {
+                                const TilePlace& at, const RowState& state, float scale, float* s,
+                                int64_t ld, float* drop, float* alpha) {
+  const float left = kMasking == Masking::kNone ? scale : 1.f;  // what mask_row() leaves out
   for (int64_t i0 = 0; i0 < at.rows; i0 += kWidth) {
     const int64_t i1 = min64(i0 + kWidth, at.rows);
     float top[kWidth];
     store(top, splat(-kInf));
     for (int64_t i = i0; i < i1; ++i)
-      top[i - i0] = mask_row<kMasking>(mask, i, at.cols, s + i * ld);
+      top[i - i0] = mask_row<kMasking>(mask, scale, i, at.cols, s + i * ld);
     const Vec m_old = load(state.m + i0), m_new = max(m_old, load(top));
     const Vec m_finite = m_new == splat(-kInf) ? Vec{} : m_new;
     store(state.m + i0, m_new);
@@ -96,17 +102,17 @@ static void softmax_step_masked(const MaskTile& mask, const DropoutParams& dropo
     store(alpha + i0, exp2_weight(m_old - m_finite));
     for (int64_t i = i0; i < i1; ++i) {
       if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-      weigh_row(s + i * ld, at.cols, top[i - i0], alpha[i], dropout.enabled ? drop : nullptr,
-                state.l + i * kWidth);
+      weigh_row(s + i * ld, at.cols, left, top[i - i0], alpha[i],
+                dropout.enabled ? drop : nullptr, state.l + i * kWidth);
     }
   }
 }
 
 FASTATTN_SIMD void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
-                                const TilePlace& at, const RowState& state, float* s, int64_t ld,
-                                float* drop, float* alpha) {
+                                const TilePlace& at, const RowState& state, float scale, float* s,
+                                int64_t ld, float* drop, float* alpha) {
   mask.with_masking([&](auto masking) {
-    softmax_step_masked<masking>(mask, dropout, at, state, s, ld, drop, alpha);
+    softmax_step_masked<masking>(mask, dropout, at, state, scale, s, ld, drop, alpha);
   });
 }
 

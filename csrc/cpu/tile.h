@@ -60,17 +60,17 @@ class MaskTile {
     }
   }
 
-  // The scores s of row i, columns [c, c + kWidth): -inf where masked or past the last key, biased
-  // elsewhere.
+  // The logits of row i, columns [c, c + kWidth), from their scores: -inf where masked or past the
+  // last key, scaled and biased elsewhere.
   template <Masking kMasking>
-  FASTATTN_MEMBER Vec apply(Vec s, int64_t i, int64_t c) const {
+  FASTATTN_MEMBER Vec apply(Vec s, float scale, int64_t i, int64_t c) const {
     if constexpr (kMasking == Masking::kIntervals) {
-      return inside(i, c) ? s : splat(-kInf);
+      return inside(i, c) ? s * scale : splat(-kInf);
     } else if constexpr (kMasking == Masking::kAddend) {
       const Vec addend = load(addend_ + i * addend_stride_ + c);
-      return addend == splat(-kInf) ? addend : s + addend;
+      return addend == splat(-kInf) ? addend : s * scale + addend;
     } else {
-      return s;
+      return s * scale;
     }
   }
 

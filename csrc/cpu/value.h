@@ -1,4 +1,4 @@
-// A block of values and the second product of the forward pass, O = scale O + W V.
+// A block of values and its products: O = scale O + W V, and those of the backward pass.
 #pragma once
 
 #include "cpu/direct.h"
@@ -23,7 +23,7 @@ static void accumulate_nonzero(A a, const float* b, int64_t ldb, int64_t rows, i
 
 class ValueTile {
  public:
-  ValueTile(const AttentionParams& p, Scratch& scratch, int64_t block_n)
+  ValueTile(const AttentionParams& p, Scratch& scratch, int64_t, int64_t block_n)
       : v_(p.v),
         E_(p.E),
         direct_(p.M <= kDirectRows && rows_contiguous(p.v)),
@@ -40,7 +40,7 @@ class ValueTile {
 
   // o[i] = scale[i] * o[i] + sum_j weights[i * ld + j] * V[j]. `masked`: some weights are 0 for
   // being masked.
-  void accumulate(const float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
+  void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
                   float* o) {
     if (direct_) {
       for (int64_t i = 0; i < rows; ++i) {
@@ -79,6 +79,60 @@ class ValueTile {
   float* packed_;
   int32_t* listed_;
   Matrix values_{};
+};
+
+// The backward pass over a block of values and a block of output gradients: dP = dO V^T and
+// dV += W^T dO.
+class ValueGrads {
+ public:
+  ValueGrads(const AttentionParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
+             int64_t block_n)
+      : p_(p),
+        grad_out_view_(grad_out),
+        block_n_(block_n),
+        ld_(tile_stride(p.E)),
+        grad_out_(scratch.floats(round_up(min64(p.M, block_m), kTileRows) * ld_)),
+        v_transposed_(scratch.floats(p.E * block_n)),
+        grad_v_(scratch.floats((block_n + kTileRows) * ld_)) {}
+
+  void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    cols_ = cols;
+    pack_transposed(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f, v_transposed_, block_n_);
+    fill(grad_v_, block_n_ * ld_, 0.f);
+  }
+
+  void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    rows_ = rows;
+    finite_ = pack_rows(matrix_at(grad_out_view_, b, h, i0, rows, p_.E), 1.f, grad_out_, ld_);
+  }
+
+  // dp [rows, block_n]
+  void grad_weights(float* dp) {
+    gemm(ByRows{grad_out_, ld_}, v_transposed_, block_n_, rows_, round_up(cols_, kWidth), p_.E, dp,
+         block_n_, Store{});
+  }
+
+  // `masked`: some weights are 0 for being masked.
+  void accumulate(float* weights, bool masked) {
+    const ByCols transposed{weights, block_n_};
+    const int64_t width = round_up(p_.E, kWidth);
+    if (masked && !finite_) {
+      accumulate_nonzero(transposed, grad_out_, ld_, cols_, width, rows_, grad_v_, ld_, 1.f);
+    } else {
+      gemm(transposed, grad_out_, ld_, cols_, width, rows_, grad_v_, ld_, AddScaled{1.f});
+    }
+  }
+
+  void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
+    unpack_rows(grad_v_, ld_, 1.f, nullptr, matrix_at(grad_v, b, hkv, j0, cols_, p_.E));
+  }
+
+ private:
+  const AttentionParams& p_;
+  const View& grad_out_view_;
+  int64_t block_n_, ld_, rows_ = 0, cols_ = 0;
+  bool finite_ = true;
+  float *grad_out_, *v_transposed_, *grad_v_;
 };
 
 }  // namespace fastattn::FASTATTN_ISA

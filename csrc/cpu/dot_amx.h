@@ -1,0 +1,303 @@
+// The five products of scaled dot-product attention on the matrix unit (amx.h): the score, the
+// values and their gradients with the interfaces of score_dot.h and value.h.
+//
+// Gradients of keys and values are accumulated transposed, dK^T = Q^T dS and dV^T = dO^T W, so that
+// no tile of scores is ever transposed: W and dS are right operands there as they lie.
+#pragma once
+
+#include "cpu/amx.h"
+#include "cpu/score.h"
+#include "cpu/value.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// A block of rows of an input, on the way into operands: rows that stand apart are kept in fp32.
+class AmxInput {
+ public:
+  AmxInput() = default;
+  AmxInput(Scratch& scratch, int64_t rows, int64_t cols)
+      : ld_(tile_stride(cols)), apart_(scratch, rows), dense_(scratch.floats(rows * ld_)) {}
+
+  void load(const Matrix& from, float sign) {
+    from_ = from, sign_ = sign, is_dense_ = false;
+    if (from.stride_c != 1 && from.cols > 1) {
+      use_dense();
+      from_ = {dense_, DType::kFloat32, 0, ld_, 1, from.rows, from.cols};
+      sign_ = 1.f;
+    }
+    from_.stride_c = 1;
+    with_dtype(from_.dtype, [&](auto type) { apart_.scan<type>(from_, kSmallest, kLargest); });
+  }
+
+  template <Depth kDepth, Side kSide>
+  void pack(const Operand& to) const {
+    pack_tiles<kDepth, kSide>(from_, sign_, apart_, to);
+  }
+
+  int64_t rows() const { return from_.rows; }
+  int64_t cols() const { return from_.cols; }
+  const Apart& apart() const { return apart_; }
+
+  // All rows in fp32, made when asked for.
+  const float* row(int64_t r) {
+    if (!is_dense_) use_dense();
+    return dense_ + r * ld_;
+  }
+
+ private:
+  void use_dense() {
+    pack_rows(from_, sign_, dense_, ld_);
+    is_dense_ = true;
+  }
+
+  int64_t ld_ = 0;
+  Matrix from_{};
+  float sign_ = 1.f;
+  Apart apart_;
+  float* dense_ = nullptr;
+  bool is_dense_ = false;
+};
+
+// to(r, c) = factor * from[c * ld + r], by way of `rows` [to.rows, ld_rows].
+static void unpack_columns(float* from, int64_t ld, float factor, float* rows, int64_t ld_rows,
+                           const Matrix& to) {
+  pack_rows({from, DType::kFloat32, 0, 1, ld, to.rows, to.cols}, factor, rows, ld_rows);
+  unpack_rows(rows, ld_rows, 1.f, nullptr, to);
+}
+
+// C(r, c) = a_r . b_c, [rows of a, ld], where one of the two stands apart.
+static void multiply_rows_apart(AmxInput& a, AmxInput& b, float* c, int64_t ld) {
+  if (!a.apart().any() && !b.apart().any()) return;
+  for (int64_t i = 0; i < a.rows(); ++i)
+    for (int64_t j = 0; j < b.rows(); ++j) {
+      if (!a.apart().has(i) && !b.apart().has(j)) continue;
+      Vec sum{};
+      for (int64_t d = 0; d < a.cols(); d += kWidth) sum += load(a.row(i) + d) * load(b.row(j) + d);
+      c[i * ld + j] = sum_lanes(sum);
+    }
+}
+
+// C(r, :) += sum_k A(r, k) b_k, where b_k, or row r or column k of A, stands apart. `masked`: zeros
+// of A count as nothing. Element (r, c) of C is c[r * stride_r + c * stride_c].
+template <typename A>
+static void accumulate_rows_apart(A a, int64_t rows, const Apart& a_rows, const Apart& a_cols,
+                                  AmxInput& b, bool masked, float* c, int64_t stride_r,
+                                  int64_t stride_c) {
+  if (!a_rows.any() && !a_cols.any() && !b.apart().any()) return;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0; k < b.rows(); ++k) {
+      const float ark = a.at(r, k);
+      if (!a_rows.has(r) && !a_cols.has(k) && !b.apart().has(k)) continue;
+      if (masked && ark == 0.f) continue;
+      for (int64_t n = 0; n < b.cols(); ++n) c[r * stride_r + n * stride_c] += ark * b.row(k)[n];
+    }
+}
+
+// DotScore on the matrix unit.
+class AmxDotScore {
+ public:
+  static constexpr int64_t kBlockM = 64, kBlockN = 128;
+
+  AmxDotScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
+      : p_(p),
+        backward_(backward),
+        ld_(round_up(p.D, kEdge)),
+        slots_(scratch, p, slots, min64(p.M, kBlockM)),
+        keys_(scratch, kBlockN, p.D),
+        k_(scratch, kBlockN, p.D, parts_of(p.q.dtype)) {
+    if (!backward) return;
+    const int64_t parts = parts_of(p.q.dtype);
+    k_rows_ = Operand(scratch, p.D, kBlockN, parts);
+    q_columns_ = Operand(scratch, p.D, kBlockM, parts);
+    ds_apart_ = Apart(scratch, kBlockM);
+    ds_rows_ = Operand(scratch, kBlockM, kBlockN, parts);
+    ds_columns_ = Operand(scratch, kBlockN, kBlockM, parts);
+    grad_q_ = scratch.floats(kBlockM * ld_);
+    grad_k_ = scratch.floats(ld_ * kBlockN);
+    grad_k_rows_ = scratch.floats(kBlockN * ld_);
+  }
+
+  float logit_scale() const { return abs_scale() * kLog2e; }
+
+  void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    keys_.load(matrix_at(p_.k, b, hkv, j0, cols, p_.D), 1.f);
+    keys_.pack<Depth::kCols, Side::kRight>(k_);
+    if (backward_) keys_.pack<Depth::kRows, Side::kRight>(k_rows_);
+  }
+
+  void use_slot(int64_t slot) { slots_.use(slot); }
+
+  void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    AmxInput& queries = slots_.queries();
+    queries.load(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale));
+    queries.pack<Depth::kCols, Side::kLeft>(slots_.q());
+    if (backward_) queries.pack<Depth::kRows, Side::kLeft>(q_columns_);
+  }
+
+  void scores(float* s) {
+    AmxInput& queries = slots_.queries();
+    multiply_tiles(slots_.q(), k_, queries.rows(), keys_.rows(), p_.D, false, s, kBlockN);
+    multiply_rows_apart(queries, keys_, s, kBlockN);
+  }
+
+  void clear_key_grad() { fill(grad_k_, ld_ * kBlockN, 0.f); }
+
+  void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
+    AmxInput& queries = slots_.queries();
+    const int64_t rows = queries.rows(), cols = keys_.rows();
+    const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, kBlockN, 1, rows, cols};
+    ds_apart_.scan<DType::kFloat32>(tile, 0.f, kLargest);
+    pack_tiles<Depth::kCols, Side::kLeft>(tile, 1.f, ds_apart_, ds_rows_);
+    pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, ds_apart_, ds_columns_);
+
+    multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
+    accumulate_rows_apart(ByRows{ds, kBlockN}, rows, ds_apart_, Apart(), keys_, masked, grad_q_,
+                          ld_, 1);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t d = 0; d < p_.D; ++d)
+        grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[i * ld_ + d];
+
+    multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_, kBlockN);
+    accumulate_rows_apart(ByCols{ds, kBlockN}, cols, Apart(), ds_apart_, queries, masked, grad_k_,
+                          1, kBlockN);
+  }
+
+  void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
+    const Matrix to = matrix_at(grad_k, b, hkv, j0, keys_.rows(), p_.D);
+    unpack_columns(grad_k_, kBlockN, abs_scale(), grad_k_rows_, ld_, to);
+  }
+
+ private:
+  // Blocks of queries that stay loaded side by side.
+  class Slots {
+   public:
+    Slots(Scratch& scratch, const AttentionParams& p, int64_t count, int64_t rows)
+        : list_(static_cast<Slot*>(scratch.of<Slot>(count))) {
+      for (int64_t n = 0; n < count; ++n)
+        new (list_ + n) Slot{AmxInput(scratch, rows, p.D),
+                             Operand(scratch, rows, p.D, parts_of(p.q.dtype))};
+    }
+    void use(int64_t slot) { current_ = slot; }
+    AmxInput& queries() { return list_[current_].queries; }
+    const Operand& q() const { return list_[current_].q; }
+
+   private:
+    struct Slot {
+      AmxInput queries;
+      Operand q;
+    };
+    Slot* list_;
+    int64_t current_ = 0;
+  };
+
+  float abs_scale() const { return __builtin_fabsf(p_.scale); }
+
+  MatrixUnit unit_;
+  const AttentionParams& p_;
+  bool backward_;
+  int64_t ld_;
+  Slots slots_;
+  AmxInput keys_;
+  Operand k_;  // of S = Q K^T
+  Operand k_rows_, q_columns_;
+  Apart ds_apart_;
+  Operand ds_rows_, ds_columns_;
+  float *grad_q_ = nullptr, *grad_k_ = nullptr, *grad_k_rows_ = nullptr;
+};
+
+// ValueTile on the matrix unit.
+class AmxValueTile {
+ public:
+  AmxValueTile(const AttentionParams& p, Scratch& scratch, int64_t block_m, int64_t block_n)
+      : p_(p),
+        ld_(tile_stride(p.E)),
+        values_(scratch, block_n, p.E),
+        v_(scratch, p.E, block_n, parts_of(p.q.dtype)),
+        weights_(scratch, block_m, block_n, parts_of(p.q.dtype)) {}
+
+  int64_t stride() const { return ld_; }
+
+  void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f);
+    values_.pack<Depth::kRows, Side::kRight>(v_);
+  }
+
+  void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
+                  float* o) {
+    for (int64_t i = 0; i < rows; ++i) {
+      if (scale[i] == 1.f) continue;
+      for (int64_t e = 0; e < ld_; e += kWidth)
+        store(o + i * ld_ + e, fastattn::FASTATTN_ISA::load(o + i * ld_ + e) * scale[i]);
+    }
+    const Matrix tile = {weights, DType::kFloat32, 0, ld, 1, rows, values_.rows()};
+    pack_tiles<Depth::kCols, Side::kLeft>(tile, 1.f, Apart(), weights_);
+    multiply_tiles(weights_, v_, rows, p_.E, values_.rows(), true, o, ld_);
+    accumulate_rows_apart(ByRows{weights, ld}, rows, Apart(), Apart(), values_, masked, o, ld_, 1);
+  }
+
+ private:
+  const AttentionParams& p_;
+  int64_t ld_;
+  AmxInput values_;
+  Operand v_, weights_;
+};
+
+// ValueGrads on the matrix unit.
+class AmxValueGrads {
+ public:
+  AmxValueGrads(const AttentionParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
+                int64_t block_n)
+      : p_(p),
+        grad_out_view_(grad_out),
+        block_n_(block_n),
+        ld_(round_up(p.E, kEdge)),
+        values_(scratch, block_n, p.E),
+        grad_out_(scratch, block_m, p.E),
+        v_(scratch, block_n, p.E, parts_of(p.q.dtype)),
+        grad_out_rows_(scratch, block_m, p.E, parts_of(p.q.dtype)),
+        grad_out_columns_(scratch, p.E, block_m, parts_of(p.q.dtype)),
+        weights_(scratch, block_n, block_m, parts_of(p.q.dtype)),
+        grad_v_(scratch.floats(ld_ * block_n)),
+        grad_v_rows_(scratch.floats(block_n * ld_)) {}
+
+  void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f);
+    values_.pack<Depth::kCols, Side::kRight>(v_);
+    fill(grad_v_, ld_ * block_n_, 0.f);
+  }
+
+  void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    grad_out_.load(matrix_at(grad_out_view_, b, h, i0, rows, p_.E), 1.f);
+    grad_out_.pack<Depth::kCols, Side::kLeft>(grad_out_rows_);
+    grad_out_.pack<Depth::kRows, Side::kLeft>(grad_out_columns_);
+  }
+
+  void grad_weights(float* dp) {
+    multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), values_.rows(), p_.E, false, dp, block_n_);
+    multiply_rows_apart(grad_out_, values_, dp, block_n_);
+  }
+
+  void accumulate(float* weights, bool masked) {
+    const int64_t rows = grad_out_.rows(), cols = values_.rows();
+    const Matrix tile = {weights, DType::kFloat32, 0, block_n_, 1, rows, cols};
+    pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, Apart(), weights_);
+    multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_, block_n_);
+    accumulate_rows_apart(ByCols{weights, block_n_}, cols, Apart(), Apart(), grad_out_, masked,
+                          grad_v_, 1, block_n_);
+  }
+
+  void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
+    const Matrix to = matrix_at(grad_v, b, hkv, j0, values_.rows(), p_.E);
+    unpack_columns(grad_v_, block_n_, 1.f, grad_v_rows_, ld_, to);
+  }
+
+ private:
+  const AttentionParams& p_;
+  const View& grad_out_view_;
+  int64_t block_n_, ld_;
+  AmxInput values_, grad_out_;
+  Operand v_, grad_out_rows_, grad_out_columns_, weights_;
+  float *grad_v_, *grad_v_rows_;
+};
+
+}  // namespace fastattn::FASTATTN_ISA
