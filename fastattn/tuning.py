@@ -107,10 +107,14 @@ def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
 
     from fastattn.kernels.sdpa_fwd import FEW_QUERIES
 
-    prefix = "" if p.score == "dot" else "additive_"
-    first = "decode" if p.M <= FEW_QUERIES else "fwd"
-    calls = {first: forward, "dq": backward, "dkdv": backward, "tile": backward}
-    return [(prefix + kernel, call) for kernel, call in calls.items()]
+    few = p.M <= FEW_QUERIES
+    if p.score == "additive":
+        first = {"additive_decode" if few else "additive_fwd": forward}
+        rest = ["tile"] if few else ["dq", "dkdv", "tile"]
+        return [*(first | {f"additive_{kernel}": backward for kernel in rest}).items()]
+    prefix = "decode_" if few else ""
+    first = {"decode" if few else "fwd": forward}
+    return [*(first | dict.fromkeys((f"{prefix}dq", f"{prefix}dkdv", "tile"), backward)).items()]
 
 
 def _timer(name: str, call: Callable[[], object], measure: Measure) -> Callable[[Config], float]:
@@ -141,9 +145,11 @@ def _descend(start: Config, time_of: Callable[[Config], float]) -> Config:
 
 
 def _neighbours(c: Config) -> list[Config]:
+    from fastattn.kernels import tuned
+
     blocks = [c._replace(BLOCK_M=m) for m in (c.BLOCK_M // 2, c.BLOCK_M * 2)]
     blocks += [c._replace(BLOCK_N=n) for n in (c.BLOCK_N // 2, c.BLOCK_N * 2)]
-    blocks = [b for b in blocks if min(b.BLOCK_M, b.BLOCK_N) >= 16]
+    blocks = [b for b in blocks if {b.BLOCK_M, b.BLOCK_N} <= {*tuned.BLOCKS}]
     stages = [c._replace(num_stages=s) for s in (c.num_stages - 1, c.num_stages + 1) if s >= 1]
     return [*blocks, c._replace(num_warps=12 - c.num_warps), *stages]  # 4 warps, or 8
 

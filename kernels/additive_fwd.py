@@ -30,8 +30,9 @@ from .score import DOT_PRODUCT, HALF_UNIT, KEY_LIMIT, SATURATION, Terms, recipro
 from .sdpa_fwd import launch_merge, launch_sdpa_fwd, launch_weights, new_partial, store_partial
 from .softmax import LOG2E, softmax_step
 from .tiles import View, head_ptr, load_tile, place, view
+from .tuned import BLOCKS
 
-PADDING = 128  # tokens: the largest block of config.py
+PADDING = BLOCKS[-1]  # tokens
 TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
 SHARES = tl.constexpr(16)  # of the keys, at most
 SHARE = 512  # keys, at least

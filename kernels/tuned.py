@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import triton
 
+BLOCKS = (16, 32, 64, 128)  # tl.dot asks for the first, additive workspaces are padded for the last
+
 _trial: dict[str, tuple[int, ...]] = {}  # what is being measured right now
 
 
@@ -84,6 +86,8 @@ def _read() -> dict[str, dict[str, list[int]]]:
             for config in rows.values():
                 if len(config) != 4 or not all(type(n) is int and n > 0 for n in config):
                     raise ValueError(f"expected four positive integers, got {config}")
+                if not {*config[:2]} <= {*BLOCKS}:
+                    raise ValueError(f"expected blocks of {BLOCKS}, got {config[:2]}")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:

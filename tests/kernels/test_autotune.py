@@ -70,10 +70,19 @@ def test_results_stay_what_they_were(q):
     torch.testing.assert_close(after, before)
 
 
-def test_few_queries_have_a_kernel_of_their_own(q):
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_few_queries_have_kernels_of_their_own(q, score):
     best = Config(16, 16, 8, 2)
-    fastattn.autotune(q[:, :, :1], q, q, measure=distance(best))
-    assert choose("decode") == best != choose("fwd")
+    weight = torch.randn(8) if score == "additive" else None
+    query, key = (q[:, :, :1], q) if weight is None else (q[0, :, :1], q[0])
+    found = fastattn.autotune(query, key, key, weight=weight, measure=distance(best))
+    kernels = {
+        "dot": ["decode", "decode_dq", "decode_dkdv", "tile"],
+        "additive": ["additive_decode", "additive_tile"],
+    }[score]
+    assert [name.split(",")[0] for name in found] == kernels
+    assert [choose(kernel) for kernel in kernels] == [best] * len(kernels)
+    assert best not in (choose("fwd"), choose("dq"), choose("additive_fwd"))
 
 
 def test_a_problem_may_stand_for_the_call(q):
@@ -97,16 +106,26 @@ def test_what_cannot_run_is_passed_by():
     start = Config(64, 64, 4, 1)
 
     def time_of(c):
-        return math.inf if c.BLOCK_M > 64 else 1 / c.BLOCK_M / c.BLOCK_N if c.BLOCK_N < 512 else 1
+        return math.inf if c.BLOCK_M > 64 else 1 / c.BLOCK_M / c.BLOCK_N
 
-    assert tuning._descend(start, time_of) == Config(64, 256, 4, 1)
+    # Larger blocks than 128 have no workspace.
+    assert tuning._descend(start, time_of) == Config(64, 128, 4, 1)
     with_error = tuning._timer("fwd", lambda: None, lambda call: 1 / 0)
     assert with_error(start) == math.inf
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"a device": 1}', '{"a device": {"x": [1, 2]}}', '{"a": {"x": [0, 1, 1, 1]}}'],
+    [
+        "",
+        "[]",
+        "{",
+        '{"a device": 1}',
+        '{"a device": {"x": [1, 2]}}',
+        '{"a": {"x": [0, 1, 1, 1]}}',
+        '{"a": {"x": [16, 24, 4, 1]}}',
+        '{"a": {"x": [256, 16, 4, 1]}}',
+    ],
 )
 def test_a_broken_file_is_ignored_aloud(cache, text):
     cache.parent.mkdir()
