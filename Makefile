@@ -54,7 +54,7 @@ bench: build
 SANITIZER = $(firstword $(shell command -v compute-sanitizer) $(wildcard /usr/local/cuda/bin/compute-sanitizer))
 gpu: build
 	@$(PY) -c 'import torch; exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
-	OMP_NUM_THREADS=1 timeout -s INT 200 $(PY) -m pytest tests -m gpu -q $(call PARALLEL,load); \
+	FASTATTN_TEST_SECONDS=150 OMP_NUM_THREADS=1 timeout -s INT 200 $(PY) -m pytest tests -m gpu -q $(call PARALLEL,load); \
 	tests=$$?; \
 	$(PY) -m bench.run --device cuda $(ARGS) && \
 	$(if $(SANITIZER),$(MAKE) sanitize-gpu &&) exit $$tests
