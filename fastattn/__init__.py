@@ -3,6 +3,7 @@
 from fastattn.functional import additive_attention, attention, explain, scaled_dot_product_attention
 from fastattn.modules import (
     AdditiveAttention,
+    CosineAttention,
     HardAttention,
     HardChoice,
     KVCache,
@@ -10,6 +11,8 @@ from fastattn.modules import (
     LuongAttention,
     MultiheadAdditiveAttention,
     MultiheadAttention,
+    NadarayaWatson,
+    SelfAttention,
     replace_attention,
 )
 from fastattn.plotting import plot_attention
@@ -20,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveAttention",
+    "CosineAttention",
     "HardAttention",
     "HardChoice",
     "KVCache",
@@ -28,6 +32,8 @@ __all__ = [
     "Mask",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",
+    "NadarayaWatson",
+    "SelfAttention",
     "additive_attention",
     "attention",
     "autotune",

@@ -233,18 +233,12 @@ def _normalize(x: Tensor) -> Tensor:
 def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict):
     """-|q-k|^2 / 2h^2 = q.k / h^2 - |k|^2 / 2h^2 - |q|^2 / 2h^2: dot, key bias, row constant.
 
-    The score depends on differences only, but its terms do not: both sides are centred on the
-    queries first, or the cancellation would lose all digits for data far from 0.
+    The score depends on differences only, but its terms do not: hence both sides are centred first.
     """
     if not isinstance(bandwidth, Tensor) and not bandwidth > 0:
         raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
-    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query, key = query.to(precision), key.to(precision)
-    # Centred on the queries: a masked key may hold anything, and has no say.
-    dims = tuple(range(-min(query.dim(), 3), -1))
-    finite = torch.where(query.isfinite(), query, 0.0).detach()
-    centre = finite.mean(dims, keepdim=True) if query.numel() else 0.0
-    query, key = query - centre, key - centre
+    query, key = _centred(query, key)
+    precision = query.dtype
     # Farther keys weigh 0 like these; their squares would be infinite, and 0 * inf is NaN.
     far = torch.finfo(precision).max ** 0.375
     key = key.clamp(-far, far)
@@ -265,6 +259,19 @@ def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tens
     if options.get("return_lse"):
         results[-1] = results[-1].to(precision) - 0.5 * (query / bandwidth).square().sum(-1)
     return tuple(results)
+
+
+def _centred(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both less the mean query, in float32 at least: data far from 0 would lose all its digits.
+
+    Centred on the queries: a masked key may hold anything, and has no say.
+    """
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    query, key = query.to(precision), key.to(precision)
+    dims = tuple(range(-min(query.dim(), 3), -1))
+    finite = torch.where(query.isfinite(), query, 0.0).detach()
+    centre = finite.mean(dims, keepdim=True) if query.numel() else 0.0
+    return query - centre, key - centre
 
 
 def explain(

@@ -7,9 +7,12 @@ from fastattn.modules.local import LocalAttention
 from fastattn.modules.luong import LuongAttention
 from fastattn.modules.multihead import MultiheadAttention
 from fastattn.modules.replace import replace_attention
+from fastattn.modules.self_attention import SelfAttention
+from fastattn.modules.similarity import CosineAttention, NadarayaWatson
 
 __all__ = [
     "AdditiveAttention",
+    "CosineAttention",
     "HardAttention",
     "HardChoice",
     "KVCache",
@@ -17,5 +20,7 @@ __all__ = [
     "LuongAttention",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",
+    "NadarayaWatson",
+    "SelfAttention",
     "replace_attention",
 ]

@@ -32,6 +32,13 @@ class Masks(NamedTuple):
             )
         return dataclasses.replace(self.mask or Mask(), kv_len=self.valid_lens)
 
+    def over_heads(self) -> dict[str, Any]:
+        """As keywords of a function over [B, H, M, D]: what has the dims (B, M, N) gets a dim H."""
+        mask = self.merged()
+        if mask is not None and mask.keep is not None:
+            mask = dataclasses.replace(mask, keep=_with_head_dim(mask.keep))
+        return {"attn_mask": _with_head_dim(self.attn_mask), "mask": mask}
+
 
 def attend(
     score: str,
@@ -44,25 +51,18 @@ def attend(
     **options,
 ) -> tuple[Tensor, Tensor | None]:
     """``functional.attention`` over (B, M, D): output (B, M, Dv), and weights (B, M, N) or None."""
-    tensors = {"queries": queries, "keys": keys, "values": values}
-    for name, x in tensors.items():
-        if x.dim() != 3:
-            raise ValueError(
-                f"{name}: expected 3 dims, (batch, length, features), got {list(x.shape)}"
-            )
-    mask, attn_mask = masks.merged(), masks.attn_mask
-    if score != "additive":  # where dim -3 is the heads; the additive score has them in its weight
-        tensors = {name: x.unsqueeze(1) for name, x in tensors.items()}
-        attn_mask = _with_head_dim(attn_mask)
-        if mask is not None and mask.keep is not None:
-            mask = dataclasses.replace(mask, keep=_with_head_dim(mask.keep))
+    check_dims(queries=queries, keys=keys, values=values)
+    tensors = [queries, keys, values]
+    if score == "additive":
+        given: dict[str, Any] = {"attn_mask": masks.attn_mask, "mask": masks.merged()}
+    else:  # dim -3 is the heads; the additive score has them in its weight
+        tensors, given = [x.unsqueeze(1) for x in tensors], masks.over_heads()
     results: Any = functional.attention(
-        *tensors.values(),
+        *tensors,
         score=score,
-        attn_mask=attn_mask,
         dropout_p=dropout_p,
-        mask=mask,
         return_weights="mean" if need_weights else None,
+        **given,
         **options,
     )
     out, weights = results if need_weights else (results, None)
@@ -85,6 +85,15 @@ def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: b
         out = out.squeeze(1)
         weights = None if weights is None else weights.squeeze(1)
     return (out, weights) if need_weights else out
+
+
+def check_dims(**tensors: Tensor) -> None:
+    """Raises ValueError unless all have the dims (batch, length, features)."""
+    for name, x in tensors.items():
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name}: expected 3 dims, (batch, length, features), got {list(x.shape)}"
+            )
 
 
 def check_dropout(dropout: float) -> None:
