@@ -3,16 +3,19 @@
 from fastattn.functional import additive_attention, attention, explain, scaled_dot_product_attention
 from fastattn.modules import (
     AdditiveAttention,
+    AlignmentState,
     CosineAttention,
     HardAttention,
     HardChoice,
     KVCache,
     LocalAttention,
+    LocationSensitiveAttention,
     LuongAttention,
     MultiheadAdditiveAttention,
     MultiheadAttention,
     NadarayaWatson,
     SelfAttention,
+    coverage_loss,
     replace_attention,
 )
 from fastattn.plotting import plot_attention
@@ -23,11 +26,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveAttention",
+    "AlignmentState",
     "CosineAttention",
     "HardAttention",
     "HardChoice",
     "KVCache",
     "LocalAttention",
+    "LocationSensitiveAttention",
     "LuongAttention",
     "Mask",
     "MultiheadAdditiveAttention",
@@ -37,6 +42,7 @@ __all__ = [
     "additive_attention",
     "attention",
     "autotune",
+    "coverage_loss",
     "explain",
     "plot_attention",
     "replace_attention",

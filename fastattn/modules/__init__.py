@@ -4,6 +4,7 @@ from fastattn.modules.additive import AdditiveAttention, MultiheadAdditiveAttent
 from fastattn.modules.hard import HardAttention, HardChoice
 from fastattn.modules.kv_cache import KVCache
 from fastattn.modules.local import LocalAttention
+from fastattn.modules.location import AlignmentState, LocationSensitiveAttention, coverage_loss
 from fastattn.modules.luong import LuongAttention
 from fastattn.modules.multihead import MultiheadAttention
 from fastattn.modules.replace import replace_attention
@@ -12,15 +13,18 @@ from fastattn.modules.similarity import CosineAttention, NadarayaWatson
 
 __all__ = [
     "AdditiveAttention",
+    "AlignmentState",
     "CosineAttention",
     "HardAttention",
     "HardChoice",
     "KVCache",
     "LocalAttention",
+    "LocationSensitiveAttention",
     "LuongAttention",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",
     "NadarayaWatson",
     "SelfAttention",
+    "coverage_loss",
     "replace_attention",
 ]
