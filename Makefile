@@ -20,13 +20,14 @@ endif
 CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise SystemExit(main())"
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help test test-kernels bench gpu sanitize-gpu lint format build clean
+.PHONY: help test test-kernels bench bench-compare gpu sanitize-gpu lint format build clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
+	@echo "make bench-compare  the same, and what became slower since the committed run"
 	@echo "make gpu     on a GPU: its tests, then the benchmark; at most 8 minutes"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
@@ -48,6 +49,13 @@ test-kernels: build
 
 bench: build
 	$(PY) -m bench.run $(ARGS)
+
+# A run against the one committed for this kind of machine, by ratio to the peers of each.
+bench-compare: build
+	@test -d "bench/results/$$($(PY) -m bench.machine)" \
+	  || { echo "no baseline for this kind of machine: commit what 'make bench' writes"; exit 2; }
+	$(PY) -m bench.run --out build/bench $(ARGS)
+	$(PY) -m bench.compare "bench/results/$$($(PY) -m bench.machine)" "build/bench/$$($(PY) -m bench.machine)"
 
 # The benchmark runs even if a test fails, which the exit status then says. The sanitizer, where
 # there is one, sees the CUDA C++ kernels alone: small cases, every read, write and barrier.

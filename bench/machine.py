@@ -78,3 +78,7 @@ def _git(*args: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+if __name__ == "__main__":  # the name of this machine's results folder, for the Makefile
+    print(slug(describe("cuda" if torch.cuda.is_available() else "cpu")))

@@ -156,3 +156,49 @@ def test_memory_sees_a_known_allocation():
     ((_, measured),) = memory.measure([{"case": "additive-small", **name}])
     matrix = 2 * 512 * 512 * 64 * 4
     assert 1.9 * matrix < measured < 2.2 * matrix
+
+
+# ---- comparing two runs ----
+
+
+def recorded(ours: float, peer: float, spread: float = 0.0, **changes) -> dict:
+    """A run of one row, as bench.json has it."""
+
+    def timing(ms):
+        return {"median": ms, "q25": ms * (1 - spread), "q75": ms * (1 + spread)}
+
+    row = dict(case="dense", direction="forward", wrong=False, failure=None, best_peer="torch SDPA")
+    row["times_ms"] = {"fastattn": timing(ours), "torch SDPA": timing(peer)}
+    about = dict(device="cpu", cpu="c", torch_isa="i", threads=2, torch="2", commit=None, date="d")
+    return {"schema": 1, "machine": about, "rows": [row | changes]}
+
+
+@pytest.mark.parametrize(
+    ("new", "status"),
+    [
+        (recorded(1.0, 2.0), 0),
+        (recorded(10.0, 20.0), 0),  # a machine ten times slower
+        (recorded(1.05, 2.0), 0),
+        (recorded(1.2, 2.0), 1),
+        (recorded(1.2, 2.0, spread=0.1), 0),  # the run was noisy
+        (recorded(0.5, 2.0), 0),
+        (recorded(1.0, 2.0, wrong=True), 1),
+        (recorded(1.0, 2.0, case="other"), 1),
+        (recorded(1.0, 2.0) | {"schema": 0}, 2),
+    ],
+)
+def test_compare_judges_by_the_ratio_to_the_peer(tmp_path, capsys, new, status):
+    from bench import compare
+
+    for name, run in ("old", recorded(1.0, 2.0)), ("new", new):
+        (tmp_path / name).write_text(json.dumps(run))
+    assert compare.main([str(tmp_path / "old"), str(tmp_path / "new")]) == status
+    assert ("SLOWER" in capsys.readouterr().out) == (status == 1)
+
+
+def test_compare_reads_what_a_run_writes(tmp_path, capsys):
+    from bench import compare
+
+    _, _, folder = run(tmp_path, "--filter", "dense")
+    assert compare.main([str(folder), str(folder)]) == 0
+    assert "dense fwd+bwd" in capsys.readouterr().out

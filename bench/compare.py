@@ -1,0 +1,140 @@
+"""The command: ``python -m bench.compare BASELINE NEW``: has anything become slower?
+
+Machines differ, and the same machine differs by the hour. So what is compared is never a time but
+its ratio to a peer that took turns with it in the same run: the peer that was best in the baseline.
+Exit status 1 where a row is slower, wrong or missing, 2 for files that cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import machine, report
+from bench.peers import OURS
+
+LEAST = 0.10  # what counts as a change, however quiet both runs were
+SPREADS = 3.0  # ... and in half interquartile ranges of what a ratio is made of
+
+
+@dataclass
+class Change:
+    """A row of the baseline, and what became of its ratio to a peer."""
+
+    name: str
+    peer: str | None
+    before: float | None
+    after: float | None  # None where there is nothing to compare, for a reason
+    reason: str = ""
+    tolerance: float = LEAST
+
+    @property
+    def slower(self) -> bool:
+        """Beyond what noise explains; or not there any more, which is as bad."""
+        if self.before is None:
+            return False
+        return self.after is None or self.after < self.before * (1 - self.tolerance)
+
+    @property
+    def faster(self) -> bool:
+        """Beyond what noise explains."""
+        if self.before is None or self.after is None:
+            return False
+        return self.after > self.before * (1 + self.tolerance)
+
+
+def changes(baseline: dict, new: dict) -> list[Change]:
+    """What became of each row of the baseline, in its order."""
+    rows = {(row["case"], row["direction"]): row for row in new["rows"]}
+    return [_change(row, rows.get((row["case"], row["direction"]))) for row in baseline["rows"]]
+
+
+def _change(old: dict, new: dict | None) -> Change:
+    name, peer = f"{old['case']} {report.SHORT[old['direction']]}", old.get("best_peer")
+    if old["wrong"] or peer is None:
+        return Change(name, None, None, None, "no ratio in the baseline")
+    before = _ratio(old, peer)
+    if new is None:
+        return Change(name, peer, before, None, "not in the new run")
+    if new["wrong"]:
+        return Change(name, peer, before, None, new["failure"] or "WRONG result")
+    if not {OURS, peer} <= new["times_ms"].keys():
+        return Change(name, peer, before, None, f"{peer} did not run")
+    noise = math.hypot(*(_spread(row["times_ms"][n]) for row in (old, new) for n in (OURS, peer)))
+    return Change(name, peer, before, _ratio(new, peer), "", max(LEAST, SPREADS * noise))
+
+
+def _ratio(row: dict, peer: str) -> float:
+    times = row["times_ms"]
+    return times[peer]["median"] / times[OURS]["median"]
+
+
+def _spread(timing: dict) -> float:
+    """Half the interquartile range over the median."""
+    return (timing["q75"] - timing["q25"]) / 2 / timing["median"]
+
+
+# ---- the command ----
+
+
+def table(found: list[Change], colour: bool) -> str:
+    """A line a row: ratio to the peer before and after, and the verdict."""
+    width = max(len(c.name) for c in found)
+    lines = [f"{'case':<{width}}  before   after  change  within  against"]
+    for c in found:
+        if c.before is None:
+            lines.append(f"{c.name:<{width}}  {c.reason}")
+            continue
+        after = (
+            "      -       -"
+            if c.after is None
+            else f"{c.after:6.2f}x {c.after / c.before - 1:+7.0%}"
+        )
+        verdict = f"  SLOWER {c.reason}".rstrip() if c.slower else "  faster" if c.faster else ""
+        line = f"{c.name:<{width}} {c.before:6.2f}x {after}  {c.tolerance:6.0%}  {c.peer}{verdict}"
+        paint = report.RED if c.slower else report.GREEN if c.faster else ""
+        lines.append(f"{paint}{line}{report.RESET}" if colour and paint else line)
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    try:
+        baseline, new = (_read(path) for path in (options.baseline, options.new))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for what, run in (("baseline", baseline), ("new", new)):
+        about = run["machine"]
+        commit = (about["commit"] or "no commit")[:9]
+        print(f"{what:<9}{machine.slug(about)}, torch {about['torch']}, {commit}, {about['date']}")
+    if machine.slug(baseline["machine"]) != machine.slug(new["machine"]):
+        print("two kinds of machine: ratios to a peer differ between them for other reasons, too")
+    found = changes(baseline, new)
+    print(table(found, report.wants_colour(sys.stdout)))
+    slower = [c.name for c in found if c.slower]
+    print(f"slower: {', '.join(slower)}" if slower else "nothing is slower")
+    return 1 if slower else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.compare", description=__doc__.split("\n\n")[0])
+    parser.add_argument("baseline", type=Path, help="bench.json of a run, or its folder")
+    parser.add_argument("new", type=Path, help="bench.json of the run to judge, or its folder")
+    return parser.parse_args(argv)
+
+
+def _read(path: Path) -> dict:
+    path = path / "bench.json" if path.is_dir() else path
+    run = json.loads(path.read_text())
+    if run.get("schema") != report.SCHEMA:
+        raise ValueError(f"{path}: expected schema {report.SCHEMA}, got {run.get('schema')}")
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main())
