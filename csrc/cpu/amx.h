@@ -101,12 +101,24 @@ FASTATTN_SIMD void split(Vec x, Vec (&part)[kParts]) {
 template <int kParts>
 FASTATTN_SIMD VecI pair(Vec low, Vec high) {
   if constexpr (kParts == 1) {
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    VecI order;
-    for (int lane = 0; lane < kWidth; ++lane) order[lane] = (lane + 16) << 16 | lane;
-    return (VecI)_mm512_permutexvar_epi16((__m512i)order, both);
+    // Four operations; the hardware's conversion would cost twice as much. NaN must come from bf16
+    // or be the canonical one: rounding up the lowest bits of some others would change their sign.
+    return (VecI)(((VecU)low + 0x8000u) >> 16) | ((bits_of(high) + 0x8000) & ~0xffff);
   } else {
     return (VecI)((VecU)low >> 16) | (bits_of(high) & ~0xffff);
+  }
+}
+
+// One row of the tiles of all parts: pairs of `low` and `high`.
+template <int kParts>
+FASTATTN_SIMD void write_pair(Vec low, Vec high, int32_t* tiles) {
+  Vec lows[kParts], highs[kParts];
+  split(low, lows);
+  split(high, highs);
+#pragma GCC unroll 3
+  for (int p = 0; p < kParts; ++p) {
+    const VecI words = pair<kParts>(lows[p], highs[p]);
+    std::memcpy(tiles + p * kTileWords, &words, sizeof(words));
   }
 }
 
@@ -186,15 +198,10 @@ static void write_tiles(const Matrix& from, float sign, const Apart& apart, cons
       int32_t* const tiles = kDepth == Depth::kRows ? to.tiles(c0 / kCols, r0 / kRows)
                                                     : to.tiles(r0 / kRows, c0 / kCols);
       for (int64_t r = 0; r < kEdge; ++r) {
-        Vec low[kParts], high[kParts];
-        split(element(r0 + r, c0), low);
-        split(kDepth == Depth::kRows ? element(r0 + kEdge + r, c0) : element(r0 + r, c0 + kEdge),
-              high);
-#pragma GCC unroll 3
-        for (int p = 0; p < kParts; ++p) {
-          const VecI words = pair<kParts>(low[p], high[p]);
-          std::memcpy(tiles + p * kTileWords + r * kEdge, &words, sizeof(words));
-        }
+        write_pair<kParts>(
+            element(r0 + r, c0),
+            kDepth == Depth::kRows ? element(r0 + kEdge + r, c0) : element(r0 + r, c0 + kEdge),
+            tiles + r * kEdge);
       }
       if constexpr (kTransposed)
         for (int p = 0; p < kParts; ++p) transpose_words(tiles + p * kTileWords);

@@ -205,6 +205,31 @@ class AmxDotScore {
   float *grad_q_ = nullptr, *grad_k_ = nullptr, *grad_k_rows_ = nullptr;
 };
 
+// The weights of a tile on their way into a left operand.
+template <int kParts>
+struct TileSink {
+  static constexpr int kVectors = 2;
+  const Operand& to;
+  float* also;  // in fp32, too; may be nullptr
+  int64_t ld;
+
+  struct Row {
+    static constexpr int kVectors = 2;
+    int32_t* words;
+    float* also;
+    FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[2]) const {
+      write_pair<kParts>(w[0], w[1], words + c * (kParts * kTileWords / kTileDepth));
+      if (__builtin_expect(also != nullptr, 0)) {
+        store(also + c, w[0]);
+        store(also + c + kWidth, w[1]);
+      }
+    }
+  };
+  FASTATTN_MEMBER Row row(int64_t i) const {
+    return {to.tiles(i / kEdge, 0) + i % kEdge * kEdge, also == nullptr ? also : also + i * ld};
+  }
+};
+
 // ValueTile on the matrix unit.
 class AmxValueTile {
  public:
@@ -222,15 +247,20 @@ class AmxValueTile {
     values_.pack<Depth::kRows, Side::kRight>(v_);
   }
 
-  void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
+  template <typename F>
+  FASTATTN_MEMBER void with_sink(float* s, int64_t ld, F f) {
+    float* const also = values_.apart().any() ? s : nullptr;
+    with_parts(weights_.parts(), [&](auto parts) { f(TileSink<parts>{weights_, also, ld}); });
+  }
+
+  // The operand of weights is filled already; `weights` itself only where rows of V stand apart.
+  void accumulate(const float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
                   float* o) {
     for (int64_t i = 0; i < rows; ++i) {
       if (scale[i] == 1.f) continue;
       for (int64_t e = 0; e < ld_; e += kWidth)
         store(o + i * ld_ + e, fastattn::FASTATTN_ISA::load(o + i * ld_ + e) * scale[i]);
     }
-    const Matrix tile = {weights, DType::kFloat32, 0, ld, 1, rows, values_.rows()};
-    pack_tiles<Depth::kCols, Side::kLeft>(tile, 1.f, Apart(), weights_);
     multiply_tiles(weights_, v_, rows, p_.E, values_.rows(), true, o, ld_);
     accumulate_rows_apart(ByRows{weights, ld}, rows, Apart(), Apart(), values_, masked, o, ld_, 1);
   }

@@ -170,8 +170,10 @@ class ForwardWorker {
     select(g, false);
     const RowState state = states_.member(g);
     score_.scores(s_);
-    softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, loaded}, state,
-                 logit_scale(score_), s_, kN, drop_, alpha_);
+    values_.with_sink(s_, kN, [&](const auto& sink) {
+      softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, loaded}, state,
+                   logit_scale(score_), s_, kN, drop_, alpha_, sink);
+    });
     values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);
     return loaded;
   }

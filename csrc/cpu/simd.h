@@ -205,13 +205,29 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return from_bits(bits_of(exp2_fraction(rest * kLog2e)) + (bits_of(shifted) << 23));
 }
 
-// 2^x for x that is at most a little above 0, as softmax has it: 6 operations less. -inf gives
-// exactly 0, results below 2^-126 are anything of that size, NaN stays NaN.
+// 2^x for x that is at most a little above 0, as softmax has it: 6 operations less, 9 with AVX-512,
+// at most 1.1 ulp. 0 gives exactly 1, -inf exactly 0; results below 2^-126 are anything of that
+// size, NaN stays NaN.
 FASTATTN_SIMD Vec exp2_weight(Vec x) {
+#if defined(__AVX512DQ__) && FASTATTN_VECTOR_WIDTH == 16
+  // 2^x = 2^floor(x) 2^f with 0 <= f <= 1; hardware takes floor and f from x in one operation each.
+  // Zero instead of denormals, which would slow down what follows.
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.f), _CMP_NLT_UQ);
+  const Vec f = (Vec)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF);
+  Vec p = splat(2.1612918e-4f);
+  p = p * f + splat(1.2467846e-3f);
+  p = p * f + splat(9.675452e-3f);
+  p = p * f + splat(5.5485282e-2f);
+  p = p * f + splat(2.4022931e-1f);
+  p = p * f + splat(6.9314706e-1f);
+  p = p * f + splat(1.0f);
+  return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
+#else
   const Vec magic = splat(12582912.f);
   const Vec clamped = max(splat(-127.f), x);  // at -127, p is 1 and its exponent bits cancel to 0
   const Vec shifted = clamped + magic;
   return from_bits(bits_of(exp2_fraction(clamped - (shifted - magic))) + (bits_of(shifted) << 23));
+#endif
 }
 
 // An estimate of 1/x good to at least 11 bits, for use before Newton steps. Requires 2^-126 <= |x|

@@ -3,6 +3,8 @@
 //
 //   m' = max(m, max_j s_j)   alpha = 2^(m - m')   w_j = 2^(s_j - m')   l' = alpha l + sum_j w_j
 //
+// where m stays as it is unless passed by a lot (kSlack).
+//
 // A row that has met no key has m = -inf and l = 0; it subtracts 0 instead of m, so that -inf is
 // never subtracted from -inf.
 #pragma once
@@ -66,28 +68,48 @@ FASTATTN_SIMD float mask_row(const MaskTile& mask, float scale, int64_t i, int64
   return kMasking == Masking::kNone ? most * scale : most;
 }
 
-// s becomes the weights 2^(scale s - m), l their running sums. `drop` [cols], if any, multiplies
-// weights after they are summed.
-FASTATTN_SIMD void weigh_row(float* s, int64_t cols, float scale, float m, float alpha,
-                             const float* drop, float* l) {
+// Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
+// time, zeros beyond its end.
+struct InPlace {
+  static constexpr int kVectors = 1;
+  float* s;
+  int64_t ld;
+  FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
+  FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
+};
+
+// A row of scores s becomes weights 2^(scale s - m), l their running sums. `drop` [cols], if
+// any, multiplies weights after they are summed.
+template <typename Sink>
+FASTATTN_SIMD void weigh_row(const Sink sink, const float* s, int64_t cols, float scale, float m,
+                             float alpha, const float* drop, float* l) {
   Vec sum = load(l) * alpha;
-#pragma GCC unroll 4
-  for (int64_t c = 0; c < cols; c += kWidth) {
-    const Vec w = exp2_weight(load(s + c) * scale - m);
-    sum += w;
-    store(s + c, w);
+#pragma GCC unroll 2
+  for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
+    Vec w[Sink::kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < Sink::kVectors; ++v) {
+      const int64_t at = c + v * kWidth;
+      w[v] = v == 0 || at < cols ? exp2_weight(load(s + at) * scale - m) : Vec{};
+      sum += w[v];
+      if (drop != nullptr && at < cols) w[v] *= load(drop + at);
+    }
+    sink.put(c, w);
   }
   store(l, sum);
-  if (drop == nullptr) return;
-  for (int64_t c = 0; c < cols; c += kWidth) store(s + c, load(s + c) * load(drop + c));
 }
+
+// The maximum that a row with the logits seen so far subtracts. Not raised for a little: weights up
+// to 2^kSlack are as good as others, and most rows then never rescale what they have summed.
+constexpr float kSlack = 8.f;
+FASTATTN_SIMD Vec next_maximum(Vec m, Vec top) { return top > m + kSlack ? top : m; }
 
 // One step over a tile of scores s [rows, ld], logits being scale s: they become weights; alpha[i]
 // is what rescales row i of O.
-template <Masking kMasking>
+template <Masking kMasking, typename Sink>
 static void softmax_step_masked(const MaskTile& mask, const DropoutParams& dropout,
                                 const TilePlace& at, const RowState& state, float scale, float* s,
-                                int64_t ld, float* drop, float* alpha) {
+                                int64_t ld, float* drop, float* alpha, const Sink& sink) {
   const float left = kMasking == Masking::kNone ? scale : 1.f;  // what mask_row() leaves out
   for (int64_t i0 = 0; i0 < at.rows; i0 += kWidth) {
     const int64_t i1 = min64(i0 + kWidth, at.rows);
@@ -95,24 +117,26 @@ static void softmax_step_masked(const MaskTile& mask, const DropoutParams& dropo
     store(top, splat(-kInf));
     for (int64_t i = i0; i < i1; ++i)
       top[i - i0] = mask_row<kMasking>(mask, scale, i, at.cols, s + i * ld);
-    const Vec m_old = load(state.m + i0), m_new = max(m_old, load(top));
+    const Vec m_old = load(state.m + i0), m_new = next_maximum(m_old, load(top));
     const Vec m_finite = m_new == splat(-kInf) ? Vec{} : m_new;
     store(state.m + i0, m_new);
     store(top, m_finite);
-    store(alpha + i0, exp2_weight(m_old - m_finite));
+    // A row that has met no key has nothing to rescale.
+    store(alpha + i0, m_old == splat(-kInf) ? splat(1.f) : exp2_weight(m_old - m_finite));
     for (int64_t i = i0; i < i1; ++i) {
       if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-      weigh_row(s + i * ld, at.cols, left, top[i - i0], alpha[i],
+      weigh_row(sink.row(i), s + i * ld, at.cols, left, top[i - i0], alpha[i],
                 dropout.enabled ? drop : nullptr, state.l + i * kWidth);
     }
   }
 }
 
+template <typename Sink>
 FASTATTN_SIMD void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
                                 const TilePlace& at, const RowState& state, float scale, float* s,
-                                int64_t ld, float* drop, float* alpha) {
+                                int64_t ld, float* drop, float* alpha, const Sink& sink) {
   mask.with_masking([&](auto masking) {
-    softmax_step_masked<masking>(mask, dropout, at, state, scale, s, ld, drop, alpha);
+    softmax_step_masked<masking>(mask, dropout, at, state, scale, s, ld, drop, alpha, sink);
   });
 }
 
@@ -145,7 +169,7 @@ FASTATTN_SIMD float natural_lse(float m, float l) {
 // The weight of a masked score: exactly 0 where that is -inf, even if the row's sum is NaN.
 // Bounded: scores summed in another order than before may pass a huge maximum by a lot.
 FASTATTN_SIMD Vec known_weight(Vec s, const RowStats& row) {
-  const Vec w = exp2_weight(min(splat(1.f), s - row.shift)) * row.factor;
+  const Vec w = exp2_weight(min(splat(kSlack + 1.f), s - row.shift)) * row.factor;
   return s == splat(-kInf) ? Vec{} : w;
 }
 

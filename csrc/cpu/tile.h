@@ -80,10 +80,22 @@ class MaskTile {
     return (j >= begin_[i]) & (j < end_[i]);
   }
 
+  // Whether every row keeps every key, where that can be told from the first and the last one.
+  bool all_inside() const {
+    if (p_.mask.kv_len != nullptr && p_.mask.kv_len_stride_m != 0) return false;
+    const KeyRange first = row_range(p_.mask, p_.N, b_, i0_),
+                   last = row_range(p_.mask, p_.N, b_, i0_ + rows_ - 1);
+    return max64(first.begin, last.begin) <= j0_ && min64(first.end, last.end) >= j0_ + cols_;
+  }
+
   // Per-row intervals, relative to the tile. Returns where the last one ends, in whole vectors.
   int64_t set_intervals() {
-    int64_t last = 0;
     masked_ = false;
+    if (all_inside()) {
+      for (int64_t i = 0; i < rows_; ++i) begin_[i] = 0, end_[i] = static_cast<int32_t>(cols_);
+      return cols_;
+    }
+    int64_t last = 0;
     for (int64_t i = 0; i < rows_; ++i) {
       const KeyRange row = row_range(p_.mask, p_.N, b_, i0_ + i);
       const int64_t begin = max64(0, min64(row.begin - j0_, cols_)),

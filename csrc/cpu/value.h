@@ -3,6 +3,7 @@
 
 #include "cpu/direct.h"
 #include "cpu/gemm.h"
+#include "cpu/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -36,6 +37,12 @@ class ValueTile {
   void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     values_ = matrix_at(v_, b, hkv, j0, cols, E_);
     if (!direct_) finite_ = pack_rows(values_, 1.f, packed_, ld_);
+  }
+
+  // Calls f with where the softmax is to put the weights that replace scores s.
+  template <typename F>
+  FASTATTN_MEMBER void with_sink(float* s, int64_t ld, F f) {
+    f(InPlace{s, ld});
   }
 
   // o[i] = scale[i] * o[i] + sum_j weights[i * ld + j] * V[j]. `masked`: some weights are 0 for
