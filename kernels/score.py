@@ -14,9 +14,10 @@ bounds a loop with one each. Half of the weights leaves every step, not their su
 sum then is one of w tanh / 2, and does not cancel. E and F are made once a launch, by
 additive_fwd.py, as [heads, d, tokens]: a d is one contiguous load.
 
-Gradients, t = u (1 - u) = (1 - tanh^2) / 4, the same loop once more:
+Gradients, t = u (1 - u) = (1 - tanh^2) / 4 = E F u^2, the same loop once more:
 
-    dq_id = 4 w_d sum_j dS_ij t_ijd     dk_jd = 4 w_d sum_i dS_ij t_ijd     dw_d = sum dS (1 - 2 u)
+    dq_id = 4 w_d E_id sum_j dS_ij u_ijd^2 F_jd     dw_d = sum dS - 2 sum dS u
+    dk_jd = 4 w_d F_jd sum_i dS_ij u_ijd^2 E_id
 
 Range. Exponents of E and F are in base 2, shifted by a centre c_d, an integer: E 2^c F 2^-c is E F
 to the last bit. Keys of a tile must lie within 2^+-KEY_LIMIT; queries need no bound, since above
@@ -226,64 +227,67 @@ def pull_back(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.co
     in dS, and E of a NaN is 0 in a backward pass. 1 - u is computed as E F u, which keeps its
     relative accuracy where tanh is near -1.
     """
+    total = tl.sum(ds, 1)
     if TRANSPOSED:
         in_range = keys_in_range(x, terms, b, h, dims)
     else:
         in_range = keys_in_range(y, terms, b, h, dims)
     if in_range:
-        paired_gradients(ds, x, y, terms, b, h, dims, spec, TRANSPOSED)
+        paired_gradients(ds, total, x, y, terms, b, h, dims, spec, TRANSPOSED)
     else:
-        direct_gradients(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED)
+        direct_gradients(ds, total, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED)
     tl.debug_barrier()  # the next tile adds to what other threads have just stored
 
 
 @triton.jit
-def paired_gradients(ds, x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
+def paired_gradients(ds, total, x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
+    """The factor of a row leaves the sum over it; what stays is below dS 2^(KEY_LIMIT - HALF_UNIT)."""
     x_ptr, x_stride, y_ptr, y_stride = factors(terms, b, h, dims, spec, TRANSPOSED)
+    ds = ds * UNIT
     for n in tl.range(0, spec.D, 2, num_stages=1):
         d = n + tl.zeros((), tl.int32)
         x1, x2 = tl.load(x_ptr + x), tl.load(x_ptr + x_stride + x)
-        y1, y2 = tl.load(y_ptr + y), tl.load(y_ptr + y_stride + y)
-        a1, a2 = x1[:, None] * y1[None, :], x2[:, None] * y2[None, :]
-        d1, d2 = a1 + UNIT, a2 + UNIT
+        y1, y2 = tl.load(y_ptr + y)[None, :], tl.load(y_ptr + y_stride + y)[None, :]
+        d1, d2 = x1[:, None] * y1 + UNIT, x2[:, None] * y2 + UNIT
         r = reciprocal(d1 * d2, spec)
         u1, u2 = r * d2, r * d1  # over UNIT
-        add_gradients(ds, u1, a1 * u1, UNIT, terms, b, h, d, x, dims, spec, TRANSPOSED)
-        add_gradients(ds, u2, a2 * u2, UNIT, terms, b, h, d + 1, x, dims, spec, TRANSPOSED)
+        g1, g2 = ds * u1, ds * u2
+        sum1, sum2 = x1 * tl.sum(g1 * u1 * y1, 1), x2 * tl.sum(g2 * u2 * y2, 1)
+        add_gradients(sum1, g1, total, terms, b, h, d, x, dims, spec, TRANSPOSED)
+        add_gradients(sum2, g2, total, terms, b, h, d + 1, x, dims, spec, TRANSPOSED)
         x_ptr += 2 * x_stride
         y_ptr += 2 * y_stride
 
 
 @triton.jit
-def direct_gradients(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr):
+def direct_gradients(
+    ds, total, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr
+):  # fmt: skip
     for n in tl.range(0, spec.D, num_stages=1):
         d = n + tl.zeros((), tl.int32)
         a, c = load_dim(x, y, q, k, b, h, d, n_keys, dims, TRANSPOSED)
         exponent = (bounded(a)[:, None] + bounded(c)[None, :]) * (2.0 * LOG2E)
         exponential = tl.exp2(tl.minimum(exponent, 100.0))
         u = reciprocal(exponential + 1.0, spec)
-        add_gradients(ds, u, exponential * u, 1.0, terms, b, h, d, x, dims, spec, TRANSPOSED)
+        g = ds * u
+        sums = tl.sum(g * (exponential * u), 1)
+        add_gradients(sums, g, total, terms, b, h, d, x, dims, spec, TRANSPOSED)
 
 
 @triton.jit
-def add_gradients(
-    ds, u, rest, unit, terms, b, h, d, offs, dims, spec, TRANSPOSED: tl.constexpr
-):  # fmt: skip
-    """Adds rows of sums over dS t and dS tanh to those of dim d; ``rest`` is 1 - u, and u over
-    ``unit``.
-    """
+def add_gradients(sums, g, total, terms, b, h, d, offs, dims, spec, TRANSPOSED: tl.constexpr):
+    """Adds ``sums`` over dS t to those of dim d, and dw from g = dS u and the ``total`` of dS."""
     w = load_weight(terms, h, d, spec) * tl.load(terms.power_ptr + h)
-    sums = tl.sum(ds * u * rest, 1) * (4.0 * unit) * w
     start = head_start(terms, b, h, dims, spec, not TRANSPOSED)
     if TRANSPOSED:
         ptrs = terms.grad_k_ptr + start + d.to(tl.int64) * terms.keys + offs
-        tl.store(ptrs, tl.load(ptrs) + sums)
+        tl.store(ptrs, tl.load(ptrs) + sums * 4.0 * w)
     else:
         start += d.to(tl.int64) * terms.queries
         ptrs = terms.grad_q_ptr + start + offs
-        tl.store(ptrs, tl.load(ptrs) + sums)
+        tl.store(ptrs, tl.load(ptrs) + sums * 4.0 * w)
         ptrs = terms.grad_w_ptr + start + offs
-        tl.store(ptrs, tl.load(ptrs) + tl.sum(ds * (rest - u * unit), 1))
+        tl.store(ptrs, tl.load(ptrs) + (total - 2.0 * tl.sum(g, 1)))
 
 
 @triton.jit
