@@ -1,4 +1,4 @@
-"""Every CUDA kernel as nvcc makes it in `make build`: registers, spills, shared memory, inner loops.
+"""Every CUDA kernel as nvcc makes it in `make build`: registers, spills, shared memory, loops.
 
 What the machine code says of speed: the additive inner loop is bound by the special-function unit,
 which gives 16 results a clock and SM, or by the issue of 128 instructions, whichever is reached.
