@@ -60,6 +60,73 @@ class Mask:
     kv_len: Tensor | None = None
     keep: Tensor | None = None
 
+    @staticmethod
+    def local(radius: int) -> Mask:
+        """Each query sees the keys at most ``radius`` positions away: restricted self-attention.
+
+        Same as ``Mask(window=(radius, radius))``; the kernels visit nothing else, so the cost is
+        that of M * (2 radius + 1) pairs.
+
+        Raises:
+            ValueError: a negative radius.
+
+        Source: Vaswani et al., "Attention Is All You Need", 2017, section 4.
+
+        Example:
+            >>> out = fastattn.scaled_dot_product_attention(q, k, v, mask=fastattn.Mask.local(128))
+        """
+        if radius < 0:
+            raise ValueError(f"radius: expected 0 or more, got {radius}")
+        return Mask(window=(radius, radius))
+
+    @staticmethod
+    def local_blocks(
+        block: int,
+        length: int,
+        *,
+        before: int = 0,
+        after: int = 0,
+        device: torch.device | str | None = None,
+    ) -> Mask:
+        """Self-attention inside blocks: query i sees the keys of its block, and of some next to it.
+
+        Kept pairs (x) for block=2, length=5::
+
+            before=0       before=1
+            x x . . .      x x . . .
+            x x . . .      x x . . .
+            . . x x .      x x x x .
+            . . x x .      x x x x .
+            . . . . x      . . x x x
+
+        Holds length * length booleans, of which the kernels look at those near the diagonal. A
+        causal one is had by ``is_causal=True`` beside it.
+
+        Args:
+            block: positions in a block, at least 1; the last one may be shorter.
+            length: M = N, how many positions there are.
+            before: how many earlier blocks are seen too.
+            after: how many later blocks are seen too.
+            device: of the inputs.
+
+        Raises:
+            ValueError: a block below 1, or another number that is negative.
+
+        Example:
+            >>> mask = fastattn.Mask.local_blocks(64, 1000, before=1)
+            >>> out = fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, mask=mask)
+        """
+        if block < 1 or min(length, before, after) < 0:
+            raise ValueError(
+                "expected block >= 1, and length, before and after >= 0, "
+                f"got {block}, {length}, {before}, {after}"
+            )
+        number = torch.arange(length, device=device) // block
+        ahead = number - number[:, None]  # of block by block
+        # The band that holds these blocks spares the kernels the rest of keep.
+        band = (block * (before + 1) - 1, block * (after + 1) - 1)
+        return Mask(window=band, keep=(ahead >= -before) & (ahead <= after))
+
     def band(self, M: int, N: int) -> tuple[int | None, int | None]:
         """Causal and window in one: keeps ``i + lo <= j <= i + hi``, None where unbounded."""
         diagonal = N - M if self.causal == "bottom_right" else 0

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from fastattn import Mask, validate
+from fastattn import Mask, scaled_dot_product_attention, validate
 from fastattn.problem import Dropout, Problem, _philox4x32
 
 SIZES = [(1, 1), (1, 6), (6, 1), (3, 5), (5, 3), (4, 4), (0, 3), (3, 0)]
@@ -97,6 +97,39 @@ def test_the_docstring_shows_what_is_kept():
     for mask, picture in zip(masks, zip(*rows, strict=True), strict=True):
         drawn = torch.tensor([[c == "x" for c in row.split()] for row in picture])
         assert torch.equal(materialized(mask, 3, 5, B=1, H=1)[0, 0], drawn), mask.kinds
+
+
+@pytest.mark.parametrize("radius", [0, 1, 3, 9])
+def test_local(radius):
+    kept = materialized(Mask.local(radius), 7, 7)[0, 0]
+    for i, j in itertools.product(range(7), range(7)):
+        assert kept[i, j] == (abs(i - j) <= radius)
+    with pytest.raises(ValueError, match="radius"):
+        Mask.local(-1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (0, 1), (2, 1)])
+@pytest.mark.parametrize("block", [1, 2, 3, 9])
+def test_local_blocks(block, before, after):
+    mask = Mask.local_blocks(block, 8, before=before, after=after)
+    kept = materialized(mask, 8, 8)[0, 0]
+    for i, j in itertools.product(range(8), range(8)):
+        assert kept[i, j] == (-before <= j // block - i // block <= after)
+    for bad in ((0, 8), (2, -1)):
+        with pytest.raises(ValueError, match="block >= 1"):
+            Mask.local_blocks(*bad)
+
+
+def test_local_blocks_attend_as_samples_of_their_own(backend):
+    """Blocks cut out of the sequence and attended one by one."""
+    q, k, v = torch.randn(3, 2, 4, 96, 16).unbind(0)
+    mask = Mask.local_blocks(32, 96)
+    found = scaled_dot_product_attention(q, k, v, mask=mask, backend=backend)
+    cut = [x.unflatten(2, (3, 32)).transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    expected = scaled_dot_product_attention(*cut, backend=backend)
+    torch.testing.assert_close(found, expected.unflatten(0, (2, 3)).transpose(1, 2).flatten(2, 3))
+    causal = scaled_dot_product_attention(q, k, v, is_causal=True, mask=mask, backend=backend)
+    torch.testing.assert_close(causal[:, :, ::32], v[:, :, ::32])  # the first of each block
 
 
 def test_window_of_a_band_follows_its_diagonal():
