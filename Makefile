@@ -20,14 +20,16 @@ endif
 CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise SystemExit(main())"
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help test test-kernels bench bench-compare gpu sanitize-gpu lint format build clean
+.PHONY: help test test-kernels bench bench-models bench-scaling bench-compare gpu sanitize-gpu lint format build clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
-	@echo "make bench-compare  the same, and what became slower since the committed run"
+	@echo "make bench-models   likewise, at the shapes of known models"
+	@echo "make bench-scaling  how time and memory grow with the sequence"
+	@echo "make bench-compare  make bench, and what became slower since the committed run"
 	@echo "make gpu     on a GPU: its tests, then the benchmark; at most 8 minutes"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
@@ -49,6 +51,13 @@ test-kernels: build
 
 bench: build
 	$(PY) -m bench.run $(ARGS)
+
+# Not part of `make bench`, which ends within four minutes: models' own shapes, and growth with N.
+bench-models: build
+	$(PY) -m bench.run --suite models --out bench/results/models $(ARGS)
+
+bench-scaling: build
+	$(PY) -m bench.scaling $(ARGS)
 
 # A run against the one committed for this kind of machine, by ratio to the peers of each.
 bench-compare: build

@@ -24,7 +24,8 @@ class Case:
 
     ``keys``: ``"all"``; ``"padding"``, a bool mask [B, 1, 1, N] over a padded batch; ``"lengths"``,
     the same keys told by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random blocks,
-    of which the share ``kept`` is kept.
+    of which the share ``kept`` is kept; ``"documents"``, a bool mask [1, 1, M, N] of texts packed
+    end to end, each causal in itself.
     ``module``: through nn.MultiheadAttention's interface, projections included.
     ``compiled``: torch.compile is a peer, and so is what it compiles. That takes seconds, so only
     where it may win: elsewhere it can at best find torch's own SDPA.
@@ -117,10 +118,44 @@ GPU_CASES = [
         module=True, need_weights=True, compiled=True,
     ),
 ]  # fmt: skip
-SUITES = {"cpu": CASES, "cuda": GPU_CASES}
+
+# The attention of models that people run, at the sizes they publish.
+MODEL_CASES = [
+    Case("bert-base", "encoder, padded batch", _dot("bert", B=4, H=12, Hkv=12, M=512, N=512),
+         "padding"),
+    Case("gpt2", "decoder, causal",
+         _dot("gpt2", B=1, H=12, Hkv=12, causal="top_left")),
+    Case("vit-b16", "197 patches", _dot("vit", B=8, H=12, Hkv=12, M=197, N=197)),
+    Case("detr-cross", "100 object queries over padded pixels",
+         _dot("detr", B=4, M=100, N=850, D=32, E=32), "padding"),
+    Case("whisper-small", "encoder, 30 s of sound",
+         _dot("whisper", B=1, H=12, Hkv=12, M=1500, N=1500)),
+    Case("llama-decode", "one query, 4 query heads a key head",
+         _dot("decode", B=4, H=32, M=1, N=2048, D=128, E=128, dtype=_BF16)),
+    Case("seq2seq-step", "additive, one step over 50 words",
+         dataclasses.replace(_additive("step", 32, 50, 512), M=1), compiled=True),
+    Case("tacotron2-step", "additive, one step over 200 letters",
+         dataclasses.replace(_additive("step", 32, 200, 128), M=1, E=512), compiled=True),
+    Case("pair-bias", "one bias [H, M, N] with gradient for 32 rows, as AlphaFold's",
+         _dot("pair", B=32, H=4, Hkv=4, M=256, N=256, D=32, E=32, bias="hmn"), compiled=True),
+    Case("documents", "8 texts packed, each causal",
+         _dot("documents", B=1, H=12, Hkv=12, M=2048, N=2048), "documents"),
+    Case("long-16k", "16k tokens, causal",
+         _dot("long", B=1, H=2, Hkv=2, M=16384, N=16384, causal="top_left")),
+]  # fmt: skip
+
+# Lengths that double: bench/scaling.py fits how time and memory grow with them.
+SCALING_CASES = [
+    *(Case(f"dot-{n}", "fp32", _dot("dot", B=1, M=n, N=n), compiled=True)
+      for n in (256, 512, 1024, 2048, 4096)),
+    *(Case(f"additive-{n}", "one head", _additive("additive", 1, n, 64), compiled=True)
+      for n in (256, 512, 1024, 2048)),
+]  # fmt: skip
+SUITES = {"cpu": CASES, "cuda": GPU_CASES, "models": MODEL_CASES, "scaling": SCALING_CASES}
 QUICK = (  # one of each kind, for a self-test
     "dense", "blocks", "additive-small", "mha-weights",
     "d128-4k", "blocks-4k", "additive-2k", "mha-weights-1k",
+    "documents", "tacotron2-step",
 )  # fmt: skip
 
 
@@ -147,6 +182,10 @@ def _mask(case: Case, drawn: Mask) -> Mask:
         return Mask(keep=(torch.arange(p.N) < lengths[:, None])[:, None, None])
     if case.keys == "lengths":
         return Mask(kv_len=lengths)
+    if case.keys == "documents":
+        text = torch.arange(p.N) * 8 // p.N
+        same = text[: p.M, None] == text
+        return Mask(keep=(same & torch.ones(p.M, p.N).tril().bool())[None, None])
     if case.keys == "blocks":
         return Mask(
             keep=_random_blocks(p.M, p.N, block=max(p.N // 16, 1), kept=case.kept)[None, None]

@@ -30,12 +30,13 @@ def write_png(rows: list[Row], machine: dict, path: Path) -> str | None:
     places = _places(rows)
     _speedups(left, rows, places)
     _memory(right, rows, places)
-    figure.suptitle(_title(machine), fontsize=11)
+    figure.suptitle(title(machine), fontsize=11)
     figure.savefig(path, dpi=120)
     return None
 
 
-def _title(machine: dict) -> str:
+def title(machine: dict) -> str:
+    """What ran, where, in a line."""
     where = machine["device_name"]
     if machine["device"] == "cpu":
         where += f", {machine['threads']} threads, {machine['torch_isa']}"

@@ -91,10 +91,10 @@ def _finite(x: float) -> float | str:
     return _rounded(x) if math.isfinite(x) else str(x)
 
 
-def write_json(rows: list[Row], machine: dict, options: dict, path: Path) -> None:
-    """Everything, one line a row, so that a change of one case is a change of one line."""
-    lines = ",\n".join("  " + json.dumps(row.as_json(), allow_nan=False) for row in rows)
-    head = json.dumps({"schema": SCHEMA, "machine": machine, "options": options}, indent=1)
+def write_json(entries: list, path: Path, **about: dict) -> None:
+    """Rows, or curves: one line each, so that a change of one case is a change of one line."""
+    lines = ",\n".join("  " + json.dumps(entry.as_json(), allow_nan=False) for entry in entries)
+    head = json.dumps({"schema": SCHEMA, **about}, indent=1)
     path.write_text(head[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
 
 

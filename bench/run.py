@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     compiled = not (options.quick or options.no_compile)
     setting = suite.Setting(options.device, options.backend, options.quick, compiled)
     about, start = machine.describe(options.device), time.monotonic()
-    with _threads(options.quick), _progress(suite.steps(chosen)) as say:
+    with _threads(options.quick), progress(suite.steps(chosen)) as say:
         rows = suite.run(chosen, setting, _pace(options, len(chosen)), say)
     about["seconds"] = round(time.monotonic() - start, 1)
     _write(rows, about, options)
@@ -57,7 +57,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--backend", default="auto", choices=backends, help="ours; default: the best for each case")
     add("--device", default=default, choices=["cpu", "cuda"], help=f"default here: {default}")
     add("--suite", default=None, choices=list(SUITES),
-        help="sizes for a CPU or for a GPU; default: those of the device")  # fmt: skip
+        help="sizes for a CPU or for a GPU (default: those of the device), of known models, or "
+             "lengths that double")  # fmt: skip
     add(
         "--seconds",
         type=float,
@@ -88,7 +89,7 @@ def _threads(quick: bool):
 
 
 @contextlib.contextmanager
-def _progress(total: int):
+def progress(total: int):
     """A bar on stderr, told what is being done; a line every ten seconds where that is a file."""
     try:
         from tqdm import tqdm
@@ -113,7 +114,7 @@ def _write(rows: list[Row], about: dict, options: argparse.Namespace) -> None:
     folder = _folder(options) / machine.slug(about)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {k: v for k, v in vars(options).items() if k != "out"}  # no paths of this machine
-    report.write_json(rows, about, settings, folder / "bench.json")
+    report.write_json(rows, folder / "bench.json", machine=about, options=settings)
     no_picture = plot.write_png(rows, about, folder / "bench.png")
     print(report.header(rows, about), end="\n\n")
     print(report.table(rows, report.wants_colour(sys.stdout)), end="\n\n")

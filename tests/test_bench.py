@@ -33,7 +33,7 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
     return status, json.loads((folder / "bench.json").read_text()), folder
 
 
-@pytest.mark.parametrize("suite", ["cpu", "cuda"])
+@pytest.mark.parametrize("suite", ["cpu", "cuda", "models"])
 def test_quick_run_writes_table_json_and_picture(tmp_path, capsys, suite):
     """Tiny sizes, on the CPU: the cases for a GPU go the same way."""
     from bench.cases import QUICK, SUITES
@@ -202,3 +202,31 @@ def test_compare_reads_what_a_run_writes(tmp_path, capsys):
     _, _, folder = run(tmp_path, "--filter", "dense")
     assert compare.main([str(folder), str(folder)]) == 0
     assert "dense fwd+bwd" in capsys.readouterr().out
+
+
+# ---- growth with N ----
+
+
+def test_exponents_are_slopes_of_logarithms():
+    from bench.scaling import exponent
+
+    assert exponent({n: 3.0 * n**2 for n in (256, 512, 1024, 2048)}) == 2.0
+    overhead = {256: 1.0, 512: 1.0, 1024: 1.1, 2048: 2.2, 4096: 4.4}  # of short problems: left out
+    assert exponent(overhead) > 0.7
+    assert exponent({256: 1.0, 512: 2.0}) is None
+    assert exponent({256: 0.0, 512: 0.0, 1024: 0.0}) is None
+
+
+def test_scaling_writes_curves_and_a_picture(tmp_path, capsys):
+    from bench import scaling
+
+    threads = ["--longest", "256", "--seconds", "0.01", "--out", str(tmp_path)]
+    assert scaling.main(threads) == 0
+    (folder,) = tmp_path.iterdir()
+    rows = json.loads((folder / "scaling.json").read_text())["rows"]
+    kinds = {(r["kind"], r["direction"]) for r in rows if r["name"] == "fastattn"}
+    assert kinds == {(k, d) for k in ("dot", "additive") for d in ("forward", "forward+backward")}
+    assert all(r["milliseconds"].keys() == {"256"} for r in rows)
+    assert "memory ~ N^" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,146 @@
+"""The command: ``python -m bench.scaling``: how time and memory grow with the length of a sequence.
+
+Runs the suite ``scaling`` and fits time ~ N^a and memory ~ N^a to its longer half by least squares
+of the logarithms. Writes <device>/scaling.json and scaling.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bench import machine, plot, report, suite
+from bench.cases import DIRECTIONS, SCALING_CASES
+from bench.peers import OURS
+from bench.report import SHORT, Row
+from bench.run import progress
+
+SECONDS = 0.25  # for each time measured
+STYLE = {OURS: dict(color=plot.FASTER[True], marker="o", linewidth=2)}
+
+
+@dataclass
+class Curve:
+    """One implementation of one kind of problem in one direction, over N."""
+
+    kind: str
+    direction: str
+    name: str
+    milliseconds: dict[int, float] = field(default_factory=dict)
+    mib: dict[int, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict:
+        """The points and the exponents."""
+        exponents = {"time": exponent(self.milliseconds), "memory": exponent(self.mib)}
+        return {**vars(self), "exponents": exponents}
+
+
+def exponent(points: dict[int, float]) -> float | None:
+    """The slope of log y over log N, of the longer half of at least 3 points; None for fewer."""
+    usable = sorted((n, y) for n, y in points.items() if y > 0)[len(points) // 2 - 1 :]
+    if len(points) < 3 or len(usable) < 2:
+        return None
+    x, y = ([math.log(value) for value in column] for column in zip(*usable, strict=True))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return round(above / sum((a - mean_x) ** 2 for a in x), 2)
+
+
+def curves(rows: list[Row]) -> list[Curve]:
+    """The rows as curves; wrong ones have no place in them."""
+    found: dict[tuple, Curve] = {}
+    for row in (r for r in rows if not r.wrong):
+        kind, n = row.case.rsplit("-", 1)
+        for name, timing in row.timings.items():
+            curve = found.setdefault((kind, row.direction, name), Curve(kind, row.direction, name))
+            curve.milliseconds[int(n)] = timing.median
+            if name in row.memory:
+                curve.mib[int(n)] = row.memory[name] / 2**20
+    return list(found.values())
+
+
+def table(found: list[Curve]) -> str:
+    """A line a curve: its exponents, and its longest problem."""
+    lines = [f"{'':<18}{'':<18}{'time ~ N^':>10}{'memory ~ N^':>13}  at the longest"]
+    for c in found:
+        time_a, memory_a = (
+            "-" if a is None else f"{a:.2f}" for a in (exponent(c.milliseconds), exponent(c.mib))
+        )
+        n = max(c.milliseconds)
+        mib = f", {c.mib[n]:.1f} MiB" if n in c.mib else ""
+        lines.append(
+            f"{c.kind + ' ' + SHORT[c.direction]:<18}{c.name:<18}{time_a:>10}{memory_a:>13}"
+            f"  N {n}: {c.milliseconds[n]:.4g} ms{mib}"
+        )
+    return "\n".join(lines)
+
+
+def write_png(found: list[Curve], about: dict, path: Path) -> str | None:
+    """A panel a kind and direction, time above memory; returns why there is none, or None."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: matplotlib is not installed"
+    panels = list(dict.fromkeys((c.kind, c.direction) for c in found))
+    figure = Figure((3.2 * len(panels), 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, len(panels), sharex="col", squeeze=False)
+    for column, (kind, direction) in enumerate(panels):
+        here = [c for c in found if (c.kind, c.direction) == (kind, direction)]
+        for axes, quantity in zip(grid[:, column], ("milliseconds", "mib"), strict=True):
+            for c in here:
+                points = getattr(c, quantity)
+                style = STYLE.get(c.name, dict(marker=".", linewidth=1.2))
+                a = exponent(points)
+                label = c.name if a is None else f"{c.name}, N^{a:.1f}"
+                axes.plot(list(points), list(points.values()), label=label, **style)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.grid(color="#e6e8eb", linewidth=0.6)
+            axes.legend(fontsize=7, frameon=False)
+        grid[0, column].set_title(f"{kind} {SHORT[direction]}", fontsize=10)
+        grid[1, column].set_xlabel("N")
+    grid[0, 0].set_ylabel("ms")
+    grid[1, 0].set_ylabel("peak extra MiB")
+    figure.suptitle(plot.title(about), fontsize=11)
+    figure.savefig(path, dpi=120)
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("bench.scaling", description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--out", type=Path, default=None, metavar="DIR", help="default: $OUT or bench/results"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each time measured")
+    parser.add_argument("--longest", type=int, default=None, metavar="N", help="no longer problems")
+    options = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = [c for c in SCALING_CASES if c.problem.N <= (options.longest or math.inf)]
+    setting = suite.Setting(device, "auto", tiny=False, compile=False)
+    pace = suite.Pace(options.seconds, len(DIRECTIONS) * len(chosen), math.inf)
+    about, start = machine.describe(device), time.monotonic()
+    with progress(suite.steps(chosen)) as say:
+        found = curves(rows := suite.run(chosen, setting, pace, say))
+    about["seconds"] = round(time.monotonic() - start, 1)
+    root = options.out or Path(os.environ.get("OUT") or machine.ROOT / "bench/results")
+    folder = root / machine.slug(about)
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write_json(found, folder / "scaling.json", machine=about)
+    print(report.header(rows, about), table(found), sep="\n\n")
+    print(
+        write_png(found, about, folder / "scaling.png") or f"in {folder}: scaling.json, scaling.png"
+    )
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
