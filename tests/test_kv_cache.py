@@ -147,6 +147,20 @@ class TestGrowing:
         assert cache.length == 2 * N
         assert not cache.key.requires_grad
 
+    def test_gradient_of_queries_alone(self, module):
+        """Keys without gradient are in the graph too: nothing may be written over them."""
+        module.requires_grad_(False)
+        q, x = sequence(module).requires_grad_(), sequence(module)
+        cache, steps = KVCache(), []
+        for i, (a, t) in enumerate(zip(*(y.split(1, time(module)) for y in (q, x)), strict=True)):
+            steps.append(module(a, t, t, cache=cache)[0])
+            if i == 4:
+                cache.reorder(torch.arange(B))
+        (found,) = torch.autograd.grad(torch.cat(steps, time(module)).square().sum(), q)
+        whole = module(q, x, x, attn_mask=causal())[0]
+        (expected,) = torch.autograd.grad(whole.square().sum(), q)
+        torch.testing.assert_close(found, expected)
+
     def test_inference_mode_and_back(self, module):
         x = sequence(module)
         head, tail = x.split([4, 5], time(module))
@@ -157,7 +171,8 @@ class TestGrowing:
         found = torch.cat([first, second], time(module))
         torch.testing.assert_close(found, full(module, x, torch.float32))
 
-    def test_reorder(self, module):
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_reorder(self, module, grad):
         """Beam search: every sample goes on from the one that it was made from."""
         x = sequence(module)
         batch = 0 if module.batch_first else 1
@@ -166,7 +181,9 @@ class TestGrowing:
             picked = torch.tensor(order)
             cache = KVCache()
             decode(module, head, [6], cache)
-            cache.reorder(picked)
+            with torch.set_grad_enabled(grad):
+                cache.reorder(torch.arange(B))
+                cache.reorder(picked)
             ends = tail.index_select(batch, picked % B)
             whole = torch.cat([head.index_select(batch, picked), ends], time(module))
             found = decode(module, ends, 1, cache)
@@ -174,6 +191,17 @@ class TestGrowing:
                 [6, 3], time(module)
             )[1])  # fmt: skip
             assert cache.length == 9
+
+    def test_reorder_reuses_memory(self, module):
+        """Between two places, while the sizes stay."""
+        cache = KVCache(capacity=N)
+        places = set()
+        with torch.no_grad():
+            for t in sequence(module).split(1, time(module)):
+                decode(module, t, 1, cache)
+                cache.reorder(torch.tensor([1, 2, 0]))
+                places.add(cache.key.data_ptr())
+        assert len(places) == 2
 
     def test_crop_and_reset(self, module):
         x = sequence(module)

@@ -37,8 +37,8 @@ class KVCache:
       calls read neither, and they may be None. Nothing is causal.
 
     A step costs O(length) in the attention itself, and O(1) besides: rows are written behind the
-    others into memory that doubles when it is full. Where gradients are recorded, memory cannot be
-    reused: each step then makes a new, longer tensor, and gradients are right. So decode under
+    others into memory that doubles when it is full. With grad mode on, memory cannot be reused:
+    each step then makes a new, longer tensor, and gradients are right. So decode under
     ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     Args:
@@ -70,6 +70,7 @@ class KVCache:
         self.length = 0
         self._key: Tensor | None = None  # [B, H, room for keys, D]
         self._value: Tensor | None = None
+        self._spare: tuple[Tensor, Tensor] | None = None  # memory of the same kind, for reorder
 
     @property
     def is_empty(self) -> bool:
@@ -78,12 +79,12 @@ class KVCache:
 
     @property
     def key(self) -> Tensor | None:
-        """The projected keys, a view [B, H, length, D]; None at first."""
+        """The projected keys, a view [B, H, length, D] until the next change; None at first."""
         return None if self._key is None else self._key[:, :, : self.length]
 
     @property
     def value(self) -> Tensor | None:
-        """The projected values, a view [B, H, length, D]; None at first."""
+        """The projected values, a view [B, H, length, D] until the next change; None at first."""
         return None if self._value is None else self._value[:, :, : self.length]
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,7 @@ class KVCache:
             raise ValueError(f"cache: holds {held}, but the new keys are {new}")
 
     def _append(self, held: Tensor | None, new: Tensor) -> Tensor:
-        if _records_gradients(new, held):
+        if torch.is_grad_enabled():  # a graph may hold what would be written over
             return new if held is None else torch.cat([held[:, :, : self.length], new], dim=2)
         needed = self.length + new.shape[2]
         if held is None or needed > held.shape[2] or not _is_writable(held):
@@ -147,16 +148,28 @@ class KVCache:
             return
         if indices.device != self._key.device:
             raise ValueError(f"indices: expected device {self._key.device}, got {indices.device}")
-        self._key = self._taken(self._key, indices)
-        self._value = self._taken(self._value, indices)
+        held = self._key, self._value
+        if torch.is_grad_enabled():
+            self._key, self._value = (x.index_select(0, indices) for x in held)
+            return
+        taken = self._other_memory(indices.shape[0], *held)
+        for x, y in zip(held, taken, strict=True):
+            torch.index_select(x[:, :, : self.length], 0, indices, out=y[:, :, : self.length])
+        (self._key, self._value), self._spare = taken, held
 
-    def _taken(self, held: Tensor, indices: Tensor) -> Tensor:
-        taken = held[:, :, : self.length].index_select(0, indices)
-        if self.static or _records_gradients(held):
-            return taken
-        room = held.new_empty(indices.shape[0], *held.shape[1:])
-        room[:, :, : self.length] = taken
-        return room
+    def _other_memory(self, batch: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for ``batch`` samples elsewhere: what the last reorder left, if it still fits.
+
+        Memory that is new costs four times the copy itself, for its pages.
+        """
+        shapes = [(batch, *x.shape[1:]) for x in (key, value)]
+        spare = self._spare
+        if spare is not None and all(
+            tuple(x.shape) == shape and x.dtype == key.dtype and _is_writable(x)
+            for x, shape in zip(spare, shapes, strict=True)
+        ):
+            return spare
+        return key.new_empty(shapes[0]), value.new_empty(shapes[1])
 
     def crop(self, length: int) -> None:
         """Forget all positions from ``length`` on, as speculative decoding does.
@@ -176,10 +189,6 @@ class KVCache:
 def _signature(x: Tensor) -> str:
     B, H, _, D = x.shape
     return f"batch {B}, {H} heads of {D}, {x.dtype} on {x.device}"
-
-
-def _records_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _is_writable(held: Tensor) -> bool:
