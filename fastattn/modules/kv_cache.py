@@ -108,8 +108,8 @@ class KVCache:
     def _check_fits(self, x: Tensor) -> None:
         if self._key is None:
             return
-        held, new = (_signature(t) for t in (self._key, x))
-        if held != new:
+        if _kind(self._key) != _kind(x):
+            held, new = (_describe(t) for t in (self._key, x))
             raise ValueError(f"cache: holds {held}, but the new keys are {new}")
 
     def _append(self, held: Tensor | None, new: Tensor) -> Tensor:
@@ -182,13 +182,17 @@ class KVCache:
         self.length = length
 
     def __repr__(self) -> str:
-        held = "empty" if self._key is None else _signature(self._key)
+        held = "empty" if self._key is None else _describe(self._key)
         return f"KVCache(length={self.length}, static={self.static}, {held})"
 
 
-def _signature(x: Tensor) -> str:
+def _kind(x: Tensor) -> tuple:
     B, H, _, D = x.shape
-    return f"batch {B}, {H} heads of {D}, {x.dtype} on {x.device}"
+    return B, H, D, x.dtype, x.device
+
+
+def _describe(x: Tensor) -> str:
+    return "batch {}, {} heads of {}, {} on {}".format(*_kind(x))
 
 
 def _is_writable(held: Tensor) -> bool:
