@@ -1,16 +1,18 @@
 // The inner loops of the additive score on plain fp32 tiles; score_additive.h fills the tiles,
-// additive_terms.h says what a term is. Two terms share a division:
+// additive_terms.h says what a term is. Four terms share a division, or, where keys are far apart,
+// two:
 //
 //   1/x0 + 1/x1 = (x0 + x1) / (x0 x1)
 //
 //   for 8 queries, kWidth keys        their 8 sums in registers
-//     for pairs of terms              2 rows of F and 2 c in registers, shared by the queries
-//       for 8 queries                 2 broadcasts of c E, 2 FMAs, 1 product, 4 sums, 1 division
+//     for 4 terms                     4 rows of F and 4 c in registers, shared by the queries
+//       for 8 queries                 4 broadcasts of c E, 4 FMAs, 3 products, 2 sums, 2 to add the
+//                                     fractions, 1 division and subtraction
 //
-// 16 elements on a vector of 8 are thus bound by the division on Zen 3: 3.4 cycles, 15e9
-// elements/s at 3.15 GHz. Four terms to a division are 9 FMAs and no faster there, with larger
-// rounding errors and less range; an estimated reciprocal with a Newton step takes 4 slots of the
-// FMA pipes where a division takes 2.
+// With AVX-512 these are 14 operations and an estimate, which takes 4 slots of the 2 a cycle: 9
+// cycles for 64 elements, 29e9 elements/s at 4.06 GHz, of which 27e9 are measured (Granite Rapids;
+// 23e9 with two terms a division, 12e9 dividing). With AVX2 a division takes 5 cycles there, and
+// the other 12 operations 6: 20e9, where two terms a division give 13e9.
 #pragma once
 
 #include "common/mask.h"
@@ -29,10 +31,10 @@ struct KeyPanels {
   int64_t stride;
 };
 
-// c (1 + E F), given c E and F or, if kExact, q and k. NaN stays NaN.
-template <bool kExact>
+// c (1 + E F), given c E and F or, if exact, q and k. NaN stays NaN.
+template <Range kRange>
 FASTATTN_SIMD Vec denominator(Vec query, Vec key, Vec unit) {
-  if constexpr (kExact) {
+  if constexpr (kRange == Range::kExact) {
     const Vec exponent = min(splat(kMaxExponent), (query + key) * (2.f * kLog2e));
     return unit * exp2_weight(exponent) + unit;
   } else {
@@ -40,60 +42,83 @@ FASTATTN_SIMD Vec denominator(Vec query, Vec key, Vec unit) {
   }
 }
 
-// Adds the terms [begin, end) of kRows queries and kWidth keys.
-template <bool kExact, int kRows>
-FASTATTN_SIMD void add_terms(const Terms& terms, int64_t begin, int64_t end, const float* e,
-                             const float* keys, Vec (&sum)[kRows]) {
+// A sum of fractions, num / den.
+struct Fraction {
+  Vec num, den;
+};
+
+// 1 / x of kCount terms from the n-th on, which are all dims of one key and query.
+template <Range kRange, int kCount>
+FASTATTN_SIMD Fraction sum_of_terms(const float* e, const Vec* keys, const Vec* units) {
+  const auto x = [&](int n) __attribute__((always_inline)) {
+    return denominator<kRange>(splat(e[n * kPanelRows]), keys[n], units[n]);
+  };
+  const Vec x0 = x(0), x1 = x(1);
+  const Fraction left = {x0 + x1, x0 * x1};
+  if constexpr (kCount == 2) {
+    return left;
+  } else {
+    const Vec x2 = x(2), x3 = x(3);
+    const Fraction right = {x2 + x3, x2 * x3};
+    return {left.num * right.den + right.num * left.den, left.den * right.den};
+  }
+}
+
+// Subtracts the terms [begin, end) of kRows queries and kWidth keys.
+template <Range kRange, int kRows>
+FASTATTN_SIMD void subtract_terms(const Terms& terms, int64_t begin, int64_t end, const float* e,
+                                  const float* keys, Vec (&sum)[kRows]) {
+  constexpr int kCount = kRange == Range::kNear ? kNearRule.sharing : kFarRule.sharing;
 #pragma GCC unroll 1
-  for (int64_t n = begin; n < end; n += 2) {
-    const Vec key0 = load(keys + terms.dim[n] * kWidth);
-    const Vec key1 = load(keys + terms.dim[n + 1] * kWidth);
-    const Vec unit0 = splat(terms.unit[n]), unit1 = splat(terms.unit[n + 1]);
-    const Vec half = splat(terms.half[n / 2]);
+  for (int64_t n = begin; n < end; n += kCount) {
+    Vec key[kCount], unit[kCount];
+#pragma GCC unroll 4
+    for (int m = 0; m < kCount; ++m) {
+      key[m] = load(keys + terms.dim[n + m] * kWidth);
+      unit[m] = splat(terms.unit[n + m]);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec x0 = denominator<kExact>(splat(e[n * kPanelRows + r]), key0, unit0);
-      const Vec x1 = denominator<kExact>(splat(e[(n + 1) * kPanelRows + r]), key1, unit1);
-      sum[r] += half - (x0 + x1) / (x0 * x1);
+      const Fraction f = sum_of_terms<kRange, kCount>(e + n * kPanelRows + r, key, unit);
+      sum[r] = minus_quotient(sum[r], f.num, f.den);
     }
   }
 }
 
-// s[r][0, cols) for kRows queries; `e` is the column of the first of them in its panel. Sums have
-// two levels, for 7% of the time: one sum over 128 pairs doubled the error of the output.
-template <bool kExact, int kRows>
+// s[r][0, cols) for kRows queries; `e` is the column of the first of them in its panel.
+template <Range kRange, int kRows>
 static void score_rows(const Terms& terms, const float* e, KeyPanels keys, int64_t cols, float* s,
                        int64_t ld) {
-  constexpr int64_t kTogether = 16;
   for (int64_t c = 0; c < cols; c += kWidth) {
     const float* const panel = keys.data + c / kWidth * keys.stride;
     Vec total[kRows] = {};
-    for (int64_t n = 0, end; n < terms.all; n = end) {
-      const int64_t last = n < terms.light ? terms.light : terms.all;
-      end = n + kTogether < last ? n + kTogether : last;
-      const float factor = n < terms.light ? 1.f / (1 << kWeightBits) : 1.f;
-      Vec sum[kRows] = {};
-      add_terms<kExact>(terms, n, end, e, panel, sum);
+    for (int64_t n = 0, begin = 0; n < terms.blocks; begin = terms.block_end[n++]) {
+      Vec sum[kRows];
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) total[r] += sum[r] * factor;
+      for (int r = 0; r < kRows; ++r) sum[r] = splat(terms.block_half[n]);
+      subtract_terms<kRange>(terms, begin, terms.block_end[n], e, panel, sum);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) total[r] += sum[r] * terms.block_factor[n];
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) store(s + r * ld + c, total[r] * kUnit * terms.scale);
+    for (int r = 0; r < kRows; ++r) store(s + r * ld + c, total[r] * terms.scale);
   }
 }
 
-// Lane l of the result is the sum of the lanes of x[l].
-template <int kBit = 1>
+// Lane l of the result is the sum of the lanes of x[l % kCount].
+template <int kCount, int kBit = 1>
 FASTATTN_SIMD Vec sums_of(Vec* x) {
+  constexpr auto lanes = std::make_integer_sequence<int, kWidth>{};
   if constexpr (kBit == kWidth) {
     return x[0];
   } else {
 #pragma GCC unroll 8
-    for (int n = 0; n < kWidth / 2 / kBit; ++n) {
-      exchange<kBit>(x[2 * n], x[2 * n + 1], std::make_integer_sequence<int, kWidth>{});
+    for (int n = 0; n < kCount / 2 / kBit; ++n) {
+      exchange<kBit>(x[2 * n], x[2 * n + 1], lanes);
       x[n] = x[2 * n] + x[2 * n + 1];
     }
-    return sums_of<2 * kBit>(x);
+    if (kBit >= kCount) x[0] += swap_lanes<kBit>(x[0], lanes);
+    return sums_of<kCount, 2 * kBit>(x);
   }
 }
 
@@ -111,10 +136,10 @@ struct DirectQuery {
 // w tanh / 2 of dims [d, d + 2 kWidth), in the lanes of one vector.
 FASTATTN_SIMD Vec direct_terms(const DirectQuery& query, int64_t d, Vec key0, Vec key1) {
   const Vec one = splat(1.f);
-  const Vec x0 = denominator<true>(load(query.q + d), key0, one);
-  const Vec x1 = denominator<true>(load(query.q + d + kWidth), key1, one);
+  const Vec x0 = denominator<Range::kExact>(load(query.q + d), key0, one);
+  const Vec x1 = denominator<Range::kExact>(load(query.q + d + kWidth), key1, one);
   const Vec num = load(query.w + d) * x1 + load(query.w + d + kWidth) * x0;
-  return load(query.half + d / 2) - num / (x0 * x1);
+  return minus_quotient(load(query.half + d / 2), num, x0 * x1);
 }
 
 // s[j] = 2 log2(e) sum_d terms, for keys.rows rounded up to kWidth.
@@ -135,96 +160,99 @@ static void direct_scores(const DirectQuery& query, const Matrix& keys, float* s
             load_columns<kType>(keys.data, row + whole + kWidth, keys.cols - whole - kWidth));
       sums[lane] = sum;
     }
-    store(s + j, sums_of(sums) * (2.f * kLog2e));
+    store(s + j, sums_of<kWidth>(sums) * (2.f * kLog2e));
   }
 }
 
 // ---- gradients ----
 //
 //   dq_i = 4 w sum_j dS_ij t_ij        dk_j = 4 w sum_i dS_ij t_ij        t = u (1 - u)
-//   dw = sum_ij dS_ij (1 - 2 u_ij)
+//   dw = 2 sum_ij dS_ij (1/2 - u_ij)
 //
-//   for pairs of dims, kGradRows queries
-//     for keys, kWidth at a time      u and 1 - u of both dims, from one division, to a buffer
-//     for keys, kWidth at a time      z = dS u (1 - u) from the buffer; dw += dS tanh, dq += z in
-//                                     registers, dk += z in its tile in the L1 cache
+// t = E F u^2, of which E leaves the sum over keys and F that over queries:
 //
-// Two loops, because one chain of 34 cycles from E to the sums, 20 operations wide, fills the
-// schedulers of Zen 3: 10.4 cycles for two dims on kWidth keys, where these take 5.2 + 4.2. 1 - u
-// is computed as E F u, which keeps its relative accuracy where tanh is near -1; v - v u would save
-// an operation, but is 4 times less accurate there than PyTorch's 1 - tanh^2.
+//   for pairs of dims, kGradRows queries     their sums over keys in registers
+//     for keys, kWidth at a time             2 rows of F in registers
+//       for the queries                      u of both dims from one reciprocal, g = (dS u) u
+//                                            sum += dS (1/2 - u), sum_i += g F, sum_j += g E
+//
+// Per element 1 FMA and half a product for x, 1.5 operations and half an estimate for the
+// reciprocal, 7 for the rest. The sum of dS u alone would save one, as dS cancels over a row, but
+// doubles the error of a small dw. Near u = 1, t keeps its relative accuracy, as dS u - g would
+// not.
 
-constexpr int kGradRows = kWidth / 2;  // two dims of them fill one vector of sums
-constexpr int kGradVecs = 4;  // of the buffer, for a query and kWidth keys: u0 u1 1-u0 1-u1
+constexpr int kGradRows = 4;  // 8 were no faster with 32 registers, and slower with 16
 
-// Here x = kGradUnit (1 + E F), unweighted, and 1 / x0 = x1 / (x0 x1). What u multiplies comes out
-// over kGradUnit.
-constexpr int kGradUnitBits = -44;
-constexpr float kGradUnit = 0x1p-44f;
-static_assert(2 * kGradUnitBits >= -126 && 2 * (kGradUnitBits + kDepth) <= 126);
+// What x is scaled by, so that the product of two is a normal number; E in gradients is times this.
+template <Range kRange>
+constexpr float kGradUnit = kRange == Range::kFar ? 0x1p-53f : 1.f;
+static_assert(2 * kNearRule.depth() <= 126 && 2 * -53 >= -126 &&
+              2 * (kFarRule.depth() - 53) <= 126 && 2 * kMaxExponent <= 124);
 
-// kGradUnit E F. Always finite: a NaN has its place in dS, and must not reach masked pairs.
-template <bool kExact>
-FASTATTN_SIMD Vec gradient_product(Vec query, Vec key) {
-  if constexpr (kExact) {
+// 1 + E F, and E F where E and F have no place of their own.
+struct GradTerm {
+  Vec x, product;
+};
+
+// Always finite: a NaN has its place in dS, and must not reach masked pairs.
+template <Range kRange>
+FASTATTN_SIMD GradTerm gradient_term(Vec query, Vec key) {
+  if constexpr (kRange == Range::kExact) {
     const Vec exponent = min((query + key) * (2.f * kLog2e), splat(kMaxExponent));
-    return exp2_weight(exponent) * kGradUnit;
+    const Vec product = exp2_weight(exponent);
+    return {product + 1.f, product};
   } else {
-    return query * key;
+    return {query * key + kGradUnit<kRange>, Vec{}};
   }
 }
 
-template <bool kExact>
-FASTATTN_SIMD void gradient_reciprocals(const float* e, KeyPanels keys, int64_t cols, float* to) {
-  for (int64_t c = 0; c < cols; c += kWidth) {
-    const float* const panel = keys.data + c / kWidth * keys.stride;
-    const Vec key0 = load(panel), key1 = load(panel + kWidth);
-#pragma GCC unroll 8
-    for (int r = 0; r < kGradRows; ++r) {
-      const Vec a0 = gradient_product<kExact>(splat(e[r]), key0);
-      const Vec a1 = gradient_product<kExact>(splat(e[r + kPanelRows]), key1);
-      const Vec x0 = a0 + kGradUnit, x1 = a1 + kGradUnit;
-      const Vec reciprocal = 1.f / (x0 * x1);
-      const Vec y0 = reciprocal * x1, y1 = reciprocal * x0;
-      store(to, y0);
-      store(to + kWidth, y1);
-      store(to + 2 * kWidth, a0 * y0);
-      store(to + 3 * kWidth, a1 * y1);
-      to += kGradVecs * kWidth;
-    }
-  }
-}
+// One dim of a pair: where its queries and keys are, and where its sums go, but for the factor 4 w.
+struct GradDim {
+  const float *e, *keys;
+  float *grad_e, *grad_keys;
+  Vec weight;  // sum of dS (1/2 - u)
+};
 
-// Adds to grad_keys, panels of keys, and to `weight`; returns the gradients of the queries: lane r
-// of the first dim, lane kGradRows + r of the second. Sums over queries have two levels, which
-// makes them several times more accurate.
-FASTATTN_SIMD Vec gradient_sums(const float* from, const float* ds, int64_t ld, int64_t cols,
-                                float* grad_keys, int64_t stride, Vec (&weight)[2]) {
-  Vec query[2 * kGradRows] = {};
-  Vec w0{}, w1{};
-  for (int64_t c = 0; c < cols; c += kWidth) {
-    Vec key0{}, key1{};
+// Adds to grad_keys and weight; writes grad_e. Sums have two levels, that over all pairs three,
+// which makes them several times more accurate.
+template <Range kRange, int kRows>
+FASTATTN_SIMD void gradient_sums(GradDim (&dims)[2], int64_t stride, const float* ds, int64_t ld,
+                                 int64_t cols) {
+  constexpr bool kExact = kRange == Range::kExact;
+  Vec query[2][kRows] = {}, weight[2] = {};
+  for (int64_t c = 0, at = 0; c < cols; c += kWidth, at += stride) {
+    const Vec key[2] = {load(dims[0].keys + at), load(dims[1].keys + at)};
+    Vec sum[2] = {}, grad[2] = {};
 #pragma GCC unroll 8
-    for (int r = 0; r < kGradRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
+      const Vec e[2] = {splat(dims[0].e[r]), splat(dims[1].e[r])};
+      const GradTerm t[2] = {gradient_term<kRange>(e[0], key[0]),
+                             gradient_term<kRange>(e[1], key[1])};
+      const Vec reciprocal = quotient(splat(kGradUnit<kRange>), t[0].x * t[1].x);
       const Vec dsr = load(ds + r * ld + c);
-      const Vec u0 = load(from), u1 = load(from + kWidth);
-      const Vec rest0 = load(from + 2 * kWidth), rest1 = load(from + 3 * kWidth);
-      const Vec z0 = dsr * u0 * rest0, z1 = dsr * u1 * rest1;
-      w0 += dsr * (rest0 - u0 * kGradUnit);  // tanh = (1 - u) - u: dS cancels over a row, not u dS
-      w1 += dsr * (rest1 - u1 * kGradUnit);
-      query[r] += z0;
-      query[r + kGradRows] += z1;
-      key0 = r == 0 ? z0 : key0 + z0;
-      key1 = r == 0 ? z1 : key1 + z1;
-      from += kGradVecs * kWidth;
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; ++n) {
+        const Vec u = reciprocal * t[1 - n].x;
+        const Vec g = dsr * u * (kExact ? t[n].product * u : u);
+        sum[n] += dsr * (splat(0.5f) - u);
+        query[n][r] += kExact ? g : g * key[n];
+        grad[n] += kExact ? g : g * e[n];
+      }
     }
-    store(grad_keys, load(grad_keys) + key0);
-    store(grad_keys + kWidth, load(grad_keys + kWidth) + key1);
-    grad_keys += stride;
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) {
+      weight[n] += sum[n];
+      float* const to = dims[n].grad_keys + at;
+      store(to, load(to) + (kExact ? grad[n] : grad[n] * key[n]));
+    }
   }
-  weight[0] += w0;
-  weight[1] += w1;
-  return sums_of(query);
+#pragma GCC unroll 2
+  for (int n = 0; n < 2; ++n) {
+    dims[n].weight += weight[n];
+    const Vec sums = sums_of<kRows>(query[n]);
+    const Vec rows = kExact ? sums : sums * load(dims[n].e);
+    std::memcpy(dims[n].grad_e, &rows, kRows * sizeof(float));
+  }
 }
 
 }  // namespace fastattn::FASTATTN_ISA

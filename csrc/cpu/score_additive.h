@@ -45,8 +45,6 @@ class AdditiveScore {
     head_key_grad_ = key_panels();
     key_grad_ = key_panels();
     rows_out_ = scratch.floats(kPanelRows * ld_);
-    ds_tail_ = scratch.floats(kGradRows * kBlockN);
-    reciprocals_ = scratch.floats(kGradVecs * kGradRows * kBlockN);
   }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
@@ -62,7 +60,7 @@ class AdditiveScore {
       fill(panel + p_.D * kWidth, (dims_ - p_.D) * kWidth, 0.f);
     }
     choose_range(finite);
-    if (!exact_) exponentiate_keys();
+    if (range_ != Range::kExact) exponentiate_keys();
   }
 
   void use_slot(int64_t slot) { slot_ = slots_ + slot; }
@@ -85,8 +83,9 @@ class AdditiveScore {
   void scores(float* s) {
     if (!direct_ || backward_) prepare_queries();
     if (direct_) return score_directly(s);
-    for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
-      exact_ ? score_panel<true>(i, s + i * kBlockN) : score_panel<false>(i, s + i * kBlockN);
+    with_range([&](auto range) {
+      for (int64_t i = 0; i < slot_->rows; i += kPanelRows) score_panel<range>(i, s + i * kBlockN);
+    });
   }
 
   void clear_key_grad() {
@@ -99,12 +98,13 @@ class AdditiveScore {
   // is always finite.
   void backward(const float* ds, bool, float* grad_q, int64_t grad_q_stride, float* grad_w) {
     head_pending_ = true;
-    copy_tail(ds);
-    for (int64_t d = 0; d < p_.D; d += 2) {
-      float sums[2];
-      exact_ ? gradient_dims<true>(d, ds, sums) : gradient_dims<false>(d, ds, sums);
-      for (int64_t n = 0; n < min64(2, p_.D - d); ++n) grad_w[d + n] += sums[n];
-    }
+    with_range([&](auto range) {
+      for (int64_t d = 0; d < p_.D; d += 2) {
+        float sums[2];
+        gradient_dims<range>(d, ds, sums);
+        for (int64_t n = 0; n < min64(2, p_.D - d); ++n) grad_w[d + n] += 2.f * sums[n];
+      }
+    });
     for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
       add_query_grad(i, grad_q + i * grad_q_stride, grad_q_stride);
   }
@@ -121,16 +121,16 @@ class AdditiveScore {
  private:
   static constexpr float kNoTerm = -50.f;  // as a query: tanh is -1, the term a constant
 
-  // What `e` of a slot has been computed for. From 1 on: the tile of keys with that number, whose
-  // centre is not 0.
-  static constexpr int64_t kNothing = -2, kExactKeys = -1, kCentreZero = 0;
+  // What `e` of a slot has been computed for: a Range whose centre is 0, or, from kCentred on, the
+  // tile of keys with that number.
+  static constexpr int64_t kNothing = -1, kCentred = 3;
 
   // A block of queries of one head.
   struct Slot {
-    float* q;  // panels [dims_][kPanelRows]
-    float* e;  // panels [terms.all][kPanelRows]: c E, or q, in the order of the terms
-    float* w;  // [D], zeros up to direct_ld()
-    Terms terms;
+    float* q;         // panels [dims_][kPanelRows]
+    float* e;         // panels [terms.all][kPanelRows]: c E, or q, in the order of the terms
+    float* w;         // [D], zeros up to direct_ld()
+    Terms near, far;  // not listed yet where there is none
     float *direct_q, *direct_half;  // DirectQuery
     int64_t rows, head, prepared;
   };
@@ -146,9 +146,10 @@ class AdditiveScore {
     for (int64_t n = 0; n < count; ++n) {
       Slot& slot = slots[n];
       slot.q = query_panels(dims_);
-      slot.e = query_panels(terms_capacity(p_.D));
+      slot.e = query_panels(max64(terms_capacity(p_.D, kNearRule), terms_capacity(p_.D, kFarRule)));
       slot.w = scratch_.floats(direct_ld());
-      slot.terms = make_terms(scratch_, p_.D);
+      slot.near = make_terms(scratch_, p_.D, kNearRule);
+      slot.far = make_terms(scratch_, p_.D, kFarRule);
       slot.direct_q = scratch_.floats(direct_ld());
       slot.direct_half = scratch_.floats(direct_ld() / 2);
       slot.rows = 0, slot.head = -1, slot.prepared = kNothing;
@@ -170,7 +171,17 @@ class AdditiveScore {
     finish_head();
     slot_->head = h;
     pack_rows(matrix_at(p_.w, 0, h, 0, 1, p_.D), 1.f, slot_->w, p_.D);
-    direct_ ? pair_weights() : list_terms(slot_->w, p_.D, slot_->terms);
+    slot_->near.all = slot_->far.all = 0;
+    slot_->prepared = kNothing;
+    if (direct_) pair_weights();
+  }
+
+  // The terms that the current keys want.
+  Terms& terms() const {
+    const bool near = range_ == Range::kNear;
+    Terms& terms = near ? slot_->near : slot_->far;
+    if (terms.all == 0) list_terms(slot_->w, p_.D, near ? kNearRule : kFarRule, terms);
+    return terms;
   }
 
   int64_t direct_ld() const { return round_up(p_.D, 2 * kWidth); }
@@ -186,11 +197,33 @@ class AdditiveScore {
   // A function of the keys of this tile alone: a row must not depend on the rows around it.
   void choose_range(bool finite) {
     fill(centre_, dims_, 0.f);
-    wanted_ = kCentreZero;
-    exact_ = !finite;
-    if (exact_ || largest_key() <= kKeyLimit) return;
-    exact_ = !(find_centre() <= kKeyLimit);
-    wanted_ = loaded_keys_;
+    range_ = finite ? range_of(largest_key()) : Range::kExact;
+    wanted_ = static_cast<int64_t>(range_);
+    if (!finite || range_ != Range::kExact) return;
+    range_ = range_of(find_centre());
+    if (range_ != Range::kExact) wanted_ = kCentred + loaded_keys_;
+  }
+
+  static Range range_of(float distance) {
+    if (distance <= kNearRule.key_limit) return Range::kNear;
+    return distance <= kFarRule.key_limit ? Range::kFar : Range::kExact;
+  }
+
+  float key_limit() const {
+    return range_ == Range::kNear ? kNearRule.key_limit : kFarRule.key_limit;
+  }
+
+  // Calls f with the range of the current keys as a compile-time constant.
+  template <typename F>
+  FASTATTN_MEMBER void with_range(F f) const {
+    switch (range_) {
+      case Range::kNear:
+        return f(std::integral_constant<Range, Range::kNear>{});
+      case Range::kFar:
+        return f(std::integral_constant<Range, Range::kFar>{});
+      case Range::kExact:
+        return f(std::integral_constant<Range, Range::kExact>{});
+    }
   }
 
   float largest_key() const {
@@ -220,11 +253,12 @@ class AdditiveScore {
 
   // The clamp is for the zeros past the last key, which may be far from the centre.
   void exponentiate_keys() {
+    const Vec limit = splat(key_limit());
     for (int64_t c = 0; c < cols_; c += kWidth) {
       float* const panel = key_panel(keys_, c);
       for (int64_t d = 0; d < dims_; ++d) {
         const Vec k = load(panel + d * kWidth) - centre_[d];
-        store(panel + d * kWidth, exp(max(min(k, splat(kKeyLimit)), splat(-kKeyLimit)) * 2.f));
+        store(panel + d * kWidth, exp(max(min(k, limit), -limit) * 2.f));
       }
     }
   }
@@ -233,37 +267,38 @@ class AdditiveScore {
 
   // Makes `e` what the current keys want.
   void prepare_queries() {
-    const int64_t wanted = exact_ ? kExactKeys : wanted_;
-    if (slot_->prepared == wanted) return;
-    slot_->prepared = wanted;
+    if (slot_->prepared == wanted_) return;
+    slot_->prepared = wanted_;
+    const bool exact = range_ == Range::kExact;
     for (int64_t i = 0; i < slot_->rows; i += kPanelRows) {
       const float* const factors =
-          exact_ ? slot_->q + i * dims_ : exponentiate_queries(slot_->q + i * dims_);
-      order_by_terms(factors, slot_->e + i * slot_->terms.all);
+          exact ? slot_->q + i * dims_ : exponentiate_queries(slot_->q + i * dims_);
+      order_by_terms(factors, slot_->e + i * terms().all);
       if (backward_) drop_nan(factors, gradient_e_ + i * dims_);
     }
   }
 
   const float* exponentiate_queries(const float* q) {
+    const Vec limit = splat(kSaturation + key_limit());
     for (int64_t d = 0; d < dims_; ++d)
       for (int64_t n = d * kPanelRows; n < (d + 1) * kPanelRows; n += kWidth) {
-        const Vec x = min(splat(kSaturation + kKeyLimit), load(q + n) + centre_[d]);  // NaN passes
+        const Vec x = min(limit, load(q + n) + centre_[d]);  // NaN passes
         store(factors_ + n, exp(x * 2.f));
       }
     return factors_;
   }
 
   void order_by_terms(const float* factors, float* e) const {
-    const Terms& terms = slot_->terms;
+    const Terms& terms = this->terms();
     for (int64_t n = 0; n < terms.all; ++n) {
-      const float unit = exact_ ? 1.f : terms.unit[n];
+      const float unit = range_ == Range::kExact ? 1.f : terms.unit[n];
       for (int64_t r = 0; r < kPanelRows; r += kWidth)
         store(e + n * kPanelRows + r, load(factors + terms.dim[n] * kPanelRows + r) * unit);
     }
   }
 
   void drop_nan(const float* factors, float* to) const {
-    const float unit = exact_ ? 1.f : kGradUnit;
+    const float unit = grad_unit();
     for (int64_t n = 0; n < dims_ * kPanelRows; n += kWidth) {
       const Vec x = load(factors + n);
       store(to + n, x == x ? x * unit : Vec{});
@@ -278,14 +313,15 @@ class AdditiveScore {
     });
   }
 
-  template <bool kExact>
+  template <Range kRange>
   void score_panel(int64_t i, float* s) const {
-    const float* const e = slot_->e + i * slot_->terms.all;
+    const Terms& terms = this->terms();
+    const float* const e = slot_->e + i * terms.all;
     const KeyPanels keys = {keys_, dims_ * kWidth};
     const int64_t rows = min64(kPanelRows, slot_->rows - i);
     int64_t r = 0;
     const auto take = [&](auto count) {
-      score_rows<kExact, count>(slot_->terms, e + r, keys, cols_, s + r * kBlockN, kBlockN);
+      score_rows<kRange, count>(terms, e + r, keys, cols_, s + r * kBlockN, kBlockN);
       r += count;
     };
     while (rows - r >= 8) take(std::integral_constant<int, 8>{});
@@ -294,36 +330,33 @@ class AdditiveScore {
     if (rows & 1) take(std::integral_constant<int, 1>{});
   }
 
-  // Rows that do not fill a register tile move to one of their own, filled up with zeros.
-  void copy_tail(const float* ds) {
-    const int64_t whole = slot_->rows / kGradRows * kGradRows, rest = slot_->rows - whole;
-    std::memcpy(ds_tail_, ds + whole * kBlockN,
-                static_cast<size_t>(rest * kBlockN) * sizeof(float));
-    fill(ds_tail_ + rest * kBlockN, (kGradRows - rest) * kBlockN, 0.f);
+  float grad_unit() const {
+    return range_ == Range::kFar ? kGradUnit<Range::kFar> : kGradUnit<Range::kNear>;
   }
 
-  // Dims d and d + 1; sums[n] = sum_ij dS_ij tanh_ij.
-  template <bool kExact>
+  // Gradients of dims d and d + 1, but for their factor 4 w; sums[n] = sum_ij dS_ij tanh_ij / 2.
+  template <Range kRange>
   __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, float* sums) {
-    const KeyPanels keys = {keys_ + d * kWidth, dims_ * kWidth};
-    Vec weight[2] = {};
-    for (int64_t i = 0; i < slot_->rows; i += kGradRows) {
-      const float* const ds_rows = i + kGradRows <= slot_->rows ? ds + i * kBlockN : ds_tail_;
-      const int64_t at = i / kPanelRows * kPanelRows * dims_ + d * kPanelRows + i % kPanelRows;
-      gradient_reciprocals<kExact>(gradient_e_ + at, keys, cols_, reciprocals_);
-      float lanes[kWidth];
-      store(lanes, gradient_sums(reciprocals_, ds_rows, kBlockN, cols_, head_key_grad_ + d * kWidth,
-                                 keys.stride, weight));
-      std::memcpy(query_grad_ + at, lanes, sizeof(lanes) / 2);
-      std::memcpy(query_grad_ + at + kPanelRows, lanes + kGradRows, sizeof(lanes) / 2);
-    }
-    sums[0] = sum_lanes(weight[0]);
-    sums[1] = sum_lanes(weight[1]);
+    const auto dim = [&](int64_t n) -> GradDim {
+      return {gradient_e_ + n * kPanelRows, keys_ + n * kWidth, query_grad_ + n * kPanelRows,
+              head_key_grad_ + n * kWidth, Vec{}};
+    };
+    GradDim dims[2] = {dim(d), dim(d + 1)};
+    int64_t i = 0;
+    const auto take = [&](auto rows) {
+      gradient_sums<kRange, rows>(dims, dims_ * kWidth, ds + i * kBlockN, kBlockN, cols_);
+      i += rows;
+      const int64_t step = rows + (i % kPanelRows == 0 ? (dims_ - 1) * kPanelRows : 0);
+      for (GradDim& n : dims) n.e += step, n.grad_e += step;
+    };
+    while (slot_->rows - i >= kGradRows) take(std::integral_constant<int, kGradRows>{});
+    while (slot_->rows > i) take(std::integral_constant<int, 1>{});
+    for (int n = 0; n < 2; ++n) sums[n] = sum_lanes(dims[n].weight);
   }
 
   void add_query_grad(int64_t i, float* grad_q, int64_t stride) {
     const int64_t rows = min64(kPanelRows, slot_->rows - i);
-    pack_transposed(dense(query_grad_ + i * dims_, kPanelRows, rows), 4.f * kGradUnit, rows_out_,
+    pack_transposed(dense(query_grad_ + i * dims_, kPanelRows, rows), 4.f / grad_unit(), rows_out_,
                     ld_);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t d = 0; d < p_.D; ++d)
@@ -338,7 +371,7 @@ class AdditiveScore {
       for (int64_t d = 0; d < p_.D; ++d) {
         float* const from = key_panel(head_key_grad_, c) + d * kWidth;
         float* const to = key_panel(key_grad_, c) + d * kWidth;
-        store(to, load(to) + load(from) * (4.f * kGradUnit) * slot_->w[d]);
+        store(to, load(to) + load(from) * (4.f / grad_unit()) * slot_->w[d]);
         store(from, Vec{});
       }
   }
@@ -353,12 +386,12 @@ class AdditiveScore {
   float *keys_, *centre_, *factors_;
   Slot *slots_, *slot_;
   int64_t cols_ = 0, loaded_keys_ = 0;
-  bool exact_ = false;
-  int64_t wanted_ = kCentreZero;
+  Range range_ = Range::kFar;
+  int64_t wanted_ = kNothing;  // see Slot::prepared
   bool head_pending_ = false;  // head_key_grad_ holds something
   float *gradient_e_ = nullptr, *query_grad_ = nullptr, *head_key_grad_ = nullptr,
         *key_grad_ = nullptr;
-  float *rows_out_ = nullptr, *ds_tail_ = nullptr, *reciprocals_ = nullptr;
+  float* rows_out_ = nullptr;
 };
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -230,19 +230,32 @@ FASTATTN_SIMD Vec exp2_weight(Vec x) {
 #endif
 }
 
-// An estimate of 1/x good to at least 11 bits, for use before Newton steps. Requires 2^-126 <= |x|
-// < 2^126.
-FASTATTN_SIMD Vec rcp_estimate(Vec x) {
+// ---- division ----
+//
+// AVX-512 divides a vector in 11 (Granite Rapids) to 16 cycles, where an estimate of 14 bits and a
+// Newton step take 6 of its 2 slots a cycle for arithmetic. Narrower vectors have an estimate of 12
+// bits or fewer, and divide in 3.5 to 5 cycles, less than the two steps needed. Divisors d are
+// 2^-126 <= |d| <= 2^126; NaN stays NaN.
+
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
-  return (Vec)_mm512_rcp14_ps((__m512)x);
-#elif defined(__AVX__) && FASTATTN_VECTOR_WIDTH == 8
-  return (Vec)_mm256_rcp_ps((__m256)x);
-#elif defined(__SSE2__) && FASTATTN_VECTOR_WIDTH == 4
-  return (Vec)_mm_rcp_ps((__m128)x);
-#else
-  return 1.f / x;
-#endif
+FASTATTN_SIMD Vec reciprocal_estimate(Vec x) {
+  return (Vec)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);
 }
+
+// n / d, to 1 ulp.
+FASTATTN_SIMD Vec quotient(Vec n, Vec d) {
+  const Vec estimate = reciprocal_estimate(d), q = n * estimate;
+  return q + q * (splat(1.f) - d * estimate);
+}
+// a - n / d, with a quotient of 1.5 ulp that is not rounded.
+FASTATTN_SIMD Vec minus_quotient(Vec a, Vec n, Vec d) {
+  const Vec estimate = reciprocal_estimate(d);
+  return a - (n * estimate) * (splat(2.f) - d * estimate);
+}
+#else
+FASTATTN_SIMD Vec quotient(Vec n, Vec d) { return n / d; }
+FASTATTN_SIMD Vec minus_quotient(Vec a, Vec n, Vec d) { return a - n / d; }
+#endif
 
 // High and low halves of the 64-bit products a * m, for counter-based random numbers.
 struct WideProduct {
