@@ -49,21 +49,6 @@ FASTATTN_DEVICE Place query_place(const BackwardArgs& a, uint32_t block) {
 
 // ---- dS ----
 
-// Calls f(r, c, dW_ij) for the pairs that are kept.
-template <typename F>
-__device__ __forceinline__ void for_grad_weights(const BackwardParams& p, const Place& at,
-                                                 KeepBits bits, F f) {
-  if (p.grad_weights.data == nullptr) return;
-  const View& view = p.grad_weights;
-  const bool mean = p.weights_mode == WeightsMode::kMean;
-  const float share = mean ? 1.f / static_cast<float>(p.H) : 1.f;
-  const int64_t offset = offset_of(view, at.b, mean ? 0 : at.h, at.i0, at.j0);
-  with_dtype(view.dtype, [&](auto type) {
-    for_kept<true>(bits, offset, view.stride_r, view.stride_c,
-                   [&](int r, int c, int64_t n) { f(r, c, load_as<type>(view.data, n) * share); });
-  });
-}
-
 // dO V^T.
 FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, StageMemory& memory,
                                     Fragment& product) {
@@ -84,20 +69,23 @@ FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepB
                                    StageMemory& memory, Fragment& weights, Fragment& ds) {
   weights_tile(tiles_of(a), at, bits, a.p.stats, memory, weights);
   value_products(a.p, at, memory, ds);
-  for_grad_weights(a.p, at, bits, [&](int r, int c, float grad) { ds[r][c] += grad; });
+  with_dtype(a.p.grad_weights.dtype, [&](auto type) {
+    for_grad_weights<FragmentLayout, type>(
+        a.p, at, bits, [&](int pair, float grad) { ds[pair / 4][pair % 4] += grad; });
+  });
+  const KeepBits survivors = surviving_bits<FragmentLayout>(a.p, at);
+  drop(a.p, survivors, ds);
   const float* const deltas = workspace(a) + a.plan.delta;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float delta = row0() + r < at.rows ? deltas[row_number(a.p, at, r)] : 0.f;
-    float factor[kCols] = {1.f, 1.f, 1.f, 1.f};
-    drop_row(a.p, at, r, factor);
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
-      const float grad = weights[r][c] * (ds[r][c] * factor[c] - delta);
+      const float grad = weights[r][c] * (ds[r][c] - delta);
       ds[r][c] = kept(bits, r, c) ? grad : 0.f;
-      weights[r][c] *= factor[c];
     }
   }
+  drop(a.p, survivors, weights);
 }
 
 FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
@@ -129,10 +117,12 @@ FASTATTN_DEVICE void add_weight_terms(const BackwardArgs& a, const Place& at, Ke
                                       StageMemory& memory, float (&sums)[kRows]) {
   Fragment weights;
   weights_tile(tiles_of(a), at, bits, a.p.stats, memory, weights);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) drop_row(a.p, at, r, weights[r]);
-  for_grad_weights(a.p, at, bits,
-                   [&](int r, int c, float grad) { sums[r] += weights[r][c] * grad; });
+  drop(a.p, surviving_bits<FragmentLayout>(a.p, at), weights);
+  with_dtype(a.p.grad_weights.dtype, [&](auto type) {
+    for_grad_weights<FragmentLayout, type>(a.p, at, bits, [&](int pair, float grad) {
+      sums[pair / 4] += weights[pair / 4][pair % 4] * grad;
+    });
+  });
 }
 
 __global__ void __launch_bounds__(kThreads, 3)
@@ -150,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 3)
                             : tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
-    const TileMask mask = mask_tile(p, at);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (!mask.empty) add_weight_terms(a, at, mask.bits, memory.stage, sums);
   }
 
@@ -238,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
-    const TileMask mask = mask_tile(p, at);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;
     gradient_tile(a, at, mask.bits, memory.stage, weights, ds);
@@ -364,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (; at.h < end; ++at.h)
     for (at.i0 = 0; at.i0 < p.M; at.i0 += kTile) {
       at.rows = extent(p.M, at.i0);
-      const TileMask mask = mask_tile(p, at);
+      const TileMask mask = mask_tile<FragmentLayout>(p, at);
       if (mask.empty) continue;
       Fragment weights, ds;
       gradient_tile(a, at, mask.bits, memory.stage, weights, ds);
@@ -407,7 +397,7 @@ FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, Stag
     const Place at =
         place(p, p.bias_B == 1 ? n / heads : tile.b, p.bias_H == 1 ? n % heads : tile.h,
               tile.tile_m * kTile, tile.tile_n * kTile);
-    const TileMask mask = mask_tile(p, at);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;
     gradient_tile(a, at, mask.bits, memory, weights, ds);

@@ -7,13 +7,12 @@
 //       online softmax over the block
 //       o = alpha o + w V               a column a thread, two halves of the tile
 //     o, m, l to the workspace
-//   for (b, h, i)                       a block: merges chunks in order, writes out, lse, stats
+//   merge.cuh                           merges chunks in order, writes out, lse, stats
 //   for (b, h or mean, i, keys)         weights, from scores kept in the workspace
-//
-// Split keys: Dao et al., "Flash-Decoding", 2023.
 #include "cuda/additive_few.cuh"
 #include "cuda/additive_prepare.cuh"
 #include "cuda/additive_terms.cuh"
+#include "cuda/merge.cuh"
 #include "cuda/softmax.cuh"
 
 namespace fastattn::cuda {
@@ -121,13 +120,9 @@ FASTATTN_DEVICE float masked_score(const AttentionParams& p, const Row& at, floa
 FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h, int64_t i,
                                   int64_t j, float x) {
   if (!p.dropout.enabled) return x;
-  const PhiloxBlock words =
-      philox4x32(seed_of(p.dropout), static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
-                 static_cast<uint32_t>(h), static_cast<uint32_t>(b));
-  const bool odd = j % 2 != 0;  // no index, which would put the words into memory
-  const uint32_t word =
-      j % 4 < 2 ? (odd ? words.word[1] : words.word[0]) : (odd ? words.word[3] : words.word[2]);
-  return word >= p.dropout.threshold ? x * p.dropout.scale : 0.f;
+  const PhiloxBlock block = random_block(seed_of(p.dropout), b, h, i, j);
+  const uint32_t word = random_word(block, static_cast<int>(j % 4));
+  return dropped(p, word >= p.dropout.threshold, x);
 }
 
 // o = alpha o + w V over the tile. `masked`: some weights are 0 for that reason, and take no part.
@@ -185,37 +180,11 @@ __global__ void __launch_bounds__(kThreads, 8)
   }
 
   l = block_sum(l, memory.scratch);
-  float* const to = static_cast<float*>(p.workspace) + a.plan.partials + blockIdx.x * (p.E + 2);
+  float* const to = partial_at(p, a.plan.partials, blockIdx.x);
   for (int64_t e = thread(); e < p.E; e += kThreads) to[e] = memory.o[e] + memory.o[p.E + e];
   if (thread() == 0) to[p.E] = m, to[p.E + 1] = l;
 }
-static_assert(kParts == 2 && kMaxChunks <= kThreads);
-
-// The same arithmetic as a step of the online softmax, chunk after chunk.
-__global__ void __launch_bounds__(kThreads)
-    additive_merge_kernel(const __grid_constant__ FewArgs a) {
-  __shared__ float scratch[kWarps], factors[kMaxChunks];
-  const ForwardParams& p = a.p;
-  const Row at = row_of(p, blockIdx.x);
-  const int64_t stride = p.E + 2;
-  const float* const partials =
-      static_cast<const float*>(p.workspace) + a.plan.partials + at.number * a.plan.chunks * stride;
-  const bool has_chunk = thread() < a.plan.chunks;
-  const float m_chunk = has_chunk ? partials[thread() * stride + p.E] : -kInfinity;
-  const float m = block_max(m_chunk, scratch);
-  if (has_chunk) factors[thread()] = rescaling(m_chunk, finite_max(m));
-  __syncthreads();
-
-  float l = 0.f;
-  for (int64_t n = 0; n < a.plan.chunks; ++n) l += factors[n] * partials[n * stride + p.E + 1];
-  const float factor = write_row(p, at.number, m, l, thread() == 0);
-  for (int64_t e = thread(); e < p.E; e += kThreads) {
-    float sum = 0.f;
-    for (int64_t n = 0; n < a.plan.chunks; ++n) sum += factors[n] * partials[n * stride + e];
-    const int64_t offset = offset_of(p.out, at.b, at.h, at.i, e);
-    with_dtype(p.out.dtype, [&](auto type) { store_as<type>(p.out.data, offset, sum * factor); });
-  }
-}
+static_assert(kParts == 2);
 
 __global__ void __launch_bounds__(kThreads)
     additive_few_weights_kernel(const __grid_constant__ FewArgs a) {
@@ -247,7 +216,7 @@ void additive_few(const ForwardParams& p, const AdditiveForwardPlan& plan, Launc
   const int64_t rows = p.B * p.H * p.M;
   prepare_terms(p, plan.panels, static_cast<float*>(p.workspace), launcher);
   launcher.run(additive_few_kernel, rows * plan.chunks, kThreads, args.shared(), args);
-  launcher.run(additive_merge_kernel, rows, kThreads, 0, args);
+  merge_partials(p, plan.partials, plan.chunks, launcher);
   if (p.weights_mode == WeightsMode::kNone) return;
   const int64_t rows_out = p.weights_mode == WeightsMode::kMean ? p.B * min64(1, p.H) * p.M : rows;
   launcher.run(additive_few_weights_kernel, rows_out * ceil_div(p.N, kThreads), kThreads, 0, args);

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
   for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
-    const TileMask mask = mask_tile(p, at);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment s;
     float alpha[kRows];
@@ -144,16 +144,15 @@ __global__ void __launch_bounds__(kThreads, 3)
   clear(sum);
   for (int64_t g = 0; g < heads; ++g) {
     const Place at = place(p, b, head_out * heads + g, i0, j0);
-    const TileMask mask = mask_tile(p, at);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights;
     weights_tile(tiles_of(a), at, mask.bits, p.stats, memory, weights);
+    drop(p, surviving_bits<FragmentLayout>(p, at), weights);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      drop_row(p, at, r, weights[r]);
+    for (int r = 0; r < kRows; ++r)
 #pragma unroll
       for (int c = 0; c < kCols; ++c) sum[r][c] += weights[r][c];
-    }
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r)

@@ -2,6 +2,7 @@
 // of the shape alone.
 #pragma once
 
+#include "cuda/few.h"
 #include "cuda/tile.cuh"
 
 namespace fastattn::cuda {
@@ -12,12 +13,6 @@ FASTATTN_FN int64_t take(int64_t* used, int64_t floats) {
   *used += ceil_div(floats, 64) * 64;
   return offset;
 }
-
-// So few queries fill no tile, and are worth no panels: forward, additive_few.cu takes a row a
-// block and splits the keys instead; backward, all tiles are direct, which gives the very same
-// scores.
-constexpr int64_t kFewQueries = 16;
-constexpr int64_t kMaxChunks = 128;  // of a row; a chunk is a multiple of kThreads keys
 
 // A row of queries and weights, and a tile's sums, must fit the shared memory of every device.
 constexpr int64_t kSharedLimit = 99 << 10;  // of a block on sm_86, the least from sm_80 on
@@ -71,7 +66,7 @@ FASTATTN_FN void take_panels(const AttentionParams& p, bool backward, Panels* pa
 struct AdditiveForwardPlan {
   Panels panels;
   int64_t chunk_keys, chunks;
-  int64_t partials;  // [B][H][M][chunks][E + 2]: unnormalised output, maximum, sum
+  int64_t partials;  // merge.cuh
   int64_t scores;    // [B][H][M][N] in base 2, when weights are wanted
   int64_t workspace_bytes;
 };
@@ -82,9 +77,9 @@ FASTATTN_FN AdditiveForwardPlan plan_additive_forward(const ForwardParams& p) {
   take_panels(p, false, &plan.panels, &used);
   if (plan.panels.few) {
     const int64_t rows = p.B * p.H * p.M;
-    plan.chunk_keys = max64(1, ceil_div(p.N, kMaxChunks * kThreads)) * kThreads;
+    plan.chunk_keys = max64(1, ceil_div(p.N, kMaxParts * kThreads)) * kThreads;
     plan.chunks = max64(1, ceil_div(p.N, plan.chunk_keys));
-    plan.partials = take(&used, rows * plan.chunks * (p.E + 2));
+    plan.partials = take(&used, partial_floats(p, plan.chunks));
     plan.scores = take(&used, p.weights_mode == WeightsMode::kNone ? 0 : rows * p.N);
   }
   plan.workspace_bytes = 4 * used;

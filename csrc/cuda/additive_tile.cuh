@@ -95,7 +95,7 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
     for (int c = 0; c < kCols; ++c) s[r][c] = scaled_score(s[r][c], scale);
-  add_bias(t.p, at, bits, s);
+  add_bias<FragmentLayout>(t.p, at, bits, s);
 }
 
 // P of a tile, before dropout.

@@ -74,6 +74,14 @@ FASTATTN_DEVICE int64_t opaque(int64_t x) {
   return x;
 }
 
+// The same for what does not change: addresses that depend on it stay in the loop they are used in.
+FASTATTN_DEVICE int opaque_here(int x) {
+#if !defined(FASTATTN_CUDA_ON_CPU)
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // ---- 16-bit floats, as their bits ----
 
 FASTATTN_DEVICE float fp16_to_float(uint16_t bits) {

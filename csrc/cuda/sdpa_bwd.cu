@@ -7,12 +7,11 @@
 //
 //   delta:  for (b, h, tile of queries):     dO . O, and W . dW over the keys if there is dW
 //   dq:     for (b, h, tile of queries):     Q, dO stay; K, V pass by       3 products a tile
-//   dv, dk: for (b, key head, tile of keys): K, V stay; Q, dO of the heads  2 and 3 products
+//   dk, dv: for (b, key head, tile of keys): K, V stay; Q, dO of the heads  4 products
 //           that share it pass by, on transposed tiles
 //   dbias:  for (tile of the bias):          dS of all that share it, in order
 //
-// Every result has one owner, so there are no atomics and results are the same on every run. dV and
-// dK come one after the other: the sums of both, 128 wide, would not fit the registers. Dao,
+// Every result has one owner, so there are no atomics and results are the same on every run. Dao,
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
@@ -56,48 +55,66 @@ FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
 }
 
 // Scores become P, before dropout: exactly 0 where masked, even if the row is NaN.
-template <bool kTransposed>
-FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, float scale, Scores& s) {
+template <typename Layout>
+FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, float scale,
+                                 Pairs<Layout>& s) {
 #pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
+  for (int x = 0; x < Layout::kQueries; ++x) {
+    const int query = Layout::query0() + Layout::query(x);
+    const float shift = rows.shift[query], factor = rows.factor[query];
 #pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      const int query = pair_query<kTransposed>(n, v);
-      const float weight = ex2_approx(fmaf(s[n][v], scale, -rows.shift[query]));
-      s[n][v] = kept_pair(bits, n, v) ? weight * rows.factor[query] : 0.f;
+    for (int y = 0; y < Layout::kKeys; ++y) {
+      const int n = Layout::pair(x, y);
+      const float weight = ex2_approx(fmaf(s[n / 4][n % 4], scale, -shift));
+      s[n / 4][n % 4] = kept(bits, n) ? weight * factor : 0.f;
     }
+  }
 }
 
 // dW of the kept pairs; 0 elsewhere, or if there is none.
-template <bool kTransposed, DType kType>
+template <typename Layout, DType kType>
 FASTATTN_DEVICE void load_grad_weights(const BackwardParams& p, const Place& at, KeepBits bits,
-                                       Scores& to) {
+                                       Pairs<Layout>& to) {
   clear(to);
-  if (p.grad_weights.data == nullptr) return;
-  const bool mean = p.weights_mode == WeightsMode::kMean;
-  const float share = mean ? 1.f / static_cast<float>(p.H) : 1.f;
-  const View& x = p.grad_weights;
-  const int64_t offset = offset_of(x, at.b, mean ? 0 : at.h, at.i0, at.j0);
-  for_kept_pairs<kTransposed, true>(
-      bits, offset, x.stride_r, x.stride_c,
-      [&](int n, int v, int64_t where) { to[n][v] = load_as<kType>(x.data, where) * share; });
+  for_grad_weights<Layout, kType>(p, at, bits,
+                                  [&](int pair, float grad) { to[pair / 4][pair % 4] = grad; });
 }
 
 // s becomes W and dp = dO V^T + dW becomes dS, both exactly 0 where masked.
-template <bool kTransposed>
-FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const Place& at, const TileMask& mask,
-                                const RowMemory& rows, float scale, Scores& s, Scores& dp) {
-  known_pairs<kTransposed>(rows, mask.bits, scale, s);
-  const KeepBits survivors = p.dropout.enabled ? surviving_pairs<kTransposed>(p, at) : kAllKept;
-  drop_pairs(p, survivors, dp);
+template <typename Layout>
+FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
+                                const RowMemory& rows, float scale, Pairs<Layout>& s,
+                                Pairs<Layout>& dp) {
+  known_pairs<Layout>(rows, mask.bits, scale, s);
+  drop(p, survivors, dp);
 #pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
+  for (int x = 0; x < Layout::kQueries; ++x) {
+    const float delta = rows.delta[Layout::query0() + Layout::query(x)];
 #pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      const float ds = s[n][v] * (dp[n][v] - rows.delta[pair_query<kTransposed>(n, v)]);
-      dp[n][v] = kept_pair(mask.bits, n, v) ? ds : 0.f;
+    for (int y = 0; y < Layout::kKeys; ++y) {
+      const int n = Layout::pair(x, y);
+      const float ds = s[n / 4][n % 4] * (dp[n / 4][n % 4] - delta);
+      dp[n / 4][n % 4] = kept(mask.bits, n) ? ds : 0.f;
     }
-  drop_pairs(p, survivors, s);
+  }
+  drop(p, survivors, s);
+}
+
+// W and dS of the tile whose operands are in memory.
+template <typename Layout, DType kType, int kDim>
+FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
+                                   const Scale& scale, const GradMemory<kDim>& memory,
+                                   Pairs<Layout>& s, Pairs<Layout>& ds) {
+  constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
+  const uint16_t* const grad = memory.grad_out;
+  // Both before S takes registers.
+  const KeepBits survivors = surviving_bits<Layout>(p, at);
+  load_grad_weights<Layout, kType>(p, at, mask.bits, ds);
+  multiply_transposed<Layout, kType, kDim>(kQueriesByRows ? grad : memory.v,
+                                           kQueriesByRows ? memory.v : grad, ds);
+  sdpa_scores<Layout, kType, kDim>(p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
+                                   kQueriesByRows ? memory.k : memory.q, s);
+  grad_pairs<Layout>(p, mask, survivors, memory.rows, scale.later, s, ds);
 }
 
 // ---- delta ----
@@ -113,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (row >= at.rows) continue;
     const int64_t out = offset_of(p.out, at.b, at.h, at.i0 + row, 0);
     const int64_t grad = offset_of(p.grad_out, at.b, at.h, at.i0 + row, 0);
-    for (int64_t e = thread() % kQuad; e < p.E; e += kQuad)
+    for (int64_t e = lane() % kQuad; e < p.E; e += kQuad)
       sum[half] += load_as<kType>(p.out.data, out + e * p.out.stride_c) *
                    load_as<kType>(p.grad_out.data, grad + e * p.grad_out.stride_c);
   }
@@ -124,29 +141,26 @@ __global__ void __launch_bounds__(kThreads, 2)
     load_rows<false>(p, at, memory.rows);
     for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
       at.cols = extent(p.N, at.j0);
-      const TileMask mask = mask_pairs<false>(p, at);
+      const TileMask mask = mask_tile<QueryRows>(p, at);
       if (mask.empty) continue;
       __syncthreads();
       start_keys<kDim>(p.k, p.D, at, memory.k);
       wait_for_copies();
       __syncthreads();
-      Scores s;
-      sdpa_scores<false, kType, kDim>(p, at, mask, scale, memory.q, memory.k, s);
-      known_pairs<false>(memory.rows, mask.bits, scale.later, s);
-      if (p.dropout.enabled) drop_pairs(p, surviving_pairs<false>(p, at), s);
-      Scores dw;
-      load_grad_weights<false, kType>(p, at, mask.bits, dw);
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n)
-#pragma unroll
-        for (int v = 0; v < 4; ++v) sum[v / 2] += s[n][v] * dw[n][v];
+      Pairs<QueryRows> s;
+      sdpa_scores<QueryRows, kType, kDim>(p, at, mask, scale, memory.q, memory.k, s);
+      known_pairs<QueryRows>(memory.rows, mask.bits, scale.later, s);
+      drop(p, surviving_bits<QueryRows>(p, at), s);
+      for_grad_weights<QueryRows, kType>(p, at, mask.bits, [&](int pair, float grad) {
+        sum[pair % 4 / 2] += s[pair / 4][pair % 4] * grad;
+      });
     }
     wait_for_copies();
   }
   for (int half = 0; half < 2; ++half) {
     const int row = sum_row(2 * half);
     const float total = lanes_sum(sum[half], kQuad);
-    if (row >= at.rows || thread() % kQuad != 0) continue;
+    if (row >= at.rows || lane() % kQuad != 0) continue;
     const int64_t number = query_number(p, at, row);
     static_cast<float*>(p.workspace)[number] =
         total - (p.grad_lse == nullptr ? 0.f : p.grad_lse[number]);
@@ -168,21 +182,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   load_rows<true>(p, at, memory.rows);
   for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
-    const TileMask mask = mask_pairs<false>(p, at);
+    const TileMask mask = mask_tile<QueryRows>(p, at);
     if (mask.empty) continue;
     __syncthreads();
     start_keys<kDim>(p.k, p.D, at, memory.k);
     start_keys<kDim>(p.v, p.E, at, memory.v);
     wait_for_copies();
     __syncthreads();
-    Scores s, ds;
-    load_grad_weights<false, kType>(p, at, mask.bits, ds);  // before S takes registers
-    multiply_transposed<kType, kDim>(memory.grad_out, memory.v, ds);
-    sdpa_scores<false, kType, kDim>(p, at, mask, scale, memory.q, memory.k, s);
-    grad_pairs<false>(p, at, mask, memory.rows, scale.later, s, ds);
+    Pairs<QueryRows> s, ds;
+    gradient_tile<QueryRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
     __syncthreads();  // others may still read the rows of K that are taken out
-    add_product<kType, kDim>(p.k, offset_of(p.k, at.b, at.hkv, at.j0, 0), p.D, mask, ds, memory.k,
-                             memory.bad_rows, dq);
+    add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, at.b, at.hkv, at.j0, 0), p.D, mask, ds,
+                                        memory.k, memory.bad_rows, dq);
   }
   wait_for_copies();
   store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, at.b, at.h, at.i0, 0), at.rows, p.D,
@@ -191,54 +202,55 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dk, dv ----
 
-// kValues: dV, else dK.
-template <bool kValues, DType kType, int kDim>
+// The keys of a block, and the first of the heads that share them.
+FASTATTN_DEVICE Place key_place(const AttentionParams& p, uint32_t block) {
+  const int64_t tile = take_digit(&block, ceil_div(p.N, kTile)), hkv = take_digit(&block, p.Hkv);
+  return place(p, block, hkv * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kTile);
+}
+
+// Registers are full of sums: what can be computed again is hidden from the compiler, which would
+// keep it (opaque).
+template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   const Scale scale = scale_of(p);
-  uint32_t block = blockIdx.x;
-  const int64_t tile = take_digit(&block, ceil_div(p.N, kTile)), hkv = take_digit(&block, p.Hkv);
-  const int group = static_cast<int>(p.H / p.Hkv);
-  Place at = place(p, block, hkv * group, 0, tile * kTile);
-  float sum[kDim / 8][4] = {};
+  Place at = key_place(p, blockIdx.x);
+  float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
   start_keys<kDim>(p.k, p.D, at, memory.k);
-  if (!kValues) start_keys<kDim>(p.v, p.E, at, memory.v);
-  for (int n = 0; n < group * static_cast<int>(ceil_div(p.M, kTile)); ++n) {
-    uint32_t number = static_cast<uint32_t>(n);
-    at.i0 = take_digit(&number, ceil_div(p.M, kTile)) * kTile;
-    at.h = at.hkv * group + static_cast<int>(number);
-    at.rows = extent(p.M, at.i0);
-    const TileMask mask = mask_pairs<true>(p, at);
-    if (mask.empty) continue;
-    __syncthreads();
-    start_queries<kDim>(p.q, p.D, at, memory.q);
-    start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
-    load_rows<!kValues>(p, at, memory.rows);
-    wait_for_copies();
-    __syncthreads();
-    Scores s;
-    if constexpr (kValues) {
-      sdpa_scores<true, kType, kDim>(p, at, mask, scale, memory.k, memory.q, s);
-      known_pairs<true>(memory.rows, mask.bits, scale.later, s);
-      if (p.dropout.enabled) drop_pairs(p, surviving_pairs<true>(p, at), s);
-      add_product<kType, kDim>(p.grad_out, offset_of(p.grad_out, at.b, at.h, at.i0, 0), p.E, mask,
-                               s, memory.grad_out, memory.bad_rows, sum);
-    } else {
-      Scores ds;
-      load_grad_weights<true, kType>(p, at, mask.bits, ds);  // before S takes registers
-      multiply_transposed<kType, kDim>(memory.v, memory.grad_out, ds);
-      sdpa_scores<true, kType, kDim>(p, at, mask, scale, memory.k, memory.q, s);
-      grad_pairs<true>(p, at, mask, memory.rows, scale.later, s, ds);
+  start_keys<kDim>(p.v, p.E, at, memory.v);
+  at.j0 = opaque(at.j0);
+  const auto first = [&] {
+    return key_place(p, static_cast<uint32_t>(opaque_here(static_cast<int>(blockIdx.x))));
+  };
+  for (; at.h < first().h + static_cast<int>(p.H) / static_cast<int>(p.Hkv); ++at.h)
+    for (at.i0 = 0; at.i0 < p.M; at.i0 += kTile) {
+      at.rows = extent(p.M, at.i0);
+      const TileMask mask = mask_tile<KeyRows>(p, at);
+      if (mask.empty) continue;
       __syncthreads();
-      add_product<kType, kDim>(p.q, offset_of(p.q, at.b, at.h, at.i0, 0), p.D, mask, ds, memory.q,
-                               memory.bad_rows, sum);
+      start_queries<kDim>(p.q, p.D, at, memory.q);
+      start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
+      load_rows<true>(p, at, memory.rows);
+      wait_for_copies();
+      __syncthreads();
+      Pairs<KeyRows> s, ds;
+      gradient_tile<KeyRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
+      __syncthreads();  // others may still read the rows of Q and dO that are taken out
+      const int64_t i0 = opaque(at.i0);
+      const int b = opaque_here(at.b), h = opaque_here(at.h);
+      add_product<KeyRows, kType, kDim>(p.grad_out, offset_of(p.grad_out, b, h, i0, 0), p.E, mask,
+                                        s, memory.grad_out, memory.bad_rows, dv);
+      __syncthreads();  // and bad_rows
+      add_product<KeyRows, kType, kDim>(p.q, offset_of(p.q, b, h, i0, 0), p.D, mask, ds, memory.q,
+                                        memory.bad_rows, dk);
     }
-  }
   wait_for_copies();
-  const View& to = kValues ? p.grad_v : p.grad_k;
-  store_sums<kType, kDim>(to, offset_of(to, at.b, at.hkv, at.j0, 0), at.cols, kValues ? p.E : p.D,
-                          kValues ? 1.f : p.scale, sum);
+  at = first();
+  store_sums<kType, kDim>(p.grad_v, offset_of(p.grad_v, at.b, at.hkv, at.j0, 0), at.cols, p.E, 1.f,
+                          dv);
+  store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, at.b, at.hkv, at.j0, 0), at.cols, p.D,
+                          p.scale, dk);
 }
 
 // ---- dbias ----
@@ -266,14 +278,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t own_h = take_digit(&block, p.bias_H), own_b = block;
   const int64_t shared_b = p.bias_B == 1 ? p.B : 1, shared_h = p.bias_H == 1 ? p.H : 1;
   const int64_t shared_m = p.bias_M == 1 ? tiles_m : 1, shared_n = p.bias_N == 1 ? tiles_n : 1;
-  Scores sum = {};
+  Pairs<QueryRows> sum = {};
   for (int64_t n = 0; n < shared_b * shared_h * shared_m * shared_n; ++n) {
     uint32_t number = static_cast<uint32_t>(n);
     const int64_t j0 = (own_n + take_digit(&number, shared_n)) * kTile;
     const int64_t i0 = (own_m + take_digit(&number, shared_m)) * kTile;
     const int64_t h = own_h + take_digit(&number, shared_h);
     const Place at = place(p, own_b + number, h, i0, j0);
-    const TileMask mask = mask_pairs<false>(p, at);
+    const TileMask mask = mask_tile<QueryRows>(p, at);
     if (mask.empty) continue;
     __syncthreads();
     start_queries<kDim>(p.q, p.D, at, memory.q);
@@ -283,13 +295,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     start_keys<kDim>(p.v, p.E, at, memory.v);
     wait_for_copies();
     __syncthreads();
-    Scores s, ds;
-    load_grad_weights<false, kType>(p, at, mask.bits, ds);  // before S takes registers
-    multiply_transposed<kType, kDim>(memory.grad_out, memory.v, ds);
-    sdpa_scores<false, kType, kDim>(p, at, mask, scale, memory.q, memory.k, s);
-    grad_pairs<false>(p, at, mask, memory.rows, scale.later, s, ds);
+    Pairs<QueryRows> s, ds;
+    gradient_tile<QueryRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
 #pragma unroll
-    for (int t = 0; t < kScoreTiles; ++t)
+    for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll
       for (int v = 0; v < 4; ++v) sum[t][v] += ds[t][v];
   }
@@ -297,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   static_assert(sizeof(memory) >= kTile * kTile * sizeof(float));
   __syncthreads();
 #pragma unroll
-  for (int t = 0; t < kScoreTiles; ++t)
+  for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll
     for (int v = 0; v < 4; ++v) tile[sum_row(v) * kTile + sum_col(t, v)] = sum[t][v];
   fold_tile(p.bias_M == 1, p.bias_N == 1, tile);
@@ -322,8 +331,7 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   const int64_t queries = p.B * p.H * tiles_m, keys = p.B * p.Hkv * tiles_n;
   launcher.run(sdpa_delta_kernel<kType, kDim>, queries, kThreads, shared, p);
   launcher.run(sdpa_dq_kernel<kType, kDim>, queries, kThreads, shared, p);
-  launcher.run(sdpa_dkdv_kernel<true, kType, kDim>, keys, kThreads, shared, p);
-  launcher.run(sdpa_dkdv_kernel<false, kType, kDim>, keys, kThreads, shared, p);
+  launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p);
   if (p.grad_bias.data == nullptr) return;
   const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);
   launcher.run(sdpa_dbias_kernel<kType, kDim>, p.bias_B * p.bias_H * tiles, kThreads, shared, p);
@@ -335,12 +343,7 @@ int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) { return 4 * p.B 
 
 const char* sdpa_backward(const BackwardParams& p, void* stream) {
   Launcher launcher(stream);
-  const bool narrow = max64(p.D, p.E) <= 64;
-  if (p.q.dtype == DType::kFloat16) {
-    narrow ? launch<DType::kFloat16, 64>(p, launcher) : launch<DType::kFloat16, 128>(p, launcher);
-  } else {
-    narrow ? launch<DType::kBFloat16, 64>(p, launcher) : launch<DType::kBFloat16, 128>(p, launcher);
-  }
+  with_operands(p, [&](auto type, auto dim) { launch<type, dim>(p, launcher); });
   return launcher.error();
 }
 

@@ -9,15 +9,33 @@
 //       O = alpha O + P V
 //     out = O / l, lse, stats
 //
+// Few queries (few.h) are one tile of 16: blocks share its keys in chunks, and the warps of a block
+// the keys of a tile. Each warp writes its O, m, l to the workspace, for merge.cu.
+//
 // Saved for backward: stats, the maximum of a row and 1 / sum. Returned weights come from a second
 // sweep that recomputes scores against them. Dao, "FlashAttention-2: faster attention with better
 // parallelism and work partitioning", 2023.
 #include "cuda/kernels.h"
-#include "cuda/launch.cuh"
+#include "cuda/merge.cuh"
 #include "cuda/sdpa_step.cuh"
 
 namespace fastattn::cuda {
 namespace {
+
+struct SdpaArgs {
+  ForwardParams p;
+  int64_t chunk_keys, chunks;  // of few queries
+};
+
+bool is_few(const AttentionParams& p) { return p.M <= kFewQueries; }
+
+// At least four tiles a chunk, so that copies run ahead.
+SdpaArgs plan(const ForwardParams& p) {
+  if (!is_few(p)) return {p, 0, 1};
+  constexpr int64_t kChunk = 4 * kTile, kMaxChunks = kMaxParts / kWarps;
+  const int64_t keys = max64(1, ceil_div(p.N, kMaxChunks * kChunk)) * kChunk;
+  return {p, keys, max64(1, ceil_div(p.N, keys))};
+}
 
 template <int kDim>
 struct __align__(16) SdpaMemory {
@@ -32,20 +50,21 @@ struct SdpaState {
 };
 
 // Scores that are masked and biased become weights; alpha rescales O.
-FASTATTN_DEVICE void sdpa_softmax_step(float scale, SdpaState& state, Scores& s,
+template <int kTiles>
+FASTATTN_DEVICE void sdpa_softmax_step(float scale, SdpaState& state, float (&s)[kTiles][4],
                                        float (&alpha)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float top = -kInfinity;
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n)
-      top = max_of(top, max_of(s[n][2 * half], s[n][2 * half + 1]));
-    const float m = max_of(state.m[half], lanes_max(top, kQuad) * scale), shift = finite_max(m);
-    alpha[half] = ex2_approx(state.m[half] - shift);
+    for (int n = 0; n < kTiles; ++n) top = max_of(top, max_of(s[n][2 * half], s[n][2 * half + 1]));
+    const float m = max_of(state.m[half], ceilf(lanes_max(top, kQuad) * scale));
+    const float shift = finite_max(m);
+    alpha[half] = rescaling(state.m[half], shift);
     state.m[half] = m;
     float sum = 0.f;
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n)
+    for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int v = 2 * half; v < 2 * half + 2; ++v) {
         s[n][v] = ex2_approx(fmaf(s[n][v], scale, -shift));
@@ -64,7 +83,7 @@ FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const S
     const float l = lanes_sum(state.l[half], kQuad);
     if (row >= at.rows) continue;
     const int64_t number = (at.b * p.H + at.h) * p.M + at.i0 + row;
-    const float factor = write_row(p, number, state.m[half], l, thread() % kQuad == 0);
+    const float factor = write_row(p, number, state.m[half], l, lane() % kQuad == 0);
     int64_t where = offset_of(p.out, at.b, at.h, at.i0 + row, sum_col(0, 0));
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n, where += 8 * p.out.stride_c)
@@ -75,6 +94,26 @@ FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const S
   }
 }
 
+// This warp's part of the rows.
+template <int kDim>
+FASTATTN_DEVICE void write_parts(const SdpaArgs& a, const Place& at, int64_t chunk,
+                                 const SdpaState& state, const float (&o)[kDim / 8][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = quad_row(2 * half);
+    const float l = lanes_sum(state.l[half], kQuad);
+    if (row >= at.rows) continue;
+    const int64_t number = (at.b * a.p.H + at.h) * a.p.M + row;
+    float* const to = partial_at(a.p, 0, (number * a.chunks + chunk) * kWarps + warp());
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+      for (int v = 0; v < 2; ++v)
+        if (sum_col(n, v) < a.p.E) to[sum_col(n, v)] = o[n][2 * half + v];
+    if (lane() % kQuad == 0) to[a.p.E] = state.m[half], to[a.p.E + 1] = l;
+  }
+}
+
 // The block's queries. Later ones have more keys where a diagonal bounds them: those come first.
 FASTATTN_DEVICE Place query_tile(const AttentionParams& p, uint32_t block) {
   const int64_t tiles = ceil_div(p.M, kTile);
@@ -82,29 +121,44 @@ FASTATTN_DEVICE Place query_tile(const AttentionParams& p, uint32_t block) {
   return place(p, block, h, (p.mask.band_hi < p.N ? tiles - 1 - n : n) * kTile, 0);
 }
 
+// Of few queries. Heads that share their keys are neighbours, whose keys a cache then has.
+FASTATTN_DEVICE Place few_queries(const SdpaArgs& a, uint32_t block, int64_t* chunk) {
+  const int64_t h = take_digit(&block, a.p.H);
+  *chunk = take_digit(&block, a.chunks);
+  return place(a.p, block, h, 0, 0);
+}
+
 // Moves to the first tile from at.j0 on that is not empty.
+template <typename Layout>
 FASTATTN_DEVICE bool next_tile(const AttentionParams& p, int64_t end, Place& at, TileMask& mask) {
   for (; at.j0 < end; at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
-    mask = mask_pairs<false>(p, at);
+    mask = mask_tile<Layout>(p, at);
     if (!mask.empty) return true;
   }
   return false;
 }
 
-template <DType kType, int kDim>
+template <typename Layout, DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_forward_kernel(const __grid_constant__ ForwardParams p) {
+    sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
+  constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
+  const ForwardParams& p = a.p;
   const Scale scale = scale_of(p);
-  Place at = query_tile(p, blockIdx.x);
-  const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  int64_t chunk = 0;
+  Place at = kFew ? few_queries(a, blockIdx.x, &chunk) : query_tile(p, blockIdx.x);
+  KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  if (kFew) {
+    keys.begin = max64(keys.begin, chunk * a.chunk_keys);
+    keys.end = min64(keys.end, (chunk + 1) * a.chunk_keys);
+  }
   at.j0 = keys.begin / kTile * kTile;
 
   SdpaState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
   float o[kDim / 8][4] = {};
   TileMask mask{};
-  bool more = next_tile(p, keys.end, at, mask);
+  bool more = next_tile<Layout>(p, keys.end, at, mask);
   if (more) {
     start_queries<kDim>(p.q, p.D, at, memory.q);
     start_keys<kDim>(p.k, p.D, at, memory.k[0]);
@@ -116,25 +170,29 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     at.j0 += kTile;
-    more = next_tile(p, keys.end, at, mask);
+    more = next_tile<Layout>(p, keys.end, at, mask);
     if (more) {
       start_keys<kDim>(p.k, p.D, at, memory.k[buffer ^ 1]);
       start_keys<kDim>(p.v, p.E, at, memory.v[buffer ^ 1]);
     }
 
-    Scores s;
+    Pairs<Layout> s;
     float alpha[2];
-    sdpa_scores<false, kType, kDim>(p, here, mask_here, scale, memory.q, memory.k[buffer], s);
+    sdpa_scores<Layout, kType, kDim>(p, here, mask_here, scale, memory.q, memory.k[buffer], s);
     sdpa_softmax_step(scale.later, state, s, alpha);
-    if (p.dropout.enabled) drop_pairs(p, surviving_pairs<false>(p, here), s);
+    drop(p, surviving_bits<Layout>(p, here), s);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
       for (int v = 0; v < 4; ++v) o[n][v] *= alpha[v / 2];
-    add_product<kType, kDim>(p.v, offset_of(p.v, here.b, here.hkv, here.j0, 0), p.E, mask_here, s,
-                             memory.v[buffer], memory.bad_rows, o);
+    add_product<Layout, kType, kDim>(p.v, offset_of(p.v, here.b, here.hkv, here.j0, 0), p.E,
+                                     mask_here, s, memory.v[buffer], memory.bad_rows, o);
   }
-  write_rows<kType, kDim>(p, at, state, o);
+  if constexpr (kFew) {
+    write_parts<kDim>(a, at, chunk, state, o);
+  } else {
+    write_rows<kType, kDim>(p, at, state, o);
+  }
 }
 
 // ---- returned weights ----
@@ -151,18 +209,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t j0 = take_digit(&block, ceil_div(p.N, kTile)) * kTile;
   const int64_t i0 = take_digit(&block, ceil_div(p.M, kTile)) * kTile;
   const int64_t head_out = take_digit(&block, heads_out), b = block;
-  Scores sum = {};
+  Pairs<QueryRows> sum = {};
   for (int g = 0; g < heads; ++g) {
     const Place at = place(p, b, head_out * heads + g, i0, j0);
-    const TileMask mask = mask_pairs<false>(p, at);
+    const TileMask mask = mask_tile<QueryRows>(p, at);
     if (mask.empty) continue;
     __syncthreads();
     start_queries<kDim>(p.q, p.D, at, memory.q);
     start_keys<kDim>(p.k, p.D, at, memory.k[0]);
     wait_for_copies();
     __syncthreads();
-    Scores s;
-    sdpa_scores<false, kType, kDim>(p, at, mask, scale, memory.q, memory.k[0], s);
+    Pairs<QueryRows> s;
+    sdpa_scores<QueryRows, kType, kDim>(p, at, mask, scale, memory.q, memory.k[0], s);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = sum_row(2 * half);
@@ -170,23 +228,23 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float2 stats =
           row < at.rows ? reinterpret_cast<const float2*>(p.stats)[number] : make_float2(0.f, 0.f);
 #pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n)
+      for (int n = 0; n < QueryRows::kTiles; ++n)
 #pragma unroll
         for (int v = 2 * half; v < 2 * half + 2; ++v) {
           const float w = ex2_approx(fmaf(s[n][v], scale.later, -stats.x)) * stats.y;
-          s[n][v] = kept_pair(mask.bits, n, v) ? w : 0.f;
+          s[n][v] = kept(mask.bits, n, v) ? w : 0.f;
         }
     }
-    if (p.dropout.enabled) drop_pairs(p, surviving_pairs<false>(p, at), s);
+    drop(p, surviving_bits<QueryRows>(p, at), s);
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n)
+    for (int n = 0; n < QueryRows::kTiles; ++n)
 #pragma unroll
       for (int v = 0; v < 4; ++v) sum[n][v] += s[n][v];
   }
   const int rows = extent(p.M, i0), cols = extent(p.N, j0);
   const int64_t offset = offset_of(p.weights, b, head_out, i0, j0);
 #pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
+  for (int n = 0; n < QueryRows::kTiles; ++n)
 #pragma unroll
     for (int v = 0; v < 4; ++v)
       if (sum_row(v) < rows && sum_col(n, v) < cols)
@@ -197,10 +255,17 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <DType kType, int kDim>
-void launch(const ForwardParams& p, Launcher& launcher) {
+void launch(const SdpaArgs& a, Launcher& launcher) {
+  const ForwardParams& p = a.p;
   const size_t shared = sizeof(SdpaMemory<kDim>);
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
-  launcher.run(sdpa_forward_kernel<kType, kDim>, p.B * p.H * tiles_m, kThreads, shared, p);
+  const int64_t blocks = p.B * p.H * tiles_m * a.chunks;
+  if (is_few(p)) {
+    launcher.run(sdpa_forward_kernel<FewQueryRows, kType, kDim>, blocks, kThreads, shared, a);
+    merge_partials(p, 0, a.chunks * kWarps, launcher);
+  } else {
+    launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim>, blocks, kThreads, shared, a);
+  }
   if (p.weights_mode == WeightsMode::kNone) return;
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
   launcher.run(sdpa_weights_kernel<kType, kDim>, p.B * heads_out * tiles_m * tiles_n, kThreads,
@@ -209,16 +274,13 @@ void launch(const ForwardParams& p, Launcher& launcher) {
 
 }  // namespace
 
-int64_t sdpa_forward_workspace_bytes(const ForwardParams&) { return 0; }
+int64_t sdpa_forward_workspace_bytes(const ForwardParams& p) {
+  return is_few(p) ? 4 * partial_floats(p, plan(p).chunks * kWarps) : 0;
+}
 
 const char* sdpa_forward(const ForwardParams& p, void* stream) {
   Launcher launcher(stream);
-  const bool narrow = max64(p.D, p.E) <= 64;
-  if (p.q.dtype == DType::kFloat16) {
-    narrow ? launch<DType::kFloat16, 64>(p, launcher) : launch<DType::kFloat16, 128>(p, launcher);
-  } else {
-    narrow ? launch<DType::kBFloat16, 64>(p, launcher) : launch<DType::kBFloat16, 128>(p, launcher);
-  }
+  with_operands(p, [&](auto type, auto dim) { launch<type, dim>(plan(p), launcher); });
   return launcher.error();
 }
 

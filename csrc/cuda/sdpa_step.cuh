@@ -2,12 +2,24 @@
 // memory, a tile of masked scores, and products that mind NaN.
 #pragma once
 
-#include "cuda/sdpa_mask.cuh"
+#include <type_traits>
+
+#include "cuda/sdpa_tile.cuh"
 #include "cuda/softmax.cuh"
 
 namespace fastattn::cuda {
 
-constexpr int kQuad = 4;  // neighbouring lanes that share their rows
+// Calls f(dtype, size) with the operands' dtype and the columns of a tile as compile-time
+// constants.
+template <typename F>
+void with_operands(const AttentionParams& p, F f) {
+  const auto with_size = [&](auto type) {
+    if (max64(p.D, p.E) <= 64) return f(type, std::integral_constant<int, 64>{});
+    f(type, std::integral_constant<int, 128>{});
+  };
+  if (p.q.dtype == DType::kFloat16) return with_size(TypeTag<DType::kFloat16>{});
+  with_size(TypeTag<DType::kBFloat16>{});
+}
 
 // ---- operands ----
 
@@ -38,21 +50,20 @@ FASTATTN_DEVICE Scale scale_of(const AttentionParams& p) {
   return p.bias.data == nullptr && scale > 0.f ? Scale{1.f, scale} : Scale{scale, 1.f};
 }
 
-// S of the tile at `at`, -inf where masked, not yet times `later`. Queries by rows and keys by
-// columns; kTransposed: the other way round.
-template <bool kTransposed, DType kType, int kDim>
+// S of the tile at `at`, -inf where masked, not yet times `later`. Rows and columns are queries and
+// keys, or the other way round, as the layout has them.
+template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
                                  const Scale& scale, const uint16_t* rows, const uint16_t* columns,
-                                 Scores& s) {
+                                 Pairs<Layout>& s) {
   clear(s);
-  multiply_transposed<kType, kDim>(rows, columns, s);
+  multiply_transposed<Layout, kType, kDim>(rows, columns, s);
   if (mask.full && scale.now == 1.f) return;
 #pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
+  for (int n = 0; n < Layout::kTiles; ++n)
 #pragma unroll
-    for (int v = 0; v < 4; ++v)
-      s[n][v] = kept_pair(mask.bits, n, v) ? s[n][v] * scale.now : -kInfinity;
-  add_bias_pairs<kTransposed>(p, at, mask.bits, s);
+    for (int v = 0; v < 4; ++v) s[n][v] = kept(mask.bits, n, v) ? s[n][v] * scale.now : -kInfinity;
+  add_bias<Layout>(p, at, mask.bits, s);
 }
 
 // ---- products with rows of values, queries or gradients ----
@@ -79,7 +90,7 @@ FASTATTN_DEVICE bool take_out_bad_rows(uint16_t* tile, uint32_t (&bad_rows)[kWar
   uint32_t rows = 0;
 #pragma unroll 1
   for (int r = 0; r < kWarpRows; ++r) rows |= (lanes >> (2 * r) & 3u) != 0 ? 1u << r : 0u;
-  if (thread() % 32 == 0) bad_rows[thread() / 32] = rows;
+  if (lane() == 0) bad_rows[warp()] = rows;
   if (rows >> (row % kWarpRows) & 1)
     for (int n = 0; n < kChunks * kWords; ++n) words(n / kWords)[n % kWords] = 0;
   return __syncthreads_or(rows != 0) != 0;
@@ -87,45 +98,47 @@ FASTATTN_DEVICE bool take_out_bad_rows(uint16_t* tile, uint32_t (&bad_rows)[kWar
 
 // Adds to `sum` += factors x tile what take_out_bad_rows() took out of the tile at `offset`, to the
 // rows that keep it.
-template <DType kType, int kDim>
+template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, KeepBits bits,
-                                  const Scores& factors, const uint32_t (&bad_rows)[kWarps],
+                                  const Pairs<Layout>& factors, const uint32_t (&bad_rows)[kWarps],
                                   float (&sum)[kDim / 8][4]) {
-  for (int row = 0; row < kTile; ++row) {
+  for (int column = 0; column < 8 * Layout::kTiles; ++column) {
+    const int row = Layout::col0() + column;  // of the tile
     if (!(bad_rows[row / kWarpRows] >> (row % kWarpRows) & 1)) continue;
     float factor[2] = {0.f, 0.f};
     int keeps_it[2] = {0, 0};
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n)
+    for (int n = 0; n < Layout::kTiles; ++n)
 #pragma unroll
       for (int v = 0; v < 4; ++v)
-        if (8 * n + v % 2 == row / 8 * 8 + row % 2)
-          factor[v / 2] = factors[n][v], keeps_it[v / 2] = kept_pair(bits, n, v);
-    const int owner = thread() % 32 / kQuad * kQuad + row % 8 / 2;
+        if (8 * n + v % 2 == column / 8 * 8 + column % 2)
+          factor[v / 2] = factors[n][v], keeps_it[v / 2] = kept(bits, n, v);
+    const int owner = lane() / kQuad * kQuad + column % 8 / 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       factor[half] = __shfl_sync(kAllLanes, factor[half], owner);
       keeps_it[half] = __shfl_sync(kAllLanes, keeps_it[half], owner);
     }
-    int64_t where = offset + row * x.stride_r + sum_col(0, 0) * x.stride_c;
+    const int col0 = opaque_here(sum_col(0, 0));  // else all columns are kept in registers
+    int64_t where = offset + row * x.stride_r + col0 * x.stride_c;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n, where += 8 * x.stride_c)
 #pragma unroll
       for (int v = 0; v < 4; ++v)
-        if (sum_col(n, v) < dims && keeps_it[v / 2])
+        if (col0 + 8 * n + v % 2 < dims && keeps_it[v / 2])
           sum[n][v] += factor[v / 2] * load_as<kType>(x.data, where + v % 2 * x.stride_c);
   }
 }
 
 // sum += factors x tile, where the tile in shared memory comes from `offset` of x; in a full tile
 // every row takes part in every sum.
-template <DType kType, int kDim>
+template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void add_product(const View& x, int64_t offset, int64_t dims, const TileMask& mask,
-                                 const Scores& factors, uint16_t* tile,
+                                 const Pairs<Layout>& factors, uint16_t* tile,
                                  uint32_t (&bad_rows)[kWarps], float (&sum)[kDim / 8][4]) {
   const bool bad = !mask.full && take_out_bad_rows<kType, kDim>(tile, bad_rows);
-  multiply_weights<kType, kDim>(factors, tile, sum);
-  if (bad) add_bad_rows<kType, kDim>(x, offset, dims, mask.bits, factors, bad_rows, sum);
+  multiply_weights<Layout, kType, kDim>(factors, tile, sum);
+  if (bad) add_bad_rows<Layout, kType, kDim>(x, offset, dims, mask.bits, factors, bad_rows, sum);
 }
 
 // Writes the sums of rows < rows and columns < cols, times factor, from element `offset` on.
@@ -135,12 +148,13 @@ FASTATTN_DEVICE void store_sums(const View& view, int64_t offset, int rows, int6
 #pragma unroll
   for (int half = 0; half < 4; half += 2) {
     if (sum_row(half) >= rows) continue;
-    int64_t where = offset + sum_row(half) * view.stride_r + sum_col(0, 0) * view.stride_c;
+    const int col0 = opaque_here(sum_col(0, 0));
+    int64_t where = offset + sum_row(half) * view.stride_r + col0 * view.stride_c;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n, where += 8 * view.stride_c)
 #pragma unroll
       for (int v = 0; v < 2; ++v)
-        if (sum_col(n, v) < cols)
+        if (col0 + 8 * n + v < cols)
           store_as<kType>(view.data, where + v * view.stride_c, sum[n][half + v] * factor);
   }
 }

@@ -70,8 +70,8 @@ FASTATTN_DEVICE void softmax_step(const AttentionParams& p, const Place& at, Kee
       states.m[row0() + r] = m;
       states.l[row0() + r] = states.l[row0() + r] * alpha[r] + sum;
     }
-    drop_row(p, at, r, s[r]);
   }
+  drop(p, surviving_bits<FragmentLayout>(p, at), s);
 }
 
 // Writes what users (lse) and the backward pass (stats) see of row n; returns what the row's sums

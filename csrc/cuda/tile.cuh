@@ -30,6 +30,8 @@ using Fragment = float[kRows][kCols];
 FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 FASTATTN_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
+FASTATTN_DEVICE int lane() { return static_cast<int>(threadIdx.x % 32); }
+FASTATTN_DEVICE int warp() { return static_cast<int>(threadIdx.x / 32); }
 FASTATTN_DEVICE int row0() { return thread() / kRowLanes * kRows; }
 FASTATTN_DEVICE int col0() { return thread() % kRowLanes * kCols; }
 
@@ -94,9 +96,10 @@ FASTATTN_DEVICE void load_cols(const float* b, int r, float (&x)[kCols]) {
   unpack4(load4(b, r, col0()), x);
 }
 
-FASTATTN_DEVICE void clear(Fragment& x) {
+template <int kRowCount>
+FASTATTN_DEVICE void clear(float (&x)[kRowCount][kCols]) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r)
+  for (int r = 0; r < kRowCount; ++r)
 #pragma unroll
     for (int c = 0; c < kCols; ++c) x[r][c] = 0.f;
 }
