@@ -20,7 +20,11 @@ endif
 CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise SystemExit(main())"
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
+# The programs in examples/: `make example-NAME` each.
+EXAMPLES := text_classification kernel_regression
+
 .PHONY: help test test-kernels bench bench-models bench-scaling bench-compare gpu sanitize-gpu lint format build clean
+.PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +34,8 @@ help:
 	@echo "make bench-models   likewise, at the shapes of known models"
 	@echo "make bench-scaling  how time and memory grow with the sequence"
 	@echo "make bench-compare  make bench, and what became slower since the committed run"
+	@echo "make example-NAME  run a program of examples/: $(EXAMPLES)"
+	@echo "                   ARGS=--smoke for seconds on tiny data"
 	@echo "make gpu     on a GPU: its tests, then the benchmark; at most 8 minutes"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
@@ -65,6 +71,10 @@ bench-compare: build
 	  || { echo "no baseline for this kind of machine: commit what 'make bench' writes"; exit 2; }
 	$(PY) -m bench.run --out build/bench $(ARGS)
 	$(PY) -m bench.compare "bench/results/$$($(PY) -m bench.machine)" "build/bench/$$($(PY) -m bench.machine)"
+
+# Of their packages nothing is needed with ARGS=--smoke. With NO_VENV=1 they must be there already.
+$(EXAMPLES:%=example-%): example-%: build $(READY:%.ready=%.examples)
+	$(PY) -m examples.$* $(ARGS)
 
 # The benchmark runs even if a test fails, which the exit status then says. The sanitizer, where
 # there is one, sees the CUDA C++ kernels alone: small cases, every read, write and barrier.
@@ -106,6 +116,10 @@ build: $(READY)
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[dev,triton]"
 	touch $@
 
+.venv/.examples: .venv/.ready
+	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[examples]"
+	touch $@
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "fastattn needs Python 3.10 or newer: make PYTHON=/path/to/python"; exit 1; }
@@ -114,4 +128,4 @@ build: $(READY)
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
 	rm -f fastattn/_C.abi3.so fastattn/_cuda.so fastattn/_build_info.json fastattn/kernels
-	find fastattn kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find fastattn kernels tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

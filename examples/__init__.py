@@ -1,0 +1,1 @@
+"""Programs that show attention at work, each with one command: `make example-<name>`."""

@@ -1,0 +1,57 @@
+"""fastattn beside the plain PyTorch module it replaces: time and memory of the same step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bench.measure import interleave
+from bench.memory import cpu_bytes, cuda_bytes
+
+
+def side_by_side(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, dict]:
+    """Milliseconds and extra MiB of each step, by name.
+
+    Args:
+        steps: name -> a function without arguments, on the CPU or on a GPU.
+        seconds: how long to time each of them. They take turns, so that whatever else the machine
+            does falls on all alike.
+
+    Returns:
+        name -> ``ms`` (median), ``spread`` (half the interquartile range over it) and ``mib``: how
+        far one step raises what the process holds, results included. Pools that an earlier step
+        left are not counted again.
+
+    Raises:
+        RuntimeError: a step raised.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    timings, failed = interleave(steps, seconds, device)
+    if failed:
+        raise RuntimeError(f"could not run: {failed}")
+    return {
+        name: {
+            "ms": timings[name].median,
+            "spread": timings[name].spread,
+            "mib": _bytes(step, device) / 2**20,
+        }
+        for name, step in steps.items()
+    }
+
+
+def _bytes(step: Callable[[], object], device: str) -> int:
+    gc.collect()
+    return (cuda_bytes if device == "cuda" else cpu_bytes)(step)
+
+
+def training_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], object]:
+    """A step for :func:`side_by_side`: the loss and its gradients, parameters left as they are."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        loss().backward()
+
+    return step

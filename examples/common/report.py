@@ -1,0 +1,60 @@
+"""Results as a table on the screen and as result.json in the results folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+import fastattn
+
+
+def table(rows: list[dict]) -> str:
+    """Rows with the same keys, aligned: the first column to the left, the others to the right."""
+    cells = [list(rows[0]), *([_show(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[n]) for line in cells) for n in range(len(cells[0]))]
+    aligned = [
+        "  ".join(
+            text.rjust(width) if n else text.ljust(width)
+            for n, (text, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
+    return "\n".join(aligned)
+
+
+def _show(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def comparison(measured: dict[str, dict]) -> str:
+    """The table of what :func:`examples.common.compare.side_by_side` returns."""
+    return table(
+        [
+            {
+                "": name,
+                "ms": f"{row['ms']:.2f} ±{100 * row['spread']:.0f}%",
+                "extra MiB": f"{row['mib']:.1f}",
+            }
+            for name, row in measured.items()
+        ]
+    )
+
+
+def save(result: dict, folder: Path) -> None:
+    """Writes result.json: the result, and what it was measured with."""
+    about = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "fastattn": fastattn.__version__,
+    }
+    text = json.dumps(result | {"measured_with": about}, indent=2, ensure_ascii=False)
+    (folder / "result.json").write_text(text + "\n", encoding="utf-8")
+    print(f"\npictures and result.json are in {folder}")

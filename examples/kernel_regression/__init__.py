@@ -1,0 +1,1 @@
+"""Nadaraya-Watson kernel regression: attention whose only parameter is a bandwidth."""

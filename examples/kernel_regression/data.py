@@ -1,0 +1,91 @@
+"""Two series to fill in: a noisy curve, and the CO2 of Mauna Loa with gaps."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points to learn from and points held out, both in the order of x.
+
+    ``x`` [N, D] features, ``y`` [N] values, ``t`` [N] what the plot has on its horizontal axis.
+    ``truth`` [M]: the curve without noise at the held-out points, where it is known.
+    """
+
+    x: Tensor
+    y: Tensor
+    t: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    test_t: Tensor
+    truth: Tensor | None = None
+
+
+def curve(points: int, seed: int, noise: float = 0.5) -> Series:
+    """``y = 2 sin(x) + x^0.8 + noise`` at random places of [0, 5], and held-out points between."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def sample(x: Tensor) -> Tensor:
+        return _curve(x) + noise * torch.randn(x.shape, generator=generator)
+
+    x = (5 * torch.rand(points, generator=generator)).sort().values
+    test_x = torch.linspace(0, 5, 4 * points)
+    return Series(x[:, None], sample(x), x, test_x[:, None], sample(test_x), test_x, _curve(test_x))
+
+
+def _curve(x: Tensor) -> Tensor:
+    return 2 * x.sin() + x**0.8
+
+
+def co2(gap_weeks: int, every_weeks: int) -> Series:
+    """Weekly CO2 in ppm at Mauna Loa, 1958-2001, with a gap of weeks held out again and again.
+
+    Features: the year, and the season as a point (cos, sin) on the circle of the year: weeks of
+    the same season lie near each other whatever the year.
+
+    Source: the data set ``co2`` of statsmodels (public domain; Keeling and Whorf, Scripps).
+    """
+    with (_package_folder("statsmodels") / "datasets/co2/co2.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["co2"]]
+    dates = [datetime.strptime(row["date"], "%Y%m%d") for row in rows]
+    years = torch.tensor([date.year + (date.timetuple().tm_yday - 1) / 365.25 for date in dates])
+    ppm = torch.tensor([float(row["co2"]) for row in rows])
+    return _with_gaps(years, ppm, gap_weeks, every_weeks)
+
+
+def waves(weeks: int, gap_weeks: int, every_weeks: int) -> Series:
+    """What looks like CO2 and needs no download: a trend, a season and a little noise."""
+    generator = torch.Generator().manual_seed(0)
+    years = 1990 + torch.arange(weeks) / 52.18
+    season = 3 * (2 * math.pi * years).sin()
+    ppm = 340 + 1.5 * (years - 1990) + season + 0.3 * torch.randn(weeks, generator=generator)
+    return _with_gaps(years, ppm, gap_weeks, every_weeks)
+
+
+def _with_gaps(years: Tensor, y: Tensor, gap_weeks: int, every_weeks: int) -> Series:
+    angle = 2 * math.pi * years
+    x = torch.stack([years, angle.cos(), angle.sin()], dim=1)
+    # Each gap at the end of its stretch: the first is not at the very beginning.
+    held_out = torch.arange(len(y)) % every_weeks >= every_weeks - gap_weeks
+    kept = ~held_out
+    return Series(x[kept], y[kept], years[kept], x[held_out], y[held_out], years[held_out])
+
+
+def _package_folder(name: str) -> Path:
+    """Where a package lies, without importing it: its data alone is wanted."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SystemExit(
+            f"this program reads a file of the package {name}: pip install {name}, "
+            "or --smoke, which needs no data"
+        )
+    return Path(spec.origin).parent

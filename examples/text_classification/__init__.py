@@ -1,0 +1,1 @@
+"""Sentiment of Chinese reviews: a classifier on self-attention over characters."""

@@ -1,0 +1,100 @@
+"""Reviews as tensors, in balanced batches of similar length."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from examples.text_classification.data import Review
+from examples.text_classification.tokenizer import PADDING, Tokenizer
+
+
+class Batch(NamedTuple):
+    """``characters`` and ``bigrams`` [B, N], padded; ``lengths`` [B]; ``labels`` [B]."""
+
+    characters: Tensor
+    bigrams: Tensor
+    lengths: Tensor
+    labels: Tensor
+
+
+class ReviewDataset(Dataset):
+    """The encoded reviews: item -> (characters [N], bigrams [N], label)."""
+
+    def __init__(self, reviews: list[Review], tokenizer: Tokenizer) -> None:
+        self.items = [
+            (*(torch.tensor(row) for row in tokenizer(review.text)), review.label)
+            for review in reviews
+        ]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.items[index]
+
+
+class BalancedBatches:
+    """Batches of indices for a DataLoader, another draw each epoch.
+
+    Every epoch shows as many reviews of one label as of the other: those of the rarer label that
+    are missing are drawn again. Batches hold reviews of similar length, so that little is padding,
+    and come in random order.
+    """
+
+    def __init__(self, dataset: ReviewDataset, batch_size: int, seed: int) -> None:
+        self.lengths = [len(characters) for characters, _, _ in dataset.items]
+        labels = [label for _, _, label in dataset.items]
+        self.by_label = [[n for n, l in enumerate(labels) if l == label] for label in (0, 1)]
+        self.batch_size = batch_size
+        self.random = random.Random(seed)
+
+    def _epoch(self) -> list[int]:
+        most = max(len(indices) for indices in self.by_label)
+        return [
+            index
+            for indices in self.by_label
+            for index in indices + self.random.choices(indices, k=most - len(indices))
+        ]
+
+    def __len__(self) -> int:
+        most = max(len(indices) for indices in self.by_label)
+        return -(-2 * most // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Some noise on the lengths, so that not always the same reviews meet.
+        indices = sorted(
+            self._epoch(), key=lambda index: self.lengths[index] * self.random.uniform(0.9, 1.1)
+        )
+        size = self.batch_size
+        batches = [indices[n : n + size] for n in range(0, len(indices), size)]
+        self.random.shuffle(batches)
+        return iter(batches)
+
+
+def collate(items: list[tuple[Tensor, Tensor, int]]) -> Batch:
+    """Pads the reviews of a batch to the longest of them."""
+    characters, bigrams, labels = zip(*items, strict=True)
+    padded = [
+        pad_sequence(list(rows), batch_first=True, padding_value=PADDING)
+        for rows in (characters, bigrams)
+    ]
+    return Batch(*padded, torch.tensor([len(row) for row in characters]), torch.tensor(labels))
+
+
+def training_batches(dataset: ReviewDataset, batch_size: int, seed: int) -> DataLoader:
+    """Balanced batches of all reviews."""
+    sampler = BalancedBatches(dataset, batch_size, seed)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+
+
+def evaluation_batches(dataset: ReviewDataset, batch_size: int) -> DataLoader:
+    """Every review once, by length."""
+    order = sorted(range(len(dataset)), key=lambda n: len(dataset.items[n][0]))
+    return DataLoader(dataset, batch_size=batch_size, sampler=order, collate_fn=collate)

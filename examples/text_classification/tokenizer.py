@@ -1,0 +1,55 @@
+"""Characters and pairs of characters as numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+PADDING, UNKNOWN = 0, 1
+
+
+class Vocabulary:
+    """Tokens by falling frequency, behind the two that stand for padding and for the unknown.
+
+    Args:
+        tokens: all tokens of the training texts.
+        min_frequency: rarer ones are unknown.
+    """
+
+    def __init__(self, tokens: Iterable[str], min_frequency: int) -> None:
+        self.frequencies = Counter(tokens)
+        kept = [token for token, n in self.frequencies.most_common() if n >= min_frequency]
+        self.tokens = ["<pad>", "<unk>", *kept]
+        self.numbers = {token: n for n, token in enumerate(self.tokens)}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def encode(self, tokens: Iterable[str]) -> list[int]:
+        """The number of each token."""
+        return [self.numbers.get(token, UNKNOWN) for token in tokens]
+
+
+def bigrams(text: str) -> list[str]:
+    """Each character with the next; as many as characters, the last one alone."""
+    return [text[i : i + 2] for i in range(len(text))]
+
+
+class Tokenizer:
+    """A text as two aligned rows of numbers: its characters, and the bigrams that begin there.
+
+    Args:
+        texts: of the training set alone. What only other texts contain is unknown.
+        min_frequency: of characters and bigrams.
+        max_length: characters; the rest of a text is not read.
+    """
+
+    def __init__(self, texts: list[str], min_frequency: int = 3, max_length: int = 128) -> None:
+        self.max_length = max_length
+        self.characters = Vocabulary((c for text in texts for c in text), min_frequency)
+        self.bigrams = Vocabulary((b for text in texts for b in bigrams(text)), min_frequency)
+
+    def __call__(self, text: str) -> tuple[list[int], list[int]]:
+        """Numbers of the characters and of the bigrams, equally many."""
+        text = text[: self.max_length]
+        return self.characters.encode(text), self.bigrams.encode(bigrams(text))
