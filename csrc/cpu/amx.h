@@ -300,12 +300,56 @@ FASTATTN_SIMD void multiply_block(const Operand& a, const Operand& b, int64_t m,
   Block::store(c, ld);
 }
 
+// One part and at most four tiles of depth, usual for bf16: a row of A's tiles stays in registers 4
+// to 7, C is finished tile by tile, so that storing one overlaps with multiplying the next. Measured
+// 20 to 40% faster than 2 x 2 tiles.
+template <int kDepths, int kTile>
+FASTATTN_SIMD void multiply_chain(const int32_t* b, bool add, float* c, int64_t ld) {
+  // clang-format off
+  if constexpr (kTile == 0) {
+    if (add) _tile_loadd(0, c, ld * 4); else _tile_zero(0);
+    _tile_loadd(2, b, kTileLine); _tile_dpbf16ps(0, 4, 2);
+    if constexpr (kDepths > 1) { _tile_loadd(3, b + kTileWords, kTileLine); _tile_dpbf16ps(0, 5, 3); }
+    if constexpr (kDepths > 2) { _tile_loadd(2, b + 2 * kTileWords, kTileLine); _tile_dpbf16ps(0, 6, 2); }
+    if constexpr (kDepths > 3) { _tile_loadd(3, b + 3 * kTileWords, kTileLine); _tile_dpbf16ps(0, 7, 3); }
+    _tile_stored(0, c, ld * 4);
+  } else {
+    if (add) _tile_loadd(1, c, ld * 4); else _tile_zero(1);
+    _tile_loadd(2, b, kTileLine); _tile_dpbf16ps(1, 4, 2);
+    if constexpr (kDepths > 1) { _tile_loadd(3, b + kTileWords, kTileLine); _tile_dpbf16ps(1, 5, 3); }
+    if constexpr (kDepths > 2) { _tile_loadd(2, b + 2 * kTileWords, kTileLine); _tile_dpbf16ps(1, 6, 2); }
+    if constexpr (kDepths > 3) { _tile_loadd(3, b + 3 * kTileWords, kTileLine); _tile_dpbf16ps(1, 7, 3); }
+    _tile_stored(1, c, ld * 4);
+  }
+  // clang-format on
+}
+template <int kDepths>
+static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int64_t ns, bool add,
+                            float* c, int64_t ld) {
+  for (int64_t m = 0; m < ms; ++m) {
+    const int32_t* const left = a.tiles(m, 0);
+    _tile_loadd(4, left, kTileLine);
+    if constexpr (kDepths > 1) _tile_loadd(5, left + kTileWords, kTileLine);
+    if constexpr (kDepths > 2) _tile_loadd(6, left + 2 * kTileWords, kTileLine);
+    if constexpr (kDepths > 3) _tile_loadd(7, left + 3 * kTileWords, kTileLine);
+    for (int64_t n = 0; n < ns; n += 2) {
+      float* const to = c + m * kEdge * ld + n * kEdge;
+      multiply_chain<kDepths, 0>(b.tiles(n, 0), add, to, ld);
+      if (n + 1 < ns) multiply_chain<kDepths, 1>(b.tiles(n + 1, 0), add, to + kEdge, ld);
+    }
+  }
+}
+
 // C[rows x cols] = A B, or C + A B; all three padded to whole tiles.
 static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int64_t cols,
                            int64_t depth, bool add, float* c, int64_t ld) {
   const int64_t ms = round_up(rows, kEdge) / kEdge, ns = round_up(cols, kEdge) / kEdge;
   const int64_t depths = round_up(depth, kTileDepth) / kTileDepth;
   asm volatile("" ::: "memory");  // compilers do not know that tile loads read memory
+  if (a.parts() == 1 && depths == 1) return multiply_chains<1>(a, b, ms, ns, add, c, ld);
+  if (a.parts() == 1 && depths == 2) return multiply_chains<2>(a, b, ms, ns, add, c, ld);
+  if (a.parts() == 1 && depths == 3) return multiply_chains<3>(a, b, ms, ns, add, c, ld);
+  if (a.parts() == 1 && depths == 4) return multiply_chains<4>(a, b, ms, ns, add, c, ld);
   with_parts(a.parts(), [&](auto parts) __attribute__((always_inline)) {
     constexpr int kParts = parts;
     for (int64_t m = 0; m < ms; m += 2)

@@ -29,6 +29,16 @@ class AmxInput {
     with_dtype(from_.dtype, [&](auto type) { apart_.scan<type>(from_, kSmallest, kLargest); });
   }
 
+  // Asks for as many rows after those loaded, which come next: scanning them waits for memory else.
+  void prefetch_next() const {
+    const int64_t bytes = from_.dtype == DType::kFloat32 ? 4 : 2;
+    const char* const next = static_cast<const char*>(from_.data) +
+                             (from_.offset + from_.rows * from_.stride_r) * bytes;
+    for (int64_t r = 0; r < from_.rows; ++r)
+      for (int64_t n = 0; n < from_.cols * bytes; n += kTileLine)
+        _mm_prefetch(next + r * from_.stride_r * bytes + n, _MM_HINT_T1);
+  }
+
   template <Depth kDepth, Side kSide>
   void pack(const Operand& to) const {
     pack_tiles<kDepth, kSide>(from_, sign_, apart_, to);
@@ -122,6 +132,7 @@ class AmxDotScore {
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     keys_.load(matrix_at(p_.k, b, hkv, j0, cols, p_.D), 1.f);
     keys_.pack<Depth::kCols, Side::kRight>(k_);
+    keys_.prefetch_next();
     if (backward_) keys_.pack<Depth::kRows, Side::kRight>(k_rows_);
   }
 
@@ -245,6 +256,7 @@ class AmxValueTile {
   void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f);
     values_.pack<Depth::kRows, Side::kRight>(v_);
+    values_.prefetch_next();
   }
 
   template <typename F>
@@ -293,6 +305,7 @@ class AmxValueGrads {
   void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f);
     values_.pack<Depth::kCols, Side::kRight>(v_);
+    values_.prefetch_next();
     fill(grad_v_, ld_ * block_n_, 0.f);
   }
 

@@ -60,7 +60,11 @@ struct ForwardArgs {
 constexpr int64_t kSharingRows = 16;
 // Queries and outputs of a task, in an L2 cache of 512 KiB. Measured: half or 4/3 of it lose 1 to
 // 3%.
+#ifdef __AMX_BF16__
+constexpr int64_t kStackedFloats = 150 * 1024;  // 2 MiB, and queries in up to three parts
+#else
 constexpr int64_t kStackedFloats = 75 * 1024;
+#endif
 constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
 
 // How many row blocks a task stacks.
