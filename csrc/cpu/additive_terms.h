@@ -14,8 +14,9 @@ namespace fastattn::FASTATTN_ISA {
 // Keys of a tile may be multiplied out like this if |k - c| <= key_limit for all of them (c: a
 // centre per dim, subtracted from keys and added to queries). No bound on the queries is needed:
 // where q + c > kSaturation + key_limit, tanh is 1 for every key of the tile, and clamping q + c
-// there changes nothing but 1 - tanh(kSaturation) = 3.1e-8, half an ulp. On the other side E may
-// underflow as it likes: F is finite, and x becomes c.
+// there changes nothing but 1 - tanh(kSaturation) = 3.1e-8, half an ulp. On the other side small E
+// become 0 where E F < 2^-25: x is c then, and no operand is denormal, which takes 100 times as
+// long.
 //
 // So 1 <= 1 + E F <= 2^depth, depth = log2(1 + e^(2 (kSaturation + 2 key_limit))), and with
 // weights in [2^-weight_bits, 1] every |x| lies in [unit, unit 2^(depth + weight_bits)]: the
@@ -28,12 +29,20 @@ struct RangeRule {
   float key_limit;
   int sharing;      // terms that share a division
   int weight_bits;  // lighter weights are a class of their own
-  float unit;
+  int unit_bits;    // unit = 2^unit_bits
+  int least_bits;   // E < 2^least_bits counts as 0
 
   constexpr double depth() const;
-  constexpr bool holds(double unit_bits) const {
-    return sharing * unit_bits >= -126 && sharing * (unit_bits + depth() + weight_bits) <= 126;
+  // Of E F where E counts as 0.
+  constexpr double lost_bits() const {
+    return least_bits + 2 * 1.442695041 * static_cast<double>(key_limit);
   }
+  constexpr bool holds() const {
+    return sharing * unit_bits >= -126 && unit_bits + least_bits >= -126 && lost_bits() <= -25 &&
+           sharing * (unit_bits + depth() + weight_bits) <= 126;
+  }
+  FASTATTN_MEMBER float unit() const { return __builtin_ldexpf(1.f, unit_bits); }
+  FASTATTN_MEMBER float least() const { return __builtin_ldexpf(1.f, least_bits); }
 };
 
 constexpr float kSaturation = 9.f;
@@ -44,9 +53,9 @@ constexpr double RangeRule::depth() const {
 
 // One in 500,000 keys from a normal distribution passes the near limit, of deviation 3 one in
 // 300,000 the far one. Exact tiles use the far terms.
-constexpr RangeRule kNearRule = {4.75f, 4, 9, 0x1p-31f};
-constexpr RangeRule kFarRule = {14.f, 2, 16, 0x1p-60f};
-static_assert(kNearRule.holds(-31) && kFarRule.holds(-60) && kMaxExponent < kFarRule.depth());
+constexpr RangeRule kNearRule = {4.75f, 4, 9, -31, -39};
+constexpr RangeRule kFarRule = {14.f, 2, 16, -60, -66};
+static_assert(kNearRule.holds() && kFarRule.holds() && kMaxExponent < kFarRule.depth());
 
 // ---- terms ----
 
@@ -56,7 +65,7 @@ static_assert(kNearRule.holds(-31) && kFarRule.holds(-60) && kMaxExponent < kFar
 // a term with u = 1, and cut into blocks that are summed apart.
 struct Terms {
   int32_t* dim;
-  float* unit;         // rule.unit / weight
+  float* unit;         // rule.unit() / weight
   int32_t* block_end;  // per block: its last term, exclusive
   float* block_half;   // half its weights / unit, which makes the sum one of w tanh / 2
   float* block_factor;
@@ -124,14 +133,14 @@ FASTATTN_SIMD void list_class(Weigh weigh, int64_t D, int64_t c, const RangeRule
   const float up = __builtin_ldexpf(1.f, static_cast<int>(c) * rule.weight_bits);
   const float lightest = __builtin_ldexpf(1.f, -rule.weight_bits);
   const bool last = c + 1 == term_classes(rule);
-  const float factor = 4.f * rule.unit / up;
+  const float factor = 4.f * rule.unit() / up;
   int64_t listed = 0;
   const auto add = [&](int64_t d, float weight, float share) {
     if (listed % kBlockTerms == 0) {
       end_block(terms, factor);
       terms.block_half[terms.blocks] = 0.f;
     }
-    add_term(terms, d, weight, share, rule.unit);
+    add_term(terms, d, weight, share, rule.unit());
     ++listed;
   };
   for (int64_t d = 0; d < D; ++d) {

@@ -185,9 +185,12 @@ constexpr int kGradRows = 4;  // 8 were no faster with 32 registers, and slower 
 
 // What x is scaled by, so that the product of two is a normal number; E in gradients is times this.
 template <Range kRange>
-constexpr float kGradUnit = kRange == Range::kFar ? 0x1p-53f : 1.f;
-static_assert(2 * kNearRule.depth() <= 126 && 2 * -53 >= -126 &&
-              2 * (kFarRule.depth() - 53) <= 126 && 2 * kMaxExponent <= 124);
+constexpr float kGradUnit = kRange == Range::kFar ? 0x1p-45f : 1.f;
+static_assert(2 * kNearRule.depth() <= 126 && 2 * (kFarRule.depth() - 45) <= 126 &&
+              2 * kMaxExponent <= 124);
+// Gradients keep E F down to 2^-40: where tanh is all but -1, t is as small.
+constexpr float kGradLeast = 0x1p-15f;
+static_assert(kFarRule.least_bits - 15 - 45 >= -126);
 
 // 1 + E F, and E F where E and F have no place of their own.
 struct GradTerm {

@@ -178,9 +178,8 @@ class AdditiveScore {
 
   // The terms that the current keys want.
   Terms& terms() const {
-    const bool near = range_ == Range::kNear;
-    Terms& terms = near ? slot_->near : slot_->far;
-    if (terms.all == 0) list_terms(slot_->w, p_.D, near ? kNearRule : kFarRule, terms);
+    Terms& terms = range_ == Range::kNear ? slot_->near : slot_->far;
+    if (terms.all == 0) list_terms(slot_->w, p_.D, rule(), terms);
     return terms;
   }
 
@@ -209,9 +208,7 @@ class AdditiveScore {
     return distance <= kFarRule.key_limit ? Range::kFar : Range::kExact;
   }
 
-  float key_limit() const {
-    return range_ == Range::kNear ? kNearRule.key_limit : kFarRule.key_limit;
-  }
+  const RangeRule& rule() const { return range_ == Range::kNear ? kNearRule : kFarRule; }
 
   // Calls f with the range of the current keys as a compile-time constant.
   template <typename F>
@@ -253,7 +250,7 @@ class AdditiveScore {
 
   // The clamp is for the zeros past the last key, which may be far from the centre.
   void exponentiate_keys() {
-    const Vec limit = splat(key_limit());
+    const Vec limit = splat(rule().key_limit);
     for (int64_t c = 0; c < cols_; c += kWidth) {
       float* const panel = key_panel(keys_, c);
       for (int64_t d = 0; d < dims_; ++d) {
@@ -279,7 +276,7 @@ class AdditiveScore {
   }
 
   const float* exponentiate_queries(const float* q) {
-    const Vec limit = splat(kSaturation + key_limit());
+    const Vec limit = splat(kSaturation + rule().key_limit);
     for (int64_t d = 0; d < dims_; ++d)
       for (int64_t n = d * kPanelRows; n < (d + 1) * kPanelRows; n += kWidth) {
         const Vec x = min(limit, load(q + n) + centre_[d]);  // NaN passes
@@ -288,20 +285,27 @@ class AdditiveScore {
     return factors_;
   }
 
+  // The least factor that counts: of queries, if exact, every one.
+  Vec least() const { return splat(range_ == Range::kExact ? -kInf : rule().least()); }
+
   void order_by_terms(const float* factors, float* e) const {
     const Terms& terms = this->terms();
+    const Vec least = this->least();
     for (int64_t n = 0; n < terms.all; ++n) {
       const float unit = range_ == Range::kExact ? 1.f : terms.unit[n];
-      for (int64_t r = 0; r < kPanelRows; r += kWidth)
-        store(e + n * kPanelRows + r, load(factors + terms.dim[n] * kPanelRows + r) * unit);
+      for (int64_t r = 0; r < kPanelRows; r += kWidth) {
+        const Vec x = load(factors + terms.dim[n] * kPanelRows + r);
+        store(e + n * kPanelRows + r, (x < least ? Vec{} : x) * unit);  // NaN passes
+      }
     }
   }
 
   void drop_nan(const float* factors, float* to) const {
     const float unit = grad_unit();
+    const Vec least = this->least() * kGradLeast;
     for (int64_t n = 0; n < dims_ * kPanelRows; n += kWidth) {
       const Vec x = load(factors + n);
-      store(to + n, x == x ? x * unit : Vec{});
+      store(to + n, x >= least ? x * unit : Vec{});
     }
   }
 
