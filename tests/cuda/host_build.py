@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -91,22 +92,30 @@ def compile_objects(sources: list[Path], kind: str) -> None:
                     compile_object(source, kind)
 
 
+def sources_of(name: str) -> list[Path]:
+    if name == "shim":
+        return [SHIM / "runtime.cpp", SHIM / "shim_kernels.cu"]
+    return [SHIM / "runtime.cpp", OPS, *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+
+
+def objects(kind: str, name: str = "kernels") -> list[Path]:
+    return [target_of(source, kind) for source in sources_of(name)]
+
+
+def link(parts: list[Path], kind: str, target: Path) -> Path:
+    flags = KINDS[kind].split()
+    run([*compiler(), *flags, "-shared", *map(str, parts), *LINK.split(), "-o", str(target)])
+    return target
+
+
 @functools.cache
 def library(name: str, kind: str = "plain") -> Path:
     """csrc/cuda with its binding ("kernels"), for torch to load; the shim's own test ("shim")."""
-    sources = [SHIM / "runtime.cpp"]
-    if name == "shim":
-        sources.append(SHIM / "shim_kernels.cu")
-    else:
-        sources += [OPS, *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    compile_objects(sources, kind)
-    objects = [target_of(source, kind) for source in sources]
+    compile_objects(sources_of(name), kind)
+    parts = objects(kind, name)
     target = BUILD / kind / f"lib{name}.so"
-    if not target.exists() or target.stat().st_mtime < max(o.stat().st_mtime for o in objects):
-        new = target.with_suffix(f".{os.getpid()}.so")
-        flags = KINDS[kind].split()
-        run([*compiler(), *flags, "-shared", *map(str, objects), *LINK.split(), "-o", str(new)])
-        new.replace(target)
+    if not target.exists() or target.stat().st_mtime < max(o.stat().st_mtime for o in parts):
+        link(parts, kind, target.with_suffix(f".{os.getpid()}.so")).replace(target)
     return target
 
 
@@ -124,3 +133,16 @@ def sanitizer_environment() -> dict[str, str]:
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
+
+
+def assert_clean(file: str, tests: str) -> None:
+    """Runs those tests of a file (pytest's -k) under the sanitizers."""
+    library("kernels", "sanitized")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--capture=sys", file, "-k", tests],  # reports go to the file descriptor
+        env=sanitizer_environment() | {"FASTATTN_TEST_SHIM": "sanitized"},
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[:4000]}"
+    assert " passed" in done.stdout

@@ -15,7 +15,8 @@ KIND = os.environ.get("FASTATTN_TEST_SHIM", "plain")  # "sanitized" in a process
 
 def install(monkeypatch) -> str:
     """Makes the backend available, whatever the machine; returns its name."""
-    torch.ops.load_library(str(host_build.library("kernels", KIND)))
+    library = os.environ.get("FASTATTN_TEST_LIBRARY") or host_build.library("kernels", KIND)
+    torch.ops.load_library(str(library))
     monkeypatch.setattr(gpu, "reasons", lambda device: [])
     monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
     return NAME

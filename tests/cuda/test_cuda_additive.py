@@ -7,8 +7,6 @@ UndefinedBehaviorSanitizer, every tensor and the workspace being an allocation o
 
 import dataclasses
 import math
-import subprocess
-import sys
 
 import host_build
 import pytest
@@ -202,13 +200,5 @@ def test_the_same_bits_again_and_beside_others(backend):
 
 @pytest.mark.skipif(SANITIZED, reason="this is that process")
 def test_under_sanitizers():
-    host_build.library("kernels", "sanitized")
     tests = "test_case or (ends_of_tiles and 33- and not 16385) or out_of_range"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "--capture=sys", __file__, "-k", tests],  # reports go to the file descriptor
-        env=host_build.sanitizer_environment() | {"FASTATTN_TEST_SHIM": "sanitized"},
-        cwd=host_build.ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[:4000]}"
-    assert " passed" in done.stdout
+    host_build.assert_clean(__file__, tests)

@@ -1,4 +1,8 @@
-"""Scaled dot-product attention in CUDA C++, run on the CPU, against the float64 reference."""
+"""Scaled dot-product attention in CUDA C++, run on the CPU, against the float64 reference.
+
+In a process of its own the corners run under AddressSanitizer and UndefinedBehaviorSanitizer, every
+tensor and the workspace being an allocation of its exact size.
+"""
 
 import dataclasses
 
@@ -32,6 +36,55 @@ def backend(monkeypatch):
 @pytest.mark.parametrize("case", _cases(), ids=str)
 def test_case(case, backend):
     testing.check(case, backend)
+
+
+# Small, of both tile widths, through every kernel: sizes that end within tiles and within chunks of
+# 16 bytes, strides, all masks.
+CORNERS = [
+    Case("narrow", B=1, Hkv=1, M=67, N=70, D=33, E=5, causal="bottom_right", bias="hmn", lse=True,
+         weights="full"),
+    Case("wide", B=1, H=1, Hkv=1, M=66, N=65, D=72, E=128, kv_len="rows", keep="mn", dropout_p=0.3,
+         weights="mean", layout="sliced"),
+    Case("few-narrow", B=1, M=5, N=300, D=64, E=9, keep="bhmn", bias="n", layout="bmhd"),
+    Case("few-wide", B=1, H=1, Hkv=1, M=16, N=70, D=128, E=65, bias="mn", bias_inf=True,
+         empty_rows=True, dropout_p=0.3, weights="full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("case", CORNERS, ids=lambda case: case.name)
+def test_corner(case, dtype, backend):
+    testing.check(dataclasses.replace(case, dtype=dtype), backend)
+
+
+@pytest.mark.skipif(shim_backend.KIND == "sanitized", reason="this is that process")
+def test_under_sanitizers():
+    host_build.assert_clean(__file__, "test_corner")
+
+
+# ---- few queries: keys are split over blocks and warps ----
+
+
+@pytest.mark.parametrize("M", [1, 16, 17])  # the last of few queries, the first of a tile
+@pytest.mark.parametrize("N", [1, 64, 257, 1025])
+def test_ends_of_chunks(M, N, backend):
+    case = Case(f"M{M}-N{N}", B=1, H=2, Hkv=1, M=M, N=N, D=16, E=24, dtype=torch.float16, lse=True)
+    testing.check(case, backend)
+
+
+def test_more_chunks_than_one_of_four_tiles_each(backend):
+    case = Case("long", B=1, H=1, Hkv=1, M=1, N=8_300, D=8, E=8, dtype=torch.bfloat16, lse=True)
+    testing.check(case, backend)
+
+
+def test_few_queries_are_the_same_alone(backend):
+    q, k, v = (torch.randn(3, 2, n, 16).half() for n in (2, 600, 600))
+    out = scaled_dot_product_attention(q, k, v, backend=backend)
+    alone = scaled_dot_product_attention(q[1:2, :1], k[1:2, :1], v[1:2, :1], backend=backend)
+    assert alone.equal(out[1:2, :1])
+
+
+# ---- garbage ----
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -1,0 +1,105 @@
+"""Plants mistakes in the CUDA kernels and shows that the tests on the CPU find them.
+
+    python tests/cuda/mutate.py
+
+Each goes into a copy of csrc; what it changes is compiled from there, the rest is linked as it is,
+and the corner cases run on that library. Exits with 1 when a mistake is not found. A minute or two.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import host_build
+
+SOURCE = "sdpa_fwd.cu"  # what is compiled again; all mistakes are in it or its headers
+
+
+@dataclass(frozen=True)
+class Mistake:
+    name: str
+    file: str
+    right: str
+    wrong: str
+    found_by: str  # in what pytest says
+    kind: str = "plain"
+
+
+LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
+MISTAKES = [
+    Mistake(
+        "off by one: a tile load without its last row", "sdpa_tile.cuh",
+        "chunk[i] = r < rows &&", "chunk[i] = r < rows - 1 &&", "AssertionError",
+    ),
+    Mistake(
+        "off by one: a tile load of a row too many", "sdpa_tile.cuh",
+        LOAD, LOAD.replace("r < rows", "r <= rows"), "heap-buffer-overflow", "sanitized",
+    ),
+    Mistake(
+        "a missing barrier", "sdpa_fwd.cu",
+        "    wait_for_copies();\n    __syncthreads();\n    at.j0 += kTile;",
+        "    wait_for_copies();\n    at.j0 += kTile;", "AssertionError",
+    ),
+    Mistake(
+        "a wrong lane of a matrix operand", "sdpa_tile.cuh",
+        "8 * n + lane % 8 + lane / 16 * 8", "8 * n + lane % 8 + lane / 8 % 2 * 8", "AssertionError",
+    ),
+]  # fmt: skip
+
+
+def build(mistake: Mistake, folder: Path) -> Path:
+    """The library with the mistake."""
+    csrc = folder / "csrc"
+    shutil.copytree(host_build.ROOT / "csrc", csrc)
+    text = (csrc / "cuda" / mistake.file).read_text()
+    assert text.count(mistake.right) == 1, f"{mistake.name}: not found once in {mistake.file}"
+    (csrc / "cuda" / mistake.file).write_text(text.replace(mistake.right, mistake.wrong))
+    planted = folder / "planted.o"
+    flags = f"{host_build.FLAGS} {host_build.KINDS[mistake.kind]}".split()
+    include = [f"-I{host_build.SHIM}", f"-I{csrc}"]
+    source = csrc / "cuda" / SOURCE
+    compiler = host_build.compiler()
+    host_build.run(
+        [*compiler, *flags, *include, "-x", "c++", "-c", str(source), "-o", str(planted)]
+    )
+    return host_build.link(
+        [planted, *(x for x in host_build.objects(mistake.kind) if x.stem != source.stem)],
+        mistake.kind, folder / "libplanted.so",
+    )  # fmt: skip
+
+
+def run_corners(mistake: Mistake, library: Path) -> subprocess.CompletedProcess:
+    environment = dict(os.environ)
+    if mistake.kind == "sanitized":
+        environment = host_build.sanitizer_environment()
+    environment |= {"FASTATTN_TEST_SHIM": mistake.kind, "FASTATTN_TEST_LIBRARY": str(library)}
+    tests = str(host_build.ROOT / "tests/cuda/test_cuda_sdpa.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, "--capture=sys", tests, "-k", "test_corner"],
+        env=environment, cwd=host_build.ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def main() -> int:
+    missed = 0
+    for mistake in MISTAKES:
+        host_build.library("kernels", mistake.kind)
+        with tempfile.TemporaryDirectory() as folder:
+            done = run_corners(mistake, build(mistake, Path(folder)))
+        said = done.stdout + done.stderr
+        found = done.returncode != 0 and mistake.found_by in said
+        lines = [x for x in said.splitlines() if mistake.found_by in x] or said.splitlines()[-3:]
+        print(f"{'found ' if found else 'MISSED'}  {mistake.name}\n        {lines[0].strip()}")
+        missed += not found
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
