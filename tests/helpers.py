@@ -105,27 +105,32 @@ def assert_module_close(module, formula, tensors: list, **options) -> None:
     """Results and gradients of ``module(*tensors, **options)``, within the budget of a formula.
 
     ``formula(module, *tensors)`` computes the same from the parameters of the module it is given,
-    in plain PyTorch: in float32 it is the peer, in float64 the truth. Tensors that are not floating
-    point go in as they are. The ulp of a gradient is that of the largest of all, since some cancel.
+    in plain PyTorch: in the dtype of the module it is the peer, in float64 the truth. Tensors that
+    are not floating point go in as they are. The ulp of a gradient is that of the largest of all,
+    since some cancel.
     """
     exact = copy.deepcopy(module).double()
-    ours, our_grads = _with_gradients(functools.partial(module, **options), module, tensors)
-    peer, peer_grads = _with_gradients(functools.partial(formula, module), module, tensors)
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
-    truth, true_grads = _with_gradients(functools.partial(formula, exact), exact, wide)
+    dtype = tensors[0].dtype
+    ours, our_grads = _with_gradients(functools.partial(module, **options), module, tensors, dtype)
+    peer, peer_grads = _with_gradients(functools.partial(formula, module), module, tensors, dtype)
+    truth, true_grads = _with_gradients(functools.partial(formula, exact), exact, wide, dtype)
     assert_close(ours, peer, truth)
     scale = max(map(testing.largest, true_grads.values()))
     for name, grad in true_grads.items():
         testing.assert_within_budget(our_grads[name], peer_grads[name], grad, name, scale)
 
 
-def _with_gradients(call, owner, tensors: list) -> tuple[tuple, dict[str, torch.Tensor]]:
-    """The results of ``call(*tensors)``, and gradients of a fixed function of them by name."""
+def _with_gradients(call, owner, tensors: list, dtype) -> tuple[tuple, dict[str, torch.Tensor]]:
+    """The results of ``call(*tensors)``, and gradients of a fixed function of them by name.
+
+    The function's coefficients are numbers of ``dtype``, whichever dtype computes.
+    """
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
     results = call(*leaves)
     results = results if isinstance(results, tuple) else (results,)
     rng = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(r.shape, generator=rng).to(r.dtype) for r in results]
+    upstream = [torch.randn(r.shape, generator=rng).to(dtype).to(r.dtype) for r in results]
     wanted = {f"input {n}": x for n, x in enumerate(leaves) if x.requires_grad}
     wanted |= dict(owner.named_parameters())
     pulled = torch.autograd.grad(results, list(wanted.values()), upstream, allow_unused=True)

@@ -144,6 +144,15 @@ def test_nan_reaches_its_row(module, tensors, training):
     assert rows[1, 2]
 
 
+def test_autocast(module, tensors):
+    leaves = [x.requires_grad_() for x in tensors]
+    with torch.autocast("cpu", torch.bfloat16):
+        choice = module(*leaves, return_choice=True)
+    assert choice.probabilities.dtype == torch.bfloat16
+    grads = torch.autograd.grad(choice.output.sum() + choice.log_prob.sum(), leaves)
+    assert all(g.isfinite().all() and g.any() for g in grads)
+
+
 def test_values_default_to_keys_and_cache(module, tensors):
     module.eval()
     queries, keys, values = tensors

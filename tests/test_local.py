@@ -154,15 +154,19 @@ def test_only_the_window_is_read(alignment, tensors):
     torch.testing.assert_close(module(one, *spoilt), expected)
 
 
-def test_half(alignment):
-    """A position near 1000 keeps its fraction in bfloat16."""
-    module = module_for(alignment).bfloat16()
-    tensors = [torch.randn(s).bfloat16() for s in ((B, 4, DQ), (B, 2001, DQ), (B, 2001, DV))]
-    out, weights = module(*tensors, need_weights=True)
-    assert out.dtype == weights.dtype == torch.bfloat16
-    assert out.isfinite().all()
-    if alignment == "predictive":
-        assert ((weights > 0).sum(-1) == 2 * D).all()  # 2 D + 1 only for a whole number
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_finds_the_same_window(alignment, dtype, autocast):
+    """Among 2001 keys too: positions are float32."""
+    module = module_for(alignment).to(dtype)
+    tensors = [torch.randn(s).to(dtype) for s in ((B, 4, DQ), (B, 2001, DQ), (B, 2001, DV))]
+    exact = copy.deepcopy(module).double()(*(x.double() for x in tensors), need_weights=True)[1]
+    if autocast:
+        module, tensors = module.float(), [x.float() for x in tensors]
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        out, weights = module(*tensors, need_weights=True)
+    assert out.dtype == weights.dtype == dtype
+    assert torch.equal(weights > 0, exact.to(dtype) > 0)
 
 
 def test_tools(alignment, tensors):

@@ -52,9 +52,17 @@ def plain(module, queries, keys, values, keep=None):
 
 @pytest.mark.parametrize("method", METHODS)
 class TestLuong:
-    def test_formula(self, method, tensors):
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_formula(self, method, dtype, tensors):
+        module = module_for(method).to(dtype)
+        assert_module_close(module, plain, [x.to(dtype) for x in tensors], need_weights=True)
+
+    def test_autocast(self, method, tensors):
         module = module_for(method)
-        assert_module_close(module, plain, tensors, need_weights=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(*tensors)
+        assert out.dtype == torch.bfloat16
+        torch.autograd.grad(out.sum(), list(module.parameters()))
 
     def test_masks(self, method, tensors):
         module = module_for(method)

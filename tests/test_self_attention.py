@@ -1,6 +1,7 @@
 """SelfAttention against the formula, in float64."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -36,11 +37,11 @@ def x():
 
 @pytest.mark.parametrize(("heads", "head_dim"), CONFIGS)
 @pytest.mark.parametrize("average", [True, False])
-def test_formula(heads, head_dim, average, x):
-    module = SelfAttention(C, heads, head_dim)
-    assert_module_close(
-        module, lambda *a: plain(*a, average=average), [x], average_attn_weights=average
-    )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_formula(heads, head_dim, average, dtype, x):
+    module = SelfAttention(C, heads, head_dim, dtype=dtype)
+    formula = functools.partial(plain, average=average)
+    assert_module_close(module, formula, [x.to(dtype)], average_attn_weights=average)
 
 
 def test_shapes_and_no_weights(x):

@@ -51,8 +51,10 @@ MODULES = [
 
 @pytest.mark.parametrize(("make", "formula"), MODULES)
 class TestBoth:
-    def test_formula(self, make, formula, tensors):
-        assert_module_close(make(), formula, tensors, need_weights=True)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_formula(self, make, formula, dtype, tensors):
+        tensors = [x.to(dtype) for x in tensors]
+        assert_module_close(make().to(dtype), formula, tensors, need_weights=True)
 
     def test_masks(self, make, formula, tensors):
         lens = torch.tensor([N, 0, 4])

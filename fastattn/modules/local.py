@@ -175,18 +175,25 @@ class LocalAttention(LuongAttention):
         )
         if weights is not None:
             spread = weights.new_zeros(B, M, values.shape[1])
-            inside = weights.squeeze(1) * gauss
+            inside = (weights.squeeze(1) * gauss).to(weights.dtype)
             weights = spread.scatter(-1, near.indices, inside.unflatten(0, (B, M)))
         return context.squeeze(1).unflatten(0, (B, M)), weights
+
+    def _predicted(self, queries: Tensor) -> Tensor:
+        """The position as a fraction of the length, (B, M, 1), in float32 at least.
+
+        In half precision it would be wrong by several keys where there are a thousand.
+        """
+        wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
+        with torch.autocast(queries.device.type, enabled=False):
+            hidden = torch.tanh(F.linear(queries.to(wide), self.W_p.weight.to(wide)))
+            return torch.sigmoid(F.linear(hidden, self.v_p.weight.to(wide)))
 
     def _near(self, queries: Tensor, N: int, masks: DenseMasks) -> "_Window":
         B, M, _ = queries.shape
         D, W = self.window, min(2 * self.window + 1, N)
-        predicted = torch.sigmoid(self.v_p(torch.tanh(self.W_p(queries))))
-        # In half precision positions beyond a few hundred would be rounded to even ones.
-        predicted = predicted if predicted.dtype == torch.float64 else predicted.float()
         length = N if masks.kv_len is None else masks.kv_len[..., None]
-        centre = length * predicted  # [B, M, 1]
+        centre = length * self._predicted(queries)  # [B, M, 1]
         first = torch.ceil(centre.detach() - D).nan_to_num().long().clamp(0, N - W)
         index = first + torch.arange(W, device=queries.device)
         # Kept unless it is too far: a NaN position keeps its keys, and shows.
