@@ -167,7 +167,7 @@ def test_autocast(tensors):
 
 def test_no_keys():
     tensors = [torch.randn(s) for s in ((B, T, DQ), (B, 0, DK), (B, 0, DV))]
-    contexts, weights, loss = Decoder(filters=0, coverage=True, window=(0, 1))(*tensors)
+    contexts, weights, loss = Decoder(coverage=True, window=(0, 1))(*tensors)
     assert contexts.shape == (B, T, DV)
     assert weights.shape == (B, T, 0)
     assert not contexts.any()

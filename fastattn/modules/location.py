@@ -174,6 +174,8 @@ class LocationSensitiveAttention(AdditiveAttention):
 
     def _with_location(self, keys: Tensor, state: AlignmentState) -> Tensor:
         """Projected keys plus what depends on where the decoder has been, (B, N, hidden_dim)."""
+        if keys.shape[1] == 0:  # which a convolution refuses
+            return keys
         if self.location_conv is not None and self.location_proj is not None:
             past: Any = {
                 "cumulative": [state.cumulative],
