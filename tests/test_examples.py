@@ -147,14 +147,16 @@ class TestTextClassification:
         assert sorted(chain(*splits)) == sorted(many)
 
     def test_vocabulary(self):
-        from examples.text_classification.tokenizer import UNKNOWN, Tokenizer, Vocabulary
+        from examples.common.vocabulary import SPECIAL, UNKNOWN, Vocabulary
+        from examples.text_classification.tokenizer import Tokenizer
 
         words = Vocabulary("abcabab", min_frequency=2)
-        assert words.tokens == ["<pad>", "<unk>", "a", "b"]
+        assert words.tokens == [*SPECIAL, "a", "b"]
         assert words.frequencies["c"] == 1
-        assert words.encode("bca") == [3, UNKNOWN, 2]
+        assert words.encode("bca") == [5, UNKNOWN, 4]
+        assert words.decode([4, 5]) == ["a", "b"]
         tokenizer = Tokenizer(["abab"], min_frequency=2, max_length=3)
-        assert tokenizer("abxy") == ([2, 3, UNKNOWN], [2, UNKNOWN, UNKNOWN])
+        assert tokenizer("abxy") == ([4, 5, UNKNOWN], [4, UNKNOWN, UNKNOWN])
 
     def test_batches_are_balanced(self):
         from examples.text_classification import dataset
@@ -173,6 +175,139 @@ class TestTextClassification:
             assert (batch.characters == 0).sum(1).tolist() == (
                 batch.characters.shape[1] - batch.lengths
             ).tolist()
+
+
+class TestTranslation:
+    def test_smoke(self, tmp_path):
+        result = smoke("translation", tmp_path)
+        assert pictures(tmp_path) == {"alignment.png"}
+        assert set(result["kinds"]) == {"none", "additive", "additive, plain PyTorch"}
+        for row in result["kinds"].values():
+            assert row["losses"][-1] < row["losses"][0]
+
+    @pytest.fixture
+    def corpus(self):
+        from examples.common.vocabulary import Vocabulary
+        from examples.translation import data
+
+        pairs = data.load_pairs(None)[:40]
+        source, target = (Vocabulary(chain(*(p[side] for p in pairs)), 1) for side in (0, 1))
+        return data.Corpus(pairs, source, target), source, target
+
+    def translator(self, corpus, kind, **options):
+        from examples.translation.model import Translator
+
+        torch.manual_seed(0)
+        _, source, target = corpus
+        return Translator(len(source), len(target), kind, dim=16, **options).eval()
+
+    def test_plain_twin(self, corpus):
+        from examples.translation.train import loss
+
+        batch = corpus[0].batch([0, 5, 9])
+        ours = self.translator(corpus, "additive")
+        peer = self.translator(corpus, "additive", plain=True)
+        truth = copy.deepcopy(peer).double()
+        logits, grads = [], []
+        for model in (ours, peer, truth):
+            logits.append(model(batch.source, batch.lengths, batch.target))
+            grads.append(gradients(loss(model, batch), model))
+        assert_within_budget(*logits, name="logits")
+        for name in grads[0]:
+            assert_within_budget(*(g[name] for g in grads), name=name)
+
+    @pytest.mark.parametrize("kind", ["none", "additive", "dot", "general", "concat"])
+    def test_padding_changes_nothing(self, corpus, kind):
+        model, encoded = self.translator(corpus, kind), corpus[0]
+        lengths = [len(english) for english, _ in encoded.encoded]
+        short = min(range(len(lengths)), key=lengths.__getitem__)
+        long = max(range(len(lengths)), key=lengths.__getitem__)
+        alone, together = encoded.batch([short]), encoded.batch([short, long])
+        target = alone.target
+        logits = model(alone.source, alone.lengths, target)
+        beside = model(together.source, together.lengths, together.target[:, : target.shape[1]])
+        truth = model.double()(alone.source, alone.lengths, target)
+        assert_within_budget(beside[:1], logits, truth)
+
+    @pytest.mark.parametrize("kind", ["none", "additive", "dot"])
+    def test_greedy_is_what_recomputing_gives(self, corpus, kind):
+        """Step by step with state and cache, or from the start for every word: same tokens."""
+        from examples.common.vocabulary import BEGIN, END, PADDING
+        from examples.translation.decode import translate
+
+        model, batch = self.translator(corpus, kind), corpus[0].batch([0, 7, 11])
+        found = translate(model, batch.source, batch.lengths, beams=1, max_length=12)
+        for row, words in enumerate(found):
+            so_far = [BEGIN]
+            for _ in range(12):
+                logits = model(
+                    batch.source[row : row + 1],
+                    batch.lengths[row : row + 1],
+                    torch.tensor([so_far]),
+                )[0, -1]
+                logits[[PADDING, BEGIN]] = -torch.inf
+                so_far.append(logits.argmax().item())
+                if so_far[-1] == END:
+                    break
+            assert words == [n for n in so_far[1:] if n != END]
+
+    def test_beam_search_finds_the_best(self, corpus):
+        """With as many beams as words, two steps leave nothing out. Greedy decoding misses some."""
+        from examples.common.vocabulary import END
+        from examples.translation.decode import translate
+
+        model, words = self.translator(corpus, "additive"), [END, 7, 8, 9, 10, 11]
+        forbidden = torch.ones(model.out.out_features, dtype=torch.bool)
+        forbidden[words] = False
+        missed = 0
+        for _ in range(10):
+            with torch.no_grad():  # not a flat distribution, and one that hangs on the last word
+                model.target.weight.normal_(std=5.0)
+                model.out.weight.normal_(std=5.0)
+                model.out.bias.masked_fill_(forbidden, -torch.inf)
+            batch = corpus[0].batch([3, 8])
+            wide = translate(model, batch.source, batch.lengths, len(words), max_length=2)
+            assert wide == self.exhaustive(model, batch, words)
+            missed += wide != translate(model, batch.source, batch.lengths, 1, max_length=2)
+        assert missed
+
+    @torch.no_grad()
+    def exhaustive(self, model, batch, words) -> list[list[int]]:
+        """Of all sequences of one END or two words the likeliest, by mean, of each sample."""
+        from examples.common.vocabulary import BEGIN, END
+
+        candidates = [[END], *([a, b] for a in words if a != END for b in words)]
+        means = []
+        for sequence in candidates:
+            target = torch.tensor([[BEGIN, *sequence]]).expand(len(batch.source), -1)
+            scores = model(batch.source, batch.lengths, target[:, :-1]).log_softmax(-1)
+            means.append(scores.gather(2, target[:, 1:, None]).mean(dim=(1, 2)))
+        best = torch.stack(means).argmax(dim=0)
+        return [[word for word in candidates[n] if word != END] for n in best]
+
+    def test_pages_are_read(self, tmp_path):
+        from examples.translation import fetch
+
+        text = {
+            "en-US": '<p id="par_id1" class="paragraph">Press <span class="MAC"><span>Cmd'
+            "</span>+1</span><span>Ctrl</span> to open it.</p>"
+            '<p id="par_id2" class="code">Print the four words here</p>'
+            '<p class="related">This one has no id</p>'
+            '<h2 id="hd_id3">Too short</h2>',
+            "zh-CN": '<p id="par_id1">按 Ctrl 打开。</p><h2 id="hd_id3">太短</h2>',
+        }
+        for language, page in text.items():
+            (tmp_path / language).mkdir()
+            (tmp_path / language / "page.html").write_text(page, encoding="utf-8")
+        assert fetch.align(tmp_path) == [("Press Ctrl to open it.", "按 Ctrl 打开。")]
+
+    def test_tokens(self):
+        from examples.translation.data import tokenize
+        from examples.translation.train import join
+
+        tokens = tokenize("打开 LibreOffice Calc,按 F1。")
+        assert tokens == ["打", "开", "libreoffice", "calc", ",", "按", "f1", "。"]
+        assert join(tokens) == "打开libreoffice calc,按f1。"
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,27 @@ import torch
 EXAMPLES = Path(__file__).resolve().parent.parent
 
 
-def parse(name: str, about: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """Options ``smoke``, ``seed`` and ``out`` (a folder, made if it is not there)."""
-    parser = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=about)
-    parser.add_argument(
+def parser(name: str, about: str) -> argparse.ArgumentParser:
+    """The options that all programs have: ``smoke``, ``seed`` and ``out``."""
+    made = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=about)
+    made.add_argument(
         "--smoke", action="store_true", help="a few seconds on tiny data that needs no download"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of data, parameters and dropout")
-    parser.add_argument(
+    made.add_argument("--seed", type=int, default=0, help="of data, parameters and dropout")
+    made.add_argument(
         "--out",
         type=Path,
         default=EXAMPLES / name / "results",
         help="folder for pictures and result.json (default: %(default)s)",
     )
-    options = parser.parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    return options
+    return made
+
+
+def parse(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options that are given. The folder ``out`` is made if it is not there."""
+    given = made.parse_args(argv)
+    given.out.mkdir(parents=True, exist_ok=True)
+    return given
 
 
 def set_seed(seed: int) -> None:

@@ -57,4 +57,3 @@ def save(result: dict, folder: Path) -> None:
     }
     text = json.dumps(result | {"measured_with": about}, indent=2, ensure_ascii=False)
     (folder / "result.json").write_text(text + "\n", encoding="utf-8")
-    print(f"\npictures and result.json are in {folder}")

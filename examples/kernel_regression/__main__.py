@@ -67,7 +67,7 @@ def compare(series: Series, start: list[float], others: torch.Tensor, seconds: f
 
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
-    given = options.parse("kernel_regression", __doc__, argv)
+    given = options.parse(options.parser("kernel_regression", __doc__), argv)
     options.set_seed(given.seed)
     steps = 15 if given.smoke else 100
 

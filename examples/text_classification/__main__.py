@@ -87,7 +87,7 @@ def compare(models: dict[str, nn.Module], batch: Batch, seconds: float) -> dict:
 
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
-    given = options.parse("text_classification", __doc__, argv)
+    given = options.parse(options.parser("text_classification", __doc__), argv)
     tokenizer, (training, validation, test) = prepare(given.smoke, given.seed)
     epochs = 3 if given.smoke else EPOCHS
     options.set_seed(given.seed)

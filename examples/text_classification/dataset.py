@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
+from examples.common.batching import by_length
+from examples.common.vocabulary import PADDING
 from examples.text_classification.data import Review
-from examples.text_classification.tokenizer import PADDING, Tokenizer
+from examples.text_classification.tokenizer import Tokenizer
 
 
 class Batch(NamedTuple):
@@ -68,14 +70,7 @@ class BalancedBatches:
         return -(-2 * most // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Some noise on the lengths, so that not always the same reviews meet.
-        indices = sorted(
-            self._epoch(), key=lambda index: self.lengths[index] * self.random.uniform(0.9, 1.1)
-        )
-        size = self.batch_size
-        batches = [indices[n : n + size] for n in range(0, len(indices), size)]
-        self.random.shuffle(batches)
-        return iter(batches)
+        return iter(by_length(self._epoch(), self.lengths, self.batch_size, self.random))
 
 
 def collate(items: list[tuple[Tensor, Tensor, int]]) -> Batch:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from examples.common.vocabulary import PADDING
 from examples.text_classification.dataset import Batch
-from examples.text_classification.tokenizer import PADDING
 from fastattn import SelfAttention
 
 

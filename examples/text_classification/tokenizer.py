@@ -2,32 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
-PADDING, UNKNOWN = 0, 1
-
-
-class Vocabulary:
-    """Tokens by falling frequency, behind the two that stand for padding and for the unknown.
-
-    Args:
-        tokens: all tokens of the training texts.
-        min_frequency: rarer ones are unknown.
-    """
-
-    def __init__(self, tokens: Iterable[str], min_frequency: int) -> None:
-        self.frequencies = Counter(tokens)
-        kept = [token for token, n in self.frequencies.most_common() if n >= min_frequency]
-        self.tokens = ["<pad>", "<unk>", *kept]
-        self.numbers = {token: n for n, token in enumerate(self.tokens)}
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def encode(self, tokens: Iterable[str]) -> list[int]:
-        """The number of each token."""
-        return [self.numbers.get(token, UNKNOWN) for token in tokens]
+from examples.common.vocabulary import Vocabulary
 
 
 def bigrams(text: str) -> list[str]:

@@ -1,0 +1,95 @@
+"""Sentence pairs as tensors."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from examples.common.batching import by_length
+from examples.common.vocabulary import BEGIN, END, PADDING, Vocabulary
+from examples.translation.fetch import fetch
+
+SAMPLE = Path(__file__).resolve().parent / "sample.tsv"  # its licence: sample.LICENSE
+# A word, a Chinese character, or a sign.
+TOKEN = re.compile(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+|[^\w\s]")
+
+Pair = tuple[list[str], list[str]]  # English tokens, Chinese tokens
+
+
+class Batch(NamedTuple):
+    """``source`` [B, N] with ``lengths`` [B]; ``target`` [B, M + 1] from BEGIN to END, padded."""
+
+    source: Tensor
+    lengths: Tensor
+    target: Tensor
+
+
+def tokenize(text: str) -> list[str]:
+    """Small words, single Chinese characters and signs."""
+    return TOKEN.findall(text.lower())
+
+
+def load_pairs(folder: Path | None) -> list[Pair]:
+    """The pairs that ``fetch`` leaves in ``folder``; those of the sample without a folder.
+
+    Where Debian's packages cannot be had it is the sample, too, and that is printed.
+    """
+    path = fetch(folder) if folder else SAMPLE
+    if path is None:
+        print("apt-get cannot download LibreOffice's help here: 500 pairs must do")
+        path = SAMPLE
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [tuple(tokenize(side) for side in line.split("\t")) for line in lines]
+
+
+def split(pairs: list[Pair], seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """Training, validation and test pairs; of each of the latter a twentieth."""
+    shuffled = pairs[:]
+    random.Random(seed).shuffle(shuffled)
+    part = len(shuffled) // 20
+    return shuffled[2 * part :], shuffled[part : 2 * part], shuffled[:part]
+
+
+class Corpus:
+    """Encoded pairs.
+
+    Args:
+        pairs: tokens of both sides.
+        source, target: the vocabularies.
+    """
+
+    def __init__(self, pairs: list[Pair], source: Vocabulary, target: Vocabulary) -> None:
+        self.pairs = pairs
+        self.encoded = [
+            (
+                torch.tensor([*source.encode(english), END]),
+                torch.tensor([BEGIN, *target.encode(chinese), END]),
+            )
+            for english, chinese in pairs
+        ]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def batch(self, indices: list[int]) -> Batch:
+        """The pairs of these indices, padded."""
+        chosen = [self.encoded[n] for n in indices]
+        sides = (
+            pad_sequence([pair[side] for pair in chosen], batch_first=True, padding_value=PADDING)
+            for side in (0, 1)
+        )
+        source, target = sides
+        return Batch(source, torch.tensor([len(english) for english, _ in chosen]), target)
+
+    def epoch(self, size: int, rng: random.Random) -> list[Batch]:
+        """All pairs once, in batches of similar length."""
+        lengths = [len(english) + len(chinese) for english, chinese in self.encoded]
+        return [
+            self.batch(indices) for indices in by_length([*range(len(self))], lengths, size, rng)
+        ]

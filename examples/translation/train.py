@@ -1,0 +1,96 @@
+"""Training with teacher forcing, and scoring."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from examples.common.vocabulary import PADDING, Vocabulary
+from examples.translation.data import Batch, Corpus
+from examples.translation.decode import translate
+from examples.translation.model import Translator
+
+
+def loss(model: Translator, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Mean cross entropy of every next word, END included, padding left out."""
+    logits = model(batch.source, batch.lengths, batch.target[:, :-1])
+    return cross_entropy(
+        logits.flatten(0, 1),
+        batch.target[:, 1:].flatten(),
+        ignore_index=PADDING,
+        label_smoothing=smoothing,
+    )
+
+
+def train(model: Translator, corpus: Corpus, epochs: int, size: int, seed: int, name: str) -> dict:
+    """Trains; returns the mean ``losses`` of each epoch and the ``seconds`` it took."""
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    total = epochs * -(-len(corpus) // size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=total)
+    losses, begin = [], time.perf_counter()
+    model.train()
+    with tqdm(total=total, desc=name, unit="batch") as progress:
+        for _ in range(epochs):
+            batches = corpus.epoch(size, rng)
+            summed = 0.0
+            for batch in batches:
+                optimizer.zero_grad()
+                error = loss(model, batch, smoothing=0.1)
+                error.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                summed += error.item()
+                progress.update()
+                progress.set_postfix(loss=f"{error.item():.3f}")
+            losses.append(summed / len(batches))
+    return {"losses": losses, "seconds": time.perf_counter() - begin}
+
+
+@torch.no_grad()
+def validation_loss(model: Translator, corpus: Corpus, size: int) -> float:
+    """Mean over batches, without label smoothing."""
+    model.eval()
+    batches = corpus.epoch(size, random.Random(0))
+    return sum(loss(model, batch).item() for batch in batches) / len(batches)
+
+
+def translations(
+    model: Translator, corpus: Corpus, target: Vocabulary, beams: int, size: int
+) -> list[str]:
+    """What the model makes of every English sentence, in the order of the corpus."""
+    order = sorted(range(len(corpus)), key=lambda n: len(corpus.encoded[n][0]))
+    found: dict[int, str] = {}
+    for n in tqdm(range(0, len(order), size), desc=f"translating, {beams} beams", unit="batch"):
+        indices = order[n : n + size]
+        batch = corpus.batch(indices)
+        for index, row in zip(
+            indices, translate(model, batch.source, batch.lengths, beams), strict=True
+        ):
+            found[index] = join(target.decode(row))
+    return [found[n] for n in range(len(corpus))]
+
+
+def join(tokens: list[str]) -> str:
+    """Tokens as text: a space between words of letters, none elsewhere."""
+    text = ""
+    for token in tokens:
+        apart = text[-1:].isascii() and text[-1:].isalnum() and token[0].isascii()
+        text += (" " if apart and token[0].isalnum() else "") + token
+    return text
+
+
+def bleu(found: list[str], corpus: Corpus) -> float | None:
+    """BLEU of sacrebleu with its Chinese tokens, 0 to 100; None where it is not installed."""
+    try:
+        from sacrebleu import corpus_bleu
+    except ImportError:
+        return None
+    truth = [join(chinese) for _, chinese in corpus.pairs]
+    return corpus_bleu(found, [truth], tokenize="zh").score
