@@ -1,5 +1,8 @@
 """Tests that other files write for every backend and both scores run here for one of them."""
 
+import pytest
+import shim_backend
+
 
 def pytest_collection_modifyitems(config, items):
     """Leaves the dot product out of test_cuda_additive.py: its kernels have a file of their own."""
@@ -10,3 +13,6 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=[item for item in items if not is_here(item)])
     items[:] = [item for item in items if is_here(item)]
+    for item in items:
+        if shim_backend.ON_GPU and "backend" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
