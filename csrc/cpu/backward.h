@@ -96,10 +96,16 @@ class BackwardWorker {
 
   // One row block of one head against the current key tile.
   void pair(int64_t b, int64_t hkv, int64_t h, int64_t i0, int64_t j0, int64_t cols) {
-    const TilePlace at = {b, h, i0, min64(kM, p_.M - i0), j0, cols};
+    TilePlace at = {b, h, i0, min64(kM, p_.M - i0), j0, cols};
     mask_.set_rows(b, h, i0, at.rows);
-    if (mask_.set_keys(j0, cols) == 0) return;
+    const int64_t needed = mask_.set_keys(j0, cols);
+    if (needed == 0) return;
     if (!loaded_) load_keys(b, hkv, j0, cols);
+    if constexpr (CanNarrow<Score>::value) {
+      at.cols = needed;
+      score_.use_keys(needed);
+      values_.use_keys(needed);
+    }
     score_.load_queries(b, h, i0, at.rows);
     values_.load_grad_out(b, h, i0, at.rows);
     score_.scores(s_);

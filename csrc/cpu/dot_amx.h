@@ -75,11 +75,11 @@ static void unpack_columns(float* from, int64_t ld, float factor, float* rows, i
   unpack_rows(rows, ld_rows, 1.f, nullptr, to);
 }
 
-// C(r, c) = a_r . b_c, [rows of a, ld], where one of the two stands apart.
-static void multiply_rows_apart(AmxInput& a, AmxInput& b, float* c, int64_t ld) {
+// C(r, c) = a_r . b_c, [rows of a, ld], where one of the two stands apart and c < cols.
+static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c, int64_t ld) {
   if (!a.apart().any() && !b.apart().any()) return;
   for (int64_t i = 0; i < a.rows(); ++i)
-    for (int64_t j = 0; j < b.rows(); ++j) {
+    for (int64_t j = 0; j < cols; ++j) {
       if (!a.apart().has(i) && !b.apart().has(j)) continue;
       Vec sum{};
       for (int64_t d = 0; d < a.cols(); d += kWidth) sum += load(a.row(i) + d) * load(b.row(j) + d);
@@ -87,15 +87,15 @@ static void multiply_rows_apart(AmxInput& a, AmxInput& b, float* c, int64_t ld) 
     }
 }
 
-// C(r, :) += sum_k A(r, k) b_k, where b_k, or row r or column k of A, stands apart. `masked`: zeros
+// C(r, :) += sum_k A(r, k) b_k, k < depth, where b_k, or row r or column k of A, stands apart. `masked`: zeros
 // of A count as nothing. Element (r, c) of C is c[r * stride_r + c * stride_c].
 template <typename A>
 static void accumulate_rows_apart(A a, int64_t rows, const Apart& a_rows, const Apart& a_cols,
-                                  AmxInput& b, bool masked, float* c, int64_t stride_r,
-                                  int64_t stride_c) {
+                                  AmxInput& b, int64_t depth, bool masked, float* c,
+                                  int64_t stride_r, int64_t stride_c) {
   if (!a_rows.any() && !a_cols.any() && !b.apart().any()) return;
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t k = 0; k < b.rows(); ++k) {
+    for (int64_t k = 0; k < depth; ++k) {
       const float ark = a.at(r, k);
       if (!a_rows.has(r) && !a_cols.has(k) && !b.apart().has(k)) continue;
       if (masked && ark == 0.f) continue;
@@ -104,9 +104,10 @@ static void accumulate_rows_apart(A a, int64_t rows, const Apart& a_rows, const 
 }
 
 // DotScore on the matrix unit.
+template <int64_t kM, int64_t kN>
 class AmxDotScore {
  public:
-  static constexpr int64_t kBlockM = 64, kBlockN = 128;
+  static constexpr int64_t kBlockM = kM, kBlockN = kN;
 
   AmxDotScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
       : p_(p),
@@ -130,12 +131,14 @@ class AmxDotScore {
   float logit_scale() const { return abs_scale() * kLog2e; }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    cols_ = cols;
     keys_.load(matrix_at(p_.k, b, hkv, j0, cols, p_.D), 1.f);
     keys_.pack<Depth::kCols, Side::kRight>(k_);
     keys_.prefetch_next();
     if (backward_) keys_.pack<Depth::kRows, Side::kRight>(k_rows_);
   }
 
+  void use_keys(int64_t cols) { cols_ = cols; }
   void use_slot(int64_t slot) { slots_.use(slot); }
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
@@ -147,30 +150,30 @@ class AmxDotScore {
 
   void scores(float* s) {
     AmxInput& queries = slots_.queries();
-    multiply_tiles(slots_.q(), k_, queries.rows(), keys_.rows(), p_.D, false, s, kBlockN);
-    multiply_rows_apart(queries, keys_, s, kBlockN);
+    multiply_tiles(slots_.q(), k_, queries.rows(), cols_, p_.D, false, s, kBlockN);
+    multiply_rows_apart(queries, keys_, cols_, s, kBlockN);
   }
 
   void clear_key_grad() { fill(grad_k_, ld_ * kBlockN, 0.f); }
 
   void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
     AmxInput& queries = slots_.queries();
-    const int64_t rows = queries.rows(), cols = keys_.rows();
+    const int64_t rows = queries.rows(), cols = cols_;
     const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, kBlockN, 1, rows, cols};
     ds_apart_.scan<DType::kFloat32>(tile, 0.f, kLargest);
     pack_tiles<Depth::kCols, Side::kLeft>(tile, 1.f, ds_apart_, ds_rows_);
     pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, ds_apart_, ds_columns_);
 
     multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
-    accumulate_rows_apart(ByRows{ds, kBlockN}, rows, ds_apart_, Apart(), keys_, masked, grad_q_,
-                          ld_, 1);
+    accumulate_rows_apart(ByRows{ds, kBlockN}, rows, ds_apart_, Apart(), keys_, cols, masked,
+                          grad_q_, ld_, 1);
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t d = 0; d < p_.D; ++d)
         grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[i * ld_ + d];
 
     multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_, kBlockN);
-    accumulate_rows_apart(ByCols{ds, kBlockN}, cols, Apart(), ds_apart_, queries, masked, grad_k_,
-                          1, kBlockN);
+    accumulate_rows_apart(ByCols{ds, kBlockN}, cols, Apart(), ds_apart_, queries, rows, masked,
+                          grad_k_, 1, kBlockN);
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
@@ -206,7 +209,7 @@ class AmxDotScore {
   MatrixUnit unit_;
   const AttentionParams& p_;
   bool backward_;
-  int64_t ld_;
+  int64_t ld_, cols_ = 0;
   Slots slots_;
   AmxInput keys_;
   Operand k_;  // of S = Q K^T
@@ -252,8 +255,10 @@ class AmxValueTile {
         weights_(scratch, block_m, block_n, parts_of(p.q.dtype)) {}
 
   int64_t stride() const { return ld_; }
+  void use_keys(int64_t cols) { cols_ = cols; }
 
   void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    cols_ = cols;
     values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f);
     values_.pack<Depth::kRows, Side::kRight>(v_);
     values_.prefetch_next();
@@ -273,13 +278,14 @@ class AmxValueTile {
       for (int64_t e = 0; e < ld_; e += kWidth)
         store(o + i * ld_ + e, fastattn::FASTATTN_ISA::load(o + i * ld_ + e) * scale[i]);
     }
-    multiply_tiles(weights_, v_, rows, p_.E, values_.rows(), true, o, ld_);
-    accumulate_rows_apart(ByRows{weights, ld}, rows, Apart(), Apart(), values_, masked, o, ld_, 1);
+    multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_);
+    accumulate_rows_apart(ByRows{weights, ld}, rows, Apart(), Apart(), values_, cols_, masked, o,
+                          ld_, 1);
   }
 
  private:
   const AttentionParams& p_;
-  int64_t ld_;
+  int64_t ld_, cols_ = 0;
   AmxInput values_;
   Operand v_, weights_;
 };
@@ -302,7 +308,10 @@ class AmxValueGrads {
         grad_v_(scratch.floats(ld_ * block_n)),
         grad_v_rows_(scratch.floats(block_n * ld_)) {}
 
+  void use_keys(int64_t cols) { cols_ = cols; }
+
   void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    cols_ = cols;
     values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f);
     values_.pack<Depth::kCols, Side::kRight>(v_);
     values_.prefetch_next();
@@ -316,17 +325,17 @@ class AmxValueGrads {
   }
 
   void grad_weights(float* dp) {
-    multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), values_.rows(), p_.E, false, dp, block_n_);
-    multiply_rows_apart(grad_out_, values_, dp, block_n_);
+    multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), cols_, p_.E, false, dp, block_n_);
+    multiply_rows_apart(grad_out_, values_, cols_, dp, block_n_);
   }
 
   void accumulate(float* weights, bool masked) {
-    const int64_t rows = grad_out_.rows(), cols = values_.rows();
+    const int64_t rows = grad_out_.rows(), cols = cols_;
     const Matrix tile = {weights, DType::kFloat32, 0, block_n_, 1, rows, cols};
     pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, Apart(), weights_);
     multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_, block_n_);
-    accumulate_rows_apart(ByCols{weights, block_n_}, cols, Apart(), Apart(), grad_out_, masked,
-                          grad_v_, 1, block_n_);
+    accumulate_rows_apart(ByCols{weights, block_n_}, cols, Apart(), Apart(), grad_out_, rows,
+                          masked, grad_v_, 1, block_n_);
   }
 
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
@@ -337,7 +346,7 @@ class AmxValueGrads {
  private:
   const AttentionParams& p_;
   const View& grad_out_view_;
-  int64_t block_n_, ld_;
+  int64_t block_n_, ld_, cols_ = 0;
   AmxInput values_, grad_out_;
   Operand v_, grad_out_rows_, grad_out_columns_, weights_;
   float *grad_v_, *grad_v_rows_;

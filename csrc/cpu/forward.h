@@ -173,9 +173,15 @@ class ForwardWorker {
     }
     select(g, false);
     const RowState state = states_.member(g);
+    int64_t used = loaded;
+    if constexpr (CanNarrow<Score>::value) {
+      used = needed;
+      score_.use_keys(used);
+      values_.use_keys(used);
+    }
     score_.scores(s_);
     values_.with_sink(s_, kN, [&](const auto& sink) {
-      softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, loaded}, state,
+      softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state,
                    logit_scale(score_), s_, kN, drop_, alpha_, sink);
     });
     values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);

@@ -32,6 +32,10 @@
 //     // least 0.
 //     float logit_scale() const;
 //
+//     // Optional: lets what follows concern the first `cols` of the keys loaded, a whole number of
+//     // vectors or all; until load_keys().
+//     void use_keys(int64_t cols);
+//
 //     // Optional: a constructor with a fourth argument, int64_t slots, and use_slot(slot). Blocks
 //     // of queries then stay loaded side by side; load_queries() and scores() concern the current
 //     // slot, at first 0. The forward pass takes several blocks of queries through each block of
@@ -55,5 +59,11 @@ template <typename Score>
 FASTATTN_SIMD float logit_scale(const Score& score) {
   return logit_scale_of(score, 0);
 }
+
+// Whether what holds a block of keys can do with fewer than are loaded.
+template <typename T, typename = void>
+struct CanNarrow : std::false_type {};
+template <typename T>
+struct CanNarrow<T, std::void_t<decltype(std::declval<T&>().use_keys(0))>> : std::true_type {};
 
 }  // namespace fastattn::FASTATTN_ISA

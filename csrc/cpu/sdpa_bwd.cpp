@@ -10,7 +10,7 @@ namespace fastattn::FASTATTN_ISA {
 
 void sdpa_backward(const BackwardParams& p, const Parallel& parallel) {
 #ifdef __AMX_BF16__
-  if (p.M > kDirectRows) return backward<AmxDotScore, AmxValueGrads>(p, parallel);
+  if (p.M > kDirectRows) return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, parallel);
 #endif
   backward<DotScore>(p, parallel);
 }
