@@ -105,23 +105,6 @@ static void score_rows(const Terms& terms, const float* e, KeyPanels keys, int64
   }
 }
 
-// Lane l of the result is the sum of the lanes of x[l % kCount].
-template <int kCount, int kBit = 1>
-FASTATTN_SIMD Vec sums_of(Vec* x) {
-  constexpr auto lanes = std::make_integer_sequence<int, kWidth>{};
-  if constexpr (kBit == kWidth) {
-    return x[0];
-  } else {
-#pragma GCC unroll 8
-    for (int n = 0; n < kCount / 2 / kBit; ++n) {
-      exchange<kBit>(x[2 * n], x[2 * n + 1], lanes);
-      x[n] = x[2 * n] + x[2 * n + 1];
-    }
-    if (kBit >= kCount) x[0] += swap_lanes<kBit>(x[0], lanes);
-    return sums_of<kCount, 2 * kBit>(x);
-  }
-}
-
 // ---- one query ----
 
 // As in decoding: an exponential a pair then costs no more than one a key, and keys are read where
@@ -150,6 +133,7 @@ static void direct_scores(const DirectQuery& query, const Matrix& keys, float* s
     Vec sums[kWidth];
     for (int lane = 0; lane < kWidth; ++lane) {  // past the last key: the last key again
       const int64_t row = keys.offset + min64(j + lane, keys.rows - 1) * keys.stride_r;
+      prefetch_row<kType>(keys, j + lane + kPrefetchRows);
       Vec sum{};
       for (int64_t d = 0; d < whole; d += 2 * kWidth)
         sum += direct_terms(query, d, load_as<kType>(keys.data, row + d),

@@ -7,18 +7,19 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-constexpr int64_t kDirectRows =
-    4;  // with more, packing a tile costs less than reading it once a row
-constexpr int64_t kPrefetchKeys =
-    16;  // how far ahead rows are asked for: hardware does not foresee strided ones
+constexpr int64_t kDirectRows = 4;  // with more, packing a tile costs less than reading it per row
+// How far ahead rows are asked for: 8 KiB of 64 floats cover the latency of memory at a core's
+// share of its bandwidth, and the first rows of the next tile are there when it begins.
+constexpr int64_t kPrefetchRows = 32;
 
-// Asks for `bytes` from `from` on.
-FASTATTN_SIMD void prefetch(const char* from, int64_t bytes) {
-  for (int64_t n = 0; n < bytes; n += 64) __builtin_prefetch(from + n);
-}
+// Asks for row r, which need not exist.
 template <DType kType>
-FASTATTN_SIMD const char* address(const void* base, int64_t offset) {
-  return static_cast<const char*>(base) + offset * (kType == DType::kFloat32 ? 4 : 2);
+FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
+  constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
+  const auto base = reinterpret_cast<uintptr_t>(from.data);
+  const auto row = static_cast<uintptr_t>((from.offset + r * from.stride_r) * kSize);
+  for (int64_t n = 0; n < from.cols * kSize; n += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(base + row + static_cast<uintptr_t>(n)));
 }
 
 // Whether rows of a View can be read as vectors.
@@ -41,9 +42,8 @@ static void dot_rows_as(const float* x, const Matrix& keys, float* out) {
       const int64_t row = j + lane < keys.rows ? j + lane : keys.rows - 1;
       offset[lane] = keys.offset + row * keys.stride_r;
     }
-    for (int64_t lane = 0; lane < kWidth && j + kPrefetchKeys + lane < keys.rows; ++lane)
-      prefetch(address<kType>(keys.data, offset[lane] + kPrefetchKeys * keys.stride_r),
-               keys.cols * (kType == DType::kFloat32 ? 4 : 2));
+    for (int64_t lane = 0; lane < kWidth; ++lane)
+      prefetch_row<kType>(keys, j + lane + kPrefetchRows);
     Vec acc[kWidth] = {};
     int64_t d = 0;
     for (; d + kWidth <= keys.cols; d += kWidth) {
@@ -56,43 +56,50 @@ static void dot_rows_as(const float* x, const Matrix& keys, float* out) {
       for (int lane = 0; lane < kWidth; ++lane)
         acc[lane] += load(x + d) * gather<kType>(keys.data, offset[lane] + d, 1, keys.cols - d);
     }
-    transpose(acc);
-    Vec sum = acc[0];
-    for (int lane = 1; lane < kWidth; ++lane) sum += acc[lane];
-    store(out + j, sum);
+    store(out + j, sums_of<kWidth>(acc));
   }
 }
 [[maybe_unused]] static void dot_rows(const float* x, const Matrix& keys, float* out) {
   with_dtype(keys.dtype, [&](auto type) { dot_rows_as<type>(x, keys, out); });
 }
 
-// o[e] = scale * o[e] + sum over the listed rows j of weights[j] * values(j, e); o has room for
-// whole vectors.
+// o[e] = scale * o[e] + sum over the listed rows j of weights[j] * values(j, e), for kVecs vectors
+// of columns from e on, the last of which may be partial; o has room for whole vectors. Even and
+// odd rows have sums of their own, since one chain of additions is slower than memory.
 template <DType kType, int kVecs>
 FASTATTN_SIMD void add_columns(const float* weights, const int32_t* rows, int64_t count,
                                const Matrix& values, int64_t e, float scale, float* o) {
-  Vec acc[kVecs];
-#pragma GCC unroll 8
-  for (int v = 0; v < kVecs; ++v) acc[v] = load(o + e + v * kWidth) * scale;
-  for (int64_t n = 0; n < count; ++n) {
+  Vec acc[2][kVecs] = {};
+  const auto add = [&](int64_t n, Vec(&sum)[kVecs]) __attribute__((always_inline)) {
     const int64_t row = values.offset + rows[n] * values.stride_r + e;
     const Vec weight = splat(weights[rows[n]]);
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v)
-      acc[v] += weight * load_columns<kType>(values.data, row + v * kWidth,
-                                             kVecs > 1 ? kWidth : values.cols - e - v * kWidth);
-  }
+      sum[v] += weight * load_columns<kType>(values.data, row + v * kWidth,
+                                             kVecs > 1 ? kWidth : values.cols - e);
+    const int64_t ahead = n + kPrefetchRows;
+    if (e == 0) prefetch_row<kType>(values, ahead < count ? rows[ahead] : rows[n] + kPrefetchRows);
+  };
+  int64_t n = 0;
+  for (; n + 2 <= count; n += 2) add(n, acc[0]), add(n + 1, acc[1]);
+  if (n < count) add(n, acc[0]);
 #pragma GCC unroll 8
-  for (int v = 0; v < kVecs; ++v) store(o + e + v * kWidth, acc[v]);
+  for (int v = 0; v < kVecs; ++v) {
+    float* const to = o + e + v * kWidth;
+    store(to, load(to) * scale + (acc[0][v] + acc[1][v]));
+  }
 }
 [[maybe_unused]] static void add_weighted_rows(const float* weights, const int32_t* rows,
                                                int64_t count, const Matrix& values, float scale,
                                                float* o) {
   with_dtype(values.dtype, [&](auto type) {
-    constexpr int kVecs = 8;
     int64_t e = 0;
-    for (; e + kVecs * kWidth <= values.cols; e += kVecs * kWidth)
-      add_columns<type, kVecs>(weights, rows, count, values, e, scale, o);
+    const auto take = [&](auto vecs) __attribute__((always_inline)) {
+      for (; e + vecs * kWidth <= values.cols; e += vecs * kWidth)
+        add_columns<type, vecs>(weights, rows, count, values, e, scale, o);
+    };
+    take(std::integral_constant<int, 4>{});
+    take(std::integral_constant<int, 2>{});
     for (; e < values.cols; e += kWidth)
       add_columns<type, 1>(weights, rows, count, values, e, scale, o);
   });

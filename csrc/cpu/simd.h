@@ -169,6 +169,23 @@ FASTATTN_SIMD float max_lanes(Vec x) {  // NaN in any lane gives NaN
               [](Vec a, Vec b) __attribute__((always_inline)) { return a != a ? a : max(a, b); });
 }
 
+// Lane l of the result is the sum of the lanes of x[l % kCount].
+template <int kCount, int kBit = 1>
+FASTATTN_SIMD Vec sums_of(Vec* x) {
+  constexpr auto lanes = std::make_integer_sequence<int, kWidth>{};
+  if constexpr (kBit == kWidth) {
+    return x[0];
+  } else {
+#pragma GCC unroll 8
+    for (int n = 0; n < kCount / 2 / kBit; ++n) {
+      exchange<kBit>(x[2 * n], x[2 * n + 1], lanes);
+      x[n] = x[2 * n] + x[2 * n + 1];
+    }
+    if (kBit >= kCount) x[0] += swap_lanes<kBit>(x[0], lanes);
+    return sums_of<kCount, 2 * kBit>(x);
+  }
+}
+
 // 2^f for |f| <= 1/2: degree-6 minimax polynomial.
 FASTATTN_SIMD Vec exp2_fraction(Vec f) {
   Vec p = splat(1.5353362e-4f);
