@@ -17,6 +17,7 @@ would be worse.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import torch
@@ -44,13 +45,20 @@ def _needs_autograd(*tensors: Tensor | None) -> bool:
         return True
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+
+
+def _keep_signature(function):
+    """``Function.apply`` asks for it at every call, which took longer than a small problem."""
+    function.__signature__ = inspect.signature(function)
+    return function
 
 
 class AttentionFunction(torch.autograd.Function):
     """(q, k, v, w, bias) -> (out, lse, weights, stats)."""
 
     @staticmethod
+    @_keep_signature
     def forward(backend, p, q, k, v, w, bias, kv_len, keep, seed):
         p = p.with_tensors(kv_len, keep, seed)
         return registry.get(backend).forward(p, q, k, v, w, bias)
@@ -91,6 +99,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
     """(q, k, v, w, bias, grad_out, grad_lse, grad_weights) -> gradients of (q, k, v, w, bias)."""
 
     @staticmethod
+    @_keep_signature
     def forward(
         backend,
         p,

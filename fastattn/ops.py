@@ -78,7 +78,10 @@ class Operators:
         ):
             _define(name + schema)
             torch.library.register_fake(f"fastattn::{name}", fake, lib=LIBRARY)
-        self._forward, self._backward = (getattr(torch.ops.fastattn, n) for n in self._names)
+        # The overload, not the packet: nothing to choose, which takes microseconds.
+        self._forward, self._backward = (
+            getattr(torch.ops.fastattn, n).default for n in self._names
+        )
 
     def implement(self, key: str, forward, backward) -> None:
         """Registers Python functions for a dispatch key, ``"CUDA"`` or ``"CPU"``."""
