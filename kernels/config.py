@@ -45,7 +45,10 @@ def _row(plain: tuple[int, ...], rich: tuple[int, ...] | None = None) -> Row:
 # one tile (weights, dbias) or one row block (delta).
 TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "fwd": {
-        # Two warpgroups of 64 rows: at head size 128, O is 64 registers a thread and S 32.
+        # Two warpgroups of 64 rows: at head size 128, O is 64 registers a thread and S 32. To try
+        # first on a GPU, at head size 128: full tiles of 128 keys, a kernel apart for masked ones.
+        # Next: tl.range(warp_specialize=True) with TMA descriptors where strides allow them, 4
+        # warps and 128 x 128; it compiles without a spill, in 197 KB (see DESIGN.md).
         ("sm_90", 2): {
             64: _row((128, 128, 8, 3), (128, 64, 8, 3)),
             128: _row((128, 64, 8, 3)),  # 128 keys: the masked loop spills its last registers
@@ -85,7 +88,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "dq": {
         # Q and dO stay as well as dQ, and S and dP are two tiles.
         ("sm_90", 2): {
-            64: _row((128, 64, 8, 3), (128, 64, 8, 2)),
+            64: _row((128, 64, 8, 3), (128, 32, 8, 2)),
             128: _row((128, 64, 8, 2), (64, 64, 8, 2)),
             256: _row((64, 64, 8, 2), (64, 32, 8, 2)),
         },
@@ -188,7 +191,11 @@ _FP32 = {
         128: _row((16, 16, 8, 1)),
         256: _row((16, 32, 8, 1)),
     },
-    "decode_dq": dict.fromkeys((64, 128, 256), _row((16, 32, 8, 1))),
+    "decode_dq": {
+        64: _row((16, 32, 8, 1)),
+        128: _row((16, 32, 4, 1), (16, 32, 8, 1)),
+        256: _row((16, 32, 8, 1)),
+    },
     "decode_dkdv": {
         64: _row((16, 32, 8, 1), (16, 16, 8, 1)),
         128: _row((16, 16, 8, 1)),
@@ -198,7 +205,9 @@ _FP32 = {
 }
 # The additive score is bound by issue slots and reciprocals: of 64 x 64 pairs, 4 warps load 22
 # numbers of E and F for 64 elements a thread. Twice as many pairs spill, half as many load 14 for
-# 32: rich problems must do with them, in transposed tiles above all. Compiled only.
+# 32: rich problems must do with them, in transposed tiles above all. In backward a warp should own
+# 16 rows (16 keys in dkdv): sums over a row then stay in the warp, and no two warps compute the
+# same element. Compiled only.
 _ADDITIVE = {
     "sm_90": {
         "fwd": {
@@ -207,14 +216,14 @@ _ADDITIVE = {
             256: _row((64, 64, 8, 1), (64, 32, 8, 1)),
         },
         "dq": {
-            64: _row((64, 64, 4, 1), (64, 64, 8, 1)),
-            128: _row((64, 64, 8, 1), (64, 32, 8, 1)),
-            256: _row((64, 32, 8, 1), (32, 32, 4, 1)),
+            64: _row((64, 64, 4, 1), (64, 32, 4, 1)),
+            128: _row((64, 32, 4, 1)),
+            256: _row((128, 32, 8, 1), (32, 32, 4, 1)),
         },
         "dkdv": {
-            64: _row((64, 64, 4, 1), (32, 64, 8, 1)),
-            128: _row((64, 64, 8, 1), (32, 64, 8, 1)),
-            256: _row((32, 32, 8, 1)),
+            64: _row((64, 64, 4, 1), (32, 64, 4, 1)),
+            128: _row((32, 64, 4, 1), (32, 128, 8, 1)),
+            256: _row((32, 64, 4, 1), (16, 64, 4, 1)),
         },
         "tile": {
             64: _row((64, 64, 4, 1), (64, 64, 8, 1)),
@@ -234,9 +243,9 @@ _ADDITIVE = {
             256: _row((64, 64, 8, 1), (32, 32, 4, 1)),
         },
         "dkdv": {
-            64: _row((64, 32, 4, 1), (32, 32, 8, 1)),
-            128: _row((64, 32, 8, 1), (32, 32, 8, 1)),
-            256: _row((32, 32, 8, 1)),
+            64: _row((64, 32, 4, 1), (16, 64, 4, 1)),
+            128: _row((64, 32, 8, 1), (16, 64, 4, 1)),
+            256: _row((16, 64, 4, 1), (32, 32, 8, 1)),
         },
         "tile": {
             64: _row((64, 64, 4, 1), (64, 64, 8, 1)),
@@ -273,6 +282,11 @@ for _kernel, _rows in TABLE.items():
         _rows[_arch, 4] = (_FP32 if _kernel == _plain else _FP32_ADDITIVE)[_plain]
     for _bytes in (2, 4):
         _rows["interpreter", _bytes] = dict.fromkeys(HEAD_SIZES, _row(_INTERPRETER[_plain]))
+    for _bytes in (2, 4):  # 8 waves are more lanes than 8 warps, and leave 256 registers to each
+        _rows["gfx942", _bytes] = {
+            _size: Row(*(_c._replace(num_warps=4) for _c in _r))
+            for _size, _r in _rows["gfx942", _bytes].items()
+        }
     _rows["sm_100", 2] = _rows["sm_90", 2]  # same registers and shared memory
     _rows["sm_86", 2] = _rows["sm_80", 2]  # whose rows all fit the 99 KB that these have
 

@@ -241,7 +241,7 @@ def pull_back(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.co
 
 @triton.jit
 def paired_gradients(ds, total, x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
-    """The factor of a row leaves the sum over it; what stays is below dS 2^(KEY_LIMIT - HALF_UNIT)."""
+    """A row's factor leaves the sum over it; what stays is below dS 2^(KEY_LIMIT - HALF_UNIT)."""
     x_ptr, x_stride, y_ptr, y_stride = factors(terms, b, h, dims, spec, TRANSPOSED)
     ds = ds * UNIT
     for n in tl.range(0, spec.D, 2, num_stages=1):

@@ -680,7 +680,7 @@ def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
     # additive score its loops want them.
     apart = _width(shape) > (64 if _crowded(call) else 128)
     if call.w is not None:
-        apart = call.rich
+        apart = call.rich or _width(shape) > 128
     programs = triton.cdiv(call.N, block_n) * call.B * call.Hkv
     for wanted in ((dk, ABSENT), (ABSENT, dv)) if apart else ((dk, dv),):
         spoils = call.w is None or wanted[1] is dv
