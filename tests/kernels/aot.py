@@ -29,7 +29,10 @@ class Driver:
     """As much of a driver as compiling asks for."""
 
     def __init__(self, arch: str):
-        self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+        if arch.startswith("sm_"):
+            self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+        else:
+            self.target = GPUTarget("hip", arch, 64)
 
     def get_current_target(self):
         return self.target
@@ -64,17 +67,37 @@ def output(tool: str, *args) -> str:
     return subprocess.run([TOOLS / tool, *args], capture_output=True, text=True, check=True).stdout
 
 
+def usage_amd(kernel) -> dict:
+    """Registers, spills (bytes of scratch memory) and shared memory of a kernel for AMD."""
+
+    def count(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", kernel.asm["amdgcn"])[1])
+
+    return {
+        "name": kernel.metadata.name,
+        "warps": kernel.metadata.num_warps,
+        "stages": kernel.metadata.num_stages,
+        "registers": count("vgpr_count"),
+        "spills": count("private_segment_fixed_size"),
+        "shared": kernel.metadata.shared,
+        "mfma": kernel.asm["amdgcn"].count("v_mfma"),
+    }
+
+
 def usage(kernel, folder: Path) -> dict:
     """Registers, spills, shared memory and inner loops of a compiled kernel.
 
-    A stack alone is no spill: the call that a 64-bit division is keeps its return address there.
+    A stack alone is no spill: the call that a 64-bit division is keeps its return address there,
+    and registers that it needs, of a kernel that has plenty.
     """
+    if "cubin" not in kernel.asm:
+        return usage_amd(kernel)
     path = folder / f"{kernel.hash}.cubin"
     path.write_bytes(kernel.asm["cubin"])
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", output("cuobjdump", "-res-usage", path)))
     stack = int(found["STACK"]) + int(found["LOCAL"])
     code = output("nvdisasm", "-c", path)
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", code)) if stack else 0
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code)) if stack and int(found["REG"]) > 64 else 0
     return {
         "name": kernel.metadata.name,
         "warps": kernel.metadata.num_warps,
@@ -84,7 +107,9 @@ def usage(kernel, folder: Path) -> dict:
         "shared": kernel.metadata.shared,
         "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
         "mma": kernel.asm["ptx"].count("mma.sync"),
+        "tcgen05": kernel.asm["ptx"].count("tcgen05.mma"),
         "paired_loops": sass.paired_loops(code),
+        "gradient_loops": sass.gradient_loops(code),
     }
 
 
@@ -125,10 +150,15 @@ PROBLEMS = {
     "plain decode": DECODE,
     "rich decode": DECODE | MORE | dict(bias=(2, 4, 1, 4096)),
 }
+# A few queries more: the additive score takes tiles for them in forward.
+FEW = {
+    "plain few": DECODE | dict(M=8),
+    "rich few": DECODE | MORE | dict(M=8, bias=(2, 4, 8, 4096)),
+}
 
 
 def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
-    """Forward and backward of one problem."""
+    """Forward and backward of one problem; of FEW, forward."""
     from fastattn.kernels.additive_bwd import launch_additive_bwd
     from fastattn.kernels.additive_fwd import launch_additive_fwd
     from fastattn.kernels.launch import empty_forward
@@ -141,6 +171,8 @@ def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
     }[score]
     problem = call(dtype, head_size, score, **features)
     forward(problem)
+    if problem.M == 8:
+        return
     out, _, weights, stats = empty_forward(problem)
     grad_weights = None if problem.weights == "none" else weights
     backward(
@@ -154,9 +186,10 @@ def main(arch: str, size: str, score: str, *problems: str) -> None:
     dtype = {2: torch.bfloat16, 4: torch.float32}[int(size)]
     with tempfile.TemporaryDirectory() as folder:
         for head_size in (64, 128, 256):
-            for name in problems or PROBLEMS:
+            known = PROBLEMS | (FEW if score == "additive" else {})
+            for name in problems or known:
                 compiled.clear()
-                compile_problem(dtype, head_size, score, PROBLEMS[name])
+                compile_problem(dtype, head_size, score, known[name])
                 for kernel in compiled:
                     entry = usage(kernel, Path(folder))
                     found.append(dict(entry, head_size=head_size, problem=name))

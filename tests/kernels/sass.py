@@ -42,5 +42,14 @@ def paired_loops(sass: str) -> list[dict[str, int]]:
     ]
 
 
+def gradient_loops(sass: str) -> list[dict[str, int]]:
+    """As paired_loops, those that add up gradients: they store, and are longer."""
+    return [
+        {"slots": loop.total(), "mufu": _count(loop, "MUFU"), "local": _count(loop, "LDL", "STL")}
+        for loop in innermost_loops(sass)
+        if loop["MUFU.RCP"] and not loop["MUFU.EX2"] and _count(loop, "STG")
+    ]
+
+
 def _count(loop: Counter, *names: str) -> int:
     return sum(n for operation, n in loop.items() if operation.split(".")[0] in names)

@@ -97,6 +97,51 @@ def test_the_additive_score_is_near_what_its_reciprocals_allow(arch, head_size, 
         assert loop["mufu"] >= 0.5 * elements, f"not the loop that is meant: {loop}"
 
 
+# Issue slots an element of the score, which backward computes anew, and of the gradients.
+BACKWARD = {"dq": (6.0, 20.0), "dkdv": (7.5, 16.0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_no_element_of_an_additive_gradient_is_computed_twice(kernel, arch, head_size, compiled):
+    """More warps than a tile has strips of 16 rows for do so, and four times as much work."""
+    row = config.TABLE[f"additive_{kernel}"][arch, 2][head_size].plain
+    elements = 2 * row.BLOCK_M * row.BLOCK_N // (32 * row.num_warps)
+    found = [
+        k
+        for k in result(compiled, arch, "2", "additive")
+        if (k["problem"], k["head_size"]) == ("plain", head_size)
+        and k["name"] == f"sdpa_bwd_{kernel}_kernel"
+        and k["gradient_loops"]
+    ]
+    assert found
+    for kind, slots in zip(("paired_loops", "gradient_loops"), BACKWARD[kernel], strict=True):
+        for loop in found[0][kind]:
+            assert loop["slots"] <= slots * elements, (kind, loop)
+            assert loop["mufu"] <= 0.55 * elements, (kind, loop)
+
+
+# Architectures that a handful of kernels are compiled for: they fit, and use the tensor cores.
+PLAUSIBLE = {"gfx942": (65_536, "mfma"), "sm_100": (232_448, "tcgen05")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", ["dot", "additive"])
+@pytest.mark.parametrize("arch", PLAUSIBLE)
+def test_other_architectures_are_plausible(arch, score):
+    if CHOSEN is not RUNS:
+        pytest.skip("only with FASTATTN_AOT=all, as in `make test-kernels`")
+    shared, products = PLAUSIBLE[arch]
+    kernels = compile_all((arch, "2", score, "plain", "plain decode"))
+    for k in kernels:
+        assert k["shared"] <= shared, k
+        assert k["spills"] == 0 or arch == "sm_100", k
+        if k["name"] in PRODUCTS and k["problem"] == "plain" and k["head_size"] == 64:
+            assert k[products] > 0 or k.get("mma", 0) > 0, k
+
+
 def test_every_architecture_has_every_row():
     archs = {key for rows in config.TABLE.values() for key in rows}
     assert {a for a, _ in archs} == {"sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"}
