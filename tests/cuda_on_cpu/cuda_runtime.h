@@ -26,7 +26,11 @@
 #define __global__
 #define __device__
 #define __host__
+#if defined(__SANITIZE_ADDRESS__)  // instrumented code many times over takes minutes to compile
+#define __forceinline__ inline
+#else
 #define __forceinline__ inline __attribute__((always_inline))
+#endif
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
