@@ -95,7 +95,8 @@ def main() -> int:
             done = run_corners(mistake, build(mistake, Path(folder)))
         said = done.stdout + done.stderr
         found = done.returncode != 0 and mistake.found_by in said
-        lines = [x for x in said.splitlines() if mistake.found_by in x] or said.splitlines()[-3:]
+        reports = [x for x in said.splitlines() if x.startswith(("E  ", "=="))]
+        lines = [x for x in reports if mistake.found_by in x] or said.splitlines()[-3:]
         print(f"{'found ' if found else 'MISSED'}  {mistake.name}\n        {lines[0].strip()}")
         missed += not found
     return int(missed > 0)
