@@ -197,7 +197,9 @@ def _describe(x: Tensor) -> str:
 
 def _is_writable(held: Tensor) -> bool:
     """Tensors from inference mode may be written only there, those in a graph never."""
-    return not held.requires_grad and (torch.is_inference_mode_enabled() or not held.is_inference())
+    if held.requires_grad or torch.compiler.is_compiling():  # which cannot ask the rest
+        return not held.requires_grad
+    return torch.is_inference_mode_enabled() or not held.is_inference()
 
 
 def step(
