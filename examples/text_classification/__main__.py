@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
     given = options.parse(options.parser("text_classification", __doc__), argv)
     tokenizer, (training, validation, test) = prepare(given.smoke, given.seed)
-    epochs = 3 if given.smoke else EPOCHS
+    epochs = 6 if given.smoke else EPOCHS
     options.set_seed(given.seed)
     models, result = build(tokenizer), {}
     for name, model in models.items():
