@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from bench.measure import interleave
-from bench.memory import cpu_bytes, cuda_bytes
+from bench.memory import cpu_bytes
 
 
 def side_by_side(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, dict]:
     """Milliseconds and extra MiB of each step, by name.
 
     Args:
-        steps: name -> a function without arguments, on the CPU or on a GPU.
+        steps: name -> a function without arguments that computes on the CPU.
         seconds: how long to time each of them. They take turns, so that whatever else the machine
             does falls on all alike.
 
@@ -28,23 +28,22 @@ def side_by_side(steps: dict[str, Callable[[], object]], seconds: float) -> dict
     Raises:
         RuntimeError: a step raised.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    timings, failed = interleave(steps, seconds, device)
+    timings, failed = interleave(steps, seconds, "cpu")
     if failed:
         raise RuntimeError(f"could not run: {failed}")
     return {
         name: {
             "ms": timings[name].median,
             "spread": timings[name].spread,
-            "mib": _bytes(step, device) / 2**20,
+            "mib": _bytes(step) / 2**20,
         }
         for name, step in steps.items()
     }
 
 
-def _bytes(step: Callable[[], object], device: str) -> int:
+def _bytes(step: Callable[[], object]) -> int:
     gc.collect()
-    return (cuda_bytes if device == "cuda" else cpu_bytes)(step)
+    return cpu_bytes(step)
 
 
 def training_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], object]:

@@ -51,7 +51,7 @@ def save(result: dict, folder: Path) -> None:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 1),
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "device": "cpu",
         "torch": torch.__version__,
         "fastattn": fastattn.__version__,
     }
