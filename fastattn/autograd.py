@@ -45,7 +45,7 @@ def _needs_autograd(*tensors: Tensor | None) -> bool:
         return True
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _keep_signature(function):

@@ -23,10 +23,10 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-constexpr int64_t kEdge = 16;         // rows or columns of a tile
-constexpr int64_t kTileDepth = 32;    // elements of a row of it
-constexpr int64_t kTileWords = 256;   // pairs of elements in it
-constexpr int64_t kTileLine = 64;     // bytes of a row of it
+constexpr int64_t kEdge = 16;        // rows or columns of a tile
+constexpr int64_t kTileDepth = 32;   // elements of a row of it
+constexpr int64_t kTileWords = 256;  // pairs of elements in it
+constexpr int64_t kTileLine = 64;    // bytes of a row of it
 
 // The unit is ready for use by this thread while one of these lives.
 class MatrixUnit {
@@ -165,8 +165,8 @@ class Apart {
     for (int64_t r = 0; r < from.rows; ++r) {
       VecI top{};
       for (int64_t c = 0; c < from.cols; c += kWidth) {
-        const Vec x = load_first<kType>(from.data, from.offset + r * from.stride_r + c,
-                                       from.cols - c);
+        const Vec x =
+            load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c);
         const VecI size = bits_of(x) & 0x7fffffff;
         top = top > size ? top : size;
       }
@@ -301,8 +301,8 @@ FASTATTN_SIMD void multiply_block(const Operand& a, const Operand& b, int64_t m,
 }
 
 // One part, up to four tiles of depth at a time: a row of A's tiles stays in registers 4
-// to 7, C is finished tile by tile, so that storing one overlaps with multiplying the next. Measured
-// 20 to 40% faster than 2 x 2 tiles.
+// to 7, C is finished tile by tile, so that storing one overlaps with multiplying the next.
+// Measured 20 to 40% faster than 2 x 2 tiles.
 template <int kDepths, int kTile>
 FASTATTN_SIMD void multiply_chain(const int32_t* b, bool add, float* c, int64_t ld) {
   // clang-format off

@@ -135,7 +135,8 @@ class BackwardWorker {
       if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights_);
       float *const s_row = s_ + i * kN, *const dp_row = dp_ + i * kN;
       for (int64_t c = 0; c < at.cols; c += kWidth) {
-        const Vec s = mask_.apply<kMasking>(load(s_row + c), scale, i, c), p = known_weight(s, stats);
+        const Vec s = mask_.apply<kMasking>(load(s_row + c), scale, i, c),
+                  p = known_weight(s, stats);
         Vec dp = load(dp_row + c), w = p;
         if (weights) dp += load(grad_weights_ + c);
         if (p_.dropout.enabled) dp *= load(drop_ + c), w *= load(drop_ + c);

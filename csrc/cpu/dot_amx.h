@@ -32,8 +32,8 @@ class AmxInput {
   // Asks for as many rows after those loaded, which come next: scanning them waits for memory else.
   void prefetch_next() const {
     const int64_t bytes = from_.dtype == DType::kFloat32 ? 4 : 2;
-    const char* const next = static_cast<const char*>(from_.data) +
-                             (from_.offset + from_.rows * from_.stride_r) * bytes;
+    const char* const next =
+        static_cast<const char*>(from_.data) + (from_.offset + from_.rows * from_.stride_r) * bytes;
     for (int64_t r = 0; r < from_.rows; ++r)
       for (int64_t n = 0; n < from_.cols * bytes; n += kTileLine)
         _mm_prefetch(next + r * from_.stride_r * bytes + n, _MM_HINT_T1);
@@ -87,8 +87,8 @@ static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c
     }
 }
 
-// C(r, :) += sum_k A(r, k) b_k, k < depth, where b_k, or row r or column k of A, stands apart. `masked`: zeros
-// of A count as nothing. Element (r, c) of C is c[r * stride_r + c * stride_c].
+// C(r, :) += sum_k A(r, k) b_k, k < depth, where b_k, or row r or column k of A, stands apart.
+// `masked`: zeros of A count as nothing. Element (r, c) of C is c[r * stride_r + c * stride_c].
 template <typename A>
 static void accumulate_rows_apart(A a, int64_t rows, const Apart& a_rows, const Apart& a_cols,
                                   AmxInput& b, int64_t depth, bool masked, float* c,
@@ -188,8 +188,8 @@ class AmxDotScore {
     Slots(Scratch& scratch, const AttentionParams& p, int64_t count, int64_t rows)
         : list_(static_cast<Slot*>(scratch.of<Slot>(count))) {
       for (int64_t n = 0; n < count; ++n)
-        new (list_ + n) Slot{AmxInput(scratch, rows, p.D),
-                             Operand(scratch, rows, p.D, parts_of(p.q.dtype))};
+        new (list_ + n)
+            Slot{AmxInput(scratch, rows, p.D), Operand(scratch, rows, p.D, parts_of(p.q.dtype))};
     }
     void use(int64_t slot) { current_ = slot; }
     AmxInput& queries() { return list_[current_].queries; }

@@ -23,9 +23,9 @@ void forward(const ForwardParams& params, const Parallel& parallel);
 // grad_bias (absent when not wanted). grad_weights is read when its data is not nullptr.
 void backward(const BackwardParams& params, const Parallel& parallel);
 
-// The instruction set in use: "baseline", "avx2", "avx512", "avx512_bf16", "amx". select_isa() forces one,
-// for tests and comparisons, and returns false, changing nothing, when it was not built or this
-// machine lacks it; "auto" returns to the widest. Not to be called while kernels run.
+// The instruction set in use: "baseline", "avx2", "avx512", "avx512_bf16", "amx". select_isa()
+// forces one, for tests and comparisons, and returns false, changing nothing, when it was not built
+// or this machine lacks it; "auto" returns to the widest. Not to be called while kernels run.
 const char* selected_isa();
 bool select_isa(const char* name);
 

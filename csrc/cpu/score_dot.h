@@ -50,7 +50,8 @@ class DotScore {
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
     slot_rows_[slot_] = static_cast<int32_t>(rows);
-    q_finite_ = pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale), q_, ld_);
+    q_finite_ = pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale),
+                          q_, ld_);
   }
 
   void scores(float* s) {
@@ -81,7 +82,8 @@ class DotScore {
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
-    unpack_rows(grad_k_, ld_, abs_scale(), nullptr, matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
+    unpack_rows(grad_k_, ld_, abs_scale(), nullptr,
+                matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
   }
 
  private:
