@@ -160,10 +160,11 @@ static void direct_scores(const DirectQuery& query, const Matrix& keys, float* s
 //       for the queries                      u of both dims from one reciprocal, g = (dS u) u
 //                                            sum += dS (1/2 - u), sum_i += g F, sum_j += g E
 //
-// Per element 1 FMA and half a product for x, 1.5 operations and half an estimate for the
-// reciprocal, 7 for the rest. The sum of dS u alone would save one, as dS cancels over a row, but
-// doubles the error of a small dw. Near u = 1, t keeps its relative accuracy, as dS u - g would
-// not.
+// Per element an FMA and half a product for x, one operation and half an estimate (2 slots) for the
+// reciprocal, 7 operations for the rest: with AVX-512 11.5 slots of 2 a cycle, 11.3e9 elements/s at
+// 4.06 GHz, of which 10.3e9 are measured (Granite Rapids); 7.7e9 with AVX2. The sum of dS u alone
+// would save one, as dS cancels over a row, but is less accurate where dw is small. Near u = 1, t
+// keeps its relative accuracy, as dS u - g would not.
 
 constexpr int kGradRows = 4;  // 8 were no faster with 32 registers, and slower with 16
 
