@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .config import choose, is_rich, padded, speaks_ptx
+from .config import architecture, choose, is_rich, padded, speaks_ptx
 from .masking import scans_bias
 from .tiles import Dims, Spec
 
@@ -122,7 +122,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
         FOLD_SCALE=call.bias is None and call.scale > 0,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
         MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band_hi is not None,
-        PTX=speaks_ptx(call.q.device),
+        PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",
     )  # fmt: skip
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
     if call.w is not None and call.q.dtype == torch.float32 and speaks_ptx(call.q.device):

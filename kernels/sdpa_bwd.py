@@ -329,9 +329,9 @@ def sdpa_bwd_dq_kernel(
             full_begin, n_full, 0, 0, False, spec.BIAS_IN_FULL, False, spec.BLOCK_N, 1,
         )  # fmt: skip
     if GARBAGE == "mark":
-        tl.store(marks_ptr + tl.program_id(0), any_not_finite(dq, offs_m, M).to(tl.int8))
+        tl.store(marks_ptr + tl.program_id(0), any_not_finite(dq, offs_m, M, spec.FLAT).to(tl.int8))
     elif GARBAGE != "none" and terms.w_ptr is None:
-        again = rows > 0 if GARBAGE == "mend" else any_not_finite(dq, offs_m, M)
+        again = rows > 0 if GARBAGE == "mend" else any_not_finite(dq, offs_m, M, spec.FLAT)
         if again:  # as in the forward, minding masked garbage
             dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
             dq = sweep_keys(
@@ -459,13 +459,15 @@ def sdpa_bwd_dkdv_kernel(
             False, spec.BIAS_IN_FULL, False, spec.BLOCK_M, 1,
         )  # fmt: skip
     if GARBAGE == "mark":
-        bad = any_not_finite(dk, offs_n, N) | any_not_finite(dv, offs_n, N)
+        bad = any_not_finite(dk, offs_n, N, spec.FLAT) | any_not_finite(dv, offs_n, N, spec.FLAT)
         tl.store(marks_ptr + tl.program_id(0), bad.to(tl.int8))
     elif GARBAGE != "none":
         if GARBAGE == "mend":
             again = cols > 0
         else:
-            again = any_not_finite(dk, offs_n, N) | any_not_finite(dv, offs_n, N)
+            again = any_not_finite(dk, offs_n, N, spec.FLAT) | any_not_finite(
+                dv, offs_n, N, spec.FLAT
+            )
         if again:
             dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
             dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)

@@ -161,7 +161,7 @@ def sdpa_fwd_kernel(
     )  # fmt: skip
     if spec.MASKS_WITHIN_TILES:
         # NaN or infinity in the result: perhaps from a masked value, as 0 * NaN. Again, minding it.
-        if any_not_finite(acc, offs_m, M):
+        if any_not_finite(acc, offs_m, M, spec.FLAT):
             acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)
             m_i = tl.full((spec.BLOCK_M,), float("-inf"), tl.float32)
             l_i = tl.zeros((spec.BLOCK_M,), tl.float32)

@@ -48,6 +48,7 @@ class Spec(NamedTuple):
     MASKS_WITHIN_TILES: Any  # a key may be used by some rows of a tile and masked for others
     REVERSE: Any  # the last row blocks have most keys
     PTX: Any  # the machine is NVIDIA's: instructions without a name in Triton may be used
+    FLAT: Any  # reductions to a scalar in one go: for sm_100 Triton 3.7 fails at two
 
 
 EXACT_SLICE = tl.constexpr(16)  # rows that exact_dot is given at a time: little besides the sums
@@ -162,11 +163,14 @@ def _dot_t_halves(x, y):
 
 
 @triton.jit
-def any_not_finite(x, rows, n_rows):
+def any_not_finite(x, rows, n_rows, FLAT: tl.constexpr):
     """Whether a tile holds NaN or infinity in a row below n_rows: one scalar."""
-    finite = (tl.abs(x) < float("inf")) | (rows[:, None] >= n_rows)
-    # In one dim: for sm_100 Triton 3.7 cannot reduce what a reduction left.
-    return tl.min(tl.ravel(finite.to(tl.int32)), 0) == 0
+    bad = (x != x) | (tl.abs(x) == float("inf"))
+    bad = bad & (rows[:, None] < n_rows)
+    if FLAT:
+        return tl.max(tl.ravel(bad.to(tl.int32)), 0) > 0
+    else:
+        return tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0
 
 
 @triton.jit

@@ -46,10 +46,10 @@ class Driver:
 
 def compile_only(arch: str) -> list:
     """From now on launches compile; returns the list that the compiled kernels are added to."""
-    from fastattn.kernels import config
+    from fastattn.kernels import config, launch
 
     driver.set_active(Driver(arch))
-    config.architecture = lambda device: arch
+    config.architecture = launch.architecture = lambda device: arch
     compiled = []
     run = JITFunction.run
 

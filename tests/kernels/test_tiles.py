@@ -79,8 +79,8 @@ def exact_kernel(a_ptr, used_ptr, x, out_ptr, flag_ptr, n_cols, R: tl.constexpr,
     acc = tl.zeros((R, C), tl.float32)
     acc = tiles.exact_dot(a, used, ptr, x, s, 12, c, n_cols, acc, 16)
     tl.store(out_ptr + r[:, None] * C + c[None, :], acc)
-    tl.store(flag_ptr, tiles.any_not_finite(acc, r, R).to(tl.int32))
-    tl.store(flag_ptr + 1, tiles.any_not_finite(acc, r, 3).to(tl.int32))
+    tl.store(flag_ptr, tiles.any_not_finite(acc, r, R, False).to(tl.int32))
+    tl.store(flag_ptr + 1, tiles.any_not_finite(acc, r, 3, True).to(tl.int32))
 
 
 @pytest.mark.parametrize("garbage", [0.0, NAN, INF, -INF])
