@@ -132,7 +132,7 @@ def _with_gradients(call, owner, tensors: list, dtype) -> tuple[tuple, dict[str,
     rng = torch.Generator().manual_seed(1)
     upstream = [torch.randn(r.shape, generator=rng).to(dtype).to(r.dtype) for r in results]
     wanted = {f"input {n}": x for n, x in enumerate(leaves) if x.requires_grad}
-    wanted |= dict(owner.named_parameters())
+    wanted |= {name: x for name, x in owner.named_parameters() if x.requires_grad}
     pulled = torch.autograd.grad(results, list(wanted.values()), upstream, allow_unused=True)
     grads = zip(wanted.items(), pulled, strict=True)
     return results, {name: torch.zeros_like(x) if g is None else g for (name, x), g in grads}
