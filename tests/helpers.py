@@ -101,27 +101,27 @@ def assert_close(ours, f32, truth) -> None:
         testing.assert_within_budget(*results, name=f"result {n}")
 
 
-def assert_module_close(module, formula, tensors: list, **options) -> None:
+def assert_module_close(module, formula, tensors: list, terms: float = 0.0, **options) -> None:
     """Results and gradients of ``module(*tensors, **options)``, within the budget of a formula.
 
     ``formula(module, *tensors)`` computes the same from the parameters of the module it is given,
     in plain PyTorch: in the dtype of the module it is the peer, in float64 the truth. Tensors that
     are not floating point go in as they are. The ulp of a gradient is that of the largest of all,
-    since some cancel.
+    since some cancel, or of ``terms``, the root-sum-square of what they are sums of.
     """
     exact = copy.deepcopy(module).double()
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
     dtype = tensors[0].dtype
-    ours, our_grads = _with_gradients(functools.partial(module, **options), module, tensors, dtype)
-    peer, peer_grads = _with_gradients(functools.partial(formula, module), module, tensors, dtype)
-    truth, true_grads = _with_gradients(functools.partial(formula, exact), exact, wide, dtype)
+    ours, our_grads = with_gradients(functools.partial(module, **options), module, tensors, dtype)
+    peer, peer_grads = with_gradients(functools.partial(formula, module), module, tensors, dtype)
+    truth, true_grads = with_gradients(functools.partial(formula, exact), exact, wide, dtype)
     assert_close(ours, peer, truth)
-    scale = max(map(testing.largest, true_grads.values()))
+    scale = max(terms, *map(testing.largest, true_grads.values()))
     for name, grad in true_grads.items():
         testing.assert_within_budget(our_grads[name], peer_grads[name], grad, name, scale)
 
 
-def _with_gradients(call, owner, tensors: list, dtype) -> tuple[tuple, dict[str, torch.Tensor]]:
+def with_gradients(call, owner, tensors: list, dtype) -> tuple[tuple, dict[str, torch.Tensor]]:
     """The results of ``call(*tensors)``, and gradients of a fixed function of them by name.
 
     The function's coefficients are numbers of ``dtype``, whichever dtype computes.

@@ -1,10 +1,11 @@
 """CosineAttention and NadarayaWatson against their formulas, in float64."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from helpers import assert_module_close
+from helpers import assert_module_close, with_gradients
 
 import fastattn
 from fastattn import CosineAttention, Mask, NadarayaWatson
@@ -40,6 +41,34 @@ def pick_out(formula):
     return lambda *args: formula(*args)[0]
 
 
+def terms(module, tensors, formula):
+    """Root-sum-square of the terms of a gradient that goes through |q - k|^2 = q^2 - 2 q k + k^2.
+
+    A score's gradient dS multiplies each of the three, centred, where the formula has only their
+    difference. Other scores have no such terms.
+    """
+    if not isinstance(module, NadarayaWatson):
+        return 0.0
+    found = []
+    wide = copy.deepcopy(module).double()
+    queries, keys, values = (x.double() for x in tensors)
+    centre = queries.mean(1, keepdim=True)
+
+    unhooked = attend
+
+    def with_hook(scores, values, keep=None):
+        scores.register_hook(found.append)
+        return unhooked(scores, values, keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "attend", with_hook)
+        call = functools.partial(formula, wide)
+        with_gradients(call, wide, [queries, keys, values], tensors[0].dtype)
+    squares = [((x - centre) / wide.bandwidth).square().sum(-1) for x in (queries, keys)]
+    sizes = squares[0][:, :, None] + squares[1][:, None]
+    return (found[0] * sizes).norm().item()
+
+
 MODULES = [
     pytest.param(lambda: CosineAttention(3.0, learnable=True), cosine, id="cosine"),
     pytest.param(lambda: NadarayaWatson(2.0, learnable=True), gaussian, id="gaussian"),
@@ -54,7 +83,9 @@ class TestBoth:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_formula(self, make, formula, dtype, tensors):
         tensors = [x.to(dtype) for x in tensors]
-        assert_module_close(make().to(dtype), formula, tensors, need_weights=True)
+        module = make().to(dtype)
+        rounded = terms(module, tensors, formula)
+        assert_module_close(module, formula, tensors, rounded, need_weights=True)
 
     def test_masks(self, make, formula, tensors):
         lens = torch.tensor([N, 0, 4])
@@ -179,7 +210,8 @@ class TestNadarayaWatson:
         """Years: both sides are centred, so that they keep their digits."""
         tensors = [torch.rand(1, 9, 2) * 4 + 2000, torch.rand(1, 40, 2) * 4 + 2000]
         tensors.append(torch.rand(1, 40, 1))
-        assert_module_close(NadarayaWatson(bandwidth), pick_out(gaussian), tensors)
+        model, formula = NadarayaWatson(bandwidth), pick_out(gaussian)
+        assert_module_close(model, formula, tensors, terms(model, tensors, formula))
 
     def test_errors(self, tensors):
         for bad in (0.0, -1.0, [1.0, 0.0], [[1.0]], float("nan")):
