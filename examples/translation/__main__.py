@@ -105,6 +105,17 @@ def compare(models: dict[str, Translator], corpus: Corpus, seconds: float) -> di
     return side_by_side(steps, seconds)
 
 
+def table(result: dict[str, dict]) -> str:
+    """A row for each kind; BLEU is left out where it could not be computed."""
+    rows = [
+        {"attention": name}
+        | {key: f"{x:.2f}" for key, x in row.items() if key != "losses" and x is not None}
+        for name, row in result.items()
+    ]
+    hint = "" if len(rows[0]) > 3 else "\nBLEU needs sacrebleu: pip install sacrebleu"
+    return report.table(rows) + hint
+
+
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
     given = arguments(argv)
@@ -118,18 +129,7 @@ def main(argv: list[str] | None = None) -> dict:
         held_out = train.validation_loss(model, validation, BATCH)
         result[name] = {**history, "validation": held_out, **score(model, test, target)}
         report.save({"kinds": result}, given.out)  # whatever comes later, this is not lost
-    rows = [
-        {"attention": name}
-        | {
-            key: "-" if value is None else f"{value:.2f}"
-            for key, value in row.items()
-            if key != "losses"
-        }
-        for name, row in result.items()
-    ]
-    print("\n" + report.table(rows))
-    if rows[0]["greedy BLEU"] == "-":
-        print("BLEU needs sacrebleu: pip install sacrebleu")
+    print("\n" + table(result))
     result = {"kinds": result}
     attentive = next((name for name in models if name != "none"), None)
     if attentive:
