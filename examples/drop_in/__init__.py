@@ -1,0 +1,1 @@
+"""Pretrained transformers as they are, their attention replaced."""
