@@ -13,9 +13,9 @@
 //     void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols);    // cols <= kBlockN
 //     void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);   // rows <= kBlockM
 //
-//     // logit_scale() * s[i * kBlockN + j] = log2(e) * score(i0 + i, j0 + j), for i < rows and j <
-//     cols rounded up
-//     // to kWidth; what is written past cols is ignored: the loop overwrites it with -inf. A NaN
+//     // logit_scale() * s[i * kBlockN + j] = log2(e) * score(i0 + i, j0 + j), for i < rows and
+//     // j < cols rounded up to kWidth; what is written past cols is ignored: the loop overwrites
+//     it with -inf. A NaN
 //     // in key j may reach column j only, one in query i row i only.
 //     void scores(float* s);
 //
