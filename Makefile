@@ -21,7 +21,7 @@ CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise S
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 # The programs in examples/: `make example-NAME` each.
-EXAMPLES := text_classification translation kernel_regression drop_in
+EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model
 
 .PHONY: help test test-kernels bench bench-models bench-scaling bench-compare gpu sanitize-gpu lint format build clean
 .PHONY: $(EXAMPLES:%=example-%)

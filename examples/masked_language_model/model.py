@@ -1,0 +1,84 @@
+"""nn.TransformerEncoder between an embedding and one of two heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from examples.text_classification.dataset import Batch
+from examples.text_classification.tokenizer import PADDING
+
+
+class Encoder(nn.Module):
+    """Characters -> features that know their surroundings, [B, N] -> [B, N, dim].
+
+    Args:
+        vocabulary: number of characters; one more number stands for [MASK].
+        max_length: the longest text.
+        dim: features of a character.
+        num_heads: of each attention.
+        num_layers: encoder layers.
+        dropout: in the layers, but not of attention weights, and on the embedding.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        max_length: int,
+        *,
+        dim: int = 64,
+        num_heads: int = 4,
+        num_layers: int = 2,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(vocabulary + 1, dim, padding_idx=PADDING)
+        self.places = nn.Embedding(max_length, dim)
+        for embedding in (self.characters, self.places):
+            nn.init.normal_(embedding.weight, std=0.1)
+        layer = nn.TransformerEncoderLayer(
+            dim, num_heads, 4 * dim, dropout, "gelu", batch_first=True, norm_first=True
+        )
+        # Every backend draws its own dropout of weights: with it, twins could not be compared.
+        layer.self_attn.dropout = 0.0
+        self.layers = nn.TransformerEncoder(
+            layer, num_layers, nn.LayerNorm(dim), enable_nested_tensor=False
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.characters(tokens) + self.places.weight[: tokens.shape[1]]
+        return self.layers(self.dropout(x), src_key_padding_mask=tokens == PADDING)
+
+
+class GapFiller(nn.Module):
+    """Logits of the characters that stood at places ``where`` (bool [B, N]): [places, vocabulary].
+
+    The weights of the last layer are those of the embedding.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+        dim = encoder.characters.embedding_dim
+        self.transform = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.LayerNorm(dim))
+        self.bias = nn.Parameter(torch.zeros(encoder.characters.num_embeddings - 1))
+
+    def forward(self, tokens: Tensor, where: Tensor) -> Tensor:
+        features = self.transform(self.encoder(tokens)[where])
+        return features @ self.encoder.characters.weight[:-1].T + self.bias
+
+
+class Classifier(nn.Module):
+    """Two logits for each review, from the mean of its characters. Called as task 1's model is."""
+
+    def __init__(self, encoder: Encoder, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(encoder.characters.embedding_dim, 2)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, None]:
+        inside = (batch.characters != PADDING)[..., None]
+        mean = (self.encoder(batch.characters) * inside).sum(dim=1) / batch.lengths[:, None]
+        return self.linear(self.dropout(mean)), None
