@@ -15,8 +15,7 @@
 //
 //     // logit_scale() * s[i * kBlockN + j] = log2(e) * score(i0 + i, j0 + j), for i < rows and
 //     // j < cols rounded up to kWidth; what is written past cols is ignored: the loop overwrites
-//     it with -inf. A NaN
-//     // in key j may reach column j only, one in query i row i only.
+//     // it with -inf. A NaN in key j may reach column j only, one in query i row i only.
 //     void scores(float* s);
 //
 //     // ds has the layout of s and holds d loss / d score in natural units, exactly 0 at masked
