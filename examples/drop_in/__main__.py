@@ -155,7 +155,7 @@ def load(smoke: bool):
 
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
-    given = options.parse("drop_in", __doc__, argv)
+    given = options.parse(options.parser("drop_in", __doc__), argv)
     options.set_seed(given.seed)
     albert, vocabulary, minilm, tokenizer = load(given.smoke)
     # Of the implementations in transformers, only "eager" gives weights.

@@ -80,7 +80,7 @@ def draw(result: dict, picture: Path) -> None:
 
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
-    given = options.parse("masked_language_model", __doc__, argv)
+    given = options.parse(options.parser("masked_language_model", __doc__), argv)
     tokenizer, (training, validation, test) = prepare(given.smoke, given.seed)
     vocabulary = len(tokenizer.characters)
     epochs, fine_epochs = (3, 2) if given.smoke else (EPOCHS, FINE_EPOCHS)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from examples.text_classification.tokenizer import PADDING, UNKNOWN
+from examples.common.vocabulary import PADDING, SPECIAL
 
 IGNORED = -100  # a place that has no target: cross_entropy passes over it
 
@@ -37,6 +37,6 @@ def mask_tokens(tokens: Tensor, vocabulary: int, generator: torch.Generator) -> 
     chosen = (chance() < 0.15) & (tokens != PADDING)
     targets = tokens.where(chosen, IGNORED)
     kind = chance()
-    other = torch.randint(UNKNOWN + 1, vocabulary, tokens.shape, generator=generator)
+    other = torch.randint(len(SPECIAL), vocabulary, tokens.shape, generator=generator)
     hidden = tokens.masked_fill(chosen & (kind < 0.8), vocabulary)
     return Masked(other.where(chosen & (kind >= 0.9), hidden), targets)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from examples.common.vocabulary import PADDING
 from examples.text_classification.dataset import Batch
-from examples.text_classification.tokenizer import PADDING
 
 
 class Encoder(nn.Module):
@@ -18,7 +18,7 @@ class Encoder(nn.Module):
         dim: features of a character.
         num_heads: of each attention.
         num_layers: encoder layers.
-        dropout: in the layers, but not of attention weights, and on the embedding.
+        dropout: on the embedding.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Encoder(nn.Module):
         self.places = nn.Embedding(max_length, dim)
         for embedding in (self.characters, self.places):
             nn.init.normal_(embedding.weight, std=0.1)
+        # No dropout in the layers: it would fall on other places in the twin, whose attention lays
+        # its output out otherwise in memory, and their losses could not be compared.
         layer = nn.TransformerEncoderLayer(
-            dim, num_heads, 4 * dim, dropout, "gelu", batch_first=True, norm_first=True
+            dim, num_heads, 4 * dim, 0.0, "gelu", batch_first=True, norm_first=True
         )
-        # Every backend draws its own dropout of weights: with it, twins could not be compared.
-        layer.self_attn.dropout = 0.0
         self.layers = nn.TransformerEncoder(
             layer, num_layers, nn.LayerNorm(dim), enable_nested_tensor=False
         )
