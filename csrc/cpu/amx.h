@@ -9,7 +9,8 @@
 //
 // As accurate as fp32 multiply-adds, at a sixth of the unit's rate, which is 16 times theirs. The
 // unit flushes denormals: rows of an operand whose largest number lies outside [2^-60, 2^60], or
-// that are not finite, are packed as zeros and multiplied apart, in fp32 (rows_apart()).
+// that are not finite, are packed as zeros and multiplied apart, in fp32 (*_rows_apart()). Sums are
+// flushed too: results and gradients below 1e-33 lose bits, where plain fp32 would at 1e-38.
 //
 //   tile of the left operand    16 rows x 16 words: row r, word k = elements k, k + 16 of 32
 //   tile of the right operand   16 words x 16 columns, the same transposed
