@@ -221,9 +221,13 @@ __global__ void __launch_bounds__(kThreads, 3)
     additive_queries_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
   const BackwardParams& p = a.p;
-  float* const sums = workspace(a) + a.plan.sums_q + blockIdx.x * a.plan.block_q;
+  // Found anew where it is used: kept over the loop it would cost two registers too many.
+  const auto sums = [&] {
+    const int64_t block = opaque_here(static_cast<int>(blockIdx.x));
+    return workspace(a) + a.plan.sums_q + block * a.plan.block_q;
+  };
   Place at = query_place(a, blockIdx.x);
-  clear_sums(sums, a.plan.panels.stages * (kOwn + 1));
+  clear_sums(sums(), a.plan.panels.stages * (kOwn + 1));
 
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
@@ -234,14 +238,14 @@ __global__ void __launch_bounds__(kThreads, 3)
     gradient_tile(a, at, mask.bits, memory.stage, weights, ds);
     store_ds(ds, memory);
     if (is_direct(tiles_of(a), at)) {
-      add_query_gradient<true>(a, at, memory, sums);
+      add_query_gradient<true>(a, at, memory, sums());
     } else {
-      add_query_gradient<false>(a, at, memory, sums);
+      add_query_gradient<false>(a, at, memory, sums());
     }
   }
 
-  write_query_gradient(a, at, sums);
-  write_weight_gradient(a, sums, memory.stage.queries);
+  write_query_gradient(a, at, sums());
+  write_weight_gradient(a, sums(), memory.stage.queries);
 }
 
 // Adds up the tiles of queries, a head a block.
