@@ -9,10 +9,13 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import sass
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path.name for path in (ROOT / "csrc/cuda").glob("*.cu"))
@@ -64,12 +67,19 @@ def find_tool(name: str) -> str | None:
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 
 
+@functools.cache
+def up_to_date() -> bool:
+    """Whether ninja, which knows what includes what, would leave the objects as they are."""
+    command = [sys.executable, "-m", "ninja", "-f", "build/cuda/build.ninja", "-n"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return "no work to do" in done.stdout
+
+
 def object_of(source: str) -> Path:
     """What `make build` made of a source."""
     target = ROOT / "build/cuda" / Path(source).with_suffix(".o").name
-    newest = max(path.stat().st_mtime for path in (ROOT / "csrc/cuda").iterdir())
-    if not target.exists() or target.stat().st_mtime < newest:
-        pytest.fail(f"{target.name} is missing or older than csrc/cuda: run `make build`")
+    if not target.exists() or not up_to_date():
+        pytest.fail("the CUDA objects are missing or older than csrc/cuda: run `make build`")
     return target
 
 
@@ -132,8 +142,8 @@ def test_budgets_name_kernels():
 # ---- machine code ----
 
 
-def instructions(source: str, arch: str) -> dict[str, list[str]]:
-    """{kernel: lines of labels and instructions}."""
+def instructions(source: str, arch: str) -> dict[str, str]:
+    """{kernel: its listing}."""
     tool = find_tool("nvdisasm")
     if tool is None:
         pytest.skip("no nvdisasm, neither beside nvcc nor in a Triton wheel")
@@ -151,28 +161,11 @@ def instructions(source: str, arch: str) -> dict[str, list[str]]:
             if "_kernel" in line and ".text." in line:
                 found[kernel_name(line)] = lines
         lines.append(line)
-    return found
+    return {kernel: "\n".join(listing) for kernel, listing in found.items()}
 
 
-def loops(lines: list[str]) -> list[list[str]]:
-    """The instructions of every loop that holds no other: from a label to a branch back to it."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    spans: list[tuple[int, int]] = []
-    for line in lines:
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            code.append(instruction[1])
-            target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])
-            if target and target[1] in labels:
-                spans.append((labels[target[1]], len(code)))
-    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
-    return [code[begin:end] for begin, end in inner]
-
-
-def count(loop: list[str], word: str) -> int:
-    return sum(word in instruction for instruction in loop)
+def count(loop: Counter, operation: str) -> int:
+    return sum(n for name, n in loop.items() if name.startswith(operation))
 
 
 def inner_loops(source: str, arch: str, kernel: str) -> dict[str, tuple[float, float]]:
@@ -181,14 +174,14 @@ def inner_loops(source: str, arch: str, kernel: str) -> dict[str, tuple[float, f
     Two elements share a reciprocal; a gradient squares each of them, a score does not.
     """
     found = {}
-    for loop in loops(instructions(source, arch)[kernel]):
+    for loop in sass.innermost_loops(instructions(source, arch)[kernel]):
         reciprocals, exponentials = count(loop, "MUFU.RCP"), count(loop, "MUFU.EX2")
         if reciprocals < 16:
             continue
         elements = 2 * reciprocals
         kind = "scores" if count(loop, "FMUL") < 1.7 * elements else "gradients"
         name = f"{'direct ' if exponentials else ''}{kind}"
-        found[name] = (len(loop) / elements, (reciprocals + exponentials) / elements)
+        found[name] = (loop.total() / elements, (reciprocals + exponentials) / elements)
     return found
 
 

@@ -15,12 +15,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import sass
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import sass
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
