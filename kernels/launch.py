@@ -125,6 +125,6 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
         PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",
     )  # fmt: skip
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
-    if call.w is not None and call.q.dtype == torch.float32 and speaks_ptx(call.q.device):
-        options["maxnreg"] = 255  # unasked, ptxas spills a few registers to have 128
+    if call.w is not None and speaks_ptx(call.q.device):
+        options["maxnreg"] = 255  # unasked, ptxas spills a few registers to have 128, or 168
     return Spec(*map(tl.constexpr, fields)), options
