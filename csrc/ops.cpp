@@ -16,6 +16,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -191,8 +192,47 @@ void fill_problem(const Problem& in, AttentionParams* p) {
 
 // ---- memory ----
 
+// By the C interface beneath: torch::stable::empty() goes through the dispatcher, by name, and takes
+// as long as all else that a small call does.
+Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& shape,
+                     const std::vector<int64_t>& strides, ScalarType dtype) {
+  int32_t device = 0, index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  AtenTensorHandle out = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                               static_cast<int32_t>(dtype), device, index, &out));
+  return Tensor(out);
+}
+
 Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
-  return torch::stable::empty(shape, dtype, std::nullopt, like.device());
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t d = shape.size(); d-- > 1;)
+    strides[d - 1] = strides[d] * std::max<int64_t>(shape[d], 1);
+  return empty_strided(like, shape, strides, dtype);
+}
+
+// [B, H, M, E], in memory [B, M, H, E].
+Tensor empty_bmhe(const Tensor& like, const AttentionParams& p) {
+  const auto size = [](int64_t n) { return std::max<int64_t>(n, 1); };
+  const int64_t head = size(p.E), row = size(p.H) * head;
+  return empty_strided(like, {p.B, p.H, p.M, p.E}, {size(p.M) * row, head, row, 1},
+                       like.scalar_type());
+}
+
+// Laid out as torch.empty_like() does it.
+Tensor like(const Tensor& t) {
+  if (!t.is_contiguous() || t.numel() == 0) return torch::stable::empty_like(t);
+  const auto sizes = t.sizes(), strides = t.strides();
+  return empty_strided(t, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()},
+                       t.scalar_type());
+}
+
+// `bytes` of memory for as long as the tensor lives, which may be none at all.
+OptTensor workspace_of(const Tensor& like, int64_t bytes) {
+  if (bytes == 0) return std::nullopt;
+  return empty(like, {bytes}, ScalarType::Byte);
 }
 
 // ---- operators ----
@@ -208,8 +248,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v,
   fill_problem(in, &p);
 
   const ScalarType dtype = q.scalar_type();
-  Tensor storage = empty(q, {p.B, p.M, p.H, p.E}, dtype);
-  Tensor out = torch::stable::transpose(storage, 1, 2);
+  Tensor out = empty_bmhe(q, p);
   Tensor lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
   Tensor stats = empty(q, {p.B, p.H, p.M, 2}, ScalarType::Float);
   Tensor returned = empty(q, weights_shape(p), dtype);
@@ -218,8 +257,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v,
   p.stats = static_cast<float*>(stats.data_ptr());
   if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
 
-  Tensor workspace = empty(q, {device::forward_workspace_bytes(p)}, ScalarType::Byte);
-  p.workspace = workspace.data_ptr();
+  const OptTensor workspace = workspace_of(q, device::forward_workspace_bytes(p));
+  p.workspace = workspace ? workspace->data_ptr() : nullptr;
   device::Current(q).forward(p);
   return {out, lse, returned, stats};
 }
@@ -255,9 +294,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     p.grad_weights = weights_view(p, *grad_weights, "grad_weights");
   }
 
-  Tensor grad_q = torch::stable::empty_like(q);
-  Tensor grad_k = torch::stable::empty_like(k);
-  Tensor grad_v = torch::stable::empty_like(v);
+  Tensor grad_q = like(q);
+  Tensor grad_k = like(k);
+  Tensor grad_v = like(v);
   p.grad_q = view_of(grad_q, "grad_q", {p.B, p.H, p.M, p.D});
   p.grad_k = view_of(grad_k, "grad_k", {p.B, p.Hkv, p.N, p.D});
   p.grad_v = view_of(grad_v, "grad_v", {p.B, p.Hkv, p.N, p.E});
@@ -273,8 +312,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, p.M, p.N}, /*may_broadcast=*/true);
   }
 
-  Tensor workspace = empty(q, {device::backward_workspace_bytes(p)}, ScalarType::Byte);
-  p.workspace = workspace.data_ptr();
+  const OptTensor workspace = workspace_of(q, device::backward_workspace_bytes(p));
+  p.workspace = workspace ? workspace->data_ptr() : nullptr;
   device::Current(q).backward(p);
   return {grad_q, grad_k, grad_v, grad_w, grad_bias};
 }

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def attend(
 
 
 def _needs_autograd(*tensors: Tensor | None) -> bool:
-    """Whether anything may ask for a derivative or a transform: autograd Functions cost 30 us."""
+    """Whether anything may ask for a derivative or a transform: autograd Functions cost 20 us."""
     if torch.compiler.is_compiling():  # traced once: what is there now says nothing of later calls
         return True
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -48,9 +48,27 @@ def _needs_autograd(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _keep_signature(function):
-    """``Function.apply`` asks for it at every call, which took longer than a small problem."""
-    function.__signature__ = inspect.signature(function)
+class _Positional(inspect.Signature):
+    """A signature without defaults, called with positional arguments: they are bound as they are.
+
+    ``Function.apply`` binds them at every call, which took longer than a small problem.
+    """
+
+    def bind(self, *args):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """What ``Function.apply`` reads of it is ``args`` and ``kwargs``."""
+        return _Bound(args)
+
+
+class _Bound(NamedTuple):
+    args: tuple
+    kwargs: dict = {}
+
+    def apply_defaults(self) -> None:
+        """There are none."""
+
+
+def _positional(function):
+    function.__signature__ = _Positional(list(inspect.signature(function).parameters.values()))
     return function
 
 
@@ -58,7 +76,7 @@ class AttentionFunction(torch.autograd.Function):
     """(q, k, v, w, bias) -> (out, lse, weights, stats)."""
 
     @staticmethod
-    @_keep_signature
+    @_positional
     def forward(backend, p, q, k, v, w, bias, kv_len, keep, seed):
         p = p.with_tensors(kv_len, keep, seed)
         return registry.get(backend).forward(p, q, k, v, w, bias)
@@ -82,10 +100,12 @@ class AttentionFunction(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         bias_needs_grad = ctx.needs_input_grad[6]
-        grad_q, grad_k, grad_v, grad_w, grad_bias = AttentionBackwardFunction.apply(
-            ctx.backend, ctx.p, bias_needs_grad, q, k, v, w, bias, kv_len, keep, seed,
-            out, stats, grad_out, grad_lse, grad_weights,
-        )  # fmt: skip
+        saved = (q, k, v, w, bias, kv_len, keep, seed, out, stats, grad_out, grad_lse, grad_weights)
+        differentiate = _needs_autograd(*saved)
+        function = AttentionBackwardFunction
+        grad_q, grad_k, grad_v, grad_w, grad_bias = (
+            function.apply if differentiate else function.forward
+        )(ctx.backend, ctx.p, bias_needs_grad, *saved)
         if grad_w is not None:
             grad_w = grad_w.sum(0).to(w.dtype)
         return None, None, grad_q, grad_k, grad_v, grad_w, grad_bias, None, None, None
@@ -99,7 +119,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
     """(q, k, v, w, bias, grad_out, grad_lse, grad_weights) -> gradients of (q, k, v, w, bias)."""
 
     @staticmethod
-    @_keep_signature
+    @_positional
     def forward(
         backend,
         p,

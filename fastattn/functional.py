@@ -80,16 +80,10 @@ def scaled_dot_product_attention(
         >>> out, weights = fastattn.scaled_dot_product_attention(
         ...     q, q, q, mask=fastattn.Mask(kv_len=lengths), return_weights="mean")
     """
-    options = dict(
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
     return _attend(
         "dot", (query, key, value), None, return_lse, backend,
-        mask=mask, bias=bias, return_weights=return_weights, seed=seed, **options,
+        attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, mask=mask, bias=bias, return_weights=return_weights, seed=seed,
     )  # fmt: skip
 
 

@@ -280,7 +280,8 @@ class Problem:
         self, kv_len: Tensor | None, keep: Tensor | None, seed: Tensor | None
     ) -> Problem:
         """The same problem around other tensors, as functional transforms need it."""
-        if all(a is b for a, b in zip(self.tensors(), (kv_len, keep, seed), strict=True)):
+        own = self.tensors()
+        if own[0] is kv_len and own[1] is keep and own[2] is seed:
             return self
         mask = dataclasses.replace(self.mask, kv_len=kv_len, keep=keep)
         dropout = None if self.dropout is None else Dropout(self.dropout.p, seed)

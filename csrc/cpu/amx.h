@@ -20,7 +20,7 @@
 // higher-precision computations", 2019.
 #pragma once
 
-#include "cpu/pack.h"
+#include "cpu/direct.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -28,6 +28,12 @@ constexpr int64_t kEdge = 16;        // rows or columns of a tile
 constexpr int64_t kTileDepth = 32;   // elements of a row of it
 constexpr int64_t kTileWords = 256;  // pairs of elements in it
 constexpr int64_t kTileLine = 64;    // bytes of a row of it
+
+// Whether the matrix unit gains more than bringing operands into its layout costs.
+FASTATTN_SIMD bool packing_pays(const AttentionParams& p) {
+  constexpr int64_t kPairs = 16 * 64;  // measured at d64, M and N being powers of two
+  return p.M > kDirectRows && p.M * p.N > kPairs;
+}
 
 // The unit is ready for use by this thread while one of these lives.
 class MatrixUnit {

@@ -63,6 +63,17 @@ static void dot_rows_as(const float* x, const Matrix& keys, float* out) {
   with_dtype(keys.dtype, [&](auto type) { dot_rows_as<type>(x, keys, out); });
 }
 
+// The rows to read: all, or (skip_zeros) those with a weight. Returns how many.
+FASTATTN_SIMD int64_t list_rows(const float* weights, int64_t rows, bool skip_zeros,
+                                int32_t* listed) {
+  int64_t count = 0;
+  for (int64_t j = 0; j < rows; ++j) {
+    listed[count] = static_cast<int32_t>(j);
+    count += !skip_zeros || weights[j] != 0.f;
+  }
+  return count;
+}
+
 // o[e] = scale * o[e] + sum over the listed rows j of weights[j] * values(j, e), for kVecs vectors
 // of columns from e on, the last of which may be partial; o has room for whole vectors. Even and
 // odd rows have sums of their own, since one chain of additions is slower than memory.

@@ -9,7 +9,8 @@
 // hardware allows. (On aarch64 GCC spills some of 24 accumulators, so it gets the small tile.)
 //
 // Rows are computed in whole groups: A and C must have memory up to round_up(rows, kTileRows),
-// whose contents do not matter. Columns are whole vectors. Depth is exact.
+// whose contents do not matter to the result; in A, denormals there would cost time
+// (clear_padding()). Columns are whole vectors. Depth is exact.
 #pragma once
 
 #include "cpu/scratch.h"
@@ -27,6 +28,11 @@ FASTATTN_SIMD int64_t row_capacity(int64_t rows) {
 #else
   return whole;
 #endif
+}
+
+// Zeros in the rows of A beyond `rows` that gemm() reads.
+FASTATTN_SIMD void clear_padding(float* a, int64_t ld, int64_t rows) {
+  for (int64_t n = rows * ld; n < round_up(rows, kTileRows) * ld; ++n) a[n] = 0.f;
 }
 
 // A by rows: element (r, k) = data[r * ld + k]; or by columns, the transpose of a row-major matrix:

@@ -52,6 +52,7 @@ class DotScore {
     slot_rows_[slot_] = static_cast<int32_t>(rows);
     q_finite_ = pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale),
                           q_, ld_);
+    clear_padding(q_, ld_, rows);
   }
 
   void scores(float* s) {

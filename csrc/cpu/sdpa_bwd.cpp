@@ -1,6 +1,7 @@
 // Entry point of one kernel for one instruction set (FASTATTN_ISA); the code is in cpu/backward.h
 // and cpu/score_dot.h.
 #include "cpu/backward.h"
+#include "cpu/few_grad.h"
 #include "cpu/score_dot.h"
 #ifdef __AMX_BF16__
 #include "cpu/dot_amx.h"
@@ -9,8 +10,9 @@
 namespace fastattn::FASTATTN_ISA {
 
 void sdpa_backward(const BackwardParams& p, const Parallel& parallel) {
+  if (few_queries(p)) return backward<FewDotScore, FewValueGrads>(p, parallel);
 #ifdef __AMX_BF16__
-  if (p.M > kDirectRows) return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, parallel);
+  if (packing_pays(p)) return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, parallel);
 #endif
   backward<DotScore>(p, parallel);
 }

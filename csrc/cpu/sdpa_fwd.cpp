@@ -10,12 +10,14 @@ namespace fastattn::FASTATTN_ISA {
 
 void sdpa_forward(const ForwardParams& p, const Parallel& parallel) {
 #ifdef __AMX_BF16__
-  // The matrix unit takes about a microsecond to get up to speed: large tiles, unless small ones
-  // are skipped. A row's result does not depend on it.
-  const bool skips = p.mask.band_lo > -p.M || p.mask.band_hi < p.N || p.mask.keep != nullptr ||
-                     p.bias.data != nullptr;
-  if (p.M > 64 && !skips) return forward<AmxDotScore<256, 128>, AmxValueTile>(p, parallel);
-  if (p.M > kDirectRows) return forward<AmxDotScore<64, 128>, AmxValueTile>(p, parallel);
+  if (packing_pays(p)) {
+    // The matrix unit takes about a microsecond to get up to speed: large tiles, unless small ones
+    // are skipped. A row's result does not depend on it.
+    const bool skips = p.mask.band_lo > -p.M || p.mask.band_hi < p.N || p.mask.keep != nullptr ||
+                       p.bias.data != nullptr;
+    if (p.M > 64 && !skips) return forward<AmxDotScore<256, 128>, AmxValueTile>(p, parallel);
+    return forward<AmxDotScore<64, 128>, AmxValueTile>(p, parallel);
+  }
 #endif
   forward<DotScore>(p, parallel);
 }

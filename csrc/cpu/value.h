@@ -51,7 +51,7 @@ class ValueTile {
                   float* o) {
     if (direct_) {
       for (int64_t i = 0; i < rows; ++i) {
-        const int64_t count = list_rows(weights + i * ld, masked);
+        const int64_t count = list_rows(weights + i * ld, values_.rows, masked, listed_);
         add_weighted_rows(weights + i * ld, listed_, count, values_, scale[i], o + i * ld_);
       }
     } else if (masked && !finite_) {
@@ -69,16 +69,6 @@ class ValueTile {
   }
 
  private:
-  // The rows of V to read: all, or those with a weight.
-  int64_t list_rows(const float* weights, bool skip_zeros) {
-    int64_t count = 0;
-    for (int64_t j = 0; j < values_.rows; ++j) {
-      listed_[count] = static_cast<int32_t>(j);
-      count += !skip_zeros || weights[j] != 0.f;
-    }
-    return count;
-  }
-
   View v_;
   int64_t E_;
   bool direct_, finite_ = true;
@@ -111,6 +101,7 @@ class ValueGrads {
   void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
     rows_ = rows;
     finite_ = pack_rows(matrix_at(grad_out_view_, b, h, i0, rows, p_.E), 1.f, grad_out_, ld_);
+    clear_padding(grad_out_, ld_, rows);
   }
 
   // dp [rows, block_n]

@@ -14,10 +14,15 @@ def to_heads(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Projected q [B, H, M, D], and k and v [B, H, N, D] with the appended keys of the module."""
-    q, k, v = (
-        split_heads(x, module.num_heads, batch_first)
-        for x in _in_projection(module, query, key, value)
-    )
+    H = module.num_heads
+    if module._qkv_same_embed_dim and query is key is value:
+        x = F.linear(query, module.in_proj_weight, module.in_proj_bias)
+        x = x.view(*x.shape[:2], 3, H, x.shape[2] // (3 * H))
+        q, k, v = (_heads_first(y, batch_first) for y in x.unbind(2))  # its backward: one stack
+    else:
+        q, k, v = (
+            split_heads(x, H, batch_first) for x in _in_projection(module, query, key, value)
+        )
     return (q, *_append_keys(k, v, module))
 
 
@@ -50,7 +55,7 @@ def _in_projection(
 
 
 def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-    """One matrix product per run of identical inputs: one when q is k is v, two when k is v.
+    """One matrix product per run of identical inputs: two when k is v.
 
     The pieces come from ``chunk`` and ``split`` because their backward is a single ``cat``;
     indexing would write and add one full-size gradient for each piece.
@@ -61,8 +66,6 @@ def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None
             runs[-1] = (x, runs[-1][1] + 1)
         else:
             runs.append((x, 1))
-    if len(runs) == 1:
-        return list(F.linear(inputs[0], weight, bias).chunk(3, dim=-1))
     rows = [n * (weight.shape[0] // 3) for _, n in runs]
     weights = weight.split(rows)
     biases = [None] * len(runs) if bias is None else bias.split(rows)
@@ -75,6 +78,11 @@ def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None
 def split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
     """From (B, N, E) or (N, B, E) to a view [B, H, N, D]."""
     x = x.view(*x.shape[:2], num_heads, x.shape[2] // num_heads)
+    return _heads_first(x, batch_first)
+
+
+def _heads_first(x: Tensor, batch_first: bool) -> Tensor:
+    """From (B, N, H, D) or (N, B, H, D) to a view [B, H, N, D]."""
     return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
 
 
