@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import functional
@@ -164,7 +163,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         out, weights = attended if need_weights else (attended, None)
         out = projection.merge_heads(out, call.batch_first)
-        out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        out = projection.linear(out, self.out_proj.weight, self.out_proj.bias).contiguous()
         if call.batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)

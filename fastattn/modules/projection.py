@@ -10,13 +10,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+# Tokens for which MKL multiplies faster with the weight on the left: 1.2 to 2.2 times with 16 to 48
+# tokens and widths of 256 to 1024, on one thread and on two. Slower with 4, and with 64.
+_WEIGHT_FIRST = range(8, 49)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of x (B, N, E), whose result may be a view with its last dim strided."""
+    few = x.shape[0] * x.shape[1] in _WEIGHT_FIRST and x.dtype == torch.float32
+    if torch.is_grad_enabled() or not few or x.device.type != "cpu" or not _USES_MKL:
+        return F.linear(x, weight, bias)
+    columns = x.flatten(0, 1).t()
+    y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
+    return y.t().unflatten(0, x.shape[:2])
+
+
+_USES_MKL = torch.backends.mkl.is_available()
+
+
 def to_heads(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Projected q [B, H, M, D], and k and v [B, H, N, D] with the appended keys of the module."""
     H = module.num_heads
     if module._qkv_same_embed_dim and query is key is value:
-        x = F.linear(query, module.in_proj_weight, module.in_proj_bias)
+        x = linear(query, module.in_proj_weight, module.in_proj_bias)
         x = x.view(*x.shape[:2], 3, H, x.shape[2] // (3 * H))
         q, k, v = (_heads_first(y, batch_first) for y in x.unbind(2))  # its backward: one stack
     else:
@@ -33,7 +51,7 @@ def queries_to_heads(module: nn.MultiheadAttention, query: Tensor, batch_first: 
         weight = module.in_proj_weight.chunk(3)[0]
     else:
         weight = module.q_proj_weight
-    q = F.linear(query, weight, None if bias is None else bias.chunk(3)[0])
+    q = linear(query, weight, None if bias is None else bias.chunk(3)[0])
     return split_heads(q, module.num_heads, batch_first)
 
 
@@ -71,7 +89,7 @@ def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None
     biases = [None] * len(runs) if bias is None else bias.split(rows)
     projected = []
     for (x, n), w, b in zip(runs, weights, biases, strict=True):
-        projected += F.linear(x, w, b).chunk(n, dim=-1)
+        projected += linear(x, w, b).chunk(n, dim=-1)
     return projected
 
 
