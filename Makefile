@@ -23,7 +23,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model
 
-.PHONY: help test test-kernels bench bench-models bench-scaling bench-compare gpu sanitize-gpu lint format build clean
+.PHONY: help test test-kernels bench bench-models bench-modules bench-scaling bench-compare gpu sanitize-gpu lint format build clean
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
 
@@ -32,6 +32,7 @@ help:
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make bench-models   likewise, at the shapes of known models"
+	@echo "make bench-modules  nn.MultiheadAttention at inference, from 16 tokens to 131072"
 	@echo "make bench-scaling  how time and memory grow with the sequence"
 	@echo "make bench-compare  make bench, and what became slower since the committed run"
 	@echo "make example-NAME  run a program of examples/: $(EXAMPLES)"
@@ -58,9 +59,13 @@ test-kernels: build
 bench: build
 	$(PY) -m bench.run $(ARGS)
 
-# Not part of `make bench`, which ends within four minutes: models' own shapes, and growth with N.
+# Not part of `make bench`, which ends within four minutes: models' own shapes, one module's from
+# small to large, and growth with N.
 bench-models: build
 	$(PY) -m bench.run --suite models --out bench/results/models $(ARGS)
+
+bench-modules: build
+	$(PY) -m bench.run --suite modules --out bench/results/modules $(ARGS)
 
 bench-scaling: build
 	$(PY) -m bench.scaling $(ARGS)

@@ -29,6 +29,7 @@ class Case:
     ``module``: through nn.MultiheadAttention's interface, projections included.
     ``compiled``: torch.compile is a peer, and so is what it compiles. That takes seconds, so only
     where it may win: elsewhere it can at best find torch's own SDPA.
+    ``directions``: which are timed.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Case:
     module: bool = False
     need_weights: bool = False
     compiled: bool = False
+    directions: tuple[str, ...] = DIRECTIONS
 
     def tiny(self) -> Case:
         """The same case with every size cut: to warm up with, and to test this suite."""
@@ -144,6 +146,13 @@ MODEL_CASES = [
          _dot("long", B=1, H=2, Hkv=2, M=16384, N=16384, causal="top_left")),
 ]  # fmt: skip
 
+# What nn.MultiheadAttention has a path of its own for: evaluation without weights.
+MODULES_CASES = [
+    Case(f"mha-{B}-{N}", "nn.MultiheadAttention in eval, need_weights=False",
+         _dot("mha", B=B, M=N, N=N), module=True, directions=(FORWARD,))
+    for B in (1, 8, 64) for N in (16, 128, 512, 2048)
+]  # fmt: skip
+
 # Lengths that double: bench/scaling.py fits how time and memory grow with them.
 SCALING_CASES = [
     *(Case(f"dot-{n}", "fp32", _dot("dot", B=1, M=n, N=n), compiled=True)
@@ -151,11 +160,17 @@ SCALING_CASES = [
     *(Case(f"additive-{n}", "one head", _additive("additive", 1, n, 64), compiled=True)
       for n in (256, 512, 1024, 2048)),
 ]  # fmt: skip
-SUITES = {"cpu": CASES, "cuda": GPU_CASES, "models": MODEL_CASES, "scaling": SCALING_CASES}
+SUITES = {
+    "cpu": CASES,
+    "cuda": GPU_CASES,
+    "models": MODEL_CASES,
+    "modules": MODULES_CASES,
+    "scaling": SCALING_CASES,
+}
 QUICK = (  # one of each kind, for a self-test
     "dense", "blocks", "additive-small", "mha-weights",
     "d128-4k", "blocks-4k", "additive-2k", "mha-weights-1k",
-    "documents", "tacotron2-step",
+    "documents", "tacotron2-step", "mha-8-128",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -47,6 +48,15 @@ def slug(about: dict) -> str:
     else:
         parts = [about["cpu"], about["torch_isa"], f"{about['threads']} threads"]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
+
+
+def free_bytes() -> float:
+    """Memory that a process can have without swapping; infinite where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    return next((1024.0 * int(x.split()[1]) for x in lines if x[:13] == "MemAvailable:"), math.inf)
 
 
 def _device_name(device: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from bench import cases
+from bench import cases, machine
 from bench.cases import FORWARD, Case
 from fastattn import functional, registry, testing
 from fastattn.problem import Problem
@@ -243,7 +244,33 @@ def _modules(
     modules = {OURS: ours, MODULE: theirs}
     if compiled:
         modules[COMPILED] = torch.compile(theirs, dynamic=False)
-    return {name: _module(module, x, case.need_weights) for name, module in modules.items()}
+    implementations = {n: _module(module, x, case.need_weights) for n, module in modules.items()}
+    _within_memory(case, implementations[MODULE], x)
+    return implementations
+
+
+def _within_memory(case: Case, theirs: Implementation, x: Tensor) -> None:
+    """Where torch's scores and weights would not fit, it says so instead of being killed."""
+    p = case.problem
+    needed, free = 2 * p.B * p.H * p.M * p.N * x.element_size(), machine.free_bytes()
+    if x.device.type != "cpu" or needed < 0.8 * free:
+        return
+
+    def refuse():
+        raise MemoryError(f"its scores take {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
+
+    theirs.call = refuse
+
+
+def first_entries(work: Workload, count: int) -> Workload:
+    """The workload of a module on the first entries of its batch."""
+    if count >= work.case.problem.B:
+        return work
+    parts = {}
+    for name, whole in work.implementations.items():
+        x = whole.leaves["x"].detach()[:count].requires_grad_()
+        parts[name] = _module(whole.module, x, work.case.need_weights)
+    return dataclasses.replace(work, upstream=work.upstream[:count], implementations=parts)
 
 
 def _attend_heads(backend: str, q: Tensor, k: Tensor, v: Tensor, **options):

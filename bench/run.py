@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench import machine, plot, report, suite
-from bench.cases import DIRECTIONS, QUICK, SUITES
+from bench.cases import QUICK, SUITES, Case
 from bench.report import Row
 from fastattn import registry
 
@@ -34,15 +34,15 @@ def main(argv: list[str] | None = None) -> int:
     setting = suite.Setting(options.device, options.backend, options.quick, compiled)
     about, start = machine.describe(options.device), time.monotonic()
     with _threads(options.quick), progress(suite.steps(chosen)) as say:
-        rows = suite.run(chosen, setting, _pace(options, len(chosen)), say)
+        rows = suite.run(chosen, setting, _pace(options, chosen), say)
     about["seconds"] = round(time.monotonic() - start, 1)
     _write(rows, about, options)
     return 1 if any(row.wrong for row in rows) else 0
 
 
-def _pace(options: argparse.Namespace, count: int) -> suite.Pace:
+def _pace(options: argparse.Namespace, chosen: list[Case]) -> suite.Pace:
     """Half a second a measurement, less where time runs out; what the user asked for, always."""
-    rows, now = len(DIRECTIONS) * count, time.monotonic()
+    rows, now = sum(len(case.directions) for case in chosen), time.monotonic()
     if options.seconds is not None:
         return suite.Pace(options.seconds, rows, math.inf)
     return suite.Pace(0.01 if options.quick else 0.5, rows, now + TIMING_S[options.device])
@@ -57,8 +57,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--backend", default="auto", choices=backends, help="ours; default: the best for each case")
     add("--device", default=default, choices=["cpu", "cuda"], help=f"default here: {default}")
     add("--suite", default=None, choices=list(SUITES),
-        help="sizes for a CPU or for a GPU (default: those of the device), of known models, or "
-             "lengths that double")  # fmt: skip
+        help="sizes for a CPU or for a GPU (default: those of the device), of known models, of "
+             "nn.MultiheadAttention at inference, or lengths that double")  # fmt: skip
     add(
         "--seconds",
         type=float,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from bench import cases, measure, memory, peers
-from bench.cases import DIRECTIONS, Case
+from bench.cases import Case
 from bench.check import Checker
 from bench.peers import COMPILED, OURS, PLAIN, Workload
 from bench.report import Row
@@ -71,7 +71,7 @@ def run(chosen: Iterable[Case], setting: Setting, pace: Pace, say: Say) -> list[
 
 def steps(chosen: list[Case]) -> int:
     """How many steps of progress :func:`run` will tell of."""
-    return 2 * len(DIRECTIONS) * len(chosen)
+    return 2 * sum(len(case.directions) for case in chosen)
 
 
 def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Row]:
@@ -80,7 +80,7 @@ def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Ro
     late = compiled and pace.left() < COMPILE_S
     work = peers.build(case, setting.device, setting.backend, compiled and not late)
     pairs = cases.kept_pairs(case, work.t)
-    rows = [_new_row(work, direction, pairs) for direction in DIRECTIONS]
+    rows = [_new_row(work, direction, pairs) for direction in case.directions]
     _check(work, rows)
     for row in rows:
         if late:
@@ -106,7 +106,7 @@ def _run_on(backend: str, case: Case, setting: Setting, main: list[Row], say: Sa
     say(f"{case.name} on {backend}", 0)
     work = peers.build(case, setting.device, backend, compiled=False)
     pairs = cases.kept_pairs(case, work.t)
-    rows = [_new_row(work, direction, pairs) for direction in DIRECTIONS]
+    rows = [_new_row(work, direction, pairs) for direction in case.directions]
     _check(work, rows)
     for row, first in zip(rows, main, strict=True):
         row.case = f"{case.name} ({backend})"
