@@ -180,10 +180,15 @@ class TestTextClassification:
 class TestTranslation:
     def test_smoke(self, tmp_path):
         result = smoke("translation", tmp_path)
-        assert pictures(tmp_path) == {"alignment.png"}
-        assert set(result["kinds"]) == {"none", "additive", "additive, plain PyTorch"}
+        assert pictures(tmp_path) == {
+            "alignment-additive.png", "alignment-transformer.png", "steps.png",
+        }  # fmt: skip
+        assert list(result["kinds"]) == ["none", "additive", "transformer"]
         for row in result["kinds"].values():
             assert row["losses"][-1] < row["losses"][0]
+        for kind in ("additive", "transformer"):
+            twins = result["kinds"][kind]["equal parameters"]
+            assert twins["translated alike"] == twins["sentences"] == 16
 
     @pytest.fixture
     def corpus(self):
@@ -194,29 +199,39 @@ class TestTranslation:
         source, target = (Vocabulary(chain(*(p[side] for p in pairs)), 1) for side in (0, 1))
         return data.Corpus(pairs, source, target), source, target
 
-    def translator(self, corpus, kind, **options):
-        from examples.translation.model import Translator
+    def translator(self, corpus, kind, plain=False):
+        from examples.translation.lstm import RecurrentTranslator
+        from examples.translation.transformer import Transformer
 
         torch.manual_seed(0)
         _, source, target = corpus
-        return Translator(len(source), len(target), kind, dim=16, **options).eval()
+        sizes = len(source), len(target)
+        if kind != "transformer":
+            return RecurrentTranslator(*sizes, kind, dim=16, plain=plain).eval()
+        options = {"attention": torch.nn.MultiheadAttention} if plain else {}
+        return Transformer(*sizes, dim=16, heads=2, layers=2, **options).eval()
 
-    def test_plain_twin(self, corpus):
+    @pytest.mark.parametrize("kind", ["additive", "transformer"])
+    def test_plain_twin(self, corpus, kind):
         from examples.translation.train import loss
 
         batch = corpus[0].batch([0, 5, 9])
-        ours = self.translator(corpus, "additive")
-        peer = self.translator(corpus, "additive", plain=True)
+        ours = self.translator(corpus, kind)
+        peer = self.translator(corpus, kind, plain=True)
         truth = copy.deepcopy(peer).double()
-        logits, grads = [], []
+        logits, grads, weights = [], [], []
         for model in (ours, peer, truth):
             logits.append(model(batch.source, batch.lengths, batch.target))
+            weights.append(model.align(batch.source, batch.lengths, batch.target))
             grads.append(gradients(loss(model, batch), model))
         assert_within_budget(*logits, name="logits")
+        assert_within_budget(*weights, name="weights")
         for name in grads[0]:
             assert_within_budget(*(g[name] for g in grads), name=name)
 
-    @pytest.mark.parametrize("kind", ["none", "additive", "dot", "general", "concat"])
+    KINDS = ("none", "additive", "dot", "general", "concat", "transformer")
+
+    @pytest.mark.parametrize("kind", KINDS)
     def test_padding_changes_nothing(self, corpus, kind):
         model, encoded = self.translator(corpus, kind), corpus[0]
         lengths = [len(english) for english, _ in encoded.encoded]
@@ -229,27 +244,113 @@ class TestTranslation:
         truth = model.double()(alone.source, alone.lengths, target)
         assert_within_budget(beside[:1], logits, truth)
 
-    @pytest.mark.parametrize("kind", ["none", "additive", "dot"])
-    def test_greedy_is_what_recomputing_gives(self, corpus, kind):
-        """Step by step with state and cache, or from the start for every word: same tokens."""
-        from examples.common.vocabulary import BEGIN, END, PADDING
-        from examples.translation.decode import translate
+    @pytest.mark.parametrize("beams", [1, 3])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_caches_give_what_recomputing_gives(self, corpus, kind, beams):
+        """The same tokens, whatever hypotheses follow each other on the way."""
+        from examples.translation.decode import Recomputing, translate
 
-        model, batch = self.translator(corpus, kind), corpus[0].batch([0, 7, 11])
-        found = translate(model, batch.source, batch.lengths, beams=1, max_length=12)
-        for row, words in enumerate(found):
-            so_far = [BEGIN]
-            for _ in range(12):
-                logits = model(
-                    batch.source[row : row + 1],
-                    batch.lengths[row : row + 1],
-                    torch.tensor([so_far]),
-                )[0, -1]
-                logits[[PADDING, BEGIN]] = -torch.inf
-                so_far.append(logits.argmax().item())
-                if so_far[-1] == END:
-                    break
-            assert words == [n for n in so_far[1:] if n != END]
+        model, batch = self.translator(corpus, kind), corpus[0].batch([0, 7, 11, 20])
+        found = []
+        for _ in range(10):
+            # Not a flat distribution, nor one that says a word again, as tied embeddings do.
+            model.out.weight = torch.nn.Parameter(torch.randn(model.out.weight.shape))
+            with torch.no_grad():
+                model.target.weight.normal_()
+                model.source.weight.normal_()
+            sources = batch.source, batch.lengths
+            found += translate(model, *sources, beams, max_length=20)
+            again = translate(Recomputing(model), *sources, beams, max_length=20)
+            assert found[-4:] == again
+        assert any(len(set(row)) > 3 for row in found)
+
+    def test_a_step_reads_each_key_once(self, corpus, monkeypatch):
+        """Decoding a word costs as many scores as there are keys, and everything else is constant:
+        the queries that reach the kernel, and the rows that reach a linear layer.
+        """
+        import fastattn
+
+        attended, rows = [], []
+        attend = fastattn.MultiheadAttention._attend
+        linear = torch.nn.functional.linear
+
+        def count_scores(module, q, k, v, **options):
+            attended.append((q.shape[2], k.shape[2]))
+            return attend(module, q, k, v, **options)
+
+        def count_rows(x, weight, bias=None):
+            rows.append(x.shape[:-1].numel())
+            return linear(x, weight, bias)
+
+        model, batch = self.translator(corpus, "transformer"), corpus[0].batch([0, 7, 11])
+        B, N = batch.source.shape
+        with torch.no_grad():
+            state = model.begin(batch.source, batch.lengths)
+            monkeypatch.setattr(fastattn.MultiheadAttention, "_attend", count_scores)
+            monkeypatch.setattr(torch.nn.functional, "linear", count_rows)
+            for step in range(40):
+                attended.clear(), rows.clear()
+                model.next_words(batch.target[:, :1], state)
+                assert attended == [(1, step + 1), (1, N)] * len(model.decoder)
+                # At the first word the keys of the source are projected.
+                assert set(rows) == ({B, B * N} if step == 0 else {B})
+
+    def test_hypotheses_of_a_source_share_its_projection(self, corpus):
+        """It is not projected once for each of them."""
+        model, batch = self.translator(corpus, "transformer"), corpus[0].batch([0, 7])
+        with torch.no_grad():
+            state = model.begin(batch.source, batch.lengths)
+            model.next_words(batch.target[:, :1], state)
+            before = [caches.source.key.clone() for caches in state.caches]
+            rows = torch.tensor([0, 0, 0, 1, 1, 1])
+            state.reorder(rows)
+            model.next_words(batch.target[rows, :1], state)
+        for caches, key in zip(state.caches, before, strict=True):
+            assert torch.equal(caches.source.key, key[rows])
+
+    def test_positions(self):
+        """Column 2 i is sin(position / 10000^(2 i / dim)), the one beside it the cosine."""
+        import math
+
+        from examples.translation.transformer import positions
+
+        table = positions(3, 5, 6)
+        assert table.shape == (2, 6)
+        for row, place in zip(table.tolist(), (3, 4), strict=True):
+            for i in range(3):
+                angle = place / 10000 ** (2 * i / 6)
+                assert row[2 * i] == pytest.approx(math.sin(angle), abs=1e-7)
+                assert row[2 * i + 1] == pytest.approx(math.cos(angle), abs=1e-7)
+
+    def test_warm_up(self, corpus):
+        from examples.translation.train import optimization
+
+        optimizer, schedule = optimization(self.translator(corpus, "transformer"), steps=100)
+        rates = []
+        for _ in range(100):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        top = rates.index(max(rates))
+        assert 10 <= top < 30
+        assert rates[: top + 1] == sorted(rates[: top + 1])
+        assert rates[top:] == sorted(rates[top:], reverse=True)
+        assert rates[0] < 0.1 * rates[top]
+        assert rates[-1] < 0.1 * rates[top]
+
+    def test_results_of_other_kinds_stay(self, tmp_path, monkeypatch):
+        """Of a run that was like this one; those of another are not mixed with it."""
+        from examples.translation import __main__ as program
+
+        monkeypatch.setattr(program, "SHOWN", ())
+        monkeypatch.setattr(program, "score", lambda *_: {})
+        run = ["--smoke", "--out", str(tmp_path)]
+        assert list(program.main(run)["kinds"]) == ["none"]
+        (tmp_path / "result.json").write_text(
+            (tmp_path / "result.json").read_text("utf-8").replace('"none"', '"dot"'), "utf-8"
+        )
+        assert list(program.main(run)["kinds"]) == ["none", "dot"]
+        assert list(program.main([*run, "--seed", "1"])["kinds"]) == ["none"]
 
     def test_beam_search_finds_the_best(self, corpus):
         """With as many beams as words, two steps leave nothing out. Greedy decoding misses some."""

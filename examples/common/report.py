@@ -44,6 +44,12 @@ def comparison(measured: dict[str, dict]) -> str:
     )
 
 
+def load(folder: Path) -> dict:
+    """What an earlier run saved; nothing if there was none."""
+    path = folder / "result.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def save(result: dict, folder: Path) -> None:
     """Writes result.json: the result, and what it was measured with."""
     about = {

@@ -1,4 +1,4 @@
-"""Trains one translator for each kind of attention, compares them, and draws an alignment."""
+"""Trains a translator for each kind of attention, compares them, and draws alignments."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import argparse
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import fastattn
 from examples.common import options, plots, report
-from examples.common.compare import side_by_side, training_step
 from examples.common.vocabulary import BEGIN, Vocabulary
-from examples.translation import data, train
+from examples.translation import compare, data, lstm, train
 from examples.translation.data import Corpus
 from examples.translation.decode import translate
-from examples.translation.model import KINDS, Translator
+from examples.translation.lstm import RecurrentTranslator
+from examples.translation.transformer import Transformer
 
 DATA = Path("build/translation")  # of the repository, where `make` starts
-PLAIN = "additive, plain PyTorch"
+KINDS = (*lstm.KINDS, "transformer")
+SHOWN = ("additive", "transformer")  # aligned, and compared with plain PyTorch
 BATCH, BEAMS = 64, 4
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options of this program."""
     parser = options.parser("translation", __doc__)
-    parser.add_argument("--epochs", type=int, default=8, help="of each model")
+    parser.add_argument("--epochs", type=int, default=10, help="of each model")
     parser.add_argument(
-        "--max-tokens", type=int, default=60, help="of an English sentence; fewer are faster"
+        "--max-tokens", type=int, default=20, help="of an English sentence; fewer are faster"
     )
     parser.add_argument(
-        "--kinds", nargs="+", choices=(*KINDS, PLAIN), default=(*KINDS, PLAIN), metavar="KIND",
-        help=f"of attention: some of {', '.join(KINDS)}, and '{PLAIN}' (default: all)",
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND",
+        help=f"of attention: some of {', '.join(KINDS)} (default: all). What result.json holds of "
+        "the others stays, if they were trained with the same options",
     )  # fmt: skip
     given = options.parse(parser, argv)
     if given.smoke:
-        given.epochs, given.kinds = 2, ("none", "additive", PLAIN)
+        given.epochs, given.kinds = 2, ("none", *SHOWN)
     return given
 
 
@@ -54,15 +57,17 @@ def prepare(smoke: bool, seed: int, max_tokens: int) -> tuple[list[Corpus], Voca
     return [Corpus(part, source, target) for part in splits], source, target
 
 
-def build(name: str, source: Vocabulary, target: Vocabulary, seed: int) -> Translator:
-    """The model of a kind; all kinds have the same initial parameters outside attention."""
-    options.set_seed(seed)
-    if name == PLAIN:
-        return Translator(len(source), len(target), "additive", plain=True)
-    return Translator(len(source), len(target), name)
+def build(kind: str, source: Vocabulary, target: Vocabulary, plain: bool = False) -> nn.Module:
+    """The model of a kind. ``plain``: its attention in plain PyTorch, with the same parameters."""
+    sizes = len(source), len(target)
+    if kind != "transformer":
+        return RecurrentTranslator(*sizes, kind, plain=plain)
+    return Transformer(
+        *sizes, attention=nn.MultiheadAttention if plain else fastattn.MultiheadAttention
+    )
 
 
-def score(model: Translator, test: Corpus, target: Vocabulary) -> dict[str, float | None]:
+def score(model: nn.Module, test: Corpus, target: Vocabulary) -> dict[str, float | None]:
     """BLEU on the test set by greedy and by beam search."""
     return {
         "greedy BLEU": train.bleu(train.translations(model, test, target, 1, 256), test),
@@ -71,16 +76,14 @@ def score(model: Translator, test: Corpus, target: Vocabulary) -> dict[str, floa
 
 
 @torch.no_grad()
-def align(model: Translator, test: Corpus, target: Vocabulary, picture: Path) -> str:
+def align(model: nn.Module, test: Corpus, target: Vocabulary, picture: Path) -> str:
     """Translates a sentence of the test set and draws what each of its words looked at."""
     longest = max(len(english) for english, _ in test.pairs)
     index = min(range(len(test)), key=lambda n: abs(len(test.pairs[n][0]) - min(longest, 14)))
     batch = test.batch([index])
+    model.eval()
     (row,) = translate(model, batch.source, batch.lengths, BEAMS)
-    memory, state = model.encode(batch.source, batch.lengths)
-    words = torch.tensor([[BEGIN, *row]])
-    weights = model.decode(words, memory, state, need_weights=True)[2]
-    assert weights is not None
+    weights = model.align(batch.source, batch.lengths, torch.tensor([[BEGIN, *row]]))
     plots.use_chinese_font()
     english, chinese = test.pairs[index]
     figure = fastattn.plot_attention(
@@ -92,53 +95,56 @@ def align(model: Translator, test: Corpus, target: Vocabulary, picture: Path) ->
     return said
 
 
-def compare(models: dict[str, Translator], corpus: Corpus, seconds: float) -> dict:
-    """Time and memory of a training step with additive attention, on long sentences."""
-    size = [len(english) + len(chinese) for english, chinese in corpus.encoded]
-    batch = corpus.batch(sorted(range(len(corpus)), key=size.__getitem__)[-BATCH:])
-    steps = {}
-    for name, model in models.items():
-        model.train()
-        steps[name] = training_step(model, lambda model=model: train.loss(model, batch))
-    N, M = batch.source.shape[1], batch.target.shape[1] - 1
-    print(f"\none training step on {len(batch.source)} pairs, {N} English and {M} Chinese tokens")
-    return side_by_side(steps, seconds)
+def examine(
+    kind: str, model: nn.Module, corpora: list[Corpus], words: tuple, given: argparse.Namespace
+) -> dict:
+    """An alignment of the trained model, its plain twin beside it, and the cost of its steps."""
+    training, _, test = corpora
+    seen: dict = {"translated": align(model, test, words[1], given.out / f"alignment-{kind}.png")}
+    plain = build(kind, *words, plain=True)
+    plain.load_state_dict(model.state_dict())
+    pair = {"fastattn": model, "plain PyTorch": plain}
+    seen["equal parameters"] = compare.results(pair, test, 16 if given.smoke else 128)
+    seen["training step"] = compare.training_steps(
+        pair, training, 8 if given.smoke else BATCH, given.smoke
+    )
+    if kind == "transformer":
+        seen["decoding step"] = compare.decoding_steps(model, test, given.smoke)
+        compare.draw_decoding(seen["decoding step"], given.out / "steps.png")
+    return seen
 
 
 def table(result: dict[str, dict]) -> str:
     """A row for each kind; BLEU is left out where it could not be computed."""
     rows = [
-        {"attention": name}
-        | {key: f"{x:.2f}" for key, x in row.items() if key != "losses" and x is not None}
+        {"attention": name} | {key: f"{x:.2f}" for key, x in row.items() if isinstance(x, float)}
         for name, row in result.items()
     ]
-    hint = "" if len(rows[0]) > 3 else "\nBLEU needs sacrebleu: pip install sacrebleu"
+    hint = "" if "greedy BLEU" in rows[0] else "\nBLEU needs sacrebleu: pip install sacrebleu"
     return report.table(rows) + hint
 
 
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
     given = arguments(argv)
-    (training, validation, test), source, target = prepare(
-        given.smoke, given.seed, given.max_tokens
-    )
-    models, result = {}, {}
-    for name in given.kinds:
-        model = models[name] = build(name, source, target, given.seed)
-        history = train.train(model, training, given.epochs, BATCH, given.seed, name)
-        held_out = train.validation_loss(model, validation, BATCH)
-        result[name] = {**history, "validation": held_out, **score(model, test, target)}
-        report.save({"kinds": result}, given.out)  # whatever comes later, this is not lost
-    print("\n" + table(result))
-    result = {"kinds": result}
-    attentive = next((name for name in models if name != "none"), None)
-    if attentive:
-        picture = given.out / "alignment.png"
-        result["translated"] = align(models[attentive], test, target, picture)
-    if PLAIN in models and "additive" in models:
-        twins = {"fastattn": models["additive"], "plain PyTorch": models[PLAIN]}
-        result["training_step"] = compare(twins, training, 0.05 if given.smoke else 3.0)
-        print(report.comparison(result["training_step"]))
+    how = {name: getattr(given, name) for name in ("smoke", "seed", "epochs", "max_tokens")}
+    corpora, *words = prepare(given.smoke, given.seed, given.max_tokens)
+    training, validation, test = corpora
+    result = report.load(given.out)
+    if result.get("trained with") != how:
+        result = {"trained with": how, "kinds": {}}
+    for kind in given.kinds:
+        options.set_seed(given.seed)
+        model = build(kind, *words)
+        row = train.train(model, training, given.epochs, BATCH, given.seed, kind)
+        row["validation"] = train.validation_loss(model, validation, BATCH)
+        row |= score(model, test, words[1])
+        if kind in SHOWN:
+            row |= examine(kind, model, corpora, tuple(words), given)
+        result["kinds"][kind] = row
+        report.save(result, given.out)  # whatever comes later, this is not lost
+    result["kinds"] = {kind: result["kinds"][kind] for kind in KINDS if kind in result["kinds"]}
+    print("\n" + table(result["kinds"]))
     report.save(result, given.out)
     return result
 

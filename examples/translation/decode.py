@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.common.vocabulary import BEGIN, END, PADDING
-from examples.translation.model import Translator
+
+
+class State(Protocol):
+    """What a decoder keeps of every hypothesis, from word to word."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Hypothesis ``rows[b]`` becomes hypothesis b, which is one of the same source."""
+
+
+class Decoder(Protocol):
+    """What a translator must have to be decoded word by word."""
+
+    def begin(self, source: Tensor, lengths: Tensor) -> Any:
+        """Sources [B, N] with lengths [B] -> the state of one hypothesis each, without a word."""
+
+    def next_words(self, words: Tensor, state: Any) -> Tensor:
+        """One more word each [B, 1] -> logits of the next [B, target_size]. Changes the state."""
 
 
 @torch.no_grad()
 def translate(
-    model: Translator, source: Tensor, lengths: Tensor, beams: int = 1, max_length: int = 60
+    model: Decoder, source: Tensor, lengths: Tensor, beams: int = 1, max_length: int = 60
 ) -> list[list[int]]:
     """The likeliest translation found of each sample, without BEGIN and END.
 
     Args:
+        model: in evaluation mode.
         source: [B, N], padded, with ``lengths`` [B].
         beams: hypotheses that are kept of each sample; 1 is greedy.
         max_length: tokens, at most.
@@ -23,22 +42,17 @@ def translate(
     Hypotheses compete by their mean log-probability a token. The source is read and its keys are
     projected once: a step costs the step.
     """
-    model.eval()
     B = source.shape[0]
-    memory, (h, c) = model.encode(source, lengths)
-    first = torch.arange(B).repeat_interleave(beams)
-    memory, state = memory.select(first), (h[:, first], c[:, first])
-    words = torch.full((B * beams, 1), BEGIN)
-    # At first all beams of a sample are the same: only one may go on.
-    total = torch.full((B, beams), -torch.inf)
-    total[:, 0] = 0.0
-    ended = torch.zeros(B, beams, dtype=torch.bool)
-    count = torch.zeros(B, beams)
+    state = model.begin(source, lengths)
+    words = torch.full((B, 1), BEGIN)
+    total, count = torch.zeros(B, 1), torch.zeros(B, 1)  # log-probability, tokens
+    ended = torch.zeros(B, 1, dtype=torch.bool)
     for _ in range(max_length):
-        logits, state, _ = model.decode(words[:, -1:], memory, state)
-        step = _next_words(logits[:, 0].log_softmax(dim=-1).view(B, beams, -1), ended)
+        width = total.shape[1]  # 1 at first, then ``beams``
+        scores = model.next_words(words[:, -1:], state).log_softmax(dim=-1)
+        step = _next_words(scores.view(B, width, -1), ended)
         longer = count + ~ended
-        # The best of all continuations of all beams, by mean; kept as sums.
+        # The best of all continuations of all hypotheses, by mean; kept as sums.
         sums = total[:, :, None] + step
         size = step.shape[-1]
         best = (sums / longer[:, :, None]).flatten(1).topk(beams, dim=1).indices
@@ -46,8 +60,8 @@ def translate(
         total = sums.flatten(1).gather(1, best)
         count = longer.gather(1, beam)
         ended = ended.gather(1, beam) | (word == END)
-        rows = (beam + beams * torch.arange(B)[:, None]).flatten()
-        state = tuple(x[:, rows] for x in state)
+        rows = (beam + width * torch.arange(B)[:, None]).flatten()
+        state.reorder(rows)
         words = torch.cat([words[rows], word.view(-1, 1)], dim=1)
         if ended.all():
             break
@@ -62,3 +76,32 @@ def _next_words(step: Tensor, ended: Tensor) -> Tensor:
     step[ended] = -torch.inf
     step[:, :, PADDING] = torch.where(ended, 0.0, -torch.inf)
     return step
+
+
+class Recomputing:
+    """A translator that keeps nothing but words, and reads everything again for each: the measure
+    of what caches save, and of whether they are right.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def begin(self, source: Tensor, lengths: Tensor) -> WordsSoFar:
+        return WordsSoFar(source, lengths)
+
+    def next_words(self, words: Tensor, state: WordsSoFar) -> Tensor:
+        state.words = torch.cat([state.words, words], dim=1)
+        return self.model(state.source, state.lengths, state.words)[:, -1]
+
+
+class WordsSoFar:
+    """The state of ``Recomputing``."""
+
+    def __init__(self, source: Tensor, lengths: Tensor) -> None:
+        self.source, self.lengths = source, lengths
+        self.words = source.new_empty(len(source), 0)
+
+    def reorder(self, rows: Tensor) -> None:
+        self.source, self.lengths, self.words = (
+            x[rows] for x in (self.source, self.lengths, self.words)
+        )

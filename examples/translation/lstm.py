@@ -85,12 +85,23 @@ class Memory(NamedTuple):
     lengths: Tensor  # [B]
     cache: Tensor | None  # the keys as the attention wants them, projected once
 
-    def select(self, samples: Tensor) -> Memory:
-        """Of ``samples`` [B'], each as often as it stands there."""
-        return Memory(*(None if x is None else x[samples] for x in self))
+
+class DecodingState:
+    """What the decoder keeps from word to word, by hypothesis."""
+
+    def __init__(self, memory: Memory, last: tuple[Tensor, Tensor]) -> None:
+        self.memory = memory
+        self.last = last  # of the LSTM: h and c, [1, B, dim] each
+
+    def reorder(self, rows: Tensor) -> None:
+        """Hypothesis ``rows[b]`` becomes hypothesis b, which is one of the same source."""
+        h, c = self.last
+        self.last = h[:, rows], c[:, rows]
+        if len(rows) != len(self.memory.lengths):  # else nothing moves, as it is the same source
+            self.memory = Memory(*(None if x is None else x[rows] for x in self.memory))
 
 
-class Translator(nn.Module):
+class RecurrentTranslator(nn.Module):
     """Bidirectional LSTM, LSTM, attention from the latter's states to the former's.
 
     Args:
@@ -111,7 +122,7 @@ class Translator(nn.Module):
         target_size: int,
         kind: str,
         *,
-        dim: int = 128,
+        dim: int = 192,
         dropout: float = 0.3,
         plain: bool = False,
     ) -> None:
@@ -159,3 +170,19 @@ class Translator(nn.Module):
         """Teacher forcing: logits [B, M, target_size] of the words that follow ``target``."""
         memory, state = self.encode(source, lengths)
         return self.decode(target, memory, state)[0]
+
+    def align(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        """How much each word of ``target`` looks at each of ``source``, [B, M, N]."""
+        memory, state = self.encode(source, lengths)
+        weights = self.decode(target, memory, state, need_weights=True)[2]
+        assert weights is not None
+        return weights
+
+    def begin(self, source: Tensor, lengths: Tensor) -> DecodingState:
+        """Reads the source: one hypothesis each, without a word."""
+        return DecodingState(*self.encode(source, lengths))
+
+    def next_words(self, words: Tensor, state: DecodingState) -> Tensor:
+        """One more word each [B, 1] -> logits of the next [B, target_size]."""
+        logits, state.last, _ = self.decode(words, state.memory, state.last)
+        return logits[:, -1]
