@@ -442,10 +442,14 @@ class TestDropIn:
                 assert_within_budget(*got)
 
     @pytest.mark.parametrize("kind", ["Albert", "Bert"])
-    def test_in_transformers(self, kind):
-        transformers = pytest.importorskip("transformers")
+    def test_in_transformers(self, kind, monkeypatch):
+        transformers = pytest.importorskip("transformers", minversion="5")
         from examples.drop_in import interface
 
+        called, attend = [], interface.attention
+        monkeypatch.setattr(
+            interface, "attention", lambda *args, **kw: called.append(1) or attend(*args, **kw)
+        )
         interface.register()
         torch.manual_seed(0)
         config = getattr(transformers, f"{kind}Config")(
@@ -461,6 +465,7 @@ class TestDropIn:
         ids = torch.arange(27).view(3, 9)
         with torch.no_grad():
             results = [m(ids, mask, output_attentions=True) for m in (ours, plain, truth)]
+        assert len(called) == 2  # layers of one of the three
         states = [r.last_hidden_state[mask.bool()] for r in results]
         assert_within_budget(*states, name="hidden states")
         for layer in zip(*(r.attentions for r in results), strict=True):

