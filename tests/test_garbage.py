@@ -212,6 +212,19 @@ def test_nan_in_a_query_stays_in_its_row(backend, score):
         assert_nan_exactly(found[name], clean[name], keys[..., None], name)
 
 
+# Quiet and signalling, of either sign, and memory that holds 0xff everywhere.
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -0x400000, -1])
+@pytest.mark.parametrize("name", ["query", "key", "bias"])
+@scores
+def test_nan_of_any_bits_stays_nan(isa, score, name, bits):
+    # Exponentials are put together from bits.
+    call = inputs(score, B, H, M=M, N=N, D=D, E=E) | {"bias": torch.zeros(B, H, M, N)}
+    call[name].view(torch.int32)[..., 3, :] = bits
+    hit = attend(**call, backend="cpu").isnan()
+    rows = torch.arange(M) == 3 if name != "key" else torch.ones(M, dtype=torch.bool)
+    assert_same_bits({"hit": hit}, {"hit": rows[:, None].expand(B, H, M, E)})
+
+
 @scores
 def test_nan_in_a_query_spares_the_keys_past_the_length(backend, score):
     call = inputs(score, B, H, M=M, N=N, D=D, E=E)

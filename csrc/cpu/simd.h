@@ -197,29 +197,19 @@ FASTATTN_SIMD Vec exp2_fraction(Vec f) {
   return p * f + splat(1.0f);
 }
 
-// 2^x, error at most 1.2 ulp (0.9 with fused multiply-add; tests/csrc measures it). 2^n goes into
-// the exponent bits. -inf and x < -126 give 0 (results that would be denormal are flushed), x >=
-// 128 gives inf, NaN stays NaN.
-FASTATTN_SIMD Vec exp2(Vec x) {
-  const Vec magic = splat(
-      12582912.f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low mantissa bits
-  const Vec clamped = min(splat(128.f), max(splat(-127.f), x));  // operand order lets NaN through
-  const Vec shifted = clamped + magic;
-  const Vec p = exp2_fraction(clamped - (shifted - magic));
-  const Vec scaled = from_bits(bits_of(p) + (bits_of(shifted) << 23));
-  const Vec finite = clamped < splat(-126.f) ? Vec{} : scaled;
-  return clamped >= splat(128.f) ? splat(kInf) : finite;
-}
+// Adding it to |x| < 2^21 rounds x to an integer n, and leaves n + 127 in the lowest bits.
+constexpr float kRounder = 12582912.f + 127.f;  // 1.5 * 2^23
+// 2^n, n from -127 to 127, given n + kRounder. -127 gives 0.
+FASTATTN_SIMD Vec power_of_2(Vec shifted) { return from_bits(bits_of(shifted) << 23); }
 
 // e^x for -87 <= x <= 88, clamped there; at most 1.3 ulp for every x, where exp2(x * log2(e)) would
 // lose |x| ulp to the rounding of its argument. NaN stays NaN. ln 2 is split so that n *
 // 0.693359375 is exact without fused multiply-add.
 FASTATTN_SIMD Vec exp(Vec x) {
-  const Vec magic = splat(12582912.f);
-  const Vec clamped = min(splat(88.f), max(splat(-87.f), x));
-  const Vec shifted = clamped * kLog2e + magic, n = shifted - magic;
+  const Vec clamped = min(splat(88.f), max(splat(-87.f), x));  // operand order lets NaN through
+  const Vec shifted = clamped * kLog2e + kRounder, n = shifted - kRounder;
   const Vec rest = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
-  return from_bits(bits_of(exp2_fraction(rest * kLog2e)) + (bits_of(shifted) << 23));
+  return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
 }
 
 // 2^x for x that is at most a little above 0, as softmax has it: 6 operations less, 9 with AVX-512,
@@ -240,10 +230,9 @@ FASTATTN_SIMD Vec exp2_weight(Vec x) {
   p = p * f + splat(1.0f);
   return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
 #else
-  const Vec magic = splat(12582912.f);
-  const Vec clamped = max(splat(-127.f), x);  // at -127, p is 1 and its exponent bits cancel to 0
-  const Vec shifted = clamped + magic;
-  return from_bits(bits_of(exp2_fraction(clamped - (shifted - magic))) + (bits_of(shifted) << 23));
+  const Vec clamped = max(splat(-127.f), x);
+  const Vec shifted = clamped + kRounder;
+  return exp2_fraction(clamped - (shifted - kRounder)) * power_of_2(shifted);
 #endif
 }
 
