@@ -203,7 +203,10 @@ Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& shape,
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
                                static_cast<int32_t>(dtype), device, index, &out));
-  return Tensor(out);
+  Tensor result(out);
+  const int64_t size = static_cast<int64_t>(result.element_size());
+  device::expect_writes(result.data_ptr(), result.numel() * size);
+  return result;
 }
 
 Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {

@@ -47,10 +47,13 @@ class BackwardWorker {
     const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
     const int64_t begin = chunk_ * plan.chunk_keys, end = min64(p_.N, begin + plan.chunk_keys);
     clear_sums(b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group);
-    bias_.clear(group, chunk_, begin, end);
-    for (int64_t j0 = begin; j0 < end; j0 += kN)
+    bias_.clear_sums(group, chunk_);
+    for (int64_t j0 = begin; j0 < end; j0 += kN) {
+      const int64_t cols = min64(kN, end - j0);
+      bias_.clear_keys(group, chunk_, j0, cols);
       for (int64_t b = b0; b < b0 + batches; ++b)
-        for (int64_t hkv = h0; hkv < h0 + heads; ++hkv) key_tile(b, hkv, j0, min64(kN, end - j0));
+        for (int64_t hkv = h0; hkv < h0 + heads; ++hkv) key_tile(b, hkv, j0, cols);
+    }
   }
 
  private:

@@ -15,16 +15,14 @@ class BiasGrad {
         wanted_(p_.grad_bias.data != nullptr),
         row_(scratch.floats(kRowCapacity)) {}
 
-  // Zeroes what the task (group, chunk), which owns keys [begin, end), will add to.
-  void clear(int64_t group, int64_t chunk, int64_t begin, int64_t end) {
-    if (!wanted_) return;
-    const BackwardPlan& plan = args_.plan;
-    const int64_t batches = p_.bias_B / plan.groups_b, heads = p_.bias_H / plan.groups_h;
-    const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
-    for (int64_t b = b0; b < b0 + batches; ++b)
-      for (int64_t h = h0; h < h0 + heads; ++h)
-        unpack_zeros(p_.bias_N == 1 ? target(b, h, chunk, 0, p_.bias_M, 0, 1)
-                                    : target(b, h, chunk, 0, p_.bias_M, begin, end - begin));
+  // Zeroes what the task (group, chunk) will add to for keys [j0, j0 + cols), just before it does:
+  // then it is in the cache.
+  void clear_keys(int64_t group, int64_t chunk, int64_t j0, int64_t cols) {
+    if (wanted_ && p_.bias_N > 1) clear(group, chunk, j0, cols);
+  }
+  // Likewise where it has one sum for all its keys, of which there may be none.
+  void clear_sums(int64_t group, int64_t chunk) {
+    if (wanted_ && p_.bias_N == 1) clear(group, chunk, 0, 1);
   }
 
   // Adds a tile of dS [rows, ld].
@@ -48,6 +46,15 @@ class BiasGrad {
 
  private:
   static constexpr int64_t kRowCapacity = 1024;  // more than any kBlockN
+
+  void clear(int64_t group, int64_t chunk, int64_t c0, int64_t cols) {
+    const BackwardPlan& plan = args_.plan;
+    const int64_t batches = p_.bias_B / plan.groups_b, heads = p_.bias_H / plan.groups_h;
+    const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
+    for (int64_t b = b0; b < b0 + batches; ++b)
+      for (int64_t h = h0; h < h0 + heads; ++h)
+        unpack_zeros(target(b, h, chunk, 0, p_.bias_M, c0, cols));
+  }
 
   // rows x cols of the fp32 sums, from (r0, c0).
   Matrix target(int64_t b, int64_t h, int64_t chunk, int64_t r0, int64_t rows, int64_t c0,

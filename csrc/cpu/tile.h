@@ -3,7 +3,8 @@
 //
 // A tile is empty (never touched, nor are its keys and values read), full (no mask code runs), or
 // has per-row intervals of keys, or an addend: bias * log2(e), with -inf where a pair is masked. A
-// mask is applied as a selection, never as NaN + -inf, so that garbage behind it stays there.
+// mask is applied as a selection, never as NaN + -inf, so that garbage behind it stays there. A bias
+// that masks nothing is read where it lies.
 #pragma once
 
 #include "common/mask.h"
@@ -13,7 +14,7 @@
 namespace fastattn::FASTATTN_ISA {
 
 // How the scores of a tile are masked.
-enum class Masking { kNone, kIntervals, kAddend };
+enum class Masking { kNone, kBias, kIntervals, kAddend };
 
 class MaskTile {
  public:
@@ -41,7 +42,8 @@ class MaskTile {
     const int64_t in_interval = set_intervals();
     if (in_interval == 0) return 0;
     masking_ = masked_ || cols % kWidth != 0 ? Masking::kIntervals : Masking::kNone;
-    return has_addend_ ? build_addend(in_interval) : in_interval;
+    if (!has_addend_) return in_interval;
+    return look_at_plain_bias() ? in_interval : build_addend(in_interval);
   }
 
   // Whether some pair of the tile is masked.
@@ -53,6 +55,8 @@ class MaskTile {
     switch (masking_) {
       case Masking::kNone:
         return f(std::integral_constant<Masking, Masking::kNone>{});
+      case Masking::kBias:
+        return f(std::integral_constant<Masking, Masking::kBias>{});
       case Masking::kIntervals:
         return f(std::integral_constant<Masking, Masking::kIntervals>{});
       case Masking::kAddend:
@@ -66,6 +70,8 @@ class MaskTile {
   FASTATTN_MEMBER Vec apply(Vec s, float scale, int64_t i, int64_t c) const {
     if constexpr (kMasking == Masking::kIntervals) {
       return inside(i, c) ? s * scale : splat(-kInf);
+    } else if constexpr (kMasking == Masking::kBias) {
+      return s * scale + load(bias_ + i * p_.bias.stride_r + c) * kLog2e;
     } else if constexpr (kMasking == Masking::kAddend) {
       const Vec addend = load(addend_ + i * addend_stride_ + c);
       return addend == splat(-kInf) ? addend : s * scale + addend;
@@ -106,6 +112,26 @@ class MaskTile {
       masked_ |= begin > 0 || end < cols_;
     }
     return min64(cols_, round_up(last, kWidth));
+  }
+
+  // Whether all there is to add is a bias that can be read as it lies: not -inf anywhere, and so
+  // small that bias * log2(e) is finite. Its absolute values are compared as integers, among which
+  // those of infinities and NaN are the largest.
+  bool look_at_plain_bias() {
+    const View& bias = p_.bias;
+    if (p_.mask.keep != nullptr || masked_ || cols_ % kWidth != 0) return false;
+    if (bias.dtype != DType::kFloat32 || bias.stride_c != 1) return false;
+    bias_ = static_cast<const float*>(bias.data) + b_ * bias.stride_b + h_ * bias.stride_h +
+            i0_ * bias.stride_r + j0_;
+    VecI most{};
+    for (int64_t i = 0; i < (bias.stride_r == 0 ? 1 : rows_); ++i)
+      for (int64_t c = 0; c < cols_; c += kWidth) {
+        const VecI size = bits_of(abs(load(bias_ + i * bias.stride_r + c)));
+        most = size > most ? size : most;
+      }
+    if (any_lane(most > bits_of(splat(0x1p120f)))) return false;
+    masking_ = any_lane(most) ? Masking::kBias : Masking::kNone;
+    return true;
   }
 
   // Folds bias, dense mask and intervals into the addend and looks at what came out.
@@ -203,6 +229,7 @@ class MaskTile {
   KeyRange range_{};
   int32_t *begin_, *end_;
   float* addend_;
+  const float* bias_ = nullptr;
 };
 
 // ---- dropout ----
