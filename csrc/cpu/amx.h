@@ -42,6 +42,7 @@ class MatrixUnit {
     Configuration all{};
     all.palette = 1;
     for (int t = 0; t < 8; ++t) all.row_bytes[t] = kTileLine, all.rows[t] = kEdge;
+    asm volatile("" ::"r"(&all) : "memory");  // GCC 12 believes that 8 bytes of it are read
     _tile_loadconfig(&all);
   }
   ~MatrixUnit() { _tile_release(); }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = {Tensor, nn.Parameter, type(None)}
 
 
 def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> bool:
@@ -34,7 +34,8 @@ def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | 
         *module._parameters.values(),
         *module.out_proj._parameters.values(),
     )
-    return not all(map(_is_plain, everything)) or query.dtype not in _DTYPES
+    plain = _PLAIN.issuperset(map(type, everything)) or all(map(_is_plain, everything))
+    return not plain or query.dtype not in _DTYPES
 
 
 def _is_plain(x: Tensor | None) -> bool:
@@ -43,7 +44,7 @@ def _is_plain(x: Tensor | None) -> bool:
     torch.overrides.has_torch_function is not asked: it also says yes to every tensor under a mode,
     and torch.set_default_device and torch.export are modes.
     """
-    if x is None or type(x) in _PLAIN:
+    if type(x) in _PLAIN:
         return True
     overrides = type(x).__torch_function__ is not torch._C._disabled_torch_function_impl
     return not overrides and not is_traceable_wrapper_subclass(x)

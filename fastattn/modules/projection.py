@@ -36,7 +36,7 @@ def to_heads(
     if module._qkv_same_embed_dim and query is key is value:
         x = linear(query, module.in_proj_weight, module.in_proj_bias)
         x = x.view(*x.shape[:2], 3, H, x.shape[2] // (3 * H))
-        q, k, v = (_heads_first(y, batch_first) for y in x.unbind(2))  # its backward: one stack
+        q, k, v = [_heads_first(y, batch_first) for y in x.unbind(2)]  # its backward: one stack
     else:
         q, k, v = (
             split_heads(x, H, batch_first) for x in _in_projection(module, query, key, value)
