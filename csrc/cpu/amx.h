@@ -58,6 +58,20 @@ class MatrixUnit {
   static_assert(sizeof(Configuration) == 64, "fixed by the instruction set");
 };
 
+// Vector instructions make denormals 0 on this thread while one of these lives.
+class FlushDenormals {
+ public:
+  FlushDenormals() : before_(_MM_GET_FLUSH_ZERO_MODE()) {
+    _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);
+  }
+  ~FlushDenormals() { _MM_SET_FLUSH_ZERO_MODE(before_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  unsigned before_;
+};
+
 // ---- operands ----
 
 // Over which of its dims a matrix will be summed, and on which side of the product it stands.
@@ -105,29 +119,41 @@ FASTATTN_SIMD void split(Vec x, Vec (&part)[kParts]) {
   part[kParts - 1] = x;
 }
 
+// The upper halves of words side by side, in two operations.
+FASTATTN_SIMD VecI upper_halves(Vec low, Vec high) {
+  constexpr int kSelect = 0xf8;  // a | (b & c)
+  return (VecI)_mm512_ternarylogic_epi32((__m512i)((VecU)low >> 16), (__m512i)high,
+                                         _mm512_set1_epi32(~0xffff), kSelect);
+}
+
 // The bf16 numbers `low` and `high` side by side in words; a single part is rounded to nearest.
 template <int kParts>
 FASTATTN_SIMD VecI pair(Vec low, Vec high) {
   if constexpr (kParts == 1) {
     // Four operations; the hardware's conversion would cost twice as much. NaN must come from bf16
     // or be the canonical one: rounding up the lowest bits of some others would change their sign.
-    return (VecI)(((VecU)low + 0x8000u) >> 16) | ((bits_of(high) + 0x8000) & ~0xffff);
+    return upper_halves((Vec)((VecU)low + 0x8000u), (Vec)((VecU)high + 0x8000u));
   } else {
-    return (VecI)((VecU)low >> 16) | (bits_of(high) & ~0xffff);
+    return upper_halves(low, high);
   }
 }
 
-// One row of the tiles of all parts: pairs of `low` and `high`.
+// One row of the tiles of all parts: pairs of parts, or of `low` and `high` split into parts.
 template <int kParts>
-FASTATTN_SIMD void write_pair(Vec low, Vec high, int32_t* tiles) {
-  Vec lows[kParts], highs[kParts];
-  split(low, lows);
-  split(high, highs);
+FASTATTN_SIMD void write_parts(const Vec (&lows)[kParts], const Vec (&highs)[kParts],
+                               int32_t* tiles) {
 #pragma GCC unroll 3
   for (int p = 0; p < kParts; ++p) {
     const VecI words = pair<kParts>(lows[p], highs[p]);
     std::memcpy(tiles + p * kTileWords, &words, sizeof(words));
   }
+}
+template <int kParts>
+FASTATTN_SIMD void write_pair(Vec low, Vec high, int32_t* tiles) {
+  Vec lows[kParts], highs[kParts];
+  split(low, lows);
+  split(high, highs);
+  write_parts<kParts>(lows, highs, tiles);
 }
 
 // kWidth elements of a row of which `count` exist, the others being 0.
@@ -157,6 +183,20 @@ FASTATTN_SIMD void transpose_words(int32_t* words) {
   }
 }
 
+// The larger sizes of two vectors, as bits: those of NaN are above all others.
+FASTATTN_SIMD VecI largest(VecI top, Vec x) {
+  const VecI size = bits_of(x) & 0x7fffffff;
+  return top > size ? top : size;
+}
+// Whether numbers, the largest of which are in `top`, are above `high`, or neither 0 nor above
+// `low`.
+FASTATTN_SIMD bool stands_apart(VecI top, float low, float high) {
+  const auto above = [&](float x) __attribute__((always_inline)) {
+    return _mm512_cmpgt_epi32_mask((__m512i)top, (__m512i)bits_of(splat(x)));
+  };
+  return above(high) != 0 || (above(0.f) != 0 && above(low) == 0);
+}
+
 // Which rows of an operand stand apart from its tiles.
 class Apart {
  public:
@@ -165,21 +205,18 @@ class Apart {
 
   bool any() const { return any_; }
   FASTATTN_MEMBER bool has(int64_t r) const { return any_ && is_[r] != 0; }
+  void clear() { any_ = false; }
 
-  // Rows of contiguous columns whose largest number is 0 or in [low, high] can be split.
+  // Rows of contiguous columns whose largest number is 0 or in (low, high] can be split.
   template <DType kType>
   void scan(const Matrix& from, float low, float high) {
     any_ = false;
     for (int64_t r = 0; r < from.rows; ++r) {
       VecI top{};
-      for (int64_t c = 0; c < from.cols; c += kWidth) {
-        const Vec x =
-            load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c);
-        const VecI size = bits_of(x) & 0x7fffffff;
-        top = top > size ? top : size;
-      }
-      const float most = max_lanes(from_bits(top));
-      is_[r] = most != 0.f && !(most >= low && most <= high);
+      for (int64_t c = 0; c < from.cols; c += kWidth)
+        top = largest(
+            top, load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c));
+      is_[r] = stands_apart(top, low, high);
       any_ |= is_[r] != 0;
     }
   }

@@ -23,6 +23,27 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+// Where W and dS of a tile go: in place of S and dP.
+struct GradsInPlace {
+  static constexpr int kRows = 1, kVectors = 1;
+  static constexpr int64_t kStep = 1;
+  float *w, *ds;  // [rows, ld]
+  int64_t ld, row = 0;
+  FASTATTN_MEMBER void begin(int64_t i) { row = i * ld; }
+  FASTATTN_MEMBER void put(int64_t c, const Vec (&w_c)[1][1], const Vec (&ds_c)[1][1]) const {
+    store(w + row + c, w_c[0][0]);
+    store(ds + row + c, ds_c[0][0]);
+  }
+  FASTATTN_MEMBER void end() const {}
+};
+
+// Calls fill(sink), which puts W and dS into a sink, for what score and values will use; in place,
+// too, where `dense`.
+template <typename Score, typename Fill>
+static void finish_grads(Score&, ValueGrads&, bool, Fill fill, GradsInPlace in_place) {
+  fill(in_place);
+}
+
 template <typename Score, typename Values>
 class BackwardWorker {
  public:
@@ -35,8 +56,8 @@ class BackwardWorker {
         values_(p_, p_.grad_out, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         dp_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
-        drop_(scratch_.floats(kN + 4 * kWidth)),
-        grad_weights_(scratch_.floats(kN)) {}
+        drop_(scratch_.floats(kRows * kDrop)),
+        grad_weights_(scratch_.floats(kRows * kN)) {}
 
   void run(int64_t task) {
     const BackwardPlan& plan = args_.plan;
@@ -58,6 +79,7 @@ class BackwardWorker {
 
  private:
   static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+  static constexpr int64_t kRows = 2, kDrop = kN + 4 * kWidth;  // rows that a sink takes at most
 
   // Where this chunk's gradient of q_i goes, in rows of grad_q_stride().
   float* grad_q(int64_t b, int64_t h, int64_t i) const {
@@ -113,7 +135,12 @@ class BackwardWorker {
     values_.load_grad_out(b, h, i0, at.rows);
     score_.scores(s_);
     values_.grad_weights(dp_);
-    mask_.with_masking([&](auto masking) { grad_scores<masking>(at); });
+    finish_grads(
+        score_, values_, p_.grad_bias.data != nullptr,
+        [&](auto&& sink) __attribute__((always_inline)) {
+          mask_.with_masking([&](auto masking) { grad_scores<masking>(at, sink); });
+        },
+        GradsInPlace{s_, dp_, kN});
     values_.accumulate(s_, mask_.masked());
     bias_.add(at, chunk_, dp_, kN);
     score_.backward(dp_, mask_.masked(), grad_q(b, h, i0), grad_q_stride(), grad_w(b, h));
@@ -126,29 +153,81 @@ class BackwardWorker {
     loaded_ = true;
   }
 
-  // s_ becomes W, dp_ becomes dS, both exactly 0 where masked.
-  template <Masking kMasking>
-  void grad_scores(const TilePlace& at) {
+  // What the gradients of a row of scores depend on, besides its scores and dP.
+  struct Row {
+    int64_t i;
+    bool exists;
+    RowStats stats;
+    float delta;
+    const float *drop, *grad_weights;  // or nullptr
+  };
+  // `n`: which of the rows that a sink takes at a time.
+  Row row(const TilePlace& at, int64_t i, int n) {
+    if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr};
+    float *const drop = drop_ + n * kDrop, *const grad_weights = grad_weights_ + n * kN;
+    if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const bool weights = p_.grad_weights.data != nullptr;
-    const float scale = logit_scale(score_);
-    for (int64_t i = 0; i < at.rows; ++i) {
-      const RowStats stats = load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i));
-      const float delta = *args_.delta(at.b, at.h, at.i0 + i);
-      if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop_);
-      if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights_);
-      float *const s_row = s_ + i * kN, *const dp_row = dp_ + i * kN;
-      for (int64_t c = 0; c < at.cols; c += kWidth) {
-        const Vec s = mask_.apply<kMasking>(load(s_row + c), scale, i, c),
-                  p = known_weight(s, stats);
-        Vec dp = load(dp_row + c), w = p;
-        if (weights) dp += load(grad_weights_ + c);
-        if (p_.dropout.enabled) dp *= load(drop_ + c), w *= load(drop_ + c);
-        Vec ds = p * (dp - delta);
-        if (kMasking != Masking::kNone) ds = s == splat(-kInf) ? Vec{} : ds;
-        store(s_row + c, w);
-        store(dp_row + c, ds);
-      }
+    if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights);
+    return {i,
+            true,
+            load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i)),
+            *args_.delta(at.b, at.h, at.i0 + i),
+            p_.dropout.enabled ? drop : nullptr,
+            weights ? grad_weights : nullptr};
+  }
+
+  // W and dS of kWidth pairs from column c on, both exactly 0 where masked. kPlain: weights are P.
+  template <Masking kMasking, bool kPlain>
+  FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, float scale, Vec& w, Vec& ds) const {
+    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), scale, row.i, c),
+              p = known_weight(s, row.stats);
+    Vec dp = load(dp_ + row.i * kN + c);
+    w = p;
+    if (!kPlain && row.grad_weights != nullptr) dp += load(row.grad_weights + c);
+    if (!kPlain && row.drop != nullptr) dp *= load(row.drop + c), w *= load(row.drop + c);
+    ds = p * (dp - row.delta);
+    if (kMasking != Masking::kNone) ds = s == splat(-kInf) ? Vec{} : ds;
+  }
+
+  // W and dS of rows on their way into a sink. kPlain, in addition: all rows and columns exist.
+  template <Masking kMasking, bool kPlain, typename Sink>
+  FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols, float scale,
+                                Sink& sink) const {
+    for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
+      Vec w[Sink::kRows][Sink::kVectors], ds[Sink::kRows][Sink::kVectors];
+#pragma GCC unroll 2
+      for (int n = 0; n < Sink::kRows; ++n)
+#pragma GCC unroll 2
+        for (int v = 0; v < Sink::kVectors; ++v) {
+          const int64_t at = c + v * kWidth;
+          if (kPlain || (rows[n].exists && at < cols)) {
+            grads_at<kMasking, kPlain>(rows[n], at, scale, w[n][v], ds[n][v]);
+          } else {
+            w[n][v] = ds[n][v] = Vec{};
+          }
+        }
+      sink.put(c, w, ds);
     }
+  }
+
+  // S and dP become W and dS, which a sink takes kRows rows, kStep rows apart, and kVectors vectors
+  // at a time, zeros beyond the tile.
+  template <Masking kMasking, typename Sink>
+  void grad_scores(const TilePlace& at, Sink& sink) {
+    static_assert(Sink::kRows <= kRows, "a row of factors each");
+    const float scale = logit_scale(score_);
+    const bool plain = !p_.dropout.enabled && p_.grad_weights.data == nullptr &&
+                       at.cols % (Sink::kVectors * kWidth) == 0;
+    for (int64_t i0 = 0; i0 < at.rows; i0 += Sink::kRows * Sink::kStep)
+      for (int64_t i = i0; i < i0 + Sink::kStep; ++i) {
+        Row rows[Sink::kRows];
+        for (int n = 0; n < Sink::kRows; ++n) rows[n] = row(at, i + n * Sink::kStep, n);
+        sink.begin(i);
+        plain&& rows[Sink::kRows - 1].exists
+            ? put_rows<kMasking, true>(rows, at.cols, scale, sink)
+            : put_rows<kMasking, false>(rows, at.cols, scale, sink);
+        sink.end();
+      }
   }
 
   const BackwardArgs& args_;

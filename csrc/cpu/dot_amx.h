@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cpu/amx.h"
+#include "cpu/backward.h"
 #include "cpu/score.h"
 #include "cpu/value.h"
 
@@ -160,9 +161,11 @@ class AmxDotScore {
     AmxInput& queries = slots_.queries();
     const int64_t rows = queries.rows(), cols = cols_;
     const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, kBlockN, 1, rows, cols};
-    ds_apart_.scan<DType::kFloat32>(tile, 0.f, kLargest);
-    pack_tiles<Depth::kCols, Side::kLeft>(tile, 1.f, ds_apart_, ds_rows_);
-    pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, ds_apart_, ds_columns_);
+    if (!packed_) {
+      ds_apart_.scan<DType::kFloat32>(tile, 0.f, kLargest);
+      pack_tiles<Depth::kCols, Side::kLeft>(tile, 1.f, ds_apart_, ds_rows_);
+      pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, ds_apart_, ds_columns_);
+    }
 
     multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
     accumulate_rows_apart(ByRows{ds, kBlockN}, rows, ds_apart_, Apart(), keys_, cols, masked,
@@ -175,6 +178,16 @@ class AmxDotScore {
     accumulate_rows_apart(ByCols{ds, kBlockN}, cols, Apart(), ds_apart_, queries, rows, masked,
                           grad_k_, 1, kBlockN);
   }
+
+  // Where dS goes instead, and whether it did before the next call of backward(): no row of it
+  // stands apart then, and `ds` is read only where some key or query does.
+  const Operand& ds_rows() const { return ds_rows_; }
+  const Operand& ds_columns() const { return ds_columns_; }
+  void use_packed(bool packed) {
+    packed_ = packed;
+    if (packed) ds_apart_.clear();
+  }
+  bool rows_apart() { return keys_.apart().any() || slots_.queries().apart().any(); }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_k, b, hkv, j0, keys_.rows(), p_.D);
@@ -214,6 +227,7 @@ class AmxDotScore {
   AmxInput keys_;
   Operand k_;  // of S = Q K^T
   Operand k_rows_, q_columns_;
+  bool packed_ = false;
   Apart ds_apart_;
   Operand ds_rows_, ds_columns_;
   float *grad_q_ = nullptr, *grad_k_ = nullptr, *grad_k_rows_ = nullptr;
@@ -222,13 +236,13 @@ class AmxDotScore {
 // The weights of a tile on their way into a left operand.
 template <int kParts>
 struct TileSink {
-  static constexpr int kVectors = 2;
   const Operand& to;
   float* also;  // in fp32, too; may be nullptr
   int64_t ld;
 
   struct Row {
-    static constexpr int kVectors = 2;
+    static constexpr int kVectors = 2, kBits = 8 * kParts;
+    static constexpr bool kFlushes = true;
     int32_t* words;
     float* also;
     FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[2]) const {
@@ -264,6 +278,7 @@ class AmxValueTile {
     values_.prefetch_next();
   }
 
+  // Calls f with where the softmax is to put the weights that replace scores s.
   template <typename F>
   FASTATTN_MEMBER void with_sink(float* s, int64_t ld, F f) {
     float* const also = values_.apart().any() ? s : nullptr;
@@ -289,6 +304,21 @@ class AmxValueTile {
   AmxInput values_;
   Operand v_, weights_;
 };
+
+template <int64_t kM, int64_t kN>
+static void attend_tile(AmxDotScore<kM, kN>& score, AmxValueTile& values, const MaskTile& mask,
+                        const DropoutParams& dropout, const TilePlace& at, const RowState& state,
+                        float* s, float* drop, float* alpha) {
+  score.scores(s);
+  values.with_sink(s, kN, [&](const auto& sink) {
+    const FlushDenormals weights;  // the matrix unit does, too
+    mask.with_masking([&](auto masking) {
+      softmax_rows<masking>(mask, dropout, at, 0, at.rows, state, logit_scale(score), s, kN, drop,
+                            alpha, sink, [] {});
+    });
+  });
+  values.accumulate(s, kN, at.rows, alpha, mask.masked(), state.o);
+}
 
 // ValueGrads on the matrix unit.
 class AmxValueGrads {
@@ -332,11 +362,18 @@ class AmxValueGrads {
   void accumulate(float* weights, bool masked) {
     const int64_t rows = grad_out_.rows(), cols = cols_;
     const Matrix tile = {weights, DType::kFloat32, 0, block_n_, 1, rows, cols};
-    pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, Apart(), weights_);
+    if (!packed_) pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, Apart(), weights_);
     multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_, block_n_);
     accumulate_rows_apart(ByCols{weights, block_n_}, cols, Apart(), Apart(), grad_out_, rows,
                           masked, grad_v_, 1, block_n_);
   }
+
+  // Where W goes instead, and whether it did before the next call of accumulate(): `weights` is
+  // read then only where some row of dO stands apart.
+  const Operand& weights() const { return weights_; }
+  void use_packed(bool packed) { packed_ = packed; }
+  bool rows_apart() const { return grad_out_.apart().any(); }
+  int64_t rows() const { return grad_out_.rows(); }
 
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_v, b, hkv, j0, values_.rows(), p_.E);
@@ -349,7 +386,89 @@ class AmxValueGrads {
   int64_t block_n_, ld_, cols_ = 0;
   AmxInput values_, grad_out_;
   Operand v_, grad_out_rows_, grad_out_columns_, weights_;
+  bool packed_ = false;
   float *grad_v_, *grad_v_rows_;
 };
+
+// W and dS of a tile on their way into operands, where each is split once: W for dV = W^T dO, dS
+// for dK = dS^T Q and dQ = dS K.
+template <int kParts>
+class PackedGrads {
+ public:
+  static constexpr int kRows = 2, kVectors = 2;
+  static constexpr int64_t kStep = kEdge;
+
+  // Puts the first `rows` rows in place, too, if `also` is not nullptr.
+  PackedGrads(const Operand& w_columns, const Operand& ds_columns, const Operand& ds_rows,
+              const GradsInPlace* also, int64_t rows)
+      : w_columns_(w_columns),
+        ds_columns_(ds_columns),
+        ds_rows_(ds_rows),
+        also_(also),
+        rows_(rows) {}
+
+  // Whether no row of dS stands apart.
+  bool all_packed() const { return all_packed_; }
+
+  FASTATTN_MEMBER void begin(int64_t i) {
+    i_ = i;
+    top_[0] = top_[1] = VecI{};
+  }
+  FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[2][2], const Vec (&ds)[2][2]) {
+    const int64_t edge = c / kEdge, row = i_ % kEdge * kEdge;
+    Vec part[2][2][kParts];
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      write_pair<kParts>(w[0][v], w[1][v], w_columns_.tiles(edge + v, i_ / kTileDepth) + row);
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; ++n) {
+        top_[n] = largest(top_[n], ds[n][v]);
+        split(ds[n][v], part[n][v]);
+      }
+      write_parts<kParts>(part[0][v], part[1][v],
+                          ds_columns_.tiles(edge + v, i_ / kTileDepth) + row);
+    }
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n)
+      write_parts<kParts>(part[n][0], part[n][1],
+                          ds_rows_.tiles(i_ / kEdge + n, c / kTileDepth) + row);
+    if (__builtin_expect(also_ != nullptr, 0)) put_also(c, w, ds);
+  }
+  FASTATTN_MEMBER void end() {
+    all_packed_ &= !stands_apart(top_[0], 0.f, kLargest) && !stands_apart(top_[1], 0.f, kLargest);
+  }
+
+ private:
+  void put_also(int64_t c, const Vec (&w)[2][2], const Vec (&ds)[2][2]) const {
+    for (int64_t n = 0; n < 2 && i_ + n * kStep < rows_; ++n)
+      for (int v = 0; v < 2; ++v) {
+        const int64_t at = (i_ + n * kStep) * also_->ld + c + v * kWidth;
+        store(also_->w + at, w[n][v]);
+        store(also_->ds + at, ds[n][v]);
+      }
+  }
+
+  const Operand &w_columns_, &ds_columns_, &ds_rows_;
+  const GradsInPlace* also_;
+  int64_t rows_, i_ = 0;
+  VecI top_[2];
+  bool all_packed_ = true;
+};
+
+template <int64_t kM, int64_t kN, typename Fill>
+static void finish_grads(AmxDotScore<kM, kN>& score, AmxValueGrads& values, bool dense, Fill fill,
+                         GradsInPlace in_place) {
+  dense |= score.rows_apart() || values.rows_apart();
+  bool packed = false;
+  with_parts(score.ds_rows().parts(), [&](auto parts) {
+    PackedGrads<parts> sink(values.weights(), score.ds_columns(), score.ds_rows(),
+                            dense ? &in_place : nullptr, values.rows());
+    fill(sink);
+    packed = sink.all_packed();
+  });
+  if (!packed && !dense) fill(in_place);
+  score.use_packed(packed);
+  values.use_packed(packed);
+}
 
 }  // namespace fastattn::FASTATTN_ISA

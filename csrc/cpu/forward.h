@@ -179,12 +179,8 @@ class ForwardWorker {
       score_.use_keys(used);
       values_.use_keys(used);
     }
-    score_.scores(s_);
-    values_.with_sink(s_, kN, [&](const auto& sink) {
-      softmax_step(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, logit_scale(score_),
-                   s_, kN, drop_, alpha_, sink);
-    });
-    values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);
+    attend_tile(score_, values_, mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, s_,
+                drop_, alpha_);
     return loaded;
   }
 

@@ -145,6 +145,17 @@ FASTATTN_SIMD bool any_lane(VecI x) {
   return any != 0;
 }
 
+// Whether some lane of x is above y; NaN is not.
+FASTATTN_SIMD bool any_above(Vec x, float y) {
+#if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)splat(y), _CMP_GT_OQ) != 0;
+#elif defined(__AVX__) && FASTATTN_VECTOR_WIDTH == 8
+  return _mm256_movemask_ps((__m256)(x > splat(y))) != 0;
+#else
+  return any_lane(x > splat(y));
+#endif
+}
+
 // Lane l gets lane l ^ kBit.
 template <int kBit, int... kLane>
 FASTATTN_SIMD Vec swap_lanes(Vec x, std::integer_sequence<int, kLane...>) {
@@ -212,22 +223,39 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
 }
 
-// 2^x for x that is at most a little above 0, as softmax has it: 6 operations less, 9 with AVX-512,
-// at most 1.1 ulp. 0 gives exactly 1, -inf exactly 0; results below 2^-126 are anything of that
-// size, NaN stays NaN.
+// 2^x for x that is at most a little above 0, as softmax has it: 6 operations less, 9 with AVX-512.
+// 0 gives exactly 1, -inf exactly 0; results below 2^-126 are anything of that size, NaN stays NaN.
+// Off by at most 1.1 ulp, or by 2^-18.4 of the result where only kBits <= 8 bits of it will be
+// used, 2^-23.5 where kBits <= 16. kFlushes: the processor is set to make denormals 0.
+template <int kBits = 24, bool kFlushes = false>
 FASTATTN_SIMD Vec exp2_weight(Vec x) {
 #if defined(__AVX512DQ__) && FASTATTN_VECTOR_WIDTH == 16
   // 2^x = 2^floor(x) 2^f with 0 <= f <= 1; hardware takes floor and f from x in one operation each.
-  // Zero instead of denormals, which would slow down what follows.
-  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.f), _CMP_NLT_UQ);
   const Vec f = (Vec)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF);
-  Vec p = splat(2.1612918e-4f);
-  p = p * f + splat(1.2467846e-3f);
-  p = p * f + splat(9.675452e-3f);
-  p = p * f + splat(5.5485282e-2f);
-  p = p * f + splat(2.4022931e-1f);
-  p = p * f + splat(6.9314706e-1f);
+  Vec p;
+  if constexpr (kBits <= 8) {
+    p = splat(1.3426688e-2f);
+    p = p * f + splat(5.2242469e-2f);
+    p = p * f + splat(2.4128021e-1f);
+    p = p * f + splat(6.9304484e-1f);
+  } else if constexpr (kBits <= 16) {
+    p = splat(1.8671305e-3f);
+    p = p * f + splat(9.0170298e-3f);
+    p = p * f + splat(5.5799913e-2f);
+    p = p * f + splat(2.4016444e-1f);
+    p = p * f + splat(6.9315130e-1f);
+  } else {
+    p = splat(2.1612918e-4f);
+    p = p * f + splat(1.2467846e-3f);
+    p = p * f + splat(9.675452e-3f);
+    p = p * f + splat(5.5485282e-2f);
+    p = p * f + splat(2.4022931e-1f);
+    p = p * f + splat(6.9314706e-1f);
+  }
   p = p * f + splat(1.0f);
+  if constexpr (kFlushes) return (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
+  // Zero instead of denormals, which would slow down what follows and take 60 ns to make.
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.f), _CMP_NLT_UQ);
   return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
 #else
   const Vec clamped = max(splat(-127.f), x);

@@ -50,10 +50,22 @@ struct TilePlace {
   int64_t b, h, i0, rows, j0, cols;
 };
 
+// Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
+// time, zeros beyond its end, and use kBits bits of them; kFlushes as for exp2_weight().
+struct InPlace {
+  static constexpr int kVectors = 1, kBits = 24;
+  static constexpr bool kFlushes = false;
+  float* s;
+  int64_t ld;
+  FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
+  FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
+};
+
 // Turns row i of the scores into logits, in place, but for scaling them where nothing is masked:
-// weigh_row() does that. Returns their maximum (anything if one is NaN: the weights will be, too).
+// weigh_row() does that. Returns maxima of some of them each (without those that are NaN: weights
+// will be).
 template <Masking kMasking>
-FASTATTN_SIMD float mask_row(const MaskTile& mask, float scale, int64_t i, int64_t cols, float* s) {
+FASTATTN_SIMD Vec mask_row(const MaskTile& mask, float scale, int64_t i, int64_t cols, float* s) {
   Vec top = splat(-kInf);
   for (int64_t c = 0; c < cols; c += kWidth) {
     Vec x = load(s + c);
@@ -63,20 +75,8 @@ FASTATTN_SIMD float mask_row(const MaskTile& mask, float scale, int64_t i, int64
     }
     top = max(x, top);
   }
-  const float most =
-      fold(top, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
-  return kMasking == Masking::kNone ? most * scale : most;
+  return kMasking == Masking::kNone ? top * scale : top;
 }
-
-// Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
-// time, zeros beyond its end.
-struct InPlace {
-  static constexpr int kVectors = 1;
-  float* s;
-  int64_t ld;
-  FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
-  FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
-};
 
 // A row of scores s becomes weights 2^(scale s - m), l their running sums. `drop` [cols], if
 // any, multiplies weights after they are summed.
@@ -90,7 +90,9 @@ FASTATTN_SIMD void weigh_row(const Sink sink, const float* s, int64_t cols, floa
 #pragma GCC unroll 2
     for (int v = 0; v < Sink::kVectors; ++v) {
       const int64_t at = c + v * kWidth;
-      w[v] = v == 0 || at < cols ? exp2_weight(load(s + at) * scale - m) : Vec{};
+      w[v] = v == 0 || at < cols
+                 ? exp2_weight<Sink::kBits, Sink::kFlushes>(load(s + at) * scale - m)
+                 : Vec{};
       sum += w[v];
       if (drop != nullptr && at < cols) w[v] *= load(drop + at);
     }
@@ -99,44 +101,44 @@ FASTATTN_SIMD void weigh_row(const Sink sink, const float* s, int64_t cols, floa
   store(l, sum);
 }
 
-// The maximum that a row with the logits seen so far subtracts. Not raised for a little: weights up
-// to 2^kSlack are as good as others, and most rows then never rescale what they have summed.
+// The maximum that a row subtracts is not raised for a little: weights up to 2^kSlack are as good
+// as others, and most rows then never rescale what they have summed, nor look for their maximum.
 constexpr float kSlack = 8.f;
-FASTATTN_SIMD Vec next_maximum(Vec m, Vec top) { return top > m + kSlack ? top : m; }
 
-// One step over a tile of scores s [rows, ld], logits being scale s: they become weights; alpha[i]
-// is what rescales row i of O.
-template <Masking kMasking, typename Sink>
-static void softmax_step_masked(const MaskTile& mask, const DropoutParams& dropout,
-                                const TilePlace& at, const RowState& state, float scale, float* s,
-                                int64_t ld, float* drop, float* alpha, const Sink& sink) {
+// Raises m to the maximum of a row, one of `top`, and returns what rescales its sums.
+FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
+  const float old = *m;
+  *m = fold(top, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
+  // A row that has met no key has nothing to rescale.
+  return old == -kInf ? 1.f : exp2_weight(splat(old - *m))[0];
+}
+
+// One step over rows [i0, i1) of a tile, whose scores are s [i1 - i0, ld], logits being scale s:
+// they become weights; alpha[i] is what rescales row i of O. Calls beside() after each row.
+template <Masking kMasking, typename Sink, typename Beside>
+FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
+                                const TilePlace& at, int64_t i0, int64_t i1, const RowState& state,
+                                float scale, float* s, int64_t ld, float* drop, float* alpha,
+                                const Sink& sink, Beside beside) {
   const float left = kMasking == Masking::kNone ? scale : 1.f;  // what mask_row() leaves out
-  for (int64_t i0 = 0; i0 < at.rows; i0 += kWidth) {
-    const int64_t i1 = min64(i0 + kWidth, at.rows);
-    float top[kWidth];
-    store(top, splat(-kInf));
-    for (int64_t i = i0; i < i1; ++i)
-      top[i - i0] = mask_row<kMasking>(mask, scale, i, at.cols, s + i * ld);
-    const Vec m_old = load(state.m + i0), m_new = next_maximum(m_old, load(top));
-    const Vec m_finite = m_new == splat(-kInf) ? Vec{} : m_new;
-    store(state.m + i0, m_new);
-    store(top, m_finite);
-    // A row that has met no key has nothing to rescale.
-    store(alpha + i0, m_old == splat(-kInf) ? splat(1.f) : exp2_weight(m_old - m_finite));
-    for (int64_t i = i0; i < i1; ++i) {
-      if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-      weigh_row(sink.row(i), s + i * ld, at.cols, left, top[i - i0], alpha[i],
-                dropout.enabled ? drop : nullptr, state.l + i * kWidth);
-    }
+  for (int64_t i = i0; i < i1; ++i) {
+    float* const row = s + (i - i0) * ld;
+    const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
+    alpha[i] = any_above(top, state.m[i] + kSlack) ? raise_maximum(top, state.m + i) : 1.f;
+    if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
+    weigh_row(sink.row(i - i0), row, at.cols, left, state.m[i] == -kInf ? 0.f : state.m[i],
+              alpha[i], dropout.enabled ? drop : nullptr, state.l + i * kWidth);
+    beside();
   }
 }
 
-template <typename Sink>
-FASTATTN_SIMD void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
-                                const TilePlace& at, const RowState& state, float scale, float* s,
-                                int64_t ld, float* drop, float* alpha, const Sink& sink) {
+// Likewise for all rows of a tile, in place.
+[[maybe_unused]] static void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
+                                          const TilePlace& at, const RowState& state, float scale,
+                                          float* s, int64_t ld, float* drop, float* alpha) {
   mask.with_masking([&](auto masking) {
-    softmax_step_masked<masking>(mask, dropout, at, state, scale, s, ld, drop, alpha, sink);
+    softmax_rows<masking>(mask, dropout, at, 0, at.rows, state, scale, s, ld, drop, alpha,
+                          InPlace{s, ld}, [] {});
   });
 }
 

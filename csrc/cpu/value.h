@@ -3,6 +3,7 @@
 
 #include "cpu/direct.h"
 #include "cpu/gemm.h"
+#include "cpu/score.h"
 #include "cpu/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -39,12 +40,6 @@ class ValueTile {
     if (!direct_) finite_ = pack_rows(values_, 1.f, packed_, ld_);
   }
 
-  // Calls f with where the softmax is to put the weights that replace scores s.
-  template <typename F>
-  FASTATTN_MEMBER void with_sink(float* s, int64_t ld, F f) {
-    f(InPlace{s, ld});
-  }
-
   // o[i] = scale[i] * o[i] + sum_j weights[i * ld + j] * V[j]. `masked`: some weights are 0 for
   // being masked.
   void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
@@ -77,6 +72,18 @@ class ValueTile {
   int32_t* listed_;
   Matrix values_{};
 };
+
+// One tile of the forward pass: scores, their softmax, O = alpha O + W V. Scratch memory: a tile of
+// scores, a row of dropout's factors, a factor a row.
+template <typename Score>
+static void attend_tile(Score& score, ValueTile& values, const MaskTile& mask,
+                        const DropoutParams& dropout, const TilePlace& at, const RowState& state,
+                        float* s, float* drop, float* alpha) {
+  constexpr int64_t kLd = Score::kBlockN;
+  score.scores(s);
+  softmax_step(mask, dropout, at, state, logit_scale(score), s, kLd, drop, alpha);
+  values.accumulate(s, kLd, at.rows, alpha, mask.masked(), state.o);
+}
 
 // The backward pass over a block of values and a block of output gradients: dP = dO V^T and
 // dV += W^T dO.
