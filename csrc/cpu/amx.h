@@ -401,17 +401,21 @@ static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int
   }
   with_parts(a.parts(), [&](auto parts) __attribute__((always_inline)) {
     constexpr int kParts = parts;
-    for (int64_t m = 0; m < ms; m += 2)
-      for (int64_t n = 0; n < ns; n += 2) {
-        float* const to = c + m * kEdge * ld + n * kEdge;
-        if (m + 1 < ms) {
-          n + 1 < ns ? multiply_block<kParts, 2, 2>(a, b, m, n, depths, add, to, ld)
-                     : multiply_block<kParts, 2, 1>(a, b, m, n, depths, add, to, ld);
-        } else {
-          n + 1 < ns ? multiply_block<kParts, 1, 2>(a, b, m, n, depths, add, to, ld)
-                     : multiply_block<kParts, 1, 1>(a, b, m, n, depths, add, to, ld);
-        }
+    const auto block = [&](int64_t m, int64_t n) __attribute__((always_inline)) {
+      float* const to = c + m * kEdge * ld + n * kEdge;
+      if (m + 1 < ms) {
+        n + 1 < ns ? multiply_block<kParts, 2, 2>(a, b, m, n, depths, add, to, ld)
+                   : multiply_block<kParts, 2, 1>(a, b, m, n, depths, add, to, ld);
+      } else {
+        n + 1 < ns ? multiply_block<kParts, 1, 2>(a, b, m, n, depths, add, to, ld)
+                   : multiply_block<kParts, 1, 1>(a, b, m, n, depths, add, to, ld);
       }
+    };
+    // The smaller operand stays in the L1 cache.
+    const bool by_rows = ms > ns;
+    for (int64_t outer = 0; outer < (by_rows ? ms : ns); outer += 2)
+      for (int64_t inner = 0; inner < (by_rows ? ns : ms); inner += 2)
+        by_rows ? block(outer, inner) : block(inner, outer);
   });
 }
 

@@ -104,6 +104,12 @@ static void accumulate_rows_apart(A a, int64_t rows, const Apart& a_rows, const 
     }
 }
 
+// Whether a dense mask differs from row to row: it may consist of blocks then, and whole tiles of
+// it be dropped.
+FASTATTN_SIMD bool may_have_blocks(const AttentionParams& p) {
+  return p.mask.keep != nullptr && p.mask.keep_stride_m != 0;
+}
+
 // DotScore on the matrix unit.
 template <int64_t kM, int64_t kN>
 class AmxDotScore {
@@ -140,6 +146,7 @@ class AmxDotScore {
   }
 
   void use_keys(int64_t cols) { cols_ = cols; }
+  static int64_t query_bytes(const AttentionParams& p) { return 2 * parts_of(p.q.dtype) * p.D; }
   void use_slot(int64_t slot) { slots_.use(slot); }
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {

@@ -12,7 +12,14 @@ namespace fastattn::FASTATTN_ISA {
 void sdpa_backward(const BackwardParams& p, const Parallel& parallel) {
   if (few_queries(p)) return backward<FewDotScore, FewValueGrads>(p, parallel);
 #ifdef __AMX_BF16__
-  if (packing_pays(p)) return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, parallel);
+  if (packing_pays(p)) {
+    // Tiles as small as blocks of a mask may be. With one part, products take so little of the time
+    // that what each tile costs besides counts more.
+    if (!may_have_blocks(p)) return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, parallel);
+    if (p.q.dtype == DType::kBFloat16)
+      return backward<AmxDotScore<64, 128>, AmxValueGrads>(p, parallel);
+    return backward<AmxDotScore<64, 64>, AmxValueGrads>(p, parallel);
+  }
 #endif
   backward<DotScore>(p, parallel);
 }

@@ -12,9 +12,9 @@ void sdpa_forward(const ForwardParams& p, const Parallel& parallel) {
 #ifdef __AMX_BF16__
   if (packing_pays(p)) {
     // The matrix unit takes about a microsecond to get up to speed: large tiles, unless small ones
-    // are skipped. A row's result does not depend on it.
-    const bool skips = p.mask.band_lo > -p.M || p.mask.band_hi < p.N || p.mask.keep != nullptr ||
-                       p.bias.data != nullptr;
+    // are skipped. A row's result does not depend on how many rows a tile has.
+    const bool skips = p.mask.band_lo > -p.M || p.mask.band_hi < p.N || p.bias.data != nullptr;
+    if (may_have_blocks(p)) return forward<AmxDotScore<64, 64>, AmxValueTile>(p, parallel);
     if (p.M > 64 && !skips) return forward<AmxDotScore<256, 128>, AmxValueTile>(p, parallel);
     return forward<AmxDotScore<64, 128>, AmxValueTile>(p, parallel);
   }
