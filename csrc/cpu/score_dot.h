@@ -43,6 +43,7 @@ class DotScore {
 
   float logit_scale() const { return abs_scale() * kLog2e; }
 
+  static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
   void use_slot(int64_t slot) {
     slot_ = slot;
     q_ = slots_ + slot * slot_floats_;
