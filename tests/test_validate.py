@@ -239,3 +239,42 @@ def test_dropout_0_is_no_dropout():
 def test_seeds_are_64_bits(seed, stored):
     dropout = validate.build("dot", q(), k(), v(), dropout_p=0.5, seed=seed).p.dropout
     assert dropout.seed.item() == stored
+
+
+# ---- calls seen before ----
+
+
+def test_a_call_seen_before_is_checked_all_the_same():
+    q = torch.randn(1, 2, 4, 8)
+    for _ in range(2):
+        assert validate.build("dot", q, q, q, is_causal=True, scale=1.0).p.mask.causal == "top_left"
+    with pytest.raises(TypeError, match="is_causal"):
+        validate.build("dot", q, q, q, is_causal=1, scale=1.0)
+    with pytest.raises(TypeError, match="dtype"):
+        validate.build("dot", q, q.double(), q, is_causal=True, scale=1.0)
+    with pytest.raises(TypeError, match="layout"):
+        validate.build("dot", q, q, q.to_sparse(), is_causal=True, scale=1.0)
+
+
+def test_a_call_seen_before_has_its_own_tensors():
+    first, second = (torch.randn(1, 2, 4, 8) for _ in range(2))
+    known = validate.build("dot", first, first, first).p
+    again = validate.build("dot", second, second, second)
+    assert again.p is known
+    assert again.q is again.k is again.v is second
+    assert again.batch == (1,)
+
+
+def test_dropout_draws_a_seed_at_each_call():
+    q = torch.randn(1, 2, 4, 8)
+    seeds = {int(validate.build("dot", q, q, q, dropout_p=0.5).p.dropout.seed) for _ in range(4)}
+    assert len(seeds) == 4
+
+
+def test_few_calls_are_remembered(monkeypatch):
+    monkeypatch.setattr(validate, "_KNOWN", {})
+    monkeypatch.setattr(validate, "_MOST_KNOWN", 3)
+    for n in range(1, 9):
+        q = torch.randn(1, 1, n, 8)
+        assert validate.build("dot", q, q, q).p.M == n
+        assert len(validate._KNOWN) <= 3
