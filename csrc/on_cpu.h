@@ -21,8 +21,8 @@ inline void set_seed(const torch::stable::Tensor& seed, DropoutParams* dropout) 
 inline const char* unsupported(const AttentionParams&) { return nullptr; }
 
 // Asks for huge pages under a result that will be written whole. malloc takes blocks of this size
-// from the system anew at every call, and half of the time of writing them went into faults, one for
-// each 4 KiB. Whether it helps or not, it is no error.
+// from the system anew at every call, and half of the time of writing them went into faults, one
+// for each 4 KiB. Whether it helps or not, it is no error.
 inline void expect_writes([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kMapped = 32 << 20, kPage = 4096;

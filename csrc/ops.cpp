@@ -192,8 +192,8 @@ void fill_problem(const Problem& in, AttentionParams* p) {
 
 // ---- memory ----
 
-// By the C interface beneath: torch::stable::empty() goes through the dispatcher, by name, and takes
-// as long as all else that a small call does.
+// By the C interface beneath: torch::stable::empty() goes through the dispatcher, by name, and
+// takes as long as all else that a small call does.
 Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& shape,
                      const std::vector<int64_t>& strides, ScalarType dtype) {
   int32_t device = 0, index = 0;

@@ -56,12 +56,12 @@ class _Positional(inspect.Signature):
 
     def bind(self, *args):  # pyright: ignore[reportIncompatibleMethodOverride]
         """What ``Function.apply`` reads of it is ``args`` and ``kwargs``."""
-        return _Bound(args)
+        return _Bound(args, {})
 
 
 class _Bound(NamedTuple):
     args: tuple
-    kwargs: dict = {}
+    kwargs: dict
 
     def apply_defaults(self) -> None:
         """There are none."""

@@ -150,8 +150,7 @@ class FewValueGrads {
   }
 
   void grad_weights(float* dp) {
-    for (int64_t i = 0; i < rows_; ++i)
-      dot_rows(grad_out_ + i * ld_, values_, dp + i * block_n_);
+    for (int64_t i = 0; i < rows_; ++i) dot_rows(grad_out_ + i * ld_, values_, dp + i * block_n_);
   }
   void accumulate(const float* weights, bool masked) {
     grad_v_.add(grad_out_, ld_, weights, rows_, masked);

@@ -3,8 +3,8 @@
 //
 // A tile is empty (never touched, nor are its keys and values read), full (no mask code runs), or
 // has per-row intervals of keys, or an addend: bias * log2(e), with -inf where a pair is masked. A
-// mask is applied as a selection, never as NaN + -inf, so that garbage behind it stays there. A bias
-// that masks nothing is read where it lies.
+// mask is applied as a selection, never as NaN + -inf, so that garbage behind it stays there. A
+// bias that masks nothing is read where it lies.
 #pragma once
 
 #include "common/mask.h"

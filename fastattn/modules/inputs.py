@@ -40,8 +40,8 @@ def canonical(
     if query is key is value and attn_mask is key_padding_mask is None and not is_causal:
         E, H = module.embed_dim, module.num_heads
         if query.dim() == 3 and query.shape[2] == E and E % H == 0:  # nothing left to object to
-            keywords = dict(attn_mask=None, mask=None, bias=None, is_causal=False)
-            return Inputs(query, key, value, True, module.batch_first, keywords)
+            none: dict[str, object] = {"attn_mask": None, "mask": None, "bias": None}
+            return Inputs(query, key, value, True, module.batch_first, none | {"is_causal": False})
     masks.check_kinds(attn_mask, key_padding_mask, query.dtype)
     batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
         query, key, value, key_padding_mask, attn_mask, module.num_heads

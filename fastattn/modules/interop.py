@@ -44,7 +44,7 @@ def _is_plain(x: Tensor | None) -> bool:
     torch.overrides.has_torch_function is not asked: it also says yes to every tensor under a mode,
     and torch.set_default_device and torch.export are modes.
     """
-    if type(x) in _PLAIN:
+    if x is None or type(x) in _PLAIN:
         return True
     overrides = type(x).__torch_function__ is not torch._C._disabled_torch_function_impl
     return not overrides and not is_traceable_wrapper_subclass(x)

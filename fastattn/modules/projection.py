@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_USES_MKL = torch.backends.mkl.is_available()
 
 # Tokens for which MKL multiplies faster with the weight on the left: 1.2 to 2.2 times with 16 to 48
 # tokens and widths of 256 to 1024, on one thread and on two. Slower with 4, and with 64.
@@ -23,9 +24,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     columns = x.flatten(0, 1).t()
     y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
     return y.t().unflatten(0, x.shape[:2])
-
-
-_USES_MKL = torch.backends.mkl.is_available()
 
 
 def to_heads(

@@ -1,4 +1,4 @@
-"""Kernels that read inputs where they lie: gradients of few queries, and a bias that masks nothing."""
+"""Inputs that kernels read where they lie: gradients of few queries, a bias that masks nothing."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ def test_gradients_of_few_queries(isa, M, dtype):
 
 @pytest.mark.parametrize("name", ["query", "grad_out"])
 def test_garbage_of_one_query_stays_from_keys_it_masks(name):
-    """Query 0 holds NaN and keeps the first half of the keys only: gradients of the rest are whole."""
+    """Query 0 holds NaN and keeps the first half of the keys only: the rest has whole gradients."""
     call = inputs(B=1, H=4, Hkv=2, M=2, N=40, D=24, E=24)
     grad_out = torch.randn(1, 4, 2, 24)
     keep = torch.ones(1, 1, 2, 40, dtype=torch.bool)
