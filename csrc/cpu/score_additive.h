@@ -63,6 +63,7 @@ class AdditiveScore {
     if (range_ != Range::kExact) exponentiate_keys();
   }
 
+  static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
   void use_slot(int64_t slot) { slot_ = slots_ + slot; }
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
