@@ -264,7 +264,7 @@ class TestTranslation:
             assert found[-4:] == again
         assert any(len(set(row)) > 3 for row in found)
 
-    def test_a_step_reads_each_key_once(self, corpus, monkeypatch):
+    def test_a_step_reads_each_key_once(self, corpus, monkeypatch, extension):
         """Decoding a word costs as many scores as there are keys, and everything else is constant:
         the queries that reach the kernel, and the multiplications outside of it.
         """

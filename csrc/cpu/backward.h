@@ -39,8 +39,8 @@ struct GradsInPlace {
 
 // Calls fill(sink), which puts W and dS into a sink, for what score and values will use; in place,
 // too, where `dense`.
-template <typename Score, typename Fill>
-static void finish_grads(Score&, ValueGrads&, bool, Fill fill, GradsInPlace in_place) {
+template <typename Score, typename Values, typename Fill>
+static void finish_grads(Score&, Values&, bool, Fill fill, GradsInPlace in_place) {
   fill(in_place);
 }
 
