@@ -37,9 +37,9 @@
 //     void use_keys(int64_t cols);
 //
 //     // Optional: a constructor with a fourth argument, int64_t slots, use_slot(slot) and a static
-//     // query_bytes(p), the memory of a query in a slot. Several blocks of queries then stay loaded,
-//     // load_queries() and scores() concern the current slot, at first 0, and the forward pass takes
-//     // them all through each block of keys.
+//     // query_bytes(p), the memory of a query in a slot. Several blocks of queries then stay
+//     // loaded, load_queries() and scores() concern the current slot, at first 0, and the forward
+//     // pass takes them all through each block of keys.
 //   };
 #pragma once
 
