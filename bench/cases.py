@@ -60,6 +60,7 @@ def _additive(name: str, B: int, N: int, D: int) -> testing.Case:
 
 
 _BF16 = torch.bfloat16
+_FOUR_K = _dot("4k", B=1, M=4096, N=4096, D=128, E=128)
 _PADDING = _dot("padding")
 _BIAS = _dot("bias", M=512, N=512, bias="hmn")
 _MHA = _dot("mha", B=4, M=512, N=512)
@@ -69,6 +70,8 @@ _SMALL, _LARGE = _additive("small", 2, 512, 64), _additive("large", 8, 256, 256)
 CASES = [
     Case("dense", "fp32", _dot("dense")),
     Case("dense-bf16", "bf16", _dot("dense", dtype=_BF16)),
+    Case("dense-4k", "fp32, one long sequence, head size 128", _FOUR_K),
+    Case("dense-4k-bf16", "bf16", dataclasses.replace(_FOUR_K, dtype=_BF16)),
     Case("causal", "is_causal=True", _dot("causal", causal="top_left")),
     Case("padding", "padded keys, bool attn_mask [B, 1, 1, N]", _PADDING, "padding"),
     Case("padding-len", "the same; ours is given Mask(kv_len)", _PADDING, "lengths"),
