@@ -8,7 +8,7 @@ import torch._dynamo.testing
 from helpers import SCORES, attend, inputs
 from torch import nn
 
-from fastattn import Mask
+from fastattn import Mask, MultiheadAttention
 from fastattn.testing import error
 
 scores = pytest.mark.parametrize("score", SCORES)
@@ -131,6 +131,16 @@ def test_dynamic_shapes_backward(backend):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
     for M, N in [(5, 7), (9, 6)]:
         assert_compiled_agrees(compiled, step, arguments("additive", "tensors", M=M, N=N))
+
+
+@torch.no_grad()
+def test_a_module_for_any_number_of_tokens():
+    """Uncompiled, few of them are multiplied another way."""
+    module = MultiheadAttention(12, 2, batch_first=True).eval()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for B, N in [(2, 3), (3, 10), (4, 20)]:
+        x = torch.randn(B, N, 12)
+        torch.testing.assert_close(compiled(x, x, x)[0], module(x, x, x)[0])
 
 
 def test_dropout_without_a_seed_draws_anew_when_compiled(backend):
