@@ -45,7 +45,8 @@ class Case:
     def tiny(self) -> Case:
         """The same case with every size cut: to warm up with, and to test this suite."""
         p = self.problem
-        cut = {"B": 2, "H": 2, "Hkv": 2, "M": 64, "N": 64, "D": 16, "E": 16}
+        groups = 1 if p.H != p.Hkv else 2
+        cut = {"B": 2, "H": 2, "Hkv": groups, "M": 64, "N": 64, "D": 16, "E": 16}
         sizes = {letter: min(getattr(p, letter), size) for letter, size in cut.items()}
         return dataclasses.replace(self, problem=dataclasses.replace(p, **sizes))
 
@@ -173,7 +174,8 @@ SUITES = {
 QUICK = (  # one of each kind, for a self-test
     "dense", "blocks", "additive-small", "mha-weights",
     "d128-4k", "blocks-4k", "additive-2k", "mha-weights-1k",
-    "documents", "tacotron2-step", "mha-8-128",
+    "documents", "tacotron2-step", "llama-decode", "decode-16k",
+    "mha-8-128",
 )  # fmt: skip
 
 
@@ -226,7 +228,9 @@ def _random_blocks(M: int, N: int, block: int, kept: float) -> torch.Tensor:
 
 def problem(case: Case, t: testing.Tensors) -> Problem:
     """The validated record of a case's attention (of its heads, where the case is a module)."""
-    return validate.build(case.problem.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias).p
+    score, grouped = case.problem.score, case.problem.H != case.problem.Hkv
+    options = dict(mask=t.mask, bias=t.bias, enable_gqa=grouped and score == "dot")
+    return validate.build(score, t.q, t.k, t.v, t.w, **options).p
 
 
 def kept_pairs(case: Case, t: testing.Tensors) -> int:

@@ -129,16 +129,16 @@ def _dot(
     dropped = None if kept is None else ~kept
     as_keep = t.mask.keep is not None  # then all are given the very same tensor
     ours = dict(attn_mask=t.mask.keep, is_causal=causal) if as_keep else dict(mask=t.mask)
-    attn_mask = bias if causal or kept is None else kept
+    attn_mask, grouped = bias if causal or kept is None else kept, p.H != p.Hkv
 
     calls = {
         OURS: lambda: functional.scaled_dot_product_attention(
-            *qkv, bias=bias, backend=backend, **ours
+            *qkv, bias=bias, enable_gqa=grouped, backend=backend, **ours
         ),
         **_sdpa(
             p.device.type,
             lambda: F.scaled_dot_product_attention(
-                *qkv, attn_mask=attn_mask, is_causal=causal, enable_gqa=p.H != p.Hkv
+                *qkv, attn_mask=attn_mask, is_causal=causal, enable_gqa=grouped
             ),
         ),
     }
