@@ -113,32 +113,29 @@ FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
   return old == -kInf ? 1.f : exp2_weight(splat(old - *m))[0];
 }
 
-// One step over rows [i0, i1) of a tile, whose scores are s [i1 - i0, ld], logits being scale s:
-// they become weights; alpha[i] is what rescales row i of O. Calls beside() after each row.
-template <Masking kMasking, typename Sink, typename Beside>
+// One step over a tile of scores s [rows, ld], logits being scale s: they become weights; alpha[i]
+// is what rescales row i of O.
+template <Masking kMasking, typename Sink>
 FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
-                                const TilePlace& at, int64_t i0, int64_t i1, const RowState& state,
-                                float scale, float* s, int64_t ld, float* drop, float* alpha,
-                                const Sink& sink, Beside beside) {
+                                const TilePlace& at, const RowState& state, float scale, float* s,
+                                int64_t ld, float* drop, float* alpha, const Sink& sink) {
   const float left = kMasking == Masking::kNone ? scale : 1.f;  // what mask_row() leaves out
-  for (int64_t i = i0; i < i1; ++i) {
-    float* const row = s + (i - i0) * ld;
+  for (int64_t i = 0; i < at.rows; ++i) {
+    float* const row = s + i * ld;
     const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
     alpha[i] = any_above(top, state.m[i] + kSlack) ? raise_maximum(top, state.m + i) : 1.f;
     if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-    weigh_row(sink.row(i - i0), row, at.cols, left, state.m[i] == -kInf ? 0.f : state.m[i],
-              alpha[i], dropout.enabled ? drop : nullptr, state.l + i * kWidth);
-    beside();
+    weigh_row(sink.row(i), row, at.cols, left, state.m[i] == -kInf ? 0.f : state.m[i], alpha[i],
+              dropout.enabled ? drop : nullptr, state.l + i * kWidth);
   }
 }
 
-// Likewise for all rows of a tile, in place.
+// Likewise, in place.
 [[maybe_unused]] static void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
                                           const TilePlace& at, const RowState& state, float scale,
                                           float* s, int64_t ld, float* drop, float* alpha) {
   mask.with_masking([&](auto masking) {
-    softmax_rows<masking>(mask, dropout, at, 0, at.rows, state, scale, s, ld, drop, alpha,
-                          InPlace{s, ld}, [] {});
+    softmax_rows<masking>(mask, dropout, at, state, scale, s, ld, drop, alpha, InPlace{s, ld});
   });
 }
 
