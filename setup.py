@@ -90,6 +90,8 @@ def isa_flags(target: str) -> dict[str, list[str]]:
         table["avx512"] = avx2 + avx512
         table["avx512_bf16"] = avx2 + avx512 + ["-mavx512bf16"]
         table["amx"] = [*table["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
+        # GCC knows no -mamx-fp16 before 13: the kernels write that instruction as bytes.
+        table["amx_fp16"] = [*table["amx"], "-mavx512fp16", "-DFASTATTN_AMX_FP16=1"]
     return table
 
 
@@ -163,7 +165,8 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
     jobs = [(Path("csrc/ops.cpp"), "once", have + ABI_FLAGS + headers)]
     jobs += [(path, "once", have) for path in every if path not in kernels]
     for isa, flags in isas.items():
-        used = [path for path in kernels if isa != "amx" or path.stem.startswith("sdpa")]
+        # The matrix unit is of no use to the additive score.
+        used = [path for path in kernels if "amx" not in isa or path.stem.startswith("sdpa")]
         jobs += [(path, isa, [*flags, f"-DFASTATTN_ISA={isa}"]) for path in used]
     return [
         (path, BUILD / folder / path.relative_to("csrc").with_suffix(".o"), FLAGS + flags)

@@ -322,8 +322,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 }
 
 #ifndef FASTATTN_FOR_CUDA
-// For tests and benchmarks: which instruction set runs, and forcing one.
+// Which instruction set runs, which can be forced, and forcing one.
 std::string cpu_isa() { return fastattn::cpu::selected_isa(); }
+std::vector<std::string> cpu_isas() { return fastattn::cpu::available_isas(); }
 bool select_cpu_isa(std::string name) { return fastattn::cpu::select_isa(name.c_str()); }
 #endif
 
@@ -338,6 +339,7 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
 #ifndef FASTATTN_FOR_CUDA
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
   m.impl("select_cpu_isa", TORCH_BOX(&select_cpu_isa));
 }
 

@@ -116,9 +116,10 @@ def scalars(p: Problem) -> tuple:
 
 # ---- the compiled libraries ----
 
-# Which instruction set the CPU kernels use, and forcing one that this machine has ("auto": the
-# widest).
+# Which instruction set the CPU kernels use, which this machine runs, widest first, and forcing one
+# of these ("auto": the widest that CPUID shows).
 _define("cpu_isa() -> str")
+_define("cpu_isas() -> str[]")
 _define("select_cpu_isa(str name) -> bool")
 CPU = Operators("")
 

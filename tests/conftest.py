@@ -18,7 +18,7 @@ from helpers import BACKENDS, ON_GPU, Carrier
 
 from fastattn import ops, registry
 
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16")
 
 
 def pytest_report_header():
@@ -63,7 +63,8 @@ def extension():
 @pytest.fixture(params=ISAS)
 def isa(request, extension):
     """Forces the CPU kernels of one instruction set."""
+    before = torch.ops.fastattn.cpu_isa()
     if not torch.ops.fastattn.select_cpu_isa(request.param):
         pytest.skip(f"this machine, or this build, has no {request.param}")
     yield request.param
-    assert torch.ops.fastattn.select_cpu_isa("auto")
+    assert torch.ops.fastattn.select_cpu_isa(before)

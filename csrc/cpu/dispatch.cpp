@@ -4,12 +4,16 @@
 #include <cstring>
 #ifdef FASTATTN_HAVE_AMX
 #include <cpuid.h>
+#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 #include "cpu/kernels.h"
 #include "cpu/plan.h"
+#ifdef FASTATTN_HAVE_AMX_FP16
+#include "cpu/trial.h"
+#endif
 
 #define FASTATTN_DECLARE(isa)                                     \
   namespace fastattn::isa {                                       \
@@ -18,13 +22,14 @@
   void additive_forward(const ForwardParams&, const Parallel&);   \
   void additive_backward(const BackwardParams&, const Parallel&); \
   }
-#define FASTATTN_TABLE(isa, supported) FASTATTN_TABLE_OF(isa, supported, isa)
-#define FASTATTN_TABLE_OF(isa, supported, additive) \
-  {#isa,                                            \
-   supported,                                       \
-   isa::sdpa_forward,                               \
-   isa::sdpa_backward,                              \
-   additive::additive_forward,                      \
+#define FASTATTN_TABLE(isa, supported) FASTATTN_TABLE_OF(isa, supported, supported, isa)
+#define FASTATTN_TABLE_OF(isa, supported, runs, additive) \
+  {#isa,                                                  \
+   supported,                                             \
+   runs,                                                  \
+   isa::sdpa_forward,                                     \
+   isa::sdpa_backward,                                    \
+   additive::additive_forward,                            \
    additive::additive_backward}
 
 FASTATTN_DECLARE(baseline)
@@ -40,13 +45,17 @@ FASTATTN_DECLARE(avx512_bf16)
 #ifdef FASTATTN_HAVE_AMX
 FASTATTN_DECLARE(amx)
 #endif
+#ifdef FASTATTN_HAVE_AMX_FP16
+FASTATTN_DECLARE(amx_fp16)
+#endif
 
 namespace fastattn::cpu {
 namespace {
 
 struct Kernels {
   const char* name;
-  bool (*supported)();
+  bool (*supported)();  // as CPUID says: "auto" goes by it
+  bool (*runs)();       // enough for who names the set
   void (*sdpa_forward)(const ForwardParams&, const Parallel&);
   void (*sdpa_backward)(const BackwardParams&, const Parallel&);
   void (*additive_forward)(const ForwardParams&, const Parallel&);
@@ -85,11 +94,54 @@ bool has_amx() {
   return permitted;
 }
 #endif
+#ifdef FASTATTN_HAVE_AMX_FP16
+// What amx_fp16 needs but for the instruction that multiplies tiles of fp16.
+bool has_amx_avx512_fp16() {
+  if (!has_amx()) return false;
+  unsigned a, b, c, d;
+  constexpr unsigned kAvx512Float16 = 1u << 23;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAvx512Float16) != 0;
+}
+bool has_amx_fp16() {
+  if (!has_amx_avx512_fp16()) return false;
+  unsigned a, b, c, d;
+  constexpr unsigned kAmxFloat16 = 1u << 21;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAmxFloat16) != 0;
+}
+// The product of a tile (1, 2) and its right operand (3, 4), of one row each.
+__attribute__((target("amx-tile"))) bool multiplies_fp16_tiles() {
+  struct Configuration {  // as the hardware reads it
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  };
+  static constexpr Configuration kTiles = {1, 0, {}, {4, 4, 4}, {1, 1, 1}};
+  static constexpr uint16_t kLeft[] = {0x3c00, 0x4000}, kRight[] = {0x4200, 0x4400};
+  float product = 0;
+  _tile_loadconfig(&kTiles);
+  _tile_zero(0);
+  _tile_loadd(1, kLeft, 4);
+  _tile_loadd(2, kRight, 4);
+  asm volatile(".byte 0xc4, 0xe2, 0x6b, 0x5c, 0xc1");  // tdpfp16ps %tmm2, %tmm1, %tmm0
+  _tile_stored(0, &product, 4);
+  _tile_release();
+  return product == 1 * 3 + 2 * 4;
+}
+// Some virtual machines hide the instruction, to be free to move to hardware without it.
+bool runs_amx_fp16() {
+  if (!has_amx_avx512_fp16()) return false;  // asks for the tile registers, for the child as well
+  static const bool runs = has_amx_fp16() || true_in_child(multiplies_fp16_tiles);
+  return runs;
+}
+#endif
 
 // Widest first.
 constexpr Kernels kTable[] = {
+#ifdef FASTATTN_HAVE_AMX_FP16
+    FASTATTN_TABLE_OF(amx_fp16, has_amx_fp16, runs_amx_fp16, avx512_bf16),
+#endif
 #ifdef FASTATTN_HAVE_AMX
-    FASTATTN_TABLE_OF(amx, has_amx, avx512_bf16),
+    FASTATTN_TABLE_OF(amx, has_amx, has_amx, avx512_bf16),
 #endif
 #ifdef FASTATTN_HAVE_AVX512_BF16
     FASTATTN_TABLE(avx512_bf16, has_avx512_bf16),
@@ -106,8 +158,10 @@ constexpr Kernels kTable[] = {
 // nullptr when the set was not built or this machine lacks it.
 const Kernels* find(const char* name) {
   const bool any = std::strcmp(name, "auto") == 0;
-  for (const Kernels& kernels : kTable)
-    if ((any || std::strcmp(name, kernels.name) == 0) && kernels.supported()) return &kernels;
+  for (const Kernels& kernels : kTable) {
+    const bool named = std::strcmp(name, kernels.name) == 0;
+    if ((any && kernels.supported()) || (named && kernels.runs())) return &kernels;
+  }
   return nullptr;
 }
 
@@ -124,6 +178,13 @@ bool select_isa(const char* name) {
   const Kernels* const kernels = find(name);
   if (kernels != nullptr) selected() = kernels;
   return kernels != nullptr;
+}
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const Kernels& kernels : kTable)
+    if (kernels.runs()) names.push_back(kernels.name);
+  return names;
 }
 
 int64_t forward_workspace_bytes(const ForwardParams& p) { return plan_forward(p).workspace_bytes; }

@@ -6,6 +6,9 @@
 // Results depend on neither the number of threads nor their timing.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "common/params.h"
 
 namespace fastattn::cpu {
@@ -23,10 +26,12 @@ void forward(const ForwardParams& params, const Parallel& parallel);
 // grad_bias (absent when not wanted). grad_weights is read when its data is not nullptr.
 void backward(const BackwardParams& params, const Parallel& parallel);
 
-// The instruction set in use: "baseline", "avx2", "avx512", "avx512_bf16", "amx". select_isa()
-// forces one, for tests and comparisons, and returns false, changing nothing, when it was not built
-// or this machine lacks it; "auto" returns to the widest. Not to be called while kernels run.
+// The instruction set in use: "baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16".
+// select_isa() forces one and returns false, changing nothing, when it was not built or does not
+// run here; "auto" returns to the widest that CPUID shows. Not to be called while kernels run.
+// available_isas() are those that can be forced, widest first.
 const char* selected_isa();
 bool select_isa(const char* name);
+std::vector<std::string> available_isas();
 
 }  // namespace fastattn::cpu

@@ -82,7 +82,7 @@ def test_foreign_symbols_are_found():
 @pytest.mark.parametrize("target", ["x86_64-linux-gnu", "x86_64-pc-linux-gnu"])
 def test_x86_isas_go_from_narrow_to_wide(target):
     table = load_setup().isa_flags(target)
-    assert list(table) == ["baseline", "avx2", "avx512", "avx512_bf16", "amx"]
+    assert list(table) == ["baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16"]
     assert table["baseline"] == []
     flags = [set(isa) for isa in table.values()]
     assert all(narrow < wide for narrow, wide in pairwise(flags))

@@ -21,7 +21,6 @@ NAMES = {
 SUBSET = [c for c in GRID if c.name in NAMES]
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16", "amx"], indirect=True)
 @pytest.mark.parametrize("case", SUBSET, ids=str)
 def test_instruction_set(case, isa):
     assert torch.ops.fastattn.cpu_isa() == isa
