@@ -5,11 +5,16 @@ such a pair: ``fastattn::forward`` and ``backward`` for CPUs, ``fastattn::cuda_f
 They have no autograd of their own: ``autograd.py`` wraps backends, and operators with registered
 autograd break ``torch.func``. csrc/ops.cpp registers the compiled ones; without its libraries the
 operators exist and have no kernel, and ``EXTENSION_ERROR`` says why.
+
+The CPU kernels use the widest instruction set that the machine shows. The environment variable
+``FASTATTN_CPU_ISA``, read at import, names another; ``ISA_ERROR`` says why that is not followed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -155,4 +160,18 @@ def _load_extension() -> str | None:
     return error and f"the compiled extension {error}"
 
 
+def _choose_isa() -> str | None:
+    """Follows FASTATTN_CPU_ISA; warns, and returns the warning, where that is not possible."""
+    name = os.environ.get("FASTATTN_CPU_ISA") or "auto"
+    if name.isascii() and torch.ops.fastattn.select_cpu_isa(name):
+        return None
+    runs = ", ".join(map(repr, torch.ops.fastattn.cpu_isas()))
+    error = (
+        f"FASTATTN_CPU_ISA: expected 'auto' or what was built and runs here, {runs}, got {name!r}"
+    )
+    warnings.warn(f"{error}; taking {torch.ops.fastattn.cpu_isa()!r}", RuntimeWarning, stacklevel=2)
+    return error
+
+
 EXTENSION_ERROR = _load_extension()
+ISA_ERROR = _choose_isa() if EXTENSION_ERROR is None else None

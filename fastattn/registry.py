@@ -99,7 +99,10 @@ def select(p: Problem, backend: str = "auto") -> str:
 
 
 def explain(p: Problem) -> str:
-    """A table of the backends in order of preference: chosen, available, or why not."""
+    """A table of the backends in order of preference: chosen, available, or why not.
+
+    Below it, the instruction set of the CPU kernels, or the reason for the order on a GPU.
+    """
     lines = [f"{p.score} attention, key {p.key}"]
     reasons = {name: BACKENDS[name].unsupported(p) for name in in_order(p.score)}
     chosen = next((name for name in reasons if not reasons[name]), None)
@@ -108,6 +111,8 @@ def explain(p: Problem) -> str:
         if against:
             verdict = "no: " + "; ".join(against)
         lines.append(f"  {name:<8}{verdict}")
+    if reasons.get("cpu") == []:
+        lines.append(f"  cpu: instruction set {cpu.instruction_set()}")
     if reasons.get("triton") == reasons.get("cuda") == []:
         lines.append(f"  {WHY[p.score]}")
     return "\n".join(lines)

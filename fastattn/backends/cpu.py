@@ -20,4 +20,10 @@ def unsupported(p: Problem) -> list[str]:
     return reasons
 
 
+def instruction_set() -> str:
+    """Which one the kernels use, and why not the one that FASTATTN_CPU_ISA names."""
+    refused = f" ({ops.ISA_ERROR})" if ops.ISA_ERROR else ""
+    return torch.ops.fastattn.cpu_isa() + refused
+
+
 forward, backward = ops.CPU.forward, ops.CPU.backward
