@@ -1,18 +1,28 @@
-// Products on the matrix unit (AMX), which multiplies tiles of bf16 and accumulates in fp32.
+// Products on the matrix unit (AMX), which multiplies tiles of bf16, or of fp16 where there is
+// AMX-FP16, and accumulates in fp32.
 //
-// Operands of any dtype are split into bf16 parts, x = x1 + x2 + x3 of 8 bits each: fp32 into three
-// (exactly), fp16 into two (exactly), bf16 is one. Of the products of parts, those that matter at
-// the operand's own precision are added up:
+// Operands of any dtype are split into parts, x = x1 + x2 + ..., as their Form says: 8 bits each of
+// bf16, 11 of fp16. Of the products of parts, those that matter at the operand's own precision are
+// added up:
 //
-//   fp32  a1 b3 + a1 b2 + a2 b2 + a2 b1 + a3 b1 + a1 b1     left out: 2^-25 |a b| at most
-//   fp16  a1 b2 + a1 b1 + a2 b1                             left out: 2^-17 |a b| at most
+//   kThreeBf16   fp32  a1 b3 + a1 b2 + a2 b2 + a2 b1 + a3 b1 + a1 b1   left out: 2^-25 |a b| at
+//   most kTwoBf16     fp16  a1 b2 + a1 b1 + a2 b1                           left out: 2^-17 |a b|
+//   at most kTwoHalves   fp32  the same                                        left out: 2^-22 |a
+//   b| at most kBf16, kHalf       a1 b1
 //
-// As accurate as fp32 multiply-adds, at a sixth of the unit's rate, which is 16 times theirs. The
-// unit flushes denormals: rows of an operand whose largest number lies outside [2^-60, 2^60], or
-// that are not finite, are packed as zeros and multiplied apart, in fp32 (*_rows_apart()). Sums are
-// flushed too: results and gradients below 1e-33 lose bits, where plain fp32 would at 1e-38.
+// As accurate as fp32 multiply-adds, at a sixth or third of the unit's rate, which is 16 times
+// theirs. What is left out of kTwoHalves, and what it drops of each x, 2^-23 |x| at most, is of
+// either sign, and less than what 32 or more fp32 additions round off.
 //
-//   tile of the left operand    16 rows x 16 words: row r, word k = elements k, k + 16 of 32
+// fp16 holds numbers from 2^-24 to 2^16. Operands are multiplied by a power of 2, their unit, and
+// their rows must then have their largest number in [2, 2^15]: others need kThreeBf16, and so does
+// the tile of pairs (i, j) in which one matters (choose_form()). bf16 holds them all, but the unit
+// flushes denormals: rows whose largest number lies outside [2^-60, 2^60], or that are not finite,
+// are packed as zeros and multiplied apart, in fp32 (*_rows_apart()). Sums are flushed too: results
+// and gradients below 1e-33 lose bits, where plain fp32 would at 1e-38.
+//
+//   tile of the left operand    16 rows x 16 words: row r, word k = elements k, k + 16 of 32 (bf16)
+//                               or 2 k, 2 k + 1 (fp16)
 //   tile of the right operand   16 words x 16 columns, the same transposed
 //   C, 2 x 2 tiles              stays in tile registers; 4 products for 2 to 4 tile loads
 //
@@ -78,45 +88,112 @@ class FlushDenormals {
 enum class Depth { kCols, kRows };
 enum class Side { kLeft, kRight };
 
-constexpr int64_t parts_of(DType dtype) {
-  return dtype == DType::kFloat32 ? 3 : dtype == DType::kFloat16 ? 2 : 1;
+// How numbers are written as parts.
+enum class Form { kBf16, kTwoBf16, kThreeBf16, kHalf, kTwoHalves };
+
+constexpr int parts_of(Form form) {
+  return form == Form::kThreeBf16 ? 3 : form == Form::kTwoBf16 || form == Form::kTwoHalves ? 2 : 1;
 }
-template <typename F>
-FASTATTN_SIMD void with_parts(int64_t parts, F f) {
-  if (parts == 3) return f(std::integral_constant<int, 3>{});
-  if (parts == 2) return f(std::integral_constant<int, 2>{});
-  f(std::integral_constant<int, 1>{});
+constexpr bool is_fp16(Form form) { return form == Form::kHalf || form == Form::kTwoHalves; }
+
+#ifdef FASTATTN_AMX_FP16
+constexpr bool kHasFp16 = true;
+#else
+constexpr bool kHasFp16 = false;
+#endif
+
+// The form that numbers of a dtype have where they fit, and the one that all finite ones fit into.
+constexpr Form form_of(DType dtype) {
+  if (dtype == DType::kBFloat16) return Form::kBf16;
+  if (dtype == DType::kFloat16) return kHasFp16 ? Form::kHalf : Form::kTwoBf16;
+  return kHasFp16 ? Form::kTwoHalves : Form::kThreeBf16;
+}
+constexpr Form wide_form_of(DType dtype) {
+  return dtype == DType::kFloat32 ? Form::kThreeBf16 : form_of(dtype);
 }
 
-// Memory for one operand: `edges` x `depths` groups of one tile a part.
+template <Form kForm>
+using FormConstant = std::integral_constant<Form, kForm>;
+template <typename F>
+FASTATTN_SIMD void with_form(Form form, F f) {
+  if (form == Form::kBf16) return f(FormConstant<Form::kBf16>{});
+  if constexpr (kHasFp16) {
+    if (form == Form::kHalf) return f(FormConstant<Form::kHalf>{});
+    if (form == Form::kTwoHalves) return f(FormConstant<Form::kTwoHalves>{});
+  } else {
+    if (form == Form::kTwoBf16) return f(FormConstant<Form::kTwoBf16>{});
+  }
+  f(FormConstant<Form::kThreeBf16>{});
+}
+
+// What queries, keys and values are multiplied by.
+constexpr float input_unit(DType dtype) {
+  return form_of(dtype) == Form::kTwoHalves ? 0x1p7f : 1.f;
+}
+constexpr float kSmallestHalf = 0x1p1f, kLargestHalf = 0x1p15f;  // of a row, in units
+
+// What weights are multiplied by: with this many octaves below 1, most of them keep all their bits.
+FASTATTN_SIMD float weight_unit(const AttentionParams& p) {
+  if (!is_fp16(form_of(p.q.dtype))) return 1.f;
+  float unit = 0x1p13f;  // weights are at most 2^(kSlack + 1)
+  for (float most = 1.f; p.dropout.enabled && most < p.dropout.scale; most *= 2.f) unit *= 0.5f;
+  return unit;
+}
+
+// Memory for one operand made of numbers of a dtype: `edges` x `depths` groups of one tile a part.
 class Operand {
  public:
   Operand() = default;
-  Operand(Scratch& scratch, int64_t edge, int64_t depth, int64_t parts)
+  Operand(Scratch& scratch, int64_t edge, int64_t depth, DType dtype)
       : depths_(round_up(depth, kTileDepth) / kTileDepth),
-        parts_(parts),
-        words_(scratch.ints(round_up(edge, kEdge) / kEdge * depths_ * parts * kTileWords)) {}
+        words_(scratch.ints(round_up(edge, kEdge) / kEdge * depths_ *
+                            parts_of(wide_form_of(dtype)) * kTileWords)) {
+    use(form_of(dtype));
+  }
 
-  int64_t parts() const { return parts_; }
+  // The form of what is in it, or will be next.
+  Form form() const { return form_; }
+  void use(Form form) { form_ = form, parts_ = parts_of(form); }
+
   FASTATTN_MEMBER int32_t* tiles(int64_t edge, int64_t depth) const {
     return words_ + (edge * depths_ + depth) * parts_ * kTileWords;
   }
 
  private:
   int64_t depths_ = 0, parts_ = 0;
+  Form form_ = Form::kBf16;
   int32_t* words_ = nullptr;
 };
 
-// x as kParts numbers of 8 bits. The last part of several may have more bits set: pair() cuts them.
-template <int kParts>
-FASTATTN_SIMD void split(Vec x, Vec (&part)[kParts]) {
+// Distance between the two elements of a word.
+constexpr int64_t word_step(Form form) { return is_fp16(form) ? 1 : kEdge; }
+
+// The parts of a vector of numbers.
+template <Form kForm>
+struct Parts {
+  static constexpr int kParts = parts_of(kForm);
+  using Part = std::conditional_t<is_fp16(kForm), VecHalf, Vec>;
+  Part part[kParts];
+};
+
+// x as parts. The last one of several may have more bits set than its share: words_of() cuts them.
+template <Form kForm>
+FASTATTN_SIMD Parts<kForm> split(Vec x) {
+  constexpr int kParts = parts_of(kForm);
+  Parts<kForm> out;
+  if constexpr (is_fp16(kForm)) {
+    out.part[0] = float_to_fp16(x);
+    if constexpr (kParts == 2) out.part[1] = float_to_fp16(x - fp16_to_float(out.part[0]));
+  } else {
 #pragma GCC unroll 3
-  for (int p = 0; p + 1 < kParts; ++p) {
-    // The first is rounded, so that the others have either sign and errors do not add up.
-    part[p] = from_bits((bits_of(x) + (p == 0 ? 0x8000 : 0)) & ~0xffff);
-    x -= part[p];
+    for (int p = 0; p + 1 < kParts; ++p) {
+      // The first is rounded, so that the others have either sign and errors do not add up.
+      out.part[p] = from_bits((bits_of(x) + (p == 0 ? 0x8000 : 0)) & ~0xffff);
+      x -= out.part[p];
+    }
+    out.part[kParts - 1] = x;
   }
-  part[kParts - 1] = x;
+  return out;
 }
 
 // The upper halves of words side by side, in two operations.
@@ -126,10 +203,12 @@ FASTATTN_SIMD VecI upper_halves(Vec low, Vec high) {
                                          _mm512_set1_epi32(~0xffff), kSelect);
 }
 
-// The bf16 numbers `low` and `high` side by side in words; a single part is rounded to nearest.
-template <int kParts>
-FASTATTN_SIMD VecI pair(Vec low, Vec high) {
-  if constexpr (kParts == 1) {
+// Words of the numbers `low` and `high` side by side; a single bf16 part is rounded to nearest.
+template <Form kForm, typename Part>
+FASTATTN_SIMD VecI words_of(Part low, Part high) {
+  if constexpr (is_fp16(kForm)) {
+    return (VecI)(widen(low) | widen(high) << 16);
+  } else if constexpr (kForm == Form::kBf16) {
     // Four operations; the hardware's conversion would cost twice as much. NaN must come from bf16
     // or be the canonical one: rounding up the lowest bits of some others would change their sign.
     return upper_halves((Vec)((VecU)low + 0x8000u), (Vec)((VecU)high + 0x8000u));
@@ -138,22 +217,31 @@ FASTATTN_SIMD VecI pair(Vec low, Vec high) {
   }
 }
 
-// One row of the tiles of all parts: pairs of parts, or of `low` and `high` split into parts.
-template <int kParts>
-FASTATTN_SIMD void write_parts(const Vec (&lows)[kParts], const Vec (&highs)[kParts],
-                               int32_t* tiles) {
+// 32 elements of a row, in two vectors, as the words of one row of a left tile: of each part.
+template <Form kForm>
+FASTATTN_SIMD void write_row(const Parts<kForm>& low, const Parts<kForm>& high, int32_t* tiles) {
+  constexpr int kParts = parts_of(kForm);
 #pragma GCC unroll 3
   for (int p = 0; p < kParts; ++p) {
-    const VecI words = pair<kParts>(lows[p], highs[p]);
-    std::memcpy(tiles + p * kTileWords, &words, sizeof(words));
+    if constexpr (is_fp16(kForm)) {
+      std::memcpy(tiles + p * kTileWords, &low.part[p], sizeof(low.part[p]));
+      std::memcpy(tiles + p * kTileWords + kEdge / 2, &high.part[p], sizeof(high.part[p]));
+    } else {
+      const VecI words = words_of<kForm>(low.part[p], high.part[p]);
+      std::memcpy(tiles + p * kTileWords, &words, sizeof(words));
+    }
   }
 }
-template <int kParts>
-FASTATTN_SIMD void write_pair(Vec low, Vec high, int32_t* tiles) {
-  Vec lows[kParts], highs[kParts];
-  split(low, lows);
-  split(high, highs);
-  write_parts<kParts>(lows, highs, tiles);
+// Likewise 16 columns of two rows, word_step() apart.
+template <Form kForm>
+FASTATTN_SIMD void write_column_words(const Parts<kForm>& low, const Parts<kForm>& high,
+                                      int32_t* tiles) {
+  constexpr int kParts = parts_of(kForm);
+#pragma GCC unroll 3
+  for (int p = 0; p < kParts; ++p) {
+    const VecI words = words_of<kForm>(low.part[p], high.part[p]);
+    std::memcpy(tiles + p * kTileWords, &words, sizeof(words));
+  }
 }
 
 // kWidth elements of a row of which `count` exist, the others being 0.
@@ -197,74 +285,96 @@ FASTATTN_SIMD bool stands_apart(VecI top, float low, float high) {
   return above(high) != 0 || (above(0.f) != 0 && above(low) == 0);
 }
 
-// Which rows of an operand stand apart from its tiles.
-class Apart {
+// What the largest number of a row must be: 0 or in (low, high].
+struct Window {
+  float low, high;
+  bool has(VecI top) const { return !stands_apart(top, low, high); }
+};
+constexpr Window kAnyBf16 = {0x1p-60f, 0x1p60f};
+
+// Which rows of a matrix do not fit into operands of form_of(its dtype): some need wide_form_of()
+// it, others stand apart from operands of any form.
+class Misfits {
  public:
-  Apart() = default;
-  Apart(Scratch& scratch, int64_t rows) : is_(scratch.ints(rows)) {}
+  Misfits() = default;
+  Misfits(Scratch& scratch, int64_t rows) : kind_(scratch.ints(rows)) {}
 
-  bool any() const { return any_; }
-  FASTATTN_MEMBER bool has(int64_t r) const { return any_ && is_[r] != 0; }
-  void clear() { any_ = false; }
+  bool any_wide() const { return (any_ & kWide) != 0; }
+  bool any_apart() const { return (any_ & kApart) != 0; }
+  FASTATTN_MEMBER bool is_wide(int64_t r) const { return any_wide() && kind_[r] == kWide; }
+  FASTATTN_MEMBER bool is_apart(int64_t r) const { return any_apart() && kind_[r] == kApart; }
+  FASTATTN_MEMBER bool is_left_out(int64_t r, Form form) const {
+    return any_ != 0 && (kind_[r] & (form == Form::kTwoHalves ? kWide | kApart : kApart)) != 0;
+  }
+  void clear() { any_ = 0; }
 
-  // Rows of contiguous columns whose largest number is 0 or in (low, high] can be split.
+  // Looks at rows of contiguous columns. `narrow`: what fits; `wide`: what fits into the wide form.
   template <DType kType>
-  void scan(const Matrix& from, float low, float high) {
-    any_ = false;
+  void scan(const Matrix& from, Window narrow, Window wide) {
+    any_ = 0;
     for (int64_t r = 0; r < from.rows; ++r) {
       VecI top{};
       for (int64_t c = 0; c < from.cols; c += kWidth)
         top = largest(
             top, load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c));
-      is_[r] = stands_apart(top, low, high);
-      any_ |= is_[r] != 0;
+      kind_[r] = narrow.has(top) ? 0 : wide.has(top) ? kWide : kApart;
+      any_ |= kind_[r];
     }
   }
 
  private:
-  int32_t* is_ = nullptr;
-  bool any_ = false;
+  static constexpr int32_t kWide = 1, kApart = 2;
+  int32_t* kind_ = nullptr;
+  int32_t any_ = 0;
 };
 
-constexpr float kSmallest = 0x1p-60f, kLargest = 0x1p60f;
-
-// Splits a matrix of contiguous columns into tiles, those out to whole tiles of padding being 0.
-// Rows that stand apart become 0.
-template <DType kType, int kParts, Depth kDepth, bool kTransposed>
-static void write_tiles(const Matrix& from, float sign, const Apart& apart, const Operand& to) {
+// Splits `factor` times a matrix of contiguous columns into tiles, those out to whole tiles of
+// padding being 0. Rows that do not fit become 0.
+template <DType kType, Form kForm, Depth kDepth, bool kTransposed>
+static void write_tiles(const Matrix& from, float factor, const Misfits& misfits,
+                        const Operand& to) {
   constexpr int64_t kRows = kDepth == Depth::kRows ? kTileDepth : kEdge;
   constexpr int64_t kCols = kDepth == Depth::kRows ? kEdge : kTileDepth;
-  const auto element = [&](int64_t r, int64_t c) __attribute__((always_inline)) {
-    if (r >= from.rows || apart.has(r)) return Vec{};
-    return sign * load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c);
+  constexpr int64_t kStep = word_step(kForm), kNext = kTileDepth / kEdge / kStep + (kStep != 1);
+  static_assert(kNext == (kStep == 1 ? 2 : 1), "rows of words start 2 rows apart, or 1");
+  const auto part = [&](int64_t r, int64_t c) __attribute__((always_inline)) {
+    if (r >= from.rows || misfits.is_left_out(r, kForm)) return split<kForm>(Vec{});
+    return split<kForm>(
+        factor * load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c));
   };
   for (int64_t r0 = 0; r0 < from.rows; r0 += kRows)
     for (int64_t c0 = 0; c0 < from.cols; c0 += kCols) {
       int32_t* const tiles = kDepth == Depth::kRows ? to.tiles(c0 / kCols, r0 / kRows)
                                                     : to.tiles(r0 / kRows, c0 / kCols);
-      for (int64_t r = 0; r < kEdge; ++r) {
-        write_pair<kParts>(
-            element(r0 + r, c0),
-            kDepth == Depth::kRows ? element(r0 + kEdge + r, c0) : element(r0 + r, c0 + kEdge),
-            tiles + r * kEdge);
+      for (int64_t n = 0; n < kEdge; ++n) {
+        int32_t* const row = tiles + n * kEdge;
+        if constexpr (kDepth == Depth::kRows) {
+          write_column_words<kForm>(part(r0 + n * kNext, c0), part(r0 + n * kNext + kStep, c0),
+                                    row);
+        } else {
+          write_row<kForm>(part(r0 + n, c0), part(r0 + n, c0 + kEdge), row);
+        }
       }
       if constexpr (kTransposed)
-        for (int p = 0; p < kParts; ++p) transpose_words(tiles + p * kTileWords);
+        for (int p = 0; p < parts_of(kForm); ++p) transpose_words(tiles + p * kTileWords);
     }
 }
 
 template <Depth kDepth, Side kSide>
-static void pack_tiles(const Matrix& from, float sign, const Apart& apart, const Operand& to) {
+static void pack_tiles(const Matrix& from, float factor, const Misfits& misfits,
+                       const Operand& to) {
   constexpr bool kTransposed = (kDepth == Depth::kCols) != (kSide == Side::kLeft);
-  if (from.dtype == DType::kFloat32) {
-    with_parts(to.parts(), [&](auto parts) {
-      write_tiles<DType::kFloat32, parts, kDepth, kTransposed>(from, sign, apart, to);
-    });
-  } else if (from.dtype == DType::kFloat16) {
-    write_tiles<DType::kFloat16, 2, kDepth, kTransposed>(from, sign, apart, to);
-  } else {
-    write_tiles<DType::kBFloat16, 1, kDepth, kTransposed>(from, sign, apart, to);
-  }
+  with_form(to.form(), [&](auto form) {
+    // Scores' gradients are fp32 whatever the form.
+    if (from.dtype == DType::kFloat32)
+      write_tiles<DType::kFloat32, form, kDepth, kTransposed>(from, factor, misfits, to);
+    if constexpr (form == form_of(DType::kFloat16))
+      if (from.dtype == DType::kFloat16)
+        write_tiles<DType::kFloat16, form, kDepth, kTransposed>(from, factor, misfits, to);
+    if constexpr (form == Form::kBf16)
+      if (from.dtype == DType::kBFloat16)
+        write_tiles<DType::kBFloat16, form, kDepth, kTransposed>(from, factor, misfits, to);
+  });
 }
 
 // ---- products ----
@@ -285,9 +395,18 @@ struct Steps<3> {
   static constexpr int kCount = 6, kLeft[] = {0, 0, 1, 1, 2, 0}, kRight[] = {2, 1, 1, 0, 0, 0};
 };
 
+// C += A B, of tile registers: TDPBF16PS or TDPFP16PS. As bytes, because the latter is known to
+// compilers from GCC 13 and Clang 16 on, and to assemblers from binutils 2.40 on.
+template <Form kForm, int kC, int kA, int kB>
+FASTATTN_SIMD void multiply_registers() {
+  constexpr int kPrefix = is_fp16(kForm) ? 3 : 2;  // of VEX: F2 or F3
+  asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((~kB & 15) << 3 | kPrefix),
+               "i"(0xc0 | kC << 3 | kA));
+}
+
 // Tile registers: C 0 to 3, left operand 4 and 5, right operand 6 and 7. Their names must be
 // literals.
-template <int kRows, int kCols>
+template <Form kForm, int kRows, int kCols>
 struct TileBlock {
   FASTATTN_MEMBER static void clear() {
     _tile_zero(0);
@@ -316,28 +435,28 @@ struct TileBlock {
     if constexpr (kCols == 2) _tile_loadd(7, second, kTileLine);
   }
   FASTATTN_MEMBER static void multiply() {
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kCols == 2) _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kRows == 2) _tile_dpbf16ps(2, 5, 6);
-    if constexpr (kRows == 2 && kCols == 2) _tile_dpbf16ps(3, 5, 7);
+    multiply_registers<kForm, 0, 4, 6>();
+    if constexpr (kCols == 2) multiply_registers<kForm, 1, 4, 7>();
+    if constexpr (kRows == 2) multiply_registers<kForm, 2, 5, 6>();
+    if constexpr (kRows == 2 && kCols == 2) multiply_registers<kForm, 3, 5, 7>();
   }
 };
 
-template <int kParts, int kRows, int kCols>
+template <Form kForm, int kRows, int kCols>
 FASTATTN_SIMD void multiply_block(const Operand& a, const Operand& b, int64_t m, int64_t n,
                                   int64_t depths, bool add, float* c, int64_t ld) {
-  using Block = TileBlock<kRows, kCols>;
-  using Parts = Steps<kParts>;
+  using Block = TileBlock<kForm, kRows, kCols>;
+  using Order = Steps<parts_of(kForm)>;
   add ? Block::load(c, ld) : Block::clear();
   for (int64_t k = 0; k < depths; ++k) {
     const int32_t *const a0 = a.tiles(m, k), *const a1 = a.tiles(m + kRows - 1, k);
     const int32_t *const b0 = b.tiles(n, k), *const b1 = b.tiles(n + kCols - 1, k);
 #pragma GCC unroll 6
-    for (int step = 0; step < Parts::kCount; ++step) {
-      const int l = Parts::kLeft[step], r = Parts::kRight[step];
-      if (step == 0 || l != Parts::kLeft[step - 1])
+    for (int step = 0; step < Order::kCount; ++step) {
+      const int l = Order::kLeft[step], r = Order::kRight[step];
+      if (step == 0 || l != Order::kLeft[step - 1])
         Block::left(a0 + l * kTileWords, a1 + l * kTileWords);
-      if (step == 0 || r != Parts::kRight[step - 1])
+      if (step == 0 || r != Order::kRight[step - 1])
         Block::right(b0 + r * kTileWords, b1 + r * kTileWords);
       Block::multiply();
     }
@@ -348,27 +467,29 @@ FASTATTN_SIMD void multiply_block(const Operand& a, const Operand& b, int64_t m,
 // One part, up to four tiles of depth at a time: a row of A's tiles stays in registers 4
 // to 7, C is finished tile by tile, so that storing one overlaps with multiplying the next.
 // Measured 20 to 40% faster than 2 x 2 tiles.
-template <int kDepths, int kTile>
+template <Form kForm, int kDepths, int kC>
 FASTATTN_SIMD void multiply_chain(const int32_t* b, bool add, float* c, int64_t ld) {
   // clang-format off
-  if constexpr (kTile == 0) {
+  const auto step = [&](auto depth) __attribute__((always_inline)) {
+    if constexpr (depth < kDepths) {
+      if constexpr (depth % 2 == 0) _tile_loadd(2, b + depth * kTileWords, kTileLine);
+      else _tile_loadd(3, b + depth * kTileWords, kTileLine);
+      multiply_registers<kForm, kC, 4 + depth, 2 + depth % 2>();
+    }
+  };
+  if constexpr (kC == 0) {
     if (add) _tile_loadd(0, c, ld * 4); else _tile_zero(0);
-    _tile_loadd(2, b, kTileLine); _tile_dpbf16ps(0, 4, 2);
-    if constexpr (kDepths > 1) { _tile_loadd(3, b + kTileWords, kTileLine); _tile_dpbf16ps(0, 5, 3); }
-    if constexpr (kDepths > 2) { _tile_loadd(2, b + 2 * kTileWords, kTileLine); _tile_dpbf16ps(0, 6, 2); }
-    if constexpr (kDepths > 3) { _tile_loadd(3, b + 3 * kTileWords, kTileLine); _tile_dpbf16ps(0, 7, 3); }
-    _tile_stored(0, c, ld * 4);
   } else {
     if (add) _tile_loadd(1, c, ld * 4); else _tile_zero(1);
-    _tile_loadd(2, b, kTileLine); _tile_dpbf16ps(1, 4, 2);
-    if constexpr (kDepths > 1) { _tile_loadd(3, b + kTileWords, kTileLine); _tile_dpbf16ps(1, 5, 3); }
-    if constexpr (kDepths > 2) { _tile_loadd(2, b + 2 * kTileWords, kTileLine); _tile_dpbf16ps(1, 6, 2); }
-    if constexpr (kDepths > 3) { _tile_loadd(3, b + 3 * kTileWords, kTileLine); _tile_dpbf16ps(1, 7, 3); }
-    _tile_stored(1, c, ld * 4);
   }
+  step(std::integral_constant<int, 0>{});
+  step(std::integral_constant<int, 1>{});
+  step(std::integral_constant<int, 2>{});
+  step(std::integral_constant<int, 3>{});
+  if constexpr (kC == 0) _tile_stored(0, c, ld * 4); else _tile_stored(1, c, ld * 4);
   // clang-format on
 }
-template <int kDepths>
+template <Form kForm, int kDepths>
 static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int64_t ns, int64_t k,
                             bool add, float* c, int64_t ld) {
   for (int64_t m = 0; m < ms; ++m) {
@@ -379,36 +500,38 @@ static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int6
     if constexpr (kDepths > 3) _tile_loadd(7, left + 3 * kTileWords, kTileLine);
     for (int64_t n = 0; n < ns; n += 2) {
       float* const to = c + m * kEdge * ld + n * kEdge;
-      multiply_chain<kDepths, 0>(b.tiles(n, k), add, to, ld);
-      if (n + 1 < ns) multiply_chain<kDepths, 1>(b.tiles(n + 1, k), add, to + kEdge, ld);
+      multiply_chain<kForm, kDepths, 0>(b.tiles(n, k), add, to, ld);
+      if (n + 1 < ns) multiply_chain<kForm, kDepths, 1>(b.tiles(n + 1, k), add, to + kEdge, ld);
     }
   }
 }
 
-// C[rows x cols] = A B, or C + A B; all three padded to whole tiles.
+// C[rows x cols] = A B, or C + A B; all three padded to whole tiles. A and B have one form.
 static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int64_t cols,
                            int64_t depth, bool add, float* c, int64_t ld) {
   const int64_t ms = round_up(rows, kEdge) / kEdge, ns = round_up(cols, kEdge) / kEdge;
   const int64_t depths = round_up(depth, kTileDepth) / kTileDepth;
   asm volatile("" ::: "memory");  // compilers do not know that tile loads read memory
-  for (int64_t k = 0; a.parts() == 1 && k < depths; k += 4) {
-    const bool more = add || k > 0;
-    if (depths - k == 1) return multiply_chains<1>(a, b, ms, ns, k, more, c, ld);
-    if (depths - k == 2) return multiply_chains<2>(a, b, ms, ns, k, more, c, ld);
-    if (depths - k == 3) return multiply_chains<3>(a, b, ms, ns, k, more, c, ld);
-    multiply_chains<4>(a, b, ms, ns, k, more, c, ld);
-    if (k + 4 == depths) return;
-  }
-  with_parts(a.parts(), [&](auto parts) __attribute__((always_inline)) {
-    constexpr int kParts = parts;
+  with_form(a.form(), [&](auto form) __attribute__((always_inline)) {
+    constexpr Form kForm = form;
+    if constexpr (parts_of(kForm) == 1) {
+      for (int64_t k = 0; k < depths; k += 4) {
+        const bool more = add || k > 0;
+        if (depths - k == 1) return multiply_chains<kForm, 1>(a, b, ms, ns, k, more, c, ld);
+        if (depths - k == 2) return multiply_chains<kForm, 2>(a, b, ms, ns, k, more, c, ld);
+        if (depths - k == 3) return multiply_chains<kForm, 3>(a, b, ms, ns, k, more, c, ld);
+        multiply_chains<kForm, 4>(a, b, ms, ns, k, more, c, ld);
+        if (k + 4 == depths) return;
+      }
+    }
     const auto block = [&](int64_t m, int64_t n) __attribute__((always_inline)) {
       float* const to = c + m * kEdge * ld + n * kEdge;
       if (m + 1 < ms) {
-        n + 1 < ns ? multiply_block<kParts, 2, 2>(a, b, m, n, depths, add, to, ld)
-                   : multiply_block<kParts, 2, 1>(a, b, m, n, depths, add, to, ld);
+        n + 1 < ns ? multiply_block<kForm, 2, 2>(a, b, m, n, depths, add, to, ld)
+                   : multiply_block<kForm, 2, 1>(a, b, m, n, depths, add, to, ld);
       } else {
-        n + 1 < ns ? multiply_block<kParts, 1, 2>(a, b, m, n, depths, add, to, ld)
-                   : multiply_block<kParts, 1, 1>(a, b, m, n, depths, add, to, ld);
+        n + 1 < ns ? multiply_block<kForm, 1, 2>(a, b, m, n, depths, add, to, ld)
+                   : multiply_block<kForm, 1, 1>(a, b, m, n, depths, add, to, ld);
       }
     };
     // The smaller operand stays in the L1 cache.

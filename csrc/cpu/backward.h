@@ -26,7 +26,7 @@ namespace fastattn::FASTATTN_ISA {
 // Where W and dS of a tile go: in place of S and dP.
 struct GradsInPlace {
   static constexpr int kRows = 1, kVectors = 1;
-  static constexpr int64_t kStep = 1;
+  static constexpr int64_t kStep = 1, kWhole = 1;
   float *w, *ds;  // [rows, ld]
   int64_t ld, row = 0;
   FASTATTN_MEMBER void begin(int64_t i) { row = i * ld; }
@@ -37,12 +37,20 @@ struct GradsInPlace {
   FASTATTN_MEMBER void end() const {}
 };
 
-// Calls fill(sink), which puts W and dS into a sink, for what score and values will use; in place,
-// too, where `dense`.
+// What W, dP and dS are multiplied by: powers of 2.
+struct GradUnits {
+  float w, dp, ds;
+};
+
+// Calls fill(sink, units), which puts W and dS into a sink, for what score and values will use; in
+// place, too, where `dense`.
 template <typename Score, typename Values, typename Fill>
 static void finish_grads(Score&, Values&, bool, Fill fill, GradsInPlace in_place) {
-  fill(in_place);
+  fill(in_place, GradUnits{1.f, 1.f, 1.f});
 }
+// As of one argument less (score.h).
+template <typename Score, typename Values>
+FASTATTN_SIMD void choose_form(Score&, Values&, const MaskTile&) {}
 
 template <typename Score, typename Values>
 class BackwardWorker {
@@ -133,12 +141,13 @@ class BackwardWorker {
     }
     score_.load_queries(b, h, i0, at.rows);
     values_.load_grad_out(b, h, i0, at.rows);
+    choose_form(score_, values_, mask_);
     score_.scores(s_);
     values_.grad_weights(dp_);
     finish_grads(
         score_, values_, p_.grad_bias.data != nullptr,
-        [&](auto&& sink) __attribute__((always_inline)) {
-          mask_.with_masking([&](auto masking) { grad_scores<masking>(at, sink); });
+        [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
+          mask_.with_masking([&](auto masking) { grad_scores<masking>(at, units, sink); });
         },
         GradsInPlace{s_, dp_, kN});
     values_.accumulate(s_, mask_.masked());
@@ -153,6 +162,10 @@ class BackwardWorker {
     loaded_ = true;
   }
 
+  // What scores, dP and dW are multiplied by before W and dS are made of them.
+  struct Factors {
+    float s, dp, grad_weights;
+  };
   // What the gradients of a row of scores depend on, besides its scores and dP.
   struct Row {
     int64_t i;
@@ -162,28 +175,31 @@ class BackwardWorker {
     const float *drop, *grad_weights;  // or nullptr
   };
   // `n`: which of the rows that a sink takes at a time.
-  Row row(const TilePlace& at, int64_t i, int n) {
+  Row row(const TilePlace& at, int64_t i, int n, const GradUnits& units) {
     if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr};
     float *const drop = drop_ + n * kDrop, *const grad_weights = grad_weights_ + n * kN;
     if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const bool weights = p_.grad_weights.data != nullptr;
     if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights);
+    const RowStats stats = load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i));
     return {i,
             true,
-            load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i)),
-            *args_.delta(at.b, at.h, at.i0 + i),
+            {stats.shift, stats.factor * units.w},
+            *args_.delta(at.b, at.h, at.i0 + i) * (units.ds / units.w),
             p_.dropout.enabled ? drop : nullptr,
             weights ? grad_weights : nullptr};
   }
 
   // W and dS of kWidth pairs from column c on, both exactly 0 where masked. kPlain: weights are P.
   template <Masking kMasking, bool kPlain>
-  FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, float scale, Vec& w, Vec& ds) const {
-    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), scale, row.i, c),
+  FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors& factors, Vec& w,
+                                Vec& ds) const {
+    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), factors.s, row.i, c),
               p = known_weight(s, row.stats);
-    Vec dp = load(dp_ + row.i * kN + c);
+    Vec dp = load(dp_ + row.i * kN + c) * factors.dp;
     w = p;
-    if (!kPlain && row.grad_weights != nullptr) dp += load(row.grad_weights + c);
+    if (!kPlain && row.grad_weights != nullptr)
+      dp += load(row.grad_weights + c) * factors.grad_weights;
     if (!kPlain && row.drop != nullptr) dp *= load(row.drop + c), w *= load(row.drop + c);
     ds = p * (dp - row.delta);
     if (kMasking != Masking::kNone) ds = s == splat(-kInf) ? Vec{} : ds;
@@ -191,8 +207,8 @@ class BackwardWorker {
 
   // W and dS of rows on their way into a sink. kPlain, in addition: all rows and columns exist.
   template <Masking kMasking, bool kPlain, typename Sink>
-  FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols, float scale,
-                                Sink& sink) const {
+  FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
+                                const Factors& factors, Sink& sink) const {
     for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
       Vec w[Sink::kRows][Sink::kVectors], ds[Sink::kRows][Sink::kVectors];
 #pragma GCC unroll 2
@@ -201,7 +217,7 @@ class BackwardWorker {
         for (int v = 0; v < Sink::kVectors; ++v) {
           const int64_t at = c + v * kWidth;
           if (kPlain || (rows[n].exists && at < cols)) {
-            grads_at<kMasking, kPlain>(rows[n], at, scale, w[n][v], ds[n][v]);
+            grads_at<kMasking, kPlain>(rows[n], at, factors, w[n][v], ds[n][v]);
           } else {
             w[n][v] = ds[n][v] = Vec{};
           }
@@ -211,21 +227,22 @@ class BackwardWorker {
   }
 
   // S and dP become W and dS, which a sink takes kRows rows, kStep rows apart, and kVectors vectors
-  // at a time, zeros beyond the tile.
+  // at a time, zeros beyond the tile, in multiples of kWhole rows.
   template <Masking kMasking, typename Sink>
-  void grad_scores(const TilePlace& at, Sink& sink) {
+  void grad_scores(const TilePlace& at, const GradUnits& units, Sink& sink) {
     static_assert(Sink::kRows <= kRows, "a row of factors each");
-    const float scale = logit_scale(score_);
+    const float made = units.ds / units.w;
+    const Factors factors = {logit_scale(score_), made / units.dp, made};
     const bool plain = !p_.dropout.enabled && p_.grad_weights.data == nullptr &&
                        at.cols % (Sink::kVectors * kWidth) == 0;
-    for (int64_t i0 = 0; i0 < at.rows; i0 += Sink::kRows * Sink::kStep)
+    for (int64_t i0 = 0; i0 < round_up(at.rows, Sink::kWhole); i0 += Sink::kRows * Sink::kStep)
       for (int64_t i = i0; i < i0 + Sink::kStep; ++i) {
         Row rows[Sink::kRows];
-        for (int n = 0; n < Sink::kRows; ++n) rows[n] = row(at, i + n * Sink::kStep, n);
+        for (int n = 0; n < Sink::kRows; ++n) rows[n] = row(at, i + n * Sink::kStep, n, units);
         sink.begin(i);
         plain&& rows[Sink::kRows - 1].exists
-            ? put_rows<kMasking, true>(rows, at.cols, scale, sink)
-            : put_rows<kMasking, false>(rows, at.cols, scale, sink);
+            ? put_rows<kMasking, true>(rows, at.cols, factors, sink)
+            : put_rows<kMasking, false>(rows, at.cols, factors, sink);
         sink.end();
       }
   }

@@ -83,6 +83,7 @@ class DeltaWorker {
       const int64_t cols = mask_.set_keys(j0, min64(kN, keys.end - j0));
       if (cols == 0) continue;
       score_.load_keys(b_, h_ / args_.group, j0, cols);
+      choose_form(score_, mask_);
       score_.scores(s_);
       mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols); });
     }

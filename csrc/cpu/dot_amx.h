@@ -16,18 +16,26 @@ namespace fastattn::FASTATTN_ISA {
 class AmxInput {
  public:
   AmxInput() = default;
-  AmxInput(Scratch& scratch, int64_t rows, int64_t cols)
-      : ld_(tile_stride(cols)), apart_(scratch, rows), dense_(scratch.floats(rows * ld_)) {}
+  AmxInput(Scratch& scratch, int64_t rows, int64_t cols, DType dtype)
+      : dtype_(dtype),
+        ld_(tile_stride(cols)),
+        misfits_(scratch, rows),
+        dense_(scratch.floats(rows * ld_)) {}
 
-  void load(const Matrix& from, float sign) {
-    from_ = from, sign_ = sign, is_dense_ = false;
+  // Everything made of the block is `factor` times it.
+  void load(const Matrix& from, float factor) {
+    from_ = from, factor_ = factor, is_dense_ = false;
     if (from.stride_c != 1 && from.cols > 1) {
       use_dense();
       from_ = {dense_, DType::kFloat32, 0, ld_, 1, from.rows, from.cols};
-      sign_ = 1.f;
+      factor_ = 1.f;
     }
     from_.stride_c = 1;
-    with_dtype(from_.dtype, [&](auto type) { apart_.scan<type>(from_, kSmallest, kLargest); });
+    const float unit = __builtin_fabsf(factor_);
+    const Window halves = {kSmallestHalf / unit, kLargestHalf / unit};
+    with_dtype(from_.dtype, [&](auto type) {
+      misfits_.scan<type>(from_, form_of(dtype_) == Form::kTwoHalves ? halves : kAnyBf16, kAnyBf16);
+    });
   }
 
   // Asks for as many rows after those loaded, which come next: scanning them waits for memory else.
@@ -41,13 +49,22 @@ class AmxInput {
   }
 
   template <Depth kDepth, Side kSide>
-  void pack(const Operand& to) const {
-    pack_tiles<kDepth, kSide>(from_, sign_, apart_, to);
+  void pack(Operand& to) const {
+    to.use(form_of(dtype_));
+    pack_tiles<kDepth, kSide>(from_, factor_, misfits_, to);
+  }
+  // Anew, if what has been packed has another form.
+  template <Depth kDepth, Side kSide>
+  void pack_as(Form form, Operand& to) const {
+    if (to.form() == form) return;
+    to.use(form);
+    pack_tiles<kDepth, kSide>(from_, factor_, misfits_, to);
   }
 
   int64_t rows() const { return from_.rows; }
   int64_t cols() const { return from_.cols; }
-  const Apart& apart() const { return apart_; }
+  const Misfits& misfits() const { return misfits_; }
+  bool is_wide(int64_t r) const { return r < rows() && misfits_.is_wide(r); }
 
   // All rows in fp32, made when asked for.
   const float* row(int64_t r) {
@@ -57,14 +74,15 @@ class AmxInput {
 
  private:
   void use_dense() {
-    pack_rows(from_, sign_, dense_, ld_);
+    pack_rows(from_, factor_, dense_, ld_);
     is_dense_ = true;
   }
 
+  DType dtype_ = DType::kFloat32;
   int64_t ld_ = 0;
   Matrix from_{};
-  float sign_ = 1.f;
-  Apart apart_;
+  float factor_ = 1.f;
+  Misfits misfits_;
   float* dense_ = nullptr;
   bool is_dense_ = false;
 };
@@ -78,31 +96,79 @@ static void unpack_columns(float* from, int64_t ld, float factor, float* rows, i
 
 // C(r, c) = a_r . b_c, [rows of a, ld], where one of the two stands apart and c < cols.
 static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c, int64_t ld) {
-  if (!a.apart().any() && !b.apart().any()) return;
+  if (!a.misfits().any_apart() && !b.misfits().any_apart()) return;
   for (int64_t i = 0; i < a.rows(); ++i)
     for (int64_t j = 0; j < cols; ++j) {
-      if (!a.apart().has(i) && !b.apart().has(j)) continue;
+      if (!a.misfits().is_apart(i) && !b.misfits().is_apart(j)) continue;
       Vec sum{};
       for (int64_t d = 0; d < a.cols(); d += kWidth) sum += load(a.row(i) + d) * load(b.row(j) + d);
       c[i * ld + j] = sum_lanes(sum);
     }
 }
 
-// C(r, :) += sum_k A(r, k) b_k, k < depth, where b_k, or row r or column k of A, stands apart.
-// `masked`: zeros of A count as nothing. Element (r, c) of C is c[r * stride_r + c * stride_c].
+// C(r, :) += factor sum_k A(r, k) b_k, k < depth, where b_k, or row r or column k of A, stands
+// apart. `masked`: zeros of A count as nothing. Element (r, c) of C is c[r * stride_r + c *
+// stride_c].
 template <typename A>
-static void accumulate_rows_apart(A a, int64_t rows, const Apart& a_rows, const Apart& a_cols,
-                                  AmxInput& b, int64_t depth, bool masked, float* c,
-                                  int64_t stride_r, int64_t stride_c) {
-  if (!a_rows.any() && !a_cols.any() && !b.apart().any()) return;
+static void accumulate_rows_apart(A a, float factor, int64_t rows, const Misfits& a_rows,
+                                  const Misfits& a_cols, AmxInput& b, int64_t depth, bool masked,
+                                  float* c, int64_t stride_r, int64_t stride_c) {
+  if (!a_rows.any_apart() && !a_cols.any_apart() && !b.misfits().any_apart()) return;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < depth; ++k) {
-      const float ark = a.at(r, k);
-      if (!a_rows.has(r) && !a_cols.has(k) && !b.apart().has(k)) continue;
+      const float ark = factor * a.at(r, k);
+      if (!a_rows.is_apart(r) && !a_cols.is_apart(k) && !b.misfits().is_apart(k)) continue;
       if (masked && ark == 0.f) continue;
       for (int64_t n = 0; n < b.cols(); ++n) c[r * stride_r + n * stride_c] += ark * b.row(k)[n];
     }
 }
+
+// ---- units ----
+
+// 2^n, |n| <= 126.
+FASTATTN_SIMD float two_to(int64_t n) {
+  const auto bits = static_cast<uint32_t>(n + 127) << 23;
+  float out;
+  std::memcpy(&out, &bits, sizeof(out));
+  return out;
+}
+// The exponent of a normal number.
+FASTATTN_SIMD int64_t exponent_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return static_cast<int64_t>(bits >> 23 & 0xff) - 127;
+}
+
+// Sums in fp32 whose unit may have to change while they grow.
+class Sums {
+ public:
+  Sums() = default;
+  Sums(Scratch& scratch, int64_t count) : count_(count), data_(scratch.floats(count)) {}
+
+  float* data() const { return data_; }
+  void clear() {
+    fill(data_, count_, 0.f);
+    unit_ = 0.f;
+  }
+  // 0 if nothing has been added yet.
+  float unit() const { return unit_; }
+  void use(float unit) {
+    const float factor = unit / unit_;
+    for (int64_t n = 0; unit_ != 0.f && factor != 1.f && n < count_; n += kWidth)
+      store(data_ + n, load(data_ + n) * factor);
+    unit_ = unit;
+  }
+  // `unit`, but for what might make those in there overflow.
+  float bounded(float unit) const {
+    constexpr float kMost = 0x1p20f;
+    return unit_ != 0.f && unit > kMost * unit_ ? kMost * unit_ : unit;
+  }
+
+ private:
+  int64_t count_ = 0;
+  float* data_ = nullptr;
+  float unit_ = 0.f;
+};
 
 // Whether a dense mask differs from row to row: it may consist of blocks then, and whole tiles of
 // it be dropped.
@@ -121,37 +187,39 @@ class AmxDotScore {
         backward_(backward),
         ld_(round_up(p.D, kEdge)),
         slots_(scratch, p, slots, min64(p.M, kBlockM)),
-        keys_(scratch, kBlockN, p.D),
-        k_(scratch, kBlockN, p.D, parts_of(p.q.dtype)) {
+        keys_(scratch, kBlockN, p.D, p.q.dtype),
+        k_(scratch, kBlockN, p.D, p.q.dtype),
+        input_unit_(input_unit(p.q.dtype)) {
     if (!backward) return;
-    const int64_t parts = parts_of(p.q.dtype);
-    k_rows_ = Operand(scratch, p.D, kBlockN, parts);
-    q_columns_ = Operand(scratch, p.D, kBlockM, parts);
-    ds_apart_ = Apart(scratch, kBlockM);
-    ds_rows_ = Operand(scratch, kBlockM, kBlockN, parts);
-    ds_columns_ = Operand(scratch, kBlockN, kBlockM, parts);
+    k_rows_ = Operand(scratch, p.D, kBlockN, p.q.dtype);
+    q_columns_ = Operand(scratch, p.D, kBlockM, p.q.dtype);
+    ds_misfits_ = Misfits(scratch, kBlockM);
+    ds_rows_ = Operand(scratch, kBlockM, kBlockN, p.q.dtype);
+    ds_columns_ = Operand(scratch, kBlockN, kBlockM, p.q.dtype);
     grad_q_ = scratch.floats(kBlockM * ld_);
-    grad_k_ = scratch.floats(ld_ * kBlockN);
+    grad_k_ = Sums(scratch, ld_ * kBlockN);
     grad_k_rows_ = scratch.floats(kBlockN * ld_);
   }
 
-  float logit_scale() const { return abs_scale() * kLog2e; }
+  float logit_scale() const { return abs_scale() * kLog2e / (input_unit_ * input_unit_); }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
-    keys_.load(matrix_at(p_.k, b, hkv, j0, cols, p_.D), 1.f);
+    keys_.load(matrix_at(p_.k, b, hkv, j0, cols, p_.D), input_unit_);
     keys_.pack<Depth::kCols, Side::kRight>(k_);
     keys_.prefetch_next();
     if (backward_) keys_.pack<Depth::kRows, Side::kRight>(k_rows_);
   }
 
   void use_keys(int64_t cols) { cols_ = cols; }
-  static int64_t query_bytes(const AttentionParams& p) { return 2 * parts_of(p.q.dtype) * p.D; }
+  static int64_t query_bytes(const AttentionParams& p) {
+    return 2 * parts_of(form_of(p.q.dtype)) * p.D;
+  }
   void use_slot(int64_t slot) { slots_.use(slot); }
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
     AmxInput& queries = slots_.queries();
-    queries.load(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale));
+    queries.load(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(input_unit_, p_.scale));
     queries.pack<Depth::kCols, Side::kLeft>(slots_.q());
     if (backward_) queries.pack<Depth::kRows, Side::kLeft>(q_columns_);
   }
@@ -162,28 +230,68 @@ class AmxDotScore {
     multiply_rows_apart(queries, keys_, cols_, s, kBlockN);
   }
 
-  void clear_key_grad() { fill(grad_k_, ld_ * kBlockN, 0.f); }
+  // Whether some kept pair has a query or a key that needs the wide form.
+  bool needs_wide(const MaskTile& mask) {
+    AmxInput& queries = slots_.queries();
+    if (!queries.misfits().any_wide() && !keys_.misfits().any_wide()) return false;
+    return mask.keeps_any([&](int64_t i) { return queries.is_wide(i); },
+                          [&](int64_t j) { return keys_.is_wide(j); });
+  }
+  void use_form(bool wide) {
+    AmxInput& queries = slots_.queries();
+    const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
+    keys_.pack_as<Depth::kCols, Side::kRight>(form, k_);
+    queries.pack_as<Depth::kCols, Side::kLeft>(form, slots_.q());
+    if (!backward_) return;
+    keys_.pack_as<Depth::kRows, Side::kRight>(form, k_rows_);
+    queries.pack_as<Depth::kRows, Side::kLeft>(form, q_columns_);
+    ds_rows_.use(form);
+    ds_columns_.use(form);
+  }
+
+  void clear_key_grad() { grad_k_.clear(); }
 
   void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
     AmxInput& queries = slots_.queries();
     const int64_t rows = queries.rows(), cols = cols_;
     const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, kBlockN, 1, rows, cols};
     if (!packed_) {
-      ds_apart_.scan<DType::kFloat32>(tile, 0.f, kLargest);
-      pack_tiles<Depth::kCols, Side::kLeft>(tile, 1.f, ds_apart_, ds_rows_);
-      pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, ds_apart_, ds_columns_);
+      constexpr Window kNotHuge = {0.f, kAnyBf16.high};
+      ds_misfits_.scan<DType::kFloat32>(tile, kNotHuge, kNotHuge);
+      pack_tiles<Depth::kCols, Side::kLeft>(tile, grad_unit_, ds_misfits_, ds_rows_);
+      pack_tiles<Depth::kRows, Side::kRight>(tile, grad_unit_, ds_misfits_, ds_columns_);
     }
 
     multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
-    accumulate_rows_apart(ByRows{ds, kBlockN}, rows, ds_apart_, Apart(), keys_, cols, masked,
-                          grad_q_, ld_, 1);
+    accumulate_rows_apart(ByRows{ds, kBlockN}, grad_unit_, rows, ds_misfits_, Misfits(), keys_,
+                          cols, masked, grad_q_, ld_, 1);
+    const float factor = p_.scale / (grad_unit_ * input_unit_);
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t d = 0; d < p_.D; ++d)
-        grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[i * ld_ + d];
+        grad_q[i * grad_q_stride + d] += factor * grad_q_[i * ld_ + d];
 
-    multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_, kBlockN);
-    accumulate_rows_apart(ByCols{ds, kBlockN}, cols, Apart(), ds_apart_, queries, rows, masked,
-                          grad_k_, 1, kBlockN);
+    grad_k_.use(grad_unit_);
+    multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), kBlockN);
+    accumulate_rows_apart(ByCols{ds, kBlockN}, grad_unit_, cols, Misfits(), ds_misfits_, queries,
+                          rows, masked, grad_k_.data(), 1, kBlockN);
+  }
+
+  // What dS of the next tile is to be multiplied by, `first` if it is the first.
+  float start_grad_unit(float first) {
+    if (!is_fp16(form_of(p_.q.dtype))) return grad_unit_ = 1.f;
+    return grad_unit_ = grad_k_.unit() == 0.f ? first : grad_k_.unit();
+  }
+  float grad_unit() const { return grad_unit_; }
+  // Whether numbers of which `top` is the largest should have another unit, which they get.
+  bool change_grad_unit(float top) {
+    constexpr float kLeast = 0x1p6f;  // most numbers keep most of their bits
+    constexpr int64_t kAimed = 11;
+    if (!is_fp16(form_of(p_.q.dtype)) || top == 0.f) return false;
+    if (top >= kLeast && top < kLargestHalf) return false;
+    const float before = grad_unit_;
+    const int64_t n = exponent_of(before) + kAimed - exponent_of(top);
+    grad_unit_ = grad_k_.bounded(two_to(max64(-100, min64(100, n))));
+    return grad_unit_ != before;
   }
 
   // Where dS goes instead, and whether it did before the next call of backward(): no row of it
@@ -192,13 +300,16 @@ class AmxDotScore {
   const Operand& ds_columns() const { return ds_columns_; }
   void use_packed(bool packed) {
     packed_ = packed;
-    if (packed) ds_apart_.clear();
+    if (packed) ds_misfits_.clear();
   }
-  bool rows_apart() { return keys_.apart().any() || slots_.queries().apart().any(); }
+  bool rows_apart() {
+    return keys_.misfits().any_apart() || slots_.queries().misfits().any_apart();
+  }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_k, b, hkv, j0, keys_.rows(), p_.D);
-    unpack_columns(grad_k_, kBlockN, abs_scale(), grad_k_rows_, ld_, to);
+    const float factor = grad_k_.unit() == 0.f ? 0.f : abs_scale() / (grad_k_.unit() * input_unit_);
+    unpack_columns(grad_k_.data(), kBlockN, factor, grad_k_rows_, ld_, to);
   }
 
  private:
@@ -209,11 +320,11 @@ class AmxDotScore {
         : list_(static_cast<Slot*>(scratch.of<Slot>(count))) {
       for (int64_t n = 0; n < count; ++n)
         new (list_ + n)
-            Slot{AmxInput(scratch, rows, p.D), Operand(scratch, rows, p.D, parts_of(p.q.dtype))};
+            Slot{AmxInput(scratch, rows, p.D, p.q.dtype), Operand(scratch, rows, p.D, p.q.dtype)};
     }
     void use(int64_t slot) { current_ = slot; }
     AmxInput& queries() { return list_[current_].queries; }
-    const Operand& q() const { return list_[current_].q; }
+    Operand& q() { return list_[current_].q; }
 
    private:
     struct Slot {
@@ -232,28 +343,46 @@ class AmxDotScore {
   int64_t ld_, cols_ = 0;
   Slots slots_;
   AmxInput keys_;
-  Operand k_;  // of S = Q K^T
+  Operand k_;         // of S = Q K^T
+  float input_unit_;  // of Q and K
   Operand k_rows_, q_columns_;
   bool packed_ = false;
-  Apart ds_apart_;
+  Misfits ds_misfits_;
   Operand ds_rows_, ds_columns_;
-  float *grad_q_ = nullptr, *grad_k_ = nullptr, *grad_k_rows_ = nullptr;
+  float grad_unit_ = 1.f;  // of dS
+  float* grad_q_ = nullptr;
+  Sums grad_k_;
+  float* grad_k_rows_ = nullptr;
 };
 
+template <int64_t kM, int64_t kN>
+static void choose_form(AmxDotScore<kM, kN>& score, const MaskTile& mask) {
+  score.use_form(score.needs_wide(mask));
+}
+// Score and values together.
+template <int64_t kM, int64_t kN, typename Values>
+static void choose_form(AmxDotScore<kM, kN>& score, Values& values, const MaskTile& mask) {
+  const bool wide = score.needs_wide(mask) || values.needs_wide(mask);
+  score.use_form(wide);
+  values.use_form(wide);
+}
+
 // The weights of a tile on their way into a left operand.
-template <int kParts>
+template <Form kForm>
 struct TileSink {
   const Operand& to;
+  float octaves;
   float* also;  // in fp32, too; may be nullptr
   int64_t ld;
 
   struct Row {
-    static constexpr int kVectors = 2, kBits = 8 * kParts;
+    static constexpr int kVectors = 2, kBits = (is_fp16(kForm) ? 11 : 8) * parts_of(kForm);
     static constexpr bool kFlushes = true;
     int32_t* words;
     float* also;
     FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[2]) const {
-      write_pair<kParts>(w[0], w[1], words + c * (kParts * kTileWords / kTileDepth));
+      write_row<kForm>(split<kForm>(w[0]), split<kForm>(w[1]),
+                       words + c * (parts_of(kForm) * kTileWords / kTileDepth));
       if (__builtin_expect(also != nullptr, 0)) {
         store(also + c, w[0]);
         store(also + c + kWidth, w[1]);
@@ -271,25 +400,42 @@ class AmxValueTile {
   AmxValueTile(const AttentionParams& p, Scratch& scratch, int64_t block_m, int64_t block_n)
       : p_(p),
         ld_(tile_stride(p.E)),
-        values_(scratch, block_n, p.E),
-        v_(scratch, p.E, block_n, parts_of(p.q.dtype)),
-        weights_(scratch, block_m, block_n, parts_of(p.q.dtype)) {}
+        input_unit_(input_unit(p.q.dtype)),
+        weight_unit_(fastattn::FASTATTN_ISA::weight_unit(p)),
+        values_(scratch, block_n, p.E, p.q.dtype),
+        v_(scratch, p.E, block_n, p.q.dtype),
+        weights_(scratch, block_m, block_n, p.q.dtype) {}
 
   int64_t stride() const { return ld_; }
+  float weight_unit() const { return weight_unit_; }
+  float output_unit() const { return weight_unit_ * input_unit_; }
   void use_keys(int64_t cols) { cols_ = cols; }
 
   void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
-    values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f);
+    values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), input_unit_);
     values_.pack<Depth::kRows, Side::kRight>(v_);
     values_.prefetch_next();
+  }
+
+  // Whether some kept pair has a value that needs the wide form.
+  bool needs_wide(const MaskTile& mask) const {
+    return values_.misfits().any_wide() &&
+           mask.keeps_any([](int64_t) { return false; },
+                          [&](int64_t j) { return values_.is_wide(j); });
+  }
+  void use_form(bool wide) {
+    const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
+    values_.pack_as<Depth::kRows, Side::kRight>(form, v_);
+    weights_.use(form);
   }
 
   // Calls f with where the softmax is to put the weights that replace scores s.
   template <typename F>
   FASTATTN_MEMBER void with_sink(float* s, int64_t ld, F f) {
-    float* const also = values_.apart().any() ? s : nullptr;
-    with_parts(weights_.parts(), [&](auto parts) { f(TileSink<parts>{weights_, also, ld}); });
+    float* const also = values_.misfits().any_apart() ? s : nullptr;
+    const auto octaves = static_cast<float>(exponent_of(weight_unit_));
+    with_form(weights_.form(), [&](auto form) { f(TileSink<form>{weights_, octaves, also, ld}); });
   }
 
   // The operand of weights is filled already; `weights` itself only where rows of V stand apart.
@@ -301,13 +447,14 @@ class AmxValueTile {
         store(o + i * ld_ + e, fastattn::FASTATTN_ISA::load(o + i * ld_ + e) * scale[i]);
     }
     multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_);
-    accumulate_rows_apart(ByRows{weights, ld}, rows, Apart(), Apart(), values_, cols_, masked, o,
-                          ld_, 1);
+    accumulate_rows_apart(ByRows{weights, ld}, 1.f, rows, Misfits(), Misfits(), values_, cols_,
+                          masked, o, ld_, 1);
   }
 
  private:
   const AttentionParams& p_;
   int64_t ld_, cols_ = 0;
+  float input_unit_, weight_unit_;
   AmxInput values_;
   Operand v_, weights_;
 };
@@ -316,6 +463,7 @@ template <int64_t kM, int64_t kN>
 static void attend_tile(AmxDotScore<kM, kN>& score, AmxValueTile& values, const MaskTile& mask,
                         const DropoutParams& dropout, const TilePlace& at, const RowState& state,
                         float* s, float* drop, float* alpha) {
+  choose_form(score, values, mask);
   score.scores(s);
   values.with_sink(s, kN, [&](const auto& sink) {
     const FlushDenormals weights;  // the matrix unit does, too
@@ -329,37 +477,58 @@ static void attend_tile(AmxDotScore<kM, kN>& score, AmxValueTile& values, const 
 // ValueGrads on the matrix unit.
 class AmxValueGrads {
  public:
-  AmxValueGrads(const AttentionParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
+  AmxValueGrads(const BackwardParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
                 int64_t block_n)
       : p_(p),
         grad_out_view_(grad_out),
         block_n_(block_n),
         ld_(round_up(p.E, kEdge)),
-        values_(scratch, block_n, p.E),
-        grad_out_(scratch, block_m, p.E),
-        v_(scratch, block_n, p.E, parts_of(p.q.dtype)),
-        grad_out_rows_(scratch, block_m, p.E, parts_of(p.q.dtype)),
-        grad_out_columns_(scratch, p.E, block_m, parts_of(p.q.dtype)),
-        weights_(scratch, block_n, block_m, parts_of(p.q.dtype)),
-        grad_v_(scratch.floats(ld_ * block_n)),
+        input_unit_(input_unit(p.q.dtype)),
+        weight_unit_(fastattn::FASTATTN_ISA::weight_unit(p)),
+        values_(scratch, block_n, p.E, p.q.dtype),
+        grad_out_(scratch, block_m, p.E, p.q.dtype),
+        v_(scratch, block_n, p.E, p.q.dtype),
+        grad_out_rows_(scratch, block_m, p.E, p.q.dtype),
+        grad_out_columns_(scratch, p.E, block_m, p.q.dtype),
+        weights_(scratch, block_n, block_m, p.q.dtype),
+        grad_v_(scratch, ld_ * block_n),
         grad_v_rows_(scratch.floats(block_n * ld_)) {}
 
   void use_keys(int64_t cols) { cols_ = cols; }
 
   void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
-    values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f);
+    values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), input_unit_);
     values_.pack<Depth::kCols, Side::kRight>(v_);
     values_.prefetch_next();
-    fill(grad_v_, ld_ * block_n_, 0.f);
+    grad_v_.clear();
   }
 
   void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
-    grad_out_.load(matrix_at(grad_out_view_, b, h, i0, rows, p_.E), 1.f);
+    const Matrix from = matrix_at(grad_out_view_, b, h, i0, rows, p_.E);
+    size_unit_ = size_unit(from, p_.stats + 2 * ((b * p_.H + h) * p_.M + i0));
+    grad_out_unit_ = form_of(p_.q.dtype) == Form::kTwoHalves ? size_unit_ : 1.f;
+    grad_out_.load(from, grad_out_unit_);
     grad_out_.pack<Depth::kCols, Side::kLeft>(grad_out_rows_);
     grad_out_.pack<Depth::kRows, Side::kLeft>(grad_out_columns_);
   }
 
+  // Whether some kept pair has a value or gradient that needs the wide form.
+  bool needs_wide(const MaskTile& mask) const {
+    return (grad_out_.misfits().any_wide() || values_.misfits().any_wide()) &&
+           mask.keeps_any([&](int64_t i) { return grad_out_.is_wide(i); },
+                          [&](int64_t j) { return values_.is_wide(j); });
+  }
+  void use_form(bool wide) {
+    const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
+    values_.pack_as<Depth::kCols, Side::kRight>(form, v_);
+    grad_out_.pack_as<Depth::kCols, Side::kLeft>(form, grad_out_rows_);
+    grad_out_.pack_as<Depth::kRows, Side::kLeft>(form, grad_out_columns_);
+    weights_.use(form);
+  }
+
+  // dp [rows, block_n] times grad_weights_unit()
+  float grad_weights_unit() const { return grad_out_unit_ * input_unit_; }
   void grad_weights(float* dp) {
     multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), cols_, p_.E, false, dp, block_n_);
     multiply_rows_apart(grad_out_, values_, cols_, dp, block_n_);
@@ -368,80 +537,122 @@ class AmxValueGrads {
   void accumulate(float* weights, bool masked) {
     const int64_t rows = grad_out_.rows(), cols = cols_;
     const Matrix tile = {weights, DType::kFloat32, 0, block_n_, 1, rows, cols};
-    if (!packed_) pack_tiles<Depth::kRows, Side::kRight>(tile, 1.f, Apart(), weights_);
-    multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_, block_n_);
-    accumulate_rows_apart(ByCols{weights, block_n_}, cols, Apart(), Apart(), grad_out_, rows,
-                          masked, grad_v_, 1, block_n_);
+    if (!packed_) pack_tiles<Depth::kRows, Side::kRight>(tile, weight_unit_, Misfits(), weights_);
+    grad_v_.use(weight_unit_ * grad_out_unit_);
+    multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_.data(), block_n_);
+    accumulate_rows_apart(ByCols{weights, block_n_}, weight_unit_, cols, Misfits(), Misfits(),
+                          grad_out_, rows, masked, grad_v_.data(), 1, block_n_);
   }
+
+  float weight_unit() const { return weight_unit_; }
+  // A power of 2, by which the largest gradients become a few thousand.
+  float size_unit() const { return size_unit_; }
 
   // Where W goes instead, and whether it did before the next call of accumulate(): `weights` is
   // read then only where some row of dO stands apart.
   const Operand& weights() const { return weights_; }
   void use_packed(bool packed) { packed_ = packed; }
-  bool rows_apart() const { return grad_out_.apart().any(); }
+  bool rows_apart() const { return grad_out_.misfits().any_apart(); }
   int64_t rows() const { return grad_out_.rows(); }
 
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_v, b, hkv, j0, values_.rows(), p_.E);
-    unpack_columns(grad_v_, block_n_, 1.f, grad_v_rows_, ld_, to);
+    const float factor = grad_v_.unit() == 0.f ? 0.f : 1.f / grad_v_.unit();
+    unpack_columns(grad_v_.data(), block_n_, factor, grad_v_rows_, ld_, to);
   }
 
  private:
-  const AttentionParams& p_;
+  // Of rows that have a key, and stats: garbage in others must not change a bit of these.
+  float size_unit(const Matrix& from, const float* stats) const {
+    if (!is_fp16(form_of(p_.q.dtype))) return 1.f;
+    VecI top{};
+    with_dtype(from.dtype, [&](auto type) {
+      for (int64_t r = 0; r < from.rows; ++r) {
+        const int64_t row = from.offset + r * from.stride_r;
+        VecI of_row{};
+        for (int64_t c = 0; c < from.cols; c += kWidth)
+          of_row = largest(of_row, load_strided<type>(from.data, row + c * from.stride_c,
+                                                      from.stride_c, from.cols - c));
+        if (load_stats(stats, r).factor != 0.f && kAnyBf16.has(of_row))
+          top = top > of_row ? top : of_row;
+      }
+    });
+    const float most = max_lanes(from_bits(top));
+    if (most == 0.f) return 1.f;
+    // Of the same few sizes for most blocks: 2^11 to 2^15, in steps of 2^4.
+    const int64_t n = 14 - exponent_of(most), step = 4;
+    const float unit = two_to((n >= 0 ? n : n - step + 1) / step * step);
+    return grad_v_.bounded(weight_unit_ * unit) / weight_unit_;
+  }
+
+  const BackwardParams& p_;
   const View& grad_out_view_;
   int64_t block_n_, ld_, cols_ = 0;
+  float input_unit_, weight_unit_, size_unit_ = 1.f, grad_out_unit_ = 1.f;
   AmxInput values_, grad_out_;
   Operand v_, grad_out_rows_, grad_out_columns_, weights_;
   bool packed_ = false;
-  float *grad_v_, *grad_v_rows_;
+  Sums grad_v_;
+  float* grad_v_rows_;
 };
 
 // W and dS of a tile on their way into operands, where each is split once: W for dV = W^T dO, dS
 // for dK = dS^T Q and dQ = dS K.
-template <int kParts>
+template <Form kForm>
 class PackedGrads {
  public:
   static constexpr int kRows = 2, kVectors = 2;
-  static constexpr int64_t kStep = kEdge;
+  static constexpr int64_t kStep = word_step(kForm), kWhole = kTileDepth;
 
   // Puts the first `rows` rows in place, too, if `also` is not nullptr.
   PackedGrads(const Operand& w_columns, const Operand& ds_columns, const Operand& ds_rows,
-              const GradsInPlace* also, int64_t rows)
+              const GradUnits& units, const GradsInPlace* also, int64_t rows)
       : w_columns_(w_columns),
         ds_columns_(ds_columns),
         ds_rows_(ds_rows),
+        units_(units),
         also_(also),
         rows_(rows) {}
 
-  // Whether no row of dS stands apart.
+  // Whether no row of dS stands apart, nor is too large for its form.
   bool all_packed() const { return all_packed_; }
+  // The largest number in dS, but for rows that stand apart.
+  float top() const { return max_lanes(from_bits(top_)); }
 
   FASTATTN_MEMBER void begin(int64_t i) {
     i_ = i;
-    top_[0] = top_[1] = VecI{};
+    tops_[0] = tops_[1] = VecI{};
   }
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[2][2], const Vec (&ds)[2][2]) {
-    const int64_t edge = c / kEdge, row = i_ % kEdge * kEdge;
-    Vec part[2][2][kParts];
+    const int64_t edge = c / kEdge, depth = i_ / kTileDepth,
+                  row = i_ % kTileDepth / (kStep == 1 ? 2 : 1) * kEdge;
+    Parts<kForm> part[2][2];
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
-      write_pair<kParts>(w[0][v], w[1][v], w_columns_.tiles(edge + v, i_ / kTileDepth) + row);
+      write_column_words<kForm>(split<kForm>(w[0][v]), split<kForm>(w[1][v]),
+                                w_columns_.tiles(edge + v, depth) + row);
 #pragma GCC unroll 2
       for (int n = 0; n < 2; ++n) {
-        top_[n] = largest(top_[n], ds[n][v]);
-        split(ds[n][v], part[n][v]);
+        tops_[n] = largest(tops_[n], ds[n][v]);
+        part[n][v] = split<kForm>(ds[n][v]);
       }
-      write_parts<kParts>(part[0][v], part[1][v],
-                          ds_columns_.tiles(edge + v, i_ / kTileDepth) + row);
+      write_column_words<kForm>(part[0][v], part[1][v], ds_columns_.tiles(edge + v, depth) + row);
     }
 #pragma GCC unroll 2
-    for (int n = 0; n < 2; ++n)
-      write_parts<kParts>(part[n][0], part[n][1],
-                          ds_rows_.tiles(i_ / kEdge + n, c / kTileDepth) + row);
+    for (int n = 0; n < 2; ++n) {
+      const int64_t i = i_ + n * kStep;
+      write_row<kForm>(part[n][0], part[n][1],
+                       ds_rows_.tiles(i / kEdge, c / kTileDepth) + i % kEdge * kEdge);
+    }
     if (__builtin_expect(also_ != nullptr, 0)) put_also(c, w, ds);
   }
   FASTATTN_MEMBER void end() {
-    all_packed_ &= !stands_apart(top_[0], 0.f, kLargest) && !stands_apart(top_[1], 0.f, kLargest);
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) {
+      all_packed_ &= Window{0.f, is_fp16(kForm) ? kLargestHalf : kAnyBf16.high}.has(tops_[n]);
+      if (is_fp16(kForm) && Window{0.f, kAnyBf16.high}.has(tops_[n]))
+        top_ = top_ > tops_[n] ? top_ : tops_[n];
+    }
   }
 
  private:
@@ -449,15 +660,16 @@ class PackedGrads {
     for (int64_t n = 0; n < 2 && i_ + n * kStep < rows_; ++n)
       for (int v = 0; v < 2; ++v) {
         const int64_t at = (i_ + n * kStep) * also_->ld + c + v * kWidth;
-        store(also_->w + at, w[n][v]);
-        store(also_->ds + at, ds[n][v]);
+        store(also_->w + at, w[n][v] * (1.f / units_.w));
+        store(also_->ds + at, ds[n][v] * (1.f / units_.ds));
       }
   }
 
   const Operand &w_columns_, &ds_columns_, &ds_rows_;
+  GradUnits units_;
   const GradsInPlace* also_;
   int64_t rows_, i_ = 0;
-  VecI top_[2];
+  VecI tops_[2], top_{};
   bool all_packed_ = true;
 };
 
@@ -465,14 +677,20 @@ template <int64_t kM, int64_t kN, typename Fill>
 static void finish_grads(AmxDotScore<kM, kN>& score, AmxValueGrads& values, bool dense, Fill fill,
                          GradsInPlace in_place) {
   dense |= score.rows_apart() || values.rows_apart();
-  bool packed = false;
-  with_parts(score.ds_rows().parts(), [&](auto parts) {
-    PackedGrads<parts> sink(values.weights(), score.ds_columns(), score.ds_rows(),
-                            dense ? &in_place : nullptr, values.rows());
-    fill(sink);
-    packed = sink.all_packed();
+  bool packed = false, again = true;
+  GradUnits units = {values.weight_unit(), values.grad_weights_unit(),
+                     score.start_grad_unit(values.size_unit())};
+  with_form(score.ds_rows().form(), [&](auto form) {
+    for (int tries = 0; again && tries < 2; ++tries) {
+      PackedGrads<form> sink(values.weights(), score.ds_columns(), score.ds_rows(), units,
+                             dense ? &in_place : nullptr, values.rows());
+      fill(sink, units);
+      packed = sink.all_packed();
+      again = tries == 0 && score.change_grad_unit(sink.top());
+      units.ds = score.grad_unit();
+    }
   });
-  if (!packed && !dense) fill(in_place);
+  if (!packed && !dense) fill(in_place, GradUnits{1.f, units.dp, 1.f});
   score.use_packed(packed);
   values.use_packed(packed);
 }

@@ -194,10 +194,10 @@ class ForwardWorker {
     const RowState state = states_.member(g);
     const Member m = member(g);
     for (int64_t i = 0; i < m.rows; ++i) {
-      const float l = sum_lanes(load(state.l + i * kWidth));
+      const float l = sum_lanes(load(state.l + i * kWidth)) / values_.weight_unit();
       alpha_[i] = args_.write_row(b_, m.h, m.i0 + i, state.m[i], l);
     }
-    unpack_rows(state.o, values_.stride(), 1.f, alpha_,
+    unpack_rows(state.o, values_.stride(), 1.f / values_.output_unit(), alpha_,
                 matrix_at(p_.out, b_, m.h, m.i0, m.rows, p_.E));
   }
 
@@ -206,9 +206,10 @@ class ForwardWorker {
     const Member m = member(g);
     for (int64_t i = 0; i < m.rows; ++i) {
       float* const to = args_.partial(b_, m.h, chunk, m.i0 + i);
-      std::memcpy(to, state.o + i * values_.stride(), static_cast<size_t>(p_.E) * 4);
+      for (int64_t e = 0; e < p_.E; ++e)
+        to[e] = state.o[i * values_.stride() + e] / values_.output_unit();
       to[p_.E] = state.m[i];
-      to[p_.E + 1] = sum_lanes(load(state.l + i * kWidth));
+      to[p_.E + 1] = sum_lanes(load(state.l + i * kWidth)) / values_.weight_unit();
     }
   }
 
@@ -313,6 +314,7 @@ class WeightsWorker {
       const int64_t cols = mask_.set_keys(j0, min64(kN, end - j0));
       if (cols == 0) continue;
       score_.load_keys(b_, h / args_.group, j0, cols);
+      choose_form(score_, mask_);
       score_.scores(s_);
       mask_.with_masking(
           [&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });

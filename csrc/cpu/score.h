@@ -43,7 +43,7 @@
 //   };
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/tile.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -59,6 +59,11 @@ template <typename Score>
 FASTATTN_SIMD float logit_scale(const Score& score) {
   return logit_scale_of(score, 0);
 }
+
+// Called before the scores of a tile are computed: a score with several ways to do that, all
+// accurate, may have to know which pairs matter.
+template <typename Score>
+FASTATTN_SIMD void choose_form(Score&, const MaskTile&) {}
 
 // Whether what holds a block of keys can do with fewer than are loaded.
 template <typename T, typename = void>

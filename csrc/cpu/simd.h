@@ -225,7 +225,7 @@ FASTATTN_SIMD Vec exp(Vec x) {
 
 // 2^x for x that is at most a little above 0, as softmax has it: 6 operations less, 9 with AVX-512.
 // 0 gives exactly 1, -inf exactly 0; results below 2^-126 are anything of that size, NaN stays NaN.
-// Off by at most 1.1 ulp, or by 2^-18.4 of the result where only kBits <= 8 bits of it will be
+// Off by at most 1.1 ulp, or by 2^-18.4 of the result where only kBits <= 11 bits of it will be
 // used, 2^-23.5 where kBits <= 16. kFlushes: the processor is set to make denormals 0.
 template <int kBits = 24, bool kFlushes = false>
 FASTATTN_SIMD Vec exp2_weight(Vec x) {
@@ -233,7 +233,7 @@ FASTATTN_SIMD Vec exp2_weight(Vec x) {
   // 2^x = 2^floor(x) 2^f with 0 <= f <= 1; hardware takes floor and f from x in one operation each.
   const Vec f = (Vec)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF);
   Vec p;
-  if constexpr (kBits <= 8) {
+  if constexpr (kBits <= 11) {
     p = splat(1.3426688e-2f);
     p = p * f + splat(5.2242469e-2f);
     p = p * f + splat(2.4128021e-1f);

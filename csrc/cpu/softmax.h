@@ -51,10 +51,12 @@ struct TilePlace {
 };
 
 // Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
-// time, zeros beyond its end, and use kBits bits of them; kFlushes as for exp2_weight().
+// time, zeros beyond its end, and use kBits bits of them; kFlushes as for exp2_weight(). Weights,
+// and the sums of them in RowState, are 2^octaves what they should be.
 struct InPlace {
   static constexpr int kVectors = 1, kBits = 24;
   static constexpr bool kFlushes = false;
+  static constexpr float octaves = 0.f;
   float* s;
   int64_t ld;
   FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
@@ -103,7 +105,12 @@ FASTATTN_SIMD void weigh_row(const Sink sink, const float* s, int64_t cols, floa
 
 // The maximum that a row subtracts is not raised for a little: weights up to 2^kSlack are as good
 // as others, and most rows then never rescale what they have summed, nor look for their maximum.
+// fp16 has no room for much of that.
+#ifdef FASTATTN_AMX_FP16
+constexpr float kSlack = 1.f;
+#else
 constexpr float kSlack = 8.f;
+#endif
 
 // Raises m to the maximum of a row, one of `top`, and returns what rescales its sums.
 FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
@@ -125,8 +132,9 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
     alpha[i] = any_above(top, state.m[i] + kSlack) ? raise_maximum(top, state.m + i) : 1.f;
     if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-    weigh_row(sink.row(i), row, at.cols, left, state.m[i] == -kInf ? 0.f : state.m[i], alpha[i],
-              dropout.enabled ? drop : nullptr, state.l + i * kWidth);
+    const float shift = (state.m[i] == -kInf ? 0.f : state.m[i]) - sink.octaves;
+    weigh_row(sink.row(i), row, at.cols, left, shift, alpha[i], dropout.enabled ? drop : nullptr,
+              state.l + i * kWidth);
   }
 }
 

@@ -84,7 +84,21 @@ class MaskTile {
     }
   }
 
+  // Whether some pair (i, j) with row(i) or key(j) is kept.
+  template <typename Row, typename Key>
+  bool keeps_any(Row row, Key key) const {
+    for (int64_t i = 0; i < rows_; ++i)
+      for (int64_t c = 0; c < cols_; ++c)
+        if ((row(i) || key(c)) && keeps(i, c)) return true;
+    return false;
+  }
+
  private:
+  bool keeps(int64_t i, int64_t c) const {
+    if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;
+    return masking_ != Masking::kIntervals || (c >= begin_[i] && c < end_[i]);
+  }
+
   FASTATTN_MEMBER VecI inside(int64_t i, int64_t c) const {
     const VecI j = iota() + static_cast<int32_t>(c);
     return (j >= begin_[i]) & (j < end_[i]);

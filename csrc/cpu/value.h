@@ -35,6 +35,10 @@ class ValueTile {
 
   int64_t stride() const { return ld_; }  // of the rows of O, too
 
+  // What weights and their sums, and what outputs are multiplied by.
+  static float weight_unit() { return 1.f; }
+  static float output_unit() { return 1.f; }
+
   void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     values_ = matrix_at(v_, b, hkv, j0, cols, E_);
     if (!direct_) finite_ = pack_rows(values_, 1.f, packed_, ld_);
