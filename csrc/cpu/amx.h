@@ -132,12 +132,13 @@ constexpr float input_unit(DType dtype) {
 }
 constexpr float kSmallestHalf = 0x1p1f, kLargestHalf = 0x1p15f;  // of a row, in units
 
-// What weights are multiplied by: with this many octaves below 1, most of them keep all their bits.
-FASTATTN_SIMD float weight_unit(const AttentionParams& p) {
-  if (!is_fp16(form_of(p.q.dtype))) return 1.f;
-  float unit = 0x1p13f;  // weights are at most 2^(kSlack + 1)
+// What weights are multiplied by: with so many octaves below 1, most of them keep all their bits.
+// They are at most 2^(kSlack + 1), and more after dropout, whose factor is made 1 at most.
+constexpr int weight_octaves(Form form) { return kHasFp16 && form != Form::kBf16 ? 13 : 0; }
+FASTATTN_SIMD float dropout_unit(const AttentionParams& p) {
+  float unit = 1.f;
   for (float most = 1.f; p.dropout.enabled && most < p.dropout.scale; most *= 2.f) unit *= 0.5f;
-  return unit;
+  return is_fp16(form_of(p.q.dtype)) ? unit : 1.f;
 }
 
 // Memory for one operand made of numbers of a dtype: `edges` x `depths` groups of one tile a part.
@@ -299,9 +300,9 @@ class Misfits {
   Misfits() = default;
   Misfits(Scratch& scratch, int64_t rows) : kind_(scratch.ints(rows)) {}
 
-  bool any_wide() const { return (any_ & kWide) != 0; }
+  bool any() const { return any_ != 0; }
   bool any_apart() const { return (any_ & kApart) != 0; }
-  FASTATTN_MEMBER bool is_wide(int64_t r) const { return any_wide() && kind_[r] == kWide; }
+  FASTATTN_MEMBER bool has(int64_t r) const { return any() && kind_[r] != 0; }
   FASTATTN_MEMBER bool is_apart(int64_t r) const { return any_apart() && kind_[r] == kApart; }
   FASTATTN_MEMBER bool is_left_out(int64_t r, Form form) const {
     return any_ != 0 && (kind_[r] & (form == Form::kTwoHalves ? kWide | kApart : kApart)) != 0;

@@ -64,7 +64,7 @@ class AmxInput {
   int64_t rows() const { return from_.rows; }
   int64_t cols() const { return from_.cols; }
   const Misfits& misfits() const { return misfits_; }
-  bool is_wide(int64_t r) const { return r < rows() && misfits_.is_wide(r); }
+  bool is_misfit(int64_t r) const { return r < rows() && misfits_.has(r); }
 
   // All rows in fp32, made when asked for.
   const float* row(int64_t r) {
@@ -230,12 +230,12 @@ class AmxDotScore {
     multiply_rows_apart(queries, keys_, cols_, s, kBlockN);
   }
 
-  // Whether some kept pair has a query or a key that needs the wide form.
+  // Whether some kept pair has a query or a key that does not fit.
   bool needs_wide(const MaskTile& mask) {
     AmxInput& queries = slots_.queries();
-    if (!queries.misfits().any_wide() && !keys_.misfits().any_wide()) return false;
-    return mask.keeps_any([&](int64_t i) { return queries.is_wide(i); },
-                          [&](int64_t j) { return keys_.is_wide(j); });
+    if (!queries.misfits().any() && !keys_.misfits().any()) return false;
+    return mask.keeps_any([&](int64_t i) { return queries.is_misfit(i); },
+                          [&](int64_t j) { return keys_.is_misfit(j); });
   }
   void use_form(bool wide) {
     AmxInput& queries = slots_.queries();
@@ -278,21 +278,21 @@ class AmxDotScore {
 
   // What dS of the next tile is to be multiplied by, `first` if it is the first.
   float start_grad_unit(float first) {
-    if (!is_fp16(form_of(p_.q.dtype))) return grad_unit_ = 1.f;
-    return grad_unit_ = grad_k_.unit() == 0.f ? first : grad_k_.unit();
+    const bool fp16 = is_fp16(ds_rows_.form());
+    return grad_unit_ = !fp16 ? 1.f : grad_k_.unit() == 0.f ? first : grad_k_.unit();
   }
-  float grad_unit() const { return grad_unit_; }
   // Whether numbers of which `top` is the largest should have another unit, which they get.
   bool change_grad_unit(float top) {
     constexpr float kLeast = 0x1p6f;  // most numbers keep most of their bits
     constexpr int64_t kAimed = 11;
-    if (!is_fp16(form_of(p_.q.dtype)) || top == 0.f) return false;
+    if (!is_fp16(ds_rows_.form()) || top == 0.f) return false;
     if (top >= kLeast && top < kLargestHalf) return false;
     const float before = grad_unit_;
     const int64_t n = exponent_of(before) + kAimed - exponent_of(top);
     grad_unit_ = grad_k_.bounded(two_to(max64(-100, min64(100, n))));
     return grad_unit_ != before;
   }
+  float grad_unit() const { return grad_unit_; }
 
   // Where dS goes instead, and whether it did before the next call of backward(): no row of it
   // stands apart then, and `ds` is read only where some key or query does.
@@ -371,12 +371,12 @@ static void choose_form(AmxDotScore<kM, kN>& score, Values& values, const MaskTi
 template <Form kForm>
 struct TileSink {
   const Operand& to;
-  float octaves;
   float* also;  // in fp32, too; may be nullptr
   int64_t ld;
 
   struct Row {
-    static constexpr int kVectors = 2, kBits = (is_fp16(kForm) ? 11 : 8) * parts_of(kForm);
+    static constexpr int kVectors = 2, kBits = (is_fp16(kForm) ? 11 : 8) * parts_of(kForm),
+                         kOctaves = weight_octaves(kForm);
     static constexpr bool kFlushes = true;
     int32_t* words;
     float* also;
@@ -401,14 +401,19 @@ class AmxValueTile {
       : p_(p),
         ld_(tile_stride(p.E)),
         input_unit_(input_unit(p.q.dtype)),
-        weight_unit_(fastattn::FASTATTN_ISA::weight_unit(p)),
+        dropout_unit_(dropout_unit(p)),
         values_(scratch, block_n, p.E, p.q.dtype),
         v_(scratch, p.E, block_n, p.q.dtype),
         weights_(scratch, block_m, block_n, p.q.dtype) {}
 
   int64_t stride() const { return ld_; }
-  float weight_unit() const { return weight_unit_; }
-  float output_unit() const { return weight_unit_ * input_unit_; }
+  float weight_unit() const { return two_to(weight_octaves(form_of(p_.q.dtype))); }
+  float output_unit() const { return weight_unit() * dropout_unit_ * input_unit_; }
+  // As weights are to be multiplied.
+  DropoutParams in_units(DropoutParams dropout) const {
+    dropout.scale *= dropout_unit_;
+    return dropout;
+  }
   void use_keys(int64_t cols) { cols_ = cols; }
 
   void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
@@ -418,11 +423,11 @@ class AmxValueTile {
     values_.prefetch_next();
   }
 
-  // Whether some kept pair has a value that needs the wide form.
+  // Whether some kept pair has a value that does not fit.
   bool needs_wide(const MaskTile& mask) const {
-    return values_.misfits().any_wide() &&
+    return values_.misfits().any() &&
            mask.keeps_any([](int64_t) { return false; },
-                          [&](int64_t j) { return values_.is_wide(j); });
+                          [&](int64_t j) { return values_.is_misfit(j); });
   }
   void use_form(bool wide) {
     const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
@@ -434,8 +439,7 @@ class AmxValueTile {
   template <typename F>
   FASTATTN_MEMBER void with_sink(float* s, int64_t ld, F f) {
     float* const also = values_.misfits().any_apart() ? s : nullptr;
-    const auto octaves = static_cast<float>(exponent_of(weight_unit_));
-    with_form(weights_.form(), [&](auto form) { f(TileSink<form>{weights_, octaves, also, ld}); });
+    with_form(weights_.form(), [&](auto form) { f(TileSink<form>{weights_, also, ld}); });
   }
 
   // The operand of weights is filled already; `weights` itself only where rows of V stand apart.
@@ -454,7 +458,7 @@ class AmxValueTile {
  private:
   const AttentionParams& p_;
   int64_t ld_, cols_ = 0;
-  float input_unit_, weight_unit_;
+  float input_unit_, dropout_unit_;
   AmxInput values_;
   Operand v_, weights_;
 };
@@ -465,10 +469,11 @@ static void attend_tile(AmxDotScore<kM, kN>& score, AmxValueTile& values, const 
                         float* s, float* drop, float* alpha) {
   choose_form(score, values, mask);
   score.scores(s);
+  const DropoutParams in_units = values.in_units(dropout);
   values.with_sink(s, kN, [&](const auto& sink) {
     const FlushDenormals weights;  // the matrix unit does, too
     mask.with_masking([&](auto masking) {
-      softmax_rows<masking>(mask, dropout, at, state, logit_scale(score), s, kN, drop, alpha, sink);
+      softmax_rows<masking>(mask, in_units, at, state, logit_scale(score), s, kN, drop, alpha, sink);
     });
   });
   values.accumulate(s, kN, at.rows, alpha, mask.masked(), state.o);
@@ -484,7 +489,7 @@ class AmxValueGrads {
         block_n_(block_n),
         ld_(round_up(p.E, kEdge)),
         input_unit_(input_unit(p.q.dtype)),
-        weight_unit_(fastattn::FASTATTN_ISA::weight_unit(p)),
+        weight_unit_(two_to(weight_octaves(form_of(p.q.dtype))) * dropout_unit(p)),
         values_(scratch, block_n, p.E, p.q.dtype),
         grad_out_(scratch, block_m, p.E, p.q.dtype),
         v_(scratch, block_n, p.E, p.q.dtype),
@@ -513,11 +518,11 @@ class AmxValueGrads {
     grad_out_.pack<Depth::kRows, Side::kLeft>(grad_out_columns_);
   }
 
-  // Whether some kept pair has a value or gradient that needs the wide form.
+  // Whether some kept pair has a value or gradient that does not fit.
   bool needs_wide(const MaskTile& mask) const {
-    return (grad_out_.misfits().any_wide() || values_.misfits().any_wide()) &&
-           mask.keeps_any([&](int64_t i) { return grad_out_.is_wide(i); },
-                          [&](int64_t j) { return values_.is_wide(j); });
+    return (grad_out_.misfits().any() || values_.misfits().any()) &&
+           mask.keeps_any([&](int64_t i) { return grad_out_.is_misfit(i); },
+                          [&](int64_t j) { return values_.is_misfit(j); });
   }
   void use_form(bool wide) {
     const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
@@ -649,9 +654,10 @@ class PackedGrads {
   FASTATTN_MEMBER void end() {
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
-      all_packed_ &= Window{0.f, is_fp16(kForm) ? kLargestHalf : kAnyBf16.high}.has(tops_[n]);
-      if (is_fp16(kForm) && Window{0.f, kAnyBf16.high}.has(tops_[n]))
-        top_ = top_ > tops_[n] ? top_ : tops_[n];
+      const float high = kAnyBf16.high * units_.ds;
+      const Window any = {0.f, high < __FLT_MAX__ ? high : __FLT_MAX__};
+      all_packed_ &= (is_fp16(kForm) ? Window{0.f, kLargestHalf} : any).has(tops_[n]);
+      if (is_fp16(kForm) && any.has(tops_[n])) top_ = top_ > tops_[n] ? top_ : tops_[n];
     }
   }
 
@@ -677,18 +683,21 @@ template <int64_t kM, int64_t kN, typename Fill>
 static void finish_grads(AmxDotScore<kM, kN>& score, AmxValueGrads& values, bool dense, Fill fill,
                          GradsInPlace in_place) {
   dense |= score.rows_apart() || values.rows_apart();
-  bool packed = false, again = true;
+  bool packed = false;
   GradUnits units = {values.weight_unit(), values.grad_weights_unit(),
                      score.start_grad_unit(values.size_unit())};
   with_form(score.ds_rows().form(), [&](auto form) {
-    for (int tries = 0; again && tries < 2; ++tries) {
+    const auto pack = [&] {
       PackedGrads<form> sink(values.weights(), score.ds_columns(), score.ds_rows(), units,
                              dense ? &in_place : nullptr, values.rows());
       fill(sink, units);
       packed = sink.all_packed();
-      again = tries == 0 && score.change_grad_unit(sink.top());
-      units.ds = score.grad_unit();
-    }
+      return sink.top();
+    };
+    if (!score.change_grad_unit(pack())) return;
+    packed = false;
+    units.ds = score.grad_unit();
+    if (!dense) pack();  // else W and dS lie where S and dP were, and will be packed from there
   });
   if (!packed && !dense) fill(in_place, GradUnits{1.f, units.dp, 1.f});
   score.use_packed(packed);

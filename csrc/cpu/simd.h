@@ -223,36 +223,38 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
 }
 
-// 2^x for x that is at most a little above 0, as softmax has it: 6 operations less, 9 with AVX-512.
-// 0 gives exactly 1, -inf exactly 0; results below 2^-126 are anything of that size, NaN stays NaN.
-// Off by at most 1.1 ulp, or by 2^-18.4 of the result where only kBits <= 11 bits of it will be
-// used, 2^-23.5 where kBits <= 16. kFlushes: the processor is set to make denormals 0.
-template <int kBits = 24, bool kFlushes = false>
+// 2^(x + kOctaves) for x that is at most a little above 0, as softmax has it: 6 operations less, 9
+// with AVX-512. 0 gives exactly 2^kOctaves, -inf exactly 0; results below 2^-126 are anything of
+// that size, NaN stays NaN. Off by at most 1.1 ulp, or by 2^-18.4 of the result where only
+// kBits <= 11 bits of it will be used, 2^-23.5 where kBits <= 16. kFlushes: the processor is set to
+// make denormals 0.
+template <int kBits = 24, bool kFlushes = false, int kOctaves = 0>
 FASTATTN_SIMD Vec exp2_weight(Vec x) {
+  constexpr float kUnit = 1 << kOctaves;
 #if defined(__AVX512DQ__) && FASTATTN_VECTOR_WIDTH == 16
   // 2^x = 2^floor(x) 2^f with 0 <= f <= 1; hardware takes floor and f from x in one operation each.
   const Vec f = (Vec)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF);
   Vec p;
   if constexpr (kBits <= 11) {
-    p = splat(1.3426688e-2f);
-    p = p * f + splat(5.2242469e-2f);
-    p = p * f + splat(2.4128021e-1f);
-    p = p * f + splat(6.9304484e-1f);
+    p = splat(kUnit * 1.3426688e-2f);
+    p = p * f + splat(kUnit * 5.2242469e-2f);
+    p = p * f + splat(kUnit * 2.4128021e-1f);
+    p = p * f + splat(kUnit * 6.9304484e-1f);
   } else if constexpr (kBits <= 16) {
-    p = splat(1.8671305e-3f);
-    p = p * f + splat(9.0170298e-3f);
-    p = p * f + splat(5.5799913e-2f);
-    p = p * f + splat(2.4016444e-1f);
-    p = p * f + splat(6.9315130e-1f);
+    p = splat(kUnit * 1.8671305e-3f);
+    p = p * f + splat(kUnit * 9.0170298e-3f);
+    p = p * f + splat(kUnit * 5.5799913e-2f);
+    p = p * f + splat(kUnit * 2.4016444e-1f);
+    p = p * f + splat(kUnit * 6.9315130e-1f);
   } else {
-    p = splat(2.1612918e-4f);
-    p = p * f + splat(1.2467846e-3f);
-    p = p * f + splat(9.675452e-3f);
-    p = p * f + splat(5.5485282e-2f);
-    p = p * f + splat(2.4022931e-1f);
-    p = p * f + splat(6.9314706e-1f);
+    p = splat(kUnit * 2.1612918e-4f);
+    p = p * f + splat(kUnit * 1.2467846e-3f);
+    p = p * f + splat(kUnit * 9.675452e-3f);
+    p = p * f + splat(kUnit * 5.5485282e-2f);
+    p = p * f + splat(kUnit * 2.4022931e-1f);
+    p = p * f + splat(kUnit * 6.9314706e-1f);
   }
-  p = p * f + splat(1.0f);
+  p = p * f + splat(kUnit);
   if constexpr (kFlushes) return (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
   // Zero instead of denormals, which would slow down what follows and take 60 ns to make.
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.f), _CMP_NLT_UQ);
@@ -260,7 +262,7 @@ FASTATTN_SIMD Vec exp2_weight(Vec x) {
 #else
   const Vec clamped = max(splat(-127.f), x);
   const Vec shifted = clamped + kRounder;
-  return exp2_fraction(clamped - (shifted - kRounder)) * power_of_2(shifted);
+  return exp2_fraction(clamped - (shifted - kRounder)) * power_of_2(shifted) * kUnit;
 #endif
 }
 

@@ -51,12 +51,11 @@ struct TilePlace {
 };
 
 // Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
-// time, zeros beyond its end, and use kBits bits of them; kFlushes as for exp2_weight(). Weights,
-// and the sums of them in RowState, are 2^octaves what they should be.
+// time, zeros beyond its end, and use kBits bits of them. Weights, and the sums of them in RowState,
+// are 2^kOctaves what they should be. kFlushes as for exp2_weight().
 struct InPlace {
-  static constexpr int kVectors = 1, kBits = 24;
+  static constexpr int kVectors = 1, kBits = 24, kOctaves = 0;
   static constexpr bool kFlushes = false;
-  static constexpr float octaves = 0.f;
   float* s;
   int64_t ld;
   FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
@@ -93,7 +92,7 @@ FASTATTN_SIMD void weigh_row(const Sink sink, const float* s, int64_t cols, floa
     for (int v = 0; v < Sink::kVectors; ++v) {
       const int64_t at = c + v * kWidth;
       w[v] = v == 0 || at < cols
-                 ? exp2_weight<Sink::kBits, Sink::kFlushes>(load(s + at) * scale - m)
+                 ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(load(s + at) * scale - m)
                  : Vec{};
       sum += w[v];
       if (drop != nullptr && at < cols) w[v] *= load(drop + at);
@@ -132,9 +131,8 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
     alpha[i] = any_above(top, state.m[i] + kSlack) ? raise_maximum(top, state.m + i) : 1.f;
     if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-    const float shift = (state.m[i] == -kInf ? 0.f : state.m[i]) - sink.octaves;
-    weigh_row(sink.row(i), row, at.cols, left, shift, alpha[i], dropout.enabled ? drop : nullptr,
-              state.l + i * kWidth);
+    weigh_row(sink.row(i), row, at.cols, left, state.m[i] == -kInf ? 0.f : state.m[i], alpha[i],
+              dropout.enabled ? drop : nullptr, state.l + i * kWidth);
   }
 }
 
