@@ -473,7 +473,8 @@ static void attend_tile(AmxDotScore<kM, kN>& score, AmxValueTile& values, const 
   values.with_sink(s, kN, [&](const auto& sink) {
     const FlushDenormals weights;  // the matrix unit does, too
     mask.with_masking([&](auto masking) {
-      softmax_rows<masking>(mask, in_units, at, state, logit_scale(score), s, kN, drop, alpha, sink);
+      softmax_rows<masking>(mask, in_units, at, state, logit_scale(score), s, kN, drop, alpha,
+                            sink);
     });
   });
   values.accumulate(s, kN, at.rows, alpha, mask.masked(), state.o);

@@ -51,8 +51,8 @@ struct TilePlace {
 };
 
 // Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
-// time, zeros beyond its end, and use kBits bits of them. Weights, and the sums of them in RowState,
-// are 2^kOctaves what they should be. kFlushes as for exp2_weight().
+// time, zeros beyond its end, and use kBits bits of them. Weights, and the sums of them in
+// RowState, are 2^kOctaves what they should be. kFlushes as for exp2_weight().
 struct InPlace {
   static constexpr int kVectors = 1, kBits = 24, kOctaves = 0;
   static constexpr bool kFlushes = false;
@@ -91,9 +91,10 @@ FASTATTN_SIMD void weigh_row(const Sink sink, const float* s, int64_t cols, floa
 #pragma GCC unroll 2
     for (int v = 0; v < Sink::kVectors; ++v) {
       const int64_t at = c + v * kWidth;
-      w[v] = v == 0 || at < cols
-                 ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(load(s + at) * scale - m)
-                 : Vec{};
+      w[v] =
+          v == 0 || at < cols
+              ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(load(s + at) * scale - m)
+              : Vec{};
       sum += w[v];
       if (drop != nullptr && at < cols) w[v] *= load(drop + at);
     }

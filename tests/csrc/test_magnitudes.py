@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from helpers import everything, inputs
+from helpers import assert_same_bits, attend, everything, inputs
 
-from fastattn import testing
+from fastattn import Mask, testing
 
 pytestmark = pytest.mark.usefixtures("extension")
 
 # Factors of (query, key), whose scores stay moderate, of value and of grad_out.
 FACTORS = {
-    "tiny values": (1, 1, 1e-33, 1),
+    "tiny values": (1, 1, 1e-28, 1),
     "huge values": (1, 1, 1e30, 1e-10),
     "tiny gradients": (1, 1, 1, 1e-30),
     "huge gradients": (1, 1, 1e-5, 1e30),
@@ -18,15 +18,28 @@ FACTORS = {
     "huge queries": (1e33, 1e-33, 1, 1),
     "tiny scores": (1e-30, 1, 1, 1),
     "small": (1e-8, 1e8, 1e-8, 1e-8),
+    # Beyond what fp16 parts hold.
+    "small values": (1, 1, 1e-3, 1),
+    "large values": (1, 1, 300, 1e-3),
+    "small queries": (1e-3, 1e3, 1, 1),
+    "large queries": (300, 1 / 300, 1, 1),
 }
 
 
-def check(call, grad_out):
+def results(call, grad_out, **options):
+    """Everything; and the gradients of the output alone, which take a shorter way."""
+    leaves = {name: x.detach().requires_grad_() for name, x in call.items()}
+    plain = torch.autograd.grad(attend(**leaves, **options), list(leaves.values()), grad_out)
+    plain = {f"plain grad_{name}": x for name, x in zip(leaves, plain, strict=True)}
+    return everything(call, grad_out, **options) | plain
+
+
+def check(call, grad_out, **options):
     """Our results and gradients against float64's, with plain float32 as the peer."""
-    ours = everything(call, grad_out, backend="cpu")
-    plain = everything(call, grad_out, backend="eager")
+    ours = results(call, grad_out, **options, backend="cpu")
+    plain = results(call, grad_out, **options, backend="eager")
     double = {name: x.double() for name, x in call.items()}
-    truth = everything(double, grad_out.double(), backend="eager")
+    truth = results(double, grad_out.double(), **options, backend="eager")
     for name, x in ours.items():
         testing.assert_within_budget(x, plain[name], truth[name], name)
 
@@ -56,3 +69,50 @@ def test_some_rows_of_another_magnitude(isa, name):
         call["query"][:, :, ::5] *= min(query, 1)
         call["key"][:, :, ::7] *= min(key, 1)
     check(call, grad_out)
+
+
+SIZES = dict(M=200, N=280, D=40, E=24)  # several blocks of queries and of keys
+
+
+@pytest.mark.parametrize(
+    "factors", [(1e-8, 1, 1e5), (1e5, 1e-8), (0, 1e-4, 1e-20), (1e17, 1e-17), (1e-25, 1e25)]
+)
+def test_gradients_of_another_magnitude_in_every_block(isa, factors):
+    """Sums over blocks keep what they have when the next block is larger or smaller."""
+    call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1)
+    for n, rows in enumerate(grad_out.split(64, dim=2)):
+        rows *= factors[n % len(factors)]
+    check(call, grad_out)
+
+
+def test_weights_of_every_magnitude(isa):
+    """From a dominating key to what underflows; with dropout that keeps few."""
+    call, grad_out = scaled(inputs(**SIZES), 4, 4, 1, 1)
+    check(call, grad_out, dropout_p=0.95, seed=7)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 300.0, 1e25])
+@pytest.mark.parametrize("rows", ["all", "each"])
+def test_masked_keys_of_another_magnitude_change_no_bit(isa, rows, factor):
+    call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1)
+    keep = torch.rand(1, 1, 1 if rows == "all" else SIZES["M"], SIZES["N"]) < 0.7
+    keep[..., ::9] = False
+    options = dict(mask=Mask(keep=keep), backend="cpu")
+    clean = results(call, grad_out, **options)
+    for name in "key", "value":
+        call[name] = call[name].clone()
+        call[name][:, :, ::9] *= factor
+    assert_same_bits(results(call, grad_out, **options), clean)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 300.0, 1e25])
+def test_queries_without_keys_of_another_magnitude_change_no_bit(isa, factor):
+    call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1)
+    keep = torch.rand(1, 1, SIZES["M"], SIZES["N"]) < 0.7
+    keep[:, :, ::9] = False
+    options = dict(mask=Mask(keep=keep), backend="cpu")
+    clean = results(call, grad_out, **options)
+    call["query"] = call["query"].clone()
+    call["query"][:, :, ::9] *= factor
+    grad_out[:, :, ::9] *= factor
+    assert_same_bits(results(call, grad_out, **options), clean)
