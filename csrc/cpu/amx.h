@@ -133,7 +133,7 @@ constexpr float input_unit(DType dtype) {
 constexpr float kSmallestHalf = 0x1p1f, kLargestHalf = 0x1p15f;  // of a row, in units
 
 // What weights are multiplied by: with so many octaves below 1, most of them keep all their bits.
-// They are at most 2^(kSlack + 1), and more after dropout, whose factor is made 1 at most.
+// More than 8 times that would be too much. Dropout's factor is made 1 at most.
 constexpr int weight_octaves(Form form) { return kHasFp16 && form != Form::kBf16 ? 13 : 0; }
 FASTATTN_SIMD float dropout_unit(const AttentionParams& p) {
   float unit = 1.f;

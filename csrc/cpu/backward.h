@@ -184,7 +184,7 @@ class BackwardWorker {
     const RowStats stats = load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i));
     return {i,
             true,
-            {stats.shift, stats.factor * units.w},
+            {stats.shift, stats.factor * units.w, stats.most},
             *args_.delta(at.b, at.h, at.i0 + i) * (units.ds / units.w),
             p_.dropout.enabled ? drop : nullptr,
             weights ? grad_weights : nullptr};

@@ -125,20 +125,6 @@ static void accumulate_rows_apart(A a, float factor, int64_t rows, const Misfits
 
 // ---- units ----
 
-// 2^n, |n| <= 126.
-FASTATTN_SIMD float two_to(int64_t n) {
-  const auto bits = static_cast<uint32_t>(n + 127) << 23;
-  float out;
-  std::memcpy(&out, &bits, sizeof(out));
-  return out;
-}
-// The exponent of a normal number.
-FASTATTN_SIMD int64_t exponent_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return static_cast<int64_t>(bits >> 23 & 0xff) - 127;
-}
-
 // Sums in fp32 whose unit may have to change while they grow.
 class Sums {
  public:
@@ -373,10 +359,11 @@ struct TileSink {
   const Operand& to;
   float* also;  // in fp32, too; may be nullptr
   int64_t ld;
+  bool keeps_scores() const { return also == nullptr; }
 
   struct Row {
     static constexpr int kVectors = 2, kBits = (is_fp16(kForm) ? 11 : 8) * parts_of(kForm),
-                         kOctaves = weight_octaves(kForm);
+                         kOctaves = weight_octaves(kForm), kSlack = kOctaves == 0 ? 8 : 1;
     static constexpr bool kFlushes = true;
     int32_t* words;
     float* also;

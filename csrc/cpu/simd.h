@@ -226,7 +226,7 @@ FASTATTN_SIMD Vec exp(Vec x) {
 // 2^(x + kOctaves) for x that is at most a little above 0, as softmax has it: 6 operations less, 9
 // with AVX-512. 0 gives exactly 2^kOctaves, -inf exactly 0; results below 2^-126 are anything of
 // that size, NaN stays NaN. Off by at most 1.1 ulp, or by 2^-18.4 of the result where only
-// kBits <= 11 bits of it will be used, 2^-23.5 where kBits <= 16. kFlushes: the processor is set to
+// kBits <= 11 bits of it will be used, 2^-23.5 where kBits <= 22. kFlushes: the processor is set to
 // make denormals 0.
 template <int kBits = 24, bool kFlushes = false, int kOctaves = 0>
 FASTATTN_SIMD Vec exp2_weight(Vec x) {
@@ -240,7 +240,7 @@ FASTATTN_SIMD Vec exp2_weight(Vec x) {
     p = p * f + splat(kUnit * 5.2242469e-2f);
     p = p * f + splat(kUnit * 2.4128021e-1f);
     p = p * f + splat(kUnit * 6.9304484e-1f);
-  } else if constexpr (kBits <= 16) {
+  } else if constexpr (kBits <= 22) {
     p = splat(kUnit * 1.8671305e-3f);
     p = p * f + splat(kUnit * 9.0170298e-3f);
     p = p * f + splat(kUnit * 5.5799913e-2f);
@@ -264,6 +264,20 @@ FASTATTN_SIMD Vec exp2_weight(Vec x) {
   const Vec shifted = clamped + kRounder;
   return exp2_fraction(clamped - (shifted - kRounder)) * power_of_2(shifted) * kUnit;
 #endif
+}
+
+// 2^n, |n| <= 126.
+FASTATTN_SIMD float two_to(int64_t n) {
+  const auto bits = static_cast<uint32_t>(n + 127) << 23;
+  float out;
+  std::memcpy(&out, &bits, sizeof(out));
+  return out;
+}
+// The largest n with 2^n <= |x|, where x is a normal number; one of -127 to 128 for others.
+FASTATTN_SIMD int64_t exponent_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return static_cast<int64_t>(bits >> 23 & 0xff) - 127;
 }
 
 // ---- division ----

@@ -52,10 +52,12 @@ struct TilePlace {
 
 // Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
 // time, zeros beyond its end, and use kBits bits of them. Weights, and the sums of them in
-// RowState, are 2^kOctaves what they should be. kFlushes as for exp2_weight().
+// RowState, are 2^kOctaves what they should be, and at most 2^kSlack times that. kFlushes as for
+// exp2_weight(). keeps_scores(): whether weights go elsewhere, so that a row may be weighed twice.
 struct InPlace {
-  static constexpr int kVectors = 1, kBits = 24, kOctaves = 0;
+  static constexpr int kVectors = 1, kBits = 24, kOctaves = 0, kSlack = 8;
   static constexpr bool kFlushes = false;
+  static constexpr bool keeps_scores() { return false; }
   float* s;
   int64_t ld;
   FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
@@ -79,38 +81,33 @@ FASTATTN_SIMD Vec mask_row(const MaskTile& mask, float scale, int64_t i, int64_t
   return kMasking == Masking::kNone ? top * scale : top;
 }
 
-// A row of scores s becomes weights 2^(scale s - m), l their running sums. `drop` [cols], if
-// any, multiplies weights after they are summed.
-template <typename Sink>
-FASTATTN_SIMD void weigh_row(const Sink sink, const float* s, int64_t cols, float scale, float m,
-                             float alpha, const float* drop, float* l) {
-  Vec sum = load(l) * alpha;
+// Row i of the scores s becomes weights 2^(scale s - m), l their running sums. `drop` [cols], if
+// any, multiplies weights after they are summed. Returns numbers of which one is at least the
+// largest weight: sums of some of them each, where there is room for that.
+template <Masking kMasking, typename Sink>
+FASTATTN_SIMD Vec weigh_row(const Sink sink, const MaskTile& mask, int64_t i, const float* s,
+                            int64_t cols, float scale, float m, float alpha, const float* drop,
+                            float* l) {
+  constexpr bool kRoom = Sink::kSlack >= 8;
+  Vec sum{}, top{};
 #pragma GCC unroll 2
   for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
     Vec w[Sink::kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < Sink::kVectors; ++v) {
       const int64_t at = c + v * kWidth;
-      w[v] =
-          v == 0 || at < cols
-              ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(load(s + at) * scale - m)
-              : Vec{};
+      w[v] = v == 0 || at < cols ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(
+                                       mask.apply<kMasking>(load(s + at), scale, i, at) - m)
+                                 : Vec{};
       sum += w[v];
+      if constexpr (!kRoom) top = max(w[v], top);
       if (drop != nullptr && at < cols) w[v] *= load(drop + at);
     }
     sink.put(c, w);
   }
-  store(l, sum);
+  store(l, load(l) * alpha + sum);
+  return kRoom ? sum : top;
 }
-
-// The maximum that a row subtracts is not raised for a little: weights up to 2^kSlack are as good
-// as others, and most rows then never rescale what they have summed, nor look for their maximum.
-// fp16 has no room for much of that.
-#ifdef FASTATTN_AMX_FP16
-constexpr float kSlack = 1.f;
-#else
-constexpr float kSlack = 8.f;
-#endif
 
 // Raises m to the maximum of a row, one of `top`, and returns what rescales its sums.
 FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
@@ -122,18 +119,34 @@ FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
 
 // One step over a tile of scores s [rows, ld], logits being scale s: they become weights; alpha[i]
 // is what rescales row i of O.
+//
+// The maximum that a row subtracts is not raised for a little: weights up to 2^kSlack are as good
+// as others. Most rows then never rescale what they have summed, nor look for their maximum: where
+// they can be weighed again, they are weighed at once.
 template <Masking kMasking, typename Sink>
 FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
                                 const TilePlace& at, const RowState& state, float scale, float* s,
                                 int64_t ld, float* drop, float* alpha, const Sink& sink) {
-  const float left = kMasking == Masking::kNone ? scale : 1.f;  // what mask_row() leaves out
   for (int64_t i = 0; i < at.rows; ++i) {
-    float* const row = s + i * ld;
-    const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
-    alpha[i] = any_above(top, state.m[i] + kSlack) ? raise_maximum(top, state.m + i) : 1.f;
+    float *const row = s + i * ld, *const l = state.l + i * kWidth, *const m = state.m + i;
     if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-    weigh_row(sink.row(i), row, at.cols, left, state.m[i] == -kInf ? 0.f : state.m[i], alpha[i],
-              dropout.enabled ? drop : nullptr, state.l + i * kWidth);
+    const float* const factors = dropout.enabled ? drop : nullptr;
+    using Row = decltype(sink.row(i));
+    constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
+    if (sink.keeps_scores() && *m != -kInf) {
+      const Vec before = load(l);
+      alpha[i] = 1.f;
+      if (!any_above(
+              weigh_row<kMasking>(sink.row(i), mask, i, row, at.cols, scale, *m, 1.f, factors, l),
+              kMost))
+        continue;
+      store(l, before);
+    }
+    const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
+    alpha[i] = any_above(top, *m + Row::kSlack) ? raise_maximum(top, m) : 1.f;
+    const float left = kMasking == Masking::kNone ? scale : 1.f;  // what mask_row() leaves out
+    weigh_row<Masking::kNone>(sink.row(i), mask, i, row, at.cols, left, *m == -kInf ? 0.f : *m,
+                              alpha[i], factors, l);
   }
 }
 
@@ -153,14 +166,16 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
 // same 4 ulp of error on every weight of its row, and one of 1e30 has no bits left for the sum.
 struct RowStats {
   float shift, factor;
+  float most;  // that the exponent can be, were it not for rounding: weights are at most 1
 };
 
 FASTATTN_SIMD RowStats row_stats(float m, float l) {
-  return l == 0.f ? RowStats{0.f, 0.f} : RowStats{m, 1.f / l};
+  return l == 0.f ? RowStats{0.f, 0.f, 0.f} : RowStats{m, 1.f / l, 0.f};
 }
 
 FASTATTN_SIMD RowStats load_stats(const float* stats, int64_t row) {
-  return {stats[2 * row], stats[2 * row + 1]};
+  const float factor = stats[2 * row + 1];
+  return {stats[2 * row], factor, static_cast<float>(min64(126, 1 - exponent_of(factor)))};
 }
 FASTATTN_SIMD void store_stats(const RowStats& from, int64_t row, float* stats) {
   stats[2 * row] = from.shift;
@@ -175,7 +190,7 @@ FASTATTN_SIMD float natural_lse(float m, float l) {
 // The weight of a masked score: exactly 0 where that is -inf, even if the row's sum is NaN.
 // Bounded: scores summed in another order than before may pass a huge maximum by a lot.
 FASTATTN_SIMD Vec known_weight(Vec s, const RowStats& row) {
-  const Vec w = exp2_weight(min(splat(kSlack + 1.f), s - row.shift)) * row.factor;
+  const Vec w = exp2_weight(min(splat(row.most), s - row.shift)) * row.factor;
   return s == splat(-kInf) ? Vec{} : w;
 }
 
