@@ -29,6 +29,7 @@ def describe(device: str) -> dict:
         "load_average": round(os.getloadavg()[0], 2),  # of the last minute, before the run
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "fastattn_isa": _our_isa(),
+        "isa_named": os.environ.get("FASTATTN_CPU_ISA", "auto") != "auto",  # not what CPUID shows
         "extension": ops.EXTENSION_ERROR or "loaded",
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
@@ -47,6 +48,8 @@ def slug(about: dict) -> str:
         parts = [about["device_name"]]
     else:
         parts = [about["cpu"], about["torch_isa"], f"{about['threads']} threads"]
+        if about["isa_named"]:
+            parts.append(about["fastattn_isa"] or "no extension")
     return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
 
 
