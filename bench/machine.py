@@ -48,7 +48,7 @@ def slug(about: dict) -> str:
         parts = [about["device_name"]]
     else:
         parts = [about["cpu"], about["torch_isa"], f"{about['threads']} threads"]
-        if about["isa_named"]:
+        if about.get("isa_named"):
             parts.append(about["fastattn_isa"] or "no extension")
     return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
 
