@@ -1,6 +1,6 @@
 // Products with at most a handful of rows, as in decoding: nothing is packed, every key and value
-// is read once, where it lies, converted on the fly. Memory bandwidth is the limit, so rows are
-// simply taken one after the other.
+// is read once, where it lies, converted on the fly for up to 4 rows at a time. Memory bandwidth is
+// the limit, so keys are simply taken one after the other.
 #pragma once
 
 #include "cpu/pack.h"
@@ -32,87 +32,167 @@ FASTATTN_SIMD Vec load_columns(const void* base, int64_t offset, int64_t count) 
                                               : gather<kType>(base, offset, 1, count);
 }
 
-// out[j] = x . keys(j, :) for j < keys.rows rounded up to kWidth; x has zeros up to a multiple of
-// kWidth.
-template <DType kType>
-static void dot_rows_as(const float* x, const Matrix& keys, float* out) {
-  for (int64_t j = 0; j < keys.rows; j += kWidth) {
-    int64_t offset[kWidth];
-    for (int64_t lane = 0; lane < kWidth; ++lane) {  // past the last key: the last key again
-      const int64_t row = j + lane < keys.rows ? j + lane : keys.rows - 1;
-      offset[lane] = keys.offset + row * keys.stride_r;
+// out[r * ld + j] = x_r . keys(j, :) for kRows rows and j < keys.rows rounded up to kWidth, x_r
+// being x[r * ldx] on. kWidth products at a time: a vector of sums each.
+template <DType kType, int kRows>
+static void dot_rows_as(const float* x, int64_t ldx, const Matrix& keys, float* out, int64_t ld) {
+  constexpr int kKeys = kWidth / kRows;
+  for (int64_t j = 0; j < round_up(keys.rows, kWidth); j += kKeys) {
+    int64_t offset[kKeys];
+    for (int64_t n = 0; n < kKeys; ++n) {  // past the last key: the last key again
+      const int64_t row = j + n < keys.rows ? j + n : keys.rows - 1;
+      offset[n] = keys.offset + row * keys.stride_r;
     }
-    for (int64_t lane = 0; lane < kWidth; ++lane)
-      prefetch_row<kType>(keys, j + lane + kPrefetchRows);
+    for (int64_t n = 0; n < kKeys; ++n) prefetch_row<kType>(keys, j + n + kPrefetchRows);
     Vec acc[kWidth] = {};
-    int64_t d = 0;
-    for (; d + kWidth <= keys.cols; d += kWidth) {
-      const Vec xd = load(x + d);
+    const auto add = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
+      Vec xd[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) xd[r] = load(x + r * ldx + d);
 #pragma GCC unroll 16
-      for (int lane = 0; lane < kWidth; ++lane)
-        acc[lane] += xd * load_as<kType>(keys.data, offset[lane] + d);
-    }
+      for (int n = 0; n < kKeys; ++n) {
+        const Vec key = load_key(offset[n] + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) acc[r * kKeys + n] += xd[r] * key;
+      }
+    };
+    int64_t d = 0;
+    for (; d + kWidth <= keys.cols; d += kWidth)
+      add(d,
+          [&](int64_t at) __attribute__((always_inline)) { return load_as<kType>(keys.data, at); });
     if (d < keys.cols) {
-      for (int lane = 0; lane < kWidth; ++lane)
-        acc[lane] += load(x + d) * gather<kType>(keys.data, offset[lane] + d, 1, keys.cols - d);
+      add(d, [&](int64_t at) __attribute__((always_inline)) {
+        return gather<kType>(keys.data, at, 1, keys.cols - d);
+      });
     }
-    store(out + j, sums_of<kWidth>(acc));
+    const Vec sums = sums_of<kWidth>(acc);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+      std::memcpy(out + r * ld + j, reinterpret_cast<const float*>(&sums) + r * kKeys,
+                  kKeys * sizeof(float));
   }
 }
-[[maybe_unused]] static void dot_rows(const float* x, const Matrix& keys, float* out) {
-  with_dtype(keys.dtype, [&](auto type) { dot_rows_as<type>(x, keys, out); });
+
+// Calls f(row, count) for blocks of 4, 2 and 1 rows, count being a compile-time constant.
+template <typename F>
+FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) f(r, std::integral_constant<int, 4>{});
+  if (rows & 2) f(r, std::integral_constant<int, 2>{}), r += 2;
+  if (rows & 1) f(r, std::integral_constant<int, 1>{});
 }
 
-// The rows to read: all, or (skip_zeros) those with a weight. Returns how many.
-FASTATTN_SIMD int64_t list_rows(const float* weights, int64_t rows, bool skip_zeros,
-                                int32_t* listed) {
+// out[r * ld + j] = x_r . keys(j, :) for r < rows and j < keys.rows rounded up to kWidth; rows
+// x[r * ldx] have zeros up to a multiple of kWidth.
+[[maybe_unused]] static void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
+                                      float* out, int64_t ld) {
+  with_dtype(keys.dtype, [&](auto type) {
+    in_row_blocks(rows, [&](int64_t r, auto count) {
+      dot_rows_as<type, count>(x + r * ldx, ldx, keys, out + r * ld, ld);
+    });
+  });
+}
+
+// The values to read: all, or (skip_zeros) those with a weight. Returns how many, or -1 where that
+// is not the same for all rows of weights [rows, ld].
+FASTATTN_SIMD int64_t list_values(const float* weights, int64_t ld, int64_t rows, int64_t cols,
+                                  bool skip_zeros, int32_t* listed) {
   int64_t count = 0;
-  for (int64_t j = 0; j < rows; ++j) {
+  bool same = true;
+  for (int64_t j = 0; j < cols; ++j) {
+    const bool skipped = skip_zeros && weights[j] == 0.f;
+    for (int64_t r = 1; skip_zeros && r < rows; ++r)
+      same &= (weights[r * ld + j] == 0.f) == skipped;
     listed[count] = static_cast<int32_t>(j);
-    count += !skip_zeros || weights[j] != 0.f;
+    count += !skipped;
   }
-  return count;
+  return same ? count : -1;
 }
 
-// o[e] = scale * o[e] + sum over the listed rows j of weights[j] * values(j, e), for kVecs vectors
-// of columns from e on, the last of which may be partial; o has room for whole vectors. Even and
-// odd rows have sums of their own, since one chain of additions is slower than memory.
-template <DType kType, int kVecs>
-FASTATTN_SIMD void add_columns(const float* weights, const int32_t* rows, int64_t count,
-                               const Matrix& values, int64_t e, float scale, float* o) {
-  Vec acc[2][kVecs] = {};
-  const auto add = [&](int64_t n, Vec(&sum)[kVecs]) __attribute__((always_inline)) {
-    const int64_t row = values.offset + rows[n] * values.stride_r + e;
-    const Vec weight = splat(weights[rows[n]]);
+// Sums over listed values: weights [kRows, ldw], o [kRows, ldo].
+struct WeightedSum {
+  const float* weights;
+  int64_t ldw;
+  const int32_t* listed;
+  int64_t count;
+  const Matrix& values;
+  const float* scale;  // of o, a row each
+  float* o;
+  int64_t ldo;
+};
+
+// o(r, e) = scale[r] o(r, e) + sum_n weights(r, j_n) values(j_n, e), for kVecs vectors of columns
+// from e on, the last of which may be partial; o has room for whole vectors. A single row has sums
+// for even and odd n, since one chain of additions is slower than memory.
+template <DType kType, int kRows, int kVecs>
+FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
+  constexpr int kChains = kRows == 1 ? 2 : 1;
+  const Matrix& values = of.values;
+  Vec acc[kChains][kRows][kVecs] = {};
+  const auto add = [&](int64_t n, Vec(&sum)[kRows][kVecs]) __attribute__((always_inline)) {
+    const int64_t j = of.listed[n], row = values.offset + j * values.stride_r + e;
+    Vec value[kVecs];
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v)
-      sum[v] += weight * load_columns<kType>(values.data, row + v * kWidth,
-                                             kVecs > 1 ? kWidth : values.cols - e);
+      value[v] =
+          load_columns<kType>(values.data, row + v * kWidth, kVecs > 1 ? kWidth : values.cols - e);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Vec weight = splat(of.weights[r * of.ldw + j]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[r][v] += weight * value[v];
+    }
     const int64_t ahead = n + kPrefetchRows;
-    if (e == 0) prefetch_row<kType>(values, ahead < count ? rows[ahead] : rows[n] + kPrefetchRows);
+    if (e == 0)
+      prefetch_row<kType>(values, ahead < of.count ? of.listed[ahead] : j + kPrefetchRows);
   };
   int64_t n = 0;
-  for (; n + 2 <= count; n += 2) add(n, acc[0]), add(n + 1, acc[1]);
-  if (n < count) add(n, acc[0]);
+  for (; n + kChains <= of.count; n += kChains)
+#pragma GCC unroll 2
+    for (int c = 0; c < kChains; ++c) add(n + c, acc[c]);
+  if (n < of.count) add(n, acc[0]);
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-  for (int v = 0; v < kVecs; ++v) {
-    float* const to = o + e + v * kWidth;
-    store(to, load(to) * scale + (acc[0][v] + acc[1][v]));
-  }
+    for (int v = 0; v < kVecs; ++v) {
+      float* const to = of.o + r * of.ldo + e + v * kWidth;
+      Vec sum = acc[0][r][v];
+      if constexpr (kChains == 2) sum += acc[1][r][v];
+      store(to, load(to) * of.scale[r] + sum);
+    }
 }
-[[maybe_unused]] static void add_weighted_rows(const float* weights, const int32_t* rows,
-                                               int64_t count, const Matrix& values, float scale,
-                                               float* o) {
+
+template <DType kType, int kRows>
+static void add_listed(const WeightedSum& of) {
+  constexpr bool kWide = kRows < 4 || kVectorRegisters == 32;  // whether 4 vectors of sums fit
+  int64_t e = 0;
+  const auto take = [&](auto vecs) __attribute__((always_inline)) {
+    for (; e + vecs * kWidth <= of.values.cols; e += vecs * kWidth)
+      add_columns<kType, kRows, vecs>(of, e);
+  };
+  if constexpr (kWide) take(std::integral_constant<int, 4>{});
+  take(std::integral_constant<int, 2>{});
+  for (; e < of.values.cols; e += kWidth) add_columns<kType, kRows, 1>(of, e);
+}
+
+// o(r, :) = scale[r] o(r, :) + sum_j weights(r, j) values(j, :) for rows of weights [rows, ldw] and
+// o [rows, ldo]. skip_zeros: not even 0 * NaN counts. `listed` has room for values.rows.
+[[maybe_unused]] static void add_weighted_rows(const float* weights, int64_t ldw, int64_t rows,
+                                               bool skip_zeros, const Matrix& values,
+                                               const float* scale, float* o, int64_t ldo,
+                                               int32_t* listed) {
+  const int64_t count = list_values(weights, ldw, rows, values.rows, skip_zeros, listed);
+  if (count < 0) {
+    for (int64_t r = 0; r < rows; ++r)
+      add_weighted_rows(weights + r * ldw, ldw, 1, true, values, scale + r, o + r * ldo, ldo,
+                        listed);
+    return;
+  }
   with_dtype(values.dtype, [&](auto type) {
-    int64_t e = 0;
-    const auto take = [&](auto vecs) __attribute__((always_inline)) {
-      for (; e + vecs * kWidth <= values.cols; e += vecs * kWidth)
-        add_columns<type, vecs>(weights, rows, count, values, e, scale, o);
-    };
-    take(std::integral_constant<int, 4>{});
-    take(std::integral_constant<int, 2>{});
-    for (; e < values.cols; e += kWidth)
-      add_columns<type, 1>(weights, rows, count, values, e, scale, o);
+    in_row_blocks(rows, [&](int64_t r, auto block) {
+      add_listed<type, block>(
+          {weights + r * ldw, ldw, listed, count, values, scale + r, o + r * ldo, ldo});
+    });
   });
 }
 

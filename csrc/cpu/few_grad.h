@@ -83,7 +83,7 @@ class FewDotScore {
       : p_(p),
         ld_(tile_stride(p.D)),
         q_(scratch.floats(kBlockM * ld_)),
-        grad_q_(scratch.floats(ld_)),
+        grad_q_(scratch.floats(kBlockM * ld_)),
         listed_(scratch.ints(kBlockN)),
         grad_k_(p, scratch, kBlockN, p.D) {}
 
@@ -97,20 +97,16 @@ class FewDotScore {
     pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale), q_, ld_);
   }
 
-  void scores(float* s) {
-    for (int64_t i = 0; i < rows_; ++i) dot_rows(q_ + i * ld_, keys_, s + i * kBlockN);
-  }
+  void scores(float* s) { dot_rows(q_, ld_, rows_, keys_, s, kBlockN); }
 
   void clear_key_grad() { grad_k_.clear(); }
 
   void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
-    for (int64_t i = 0; i < rows_; ++i) {
-      const float* const row = ds + i * kBlockN;
-      const int64_t count = list_rows(row, keys_.rows, masked, listed_);
-      fill(grad_q_, ld_, 0.f);
-      add_weighted_rows(row, listed_, count, keys_, 1.f, grad_q_);
-      for (int64_t d = 0; d < p_.D; ++d) grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[d];
-    }
+    fill(grad_q_, rows_ * ld_, 0.f);
+    add_weighted_rows(ds, kBlockN, rows_, masked, keys_, kOnes, grad_q_, ld_, listed_);
+    for (int64_t i = 0; i < rows_; ++i)
+      for (int64_t d = 0; d < p_.D; ++d)
+        grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[i * ld_ + d];
     grad_k_.add(q_, ld_, ds, rows_, masked);
   }
 
@@ -119,6 +115,8 @@ class FewDotScore {
   }
 
  private:
+  static constexpr float kOnes[kBlockM] = {1.f, 1.f, 1.f, 1.f};
+
   float abs_scale() const { return __builtin_fabsf(p_.scale); }
 
   const AttentionParams& p_;
@@ -149,9 +147,7 @@ class FewValueGrads {
     pack_rows(matrix_at(grad_out_view_, b, h, i0, rows, p_.E), 1.f, grad_out_, ld_);
   }
 
-  void grad_weights(float* dp) {
-    for (int64_t i = 0; i < rows_; ++i) dot_rows(grad_out_ + i * ld_, values_, dp + i * block_n_);
-  }
+  void grad_weights(float* dp) { dot_rows(grad_out_, ld_, rows_, values_, dp, block_n_); }
   void accumulate(const float* weights, bool masked) {
     grad_v_.add(grad_out_, ld_, weights, rows_, masked);
   }

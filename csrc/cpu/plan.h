@@ -23,9 +23,34 @@ struct ForwardPlan {
   int64_t workspace_bytes;
 };
 
+// Whether the heads that share keys can be taken for the rows of one head, so that these are read
+// once for all. That is, where nothing tells rows from heads but strides: one query, no dropout.
+FASTATTN_FN bool heads_are_rows(const ForwardParams& p) {
+  const bool keeps_all = p.mask.band_lo <= 0 && p.mask.band_hi >= p.N - 1;
+  return p.M == 1 && p.H > p.Hkv && p.w.data == nullptr && keeps_all && !p.dropout.enabled &&
+         p.weights_mode == WeightsMode::kNone;
+}
+
+// The same problem with the heads of a group as rows.
+FASTATTN_FN ForwardParams heads_as_rows(ForwardParams p) {
+  const int64_t group = p.H / p.Hkv;
+  p.M = group, p.H = p.Hkv;
+  View* const views[] = {&p.q, &p.out, &p.bias};
+  for (View* view : views) {
+    view->stride_r = view->stride_h;
+    view->stride_h *= group;
+  }
+  p.mask.keep_stride_m = p.mask.keep_stride_h;
+  p.mask.keep_stride_h *= group;
+  p.mask.kv_len_stride_m = 0;
+  p.mask.band_lo = -group, p.mask.band_hi = p.N;
+  return p;
+}
+
 FASTATTN_FN ForwardPlan plan_forward(const ForwardParams& p) {
   ForwardPlan plan;
-  plan.chunk_keys = max64(1, kKeysPerQuery * p.M / kChunkKeys) * kChunkKeys;
+  const int64_t queries = heads_are_rows(p) ? p.H / p.Hkv : p.M;
+  plan.chunk_keys = max64(1, kKeysPerQuery * queries / kChunkKeys) * kChunkKeys;
   plan.chunks = max64(1, ceil_div(p.N, plan.chunk_keys));
   plan.partial_stride = p.E + 2;
   plan.workspace_bytes =

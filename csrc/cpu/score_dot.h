@@ -58,7 +58,7 @@ class DotScore {
 
   void scores(float* s) {
     if (direct_) {
-      for (int64_t i = 0; i < rows(); ++i) dot_rows(q_ + i * ld_, keys_, s + i * kBlockN);
+      dot_rows(q_, ld_, rows(), keys_, s, kBlockN);
     } else {
       gemm(ByRows{q_, ld_}, k_transposed_, kBlockN, rows(), round_up(keys_.rows, kWidth), p_.D, s,
            kBlockN, Store{});

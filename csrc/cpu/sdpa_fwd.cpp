@@ -9,6 +9,7 @@
 namespace fastattn::FASTATTN_ISA {
 
 void sdpa_forward(const ForwardParams& p, const Parallel& parallel) {
+  if (heads_are_rows(p)) return sdpa_forward(heads_as_rows(p), parallel);
 #ifdef __AMX_BF16__
   if (packing_pays(p)) {
     // The matrix unit takes about a microsecond to get up to speed: large tiles, unless small ones

@@ -49,10 +49,7 @@ class ValueTile {
   void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
                   float* o) {
     if (direct_) {
-      for (int64_t i = 0; i < rows; ++i) {
-        const int64_t count = list_rows(weights + i * ld, values_.rows, masked, listed_);
-        add_weighted_rows(weights + i * ld, listed_, count, values_, scale[i], o + i * ld_);
-      }
+      add_weighted_rows(weights, ld, rows, masked, values_, scale, o, ld_, listed_);
     } else if (masked && !finite_) {
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t e = 0; e < E_; e += kWidth) {

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import everything, inputs
+from helpers import attend, everything, inputs
 
 from fastattn import Mask, testing
 from fastattn.testing import Case
@@ -23,6 +23,43 @@ def test_gradients_of_few_queries(isa, M, dtype):
     sizes = dict(B=2, H=6, Hkv=2, M=M, N=300, D=40, E=70, dtype=dtype, lse=True)
     for masks in ({}, dict(kv_len="rows", keep="bhmn", causal="bottom_right")):
         testing.check(Case(f"few-{M}", **sizes, **masks, weights="mean", dropout_p=0.2), "cpu")
+
+
+ONE_QUERY = {
+    "plain": {},
+    "lengths": dict(kv_len="batch"),
+    "all": dict(kv_len="rows", keep="bhmn", bias="hn", bias_inf=True, causal="bottom_right"),
+    "bias": dict(bias="bhmn", causal="bottom_right"),
+    "empty": dict(keep="bhmn", empty_rows=True),
+    "window": dict(window=(70, 0), causal="bottom_right"),
+    "first-key": dict(causal="top_left"),
+}
+
+
+@pytest.mark.parametrize("masks", ONE_QUERY)
+def test_one_query_of_heads_that_share_keys(isa, masks):
+    """Any number of heads, which are rows of one head to the kernels; the sizes have tails."""
+    sizes = dict(B=3, M=1, N=300, D=40, E=70, lse=True, **ONE_QUERY[masks])
+    for group in (2, 3, 4, 7, 12):
+        for layout, dtype in (("bhmd", torch.float32), ("bmhd", torch.bfloat16)):
+            testing.check(
+                Case(f"{group}", H=2 * group, Hkv=2, layout=layout, dtype=dtype, **sizes), "cpu"
+            )
+    testing.check(Case("weights", H=6, Hkv=2, weights="mean", **sizes), "cpu")
+    testing.check(Case("dropout", H=6, Hkv=2, dropout_p=0.3, **sizes), "cpu")
+
+
+@pytest.mark.parametrize("group", [2, 4, 7])
+def test_a_key_that_one_head_masks_reaches_the_others_alone(isa, group):
+    """Keys are read once for all heads of a group, some of which may not see what is in them."""
+    call = inputs(B=1, H=group, Hkv=1, M=1, N=200, D=24, E=24)
+    call["key"][..., 50, :] = call["value"][..., 50, :] = math.nan
+    call["value"][..., 60, 3] = math.inf
+    keep = torch.ones(1, group, 1, 200, dtype=torch.bool)
+    keep[:, 0, :, 50] = keep[:, :, :, 60] = False
+    out = attend(**call, mask=Mask(keep=keep), backend="cpu")
+    assert out[:, 0].isfinite().all()
+    assert out[:, 1:].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["query", "grad_out"])
