@@ -17,7 +17,6 @@
 
 #include "common/mask.h"
 #include "cpu/additive_terms.h"
-#include "cpu/direct.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -102,49 +101,6 @@ static void score_rows(const Terms& terms, const float* e, KeyPanels keys, int64
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) store(s + r * ld + c, total[r] * terms.scale);
-  }
-}
-
-// ---- one query ----
-
-// As in decoding: an exponential a pair then costs no more than one a key, and keys are read where
-// they lie, vectorised over d. Two vectors of terms share a division. Everything is filled up with
-// zeros to a multiple of 2 kWidth.
-struct DirectQuery {
-  const float* q;     // [D]
-  const float* w;     // [D]
-  const float* half;  // [D / 2]: half the weights of the two vectors
-};
-
-// w tanh / 2 of dims [d, d + 2 kWidth), in the lanes of one vector.
-FASTATTN_SIMD Vec direct_terms(const DirectQuery& query, int64_t d, Vec key0, Vec key1) {
-  const Vec one = splat(1.f);
-  const Vec x0 = denominator<Range::kExact>(load(query.q + d), key0, one);
-  const Vec x1 = denominator<Range::kExact>(load(query.q + d + kWidth), key1, one);
-  const Vec num = load(query.w + d) * x1 + load(query.w + d + kWidth) * x0;
-  return minus_quotient(load(query.half + d / 2), num, x0 * x1);
-}
-
-// s[j] = 2 log2(e) sum_d terms, for keys.rows rounded up to kWidth.
-template <DType kType>
-static void direct_scores(const DirectQuery& query, const Matrix& keys, float* s) {
-  const int64_t whole = keys.cols / (2 * kWidth) * (2 * kWidth);
-  for (int64_t j = 0; j < keys.rows; j += kWidth) {
-    Vec sums[kWidth];
-    for (int lane = 0; lane < kWidth; ++lane) {  // past the last key: the last key again
-      const int64_t row = keys.offset + min64(j + lane, keys.rows - 1) * keys.stride_r;
-      prefetch_row<kType>(keys, j + lane + kPrefetchRows);
-      Vec sum{};
-      for (int64_t d = 0; d < whole; d += 2 * kWidth)
-        sum += direct_terms(query, d, load_as<kType>(keys.data, row + d),
-                            load_as<kType>(keys.data, row + d + kWidth));
-      if (whole < keys.cols)
-        sum += direct_terms(
-            query, whole, load_columns<kType>(keys.data, row + whole, keys.cols - whole),
-            load_columns<kType>(keys.data, row + whole + kWidth, keys.cols - whole - kWidth));
-      sums[lane] = sum;
-    }
-    store(s + j, sums_of<kWidth>(sums) * (2.f * kLog2e));
   }
 }
 

@@ -8,9 +8,17 @@
 namespace fastattn::FASTATTN_ISA {
 
 constexpr int64_t kDirectRows = 4;  // with more, packing a tile costs less than reading it per row
-// How far ahead rows are asked for: 8 KiB of 64 floats cover the latency of memory at a core's
-// share of its bandwidth, and the first rows of the next tile are there when it begins.
-constexpr int64_t kPrefetchRows = 32;
+// How far ahead rows are asked for: 8 KiB cover the latency of memory at a core's share of its
+// bandwidth, and the first rows of the next tile are there when it begins.
+constexpr int64_t kPrefetchBytes = 8 << 10;
+
+// Likewise, in rows.
+template <DType kType>
+FASTATTN_SIMD int64_t prefetch_distance(const Matrix& from) {
+  constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
+  const int64_t rows = kPrefetchBytes / (kSize * (from.cols < 8 ? 8 : from.cols));
+  return rows < 1 ? 1 : rows;
+}
 
 // Asks for row r, which need not exist.
 template <DType kType>
@@ -37,13 +45,14 @@ FASTATTN_SIMD Vec load_columns(const void* base, int64_t offset, int64_t count) 
 template <DType kType, int kRows>
 static void dot_rows_as(const float* x, int64_t ldx, const Matrix& keys, float* out, int64_t ld) {
   constexpr int kKeys = kWidth / kRows;
+  const int64_t ahead = prefetch_distance<kType>(keys);
   for (int64_t j = 0; j < round_up(keys.rows, kWidth); j += kKeys) {
     int64_t offset[kKeys];
     for (int64_t n = 0; n < kKeys; ++n) {  // past the last key: the last key again
       const int64_t row = j + n < keys.rows ? j + n : keys.rows - 1;
       offset[n] = keys.offset + row * keys.stride_r;
     }
-    for (int64_t n = 0; n < kKeys; ++n) prefetch_row<kType>(keys, j + n + kPrefetchRows);
+    for (int64_t n = 0; n < kKeys; ++n) prefetch_row<kType>(keys, j + n + ahead);
     Vec acc[kWidth] = {};
     const auto add = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
       Vec xd[kRows];
@@ -128,6 +137,7 @@ template <DType kType, int kRows, int kVecs>
 FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
   constexpr int kChains = kRows == 1 ? 2 : 1;
   const Matrix& values = of.values;
+  const int64_t distance = prefetch_distance<kType>(values);
   Vec acc[kChains][kRows][kVecs] = {};
   const auto add = [&](int64_t n, Vec(&sum)[kRows][kVecs]) __attribute__((always_inline)) {
     const int64_t j = of.listed[n], row = values.offset + j * values.stride_r + e;
@@ -142,9 +152,8 @@ FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) sum[r][v] += weight * value[v];
     }
-    const int64_t ahead = n + kPrefetchRows;
-    if (e == 0)
-      prefetch_row<kType>(values, ahead < of.count ? of.listed[ahead] : j + kPrefetchRows);
+    const int64_t ahead = n + distance;
+    if (e == 0) prefetch_row<kType>(values, ahead < of.count ? of.listed[ahead] : j + distance);
   };
   int64_t n = 0;
   for (; n + kChains <= of.count; n += kChains)

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "cpu/additive_tile.h"
+#include "cpu/pack.h"
 #include "cpu/score.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -31,7 +32,6 @@ class AdditiveScore {
       : p_(p),
         scratch_(scratch),
         backward_(backward),
-        direct_(p.M == 1 && p.H == p.Hkv && rows_contiguous(p.k)),
         dims_(round_up(p.D + 1, 2)),
         ld_(tile_stride(p.D)),
         keys_(key_panels()),
@@ -50,8 +50,6 @@ class AdditiveScore {
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
     ++loaded_keys_;
-    direct_keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D);
-    if (direct_ && !backward_) return;
     bool finite = true;
     for (int64_t c = 0; c < cols; c += kWidth) {
       float* const panel = key_panel(keys_, c);
@@ -70,9 +68,6 @@ class AdditiveScore {
     slot_->rows = rows;
     slot_->prepared = kNothing;
     select_head(h);
-    if (direct_)
-      pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), 1.f, slot_->direct_q, direct_ld());
-    if (direct_ && !backward_) return;
     for (int64_t i = 0; i < rows; i += kPanelRows) {
       float* const panel = slot_->q + i * dims_;
       pack_transposed(matrix_at(p_.q, b, h, i0 + i, min64(kPanelRows, rows - i), p_.D), 1.f, panel,
@@ -82,8 +77,7 @@ class AdditiveScore {
   }
 
   void scores(float* s) {
-    if (!direct_ || backward_) prepare_queries();
-    if (direct_) return score_directly(s);
+    prepare_queries();
     with_range([&](auto range) {
       for (int64_t i = 0; i < slot_->rows; i += kPanelRows) score_panel<range>(i, s + i * kBlockN);
     });
@@ -130,9 +124,8 @@ class AdditiveScore {
   struct Slot {
     float* q;         // panels [dims_][kPanelRows]
     float* e;         // panels [terms.all][kPanelRows]: c E, or q, in the order of the terms
-    float* w;         // [D], zeros up to direct_ld()
+    float* w;         // [D]
     Terms near, far;  // not listed yet where there is none
-    float *direct_q, *direct_half;  // DirectQuery
     int64_t rows, head, prepared;
   };
 
@@ -148,14 +141,11 @@ class AdditiveScore {
       Slot& slot = slots[n];
       slot.q = query_panels(dims_);
       slot.e = query_panels(max64(terms_capacity(p_.D, kNearRule), terms_capacity(p_.D, kFarRule)));
-      slot.w = scratch_.floats(direct_ld());
+      slot.w = scratch_.floats(p_.D);
       slot.near = make_terms(scratch_, p_.D, kNearRule);
       slot.far = make_terms(scratch_, p_.D, kFarRule);
-      slot.direct_q = scratch_.floats(direct_ld());
-      slot.direct_half = scratch_.floats(direct_ld() / 2);
       slot.rows = 0, slot.head = -1, slot.prepared = kNothing;
       fill(slot.q, kBlockM * dims_, 0.f);  // rows past the last query are computed with, too
-      fill(slot.direct_q, direct_ld(), 0.f);
     }
     return slots;
   }
@@ -174,7 +164,6 @@ class AdditiveScore {
     pack_rows(matrix_at(p_.w, 0, h, 0, 1, p_.D), 1.f, slot_->w, p_.D);
     slot_->near.all = slot_->far.all = 0;
     slot_->prepared = kNothing;
-    if (direct_) pair_weights();
   }
 
   // The terms that the current keys want.
@@ -182,14 +171,6 @@ class AdditiveScore {
     Terms& terms = range_ == Range::kNear ? slot_->near : slot_->far;
     if (terms.all == 0) list_terms(slot_->w, p_.D, rule(), terms);
     return terms;
-  }
-
-  int64_t direct_ld() const { return round_up(p_.D, 2 * kWidth); }
-
-  void pair_weights() {
-    fill(slot_->w + p_.D, direct_ld() - p_.D, 0.f);
-    for (int64_t d = 0; d < direct_ld(); d += 2 * kWidth)
-      store(slot_->direct_half + d / 2, (load(slot_->w + d) + load(slot_->w + d + kWidth)) * 0.5f);
   }
 
   // ---- keys ----
@@ -312,12 +293,6 @@ class AdditiveScore {
 
   // ---- tiles ----
 
-  void score_directly(float* s) const {
-    with_dtype(p_.k.dtype, [&](auto type) {
-      direct_scores<type>({slot_->direct_q, slot_->w, slot_->direct_half}, direct_keys_, s);
-    });
-  }
-
   template <Range kRange>
   void score_panel(int64_t i, float* s) const {
     const Terms& terms = this->terms();
@@ -384,8 +359,6 @@ class AdditiveScore {
   const AttentionParams& p_;
   Scratch& scratch_;
   bool backward_;
-  bool direct_;  // one query a key head: keys stay where they are
-  Matrix direct_keys_{};
   int64_t dims_;  // of panels: D, then one that terms are padded with; even
   int64_t ld_;
   float *keys_, *centre_, *factors_;

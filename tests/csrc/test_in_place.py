@@ -25,12 +25,45 @@ def test_gradients_of_few_queries(isa, M, dtype):
         testing.check(Case(f"few-{M}", **sizes, **masks, weights="mean", dropout_p=0.2), "cpu")
 
 
+ONE_STEP = {
+    "plain": {},
+    "bmhd": dict(layout="bmhd"),
+    "masks": dict(kv_len="rows", keep="bhmn", bias="hn", bias_inf=True, causal="bottom_right"),
+    "dropout": dict(weights="mean", dropout_p=0.2),
+    "saturated": dict(opposite=25.0),
+    "wide": dict(magnitude=30.0, keep="bn"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("masks", ONE_STEP)
+def test_additive_gradients_of_one_query(isa, masks, dtype):
+    """One step of a decoder, where a key's gradient is no sum; every size has a tail."""
+    for D, N in ((1, 5), (40, 300), (129, 67)):
+        sizes = dict(B=2, H=3, Hkv=3, M=1, N=N, D=D, E=70, dtype=dtype, lse=True)
+        testing.check(Case(f"step-{D}", "additive", **sizes, **ONE_STEP[masks]), "cpu")
+
+
+def test_additive_garbage_of_one_query_reaches_its_own_gradients_alone(isa):
+    """NaN in one key and in the query of another batch entry, and garbage in a masked key."""
+    call = inputs("additive", B=3, H=1, M=1, N=70, D=40, E=24)
+    keep = torch.ones(3, 1, 1, 70, dtype=torch.bool)
+    keep[2, :, :, 30] = False
+    clean = everything(call, mask=Mask(keep=keep), backend="cpu")
+    call["key"][0, 0, 20, 3] = call["query"][1] = math.nan
+    call["key"][2, 0, 30] = call["value"][2, 0, 30] = torch.tensor(math.nan)
+    found = everything(call, mask=Mask(keep=keep), backend="cpu")
+    for name in ("out", "grad_query", "grad_key", "grad_value"):
+        assert torch.equal(found[name][2], clean[name][2]), name
+    assert found["grad_key"][:2].isnan().all() and found["grad_query"][:2].isnan().all()
+
+
 ONE_QUERY = {
     "plain": {},
     "lengths": dict(kv_len="batch"),
     "all": dict(kv_len="rows", keep="bhmn", bias="hn", bias_inf=True, causal="bottom_right"),
     "bias": dict(bias="bhmn", causal="bottom_right"),
-    "empty": dict(keep="bhmn", empty_rows=True),
+    "heads": dict(keep="hn"),
     "window": dict(window=(70, 0), causal="bottom_right"),
     "first-key": dict(causal="top_left"),
 }
@@ -50,10 +83,10 @@ def test_one_query_of_heads_that_share_keys(isa, masks):
 
 
 @pytest.mark.parametrize("group", [2, 4, 7])
-def test_a_key_that_one_head_masks_reaches_the_others_alone(isa, group):
-    """Keys are read once for all heads of a group, some of which may not see what is in them."""
+def test_a_value_that_one_head_masks_reaches_the_others_alone(isa, group):
+    """Values are read once for all heads of a group, some of which may not see what is in them."""
     call = inputs(B=1, H=group, Hkv=1, M=1, N=200, D=24, E=24)
-    call["key"][..., 50, :] = call["value"][..., 50, :] = math.nan
+    call["value"][..., 50, :] = math.nan
     call["value"][..., 60, 3] = math.inf
     keep = torch.ones(1, group, 1, 200, dtype=torch.bool)
     keep[:, 0, :, 50] = keep[:, :, :, 60] = False
