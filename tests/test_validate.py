@@ -265,6 +265,45 @@ def test_a_call_seen_before_has_its_own_tensors():
     assert again.batch == (1,)
 
 
+@pytest.mark.parametrize(
+    ("shape", "weight"), [((2, 4, 8), (8,)), ((2, 4, 8), (1, 8)), ((2, 3, 4, 8), (3, 8))]
+)
+def test_an_additive_call_seen_before(shape, weight):
+    """With a head dim or without, and with a mask that says nothing: as at first."""
+    for mask in (None, Mask()):
+        q, k, v = (torch.randn(*shape[:-2], n, 8) for n in (4, 6, 6))
+        w = torch.nn.Parameter(torch.randn(weight))
+        if len(weight) == 2 and len(shape) == 3:
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        first, again = (validate.build("additive", q, k, v, w, mask=mask) for _ in range(2))
+        assert again.p is first.p
+        assert again[5:] == first[5:]
+        for found, expected in zip(again[1:5], first[1:5], strict=True):
+            assert found.shape == expected.shape
+            assert found.data_ptr() == expected.data_ptr()
+    with pytest.raises(ValueError, match="weight"):
+        validate.build("additive", q, k, v, torch.randn(9))
+    with pytest.raises(ValueError, match="query and key"):
+        validate.build("additive", q, k[..., :7], v, w)
+
+
+def test_a_mask_that_is_none_of_the_choices_is_refused_each_time():
+    q = torch.randn(1, 2, 4, 8)
+    validate.build("dot", q, q, q)
+    with pytest.raises(ValueError, match="causal"):
+        validate.build("dot", q, q, q, mask=Mask(causal=""))
+    with pytest.raises(TypeError, match="mask"):
+        validate.build("dot", q, q, q, mask=torch.ones(4, 4, dtype=torch.bool))
+
+
+def test_what_broadcasts_is_not_taken_for_known():
+    q, k = torch.randn(2, 4, 8), torch.randn(1, 6, 8)
+    for _ in range(2):
+        built = validate.build("additive", q, k, k, torch.randn(8))
+        assert built.q.shape == (2, 1, 4, 8)
+        assert built.k.shape == (2, 1, 6, 8)
+
+
 def test_dropout_draws_a_seed_at_each_call():
     q = torch.randn(1, 2, 4, 8)
     seeds = {int(validate.build("dot", q, q, q, dropout_p=0.5).p.dropout.seed) for _ in range(4)}
