@@ -84,8 +84,11 @@ class FewDotScore {
         ld_(tile_stride(p.D)),
         q_(scratch.floats(kBlockM * ld_)),
         grad_q_(scratch.floats(kBlockM * ld_)),
+        ones_(scratch.floats(kBlockM)),
         listed_(scratch.ints(kBlockN)),
-        grad_k_(p, scratch, kBlockN, p.D) {}
+        grad_k_(p, scratch, kBlockN, p.D) {
+    fill(ones_, kBlockM, 1.f);
+  }
 
   float logit_scale() const { return abs_scale() * kLog2e; }
 
@@ -103,7 +106,7 @@ class FewDotScore {
 
   void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
     fill(grad_q_, rows_ * ld_, 0.f);
-    add_weighted_rows(ds, kBlockN, rows_, masked, keys_, kOnes, grad_q_, ld_, listed_);
+    add_weighted_rows(ds, kBlockN, rows_, masked, keys_, ones_, grad_q_, ld_, listed_);
     for (int64_t i = 0; i < rows_; ++i)
       for (int64_t d = 0; d < p_.D; ++d)
         grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[i * ld_ + d];
@@ -115,13 +118,11 @@ class FewDotScore {
   }
 
  private:
-  static constexpr float kOnes[kBlockM] = {1.f, 1.f, 1.f, 1.f};
-
   float abs_scale() const { return __builtin_fabsf(p_.scale); }
 
   const AttentionParams& p_;
   int64_t ld_, rows_ = 0;
-  float *q_, *grad_q_;
+  float *q_, *grad_q_, *ones_;
   int32_t* listed_;
   RowSums grad_k_;
   Matrix keys_{};

@@ -13,11 +13,11 @@ from fastattn.testing import Case
 pytestmark = pytest.mark.usefixtures("extension")
 
 
-# ---- few queries (M <= 4) ----
+# ---- few queries (M <= 8) ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("M", [1, 2, 4])
+@pytest.mark.parametrize("M", [1, 2, 4, 7])
 def test_gradients_of_few_queries(isa, M, dtype):
     """Heads that share keys, sizes with tails, and every kind of mask at once."""
     sizes = dict(B=2, H=6, Hkv=2, M=M, N=300, D=40, E=70, dtype=dtype, lse=True)
