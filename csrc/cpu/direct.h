@@ -132,15 +132,14 @@ struct WeightedSum {
 };
 
 // o(r, e) = scale[r] o(r, e) + sum_n weights(r, j_n) values(j_n, e), for kVecs vectors of columns
-// from e on, the last of which may be partial; o has room for whole vectors. A single row has sums
-// for even and odd n, since one chain of additions is slower than memory.
+// from e on, the last of which may be partial; o has room for whole vectors. One chain of additions
+// a sum, so that a row does not depend on how many there are; 4 of them are faster than memory.
 template <DType kType, int kRows, int kVecs>
 FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
-  constexpr int kChains = kRows == 1 ? 2 : 1;
   const Matrix& values = of.values;
   const int64_t distance = prefetch_distance<kType>(values);
-  Vec acc[kChains][kRows][kVecs] = {};
-  const auto add = [&](int64_t n, Vec(&sum)[kRows][kVecs]) __attribute__((always_inline)) {
+  Vec sum[kRows][kVecs] = {};
+  for (int64_t n = 0; n < of.count; ++n) {
     const int64_t j = of.listed[n], row = values.offset + j * values.stride_r + e;
     Vec value[kVecs];
 #pragma GCC unroll 8
@@ -155,20 +154,13 @@ FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
     }
     const int64_t ahead = n + distance;
     if (e == 0) prefetch_row<kType>(values, ahead < of.count ? of.listed[ahead] : j + distance);
-  };
-  int64_t n = 0;
-  for (; n + kChains <= of.count; n += kChains)
-#pragma GCC unroll 2
-    for (int c = 0; c < kChains; ++c) add(n + c, acc[c]);
-  if (n < of.count) add(n, acc[0]);
+  }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) {
       float* const to = of.o + r * of.ldo + e + v * kWidth;
-      Vec sum = acc[0][r][v];
-      if constexpr (kChains == 2) sum += acc[1][r][v];
-      store(to, load(to) * of.scale[r] + sum);
+      store(to, load(to) * of.scale[r] + sum[r][v]);
     }
 }
 
