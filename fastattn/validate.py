@@ -56,13 +56,6 @@ def build(
         TypeError: an argument of the wrong type, or a tensor of the wrong dtype.
         ValueError: shapes, devices or values that do not fit each other.
     """
-    described = None
-    if attn_mask is None and bias is None and seed is None and _is_empty(mask):
-        flags = (score, is_causal, scale, enable_gqa, return_weights, dropout_p)
-        described = _describe(query, key, value, weight, flags)
-        known = None if described is None else _KNOWN.get(described)
-        if known is not None:
-            return known.inputs(query, key, value, weight)
     _check_tensors(score, query, key, value, weight)
     _check_choice("return_weights", return_weights, RETURN_WEIGHTS)
     has_head_dim = _has_head_dim(score, query, weight)
@@ -79,78 +72,7 @@ def build(
         scale=_scale(score, scale, D), mask=mask, dropout=_dropout(dropout_p, seed, q.device),
         weights=return_weights or "none",  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
-    if described is not None:
-        _remember(described, _Known(p, has_head_dim), (query, key, value, weight), (q, k, v, w))
     return Inputs(p, q, k, v, w, bias, batch, has_head_dim)
-
-
-# ---- calls seen before ----
-
-
-class _Known(NamedTuple):
-    """The record of a call seen before, whose tensors are 4-D already, or lack but the head dim."""
-
-    p: Problem
-    has_head_dim: bool
-
-    def inputs(self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None) -> Inputs:
-        """Those of a call with such a description."""
-        if not self.has_head_dim:
-            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-            weight = None if weight is None else weight.unsqueeze(0)
-        return Inputs(self.p, query, key, value, weight, None, (self.p.B,), self.has_head_dim)
-
-
-# By what such a record depends on: checking it all again would take longer than a small problem.
-_KNOWN: dict[tuple, _Known] = {}
-_MOST_KNOWN = 1024
-_PLAIN_FLAGS = {type(None), bool, int, float, str}
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-
-
-def _is_empty(mask: Mask | None) -> bool:
-    if mask is None:
-        return True
-    fields = ("causal", "window", "kv_len", "keep")
-    return type(mask) is Mask and all(getattr(mask, name) is None for name in fields)
-
-
-def _describe(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, flags: tuple
-) -> tuple | None:
-    """All that the record of a call without masks depends on; None where that cannot be told.
-
-    Flags take part with their types, since 1 == True and only one of them is a bool.
-    """
-    if torch.compiler.is_compiling():  # sizes may be symbols
-        return None
-    tensors, kinds = (query, key, value), tuple(map(type, flags))
-    if weight is not None:
-        tensors = (*tensors, weight)
-    if not all(type(x) in _PLAIN_TENSORS and not x.is_nested for x in tensors):
-        return None
-    if flags[-1] or not _PLAIN_FLAGS.issuperset(kinds):  # dropout draws a seed for each call
-        return None
-    described = (flags, kinds, *((x.shape, x.dtype, x.device, x.layout) for x in tensors))
-    try:
-        hash(described)
-    except TypeError:  # symbols all the same, as under a tracer of torch's
-        return None
-    return described
-
-
-def _remember(described: tuple, known: _Known, given: tuple, canonical: tuple) -> None:
-    """Keeps the record, if ``known.inputs`` makes of the tensors what they became."""
-    views = given
-    if not known.has_head_dim:
-        if any(x.dim() != 3 for x in given[:3]):
-            return
-        views = known.inputs(*given)[1:5]
-    if any(x is not None and x.shape != y.shape for x, y in zip(views, canonical, strict=True)):
-        return
-    if len(_KNOWN) >= _MOST_KNOWN:
-        _KNOWN.clear()
-    _KNOWN[described] = known
 
 
 # ---- query, key, value, weight ----

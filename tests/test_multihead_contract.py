@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from fastattn import MultiheadAttention, functional, testing
+from fastattn.modules import inputs, plain
 
 VARIANTS = [
     {},
@@ -139,6 +140,61 @@ class TestParametersAreReadAtEveryCall:
         out, _ = torch.func.functional_call(module, other, (x, x, x))
         module.load_state_dict(other)
         assert torch.equal(out, module(x, x, x)[0])
+
+
+class TestTheShortWay:
+    """Self-attention that needs no checking has a way of its own: ``plain.py``."""
+
+    @pytest.fixture
+    def checked(self, monkeypatch):
+        """Counts the calls that went the long way."""
+        seen, canonical = [], inputs.canonical
+
+        def spy(*args):
+            seen.append(args)
+            return canonical(*args)
+
+        monkeypatch.setattr(inputs, "canonical", spy)
+        return seen
+
+    @pytest.mark.parametrize("grad", [True, False])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("tokens", [5, 40])  # the second with the weight on the left
+    def test_gives_the_same_bits(self, monkeypatch, checked, grad, batch_first, tokens):
+        module = MultiheadAttention(8, 2, dropout=0.5, batch_first=batch_first)
+        x = torch.randn(1, tokens, 8, requires_grad=grad)
+        found = []
+        for attend in (plain.attend, lambda *args: None):
+            monkeypatch.setattr(plain, "attend", attend)
+            for training, need_weights in ((False, False), (False, True), (True, True)):
+                torch.manual_seed(0)
+                with torch.set_grad_enabled(grad):
+                    out, weights = module.train(training)(x, x, x, need_weights=need_weights)
+                found.append([out, *([weights] if need_weights else [])])
+                if grad:
+                    found[-1] += torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+                assert out.is_contiguous()
+            assert len(checked) == (3 if len(found) == 6 else 0)
+        for got, want in zip(found[:3], found[3:], strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+    def test_is_for_plain_calls_only(self, module, x, checked):
+        mask = torch.zeros(5, 5, dtype=torch.bool)
+        calls = [
+            lambda: module(x[0], x[0], x[0]),
+            lambda: module(x, x.clone(), x),
+            lambda: module(x, x, x, attn_mask=mask),
+            lambda: module(x, x, x, key_padding_mask=mask[:2]),
+            lambda: module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False),
+            lambda: MultiheadAttention(8, 2, add_zero_attn=True)(x, x, x),
+            lambda: MultiheadAttention(8, 2, add_bias_kv=True)(x, x, x),
+            lambda: prune.identity(module.out_proj, "bias") and module(x, x, x),
+        ]
+        module(x, x, x)
+        assert not checked
+        for n, call in enumerate(calls, start=1):
+            call()
+            assert len(checked) == n
 
 
 @pytest.mark.parametrize("batched", [True, False])

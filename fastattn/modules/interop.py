@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _PLAIN = {Tensor, nn.Parameter, type(None)}
 
 
@@ -35,7 +35,7 @@ def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | 
         *module.out_proj._parameters.values(),
     )
     plain = _PLAIN.issuperset(map(type, everything)) or all(map(_is_plain, everything))
-    return not plain or query.dtype not in _DTYPES
+    return not plain or query.dtype not in DTYPES
 
 
 def _is_plain(x: Tensor | None) -> bool:

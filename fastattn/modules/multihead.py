@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastattn import functional
-from fastattn.modules import inputs, interop, kv_cache, nested, projection
+from fastattn.modules import inputs, interop, kv_cache, nested, plain, projection
 from fastattn.modules.inputs import Inputs
 from fastattn.modules.kv_cache import KVCache
 
@@ -124,6 +124,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 or ``is_causal`` comes without ``attn_mask``.
             TypeError, ValueError: the call does not fit ``cache``.
         """
+        if query is key is value and attn_mask is key_padding_mask is cache is None:
+            plainly = plain.attend(self, query, need_weights, average_attn_weights, is_causal)
+            if plainly is not None:
+                return plainly
         if cache is not None:
             masks = (key_padding_mask, attn_mask)
             step = kv_cache.step(self, cache, query, key, value, masks, need_weights)

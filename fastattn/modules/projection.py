@@ -5,13 +5,15 @@ whichever of the two layouts, (N, B, E) or (B, N, E), it came in. The kernels re
 nothing is transposed in memory.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 # For so many tokens MKL multiplies faster with the weight on the left: 1.2 to 2.2 times with 16 to
 # 48 tokens and widths of 256 to 1024, on one thread and on two. Slower with 4, and with 64.
-_FEWEST_TOKENS, _MOST_TOKENS = 8, 48
+FEWEST_TOKENS, MOST_TOKENS = 8, 48
 _USES_MKL = torch.backends.mkl.is_available()
 
 
@@ -27,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _weight_first(x: Tensor) -> bool:
     if not _USES_MKL or x.device.type != "cpu" or x.dtype != torch.float32:
         return False
-    few = _FEWEST_TOKENS <= x.shape[0] * x.shape[1] <= _MOST_TOKENS
+    few = FEWEST_TOKENS <= x.shape[0] * x.shape[1] <= MOST_TOKENS
     return few and not torch.is_grad_enabled()
 
 
@@ -37,14 +39,22 @@ def to_heads(
     """Projected q [B, H, M, D], and k and v [B, H, N, D] with the appended keys of the module."""
     H = module.num_heads
     if module._qkv_same_embed_dim and query is key is value:
-        x = linear(query, module.in_proj_weight, module.in_proj_bias)
-        x = x.view(*x.shape[:2], 3, H, x.shape[2] // (3 * H))
-        q, k, v = [_heads_first(y, batch_first) for y in x.unbind(2)]  # its backward: one stack
+        packed = linear(query, module.in_proj_weight, module.in_proj_bias)
+        q, k, v = split_packed(packed, H, batch_first)
     else:
         q, k, v = (
             split_heads(x, H, batch_first) for x in _in_projection(module, query, key, value)
         )
     return (q, *_append_keys(k, v, module))
+
+
+def split_packed(x: Tensor, num_heads: int, batch_first: bool) -> Sequence[Tensor]:
+    """From q, k and v side by side, (B, N, 3 E) or (N, B, 3 E), to views [B, H, N, D] of each."""
+    first, second, features = x.shape
+    x = x.view(first, second, 3, num_heads, features // (3 * num_heads))
+    if torch.is_grad_enabled():  # the backward of this order is one stack, and no other copy
+        return [_heads_first(y, batch_first) for y in x.unbind(2)]
+    return x.permute((2, 0, 3, 1, 4) if batch_first else (2, 1, 3, 0, 4)).unbind()
 
 
 def queries_to_heads(module: nn.MultiheadAttention, query: Tensor, batch_first: bool) -> Tensor:
