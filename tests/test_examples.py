@@ -26,7 +26,7 @@ def _importable(monkeypatch):
 def smoke(name: str, folder: Path) -> dict:
     """What a program leaves in its folder, given that it ran."""
     main = importlib.import_module(f"examples.{name}.__main__").main
-    main(["--smoke", "--out", str(folder)])
+    main(["--smoke", "--device", "cpu", "--out", str(folder)])
     for picture in folder.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))
@@ -343,7 +343,7 @@ class TestTranslation:
 
         monkeypatch.setattr(program, "SHOWN", ())
         monkeypatch.setattr(program, "score", lambda *_: {})
-        run = ["--smoke", "--out", str(tmp_path)]
+        run = ["--smoke", "--device", "cpu", "--out", str(tmp_path)]
         assert list(program.main(run)["kinds"]) == ["none"]
         (tmp_path / "result.json").write_text(
             (tmp_path / "result.json").read_text("utf-8").replace('"none"', '"dot"'), "utf-8"
@@ -580,3 +580,85 @@ def test_missing_data_is_said(name, load, package, monkeypatch):
     arguments = (26, 104) if load == "co2" else ()
     with pytest.raises(SystemExit, match=f"pip install {package}"):
         getattr(data, load)(*arguments)
+
+
+class TestDevice:
+    """Stands in for a GPU: the meta device, which has no values, and refuses to meet the CPU."""
+
+    meta = torch.device("meta")
+
+    def test_default_is_a_gpu_where_there_is_one(self, monkeypatch, tmp_path):
+        from examples.common import options
+
+        for there, expected in ((False, "cpu"), (True, "cuda")):
+            monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+            monkeypatch.setattr(torch.cuda, "device_count", lambda there=there: int(there))
+            given = options.parse(options.parser("any", ""), ["--out", str(tmp_path)])
+            assert given.device == torch.device(expected)
+
+    @pytest.mark.parametrize("name", ["cuda:64", "tpu", "meta"])
+    def test_others_are_refused(self, name, tmp_path, capsys):
+        from examples.common import options
+
+        with pytest.raises(SystemExit):
+            options.parse(options.parser("any", ""), ["--device", name, "--out", str(tmp_path)])
+        assert name in capsys.readouterr().err
+
+    def test_text_classification(self):
+        from examples.common import devices
+        from examples.text_classification import __main__ as program
+        from examples.text_classification import dataset
+
+        tokenizer, (training, *_) = program.prepare(smoke=True, seed=0)
+        for model in program.build(tokenizer).values():
+            model.to(self.meta)
+            batch = devices.moved(dataset.collate(training.items[:9]), devices.of(model))
+            logits, layers = model(batch, need_weights=True)
+            assert all(x.is_meta for x in (logits, *layers))
+            cross_entropy(logits, batch.labels).backward()
+
+    def test_masked_language_model(self):
+        from examples.common import devices
+        from examples.masked_language_model import __main__ as program
+        from examples.masked_language_model.model import Classifier
+        from examples.text_classification import dataset
+
+        tokenizer, (training, *_) = program.prepare(smoke=True, seed=0)
+        encoder = program.build(tokenizer)["fastattn"].encoder.to(self.meta)
+        batch = devices.moved(dataset.collate(training.items[:9]), self.meta)
+        assert Classifier(encoder).to(self.meta)(batch)[0].is_meta
+
+    def test_kernel_regression(self):
+        from examples.kernel_regression import data
+        from examples.kernel_regression.model import PlainNadarayaWatson, far_apart, loss
+
+        series = data.waves(100, gap_weeks=5, every_weeks=20).to(self.meta)
+        others = far_apart(len(series.y), 2).to(self.meta)
+        for kind in (NadarayaWatson, PlainNadarayaWatson):
+            model = kind([1.0, 1.0, 1.0], learnable=True).to(self.meta)
+            loss(model, series.x, series.y, others).backward()
+            assert model(series.test_x, series.x, series.y).is_meta
+
+    def test_translation(self):
+        from examples.translation import __main__ as program
+        from examples.translation import decode, train
+
+        corpora, *words = program.prepare(True, 0, 20, self.meta)
+        model = program.build("transformer", *words).to(self.meta)
+        batch = corpora[0].batch([0, 1, 2])
+        train.loss(model, batch).backward()
+        assert all(x.grad.is_meta for x in model.parameters())
+        # One word of two hypotheses each, and then it wants to know whether all have ended.
+        with pytest.raises(RuntimeError, match="item"):
+            decode.translate(model, batch.source, batch.lengths, beams=2)
+
+    def test_drop_in(self):
+        from examples.drop_in import __main__ as program
+        from examples.drop_in import search
+
+        _, _, encoder, words = program.load(smoke=True)
+        encoders = program.variants(encoder.to(self.meta), ("eager", "fastattn"))
+        assert program.on(encoders) == self.meta
+        batches = search.batches(words, ["one text", "another long text"], 2, 8)
+        for model in encoders.values():
+            assert search.embed(model, batches).is_meta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 
@@ -9,41 +10,49 @@ import torch
 from torch import nn
 
 from bench.measure import interleave
-from bench.memory import cpu_bytes
+from bench.memory import cpu_bytes, cuda_bytes
 
 
-def side_by_side(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, dict]:
+def side_by_side(
+    steps: dict[str, Callable[[], object]], seconds: float, device: torch.device
+) -> dict[str, dict]:
     """Milliseconds and extra MiB of each step, by name.
 
     Args:
-        steps: name -> a function without arguments that computes on the CPU.
+        steps: name -> a function without arguments that computes on ``device``.
         seconds: how long to time each of them. They take turns, so that whatever else the machine
             does falls on all alike.
+        device: a CPU or a GPU; then times are the GPU's own, and memory is its memory.
 
     Returns:
         name -> ``ms`` (median), ``spread`` (half the interquartile range over it) and ``mib``: how
-        far one step raises what the process holds, results included. Pools that an earlier step
-        left are not counted again.
+        far one step raises what the process holds there, results included. Pools that an earlier
+        step left are not counted again.
 
     Raises:
         RuntimeError: a step raised.
     """
-    timings, failed = interleave(steps, seconds, "cpu")
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return _side_by_side(steps, seconds, device.type)
+
+
+def _side_by_side(steps: dict[str, Callable[[], object]], seconds: float, kind: str) -> dict:
+    timings, failed = interleave(steps, seconds, kind)
     if failed:
         raise RuntimeError(f"could not run: {failed}")
     return {
         name: {
             "ms": timings[name].median,
             "spread": timings[name].spread,
-            "mib": _bytes(step) / 2**20,
+            "mib": _bytes(step, kind) / 2**20,
         }
         for name, step in steps.items()
     }
 
 
-def _bytes(step: Callable[[], object]) -> int:
+def _bytes(step: Callable[[], object], kind: str) -> int:
     gc.collect()
-    return cpu_bytes(step)
+    return cpu_bytes(step) if kind == "cpu" else cuda_bytes(step)
 
 
 def training_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], object]:

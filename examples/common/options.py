@@ -8,16 +8,24 @@ from pathlib import Path
 
 import torch
 
+from examples.common import devices
+
 EXAMPLES = Path(__file__).resolve().parent.parent
 
 
 def parser(name: str, about: str) -> argparse.ArgumentParser:
-    """The options that all programs have: ``smoke``, ``seed`` and ``out``."""
+    """The options that all programs have: ``smoke``, ``seed``, ``device`` and ``out``."""
     made = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=about)
     made.add_argument(
         "--smoke", action="store_true", help="a few seconds on tiny data that needs no download"
     )
     made.add_argument("--seed", type=int, default=0, help="of data, parameters and dropout")
+    made.add_argument(
+        "--device",
+        type=devices.device,
+        default=devices.default(),
+        help="cpu, cuda or cuda:N (default: cuda where there is a GPU; here %(default)s)",
+    )
     made.add_argument(
         "--out",
         type=Path,

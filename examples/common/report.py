@@ -50,14 +50,14 @@ def load(folder: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def save(result: dict, folder: Path) -> None:
-    """Writes result.json: the result, and what it was measured with."""
+def save(result: dict, folder: Path, device: torch.device) -> None:
+    """Writes result.json: the result, and what it was measured with and on."""
     about = {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 1),
-        "device": "cpu",
+        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "fastattn": fastattn.__version__,
     }

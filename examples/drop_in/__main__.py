@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import fastattn
-from examples.common import options, plots, report
+from examples.common import devices, options, plots, report
 from examples.common.compare import side_by_side, training_step
 from examples.drop_in import chemistry, interface, models, search
 
@@ -27,6 +27,16 @@ def variants(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
     return made
 
 
+def on(encoders: dict[str, nn.Module]) -> torch.device:
+    """The device of them all."""
+    return devices.of(next(iter(encoders.values())))
+
+
+def on_device(batch: dict[str, Tensor], encoders: dict[str, nn.Module]) -> dict[str, Tensor]:
+    """A batch where the encoders are."""
+    return {name: x.to(on(encoders)) for name, x in batch.items()}
+
+
 def furthest(x: Tensor, y: Tensor) -> float:
     """The largest difference, relative to the largest value."""
     return ((x - y).abs().max() / y.abs().max()).item()
@@ -37,19 +47,19 @@ def map_reactions(
 ) -> tuple[dict, dict[str, chemistry.Mapping]]:
     """Where the atoms come from, by each encoder; how far weights are apart; ours to be drawn."""
     tokens = {name: chemistry.tokenize(text) for name, text in chemistry.REACTIONS.items()}
-    batch = vocabulary.encode(list(tokens.values()))
+    batch = on_device(vocabulary.encode(list(tokens.values())), encoders)
     weights, mappings = {}, {}
     for name, encoder in encoders.items():
         with torch.no_grad():
             layers = encoder(**batch, output_attentions=True).attentions
-        weights[name] = layers[layer][:, head]
+        weights[name] = layers[layer][:, head].cpu()
         mappings[name] = {
             reaction: chemistry.map_atoms(row, w[1 : len(row) + 1, 1 : len(row) + 1])
             for (reaction, row), w in zip(tokens.items(), weights[name], strict=True)
         }
     ours, theirs = mappings[interface.NAME], mappings["eager"]
     same = sum(ours[reaction].source == theirs[reaction].source for reaction in ours)
-    inside = batch["attention_mask"].bool()
+    inside = batch["attention_mask"].bool().cpu()
     pairs = inside[:, :, None] & inside[:, None, :]
     result = {
         "reactions": len(ours),
@@ -105,8 +115,9 @@ def compare_search(
     encoders: dict[str, nn.Module], batch: dict[str, Tensor], seconds: float
 ) -> dict:
     """Time and memory of reading pages, and of a step that trains the model on them."""
+    batch, device = on_device(batch, encoders), on(encoders)
     reading = {name: lambda m=model: search.embed(m, [batch]) for name, model in encoders.items()}
-    measured = {"reading": side_by_side(reading, seconds)}
+    measured = {"reading": side_by_side(reading, seconds, device)}
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     for model in encoders.values():
         model.train()
@@ -114,7 +125,7 @@ def compare_search(
         name: training_step(model, lambda m=model: m(**inputs)[0].square().mean())
         for name, model in encoders.items()
     }
-    measured["fine-tuning step"] = side_by_side(training, seconds)
+    measured["fine-tuning step"] = side_by_side(training, seconds, device)
     for model in encoders.values():
         model.eval()
     return measured
@@ -126,14 +137,14 @@ def compare_mapping(
     """Time and memory of a pass with all weights, over reactions of many tokens."""
     tokens = [chemistry.tokenize(text) for text in chemistry.REACTIONS.values()]
     long = [(row * (1 + length // len(row)))[: length - 2] for row in tokens]
-    batch = vocabulary.encode(long)
+    batch = on_device(vocabulary.encode(long), encoders)
 
     def read(model: nn.Module):
         with torch.no_grad():
             return model(**batch, output_attentions=True)
 
     steps = {name: lambda m=model: read(m) for name, model in encoders.items()}
-    return side_by_side(steps, seconds)
+    return side_by_side(steps, seconds, on(encoders))
 
 
 def load(smoke: bool):
@@ -158,6 +169,7 @@ def main(argv: list[str] | None = None) -> dict:
     given = options.parse(options.parser("drop_in", __doc__), argv)
     options.set_seed(given.seed)
     albert, vocabulary, minilm, tokenizer = load(given.smoke)
+    albert, minilm = albert.to(given.device), minilm.to(given.device)
     # Of the implementations in transformers, only "eager" gives weights.
     mapping = variants(albert, ("eager", interface.NAME))
     searching = variants(minilm, ("eager", *(() if given.smoke else ("sdpa",)), interface.NAME))
@@ -196,7 +208,7 @@ def main(argv: list[str] | None = None) -> dict:
     for what, values in measured.items():
         print(f"\n{titles[what]}")
         print(report.comparison(values))
-    report.save(result | {"measured": measured}, given.out)
+    report.save(result | {"measured": measured}, given.out, given.device)
     return result
 
 

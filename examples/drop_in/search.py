@@ -7,6 +7,8 @@ import pydoc_data.topics
 import torch
 from torch import Tensor, nn
 
+from examples.common import devices
+
 QUESTIONS = {
     "How do I repeat a block of code until a condition is false?": "while",
     "How can I handle an error when opening a file fails?": "try",
@@ -42,8 +44,9 @@ class Words:
 @torch.no_grad()
 def embed(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
     """The mean of a text's tokens, of length 1: [texts, dim]."""
-    means = []
+    means, device = [], devices.of(model)
     for batch in batches:
+        batch = {name: x.to(device) for name, x in batch.items()}
         hidden = model(batch["input_ids"], attention_mask=batch["attention_mask"])[0]
         inside = batch["attention_mask"][..., None]
         means.append((hidden * inside).sum(dim=1) / inside.sum(dim=1))

@@ -21,10 +21,11 @@ def rmse(model: nn.Module | None, series: Series) -> float:
 
 
 def fit(series: Series, start: list[float], others: torch.Tensor, steps: int) -> dict:
-    """The models of one series, and their errors on held-out points."""
-    fixed = NadarayaWatson(1.0)
-    learned = NadarayaWatson(start, learnable=True)
-    plain = PlainNadarayaWatson(start, learnable=True)
+    """The models of one series, back on the CPU, and their errors on held-out points."""
+    device = others.device
+    fixed = NadarayaWatson(1.0).to(device)
+    learned = NadarayaWatson(start, learnable=True).to(device)
+    plain = PlainNadarayaWatson(start, learnable=True).to(device)
     learn(learned, series.x, series.y, others, steps, "fastattn")
     learn(plain, series.x, series.y, others, steps, "plain PyTorch")
     errors = {
@@ -44,7 +45,7 @@ def fit(series: Series, start: list[float], others: torch.Tensor, steps: int) ->
     return {
         "errors": {name: error for name, (error, _) in errors.items()},
         "bandwidth": learned.bandwidth.tolist(),
-        "models": {"fixed": fixed, "learned": learned},
+        "models": {"fixed": fixed.cpu(), "learned": learned.cpu()},
     }
 
 
@@ -54,27 +55,28 @@ def _numbers(bandwidth: torch.Tensor) -> str:
 
 def compare(series: Series, start: list[float], others: torch.Tensor, seconds: float) -> dict:
     """Time and memory of one training step on all points."""
+    device = others.device
     models = {
-        "fastattn": NadarayaWatson(start, learnable=True),
-        "plain PyTorch": PlainNadarayaWatson(start, learnable=True),
+        "fastattn": NadarayaWatson(start, learnable=True).to(device),
+        "plain PyTorch": PlainNadarayaWatson(start, learnable=True).to(device),
     }
     steps = {
         name: training_step(model, lambda model=model: loss(model, series.x, series.y, others))
         for name, model in models.items()
     }
-    return side_by_side(steps, seconds)
+    return side_by_side(steps, seconds, device)
 
 
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
     given = options.parse(options.parser("kernel_regression", __doc__), argv)
     options.set_seed(given.seed)
-    steps = 15 if given.smoke else 100
+    steps, device = 15 if given.smoke else 100, given.device
 
     print("y = 2 sin x + x^0.8 + noise, 50 points, leaving one out")
     curve = data.curve(50, given.seed)
-    alone = far_apart(50, 0)
-    on_curve = fit(curve, [1.0], alone, steps)
+    alone = far_apart(50, 0).to(device)
+    on_curve = fit(curve.to(device), [1.0], alone, steps)
     models = on_curve.pop("models")
     pictures.draw_curve(curve, models, given.out / "curve.png")
     pictures.draw_weights(curve, models, given.out / "weights.png")
@@ -82,18 +84,18 @@ def main(argv: list[str] | None = None) -> dict:
     gap, every = 26, 104
     series = data.waves(520, gap, every) if given.smoke else data.co2(gap, every)
     print(f"\n{'waves' if given.smoke else 'CO2'}: {gap} of every {every} weeks held out")
-    others = far_apart(len(series.y), gap // 2)
+    others = far_apart(len(series.y), gap // 2).to(device)
     start = [1.0, 1.0, 1.0]  # year, and the two features of the season
-    on_gaps = fit(series, start, others, steps)
+    on_gaps = fit(series.to(device), start, others, steps)
     middle = series.test_t[len(series.test_t) // 2].item()
     models = on_gaps.pop("models")
     pictures.draw_gaps(series, models, (middle - 4, middle + 4), given.out / "gaps.png")
 
     print(f"\none training step on {len(series.y)} points")
-    measured = compare(series, start, others, 0.05 if given.smoke else 3.0)
+    measured = compare(series.to(device), start, others, 0.05 if given.smoke else 3.0)
     print(report.comparison(measured))
     result = {"curve": on_curve, "gaps": on_gaps, "training_step": measured}
-    report.save(result, given.out)
+    report.save(result, given.out, device)
     return result
 
 

@@ -29,6 +29,11 @@ class Series:
     test_t: Tensor
     truth: Tensor | None = None
 
+    def to(self, device: torch.device) -> Series:
+        """The same on that device."""
+        tensors = vars(self).items()
+        return Series(**{name: x if x is None else x.to(device) for name, x in tensors})
+
 
 def curve(points: int, seed: int, noise: float = 0.5) -> Series:
     """``y = 2 sin(x) + x^0.8 + noise`` at random places of [0, 5], and held-out points between."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fastattn
-from examples.common import options, plots, report
+from examples.common import devices, options, plots, report
 from examples.common.compare import side_by_side, training_step
 from examples.masked_language_model.model import Classifier, Encoder, GapFiller
 from examples.masked_language_model.pretrain import fill, gap_loss, pretrain
@@ -42,7 +42,7 @@ def fine_tune(encoder: Encoder, splits: list[ReviewDataset], epochs: int, name: 
     """Test accuracy of a classifier on this encoder, and the history of its training."""
     training, validation, test = splits
     options.set_seed(seed)
-    model = Classifier(encoder)
+    model = Classifier(encoder).to(devices.of(encoder))
     batches = dataset.training_batches(training, 32, seed)
     history = train(model, batches, dataset.evaluation_batches(validation, 256), epochs, name)
     return {"test": accuracy(model, dataset.evaluation_batches(test, 256)), **history}
@@ -58,7 +58,7 @@ def compare(
         return gap_loss(model, tokens, vocabulary, torch.Generator().manual_seed(0))
 
     steps = {name: training_step(m, lambda m=m: loss(m)) for name, m in models.items()}
-    return side_by_side(steps, seconds)
+    return side_by_side(steps, seconds, devices.of(next(iter(models.values()))))
 
 
 def draw(result: dict, picture: Path) -> None:
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> dict:
     vocabulary = len(tokenizer.characters)
     epochs, fine_epochs = (3, 2) if given.smoke else (EPOCHS, FINE_EPOCHS)
     options.set_seed(given.seed)
-    models = build(tokenizer)
+    models = {name: model.to(given.device) for name, model in build(tokenizer).items()}
     untrained = copy.deepcopy(models["fastattn"].encoder)
     result: dict = {"pre-training": {}}
     for name, model in models.items():
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> dict:
     measured = compare(models, longest.characters, vocabulary, 0.05 if given.smoke else 2.0)
     print(f"\na step of pre-training: {BATCH} reviews of {longest.characters.shape[1]} characters")
     print(report.comparison(measured))
-    report.save(result | {"measured": measured}, given.out)
+    report.save(result | {"measured": measured}, given.out, given.device)
     return result
 
 

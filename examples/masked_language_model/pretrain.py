@@ -9,6 +9,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from examples.common import devices
+from examples.common.devices import moved
 from examples.masked_language_model.masking import IGNORED, mask_tokens
 from examples.masked_language_model.model import GapFiller
 
@@ -43,8 +45,12 @@ def pretrain(
 def gap_loss(
     model: GapFiller, tokens: torch.Tensor, vocabulary: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Cross entropy of the characters in the gaps, where only those are asked for."""
-    masked = mask_tokens(tokens, vocabulary, generator)
+    """Cross entropy of the characters in the gaps, where only those are asked for.
+
+    ``tokens`` are on the generator's device, where the gaps are chosen, the same for any device of
+    the model.
+    """
+    masked = moved(mask_tokens(tokens, vocabulary, generator), devices.of(model))
     where = masked.targets != IGNORED
     logits = model(masked.tokens, where)
     return cross_entropy(logits, masked.targets[where], reduction="sum") / where.sum().clamp(min=1)
@@ -58,7 +64,7 @@ def fill(model: GapFiller, tokenizer, text: str, most: int = 3) -> list[list[str
         vocabulary if character == "_" else tokenizer.characters.encode([character])[0]
         for character in text[: tokenizer.max_length]
     ]
-    tokens = torch.tensor([numbers])
+    tokens = torch.tensor([numbers], device=devices.of(model))
     model.eval()
     best = model(tokens, tokens == vocabulary).topk(most).indices
     return [[tokenizer.characters.tokens[n] for n in row] for row in best.tolist()]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fastattn
-from examples.common import options, plots, report
+from examples.common import devices, options, plots, report
 from examples.common.compare import side_by_side, training_step
 from examples.text_classification import data, dataset, train
 from examples.text_classification.data import LABELS, Review
@@ -53,6 +53,7 @@ def read(model: nn.Module, tokenizer: Tokenizer, text: str, picture: Path) -> di
     """What the model makes of a text, and a heat map of what its layers look at."""
     text = data.normalize(text)[: tokenizer.max_length]
     batch = dataset.collate([ReviewDataset([Review(text, 0)], tokenizer)[0]])
+    batch = devices.moved(batch, devices.of(model))
     model.eval()
     logits, layers = model(batch, need_weights=True)
     probability = logits.softmax(dim=1)[0].tolist()
@@ -68,20 +69,21 @@ def read(model: nn.Module, tokenizer: Tokenizer, text: str, picture: Path) -> di
 
 def compare(models: dict[str, nn.Module], batch: Batch, seconds: float) -> dict:
     """Time and memory of a training step, and of reading a batch with its weights."""
+    device = batch.labels.device
     for model in models.values():
         model.train()
     training = {
         name: training_step(model, lambda m=model: cross_entropy(m(batch)[0], batch.labels))
         for name, model in models.items()
     }
-    measured = {"training step": side_by_side(training, seconds)}
+    measured = {"training step": side_by_side(training, seconds, device)}
     for model in models.values():
         model.eval()
     with torch.no_grad():
         reading = {
             name: lambda m=model: m(batch, need_weights=True) for name, model in models.items()
         }
-        measured["reading, with weights"] = side_by_side(reading, seconds)
+        measured["reading, with weights"] = side_by_side(reading, seconds, device)
     return measured
 
 
@@ -93,6 +95,7 @@ def main(argv: list[str] | None = None) -> dict:
     options.set_seed(given.seed)
     models, result = build(tokenizer), {}
     for name, model in models.items():
+        model.to(given.device)
         options.set_seed(given.seed)  # the same batches and the same dropout for both
         batches = dataset.training_batches(training, BATCH, given.seed)
         history = train.train(
@@ -107,12 +110,12 @@ def main(argv: list[str] | None = None) -> dict:
     print("\n" + report.table(rows))
     result["sentence"] = read(models["fastattn"], tokenizer, SENTENCE, given.out / "attention.png")
     longest = sorted(training.items, key=lambda item: len(item[0]))[-BATCH:]
-    batch = dataset.collate(longest)
+    batch = devices.moved(dataset.collate(longest), given.device)
     measured = compare(models, batch, 0.05 if given.smoke else 3.0)
     for what, rows in measured.items():
         print(f"\n{what}: {BATCH} reviews of {batch.characters.shape[1]} characters")
         print(report.comparison(rows))
-    report.save(result | {"measured": measured}, given.out)
+    report.save(result | {"measured": measured}, given.out, given.device)
     return result
 
 

@@ -11,6 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from examples.common import devices
+from examples.common.devices import moved
+
 
 def train(
     model: nn.Module, batches: DataLoader, validation: DataLoader, epochs: int, name: str
@@ -26,12 +29,13 @@ def train(
         optimizer, max_lr=4e-3, total_steps=epochs * len(batches)
     )
     history: dict = {"losses": [], "validation": [], "seconds": 0.0}
-    best, parameters = -1.0, None
+    best, parameters, device = -1.0, None, devices.of(model)
     for epoch in range(epochs):
         model.train()
         total, begin = 0.0, time.perf_counter()
         with tqdm(batches, desc=f"{name}, epoch {epoch + 1}/{epochs}", unit="batch") as progress:
             for batch in progress:
+                batch = moved(batch, device)
                 optimizer.zero_grad()
                 loss = cross_entropy(model(batch)[0], batch.labels)
                 loss.backward()
@@ -54,6 +58,7 @@ def accuracy(model: nn.Module, batches: DataLoader) -> float:
     model.eval()
     right = count = 0
     for batch in batches:
+        batch = moved(batch, devices.of(model))
         right += (model(batch)[0].argmax(dim=1) == batch.labels).sum().item()
         count += len(batch.labels)
     return right / count

@@ -41,7 +41,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return given
 
 
-def prepare(smoke: bool, seed: int, max_tokens: int) -> tuple[list[Corpus], Vocabulary, Vocabulary]:
+def prepare(
+    smoke: bool, seed: int, max_tokens: int, device: torch.device
+) -> tuple[list[Corpus], Vocabulary, Vocabulary]:
     """Training, validation and test corpus, and the vocabularies of the first."""
     pairs = [
         pair for pair in data.load_pairs(None if smoke else DATA) if len(pair[0]) <= max_tokens
@@ -54,7 +56,7 @@ def prepare(smoke: bool, seed: int, max_tokens: int) -> tuple[list[Corpus], Voca
     )
     print(f"{' + '.join(str(len(part)) for part in splits)} pairs to train, validate and test;")
     print(f"{len(source)} English words, {len(target)} Chinese characters and words")
-    return [Corpus(part, source, target) for part in splits], source, target
+    return [Corpus(part, source, target, device) for part in splits], source, target
 
 
 def build(kind: str, source: Vocabulary, target: Vocabulary, plain: bool = False) -> nn.Module:
@@ -83,7 +85,9 @@ def align(model: nn.Module, test: Corpus, target: Vocabulary, picture: Path) -> 
     batch = test.batch([index])
     model.eval()
     (row,) = translate(model, batch.source, batch.lengths, BEAMS)
-    weights = model.align(batch.source, batch.lengths, torch.tensor([[BEGIN, *row]]))
+    weights = model.align(
+        batch.source, batch.lengths, torch.tensor([[BEGIN, *row]], device=test.device)
+    )
     plots.use_chinese_font()
     english, chinese = test.pairs[index]
     figure = fastattn.plot_attention(
@@ -101,7 +105,7 @@ def examine(
     """An alignment of the trained model, its plain twin beside it, and the cost of its steps."""
     training, _, test = corpora
     seen: dict = {"translated": align(model, test, words[1], given.out / f"alignment-{kind}.png")}
-    plain = build(kind, *words, plain=True)
+    plain = build(kind, *words, plain=True).to(test.device)
     plain.load_state_dict(model.state_dict())
     pair = {"fastattn": model, "plain PyTorch": plain}
     seen["equal parameters"] = compare.results(pair, test, 16 if given.smoke else 128)
@@ -128,24 +132,24 @@ def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
     given = arguments(argv)
     how = {name: getattr(given, name) for name in ("smoke", "seed", "epochs", "max_tokens")}
-    corpora, *words = prepare(given.smoke, given.seed, given.max_tokens)
+    corpora, *words = prepare(given.smoke, given.seed, given.max_tokens, given.device)
     training, validation, test = corpora
     result = report.load(given.out)
     if result.get("trained with") != how:
         result = {"trained with": how, "kinds": {}}
     for kind in given.kinds:
         options.set_seed(given.seed)
-        model = build(kind, *words)
+        model = build(kind, *words).to(given.device)
         row = train.train(model, training, given.epochs, BATCH, given.seed, kind)
         row["validation"] = train.validation_loss(model, validation, BATCH)
         row |= score(model, test, words[1])
         if kind in SHOWN:
             row |= examine(kind, model, corpora, tuple(words), given)
         result["kinds"][kind] = row
-        report.save(result, given.out)  # whatever comes later, this is not lost
+        report.save(result, given.out, given.device)  # whatever comes later, this is not lost
     result["kinds"] = {kind: result["kinds"][kind] for kind in KINDS if kind in result["kinds"]}
     print("\n" + table(result["kinds"]))
-    report.save(result, given.out)
+    report.save(result, given.out, given.device)
     return result
 
 

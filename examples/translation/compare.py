@@ -12,6 +12,7 @@ from torch import nn
 
 from examples.common import plots, report
 from examples.common.compare import side_by_side, training_step
+from examples.common.devices import synchronize
 from examples.translation import train
 from examples.translation.data import Corpus
 from examples.translation.decode import Recomputing, translate
@@ -43,7 +44,7 @@ def training_steps(models: dict[str, nn.Module], corpus: Corpus, size: int, smok
     for name, model in models.items():
         model.train()
         steps[name] = training_step(model, lambda model=model: train.loss(model, batch))
-    measured = side_by_side(steps, 0.05 if smoke else 3.0)
+    measured = side_by_side(steps, 0.05 if smoke else 3.0, corpus.device)
     N, M = batch.source.shape[1], batch.target.shape[1] - 1
     print(f"\none training step on {len(batch.source)} pairs, {N} English and {M} Chinese tokens")
     print(report.comparison(measured))
@@ -60,15 +61,17 @@ def decoding_steps(model: nn.Module, corpus: Corpus, smoke: bool) -> dict:
     model.eval()
     places = [8, 16] if smoke else [8, 16, 32, 64, 128, 192, 256]
     batch = corpus.batch([*range(min(16, len(corpus)))])
-    words = torch.randint(4, model.target.num_embeddings, (len(batch.source), places[-1]))
+    words = torch.randint(
+        4, model.target.num_embeddings, (len(batch.source), places[-1]), device=corpus.device
+    )
     cached: list[list[float]] = [[] for _ in words[0]]
     recomputed: list[list[float]] = [[] for _ in places]
     for _ in range(1 if smoke else 5):
         state = model.begin(batch.source, batch.lengths)
         for samples, word in zip(cached, words.split(1, dim=1), strict=True):
-            samples.append(_ms(model.next_words, word, state))
+            samples.append(_ms(corpus.device, model.next_words, word, state))
         for samples, place in zip(recomputed, places, strict=True):
-            samples.append(_ms(model, batch.source, batch.lengths, words[:, :place]))
+            samples.append(_ms(corpus.device, model, batch.source, batch.lengths, words[:, :place]))
     result = {
         "position": places,
         "cached": [statistics.median(chain(*cached[place - 8 : place])) for place in places],
@@ -79,9 +82,11 @@ def decoding_steps(model: nn.Module, corpus: Corpus, smoke: bool) -> dict:
     return result
 
 
-def _ms(function, *args) -> float:
+def _ms(device: torch.device, function, *args) -> float:
+    synchronize(device)
     begin = time.perf_counter()
     function(*args)
+    synchronize(device)
     return 1e3 * (time.perf_counter() - begin)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from examples.common.batching import by_length
+from examples.common.devices import moved
 from examples.common.vocabulary import BEGIN, END, PADDING, Vocabulary
 from examples.translation.fetch import fetch
 
@@ -62,10 +63,18 @@ class Corpus:
     Args:
         pairs: tokens of both sides.
         source, target: the vocabularies.
+        device: of the batches.
     """
 
-    def __init__(self, pairs: list[Pair], source: Vocabulary, target: Vocabulary) -> None:
+    def __init__(
+        self,
+        pairs: list[Pair],
+        source: Vocabulary,
+        target: Vocabulary,
+        device: torch.device | None = None,
+    ) -> None:
         self.pairs = pairs
+        self.device = device or torch.device("cpu")
         self.encoded = [
             (
                 torch.tensor([*source.encode(english), END]),
@@ -85,7 +94,8 @@ class Corpus:
             for side in (0, 1)
         )
         source, target = sides
-        return Batch(source, torch.tensor([len(english) for english, _ in chosen]), target)
+        lengths = torch.tensor([len(english) for english, _ in chosen])
+        return moved(Batch(source, lengths, target), self.device)
 
     def epoch(self, size: int, rng: random.Random) -> list[Batch]:
         """All pairs once, in batches of similar length."""

@@ -42,11 +42,12 @@ def translate(
     Hypotheses compete by their mean log-probability a token. The source is read and its keys are
     projected once: a step costs the step.
     """
-    B = source.shape[0]
+    B, device = source.shape[0], source.device
+    samples = torch.arange(B, device=device)
     state = model.begin(source, lengths)
-    words = torch.full((B, 1), BEGIN)
-    total, count = torch.zeros(B, 1), torch.zeros(B, 1)  # log-probability, tokens
-    ended = torch.zeros(B, 1, dtype=torch.bool)
+    words = torch.full((B, 1), BEGIN, device=device)
+    total, count = torch.zeros(2, B, 1, device=device)  # log-probability, tokens
+    ended = torch.zeros(B, 1, dtype=torch.bool, device=device)
     for _ in range(max_length):
         width = total.shape[1]  # 1 at first, then ``beams``
         scores = model.next_words(words[:, -1:], state).log_softmax(dim=-1)
@@ -60,13 +61,13 @@ def translate(
         total = sums.flatten(1).gather(1, best)
         count = longer.gather(1, beam)
         ended = ended.gather(1, beam) | (word == END)
-        rows = (beam + width * torch.arange(B)[:, None]).flatten()
+        rows = (beam + width * samples[:, None]).flatten()
         state.reorder(rows)
         words = torch.cat([words[rows], word.view(-1, 1)], dim=1)
         if ended.all():
             break
     likeliest = (total / count).argmax(dim=1)
-    chosen = words.view(B, beams, -1)[torch.arange(B), likeliest, 1:]
+    chosen = words.view(B, beams, -1)[samples, likeliest, 1:]
     return [[n for n in row if n not in (END, PADDING)] for row in chosen.tolist()]
 
 
