@@ -12,25 +12,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # For so many tokens MKL multiplies faster with the weight on the left: 1.2 to 2.2 times with 16 to
-# 48 tokens and widths of 256 to 1024, on one thread and on two. Slower with 4, and with 64.
-FEWEST_TOKENS, MOST_TOKENS = 8, 48
+# 48 tokens and widths of 256 to 1024, on one thread and on two; 1.2 to 2 times with 8 to 15, if the
+# weight is large, but half as fast if it is small. Slower with 4, and with 64.
+_FEWEST_TOKENS, _FEWEST_OF_SMALL, MOST_TOKENS = 8, 16, 48
+_LARGE = 1 << 20  # numbers
 _USES_MKL = torch.backends.mkl.is_available()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of x (B, N, E), whose result may be a view with its last dim strided."""
-    if torch.compiler.is_compiling() or not _weight_first(x):  # sizes may be symbols
+    if torch.compiler.is_compiling() or not _weight_first(x, weight):  # sizes may be symbols
         return F.linear(x, weight, bias)
     columns = x.flatten(0, 1).t()
     y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
     return y.t().unflatten(0, x.shape[:2])
 
 
-def _weight_first(x: Tensor) -> bool:
+def _weight_first(x: Tensor, weight: Tensor) -> bool:
     if not _USES_MKL or x.device.type != "cpu" or x.dtype != torch.float32:
         return False
-    few = FEWEST_TOKENS <= x.shape[0] * x.shape[1] <= MOST_TOKENS
-    return few and not torch.is_grad_enabled()
+    tokens = x.shape[0] * x.shape[1]
+    if not _FEWEST_TOKENS <= tokens <= MOST_TOKENS or torch.is_grad_enabled():
+        return False
+    return tokens >= _FEWEST_OF_SMALL or weight.numel() >= _LARGE
 
 
 def to_heads(
