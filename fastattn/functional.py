@@ -337,8 +337,8 @@ def _attend(score, qkv, weight, return_lse: bool, backend: str, call, **options)
 
 def _run(seen: known.Known, tensors, bias: Tensor | None, batch, return_lse: bool):
     """The output, or the tuple of it and of what else the caller wants, in batch dims ``batch``."""
-    p = seen.p
-    out, lse, weights = autograd.attend(seen.backend, p, *tensors, bias)
+    p, (q, k, v, w) = seen.p, tensors
+    out, lse, weights = autograd.attend(seen.backend, p, q, k, v, w, bias)
 
     def restore(x: Tensor, head_dim: bool = True) -> Tensor:
         if head_dim and not seen.has_head_dim:

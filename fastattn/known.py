@@ -61,6 +61,11 @@ def remember(known: Known, canonical: tuple, *call) -> None:
         return
 
 
+def forget() -> None:
+    """Forgets all calls: for who has changed the backends."""
+    _KNOWN.clear()
+
+
 def says_nothing(mask: Mask | None) -> bool:
     """Whether a mask keeps every pair whatever the sizes are."""
     if mask is None:

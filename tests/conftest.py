@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import BACKENDS, ON_GPU, Carrier
 
-from fastattn import ops, registry
+from fastattn import known, ops, registry
 
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16")
 
@@ -36,8 +36,10 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _afresh():
+    """Each test has the same random numbers, and no call seen before: tests change backends."""
     torch.manual_seed(0)
+    known.forget()
 
 
 @pytest.fixture(params=BACKENDS)
