@@ -164,6 +164,9 @@ void fill_problem(const Problem& in, AttentionParams* p) {
   check_devices(in);
   STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4,
                   "fastattn: q, k, v: expected 4 dims");
+  STD_TORCH_CHECK(
+      in.k.scalar_type() == in.q.scalar_type() && in.v.scalar_type() == in.q.scalar_type(),
+      "fastattn: expected k and v of the dtype of q");
   p->B = in.q.size(0), p->H = in.q.size(1), p->M = in.q.size(2), p->D = in.q.size(3);
   p->Hkv = in.k.size(1), p->N = in.k.size(2), p->E = in.v.size(3);
   STD_TORCH_CHECK(p->Hkv == p->H || (p->Hkv > 0 && p->H % p->Hkv == 0),
@@ -277,6 +280,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   fill_problem(in, &p);
 
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
+  STD_TORCH_CHECK(grad_out.scalar_type() == q.scalar_type(),
+                  "fastattn: expected grad_out of the dtype of q");
   p.grad_out = view_of(grad_out, "grad_out", {p.B, p.H, p.M, p.E});
   const auto is_rows = [&](const Tensor& t, int64_t dims) {
     return t.scalar_type() == ScalarType::Float && t.dim() == dims && t.size(0) == p.B &&

@@ -61,6 +61,18 @@ def test_the_number_of_threads_changes_no_bit(extension, threads, score, dtype):
     assert_same_bits(found[0], found[2])
 
 
+def test_the_number_of_threads_changes_no_bit_of_rows_with_fewer_keys(extension, threads):
+    """Whole blocks of queries have fewer keys than those that a thread takes beside them."""
+    call = inputs(B=1, H=4, M=512, N=256, D=24, E=20)
+    kv_len = torch.tensor([64, 256], dtype=torch.int32).repeat_interleave(256)[None]
+    found = []
+    for n in (1, 2, 4):
+        threads(n)
+        found.append(everything(call, backend="cpu", mask=Mask(kv_len=kv_len)))
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
+
+
 @pytest.mark.parametrize("sizes", [(1, 2600), (4, 3000)], ids=str)
 @scores
 def test_the_number_of_threads_changes_no_bit_of_decoding(extension, threads, score, sizes):

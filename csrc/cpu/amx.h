@@ -5,21 +5,24 @@
 // bf16, 11 of fp16. Of the products of parts, those that matter at the operand's own precision are
 // added up:
 //
-//   kThreeBf16   fp32  a1 b3 + a1 b2 + a2 b2 + a2 b1 + a3 b1 + a1 b1   left out: 2^-25 |a b| at
-//   most kTwoBf16     fp16  a1 b2 + a1 b1 + a2 b1                           left out: 2^-17 |a b|
-//   at most kTwoHalves   fp32  the same                                        left out: 2^-22 |a
-//   b| at most kBf16, kHalf       a1 b1
+//   form         of    products of parts                          left out, of |a b| at most
+//   kThreeBf16   fp32  a1 b3, a1 b2, a2 b2, a2 b1, a3 b1, a1 b1   2^-25
+//   kTwoHalves   fp32  a1 b2, a1 b1, a2 b1                        2^-22
+//   kTwoBf16     fp16  the same                                   2^-17
+//   kBf16, kHalf       a1 b1
 //
 // As accurate as fp32 multiply-adds, at a sixth or third of the unit's rate, which is 16 times
 // theirs. What is left out of kTwoHalves, and what it drops of each x, 2^-23 |x| at most, is of
 // either sign, and less than what 32 or more fp32 additions round off.
 //
 // fp16 holds numbers from 2^-24 to 2^16. Operands are multiplied by a power of 2, their unit, and
-// their rows must then have their largest number in [2, 2^15]: others need kThreeBf16, and so does
+// their rows must then have their largest number in (2, 2^15]: others need kThreeBf16, and so does
 // the tile of pairs (i, j) in which one matters (choose_form()). bf16 holds them all, but the unit
 // flushes denormals: rows whose largest number lies outside [2^-60, 2^60], or that are not finite,
 // are packed as zeros and multiplied apart, in fp32 (*_rows_apart()). Sums are flushed too: results
-// and gradients below 1e-33 lose bits, where plain fp32 would at 1e-38.
+// and gradients below 1e-33 lose bits, where plain fp32 would at 1e-38. Sums of fp16 parts, being
+// in units, overflow from 2^107 (outputs) or 2^114 (scores) on, and weights below 2^-38 of the
+// largest in their row are 0.
 //
 //   tile of the left operand    16 rows x 16 words: row r, word k = elements k, k + 16 of 32 (bf16)
 //                               or 2 k, 2 k + 1 (fp16)

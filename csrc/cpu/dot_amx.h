@@ -31,10 +31,14 @@ class AmxInput {
       factor_ = 1.f;
     }
     from_.stride_c = 1;
-    const float unit = __builtin_fabsf(factor_);
-    const Window halves = {kSmallestHalf / unit, kLargestHalf / unit};
+    // Of the input, times what a copy of it has been multiplied by. In bf16 its unit must leave
+    // room for sums.
+    const float unit = __builtin_fabsf(factor), copied = unit / __builtin_fabsf(factor_);
+    const float high = kAnyBf16.high * unit < 0x1p100f ? kAnyBf16.high : 0x1p100f / unit;
+    const Window wide = {kAnyBf16.low * copied, high * copied},
+                 halves = {kSmallestHalf / unit * copied, kLargestHalf / unit * copied};
     with_dtype(from_.dtype, [&](auto type) {
-      misfits_.scan<type>(from_, form_of(dtype_) == Form::kTwoHalves ? halves : kAnyBf16, kAnyBf16);
+      misfits_.scan<type>(from_, form_of(dtype_) == Form::kTwoHalves ? halves : wide, wide);
     });
   }
 
@@ -125,6 +129,9 @@ static void accumulate_rows_apart(A a, float factor, int64_t rows, const Misfits
 
 // ---- units ----
 
+// Units are 2^-66 to 2^66: a number up to 2^60 is still finite in any of them.
+constexpr int64_t kMostOctaves = 66;
+
 // Sums in fp32 whose unit may have to change while they grow.
 class Sums {
  public:
@@ -144,10 +151,18 @@ class Sums {
       store(data_ + n, load(data_ + n) * factor);
     unit_ = unit;
   }
-  // `unit`, but for what might make those in there overflow.
+  // `unit`, or less where that would bring the sums near overflow.
   float bounded(float unit) const {
-    constexpr float kMost = 0x1p20f;
-    return unit_ != 0.f && unit > kMost * unit_ ? kMost * unit_ : unit;
+    if (unit_ == 0.f || unit <= unit_) return unit;
+    VecI top{};
+    for (int64_t n = 0; n < count_; n += kWidth) {
+      const Vec x = load(data_ + n);
+      top = largest(top, abs(x) < splat(kInf) ? x : Vec{});
+    }
+    const float most = max_lanes(from_bits(top));
+    if (most == 0.f) return unit;
+    const float bound = unit_ * two_to(max64(0, min64(126, 100 - exponent_of(most))));
+    return unit < bound ? unit : bound;
   }
 
  private:
@@ -275,7 +290,7 @@ class AmxDotScore {
     if (top >= kLeast && top < kLargestHalf) return false;
     const float before = grad_unit_;
     const int64_t n = exponent_of(before) + kAimed - exponent_of(top);
-    grad_unit_ = grad_k_.bounded(two_to(max64(-100, min64(100, n))));
+    grad_unit_ = grad_k_.bounded(two_to(max64(-kMostOctaves, min64(kMostOctaves, n))));
     return grad_unit_ != before;
   }
   float grad_unit() const { return grad_unit_; }
@@ -359,7 +374,6 @@ struct TileSink {
   const Operand& to;
   float* also;  // in fp32, too; may be nullptr
   int64_t ld;
-  bool keeps_scores() const { return also == nullptr; }
 
   struct Row {
     static constexpr int kVectors = 2, kBits = (is_fp16(kForm) ? 11 : 8) * parts_of(kForm),
@@ -379,6 +393,9 @@ struct TileSink {
   FASTATTN_MEMBER Row row(int64_t i) const {
     return {to.tiles(i / kEdge, 0) + i % kEdge * kEdge, also == nullptr ? also : also + i * ld};
   }
+  static constexpr bool kKeepsScores = true;
+  FASTATTN_MEMBER Row row_apart(int64_t i) const { return {row(i).words, nullptr}; }
+  bool is_in_place() const { return also != nullptr; }
 };
 
 // ValueTile on the matrix unit.
@@ -538,7 +555,7 @@ class AmxValueGrads {
   }
 
   float weight_unit() const { return weight_unit_; }
-  // A power of 2, by which the largest gradients become a few thousand.
+  // A power of 2 that makes the largest gradients a few thousand, where sums have room for it.
   float size_unit() const { return size_unit_; }
 
   // Where W goes instead, and whether it did before the next call of accumulate(): `weights` is
@@ -558,7 +575,7 @@ class AmxValueGrads {
   // Of rows that have a key, and stats: garbage in others must not change a bit of these.
   float size_unit(const Matrix& from, const float* stats) const {
     if (!is_fp16(form_of(p_.q.dtype))) return 1.f;
-    VecI top{};
+    VecI top{}, apart{};
     with_dtype(from.dtype, [&](auto type) {
       for (int64_t r = 0; r < from.rows; ++r) {
         const int64_t row = from.offset + r * from.stride_r;
@@ -566,14 +583,19 @@ class AmxValueGrads {
         for (int64_t c = 0; c < from.cols; c += kWidth)
           of_row = largest(of_row, load_strided<type>(from.data, row + c * from.stride_c,
                                                       from.stride_c, from.cols - c));
-        if (load_stats(stats, r).factor != 0.f && kAnyBf16.has(of_row))
-          top = top > of_row ? top : of_row;
+        constexpr Window kFinite = {0.f, __FLT_MAX__};
+        if (load_stats(stats, r).factor == 0.f || !kFinite.has(of_row)) continue;
+        VecI& most = kAnyBf16.has(of_row) ? top : apart;
+        most = most > of_row ? most : of_row;
       }
     });
-    const float most = max_lanes(from_bits(top));
-    if (most == 0.f) return 1.f;
-    // Of the same few sizes for most blocks: 2^11 to 2^15, in steps of 2^4.
-    const int64_t n = 14 - exponent_of(most), step = 4;
+    const float most = max_lanes(from_bits(top)), most_apart = max_lanes(from_bits(apart));
+    if (most == 0.f) return grad_v_.unit() == 0.f ? 1.f : grad_v_.unit() / weight_unit_;
+    // Of the same few sizes for most blocks: 2^11 to 2^15, in steps of 2^4. Rows that stand apart
+    // are multiplied by it as well.
+    int64_t n = min64(14 - exponent_of(most), kMostOctaves);
+    if (most_apart != 0.f) n = min64(n, 80 - exponent_of(most_apart));
+    const int64_t step = 4;
     const float unit = two_to((n >= 0 ? n : n - step + 1) / step * step);
     return grad_v_.bounded(weight_unit_ * unit) / weight_unit_;
   }

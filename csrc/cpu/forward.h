@@ -159,8 +159,9 @@ class ForwardWorker {
     const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * kM);
     const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * kM, i1);
     begin = max64(begin, keys.begin / kN * kN);
-    end = min64(end, keys.end);
-    for (int64_t j0 = begin; j0 < end; j0 += kN) {
+    // Tiles do not end where the keys of these row blocks do: each block's own masks say where, so
+    // that its results do not depend on which blocks are stacked.
+    for (int64_t j0 = begin; j0 < min64(end, keys.end); j0 += kN) {
       int64_t loaded = 0;
       for (int64_t g = 0; g < members(); ++g) loaded = attend(g, j0, min64(kN, end - j0), loaded);
     }

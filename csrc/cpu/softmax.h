@@ -52,12 +52,13 @@ struct TilePlace {
 
 // Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
 // time, zeros beyond its end, and use kBits bits of them. Weights, and the sums of them in
-// RowState, are 2^kOctaves what they should be, and at most 2^kSlack times that. kFlushes as for
-// exp2_weight(). keeps_scores(): whether weights go elsewhere, so that a row may be weighed twice.
+// RowState, are 2^kOctaves times what they should be, and at most 2^kSlack times that. kFlushes as
+// for exp2_weight(). kKeepsScores: whether row_apart() leaves the scores as they are, so that a row
+// may be weighed again; is_in_place(): whether row() does not.
 struct InPlace {
   static constexpr int kVectors = 1, kBits = 24, kOctaves = 0, kSlack = 8;
   static constexpr bool kFlushes = false;
-  static constexpr bool keeps_scores() { return false; }
+  static constexpr bool kKeepsScores = false;
   float* s;
   int64_t ld;
   FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
@@ -132,14 +133,17 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const float* const factors = dropout.enabled ? drop : nullptr;
     using Row = decltype(sink.row(i));
-    constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
-    if (sink.keeps_scores() && *m != -kInf) {
+    [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
+    if constexpr (Sink::kKeepsScores) {
       const Vec before = load(l);
-      alpha[i] = 1.f;
-      if (!any_above(
-              weigh_row<kMasking>(sink.row(i), mask, i, row, at.cols, scale, *m, 1.f, factors, l),
-              kMost))
+      const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
+        return weigh_row<kMasking>(to, mask, i, row, at.cols, scale, *m, 1.f, factors, l);
+      };
+      if (*m != -kInf && !any_above(weigh(sink.row_apart(i)), kMost)) {
+        alpha[i] = 1.f;
+        if (sink.is_in_place()) store(l, before), weigh(sink.row(i));
         continue;
+      }
       store(l, before);
     }
     const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);

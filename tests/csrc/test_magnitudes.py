@@ -75,13 +75,35 @@ SIZES = dict(M=200, N=280, D=40, E=24)  # several blocks of queries and of keys
 
 
 @pytest.mark.parametrize(
-    "factors", [(1e-8, 1, 1e5), (1e5, 1e-8), (0, 1e-4, 1e-20), (1e17, 1e-17), (1e-25, 1e25)]
+    "factors",
+    [
+        (1e-8, 1, 1e5),
+        (1e5, 1e-8),
+        (0, 1e-4, 1e-20),
+        (0, 1e-8, 1e-8, 1e-8),
+        (1e17, 1e-17),
+        (1e-25, 1e25),
+    ],
 )
 def test_gradients_of_another_magnitude_in_every_block(isa, factors):
     """Sums over blocks keep what they have when the next block is larger or smaller."""
     call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1)
     for n, rows in enumerate(grad_out.split(64, dim=2)):
         rows *= factors[n % len(factors)]
+    check(call, grad_out)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_small_gradients_beside_a_row_of_another_magnitude(isa, name):
+    call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1e-8)
+    call[name][:, :, 3] *= 1e-4
+    check(call, grad_out)
+
+
+@pytest.mark.parametrize("factor", [1e25, 1e32])
+def test_one_huge_row_of_gradients(isa, factor):
+    call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1e-3)
+    grad_out[:, :, 70] *= factor
     check(call, grad_out)
 
 
