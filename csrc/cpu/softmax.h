@@ -147,7 +147,9 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
       store(l, before);
     }
     const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
-    alpha[i] = any_above(top, *m + Row::kSlack) ? raise_maximum(top, m) : 1.f;
+    // A row that has been weighed in vain would be again, in the next tile.
+    constexpr float kSlack = Sink::kKeepsScores ? 0.f : Row::kSlack;
+    alpha[i] = any_above(top, *m + kSlack) ? raise_maximum(top, m) : 1.f;
     const float left = kMasking == Masking::kNone ? scale : 1.f;  // what mask_row() leaves out
     weigh_row<Masking::kNone>(sink.row(i), mask, i, row, at.cols, left, *m == -kInf ? 0.f : *m,
                               alpha[i], factors, l);
