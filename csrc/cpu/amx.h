@@ -169,8 +169,9 @@ class Operand {
   int32_t* words_ = nullptr;
 };
 
-// Distance between the two elements of a word.
+// Distance between the two elements of a word, and between the first ones of words.
 constexpr int64_t word_step(Form form) { return is_fp16(form) ? 1 : kEdge; }
+constexpr int64_t words_apart(Form form) { return is_fp16(form) ? 2 : 1; }
 
 // The parts of a vector of numbers.
 template <Form kForm>
@@ -339,8 +340,7 @@ static void write_tiles(const Matrix& from, float factor, const Misfits& misfits
                         const Operand& to) {
   constexpr int64_t kRows = kDepth == Depth::kRows ? kTileDepth : kEdge;
   constexpr int64_t kCols = kDepth == Depth::kRows ? kEdge : kTileDepth;
-  constexpr int64_t kStep = word_step(kForm), kNext = kTileDepth / kEdge / kStep + (kStep != 1);
-  static_assert(kNext == (kStep == 1 ? 2 : 1), "rows of words start 2 rows apart, or 1");
+  constexpr int64_t kStep = word_step(kForm), kNext = words_apart(kForm);
   const auto part = [&](int64_t r, int64_t c) __attribute__((always_inline)) {
     if (r >= from.rows || misfits.is_left_out(r, kForm)) return split<kForm>(Vec{});
     return split<kForm>(

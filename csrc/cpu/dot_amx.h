@@ -640,7 +640,7 @@ class PackedGrads {
   }
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[2][2], const Vec (&ds)[2][2]) {
     const int64_t edge = c / kEdge, depth = i_ / kTileDepth,
-                  row = i_ % kTileDepth / (kStep == 1 ? 2 : 1) * kEdge;
+                  row = i_ % kTileDepth / words_apart(kForm) * kEdge;
     Parts<kForm> part[2][2];
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
