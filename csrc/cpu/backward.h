@@ -42,10 +42,9 @@ struct GradUnits {
   float w, dp, ds;
 };
 
-// Calls fill(sink, units), which puts W and dS into a sink, for what score and values will use; in
-// place, too, where `dense`.
+// Calls fill(sink, units), which puts W and dS into a sink, for what score and values will use.
 template <typename Score, typename Values, typename Fill>
-static void finish_grads(Score&, Values&, bool, Fill fill, GradsInPlace in_place) {
+static void finish_grads(Score&, Values&, Fill fill, GradsInPlace in_place) {
   fill(in_place, GradUnits{1.f, 1.f, 1.f});
 }
 // As of one argument less (score.h).
@@ -60,7 +59,7 @@ class BackwardWorker {
         p_(args.p),
         score_(p_, scratch_, true),
         mask_(p_, scratch_, kM, kN),
-        bias_(args, scratch_),
+        bias_(args, scratch_, kM, kN),
         values_(p_, p_.grad_out, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         dp_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
@@ -76,10 +75,10 @@ class BackwardWorker {
     const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
     const int64_t begin = chunk_ * plan.chunk_keys, end = min64(p_.N, begin + plan.chunk_keys);
     clear_sums(b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group);
-    bias_.clear_sums(group, chunk_);
+    bias_.begin_task(group, chunk_);
     for (int64_t j0 = begin; j0 < end; j0 += kN) {
       const int64_t cols = min64(kN, end - j0);
-      bias_.clear_keys(group, chunk_, j0, cols);
+      bias_.begin_keys(group, chunk_, j0, cols);
       for (int64_t b = b0; b < b0 + batches; ++b)
         for (int64_t hkv = h0; hkv < h0 + heads; ++hkv) key_tile(b, hkv, j0, cols);
     }
@@ -116,8 +115,11 @@ class BackwardWorker {
     const int64_t used =
         p_.M == 0 || kept.begin >= j0 + cols ? 0 : max64(0, min64(cols, kept.end - j0));
     loaded_ = false;
-    for (int64_t h = hkv * args_.group; used > 0 && h < (hkv + 1) * args_.group; ++h)
-      for (int64_t block = 0; block < args_.blocks; ++block) pair(b, hkv, h, block * kM, j0, used);
+    for (int64_t h = hkv * args_.group; h < (hkv + 1) * args_.group; ++h)
+      for (int64_t i0 = 0; i0 < p_.M; i0 += kM) {
+        const TilePlace at = {b, h, i0, min64(kM, p_.M - i0), j0, used};
+        if (!pair(at, hkv)) bias_.skip_tile(at, chunk_);
+      }
     const int64_t written = loaded_ ? used : 0;
     if (loaded_) {
       score_.store_key_grad(p_.grad_k, b, hkv, j0);
@@ -127,32 +129,36 @@ class BackwardWorker {
     unpack_zeros(matrix_at(p_.grad_v, b, hkv, j0 + written, cols - written, p_.E));
   }
 
-  // One row block of one head against the current key tile.
-  void pair(int64_t b, int64_t hkv, int64_t h, int64_t i0, int64_t j0, int64_t cols) {
-    TilePlace at = {b, h, i0, min64(kM, p_.M - i0), j0, cols};
-    mask_.set_rows(b, h, i0, at.rows);
-    const int64_t needed = mask_.set_keys(j0, cols);
-    if (needed == 0) return;
-    if (!loaded_) load_keys(b, hkv, j0, cols);
+  // One row block of one head against the current key tile. Returns whether any pair is kept.
+  bool pair(TilePlace at, int64_t hkv) {
+    if (at.cols == 0) return false;
+    mask_.set_rows(at.b, at.h, at.i0, at.rows);
+    const int64_t needed = mask_.set_keys(at.j0, at.cols);
+    if (needed == 0) return false;
+    if (!loaded_) load_keys(at.b, hkv, at.j0, at.cols);
     if constexpr (CanNarrow<Score>::value) {
       at.cols = needed;
       score_.use_keys(needed);
       values_.use_keys(needed);
     }
-    score_.load_queries(b, h, i0, at.rows);
-    values_.load_grad_out(b, h, i0, at.rows);
+    score_.load_queries(at.b, at.h, at.i0, at.rows);
+    values_.load_grad_out(at.b, at.h, at.i0, at.rows);
     choose_form(score_, values_, mask_);
     score_.scores(s_);
     values_.grad_weights(dp_);
+    BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
     finish_grads(
-        score_, values_, p_.grad_bias.data != nullptr,
+        score_, values_,
         [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
-          mask_.with_masking([&](auto masking) { grad_scores<masking>(at, units, sink); });
+          mask_.with_masking([&](auto masking) { grad_scores<masking>(at, units, bias, sink); });
+          bias = {};  // should there be another time
         },
         GradsInPlace{s_, dp_, kN});
+    bias_.end_tile(at, chunk_);
     values_.accumulate(s_, mask_.masked());
-    bias_.add(at, chunk_, dp_, kN);
-    score_.backward(dp_, mask_.masked(), grad_q(b, h, i0), grad_q_stride(), grad_w(b, h));
+    score_.backward(dp_, mask_.masked(), grad_q(at.b, at.h, at.i0), grad_q_stride(),
+                    grad_w(at.b, at.h));
+    return true;
   }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
@@ -162,9 +168,9 @@ class BackwardWorker {
     loaded_ = true;
   }
 
-  // What scores, dP and dW are multiplied by before W and dS are made of them.
+  // What scores, dP and dW are multiplied by before W and dS are made of them, and dS after that.
   struct Factors {
-    float s, dp, grad_weights;
+    float s, dp, grad_weights, grad_bias;
   };
   // What the gradients of a row of scores depend on, besides its scores and dP.
   struct Row {
@@ -208,7 +214,8 @@ class BackwardWorker {
   // W and dS of rows on their way into a sink. kPlain, in addition: all rows and columns exist.
   template <Masking kMasking, bool kPlain, typename Sink>
   FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
-                                const Factors& factors, Sink& sink) const {
+                                const Factors& factors, const BiasGrad::Rows& bias,
+                                Sink& sink) const {
     for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
       Vec w[Sink::kRows][Sink::kVectors], ds[Sink::kRows][Sink::kVectors];
 #pragma GCC unroll 2
@@ -218,6 +225,7 @@ class BackwardWorker {
           const int64_t at = c + v * kWidth;
           if (kPlain || (rows[n].exists && at < cols)) {
             grads_at<kMasking, kPlain>(rows[n], at, factors, w[n][v], ds[n][v]);
+            if (bias.data != nullptr) bias.put(rows[n].i, at, ds[n][v] * factors.grad_bias);
           } else {
             w[n][v] = ds[n][v] = Vec{};
           }
@@ -229,10 +237,11 @@ class BackwardWorker {
   // S and dP become W and dS, which a sink takes kRows rows, kStep rows apart, and kVectors vectors
   // at a time, zeros beyond the tile, in multiples of kWhole rows.
   template <Masking kMasking, typename Sink>
-  void grad_scores(const TilePlace& at, const GradUnits& units, Sink& sink) {
+  void grad_scores(const TilePlace& at, const GradUnits& units, const BiasGrad::Rows& bias,
+                   Sink& sink) {
     static_assert(Sink::kRows <= kRows, "a row of factors each");
     const float made = units.ds / units.w;
-    const Factors factors = {logit_scale(score_), made / units.dp, made};
+    const Factors factors = {logit_scale(score_), made / units.dp, made, 1.f / units.ds};
     const bool plain = !p_.dropout.enabled && p_.grad_weights.data == nullptr &&
                        at.cols % (Sink::kVectors * kWidth) == 0;
     for (int64_t i0 = 0; i0 < round_up(at.rows, Sink::kWhole); i0 += Sink::kRows * Sink::kStep)
@@ -241,8 +250,8 @@ class BackwardWorker {
         for (int n = 0; n < Sink::kRows; ++n) rows[n] = row(at, i + n * Sink::kStep, n, units);
         sink.begin(i);
         plain&& rows[Sink::kRows - 1].exists
-            ? put_rows<kMasking, true>(rows, at.cols, factors, sink)
-            : put_rows<kMasking, false>(rows, at.cols, factors, sink);
+            ? put_rows<kMasking, true>(rows, at.cols, factors, bias, sink)
+            : put_rows<kMasking, false>(rows, at.cols, factors, bias, sink);
         sink.end();
       }
   }

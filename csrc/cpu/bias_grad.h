@@ -1,6 +1,7 @@
 // The gradient of the bias: dS, summed over the dims that the bias was broadcast over, in fp32.
 // Accumulated in the gradient itself where that is fp32, else in the workspace; a bias broadcast
-// over keys gets one sum per chunk of keys.
+// over keys gets one sum per chunk of keys. Where every sum has a place of its own in a tile, the
+// first tile that meets it sets it: zeroing it before would be another pass through memory.
 #pragma once
 
 #include "cpu/delta.h"
@@ -9,43 +10,73 @@ namespace fastattn::FASTATTN_ISA {
 
 class BiasGrad {
  public:
-  BiasGrad(const BackwardArgs& args, Scratch& scratch)
+  BiasGrad(const BackwardArgs& args, Scratch& scratch, int64_t block_m, int64_t block_n)
       : args_(args),
         p_(args.p),
         wanted_(p_.grad_bias.data != nullptr),
-        row_(scratch.floats(kRowCapacity)) {}
+        block_n_(block_n),
+        tile_(wanted_ ? scratch.floats(block_m * block_n) : nullptr) {}
 
-  // Zeroes what the task (group, chunk) will add to for keys [j0, j0 + cols), just before it does:
-  // then it is in the cache.
-  void clear_keys(int64_t group, int64_t chunk, int64_t j0, int64_t cols) {
-    if (wanted_ && p_.bias_N > 1) clear(group, chunk, j0, cols);
-  }
-  // Likewise where it has one sum for all its keys, of which there may be none.
-  void clear_sums(int64_t group, int64_t chunk) {
+  // To be called before the task (group, chunk), and before its keys [j0, j0 + cols).
+  void begin_task(int64_t group, int64_t chunk) {
     if (wanted_ && p_.bias_N == 1) clear(group, chunk, 0, 1);
   }
+  void begin_keys(int64_t group, int64_t chunk, int64_t j0, int64_t cols) {
+    cols_ = cols;
+    const bool met = p_.B * p_.H > 0;
+    if (wanted_ && p_.bias_N > 1 && (p_.bias_M == 1 || !met)) clear(group, chunk, j0, cols);
+  }
 
-  // Adds a tile of dS [rows, ld].
-  void add(const TilePlace& at, int64_t chunk, const float* ds, int64_t ld) {
+  // Where the gradients of a tile's scores go: what is there is overwritten, or added to.
+  struct Rows {
+    float* data = nullptr;  // or nowhere
+    int64_t stride = 0;
+    bool overwrites = false;
+    FASTATTN_MEMBER void put(int64_t i, int64_t c, Vec ds) const {
+      float* const to = data + i * stride + c;
+      store(to, overwrites ? ds : load(to) + ds);
+    }
+  };
+  // For the tile `at`, in whole vectors; end_tile() follows.
+  Rows begin_tile(const TilePlace& at, int64_t chunk) {
+    if (!wanted_) return {};
+    const Matrix to = sums_of(at, chunk, 0, at.cols);
+    is_direct_ = p_.bias_M > 1 && p_.bias_N > 1 && to.stride_c == 1 && at.cols % kWidth == 0;
+    if (!is_direct_) return {tile_, block_n_, true};
+    return {static_cast<float*>(to.data) + to.offset, to.stride_r, is_set_by(at)};
+  }
+  void end_tile(const TilePlace& at, int64_t chunk) {
     if (!wanted_) return;
-    const int64_t b = p_.bias_B == 1 ? 0 : at.b, h = p_.bias_H == 1 ? 0 : at.h;
-    const bool sum_rows = p_.bias_M == 1, sum_cols = p_.bias_N == 1;
-    const Matrix to = target(b, h, chunk, sum_rows ? 0 : at.i0, sum_rows ? 1 : at.rows,
-                             sum_cols ? 0 : at.j0, sum_cols ? 1 : at.cols);
-    if (!sum_rows) {
-      for (int64_t i = 0; i < at.rows; ++i) add_row(ds + i * ld, at.cols, sum_cols, to, i);
+    if (!is_direct_) add_tile(at, sums_of(at, chunk, 0, at.cols));
+    if (is_set_by(at) && at.cols < cols_)
+      unpack_zeros(sums_of(at, chunk, at.cols, cols_ - at.cols));
+  }
+  // In place of both, where all pairs are masked.
+  void skip_tile(const TilePlace& at, int64_t chunk) {
+    if (wanted_ && is_set_by(at)) unpack_zeros(sums_of(at, chunk, 0, cols_));
+  }
+
+ private:
+  // Whether this tile is the first to meet its sums, none of which it meets twice.
+  bool is_set_by(const TilePlace& at) const {
+    if (p_.bias_M == 1 || p_.bias_N == 1) return false;
+    return (p_.bias_B > 1 || at.b == 0) && (p_.bias_H > 1 || at.h == 0);
+  }
+
+  void add_tile(const TilePlace& at, const Matrix& to) {
+    const bool sum_cols = p_.bias_N == 1;
+    if (is_set_by(at)) return unpack_rows(tile_, block_n_, 1.f, nullptr, to);
+    if (p_.bias_M > 1) {
+      for (int64_t i = 0; i < at.rows; ++i) add_row(tile_ + i * block_n_, at.cols, sum_cols, to, i);
       return;
     }
     for (int64_t c = 0; c < at.cols; c += kWidth) {
       Vec sum{};
-      for (int64_t i = 0; i < at.rows; ++i) sum += load(ds + i * ld + c);
-      store(row_ + c, sum);
+      for (int64_t i = 0; i < at.rows; ++i) sum += load(tile_ + i * block_n_ + c);
+      store(tile_ + c, sum);
     }
-    add_row(row_, at.cols, sum_cols, to, 0);
+    add_row(tile_, at.cols, sum_cols, to, 0);
   }
-
- private:
-  static constexpr int64_t kRowCapacity = 1024;  // more than any kBlockN
 
   void clear(int64_t group, int64_t chunk, int64_t c0, int64_t cols) {
     const BackwardPlan& plan = args_.plan;
@@ -56,7 +87,14 @@ class BiasGrad {
         unpack_zeros(target(b, h, chunk, 0, p_.bias_M, c0, cols));
   }
 
-  // rows x cols of the fp32 sums, from (r0, c0).
+  // The fp32 sums that columns [begin, begin + cols) of a tile are added to.
+  Matrix sums_of(const TilePlace& at, int64_t chunk, int64_t begin, int64_t cols) const {
+    const int64_t b = p_.bias_B == 1 ? 0 : at.b, h = p_.bias_H == 1 ? 0 : at.h;
+    const bool one_row = p_.bias_M == 1, one_col = p_.bias_N == 1;
+    return target(b, h, chunk, one_row ? 0 : at.i0, one_row ? 1 : at.rows,
+                  one_col ? 0 : at.j0 + begin, one_col ? 1 : cols);
+  }
+  // rows x cols of them, from (r0, c0).
   Matrix target(int64_t b, int64_t h, int64_t chunk, int64_t r0, int64_t rows, int64_t c0,
                 int64_t cols) const {
     View view = p_.grad_bias;
@@ -86,7 +124,9 @@ class BiasGrad {
   const BackwardArgs& args_;
   const BackwardParams& p_;
   bool wanted_;
-  float* row_;
+  bool is_direct_ = false;
+  int64_t block_n_, cols_ = 0;
+  float* tile_;  // of dS, where that is not added to the sums at once
 };
 
 // Sums over chunks and converts to the gradient's dtype, some rows of one (b, h) of the bias a

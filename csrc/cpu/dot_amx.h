@@ -690,9 +690,9 @@ class PackedGrads {
 };
 
 template <int64_t kM, int64_t kN, typename Fill>
-static void finish_grads(AmxDotScore<kM, kN>& score, AmxValueGrads& values, bool dense, Fill fill,
+static void finish_grads(AmxDotScore<kM, kN>& score, AmxValueGrads& values, Fill fill,
                          GradsInPlace in_place) {
-  dense |= score.rows_apart() || values.rows_apart();
+  const bool dense = score.rows_apart() || values.rows_apart();
   bool packed = false;
   GradUnits units = {values.weight_unit(), values.grad_weights_unit(),
                      score.start_grad_unit(values.size_unit())};

@@ -75,6 +75,8 @@ class MaskTile {
     if constexpr (kMasking == Masking::kIntervals) {
       return inside(i, c) ? s * scale : splat(-kInf);
     } else if constexpr (kMasking == Masking::kBias) {
+      // The rows after these come next: asked for now, they arrive while there is work to do.
+      __builtin_prefetch(bias_ + (i + rows_) * p_.bias.stride_r + c, 0, 2);
       return s * scale + load(bias_ + i * p_.bias.stride_r + c) * kLog2e;
     } else if constexpr (kMasking == Masking::kAddend) {
       const Vec addend = load(addend_ + i * addend_stride_ + c);
