@@ -12,8 +12,8 @@ void sdpa_forward(const ForwardParams& p, const Parallel& parallel) {
   if (heads_are_rows(p)) return sdpa_forward(heads_as_rows(p), parallel);
 #ifdef __AMX_BF16__
   if (packing_pays(p)) {
-    // The matrix unit takes about a microsecond to get up to speed: large tiles, unless small ones
-    // are skipped. A row's result does not depend on how many rows a tile has.
+    // The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake: large tiles, unless small
+    // ones are skipped. A row's result does not depend on how many rows a tile has.
     const bool skips = p.mask.band_lo > -p.M || p.mask.band_hi < p.N || p.bias.data != nullptr;
     if (may_have_blocks(p)) return forward<AmxDotScore<64, 64>, AmxValueTile>(p, parallel);
     if (p.M > 64 && !skips) return forward<AmxDotScore<256, 128>, AmxValueTile>(p, parallel);
