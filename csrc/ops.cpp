@@ -26,6 +26,7 @@
 #include "on_cuda.h"
 #else
 #include "on_cpu.h"
+#include "projection.h"
 #endif
 
 namespace {
@@ -219,11 +220,13 @@ Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType d
   return empty_strided(like, shape, strides, dtype);
 }
 
-// [B, H, M, E], in memory [B, M, H, E].
-Tensor empty_bmhe(const Tensor& like, const AttentionParams& p) {
+// [B, H, M, E], in memory [B, M, H, E], or [M, B, H, E] where the batch does not come first.
+Tensor empty_out(const Tensor& like, const AttentionParams& p, bool batch_first) {
   const auto size = [](int64_t n) { return std::max<int64_t>(n, 1); };
   const int64_t head = size(p.E), row = size(p.H) * head;
-  return empty_strided(like, {p.B, p.H, p.M, p.E}, {size(p.M) * row, head, row, 1},
+  const int64_t stride_b = batch_first ? size(p.M) * row : row;
+  const int64_t stride_m = batch_first ? row : size(p.B) * row;
+  return empty_strided(like, {p.B, p.H, p.M, p.E}, {stride_b, head, stride_m, 1},
                        like.scalar_type());
 }
 
@@ -243,18 +246,16 @@ OptTensor workspace_of(const Tensor& like, int64_t bytes) {
 
 // ---- operators ----
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptTensor w,
-                                                   OptTensor bias, OptTensor kv_len, OptTensor keep,
-                                                   OptTensor seed, std::optional<int64_t> band_lo,
-                                                   std::optional<int64_t> band_hi, double scale,
-                                                   double dropout_p, std::string weights) {
-  const Problem in = {q,    k,       v,       w,     bias,      kv_len, keep,
-                      seed, band_lo, band_hi, scale, dropout_p, weights};
+// (out, lse, weights, stats)
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Forward run_forward(const Problem& in, bool batch_first) {
   ForwardParams p{};
   fill_problem(in, &p);
 
+  const Tensor& q = in.q;
   const ScalarType dtype = q.scalar_type();
-  Tensor out = empty_bmhe(q, p);
+  Tensor out = empty_out(q, p, batch_first);
   Tensor lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
   Tensor stats = empty(q, {p.B, p.H, p.M, 2}, ScalarType::Float);
   Tensor returned = empty(q, weights_shape(p), dtype);
@@ -267,6 +268,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v,
   p.workspace = workspace ? workspace->data_ptr() : nullptr;
   device::Current(q).forward(p);
   return {out, lse, returned, stats};
+}
+
+Forward forward(Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len,
+                OptTensor keep, OptTensor seed, std::optional<int64_t> band_lo,
+                std::optional<int64_t> band_hi, double scale, double dropout_p,
+                std::string weights) {
+  return run_forward(
+      {q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights},
+      /*batch_first=*/true);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -327,6 +337,47 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 }
 
 #ifndef FASTATTN_FOR_CUDA
+namespace projection = fastattn::projection;
+
+// x [first, second, E] as [first * second, E]: tokens.
+Tensor tokens_of(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 3, "fastattn: x: expected 3 dims, got ", x.dim());
+  const Tensor rows = projection::as_contiguous(x);
+  return projection::view(rows, {x.size(0) * x.size(1), x.size(2)}, {x.size(2), 1});
+}
+
+// y [first * second, F] as [first, second, F], like x.
+Tensor as_batch(const Tensor& y, const Tensor& x) {
+  const int64_t F = y.size(1);
+  return projection::view(y, {x.size(0), x.size(1), F}, {x.size(1) * F, F, 1});
+}
+
+Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
+  return as_batch(projection::linear(tokens_of(x), weight, bias), x);
+}
+
+// Between the projections nothing is copied: heads are strided windows into the first one's result,
+// and attention writes its output where the tokens have it.
+std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
+                                          Tensor out_weight, OptTensor out_bias, int64_t num_heads,
+                                          double scale, std::string weights, bool batch_first) {
+  const Tensor packed = projection::linear(tokens_of(x), in_weight, in_bias);
+  const int64_t T = packed.size(0), F = packed.size(1), H = num_heads;
+  STD_TORCH_CHECK(H > 0 && F % (3 * H) == 0,
+                  "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
+  const int64_t B = x.size(batch_first ? 0 : 1), N = x.size(batch_first ? 1 : 0), D = F / (3 * H);
+  const int64_t stride_b = batch_first ? N * F : F, stride_n = batch_first ? F : B * F;
+  const auto heads = [&](int64_t n) {
+    return projection::view(packed, {B, H, N, D}, {stride_b, D, stride_n, 1}, n * H * D);
+  };
+  const Tensor q = heads(0), k = heads(1), v = heads(2);
+  const OptTensor none;
+  const auto [out, lse, returned, stats] = run_forward(
+      {q, k, v, none, none, none, none, none, {}, {}, scale, 0.0, weights}, batch_first);
+  const Tensor merged = projection::view(out, {T, H * D}, {H * D, 1});
+  return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
+}
+
 // Which instruction set runs, which can be forced, and forcing one.
 std::string cpu_isa() { return fastattn::cpu::selected_isa(); }
 std::vector<std::string> cpu_isas() { return fastattn::cpu::available_isas(); }
@@ -339,6 +390,10 @@ bool select_cpu_isa(std::string name) { return fastattn::cpu::select_isa(name.c_
 FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
   m.impl(FASTATTN_OPERATOR(forward), TORCH_BOX(&forward));
   m.impl(FASTATTN_OPERATOR(backward), TORCH_BOX(&backward));
+#ifndef FASTATTN_FOR_CUDA
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("self_attention", TORCH_BOX(&self_attention));
+#endif
 }
 
 #ifndef FASTATTN_FOR_CUDA

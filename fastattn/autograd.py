@@ -32,14 +32,14 @@ def attend(
     backend: str, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights) of a validated problem, differentiable in q, k, v, w and bias."""
-    if not _needs_autograd(q, k, v, w, bias):
+    if not needs_autograd(q, k, v, w, bias):
         return registry.get(backend).forward(p, q, k, v, w, bias)[:3]
     bare = p.with_tensors(None, None, None)
     outputs = AttentionFunction.apply(backend, bare, q, k, v, w, bias, *p.tensors())
     return outputs[:3]  # pyright: ignore[reportReturnType]
 
 
-def _needs_autograd(*tensors: Tensor | None) -> bool:
+def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether anything may ask for a derivative or a transform: autograd Functions cost 20 us."""
     if torch.compiler.is_compiling():  # traced once: what is there now says nothing of later calls
         return True
@@ -101,7 +101,7 @@ class AttentionFunction(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         bias_needs_grad = ctx.needs_input_grad[6]
         saved = (q, k, v, w, bias, kv_len, keep, seed, out, stats, grad_out, grad_lse, grad_weights)
-        differentiate = _needs_autograd(*saved)
+        differentiate = needs_autograd(*saved)
         function = AttentionBackwardFunction
         grad_q, grad_k, grad_v, grad_w, grad_bias = (
             function.apply if differentiate else function.forward

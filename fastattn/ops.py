@@ -119,6 +119,35 @@ def scalars(p: Problem) -> tuple:
     return (*p.mask.band(p.M, p.N), p.scale, p.dropout_p)
 
 
+# ---- what surrounds attention, at inference on CPUs ----
+
+
+_define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_define(
+    "self_attention(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, "
+    "Tensor? out_bias, int num_heads, float scale, str weights, bool batch_first) "
+    "-> (Tensor out, Tensor weights)"
+)
+
+
+@torch.library.register_fake("fastattn::linear", lib=LIBRARY)
+def _linear_fake(x, weight, bias):
+    return x.new_empty(*x.shape[:2], weight.shape[0])
+
+
+@torch.library.register_fake("fastattn::self_attention", lib=LIBRARY)
+def _self_attention_fake(
+    x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first
+):
+    B, N = x.shape[:2] if batch_first else x.shape[1::-1]
+    shape = {"none": (0,), "full": (B, num_heads, N, N), "mean": (B, N, N)}[weights]
+    return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
+
+
+linear = torch.ops.fastattn.linear.default
+self_attention = torch.ops.fastattn.self_attention.default
+
+
 # ---- the compiled libraries ----
 
 # Which instruction set the CPU kernels use, which this machine runs, widest first, and forcing one
