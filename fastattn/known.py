@@ -28,7 +28,7 @@ class Known(NamedTuple):
         return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), weight
 
 
-# Told apart by the description that _describe makes of a call.
+# By description: that which _describe makes of a function's call, or that of a module's.
 _KNOWN: dict[tuple | None, Known] = {}
 _MOST_KNOWN = 1024
 
@@ -40,7 +40,7 @@ def recall(*call) -> Known | None:
     backend); the weight is None for the dot product.
     """
     try:
-        return _KNOWN.get(_describe(*call))
+        return look_up(_describe(*call))
     except TypeError:  # sizes are symbols, as under a tracer of torch's, or an argument is no good
         return None
 
@@ -53,12 +53,22 @@ def remember(known: Known, canonical: tuple, *call) -> None:
     for x, y in zip(known.tensors(*call[:4]), canonical, strict=True):
         if x is not y and (x is None or y is None or x.shape != y.shape):
             return
-    if len(_KNOWN) >= _MOST_KNOWN:
-        _KNOWN.clear()
     try:
-        _KNOWN[described] = known
+        keep(described, known)
     except TypeError:  # as in recall
         return
+
+
+def look_up(description: tuple | None) -> Known | None:
+    """What was kept of the calls that a tuple describes."""
+    return _KNOWN.get(description)
+
+
+def keep(description: tuple, known: Known) -> None:
+    """Keeps what ``look_up`` is to give; the tuple must hold all that it depends on."""
+    if len(_KNOWN) >= _MOST_KNOWN:
+        _KNOWN.clear()
+    _KNOWN[description] = known
 
 
 def forget() -> None:

@@ -9,9 +9,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
 
+import fastattn
 from fastattn import MultiheadAttention, functional, testing
+from fastattn.backends import cpu
 from fastattn.modules import inputs, plain
 
 VARIANTS = [
@@ -159,9 +163,12 @@ class TestTheShortWay:
 
     @pytest.mark.parametrize("grad", [True, False])
     @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("tokens", [5, 40])  # the second with the weight on the left
-    def test_gives_the_same_bits(self, monkeypatch, checked, grad, batch_first, tokens):
-        module = MultiheadAttention(8, 2, dropout=0.5, batch_first=batch_first)
+    def test_gives_the_same_bits(self, monkeypatch, checked, grad, batch_first, bias, tokens):
+        module = MultiheadAttention(8, 2, dropout=0.5, batch_first=batch_first, bias=bias)
+        for p in module.parameters():
+            nn.init.normal_(p)
         x = torch.randn(1, tokens, 8, requires_grad=grad)
         found = []
         for attend in (plain.attend, lambda *args: None):
@@ -195,6 +202,126 @@ class TestTheShortWay:
         for n, call in enumerate(calls, start=1):
             call()
             assert len(checked) == n
+
+
+@pytest.mark.usefixtures("extension")
+class TestOneOperator:
+    """At inference the short way is one operator; where that would be seen, it is not."""
+
+    @pytest.fixture
+    def operators(self, monkeypatch):
+        """The calls of it."""
+        seen, real = [], cpu.self_attention
+
+        def spy(*args):
+            seen.append(args)
+            return real(*args)
+
+        monkeypatch.setattr(cpu, "self_attention", spy)
+        return seen
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("weights", ["none", "mean", "full"])
+    def test_is_right(self, operators, dtype, bias, weights):
+        sizes = dict(bias=bias, batch_first=True)
+        exact, peer = (nn.MultiheadAttention(8, 2, **sizes).eval() for _ in range(2))
+        ours = MultiheadAttention(8, 2, **sizes).eval()
+        for p in exact.parameters():
+            nn.init.normal_(p)
+        for module in (peer, ours):
+            module.load_state_dict(exact.state_dict())
+            module.to(dtype)
+        exact.load_state_dict(ours.state_dict())
+        exact.double()
+        x = torch.randn(3, 7, 8).to(dtype)
+        results = []
+        with torch.no_grad():
+            for module, y in ((ours, x), (peer, x), (exact, x.double())):
+                asked = dict(need_weights=weights != "none", average_attn_weights=weights == "mean")
+                results.append([t for t in module(y, y, y, **asked) if t is not None])
+        for found in zip(*results, strict=True):
+            testing.assert_within_budget(*found)
+        assert len(operators) == 1
+
+    def test_when_nothing_wants_a_gradient(self, module, x, operators):
+        with torch.inference_mode():
+            module(x, x, x)
+        module.requires_grad_(False)(x, x, x)
+        assert len(operators) == 2
+        leaf = x.clone().requires_grad_()
+        assert module(leaf, leaf, leaf)[0].requires_grad
+        module.out_proj.bias.requires_grad_()
+        assert module(x, x, x)[0].requires_grad
+        assert len(operators) == 2
+
+    def test_takes_any_strides(self, module, operators):
+        x = torch.randn(5, 4, 8).transpose(0, 1)
+        with torch.no_grad():
+            for same in (x, x[1:3], x[1:3].contiguous(), x[:, :3]):
+                torch.testing.assert_close(
+                    module(same, same, same),
+                    nn.MultiheadAttention.forward(module, same, same, same),
+                )
+        assert len(operators) == 4
+
+    def test_where_torch_would_see_it(self, module, x, operators):
+        """Modes, transforms and traces find the operators of torch; all results are the same."""
+
+        torch._dynamo.reset()  # of what other tests compiled
+
+        def attend(y, call=module):
+            return call(y, y, y)[0]
+
+        def under(context):
+            with context:
+                return attend(x)
+
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad():
+            want, _ = nn.MultiheadAttention.forward(module, x, x, x)
+            found = [
+                attend(x, compiled),
+                under(counter),
+                under(forward_ad.dual_level()),
+                torch.func.vmap(attend, in_dims=1, out_dims=1)(x[:, None]).squeeze(1),
+            ]
+            half = under(torch.autocast("cpu", torch.bfloat16))
+        assert counter.get_total_flops() > 0
+        for out in found:
+            torch.testing.assert_close(out, want)
+        torch.testing.assert_close(half.float(), want, rtol=0.05, atol=0.05)
+        assert not operators
+
+    def test_where_it_does_not_apply(self, module, x, operators):
+        dropout = MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        other = MultiheadAttention(8, 2, batch_first=True)
+        other._attend = lambda q, k, v, **_: functional.scaled_dot_product_attention(q, k, v)
+        additive = fastattn.MultiheadAdditiveAttention(8, 2, batch_first=True)
+        with torch.no_grad():
+            for attention in (dropout, other, additive, module.double()):
+                y = x.double() if attention is module else x
+                attention(y, y, y, need_weights=False)
+            assert not operators
+            dropout.eval()(x, x, x)
+        assert len(operators) == 1
+
+    def test_the_registry_decides(self, module, x, operators, monkeypatch):
+        monkeypatch.setattr(cpu, "unsupported", lambda p: ["not today"])
+        with torch.no_grad():
+            want = nn.MultiheadAttention.forward(module, x, x, x)
+            for _ in range(2):
+                torch.testing.assert_close(module(x, x, x), want)
+        assert not operators
+
+    def test_errors_are_those_of_torch(self, module, x, operators):
+        module.out_proj.bias = nn.Parameter(torch.zeros(8).double())
+        for y in (x, x.double(), x.to("meta")):
+            with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+                module(y, y, y)
+            assert "fastattn" not in str(caught.value)
+        assert not operators
 
 
 @pytest.mark.parametrize("batched", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastattn import ops
 from fastattn.problem import Problem
@@ -27,3 +28,21 @@ def instruction_set() -> str:
 
 
 forward, backward = ops.CPU.forward, ops.CPU.backward
+
+
+def self_attention(
+    p: Problem,
+    x: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """``p`` between the projections of nn.MultiheadAttention: (output like ``x``, weights).
+
+    Without masks, dropout or autograd; see ``modules/plain.py``.
+    """
+    return ops.self_attention(
+        x, in_weight, in_bias, out_weight, out_bias, p.H, p.scale, p.weights, batch_first
+    )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-_PLAIN = {Tensor, nn.Parameter, type(None)}
+PLAIN = {Tensor, nn.Parameter, type(None)}
 
 
 def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> bool:
@@ -34,7 +34,7 @@ def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | 
         *module._parameters.values(),
         *module.out_proj._parameters.values(),
     )
-    plain = _PLAIN.issuperset(map(type, everything)) or all(map(_is_plain, everything))
+    plain = PLAIN.issuperset(map(type, everything)) or all(map(_is_plain, everything))
     return not plain or query.dtype not in DTYPES
 
 
@@ -44,7 +44,7 @@ def _is_plain(x: Tensor | None) -> bool:
     torch.overrides.has_torch_function is not asked: it also says yes to every tensor under a mode,
     and torch.set_default_device and torch.export are modes.
     """
-    if x is None or type(x) in _PLAIN:
+    if x is None or type(x) in PLAIN:
         return True
     overrides = type(x).__torch_function__ is not torch._C._disabled_torch_function_impl
     return not overrides and not is_traceable_wrapper_subclass(x)

@@ -124,8 +124,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 or ``is_causal`` comes without ``attn_mask``.
             TypeError, ValueError: the call does not fit ``cache``.
         """
-        if query is key is value and attn_mask is key_padding_mask is cache is None:
-            plainly = plain.attend(self, query, need_weights, average_attn_weights, is_causal)
+        without_masks = attn_mask is key_padding_mask is cache is None and not is_causal
+        if without_masks and query is key is value:
+            plainly = plain.attend(self, query, need_weights, average_attn_weights)
             if plainly is not None:
                 return plainly
         if cache is not None:
@@ -167,7 +168,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         out, weights = attended if need_weights else (attended, None)
         out = projection.merge_heads(out, call.batch_first)
-        out = projection.linear(out, self.out_proj.weight, self.out_proj.bias).contiguous()
+        out = projection.linear(out, self.out_proj.weight, self.out_proj.bias)
         if call.batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -175,6 +176,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Any:
         """Attention over heads [B, H, M, D]: the one step in which another score differs."""
         return functional.scaled_dot_product_attention(q, k, v, **options)
+
+    # Told apart from what may stand in its place: an operator may (plain.py).
+    _attend.score = "dot"  # pyright: ignore[reportFunctionMemberAccess]
 
     def _not_ours(self, *args) -> tuple[Tensor, Tensor | None]:
         """A call that our operators do not take."""

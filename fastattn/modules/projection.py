@@ -11,30 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# For so many tokens MKL multiplies faster with the weight on the left: 1.2 to 2.2 times with 16 to
-# 48 tokens and widths of 256 to 1024, on one thread and on two; 1.2 to 2 times with 8 to 15, if the
-# weight is large, but half as fast if it is small. Slower with 4, and with 64.
-_FEWEST_TOKENS, _FEWEST_OF_SMALL, MOST_TOKENS = 8, 16, 48
-_LARGE = 1 << 20  # numbers
-_USES_MKL = torch.backends.mkl.is_available()
+from fastattn import autograd, ops
+
+
+def takes_operators(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether ``fastattn::linear`` and ``self_attention`` may stand for torch's own operators.
+
+    They have no autograd and no autocast, hide from modes what is done inside, and take dense
+    tensors on a CPU, all of the dtype of ``x``. Elsewhere torch's do it, or say what is wrong.
+    """
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return False
+    if not x.is_cpu or ops.EXTENSION_ERROR is not None or autograd.needs_autograd(x, *parameters):
+        return False
+    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(
+        t is None or (t.is_cpu and t.dtype is x.dtype and t.layout is torch.strided)
+        for t in parameters
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` of x (B, N, E), whose result may be a view with its last dim strided."""
-    if torch.compiler.is_compiling() or not _weight_first(x, weight):  # sizes may be symbols
-        return F.linear(x, weight, bias)
-    columns = x.flatten(0, 1).t()
-    y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
-    return y.t().unflatten(0, x.shape[:2])
-
-
-def _weight_first(x: Tensor, weight: Tensor) -> bool:
-    if not _USES_MKL or x.device.type != "cpu" or x.dtype != torch.float32:
-        return False
-    tokens = x.shape[0] * x.shape[1]
-    if not _FEWEST_TOKENS <= tokens <= MOST_TOKENS or torch.is_grad_enabled():
-        return False
-    return tokens >= _FEWEST_OF_SMALL or weight.numel() >= _LARGE
+    """``F.linear`` of x (B, N, E)."""
+    return (ops.linear if takes_operators(x, weight, bias) else F.linear)(x, weight, bias)
 
 
 def to_heads(
@@ -56,9 +56,8 @@ def split_packed(x: Tensor, num_heads: int, batch_first: bool) -> Sequence[Tenso
     """From q, k and v side by side, (B, N, 3 E) or (N, B, 3 E), to views [B, H, N, D] of each."""
     first, second, features = x.shape
     x = x.view(first, second, 3, num_heads, features // (3 * num_heads))
-    if torch.is_grad_enabled():  # the backward of this order is one stack, and no other copy
-        return [_heads_first(y, batch_first) for y in x.unbind(2)]
-    return x.permute((2, 0, 3, 1, 4) if batch_first else (2, 1, 3, 0, 4)).unbind()
+    # The backward of this order is one stack, and no other copy.
+    return [_heads_first(y, batch_first) for y in x.unbind(2)]
 
 
 def queries_to_heads(module: nn.MultiheadAttention, query: Tensor, batch_first: bool) -> Tensor:
