@@ -49,7 +49,7 @@ inline Tensor transposed(const Tensor& t) {
 // 1.2 to 2.2 times with 16 to 48 tokens and widths of 256 to 1024, on one thread and on two; 1.2 to
 // 2 times with 8 to 15, if the weight is large, but half as fast if it is small. Slower with 4, and
 // with 64.
-inline bool weight_first(int64_t tokens, const Tensor& weight) {
+inline bool weight_first([[maybe_unused]] int64_t tokens, [[maybe_unused]] const Tensor& weight) {
 #ifdef __x86_64__
   constexpr int64_t kFewest = 8, kFewestOfSmall = 16, kMost = 48, kLarge = 1 << 20;
   return tokens >= kFewest && tokens <= kMost &&

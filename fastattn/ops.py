@@ -6,6 +6,9 @@ They have no autograd of their own: ``autograd.py`` wraps backends, and operator
 autograd break ``torch.func``. csrc/ops.cpp registers the compiled ones; without its libraries the
 operators exist and have no kernel, and ``EXTENSION_ERROR`` says why.
 
+``fastattn::linear`` and ``self_attention`` are what modules run on CPUs where nobody looks inside:
+see ``modules/projection.py``, which says where that is.
+
 The CPU kernels use the widest instruction set that the machine shows. The environment variable
 ``FASTATTN_CPU_ISA``, read at import, names another; ``ISA_ERROR`` says why that is not followed.
 """

@@ -16,7 +16,8 @@ import pytest
 import torch
 from helpers import BACKENDS, ON_GPU, Carrier
 
-from fastattn import known, ops, registry
+from fastattn import functional, known, ops, registry
+from fastattn.backends import cpu
 
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16")
 
@@ -53,6 +54,31 @@ def backend(request, monkeypatch):
         carrier = Carrier(registry.BACKENDS[request.param], torch.device("cuda"))
         monkeypatch.setitem(registry.BACKENDS, request.param, carrier)
     return request.param
+
+
+def _spied(monkeypatch, module, name: str, seen: list) -> list:
+    """``seen``, to which every call of a function adds its keyword arguments."""
+    real = getattr(module, name)
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, spy)
+    return seen
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """The calls of a module that are one operator."""
+    return _spied(monkeypatch, cpu, "self_attention", [])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The keyword arguments of all calls of a module that reach our attention."""
+    seen = _spied(monkeypatch, cpu, "self_attention", [])
+    return _spied(monkeypatch, functional, "scaled_dot_product_attention", seen)
 
 
 @pytest.fixture

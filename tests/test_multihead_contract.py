@@ -37,20 +37,6 @@ def x():
     return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Counts the calls that reach our functional API."""
-    seen = []
-    real = functional.scaled_dot_product_attention
-
-    def spy(*args, **kwargs):
-        seen.append(kwargs)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    return seen
-
-
 class TestState:
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_same_seed_same_state(self, variant):
@@ -207,18 +193,6 @@ class TestTheShortWay:
 @pytest.mark.usefixtures("extension")
 class TestOneOperator:
     """At inference the short way is one operator; where that would be seen, it is not."""
-
-    @pytest.fixture
-    def operators(self, monkeypatch):
-        """The calls of it."""
-        seen, real = [], cpu.self_attention
-
-        def spy(*args):
-            seen.append(args)
-            return real(*args)
-
-        monkeypatch.setattr(cpu, "self_attention", spy)
-        return seen
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("bias", [True, False])

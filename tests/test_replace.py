@@ -8,23 +8,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fastattn import MultiheadAttention, functional, replace_attention
+from fastattn import MultiheadAttention, replace_attention
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The keyword arguments of every call that reaches our functional API."""
-    seen = []
-    real = functional.scaled_dot_product_attention
-
-    def spy(*args, **kwargs):
-        seen.append(kwargs)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    return seen
 
 
 def encoder(layers=2, **kwargs) -> nn.TransformerEncoder:
