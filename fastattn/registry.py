@@ -15,7 +15,10 @@ from fastattn.problem import Problem
 
 
 class Backend(Protocol):
-    """What a module in ``fastattn/backends/`` provides, over ``Problem``'s canonical shapes."""
+    """What a module in ``fastattn/backends/`` provides, over ``Problem``'s canonical shapes.
+
+    It may also have a ``self_attention``, which is ``forward`` between two projections: ``cpu.py``.
+    """
 
     __name__: str
 

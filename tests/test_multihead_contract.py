@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import itertools
 import pickle
 import warnings
 
@@ -280,6 +281,18 @@ class TestOneOperator:
             assert not operators
             dropout.eval()(x, x, x)
         assert len(operators) == 1
+
+    def test_modules_are_told_apart(self, operators):
+        """By all that they differ in on an input of one shape."""
+        x = torch.randn(4, 4, 8)
+        for heads, batch_first in itertools.product((2, 4), (True, False)):
+            module = MultiheadAttention(8, heads, batch_first=batch_first)
+            for dtype in (torch.float32, torch.float64):
+                y = x.to(dtype)
+                want = nn.MultiheadAttention.forward(module.to(dtype), y, y, y)
+                with torch.no_grad():
+                    torch.testing.assert_close(module(y, y, y), want)
+        assert len(operators) == 4  # those in float32
 
     def test_the_registry_decides(self, module, x, operators, monkeypatch):
         monkeypatch.setattr(cpu, "unsupported", lambda p: ["not today"])
