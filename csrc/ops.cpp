@@ -356,13 +356,14 @@ Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
   return as_batch(projection::linear(tokens_of(x), weight, bias), x);
 }
 
-// Between the projections nothing is copied: heads are strided windows into the first one's result,
-// and attention writes its output where the tokens have it.
-std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
-                                          Tensor out_weight, OptTensor out_bias, int64_t num_heads,
-                                          double scale, std::string weights, bool batch_first) {
-  const Tensor packed = projection::linear(tokens_of(x), in_weight, in_bias);
-  const int64_t T = packed.size(0), F = packed.size(1), H = num_heads;
+// What lies before the output projection, [first * second, H D], and the weights. Nothing is
+// copied: heads are strided windows into the projection, which ends here, and attention writes its
+// output where the tokens have it.
+std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
+                                         const OptTensor& bias, int64_t H, double scale,
+                                         const std::string& weights, bool batch_first) {
+  const Tensor packed = projection::linear(tokens_of(x), weight, bias);
+  const int64_t T = packed.size(0), F = packed.size(1);
   STD_TORCH_CHECK(H > 0 && F % (3 * H) == 0,
                   "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
   const int64_t B = x.size(batch_first ? 0 : 1), N = x.size(batch_first ? 1 : 0), D = F / (3 * H);
@@ -374,7 +375,14 @@ std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor 
   const OptTensor none;
   const auto [out, lse, returned, stats] = run_forward(
       {q, k, v, none, none, none, none, none, {}, {}, scale, 0.0, weights}, batch_first);
-  const Tensor merged = projection::view(out, {T, H * D}, {H * D, 1});
+  return {projection::view(out, {T, H * D}, {H * D, 1}), returned};
+}
+
+std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
+                                          Tensor out_weight, OptTensor out_bias, int64_t num_heads,
+                                          double scale, std::string weights, bool batch_first) {
+  const auto [merged, returned] =
+      attend_tokens(x, in_weight, in_bias, num_heads, scale, weights, batch_first);
   return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
 }
 
