@@ -5,7 +5,7 @@ Checking such a call again, and choosing again, would take longer than a small p
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Known(NamedTuple):
 
 
 # By description: that which _describe makes of a function's call, or that of a module's.
-_KNOWN: dict[tuple | None, Known] = {}
+_KNOWN: dict[tuple | None, Any] = {}
 _MOST_KNOWN = 1024
 
 
@@ -59,16 +59,16 @@ def remember(known: Known, canonical: tuple, *call) -> None:
         return
 
 
-def look_up(description: tuple | None) -> Known | None:
+def look_up(description: tuple | None) -> Any:
     """What was kept of the calls that a tuple describes."""
     return _KNOWN.get(description)
 
 
-def keep(description: tuple, known: Known) -> None:
+def keep(description: tuple, found: Any) -> None:
     """Keeps what ``look_up`` is to give; the tuple must hold all that it depends on."""
     if len(_KNOWN) >= _MOST_KNOWN:
         _KNOWN.clear()
-    _KNOWN[description] = known
+    _KNOWN[description] = found
 
 
 def forget() -> None:

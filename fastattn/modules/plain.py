@@ -35,6 +35,8 @@ def attend(
                 out, weights = whole(p, x, *parameters, module.batch_first)
                 return out, weights if need_weights else None
         linear = ops.linear
+    if not _fits(module, x):
+        return None
     weight, bias, out_weight, out_bias = parameters
     packed = linear(x, weight, bias)
     q, k, v = projection.split_packed(packed, module.num_heads, module.batch_first)
@@ -44,7 +46,7 @@ def attend(
 
 
 def _parameters(module, x: Tensor) -> tuple | None:
-    """Weights and biases of both projections, where they and ``x`` are what they usually are."""
+    """Weights and biases of both projections, where they and ``x`` are tensors as usual."""
     own = module._parameters
     try:
         out: Any = module._modules["out_proj"]._parameters
@@ -53,24 +55,32 @@ def _parameters(module, x: Tensor) -> tuple | None:
         return None
     if found[0] is None or not interop.PLAIN.issuperset(map(type, found)):
         return None
-    if type(x) is not Tensor or x.is_nested or x.dtype not in interop.DTYPES or x.dim() != 3:
-        return None
-    E, H = module.embed_dim, module.num_heads
-    if x.shape[2] != E or E % H or torch.jit.is_tracing():
+    if type(x) is not Tensor or x.is_nested or torch.jit.is_tracing():
         return None
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         return None
     return found
 
 
+def _fits(module, x: Tensor) -> bool:
+    """Whether nn.MultiheadAttention would not object to the shape of ``x`` or its dtype."""
+    E = module.embed_dim
+    if x.dim() != 3 or x.shape[2] != E or E % module.num_heads:
+        return False
+    return x.dtype in interop.DTYPES
+
+
 def _operator(module, x: Tensor, return_weights: str | None) -> tuple[Callable | None, Any]:
     """The operator for all of it that the chosen backend has, if any, and the record for it."""
-    H, batch_first = module.num_heads, module.batch_first
-    call = x.shape, x.dtype, x.device, H, batch_first, return_weights
-    seen = known.look_up(call)
-    if seen is None:
+    E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
+    call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights
+    found = known.look_up(call)
+    if found is None:
+        if not _fits(module, x):
+            return None, None
         heads = projection.split_heads(x, H, batch_first)  # q, k and v have its shape
         p = validate.build("dot", heads, heads, heads, return_weights=return_weights).p
-        seen = known.Known(p, registry.select(p), has_head_dim=True)
-        known.keep(call, seen)
-    return getattr(registry.get(seen.backend), "self_attention", None), seen.p
+        backend = registry.get(registry.select(p))
+        found = getattr(backend, "self_attention", None), p
+        known.keep(call, found)
+    return found

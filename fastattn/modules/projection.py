@@ -26,10 +26,11 @@ def takes_operators(x: Tensor, *parameters: Tensor | None) -> bool:
         return False
     if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
         return False
-    return all(
-        t is None or (t.is_cpu and t.dtype is x.dtype and t.layout is torch.strided)
-        for t in parameters
-    )
+    dtype, strided = x.dtype, torch.strided
+    for t in parameters:
+        if t is not None and not (t.is_cpu and t.dtype is dtype and t.layout is strided):
+            return False
+    return True
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
