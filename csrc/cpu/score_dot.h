@@ -69,18 +69,11 @@ class DotScore {
 
   void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
     const int64_t cols = keys_.rows, width = round_up(p_.D, kWidth);
-    if (masked && !k_finite_) {
-      fill(grad_q_, rows() * ld_, 0.f);
-      accumulate_nonzero(ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_, ld_, 1.f);
-    } else {
-      gemm(ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_, ld_, Store{});
-    }
+    masked_gemm(masked, k_finite_, ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_,
+                ld_, Store{});
     add_rows(grad_q_, p_.scale, grad_q, grad_q_stride);
-    if (masked && !q_finite_) {
-      accumulate_nonzero(ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_, 1.f);
-    } else {
-      gemm(ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_, AddScaled{1.f});
-    }
+    masked_gemm(masked, q_finite_, ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_,
+                AddScaled{1.f});
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {

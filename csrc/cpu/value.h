@@ -8,19 +8,27 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// C(r, :) += factor * sum_k A(r, k) B(k, :), where A(r, k) = 0 counts as nothing even if row k of B
-// is not finite. Slow, for tiles with both masked pairs and such rows only: 0 * NaN must not carry
-// garbage past the mask.
-template <typename A>
-static void accumulate_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
-                               int64_t depth, float* c, int64_t ldc, float factor) {
+// gemm(), where A(r, k) = 0 counts as nothing even if row k of B is not finite: for tiles with both
+// masked pairs and such rows, as 0 * NaN must not carry garbage past the mask. Slower. Sums are
+// added up in the same order, so that garbage changes no bit either.
+template <typename A, typename Into>
+static void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
+                            int64_t depth, float* c, int64_t ldc, Into into) {
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t k = 0; k < depth; ++k) {
-      const float ark = factor * a.at(r, k);
-      if (ark == 0.f) continue;
-      for (int64_t n = 0; n < cols; n += kWidth)
-        store(c + r * ldc + n, load(c + r * ldc + n) + ark * load(b + k * ldb + n));
+    for (int64_t n = 0; n < cols; n += kWidth) {
+      Vec sum{};
+      for (int64_t k = 0; k < depth; ++k)
+        if (const float ark = a.at(r, k); ark != 0.f) sum += ark * load(b + k * ldb + n);
+      store(c + r * ldc + n, into(c + r * ldc + n, r, sum));
     }
+}
+
+// gemm() for A of which elements are 0 for being masked, if `masked`.
+template <typename A, typename Into>
+static void masked_gemm(bool masked, bool finite, A a, const float* b, int64_t ldb, int64_t rows,
+                        int64_t cols, int64_t depth, float* c, int64_t ldc, Into into) {
+  const auto multiply = masked && !finite ? gemm_of_nonzero<A, Into> : gemm<A, Into>;
+  multiply(a, b, ldb, rows, cols, depth, c, ldc, into);
 }
 
 class ValueTile {
@@ -50,17 +58,9 @@ class ValueTile {
                   float* o) {
     if (direct_) {
       add_weighted_rows(weights, ld, rows, masked, values_, scale, o, ld_, listed_);
-    } else if (masked && !finite_) {
-      for (int64_t i = 0; i < rows; ++i)
-        for (int64_t e = 0; e < E_; e += kWidth) {
-          float* const to = o + i * ld_ + e;
-          store(to, fastattn::FASTATTN_ISA::load(to) * scale[i]);
-        }
-      accumulate_nonzero(ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth),
-                         values_.rows, o, ld_, 1.f);
     } else {
-      gemm(ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth), values_.rows, o, ld_,
-           RescaleAdd{scale});
+      masked_gemm(masked, finite_, ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth),
+                  values_.rows, o, ld_, RescaleAdd{scale});
     }
   }
 
@@ -120,13 +120,8 @@ class ValueGrads {
 
   // `masked`: some weights are 0 for being masked.
   void accumulate(float* weights, bool masked) {
-    const ByCols transposed{weights, block_n_};
-    const int64_t width = round_up(p_.E, kWidth);
-    if (masked && !finite_) {
-      accumulate_nonzero(transposed, grad_out_, ld_, cols_, width, rows_, grad_v_, ld_, 1.f);
-    } else {
-      gemm(transposed, grad_out_, ld_, cols_, width, rows_, grad_v_, ld_, AddScaled{1.f});
-    }
+    masked_gemm(masked, finite_, ByCols{weights, block_n_}, grad_out_, ld_, cols_,
+                round_up(p_.E, kWidth), rows_, grad_v_, ld_, AddScaled{1.f});
   }
 
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {

@@ -1,5 +1,7 @@
 """Numbers of any size in any row: where products split numbers into parts, none may get lost."""
 
+import math
+
 import pytest
 import torch
 from helpers import assert_same_bits, attend, everything, inputs
@@ -113,7 +115,10 @@ def test_weights_of_every_magnitude(isa):
     check(call, grad_out, dropout_p=0.95, seed=7)
 
 
-@pytest.mark.parametrize("factor", [1e-3, 300.0, 1e25])
+MASKED = pytest.mark.parametrize("factor", [1e-3, 300.0, 1e25, math.inf, math.nan])
+
+
+@MASKED
 @pytest.mark.parametrize("rows", ["all", "each"])
 def test_masked_keys_of_another_magnitude_change_no_bit(isa, rows, factor):
     call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1)
@@ -127,7 +132,7 @@ def test_masked_keys_of_another_magnitude_change_no_bit(isa, rows, factor):
     assert_same_bits(results(call, grad_out, **options), clean)
 
 
-@pytest.mark.parametrize("factor", [1e-3, 300.0, 1e25])
+@MASKED
 def test_queries_without_keys_of_another_magnitude_change_no_bit(isa, factor):
     call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1)
     keep = torch.rand(1, 1, SIZES["M"], SIZES["N"]) < 0.7
