@@ -213,6 +213,15 @@ class TestNadarayaWatson:
         model, formula = NadarayaWatson(bandwidth), pick_out(gaussian)
         assert_module_close(model, formula, tensors, terms(model, tensors, formula))
 
+    @pytest.mark.parametrize("bandwidth", [1.0, [1.0, 2.0]], ids=str)
+    def test_samples_far_from_each_other(self, bandwidth):
+        """Each is centred by itself."""
+        tensors = [torch.rand(2, 9, 2) * 4, torch.rand(2, 40, 2) * 4, torch.rand(2, 40, 1)]
+        for x in tensors[:2]:
+            x[1] += 20_000
+        model, formula = NadarayaWatson(bandwidth), pick_out(gaussian)
+        assert_module_close(model, formula, tensors, terms(model, tensors, formula))
+
     def test_errors(self, tensors):
         for bad in (0.0, -1.0, [1.0, 0.0], [[1.0]], float("nan")):
             with pytest.raises(ValueError, match="bandwidth"):

@@ -232,8 +232,10 @@ class NadarayaWatson(nn.Module):
                 f"keys: expected {self.log_bandwidth.shape[0]} features, as many as bandwidths, "
                 f"got {list(keys.shape)}"
             )
-        queries, keys = functional._centred(queries, keys)
-        return queries / self.bandwidth, keys / self.bandwidth, 1.0
+        # A head dim each, lest the centre be that of all samples.
+        centred = functional._centred(queries.unsqueeze(1), keys.unsqueeze(1))
+        queries, keys = (x.squeeze(1) / self.bandwidth for x in centred)
+        return queries, keys, 1.0
 
     def leave_one_out(self, x: Tensor, y: Tensor) -> Tensor:
         """Estimates at the points ``x`` themselves, each from all others: what to learn from.
