@@ -164,7 +164,7 @@ def _probabilities(p, q, k, w, bias, kept):
 def _returned_weights(p: Problem, dropped: Tensor) -> Tensor:
     if p.weights == "none":
         return dropped.new_empty(0)
-    return dropped if p.weights == "full" else dropped.mean(1)
+    return dropped if p.weights == "full" else dropped.sum(1) / max(p.H, 1)
 
 
 def _masked_matmul(a: Tensor, b: Tensor, kept: Tensor | None) -> Tensor:

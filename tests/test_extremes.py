@@ -214,3 +214,10 @@ def test_zero_size_results_have_their_shapes(backend):
         ours, eager = everything(named, backend=backend), everything(named, backend="eager")
         for name in eager:
             torch.testing.assert_close(ours[name], eager[name])
+
+
+@scores
+def test_the_mean_over_no_heads_is_0(backend, score):
+    out, weights = attend(**inputs(score, H=0), return_weights="mean", backend=backend)
+    assert out.shape == (2, 0, 5, 3)
+    assert torch.equal(weights, torch.zeros(2, 5, 7))
