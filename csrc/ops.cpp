@@ -115,8 +115,8 @@ void fill_masks(const Problem& in, AttentionParams* p) {
   // Far outside any key, and far enough from the ends of int64 that i + band cannot overflow.
   constexpr int64_t kUnbounded = int64_t{1} << 60;
   p->mask = {};
-  p->mask.band_lo = in.band_lo.value_or(-kUnbounded);
-  p->mask.band_hi = in.band_hi.value_or(kUnbounded);
+  p->mask.band_lo = std::clamp(in.band_lo.value_or(-kUnbounded), -kUnbounded, kUnbounded);
+  p->mask.band_hi = std::clamp(in.band_hi.value_or(kUnbounded), -kUnbounded, kUnbounded);
   if (in.kv_len) {
     const Tensor& t = *in.kv_len;
     STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && broadcasts_to(t, {p->B, p->M}),

@@ -87,7 +87,7 @@ def scaled_dot_product_attention(
             backend,
         )  # fmt: skip
         seen = known.recall(*call)
-        if seen is not None:
+        if seen is not None and type(return_lse) is bool:
             return _run(seen, (query, key, value, None), None, query.shape[:1], return_lse)
     return _attend(
         "dot", (query, key, value), None, return_lse, backend, call,
@@ -159,7 +159,7 @@ def additive_attention(
             query, key, value, weight, dropout_p, is_causal, False, None, return_weights, backend,
         )  # fmt: skip
         seen = known.recall(*call)
-        if seen is not None:
+        if seen is not None and type(return_lse) is bool:
             tensors = seen.tensors(query, key, value, weight)
             return _run(seen, tensors, None, tensors[0].shape[:1], return_lse)
     return _attend(
@@ -229,6 +229,7 @@ def attention(
     if score == "dot":
         options["scale"] = 1.0
     elif score == "cosine":
+        validate.check_points(query, key, value)
         query, key = _normalize(query), _normalize(key)
         options["scale"] = 1.0 if options.get("scale") is None else options["scale"]
     elif score == "gaussian":
@@ -247,8 +248,7 @@ def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tens
 
     The score depends on differences only, but its terms do not: hence both sides are centred first.
     """
-    if not isinstance(bandwidth, Tensor) and not bandwidth > 0:
-        raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
+    _check_gaussian(query, key, value, bandwidth, **options)
     query, key = _centred(query, key)
     precision = query.dtype
     # Farther keys weigh 0 like these; their squares would be infinite, and 0 * inf is NaN.
@@ -256,21 +256,41 @@ def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tens
     key = key.clamp(-far, far)
     present = torch.where(key.isfinite(), key, 0.0)  # a NaN key still speaks through q . k
     bias = -0.5 * present.square().sum(-1).unsqueeze(-2)
-    if options.get("enable_gqa") and query.dim() >= 3 and bias.shape[-3] != 1:
+    if options.get("enable_gqa") and min(query.dim(), key.dim()) >= 3 and bias.shape[-3] > 1:
         bias = bias.repeat_interleave(query.shape[-3] // bias.shape[-3], dim=-3)
     bias = bias / bandwidth**2
     if options.get("bias") is not None:
         bias = bias + options["bias"]
     options = {**options, "bias": bias, "scale": 1.0}
     dtype = value.dtype
-    scaled = query / bandwidth**2
+    # NaN stays as it is: 0 * NaN would be the bandwidth's gradient from a query without keys.
+    finite = query.isfinite()
+    scaled = torch.where(finite, query.masked_fill(~finite, 0.0) / bandwidth**2, query)
     results = scaled_dot_product_attention(scaled, key, value.to(precision), **options)
     if not isinstance(results, tuple):
         return results.to(dtype)
-    results = [r.to(dtype) for r in results]
-    if options.get("return_lse"):
-        results[-1] = results[-1].to(precision) - 0.5 * (query / bandwidth).square().sum(-1)
-    return tuple(results)
+    *results, lse = results if options.get("return_lse") else (*results, None)
+    results = [x.to(dtype) for x in results]
+    if lse is None:
+        return tuple(results)
+    # A row without keys has no such term, and no gradient of it.
+    query = torch.where(lse[..., None] == -torch.inf, 0.0, query)
+    return (*results, lse - 0.5 * (query / bandwidth).square().sum(-1))
+
+
+def _check_gaussian(query, key, value, bandwidth, *, bias=None, enable_gqa=False, **_) -> None:
+    validate.check_points(query, key, value)
+    _, q, k, v = validate._to_4d(query, key, value, query.dim() >= 3)
+    validate._match_heads(q, k, v, enable_gqa)
+    if bias is not None:
+        validate.check_dense("bias", bias, query, validate.DTYPES)
+    if not isinstance(bandwidth, Tensor):
+        if not isinstance(bandwidth, (int, float)):
+            raise TypeError(f"bandwidth: expected a float or a tensor, got {type(bandwidth)}")
+        if not bandwidth > 0:
+            raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
+    elif any(n != 1 for n in bandwidth.shape[-2:]):  # it would scale features, or keys
+        raise ValueError(f"bandwidth: expected [..., H, 1, 1], got {list(bandwidth.shape)}")
 
 
 def _centred(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,6 +346,7 @@ def _attend(score, qkv, weight, return_lse: bool, backend: str, call, **options)
 
     ``call``: what to remember the record by; None if it holds more than these tell.
     """
+    validate.check_bool("return_lse", return_lse)
     *qkv, weight = _autocast(*qkv, weight)
     inputs = validate.build(score, *qkv, weight, **options)
     seen = known.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)

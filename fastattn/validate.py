@@ -9,6 +9,7 @@ and ``torch.func``.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from fastattn.problem import Alignment, Dropout, Mask, Problem, Score
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RETURN_WEIGHTS = (None, "mean", "full")
+_FAR = 2**60  # as kUnbounded in csrc/ops.cpp
 
 
 class Inputs(NamedTuple):
@@ -57,6 +59,7 @@ def build(
         ValueError: shapes, devices or values that do not fit each other.
     """
     _check_tensors(score, query, key, value, weight)
+    check_bool("enable_gqa", enable_gqa)
     _check_choice("return_weights", return_weights, RETURN_WEIGHTS)
     has_head_dim = _has_head_dim(score, query, weight)
     batch, q, k, v = _to_4d(query, key, value, has_head_dim)
@@ -81,36 +84,45 @@ def build(
 def _check_tensors(
     score: Score, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
 ) -> None:
-    named: dict[str, Any] = {"query": query, "key": key, "value": value}
+    check_points(query, key, value)
+    named: dict[str, Any] = {"key": key, "value": value}
     if score == "additive":
+        _check_tensor("weight", weight, query)
         named["weight"] = weight
     for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_nested:
-            raise TypeError(f"{name}: expected a dense strided tensor, got layout {x.layout}")
-        if x.dtype not in DTYPES:
-            raise TypeError(
-                f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}"
-            )
         if x.dtype != query.dtype:
             raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
-        if x.device != query.device:
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value: expected the same length, got {_shape(key)} and {_shape(value)}"
+        )
+
+
+def _check_tensor(name: str, x, query: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+    _check_strided(name, x)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+    _check_device(name, x, query)
+
+
+def check_points(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """What query, key and value must be, whatever is made of them first.
+
+    Raises:
+        TypeError: no dense tensor of a floating dtype.
+        ValueError: several devices, fewer than 2 dims, or queries and keys of different sizes.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, x, query)
+        if x.dim() < 2:
             raise ValueError(
-                f"{name}: expected the device of query, {query.device}, got {x.device}"
-            )
-    for name in ("query", "key", "value"):
-        if named[name].dim() < 2:
-            raise ValueError(
-                f"{name}: expected at least 2 dims [..., length, dim], got {_shape(named[name])}"
+                f"{name}: expected at least 2 dims [..., length, dim], got {_shape(x)}"
             )
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"query and key: expected the same last dim, got {_shape(query)} and {_shape(key)}"
-        )
-    if key.shape[-2] != value.shape[-2]:
-        raise ValueError(
-            f"key and value: expected the same length, got {_shape(key)} and {_shape(value)}"
         )
 
 
@@ -190,7 +202,7 @@ def _scale(score: Score, scale: float | None, D: int) -> float:
         return 1.0 / math.sqrt(D) if D else 1.0
     if not isinstance(scale, (int, float, torch.SymFloat)):
         raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if (isinstance(scale, int) and abs(scale) > sys.float_info.max) or not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
 
@@ -226,6 +238,12 @@ def _as_int64(seed: int) -> int:
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed: expected 64 bits, got {seed}")
     return seed - 2**64 if seed >= 2**63 else seed
+
+
+def check_bool(name: str, value) -> None:
+    """Raises TypeError for anything but True and False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
 def _check_choice(name: str, value, choices: tuple) -> None:
@@ -275,11 +293,11 @@ def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor 
     mask = mask or Mask()
     keep, added = _attn_mask(lead, query, attn_mask)
     if mask.keep is not None:
-        own = _dense("mask.keep", mask.keep, query, (torch.bool,))
+        own = check_dense("mask.keep", mask.keep, query, (torch.bool,))
         own = lead.to_4d("mask.keep", own)
         keep = own if keep is None else keep & own
     if bias is not None:
-        own = lead.to_4d("bias", _dense("bias", bias, query, (query.dtype, torch.float32)))
+        own = lead.to_4d("bias", check_dense("bias", bias, query, (query.dtype, torch.float32)))
         added = own if added is None else added + own
     H, M, N = lead.hmn
     causal = _causal(mask.causal, is_causal)
@@ -290,26 +308,37 @@ def _attn_mask(lead, query, attn_mask) -> tuple[Tensor | None, Tensor | None]:
     """torch's attn_mask: bool keeps where True, float is added."""
     if attn_mask is None:
         return None, None
-    attn_mask = _dense("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
+    attn_mask = check_dense("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
     x = lead.to_4d("attn_mask", attn_mask)
     return (x, None) if x.dtype == torch.bool else (None, x)
 
 
-def _dense(name: str, x: Tensor, query: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+def check_dense(name: str, x: Tensor, query: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """``x`` if it is a dense tensor of one of these dtypes on the device of query, or raises."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
     if x.dtype not in dtypes:
         names = " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
         raise TypeError(f"{name}: expected dtype {names}, got {x.dtype}")
+    _check_strided(name, x)
+    _check_device(name, x, query)
+    return x
+
+
+def _check_strided(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name}: expected a dense strided tensor, got {kind}")
+
+
+def _check_device(name: str, x: Tensor, query: Tensor) -> None:
     if x.device != query.device:
         raise ValueError(f"{name}: expected the device of query, {query.device}, got {x.device}")
-    return x
 
 
 def _causal(causal: Alignment | None, is_causal: bool) -> Alignment | None:
     _check_choice("mask.causal", causal, (None, "top_left", "bottom_right"))
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal: expected a bool, got {type(is_causal).__name__}")
+    check_bool("is_causal", is_causal)
     if is_causal and causal == "bottom_right":
         raise ValueError(
             "is_causal=True aligns top_left, but mask.causal is 'bottom_right': give one of them"
@@ -328,7 +357,9 @@ def _window(window) -> tuple[int, int] | None:
         raise TypeError(f"mask.window: expected (left, right) ints, got {window!r}")
     if min(window) < -1:
         raise ValueError(f"mask.window: expected -1 (unbounded) or more, got {tuple(window)}")
-    return tuple(window)
+    # Sizes end far below _FAR: beyond it there is no bound, and no sum that passes 64 bits.
+    left, right = (-1 if n >= _FAR else n for n in window)
+    return left, right
 
 
 def _kv_len(lead: _Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
@@ -336,7 +367,8 @@ def _kv_len(lead: _Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
     if kv_len is None:
         return None
     integers = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-    kv_len = _dense("mask.kv_len", kv_len, query, integers)
+    # Of 64 bits before it is compared: N as an 8-bit number would wrap.
+    kv_len = check_dense("mask.kv_len", kv_len, query, integers).long()
     _, M, N = lead.hmn
     batch = math.prod(lead.batch)
     shape = tuple(kv_len.shape)

@@ -183,6 +183,23 @@ def test_gaussian_with_garbage_in_masked_keys(backend, garbage):
     )
 
 
+@pytest.mark.parametrize("garbage", [None, math.nan, 1e30])
+def test_gaussian_of_a_query_without_keys(backend, garbage):
+    """Its log-sum-exp is -inf, and has no gradient."""
+    q, k, v = draw()
+    q[1] = q[1] if garbage is None else garbage
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    bandwidth = torch.ones(H, 1, 1, requires_grad=True)
+    options = dict(bandwidth=bandwidth, mask=Mask(kv_len=torch.tensor([N, 0])), backend=backend)
+    out, lse = attention(*leaves, score="gaussian", return_lse=True, **options)
+    assert (out[1] == 0).all()
+    assert (lse[1] == -math.inf).all()
+    grads = torch.autograd.grad(lse, (*leaves[:2], bandwidth), torch.ones_like(lse))
+    assert (grads[0][1] == 0).all()
+    assert (grads[1][1] == 0).all()
+    assert grads[2].isfinite().all()
+
+
 def test_gaussian_is_kernel_regression():
     """Nadaraya and Watson, 1964: each fitted value is a weighted mean of the y."""
     x, y = torch.linspace(0, 5, 40)[:, None], torch.linspace(0, 5, 40)[:, None].sin()
@@ -208,3 +225,6 @@ def test_gaussian_keeps_the_dtype(dtype):
     expected = F.softmax(gaussian(q.double(), k.double()), -1) @ v.double()
     plain = F.softmax(gaussian(q, k), -1) @ v
     assert_close([out], [plain], [expected])
+    wide = (torch.float32, torch.float64)
+    plain, expected = (gaussian(q.to(x), k.to(x)).logsumexp(-1) for x in wide)
+    assert_close([lse], [plain], [expected])

@@ -69,8 +69,11 @@ BAD_OPTIONS = {
     "dropout-type": (dict(dropout_p="half"), Type, r"dropout_p: expected a float, got str"),
     "scale-nan": (dict(scale=NAN), Value, r"scale: expected a finite number, got nan"),
     "scale-inf": (dict(scale=math.inf), Value, r"scale: expected a finite number, got inf"),
+    "scale-large": (dict(scale=10**400), Value, r"scale: expected a finite number, got 1000"),
     "scale-type": (dict(scale=x(1)), Type, r"scale: expected a float or None, got Tensor"),
     "causal-type": (dict(is_causal=1), Type, r"is_causal: expected a bool, got int"),
+    "gqa-type": (dict(enable_gqa=x(2)), Type, r"enable_gqa: expected a bool, got Tensor"),
+    "lse-type": (dict(return_lse=x(2)), Type, r"return_lse: expected a bool, got Tensor"),
     "backend": (dict(backend="fpga"), Value, r"backend: expected 'auto' or one of .*'fpga'"),
     "weights": (dict(return_weights="sum"), Value, r"return_weights: .*'mean', 'full'"),
     "weights-bool": (dict(return_weights=True), Value, r"return_weights: expected one of"),
@@ -93,6 +96,8 @@ BAD_OPTIONS = {
     "attn-mask-shape": (dict(attn_mask=x(N, M)), Value, r"attn_mask: .*to \[2, 4, 5, 7\]"),
     "attn-mask-dims": (dict(attn_mask=x(1, B, H, M, N)), Value, r"attn_mask: expected a shape"),
     "attn-mask-larger": (dict(attn_mask=x(B, 2 * H, M, N)), Value, r"attn_mask: expected a shape"),
+    "attn-mask-nested": (dict(attn_mask=NESTED), Type, r"attn_mask: .*dense strided tensor"),
+    "bias-sparse": (dict(bias=SPARSE), Type, r"bias: expected a dense strided tensor, got layout"),
     "attn-mask-device": (
         dict(attn_mask=torch.zeros(M, N, device="meta")), Value, r"attn_mask: .*device"),
     "keep-float": (dict(mask=Mask(keep=x(M, N))), Type, r"mask.keep: expected dtype bool"),
@@ -150,6 +155,15 @@ def test_weight_with_heads_needs_a_head_dim():
         additive_attention(x(M, D), x(N, D), x(N, E), x(H, D))
 
 
+# Scores that compute with query and key before all is checked; gaussian takes mixed dtypes.
+@pytest.mark.parametrize("name", [name for name in BAD_TENSORS if "mixed" not in name])
+@pytest.mark.parametrize("score", ["cosine", "gaussian"])
+def test_bad_tensors_of_other_scores(score, name):
+    query, key, value, error, message = BAD_TENSORS[name]
+    with pytest.raises(error, match=message):
+        attention(query, key, value, score=score, enable_gqa=name == "no-kv-heads")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -162,6 +176,8 @@ def test_weight_with_heads_needs_a_head_dim():
         (dict(score="gaussian", bandwidth=0.0), "bandwidth: expected a positive number, got 0.0"),
         (dict(score="gaussian", bandwidth=-1.0), "bandwidth: expected a positive number"),
         (dict(score="gaussian", bandwidth=NAN), "bandwidth: expected a positive number, got nan"),
+        (dict(score="gaussian", bandwidth=x(N)), r"expected \[..., H, 1, 1\], got \[7\]"),
+        (dict(score="gaussian", bandwidth=x(H, 1)), r"bandwidth: .* got \[4, 1\]"),
     ],
 )
 def test_bad_score(options, message):
@@ -190,6 +206,26 @@ def test_kv_len_of_any_integer_type_becomes_int32_rows(dtype, shape):
     assert rows.dtype == torch.int32
     assert rows.shape == (B, 1 if shape == (B,) else M)
     assert (rows == 3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_kv_len_of_a_type_that_cannot_hold_the_number_of_keys(dtype):
+    """What it can hold is as good, whatever that number becomes in it."""
+    for n in (128, 256, 300, 32768, 65536):
+        lengths = torch.tensor([3, 120], dtype=dtype)
+        built = validate.build("dot", q(), x(B, H, n, D), x(B, H, n, E), mask=Mask(kv_len=lengths))
+        assert built.p.mask.kv_len.flatten().tolist() == [3, 120]
+
+
+@pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
+@pytest.mark.parametrize("width", [2**60, 2**63 - 1, 2**63, 10**30])
+def test_a_window_past_every_size_is_no_bound(backend, width, causal):
+    call = [torch.randn_like(t) for t in (q(), k(), v())]
+    for window in ((width, width), (0, width), (width, 0), (-1, width)):
+        small = Mask(causal, tuple(min(n, 99) for n in window))
+        found = scaled_dot_product_attention(*call, mask=Mask(causal, window), backend=backend)
+        expected = scaled_dot_product_attention(*call, mask=small, backend=backend)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])

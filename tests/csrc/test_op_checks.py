@@ -124,14 +124,20 @@ def test_lengths_out_of_range_are_clamped(length):
     assert all(torch.equal(a, b) for a, b in zip(found, clamped, strict=True))
 
 
-@pytest.mark.parametrize("band", [(-(2**62), 2**62), (2**62, None), (None, -(2**62)), (3, -3)])
+BANDS = [
+    (-(2**62), 2**62), (2**62, None), (None, -(2**62)), (3, -3),
+    (-(2**63), 2**63 - 1), (2**63 - 1, None), (None, -(2**63)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("band", BANDS)
 def test_any_band_is_safe(band):
     lo, hi = band
     out, lse, *_ = torch.ops.fastattn.forward(*arguments(band_lo=lo, band_hi=hi).values())
     i, j = torch.arange(M)[:, None], torch.arange(N)
     kept = torch.ones(M, N, dtype=torch.bool)
-    kept = kept if lo is None else kept & (j >= i + lo)
-    kept = kept if hi is None else kept & (j <= i + hi)
+    kept = kept if lo is None else kept & (j - i >= lo)
+    kept = kept if hi is None else kept & (j - i <= hi)
     assert torch.equal(lse.isinf()[0, 0], ~kept.any(1))
     assert out.isfinite().all()
 
