@@ -168,9 +168,9 @@ def _match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool):
     H, Hkv, Hv = q.shape[1], k.shape[1], v.shape[1]
     heads = f"query has {H} heads, key {Hkv}, value {Hv}"
     if Hkv != Hv:
-        if 1 not in (Hkv, Hv):
+        if Hkv != 1 and Hv != 1:
             raise ValueError(f"key and value: expected the same number of heads, but {heads}")
-        Hkv = max(Hkv, Hv) if 0 not in (Hkv, Hv) else 0
+        Hkv = max(Hkv, Hv) if Hkv != 0 and Hv != 0 else 0
         k, v = (x.expand(-1, Hkv, -1, -1) for x in (k, v))
     if H == 1 and Hkv != 1:
         return q.expand(-1, Hkv, -1, -1), k, v
@@ -187,7 +187,8 @@ def _match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool):
 
 def _match_weight(weight: Tensor, H: int, D: int) -> Tensor:
     w = weight if weight.dim() == 2 else weight.unsqueeze(0)
-    if w.shape[1] != D or w.shape[0] not in (1, H):
+    heads, size = w.shape  # compared one by one, as `in` a tuple does not trace where D is 1
+    if size != D or (heads != 1 and heads != H):
         raise ValueError(f"weight: expected [{D}] or [{H}, {D}] to fit query, got {_shape(weight)}")
     return w.expand(H, D)
 

@@ -110,6 +110,17 @@ def test_dynamic_shapes_compile_once(backend, score):
     assert count_compilations(step, calls, dynamic=True) == 1
 
 
+@pytest.mark.parametrize("name", ["B", "H", "D"])
+@scores
+def test_dynamic_shapes_where_one_is_1(backend, score, name):
+    """A size of 1 is a number, not a symbol, when the rest are."""
+    compiled = torch.compile(
+        function("plain", backend), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    named = inputs(score, **(dict(B=5, H=2, M=3, N=7, D=4, E=6) | {name: 1}))
+    torch.testing.assert_close(compiled(**named), attend(**named, backend=backend))
+
+
 def test_automatic_dynamic_shapes_settle(backend):
     """The second shape makes the sizes dynamic; those that follow compile nothing."""
     step = function("tensors", backend)
