@@ -201,10 +201,10 @@ void fill_problem(const Problem& in, AttentionParams* p) {
 Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& shape,
                      const std::vector<int64_t>& strides, ScalarType dtype) {
   int32_t device = 0, index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
   AtenTensorHandle out = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
                                static_cast<int32_t>(dtype), device, index, &out));
   Tensor result(out);

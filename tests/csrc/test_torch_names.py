@@ -1,0 +1,29 @@
+"""csrc builds against the oldest torch that is supported, though newer headers have more names.
+
+torch gates functions of the stable ABI by TORCH_TARGET_VERSION, and macros it does not: a build with
+a newer torch says nothing of an older one.
+"""
+
+import re
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+NAME = r"\b(?:aoti_torch_\w+|(?:STD|STABLE)_\w+|TORCH_\w+|torch::(?:stable|headeronly)(?:::\w+)+)"
+
+# All in the headers of torch 2.11, with which csrc was compiled when a name came in.
+OLD_ENOUGH = set(
+    """
+    STABLE_TORCH_LIBRARY_IMPL STD_TORCH_CHECK TORCH_BOX TORCH_ERROR_CODE_CHECK TORCH_TARGET_VERSION
+    aoti_torch_empty_strided aoti_torch_get_current_cuda_stream aoti_torch_get_device_index
+    aoti_torch_get_device_type
+    torch::headeronly::ScalarType torch::stable::Tensor torch::stable::accelerator::DeviceGuard
+    torch::stable::contiguous torch::stable::empty torch::stable::empty_like
+    torch::stable::get_num_threads torch::stable::parallel_for
+    """.split()
+)
+
+
+def test_every_name_of_torch_is_one_that_the_oldest_has():
+    used = {name for path in CSRC.rglob("*.*") for name in re.findall(NAME, path.read_text())}
+    assert "TORCH_BOX" in used
+    assert used <= OLD_ENOUGH, f"compile csrc with torch 2.11, then add {used - OLD_ENOUGH}"
