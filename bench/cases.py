@@ -185,8 +185,11 @@ def named(name: str) -> Case:
 
 
 def draw(case: Case, device: str = "cpu") -> testing.Tensors:
-    """The inputs of a case: always the same numbers, on any device."""
-    t = testing.make(case.problem)
+    """The inputs of a case: always the same numbers, on a kind of device.
+
+    Drawn there: a CPU takes seconds for what fills a GPU.
+    """
+    t = testing.make(case.problem, device)
     t = dataclasses.replace(t, mask=_mask(case, t.mask))
     moved = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in vars(t).items()}
     m = t.mask

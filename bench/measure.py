@@ -12,6 +12,7 @@ import torch
 
 MIN_SAMPLES, MAX_SAMPLES = 3, 60
 SLOW_MS = 2000.0  # calls beyond this are sampled MIN_SAMPLES - 1 times
+BUSY_S, CLOCKS = 0.004, 2e9  # at most, and how many of a GPU's are a second, about
 
 
 @dataclass
@@ -111,14 +112,20 @@ class _CudaTimer:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         flush_bytes = 4 * max(getattr(properties, "L2_cache_size", 0), 2**26)
         self.flush = torch.empty(flush_bytes, dtype=torch.int8, device="cuda")
+        self.enqueuing: dict[Callable, float] = {}  # the host's seconds at best, by call
 
     def __call__(self, call: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The flush also keeps the device busy while the host enqueues the call, so that what is
-        # measured is the device's time and not the launch.
         self.flush.zero_()
+        # Busy while the host enqueues the call: what is measured is the device's time and not that
+        # of launching, which takes Python longer than a small problem takes a GPU.
+        enqueuing = self.enqueuing.get(call, 0.0)
+        torch.cuda._sleep(int(min(2 * enqueuing, BUSY_S) * CLOCKS))
         start.record()
+        began = time.perf_counter()
         call()
+        spent = time.perf_counter() - began
         end.record()
         torch.cuda.synchronize()
+        self.enqueuing[call] = min(spent, enqueuing or spent)
         return start.elapsed_time(end)

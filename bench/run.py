@@ -33,10 +33,18 @@ def main(argv: list[str] | None = None) -> int:
     compiled = not (options.quick or options.no_compile)
     setting = suite.Setting(options.device, options.backend, options.quick, compiled)
     about, start = machine.describe(options.device), time.monotonic()
+    folder = _folder(options) / machine.slug(about)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "bench.partial.json"  # of a run that does not come to its end
+
+    def keep(rows: list[Row]) -> None:
+        _write_json(rows, about, options, partial)
+
     with _threads(options.quick), progress(suite.steps(chosen)) as say:
-        rows = suite.run(chosen, setting, _pace(options, chosen), say)
+        rows = suite.run(chosen, setting, _pace(options, chosen), say, keep)
     about["seconds"] = round(time.monotonic() - start, 1)
-    _write(rows, about, options)
+    _write(rows, about, options, folder)
+    partial.unlink(missing_ok=True)
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -110,11 +118,13 @@ def progress(total: int):
 # ---- reporting ----
 
 
-def _write(rows: list[Row], about: dict, options: argparse.Namespace) -> None:
-    folder = _folder(options) / machine.slug(about)
-    folder.mkdir(parents=True, exist_ok=True)
+def _write_json(rows: list[Row], about: dict, options: argparse.Namespace, path: Path) -> None:
     settings = {k: v for k, v in vars(options).items() if k != "out"}  # no paths of this machine
-    report.write_json(rows, folder / "bench.json", machine=about, options=settings)
+    report.write_json(rows, path, machine=about, options=settings)
+
+
+def _write(rows: list[Row], about: dict, options: argparse.Namespace, folder: Path) -> None:
+    _write_json(rows, about, options, folder / "bench.json")
     no_picture = plot.write_png(rows, about, folder / "bench.png")
     print(report.header(rows, about), end="\n\n")
     print(report.table(rows, report.wants_colour(sys.stdout)), end="\n\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -55,18 +56,45 @@ class Setting:
     compile: bool
 
 
-def run(chosen: Iterable[Case], setting: Setting, pace: Pace, say: Say) -> list[Row]:
-    """The rows of these cases."""
-    rows = []
+def run(
+    chosen: Iterable[Case],
+    setting: Setting,
+    pace: Pace,
+    say: Say,
+    keep: Callable[[list[Row]], object] = len,
+) -> list[Row]:
+    """The rows of these cases. ``keep`` is given those so far, case by case.
+
+    A case that falls over is rows that say why. On a GPU all that follow may then fall over, too,
+    or a kernel may never end: what was measured before is to be kept.
+    """
+    rows: list[Row] = []
     for case in (c.tiny() if setting.tiny else c for c in chosen):
-        main = list(_run_case(case, setting, pace, say))
+        main: list[Row] = []
+        try:
+            for row in _run_case(case, setting, pace, say):
+                main.append(row)
+            for backend in _others(case, setting, main[0].backend):
+                main += _run_on(backend, case, setting, main, say)
+        except Exception as error:
+            traceback.print_exc()
+            main += _fallen(case, setting, len(main), error)
         rows += main
-        for backend in _others(case, setting, main[0].backend):
-            rows += _run_on(backend, case, setting, main, say)
+        keep(rows)
     if setting.device == "cpu":
         deadline = max(pace.deadline + MEMORY_S, time.monotonic() + LEAST_MEMORY_S)
         _add_memory(rows, setting, deadline, say)
     return rows
+
+
+def _fallen(case: Case, setting: Setting, done: int, error: Exception) -> Iterator[Row]:
+    """What a case that fell over after ``done`` rows is in the report."""
+    for direction in case.directions[done:] or case.directions[:1]:
+        row = _new_row(case, setting.backend, direction, 0)
+        if done >= len(case.directions):
+            row.case += " (other backends)"
+        row.failure = measure.reason(error)
+        yield row
 
 
 def steps(chosen: list[Case]) -> int:
@@ -80,7 +108,7 @@ def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Ro
     late = compiled and pace.left() < COMPILE_S
     work = peers.build(case, setting.device, setting.backend, compiled and not late)
     pairs = cases.kept_pairs(case, work.t)
-    rows = [_new_row(work, direction, pairs) for direction in case.directions]
+    rows = [_new_row(case, work.backend, direction, pairs) for direction in case.directions]
     _check(work, rows)
     for row in rows:
         if late:
@@ -106,7 +134,7 @@ def _run_on(backend: str, case: Case, setting: Setting, main: list[Row], say: Sa
     say(f"{case.name} on {backend}", 0)
     work = peers.build(case, setting.device, backend, compiled=False)
     pairs = cases.kept_pairs(case, work.t)
-    rows = [_new_row(work, direction, pairs) for direction in case.directions]
+    rows = [_new_row(case, work.backend, direction, pairs) for direction in case.directions]
     _check(work, rows)
     for row, first in zip(rows, main, strict=True):
         row.case = f"{case.name} ({backend})"
@@ -118,15 +146,15 @@ def _run_on(backend: str, case: Case, setting: Setting, main: list[Row], say: Sa
         yield row
 
 
-def _new_row(work: Workload, direction: str, pairs: int) -> Row:
-    c = work.case.problem
-    amount, unit = cases.work(work.case, pairs, direction)
+def _new_row(case: Case, backend: str, direction: str, pairs: int) -> Row:
+    c = case.problem
+    amount, unit = cases.work(case, pairs, direction)
     return Row(
-        case=work.case.name,
-        about=work.case.about,
+        case=case.name,
+        about=case.about,
         shape=f"B{c.B} H{c.H} M{c.M} N{c.N} D{c.D} {str(c.dtype).removeprefix('torch.')}",
         direction=direction,
-        backend=work.backend,
+        backend=backend,
         work=amount,
         unit=unit,
         kept=pairs / (c.B * c.H * c.M * c.N),
@@ -157,8 +185,9 @@ def _time(
     names = [only] if only else work.implementations
     calls = {name: work.step(name, row.direction) for name in names}
     row.timings, failed = measure.interleave(calls, seconds, device, started)
+    row.failure = failed.pop(OURS, None)
     row.skipped |= failed
-    if device == "cuda":
+    if device == "cuda" and not row.wrong:
         for name in row.timings:
             row.memory[name] = memory.cuda_bytes(calls[name])
 

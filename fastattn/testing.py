@@ -87,12 +87,12 @@ class Tensors:
     grad_lse: Tensor | None
 
 
-def make(case: Case) -> Tensors:
-    """Draws the tensors of a case, in its dtype and layout."""
-    rng = torch.Generator().manual_seed(case.seed)
+def make(case: Case, device: str = "cpu") -> Tensors:
+    """Draws the tensors of a case, in its dtype and layout; other numbers on another device."""
+    rng = torch.Generator(device).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng, dtype=torch.float64)
+        return torch.randn(shape, generator=rng, dtype=torch.float64, device=device)
 
     c = case
     q = _layout(c, normal(c.B, c.H, c.M, c.D) * c.magnitude + c.opposite)
@@ -109,6 +109,10 @@ def make(case: Case) -> Tensors:
         grad_weights=grad_weights,
         grad_lse=normal(c.B, c.H, c.M) if c.lse else None,
     )  # fmt: skip
+
+
+def _uniform(shape, rng: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=rng, device=rng.device)
 
 
 def _shape(case: Case, letters: str) -> list[int]:
@@ -143,7 +147,7 @@ def _bias(case: Case, normal, rng) -> Tensor | None:
         return None
     bias = normal(*_shape(case, case.bias))
     if case.bias_inf:
-        bias = bias.masked_fill(torch.rand(bias.shape, generator=rng) < 0.3, -math.inf)
+        bias = bias.masked_fill(_uniform(bias.shape, rng) < 0.3, -math.inf)
         bias = _empty_rows(case, bias, -math.inf)
     return bias.to(case.dtype)
 
@@ -152,10 +156,10 @@ def _mask(case: Case, rng) -> Mask:
     kv_len = keep = None
     if case.kv_len is not None:
         shape = (case.B,) if case.kv_len == "batch" else (case.B, case.M)
-        kv_len = torch.randint(0, case.N + 1, shape, generator=rng)
+        kv_len = torch.randint(0, case.N + 1, shape, generator=rng, device=rng.device)
         kv_len[:1] = 0
     if case.keep is not None:
-        keep = torch.rand(_shape(case, case.keep), generator=rng) < case.keep_rate
+        keep = _uniform(_shape(case, case.keep), rng) < case.keep_rate
         keep = _empty_rows(case, keep, False)
     return Mask(case.causal, case.window, kv_len, keep)  # pyright: ignore[reportArgumentType]
 

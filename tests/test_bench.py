@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -69,6 +70,68 @@ def test_a_wrong_result_is_refused(tmp_path, capsys, monkeypatch, factor):
     assert status == 1
     assert "WRONG" in capsys.readouterr().out
     assert all(row["wrong"] and "times_ms" not in row for row in found["rows"])
+
+
+def test_what_was_measured_outlives_what_falls_over(tmp_path, capsys, monkeypatch):
+    """On a GPU, all that follows an illegal access may fail, or a kernel may never end."""
+    import bench.run
+    from bench import peers, report
+
+    monkeypatch.setattr(bench.run, "QUICK", ("dense", "blocks"))
+    kept, build, write = [], peers.build, report.write_json
+
+    def fail_later(case, *args, **options):
+        if case.name == "blocks":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return build(case, *args, **options)
+
+    def watch(rows, path, **about):
+        write(rows, path, **about)
+        written = json.loads(path.read_text())["rows"]
+        kept.append((path.name, [(row["case"], row["failure"]) for row in written]))
+
+    monkeypatch.setattr(peers, "build", fail_later)
+    monkeypatch.setattr(report, "write_json", watch)
+    status, found, folder = run(tmp_path)
+    assert status == 1
+    lost = [row for row in found["rows"] if row["case"] == "blocks"]
+    assert [row["direction"] for row in lost] == ["forward", "forward+backward"]
+    assert all("illegal memory access" in row["failure"] for row in lost)
+    assert "illegal memory access" in capsys.readouterr().out
+    assert [row["wrong"] for row in found["rows"] if row["case"] == "dense"] == [False] * 2
+    first = kept[0]
+    assert first == ("bench.partial.json", [("dense", None)] * 2)
+    assert not (folder / "bench.partial.json").exists()
+
+
+def test_the_timer_of_a_gpu_hides_the_time_of_launching(monkeypatch):
+    from bench import measure
+
+    slept = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    fakes = dict(
+        Event=Event, synchronize=lambda: None, current_device=lambda: 0, _sleep=slept.append,
+        get_device_properties=lambda device: types.SimpleNamespace(L2_cache_size=2**20),
+    )  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.zeros(1))
+    timer = measure._CudaTimer()
+    calls = [lambda: time.sleep(0.001), lambda: time.sleep(0.1)]
+    for _ in range(2):
+        assert [timer(call) for call in calls] == [1.0, 1.0]
+    assert slept[:2] == [0, 0]  # not known yet
+    assert 0.002 * measure.CLOCKS <= slept[2] <= slept[3] == measure.BUSY_S * measure.CLOCKS
 
 
 def test_a_backend_that_raises_is_refused(tmp_path, capsys, monkeypatch):

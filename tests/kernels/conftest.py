@@ -11,6 +11,7 @@ import math
 import os
 import pkgutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import fastattn.kernels
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 INTERPRETED = not torch.cuda.is_available()
+HERE = Path(__file__).parent
 
 
 def _repair_interpreter():
@@ -121,8 +123,9 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     """On a GPU whatever runs kernels is a test of it; some files here run none."""
-    for item in items:
-        if not INTERPRETED and "device" in getattr(item, "fixturenames", ()):
+    for item in items:  # of all folders: this hook is given the whole session's
+        runs_kernels = HERE in item.path.parents and "device" in getattr(item, "fixturenames", ())
+        if not INTERPRETED and runs_kernels:
             item.add_marker(pytest.mark.gpu)
 
 
