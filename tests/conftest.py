@@ -27,7 +27,9 @@ def pytest_report_header():
     return f"fastattn: torch {torch.__version__}, CPU kernels: {ops.EXTENSION_ERROR or isa}"
 
 
-START, SECONDS = time.monotonic(), float(os.environ.get("FASTATTN_TEST_SECONDS", "inf"))
+# Of the whole run: what xdist starts, and starts again, is told when that began.
+START = float(os.environ.setdefault("FASTATTN_TEST_START", str(time.monotonic())))
+SECONDS = float(os.environ.get("FASTATTN_TEST_SECONDS", "inf"))
 
 
 def pytest_runtest_setup(item):
@@ -41,6 +43,23 @@ def _afresh():
     """Each test has the same random numbers, and no call seen before: tests change backends."""
     torch.manual_seed(0)
     known.forget()
+    yield
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        _leave_if_broken()
+
+
+def _leave_if_broken():
+    """Ends a process whose GPU context is past use: every test after that would fail with it.
+
+    So it is after an access out of bounds. The test itself has failed by now; xdist takes another
+    process for those that follow.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit(f"the GPU cannot be used any more: {error}", returncode=1)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -50,6 +50,9 @@ def everything(call: dict, grad_out=None, **options) -> dict[str, torch.Tensor]:
     return results | {f"grad_{n}": g for n, g in zip(leaves, pulled, strict=True)}
 
 
+HUGE = 2**31  # bytes of a storage, of which few are touched
+
+
 class Carrier:
     """A backend for CPU tensors: another device's, with inputs carried there and results back.
 
@@ -76,13 +79,21 @@ class Carrier:
     def _run(self, function, p, args):
         p = dataclasses.replace(p, device=self.device).with_tensors(*map(self._there, p.tensors()))
         results = function(p, *map(self._there, args))
-        return tuple(x if x is None else x.cpu() for x in results)
+        results = tuple(x if x is None else x.cpu() for x in results)
+        if self.device.type == "cuda" and torch.cuda.memory_reserved() > HUGE:
+            torch.cuda.empty_cache()  # other processes test on this GPU, too
+        return results
 
     def _there(self, x):
         if not isinstance(x, torch.Tensor) or torch.compiler.is_compiling():
             return x.to(self.device) if isinstance(x, torch.Tensor) else x
+        storage, layout = x.untyped_storage(), (x.shape, x.stride(), x.storage_offset())
+        if storage.nbytes() > HUGE:  # to be far apart is what its elements are for
+            length = storage.nbytes() // x.element_size()
+            there = torch.empty(length, dtype=x.dtype, device=self.device)
+            return there.as_strided(*layout).copy_(x)
         there = torch.empty(0, dtype=x.dtype, device=self.device)
-        storage = x.untyped_storage().to(device=self.device)
+        storage = storage.to(device=self.device)
         return there.set_(storage, x.storage_offset(), x.shape, x.stride())
 
 

@@ -1,6 +1,7 @@
 """Which backend runs: auto takes the first that can, a named one runs or says why not."""
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import ON_GPU
 
 import fastattn
 from fastattn import Mask, ops, registry, scaled_dot_product_attention, validate
@@ -137,6 +139,18 @@ def test_a_gpu_without_triton_is_served_by_eager(monkeypatch, capability):
     p = on_a_gpu(problem())
     assert registry.select(p) == "eager"
     assert "  triton  no: Triton is not installed: pip install triton\n" in registry.explain(p)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_a_gpu_has_its_backends(name):
+    """Without one of them its tests are skipped: this one fails, and says why."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    if name == "cuda" and torch.version.hip:
+        pytest.skip("an AMD GPU")
+    p = dataclasses.replace(problem(torch.float16), device=torch.device("cuda", 0))
+    assert registry.get(name).unsupported(p) == []
 
 
 def test_an_old_gpu_is_served_by_eager(monkeypatch, capability):
@@ -270,3 +284,33 @@ def test_import_leaves_triton_alone():
 def test_the_reason_is_none_exactly_when_the_kernels_are_there():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("fastattn::forward", "CPU")
     assert has_kernel == (ops.EXTENSION_ERROR is None)
+
+
+# ---- what conftest.py does about a GPU that is lost ----
+
+
+@pytest.mark.parametrize("worker", [None, "gw0"])
+def test_a_lost_gpu_ends_the_process_and_spares_the_tests_that_follow(
+    request, monkeypatch, worker
+):
+    plugins = request.config.pluginmanager.get_plugins()
+    [leave] = [p._leave_if_broken for p in plugins if hasattr(p, "_leave_if_broken")]
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Ended(BaseException):
+        pass
+
+    def end(status):
+        raise Ended
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    if worker is not None:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    with pytest.raises(Ended if worker else pytest.exit.Exception):
+        leave()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    leave()

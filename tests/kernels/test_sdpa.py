@@ -96,7 +96,8 @@ def test_gradients_with_any_strides(device):
     mixed = q.mT.contiguous().mT, k.transpose(1, 2).contiguous().transpose(1, 2), v
     got = everything(*mixed, grad_out)
     for key in want:
-        assert torch.equal(got[key], want[key]), key
+        # A GPU adds up dO . O in the order in which it loads rows: by their strides.
+        torch.testing.assert_close(got[key], want[key], msg=key)
 
 
 def test_offsets_beyond_32_bits(device):
