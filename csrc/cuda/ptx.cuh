@@ -13,17 +13,16 @@ namespace fastattn::cuda {
 
 #if defined(FASTATTN_CUDA_ON_CPU)
 
-// The value of an approximate instruction: up to one ulp beside the exact one, as its documentation
-// allows, in a direction that depends on the operand as if at random.
-static inline float approximate(float operand, float exact) {
+// The value of an approximate instruction: up to `ulps` beside the exact one, as its documentation
+// allows, by a number that depends on the operand as if at random.
+static inline float approximate(float operand, float exact, uint32_t ulps) {
   uint32_t in, out;
   std::memcpy(&in, &operand, 4);
   std::memcpy(&out, &exact, 4);
   const uint32_t exponent = out >> 23 & 0xff;
   if (exponent == 0) return exact < 0 ? -0.f : 0.f;  // .ftz
   if (exponent == 0xff) return exact;
-  const uint32_t random = in * 2654435761u >> 30;
-  out += random == 0 ? 1 : random == 1 ? ~0u : 0;
+  out += (in * 2654435761u >> 16) % (2 * ulps + 1) - ulps;
   std::memcpy(&exact, &out, 4);
   return exact;
 }
@@ -32,10 +31,10 @@ static inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copy
 
 #endif
 
-// 1 / x; one special-function operation. Subnormal numbers count as 0.
+// 1 / x, to 1 ulp; one special-function operation. Subnormal numbers count as 0.
 FASTATTN_DEVICE float rcp_approx(float x) {
 #if defined(FASTATTN_CUDA_ON_CPU)
-  return approximate(x, 1.f / flush(x));
+  return approximate(x, 1.f / flush(x), 1);
 #else
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -43,10 +42,10 @@ FASTATTN_DEVICE float rcp_approx(float x) {
 #endif
 }
 
-// 2^x, 1 for x = 0; one special-function operation. Subnormal results are 0.
+// 2^x, to 2 ulp, 1 for x = 0; one special-function operation. Subnormal results are 0.
 FASTATTN_DEVICE float ex2_approx(float x) {
 #if defined(FASTATTN_CUDA_ON_CPU)
-  return flush(x) == 0.f ? 1.f : approximate(x, std::exp2(x));
+  return flush(x) == 0.f ? 1.f : approximate(x, std::exp2(x), 2);
 #else
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -84,7 +84,8 @@ FASTATTN_DEVICE void load_matrices(const uint16_t* row, uint32_t (&to)[4]) {
 
 // ---- products ----
 
-// C += A B, with A [16][16] and B [16][8] of 16 bits and C in fp32.
+// C += A B, with A [16][16] and B [16][8] of 16 bits and C in fp32. Volatile: all lanes must be
+// there, and a compiler may move what is not into a branch that only some take.
 template <DType kType>
 FASTATTN_DEVICE void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4]) {
   static_assert(kType != DType::kFloat32);
@@ -110,12 +111,14 @@ FASTATTN_DEVICE void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t 
   exchange_all(0, lanes, here);
 #else
   if constexpr (kType == DType::kFloat16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -65,7 +65,8 @@ FASTATTN_DEVICE void softmax_step(const AttentionParams& p, const Place& at, Kee
       s[r][c] = ex2_approx(s[r][c] - shift);
       sum += s[r][c];
     }
-    sum = lanes_sum(sum, kRowLanes);  // waits for all lanes: each has read m by now
+    sum = lanes_sum(sum, kRowLanes);
+    __syncwarp();  // each lane has read m; a shuffle waits for lanes, not for their memory
     if (is_row_writer()) {
       states.m[row0() + r] = m;
       states.l[row0() + r] = states.l[row0() + r] * alpha[r] + sum;

@@ -94,7 +94,10 @@ MASKS = {
 @pytest.mark.parametrize("M", [3, 20])
 @pytest.mark.parametrize("name", MASKS)
 def test_unused_keys_reach_nothing(backend, name, M, garbage):
-    """Within the budget: a tile with garbage goes the careful way."""
+    """Within the budget: a tile with garbage goes the careful way.
+
+    The ulp of a gradient is that of the largest of all, since some cancel.
+    """
     options, used = MASKS[name]
     call = inputs("additive", M=M, N=90)
     unused = ~used.expand(2, 90)[:, None].expand(2, 2, 90)
@@ -108,8 +111,10 @@ def test_unused_keys_reach_nothing(backend, name, M, garbage):
     call = {n: x.clone() for n, x in call.items()}
     found, plain = run(backend, garbage), run("eager", 0.0)
     truth = run("eager", 0.0, torch.float64)
+    largest = max(testing.largest(x) for name, x in truth.items() if name.startswith("grad_"))
     for result, x in found.items():
-        testing.assert_within_budget(x, plain[result], truth[result], result)
+        scale = largest if result.startswith("grad_") else None
+        testing.assert_within_budget(x, plain[result], truth[result], result, scale)
 
 
 @pytest.mark.parametrize(

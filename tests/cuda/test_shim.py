@@ -1,6 +1,7 @@
 """The CPU's stand-in for a GPU runs kernels, and finds what is wrong with them."""
 
 import ctypes
+import re
 import subprocess
 import sys
 
@@ -78,3 +79,13 @@ def test_sanitizers_see_what_is_out_of_bounds(mistake):
     else:
         assert "heap-buffer-overflow" in done.stderr, done.stderr
         assert "shim_kernels.cu" in done.stderr
+
+
+def test_instructions_of_a_whole_warp_stay_where_they_are_written():
+    """A compiler may move an asm statement that is not volatile into a branch."""
+    csrc = host_build.ROOT / "csrc/cuda"
+    text = "".join(path.read_text() for path in sorted(csrc.glob("*.cuh")))
+    statements = re.findall(r"\basm\b( volatile)?\s*\(\s*\"([^;]*);", text)
+    collective = [(volatile, code) for volatile, code in statements if ".sync" in code]
+    assert len(collective) >= 4
+    assert all(volatile for volatile, _ in collective), collective
