@@ -72,8 +72,7 @@ def run(
     for case in (c.tiny() if setting.tiny else c for c in chosen):
         main: list[Row] = []
         try:
-            for row in _run_case(case, setting, pace, say):
-                main.append(row)
+            main += _run_case(case, setting, pace, say)  # rows stay that came before an error
             for backend in _others(case, setting, main[0].backend):
                 main += _run_on(backend, case, setting, main, say)
         except Exception as error:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import autograd, known, registry, validate
+from fastattn import autograd, known, ops, registry, validate
 from fastattn.problem import Mask
 
 
@@ -380,7 +380,7 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     if not torch._C._is_any_autocast_enabled() or not isinstance(first, Tensor):
         return list(tensors)
     device = first.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not ops.has_autocast(device) or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [

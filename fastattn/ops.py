@@ -44,6 +44,15 @@ def empty_bmhe(p: Problem, like: Tensor) -> Tensor:
     return like.new_empty(p.B, p.M, p.H, p.E).transpose(1, 2)
 
 
+def has_autocast(device: str) -> bool:
+    """Whether torch has autocast for a kind of device."""
+    return torch.amp.is_autocast_available(device)
+
+
+# As backends/gpu.py's reasons: torch.compile of 2.11 cannot trace it.
+has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def _forward_fake(
     q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights
 ):

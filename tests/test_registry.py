@@ -290,9 +290,7 @@ def test_the_reason_is_none_exactly_when_the_kernels_are_there():
 
 
 @pytest.mark.parametrize("worker", [None, "gw0"])
-def test_a_lost_gpu_ends_the_process_and_spares_the_tests_that_follow(
-    request, monkeypatch, worker
-):
+def test_a_lost_gpu_ends_the_process_and_spares_the_tests_that_follow(request, monkeypatch, worker):
     plugins = request.config.pluginmanager.get_plugins()
     [leave] = [p._leave_if_broken for p in plugins if hasattr(p, "_leave_if_broken")]
 

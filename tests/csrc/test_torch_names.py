@@ -1,7 +1,7 @@
 """csrc builds against the oldest torch that is supported, though newer headers have more names.
 
-torch gates functions of the stable ABI by TORCH_TARGET_VERSION, and macros it does not: a build with
-a newer torch says nothing of an older one.
+torch gates functions of the stable ABI by TORCH_TARGET_VERSION, and macros it does not: a build
+with a newer torch says nothing of an older one.
 """
 
 import re

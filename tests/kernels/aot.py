@@ -3,6 +3,8 @@
     python tests/kernels/aot.py sm_90 2 dot            every row of config.py that 2-byte elements
                                                        and a score can choose, as JSON
     python tests/kernels/aot.py sm_90 2 dot "plain"    of these, what some of PROBLEMS need
+    python tests/kernels/aot.py sm_90 grid             whether Triton takes every case of the grid
+    python tests/kernels/aot.py sm_90 grid M1-N1       and those of that name
 
 A driver that only names its architecture stands in for the real one, and launches compile instead
 of running. Tensors are on the meta device. Not in the interpreter: run it in its own process.
@@ -182,6 +184,82 @@ def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
     )
 
 
+# ---- the grid of the tests: sizes of 1, of which Triton makes constants, strides, heads ----
+
+
+def stop_before_llvm() -> list[str]:
+    """From now on compiling ends at the IR of the GPU's own; returns the kernels that came so far.
+
+    It is what refuses a program, and takes a tenth of the time.
+    """
+    from triton.compiler import compiler
+
+    accepted = []
+
+    def compile_part(self, key, signature, device, constexprs, options, attrs, warmup):
+        kernels, _, target, backend, _ = self.device_caches[device]
+        source, context, stages = self.ASTSource(self, signature, constexprs, attrs), None, {}
+        context = compiler.ir.context()
+        compiler.ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        backend.add_stages(stages, options, source.language)
+        module = source.make_ir(target, options, functions, modules, context)
+        for stage in ("ttir", "ttgir"):
+            module = stages[stage](module, {})
+        kernels[key] = self.fn.__name__
+        accepted.append(self.fn.__name__)
+        return kernels[key]
+
+    JITFunction._do_compile = compile_part
+    return accepted
+
+
+def launch_case(case) -> None:
+    """Forward and backward of a case of the grid, on meta tensors with its strides."""
+    from fastattn import ops, testing, validate
+    from fastattn.kernels.additive_bwd import launch_additive_bwd
+    from fastattn.kernels.additive_fwd import launch_additive_fwd
+    from fastattn.kernels.launch import Call, empty_forward
+    from fastattn.kernels.sdpa_bwd import launch_sdpa_bwd
+    from fastattn.kernels.sdpa_fwd import launch_sdpa_fwd
+
+    def meta(x):
+        if x is None:
+            return None
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    t = testing.make(case)
+    p, *tensors = validate.build(
+        case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias, enable_gqa=True,
+        dropout_p=case.dropout_p, seed=1, return_weights=case.weights,
+    )[:6]  # fmt: skip
+    call = Call(*map(meta, (*tensors, *p.tensors())), *ops.scalars(p), p.weights)
+    is_dot = case.score == "dot"
+    (launch_sdpa_fwd if is_dot else launch_additive_fwd)(call)
+    out, lse, _, stats = empty_forward(call)
+    (launch_sdpa_bwd if is_dot else launch_additive_bwd)(
+        call, out, stats, meta(t.grad_out), lse if case.lse else None, meta(t.grad_weights),
+        t.bias is not None and case.bias_grad,
+    )  # fmt: skip
+
+
+def grid(arch: str, *names: str) -> None:
+    """Prints what Triton made of the cases, as JSON: {"accepted": kernels, "refused": why}."""
+    from fastattn.testing import GRID
+
+    compile_only(arch)
+    accepted, refused = stop_before_llvm(), {}
+    for case in GRID:
+        if names and case.name not in names:
+            continue
+        try:
+            launch_case(case)
+        except Exception as error:
+            refused[str(case)] = f"{type(error).__name__}: {error}"[-1000:]
+    print(json.dumps({"accepted": accepted, "refused": refused}))
+
+
 def main(arch: str, size: str, score: str, *problems: str) -> None:
     compiled = compile_only(arch)
     found = []
@@ -199,4 +277,7 @@ def main(arch: str, size: str, score: str, *problems: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[2] == "grid":
+        grid(sys.argv[1], *sys.argv[3:])
+    else:
+        main(*sys.argv[1:])

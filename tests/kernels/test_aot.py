@@ -29,7 +29,7 @@ CHOSEN = dict.fromkeys(RUNS, ()) if os.environ.get("FASTATTN_AOT") == "all" else
 PRODUCTS = ("sdpa_fwd_kernel", "sdpa_bwd_dq_kernel", "sdpa_bwd_dkdv_kernel")
 
 
-def compile_all(run: tuple[str, ...]) -> list[dict]:
+def compile_all(run: tuple[str, ...]):
     """What aot.py prints: an entry a compiled kernel. Its cache is in build/: reruns are quick."""
     environment = {
         **os.environ,
@@ -144,6 +144,17 @@ def test_other_architectures_are_plausible(arch, score):
         assert k["spills"] == 0 or arch == "sm_100", k
         if k["name"] in PRODUCTS and k["problem"] == "plain" and k["head_size"] == 64:
             assert k[products] > 0 or k.get("mma", 0) > 0, k
+
+
+# Sizes of 1 are constants to Triton, as are strides of 1; the interpreter takes them as they come.
+ONES = ("M1-N1", "D1-E1", "gqa-decode", "kv-len-rows", "layout-expanded")
+
+
+@pytest.mark.slow
+def test_triton_accepts_the_cases_of_the_grid():
+    found = compile_all(("sm_90", "grid", *(ONES if CHOSEN is USUAL else ())))
+    assert found["refused"] == {}
+    assert {*PRODUCTS, "additive_decode_kernel"} <= set(found["accepted"])
 
 
 def test_every_architecture_has_every_row():
