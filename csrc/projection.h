@@ -24,7 +24,7 @@ using OptTensor = std::optional<Tensor>;
 template <typename... Args>
 Tensor call(const char* name, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -36,7 +36,7 @@ inline Tensor as_contiguous(const Tensor& t) {
 inline Tensor view(const Tensor& t, const std::vector<int64_t>& sizes,
                    const std::vector<int64_t>& strides, int64_t offset = 0) {
   AtenTensorHandle out = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       t.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset, &out));
   return Tensor(out);
 }

@@ -13,12 +13,14 @@ NAME = r"\b(?:aoti_torch_\w+|(?:STD|STABLE)_\w+|TORCH_\w+|torch::(?:stable|heade
 # All in the headers of torch 2.11, with which csrc was compiled when a name came in.
 OLD_ENOUGH = set(
     """
-    STABLE_TORCH_LIBRARY_IMPL STD_TORCH_CHECK TORCH_BOX TORCH_ERROR_CODE_CHECK TORCH_TARGET_VERSION
-    aoti_torch_empty_strided aoti_torch_get_current_cuda_stream aoti_torch_get_device_index
-    aoti_torch_get_device_type
+    STABLE_TORCH_LIBRARY_IMPL STD_TORCH_CHECK TORCH_ABI_VERSION TORCH_BOX TORCH_ERROR_CODE_CHECK
+    TORCH_TARGET_VERSION
+    aoti_torch__reinterpret_tensor aoti_torch_empty_strided aoti_torch_get_current_cuda_stream
+    aoti_torch_get_device_index aoti_torch_get_device_type
     torch::headeronly::ScalarType torch::stable::Tensor torch::stable::accelerator::DeviceGuard
-    torch::stable::contiguous torch::stable::empty torch::stable::empty_like
-    torch::stable::get_num_threads torch::stable::parallel_for
+    torch::stable::contiguous torch::stable::detail::from torch::stable::detail::to
+    torch::stable::empty torch::stable::empty_like torch::stable::get_num_threads
+    torch::stable::new_empty torch::stable::parallel_for
     """.split()
 )
 
