@@ -1,0 +1,50 @@
+"""Gradients of a bias over several tiles: the first tile that meets a sum sets it, the others add.
+
+Which is the first depends on what the bias is broadcast over; it may be masked, in part or whole.
+"""
+
+import pytest
+import torch
+from helpers import attend, inputs
+
+from fastattn import Mask, testing
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+M, N = 150, 600  # three blocks of rows, at least three tiles of keys with any instruction set
+
+MASKS = {
+    "none": {},
+    "first batch short": dict(kv_len=torch.tensor([40, N])),
+    "last batch short": dict(kv_len=torch.tensor([N, 40])),
+    "first batch empty": dict(kv_len=torch.tensor([0, 333])),
+    "causal": dict(causal="top_left"),
+    "window": dict(window=(30, 0)),
+}
+SHAPES = {"mn": (M, N), "hmn": (2, M, N), "bmn": (2, 1, M, N), "bhmn": (2, 2, M, N), "n": (N,)}
+
+
+@pytest.fixture
+def memory_of_nan():
+    """New tensors are full of NaN: what is not written is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_each_sum_is_complete(isa, memory_of_nan, shape, mask, dtype):
+    call = inputs(H=2, M=M, N=N, D=24, E=24, dtype=dtype)
+    call["bias"] = torch.randn(SHAPES[shape]).to(dtype)
+    grad_out = torch.randn(2, 2, M, 24).to(dtype)
+
+    def gradient(cast, backend):
+        leaves = {name: cast(x).requires_grad_() for name, x in call.items()}
+        out = attend(**leaves, mask=Mask(**MASKS[mask]), backend=backend)
+        return torch.autograd.grad(out, leaves["bias"], cast(grad_out))[0]
+
+    ours, plain = gradient(torch.clone, "cpu"), gradient(torch.clone, "eager")
+    truth = gradient(lambda x: x.double(), "eager")
+    testing.assert_within_budget(ours, plain, truth, "grad_bias")
