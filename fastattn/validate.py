@@ -287,10 +287,7 @@ class _Lead(NamedTuple):
 
 
 def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor | None]:
-    if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(
-            f"mask: expected a fastattn.Mask, got {type(mask).__name__} (tensors go to attn_mask)"
-        )
+    check_mask(mask)
     mask = mask or Mask()
     keep, added = _attn_mask(lead, query, attn_mask)
     if mask.keep is not None:
@@ -303,6 +300,14 @@ def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor 
     H, M, N = lead.hmn
     causal = _causal(mask.causal, is_causal)
     return Mask(causal, _window(mask.window), _kv_len(lead, query, mask.kv_len), keep), added
+
+
+def check_mask(mask) -> None:
+    """Raises TypeError for anything but a Mask and None."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask: expected a fastattn.Mask, got {type(mask).__name__} (tensors go to attn_mask)"
+        )
 
 
 def _attn_mask(lead, query, attn_mask) -> tuple[Tensor | None, Tensor | None]:

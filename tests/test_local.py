@@ -197,3 +197,19 @@ def test_errors(tensors):
         module(*tensors, torch.tensor([1, 2, 24]))
     with pytest.raises(ValueError, match="attn_mask"):
         module(*tensors, attn_mask=torch.ones(M, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("alignment", ["predictive", "monotonic"])
+def test_keys_and_values_that_do_not_fit(tensors, alignment):
+    """They are gathered or cut here, before the function that would check them sees them."""
+    queries, keys, values = tensors
+    module = module_for(alignment)
+    for less in (keys[:1], keys[:-1]):
+        with pytest.raises(ValueError, match="keys: expected the batch of queries"):
+            module(queries, less, values)
+    with pytest.raises(ValueError, match="values: expected the batch of queries"):
+        module(queries, keys, values[:1])
+    with pytest.raises(ValueError, match="keys and values: expected the same length"):
+        module(queries, keys, values[:, :5])
+    with pytest.raises(ValueError, match="values: expected 3 dims"):
+        module(queries, keys, values[0])

@@ -217,5 +217,9 @@ def test_errors(tensors):
     *_, state = module(queries[:, 0], keys, values)
     with pytest.raises(ValueError, match=r"state: expected \(B, N\) = \[3, 5\]"):
         module(queries[:, 0], keys[:, :5], values[:, :5], state=state)
+    with pytest.raises(ValueError, match=r"state: expected \(B, N\)"):
+        module(queries[:, 0], keys, values, state=state._replace(previous=state.previous[:1]))
+    with pytest.raises(TypeError, match="state: expected an AlignmentState, got Tensor"):
+        module(queries[:, 0], keys, values, state=state.previous)
     with pytest.raises(ValueError, match="cache=project_keys"):
         module(queries[:, 0], None, values)

@@ -148,3 +148,7 @@ def test_errors(tensors):
         module(queries, keys[:, :4], values)
     with pytest.raises(TypeError, match="dtype of query"):
         module(queries, keys.double(), values)
+    with pytest.raises(TypeError, match=r"mask: expected a fastattn\.Mask, got Tensor"):
+        LuongAttention(8)(queries, queries, mask=torch.ones(3, 3, dtype=torch.bool))
+    with pytest.raises(TypeError, match="queries: expected a Tensor, got list"):
+        LuongAttention(8)([1.0], queries)

@@ -118,6 +118,7 @@ class LocalAttention(LuongAttention):
         """
         queries, one_step = single_head.as_steps(queries)
         keys, values = self.score.keys_and_values(keys, values, cache)
+        single_head.check_fit(queries, keys, values)
         masks = single_head.dense_masks(queries, values.shape[1], valid_lens, attn_mask)
         attend = self._predictive if self.alignment == "predictive" else self._monotonic
         context, weights = attend(queries, keys, values, masks, need_weights, step)

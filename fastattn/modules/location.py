@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn import validate
 from fastattn.modules import single_head
 from fastattn.modules.additive import AdditiveAttention
 from fastattn.modules.single_head import Masks
@@ -145,15 +146,19 @@ class LocationSensitiveAttention(AdditiveAttention):
         """
         if query.dim() != 2:
             raise ValueError(f"query: expected one step, (B, query_dim), got {list(query.shape)}")
+        single_head.check_dims(values=values)
         B, N = values.shape[:2]
         if state is None:
             wide = torch.float64 if values.dtype == torch.float64 else torch.float32
             state = AlignmentState(*(values.new_zeros(B, N, dtype=wide) for _ in range(2)))
-        elif state.cumulative.shape != (B, N):
-            raise ValueError(
-                f"state: expected (B, N) = {[B, N]} to go with values {list(values.shape)}, "
-                f"got {list(state.cumulative.shape)}"
-            )
+        elif not isinstance(state, AlignmentState):
+            raise TypeError(f"state: expected an AlignmentState, got {type(state).__name__}")
+        for x in state:
+            if x.shape != (B, N):
+                raise ValueError(
+                    f"state: expected (B, N) = {[B, N]} to go with values {list(values.shape)}, "
+                    f"got {list(x.shape)}"
+                )
         out, weights = single_head.attend(
             "additive",
             self.W_q(query)[:, None],
@@ -174,6 +179,7 @@ class LocationSensitiveAttention(AdditiveAttention):
 
     def _with_location(self, keys: Tensor, state: AlignmentState) -> Tensor:
         """Projected keys plus what depends on where the decoder has been, (B, N, hidden_dim)."""
+        single_head.check_dims(keys=keys)
         if keys.shape[1] == 0:  # which a convolution refuses
             return keys
         if self.location_conv is not None and self.location_proj is not None:
@@ -192,6 +198,7 @@ class LocationSensitiveAttention(AdditiveAttention):
         """``mask`` and the window around the key of the largest previous weight."""
         if self.window is None or state.previous.shape[1] == 0:
             return mask
+        validate.check_mask(mask)
         back, ahead = self.window
         peak = state.previous.detach().argmax(1)[:, None, None]
         j = torch.arange(state.previous.shape[1], device=peak.device)

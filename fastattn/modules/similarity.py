@@ -89,6 +89,7 @@ class CosineAttention(nn.Module):
             ValueError: shapes or lengths do not fit.
         """
         queries, one_step = single_head.as_steps(queries)
+        single_head.check_dims(queries=queries, keys=keys)
         # The scale goes into the query: the kernels take a number there, and give no gradient.
         scaled = functional._normalize(queries) * self.scale.to(queries.dtype)
         out, weights = single_head.attend(

@@ -24,6 +24,7 @@ class Masks(NamedTuple):
 
     def merged(self) -> Mask | None:
         """``mask`` with ``valid_lens`` in it."""
+        validate.check_mask(self.mask)
         if self.valid_lens is None:
             return self.mask
         if self.mask is not None and self.mask.kv_len is not None:
@@ -75,6 +76,8 @@ def _with_head_dim(mask: Tensor | None) -> Tensor | None:
 
 def as_steps(queries: Tensor) -> tuple[Tensor, bool]:
     """Queries (B, M, features), and whether they came as one step, (B, features)."""
+    if not isinstance(queries, Tensor):
+        raise TypeError(f"queries: expected a Tensor, got {type(queries).__name__}")
     one = queries.dim() == 2
     return (queries.unsqueeze(1) if one else queries), one
 
@@ -88,12 +91,29 @@ def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: b
 
 
 def check_dims(**tensors: Tensor) -> None:
-    """Raises ValueError unless all have the dims (batch, length, features)."""
+    """Raises TypeError or ValueError unless all are (batch, length, features)."""
     for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
         if x.dim() != 3:
             raise ValueError(
                 f"{name}: expected 3 dims, (batch, length, features), got {list(x.shape)}"
             )
+
+
+def check_fit(queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Raises unless they have one batch size, and keys and values one length."""
+    check_dims(queries=queries, keys=keys, values=values)
+    for name, x in (("keys", keys), ("values", values)):
+        if x.shape[0] != queries.shape[0]:
+            raise ValueError(
+                f"{name}: expected the batch of queries {list(queries.shape)}, got {list(x.shape)}"
+            )
+    if keys.shape[1] != values.shape[1]:
+        raise ValueError(
+            "keys and values: expected the same length, "
+            f"got {list(keys.shape)} and {list(values.shape)}"
+        )
 
 
 def check_dropout(dropout: float) -> None:
