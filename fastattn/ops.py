@@ -39,11 +39,6 @@ _BACKWARD = (
 LIBRARY = torch.library.Library("fastattn", "DEF")
 
 
-def empty_bmhe(p: Problem, like: Tensor) -> Tensor:
-    """``[B, H, M, E]`` laid out as ``[B, M, H, E]``: merging the heads after it is a view."""
-    return like.new_empty(p.B, p.M, p.H, p.E).transpose(1, 2)
-
-
 def has_autocast(device: str) -> bool:
     """Whether torch has autocast for a kind of device."""
     return torch.amp.is_autocast_available(device)
