@@ -39,8 +39,7 @@ class Current {
   explicit Current(const torch::stable::Tensor&) {}
 #else
   explicit Current(const torch::stable::Tensor& t) : guard_(t.get_device_index()) {
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream_));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream_));
   }
 #endif
   void forward(const ForwardParams& p) { check(cuda::forward(p, stream_)); }

@@ -204,9 +204,9 @@ Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& shape,
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
   AtenTensorHandle out = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                               static_cast<int32_t>(dtype), device, index, &out));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  strides.data(), static_cast<int32_t>(dtype),
+                                                  device, index, &out));
   Tensor result(out);
   const int64_t size = static_cast<int64_t>(result.element_size());
   device::expect_writes(result.data_ptr(), result.numel() * size);
