@@ -37,7 +37,7 @@ help:
 	@echo "make bench-compare  make bench, and what became slower since the committed run"
 	@echo "make example-NAME  run a program of examples/: $(EXAMPLES)"
 	@echo "                   ARGS=--smoke for seconds on tiny data"
-	@echo "make gpu     on a GPU: its tests, then the benchmark; at most 8 minutes"
+	@echo "make gpu     on a GPU: its tests, the benchmark, compute-sanitizer; 9 minutes at most"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   build the C++ extension in place"
