@@ -475,27 +475,23 @@ template <Form kForm>
 static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int64_t ns,
                             int64_t depths, bool add, float* c, int64_t ld) {
   constexpr int64_t kGroupBytes = 24 * 1024;  // half of it
-  const int64_t most = max64(1, kGroupBytes / (depths * parts_of(kForm) * kTileWords * 8)) * 2;
+  const int64_t pair_bytes = max64(1, depths) * parts_of(kForm) * kTileWords * 8;
+  const int64_t most = max64(1, kGroupBytes / pair_bytes) * 2;
   const auto groups = [&](int64_t count) { return round_up(count, most) / most; };
+  // Whether the group is one of columns.
+  const bool columns = ms * groups(ns) + ns <= ns * groups(ms) + ms;
+  const int64_t count = columns ? ns : ms, others = columns ? ms : ns;
   // In pairs, and groups of about the same size.
-  const auto group_size = [&](int64_t count) {
-    return round_up(round_up(count, groups(count)) / groups(count), 2);
+  const int64_t size = round_up(round_up(count, groups(count)) / groups(count), 2);
+  const auto block = [&](int64_t i, int64_t other) __attribute__((always_inline)) {
+    const int64_t m = columns ? other : i, n = columns ? i : other;
+    if (i + 1 == count) return multiply_block<kForm, 1, 1>(a, b, m, n, depths, add, c, ld);
+    columns ? multiply_block<kForm, 1, 2>(a, b, m, n, depths, add, c, ld)
+            : multiply_block<kForm, 2, 1>(a, b, m, n, depths, add, c, ld);
   };
-  if (ms * groups(ns) + ns <= ns * groups(ms) + ms) {
-    const int64_t size = group_size(ns);
-    for (int64_t n0 = 0; n0 < ns; n0 += size)
-      for (int64_t m = 0; m < ms; ++m)
-        for (int64_t n = n0; n < min64(ns, n0 + size); n += 2)
-          n + 1 < ns ? multiply_block<kForm, 1, 2>(a, b, m, n, depths, add, c, ld)
-                     : multiply_block<kForm, 1, 1>(a, b, m, n, depths, add, c, ld);
-  } else {
-    const int64_t size = group_size(ms);
-    for (int64_t m0 = 0; m0 < ms; m0 += size)
-      for (int64_t n = 0; n < ns; ++n)
-        for (int64_t m = m0; m < min64(ms, m0 + size); m += 2)
-          m + 1 < ms ? multiply_block<kForm, 2, 1>(a, b, m, n, depths, add, c, ld)
-                     : multiply_block<kForm, 1, 1>(a, b, m, n, depths, add, c, ld);
-  }
+  for (int64_t begin = 0; begin < count; begin += size)
+    for (int64_t other = 0; other < others; ++other)
+      for (int64_t i = begin; i < min64(count, begin + size); i += 2) block(i, other);
 }
 
 // One part, up to four tiles of depth at a time: a row of A's tiles stays in registers 4 to 7, C is
@@ -557,12 +553,14 @@ static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int
                            int64_t depth, bool add, float* c, int64_t ld) {
   const int64_t ms = round_up(rows, kEdge) / kEdge, ns = round_up(cols, kEdge) / kEdge;
   const int64_t depths = round_up(depth, kTileDepth) / kTileDepth;
+  if (ms == 0 || ns == 0) return;
   asm volatile("" ::: "memory");  // compilers do not know that tile loads read memory
   with_form(a.form(), [&](auto form) __attribute__((always_inline)) {
     constexpr Form kForm = form;
-    if constexpr (parts_of(kForm) > 1) {
-      multiply_blocks<kForm>(a, b, ms, ns, depths, add, c, ld);
-    } else {
+    // Sums of nothing are 0.
+    if (parts_of(kForm) > 1 || depths == 0)
+      return multiply_blocks<kForm>(a, b, ms, ns, depths, add, c, ld);
+    if constexpr (parts_of(kForm) == 1) {
       for (int64_t k = 0; k < depths; k += 4) {
         const bool more = add || k > 0;
         if (depths - k == 1) return multiply_chains<kForm, 1>(a, b, ms, ns, k, more, c, ld);

@@ -53,6 +53,13 @@ def assert_sizes(score, sizes, **more):
         testing.check(case, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@scores
+def test_no_features_of_many_pairs(score, dtype, isa):
+    empty = [dict(D=0), dict(E=0), dict(D=0, E=0)]
+    assert_sizes(score, [{"M": 40, "N": 70} | sizes for sizes in empty], dtype=dtype, bias="mn")
+
+
 @pytest.mark.parametrize("masks", [{}, CAUSAL], ids=["plain", "masks"])
 @scores
 def test_every_number_of_queries(score, masks):
