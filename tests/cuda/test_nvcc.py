@@ -93,9 +93,12 @@ def cuobjdump(*arguments, folder=ROOT) -> str:
 
 
 def kernel_name(mangled: str) -> str:
-    """The name in a mangled one that ends in _kernel; names follow their lengths."""
+    """The name in a mangled one that ends in _kernel; names follow their lengths.
+
+    What comes before, nvcc's number of a file, may look like a length and a name, but for digits.
+    """
     parts = re.findall(r"(?=(\d\d)([a-z]\w*))", mangled)
-    return next(x[: int(n)] for n, x in parts if x[: int(n)].endswith("_kernel"))
+    return next(x[: int(n)] for n, x in parts if re.fullmatch("[a-z_]+_kernel", x[: int(n)]))
 
 
 @functools.cache
