@@ -7,8 +7,8 @@ differentiates the reference formulas by recomputation, which takes the dense [B
 (times D for the additive score).
 
 Tensors inside the record (kv_len, keep, seed) are passed as arguments beside it, because a
-transform must see every tensor; ``p`` travels without them. Forward mode raises: a silent zero
-would be worse.
+transform must see every tensor; ``p`` travels without them. Forward mode raises, and says what to
+take instead: a silent zero would be worse.
 """
 
 # torch declares these static methods with *args
@@ -34,9 +34,10 @@ def attend(
     """(out, lse, weights) of a validated problem, differentiable in q, k, v, w and bias."""
     if not needs_autograd(q, k, v, w, bias):
         return registry.get(backend).forward(p, q, k, v, w, bias)[:3]
+    if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v, w, bias)
     bare = p.with_tensors(None, None, None)
-    outputs = AttentionFunction.apply(backend, bare, q, k, v, w, bias, *p.tensors())
-    return outputs[:3]  # pyright: ignore[reportReturnType]
+    return _apply(AttentionFunction, backend, bare, q, k, v, w, bias, *p.tensors())[:3]
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -46,6 +47,30 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+_FORWARD_MODE = (
+    "fastattn has no forward-mode derivative (torch.func.jvp, jacfwd and hessian, dual numbers). "
+    "Reverse mode gives the same: torch.func.jacrev for a Jacobian, jacrev(jacrev(f)) for a "
+    "Hessian, torch.autograd.functional.jvp for a Jacobian-vector product"
+)
+
+
+def _apply(function, *args):
+    """``function.apply``, with words of ours where torch misses a forward-mode rule."""
+    try:
+        return function.apply(*args)
+    except NotImplementedError as error:
+        if "jvp" not in str(error):
+            raise
+        raise NotImplementedError(_FORWARD_MODE) from error
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """A compiled graph would drop them: torch's check of the Function is not in it."""
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(_FORWARD_MODE)
 
 
 class _Positional(inspect.Signature):
@@ -103,9 +128,10 @@ class AttentionFunction(torch.autograd.Function):
         saved = (q, k, v, w, bias, kv_len, keep, seed, out, stats, grad_out, grad_lse, grad_weights)
         differentiate = needs_autograd(*saved)
         function = AttentionBackwardFunction
+        args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
         grad_q, grad_k, grad_v, grad_w, grad_bias = (
-            function.apply if differentiate else function.forward
-        )(ctx.backend, ctx.p, bias_needs_grad, *saved)
+            _apply(function, *args) if differentiate else function.forward(*args)
+        )
         if grad_w is not None:
             grad_w = grad_w.sum(0).to(w.dtype)
         return None, None, grad_q, grad_k, grad_v, grad_w, grad_bias, None, None, None
