@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import handle_torch_function
 
-from fastattn import autograd, known, ops, registry, validate
+from fastattn import arguments, autograd, known, ops, registry, validate
 from fastattn.problem import Mask
 
 
@@ -26,6 +30,7 @@ def scaled_dot_product_attention(
     return_lse: bool = False,
     seed: int | Tensor | None = None,
     backend: str = "auto",
+    **_unknown: NoReturn,
 ):
     r"""Scaled dot-product attention: a superset of PyTorch's function of the same name.
 
@@ -38,7 +43,8 @@ def scaled_dot_product_attention(
         key: ``[..., Hkv, N, D]``, dtype and device of query. Batch dims broadcast.
         value: ``[..., Hkv, N, E]``; E may differ from D.
         attn_mask: broadcastable to ``[..., H, M, N]``. Bool: True keeps. Float (query's dtype or
-            float32): added to the scores, -inf masks, differentiable.
+            float32): added to the scores, -inf masks, differentiable. Or a
+            :class:`torch.nn.attention.bias.CausalBias`.
         dropout_p: probability of dropping an attention weight. Applied whenever it is > 0, as in
             torch.
         is_causal: keeps ``j <= i`` (upper-left aligned, torch's rule). May be combined with the
@@ -80,6 +86,8 @@ def scaled_dot_product_attention(
         >>> out, weights = fastattn.scaled_dot_product_attention(
         ...     q, q, q, mask=fastattn.Mask(kv_len=lengths), return_weights="mean")
     """
+    if _unknown:
+        raise arguments.unknown_keywords("scaled_dot_product_attention", _unknown)
     call = None
     if attn_mask is mask is bias is seed is None:
         call = (
@@ -89,11 +97,16 @@ def scaled_dot_product_attention(
         seen = known.recall(*call)
         if seen is not None and type(return_lse) is bool:
             return _run(seen, (query, key, value, None), None, query.shape[:1], return_lse)
-    return _attend(
-        "dot", (query, key, value), None, return_lse, backend, call,
+    options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa, mask=mask, bias=bias, return_weights=return_weights, seed=seed,
     )  # fmt: skip
+    if (others := arguments.overriding(query, key, value, attn_mask, bias)) is not None:
+        return handle_torch_function(
+            scaled_dot_product_attention, others, query, key, value, **options,
+            return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    return _attend("dot", (query, key, value), None, return_lse, backend, call, **options)
 
 
 def additive_attention(
@@ -111,6 +124,7 @@ def additive_attention(
     return_lse: bool = False,
     seed: int | Tensor | None = None,
     backend: str = "auto",
+    **_unknown: NoReturn,
 ):
     r"""Additive (Bahdanau, MLP, concat) attention over projected queries and keys.
 
@@ -154,6 +168,8 @@ def additive_attention(
         >>> q, k, v = torch.randn(2, 10, 64), torch.randn(2, 20, 64), torch.randn(2, 20, 32)
         >>> out = fastattn.additive_attention(q, k, v, weight=torch.randn(64))  # [2, 10, 32]
     """
+    if _unknown:
+        raise arguments.unknown_keywords("additive_attention", _unknown)
     call = None
     if attn_mask is bias is seed is None and known.says_nothing(mask):
         call = (
@@ -163,11 +179,16 @@ def additive_attention(
         if seen is not None and type(return_lse) is bool:
             tensors = seen.tensors(query, key, value, weight)
             return _run(seen, tensors, None, tensors[0].shape[:1], return_lse)
-    return _attend(
-        "additive", (query, key, value), weight, return_lse, backend, call,
+    options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
         return_weights=return_weights, seed=seed,
     )  # fmt: skip
+    if (others := arguments.overriding(query, key, value, weight, attn_mask, bias)) is not None:
+        return handle_torch_function(
+            additive_attention, others, query, key, value, weight, **options,
+            return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+    return _attend("additive", (query, key, value), weight, return_lse, backend, call, **options)
 
 
 SCORES = ("scaled_dot", "dot", "cosine", "gaussian", "additive")
@@ -216,7 +237,12 @@ def attention(
         >>> x, y = torch.rand(50, 1), torch.rand(50, 1)
         >>> fit = fastattn.attention(x, x, y, score="gaussian", bandwidth=0.1)  # [50, 1]
     """
-    validate._check_choice("score", score, SCORES)
+    if (others := arguments.overriding(query, key, value, weight, bandwidth)) is not None:
+        return handle_torch_function(
+            attention, others, query, key, value, score=score, weight=weight, bandwidth=bandwidth,
+            **options,
+        )  # fmt: skip
+    arguments.check_choice("score", score, SCORES)
     if weight is not None and score != "additive":
         raise ValueError(f"weight: only the additive score has one, score is {score!r}")
     if bandwidth is not None and score != "gaussian":
@@ -241,7 +267,17 @@ def attention(
 def _normalize(x: Tensor) -> Tensor:
     """x / |x|, and 0 for 0: in float32 at least, since fp16 rounds the guard against 0 / 0 to 0."""
     wide = x if x.dtype == torch.float64 else x.float()
-    return F.normalize(wide, dim=-1, eps=max(1e-12, torch.finfo(x.dtype).tiny)).to(x.dtype)
+    # The gradient of a row of NaN is what reaches it, so 0 for one unused; x / |x| has 0 * NaN.
+    finite = wide.isfinite().all(-1, keepdim=True)
+    eps = max(1e-12, torch.finfo(x.dtype).tiny)
+    unit = F.normalize(torch.where(finite, wide, 0.0), dim=-1, eps=eps)
+    return torch.where(finite, unit, wide + torch.nan).to(x.dtype)
+
+
+def _where_finite(function, x: Tensor, other: float | Tensor) -> Tensor:
+    """``function(x, other)``; NaN and infinity in ``x`` stay, and unused reach no gradient."""
+    finite = x.isfinite()
+    return torch.where(finite, function(torch.where(finite, x, 0.0), other), x + 0.0 * other)
 
 
 def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict):
@@ -253,20 +289,21 @@ def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tens
     query, key = _centred(query, key)
     precision = query.dtype
     # Farther keys weigh 0 like these; their squares would be infinite, and 0 * inf is NaN.
-    far = torch.finfo(precision).max ** 0.375
-    key = key.clamp(-far, far)
+    key = key.clamp(-_far(precision), _far(precision))
     present = torch.where(key.isfinite(), key, 0.0)  # a NaN key still speaks through q . k
     bias = -0.5 * present.square().sum(-1).unsqueeze(-2)
     if options.get("enable_gqa") and min(query.dim(), key.dim()) >= 3 and bias.shape[-3] > 1:
         bias = bias.repeat_interleave(query.shape[-3] // bias.shape[-3], dim=-3)
-    bias = bias / bandwidth**2
+    square = bandwidth * bandwidth
+    bias = bias / square
     if options.get("bias") is not None:
-        bias = bias + options["bias"]
+        bias = bias + options["bias"].to(precision)
     options = {**options, "bias": bias, "scale": 1.0}
+    attn_mask = options.get("attn_mask")
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype not in (torch.bool, precision):
+        options["attn_mask"] = attn_mask.to(precision)
     dtype = value.dtype
-    # NaN stays as it is: 0 * NaN would be the bandwidth's gradient from a query without keys.
-    finite = query.isfinite()
-    scaled = torch.where(finite, query.masked_fill(~finite, 0.0) / bandwidth**2, query)
+    scaled = _where_finite(torch.div, query, square)
     results = scaled_dot_product_attention(scaled, key, value.to(precision), **options)
     if not isinstance(results, tuple):
         return results.to(dtype)
@@ -279,15 +316,19 @@ def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tens
     return (*results, lse - 0.5 * (query / bandwidth).square().sum(-1))
 
 
-def _check_gaussian(query, key, value, bandwidth, *, bias=None, enable_gqa=False, **_) -> None:
+def _check_gaussian(
+    query, key, value, bandwidth, *, attn_mask=None, bias=None, enable_gqa=False, **_
+) -> None:
     validate.check_points(query, key, value)
     _, q, k, v = validate._to_4d(query, key, value, query.dim() >= 3)
     validate._match_heads(q, k, v, enable_gqa)
+    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+        dtypes = (torch.bool, query.dtype, torch.float32)
+        validate.check_dense("attn_mask", attn_mask, query, dtypes)
     if bias is not None:
-        validate.check_dense("bias", bias, query, validate.DTYPES)
+        validate.check_dense("bias", bias, query, (query.dtype, torch.float32))
     if not isinstance(bandwidth, Tensor):
-        if not isinstance(bandwidth, (int, float)):
-            raise TypeError(f"bandwidth: expected a float or a tensor, got {type(bandwidth)}")
+        arguments.check_real("bandwidth", bandwidth)
         if not bandwidth > 0:
             raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
     elif any(n != 1 for n in bandwidth.shape[-2:]):  # it would scale features, or keys
@@ -302,9 +343,15 @@ def _centred(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key = query.to(precision), key.to(precision)
     dims = tuple(range(-min(query.dim(), 3), -1))
-    finite = torch.where(query.isfinite(), query, 0.0).detach()
-    centre = finite.mean(dims, keepdim=True) if query.numel() else 0.0
+    # What is as far as that is garbage in a query without keys; it would move all others out there.
+    near = torch.where(query.abs() <= _far(precision), query, 0.0).detach()
+    centre = near.mean(dims, keepdim=True) if query.numel() else 0.0
     return query - centre, key - centre
+
+
+def _far(precision: torch.dtype) -> float:
+    """Where points count as infinitely far: a sum of squares is finite up to there."""
+    return torch.finfo(precision).max ** 0.375
 
 
 def explain(
@@ -326,7 +373,11 @@ def explain(
         **options: the call's other arguments.
 
     Returns:
-        A printable table.
+        A printable table. Of nested tensors, which no function takes, what to call instead.
+
+    Raises:
+        TypeError: as the function.
+        ValueError: as the function, but for a named backend that cannot do the problem.
 
     Example:
         >>> q = torch.randn(1, 8, 128, 64)
@@ -336,10 +387,14 @@ def explain(
         query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
     key = query if key is None else key
     value = key if value is None else value
-    inputs = validate.build(
-        "dot" if weight is None else "additive", query, key, value, weight, **options
-    )
-    return registry.explain(inputs.p)
+    score = "dot" if weight is None else "additive"
+    if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
+        return f"{score} attention of nested tensors\n{arguments.NESTED}"
+    arguments.check_bool("return_lse", options.pop("return_lse", False))
+    backend = options.pop("backend", "auto")
+    tensors: Any = _autocast(query, key, value, weight)
+    inputs = validate.build(score, *tensors, **options)
+    return registry.explain(inputs.p, backend)
 
 
 def _attend(score, qkv, weight, return_lse: bool, backend: str, call, **options):
@@ -347,7 +402,7 @@ def _attend(score, qkv, weight, return_lse: bool, backend: str, call, **options)
 
     ``call``: what to remember the record by; None if it holds more than these tell.
     """
-    validate.check_bool("return_lse", return_lse)
+    arguments.check_bool("return_lse", return_lse)
     *qkv, weight = _autocast(*qkv, weight)
     inputs = validate.build(score, *qkv, weight, **options)
     seen = known.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)

@@ -92,6 +92,7 @@ def _describe(
     dropout_p: float,
     is_causal: bool,
     enable_gqa: bool,
+    scale: float | None,
     *others: object,
 ) -> tuple | None:
     """All that the record of a call depends on; None where that cannot be told."""
@@ -107,6 +108,8 @@ def _describe(
     # 1 == True, but only one of them is a bool. Dropout draws a seed for each call.
     if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float or dropout_p:
         return None
+    if scale is True or scale is False:
+        return None
     weighed = None
     if weight is not None:
         if type(weight) not in (Tensor, torch.nn.Parameter) or weight.layout is not torch.strided:
@@ -116,5 +119,5 @@ def _describe(
         weighed = weight.shape, weight.dtype, weight.device
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,
-        key.device, value.device, is_causal, enable_gqa, weighed, others,
+        key.device, value.device, is_causal, enable_gqa, weighed, scale, others,
     )  # fmt: skip

@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fastattn import arguments
+
 Score = Literal["dot", "additive"]
 Weights = Literal["none", "full", "mean"]
 Alignment = Literal["top_left", "bottom_right"]
@@ -68,6 +70,7 @@ class Mask:
         that of M * (2 radius + 1) pairs.
 
         Raises:
+            TypeError: no int.
             ValueError: a negative radius.
 
         Source: Vaswani et al., "Attention Is All You Need", 2017, section 4.
@@ -75,8 +78,7 @@ class Mask:
         Example:
             >>> out = fastattn.scaled_dot_product_attention(q, k, v, mask=fastattn.Mask.local(128))
         """
-        if radius < 0:
-            raise ValueError(f"radius: expected 0 or more, got {radius}")
+        arguments.check_int("radius", radius, 0)
         return Mask(window=(radius, radius))
 
     @staticmethod
@@ -110,17 +112,16 @@ class Mask:
             device: of the inputs.
 
         Raises:
+            TypeError: no int.
             ValueError: a block below 1, or another number that is negative.
 
         Example:
             >>> mask = fastattn.Mask.local_blocks(64, 1000, before=1)
             >>> out = fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, mask=mask)
         """
-        if block < 1 or min(length, before, after) < 0:
-            raise ValueError(
-                "expected block >= 1, and length, before and after >= 0, "
-                f"got {block}, {length}, {before}, {after}"
-            )
+        arguments.check_int("block", block, 1)
+        for name, count in (("length", length), ("before", before), ("after", after)):
+            arguments.check_int(name, count, 0)
         number = torch.arange(length, device=device) // block
         ahead = number - number[:, None]  # of block by block
         # The band that holds these blocks spares the kernels the rest of keep.

@@ -101,14 +101,19 @@ def select(p: Problem, backend: str = "auto") -> str:
     raise ValueError(f"no backend can do this problem: {explain(p)}")
 
 
-def explain(p: Problem) -> str:
+def explain(p: Problem, backend: str = "auto") -> str:
     """A table of the backends in order of preference: chosen, available, or why not.
+
+    A named ``backend`` that cannot do the problem leaves none chosen: the call raises.
 
     Below it, the instruction set of the CPU kernels, or the reason for the order on a GPU.
     """
     lines = [f"{p.score} attention, key {p.key}"]
     reasons = {name: BACKENDS[name].unsupported(p) for name in in_order(p.score)}
-    chosen = next((name for name in reasons if not reasons[name]), None)
+    if backend != "auto":
+        get(backend)  # raises for a name that is none
+    wanted = list(reasons) if backend == "auto" else [backend]
+    chosen = next((name for name in wanted if not reasons[name]), None)
     for name, against in reasons.items():
         verdict = "chosen" if name == chosen else "available"
         if against:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from fastattn import arguments
 from fastattn.problem import Alignment, Dropout, Mask, Problem, Score
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FUNCTIONS = {"dot": "scaled_dot_product_attention", "additive": "additive_attention"}
 RETURN_WEIGHTS = (None, "mean", "full")
 _FAR = 2**60  # as kUnbounded in csrc/ops.cpp
 
@@ -51,6 +55,7 @@ def build(
     bias: Tensor | None = None,
     return_weights: str | None = None,
     seed: int | Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Inputs:
     """Checks everything and builds the record.
 
@@ -58,9 +63,11 @@ def build(
         TypeError: an argument of the wrong type, or a tensor of the wrong dtype.
         ValueError: shapes, devices or values that do not fit each other.
     """
+    if unknown:
+        raise arguments.unknown_keywords(FUNCTIONS[score], unknown)
     _check_tensors(score, query, key, value, weight)
-    check_bool("enable_gqa", enable_gqa)
-    _check_choice("return_weights", return_weights, RETURN_WEIGHTS)
+    arguments.check_bool("enable_gqa", enable_gqa)
+    arguments.check_choice("return_weights", return_weights, RETURN_WEIGHTS)
     has_head_dim = _has_head_dim(score, query, weight)
     batch, q, k, v = _to_4d(query, key, value, has_head_dim)
     q, k, v = _match_heads(q, k, v, enable_gqa or score == "additive")
@@ -201,19 +208,20 @@ def _scale(score: Score, scale: float | None, D: int) -> float:
         return 1.0
     if scale is None:
         return 1.0 / math.sqrt(D) if D else 1.0
-    if not isinstance(scale, (int, float, torch.SymFloat)):
-        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
+    if not arguments.is_real(scale):
+        hint = ": multiply query by it" if isinstance(scale, Tensor) else ""
+        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}{hint}")
     if (isinstance(scale, int) and abs(scale) > sys.float_info.max) or not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
 
 
 def _dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) -> Dropout | None:
-    if not isinstance(dropout_p, (int, float)):
+    if not arguments.is_real(dropout_p):
         raise TypeError(f"dropout_p: expected a float, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p: expected a probability between 0 and 1, got {dropout_p}")
-    if seed is not None and not isinstance(seed, (int, Tensor)):
+    if seed is not None and not (arguments.is_int(seed) or isinstance(seed, Tensor)):
         raise TypeError(
             f"seed: expected an int, an int64 tensor or None, got {type(seed).__name__}"
         )
@@ -241,17 +249,6 @@ def _as_int64(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def check_bool(name: str, value) -> None:
-    """Raises TypeError for anything but True and False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
-
-
-def _check_choice(name: str, value, choices: tuple) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
 # ---- masks and bias ----
 
 
@@ -274,8 +271,12 @@ class _Lead(NamedTuple):
             s == 1 or s == t for s, t in zip(shape, target, strict=True)
         )
         if not fits:
+            H, M, N = self.hmn
+            hint = arguments.shape_hint(
+                name, x.shape, self.batch, H if self.has_head_dim else None, M, N
+            )
             raise ValueError(
-                f"{name}: expected a shape that broadcasts to {list(target)}, got {_shape(x)}"
+                f"{name}: expected a shape that broadcasts to {list(target)}, got {_shape(x)}{hint}"
             )
         x = x.reshape(shape)
         if not self.has_head_dim:
@@ -289,6 +290,9 @@ class _Lead(NamedTuple):
 def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor | None]:
     check_mask(mask)
     mask = mask or Mask()
+    causal = _causal(mask.causal, is_causal)
+    if isinstance(attn_mask, CausalBias):
+        causal, attn_mask = _causal_bias(lead, attn_mask, causal, mask), None
     keep, added = _attn_mask(lead, query, attn_mask)
     if mask.keep is not None:
         own = check_dense("mask.keep", mask.keep, query, (torch.bool,))
@@ -296,14 +300,19 @@ def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor 
         keep = own if keep is None else keep & own
     if bias is not None:
         own = lead.to_4d("bias", check_dense("bias", bias, query, (query.dtype, torch.float32)))
-        added = own if added is None else added + own
-    H, M, N = lead.hmn
-    causal = _causal(mask.causal, is_causal)
+        added = own if added is None else sum_of_biases(added, own)
     return Mask(causal, _window(mask.window), _kv_len(lead, query, mask.kv_len), keep), added
+
+
+def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:
+    """``a + b``, and -inf, which masks, wherever one of them is: beside NaN and infinity too."""
+    return (a + b).masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
 
 
 def check_mask(mask) -> None:
     """Raises TypeError for anything but a Mask and None."""
+    if type(mask).__name__ == "BlockMask":
+        raise arguments.no_tensor("mask", mask)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(
             f"mask: expected a fastattn.Mask, got {type(mask).__name__} (tensors go to attn_mask)"
@@ -322,11 +331,17 @@ def _attn_mask(lead, query, attn_mask) -> tuple[Tensor | None, Tensor | None]:
 def check_dense(name: str, x: Tensor, query: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     """``x`` if it is a dense tensor of one of these dtypes on the device of query, or raises."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+        raise arguments.no_tensor(name, x)
+    _check_strided(name, x)
+    if arguments.overrides(x):
+        raise TypeError(
+            f"{name}: expected a Tensor, got {type(x).__name__}, whose memory may not be what it "
+            "means: write a plain tensor of its values, or describe it by mask=fastattn.Mask(...)"
+        )
     if x.dtype not in dtypes:
         names = " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
-        raise TypeError(f"{name}: expected dtype {names}, got {x.dtype}")
-    _check_strided(name, x)
+        hint = arguments.dtype_hint(name, x.dtype, dtypes)
+        raise TypeError(f"{name}: expected dtype {names}, got {x.dtype}{hint}")
     _check_device(name, x, query)
     return x
 
@@ -343,13 +358,34 @@ def _check_device(name: str, x: Tensor, query: Tensor) -> None:
 
 
 def _causal(causal: Alignment | None, is_causal: bool) -> Alignment | None:
-    _check_choice("mask.causal", causal, (None, "top_left", "bottom_right"))
-    check_bool("is_causal", is_causal)
+    arguments.check_choice("mask.causal", causal, (None, "top_left", "bottom_right"))
+    arguments.check_bool("is_causal", is_causal)
     if is_causal and causal == "bottom_right":
         raise ValueError(
             "is_causal=True aligns top_left, but mask.causal is 'bottom_right': give one of them"
         )
     return "top_left" if is_causal else causal
+
+
+def _causal_bias(
+    lead: _Lead, attn_mask: CausalBias, causal: Alignment | None, mask: Mask
+) -> Alignment:
+    """What torch's own causal mask says; its memory is never written."""
+    _, M, N = lead.hmn
+    size = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if not _same(size, (M, N)):
+        raise ValueError(f"attn_mask: expected a CausalBias of [{M}, {N}], got {list(size)}")
+    upper = attn_mask.variant == CausalVariant.UPPER_LEFT
+    aligned: Alignment = "top_left" if upper else "bottom_right"
+    if causal not in (None, aligned):
+        raise ValueError(
+            f"attn_mask aligns {aligned}, but is_causal or mask.causal {causal}: give one of them"
+        )
+    if not upper and causal is None and mask.window is not None:  # would be around its diagonal
+        raise ValueError(
+            "attn_mask and mask.window: write mask=Mask(causal='bottom_right', window=...) instead"
+        )
+    return aligned
 
 
 def _window(window) -> tuple[int, int] | None:
@@ -358,7 +394,7 @@ def _window(window) -> tuple[int, int] | None:
     if (
         not isinstance(window, (tuple, list))
         or len(window) != 2
-        or not all(isinstance(n, int) for n in window)
+        or not all(arguments.is_int(n) for n in window)
     ):
         raise TypeError(f"mask.window: expected (left, right) ints, got {window!r}")
     if min(window) < -1:
@@ -394,6 +430,9 @@ def _kv_len(lead: _Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
 def _can_read(x: Tensor) -> bool:
     """Whether looking at values costs no device sync or graph break, and is possible."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    # A fake tensor has none, nor has one that is traced under a mode.
+    if type(x) is not Tensor or is_in_torch_dispatch_mode():
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
 

@@ -156,6 +156,23 @@ def test_memory_around_slices_is_not_used(backend, score, sizes):
     assert_same_bits(run(math.nan), run(0.0))
 
 
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
+@scores
+def test_a_bias_is_masked_where_another_is(backend, score, garbage):
+    """Whichever of attn_mask and bias holds the -inf, and whatever the other holds there."""
+    call = inputs(score, B, H, M=M, N=N, D=D, E=E)
+    hidden = torch.rand(M, N) < 0.4
+    mask, bias = torch.randn(M, N).masked_fill(hidden, -math.inf), torch.randn(H, M, N)
+    spoilt_bias = bias.masked_fill(hidden, garbage)
+    clean = everything(call, attn_mask=mask, bias=bias, backend=backend)
+    found = everything(call, attn_mask=mask, bias=spoilt_bias, backend=backend)
+    assert_same_bits(found, clean)
+    other = everything(call, attn_mask=spoilt_bias, bias=mask, backend=backend)
+    for name in set(clean) - {"grad_bias"}:
+        torch.testing.assert_close(other[name], clean[name])
+    assert not other["grad_bias"].isnan().any()
+
+
 # ---- NaN in use ----
 
 

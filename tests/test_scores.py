@@ -138,6 +138,51 @@ def test_cosine_of_a_zero_vector_is_zero(dtype):
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
 
 
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("score", ["cosine", "gaussian"])
+def test_garbage_that_nothing_uses_has_gradient_0(backend, score, garbage):
+    """In keys behind a mask, and in a query without keys."""
+    lengths = torch.tensor([[3] * M, [5] * M])
+    lengths[1, 2] = 0
+
+    def run(value):
+        q, k, v = draw()
+        q[1, :, 2] = k[0, :, 3:] = v[0, :, 3:] = value
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        options = dict(mask=Mask(kv_len=lengths), backend=backend, return_weights="full")
+        results = attention(*leaves, score=score, **options)
+        return [*results, *torch.autograd.grad(sum(x.sum() for x in results), leaves)]
+
+    torch.manual_seed(0)
+    clean = run(0.0)
+    torch.manual_seed(0)
+    found = run(garbage)
+    for ours, expected in zip(found, clean, strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert (found[2][1, :, 2] == 0).all()
+    assert (found[3][0, :, 3:] == 0).all()
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf])
+def test_cosine_of_a_row_in_use_that_is_not_finite(backend, special):
+    """Its users are NaN, all of their gradients, and no other row."""
+    q, k, v = draw()
+    q[0, 1, 2, 0] = k[1, 2, 4, 1] = special
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, score="cosine", is_causal=True, backend=backend)
+    spoilt = torch.zeros(B, H, M, dtype=torch.bool)
+    spoilt[0, 1, 2] = spoilt[1, 2, 4] = True  # key 4 is seen by query 4 alone
+    assert torch.equal(out.isnan().all(-1), spoilt)
+    assert torch.equal(out.isnan().any(-1), spoilt)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert torch.equal(grads[0].isnan().all(-1), spoilt)
+    assert torch.equal(grads[0].isnan().any(-1), spoilt)
+    users = torch.zeros(B, H, N, dtype=torch.bool)
+    users[0, 1, :3] = users[1, 2, :5] = True  # the keys that these queries see
+    for grad in grads[1:]:
+        assert torch.equal(grad.isnan().any(-1), users)
+
+
 # ---- gaussian ----
 
 
@@ -198,6 +243,20 @@ def test_gaussian_of_a_query_without_keys(backend, garbage):
     assert (grads[0][1] == 0).all()
     assert (grads[1][1] == 0).all()
     assert grads[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_gaussian_takes_masks_of_the_dtype_of_query(backend, name, dtype):
+    tensors, mask = [x.to(dtype) for x in draw()], torch.randn(M, N).to(dtype).requires_grad_()
+    found = attention(*tensors, score="gaussian", backend=backend, **{name: mask})
+    (grad,) = torch.autograd.grad(found.sum(), mask)
+    wide = mask.detach().float().requires_grad_()
+    expected = attention(*tensors, score="gaussian", backend=backend, bias=wide)
+    assert torch.equal(found, expected)
+    assert torch.equal(grad, torch.autograd.grad(expected.sum(), wide)[0].to(dtype))
+    with pytest.raises(TypeError, match=rf"{name}: expected dtype .* got torch.float64"):
+        attention(*tensors, score="gaussian", **{name: mask.double()})
 
 
 def test_gaussian_is_kernel_regression():

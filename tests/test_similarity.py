@@ -109,6 +109,27 @@ class TestBoth:
             x[1, 3:], x[2, 4:] = torch.nan, torch.inf
         torch.testing.assert_close(module(*tensors, lens), expected)
 
+    def test_garbage_that_nothing_uses_has_gradient_0(self, make, formula, tensors):
+        module, lens = make(), torch.tensor([[N] * M, [3] * M, [4] * M])
+        lens[1, 2] = 0
+
+        def run(value):
+            queries, keys, values = (x.clone() for x in tensors)
+            queries[1, 2] = keys[1, 3:] = values[1, 3:] = value
+            leaves = [x.requires_grad_() for x in (queries, keys, values)]
+            out = module(*leaves, lens)
+            return out, *torch.autograd.grad(out.sum(), [*leaves, *module.parameters()])
+
+        for garbage in (torch.nan, torch.inf, 3e38):
+            for found, expected in zip(run(garbage), run(0.0), strict=True):
+                torch.testing.assert_close(found, expected)
+
+    def test_nan_in_use_reaches_the_parameter(self, make, formula, tensors):
+        module, (queries, keys, values) = make(), tensors
+        queries[1, 2] = torch.nan
+        grads = torch.autograd.grad(module(queries, keys, values).sum(), module.parameters())
+        assert all(g.isnan().all() for g in grads)
+
     def test_tools(self, make, formula, tensors):
         module = make()
         module.dropout = 0.5

@@ -66,18 +66,22 @@ BAD_OPTIONS = {
     "dropout-negative": (dict(dropout_p=-0.1), Value, r"between 0 and 1, got -0.1"),
     "dropout-above": (dict(dropout_p=1.5), Value, r"between 0 and 1, got 1.5"),
     "dropout-nan": (dict(dropout_p=NAN), Value, r"between 0 and 1, got nan"),
+    "dropout-bool": (dict(dropout_p=True), Type, r"dropout_p: expected a float, got bool"),
     "dropout-type": (dict(dropout_p="half"), Type, r"dropout_p: expected a float, got str"),
     "scale-nan": (dict(scale=NAN), Value, r"scale: expected a finite number, got nan"),
     "scale-inf": (dict(scale=math.inf), Value, r"scale: expected a finite number, got inf"),
     "scale-large": (dict(scale=10**400), Value, r"scale: expected a finite number, got 1000"),
-    "scale-type": (dict(scale=x(1)), Type, r"scale: expected a float or None, got Tensor"),
+    "scale-type": (dict(scale=x(1)), Type, r"scale: .* got Tensor: multiply query by it"),
+    "scale-bool": (dict(scale=True), Type, r"scale: expected a float or None, got bool"),
     "causal-type": (dict(is_causal=1), Type, r"is_causal: expected a bool, got int"),
     "gqa-type": (dict(enable_gqa=x(2)), Type, r"enable_gqa: expected a bool, got Tensor"),
     "lse-type": (dict(return_lse=x(2)), Type, r"return_lse: expected a bool, got Tensor"),
     "backend": (dict(backend="fpga"), Value, r"backend: expected 'auto' or one of .*'fpga'"),
     "weights": (dict(return_weights="sum"), Value, r"return_weights: .*'mean', 'full'"),
+    "weights-tensor": (dict(return_weights=x(2)), Value, r"return_weights: expected one of"),
     "weights-bool": (dict(return_weights=True), Value, r"return_weights: expected one of"),
     "seed-type": (dict(dropout_p=0.5, seed=1.5), Type, r"seed: expected an int"),
+    "seed-bool": (dict(dropout_p=0.5, seed=True), Type, r"seed: expected an int.* got bool"),
     "seed-large": (dict(dropout_p=0.5, seed=2**64), Value, r"seed: expected 64 bits"),
     "seed-small": (dict(dropout_p=0.5, seed=-(2**63) - 1), Value, r"seed: expected 64 bits"),
     "seed-int32": (dict(dropout_p=0.5, seed=x(1).int()), Value, r"seed: expected one int64"),
@@ -89,20 +93,33 @@ BAD_OPTIONS = {
     "window-int": (dict(mask=Mask(window=3)), Type, r"mask.window: expected \(left, right\)"),
     "window-one": (dict(mask=Mask(window=(3,))), Type, r"mask.window: expected \(left, right\)"),
     "window-float": (dict(mask=Mask(window=(1.0, 2))), Type, r"mask.window: expected"),
+    "window-bool": (dict(mask=Mask(window=(True, True))), Type, r"mask.window: expected"),
     "window-below": (dict(mask=Mask(window=(-2, 0))), Value, r"mask.window: expected -1"),
     "attn-mask-type": (dict(attn_mask=[[1]]), Type, r"attn_mask: expected a Tensor, got list"),
-    "attn-mask-int": (dict(attn_mask=x(M, N).int()), Type, r"attn_mask: expected dtype bool"),
+    "attn-mask-int": (
+        dict(attn_mask=x(M, N).int()), Type, r"dtype bool.*: write attn_mask.bool\(\), True"),
     "attn-mask-half": (dict(attn_mask=x(M, N).half()), Type, r"attn_mask: .*got torch.float16"),
     "attn-mask-shape": (dict(attn_mask=x(N, M)), Value, r"attn_mask: .*to \[2, 4, 5, 7\]"),
+    "attn-mask-padding": (
+        dict(attn_mask=x(B, N)), Value,
+        r"for key padding write attn_mask\[:, None, None, :\], or mask=Mask\(kv_len=lengths\)"),
+    "attn-mask-no-heads": (dict(attn_mask=x(B, M, N)), Value, r"write attn_mask\[:, None\]"),
+    "attn-mask-torchs": (
+        dict(attn_mask=x(B * H, M, N)), Value, r"write attn_mask.unflatten\(0, \(2, 4\)\)"),
     "attn-mask-dims": (dict(attn_mask=x(1, B, H, M, N)), Value, r"attn_mask: expected a shape"),
     "attn-mask-larger": (dict(attn_mask=x(B, 2 * H, M, N)), Value, r"attn_mask: expected a shape"),
     "attn-mask-nested": (dict(attn_mask=NESTED), Type, r"attn_mask: .*dense strided tensor"),
     "bias-sparse": (dict(bias=SPARSE), Type, r"bias: expected a dense strided tensor, got layout"),
     "attn-mask-device": (
         dict(attn_mask=torch.zeros(M, N, device="meta")), Value, r"attn_mask: .*device"),
-    "keep-float": (dict(mask=Mask(keep=x(M, N))), Type, r"mask.keep: expected dtype bool"),
+    "keep-float": (
+        dict(mask=Mask(keep=x(M, N))), Type, r"mask.keep: expected dtype bool.*attn_mask or bias"),
+    "keep-int": (
+        dict(mask=Mask(keep=x(M, N).long())), Type, r"mask.keep: .*: write keep.bool\(\), True"),
+    "keep-padding": (
+        dict(mask=Mask(keep=x(B, N).bool())), Value, r"write keep\[:, None, None, :\]"),
     "keep-shape": (dict(mask=Mask(keep=x(3, N).bool())), Value, r"mask.keep: expected a shape"),
-    "bias-bool": (dict(bias=x(M, N).bool()), Type, r"bias: expected dtype float32, got"),
+    "bias-bool": (dict(bias=x(M, N).bool()), Type, r"bias: .* float32, got .*goes to attn_mask"),
     "bias-shape": (dict(bias=x(2, M, N)), Value, r"bias: expected a shape that broadcasts"),
     "kv-len-negative": (kv_len(-1, 3), Value, r"mask.kv_len: .*\[0, 7\], got -1 to 3"),
     "kv-len-large": (kv_len(0, N + 1), Value, r"mask.kv_len: .*\[0, 7\], got 0 to 8"),
@@ -115,6 +132,75 @@ BAD_OPTIONS = {
     "kv-len-device": (
         dict(mask=Mask(kv_len=torch.zeros(B, device="meta").int())), Value, r"kv_len: .*device"),
 }  # fmt: skip
+
+
+# What other libraries call what we have: the name of ours.
+NAMES = {
+    "causal": "is_causal=True, or mask=",
+    "softmax_scale": "scale=",
+    "need_weights": "return_weights='mean'",
+    "window_size": "mask=fastattn.Mask\\(window=",
+    "key_padding_mask": "mask=fastattn.Mask\\(kv_len=",
+    "dropout": "dropout_p=",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_other_libraries(name):
+    for call in (
+        lambda **options: scaled_dot_product_attention(q(), k(), v(), **options),
+        lambda **options: attention(q(), k(), v(), score="cosine", **options),
+        lambda **options: fastattn.explain(q(), k(), v(), **options),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"unexpected keyword argument '{name}': write {NAMES[name]}"
+        ):
+            call(**{name: 1})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'scores'$"):
+        scaled_dot_product_attention(q(), k(), v(), scores=1)
+
+
+def test_block_masks():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    block = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+    for name in ("attn_mask", "mask", "bias"):
+        with pytest.raises(TypeError, match=rf"{name}: .* BlockMask: write mask=fastattn.Mask\("):
+            scaled_dot_product_attention(q(), k(), v(), **{name: block})
+
+
+def test_padding_mask_of_inputs_without_heads():
+    with pytest.raises(ValueError, match=r"for key padding write attn_mask\[:, None, :\]"):
+        additive_attention(x(B, M, D), x(B, N, D), x(B, N, E), x(D), attn_mask=x(B, N))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: Mask.local(True), "radius"),
+        (lambda: Mask.local(1.5), "radius"),
+        (lambda: Mask.local_blocks(True, 4), "block"),
+        (lambda: Mask.local_blocks(2, 4, before=True), "before"),
+        (lambda: attention(q(), k(), v(), score="gaussian", bandwidth=True), "bandwidth"),
+        (lambda: fastattn.CosineAttention(True), "scale"),
+        (lambda: fastattn.CosineAttention(dropout=True), "dropout"),
+        (lambda: fastattn.NadarayaWatson(True), "bandwidth"),
+        (lambda: fastattn.KVCache(capacity=True), "capacity"),
+        (lambda: fastattn.LocalAttention(4, window=True), "window"),
+        (lambda: fastattn.SelfAttention(True, 1), "hidden_dim"),
+        (lambda: fastattn.LocationSensitiveAttention(4, 4, 4, window=(True, 2)), "window"),
+    ],
+)
+def test_a_bool_is_no_number(make, name):
+    with pytest.raises(TypeError, match=rf"{name}: expected"):
+        make()
+
+
+def test_a_bool_is_no_number_after_a_call_with_that_number():
+    """Calls seen before are recalled, and 1 == True."""
+    scaled_dot_product_attention(q(), k(), v(), scale=1)
+    with pytest.raises(TypeError, match="scale: expected a float or None, got bool"):
+        scaled_dot_product_attention(q(), k(), v(), scale=True)
 
 
 @pytest.mark.parametrize("bad", BAD_TENSORS.values(), ids=BAD_TENSORS)

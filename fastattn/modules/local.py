@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn import arguments
 from fastattn.modules import single_head
 from fastattn.modules.luong import LuongAttention
 from fastattn.modules.single_head import DenseMasks, Masks
@@ -75,8 +76,7 @@ class LocalAttention(LuongAttention):
         super().__init__(query_dim, key_dim, method, device=device, dtype=dtype, **options)
         if alignment not in ("predictive", "monotonic"):
             raise ValueError(f"alignment: expected 'predictive' or 'monotonic', got {alignment!r}")
-        if window < 1:
-            raise ValueError(f"window: expected 1 or more, got {window}")
+        arguments.check_int("window", window, 1)
         self.window = window
         self.alignment = alignment
         if alignment == "predictive":
@@ -126,8 +126,7 @@ class LocalAttention(LuongAttention):
 
     def _monotonic(self, queries, keys, values, masks: DenseMasks, need_weights: bool, step: int):
         """A band around the diagonal, over the slice of the keys that it crosses."""
-        if step < 0:
-            raise ValueError(f"step: expected 0 or more, got {step}")
+        arguments.check_int("step", step, 0)
         M, N, D = queries.shape[1], values.shape[1], self.window
         lo = min(max(step - D, 0), N)
         hi = min(step + M + D, N)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn import validate
+from fastattn import arguments, validate
 from fastattn.modules import single_head
 from fastattn.modules.additive import AdditiveAttention
 from fastattn.modules.single_head import Masks
@@ -92,12 +92,15 @@ class LocationSensitiveAttention(AdditiveAttention):
         super().__init__(query_dim, key_dim, hidden_dim, dropout, bias, device, dtype)
         if location not in LOCATIONS:
             raise ValueError(f"location: expected one of {', '.join(LOCATIONS)}, got {location!r}")
-        if filters < 0 or kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(
-                f"expected filters >= 0 and an odd kernel_size, got {filters} and {kernel_size}"
-            )
-        if window is not None and (len(window) != 2 or min(window) < 0):
-            raise ValueError(f"window: expected (back, ahead), both 0 or more, got {window}")
+        arguments.check_int("filters", filters, 0)
+        arguments.check_int("kernel_size", kernel_size, 1)
+        if kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: expected an odd number, got {kernel_size}")
+        if window is not None:
+            if len(window) != 2:
+                raise ValueError(f"window: expected (back, ahead), got {window}")
+            for size in window:
+                arguments.check_int("window", size, 0)
         factory = {"bias": False, "device": device, "dtype": dtype}
         self.location, self.window = location, window
         self.location_conv = self.location_proj = self.W_c = None

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn import validate
 from fastattn.problem import Mask
 
 
@@ -78,7 +79,7 @@ def to_keywords(
         if padding.dtype == torch.bool:
             mask = Mask(keep=~padding)
         else:
-            bias = padding if bias is None else bias + padding
+            bias = padding if bias is None else validate.sum_of_biases(bias, padding)
     return {"attn_mask": keep_pairs, "mask": mask, "bias": bias}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastattn import functional
+from fastattn import arguments, functional
 from fastattn.modules import projection, single_head
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
@@ -61,8 +61,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         single_head.check_dropout(dropout)
         for name, size in (("hidden_dim", hidden_dim), ("num_heads", num_heads)):
-            if size < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {size}")
+            arguments.check_int(name, size, 1)
         if head_dim is None:
             if hidden_dim % num_heads:
                 raise ValueError(
@@ -70,8 +69,7 @@ class SelfAttention(nn.Module):
                     f"hidden_dim {hidden_dim}"
                 )
             head_dim = hidden_dim // num_heads
-        if head_dim < 1:
-            raise ValueError(f"head_dim: expected 1 or more, got {head_dim}")
+        arguments.check_int("head_dim", head_dim, 1)
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.dropout = dropout

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn import functional
+from fastattn import arguments, functional
 from fastattn.modules import single_head
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
@@ -54,6 +54,7 @@ class CosineAttention(nn.Module):
         super().__init__()
         single_head.check_dropout(dropout)
         self.dropout = dropout
+        arguments.check_real("scale", scale)
         start = torch.full((), float(scale), device=device, dtype=dtype)
         self.scale = nn.Parameter(start, requires_grad=learnable)
 
@@ -91,7 +92,8 @@ class CosineAttention(nn.Module):
         queries, one_step = single_head.as_steps(queries)
         single_head.check_dims(queries=queries, keys=keys)
         # The scale goes into the query: the kernels take a number there, and give no gradient.
-        scaled = functional._normalize(queries) * self.scale.to(queries.dtype)
+        unit, scale = functional._normalize(queries), self.scale.to(queries.dtype)
+        scaled = functional._where_finite(torch.mul, unit, scale)
         out, weights = single_head.attend(
             "dot",
             scaled,
@@ -153,6 +155,8 @@ class NadarayaWatson(nn.Module):
         super().__init__()
         single_head.check_dropout(dropout)
         self.dropout = dropout
+        if isinstance(bandwidth, bool):
+            raise TypeError("bandwidth: expected a number, or one for each feature, got bool")
         start = torch.as_tensor(bandwidth, dtype=dtype or torch.get_default_dtype(), device=device)
         if start.dim() > 1 or not (start > 0).all():
             raise ValueError(
@@ -235,7 +239,9 @@ class NadarayaWatson(nn.Module):
             )
         # A head dim each, lest the centre be that of all samples.
         centred = functional._centred(queries.unsqueeze(1), keys.unsqueeze(1))
-        queries, keys = (x.squeeze(1) / self.bandwidth for x in centred)
+        queries, keys = (
+            functional._where_finite(torch.div, x.squeeze(1), self.bandwidth) for x in centred
+        )
         return queries, keys, 1.0
 
     def leave_one_out(self, x: Tensor, y: Tensor) -> Tensor:

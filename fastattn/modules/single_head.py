@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import functional, validate
+from fastattn import arguments, functional, validate
 from fastattn.problem import Mask
 
 
@@ -117,7 +117,8 @@ def check_fit(queries: Tensor, keys: Tensor, values: Tensor) -> None:
 
 
 def check_dropout(dropout: float) -> None:
-    """Raises ValueError unless ``dropout`` is a probability."""
+    """Raises TypeError or ValueError unless ``dropout`` is a probability."""
+    arguments.check_real("dropout", dropout)
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"dropout must be in [0, 1], but got {dropout}")
 

@@ -1,0 +1,157 @@
+"""Checks of single arguments, and what to write instead of one that is often tried in vain."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import has_torch_function_variadic
+
+# ---- numbers: a bool is none ----
+
+
+def is_int(x: object) -> bool:
+    """Whether ``x`` is a whole number, or a tracer's symbol of one."""
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def is_real(x: object) -> bool:
+    """Whether ``x`` is a number, or a tracer's symbol of one."""
+    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
+
+
+def check_int(name: str, x: object, least: int) -> None:
+    """Raises TypeError for anything but an int, and ValueError for one below ``least``."""
+    if not is_int(x):
+        raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
+    if x < least:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(f"{name}: expected {least} or more, got {x}")
+
+
+def check_real(name: str, x: object) -> None:
+    """Raises TypeError for anything but a number; those of numpy are numbers too."""
+    if not is_real(x) and (isinstance(x, bool) or not isinstance(x, numbers.Real)):
+        raise TypeError(f"{name}: expected a float, got {type(x).__name__}")
+
+
+# ---- names ----
+
+
+def check_bool(name: str, value) -> None:
+    """Raises TypeError for anything but True and False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
+def check_choice(name: str, value, choices: tuple) -> None:
+    """Raises ValueError for anything but one of these strings, or None where that is one."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+# ---- tensors that are more than their memory ----
+
+
+def overrides(x: object) -> bool:
+    """Whether ``x`` has a ``__torch_function__`` of its own: its memory may then mean nothing.
+
+    Parameters, fake tensors and other tensors of torch's tracers have none that does anything.
+    """
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return False
+    own = getattr(type(x), "__torch_function__", None)
+    if own is None or own is torch._C._disabled_torch_function_impl:
+        return False
+    return getattr(own, "__func__", own) is not Tensor.__torch_function__.__func__
+
+
+def overriding(*tensors: object) -> tuple | None:
+    """All of them if one takes calls of torch's functions over, as a tracer's do; else None.
+
+    A mode alone is none: it sees the calls inside.
+    """
+    if not has_torch_function_variadic(*tensors):
+        return None
+    others = tuple(x for x in tensors if type(x) is not CausalBias)
+    return others if any(map(overrides, others)) else None
+
+
+# ---- what to write instead ----
+
+NESTED = (
+    "  no backend takes these: pad them, x.to_padded_tensor(0.0), and give their lengths,\n"
+    "  mask=fastattn.Mask(kv_len=lengths); nothing is computed for keys past a length\n"
+    "  fastattn.MultiheadAttention(batch_first=True) does so for self-attention at inference"
+)
+
+# Names that other libraries have for arguments of ours.
+_OURS = {
+    "attention_mask": "attn_mask=",
+    "attn_bias": "bias=",
+    "average_attn_weights": "return_weights='mean'",
+    "block_mask": "mask=fastattn.Mask(...), or Mask(keep=...) of a dense one",
+    "causal": "is_causal=True, or mask=fastattn.Mask(causal='bottom_right') for FlashAttention's",
+    "dropout": "dropout_p=",
+    "key_padding_mask": "mask=fastattn.Mask(kv_len=lengths), or attn_mask=, where True keeps",
+    "need_weights": "return_weights='mean', or 'full'",
+    "return_attn_probs": "return_weights='full', or return_lse=True",
+    "sm_scale": "scale=",
+    "softmax_scale": "scale=",
+    "temperature": "scale=",
+    "window_size": "mask=fastattn.Mask(window=(left, right))",
+}
+# The additive score has no such arguments.
+_OF_ADDITIVE = {
+    "enable_gqa": "nothing, since heads broadcast",
+    "scale": "weight * scale for weight",
+}
+
+
+def unknown_keywords(function: str, unknown: Iterable[str]) -> TypeError:
+    """The error for keyword arguments that ``function`` does not have, with the name of ours."""
+    name = next(iter(unknown))
+    ours = _OURS.get(name, name)
+    if function == "additive_attention":
+        ours = _OF_ADDITIVE.get(ours.rstrip("="), ours)
+    hint = "" if ours == name else f": write {ours}"
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def no_tensor(name: str, x: object) -> TypeError:
+    """The error for a mask or bias that is no tensor."""
+    hint = ""
+    if type(x).__name__ == "BlockMask":  # of torch.nn.attention.flex_attention
+        hint = ": write mask=fastattn.Mask(...), or Mask(keep=create_mask(mask_mod, B, H, M, N))"
+    return TypeError(f"{name}: expected a Tensor, got {type(x).__name__}{hint}")
+
+
+def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> str:
+    """What to write where a mask or bias has another dtype; empty where that is plain."""
+    name = name.rpartition(".")[2]
+    if torch.bool in expected and not (got.is_floating_point or got.is_complex):
+        return f": write {name}.bool(), True keeps"
+    if torch.bool in expected and torch.float32 not in expected:
+        return ": a float mask goes to attn_mask or bias"
+    if got == torch.bool:
+        return ": a bool mask goes to attn_mask or mask=Mask(keep=...)"
+    return ""
+
+
+def shape_hint(
+    name: str, shape: Sequence[int], batch: Sequence[int], heads: int | None, M: int, N: int
+) -> str:
+    """What to write where a mask lacks dims that it should have; ``heads``: None without a dim."""
+    if len(batch) != 1:
+        return ""
+    B, shape, name = batch[0], tuple(shape), name.rpartition(".")[2]
+    if shape == (B, N):
+        dims = "None, None, :" if heads is not None else "None, :"
+        return f": for key padding write {name}[:, {dims}], or mask=Mask(kv_len=lengths)"
+    if heads is not None and shape == (B, M, N):
+        return f": for all heads alike write {name}[:, None]"
+    if heads is not None and shape == (B * heads, M, N):
+        return f": write {name}.unflatten(0, ({B}, {heads}))"
+    return ""
