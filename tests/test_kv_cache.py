@@ -355,3 +355,26 @@ class TestStatic:
             cache.update(cache.key, cache.value)
         with pytest.raises(AssertionError, match="key_padded_mask"):
             module(x, None, None, torch.zeros(B, 1).bool(), cache=cache)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_update_takes_as_many_values_as_keys(static):
+    """Memory behind the others was never written."""
+    cache, key = KVCache(static=static), torch.zeros(2, 3, 4, 5)
+    for value, error, message in (
+        (key[:, :, :2], ValueError, "same batch, heads, length"),
+        (key[:1], ValueError, "same batch"),
+        (key.half(), ValueError, "dtype"),
+        (key[0], ValueError, r"value: expected \[batch, heads, length, dim\], got \[3, 4, 5\]"),
+        (None, TypeError, "value: expected a Tensor"),
+    ):
+        with torch.no_grad(), pytest.raises(error, match=message):
+            cache.update(key, value)
+        assert cache.is_empty
+    with torch.no_grad():
+        cache.update(key, key[..., :2])
+        assert cache.value.shape == (2, 3, 4, 2)
+        if not static:
+            with pytest.raises(ValueError, match="but the new values are batch 2, 3 heads of 5"):
+                cache.update(key, key)
+            assert cache.length == 4

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastattn import arguments
 from fastattn.modules import inputs, interop, projection
 from fastattn.modules.inputs import Inputs
 from fastattn.problem import Mask
@@ -59,8 +60,8 @@ class KVCache:
     """
 
     def __init__(self, static: bool = False, capacity: int = 0) -> None:
-        if capacity < 0:
-            raise ValueError(f"capacity: expected 0 or more, got {capacity}")
+        arguments.check_bool("static", static)
+        arguments.check_int("capacity", capacity, 0)
         self.static = static
         self.capacity = capacity
         self.reset()
@@ -88,29 +89,25 @@ class KVCache:
         return None if self._value is None else self._value[:, :, : self.length]
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append key and value [B, H, M, D]; returns all of them, [B, H, length, D].
+        """Append key [B, H, M, D] and value [B, H, M, E]; returns all, [B, H, length, D and E].
 
         Raises:
-            ValueError: they differ from the stored ones in batch, heads, size, dtype or device, or
-                the cache is static and has its keys.
+            TypeError: no tensors.
+            ValueError: key and value differ in batch, heads, length, dtype or device; or one of
+                them from what is stored, in these or size; or the cache is static and has its keys.
         """
+        _check_pair(key, value)
         if self.static and not self.is_empty:
             raise ValueError("a static KVCache takes keys and values once; reset() empties it")
         if self.static:
             self._key, self._value = key, value
         else:
-            self._check_fits(key)
+            _check_fits("keys", self._key, key)
+            _check_fits("values", self._value, value)
             self._key = self._append(self._key, key)
             self._value = self._append(self._value, value)
         self.length += key.shape[2]
         return self._key[:, :, : self.length], self._value[:, :, : self.length]
-
-    def _check_fits(self, x: Tensor) -> None:
-        if self._key is None:
-            return
-        if _kind(self._key) != _kind(x):
-            held, new = (_describe(t) for t in (self._key, x))
-            raise ValueError(f"cache: holds {held}, but the new keys are {new}")
 
     def _append(self, held: Tensor | None, new: Tensor) -> Tensor:
         if torch.is_grad_enabled():  # a graph may hold what would be written over
@@ -177,13 +174,34 @@ class KVCache:
         Raises:
             ValueError: ``length`` is not between 0 and the cache's length.
         """
-        if not 0 <= length <= self.length:
+        arguments.check_int("length", length, 0)
+        if length > self.length:
             raise ValueError(f"length: expected 0 to {self.length}, got {length}")
         self.length = length
 
     def __repr__(self) -> str:
         held = "empty" if self._key is None else _describe(self._key)
         return f"KVCache(length={self.length}, static={self.static}, {held})"
+
+
+def _check_pair(key: Tensor, value: Tensor) -> None:
+    """Fewer values than keys would show memory that was never written."""
+    for name, x in (("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected [batch, heads, length, dim], got {list(x.shape)}")
+    if (*key.shape[:3], key.dtype, key.device) != (*value.shape[:3], value.dtype, value.device):
+        raise ValueError(
+            "key and value: expected the same batch, heads, length, dtype and device, got "
+            f"{list(key.shape)} {key.dtype} on {key.device} and "
+            f"{list(value.shape)} {value.dtype} on {value.device}"
+        )
+
+
+def _check_fits(name: str, held: Tensor | None, new: Tensor) -> None:
+    if held is not None and _kind(held) != _kind(new):
+        raise ValueError(f"cache: holds {_describe(held)}, but the new {name} are {_describe(new)}")
 
 
 def _kind(x: Tensor) -> tuple:
