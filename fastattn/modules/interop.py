@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+# As it is at import: who then puts our class in its place in torch.nn still means this one here.
+TORCH_ATTENTION = nn.MultiheadAttention
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 PLAIN = {Tensor, nn.Parameter, type(None)}
 
@@ -81,7 +83,7 @@ def off_fast_path(module: nn.Module) -> None:
 
 def as_plain(module: nn.MultiheadAttention) -> nn.MultiheadAttention:
     """An nn.MultiheadAttention that shares this module's parameters, hooks and settings."""
-    plain = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
+    plain = TORCH_ATTENTION.__new__(TORCH_ATTENTION)
     plain.__dict__.update(module.__dict__)
     plain._forward_pre_hooks = copy.copy(module._forward_pre_hooks)
     for key, hook in module._forward_pre_hooks.items():

@@ -5,7 +5,7 @@ import warnings
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fastattn.modules.interop import off_fast_path
+from fastattn.modules.interop import TORCH_ATTENTION, off_fast_path
 from fastattn.modules.multihead import MultiheadAttention
 
 
@@ -46,7 +46,7 @@ def replace_attention(model: nn.Module) -> int:
     for name, module in model.named_modules():
         if isinstance(module, MultiheadAttention):
             off_fast_path(module)
-        elif isinstance(module, nn.MultiheadAttention):
+        elif isinstance(module, TORCH_ATTENTION):
             if _is_exact(module):
                 _swap_class(module)
                 off_fast_path(module)
@@ -65,7 +65,7 @@ def replace_attention(model: nn.Module) -> int:
 def _is_exact(module: nn.MultiheadAttention) -> bool:
     """Whether ``module`` computes what nn.MultiheadAttention computes, parametrized or not."""
     patched = "forward" in module.__dict__
-    return not patched and parametrize.type_before_parametrizations(module) is nn.MultiheadAttention
+    return not patched and parametrize.type_before_parametrizations(module) is TORCH_ATTENTION
 
 
 def _swap_class(module: nn.MultiheadAttention) -> None:

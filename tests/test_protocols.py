@@ -1,0 +1,266 @@
+"""What torch passes around in place of plain tensors: masks of its own, proxies, fake tensors."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import SCORES, assert_close, attend, inputs
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import fastattn
+from fastattn import Mask, MultiheadAttention, replace_attention
+
+B, H, M, N, D = 2, 2, 5, 7, 4
+scores = pytest.mark.parametrize("score", SCORES)
+
+
+# ---- torch.nn.attention.bias.CausalBias: a Tensor whose memory is never written ----
+
+ALIGNED = [(causal_upper_left, "top_left"), (causal_lower_right, "bottom_right")]
+aligned = pytest.mark.parametrize(("make", "alignment"), ALIGNED)
+
+
+@aligned
+@scores
+def test_causal_bias_is_the_causal_mask(backend, score, make, alignment):
+    call = inputs(score)
+    options = dict(backend=backend, mask=Mask(kv_len=torch.tensor([3, 7])))
+    found = attend(**call, attn_mask=make(M, N), **options)
+    kept = torch.ones(M, N, dtype=torch.bool).tril(0 if alignment == "top_left" else N - M)
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, attend(**call, attn_mask=kept, **options))
+
+
+@aligned
+def test_causal_bias_as_torch_has_it(make, alignment):
+    q, k, v = inputs(M=8, N=8, E=4).values()
+    wide = [x.double() for x in (q, k, v)]
+    truth = F.scaled_dot_product_attention(*wide, attn_mask=make(8, 8))
+    peer = F.scaled_dot_product_attention(q, k, v, attn_mask=make(8, 8))
+    ours = fastattn.scaled_dot_product_attention(q, k, v, attn_mask=make(8, 8))
+    assert_close([ours], [peer], [truth])
+
+
+@pytest.mark.parametrize("score", ["cosine", "gaussian"])
+def test_causal_bias_beside_other_scores(score):
+    q, k, v = (x.half() for x in inputs().values())
+    found = fastattn.attention(q, k, v, score=score, attn_mask=causal_upper_left(M, N))
+    assert torch.equal(found, fastattn.attention(q, k, v, score=score, is_causal=True))
+
+
+def test_causal_bias_is_compiled():
+    call = inputs()
+
+    def run(q, k, v):
+        return fastattn.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(M, N))
+
+    compiled = torch.compile(run, backend="aot_eager")
+    torch.testing.assert_close(compiled(*call.values()), run(*call.values()))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(attn_mask=causal_upper_left(N, M)), ValueError, r"CausalBias of \[5, 7\], got \[7"),
+        (dict(attn_mask=causal_lower_right(M, N), is_causal=True), ValueError, "give one of them"),
+        (dict(attn_mask=causal_upper_left(M, N), mask=Mask("bottom_right")), ValueError, "give o"),
+        (dict(attn_mask=causal_lower_right(M, N), mask=Mask(window=(1, 1))), ValueError,
+         r"write mask=Mask\(causal='bottom_right', window="),
+        (dict(bias=causal_upper_left(M, N)), TypeError, r"bias: .* got CausalBias.*mask=fastatt"),
+        (dict(mask=Mask(keep=causal_upper_left(M, N))), TypeError, r"mask.keep: .* got CausalBias"),
+    ],
+)  # fmt: skip
+def test_causal_bias_that_does_not_fit(options, error, message):
+    with pytest.raises(error, match=message):
+        attend(**inputs(), **options)
+
+
+class Opaque(torch.Tensor):
+    """A subclass that means something else than its memory."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Named(torch.Tensor):
+    """A subclass that means what it holds."""
+
+
+def test_opaque_subclasses_are_no_masks():
+    for make in (
+        lambda x: dict(attn_mask=x.bool()),
+        lambda x: dict(bias=x),
+        lambda x: dict(mask=Mask(keep=x.bool())),
+        lambda x: dict(mask=Mask(kv_len=x[0, :B].long())),
+    ):
+        with pytest.raises(TypeError, match=r"expected a Tensor, got Opaque.*plain tensor"):
+            attend(**inputs(), **make(torch.zeros(M, N).as_subclass(Opaque)))
+
+
+def test_plain_subclasses_and_parameters_are_masks():
+    call, mask = inputs(), torch.randn(M, N)
+    expected = attend(**call, attn_mask=mask)
+    assert torch.equal(attend(**call, attn_mask=nn.Parameter(mask)), expected)
+    found = attend(**call, attn_mask=mask.as_subclass(Named))
+    assert torch.equal(found.as_subclass(torch.Tensor), expected)
+    named = {name: x.as_subclass(Named) for name, x in call.items()}
+    assert type(attend(**named, attn_mask=mask)) is Named
+
+
+# ---- torch.fx ----
+
+
+class Functions(nn.Module):
+    """Every public function, called with what a model calls it with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+
+    def forward(self, q, k, lengths):
+        mask = Mask(kv_len=lengths)
+        one = fastattn.scaled_dot_product_attention(
+            q, k, k, is_causal=True, scale=q.shape[-1] ** -0.5, mask=mask
+        )
+        two, weights = fastattn.additive_attention(q, k, k, self.weight, return_weights="mean")
+        three = fastattn.attention(q, k, k, score="cosine", mask=mask)
+        return one + two + three, weights
+
+
+def test_symbolic_trace_keeps_the_functions_as_calls():
+    model, lengths = Functions(), torch.tensor([4, 7])
+    q, k, _ = inputs().values()
+    traced = torch.fx.symbolic_trace(model)
+    called = {node.target for node in traced.graph.nodes if node.op == "call_function"}
+    assert called >= {
+        fastattn.scaled_dot_product_attention, fastattn.additive_attention, fastattn.attention
+    }  # fmt: skip
+    for ours, expected in zip(
+        copy.deepcopy(traced)(q, k, lengths), model(q, k, lengths), strict=True
+    ):
+        assert torch.equal(ours, expected)
+
+
+def test_a_type_that_takes_torchs_functions_takes_ours():
+    class Takes:
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return func, len(args), kwargs["is_causal"]
+
+    x = torch.zeros(1, 1, 2, 2)
+    for name in ("query", "key", "value", "attn_mask", "bias"):
+        call = dict(query=x, key=x, value=x) | {name: Takes()}
+        found = fastattn.scaled_dot_product_attention(**call, is_causal=True)
+        assert found == (fastattn.scaled_dot_product_attention, 3, True)
+
+
+# ---- fake tensors, and modes that trace ----
+
+
+@scores
+def test_kv_len_without_values(score):
+    with FakeTensorMode():
+        call = inputs(score)
+        lengths = torch.empty(B, dtype=torch.int64)
+        assert attend(**call, mask=Mask(kv_len=lengths)).shape == (B, H, M, 3)
+    assert attend(**call, mask=Mask(kv_len=lengths)).shape == (B, H, M, 3)
+
+
+@scores
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_kv_len_under_make_fx(score, mode):
+    call, lengths = inputs(score), torch.tensor([4, 7])
+
+    def run(lengths, *args):
+        return attend(*args, mask=Mask(kv_len=lengths))
+
+    traced = make_fx(run, tracing_mode=mode)(lengths, *call.values())
+    for other in (lengths, torch.tensor([0, 2])):
+        torch.testing.assert_close(traced(other, *call.values()), run(other, *call.values()))
+
+
+# ---- fastattn.MultiheadAttention put in the place of torch's ----
+
+
+def test_torch_script_where_our_class_stands_in_torch_nn(monkeypatch):
+    torchs = nn.MultiheadAttention
+    monkeypatch.setattr(nn, "MultiheadAttention", MultiheadAttention)
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(2, 3, 8)
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x, x, x)[0], model(x, x, x)[0])
+    plain = nn.ModuleList([torchs(8, 2)])
+    assert replace_attention(plain) == 1
+    assert type(plain[0]) is MultiheadAttention
+
+
+# ---- forward mode: what to take instead ----
+
+
+def test_forward_mode_names_what_works():
+    q, k, v = inputs(dtype=torch.float64).values()
+    tangent = torch.randn_like(q)
+
+    def call(x):
+        return fastattn.scaled_dot_product_attention(x, k, v)
+
+    with pytest.raises(NotImplementedError, match=r"torch.autograd.functional.jvp for a Jac"):
+        torch.func.jvp(call, (q,), (tangent,))
+    _, found = torch.autograd.functional.jvp(call, q, tangent)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        _, expected = torch.func.jvp(
+            lambda x: F.scaled_dot_product_attention(x, k, v), (q,), (tangent,)
+        )
+    torch.testing.assert_close(found, expected)
+
+
+def test_forward_mode_that_is_compiled_raises():
+    """Not zero, which a graph of an operator without a rule would give."""
+    q, k, v = inputs().values()
+
+    @torch.compile(backend="aot_eager")
+    def run(x, tangent):
+        return torch.func.jvp(
+            lambda x: fastattn.scaled_dot_product_attention(x, k, v), (x,), (tangent,)
+        )
+
+    with pytest.raises(Exception, match="no forward-mode derivative"):
+        run(q, torch.ones_like(q))
+
+
+# ---- explain() ----
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_explain_explains_nested_tensors(layout):
+    x = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)], layout=layout)
+    said = fastattn.explain(x, x, x)
+    assert "to_padded_tensor" in said
+    assert "kv_len" in said
+
+
+def test_explain_takes_all_that_the_call_takes():
+    q = torch.zeros(1, 2, 3, 4)
+    said = fastattn.explain(
+        q, is_causal=True, return_lse=True, backend="eager", dropout_p=0.5, seed=math.isqrt(9)
+    )
+    assert "eager   chosen" in said
+    assert "chosen" not in fastattn.explain(q.double(), backend="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "bfloat16" in fastattn.explain(q, q.bfloat16())
+    for options, message in (
+        (dict(backend="fpga"), "backend: expected 'auto'"),
+        (dict(causal=True), "'causal': write is_causal"),
+        (dict(return_lse=1), "return_lse: expected a bool"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            fastattn.explain(q, **options)
+    with pytest.raises(TypeError, match="query: expected a Tensor, got int"):
+        fastattn.explain(3)
