@@ -10,8 +10,9 @@ fastattn/_cuda.so, the CUDA kernels, where there is an nvcc; a GPU is not needed
     csrc/ops.cpp              once more, with FASTATTN_FOR_CUDA
 
 Where one cannot be built, one line says why, fastattn/_build_info.json keeps it for
-fastattn.explain(), and FASTATTN_REQUIRE_EXT=1 makes it an error of the first. CXX, NVCC, CXXFLAGS,
-LDFLAGS and MAX_JOBS are honoured. `python setup.py native` builds in place without setuptools.
+fastattn.explain(). FASTATTN_REQUIRE_EXT=1 makes it an error of the first; =0 leaves both out, and
+no warning follows. CXX, NVCC, CXXFLAGS, LDFLAGS and MAX_JOBS are honoured; NVCC=/bin/false builds
+the CPU kernels alone. `python setup.py native` builds in place without setuptools.
 """
 
 from __future__ import annotations
@@ -269,6 +270,9 @@ def run_ninja(ninja: str, file: Path) -> None:
 
 def build_extension(info: dict) -> str:
     """Builds EXTENSION and returns what for."""
+    info["left_out"] = os.environ.get("FASTATTN_REQUIRE_EXT") == "0"
+    if info["left_out"]:
+        raise Unavailable("it was left out: FASTATTN_REQUIRE_EXT=0")
     if not sys.platform.startswith("linux"):
         raise Unavailable(f"the compiled kernels are for Linux, not {sys.platform}")
     if not Path("csrc/ops.cpp").exists():

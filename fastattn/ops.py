@@ -19,6 +19,7 @@ import json
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,13 +183,19 @@ def load(pattern: str, *reason: str) -> str | None:
 
 
 def _build_failure(here: Path, *reason: str) -> str:
+    found = _build_info(here, *reason)
+    return "it was never built: run `make build`" if found is None else str(found)
+
+
+def _build_info(here: Path, *keys: str) -> Any:
+    """What setup.py left in _build_info.json under these keys, None where there is nothing."""
     try:
         info = json.loads((here / "_build_info.json").read_text())
-        for key in reason:
+        for key in keys:
             info = info[key]
-        return str(info)
+        return info
     except (OSError, KeyError, TypeError, ValueError):
-        return "it was never built: run `make build`"
+        return None
 
 
 def _load_extension() -> str | None:
@@ -210,4 +217,5 @@ def _choose_isa() -> str | None:
 
 
 EXTENSION_ERROR = _load_extension()
+EXTENSION_LEFT_OUT = _build_info(Path(__file__).parent, "left_out") is True  # on purpose
 ISA_ERROR = _choose_isa() if EXTENSION_ERROR is None else None

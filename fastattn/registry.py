@@ -6,8 +6,10 @@ say against. Nothing falls back silently when the user named a backend: its reas
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fastattn.backends import cpu, cuda, eager, triton
@@ -83,6 +85,23 @@ def get(name: str) -> Backend:
     return BACKENDS[name]
 
 
+def against(name: str, p: Problem) -> list[str]:
+    """Why a backend cannot compute ``p`` here and now; empty where it can."""
+    reasons = BACKENDS[name].unsupported(p)
+    if name != "eager" and _exporting_to_onnx():
+        return [*reasons, "ONNX has PyTorch's operators only, and eager is made of those"]
+    return reasons
+
+
+def _exporting_to_onnx() -> bool:
+    """Whether torch.onnx.export is at work; torch.onnx is slow to import, and asked for nothing."""
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
+# As backends/gpu.py's reasons: sys.modules cannot be traced.
+_exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def select(p: Problem, backend: str = "auto") -> str:
     """The name of the backend that computes ``p``.
 
@@ -91,13 +110,17 @@ def select(p: Problem, backend: str = "auto") -> str:
             reasons.
     """
     if backend != "auto":
-        reasons = get(backend).unsupported(p)
+        get(backend)
+        reasons = against(backend, p)
         if reasons:
             raise ValueError(f"backend {backend!r} cannot do this problem: {'; '.join(reasons)}")
         return backend
     for name in in_order(p.score):
-        if not BACKENDS[name].unsupported(p):
+        reasons = against(name, p)
+        if not reasons:
             return name
+        if reasons == [cpu.ops.EXTENSION_ERROR]:
+            cpu.warn_of_missing_kernels()
     raise ValueError(f"no backend can do this problem: {explain(p)}")
 
 
@@ -106,21 +129,24 @@ def explain(p: Problem, backend: str = "auto") -> str:
 
     A named ``backend`` that cannot do the problem leaves none chosen: the call raises.
 
-    Below it, the instruction set of the CPU kernels, or the reason for the order on a GPU.
+    Below it, the instruction set of the CPU kernels, or how to get them where they are missing, or
+    the reason for the order on a GPU.
     """
     lines = [f"{p.score} attention, key {p.key}"]
-    reasons = {name: BACKENDS[name].unsupported(p) for name in in_order(p.score)}
+    reasons = {name: against(name, p) for name in in_order(p.score)}
     if backend != "auto":
         get(backend)  # raises for a name that is none
     wanted = list(reasons) if backend == "auto" else [backend]
     chosen = next((name for name in wanted if not reasons[name]), None)
-    for name, against in reasons.items():
+    for name, found in reasons.items():
         verdict = "chosen" if name == chosen else "available"
-        if against:
-            verdict = "no: " + "; ".join(against)
+        if found:
+            verdict = "no: " + "; ".join(found)
         lines.append(f"  {name:<8}{verdict}")
     if reasons.get("cpu") == []:
         lines.append(f"  cpu: instruction set {cpu.instruction_set()}")
+    elif p.device.type == "cpu" and cpu.REMEDY is not None:
+        lines.append(f"  cpu: {cpu.REMEDY}")
     if reasons.get("triton") == reasons.get("cuda") == []:
         lines.append(f"  {WHY[p.score]}")
     return "\n".join(lines)

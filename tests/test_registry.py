@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from helpers import ON_GPU
 
 import fastattn
 from fastattn import Mask, ops, registry, scaled_dot_product_attention, validate
-from fastattn.backends import cuda, gpu, triton
+from fastattn.backends import cpu, cuda, gpu, triton
 
 PACKAGE = Path(fastattn.__file__).parent
 
@@ -232,9 +233,17 @@ def test_public_explain():
 
 # What a fresh interpreter does with a copy of the package.
 PROGRAM = """
-import sys, torch, fastattn
+import sys, warnings, torch, fastattn
 assert "triton" not in sys.modules and "fastattn.kernels" not in sys.modules
 q = torch.randn(1, 2, 3, 4, requires_grad=True)
+fastattn.scaled_dot_product_attention(q, q, q, backend="eager")
+fastattn.scaled_dot_product_attention(q.double(), q.double(), q.double())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    fastattn.scaled_dot_product_attention(q, q, q, is_causal=True)
+    fastattn.MultiheadAttention(4, 2)(q[0], q[0], q[0])
+for warning in caught:
+    print("warned:", warning.category.__name__, warning.message)
 fastattn.scaled_dot_product_attention(q, q, q).sum().backward()
 assert q.grad.isfinite().all()
 print(fastattn.explain(q))
@@ -257,23 +266,81 @@ def run_without_extension(tmp_path, name=None, content=""):
     return done.stdout
 
 
+INSTALL = "pip install --no-cache-dir --force-reinstall --no-deps fastattn"
+HAS_KERNELS = platform.machine() in ("x86_64", "aarch64")
+
+
 def test_package_works_without_the_extension(tmp_path):
     output = run_without_extension(tmp_path)
     assert "eager   chosen" in output
     reason = "the compiled extension is missing (it was never built: run `make build`)"
-    assert output.count(reason) == 2
+    assert output.count(reason) == 2 + HAS_KERNELS
     assert "raised: backend 'cpu' cannot do this problem: " in output
 
 
-def test_explain_tells_why_the_build_failed(tmp_path):
+def test_a_package_without_kernels_says_once_how_to_get_them(tmp_path):
     info = '{"reason": "no C++ compiler was found"}'
     output = run_without_extension(tmp_path, "_build_info.json", info)
-    assert output.count("the compiled extension is missing (no C++ compiler was found)") == 2
+    reason = "the compiled extension is missing (no C++ compiler was found)"
+    assert output.count(reason) == 2 + HAS_KERNELS
+    warnings = [line for line in output.splitlines() if line.startswith("warned: ")]
+    assert [line.startswith(f"warned: RuntimeWarning {reason}") for line in warnings] == (
+        [True] * HAS_KERNELS
+    )
+    assert output.count(INSTALL) == 2 * HAS_KERNELS  # explain() too
 
 
 def test_an_extension_that_does_not_load_is_a_reason(tmp_path):
     output = run_without_extension(tmp_path, "_C.abi3.so", "not a library")
-    assert output.count("the compiled extension does not load: ") == 2
+    assert output.count("the compiled extension does not load: ") == 2 + HAS_KERNELS
+
+
+@pytest.fixture
+def without_kernels(monkeypatch, tmp_path):
+    """An installed package that has none, and has not warned; it could have them."""
+    monkeypatch.setattr(ops, "EXTENSION_ERROR", "the compiled extension is missing (a test)")
+    monkeypatch.setattr(ops, "EXTENSION_LEFT_OUT", False)
+    monkeypatch.setattr(ops, "__file__", str(tmp_path / "fastattn/ops.py"))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    cpu._warn_once.cache_clear()
+    yield monkeypatch
+    cpu._warn_once.cache_clear()
+
+
+def test_how_to_get_the_kernels(without_kernels, tmp_path):
+    assert cpu._remedy().endswith(INSTALL)
+    (tmp_path / "setup.py").touch()
+    assert cpu._remedy() == "`make build` compiles the kernels"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (ops, "EXTENSION_ERROR", None),
+        (ops, "EXTENSION_LEFT_OUT", True),
+        (platform, "machine", lambda: "riscv64"),
+        (sys, "platform", "darwin"),
+    ],
+)
+def test_kernels_are_not_missed(without_kernels, recwarn, owner, name, value):
+    """Where they are there, or were left out on purpose, or there are none to be had."""
+    without_kernels.setattr(owner, name, value)
+    assert cpu._remedy() is None
+    without_kernels.setattr(cpu, "REMEDY", None)
+    assert registry.select(problem()) == ("cpu" if ops.EXTENSION_ERROR is None else "eager")
+    assert not recwarn.list
+
+
+def test_missing_kernels_are_told_of_under_the_compiler_too(without_kernels):
+    without_kernels.setattr(cpu, "REMEDY", cpu._remedy())
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def add(x):
+        return x + len(registry.select(problem()))
+
+    with pytest.warns(RuntimeWarning, match=INSTALL):
+        assert add(torch.zeros(1)) == len("eager")
+    assert registry.explain(problem()).endswith(f"  cpu: {cpu.REMEDY}")
 
 
 def test_import_leaves_triton_alone():

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import platform
+import sys
+import warnings
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -25,6 +31,47 @@ def instruction_set() -> str:
     """Which one the kernels use, and why not the one that FASTATTN_CPU_ISA names."""
     refused = f" ({ops.ISA_ERROR})" if ops.ISA_ERROR else ""
     return torch.ops.fastattn.cpu_isa() + refused
+
+
+# ---- where the kernels are missing ----
+
+
+def _remedy() -> str | None:
+    """How to get the kernels; None where they are here, left out, or not written for the CPU."""
+    if ops.EXTENSION_ERROR is None or ops.EXTENSION_LEFT_OUT:
+        return None
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return None
+    if Path(ops.__file__).parents[1].joinpath("setup.py").exists():  # a checkout
+        return "`make build` compiles the kernels"
+    # pip keeps wheels that it builds, and takes one without kernels for as good as any.
+    return (
+        "with a C++ compiler (c++, CXX) on the machine, this command compiles the kernels: "
+        "pip install --no-cache-dir --force-reinstall --no-deps fastattn"
+    )
+
+
+REMEDY = _remedy()
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        f"{ops.EXTENSION_ERROR}: fastattn runs in plain PyTorch on this CPU, with more time and "
+        f"memory; {REMEDY}",
+        RuntimeWarning,
+        stacklevel=6,  # who calls a public function
+    )
+
+
+def warn_of_missing_kernels() -> None:
+    """Warns at the first call that would have run on the kernels, if they can be had."""
+    if REMEDY is not None:
+        _warn_once()
+
+
+# As gpu.reasons: a warning cannot be traced.
+warn_of_missing_kernels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 forward, backward = ops.CPU.forward, ops.CPU.backward
