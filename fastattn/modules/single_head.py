@@ -42,7 +42,7 @@ class Masks(NamedTuple):
 
 
 def attend(
-    score: str,
+    score: Any,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
