@@ -58,9 +58,13 @@ def plot_attention(
         >>> _, weights = fastattn.scaled_dot_product_attention(q, k, v, return_weights="full")
         >>> fastattn.plot_attention(weights[0], words, words).savefig("attention.png")
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "plot_attention needs matplotlib: pip install 'fastattn[plot]'"
+        ) from error
     panels = _panels(weights, rows, columns, names)
     heads, M, N = panels.shape
     across = math.ceil(math.sqrt(heads))

@@ -1,6 +1,7 @@
 """Heat maps of weights: what is drawn, labelled and refused."""
 
 import io
+import sys
 
 import pytest
 import torch
@@ -76,6 +77,12 @@ def test_chinese_labels_ask_for_a_font(monkeypatch):
 def test_what_does_not_fit_is_refused(shape, options, message):
     with pytest.raises(ValueError, match=message):
         fastattn.plot_attention(torch.rand(shape), **options)
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"needs matplotlib: pip install 'fastattn\[plot\]'"):
+        fastattn.plot_attention(torch.rand(2, 2))
 
 
 def test_no_tensor_is_refused():

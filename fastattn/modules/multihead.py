@@ -46,6 +46,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     - A query with no key left has weights 0, output ``out_proj.bias`` and finite gradients; torch
       gives NaN with ``need_weights=True`` and in eval mode.
+    - ``out_proj`` is called where it is more than a linear layer: hooks, pruning and adapters such
+      as LoRA's take part. torch reads its parameters only.
     - NaN or infinity in a masked key or value reaches neither the output nor the gradients of the
       projected tensors; in torch it does. (The projections are plain matrix products: a NaN in an
       input row reaches the gradient of the weights that multiply it, as in any nn.Linear.)
@@ -167,8 +169,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             **call.masks,
         )
         out, weights = attended if need_weights else (attended, None)
-        out = projection.merge_heads(out, call.batch_first)
-        out = projection.linear(out, self.out_proj.weight, self.out_proj.bias)
+        out = projection.out_projection(self, projection.merge_heads(out, call.batch_first))
         if call.batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)

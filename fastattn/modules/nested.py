@@ -47,4 +47,4 @@ def attend(module, x: Tensor) -> tuple[Tensor, None]:
     nested = torch._nested_tensor_from_mask(  # pyright: ignore[reportPrivateImportUsage]
         merged, present, mask_check=False
     )
-    return F.linear(nested, module.out_proj.weight, module.out_proj.bias), None
+    return module.out_proj(nested), None

@@ -48,10 +48,13 @@ def attend(
 def _parameters(module, x: Tensor) -> tuple | None:
     """Weights and biases of both projections, where they and ``x`` are tensors as usual."""
     own = module._parameters
+    last = module._modules.get("out_proj")  # None where it is parametrized
+    if last is None or not projection.is_only_linear(last):
+        return None
+    out: Any = last._parameters
     try:
-        out: Any = module._modules["out_proj"]._parameters
         found = own["in_proj_weight"], own["in_proj_bias"], out["weight"], out["bias"]
-    except KeyError:  # pruned, parametrized, replaced
+    except KeyError:  # parametrized, or plain tensors
         return None
     if found[0] is None or not interop.PLAIN.issuperset(map(type, found)):
         return None

@@ -6,10 +6,12 @@ nothing is transposed in memory.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn import autograd, ops
 
@@ -36,6 +38,29 @@ def takes_operators(x: Tensor, *parameters: Tensor | None) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of x (B, N, E)."""
     return (ops.linear if takes_operators(x, weight, bias) else F.linear)(x, weight, bias)
+
+
+def out_projection(module: nn.Module, x: Tensor) -> Tensor:
+    """``module.out_proj(x)`` of x (B, N, E)."""
+    own: Any = module.out_proj
+    return linear(x, own.weight, own.bias) if is_only_linear(own) else own(x)
+
+
+def is_only_linear(layer: nn.Module) -> bool:
+    """Whether calling ``layer`` is ``F.linear`` of its parameters, and nothing else.
+
+    torch multiplies by the parameters of ``out_proj`` and never calls it. So hooks, pruning and
+    adapters such as LoRA's would be there, be trained, and change nothing.
+    """
+    if type(layer) is not NonDynamicallyQuantizableLinear and type(layer) is not nn.Linear:
+        return False  # parametrized ones have a class of their own, too
+    return not (
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+    )
 
 
 def to_heads(
