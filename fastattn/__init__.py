@@ -1,5 +1,6 @@
 """fastattn: fused attention for PyTorch, scaled dot-product and additive."""
 
+from fastattn import flops
 from fastattn.functional import additive_attention, attention, explain, scaled_dot_product_attention
 from fastattn.modules import (
     AdditiveAttention,
@@ -21,6 +22,8 @@ from fastattn.modules import (
 from fastattn.plotting import plot_attention
 from fastattn.problem import Mask
 from fastattn.tuning import autotune
+
+flops.register()
 
 __version__ = "0.1.0"
 

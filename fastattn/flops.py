@@ -1,0 +1,87 @@
+"""Operations of our operators, for ``torch.utils.flop_counter.FlopCounterMode``.
+
+As torch counts its own attention: matrix products alone, of all M * N pairs whatever a mask keeps,
+and the scores once more in the backward pass. The additive score is a product with ``w``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+
+import torch
+
+PREFIXES = ("", "triton_", "cuda_")
+
+
+def forward(q, k, v, *_, out_shape=None) -> int:
+    """Scores and their product with v; arguments are shapes, as everywhere here."""
+    (B, H, M, D), (*_, N, E) = q, v
+    return 2 * B * H * M * N * (D + E)
+
+
+def backward(q, k, v, *_, out_shape=None) -> int:
+    """Scores again, and the gradients of q, k, of the weights and of v."""
+    (B, H, M, D), (*_, N, E) = q, v
+    return 2 * B * H * M * N * (3 * D + 2 * E)
+
+
+def linear(x, weight, *_, out_shape=None) -> int:
+    """x ``[B, N, E]`` times weight ``[F, E]``."""
+    return 2 * x[0] * x[1] * x[2] * weight[0]
+
+
+def self_attention(
+    x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first, **_
+) -> int:
+    """Two projections around the dot product."""
+    B, N = x[:2] if batch_first else x[1::-1]
+    D = x[2] // num_heads
+    heads = (B, num_heads, N, D)
+    return linear(x, in_weight) + forward(heads, heads, heads) + linear(x, out_weight)
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    operators = torch.ops.fastattn
+    for name, formula in (("forward", forward), ("backward", backward)):
+        register_flop_formula([getattr(operators, p + name) for p in PREFIXES])(formula)
+    register_flop_formula(operators.linear)(linear)
+    register_flop_formula(operators.self_attention)(self_attention)
+
+
+class _WhenImported(MetaPathFinder):
+    """Calls a function as soon as a module was imported.
+
+    torch's counter imports Triton, for a third of a second that few have a use for.
+    """
+
+    def __init__(self, name: str, then: Callable[[], None]):
+        self.name, self.then = name, then
+
+    def find_spec(self, fullname, path, target=None):
+        """That of the other finders, with a loader that calls the function at its end."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                self.then()
+
+            setattr(loader, "exec_module", exec_module)  # noqa: B010, a method to checkers
+        return spec
+
+
+def register() -> None:
+    """Gives torch's counter these formulas: now if it is imported, or else when it will be."""
+    if "torch.utils.flop_counter" in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _WhenImported("torch.utils.flop_counter", _register))
