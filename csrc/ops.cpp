@@ -85,15 +85,16 @@ struct Problem {
   const OptTensor &w, &bias, &kv_len, &keep, &seed;
   std::optional<int64_t> band_lo, band_hi;
   double scale, dropout_p;
-  const std::string& weights;
+  int64_t weights;
 };
 
-WeightsMode weights_mode(const std::string& weights) {
-  if (weights == "none") return WeightsMode::kNone;
-  if (weights == "full") return WeightsMode::kFull;
-  STD_TORCH_CHECK(weights == "mean", "fastattn: weights: expected none, full or mean, got ",
+// A number and not a name: torch's stable ABI leaks every str that an operator takes.
+WeightsMode weights_mode(int64_t weights) {
+  const auto mode = static_cast<WeightsMode>(weights);
+  for (const WeightsMode known : {WeightsMode::kNone, WeightsMode::kFull, WeightsMode::kMean})
+    if (static_cast<int64_t>(known) == weights) return mode;
+  STD_TORCH_CHECK(false, "fastattn: weights: expected 0 (none), 1 (full) or 2 (mean), got ",
                   weights);
-  return WeightsMode::kMean;
 }
 
 std::vector<int64_t> weights_shape(const AttentionParams& p) {
@@ -140,9 +141,11 @@ void fill_masks(const Problem& in, AttentionParams* p) {
 
 void fill_dropout(const Problem& in, AttentionParams* p) {
   p->dropout = {};
-  if (!in.seed) return;
   STD_TORCH_CHECK(in.dropout_p >= 0 && in.dropout_p <= 1,
                   "fastattn: dropout_p: expected 0 to 1, got ", in.dropout_p);
+  STD_TORCH_CHECK(in.seed || in.dropout_p == 0, "fastattn: dropout_p: expected a seed with ",
+                  in.dropout_p, ", got none");
+  if (!in.seed) return;
   STD_TORCH_CHECK(in.seed->scalar_type() == ScalarType::Long && in.seed->numel() == 1,
                   "fastattn: seed: expected one int64");
   const double threshold = in.dropout_p * 4294967296.0;
@@ -272,8 +275,7 @@ Forward run_forward(const Problem& in, bool batch_first) {
 
 Forward forward(Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len,
                 OptTensor keep, OptTensor seed, std::optional<int64_t> band_lo,
-                std::optional<int64_t> band_hi, double scale, double dropout_p,
-                std::string weights) {
+                std::optional<int64_t> band_hi, double scale, double dropout_p, int64_t weights) {
   return run_forward(
       {q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights},
       /*batch_first=*/true);
@@ -282,7 +284,7 @@ Forward forward(Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTe
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len, OptTensor keep,
     OptTensor seed, std::optional<int64_t> band_lo, std::optional<int64_t> band_hi, double scale,
-    double dropout_p, std::string weights, Tensor out, Tensor stats, Tensor grad_out,
+    double dropout_p, int64_t weights, Tensor out, Tensor stats, Tensor grad_out,
     OptTensor grad_lse, OptTensor grad_weights, bool bias_needs_grad) {
   const Problem in = {q,    k,       v,       w,     bias,      kv_len, keep,
                       seed, band_lo, band_hi, scale, dropout_p, weights};
@@ -361,7 +363,7 @@ Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
 // output where the tokens have it.
 std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
                                          const OptTensor& bias, int64_t H, double scale,
-                                         const std::string& weights, bool batch_first) {
+                                         int64_t weights, bool batch_first) {
   const Tensor packed = projection::linear(tokens_of(x), weight, bias);
   const int64_t T = packed.size(0), F = packed.size(1);
   STD_TORCH_CHECK(H > 0 && F % (3 * H) == 0,
@@ -380,7 +382,7 @@ std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
 
 std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
                                           Tensor out_weight, OptTensor out_bias, int64_t num_heads,
-                                          double scale, std::string weights, bool batch_first) {
+                                          double scale, int64_t weights, bool batch_first) {
   const auto [merged, returned] =
       attend_tokens(x, in_weight, in_bias, num_heads, scale, weights, batch_first);
   return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
@@ -389,7 +391,16 @@ std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor 
 // Which instruction set runs, which can be forced, and forcing one.
 std::string cpu_isa() { return fastattn::cpu::selected_isa(); }
 std::vector<std::string> cpu_isas() { return fastattn::cpu::available_isas(); }
-bool select_cpu_isa(std::string name) { return fastattn::cpu::select_isa(name.c_str()); }
+
+// Unboxed by hand: what torch's stable ABI makes of a str is never freed.
+void select_cpu_isa(StableIValue* stack, uint64_t, uint64_t) {
+  const auto name = torch::stable::detail::to<StringHandle>(stack[0]);
+  const char* letters = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(name, &letters));
+  const bool selected = fastattn::cpu::select_isa(letters);
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(name));
+  stack[0] = torch::stable::detail::from(selected);
+}
 #endif
 
 }  // namespace
@@ -408,7 +419,7 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
-  m.impl("select_cpu_isa", TORCH_BOX(&select_cpu_isa));
+  m.impl("select_cpu_isa", &select_cpu_isa);
 }
 
 // An importable module, so that the file is an ordinary extension to packaging tools; loading it

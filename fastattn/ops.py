@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.problem import Problem
+from fastattn.problem import WEIGHTS, Problem, weights_of, weights_shape
 
 _PROBLEM = (
     "Tensor q, Tensor k, Tensor v, Tensor? w, Tensor? bias, "
     "Tensor? kv_len, Tensor? keep, Tensor? seed, "
-    "SymInt? band_lo, SymInt? band_hi, float scale, float dropout_p, str weights"
+    "SymInt? band_lo, SymInt? band_hi, float scale, float dropout_p, int weights"
 )
 _FORWARD = f"({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 _BACKWARD = (
@@ -55,7 +55,7 @@ def _forward_fake(
     B, H, M, _ = q.shape
     N, E = v.shape[-2:]
     out = q.new_empty(B, M, H, E).transpose(1, 2)
-    shape = {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[weights]
+    shape = weights_shape(weights_of(weights), B, H, M, N)
     lse, stats = (q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
     return out, lse, q.new_empty(shape), stats
 
@@ -103,14 +103,14 @@ class Operators:
 
     def forward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None):
         """See ``registry.Backend``."""
-        return self._forward(q, k, v, w, bias, *p.tensors(), *scalars(p), p.weights)
+        return self._forward(q, k, v, w, bias, *p.tensors(), *scalars(p))
 
     def backward(
         self, p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad
     ):
         """See ``registry.Backend``."""
         grad_q, grad_k, grad_v, grad_w, grad_bias = self._backward(
-            q, k, v, w, bias, *p.tensors(), *scalars(p), p.weights,
+            q, k, v, w, bias, *p.tensors(), *scalars(p),
             out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
         )  # fmt: skip
         return (
@@ -123,8 +123,8 @@ class Operators:
 
 
 def scalars(p: Problem) -> tuple:
-    """The non-tensor arguments that both operators share: (band_lo, band_hi, scale, dropout_p)."""
-    return (*p.mask.band(p.M, p.N), p.scale, p.dropout_p)
+    """What both operators take beside tensors: (band_lo, band_hi, scale, dropout_p, weights)."""
+    return (*p.mask.band(p.M, p.N), p.scale, p.dropout_p, WEIGHTS[p.weights])
 
 
 # ---- what surrounds attention, at inference on CPUs ----
@@ -133,7 +133,7 @@ def scalars(p: Problem) -> tuple:
 _define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _define(
     "self_attention(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, "
-    "Tensor? out_bias, int num_heads, float scale, str weights, bool batch_first) "
+    "Tensor? out_bias, int num_heads, float scale, int weights, bool batch_first) "
     "-> (Tensor out, Tensor weights)"
 )
 
@@ -148,7 +148,7 @@ def _self_attention_fake(
     x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first
 ):
     B, N = x.shape[:2] if batch_first else x.shape[1::-1]
-    shape = {"none": (0,), "full": (B, num_heads, N, N), "mean": (B, N, N)}[weights]
+    shape = weights_shape(weights_of(weights), B, num_heads, N, N)
     return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
 
 

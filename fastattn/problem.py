@@ -23,6 +23,24 @@ from fastattn import arguments
 
 Score = Literal["dot", "additive"]
 Weights = Literal["none", "full", "mean"]
+# As operators take them: WeightsMode in csrc/common/params.h. An operator that takes a str leaks it
+# at every call, by torch's stable ABI.
+WEIGHTS: dict[Weights, int] = {"none": 0, "full": 1, "mean": 2}
+
+
+def weights_shape(weights: Weights, B: int, H: int, M: int, N: int) -> tuple[int, ...]:
+    """Shape of the weights that a backend returns; an empty one when none are wanted."""
+    return {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[weights]
+
+
+def weights_of(number: int) -> Weights:
+    """The name of what an operator was asked for."""
+    for name, known in WEIGHTS.items():
+        if number == known:
+            return name
+    raise ValueError(f"weights: expected one of {WEIGHTS}, got {number}")
+
+
 Alignment = Literal["top_left", "bottom_right"]
 
 
@@ -270,8 +288,7 @@ class Problem:
 
     def weights_shape(self) -> tuple[int, ...]:
         """Shape of the weights that a backend returns; an empty one when none are wanted."""
-        full = (self.B, self.H, self.M, self.N)
-        return {"none": (0,), "full": full, "mean": (self.B, self.M, self.N)}[self.weights]
+        return weights_shape(self.weights, self.B, self.H, self.M, self.N)
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The tensors inside the record: (kv_len, keep, seed)."""

@@ -8,6 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.problem import Weights, weights_of, weights_shape
+
 from .config import architecture, choose, is_rich, padded, speaks_ptx
 from .masking import scans_bias
 from .tiles import Dims, Spec
@@ -33,7 +35,18 @@ class Call(NamedTuple):
     band_hi: int | None
     scale: float
     dropout_p: float
-    weights: str
+    weights: Weights
+
+    @classmethod
+    def of(cls, *args) -> Call:
+        """From an operator's arguments, which nobody has looked at: it may be called directly."""
+        *others, weights = args
+        call = cls(*others, weights_of(weights))
+        if not 0 <= call.dropout_p <= 1:
+            raise ValueError(f"dropout_p: expected 0 to 1, got {call.dropout_p}")
+        if call.dropout_p and call.seed is None:
+            raise ValueError(f"dropout_p: expected a seed with {call.dropout_p}, got none")
+        return call
 
     @property
     def B(self) -> int:
@@ -89,8 +102,7 @@ def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, H, M, N = call.shape
     out = call.q.new_empty(B, M, H, call.E).transpose(1, 2)
     lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
-    shape = {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[call.weights]
-    return out, lse, call.q.new_empty(shape), stats
+    return out, lse, call.q.new_empty(weights_shape(call.weights, B, H, M, N)), stats
 
 
 def per_head_weights(call: Call, weights: Tensor | None) -> Tensor | None:

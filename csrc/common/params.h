@@ -40,7 +40,8 @@ struct DropoutParams {
   const int64_t* seed_ptr;  // CUDA: the seed in the device's memory, instead of `seed`; or nullptr
 };
 
-enum class WeightsMode : int32_t { kNone, kFull, kMean };
+// By number, as operators take them: WEIGHTS in fastattn/problem.py.
+enum class WeightsMode : int32_t { kNone = 0, kFull = 1, kMean = 2 };
 
 struct AttentionParams {
   int64_t B, H, Hkv, M, N, D, E;

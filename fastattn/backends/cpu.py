@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn import ops
-from fastattn.problem import Problem
+from fastattn.problem import WEIGHTS, Problem
 
 
 def unsupported(p: Problem) -> list[str]:
@@ -91,5 +91,5 @@ def self_attention(
     Without masks, dropout or autograd; see ``modules/plain.py``.
     """
     return ops.self_attention(
-        x, in_weight, in_bias, out_weight, out_bias, p.H, p.scale, p.weights, batch_first
+        x, in_weight, in_bias, out_weight, out_bias, p.H, p.scale, WEIGHTS[p.weights], batch_first
     )

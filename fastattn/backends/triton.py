@@ -63,7 +63,7 @@ def _forward(*args):
     from fastattn.kernels.launch import Call
     from fastattn.kernels.sdpa_fwd import launch_sdpa_fwd
 
-    call = Call(*args)
+    call = Call.of(*args)
     launch = launch_sdpa_fwd if call.w is None else launch_additive_fwd
     with _current_device(call.q):
         return launch(call)
@@ -75,7 +75,7 @@ def _backward(*args):
     from fastattn.kernels.sdpa_bwd import launch_sdpa_bwd
 
     n = len(Call._fields)
-    call = Call(*args[:n])
+    call = Call.of(*args[:n])
     launch = launch_sdpa_bwd if call.w is None else launch_additive_bwd
     with _current_device(call.q):
         return launch(call, *args[n:])

@@ -1,7 +1,11 @@
 """The operators called directly: what does not fit raises, and never reads out of bounds."""
 
+import math
+
 import pytest
 import torch
+
+from fastattn.problem import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -13,7 +17,7 @@ def arguments(**changes):
     good = dict(
         q=torch.randn(B, H, M, D), k=torch.randn(B, HKV, N, D), v=torch.randn(B, HKV, N, E),
         w=None, bias=None, kv_len=None, keep=None, seed=None, band_lo=None, band_hi=None,
-        scale=1.0, dropout_p=0.0, weights="none",
+        scale=1.0, dropout_p=0.0, weights=WEIGHTS["none"],
     )  # fmt: skip
     return good | changes
 
@@ -63,7 +67,11 @@ BAD = {
     "seed-32": dict(seed=ints(1), dropout_p=0.5),
     "seed-two": dict(seed=ints(2, dtype=torch.int64), dropout_p=0.5),
     "dropout": dict(seed=ints(1, dtype=torch.int64), dropout_p=1.5),
-    "weights": dict(weights="sum"),
+    "dropout-nan": dict(seed=ints(1, dtype=torch.int64), dropout_p=math.nan),
+    "dropout-without-seed": dict(dropout_p=0.5),
+    "weights": dict(weights=len(WEIGHTS)),
+    "weights-below": dict(weights=-1),
+    "weights-far": dict(weights=2**32),
 }
 
 BAD_UPSTREAM = {
@@ -104,14 +112,18 @@ def test_backward_rejects_gradients_of_other_weights(weights):
     for shape in [(B, H, M, N + 1), (B, M, N + 1), (B, H, M), (H, M, N)]:
         more = upstream(grad_weights=torch.randn(shape))
         with pytest.raises(RuntimeError, match="fastattn: grad_weights"):
-            torch.ops.fastattn.backward(*arguments(weights=weights).values(), *more.values())
+            torch.ops.fastattn.backward(
+                *arguments(weights=WEIGHTS[weights]).values(), *more.values()
+            )
 
 
 def test_a_good_call_passes():
-    out, lse, weights, stats = torch.ops.fastattn.forward(*arguments(weights="mean").values())
+    out, lse, weights, stats = torch.ops.fastattn.forward(
+        *arguments(weights=WEIGHTS["mean"]).values()
+    )
     assert (out.shape, lse.shape, weights.shape) == ((B, H, M, E), (B, H, M), (B, M, N))
     assert stats.shape == (B, H, M, 2)
-    torch.ops.fastattn.backward(*arguments(weights="mean").values(), *upstream().values())
+    torch.ops.fastattn.backward(*arguments(weights=WEIGHTS["mean"]).values(), *upstream().values())
 
 
 @pytest.mark.parametrize("length", [-1, -(2**31), N + 1, 2**31 - 1])

@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers import SCORES
 
+from fastattn.problem import WEIGHTS
+
 pytestmark = pytest.mark.usefixtures("extension")
 
 B, H, HKV, M, N, D, E = 2, 4, 2, 5, 7, 3, 6
@@ -41,7 +43,7 @@ def forward_arguments(score, name):
         torch.rand(1, 1, M, n) < 0.7 if f.pop("keep", False) else None,
         torch.tensor(5) if "dropout_p" in f else None,
         f.pop("band_lo", None), f.pop("band_hi", None), 0.5, f.pop("dropout_p", 0.0),
-        f.pop("weights", "none"),
+        WEIGHTS[f.pop("weights", "none")],
     )  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def backward_arguments(score, name):
     out, lse, weights, stats = torch.ops.fastattn.forward(*args)
     return (
         *args, out, stats, torch.randn_like(out), torch.randn_like(lse),
-        None if args[-1] == "none" else torch.randn_like(weights), args[4] is not None,
+        None if args[-1] == WEIGHTS["none"] else torch.randn_like(weights), args[4] is not None,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fastattn import testing
+from fastattn.problem import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -29,7 +30,7 @@ def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **ch
     good = dict(
         x=torch.randn(B, N, E), in_weight=torch.randn(rows, E), in_bias=torch.randn(rows),
         out_weight=torch.randn(E + 1, H * D), out_bias=torch.randn(E + 1), num_heads=H, scale=0.5,
-        weights=weights, batch_first=batch_first,
+        weights=WEIGHTS.get(weights, weights), batch_first=batch_first,
     )  # fmt: skip
     if not bias:
         good |= {"in_bias": None, "out_bias": None}
@@ -146,7 +147,8 @@ class TestSelfAttention:
             dict(in_weight=torch.randn(3 * H * D)), dict(in_bias=torch.randn(3 * H * D - 1)),
             dict(out_weight=torch.randn(E, H * D + 1)), dict(out_bias=torch.randn(E)),
             dict(out_weight=torch.randn(E + 1, H * D).double()),
-            dict(num_heads=0), dict(num_heads=-1), dict(num_heads=5), dict(weights="sum"),
+            dict(num_heads=0), dict(num_heads=-1), dict(num_heads=5),
+            dict(weights=-1), dict(weights=3),
         ],
     )  # fmt: skip
     def test_rejects(self, changes):

@@ -234,7 +234,7 @@ def launch_case(case) -> None:
         case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias, enable_gqa=True,
         dropout_p=case.dropout_p, seed=1, return_weights=case.weights,
     )[:6]  # fmt: skip
-    call = Call(*map(meta, (*tensors, *p.tensors())), *ops.scalars(p), p.weights)
+    call = Call.of(*map(meta, (*tensors, *p.tensors())), *ops.scalars(p))
     is_dot = case.score == "dot"
     (launch_sdpa_fwd if is_dot else launch_additive_fwd)(call)
     out, lse, _, stats = empty_forward(call)

@@ -13,6 +13,7 @@ from fastattn import registry, testing
 from fastattn.backends import triton
 from fastattn.kernels import additive_fwd, score, sdpa_fwd
 from fastattn.kernels.launch import Call
+from fastattn.problem import WEIGHTS
 from fastattn.testing import GRID, Case
 
 INF = math.inf
@@ -229,7 +230,7 @@ def test_offsets_beyond_32_bits(device):
         w = torch.randn(1, 4, generator=rng).half().to(device)
         k = storage.as_strided((1, 1, 2, 4), (0, 0, far, 1))
         k.copy_(q[:, :, :2])
-        case = (None,) * 6 + (1.0, 0.0, "none")
+        case = (None,) * 6 + (1.0, 0.0, WEIGHTS["none"])
         out, near = (
             torch.ops.fastattn.triton_forward(q, x, x, w, *case)[0] for x in (k, k.clone())
         )
@@ -239,7 +240,7 @@ def test_offsets_beyond_32_bits(device):
 def test_operators_pass_opcheck(device):
     t = testing.make(dataclasses.replace(SMALL, M=5, N=7))
     q, k, v, w = (x.to(device) for x in (t.q, t.k, t.v, t.w))
-    case = (q, k, v, w, None, None, None, None, None, 0, 1.0, 0.0, "mean")
+    case = (q, k, v, w, None, None, None, None, None, 0, 1.0, 0.0, WEIGHTS["mean"])
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fastattn.triton_forward.default, case, test_utils=utils)
     out, _, weights, stats = torch.ops.fastattn.triton_forward(*case)

@@ -55,7 +55,7 @@ def call_of(mask, bias=None, device="cpu"):
     kept = mask.materialize(p).expand(B, H, M, N)
     q, k = torch.zeros(B, H, M, 4), torch.zeros(B, H, N, 4)
     tensors = [x if x is None else x.to(device) for x in (q, k, k, None, bias, *p.tensors())]
-    return Call(*tensors, *ops.scalars(p), "none"), kept
+    return Call.of(*tensors, *ops.scalars(p)), kept
 
 
 def tiles(kept, past_rows=True, past_keys=False):

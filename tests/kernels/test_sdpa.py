@@ -11,6 +11,7 @@ from fastattn import testing
 from fastattn.backends import gpu
 from fastattn.backends import triton as backend
 from fastattn.kernels import sdpa_bwd, sdpa_fwd
+from fastattn.problem import WEIGHTS
 from fastattn.testing import GRID
 
 INF, NAN = math.inf, math.nan
@@ -268,7 +269,7 @@ def test_full_and_skipped_tiles_run_no_mask_code(device, monkeypatch):
 
 def test_operators_pass_opcheck(device):
     q, k, v = inputs(device, M=5, N=7, grad=False)
-    case = (q, k, v, None, None, None, None, None, None, 0, 0.3, 0.0, "mean")
+    case = (q, k, v, None, None, None, None, None, None, 0, 0.3, 0.0, WEIGHTS["mean"])
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fastattn.triton_forward.default, case, test_utils=utils)
     out, _, weights, stats = torch.ops.fastattn.triton_forward(*case)
@@ -277,6 +278,24 @@ def test_operators_pass_opcheck(device):
 
 
 # ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("dropout_p", "weights", "seed"),
+    [(0.5, 0, False), (1.5, 0, True), (math.nan, 0, True), (0, 3, False)],
+)
+def test_operators_refuse(device, dropout_p, weights, seed):
+    """What would drop nothing, and what has no meaning."""
+    q, k, v = inputs(device, M=5, N=7, grad=False)
+    rows = q.new_zeros(*q.shape[:3], 2), torch.zeros_like(q)
+    seed = torch.tensor(1, device=device) if seed else None
+    case = (q, k, v, None, None, None, None, seed, None, 0, 0.3, dropout_p, weights)
+    for call in (
+        lambda: torch.ops.fastattn.triton_forward(*case),
+        lambda: torch.ops.fastattn.triton_backward(*case, q, *rows, None, None, False),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            call()
 
 
 def problem(device="cpu", **changes):
