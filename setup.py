@@ -1,7 +1,8 @@
 """Builds the two native libraries with ninja; what is declarative is in pyproject.toml.
 
 fastattn/_C.abi3.so, the CPU kernels:
-    csrc/ops.cpp              once: the one file that includes torch (stable ABI, limited Python)
+    csrc/ops.cpp              once: the one file that includes torch (stable ABI, limited Python);
+                              defines the operators of fastattn/schemas.py
     csrc/{common,cpu}/*.cpp   once, baseline flags; FASTATTN_HAVE_<NAME> tells which ISAs exist
     csrc/cpu/*_{fwd,bwd}.cpp  once per ISA, in the namespace FASTATTN_ISA
 
@@ -161,7 +162,8 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
     every = sorted({*Path("csrc/cpu").glob("*.cpp"), *Path("csrc/common").glob("*.cpp")})
     kernels = [path for path in every if path.stem.endswith(("_fwd", "_bwd"))]
     have = [f"-DFASTATTN_HAVE_{isa.upper()}" for isa in isas]
-    headers = [f"-I{sysconfig.get_path('include')}", "-isystem", str(torch / "include")]
+    headers = [f"-I{BUILD}", f"-I{sysconfig.get_path('include')}"]
+    headers += ["-isystem", str(torch / "include")]
 
     jobs = [(Path("csrc/ops.cpp"), "once", have + ABI_FLAGS + headers)]
     jobs += [(path, "once", have) for path in every if path not in kernels]
@@ -175,6 +177,15 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
     ]
 
 
+def write_schemas() -> None:
+    """Makes of fastattn/schemas.py what csrc/ops.cpp includes, if that has changed."""
+    schemas = runpy.run_path("fastattn/schemas.py")["COMPILED"]
+    text = "".join(f"{json.dumps(name + schema)},\n" for name, schema in schemas.items())
+    path = BUILD / "schemas.inc"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
 def quote(words: list[str]) -> str:
     """For a command in a ninja file."""
     return shlex.join(words).replace("$", "$$")
@@ -183,6 +194,7 @@ def quote(words: list[str]) -> str:
 def write_ninja_file(cxx: list[str], isas: dict[str, list[str]], torch: Path) -> Path:
     # libtorch_cpu is named, as Python loads torch with RTLD_LOCAL and an undefined symbol would not
     # be looked up there. No rpath: `import torch` comes first, and the loader knows it by soname.
+    write_schemas()
     exports = BUILD / "exports.map"
     exports.write_text("{ global: PyInit__C; local: *; };\n")
     link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]

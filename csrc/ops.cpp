@@ -2,8 +2,9 @@
 // params structs. Compiled once a device (on_cpu.h, on_cuda.h), into a library of its own each.
 //
 // Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and
-// every later version. The operators' schemas and fake kernels stand in fastattn/ops.py; layouts of
-// results must agree with those.
+// every later version. The operators' schemas stand in fastattn/schemas.py, of which the build
+// makes schemas.inc. Their fake kernels stand in fastattn/ops.py; layouts of results must agree
+// with those.
 //
 // The Python side has validated everything with better messages already. The checks here are the
 // last line: an operator called directly with shapes that do not fit must raise, never read out of
@@ -416,6 +417,48 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
 }
 
 #ifndef FASTATTN_FOR_CUDA
+// Of torch 2.12 and later: nullptr before, where operators go without a tag.
+extern "C" __attribute__((weak)) int32_t torch_tag_pt2_compliant_tag();
+extern "C" __attribute__((weak)) AOTITorchError torch_library_def_with_tags(TorchLibraryHandle,
+                                                                            const char* schema,
+                                                                            const int32_t* tags,
+                                                                            int32_t num_tags);
+
+namespace {
+
+constexpr const char* kSchemas[] = {
+#include "schemas.inc"
+};
+
+// Defines the operators, those of the CUDA library too: a program that was exported with them needs
+// no Python.
+class Definitions {
+ public:
+  Definitions() {
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_library_init_fragment("fastattn", __FILE__, __LINE__, &library_));
+    for (const char* schema : kSchemas) define(schema);
+  }
+  ~Definitions() { aoti_torch_delete_library_object(library_); }
+  Definitions(const Definitions&) = delete;
+  Definitions& operator=(const Definitions&) = delete;
+
+ private:
+  void define(const char* schema) {
+    if (torch_library_def_with_tags == nullptr || torch_tag_pt2_compliant_tag == nullptr) {
+      TORCH_ERROR_CODE_CHECK(aoti_torch_library_def(library_, schema));
+    } else {
+      const int32_t tag = torch_tag_pt2_compliant_tag();
+      TORCH_ERROR_CODE_CHECK(torch_library_def_with_tags(library_, schema, &tag, 1));
+    }
+  }
+
+  TorchLibraryHandle library_ = nullptr;
+};
+const Definitions definitions;
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));

@@ -24,20 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import schemas
 from fastattn.problem import WEIGHTS, Problem, weights_of, weights_shape
-
-_PROBLEM = (
-    "Tensor q, Tensor k, Tensor v, Tensor? w, Tensor? bias, "
-    "Tensor? kv_len, Tensor? keep, Tensor? seed, "
-    "SymInt? band_lo, SymInt? band_hi, float scale, float dropout_p, int weights"
-)
-_FORWARD = f"({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
-_BACKWARD = (
-    f"({_PROBLEM}, Tensor out, Tensor stats, Tensor grad_out, Tensor? grad_lse, "
-    "Tensor? grad_weights, bool bias_needs_grad) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias)"
-)
-LIBRARY = torch.library.Library("fastattn", "DEF")
 
 
 def has_autocast(device: str) -> bool:
@@ -47,6 +35,71 @@ def has_autocast(device: str) -> bool:
 
 # As backends/gpu.py's reasons: torch.compile of 2.11 cannot trace it.
 has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# ---- the compiled libraries ----
+
+
+def load(pattern: str, *reason: str) -> str | None:
+    """Loads a library that setup.py builds into this folder; returns why it is missing, or None.
+
+    ``reason``: where _build_info.json keeps why it was not built.
+    """
+    here = Path(__file__).parent
+    libraries = sorted(here.glob(pattern))
+    if not libraries:
+        return f"is missing ({_build_failure(here, *reason)})"
+    return _load(libraries[0])
+
+
+def _load(library: str | Path) -> str | None:
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        return f"does not load: {error}"
+    return None
+
+
+def _build_failure(here: Path, *reason: str) -> str:
+    found = _build_info(here, *reason)
+    return "it was never built: run `make build`" if found is None else str(found)
+
+
+def _build_info(here: Path, *keys: str) -> Any:
+    """What setup.py left in _build_info.json under these keys, None where there is nothing."""
+    try:
+        info = json.loads((here / "_build_info.json").read_text())
+        for key in keys:
+            info = info[key]
+        return info
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _load_extension() -> str | None:
+    named = os.environ.get("FASTATTN_EXTENSION")
+    error = _load(named) if named else load("_C*.so", "reason")
+    return error and f"the compiled extension {error}"
+
+
+EXTENSION_ERROR = _load_extension()
+EXTENSION_LEFT_OUT = _build_info(Path(__file__).parent, "left_out") is True  # on purpose
+LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
+
+
+def _complete(name: str, schema: str, fake) -> None:
+    """Defines an operator unless the library has, and adds its fake kernel.
+
+    As a kernel for meta tensors, which fake tensors use: register_fake() wants operators from C++
+    to name their Python module, which the stable ABI can do from torch 2.13 on.
+    """
+    if not hasattr(torch.ops.fastattn, name):
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if fake is not None:
+        LIBRARY.impl(name, fake, "Meta")
+
+
+# ---- fake kernels ----
 
 
 def _forward_fake(
@@ -74,10 +127,6 @@ def _backward_fake(
 # ---- a pair of operators a backend ----
 
 
-def _define(schema: str) -> None:
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-
 class Operators:
     """``fastattn::<prefix>forward`` and ``<prefix>backward``, as ``registry.Backend`` calls them.
 
@@ -85,12 +134,10 @@ class Operators:
     """
 
     def __init__(self, prefix: str):
-        self._names = f"{prefix}forward", f"{prefix}backward"
-        for name, schema, fake in zip(
-            self._names, (_FORWARD, _BACKWARD), (_forward_fake, _backward_fake), strict=True
-        ):
-            _define(name + schema)
-            torch.library.register_fake(f"fastattn::{name}", fake, lib=LIBRARY)
+        pair = schemas.pair(prefix)
+        self._names = tuple(pair)
+        for (name, schema), fake in zip(pair.items(), (_forward_fake, _backward_fake), strict=True):
+            _complete(name, schema, fake)
         # The overload, not the packet: nothing to choose, which takes microseconds.
         self._forward, self._backward = (
             getattr(torch.ops.fastattn, n).default for n in self._names
@@ -130,20 +177,10 @@ def scalars(p: Problem) -> tuple:
 # ---- what surrounds attention, at inference on CPUs ----
 
 
-_define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_define(
-    "self_attention(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, "
-    "Tensor? out_bias, int num_heads, float scale, int weights, bool batch_first) "
-    "-> (Tensor out, Tensor weights)"
-)
-
-
-@torch.library.register_fake("fastattn::linear", lib=LIBRARY)
 def _linear_fake(x, weight, bias):
     return x.new_empty(*x.shape[:2], weight.shape[0])
 
 
-@torch.library.register_fake("fastattn::self_attention", lib=LIBRARY)
 def _self_attention_fake(
     x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first
 ):
@@ -152,55 +189,17 @@ def _self_attention_fake(
     return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
 
 
+for _name, _fake in (("linear", _linear_fake), ("self_attention", _self_attention_fake)):
+    _complete(_name, schemas.PROJECTIONS[_name], _fake)
 linear = torch.ops.fastattn.linear.default
 self_attention = torch.ops.fastattn.self_attention.default
 
 
-# ---- the compiled libraries ----
+# ---- the CPU kernels ----
 
-# Which instruction set the CPU kernels use, which this machine runs, widest first, and forcing one
-# of these ("auto": the widest that CPUID shows).
-_define("cpu_isa() -> str")
-_define("cpu_isas() -> str[]")
-_define("select_cpu_isa(str name) -> bool")
+for _name, _schema in schemas.CPU_ISA.items():
+    _complete(_name, _schema, None)
 CPU = Operators("")
-
-
-def load(pattern: str, *reason: str) -> str | None:
-    """Loads a library that setup.py builds into this folder; returns why it is missing, or None.
-
-    ``reason``: where _build_info.json keeps why it was not built.
-    """
-    here = Path(__file__).parent
-    libraries = sorted(here.glob(pattern))
-    if not libraries:
-        return f"is missing ({_build_failure(here, *reason)})"
-    try:
-        torch.ops.load_library(str(libraries[0]))
-    except OSError as error:
-        return f"does not load: {error}"
-    return None
-
-
-def _build_failure(here: Path, *reason: str) -> str:
-    found = _build_info(here, *reason)
-    return "it was never built: run `make build`" if found is None else str(found)
-
-
-def _build_info(here: Path, *keys: str) -> Any:
-    """What setup.py left in _build_info.json under these keys, None where there is nothing."""
-    try:
-        info = json.loads((here / "_build_info.json").read_text())
-        for key in keys:
-            info = info[key]
-        return info
-    except (OSError, KeyError, TypeError, ValueError):
-        return None
-
-
-def _load_extension() -> str | None:
-    error = load("_C*.so", "reason")
-    return error and f"the compiled extension {error}"
 
 
 def _choose_isa() -> str | None:
@@ -216,6 +215,4 @@ def _choose_isa() -> str | None:
     return error
 
 
-EXTENSION_ERROR = _load_extension()
-EXTENSION_LEFT_OUT = _build_info(Path(__file__).parent, "left_out") is True  # on purpose
 ISA_ERROR = _choose_isa() if EXTENSION_ERROR is None else None
