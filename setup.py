@@ -13,7 +13,9 @@ fastattn/_cuda.so, the CUDA kernels, where there is an nvcc; a GPU is not needed
 Where one cannot be built, one line says why, fastattn/_build_info.json keeps it for
 fastattn.explain(). FASTATTN_REQUIRE_EXT=1 makes it an error of the first; =0 leaves both out, and
 no warning follows. CXX, NVCC, CXXFLAGS, LDFLAGS and MAX_JOBS are honoured; NVCC=/bin/false builds
-the CPU kernels alone. `python setup.py native` builds in place without setuptools.
+the CPU kernels alone. `python setup.py native` builds in place without setuptools, and
+`python setup.py extension FOLDER` the first library alone, into a folder that the package does not
+look into: FASTATTN_EXTENSION names it.
 """
 
 from __future__ import annotations
@@ -390,5 +392,8 @@ if __name__ == "__main__":
     os.chdir(ROOT)
     if sys.argv[1:] == ["native"]:
         build_in_place()
+    elif sys.argv[1:2] == ["extension"]:
+        BUILD = Path(sys.argv[2])
+        build_extension({})
     else:
         run_setuptools()
