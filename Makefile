@@ -23,13 +23,15 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model
 
-.PHONY: help test test-kernels bench bench-models bench-modules bench-scaling bench-compare gpu sanitize-gpu lint format build clean
+.PHONY: help test test-kernels test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare gpu sanitize-gpu lint format build clean
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
+	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
+	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make bench-models   likewise, at the shapes of known models"
 	@echo "make bench-modules  nn.MultiheadAttention at inference, from 16 tokens to 131072"
@@ -55,6 +57,21 @@ test: build
 # configuration.
 test-kernels: build
 	FASTATTN_AOT=all $(PY) -m pytest tests/kernels $(call PARALLEL,loadfile) $(ARGS)
+
+# Neither is part of `make test`: one emulates another processor, and the other compiles all kernels
+# once more. Both build in folders of their own, and leave the package as it is.
+test-aarch64: build
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/aarch64/grid.py -q $(call PARALLEL,load) $(ARGS)
+
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
+  FASTATTN_EXTENSION=$(CURDIR)/build/sanitize/_C.abi3.so $(PY)
+# Where the random problems of `make fuzz` exist, they run here, too.
+sanitize-cpu: $(READY)
+	CXXFLAGS="-O1 -g1 -fno-omit-frame-pointer $(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
+	$(SANITIZED_PY) -m pytest tests/csrc -q -p no:cacheprovider --capture=sys $(ARGS)
+	$(if $(wildcard tests/fuzz.py),$(SANITIZED_PY) tests/fuzz.py --seconds 120)
 
 bench: build
 	$(PY) -m bench.run $(ARGS)

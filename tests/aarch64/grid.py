@@ -1,0 +1,179 @@
+"""csrc/cpu compiled for aarch64, its NEON code, over part of the grid under QEMU's user mode.
+
+``make test-aarch64`` runs this file, `make test` does not: the emulator takes a minute. The kernels
+stand behind a backend of the tests, so cases are checked as those of any other. ``driver.cpp`` runs
+one call in a process of its own.
+"""
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn import problem, registry, testing
+from fastattn.testing import GRID
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path("build/aarch64")
+CXX = "aarch64-linux-gnu-g++"
+QEMU = next(filter(None, map(shutil.which, ("qemu-aarch64", "qemu-aarch64-static"))), None)
+PAIRS = 20_000  # B * H * M * N of the largest case: the emulator is some thirty times slower
+THREADS = 3
+
+if shutil.which(CXX) is None:
+    pytest.skip(f"no {CXX}: apt-get install g++-aarch64-linux-gnu", allow_module_level=True)
+if QEMU is None:
+    pytest.skip("no qemu-aarch64: apt-get install qemu-user", allow_module_level=True)
+
+PROGRAM_RULE = """\
+rule program
+  command = {cxx} -static $in -o $out
+  description = LINK $out
+"""
+
+
+def build() -> Path:
+    """The driver and csrc/cpu, with the flags of setup.py, in one program."""
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    setup.BUILD = BUILD
+    (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
+    text = setup.RULES.format(build=BUILD, cxx=CXX, user="", ldflags="")
+    text += PROGRAM_RULE.format(cxx=CXX)
+    driver = Path("tests/aarch64/driver.cpp")
+    jobs = [(driver, BUILD / "driver.o", setup.FLAGS)]
+    for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
+        flags = [*setup.FLAGS, "-DFASTATTN_ISA=baseline"]
+        jobs.append((source.relative_to(ROOT), BUILD / f"{source.stem}.o", flags))
+    for source, target, flags in jobs:
+        text += f"build {target}: cxx {source}\n  flags = {setup.quote(flags)}\n"
+    program = BUILD / "driver"
+    text += f"build {program}: program {' '.join(str(target) for _, target, _ in jobs)}\n"
+    (ROOT / BUILD / "build.ninja").write_text(text)
+    command = [setup.find_ninja(), "-f", str(BUILD / "build.ninja")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return ROOT / program
+
+
+# ---- one call, as driver.cpp reads it ----
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+UNBOUNDED = 2**60
+
+
+def numbers(*values: int) -> bytes:
+    return torch.tensor(values, dtype=torch.int64).numpy().tobytes()
+
+
+def doubles(*values: float) -> bytes:
+    return torch.tensor(values, dtype=torch.float64).numpy().tobytes()
+
+
+def encode(x: torch.Tensor | None, *dims: int) -> bytes:
+    """A tensor, whose dims are these four of [B, H, rows, columns]; all that lies between, too."""
+    if x is None:
+        return numbers(-1, 0, 0, 0, 0, 0)
+    x = x.detach()
+    strides = [0, 0, 0, 0]
+    for dim, size, stride in zip(dims or range(4), x.shape, x.stride(), strict=True):
+        strides[dim] = stride if size != 1 else 0
+    length = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    flat = x.as_strided((length if x.numel() else 0,), (1,))
+    content = flat.contiguous().view(torch.uint8).numpy().tobytes()
+    return numbers(len(content), DTYPES.get(x.dtype, 0), *strides) + content
+
+
+class Emulated:
+    """The kernels of aarch64 as a backend for the tests."""
+
+    def __init__(self, program: Path, folder: Path):
+        self.program, self.folder = program, folder
+
+    def unsupported(self, p):
+        return ["float64 is left to eager"] if p.dtype == torch.float64 else []
+
+    def _problem(self, p, q, k, v, w, bias) -> bytes:
+        lo, hi = p.mask.band(p.M, p.N)
+        drop = p.dropout
+        kv_len, keep, seed = p.tensors()
+        return b"".join(
+            [
+                numbers(p.B, p.H, p.Hkv, p.M, p.N, p.D, p.E, problem.WEIGHTS[p.weights]),
+                numbers(-UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi),
+                numbers(drop.threshold, int(seed), 1) if drop else numbers(0, 0, 0),
+                doubles(drop.scale if drop else 0.0, p.scale),
+                *map(encode, (q, k, v)),
+                encode(w, 1, 3),
+                encode(bias),
+                encode(kv_len, 0, 2),
+                encode(keep),
+            ]
+        )
+
+    def _run(self, call: bytes, *results: tuple[tuple[int, ...], torch.dtype]):
+        """The results, of these shapes and dtypes; None for one that has no shape."""
+        given, found = self.folder / "problem", self.folder / "results"
+        given.write_bytes(call)
+        command = [str(QEMU), str(self.program), str(given), str(found)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
+        content, tensors, begin = found.read_bytes(), [], 0
+        for shape, dtype in results:
+            x = torch.empty(shape, dtype=dtype)
+            size = x.numel() * x.element_size()
+            if size:
+                x = torch.frombuffer(bytearray(content[begin : begin + size]), dtype=dtype)
+            tensors.append(x.view(shape))
+            begin += size
+        assert begin == len(content)
+        return tensors
+
+    def forward(self, p, q, k, v, w, bias):
+        out, lse, weights, stats = self._run(
+            numbers(0, THREADS) + self._problem(p, q, k, v, w, bias),
+            ((p.B, p.H, p.M, p.E), p.dtype),
+            ((p.B, p.H, p.M), torch.float32),
+            (p.weights_shape(), p.dtype),
+            ((p.B, p.H, p.M, 2), torch.float32),
+        )
+        return out, lse, weights, stats
+
+    def backward(
+        self, p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad
+    ):
+        absent = ((0,), torch.float32)
+        rows = None if grad_lse is None else grad_lse.contiguous()
+        head = (0, 2, 3) if p.weights == "mean" else (0, 1, 2, 3)
+        wanted = numbers(1, *bias.shape) if bias_needs_grad else numbers(0)
+        more = [encode(out), encode(stats), encode(grad_out), encode(rows, 0, 1, 2)]
+        grads = self._run(
+            numbers(1, THREADS)
+            + self._problem(p, q, k, v, w, bias)
+            + b"".join([*more, encode(grad_weights, *head), wanted]),
+            (q.shape, p.dtype),
+            (k.shape, p.dtype),
+            (v.shape, p.dtype),
+            absent if w is None else ((p.B, p.H, p.D), torch.float32),
+            (bias.shape, bias.dtype) if bias_needs_grad else absent,
+        )
+        return (*grads[:3], None if w is None else grads[3], grads[4] if bias_needs_grad else None)
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    return build()
+
+
+SMALL = [c for c in GRID if c.B * c.H * c.M * c.N <= PAIRS]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_case(case, program, tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "cpu", Emulated(program, tmp_path))
+    testing.check(case, "cpu")
