@@ -79,7 +79,7 @@ FASTATTN_SIMD Vec mask_row(const MaskTile& mask, float scale, int64_t i, int64_t
     }
     top = max(x, top);
   }
-  return kMasking == Masking::kNone ? top * scale : top;
+  return kMasking == Masking::kNone ? logit(top, scale) : top;
 }
 
 // Row i of the scores s becomes weights 2^(scale s - m), l their running sums. `drop` [cols], if

@@ -13,6 +13,14 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+// The logit of a score, in base 2: every sweep takes it from here, rounded in this one way. So the
+// weights that backward recomputes are those that forward summed up, however large logits are:
+// subtracting a maximum must not be fused with the product, whose rounding that maximum has.
+FASTATTN_SIMD Vec logit(Vec s, float scale) { return product(s, splat(scale)); }
+FASTATTN_SIMD Vec logit(Vec s, float scale, Vec addend) {
+  return multiply_add(s, splat(scale), addend);
+}
+
 // How the scores of a tile are masked.
 enum class Masking { kNone, kBias, kIntervals, kAddend };
 
@@ -73,16 +81,17 @@ class MaskTile {
   template <Masking kMasking>
   FASTATTN_MEMBER Vec apply(Vec s, float scale, int64_t i, int64_t c) const {
     if constexpr (kMasking == Masking::kIntervals) {
-      return inside(i, c) ? s * scale : splat(-kInf);
+      return inside(i, c) ? logit(s, scale) : splat(-kInf);
     } else if constexpr (kMasking == Masking::kBias) {
       // The rows after these come next: asked for now, they arrive while there is work to do.
       __builtin_prefetch(bias_ + (i + rows_) * p_.bias.stride_r + c, 0, 2);
-      return s * scale + load(bias_ + i * p_.bias.stride_r + c) * kLog2e;
+      const Vec bias = load(bias_ + i * p_.bias.stride_r + c);
+      return logit(s, scale, product(bias, splat(kLog2e)));
     } else if constexpr (kMasking == Masking::kAddend) {
       const Vec addend = load(addend_ + i * addend_stride_ + c);
-      return addend == splat(-kInf) ? addend : s * scale + addend;
+      return addend == splat(-kInf) ? addend : logit(s, scale, addend);
     } else {
-      return s * scale;
+      return logit(s, scale);
     }
   }
 
