@@ -8,7 +8,7 @@
 namespace fastattn::FASTATTN_ISA {
 
 void additive_backward(const BackwardParams& p, const Parallel& parallel) {
-  if (one_query(p) && few_queries(p)) return backward<OneQueryAdditive, FewValueGrads>(p, parallel);
+  if (one_query(p)) return backward<OneQueryAdditive, FewValueGrads>(p, parallel);
   backward<AdditiveScore>(p, parallel);
 }
 

@@ -47,9 +47,11 @@ template <typename Score, typename Values, typename Fill>
 static void finish_grads(Score&, Values&, Fill fill, GradsInPlace in_place) {
   fill(in_place, GradUnits{1.f, 1.f, 1.f});
 }
-// As of one argument less (score.h).
+// Of a score alone, unless values have several ways, too.
 template <typename Score, typename Values>
-FASTATTN_SIMD void choose_form(Score&, Values&, const MaskTile&) {}
+FASTATTN_SIMD void choose_form(Score& score, Values&, const MaskTile& mask) {
+  choose_form(score, mask);
+}
 
 template <typename Score, typename Values>
 class BackwardWorker {

@@ -33,6 +33,11 @@ FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
 
 // Whether rows of a View can be read as vectors.
 FASTATTN_SIMD bool rows_contiguous(const View& view) { return view.stride_c == 1; }
+// Whether products of so many rows with those of a View take them where they lie. Both passes ask
+// this of the keys: a score must be summed in the same order in both.
+FASTATTN_SIMD bool is_direct(int64_t rows, const View& view) {
+  return rows <= kDirectRows && rows_contiguous(view);
+}
 
 // kWidth columns of one row starting at `offset`, of which `count` exist.
 template <DType kType>

@@ -1,4 +1,4 @@
-// The backward pass with few queries a head (M <= kDirectRows), as in training on one step of a
+// The backward pass with few queries a head (is_direct(p.M, p.k)), as in training on one step of a
 // decoder: the score and the values with the interfaces of score_dot.h and value.h.
 //
 // Memory bandwidth is the limit. Rows of K and V are read where they lie (direct.h), and a row of
@@ -69,11 +69,6 @@ class RowSums {
   float *x_, *c_;
 };
 
-// Whether the classes below can serve a problem.
-FASTATTN_SIMD bool few_queries(const AttentionParams& p) {
-  return p.M <= kDirectRows && rows_contiguous(p.k) && rows_contiguous(p.v);
-}
-
 class FewDotScore {
  public:
   static constexpr int64_t kBlockM = kDirectRows;
@@ -137,11 +132,15 @@ class FewValueGrads {
         block_n_(block_n),
         ld_(tile_stride(p.E)),
         grad_out_(scratch.floats(block_m * ld_)),
+        packed_(rows_contiguous(p.v) ? nullptr : scratch.floats(block_n * ld_)),
         grad_v_(p, scratch, block_n, p.E) {}
 
   void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     values_ = matrix_at(p_.v, b, hkv, j0, cols, p_.E);
     grad_v_.clear();
+    if (packed_ == nullptr) return;
+    pack_rows(values_, 1.f, packed_, ld_);
+    values_ = {packed_, DType::kFloat32, 0, ld_, 1, cols, p_.E};
   }
   void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
     rows_ = rows;
@@ -160,7 +159,7 @@ class FewValueGrads {
   const AttentionParams& p_;
   const View& grad_out_view_;
   int64_t block_n_, ld_, rows_ = 0;
-  float* grad_out_;
+  float *grad_out_, *packed_;  // values whose rows cannot be read as vectors, or nullptr
   RowSums grad_v_;
   Matrix values_{};
 };

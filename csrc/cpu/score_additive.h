@@ -6,7 +6,8 @@
 // E costs an exponential an element of a query block, F one of a key tile, a pair half a division:
 // additive_tile.h has the loops and what bounds them, additive_terms.h the proof of their range.
 // The centre c is 0 unless the keys of a tile are far from it; keys that are far from each other,
-// or not finite, make their tile take an exponential a pair instead.
+// or not finite, make their tile take an exponential a pair instead. Keys that no row of the tile
+// keeps do not count.
 //
 // Gradients, with dS in natural units and t = u (1 - u) = (1 - tanh^2) / 4:
 //   dq_id = 4 w_d sum_j dS_ij t_ijd                dk_jd = 4 w_d sum_i dS_ij t_ijd
@@ -35,6 +36,7 @@ class AdditiveScore {
         dims_(round_up(p.D + 1, 2)),
         ld_(tile_stride(p.D)),
         keys_(key_panels()),
+        kept_(scratch.ints(kBlockN)),
         centre_(scratch.floats(dims_)),
         factors_(scratch.floats(kPanelRows * dims_)),
         slots_(make_slots(slots)),
@@ -49,16 +51,30 @@ class AdditiveScore {
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
-    ++loaded_keys_;
-    bool finite = true;
-    for (int64_t c = 0; c < cols; c += kWidth) {
-      float* const panel = key_panel(keys_, c);
-      finite &= pack_transposed(matrix_at(p_.k, b, hkv, j0 + c, min64(kWidth, cols - c), p_.D), 1.f,
-                                panel, kWidth);
-      fill(panel + p_.D * kWidth, (dims_ - p_.D) * kWidth, 0.f);
+    from_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D);
+    pack_keys();
+    for (int64_t c = 0; c < kBlockN; ++c) kept_[c] = -1;
+    all_near_ = range_of(largest_key()) == Range::kNear;
+    is_chosen_ = false;
+    if (all_near_) use_range(Range::kNear);
+  }
+
+  // Chooses how to compute the scores of a tile, from the keys that some row of it keeps: garbage
+  // in others changes no bit, nor does it matter how many keys are loaded.
+  void choose_range(const MaskTile& mask) {
+    if (all_near_) return;
+    bool same = is_chosen_;
+    for (int64_t c = 0; c < cols_; ++c) {
+      const int32_t kept = mask.keeps_key(c) ? -1 : 0;
+      same &= kept_[c] == kept;
+      kept_[c] = kept;
     }
-    choose_range(finite);
-    if (range_ != Range::kExact) exponentiate_keys();
+    if (same) return;
+    if (is_chosen_) pack_keys();
+    is_chosen_ = true;
+    const float largest = largest_key();
+    use_range(range_of(largest));
+    if (range_ == Range::kExact && largest < kInf) use_centre();
   }
 
   static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
@@ -117,7 +133,7 @@ class AdditiveScore {
   static constexpr float kNoTerm = -50.f;  // as a query: tanh is -1, the term a constant
 
   // What `e` of a slot has been computed for: a Range whose centre is 0, or, from kCentred on, the
-  // tile of keys with that number.
+  // centre with that number.
   static constexpr int64_t kNothing = -1, kCentred = 3;
 
   // A block of queries of one head.
@@ -175,16 +191,36 @@ class AdditiveScore {
 
   // ---- keys ----
 
-  // A function of the keys of this tile alone: a row must not depend on the rows around it.
-  void choose_range(bool finite) {
-    fill(centre_, dims_, 0.f);
-    range_ = finite ? range_of(largest_key()) : Range::kExact;
-    wanted_ = static_cast<int64_t>(range_);
-    if (!finite || range_ != Range::kExact) return;
-    range_ = range_of(find_centre());
-    if (range_ != Range::kExact) wanted_ = kCentred + loaded_keys_;
+  // As they are.
+  void pack_keys() {
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      Matrix from = from_;
+      from.offset += c * from.stride_r;
+      from.rows = min64(kWidth, cols_ - c);
+      float* const panel = key_panel(keys_, c);
+      pack_transposed(from, 1.f, panel, kWidth);
+      fill(panel + p_.D * kWidth, (dims_ - p_.D) * kWidth, 0.f);
+    }
   }
 
+  void use_range(Range range) {
+    fill(centre_, dims_, 0.f);
+    set_range(range, static_cast<int64_t>(range));
+  }
+
+  // In place of an exponential a pair, if the keys that are kept are near a centre of their own.
+  void use_centre() {
+    const Range range = range_of(find_centre());
+    if (range != Range::kExact) set_range(range, kCentred + centres_++);
+  }
+
+  void set_range(Range range, int64_t wanted) {
+    if ((range == Range::kFar) != (range_ == Range::kFar)) finish_head();  // grad_unit() changes
+    range_ = range, wanted_ = wanted;
+    if (range != Range::kExact) exponentiate_keys();
+  }
+
+  // NaN is kExact.
   static Range range_of(float distance) {
     if (distance <= kNearRule.key_limit) return Range::kNear;
     return distance <= kFarRule.key_limit ? Range::kFar : Range::kExact;
@@ -205,20 +241,27 @@ class AdditiveScore {
     }
   }
 
+  // Of those that are kept; infinity or NaN if one of them is. Absolute values are compared as
+  // integers, among which these are the largest.
   float largest_key() const {
-    Vec largest{};
-    for (int64_t c = 0; c < cols_; c += kWidth)
-      for (int64_t d = 0; d < p_.D; ++d)
-        largest = max(largest, abs(load(key_panel(keys_, c) + d * kWidth)));
-    return max_lanes(largest);
+    VecI largest{};
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      const VecI kept = load_lanes<VecI>(kept_ + c);
+      for (int64_t d = 0; d < p_.D; ++d) {
+        const VecI size = bits_of(abs(load(key_panel(keys_, c) + d * kWidth))) & kept;
+        largest = size > largest ? size : largest;
+      }
+    }
+    return max_lanes(from_bits(largest));
   }
 
-  // Puts the centre of every dim amid its keys; returns the largest distance of a key from it.
+  // Puts the centre of every dim amid its kept keys; returns the largest distance of one from it.
   float find_centre() {
     float largest = 0.f;
     for (int64_t d = 0; d < p_.D; ++d) {
       float low = kInf, high = -kInf;
       for (int64_t j = 0; j < cols_; ++j) {
+        if (!kept_[j]) continue;
         const float k = key_panel(keys_, j / kWidth * kWidth)[d * kWidth + j % kWidth];
         low = k < low ? k : low;
         high = k > high ? k : high;
@@ -230,7 +273,8 @@ class AdditiveScore {
     return largest;
   }
 
-  // The clamp is for the zeros past the last key, which may be far from the centre.
+  // The clamp is for what does not count: keys that no row keeps, of which NaN becomes the limit,
+  // and the zeros past the last key, which may be far from the centre.
   void exponentiate_keys() {
     const Vec limit = splat(rule().key_limit);
     for (int64_t c = 0; c < cols_; c += kWidth) {
@@ -361,9 +405,13 @@ class AdditiveScore {
   bool backward_;
   int64_t dims_;  // of panels: D, then one that terms are padded with; even
   int64_t ld_;
-  float *keys_, *centre_, *factors_;
+  float* keys_;
+  int32_t* kept_;  // all bits set where some row of the tile keeps a key, or that has no matter yet
+  float *centre_, *factors_;
   Slot *slots_, *slot_;
-  int64_t cols_ = 0, loaded_keys_ = 0;
+  Matrix from_{};
+  int64_t cols_ = 0, centres_ = 0;
+  bool all_near_ = false, is_chosen_ = false;  // of the keys loaded, and whether range_ is for them
   Range range_ = Range::kFar;
   int64_t wanted_ = kNothing;  // see Slot::prepared
   bool head_pending_ = false;  // head_key_grad_ holds something
@@ -371,5 +419,9 @@ class AdditiveScore {
         *key_grad_ = nullptr;
   float* rows_out_ = nullptr;
 };
+
+FASTATTN_SIMD void choose_form(AdditiveScore& score, const MaskTile& mask) {
+  score.choose_range(mask);
+}
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -21,7 +21,7 @@ class DotScore {
 
   DotScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
       : p_(p),
-        direct_(p.M <= kDirectRows && rows_contiguous(p.k)),
+        direct_(is_direct(p.M, p.k)),
         backward_(backward),
         ld_(tile_stride(p.D)),
         slot_floats_(round_up(p.M < kBlockM ? p.M : kBlockM, kTileRows) * ld_),

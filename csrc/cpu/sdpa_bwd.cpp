@@ -10,7 +10,7 @@
 namespace fastattn::FASTATTN_ISA {
 
 void sdpa_backward(const BackwardParams& p, const Parallel& parallel) {
-  if (few_queries(p)) return backward<FewDotScore, FewValueGrads>(p, parallel);
+  if (is_direct(p.M, p.k)) return backward<FewDotScore, FewValueGrads>(p, parallel);
 #ifdef __AMX_BF16__
   if (packing_pays(p)) {
     // Tiles as small as blocks of a mask may be. With one part, products take so little of the time

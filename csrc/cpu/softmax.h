@@ -82,13 +82,13 @@ FASTATTN_SIMD Vec mask_row(const MaskTile& mask, float scale, int64_t i, int64_t
   return kMasking == Masking::kNone ? logit(top, scale) : top;
 }
 
-// Row i of the scores s becomes weights 2^(scale s - m), l their running sums. `drop` [cols], if
-// any, multiplies weights after they are summed. Returns numbers of which one is at least the
-// largest weight: sums of some of them each, where there is room for that.
-template <Masking kMasking, typename Sink>
-FASTATTN_SIMD Vec weigh_row(const Sink sink, const MaskTile& mask, int64_t i, const float* s,
-                            int64_t cols, float scale, float m, float alpha, const float* drop,
-                            float* l) {
+// A row of logits, logits(c) being those from column c on, becomes weights 2^(logit - m), l their
+// running sums. `drop` [cols], if any, multiplies weights after they are summed. Returns numbers of
+// which one is at least the largest weight: sums of some of them each, where there is room for
+// that.
+template <typename Sink, typename Logits>
+FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, int64_t cols, float m, float alpha,
+                            const float* drop, float* l) {
   constexpr bool kRoom = Sink::kSlack >= 8;
   Vec sum{}, top{};
 #pragma GCC unroll 2
@@ -97,9 +97,9 @@ FASTATTN_SIMD Vec weigh_row(const Sink sink, const MaskTile& mask, int64_t i, co
 #pragma GCC unroll 2
     for (int v = 0; v < Sink::kVectors; ++v) {
       const int64_t at = c + v * kWidth;
-      w[v] = v == 0 || at < cols ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(
-                                       mask.apply<kMasking>(load(s + at), scale, i, at) - m)
-                                 : Vec{};
+      w[v] = v == 0 || at < cols
+                 ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(logits(at) - m)
+                 : Vec{};
       sum += w[v];
       if constexpr (!kRoom) top = max(w[v], top);
       if (drop != nullptr && at < cols) w[v] *= load(drop + at);
@@ -136,8 +136,11 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
     if constexpr (Sink::kKeepsScores) {
       const Vec before = load(l);
+      const auto logits = [&](int64_t c) __attribute__((always_inline)) {
+        return mask.apply<kMasking>(load(row + c), scale, i, c);
+      };
       const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
-        return weigh_row<kMasking>(to, mask, i, row, at.cols, scale, *m, 1.f, factors, l);
+        return weigh_row(to, logits, at.cols, *m, 1.f, factors, l);
       };
       if (*m != -kInf && !any_above(weigh(sink.row_apart(i)), kMost)) {
         alpha[i] = 1.f;
@@ -150,9 +153,10 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     // A row that has been weighed in vain would be again, in the next tile.
     constexpr float kSlack = Sink::kKeepsScores ? 0.f : Row::kSlack;
     alpha[i] = any_above(top, *m + kSlack) ? raise_maximum(top, m) : 1.f;
-    const float left = kMasking == Masking::kNone ? scale : 1.f;  // what mask_row() leaves out
-    weigh_row<Masking::kNone>(sink.row(i), mask, i, row, at.cols, left, *m == -kInf ? 0.f : *m,
-                              alpha[i], factors, l);
+    const auto logits = [&](int64_t c) __attribute__((always_inline)) {
+      return kMasking == Masking::kNone ? logit(load(row + c), scale) : load(row + c);
+    };
+    weigh_row(sink.row(i), logits, at.cols, *m == -kInf ? 0.f : *m, alpha[i], factors, l);
   }
 }
 

@@ -104,6 +104,14 @@ class MaskTile {
     return false;
   }
 
+  // Whether some row keeps key c of the tile.
+  bool keeps_key(int64_t c) const {
+    if (!masked_) return true;
+    for (int64_t i = 0; i < rows_; ++i)
+      if (keeps(i, c)) return true;
+    return false;
+  }
+
  private:
   bool keeps(int64_t i, int64_t c) const {
     if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;

@@ -36,7 +36,7 @@ class ValueTile {
   ValueTile(const AttentionParams& p, Scratch& scratch, int64_t, int64_t block_n)
       : v_(p.v),
         E_(p.E),
-        direct_(p.M <= kDirectRows && rows_contiguous(p.v)),
+        direct_(is_direct(p.M, p.v)),
         ld_(tile_stride(p.E)),
         packed_(direct_ ? nullptr : scratch.floats(block_n * ld_)),
         listed_(direct_ ? scratch.ints(block_n) : nullptr) {}
@@ -81,6 +81,7 @@ static void attend_tile(Score& score, ValueTile& values, const MaskTile& mask,
                         const DropoutParams& dropout, const TilePlace& at, const RowState& state,
                         float* s, float* drop, float* alpha) {
   constexpr int64_t kLd = Score::kBlockN;
+  choose_form(score, mask);
   score.scores(s);
   softmax_step(mask, dropout, at, state, logit_scale(score), s, kLd, drop, alpha);
   values.accumulate(s, kLd, at.rows, alpha, mask.masked(), state.o);
