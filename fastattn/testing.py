@@ -516,7 +516,15 @@ def _grid() -> list[Case]:
         Case("dropout-decode", dropout_p=0.3, M=1, N=300),
     ]
     large = [Case("large-logits", magnitude=60.0, M=40, N=70, lse=True)]
+    # Whole tiles, which no mask code touches; as large as the logits of the dot product are named.
+    plain = [Case(f"plain-N{n}", B=1, M=64, N=n, weights="full", lse=True) for n in (64, 128)]
+    logits = [
+        _with(c, name=f"{c.name}-logits-1e{power}", magnitude=10 ** (power / 2))
+        for c in plain
+        for power in (2, 4, 6, 10)
+    ]
     both = [*sizes, *dims, *zeros, *layouts, *masks, *biases, *weights, *dropout, *heads, *large]
+    both += plain
     # Additive sizes are cut where plain PyTorch's M * N * D, not ours, would take the time.
     extremes = [
         Case("huge", magnitude=1e4, M=40, N=70),
@@ -527,12 +535,14 @@ def _grid() -> list[Case]:
     ]
     cases = [
         *both,
+        *logits,
         *(_with(c, score="additive") for c in both),
         *(_with(c, score="additive") for c in extremes),
     ]
     half = {
         *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "bias-inf"),
         *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
+        "plain-N128-logits-1e4",
     }
     return cases + [_with(c, dtype=d) for c in cases if c.name in half for d in (_f16, _bf16)]
 

@@ -49,6 +49,12 @@ def test_grid_has_every_feature(feature):
     assert {c.score for c in GRID if feature(c)} == {"dot", "additive"}
 
 
+def test_grid_has_whole_tiles_of_every_magnitude():
+    plain = {(c.N, c.magnitude**2) for c in GRID if c.name.startswith("plain-") and c.weights}
+    found = {(N, round(logit)) for N, logit in plain}
+    assert found >= {(N, logit) for N in (64, 128) for logit in (1e2, 1e4, 1e6, 1e10)}
+
+
 def test_case_names_are_unique():
     assert len({str(c) for c in GRID}) == len(GRID)
 
