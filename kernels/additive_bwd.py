@@ -112,7 +112,7 @@ def pull_back_row(
     )  # fmt: skip
     shift, factor, delta = load_rows(t, b, h, dims.H, i, M)
     p = weights_of(
-        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.shift_ptr is not None
+        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.log2_ptr is not None
     )
     dp = tl.sum(tile_v * do, 1)[None, :]
     p, ds = softmax_gradient(

@@ -119,9 +119,11 @@ def mask_scores(
     s, scale, bias, mask, b, h, i, j, begin, end, M, N,
     MASKED: tl.constexpr, BIASED: tl.constexpr, FOLD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """(s, keep): scores with bias and -inf where masked; times scale here unless folded later."""
-    if not FOLD_SCALE:
-        s = s * scale
+    """(s, keep): scores with bias and -inf where masked; times scale here unless folded later.
+
+    Either way one rounding, spelled out: what a compiler contracts it may contract elsewhere
+    otherwise, and an ulp of a huge bias is everything.
+    """
     if MASKED:
         keep = keep_tile(mask, b, h, i, j, begin, end, M)
     else:
@@ -131,7 +133,9 @@ def mask_scores(
         ptrs = rows + j.to(tl.int64) * bias.stride_c
         added = tl.load(ptrs, mask=keep, other=float("-inf")).to(tl.float32)
         keep = keep & (added != float("-inf"))
-        s = s + in_log2(added)
+        s = tl.fma(s, scale, in_log2(added))
+    elif not FOLD_SCALE:
+        s = tl.fma(s, scale, 0.0)
     if MASKED or BIASED:
         s = tl.where(keep, s, float("-inf"))
     return s, keep

@@ -44,7 +44,7 @@ from .masking import (
 )
 from .score import DOT_PRODUCT, Terms, load_side, pull_back, scores
 from .sdpa_fwd import FEW_QUERIES, chunks_of
-from .softmax import LOG2E, fold_stats, load_stats, weights_of
+from .softmax import LOG2E, fold_factor, load_stats, weights_of
 from .tiles import (
     ABSENT,
     EXACT_SLICE,
@@ -71,7 +71,7 @@ class Backward(NamedTuple):
 
     grad_weights_scale: Any  # 1 / H for a mean over heads
     stats_ptr: Any
-    shift_ptr: Any  # of fold_stats, one product less in the inner loops; None where stats serve
+    log2_ptr: Any  # of fold_factor, one product less in the inner loops; None where stats serve
     delta_ptr: Any
     scale_log2: Any
 
@@ -98,14 +98,13 @@ def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
 
 @triton.jit
 def load_rows(t, b, h, H, i, M):
-    """(shift, factor, delta) of the rows i, in the shape of i."""
+    """(shift, factor, delta) of the rows i, in the shape of i; the factor as weights_of wants it."""
     delta = tl.load(row_ptrs(t.delta_ptr, b, h, H, i, M), mask=i < M, other=0.0)
-    if t.shift_ptr is None:
-        shift, factor = load_stats(t.stats_ptr, b, h, H, i, M)
-        return shift, factor, delta
-    else:
-        ptrs = row_ptrs(t.shift_ptr, b, h, H, i, M)
-        return tl.load(ptrs, mask=i < M, other=float("inf")), 1.0, delta
+    shift, factor = load_stats(t.stats_ptr, b, h, H, i, M)
+    if t.log2_ptr is not None:
+        ptrs = row_ptrs(t.log2_ptr, b, h, H, i, M)
+        factor = tl.load(ptrs, mask=i < M, other=float("inf"))
+    return shift, factor, delta
 
 
 @triton.jit
@@ -127,7 +126,7 @@ def tile_gradient(
         MASKED, BIASED, spec.FOLD_SCALE,
     )  # fmt: skip
     w = weights_of(
-        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.shift_ptr is not None
+        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.log2_ptr is not None
     )
     if spec.STREAM:
         do_ptr, v_ptr = head_ptr(grad_out, b, h), head_ptr(v, b, h // dims.group)
@@ -194,10 +193,10 @@ def sdpa_bwd_delta_kernel(
     if grad_weights.ptr is not None:
         delta += sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h, i0)
     tl.store(row_ptrs(t.delta_ptr, b, h, dims.H, offs_m, M), delta, mask=offs_m < M)
-    if t.shift_ptr is not None:
-        shift, factor = load_stats(t.stats_ptr, b, h, dims.H, offs_m, M)
-        ptrs = row_ptrs(t.shift_ptr, b, h, dims.H, offs_m, M)
-        tl.store(ptrs, fold_stats(shift, factor), mask=offs_m < M)
+    if t.log2_ptr is not None:
+        _, factor = load_stats(t.stats_ptr, b, h, dims.H, offs_m, M)
+        ptrs = row_ptrs(t.log2_ptr, b, h, dims.H, offs_m, M)
+        tl.store(ptrs, fold_factor(factor), mask=offs_m < M)
 
 
 @triton.jit
@@ -588,7 +587,7 @@ def backward_args(call: Call, out, stats, grad_out, grad_lse, grad_weights, term
     share = 1.0 / H if call.weights == "mean" else 1.0
     gw = per_head_weights(call, grad_weights)
     delta = call.q.new_empty(B, H, M, dtype=torch.float32)
-    # One number for stats' two would show in fp32 results, and has no bits left under huge biases.
+    # Rounded, the exponent of a small weight is off by 2^-20: that would show in fp32 results.
     folds = call.bias is None and call.q.dtype != torch.float32
     t = (
         view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape),

@@ -175,14 +175,14 @@ def sdpa_fwd_kernel(
     if partial.chunks is not None:
         store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec)
     else:
-        factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, dims, b, h, offs_m)
+        factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
         store_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, acc * factor[:, None])
 
 
 @triton.jit
-def finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, dims, b, h, offs_m):
+def finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m):
     """Stores log-sum-exp and stats of rows; returns what O is multiplied by."""
-    shift, factor, lse = softmax_finish(m_i, l_i)
+    shift, factor, lse = softmax_finish(m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
     tl.store(row_ptrs(lse_ptr, b, h, dims.H, offs_m, dims.M), lse, mask=offs_m < dims.M)
     store_stats(stats_ptr, b, h, dims.H, offs_m, dims.M, shift, factor)
     if drop.seed_ptr is not None:
@@ -203,7 +203,9 @@ def store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec):
 
 
 @triton.jit
-def sdpa_merge_kernel(out, lse_ptr, stats_ptr, partial, drop, dims, spec, CHUNKS: tl.constexpr):
+def sdpa_merge_kernel(
+    out, lse_ptr, stats_ptr, partial, drop, scale, dims, spec, CHUNKS: tl.constexpr
+):
     """One row: its chunks side by side, at least as many as there are."""
     row, b, h = place(dims.M, dims.H, False)
     offs_m = row + tl.arange(0, 1)
@@ -213,13 +215,14 @@ def sdpa_merge_kernel(out, lse_ptr, stats_ptr, partial, drop, dims, spec, CHUNKS
     m_c = tl.load(partial.stats_ptr + 2 * part, mask=there, other=float("-inf"))
     l_c = tl.load(partial.stats_ptr + 2 * part + 1, mask=there, other=0.0)
     m_i = tl.max(m_c, 0)
-    alpha = tl.exp2(m_c - tl.where(m_i == float("-inf"), 0.0, m_i))
+    below = m_c - tl.where(m_i == float("-inf"), 0.0, m_i)
+    alpha = tl.exp2(below * (scale if spec.FOLD_SCALE else 1.0))
     l_i = tl.sum(l_c * alpha, 0)
     ptrs = partial.acc_ptr + part[:, None] * spec.E + offs_e[None, :]
     acc = tl.load(ptrs, mask=there[:, None] & (offs_e < spec.E)[None, :], other=0.0)
     acc = tl.sum(acc * alpha[:, None], 0)
     m_i, l_i = m_i + tl.zeros((1,), tl.float32), l_i + tl.zeros((1,), tl.float32)
-    factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, dims, b, h, offs_m)
+    factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
     rows = acc[None, :] * factor[:, None]
     store_tile(head_ptr(out, b, h), out, offs_m, offs_e, dims.M, spec.E, rows)
 
@@ -297,7 +300,7 @@ def new_partial(call: Call) -> Partial:
 def launch_merge(call: Call, out, lse, stats, partial: Partial, drop, shape) -> None:
     """Merges the chunks of every row into out, lse and stats."""
     sdpa_merge_kernel[(call.B * call.H * call.M,)](
-        view(out), lse, stats, partial, drop, call.dims, shape,
+        view(out), lse, stats, partial, drop, call.scale * LOG2E.value, call.dims, shape,
         CHUNKS=triton.next_power_of_2(partial.chunks),
     )  # fmt: skip
 

@@ -29,7 +29,8 @@ struct BackwardArgs {
 
 struct __align__(16) BackwardMemory {
   StageMemory stage;
-  float ds[kTile * kTile];       // kGradUnit dS [i][j]
+  float largest[kWarps];         // |dS|, of a warp's share of the tile
+  float ds[kTile * kTile];       // kGradUnit dS / unit_of_ds [i][j]
   float weights[kTile * kTile];  // [i][j], of the keys' kernel alone
 };
 constexpr size_t kSharedWithoutWeights = offsetof(BackwardMemory, weights);
@@ -88,11 +89,30 @@ FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepB
   drop(a.p, survivors, weights);
 }
 
+// The power of two that a tile's dS is kept over, near the largest: factors of 2^80 stand beside it
+// in a gradient's sums, which would overflow, or underflow, with ordinary gradients. Read where it
+// is used: kept over the loops it would take a register.
+FASTATTN_DEVICE float unit_of_ds(const BackwardMemory& memory) {
+  float largest = 0.f;
+  for (int n = 0; n < kWarps; ++n) largest = max_of(largest, memory.largest[n]);
+  return fminf(fmaxf(power_below(largest), 0x1p-80f), 0x1p80f);
+}
+
+// Has a barrier inside, and needs one behind it.
 FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
+  float largest = 0.f;
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
-    for (int c = 0; c < kCols; ++c) ds[r][c] *= kGradUnit;
+    for (int c = 0; c < kCols; ++c) largest = max_of(largest, fabsf(ds[r][c]));
+  largest = lanes_max(largest, 32);
+  if (lane() == 0) memory.largest[warp()] = largest;
+  __syncthreads();
+  const float factor = kGradUnit / unit_of_ds(memory);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) ds[r][c] *= factor;
   store_fragment<false>(ds, memory.ds);
 }
 
@@ -173,11 +193,13 @@ FASTATTN_DEVICE void add_query_gradient(const BackwardArgs& a, const Place& at,
     load_own<false>(tiles, at, kDirect, d0, own);
     add_gradient<kDirect, false>(own, memory.stage.keys, memory.ds, at.cols, acc, weight);
     const int64_t slot = d0 / kStage * (kOwn + 1);
+    const float unit = unit_of_ds(memory);
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
 #pragma unroll
-      for (int d = 0; d < kOwn; ++d) acc[r][d] *= kDirect ? 1.f : own[r][d];
+      for (int d = 0; d < kOwn; ++d) acc[r][d] *= kDirect ? unit : own[r][d] * unit;
       add_to_sum(sums, slot + r, acc[r]);
+      weight[r] *= unit;
     }
     add_to_sum(sums, slot + kOwn, weight);
   }
@@ -307,12 +329,13 @@ FASTATTN_DEVICE void add_key_gradient(const BackwardArgs& a, const Place& at,
     float unused[kOwn] = {};
     load_own<true>(tiles, at, kDirect, d0, own);
     add_gradient<kDirect, true>(own, memory.stage.queries, memory.ds, at.rows, acc, unused);
+    const float unit = unit_of_ds(memory);
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
 #pragma unroll
       for (int d = 0; d < kOwn; ++d) {
-        const float factor = 4.f * weights[d0 + own_dim0() + d];
-        acc[r][d] *= kDirect ? factor : factor * own[r][d];
+        const float sum = acc[r][d] * (kDirect ? unit : own[r][d] * unit);
+        acc[r][d] = sum * (4.f * weights[d0 + own_dim0() + d]);
       }
       add_to_sum(sums, d0 / kStage * kOwn + r, acc[r]);
     }

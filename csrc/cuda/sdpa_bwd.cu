@@ -56,8 +56,7 @@ FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
 
 // Scores become P, before dropout: exactly 0 where masked, even if the row is NaN.
 template <typename Layout>
-FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, float scale,
-                                 Pairs<Layout>& s) {
+FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, Pairs<Layout>& s) {
 #pragma unroll
   for (int x = 0; x < Layout::kQueries; ++x) {
     const int query = Layout::query0() + Layout::query(x);
@@ -65,8 +64,8 @@ FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, float sca
 #pragma unroll
     for (int y = 0; y < Layout::kKeys; ++y) {
       const int n = Layout::pair(x, y);
-      const float weight = ex2_approx(fmaf(s[n / 4][n % 4], scale, -shift));
-      s[n / 4][n % 4] = kept(bits, n) ? weight * factor : 0.f;
+      const float weight = known_weight(s[n / 4][n % 4], shift, factor);
+      s[n / 4][n % 4] = kept(bits, n) ? weight : 0.f;
     }
   }
 }
@@ -83,9 +82,8 @@ FASTATTN_DEVICE void load_grad_weights(const BackwardParams& p, const Place& at,
 // s becomes W and dp = dO V^T + dW becomes dS, both exactly 0 where masked.
 template <typename Layout>
 FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
-                                const RowMemory& rows, float scale, Pairs<Layout>& s,
-                                Pairs<Layout>& dp) {
-  known_pairs<Layout>(rows, mask.bits, scale, s);
+                                const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
+  known_pairs<Layout>(rows, mask.bits, s);
   drop(p, survivors, dp);
 #pragma unroll
   for (int x = 0; x < Layout::kQueries; ++x) {
@@ -103,8 +101,8 @@ FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, K
 // W and dS of the tile whose operands are in memory.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
-                                   const Scale& scale, const GradMemory<kDim>& memory,
-                                   Pairs<Layout>& s, Pairs<Layout>& ds) {
+                                   float scale, const GradMemory<kDim>& memory, Pairs<Layout>& s,
+                                   Pairs<Layout>& ds) {
   constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
   const uint16_t* const grad = memory.grad_out;
   // Both before S takes registers.
@@ -114,7 +112,7 @@ FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, con
                                            kQueriesByRows ? memory.v : grad, ds);
   sdpa_scores<Layout, kType, kDim>(p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
                                    kQueriesByRows ? memory.k : memory.q, s);
-  grad_pairs<Layout>(p, mask, survivors, memory.rows, scale.later, s, ds);
+  grad_pairs<Layout>(p, mask, survivors, memory.rows, s, ds);
 }
 
 // ---- delta ----
@@ -135,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                    load_as<kType>(p.grad_out.data, grad + e * p.grad_out.stride_c);
   }
   if (p.grad_weights.data != nullptr) {
-    const Scale scale = scale_of(p);
+    const float scale = p.scale * kLog2e;
     const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
     start_queries<kDim>(p.q, p.D, at, memory.q);
     load_rows<false>(p, at, memory.rows);
@@ -149,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       __syncthreads();
       Pairs<QueryRows> s;
       sdpa_scores<QueryRows, kType, kDim>(p, at, mask, scale, memory.q, memory.k, s);
-      known_pairs<QueryRows>(memory.rows, mask.bits, scale.later, s);
+      known_pairs<QueryRows>(memory.rows, mask.bits, s);
       drop(p, surviving_bits<QueryRows>(p, at), s);
       for_grad_weights<QueryRows, kType>(p, at, mask.bits, [&](int pair, float grad) {
         sum[pair % 4 / 2] += s[pair / 4][pair % 4] * grad;
@@ -173,7 +171,7 @@ template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const Scale scale = scale_of(p);
+  const float scale = p.scale * kLog2e;
   Place at = query_place(p, blockIdx.x);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   float dq[kDim / 8][4] = {};
@@ -214,7 +212,7 @@ template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const Scale scale = scale_of(p);
+  const float scale = p.scale * kLog2e;
   Place at = key_place(p, blockIdx.x);
   float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
   start_keys<kDim>(p.k, p.D, at, memory.k);
@@ -270,7 +268,7 @@ template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dbias_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const Scale scale = scale_of(p);
+  const float scale = p.scale * kLog2e;
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   uint32_t block = blockIdx.x;
   const int64_t own_n = take_digit(&block, p.bias_N == 1 ? 1 : tiles_n);

@@ -51,14 +51,13 @@ struct SdpaState {
 
 // Scores that are masked and biased become weights; alpha rescales O.
 template <int kTiles>
-FASTATTN_DEVICE void sdpa_softmax_step(float scale, SdpaState& state, float (&s)[kTiles][4],
-                                       float (&alpha)[2]) {
+FASTATTN_DEVICE void sdpa_softmax_step(SdpaState& state, float (&s)[kTiles][4], float (&alpha)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float top = -kInfinity;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) top = max_of(top, max_of(s[n][2 * half], s[n][2 * half + 1]));
-    const float m = max_of(state.m[half], ceilf(lanes_max(top, kQuad) * scale));
+    const float m = max_of(state.m[half], ceilf(lanes_max(top, kQuad)));
     const float shift = finite_max(m);
     alpha[half] = rescaling(state.m[half], shift);
     state.m[half] = m;
@@ -67,7 +66,7 @@ FASTATTN_DEVICE void sdpa_softmax_step(float scale, SdpaState& state, float (&s)
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int v = 2 * half; v < 2 * half + 2; ++v) {
-        s[n][v] = ex2_approx(fmaf(s[n][v], scale, -shift));
+        s[n][v] = ex2_approx(s[n][v] - shift);
         sum += s[n][v];
       }
     state.l[half] = state.l[half] * alpha[half] + sum;
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
   const ForwardParams& p = a.p;
-  const Scale scale = scale_of(p);
+  const float scale = p.scale * kLog2e;
   int64_t chunk = 0;
   Place at = kFew ? few_queries(a, blockIdx.x, &chunk) : query_tile(p, blockIdx.x);
   KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     Pairs<Layout> s;
     float alpha[2];
     sdpa_scores<Layout, kType, kDim>(p, here, mask_here, scale, memory.q, memory.k[buffer], s);
-    sdpa_softmax_step(scale.later, state, s, alpha);
+    sdpa_softmax_step(state, s, alpha);
     drop(p, surviving_bits<Layout>(p, here), s);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
@@ -202,7 +201,7 @@ template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_weights_kernel(const __grid_constant__ ForwardParams p) {
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
-  const Scale scale = scale_of(p);
+  const float scale = p.scale * kLog2e;
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
   const int heads = static_cast<int>(p.H / heads_out);
   uint32_t block = blockIdx.x;
@@ -231,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int n = 0; n < QueryRows::kTiles; ++n)
 #pragma unroll
         for (int v = 2 * half; v < 2 * half + 2; ++v) {
-          const float w = ex2_approx(fmaf(s[n][v], scale.later, -stats.x)) * stats.y;
+          const float w = known_weight(s[n][v], stats.x, stats.y);
           s[n][v] = kept(mask.bits, n, v) ? w : 0.f;
         }
     }

@@ -40,29 +40,27 @@ FASTATTN_DEVICE void start_keys(const View& x, int64_t dims, const Place& at, ui
 
 // ---- scores ----
 
-// How raw products become base-2 scores: all at once, or, where nothing stands between, in the
-// multiply-add of the softmax.
-struct Scale {
-  float now, later;
-};
-FASTATTN_DEVICE Scale scale_of(const AttentionParams& p) {
-  const float scale = p.scale * kLog2e;
-  return p.bias.data == nullptr && scale > 0.f ? Scale{1.f, scale} : Scale{scale, 1.f};
-}
-
-// S of the tile at `at`, -inf where masked, not yet times `later`. Rows and columns are queries and
-// keys, or the other way round, as the layout has them.
+// Base-2 scores of the tile at `at`, -inf where masked. Rows and columns are queries and keys, or
+// the other way round, as the layout has them.
+//
+// A score is rounded here, whatever follows: the row's maximum is one of these numbers. In a
+// multiply-add of the softmax the largest score would be off by half an ulp of itself, which
+// overflows beyond 2^31; and with a bias each kernel might be contracted in its own way.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
-                                 const Scale& scale, const uint16_t* rows, const uint16_t* columns,
+                                 float scale, const uint16_t* rows, const uint16_t* columns,
                                  Pairs<Layout>& s) {
   clear(s);
   multiply_transposed<Layout, kType, kDim>(rows, columns, s);
-  if (mask.full && scale.now == 1.f) return;
 #pragma unroll
   for (int n = 0; n < Layout::kTiles; ++n)
 #pragma unroll
-    for (int v = 0; v < 4; ++v) s[n][v] = kept(mask.bits, n, v) ? s[n][v] * scale.now : -kInfinity;
+    for (int v = 0; v < 4; ++v) s[n][v] = __fmul_rn(s[n][v], scale);
+  if (mask.full) return;
+#pragma unroll
+  for (int n = 0; n < Layout::kTiles; ++n)
+#pragma unroll
+    for (int v = 0; v < 4; ++v) s[n][v] = kept(mask.bits, n, v) ? s[n][v] : -kInfinity;
   add_bias<Layout>(p, at, mask.bits, s);
 }
 

@@ -24,6 +24,15 @@ FASTATTN_DEVICE float power_of_2(int exponent) {
   return power;
 }
 
+// The largest power of two that is not above a normal number x >= 0; 0 for smaller ones.
+FASTATTN_DEVICE float power_below(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  bits &= 0x7f800000;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
 // 2^(from - to) for whole numbers from <= to, or from = -inf. NaN stays NaN.
 FASTATTN_DEVICE float rescaling(float from, float to) {
   const float exponent = from - to;

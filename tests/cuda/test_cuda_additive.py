@@ -189,6 +189,16 @@ def test_saturation_at_both_ends_of_the_range(backend, distance):
     assert_right(RANGES, t, backend)
 
 
+@pytest.mark.parametrize("size", [1e-27, 1e27])
+@pytest.mark.parametrize("spread", [1.0, 5.0, 20.0])
+def test_gradients_of_huge_and_of_tiny_values(backend, spread, size):
+    """As the scores' range, that of dS is no concern of sums: keys near each other, and apart."""
+    t = testing.make(RANGES)
+    t.k, t.v = t.k * spread, t.v * size
+    t.grad_weights, t.grad_lse = t.grad_weights * size, t.grad_lse * size
+    assert_right(RANGES, t, backend)
+
+
 def test_the_same_bits_again_and_beside_others(backend):
     call = inputs("additive", B=3, M=70, N=130, D=9)
     mask = Mask(causal="bottom_right")

@@ -7,6 +7,7 @@ tensor and the workspace being an allocation of its exact size.
 import dataclasses
 
 import host_build
+import large_logits
 import pytest
 import shim_backend
 import torch
@@ -82,6 +83,18 @@ def test_few_queries_are_the_same_alone(backend):
     out = scaled_dot_product_attention(q, k, v, backend=backend)
     alone = scaled_dot_product_attention(q[1:2, :1], k[1:2, :1], v[1:2, :1], backend=backend)
     assert alone.equal(out[1:2, :1])
+
+
+# ---- large logits ----
+
+
+# Few queries; rows and keys of full tiles; with a bias, which is added in tiles that are not.
+@pytest.mark.parametrize(("M", "N", "biased"), [(5, 128, False), (64, 64, False), (64, 128, True)])
+@pytest.mark.parametrize("logit", large_logits.LOGITS)
+@pytest.mark.parametrize("dtype", HALF)
+def test_large_logits(dtype, logit, M, N, biased, backend):
+    bias = torch.linspace(-1, 1, N).to(dtype) if biased else None
+    large_logits.check(logit, dtype, M, N, backend, bias=bias)
 
 
 # ---- garbage ----

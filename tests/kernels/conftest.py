@@ -30,7 +30,7 @@ def _repair_interpreter():
 
     It multiplies the bits of bf16 numbers in dot, truncates where the hardware rounds to nearest
     even, leaves a constexpr in a tuple wrapped, and patches the language anew in every call of a
-    device function, which takes milliseconds. Products of fp32 are added up in the order of the
+    device function, which takes milliseconds. Products are added up in the order of the
     inner dim, as the GPU does it: BLAS takes another for every shape, and where logits are 1e4 that
     is all the difference between S and the transposed S of the backward.
     """
@@ -39,19 +39,15 @@ def _repair_interpreter():
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    dot, cast = builder.create_dot, builder.cast_impl
+    cast = builder.cast_impl
 
     def as_fp32(x):
-        if x.dtype.scalar == tl.float32:
-            return x
         if x.dtype.scalar == tl.bfloat16:
-            return interpreter.TensorHandle(_bf16_to_fp32(x.data), tl.float32)
-        return interpreter.TensorHandle(x.data.astype(np.float32), tl.float32)
+            return _bf16_to_fp32(x.data)
+        return x.data.astype(np.float32, copy=False)
 
     def create_dot(self, a, b, d, *options):
-        if a.dtype.scalar == tl.float32:
-            return interpreter.TensorHandle(_fp32_dot(a.data, b.data, d.data), tl.float32)
-        return dot(self, as_fp32(a), as_fp32(b), d, *options)
+        return interpreter.TensorHandle(_fp32_dot(as_fp32(a), as_fp32(b), d.data), tl.float32)
 
     def cast_impl(self, src, to):
         if src.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:

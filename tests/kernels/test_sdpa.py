@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import large_logits
 import pytest
 import torch
 
@@ -135,6 +136,14 @@ def test_weights_of_large_logits_sum_to_one(device):
     q, k, v = (x.detach() * 60 for x in inputs(device))
     _, weights = attend(q, k, v, return_weights="full")
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 40, device=device))
+
+
+@pytest.mark.parametrize(("M", "N", "biased"), [(1, 128, False), (64, 64, False), (64, 128, True)])
+@pytest.mark.parametrize("logit", large_logits.LOGITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_logits(dtype, logit, M, N, biased, device):
+    bias = torch.linspace(-1, 1, N, device=device).to(dtype) if biased else None
+    large_logits.check(logit, dtype, M, N, "triton", device, bias=bias)
 
 
 def test_rows_of_the_lowest_finite_bias_average(device):
