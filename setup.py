@@ -13,9 +13,9 @@ fastattn/_cuda.so, the CUDA kernels, where there is an nvcc; a GPU is not needed
 Where one cannot be built, one line says why, fastattn/_build_info.json keeps it for
 fastattn.explain(). FASTATTN_REQUIRE_EXT=1 makes it an error of the first; =0 leaves both out, and
 no warning follows. CXX, NVCC, CXXFLAGS, LDFLAGS and MAX_JOBS are honoured; NVCC=/bin/false builds
-the CPU kernels alone. `python setup.py native` builds in place without setuptools, and
-`python setup.py extension FOLDER` the first library alone, into a folder that the package does not
-look into: FASTATTN_EXTENSION names it.
+the CPU kernels alone. `python setup.py native` builds in place without setuptools, `python setup.py
+cuda` the second library alone. `python setup.py extension FOLDER` builds the first alone, into a
+folder that the package does not look into: FASTATTN_EXTENSION names it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent
 BUILD = Path("build/native")  # relative, as all paths of sources: they end up in __FILE__
 BUILD_CUDA = Path("build/cuda")
 EXTENSION = "_C.abi3.so"
+LEFT_OUT = os.environ.get("FASTATTN_REQUIRE_EXT") == "0"  # on purpose: nobody is to be warned
 CUDA_LIBRARY = "_cuda.so"
 
 # No -ffast-math: NaN, infinities and the order of sums are part of the semantics. These only give
@@ -48,9 +49,15 @@ ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DPy_LIMITED_API=0x03
 
 # As for the host: no fast math. Symbols stay inside: the kernels are called through ops.cpp alone.
 CUDA_FLAGS = "-std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -Icsrc".split()
-# (compile for, keep): sm_80 also runs on 8.6 and 8.9; newer GPUs than 9.0 compile the PTX at first
-# use.
-CUDA_CODE = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_90", "compute_90"))
+# (compile for, keep): sm_80 also runs on 8.6 and 8.9, sm_100 on 10.3 and sm_120 on 12.1; GPUs that
+# come later compile the PTX at first use, for minutes.
+CUDA_CODE = (
+    ("compute_80", "sm_80"),
+    ("compute_90a", "sm_90a"),
+    ("compute_90", "compute_90"),
+    ("compute_100", "sm_100"),
+    ("compute_120", "sm_120"),
+)
 # What on_cuda.h takes from libtorch_cuda. The stub has its name, so that the library can be linked
 # beside a torch without CUDA; where it runs, the loader finds torch's own.
 STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
@@ -70,7 +77,7 @@ rule link
 """
 CUDA_RULES = """\
 rule nvcc
-  command = {nvcc} {flags} -MD -MF $out.d -c $in -o $out
+  command = {nvcc} {flags} --threads {threads} -MD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = NVCC $out
@@ -253,7 +260,9 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     flags = [*CUDA_FLAGS, "-ccbin", shlex.join(cxx), *cuda_code(nvcc)]
     user = quote(shlex.split(os.environ.get("CXXFLAGS", "")))
     text = RULES.format(build=BUILD_CUDA, cxx=quote(cxx), user=user, ldflags=quote(link))
-    text += CUDA_RULES.format(nvcc=quote([nvcc]), flags=quote(flags), cxx=quote(cxx))
+    text += CUDA_RULES.format(
+        nvcc=quote([nvcc]), flags=quote(flags), threads=len(CUDA_CODE), cxx=quote(cxx)
+    )
     objects = []
     for source in sorted(Path("csrc/cuda").glob("*.cu")):
         objects.append(BUILD_CUDA / f"{source.stem}.o")
@@ -282,19 +291,23 @@ def run_ninja(ninja: str, file: Path) -> None:
         raise Unavailable(next((line for line in lines if "error:" in line), "ninja failed"))
 
 
-def build_extension(info: dict) -> str:
-    """Builds EXTENSION and returns what for."""
-    info["left_out"] = os.environ.get("FASTATTN_REQUIRE_EXT") == "0"
-    if info["left_out"]:
+def tools() -> tuple[tuple[Path, str], str, list[str]]:
+    """(torch's folder and version, ninja, the C++ compiler) that both libraries need."""
+    if LEFT_OUT:
         raise Unavailable("it was left out: FASTATTN_REQUIRE_EXT=0")
     if not sys.platform.startswith("linux"):
         raise Unavailable(f"the compiled kernels are for Linux, not {sys.platform}")
     if not Path("csrc/ops.cpp").exists():
         raise Unavailable("no csrc/ops.cpp")
-    torch, info["torch"] = find_torch()
-    ninja = find_ninja()
+    torch, ninja = find_torch(), find_ninja()
     cxx = shlex.split(os.environ.get("CXX") or "c++")
     compile_empty_file(cxx, FLAGS)
+    return torch, ninja, cxx
+
+
+def build_extension(info: dict) -> str:
+    """Builds EXTENSION and returns what for."""
+    (torch, info["torch"]), ninja, cxx = tools()
     info["compiler"] = output([*cxx, "--version"]).splitlines()[0]
     info["target"] = output([*cxx, "-dumpmachine"])
     isas = supported_isas(cxx, info["target"])
@@ -304,15 +317,15 @@ def build_extension(info: dict) -> str:
 
 
 def build_cuda_library(info: dict) -> str:
-    """Builds CUDA_LIBRARY and returns what for; after the extension, whose tools it needs."""
-    if not info["success"]:
-        raise Unavailable("it needs what the compiled extension needs")
+    """Builds CUDA_LIBRARY and returns what for."""
+    (torch, _), ninja, cxx = tools()
     nvcc = find_nvcc()
-    cxx = shlex.split(os.environ.get("CXX") or "c++")
-    run_ninja(find_ninja(), write_cuda_ninja_file(cxx, nvcc, find_torch()[0]))
-    info["cuda"]["compiler"] = output([nvcc, "--version"]).splitlines()[-2]
+    run_ninja(ninja, write_cuda_ninja_file(cxx, nvcc, torch))
+    info["compiler"] = output([nvcc, "--version"]).splitlines()[-2]
+    # The runtime is linked in: a driver of an older major version cannot serve it.
+    info["runtime"] = info["compiler"].partition("release ")[2].partition(",")[0]
     codes = [flag.rpartition("=")[2] for flag in cuda_code(nvcc)]
-    return f"{', '.join(codes)} ({info['cuda']['compiler']})"
+    return f"{', '.join(codes)} ({info['compiler']})"
 
 
 def attempt(info: dict, name: str, build, otherwise: str) -> None:
@@ -326,17 +339,24 @@ def attempt(info: dict, name: str, build, otherwise: str) -> None:
         print(f"fastattn: no {name}, {otherwise}: {error}", file=sys.stderr)
 
 
-def build(package: Path) -> bool:
+def build(package: Path, cuda_alone: bool = False) -> bool:
     """Builds into `package`, or says in one line why not and leaves the reason there."""
+    note = package / "_build_info.json"
     info = dict(success=False, reason=None, compiler=None, target=None, isas=[], torch=None)
-    attempt(info, EXTENSION, lambda: build_extension(info), "pure Python only")
-    info["cuda"] = dict(success=False, reason=None, compiler=None)
+    info["left_out"] = LEFT_OUT
+    if not cuda_alone:
+        attempt(info, EXTENSION, lambda: build_extension(info), "pure Python only")
+    elif note.exists():
+        info = json.loads(note.read_text())
+    info["cuda"] = cuda = dict(success=False, reason=None, compiler=None, runtime=None)
     without = "no CUDA C++ kernels (Triton's need no compiler)"
-    attempt(info["cuda"], CUDA_LIBRARY, lambda: build_cuda_library(info), without)
+    attempt(cuda, CUDA_LIBRARY, lambda: build_cuda_library(cuda), without)
     package.mkdir(parents=True, exist_ok=True)
-    (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+    note.write_text(json.dumps(info, indent=2) + "\n")
+    install(BUILD_CUDA / CUDA_LIBRARY, package, cuda["success"])
+    if cuda_alone:
+        return cuda["success"]
     install(BUILD / EXTENSION, package, info["success"])
-    install(BUILD_CUDA / CUDA_LIBRARY, package, info["cuda"]["success"])
     if os.environ.get("FASTATTN_REQUIRE_EXT") == "1" and not info["success"]:
         raise SystemExit("fastattn: FASTATTN_REQUIRE_EXT=1 forbids that")
     return info["success"]
@@ -352,12 +372,12 @@ def install(built: Path, package: Path, success: bool) -> None:
         os.replace(shutil.copy(built, f"{placed}.new"), placed)
 
 
-def build_in_place() -> bool:
-    """Makes the checkout importable as it is: the extension, and kernels/ as fastattn.kernels."""
+def build_in_place(cuda_alone: bool = False) -> bool:
+    """Makes the checkout importable as it is: the libraries, and kernels/ as fastattn.kernels."""
     link = Path("fastattn/kernels")
     if not os.path.lexists(link):
         link.symlink_to("../kernels")
-    return build(Path("fastattn"))
+    return build(Path("fastattn"), cuda_alone)
 
 
 def run_setuptools() -> None:
@@ -390,8 +410,9 @@ def run_setuptools() -> None:
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    if sys.argv[1:] == ["native"]:
-        build_in_place()
+    if sys.argv[1:] in (["native"], ["cuda"]):
+        built = build_in_place(cuda_alone=sys.argv[1:] == ["cuda"])
+        sys.exit(0 if built or sys.argv[1:] == ["native"] else 1)
     elif sys.argv[1:2] == ["extension"]:
         BUILD = Path(sys.argv[2])
         build_extension({})

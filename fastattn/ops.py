@@ -45,10 +45,9 @@ def load(pattern: str, *reason: str) -> str | None:
 
     ``reason``: where _build_info.json keeps why it was not built.
     """
-    here = Path(__file__).parent
-    libraries = sorted(here.glob(pattern))
+    libraries = sorted(Path(__file__).parent.glob(pattern))
     if not libraries:
-        return f"is missing ({_build_failure(here, *reason)})"
+        return f"is missing ({build_info(*reason) or 'it was never built: run `make build`'})"
     return _load(libraries[0])
 
 
@@ -60,15 +59,10 @@ def _load(library: str | Path) -> str | None:
     return None
 
 
-def _build_failure(here: Path, *reason: str) -> str:
-    found = _build_info(here, *reason)
-    return "it was never built: run `make build`" if found is None else str(found)
-
-
-def _build_info(here: Path, *keys: str) -> Any:
-    """What setup.py left in _build_info.json under these keys, None where there is nothing."""
+def build_info(*keys: str) -> Any:
+    """What setup.py noted of a build in _build_info.json; None where it noted nothing."""
     try:
-        info = json.loads((here / "_build_info.json").read_text())
+        info = json.loads((Path(__file__).parent / "_build_info.json").read_text())
         for key in keys:
             info = info[key]
         return info
@@ -83,7 +77,7 @@ def _load_extension() -> str | None:
 
 
 EXTENSION_ERROR = _load_extension()
-EXTENSION_LEFT_OUT = _build_info(Path(__file__).parent, "left_out") is True  # on purpose
+EXTENSION_LEFT_OUT = build_info("left_out") is True  # on purpose
 LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
 
 

@@ -36,21 +36,21 @@ from .sdpa_bwd import (
 )
 from .sdpa_fwd import FEW_QUERIES
 from .softmax import LOG2E, weights_of
-from .tiles import head_ptr, load_tile, place, row_numbers, store_tile, view
+from .tiles import VARYING, Dims, head_ptr, load_tile, place, row_numbers, store_tile, view
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def additive_bwd_few_kernel(
     q, k, v, w, bias, grad_out, grad_weights, t, grad_k, grad_v, parts_ptr, parts_w_ptr, chunks,
-    mask, drop, dims, spec,
+    mask, drop, H, group, M, N, spec,
 ):  # fmt: skip
     """Gradients of a chunk of keys; dQ of a query, and dw of a head, are left to be added up.
 
     As in additive_decode_kernel there is no E, no F and no range. Masked pairs have dS = 0 and a
     finite t, and W is selected: nothing is redone.
     """
-    M, N = dims.M, dims.N
-    chunk, b, hkv = place(chunks, dims.H // dims.group, False)
+    dims = Dims(H, group, M, N)
+    chunk, b, hkv = place(chunks, H // group, False)
     keys = key_count(mask, b, N)
     n_blocks = tl.cdiv(N, spec.BLOCK_N)
     per_chunk = tl.cdiv(n_blocks, chunks)
@@ -64,18 +64,18 @@ def additive_bwd_few_kernel(
         tile_v = load_tile(v_ptr, v, offs_n, offs_e, keys, spec.E, True, True).to(tl.float32)
         dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
         dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
-        for n in tl.range(0, dims.group * M):
-            h, row = hkv * dims.group + n // M, n % M
+        for n in tl.range(0, group * M):
+            h, row = hkv * group + n // M, n % M
             begin, _, _, end = kv_range(mask, b, row, M, N, 1, spec.BLOCK_N)
             if (block >= begin) & (block < end):
                 dk, dv, part_q, part_w = pull_back_row(
                     dk, dv, tile_k, tile_v, q, w, bias, grad_out, grad_weights, t,
                     mask, drop, dims, spec, b, h, row, j0,
                 )  # fmt: skip
-                part = row_numbers(b, h, dims.H, row, M) * chunks + chunk
+                part = row_numbers(b, h, H, row, M) * chunks + chunk
                 ptrs = parts_ptr + part * spec.D + offs_d
                 tl.store(ptrs, tl.load(ptrs, mask=offs_d < spec.D) + part_q, mask=offs_d < spec.D)
-                part = (b.to(tl.int64) * dims.H + h) * chunks + chunk
+                part = (b.to(tl.int64) * H + h) * chunks + chunk
                 ptrs = parts_w_ptr + part * spec.D + offs_d
                 tl.store(ptrs, tl.load(ptrs, mask=offs_d < spec.D) + part_w, mask=offs_d < spec.D)
                 tl.debug_barrier()  # the next block adds to what other threads have just stored
@@ -158,7 +158,7 @@ def _launch_few(call: Call, out, stats, grad_out, grad_lse, grad_weights, bias_n
     parts_w = parts.new_zeros(call.B, call.H, chunks, call.D)
     additive_bwd_few_kernel[(call.B * call.Hkv * chunks,)](
         *t[:3], view_weights(call), *t[4:], view(grads[1]), view(grads[2]), parts, parts_w, chunks,
-        mask, drop, call.dims, shape, **options,
+        mask, drop, *call.dims, shape, **options,
     )  # fmt: skip
     launch_merge_dq(call, parts, grads[0], shape)
     grad_bias = launch_dbias(call, t, mask, drop) if bias_needs_grad else call.q.new_empty(0)

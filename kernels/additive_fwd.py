@@ -27,9 +27,16 @@ from .dropout import dropout_args, survives
 from .launch import Call, empty_forward, per_head_weights, spec
 from .masking import key_count, kv_range, mask_args, mask_scores, row_range
 from .score import DOT_PRODUCT, HALF_UNIT, KEY_LIMIT, SATURATION, Terms, reciprocal
-from .sdpa_fwd import launch_merge, launch_sdpa_fwd, launch_weights, new_partial, store_partial
+from .sdpa_fwd import (
+    Partial,
+    launch_merge,
+    launch_sdpa_fwd,
+    launch_weights,
+    new_partial,
+    store_partial,
+)
 from .softmax import LOG2E, softmax_step
-from .tiles import View, head_ptr, load_tile, place, view
+from .tiles import VARYING, Dims, View, head_ptr, load_tile, place, view
 from .tuned import BLOCKS
 
 PADDING = BLOCKS[-1]  # tokens
@@ -41,7 +48,7 @@ LN2_HIGH = tl.constexpr(0.693359375)  # 10 bits: its products with exponents up 
 LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def additive_centre_kernel(k, low_ptr, high_ptr, mask, Hkv, N, shares, D, BLOCK_D: tl.constexpr):
     """The lowest and the highest key of every dim in a share of the keys: fp32 [B Hkv, shares, D].
 
@@ -80,7 +87,7 @@ def load_centre(low_ptr, high_ptr, head, shares, D, BLOCK_D: tl.constexpr):
     return tl.where(near | (low > high), 0.0, tl.floor((low + high) * LOG2E + 0.5))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def additive_factors_kernel(
     x, low_ptr, high_ptr, factor_ptr, reach_ptr, mask, H, group, n, padded, shares, D,
     BLOCK_D: tl.constexpr, FINITE: tl.constexpr,
@@ -149,15 +156,18 @@ def additive_weights_kernel(w, w_ptr, power_ptr, D, BLOCK_D: tl.constexpr):
     tl.store(power_ptr + h, power)
 
 
-@triton.jit
-def additive_decode_kernel(q, k, v, w, bias, partial, mask, drop, scale, dims, spec):
+@triton.jit(do_not_specialize=VARYING)
+def additive_decode_kernel(
+    q, k, v, w, bias, acc_ptr, part_ptr, chunks, mask, drop, scale, H, group, M, N, spec
+):
     """One query and a chunk of its keys, which are read where they lie.
 
     An exponential a pair costs no more here than one a key, so there is no E, no F and no range:
     what passes 2^60 is as good as infinite. Masked pairs are selected away: nothing is redone.
     """
-    M, N = dims.M, dims.N
-    part, b, h = place(M * partial.chunks, dims.H, False)
+    dims = Dims(H, group, M, N)
+    partial = Partial(acc_ptr, part_ptr, chunks)
+    part, b, h = place(M * partial.chunks, H, False)
     row, chunk = part // partial.chunks, part % partial.chunks
     i = row + tl.zeros((1, 1), tl.int32)
     row_begin, row_end = row_range(mask, b, i, M, N)
@@ -166,7 +176,7 @@ def additive_decode_kernel(q, k, v, w, bias, partial, mask, drop, scale, dims, s
     begin += chunk * per_chunk
     keys = key_count(mask, b, N)
     offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
-    k_ptr, v_ptr = head_ptr(k, b, h // dims.group), head_ptr(v, b, h // dims.group)
+    k_ptr, v_ptr = head_ptr(k, b, h // group), head_ptr(v, b, h // group)
     q_ptrs = head_ptr(q, b, h) + row.to(tl.int64) * q.stride_r + offs_d.to(tl.int64) * q.stride_c
     q_row = tl.load(q_ptrs, mask=offs_d < spec.D, other=0.0).to(tl.float32)[None, :]
     scaled, power = scaled_weights(w, h, spec.D, spec.BLOCK_D)
@@ -212,7 +222,7 @@ def launch_additive_fwd(call: Call):
     partial = new_partial(call)
     additive_decode_kernel[(call.B * call.H * call.M * partial.chunks,)](
         view(call.q), view(call.k), view(call.v), view_weights(call), view(call.bias, call.shape),
-        partial, mask, drop, call.scale * LOG2E.value, call.dims, shape, **options,
+        *partial, mask, drop, call.scale * LOG2E.value, *call.dims, shape, **options,
     )  # fmt: skip
     launch_merge(call, out, lse, stats, partial, drop, shape)
     if call.weights != "none":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -85,6 +86,13 @@ class Call(NamedTuple):
         return Dims(self.H, self.H // max(self.Hkv, 1), self.M, self.N)
 
     @property
+    def band(self) -> tuple[int | None, int | None]:
+        """(band_lo, band_hi), None where every pair is within: a decoding step has no mask."""
+        lo = None if self.band_lo is None or self.band_lo <= 1 - self.M else self.band_lo
+        hi = None if self.band_hi is None or self.band_hi >= self.N - 1 else self.band_hi
+        return lo, hi
+
+    @property
     def rich(self) -> bool:
         """Whether a kernel needs more registers than for masks."""
         return is_rich(self.bias is not None, self.dropout_p, self.weights)
@@ -93,8 +101,30 @@ class Call(NamedTuple):
     def masks_within_tiles(self) -> bool:
         """Whether a key may be used by some rows of a tile and masked for others."""
         by_row = self.kv_len is not None and self.kv_len.shape[1] != 1
-        band = self.band_lo is not None or self.band_hi is not None
-        return by_row or band or self.keep is not None or self.bias is not None
+        return by_row or self.band != (None, None) or self.keep is not None or self.bias is not None
+
+
+def refuse_while_capturing(hook):
+    """Triton's hook before it compiles: for these kernels an error inside a CUDA graph's capture.
+
+    CUDA cannot load code then, and says so in words that do not tell what to do. ``hook``: the one
+    that was there before.
+    """
+
+    def before_compiling(*args, **about):
+        ours = about["fn"].module.startswith(__package__)
+        if ours and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the Triton kernel {about['fn'].name} is not compiled for this problem yet, and a "
+                "CUDA graph cannot load it while it is captured: make the same call, and its "
+                "backward pass, once before the capture"
+            )
+        return hook(*args, **about) if hook is not None else None
+
+    return before_compiling
+
+
+triton.knobs.runtime.jit_cache_hook = refuse_while_capturing(triton.knobs.runtime.jit_cache_hook)
 
 
 def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -133,7 +163,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
         STREAM=call.q.dtype == torch.float32 and max(call.D, call.E) > 128,
         FOLD_SCALE=call.bias is None and call.scale > 0,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
-        MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band_hi is not None,
+        MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band[1] is not None,
         PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",
     )  # fmt: skip
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)

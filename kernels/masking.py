@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .softmax import HIGHEST, LOG2E
-from .tiles import ABSENT, head_ptr, view
+from .tiles import ABSENT, VARYING, head_ptr, view
 
 
 class Mask(NamedTuple):
@@ -44,7 +44,10 @@ class Mask(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Lists of blocks, ``length`` entries each, partial ones first; None where ranges serve."""
+    """Lists of blocks, partial ones first; None where ranges serve.
+
+    Lines and their length are rounded up to PITCH: kernels are compiled for one kind of number.
+    """
 
     ptr: Any  # int32 [lines, length]
     counts_ptr: Any  # int32 [lines, 2]: partial, full
@@ -264,9 +267,10 @@ def block_at(lists, line, position):
 SKIPPED = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
 FULL = tl.constexpr(2)
+PITCH = tl.constexpr(16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def classify_kernel(
     classes_ptr, mask, bias, H, M, N, n_rows, n_cols,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -296,15 +300,19 @@ def classify_kernel(
     tl.store(classes_ptr + tile, found.to(tl.int8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def compact_kernel(
-    classes_ptr, list_ptr, counts_ptr, n_lines, length, stride_line, stride_block,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+    classes_ptr, list_ptr, counts_ptr, n_rows, n_cols, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Writes the list of one row of classes, or of one column: partial blocks, then full ones."""
-    line = tl.program_id(0).to(tl.int64)
-    head = line // n_lines
-    classes = classes_ptr + head * n_lines * length + (line % n_lines) * stride_line
+    if COLUMNS:
+        n_lines, length, stride_line, stride_block = n_cols, n_rows, 1, n_cols
+    else:
+        n_lines, length, stride_line, stride_block = n_rows, n_cols, n_cols, 1
+    program = tl.program_id(0).to(tl.int64)
+    head, number = program // n_lines, program % n_lines
+    classes = classes_ptr + head * n_lines * length + number * stride_line
+    line = head * (tl.cdiv(n_lines, PITCH) * PITCH) + number
     offs = tl.arange(0, CHUNK)
     n_partial = tl.zeros((), tl.int32)
     n_full = tl.zeros((), tl.int32)
@@ -315,7 +323,7 @@ def compact_kernel(
         n_full += tl.sum((found == FULL).to(tl.int32), 0)
     tl.store(counts_ptr + 2 * line, n_partial)
     tl.store(counts_ptr + 2 * line + 1, n_full)
-    to = list_ptr + line * length
+    to = list_ptr + line * (tl.cdiv(length, PITCH) * PITCH)
     at_partial = tl.zeros((), tl.int32)
     at_full = n_partial
     for start in tl.range(0, length, CHUNK):
@@ -335,9 +343,7 @@ def compact_kernel(
 def mask_args(call) -> Mask:
     """The Mask of a launch.Call."""
     length, limit = call.kv_len, call.M + call.N
-    lo, hi = (
-        None if x is None else max(-limit, min(x, limit)) for x in (call.band_lo, call.band_hi)
-    )
+    lo, hi = (None if x is None else max(-limit, min(x, limit)) for x in call.band)
     stride_b = stride_m = None
     if length is not None:
         stride_b, stride_m = length.stride()
@@ -368,17 +374,17 @@ def block_lists(call, mask: Mask, block_m: int, block_n: int, columns: bool = Fa
     rows, cols = triton.cdiv(call.M, block_m), triton.cdiv(call.N, block_n)
     tiles = B * H * rows * cols
     lines, length = (cols, rows) if columns else (rows, cols)
+    pitch, room = (triton.cdiv(n, PITCH.value) * PITCH.value for n in (lines, length))
     classes = torch.empty(tiles, dtype=torch.int8, device=call.q.device)
-    blocks = torch.empty(tiles, dtype=torch.int32, device=call.q.device)
-    counts = torch.empty(B * H * lines, 2, dtype=torch.int32, device=call.q.device)
+    blocks = torch.empty(B * H * pitch, room, dtype=torch.int32, device=call.q.device)
+    counts = torch.empty(B * H * pitch, 2, dtype=torch.int32, device=call.q.device)
     if tiles:
         classify_kernel[(tiles,)](
             classes, mask, bias, H, call.M, call.N, rows, cols, BLOCK_M=block_m, BLOCK_N=block_n
         )
     if B * H * lines:
-        strides = (1, cols) if columns else (cols, 1)
-        chunk = min(1024, triton.next_power_of_2(max(length, 1)))
         compact_kernel[(B * H * lines,)](
-            classes, blocks, counts, lines, length, *strides, CHUNK=chunk
-        )
-    return Lists(blocks, counts, H * lines if B > 1 else 0, lines if H > 1 else 0, length)
+            classes, blocks, counts, rows, cols, CHUNK=128 if length <= 128 else 1024,
+            COLUMNS=columns,
+        )  # fmt: skip
+    return Lists(blocks, counts, H * pitch if B > 1 else 0, pitch if H > 1 else 0, room)

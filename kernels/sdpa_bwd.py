@@ -43,11 +43,13 @@ from .masking import (
     share_of_blocks,
 )
 from .score import DOT_PRODUCT, Terms, load_side, pull_back, scores
-from .sdpa_fwd import FEW_QUERIES, chunks_of
+from .sdpa_fwd import FEW_QUERIES, chunks_of, slots_of
 from .softmax import LOG2E, fold_factor, load_stats, weights_of
 from .tiles import (
     ABSENT,
     EXACT_SLICE,
+    VARYING,
+    Dims,
     Spec,
     any_not_finite,
     dot_t,
@@ -98,7 +100,7 @@ def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
 
 @triton.jit
 def load_rows(t, b, h, H, i, M):
-    """(shift, factor, delta) of the rows i, in the shape of i; the factor as weights_of wants it."""
+    """(shift, factor for weights_of, delta) of the rows i, in the shape of i."""
     delta = tl.load(row_ptrs(t.delta_ptr, b, h, H, i, M), mask=i < M, other=0.0)
     shift, factor = load_stats(t.stats_ptr, b, h, H, i, M)
     if t.log2_ptr is not None:
@@ -175,12 +177,13 @@ def softmax_gradient(
 # ---- delta ----
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sdpa_bwd_delta_kernel(
-    q, k, v, terms, bias, grad_out, grad_weights, t, out, grad_lse_ptr, mask, drop, dims, spec
-):
-    M = dims.M
-    block, b, h = place(tl.cdiv(M, spec.BLOCK_M), dims.H, False)
+    q, k, v, terms, bias, grad_out, grad_weights, t, out, grad_lse_ptr, mask, drop,
+    H, group, M, N, spec,
+):  # fmt: skip
+    dims = Dims(H, group, M, N)
+    block, b, h = place(tl.cdiv(M, spec.BLOCK_M), H, False)
     i0 = block * spec.BLOCK_M
     offs_m = i0 + tl.arange(0, spec.BLOCK_M)
     offs_e = tl.arange(0, spec.BLOCK_E)
@@ -188,14 +191,14 @@ def sdpa_bwd_delta_kernel(
     do = load_tile(head_ptr(grad_out, b, h), grad_out, offs_m, offs_e, M, spec.E, True, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse_ptr is not None:
-        ptrs = row_ptrs(grad_lse_ptr, b, h, dims.H, offs_m, M)
+        ptrs = row_ptrs(grad_lse_ptr, b, h, H, offs_m, M)
         delta -= tl.load(ptrs, mask=offs_m < M, other=0.0).to(tl.float32)
     if grad_weights.ptr is not None:
         delta += sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h, i0)
-    tl.store(row_ptrs(t.delta_ptr, b, h, dims.H, offs_m, M), delta, mask=offs_m < M)
+    tl.store(row_ptrs(t.delta_ptr, b, h, H, offs_m, M), delta, mask=offs_m < M)
     if t.log2_ptr is not None:
-        _, factor = load_stats(t.stats_ptr, b, h, dims.H, offs_m, M)
-        ptrs = row_ptrs(t.log2_ptr, b, h, dims.H, offs_m, M)
+        _, factor = load_stats(t.stats_ptr, b, h, H, offs_m, M)
+        ptrs = row_ptrs(t.log2_ptr, b, h, H, offs_m, M)
         tl.store(ptrs, fold_factor(factor), mask=offs_m < M)
 
 
@@ -279,17 +282,17 @@ def sweep_keys(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sdpa_bwd_dq_kernel(
-    q, k, v, terms, bias, grad_out, grad_weights, t, grad_q, mask, lists, drop, scale, dims, spec,
-    marks_ptr, chunks, GARBAGE: tl.constexpr,
+    q, k, v, terms, bias, grad_out, grad_weights, t, grad_q, mask, lists, drop, scale,
+    H, group, M, N, spec, marks_ptr, chunks, GARBAGE: tl.constexpr,
 ):  # fmt: skip
     """With chunks, grad_q is the first of new_parts."""
-    M, N = dims.M, dims.N
+    dims = Dims(H, group, M, N)
     n_blocks = tl.cdiv(M, spec.BLOCK_M)
     if chunks is not None:
         n_blocks *= chunks
-    block, b, h = place(n_blocks, dims.H, spec.REVERSE)
+    block, b, h = place(n_blocks, H, spec.REVERSE)
     grad_ptr = head_ptr(grad_q, b, h)
     if chunks is not None:
         chunk = block % chunks
@@ -301,7 +304,7 @@ def sdpa_bwd_dq_kernel(
     rows = mended(marks_ptr, M, GARBAGE)
     side_q = load_side(q, terms, b, h, offs_m, rows, spec, True)
     do = load_value_side(grad_out, b, h, offs_m, rows, spec, True)
-    shift, factor, delta = load_rows(t, b, h, dims.H, offs_m[:, None], M)
+    shift, factor, delta = load_rows(t, b, h, H, offs_m[:, None], M)
     line = list_line(lists, b, h, block)
     begin, full_begin, full_end, end = key_blocks(
         mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N
@@ -344,17 +347,17 @@ def sdpa_bwd_dq_kernel(
         store_tile(grad_ptr, grad_q, offs_m, offs_d, rows, spec.D, dq * scale)
 
 
-@triton.jit
-def sdpa_bwd_merge_kernel(parts_ptr, grad_q, chunks, dims, spec, CHUNKS: tl.constexpr):
+@triton.jit(do_not_specialize=VARYING)
+def sdpa_bwd_merge_kernel(parts_ptr, grad_q, chunks, H, group, M, N, spec, CHUNKS: tl.constexpr):
     """dQ of one row from those of its chunks, side by side: at most CHUNKS."""
-    row, b, h = place(dims.M, dims.H, False)
+    row, b, h = place(M, H, False)
     c, offs_d = tl.arange(0, CHUNKS), tl.arange(0, spec.BLOCK_D)
-    part = row_numbers(b, h, dims.H, row, dims.M) * chunks + c
+    part = row_numbers(b, h, H, row, M) * chunks + c
     ptrs = parts_ptr + part[:, None] * spec.D + offs_d[None, :]
     inside = (c < chunks)[:, None] & (offs_d < spec.D)[None, :]
     dq = tl.sum(tl.load(ptrs, mask=inside, other=0.0), 0)[None, :]
     offs_m = row + tl.arange(0, 1)
-    store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, dims.M, spec.D, dq)
+    store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, M, spec.D, dq)
 
 
 # ---- dK, dV ----
@@ -418,14 +421,14 @@ def sweep_rows(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sdpa_bwd_dkdv_kernel(
     q, k, v, terms, bias, grad_out, grad_weights, t, grad_k, grad_v, mask, lists, drop, scale,
-    dims, spec, marks_ptr, GARBAGE: tl.constexpr,
+    H, group, M, N, spec, marks_ptr, GARBAGE: tl.constexpr,
 ):  # fmt: skip
     """Either gradient may be absent: wide heads take one after the other, for the registers."""
-    M, N = dims.M, dims.N
-    block, b, hkv = place(tl.cdiv(N, spec.BLOCK_N), dims.H // dims.group, False)
+    dims = Dims(H, group, M, N)
+    block, b, hkv = place(tl.cdiv(N, spec.BLOCK_N), H // group, False)
     j0 = block * spec.BLOCK_N
     offs_n = j0 + tl.arange(0, spec.BLOCK_N)
     offs_d = tl.arange(0, spec.BLOCK_D)
@@ -436,8 +439,8 @@ def sdpa_bwd_dkdv_kernel(
     side_v = load_value_side(v, b, hkv, offs_n, keys, spec, True)
     dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
     dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
-    for g in tl.range(0, 0 if GARBAGE == "mend" else dims.group):
-        h = hkv * dims.group + g
+    for g in tl.range(0, 0 if GARBAGE == "mend" else group):
+        h = hkv * group + g
         line = list_line(lists, b, h, block)
         begin, full_begin, full_end, end = query_blocks(
             mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N
@@ -470,8 +473,8 @@ def sdpa_bwd_dkdv_kernel(
         if again:
             dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
             dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
-            for g in tl.range(0, dims.group):
-                h = hkv * dims.group + g
+            for g in tl.range(0, group):
+                h = hkv * group + g
                 line = list_line(lists, b, h, block)
                 begin, full_begin, full_end, end = query_blocks(
                     mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N
@@ -497,10 +500,10 @@ def sdpa_bwd_dkdv_kernel(
 # ---- dbias ----
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sdpa_bwd_dbias_kernel(
     q, k, v, terms, bias, grad_out, grad_weights, t,
-    partial_ptr, mask, drop, dims, spec, B, bias_B, bias_H, chunks, n_rows, n_cols,
+    partial_ptr, mask, drop, H, group, M, N, spec, B, bias_B, bias_H, chunks, n_rows, n_cols,
     SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
     """dS of one tile, summed over a chunk of the (b, h) that share a bias, in order.
@@ -508,11 +511,11 @@ def sdpa_bwd_dbias_kernel(
     Writes fp32 [chunks, bias_B, bias_H, rows, cols]; rows (cols) are row blocks (key blocks),
     summed, where the bias broadcasts over them. The caller adds up what is left.
     """
-    M, N = dims.M, dims.N
+    dims = Dims(H, group, M, N)
     tile = tl.program_id(0).to(tl.int64)
     col, row, outer = tile % n_cols, tile // n_cols % n_rows, tile // n_cols // n_rows
     head, chunk = outer % (bias_B * bias_H), outer // (bias_B * bias_H)
-    sharing_b, sharing_h = B // bias_B, dims.H // bias_H
+    sharing_b, sharing_h = B // bias_B, H // bias_H
     per_chunk = tl.cdiv(sharing_b * sharing_h, chunks)
     i0 = (row * spec.BLOCK_M).to(tl.int32)
     j0 = (col * spec.BLOCK_N).to(tl.int32)
@@ -526,12 +529,12 @@ def sdpa_bwd_dbias_kernel(
         begin, full_begin, full_end, end = kv_range(mask, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
         if (col >= begin) & (col < end):
             keys = key_count(mask, b, N)
-            hkv = h // dims.group
+            hkv = h // group
             x = load_side(q, terms, b, h, offs_m, M, spec, True)
             y = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
             dx = load_value_side(grad_out, b, h, offs_m, M, spec, True)
             dy = load_value_side(v, b, hkv, offs_n, keys, spec, True)
-            shift, factor, delta = load_rows(t, b, h, dims.H, i, M)
+            shift, factor, delta = load_rows(t, b, h, H, i, M)
             row_begin, row_end = row_range(mask, b, i, M, N)
             w, ds, keep = tile_gradient(
                 x, y, dx, dy, shift, factor, delta,
@@ -605,7 +608,9 @@ def _launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
     shape, options = spec(call, "tile")
     grid = triton.cdiv(call.M, shape.BLOCK_M.value) * call.B * call.H
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    sdpa_bwd_delta_kernel[(grid,)](*t, view(out), grad_lse, mask, drop, call.dims, shape, **options)
+    sdpa_bwd_delta_kernel[(grid,)](
+        *t, view(out), grad_lse, mask, drop, *call.dims, shape, **options
+    )
 
 
 def _launch_dq(call: Call, t, mask, drop, grad_q) -> None:
@@ -618,7 +623,7 @@ def _launch_dq(call: Call, t, mask, drop, grad_q) -> None:
     programs = triton.cdiv(call.M, block_m) * chunks * call.B * call.H
     for launch, marks, garbage in _launches(call, shape, programs, call.w is None):
         sdpa_bwd_dq_kernel[(programs,)](
-            *t, view(to), mask, lists, drop, call.scale, call.dims, launch,
+            *t, view(to), mask, lists, drop, call.scale, *call.dims, launch,
             marks, chunks if chunks > 1 else None, GARBAGE=garbage, **options,
         )  # fmt: skip
     if parts is not None:
@@ -640,7 +645,7 @@ def launch_merge_dq(call: Call, parts: Tensor, grad_q: Tensor, shape: Spec) -> N
     """Adds up the chunks of every row."""
     chunks = parts.shape[3]
     sdpa_bwd_merge_kernel[(call.B * call.H * call.M,)](
-        parts, view(grad_q), chunks, call.dims, shape, CHUNKS=triton.next_power_of_2(chunks)
+        parts, view(grad_q), chunks, *call.dims, shape, CHUNKS=slots_of(chunks)
     )
 
 
@@ -687,7 +692,7 @@ def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
         spoils = call.w is None or wanted[1] is dv
         for launch, marks, garbage in _launches(call, shape, programs, spoils):
             sdpa_bwd_dkdv_kernel[(programs,)](
-                *t, *wanted, mask, lists, drop, call.scale, call.dims, launch,
+                *t, *wanted, mask, lists, drop, call.scale, *call.dims, launch,
                 marks, GARBAGE=garbage, **options,
             )  # fmt: skip
 
@@ -705,7 +710,7 @@ def launch_dbias(call: Call, t, mask, drop):
         dtype=torch.float32,
     )  # fmt: skip
     sdpa_bwd_dbias_kernel[(chunks * tiles,)](
-        *t, partial, mask, drop, call.dims, shape, B, bias_B, bias_H, chunks, rows, cols,
+        *t, partial, mask, drop, *call.dims, shape, B, bias_B, bias_H, chunks, rows, cols,
         SUM_ROWS=sum_rows, SUM_COLS=sum_cols, **options,
     )  # fmt: skip
     dims = [0, *([3] if sum_rows else []), *([4] if sum_cols else [])]

@@ -45,6 +45,8 @@ from .score import DOT_PRODUCT, Terms, load_side, scores
 from .softmax import LOG2E, load_stats, softmax_finish, softmax_step, store_stats, weights_of
 from .tiles import (
     EXACT_SLICE,
+    VARYING,
+    Dims,
     any_not_finite,
     exact_dot,
     head_ptr,
@@ -76,6 +78,11 @@ MAX_CHUNKS = 64
 def chunks_of(M: int, N: int) -> int:
     """How many parts the keys of a row block are split into."""
     return min(max(N // KEYS_PER_CHUNK, 1), MAX_CHUNKS) if M <= FEW_QUERIES else 1
+
+
+def slots_of(chunks: int) -> int:
+    """Chunks that a merge has room for: one of two numbers, since it is compiled for each."""
+    return 8 if chunks <= 8 else MAX_CHUNKS
 
 
 @triton.jit
@@ -122,15 +129,17 @@ def attend(
     return acc, m_i, l_i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sdpa_fwd_kernel(
-    q, k, v, terms, bias, out, lse_ptr, stats_ptr, partial, mask, lists, drop, scale, dims, spec
-):
-    M, N = dims.M, dims.N
+    q, k, v, terms, bias, out, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, mask, lists, drop,
+    scale, H, group, M, N, spec,
+):  # fmt: skip
+    dims = Dims(H, group, M, N)
+    partial = Partial(acc_ptr, part_ptr, chunks)
     n_blocks = tl.cdiv(M, spec.BLOCK_M)
     if partial.chunks is not None:
         n_blocks *= partial.chunks
-    block, b, h = place(n_blocks, dims.H, spec.REVERSE)
+    block, b, h = place(n_blocks, H, spec.REVERSE)
     if partial.chunks is not None:
         chunk = block % partial.chunks
         block = block // partial.chunks
@@ -202,15 +211,18 @@ def store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec):
     tl.store(partial.stats_ptr + 2 * part + 1, l_i, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sdpa_merge_kernel(
-    out, lse_ptr, stats_ptr, partial, drop, scale, dims, spec, CHUNKS: tl.constexpr
-):
+    out, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, drop, scale, H, group, M, N, spec,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
     """One row: its chunks side by side, at least as many as there are."""
-    row, b, h = place(dims.M, dims.H, False)
+    dims = Dims(H, group, M, N)
+    partial = Partial(acc_ptr, part_ptr, chunks)
+    row, b, h = place(M, H, False)
     offs_m = row + tl.arange(0, 1)
     c, offs_e = tl.arange(0, CHUNKS), tl.arange(0, spec.BLOCK_E)
-    part = row_numbers(b, h, dims.H, row, dims.M) * partial.chunks + c
+    part = row_numbers(b, h, H, row, M) * partial.chunks + c
     there = c < partial.chunks
     m_c = tl.load(partial.stats_ptr + 2 * part, mask=there, other=float("-inf"))
     l_c = tl.load(partial.stats_ptr + 2 * part + 1, mask=there, other=0.0)
@@ -224,19 +236,19 @@ def sdpa_merge_kernel(
     m_i, l_i = m_i + tl.zeros((1,), tl.float32), l_i + tl.zeros((1,), tl.float32)
     factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
     rows = acc[None, :] * factor[:, None]
-    store_tile(head_ptr(out, b, h), out, offs_m, offs_e, dims.M, spec.E, rows)
+    store_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sdpa_weights_kernel(
-    q, k, terms, bias, weights, stats_ptr, mask, drop, scale, share, heads, dims, spec,
+    q, k, terms, bias, weights, stats_ptr, mask, drop, scale, share, heads, H, group, M, N, spec,
     n_rows, n_cols,
 ):  # fmt: skip
     """One tile of the weights of ``heads`` heads, added up, times ``share``."""
-    M, N = dims.M, dims.N
+    dims = Dims(H, group, M, N)
     tile = tl.program_id(0)
     col, row, head = tile % n_cols, tile // n_cols % n_rows, tile // n_cols // n_rows
-    b, h_out = head // (dims.H // heads), head % (dims.H // heads)
+    b, h_out = head // (H // heads), head % (H // heads)
     i0, j0 = row * spec.BLOCK_M, col * spec.BLOCK_N
     offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), j0 + tl.arange(0, spec.BLOCK_N)
     i, j = offs_m[:, None], offs_n[None, :]
@@ -247,13 +259,13 @@ def sdpa_weights_kernel(
     for g in tl.range(0, tl.where((col >= begin) & (col < end), heads, 0)):
         h = h_out * heads + g
         side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
-        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, True)
+        side_k = load_side(k, terms, b, h // group, offs_n, keys, spec, True)
         s = scores(side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
         s, keep = mask_scores(
             s, scale, bias, mask, b, h, i, j, row_begin, row_end, M, N,
             True, bias.ptr is not None, spec.FOLD_SCALE,
         )  # fmt: skip
-        shift, factor = load_stats(stats_ptr, b, h, dims.H, i, M)
+        shift, factor = load_stats(stats_ptr, b, h, H, i, M)
         p = weights_of(s, shift, factor, scale if spec.FOLD_SCALE else 1.0, False)
         p = tl.where(keep, p, 0.0)  # a row of NaN has none for the keys that it does not use
         if drop.seed_ptr is not None:
@@ -279,8 +291,8 @@ def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
     partial = new_partial(call) if chunks > 1 else WHOLE
     sdpa_fwd_kernel[(triton.cdiv(M, block_m) * chunks * B * H,)](
         view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape), view(out),
-        lse, stats, partial, mask, block_lists(call, mask, block_m, block_n), drop,
-        call.scale * LOG2E.value, call.dims, shape, **options,
+        lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
+        call.scale * LOG2E.value, *call.dims, shape, **options,
     )  # fmt: skip
     if chunks > 1:
         launch_merge(call, out, lse, stats, partial, drop, shape)
@@ -300,8 +312,8 @@ def new_partial(call: Call) -> Partial:
 def launch_merge(call: Call, out, lse, stats, partial: Partial, drop, shape) -> None:
     """Merges the chunks of every row into out, lse and stats."""
     sdpa_merge_kernel[(call.B * call.H * call.M,)](
-        view(out), lse, stats, partial, drop, call.scale * LOG2E.value, call.dims, shape,
-        CHUNKS=triton.next_power_of_2(partial.chunks),
+        view(out), lse, stats, *partial, drop, call.scale * LOG2E.value, *call.dims, shape,
+        CHUNKS=slots_of(partial.chunks),
     )  # fmt: skip
 
 
@@ -314,5 +326,5 @@ def launch_weights(call: Call, terms: Terms, mask, stats, weights) -> None:
     sdpa_weights_kernel[(call.B * (call.H // heads) * rows * cols,)](
         view(call.q), view(call.k), terms, view(call.bias, call.shape), view(weights), stats, mask,
         drop, call.scale * LOG2E.value, (drop.scale if call.dropout_p else 1.0) / heads, heads,
-        call.dims, shape, rows, cols, **options,
+        *call.dims, shape, rows, cols, **options,
     )  # fmt: skip

@@ -51,6 +51,10 @@ class Spec(NamedTuple):
     FLAT: Any  # reductions to a scalar in one go: for sm_100 Triton 3.7 fails at two
 
 
+# Arguments that only vary from call to call. Triton compiles a kernel anew for an int that is 1 and
+# for multiples of 16, unless told not to; in a tuple it cannot be told.
+VARYING = ("M", "N", "n", "B", "chunks", "shares", "n_rows", "n_cols")
+
 EXACT_SLICE = tl.constexpr(16)  # rows that exact_dot is given at a time: little besides the sums
 
 ABSENT = View(None, None, None, None, None)

@@ -5,6 +5,8 @@ A library of its own (fastattn/_cuda.so), loaded where torch has CUDA.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from fastattn import ops
@@ -42,7 +44,29 @@ def _load_library() -> str | None:
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     error = ops.load("_cuda.so", "cuda", "reason")
-    return error and f"the CUDA library {error}"
+    if error is not None:
+        return f"the CUDA library {error}"
+    return driver_error(ops.build_info("cuda", "runtime"), driver_version())
+
+
+def driver_version() -> str | None:
+    """The newest CUDA that the driver serves, as "13.0"; None where there is no driver."""
+    try:
+        number = ctypes.c_int(0)
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def driver_error(runtime: str | None, driver: str | None) -> str | None:
+    """Why the driver cannot run the library; within a major version of CUDA it can."""
+    if not runtime or driver is None or int(driver.split(".")[0]) >= int(runtime.split(".")[0]):
+        return None
+    return (
+        f"the CUDA library is built with CUDA {runtime}, and this driver ends at {driver}: "
+        "install a newer driver, or build with an nvcc of its version"
+    )
 
 
 LIBRARY_ERROR = _load_library()

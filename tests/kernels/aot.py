@@ -5,11 +5,14 @@
     python tests/kernels/aot.py sm_90 2 dot "plain"    of these, what some of PROBLEMS need
     python tests/kernels/aot.py sm_90 grid             whether Triton takes every case of the grid
     python tests/kernels/aot.py sm_90 grid M1-N1       and those of that name
+    python tests/kernels/aot.py sm_90 variants         how many kernels Triton compiles over a sweep
+                                                       of sizes, and what it says in a capture
 
 A driver that only names its architecture stands in for the real one, and launches compile instead
 of running. Tensors are on the meta device. Not in the interpreter: run it in its own process.
 """
 
+import gc
 import json
 import re
 import subprocess
@@ -111,10 +114,32 @@ def usage(kernel, folder: Path) -> dict:
         "shared": kernel.metadata.shared,
         "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
         "mma": kernel.asm["ptx"].count("mma.sync"),
+        "exponents": rounded_exponents(kernel.asm["ptx"]),
         "tcgen05": kernel.asm["ptx"].count("tcgen05.mma"),
         "paired_loops": sass.paired_loops(code),
         "gradient_loops": sass.gradient_loops(code),
     }
+
+
+def rounded_exponents(ptx: str) -> tuple[int, int]:
+    """(exponentials, those of them whose argument is, or is a multiple of, a difference).
+
+    Not so is what a multiply-add took the difference into: c s - m, with the product not rounded.
+    """
+    made = {
+        name: (operation.split(".")[0], re.findall(r"%\w+", operands))
+        for operation, name, operands in re.findall(
+            r"^\s+([a-z][\w.]*)\s+(%\w+), ([^;]*);", ptx, re.MULTILINE
+        )
+    }
+
+    def is_difference(name: str) -> bool:
+        operation, operands = made.get(name, ("", []))
+        factors = {"mul": operands, "fma": operands[:2], "min": operands[:1]}
+        return operation == "sub" or any(map(is_difference, factors.get(operation, [])))
+
+    arguments = re.findall(r"ex2\.approx[\w.]*\s+%\w+, (%\w+);", ptx)
+    return len(arguments), sum(map(is_difference, arguments))
 
 
 def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **features):
@@ -163,6 +188,11 @@ FEW = {
 
 def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
     """Forward and backward of one problem; of FEW, forward."""
+    run_problem(call(dtype, head_size, score, **features), score)
+
+
+def run_problem(problem, score: str) -> None:
+    """Launches forward and backward; of 8 queries, forward."""
     from fastattn.kernels.additive_bwd import launch_additive_bwd
     from fastattn.kernels.additive_fwd import launch_additive_fwd
     from fastattn.kernels.launch import empty_forward
@@ -173,7 +203,6 @@ def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
         "dot": (launch_sdpa_fwd, launch_sdpa_bwd),
         "additive": (launch_additive_fwd, launch_additive_bwd),
     }[score]
-    problem = call(dtype, head_size, score, **features)
     forward(problem)
     if problem.M == 8:
         return
@@ -260,6 +289,60 @@ def grid(arch: str, *names: str) -> None:
     print(json.dumps({"accepted": accepted, "refused": refused}))
 
 
+# Sizes that differ in all that Triton could make constants of, or tell apart by divisibility.
+SIZES = (2, 16, 17, 96, 128, 1000, 4096, 4097, 4100)
+SWEEPS = {
+    "plain": [dict(M=n, N=n) for n in SIZES if n > 16],
+    "causal": [dict(M=n, N=n, causal=True) for n in SIZES if n > 16],
+    "cross": [dict(M=100, N=n) for n in SIZES],
+    "keep": [dict(M=n, N=n, keep=(2, 1, n, n)) for n in SIZES if n > 16],
+    "lengths": [dict(M=n, N=n, kv_len=(2, n)) for n in SIZES if n > 16],
+    "decode": [dict(M=1, N=n, band_hi=n - 1) for n in (2, 17, 511, 1024, 5000, 9000, 40_000)],
+    "unaligned": [dict(M=n, N=n, offset=offset) for n in (128, 129) for offset in (0, 8, 1)],
+}
+
+
+def variants(arch: str) -> None:
+    """Prints, as JSON, the most kernels a sweep makes of a function, and an error in a capture."""
+    compile_only(arch)
+
+    def problem(score, band_hi=None, offset=0, **features):
+        found = call(torch.bfloat16, 64, score, B=2, **features)
+        q = torch.empty(found.q.numel() + offset, dtype=found.q.dtype, device="meta")
+        return found._replace(
+            q=q[offset:].view(found.q.shape), band_hi=found.band_hi if band_hi is None else band_hi
+        )
+
+    first = problem("dot", M=64, N=64)
+    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        run_problem(first, "dot")
+        error = None
+    except RuntimeError as raised:
+        error = str(raised)
+    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: False
+
+    made: dict[str, set] = {}
+
+    def record(self, key, signature, device, constexprs, options, attrs, warmup):
+        made.setdefault(self.fn.__name__, set()).add(key)
+        self.device_caches[device][0][key] = self.fn.__name__
+        return self.fn.__name__
+
+    JITFunction._do_compile = record
+    functions = [x for x in gc.get_objects() if isinstance(x, JITFunction)]
+    found = {}
+    for score in ("dot", "additive"):
+        for name, sweep in SWEEPS.items():
+            made.clear()
+            for function in functions:
+                function.device_caches.clear()
+            for features in sweep:
+                run_problem(problem(score, **features), score)
+            found[f"{score} {name}"] = {kernel: len(keys) for kernel, keys in made.items()}
+    print(json.dumps({"variants": found, "error": error}))
+
+
 def main(arch: str, size: str, score: str, *problems: str) -> None:
     compiled = compile_only(arch)
     found = []
@@ -277,7 +360,9 @@ def main(arch: str, size: str, score: str, *problems: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "grid":
+    if sys.argv[2] == "variants":
+        variants(sys.argv[1])
+    elif sys.argv[2] == "grid":
         grid(sys.argv[1], *sys.argv[3:])
     else:
         main(*sys.argv[1:])

@@ -167,8 +167,8 @@ def assert_lists(lists, kept, plain, columns):
     classes = torch.where(some_pair(kept), torch.where(full, 2, 1), 0)
     if columns:
         classes = classes.transpose(2, 3)
-    lines, length = classes.shape[2:]
-    blocks, counts = lists.ptr.view(-1, length).cpu(), lists.counts_ptr.cpu()
+    lines = classes.shape[2]
+    blocks, counts = lists.ptr.cpu(), lists.counts_ptr.cpu()
     for b, h, line in itertools.product(range(B), range(H), range(lines)):
         at = b * lists.stride_b + h * lists.stride_h + line
         want = [torch.where(classes[b, h, line] == kind)[0].tolist() for kind in (1, 2)]
