@@ -23,7 +23,8 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model
 
-.PHONY: help test test-kernels test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare gpu sanitize-gpu lint format build clean
+.PHONY: help test test-kernels test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
+.PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
 
@@ -39,7 +40,8 @@ help:
 	@echo "make bench-compare  make bench, and what became slower since the committed run"
 	@echo "make example-NAME  run a program of examples/: $(EXAMPLES)"
 	@echo "                   ARGS=--smoke for seconds on tiny data"
-	@echo "make gpu     on a GPU: its tests, the benchmark, compute-sanitizer; 9 minutes at most"
+	@echo "make gpu-test, gpu-bench, gpu-sanitize  on a GPU: its tests, the benchmark, compute-sanitizer"
+	@echo "                   8 minutes each at most, the build of the CUDA library included"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   build the C++ extension in place"
@@ -98,29 +100,11 @@ bench-compare: build
 $(EXAMPLES:%=example-%): example-%: build $(READY:%.ready=%.examples)
 	$(PY) -m examples.$* $(ARGS)
 
-# Each part runs whatever the one before it found, and the exit status says if one failed. A kernel
-# may never end: then its process is killed. The sanitizer, where there is one, sees small cases of
-# the CUDA C++ kernels: every read, every write, every barrier. It is not asked for failing calls of
-# the driver: torch makes some to find out what there is.
-SANITIZER = $(firstword $(shell command -v compute-sanitizer) $(wildcard /usr/local/cuda/bin/compute-sanitizer))
-SANITIZED = test_corner or (ends_of_tiles and 33- and not 16385)
-gpu: build
+# On a GPU, within 8 minutes each, a build of the CUDA library included: tests/gpu.py. With
+# NO_VENV=1 nothing else is built.
+gpu-test gpu-bench gpu-sanitize: gpu-%: $(READY)
 	@$(PY) -c 'import torch; exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
-	FASTATTN_TEST_SECONDS=110 OMP_NUM_THREADS=1 timeout -k 10 -s INT 150 \
-	  $(PY) -m pytest tests -m gpu -q $(call PARALLEL,load); \
-	failed=$$?; \
-	timeout -k 10 -s INT 220 $(PY) -m bench.run --device cuda $(ARGS) || failed=$$?; \
-	$(if $(SANITIZER),$(MAKE) sanitize-gpu || failed=$$?,echo "no compute-sanitizer here"); \
-	exit $$failed
-
-sanitize-gpu:
-	@failed=0; \
-	for tool in "memcheck --report-api-errors no" racecheck; do \
-	  echo "compute-sanitizer --tool $$tool"; \
-	  FASTATTN_TEST_SECONDS=30 PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1 timeout -k 5 70 \
-	    $(SANITIZER) --target-processes all --error-exitcode 1 --tool $$tool \
-	    $(PY) -m pytest tests/cuda -m gpu -k "$(SANITIZED)" -q -p no:cacheprovider || failed=$$?; \
-	done; exit $$failed
+	$(PY) tests/gpu.py $* $(ARGS)
 
 # After build, which makes kernels/ importable as fastattn.kernels for pyright.
 lint: build

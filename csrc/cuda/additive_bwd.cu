@@ -199,7 +199,7 @@ FASTATTN_DEVICE void add_query_gradient(const BackwardArgs& a, const Place& at,
 #pragma unroll
       for (int d = 0; d < kOwn; ++d) acc[r][d] *= kDirect ? unit : own[r][d] * unit;
       add_to_sum(sums, slot + r, acc[r]);
-      weight[r] *= unit;
+      weight[r] *= unit * (1.f / kGradUnit);
     }
     add_to_sum(sums, slot + kOwn, weight);
   }
@@ -235,7 +235,7 @@ FASTATTN_DEVICE void write_weight_gradient(const BackwardArgs& a, float* sums, f
     if (thread() >= kStage || d >= panels.dims) continue;
     float sum = 0.f;
     for (int n = 0; n < kTile / kOwn; ++n) sum += staged[n * kStage + thread()];
-    to[d] = sum * (1.f / kGradUnit);
+    to[d] = sum;
   }
 }
 

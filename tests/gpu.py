@@ -1,0 +1,151 @@
+"""What `make gpu-test`, `gpu-bench` and `gpu-sanitize` run: each ends within LIMIT seconds.
+
+    python tests/gpu.py test|bench|sanitize [arguments for pytest, or for bench.run]
+
+Each begins with the build of the CUDA library alone. Every step has its seconds, after which it is
+interrupted, and killed if that does not help: a kernel may never end. Out of time is no failure,
+nor is a sanitizer that does not run on this device: that is *inconclusive*, and said. Telling those
+from an error that was found is why this is a program, and not lines of the Makefile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 480  # seconds of one command, from a clean tree
+GRACE = 10  # between the interrupt and the kill
+BUILD = 150
+
+PASSED, FAILED, INCONCLUSIVE = "passed", "FAILED", "inconclusive"
+
+
+class Step(NamedTuple):
+    """A command, its seconds, and what its environment has besides."""
+
+    name: str
+    seconds: int
+    command: list[str]
+    environment: dict[str, str] = {}
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def steps(target: str, *arguments: str) -> list[Step]:
+    """Those of a target."""
+    made = {"test": test_steps, "bench": bench_steps, "sanitize": sanitize_steps}[target]
+    return [Step("build", BUILD, python("setup.py", "cuda")), *made(*arguments)]
+
+
+def test_steps(*arguments: str) -> list[Step]:
+    """Processes share the GPU; few tests at a time, so that they begin in the order of conftest."""
+    parallel = ["-n", "auto", "--dist", "load", "--maxschedchunk", "2"]
+    if importlib.util.find_spec("xdist") is None:
+        parallel = []
+    command = python("-m", "pytest", "tests", "-m", "gpu", "-q", *parallel, *arguments)
+    environment = {"FASTATTN_TEST_SECONDS": "240", "OMP_NUM_THREADS": "1"}
+    return [Step("tests", 290, command, environment)]
+
+
+def bench_steps(*arguments: str) -> list[Step]:
+    return [Step("bench", 300, python("-m", "bench.run", "--device", "cuda", *arguments))]
+
+
+# Small cases of the CUDA C++ kernels: every read, every write, every barrier. Failing calls of the
+# driver are not asked for: torch makes some to find out what there is.
+SANITIZED = "test_corner or (ends_of_tiles and 33- and not 16385)"
+TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
+FOUND = re.compile(r"(ERROR|RACECHECK) SUMMARY: [1-9]|=+ (Invalid|Misaligned|Error: Race)")
+REFUSED = re.compile(r"(?i)device not supported|not supported on this|internal sanitizer error")
+
+
+def sanitize_steps(*arguments: str) -> list[Step]:
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    tests = python("-m", "pytest", "tests/cuda", "-m", "gpu", "-k", SANITIZED, "-q")
+    tests += ["-p", "no:cacheprovider", *arguments]
+    environment = {
+        "FASTATTN_TEST_SECONDS": "90",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    options = ["--target-processes", "all", "--error-exitcode", "1"]
+    return [
+        Step(tool, 140, [sanitizer, *options, "--tool", tool, *more, *tests], environment)
+        for tool, more in TOOLS.items()
+    ]
+
+
+def run(step: Step) -> tuple[int | None, str]:
+    """(exit status or None: out of time, output), which is shown as it comes."""
+    lines: list[str] = []
+    process = subprocess.Popen(
+        step.command, cwd=ROOT, env=os.environ | step.environment, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+    def show() -> None:
+        for line in process.stdout or ():
+            lines.append(line)
+            print(line, end="", flush=True)
+
+    reader = threading.Thread(target=show, daemon=True)
+    reader.start()
+    status = None
+    try:
+        status = process.wait(step.seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            pass
+    finally:  # with what it started and left behind
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    process.wait()
+    reader.join(1)
+    return status, "".join(lines)
+
+
+def verdict(step: Step, status: int | None, output: str) -> str:
+    """Of a step that has run."""
+    if status == 0:
+        return PASSED
+    if FOUND.search(output) or re.search(r"\b[1-9]\d* (failed|errors?)\b", output):
+        return FAILED
+    refused = step.name in TOOLS and REFUSED.search(output)
+    return INCONCLUSIVE if status is None or refused else FAILED
+
+
+def main(target: str, *arguments: str) -> int:
+    verdicts = {}
+    for step in steps(target, *arguments):
+        print(f"== {step.name}: {step.seconds} s at most", flush=True)
+        if shutil.which(step.command[0]) is None:
+            verdicts[step.name] = f"{INCONCLUSIVE}: there is no {step.command[0]}"
+            continue
+        status, output = run(step)
+        verdicts[step.name] = verdict(step, status, output)
+        if status is None:
+            verdicts[step.name] += f": out of time after {step.seconds} s"
+        if step.name == "build" and status != 0:
+            break
+    print("== " + "; ".join(f"{name}: {found}" for name, found in verdicts.items()))
+    return any(found.startswith(FAILED) for found in verdicts.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
