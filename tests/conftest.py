@@ -5,6 +5,7 @@ need one: those of the GPU backends, whose kernels tests/kernels interprets, and
 C++, where there is none.
 """
 
+import itertools
 import math
 import os
 import time
@@ -43,7 +44,7 @@ def pytest_runtest_setup(item):
 
 
 def _by_compile_time(item) -> int:
-    """C++ kernels are compiled already; of Triton's, those for plain problems take a few seconds."""
+    """C++ kernels are compiled already; of Triton's, those of plain problems take seconds."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if item.path.parent.name == "cuda" or params.get("backend") == "cuda":
         return 0
@@ -71,9 +72,8 @@ def pytest_terminal_summary(terminalreporter, config):
     """How far a run came whose seconds are counted."""
     if math.isfinite(SECONDS):
         stats, chosen = terminalreporter.stats, terminalreporter._session.testscollected
-        reports = [
-            x for kind in ("passed", "failed", "error", "skipped") for x in stats.get(kind, [])
-        ]
+        kinds = ("passed", "failed", "error", "skipped")
+        reports = itertools.chain.from_iterable(stats.get(kind, []) for kind in kinds)
         ran = len({x.nodeid for x in reports if not _is_late(x)})
         terminalreporter.write_line(f"{ran} of {chosen} ran; {chosen - ran} were {LATE}")
 

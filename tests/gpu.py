@@ -10,6 +10,7 @@ from an error that was found is why this is a program, and not lines of the Make
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -18,7 +19,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +38,7 @@ class Step(NamedTuple):
     name: str
     seconds: int
     command: list[str]
-    environment: dict[str, str] = {}
+    environment: Mapping[str, str] = MappingProxyType({})
 
 
 def python(*arguments: str) -> list[str]:
@@ -90,7 +93,7 @@ def run(step: Step) -> tuple[int | None, str]:
     """(exit status or None: out of time, output), which is shown as it comes."""
     lines: list[str] = []
     process = subprocess.Popen(
-        step.command, cwd=ROOT, env=os.environ | step.environment, text=True, errors="replace",
+        step.command, cwd=ROOT, env={**os.environ, **step.environment}, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
@@ -106,15 +109,11 @@ def run(step: Step) -> tuple[int | None, str]:
         status = process.wait(step.seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            pass
     finally:  # with what it started and left behind
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     process.wait()
     reader.join(1)
     return status, "".join(lines)
