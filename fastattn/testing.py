@@ -19,13 +19,14 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import functional, reference, validate
-from fastattn.problem import Mask, Score
+from fastattn.problem import Mask, Problem
 
 ULPS = 4  # of the largest exact value: what rounding the result, and one more operation, may cost
 
@@ -35,7 +36,7 @@ class Case:
     """One point of the grid: sizes by the letters of ``Problem``, and features switched on."""
 
     name: str
-    score: Score = "dot"
+    score: Literal["dot", "additive", "cosine", "gaussian"] = "dot"
     B: int = 2
     H: int = 2
     Hkv: int = 2
@@ -55,21 +56,50 @@ class Case:
     bias: str | None = None  # like keep
     bias_inf: bool = False  # some bias entries are -inf
     bias_grad: bool = True
+    bias_dtype: torch.dtype | None = None  # dtype's by default
+    attn_mask: str | None = None  # like keep; some entries of a float one are -inf
+    attn_mask_dtype: torch.dtype = torch.bool
+    scale: float | None = None  # of the dot product and the cosine
     dropout_p: float = 0.0
     weights: str | None = None
     lse: bool = False
-    # "bmhd": heads transposed; "sliced": every other element; "expanded": batch stride 0
+    # "bmhd": heads transposed; "bhdm": columns; "sliced": every other element; "expanded": batch
+    # stride 0; "unaligned": one element past where memory begins
     layout: str = "bhmd"
+    mask_layout: str = "bhmd"  # of keep, bias, attn_mask and the weights' gradient
     magnitude: float = 1.0  # of query and key
     opposite: float = 0.0  # query + this, key - this
+    garbage: float | None = None  # check() also puts this wherever a mask excludes what stands
 
     def __str__(self) -> str:
         return f"{self.score}-{self.name}-{str(self.dtype).removeprefix('torch.')}"
+
+    def snippet(self) -> str:
+        """A program that checks this case alone."""
+        told = [
+            f"{f.name}={_spelled(getattr(self, f.name))}"
+            for f in dataclasses.fields(self)
+            if f.default is dataclasses.MISSING or getattr(self, f.name) != f.default
+        ]
+        return (
+            "import math, torch\nfrom fastattn import testing\n"
+            f"testing.check(testing.Case({', '.join(told)}))"
+        )
 
     @property
     def seed(self) -> int:
         """Fixed by the case, so that a failure is reproduced by its name."""
         return zlib.crc32(str(self).encode())
+
+
+_with = dataclasses.replace
+
+
+def _spelled(value) -> str:
+    """Python for a field of a case."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{'-' if value < 0 else ''}math.{'nan' if math.isnan(value) else 'inf'}"
+    return repr(value)
 
 
 @dataclass
@@ -85,6 +115,12 @@ class Tensors:
     grad_out: Tensor
     grad_weights: Tensor | None
     grad_lse: Tensor | None
+    attn_mask: Tensor | None = None
+    bandwidth: Tensor | None = None  # of the gaussian score, [H, 1, 1]
+
+
+# Those that may have gradients.
+INPUTS = ("q", "k", "v", "w", "bias", "attn_mask", "bandwidth")
 
 
 def make(case: Case, device: str = "cpu") -> Tensors:
@@ -95,20 +131,67 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         return torch.randn(shape, generator=rng, dtype=torch.float64, device=device)
 
     c = case
-    q = _layout(c, normal(c.B, c.H, c.M, c.D) * c.magnitude + c.opposite)
-    k = _layout(c, normal(c.B, c.Hkv, c.N, c.D) * c.magnitude - c.opposite)
-    v = _layout(c, normal(c.B, c.Hkv, c.N, c.E))
+    q = normal(c.B, c.H, c.M, c.D) * c.magnitude + c.opposite
+    k = normal(c.B, c.Hkv, c.N, c.D) * c.magnitude - c.opposite
+    v = normal(c.B, c.Hkv, c.N, c.E)
     w = (normal(c.H, c.D) / math.sqrt(max(c.D, 1))).to(c.dtype) if c.score == "additive" else None
     grad_weights = None
     if c.weights is not None:
         shape = (c.B, c.H, c.M, c.N) if c.weights == "full" else (c.B, c.M, c.N)
         grad_weights = normal(*shape).to(c.dtype)
-    return Tensors(
-        q, k, v, w, _bias(c, normal, rng), _mask(c, rng),
-        grad_out=_layout(c, normal(c.B, c.H, c.M, c.E)),
+    t = Tensors(
+        *(x.to(c.dtype) for x in (q, k, v)), w, _bias(c, normal, rng), _mask(c, rng),
+        grad_out=normal(c.B, c.H, c.M, c.E).to(c.dtype),
         grad_weights=grad_weights,
         grad_lse=normal(c.B, c.H, c.M) if c.lse else None,
+        attn_mask=_attn_mask(c, normal, rng),
+        bandwidth=(1 + _uniform((c.H, 1, 1), rng)).to(c.dtype) if c.score == "gaussian" else None,
     )  # fmt: skip
+    return _laid_out(c, t)
+
+
+def spoil(case: Case, t: Tensors) -> Tensors:
+    """The same problem with garbage in every place that a mask excludes: no result may change.
+
+    So are upstream gradients of rows without keys and of masked weights. What a bias masks by -inf
+    stays -inf, and what stands beside it is excluded.
+    """
+    p, bias = _problem(case, t)
+    structural = p.mask.materialize(p).expand(p.B, p.H, p.M, p.N)
+    kept = structural if bias is None else structural & (bias != -math.inf)
+    by_key = (kept.unflatten(1, (p.Hkv, -1)) if p.Hkv else kept[:, :, None]).any(2).any(2)
+    by_query = kept.any(-1)
+    if case.layout == "expanded":  # all batch entries are one
+        by_key, by_query = (x.any(0, keepdim=True) for x in (by_key, by_query))
+
+    def fill(x: Tensor | None, used: Tensor) -> Tensor | None:
+        if x is None or not x.is_floating_point():
+            return x
+        most, value = torch.finfo(x.dtype).max, case.garbage
+        assert value is not None
+        value = max(-most, min(value, most)) if math.isfinite(value) else value
+        for d, n in enumerate(x.shape):  # a place is used where one of those it stands for is
+            used = used if n != 1 else used.any(d, keepdim=True)
+        return x.masked_fill(~used, value)
+
+    beside = structural
+    if t.attn_mask is not None and t.attn_mask.is_floating_point():
+        beside = structural & (t.attn_mask != -math.inf)
+    full = case.weights == "full"
+    mask = t.mask
+    spoilt = dataclasses.replace(
+        t,
+        q=fill(t.q, by_query[..., None].expand(t.q.shape)),
+        k=fill(t.k, by_key[..., None].expand(t.k.shape)),
+        v=fill(t.v, by_key[..., None].expand(t.v.shape)),
+        bias=fill(t.bias, beside),
+        attn_mask=fill(t.attn_mask, structural),
+        grad_out=fill(t.grad_out, by_query[..., None].expand(t.grad_out.shape)),
+        grad_weights=fill(t.grad_weights, kept if full else kept.any(1)),
+        grad_lse=fill(t.grad_lse, kept.any(-1)),
+        mask=mask,
+    )
+    return _laid_out(case, spoilt)
 
 
 def _uniform(shape, rng: torch.Generator) -> Tensor:
@@ -120,18 +203,32 @@ def _shape(case: Case, letters: str) -> list[int]:
     return [size if letter in letters else 1 for letter, size in sizes.items()]
 
 
-def _layout(case: Case, x: Tensor) -> Tensor:
-    """The same values behind other strides."""
-    x = x.to(case.dtype)
-    if case.layout == "bmhd":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if case.layout == "sliced":
-        padded = x.new_full(
-            [2 * s + 1 for s in x.shape], math.nan
-        )  # what lies between must never be read
-        view = padded[tuple(slice(1, None, 2) for _ in x.shape)]
-        return view.copy_(x)
-    if case.layout == "expanded":
+_TRANSPOSED = {"bmhd": (1, 2), "bhdm": (-2, -1)}
+
+
+def _laid_out(case: Case, t: Tensors) -> Tensors:
+    """The same values behind the strides of the case."""
+
+    def each(layout: str, *names: str) -> dict[str, Any]:
+        return {n: x if (x := getattr(t, n)) is None else _layout(layout, x) for n in names}
+
+    keep = t.mask.keep
+    mask = t.mask if keep is None else _with(t.mask, keep=_layout(case.mask_layout, keep))
+    plain, masks = ("q", "k", "v", "grad_out"), ("bias", "attn_mask", "grad_weights")
+    return _with(t, mask=mask, **each(case.layout, *plain), **each(case.mask_layout, *masks))
+
+
+def _layout(layout: str, x: Tensor) -> Tensor:
+    if layout in _TRANSPOSED:
+        dims = _TRANSPOSED[layout]
+        return x.transpose(*dims).contiguous().transpose(*dims)
+    if layout == "sliced":  # what lies between must never be read
+        filler = math.nan if x.is_floating_point() else True
+        padded = x.new_full([2 * s + 1 for s in x.shape], filler)
+        return padded[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x)
+    if layout == "unaligned":
+        return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    if layout == "expanded":
         return x[:1].expand_as(x)
     return x
 
@@ -149,7 +246,18 @@ def _bias(case: Case, normal, rng) -> Tensor | None:
     if case.bias_inf:
         bias = bias.masked_fill(_uniform(bias.shape, rng) < 0.3, -math.inf)
         bias = _empty_rows(case, bias, -math.inf)
-    return bias.to(case.dtype)
+    return bias.to(case.bias_dtype or case.dtype)
+
+
+def _attn_mask(case: Case, normal, rng) -> Tensor | None:
+    if case.attn_mask is None:
+        return None
+    shape = _shape(case, case.attn_mask)
+    keep = _uniform(shape, rng) < case.keep_rate
+    if case.attn_mask_dtype == torch.bool:
+        return _empty_rows(case, keep, False)
+    added = normal(*shape).masked_fill(~keep, -math.inf)
+    return _empty_rows(case, added, -math.inf).to(case.attn_mask_dtype)
 
 
 def _mask(case: Case, rng) -> Mask:
@@ -168,16 +276,20 @@ def _mask(case: Case, rng) -> Mask:
 
 
 def _leaf(x: Tensor | None, dtype: torch.dtype | None = None, grad: bool = True) -> Tensor | None:
-    """A leaf with x's strides."""
-    if x is None:
-        return None
+    """A leaf with x's strides; what has no gradient stays as it is."""
+    if x is None or not x.is_floating_point():
+        return x
     return (x if dtype is None else x.to(dtype)).detach().requires_grad_(grad)
 
 
+def _leaves(case: Case, t: Tensors, dtype: torch.dtype | None) -> dict[str, Any]:
+    added = ("bias", "attn_mask")
+    return {n: _leaf(getattr(t, n), dtype, n not in added or case.bias_grad) for n in INPUTS}
+
+
 def _results(case: Case, t: Tensors, call, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Runs call(q, k, v, w, bias) -> (out[, weights][, lse]) and its backward."""
-    leaves = {"q": _leaf(t.q, dtype), "k": _leaf(t.k, dtype), "v": _leaf(t.v, dtype)}
-    leaves |= {"w": _leaf(t.w, dtype), "bias": _leaf(t.bias, dtype, case.bias_grad)}
+    """Runs call(q, k, v, ...), of all INPUTS, to (out[, weights][, lse]), and its backward."""
+    leaves = _leaves(case, t, dtype)
     outputs = call(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     names = ["out", *(["weights"] if case.weights else []), *(["lse"] if case.lse else [])]
@@ -201,66 +313,107 @@ def run(
 ) -> dict[str, Tensor]:
     """Our result on a backend."""
 
-    def call(q, k, v, w, bias):
-        options: dict[str, Any] = dict(
-            mask=t.mask, bias=bias, dropout_p=case.dropout_p, seed=DROPOUT_SEED, backend=backend
-        )
+    def call(q, k, v, w, bias, attn_mask, bandwidth):
+        options: dict[str, Any] = dict(bias=bias, attn_mask=attn_mask, backend=backend)
         options |= dict(return_weights=case.weights, return_lse=case.lse)
+        if t.mask.kinds:
+            options |= dict(mask=t.mask)
+        if case.dropout_p:
+            options |= dict(dropout_p=case.dropout_p, seed=DROPOUT_SEED)
         if case.score == "additive":
             return functional.additive_attention(q, k, v, w, **options)
-        return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+        options |= dict(enable_gqa=True, scale=case.scale)
+        if case.score == "dot":
+            return functional.scaled_dot_product_attention(q, k, v, **options)
+        return functional.attention(q, k, v, score=case.score, bandwidth=bandwidth, **options)
 
     return _results(case, t, call, dtype)
 
 
-def _canonical(case: Case, t: Tensors) -> tuple[tuple, tuple]:
-    """(p, q, k, v, w, bias) and (grad_out, grad_lse, grad_weights) in float64."""
-    f64: dict[str, Any] = {
-        n: None if x is None else x.double() for n, x in vars(t).items() if n != "mask"
-    }
-    inputs = validate.build(
-        case.score, f64["q"], f64["k"], f64["v"], f64["w"],
-        mask=t.mask, bias=f64["bias"], enable_gqa=True,
-        dropout_p=case.dropout_p, seed=DROPOUT_SEED, return_weights=case.weights,
+def _build(case: Case, t: Tensors, q, k, v, w, bias, attn_mask, scale) -> validate.Inputs:
+    return validate.build(
+        "dot" if w is None else "additive", q, k, v, w, mask=t.mask, bias=bias,
+        attn_mask=attn_mask, scale=scale, enable_gqa=True, dropout_p=case.dropout_p,
+        seed=DROPOUT_SEED, return_weights=case.weights,
     )  # fmt: skip
-    return inputs[:6], (f64["grad_out"], f64["grad_lse"], f64["grad_weights"])
+
+
+def _problem(case: Case, t: Tensors) -> tuple[Problem, Tensor | None]:
+    """The record of a case, and all that is added to its scores."""
+    built = _build(case, t, t.q, t.k, t.v, t.w, t.bias, t.attn_mask, case.scale)
+    return built.p, built.bias
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+def _features(case: Case, q: Tensor, k: Tensor, bandwidth: Tensor | None):
+    """(q', k', scale) such that the score is q' . k' * scale, or what is added for q' + k'."""
+    if case.score == "cosine":
+        return _unit(q), _unit(k), 1.0 if case.scale is None else case.scale
+    if case.score == "gaussian":  # -|q - k|^2 / 2h^2 = (q . k - |k|^2 / 2 - |q|^2 / 2) / h^2
+        assert bandwidth is not None
+        one, squared = (q.new_ones(*q.shape[:-1], 1), q.square().sum(-1, keepdim=True))
+        half = k.new_full((*k.shape[:-1], 1), -0.5)
+        k = torch.cat([k, half * k.square().sum(-1, keepdim=True), half], -1)
+        return torch.cat([q, one, squared], -1) / bandwidth.square(), k, 1.0
+    return q, k, case.scale
+
+
+def _canonical(case: Case, t: Tensors, leaves: dict[str, Any]) -> tuple:
+    """(p, q, k, v, w, bias) of the dot product or the additive score, made of float64 leaves."""
+    x = dict(leaves)
+    q, k, scale = _features(case, x.pop("q"), x.pop("k"), x.pop("bandwidth"))
+    return _build(case, t, q, k, scale=scale, **x)[:6]
+
+
+def _upstream(t: Tensors) -> list[Tensor | None]:
+    return [None if x is None else x.double() for x in (t.grad_out, t.grad_lse, t.grad_weights)]
 
 
 def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
     """The float64 reference and its explicit gradients."""
-    args, upstream = _canonical(case, t)
-    out, lse, weights = reference.forward(*args)
-    grads = reference.backward(*args, *upstream)
+    leaves = _leaves(case, t, torch.float64)
+    p, *made = _canonical(case, t, leaves)
+    args = [None if x is None else x.detach() for x in made]
+    out, lse, weights = reference.forward(p, *args)
+    grads = list(reference.backward(p, *args, *_upstream(t)))
+    grads[3] = None if grads[3] is None else grads[3].sum(0)
     results = {"out": out}
     if case.weights:
         results["weights"] = weights
     if case.lse:
         results["lse"] = lse
-    for name, grad in zip(("q", "k", "v", "w", "bias"), grads, strict=True):
-        if grad is not None and (name != "bias" or case.bias_grad):
-            results[f"grad_{name}"] = grad.sum(0) if name == "w" else grad
-    return results
+    wanted = {n: x for n, x in leaves.items() if x is not None and x.requires_grad}
+    pairs = [(x, g) for x, g in zip(made, grads, strict=True) if x is not None and x.requires_grad]
+    ends, grads = zip(*pairs, strict=True)
+    pulled = torch.autograd.grad(ends, list(wanted.values()), grads)
+    return results | {f"grad_{n}": g for n, g in zip(wanted, pulled, strict=True)}
 
 
 def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """What a user would write in PyTorch, in the case's dtype: the peer of the error budget."""
-    p = validate.build(
-        case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias, enable_gqa=True,
-        dropout_p=case.dropout_p, seed=DROPOUT_SEED,
-    ).p  # fmt: skip
+    p, added = _problem(case, t)
     kept = p.mask.materialize(p)
-    if t.bias is not None:
-        kept = kept & (t.bias != -math.inf)
+    if added is not None:
+        kept = kept & (added != -math.inf)
     has_key = kept.any(-1, keepdim=True)
 
-    def call(q, k, v, w, bias):
+    def call(q, k, v, w, bias, attn_mask, bandwidth):
         k, v = (x.repeat_interleave(case.H // case.Hkv, dim=1) if case.Hkv else x for x in (k, v))
         if case.score == "dot":
             scores = (q @ k.mT) * p.scale
+        elif case.score == "cosine":
+            scores = (_unit(q) @ _unit(k).mT) * (1.0 if case.scale is None else case.scale)
+        elif case.score == "gaussian":
+            between = (q[:, :, :, None] - k[:, :, None]) / bandwidth[..., None]
+            scores = between.square().sum(-1) / -2
         else:
             scores = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)
-        if bias is not None:
-            scores = scores + bias
+        for x in (bias, attn_mask):
+            if x is not None and x.is_floating_point():
+                scores = scores + x.to(q.dtype)
         # Rows without a key are given all keys, then zeroed: plain PyTorch would give NaN.
         scores = scores.masked_fill(~kept & has_key, -math.inf)
         scores = torch.where(has_key, scores, 0.0)
@@ -332,16 +485,65 @@ def check(
 ) -> None:
     """Compares every output and gradient of a case with the reference, within the budget.
 
-    Ours runs in :func:`poisoned` memory, on the drawn tensors or on what ``relayout`` makes of
-    them: the same values behind other strides.
+    Beside it, what is known without one: :func:`assert_invariants`, and that garbage behind masks
+    changes no bit. Ours runs in :func:`poisoned` memory, on the drawn tensors or on what
+    ``relayout`` makes of them: the same values behind other strides.
     """
     t, oracle = _oracle_of_case(case)
+    relayout = relayout or (lambda t: t)
     with poisoned():
-        ours = run(case, t if relayout is None else relayout(t), backend)
-    assert ours.keys() == oracle.truth.keys() == oracle.plain.keys()
-    for name in oracle.truth:
-        truth, peer, scale = oracle[name]
-        assert_within_budget(ours[name], peer, truth, f"{case} {name}", scale)
+        ours = run(case, relayout(t), backend)
+    oracle.check(case, ours)
+    assert_invariants(case, t, ours)
+    if case.garbage is None:
+        return
+    with poisoned():
+        spoilt = run(case, relayout(spoil(case, t)), backend)
+    if backend in ("auto", "cpu", "eager"):
+        assert_same_bits(spoilt, ours)
+    else:  # kernels for GPUs take another way where garbage shows
+        oracle.check(case, spoilt)
+
+
+def assert_same_bits(a: dict, b: dict) -> None:
+    """Equal everywhere, NaN in the same places; says which result is not."""
+    assert a.keys() == b.keys()
+    for name in a:
+        same = (a[name] == b[name]) | (a[name].isnan() & b[name].isnan())
+        assert same.all(), f"{name} differs in {(~same).sum()} of {same.numel()} places"
+
+
+def assert_invariants(case: Case, t: Tensors, ours: dict[str, Tensor]) -> None:
+    """What holds whatever the numbers are, in every row and key.
+
+    Without dropout, a row's weights sum to 1, and the gradients of the values to the gradients of
+    the outputs: a forward and a backward pass that weigh alike. Rows without keys, and keys that no
+    row keeps, have results of exactly 0.
+    """
+    p, added = _problem(case, t)
+    kept = p.mask.materialize(p) if added is None else p.mask.materialize(p) & (added != -math.inf)
+    kept = kept.expand(p.B, p.H, p.M, p.N)
+    empty = ~kept.any(-1)
+    unused = ~(kept.unflatten(1, (p.Hkv, -1)) if p.Hkv else kept[:, :, None]).any(2).any(2)
+    zero = {"out": empty, "grad_q": empty, "grad_k": unused, "grad_v": unused}
+    for name, where in zero.items():
+        assert not ours[name][where].any(), f"{case} {name}: not 0 where nothing is kept"
+    if case.lse:
+        assert (ours["lse"][empty] == -math.inf).all(), f"{case} lse: not -inf without keys"
+    if case.weights == "full":
+        assert not ours["weights"][~kept].any(), f"{case} weights: not 0 where masked"
+    if case.dropout_p:
+        return
+    most = 8 * torch.finfo(case.dtype).eps
+    if case.weights == "full":
+        off = (ours["weights"].double().sum(-1) - (~empty).double()).abs()
+        assert (off <= most).all(), f"{case} weights: a row sums to 1 + {off.max():.1e}"
+    given = reference._sum_groups(p, t.grad_out.double() * ~empty[..., None])
+    terms = reference._sum_groups(p, t.grad_out.double().abs() * ~empty[..., None]).sum(2)
+    off = (ours["grad_v"].double().sum(2) - given.sum(2)).abs()
+    assert (off <= most * terms).all(), (
+        f"{case} grad_v: sums over the keys are off by {(off / (most / 8 * terms)).max():.1f} ulp"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,6 +556,13 @@ class Oracle:
 
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor, float]:
         return self.truth[name], self.plain[name], self.scales[name]
+
+    def check(self, case: Case, ours: dict[str, Tensor]) -> None:
+        """Raises AssertionError where a result of ours is outside the budget."""
+        assert ours.keys() == self.truth.keys() == self.plain.keys()
+        for name in self.truth:
+            truth, peer, scale = self[name]
+            assert_within_budget(ours[name], peer, truth, f"{case} {name}", scale)
 
 
 def oracle(case: Case, t: Tensors) -> Oracle:
@@ -392,7 +601,9 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     and its rounding does not. The two parts of dS = P dP - P delta are terms of their own; what
     delta_i multiplies in a sum over j is one term.
     """
-    (p, q, k, v, w, bias), (grad_out, grad_lse, grad_weights) = _canonical(case, t)
+    leaves = {n: None if x is None else x.detach() for n, x in _leaves(case, t, torch.float64).items()}
+    p, q, k, v, w, bias = _canonical(case, t, leaves)
+    grad_out, grad_lse, grad_weights = _upstream(t)
     kept = reference._kept(p, bias)
     probs, _, dropped, factors = reference._probabilities(p, q, k, w, bias, kept)
     k, v = reference._per_head(p, k), reference._per_head(p, v)
@@ -408,8 +619,9 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     direct = (probs * grad_probs).square()
     both = direct + (probs * delta).square()
     squares = {"grad_v": reference._sum_groups(p, dropped.square().mT @ grad_out.square())}
-    if bias is not None:
-        squares["grad_bias"] = both.sum_to_size(bias.shape)
+    for name in ("bias", "attn_mask"):
+        if leaves[name] is not None:
+            squares[f"grad_{name}"] = both.sum_to_size(leaves[name].shape)
     if w is None:
         in_rows = direct @ k.square() + (delta * (probs @ k)).square()
         squares["grad_q"] = in_rows * p.scale**2
@@ -426,16 +638,35 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
         in_columns = torch.einsum("bhmn,bhmnd->bhnd", both, slope.square())
     scale = p.scale**2 if w is None else 1.0
     squares["grad_k"] = reference._sum_groups(p, in_columns * scale)
+    if case.score == "cosine":
+        squares |= {f"grad_{n}": _square_unit(leaves[n], squares[f"grad_{n}"]) for n in ("q", "k")}
+    if case.score == "gaussian":
+        squares |= _square_gaussian(leaves, q, squares)
     return {name: x.sqrt() for name, x in squares.items()}
+
+
+def _square_unit(x: Tensor, squares: Tensor) -> Tensor:
+    """Squared terms of the gradient of x, from those of x / |x|."""
+    unit = _unit(x).square()
+    return (squares + unit * (unit * squares).sum(-1, keepdim=True)) / x.square().sum(-1, True)
+
+
+def _square_gaussian(leaves: dict[str, Any], features: Tensor, squares) -> dict[str, Tensor]:
+    """Squared terms of what the gaussian's features are made of: see :func:`_features`."""
+    q, k, h = (leaves[name] for name in ("q", "k", "bandwidth"))
+    of_q, of_k = squares["grad_q"], squares["grad_k"]
+    of_h = ((2 * features / h).square() * of_q).sum(-1, keepdim=True).sum_to_size(h.shape)
+    return {
+        "lse": (q.square().sum(-1) / (2 * h.square()).squeeze(-1)).square(),
+        "grad_q": (of_q[..., :-2] + 4 * q.square() * of_q[..., -1:]) / h**4,
+        "grad_k": of_k[..., :-2] + k.square() * of_k[..., -2:-1],
+        "grad_bandwidth": of_h,
+    }
 
 
 # ---- the grid ----
 
 _f16, _bf16 = torch.float16, torch.bfloat16
-
-
-def _with(case: Case, **changes) -> Case:
-    return dataclasses.replace(case, **changes)
 
 
 def _grid() -> list[Case]:

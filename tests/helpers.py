@@ -50,6 +50,7 @@ def everything(call: dict, grad_out=None, **options) -> dict[str, torch.Tensor]:
     return results | {f"grad_{n}": g for n, g in zip(leaves, pulled, strict=True)}
 
 
+assert_same_bits = testing.assert_same_bits
 HUGE = 2**31  # bytes of a storage, of which few are touched
 
 
@@ -95,14 +96,6 @@ class Carrier:
         there = torch.empty(0, dtype=x.dtype, device=self.device)
         storage = storage.to(device=self.device)
         return there.set_(storage, x.storage_offset(), x.shape, x.stride())
-
-
-def assert_same_bits(a: dict, b: dict) -> None:
-    """Equal everywhere, NaN in the same places; says which result is not."""
-    assert a.keys() == b.keys()
-    for name in a:
-        same = (a[name] == b[name]) | (a[name].isnan() & b[name].isnan())
-        assert same.all(), f"{name} differs in {(~same).sum()} of {same.numel()} places"
 
 
 def assert_close(ours, f32, truth) -> None:
