@@ -1,0 +1,118 @@
+"""Random problems, always the same ones; those that have failed before; and that the net is one."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("hypothesis", reason="random problems are drawn with hypothesis")
+
+import fuzz
+from hypothesis import HealthCheck, Phase, given, settings
+
+from fastattn import testing
+from fastattn.testing import Case
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+# So many on every machine; `make fuzz` has others each time.
+the_same = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate, Phase.shrink), report_multiple_bugs=False,
+)  # fmt: skip
+
+
+@settings(the_same, max_examples=1000)
+@given(fuzz.cases(), fuzz.isas())
+def test_random_problems(case, isa):
+    fuzz.check(case, isa)
+
+
+half, nan = torch.float16, math.nan
+one = dict(B=1, H=1, Hkv=1)
+# What has been wrong once, as it was found, and shrunk.
+FOUND = {
+    "backward weighs logits otherwise": Case("0", **one, M=3, N=16, D=3, E=3, magnitude=5.0),
+    "cosine: NaN in a masked key": Case(
+        "0", "cosine", **one, M=1, N=3, D=3, E=3, causal="top_left", garbage=nan),
+    "cosine: NaN in rows without keys": Case(
+        "0", "cosine", **one, M=3, N=3, D=3, E=3, kv_len="batch", garbage=nan),
+    "cosine: vectors of subnormal length": Case(
+        "115", "cosine", B=1, Hkv=1, M=200, N=3, D=1, E=3, dtype=half),
+    "gaussian: centred on rows without keys": Case(
+        "0", "gaussian", **one, M=4, N=3, D=3, E=3, causal="top_left", window=(0, -1),
+        garbage=nan),
+    "attn_mask of -inf, NaN in bias": Case(
+        "e", attn_mask="bmn", attn_mask_dtype=torch.float32, bias="hmn", garbage=nan),
+    "gaussian: half attn_mask": Case(
+        "0", "gaussian", attn_mask="mn", attn_mask_dtype=half, dtype=half),
+    "tanh that is absolutely right only": Case(
+        "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e-3, lse=True),
+    "slopes that tanh has no digits of": Case(
+        "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(isa, name):
+    fuzz.check(FOUND[name], isa)
+
+
+# ---- the net itself ----
+
+
+def test_every_feature_is_drawn():
+    drawn = []
+
+    @settings(the_same, max_examples=1000)
+    @given(fuzz.cases())
+    def draw(case):
+        drawn.append(case)
+
+    draw()
+    assert {c.score for c in drawn} == {"dot", "additive", "cosine", "gaussian"}
+    features = [
+        lambda c: 0 in (c.M, c.N), lambda c: 0 in (c.D, c.E), lambda c: 0 in (c.B, c.H),
+        lambda c: c.M == 1 and c.N > 128, lambda c: c.M > 64 and c.N > 64,
+        lambda c: c.H > c.Hkv > 1,
+        lambda c: c.causal, lambda c: c.window, lambda c: c.kv_len == "batch",
+        lambda c: c.kv_len == "rows", lambda c: c.keep, lambda c: c.bias and c.bias_inf,
+        lambda c: c.attn_mask and c.attn_mask_dtype == torch.bool,
+        lambda c: c.attn_mask and c.attn_mask_dtype != torch.bool and c.bias,
+        lambda c: c.dropout_p, lambda c: c.weights == "full", lambda c: c.weights == "mean",
+        lambda c: c.lse, lambda c: c.garbage is not None and c.keep, lambda c: c.magnitude > 1,
+    ]  # fmt: skip
+    for number, feature in enumerate(features):
+        assert sum(1 for c in drawn if feature(c)) >= 5, f"feature {number} is hardly drawn"
+    for name in ("dtype", "layout", "mask_layout"):
+        assert len({getattr(c, name) for c in drawn}) >= 4
+
+
+def test_a_failure_is_shrunk_to_a_program(monkeypatch, capsys):
+    right = testing.run
+
+    def wrong(case, *args):
+        found = right(case, *args)
+        if case.keep is not None and case.M > 3:
+            found["grad_v"] = found["grad_v"] + 1
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(testing, "run", wrong)
+        assert fuzz.main(["--problems", "200", "--seed", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "AssertionError" in printed
+    program = printed[printed.index("import math, torch") :].split("\n\n")[0]
+    assert "keep=''" in program
+    assert "causal" not in program
+    exec(program, {})  # passes, now that nothing is wrong
+
+
+def test_so_many_problems_from_a_seed(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(fuzz, "check", lambda case, isa: seen.append((case, isa)))
+    for _ in range(2):
+        assert fuzz.main(["--problems", "150", "--seed", "7"]) == 0
+    assert "seed 7" in capsys.readouterr().out
+    assert len(seen) == 300
+    assert list(map(repr, seen[:150])) == list(map(repr, seen[150:]))
