@@ -7,6 +7,7 @@
 PYTHON ?= python3
 NO_VENV ?=
 ARGS ?=
+SECONDS ?= 60
 
 ifeq ($(NO_VENV),)
   PY := .venv/bin/python
@@ -23,7 +24,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model
 
-.PHONY: help test test-kernels test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
+.PHONY: help test test-kernels fuzz test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
@@ -33,6 +34,7 @@ help:
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
 	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
+	@echo "make fuzz    random problems against float64, SECONDS=60; ARGS='--seed 1' to try some again"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make bench-models   likewise, at the shapes of known models"
 	@echo "make bench-modules  nn.MultiheadAttention at inference, from 16 tokens to 131072"
@@ -59,6 +61,10 @@ test: build
 # configuration.
 test-kernels: build
 	FASTATTN_AOT=all $(PY) -m pytest tests/kernels $(call PARALLEL,loadfile) $(ARGS)
+
+# Others each time. `make test` has a thousand that are always the same.
+fuzz: build
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 # Neither is part of `make test`: one emulates another processor, and the other compiles all kernels
 # once more. Both build in folders of their own, and leave the package as it is.

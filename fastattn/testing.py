@@ -137,7 +137,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         shape = (c.B, c.H, c.M, c.N) if c.weights == "full" else (c.B, c.M, c.N)
         grad_weights = normal(*shape).to(c.dtype)
     t = Tensors(
-        *(x.to(c.dtype) for x in (q, k, v)), w, _bias(c, normal, rng), _mask(c, rng),
+        q.to(c.dtype), k.to(c.dtype), v.to(c.dtype), w, _bias(c, normal, rng), _mask(c, rng),
         grad_out=normal(c.B, c.H, c.M, c.E).to(c.dtype),
         grad_weights=grad_weights,
         grad_lse=normal(c.B, c.H, c.M) if c.lse else None,
@@ -153,11 +153,9 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     So are upstream gradients of rows without keys and of masked weights. What a bias masks by -inf
     stays -inf, and what stands beside it is excluded.
     """
-    p, bias = _problem(case, t)
-    structural = p.mask.materialize(p).expand(p.B, p.H, p.M, p.N)
-    kept = structural if bias is None else structural & (bias != -math.inf)
-    by_key = (kept.unflatten(1, (p.Hkv, -1)) if p.Hkv else kept[:, :, None]).any(2).any(2)
-    by_query = kept.any(-1)
+    p, kept = _kept(case, t)
+    structural = p.mask.materialize(p).expand(kept.shape)
+    by_key, by_query = _used_keys(p, kept), kept.any(-1)
     if case.layout == "expanded":  # all batch entries are one
         by_key, by_query = (x.any(0, keepdim=True) for x in (by_key, by_query))
 
@@ -174,9 +172,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     beside = structural
     if t.attn_mask is not None and t.attn_mask.is_floating_point():
         beside = structural & (t.attn_mask != -math.inf)
-    full = case.weights == "full"
-    mask = t.mask
-    spoilt = dataclasses.replace(
+    spoilt = _with(
         t,
         q=fill(t.q, by_query[..., None].expand(t.q.shape)),
         k=fill(t.k, by_key[..., None].expand(t.k.shape)),
@@ -184,9 +180,8 @@ def spoil(case: Case, t: Tensors) -> Tensors:
         bias=fill(t.bias, beside),
         attn_mask=fill(t.attn_mask, structural),
         grad_out=fill(t.grad_out, by_query[..., None].expand(t.grad_out.shape)),
-        grad_weights=fill(t.grad_weights, kept if full else kept.any(1)),
+        grad_weights=fill(t.grad_weights, kept if case.weights == "full" else kept.any(1)),
         grad_lse=fill(t.grad_lse, kept.any(-1)),
-        mask=mask,
     )
     return _laid_out(case, spoilt)
 
@@ -335,10 +330,16 @@ def _build(case: Case, t: Tensors, q, k, v, w, bias, attn_mask, scale) -> valida
     )  # fmt: skip
 
 
-def _problem(case: Case, t: Tensors) -> tuple[Problem, Tensor | None]:
-    """The record of a case, and all that is added to its scores."""
-    built = _build(case, t, t.q, t.k, t.v, t.w, t.bias, t.attn_mask, case.scale)
-    return built.p, built.bias
+def _kept(case: Case, t: Tensors) -> tuple[Problem, Tensor]:
+    """The record of a case, and the pairs that masks and biases keep, ``[B, H, M, N]``."""
+    p, *_, added, _, _ = _build(case, t, t.q, t.k, t.v, t.w, t.bias, t.attn_mask, case.scale)
+    kept = p.mask.materialize(p).expand(p.B, p.H, p.M, p.N)
+    return p, kept if added is None else kept & (added != -math.inf)
+
+
+def _used_keys(p: Problem, kept: Tensor) -> Tensor:
+    """``[B, Hkv, N]``: keys that some row of some head keeps."""
+    return (kept.unflatten(1, (p.Hkv, -1)) if p.Hkv else kept[:, :, None]).any(2).any(2)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -365,7 +366,7 @@ def _canonical(case: Case, t: Tensors, leaves: dict[str, Any]) -> tuple:
     return _build(case, t, q, k, scale=scale, **x)[:6]
 
 
-def _upstream(t: Tensors) -> list[Tensor | None]:
+def _upstream(t: Tensors) -> list[Any]:
     return [None if x is None else x.double() for x in (t.grad_out, t.grad_lse, t.grad_weights)]
 
 
@@ -373,7 +374,7 @@ def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
     """The float64 reference and its explicit gradients."""
     leaves = _leaves(case, t, torch.float64)
     p, *made = _canonical(case, t, leaves)
-    args = [None if x is None else x.detach() for x in made]
+    args: list[Any] = [None if x is None else x.detach() for x in made]
     out, lse, weights = reference.forward(p, *args)
     grads = list(reference.backward(p, *args, *_upstream(t)))
     grads[3] = None if grads[3] is None else grads[3].sum(0)
@@ -391,10 +392,7 @@ def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
 
 def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """What a user would write in PyTorch, in the case's dtype: the peer of the error budget."""
-    p, added = _problem(case, t)
-    kept = p.mask.materialize(p)
-    if added is not None:
-        kept = kept & (added != -math.inf)
+    p, kept = _kept(case, t)
     has_key = kept.any(-1, keepdim=True)
 
     def call(q, k, v, w, bias, attn_mask, bandwidth):
@@ -421,7 +419,7 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
         returned = {None: (), "full": (weights,), "mean": (weights.mean(1),)}[case.weights]
         return (weights @ v, *returned, *((lse,) if case.lse else ()))
 
-    return _results(case, t, call, dtype)
+    return _results(case, t, call, dtype or case.dtype)
 
 
 # ---- the budget ----
@@ -517,11 +515,8 @@ def assert_invariants(case: Case, t: Tensors, ours: dict[str, Tensor]) -> None:
     the outputs: a forward and a backward pass that weigh alike. Rows without keys, and keys that no
     row keeps, have results of exactly 0.
     """
-    p, added = _problem(case, t)
-    kept = p.mask.materialize(p) if added is None else p.mask.materialize(p) & (added != -math.inf)
-    kept = kept.expand(p.B, p.H, p.M, p.N)
-    empty = ~kept.any(-1)
-    unused = ~(kept.unflatten(1, (p.Hkv, -1)) if p.Hkv else kept[:, :, None]).any(2).any(2)
+    p, kept = _kept(case, t)
+    empty, unused = ~kept.any(-1), ~_used_keys(p, kept)
     zero = {"out": empty, "grad_q": empty, "grad_k": unused, "grad_v": unused}
     for name, where in zero.items():
         assert not ours[name][where].any(), f"{case} {name}: not 0 where nothing is kept"
@@ -598,7 +593,7 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     and its rounding does not. The two parts of dS = P dP - P delta are terms of their own; what
     delta_i multiplies in a sum over j is one term.
     """
-    leaves = _leaves(case, t, torch.float64)
+    leaves: dict[str, Any] = _leaves(case, t, torch.float64)
     leaves = {n: x if x is None else x.detach() for n, x in leaves.items()}
     p, q, k, v, w, bias = _canonical(case, t, leaves)
     grad_out, grad_lse, grad_weights = _upstream(t)

@@ -1,4 +1,4 @@
-"""Random problems against the float64 oracle: `make fuzz`, or `python tests/fuzz.py --problems 300`.
+"""Random problems against the float64 oracle: `make fuzz`, `python tests/fuzz.py --problems 300`.
 
 :func:`cases` draws ``testing.Case``s, and ``testing.check`` holds each to the error budget, the
 invariants and the promise about garbage. A failure shrinks to a short case, printed as a program.

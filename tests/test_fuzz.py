@@ -88,6 +88,43 @@ def test_every_feature_is_drawn():
         assert len({getattr(c, name) for c in drawn}) >= 4
 
 
+MASKED = Case("wrong", M=6, N=9, causal="bottom_right", window=(2, -1), kv_len="rows",
+              weights="full", lse=True, garbage=nan)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "index"), [
+    ("out", (0, 0, 0)),  # a row without keys
+    ("grad_q", (0, 0, 0)),
+    ("grad_k", (0, 0, 0)),  # a key that no row keeps
+    ("weights", (1, 0, 0, 8)),  # a masked pair
+    ("weights", (1, ..., 0)),  # sums
+    ("grad_v", (1, ..., 0)),
+])  # fmt: skip
+def test_invariants_see_what_the_budget_allows(name, index):
+    t = testing.make(MASKED)
+    right = testing.run(MASKED, t)
+    testing.assert_invariants(MASKED, t, right)
+    wrong = right[name].clone()
+    wrong[index] += 3e-6 if ... in index else 1e-9
+    with pytest.raises(AssertionError, match=name):
+        testing.assert_invariants(MASKED, t, right | {name: wrong})
+
+
+def test_garbage_may_change_no_bit(monkeypatch):
+    testing.check(MASKED)
+    right = testing.run
+
+    def wrong(case, t, *args):
+        found = right(case, t, *args)
+        if t.k.isnan().any():
+            found["out"] = torch.nextafter(found["out"], found["out"] + 1)
+        return found
+
+    monkeypatch.setattr(testing, "run", wrong)
+    with pytest.raises(AssertionError, match="out differs"):
+        testing.check(MASKED)
+
+
 def test_a_failure_is_shrunk_to_a_program(monkeypatch, capsys):
     right = testing.run
 
