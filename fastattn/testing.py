@@ -559,8 +559,14 @@ class Oracle:
 
 def oracle(case: Case, t: Tensors) -> Oracle:
     """The truth, the peer, and how large the rounding of a right result may be."""
-    truth, norms = exact(case, t), _term_norms(case, t)
-    scales = {n: max(largest(x), largest(norms[n]) if n in norms else 0) for n, x in truth.items()}
+    truth = exact(case, t)
+    of_sums, of_scores = _term_norms(case, t), _moved(case, t, truth)
+    scales = {
+        n: max(
+            largest(x), 0.0, *(largest(norms[n]) for norms in (of_sums, of_scores) if n in norms)
+        )
+        for n, x in truth.items()
+    }
     return Oracle(truth, plain(case, t), scales)
 
 
@@ -641,6 +647,19 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     if case.score == "gaussian":
         squares |= _square_gaussian(leaves, q, squares)
     return {name: x.sqrt() for name, x in squares.items()}
+
+
+def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    """How far one ulp in the scale moves the results of the dot product, in ulp.
+
+    A large logit has a large rounding, which softmax makes that of the result; a peer of few
+    numbers may have none by luck. That a row is weighed alike throughout is for invariants to see.
+    """
+    if case.score != "dot":
+        return {}
+    eps = torch.finfo(case.dtype).eps
+    moved = exact(case, _with(t, q=t.q.double() * (1 + eps)))
+    return {name: (moved[name] - x) / eps for name, x in truth.items()}
 
 
 def _square_unit(x: Tensor, squares: Tensor) -> Tensor:
