@@ -75,11 +75,10 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
   FASTATTN_EXTENSION=$(CURDIR)/build/sanitize/_C.abi3.so $(PY)
-# Where the random problems of `make fuzz` exist, they run here, too.
 sanitize-cpu: $(READY)
 	CXXFLAGS="-O1 -g1 -fno-omit-frame-pointer $(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
 	$(SANITIZED_PY) -m pytest tests/csrc -q -p no:cacheprovider --capture=sys $(ARGS)
-	$(if $(wildcard tests/fuzz.py),$(SANITIZED_PY) tests/fuzz.py --seconds 120)
+	$(SANITIZED_PY) tests/fuzz.py --problems 300
 
 bench: build
 	$(PY) -m bench.run $(ARGS)
