@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import has_torch_function_variadic
 
 # ---- numbers: a bool is none ----
@@ -68,6 +67,11 @@ def overrides(x: object) -> bool:
     return getattr(own, "__func__", own) is not Tensor.__torch_function__.__func__
 
 
+def is_causal_bias(x: object) -> bool:
+    """Whether ``x`` is a ``torch.nn.attention.bias.CausalBias``; to import that imports Triton."""
+    return type(x).__name__ == "CausalBias" and isinstance(x, Tensor)
+
+
 def overriding(*tensors: object) -> tuple | None:
     """All of them if one takes calls of torch's functions over, as a tracer's do; else None.
 
@@ -75,7 +79,7 @@ def overriding(*tensors: object) -> tuple | None:
     """
     if not has_torch_function_variadic(*tensors):
         return None
-    others = tuple(x for x in tensors if type(x) is not CausalBias)
+    others = tuple(x for x in tensors if not is_causal_bias(x))
     return others if any(map(overrides, others)) else None
 
 

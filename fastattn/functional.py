@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function
 
 from fastattn import arguments, autograd, known, ops, registry, validate
@@ -322,7 +321,7 @@ def _check_gaussian(
     validate.check_points(query, key, value)
     _, q, k, v = validate._to_4d(query, key, value, query.dim() >= 3)
     validate._match_heads(q, k, v, enable_gqa)
-    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+    if attn_mask is not None and not arguments.is_causal_bias(attn_mask):
         dtypes = (torch.bool, query.dtype, torch.float32)
         validate.check_dense("attn_mask", attn_mask, query, dtypes)
     if bias is not None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fastattn import arguments
@@ -291,7 +290,7 @@ def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor 
     check_mask(mask)
     mask = mask or Mask()
     causal = _causal(mask.causal, is_causal)
-    if isinstance(attn_mask, CausalBias):
+    if arguments.is_causal_bias(attn_mask):
         causal, attn_mask = _causal_bias(lead, attn_mask, causal, mask), None
     keep, added = _attn_mask(lead, query, attn_mask)
     if mask.keep is not None:
@@ -367,15 +366,13 @@ def _causal(causal: Alignment | None, is_causal: bool) -> Alignment | None:
     return "top_left" if is_causal else causal
 
 
-def _causal_bias(
-    lead: _Lead, attn_mask: CausalBias, causal: Alignment | None, mask: Mask
-) -> Alignment:
+def _causal_bias(lead: _Lead, attn_mask: Any, causal: Alignment | None, mask: Mask) -> Alignment:
     """What torch's own causal mask says; its memory is never written."""
     _, M, N = lead.hmn
     size = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if not _same(size, (M, N)):
         raise ValueError(f"attn_mask: expected a CausalBias of [{M}, {N}], got {list(size)}")
-    upper = attn_mask.variant == CausalVariant.UPPER_LEFT
+    upper = attn_mask.variant.name == "UPPER_LEFT"
     aligned: Alignment = "top_left" if upper else "bottom_right"
     if causal not in (None, aligned):
         raise ValueError(
