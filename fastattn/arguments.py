@@ -23,15 +23,15 @@ def is_real(x: object) -> bool:
 
 
 def check_int(name: str, x: object, least: int) -> None:
-    """Raises TypeError for anything but an int, and ValueError for one below ``least``."""
-    if not is_int(x):
+    """Raises TypeError for anything but an int, numpy's too, and ValueError below ``least``."""
+    if not is_int(x) and (isinstance(x, bool) or not isinstance(x, numbers.Integral)):
         raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
     if x < least:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{name}: expected {least} or more, got {x}")
 
 
 def check_real(name: str, x: object) -> None:
-    """Raises TypeError for anything but a number; those of numpy are numbers too."""
+    """Raises TypeError for anything but a number, numpy's too."""
     if not is_real(x) and (isinstance(x, bool) or not isinstance(x, numbers.Real)):
         raise TypeError(f"{name}: expected a float, got {type(x).__name__}")
 
