@@ -104,7 +104,7 @@ _OURS = {
     "return_attn_probs": "return_weights='full', or return_lse=True",
     "sm_scale": "scale=",
     "softmax_scale": "scale=",
-    "temperature": "scale=",
+    "temperature": "scale=1 / temperature",
     "window_size": "mask=fastattn.Mask(window=(left, right))",
 }
 # The additive score has no such arguments.
