@@ -79,6 +79,48 @@ def test_unused_keys_reach_nothing(backend, score, name, garbage):
     assert_unchanged(run, backend, garbage)
 
 
+# Of keys: moderate, far apart, and too far apart for anything but an exponential a pair.
+@pytest.mark.parametrize("spread", [1.0, 3.0, 30.0])
+@pytest.mark.parametrize("name", ["kv-len", "keep", "bias"])
+def test_garbage_chooses_no_way_of_computing_tanh(isa, name, spread):
+    """Additive tiles are computed in one of three ways, by the keys that some row of them keeps."""
+    M, N = 130, 200
+    used = (torch.arange(N) < 195) & (torch.arange(N) % 7 != 3)
+    keep = (torch.rand(B, H, M, N) < 0.8) & used
+    options = {
+        "kv-len": dict(mask=Mask(kv_len=torch.tensor([195, 130]), keep=used)),
+        "keep": dict(mask=Mask(keep=keep)),
+        "bias": dict(bias=torch.where(used, 0.5, -math.inf).expand(M, N)),
+    }[name]
+    call = inputs("additive", B, H, M=M, N=N, D=D, E=E)
+    call["key"] *= spread
+    clean = everything(call, backend="cpu", **options)
+    for value in (6.0, 20.0, 1e4, math.inf, math.nan):
+        found = everything(spoilt_keys(call, used, value), backend="cpu", **options)
+        assert_same_bits(found, clean)
+
+
+def spoilt_keys(call, used, value):
+    """The call with `value` in keys that are not used."""
+    return call | {"key": call["key"].masked_fill(~used[:, None], value)}
+
+
+def test_far_keys_of_other_rows_are_not_noticed_for_threads(isa):
+    """How many row blocks a task takes through a tile of keys depends on the threads."""
+    call = inputs("additive", B, H, M=300, N=128, D=D, E=E)
+    call["key"][:, :, 50] = 20.0  # kept by the first block of rows alone
+    lengths = torch.where(torch.arange(300) < 64, 128, 30).expand(B, 300)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 16):
+            torch.set_num_threads(threads)
+            found.append(everything(call, mask=Mask(kv_len=lengths), backend="cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @masks
 @scores

@@ -406,7 +406,7 @@ class AdditiveScore {
   int64_t dims_;  // of panels: D, then one that terms are padded with; even
   int64_t ld_;
   float* keys_;
-  int32_t* kept_;  // all bits set where some row of the tile keeps a key, or that has no matter yet
+  int32_t* kept_;  // all bits set where some row of the tile keeps a key, or none has been asked
   float *centre_, *factors_;
   Slot *slots_, *slot_;
   Matrix from_{};

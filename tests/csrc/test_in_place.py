@@ -44,6 +44,23 @@ def test_additive_gradients_of_one_query(isa, masks, dtype):
         testing.check(Case(f"step-{D}", "additive", **sizes, **ONE_STEP[masks]), "cpu")
 
 
+@pytest.mark.parametrize("N", [2, 70])
+def test_additive_gradients_of_one_query_whatever_the_strides_of_values(isa, N):
+    """With equal keys, an error in a score is the same for all: only another way shows.
+
+    That is why forward and backward must compute a score in one way.
+    """
+    case = Case("step-values", "additive", M=1, N=N, D=129, E=4, weights="full", lse=True)
+    drawn = testing.make(case)
+    w = drawn.w[..., :1].expand_as(drawn.w)
+    v = drawn.v.mT.contiguous().mT
+    t = dataclasses.replace(drawn, w=w, k=drawn.k[:, :, :1].expand_as(drawn.k), v=v)
+    oracle, ours = testing.oracle(case, t), testing.run(case, t, "cpu")
+    for name, x in ours.items():
+        truth, peer, scale = oracle[name]
+        testing.assert_within_budget(x, peer, truth, name, scale)
+
+
 def test_additive_garbage_of_one_query_reaches_its_own_gradients_alone(isa):
     """NaN in one key and in the query of another batch entry, and garbage in a masked key."""
     call = inputs("additive", B=3, H=1, M=1, N=70, D=40, E=24)
