@@ -26,7 +26,11 @@ def _cases() -> list[Case]:
     chosen = [c for c in GRID if c.score == "dot" and max(c.D, c.E) <= 128]
     chosen = [c for c in chosen if c.B * c.H * c.M * c.N <= LARGEST and c.dtype == torch.float32]
     chosen.append(Case("full-tiles", M=128, N=192, D=128, E=64, causal="bottom_right"))
-    return [dataclasses.replace(c, dtype=HALF[n % 2]) for n, c in enumerate(chosen)]
+    # fp16 ends at 65504.
+    return [
+        dataclasses.replace(c, dtype=HALF[n % 2 if c.magnitude < 1e4 else 1])
+        for n, c in enumerate(chosen)
+    ]
 
 
 @pytest.fixture
