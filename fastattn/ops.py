@@ -1,16 +1,19 @@
-"""The torch.library operators: schemas, fake kernels, and the libraries that implement them.
+"""The torch.library operators: fake kernels, and the libraries that implement them.
 
 Two operators cover both scores (``w`` is None for the dot product), and every fused backend has
 such a pair: ``fastattn::forward`` and ``backward`` for CPUs, ``fastattn::cuda_forward`` and so on.
 They have no autograd of their own: ``autograd.py`` wraps backends, and operators with registered
-autograd break ``torch.func``. csrc/ops.cpp registers the compiled ones; without its libraries the
-operators exist and have no kernel, and ``EXTENSION_ERROR`` says why.
+autograd break ``torch.func``. csrc/ops.cpp defines and implements the compiled ones, so that an
+exported program needs the library alone. Without it they are defined here and have no kernel, and
+``EXTENSION_ERROR`` says why. ``schemas.py`` has the text of both.
 
 ``fastattn::linear`` and ``self_attention`` are what modules run on CPUs where nobody looks inside:
 see ``modules/projection.py``, which says where that is.
 
 The CPU kernels use the widest instruction set that the machine shows. The environment variable
 ``FASTATTN_CPU_ISA``, read at import, names another; ``ISA_ERROR`` says why that is not followed.
+``FASTATTN_EXTENSION`` names a library to load instead of the package's own: one built with
+sanitizers (``make sanitize-cpu``).
 """
 
 from __future__ import annotations

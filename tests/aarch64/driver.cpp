@@ -51,8 +51,8 @@ View result(int64_t b, int64_t h, int64_t r, int64_t c, DType dtype) {
   const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
   results.push_back({memory(b * h * r * c * size), static_cast<size_t>(b * h * r * c * size)});
   const auto stride = [](int64_t n, int64_t elements) { return n == 1 ? 0 : elements; };
-  return {results.back().data, dtype,        stride(b, h * r * c), stride(h, r * c),
-          stride(r, c),        stride(c, 1)};
+  return {results.back().data, dtype,        stride(b, h * r * c),
+          stride(h, r * c),    stride(r, c), stride(c, 1)};
 }
 float* rows(int64_t b, int64_t h, int64_t r, int64_t c) {
   return static_cast<float*>(result(b, h, r, c, DType::kFloat32).data);

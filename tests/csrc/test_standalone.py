@@ -52,7 +52,8 @@ def as_program(exported, folder: Path) -> Path:
 
 def as_package(exported, folder: Path) -> Path:
     path = str(folder / "package.pt2")
-    torch._inductor.aoti_compile_and_package(exported, package_path=path)
+    once = {"compile_threads": 1, "aot_inductor.precompile_headers": False}  # there is one file
+    torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=once)
     return Path(path)
 
 
