@@ -342,13 +342,14 @@ def attempt(info: dict, name: str, build, otherwise: str) -> None:
 def build(package: Path, cuda_alone: bool = False) -> bool:
     """Builds into `package`, or says in one line why not and leaves the reason there."""
     note = package / "_build_info.json"
-    info = dict(success=False, reason=None, compiler=None, target=None, isas=[], torch=None)
+    info: dict = dict(success=False, reason=None, compiler=None, target=None, isas=[], torch=None)
     info["left_out"] = LEFT_OUT
     if not cuda_alone:
         attempt(info, EXTENSION, lambda: build_extension(info), "pure Python only")
     elif note.exists():
         info = json.loads(note.read_text())
-    info["cuda"] = cuda = dict(success=False, reason=None, compiler=None, runtime=None)
+    cuda: dict = dict(success=False, reason=None, compiler=None, runtime=None)
+    info["cuda"] = cuda
     without = "no CUDA C++ kernels (Triton's need no compiler)"
     attempt(cuda, CUDA_LIBRARY, lambda: build_cuda_library(cuda), without)
     package.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ No GPU: torch's CUDA library is stood in for by the stub that setup.py links aga
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def library() -> Path:
         pytest.skip(ops.EXTENSION_ERROR)
     info = json.loads((PACKAGE / "_build_info.json").read_text())["cuda"]
     assert info["success"], info["reason"]
+    assert re.fullmatch(r"\d+\.\d+", info["runtime"]), info  # which backends/cuda.py compares
     return LIBRARY
 
 
@@ -42,7 +44,10 @@ def test_machine_code_for_every_architecture(library):
         pytest.skip("no cuobjdump, neither beside nvcc nor in a Triton wheel")
     elf, ptx = output(tool, "-lelf", library), output(tool, "-lptx", library)
     sources = len(list((PACKAGE.parent / "csrc/cuda").glob("*_*.cu")))
-    for arch in ("sm_80", "sm_90a"):
+    # nvcc knows the newer two since 12.8, and says so.
+    known = output(find_nvcc(), "--list-gpu-arch")
+    newer = [arch for arch in ("sm_100", "sm_120") if arch.replace("sm", "compute") in known]
+    for arch in ("sm_80", "sm_90a", *newer):
         assert elf.count(f".{arch}.cubin") >= sources, elf
     assert ptx.count(".sm_90.ptx") >= sources, ptx
 
