@@ -156,15 +156,14 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     p, kept = _kept(case, t)
     structural = p.mask.materialize(p).expand(kept.shape)
     by_key, by_query = _used_keys(p, kept), kept.any(-1)
-    if case.layout == "expanded":  # all batch entries are one
-        by_key, by_query = (x.any(0, keepdim=True) for x in (by_key, by_query))
 
-    def fill(x: Tensor | None, used: Tensor) -> Tensor | None:
+    def fill(x: Tensor | None, used: Tensor, layout: str) -> Tensor | None:
         if x is None or not x.is_floating_point():
             return x
         most, value = torch.finfo(x.dtype).max, case.garbage
         assert value is not None
         value = max(-most, min(value, most)) if math.isfinite(value) else value
+        used = used.any(0, keepdim=True) if layout == "expanded" else used  # all entries are one
         for d, n in enumerate(x.shape):  # a place is used where one of those it stands for is
             used = used if n != 1 else used.any(d, keepdim=True)
         return x.masked_fill(~used, value)
@@ -172,16 +171,20 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     beside = structural
     if t.attn_mask is not None and t.attn_mask.is_floating_point():
         beside = structural & (t.attn_mask != -math.inf)
+    rows, keys, weights = (by_query[..., None], by_key[..., None], kept)
+    if case.weights == "mean":
+        weights = kept.any(1)
+    how, masks = case.layout, case.mask_layout
     spoilt = _with(
         t,
-        q=fill(t.q, by_query[..., None].expand(t.q.shape)),
-        k=fill(t.k, by_key[..., None].expand(t.k.shape)),
-        v=fill(t.v, by_key[..., None].expand(t.v.shape)),
-        bias=fill(t.bias, beside),
-        attn_mask=fill(t.attn_mask, structural),
-        grad_out=fill(t.grad_out, by_query[..., None].expand(t.grad_out.shape)),
-        grad_weights=fill(t.grad_weights, kept if case.weights == "full" else kept.any(1)),
-        grad_lse=fill(t.grad_lse, kept.any(-1)),
+        q=fill(t.q, rows, how),
+        k=fill(t.k, keys, how),
+        v=fill(t.v, keys, how),
+        grad_out=fill(t.grad_out, rows, how),
+        bias=fill(t.bias, beside, masks),
+        attn_mask=fill(t.attn_mask, structural, masks),
+        grad_weights=fill(t.grad_weights, weights, masks),
+        grad_lse=fill(t.grad_lse, by_query, "bhmd"),
     )
     return _laid_out(case, spoilt)
 
@@ -453,7 +456,8 @@ def budget(plain_error: float, dtype: torch.dtype, scale: float) -> float:
 
 def error_ratio(ours: Tensor, peer: Tensor, truth: Tensor, scale: float | None = None) -> float:
     """Our error over the budget: at most 1 where a result is right."""
-    allowed = budget(error(peer, truth), peer.dtype, largest(truth) if scale is None else scale)
+    coarser = max(ours.dtype, peer.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    allowed = budget(error(peer, truth), coarser, largest(truth) if scale is None else scale)
     mine = error(ours, truth)
     return 0.0 if mine == 0 else math.inf if allowed == 0 else mine / allowed
 
@@ -650,7 +654,7 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
 
 
 def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-    """How far one ulp in the scale moves the results of the dot product, in ulp.
+    """How far one ulp in the scale, and in each key, moves the results of the dot product, in ulp.
 
     A large logit has a large rounding, which softmax makes that of the result; a peer of few
     numbers may have none by luck. That a row is weighed alike throughout is for invariants to see.
@@ -658,7 +662,10 @@ def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor
     if case.score != "dot":
         return {}
     eps = torch.finfo(case.dtype).eps
-    moved = exact(case, _with(t, q=t.q.double() * (1 + eps)))
+    rng = torch.Generator(t.k.device).manual_seed(case.seed)
+    sign = torch.randint(0, 2, t.k.shape, generator=rng, device=t.k.device) * 2 - 1
+    q, k = t.q.double() * (1 + eps), t.k.double() * (1 + eps * sign)
+    moved = exact(case, _with(t, q=q, k=k))
     return {name: (moved[name] - x) / eps for name, x in truth.items()}
 
 
