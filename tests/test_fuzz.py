@@ -29,7 +29,7 @@ def test_random_problems(case, isa):
 
 
 half, nan = torch.float16, math.nan
-one = dict(B=1, H=1, Hkv=1)
+one = dict(B=1, H=1, Hkv=1, drawn=True)
 # What has been wrong once, as it was found, and shrunk.
 FOUND = {
     "backward weighs logits otherwise": Case("0", **one, M=3, N=16, D=3, E=3, magnitude=20.0),
