@@ -4,6 +4,7 @@ The last is for a bool that only the program knows. tests/test_typing.py holds t
 against those of functional.py.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload
 
 from torch import Tensor
@@ -134,3 +135,4 @@ SCORES: tuple[_Score, ...]
 # What modules use beside these.
 def _normalize(x: Tensor) -> Tensor: ...
 def _centred(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]: ...
+def _where_finite(function: Callable[..., Tensor], x: Tensor, other: float | Tensor) -> Tensor: ...

@@ -38,7 +38,8 @@ rule program
 def build() -> Path:
     """The driver and csrc/cpu, with the flags of setup.py, in one program."""
     spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     setup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(setup)
     setup.BUILD = BUILD
