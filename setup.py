@@ -261,7 +261,10 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     user = quote(shlex.split(os.environ.get("CXXFLAGS", "")))
     text = RULES.format(build=BUILD_CUDA, cxx=quote(cxx), user=user, ldflags=quote(link))
     text += CUDA_RULES.format(
-        nvcc=quote([nvcc]), flags=quote(flags), threads=len(CUDA_CODE), cxx=quote(cxx)
+        nvcc=quote([nvcc]),
+        flags=quote(flags),
+        threads=min(len(CUDA_CODE), os.cpu_count() or 1),
+        cxx=quote(cxx),
     )
     objects = []
     for source in sorted(Path("csrc/cuda").glob("*.cu")):
