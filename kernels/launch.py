@@ -41,8 +41,8 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, *args) -> Call:
         """From an operator's arguments, which nobody has looked at: it may be called directly."""
-        *others, weights = args
-        call = cls(*others, weights_of(weights))
+        call = cls(*args)
+        call = call._replace(weights=weights_of(args[-1]))
         if not 0 <= call.dropout_p <= 1:
             raise ValueError(f"dropout_p: expected 0 to 1, got {call.dropout_p}")
         if call.dropout_p and call.seed is None:
