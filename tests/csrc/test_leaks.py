@@ -79,7 +79,7 @@ for name, case in test_leaks.CASES.items():
 
 @pytest.mark.skipif(not SANITIZED, reason="needs LeakSanitizer: make sanitize-cpu")
 def test_leak_sanitizer_finds_none_of_ours():
-    """Python and torch leave some behind at exit: none of it may be allocated under the library."""
+    """Python and torch leave some behind at exit: none of it may come of a call of ours."""
     here = Path(__file__).parent
     environment = os.environ | {
         "ASAN_OPTIONS": "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=20",
@@ -91,5 +91,6 @@ def test_leak_sanitizer_finds_none_of_ours():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "LeakSanitizer has encountered a fatal error" not in done.stderr, done.stderr
-    ours = [leak for leak in done.stderr.split("\n\n") if "_C.abi3.so" in leak]
+    under = "csrc/", "_C.abi3.so", "StableIValueBoxedKernel"  # the last is torch's, and calls ours
+    ours = [leak for leak in done.stderr.split("\n\n") if any(name in leak for name in under)]
     assert not ours, "\n\n".join(ours[:3])
