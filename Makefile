@@ -60,7 +60,7 @@ test: build
 # The part of `make test` that interprets the Triton kernels and compiles them for GPUs; here in every
 # configuration.
 test-kernels: build
-	FASTATTN_AOT=all $(PY) -m pytest tests/kernels $(call PARALLEL,loadfile) $(ARGS)
+	FASTATTN_AOT=all $(PY) -m pytest tests/triton $(call PARALLEL,loadfile) $(ARGS)
 
 # Others each time. `make test` has a thousand that are always the same.
 fuzz: build
@@ -77,8 +77,8 @@ SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CX
   FASTATTN_EXTENSION=$(CURDIR)/build/sanitize/_C.abi3.so $(PY)
 sanitize-cpu: $(READY)
 	CXXFLAGS="-O1 -g1 $(SANITIZERS) -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
-	$(SANITIZED_PY) -m pytest tests/csrc -q -p no:cacheprovider --capture=sys \
-	  --ignore tests/csrc/test_standalone.py --ignore tests/csrc/test_isa_symbols.py $(ARGS)
+	$(SANITIZED_PY) -m pytest tests/cpu tests/binding -q -p no:cacheprovider --capture=sys \
+	  --ignore tests/binding/test_standalone.py --ignore tests/cpu/test_isa_symbols.py $(ARGS)
 	$(SANITIZED_PY) tests/fuzz.py --problems 300 --seed 0
 
 bench: build

@@ -1,14 +1,14 @@
 """Builds the two native libraries with ninja; what is declarative is in pyproject.toml.
 
 fastattn/_C.abi3.so, the CPU kernels:
-    csrc/ops.cpp              once: the one file that includes torch (stable ABI, limited Python);
-                              defines the operators of fastattn/schemas.py
-    csrc/{common,cpu}/*.cpp   once, baseline flags; FASTATTN_HAVE_<NAME> tells which ISAs exist
-    csrc/cpu/*_{fwd,bwd}.cpp  once per ISA, in the namespace FASTATTN_ISA
+    csrc/binding/attention.cpp  once: the one file that includes torch (stable ABI, limited Python);
+                                defines the operators of fastattn/backends/schemas.py
+    csrc/cpu/*.cpp              once, baseline flags; FASTATTN_HAVE_<NAME> tells which ISAs exist
+    csrc/cpu/entry/*.cpp        once per ISA, in the namespace FASTATTN_ISA
 
 fastattn/_cuda.so, the CUDA kernels, where there is an nvcc; a GPU is not needed:
-    csrc/cuda/*.cu            machine code for every architecture of CUDA_CODE, in one object
-    csrc/ops.cpp              once more, with FASTATTN_FOR_CUDA
+    csrc/cuda/**/*.cu           machine code for every architecture of CUDA_CODE, in one object
+    csrc/binding/attention.cpp  once more, with FASTATTN_FOR_CUDA
 
 Where one cannot be built, one line says why, fastattn/_build_info.json keeps it for
 fastattn.explain(). FASTATTN_REQUIRE_EXT=1 makes it an error of the first; =0 leaves both out, and
@@ -35,6 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 BUILD = Path("build/native")  # relative, as all paths of sources: they end up in __FILE__
 BUILD_CUDA = Path("build/cuda")
+BINDING = Path("csrc/binding/attention.cpp")
 EXTENSION = "_C.abi3.so"
 LEFT_OUT = os.environ.get("FASTATTN_REQUIRE_EXT") == "0"  # on purpose: nobody is to be warned
 CUDA_LIBRARY = "_cuda.so"
@@ -165,17 +166,16 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
 
     Narrow before wide, because of the functions that C++ lets several objects define, such as
     templates of std::, and of which the linker keeps the first: a baseline object is then never
-    bound to code that needs a newer CPU. tests/csrc/test_isa_symbols.py checks that kernel files
+    bound to code that needs a newer CPU. tests/cpu/test_isa_symbols.py checks that kernel files
     define none to begin with.
     """
-    every = sorted({*Path("csrc/cpu").glob("*.cpp"), *Path("csrc/common").glob("*.cpp")})
-    kernels = [path for path in every if path.stem.endswith(("_fwd", "_bwd"))]
+    kernels = sorted(Path("csrc/cpu/entry").glob("*.cpp"))
     have = [f"-DFASTATTN_HAVE_{isa.upper()}" for isa in isas]
     headers = [f"-I{BUILD}", f"-I{sysconfig.get_path('include')}"]
     headers += ["-isystem", str(torch / "include")]
 
-    jobs = [(Path("csrc/ops.cpp"), "once", have + ABI_FLAGS + headers)]
-    jobs += [(path, "once", have) for path in every if path not in kernels]
+    jobs = [(BINDING, "once", have + ABI_FLAGS + headers)]
+    jobs += [(path, "once", have) for path in sorted(Path("csrc/cpu").glob("*.cpp"))]
     for isa, flags in isas.items():
         # The matrix unit is of no use to the additive score.
         used = [path for path in kernels if "amx" not in isa or path.stem.startswith("sdpa")]
@@ -187,8 +187,8 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
 
 
 def write_schemas() -> None:
-    """Makes of fastattn/schemas.py what csrc/ops.cpp includes, if that has changed."""
-    schemas = runpy.run_path("fastattn/schemas.py")["COMPILED"]
+    """Makes of fastattn/backends/schemas.py what BINDING includes, if that has changed."""
+    schemas = runpy.run_path("fastattn/backends/schemas.py")["COMPILED"]
     text = "".join(f"{json.dumps(name + schema)},\n" for name, schema in schemas.items())
     path = BUILD / "schemas.inc"
     if not path.exists() or path.read_text() != text:
@@ -267,13 +267,13 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
         cxx=quote(cxx),
     )
     objects = []
-    for source in sorted(Path("csrc/cuda").glob("*.cu")):
-        objects.append(BUILD_CUDA / f"{source.stem}.o")
+    for source in sorted(Path("csrc/cuda").rglob("*.cu")):
+        objects.append(BUILD_CUDA / source.relative_to("csrc/cuda").with_suffix(".o"))
         text += f"build {objects[-1]}: nvcc {source}\n"
     binding = [*FLAGS, "-DFASTATTN_FOR_CUDA", *ABI_FLAGS, "-isystem", str(torch / "include")]
-    text += f"build {BUILD_CUDA}/ops.o: cxx csrc/ops.cpp\n  flags = {quote(binding)}\n"
+    text += f"build {BUILD_CUDA}/binding.o: cxx {BINDING}\n  flags = {quote(binding)}\n"
     text += f"build {stub}: stub {BUILD_CUDA}/stub.cpp\n"
-    every = " ".join(map(str, [BUILD_CUDA / "ops.o", *objects]))
+    every = " ".join(map(str, [BUILD_CUDA / "binding.o", *objects]))
     text += f"build {BUILD_CUDA / CUDA_LIBRARY}: link {every} | {stub}\n"
     path = BUILD_CUDA / "build.ninja"
     path.write_text(text)
@@ -300,8 +300,8 @@ def tools() -> tuple[tuple[Path, str], str, list[str]]:
         raise Unavailable("it was left out: FASTATTN_REQUIRE_EXT=0")
     if not sys.platform.startswith("linux"):
         raise Unavailable(f"the compiled kernels are for Linux, not {sys.platform}")
-    if not Path("csrc/ops.cpp").exists():
-        raise Unavailable("no csrc/ops.cpp")
+    if not BINDING.exists():
+        raise Unavailable(f"no {BINDING}")
     torch, ninja = find_torch(), find_ninja()
     cxx = shlex.split(os.environ.get("CXX") or "c++")
     compile_empty_file(cxx, FLAGS)

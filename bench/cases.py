@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattn import Mask, testing, validate
-from fastattn.problem import Problem
+from fastattn import Mask, testing
+from fastattn.problem import Problem, validate
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)

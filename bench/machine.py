@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import fastattn
-from fastattn import ops
+from fastattn.backends import operators
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +30,7 @@ def describe(device: str) -> dict:
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "fastattn_isa": _our_isa(),
         "isa_named": os.environ.get("FASTATTN_CPU_ISA", "auto") != "auto",  # not what CPUID shows
-        "extension": ops.EXTENSION_ERROR or "loaded",
+        "extension": operators.EXTENSION_ERROR or "loaded",
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "fastattn": fastattn.__version__,
@@ -80,7 +80,7 @@ def _cpu_model() -> str:
 
 
 def _our_isa() -> str | None:
-    return torch.ops.fastattn.cpu_isa() if ops.EXTENSION_ERROR is None else None
+    return torch.ops.fastattn.cpu_isa() if operators.EXTENSION_ERROR is None else None
 
 
 def _git(*args: str) -> str | None:

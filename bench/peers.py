@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastattn
 from bench import cases, machine
 from bench.cases import FORWARD, Case
-from fastattn import functional, registry, testing
+from fastattn import functional, testing
+from fastattn.backends import registry
 from fastattn.problem import Problem
 
 OURS = "fastattn"

@@ -15,7 +15,7 @@ import torch
 from bench import machine, plot, report, suite
 from bench.cases import QUICK, SUITES, Case
 from bench.report import Row
-from fastattn import registry
+from fastattn.backends import registry
 
 # What the timing of a whole run may use: on a CPU of four minutes, of which the rest is for memory;
 # on a GPU most goes into compiling peers.

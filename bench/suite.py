@@ -14,7 +14,7 @@ from bench.cases import Case
 from bench.check import Checker
 from bench.peers import COMPILED, OURS, PLAIN, Workload
 from bench.report import Row
-from fastattn import registry
+from fastattn.backends import registry
 
 COMPILE_S = 4.0  # of time left for each row: with less, compiling waits for a better machine
 OTHERS_S = 0.2  # for one of our own backends that was not chosen

@@ -1,6 +1,7 @@
 """fastattn: fused attention for PyTorch, scaled dot-product and additive."""
 
-from fastattn import flops
+from fastattn.autotune import autotune
+from fastattn.backends import flops
 from fastattn.functional import additive_attention, attention, explain, scaled_dot_product_attention
 from fastattn.modules import (
     AdditiveAttention,
@@ -21,7 +22,6 @@ from fastattn.modules import (
 )
 from fastattn.plotting import plot_attention
 from fastattn.problem import Mask
-from fastattn.tuning import autotune
 
 flops.register()
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastattn import reference, registry
-from fastattn.problem import Problem
+from fastattn.backends import registry
+from fastattn.problem import Problem, reference
 
 
 def attend(

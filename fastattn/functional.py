@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from fastattn import arguments, autograd, known, ops, registry, validate
-from fastattn.problem import Mask
+from fastattn import autograd
+from fastattn.backends import operators, registry
+from fastattn.problem import Mask, arguments, call_cache, validate
 
 
 def scaled_dot_product_attention(
@@ -93,7 +94,7 @@ def scaled_dot_product_attention(
             query, key, value, None, dropout_p, is_causal, enable_gqa, scale, return_weights,
             backend,
         )  # fmt: skip
-        seen = known.recall(*call)
+        seen = call_cache.recall(*call)
         if seen is not None and type(return_lse) is bool:
             return _run(seen, (query, key, value, None), None, query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
@@ -170,11 +171,11 @@ def additive_attention(
     if _unknown:
         raise arguments.unknown_keywords("additive_attention", _unknown)
     call = None
-    if attn_mask is bias is seed is None and known.says_nothing(mask):
+    if attn_mask is bias is seed is None and call_cache.says_nothing(mask):
         call = (
             query, key, value, weight, dropout_p, is_causal, False, None, return_weights, backend,
         )  # fmt: skip
-        seen = known.recall(*call)
+        seen = call_cache.recall(*call)
         if seen is not None and type(return_lse) is bool:
             tensors = seen.tensors(query, key, value, weight)
             return _run(seen, tensors, None, tensors[0].shape[:1], return_lse)
@@ -404,14 +405,14 @@ def _attend(score, qkv, weight, return_lse: bool, backend: str, call, **options)
     arguments.check_bool("return_lse", return_lse)
     *qkv, weight = _autocast(*qkv, weight)
     inputs = validate.build(score, *qkv, weight, **options)
-    seen = known.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)
+    seen = call_cache.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)
     tensors = inputs[1:5]
     if call is not None:
-        known.remember(seen, tensors, *call)
+        call_cache.remember(seen, tensors, *call)
     return _run(seen, tensors, inputs.bias, inputs.batch, return_lse)
 
 
-def _run(seen: known.Known, tensors, bias: Tensor | None, batch, return_lse: bool):
+def _run(seen: call_cache.Known, tensors, bias: Tensor | None, batch, return_lse: bool):
     """The output, or the tuple of it and of what else the caller wants, in batch dims ``batch``."""
     p, (q, k, v, w) = seen.p, tensors
     out, lse, weights = autograd.attend(seen.backend, p, q, k, v, w, bias)
@@ -435,7 +436,7 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     if not torch._C._is_any_autocast_enabled() or not isinstance(first, Tensor):
         return list(tensors)
     device = first.device.type
-    if not ops.has_autocast(device) or not torch.is_autocast_enabled(device):
+    if not operators.has_autocast(device) or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [

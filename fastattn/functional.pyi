@@ -1,7 +1,7 @@
 """What the functions return, by what they are asked for: each of them has these five overloads.
 
-The last is for a bool that only the program knows. tests/test_typing.py holds these signatures
-against those of functional.py.
+The last is for a bool that only the program knows. tests/functional/test_typing.py holds these
+signatures against those of functional.py.
 """
 
 from collections.abc import Callable

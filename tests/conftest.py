@@ -1,7 +1,7 @@
 """Fixtures of all tests: the backends and instruction sets of this machine, and a fixed seed.
 
 What a machine lacks is skipped with its reason, which pytest prints at the end. Tests marked gpu
-need one: those of the GPU backends, whose kernels tests/kernels interprets, and tests/cuda runs as
+need one: those of the GPU backends, whose kernels tests/triton interprets, and tests/cuda runs as
 C++, where there is none.
 """
 
@@ -16,17 +16,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
-from helpers import BACKENDS, ON_GPU, Carrier
+from helpers import BACKENDS, ISAS, ON_GPU, Carrier
 
-from fastattn import functional, known, ops, registry
-from fastattn.backends import cpu
-
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16")
+from fastattn import functional
+from fastattn.backends import cpu, operators, registry
+from fastattn.problem import call_cache
 
 
 def pytest_report_header():
-    isa = "none" if ops.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa()
-    return f"fastattn: torch {torch.__version__}, CPU kernels: {ops.EXTENSION_ERROR or isa}"
+    isa = "none" if operators.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa()
+    return f"fastattn: torch {torch.__version__}, CPU kernels: {operators.EXTENSION_ERROR or isa}"
 
 
 # Of the whole run: what xdist starts, and starts again, is told when that began.
@@ -82,7 +81,7 @@ def pytest_terminal_summary(terminalreporter, config):
 def _afresh():
     """Each test has the same random numbers, and no call seen before: tests change backends."""
     torch.manual_seed(0)
-    known.forget()
+    call_cache.forget()
     yield
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         _leave_if_broken()
@@ -105,11 +104,11 @@ def _leave_if_broken():
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     """Each backend that can run here, by name; CPU tensors are carried to one for GPUs."""
-    if request.param == "cpu" and ops.EXTENSION_ERROR is not None:
-        pytest.skip(ops.EXTENSION_ERROR)
+    if request.param == "cpu" and operators.EXTENSION_ERROR is not None:
+        pytest.skip(operators.EXTENSION_ERROR)
     if request.param in ON_GPU:
         if not torch.cuda.is_available():
-            pytest.skip("torch sees no CUDA device: tests/kernels and tests/cuda run on the CPU")
+            pytest.skip("torch sees no CUDA device: tests/triton and tests/cuda run on the CPU")
         carrier = Carrier(registry.BACKENDS[request.param], torch.device("cuda"))
         monkeypatch.setitem(registry.BACKENDS, request.param, carrier)
     return request.param
@@ -128,7 +127,7 @@ def _spied(monkeypatch, module, name: str, seen: list) -> list:
 
 
 @pytest.fixture
-def operators(monkeypatch):
+def operator_calls(monkeypatch):
     """The calls of a module that are one operator."""
     return _spied(monkeypatch, cpu, "self_attention", [])
 
@@ -143,8 +142,8 @@ def calls(monkeypatch):
 @pytest.fixture
 def extension():
     """For tests of the compiled operators alone."""
-    if ops.EXTENSION_ERROR is not None:
-        pytest.skip(ops.EXTENSION_ERROR)
+    if operators.EXTENSION_ERROR is not None:
+        pytest.skip(operators.EXTENSION_ERROR)
 
 
 @pytest.fixture(params=ISAS)

@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, Phase, currently_in_test_context, given, note, seed, settings
 from hypothesis import strategies as st
 
-from fastattn import known, testing
+from fastattn import testing
+from fastattn.problem import call_cache
 from fastattn.testing import Case
 
 # Around the sides of tiles (4, 8, 16, 32, 64, 128), and what decoding splits.
@@ -115,7 +116,7 @@ def check(case: Case, isa: str) -> None:
     """Checks a case with the CPU kernels of one instruction set."""
     if currently_in_test_context():
         note(program(case, isa))
-    known.forget()
+    call_cache.forget()
     before = torch.ops.fastattn.cpu_isa()
     try:
         assert torch.ops.fastattn.select_cpu_isa(isa)

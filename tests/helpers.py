@@ -10,6 +10,7 @@ import torch
 import fastattn
 from fastattn import testing
 
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16")
 SCORES = ("dot", "additive")
 ON_GPU = ("triton", "cuda")
 BACKENDS = ("cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_GPU), "eager")

@@ -10,9 +10,9 @@
 #endif
 
 #include "cpu/kernels.h"
-#include "cpu/plan.h"
+#include "cpu/loop/plan.h"
 #ifdef FASTATTN_HAVE_AMX_FP16
-#include "cpu/trial.h"
+#include "cpu/isa_trial.h"
 #endif
 
 #define FASTATTN_DECLARE(isa)                                     \

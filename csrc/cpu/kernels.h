@@ -1,6 +1,6 @@
-// The CPU kernels as csrc/ops.cpp sees them. One call per direction: p.w.data tells the dot score
-// (nullptr) from the additive one. Nothing here depends on the instruction set; dispatch.cpp picks
-// the widest one the machine has.
+// The CPU kernels as csrc/binding/attention.cpp sees them. One call per direction: p.w.data tells
+// the dot score (nullptr) from the additive one. Nothing here depends on the instruction set;
+// dispatch.cpp picks the widest one the machine has.
 //
 // Outputs may come in uninitialised: every element is written. A dim of 0 is allowed everywhere.
 // Results depend on neither the number of threads nor their timing.
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "common/params.h"
+#include "problem/params.h"
 
 namespace fastattn::cpu {
 

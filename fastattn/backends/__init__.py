@@ -1,1 +1,1 @@
-"""One module a backend: what each provides is ``fastattn.registry.Backend``."""
+"""One module a backend: what each provides is ``fastattn.backends.registry.Backend``."""

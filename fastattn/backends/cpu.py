@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastattn import ops
-from fastattn.problem import WEIGHTS, Problem
+from fastattn.backends import operators
+from fastattn.problem import Problem
+from fastattn.problem.record import WEIGHTS
 
 
 def unsupported(p: Problem) -> list[str]:
@@ -22,14 +23,14 @@ def unsupported(p: Problem) -> list[str]:
         reasons.append(f"tensors are on {p.device.type}")
     if p.dtype == torch.float64:
         reasons.append("float64 is left to eager")
-    if ops.EXTENSION_ERROR is not None:
-        reasons.append(ops.EXTENSION_ERROR)
+    if operators.EXTENSION_ERROR is not None:
+        reasons.append(operators.EXTENSION_ERROR)
     return reasons
 
 
 def instruction_set() -> str:
     """Which one the kernels use, and why not the one that FASTATTN_CPU_ISA names."""
-    refused = f" ({ops.ISA_ERROR})" if ops.ISA_ERROR else ""
+    refused = f" ({operators.ISA_ERROR})" if operators.ISA_ERROR else ""
     return torch.ops.fastattn.cpu_isa() + refused
 
 
@@ -38,11 +39,11 @@ def instruction_set() -> str:
 
 def _remedy() -> str | None:
     """How to get the kernels; None where they are here, left out, or not written for the CPU."""
-    if ops.EXTENSION_ERROR is None or ops.EXTENSION_LEFT_OUT:
+    if operators.EXTENSION_ERROR is None or operators.EXTENSION_LEFT_OUT:
         return None
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return None
-    if Path(ops.__file__).parents[1].joinpath("setup.py").exists():  # a checkout
+    if Path(operators.__file__).parents[1].joinpath("setup.py").exists():  # a checkout
         return "`make build` compiles the kernels"
     # pip keeps wheels that it builds, and takes one without kernels for as good as any.
     return (
@@ -57,8 +58,8 @@ REMEDY = _remedy()
 @functools.cache
 def _warn_once() -> None:
     warnings.warn(
-        f"{ops.EXTENSION_ERROR}: fastattn runs in plain PyTorch on this CPU, with more time and "
-        f"memory; {REMEDY}",
+        f"{operators.EXTENSION_ERROR}: fastattn runs in plain PyTorch on this CPU, with more time "
+        f"and memory; {REMEDY}",
         RuntimeWarning,
         stacklevel=6,  # who calls a public function
     )
@@ -74,7 +75,7 @@ def warn_of_missing_kernels() -> None:
 warn_of_missing_kernels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-forward, backward = ops.CPU.forward, ops.CPU.backward
+forward, backward = operators.CPU.forward, operators.CPU.backward
 
 
 def self_attention(
@@ -90,6 +91,6 @@ def self_attention(
 
     Without masks, dropout or autograd; see ``modules/plain.py``.
     """
-    return ops.self_attention(
+    return operators.self_attention(
         x, in_weight, in_bias, out_weight, out_bias, p.H, p.scale, WEIGHTS[p.weights], batch_first
     )

@@ -9,19 +9,18 @@ import ctypes
 
 import torch
 
-from fastattn import ops
-from fastattn.backends import gpu
+from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem
 
-MAX_HEAD_SIZE = {"dot": (128, 128), "additive": (4096, 256)}  # D and E; csrc/cuda/launch.cu's own
+MAX_HEAD_SIZE = {"dot": (128, 128), "additive": (4096, 256)}  # D and E; csrc/cuda/dispatch.cu's own
 HALF = (torch.float16, torch.bfloat16)
 
-OPERATORS = ops.Operators("cuda_")
+OPERATORS = operators.Operators("cuda_")
 
 
 def unsupported(p: Problem) -> list[str]:
     """Needs the library, a GPU of compute capability 8.0; SDPA also half precision."""
-    reasons = gpu.reasons(p.device)
+    reasons = _gpu.reasons(p.device)
     if not reasons and LIBRARY_ERROR is not None:
         reasons.append(LIBRARY_ERROR)
     if p.dtype == torch.float64:
@@ -43,10 +42,10 @@ forward, backward = OPERATORS.forward, OPERATORS.backward
 def _load_library() -> str | None:
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
-    error = ops.load("_cuda.so", "cuda", "reason")
+    error = operators.load("_cuda.so", "cuda", "reason")
     if error is not None:
         return f"the CUDA library {error}"
-    return driver_error(ops.build_info("cuda", "runtime"), driver_version())
+    return driver_error(operators.build_info("cuda", "runtime"), driver_version())
 
 
 def driver_version() -> str | None:

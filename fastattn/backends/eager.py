@@ -7,9 +7,8 @@ import contextlib
 import torch
 from torch import Tensor
 
-from fastattn import reference
-from fastattn.ops import has_autocast
-from fastattn.problem import Problem
+from fastattn.backends.operators import has_autocast
+from fastattn.problem import Problem, reference
 
 
 def unsupported(p: Problem) -> list[str]:

@@ -13,8 +13,7 @@ import sys
 import torch
 from torch import Tensor
 
-from fastattn import ops
-from fastattn.backends import gpu
+from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -42,7 +41,7 @@ def _machine_reasons(device: torch.device) -> list[str]:
         return ["Triton is not installed: pip install triton"]
     if device.type == "cpu" and _interpreted():
         return []
-    return gpu.reasons(device)
+    return _gpu.reasons(device)
 
 
 # As gpu.reasons: sys.modules cannot be traced.
@@ -51,7 +50,7 @@ _machine_reasons._dynamo_marked_constant = True  # pyright: ignore[reportFunctio
 
 def _interpreted() -> bool:
     """Whether the kernels were imported with TRITON_INTERPRET=1, as the tests do without a GPU."""
-    module = sys.modules.get("fastattn.kernels.sdpa_fwd")
+    module = sys.modules.get("fastattn.kernels.loop.forward")
     return module is not None and not hasattr(module.sdpa_fwd_kernel, "device_caches")
 
 
@@ -59,9 +58,9 @@ def _interpreted() -> bool:
 
 
 def _forward(*args):
-    from fastattn.kernels.additive_fwd import launch_additive_fwd
-    from fastattn.kernels.launch import Call
-    from fastattn.kernels.sdpa_fwd import launch_sdpa_fwd
+    from fastattn.kernels.host.launch import Call
+    from fastattn.kernels.loop.additive_forward import launch_additive_fwd
+    from fastattn.kernels.loop.forward import launch_sdpa_fwd
 
     call = Call.of(*args)
     launch = launch_sdpa_fwd if call.w is None else launch_additive_fwd
@@ -70,9 +69,9 @@ def _forward(*args):
 
 
 def _backward(*args):
-    from fastattn.kernels.additive_bwd import launch_additive_bwd
-    from fastattn.kernels.launch import Call
-    from fastattn.kernels.sdpa_bwd import launch_sdpa_bwd
+    from fastattn.kernels.host.launch import Call
+    from fastattn.kernels.loop.additive_backward import launch_additive_bwd
+    from fastattn.kernels.loop.backward import launch_sdpa_bwd
 
     n = len(Call._fields)
     call = Call.of(*args[:n])
@@ -86,7 +85,7 @@ def _current_device(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-OPERATORS = ops.Operators("triton_")
+OPERATORS = operators.Operators("triton_")
 for _key in ("CUDA", "CPU"):  # CPU tensors come only when the kernels are interpreted
     OPERATORS.implement(_key, _forward, _backward)
 forward, backward = OPERATORS.forward, OPERATORS.backward

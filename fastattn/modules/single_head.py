@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import arguments, functional, validate
-from fastattn.problem import Mask
+from fastattn import functional
+from fastattn.problem import Mask, arguments, validate
 
 
 class Masks(NamedTuple):

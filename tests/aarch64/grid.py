@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn import problem, registry, testing
+from fastattn import testing
+from fastattn.backends import registry
+from fastattn.problem import record
 from fastattn.testing import GRID
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +51,7 @@ def build() -> Path:
     text += PROGRAM_RULE.format(cxx=CXX)
     driver = Path("tests/aarch64/driver.cpp")
     jobs = [(driver, BUILD / "driver.o", setup.FLAGS)]
-    for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
+    for source in sorted((ROOT / "csrc/cpu").rglob("*.cpp")):
         flags = [*setup.FLAGS, "-DFASTATTN_ISA=baseline"]
         jobs.append((source.relative_to(ROOT), BUILD / f"{source.stem}.o", flags))
     for source, target, flags in jobs:
@@ -106,7 +108,7 @@ class Emulated:
         kv_len, keep, seed = p.tensors()
         return b"".join(
             [
-                numbers(p.B, p.H, p.Hkv, p.M, p.N, p.D, p.E, problem.WEIGHTS[p.weights]),
+                numbers(p.B, p.H, p.Hkv, p.M, p.N, p.D, p.E, record.WEIGHTS[p.weights]),
                 numbers(-UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi),
                 numbers(drop.threshold, int(seed), 1) if drop else numbers(0, 0, 0),
                 doubles(drop.scale if drop else 0.0, p.scale),

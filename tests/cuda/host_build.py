@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda and its binding for the CPU, over the shim in tests/cuda_on_cpu.
+"""Compiles csrc/cuda and its binding for the CPU, over the shim in tests/cuda/simulator.
 
 Objects and libraries are kept in build/cuda_on_cpu and made again when a file is newer. A process
 runs one compiler at a time, and several processes share what there is to compile.
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIM = ROOT / "tests/cuda_on_cpu"
+SHIM = ROOT / "tests/cuda/simulator"
 BUILD = ROOT / "build/cuda_on_cpu"
 
 # Contraction as nvcc does it: a * b + c is one fma.
@@ -32,7 +32,7 @@ KINDS = {
 }
 
 # The binding, whose operators then are those of the CPU's dispatch key.
-OPS = ROOT / "csrc/ops.cpp"
+OPS = ROOT / "csrc/binding/attention.cpp"
 TORCH = Path(torch.__file__).parent
 OPS_FLAGS = (
     "-DFASTATTN_FOR_CUDA -DFASTATTN_CUDA_ON_CPU -DFASTATTN_DISPATCH_KEY=CPU "
@@ -48,8 +48,8 @@ def compiler() -> list[str]:
 
 
 def newest_header() -> float:
-    folders = (SHIM, ROOT / "csrc", ROOT / "csrc/cuda", ROOT / "csrc/common")
-    headers = [p for folder in folders for p in folder.iterdir() if p.suffix in (".h", ".cuh")]
+    folders = (SHIM, *(ROOT / "csrc" / name for name in ("binding", "cuda", "problem")))
+    headers = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".h", ".cuh")]
     return max(p.stat().st_mtime for p in headers)
 
 
@@ -60,7 +60,7 @@ def run(command: list[str]) -> None:
 
 
 def target_of(source: Path, kind: str) -> Path:
-    return BUILD / kind / f"{source.stem}.o"
+    return BUILD / kind / f"{source.parent.name}_{source.stem}.o"
 
 
 def is_stale(source: Path, kind: str) -> bool:
@@ -95,7 +95,7 @@ def compile_objects(sources: list[Path], kind: str) -> None:
 def sources_of(name: str) -> list[Path]:
     if name == "shim":
         return [SHIM / "runtime.cpp", SHIM / "shim_kernels.cu"]
-    return [SHIM / "runtime.cpp", OPS, *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    return [SHIM / "runtime.cpp", OPS, *sorted((ROOT / "csrc/cuda").rglob("*.cu"))]
 
 
 def objects(kind: str, name: str = "kernels") -> list[Path]:

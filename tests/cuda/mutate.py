@@ -18,7 +18,7 @@ from pathlib import Path
 
 import host_build
 
-SOURCE = "sdpa_fwd.cu"  # what is compiled again; all mistakes are in it or its headers
+SOURCE = "dot/forward.cu"  # what is compiled again; all mistakes are in it or its headers
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class Mistake:
 LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
 MISTAKES = [
     Mistake(
-        "off by one: a tile load without its last row", "sdpa_tile.cuh",
+        "off by one: a tile load without its last row", "dot/tile.cuh",
         "chunk[i] = r < rows &&", "chunk[i] = r < rows - 1 &&", "AssertionError",
     ),
     Mistake(
-        "off by one: a tile load of a row too many", "sdpa_tile.cuh",
+        "off by one: a tile load of a row too many", "dot/tile.cuh",
         LOAD, LOAD.replace("r < rows", "r <= rows"), "heap-buffer-overflow", "sanitized",
     ),
     Mistake(
-        "a missing barrier", "sdpa_fwd.cu",
+        "a missing barrier", "dot/forward.cu",
         "    wait_for_copies();\n    __syncthreads();\n    at.j0 += kTile;",
         "    wait_for_copies();\n    at.j0 += kTile;", "AssertionError",
     ),
     Mistake(
-        "a wrong lane of a matrix operand", "sdpa_tile.cuh",
+        "a wrong lane of a matrix operand", "dot/tile.cuh",
         "8 * n + lane % 8 + lane / 16 * 8", "8 * n + lane % 8 + lane / 8 % 2 * 8", "AssertionError",
     ),
 ]  # fmt: skip
@@ -68,8 +68,9 @@ def build(mistake: Mistake, folder: Path) -> Path:
     host_build.run(
         [*compiler, *flags, *include, "-x", "c++", "-c", str(source), "-o", str(planted)]
     )
+    replaced = host_build.target_of(source, mistake.kind)
     return host_build.link(
-        [planted, *(x for x in host_build.objects(mistake.kind) if x.stem != source.stem)],
+        [planted, *(x for x in host_build.objects(mistake.kind) if x != replaced)],
         mistake.kind, folder / "libplanted.so",
     )  # fmt: skip
 

@@ -8,8 +8,7 @@ import host_build
 import torch
 from helpers import Carrier
 
-from fastattn import registry
-from fastattn.backends import cuda, gpu
+from fastattn.backends import _gpu, cuda, registry
 
 NAME = "cuda"
 KIND = os.environ.get("FASTATTN_TEST_SHIM", "plain")  # "sanitized" in a process made for it
@@ -23,6 +22,6 @@ def install(monkeypatch) -> str:
         return NAME
     library = os.environ.get("FASTATTN_TEST_LIBRARY") or host_build.library("kernels", KIND)
     torch.ops.load_library(str(library))
-    monkeypatch.setattr(gpu, "reasons", lambda device: [])
+    monkeypatch.setattr(_gpu, "reasons", lambda device: [])
     monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
     return NAME

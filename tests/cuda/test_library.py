@@ -14,7 +14,7 @@ import pytest
 from test_nvcc import find_nvcc, find_tool
 
 import fastattn
-from fastattn import ops
+from fastattn.backends import operators
 
 PACKAGE = Path(fastattn.__file__).parent
 LIBRARY = PACKAGE / "_cuda.so"
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.fixture
 def library() -> Path:
     """With an nvcc and what the CPU extension needs, it must have been built."""
-    if ops.EXTENSION_ERROR is not None:
-        pytest.skip(ops.EXTENSION_ERROR)
+    if operators.EXTENSION_ERROR is not None:
+        pytest.skip(operators.EXTENSION_ERROR)
     info = json.loads((PACKAGE / "_build_info.json").read_text())["cuda"]
     assert info["success"], info["reason"]
     assert re.fullmatch(r"\d+\.\d+", info["runtime"]), info  # which backends/cuda.py compares
@@ -43,7 +43,8 @@ def test_machine_code_for_every_architecture(library):
     if tool is None:
         pytest.skip("no cuobjdump, neither beside nvcc nor in a Triton wheel")
     elf, ptx = output(tool, "-lelf", library), output(tool, "-lptx", library)
-    sources = len(list((PACKAGE.parent / "csrc/cuda").glob("*_*.cu")))
+    every = (PACKAGE.parent / "csrc/cuda").rglob("*.cu")
+    sources = sum("__global__" in path.read_text() for path in every)
     # nvcc knows the newer two since 12.8, and says so.
     known = output(find_nvcc(), "--list-gpu-arch")
     newer = [arch for arch in ("sm_100", "sm_120") if arch.replace("sm", "compute") in known]

@@ -84,7 +84,7 @@ def test_sanitizers_see_what_is_out_of_bounds(mistake):
 def test_instructions_of_a_whole_warp_stay_where_they_are_written():
     """A compiler may move an asm statement that is not volatile into a branch."""
     csrc = host_build.ROOT / "csrc/cuda"
-    text = "".join(path.read_text() for path in sorted(csrc.glob("*.cuh")))
+    text = "".join(path.read_text() for path in sorted(csrc.rglob("*.cuh")))
     statements = re.findall(r"\basm\b( volatile)?\s*\(\s*\"([^;]*);", text)
     collective = [(volatile, code) for volatile, code in statements if ".sync" in code]
     assert len(collective) >= 4

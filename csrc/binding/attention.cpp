@@ -1,0 +1,473 @@
+// The binding: the only file that knows tensors. Checks arguments, allocates results, fills in the
+// params structs. Compiled once a device (on_cpu.h, on_cuda.h), into a library of its own each.
+//
+// Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and
+// every later version. The operators' schemas stand in fastattn/backends/schemas.py, of which the
+// build makes schemas.inc. Their fake kernels stand in fastattn/backends/operators.py; layouts of
+// results must agree with those.
+//
+// The Python side has validated everything with better messages already. The checks here are the
+// last line: an operator called directly with shapes that do not fit must raise, never read out of
+// bounds.
+#ifndef FASTATTN_FOR_CUDA
+#include <Python.h>
+#endif
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#ifdef FASTATTN_FOR_CUDA
+#include "binding/on_cuda.h"
+#else
+#include "binding/linear.h"
+#include "binding/on_cpu.h"
+#endif
+
+namespace {
+
+namespace device = fastattn::device;
+using fastattn::AttentionParams;
+using fastattn::BackwardParams;
+using fastattn::DType;
+using fastattn::ForwardParams;
+using fastattn::View;
+using fastattn::WeightsMode;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+// ---- tensors to views ----
+
+DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, "fastattn: ", name, ": expected float32, bfloat16 or float16");
+  }
+}
+
+// True when `t` has the shape, where a size of 1 may stand for any (its stride becomes 0).
+bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
+  if (t.dim() != static_cast<int64_t>(shape.size())) return false;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (t.size(d) != shape[d] && t.size(d) != 1) return false;
+  }
+  return true;
+}
+
+int64_t stride_or_0(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
+
+View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shape,
+             bool may_broadcast = false) {
+  bool fits = broadcasts_to(t, shape);
+  for (size_t d = 0; fits && !may_broadcast && d < shape.size(); ++d) fits = t.size(d) == shape[d];
+  STD_TORCH_CHECK(fits, "fastattn: ", name, ": its shape does not fit the other arguments");
+  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0),
+          stride_or_0(t, 1), stride_or_0(t, 2), stride_or_0(t, 3)};
+}
+
+// ---- the problem ----
+
+// The arguments that forward and backward share, in the order of the schema.
+struct Problem {
+  const Tensor &q, &k, &v;
+  const OptTensor &w, &bias, &kv_len, &keep, &seed;
+  std::optional<int64_t> band_lo, band_hi;
+  double scale, dropout_p;
+  int64_t weights;
+};
+
+// A number and not a name: torch's stable ABI leaks every str that an operator takes.
+WeightsMode weights_mode(int64_t weights) {
+  const auto mode = static_cast<WeightsMode>(weights);
+  for (const WeightsMode known : {WeightsMode::kNone, WeightsMode::kFull, WeightsMode::kMean})
+    if (static_cast<int64_t>(known) == weights) return mode;
+  STD_TORCH_CHECK(false, "fastattn: weights: expected 0 (none), 1 (full) or 2 (mean), got ",
+                  weights);
+}
+
+std::vector<int64_t> weights_shape(const AttentionParams& p) {
+  if (p.weights_mode == WeightsMode::kNone) return {0};
+  if (p.weights_mode == WeightsMode::kMean) return {p.B, p.M, p.N};
+  return {p.B, p.H, p.M, p.N};
+}
+
+// The weights as [B, H or 1, M, N].
+View weights_view(const AttentionParams& p, const Tensor& t, const char* name) {
+  if (p.weights_mode == WeightsMode::kFull) return view_of(t, name, {p.B, p.H, p.M, p.N});
+  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.M && t.size(2) == p.N,
+                  "fastattn: ", name, ": its shape does not fit the other arguments");
+  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0), 0,
+          stride_or_0(t, 1), stride_or_0(t, 2)};
+}
+
+void fill_masks(const Problem& in, AttentionParams* p) {
+  // Far outside any key, and far enough from the ends of int64 that i + band cannot overflow.
+  constexpr int64_t kUnbounded = int64_t{1} << 60;
+  p->mask = {};
+  p->mask.band_lo = std::clamp(in.band_lo.value_or(-kUnbounded), -kUnbounded, kUnbounded);
+  p->mask.band_hi = std::clamp(in.band_hi.value_or(kUnbounded), -kUnbounded, kUnbounded);
+  if (in.kv_len) {
+    const Tensor& t = *in.kv_len;
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && broadcasts_to(t, {p->B, p->M}),
+                    "fastattn: kv_len: expected int32 [B, 1] or [B, M]");
+    p->mask.kv_len = static_cast<const int32_t*>(t.data_ptr());
+    p->mask.kv_len_stride_b = stride_or_0(t, 0);
+    p->mask.kv_len_stride_m = stride_or_0(t, 1);
+  }
+  if (in.keep) {
+    const Tensor& t = *in.keep;
+    STD_TORCH_CHECK(
+        t.scalar_type() == ScalarType::Bool && broadcasts_to(t, {p->B, p->H, p->M, p->N}),
+        "fastattn: keep: expected bool, broadcastable to [B, H, M, N]");
+    p->mask.keep = static_cast<const uint8_t*>(t.data_ptr());
+    p->mask.keep_stride_b = stride_or_0(t, 0);
+    p->mask.keep_stride_h = stride_or_0(t, 1);
+    p->mask.keep_stride_m = stride_or_0(t, 2);
+    p->mask.keep_stride_n = stride_or_0(t, 3);
+  }
+}
+
+void fill_dropout(const Problem& in, AttentionParams* p) {
+  p->dropout = {};
+  STD_TORCH_CHECK(in.dropout_p >= 0 && in.dropout_p <= 1,
+                  "fastattn: dropout_p: expected 0 to 1, got ", in.dropout_p);
+  STD_TORCH_CHECK(in.seed || in.dropout_p == 0, "fastattn: dropout_p: expected a seed with ",
+                  in.dropout_p, ", got none");
+  if (!in.seed) return;
+  STD_TORCH_CHECK(in.seed->scalar_type() == ScalarType::Long && in.seed->numel() == 1,
+                  "fastattn: seed: expected one int64");
+  const double threshold = in.dropout_p * 4294967296.0;
+  p->dropout.enabled = true;
+  p->dropout.threshold = threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold);
+  p->dropout.scale = in.dropout_p >= 1 ? 0.f : static_cast<float>(1 / (1 - in.dropout_p));
+  device::set_seed(*in.seed, &p->dropout);
+}
+
+// A kernel given another device's pointer would fault, or read what happens to lie there.
+void check_devices(const Problem& in) {
+  const auto is_beside_q = [&](const Tensor& t) { return t.device() == in.q.device(); };
+  bool beside = is_beside_q(in.k) && is_beside_q(in.v);
+  for (const OptTensor* t : {&in.w, &in.bias, &in.kv_len, &in.keep, &in.seed})
+    beside = beside && (!*t || is_beside_q(**t));
+  STD_TORCH_CHECK(beside, "fastattn: expected all tensors on the device of q");
+}
+
+void fill_problem(const Problem& in, AttentionParams* p) {
+  check_devices(in);
+  STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4,
+                  "fastattn: q, k, v: expected 4 dims");
+  STD_TORCH_CHECK(
+      in.k.scalar_type() == in.q.scalar_type() && in.v.scalar_type() == in.q.scalar_type(),
+      "fastattn: expected k and v of the dtype of q");
+  p->B = in.q.size(0), p->H = in.q.size(1), p->M = in.q.size(2), p->D = in.q.size(3);
+  p->Hkv = in.k.size(1), p->N = in.k.size(2), p->E = in.v.size(3);
+  STD_TORCH_CHECK(p->Hkv == p->H || (p->Hkv > 0 && p->H % p->Hkv == 0),
+                  "fastattn: expected query heads to be a multiple of key heads");
+  p->scale = static_cast<float>(in.scale);
+  p->q = view_of(in.q, "q", {p->B, p->H, p->M, p->D});
+  p->k = view_of(in.k, "k", {p->B, p->Hkv, p->N, p->D});
+  p->v = view_of(in.v, "v", {p->B, p->Hkv, p->N, p->E});
+  p->w = {};
+  if (in.w) {
+    STD_TORCH_CHECK(in.w->dim() == 2 && in.w->size(0) == p->H && in.w->size(1) == p->D,
+                    "fastattn: w: expected [H, D]");
+    static float nothing;  // that there is a w says which score it is, even where D is 0
+    void* const data = in.w->numel() > 0 ? in.w->data_ptr() : &nothing;
+    p->w = {data, dtype_of(*in.w, "w"), 0, in.w->stride(0), 0, in.w->stride(1)};
+  }
+  p->bias = {};
+  if (in.bias)
+    p->bias = view_of(*in.bias, "bias", {p->B, p->H, p->M, p->N}, /*may_broadcast=*/true);
+  p->weights_mode = weights_mode(in.weights);
+  fill_masks(in, p);
+  fill_dropout(in, p);
+  const char* const reason = device::unsupported(*p);
+  STD_TORCH_CHECK(reason == nullptr, "fastattn: ", reason);
+}
+
+// ---- memory ----
+
+// By the C interface beneath: torch::stable::empty() goes through the dispatcher, by name, and
+// takes as long as all else that a small call does.
+Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& shape,
+                     const std::vector<int64_t>& strides, ScalarType dtype) {
+  int32_t device = 0, index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  AtenTensorHandle out = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  strides.data(), static_cast<int32_t>(dtype),
+                                                  device, index, &out));
+  Tensor result(out);
+  const int64_t size = static_cast<int64_t>(result.element_size());
+  device::expect_writes(result.data_ptr(), result.numel() * size);
+  return result;
+}
+
+Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t d = shape.size(); d-- > 1;)
+    strides[d - 1] = strides[d] * std::max<int64_t>(shape[d], 1);
+  return empty_strided(like, shape, strides, dtype);
+}
+
+// [B, H, M, E], in memory [B, M, H, E], or [M, B, H, E] where the batch does not come first.
+Tensor empty_out(const Tensor& like, const AttentionParams& p, bool batch_first) {
+  const auto size = [](int64_t n) { return std::max<int64_t>(n, 1); };
+  const int64_t head = size(p.E), row = size(p.H) * head;
+  const int64_t stride_b = batch_first ? size(p.M) * row : row;
+  const int64_t stride_m = batch_first ? row : size(p.B) * row;
+  return empty_strided(like, {p.B, p.H, p.M, p.E}, {stride_b, head, stride_m, 1},
+                       like.scalar_type());
+}
+
+// Laid out as torch.empty_like() does it.
+Tensor like(const Tensor& t) {
+  if (!t.is_contiguous() || t.numel() == 0) return torch::stable::empty_like(t);
+  const auto sizes = t.sizes(), strides = t.strides();
+  return empty_strided(t, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()},
+                       t.scalar_type());
+}
+
+// `bytes` of memory for as long as the tensor lives, which may be none at all.
+OptTensor workspace_of(const Tensor& like, int64_t bytes) {
+  if (bytes == 0) return std::nullopt;
+  return empty(like, {bytes}, ScalarType::Byte);
+}
+
+// ---- operators ----
+
+// (out, lse, weights, stats)
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Forward run_forward(const Problem& in, bool batch_first) {
+  ForwardParams p{};
+  fill_problem(in, &p);
+
+  const Tensor& q = in.q;
+  const ScalarType dtype = q.scalar_type();
+  Tensor out = empty_out(q, p, batch_first);
+  Tensor lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
+  Tensor stats = empty(q, {p.B, p.H, p.M, 2}, ScalarType::Float);
+  Tensor returned = empty(q, weights_shape(p), dtype);
+  p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
+  p.lse = static_cast<float*>(lse.data_ptr());
+  p.stats = static_cast<float*>(stats.data_ptr());
+  if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
+
+  const OptTensor workspace = workspace_of(q, device::forward_workspace_bytes(p));
+  p.workspace = workspace ? workspace->data_ptr() : nullptr;
+  device::Current(q).forward(p);
+  return {out, lse, returned, stats};
+}
+
+Forward forward(Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len,
+                OptTensor keep, OptTensor seed, std::optional<int64_t> band_lo,
+                std::optional<int64_t> band_hi, double scale, double dropout_p, int64_t weights) {
+  return run_forward(
+      {q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights},
+      /*batch_first=*/true);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len, OptTensor keep,
+    OptTensor seed, std::optional<int64_t> band_lo, std::optional<int64_t> band_hi, double scale,
+    double dropout_p, int64_t weights, Tensor out, Tensor stats, Tensor grad_out,
+    OptTensor grad_lse, OptTensor grad_weights, bool bias_needs_grad) {
+  const Problem in = {q,    k,       v,       w,     bias,      kv_len, keep,
+                      seed, band_lo, band_hi, scale, dropout_p, weights};
+  BackwardParams p{};
+  fill_problem(in, &p);
+
+  p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
+  STD_TORCH_CHECK(grad_out.scalar_type() == q.scalar_type(),
+                  "fastattn: expected grad_out of the dtype of q");
+  p.grad_out = view_of(grad_out, "grad_out", {p.B, p.H, p.M, p.E});
+  const auto is_rows = [&](const Tensor& t, int64_t dims) {
+    return t.scalar_type() == ScalarType::Float && t.dim() == dims && t.size(0) == p.B &&
+           t.size(1) == p.H && t.size(2) == p.M;
+  };
+  STD_TORCH_CHECK(is_rows(stats, 4) && stats.size(3) == 2,
+                  "fastattn: stats: expected float32 [B, H, M, 2]");
+  STD_TORCH_CHECK(!grad_lse || is_rows(*grad_lse, 3),
+                  "fastattn: grad_lse: expected float32 [B, H, M]");
+  const Tensor stats_rows = torch::stable::contiguous(stats);
+  p.stats = static_cast<const float*>(stats_rows.data_ptr());
+  OptTensor grad_lse_rows;
+  if (grad_lse) {
+    grad_lse_rows = torch::stable::contiguous(*grad_lse);
+    p.grad_lse = static_cast<const float*>(grad_lse_rows->data_ptr());
+  }
+  if (grad_weights && p.weights_mode != WeightsMode::kNone) {
+    p.grad_weights = weights_view(p, *grad_weights, "grad_weights");
+  }
+
+  Tensor grad_q = like(q);
+  Tensor grad_k = like(k);
+  Tensor grad_v = like(v);
+  p.grad_q = view_of(grad_q, "grad_q", {p.B, p.H, p.M, p.D});
+  p.grad_k = view_of(grad_k, "grad_k", {p.B, p.Hkv, p.N, p.D});
+  p.grad_v = view_of(grad_v, "grad_v", {p.B, p.Hkv, p.N, p.E});
+  Tensor grad_w =
+      w ? empty(q, {p.B, p.H, p.D}, ScalarType::Float) : empty(q, {0}, ScalarType::Float);
+  p.grad_w = w ? static_cast<float*>(grad_w.data_ptr()) : nullptr;
+  Tensor grad_bias = empty(q, {0}, q.scalar_type());
+  if (bias_needs_grad) {
+    STD_TORCH_CHECK(bias.has_value(), "fastattn: bias_needs_grad without a bias");
+    p.bias_B = bias->size(0), p.bias_H = bias->size(1), p.bias_M = bias->size(2),
+    p.bias_N = bias->size(3);
+    grad_bias = empty(q, {p.bias_B, p.bias_H, p.bias_M, p.bias_N}, bias->scalar_type());
+    p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, p.M, p.N}, /*may_broadcast=*/true);
+  }
+
+  const OptTensor workspace = workspace_of(q, device::backward_workspace_bytes(p));
+  p.workspace = workspace ? workspace->data_ptr() : nullptr;
+  device::Current(q).backward(p);
+  return {grad_q, grad_k, grad_v, grad_w, grad_bias};
+}
+
+#ifndef FASTATTN_FOR_CUDA
+namespace projection = fastattn::projection;
+
+// x [first, second, E] as [first * second, E]: tokens.
+Tensor tokens_of(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 3, "fastattn: x: expected 3 dims, got ", x.dim());
+  const Tensor rows = projection::as_contiguous(x);
+  return projection::view(rows, {x.size(0) * x.size(1), x.size(2)}, {x.size(2), 1});
+}
+
+// y [first * second, F] as [first, second, F], like x.
+Tensor as_batch(const Tensor& y, const Tensor& x) {
+  const int64_t F = y.size(1);
+  return projection::view(y, {x.size(0), x.size(1), F}, {x.size(1) * F, F, 1});
+}
+
+Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
+  return as_batch(projection::linear(tokens_of(x), weight, bias), x);
+}
+
+// What lies before the output projection, [first * second, H D], and the weights. Nothing is
+// copied: heads are strided windows into the projection, which ends here, and attention writes its
+// output where the tokens have it.
+std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
+                                         const OptTensor& bias, int64_t H, double scale,
+                                         int64_t weights, bool batch_first) {
+  const Tensor packed = projection::linear(tokens_of(x), weight, bias);
+  const int64_t T = packed.size(0), F = packed.size(1);
+  STD_TORCH_CHECK(H > 0 && F % (3 * H) == 0,
+                  "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
+  const int64_t B = x.size(batch_first ? 0 : 1), N = x.size(batch_first ? 1 : 0), D = F / (3 * H);
+  const int64_t stride_b = batch_first ? N * F : F, stride_n = batch_first ? F : B * F;
+  const auto heads = [&](int64_t n) {
+    return projection::view(packed, {B, H, N, D}, {stride_b, D, stride_n, 1}, n * H * D);
+  };
+  const Tensor q = heads(0), k = heads(1), v = heads(2);
+  const OptTensor none;
+  const auto [out, lse, returned, stats] = run_forward(
+      {q, k, v, none, none, none, none, none, {}, {}, scale, 0.0, weights}, batch_first);
+  return {projection::view(out, {T, H * D}, {H * D, 1}), returned};
+}
+
+std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
+                                          Tensor out_weight, OptTensor out_bias, int64_t num_heads,
+                                          double scale, int64_t weights, bool batch_first) {
+  const auto [merged, returned] =
+      attend_tokens(x, in_weight, in_bias, num_heads, scale, weights, batch_first);
+  return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
+}
+
+// Which instruction set runs, which can be forced, and forcing one.
+std::string cpu_isa() { return fastattn::cpu::selected_isa(); }
+std::vector<std::string> cpu_isas() { return fastattn::cpu::available_isas(); }
+
+// Unboxed by hand: what torch's stable ABI makes of a str is never freed.
+void select_cpu_isa(StableIValue* stack, uint64_t, uint64_t) {
+  const auto name = torch::stable::detail::to<StringHandle>(stack[0]);
+  const char* letters = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(name, &letters));
+  const bool selected = fastattn::cpu::select_isa(letters);
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(name));
+  stack[0] = torch::stable::detail::from(selected);
+}
+#endif
+
+}  // namespace
+
+#define FASTATTN_IMPLEMENT(key, m) STABLE_TORCH_LIBRARY_IMPL(fastattn, key, m)
+FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
+  m.impl(FASTATTN_OPERATOR(forward), TORCH_BOX(&forward));
+  m.impl(FASTATTN_OPERATOR(backward), TORCH_BOX(&backward));
+#ifndef FASTATTN_FOR_CUDA
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("self_attention", TORCH_BOX(&self_attention));
+#endif
+}
+
+#ifndef FASTATTN_FOR_CUDA
+// Of torch 2.12 and later: nullptr before, where operators go without a tag.
+extern "C" __attribute__((weak)) int32_t torch_tag_pt2_compliant_tag();
+extern "C" __attribute__((weak)) AOTITorchError torch_library_def_with_tags(TorchLibraryHandle,
+                                                                            const char* schema,
+                                                                            const int32_t* tags,
+                                                                            int32_t num_tags);
+
+namespace {
+
+constexpr const char* kSchemas[] = {
+#include "schemas.inc"
+};
+
+// Defines the operators, those of the CUDA library too: a program that was exported with them needs
+// no Python.
+class Definitions {
+ public:
+  Definitions() {
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_library_init_fragment("fastattn", __FILE__, __LINE__, &library_));
+    for (const char* schema : kSchemas) define(schema);
+  }
+  ~Definitions() { aoti_torch_delete_library_object(library_); }
+  Definitions(const Definitions&) = delete;
+  Definitions& operator=(const Definitions&) = delete;
+
+ private:
+  void define(const char* schema) {
+    if (torch_library_def_with_tags == nullptr || torch_tag_pt2_compliant_tag == nullptr) {
+      TORCH_ERROR_CODE_CHECK(aoti_torch_library_def(library_, schema));
+    } else {
+      const int32_t tag = torch_tag_pt2_compliant_tag();
+      TORCH_ERROR_CODE_CHECK(torch_library_def_with_tags(library_, schema, &tag, 1));
+    }
+  }
+
+  TorchLibraryHandle library_ = nullptr;
+};
+const Definitions definitions;
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
+  m.impl("select_cpu_isa", &select_cpu_isa);
+}
+
+// An importable module, so that the file is an ordinary extension to packaging tools; loading it
+// registers the kernels.
+static PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_def); }
+#endif

@@ -1,0 +1,60 @@
+// CUDA GPUs as csrc/binding/attention.cpp sees a device; or, in the tests, the CPU that stands in
+// for one.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "cuda/kernels.h"
+
+// The tests define it as CPU, together with FASTATTN_CUDA_ON_CPU.
+#ifndef FASTATTN_DISPATCH_KEY
+#define FASTATTN_DISPATCH_KEY CUDA
+#endif
+#define FASTATTN_OPERATOR(name) "cuda_" #name
+
+#ifndef FASTATTN_CUDA_ON_CPU
+// Of libtorch_cuda and its stable ABI. A header declares it only where torch was built for CUDA,
+// which the torch at build time need not be.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+#endif
+
+namespace fastattn::device {
+
+// Read by the kernels: nothing waits for the GPU, and a captured graph sees the seed change.
+inline void set_seed(const torch::stable::Tensor& seed, DropoutParams* dropout) {
+  dropout->seed_ptr = static_cast<const int64_t*>(seed.data_ptr());
+}
+
+inline void expect_writes(void*, int64_t) {}
+
+using cuda::backward_workspace_bytes;
+using cuda::forward_workspace_bytes;
+using cuda::unsupported;
+
+// The device that holds a tensor is the current one while this lives; kernels go to its current
+// stream.
+class Current {
+ public:
+#ifdef FASTATTN_CUDA_ON_CPU
+  explicit Current(const torch::stable::Tensor&) {}
+#else
+  explicit Current(const torch::stable::Tensor& t) : guard_(t.get_device_index()) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream_));
+  }
+#endif
+  void forward(const ForwardParams& p) { check(cuda::forward(p, stream_)); }
+  void backward(const BackwardParams& p) { check(cuda::backward(p, stream_)); }
+
+ private:
+  static void check(const char* error) {
+    STD_TORCH_CHECK(error == nullptr, "fastattn: CUDA: ", error);
+  }
+
+#ifndef FASTATTN_CUDA_ON_CPU
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+  void* stream_ = nullptr;
+};
+
+}  // namespace fastattn::device

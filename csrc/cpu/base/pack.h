@@ -1,0 +1,190 @@
+// The way in and out of scratch memory: strided arrays of any dtype become dense fp32 tiles, and
+// tiles become strided arrays again. All dtype and stride handling of the kernels is here.
+#pragma once
+
+#include "cpu/base/half.h"
+#include "cpu/base/scratch.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// rows x cols elements of a View, one (b, h) of it.
+struct Matrix {
+  void* data;
+  DType dtype;
+  int64_t offset, stride_r, stride_c, rows, cols;
+
+  FASTATTN_MEMBER Matrix transposed() const {
+    return {data, dtype, offset, stride_c, stride_r, cols, rows};
+  }
+};
+
+FASTATTN_SIMD Matrix matrix_at(const View& view, int64_t b, int64_t h, int64_t r0, int64_t rows,
+                               int64_t cols) {
+  const int64_t offset = b * view.stride_b + h * view.stride_h + r0 * view.stride_r;
+  return {view.data, view.dtype, offset, view.stride_r, view.stride_c, rows, cols};
+}
+
+// The distance between rows of a dense tile. Distances of a large power of two would put a column
+// of it into few sets of the L1 cache.
+FASTATTN_SIMD int64_t tile_stride(int64_t cols) {
+  const int64_t padded = round_up(cols, kWidth);
+  return padded % 128 == 0 ? padded + 16 : padded;
+}
+
+// kWidth elements, `stride` apart, of which the first `count` exist; the others are 0.
+template <DType kType>
+static Vec gather(const void* base, int64_t offset, int64_t stride, int64_t count) {
+  if constexpr (kType == DType::kFloat32) {
+    Vec out{};
+    for (int64_t lane = 0; lane < count && lane < kWidth; ++lane)
+      out[lane] = static_cast<const float*>(base)[offset + lane * stride];
+    return out;
+  } else {
+    VecHalf out{};
+    for (int64_t lane = 0; lane < count && lane < kWidth; ++lane)
+      out[lane] = static_cast<const uint16_t*>(base)[offset + lane * stride];
+    return kType == DType::kBFloat16 ? bf16_to_float(out) : fp16_to_float(out);
+  }
+}
+template <DType kType>
+FASTATTN_SIMD Vec load_strided(const void* base, int64_t offset, int64_t stride, int64_t count) {
+  if (__builtin_expect(stride == 1 && count >= kWidth, 1)) return load_as<kType>(base, offset);
+  if (stride == 0 && count >= kWidth) return splat(load_one<kType>(base, offset));
+  return gather<kType>(base, offset, stride, count);
+}
+template <DType kType>
+FASTATTN_SIMD void store_strided(void* base, int64_t offset, int64_t stride, int64_t count, Vec x) {
+  if (__builtin_expect(stride == 1 && count >= kWidth, 1)) return store_as<kType>(base, offset, x);
+  for (int64_t lane = 0; lane < count && lane < kWidth; ++lane)
+    store_one<kType>(base, offset + lane * stride, x[lane]);
+}
+
+// ---- into tiles ----
+// Both return whether every element was finite: x - x has no bit set where x is, and is NaN
+// elsewhere.
+
+FASTATTN_SIMD VecI not_finite(Vec x) { return bits_of(x - x); }
+
+template <DType kType>
+static bool copy_rows(const Matrix& from, float factor, float* to, int64_t ld) {
+  VecI probe{};
+  const int64_t whole =
+      from.stride_c == 1 ? from.cols / kWidth * kWidth : 0;  // columns that plain loads can read
+  for (int64_t r = 0; r < from.rows; ++r) {
+    const int64_t row = from.offset + r * from.stride_r;
+    float* const to_row = to + r * ld;
+    for (int64_t c = 0; c < whole; c += kWidth) {
+      const Vec x = load_as<kType>(from.data, row + c);
+      probe |= not_finite(x);
+      store(to_row + c, x * factor);
+    }
+    for (int64_t c = whole; c < from.cols; c += kWidth) {
+      const Vec x =
+          load_strided<kType>(from.data, row + c * from.stride_c, from.stride_c, from.cols - c);
+      probe |= not_finite(x);
+      store(to_row + c, x * factor);
+    }
+  }
+  return !any_lane(probe);
+}
+
+// kWidth x kWidth elements from (r, c), transposed and scaled. kWhole: all exist, and rows are
+// contiguous.
+template <DType kType, bool kWhole>
+FASTATTN_SIMD VecI transpose_block(const Matrix& from, int64_t r, int64_t c, float factor,
+                                   Vec (&block)[kWidth]) {
+  VecI probe{};
+  const int64_t offset = from.offset + r * from.stride_r + c * from.stride_c;
+#pragma GCC unroll 16
+  for (int lane = 0; lane < kWidth; ++lane) {
+    const int64_t row = offset + lane * from.stride_r;
+    if constexpr (kWhole) {
+      block[lane] = load_as<kType>(from.data, row);
+    } else {
+      block[lane] = r + lane < from.rows
+                        ? load_strided<kType>(from.data, row, from.stride_c, from.cols - c)
+                        : Vec{};
+    }
+    probe |= not_finite(block[lane]);
+    block[lane] *= factor;
+  }
+  transpose(block);
+  return probe;
+}
+
+template <DType kType>
+static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t ld) {
+  VecI probe{};
+  for (int64_t r = 0; r < from.rows; r += kWidth)
+    for (int64_t c = 0; c < from.cols; c += kWidth) {
+      Vec block[kWidth];
+      const bool whole = from.stride_c == 1 && r + kWidth <= from.rows && c + kWidth <= from.cols;
+      if (__builtin_expect(whole, 1)) {
+        probe |= transpose_block<kType, true>(from, r, c, factor, block);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < kWidth; ++lane) store(to + (c + lane) * ld + r, block[lane]);
+      } else {
+        probe |= transpose_block<kType, false>(from, r, c, factor, block);
+        for (int lane = 0; lane < kWidth && c + lane < from.cols; ++lane)
+          store(to + (c + lane) * ld + r, block[lane]);
+      }
+    }
+  return !any_lane(probe);
+}
+
+// to[r * ld + c] = factor * from(r, c); columns up to the next multiple of kWidth become 0.
+[[maybe_unused]] static bool pack_rows(const Matrix& from, float factor, float* to, int64_t ld) {
+  bool finite = true;
+  with_dtype(from.dtype, [&](auto type) {
+    const bool columns_contiguous = from.stride_c != 1 && from.stride_r == 1;
+    finite = columns_contiguous ? transpose_rows<type>(from.transposed(), factor, to, ld)
+                                : copy_rows<type>(from, factor, to, ld);
+  });
+  return finite;
+}
+
+// to[c * ld + r] = factor * from(r, c); rows up to the next multiple of kWidth become 0.
+[[maybe_unused]] static bool pack_transposed(const Matrix& from, float factor, float* to,
+                                             int64_t ld) {
+  return pack_rows(from.transposed(), factor, to, ld);
+}
+
+// ---- out of tiles ----
+
+// to(r, c) = factor * row_factor[r] * from[r * ld + c]; row_factor may be nullptr.
+[[maybe_unused]] static void unpack_rows(const float* from, int64_t ld, float factor,
+                                         const float* row_factor, const Matrix& to) {
+  with_dtype(to.dtype, [&](auto type) {
+    for (int64_t r = 0; r < to.rows; ++r) {
+      const float scale = row_factor == nullptr ? factor : factor * row_factor[r];
+      for (int64_t c = 0; c < to.cols; c += kWidth)
+        store_strided<type>(to.data, to.offset + r * to.stride_r + c * to.stride_c, to.stride_c,
+                            to.cols - c, load(from + r * ld + c) * scale);
+    }
+  });
+}
+
+// Likewise from a contiguous array that ends with its last element.
+[[maybe_unused]] static void unpack_dense(const float* from, const Matrix& to) {
+  with_dtype(to.dtype, [&](auto type) {
+    for (int64_t r = 0; r < to.rows; ++r)
+      for (int64_t c = 0; c < to.cols; c += kWidth)
+        store_strided<type>(to.data, to.offset + r * to.stride_r + c * to.stride_c, to.stride_c,
+                            to.cols - c,
+                            load_strided<DType::kFloat32>(from, r * to.cols + c, 1, to.cols - c));
+  });
+}
+[[maybe_unused]] static void unpack_zeros(const Matrix& to) {
+  with_dtype(to.dtype, [&](auto type) {
+    for (int64_t r = 0; r < to.rows; ++r)
+      for (int64_t c = 0; c < to.cols; c += kWidth)
+        store_strided<type>(to.data, to.offset + r * to.stride_r + c * to.stride_c, to.stride_c,
+                            to.cols - c, Vec{});
+  });
+}
+
+[[maybe_unused]] static void fill(float* to, int64_t count, float value) {
+  for (int64_t n = 0; n < count; ++n) to[n] = value;
+}
+
+}  // namespace fastattn::FASTATTN_ISA

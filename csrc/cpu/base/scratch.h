@@ -1,0 +1,80 @@
+// Memory of one worker for the length of one call: tiles, packed operands, running softmax state.
+#pragma once
+
+#include <new>
+
+#include "cpu/base/simd.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// Hands out 64-byte-aligned blocks and frees them all at the end. A few large blocks per worker,
+// never inside a loop. The first of them come from memory that a thread keeps for its next call:
+// asking the system for it took a third of the time of a small problem.
+class Scratch {
+ public:
+  Scratch() : kept_(Kept::take()) {}
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() {
+    if (kept_ != nullptr) kept_->taken = false;
+    while (last_ != nullptr) {
+      Header* const previous = last_->previous;
+      ::operator delete(last_, std::align_val_t(kAlign));
+      last_ = previous;
+    }
+  }
+
+  // `count` uninitialised floats; kSlack bytes beyond them may be read and written, so that vector
+  // code needs no tails.
+  float* floats(int64_t count) { return static_cast<float*>(bytes(count * 4)); }
+  template <typename T>
+  T* of(int64_t count) {
+    static_assert(std::is_trivially_destructible_v<T>, "nothing here is destroyed");
+    return static_cast<T*>(bytes(count * static_cast<int64_t>(sizeof(T))));
+  }
+  int32_t* ints(int64_t count) { return static_cast<int32_t*>(bytes(count * 4)); }
+
+ private:
+  struct Header {
+    Header* previous;
+  };
+  static constexpr int64_t kAlign = 64, kSlack = 64;
+  static constexpr int64_t kKeptBytes = 512 << 10;
+
+  // A thread's own memory, of one Scratch at a time.
+  struct Kept {
+    char* data = static_cast<char*>(::operator new(kKeptBytes, std::align_val_t(kAlign)));
+    bool taken = false;
+    ~Kept() { ::operator delete(data, std::align_val_t(kAlign)); }
+
+    static Kept* take() {
+      static thread_local Kept kept;
+      if (kept.taken) return nullptr;
+      kept.taken = true;
+      return &kept;
+    }
+  };
+
+  void* bytes(int64_t count) {
+    const int64_t size = (count + kSlack + kAlign - 1) / kAlign * kAlign;
+    if (kept_ != nullptr && used_ + size <= kKeptBytes) {
+      used_ += size;
+      return kept_->data + used_ - size;
+    }
+    auto* const block = static_cast<char*>(
+        ::operator new(static_cast<size_t>(kAlign + count + kSlack), std::align_val_t(kAlign)));
+    last_ = new (block) Header{last_};
+    return block + kAlign;
+  }
+
+  Header* last_ = nullptr;
+  Kept* kept_;
+  int64_t used_ = 0;
+};
+
+// A lane count rounded up to whole vectors.
+FASTATTN_SIMD int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace fastattn::FASTATTN_ISA

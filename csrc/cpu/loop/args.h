@@ -1,0 +1,49 @@
+// What the workers of a pass share: the problem, its plan, and where things of a row lie.
+#pragma once
+
+#include "cpu/loop/plan.h"
+#include "cpu/tile/softmax.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// A task takes several row blocks through each key tile together, so that packing the tile is paid
+// once for all: row blocks of one head, or, where M is small, the heads that share a key head. Rows
+// do not notice, so this may depend on the number of threads.
+struct ForwardArgs {
+  const ForwardParams& p;
+  ForwardPlan plan;
+  int64_t group;         // query heads per key head
+  int64_t blocks;        // row blocks of a head
+  int64_t heads, stack;  // what a task owns: heads x row blocks
+  int64_t stacks;        // tasks' row ranges per head
+  bool reverse;          // later row blocks have more keys: take them first
+
+  int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads) * plan.chunks * stacks; }
+  int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
+  float* partial(int64_t b, int64_t h, int64_t chunk, int64_t i) const {
+    const int64_t row = ((b * p.H + h) * plan.chunks + chunk) * p.M + i;
+    return static_cast<float*>(p.workspace) + row * plan.partial_stride;
+  }
+  // Writes lse and stats of a finished row; returns what its output is multiplied by.
+  float write_row(int64_t b, int64_t h, int64_t i, float m, float l) const {
+    const RowStats stats = row_stats(m, l);
+    p.lse[row(b, h, i)] = natural_lse(m, l);
+    store_stats(stats, row(b, h, i), p.stats);
+    return stats.factor;
+  }
+};
+
+struct BackwardArgs {
+  const BackwardParams& p;
+  BackwardPlan plan;
+  int64_t group;   // query heads per key head
+  int64_t blocks;  // row blocks
+
+  float* workspace(int64_t offset) const { return static_cast<float*>(p.workspace) + offset; }
+  int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
+  float* delta(int64_t b, int64_t h, int64_t i) const {
+    return workspace(plan.delta) + row(b, h, i);
+  }
+};
+
+}  // namespace fastattn::FASTATTN_ISA

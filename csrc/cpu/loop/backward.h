@@ -1,0 +1,303 @@
+// Fused attention, backward, for any score (cpu/score/score.h). With P_ij = e^(s_ij - m_i) / l_i,
+// recomputed, R = dropout's factor and W = R P the weights that met V:
+//
+//   dV_j = sum_i W_ij dO_i    dP_ij = R_ij (dO_i . V_j + dW_ij)    dS_ij = P_ij (dP_ij - delta_i)
+//   dq, dk, dw from dS by the score; dbias = dS summed over the dims the bias was broadcast over
+//
+//   for (group of batches and key heads, chunk of keys)   a task: it alone adds to its dK, dV,
+//   dbias
+//     for key tiles, batches, key heads in it             K, V packed once; dK, dV stay in cache
+//       for query heads of the key head, row blocks that keep some of these keys
+//         S = scores, dP = dO V^T                         two tiles in the L2 cache
+//         S, dP -> W, dS                                  in place; delta comes from delta.h
+//         dV += W^T dO,  dK += dS^T Q,  dQ += dS K        dQ: an fp32 buffer per chunk (plan.h)
+//   sum of dQ (dw, dbias) over chunks, in order: deterministic
+//
+// Five products where a separate pass for dQ would need seven. Dao et al., "FlashAttention", 2022,
+// appendix B.
+#pragma once
+
+#include "cpu/loop/bias_grad.h"
+#include "cpu/loop/delta.h"
+#include "cpu/score/values.h"
+
+namespace fastattn::FASTATTN_ISA {
+// Calls fill(sink, units), which puts W and dS into a sink, for what score and values will use.
+template <typename Score, typename Values, typename Fill>
+static void finish_grads(Score&, Values&, Fill fill, GradsInPlace in_place) {
+  fill(in_place, GradUnits{1.f, 1.f, 1.f});
+}
+// Of a score alone, unless values have several ways, too.
+template <typename Score, typename Values>
+FASTATTN_SIMD void choose_form(Score& score, Values&, const MaskTile& mask) {
+  choose_form(score, mask);
+}
+
+template <typename Score, typename Values>
+class BackwardWorker {
+ public:
+  explicit BackwardWorker(const BackwardArgs& args)
+      : args_(args),
+        p_(args.p),
+        score_(p_, scratch_, true),
+        mask_(p_, scratch_, kM, kN),
+        bias_(args, scratch_, kM, kN),
+        values_(p_, p_.grad_out, scratch_, kM, kN),
+        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
+        dp_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
+        drop_(scratch_.floats(kRows * kDrop)),
+        grad_weights_(scratch_.floats(kRows * kN)) {}
+
+  void run(int64_t task) {
+    const BackwardPlan& plan = args_.plan;
+    chunk_ = task % plan.chunks;
+    const int64_t group = task / plan.chunks;
+    const int64_t batches = plan.groups_b > 0 ? p_.B / plan.groups_b : 0;
+    const int64_t heads = plan.groups_h > 0 ? p_.Hkv / plan.groups_h : 0;
+    const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
+    const int64_t begin = chunk_ * plan.chunk_keys, end = min64(p_.N, begin + plan.chunk_keys);
+    clear_sums(b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group);
+    bias_.begin_task(group, chunk_);
+    for (int64_t j0 = begin; j0 < end; j0 += kN) {
+      const int64_t cols = min64(kN, end - j0);
+      bias_.begin_keys(group, chunk_, j0, cols);
+      for (int64_t b = b0; b < b0 + batches; ++b)
+        for (int64_t hkv = h0; hkv < h0 + heads; ++hkv) key_tile(b, hkv, j0, cols);
+    }
+  }
+
+ private:
+  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+  static constexpr int64_t kRows = 2, kDrop = kN + 4 * kWidth;  // rows that a sink takes at most
+
+  // Where this chunk's gradient of q_i goes, in rows of grad_q_stride().
+  float* grad_q(int64_t b, int64_t h, int64_t i) const {
+    const View& to = p_.grad_q;
+    if (args_.plan.q_direct)
+      return static_cast<float*>(to.data) + b * to.stride_b + h * to.stride_h + i * to.stride_r;
+    const int64_t rows = p_.B * p_.H * p_.M;
+    return args_.workspace(args_.plan.grad_q) + (chunk_ * rows + args_.row(b, h, i)) * p_.D;
+  }
+  int64_t grad_q_stride() const { return args_.plan.q_direct ? p_.grad_q.stride_r : p_.D; }
+  float* grad_w(int64_t b, int64_t h) const {
+    if (p_.w.data == nullptr) return nullptr;
+    return args_.workspace(args_.plan.grad_w) + ((chunk_ * p_.B + b) * p_.H + h) * p_.D;
+  }
+
+  void clear_sums(int64_t b0, int64_t b1, int64_t h0, int64_t h1) {
+    for (int64_t b = b0; b < b1; ++b)
+      for (int64_t h = h0; h < h1; ++h) {
+        for (int64_t i = 0; i < p_.M; ++i) fill(grad_q(b, h, i), p_.D, 0.f);
+        if (p_.w.data != nullptr) fill(grad_w(b, h), p_.D, 0.f);
+      }
+  }
+
+  void key_tile(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    const KeyRange kept = tile_range(p_.mask, p_.N, b, 0, p_.M);
+    const int64_t used =
+        p_.M == 0 || kept.begin >= j0 + cols ? 0 : max64(0, min64(cols, kept.end - j0));
+    loaded_ = false;
+    for (int64_t h = hkv * args_.group; h < (hkv + 1) * args_.group; ++h)
+      for (int64_t i0 = 0; i0 < p_.M; i0 += kM) {
+        const TilePlace at = {b, h, i0, min64(kM, p_.M - i0), j0, used};
+        if (!pair(at, hkv)) bias_.skip_tile(at, chunk_);
+      }
+    const int64_t written = loaded_ ? used : 0;
+    if (loaded_) {
+      score_.store_key_grad(p_.grad_k, b, hkv, j0);
+      values_.store(p_.grad_v, b, hkv, j0);
+    }
+    unpack_zeros(matrix_at(p_.grad_k, b, hkv, j0 + written, cols - written, p_.D));
+    unpack_zeros(matrix_at(p_.grad_v, b, hkv, j0 + written, cols - written, p_.E));
+  }
+
+  // One row block of one head against the current key tile. Returns whether any pair is kept.
+  bool pair(TilePlace at, int64_t hkv) {
+    if (at.cols == 0) return false;
+    mask_.set_rows(at.b, at.h, at.i0, at.rows);
+    const int64_t needed = mask_.set_keys(at.j0, at.cols);
+    if (needed == 0) return false;
+    if (!loaded_) load_keys(at.b, hkv, at.j0, at.cols);
+    if constexpr (CanNarrow<Score>::value) {
+      at.cols = needed;
+      score_.use_keys(needed);
+      values_.use_keys(needed);
+    }
+    score_.load_queries(at.b, at.h, at.i0, at.rows);
+    values_.load_grad_out(at.b, at.h, at.i0, at.rows);
+    choose_form(score_, values_, mask_);
+    score_.scores(s_);
+    values_.grad_weights(dp_);
+    BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
+    finish_grads(
+        score_, values_,
+        [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
+          mask_.with_masking([&](auto masking) { grad_scores<masking>(at, units, bias, sink); });
+          bias = {};  // should there be another time
+        },
+        GradsInPlace{s_, dp_, kN});
+    bias_.end_tile(at, chunk_);
+    values_.accumulate(s_, mask_.masked());
+    score_.backward(dp_, mask_.masked(), grad_q(at.b, at.h, at.i0), grad_q_stride(),
+                    grad_w(at.b, at.h));
+    return true;
+  }
+
+  void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    score_.load_keys(b, hkv, j0, cols);
+    score_.clear_key_grad();
+    values_.load_values(b, hkv, j0, cols);
+    loaded_ = true;
+  }
+
+  // What scores, dP and dW are multiplied by before W and dS are made of them, and dS after that.
+  struct Factors {
+    float s, dp, grad_weights, grad_bias;
+  };
+  // What the gradients of a row of scores depend on, besides its scores and dP.
+  struct Row {
+    int64_t i;
+    bool exists;
+    RowStats stats;
+    float delta;
+    const float *drop, *grad_weights;  // or nullptr
+  };
+  // `n`: which of the rows that a sink takes at a time.
+  Row row(const TilePlace& at, int64_t i, int n, const GradUnits& units) {
+    if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr};
+    float *const drop = drop_ + n * kDrop, *const grad_weights = grad_weights_ + n * kN;
+    if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
+    const bool weights = p_.grad_weights.data != nullptr;
+    if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights);
+    const RowStats stats = load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i));
+    return {i,
+            true,
+            {stats.shift, stats.factor * units.w, stats.most},
+            *args_.delta(at.b, at.h, at.i0 + i) * (units.ds / units.w),
+            p_.dropout.enabled ? drop : nullptr,
+            weights ? grad_weights : nullptr};
+  }
+
+  // W and dS of kWidth pairs from column c on, both exactly 0 where masked. kPlain: weights are P.
+  template <Masking kMasking, bool kPlain>
+  FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors& factors, Vec& w,
+                                Vec& ds) const {
+    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), factors.s, row.i, c),
+              p = known_weight(s, row.stats);
+    Vec dp = load(dp_ + row.i * kN + c) * factors.dp;
+    w = p;
+    if (!kPlain && row.grad_weights != nullptr)
+      dp += load(row.grad_weights + c) * factors.grad_weights;
+    if (!kPlain && row.drop != nullptr) dp *= load(row.drop + c), w *= load(row.drop + c);
+    ds = p * (dp - row.delta);
+    if (kMasking != Masking::kNone) ds = s == splat(-kInf) ? Vec{} : ds;
+  }
+
+  // W and dS of rows on their way into a sink. kPlain, in addition: all rows and columns exist.
+  template <Masking kMasking, bool kPlain, typename Sink>
+  FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
+                                const Factors& factors, const BiasGrad::Rows& bias,
+                                Sink& sink) const {
+    for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
+      Vec w[Sink::kRows][Sink::kVectors], ds[Sink::kRows][Sink::kVectors];
+#pragma GCC unroll 2
+      for (int n = 0; n < Sink::kRows; ++n)
+#pragma GCC unroll 2
+        for (int v = 0; v < Sink::kVectors; ++v) {
+          const int64_t at = c + v * kWidth;
+          if (kPlain || (rows[n].exists && at < cols)) {
+            grads_at<kMasking, kPlain>(rows[n], at, factors, w[n][v], ds[n][v]);
+            if (bias.data != nullptr) bias.put(rows[n].i, at, ds[n][v] * factors.grad_bias);
+          } else {
+            w[n][v] = ds[n][v] = Vec{};
+          }
+        }
+      sink.put(c, w, ds);
+    }
+  }
+
+  // S and dP become W and dS, which a sink takes kRows rows, kStep rows apart, and kVectors vectors
+  // at a time, zeros beyond the tile, in multiples of kWhole rows.
+  template <Masking kMasking, typename Sink>
+  void grad_scores(const TilePlace& at, const GradUnits& units, const BiasGrad::Rows& bias,
+                   Sink& sink) {
+    static_assert(Sink::kRows <= kRows, "a row of factors each");
+    const float made = units.ds / units.w;
+    const Factors factors = {logit_scale(score_), made / units.dp, made, 1.f / units.ds};
+    const bool plain = !p_.dropout.enabled && p_.grad_weights.data == nullptr &&
+                       at.cols % (Sink::kVectors * kWidth) == 0;
+    for (int64_t i0 = 0; i0 < round_up(at.rows, Sink::kWhole); i0 += Sink::kRows * Sink::kStep)
+      for (int64_t i = i0; i < i0 + Sink::kStep; ++i) {
+        Row rows[Sink::kRows];
+        for (int n = 0; n < Sink::kRows; ++n) rows[n] = row(at, i + n * Sink::kStep, n, units);
+        sink.begin(i);
+        plain&& rows[Sink::kRows - 1].exists
+            ? put_rows<kMasking, true>(rows, at.cols, factors, bias, sink)
+            : put_rows<kMasking, false>(rows, at.cols, factors, bias, sink);
+        sink.end();
+      }
+  }
+
+  const BackwardArgs& args_;
+  const BackwardParams& p_;
+  Scratch scratch_;
+  Score score_;
+  MaskTile mask_;
+  BiasGrad bias_;
+  Values values_;
+  float *s_, *dp_, *drop_, *grad_weights_;
+  int64_t chunk_ = 0;
+  bool loaded_ = false;
+};
+
+// Adds up what the chunks left in the workspace, one (b, h) a task.
+class ReduceWorker {
+ public:
+  explicit ReduceWorker(const BackwardArgs& args) : args_(args), p_(args.p) {}
+
+  void run(int64_t task) {
+    const int64_t b = task / p_.H, h = task % p_.H, rows = p_.B * p_.H * p_.M;
+    if (!args_.plan.q_direct) {
+      float* const sum = args_.workspace(args_.plan.grad_q) + args_.row(b, h, 0) * p_.D;
+      for (int64_t chunk = 1; chunk < args_.plan.chunks; ++chunk)
+        add(sum + chunk * rows * p_.D, p_.M * p_.D, sum);
+      unpack_dense(sum, matrix_at(p_.grad_q, b, h, 0, p_.M, p_.D));
+    }
+    if (p_.grad_w == nullptr) return;
+    float* const to = p_.grad_w + task * p_.D;
+    fill(to, p_.D, 0.f);
+    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk)
+      add(args_.workspace(args_.plan.grad_w) + (chunk * p_.B * p_.H + task) * p_.D, p_.D, to);
+  }
+
+ private:
+  static void add(const float* from, int64_t count, float* to) {
+    for (int64_t n = 0; n < count; ++n) to[n] += from[n];
+  }
+
+  const BackwardArgs& args_;
+  const BackwardParams& p_;
+};
+
+template <typename Score, typename Values = ValueGrads>
+static void backward(const BackwardParams& p, const Parallel& parallel) {
+  const int64_t blocks = ceil_div(p.M, Score::kBlockM), heads = p.B * p.H;
+  const BackwardArgs args = {p, plan_backward(p), p.Hkv > 0 ? p.H / p.Hkv : 1, blocks};
+  const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
+  const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
+  const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);
+  TaskLoop<DeltaWorker<Score>, BackwardArgs>::run(
+      args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
+  const int64_t tasks = args.plan.groups_b * args.plan.groups_h * args.plan.chunks;
+  TaskLoop<BackwardWorker<Score, Values>, BackwardArgs>::run(args, tasks, work, parallel);
+  if (!args.plan.q_direct || p.grad_w != nullptr) {
+    const double summed = rows * static_cast<double>(p.D * args.plan.chunks);
+    TaskLoop<ReduceWorker, BackwardArgs>::run(args, heads, summed, parallel);
+  }
+  if (p.grad_bias.data != nullptr && !args.plan.bias_direct) {
+    const double size = static_cast<double>(p.bias_B * p.bias_H * p.bias_M * p.bias_N);
+    TaskLoop<BiasGradWriter, BackwardArgs>::run(args, BiasGradWriter::tasks(p), size, parallel);
+  }
+}
+
+}  // namespace fastattn::FASTATTN_ISA

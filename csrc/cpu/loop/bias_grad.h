@@ -1,0 +1,160 @@
+// The gradient of the bias: dS, summed over the dims that the bias was broadcast over, in fp32.
+// Accumulated in the gradient itself where that is fp32, else in the workspace; a bias broadcast
+// over keys gets one sum per chunk of keys. Where every sum has a place of its own in a tile, the
+// first tile that meets it sets it: zeroing it before would be another pass through memory.
+#pragma once
+
+#include "cpu/loop/delta.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+class BiasGrad {
+ public:
+  BiasGrad(const BackwardArgs& args, Scratch& scratch, int64_t block_m, int64_t block_n)
+      : args_(args),
+        p_(args.p),
+        wanted_(p_.grad_bias.data != nullptr),
+        block_n_(block_n),
+        tile_(wanted_ ? scratch.floats(block_m * block_n) : nullptr) {}
+
+  // To be called before the task (group, chunk), and before its keys [j0, j0 + cols).
+  void begin_task(int64_t group, int64_t chunk) {
+    if (wanted_ && p_.bias_N == 1) clear(group, chunk, 0, 1);
+  }
+  void begin_keys(int64_t group, int64_t chunk, int64_t j0, int64_t cols) {
+    cols_ = cols;
+    const bool met = p_.B * p_.H > 0;
+    if (wanted_ && p_.bias_N > 1 && (p_.bias_M == 1 || !met)) clear(group, chunk, j0, cols);
+  }
+
+  // Where the gradients of a tile's scores go: what is there is overwritten, or added to.
+  struct Rows {
+    float* data = nullptr;  // or nowhere
+    int64_t stride = 0;
+    bool overwrites = false;
+    FASTATTN_MEMBER void put(int64_t i, int64_t c, Vec ds) const {
+      float* const to = data + i * stride + c;
+      store(to, overwrites ? ds : load(to) + ds);
+    }
+  };
+  // For the tile `at`, in whole vectors; end_tile() follows.
+  Rows begin_tile(const TilePlace& at, int64_t chunk) {
+    if (!wanted_) return {};
+    const Matrix to = sums_of(at, chunk, 0, at.cols);
+    is_direct_ = p_.bias_M > 1 && p_.bias_N > 1 && to.stride_c == 1 && at.cols % kWidth == 0;
+    if (!is_direct_) return {tile_, block_n_, true};
+    return {static_cast<float*>(to.data) + to.offset, to.stride_r, is_set_by(at)};
+  }
+  void end_tile(const TilePlace& at, int64_t chunk) {
+    if (!wanted_) return;
+    if (!is_direct_) add_tile(at, sums_of(at, chunk, 0, at.cols));
+    if (is_set_by(at) && at.cols < cols_)
+      unpack_zeros(sums_of(at, chunk, at.cols, cols_ - at.cols));
+  }
+  // In place of both, where all pairs are masked.
+  void skip_tile(const TilePlace& at, int64_t chunk) {
+    if (wanted_ && is_set_by(at)) unpack_zeros(sums_of(at, chunk, 0, cols_));
+  }
+
+ private:
+  // Whether this tile is the first to meet its sums, none of which it meets twice.
+  bool is_set_by(const TilePlace& at) const {
+    if (p_.bias_M == 1 || p_.bias_N == 1) return false;
+    return (p_.bias_B > 1 || at.b == 0) && (p_.bias_H > 1 || at.h == 0);
+  }
+
+  void add_tile(const TilePlace& at, const Matrix& to) {
+    const bool sum_cols = p_.bias_N == 1;
+    if (is_set_by(at)) return unpack_rows(tile_, block_n_, 1.f, nullptr, to);
+    if (p_.bias_M > 1) {
+      for (int64_t i = 0; i < at.rows; ++i) add_row(tile_ + i * block_n_, at.cols, sum_cols, to, i);
+      return;
+    }
+    for (int64_t c = 0; c < at.cols; c += kWidth) {
+      Vec sum{};
+      for (int64_t i = 0; i < at.rows; ++i) sum += load(tile_ + i * block_n_ + c);
+      store(tile_ + c, sum);
+    }
+    add_row(tile_, at.cols, sum_cols, to, 0);
+  }
+
+  void clear(int64_t group, int64_t chunk, int64_t c0, int64_t cols) {
+    const BackwardPlan& plan = args_.plan;
+    const int64_t batches = p_.bias_B / plan.groups_b, heads = p_.bias_H / plan.groups_h;
+    const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
+    for (int64_t b = b0; b < b0 + batches; ++b)
+      for (int64_t h = h0; h < h0 + heads; ++h)
+        unpack_zeros(target(b, h, chunk, 0, p_.bias_M, c0, cols));
+  }
+
+  // The fp32 sums that columns [begin, begin + cols) of a tile are added to.
+  Matrix sums_of(const TilePlace& at, int64_t chunk, int64_t begin, int64_t cols) const {
+    const int64_t b = p_.bias_B == 1 ? 0 : at.b, h = p_.bias_H == 1 ? 0 : at.h;
+    const bool one_row = p_.bias_M == 1, one_col = p_.bias_N == 1;
+    return target(b, h, chunk, one_row ? 0 : at.i0, one_row ? 1 : at.rows,
+                  one_col ? 0 : at.j0 + begin, one_col ? 1 : cols);
+  }
+  // rows x cols of them, from (r0, c0).
+  Matrix target(int64_t b, int64_t h, int64_t chunk, int64_t r0, int64_t rows, int64_t c0,
+                int64_t cols) const {
+    View view = p_.grad_bias;
+    if (!args_.plan.bias_direct) {
+      const int64_t N = p_.bias_N, M = p_.bias_M, size = p_.bias_B * p_.bias_H * M * N;
+      float* const base = args_.workspace(args_.plan.grad_bias) + (N == 1 ? chunk * size : 0);
+      view = {base, DType::kFloat32, p_.bias_H * M * N, M * N, N, 1};
+    }
+    Matrix out = matrix_at(view, b, h, r0, rows, cols);
+    out.offset += c0 * out.stride_c;
+    return out;
+  }
+
+  static void add_row(const float* from, int64_t cols, bool sum_cols, const Matrix& to, int64_t r) {
+    float* const out = static_cast<float*>(to.data) + to.offset + r * to.stride_r;
+    if (sum_cols) {
+      Vec sum{};
+      for (int64_t c = 0; c < cols; c += kWidth) sum += load(from + c);  // padding is 0
+      out[0] += sum_lanes(sum);
+    } else if (to.stride_c == 1) {
+      for (int64_t c = 0; c < cols; ++c) out[c] += from[c];
+    } else {
+      for (int64_t c = 0; c < cols; ++c) out[c * to.stride_c] += from[c];
+    }
+  }
+
+  const BackwardArgs& args_;
+  const BackwardParams& p_;
+  bool wanted_;
+  bool is_direct_ = false;
+  int64_t block_n_, cols_ = 0;
+  float* tile_;  // of dS, where that is not added to the sums at once
+};
+
+// Sums over chunks and converts to the gradient's dtype, some rows of one (b, h) of the bias a
+// task.
+class BiasGradWriter {
+ public:
+  explicit BiasGradWriter(const BackwardArgs& args) : args_(args), p_(args.p) {}
+
+  static int64_t tasks(const BackwardParams& p) {
+    return p.bias_B * p.bias_H * ceil_div(p.bias_M, kRows);
+  }
+
+  void run(int64_t task) {
+    const int64_t blocks = ceil_div(p_.bias_M, kRows), bh = task / blocks;
+    const int64_t i0 = task % blocks * kRows, rows = min64(kRows, p_.bias_M - i0);
+    const int64_t chunks = p_.bias_N == 1 ? args_.plan.chunks : 1, count = rows * p_.bias_N;
+    const int64_t size = p_.bias_B * p_.bias_H * p_.bias_M * p_.bias_N;
+    float* const sum = args_.workspace(args_.plan.grad_bias) + (bh * p_.bias_M + i0) * p_.bias_N;
+    for (int64_t chunk = 1; chunk < chunks; ++chunk)
+      for (int64_t n = 0; n < count; ++n) sum[n] += sum[chunk * size + n];
+    unpack_dense(sum, matrix_at(p_.grad_bias, bh / p_.bias_H, bh % p_.bias_H, i0, rows, p_.bias_N));
+  }
+
+ private:
+  static constexpr int64_t kRows = 64;
+
+  const BackwardArgs& args_;
+  const BackwardParams& p_;
+};
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,105 @@
+// The row term of the softmax gradient, before the backward sweep proper:
+//
+//   delta_i = sum_e dO_ie O_ie + sum_j W_ij dW_ij - dlse_i
+//
+// W: weights after dropout; dW, dlse: gradients of the weights and of the log-sum-exp, if these
+// were returned. The middle term needs the weights again: one sweep over keys, only if there is dW.
+#pragma once
+
+#include "cpu/base/tasks.h"
+#include "cpu/loop/args.h"
+#include "cpu/score/score.h"
+#include "cpu/tile/softmax.h"
+
+namespace fastattn::FASTATTN_ISA {
+// Gradient of the weights for one tile row, as fp32: to[c], c < cols rounded up to kWidth.
+FASTATTN_SIMD void load_grad_weights(const BackwardParams& p, int64_t b, int64_t h, int64_t i,
+                                     int64_t j0, int64_t cols, float* to) {
+  const bool mean = p.weights_mode == WeightsMode::kMean;
+  Matrix from = matrix_at(p.grad_weights, b, mean ? 0 : h, i, 1, cols);
+  from.offset += j0 * from.stride_c;
+  pack_rows(from, mean ? 1.f / static_cast<float>(p.H) : 1.f, to, 0);
+}
+
+template <typename Score>
+class DeltaWorker {
+ public:
+  explicit DeltaWorker(const BackwardArgs& args)
+      : args_(args),
+        p_(args.p),
+        score_(p_, scratch_, false),
+        mask_(p_, scratch_, kM, kN),
+        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
+        drop_(scratch_.floats(kN + 4 * kWidth)),
+        grad_w_(scratch_.floats(kN)),
+        sum_(scratch_.floats(kM * kWidth)),
+        out_(scratch_.floats(tile_stride(p_.E))),
+        grad_out_(scratch_.floats(tile_stride(p_.E))) {}
+
+  void run(int64_t task) {
+    const int64_t block = task % args_.blocks, bh = task / args_.blocks;
+    b_ = bh / p_.H;
+    h_ = bh % p_.H;
+    i0_ = block * kM;
+    rows_ = min64(kM, p_.M - i0_);
+    for (int64_t i = 0; i < rows_; ++i) store(sum_ + i * kWidth, out_term(i0_ + i));
+    if (p_.grad_weights.data != nullptr) add_weight_terms();
+    for (int64_t i = 0; i < rows_; ++i) {
+      const float grad_lse = p_.grad_lse == nullptr ? 0.f : p_.grad_lse[args_.row(b_, h_, i0_ + i)];
+      *args_.delta(b_, h_, i0_ + i) = sum_lanes(load(sum_ + i * kWidth)) - grad_lse;
+    }
+  }
+
+ private:
+  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+
+  Vec out_term(int64_t i) {
+    pack_rows(matrix_at(p_.out, b_, h_, i, 1, p_.E), 1.f, out_, 0);
+    pack_rows(matrix_at(p_.grad_out, b_, h_, i, 1, p_.E), 1.f, grad_out_, 0);
+    Vec sum{};
+    for (int64_t e = 0; e < p_.E; e += kWidth) sum += load(out_ + e) * load(grad_out_ + e);
+    return sum;
+  }
+
+  void add_weight_terms() {
+    mask_.set_rows(b_, h_, i0_, rows_);
+    score_.load_queries(b_, h_, i0_, rows_);
+    const KeyRange keys = mask_.range();
+    for (int64_t j0 = keys.begin / kN * kN; j0 < keys.end; j0 += kN) {
+      const int64_t cols = mask_.set_keys(j0, min64(kN, keys.end - j0));
+      if (cols == 0) continue;
+      score_.load_keys(b_, h_ / args_.group, j0, cols);
+      choose_form(score_, mask_);
+      score_.scores(s_);
+      mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols); });
+    }
+  }
+
+  template <Masking kMasking>
+  void add_tile(int64_t j0, int64_t cols) {
+    const float scale = logit_scale(score_);
+    for (int64_t i = 0; i < rows_; ++i) {
+      const RowStats stats = load_stats(p_.stats, args_.row(b_, h_, i0_ + i));
+      load_grad_weights(p_, b_, h_, i0_ + i, j0, cols, grad_w_);
+      if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h_, i0_ + i, j0, cols, drop_);
+      Vec sum = load(sum_ + i * kWidth);
+      for (int64_t c = 0; c < cols; c += kWidth) {
+        const Vec s = mask_.apply<kMasking>(load(s_ + i * kN + c), scale, i, c);
+        Vec term = known_weight(s, stats) * load(grad_w_ + c);
+        if (p_.dropout.enabled) term *= load(drop_ + c);
+        sum += s == splat(-kInf) ? Vec{} : term;
+      }
+      store(sum_ + i * kWidth, sum);
+    }
+  }
+
+  const BackwardArgs& args_;
+  const BackwardParams& p_;
+  Scratch scratch_;
+  Score score_;
+  MaskTile mask_;
+  float *s_, *drop_, *grad_w_, *sum_, *out_, *grad_out_;
+  int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0;
+};
+
+}  // namespace fastattn::FASTATTN_ISA

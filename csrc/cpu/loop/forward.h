@@ -1,0 +1,254 @@
+// Fused attention, forward, for any score (cpu/score/score.h):
+//
+//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
+//
+//   for (b, head or heads, row blocks, chunk of keys)   a task; its Q and O stay in the L2 cache
+//     for key tiles that some row keeps                 K, V packed once a tile
+//       for heads and row blocks of the task that keep some of these keys
+//         S = scores                                    [kBlockM, kBlockN]
+//         S -> masked, biased -> weights, m, l          online softmax (softmax.h)
+//         O = alpha O + W V
+//     out = O / l, lse, stats; with several chunks (O, m, l) to the workspace, merged in a 2nd pass
+//
+// Saved for backward: stats (m, 1 / l). Returned weights come from a second sweep that recomputes
+// scores against them. Dao et al., "FlashAttention: fast and memory-efficient exact attention with
+// IO-awareness", 2022; split keys: Dao et al., "Flash-Decoding", 2023; online softmax: Milakov and
+// Gimelshein, 2018.
+#pragma once
+
+#include "cpu/base/tasks.h"
+#include "cpu/loop/weights.h"
+#include "cpu/score/score.h"
+#include "cpu/score/values.h"
+#include "cpu/tile/softmax.h"
+
+namespace fastattn::FASTATTN_ISA {
+// Whether a score can hold several blocks of queries at once (see score.h).
+template <typename Score>
+constexpr bool kHasSlots =
+    std::is_constructible_v<Score, const AttentionParams&, Scratch&, bool, int64_t>;
+
+// With at most so many rows, heads of a group share key tiles.
+constexpr int64_t kSharingRows = 16;
+// Queries and outputs of a task, in an L2 cache of 512 KiB, or 2 MiB where there is a matrix unit.
+// Measured: half or 4/3 of it lose 1 to 3%.
+#ifdef __AMX_BF16__
+constexpr int64_t kStackedBytes = 900 * 1024;
+#else
+constexpr int64_t kStackedBytes = 300 * 1024;
+#endif
+constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
+
+// How many row blocks a task stacks.
+template <typename Score>
+FASTATTN_SIMD int64_t choose_stack([[maybe_unused]] const ForwardParams& p,
+                                   [[maybe_unused]] int64_t blocks,
+                                   [[maybe_unused]] int64_t threads) {
+  if constexpr (kHasSlots<Score>) {
+    if (p.M <= kSharingRows) return 1;
+    const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
+    const int64_t fitting = kStackedBytes / (Score::kBlockM * row_bytes);
+    const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * max64(1, threads));
+    return max64(1, min64(blocks, min64(fitting, balanced)));
+  }
+  return 1;
+}
+
+template <typename Score>
+FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, int64_t threads) {
+  const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::kBlockM);
+  const int64_t stack = choose_stack<Score>(p, blocks, threads);
+  const int64_t heads = p.M <= kSharingRows ? group : min64(group, 1);
+  return {p,
+          plan_forward(p),
+          group,
+          blocks,
+          heads,
+          stack,
+          ceil_div(blocks, stack),
+          p.mask.band_hi < p.N};
+}
+
+template <typename Score, typename Values>
+class ForwardWorker {
+ public:
+  explicit ForwardWorker(const ForwardArgs& args)
+      : args_(args),
+        p_(args.p),
+        members_(args.heads * args.stack),
+        score_(make_score()),
+        values_(p_, scratch_, kM, kN),
+        mask_(p_, scratch_, kM, kN),
+        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
+        alpha_(scratch_.floats(kM + kWidth)),
+        drop_(p_.dropout.enabled ? scratch_.floats(kN + 4 * kWidth) : nullptr),
+        states_(scratch_, members_, min64(p_.M, kM), values_.stride()) {}
+
+  void run(int64_t task) {
+    const int64_t stack = task % args_.stacks, outer = task / args_.stacks;
+    const int64_t chunk = outer % args_.plan.chunks, bh = outer / args_.plan.chunks;
+    b_ = bh / (p_.H / args_.heads);
+    h0_ = bh % (p_.H / args_.heads) * args_.heads;
+    block0_ = (args_.reverse ? args_.stacks - 1 - stack : stack) * args_.stack;
+    states_.clear();
+    sweep(chunk * args_.plan.chunk_keys, min64(p_.N, (chunk + 1) * args_.plan.chunk_keys));
+    for (int64_t g = 0; g < members(); ++g)
+      args_.plan.chunks == 1 ? write_out(g) : write_partial(g, chunk);
+  }
+
+ private:
+  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+
+  // One row block of one head: what a task has several of.
+  struct Member {
+    int64_t h, i0, rows;
+  };
+  Member member(int64_t g) const {
+    const int64_t i0 = (block0_ + g / args_.heads) * kM;
+    return {h0_ + g % args_.heads, i0, min64(kM, p_.M - i0)};
+  }
+  int64_t members() const { return args_.heads * min64(args_.stack, args_.blocks - block0_); }
+
+  Score make_score() {
+    if constexpr (kHasSlots<Score>) {
+      return Score(p_, scratch_, false, members_);
+    } else {
+      return Score(p_, scratch_, false);
+    }
+  }
+
+  // Makes the queries of a member current. Scores without slots load them anew, unless it is the
+  // only member.
+  void select(int64_t g, bool first_time) {
+    const Member m = member(g);
+    if constexpr (kHasSlots<Score>) score_.use_slot(g);
+    if (first_time || (!kHasSlots<Score> && members_ > 1))
+      score_.load_queries(b_, m.h, m.i0, m.rows);
+  }
+
+  void sweep(int64_t begin, int64_t end) {
+    for (int64_t g = 0; g < members(); ++g) select(g, true);
+    const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * kM);
+    const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * kM, i1);
+    begin = max64(begin, keys.begin / kN * kN);
+    // Tiles do not end where the keys of these row blocks do: each block's own masks say where, so
+    // that its results do not depend on which blocks are stacked.
+    for (int64_t j0 = begin; j0 < min64(end, keys.end); j0 += kN) {
+      int64_t loaded = 0;
+      for (int64_t g = 0; g < members(); ++g) loaded = attend(g, j0, min64(kN, end - j0), loaded);
+    }
+  }
+
+  // One member, one tile of which `loaded` keys are packed already. Returns how many are now.
+  int64_t attend(int64_t g, int64_t j0, int64_t cols, int64_t loaded) {
+    const Member m = member(g);
+    mask_.set_rows(b_, m.h, m.i0, m.rows);
+    const int64_t needed = mask_.set_keys(j0, cols);
+    if (needed == 0) return loaded;
+    if (needed > loaded) {
+      loaded = needed;
+      score_.load_keys(b_, m.h / args_.group, j0, loaded);
+      values_.load(b_, m.h / args_.group, j0, loaded);
+    }
+    select(g, false);
+    const RowState state = states_.member(g);
+    int64_t used = loaded;
+    if constexpr (CanNarrow<Score>::value) {
+      used = needed;
+      score_.use_keys(used);
+      values_.use_keys(used);
+    }
+    attend_tile(score_, values_, mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, s_,
+                drop_, alpha_);
+    return loaded;
+  }
+
+  void write_out(int64_t g) {
+    const RowState state = states_.member(g);
+    const Member m = member(g);
+    for (int64_t i = 0; i < m.rows; ++i) {
+      const float l = sum_lanes(load(state.l + i * kWidth)) / values_.weight_unit();
+      alpha_[i] = args_.write_row(b_, m.h, m.i0 + i, state.m[i], l);
+    }
+    unpack_rows(state.o, values_.stride(), 1.f / values_.output_unit(), alpha_,
+                matrix_at(p_.out, b_, m.h, m.i0, m.rows, p_.E));
+  }
+
+  void write_partial(int64_t g, int64_t chunk) {
+    const RowState state = states_.member(g);
+    const Member m = member(g);
+    for (int64_t i = 0; i < m.rows; ++i) {
+      float* const to = args_.partial(b_, m.h, chunk, m.i0 + i);
+      for (int64_t e = 0; e < p_.E; ++e)
+        to[e] = state.o[i * values_.stride() + e] / values_.output_unit();
+      to[p_.E] = state.m[i];
+      to[p_.E + 1] = sum_lanes(load(state.l + i * kWidth)) / values_.weight_unit();
+    }
+  }
+
+  const ForwardArgs& args_;
+  const ForwardParams& p_;
+  int64_t members_;
+  Scratch scratch_;
+  Score score_;
+  Values values_;
+  MaskTile mask_;
+  float *s_, *alpha_, *drop_;
+  RowStates states_;
+  int64_t b_ = 0, h0_ = 0, block0_ = 0;
+};
+
+// Merges the chunks of one (b, h), in order: the same arithmetic as a step of the online softmax.
+class MergeWorker {
+ public:
+  explicit MergeWorker(const ForwardArgs& args)
+      : args_(args), p_(args.p), o_(scratch_.floats(round_up(p_.E, kWidth))) {}
+
+  void run(int64_t task) {
+    const int64_t b = task / p_.H, h = task % p_.H;
+    for (int64_t i = 0; i < p_.M; ++i) merge_row(b, h, i);
+  }
+
+ private:
+  void merge_row(int64_t b, int64_t h, int64_t i) {
+    float m = -kInf, l = 0.f;
+    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+      const float m_chunk = args_.partial(b, h, chunk, i)[p_.E];
+      m = m_chunk > m ? m_chunk : m;
+    }
+    fill(o_, p_.E, 0.f);
+    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+      const float* const from = args_.partial(b, h, chunk, i);
+      if (from[p_.E] == -kInf && from[p_.E + 1] == 0.f) continue;  // met no key
+      const float factor = __builtin_exp2f(from[p_.E] - m);
+      l += factor * from[p_.E + 1];
+      for (int64_t e = 0; e < p_.E; ++e) o_[e] += factor * from[e];
+    }
+    const float factor = args_.write_row(b, h, i, m, l);
+    unpack_rows(o_, 0, factor, nullptr, matrix_at(p_.out, b, h, i, 1, p_.E));
+  }
+
+  const ForwardArgs& args_;
+  const ForwardParams& p_;
+  Scratch scratch_;
+  float* o_;
+};
+
+template <typename Score, typename Values = ValueTile>
+static void forward(const ForwardParams& p, const Parallel& parallel) {
+  const ForwardArgs args = forward_args<Score>(p, parallel.num_threads);
+  const double pairs =
+      static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
+  const double work = pairs * static_cast<double>(p.D + p.E);
+  TaskLoop<ForwardWorker<Score, Values>, ForwardArgs>::run(args, args.tasks(), work, parallel);
+  if (args.plan.chunks > 1) {
+    const double merged = static_cast<double>(args.plan.workspace_bytes);
+    TaskLoop<MergeWorker, ForwardArgs>::run(args, p.B * p.H, merged, parallel);
+  }
+  if (p.weights_mode == WeightsMode::kNone) return;
+  using Weights = WeightsWorker<Score>;
+  const int64_t tasks = p.B * Weights::heads_out(p) * args.blocks * Weights::panels(p);
+  TaskLoop<Weights, ForwardArgs>::run(args, tasks, work, parallel);
+}
+
+}  // namespace fastattn::FASTATTN_ISA

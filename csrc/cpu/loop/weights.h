@@ -1,0 +1,95 @@
+// The returned attention weights: a sweep of its own after the forward pass, which recomputes
+// scores against the saved stats.
+#pragma once
+
+#include "cpu/loop/args.h"
+#include "cpu/score/score.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// Writes the attention weights: per head, or their mean over heads, added up in head order in a
+// panel of scratch so that nothing of size H M N exists. A task owns (b, head or all heads, row
+// block, panel of keys).
+template <typename Score>
+class WeightsWorker {
+ public:
+  explicit WeightsWorker(const ForwardArgs& args)
+      : args_(args),
+        p_(args.p),
+        heads_(p_.H / max64(1, heads_out(p_))),
+        score_(p_, scratch_, false),
+        mask_(p_, scratch_, kM, kN),
+        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
+        drop_(scratch_.floats(kN + 4 * kWidth)),
+        panel_(scratch_.floats(min64(p_.M, kM) * kPanel)) {}
+
+  static int64_t heads_out(const ForwardParams& p) {
+    return p.weights_mode == WeightsMode::kMean ? 1 : p.H;
+  }
+  static int64_t panels(const ForwardParams& p) { return ceil_div(p.N, kPanel); }
+
+  void run(int64_t task) {
+    const int64_t panel = task % panels(p_), outer = task / panels(p_);
+    const int64_t block = outer % args_.blocks, bh = outer / args_.blocks;
+    b_ = bh / heads_out(p_);
+    i0_ = block * kM;
+    rows_ = min64(kM, p_.M - i0_);
+    const int64_t h_out = bh % heads_out(p_), begin = panel * kPanel,
+                  end = min64(p_.N, begin + kPanel);
+    fill(panel_, rows_ * kPanel, 0.f);
+    for (int64_t g = 0; g < heads_; ++g) add_head(h_out * heads_ + g, begin, end);
+    unpack_rows(panel_, kPanel, 1.f / static_cast<float>(max64(1, heads_)), nullptr,
+                column_slice(matrix_at(p_.weights, b_, h_out, i0_, rows_, end - begin), begin));
+  }
+
+ private:
+  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+  static constexpr int64_t kPanel = 4 * kN;
+
+  static Matrix column_slice(Matrix matrix, int64_t begin) {
+    matrix.offset += begin * matrix.stride_c;
+    return matrix;
+  }
+
+  void add_head(int64_t h, int64_t begin, int64_t end) {
+    mask_.set_rows(b_, h, i0_, rows_);
+    if (mask_.range().begin >= end || mask_.range().end <= begin) return;
+    score_.load_queries(b_, h, i0_, rows_);
+    for (int64_t i = 0; i < rows_; ++i) stats_[i] = load_stats(p_.stats, args_.row(b_, h, i0_ + i));
+    for (int64_t j0 = begin; j0 < end; j0 += kN) {
+      const int64_t cols = mask_.set_keys(j0, min64(kN, end - j0));
+      if (cols == 0) continue;
+      score_.load_keys(b_, h / args_.group, j0, cols);
+      choose_form(score_, mask_);
+      score_.scores(s_);
+      mask_.with_masking(
+          [&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
+    }
+  }
+
+  template <Masking kMasking>
+  void add_tile(int64_t h, int64_t j0, int64_t cols, float* to) {
+    const float scale = logit_scale(score_);
+    for (int64_t i = 0; i < rows_; ++i) {
+      if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
+      for (int64_t c = 0; c < cols; c += kWidth) {
+        const Vec logits = mask_.apply<kMasking>(load(s_ + i * kN + c), scale, i, c);
+        Vec w = known_weight(logits, stats_[i]);
+        if (p_.dropout.enabled) w *= load(drop_ + c);
+        store(to + i * kPanel + c, load(to + i * kPanel + c) + w);
+      }
+    }
+  }
+
+  const ForwardArgs& args_;
+  const ForwardParams& p_;
+  int64_t heads_;
+  Scratch scratch_;
+  Score score_;
+  MaskTile mask_;
+  float *s_, *drop_, *panel_;
+  RowStats stats_[kM];
+  int64_t b_ = 0, i0_ = 0, rows_ = 0;
+};
+
+}  // namespace fastattn::FASTATTN_ISA

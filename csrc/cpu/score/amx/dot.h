@@ -1,0 +1,212 @@
+// The five products of scaled dot-product attention on the matrix unit (amx.h): the score, the
+// values and their gradients with the interfaces of score_dot.h and value.h.
+//
+// Gradients of keys and values are accumulated transposed, dK^T = Q^T dS and dV^T = dO^T W, so that
+// no tile of scores is ever transposed: W and dS are right operands there as they lie.
+#pragma once
+
+#include "cpu/score/amx/input.h"
+#include "cpu/score/score.h"
+#include "cpu/score/values.h"
+
+namespace fastattn::FASTATTN_ISA {
+// ---- units ----
+
+// Whether a dense mask differs from row to row: it may consist of blocks then, and whole tiles of
+// it be dropped.
+FASTATTN_SIMD bool may_have_blocks(const AttentionParams& p) {
+  return p.mask.keep != nullptr && p.mask.keep_stride_m != 0;
+}
+
+// DotScore on the matrix unit.
+template <int64_t kM, int64_t kN>
+class AmxDotScore {
+ public:
+  static constexpr int64_t kBlockM = kM, kBlockN = kN;
+
+  AmxDotScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
+      : p_(p),
+        backward_(backward),
+        ld_(round_up(p.D, kEdge)),
+        slots_(scratch, p, slots, min64(p.M, kBlockM)),
+        keys_(scratch, kBlockN, p.D, p.q.dtype),
+        k_(scratch, kBlockN, p.D, p.q.dtype),
+        input_unit_(input_unit(p.q.dtype)) {
+    if (!backward) return;
+    k_rows_ = Operand(scratch, p.D, kBlockN, p.q.dtype);
+    q_columns_ = Operand(scratch, p.D, kBlockM, p.q.dtype);
+    ds_misfits_ = Misfits(scratch, kBlockM);
+    ds_rows_ = Operand(scratch, kBlockM, kBlockN, p.q.dtype);
+    ds_columns_ = Operand(scratch, kBlockN, kBlockM, p.q.dtype);
+    grad_q_ = scratch.floats(kBlockM * ld_);
+    grad_k_ = Sums(scratch, ld_ * kBlockN);
+    grad_k_rows_ = scratch.floats(kBlockN * ld_);
+  }
+
+  float logit_scale() const { return abs_scale() * kLog2e / (input_unit_ * input_unit_); }
+
+  void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    cols_ = cols;
+    keys_.load(matrix_at(p_.k, b, hkv, j0, cols, p_.D), input_unit_);
+    keys_.pack<Depth::kCols, Side::kRight>(k_);
+    keys_.prefetch_next();
+    if (backward_) keys_.pack<Depth::kRows, Side::kRight>(k_rows_);
+  }
+
+  void use_keys(int64_t cols) { cols_ = cols; }
+  static int64_t query_bytes(const AttentionParams& p) {
+    return 2 * parts_of(form_of(p.q.dtype)) * p.D;
+  }
+  void use_slot(int64_t slot) { slots_.use(slot); }
+
+  void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    AmxInput& queries = slots_.queries();
+    queries.load(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(input_unit_, p_.scale));
+    queries.pack<Depth::kCols, Side::kLeft>(slots_.q());
+    if (backward_) queries.pack<Depth::kRows, Side::kLeft>(q_columns_);
+  }
+
+  void scores(float* s) {
+    AmxInput& queries = slots_.queries();
+    multiply_tiles(slots_.q(), k_, queries.rows(), cols_, p_.D, false, s, kBlockN);
+    multiply_rows_apart(queries, keys_, cols_, s, kBlockN);
+  }
+
+  // Whether some kept pair has a query or a key that does not fit.
+  bool needs_wide(const MaskTile& mask) {
+    AmxInput& queries = slots_.queries();
+    if (!queries.misfits().any() && !keys_.misfits().any()) return false;
+    return mask.keeps_any([&](int64_t i) { return queries.is_misfit(i); },
+                          [&](int64_t j) { return keys_.is_misfit(j); });
+  }
+  void use_form(bool wide) {
+    AmxInput& queries = slots_.queries();
+    const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
+    keys_.pack_as<Depth::kCols, Side::kRight>(form, k_);
+    queries.pack_as<Depth::kCols, Side::kLeft>(form, slots_.q());
+    if (!backward_) return;
+    keys_.pack_as<Depth::kRows, Side::kRight>(form, k_rows_);
+    queries.pack_as<Depth::kRows, Side::kLeft>(form, q_columns_);
+    ds_rows_.use(form);
+    ds_columns_.use(form);
+  }
+
+  void clear_key_grad() { grad_k_.clear(); }
+
+  void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
+    AmxInput& queries = slots_.queries();
+    const int64_t rows = queries.rows(), cols = cols_;
+    const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, kBlockN, 1, rows, cols};
+    if (!packed_) {
+      constexpr Window kNotHuge = {0.f, kAnyBf16.high};
+      ds_misfits_.scan<DType::kFloat32>(tile, kNotHuge, kNotHuge);
+      pack_tiles<Depth::kCols, Side::kLeft>(tile, grad_unit_, ds_misfits_, ds_rows_);
+      pack_tiles<Depth::kRows, Side::kRight>(tile, grad_unit_, ds_misfits_, ds_columns_);
+    }
+
+    multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
+    accumulate_rows_apart(ByRows{ds, kBlockN}, grad_unit_, rows, ds_misfits_, Misfits(), keys_,
+                          cols, masked, grad_q_, ld_, 1);
+    const float factor = p_.scale / (grad_unit_ * input_unit_);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t d = 0; d < p_.D; ++d)
+        grad_q[i * grad_q_stride + d] += factor * grad_q_[i * ld_ + d];
+
+    grad_k_.use(grad_unit_);
+    multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), kBlockN);
+    accumulate_rows_apart(ByCols{ds, kBlockN}, grad_unit_, cols, Misfits(), ds_misfits_, queries,
+                          rows, masked, grad_k_.data(), 1, kBlockN);
+  }
+
+  // What dS of the next tile is to be multiplied by, `first` if it is the first.
+  float start_grad_unit(float first) {
+    const bool fp16 = is_fp16(ds_rows_.form());
+    return grad_unit_ = !fp16 ? 1.f : grad_k_.unit() == 0.f ? first : grad_k_.unit();
+  }
+  // Whether numbers of which `top` is the largest should have another unit, which they get.
+  bool change_grad_unit(float top) {
+    constexpr float kLeast = 0x1p6f;  // most numbers keep most of their bits
+    constexpr int64_t kAimed = 11;
+    if (!is_fp16(ds_rows_.form()) || top == 0.f) return false;
+    if (top >= kLeast && top < kLargestHalf) return false;
+    const float before = grad_unit_;
+    const int64_t n = exponent_of(before) + kAimed - exponent_of(top);
+    grad_unit_ = grad_k_.bounded(two_to(max64(-kMostOctaves, min64(kMostOctaves, n))));
+    return grad_unit_ != before;
+  }
+  float grad_unit() const { return grad_unit_; }
+
+  // Where dS goes instead, and whether it did before the next call of backward(): no row of it
+  // stands apart then, and `ds` is read only where some key or query does.
+  const Operand& ds_rows() const { return ds_rows_; }
+  const Operand& ds_columns() const { return ds_columns_; }
+  void use_packed(bool packed) {
+    packed_ = packed;
+    if (packed) ds_misfits_.clear();
+  }
+  bool rows_apart() {
+    return keys_.misfits().any_apart() || slots_.queries().misfits().any_apart();
+  }
+
+  void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
+    const Matrix to = matrix_at(grad_k, b, hkv, j0, keys_.rows(), p_.D);
+    const float factor = grad_k_.unit() == 0.f ? 0.f : abs_scale() / (grad_k_.unit() * input_unit_);
+    unpack_columns(grad_k_.data(), kBlockN, factor, grad_k_rows_, ld_, to);
+  }
+
+ private:
+  // Blocks of queries that stay loaded side by side.
+  class Slots {
+   public:
+    Slots(Scratch& scratch, const AttentionParams& p, int64_t count, int64_t rows)
+        : list_(static_cast<Slot*>(scratch.of<Slot>(count))) {
+      for (int64_t n = 0; n < count; ++n)
+        new (list_ + n)
+            Slot{AmxInput(scratch, rows, p.D, p.q.dtype), Operand(scratch, rows, p.D, p.q.dtype)};
+    }
+    void use(int64_t slot) { current_ = slot; }
+    AmxInput& queries() { return list_[current_].queries; }
+    Operand& q() { return list_[current_].q; }
+
+   private:
+    struct Slot {
+      AmxInput queries;
+      Operand q;
+    };
+    Slot* list_;
+    int64_t current_ = 0;
+  };
+
+  float abs_scale() const { return __builtin_fabsf(p_.scale); }
+
+  MatrixUnit unit_;
+  const AttentionParams& p_;
+  bool backward_;
+  int64_t ld_, cols_ = 0;
+  Slots slots_;
+  AmxInput keys_;
+  Operand k_;         // of S = Q K^T
+  float input_unit_;  // of Q and K
+  Operand k_rows_, q_columns_;
+  bool packed_ = false;
+  Misfits ds_misfits_;
+  Operand ds_rows_, ds_columns_;
+  float grad_unit_ = 1.f;  // of dS
+  float* grad_q_ = nullptr;
+  Sums grad_k_;
+  float* grad_k_rows_ = nullptr;
+};
+
+template <int64_t kM, int64_t kN>
+static void choose_form(AmxDotScore<kM, kN>& score, const MaskTile& mask) {
+  score.use_form(score.needs_wide(mask));
+}
+// Score and values together.
+template <int64_t kM, int64_t kN, typename Values>
+static void choose_form(AmxDotScore<kM, kN>& score, Values& values, const MaskTile& mask) {
+  const bool wide = score.needs_wide(mask) || values.needs_wide(mask);
+  score.use_form(wide);
+  values.use_form(wide);
+}
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,166 @@
+// Inputs on their way into operands, what stands apart of them, and sums whose unit may change.
+#pragma once
+
+#include "cpu/score/amx/multiply.h"
+#include "cpu/tile/gemm.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// A block of rows of an input, on the way into operands: rows that stand apart are kept in fp32.
+class AmxInput {
+ public:
+  AmxInput() = default;
+  AmxInput(Scratch& scratch, int64_t rows, int64_t cols, DType dtype)
+      : dtype_(dtype),
+        ld_(tile_stride(cols)),
+        misfits_(scratch, rows),
+        dense_(scratch.floats(rows * ld_)) {}
+
+  // Everything made of the block is `factor` times it.
+  void load(const Matrix& from, float factor) {
+    from_ = from, factor_ = factor, is_dense_ = false;
+    if (from.stride_c != 1 && from.cols > 1) {
+      use_dense();
+      from_ = {dense_, DType::kFloat32, 0, ld_, 1, from.rows, from.cols};
+      factor_ = 1.f;
+    }
+    from_.stride_c = 1;
+    // Of the input, times what a copy of it has been multiplied by. In bf16 its unit must leave
+    // room for sums.
+    const float unit = __builtin_fabsf(factor), copied = unit / __builtin_fabsf(factor_);
+    const float high = kAnyBf16.high * unit < 0x1p100f ? kAnyBf16.high : 0x1p100f / unit;
+    const Window wide = {kAnyBf16.low * copied, high * copied},
+                 halves = {kSmallestHalf / unit * copied, kLargestHalf / unit * copied};
+    with_dtype(from_.dtype, [&](auto type) {
+      misfits_.scan<type>(from_, form_of(dtype_) == Form::kTwoHalves ? halves : wide, wide);
+    });
+  }
+
+  // Asks for as many rows after those loaded, which come next: scanning them waits for memory else.
+  void prefetch_next() const {
+    const int64_t bytes = from_.dtype == DType::kFloat32 ? 4 : 2;
+    const char* const next =
+        static_cast<const char*>(from_.data) + (from_.offset + from_.rows * from_.stride_r) * bytes;
+    for (int64_t r = 0; r < from_.rows; ++r)
+      for (int64_t n = 0; n < from_.cols * bytes; n += kTileLine)
+        _mm_prefetch(next + r * from_.stride_r * bytes + n, _MM_HINT_T1);
+  }
+
+  template <Depth kDepth, Side kSide>
+  void pack(Operand& to) const {
+    to.use(form_of(dtype_));
+    pack_tiles<kDepth, kSide>(from_, factor_, misfits_, to);
+  }
+  // Anew, if what has been packed has another form.
+  template <Depth kDepth, Side kSide>
+  void pack_as(Form form, Operand& to) const {
+    if (to.form() == form) return;
+    to.use(form);
+    pack_tiles<kDepth, kSide>(from_, factor_, misfits_, to);
+  }
+
+  int64_t rows() const { return from_.rows; }
+  int64_t cols() const { return from_.cols; }
+  const Misfits& misfits() const { return misfits_; }
+  bool is_misfit(int64_t r) const { return r < rows() && misfits_.has(r); }
+
+  // All rows in fp32, made when asked for.
+  const float* row(int64_t r) {
+    if (!is_dense_) use_dense();
+    return dense_ + r * ld_;
+  }
+
+ private:
+  void use_dense() {
+    pack_rows(from_, factor_, dense_, ld_);
+    is_dense_ = true;
+  }
+
+  DType dtype_ = DType::kFloat32;
+  int64_t ld_ = 0;
+  Matrix from_{};
+  float factor_ = 1.f;
+  Misfits misfits_;
+  float* dense_ = nullptr;
+  bool is_dense_ = false;
+};
+
+// to(r, c) = factor * from[c * ld + r], by way of `rows` [to.rows, ld_rows].
+static void unpack_columns(float* from, int64_t ld, float factor, float* rows, int64_t ld_rows,
+                           const Matrix& to) {
+  pack_rows({from, DType::kFloat32, 0, 1, ld, to.rows, to.cols}, factor, rows, ld_rows);
+  unpack_rows(rows, ld_rows, 1.f, nullptr, to);
+}
+
+// C(r, c) = a_r . b_c, [rows of a, ld], where one of the two stands apart and c < cols.
+static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c, int64_t ld) {
+  if (!a.misfits().any_apart() && !b.misfits().any_apart()) return;
+  for (int64_t i = 0; i < a.rows(); ++i)
+    for (int64_t j = 0; j < cols; ++j) {
+      if (!a.misfits().is_apart(i) && !b.misfits().is_apart(j)) continue;
+      Vec sum{};
+      for (int64_t d = 0; d < a.cols(); d += kWidth) sum += load(a.row(i) + d) * load(b.row(j) + d);
+      c[i * ld + j] = sum_lanes(sum);
+    }
+}
+
+// C(r, :) += factor sum_k A(r, k) b_k, k < depth, where b_k, or row r or column k of A, stands
+// apart. `masked`: zeros of A count as nothing. Element (r, c) of C is c[r * stride_r + c *
+// stride_c].
+template <typename A>
+static void accumulate_rows_apart(A a, float factor, int64_t rows, const Misfits& a_rows,
+                                  const Misfits& a_cols, AmxInput& b, int64_t depth, bool masked,
+                                  float* c, int64_t stride_r, int64_t stride_c) {
+  if (!a_rows.any_apart() && !a_cols.any_apart() && !b.misfits().any_apart()) return;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0; k < depth; ++k) {
+      const float ark = factor * a.at(r, k);
+      if (!a_rows.is_apart(r) && !a_cols.is_apart(k) && !b.misfits().is_apart(k)) continue;
+      if (masked && ark == 0.f) continue;
+      for (int64_t n = 0; n < b.cols(); ++n) c[r * stride_r + n * stride_c] += ark * b.row(k)[n];
+    }
+}
+
+// Units are 2^-66 to 2^66: a number up to 2^60 is still finite in any of them.
+constexpr int64_t kMostOctaves = 66;
+
+// Sums in fp32 whose unit may have to change while they grow.
+class Sums {
+ public:
+  Sums() = default;
+  Sums(Scratch& scratch, int64_t count) : count_(count), data_(scratch.floats(count)) {}
+
+  float* data() const { return data_; }
+  void clear() {
+    fill(data_, count_, 0.f);
+    unit_ = 0.f;
+  }
+  // 0 if nothing has been added yet.
+  float unit() const { return unit_; }
+  void use(float unit) {
+    const float factor = unit / unit_;
+    for (int64_t n = 0; unit_ != 0.f && factor != 1.f && n < count_; n += kWidth)
+      store(data_ + n, load(data_ + n) * factor);
+    unit_ = unit;
+  }
+  // `unit`, or less where that would bring the sums near overflow.
+  float bounded(float unit) const {
+    if (unit_ == 0.f || unit <= unit_) return unit;
+    VecI top{};
+    for (int64_t n = 0; n < count_; n += kWidth) {
+      const Vec x = load(data_ + n);
+      top = largest(top, abs(x) < splat(kInf) ? x : Vec{});
+    }
+    const float most = max_lanes(from_bits(top));
+    if (most == 0.f) return unit;
+    const float bound = unit_ * two_to(max64(0, min64(126, 100 - exponent_of(most))));
+    return unit < bound ? unit : bound;
+  }
+
+ private:
+  int64_t count_ = 0;
+  float* data_ = nullptr;
+  float unit_ = 0.f;
+};
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,196 @@
+// Products of operands on the matrix unit, accumulated in fp32.
+#pragma once
+
+#include "cpu/score/amx/operand.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// Which parts are multiplied, small products first: each step changes one operand only.
+template <int kParts>
+struct Steps;
+template <>
+struct Steps<1> {
+  static constexpr int kCount = 1, kLeft[] = {0}, kRight[] = {0};
+};
+template <>
+struct Steps<2> {
+  static constexpr int kCount = 3, kLeft[] = {0, 0, 1}, kRight[] = {1, 0, 0};
+};
+template <>
+struct Steps<3> {
+  static constexpr int kCount = 6, kLeft[] = {0, 0, 1, 1, 2, 0}, kRight[] = {2, 1, 1, 0, 0, 0};
+};
+
+// C += A B, of tile registers: TDPBF16PS or TDPFP16PS. As bytes, because the latter is known to
+// compilers from GCC 13 and Clang 16 on, and to assemblers from binutils 2.40 on.
+template <Form kForm, int kC, int kA, int kB>
+FASTATTN_SIMD void multiply_registers() {
+  constexpr int kPrefix = is_fp16(kForm) ? 3 : 2;  // of VEX: F2 or F3
+  asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((~kB & 15) << 3 | kPrefix),
+               "i"(0xc0 | kC << 3 | kA));
+}
+
+// Which tile registers are what; their names must be literals. C 0 and 1, left operand 4 and 5,
+// right operand 6 and 7. Two tiles of C side by side, or one below the other, share an operand.
+// Four would need fewer loads, but took 5 to 15% longer.
+template <Form kForm, int kRows, int kCols>
+struct TileBlock {
+  static_assert(kRows * kCols <= 2);
+  static constexpr bool kTwo = kRows * kCols == 2;
+
+  FASTATTN_MEMBER static void clear() {
+    _tile_zero(0);
+    if constexpr (kTwo) _tile_zero(1);
+  }
+  FASTATTN_MEMBER static void load(const float* c, int64_t ld) {
+    _tile_loadd(0, c, ld * 4);
+    if constexpr (kTwo) _tile_loadd(1, c + second(ld), ld * 4);
+  }
+  FASTATTN_MEMBER static void store(float* c, int64_t ld) {
+    _tile_stored(0, c, ld * 4);
+    if constexpr (kTwo) _tile_stored(1, c + second(ld), ld * 4);
+  }
+  FASTATTN_MEMBER static void left(const int32_t* first, const int32_t* second) {
+    _tile_loadd(4, first, kTileLine);
+    if constexpr (kRows == 2) _tile_loadd(5, second, kTileLine);
+  }
+  FASTATTN_MEMBER static void right(const int32_t* first, const int32_t* second) {
+    _tile_loadd(6, first, kTileLine);
+    if constexpr (kCols == 2) _tile_loadd(7, second, kTileLine);
+  }
+  FASTATTN_MEMBER static void multiply() {
+    multiply_registers<kForm, 0, 4, 6>();
+    if constexpr (kTwo) multiply_registers<kForm, 1, 3 + kRows, 5 + kCols>();
+  }
+
+ private:
+  FASTATTN_MEMBER static int64_t second(int64_t ld) { return kRows == 2 ? kEdge * ld : kEdge; }
+};
+
+template <Form kForm, int kRows, int kCols>
+FASTATTN_SIMD void multiply_block(const Operand& a, const Operand& b, int64_t m, int64_t n,
+                                  int64_t depths, bool add, float* c, int64_t ld) {
+  using Block = TileBlock<kForm, kRows, kCols>;
+  using Order = Steps<parts_of(kForm)>;
+  float* const to = c + m * kEdge * ld + n * kEdge;
+  add ? Block::load(to, ld) : Block::clear();
+  for (int64_t k = 0; k < depths; ++k) {
+    const int32_t *const a0 = a.tiles(m, k), *const a1 = a.tiles(m + kRows - 1, k);
+    const int32_t *const b0 = b.tiles(n, k), *const b1 = b.tiles(n + kCols - 1, k);
+#pragma GCC unroll 6
+    for (int step = 0; step < Order::kCount; ++step) {
+      const int l = Order::kLeft[step], r = Order::kRight[step];
+      if (step == 0 || l != Order::kLeft[step - 1])
+        Block::left(a0 + l * kTileWords, a1 + l * kTileWords);
+      if (step == 0 || r != Order::kRight[step - 1])
+        Block::right(b0 + r * kTileWords, b1 + r * kTileWords);
+      Block::multiply();
+    }
+  }
+  Block::store(to, ld);
+}
+
+// Several parts. A group of one operand's rows or columns stays in the L1 cache while the other
+// operand goes by, once for each group.
+template <Form kForm>
+static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int64_t ns,
+                            int64_t depths, bool add, float* c, int64_t ld) {
+  constexpr int64_t kGroupBytes = 24 * 1024;  // half of it
+  const int64_t pair_bytes = max64(1, depths) * parts_of(kForm) * kTileWords * 8;
+  const int64_t most = max64(1, kGroupBytes / pair_bytes) * 2;
+  const auto groups = [&](int64_t count) { return round_up(count, most) / most; };
+  // Whether the group is one of columns.
+  const bool columns = ms * groups(ns) + ns <= ns * groups(ms) + ms;
+  const int64_t count = columns ? ns : ms, others = columns ? ms : ns;
+  // In pairs, and groups of about the same size.
+  const int64_t size = round_up(round_up(count, groups(count)) / groups(count), 2);
+  const auto block = [&](int64_t i, int64_t other) __attribute__((always_inline)) {
+    const int64_t m = columns ? other : i, n = columns ? i : other;
+    if (i + 1 == count) return multiply_block<kForm, 1, 1>(a, b, m, n, depths, add, c, ld);
+    columns ? multiply_block<kForm, 1, 2>(a, b, m, n, depths, add, c, ld)
+            : multiply_block<kForm, 2, 1>(a, b, m, n, depths, add, c, ld);
+  };
+  for (int64_t begin = 0; begin < count; begin += size)
+    for (int64_t other = 0; other < others; ++other)
+      for (int64_t i = begin; i < min64(count, begin + size); i += 2) block(i, other);
+}
+
+// One part, up to four tiles of depth at a time: a row of A's tiles stays in registers 4 to 7, C is
+// finished tile by tile, in register 0 or 1. A tile is stored amid the products of the next: a
+// store waits for the products before it, and right behind them, what comes next would wait, too.
+// Measured: half the time.
+template <Form kForm, int kDepths, int kC>
+FASTATTN_SIMD void multiply_chain(const int32_t* b, bool add, float* c, float* previous,
+                                  int64_t ld) {
+  // clang-format off
+  const auto step = [&](auto depth) __attribute__((always_inline)) {
+    if constexpr (depth < kDepths) {
+      if constexpr (depth % 2 == 0) _tile_loadd(2, b + depth * kTileWords, kTileLine);
+      else _tile_loadd(3, b + depth * kTileWords, kTileLine);
+      multiply_registers<kForm, kC, 4 + depth, 2 + depth % 2>();
+    }
+  };
+  if constexpr (kC == 0) {
+    if (add) _tile_loadd(0, c, ld * 4); else _tile_zero(0);
+  } else {
+    if (add) _tile_loadd(1, c, ld * 4); else _tile_zero(1);
+  }
+  step(std::integral_constant<int, 0>{});
+  step(std::integral_constant<int, 1>{});
+  if (previous != nullptr) {
+    if constexpr (kC == 0) _tile_stored(1, previous, ld * 4); else _tile_stored(0, previous, ld * 4);
+  }
+  step(std::integral_constant<int, 2>{});
+  step(std::integral_constant<int, 3>{});
+  // clang-format on
+}
+template <Form kForm, int kDepths>
+static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int64_t ns, int64_t k,
+                            bool add, float* c, int64_t ld) {
+  float* previous = nullptr;
+  bool odd = false;
+  for (int64_t m = 0; m < ms; ++m) {
+    const int32_t* const left = a.tiles(m, k);
+    _tile_loadd(4, left, kTileLine);
+    if constexpr (kDepths > 1) _tile_loadd(5, left + kTileWords, kTileLine);
+    if constexpr (kDepths > 2) _tile_loadd(6, left + 2 * kTileWords, kTileLine);
+    if constexpr (kDepths > 3) _tile_loadd(7, left + 3 * kTileWords, kTileLine);
+    for (int64_t n = 0; n < ns; ++n, odd = !odd) {
+      float* const to = c + m * kEdge * ld + n * kEdge;
+      odd ? multiply_chain<kForm, kDepths, 1>(b.tiles(n, k), add, to, previous, ld)
+          : multiply_chain<kForm, kDepths, 0>(b.tiles(n, k), add, to, previous, ld);
+      previous = to;
+    }
+  }
+  if (previous == nullptr) return;
+  if (odd)
+    _tile_stored(0, previous, ld * 4);
+  else
+    _tile_stored(1, previous, ld * 4);
+}
+
+// C[rows x cols] = A B, or C + A B; all three padded to whole tiles. A and B have one form.
+static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int64_t cols,
+                           int64_t depth, bool add, float* c, int64_t ld) {
+  const int64_t ms = round_up(rows, kEdge) / kEdge, ns = round_up(cols, kEdge) / kEdge;
+  const int64_t depths = round_up(depth, kTileDepth) / kTileDepth;
+  if (ms == 0 || ns == 0) return;
+  asm volatile("" ::: "memory");  // compilers do not know that tile loads read memory
+  with_form(a.form(), [&](auto form) __attribute__((always_inline)) {
+    constexpr Form kForm = form;
+    // Sums of nothing are 0.
+    if (parts_of(kForm) > 1 || depths == 0)
+      return multiply_blocks<kForm>(a, b, ms, ns, depths, add, c, ld);
+    if constexpr (parts_of(kForm) == 1) {
+      for (int64_t k = 0; k < depths; k += 4) {
+        const bool more = add || k > 0;
+        if (depths - k == 1) return multiply_chains<kForm, 1>(a, b, ms, ns, k, more, c, ld);
+        if (depths - k == 2) return multiply_chains<kForm, 2>(a, b, ms, ns, k, more, c, ld);
+        if (depths - k == 3) return multiply_chains<kForm, 3>(a, b, ms, ns, k, more, c, ld);
+        multiply_chains<kForm, 4>(a, b, ms, ns, k, more, c, ld);
+      }
+    }
+  });
+}
+
+}  // namespace fastattn::FASTATTN_ISA

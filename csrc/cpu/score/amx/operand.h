@@ -1,0 +1,166 @@
+// Operands of the matrix unit: matrices as tiles of parts, and the rows that do not fit.
+#pragma once
+
+#include "cpu/base/pack.h"
+#include "cpu/score/amx/parts.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// Memory for one operand made of numbers of a dtype: `edges` x `depths` groups of one tile a part.
+class Operand {
+ public:
+  Operand() = default;
+  Operand(Scratch& scratch, int64_t edge, int64_t depth, DType dtype)
+      : depths_(round_up(depth, kTileDepth) / kTileDepth),
+        words_(scratch.ints(round_up(edge, kEdge) / kEdge * depths_ *
+                            parts_of(wide_form_of(dtype)) * kTileWords)) {
+    use(form_of(dtype));
+  }
+
+  // The form of what is in it, or will be next.
+  Form form() const { return form_; }
+  void use(Form form) { form_ = form, parts_ = parts_of(form); }
+
+  FASTATTN_MEMBER int32_t* tiles(int64_t edge, int64_t depth) const {
+    return words_ + (edge * depths_ + depth) * parts_ * kTileWords;
+  }
+
+ private:
+  int64_t depths_ = 0, parts_ = 0;
+  Form form_ = Form::kBf16;
+  int32_t* words_ = nullptr;
+};
+
+// kWidth elements of a row of which `count` exist, the others being 0.
+template <DType kType>
+FASTATTN_SIMD Vec load_first(const void* base, int64_t offset, int64_t count) {
+  if (__builtin_expect(count >= kWidth, 1)) return load_as<kType>(base, offset);
+  if (count <= 0) return Vec{};
+  const auto lanes = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (kType == DType::kFloat32) {
+    return (Vec)_mm512_maskz_loadu_ps(lanes, static_cast<const float*>(base) + offset);
+  } else {
+    const auto half =
+        (VecHalf)_mm256_maskz_loadu_epi16(lanes, static_cast<const uint16_t*>(base) + offset);
+    return kType == DType::kBFloat16 ? bf16_to_float(half) : fp16_to_float(half);
+  }
+}
+
+FASTATTN_SIMD void transpose_words(int32_t* words) {
+  Vec rows[kWidth];
+#pragma GCC unroll 16
+  for (int r = 0; r < kWidth; ++r) rows[r] = (Vec)load_lanes<VecI>(words + r * kEdge);
+  transpose(rows);
+#pragma GCC unroll 16
+  for (int r = 0; r < kWidth; ++r) {
+    const VecI row = bits_of(rows[r]);
+    std::memcpy(words + r * kEdge, &row, sizeof(row));
+  }
+}
+
+// The larger sizes of two vectors, as bits: those of NaN are above all others.
+FASTATTN_SIMD VecI largest(VecI top, Vec x) {
+  const VecI size = bits_of(x) & 0x7fffffff;
+  return top > size ? top : size;
+}
+// Whether numbers, the largest of which are in `top`, are above `high`, or neither 0 nor above
+// `low`.
+FASTATTN_SIMD bool stands_apart(VecI top, float low, float high) {
+  const auto above = [&](float x) __attribute__((always_inline)) {
+    return _mm512_cmpgt_epi32_mask((__m512i)top, (__m512i)bits_of(splat(x)));
+  };
+  return above(high) != 0 || (above(0.f) != 0 && above(low) == 0);
+}
+
+// What the largest number of a row must be: 0 or in (low, high].
+struct Window {
+  float low, high;
+  bool has(VecI top) const { return !stands_apart(top, low, high); }
+};
+constexpr Window kAnyBf16 = {0x1p-60f, 0x1p60f};
+
+// Which rows of a matrix do not fit into operands of form_of(its dtype): some need wide_form_of()
+// it, others stand apart from operands of any form.
+class Misfits {
+ public:
+  Misfits() = default;
+  Misfits(Scratch& scratch, int64_t rows) : kind_(scratch.ints(rows)) {}
+
+  bool any() const { return any_ != 0; }
+  bool any_apart() const { return (any_ & kApart) != 0; }
+  FASTATTN_MEMBER bool has(int64_t r) const { return any() && kind_[r] != 0; }
+  FASTATTN_MEMBER bool is_apart(int64_t r) const { return any_apart() && kind_[r] == kApart; }
+  FASTATTN_MEMBER bool is_left_out(int64_t r, Form form) const {
+    return any_ != 0 && (kind_[r] & (form == Form::kTwoHalves ? kWide | kApart : kApart)) != 0;
+  }
+  void clear() { any_ = 0; }
+
+  // Looks at rows of contiguous columns. `narrow`: what fits; `wide`: what fits into the wide form.
+  template <DType kType>
+  void scan(const Matrix& from, Window narrow, Window wide) {
+    any_ = 0;
+    for (int64_t r = 0; r < from.rows; ++r) {
+      VecI top{};
+      for (int64_t c = 0; c < from.cols; c += kWidth)
+        top = largest(
+            top, load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c));
+      kind_[r] = narrow.has(top) ? 0 : wide.has(top) ? kWide : kApart;
+      any_ |= kind_[r];
+    }
+  }
+
+ private:
+  static constexpr int32_t kWide = 1, kApart = 2;
+  int32_t* kind_ = nullptr;
+  int32_t any_ = 0;
+};
+
+// Splits `factor` times a matrix of contiguous columns into tiles, those out to whole tiles of
+// padding being 0. Rows that do not fit become 0.
+template <DType kType, Form kForm, Depth kDepth, bool kTransposed>
+static void write_tiles(const Matrix& from, float factor, const Misfits& misfits,
+                        const Operand& to) {
+  constexpr int64_t kRows = kDepth == Depth::kRows ? kTileDepth : kEdge;
+  constexpr int64_t kCols = kDepth == Depth::kRows ? kEdge : kTileDepth;
+  constexpr int64_t kStep = word_step(kForm), kNext = words_apart(kForm);
+  const auto part = [&](int64_t r, int64_t c) __attribute__((always_inline)) {
+    if (r >= from.rows || misfits.is_left_out(r, kForm)) return split<kForm>(Vec{});
+    return split<kForm>(
+        factor * load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c));
+  };
+  for (int64_t r0 = 0; r0 < from.rows; r0 += kRows)
+    for (int64_t c0 = 0; c0 < from.cols; c0 += kCols) {
+      int32_t* const tiles = kDepth == Depth::kRows ? to.tiles(c0 / kCols, r0 / kRows)
+                                                    : to.tiles(r0 / kRows, c0 / kCols);
+      for (int64_t n = 0; n < kEdge; ++n) {
+        int32_t* const row = tiles + n * kEdge;
+        if constexpr (kDepth == Depth::kRows) {
+          write_column_words<kForm>(part(r0 + n * kNext, c0), part(r0 + n * kNext + kStep, c0),
+                                    row);
+        } else {
+          write_row<kForm>(part(r0 + n, c0), part(r0 + n, c0 + kEdge), row);
+        }
+      }
+      if constexpr (kTransposed)
+        for (int p = 0; p < parts_of(kForm); ++p) transpose_words(tiles + p * kTileWords);
+    }
+}
+
+template <Depth kDepth, Side kSide>
+static void pack_tiles(const Matrix& from, float factor, const Misfits& misfits,
+                       const Operand& to) {
+  constexpr bool kTransposed = (kDepth == Depth::kCols) != (kSide == Side::kLeft);
+  with_form(to.form(), [&](auto form) {
+    // Scores' gradients are fp32 whatever the form.
+    if (from.dtype == DType::kFloat32)
+      write_tiles<DType::kFloat32, form, kDepth, kTransposed>(from, factor, misfits, to);
+    if constexpr (form == form_of(DType::kFloat16))
+      if (from.dtype == DType::kFloat16)
+        write_tiles<DType::kFloat16, form, kDepth, kTransposed>(from, factor, misfits, to);
+    if constexpr (form == Form::kBf16)
+      if (from.dtype == DType::kBFloat16)
+        write_tiles<DType::kBFloat16, form, kDepth, kTransposed>(from, factor, misfits, to);
+  });
+}
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,167 @@
+// The backward pass with few queries a head (is_direct(p.M, p.k)), as in training on one step of a
+// decoder: the score and the values with the interfaces of score_dot.h and value.h.
+//
+// Memory bandwidth is the limit. Rows of K and V are read where they lie (direct.h), and a row of
+// dK or dV is written once, when all queries that share it have had their say:
+//
+//   dK_j = scale sum_r dS_rj q_r    dV_j = sum_r W_rj dO_r    r: queries of the heads of a group
+#pragma once
+
+#include "cpu/score/score.h"
+#include "cpu/score/values.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// The rows x_r of a group's heads, and for each a coefficient a key of the current tile.
+class RowSums {
+ public:
+  RowSums(const AttentionParams& p, Scratch& scratch, int64_t block_n, int64_t cols)
+      : block_n_(block_n), ld_(round_up(cols, kWidth)) {
+    const int64_t most = p.Hkv > 0 ? p.H / p.Hkv * p.M : 0;
+    x_ = scratch.floats(most * ld_);
+    c_ = scratch.floats(most * block_n);
+  }
+
+  void clear() { count_ = 0, masked_ = false; }
+
+  // Takes rows x [rows, ld] and their coefficients [rows, block_n]. `masked`: some of these are 0
+  // for being masked.
+  void add(const float* x, int64_t ld, const float* coefficients, int64_t rows, bool masked) {
+    for (int64_t r = 0; r < rows; ++r, ++count_) {
+      std::memcpy(x_ + count_ * ld_, x + r * ld, static_cast<size_t>(ld_) * 4);
+      std::memcpy(c_ + count_ * block_n_, coefficients + r * block_n_,
+                  static_cast<size_t>(block_n_) * 4);
+    }
+    masked_ |= masked;
+  }
+
+  // to(j, :) = factor * sum_r c_rj x_r
+  void write(float factor, const Matrix& to) const {
+    with_dtype(to.dtype, [&](auto type) {
+      for (int64_t j = 0; j < to.rows; ++j) {
+        int64_t e = 0;
+        for (; e + 4 * kWidth <= to.cols; e += 4 * kWidth) write_columns<type, 4>(factor, to, j, e);
+        for (; e < to.cols; e += kWidth) write_columns<type, 1>(factor, to, j, e);
+      }
+    });
+  }
+
+ private:
+  template <DType kType, int kVecs>
+  FASTATTN_MEMBER void write_columns(float factor, const Matrix& to, int64_t j, int64_t e) const {
+    Vec sum[kVecs] = {};
+    for (int64_t r = 0; r < count_; ++r) {
+      const float c = c_[r * block_n_ + j];
+      if (masked_ && c == 0.f) continue;  // not even times NaN
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) sum[v] += c * load(x_ + r * ld_ + e + v * kWidth);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t c = e + v * kWidth;
+      store_strided<kType>(to.data, to.offset + j * to.stride_r + c * to.stride_c, to.stride_c,
+                           to.cols - c, sum[v] * factor);
+    }
+  }
+
+  int64_t block_n_, ld_, count_ = 0;
+  bool masked_ = false;
+  float *x_, *c_;
+};
+
+class FewDotScore {
+ public:
+  static constexpr int64_t kBlockM = kDirectRows;
+  static constexpr int64_t kBlockN = 128;
+
+  FewDotScore(const AttentionParams& p, Scratch& scratch, bool)
+      : p_(p),
+        ld_(tile_stride(p.D)),
+        q_(scratch.floats(kBlockM * ld_)),
+        grad_q_(scratch.floats(kBlockM * ld_)),
+        ones_(scratch.floats(kBlockM)),
+        listed_(scratch.ints(kBlockN)),
+        grad_k_(p, scratch, kBlockN, p.D) {
+    fill(ones_, kBlockM, 1.f);
+  }
+
+  float logit_scale() const { return abs_scale() * kLog2e; }
+
+  void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D);
+  }
+  void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    rows_ = rows;
+    pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale), q_, ld_);
+  }
+
+  void scores(float* s) { dot_rows(q_, ld_, rows_, keys_, s, kBlockN); }
+
+  void clear_key_grad() { grad_k_.clear(); }
+
+  void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
+    fill(grad_q_, rows_ * ld_, 0.f);
+    add_weighted_rows(ds, kBlockN, rows_, masked, keys_, ones_, grad_q_, ld_, listed_);
+    for (int64_t i = 0; i < rows_; ++i)
+      for (int64_t d = 0; d < p_.D; ++d)
+        grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[i * ld_ + d];
+    grad_k_.add(q_, ld_, ds, rows_, masked);
+  }
+
+  void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
+    grad_k_.write(abs_scale(), matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
+  }
+
+ private:
+  float abs_scale() const { return __builtin_fabsf(p_.scale); }
+
+  const AttentionParams& p_;
+  int64_t ld_, rows_ = 0;
+  float *q_, *grad_q_, *ones_;
+  int32_t* listed_;
+  RowSums grad_k_;
+  Matrix keys_{};
+};
+
+class FewValueGrads {
+ public:
+  FewValueGrads(const AttentionParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
+                int64_t block_n)
+      : p_(p),
+        grad_out_view_(grad_out),
+        block_n_(block_n),
+        ld_(tile_stride(p.E)),
+        grad_out_(scratch.floats(block_m * ld_)),
+        packed_(rows_contiguous(p.v) ? nullptr : scratch.floats(block_n * ld_)),
+        grad_v_(p, scratch, block_n, p.E) {}
+
+  void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    values_ = matrix_at(p_.v, b, hkv, j0, cols, p_.E);
+    grad_v_.clear();
+    if (packed_ == nullptr) return;
+    pack_rows(values_, 1.f, packed_, ld_);
+    values_ = {packed_, DType::kFloat32, 0, ld_, 1, cols, p_.E};
+  }
+  void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    rows_ = rows;
+    pack_rows(matrix_at(grad_out_view_, b, h, i0, rows, p_.E), 1.f, grad_out_, ld_);
+  }
+
+  void grad_weights(float* dp) { dot_rows(grad_out_, ld_, rows_, values_, dp, block_n_); }
+  void accumulate(const float* weights, bool masked) {
+    grad_v_.add(grad_out_, ld_, weights, rows_, masked);
+  }
+  void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
+    grad_v_.write(1.f, matrix_at(grad_v, b, hkv, j0, values_.rows, p_.E));
+  }
+
+ private:
+  const AttentionParams& p_;
+  const View& grad_out_view_;
+  int64_t block_n_, ld_, rows_ = 0;
+  float *grad_out_, *packed_;  // values whose rows cannot be read as vectors, or nullptr
+  RowSums grad_v_;
+  Matrix values_{};
+};
+
+}  // namespace fastattn::FASTATTN_ISA

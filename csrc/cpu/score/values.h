@@ -1,0 +1,140 @@
+// A block of values and its products: O = scale O + W V, and those of the backward pass.
+#pragma once
+
+#include "cpu/score/score.h"
+#include "cpu/tile/gemm.h"
+#include "cpu/tile/rows_in_place.h"
+#include "cpu/tile/softmax.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// gemm(), where A(r, k) = 0 counts as nothing even if row k of B is not finite: for tiles with both
+// masked pairs and such rows, as 0 * NaN must not carry garbage past the mask. Slower. Sums are
+// added up in the same order, so that garbage changes no bit either.
+template <typename A, typename Into>
+static void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
+                            int64_t depth, float* c, int64_t ldc, Into into) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < cols; n += kWidth) {
+      Vec sum{};
+      for (int64_t k = 0; k < depth; ++k)
+        if (const float ark = a.at(r, k); ark != 0.f) sum += ark * load(b + k * ldb + n);
+      store(c + r * ldc + n, into(c + r * ldc + n, r, sum));
+    }
+}
+
+// gemm() for A of which elements are 0 for being masked, if `masked`.
+template <typename A, typename Into>
+static void masked_gemm(bool masked, bool finite, A a, const float* b, int64_t ldb, int64_t rows,
+                        int64_t cols, int64_t depth, float* c, int64_t ldc, Into into) {
+  const auto multiply = masked && !finite ? gemm_of_nonzero<A, Into> : gemm<A, Into>;
+  multiply(a, b, ldb, rows, cols, depth, c, ldc, into);
+}
+
+class ValueTile {
+ public:
+  ValueTile(const AttentionParams& p, Scratch& scratch, int64_t, int64_t block_n)
+      : v_(p.v),
+        E_(p.E),
+        direct_(is_direct(p.M, p.v)),
+        ld_(tile_stride(p.E)),
+        packed_(direct_ ? nullptr : scratch.floats(block_n * ld_)),
+        listed_(direct_ ? scratch.ints(block_n) : nullptr) {}
+
+  int64_t stride() const { return ld_; }  // of the rows of O, too
+
+  // What weights and their sums, and what outputs are multiplied by.
+  static float weight_unit() { return 1.f; }
+  static float output_unit() { return 1.f; }
+
+  void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    values_ = matrix_at(v_, b, hkv, j0, cols, E_);
+    if (!direct_) finite_ = pack_rows(values_, 1.f, packed_, ld_);
+  }
+
+  // o[i] = scale[i] * o[i] + sum_j weights[i * ld + j] * V[j]. `masked`: some weights are 0 for
+  // being masked.
+  void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
+                  float* o) {
+    if (direct_) {
+      add_weighted_rows(weights, ld, rows, masked, values_, scale, o, ld_, listed_);
+    } else {
+      masked_gemm(masked, finite_, ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth),
+                  values_.rows, o, ld_, RescaleAdd{scale});
+    }
+  }
+
+ private:
+  View v_;
+  int64_t E_;
+  bool direct_, finite_ = true;
+  int64_t ld_;
+  float* packed_;
+  int32_t* listed_;
+  Matrix values_{};
+};
+
+// One tile of the forward pass: scores, their softmax, O = alpha O + W V. Scratch memory: a tile of
+// scores, a row of dropout's factors, a factor a row.
+template <typename Score>
+static void attend_tile(Score& score, ValueTile& values, const MaskTile& mask,
+                        const DropoutParams& dropout, const TilePlace& at, const RowState& state,
+                        float* s, float* drop, float* alpha) {
+  constexpr int64_t kLd = Score::kBlockN;
+  choose_form(score, mask);
+  score.scores(s);
+  softmax_step(mask, dropout, at, state, logit_scale(score), s, kLd, drop, alpha);
+  values.accumulate(s, kLd, at.rows, alpha, mask.masked(), state.o);
+}
+
+// The backward pass over a block of values and a block of output gradients: dP = dO V^T and
+// dV += W^T dO.
+class ValueGrads {
+ public:
+  ValueGrads(const AttentionParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
+             int64_t block_n)
+      : p_(p),
+        grad_out_view_(grad_out),
+        block_n_(block_n),
+        ld_(tile_stride(p.E)),
+        grad_out_(scratch.floats(round_up(min64(p.M, block_m), kTileRows) * ld_)),
+        v_transposed_(scratch.floats(p.E * block_n)),
+        grad_v_(scratch.floats((block_n + kTileRows) * ld_)) {}
+
+  void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    cols_ = cols;
+    pack_transposed(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f, v_transposed_, block_n_);
+    fill(grad_v_, block_n_ * ld_, 0.f);
+  }
+
+  void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    rows_ = rows;
+    finite_ = pack_rows(matrix_at(grad_out_view_, b, h, i0, rows, p_.E), 1.f, grad_out_, ld_);
+    clear_padding(grad_out_, ld_, rows);
+  }
+
+  // dp [rows, block_n]
+  void grad_weights(float* dp) {
+    gemm(ByRows{grad_out_, ld_}, v_transposed_, block_n_, rows_, round_up(cols_, kWidth), p_.E, dp,
+         block_n_, Store{});
+  }
+
+  // `masked`: some weights are 0 for being masked.
+  void accumulate(float* weights, bool masked) {
+    masked_gemm(masked, finite_, ByCols{weights, block_n_}, grad_out_, ld_, cols_,
+                round_up(p_.E, kWidth), rows_, grad_v_, ld_, AddScaled{1.f});
+  }
+
+  void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
+    unpack_rows(grad_v_, ld_, 1.f, nullptr, matrix_at(grad_v, b, hkv, j0, cols_, p_.E));
+  }
+
+ private:
+  const AttentionParams& p_;
+  const View& grad_out_view_;
+  int64_t block_n_, ld_, rows_ = 0, cols_ = 0;
+  bool finite_ = true;
+  float *grad_out_, *v_transposed_, *grad_v_;
+};
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,47 @@
+// The factors of dropout: philox.h's bits, a vector at a time.
+#pragma once
+
+#include "cpu/base/scratch.h"
+#include "problem/philox.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// Four vectors of words, one counter a lane: word w of lane l belongs to column 4 l + w.
+struct PhiloxWords {
+  VecU word[4];
+};
+
+// philox4x32() of problem/philox.h for the counters (c0 + lane, c1, c2, c3).
+FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2,
+                                       uint32_t c3) {
+  VecU x0 = (VecU)iota() + c0, x1 = splat_u(c1), x2 = splat_u(c2), x3 = splat_u(c3);
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const WideProduct p0 = multiply_wide(x0, kPhiloxMul0), p1 = multiply_wide(x2, kPhiloxMul1);
+    x0 = p1.high ^ x1 ^ key0;
+    x1 = p1.low;
+    x2 = p0.high ^ x3 ^ key1;
+    x3 = p0.low;
+    key0 += kPhiloxKey0;
+    key1 += kPhiloxKey1;
+  }
+  return {{x0, x1, x2, x3}};
+}
+
+// to[c] = what multiplies the weight of column j0 + c: 0 or 1 / (1 - p). j0 is a multiple of 4;
+// `to` has room for cols rounded up to 4 kWidth.
+[[maybe_unused]] static void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h,
+                                         int64_t i, int64_t j0, int64_t cols, float* to) {
+  for (int64_t c = 0; c < cols; c += 4 * kWidth) {
+    const PhiloxWords bits =
+        philox_lanes(dropout.seed, static_cast<uint32_t>((j0 + c) / 4), static_cast<uint32_t>(i),
+                     static_cast<uint32_t>(h), static_cast<uint32_t>(b));
+    Vec word[4];
+    for (int w = 0; w < 4; ++w)
+      word[w] = bits.word[w] >= dropout.threshold ? splat(dropout.scale) : Vec{};
+    interleave4(word);
+    for (int w = 0; w < 4; ++w) store(to + c + w * kWidth, word[w]);
+  }
+}
+
+}  // namespace fastattn::FASTATTN_ISA

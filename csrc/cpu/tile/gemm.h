@@ -1,0 +1,119 @@
+// Small dense products, the whole of whose operands lie in scratch memory: C (op)= A B, fp32.
+//
+//   for n in panels of kTileVecs vectors    B panel [depth x panel] stays in the L1 cache
+//     for r in groups of kTileRows rows     C tile stays in registers
+//       for k < depth                       kTileVecs loads of B, kTileRows broadcasts of A, FMAs
+//
+// 6 x 2 vectors fill 12 of 16 registers, 6 x 4 fill 24 of 32; either way one A element is broadcast
+// into one register and feeds kTileVecs FMAs, so that loads stay well under the two a cycle that
+// hardware allows. (On aarch64 GCC spills some of 24 accumulators, so it gets the small tile.)
+//
+// Rows are computed in whole groups: A and C must have memory up to round_up(rows, kTileRows),
+// whose contents do not matter to the result; in A, denormals there would cost time
+// (clear_padding()). Columns are whole vectors. Depth is exact.
+#pragma once
+
+#include "cpu/base/scratch.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+constexpr int kTileRows = 6;
+constexpr int kTileVecs = kVectorRegisters == 32 && kWidth == 16 ? 4 : 2;
+
+// Rows that a tile of scores or outputs needs memory for: whole register tiles of either kind.
+FASTATTN_SIMD int64_t row_capacity(int64_t rows) {
+  const int64_t whole = round_up(rows, kTileRows);
+#ifdef __AMX_BF16__
+  return whole > round_up(rows, 16) ? whole : round_up(rows, 16);
+#else
+  return whole;
+#endif
+}
+
+// Zeros in the rows of A beyond `rows` that gemm() reads.
+FASTATTN_SIMD void clear_padding(float* a, int64_t ld, int64_t rows) {
+  for (int64_t n = rows * ld; n < round_up(rows, kTileRows) * ld; ++n) a[n] = 0.f;
+}
+
+// A by rows: element (r, k) = data[r * ld + k]; or by columns, the transpose of a row-major matrix:
+// data[k * ld + r].
+struct ByRows {
+  const float* data;
+  int64_t ld;
+  FASTATTN_MEMBER float at(int64_t r, int64_t k) const { return data[r * ld + k]; }
+  FASTATTN_MEMBER ByRows rows_from(int64_t r) const { return {data + r * ld, ld}; }
+};
+struct ByCols {
+  const float* data;
+  int64_t ld;
+  FASTATTN_MEMBER float at(int64_t r, int64_t k) const { return data[k * ld + r]; }
+  FASTATTN_MEMBER ByCols rows_from(int64_t r) const { return {data + r, ld}; }
+};
+
+// What becomes of the product: C = AB, C = C + factor AB, C = C scale[row] + AB.
+struct Store {
+  FASTATTN_MEMBER Vec operator()(const float*, int64_t, Vec product) const { return product; }
+};
+struct AddScaled {
+  float factor;
+  FASTATTN_MEMBER Vec operator()(const float* c, int64_t, Vec product) const {
+    return load(c) + factor * product;
+  }
+};
+struct RescaleAdd {
+  const float* scale;
+  FASTATTN_MEMBER Vec operator()(const float* c, int64_t row, Vec product) const {
+    return load(c) * scale[row] + product;
+  }
+};
+
+template <int kRows, int kVecs, typename A, typename Into>
+FASTATTN_SIMD void micro_kernel(A a, const float* b, int64_t ldb, int64_t depth, float* c,
+                                int64_t ldc, int64_t row, Into into) {
+  Vec acc[kRows][kVecs] = {};
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec bk[kVecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) bk[v] = load(b + k * ldb + v * kWidth);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Vec ark = splat(a.at(r, k));
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) acc[r][v] += ark * bk[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) {
+      float* const to = c + r * ldc + v * kWidth;
+      store(to, into(to, row + r, acc[r][v]));
+    }
+}
+
+template <int kVecs, typename A, typename Into>
+FASTATTN_SIMD void gemm_panel(A a, const float* b, int64_t ldb, int64_t rows, int64_t depth,
+                              float* c, int64_t ldc, Into into) {
+  for (int64_t r = 0; r < rows; r += kTileRows)
+    micro_kernel<kTileRows, kVecs>(a.rows_from(r), b, ldb, depth, c + r * ldc, ldc, r, into);
+}
+
+// C[rows x cols] from A[rows x depth] and B[depth x cols]; cols is a multiple of kWidth.
+template <typename A, typename Into>
+static void gemm(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth,
+                 float* c, int64_t ldc, Into into) {
+  constexpr int kPanel = kTileVecs * kWidth;
+  int64_t n = 0;
+  for (; n + kPanel <= cols; n += kPanel)
+    gemm_panel<kTileVecs>(a, b + n, ldb, rows, depth, c + n, ldc, into);
+  if constexpr (kTileVecs == 4) {
+    if (n + 2 * kWidth <= cols) {
+      gemm_panel<2>(a, b + n, ldb, rows, depth, c + n, ldc, into);
+      n += 2 * kWidth;
+    }
+  }
+  if (n < cols) gemm_panel<1>(a, b + n, ldb, rows, depth, c + n, ldc, into);
+}
+
+}  // namespace fastattn::FASTATTN_ISA

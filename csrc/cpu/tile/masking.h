@@ -1,0 +1,291 @@
+// What is not arithmetic in a tile of scores: which pairs are masked, what bias they get, which
+// weights dropout keeps.
+//
+// A tile is empty (never touched, nor are its keys and values read), full (no mask code runs), or
+// has per-row intervals of keys, or an addend: bias * log2(e), with -inf where a pair is masked. A
+// mask is applied as a selection, never as NaN + -inf, so that garbage behind it stays there. A
+// bias that masks nothing is read where it lies.
+#pragma once
+
+#include "cpu/base/pack.h"
+#include "problem/mask.h"
+
+namespace fastattn::FASTATTN_ISA {
+// The logit of a score, in base 2: every sweep takes it from here, rounded in this one way. So the
+// weights that backward recomputes are those that forward summed up, however large logits are:
+// subtracting a maximum must not be fused with the product, whose rounding that maximum has.
+FASTATTN_SIMD Vec logit(Vec s, float scale) { return product(s, splat(scale)); }
+FASTATTN_SIMD Vec logit(Vec s, float scale, Vec addend) {
+  return multiply_add(s, splat(scale), addend);
+}
+
+// How the scores of a tile are masked.
+enum class Masking { kNone, kBias, kIntervals, kAddend };
+
+class MaskTile {
+ public:
+  MaskTile(const AttentionParams& p, Scratch& scratch, int64_t block_m, int64_t block_n)
+      : p_(p), block_n_(block_n), begin_(scratch.ints(block_m)), end_(scratch.ints(block_m)) {
+    has_addend_ = p.bias.data != nullptr || p.mask.keep != nullptr;
+    addend_ = has_addend_ ? scratch.floats(block_m * block_n) : nullptr;
+  }
+
+  // Selects query rows [i0, i0 + rows) of head h.
+  void set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    b_ = b, h_ = h, i0_ = i0, rows_ = rows;
+    range_ = tile_range(p_.mask, p_.N, b, i0, i0 + rows);
+  }
+
+  // Keys outside this interval are masked for every row.
+  KeyRange range() const { return range_; }
+
+  // Selects keys [j0, j0 + cols). Returns how many of them matter: from there on, every pair is
+  // masked. That is 0 (the tile is empty), cols, or a multiple of kWidth; the tile may be used with
+  // any such number in between, too.
+  int64_t set_keys(int64_t j0, int64_t cols) {
+    if (range_.begin >= j0 + cols || range_.end <= j0) return 0;
+    j0_ = j0, cols_ = cols;
+    const int64_t in_interval = set_intervals();
+    if (in_interval == 0) return 0;
+    masking_ = masked_ || cols % kWidth != 0 ? Masking::kIntervals : Masking::kNone;
+    if (!has_addend_) return in_interval;
+    if (p_.bias.data != nullptr)
+      return look_at_plain_bias() ? in_interval : build_addend(in_interval);
+    const Kept kept = kept_by_mask();
+    if (kept == Kept::kNone) return 0;
+    return kept == Kept::kAll ? in_interval : build_addend(in_interval);
+  }
+
+  // Whether some pair of the tile is masked.
+  bool masked() const { return masked_; }
+
+  // Calls f with the tile's Masking as a compile-time constant.
+  template <typename F>
+  FASTATTN_MEMBER void with_masking(F f) const {
+    switch (masking_) {
+      case Masking::kNone:
+        return f(std::integral_constant<Masking, Masking::kNone>{});
+      case Masking::kBias:
+        return f(std::integral_constant<Masking, Masking::kBias>{});
+      case Masking::kIntervals:
+        return f(std::integral_constant<Masking, Masking::kIntervals>{});
+      case Masking::kAddend:
+        return f(std::integral_constant<Masking, Masking::kAddend>{});
+    }
+  }
+
+  // The logits of row i, columns [c, c + kWidth), from their scores: -inf where masked or past the
+  // last key, scaled and biased elsewhere.
+  template <Masking kMasking>
+  FASTATTN_MEMBER Vec apply(Vec s, float scale, int64_t i, int64_t c) const {
+    if constexpr (kMasking == Masking::kIntervals) {
+      return inside(i, c) ? logit(s, scale) : splat(-kInf);
+    } else if constexpr (kMasking == Masking::kBias) {
+      // The rows after these come next: asked for now, they arrive while there is work to do.
+      __builtin_prefetch(bias_ + (i + rows_) * p_.bias.stride_r + c, 0, 2);
+      const Vec bias = load(bias_ + i * p_.bias.stride_r + c);
+      return logit(s, scale, product(bias, splat(kLog2e)));
+    } else if constexpr (kMasking == Masking::kAddend) {
+      const Vec addend = load(addend_ + i * addend_stride_ + c);
+      return addend == splat(-kInf) ? addend : logit(s, scale, addend);
+    } else {
+      return logit(s, scale);
+    }
+  }
+
+  // Whether some pair (i, j) with row(i) or key(j) is kept.
+  template <typename Row, typename Key>
+  bool keeps_any(Row row, Key key) const {
+    for (int64_t i = 0; i < rows_; ++i)
+      for (int64_t c = 0; c < cols_; ++c)
+        if ((row(i) || key(c)) && keeps(i, c)) return true;
+    return false;
+  }
+
+  // Whether some row keeps key c of the tile.
+  bool keeps_key(int64_t c) const {
+    if (!masked_) return true;
+    for (int64_t i = 0; i < rows_; ++i)
+      if (keeps(i, c)) return true;
+    return false;
+  }
+
+ private:
+  bool keeps(int64_t i, int64_t c) const {
+    if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;
+    return masking_ != Masking::kIntervals || (c >= begin_[i] && c < end_[i]);
+  }
+
+  FASTATTN_MEMBER VecI inside(int64_t i, int64_t c) const {
+    const VecI j = iota() + static_cast<int32_t>(c);
+    return (j >= begin_[i]) & (j < end_[i]);
+  }
+
+  // Whether every row keeps every key, where that can be told from the first and the last one.
+  bool all_inside() const {
+    if (p_.mask.kv_len != nullptr && p_.mask.kv_len_stride_m != 0) return false;
+    const KeyRange first = row_range(p_.mask, p_.N, b_, i0_),
+                   last = row_range(p_.mask, p_.N, b_, i0_ + rows_ - 1);
+    return max64(first.begin, last.begin) <= j0_ && min64(first.end, last.end) >= j0_ + cols_;
+  }
+
+  // Per-row intervals, relative to the tile. Returns where the last one ends, in whole vectors.
+  int64_t set_intervals() {
+    masked_ = false;
+    if (all_inside()) {
+      for (int64_t i = 0; i < rows_; ++i) begin_[i] = 0, end_[i] = static_cast<int32_t>(cols_);
+      return cols_;
+    }
+    int64_t last = 0;
+    for (int64_t i = 0; i < rows_; ++i) {
+      const KeyRange row = row_range(p_.mask, p_.N, b_, i0_ + i);
+      const int64_t begin = max64(0, min64(row.begin - j0_, cols_)),
+                    end = max64(0, min64(row.end - j0_, cols_));
+      begin_[i] = static_cast<int32_t>(begin);
+      end_[i] = static_cast<int32_t>(end);
+      if (begin < end) last = max64(last, end);
+      masked_ |= begin > 0 || end < cols_;
+    }
+    return min64(cols_, round_up(last, kWidth));
+  }
+
+  // Whether all there is to add is a bias that can be read as it lies: not -inf anywhere, and so
+  // small that bias * log2(e) is finite. Its absolute values are compared as integers, among which
+  // those of infinities and NaN are the largest.
+  bool look_at_plain_bias() {
+    const View& bias = p_.bias;
+    if (p_.mask.keep != nullptr || masked_ || cols_ % kWidth != 0) return false;
+    if (bias.dtype != DType::kFloat32 || bias.stride_c != 1) return false;
+    bias_ = static_cast<const float*>(bias.data) + b_ * bias.stride_b + h_ * bias.stride_h +
+            i0_ * bias.stride_r + j0_;
+    VecI most{};
+    for (int64_t i = 0; i < (bias.stride_r == 0 ? 1 : rows_); ++i)
+      for (int64_t c = 0; c < cols_; c += kWidth) {
+        const VecI size = bits_of(abs(load(bias_ + i * bias.stride_r + c)));
+        most = size > most ? size : most;
+      }
+    if (any_lane(most > bits_of(splat(0x1p120f)))) return false;
+    masking_ = any_lane(most) ? Masking::kBias : Masking::kNone;
+    return true;
+  }
+
+  // How much of the tile the dense mask keeps. Most tiles of a mask made of blocks are kept or
+  // dropped as a whole: a sixth of the work of an addend tells.
+  enum class Kept { kNone, kSome, kAll };
+  Kept kept_by_mask() const {
+    const MaskParams& m = p_.mask;
+    if (m.keep_stride_n != 1 || cols_ % kWidth != 0) return Kept::kSome;
+    const uint8_t* const from =
+        m.keep + b_ * m.keep_stride_b + h_ * m.keep_stride_h + i0_ * m.keep_stride_m + j0_;
+    VecBytes any{}, dropped{};
+    for (int64_t i = 0; i < (m.keep_stride_m == 0 ? 1 : rows_); ++i)
+      for (int64_t c = 0; c < cols_; c += kWidth) {
+        const auto bytes = load_lanes<VecBytes>(from + i * m.keep_stride_m + c);
+        any |= bytes;
+        dropped |= bytes == 0;
+      }
+    const auto set = [](VecBytes x) { return any_lane(__builtin_convertvector(x != 0, VecI)); };
+    return !set(any) ? Kept::kNone : set(dropped) ? Kept::kSome : Kept::kAll;
+  }
+
+  // Folds bias, dense mask and intervals into the addend and looks at what came out.
+  int64_t build_addend(int64_t in_interval) {
+    const bool one_row = (p_.mask.keep == nullptr || p_.mask.keep_stride_m == 0) &&
+                         (p_.bias.data == nullptr || p_.bias.stride_r == 0) && !masked_;
+    addend_stride_ = one_row ? 0 : block_n_;
+    Seen seen{};
+    for (int64_t i = 0; i < (one_row ? 1 : rows_); ++i) {
+      float* const row = addend_ + i * addend_stride_;
+      if (p_.bias.data != nullptr) put_bias(i, row);
+      if (p_.mask.keep != nullptr)
+        p_.bias.data == nullptr ? put_keep<false>(i, row) : put_keep<true>(i, row);
+      if (begin_[i] > 0 || end_[i] < round_up(cols_, kWidth)) put_interval(i, row);
+      look(row, seen);
+    }
+    if (!any_lane(seen.kept)) return 0;
+    masked_ = any_lane(seen.masked);
+    const bool plain = !masked_ && !any_lane(seen.biased) && cols_ % kWidth == 0;
+    masking_ = plain ? Masking::kNone : Masking::kAddend;
+    return last_kept(in_interval, one_row ? 1 : rows_);
+  }
+
+  // Drops trailing vectors of columns that are masked in all rows.
+  int64_t last_kept(int64_t cols, int64_t rows) const {
+    for (int64_t c = (cols - 1) / kWidth * kWidth; c > 0; c -= kWidth)
+      for (int64_t i = 0; i < rows; ++i)
+        if (any_lane(load(addend_ + i * addend_stride_ + c) != splat(-kInf)))
+          return min64(cols, c + kWidth);
+    return min64(cols, kWidth);
+  }
+
+  void put_bias(int64_t i, float* to) const {
+    const View& bias = p_.bias;
+    const int64_t row =
+        b_ * bias.stride_b + h_ * bias.stride_h + (i0_ + i) * bias.stride_r + j0_ * bias.stride_c;
+    with_dtype(bias.dtype, [&](auto type) {
+      for (int64_t c = 0; c < cols_; c += kWidth)
+        store(to + c, in_log2(load_strided<type>(bias.data, row + c * bias.stride_c, bias.stride_c,
+                                                 cols_ - c)));
+    });
+  }
+
+  // bias * log2(e). Only -inf masks: the most negative finite numbers, popular as mask values, must
+  // not overflow to it, nor the largest to +inf.
+  FASTATTN_MEMBER static Vec in_log2(Vec bias) {
+    const Vec bounded = max(splat(-__FLT_MAX__), min(splat(__FLT_MAX__), bias * kLog2e));
+    const VecI finite = (bias > splat(-kInf)) & (bias < splat(kInf));
+    return finite ? bounded : bias;
+  }
+
+  // -inf where the dense mask drops a key; elsewhere 0, or (kOver) what is there.
+  template <bool kOver>
+  void put_keep(int64_t i, float* to) const {
+    const MaskParams& m = p_.mask;
+    const uint8_t* const from = m.keep + b_ * m.keep_stride_b + h_ * m.keep_stride_h +
+                                (i0_ + i) * m.keep_stride_m + j0_ * m.keep_stride_n;
+    const int64_t whole = m.keep_stride_n == 1 ? cols_ / kWidth * kWidth : 0;
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      VecBytes bytes{};
+      if (c < whole) {
+        bytes = load_lanes<VecBytes>(from + c);
+      } else {
+        for (int64_t lane = 0; lane < kWidth && c + lane < cols_; ++lane)
+          bytes[lane] = static_cast<int8_t>(from[(c + lane) * m.keep_stride_n]);
+      }
+      const VecI dropped = __builtin_convertvector(bytes == 0, VecI);  // all bits set, or none
+      store(to + c, dropped ? splat(-kInf) : kOver ? load(to + c) : Vec{});
+    }
+  }
+
+  void put_interval(int64_t i, float* to) const {
+    for (int64_t c = 0; c < cols_; c += kWidth)
+      store(to + c, inside(i, c) ? load(to + c) : splat(-kInf));
+  }
+
+  struct Seen {
+    VecI kept, masked, biased;
+  };
+  void look(const float* row, Seen& seen) const {
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      const Vec addend = load(row + c);
+      const VecI gone = addend == splat(-kInf);
+      seen.kept |= ~gone;
+      seen.masked |= c + kWidth <= cols_ ? gone : gone & (iota() < static_cast<int32_t>(cols_ - c));
+      seen.biased |= bits_of(addend);
+    }
+  }
+
+  const AttentionParams& p_;
+  int64_t block_n_;
+  bool has_addend_, masked_ = false;
+  Masking masking_ = Masking::kNone;
+  int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0, j0_ = 0, cols_ = 0, addend_stride_ = 0;
+  KeyRange range_{};
+  int32_t *begin_, *end_;
+  float* addend_;
+  const float* bias_ = nullptr;
+};
+
+// ---- dropout ----
+
+}  // namespace fastattn::FASTATTN_ISA

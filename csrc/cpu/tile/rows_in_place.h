@@ -1,0 +1,206 @@
+// Products with at most a handful of rows, as in decoding: nothing is packed, every key and value
+// is read once, where it lies, converted on the fly for up to 4 rows at a time. Memory bandwidth is
+// the limit, so keys are simply taken one after the other.
+#pragma once
+
+#include "cpu/base/pack.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+constexpr int64_t kDirectRows = 8;  // with 12, packing a tile costs about as much (d64)
+// How far ahead rows are asked for: 32 cache lines cover the latency of memory at a core's share of
+// its bandwidth, and the first rows of the next tile are there when it begins. Measured (Sapphire
+// Rapids): 8, 16 or 32 KiB lose 5 to 15%.
+constexpr int64_t kPrefetchBytes = 2 << 10;
+
+// Likewise, in rows.
+template <DType kType>
+FASTATTN_SIMD int64_t prefetch_distance(const Matrix& from) {
+  constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
+  const int64_t rows = kPrefetchBytes / (kSize * (from.cols < 8 ? 8 : from.cols));
+  return rows < 1 ? 1 : rows;
+}
+
+// Asks for row r, which need not exist.
+template <DType kType>
+FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
+  constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
+  const auto base = reinterpret_cast<uintptr_t>(from.data);
+  const auto row = static_cast<uintptr_t>((from.offset + r * from.stride_r) * kSize);
+  for (int64_t n = 0; n < from.cols * kSize; n += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(base + row + static_cast<uintptr_t>(n)));
+}
+
+// Whether rows of a View can be read as vectors.
+FASTATTN_SIMD bool rows_contiguous(const View& view) { return view.stride_c == 1; }
+// Whether products of so many rows with those of a View take them where they lie. Both passes ask
+// this of the keys: a score must be summed in the same order in both.
+FASTATTN_SIMD bool is_direct(int64_t rows, const View& view) {
+  return rows <= kDirectRows && rows_contiguous(view);
+}
+
+// kWidth columns of one row starting at `offset`, of which `count` exist.
+template <DType kType>
+FASTATTN_SIMD Vec load_columns(const void* base, int64_t offset, int64_t count) {
+  return __builtin_expect(count >= kWidth, 1) ? load_as<kType>(base, offset)
+                                              : gather<kType>(base, offset, 1, count);
+}
+
+// out[r * ld + j] = x_r . keys(j, :) for kRows rows and j < keys.rows rounded up to kWidth, x_r
+// being x[r * ldx] on. kWidth products at a time: a vector of sums each.
+template <DType kType, int kRows>
+static void dot_rows_as(const float* x, int64_t ldx, const Matrix& keys, float* out, int64_t ld) {
+  constexpr int kKeys = kWidth / kRows;
+  const int64_t ahead = prefetch_distance<kType>(keys);
+  for (int64_t j = 0; j < round_up(keys.rows, kWidth); j += kKeys) {
+    int64_t offset[kKeys];
+    for (int64_t n = 0; n < kKeys; ++n) {  // past the last key: the last key again
+      const int64_t row = j + n < keys.rows ? j + n : keys.rows - 1;
+      offset[n] = keys.offset + row * keys.stride_r;
+    }
+    for (int64_t n = 0; n < kKeys; ++n) prefetch_row<kType>(keys, j + n + ahead);
+    Vec acc[kWidth] = {};
+    const auto add = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
+      Vec xd[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) xd[r] = load(x + r * ldx + d);
+#pragma GCC unroll 16
+      for (int n = 0; n < kKeys; ++n) {
+        const Vec key = load_key(offset[n] + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) acc[r * kKeys + n] += xd[r] * key;
+      }
+    };
+    int64_t d = 0;
+    for (; d + kWidth <= keys.cols; d += kWidth)
+      add(d,
+          [&](int64_t at) __attribute__((always_inline)) { return load_as<kType>(keys.data, at); });
+    if (d < keys.cols) {
+      add(d, [&](int64_t at) __attribute__((always_inline)) {
+        return gather<kType>(keys.data, at, 1, keys.cols - d);
+      });
+    }
+    const Vec sums = sums_of<kWidth>(acc);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+      std::memcpy(out + r * ld + j, reinterpret_cast<const float*>(&sums) + r * kKeys,
+                  kKeys * sizeof(float));
+  }
+}
+
+// Calls f(row, count) for blocks of 4, 2 and 1 rows, count being a compile-time constant.
+template <typename F>
+FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) f(r, std::integral_constant<int, 4>{});
+  if (rows & 2) f(r, std::integral_constant<int, 2>{}), r += 2;
+  if (rows & 1) f(r, std::integral_constant<int, 1>{});
+}
+
+// out[r * ld + j] = x_r . keys(j, :) for r < rows and j < keys.rows rounded up to kWidth; rows
+// x[r * ldx] have zeros up to a multiple of kWidth.
+[[maybe_unused]] static void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
+                                      float* out, int64_t ld) {
+  with_dtype(keys.dtype, [&](auto type) {
+    in_row_blocks(rows, [&](int64_t r, auto count) {
+      dot_rows_as<type, count>(x + r * ldx, ldx, keys, out + r * ld, ld);
+    });
+  });
+}
+
+// The values to read: all, or (skip_zeros) those with a weight. Returns how many, or -1 where that
+// is not the same for all rows of weights [rows, ld].
+FASTATTN_SIMD int64_t list_values(const float* weights, int64_t ld, int64_t rows, int64_t cols,
+                                  bool skip_zeros, int32_t* listed) {
+  int64_t count = 0;
+  bool same = true;
+  for (int64_t j = 0; j < cols; ++j) {
+    const bool skipped = skip_zeros && weights[j] == 0.f;
+    for (int64_t r = 1; skip_zeros && r < rows; ++r)
+      same &= (weights[r * ld + j] == 0.f) == skipped;
+    listed[count] = static_cast<int32_t>(j);
+    count += !skipped;
+  }
+  return same ? count : -1;
+}
+
+// Sums over listed values: weights [kRows, ldw], o [kRows, ldo].
+struct WeightedSum {
+  const float* weights;
+  int64_t ldw;
+  const int32_t* listed;
+  int64_t count;
+  const Matrix& values;
+  const float* scale;  // of o, a row each
+  float* o;
+  int64_t ldo;
+};
+
+// o(r, e) = scale[r] o(r, e) + sum_n weights(r, j_n) values(j_n, e), for kVecs vectors of columns
+// from e on, the last of which may be partial; o has room for whole vectors. One chain of additions
+// a sum, so that a row does not depend on how many there are; 4 of them are faster than memory.
+template <DType kType, int kRows, int kVecs>
+FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
+  const Matrix& values = of.values;
+  const int64_t distance = prefetch_distance<kType>(values);
+  Vec sum[kRows][kVecs] = {};
+  for (int64_t n = 0; n < of.count; ++n) {
+    const int64_t j = of.listed[n], row = values.offset + j * values.stride_r + e;
+    Vec value[kVecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v)
+      value[v] =
+          load_columns<kType>(values.data, row + v * kWidth, kVecs > 1 ? kWidth : values.cols - e);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Vec weight = splat(of.weights[r * of.ldw + j]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[r][v] += weight * value[v];
+    }
+    const int64_t ahead = n + distance;
+    if (e == 0) prefetch_row<kType>(values, ahead < of.count ? of.listed[ahead] : j + distance);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) {
+      float* const to = of.o + r * of.ldo + e + v * kWidth;
+      store(to, load(to) * of.scale[r] + sum[r][v]);
+    }
+}
+
+template <DType kType, int kRows>
+static void add_listed(const WeightedSum& of) {
+  constexpr bool kWide = kRows < 4 || kVectorRegisters == 32;  // whether 4 vectors of sums fit
+  int64_t e = 0;
+  const auto take = [&](auto vecs) __attribute__((always_inline)) {
+    for (; e + vecs * kWidth <= of.values.cols; e += vecs * kWidth)
+      add_columns<kType, kRows, vecs>(of, e);
+  };
+  if constexpr (kWide) take(std::integral_constant<int, 4>{});
+  take(std::integral_constant<int, 2>{});
+  for (; e < of.values.cols; e += kWidth) add_columns<kType, kRows, 1>(of, e);
+}
+
+// o(r, :) = scale[r] o(r, :) + sum_j weights(r, j) values(j, :) for rows of weights [rows, ldw] and
+// o [rows, ldo]. skip_zeros: not even 0 * NaN counts. `listed` has room for values.rows.
+[[maybe_unused]] static void add_weighted_rows(const float* weights, int64_t ldw, int64_t rows,
+                                               bool skip_zeros, const Matrix& values,
+                                               const float* scale, float* o, int64_t ldo,
+                                               int32_t* listed) {
+  const int64_t count = list_values(weights, ldw, rows, values.rows, skip_zeros, listed);
+  if (count < 0) {
+    for (int64_t r = 0; r < rows; ++r)
+      add_weighted_rows(weights + r * ldw, ldw, 1, true, values, scale + r, o + r * ldo, ldo,
+                        listed);
+    return;
+  }
+  with_dtype(values.dtype, [&](auto type) {
+    in_row_blocks(rows, [&](int64_t r, auto block) {
+      add_listed<type, block>(
+          {weights + r * ldw, ldw, listed, count, values, scale + r, o + r * ldo, ldo});
+    });
+  });
+}
+
+}  // namespace fastattn::FASTATTN_ISA

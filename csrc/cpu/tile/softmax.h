@@ -1,0 +1,209 @@
+// Online softmax over a row block, in base 2: what is kept per row while key tiles stream by, and
+// one step of it.
+//
+//   m' = max(m, max_j s_j)   alpha = 2^(m - m')   w_j = 2^(s_j - m')   l' = alpha l + sum_j w_j
+//
+// where m stays as it is unless passed by a lot (kSlack).
+//
+// A row that has met no key has m = -inf and l = 0; it subtracts 0 instead of m, so that -inf is
+// never subtracted from -inf.
+#pragma once
+
+#include "cpu/base/exp2.h"
+#include "cpu/tile/dropout.h"
+#include "cpu/tile/gemm.h"
+#include "cpu/tile/masking.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+struct RowState {
+  float* m;  // running maximum
+  float* l;  // running sum, kWidth partial sums a row: lanes are added up once, at the end
+  float* o;  // unnormalised output [rows, o_stride]
+};
+
+// The state of several row blocks, `rows` rows each.
+class RowStates {
+ public:
+  RowStates(Scratch& scratch, int64_t members, int64_t rows, int64_t o_stride)
+      : members_(members),
+        vector_rows_(round_up(rows, kWidth)),
+        tile_size_(row_capacity(rows) * o_stride),
+        all_{scratch.floats(members * vector_rows_),
+             scratch.floats(members * vector_rows_ * kWidth),
+             scratch.floats(members * tile_size_)} {}
+
+  void clear() {
+    fill(all_.m, members_ * vector_rows_, -kInf);
+    fill(all_.l, members_ * vector_rows_ * kWidth, 0.f);
+    fill(all_.o, members_ * tile_size_, 0.f);
+  }
+  RowState member(int64_t g) const {
+    return {all_.m + g * vector_rows_, all_.l + g * vector_rows_ * kWidth, all_.o + g * tile_size_};
+  }
+
+ private:
+  int64_t members_, vector_rows_, tile_size_;
+  RowState all_;
+};
+
+// Where a tile lies: what dropout needs to know.
+struct TilePlace {
+  int64_t b, h, i0, rows, j0, cols;
+};
+
+// Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
+// time, zeros beyond its end, and use kBits bits of them. Weights, and the sums of them in
+// RowState, are 2^kOctaves times what they should be, and at most 2^kSlack times that. kFlushes as
+// for exp2_weight(). kKeepsScores: whether row_apart() leaves the scores as they are, so that a row
+// may be weighed again; is_in_place(): whether row() does not.
+struct InPlace {
+  static constexpr int kVectors = 1, kBits = 24, kOctaves = 0, kSlack = 8;
+  static constexpr bool kFlushes = false;
+  static constexpr bool kKeepsScores = false;
+  float* s;
+  int64_t ld;
+  FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
+  FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
+};
+
+// Turns row i of the scores into logits, in place, but for scaling them where nothing is masked:
+// weigh_row() does that. Returns maxima of some of them each (without those that are NaN: weights
+// will be).
+template <Masking kMasking>
+FASTATTN_SIMD Vec mask_row(const MaskTile& mask, float scale, int64_t i, int64_t cols, float* s) {
+  Vec top = splat(-kInf);
+  for (int64_t c = 0; c < cols; c += kWidth) {
+    Vec x = load(s + c);
+    if constexpr (kMasking != Masking::kNone) {
+      x = mask.apply<kMasking>(x, scale, i, c);
+      store(s + c, x);
+    }
+    top = max(x, top);
+  }
+  return kMasking == Masking::kNone ? logit(top, scale) : top;
+}
+
+// A row of logits, logits(c) being those from column c on, becomes weights 2^(logit - m), l their
+// running sums. `drop` [cols], if any, multiplies weights after they are summed. Returns numbers of
+// which one is at least the largest weight: sums of some of them each, where there is room for
+// that.
+template <typename Sink, typename Logits>
+FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, int64_t cols, float m, float alpha,
+                            const float* drop, float* l) {
+  constexpr bool kRoom = Sink::kSlack >= 8;
+  Vec sum{}, top{};
+#pragma GCC unroll 2
+  for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
+    Vec w[Sink::kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < Sink::kVectors; ++v) {
+      const int64_t at = c + v * kWidth;
+      w[v] = v == 0 || at < cols
+                 ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(logits(at) - m)
+                 : Vec{};
+      sum += w[v];
+      if constexpr (!kRoom) top = max(w[v], top);
+      if (drop != nullptr && at < cols) w[v] *= load(drop + at);
+    }
+    sink.put(c, w);
+  }
+  store(l, load(l) * alpha + sum);
+  return kRoom ? sum : top;
+}
+
+// Raises m to the maximum of a row, one of `top`, and returns what rescales its sums.
+FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
+  const float old = *m;
+  *m = fold(top, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
+  // A row that has met no key has nothing to rescale.
+  return old == -kInf ? 1.f : exp2_weight(splat(old - *m))[0];
+}
+
+// One step over a tile of scores s [rows, ld], logits being scale s: they become weights; alpha[i]
+// is what rescales row i of O.
+//
+// The maximum that a row subtracts is not raised for a little: weights up to 2^kSlack are as good
+// as others. Most rows then never rescale what they have summed, nor look for their maximum: where
+// they can be weighed again, they are weighed at once.
+template <Masking kMasking, typename Sink>
+FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
+                                const TilePlace& at, const RowState& state, float scale, float* s,
+                                int64_t ld, float* drop, float* alpha, const Sink& sink) {
+  for (int64_t i = 0; i < at.rows; ++i) {
+    float *const row = s + i * ld, *const l = state.l + i * kWidth, *const m = state.m + i;
+    if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
+    const float* const factors = dropout.enabled ? drop : nullptr;
+    using Row = decltype(sink.row(i));
+    [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
+    if constexpr (Sink::kKeepsScores) {
+      const Vec before = load(l);
+      const auto logits = [&](int64_t c) __attribute__((always_inline)) {
+        return mask.apply<kMasking>(load(row + c), scale, i, c);
+      };
+      const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
+        return weigh_row(to, logits, at.cols, *m, 1.f, factors, l);
+      };
+      if (*m != -kInf && !any_above(weigh(sink.row_apart(i)), kMost)) {
+        alpha[i] = 1.f;
+        if (sink.is_in_place()) store(l, before), weigh(sink.row(i));
+        continue;
+      }
+      store(l, before);
+    }
+    const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
+    // A row that has been weighed in vain would be again, in the next tile.
+    constexpr float kSlack = Sink::kKeepsScores ? 0.f : Row::kSlack;
+    alpha[i] = any_above(top, *m + kSlack) ? raise_maximum(top, m) : 1.f;
+    const auto logits = [&](int64_t c) __attribute__((always_inline)) {
+      return kMasking == Masking::kNone ? logit(load(row + c), scale) : load(row + c);
+    };
+    weigh_row(sink.row(i), logits, at.cols, *m == -kInf ? 0.f : *m, alpha[i], factors, l);
+  }
+}
+
+// Likewise, in place.
+[[maybe_unused]] static void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
+                                          const TilePlace& at, const RowState& state, float scale,
+                                          float* s, int64_t ld, float* drop, float* alpha) {
+  mask.with_masking([&](auto masking) {
+    softmax_rows<masking>(mask, dropout, at, state, scale, s, ld, drop, alpha, InPlace{s, ld});
+  });
+}
+
+// ---- what is saved of a row, and weights recomputed from it ----
+
+// The weight of score s is 2^(s - shift) * factor: the maximum and 1 / sum, both 0 if a row met no
+// key. One log-sum-exp in their place would not do: rounded to fp32, an ordinary one of 10 puts the
+// same 4 ulp of error on every weight of its row, and one of 1e30 has no bits left for the sum.
+struct RowStats {
+  float shift, factor;
+  float most;  // that the exponent can be, were it not for rounding: weights are at most 1
+};
+
+FASTATTN_SIMD RowStats row_stats(float m, float l) {
+  return l == 0.f ? RowStats{0.f, 0.f, 0.f} : RowStats{m, 1.f / l, 0.f};
+}
+
+FASTATTN_SIMD RowStats load_stats(const float* stats, int64_t row) {
+  const float factor = stats[2 * row + 1];
+  return {stats[2 * row], factor, static_cast<float>(min64(126, 1 - exponent_of(factor)))};
+}
+FASTATTN_SIMD void store_stats(const RowStats& from, int64_t row, float* stats) {
+  stats[2 * row] = from.shift;
+  stats[2 * row + 1] = from.factor;
+}
+
+FASTATTN_SIMD float natural_lse(float m, float l) {
+  constexpr double kLn2 = 0.6931471805599453;
+  return l == 0.f ? -kInf : static_cast<float>(m * kLn2 + __builtin_log(l));
+}
+
+// The weight of a masked score: exactly 0 where that is -inf, even if the row's sum is NaN.
+// Bounded: scores summed in another order than before may pass a huge maximum by a lot.
+FASTATTN_SIMD Vec known_weight(Vec s, const RowStats& row) {
+  const Vec w = exp2_weight(min(splat(row.most), s - row.shift)) * row.factor;
+  return s == splat(-kInf) ? Vec{} : w;
+}
+
+}  // namespace fastattn::FASTATTN_ISA

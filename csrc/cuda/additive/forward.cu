@@ -1,0 +1,190 @@
+// Fused additive attention, forward, exact (Bahdanau, Cho and Bengio, 2015):
+//
+//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
+//   s_ij = sum_d w_d tanh(q_id + k_jd), in base 2
+//
+//   prologue (additive_prepare.cu)      exponentials of q and k, a key tile's range
+//   for (b, h, tile of 64 queries)      a block; O, m and l in shared memory
+//     for key tiles that some row keeps
+//       S = scores                      32 a thread in registers; additive_terms.cuh has the loop
+//       S -> masked, biased -> weights  online softmax; P to shared memory
+//       O = alpha O + P V               V in stages of 32 keys x 64 columns
+//     out = O / l, lse, stats
+//
+// Saved for backward: stats, m and 1 / l of a row. Returned weights come from a second
+// sweep that recomputes scores against them. Online softmax: Milakov and Gimelshein, 2018; Dao et
+// al., "FlashAttention: fast and memory-efficient exact attention with IO-awareness", 2022.
+#include "cuda/additive/few_queries.cuh"
+#include "cuda/additive/prepare.cuh"
+#include "cuda/additive/tile.cuh"
+#include "cuda/scores.h"
+
+namespace fastattn::cuda {
+namespace {
+
+struct ForwardArgs {
+  ForwardParams p;
+  AdditiveForwardPlan plan;
+};
+
+FASTATTN_DEVICE AdditiveTiles tiles_of(const ForwardArgs& a) {
+  return {a.p, a.plan.panels, static_cast<const float*>(a.p.workspace)};
+}
+
+// O follows it: [ceil(E / kTile)][kRows][kThreads] float4, each read and written by one thread.
+struct __align__(16) ForwardMemory {
+  StageMemory stage;  // its operands are P, once they are scores
+  float values[kStageFloats];
+  RowStates states;
+};
+static_assert(sizeof(StageMemory) >= sizeof(float) * kTile * kTile);
+
+constexpr size_t forward_shared(int64_t E) {
+  return sizeof(ForwardMemory) +
+         static_cast<size_t>((E + kTile - 1) / kTile * kRows * kThreads) * sizeof(float4);
+}
+static_assert(forward_shared(kMaxValues) <= kSharedLimit);
+
+// O = alpha O + P V, for P in shared memory.
+FASTATTN_DEVICE void add_values(const ForwardParams& p, const Place& at, bool full,
+                                const float (&alpha)[kRows], ForwardMemory& memory, float* o) {
+  const float* const weights = memory.stage.queries;
+  for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
+    Fragment acc;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      unpack4(own_sum(o, e0 / kTile * kRows + r), acc[r]);
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) acc[r][c] *= alpha[r];
+    }
+    for (int j = 0; j < at.cols; j += kStage) {
+      const int count = min(kStage, at.cols - j);
+      __syncthreads();
+      const bool finite = __syncthreads_and(stage_rows(
+          p.v, offset_of(p.v, at.b, at.hkv, at.j0 + j, e0), count, extent(p.E, e0), memory.values));
+      if (!warp_has_rows(at)) continue;
+      if (full || finite) {
+        outer_add<false>(weights, j, memory.values, count, acc);
+      } else {
+        outer_add<true>(weights, j, memory.values, count, acc);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) own_sum(o, e0 / kTile * kRows + r) = pack4(acc[r]);
+  }
+}
+
+FASTATTN_DEVICE void write_out(const ForwardParams& p, const Place& at, const RowStates& states,
+                               float* o) {
+  float factor[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    factor[r] = write_row(p, row_number(p, at, r), states.m[row0() + r], states.l[row0() + r],
+                          is_row_writer() && row0() + r < at.rows);
+  for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
+    Fragment out;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      unpack4(own_sum(o, e0 / kTile * kRows + r), out[r]);
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) out[r][c] *= factor[r];
+    }
+    store_tile(p.out, offset_of(p.out, at.b, at.h, at.i0, e0), at.rows, extent(p.E, e0), out);
+  }
+}
+
+// The block's queries. Later ones have more keys where a diagonal bounds them: those come first.
+FASTATTN_DEVICE Place query_place(const AttentionParams& p, int64_t tiles_m, uint32_t block) {
+  const int64_t n = take_digit(&block, tiles_m), h = take_digit(&block, p.H), b = block;
+  const int64_t tile = p.mask.band_hi < p.N ? tiles_m - 1 - n : n;
+  return place(p, b, h, tile * kTile, 0);
+}
+
+__global__ void __launch_bounds__(kThreads, 3)
+    additive_forward_kernel(const __grid_constant__ ForwardArgs a) {
+  ForwardMemory& memory = *static_cast<ForwardMemory*>(shared_memory());
+  float* const o = reinterpret_cast<float*>(&memory + 1);
+  const ForwardParams& p = a.p;
+  Place at = query_place(p, a.plan.panels.tiles_m, blockIdx.x);
+  const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  clear(memory.states);
+  __syncthreads();
+  clear_sums(o, ceil_div(p.E, kTile) * kRows);
+
+  for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
+    at.cols = extent(p.N, at.j0);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
+    if (mask.empty) continue;
+    Fragment s;
+    float alpha[kRows];
+    score_tile(tiles_of(a), at, mask.bits, memory.stage, s);
+    softmax_step(p, at, mask.bits, memory.states, s, alpha);
+    __syncthreads();
+    store_fragment<true>(s, memory.stage.queries);
+    add_values(p, at, mask.full, alpha, memory, o);
+  }
+  __syncthreads();
+  write_out(p, at, memory.states, o);
+}
+
+// ---- returned weights ----
+
+// A tile of them a block: per head, or their mean, added up in head order.
+__global__ void __launch_bounds__(kThreads, 3)
+    additive_weights_kernel(const __grid_constant__ ForwardArgs a) {
+  StageMemory& memory = *static_cast<StageMemory*>(shared_memory());
+  const ForwardParams& p = a.p;
+  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
+  const int64_t heads = p.weights_mode == WeightsMode::kMean ? p.H : 1;
+  uint32_t block = blockIdx.x;
+  const int64_t j0 = take_digit(&block, a.plan.panels.tiles_n) * kTile;
+  const int64_t i0 = take_digit(&block, a.plan.panels.tiles_m) * kTile;
+  const int64_t head_out = take_digit(&block, heads_out), b = block;
+  Fragment sum;
+  clear(sum);
+  for (int64_t g = 0; g < heads; ++g) {
+    const Place at = place(p, b, head_out * heads + g, i0, j0);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
+    if (mask.empty) continue;
+    Fragment weights;
+    weights_tile(tiles_of(a), at, mask.bits, p.stats, memory, weights);
+    drop(p, surviving_bits<FragmentLayout>(p, at), weights);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) sum[r][c] += weights[r][c];
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) sum[r][c] *= 1.f / static_cast<float>(heads);
+  store_tile(p.weights, offset_of(p.weights, b, head_out, i0, j0), extent(p.M, i0), extent(p.N, j0),
+             sum);
+}
+
+}  // namespace
+
+int64_t additive_forward_workspace_bytes(const ForwardParams& p) {
+  return plan_additive_forward(p).workspace_bytes;
+}
+
+const char* additive_forward(const ForwardParams& p, void* stream) {
+  const ForwardArgs args = {p, plan_additive_forward(p)};
+  const Panels& panels = args.plan.panels;
+  Launcher launcher(stream);
+  if (panels.few) {
+    additive_few(p, args.plan, launcher);
+    return launcher.error();
+  }
+  prepare_panels(p, panels, static_cast<float*>(p.workspace), false, launcher);
+  launcher.run(additive_forward_kernel, p.B * p.H * panels.tiles_m, kThreads, forward_shared(p.E),
+               args);
+  if (p.weights_mode != WeightsMode::kNone) {
+    const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
+    launcher.run(additive_weights_kernel, p.B * heads_out * panels.tiles_m * panels.tiles_n,
+                 kThreads, sizeof(StageMemory), args);
+  }
+  return launcher.error();
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,140 @@
+// How an additive problem is cut into tiles, and what its kernels keep in the workspace. Functions
+// of the shape alone.
+#pragma once
+
+#include "cuda/tile/few_queries.h"
+#include "cuda/tile/tile.cuh"
+
+namespace fastattn::cuda {
+
+// Takes `floats` from the workspace, in pieces of 256 bytes; returns where they begin.
+FASTATTN_FN int64_t take(int64_t* used, int64_t floats) {
+  const int64_t offset = *used;
+  *used += ceil_div(floats, 64) * 64;
+  return offset;
+}
+
+// A row of queries and weights, and a tile's sums, must fit the shared memory of every device.
+constexpr int64_t kSharedLimit = 99 << 10;  // of a block on sm_86, the least from sm_80 on
+constexpr int64_t kMaxDims = 4096, kMaxValues = 256;
+
+// What the prologue (additive_prepare.cu) makes for the tiles; offsets into the workspace, in
+// floats. A panel is an array [dims][kTile] over the rows of one tile.
+struct Panels {
+  int64_t dims;    // D, filled up to a multiple of kCols
+  int64_t stages;  // of kStage dims each
+  int64_t panel;   // floats
+  int64_t tiles_m, tiles_n;
+  bool few;                  // queries: no panels, all tiles are direct
+  int64_t units, weights;    // [H][dims]
+  int64_t halves;            // [H][stages]
+  int64_t scales;            // [H]
+  int64_t centres;           // [B][Hkv][dims]
+  int64_t direct;            // [B][Hkv][tiles_n], int32: whether keys are far from each other
+  int64_t keys;              // [B][Hkv][tiles_n] panels of F
+  int64_t queries;           // [B][H][tiles_m] panels of E / w
+  int64_t gradient_queries;  // [B][H][tiles_m] panels of E, for backward
+};
+
+FASTATTN_FN void take_terms(const AttentionParams& p, Panels* panels, int64_t* used) {
+  panels->dims = ceil_div(p.D, kCols) * kCols;
+  panels->stages = ceil_div(panels->dims, kStage);
+  panels->panel = panels->dims * kTile;
+  panels->few = p.M <= kFewQueries;
+  panels->tiles_m = ceil_div(p.M, kTile);
+  panels->tiles_n = ceil_div(p.N, kTile);
+  panels->units = take(used, p.H * panels->dims);
+  panels->weights = take(used, p.H * panels->dims);
+  panels->halves = take(used, p.H * panels->stages);
+  panels->scales = take(used, p.H);
+}
+
+FASTATTN_FN void take_panels(const AttentionParams& p, bool backward, Panels* panels,
+                             int64_t* used) {
+  take_terms(p, panels, used);
+  if (panels->few) return;
+  const int64_t query_panels = p.B * p.H * panels->tiles_m * panels->panel;
+  panels->centres = take(used, p.B * p.Hkv * panels->dims);
+  panels->direct = take(used, p.B * p.Hkv * panels->tiles_n);
+  panels->keys = take(used, p.B * p.Hkv * panels->tiles_n * panels->panel);
+  panels->queries = take(used, query_panels);
+  panels->gradient_queries = take(used, backward ? query_panels : 0);
+}
+
+// ---- forward ----
+
+struct AdditiveForwardPlan {
+  Panels panels;
+  int64_t chunk_keys, chunks;
+  int64_t partials;  // merge.cuh
+  int64_t scores;    // [B][H][M][N] in base 2, when weights are wanted
+  int64_t workspace_bytes;
+};
+
+FASTATTN_FN AdditiveForwardPlan plan_additive_forward(const ForwardParams& p) {
+  AdditiveForwardPlan plan{};
+  int64_t used = 0;
+  take_panels(p, false, &plan.panels, &used);
+  if (plan.panels.few) {
+    const int64_t rows = p.B * p.H * p.M;
+    plan.chunk_keys = max64(1, ceil_div(p.N, kMaxParts * kThreads)) * kThreads;
+    plan.chunks = max64(1, ceil_div(p.N, plan.chunk_keys));
+    plan.partials = take(&used, partial_floats(p, plan.chunks));
+    plan.scores = take(&used, p.weights_mode == WeightsMode::kNone ? 0 : rows * p.N);
+  }
+  plan.workspace_bytes = 4 * used;
+  return plan;
+}
+
+// ---- backward ----
+
+constexpr int64_t kBiasBlocks = 512;  // enough to keep a GPU busy
+
+struct AdditiveBackwardPlan {
+  Panels panels;
+  int64_t delta;           // [B][H][M]
+  int64_t sums_q, sums_k;  // what each block of the two gradient kernels adds up (own_sum)
+  int64_t block_q, block_k;
+  int64_t weights;  // [B][H][tiles_m][dims]: gradients of w, of a tile of queries each
+
+  // The gradient of a bias is added up by tiles, over slices of the batches and heads that the bias
+  // is broadcast over: [bias_B][bias_H][parts][bias_M][bias_N], unless there is one part.
+  int64_t slices, parts_m, parts_n, bias;
+  int64_t workspace_bytes;
+};
+
+// Batches times heads that share an element of the bias.
+FASTATTN_FN int64_t bias_sharers(const BackwardParams& p) {
+  return (p.bias_B == 1 ? p.B : 1) * (p.bias_H == 1 ? p.H : 1);
+}
+FASTATTN_FN int64_t bias_parts(const AdditiveBackwardPlan& plan) {
+  return plan.slices * plan.parts_m * plan.parts_n;
+}
+
+FASTATTN_FN void plan_bias(const BackwardParams& p, AdditiveBackwardPlan* plan, int64_t* used) {
+  const int64_t tiles_m = plan->panels.tiles_m, tiles_n = plan->panels.tiles_n;
+  const int64_t blocks = p.bias_B * p.bias_H * tiles_m * tiles_n;
+  plan->slices = min64(bias_sharers(p), ceil_div(kBiasBlocks, max64(1, blocks)));
+  plan->parts_m = p.bias_M == 1 ? tiles_m : 1;
+  plan->parts_n = p.bias_N == 1 ? tiles_n : 1;
+  const int64_t parts = bias_parts(*plan);
+  plan->bias = take(used, parts == 1 ? 0 : p.bias_B * p.bias_H * parts * p.bias_M * p.bias_N);
+}
+
+FASTATTN_FN AdditiveBackwardPlan plan_additive_backward(const BackwardParams& p) {
+  AdditiveBackwardPlan plan{};
+  int64_t used = 0;
+  take_panels(p, true, &plan.panels, &used);
+  const Panels& panels = plan.panels;
+  plan.block_q = 4 * kThreads * panels.stages * (kOwn + 1);
+  plan.block_k = 4 * kThreads * (panels.stages * kOwn + ceil_div(p.E, kTile) * kRows);
+  plan.delta = take(&used, p.B * p.H * p.M);
+  plan.sums_q = take(&used, p.B * p.H * panels.tiles_m * plan.block_q);
+  plan.sums_k = take(&used, p.B * p.Hkv * panels.tiles_n * plan.block_k);
+  plan.weights = take(&used, p.B * p.H * panels.tiles_m * panels.dims);
+  if (p.grad_bias.data != nullptr) plan_bias(p, &plan, &used);
+  plan.workspace_bytes = 4 * used;
+  return plan;
+}
+
+}  // namespace fastattn::cuda

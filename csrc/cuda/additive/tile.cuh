@@ -1,0 +1,152 @@
+// A tile of additive scores from the prologue's panels, and of their gradients: what forward,
+// weights and backward share.
+#pragma once
+
+#include "cuda/additive/plan.h"
+#include "cuda/additive/terms.cuh"
+#include "cuda/tile/softmax.cuh"
+
+namespace fastattn::cuda {
+
+// Operands of a stage. P of the forward pass takes their place: a tile [kTile][kTile].
+struct __align__(16) StageMemory {
+  float queries[kStageFloats];
+  float keys[kStageFloats];
+  float units[kStage];
+};
+
+// The panels of a problem.
+struct AdditiveTiles {
+  const AttentionParams& p;
+  const Panels& panels;
+  const float* workspace;
+};
+
+FASTATTN_DEVICE int64_t query_tile(const AdditiveTiles& t, const Place& at) {
+  return (at.b * t.p.H + at.h) * t.panels.tiles_m + at.i0 / kTile;
+}
+FASTATTN_DEVICE int64_t key_tile(const AdditiveTiles& t, const Place& at) {
+  return (at.b * t.p.Hkv + at.hkv) * t.panels.tiles_n + at.j0 / kTile;
+}
+FASTATTN_DEVICE bool is_direct(const AdditiveTiles& t, const Place& at) {
+  const int32_t* const direct = reinterpret_cast<const int32_t*>(t.workspace + t.panels.direct);
+  return t.panels.few || direct[key_tile(t, at)] != 0;
+}
+
+// Dims [d0, d0 + count) of the tile's queries, [dims][kTile]: raw where it is direct, else from
+// `panels`, one of t.panels.queries and gradient_queries.
+FASTATTN_DEVICE void stage_queries(const AdditiveTiles& t, const Place& at, int64_t panels,
+                                   bool direct, int64_t d0, int count, float* to) {
+  if (direct) {
+    const int dims = static_cast<int>(min64(kStage, t.p.D - d0));
+    stage_transposed(t.p.q, offset_of(t.p.q, at.b, at.h, at.i0, d0), at.rows, dims, to);
+  } else {
+    const float* const panel = t.workspace + panels + query_tile(t, at) * t.panels.panel;
+    stage_panel(panel + d0 * kTile, count, to);
+  }
+}
+
+FASTATTN_DEVICE void stage_keys(const AdditiveTiles& t, const Place& at, bool direct, int64_t d0,
+                                int count, float* to) {
+  if (direct) {
+    const int dims = static_cast<int>(min64(kStage, t.p.D - d0));
+    stage_transposed(t.p.k, offset_of(t.p.k, at.b, at.hkv, at.j0, d0), at.cols, dims, to);
+  } else {
+    const float* const panel = t.workspace + t.panels.keys + key_tile(t, at) * t.panels.panel;
+    stage_panel(panel + d0 * kTile, count, to);
+  }
+}
+
+FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
+  return static_cast<int>(min64(kStage, t.panels.dims - d0));
+}
+
+// s = log2(e) * (score + bias). Sums have two levels: one over all dims loses digits. Begins with a
+// barrier, so that the caller need not know who still reads the stage, and ends without.
+FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
+                                StageMemory& memory, Fragment& s) {
+  const bool direct = is_direct(t, at);
+  const int64_t units = t.panels.units + at.h * t.panels.dims;
+  const float* const halves = t.workspace + t.panels.halves + at.h * t.panels.stages;
+  clear(s);
+  for (int64_t d0 = 0; d0 < t.panels.dims; d0 += kStage) {
+    const int count = staged_dims(t, d0);
+    __syncthreads();
+    stage_queries(t, at, t.panels.queries, direct, d0, count, memory.queries);
+    stage_keys(t, at, direct, d0, count, memory.keys);
+    if (thread() < count) memory.units[thread()] = t.workspace[units + d0 + thread()];
+    __syncthreads();
+    if (!warp_has_rows(at)) continue;
+    Fragment sum;
+    clear(sum);
+    if (direct) {
+      add_terms<true>(memory.queries, memory.keys, memory.units, count, sum);
+    } else {
+      add_terms<false>(memory.queries, memory.keys, memory.units, count, sum);
+    }
+    const float half = halves[d0 / kStage];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) s[r][c] += half - sum[r][c];
+  }
+  const float scale = t.workspace[t.panels.scales + at.h];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) s[r][c] = scaled_score(s[r][c], scale);
+  add_bias<FragmentLayout>(t.p, at, bits, s);
+}
+
+// P of a tile, before dropout.
+FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
+                                  const float* stats, StageMemory& memory, Fragment& s) {
+  score_tile(t, at, bits, memory, s);
+  known_weights(t.p, at, bits, stats, s);
+}
+
+// ---- gradients ----
+
+// The rows and dims of a stage that this thread owns: kGradUnit E of queries, F of keys.
+template <bool kOwnKeys>
+FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool direct, int64_t d0,
+                              OwnTile& own) {
+  const int64_t d = d0 + own_dim0();
+  if (direct) {
+    const View& view = kOwnKeys ? t.p.k : t.p.q;
+    const int rows = kOwnKeys ? at.cols : at.rows;
+    const int64_t offset = kOwnKeys ? offset_of(view, at.b, at.hkv, at.j0 + own_row0(), d)
+                                    : offset_of(view, at.b, at.h, at.i0 + own_row0(), d);
+    for (int r = 0; r < kOwn; ++r)
+      for (int c = 0; c < kOwn; ++c)
+        own[r][c] = own_row0() + r < rows && d + c < t.p.D
+                        ? load_element(view, offset + r * view.stride_r + c * view.stride_c)
+                        : 0.f;
+    return;
+  }
+  const int64_t tile = kOwnKeys ? key_tile(t, at) : query_tile(t, at);
+  const float* const panel =
+      t.workspace + (kOwnKeys ? t.panels.keys : t.panels.gradient_queries) + tile * t.panels.panel;
+#pragma unroll
+  for (int c = 0; c < kOwn; ++c) {
+    float rows[kOwn];
+    unpack4(*reinterpret_cast<const float4*>(panel + (d + c) * kTile + own_row0()), rows);
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) own[r][c] = rows[r];
+  }
+}
+
+// Sums that a thread alone adds to, tile after tile, and that are too many for its registers: in
+// the workspace, where neighbouring threads have neighbouring places. No barrier concerns them.
+FASTATTN_DEVICE float4& own_sum(float* sums, int64_t n) {
+  return reinterpret_cast<float4*>(sums)[n * kThreads + thread()];
+}
+FASTATTN_DEVICE void clear_sums(float* sums, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) own_sum(sums, n) = make_float4(0.f, 0.f, 0.f, 0.f);
+}
+FASTATTN_DEVICE void add_to_sum(float* sums, int64_t n, const float (&x)[4]) {
+  float4& sum = own_sum(sums, n);
+  sum = make_float4(sum.x + x[0], sum.y + x[1], sum.z + x[2], sum.w + x[3]);
+}
+
+}  // namespace fastattn::cuda

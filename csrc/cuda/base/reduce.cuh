@@ -1,0 +1,40 @@
+// Sums and maxima over lanes and blocks, always in the same order.
+#pragma once
+
+#include "cuda/tile/tile.cuh"
+
+namespace fastattn::cuda {
+
+constexpr unsigned kAllLanes = ~0u;
+
+FASTATTN_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }  // NaN loses
+FASTATTN_DEVICE float sum_of(float a, float b) { return a + b; }
+
+// Over groups of `lanes` neighbouring lanes, a power of two; all of them get the result.
+FASTATTN_DEVICE float lanes_max(float x, int lanes) {
+  for (int n = lanes / 2; n > 0; n /= 2) x = max_of(x, __shfl_xor_sync(kAllLanes, x, n));
+  return x;
+}
+FASTATTN_DEVICE float lanes_sum(float x, int lanes) {
+  for (int n = lanes / 2; n > 0; n /= 2) x = sum_of(x, __shfl_xor_sync(kAllLanes, x, n));
+  return x;
+}
+
+// Over the block; `scratch` holds kWarps floats that nobody else uses. All threads get the result.
+template <typename Combine>
+FASTATTN_DEVICE float combine_warps(float of_warp, float* scratch, Combine combine) {
+  __syncthreads();
+  if (thread() % 32 == 0) scratch[thread() / 32] = of_warp;
+  __syncthreads();
+  float x = scratch[0];
+  for (int n = 1; n < kWarps; ++n) x = combine(x, scratch[n]);
+  return x;
+}
+FASTATTN_DEVICE float block_max(float x, float* scratch) {
+  return combine_warps(lanes_max(x, 32), scratch, [](float a, float b) { return max_of(a, b); });
+}
+FASTATTN_DEVICE float block_sum(float x, float* scratch) {
+  return combine_warps(lanes_sum(x, 32), scratch, [](float a, float b) { return sum_of(a, b); });
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,44 @@
+// The door: which score's kernels a problem goes to, and which it cannot.
+#include "cuda/additive/plan.h"
+#include "cuda/kernels.h"
+#include "cuda/scores.h"
+
+namespace fastattn::cuda {
+namespace {
+
+constexpr int64_t kMaxDot = 128;  // D and E of the dot product: sums that fit the registers
+
+bool is_additive(const AttentionParams& p) { return p.w.data != nullptr; }
+
+}  // namespace
+
+const char* unsupported(const AttentionParams& p) {
+  if (is_additive(p)) {
+    if (p.D > kMaxDims) return "the additive score's D is at most 4096";
+    if (p.E > kMaxValues) return "the additive score's E is at most 256";
+    return nullptr;
+  }
+  if (p.q.dtype == DType::kFloat32) return "the dot product on tensor cores is fp16 and bf16";
+  if (max64(p.D, p.E) > kMaxDot) return "the dot product's D and E are at most 128";
+  return nullptr;
+}
+
+int64_t forward_workspace_bytes(const ForwardParams& p) {
+  return is_additive(p) ? additive_forward_workspace_bytes(p) : sdpa_forward_workspace_bytes(p);
+}
+
+int64_t backward_workspace_bytes(const BackwardParams& p) {
+  return is_additive(p) ? additive_backward_workspace_bytes(p) : sdpa_backward_workspace_bytes(p);
+}
+
+const char* forward(const ForwardParams& p, void* stream) {
+  if (const char* reason = unsupported(p)) return reason;
+  return is_additive(p) ? additive_forward(p, stream) : sdpa_forward(p, stream);
+}
+
+const char* backward(const BackwardParams& p, void* stream) {
+  if (const char* reason = unsupported(p)) return reason;
+  return is_additive(p) ? additive_backward(p, stream) : sdpa_backward(p, stream);
+}
+
+}  // namespace fastattn::cuda

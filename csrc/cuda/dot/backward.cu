@@ -1,0 +1,348 @@
+// Scaled dot-product attention, backward, on tensor cores, from the saved stats: no M x N matrix is
+// stored. With P_ij = 2^(s_ij - m_i) / l_i recomputed, R dropout's factor and W = R P:
+//
+//   dP = R (dO V^T + dW)     dS = P (dP - delta)     delta_i = sum_j P_ij dP_ij - dlse_i
+//   dV = W^T dO     dK = scale dS^T Q     dQ = scale dS K     dbias = dS, summed where it
+//   broadcasts
+//
+//   delta:  for (b, h, tile of queries):     dO . O, and W . dW over the keys if there is dW
+//   dq:     for (b, h, tile of queries):     Q, dO stay; K, V pass by       3 products a tile
+//   dk, dv: for (b, key head, tile of keys): K, V stay; Q, dO of the heads  4 products
+//           that share it pass by, on transposed tiles
+//   dbias:  for (tile of the bias):          dS of all that share it, in order
+//
+// Every result has one owner, so there are no atomics and results are the same on every run. Dao,
+// "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
+#include "cuda/base/launcher.cuh"
+#include "cuda/dot/step.cuh"
+#include "cuda/scores.h"
+
+namespace fastattn::cuda {
+namespace {
+
+// Of the queries of a tile; factor is 0 past the last one.
+struct RowMemory {
+  float shift[kTile], factor[kTile], delta[kTile];
+};
+
+template <int kDim>
+struct __align__(16) GradMemory {
+  uint16_t q[kTile * kDim], grad_out[kTile * kDim];
+  uint16_t k[kTile * kDim], v[kTile * kDim];
+  uint32_t bad_rows[kWarps];
+  RowMemory rows;
+};
+
+FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, int query) {
+  return (at.b * p.H + at.h) * p.M + at.i0 + query;
+}
+
+// Visible after a barrier.
+template <bool kDelta>
+FASTATTN_DEVICE void load_rows(const BackwardParams& p, const Place& at, RowMemory& rows) {
+  if (thread() >= kTile) return;
+  const bool inside = thread() < at.rows;
+  const int64_t number = query_number(p, at, inside ? thread() : 0);
+  const float2 stats = reinterpret_cast<const float2*>(p.stats)[number];
+  rows.shift[thread()] = stats.x;
+  rows.factor[thread()] = inside ? stats.y : 0.f;
+  if (kDelta) rows.delta[thread()] = static_cast<const float*>(p.workspace)[number];
+}
+
+FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
+  const int64_t tile = take_digit(&block, ceil_div(p.M, kTile)), h = take_digit(&block, p.H);
+  return place(p, block, h, tile * kTile, 0);
+}
+
+// Scores become P, before dropout: exactly 0 where masked, even if the row is NaN.
+template <typename Layout>
+FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, Pairs<Layout>& s) {
+#pragma unroll
+  for (int x = 0; x < Layout::kQueries; ++x) {
+    const int query = Layout::query0() + Layout::query(x);
+    const float shift = rows.shift[query], factor = rows.factor[query];
+#pragma unroll
+    for (int y = 0; y < Layout::kKeys; ++y) {
+      const int n = Layout::pair(x, y);
+      const float weight = known_weight(s[n / 4][n % 4], shift, factor);
+      s[n / 4][n % 4] = kept(bits, n) ? weight : 0.f;
+    }
+  }
+}
+
+// dW of the kept pairs; 0 elsewhere, or if there is none.
+template <typename Layout, DType kType>
+FASTATTN_DEVICE void load_grad_weights(const BackwardParams& p, const Place& at, KeepBits bits,
+                                       Pairs<Layout>& to) {
+  clear(to);
+  for_grad_weights<Layout, kType>(p, at, bits,
+                                  [&](int pair, float grad) { to[pair / 4][pair % 4] = grad; });
+}
+
+// s becomes W and dp = dO V^T + dW becomes dS, both exactly 0 where masked.
+template <typename Layout>
+FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
+                                const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
+  known_pairs<Layout>(rows, mask.bits, s);
+  drop(p, survivors, dp);
+#pragma unroll
+  for (int x = 0; x < Layout::kQueries; ++x) {
+    const float delta = rows.delta[Layout::query0() + Layout::query(x)];
+#pragma unroll
+    for (int y = 0; y < Layout::kKeys; ++y) {
+      const int n = Layout::pair(x, y);
+      const float ds = s[n / 4][n % 4] * (dp[n / 4][n % 4] - delta);
+      dp[n / 4][n % 4] = kept(mask.bits, n) ? ds : 0.f;
+    }
+  }
+  drop(p, survivors, s);
+}
+
+// W and dS of the tile whose operands are in memory.
+template <typename Layout, DType kType, int kDim>
+FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
+                                   float scale, const GradMemory<kDim>& memory, Pairs<Layout>& s,
+                                   Pairs<Layout>& ds) {
+  constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
+  const uint16_t* const grad = memory.grad_out;
+  // Both before S takes registers.
+  const KeepBits survivors = surviving_bits<Layout>(p, at);
+  load_grad_weights<Layout, kType>(p, at, mask.bits, ds);
+  multiply_transposed<Layout, kType, kDim>(kQueriesByRows ? grad : memory.v,
+                                           kQueriesByRows ? memory.v : grad, ds);
+  sdpa_scores<Layout, kType, kDim>(p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
+                                   kQueriesByRows ? memory.k : memory.q, s);
+  grad_pairs<Layout>(p, mask, survivors, memory.rows, s, ds);
+}
+
+// ---- delta ----
+
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_delta_kernel(const __grid_constant__ BackwardParams p) {
+  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
+  Place at = query_place(p, blockIdx.x);
+  float sum[2] = {0.f, 0.f};  // of this lane's share of rows g and g + 8
+  for (int half = 0; half < 2; ++half) {
+    const int row = sum_row(2 * half);
+    if (row >= at.rows) continue;
+    const int64_t out = offset_of(p.out, at.b, at.h, at.i0 + row, 0);
+    const int64_t grad = offset_of(p.grad_out, at.b, at.h, at.i0 + row, 0);
+    for (int64_t e = lane() % kQuad; e < p.E; e += kQuad)
+      sum[half] += load_as<kType>(p.out.data, out + e * p.out.stride_c) *
+                   load_as<kType>(p.grad_out.data, grad + e * p.grad_out.stride_c);
+  }
+  if (p.grad_weights.data != nullptr) {
+    const float scale = p.scale * kLog2e;
+    const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+    start_queries<kDim>(p.q, p.D, at, memory.q);
+    load_rows<false>(p, at, memory.rows);
+    for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
+      at.cols = extent(p.N, at.j0);
+      const TileMask mask = mask_tile<QueryRows>(p, at);
+      if (mask.empty) continue;
+      __syncthreads();
+      start_keys<kDim>(p.k, p.D, at, memory.k);
+      wait_for_copies();
+      __syncthreads();
+      Pairs<QueryRows> s;
+      sdpa_scores<QueryRows, kType, kDim>(p, at, mask, scale, memory.q, memory.k, s);
+      known_pairs<QueryRows>(memory.rows, mask.bits, s);
+      drop(p, surviving_bits<QueryRows>(p, at), s);
+      for_grad_weights<QueryRows, kType>(p, at, mask.bits, [&](int pair, float grad) {
+        sum[pair % 4 / 2] += s[pair / 4][pair % 4] * grad;
+      });
+    }
+    wait_for_copies();
+  }
+  for (int half = 0; half < 2; ++half) {
+    const int row = sum_row(2 * half);
+    const float total = lanes_sum(sum[half], kQuad);
+    if (row >= at.rows || lane() % kQuad != 0) continue;
+    const int64_t number = query_number(p, at, row);
+    static_cast<float*>(p.workspace)[number] =
+        total - (p.grad_lse == nullptr ? 0.f : p.grad_lse[number]);
+  }
+}
+
+// ---- dq ----
+
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_dq_kernel(const __grid_constant__ BackwardParams p) {
+  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
+  const float scale = p.scale * kLog2e;
+  Place at = query_place(p, blockIdx.x);
+  const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  float dq[kDim / 8][4] = {};
+  start_queries<kDim>(p.q, p.D, at, memory.q);
+  start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
+  load_rows<true>(p, at, memory.rows);
+  for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
+    at.cols = extent(p.N, at.j0);
+    const TileMask mask = mask_tile<QueryRows>(p, at);
+    if (mask.empty) continue;
+    __syncthreads();
+    start_keys<kDim>(p.k, p.D, at, memory.k);
+    start_keys<kDim>(p.v, p.E, at, memory.v);
+    wait_for_copies();
+    __syncthreads();
+    Pairs<QueryRows> s, ds;
+    gradient_tile<QueryRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
+    __syncthreads();  // others may still read the rows of K that are taken out
+    add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, at.b, at.hkv, at.j0, 0), p.D, mask, ds,
+                                        memory.k, memory.bad_rows, dq);
+  }
+  wait_for_copies();
+  store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, at.b, at.h, at.i0, 0), at.rows, p.D,
+                          p.scale, dq);
+}
+
+// ---- dk, dv ----
+
+// The keys of a block, and the first of the heads that share them.
+FASTATTN_DEVICE Place key_place(const AttentionParams& p, uint32_t block) {
+  const int64_t tile = take_digit(&block, ceil_div(p.N, kTile)), hkv = take_digit(&block, p.Hkv);
+  return place(p, block, hkv * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kTile);
+}
+
+// Registers are full of sums: what can be computed again is hidden from the compiler, which would
+// keep it (opaque).
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p) {
+  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
+  const float scale = p.scale * kLog2e;
+  Place at = key_place(p, blockIdx.x);
+  float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
+  start_keys<kDim>(p.k, p.D, at, memory.k);
+  start_keys<kDim>(p.v, p.E, at, memory.v);
+  at.j0 = opaque(at.j0);
+  const auto first = [&] {
+    return key_place(p, static_cast<uint32_t>(opaque_here(static_cast<int>(blockIdx.x))));
+  };
+  for (; at.h < first().h + static_cast<int>(p.H) / static_cast<int>(p.Hkv); ++at.h)
+    for (at.i0 = 0; at.i0 < p.M; at.i0 += kTile) {
+      at.rows = extent(p.M, at.i0);
+      const TileMask mask = mask_tile<KeyRows>(p, at);
+      if (mask.empty) continue;
+      __syncthreads();
+      start_queries<kDim>(p.q, p.D, at, memory.q);
+      start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
+      load_rows<true>(p, at, memory.rows);
+      wait_for_copies();
+      __syncthreads();
+      Pairs<KeyRows> s, ds;
+      gradient_tile<KeyRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
+      __syncthreads();  // others may still read the rows of Q and dO that are taken out
+      const int64_t i0 = opaque(at.i0);
+      const int b = opaque_here(at.b), h = opaque_here(at.h);
+      add_product<KeyRows, kType, kDim>(p.grad_out, offset_of(p.grad_out, b, h, i0, 0), p.E, mask,
+                                        s, memory.grad_out, memory.bad_rows, dv);
+      __syncthreads();  // and bad_rows
+      add_product<KeyRows, kType, kDim>(p.q, offset_of(p.q, b, h, i0, 0), p.D, mask, ds, memory.q,
+                                        memory.bad_rows, dk);
+    }
+  wait_for_copies();
+  at = first();
+  store_sums<kType, kDim>(p.grad_v, offset_of(p.grad_v, at.b, at.hkv, at.j0, 0), at.cols, p.E, 1.f,
+                          dv);
+  store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, at.b, at.hkv, at.j0, 0), at.cols, p.D,
+                          p.scale, dk);
+}
+
+// ---- dbias ----
+
+// Adds up the rows (columns) of a tile, in order, where the bias has one row (column).
+FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
+  __syncthreads();
+  if (one_row && thread() < kTile)
+    for (int r = 1; r < kTile; ++r) tile[thread()] += tile[r * kTile + thread()];
+  __syncthreads();
+  if (one_col && thread() < (one_row ? 1 : kTile))
+    for (int c = 1; c < kTile; ++c) tile[thread() * kTile] += tile[thread() * kTile + c];
+  __syncthreads();
+}
+
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_dbias_kernel(const __grid_constant__ BackwardParams p) {
+  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
+  const float scale = p.scale * kLog2e;
+  const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
+  uint32_t block = blockIdx.x;
+  const int64_t own_n = take_digit(&block, p.bias_N == 1 ? 1 : tiles_n);
+  const int64_t own_m = take_digit(&block, p.bias_M == 1 ? 1 : tiles_m);
+  const int64_t own_h = take_digit(&block, p.bias_H), own_b = block;
+  const int64_t shared_b = p.bias_B == 1 ? p.B : 1, shared_h = p.bias_H == 1 ? p.H : 1;
+  const int64_t shared_m = p.bias_M == 1 ? tiles_m : 1, shared_n = p.bias_N == 1 ? tiles_n : 1;
+  Pairs<QueryRows> sum = {};
+  for (int64_t n = 0; n < shared_b * shared_h * shared_m * shared_n; ++n) {
+    uint32_t number = static_cast<uint32_t>(n);
+    const int64_t j0 = (own_n + take_digit(&number, shared_n)) * kTile;
+    const int64_t i0 = (own_m + take_digit(&number, shared_m)) * kTile;
+    const int64_t h = own_h + take_digit(&number, shared_h);
+    const Place at = place(p, own_b + number, h, i0, j0);
+    const TileMask mask = mask_tile<QueryRows>(p, at);
+    if (mask.empty) continue;
+    __syncthreads();
+    start_queries<kDim>(p.q, p.D, at, memory.q);
+    start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
+    load_rows<true>(p, at, memory.rows);
+    start_keys<kDim>(p.k, p.D, at, memory.k);
+    start_keys<kDim>(p.v, p.E, at, memory.v);
+    wait_for_copies();
+    __syncthreads();
+    Pairs<QueryRows> s, ds;
+    gradient_tile<QueryRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
+#pragma unroll
+    for (int t = 0; t < QueryRows::kTiles; ++t)
+#pragma unroll
+      for (int v = 0; v < 4; ++v) sum[t][v] += ds[t][v];
+  }
+  float* const tile = reinterpret_cast<float*>(&memory);
+  static_assert(sizeof(memory) >= kTile * kTile * sizeof(float));
+  __syncthreads();
+#pragma unroll
+  for (int t = 0; t < QueryRows::kTiles; ++t)
+#pragma unroll
+    for (int v = 0; v < 4; ++v) tile[sum_row(v) * kTile + sum_col(t, v)] = sum[t][v];
+  fold_tile(p.bias_M == 1, p.bias_N == 1, tile);
+  const int rows = p.bias_M == 1 ? 1 : extent(p.M, own_m * kTile);
+  const int cols = p.bias_N == 1 ? 1 : extent(p.N, own_n * kTile);
+  const int64_t offset = offset_of(p.grad_bias, own_b, own_h, own_m * kTile, own_n * kTile);
+  with_dtype(p.grad_bias.dtype, [&](auto type) {
+    for (int n = thread(); n < rows * kTile; n += kThreads)
+      if (n % kTile < cols)
+        store_as<type>(p.grad_bias.data,
+                       offset + n / kTile * p.grad_bias.stride_r + n % kTile * p.grad_bias.stride_c,
+                       tile[n]);
+  });
+}
+
+// ---- launch ----
+
+template <DType kType, int kDim>
+void launch(const BackwardParams& p, Launcher& launcher) {
+  const size_t shared = sizeof(GradMemory<kDim>);
+  const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
+  const int64_t queries = p.B * p.H * tiles_m, keys = p.B * p.Hkv * tiles_n;
+  launcher.run(sdpa_delta_kernel<kType, kDim>, queries, kThreads, shared, p);
+  launcher.run(sdpa_dq_kernel<kType, kDim>, queries, kThreads, shared, p);
+  launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p);
+  if (p.grad_bias.data == nullptr) return;
+  const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);
+  launcher.run(sdpa_dbias_kernel<kType, kDim>, p.bias_B * p.bias_H * tiles, kThreads, shared, p);
+}
+
+}  // namespace
+
+int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) { return 4 * p.B * p.H * p.M; }
+
+const char* sdpa_backward(const BackwardParams& p, void* stream) {
+  Launcher launcher(stream);
+  with_operands(p, [&](auto type, auto dim) { launch<type, dim>(p, launcher); });
+  return launcher.error();
+}
+
+}  // namespace fastattn::cuda

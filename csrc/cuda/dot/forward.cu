@@ -1,0 +1,286 @@
+// Scaled dot-product attention, forward, on tensor cores; fp16 and bf16, fp32 sums:
+//
+//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
+//
+//   for (b, h, tile of 64 queries)       a block of 4 warps, 16 queries each; Q in shared memory,
+//     for key tiles that some row keeps  O, m, l in registers; K, V copied one tile ahead
+//       S = Q K^T                        in registers
+//       S -> masked, biased -> P         online softmax; P stays in registers
+//       O = alpha O + P V
+//     out = O / l, lse, stats
+//
+// Few queries (few.h) are one tile of 16: blocks share its keys in chunks, and the warps of a block
+// the keys of a tile. Each warp writes its O, m, l to the workspace, for merge.cu.
+//
+// Saved for backward: stats, the maximum of a row and 1 / sum. Returned weights come from a second
+// sweep that recomputes scores against them. Dao, "FlashAttention-2: faster attention with better
+// parallelism and work partitioning", 2023.
+#include "cuda/dot/step.cuh"
+#include "cuda/scores.h"
+#include "cuda/tile/merge.cuh"
+
+namespace fastattn::cuda {
+namespace {
+
+struct SdpaArgs {
+  ForwardParams p;
+  int64_t chunk_keys, chunks;  // of few queries
+};
+
+bool is_few(const AttentionParams& p) { return p.M <= kFewQueries; }
+
+// At least four tiles a chunk, so that copies run ahead.
+SdpaArgs plan(const ForwardParams& p) {
+  if (!is_few(p)) return {p, 0, 1};
+  constexpr int64_t kChunk = 4 * kTile, kMaxChunks = kMaxParts / kWarps;
+  const int64_t keys = max64(1, ceil_div(p.N, kMaxChunks * kChunk)) * kChunk;
+  return {p, keys, max64(1, ceil_div(p.N, keys))};
+}
+
+template <int kDim>
+struct __align__(16) SdpaMemory {
+  uint16_t q[kTile * kDim];
+  uint16_t k[2][kTile * kDim], v[2][kTile * kDim];
+  uint32_t bad_rows[kWarps];  // of a tile of V
+};
+
+// m, l of rows g and g + 8.
+struct SdpaState {
+  float m[2], l[2];
+};
+
+// Scores that are masked and biased become weights; alpha rescales O.
+template <int kTiles>
+FASTATTN_DEVICE void sdpa_softmax_step(SdpaState& state, float (&s)[kTiles][4], float (&alpha)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float top = -kInfinity;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) top = max_of(top, max_of(s[n][2 * half], s[n][2 * half + 1]));
+    const float m = max_of(state.m[half], ceilf(lanes_max(top, kQuad)));
+    const float shift = finite_max(m);
+    alpha[half] = rescaling(state.m[half], shift);
+    state.m[half] = m;
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int v = 2 * half; v < 2 * half + 2; ++v) {
+        s[n][v] = ex2_approx(s[n][v] - shift);
+        sum += s[n][v];
+      }
+    state.l[half] = state.l[half] * alpha[half] + sum;
+  }
+}
+
+template <DType kType, int kDim>
+FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const SdpaState& state,
+                                const float (&o)[kDim / 8][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = sum_row(2 * half);
+    const float l = lanes_sum(state.l[half], kQuad);
+    if (row >= at.rows) continue;
+    const int64_t number = (at.b * p.H + at.h) * p.M + at.i0 + row;
+    const float factor = write_row(p, number, state.m[half], l, lane() % kQuad == 0);
+    int64_t where = offset_of(p.out, at.b, at.h, at.i0 + row, sum_col(0, 0));
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n, where += 8 * p.out.stride_c)
+#pragma unroll
+      for (int v = 0; v < 2; ++v)
+        if (sum_col(n, v) < p.E)
+          store_as<kType>(p.out.data, where + v * p.out.stride_c, o[n][2 * half + v] * factor);
+  }
+}
+
+// This warp's part of the rows.
+template <int kDim>
+FASTATTN_DEVICE void write_parts(const SdpaArgs& a, const Place& at, int64_t chunk,
+                                 const SdpaState& state, const float (&o)[kDim / 8][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = quad_row(2 * half);
+    const float l = lanes_sum(state.l[half], kQuad);
+    if (row >= at.rows) continue;
+    const int64_t number = (at.b * a.p.H + at.h) * a.p.M + row;
+    float* const to = partial_at(a.p, 0, (number * a.chunks + chunk) * kWarps + warp());
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+      for (int v = 0; v < 2; ++v)
+        if (sum_col(n, v) < a.p.E) to[sum_col(n, v)] = o[n][2 * half + v];
+    if (lane() % kQuad == 0) to[a.p.E] = state.m[half], to[a.p.E + 1] = l;
+  }
+}
+
+// The block's queries. Later ones have more keys where a diagonal bounds them: those come first.
+FASTATTN_DEVICE Place query_tile(const AttentionParams& p, uint32_t block) {
+  const int64_t tiles = ceil_div(p.M, kTile);
+  const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H);
+  return place(p, block, h, (p.mask.band_hi < p.N ? tiles - 1 - n : n) * kTile, 0);
+}
+
+// Of few queries. Heads that share their keys are neighbours, whose keys a cache then has.
+FASTATTN_DEVICE Place few_queries(const SdpaArgs& a, uint32_t block, int64_t* chunk) {
+  const int64_t h = take_digit(&block, a.p.H);
+  *chunk = take_digit(&block, a.chunks);
+  return place(a.p, block, h, 0, 0);
+}
+
+// Moves to the first tile from at.j0 on that is not empty.
+template <typename Layout>
+FASTATTN_DEVICE bool next_tile(const AttentionParams& p, int64_t end, Place& at, TileMask& mask) {
+  for (; at.j0 < end; at.j0 += kTile) {
+    at.cols = extent(p.N, at.j0);
+    mask = mask_tile<Layout>(p, at);
+    if (!mask.empty) return true;
+  }
+  return false;
+}
+
+template <typename Layout, DType kType, int kDim>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
+  constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
+  SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
+  const ForwardParams& p = a.p;
+  const float scale = p.scale * kLog2e;
+  int64_t chunk = 0;
+  Place at = kFew ? few_queries(a, blockIdx.x, &chunk) : query_tile(p, blockIdx.x);
+  KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  if (kFew) {
+    keys.begin = max64(keys.begin, chunk * a.chunk_keys);
+    keys.end = min64(keys.end, (chunk + 1) * a.chunk_keys);
+  }
+  at.j0 = keys.begin / kTile * kTile;
+
+  SdpaState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
+  float o[kDim / 8][4] = {};
+  TileMask mask{};
+  bool more = next_tile<Layout>(p, keys.end, at, mask);
+  if (more) {
+    start_queries<kDim>(p.q, p.D, at, memory.q);
+    start_keys<kDim>(p.k, p.D, at, memory.k[0]);
+    start_keys<kDim>(p.v, p.E, at, memory.v[0]);
+  }
+  for (int buffer = 0; more; buffer ^= 1) {
+    const Place here = at;
+    const TileMask mask_here = mask;
+    wait_for_copies();
+    __syncthreads();
+    at.j0 += kTile;
+    more = next_tile<Layout>(p, keys.end, at, mask);
+    if (more) {
+      start_keys<kDim>(p.k, p.D, at, memory.k[buffer ^ 1]);
+      start_keys<kDim>(p.v, p.E, at, memory.v[buffer ^ 1]);
+    }
+
+    Pairs<Layout> s;
+    float alpha[2];
+    sdpa_scores<Layout, kType, kDim>(p, here, mask_here, scale, memory.q, memory.k[buffer], s);
+    sdpa_softmax_step(state, s, alpha);
+    drop(p, surviving_bits<Layout>(p, here), s);
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+      for (int v = 0; v < 4; ++v) o[n][v] *= alpha[v / 2];
+    add_product<Layout, kType, kDim>(p.v, offset_of(p.v, here.b, here.hkv, here.j0, 0), p.E,
+                                     mask_here, s, memory.v[buffer], memory.bad_rows, o);
+  }
+  if constexpr (kFew) {
+    write_parts<kDim>(a, at, chunk, state, o);
+  } else {
+    write_rows<kType, kDim>(p, at, state, o);
+  }
+}
+
+// ---- returned weights ----
+
+// A tile of them a block: per head, or their mean, added up in head order.
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_weights_kernel(const __grid_constant__ ForwardParams p) {
+  SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
+  const float scale = p.scale * kLog2e;
+  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
+  const int heads = static_cast<int>(p.H / heads_out);
+  uint32_t block = blockIdx.x;
+  const int64_t j0 = take_digit(&block, ceil_div(p.N, kTile)) * kTile;
+  const int64_t i0 = take_digit(&block, ceil_div(p.M, kTile)) * kTile;
+  const int64_t head_out = take_digit(&block, heads_out), b = block;
+  Pairs<QueryRows> sum = {};
+  for (int g = 0; g < heads; ++g) {
+    const Place at = place(p, b, head_out * heads + g, i0, j0);
+    const TileMask mask = mask_tile<QueryRows>(p, at);
+    if (mask.empty) continue;
+    __syncthreads();
+    start_queries<kDim>(p.q, p.D, at, memory.q);
+    start_keys<kDim>(p.k, p.D, at, memory.k[0]);
+    wait_for_copies();
+    __syncthreads();
+    Pairs<QueryRows> s;
+    sdpa_scores<QueryRows, kType, kDim>(p, at, mask, scale, memory.q, memory.k[0], s);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = sum_row(2 * half);
+      const int64_t number = (at.b * p.H + at.h) * p.M + at.i0 + row;
+      const float2 stats =
+          row < at.rows ? reinterpret_cast<const float2*>(p.stats)[number] : make_float2(0.f, 0.f);
+#pragma unroll
+      for (int n = 0; n < QueryRows::kTiles; ++n)
+#pragma unroll
+        for (int v = 2 * half; v < 2 * half + 2; ++v) {
+          const float w = known_weight(s[n][v], stats.x, stats.y);
+          s[n][v] = kept(mask.bits, n, v) ? w : 0.f;
+        }
+    }
+    drop(p, surviving_bits<QueryRows>(p, at), s);
+#pragma unroll
+    for (int n = 0; n < QueryRows::kTiles; ++n)
+#pragma unroll
+      for (int v = 0; v < 4; ++v) sum[n][v] += s[n][v];
+  }
+  const int rows = extent(p.M, i0), cols = extent(p.N, j0);
+  const int64_t offset = offset_of(p.weights, b, head_out, i0, j0);
+#pragma unroll
+  for (int n = 0; n < QueryRows::kTiles; ++n)
+#pragma unroll
+    for (int v = 0; v < 4; ++v)
+      if (sum_row(v) < rows && sum_col(n, v) < cols)
+        store_as<kType>(
+            p.weights.data,
+            offset + sum_row(v) * p.weights.stride_r + sum_col(n, v) * p.weights.stride_c,
+            sum[n][v] / static_cast<float>(heads));
+}
+
+template <DType kType, int kDim>
+void launch(const SdpaArgs& a, Launcher& launcher) {
+  const ForwardParams& p = a.p;
+  const size_t shared = sizeof(SdpaMemory<kDim>);
+  const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
+  const int64_t blocks = p.B * p.H * tiles_m * a.chunks;
+  if (is_few(p)) {
+    launcher.run(sdpa_forward_kernel<FewQueryRows, kType, kDim>, blocks, kThreads, shared, a);
+    merge_partials(p, 0, a.chunks * kWarps, launcher);
+  } else {
+    launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim>, blocks, kThreads, shared, a);
+  }
+  if (p.weights_mode == WeightsMode::kNone) return;
+  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
+  launcher.run(sdpa_weights_kernel<kType, kDim>, p.B * heads_out * tiles_m * tiles_n, kThreads,
+               shared, p);
+}
+
+}  // namespace
+
+int64_t sdpa_forward_workspace_bytes(const ForwardParams& p) {
+  return is_few(p) ? 4 * partial_floats(p, plan(p).chunks * kWarps) : 0;
+}
+
+const char* sdpa_forward(const ForwardParams& p, void* stream) {
+  Launcher launcher(stream);
+  with_operands(p, [&](auto type, auto dim) { launch<type, dim>(plan(p), launcher); });
+  return launcher.error();
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,160 @@
+// Steps that the passes of scaled dot-product attention share: operands on their way into shared
+// memory, a tile of masked scores, and products that mind NaN.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/dot/tile.cuh"
+#include "cuda/tile/softmax.cuh"
+
+namespace fastattn::cuda {
+
+// Calls f(dtype, size) with the operands' dtype and the columns of a tile as compile-time
+// constants.
+template <typename F>
+void with_operands(const AttentionParams& p, F f) {
+  const auto with_size = [&](auto type) {
+    if (max64(p.D, p.E) <= 64) return f(type, std::integral_constant<int, 64>{});
+    f(type, std::integral_constant<int, 128>{});
+  };
+  if (p.q.dtype == DType::kFloat16) return with_size(TypeTag<DType::kFloat16>{});
+  with_size(TypeTag<DType::kBFloat16>{});
+}
+
+// ---- operands ----
+
+// Rows [first, first + rows) of a head, as start_tile() takes them.
+template <int kDim>
+FASTATTN_DEVICE void start_rows(const View& x, int64_t b, int64_t h, int64_t first, int rows,
+                                int64_t dims, uint16_t* to) {
+  start_tile<kDim>(x, offset_of(x, b, h, first, 0), rows, static_cast<int>(dims), to);
+}
+template <int kDim>
+FASTATTN_DEVICE void start_queries(const View& x, int64_t dims, const Place& at, uint16_t* to) {
+  start_rows<kDim>(x, at.b, at.h, at.i0, at.rows, dims, to);
+}
+template <int kDim>
+FASTATTN_DEVICE void start_keys(const View& x, int64_t dims, const Place& at, uint16_t* to) {
+  start_rows<kDim>(x, at.b, at.hkv, at.j0, at.cols, dims, to);
+}
+
+// ---- scores ----
+
+// Base-2 scores of the tile at `at`, -inf where masked. Rows and columns are queries and keys, or
+// the other way round, as the layout has them.
+//
+// A score is rounded here, whatever follows: the row's maximum is one of these numbers. In a
+// multiply-add of the softmax the largest score would be off by half an ulp of itself, which
+// overflows beyond 2^31; and with a bias each kernel might be contracted in its own way.
+template <typename Layout, DType kType, int kDim>
+FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
+                                 float scale, const uint16_t* rows, const uint16_t* columns,
+                                 Pairs<Layout>& s) {
+  clear(s);
+  multiply_transposed<Layout, kType, kDim>(rows, columns, s);
+#pragma unroll
+  for (int n = 0; n < Layout::kTiles; ++n)
+#pragma unroll
+    for (int v = 0; v < 4; ++v) s[n][v] = __fmul_rn(s[n][v], scale);
+  if (mask.full) return;
+#pragma unroll
+  for (int n = 0; n < Layout::kTiles; ++n)
+#pragma unroll
+    for (int v = 0; v < 4; ++v) s[n][v] = kept(mask.bits, n, v) ? s[n][v] : -kInfinity;
+  add_bias<Layout>(p, at, mask.bits, s);
+}
+
+// ---- products with rows of values, queries or gradients ----
+
+// Rows of a tile that hold NaN or infinity: 0 in shared memory from here on, and bit r of
+// bad_rows[w] for row 16 w + r. A product with them would carry them past the mask, as 0 * NaN.
+// Ends with a barrier.
+template <DType kType, int kDim>
+FASTATTN_DEVICE bool take_out_bad_rows(uint16_t* tile, uint32_t (&bad_rows)[kWarps]) {
+  // Two lanes a row. An exponent of all ones is what NaN and infinity have.
+  constexpr uint32_t kSpecial = kType == DType::kFloat16 ? 0x7c00 : 0x7f80;
+  constexpr int kChunks = kDim / kChunk / 2, kWords = kChunk / 2;
+  const int row = thread() / 2, chunk0 = thread() % 2 * kChunks;
+  const auto words = [&](int n) {
+    return reinterpret_cast<uint32_t*>(tile + chunk_index<kDim>(row, chunk0 + n));
+  };
+  bool bad = false;
+#pragma unroll 1
+  for (int n = 0; n < kChunks * kWords; ++n) {
+    const uint32_t pair = words(n / kWords)[n % kWords];
+    bad |= (pair & kSpecial) == kSpecial || (pair >> 16 & kSpecial) == kSpecial;
+  }
+  const uint32_t lanes = __ballot_sync(kAllLanes, bad);
+  uint32_t rows = 0;
+#pragma unroll 1
+  for (int r = 0; r < kWarpRows; ++r) rows |= (lanes >> (2 * r) & 3u) != 0 ? 1u << r : 0u;
+  if (lane() == 0) bad_rows[warp()] = rows;
+  if (rows >> (row % kWarpRows) & 1)
+    for (int n = 0; n < kChunks * kWords; ++n) words(n / kWords)[n % kWords] = 0;
+  return __syncthreads_or(rows != 0) != 0;
+}
+
+// Adds to `sum` += factors x tile what take_out_bad_rows() took out of the tile at `offset`, to the
+// rows that keep it.
+template <typename Layout, DType kType, int kDim>
+FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, KeepBits bits,
+                                  const Pairs<Layout>& factors, const uint32_t (&bad_rows)[kWarps],
+                                  float (&sum)[kDim / 8][4]) {
+  for (int column = 0; column < 8 * Layout::kTiles; ++column) {
+    const int row = Layout::col0() + column;  // of the tile
+    if (!(bad_rows[row / kWarpRows] >> (row % kWarpRows) & 1)) continue;
+    float factor[2] = {0.f, 0.f};
+    int keeps_it[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < Layout::kTiles; ++n)
+#pragma unroll
+      for (int v = 0; v < 4; ++v)
+        if (8 * n + v % 2 == column / 8 * 8 + column % 2)
+          factor[v / 2] = factors[n][v], keeps_it[v / 2] = kept(bits, n, v);
+    const int owner = lane() / kQuad * kQuad + column % 8 / 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factor[half] = __shfl_sync(kAllLanes, factor[half], owner);
+      keeps_it[half] = __shfl_sync(kAllLanes, keeps_it[half], owner);
+    }
+    const int col0 = opaque_here(sum_col(0, 0));  // else all columns are kept in registers
+    int64_t where = offset + row * x.stride_r + col0 * x.stride_c;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n, where += 8 * x.stride_c)
+#pragma unroll
+      for (int v = 0; v < 4; ++v)
+        if (col0 + 8 * n + v % 2 < dims && keeps_it[v / 2])
+          sum[n][v] += factor[v / 2] * load_as<kType>(x.data, where + v % 2 * x.stride_c);
+  }
+}
+
+// sum += factors x tile, where the tile in shared memory comes from `offset` of x; in a full tile
+// every row takes part in every sum.
+template <typename Layout, DType kType, int kDim>
+FASTATTN_DEVICE void add_product(const View& x, int64_t offset, int64_t dims, const TileMask& mask,
+                                 const Pairs<Layout>& factors, uint16_t* tile,
+                                 uint32_t (&bad_rows)[kWarps], float (&sum)[kDim / 8][4]) {
+  const bool bad = !mask.full && take_out_bad_rows<kType, kDim>(tile, bad_rows);
+  multiply_weights<Layout, kType, kDim>(factors, tile, sum);
+  if (bad) add_bad_rows<Layout, kType, kDim>(x, offset, dims, mask.bits, factors, bad_rows, sum);
+}
+
+// Writes the sums of rows < rows and columns < cols, times factor, from element `offset` on.
+template <DType kType, int kDim>
+FASTATTN_DEVICE void store_sums(const View& view, int64_t offset, int rows, int64_t cols,
+                                float factor, const float (&sum)[kDim / 8][4]) {
+#pragma unroll
+  for (int half = 0; half < 4; half += 2) {
+    if (sum_row(half) >= rows) continue;
+    const int col0 = opaque_here(sum_col(0, 0));
+    int64_t where = offset + sum_row(half) * view.stride_r + col0 * view.stride_c;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n, where += 8 * view.stride_c)
+#pragma unroll
+      for (int v = 0; v < 2; ++v)
+        if (col0 + 8 * n + v < cols)
+          store_as<kType>(view.data, where + v * view.stride_c, sum[n][half + v] * factor);
+  }
+}
+
+}  // namespace fastattn::cuda

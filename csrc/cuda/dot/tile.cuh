@@ -1,0 +1,145 @@
+// Tiles of 16-bit operands in shared memory and their products on tensor cores (ptx_mma.cuh):
+// kTile queries x kTile keys a block, fp32 sums in registers.
+//
+//   warp w, lane 4 g + t      rows 16 w + g and 16 w + g + 8 of every tile
+//   sum [n][v], v < 4         row g + 8 (v / 2), column 8 n + 2 t + v % 2
+#pragma once
+
+#include "cuda/base/ptx_mma.cuh"
+#include "cuda/tile/masking.cuh"
+
+namespace fastattn::cuda {
+
+constexpr int kWarpRows = 16;
+constexpr int kQuad = 4;  // neighbouring lanes that share their rows
+static_assert(kWarps * kWarpRows == kTile);
+
+FASTATTN_DEVICE int warp_row0() { return warp() * kWarpRows; }
+// Of this warp's sums.
+FASTATTN_DEVICE int quad_row(int v) { return thread() % 32 / kQuad + v / 2 * 8; }
+FASTATTN_DEVICE int sum_row(int v) { return warp_row0() + quad_row(v); }
+FASTATTN_DEVICE int sum_col(int n, int v) { return 8 * n + 2 * (thread() % kQuad) + v % 2; }
+
+// ---- where scores are: layouts as mask_tile.cuh wants them ----
+//
+// Scores are products of rows from row0() on, kWarpRows a warp, and of kTiles * 8 columns from
+// col0() on.
+
+// Queries by rows.
+struct QueryRows {
+  static constexpr int kTiles = kTile / 8, kQueries = 2, kKeys = 16;
+  static constexpr int kKeyRun = 2, kRunStep = 8;
+  FASTATTN_DEVICE int row0() { return warp_row0(); }
+  FASTATTN_DEVICE int col0() { return 0; }
+  FASTATTN_DEVICE int query0() { return sum_row(0); }
+  FASTATTN_DEVICE int key0() { return sum_col(0, 0); }
+  FASTATTN_DEVICE constexpr int query(int x) { return 8 * x; }
+  FASTATTN_DEVICE constexpr int key(int y) { return y / 2 * 8 + y % 2; }
+  FASTATTN_DEVICE constexpr int pair(int x, int y) { return y / 2 * 4 + 2 * x + y % 2; }
+};
+
+// Keys by rows: the transposed tile.
+struct KeyRows {
+  static constexpr int kTiles = kTile / 8, kQueries = 16, kKeys = 2;
+  static constexpr int kKeyRun = 1, kRunStep = 8;
+  FASTATTN_DEVICE int row0() { return warp_row0(); }
+  FASTATTN_DEVICE int col0() { return 0; }
+  FASTATTN_DEVICE int query0() { return sum_col(0, 0); }
+  FASTATTN_DEVICE int key0() { return sum_row(0); }
+  FASTATTN_DEVICE constexpr int query(int x) { return x / 2 * 8 + x % 2; }
+  FASTATTN_DEVICE constexpr int key(int y) { return 8 * y; }
+  FASTATTN_DEVICE constexpr int pair(int x, int y) { return x / 2 * 4 + 2 * y + x % 2; }
+};
+
+// At most kWarpRows queries, the same in all warps; every warp has a quarter of the keys.
+struct FewQueryRows {
+  static constexpr int kTiles = kTile / kWarps / 8, kQueries = 2, kKeys = 2 * kTiles;
+  static constexpr int kKeyRun = 2, kRunStep = 8;
+  FASTATTN_DEVICE int row0() { return 0; }
+  FASTATTN_DEVICE int col0() { return warp() * (8 * kTiles); }
+  FASTATTN_DEVICE int query0() { return quad_row(0); }
+  FASTATTN_DEVICE int key0() { return col0() + sum_col(0, 0); }
+  FASTATTN_DEVICE constexpr int query(int x) { return QueryRows::query(x); }
+  FASTATTN_DEVICE constexpr int key(int y) { return QueryRows::key(y); }
+  FASTATTN_DEVICE constexpr int pair(int x, int y) { return QueryRows::pair(x, y); }
+};
+
+// ---- operands in shared memory: [kTile][kDim] ----
+
+constexpr int kChunk = 8;  // elements of 16 bytes, what is copied and loaded at once
+
+// Chunks of a row change places with the row: eight rows of one column then lie in all banks.
+template <int kDim>
+FASTATTN_DEVICE int chunk_index(int row, int chunk) {
+  return row * kDim + (chunk ^ (row % 8)) * kChunk;
+}
+
+// Starts copying rows [0, rows) and columns [0, cols) of an array from element `offset` on; what
+// lies outside becomes 0. Done after wait_for_copies() and a barrier.
+template <int kDim>
+FASTATTN_DEVICE void start_tile(const View& view, int64_t offset, int rows, int cols,
+                                uint16_t* to) {
+  const uint16_t* const from = static_cast<const uint16_t*>(view.data) + offset;
+  const bool aligned = view.stride_c == 1 && view.stride_r % kChunk == 0 &&
+                       reinterpret_cast<uintptr_t>(from) % 16 == 0;
+  constexpr int kChunks = kDim / kChunk;
+#pragma unroll 1  // copies are asynchronous: addresses of several would only take registers
+  for (int n = thread(); n < kTile * kChunks; n += kThreads) {
+    const int r = n / kChunks, c = n % kChunks * kChunk;
+    uint16_t* const chunk = to + chunk_index<kDim>(r, n % kChunks);
+    const uint16_t* const row = from + r * view.stride_r;
+    if (aligned && r < rows && c + kChunk <= cols) {
+      copy_async(chunk, row + c);
+      continue;
+    }
+    for (int i = 0; i < kChunk; ++i)
+      chunk[i] = r < rows && c + i < cols ? row[(c + i) * view.stride_c] : 0;
+  }
+}
+
+// ---- products ----
+
+// S += A B^T for A, B [kTile][kDim].
+template <typename Layout, DType kType, int kDim>
+FASTATTN_DEVICE void multiply_transposed(const uint16_t* a, const uint16_t* b, Pairs<Layout>& s) {
+  const int lane = opaque_here(static_cast<int>(threadIdx.x % 32));
+#pragma unroll 2  // all at once, the addresses alone spill
+  for (int k = 0; k < kDim / 16; ++k) {
+    uint32_t x[4];
+    load_matrices<false>(a + chunk_index<kDim>(Layout::row0() + lane % 16, 2 * k + lane / 16), x);
+#pragma unroll
+    for (int n = 0; n < Layout::kTiles; n += 2) {
+      uint32_t y[4];
+      const int row = Layout::col0() + 8 * n + lane % 8 + lane / 16 * 8;
+      load_matrices<false>(b + chunk_index<kDim>(row, 2 * k + lane / 8 % 2), y);
+      multiply_add<kType>(x, y[0], y[1], s[n]);
+      multiply_add<kType>(x, y[2], y[3], s[n + 1]);
+    }
+  }
+}
+
+// O += P B for B [kTile][kDim], of which the columns of P are rows; P is rounded to 16 bits.
+template <typename Layout, DType kType, int kDim>
+FASTATTN_DEVICE void multiply_weights(const Pairs<Layout>& p, const uint16_t* b,
+                                      float (&o)[kDim / 8][4]) {
+  const int lane = opaque_here(static_cast<int>(threadIdx.x % 32));
+#pragma unroll
+  for (int k = 0; k < Layout::kTiles / 2; ++k) {
+    uint32_t x[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float* const pair = &p[2 * k + r / 2][r % 2 * 2];
+      x[r] = pack_pair<kType>(pair[0], pair[1]);
+    }
+#pragma unroll
+    for (int n = 0; n < kDim / 8; n += 2) {
+      uint32_t y[4];
+      const int row = Layout::col0() + 16 * k + lane % 16;
+      load_matrices<true>(b + chunk_index<kDim>(row, n + lane / 16), y);
+      multiply_add<kType>(x, y[0], y[1], o[n]);
+      multiply_add<kType>(x, y[2], y[3], o[n + 1]);
+    }
+  }
+}
+
+}  // namespace fastattn::cuda

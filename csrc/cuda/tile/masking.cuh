@@ -1,0 +1,233 @@
+// What is not arithmetic in a tile of scores: which pairs are kept, what bias they get, which
+// weights dropout keeps. problem/mask.h alone knows what a mask means.
+//
+// A tile is empty (nothing of it is computed or read), full (no mask code runs), or has a bit a
+// pair. A mask selects, it is never added: NaN + -inf is NaN.
+//
+// All of it is written once for any Layout, which says where in the tile a thread's pairs are: its
+// x-th query is query0() + query(x), its y-th key key0() + key(y), and their pair has the number
+// pair(x, y), which is its bit and its place [pair / 4][pair % 4] in the thread's values. Keys come
+// in runs of kKeyRun neighbours, which share a block of dropout's bits, kRunStep apart.
+#pragma once
+
+#include "cuda/base/reduce.cuh"
+#include "problem/philox.h"
+
+namespace fastattn::cuda {
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
+
+using KeepBits = uint32_t;  // bit n says that this thread's pair n is kept
+constexpr KeepBits kAllKept = ~KeepBits{0};
+
+FASTATTN_DEVICE bool kept(KeepBits bits, int pair) { return bits >> pair & 1; }
+// Of the value [r][c].
+FASTATTN_DEVICE bool kept(KeepBits bits, int r, int c) { return kept(bits, 4 * r + c); }
+
+// Of a Fragment (tile.cuh).
+struct FragmentLayout {
+  static constexpr int kQueries = kRows, kKeys = kCols, kKeyRun = kCols, kRunStep = 0;
+  FASTATTN_DEVICE int query0() { return row0(); }
+  FASTATTN_DEVICE int key0() { return col0(); }
+  FASTATTN_DEVICE constexpr int query(int x) { return x; }
+  FASTATTN_DEVICE constexpr int key(int y) { return y; }
+  FASTATTN_DEVICE constexpr int pair(int x, int y) { return x * kKeys + y; }
+};
+
+// A thread's values, one a pair.
+template <typename Layout>
+using Pairs = float[Layout::kQueries * Layout::kKeys / 4][4];
+
+// ---- masks ----
+
+// Intervals of keys move one way with the row, unless their lengths are ragged: then the first and
+// the last row do not speak for all.
+FASTATTN_DEVICE bool is_ragged(const MaskParams& mask) {
+  return mask.kv_len != nullptr && mask.kv_len_stride_m != 0;
+}
+
+FASTATTN_DEVICE bool is_outside(const AttentionParams& p, const Place& at) {
+  if (is_ragged(p.mask)) return false;
+  const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  return keys.begin >= at.j0 + at.cols || keys.end <= at.j0;
+}
+
+FASTATTN_DEVICE bool is_full(const AttentionParams& p, const Place& at) {
+  if (is_ragged(p.mask) || p.mask.keep != nullptr || p.bias.data != nullptr) return false;
+  if (at.rows < kTile || at.cols < kTile) return false;
+  const KeyRange first = row_range(p.mask, p.N, at.b, at.i0);
+  const KeyRange last = row_range(p.mask, p.N, at.b, at.i0 + kTile - 1);
+  return last.begin <= at.j0 && at.j0 + kTile <= first.end;
+}
+
+// Calls f(pair, offset) for this thread's pairs whose bit is set, in an array [queries, keys].
+// kUnrolled is for those who index registers with the pair. The offset moves along: one a pair
+// would take 64 registers.
+template <typename Layout, bool kUnrolled, typename F>
+__device__ __forceinline__ void for_kept(KeepBits bits, int64_t offset, int64_t stride_m,
+                                         int64_t stride_n, F f) {
+  offset = opaque(offset + Layout::query0() * stride_m + Layout::key0() * stride_n);
+#pragma unroll(kUnrolled ? Layout::kQueries : 1)
+  for (int x = 0; x < Layout::kQueries; ++x) {
+    int64_t where = opaque(offset + Layout::query(x) * stride_m);
+#pragma unroll(kUnrolled ? Layout::kKeys : 1)
+    for (int y = 0; y < Layout::kKeys; y += Layout::kKeyRun) {
+#pragma unroll
+      for (int n = 0; n < Layout::kKeyRun; ++n)
+        if (const int pair = Layout::pair(x, y + n); kept(bits, pair))
+          f(pair, where + n * stride_n);
+      where += Layout::kRunStep * stride_n;
+    }
+  }
+}
+
+template <typename Layout>
+FASTATTN_DEVICE KeepBits bits_in_ranges(const AttentionParams& p, const Place& at) {
+  KeepBits bits = 0;
+#pragma unroll 1
+  for (int x = 0; x < Layout::kQueries; ++x) {
+    const int query = Layout::query0() + Layout::query(x);
+    if (query >= at.rows) continue;
+    const KeyRange row = row_range(p.mask, p.N, at.b, at.i0 + query);
+    const int begin = static_cast<int>(min64(kTile, max64(0, row.begin - at.j0)));
+    const int end = static_cast<int>(max64(0, min64(at.cols, row.end - at.j0)));
+    for (int y = 0; y < Layout::kKeys; ++y) {
+      const int key = Layout::key0() + Layout::key(y);
+      if (begin <= key && key < end) bits |= KeepBits{1} << Layout::pair(x, y);
+    }
+  }
+  return bits;
+}
+
+template <typename Layout>
+FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at) {
+  const KeepBits inside = bits_in_ranges<Layout>(p, at);
+  KeepBits bits = inside;
+  const auto drop = [&](int pair) { bits &= ~(KeepBits{1} << pair); };
+  if (p.mask.keep != nullptr) {
+    const MaskParams& m = p.mask;
+    const int64_t offset = at.b * m.keep_stride_b + at.h * m.keep_stride_h +
+                           at.i0 * m.keep_stride_m + at.j0 * m.keep_stride_n;
+    for_kept<Layout, false>(inside, offset, m.keep_stride_m, m.keep_stride_n,
+                            [&](int pair, int64_t where) {
+                              if (m.keep[where] == 0) drop(pair);
+                            });
+  }
+  if (p.bias.data != nullptr) {
+    const int64_t offset = offset_of(p.bias, at.b, at.h, at.i0, at.j0);
+    with_dtype(p.bias.dtype, [&](auto type) {
+      for_kept<Layout, false>(inside, offset, p.bias.stride_r, p.bias.stride_c,
+                              [&](int pair, int64_t where) {
+                                if (load_as<type>(p.bias.data, where) == -kInfinity) drop(pair);
+                              });
+    });
+  }
+  return bits;
+}
+
+struct TileMask {
+  KeepBits bits;
+  bool empty, full;  // the same for all threads
+};
+
+// Every thread of the block must call it: unless the tile is full, it is a barrier.
+template <typename Layout>
+FASTATTN_DEVICE TileMask mask_tile(const AttentionParams& p, const Place& at) {
+  if (is_outside(p, at)) return {0, true, false};
+  if (is_full(p, at)) return {kAllKept, false, true};
+  const KeepBits bits = partial_bits<Layout>(p, at);
+  return {bits, __syncthreads_or(bits != 0) == 0, false};
+}
+
+// ---- bias ----
+
+// bias * log2(e). Only -inf masks: the most negative finite numbers, popular as mask values, must
+// not overflow to it, nor the largest to +inf.
+FASTATTN_DEVICE float in_log2(float bias) {
+  const float scaled = bias * kLog2e;
+  return is_finite(bias) ? fmaxf(-3.402823466e38f, fminf(3.402823466e38f, scaled)) : bias;
+}
+
+template <typename Layout>
+FASTATTN_DEVICE void add_bias(const AttentionParams& p, const Place& at, KeepBits bits,
+                              Pairs<Layout>& s) {
+  if (p.bias.data == nullptr) return;
+  const int64_t offset = offset_of(p.bias, at.b, at.h, at.i0, at.j0);
+  with_dtype(p.bias.dtype, [&](auto type) {
+    for_kept<Layout, true>(bits, offset, p.bias.stride_r, p.bias.stride_c,
+                           [&](int pair, int64_t where) {
+                             s[pair / 4][pair % 4] += in_log2(load_as<type>(p.bias.data, where));
+                           });
+  });
+}
+
+// Calls f(pair, dW_ij) for the kept pairs of the gradient of the returned weights, if there is one.
+template <typename Layout, DType kType, typename F>
+__device__ __forceinline__ void for_grad_weights(const BackwardParams& p, const Place& at,
+                                                 KeepBits bits, F f) {
+  const View& view = p.grad_weights;
+  if (view.data == nullptr) return;
+  const bool mean = p.weights_mode == WeightsMode::kMean;
+  const float share = mean ? 1.f / static_cast<float>(p.H) : 1.f;
+  const int64_t offset = offset_of(view, at.b, mean ? 0 : at.h, at.i0, at.j0);
+  for_kept<Layout, true>(bits, offset, view.stride_r, view.stride_c, [&](int pair, int64_t where) {
+    f(pair, load_as<kType>(view.data, where) * share);
+  });
+}
+
+// ---- dropout ----
+
+// Read where bits are drawn: kept over the loops it would take two registers.
+FASTATTN_DEVICE uint64_t seed_of(const DropoutParams& dropout) {
+  return dropout.seed_ptr == nullptr ? dropout.seed : static_cast<uint64_t>(*dropout.seed_ptr);
+}
+
+// Four keys j / 4 * 4, ... share a block of bits.
+FASTATTN_DEVICE PhiloxBlock random_block(uint64_t seed, int64_t b, int64_t h, int64_t i,
+                                         int64_t j) {
+  return philox4x32(seed, static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
+                    static_cast<uint32_t>(h), static_cast<uint32_t>(b));
+}
+// Selected and not indexed, which would put the words into memory.
+FASTATTN_DEVICE uint32_t random_word(const PhiloxBlock& block, int n) {
+  const uint32_t low = n % 2 == 0 ? block.word[0] : block.word[1];
+  const uint32_t high = n % 2 == 0 ? block.word[2] : block.word[3];
+  return n < 2 ? low : high;
+}
+
+// The pairs that dropout keeps: all, if there is none.
+template <typename Layout>
+FASTATTN_DEVICE KeepBits surviving_bits(const AttentionParams& p, const Place& at) {
+  if (!p.dropout.enabled) return kAllKept;
+  const uint64_t seed = seed_of(p.dropout);
+  KeepBits bits = 0;
+#pragma unroll 1  // one block of bits at a time: many of them would take all registers
+  for (int x = 0; x < Layout::kQueries; ++x)
+#pragma unroll 1
+    for (int y = 0; y < Layout::kKeys; y += Layout::kKeyRun) {
+      const int key = Layout::key0() + Layout::key(y);
+      const PhiloxBlock block =
+          random_block(seed, at.b, at.h, at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
+#pragma unroll
+      for (int n = 0; n < Layout::kKeyRun; ++n)
+        if (random_word(block, key % 4 + n) >= p.dropout.threshold)
+          bits |= KeepBits{1} << Layout::pair(x, y + n);
+    }
+  return bits;
+}
+
+// x times 0 or 1 / (1 - p).
+FASTATTN_DEVICE float dropped(const AttentionParams& p, bool survives, float x) {
+  return survives ? x * p.dropout.scale : 0.f;
+}
+
+template <int kQuads>
+FASTATTN_DEVICE void drop(const AttentionParams& p, KeepBits survivors, float (&x)[kQuads][4]) {
+  if (!p.dropout.enabled) return;
+#pragma unroll
+  for (int n = 0; n < 4 * kQuads; ++n)
+    x[n / 4][n % 4] = dropped(p, kept(survivors, n), x[n / 4][n % 4]);
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,20 @@
+// Merges what several blocks made of a row, each of other keys (Dao et al., "Flash-Decoding",
+// 2023).
+#pragma once
+
+#include "cuda/base/launcher.cuh"
+#include "cuda/base/ptx.cuh"
+#include "cuda/tile/few_queries.h"
+
+namespace fastattn::cuda {
+
+// Part `number`, parts of a row being neighbours, of those that begin at `partials` in the
+// workspace.
+FASTATTN_DEVICE float* partial_at(const ForwardParams& p, int64_t partials, int64_t number) {
+  return static_cast<float*>(p.workspace) + partials + number * (p.E + 2);
+}
+
+// Writes out, lse and stats from the parts, added up in order.
+void merge_partials(const ForwardParams& p, int64_t partials, int64_t parts, Launcher& launcher);
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,127 @@
+// Softmax in base 2: the online form of the forward pass, and weights recomputed from what it
+// saved of a row, (shift, factor): P = 2^(s - shift) * factor.
+//
+//   m' = max(m, ceil(max_j s_j))    alpha = 2^(m - m')
+//   w_j = 2^(s_j - m')              l' = alpha l + sum_j w_j
+//
+// m is a whole number, so that alpha is exact: the error of an approximate one is the same in all
+// weights so far, and their sum would not be 1 when they are computed again.
+//
+// A row that has met no key has m = -inf and l = 0; it subtracts 0 instead of m, so that -inf is
+// never subtracted from -inf.
+#pragma once
+
+#include "cuda/tile/masking.cuh"
+
+namespace fastattn::cuda {
+
+FASTATTN_DEVICE float finite_max(float m) { return m == -kInfinity ? 0.f : m; }
+
+FASTATTN_DEVICE float power_of_2(int exponent) {
+  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  return power;
+}
+
+// The largest power of two that is not above a normal number x >= 0; 0 for smaller ones.
+FASTATTN_DEVICE float power_below(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  bits &= 0x7f800000;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// 2^(from - to) for whole numbers from <= to, or from = -inf. NaN stays NaN.
+FASTATTN_DEVICE float rescaling(float from, float to) {
+  const float exponent = from - to;
+  if (exponent != exponent) return exponent;
+  return exponent < -126.f ? 0.f : power_of_2(static_cast<int>(exponent));
+}
+
+// The rows of a tile of queries while key tiles stream by; in shared memory, since registers are
+// full of scores.
+struct RowStates {
+  float m[kTile];
+  float l[kTile];
+};
+
+// Of the lanes that share a row, one looks after its state.
+FASTATTN_DEVICE bool is_row_writer() { return thread() % kRowLanes == 0; }
+
+FASTATTN_DEVICE void clear(RowStates& states) {
+  if (thread() < kTile) states.m[thread()] = -kInfinity, states.l[thread()] = 0.f;
+}
+
+// Scores become weights, after dropout; alpha rescales what the rows have added up so far.
+FASTATTN_DEVICE void softmax_step(const AttentionParams& p, const Place& at, KeepBits bits,
+                                  RowStates& states, Fragment& s, float (&alpha)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float top = -kInfinity;
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+      s[r][c] = kept(bits, r, c) ? s[r][c] : -kInfinity;
+      top = max_of(top, s[r][c]);
+    }
+    const float m_old = states.m[row0() + r];
+    const float m = max_of(m_old, ceilf(lanes_max(top, kRowLanes))), shift = finite_max(m);
+    alpha[r] = rescaling(m_old, shift);
+    float sum = 0.f;
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+      s[r][c] = ex2_approx(s[r][c] - shift);
+      sum += s[r][c];
+    }
+    sum = lanes_sum(sum, kRowLanes);
+    __syncwarp();  // each lane has read m; a shuffle waits for lanes, not for their memory
+    if (is_row_writer()) {
+      states.m[row0() + r] = m;
+      states.l[row0() + r] = states.l[row0() + r] * alpha[r] + sum;
+    }
+  }
+  drop(p, surviving_bits<FragmentLayout>(p, at), s);
+}
+
+// Writes what users (lse) and the backward pass (stats) see of row n; returns what the row's sums
+// are multiplied by.
+FASTATTN_DEVICE float write_row(const ForwardParams& p, int64_t n, float m, float l, bool writer) {
+  const bool empty = l == 0.f;
+  const float shift = finite_max(m), factor = empty ? 0.f : 1.f / l;
+  if (writer) {
+    p.lse[n] = empty ? -kInfinity : shift * kLn2 + logf(l);
+    p.stats[2 * n] = shift;
+    p.stats[2 * n + 1] = factor;
+  }
+  return factor;
+}
+
+FASTATTN_DEVICE int64_t row_number(const AttentionParams& p, const Place& at, int r) {
+  return (at.b * p.H + at.h) * p.M + at.i0 + row0() + r;
+}
+
+// A weight from the saved stats of its row. Bounded: the rounding of huge scores, computed again in
+// other company, must not turn into overflow.
+FASTATTN_DEVICE float known_weight(float s, float shift, float factor) {
+  return ex2_approx(min_nan(s - shift, 1.f)) * factor;
+}
+
+// Scores become P, before dropout: exactly 0 where masked, even if the row is NaN.
+FASTATTN_DEVICE void known_weights(const AttentionParams& p, const Place& at, KeepBits bits,
+                                   const float* stats, Fragment& s) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (row0() + r >= at.rows) {
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) s[r][c] = 0.f;
+      continue;
+    }
+    const float2 row = reinterpret_cast<const float2*>(stats)[row_number(p, at, r)];
+#pragma unroll
+    for (int c = 0; c < kCols; ++c)
+      s[r][c] = kept(bits, r, c) ? known_weight(s[r][c], row.x, row.y) : 0.f;
+  }
+}
+
+}  // namespace fastattn::cuda

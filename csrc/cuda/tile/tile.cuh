@@ -1,0 +1,252 @@
+// A tile of kTile queries x kTile keys, as a block of kThreads threads holds it: every thread a
+// fragment of kRows x kCols in registers. Operands pass through shared memory in stages.
+//
+//   warp 0   rows  0-15    thread t: rows t / 16 * kRows, columns t % 16 * kCols of every tile
+//   warp 3   rows 48-63    16 neighbouring lanes share kRows rows
+#pragma once
+
+#include "cuda/base/ptx.cuh"
+#include "problem/mask.h"
+
+namespace fastattn::cuda {
+
+constexpr int kTile = 64;
+constexpr int kStage = 32;  // rows of a staged operand [kStage][kTile]
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kRows = 8, kCols = 4;
+constexpr int kRowLanes = kTile / kCols;  // lanes that share their rows
+constexpr int kStageFloats = kStage * kTile;
+static_assert(kRows * kCols * kThreads == kTile * kTile);
+
+// A stage of dims of a tile may also be split into fragments of kOwn rows x kOwn dims, neighbouring
+// lanes having neighbouring dims.
+constexpr int kOwn = 4;
+constexpr int kDimGroups = kStage / kOwn;
+static_assert(kOwn * kOwn * kThreads == kStage * kTile);
+
+using Fragment = float[kRows][kCols];
+
+FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+FASTATTN_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
+FASTATTN_DEVICE int lane() { return static_cast<int>(threadIdx.x % 32); }
+FASTATTN_DEVICE int warp() { return static_cast<int>(threadIdx.x / 32); }
+FASTATTN_DEVICE int row0() { return thread() / kRowLanes * kRows; }
+FASTATTN_DEVICE int col0() { return thread() % kRowLanes * kCols; }
+
+// Takes the last digit of a block's number, a number in as many digits as there are loops. 32 bits,
+// as a grid has fewer than 2^31 blocks: a 64-bit division is a call.
+FASTATTN_DEVICE int64_t take_digit(uint32_t* number, int64_t size) {
+  const uint32_t base = static_cast<uint32_t>(size), digit = *number % base;
+  *number /= base;
+  return digit;
+}
+
+// Which tile: queries [i0, i0 + rows) of head h and batch b, keys [j0, j0 + cols) of head hkv.
+struct Place {
+  int b, h, hkv;
+  int64_t i0, j0;
+  int rows, cols;
+};
+
+FASTATTN_DEVICE int extent(int64_t size, int64_t begin) {
+  return static_cast<int>(min64(kTile, size - begin));
+}
+
+// rows and cols are at most 0 past the last tile.
+FASTATTN_DEVICE Place place(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
+                            int64_t j0) {
+  const int head = static_cast<int>(h);
+  const int group = static_cast<int>(p.H) / static_cast<int>(p.Hkv);
+  return {static_cast<int>(b), head, head / group, i0, j0, extent(p.M, i0), extent(p.N, j0)};
+}
+
+// Whether some row of this warp exists: M = 1 then costs a quarter of a tile.
+FASTATTN_DEVICE bool warp_has_rows(const Place& at) {
+  return thread() / 32 * (kTile / kWarps) < at.rows;
+}
+
+// ---- shared memory ----
+
+// Where element (r, c) of a tile [..][kTile] lies. Groups of four columns change places with r / 4,
+// so that lanes that read the same columns of rows 4 apart meet other banks.
+FASTATTN_DEVICE int tile_index(int r, int c) { return r * kTile + (c ^ (r & (kTile - 4))); }
+
+FASTATTN_DEVICE float4 load4(const float* tile, int r, int c) {
+  return *reinterpret_cast<const float4*>(tile + tile_index(r, c));
+}
+FASTATTN_DEVICE void store4(float* tile, int r, int c, const float4& x) {
+  *reinterpret_cast<float4*>(tile + tile_index(r, c)) = x;
+}
+
+FASTATTN_DEVICE void unpack4(const float4& from, float* to) {
+  to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
+}
+FASTATTN_DEVICE float4 pack4(const float* from) {
+  return make_float4(from[0], from[1], from[2], from[3]);
+}
+
+// The operands of row r: kRows values at row0() of `a`, kCols at col0() of `b`.
+FASTATTN_DEVICE void load_rows(const float* a, int r, float (&x)[kRows]) {
+  unpack4(load4(a, r, row0()), x);
+  unpack4(load4(a, r, row0() + 4), x + 4);
+}
+FASTATTN_DEVICE void load_cols(const float* b, int r, float (&x)[kCols]) {
+  unpack4(load4(b, r, col0()), x);
+}
+
+template <int kRowCount>
+FASTATTN_DEVICE void clear(float (&x)[kRowCount][kCols]) {
+#pragma unroll
+  for (int r = 0; r < kRowCount; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) x[r][c] = 0.f;
+}
+
+// to[i][j], or to[j][i] if kTransposed.
+template <bool kTransposed>
+FASTATTN_DEVICE void store_fragment(const Fragment& x, float* to) {
+  if constexpr (kTransposed) {
+#pragma unroll
+    for (int c = 0; c < kCols; ++c)
+#pragma unroll
+      for (int r = 0; r < kRows; r += 4)
+        store4(to, col0() + c, row0() + r,
+               make_float4(x[r][c], x[r + 1][c], x[r + 2][c], x[r + 3][c]));
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) store4(to, row0() + r, col0(), pack4(x[r]));
+  }
+}
+
+// acc[i][j] += sum_r a[a_row + r][i] b[r][j], r < depth. With kSkipZeros a factor of 0 in `a` takes
+// no part, whatever `b` holds: 0 * NaN must not carry garbage past a mask.
+template <bool kSkipZeros>
+FASTATTN_DEVICE void outer_add(const float* a, int a_row, const float* b, int depth,
+                               Fragment& acc) {
+#pragma unroll 4
+  for (int n = 0; n < depth; ++n) {
+    float x[kRows], y[kCols];
+    load_rows(a, a_row + n, x);
+    load_cols(b, n, y);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) {
+        const float sum = acc[r][c] + x[r] * y[c];
+        acc[r][c] = kSkipZeros && x[r] == 0.f ? acc[r][c] : sum;
+      }
+  }
+}
+
+// ---- elements of strided arrays ----
+
+template <DType kType>
+FASTATTN_DEVICE float load_as(const void* data, int64_t offset) {
+  if constexpr (kType == DType::kFloat32) {
+    return static_cast<const float*>(data)[offset];
+  } else {
+    const uint16_t bits = static_cast<const uint16_t*>(data)[offset];
+    return kType == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
+  }
+}
+
+template <DType kType>
+FASTATTN_DEVICE void store_as(void* data, int64_t offset, float x) {
+  if constexpr (kType == DType::kFloat32) {
+    static_cast<float*>(data)[offset] = x;
+  } else {
+    static_cast<uint16_t*>(data)[offset] =
+        kType == DType::kFloat16 ? float_to_fp16(x) : float_to_bf16(x);
+  }
+}
+
+template <DType kType>
+struct TypeTag {
+  constexpr operator DType() const { return kType; }
+};
+
+// Calls f with a dtype as a compile-time constant.
+template <typename F>
+__device__ __forceinline__ void with_dtype(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f(TypeTag<DType::kFloat32>{});
+    case DType::kBFloat16:
+      return f(TypeTag<DType::kBFloat16>{});
+    case DType::kFloat16:
+      return f(TypeTag<DType::kFloat16>{});
+  }
+}
+
+FASTATTN_DEVICE int64_t offset_of(const View& view, int64_t b, int64_t h, int64_t r, int64_t c) {
+  return b * view.stride_b + h * view.stride_h + r * view.stride_r + c * view.stride_c;
+}
+
+FASTATTN_DEVICE float load_element(const View& view, int64_t offset) {
+  float x = 0.f;
+  with_dtype(view.dtype, [&](auto type) { x = load_as<type>(view.data, offset); });
+  return x;
+}
+
+// Writes the part of a fragment that lies within rows x cols, from element `offset` on.
+FASTATTN_DEVICE void store_tile(const View& view, int64_t offset, int rows, int cols,
+                                const Fragment& x) {
+  offset = opaque(offset + row0() * view.stride_r + col0() * view.stride_c);
+  with_dtype(view.dtype, [&](auto type) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = opaque(offset + r * view.stride_r);
+#pragma unroll
+      for (int c = 0; c < kCols; ++c)
+        if (row0() + r < rows && col0() + c < cols)
+          store_as<type>(view.data, row + c * view.stride_c, x[r][c]);
+    }
+  });
+}
+
+// ---- staging; barriers are the caller's ----
+
+FASTATTN_DEVICE bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+
+// to[c][r] = element (r, c) from `offset` on, for rows <= kTile and cols <= kStage; 0 elsewhere.
+FASTATTN_DEVICE void stage_transposed(const View& view, int64_t offset, int rows, int cols,
+                                      float* to) {
+  constexpr int kStep = kThreads / kStage;
+  const int c = thread() % kStage;
+  with_dtype(view.dtype, [&](auto type) {
+    int64_t n = opaque(offset + thread() / kStage * view.stride_r + c * view.stride_c);
+#pragma unroll 4
+    for (int r = thread() / kStage; r < kTile; r += kStep, n += kStep * view.stride_r)
+      to[tile_index(c, r)] = r < rows && c < cols ? load_as<type>(view.data, n) : 0.f;
+  });
+}
+
+// to[r][c] = element (r, c) from `offset` on, for rows <= kStage and cols <= kTile; 0 elsewhere.
+// Returns whether all that this thread loaded is finite.
+FASTATTN_DEVICE bool stage_rows(const View& view, int64_t offset, int rows, int cols, float* to) {
+  constexpr int kStep = kThreads / kTile;
+  const int c = thread() % kTile;
+  bool finite = true;
+  with_dtype(view.dtype, [&](auto type) {
+    int64_t n = opaque(offset + thread() / kTile * view.stride_r + c * view.stride_c);
+#pragma unroll 4
+    for (int r = thread() / kTile; r < kStage; r += kStep, n += kStep * view.stride_r) {
+      const float x = r < rows && c < cols ? load_as<type>(view.data, n) : 0.f;
+      finite &= is_finite(x);
+      to[tile_index(r, c)] = x;
+    }
+  });
+  return finite;
+}
+
+// Copies `count` rows of an array [..][kTile].
+FASTATTN_DEVICE void stage_panel(const float* panel, int count, float* to) {
+  for (int n = thread(); n < count * (kTile / 4); n += kThreads) {
+    const int r = n / (kTile / 4), c = n % (kTile / 4) * 4;
+    store4(to, r, c, reinterpret_cast<const float4*>(panel)[n]);
+  }
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+
+// Functions shared by host and device code.
+//
+// On the host they have internal linkage, and that is load-bearing: the CPU kernels compile these
+// headers once per instruction set, and an ordinary inline function would be emitted by each of
+// those objects under one name, of which the linker keeps an arbitrary one: an AVX-512 body called
+// on a machine without AVX-512.
+#if defined(__CUDACC__)
+#define FASTATTN_FN static __host__ __device__ __forceinline__
+#else
+#define FASTATTN_FN [[maybe_unused]] static inline
+#endif
+
+namespace fastattn {
+
+FASTATTN_FN int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+FASTATTN_FN int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace fastattn

@@ -1,0 +1,56 @@
+// The one place in C++ where a mask has a meaning: which keys j a query i keeps.
+//
+// row_range() covers what is an interval of keys per row (causal, window, kv_len); keeps() adds the
+// dense mask. tile_range() bounds the keys that any row of a row block can keep: tiles outside it
+// are never touched. A new kind of mask is one field in MaskParams and one clause here. Float bias
+// is not a mask, but -inf in it removes a key too.
+#pragma once
+
+#include "problem/host_device.h"
+#include "problem/params.h"
+
+namespace fastattn {
+
+struct KeyRange {
+  int64_t begin, end;  // keys begin <= j < end; empty when begin >= end
+};
+
+// Lengths come from user memory: clamped to [0, N], so that no value can cause a read out of
+// bounds.
+FASTATTN_FN int64_t kv_len_at(const MaskParams& mask, int64_t N, int64_t b, int64_t i) {
+  if (mask.kv_len == nullptr) return N;
+  return max64(0, min64(N, mask.kv_len[b * mask.kv_len_stride_b + i * mask.kv_len_stride_m]));
+}
+
+FASTATTN_FN KeyRange row_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i) {
+  return {max64(0, i + mask.band_lo), min64(kv_len_at(mask, N, b, i), i + mask.band_hi + 1)};
+}
+
+// The union over rows i0 <= i < i1, as an interval. Ragged kv_len costs one read a row, its [B]
+// form one in all.
+FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
+                                int64_t i1) {
+  if (mask.kv_len == nullptr || mask.kv_len_stride_m == 0) {
+    return {max64(0, i0 + mask.band_lo),
+            min64(kv_len_at(mask, N, b, i0), i1 - 1 + mask.band_hi + 1)};
+  }
+  KeyRange all = {N, 0};
+  for (int64_t i = i0; i < i1; ++i) {
+    const KeyRange row = row_range(mask, N, b, i);
+    if (row.begin >= row.end) continue;
+    all.begin = min64(all.begin, row.begin);
+    all.end = max64(all.end, row.end);
+  }
+  return all;
+}
+
+FASTATTN_FN bool keeps(const MaskParams& mask, int64_t N, int64_t b, int64_t h, int64_t i,
+                       int64_t j) {
+  const KeyRange row = row_range(mask, N, b, i);
+  if (j < row.begin || j >= row.end) return false;
+  if (mask.keep == nullptr) return true;
+  return mask.keep[b * mask.keep_stride_b + h * mask.keep_stride_h + i * mask.keep_stride_m +
+                   j * mask.keep_stride_n] != 0;
+}
+
+}  // namespace fastattn

@@ -1,0 +1,86 @@
+// The attention problem as plain structs: what a kernel file knows of the world.
+//
+// Torch-free, host and device. csrc/binding/attention.cpp fills these in from tensors, after which
+// no kernel sees a tensor. Dims: B batch, H query heads, Hkv key heads, M queries, N keys, D head
+// dim, E value dim.
+#pragma once
+
+#include <cstdint>
+
+namespace fastattn {
+
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+// A borrowed strided array over [B, H, rows, cols]. Strides count elements, are 64-bit, and are 0
+// on broadcast dims.
+struct View {
+  void* data;  // nullptr: absent
+  DType dtype;
+  int64_t stride_b, stride_h, stride_r, stride_c;
+};
+
+// The constraints of fastattn.Mask, ANDed. mask.h holds their meaning.
+struct MaskParams {
+  int64_t band_lo, band_hi;  // keeps j when i + band_lo <= j <= i + band_hi (causal and window,
+                             // either alignment)
+  const int32_t* kv_len;     // nullptr: no constraint
+  int64_t kv_len_stride_b, kv_len_stride_m;
+  const uint8_t* keep;  // nullptr: no constraint; nonzero keeps
+  int64_t keep_stride_b, keep_stride_h, keep_stride_m, keep_stride_n;
+};
+
+// philox.h turns (seed, b, h, i, j) into 32 bits; a weight survives when its bits >= threshold,
+// times scale. A seed that the device reads can change between replays of a CUDA graph, and nobody
+// waits for it to come to the host.
+struct DropoutParams {
+  bool enabled;
+  uint32_t threshold;  // p * 2^32
+  float scale;         // 1 / (1 - p); 0 when p = 1
+  uint64_t seed;
+  const int64_t* seed_ptr;  // CUDA: the seed in the device's memory, instead of `seed`; or nullptr
+};
+
+// By number, as operators take them: WEIGHTS in fastattn/problem/record.py.
+enum class WeightsMode : int32_t { kNone = 0, kFull = 1, kMean = 2 };
+
+struct AttentionParams {
+  int64_t B, H, Hkv, M, N, D, E;
+  float scale;  // of the dot product; 1 for the additive score
+  View q, k, v;
+  View w;     // additive: [1, H, 1, D]; absent for dot
+  View bias;  // [B, H, M, N], broadcast dims have stride 0
+  MaskParams mask;
+  DropoutParams dropout;
+  WeightsMode weights_mode;
+};
+
+struct ForwardParams : AttentionParams {
+  View out;         // [B, H, M, E]
+  float* lse;       // [B, H, M], natural log, -inf where a row keeps no key
+  float* stats;     // [B, H, M, 2], (shift, factor): weights are 2^(score in log2 - shift) * factor
+  View weights;     // full: [B, H, M, N]; mean: [B, 1, M, N]
+  void* workspace;  // forward_workspace_bytes(), 64-byte aligned
+};
+
+struct BackwardParams : AttentionParams {
+  View out;
+  const float* stats;
+  View grad_out;          // [B, H, M, E]
+  const float* grad_lse;  // [B, H, M] contiguous, or nullptr
+  View grad_weights;      // shaped like weights, or absent
+  View grad_q, grad_k, grad_v;
+  float* grad_w;   // additive: [B, H, D], summed over the batch by the caller
+  View grad_bias;  // the bias's own shape, stride 0 where it broadcasts; absent when not wanted
+  // The extent of the bias gradient in each dim: its full size or 1.
+  int64_t bias_B, bias_H, bias_M, bias_N;
+  void* workspace;  // backward_workspace_bytes(), 64-byte aligned
+};
+
+// How a kernel asks for threads without knowing who owns them. run() calls body(ctx, begin, end)
+// over disjoint pieces of [0, n) and returns when all are done.
+struct Parallel {
+  int64_t num_threads;
+  void (*run)(int64_t n, void (*body)(void* ctx, int64_t begin, int64_t end), void* ctx);
+};
+
+}  // namespace fastattn

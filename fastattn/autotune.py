@@ -1,0 +1,168 @@
+"""Measures which tiles the Triton kernels run fastest with on this GPU, and remembers it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import registry
+from fastattn.problem import Problem, validate
+
+if TYPE_CHECKING:
+    from fastattn.kernels.host.config import Config
+
+Measure = Callable[[Callable[[], object]], float]  # a call -> its time, in any unit
+
+
+def autotune(
+    query: Tensor | Problem,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    measure: Measure | None = None,
+    **options,
+) -> dict[str, Config]:
+    """Finds the fastest tile sizes, warps and pipeline stages of the kernels behind a call.
+
+    Later calls with the same element size, head size (rounded up to 64, 128 or 256) and kind of
+    problem (plain, or with dropout, bias or weights) use them, in this process and in others: they
+    are kept in ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default), by device and
+    version of Triton. Delete the file to forget them. Results depend on them in rounding only.
+
+    Every kernel starts from the built-in table and moves to a neighbour (half or twice a tile size,
+    other warps, a stage more or less) while one is faster. That compiles some tens of kernels: it
+    takes minutes.
+
+    Args:
+        query: as in :func:`scaled_dot_product_attention`, or :func:`additive_attention` when weight
+            is given; or a validated :class:`fastattn.problem.Problem`, for which inputs are drawn.
+        key: as there; query by default.
+        value: as there; key by default.
+        weight: as there.
+        measure: takes a call and returns its time. By default the median on the device's clock.
+        **options: the call's other arguments.
+
+    Returns:
+        The configuration of each kernel: ``(BLOCK_M, BLOCK_N, num_warps, num_stages)`` by name.
+
+    Raises:
+        ValueError: the Triton backend cannot do this problem, for the reasons given.
+
+    Example:
+        >>> q = torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16)
+        >>> fastattn.autotune(q, is_causal=True)
+    """
+    inputs = _inputs(query, key, value, weight, options)
+    registry.select(inputs.p, "triton")
+    from fastattn.kernels.host import config, tuned  # imports Triton
+
+    p, size = inputs.p, max(inputs.p.D, inputs.p.E)
+    rich = config.is_rich(inputs.bias is not None, p.dropout_p, p.weights)
+    found = {}
+    for kernel, call in _progress(_calls(inputs)):
+        name = tuned.name(kernel, p.dtype, config.size_class(size), rich)
+        with_config = _timer(name, call, measure or _median)
+        start = config.choose(kernel, p.device, p.dtype, size, rich)
+        found[name] = _descend(start, with_config)
+    tuned.remember(p.device, found)
+    return found
+
+
+def _inputs(query, key, value, weight, options) -> validate.Inputs:
+    if not isinstance(query, Problem):
+        key = query if key is None else key
+        value = key if value is None else value
+        score = "dot" if weight is None else "additive"
+        return validate.build(score, query, key, value, weight, **options)
+    p = query
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=p.dtype, device=p.device)
+
+    q, k, v = draw(p.B, p.H, p.M, p.D), draw(p.B, p.Hkv, p.N, p.D), draw(p.B, p.Hkv, p.N, p.E)
+    w = draw(p.H, p.D) if p.score == "additive" else None
+    return validate.Inputs(p, q, k, v, w, None, (p.B,), True)
+
+
+def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
+    """(kernel of config.TABLE, what runs it), those first whose choice others do not depend on."""
+    p, q, k, v, w, bias, *_ = inputs
+    triton = registry.get("triton")
+
+    def forward():
+        return triton.forward(p, q, k, v, w, bias)
+
+    out, _, weights, stats = forward()
+    grad_out = torch.randn_like(out)
+    grad_weights = None if p.weights == "none" else torch.randn_like(weights)
+
+    def backward():
+        grads = (grad_out, None, grad_weights)
+        return triton.backward(p, q, k, v, w, bias, out, stats, *grads, bias is not None)
+
+    from fastattn.kernels.loop.forward import FEW_QUERIES
+
+    few = p.M <= FEW_QUERIES
+    if p.score == "additive":
+        first = {"additive_decode" if few else "additive_fwd": forward}
+        rest = ["tile"] if few else ["dq", "dkdv", "tile"]
+        return [*(first | {f"additive_{kernel}": backward for kernel in rest}).items()]
+    prefix = "decode_" if few else ""
+    first = {"decode" if few else "fwd": forward}
+    return [*(first | dict.fromkeys((f"{prefix}dq", f"{prefix}dkdv", "tile"), backward)).items()]
+
+
+def _timer(name: str, call: Callable[[], object], measure: Measure) -> Callable[[Config], float]:
+    from fastattn.kernels.host import tuned
+
+    def time_of(config: Config) -> float:
+        with tuned.trial(name, config):
+            try:
+                return measure(call)
+            except Exception:  # too much shared memory, too many registers, no such layout
+                return math.inf
+
+    return time_of
+
+
+def _descend(start: Config, time_of: Callable[[Config], float]) -> Config:
+    """The best configuration that single steps lead to."""
+    times = {start: time_of(start)}
+    best = start
+    while True:
+        for config in _neighbours(best):
+            if config not in times:
+                times[config] = time_of(config)
+        fastest = min(times, key=times.__getitem__)
+        if times[fastest] >= times[best]:
+            return best
+        best = fastest
+
+
+def _neighbours(c: Config) -> list[Config]:
+    from fastattn.kernels.host import tuned
+
+    blocks = [c._replace(BLOCK_M=m) for m in (c.BLOCK_M // 2, c.BLOCK_M * 2)]
+    blocks += [c._replace(BLOCK_N=n) for n in (c.BLOCK_N // 2, c.BLOCK_N * 2)]
+    blocks = [b for b in blocks if {b.BLOCK_M, b.BLOCK_N} <= {*tuned.BLOCKS}]
+    stages = [c._replace(num_stages=s) for s in (c.num_stages - 1, c.num_stages + 1) if s >= 1]
+    return [*blocks, c._replace(num_warps=12 - c.num_warps), *stages]  # 4 warps, or 8
+
+
+def _median(call: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    return do_bench(call, quantiles=[0.5])  # pyright: ignore[reportReturnType]
+
+
+def _progress(calls: list) -> Iterable:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return calls
+    return tqdm(calls, desc="autotune", unit="kernel")

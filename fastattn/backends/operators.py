@@ -1,0 +1,218 @@
+"""The torch.library operators: fake kernels, and the libraries that implement them.
+
+Two operators cover both scores (``w`` is None for the dot product), and every fused backend has
+such a pair: ``fastattn::forward`` and ``backward`` for CPUs, ``fastattn::cuda_forward`` and so on.
+They have no autograd of their own: ``autograd.py`` wraps backends, and operators with registered
+autograd break ``torch.func``. csrc/binding/attention.cpp defines and implements the compiled ones,
+so that an exported program needs the library alone. Without it they are defined here and have no
+kernel, and ``EXTENSION_ERROR`` says why. ``schemas.py`` has the text of both.
+
+``fastattn::linear`` and ``self_attention`` are what modules run on CPUs where nobody looks inside:
+see ``modules/projection.py``, which says where that is.
+
+The CPU kernels use the widest instruction set that the machine shows. The environment variable
+``FASTATTN_CPU_ISA``, read at import, names another; ``ISA_ERROR`` says why that is not followed.
+``FASTATTN_EXTENSION`` names a library to load instead of the package's own: one built with
+sanitizers (``make sanitize-cpu``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import schemas
+from fastattn.problem import Problem
+from fastattn.problem.record import WEIGHTS, weights_of, weights_shape
+
+
+def has_autocast(device: str) -> bool:
+    """Whether torch has autocast for a kind of device."""
+    return torch.amp.is_autocast_available(device)
+
+
+# As backends/gpu.py's reasons: torch.compile of 2.11 cannot trace it.
+has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# ---- the compiled libraries ----
+
+PACKAGE = Path(__file__).parents[1]  # where setup.py puts them
+
+
+def load(pattern: str, *reason: str) -> str | None:
+    """Loads a library that setup.py builds into this folder; returns why it is missing, or None.
+
+    ``reason``: where _build_info.json keeps why it was not built.
+    """
+    libraries = sorted(PACKAGE.glob(pattern))
+    if not libraries:
+        return f"is missing ({build_info(*reason) or 'it was never built: run `make build`'})"
+    return _load(libraries[0])
+
+
+def _load(library: str | Path) -> str | None:
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        return f"does not load: {error}"
+    return None
+
+
+def build_info(*keys: str) -> Any:
+    """What setup.py noted of a build in _build_info.json; None where it noted nothing."""
+    try:
+        info = json.loads((PACKAGE / "_build_info.json").read_text())
+        for key in keys:
+            info = info[key]
+        return info
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _load_extension() -> str | None:
+    named = os.environ.get("FASTATTN_EXTENSION")
+    error = _load(named) if named else load("_C*.so", "reason")
+    return error and f"the compiled extension {error}"
+
+
+EXTENSION_ERROR = _load_extension()
+EXTENSION_LEFT_OUT = build_info("left_out") is True  # on purpose
+LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
+
+
+def _complete(name: str, schema: str, fake) -> None:
+    """Defines an operator unless the library has, and adds its fake kernel.
+
+    As a kernel for meta tensors, which fake tensors use: register_fake() wants operators from C++
+    to name their Python module, which the stable ABI can do from torch 2.13 on.
+    """
+    if not hasattr(torch.ops.fastattn, name):
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if fake is not None:
+        LIBRARY.impl(name, fake, "Meta")
+
+
+# ---- fake kernels ----
+
+
+def _forward_fake(
+    q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights
+):
+    B, H, M, _ = q.shape
+    N, E = v.shape[-2:]
+    out = q.new_empty(B, M, H, E).transpose(1, 2)
+    shape = weights_shape(weights_of(weights), B, H, M, N)
+    lse, stats = (q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
+    return out, lse, q.new_empty(shape), stats
+
+
+def _backward_fake(
+    q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights,
+    out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
+):  # fmt: skip
+    B, H, _, D = q.shape
+    grad_w = q.new_empty((0,) if w is None else (B, H, D), dtype=torch.float32)
+    grad_bias = bias.new_empty(bias.shape) if bias_needs_grad else q.new_empty(0)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    return *grads, grad_w, grad_bias
+
+
+# ---- a pair of operators a backend ----
+
+
+class Operators:
+    """``fastattn::<prefix>forward`` and ``<prefix>backward``, as ``registry.Backend`` calls them.
+
+    Whoever makes them implements them, in Python or by loading a library.
+    """
+
+    def __init__(self, prefix: str):
+        pair = schemas.pair(prefix)
+        self._names = tuple(pair)
+        for (name, schema), fake in zip(pair.items(), (_forward_fake, _backward_fake), strict=True):
+            _complete(name, schema, fake)
+        # The overload, not the packet: nothing to choose, which takes microseconds.
+        self._forward, self._backward = (
+            getattr(torch.ops.fastattn, n).default for n in self._names
+        )
+
+    def implement(self, key: str, forward, backward) -> None:
+        """Registers Python functions for a dispatch key, ``"CUDA"`` or ``"CPU"``."""
+        for name, function in zip(self._names, (forward, backward), strict=True):
+            LIBRARY.impl(name, function, key)
+
+    def forward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None):
+        """See ``registry.Backend``."""
+        return self._forward(q, k, v, w, bias, *p.tensors(), *scalars(p))
+
+    def backward(
+        self, p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad
+    ):
+        """See ``registry.Backend``."""
+        grad_q, grad_k, grad_v, grad_w, grad_bias = self._backward(
+            q, k, v, w, bias, *p.tensors(), *scalars(p),
+            out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
+        )  # fmt: skip
+        return (
+            grad_q,
+            grad_k,
+            grad_v,
+            grad_w if w is not None else None,
+            grad_bias if bias_needs_grad else None,
+        )
+
+
+def scalars(p: Problem) -> tuple:
+    """What both operators take beside tensors: (band_lo, band_hi, scale, dropout_p, weights)."""
+    return (*p.mask.band(p.M, p.N), p.scale, p.dropout_p, WEIGHTS[p.weights])
+
+
+# ---- what surrounds attention, at inference on CPUs ----
+
+
+def _linear_fake(x, weight, bias):
+    return x.new_empty(*x.shape[:2], weight.shape[0])
+
+
+def _self_attention_fake(
+    x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first
+):
+    B, N = x.shape[:2] if batch_first else x.shape[1::-1]
+    shape = weights_shape(weights_of(weights), B, num_heads, N, N)
+    return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
+
+
+for _name, _fake in (("linear", _linear_fake), ("self_attention", _self_attention_fake)):
+    _complete(_name, schemas.PROJECTIONS[_name], _fake)
+linear = torch.ops.fastattn.linear.default
+self_attention = torch.ops.fastattn.self_attention.default
+
+
+# ---- the CPU kernels ----
+
+for _name, _schema in schemas.CPU_ISA.items():
+    _complete(_name, _schema, None)
+CPU = Operators("")
+
+
+def _choose_isa() -> str | None:
+    """Follows FASTATTN_CPU_ISA; warns, and returns the warning, where that is not possible."""
+    name = os.environ.get("FASTATTN_CPU_ISA") or "auto"
+    if name.isascii() and torch.ops.fastattn.select_cpu_isa(name):
+        return None
+    runs = ", ".join(map(repr, torch.ops.fastattn.cpu_isas()))
+    error = (
+        f"FASTATTN_CPU_ISA: expected 'auto' or what was built and runs here, {runs}, got {name!r}"
+    )
+    warnings.warn(f"{error}; taking {torch.ops.fastattn.cpu_isa()!r}", RuntimeWarning, stacklevel=2)
+    return error
+
+
+ISA_ERROR = _choose_isa() if EXTENSION_ERROR is None else None

@@ -1,0 +1,152 @@
+"""Which backend computes a problem, and why the others do not.
+
+A backend says what it cannot do (``unsupported``); ``select`` takes the first one with nothing to
+say against. Nothing falls back silently when the user named a backend: its reasons are raised.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import cpu, cuda, eager, triton
+from fastattn.problem import Problem
+
+
+class Backend(Protocol):
+    """What a module in ``fastattn/backends/`` provides, over ``Problem``'s canonical shapes.
+
+    It may also have a ``self_attention``, which is ``forward`` between two projections: ``cpu.py``.
+    """
+
+    __name__: str
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """Reasons against this problem, in words for the user; empty when there are none."""
+        ...
+
+    def forward(
+        self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out ``[B, H, M, E]`` laid out as ``[B, M, H, E]``, lse, weights, stats).
+
+        lse is natural, in ``p.acc_dtype``. stats ``[B, ...]`` is whatever the backend's own
+        backward wants of the rows; the fused ones keep ``[B, H, M, 2]``, (shift, factor): the
+        weight of a base-2 score is ``2^(s - shift) * factor``.
+        """
+        ...
+
+    def backward(
+        self,
+        p: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        stats: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        grad_weights: Tensor | None,
+        bias_needs_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Gradients of (q, k, v, w, bias); that of w is ``[B, H, D]``, in ``p.acc_dtype``."""
+        ...
+
+
+# In the order of preference of backend="auto"; cpu first, so that its calls ask no other.
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "cuda": cuda, "eager": eager}
+
+# Where several can, counted in their machine code (tests/cuda/test_nvcc.py, tests/triton): not
+# measured on a GPU yet.
+WHY = {
+    "dot": "triton before cuda: its products use warpgroup instructions on Hopper, cuda's mma.sync",
+    "additive": "cuda before triton: its loop takes 3.5 issue slots an element, Triton's 4.7",
+}
+
+
+def in_order(score: str) -> list[str]:
+    """The names of the backends in order of preference for a score; ``WHY`` says why."""
+    if score != "additive":
+        return list(BACKENDS)
+    return sorted(BACKENDS, key=lambda name: name not in ("cpu", "cuda"))
+
+
+def get(name: str) -> Backend:
+    """The backend module of that name."""
+    if name not in BACKENDS:
+        raise ValueError(
+            f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}"
+        )
+    return BACKENDS[name]
+
+
+def against(name: str, p: Problem) -> list[str]:
+    """Why a backend cannot compute ``p`` here and now; empty where it can."""
+    reasons = BACKENDS[name].unsupported(p)
+    if name != "eager" and _exporting_to_onnx():
+        return [*reasons, "ONNX has PyTorch's operators only, and eager is made of those"]
+    return reasons
+
+
+def _exporting_to_onnx() -> bool:
+    """Whether torch.onnx.export is at work; torch.onnx is slow to import, and asked for nothing."""
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
+# As backends/gpu.py's reasons: sys.modules cannot be traced.
+_exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def select(p: Problem, backend: str = "auto") -> str:
+    """The name of the backend that computes ``p``.
+
+    Raises:
+        ValueError: for an unknown name, or when the named backend cannot do this problem, with its
+            reasons.
+    """
+    if backend != "auto":
+        get(backend)
+        reasons = against(backend, p)
+        if reasons:
+            raise ValueError(f"backend {backend!r} cannot do this problem: {'; '.join(reasons)}")
+        return backend
+    for name in in_order(p.score):
+        reasons = against(name, p)
+        if not reasons:
+            return name
+        if reasons == [cpu.operators.EXTENSION_ERROR]:
+            cpu.warn_of_missing_kernels()
+    raise ValueError(f"no backend can do this problem: {explain(p)}")
+
+
+def explain(p: Problem, backend: str = "auto") -> str:
+    """A table of the backends in order of preference: chosen, available, or why not.
+
+    A named ``backend`` that cannot do the problem leaves none chosen: the call raises.
+
+    Below it, the instruction set of the CPU kernels, or how to get them where they are missing, or
+    the reason for the order on a GPU.
+    """
+    lines = [f"{p.score} attention, key {p.key}"]
+    reasons = {name: against(name, p) for name in in_order(p.score)}
+    if backend != "auto":
+        get(backend)  # raises for a name that is none
+    wanted = list(reasons) if backend == "auto" else [backend]
+    chosen = next((name for name in wanted if not reasons[name]), None)
+    for name, found in reasons.items():
+        verdict = "chosen" if name == chosen else "available"
+        if found:
+            verdict = "no: " + "; ".join(found)
+        lines.append(f"  {name:<8}{verdict}")
+    if reasons.get("cpu") == []:
+        lines.append(f"  cpu: instruction set {cpu.instruction_set()}")
+    elif p.device.type == "cpu" and cpu.REMEDY is not None:
+        lines.append(f"  cpu: {cpu.REMEDY}")
+    if reasons.get("triton") == reasons.get("cuda") == []:
+        lines.append(f"  {WHY[p.score]}")
+    return "\n".join(lines)

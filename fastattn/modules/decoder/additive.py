@@ -1,0 +1,147 @@
+"""Modules around the additive score of Bahdanau et al., ``score(q, k) = w . tanh(q + k)``."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastattn.modules import single_head
+from fastattn.modules.single_head import Masks
+from fastattn.problem import Mask
+
+
+class AdditiveAttention(nn.Module):
+    r"""Additive attention with learned projections, the textbook module.
+
+    .. math::
+        \mathrm{out}_i = \sum_j \mathrm{softmax}_j\left(
+            w_v^\top \tanh(W_q q_i + W_k k_j)\right) v_j
+
+    Parameters are named and initialised in the order of the textbook's, ``W_k``, ``W_q``, ``w_v``:
+    its ``state_dict`` loads, and its seeds give the same weights. No tensor of size
+    M * N * hidden_dim is ever made.
+
+    Args:
+        query_dim (int): features of a query.
+        key_dim (int): features of a key.
+        hidden_dim (int): size of the space in which query and key are added.
+        dropout (float): probability of dropping an attention weight in training. Default 0.0.
+        bias (bool): biases in the three linear layers. (That of ``w_v`` adds one number to all
+            scores, which softmax takes away again.) Default False.
+        device (torch.device, optional): of the parameters.
+        dtype (torch.dtype, optional): of the parameters.
+
+    Attributes:
+        store_weights (bool): set it to True to have each forward leave its weights in
+            ``attention_weights``. Default False: they cost M * N numbers per call.
+        attention_weights (Tensor | None): [B, M, N] of the last call made with
+            ``store_weights``, detached.
+
+    Raises:
+        ValueError: ``dropout`` is not in [0, 1].
+
+    Where it differs from the textbook on purpose: a query with ``valid_lens`` 0 gets output 0, not
+    the average of the padding's values; and the weights are those after dropout, which multiplied
+    the values.
+
+    Source: Bahdanau, Cho, Bengio, "Neural Machine Translation by Jointly Learning to Align and
+    Translate", 2015, https://arxiv.org/abs/1409.0473. The textbook is "Dive into Deep Learning",
+    section 11.3, https://d2l.ai.
+
+    Example::
+
+        >>> attention = AdditiveAttention(query_dim=20, key_dim=2, hidden_dim=8)
+        >>> queries, keys = torch.randn(2, 1, 20), torch.ones(2, 10, 2)
+        >>> values = torch.randn(2, 10, 4)
+        >>> attention(queries, keys, values, valid_lens=torch.tensor([2, 6])).shape
+        torch.Size([2, 1, 4])
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        hidden_dim: int,
+        dropout: float = 0.0,
+        bias: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        single_head.check_dropout(dropout)
+        self.W_k = nn.Linear(key_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.W_q = nn.Linear(query_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.w_v = nn.Linear(hidden_dim, 1, bias=bias, device=device, dtype=dtype)
+        self.dropout = dropout
+        self.store_weights = False
+        self.attention_weights: Tensor | None = None
+
+    def project_keys(self, keys: Tensor) -> Tensor:
+        """What of the work depends on ``keys`` alone: a cache (B, N, hidden_dim) for ``forward``.
+
+        With it a decoding step costs the step. It is a plain tensor, with gradient: select, repeat
+        or reorder its samples as those of ``values``.
+        """
+        return self.W_k(keys)
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor | None,
+        values: Tensor,
+        valid_lens: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        need_weights: bool = False,
+        cache: Tensor | None = None,
+    ) -> Any:
+        """Attend from ``queries`` to ``keys`` and ``values``.
+
+        Args:
+            queries: (B, M, query_dim), floating point; or one step, (B, query_dim), and then the
+                results have no dim M.
+            keys: (B, N, key_dim), of the same dtype. Not read, and may be None, with ``cache``.
+            values: (B, N, Dv), of the same dtype; Dv is free.
+            valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part,
+                for each sample or for each query. Default None: all.
+            attn_mask: broadcastable to (B, M, N), as in ``scaled_dot_product_attention``: boolean
+                with True = take part, or float, added to the scores. Default None.
+            mask: a :class:`fastattn.Mask` with further constraints. Default None.
+            need_weights: return the weights too. Default False.
+            cache: what ``project_keys(keys)`` returned. Default None: project ``keys`` now.
+
+        Returns:
+            output (B, M, Dv); with ``need_weights`` the tuple (output, weights (B, M, N)).
+
+        Raises:
+            TypeError: dtypes differ.
+            ValueError: shapes or lengths do not fit, or ``valid_lens`` and ``mask.kv_len`` are both
+                given.
+        """
+        queries, one_step = single_head.as_steps(queries)
+        out, weights = single_head.attend(
+            "additive",
+            self.W_q(queries),
+            self._projected(keys, values, cache),
+            values,
+            Masks(valid_lens, attn_mask, mask),
+            self.dropout if self.training else 0.0,
+            need_weights or self.store_weights,
+            weight=self.w_v.weight.squeeze(0),
+            bias=None if self.w_v.bias is None else self.w_v.bias[:, None],
+        )
+        if self.store_weights and weights is not None:
+            self.attention_weights = weights.detach()
+        return single_head.results(out, weights, need_weights, one_step)
+
+    def _projected(self, keys: Tensor | None, values: Tensor, cache: Tensor | None) -> Tensor:
+        if cache is not None:
+            single_head.check_cache(cache, values, self.w_v.in_features)
+            return cache
+        if keys is None:
+            raise ValueError("keys: expected a tensor, or cache=project_keys(keys)")
+        return self.project_keys(keys)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the linear layers."""
+        return f"dropout={self.dropout}"

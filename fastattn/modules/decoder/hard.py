@@ -1,0 +1,178 @@
+"""Hard attention: one key for each query, picked rather than averaged."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.modules import single_head
+from fastattn.modules.decoder.alignment import Alignment
+from fastattn.modules.single_head import Masks
+from fastattn.problem import Mask
+
+
+class HardChoice(NamedTuple):
+    """What :class:`HardAttention` chose. A query without keys has indices 0, log_prob 0."""
+
+    output: Tensor  # (B, M, Dv)
+    indices: Tensor  # (B, M), int64: the keys
+    log_prob: Tensor  # (B, M): log of its probability, differentiable
+    probabilities: Tensor  # (B, M, N): what it was drawn from, differentiable
+
+
+class HardAttention(nn.Module):
+    r"""Attention that picks one value for each query.
+
+    .. math::
+        p_{ij} = \mathrm{softmax}_j(\mathrm{score}(q_i, k_j)), \qquad \mathrm{out}_i = v_{s_i},
+        \qquad s_i = \arg\max_j p_{ij} \text{ at evaluation, } s_i \sim p_i \text{ in training}
+
+    A pick has no derivative. Two substitutes for training:
+
+    - Straight-through, always there: backward treats the output as the soft attention
+      :math:`\sum_j p_{ij} v_j` where query, keys and score are concerned; values get the gradient
+      of the pick.
+    - REINFORCE: ``return_choice=True`` gives ``log_prob`` too, for a loss like
+      ``(reward.detach() - baseline) * -log_prob``. To use it alone, detach query and keys from
+      the output: train on ``choice.output.detach()``.
+
+    Args:
+        query_dim (int): features of a query.
+        key_dim (int, optional): features of a key. Default ``query_dim``.
+        method (str): ``"concat"`` (the additive score, the paper's), ``"general"`` or ``"dot"``, as
+            in :class:`LuongAttention`. Default ``"concat"``.
+        hidden_dim (int, optional): of ``concat``. Default ``query_dim``.
+        device (torch.device, optional): of the parameters.
+        dtype (torch.dtype, optional): of the parameters.
+
+    Raises:
+        ValueError: an unknown method, or sizes that it does not take.
+
+    A query without keys has output 0. Of keys with equal probability, in the dtype of the query,
+    the first is the largest. Draws come from torch's generator.
+
+    Source: Xu et al., "Show, Attend and Tell", 2015, https://arxiv.org/abs/1502.03044; REINFORCE:
+    Williams, 1992; straight-through: Bengio, Léonard, Courville, 2013,
+    https://arxiv.org/abs/1308.3432.
+
+    Example::
+
+        >>> attention = HardAttention(query_dim=32, key_dim=48, hidden_dim=16)
+        >>> queries, regions = torch.randn(2, 7, 32), torch.randn(2, 196, 48)
+        >>> choice = attention(queries, regions, return_choice=True)
+        >>> loss = (reward(choice.output).detach() * -choice.log_prob).mean()
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int | None = None,
+        method: str = "concat",
+        *,
+        hidden_dim: int | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        self.score = Alignment(query_dim, key_dim, method, hidden_dim, device=device, dtype=dtype)
+
+    def project_keys(self, keys: Tensor) -> Tensor:
+        """A cache for ``forward``: the work that depends on ``keys`` alone."""
+        return self.score.project_keys(keys)
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None = None,
+        valid_lens: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        return_choice: bool = False,
+        cache: Tensor | None = None,
+    ) -> Any:
+        """Pick a value for each query.
+
+        Args:
+            queries: (B, M, query_dim), or one step, (B, query_dim), and then the results have no
+                dim M.
+            keys: (B, N, key_dim). Not read, and may be None, with ``cache`` and ``values``.
+            values: (B, N, Dv). Default None: the keys.
+            valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part.
+                Default None: all.
+            attn_mask: broadcastable to (B, M, N): boolean with True = take part, or float, added to
+                the scores. Default None.
+            mask: a :class:`fastattn.Mask` with further constraints. Default None.
+            return_choice: return a :class:`HardChoice` rather than its output. Default False.
+            cache: what ``project_keys(keys)`` returned. Default None.
+
+        Returns:
+            output (B, M, Dv), or the :class:`HardChoice`.
+
+        Raises:
+            TypeError: dtypes differ.
+            ValueError: shapes or lengths do not fit.
+        """
+        queries, one_step = single_head.as_steps(queries)
+        keys, values = self.score.keys_and_values(keys, values, cache)
+        # Values are detached: the soft output is there for the gradient of the scores alone.
+        soft, probabilities = self.score.attend(
+            self.score.project_queries(queries),
+            keys,
+            values.detach(),
+            Masks(valid_lens, attn_mask, mask),
+            need_weights=True,
+        )
+        assert probabilities is not None
+        indices, chosen = _choose(probabilities, sample=self.training)
+        output = _picked(values, indices, chosen)
+        if self.training:
+            output = _StraightThrough.apply(output, soft)
+        log_prob = torch.where(chosen == 0, 1.0, chosen).log()
+        choice = HardChoice(output, indices, log_prob, probabilities)
+        if one_step:
+            choice = HardChoice(*(x.squeeze(1) for x in choice))
+        return choice if return_choice else choice.output
+
+
+def _choose(probabilities: Tensor, sample: bool) -> tuple[Tensor, Tensor]:
+    """Index and probability of the chosen keys, (B, M) each; 0 and 0 where there is no key."""
+    if probabilities.shape[-1] == 0:
+        probabilities = nn.functional.pad(probabilities, (0, 1))
+    likely = probabilities.detach()
+    if sample:
+        # The largest of p_j / e_j with exponential e_j is j with probability p_j: unlike
+        # torch.multinomial it takes rows of zeros, of any length, and never waits for a GPU.
+        likely = likely.float() if likely.dtype in (torch.float16, torch.bfloat16) else likely
+        noise = torch.empty_like(likely).exponential_()
+        likely = likely / noise.clamp_min(torch.finfo(noise.dtype).tiny)
+    indices = likely.argmax(-1)
+    return indices, probabilities.gather(-1, indices[..., None]).squeeze(-1)
+
+
+def _picked(values: Tensor, indices: Tensor, chosen: Tensor) -> Tensor:
+    """values[b, indices[b, i]]: 0 for a row without keys, NaN for one with a NaN query or key."""
+    if values.shape[1] == 0:
+        values = nn.functional.pad(values, (0, 0, 0, 1))
+    samples = torch.arange(values.shape[0], device=values.device)[:, None]
+    chosen = chosen.detach()[..., None]
+    return torch.where(chosen > 0, values[samples, indices], chosen)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """``hard`` forward; backward as if both arguments were the result."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hard: Tensor, soft: Tensor) -> Tensor:
+        return hard.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, grad

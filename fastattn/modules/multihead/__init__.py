@@ -1,0 +1,1 @@
+"""nn.MultiheadAttention's shape: several heads, projections, a cache."""

@@ -1,0 +1,192 @@
+"""MultiheadAttention: torch.nn.MultiheadAttention on fastattn's kernels."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.modules.multihead import inference, inputs, interop, kv_cache, nested, projection
+from fastattn.modules.multihead.inputs import Inputs
+from fastattn.modules.multihead.kv_cache import KVCache
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    r"""Multi-head scaled dot-product attention, a drop-in for :class:`torch.nn.MultiheadAttention`.
+
+    .. math::
+        \mathrm{head}_h &= \mathrm{softmax}\left(
+            (Q W^Q_h) (K W^K_h)^\top / \sqrt{d} + \mathrm{mask}\right) V W^V_h \\
+        \mathrm{out} &= [\mathrm{head}_1, \dots, \mathrm{head}_H]\, W^O + b^O,
+            \qquad d = \mathrm{embed\_dim} / H
+
+    A subclass: constructor, attributes, parameters and their initialisation are inherited, so
+    ``isinstance`` checks, ``state_dict`` in both directions and seeds carry over. Only ``forward``
+    is ours; it computes the same numbers without the [B * H, M, N] tensors that torch makes for
+    masks and for ``need_weights=True``.
+
+    Args:
+        embed_dim (int): features E of the query and of the output.
+        num_heads (int): heads H; must divide ``embed_dim``.
+        dropout (float): probability of dropping an attention weight in training. Default 0.0.
+        bias (bool): biases on the input and output projections. Default True.
+        add_bias_kv (bool): append one learned key and value. Default False.
+        add_zero_attn (bool): append one key and value of zeros, after the learned ones.
+            Default False.
+        kdim (int, optional): features of ``key``. Default ``embed_dim``.
+        vdim (int, optional): features of ``value``. Default ``embed_dim``.
+        batch_first (bool): inputs are (B, N, E) rather than (N, B, E). Default False.
+        device (torch.device, optional): of the parameters.
+        dtype (torch.dtype, optional): of the parameters.
+
+    Raises:
+        ValueError: ``embed_dim`` or ``num_heads`` is not positive.
+        AssertionError: ``num_heads`` does not divide ``embed_dim``.
+
+    Where it differs from torch on purpose:
+
+    - A query with no key left has weights 0, output ``out_proj.bias`` and finite gradients; torch
+      gives NaN with ``need_weights=True`` and in eval mode.
+    - ``out_proj`` is called where it is more than a linear layer: hooks, pruning and adapters such
+      as LoRA's take part. torch reads its parameters only.
+    - NaN or infinity in a masked key or value reaches neither the output nor the gradients of the
+      projected tensors; in torch it does. (The projections are plain matrix products: a NaN in an
+      input row reaches the gradient of the weights that multiply it, as in any nn.Linear.)
+    - Dropout draws other random bits; their statistics are the same.
+
+    Note:
+        nn.TransformerEncoderLayer in eval mode without gradients calls one C++ operator on the
+        parameters of its ``self_attn`` and never its ``forward``: the results are torch's. Pass the
+        model through :func:`replace_attention` once, even if its attention is of this class
+        already, to be called there too.
+
+        Tensor subclasses, nested tensors outside plain self-attention, and dtypes other than
+        float16, bfloat16, float32 and float64 go to torch's own ``forward``, as does
+        ``torch.jit.trace``. ``torch.jit.script`` compiles a plain nn.MultiheadAttention that shares
+        the parameters.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017, https://arxiv.org/abs/1706.03762.
+
+    Example::
+
+        >>> attention = MultiheadAttention(embed_dim=64, num_heads=4, batch_first=True)
+        >>> x = torch.randn(2, 10, 64)
+        >>> out, weights = attention(x, x, x)  # (2, 10, 64), (2, 10, 10)
+        >>> out, _ = attention(x, x, x, need_weights=False)
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from ``query`` to ``key`` and ``value``.
+
+        With M queries, N keys, batch B; unbatched inputs drop B and ignore ``batch_first``.
+
+        Args:
+            query: (M, B, E), or (B, M, E) with ``batch_first``, or (M, E). Of the parameters'
+                dtype.
+            key: (N, B, kdim), (B, N, kdim) or (N, kdim).
+            value: (N, B, vdim), (B, N, vdim) or (N, vdim).
+            key_padding_mask: (B, N) or, unbatched, (N). Boolean: True = this key is padding,
+                ignored by all. Float, of the query's dtype: added to the scores of this key, with
+                gradient. Default None.
+            need_weights: also return the attention weights. It keeps the fused kernel, and when
+                averaged makes no tensor per head. Default True.
+            attn_mask: (M, N), or (B * H, M, N) where entry b * H + h is for head h of sample b, or
+                unbatched (H, M, N). Boolean: True = this pair is not allowed. Float, of the
+                query's dtype: added to the scores, with gradient. Default None.
+            average_attn_weights: return the mean of the weights over heads instead of each head's.
+                Default True.
+            is_causal: a promise that ``attn_mask`` is causal. If neither weights nor a padding mask
+                are asked for, query i then sees keys 0..i without the mask being read; otherwise
+                the mask is read as ever. Default False.
+            cache: a :class:`fastattn.KVCache`, for decoding step by step: keys and values of
+                earlier calls take part without being projected again. It says what masks then
+                cover; ``is_causal`` is not read. Default None.
+
+        Returns:
+            ``(output, weights)``. The output has the query's shape and dtype. The weights are None
+            unless asked for; averaged (B, M, N') or (M, N'), per head (B, H, M, N') or (H, M, N'),
+            batch first in every layout, where N' counts the appended keys too. They are those that
+            multiplied the values, so with dropout in training.
+
+        Raises:
+            AssertionError: shapes of query, key, value and padding mask do not fit, or a mask is
+                neither bool nor float.
+            RuntimeError: a dtype differs from the parameters', ``attn_mask`` has the wrong shape,
+                or ``is_causal`` comes without ``attn_mask``.
+            TypeError, ValueError: the call does not fit ``cache``.
+        """
+        without_masks = attn_mask is key_padding_mask is cache is None and not is_causal
+        if without_masks and query is key is value:
+            plainly = inference.attend(self, query, need_weights, average_attn_weights)
+            if plainly is not None:
+                return plainly
+        if cache is not None:
+            masks = (key_padding_mask, attn_mask)
+            step = kv_cache.step(self, cache, query, key, value, masks, need_weights)
+            return self._attend_heads(*step, need_weights, average_attn_weights)
+        args = (
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
+        if interop.is_foreign(self, query, key, value, key_padding_mask, attn_mask):
+            leaf = interop.fx_leaf(self, args)
+            return self._not_ours(*args) if leaf is None else leaf
+        if query.is_nested or key.is_nested or value.is_nested:
+            return nested.attend(self, query) if nested.takes(self, args) else self._not_ours(*args)
+        call = inputs.canonical(
+            self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
+        )
+        q, k, v = projection.to_heads(self, call.query, call.key, call.value, call.batch_first)
+        return self._attend_heads(call, q, k, v, need_weights, average_attn_weights)
+
+    def _attend_heads(
+        self, call: Inputs, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """From heads [B, H, M, D] to what forward returns."""
+        attended = self._attend(
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            return_weights=("mean" if average else "full") if need_weights else None,
+            **call.masks,
+        )
+        out, weights = attended if need_weights else (attended, None)
+        out = projection.out_projection(self, projection.merge_heads(out, call.batch_first))
+        if call.batched:
+            return out, weights
+        return out.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Any:
+        """Attention over heads [B, H, M, D]: the one step in which another score differs."""
+        return functional.scaled_dot_product_attention(q, k, v, **options)
+
+    # Told apart from what may stand in its place: an operator may (plain.py).
+    _attend.score = "dot"  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _not_ours(self, *args) -> tuple[Tensor, Tensor | None]:
+        """A call that our operators do not take."""
+        return super().forward(*args)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return interop.as_plain(self)
+
+
+interop.register_with_torch_ao(MultiheadAttention)

@@ -1,0 +1,105 @@
+"""A call of nn.MultiheadAttention's interface, checked and brought into one form."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn.modules.multihead import masks, projection
+from fastattn.modules.multihead.masks import Sizes
+
+_CAUSAL_WITHOUT_MASK = (
+    "Need attn_mask if specifying the is_causal hint. You may use the Transformer module method "
+    "`generate_square_subsequent_mask` to create this mask."
+)
+
+
+class Inputs(NamedTuple):
+    """What is left to know about a call: batched inputs, their layout, and masks as keywords."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    batched: bool  # as given; the tensors here always have a batch dim
+    batch_first: bool
+    masks: dict[str, object]  # keyword arguments of the functional API
+
+
+def canonical(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    need_weights: bool,
+    is_causal: bool,
+) -> Inputs:
+    """Check a call in torch's order, with torch's errors and words, and bring it into one form."""
+    if query is key is value and attn_mask is key_padding_mask is None and not is_causal:
+        E, H = module.embed_dim, module.num_heads
+        if query.dim() == 3 and query.shape[2] == E and E % H == 0:  # nothing left to object to
+            none: dict[str, object] = {"attn_mask": None, "mask": None, "bias": None}
+            return Inputs(query, key, value, True, module.batch_first, none | {"is_causal": False})
+    masks.check_kinds(attn_mask, key_padding_mask, query.dtype)
+    batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
+        query, key, value, key_padding_mask, attn_mask, module.num_heads
+    )
+    if is_causal and attn_mask is None:
+        raise RuntimeError(_CAUSAL_WITHOUT_MASK)
+    if not batched:
+        query, key, value = _add_batch_dim(query, key, value)
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+    batch_first = module.batch_first or not batched
+    sizes = _check_sizes(module, query, key, value, batch_first)
+    # With nothing else to read, the promise is enough: the mask is dropped unread, whatever it
+    # holds, and appended keys count as later than the queries.
+    causal = bool(is_causal) and key_padding_mask is None and not need_weights
+    if causal:
+        attn_mask = None
+    masks.check_float_dtypes(attn_mask, key_padding_mask, query, need_weights)
+    keywords = masks.to_keywords(attn_mask, key_padding_mask, sizes)
+    keywords["is_causal"] = causal
+    return Inputs(query, key, value, batched, batch_first, keywords)
+
+
+def _add_batch_dim(*tensors: Tensor) -> list[Tensor]:
+    """Unbatched inputs with a leading batch dim of 1.
+
+    Inputs that were one tensor stay one, for the projections to see.
+    """
+    batched = {id(t): t.unsqueeze(0) for t in tensors}
+    return [batched[id(t)] for t in tensors]
+
+
+def _check_sizes(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
+) -> Sizes:
+    """The sizes of a batched call; where inputs do not fit, torch's errors in torch's words.
+
+    torch checks after moving the sequence dim to the front: its messages show shapes (N, B, E).
+    """
+    qs, ks, vs = (_seq_first(t.shape, batch_first) for t in (query, key, value))
+    M, B, embed_dim = qs
+    if embed_dim != module.embed_dim:
+        raise AssertionError(
+            f"was expecting embedding dimension of {module.embed_dim}, but got {embed_dim}"
+        )
+    if embed_dim % module.num_heads:
+        raise AssertionError(f"embed_dim {embed_dim} not divisible by num_heads {module.num_heads}")
+    if module._qkv_same_embed_dim and ks != vs:
+        raise AssertionError(f"key shape {ks} does not match value shape {vs}")
+    if ks[:2] != vs[:2]:
+        raise AssertionError(
+            f"key's sequence and batch dims {ks[:2]} do not match value's {vs[:2]}"
+        )
+    if ks[1] != B:
+        wanted = [ks[0], B * module.num_heads, module.head_dim]
+        size = ks[0] * ks[1] * embed_dim
+        raise RuntimeError(f"shape '{wanted}' is invalid for input of size {size}")
+    return Sizes(B, module.num_heads, M, ks[0], projection.extra_keys(module))
+
+
+def _seq_first(shape: torch.Size, batch_first: bool) -> torch.Size:
+    return torch.Size((shape[1], shape[0], shape[2])) if batch_first else shape

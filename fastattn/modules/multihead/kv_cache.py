@@ -1,0 +1,301 @@
+"""Incremental decoding: projected keys and values kept from one call to the next."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.modules.multihead import inputs, interop, projection
+from fastattn.modules.multihead.inputs import Inputs
+from fastattn.problem import Mask, arguments
+
+_MIN_CAPACITY = 16
+_Masks = tuple[Tensor | None, Tensor | None]  # (key_padding_mask, attn_mask)
+
+
+class Step(NamedTuple):
+    """A checked call, its queries [B, H, M, D], and all keys and values [B, H, N, D]."""
+
+    call: Inputs
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class KVCache:
+    """Keys and values that a :class:`MultiheadAttention` has projected, for decoding step by step.
+
+    One cache belongs to one attention module and one batch of sequences. There are two kinds:
+
+    - Growing (the default), for causal self-attention. Each call appends the keys and values of its
+      M new positions; query i of the call, at position ``past + i``, sees the keys up to its own,
+      so that the steps together equal one causal forward. No mask is needed. Masks that are given
+      cover all keys, past and new: ``attn_mask`` (M, past + M), ``key_padding_mask``
+      (B, past + M).
+    - ``static=True``, for cross-attention to a memory. The first call projects key and value; later
+      calls read neither, and they may be None. Nothing is causal.
+
+    A step costs O(length) in the attention itself, and O(1) besides: rows are written behind the
+    others into memory that doubles when it is full. With grad mode on, memory cannot be reused:
+    each step then makes a new, longer tensor, and gradients are right. So decode under
+    ``torch.no_grad()`` or ``torch.inference_mode()``.
+
+    Args:
+        static (bool): project once, as above. Default False.
+        capacity (int): positions to make room for at first. Default 0: as needed.
+
+    Raises:
+        ValueError: a negative capacity; or, from the module, new positions that do not fit the
+            cache in batch, heads, dtype or device, and options that a cache excludes (appended keys
+            of ``add_bias_kv`` and ``add_zero_attn``, nested tensors).
+
+    Example::
+
+        >>> attention = MultiheadAttention(64, 4, batch_first=True).eval()
+        >>> cache, x = KVCache(), torch.randn(2, 10, 64)
+        >>> with torch.no_grad():
+        ...     steps = [attention(t, t, t, cache=cache)[0] for t in x.split(1, dim=1)]
+    """
+
+    def __init__(self, static: bool = False, capacity: int = 0) -> None:
+        arguments.check_bool("static", static)
+        arguments.check_int("capacity", capacity, 0)
+        self.static = static
+        self.capacity = capacity
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.length = 0
+        self._key: Tensor | None = None  # [B, H, room for keys, D]
+        self._value: Tensor | None = None
+        self._spare: tuple[Tensor, Tensor] | None = None  # memory of the same kind, for reorder
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been stored yet."""
+        return self._key is None
+
+    @property
+    def key(self) -> Tensor | None:
+        """The projected keys, a view [B, H, length, D] until the next change; None at first."""
+        return None if self._key is None else self._key[:, :, : self.length]
+
+    @property
+    def value(self) -> Tensor | None:
+        """The projected values, a view [B, H, length, D] until the next change; None at first."""
+        return None if self._value is None else self._value[:, :, : self.length]
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append key [B, H, M, D] and value [B, H, M, E]; returns all, [B, H, length, D and E].
+
+        Raises:
+            TypeError: no tensors.
+            ValueError: key and value differ in batch, heads, length, dtype or device; or one of
+                them from what is stored, in these or size; or the cache is static and has its keys.
+        """
+        _check_pair(key, value)
+        if self.static and not self.is_empty:
+            raise ValueError("a static KVCache takes keys and values once; reset() empties it")
+        if self.static:
+            self._key, self._value = key, value
+        else:
+            _check_fits("keys", self._key, key)
+            _check_fits("values", self._value, value)
+            self._key = self._append(self._key, key)
+            self._value = self._append(self._value, value)
+        self.length += key.shape[2]
+        return self._key[:, :, : self.length], self._value[:, :, : self.length]
+
+    def _append(self, held: Tensor | None, new: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # a graph may hold what would be written over
+            return new if held is None else torch.cat([held[:, :, : self.length], new], dim=2)
+        needed = self.length + new.shape[2]
+        if held is None or needed > held.shape[2] or not _is_writable(held):
+            held = self._grown(held, new, needed)
+        held[:, :, self.length : needed] = new
+        return held
+
+    def _grown(self, held: Tensor | None, new: Tensor, needed: int) -> Tensor:
+        """Memory for ``needed`` keys and as many more, with those held in front."""
+        B, H, _, D = new.shape
+        room = max(needed, 2 * self.length, self.capacity, _MIN_CAPACITY)
+        grown = new.new_empty(B, H, room, D)
+        if held is not None:
+            grown[:, :, : self.length] = held[:, :, : self.length]
+        return grown
+
+    def reorder(self, indices: Tensor) -> None:
+        """Make sample ``indices[b]`` sample b, as beam search does: [B'] integers in [0, B).
+
+        An index may stand there several times or not at all, and B' may differ from B, so
+        ``reorder`` also spreads a prompt's cache over its beams. Costs a copy of the keys.
+
+        Raises:
+            ValueError: ``indices`` is not a vector of integers, or on another device.
+            IndexError: an index is out of range.
+        """
+        if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"indices: expected int32 or int64 [B'], got {indices.dtype} {list(indices.shape)}"
+            )
+        if self._key is None or self._value is None:
+            return
+        if indices.device != self._key.device:
+            raise ValueError(f"indices: expected device {self._key.device}, got {indices.device}")
+        held = self._key, self._value
+        if torch.is_grad_enabled():
+            self._key, self._value = (x.index_select(0, indices) for x in held)
+            return
+        taken = self._other_memory(indices.shape[0], *held)
+        for x, y in zip(held, taken, strict=True):
+            torch.index_select(x[:, :, : self.length], 0, indices, out=y[:, :, : self.length])
+        (self._key, self._value), self._spare = taken, held
+
+    def _other_memory(self, batch: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for ``batch`` samples elsewhere: what the last reorder left, if it still fits.
+
+        Memory that is new costs four times the copy itself, for its pages.
+        """
+        shapes = [(batch, *x.shape[1:]) for x in (key, value)]
+        spare = self._spare
+        if spare is not None and all(
+            tuple(x.shape) == shape and x.dtype == key.dtype and _is_writable(x)
+            for x, shape in zip(spare, shapes, strict=True)
+        ):
+            return spare
+        return key.new_empty(shapes[0]), value.new_empty(shapes[1])
+
+    def crop(self, length: int) -> None:
+        """Forget all positions from ``length`` on, as speculative decoding does.
+
+        Raises:
+            ValueError: ``length`` is not between 0 and the cache's length.
+        """
+        arguments.check_int("length", length, 0)
+        if length > self.length:
+            raise ValueError(f"length: expected 0 to {self.length}, got {length}")
+        self.length = length
+
+    def __repr__(self) -> str:
+        held = "empty" if self._key is None else _describe(self._key)
+        return f"KVCache(length={self.length}, static={self.static}, {held})"
+
+
+def _check_pair(key: Tensor, value: Tensor) -> None:
+    """Fewer values than keys would show memory that was never written."""
+    for name, x in (("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected [batch, heads, length, dim], got {list(x.shape)}")
+    if (*key.shape[:3], key.dtype, key.device) != (*value.shape[:3], value.dtype, value.device):
+        raise ValueError(
+            "key and value: expected the same batch, heads, length, dtype and device, got "
+            f"{list(key.shape)} {key.dtype} on {key.device} and "
+            f"{list(value.shape)} {value.dtype} on {value.device}"
+        )
+
+
+def _check_fits(name: str, held: Tensor | None, new: Tensor) -> None:
+    if held is not None and _kind(held) != _kind(new):
+        raise ValueError(f"cache: holds {_describe(held)}, but the new {name} are {_describe(new)}")
+
+
+def _kind(x: Tensor) -> tuple:
+    B, H, _, D = x.shape
+    return B, H, D, x.dtype, x.device
+
+
+def _describe(x: Tensor) -> str:
+    return "batch {}, {} heads of {}, {} on {}".format(*_kind(x))
+
+
+def _is_writable(held: Tensor) -> bool:
+    """Tensors from inference mode may be written only there, those in a graph never."""
+    if held.requires_grad or torch.compiler.is_compiling():  # which cannot ask the rest
+        return not held.requires_grad
+    return torch.is_inference_mode_enabled() or not held.is_inference()
+
+
+def step(
+    module: nn.MultiheadAttention,
+    cache: KVCache,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    masks: _Masks,
+    need_weights: bool,
+) -> Step:
+    """One call of ``module`` with a cache.
+
+    The cache is changed last: a call that does not fit leaves it as it was.
+    """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache: expected a fastattn.KVCache, got {type(cache).__name__}")
+    _check_plain(module, query, key, value, *masks)
+    if cache.static and not cache.is_empty:
+        return _static_step(module, cache, query, masks, need_weights)
+    if key is None or value is None:
+        raise ValueError("key and value: expected tensors, as the cache does not hold them yet")
+    if cache.static:
+        call = inputs.canonical(module, query, key, value, *masks, need_weights, False)
+        q, k, v = projection.to_heads(module, call.query, call.key, call.value, call.batch_first)
+        return Step(call, q, *cache.update(k, v))
+    return _growing_step(module, cache, query, key, value, masks, need_weights)
+
+
+def _check_plain(module: nn.MultiheadAttention, query: Tensor, *others: Tensor | None) -> None:
+    if projection.extra_keys(module):
+        raise ValueError("a KVCache excludes add_bias_kv and add_zero_attn")
+    nested = any(t is not None and t.is_nested for t in (query, *others))
+    if interop.is_foreign(module, query, *others) or nested:
+        raise TypeError(
+            "a KVCache takes plain float16, bfloat16, float32 or float64 tensors: no subclasses, "
+            "no nested tensors, no torch.jit.trace, no torch.fx"
+        )
+
+
+def _static_step(module, cache: KVCache, query, masks: _Masks, need_weights: bool) -> Step:
+    """Only the queries are projected."""
+    like = _keys_like(module, query, cache.length)
+    call = inputs.canonical(module, query, *like, *masks, need_weights, False)
+    q = projection.queries_to_heads(module, call.query, call.batch_first)
+    k, v = cache.key, cache.value
+    assert k is not None
+    assert v is not None
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"cache: holds batch {k.shape[0]}, but query has batch {q.shape[0]}")
+    return Step(call, q, k, v)
+
+
+def _growing_step(
+    module, cache: KVCache, query, key, value, masks: _Masks, need_weights: bool
+) -> Step:
+    """New positions behind the others, each seeing the keys up to its own."""
+    call = inputs.canonical(module, query, key, value, None, None, need_weights, False)
+    M, new = (x.shape[1 if call.batch_first else 0] for x in (call.query, call.key))
+    if M != new:
+        raise ValueError(
+            f"query and key: with a growing cache expected as many new keys as queries, got {M} "
+            f"queries and {new} keys (KVCache(static=True) is for cross-attention)"
+        )
+    if masks != (None, None):
+        like = _keys_like(module, query, cache.length + new)
+        covering = inputs.canonical(module, query, *like, *masks, need_weights, False)
+        call = call._replace(masks=covering.masks)
+    if M > 1:  # one new query sees every key
+        mask: Any = call.masks["mask"] or Mask()
+        call.masks["mask"] = dataclasses.replace(mask, causal="bottom_right")
+    q, k, v = projection.to_heads(module, call.query, call.key, call.value, call.batch_first)
+    return Step(call, q, *cache.update(k, v))
+
+
+def _keys_like(module: nn.MultiheadAttention, query: Tensor, N: int) -> tuple[Tensor, Tensor]:
+    """What stands for N keys and values where only their shapes are looked at."""
+    dim = 1 if module.batch_first and query.dim() == 3 else 0
+    shape = list(query.shape)
+    shape[dim : dim + 1] = [N]
+    blank = query.new_empty(1)
+    return tuple(blank.expand(*shape[:-1], n) for n in (module.kdim, module.vdim))  # pyright: ignore

@@ -1,0 +1,133 @@
+"""Masks in nn.MultiheadAttention's convention, turned into the functional API's.
+
+nn.MultiheadAttention takes two masks in which True means "not allowed": ``attn_mask`` over (query,
+key) pairs and ``key_padding_mask`` over keys. It turns both into floats, adds them and expands the
+sum to [B * H, M, N]. Here each keeps its own kind and its own small shape: a boolean mask becomes a
+keep mask (True keeps), a float mask becomes a bias, and only what must be added is added.
+
+Dims as everywhere in the package: B batch, H heads, M queries, N keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.problem import Mask, validate
+
+
+class Sizes(NamedTuple):
+    """The sizes of one call. ``extra`` counts the keys appended after the N given ones."""
+
+    B: int
+    H: int
+    M: int
+    N: int
+    extra: int
+
+
+def check_kinds(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype
+) -> None:
+    """Raise and warn as nn.MultiheadAttention does about the masks' dtypes.
+
+    torch's own helper speaks, so that type and text are torch's; but it also builds a float copy of
+    a boolean mask. So it is asked only when there is something to say, and about an empty tensor.
+    """
+    masks = [m for m in (attn_mask, key_padding_mask) if m is not None]
+    known = all(m.dtype == torch.bool or m.is_floating_point() for m in masks)
+    if known and len({m.dtype for m in masks}) <= 1:
+        return
+    for mask, name, other in (
+        (key_padding_mask, "key_padding_mask", attn_mask),
+        (attn_mask, "attn_mask", None),
+    ):
+        F._canonical_mask(
+            mask=None if mask is None else mask.new_empty(0),
+            mask_name=name,
+            other_type=F._none_or_dtype(other),
+            other_name="attn_mask",
+            target_type=dtype,
+        )
+
+
+def to_keywords(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    sizes: Sizes,
+) -> dict[str, object]:
+    """The masks of a batched call as ``attn_mask=``, ``mask=`` and ``bias=`` of the functional API.
+
+    ``attn_mask`` is (M, N) or (B * H, M, N), ``key_padding_mask`` (B, N), each boolean (True = not
+    allowed) or float (added to the scores). Appended keys are visible to every query.
+
+    Only two float masks are ever added together, in their broadcast shape [B, 1, M, N] where torch
+    adds them as [B * H, M, N]. A float mask made of 0 and -inf, as nn.TransformerEncoder hands
+    down for a boolean one, needs no recognising here: a bias costs the kernels no more than a
+    boolean mask, and tiles of all -inf are skipped. No value of a mask is read.
+    """
+    pairs = _pairs_4d(attn_mask, sizes)
+    padding = _padding_4d(key_padding_mask, sizes)
+    keep_pairs = bias = mask = None
+    if pairs is not None and pairs.dtype == torch.bool:
+        keep_pairs = ~pairs
+    else:
+        bias = pairs
+    if padding is not None:
+        if padding.dtype == torch.bool:
+            mask = Mask(keep=~padding)
+        else:
+            bias = padding if bias is None else validate.sum_of_biases(bias, padding)
+    return {"attn_mask": keep_pairs, "mask": mask, "bias": bias}
+
+
+def check_float_dtypes(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor, need_weights: bool
+) -> None:
+    """A float mask has the query's dtype.
+
+    As in torch, float32 also passes when no weights are asked for, and anything under autocast.
+    """
+    allowed = {torch.bool, query.dtype}
+    if not need_weights:
+        allowed.add(torch.float32)
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if mask is None or mask.dtype in allowed or torch.is_autocast_enabled(query.device.type):
+            continue
+        raise RuntimeError(
+            f"Expected {name} dtype to be bool or to match query dtype, "
+            f"but got {name}.dtype: {mask.dtype} and query.dtype: {query.dtype} instead."
+        )
+
+
+def _pairs_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
+    """attn_mask as a view [1, 1, M, N] or [B, H, M, N]; the checks speak torch's words."""
+    if mask is None:
+        return None
+    expected = (s.M, s.N) if mask.dim() == 2 else (s.B * s.H, s.M, s.N)
+    if mask.shape != expected:
+        raise RuntimeError(
+            f"The shape of the {mask.dim()}D attn_mask is {mask.shape}, but should be {expected}."
+        )
+    # Index n * H + h: unflatten is a view whatever the strides, an expanded mask included.
+    mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (s.B, s.H))
+    return _append_columns(mask, s.extra)
+
+
+def _padding_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
+    """key_padding_mask as [B, 1, 1, N + extra]; as torch's, its checks count appended columns."""
+    if mask is None:
+        return None
+    for dim, want in ((0, s.B), (1, s.N + s.extra)):
+        got = mask.shape[dim] + dim * s.extra
+        if got != want:
+            raise AssertionError(
+                f"Expected key_padded_mask.shape[{dim}] to be {want}, but got {got}"
+            )
+    return _append_columns(mask, s.extra)[:, None, None, :]
+
+
+def _append_columns(mask: Tensor, extra: int) -> Tensor:
+    """``extra`` more columns of False or 0: appended keys are never masked."""
+    return F.pad(mask, (0, extra)) if extra else mask

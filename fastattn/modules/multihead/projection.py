@@ -1,0 +1,192 @@
+"""Projections around multi-head attention: inputs to heads, heads to output.
+
+Everything between is a view: the heads of a projection are a strided [B, H, N, D] window into it,
+whichever of the two layouts, (N, B, E) or (B, N, E), it came in. The kernels read strides, so
+nothing is transposed in memory.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from fastattn import autograd
+from fastattn.backends import operators
+
+
+def takes_operators(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether ``fastattn::linear`` and ``self_attention`` may stand for torch's own operators.
+
+    They have no autograd and no autocast, hide from modes what is done inside, and take dense
+    tensors on a CPU, all of the dtype of ``x``. Elsewhere torch's do it, or say what is wrong.
+    """
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return False
+    if (
+        not x.is_cpu
+        or operators.EXTENSION_ERROR is not None
+        or autograd.needs_autograd(x, *parameters)
+    ):
+        return False
+    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    dtype, strided = x.dtype, torch.strided
+    for t in parameters:
+        if t is not None and not (t.is_cpu and t.dtype is dtype and t.layout is strided):
+            return False
+    return True
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of x (B, N, E)."""
+    return (operators.linear if takes_operators(x, weight, bias) else F.linear)(x, weight, bias)
+
+
+def out_projection(module: nn.Module, x: Tensor) -> Tensor:
+    """``module.out_proj(x)`` of x (B, N, E)."""
+    own: Any = module.out_proj
+    return linear(x, own.weight, own.bias) if is_only_linear(own) else own(x)
+
+
+def is_only_linear(layer: nn.Module) -> bool:
+    """Whether calling ``layer`` is ``F.linear`` of its parameters, and nothing else.
+
+    torch multiplies by the parameters of ``out_proj`` and never calls it. So hooks, pruning and
+    adapters such as LoRA's would be there, be trained, and change nothing.
+    """
+    if type(layer) is not NonDynamicallyQuantizableLinear and type(layer) is not nn.Linear:
+        return False  # parametrized ones have a class of their own, too
+    return not (
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+    )
+
+
+def to_heads(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected q [B, H, M, D], and k and v [B, H, N, D] with the appended keys of the module."""
+    H = module.num_heads
+    if module._qkv_same_embed_dim and query is key is value:
+        packed = linear(query, module.in_proj_weight, module.in_proj_bias)
+        q, k, v = split_packed(packed, H, batch_first)
+    else:
+        q, k, v = (
+            split_heads(x, H, batch_first) for x in _in_projection(module, query, key, value)
+        )
+    return (q, *_append_keys(k, v, module))
+
+
+def split_packed(x: Tensor, num_heads: int, batch_first: bool) -> Sequence[Tensor]:
+    """From q, k and v side by side, (B, N, 3 E) or (N, B, 3 E), to views [B, H, N, D] of each."""
+    first, second, features = x.shape
+    x = x.view(first, second, 3, num_heads, features // (3 * num_heads))
+    # The backward of this order is one stack, and no other copy.
+    return [_heads_first(y, batch_first) for y in x.unbind(2)]
+
+
+def queries_to_heads(module: nn.MultiheadAttention, query: Tensor, batch_first: bool) -> Tensor:
+    """Projected q [B, H, M, D] alone, for keys and values that are projected already."""
+    bias = module.in_proj_bias
+    if module._qkv_same_embed_dim:
+        weight = module.in_proj_weight.chunk(3)[0]
+    else:
+        weight = module.q_proj_weight
+    q = linear(query, weight, None if bias is None else bias.chunk(3)[0])
+    return split_heads(q, module.num_heads, batch_first)
+
+
+def _in_projection(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+) -> list[Tensor]:
+    """Projected q, k and v, each with the leading dims of its input and E features.
+
+    The parameters are read here at every call and may be anything attribute access gives: pruned
+    plain tensors, parametrized properties, what functional_call put there.
+    """
+    bias = module.in_proj_bias
+    if not module._qkv_same_embed_dim:
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        project = F._in_projection  # pyright: ignore[reportAttributeAccessIssue]
+        return list(project(query, key, value, *weights, *biases))
+    return _packed_projection([query, key, value], module.in_proj_weight, bias)
+
+
+def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """One matrix product per run of identical inputs: two when k is v.
+
+    The pieces come from ``chunk`` and ``split`` because their backward is a single ``cat``;
+    indexing would write and add one full-size gradient for each piece.
+    """
+    runs: list[tuple[Tensor, int]] = []
+    for x in inputs:
+        if runs and runs[-1][0] is x:
+            runs[-1] = (x, runs[-1][1] + 1)
+        else:
+            runs.append((x, 1))
+    rows = [n * (weight.shape[0] // 3) for _, n in runs]
+    weights = weight.split(rows)
+    biases = [None] * len(runs) if bias is None else bias.split(rows)
+    projected = []
+    for (x, n), w, b in zip(runs, weights, biases, strict=True):
+        projected += linear(x, w, b).chunk(n, dim=-1)
+    return projected
+
+
+def split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
+    """From (B, N, E) or (N, B, E) to a view [B, H, N, D]."""
+    x = x.view(*x.shape[:2], num_heads, x.shape[2] // num_heads)
+    return _heads_first(x, batch_first)
+
+
+def _heads_first(x: Tensor, batch_first: bool) -> Tensor:
+    """From (B, N, H, D) or (N, B, H, D) to a view [B, H, N, D]."""
+    return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
+
+
+def merge_heads(x: Tensor, batch_first: bool) -> Tensor:
+    """From [B, H, M, D] to (B, M, E), a view of the memory [B, M, H, D]; or to (M, B, E), a copy.
+
+    The copy buys what callers of the sequence-first layout rely on: an output they can ``view``,
+    as torch's is.
+    """
+    x = x.transpose(1, 2).flatten(2)
+    return x if batch_first else x.transpose(0, 1).contiguous()
+
+
+def _append_keys(k: Tensor, v: Tensor, module: nn.MultiheadAttention) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, N, D], then the learned ones (add_bias_kv), then zeros."""
+    if module.bias_k is None and module.bias_v is None and not module.add_zero_attn:
+        return k, v
+    if module.bias_v is None and module.bias_k is not None:
+        raise AssertionError("bias_k is set but bias_v is None")
+    if module.bias_k is None and module.bias_v is not None:
+        raise AssertionError("bias_v is set but bias_k is None")
+    return (
+        _append_rows(k, module.bias_k, module.add_zero_attn),
+        _append_rows(v, module.bias_v, module.add_zero_attn),
+    )
+
+
+def _append_rows(x: Tensor, learned: Tensor | None, zero: bool) -> Tensor:
+    B, H, _, D = x.shape
+    rows = [x]
+    if learned is not None:
+        # Under autocast x is bf16 and the parameter float32: without the cast, cat would promote
+        # every key.
+        rows.append(learned.to(x.dtype).reshape(1, H, 1, D).expand(B, H, 1, D))
+    if zero:
+        rows.append(x.new_zeros(B, H, 1, D))
+    return torch.cat(rows, dim=2)
+
+
+def extra_keys(module: nn.MultiheadAttention) -> int:
+    """How many keys ``to_heads`` appends."""
+    return int(module.bias_k is not None) + int(module.add_zero_attn)

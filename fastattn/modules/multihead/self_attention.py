@@ -1,0 +1,127 @@
+"""Self-attention in one module whose head size is free."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.modules import single_head
+from fastattn.modules.multihead import projection
+from fastattn.modules.single_head import Masks
+from fastattn.problem import Mask, arguments
+
+
+class SelfAttention(nn.Module):
+    r"""Scaled dot-product attention of a sequence over itself, single- or multi-head.
+
+    .. math::
+        [q_h, k_h, v_h] = x\, W_{qkv,h} + b, \qquad
+        A_h = \mathrm{softmax}(q_h k_h^\top / \sqrt{\mathrm{head\_dim}}), \qquad
+        \mathrm{out} = [A_1 v_1, \dots, A_H v_H]\, W_o + b_o
+
+    Unlike nn.MultiheadAttention it lets ``num_heads * head_dim`` differ from ``hidden_dim``, takes
+    one input, and returns the weights first. Its masks are those of
+    ``scaled_dot_product_attention``, where True means take part.
+
+    Args:
+        hidden_dim (int): features of the input and of the output.
+        num_heads (int): heads H. Default 1.
+        head_dim (int, optional): features of a head. Default ``hidden_dim / num_heads``.
+        dropout (float): probability of dropping an attention weight in training. Default 0.0.
+        bias (bool): biases on both projections. Default True.
+        device (torch.device, optional): of the parameters.
+        dtype (torch.dtype, optional): of the parameters.
+
+    Raises:
+        ValueError: a size is not positive, ``num_heads`` does not divide ``hidden_dim`` and no
+            ``head_dim`` is given, or ``dropout`` is not in [0, 1].
+
+    A position that sees no key has weights 0 and output ``out_proj.bias``.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017, https://arxiv.org/abs/1706.03762.
+
+    Example::
+
+        >>> attention = SelfAttention(hidden_dim=100, num_heads=3, head_dim=32)
+        >>> x, lens = torch.randn(2, 10, 100), torch.tensor([10, 6])
+        >>> weights, out = attention(x, lens)  # (2, 10, 10), (2, 10, 100)
+        >>> _, out = attention(x, lens, need_weights=False)  # faster
+    """
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        num_heads: int = 1,
+        head_dim: int | None = None,
+        dropout: float = 0.0,
+        *,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        single_head.check_dropout(dropout)
+        for name, size in (("hidden_dim", hidden_dim), ("num_heads", num_heads)):
+            arguments.check_int(name, size, 1)
+        if head_dim is None:
+            if hidden_dim % num_heads:
+                raise ValueError(
+                    f"head_dim: needed, as num_heads {num_heads} does not divide "
+                    f"hidden_dim {hidden_dim}"
+                )
+            head_dim = hidden_dim // num_heads
+        arguments.check_int("head_dim", head_dim, 1)
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.dropout = dropout
+        inner = num_heads * head_dim
+        self.in_proj = nn.Linear(hidden_dim, 3 * inner, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(inner, hidden_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        valid_lens: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        need_weights: bool = True,
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Attend from every position of ``x`` to every other.
+
+        Args:
+            x: (B, N, hidden_dim), of the parameters' dtype.
+            valid_lens: integers (B,) or (B, N) in [0, N]: how many of the first keys take part, for
+                each sample or for each position. Default None: all.
+            attn_mask: (B, H, N, N), (B, N, N) or what broadcasts to it: boolean with True = take
+                part, or float, added to the scores. Default None.
+            mask: a :class:`fastattn.Mask`, such as ``Mask(causal="top_left")``. Default None.
+            need_weights: return the weights; they cost (B, N, N) numbers. Default True.
+            average_attn_weights: their mean over heads rather than each head's. Default True.
+
+        Returns:
+            ``(weights, output)``, in this order: weights (B, N, N), or per head (B, H, N, N), or
+            None; output (B, N, hidden_dim).
+
+        Raises:
+            TypeError: a mask of another dtype.
+            ValueError: shapes or lengths do not fit.
+        """
+        single_head.check_dims(x=x)
+        packed = self.in_proj(x).chunk(3, dim=-1)
+        q, k, v = (projection.split_heads(t, self.num_heads, batch_first=True) for t in packed)
+        attended: Any = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            return_weights=("mean" if average_attn_weights else "full") if need_weights else None,
+            **Masks(valid_lens, attn_mask, mask).over_heads(),
+        )
+        out, weights = attended if need_weights else (attended, None)
+        return weights, self.out_proj(projection.merge_heads(out, batch_first=True))
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the linear layers."""
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, dropout={self.dropout}"

@@ -1,0 +1,1 @@
+"""Attention by similarity: cosine, and kernel regression."""

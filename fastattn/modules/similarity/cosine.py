@@ -1,0 +1,106 @@
+"""Attention by similarity of query and key as they come: cosine, and Gaussian kernel regression."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.modules import single_head
+from fastattn.modules.single_head import Masks
+from fastattn.problem import Mask, arguments
+
+
+class CosineAttention(nn.Module):
+    r"""Content-based addressing: softmax over the cosine between query and key.
+
+    .. math::
+        \mathrm{out}_i = \sum_j \mathrm{softmax}_j\left(
+            \beta\, \frac{q_i \cdot k_j}{|q_i|\, |k_j|}\right) v_j
+
+    Args:
+        scale (float): :math:`\beta`, the key strength, in front of a cosine in [-1, 1]; the larger,
+            the sharper. Default 1.0.
+        learnable (bool): make ``scale`` a parameter. Default False.
+        dropout (float): probability of dropping an attention weight in training. Default 0.0.
+        device (torch.device, optional): of the parameter.
+        dtype (torch.dtype, optional): of the parameter.
+
+    Raises:
+        ValueError: ``dropout`` is not in [0, 1].
+
+    A query or key of length 0 has cosine 0 with all. A query without keys has output 0.
+
+    Source: Graves, Wayne, Danihelka, "Neural Turing Machines", 2014, section 3.3.1,
+    https://arxiv.org/abs/1410.5401.
+
+    Example::
+
+        >>> attention = CosineAttention(scale=10.0, learnable=True)
+        >>> queries, keys = torch.randn(2, 5, 16), torch.randn(2, 9, 16)
+        >>> attention(queries, keys, torch.randn(2, 9, 4)).shape
+        torch.Size([2, 5, 4])
+    """
+
+    def __init__(
+        self,
+        scale: float = 1.0,
+        *,
+        learnable: bool = False,
+        dropout: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        single_head.check_dropout(dropout)
+        self.dropout = dropout
+        arguments.check_real("scale", scale)
+        start = torch.full((), float(scale), device=device, dtype=dtype)
+        self.scale = nn.Parameter(start, requires_grad=learnable)
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor | None = None,
+        valid_lens: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """Attend from ``queries`` to ``keys`` and ``values``.
+
+        Args:
+            queries: (B, M, D), or one step, (B, D), and then the results have no dim M.
+            keys: (B, N, D).
+            values: (B, N, Dv). Default None: the keys.
+            valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part.
+                Default None: all.
+            attn_mask: broadcastable to (B, M, N): boolean with True = take part, or float, added to
+                the scores. Default None.
+            mask: a :class:`fastattn.Mask` with further constraints. Default None.
+            need_weights: return the weights too. Default False.
+
+        Returns:
+            output (B, M, Dv); with ``need_weights`` the tuple (output, weights (B, M, N)).
+
+        Raises:
+            TypeError: dtypes differ.
+            ValueError: shapes or lengths do not fit.
+        """
+        queries, one_step = single_head.as_steps(queries)
+        single_head.check_dims(queries=queries, keys=keys)
+        # The scale goes into the query: the kernels take a number there, and give no gradient.
+        unit, scale = functional._normalize(queries), self.scale.to(queries.dtype)
+        scaled = functional._where_finite(torch.mul, unit, scale)
+        out, weights = single_head.attend(
+            "dot",
+            scaled,
+            functional._normalize(keys),
+            keys if values is None else values,
+            Masks(valid_lens, attn_mask, mask),
+            self.dropout if self.training else 0.0,
+            need_weights,
+        )
+        return single_head.results(out, weights, need_weights, one_step)

@@ -1,0 +1,168 @@
+"""Nadaraya-Watson kernel regression with a Gaussian kernel."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.modules import single_head
+from fastattn.modules.single_head import Masks
+from fastattn.problem import Mask
+
+
+class NadarayaWatson(nn.Module):
+    r"""Nadaraya-Watson kernel regression: attention with a Gaussian score.
+
+    .. math::
+        \hat y(x) = \sum_j \frac{K_h(x - x_j)}{\sum_l K_h(x - x_l)}\, y_j, \qquad
+        K_h(u) = e^{-\sum_d u_d^2 / 2 h_d^2}
+
+    Queries are the points x, keys the x_j and values the y_j. With one bandwidth this is
+    ``fastattn.attention(score="gaussian", bandwidth=h)``.
+
+    Args:
+        bandwidth (float | sequence of floats): h, positive: one number, or one for each feature.
+            Default 1.0.
+        learnable (bool): learn it, as its logarithm ``log_bandwidth``, so that it stays positive.
+            Default False. Train on :meth:`leave_one_out`: if points may look at themselves, the
+            best bandwidth is 0.
+        dropout (float): probability of dropping a weight in training. Default 0.0.
+        device (torch.device, optional): of the parameter.
+        dtype (torch.dtype, optional): of the parameter.
+
+    Raises:
+        ValueError: a bandwidth is not positive, or ``dropout`` is not in [0, 1].
+
+    A query without keys has output 0. Squared distances come from a matrix product, in float32 at
+    least: their error, in units of h^2, is about 1e-7 times the square of the data's range over h.
+    Where the bandwidth is below a hundredth of the range, give float64.
+
+    Source: Nadaraya, "On estimating regression", 1964; Watson, "Smooth regression analysis", 1964.
+
+    Example::
+
+        >>> x, y = torch.rand(50), torch.rand(50)
+        >>> model = NadarayaWatson(bandwidth=0.5, learnable=True)
+        >>> loss = (model.leave_one_out(x, y) - y).square().mean()
+        >>> fit = model(torch.linspace(0, 1, 200), x, y)  # (200,)
+    """
+
+    def __init__(
+        self,
+        bandwidth: Any = 1.0,
+        *,
+        learnable: bool = False,
+        dropout: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        single_head.check_dropout(dropout)
+        self.dropout = dropout
+        if isinstance(bandwidth, bool):
+            raise TypeError("bandwidth: expected a number, or one for each feature, got bool")
+        start = torch.as_tensor(bandwidth, dtype=dtype or torch.get_default_dtype(), device=device)
+        if start.dim() > 1 or not (start > 0).all():
+            raise ValueError(
+                f"bandwidth: expected a positive number, or one for each feature, got {bandwidth}"
+            )
+        self.log_bandwidth = nn.Parameter(start.log(), requires_grad=learnable)
+
+    @property
+    def bandwidth(self) -> Tensor:
+        """h, [] or [D]."""
+        return self.log_bandwidth.exp()
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """Estimate the values at ``queries`` from those at ``keys``.
+
+        Args:
+            queries: (B, M, D), (M, D), or (M,) for one feature.
+            keys: (B, N, D), (N, D) or (N,).
+            values: (B, N, E) or (N, E); or without the last dim, and then so is the result.
+            valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part.
+                Default None: all.
+            attn_mask: broadcastable to (B, M, N): boolean with True = take part, or float, added to
+                the scores. Default None.
+            mask: a :class:`fastattn.Mask` with further constraints. Default None.
+            need_weights: return the weights too. Default False.
+
+        Returns:
+            output (B, M, E) in the dtype of ``values``; with ``need_weights`` the tuple (output,
+            weights (B, M, N)). Dims that the arguments lack are lacking here.
+
+        Raises:
+            TypeError: a mask of another dtype.
+            ValueError: shapes or lengths do not fit.
+        """
+        if keys.dim() != queries.dim():
+            raise ValueError(
+                f"queries: expected dims like keys {list(keys.shape)}, got {list(queries.shape)}"
+            )
+        if keys.dim() == 1:
+            queries, keys = queries.unsqueeze(-1), keys.unsqueeze(-1)
+        scalar = values.dim() == keys.dim() - 1
+        values = values.unsqueeze(-1) if scalar else values
+        unbatched = keys.dim() == 2
+        if unbatched:
+            queries, keys, values = (x.unsqueeze(0) for x in (queries, keys, values))
+        queries, keys, bandwidth = self._in_bandwidths(queries, keys)
+        out, weights = single_head.attend(
+            "gaussian",
+            queries,
+            keys,
+            values,
+            Masks(valid_lens, attn_mask, mask),
+            self.dropout if self.training else 0.0,
+            need_weights,
+            bandwidth=bandwidth,
+        )
+        out = out.squeeze(-1) if scalar else out
+        if unbatched:
+            out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (out, weights) if need_weights else out
+
+    def _in_bandwidths(self, queries: Tensor, keys: Tensor):
+        """Queries, keys, and the one bandwidth of the score between them."""
+        if self.log_bandwidth.dim() == 0:
+            return queries, keys, self.bandwidth
+        if self.log_bandwidth.shape[0] != keys.shape[-1]:
+            raise ValueError(
+                f"keys: expected {self.log_bandwidth.shape[0]} features, as many as bandwidths, "
+                f"got {list(keys.shape)}"
+            )
+        # A head dim each, lest the centre be that of all samples.
+        centred = functional._centred(queries.unsqueeze(1), keys.unsqueeze(1))
+        queries, keys = (
+            functional._where_finite(torch.div, x.squeeze(1), self.bandwidth) for x in centred
+        )
+        return queries, keys, 1.0
+
+    def leave_one_out(self, x: Tensor, y: Tensor) -> Tensor:
+        """Estimates at the points ``x`` themselves, each from all others: what to learn from.
+
+        Args:
+            x: (B, N, D), (N, D) or (N,).
+            y: (B, N, E) or (N, E), or without the last dim.
+
+        Returns:
+            The estimates, in the shape of ``y``.
+        """
+        N = x.shape[-2] if x.dim() > 1 else x.shape[0]
+        others = ~torch.eye(N, dtype=torch.bool, device=x.device)
+        return self(x, x, y, attn_mask=others)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"bandwidth={self.bandwidth.tolist()}"

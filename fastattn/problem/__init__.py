@@ -1,0 +1,5 @@
+"""What an attention problem is: the record, its checks, its definition in plain PyTorch."""
+
+from fastattn.problem.record import Alignment, Dropout, Mask, Problem, Score, Weights
+
+__all__ = ["Alignment", "Dropout", "Mask", "Problem", "Score", "Weights"]

@@ -1,0 +1,442 @@
+"""Every rule about shapes, dtypes, devices and values: what was expected, and what came.
+
+:func:`build` turns the arguments of a public function into a :class:`Problem` and the canonical 4-D
+tensors beside it. It reads no values on a GPU, copies nothing of the size of key or value (beyond
+what flattening several batch dims of an expanded tensor takes), and runs under ``torch.compile``
+and ``torch.func``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from fastattn.problem import Alignment, Dropout, Mask, Problem, Score, arguments
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FUNCTIONS = {"dot": "scaled_dot_product_attention", "additive": "additive_attention"}
+RETURN_WEIGHTS = (None, "mean", "full")
+_FAR = 2**60  # as kUnbounded in csrc/binding/attention.cpp
+
+
+class Inputs(NamedTuple):
+    """A validated call: the record, the canonical tensors, and the shape the results go back to."""
+
+    p: Problem
+    q: Tensor  # [B, H, M, D]
+    k: Tensor  # [B, Hkv, N, D]
+    v: Tensor  # [B, Hkv, N, E]
+    w: Tensor | None  # [H, D]
+    bias: Tensor | None  # [B|1, H|1, M|1, N|1]
+    batch: tuple[int, ...]  # what stood before the head dim
+    has_head_dim: bool
+
+
+def build(
+    score: Score,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    return_weights: str | None = None,
+    seed: int | Tensor | None = None,
+    **unknown: NoReturn,
+) -> Inputs:
+    """Checks everything and builds the record.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a tensor of the wrong dtype.
+        ValueError: shapes, devices or values that do not fit each other.
+    """
+    if unknown:
+        raise arguments.unknown_keywords(FUNCTIONS[score], unknown)
+    _check_tensors(score, query, key, value, weight)
+    arguments.check_bool("enable_gqa", enable_gqa)
+    arguments.check_choice("return_weights", return_weights, RETURN_WEIGHTS)
+    has_head_dim = _has_head_dim(score, query, weight)
+    batch, q, k, v = _to_4d(query, key, value, has_head_dim)
+    q, k, v = _match_heads(q, k, v, enable_gqa or score == "additive")
+    B, H, M, D = q.shape
+    N, E = v.shape[-2:]
+    w = None if weight is None else _match_weight(weight, H, D)
+
+    lead = _Lead(batch, has_head_dim, (H, M, N))
+    mask, bias = _masks(lead, query, attn_mask, is_causal, mask, bias)
+    p = Problem(
+        score=score, B=B, H=H, Hkv=k.shape[1], M=M, N=N, D=D, E=E, dtype=q.dtype, device=q.device,
+        scale=_scale(score, scale, D), mask=mask, dropout=_dropout(dropout_p, seed, q.device),
+        weights=return_weights or "none",  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+    return Inputs(p, q, k, v, w, bias, batch, has_head_dim)
+
+
+# ---- query, key, value, weight ----
+
+
+def _check_tensors(
+    score: Score, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
+) -> None:
+    check_points(query, key, value)
+    named: dict[str, Any] = {"key": key, "value": value}
+    if score == "additive":
+        _check_tensor("weight", weight, query)
+        named["weight"] = weight
+    for name, x in named.items():
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value: expected the same length, got {_shape(key)} and {_shape(value)}"
+        )
+
+
+def _check_tensor(name: str, x, query: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+    _check_strided(name, x)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+    _check_device(name, x, query)
+
+
+def check_points(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """What query, key and value must be, whatever is made of them first.
+
+    Raises:
+        TypeError: no dense tensor of a floating dtype.
+        ValueError: several devices, fewer than 2 dims, or queries and keys of different sizes.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, x, query)
+        if x.dim() < 2:
+            raise ValueError(
+                f"{name}: expected at least 2 dims [..., length, dim], got {_shape(x)}"
+            )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key: expected the same last dim, got {_shape(query)} and {_shape(key)}"
+        )
+
+
+def _has_head_dim(score: Score, query: Tensor, weight: Tensor | None) -> bool:
+    """Dot: dim -3 is the heads where there is one, as in torch. Additive: if weight is [H, D]."""
+    if score == "dot":
+        return query.dim() >= 3
+    assert weight is not None
+    if weight.dim() not in (1, 2):
+        raise ValueError(f"weight: expected [D] or [H, D], got {_shape(weight)}")
+    if weight.dim() == 2 and query.dim() < 3:
+        raise ValueError(f"query: a weight [H, D] needs [..., H, M, D], got {_shape(query)}")
+    return weight.dim() == 2
+
+
+def _to_4d(query: Tensor, key: Tensor, value: Tensor, has_head_dim: bool):
+    """(batch shape, q, k, v): batch dims broadcast, then are flattened into one; heads stay."""
+    all_4d = has_head_dim and query.dim() == key.dim() == value.dim() == 4
+    if all_4d and query.shape[0] == key.shape[0] == value.shape[0]:
+        return (query.shape[0],), query, key, value  # the usual call: nothing to do, and quickly
+    tensors = (
+        [query, key, value] if has_head_dim else [x.unsqueeze(-3) for x in (query, key, value)]
+    )
+    tensors = [x if x.dim() > 2 else x.unsqueeze(0) for x in tensors]
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+    except RuntimeError:
+        shapes = ", ".join(_shape(x) for x in (query, key, value))
+        raise ValueError(
+            f"query, key, value: expected batch dims that broadcast, got {shapes}"
+        ) from None
+    return (tuple(batch), *(_flatten_batch(x, batch) for x in tensors))
+
+
+def _flatten_batch(x: Tensor, batch) -> Tensor:
+    x = x.expand(*batch, *x.shape[-3:])
+    if len(batch) == 1:
+        return x
+    return x.unsqueeze(0) if len(batch) == 0 else x.flatten(0, len(batch) - 1)
+
+
+def _match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool):
+    H, Hkv, Hv = q.shape[1], k.shape[1], v.shape[1]
+    heads = f"query has {H} heads, key {Hkv}, value {Hv}"
+    if Hkv != Hv:
+        if Hkv != 1 and Hv != 1:
+            raise ValueError(f"key and value: expected the same number of heads, but {heads}")
+        Hkv = max(Hkv, Hv) if Hkv != 0 and Hv != 0 else 0
+        k, v = (x.expand(-1, Hkv, -1, -1) for x in (k, v))
+    if H == 1 and Hkv != 1:
+        return q.expand(-1, Hkv, -1, -1), k, v
+    if H == Hkv or Hkv == 1:
+        return q, k, v
+    if not grouped:
+        raise ValueError(
+            f"expected as many key as query heads, but {heads} (enable_gqa=True shares key heads)"
+        )
+    if Hkv == 0 or H % Hkv:
+        raise ValueError(f"expected the query heads to be a multiple of the key heads, but {heads}")
+    return q, k, v
+
+
+def _match_weight(weight: Tensor, H: int, D: int) -> Tensor:
+    w = weight if weight.dim() == 2 else weight.unsqueeze(0)
+    heads, size = w.shape  # compared one by one, as `in` a tuple does not trace where D is 1
+    if size != D or (heads != 1 and heads != H):
+        raise ValueError(f"weight: expected [{D}] or [{H}, {D}] to fit query, got {_shape(weight)}")
+    return w.expand(H, D)
+
+
+# ---- scalars ----
+
+
+def _scale(score: Score, scale: float | None, D: int) -> float:
+    if score == "additive":
+        return 1.0
+    if scale is None:
+        return 1.0 / math.sqrt(D) if D else 1.0
+    if not arguments.is_real(scale):
+        hint = ": multiply query by it" if isinstance(scale, Tensor) else ""
+        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}{hint}")
+    if (isinstance(scale, int) and abs(scale) > sys.float_info.max) or not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return float(scale)
+
+
+def _dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) -> Dropout | None:
+    if not arguments.is_real(dropout_p):
+        raise TypeError(f"dropout_p: expected a float, got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p: expected a probability between 0 and 1, got {dropout_p}")
+    if seed is not None and not (arguments.is_int(seed) or isinstance(seed, Tensor)):
+        raise TypeError(
+            f"seed: expected an int, an int64 tensor or None, got {type(seed).__name__}"
+        )
+    if isinstance(seed, Tensor) and (
+        seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device
+    ):
+        raise ValueError(
+            f"seed: expected one int64 on {device}, "
+            f"got {seed.dtype} {_shape(seed)} on {seed.device}"
+        )
+    if dropout_p == 0.0:
+        return None
+    if (
+        seed is None
+    ):  # from the device's generator: torch.manual_seed governs it, a CUDA graph replay redraws it
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+    elif not isinstance(seed, Tensor):
+        seed = torch.full((), _as_int64(seed), dtype=torch.int64, device=device)
+    return Dropout(float(dropout_p), seed.reshape(()))
+
+
+def _as_int64(seed: int) -> int:
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed: expected 64 bits, got {seed}")
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+# ---- masks and bias ----
+
+
+class _Lead(NamedTuple):
+    """What a mask or bias broadcasts to: (*batch, H, M, N), or (*batch, M, N) without heads."""
+
+    batch: tuple[int, ...]
+    has_head_dim: bool
+    hmn: tuple[int, int, int]
+
+    def target(self) -> tuple[int, ...]:
+        H, M, N = self.hmn
+        return (*self.batch, H, M, N) if self.has_head_dim else (*self.batch, M, N)
+
+    def to_4d(self, name: str, x: Tensor) -> Tensor:
+        """[B|1, H|1, M|1, N|1]; what broadcasts stays so, except among several batch dims."""
+        target = self.target()
+        shape = (1,) * (len(target) - x.dim()) + tuple(x.shape)
+        fits = len(shape) == len(target) and all(
+            s == 1 or s == t for s, t in zip(shape, target, strict=True)
+        )
+        if not fits:
+            H, M, N = self.hmn
+            hint = arguments.shape_hint(
+                name, x.shape, self.batch, H if self.has_head_dim else None, M, N
+            )
+            raise ValueError(
+                f"{name}: expected a shape that broadcasts to {list(target)}, got {_shape(x)}{hint}"
+            )
+        x = x.reshape(shape)
+        if not self.has_head_dim:
+            x = x.unsqueeze(-3)
+        lead = x.shape[:-3]
+        if all(s == 1 for s in lead):
+            return x.reshape(1, *x.shape[-3:])
+        return _flatten_batch(x, self.batch)
+
+
+def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor | None]:
+    check_mask(mask)
+    mask = mask or Mask()
+    causal = _causal(mask.causal, is_causal)
+    if arguments.is_causal_bias(attn_mask):
+        causal, attn_mask = _causal_bias(lead, attn_mask, causal, mask), None
+    keep, added = _attn_mask(lead, query, attn_mask)
+    if mask.keep is not None:
+        own = check_dense("mask.keep", mask.keep, query, (torch.bool,))
+        own = lead.to_4d("mask.keep", own)
+        keep = own if keep is None else keep & own
+    if bias is not None:
+        own = lead.to_4d("bias", check_dense("bias", bias, query, (query.dtype, torch.float32)))
+        added = own if added is None else sum_of_biases(added, own)
+    return Mask(causal, _window(mask.window), _kv_len(lead, query, mask.kv_len), keep), added
+
+
+def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:
+    """``a + b``, and -inf, which masks, wherever one of them is: beside NaN and infinity too."""
+    return (a + b).masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
+
+
+def check_mask(mask) -> None:
+    """Raises TypeError for anything but a Mask and None."""
+    if type(mask).__name__ == "BlockMask":
+        raise arguments.no_tensor("mask", mask)
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask: expected a fastattn.Mask, got {type(mask).__name__} (tensors go to attn_mask)"
+        )
+
+
+def _attn_mask(lead, query, attn_mask) -> tuple[Tensor | None, Tensor | None]:
+    """torch's attn_mask: bool keeps where True, float is added."""
+    if attn_mask is None:
+        return None, None
+    attn_mask = check_dense("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
+    x = lead.to_4d("attn_mask", attn_mask)
+    return (x, None) if x.dtype == torch.bool else (None, x)
+
+
+def check_dense(name: str, x: Tensor, query: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """``x`` if it is a dense tensor of one of these dtypes on the device of query, or raises."""
+    if not isinstance(x, Tensor):
+        raise arguments.no_tensor(name, x)
+    _check_strided(name, x)
+    if arguments.overrides(x):
+        raise TypeError(
+            f"{name}: expected a Tensor, got {type(x).__name__}, whose memory may not be what it "
+            "means: write a plain tensor of its values, or describe it by mask=fastattn.Mask(...)"
+        )
+    if x.dtype not in dtypes:
+        names = " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+        hint = arguments.dtype_hint(name, x.dtype, dtypes)
+        raise TypeError(f"{name}: expected dtype {names}, got {x.dtype}{hint}")
+    _check_device(name, x, query)
+    return x
+
+
+def _check_strided(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name}: expected a dense strided tensor, got {kind}")
+
+
+def _check_device(name: str, x: Tensor, query: Tensor) -> None:
+    if x.device != query.device:
+        raise ValueError(f"{name}: expected the device of query, {query.device}, got {x.device}")
+
+
+def _causal(causal: Alignment | None, is_causal: bool) -> Alignment | None:
+    arguments.check_choice("mask.causal", causal, (None, "top_left", "bottom_right"))
+    arguments.check_bool("is_causal", is_causal)
+    if is_causal and causal == "bottom_right":
+        raise ValueError(
+            "is_causal=True aligns top_left, but mask.causal is 'bottom_right': give one of them"
+        )
+    return "top_left" if is_causal else causal
+
+
+def _causal_bias(lead: _Lead, attn_mask: Any, causal: Alignment | None, mask: Mask) -> Alignment:
+    """What torch's own causal mask says; its memory is never written."""
+    _, M, N = lead.hmn
+    size = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if not _same(size, (M, N)):
+        raise ValueError(f"attn_mask: expected a CausalBias of [{M}, {N}], got {list(size)}")
+    upper = attn_mask.variant.name == "UPPER_LEFT"
+    aligned: Alignment = "top_left" if upper else "bottom_right"
+    if causal not in (None, aligned):
+        raise ValueError(
+            f"attn_mask aligns {aligned}, but is_causal or mask.causal {causal}: give one of them"
+        )
+    if not upper and causal is None and mask.window is not None:  # would be around its diagonal
+        raise ValueError(
+            "attn_mask and mask.window: write mask=Mask(causal='bottom_right', window=...) instead"
+        )
+    return aligned
+
+
+def _window(window) -> tuple[int, int] | None:
+    if window is None:
+        return None
+    if (
+        not isinstance(window, (tuple, list))
+        or len(window) != 2
+        or not all(arguments.is_int(n) for n in window)
+    ):
+        raise TypeError(f"mask.window: expected (left, right) ints, got {window!r}")
+    if min(window) < -1:
+        raise ValueError(f"mask.window: expected -1 (unbounded) or more, got {tuple(window)}")
+    # Sizes end far below _FAR: beyond it there is no bound, and no sum that passes 64 bits.
+    left, right = (-1 if n >= _FAR else n for n in window)
+    return left, right
+
+
+def _kv_len(lead: _Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
+    """int32 [B, 1] or [B, M], with values that no kernel can trip over."""
+    if kv_len is None:
+        return None
+    integers = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+    # Of 64 bits before it is compared: N as an 8-bit number would wrap.
+    kv_len = check_dense("mask.kv_len", kv_len, query, integers).long()
+    _, M, N = lead.hmn
+    batch = math.prod(lead.batch)
+    shape = tuple(kv_len.shape)
+    if _same(shape, lead.batch) or _same(shape, (batch,)):
+        rows = kv_len.reshape(batch, 1)
+    elif _same(shape, (*lead.batch, M)) or _same(shape, (batch, M)):
+        rows = kv_len.reshape(batch, M)
+    else:
+        raise ValueError(f"mask.kv_len: expected [{batch}] or [{batch}, {M}], got {_shape(kv_len)}")
+    if _can_read(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() <= N:
+        raise ValueError(
+            f"mask.kv_len: expected values in [0, {N}], got {rows.min()} to {rows.max()}"
+        )
+    return rows.clamp(0, N).to(torch.int32)
+
+
+def _can_read(x: Tensor) -> bool:
+    """Whether looking at values costs no device sync or graph break, and is possible."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    # A fake tensor has none, nor has one that is traced under a mode.
+    if type(x) is not Tensor or is_in_torch_dispatch_mode():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
+
+
+def _same(shape: tuple, expected: tuple) -> bool:
+    """Size by size, as comparing tuples of symbolic sizes does not trace."""
+    return len(shape) == len(expected) and all(s == t for s, t in zip(shape, expected, strict=True))
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))

@@ -1,0 +1,52 @@
+"""What tests and benchmarks share: the case grid, the error budget, and NaN poisoning.
+
+A :class:`Case` names a problem; :func:`make` draws its tensors from the case's own seed;
+:func:`run` computes outputs and gradients with one of our backends, :func:`exact` with the float64
+reference, :func:`plain` with ordinary PyTorch in the case's dtype. :func:`assert_within_budget`
+compares the three:
+
+    error(ours) <= 2 * error(plain PyTorch, same dtype) + a few ulp of the largest value.
+
+There is no other tolerance in the project.
+"""
+
+from fastattn.testing.budget import (
+    ULPS,
+    Oracle,
+    assert_within_budget,
+    budget,
+    error,
+    error_ratio,
+    largest,
+    oracle,
+    poisoned,
+)
+from fastattn.testing.cases import INPUTS, Case, Tensors, make
+from fastattn.testing.checks import assert_invariants, assert_same_bits, check, spoil
+from fastattn.testing.grid import GRID
+from fastattn.testing.runners import DROPOUT_SEED, exact, plain, run
+
+__all__ = [
+    "DROPOUT_SEED",
+    "GRID",
+    "INPUTS",
+    "ULPS",
+    "Case",
+    "Oracle",
+    "Tensors",
+    "assert_invariants",
+    "assert_same_bits",
+    "assert_within_budget",
+    "budget",
+    "check",
+    "error",
+    "error_ratio",
+    "exact",
+    "largest",
+    "make",
+    "oracle",
+    "plain",
+    "poisoned",
+    "run",
+    "spoil",
+]

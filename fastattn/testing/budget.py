@@ -1,0 +1,216 @@
+"""The error budget: the only tolerance of the project."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.problem import reference
+from fastattn.testing.cases import Case, Tensors, _with, make
+from fastattn.testing.runners import _canonical, _leaves, _unit, _upstream, exact, plain
+
+ULPS = 4  # of the largest exact value: what rounding the result, and one more operation, may cost
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    """Largest absolute error; infinite where NaN or inf stand in other places than in truth."""
+    x, truth = x.detach().double(), truth.detach().double()
+    if x.shape != truth.shape:
+        raise AssertionError(f"shape {list(x.shape)}, expected {list(truth.shape)}")
+    if x.numel() == 0:
+        return 0.0
+    same = (x == truth) | (x.isnan() & truth.isnan())
+    difference = torch.where(same, 0.0, (x - truth).abs())
+    return torch.nan_to_num(difference, nan=math.inf).max().item()
+
+
+def largest(truth: Tensor) -> float:
+    """Largest finite magnitude."""
+    finite = truth[truth.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def budget(plain_error: float, dtype: torch.dtype, scale: float) -> float:
+    """The error allowed: twice plain PyTorch's, plus a few ulp of the largest value."""
+    return (
+        2 * (plain_error if math.isfinite(plain_error) else 0.0)
+        + ULPS * torch.finfo(dtype).eps * scale
+    )
+
+
+def error_ratio(ours: Tensor, peer: Tensor, truth: Tensor, scale: float | None = None) -> float:
+    """Our error over the budget: at most 1 where a result is right."""
+    coarser = max(ours.dtype, peer.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    allowed = budget(error(peer, truth), coarser, largest(truth) if scale is None else scale)
+    mine = error(ours, truth)
+    return 0.0 if mine == 0 else math.inf if allowed == 0 else mine / allowed
+
+
+def assert_within_budget(
+    ours: Tensor, peer: Tensor, truth: Tensor, name: str = "result", scale: float | None = None
+) -> None:
+    """Raises AssertionError where ours is further from the float64 truth than the budget allows.
+
+    ``scale`` is the magnitude whose ulp counts, the largest exact value by default. A sum that
+    cancels to 0 is given the root-sum-square of its terms instead, since its rounding is
+    proportional to that.
+    """
+    ratio = error_ratio(ours, peer, truth, scale)
+    if not ratio <= 1:
+        mine, theirs = error(ours, truth), error(peer, truth)
+        raise AssertionError(
+            f"{name}: error {mine:.3e} is {ratio:.2f} of the budget (plain PyTorch: {theirs:.3e})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """What the results of a case are held to, by name."""
+
+    truth: dict[str, Tensor]  # float64
+    plain: dict[str, Tensor]  # plain PyTorch in the dtype of the case
+    scales: dict[str, float]  # the magnitudes whose ulp count
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor, float]:
+        return self.truth[name], self.plain[name], self.scales[name]
+
+    def check(self, case: Case, ours: dict[str, Tensor]) -> None:
+        """Raises AssertionError where a result of ours is outside the budget."""
+        assert ours.keys() == self.truth.keys() == self.plain.keys()
+        for name in self.truth:
+            truth, peer, scale = self[name]
+            assert_within_budget(ours[name], peer, truth, f"{case} {name}", scale)
+
+
+def oracle(case: Case, t: Tensors) -> Oracle:
+    """The truth, the peer, and how large the rounding of a right result may be."""
+    truth = exact(case, t)
+    of_sums, of_scores = _term_norms(case, t), _moved(case, t, truth) if case.drawn else {}
+    scales = {
+        n: max(
+            largest(x), 0.0, *(largest(norms[n]) for norms in (of_sums, of_scores) if n in norms)
+        )
+        for n, x in truth.items()
+    }
+    return Oracle(truth, plain(case, t), scales)
+
+
+@functools.lru_cache(maxsize=4)  # every backend and instruction set asks for the same one in turn
+def _oracle_of_case(case: Case) -> tuple[Tensors, Oracle]:
+    t = make(case)
+    return t, oracle(case, t)
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Every new uninitialised tensor holds NaN: what a kernel leaves unwritten, or reads, shows."""
+    memory: Any = torch.utils.deterministic
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fill
+
+
+def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
+    """Root-sum-square of the terms of every gradient, in float64: what its rounding grows with.
+
+    A gradient may cancel to 0, with one key in each row or a bias that broadcasts over the keys,
+    and its rounding does not. The two parts of dS = P dP - P delta are terms of their own; what
+    delta_i multiplies in a sum over j is one term.
+    """
+    leaves: dict[str, Any] = _leaves(case, t, torch.float64)
+    leaves = {n: x if x is None else x.detach() for n, x in leaves.items()}
+    p, q, k, v, w, bias = _canonical(case, t, leaves)
+    grad_out, grad_lse, grad_weights = _upstream(t)
+    kept = reference._kept(p, bias)
+    probs, _, dropped, factors = reference._probabilities(p, q, k, w, bias, kept)
+    k, v = reference._per_head(p, k), reference._per_head(p, v)
+    grad_probs = grad_out @ v.mT
+    if grad_weights is not None:
+        grad_probs = grad_probs + (
+            grad_weights if case.weights == "full" else grad_weights[:, None] / case.H
+        )
+    grad_probs = grad_probs if factors is None else grad_probs * factors
+    delta = (probs * grad_probs).sum(-1, keepdim=True)
+    delta = delta if grad_lse is None else delta - grad_lse[..., None]
+
+    direct = (probs * grad_probs).square()
+    both = direct + (probs * delta).square()
+    squares = {"grad_v": reference._sum_groups(p, dropped.square().mT @ grad_out.square())}
+    for name in ("bias", "attn_mask"):
+        if leaves[name] is not None:
+            squares[f"grad_{name}"] = both.sum_to_size(leaves[name].shape)
+    if w is None:
+        in_rows = direct @ k.square() + (delta * (probs @ k)).square()
+        squares["grad_q"] = in_rows * p.scale**2
+        in_columns = both.mT @ q.square()
+    else:
+        tanh = torch.tanh(q[:, :, :, None] + k[:, :, None])  # [B, H, M, N, D]
+        # A slope that 1 - tanh^2 has no digits of, in the dtype, is known as well as the 1 is.
+        lost = 1 - tanh.to(case.dtype).square() == 0
+        slope = w[:, None, None] * torch.where(lost & case.drawn, 1.0, 1 - tanh.square())
+
+        def rows(x: Tensor) -> Tensor:
+            own = torch.einsum("bhmn,bhmnd->bhmd", direct, x.square())
+            return own + (delta * torch.einsum("bhmn,bhmnd->bhmd", probs, x)).square()
+
+        squares["grad_q"] = rows(slope)
+        squares["grad_w"] = rows(tanh).sum((0, 2))
+        if case.drawn:  # the kernels' tanh is as right beside 0 as beside 1: see additive_attention
+            squares["grad_w"] = rows(torch.ones_like(tanh)).sum((0, 2))
+            squares["lse"] = w.square().sum(-1)
+        in_columns = torch.einsum("bhmn,bhmnd->bhnd", both, slope.square())
+    scale = p.scale**2 if w is None else 1.0
+    squares["grad_k"] = reference._sum_groups(p, in_columns * scale)
+    if case.score == "cosine":
+        squares |= {f"grad_{n}": _square_unit(leaves[n], squares[f"grad_{n}"]) for n in ("q", "k")}
+    if case.score == "gaussian":
+        squares |= _square_gaussian(leaves, q, squares)
+    return {name: x.sqrt() for name, x in squares.items()}
+
+
+def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    """How far one ulp in the scale, and in each key, moves the results of the dot product, in ulp.
+
+    A large logit has a large rounding, which softmax makes that of the result; a peer of few
+    numbers may have none by luck. That a row is weighed alike throughout is for invariants to see.
+    """
+    if case.score != "dot":
+        return {}
+    eps = torch.finfo(case.dtype).eps
+    rng = torch.Generator(t.k.device).manual_seed(case.seed)
+    sign = torch.randint(0, 2, t.k.shape, generator=rng, device=t.k.device) * 2 - 1
+    q, k = t.q.double() * (1 + eps), t.k.double() * (1 + eps * sign)
+    moved = exact(case, _with(t, q=q, k=k))
+    return {name: (moved[name] - x) / eps for name, x in truth.items()}
+
+
+def _square_unit(x: Tensor, squares: Tensor) -> Tensor:
+    """Squared terms of the gradient of x, from those of x / |x|."""
+    unit = _unit(x).square()
+    return (squares + unit * (unit * squares).sum(-1, keepdim=True)) / x.square().sum(-1, True)
+
+
+def _square_gaussian(leaves: dict[str, Any], features: Tensor, squares) -> dict[str, Tensor]:
+    """Squared terms of what the gaussian's features are made of: see :func:`_features`."""
+    q, k, h = (leaves[name] for name in ("q", "k", "bandwidth"))
+    of_q, of_k = squares["grad_q"], squares["grad_k"]
+    of_h = ((2 * features / h).square() * of_q).sum(-1, keepdim=True).sum_to_size(h.shape)
+    return {
+        "lse": (q.square().sum(-1) / (2 * h.square()).squeeze(-1)).square(),
+        "grad_q": (of_q[..., :-2] + 4 * q.square() * of_q[..., -1:]) / h**4,
+        "grad_k": of_k[..., :-2] + k.square() * of_k[..., -2:-1],
+        "grad_bandwidth": of_h,
+    }

@@ -1,0 +1,230 @@
+"""What tests and benchmarks share: the case grid, the error budget, and NaN poisoning.
+
+A :class:`Case` names a problem; :func:`make` draws its tensors from the case's own seed;
+:func:`run` computes outputs and gradients with one of our backends, :func:`exact` with the float64
+reference, :func:`plain` with ordinary PyTorch in the case's dtype. :func:`assert_within_budget`
+compares the three:
+
+    error(ours) <= 2 * error(plain PyTorch, same dtype) + a few ulp of the largest value.
+
+There is no other tolerance in the project.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastattn.problem import Mask
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid: sizes by the letters of ``Problem``, and features switched on."""
+
+    name: str
+    score: Literal["dot", "additive", "cosine", "gaussian"] = "dot"
+    B: int = 2
+    H: int = 2
+    Hkv: int = 2
+    M: int = 15
+    N: int = 17
+    D: int = 8
+    E: int = 8
+    dtype: torch.dtype = torch.float32
+    causal: str | None = None
+    window: tuple[int, int] | None = None
+    kv_len: str | None = None  # "batch" | "rows"; the first entry of the batch gets 0 keys
+    keep: str | None = (
+        None  # one letter a dim of [B, H, M, N] that the mask really has: "bhmn", "mn", "n" ...
+    )
+    keep_rate: float = 0.7
+    empty_rows: bool = False  # keep and bias mask every third row completely
+    bias: str | None = None  # like keep
+    bias_inf: bool = False  # some bias entries are -inf
+    bias_grad: bool = True
+    bias_dtype: torch.dtype | None = None  # dtype's by default
+    attn_mask: str | None = None  # like keep; some entries of a float one are -inf
+    attn_mask_dtype: torch.dtype = torch.bool
+    scale: float | None = None  # of the dot product and the cosine
+    dropout_p: float = 0.0
+    weights: str | None = None
+    lse: bool = False
+    # "bmhd": heads transposed; "bhdm": columns; "sliced": every other element; "expanded": batch
+    # stride 0; "unaligned": one element past where memory begins
+    layout: str = "bhmd"
+    mask_layout: str = "bhmd"  # of keep, bias, attn_mask and the weights' gradient
+    magnitude: float = 1.0  # of query and key
+    opposite: float = 0.0  # query + this, key - this
+    garbage: float | None = None  # check() also puts this wherever a mask excludes what stands
+    # At random: the budget also has the condition of the scores, as plain PyTorch may be right by
+    # luck where numbers are few, and what the docs say is not exact.
+    drawn: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.score}-{self.name}-{str(self.dtype).removeprefix('torch.')}"
+
+    def __repr__(self) -> str:
+        """Python, but for what is as usual."""
+        told = [
+            f"{f.name}={_spelled(getattr(self, f.name))}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"Case({', '.join(told)})"
+
+    @property
+    def seed(self) -> int:
+        """Fixed by the case, so that a failure is reproduced by its name."""
+        return zlib.crc32(str(self).encode())
+
+
+_with = dataclasses.replace
+
+
+def _spelled(value) -> str:
+    """Python for a field of a case."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{'-' if value < 0 else ''}math.{'nan' if math.isnan(value) else 'inf'}"
+    return repr(value)
+
+
+@dataclass
+class Tensors:
+    """The drawn tensors of a case. ``grads`` are upstream gradients, one for each result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    bias: Tensor | None
+    mask: Mask
+    grad_out: Tensor
+    grad_weights: Tensor | None
+    grad_lse: Tensor | None
+    attn_mask: Tensor | None = None
+    bandwidth: Tensor | None = None  # of the gaussian score, [H, 1, 1]
+
+
+# Those that may have gradients.
+INPUTS = ("q", "k", "v", "w", "bias", "attn_mask", "bandwidth")
+
+
+def make(case: Case, device: str = "cpu") -> Tensors:
+    """Draws the tensors of a case, in its dtype and layout; other numbers on another device."""
+    rng = torch.Generator(device).manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64, device=device)
+
+    c = case
+    q = normal(c.B, c.H, c.M, c.D) * c.magnitude + c.opposite
+    k = normal(c.B, c.Hkv, c.N, c.D) * c.magnitude - c.opposite
+    v = normal(c.B, c.Hkv, c.N, c.E)
+    w = (normal(c.H, c.D) / math.sqrt(max(c.D, 1))).to(c.dtype) if c.score == "additive" else None
+    grad_weights = None
+    if c.weights is not None:
+        shape = (c.B, c.H, c.M, c.N) if c.weights == "full" else (c.B, c.M, c.N)
+        grad_weights = normal(*shape).to(c.dtype)
+    t = Tensors(
+        q.to(c.dtype), k.to(c.dtype), v.to(c.dtype), w, _bias(c, normal, rng), _mask(c, rng),
+        grad_out=normal(c.B, c.H, c.M, c.E).to(c.dtype),
+        grad_weights=grad_weights,
+        grad_lse=normal(c.B, c.H, c.M) if c.lse else None,
+        attn_mask=_attn_mask(c, normal, rng),
+        bandwidth=(1 + _uniform((c.H, 1, 1), rng)).to(c.dtype) if c.score == "gaussian" else None,
+    )  # fmt: skip
+    return _laid_out(c, t)
+
+
+def _uniform(shape, rng: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=rng, device=rng.device)
+
+
+def _shape(case: Case, letters: str) -> list[int]:
+    sizes = {"b": case.B, "h": case.H, "m": case.M, "n": case.N}
+    return [size if letter in letters else 1 for letter, size in sizes.items()]
+
+
+_TRANSPOSED = {"bmhd": (1, 2), "bhdm": (-2, -1)}
+
+
+def _laid_out(case: Case, t: Tensors) -> Tensors:
+    """The same values behind the strides of the case."""
+
+    def each(layout: str, *names: str) -> dict[str, Any]:
+        return {n: x if (x := getattr(t, n)) is None else _layout(layout, x) for n in names}
+
+    keep = t.mask.keep
+    mask = t.mask if keep is None else _with(t.mask, keep=_layout(case.mask_layout, keep))
+    plain, masks = ("q", "k", "v", "grad_out"), ("bias", "attn_mask", "grad_weights")
+    return _with(t, mask=mask, **each(case.layout, *plain), **each(case.mask_layout, *masks))
+
+
+def _layout(layout: str, x: Tensor) -> Tensor:
+    if layout in _TRANSPOSED:
+        dims = _TRANSPOSED[layout]
+        return x.transpose(*dims).contiguous().transpose(*dims)
+    if layout == "sliced":  # what lies between must never be read
+        filler = math.nan if x.is_floating_point() else True
+        padded = x.new_full([2 * s + 1 for s in x.shape], filler)
+        return padded[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x)
+    if layout == "unaligned":
+        return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    if layout == "expanded":
+        return x[:1].expand_as(x)
+    return x
+
+
+def _empty_rows(case: Case, x: Tensor, value) -> Tensor:
+    if case.empty_rows and x.shape[2] == case.M:
+        x[:, :, ::3] = value
+    return x
+
+
+def _bias(case: Case, normal, rng) -> Tensor | None:
+    if case.bias is None:
+        return None
+    bias = normal(*_shape(case, case.bias))
+    if case.bias_inf:
+        bias = bias.masked_fill(_uniform(bias.shape, rng) < 0.3, -math.inf)
+        bias = _empty_rows(case, bias, -math.inf)
+    return bias.to(case.bias_dtype or case.dtype)
+
+
+def _attn_mask(case: Case, normal, rng) -> Tensor | None:
+    if case.attn_mask is None:
+        return None
+    shape = _shape(case, case.attn_mask)
+    keep = _uniform(shape, rng) < case.keep_rate
+    if case.attn_mask_dtype == torch.bool:
+        return _empty_rows(case, keep, False)
+    added = normal(*shape).masked_fill(~keep, -math.inf)
+    return _empty_rows(case, added, -math.inf).to(case.attn_mask_dtype)
+
+
+def _mask(case: Case, rng) -> Mask:
+    kv_len = keep = None
+    if case.kv_len is not None:
+        shape = (case.B,) if case.kv_len == "batch" else (case.B, case.M)
+        kv_len = torch.randint(0, case.N + 1, shape, generator=rng, device=rng.device)
+        kv_len[:1] = 0
+    if case.keep is not None:
+        keep = _uniform(_shape(case, case.keep), rng) < case.keep_rate
+        keep = _empty_rows(case, keep, False)
+    return Mask(case.causal, case.window, kv_len, keep)  # pyright: ignore[reportArgumentType]
+
+
+# ---- three ways to compute a case: {"out": ..., "weights": ..., "lse": ..., "grad_q": ...} ----
+
+
+# ---- the budget ----
+
+
+# ---- the grid ----

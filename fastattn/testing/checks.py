@@ -1,0 +1,119 @@
+"""What a case is held to: the budget, invariants, and garbage that reaches nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastattn.problem import reference
+from fastattn.testing.budget import _oracle_of_case, poisoned
+from fastattn.testing.cases import Case, Tensors, _laid_out, _with
+from fastattn.testing.runners import _kept, _used_keys, run
+
+
+def spoil(case: Case, t: Tensors) -> Tensors:
+    """The same problem with garbage in every place that a mask excludes: no result may change.
+
+    So are upstream gradients of rows without keys and of masked weights. What a bias masks by -inf
+    stays -inf, and what stands beside it is excluded.
+    """
+    p, kept = _kept(case, t)
+    structural = p.mask.materialize(p).expand(kept.shape)
+    by_key, by_query = _used_keys(p, kept), kept.any(-1)
+
+    def fill(x: Tensor | None, used: Tensor, layout: str) -> Tensor | None:
+        if x is None or not x.is_floating_point():
+            return x
+        most, value = torch.finfo(x.dtype).max, case.garbage
+        assert value is not None
+        value = max(-most, min(value, most)) if math.isfinite(value) else value
+        used = used.any(0, keepdim=True) if layout == "expanded" else used  # all entries are one
+        for d, n in enumerate(x.shape):  # a place is used where one of those it stands for is
+            used = used if n != 1 else used.any(d, keepdim=True)
+        return x.masked_fill(~used, value)
+
+    beside = structural
+    if t.attn_mask is not None and t.attn_mask.is_floating_point():
+        beside = structural & (t.attn_mask != -math.inf)
+    rows, keys, weights = (by_query[..., None], by_key[..., None], kept)
+    if case.weights == "mean":
+        weights = kept.any(1)
+    how, masks = case.layout, case.mask_layout
+    spoilt = _with(
+        t,
+        q=fill(t.q, rows, how),
+        k=fill(t.k, keys, how),
+        v=fill(t.v, keys, how),
+        grad_out=fill(t.grad_out, rows, how),
+        bias=fill(t.bias, beside, masks),
+        attn_mask=fill(t.attn_mask, structural, masks),
+        grad_weights=fill(t.grad_weights, weights, masks),
+        grad_lse=fill(t.grad_lse, by_query, "bhmd"),
+    )
+    return _laid_out(case, spoilt)
+
+
+def check(
+    case: Case, backend: str = "auto", relayout: Callable[[Tensors], Tensors] | None = None
+) -> None:
+    """Compares every output and gradient of a case with the reference, within the budget.
+
+    Beside it, what is known without one: :func:`assert_invariants`, and that garbage behind masks
+    changes no bit. Ours runs in :func:`poisoned` memory, on the drawn tensors or on what
+    ``relayout`` makes of them: the same values behind other strides.
+    """
+    t, oracle = _oracle_of_case(case)
+    relayout = relayout or (lambda t: t)
+    with poisoned():
+        ours = run(case, relayout(t), backend)
+    oracle.check(case, ours)
+    assert_invariants(case, t, ours)
+    if case.garbage is None:
+        return
+    with poisoned():
+        spoilt = run(case, relayout(spoil(case, t)), backend)
+    if backend in ("auto", "cpu", "eager"):
+        assert_same_bits(spoilt, ours)
+    else:  # kernels for GPUs take another way where garbage shows
+        oracle.check(case, spoilt)
+
+
+def assert_same_bits(a: dict, b: dict) -> None:
+    """Equal everywhere, NaN in the same places; says which result is not."""
+    assert a.keys() == b.keys()
+    for name in a:
+        same = (a[name] == b[name]) | (a[name].isnan() & b[name].isnan())
+        assert same.all(), f"{name} differs in {(~same).sum()} of {same.numel()} places"
+
+
+def assert_invariants(case: Case, t: Tensors, ours: dict[str, Tensor]) -> None:
+    """What holds whatever the numbers are, in every row and key.
+
+    Without dropout, a row's weights sum to 1, and the gradients of the values to the gradients of
+    the outputs: a forward and a backward pass that weigh alike. Rows without keys, and keys that no
+    row keeps, have results of exactly 0.
+    """
+    p, kept = _kept(case, t)
+    empty, unused = ~kept.any(-1), ~_used_keys(p, kept)
+    zero = {"out": empty, "grad_q": empty, "grad_k": unused, "grad_v": unused}
+    for name, where in zero.items():
+        assert not ours[name][where].any(), f"{case} {name}: not 0 where nothing is kept"
+    if case.lse:
+        assert (ours["lse"][empty] == -math.inf).all(), f"{case} lse: not -inf without keys"
+    if case.weights == "full":
+        assert not ours["weights"][~kept].any(), f"{case} weights: not 0 where masked"
+    if case.dropout_p:
+        return
+    most = 8 * torch.finfo(case.dtype).eps
+    if case.weights == "full":
+        off = (ours["weights"].double().sum(-1) - (~empty).double()).abs()
+        assert (off <= most).all(), f"{case} weights: a row sums to 1 + {off.max():.1e}"
+    given = reference._sum_groups(p, t.grad_out.double() * ~empty[..., None])
+    terms = reference._sum_groups(p, t.grad_out.double().abs() * ~empty[..., None]).sum(2)
+    off = (ours["grad_v"].double().sum(2) - given.sum(2)).abs()
+    assert (off <= most * terms).all(), (
+        f"{case} grad_v: sums over the keys are off by {(off / (most / 8 * terms)).max():.1f} ulp"
+    )

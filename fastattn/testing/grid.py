@@ -1,0 +1,121 @@
+"""The case grid: every size against every tile, every feature alone, and features together."""
+
+from __future__ import annotations
+
+import torch
+
+from fastattn.testing.cases import Case, _with
+
+_f16, _bf16 = torch.float16, torch.bfloat16
+
+
+def _grid() -> list[Case]:
+    """Every size against every tile, every feature alone, and features together."""
+    sizes = [Case(f"M{m}-N{n}", M=m, N=n, lse=True) for m, n in
+             [(1, 1), (15, 63), (63, 15), (65, 127), (127, 65), (1, 1000), (1000, 1), (130, 300),
+              (4, 257)]]  # fmt: skip
+    sizes.append(Case("M1000-N1000", B=1, H=1, Hkv=1, M=1000, N=1000, lse=True))
+    dims = [Case(f"D{d}-E{e}", D=d, E=e) for d, e in
+            [(1, 1), (3, 5), (16, 33), (64, 64), (65, 8), (8, 127), (256, 40)]]  # fmt: skip
+    zeros = [
+        _with(Case(f"{name}0", bias="mn", weights="full", lse=True), **{name: 0})
+        for name in ("M", "N", "D", "E", "B")
+    ]
+    zeros.append(Case("H0", H=0, Hkv=0, bias="mn", weights="full", lse=True))
+    heads = [
+        Case("gqa", H=6, Hkv=2, M=65),
+        Case("mqa", H=3, Hkv=1, N=70),
+        Case("gqa-decode", H=8, Hkv=2, M=1, N=300),
+    ]
+    layouts = [Case(f"layout-{x}", layout=x, M=33, N=65, D=20, weights="full", causal="top_left")
+               for x in ("bmhd", "sliced", "expanded")]  # fmt: skip
+    masks = [
+        Case("causal", causal="top_left", M=130, N=130),
+        Case("causal-wide", causal="top_left", M=40, N=100, lse=True),
+        Case("causal-tall", causal="top_left", M=100, N=40, lse=True),
+        Case("bottom-right", causal="bottom_right", M=40, N=100),
+        Case(
+            "bottom-right-tall", causal="bottom_right", M=100, N=40, lse=True
+        ),  # the first 60 rows are empty
+        Case("window", window=(5, 3), M=130, N=130),
+        Case("window-causal", causal="bottom_right", window=(20, -1), M=70, N=150),
+        Case("window-far", window=(2, 2), M=130, N=20, lse=True),
+        Case("kv-len", kv_len="batch", N=150, lse=True, weights="mean"),
+        Case("kv-len-rows", kv_len="rows", M=70, N=150, lse=True),
+        *[Case(f"keep-{x}", keep=x, M=65, N=70) for x in ("bhmn", "mn", "bn", "h", "bm", "")],
+        Case("keep-sparse", keep="bhmn", keep_rate=0.01, M=130, N=200, lse=True, weights="full"),
+        Case("keep-empty-rows", keep="bmn", empty_rows=True, lse=True, weights="mean"),
+        Case(
+            "all-masks",
+            causal="bottom_right",
+            window=(60, -1),
+            kv_len="batch",
+            keep="hn",
+            bias="bmn",
+            M=65,
+            N=130,
+        ),
+    ]
+    biases = [
+        *[
+            Case(f"bias-{x}", bias=x, M=40, N=70)
+            for x in ("bhmn", "hmn", "mn", "bn", "n", "bhm", "h", "")
+        ],
+        Case(
+            "bias-inf",
+            bias="bhmn",
+            bias_inf=True,
+            empty_rows=True,
+            M=40,
+            N=70,
+            lse=True,
+            weights="full",
+        ),
+        Case("bias-inf-n", bias="bn", bias_inf=True, N=200),
+        Case("bias-no-grad", bias="mn", bias_grad=False),
+        Case("bias-large", bias="hmn", M=100, N=300),
+        Case("bias-gqa", bias="hmn", H=4, Hkv=2, M=33, N=70),
+    ]
+    weights = [
+        Case(f"weights-{x}", weights=x, H=3, Hkv=3, M=65, N=130, causal="top_left")
+        for x in ("full", "mean")
+    ]
+    dropout = [
+        Case("dropout", dropout_p=0.3, M=65, N=130, weights="full"),
+        Case("dropout-mean", dropout_p=0.5, M=33, N=67, weights="mean", keep="bhmn", lse=True),
+        Case("dropout-all", dropout_p=1.0),
+        Case("dropout-decode", dropout_p=0.3, M=1, N=300),
+    ]
+    large = [Case("large-logits", magnitude=60.0, M=40, N=70, lse=True)]
+    # Whole tiles, which no mask code touches; as large as the logits of the dot product are named.
+    plain = [Case(f"plain-N{n}", B=1, M=64, N=n, weights="full", lse=True) for n in (64, 128)]
+    logits = [
+        _with(c, name=f"{c.name}-logits-1e{power}", magnitude=10 ** (power / 2))
+        for c in plain
+        for power in (2, 4, 6, 10)
+    ]
+    both = [*sizes, *dims, *zeros, *layouts, *masks, *biases, *weights, *dropout, *heads, *large]
+    both += plain
+    # Additive sizes are cut where plain PyTorch's M * N * D, not ours, would take the time.
+    extremes = [
+        Case("huge", magnitude=1e4, M=40, N=70),
+        Case("wide", magnitude=30.0, M=40, N=70),
+        Case("opposite-60", opposite=60.0, M=40, N=70),
+        Case("opposite-1e4", opposite=1e4, M=20, N=70),
+        Case("opposite-25", opposite=25.0, magnitude=0.3, M=20, N=70, D=65),
+    ]
+    cases = [
+        *both,
+        *logits,
+        *(_with(c, score="additive") for c in both),
+        *(_with(c, score="additive") for c in extremes),
+    ]
+    half = {
+        *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "bias-inf"),
+        *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
+        "plain-N128-logits-1e4",
+    }
+    return cases + [_with(c, dtype=d) for c in cases if c.name in half for d in (_f16, _bf16)]
+
+
+GRID = _grid()

@@ -1,0 +1,169 @@
+"""Three ways to compute a case: ours, the float64 reference, plain PyTorch. Results go by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn import functional
+from fastattn.problem import Problem, reference, validate
+from fastattn.testing.cases import INPUTS, Case, Tensors
+
+
+def _leaf(x: Tensor | None, dtype: torch.dtype | None = None, grad: bool = True) -> Tensor | None:
+    """A leaf with x's strides; what has no gradient stays as it is."""
+    if x is None or not x.is_floating_point():
+        return x
+    return (x if dtype is None else x.to(dtype)).detach().requires_grad_(grad)
+
+
+def _leaves(case: Case, t: Tensors, dtype: torch.dtype | None) -> dict[str, Any]:
+    added = ("bias", "attn_mask")
+    return {n: _leaf(getattr(t, n), dtype, n not in added or case.bias_grad) for n in INPUTS}
+
+
+def _results(case: Case, t: Tensors, call, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Runs call(q, k, v, ...), of all INPUTS, to (out[, weights][, lse]), and its backward."""
+    leaves = _leaves(case, t, dtype)
+    outputs = call(**leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    names = ["out", *(["weights"] if case.weights else []), *(["lse"] if case.lse else [])]
+    results = dict(zip(names, outputs, strict=True))
+    upstream: dict[str, Any] = {"out": t.grad_out, "weights": t.grad_weights, "lse": t.grad_lse}
+    grads = [upstream[name].to(x.dtype) for name, x in results.items()]
+    wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
+    pulled = torch.autograd.grad(
+        list(results.values()), list(wanted.values()), grads, allow_unused=True
+    )
+    for (name, leaf), grad in zip(wanted.items(), pulled, strict=True):
+        results[f"grad_{name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return {name: x.detach() for name, x in results.items()}
+
+
+DROPOUT_SEED = 0x1234_5678_9ABC_DEF0
+
+
+def run(
+    case: Case, t: Tensors, backend: str = "auto", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Our result on a backend."""
+
+    def call(q, k, v, w, bias, attn_mask, bandwidth):
+        options: dict[str, Any] = dict(bias=bias, attn_mask=attn_mask, backend=backend)
+        options |= dict(return_weights=case.weights, return_lse=case.lse)
+        if t.mask.kinds:
+            options |= dict(mask=t.mask)
+        if case.dropout_p:
+            options |= dict(dropout_p=case.dropout_p, seed=DROPOUT_SEED)
+        if case.score == "additive":
+            return functional.additive_attention(q, k, v, w, **options)
+        options |= dict(enable_gqa=True, scale=case.scale)
+        if case.score == "dot":
+            return functional.scaled_dot_product_attention(q, k, v, **options)
+        return functional.attention(q, k, v, score=case.score, bandwidth=bandwidth, **options)
+
+    return _results(case, t, call, dtype)
+
+
+def _build(case: Case, t: Tensors, q, k, v, w, bias, attn_mask, scale) -> validate.Inputs:
+    return validate.build(
+        "dot" if w is None else "additive", q, k, v, w, mask=t.mask, bias=bias,
+        attn_mask=attn_mask, scale=scale, enable_gqa=True, dropout_p=case.dropout_p,
+        seed=DROPOUT_SEED, return_weights=case.weights,
+    )  # fmt: skip
+
+
+def _kept(case: Case, t: Tensors) -> tuple[Problem, Tensor]:
+    """The record of a case, and the pairs that masks and biases keep, ``[B, H, M, N]``."""
+    p, *_, added, _, _ = _build(case, t, t.q, t.k, t.v, t.w, t.bias, t.attn_mask, case.scale)
+    kept = p.mask.materialize(p).expand(p.B, p.H, p.M, p.N)
+    return p, kept if added is None else kept & (added != -math.inf)
+
+
+def _used_keys(p: Problem, kept: Tensor) -> Tensor:
+    """``[B, Hkv, N]``: keys that some row of some head keeps."""
+    return (kept.unflatten(1, (p.Hkv, -1)) if p.Hkv else kept[:, :, None]).any(2).any(2)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+def _features(case: Case, q: Tensor, k: Tensor, bandwidth: Tensor | None):
+    """(q', k', scale) such that the score is q' . k' * scale, or what is added for q' + k'."""
+    if case.score == "cosine":
+        return _unit(q), _unit(k), 1.0 if case.scale is None else case.scale
+    if case.score == "gaussian":  # -|q - k|^2 / 2h^2 = (q . k - |k|^2 / 2 - |q|^2 / 2) / h^2
+        assert bandwidth is not None
+        one, squared = (q.new_ones(*q.shape[:-1], 1), q.square().sum(-1, keepdim=True))
+        half = k.new_full((*k.shape[:-1], 1), -0.5)
+        k = torch.cat([k, half * k.square().sum(-1, keepdim=True), half], -1)
+        return torch.cat([q, one, squared], -1) / bandwidth.square(), k, 1.0
+    return q, k, case.scale
+
+
+def _canonical(case: Case, t: Tensors, leaves: dict[str, Any]) -> tuple:
+    """(p, q, k, v, w, bias) of the dot product or the additive score, made of float64 leaves."""
+    x = dict(leaves)
+    q, k, scale = _features(case, x.pop("q"), x.pop("k"), x.pop("bandwidth"))
+    return _build(case, t, q, k, scale=scale, **x)[:6]
+
+
+def _upstream(t: Tensors) -> list[Any]:
+    return [None if x is None else x.double() for x in (t.grad_out, t.grad_lse, t.grad_weights)]
+
+
+def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
+    """The float64 reference and its explicit gradients."""
+    leaves = _leaves(case, t, torch.float64)
+    p, *made = _canonical(case, t, leaves)
+    args: list[Any] = [None if x is None else x.detach() for x in made]
+    out, lse, weights = reference.forward(p, *args)
+    grads = list(reference.backward(p, *args, *_upstream(t)))
+    grads[3] = None if grads[3] is None else grads[3].sum(0)
+    results = {"out": out}
+    if case.weights:
+        results["weights"] = weights
+    if case.lse:
+        results["lse"] = lse
+    wanted = {n: x for n, x in leaves.items() if x is not None and x.requires_grad}
+    pairs = [(x, g) for x, g in zip(made, grads, strict=True) if x is not None and x.requires_grad]
+    ends, grads = zip(*pairs, strict=True)
+    pulled = torch.autograd.grad(ends, list(wanted.values()), grads)
+    return results | {f"grad_{n}": g for n, g in zip(wanted, pulled, strict=True)}
+
+
+def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """What a user would write in PyTorch, in the case's dtype: the peer of the error budget."""
+    p, kept = _kept(case, t)
+    has_key = kept.any(-1, keepdim=True)
+
+    def call(q, k, v, w, bias, attn_mask, bandwidth):
+        k, v = (x.repeat_interleave(case.H // case.Hkv, dim=1) if case.Hkv else x for x in (k, v))
+        if case.score == "dot":
+            scores = (q @ k.mT) * p.scale
+        elif case.score == "cosine":
+            scores = (_unit(q) @ _unit(k).mT) * (1.0 if case.scale is None else case.scale)
+        elif case.score == "gaussian":
+            between = (q[:, :, :, None] - k[:, :, None]) / bandwidth[..., None]
+            scores = between.square().sum(-1) / -2
+        else:
+            scores = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)
+        for x in (bias, attn_mask):
+            if x is not None and x.is_floating_point():
+                scores = scores + x.to(q.dtype)
+        # Rows without a key are given all keys, then zeroed: plain PyTorch would give NaN.
+        scores = scores.masked_fill(~kept & has_key, -math.inf)
+        scores = torch.where(has_key, scores, 0.0)
+        weights = torch.softmax(scores, -1) * has_key
+        if p.dropout is not None:
+            weights = weights * p.dropout.factors(p, q.dtype)
+        lse = torch.where(has_key.squeeze(-1), torch.logsumexp(scores, -1), -math.inf)
+        returned = {None: (), "full": (weights,), "mean": (weights.mean(1),)}[case.weights]
+        return (weights @ v, *returned, *((lse,) if case.lse else ()))
+
+    return _results(case, t, call, dtype or case.dtype)

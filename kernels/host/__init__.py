@@ -1,0 +1,1 @@
+"""What runs on the host: operands, launches, tile configurations."""

@@ -1,0 +1,343 @@
+"""Tile sizes, warps and pipeline stages: one table a kernel, rows by architecture, with reasons.
+
+A row is found by architecture, bytes an element, the head size rounded up to 64, 128 or 256, and
+whether the problem is *rich*: dropout, a bias or weights need registers that a mask does not.
+
+Nothing is measured here and nothing runs at import; what ``fastattn.autotune`` has measured on this
+machine goes first (tuned.py). The rows are what fits: registers without a spill and shared memory
+within the device, both checked by compiling every row (tests/triton/test_aot.py); among what fits,
+the largest tile, since a tile of BLOCK_M x BLOCK_N does BLOCK_M (forward) operations on every key
+element that it loads. None was timed on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+from . import tuned
+
+
+class Config(NamedTuple):
+    """How a kernel runs; what it computes does not depend on it."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+class Row(NamedTuple):
+    """The configurations of plain and of rich problems."""
+
+    plain: Config
+    rich: Config
+
+
+def _row(plain: tuple[int, ...], rich: tuple[int, ...] | None = None) -> Row:
+    return Row(Config(*plain), Config(*(rich or plain)))
+
+
+# {kernel: {(architecture, bytes an element): {head size: row}}}. "tile" serves the kernels that own
+# one tile (weights, dbias) or one row block (delta).
+TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
+    "fwd": {
+        # Two warpgroups of 64 rows: at head size 128, O is 64 registers a thread and S 32. To try
+        # first on a GPU, at head size 128: full tiles of 128 keys, a kernel apart for masked ones.
+        # Next: tl.range(warp_specialize=True) with TMA descriptors where strides allow them, 4
+        # warps and 128 x 128; it compiles without a spill, in 197 KB (see DESIGN.md).
+        ("sm_90", 2): {
+            64: _row((128, 128, 8, 3), (128, 64, 8, 3)),
+            128: _row((128, 64, 8, 3)),  # 128 keys: the masked loop spills its last registers
+            256: _row((64, 64, 8, 2)),  # O of 128 rows alone takes half of the registers
+        },
+        # Products take Q from registers: 64 keys where Hopper takes 128.
+        ("sm_80", 2): {
+            64: _row((128, 64, 8, 3)),
+            128: _row((128, 64, 8, 2), (128, 32, 8, 2)),
+            256: _row((64, 32, 8, 2)),
+        },
+        # 64 KB of shared memory, four waves of 64 lanes with 512 registers each; compiled only.
+        ("gfx942", 2): {
+            64: _row((128, 64, 4, 1)),
+            128: _row((128, 32, 4, 1)),
+            256: _row((64, 32, 4, 1)),
+        },
+    },
+    # The forward of few queries, bound by reading K and V: the smallest tile of rows, many stages.
+    "decode": {
+        ("sm_90", 2): {
+            64: _row((16, 128, 4, 3)),
+            128: _row((16, 64, 4, 3), (16, 64, 4, 2)),
+            256: _row((16, 32, 4, 3)),
+        },
+        ("sm_80", 2): {
+            64: _row((16, 64, 4, 3)),
+            128: _row((16, 64, 4, 2)),
+            256: _row((16, 32, 4, 2)),
+        },
+        ("gfx942", 2): {
+            64: _row((16, 64, 4, 1)),
+            128: _row((16, 64, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
+    "dq": {
+        # Q and dO stay as well as dQ, and S and dP are two tiles.
+        ("sm_90", 2): {
+            64: _row((128, 64, 8, 3), (128, 32, 8, 2)),
+            128: _row((128, 64, 8, 2), (64, 64, 8, 2)),
+            256: _row((64, 64, 8, 2), (64, 32, 8, 2)),
+        },
+        ("sm_80", 2): {
+            64: _row((128, 32, 8, 2), (64, 32, 4, 2)),  # 64 keys spill a register
+            128: _row((64, 64, 8, 2), (64, 32, 8, 2)),
+            256: _row((64, 32, 8, 1), (32, 32, 8, 1)),
+        },
+        ("gfx942", 2): {
+            64: _row((128, 32, 4, 1)),
+            128: _row((64, 32, 4, 1)),
+            256: _row((32, 32, 4, 1)),
+        },
+    },
+    "dkdv": {
+        # dK and dV are two accumulators of BLOCK_N rows: queries stream by in smaller steps.
+        ("sm_90", 2): {
+            64: _row((64, 128, 8, 3), (32, 64, 8, 2)),
+            128: _row((32, 128, 8, 2), (32, 64, 8, 2)),
+            256: _row((32, 64, 8, 2), (16, 64, 8, 2)),
+        },
+        ("sm_80", 2): {
+            64: _row((16, 64, 8, 2), (16, 32, 8, 2)),  # one step more spills a few registers
+            128: _row((32, 64, 8, 2), (16, 32, 8, 2)),
+            256: _row((16, 32, 8, 1), (32, 32, 8, 1)),
+        },
+        ("gfx942", 2): {
+            64: _row((32, 64, 4, 1)),
+            128: _row((32, 32, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
+    # The backward of few queries is bound by reading K and V, too.
+    "decode_dq": {
+        ("sm_90", 2): {
+            64: _row((16, 128, 4, 2), (16, 64, 8, 2)),
+            128: _row((16, 64, 4, 2)),
+            256: _row((16, 32, 8, 2)),  # 4 warps: the launch that mends spills
+        },
+        ("sm_80", 2): {
+            64: _row((16, 64, 4, 2)),
+            128: _row((16, 64, 4, 2), (16, 32, 4, 2)),
+            256: _row((16, 32, 8, 2)),
+        },
+        ("gfx942", 2): {
+            64: _row((16, 64, 4, 1)),
+            128: _row((16, 32, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
+    # One step a head, so stages are for registers: operands wait in shared memory.
+    "decode_dkdv": {
+        ("sm_90", 2): {
+            64: _row((16, 128, 8, 1), (16, 64, 8, 1)),
+            128: _row((16, 64, 8, 1)),
+            256: _row((16, 64, 8, 2)),
+        },
+        ("sm_80", 2): {
+            64: _row((16, 64, 8, 1)),
+            128: _row((16, 64, 8, 1), (16, 32, 8, 1)),
+            256: _row((16, 32, 8, 1)),
+        },
+        ("gfx942", 2): {
+            64: _row((16, 64, 4, 1)),
+            128: _row((16, 32, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
+    "tile": {
+        ("sm_90", 2): {
+            64: _row((64, 64, 8, 2)),
+            128: _row((64, 64, 8, 2)),
+            256: _row((16, 32, 8, 1)),  # dbias holds a tile of each of Q, K, dO and V at once
+        },
+        ("sm_80", 2): {
+            64: _row((64, 32, 8, 2)),
+            128: _row((16, 32, 8, 2)),
+            256: _row((16, 32, 8, 1)),
+        },
+        ("gfx942", 2): {
+            64: _row((64, 32, 4, 1)),
+            128: _row((32, 32, 4, 1)),
+            256: _row((16, 32, 4, 1)),
+        },
+    },
+}
+
+# Exact fp32 products run on FMA units, whose operands come from registers: small tiles. Those of
+# head size 256 stream (tiles.stream_dot_t), and hold none.
+_FP32 = {
+    "fwd": {64: _row((32, 32, 8, 1)), 128: _row((32, 16, 8, 1)), 256: _row((16, 32, 8, 1))},
+    "decode": {64: _row((16, 32, 4, 1)), 128: _row((16, 32, 8, 1)), 256: _row((16, 32, 8, 1))},
+    "dq": {
+        64: _row((32, 32, 8, 1), (32, 32, 4, 1)),
+        128: _row((16, 32, 8, 1), (32, 32, 8, 1)),
+        256: _row((16, 32, 8, 1)),
+    },
+    "dkdv": {
+        64: _row((16, 32, 8, 1), (16, 16, 8, 1)),
+        128: _row((16, 16, 8, 1)),
+        256: _row((16, 32, 8, 1)),
+    },
+    "decode_dq": {
+        64: _row((16, 32, 8, 1)),
+        128: _row((16, 32, 4, 1), (16, 32, 8, 1)),
+        256: _row((16, 32, 8, 1)),
+    },
+    "decode_dkdv": {
+        64: _row((16, 32, 8, 1), (16, 16, 8, 1)),
+        128: _row((16, 16, 8, 1)),
+        256: _row((16, 32, 8, 1)),
+    },
+    "tile": {64: _row((16, 16, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((32, 32, 8, 1))},
+}
+# The additive score is bound by issue slots and reciprocals: of 64 x 64 pairs, 4 warps load 22
+# numbers of E and F for 64 elements a thread. Twice as many pairs spill, half as many load 14 for
+# 32: rich problems must do with them, in transposed tiles above all. In backward a warp should own
+# 16 rows (16 keys in dkdv): sums over a row then stay in the warp, and no two warps compute the
+# same element. Compiled only.
+_ADDITIVE = {
+    "sm_90": {
+        "fwd": {
+            64: _row((64, 64, 4, 1)),
+            128: _row((64, 64, 4, 1)),
+            256: _row((64, 64, 8, 1), (64, 32, 8, 1)),
+        },
+        "dq": {
+            64: _row((64, 64, 4, 1), (64, 32, 4, 1)),
+            128: _row((64, 32, 4, 1)),
+            256: _row((128, 32, 8, 1), (32, 32, 4, 1)),
+        },
+        "dkdv": {
+            64: _row((32, 64, 4, 1)),
+            128: _row((32, 64, 4, 1), (32, 128, 8, 1)),
+            256: _row((32, 64, 4, 1), (32, 32, 8, 1)),  # rich: all that is larger spills
+        },
+        "tile": {
+            64: _row((64, 64, 4, 1), (64, 64, 8, 1)),
+            128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
+            256: _row((64, 64, 8, 1), (32, 32, 4, 1)),
+        },
+    },
+    "sm_80": {
+        "fwd": {
+            64: _row((64, 64, 4, 1)),
+            128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
+            256: _row((64, 64, 8, 1), (64, 32, 8, 1)),
+        },
+        "dq": {
+            64: _row((64, 64, 8, 1), (64, 32, 4, 1)),
+            128: _row((64, 64, 8, 1), (64, 32, 8, 1)),
+            256: _row((64, 64, 8, 1), (32, 32, 4, 1)),
+        },
+        "dkdv": {
+            64: _row((64, 32, 4, 1), (16, 64, 4, 1)),
+            128: _row((128, 32, 8, 1), (16, 64, 4, 1)),
+            256: _row((16, 64, 4, 1), (32, 32, 8, 1)),
+        },
+        "tile": {
+            64: _row((64, 64, 4, 1), (64, 64, 8, 1)),
+            128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
+            256: _row((64, 64, 8, 1), (32, 32, 4, 1)),
+        },
+    },
+}
+for _kernel in ("fwd", "dq", "dkdv", "tile"):
+    TABLE[f"additive_{_kernel}"] = {
+        (_arch, 2): _ADDITIVE.get(_arch, _ADDITIVE["sm_80"])[_kernel]
+        for _arch in ("sm_80", "sm_90", "gfx942")
+    }
+# Queries, up to 4 of them, are apart (additive_fwd.py), and choose their keys themselves.
+TABLE["additive_decode"] = {
+    (_arch, 2): dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
+    for _arch in ("sm_80", "sm_90", "gfx942")
+}
+_FP32_ADDITIVE = {
+    "fwd": {64: _row((32, 32, 4, 1)), 128: _row((32, 16, 8, 1)), 256: _row((16, 32, 8, 1))},
+    "decode": {64: _row((16, 32, 4, 1)), 128: _row((16, 32, 8, 1)), 256: _row((16, 16, 8, 1))},
+    "dq": {
+        64: _row((32, 32, 8, 1)),
+        128: _row((32, 32, 8, 1), (16, 64, 8, 1)),
+        256: _row((16, 32, 8, 1)),
+    },
+    "dkdv": {64: _row((16, 16, 8, 1)), 128: _row((16, 16, 8, 1)), 256: _row((16, 16, 8, 1))},
+    "tile": {64: _row((32, 32, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((32, 32, 8, 1))},
+}
+# Oblong and small, so that small problems have every kind of tile.
+_INTERPRETER = {"fwd": (64, 32, 4, 1), "decode": (16, 32, 4, 1), "dq": (64, 32, 4, 1),
+                "dkdv": (32, 64, 4, 1), "decode_dq": (16, 32, 4, 1), "decode_dkdv": (16, 64, 4, 1),
+                "tile": (64, 32, 4, 1)}  # fmt: skip
+HEAD_SIZES = (64, 128, 256)
+for _kernel, _rows in TABLE.items():
+    _plain = _kernel.removeprefix("additive_")
+    for _arch in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942"):
+        _rows[_arch, 4] = (_FP32 if _kernel == _plain else _FP32_ADDITIVE)[_plain]
+    for _bytes in (2, 4):
+        _rows["interpreter", _bytes] = dict.fromkeys(HEAD_SIZES, _row(_INTERPRETER[_plain]))
+    for _bytes in (2, 4):  # 8 waves are more lanes than 8 warps, and leave 256 registers to each
+        _rows["gfx942", _bytes] = {
+            _size: Row(*(_c._replace(num_warps=4) for _c in _r))
+            for _size, _r in _rows["gfx942", _bytes].items()
+        }
+    _rows["sm_100", 2] = _rows["sm_90", 2]  # same registers and shared memory
+    _rows["sm_86", 2] = _rows["sm_80", 2]  # whose rows all fit the 99 KB that these have
+# But for one: 64 keys take 1 KB more than there is.
+TABLE["dq"]["sm_100", 2] = TABLE["dq"]["sm_90", 2] | {256: _row((64, 32, 8, 2))}
+
+
+def choose(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_size: int, rich: bool
+) -> Config:
+    """The configuration of ``kernel`` for a problem; ``head_size`` is the larger of D and E."""
+    size = size_class(head_size)
+    measured = tuned.lookup(device, tuned.name(kernel, dtype, size, rich))
+    if measured is not None:
+        return Config(*measured)
+    row = TABLE[kernel][architecture(device), dtype.itemsize][size]
+    return row.rich if rich else row.plain
+
+
+def size_class(head_size: int) -> int:
+    """The head size whose rows serve this one."""
+    return next(s for s in HEAD_SIZES if head_size <= s)
+
+
+def is_rich(has_bias: bool, dropout_p: float, weights: str) -> bool:
+    """Whether a kernel needs more registers than for masks."""
+    return has_bias or dropout_p > 0 or weights != "none"
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The rows that serve a device; ``interpreter`` where there is none."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 8:
+        return "sm_80" if minor == 0 else "sm_86"
+    # 12.x has the shared memory of 8.6; a newer architecture gets what the oldest one bears.
+    return {9: "sm_90", 10: "sm_100", 12: "sm_86"}.get(major, "sm_86")
+
+
+def speaks_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold NVIDIA's instructions."""
+    return architecture(device).startswith("sm_")
+
+
+def padded(size: int) -> int:
+    """A head size as tiles hold it: a power of two, at least the 16 that tl.dot asks for."""
+    return max(16, triton.next_power_of_2(size))

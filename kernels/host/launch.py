@@ -1,0 +1,173 @@
+"""The host side that launchers share: the operator's arguments as a record, and its outputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.problem import Weights
+from fastattn.problem.record import weights_of, weights_shape
+
+from ..tile.masking import scans_bias
+from ..tile.strided import Dims, Spec
+from .config import architecture, choose, is_rich, padded, speaks_ptx
+
+
+class Call(NamedTuple):
+    """The arguments that the forward and backward operators share (``backends/operators.py``).
+
+    Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``,
+    bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len int32 ``[B, 1]`` or ``[B, M]``, seed int64
+    ``[]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    bias: Tensor | None
+    kv_len: Tensor | None
+    keep: Tensor | None
+    seed: Tensor | None
+    band_lo: int | None
+    band_hi: int | None
+    scale: float
+    dropout_p: float
+    weights: Weights
+
+    @classmethod
+    def of(cls, *args) -> Call:
+        """From an operator's arguments, which nobody has looked at: it may be called directly."""
+        call = cls(*args)
+        call = call._replace(weights=weights_of(args[-1]))
+        if not 0 <= call.dropout_p <= 1:
+            raise ValueError(f"dropout_p: expected 0 to 1, got {call.dropout_p}")
+        if call.dropout_p and call.seed is None:
+            raise ValueError(f"dropout_p: expected a seed with {call.dropout_p}, got none")
+        return call
+
+    @property
+    def B(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def Hkv(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def M(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def N(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def D(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def E(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.B, self.H, self.M, self.N
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(self.H, self.H // max(self.Hkv, 1), self.M, self.N)
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """(band_lo, band_hi), None where every pair is within: a decoding step has no mask."""
+        lo = None if self.band_lo is None or self.band_lo <= 1 - self.M else self.band_lo
+        hi = None if self.band_hi is None or self.band_hi >= self.N - 1 else self.band_hi
+        return lo, hi
+
+    @property
+    def rich(self) -> bool:
+        """Whether a kernel needs more registers than for masks."""
+        return is_rich(self.bias is not None, self.dropout_p, self.weights)
+
+    @property
+    def masks_within_tiles(self) -> bool:
+        """Whether a key may be used by some rows of a tile and masked for others."""
+        by_row = self.kv_len is not None and self.kv_len.shape[1] != 1
+        return by_row or self.band != (None, None) or self.keep is not None or self.bias is not None
+
+
+def refuse_while_capturing(hook):
+    """Triton's hook before it compiles: for these kernels an error inside a CUDA graph's capture.
+
+    CUDA cannot load code then, and says so in words that do not tell what to do. ``hook``: the one
+    that was there before.
+    """
+
+    def before_compiling(*args, **about):
+        ours = about["fn"].module.startswith(__package__)
+        if ours and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the Triton kernel {about['fn'].name} is not compiled for this problem yet, and a "
+                "CUDA graph cannot load it while it is captured: make the same call, and its "
+                "backward pass, once before the capture"
+            )
+        return hook(*args, **about) if hook is not None else None
+
+    return before_compiling
+
+
+triton.knobs.runtime.jit_cache_hook = refuse_while_capturing(triton.knobs.runtime.jit_cache_hook)
+
+
+def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out laid out as [B, M, H, E], lse, weights, stats), uninitialised."""
+    B, H, M, N = call.shape
+    out = call.q.new_empty(B, M, H, call.E).transpose(1, 2)
+    lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
+    return out, lse, call.q.new_empty(weights_shape(call.weights, B, H, M, N)), stats
+
+
+def per_head_weights(call: Call, weights: Tensor | None) -> Tensor | None:
+    """Returned weights or their gradient as [B, H, M, N]; a mean over heads broadcasts."""
+    if weights is None or call.weights == "full":
+        return weights
+    return weights.unsqueeze(1).expand(call.shape)
+
+
+def precision(call: Call) -> str:
+    """How tl.dot multiplies fp32: exactly, unless torch's own setting allows TF32."""
+    allowed = call.q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed else "ieee"
+
+
+def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
+    """What ``kernel`` is compiled for, and Triton's options for launching it.
+
+    FP fusion is asked for out loud: Triton's default is about to change.
+    """
+    if call.w is not None:
+        kernel = f"additive_{kernel}"
+    config = choose(kernel, call.q.device, call.q.dtype, max(call.D, call.E), call.rich)
+    fields = Spec(
+        D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
+        BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,
+        PRECISION=precision(call),
+        STREAM=call.q.dtype == torch.float32 and max(call.D, call.E) > 128,
+        FOLD_SCALE=call.bias is None and call.scale > 0,
+        BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
+        MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band[1] is not None,
+        PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",
+    )  # fmt: skip
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+    if call.w is not None and speaks_ptx(call.q.device):
+        options["maxnreg"] = 255  # unasked, ptxas spills a few registers to have 128, or 168
+    return Spec(*map(tl.constexpr, fields)), options

@@ -1,0 +1,1 @@
+"""The loops over tiles, forward and backward, and their launchers."""

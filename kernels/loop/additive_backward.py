@@ -1,0 +1,161 @@
+"""Additive attention, backward: sdpa_bwd.py's kernels around the gradients of score.py's tiles.
+
+    dq_id = 4 w_d sum_j dS_ij t_ijd     dk_jd = 4 w_d sum_i dS_ij t_ijd     t = (1 - tanh^2) / 4
+    dw_d = sum_ij dS_ij tanh(q_id + k_jd)                  dS, dV, dbias: as for every score
+
+A program of dq (dkdv) owns a block of queries (keys) and adds a tile's rows of sums, one dim after
+the other, to its part of a workspace laid out like E (F); dw is such a sum for every query, added
+up when all is done. So nothing is shared, and every sum has one order.
+
+    few:    for (b, key head, chunk of keys): all of it, for few queries, which tiles would be too
+              for key blocks                  tall for
+                for heads, queries            K, V, dK, dV stay; dQ and dw of the chunk are added up
+                                              in memory, and over chunks by a merge
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host.launch import Call
+from ..score.additive import bounded, reciprocal
+from ..score.score import DOT_PRODUCT
+from ..tile.masking import key_count, kv_range, mask_scores, row_range
+from ..tile.softmax import LOG2E, weights_of
+from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_numbers, store_tile, view
+from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
+from .backward import backward_args, launch_sdpa_bwd
+from .forward import FEW_QUERIES
+from .grad_bias import launch_dbias
+from .grad_query import launch_merge_dq, new_parts
+from .gradient import load_rows, softmax_gradient
+
+
+@triton.jit(do_not_specialize=VARYING)
+def additive_bwd_few_kernel(
+    q, k, v, w, bias, grad_out, grad_weights, t, grad_k, grad_v, parts_ptr, parts_w_ptr, chunks,
+    mask, drop, H, group, M, N, spec,
+):  # fmt: skip
+    """Gradients of a chunk of keys; dQ of a query, and dw of a head, are left to be added up.
+
+    As in additive_decode_kernel there is no E, no F and no range. Masked pairs have dS = 0 and a
+    finite t, and W is selected: nothing is redone.
+    """
+    dims = Dims(H, group, M, N)
+    chunk, b, hkv = place(chunks, H // group, False)
+    keys = key_count(mask, b, N)
+    n_blocks = tl.cdiv(N, spec.BLOCK_N)
+    per_chunk = tl.cdiv(n_blocks, chunks)
+    offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
+    k_ptr, v_ptr = head_ptr(k, b, hkv), head_ptr(v, b, hkv)
+    dk_ptr, dv_ptr = head_ptr(grad_k, b, hkv), head_ptr(grad_v, b, hkv)
+    for block in tl.range(chunk * per_chunk, tl.minimum((chunk + 1) * per_chunk, n_blocks)):
+        j0 = block * spec.BLOCK_N
+        offs_n = j0 + tl.arange(0, spec.BLOCK_N)
+        tile_k = load_tile(k_ptr, k, offs_n, offs_d, keys, spec.D, True, True).to(tl.float32)
+        tile_v = load_tile(v_ptr, v, offs_n, offs_e, keys, spec.E, True, True).to(tl.float32)
+        dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
+        dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
+        for n in tl.range(0, group * M):
+            h, row = hkv * group + n // M, n % M
+            begin, _, _, end = kv_range(mask, b, row, M, N, 1, spec.BLOCK_N)
+            if (block >= begin) & (block < end):
+                dk, dv, part_q, part_w = pull_back_row(
+                    dk, dv, tile_k, tile_v, q, w, bias, grad_out, grad_weights, t,
+                    mask, drop, dims, spec, b, h, row, j0,
+                )  # fmt: skip
+                part = row_numbers(b, h, H, row, M) * chunks + chunk
+                ptrs = parts_ptr + part * spec.D + offs_d
+                tl.store(ptrs, tl.load(ptrs, mask=offs_d < spec.D) + part_q, mask=offs_d < spec.D)
+                part = (b.to(tl.int64) * H + h) * chunks + chunk
+                ptrs = parts_w_ptr + part * spec.D + offs_d
+                tl.store(ptrs, tl.load(ptrs, mask=offs_d < spec.D) + part_w, mask=offs_d < spec.D)
+                tl.debug_barrier()  # the next block adds to what other threads have just stored
+        if drop.seed_ptr is not None:
+            dv = dv * drop.scale
+        store_tile(dk_ptr, grad_k, offs_n, offs_d, N, spec.D, dk)
+        store_tile(dv_ptr, grad_v, offs_n, offs_e, N, spec.E, dv)
+
+
+@triton.jit
+def pull_back_row(
+    dk, dv, tile_k, tile_v, q, w, bias, grad_out, grad_weights, t, mask, drop, dims, spec,
+    b, h, row, j0,
+):  # fmt: skip
+    """(dK, dV, the query's dQ, the head's dw) of one query and a block of keys."""
+    M, N = dims.M, dims.N
+    i = row + tl.zeros((1, 1), tl.int32)
+    j = (j0 + tl.arange(0, spec.BLOCK_N))[None, :]
+    offs_m = row + tl.arange(0, 1)
+    offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
+    row_begin, row_end = row_range(mask, b, i, M, N)
+    q_row = load_tile(head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, False, True).to(tl.float32)
+    do_ptr = head_ptr(grad_out, b, h)
+    do = load_tile(do_ptr, grad_out, offs_m, offs_e, M, spec.E, False, True).to(tl.float32)
+    scaled, power = scaled_weights(w, h, spec.D, spec.BLOCK_D)
+    exponential = tl.exp2(tl.minimum((bounded(q_row) + bounded(tile_k)) * (2.0 * LOG2E), 100.0))
+    u = reciprocal(exponential + 1.0, spec)
+    rest = exponential * u
+    tanh = rest - u
+    s = (tl.sum(scaled[None, :] * tanh, 1) * power)[None, :]
+    s, keep = mask_scores(
+        s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
+        True, bias.ptr is not None, spec.FOLD_SCALE,
+    )  # fmt: skip
+    shift, factor, delta = load_rows(t, b, h, dims.H, i, M)
+    p = weights_of(
+        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.log2_ptr is not None
+    )
+    dp = tl.sum(tile_v * do, 1)[None, :]
+    p, ds = softmax_gradient(
+        p, dp, keep, delta, grad_weights, t, drop, b, h, row, j0, i, j,
+        True, 1, spec.BLOCK_N, False,
+    )  # fmt: skip
+    ds = tl.trans(ds)
+    pulled = ds * u * rest * (scaled * power * 4.0)[None, :]
+    dv += tl.where(tl.trans(keep), tl.trans(p) * do, 0.0)
+    return dk + pulled, dv, tl.sum(pulled, 0), tl.sum(ds * tanh, 0)
+
+
+# ---- launchers ----
+
+STEP = 2048  # numbers of K, V, dK and dV that a program of few queries holds: twice as many spill
+
+
+def launch_additive_bwd(call: Call, *saved):
+    """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
+    if call.M <= FEW_QUERIES and math.prod(call.shape) * call.D > 0:
+        return _launch_few(call, *saved)
+    terms = additive_terms(call, finite=True)
+    if terms.w_ptr is not None:
+        sums = [torch.zeros_like(x) for x in (terms.e_ptr, terms.f_ptr, terms.e_ptr)]
+        terms = terms._replace(grad_q_ptr=sums[0], grad_k_ptr=sums[1], grad_w_ptr=sums[2])
+    grad_q, grad_k, grad_v, grad_w, grad_bias = launch_sdpa_bwd(call, *saved, terms=terms)
+    grad_w = call.q.new_zeros(call.B, call.H, call.D, dtype=torch.float32)
+    if terms.w_ptr is not None:
+        grad_q.copy_(terms.grad_q_ptr[:, :, : call.D, : call.M].mT)
+        grad_k.copy_(terms.grad_k_ptr[:, :, : call.D, : call.N].mT)
+        torch.sum(terms.grad_w_ptr[:, :, : call.D, : call.M], -1, out=grad_w)
+    return grad_q, grad_k, grad_v, grad_w, grad_bias
+
+
+def _launch_few(call: Call, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad):
+    grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
+    tiles = grad_weights is not None or bias_needs_grad  # delta then, and dbias, take tiles
+    terms = additive_terms(call, finite=True) if tiles else DOT_PRODUCT
+    t, mask, drop = backward_args(call, out, stats, grad_out, grad_lse, grad_weights, terms)
+    shape, options = decode_spec(call, STEP)
+    parts = new_parts(call).zero_()
+    chunks = parts.shape[3]
+    parts_w = parts.new_zeros(call.B, call.H, chunks, call.D)
+    additive_bwd_few_kernel[(call.B * call.Hkv * chunks,)](
+        *t[:3], view_weights(call), *t[4:], view(grads[1]), view(grads[2]), parts, parts_w, chunks,
+        mask, drop, *call.dims, shape, **options,
+    )  # fmt: skip
+    launch_merge_dq(call, parts, grads[0], shape)
+    grad_bias = launch_dbias(call, t, mask, drop) if bias_needs_grad else call.q.new_empty(0)
+    return *grads, parts_w.sum(2), grad_bias

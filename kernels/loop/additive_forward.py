@@ -1,0 +1,283 @@
+"""Additive attention, forward: what precedes the loop over tiles, which every score shares.
+
+    s_ij = sum_d w_d tanh(q_id + k_jd)      the rest as in sdpa_fwd.py
+
+    weights:  for h:                                 w over a power of two
+    centre:   for (b, key head, share of the keys):  lowest and highest key of every dim
+    factors:  for (b, head, block of tokens):        E = e^2q or F = e^2k, transposed; for keys also
+                                                     how far they reach from the centre
+    then sdpa_fwd_kernel, whose tiles of scores are score.py's. What a range asks for is decided
+    there, on the device: nothing here waits for it.
+
+    decode:   for (b, h, query, chunk of keys):      all of it, for very few queries; then
+                                                     sdpa_merge_kernel
+
+Workspaces are fp32 and as large as q and k; nothing is of size M x N x D. Saved for backward: what
+sdpa_fwd.py saves.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host.config import padded
+from ..host.launch import Call, empty_forward, per_head_weights, spec
+from ..host.tuned import BLOCKS
+from ..score.additive import HALF_UNIT, KEY_LIMIT, SATURATION, reciprocal
+from ..score.score import DOT_PRODUCT, Terms
+from ..tile.dropout import dropout_args, survives
+from ..tile.masking import key_count, kv_range, mask_args, mask_scores, row_range
+from ..tile.softmax import LOG2E, softmax_step
+from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, view
+from .forward import (
+    Partial,
+    launch_merge,
+    launch_sdpa_fwd,
+    launch_weights,
+    new_partial,
+    store_partial,
+)
+
+PADDING = BLOCKS[-1]  # tokens
+TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
+SHARES = tl.constexpr(16)  # of the keys, at most
+SHARE = 512  # keys, at least
+LARGEST_KEY = tl.constexpr(4096.0)  # its exponent is below 2^14, as that of a query it can meet
+LN2_HIGH = tl.constexpr(0.693359375)  # 10 bits: its products with exponents up to 2^14 are exact
+LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def additive_centre_kernel(k, low_ptr, high_ptr, mask, Hkv, N, shares, D, BLOCK_D: tl.constexpr):
+    """The lowest and the highest key of every dim in a share of the keys: fp32 [B Hkv, shares, D].
+
+    Keys beyond LARGEST_KEY count for nothing; their tiles take the direct loop in any case.
+    """
+    share, b, h = place(shares, Hkv, False)
+    keys = key_count(mask, b, N)
+    per_share = tl.cdiv(tl.cdiv(N, shares), TOKENS) * TOKENS
+    offs_d = tl.arange(0, BLOCK_D)
+    low = tl.full((TOKENS, BLOCK_D), float("inf"), tl.float32)
+    high = tl.full((TOKENS, BLOCK_D), float("-inf"), tl.float32)
+    for start in tl.range(share * per_share, tl.minimum((share + 1) * per_share, keys), TOKENS):
+        offs_n = start + tl.arange(0, TOKENS)
+        tile = load_tile(head_ptr(k, b, h), k, offs_n, offs_d, keys, D, True, True).to(tl.float32)
+        counts = (offs_n < keys)[:, None] & (tl.abs(tile) <= LARGEST_KEY)
+        low = tl.minimum(low, tl.where(counts, tile, float("inf")))
+        high = tl.maximum(high, tl.where(counts, tile, float("-inf")))
+    at = tl.program_id(0).to(tl.int64) * D + offs_d
+    tl.store(low_ptr + at, tl.min(low, 0), mask=offs_d < D)
+    tl.store(high_ptr + at, tl.max(high, 0), mask=offs_d < D)
+
+
+@triton.jit
+def load_centre(low_ptr, high_ptr, head, shares, D, BLOCK_D: tl.constexpr):
+    """Exponents that F of a key head is divided by, and E multiplied by: the middle of the keys.
+
+    0 where keys are in range as they are.
+    """
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    share = tl.arange(0, SHARES)[:, None]
+    at = (head.to(tl.int64) * shares + share) * D + offs_d
+    inside = (share < shares) & (offs_d < D)
+    low = tl.min(tl.load(low_ptr + at, mask=inside, other=float("inf")), 0)
+    high = tl.max(tl.load(high_ptr + at, mask=inside, other=float("-inf")), 0)
+    near = tl.maximum(tl.abs(low), tl.abs(high)) * (2.0 * LOG2E) < KEY_LIMIT - 1.0
+    return tl.where(near | (low > high), 0.0, tl.floor((low + high) * LOG2E + 0.5))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def additive_factors_kernel(
+    x, low_ptr, high_ptr, factor_ptr, reach_ptr, mask, H, group, n, padded, shares, D,
+    BLOCK_D: tl.constexpr, FINITE: tl.constexpr,
+):  # fmt: skip
+    """e^(2 x) of TOKENS queries, or keys if reach_ptr is given: 2^(whole +- centre) e^rest.
+
+    The rest is found without loss (Cody and Waite), as is the shift by a whole number, so that a
+    factor is as accurate as its smallest exponent allows: q = 60 + a meets k = -60 + b unharmed.
+    """
+    block, b, h = place(padded // TOKENS, H, False)
+    offs = block * TOKENS + tl.arange(0, TOKENS)
+    offs_d = tl.arange(0, BLOCK_D)
+    count = n
+    if reach_ptr is not None:
+        count = key_count(mask, b, n)
+    tile = load_tile(head_ptr(x, b, h), x, offs, offs_d, count, D, True, True).to(tl.float32)
+    head = b * (H // group) + h // group
+    centre = load_centre(low_ptr, high_ptr, head, shares, D, BLOCK_D)[None, :]
+    wild = tl.abs(tile) > 2.0 * LARGEST_KEY
+    x2 = tl.where(wild, tl.where(tile > 0.0, 4.0, -4.0) * LARGEST_KEY, 2.0 * tile)
+    whole = tl.floor(x2 * LOG2E + 0.5)
+    rest = (x2 - whole * LN2_HIGH) - whole * LN2_LOW
+    if reach_ptr is not None:
+        whole -= centre
+        used = (offs < count)[:, None] & (offs_d < D)[None, :]
+        far = tl.where(tl.abs(tile) <= LARGEST_KEY, tl.abs(whole), float("inf"))
+        reach = tl.max(tl.where(used, far, 0.0), 1)
+        at = (b.to(tl.int64) * H + h) * padded + offs
+        tl.store(reach_ptr + at, reach)
+        limit = KEY_LIMIT
+    else:
+        whole += centre
+        limit = KEY_LIMIT + SATURATION
+    exponent = tl.maximum(tl.minimum(whole, limit) + HALF_UNIT, -127.0).to(tl.int32)
+    power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)  # 0 at -127
+    factor = tl.where(tile == tile, tl.exp(rest) * power, 0.0 if FINITE else float("nan"))
+    pairs = (D + 1) // 2
+    at = (b.to(tl.int64) * H + h) * (2 * pairs) + offs_d[None, :]
+    tl.store(factor_ptr + at * padded + offs[:, None], factor, mask=offs_d[None, :] < 2 * pairs)
+
+
+@triton.jit
+def scaled_weights(w, h, D, BLOCK_D: tl.constexpr):
+    """(weights / p, p) of a head, p being the power of two that makes the heaviest at most 2.
+
+    Products of weights and denominators then stay in range. p is NaN if a weight is not finite.
+    """
+    offs_d = tl.arange(0, BLOCK_D)
+    ptrs = w.ptr + h.to(tl.int64) * w.stride_h + offs_d.to(tl.int64) * w.stride_c
+    x = tl.load(ptrs, mask=offs_d < D, other=0.0).to(tl.float32)
+    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0) > 0
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 1 << 23), 252 << 23)
+    down = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+    return x * down, tl.where(finite, bits.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
+def additive_weights_kernel(w, w_ptr, power_ptr, D, BLOCK_D: tl.constexpr):
+    """What Terms keeps of the weights of a head."""
+    h = tl.program_id(0)
+    offs_d = tl.arange(0, BLOCK_D)
+    width = (D + 1) // 2 * 2
+    scaled, power = scaled_weights(w, h, D, BLOCK_D)
+    tl.store(w_ptr + h * width + offs_d, scaled, mask=offs_d < width)
+    tl.store(power_ptr + h, power)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def additive_decode_kernel(
+    q, k, v, w, bias, acc_ptr, part_ptr, chunks, mask, drop, scale, H, group, M, N, spec
+):
+    """One query and a chunk of its keys, which are read where they lie.
+
+    An exponential a pair costs no more here than one a key, so there is no E, no F and no range:
+    what passes 2^60 is as good as infinite. Masked pairs are selected away: nothing is redone.
+    """
+    dims = Dims(H, group, M, N)
+    partial = Partial(acc_ptr, part_ptr, chunks)
+    part, b, h = place(M * partial.chunks, H, False)
+    row, chunk = part // partial.chunks, part % partial.chunks
+    i = row + tl.zeros((1, 1), tl.int32)
+    row_begin, row_end = row_range(mask, b, i, M, N)
+    begin, _, _, end = kv_range(mask, b, row, M, N, 1, spec.BLOCK_N)
+    per_chunk = tl.cdiv(end - begin, partial.chunks)
+    begin += chunk * per_chunk
+    keys = key_count(mask, b, N)
+    offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
+    k_ptr, v_ptr = head_ptr(k, b, h // group), head_ptr(v, b, h // group)
+    q_ptrs = head_ptr(q, b, h) + row.to(tl.int64) * q.stride_r + offs_d.to(tl.int64) * q.stride_c
+    q_row = tl.load(q_ptrs, mask=offs_d < spec.D, other=0.0).to(tl.float32)[None, :]
+    scaled, power = scaled_weights(w, h, spec.D, spec.BLOCK_D)
+    w1, w2 = tl.split(tl.reshape(scaled, (1, spec.BLOCK_D // 2, 2)))
+    acc = tl.zeros((1, spec.BLOCK_E), tl.float32)
+    m_i = tl.full((1,), float("-inf"), tl.float32)
+    l_i = tl.zeros((1,), tl.float32)
+    for block in tl.range(begin, tl.minimum(begin + per_chunk, end)):
+        j0 = block * spec.BLOCK_N
+        offs_n = j0 + tl.arange(0, spec.BLOCK_N)
+        tile_k = load_tile(k_ptr, k, offs_n, offs_d, keys, spec.D, True, True)
+        exponent = (q_row + tile_k.to(tl.float32)) * (2.0 * LOG2E)
+        d = tl.exp2(tl.where(exponent > 60.0, 60.0, exponent)) + 1.0
+        d1, d2 = tl.split(tl.reshape(d, (spec.BLOCK_N, spec.BLOCK_D // 2, 2)))
+        halves = 0.5 * (w1 + w2) - (w1 * d2 + w2 * d1) * reciprocal(d1 * d2, spec)
+        s = (tl.sum(halves, 1) * 2.0 * power)[None, :]
+        s, keep = mask_scores(
+            s, scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end, M, N,
+            True, bias.ptr is not None, spec.FOLD_SCALE,
+        )  # fmt: skip
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
+        if drop.seed_ptr is not None:
+            p = tl.where(survives(drop, b, h, row, j0, 1, spec.BLOCK_N, False), p, 0.0)
+        tile_v = load_tile(v_ptr, v, offs_n, offs_e, keys, spec.E, True, True).to(tl.float32)
+        values = tl.where(tl.trans(keep), tl.trans(p) * tile_v, 0.0)
+        acc = acc * alpha[:, None] + tl.sum(values, 0)[None, :]
+    store_partial(partial, acc, m_i, l_i, b, h, chunk, row + tl.arange(0, 1), dims, spec)
+
+
+# ---- launchers ----
+
+ROWS_APART = 4  # up to so many queries have programs of their own; a larger tile would idle
+STEP = 4096  # numbers of K, or V, that a program of decode holds at a time
+
+
+def launch_additive_fwd(call: Call):
+    """(out, lse, weights, stats) of the forward operator."""
+    if call.M > ROWS_APART or call.B * call.H * call.M * call.N * call.D == 0:
+        return launch_sdpa_fwd(call, additive_terms(call))
+    out, lse, weights, stats = empty_forward(call)
+    mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
+    shape, options = decode_spec(call, STEP)
+    partial = new_partial(call)
+    additive_decode_kernel[(call.B * call.H * call.M * partial.chunks,)](
+        view(call.q), view(call.k), view(call.v), view_weights(call), view(call.bias, call.shape),
+        *partial, mask, drop, call.scale * LOG2E.value, *call.dims, shape, **options,
+    )  # fmt: skip
+    launch_merge(call, out, lse, stats, partial, drop, shape)
+    if call.weights != "none":
+        launch_weights(call, additive_terms(call), mask, stats, per_head_weights(call, weights))
+    return out, lse, weights, stats
+
+
+def decode_spec(call: Call, step: int):
+    """launch.spec of a kernel that holds ``step`` numbers of K, or of V, at a time."""
+    shape, options = spec(call, "decode")
+    widest = max(shape.BLOCK_D.value, shape.BLOCK_E.value)
+    return shape._replace(BLOCK_N=tl.constexpr(step // widest)), options
+
+
+def additive_terms(call: Call, finite: bool = False) -> Terms:
+    """What the score of a call with queries and keys needs: E and F, made here.
+
+    ``finite``: E of a NaN is 0. Backward wants it so, and finds the NaN in a row's statistics.
+    """
+    if call.B * call.H * call.M * call.N * call.D == 0:
+        return DOT_PRODUCT  # of which there are none, or of which all are 0
+    B, Hkv, pairs = call.B, call.Hkv, triton.cdiv(call.D, 2)
+    queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))
+    shares = min(SHARES.value, triton.cdiv(call.N, SHARE))
+    low, high, e, f, reach, w, power = (
+        call.q.new_empty(shape, dtype=torch.float32)
+        for shape in (
+            (B, Hkv, shares, call.D), (B, Hkv, shares, call.D),
+            (B, call.H, 2 * pairs, queries), (B, Hkv, 2 * pairs, keys), (B, Hkv, keys),
+            (call.H, 2 * pairs), (call.H,),
+        )
+    )  # fmt: skip
+    mask = mask_args(call)
+    options = dict(
+        BLOCK_D=padded(call.D), num_warps=4 if call.D <= 128 else 8, enable_fp_fusion=True
+    )
+    additive_centre_kernel[(B * Hkv * shares,)](
+        view(call.k), low, high, mask, Hkv, call.N, shares, call.D, **options
+    )
+
+    def launch_factors(x, group: int, factor, reach) -> None:
+        _, heads, tokens, _ = x.shape
+        length = factor.shape[-1]
+        additive_factors_kernel[(B * heads * (length // TOKENS.value),)](
+            view(x), low, high, factor, reach, mask, heads, group, tokens, length, shares, call.D,
+            FINITE=finite, **options,
+        )  # fmt: skip
+
+    launch_factors(call.q, call.H // Hkv, e, None)
+    launch_factors(call.k, 1, f, reach)
+    additive_weights_kernel[(call.H,)](view_weights(call), w, power, call.D, **options)
+    return Terms(w, power, e, f, reach, queries, keys, None, None, None)
+
+
+def view_weights(call: Call) -> View:
+    """The weights as [1, H, 1, D]."""
+    return view(call.w[None, :, None])

@@ -1,0 +1,92 @@
+"""Scaled dot-product attention, backward, from the saved (m, 1 / l): no M x N matrix is stored.
+
+    P = 2^(s - m) / l     W = F * P (F: dropout factors)     dP = F * (dO V^T + dW)
+    dS = P * (dP - delta)     delta_i = sum_j P_ij dP_ij - dlse_i = dO_i . O_i + (W . dW)_i - dlse_i
+    dV = W^T dO     dK = scale dS^T Q     dQ = scale dS K     dbias = dS, summed where it broadcasts
+
+    delta:  for (b, h, row block): dO . O; with dW also a pass over the keys
+    dq:     for (b, h, row block):       Q, dO, dQ stay; K, V stream by      3 products a tile
+            (few queries: and for a chunk of the keys; a merge adds the chunks up, in order)
+    dkdv:   for (b, key head, key block): K, V, dK, dV stay; Q, dO of the group's heads stream by; 4
+            (heads wider than 128: dK and dV one after the other, 5)
+    dbias:  for (tile of the bias): dS of all (b, h) that share it, in order
+
+Every result has one owner, so there are no atomics, and results are the same on every run; the
+price is 7 products where atomics would need 5. dkdv works on transposed tiles, so that P^T and dS^T
+come out of the first products in the registers where the second ones want them. Dao,
+"FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..host.launch import Call, per_head_weights
+from ..score.score import DOT_PRODUCT, Terms
+from ..tile.dropout import dropout_args
+from ..tile.masking import mask_args
+from ..tile.softmax import LOG2E
+from ..tile.strided import (
+    view,
+)
+from .grad_bias import launch_dbias
+from .grad_delta import _launch_delta
+from .grad_key import _launch_dkdv
+from .grad_query import _launch_dq
+from .gradient import Backward
+
+# ---- delta ----
+
+
+# ---- dQ ----
+
+
+# ---- dK, dV ----
+
+
+# ---- dbias ----
+
+
+# ---- launchers ----
+
+
+def launch_sdpa_bwd(
+    call: Call, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
+    terms: Terms = DOT_PRODUCT,
+):  # fmt: skip
+    """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
+    grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
+    grad_w = call.q.new_empty(0, dtype=torch.float32)
+    grad_bias = call.q.new_empty(0)
+    if math.prod(call.shape) == 0:
+        if bias_needs_grad:
+            grad_bias = call.bias.new_zeros(call.bias.shape)
+        return *[x.zero_() for x in grads], grad_w, grad_bias
+    t, mask, drop = backward_args(call, out, stats, grad_out, grad_lse, grad_weights, terms)
+    _launch_dq(call, t, mask, drop, grads[0])
+    _launch_dkdv(call, t, mask, drop, *grads[1:])
+    if bias_needs_grad:
+        grad_bias = launch_dbias(call, t, mask, drop)
+    return *grads, grad_w, grad_bias
+
+
+def backward_args(call: Call, out, stats, grad_out, grad_lse, grad_weights, terms: Terms):
+    """(t, mask, drop) that the kernels take; launches the one that fills delta."""
+    B, H, M, _ = call.shape
+    share = 1.0 / H if call.weights == "mean" else 1.0
+    gw = per_head_weights(call, grad_weights)
+    delta = call.q.new_empty(B, H, M, dtype=torch.float32)
+    # Rounded, the exponent of a small weight is off by 2^-20: that would show in fp32 results.
+    folds = call.bias is None and call.q.dtype != torch.float32
+    t = (
+        view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape),
+        view(grad_out), view(gw), Backward(
+            None if gw is None else share, stats, torch.empty_like(delta) if folds else None, delta,
+            call.scale * LOG2E.value,
+        ),
+    )  # fmt: skip
+    mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
+    _launch_delta(call, t, mask, drop, out, grad_lse)
+    return t, mask, drop

@@ -1,0 +1,320 @@
+"""Scaled dot-product attention, forward; score.py puts other scores in the place of Q K^T.
+
+    out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
+
+    for (b, h, row block)                    one program; Q, O, m, l stay in registers
+      for key blocks that some row keeps     K and V stream through shared memory
+        S = Q K^T                            partial blocks: bias and mask
+        P, m, l = softmax_step(S)            dropout multiplies P after l has summed it
+        O = alpha O + P V
+      out = O / l, lse
+
+Few queries are too few programs: their keys are split into chunks, whose O, m and l a second kernel
+merges (Dao et al., "Flash-Decoding for long-context inference", 2023).
+
+Saved for backward: stats (m, 1 / l). Returned weights are a second kernel that recomputes S against
+them; their mean over heads is added up in head order in registers, one tile a program.
+
+Accumulation is fp32; P is rounded to the inputs' dtype for the second product. Dao,
+"FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host.launch import Call, empty_forward, per_head_weights, spec
+from ..score.score import DOT_PRODUCT, Terms, load_side, scores
+from ..tile.block_lists import block_at, block_lists, key_blocks, list_line, share_of_blocks
+from ..tile.dropout import dropout_args, survives
+from ..tile.masking import key_count, kv_range, mask_args, mask_scores, row_range
+from ..tile.softmax import LOG2E, load_stats, softmax_finish, softmax_step, store_stats, weights_of
+from ..tile.strided import (
+    EXACT_SLICE,
+    VARYING,
+    Dims,
+    any_not_finite,
+    exact_dot,
+    head_ptr,
+    load_tile,
+    place,
+    row_numbers,
+    row_ptrs,
+    store_tile,
+    view,
+)
+
+
+class Partial(NamedTuple):
+    """Where chunks of keys leave their results, fp32; all None where keys are not split."""
+
+    acc_ptr: Any  # [B, H, M, chunks, E]
+    stats_ptr: Any  # [B, H, M, chunks, 2]: m, l
+    chunks: Any
+
+
+WHOLE = Partial(None, None, None)
+
+# A rule of M and N alone: a row has the same bits on every device and beside any batch mates.
+FEW_QUERIES = 16
+KEYS_PER_CHUNK = 512
+MAX_CHUNKS = 64
+
+
+def chunks_of(M: int, N: int) -> int:
+    """How many parts the keys of a row block are split into."""
+    return min(max(N // KEYS_PER_CHUNK, 1), MAX_CHUNKS) if M <= FEW_QUERIES else 1
+
+
+def slots_of(chunks: int) -> int:
+    """Chunks that a merge has room for: one of two numbers, since it is compiled for each."""
+    return 8 if chunks <= 8 else MAX_CHUNKS
+
+
+@triton.jit
+def attend(
+    acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
+    b, h, line, i0, first, count, split, jump,
+    MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Takes a row block through ``count`` key blocks: positions from ``first``, jumping at split.
+
+    A step takes BLOCK_N keys; SLICES steps are a block.
+    """
+    M, N = dims.M, dims.N
+    i = (i0 + tl.arange(0, spec.BLOCK_M))[:, None]
+    row_begin, row_end = row_range(mask, b, i, M, N)
+    keys = key_count(mask, b, N)
+    v_ptr = head_ptr(v, b, h // dims.group)
+    offs_e = tl.arange(0, spec.BLOCK_E)
+    for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
+        step = n + tl.zeros((), tl.int32)
+        position = first + step // SLICES
+        if MASKED:
+            position += tl.where(step // SLICES >= split, jump, 0)
+        j0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_N
+        offs_n = j0 + tl.arange(0, BLOCK_N)
+        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, MASKED)
+        s = scores(side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
+        s, keep = mask_scores(
+            s, scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end, M, N,
+            MASKED, BIASED, spec.FOLD_SCALE,
+        )  # fmt: skip
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
+        if drop.seed_ptr is not None:
+            p = tl.where(survives(drop, b, h, i0, j0, spec.BLOCK_M, BLOCK_N, False), p, 0.0)
+        acc = acc * alpha[:, None]
+        if EXACT:
+            acc = exact_dot(p, keep, v_ptr, v, offs_n, keys, offs_e, spec.E, acc, BLOCK_N)
+        else:
+            tile_v = load_tile(
+                v_ptr, v, offs_n, offs_e, keys, spec.E, MASKED, spec.E != spec.BLOCK_E
+            )
+            acc = tl.dot(p.to(tile_v.dtype), tile_v, acc, input_precision=spec.PRECISION)
+    return acc, m_i, l_i
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sdpa_fwd_kernel(
+    q, k, v, terms, bias, out, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, mask, lists, drop,
+    scale, H, group, M, N, spec,
+):  # fmt: skip
+    dims = Dims(H, group, M, N)
+    partial = Partial(acc_ptr, part_ptr, chunks)
+    n_blocks = tl.cdiv(M, spec.BLOCK_M)
+    if partial.chunks is not None:
+        n_blocks *= partial.chunks
+    block, b, h = place(n_blocks, H, spec.REVERSE)
+    if partial.chunks is not None:
+        chunk = block % partial.chunks
+        block = block // partial.chunks
+    i0 = block * spec.BLOCK_M
+    offs_m = i0 + tl.arange(0, spec.BLOCK_M)
+    side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
+    line = list_line(lists, b, h, block)
+    begin, full_begin, full_end, end = key_blocks(
+        mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N
+    )
+    if partial.chunks is not None:
+        begin, full_begin, full_end, end = share_of_blocks(
+            chunk, partial.chunks, begin, full_begin, full_end, end
+        )
+    n_full = full_end - full_begin
+
+    acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)
+    m_i = tl.full((spec.BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((spec.BLOCK_M,), tl.float32)
+    acc, m_i, l_i = attend(
+        acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
+        b, h, line, i0, begin, end - begin - n_full, full_begin - begin, n_full,
+        True, bias.ptr is not None, False, spec.BLOCK_N, 1,
+    )  # fmt: skip
+    acc, m_i, l_i = attend(
+        acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
+        b, h, line, i0, full_begin, n_full, 0, 0, False, spec.BIAS_IN_FULL, False, spec.BLOCK_N, 1,
+    )  # fmt: skip
+    if spec.MASKS_WITHIN_TILES:
+        # NaN or infinity in the result: perhaps from a masked value, as 0 * NaN. Again, minding it.
+        if any_not_finite(acc, offs_m, M, spec.FLAT):
+            acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)
+            m_i = tl.full((spec.BLOCK_M,), float("-inf"), tl.float32)
+            l_i = tl.zeros((spec.BLOCK_M,), tl.float32)
+            acc, m_i, l_i = attend(
+                acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
+                b, h, line, i0, begin, end - begin, end, 0,
+                True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_N // EXACT_SLICE,
+            )  # fmt: skip
+
+    offs_e = tl.arange(0, spec.BLOCK_E)
+    if partial.chunks is not None:
+        store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec)
+    else:
+        factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
+        store_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, acc * factor[:, None])
+
+
+@triton.jit
+def finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m):
+    """Stores log-sum-exp and stats of rows; returns what O is multiplied by."""
+    shift, factor, lse = softmax_finish(m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
+    tl.store(row_ptrs(lse_ptr, b, h, dims.H, offs_m, dims.M), lse, mask=offs_m < dims.M)
+    store_stats(stats_ptr, b, h, dims.H, offs_m, dims.M, shift, factor)
+    if drop.seed_ptr is not None:
+        factor = factor * drop.scale
+    return factor
+
+
+@triton.jit
+def store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec):
+    """Leaves the results of a chunk of keys to sdpa_merge_kernel."""
+    offs_e = tl.arange(0, spec.BLOCK_E)
+    part = row_numbers(b, h, dims.H, offs_m, dims.M) * partial.chunks + chunk
+    ptrs = partial.acc_ptr + part[:, None] * spec.E + offs_e[None, :]
+    inside = offs_m < dims.M
+    tl.store(ptrs, acc, mask=inside[:, None] & (offs_e < spec.E)[None, :])
+    tl.store(partial.stats_ptr + 2 * part, m_i, mask=inside)
+    tl.store(partial.stats_ptr + 2 * part + 1, l_i, mask=inside)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sdpa_merge_kernel(
+    out, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, drop, scale, H, group, M, N, spec,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """One row: its chunks side by side, at least as many as there are."""
+    dims = Dims(H, group, M, N)
+    partial = Partial(acc_ptr, part_ptr, chunks)
+    row, b, h = place(M, H, False)
+    offs_m = row + tl.arange(0, 1)
+    c, offs_e = tl.arange(0, CHUNKS), tl.arange(0, spec.BLOCK_E)
+    part = row_numbers(b, h, H, row, M) * partial.chunks + c
+    there = c < partial.chunks
+    m_c = tl.load(partial.stats_ptr + 2 * part, mask=there, other=float("-inf"))
+    l_c = tl.load(partial.stats_ptr + 2 * part + 1, mask=there, other=0.0)
+    m_i = tl.max(m_c, 0)
+    below = m_c - tl.where(m_i == float("-inf"), 0.0, m_i)
+    alpha = tl.exp2(below * (scale if spec.FOLD_SCALE else 1.0))
+    l_i = tl.sum(l_c * alpha, 0)
+    ptrs = partial.acc_ptr + part[:, None] * spec.E + offs_e[None, :]
+    acc = tl.load(ptrs, mask=there[:, None] & (offs_e < spec.E)[None, :], other=0.0)
+    acc = tl.sum(acc * alpha[:, None], 0)
+    m_i, l_i = m_i + tl.zeros((1,), tl.float32), l_i + tl.zeros((1,), tl.float32)
+    factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
+    rows = acc[None, :] * factor[:, None]
+    store_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, rows)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sdpa_weights_kernel(
+    q, k, terms, bias, weights, stats_ptr, mask, drop, scale, share, heads, H, group, M, N, spec,
+    n_rows, n_cols,
+):  # fmt: skip
+    """One tile of the weights of ``heads`` heads, added up, times ``share``."""
+    dims = Dims(H, group, M, N)
+    tile = tl.program_id(0)
+    col, row, head = tile % n_cols, tile // n_cols % n_rows, tile // n_cols // n_rows
+    b, h_out = head // (H // heads), head % (H // heads)
+    i0, j0 = row * spec.BLOCK_M, col * spec.BLOCK_N
+    offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), j0 + tl.arange(0, spec.BLOCK_N)
+    i, j = offs_m[:, None], offs_n[None, :]
+    begin, full_begin, full_end, end = kv_range(mask, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
+    row_begin, row_end = row_range(mask, b, i, M, N)
+    keys = key_count(mask, b, N)
+    acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_N), tl.float32)
+    for g in tl.range(0, tl.where((col >= begin) & (col < end), heads, 0)):
+        h = h_out * heads + g
+        side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
+        side_k = load_side(k, terms, b, h // group, offs_n, keys, spec, True)
+        s = scores(side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
+        s, keep = mask_scores(
+            s, scale, bias, mask, b, h, i, j, row_begin, row_end, M, N,
+            True, bias.ptr is not None, spec.FOLD_SCALE,
+        )  # fmt: skip
+        shift, factor = load_stats(stats_ptr, b, h, H, i, M)
+        p = weights_of(s, shift, factor, scale if spec.FOLD_SCALE else 1.0, False)
+        p = tl.where(keep, p, 0.0)  # a row of NaN has none for the keys that it does not use
+        if drop.seed_ptr is not None:
+            kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)
+            p = tl.where(kept, p, 0.0)
+        acc += p
+    store_tile(head_ptr(weights, b, h_out), weights, offs_m, offs_n, M, N, acc * share)
+
+
+# ---- launchers ----
+
+
+def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
+    """(out, lse, weights, stats) of the forward operator."""
+    out, lse, weights, stats = empty_forward(call)
+    B, H, M, N = call.shape
+    if B * H * M == 0:
+        return out, lse, weights, stats
+    shape, options = spec(call, "fwd" if M > FEW_QUERIES else "decode")
+    block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
+    mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
+    chunks = chunks_of(M, N)
+    partial = new_partial(call) if chunks > 1 else WHOLE
+    sdpa_fwd_kernel[(triton.cdiv(M, block_m) * chunks * B * H,)](
+        view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape), view(out),
+        lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
+        call.scale * LOG2E.value, *call.dims, shape, **options,
+    )  # fmt: skip
+    if chunks > 1:
+        launch_merge(call, out, lse, stats, partial, drop, shape)
+    if call.weights != "none" and N:
+        launch_weights(call, terms, mask, stats, per_head_weights(call, weights))
+    return out, lse, weights, stats
+
+
+def new_partial(call: Call) -> Partial:
+    """Room for the results of the chunks of every row."""
+    B, H, M, N = call.shape
+    chunks = chunks_of(M, N)
+    sizes = (B, H, M, chunks, call.E), (B, H, M, chunks, 2)
+    return Partial(*(call.q.new_empty(size, dtype=torch.float32) for size in sizes), chunks)
+
+
+def launch_merge(call: Call, out, lse, stats, partial: Partial, drop, shape) -> None:
+    """Merges the chunks of every row into out, lse and stats."""
+    sdpa_merge_kernel[(call.B * call.H * call.M,)](
+        view(out), lse, stats, *partial, drop, call.scale * LOG2E.value, *call.dims, shape,
+        CHUNKS=slots_of(partial.chunks),
+    )  # fmt: skip
+
+
+def launch_weights(call: Call, terms: Terms, mask, stats, weights) -> None:
+    """Fills weights, [B, H or 1, M, N], from the statistics of rows."""
+    shape, options = spec(call, "tile")
+    drop = dropout_args(call.dropout_p, call.seed)
+    heads = 1 if call.weights == "full" else call.H
+    rows, cols = triton.cdiv(call.M, shape.BLOCK_M.value), triton.cdiv(call.N, shape.BLOCK_N.value)
+    sdpa_weights_kernel[(call.B * (call.H // heads) * rows * cols,)](
+        view(call.q), view(call.k), terms, view(call.bias, call.shape), view(weights), stats, mask,
+        drop, call.scale * LOG2E.value, (drop.scale if call.dropout_p else 1.0) / heads, heads,
+        *call.dims, shape, rows, cols, **options,
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""The row term of the softmax gradient: delta_i = dO_i . O_i + sum_j W_ij dW_ij - dlse_i."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..host.launch import Call, spec
+from ..score.score import load_side, scores
+from ..tile.dropout import survives
+from ..tile.masking import key_count, kv_range, mask_scores, row_range
+from ..tile.softmax import fold_factor, load_stats, weights_of
+from ..tile.strided import (
+    VARYING,
+    Dims,
+    head_ptr,
+    load_tile,
+    place,
+    row_ptrs,
+    view,
+)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sdpa_bwd_delta_kernel(
+    q, k, v, terms, bias, grad_out, grad_weights, t, out, grad_lse_ptr, mask, drop,
+    H, group, M, N, spec,
+):  # fmt: skip
+    dims = Dims(H, group, M, N)
+    block, b, h = place(tl.cdiv(M, spec.BLOCK_M), H, False)
+    i0 = block * spec.BLOCK_M
+    offs_m = i0 + tl.arange(0, spec.BLOCK_M)
+    offs_e = tl.arange(0, spec.BLOCK_E)
+    o = load_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, True, True)
+    do = load_tile(head_ptr(grad_out, b, h), grad_out, offs_m, offs_e, M, spec.E, True, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if grad_lse_ptr is not None:
+        ptrs = row_ptrs(grad_lse_ptr, b, h, H, offs_m, M)
+        delta -= tl.load(ptrs, mask=offs_m < M, other=0.0).to(tl.float32)
+    if grad_weights.ptr is not None:
+        delta += sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h, i0)
+    tl.store(row_ptrs(t.delta_ptr, b, h, H, offs_m, M), delta, mask=offs_m < M)
+    if t.log2_ptr is not None:
+        _, factor = load_stats(t.stats_ptr, b, h, H, offs_m, M)
+        ptrs = row_ptrs(t.log2_ptr, b, h, H, offs_m, M)
+        tl.store(ptrs, fold_factor(factor), mask=offs_m < M)
+
+
+@triton.jit
+def sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h, i0):
+    """sum_j W_ij dW_ij of a row block."""
+    M, N = dims.M, dims.N
+    offs_m = i0 + tl.arange(0, spec.BLOCK_M)
+    i = offs_m[:, None]
+    side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
+    keys = key_count(mask, b, N)
+    shift, factor = load_stats(t.stats_ptr, b, h, dims.H, i, M)
+    row_begin, row_end = row_range(mask, b, i, M, N)
+    begin, full_begin, full_end, end = kv_range(mask, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
+    weighted = tl.zeros((spec.BLOCK_M,), tl.float32)
+    for block in tl.range(begin, end):
+        j0 = block * spec.BLOCK_N
+        offs_n = j0 + tl.arange(0, spec.BLOCK_N)
+        j = offs_n[None, :]
+        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, True)
+        s = scores(side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
+        s, keep = mask_scores(
+            s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
+            True, bias.ptr is not None, spec.FOLD_SCALE,
+        )  # fmt: skip
+        w = weights_of(s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, False)
+        if drop.seed_ptr is not None:
+            kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)
+            w = tl.where(kept, w * drop.scale, 0.0)
+        rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
+        ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
+        gw = tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
+        weighted += tl.sum(w * gw, 1)
+    return weighted
+
+
+def _launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
+    shape, options = spec(call, "tile")
+    grid = triton.cdiv(call.M, shape.BLOCK_M.value) * call.B * call.H
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    sdpa_bwd_delta_kernel[(grid,)](
+        *t, view(out), grad_lse, mask, drop, *call.dims, shape, **options
+    )

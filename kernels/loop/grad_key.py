@@ -1,0 +1,186 @@
+"""dK and dV: a program owns a block of keys and sweeps the rows that keep these."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..host.launch import Call, spec
+from ..score.additive import pull_back
+from ..score.score import load_side
+from ..tile.block_lists import (
+    block_at,
+    block_lists,
+    list_line,
+    query_blocks,
+)
+from ..tile.masking import key_count, row_range
+from ..tile.strided import (
+    ABSENT,
+    EXACT_SLICE,
+    VARYING,
+    Dims,
+    any_not_finite,
+    exact_dot,
+    head_ptr,
+    load_tile,
+    place,
+    store_tile,
+    view,
+)
+from .garbage import _crowded, _launches, _row_of, _width, mended
+from .gradient import load_rows, load_value_side, tile_gradient
+
+
+@triton.jit
+def sweep_rows(
+    dk, dv, side_k, side_v, grad_k, grad_v,
+    q, k, v, terms, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, h, line, j0,
+    first, count, split, jump, MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a key block from ``count`` row blocks of one head; tiles are transposed."""
+    SELECT: tl.constexpr = EXACT or ((MASKED or BIASED) and terms.w_ptr is not None)
+    M, N = dims.M, dims.N
+    j = (j0 + tl.arange(0, spec.BLOCK_N))[:, None]
+    q_ptr = head_ptr(q, b, h)
+    do_ptr = head_ptr(grad_out, b, h)
+    offs_d = tl.arange(0, spec.BLOCK_D)
+    offs_e = tl.arange(0, spec.BLOCK_E)
+    for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
+        step = n + tl.zeros((), tl.int32)
+        position = first + step // SLICES
+        if MASKED:
+            position += tl.where(step // SLICES >= split, jump, 0)
+        i0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_M
+        offs_m = i0 + tl.arange(0, BLOCK_M)
+        i = offs_m[None, :]
+        side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
+        do = load_value_side(grad_out, b, h, offs_m, M, spec, True)
+        shift, factor, delta = load_rows(t, b, h, dims.H, i, M)
+        row_begin, row_end = row_range(mask, b, i, M, N)
+        w, ds, keep = tile_gradient(
+            side_k, side_q, side_v, do, shift, factor, delta,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, drop,
+            dims, spec, b, h, i0, j0, i, j, row_begin, row_end,
+            MASKED, BIASED, SELECT, BLOCK_M, spec.BLOCK_N, True,
+        )  # fmt: skip
+        if grad_v.ptr is not None:
+            if EXACT:
+                dv = exact_dot(w, keep, do_ptr, grad_out, offs_m, M, offs_e, spec.E, dv, BLOCK_M)
+            else:
+                tile_do = do
+                if spec.STREAM:
+                    tile_do = load_tile(do_ptr, grad_out, offs_m, offs_e, M, spec.E, True, True)
+                dv = tl.dot(w.to(tile_do.dtype), tile_do, dv, input_precision=spec.PRECISION)
+        if grad_k.ptr is not None:
+            if terms.w_ptr is not None:
+                if not EXACT:  # which is for dV: dK minds what is masked in any case
+                    keys = key_count(mask, b, N)
+                    pull_back(ds, side_k, side_q, q, k, terms, b, h, keys, dims, spec, True)
+            elif EXACT:
+                dk = exact_dot(ds, keep, q_ptr, q, offs_m, M, offs_d, spec.D, dk, BLOCK_M)
+            else:
+                tile_q = side_q
+                if spec.STREAM:
+                    tile_q = load_tile(q_ptr, q, offs_m, offs_d, M, spec.D, True, True)
+                dk = tl.dot(ds.to(tile_q.dtype), tile_q, dk, input_precision=spec.PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sdpa_bwd_dkdv_kernel(
+    q, k, v, terms, bias, grad_out, grad_weights, t, grad_k, grad_v, mask, lists, drop, scale,
+    H, group, M, N, spec, marks_ptr, GARBAGE: tl.constexpr,
+):  # fmt: skip
+    """Either gradient may be absent: wide heads take one after the other, for the registers."""
+    dims = Dims(H, group, M, N)
+    block, b, hkv = place(tl.cdiv(N, spec.BLOCK_N), H // group, False)
+    j0 = block * spec.BLOCK_N
+    offs_n = j0 + tl.arange(0, spec.BLOCK_N)
+    offs_d = tl.arange(0, spec.BLOCK_D)
+    offs_e = tl.arange(0, spec.BLOCK_E)
+    cols = mended(marks_ptr, N, GARBAGE)
+    keys = tl.minimum(key_count(mask, b, N), cols)
+    side_k = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
+    side_v = load_value_side(v, b, hkv, offs_n, keys, spec, True)
+    dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
+    dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
+    for g in tl.range(0, 0 if GARBAGE == "mend" else group):
+        h = hkv * group + g
+        line = list_line(lists, b, h, block)
+        begin, full_begin, full_end, end = query_blocks(
+            mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N
+        )
+        n_full = full_end - full_begin
+        dk, dv = sweep_rows(
+            dk, dv, side_k, side_v, grad_k, grad_v,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec,
+            b, h, line, j0, begin, end - begin - n_full, full_begin - begin, n_full,
+            True, bias.ptr is not None, False, spec.BLOCK_M, 1,
+        )  # fmt: skip
+        dk, dv = sweep_rows(
+            dk, dv, side_k, side_v, grad_k, grad_v,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec,
+            b, h, line, j0, full_begin, n_full, 0, 0,
+            False, spec.BIAS_IN_FULL, False, spec.BLOCK_M, 1,
+        )  # fmt: skip
+    if GARBAGE == "mark":
+        bad = any_not_finite(dk, offs_n, N, spec.FLAT) | any_not_finite(dv, offs_n, N, spec.FLAT)
+        tl.store(marks_ptr + tl.program_id(0), bad.to(tl.int8))
+    elif GARBAGE != "none":
+        if GARBAGE == "mend":
+            again = cols > 0
+        else:
+            again = any_not_finite(dk, offs_n, N, spec.FLAT) | any_not_finite(
+                dv, offs_n, N, spec.FLAT
+            )
+        if again:
+            dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
+            dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
+            for g in tl.range(0, group):
+                h = hkv * group + g
+                line = list_line(lists, b, h, block)
+                begin, full_begin, full_end, end = query_blocks(
+                    mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N
+                )
+                dk, dv = sweep_rows(
+                    dk, dv, side_k, side_v, grad_k, grad_v,
+                    q, k, v, terms, bias, grad_out, grad_weights, t,
+                    mask, lists, drop, dims, spec,
+                    b, h, line, j0, begin, end - begin, end, 0,
+                    True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_M // EXACT_SLICE,
+                )  # fmt: skip
+    # Keys past the length are masked for every row: what a row of NaN puts there is 0 * NaN.
+    used = (offs_n < keys)[:, None]
+    dk, dv = tl.where(used, dk, 0.0), tl.where(used, dv, 0.0)
+    if drop.seed_ptr is not None:
+        dv = dv * drop.scale
+    if grad_k.ptr is not None and terms.w_ptr is None:
+        store_tile(head_ptr(grad_k, b, hkv), grad_k, offs_n, offs_d, cols, spec.D, dk * scale)
+    if grad_v.ptr is not None:
+        store_tile(head_ptr(grad_v, b, hkv), grad_v, offs_n, offs_e, cols, spec.E, dv)
+
+
+def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
+    shape, options = spec(call, _row_of("dkdv", call))
+    block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
+    lists = block_lists(call, mask, block_m, block_n, columns=True)
+    dk, dv = view(grad_k), view(grad_v)
+    # Two accumulators of a wide head leave no registers for the rest, and where much is asked of an
+    # additive score its loops want them.
+    apart = _width(shape) > (64 if _crowded(call) else 128)
+    if call.w is not None:
+        apart = call.rich or _width(shape) > 128
+    programs = triton.cdiv(call.N, block_n) * call.B * call.Hkv
+    for wanted in ((dk, ABSENT), (ABSENT, dv)) if apart else ((dk, dv),):
+        spoils = call.w is None or wanted[1] is dv
+        for launch, marks, garbage in _launches(call, shape, programs, spoils):
+            sdpa_bwd_dkdv_kernel[(programs,)](
+                *t, *wanted, mask, lists, drop, call.scale, *call.dims, launch,
+                marks, GARBAGE=garbage, **options,
+            )  # fmt: skip

@@ -1,0 +1,190 @@
+"""dQ: a program owns a block of rows and sweeps the keys that these keep."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..host.launch import Call, spec
+from ..score.additive import pull_back
+from ..score.score import load_side
+from ..tile.block_lists import (
+    block_at,
+    block_lists,
+    key_blocks,
+    list_line,
+    share_of_blocks,
+)
+from ..tile.masking import key_count, row_range
+from ..tile.strided import (
+    EXACT_SLICE,
+    VARYING,
+    Dims,
+    Spec,
+    any_not_finite,
+    exact_dot,
+    head_ptr,
+    load_tile,
+    place,
+    row_numbers,
+    store_tile,
+    view,
+)
+from .forward import chunks_of, slots_of
+from .garbage import _launches, _row_of, mended
+from .gradient import load_rows, load_value_side, tile_gradient
+
+
+@triton.jit
+def sweep_keys(
+    dq, side_q, do, shift, factor, delta,
+    q, k, v, terms, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, h, line, i0,
+    first, count, split, jump, MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """dQ of a row block from ``count`` key blocks; positions as in the forward's attend."""
+    SELECT: tl.constexpr = EXACT or ((MASKED or BIASED) and terms.w_ptr is not None)
+    M, N = dims.M, dims.N
+    i = (i0 + tl.arange(0, spec.BLOCK_M))[:, None]
+    row_begin, row_end = row_range(mask, b, i, M, N)
+    keys = key_count(mask, b, N)
+    k_ptr = head_ptr(k, b, h // dims.group)
+    offs_d = tl.arange(0, spec.BLOCK_D)
+    for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
+        step = n + tl.zeros((), tl.int32)
+        position = first + step // SLICES
+        if MASKED:
+            position += tl.where(step // SLICES >= split, jump, 0)
+        j0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_N
+        offs_n = j0 + tl.arange(0, BLOCK_N)
+        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, MASKED)
+        side_v = load_value_side(v, b, h // dims.group, offs_n, keys, spec, MASKED)
+        w, ds, keep = tile_gradient(
+            side_q, side_k, do, side_v, shift, factor, delta,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, drop,
+            dims, spec, b, h, i0, j0, i, offs_n[None, :], row_begin, row_end,
+            MASKED, BIASED, SELECT, spec.BLOCK_M, BLOCK_N, False,
+        )  # fmt: skip
+        if terms.w_ptr is not None:
+            pull_back(ds, side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
+        elif EXACT:
+            dq = exact_dot(ds, keep, k_ptr, k, offs_n, keys, offs_d, spec.D, dq, BLOCK_N)
+        else:
+            tile_k = side_k
+            if spec.STREAM:
+                tile_k = load_tile(k_ptr, k, offs_n, offs_d, keys, spec.D, True, True)
+            dq = tl.dot(ds.to(tile_k.dtype), tile_k, dq, input_precision=spec.PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sdpa_bwd_dq_kernel(
+    q, k, v, terms, bias, grad_out, grad_weights, t, grad_q, mask, lists, drop, scale,
+    H, group, M, N, spec, marks_ptr, chunks, GARBAGE: tl.constexpr,
+):  # fmt: skip
+    """With chunks, grad_q is the first of new_parts."""
+    dims = Dims(H, group, M, N)
+    n_blocks = tl.cdiv(M, spec.BLOCK_M)
+    if chunks is not None:
+        n_blocks *= chunks
+    block, b, h = place(n_blocks, H, spec.REVERSE)
+    grad_ptr = head_ptr(grad_q, b, h)
+    if chunks is not None:
+        chunk = block % chunks
+        block = block // chunks
+        grad_ptr += chunk * spec.D
+    i0 = block * spec.BLOCK_M
+    offs_m = i0 + tl.arange(0, spec.BLOCK_M)
+    offs_d = tl.arange(0, spec.BLOCK_D)
+    rows = mended(marks_ptr, M, GARBAGE)
+    side_q = load_side(q, terms, b, h, offs_m, rows, spec, True)
+    do = load_value_side(grad_out, b, h, offs_m, rows, spec, True)
+    shift, factor, delta = load_rows(t, b, h, H, offs_m[:, None], M)
+    line = list_line(lists, b, h, block)
+    begin, full_begin, full_end, end = key_blocks(
+        mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N
+    )
+    if chunks is not None:
+        begin, full_begin, full_end, end = share_of_blocks(
+            chunk, chunks, begin, full_begin, full_end, end
+        )
+    n_full = full_end - full_begin
+
+    dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
+    if GARBAGE != "mend":
+        dq = sweep_keys(
+            dq, side_q, do, shift, factor, delta,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, line, i0,
+            begin, end - begin - n_full, full_begin - begin, n_full,
+            True, bias.ptr is not None, False, spec.BLOCK_N, 1,
+        )  # fmt: skip
+        dq = sweep_keys(
+            dq, side_q, do, shift, factor, delta,
+            q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, line, i0,
+            full_begin, n_full, 0, 0, False, spec.BIAS_IN_FULL, False, spec.BLOCK_N, 1,
+        )  # fmt: skip
+    if GARBAGE == "mark":
+        tl.store(marks_ptr + tl.program_id(0), any_not_finite(dq, offs_m, M, spec.FLAT).to(tl.int8))
+    elif GARBAGE != "none" and terms.w_ptr is None:
+        again = rows > 0 if GARBAGE == "mend" else any_not_finite(dq, offs_m, M, spec.FLAT)
+        if again:  # as in the forward, minding masked garbage
+            dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
+            dq = sweep_keys(
+                dq, side_q, do, shift, factor, delta,
+                q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec,
+                b, h, line, i0, begin, end - begin, end, 0,
+                True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_N // EXACT_SLICE,
+            )  # fmt: skip
+    if terms.w_ptr is None:
+        store_tile(grad_ptr, grad_q, offs_m, offs_d, rows, spec.D, dq * scale)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sdpa_bwd_merge_kernel(parts_ptr, grad_q, chunks, H, group, M, N, spec, CHUNKS: tl.constexpr):
+    """dQ of one row from those of its chunks, side by side: at most CHUNKS."""
+    row, b, h = place(M, H, False)
+    c, offs_d = tl.arange(0, CHUNKS), tl.arange(0, spec.BLOCK_D)
+    part = row_numbers(b, h, H, row, M) * chunks + c
+    ptrs = parts_ptr + part[:, None] * spec.D + offs_d[None, :]
+    inside = (c < chunks)[:, None] & (offs_d < spec.D)[None, :]
+    dq = tl.sum(tl.load(ptrs, mask=inside, other=0.0), 0)[None, :]
+    offs_m = row + tl.arange(0, 1)
+    store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, M, spec.D, dq)
+
+
+def _launch_dq(call: Call, t, mask, drop, grad_q) -> None:
+    shape, options = spec(call, _row_of("dq", call))
+    block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
+    lists = block_lists(call, mask, block_m, block_n)
+    chunks = chunks_of(call.M, call.N)
+    parts = new_parts(call) if chunks > 1 else None
+    to = grad_q if parts is None else parts[:, :, :, 0]
+    programs = triton.cdiv(call.M, block_m) * chunks * call.B * call.H
+    for launch, marks, garbage in _launches(call, shape, programs, call.w is None):
+        sdpa_bwd_dq_kernel[(programs,)](
+            *t, view(to), mask, lists, drop, call.scale, *call.dims, launch,
+            marks, chunks if chunks > 1 else None, GARBAGE=garbage, **options,
+        )  # fmt: skip
+    if parts is not None:
+        launch_merge_dq(call, parts, grad_q, shape)
+
+
+def new_parts(call: Call) -> Tensor:
+    """Room for dQ of the chunks of every row, fp32 [B, H, M, chunks, D]."""
+    chunks = chunks_of(call.M, call.N)
+    return call.q.new_empty(call.B, call.H, call.M, chunks, call.D, dtype=torch.float32)
+
+
+def launch_merge_dq(call: Call, parts: Tensor, grad_q: Tensor, shape: Spec) -> None:
+    """Adds up the chunks of every row."""
+    chunks = parts.shape[3]
+    sdpa_bwd_merge_kernel[(call.B * call.H * call.M,)](
+        parts, view(grad_q), chunks, *call.dims, shape, CHUNKS=slots_of(chunks)
+    )

@@ -1,0 +1,120 @@
+"""The gradient of one tile: W and dS from scores, dO V^T and what a row has saved."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..score.score import scores
+from ..tile.dropout import survives
+from ..tile.masking import key_count, mask_scores
+from ..tile.softmax import load_stats, weights_of
+from ..tile.strided import (
+    dot_t,
+    head_ptr,
+    load_tile,
+    row_ptrs,
+    stream_dot_t,
+)
+
+
+class Backward(NamedTuple):
+    """What the kernels read besides q, k, v, terms, bias, grad_out and grad_weights.
+
+    Those seven travel beside it: Triton 3.6 forgets, in loops, the constants of tuples in tuples.
+    """
+
+    grad_weights_scale: Any  # 1 / H for a mean over heads
+    stats_ptr: Any
+    log2_ptr: Any  # of fold_factor, one product less in the inner loops; None where stats serve
+    delta_ptr: Any
+    scale_log2: Any
+
+
+@triton.jit
+def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
+    """Rows of dO, or of v, as tile_gradient takes them; numbers of rows where products stream."""
+    if spec.STREAM:
+        return offs
+    else:
+        offs_e = tl.arange(0, spec.BLOCK_E)
+        ptr = head_ptr(x, b, h)
+        return load_tile(ptr, x, offs, offs_e, n, spec.E, CHECK, spec.E != spec.BLOCK_E)
+
+
+@triton.jit
+def load_rows(t, b, h, H, i, M):
+    """(shift, factor for weights_of, delta) of the rows i, in the shape of i."""
+    delta = tl.load(row_ptrs(t.delta_ptr, b, h, H, i, M), mask=i < M, other=0.0)
+    shift, factor = load_stats(t.stats_ptr, b, h, H, i, M)
+    if t.log2_ptr is not None:
+        ptrs = row_ptrs(t.log2_ptr, b, h, H, i, M)
+        factor = tl.load(ptrs, mask=i < M, other=float("inf"))
+    return shift, factor, delta
+
+
+@triton.jit
+def tile_gradient(
+    x, y, dx, dy, shift, factor, delta,
+    q, k, v, terms, bias, grad_out, grad_weights, t,
+    mask, drop, dims, spec, b, h, i0, j0, i, j,
+    row_begin, row_end, MASKED: tl.constexpr, BIASED: tl.constexpr, SELECT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """(W without dropout's factor, dS, keep) of a tile; x, y: sides q, k; dx, dy: sides dO, v.
+
+    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. i, j and what belongs to
+    rows come shaped to broadcast. SELECT makes masked pairs 0 even where NaN surrounds them.
+    """
+    s = scores(x, y, q, k, terms, b, h, key_count(mask, b, dims.N), dims, spec, TRANSPOSED)
+    s, keep = mask_scores(
+        s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, dims.M, dims.N,
+        MASKED, BIASED, spec.FOLD_SCALE,
+    )  # fmt: skip
+    w = weights_of(
+        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.log2_ptr is not None
+    )
+    if spec.STREAM:
+        do_ptr, v_ptr = head_ptr(grad_out, b, h), head_ptr(v, b, h // dims.group)
+        keys = key_count(mask, b, dims.N)
+        if TRANSPOSED:
+            dp = stream_dot_t(
+                dx, v_ptr, v, keys, dy, do_ptr, grad_out, dims.M, spec.E, spec.BLOCK_E,
+                spec.PRECISION,
+            )  # fmt: skip
+        else:
+            dp = stream_dot_t(
+                dx, do_ptr, grad_out, dims.M, dy, v_ptr, v, keys, spec.E, spec.BLOCK_E,
+                spec.PRECISION,
+            )  # fmt: skip
+    else:
+        dp = dot_t(dx, dy, spec.PRECISION)
+    w, ds = softmax_gradient(
+        w, dp, keep, delta, grad_weights, t, drop, b, h, i0, j0, i, j,
+        SELECT, BLOCK_M, BLOCK_N, TRANSPOSED,
+    )  # fmt: skip
+    return w, ds, keep
+
+
+@triton.jit
+def softmax_gradient(
+    p, dp, keep, delta, grad_weights, t, drop, b, h, i0, j0, i, j,
+    SELECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """(W without dropout's factor, dS) of a tile from P and dO V^T; see tile_gradient."""
+    if grad_weights.ptr is not None:
+        rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
+        ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
+        dp += tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
+    w = p
+    if drop.seed_ptr is not None:
+        kept = survives(drop, b, h, i0, j0, BLOCK_M, BLOCK_N, TRANSPOSED)
+        w = tl.where(kept, p, 0.0)
+        dp = tl.where(kept, dp * drop.scale, 0.0)
+    ds = p * (dp - delta)
+    if SELECT:
+        w = tl.where(keep, w, 0.0)
+        ds = tl.where(keep, ds, 0.0)
+    return w, ds

@@ -1,0 +1,1 @@
+"""Tiles of scores and of their gradients."""

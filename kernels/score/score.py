@@ -1,0 +1,74 @@
+"""Tiles of base-2 scores: the dot product, and where the additive score takes its place."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..tile.strided import dot_t, head_ptr, load_tile, stream_dot_t
+from .additive import UNIT, direct_scores, keys_in_range, paired_scores
+
+
+class Terms(NamedTuple):
+    """What the additive score is given beside q and k; all None for the dot product.
+
+    ``e``, ``f`` and the sums are fp32 [heads, D rounded up to 2, padded tokens]; the padding makes
+    every tile whole.
+    """
+
+    w_ptr: Any  # fp32 [H, D rounded up to 2]: weights over a power of two, at most 2
+    power_ptr: Any  # fp32 [H]: that power; NaN if a weight is not finite
+    e_ptr: Any  # per query head
+    f_ptr: Any  # per key head
+    reach_ptr: Any  # fp32 [B, Hkv, tokens]: the largest |exponent| of a key, inf: not for the loop
+    queries: Any  # padded tokens
+    keys: Any
+    grad_q_ptr: Any  # what backward adds to; None where it is not wanted
+    grad_k_ptr: Any
+    grad_w_ptr: Any  # per query
+
+
+DOT_PRODUCT = Terms(*[None] * 10)
+
+
+@triton.jit
+def load_side(x, terms, b, h, offs, n, spec, CHECK: tl.constexpr):
+    """Queries, or keys, as ``scores`` takes them; the additive score reads them as it goes."""
+    if terms.w_ptr is None and not spec.STREAM:
+        offs_d = tl.arange(0, spec.BLOCK_D)
+        ptr = head_ptr(x, b, h)
+        return load_tile(ptr, x, offs, offs_d, n, spec.D, CHECK, spec.D != spec.BLOCK_D)
+    else:
+        return offs
+
+
+@triton.jit
+def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr):
+    """Scores of the queries x and the keys y, as load_side gives them; keys by rows if TRANSPOSED,
+    x being the keys then. n_keys: how many may be read.
+    """
+    if terms.w_ptr is None:
+        if spec.STREAM:
+            q_ptr, k_ptr = head_ptr(q, b, h), head_ptr(k, b, h // dims.group)
+            if TRANSPOSED:
+                return stream_dot_t(
+                    x, k_ptr, k, n_keys, y, q_ptr, q, dims.M, spec.D, spec.BLOCK_D, spec.PRECISION
+                )
+            else:
+                return stream_dot_t(
+                    x, q_ptr, q, dims.M, y, k_ptr, k, n_keys, spec.D, spec.BLOCK_D, spec.PRECISION
+                )
+        else:
+            return dot_t(x, y, spec.PRECISION)
+    else:
+        if TRANSPOSED:
+            in_range = keys_in_range(x, terms, b, h, dims)
+        else:
+            in_range = keys_in_range(y, terms, b, h, dims)
+        if in_range:
+            s = paired_scores(x, y, terms, b, h, dims, spec, TRANSPOSED) * (-2.0 * UNIT)
+        else:
+            s = direct_scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED) * 2.0
+        return s * tl.load(terms.power_ptr + h)

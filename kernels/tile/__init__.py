@@ -1,0 +1,1 @@
+"""What happens inside a tile, whatever the score: loads, masks, softmax, dropout."""

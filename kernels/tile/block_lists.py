@@ -1,0 +1,188 @@
+"""Lists of the blocks that a dense mask or a float bias leaves to visit, made on the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .masking import PITCH, Mask, keep_tile, kv_range, q_range, row_range, scans_bias
+from .strided import ABSENT, VARYING, head_ptr, view
+
+
+class Lists(NamedTuple):
+    """Lists of blocks, partial ones first; None where ranges serve.
+
+    Lines and their length are rounded up to PITCH: kernels are compiled for one kind of number.
+    """
+
+    ptr: Any  # int32 [lines, length]
+    counts_ptr: Any  # int32 [lines, 2]: partial, full
+    stride_b: Any  # in lines
+    stride_h: Any
+    length: Any
+
+
+NO_LISTS = Lists(None, None, None, None, None)
+
+
+@triton.jit
+def list_line(lists, b, h, block):
+    """The number of the list of a block of (b, h)."""
+    if lists.ptr is None:
+        return block
+    else:
+        return b.to(tl.int64) * lists.stride_b + h.to(tl.int64) * lists.stride_h + block
+
+
+@triton.jit
+def list_range(lists, line):
+    """(begin, full_begin, full_end, end) as positions in a list."""
+    n_partial = tl.load(lists.counts_ptr + 2 * line)
+    end = n_partial + tl.load(lists.counts_ptr + 2 * line + 1)
+    return tl.zeros_like(end), n_partial, end, end
+
+
+@triton.jit
+def key_blocks(mask, lists, line, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What a row block visits: (begin, full_begin, full_end, end) as positions for block_at."""
+    if lists.ptr is not None:
+        return list_range(lists, line)
+    else:
+        return kv_range(mask, b, i0, M, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def share_of_blocks(chunk, chunks, begin, full_begin, full_end, end):
+    """The part of key_blocks's positions that one of several chunks takes; it may be empty."""
+    per_chunk = tl.cdiv(end - begin, chunks)
+    begin = tl.minimum(begin + chunk * per_chunk, end)
+    end = tl.minimum(begin + per_chunk, end)
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def query_blocks(mask, lists, line, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What a key block visits, as key_blocks."""
+    if lists.ptr is not None:
+        return list_range(lists, line)
+    else:
+        return q_range(mask, b, j0, M, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def block_at(lists, line, position):
+    """The block at a position."""
+    if lists.ptr is None:
+        return position
+    else:
+        return tl.load(lists.ptr + line * lists.length + position)
+
+
+SKIPPED = tl.constexpr(0)
+
+
+PARTIAL = tl.constexpr(1)
+
+
+FULL = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def classify_kernel(
+    classes_ptr, mask, bias, H, M, N, n_rows, n_cols,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Classes of the tiles of a mask: bytes [B or 1, H or 1, row blocks, key blocks]."""
+    tile = tl.program_id(0).to(tl.int64)
+    col, row, head = tile % n_cols, tile // n_cols % n_rows, tile // n_cols // n_rows
+    b, h = head // H, head % H
+    i0, j0 = (row * BLOCK_M).to(tl.int32), (col * BLOCK_N).to(tl.int32)
+    begin, _, _, end = kv_range(mask, b, i0, M, N, BLOCK_M, BLOCK_N)
+    found = tl.zeros_like(i0)
+    if (col >= begin) & (col < end):
+        i = (i0 + tl.arange(0, BLOCK_M))[:, None]
+        j = (j0 + tl.arange(0, BLOCK_N))[None, :]
+        row_begin, row_end = row_range(mask, b, i, M, N)
+        keep = keep_tile(mask, b, h, i, j, row_begin, row_end, M)
+        plain = keep
+        if bias.ptr is not None:
+            rows = head_ptr(bias, b, h) + i.to(tl.int64) * bias.stride_r
+            ptrs = rows + j.to(tl.int64) * bias.stride_c
+            added = tl.load(ptrs, mask=keep, other=float("-inf")).to(tl.float32)
+            keep = keep & (added != float("-inf"))
+            plain = keep & (added == 0.0)
+        n_kept = tl.max(tl.max(keep.to(tl.int32), 1), 0)
+        n_plain = tl.min(tl.min((plain | (i >= M)).to(tl.int32), 1), 0)
+        found = n_kept * (PARTIAL + n_plain)
+    tl.store(classes_ptr + tile, found.to(tl.int8))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def compact_kernel(
+    classes_ptr, list_ptr, counts_ptr, n_rows, n_cols, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Writes the list of one row of classes, or of one column: partial blocks, then full ones."""
+    if COLUMNS:
+        n_lines, length, stride_line, stride_block = n_cols, n_rows, 1, n_cols
+    else:
+        n_lines, length, stride_line, stride_block = n_rows, n_cols, n_cols, 1
+    program = tl.program_id(0).to(tl.int64)
+    head, number = program // n_lines, program % n_lines
+    classes = classes_ptr + head * n_lines * length + number * stride_line
+    line = head * (tl.cdiv(n_lines, PITCH) * PITCH) + number
+    offs = tl.arange(0, CHUNK)
+    n_partial = tl.zeros((), tl.int32)
+    n_full = tl.zeros((), tl.int32)
+    for start in tl.range(0, length, CHUNK):
+        block = start + offs
+        found = tl.load(classes + block * stride_block, mask=block < length, other=0)
+        n_partial += tl.sum((found == PARTIAL).to(tl.int32), 0)
+        n_full += tl.sum((found == FULL).to(tl.int32), 0)
+    tl.store(counts_ptr + 2 * line, n_partial)
+    tl.store(counts_ptr + 2 * line + 1, n_full)
+    to = list_ptr + line * (tl.cdiv(length, PITCH) * PITCH)
+    at_partial = tl.zeros((), tl.int32)
+    at_full = n_partial
+    for start in tl.range(0, length, CHUNK):
+        block = start + offs
+        found = tl.load(classes + block * stride_block, mask=block < length, other=0)
+        partial = (found == PARTIAL).to(tl.int32)
+        full = (found == FULL).to(tl.int32)
+        tl.store(to + at_partial + tl.cumsum(partial, 0) - 1, block, mask=partial != 0)
+        tl.store(to + at_full + tl.cumsum(full, 0) - 1, block, mask=full != 0)
+        at_partial += tl.sum(partial, 0)
+        at_full += tl.sum(full, 0)
+
+
+def block_lists(call, mask: Mask, block_m: int, block_n: int, columns: bool = False) -> Lists:
+    """The lists of the row blocks (``columns``: key blocks) of a launch.Call that needs any."""
+    scan = scans_bias(call)
+    rows_vary = columns and mask.kv_len_stride_m is not None
+    if call.keep is None and not scan and not rows_vary:
+        return NO_LISTS
+    bias = view(call.bias, call.shape) if scan else ABSENT
+    dense = [x for x in (call.keep, call.bias if scan else None, call.kv_len) if x is not None]
+    B = call.B if any(x.shape[0] != 1 for x in dense) else 1
+    H = call.H if any(x.dim() == 4 and x.shape[1] != 1 for x in dense) else 1
+    rows, cols = triton.cdiv(call.M, block_m), triton.cdiv(call.N, block_n)
+    tiles = B * H * rows * cols
+    lines, length = (cols, rows) if columns else (rows, cols)
+    pitch, room = (triton.cdiv(n, PITCH.value) * PITCH.value for n in (lines, length))
+    classes = torch.empty(tiles, dtype=torch.int8, device=call.q.device)
+    blocks = torch.empty(B * H * pitch, room, dtype=torch.int32, device=call.q.device)
+    counts = torch.empty(B * H * pitch, 2, dtype=torch.int32, device=call.q.device)
+    if tiles:
+        classify_kernel[(tiles,)](
+            classes, mask, bias, H, call.M, call.N, rows, cols, BLOCK_M=block_m, BLOCK_N=block_n
+        )
+    if B * H * lines:
+        compact_kernel[(B * H * lines,)](
+            classes, blocks, counts, rows, cols, CHUNK=128 if length <= 128 else 1024,
+            COLUMNS=columns,
+        )  # fmt: skip
+    return Lists(blocks, counts, H * pitch if B > 1 else 0, pitch if H > 1 else 0, room)

@@ -1,0 +1,220 @@
+"""The one place in Triton where a mask has a meaning: which keys j a query i keeps.
+
+``row_range`` covers what is an interval of keys per row (causal, window, kv_len); ``keep_tile``
+adds the dense mask. A kernel walks through three kinds of tiles: skipped ones are never touched,
+full ones run without mask code, partial ones evaluate ``keep_tile``. Which is which comes
+
+- from ``kv_range`` / ``q_range``, arithmetic on the intervals, where there is no dense mask; or
+- from lists, one a row block (a key block, for dK and dV), made on the device: ``classify_kernel``
+  reads the dense mask once, ``compact_kernel`` turns classes into lists. A float bias that
+  broadcasts over B or H is scanned like a mask: tiles of -inf are skipped, tiles of 0 are full.
+
+Either way a kernel gets (begin, full_begin, full_end, end), positions in the sequence of blocks to
+visit: full ones in [full_begin, full_end), partial ones in the rest of [begin, end).
+
+A mask *selects* -inf, it never adds it: NaN + -inf is NaN. A new kind of mask is one field, one
+clause in row_range and the ranges, or in keep_tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .softmax import HIGHEST, LOG2E
+from .strided import head_ptr, view
+
+
+class Mask(NamedTuple):
+    """What a kernel is given of a mask; None is no constraint."""
+
+    band_lo: Any  # keeps i + band_lo <= j <= i + band_hi
+    band_hi: Any
+    kv_len_ptr: Any
+    kv_len_stride_b: Any
+    kv_len_stride_m: Any  # None: one length for all rows
+    keep_ptr: Any  # bytes [B, H, M, N]; flat, as Triton 3.6 forgets in loops the constants of
+    keep_stride_b: Any  # tuples in tuples
+    keep_stride_h: Any
+    keep_stride_m: Any
+    keep_stride_n: Any
+
+
+# ---- what a mask means ----
+
+
+@triton.jit
+def key_count(mask, b, N):
+    """Keys from here on are masked for every row of b. Lengths are clamped: they are user data."""
+    if mask.kv_len_ptr is None or mask.kv_len_stride_m is not None:
+        return N
+    else:
+        length = tl.load(mask.kv_len_ptr + b.to(tl.int64) * mask.kv_len_stride_b)
+        return tl.minimum(tl.maximum(length, 0), N)
+
+
+@triton.jit
+def row_lengths(mask, b, i, M, N):
+    """Keys that kv_len allows to the rows i; 0 past the last row."""
+    ptrs = mask.kv_len_ptr + b.to(tl.int64) * mask.kv_len_stride_b
+    length = tl.load(ptrs + i.to(tl.int64) * mask.kv_len_stride_m, mask=i < M, other=0)
+    return tl.minimum(tl.maximum(length, 0), N)
+
+
+@triton.jit
+def row_range(mask, b, i, M, N):
+    """Keys begin <= j < end of rows i, in the shape of i; empty where begin >= end."""
+    begin = tl.zeros_like(i)
+    end = begin + key_count(mask, b, N)
+    if mask.kv_len_stride_m is not None:
+        end = row_lengths(mask, b, i, M, N)
+    if mask.band_lo is not None:
+        begin = tl.maximum(begin, i + mask.band_lo)
+    if mask.band_hi is not None:
+        end = tl.minimum(end, i + (mask.band_hi + 1))
+    return begin, end
+
+
+@triton.jit
+def keep_tile(mask, b, h, i, j, begin, end, M):
+    """Whether row i keeps key j. i and j broadcast to the tile, begin and end are row_range's."""
+    keep = (j < end) & (i < M)
+    if mask.band_lo is not None:
+        keep = keep & (j >= begin)
+    if mask.keep_ptr is not None:
+        head = b.to(tl.int64) * mask.keep_stride_b + h.to(tl.int64) * mask.keep_stride_h
+        rows = mask.keep_ptr + head + i.to(tl.int64) * mask.keep_stride_m
+        dense = tl.load(rows + j.to(tl.int64) * mask.keep_stride_n, mask=keep, other=0)
+        keep = keep & (dense != 0)
+    return keep
+
+
+@triton.jit
+def in_log2(bias):
+    """bias * log2(e). Only -inf masks: the lowest finite numbers, popular as mask values, must not
+    overflow to it, nor the largest to +inf.
+    """
+    bounded = tl.maximum(tl.minimum(bias * LOG2E, HIGHEST), -HIGHEST)
+    return tl.where(tl.abs(bias) < float("inf"), bounded, bias)
+
+
+@triton.jit
+def mask_scores(
+    s, scale, bias, mask, b, h, i, j, begin, end, M, N,
+    MASKED: tl.constexpr, BIASED: tl.constexpr, FOLD_SCALE: tl.constexpr,
+):  # fmt: skip
+    """(s, keep): scores with bias and -inf where masked; times scale here unless folded later.
+
+    Either way one rounding, spelled out: what a compiler contracts it may contract elsewhere
+    otherwise, and an ulp of a huge bias is everything.
+    """
+    if MASKED:
+        keep = keep_tile(mask, b, h, i, j, begin, end, M)
+    else:
+        keep = (i < M) & (j < N)
+    if BIASED:
+        rows = head_ptr(bias, b, h) + i.to(tl.int64) * bias.stride_r
+        ptrs = rows + j.to(tl.int64) * bias.stride_c
+        added = tl.load(ptrs, mask=keep, other=float("-inf")).to(tl.float32)
+        keep = keep & (added != float("-inf"))
+        s = tl.fma(s, scale, in_log2(added))
+    elif not FOLD_SCALE:
+        s = tl.fma(s, scale, 0.0)
+    if MASKED or BIASED:
+        s = tl.where(keep, s, float("-inf"))
+    return s, keep
+
+
+# ---- which blocks to visit ----
+
+
+@triton.jit
+def block_range(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
+    """(begin, full_begin, full_end, end) in blocks, ordered, from intervals of elements."""
+    begin_block = tl.maximum(begin, 0) // BLOCK
+    end_block = tl.where(begin < end, (tl.maximum(end, 0) + BLOCK - 1) // BLOCK, begin_block)
+    end_block = tl.maximum(end_block, begin_block)
+    full_begin_block = (tl.maximum(full_begin, 0) + BLOCK - 1) // BLOCK
+    full_begin_block = tl.minimum(tl.maximum(full_begin_block, begin_block), end_block)
+    full_end_block = tl.minimum(tl.maximum(full_end, 0) // BLOCK, end_block)
+    return begin_block, full_begin_block, tl.maximum(full_end_block, full_begin_block), end_block
+
+
+@triton.jit
+def kv_range(mask, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Key blocks that the rows [i0, i0 + BLOCK_M) keep: (begin, full_begin, full_end, end)."""
+    i1 = tl.minimum(i0 + BLOCK_M, M) - 1
+    begin = tl.zeros_like(i0)
+    full_begin = begin
+    end = begin + key_count(mask, b, N)
+    full_end = end
+    if mask.kv_len_stride_m is not None:
+        i = i0 + tl.arange(0, BLOCK_M)
+        lengths = row_lengths(mask, b, i, M, N)
+        end = tl.max(lengths, 0)
+        full_end = tl.min(tl.where(i < M, lengths, N), 0)
+    if mask.band_lo is not None:
+        begin = i0 + mask.band_lo
+        full_begin = i1 + mask.band_lo
+    if mask.band_hi is not None:
+        end = tl.minimum(end, i1 + mask.band_hi + 1)
+        full_end = tl.minimum(full_end, i0 + mask.band_hi + 1)
+    return block_range(begin, full_begin, full_end, end, BLOCK_N)
+
+
+@triton.jit
+def q_range(mask, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Row blocks that keep keys of [j0, j0 + BLOCK_N): the transpose of kv_range.
+
+    Not for lengths that vary over rows, which are no interval of rows: those come in lists.
+    """
+    j1 = tl.minimum(j0 + BLOCK_N, N) - 1
+    begin = tl.zeros_like(j0)
+    full_begin = begin
+    end = begin + M
+    full_end = end
+    if mask.band_hi is not None:
+        begin = j0 - mask.band_hi
+        full_begin = j1 - mask.band_hi
+    if mask.band_lo is not None:
+        end = tl.minimum(M, j1 - mask.band_lo + 1)
+        full_end = tl.minimum(M, j0 - mask.band_lo + 1)
+    if mask.kv_len_ptr is not None:
+        length = key_count(mask, b, N)
+        end = tl.where(j0 < length, end, 0)
+        full_end = tl.where(j1 < length, full_end, 0)
+    # A block that ends past the last row is full all the same: those rows have weight 0.
+    full_end = tl.where(full_end == M, full_end + BLOCK_M - 1, full_end)
+    return block_range(begin, full_begin, full_end, end, BLOCK_M)
+
+
+# ---- lists, made on the device ----
+
+PITCH = tl.constexpr(16)
+
+
+# ---- host side ----
+
+
+def mask_args(call) -> Mask:
+    """The Mask of a launch.Call."""
+    length, limit = call.kv_len, call.M + call.N
+    lo, hi = (None if x is None else max(-limit, min(x, limit)) for x in call.band)
+    stride_b = stride_m = None
+    if length is not None:
+        stride_b, stride_m = length.stride()
+        stride_m = stride_m if length.shape[1] != 1 else None
+    keep = None if call.keep is None else call.keep.view(torch.uint8)
+    return Mask(lo, hi, length, stride_b, stride_m, *view(keep, call.shape))
+
+
+def scans_bias(call) -> bool:
+    """Whether the bias is looked at for tiles of -inf and 0 before it is used.
+
+    Where it broadcasts over heads or batch, as masks do, that costs a fraction of what reading it
+    in every head does; where it does not, it would double the reading.
+    """
+    return call.bias is not None and call.bias.numel() < call.B * call.H * call.M * call.N

@@ -1,0 +1,84 @@
+"""Online softmax in base 2, and its inverse, the weights from known statistics of a row.
+
+    m' = max(m, max_j s_j)    alpha = 2^(c (m - m'))    p_j = 2^(c (s_j - m'))
+                              l' = alpha l + sum_j p_j
+    weight_j = 2^(c (s_j - shift)) * factor             shift = m, factor = 1 / l
+
+A row that has met no key has m = -inf, l = 0; it subtracts 0 instead of m, so that no
+(-inf) - (-inf) arises, and its shift and factor are 0. Milakov and Gimelshein, "Online normalizer
+calculation for softmax", 2018.
+
+Logits come as s and c > 0, the ``scale``. The difference is taken first: it is exact for every key
+that weighs anything, is 0 for the largest, and forward and backward have the same one. A compiler
+may contract c s - c m into one multiply-add. That rounds one product and not the other: the largest
+weight is then off by an ulp of the logit, and beyond logits of 2^31 it overflows.
+
+NaN in a row makes its sum, and so its whole result, NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .strided import row_numbers
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+HIGHEST = tl.constexpr(3.4028234663852886e38)  # the largest finite number
+
+
+@triton.jit
+def softmax_step(s, m_i, l_i, scale):
+    """One tile of scores [BLOCK_M, BLOCK_N]: (p, alpha, m_i, l_i)."""
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2((s - m_safe[:, None]) * scale)
+    alpha = tl.exp2((m_i - m_safe) * scale)
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def softmax_finish(m_i, l_i, scale):
+    """(shift, factor, natural log-sum-exp): 0, 0 and -inf where a row met no key."""
+    empty = l_i == 0.0
+    l_safe = tl.where(empty, 1.0, l_i)
+    lse = tl.where(empty, float("-inf"), m_i * (scale * LN2) + tl.log(l_safe))
+    shift = tl.where(m_i == float("-inf"), 0.0, m_i)
+    return shift, tl.where(empty, 0.0, 1.0 / l_safe), lse
+
+
+@triton.jit
+def store_stats(stats_ptr, b, h, H, offs_m, M, shift, factor):
+    """Writes rows of the contiguous [B, H, M, 2] that backward and the weights are made from."""
+    ptrs = stats_ptr + 2 * row_numbers(b, h, H, offs_m, M)
+    tl.store(ptrs, shift, mask=offs_m < M)
+    tl.store(ptrs + 1, factor, mask=offs_m < M)
+
+
+@triton.jit
+def load_stats(stats_ptr, b, h, H, i, M):
+    """(shift, factor) of the rows i, in the shape of i; past the last row 0, hence weights 0."""
+    ptrs = stats_ptr + 2 * row_numbers(b, h, H, i, M)
+    return tl.load(ptrs, mask=i < M, other=0.0), tl.load(ptrs + 1, mask=i < M, other=0.0)
+
+
+@triton.jit
+def fold_factor(factor):
+    """What the exponent of a weight is less by, for want of the factor: log2(l), +inf for 0."""
+    empty = factor == 0.0
+    return tl.where(empty, float("inf"), -tl.log2(tl.where(empty, 1.0, factor)))
+
+
+@triton.jit
+def weights_of(s, shift, factor, scale, FOLDED: tl.constexpr):
+    """Softmax weights 2^((s - shift) * scale) * factor; shift and factor broadcast to s.
+
+    Bounded by factor: scores summed in another order may pass a huge maximum by a lot. FOLDED:
+    factor is fold_factor's, and a multiply-add takes it in; 1 is the bound.
+    """
+    x = (s - shift) * scale
+    if FOLDED:
+        return tl.exp2(tl.minimum(x - factor, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    else:
+        return tl.exp2(tl.minimum(x, 0.0)) * factor

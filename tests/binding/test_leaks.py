@@ -1,0 +1,96 @@
+"""Memory after many calls of every compiled operator: what a call took, it gives back.
+
+But for cpu_isa and cpu_isas: torch's stable ABI never frees a str that an operator returns, and
+these are asked once or twice in the life of a process.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn.problem.record import WEIGHTS
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+operators = torch.ops.fastattn
+CALLS = 100_000
+MOST = 1 << 20  # bytes: ten a call
+
+
+def problem():
+    """The arguments of forward: as small as they can be, with one of each kind."""
+    x, one = torch.randn(1, 1, 1, 1), torch.ones(1, 1, dtype=torch.int32)
+    return (x, x, x, None, None, one, None, torch.tensor(1), None, 0, 1.0, 0.5, WEIGHTS["full"])
+
+
+def gradients():
+    out, lse, weights, stats = operators.forward(*problem())
+    return (*problem(), out, stats, out, lse, weights, False)
+
+
+def module():
+    x, in_weight, out_weight = torch.randn(1, 1, 1), torch.randn(3, 1), torch.randn(1, 1)
+    return (x, in_weight, None, out_weight, None, 1, 1.0, WEIGHTS["mean"], True)
+
+
+CASES = {
+    "forward": problem,
+    "backward": gradients,
+    "self_attention": module,
+    "linear": lambda: (torch.randn(1, 1, 1), torch.randn(1, 1), torch.randn(1)),
+    "select_cpu_isa": lambda: ("no instruction set has a name of so many letters",),
+}
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
+
+
+@pytest.mark.skipif(SANITIZED, reason="AddressSanitizer keeps what was freed for a while")
+@pytest.mark.parametrize("name", CASES)
+def test_calls_leave_nothing_behind(name):
+    call, arguments = getattr(operators, name).default, CASES[name]()
+    for _ in range(CALLS // 10):  # allocators reach their size
+        call(*arguments)
+    before = resident()
+    for _ in range(CALLS):
+        call(*arguments)
+    assert resident() - before < MOST
+
+
+PROGRAM = """
+import test_leaks
+
+for name, case in test_leaks.CASES.items():
+    call, arguments = getattr(test_leaks.operators, name).default, case()
+    for _ in range(3000):
+        call(*arguments)
+"""
+
+
+@pytest.mark.skipif(not SANITIZED, reason="needs LeakSanitizer: make sanitize-cpu")
+def test_leak_sanitizer_finds_none_of_ours():
+    """Python and torch leave some behind at exit: none of it may come of a call of ours."""
+    here = Path(__file__).parent
+    environment = os.environ | {
+        "ASAN_OPTIONS": "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=20",
+        "LSAN_OPTIONS": "exitcode=0",
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "LeakSanitizer has encountered a fatal error" not in done.stderr, done.stderr
+    under = "csrc/", "_C.abi3.so", "StableIValueBoxedKernel"  # the last is torch's, and calls ours
+    ours = [leak for leak in done.stderr.split("\n\n") if any(name in leak for name in under)]
+    assert not ours, "\n\n".join(ours[:3])

@@ -1,0 +1,161 @@
+"""The operators called directly: what does not fit raises, and never reads out of bounds."""
+
+import math
+
+import pytest
+import torch
+
+from fastattn.problem.record import WEIGHTS
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+B, H, HKV, M, N, D, E = 2, 4, 2, 5, 7, 3, 6
+
+
+def arguments(**changes):
+    """A good call of forward, by name."""
+    good = dict(
+        q=torch.randn(B, H, M, D), k=torch.randn(B, HKV, N, D), v=torch.randn(B, HKV, N, E),
+        w=None, bias=None, kv_len=None, keep=None, seed=None, band_lo=None, band_hi=None,
+        scale=1.0, dropout_p=0.0, weights=WEIGHTS["none"],
+    )  # fmt: skip
+    return good | changes
+
+
+def upstream(**changes):
+    """What backward takes more, for a good call."""
+    good = dict(
+        out=torch.randn(B, H, M, E), stats=torch.rand(B, H, M, 2),
+        grad_out=torch.randn(B, H, M, E),
+        grad_lse=None, grad_weights=None, bias_needs_grad=False,
+    )  # fmt: skip
+    return good | changes
+
+
+def ints(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+BAD = {
+    "q-3d": dict(q=torch.randn(H, M, D)),
+    "k-3d": dict(k=torch.randn(HKV, N, D)),
+    "q-k-dim": dict(k=torch.randn(B, HKV, N, D + 1)),
+    "k-v-length": dict(v=torch.randn(B, HKV, N + 1, E)),
+    "v-shorter": dict(v=torch.randn(B, HKV, N - 1, E)),
+    "k-v-heads": dict(v=torch.randn(B, HKV + 1, N, E)),
+    "heads-ratio": dict(k=torch.randn(B, 3, N, D), v=torch.randn(B, 3, N, E)),
+    "no-kv-heads": dict(k=torch.randn(B, 0, N, D), v=torch.randn(B, 0, N, E)),
+    "batch": dict(k=torch.randn(B + 1, HKV, N, D)),
+    "batch-of-1": dict(k=torch.randn(1, HKV, N, D)),
+    "int": dict(q=torch.ones(B, H, M, D).int()),
+    "float64": dict(q=torch.randn(B, H, M, D).double()),
+    "k-half": dict(k=torch.randn(B, HKV, N, D).half()),
+    "v-half": dict(v=torch.randn(B, HKV, N, E).half()),
+    "w-1d": dict(w=torch.randn(D)),
+    "w-heads": dict(w=torch.randn(H + 1, D)),
+    "w-dim": dict(w=torch.randn(H, D + 1)),
+    "bias-3d": dict(bias=torch.randn(H, M, N)),
+    "bias-shape": dict(bias=torch.randn(B, H, M, N + 1)),
+    "bias-int": dict(bias=torch.ones(B, H, M, N).int()),
+    "kv-len-64": dict(kv_len=ints(B, 1, dtype=torch.int64)),
+    "kv-len-1d": dict(kv_len=ints(B)),
+    "kv-len-shape": dict(kv_len=ints(B, M + 1)),
+    "kv-len-batch": dict(kv_len=ints(B + 1, M)),
+    "keep-float": dict(keep=torch.ones(B, H, M, N)),
+    "keep-shape": dict(keep=torch.ones(B, H, M + 1, N).bool()),
+    "keep-3d": dict(keep=torch.ones(H, M, N).bool()),
+    "seed-32": dict(seed=ints(1), dropout_p=0.5),
+    "seed-two": dict(seed=ints(2, dtype=torch.int64), dropout_p=0.5),
+    "dropout": dict(seed=ints(1, dtype=torch.int64), dropout_p=1.5),
+    "dropout-nan": dict(seed=ints(1, dtype=torch.int64), dropout_p=math.nan),
+    "dropout-without-seed": dict(dropout_p=0.5),
+    "weights": dict(weights=len(WEIGHTS)),
+    "weights-below": dict(weights=-1),
+    "weights-far": dict(weights=2**32),
+}
+
+BAD_UPSTREAM = {
+    "out": dict(out=torch.randn(B, H, M, E + 1)),
+    "grad-out-rows": dict(grad_out=torch.randn(B, H, M - 1, E)),
+    "grad-out-heads": dict(grad_out=torch.randn(B, HKV, M, E)),
+    "grad-out-3d": dict(grad_out=torch.randn(H, M, E)),
+    "grad-out-half": dict(grad_out=torch.randn(B, H, M, E).half()),
+    "stats-rows": dict(stats=torch.randn(B, H, M - 1, 2)),
+    "stats-one": dict(stats=torch.randn(B, H, M)),
+    "stats-double": dict(stats=torch.randn(B, H, M, 2).double()),
+    "grad-lse": dict(grad_lse=torch.randn(B, H, M + 1)),
+    "no-bias": dict(bias_needs_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_forward_rejects(name):
+    with pytest.raises(RuntimeError, match="fastattn: "):
+        torch.ops.fastattn.forward(*arguments(**BAD[name]).values())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_backward_rejects(name):
+    with pytest.raises(RuntimeError, match="fastattn: "):
+        torch.ops.fastattn.backward(*arguments(**BAD[name]).values(), *upstream().values())
+
+
+@pytest.mark.parametrize("name", BAD_UPSTREAM)
+def test_backward_rejects_upstream(name):
+    more = upstream(**BAD_UPSTREAM[name])
+    with pytest.raises(RuntimeError, match="fastattn: "):
+        torch.ops.fastattn.backward(*arguments().values(), *more.values())
+
+
+@pytest.mark.parametrize("weights", ["full", "mean"])
+def test_backward_rejects_gradients_of_other_weights(weights):
+    for shape in [(B, H, M, N + 1), (B, M, N + 1), (B, H, M), (H, M, N)]:
+        more = upstream(grad_weights=torch.randn(shape))
+        with pytest.raises(RuntimeError, match="fastattn: grad_weights"):
+            torch.ops.fastattn.backward(
+                *arguments(weights=WEIGHTS[weights]).values(), *more.values()
+            )
+
+
+def test_a_good_call_passes():
+    out, lse, weights, stats = torch.ops.fastattn.forward(
+        *arguments(weights=WEIGHTS["mean"]).values()
+    )
+    assert (out.shape, lse.shape, weights.shape) == ((B, H, M, E), (B, H, M), (B, M, N))
+    assert stats.shape == (B, H, M, 2)
+    torch.ops.fastattn.backward(*arguments(weights=WEIGHTS["mean"]).values(), *upstream().values())
+
+
+@pytest.mark.parametrize("length", [-1, -(2**31), N + 1, 2**31 - 1])
+def test_lengths_out_of_range_are_clamped(length):
+    """The operator cannot afford to look at values that may sit on a device; it must not trip."""
+    lengths = torch.tensor([[length], [3]], dtype=torch.int32)
+    call = arguments()
+    clamped = torch.ops.fastattn.forward(*(call | {"kv_len": lengths.clamp(0, N)}).values())
+    found = torch.ops.fastattn.forward(*(call | {"kv_len": lengths}).values())
+    assert all(torch.equal(a, b) for a, b in zip(found, clamped, strict=True))
+
+
+BANDS = [
+    (-(2**62), 2**62), (2**62, None), (None, -(2**62)), (3, -3),
+    (-(2**63), 2**63 - 1), (2**63 - 1, None), (None, -(2**63)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_any_band_is_safe(band):
+    lo, hi = band
+    out, lse, *_ = torch.ops.fastattn.forward(*arguments(band_lo=lo, band_hi=hi).values())
+    i, j = torch.arange(M)[:, None], torch.arange(N)
+    kept = torch.ones(M, N, dtype=torch.bool)
+    kept = kept if lo is None else kept & (j - i >= lo)
+    kept = kept if hi is None else kept & (j - i <= hi)
+    assert torch.equal(lse.isinf()[0, 0], ~kept.any(1))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["", "avx1024", "AVX2", "auto "])
+def test_an_unknown_isa_is_refused_and_changes_nothing(name):
+    before = torch.ops.fastattn.cpu_isa()
+    assert not torch.ops.fastattn.select_cpu_isa(name)
+    assert torch.ops.fastattn.cpu_isa() == before

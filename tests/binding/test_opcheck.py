@@ -1,0 +1,92 @@
+"""torch.library.opcheck: schemas, fake kernels (shape, stride, dtype), aliasing, tracing."""
+
+import pytest
+import torch
+from helpers import SCORES
+
+from fastattn.problem.record import WEIGHTS
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+B, H, HKV, M, N, D, E = 2, 4, 2, 5, 7, 3, 6
+FEATURES = {
+    "plain": {},
+    "masks": dict(kv_len=True, keep=True, band_lo=-3, band_hi=2),
+    "bias": dict(bias=(1, H, M, N)),
+    "weights": dict(weights="full"),
+    "mean": dict(weights="mean", bias=(B, 1, 1, N)),
+    "dropout": dict(dropout_p=0.5),
+    "layouts": dict(layout=True),
+    "half": dict(dtype=torch.bfloat16, bias=(M, N)),
+    "no-keys": dict(N=0),
+}
+
+
+def forward_arguments(score, name):
+    f = dict(FEATURES[name])
+    n, dtype = f.pop("N", N), f.pop("dtype", torch.float32)
+    q, k, v = (
+        torch.randn(B, h, r, c).to(dtype) for h, r, c in [(H, M, D), (HKV, n, D), (HKV, n, E)]
+    )
+    if f.pop("layout", False):
+        q, k, v = (
+            q.mT.contiguous().mT,
+            k[:, :1].expand(B, HKV, n, D),
+            v.transpose(1, 2).contiguous().transpose(1, 2),
+        )
+    bias = f.pop("bias", None)
+    return (
+        q, k, v,
+        torch.randn(H, D).to(dtype) if score == "additive" else None,
+        None if bias is None else torch.randn(bias).to(dtype).view((1,) * (4 - len(bias)) + bias),
+        torch.tensor([[0], [n]], dtype=torch.int32) if f.pop("kv_len", False) else None,
+        torch.rand(1, 1, M, n) < 0.7 if f.pop("keep", False) else None,
+        torch.tensor(5) if "dropout_p" in f else None,
+        f.pop("band_lo", None), f.pop("band_hi", None), 0.5, f.pop("dropout_p", 0.0),
+        WEIGHTS[f.pop("weights", "none")],
+    )  # fmt: skip
+
+
+def backward_arguments(score, name):
+    args = forward_arguments(score, name)
+    out, lse, weights, stats = torch.ops.fastattn.forward(*args)
+    return (
+        *args, out, stats, torch.randn_like(out), torch.randn_like(lse),
+        None if args[-1] == WEIGHTS["none"] else torch.randn_like(weights), args[4] is not None,
+    )  # fmt: skip
+
+
+features = pytest.mark.parametrize("name", FEATURES)
+scores = pytest.mark.parametrize("score", SCORES)
+
+
+@features
+@scores
+def test_forward(score, name):
+    torch.library.opcheck(torch.ops.fastattn.forward.default, forward_arguments(score, name))
+
+
+@features
+@scores
+def test_backward(score, name):
+    torch.library.opcheck(torch.ops.fastattn.backward.default, backward_arguments(score, name))
+
+
+@features
+@scores
+def test_results_alias_nothing(score, name):
+    args = backward_arguments(score, name)
+    inputs = {
+        x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor) and x.numel()
+    }
+    results = [*torch.ops.fastattn.forward(*args[:13]), *torch.ops.fastattn.backward(*args)]
+    storages = [x.untyped_storage().data_ptr() for x in results if x.numel()]
+    assert len(set(storages)) == len(storages)
+    assert not inputs & set(storages)
+
+
+def test_both_are_deterministic_and_have_no_autograd_of_their_own():
+    for op in ("forward", "backward"):
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert has(f"fastattn::{op}", "CPU")
+        assert not has(f"fastattn::{op}", "Autograd")

@@ -1,0 +1,181 @@
+"""The operators around attention at inference: linear layers, and self-attention as a whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastattn import testing
+from fastattn.problem.record import WEIGHTS
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+linear, self_attention = torch.ops.fastattn.linear, torch.ops.fastattn.self_attention
+B, N, E, H, D = 2, 5, 6, 2, 4
+# Those that are multiplied with the weight on the left, their neighbours, and none.
+TOKENS = (0, 1, 7, 8, 15, 16, 17, 48, 49, 130)
+
+
+def layer(T=6, E=6, F=10, dtype=torch.float32, bias=True):
+    """(x [1, T, E], weight, bias) of a linear layer."""
+    return (
+        torch.randn(1, T, E).to(dtype),
+        torch.randn(F, E).to(dtype),
+        torch.randn(F).to(dtype) if bias else None,
+    )
+
+
+def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **changes):
+    """The arguments of a call of self_attention, whose head size is not E / H."""
+    rows = 3 * H * D
+    good = dict(
+        x=torch.randn(B, N, E), in_weight=torch.randn(rows, E), in_bias=torch.randn(rows),
+        out_weight=torch.randn(E + 1, H * D), out_bias=torch.randn(E + 1), num_heads=H, scale=0.5,
+        weights=WEIGHTS.get(weights, weights), batch_first=batch_first,
+    )  # fmt: skip
+    if not bias:
+        good |= {"in_bias": None, "out_bias": None}
+    good = {n: x.to(dtype) if isinstance(x, torch.Tensor) else x for n, x in good.items()}
+    return tuple((good | changes).values())
+
+
+def in_parts(x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first):
+    """self_attention of torch's operators, with the weights of each head."""
+    packed = F.linear(x if batch_first else x.transpose(0, 1), in_weight, in_bias)
+    q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in packed.chunk(3, -1))
+    attended = torch.softmax(q @ k.mT * scale, -1)
+    out = F.linear((attended @ v).transpose(1, 2).flatten(2), out_weight, out_bias)
+    return out if batch_first else out.transpose(0, 1), attended
+
+
+def double(arguments):
+    return [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+class TestLinear:
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_tokens(self, tokens, dtype, bias):
+        x, weight, b = layer(tokens, 24, 40, dtype, bias)
+        with testing.poisoned():
+            found = linear(x, weight, b)
+        truth = F.linear(*double((x, weight, b)))
+        assert found.is_contiguous()
+        testing.assert_within_budget(found, F.linear(x, weight, b), truth)
+
+    def test_large_weight(self):
+        """With which fewer tokens are multiplied from the right, too."""
+        x, weight, b = layer(9, 1024, 1024)
+        truth = F.linear(*double((x, weight, b)))
+        testing.assert_within_budget(linear(x, weight, b), F.linear(x, weight, b), truth)
+
+    @pytest.mark.parametrize("tokens", [5, 20])
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_strides(self, tokens, threads):
+        """Any strides and offsets: what lies between and beside the numbers is not read."""
+        x, weight, b = layer(tokens)
+        want = linear(x, weight, b)
+        wide = torch.full((3, tokens + 2, 9), torch.nan)
+        wide[1:2, 1:-1, 2:-1] = x
+        tall = torch.full((3, tokens, 6), torch.nan)
+        tall[1:2] = x
+        columns = torch.full((8, 11), torch.nan)
+        columns[1:-1, 1:] = weight.t()
+        spread = torch.full((21,), torch.nan)
+        spread[1::2] = b
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        for same in (tall[1:2], wide[1:2, 1:-1, 2:-1]):
+            found = linear(same, columns[1:-1, 1:].t(), spread[1::2])
+            torch.testing.assert_close(found, want)
+        torch.set_num_threads(before)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            dict(x=torch.randn(6, 6)), dict(x=torch.randn(1, 6, 5)), dict(weight=torch.randn(10)),
+            dict(weight=torch.randn(10, 6, 1)), dict(weight=torch.randn(10, 6).double()),
+            dict(bias=torch.randn(9)), dict(bias=torch.randn(1)), dict(bias=torch.randn(1, 10)),
+            dict(bias=torch.randn(10).half()),
+        ],
+    )  # fmt: skip
+    def test_rejects(self, changes):
+        good = dict(zip(("x", "weight", "bias"), layer(), strict=True))
+        with pytest.raises(RuntimeError, match="fastattn: "):
+            linear(*(good | changes).values())
+
+
+class TestSelfAttention:
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("weights", ["none", "full", "mean"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_same_as_in_parts(self, dtype, weights, batch_first, bias):
+        arguments = whole(weights, batch_first, dtype, bias)
+        with testing.poisoned():
+            found = self_attention(*arguments)
+        peer, truth = in_parts(*arguments), in_parts(*double(arguments))
+        testing.assert_within_budget(found[0], peer[0], truth[0])
+        assert found[0].is_contiguous()
+        if weights == "none":
+            assert found[1].shape == (0,)
+        else:
+            each = (lambda w: w) if weights == "full" else (lambda w: w.mean(1))
+            testing.assert_within_budget(found[1], each(peer[1]), each(truth[1]))
+
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 20), (20, 1)])
+    def test_shapes(self, shape, batch_first):
+        arguments = whole("mean", batch_first, x=torch.randn(*shape, E))
+        found, peer = self_attention(*arguments), in_parts(*arguments)
+        torch.testing.assert_close(found, (peer[0], peer[1].mean(1)))
+
+    @pytest.mark.parametrize("batch_first", [True, False])
+    def test_strides(self, batch_first):
+        arguments = whole(batch_first=batch_first)
+        wide = torch.full((N + 2, E + 3, B), torch.nan)
+        wide[1:-1, 2:-1] = arguments[0].permute(1, 2, 0)
+        found, _ = self_attention(wide[1:-1, 2:-1].permute(2, 0, 1), *arguments[1:])
+        torch.testing.assert_close(found, self_attention(*arguments)[0])
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            dict(x=torch.randn(N, E)), dict(x=torch.randn(B, N, E + 1)),
+            dict(x=torch.ones(B, N, E).int()), dict(x=torch.randn(B, N, E).half()),
+            dict(in_weight=torch.randn(3 * H * D + 1, E), in_bias=None),
+            dict(in_weight=torch.randn(3 * H * D)), dict(in_bias=torch.randn(3 * H * D - 1)),
+            dict(out_weight=torch.randn(E, H * D + 1)), dict(out_bias=torch.randn(E)),
+            dict(out_weight=torch.randn(E + 1, H * D).double()),
+            dict(num_heads=0), dict(num_heads=-1), dict(num_heads=5),
+            dict(weights=-1), dict(weights=3),
+        ],
+    )  # fmt: skip
+    def test_rejects(self, changes):
+        with pytest.raises(RuntimeError, match="fastattn: "):
+            self_attention(*whole(**changes))
+
+    def test_nan_reaches_its_sample_alone(self):
+        arguments = whole()
+        want, _ = self_attention(*arguments)
+        arguments[0][1, 2] = torch.nan
+        found, _ = self_attention(*arguments)
+        assert found[1].isnan().all()
+        assert torch.equal(found[0], want[0])
+
+
+@pytest.mark.parametrize("tokens", [5, 20])
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck(tokens, bias):
+    torch.library.opcheck(linear.default, layer(tokens, bias=bias))
+    for weights in ("none", "full", "mean"):
+        for batch_first in (True, False):
+            x = torch.randn(B, tokens, E)
+            arguments = whole(weights, batch_first, bias=bias, x=x)
+            torch.library.opcheck(self_attention.default, arguments)
+
+
+def test_no_autograd_of_their_own():
+    for name in ("linear", "self_attention"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", "CPU")
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", "Autograd")

@@ -1,0 +1,251 @@
+"""Threads, processes and reruns: the same bits, no hang, no memory kept."""
+
+import ctypes
+import gc
+import multiprocessing
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ON_GPU, SCORES, assert_same_bits, attend, everything, inputs
+
+from fastattn import Mask, testing
+from fastattn.backends import operators
+from fastattn.testing import Case
+
+scores = pytest.mark.parametrize("score", SCORES)
+
+# Large enough to be computed by several threads, with every feature that sums over something.
+SIZES = dict(B=3, H=4, Hkv=2, M=67, N=130, D=24, E=20)
+
+
+def options(B=3, M=67, N=130, **_):
+    rng = torch.Generator().manual_seed(7)
+    return dict(
+        bias=torch.randn(4, M, N, generator=rng),
+        mask=Mask("bottom_right", (80, -1), torch.randint(0, N + 1, (B,), generator=rng)),
+        dropout_p=0.2,
+        seed=3,
+    )
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@scores
+def test_a_rerun_gives_the_same_bits(backend, score):
+    call = inputs(score, **SIZES)
+    first = everything(call, backend=backend, **options())
+    for _ in range(3):
+        assert_same_bits(everything(call, backend=backend, **options()), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@scores
+def test_the_number_of_threads_changes_no_bit(extension, threads, score, dtype):
+    """Gradients of shared keys, weights and biases are summed in a fixed order."""
+    call = inputs(score, **SIZES, dtype=dtype)
+    more = options()
+    more["bias"] = more["bias"].to(dtype)
+    found = []
+    for n in (1, 2, 4):
+        threads(n)
+        found.append(everything(call, backend="cpu", **more))
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
+
+
+def test_the_number_of_threads_changes_no_bit_of_rows_with_fewer_keys(extension, threads):
+    """Whole blocks of queries have fewer keys than those that a thread takes beside them."""
+    call = inputs(B=1, H=4, M=512, N=256, D=24, E=20)
+    kv_len = torch.tensor([64, 256], dtype=torch.int32).repeat_interleave(256)[None]
+    found = []
+    for n in (1, 2, 4):
+        threads(n)
+        found.append(everything(call, backend="cpu", mask=Mask(kv_len=kv_len)))
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2600), (4, 3000)], ids=str)
+@scores
+def test_the_number_of_threads_changes_no_bit_of_decoding(extension, threads, score, sizes):
+    M, N = sizes
+    call = inputs(score, B=1, H=1, M=M, N=N, D=24, E=20)
+    found = []
+    for n in (1, 2, 4):
+        threads(n)
+        found.append(everything(call, backend="cpu"))
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
+
+
+@pytest.mark.parametrize("sizes", [(67, 130), (1, 2600), (130, 20), (1, 7)], ids=str)
+@scores
+def test_a_batch_entry_does_not_depend_on_its_mates(extension, score, sizes):
+    M, N = sizes
+    call = inputs(score, B=3, H=2, M=M, N=N, D=24, E=20)
+    kv_len = torch.tensor([N, N // 2, 1])
+    together = everything(call, mask=Mask(kv_len=kv_len), backend="cpu")
+    for b in range(3):
+        single = {n: x if n == "weight" else x[b : b + 1].clone() for n, x in call.items()}
+        out, weights, lse = attend(
+            **single, mask=Mask(kv_len=kv_len[b : b + 1]), return_weights="full", return_lse=True,
+            backend="cpu",
+        )  # fmt: skip
+        alone = dict(out=out, weights=weights, lse=lse)
+        assert_same_bits(alone, {name: together[name][b : b + 1] for name in alone})
+
+
+@scores
+def test_gradients_of_a_batch_entry_do_not_depend_on_its_mates(extension, score):
+    """While one task owns all keys; how many share more keys depends on the batch."""
+    call = inputs(score, B=3, H=2, M=67, N=130, D=24, E=20)
+    upstream = torch.randn(3, 2, 67, 20)
+
+    def gradients(call, upstream):
+        leaves = {n: x.clone().requires_grad_() for n, x in call.items() if n != "weight"}
+        weight = {"weight": call["weight"]} if score == "additive" else {}
+        out = attend(**leaves, **weight, backend="cpu")
+        return dict(zip(leaves, torch.autograd.grad(out, leaves.values(), upstream), strict=True))
+
+    together = gradients(call, upstream)
+    for b in range(3):
+        single = {n: x if n == "weight" else x[b : b + 1] for n, x in call.items()}
+        alone = gradients(single, upstream[b : b + 1])
+        assert_same_bits(alone, {name: x[b : b + 1] for name, x in together.items()})
+
+
+def test_uninitialised_memory_is_not_used(extension):
+    """All results and workspaces start as NaN; the grid runs so too."""
+    for score in SCORES:
+        call = inputs(score, **SIZES)
+        clean = everything(call, backend="cpu", **options())
+        with testing.poisoned():
+            assert_same_bits(everything(call, backend="cpu", **options()), clean)
+
+
+def test_callers_in_several_threads(backend):
+    call = inputs(**SIZES)
+    expected = attend(**call, backend=backend)
+    found = [None] * 4
+
+    def work(n):
+        found[n] = [attend(**call, backend=backend) for _ in range(5)]
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(torch.equal(out, expected) for outs in found for out in outs)
+
+
+# ---- fork ----
+
+
+def compute(queue, threads, call, backend):
+    if threads:
+        torch.set_num_threads(threads)
+    leaves = {name: x.requires_grad_() for name, x in call.items()}
+    out = attend(**leaves, backend=backend)
+    out.sum().backward()
+    queue.put(out.detach().numpy())  # not as a tensor: sharing memory is another matter
+
+
+def in_child(method, *args):
+    """What `compute` finds in a child process; None when it hangs."""
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=compute, args=(queue, *args))
+    child.start()
+    try:
+        return torch.from_numpy(queue.get(timeout=60))
+    except multiprocessing.queues.Empty:
+        return None
+    finally:
+        child.kill()
+        child.join()
+
+
+@scores
+def test_a_forked_child_computes_after_its_parent_did(backend, score):
+    """With one thread, as torch gives data-loader workers: OpenMP does not survive a fork."""
+    if backend in ON_GPU:
+        pytest.skip("CUDA does not survive a fork either, and torch says so")
+    call = inputs(score, **SIZES)
+    expected = attend(**call, backend=backend)
+    found = in_child("fork", 1, call, backend)
+    assert found is not None, "the child hangs"
+    assert torch.equal(found, expected) or backend == "eager"
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(attend(**call, backend=backend), expected)
+
+
+class Attends(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        torch.manual_seed(index)
+        return attend(**inputs(**SIZES))
+
+
+def test_data_loader_workers_do_not_hang():
+    attend(**inputs(**SIZES))
+    loader = torch.utils.data.DataLoader(Attends(), batch_size=None, num_workers=2, timeout=60)
+    for index, found in enumerate(loader):
+        torch.testing.assert_close(found, Attends()[index])
+
+
+# ---- memory ----
+
+
+def resident_bytes():
+    """Of this process, once the C library has given back what is free."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "malloc_trim") or not Path("/proc/self/statm").exists():
+        pytest.skip("resident memory is read by the means of Linux and glibc")
+    gc.collect()
+    library.malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@scores
+def test_memory_is_not_kept(extension, score):
+    """Three hundred steps must not add up: a tensor of 128 kB lost in each would be 39 MB."""
+    call = inputs(score, B=2, H=2, M=128, N=128, D=64, E=64, grad=True)
+
+    def steps(count):
+        for _ in range(count):
+            out, weights = attend(**call, return_weights="mean", backend="cpu")
+            (out.sum() + weights.sum()).backward()
+
+    steps(50)
+    before = resident_bytes()
+    steps(300)
+    assert resident_bytes() - before < 16 * 2**20
+
+
+def test_auto_is_the_same_as_the_backend_it_names():
+    call = inputs()
+    name = "eager" if operators.EXTENSION_ERROR else "cpu"
+    assert torch.equal(attend(**call), attend(**call, backend=name))
+
+
+@scores
+def test_no_matrix_of_scores_is_stored(extension, score):
+    """Peak memory of forward and backward grows with M + N: 4,000 x 4,000 floats would be 64 MB."""
+    case = Case("memory", score, B=1, H=1, Hkv=1, M=4000, N=4000, D=4, E=4)
+    t = testing.make(case)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        testing.run(case, t, "cpu")
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert 0 < largest < 4 * 2**20

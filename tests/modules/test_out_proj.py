@@ -1,0 +1,125 @@
+"""What stands in the place of out_proj, or hangs on it, takes part; torch reads its weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import fastattn
+
+
+class Lora(nn.Module):
+    """A frozen linear layer, and a product of two narrow ones beside it."""
+
+    def __init__(self, base: nn.Linear, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    weight = property(lambda self: self.base.weight)  # others look at these
+    bias = property(lambda self: self.base.bias)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+class LoraLinear(nn.Linear):
+    """The same as a linear layer of its own kind."""
+
+    def __init__(self, base: nn.Linear, rank=2):
+        super().__init__(base.in_features, base.out_features)
+        self.load_state_dict(base.state_dict())
+        self.a = nn.Parameter(torch.randn(rank, base.in_features))
+        self.b = nn.Parameter(torch.randn(base.out_features, rank))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.a.mT @ self.b.mT
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def hooked(linear):
+    linear.register_forward_hook(lambda layer, inputs, output: 3 * output)
+    return linear
+
+
+def patched(linear):
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight) - 1
+    return linear
+
+
+LAYERS = {
+    "lora": Lora,
+    "lora-subclass": LoraLinear,
+    "hook": hooked,
+    "forward": patched,
+    "pruned": lambda linear: prune.l1_unstructured(linear, "weight", amount=0.5),
+    "parametrized": lambda linear: parametrize.register_parametrization(linear, "weight", Double()),
+    "sequence": lambda linear: nn.Sequential(linear, nn.Tanh()),
+}
+CALLS = {
+    "self": lambda module, x: module(x, x, x)[0],
+    "self-no-weights": lambda module, x: module(x, x, x, need_weights=False)[0],
+    "cross": lambda module, x: module(x, x.flip(1), x)[0],
+    "masked": lambda module, x: module(x, x, x, key_padding_mask=torch.rand(2, 5) < 0.5)[0],
+    "one": lambda module, x: module(x[0], x[0], x[0])[0],
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_out_proj_is_called(layer, call, grad):
+    module = fastattn.MultiheadAttention(8, 2, batch_first=True)
+    heads = copy.deepcopy(module)
+    module.out_proj = LAYERS[layer](module.out_proj)
+    heads.out_proj = nn.Identity()
+    x = torch.randn(2, 5, 8)
+    with torch.set_grad_enabled(grad):
+        torch.manual_seed(1)
+        out = CALLS[call](module, x)
+        torch.manual_seed(1)
+        assert torch.equal(out, module.out_proj(CALLS[call](heads, x)))
+
+
+@pytest.mark.parametrize("layer", [Lora, LoraLinear])
+def test_adapters_learn(layer):
+    module = fastattn.MultiheadAttention(8, 2)
+    module.out_proj = layer(module.out_proj)
+    x = torch.randn(5, 2, 8)
+    module(x, x, x)[0].square().sum().backward()
+    grads = [p.grad for p in module.out_proj.parameters() if p.requires_grad]
+    assert len(grads) >= 2
+    assert all(grad is not None and grad.any() for grad in grads)
+
+
+def test_over_a_nested_batch():
+    """An encoder makes one of padded input, at inference."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    fastattn.replace_attention(model)
+    x, padding = torch.randn(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
+    attention = model.layers[0].self_attn
+    with torch.inference_mode():
+        before = model(x, src_key_padding_mask=padding)
+        attention.out_proj = Lora(attention.out_proj)
+        after = model(x, src_key_padding_mask=padding)
+    assert before.shape == after.shape
+    assert not torch.allclose(before, after)
+
+
+def test_a_plain_one_stays_one_operator(operator_calls, extension):
+    module = fastattn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 8)
+    with torch.inference_mode():
+        module(x, x, x)
+        assert len(operator_calls) == 1
+        module.out_proj = Lora(module.out_proj)
+        module(x, x, x)
+        assert len(operator_calls) == 1

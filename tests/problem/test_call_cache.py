@@ -1,0 +1,175 @@
+"""Calls seen before are answered as if they had not been."""
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends import registry
+from fastattn.problem import call_cache, validate
+
+sdpa = fastattn.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    """An empty table of such calls."""
+    monkeypatch.setattr(call_cache, "_KNOWN", {})
+    return call_cache._KNOWN
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The records that are built, one for each call that was not seen before."""
+    records, build = [], validate.build
+
+    def spy(*args, **options):
+        records.append(build(*args, **options).p)
+        return build(*args, **options)
+
+    monkeypatch.setattr(validate, "build", spy)
+    return records
+
+
+def heads(*shape, dtype=torch.float32, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(shape or (1, 2, 4, 8), generator=rng).to(dtype)
+
+
+def results(returned):
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True, "scale": 0.5}, {"return_weights": "mean"}, {"return_lse": True}],
+)
+def test_seen_or_not_the_results_are_the_same(built, table, options):
+    first, second = ([heads(seed=2 * n + m) for n in range(3)] for m in range(2))
+    want = results(sdpa(*second, **options))
+    table.clear()
+    sdpa(*first, **options)
+    assert len(built) == 2
+    got = results(sdpa(*second, **options))
+    assert len(built) == 2
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_what_makes_another_call(built):
+    q = heads()
+    others = [
+        {"is_causal": True}, {"scale": 0.5}, {"return_weights": "full"}, {"backend": "eager"},
+        {"enable_gqa": True},
+    ]  # fmt: skip
+    for options in ({}, *others, *others):
+        sdpa(q, q, q, **options)
+    sdpa(heads(1, 2, 5, 8), q, q)
+    sdpa(q.double(), q.double(), q.double())
+    assert len(built) == len(others) + 3
+
+
+def test_errors_are_found_again():
+    q = heads()
+    sdpa(q, q, q, is_causal=True, scale=1.0)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="is_causal"):
+            sdpa(q, q, q, is_causal=1, scale=1.0)
+        with pytest.raises(TypeError, match="dtype"):
+            sdpa(q, q.double(), q, is_causal=True, scale=1.0)
+        with pytest.raises(TypeError, match="layout"):
+            sdpa(q, q, q.to_sparse(), is_causal=True, scale=1.0)
+        with pytest.raises(TypeError, match="dropout_p"):
+            sdpa(q, q, q, dropout_p=None, is_causal=True, scale=1.0)
+        with pytest.raises(ValueError, match="backend"):
+            sdpa(q, q, q, backend="other")
+        with pytest.raises((TypeError, ValueError)):
+            sdpa(q, q, q, return_weights=["mean"])
+
+
+def test_dropout_draws_a_seed_at_each_call():
+    q = heads()
+    outputs = [sdpa(q, q, q, dropout_p=0.5) for _ in range(4)]
+    assert any((out != outputs[0]).any() for out in outputs)
+
+
+def test_autocast_is_not_forgotten(table):
+    q = heads()
+    for _ in range(2):
+        assert sdpa(q, q, q).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert sdpa(q, q, q).dtype == torch.bfloat16
+    assert len(table) == 1
+
+
+def test_gradients_of_a_call_first_seen_without(table):
+    x = heads().requires_grad_()
+    (want,) = torch.autograd.grad(sdpa(x, x, x).square().sum(), x)
+    table.clear()
+    with torch.no_grad():
+        sdpa(x, x, x)
+    (got,) = torch.autograd.grad(sdpa(x, x, x).square().sum(), x)
+    assert torch.equal(got, want)
+
+
+def test_calls_that_need_views_are_not_kept(table):
+    q = heads(4, 8)
+    assert sdpa(q, q, q).shape == sdpa(q, q, q).shape == q.shape
+    assert not table
+
+
+def test_few_calls_are_kept(monkeypatch, table):
+    monkeypatch.setattr(call_cache, "_MOST_KNOWN", 3)
+    for n in range(1, 9):
+        q = heads(1, 1, n, 8)
+        assert sdpa(q, q, q).shape == q.shape
+        assert 0 < len(table) <= 3
+
+
+def test_what_is_kept_is_the_choice_of_the_registry(table):
+    q = heads()
+    sdpa(q, q, q)
+    ((p, name, has_head_dim),) = table.values()
+    assert name == registry.select(p)
+    assert (p.B, p.H, p.M, p.N, p.D) == (1, 2, 4, 4, 8)
+    assert has_head_dim
+
+
+# ---- the additive score ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight"), [((2, 4, 8), (8,)), ((2, 1, 4, 8), (1, 8)), ((2, 3, 4, 8), (3, 8))]
+)
+def test_an_additive_call_seen_before(built, table, shape, weight):
+    """With a head dim or without, and with a mask that says nothing: as at first."""
+    q, k, v = (heads(*shape[:-2], n, 8, seed=n) for n in (4, 6, 7))
+    v, w = v[..., :6, :5], torch.nn.Parameter(heads(*weight))
+    options = dict(return_weights="full", return_lse=True)
+    want = fastattn.additive_attention(q, k, v, w, **options)
+    got = fastattn.additive_attention(q, k, v, w, mask=fastattn.Mask(), **options)
+    assert len(built) == len(table) == 1
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    (grad,) = torch.autograd.grad(got[0].sum(), w)
+    assert grad.shape == w.shape
+    with pytest.raises(ValueError, match="weight"):
+        fastattn.additive_attention(q, k, v, torch.randn(9), **options)
+    with pytest.raises(ValueError, match="query and key"):
+        fastattn.additive_attention(q, k[..., :7], v, w, **options)
+
+
+def test_masks_are_not_forgotten(built):
+    q, w = heads(2, 4, 8), torch.randn(8)
+    plain = fastattn.additive_attention(q, q, q, w)
+    masked = fastattn.additive_attention(q, q, q, w, mask=fastattn.Mask(causal="top_left"))
+    assert len(built) == 2
+    assert (plain != masked).any()
+    with pytest.raises(ValueError, match="causal"):
+        fastattn.additive_attention(q, q, q, w, mask=fastattn.Mask(causal=""))
+    with pytest.raises(TypeError, match="mask"):
+        fastattn.additive_attention(q, q, q, w, mask=torch.ones(4, 4, dtype=torch.bool))
+
+
+def test_what_broadcasts_is_not_kept(table):
+    q, k = heads(2, 4, 8), heads(1, 6, 8)
+    for _ in range(2):
+        assert fastattn.additive_attention(q, k, k, torch.randn(8)).shape == (2, 4, 8)
+    assert not table

@@ -1,0 +1,295 @@
+"""The benchmark suite itself: what it writes and refuses, and that its peers are comparable."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn import testing
+from fastattn.backends import eager, registry
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))  # bench/ is no part of the installed package
+
+
+def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
+    """(exit status, bench.json, its folder) of a quick run."""
+    from bench.run import main
+
+    threads = torch.get_num_threads()
+    status = main(["--quick", "--device", "cpu", "--out", str(tmp_path), *options])
+    assert torch.get_num_threads() == threads
+    (folder,) = tmp_path.iterdir()
+    return status, json.loads((folder / "bench.json").read_text()), folder
+
+
+@pytest.mark.parametrize("suite", ["cpu", "cuda", "models", "modules"])
+def test_quick_run_writes_table_json_and_picture(tmp_path, capsys, suite):
+    """Tiny sizes, on the CPU: the cases for a GPU go the same way."""
+    from bench.cases import QUICK, SUITES
+
+    status, found, folder = run(tmp_path, "--suite", suite)
+    table = capsys.readouterr().out
+    assert status == 0
+    assert "WRONG" not in table
+    assert list(dict.fromkeys(row["case"] for row in found["rows"])) == [
+        c.name for c in SUITES[suite] if c.name in QUICK
+    ]
+    assert {"cpu", "torch", "python", "fastattn", "commit", "date"} <= found["machine"].keys()
+    for row in found["rows"]:
+        assert row["case"] in table
+        assert 0 <= max(row["error_ratios"].values()) <= 1
+        ours, peer = (row["times_ms"][n] for n in ("fastattn", row["best_peer"]))
+        assert len(ours["samples"]) >= 2
+        assert row["speedup"] == pytest.approx(peer["median"] / ours["median"], rel=0.01)
+        assert {"fastattn", row["best_peer"]} <= row["peak_extra_bytes"].keys(), row["skipped"]
+    pytest.importorskip("matplotlib")
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("factor", [1.001, math.nan])
+def test_a_wrong_result_is_refused(tmp_path, capsys, monkeypatch, factor):
+    def forward(*args):
+        out, *rest = eager.forward(*args)
+        return out * factor, *rest
+
+    names = {"unsupported": eager.unsupported, "backward": eager.backward, "forward": forward}
+    monkeypatch.setitem(registry.BACKENDS, "broken", types.SimpleNamespace(**names))
+    status, found, _ = run(tmp_path, "--filter", "dense", "--backend", "broken")
+    assert status == 1
+    assert "WRONG" in capsys.readouterr().out
+    assert all(row["wrong"] and "times_ms" not in row for row in found["rows"])
+
+
+def test_what_was_measured_outlives_what_falls_over(tmp_path, capsys, monkeypatch):
+    """On a GPU, all that follows an illegal access may fail, or a kernel may never end."""
+    import bench.run
+    from bench import peers, report
+
+    monkeypatch.setattr(bench.run, "QUICK", ("dense", "blocks"))
+    kept, build, write = [], peers.build, report.write_json
+
+    def fail_later(case, *args, **options):
+        if case.name == "blocks":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return build(case, *args, **options)
+
+    def watch(rows, path, **about):
+        write(rows, path, **about)
+        written = json.loads(path.read_text())["rows"]
+        kept.append((path.name, [(row["case"], row["failure"]) for row in written]))
+
+    monkeypatch.setattr(peers, "build", fail_later)
+    monkeypatch.setattr(report, "write_json", watch)
+    status, found, folder = run(tmp_path)
+    assert status == 1
+    lost = [row for row in found["rows"] if row["case"] == "blocks"]
+    assert [row["direction"] for row in lost] == ["forward", "forward+backward"]
+    assert all("illegal memory access" in row["failure"] for row in lost)
+    assert "illegal memory access" in capsys.readouterr().out
+    assert [row["wrong"] for row in found["rows"] if row["case"] == "dense"] == [False] * 2
+    first = kept[0]
+    assert first == ("bench.partial.json", [("dense", None)] * 2)
+    assert not (folder / "bench.partial.json").exists()
+
+
+def test_the_timer_of_a_gpu_hides_the_time_of_launching(monkeypatch):
+    from bench import measure
+
+    slept = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    fakes = dict(
+        Event=Event, synchronize=lambda: None, current_device=lambda: 0, _sleep=slept.append,
+        get_device_properties=lambda device: types.SimpleNamespace(L2_cache_size=2**20),
+    )  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.zeros(1))
+    timer = measure._CudaTimer()
+    calls = [lambda: time.sleep(0.001), lambda: time.sleep(0.1)]
+    for _ in range(2):
+        assert [timer(call) for call in calls] == [1.0, 1.0]
+    assert slept[:2] == [0, 0]  # not known yet
+    assert 0.002 * measure.CLOCKS <= slept[2] <= slept[3] == measure.BUSY_S * measure.CLOCKS
+
+
+def test_a_backend_that_raises_is_refused(tmp_path, capsys, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no such kernel")
+
+    names = {"unsupported": eager.unsupported, "backward": eager.backward, "forward": fail}
+    monkeypatch.setitem(registry.BACKENDS, "broken", types.SimpleNamespace(**names))
+    status, found, _ = run(tmp_path, "--filter", "additive", "--backend", "broken")
+    assert status == 1
+    assert "no such kernel" in capsys.readouterr().out
+    assert found["rows"][0]["failure"] == "RuntimeError: no such kernel"
+
+
+def test_a_peer_that_cannot_run_is_a_reason():
+    from bench import measure
+
+    calls = {"good": lambda: torch.zeros(1), "bad": lambda: torch.zeros(2) + torch.zeros(3)}
+    timings, failed = measure.interleave(calls, 0.001, "cpu")
+    assert list(timings) == ["good"]
+    assert failed["bad"].startswith("RuntimeError: The size of tensor")
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
+    from bench import plot
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot.write_png([], {}, tmp_path / "x.png") == "no picture: matplotlib is not installed"
+
+
+def test_unknown_case_is_an_error(tmp_path, capsys):
+    from bench.run import main
+
+    assert main(["--filter", "nothing-is-called-so", "--out", str(tmp_path)]) == 2
+
+
+def test_every_peer_computes_the_same():
+    """With the same mask, bias and inputs: each output is within our own budget of the truth."""
+    from bench import check, peers
+    from bench.cases import CASES, FORWARD
+
+    for case in CASES:
+        work = peers.build(case.tiny(), compiled=False)
+        checker = check.Checker(work)
+        assert list(work.implementations) == peers.names(case, compiled=False)
+        for name in work.implementations:
+            ratios = checker.error_ratios(name)[FORWARD]
+            assert check.worst(ratios) <= 1, f"{case.name} {name} {ratios}"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_given_the_same_masks_and_bias(monkeypatch):
+    """It is a peer on GPUs alone; uncompiled it runs here."""
+    from bench import cases, peers
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for case in (c.tiny() for c in cases.GPU_CASES if not c.module):
+        if case.problem.score != "dot":
+            continue
+        t = cases.draw(case)
+        inputs = {n: x for n in ("q", "k", "v", "bias") if (x := getattr(t, n)) is not None}
+        found = peers._flex(cases.problem(case, t), t, inputs)()
+        expected = testing.exact(case.problem, t)["out"]
+        testing.assert_within_budget(
+            found, testing.plain(case.problem, t)["out"], expected, case.name
+        )
+
+
+def test_kept_pairs_are_what_the_names_say():
+    from bench import cases
+
+    kept = {"padding": 1 / 2, "padding-len": 1 / 2, "blocks": 1 / 4, "dense": 1, "decode": 1}
+    for case in (c.tiny() for c in cases.CASES):
+        p = case.problem
+        share = cases.kept_pairs(case, cases.draw(case)) / (p.B * p.H * p.M * p.N)
+        expected = (p.N + 1) / (2 * p.N) if case.name == "causal" else kept.get(case.name, 1)
+        assert share == pytest.approx(expected), case.name
+
+
+def test_memory_sees_a_known_allocation():
+    """Eager additive attention holds [B, M, N, D] twice while it takes the tanh."""
+    from bench import memory
+
+    name = {"name": "eager", "backend": "auto", "tiny": False, "direction": "forward"}
+    ((_, measured),) = memory.measure([{"case": "additive-small", **name}])
+    matrix = 2 * 512 * 512 * 64 * 4
+    assert 1.9 * matrix < measured < 2.2 * matrix
+
+
+# ---- comparing two runs ----
+
+
+def recorded(ours: float, peer: float, spread: float = 0.0, **changes) -> dict:
+    """A run of one row, as bench.json has it."""
+
+    def timing(ms):
+        return {"median": ms, "q25": ms * (1 - spread), "q75": ms * (1 + spread)}
+
+    row = dict(case="dense", direction="forward", wrong=False, failure=None, best_peer="torch SDPA")
+    row["times_ms"] = {"fastattn": timing(ours), "torch SDPA": timing(peer)}
+    about = dict(device="cpu", cpu="c", torch_isa="i", threads=2, torch="2", commit=None, date="d")
+    return {"schema": 1, "machine": about, "rows": [row | changes]}
+
+
+@pytest.mark.parametrize(
+    ("new", "status"),
+    [
+        (recorded(1.0, 2.0), 0),
+        (recorded(10.0, 20.0), 0),  # a machine ten times slower
+        (recorded(1.05, 2.0), 0),
+        (recorded(1.2, 2.0), 1),
+        (recorded(1.2, 2.0, spread=0.1), 0),  # the run was noisy
+        (recorded(0.5, 2.0), 0),
+        (recorded(1.0, 2.0, wrong=True), 1),
+        (recorded(1.0, 2.0, case="other"), 1),
+        (recorded(1.0, 2.0) | {"schema": 0}, 2),
+    ],
+)
+def test_compare_judges_by_the_ratio_to_the_peer(tmp_path, capsys, new, status):
+    from bench import compare
+
+    for name, run in ("old", recorded(1.0, 2.0)), ("new", new):
+        (tmp_path / name).write_text(json.dumps(run))
+    assert compare.main([str(tmp_path / "old"), str(tmp_path / "new")]) == status
+    assert ("SLOWER" in capsys.readouterr().out) == (status == 1)
+
+
+def test_compare_reads_what_a_run_writes(tmp_path, capsys):
+    from bench import compare
+
+    _, _, folder = run(tmp_path, "--filter", "dense")
+    assert compare.main([str(folder), str(folder)]) == 0
+    assert "dense fwd+bwd" in capsys.readouterr().out
+
+
+# ---- growth with N ----
+
+
+def test_exponents_are_slopes_of_logarithms():
+    from bench.scaling import exponent
+
+    assert exponent({n: 3.0 * n**2 for n in (256, 512, 1024, 2048)}) == 2.0
+    overhead = {256: 1.0, 512: 1.0, 1024: 1.1, 2048: 2.2, 4096: 4.4}  # of short problems: left out
+    assert exponent(overhead) > 0.7
+    assert exponent({256: 1.0, 512: 2.0}) is None
+    assert exponent({256: 0.0, 512: 0.0, 1024: 0.0}) is None
+
+
+def test_scaling_writes_curves_and_a_picture(tmp_path, capsys):
+    from bench import scaling
+
+    threads = ["--longest", "256", "--seconds", "0.01", "--out", str(tmp_path)]
+    assert scaling.main(threads) == 0
+    (folder,) = tmp_path.iterdir()
+    rows = json.loads((folder / "scaling.json").read_text())["rows"]
+    kinds = {(r["kind"], r["direction"]) for r in rows if r["name"] == "fastattn"}
+    assert kinds == {(k, d) for k in ("dot", "additive") for d in ("forward", "forward+backward")}
+    assert all(r["milliseconds"].keys() == {"256"} for r in rows)
+    assert "memory ~ N^" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")

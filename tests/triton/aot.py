@@ -1,0 +1,370 @@
+"""Compiles launchers' kernels without a GPU, and says what the machine code uses.
+
+    python tests/triton/aot.py sm_90 2 dot            every row of config.py that 2-byte elements
+                                                       and a score can choose, as JSON
+    python tests/triton/aot.py sm_90 2 dot "plain"    of these, what some of PROBLEMS need
+    python tests/triton/aot.py sm_90 grid             whether Triton takes every case of the grid
+    python tests/triton/aot.py sm_90 grid M1-N1       and those of that name
+    python tests/triton/aot.py sm_90 variants         how many kernels Triton compiles over a sweep
+                                                       of sizes, and what it says in a capture
+
+A driver that only names its architecture stands in for the real one, and launches compile instead
+of running. Tensors are on the meta device. Not in the interpreter: run it in its own process.
+"""
+
+import gc
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import sass
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class Driver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, arch: str):
+        if arch.startswith("sm_"):
+            self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+        else:
+            self.target = GPUTarget("hip", arch, 64)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_only(arch: str) -> list:
+    """From now on launches compile; returns the list that the compiled kernels are added to."""
+    from fastattn.kernels.host import config, launch
+
+    driver.set_active(Driver(arch))
+    config.architecture = launch.architecture = lambda device: arch
+    compiled = []
+    run = JITFunction.run
+
+    def warmup(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append(kernel)
+        return kernel
+
+    JITFunction.run = warmup
+    return compiled
+
+
+def output(tool: str, *args) -> str:
+    """What a tool that ships with Triton prints."""
+    return subprocess.run([TOOLS / tool, *args], capture_output=True, text=True, check=True).stdout
+
+
+def usage_amd(kernel) -> dict:
+    """Registers, spills (bytes of scratch memory) and shared memory of a kernel for AMD."""
+
+    def count(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", kernel.asm["amdgcn"])[1])
+
+    return {
+        "name": kernel.metadata.name,
+        "warps": kernel.metadata.num_warps,
+        "stages": kernel.metadata.num_stages,
+        "registers": count("vgpr_count"),
+        "spills": count("private_segment_fixed_size"),
+        "shared": kernel.metadata.shared,
+        "mfma": kernel.asm["amdgcn"].count("v_mfma"),
+    }
+
+
+def usage(kernel, folder: Path) -> dict:
+    """Registers, spills, shared memory and inner loops of a compiled kernel.
+
+    A stack alone is no spill: the call that a 64-bit division is keeps its return address there,
+    and registers that it needs, of a kernel that has plenty.
+    """
+    if "cubin" not in kernel.asm:
+        return usage_amd(kernel)
+    path = folder / f"{kernel.hash}.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", output("cuobjdump", "-res-usage", path)))
+    stack = int(found["STACK"]) + int(found["LOCAL"])
+    code = output("nvdisasm", "-c", path)
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code)) if stack and int(found["REG"]) > 64 else 0
+    return {
+        "name": kernel.metadata.name,
+        "warps": kernel.metadata.num_warps,
+        "stages": kernel.metadata.num_stages,
+        "registers": int(found["REG"]),
+        "spills": spills,
+        "shared": kernel.metadata.shared,
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "mma": kernel.asm["ptx"].count("mma.sync"),
+        "exponents": rounded_exponents(kernel.asm["ptx"]),
+        "tcgen05": kernel.asm["ptx"].count("tcgen05.mma"),
+        "paired_loops": sass.paired_loops(code),
+        "gradient_loops": sass.gradient_loops(code),
+    }
+
+
+def rounded_exponents(ptx: str) -> tuple[int, int]:
+    """(exponentials, those of them whose argument is, or is a multiple of, a difference).
+
+    Not so is what a multiply-add took the difference into: c s - m, with the product not rounded.
+    """
+    made = {
+        name: (operation.split(".")[0], re.findall(r"%\w+", operands))
+        for operation, name, operands in re.findall(
+            r"^\s+([a-z][\w.]*)\s+(%\w+), ([^;]*);", ptx, re.MULTILINE
+        )
+    }
+
+    def is_difference(name: str) -> bool:
+        operation, operands = made.get(name, ("", []))
+        factors = {"mul": operands, "fma": operands[:2], "min": operands[:1]}
+        return operation == "sub" or any(map(is_difference, factors.get(operation, [])))
+
+    arguments = re.findall(r"ex2\.approx[\w.]*\s+%\w+, (%\w+);", ptx)
+    return len(arguments), sum(map(is_difference, arguments))
+
+
+def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **features):
+    """A launch.Call over meta tensors; bias, keep and kv_len by their shapes."""
+    from fastattn.kernels.host.launch import Call
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    tensors = dict.fromkeys(("w", "bias", "kv_len", "keep", "seed"))
+    if score == "additive":
+        tensors["w"] = empty(H, D)
+    if "bias" in features:
+        tensors["bias"] = empty(*features["bias"])
+    if "keep" in features:
+        tensors["keep"] = empty(*features["keep"], dtype=torch.bool)
+    if "kv_len" in features:
+        tensors["kv_len"] = empty(*features["kv_len"], dtype=torch.int32)
+    dropout_p = features.get("dropout_p", 0.0)
+    if dropout_p:
+        tensors["seed"] = empty(dtype=torch.int64)
+    return Call(
+        empty(B, H, M, D), empty(B, Hkv, N, D), empty(B, Hkv, N, D), **tensors,
+        band_lo=None, band_hi=0 if causal else None, scale=D**-0.5, dropout_p=dropout_p,
+        weights=features.get("weights", "none"),
+    )  # fmt: skip
+
+
+# The features whose code is largest: what compiles with all of them compiles with some of them.
+# A plain and a rich problem use every row between them, but those for few queries.
+MASKED = dict(causal=True, kv_len=(2, 1024), keep=(2, 1, 1024, 1024))
+MORE = dict(Hkv=2, dropout_p=0.1, bias=(2, 4, 1024, 1024), weights="full")
+DECODE = dict(M=1, N=4096, kv_len=(2, 1), keep=(2, 1, 1, 4096))
+PROBLEMS = {
+    "plain": MASKED,
+    "rich": MASKED | MORE,
+    "plain decode": DECODE,
+    "rich decode": DECODE | MORE | dict(bias=(2, 4, 1, 4096)),
+}
+# A few queries more: the additive score takes tiles for them in forward.
+FEW = {
+    "plain few": DECODE | dict(M=8),
+    "rich few": DECODE | MORE | dict(M=8, bias=(2, 4, 8, 4096)),
+}
+
+
+def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
+    """Forward and backward of one problem; of FEW, forward."""
+    run_problem(call(dtype, head_size, score, **features), score)
+
+
+def run_problem(problem, score: str) -> None:
+    """Launches forward and backward; of 8 queries, forward."""
+    from fastattn.kernels.host.launch import empty_forward
+    from fastattn.kernels.loop.additive_backward import launch_additive_bwd
+    from fastattn.kernels.loop.additive_forward import launch_additive_fwd
+    from fastattn.kernels.loop.backward import launch_sdpa_bwd
+    from fastattn.kernels.loop.forward import launch_sdpa_fwd
+
+    forward, backward = {
+        "dot": (launch_sdpa_fwd, launch_sdpa_bwd),
+        "additive": (launch_additive_fwd, launch_additive_bwd),
+    }[score]
+    forward(problem)
+    if problem.M == 8:
+        return
+    out, _, weights, stats = empty_forward(problem)
+    grad_weights = None if problem.weights == "none" else weights
+    backward(
+        problem, out, stats, torch.empty_like(out), None, grad_weights, problem.bias is not None
+    )
+
+
+# ---- the grid of the tests: sizes of 1, of which Triton makes constants, strides, heads ----
+
+
+def stop_before_llvm() -> list[str]:
+    """From now on compiling ends at the IR of the GPU's own; returns the kernels that came so far.
+
+    It is what refuses a program, and takes a tenth of the time.
+    """
+    from triton.compiler import compiler
+
+    accepted = []
+
+    def compile_part(self, key, signature, device, constexprs, options, attrs, warmup):
+        kernels, _, target, backend, _ = self.device_caches[device]
+        source, context, stages = self.ASTSource(self, signature, constexprs, attrs), None, {}
+        context = compiler.ir.context()
+        compiler.ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        backend.add_stages(stages, options, source.language)
+        module = source.make_ir(target, options, functions, modules, context)
+        for stage in ("ttir", "ttgir"):
+            module = stages[stage](module, {})
+        kernels[key] = self.fn.__name__
+        accepted.append(self.fn.__name__)
+        return kernels[key]
+
+    JITFunction._do_compile = compile_part
+    return accepted
+
+
+def launch_case(case) -> None:
+    """Forward and backward of a case of the grid, on meta tensors with its strides."""
+    from fastattn import testing
+    from fastattn.backends import operators
+    from fastattn.kernels.host.launch import Call, empty_forward
+    from fastattn.kernels.loop.additive_backward import launch_additive_bwd
+    from fastattn.kernels.loop.additive_forward import launch_additive_fwd
+    from fastattn.kernels.loop.backward import launch_sdpa_bwd
+    from fastattn.kernels.loop.forward import launch_sdpa_fwd
+    from fastattn.problem import validate
+
+    def meta(x):
+        if x is None:
+            return None
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    t = testing.make(case)
+    p, *tensors = validate.build(
+        case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias, enable_gqa=True,
+        dropout_p=case.dropout_p, seed=1, return_weights=case.weights,
+    )[:6]  # fmt: skip
+    call = Call.of(*map(meta, (*tensors, *p.tensors())), *operators.scalars(p))
+    is_dot = case.score == "dot"
+    (launch_sdpa_fwd if is_dot else launch_additive_fwd)(call)
+    out, lse, _, stats = empty_forward(call)
+    (launch_sdpa_bwd if is_dot else launch_additive_bwd)(
+        call, out, stats, meta(t.grad_out), lse if case.lse else None, meta(t.grad_weights),
+        t.bias is not None and case.bias_grad,
+    )  # fmt: skip
+
+
+def grid(arch: str, *names: str) -> None:
+    """Prints what Triton made of the cases, as JSON: {"accepted": kernels, "refused": why}."""
+    from fastattn.testing import GRID
+
+    compile_only(arch)
+    accepted, refused = stop_before_llvm(), {}
+    for case in GRID:
+        if names and case.name not in names:
+            continue
+        try:
+            launch_case(case)
+        except Exception as error:
+            refused[str(case)] = f"{type(error).__name__}: {error}"[-1000:]
+    print(json.dumps({"accepted": accepted, "refused": refused}))
+
+
+# Sizes that differ in all that Triton could make constants of, or tell apart by divisibility.
+SIZES = (2, 16, 17, 96, 128, 1000, 4096, 4097, 4100)
+SWEEPS = {
+    "plain": [dict(M=n, N=n) for n in SIZES if n > 16],
+    "causal": [dict(M=n, N=n, causal=True) for n in SIZES if n > 16],
+    "cross": [dict(M=100, N=n) for n in SIZES],
+    "keep": [dict(M=n, N=n, keep=(2, 1, n, n)) for n in SIZES if n > 16],
+    "lengths": [dict(M=n, N=n, kv_len=(2, n)) for n in SIZES if n > 16],
+    "decode": [dict(M=1, N=n, band_hi=n - 1) for n in (2, 17, 511, 1024, 5000, 9000, 40_000)],
+    "unaligned": [dict(M=n, N=n, offset=offset) for n in (128, 129) for offset in (0, 8, 1)],
+}
+
+
+def variants(arch: str) -> None:
+    """Prints, as JSON, the most kernels a sweep makes of a function, and an error in a capture."""
+    compile_only(arch)
+
+    def problem(score, band_hi=None, offset=0, **features):
+        found = call(torch.bfloat16, 64, score, B=2, **features)
+        q = torch.empty(found.q.numel() + offset, dtype=found.q.dtype, device="meta")
+        return found._replace(
+            q=q[offset:].view(found.q.shape), band_hi=found.band_hi if band_hi is None else band_hi
+        )
+
+    first = problem("dot", M=64, N=64)
+    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        run_problem(first, "dot")
+        error = None
+    except RuntimeError as raised:
+        error = str(raised)
+    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: False
+
+    made: dict[str, set] = {}
+
+    def record(self, key, signature, device, constexprs, options, attrs, warmup):
+        made.setdefault(self.fn.__name__, set()).add(key)
+        self.device_caches[device][0][key] = self.fn.__name__
+        return self.fn.__name__
+
+    JITFunction._do_compile = record
+    functions = [x for x in gc.get_objects() if isinstance(x, JITFunction)]
+    found = {}
+    for score in ("dot", "additive"):
+        for name, sweep in SWEEPS.items():
+            made.clear()
+            for function in functions:
+                function.device_caches.clear()
+            for features in sweep:
+                run_problem(problem(score, **features), score)
+            found[f"{score} {name}"] = {kernel: len(keys) for kernel, keys in made.items()}
+    print(json.dumps({"variants": found, "error": error}))
+
+
+def main(arch: str, size: str, score: str, *problems: str) -> None:
+    compiled = compile_only(arch)
+    found = []
+    dtype = {2: torch.bfloat16, 4: torch.float32}[int(size)]
+    with tempfile.TemporaryDirectory() as folder:
+        for head_size in (64, 128, 256):
+            known = PROBLEMS | (FEW if score == "additive" else {})
+            for name in problems or known:
+                compiled.clear()
+                compile_problem(dtype, head_size, score, known[name])
+                for kernel in compiled:
+                    entry = usage(kernel, Path(folder))
+                    found.append(dict(entry, head_size=head_size, problem=name))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "variants":
+        variants(sys.argv[1])
+    elif sys.argv[2] == "grid":
+        grid(sys.argv[1], *sys.argv[3:])
+    else:
+        main(*sys.argv[1:])

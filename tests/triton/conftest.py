@@ -1,0 +1,130 @@
+"""Runs the kernels where they can run: on a GPU, or else in Triton's interpreter.
+
+Triton chooses when a kernel is defined, so TRITON_INTERPRET is set until all of them are imported.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import math
+import os
+import pkgutil
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fastattn.kernels
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+INTERPRETED = not torch.cuda.is_available()
+HERE = Path(__file__).parent
+
+
+def _repair_interpreter():
+    """Puts right what Triton's interpreter gets wrong, and what makes it slow.
+
+    It multiplies the bits of bf16 numbers in dot, truncates where the hardware rounds to nearest
+    even, leaves a constexpr in a tuple wrapped, and patches the language anew in every call of a
+    device function, which takes milliseconds. Products are added up in the order of the
+    inner dim, as the GPU does it: BLAS takes another for every shape, and where logits are 1e4 that
+    is all the difference between S and the transposed S of the backward.
+    """
+    import triton.experimental.gluon  # noqa: F401 - the first launch would import it, and checks the variable
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+
+    def as_fp32(x):
+        if x.dtype.scalar == tl.bfloat16:
+            return _bf16_to_fp32(x.data)
+        return x.data.astype(np.float32, copy=False)
+
+    def create_dot(self, a, b, d, *options):
+        return interpreter.TensorHandle(_fp32_dot(as_fp32(a), as_fp32(b), d.data), tl.float32)
+
+    def cast_impl(self, src, to):
+        if src.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_fp32_to_bf16(src.data), tl.bfloat16)
+        return cast(self, src, to)
+
+    builder.create_dot = create_dot
+    builder.cast_impl = builder.create_fp_trunc = cast_impl
+
+    convert = interpreter._implicit_cvt
+    interpreter._implicit_cvt = lambda arg: (
+        arg.value if isinstance(arg, tl.constexpr) else convert(arg)
+    )
+
+    # It works out what it would assert of overflows, and asserts it only in its debug mode.
+    the_builder = interpreter.interpreter_builder
+    the_builder.options = dataclasses.replace(the_builder.options, sanitize_overflow=False)
+    scalar_dtype = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda type: (
+        np.dtype(np.uint64) if type.scalar.is_ptr() else scalar_dtype(type.scalar)
+    )
+
+    @functools.cache
+    def sizes(*shape):
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(n) for n in shape])
+
+    def init_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = sizes(*(type.shape if type.is_block() else ()))
+
+    tl.tensor.__init__ = init_tensor
+
+    patch_lang = interpreter._patch_lang
+    both = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda fn: patch_lang(both)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **options: self.rewrite()(
+        *args, **options
+    )
+
+
+def _fp32_dot(a, b, c):
+    for k in range(a.shape[1]):
+        c = c + a[:, k, None] * b[None, k, :]
+    return c
+
+
+def _bf16_to_fp32(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _fp32_to_bf16(x):
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+    _repair_interpreter()
+for _module in pkgutil.walk_packages(fastattn.kernels.__path__, "fastattn.kernels."):
+    importlib.import_module(_module.name)
+
+
+def pytest_collection_finish():
+    """Test files with kernels of their own are imported by now; nothing else is interpreted."""
+    if INTERPRETED:
+        os.environ.pop("TRITON_INTERPRET", None)
+
+
+def pytest_collection_modifyitems(items):
+    """On a GPU whatever runs kernels is a test of it; some files here run none."""
+    for item in items:  # of all folders: this hook is given the whole session's
+        runs_kernels = HERE in item.path.parents and "device" in getattr(item, "fixturenames", ())
+        if not INTERPRETED and runs_kernels:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def device():
+    return torch.device("cpu" if INTERPRETED else "cuda")

@@ -1,0 +1,249 @@
+"""Both additive kernels through the public function, against the float64 reference."""
+
+import dataclasses
+import math
+
+import helpers
+import pytest
+import torch
+import triton.language as tl
+from helpers import Carrier
+
+from fastattn import testing
+from fastattn.backends import registry, triton
+from fastattn.kernels.host.launch import Call
+from fastattn.kernels.loop import additive_forward, forward
+from fastattn.kernels.score import additive
+from fastattn.problem.record import WEIGHTS
+from fastattn.testing import GRID, Case
+
+INF = math.inf
+
+
+def small(name, **features):
+    """A case that spans three key tiles of the interpreter's, a tail included."""
+    sizes = dict(B=1, H=2, Hkv=2, M=20, N=70, D=5, E=6)
+    return Case(name, "additive", **{**sizes, **features})
+
+
+EVERYTHING = dict(
+    B=2, Hkv=1, causal="bottom_right", window=(60, -1), keep="bhmn", bias="bhmn", bias_inf=True,
+    empty_rows=True, dropout_p=0.3, weights="full", lse=True,
+)  # fmt: skip
+EXTREMES = [
+    small("magnitude-30", magnitude=30.0, D=8),
+    small("magnitude-1e4", magnitude=1e4),
+    small("opposite-60", opposite=60.0, D=8),
+    small("opposite-1e4", opposite=1e4),
+    small("opposite-25", opposite=25.0, magnitude=0.3),
+]
+# The sizes, features and extremes of the grid, as small as the interpreter wants them.
+NAMES = "M1-N1 M63-N15 M15-N63 M0 N0 D0 E0 B0 H0 D1-E1 D3-E5 D8-E127 keep-empty-rows window-far"
+CASES = [
+    *(c for c in GRID if c.score == "additive" and c.name in NAMES.split()),
+    *EXTREMES,
+    small("wide", D=33, E=65),
+    small("mqa", H=3, Hkv=1, N=40),
+    small("sliced", layout="sliced", causal="top_left"),
+    small("tall", M=70, N=20, causal="bottom_right", lse=True),
+    small("kv-len", B=2, kv_len="batch", weights="mean", lse=True),
+    small("kv-len-rows", B=2, M=70, kv_len="rows", lse=True),
+    small("keep", B=2, keep="bn"),
+    *(small(f"bias-{x}", B=2, bias=x, N=40) for x in ("bhmn", "bn", "hm", "")),
+    small("dropout", B=2, dropout_p=0.5, weights="mean", lse=True),
+    small("everything", **EVERYTHING),
+]
+CASES += [
+    dataclasses.replace(c, dtype=dtype)
+    for c in (small("half"), small("everything", **(EVERYTHING | dict(B=1))), *EXTREMES[1:3])
+    for dtype in (torch.float16, torch.bfloat16)
+]
+ACCURACY = [
+    small("wide", D=33, E=65),
+    EXTREMES[0],
+    small("half", dtype=torch.float16, weights="full"),
+]
+DECODE = [
+    small("sixteen", M=16, H=1, Hkv=1, kv_len="batch", bias="hm", weights="full", lse=True),
+    small("plain", M=1, N=200, D=20, lse=True),
+    small("gqa", B=2, H=4, M=1, N=150, D=3, kv_len="batch", dtype=torch.bfloat16),
+    small("rows", M=3, N=150, kv_len="rows", weights="mean", lse=True),
+    small("sparse", M=4, N=300, keep="bhmn", keep_rate=0.01, empty_rows=True),
+    small("bias", M=2, N=150, bias="bn", bias_inf=True, dropout_p=0.3, dtype=torch.float16),
+    small("huge", M=1, N=150, magnitude=100.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def carried(monkeypatch, device):
+    """Tensors stay on the CPU: the backend carries them to where the kernels run, and back."""
+    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case, device):
+    if device.type == "cuda":
+        pytest.skip("on a GPU the grid runs in tests/contract/test_grid.py")
+    testing.check(case, "triton")
+
+
+@pytest.mark.parametrize("case", DECODE, ids=str)
+def test_few_queries_have_programs_of_their_own(case, monkeypatch):
+    monkeypatch.setattr(forward, "KEYS_PER_CHUNK", 64)
+    testing.check(case, "triton")
+
+
+def check(case, change):
+    """As testing.check, on tensors that ``change`` has been given to write to."""
+    t = testing.make(case)
+    change(t)
+    ours, truth, peer = (
+        testing.run(case, t, "triton"),
+        testing.exact(case, t),
+        testing.plain(case, t),
+    )
+    for name in truth:
+        testing.assert_within_budget(ours[name], peer[name], truth[name], f"{case} {name}")
+
+
+SMALL = small("extreme", H=1, Hkv=1, D=7, lse=True, causal="bottom_right")
+FEW = dataclasses.replace(SMALL, name="few", M=2)
+
+
+# ---- ranges ----
+
+
+def some_keys_far(t):
+    t.k[:, :, 40:50, 2] += 100.0  # of the second tile of three
+
+
+def one_dim_far(t):
+    t.k[..., 3] -= 3000.0
+    t.q[..., 3] += 3000.0
+
+
+def infinite_queries(t):
+    t.q[:, :, 3, 2], t.q[:, :, 5, 0] = INF, -INF
+
+
+def heavy_weights(t):
+    t.w[:] = torch.tensor([0, 3e30, -1e30, 0, 2e30, 0, 1e-30])
+
+
+def light_weights(t):
+    t.w[:] = t.w * 1e-35
+
+
+def zero_weights(t):
+    t.w.zero_()
+
+
+CHANGES = [some_keys_far, one_dim_far, infinite_queries, heavy_weights, light_weights, zero_weights]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("case", [SMALL, FEW], ids=str)
+def test_extremes(case, change):
+    if case is FEW and change is infinite_queries:
+        change = lambda t: t.q[:, :, 1, :2].fill_(INF)  # noqa: E731
+    check(case, change)
+
+
+@pytest.mark.parametrize(
+    ("opposite", "magnitude", "in_range"),
+    [
+        (0.0, 3.0, True),
+        (60.0, 3.0, True),
+        (3000.0, 1.0, True),
+        (0.0, 30.0, False),
+        (1e4, 1.0, False),
+    ],
+)
+def test_keys_that_are_near_each_other_take_the_fast_loop(opposite, magnitude, in_range, device):
+    t = testing.make(dataclasses.replace(SMALL, opposite=opposite, magnitude=magnitude))
+    reach = terms(t, device).reach_ptr[..., :70]
+    assert (reach <= additive.KEY_LIMIT.value).all() == in_range
+
+
+def test_padding_and_keys_past_the_length_do_not_reach(device):
+    t = testing.make(SMALL)
+    t.k[:, :, 50:] = INF
+    kv_len = torch.full((2, 1), 50, dtype=torch.int32, device=device)
+    assert (terms(t, device, kv_len).reach_ptr <= additive.KEY_LIMIT.value).all()
+
+
+def terms(t, device, kv_len=None):
+    q, k, v, w = (x.to(device) for x in (t.q, t.k, t.v, t.w))
+    return additive_forward.additive_terms(
+        Call(q, k, v, w, None, kv_len, None, None, None, None, 1.0, 0.0, "none")
+    )
+
+
+# ---- accuracy ----
+
+
+@pytest.mark.parametrize("case", ACCURACY, ids=str)
+def test_reciprocals_may_be_off_by_an_ulp(case, device, monkeypatch):
+    """As those of rcp.approx.ftz.f32 are."""
+    if device.type == "cuda":
+        pytest.skip("on a GPU they are")
+
+    def inexact(x, spec):
+        r = 1.0 / x
+        odd = (r.to(tl.int32, bitcast=True) & 1) != 0
+        return r * tl.where(odd, 1.0 + 2.0**-23, 1.0 - 2.0**-23)
+
+    monkeypatch.setattr(additive, "reciprocal", inexact)
+    monkeypatch.setattr(additive_forward, "reciprocal", inexact)
+    testing.check(case, "triton")
+
+
+# ---- determinism, strides ----
+
+
+def test_same_bits_on_every_run_and_in_every_batch():
+    case = small("bits", B=2, Hkv=1, N=40, dropout_p=0.2, lse=True)
+    t = testing.make(case)
+    first, second = (testing.run(case, t, "triton") for _ in range(2))
+    alone = testing.run(dataclasses.replace(case, B=1), first_of_batch(t), "triton")
+    helpers.assert_same_bits(first, second)
+    del first["grad_w"], alone["grad_w"]  # sums over the batch
+    helpers.assert_same_bits({name: x[:1] for name, x in first.items()}, alone)
+
+
+def first_of_batch(t):
+    tensors = {
+        n: x[:1] if isinstance(x, torch.Tensor) and n != "w" else x for n, x in vars(t).items()
+    }
+    return testing.Tensors(**tensors)
+
+
+def test_offsets_beyond_32_bits(device):
+    """Two keys 2^31 elements apart."""
+    far = 2**31 + 8
+    try:
+        storage = torch.empty(far + 8, dtype=torch.float16, device=device)
+    except RuntimeError:
+        pytest.skip("needs 4.3 GB of address space")
+    rng = torch.Generator().manual_seed(0)
+    for M in (2, 6):
+        q = torch.randn(1, 1, M, 4, generator=rng).half().to(device)
+        w = torch.randn(1, 4, generator=rng).half().to(device)
+        k = storage.as_strided((1, 1, 2, 4), (0, 0, far, 1))
+        k.copy_(q[:, :, :2])
+        case = (None,) * 6 + (1.0, 0.0, WEIGHTS["none"])
+        out, near = (
+            torch.ops.fastattn.triton_forward(q, x, x, w, *case)[0] for x in (k, k.clone())
+        )
+        assert torch.equal(out, near)
+
+
+def test_operators_pass_opcheck(device):
+    t = testing.make(dataclasses.replace(SMALL, M=5, N=7))
+    q, k, v, w = (x.to(device) for x in (t.q, t.k, t.v, t.w))
+    case = (q, k, v, w, None, None, None, None, None, 0, 1.0, 0.0, WEIGHTS["mean"])
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.fastattn.triton_forward.default, case, test_utils=utils)
+    out, _, weights, stats = torch.ops.fastattn.triton_forward(*case)
+    case = (*case, out, stats, torch.ones_like(out), None, torch.ones_like(weights), False)
+    torch.library.opcheck(torch.ops.fastattn.triton_backward.default, case, test_utils=utils)

@@ -1,0 +1,200 @@
+"""Every configuration of config.py, compiled for sm_80 and sm_90: registers, spills, shared memory.
+
+In processes of their own, two at a time, since this one interprets kernels.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fastattn.kernels.host import config
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# Bytes that one block may have; rows of sm_80 serve 8.6, 8.9 and 12.x too, where it has no more.
+SHARED_MEMORY = {"sm_80": 101_376, "sm_90": 232_448}
+RUNS = list(itertools.product(SHARED_MEMORY, ("2", "4"), ("dot", "additive")))
+# Those that most users run; the others take as long again, and `make test-kernels` asks for them.
+USUAL: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("sm_80", "2", "dot"): (),
+    ("sm_90", "2", "dot"): (),
+    ("sm_90", "2", "additive"): (),
+}
+CHOSEN = dict.fromkeys(RUNS, ()) if os.environ.get("FASTATTN_AOT") == "all" else USUAL
+PRODUCTS = ("sdpa_fwd_kernel", "sdpa_bwd_dq_kernel", "sdpa_bwd_dkdv_kernel")
+
+
+def compile_all(run: tuple[str, ...]):
+    """What aot.py prints: an entry a compiled kernel. Its cache is in build/: reruns are quick."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "TRITON_CACHE_DIR": str(ROOT / "build/triton"),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(HERE / "aot.py"), *run]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What each run will find: all of them begin with the first test that asks."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {run: pool.submit(compile_all, run + problems) for run, problems in CHOSEN.items()}
+
+
+def result(compiled, *run: str) -> list[dict]:
+    """What a run has found."""
+    if run not in compiled:
+        pytest.skip("only with FASTATTN_AOT=all, as in `make test-kernels`")
+    return compiled[run].result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids="-".join)
+def test_every_configuration_fits(run, compiled):
+    arch, size, _ = run
+    kernels = result(compiled, *run)
+    assert {k["name"] for k in kernels} >= {"classify_kernel", "compact_kernel", *PRODUCTS}
+    for k in kernels:
+        assert k["spills"] == 0, k
+        assert k["shared"] <= SHARED_MEMORY[arch], k
+        assert k["registers"] <= 255, k
+        if size == "2" and k["name"] in PRODUCTS:
+            assert k["wgmma"] + k["mma"] > 0, f"no tensor cores: {k}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_exponents_are_made_of_differences(arch, compiled):
+    """The interpreter contracts nothing, so the code itself is asked: see softmax.py."""
+    kernels = result(compiled, arch, "2", "dot")
+    assert {k["name"] for k in kernels if k["exponents"][0]} >= {*PRODUCTS, "sdpa_weights_kernel"}
+    for k in kernels:
+        found, rounded = k["exponents"]
+        assert rounded == found, k
+
+
+@pytest.mark.slow
+def test_hopper_multiplies_by_warpgroup(compiled):
+    """The configurations that matter most: plain ones of ordinary head sizes, many queries."""
+    kernels = result(compiled, "sm_90", "2", "dot")
+    plain = [k for k in kernels if k["problem"] == "plain" and k["head_size"] <= 128]
+    found = {k["name"] for k in plain if k["wgmma"] > 0}
+    assert found == set(PRODUCTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_the_additive_score_is_near_what_its_reciprocals_allow(arch, head_size, compiled):
+    """Half a reciprocal an element, 16 a clock, and 128 issue slots: 4 are free, 5 cost 20%."""
+    row = config.TABLE["additive_fwd"][arch, 2][head_size].plain
+    elements = 2 * row.BLOCK_M * row.BLOCK_N // (32 * row.num_warps)  # of a thread, an iteration
+    [kernel] = [
+        k
+        for k in result(compiled, arch, "2", "additive")
+        if (k["name"], k["problem"], k["head_size"]) == ("sdpa_fwd_kernel", "plain", head_size)
+    ]
+    # Of masked tiles, of full ones; the third has a slice of a tile, for values of NaN.
+    loops = sorted(kernel["paired_loops"], key=lambda loop: loop["slots"])[-2:]
+    for loop in loops:
+        assert loop["local"] == 0, loop
+        assert loop["slots"] <= 5.0 * elements, loop
+        assert loop["mufu"] <= 0.55 * elements, loop
+        assert loop["mufu"] >= 0.5 * elements, f"not the loop that is meant: {loop}"
+
+
+# Issue slots an element of the score, which backward computes anew, and of the gradients.
+BACKWARD = {"dq": (6.0, 20.0), "dkdv": (7.5, 16.0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_no_element_of_an_additive_gradient_is_computed_twice(kernel, arch, head_size, compiled):
+    """More warps than a tile has strips of 16 rows for do so, and four times as much work."""
+    row = config.TABLE[f"additive_{kernel}"][arch, 2][head_size].plain
+    elements = 2 * row.BLOCK_M * row.BLOCK_N // (32 * row.num_warps)
+    found = [
+        k
+        for k in result(compiled, arch, "2", "additive")
+        if (k["problem"], k["head_size"]) == ("plain", head_size)
+        and k["name"] == f"sdpa_bwd_{kernel}_kernel"
+        and k["gradient_loops"]
+    ]
+    assert found
+    for kind, slots in zip(("paired_loops", "gradient_loops"), BACKWARD[kernel], strict=True):
+        for loop in found[0][kind]:
+            assert loop["slots"] <= slots * elements, (kind, loop)
+            assert loop["mufu"] <= 0.55 * elements, (kind, loop)
+
+
+# Architectures that a handful of kernels are compiled for: they fit, and use the tensor cores.
+PLAUSIBLE = {"gfx942": (65_536, "mfma"), "sm_100": (232_448, "tcgen05")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", ["dot", "additive"])
+@pytest.mark.parametrize("arch", PLAUSIBLE)
+def test_other_architectures_are_plausible(arch, score):
+    if CHOSEN is USUAL:
+        pytest.skip("only with FASTATTN_AOT=all, as in `make test-kernels`")
+    shared, products = PLAUSIBLE[arch]
+    kernels = compile_all((arch, "2", score, "plain", "plain decode"))
+    for k in kernels:
+        assert k["shared"] <= shared, k
+        assert k["spills"] == 0 or arch == "sm_100", k
+        if k["name"] in PRODUCTS and k["problem"] == "plain" and k["head_size"] == 64:
+            assert k[products] > 0 or k.get("mma", 0) > 0, k
+
+
+# Sizes of 1 are constants to Triton, as are strides of 1; the interpreter takes them as they come.
+ONES = ("M1-N1", "D1-E1", "gqa-decode", "kv-len-rows", "layout-expanded")
+
+
+@pytest.mark.slow
+def test_triton_accepts_the_cases_of_the_grid():
+    found = compile_all(("sm_90", "grid", *(ONES if CHOSEN is USUAL else ())))
+    assert found["refused"] == {}
+    assert {*PRODUCTS, "additive_decode_kernel"} <= set(found["accepted"])
+
+
+# How many kernels a sweep of aot.py may make of one launch: by parity of a mask's strides, with
+# keys in chunks or without, aligned or not. Sizes themselves make none.
+SWEEPS = {"plain": 1, "causal": 1, "cross": 1, "keep": 3, "lengths": 2, "decode": 2, "unaligned": 2}
+# Kernels that are launched in several forms.
+FORMS = {"classify_kernel": 3, "additive_factors_kernel": 4, "sdpa_bwd_dkdv_kernel": 2}
+
+
+@pytest.mark.slow
+def test_sizes_make_no_kernels_and_a_capture_compiles_none():
+    found = compile_all(("sm_90", "variants"))
+    assert len(found["variants"]) == 2 * len(SWEEPS)
+    for name, kernels in found["variants"].items():
+        for kernel, count in kernels.items():
+            assert count <= SWEEPS[name.split()[1]] * FORMS.get(kernel, 1), (name, kernel, count)
+    assert "sdpa_fwd_kernel is not compiled" in found["error"]
+    assert "once before the capture" in found["error"]
+
+
+def test_every_architecture_has_every_row():
+    archs = {key for rows in config.TABLE.values() for key in rows}
+    assert {a for a, _ in archs} == {"sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"}
+    for kernel, rows in config.TABLE.items():
+        assert rows.keys() == archs, kernel
+        assert all(row.keys() == set(config.HEAD_SIZES) for row in rows.values()), kernel
+
+
+@pytest.mark.parametrize(("size", "padded"), [(0, 16), (1, 16), (17, 32), (64, 64), (65, 128)])
+def test_head_sizes_are_padded(size, padded):
+    assert config.padded(size) == padded

@@ -1,0 +1,143 @@
+"""fastattn.autotune: where it steps, what it remembers, and that kernels then use it."""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import autotune
+from fastattn.kernels.host import config, tuned
+from fastattn.kernels.host.config import Config
+from fastattn.problem.validate import build
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder, and this machine as a device whose times are worth keeping."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuned, "_machine", lambda device: "a device")
+    tuned._remembered.cache_clear()
+    yield tmp_path / "fastattn" / "autotune.json"
+    tuned._remembered.cache_clear()
+
+
+def distance(best: Config):
+    """A measure: how many steps what is on trial is away from ``best``; 32 warps cannot run."""
+
+    def measure(call):
+        ((_, current),) = tuned._trial.items()
+        return sum(abs(math.log2(a / b)) for a, b in zip(current, best, strict=True))
+
+    return measure
+
+
+def choose(kernel):
+    return config.choose(kernel, CPU, torch.float32, 8, rich=False)
+
+
+@pytest.fixture
+def q(device):
+    if device.type == "cuda":
+        pytest.skip("times are made up, on tensors of the interpreter")
+    return torch.randn(1, 2, 20, 8)
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_kernels_use_what_was_best(cache, q, score):
+    weight = torch.randn(8) if score == "additive" else None
+    query = q if weight is None else q[0]
+    best = Config(32, 16, 8, 2)
+    found = fastattn.autotune(query, weight=weight, measure=distance(best))
+    prefix = "" if score == "dot" else "additive_"
+    kernels = [prefix + kernel for kernel in ("fwd", "dq", "dkdv", "tile")]
+    assert list(found.values()) == [best] * 4
+    assert [choose(kernel) for kernel in kernels] == [best] * 4
+    assert json.loads(cache.read_text()) == {"a device": {n: list(best) for n in found}}
+    other = "additive_fwd" if score == "dot" else "fwd"
+    assert choose(other) != best
+    assert config.choose("fwd", CPU, torch.float32, 8, rich=True) != best
+
+
+def test_results_stay_what_they_were(q):
+    before = fastattn.scaled_dot_product_attention(q, q, q, backend="triton")
+    fastattn.autotune(q, measure=distance(Config(32, 16, 8, 2)))
+    after = fastattn.scaled_dot_product_attention(q, q, q, backend="triton")
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_few_queries_have_kernels_of_their_own(q, score):
+    best = Config(16, 16, 8, 2)
+    weight = torch.randn(8) if score == "additive" else None
+    query, key = (q[:, :, :1], q) if weight is None else (q[0, :, :1], q[0])
+    found = fastattn.autotune(query, key, key, weight=weight, measure=distance(best))
+    kernels = {
+        "dot": ["decode", "decode_dq", "decode_dkdv", "tile"],
+        "additive": ["additive_decode", "additive_tile"],
+    }[score]
+    assert [name.split(",")[0] for name in found] == kernels
+    assert [choose(kernel) for kernel in kernels] == [best] * len(kernels)
+    assert best not in (choose("fwd"), choose("dq"), choose("additive_fwd"))
+
+
+def test_a_problem_may_stand_for_the_call(q):
+    p = build("dot", q, q, q).p
+    best = choose("fwd")
+    assert set(fastattn.autotune(p, measure=distance(best)).values()) == {best}
+
+
+def test_another_device_is_not_forgotten(cache, monkeypatch):
+    tuned.remember(CPU, {"fwd": Config(64, 64, 4, 1)})
+    monkeypatch.setattr(tuned, "_machine", lambda device: "another")
+    tuned.remember(CPU, {"fwd": Config(16, 16, 4, 1)})
+    tuned.remember(CPU, {"dq": Config(16, 32, 4, 1)})
+    assert json.loads(cache.read_text()) == {
+        "a device": {"fwd": [64, 64, 4, 1]},
+        "another": {"fwd": [16, 16, 4, 1], "dq": [16, 32, 4, 1]},
+    }
+
+
+def test_what_cannot_run_is_passed_by():
+    start = Config(64, 64, 4, 1)
+
+    def time_of(c):
+        return math.inf if c.BLOCK_M > 64 else 1 / c.BLOCK_M / c.BLOCK_N
+
+    # Larger blocks than 128 have no workspace.
+    assert autotune._descend(start, time_of) == Config(64, 128, 4, 1)
+    with_error = autotune._timer("fwd", lambda: None, lambda call: 1 / 0)
+    assert with_error(start) == math.inf
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"a device": 1}',
+        '{"a device": {"x": [1, 2]}}',
+        '{"a": {"x": [0, 1, 1, 1]}}',
+        '{"a": {"x": [16, 24, 4, 1]}}',
+        '{"a": {"x": [256, 16, 4, 1]}}',
+    ],
+)
+def test_a_broken_file_is_ignored_aloud(cache, text):
+    cache.parent.mkdir()
+    cache.write_text(text)
+    with pytest.warns(UserWarning, match="autotune did not write"):
+        assert tuned.lookup(CPU, "x") is None
+    with warnings.catch_warnings():  # said once
+        warnings.simplefilter("error")
+        assert choose("fwd") == config.TABLE["fwd"]["interpreter", 4][64].plain
+
+
+def test_a_call_that_triton_cannot_do_raises_its_reasons():
+    q = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        fastattn.autotune(q)

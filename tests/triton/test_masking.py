@@ -1,0 +1,188 @@
+"""Tiles, ranges and lists of blocks against Mask.materialize, the definition."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.backends import operators
+from fastattn.kernels.host.launch import Call
+from fastattn.kernels.tile import masking
+from fastattn.problem import Mask, Problem
+
+B, H, M, N = 2, 2, 40, 50
+BLOCK_M, BLOCK_N = 16, 8
+ROWS, COLS = triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N)
+rng = torch.Generator().manual_seed(0)
+
+
+def lengths(*shape):
+    return torch.randint(0, N + 1, shape, generator=rng, dtype=torch.int32)
+
+
+def blocky(*shape):
+    """A mask with skipped, full and partial tiles, and single masked pairs."""
+    coarse = torch.rand(*shape[:2], ROWS, COLS, generator=rng) < 0.5
+    fine = coarse.repeat_interleave(BLOCK_M, 2).repeat_interleave(BLOCK_N, 3)
+    return fine[:, :, :M, :N] & (torch.rand(*shape, generator=rng) < 0.99)
+
+
+MASKS = {
+    "none": Mask(),
+    "causal": Mask("top_left"),
+    "bottom-right": Mask("bottom_right"),
+    "window": Mask(window=(9, 3)),
+    "window-left": Mask(window=(20, -1)),
+    "window-far": Mask(window=(100, 200)),
+    "causal-window": Mask("bottom_right", window=(12, -1)),
+    "empty-window": Mask(window=(0, 0)),
+    "kv-len": Mask(kv_len=torch.tensor([[0], [21]], dtype=torch.int32)),
+    "kv-len-causal": Mask("top_left", kv_len=torch.tensor([[33], [50]], dtype=torch.int32)),
+    "kv-len-rows": Mask(kv_len=lengths(B, M)),
+    "keep": Mask(keep=blocky(B, H, M, N)),
+    "keep-mn": Mask("top_left", keep=blocky(1, 1, M, N)),
+    "keep-rows": Mask(keep=torch.rand(1, H, M, 1, generator=rng) < 0.5),
+    "all": Mask("top_left", (30, -1), lengths(B, M), blocky(B, 1, M, N)),
+}
+every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
+
+def call_of(mask, bias=None, device="cpu"):
+    """A Call and what its mask keeps, [B, H, M, N]."""
+    p = Problem("dot", B, H, H, M, N, 4, 4, torch.float32, torch.device("cpu"), mask=mask)
+    kept = mask.materialize(p).expand(B, H, M, N)
+    q, k = torch.zeros(B, H, M, 4), torch.zeros(B, H, N, 4)
+    tensors = [x if x is None else x.to(device) for x in (q, k, k, None, bias, *p.tensors())]
+    return Call.of(*tensors, *operators.scalars(p)), kept
+
+
+def tiles(kept, past_rows=True, past_keys=False):
+    """[B, H, ROWS, COLS, BLOCK_M * BLOCK_N]: the pairs of each tile, and what fills it up."""
+    padded = torch.full((B, H, ROWS * BLOCK_M, COLS * BLOCK_N), past_keys)
+    padded[:, :, M:] = past_rows
+    padded[:, :, :M, :N] = kept
+    return padded.view(B, H, ROWS, BLOCK_M, COLS, BLOCK_N).transpose(3, 4).flatten(4)
+
+
+def some_pair(kept):
+    return tiles(kept, past_rows=False).any(-1)
+
+
+@triton.jit
+def keep_kernel(out_ptr, mask, H, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    head = tl.program_id(0)
+    b, h = head // H, head % H
+    i, j = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    begin, end = masking.row_range(mask, b, i, M, N)
+    keep = masking.keep_tile(mask, b, h, i, j, begin, end, M)
+    tl.store(out_ptr + head * BM * BN + i * BN + j, keep.to(tl.int8))
+
+
+@every_mask
+def test_keep_tile_is_the_mask(mask, device):
+    call, kept = call_of(mask, device=device)
+    out = torch.empty(B * H, 64, 64, dtype=torch.int8, device=device)
+    keep_kernel[(B * H,)](out, masking.mask_args(call), H, M, N, BM=64, BN=64)
+    out = out.view(B, H, 64, 64).cpu()
+    assert torch.equal(out[:, :, :M, :N] != 0, kept)
+    assert not out[:, :, M:].any()
+    assert not out[:, :, :, N:].any()
+
+
+@triton.jit
+def range_kernel(out_ptr, mask, M, N, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr):
+    b, block = tl.program_id(0), tl.program_id(1)
+    if COLUMNS:
+        found = masking.q_range(mask, b, block * BN, M, N, BM, BN)
+    else:
+        found = masking.kv_range(mask, b, block * BM, M, N, BM, BN)
+    to = out_ptr + (b * tl.num_programs(1) + block) * 4
+    tl.store(to, found[0])
+    tl.store(to + 1, found[1])
+    tl.store(to + 2, found[2])
+    tl.store(to + 3, found[3])
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@every_mask
+def test_ranges_hold_every_kept_pair_and_full_blocks_are_full(mask, columns, device):
+    if columns and mask.kv_len is not None and mask.kv_len.shape[1] > 1:
+        pytest.skip("not an interval of rows: lists serve")
+    call, kept = call_of(Mask(mask.causal, mask.window, mask.kv_len), device=device)
+    lines, length = (COLS, ROWS) if columns else (ROWS, COLS)
+    out = torch.empty(B, lines, 4, dtype=torch.int32, device=device)
+    range_kernel[(B, lines)](
+        out, masking.mask_args(call), M, N, BM=BLOCK_M, BN=BLOCK_N, COLUMNS=columns
+    )
+    some = some_pair(kept)
+    if columns:  # keys past the last one are no concern of a key block's own gradients
+        full, some = tiles(kept, past_keys=True).all(-1).mT, some.mT
+    else:
+        full = tiles(kept).all(-1)
+    full, some = full[:, 0], some[:, 0]
+    for b, line in itertools.product(range(B), range(lines)):
+        begin, full_begin, full_end, end = out[b, line].tolist()
+        assert begin <= full_begin <= full_end <= end
+        visited = [n for n in range(length) if some[b, line, n]]
+        assert all(begin <= n < end for n in visited)
+        assert end - begin <= max(visited, default=-1) - min(visited, default=0) + 1
+        assert all(full[b, line, n] for n in range(full_begin, full_end))
+        assert full_end - full_begin == sum(full[b, line, begin:end].tolist())
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@every_mask
+def test_lists_are_the_classes_of_tiles(mask, columns, device):
+    call, kept = call_of(mask, device=device)
+    lists = masking.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N, columns)
+    if lists.ptr is None:
+        assert mask.keep is None
+        return
+    assert_lists(lists, kept, torch.ones_like(kept), columns)
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("shape", [(B, 1, M, N), (1, H, M, N), (1, 1, 1, N)], ids=str)
+def test_a_broadcast_bias_is_scanned(shape, columns, device):
+    bias = torch.zeros(shape)
+    bias[..., :9] = -torch.inf  # a skipped tile and a partial one
+    bias[..., 20:30] = 0.5  # partial ones
+    call, kept = call_of(Mask("top_left"), bias, device)
+    lists = masking.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N, columns)
+    full = (bias == 0).expand(B, H, M, N)
+    assert_lists(lists, kept & (bias != -torch.inf), full, columns)
+
+
+def test_a_bias_of_every_head_is_not_scanned():
+    call, _ = call_of(Mask(), torch.zeros(B, H, M, N))
+    assert not masking.scans_bias(call)
+    assert masking.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N).ptr is None
+
+
+def assert_lists(lists, kept, plain, columns):
+    """Compares with classes computed by PyTorch: partial blocks first, each kind ascending."""
+    full = tiles(kept & plain).all(-1)
+    classes = torch.where(some_pair(kept), torch.where(full, 2, 1), 0)
+    if columns:
+        classes = classes.transpose(2, 3)
+    lines = classes.shape[2]
+    blocks, counts = lists.ptr.cpu(), lists.counts_ptr.cpu()
+    for b, h, line in itertools.product(range(B), range(H), range(lines)):
+        at = b * lists.stride_b + h * lists.stride_h + line
+        want = [torch.where(classes[b, h, line] == kind)[0].tolist() for kind in (1, 2)]
+        assert counts[at].tolist() == [len(w) for w in want]
+        assert blocks[at, : len(want[0]) + len(want[1])].tolist() == want[0] + want[1]
+
+
+def test_lengths_from_user_memory_are_clamped(device):
+    """Nothing checks kv_len on a GPU: whatever it holds, no key past the last one is read."""
+    bad = torch.tensor([[-7], [1_000_000]], dtype=torch.int32)
+    call, _ = call_of(Mask(kv_len=bad), device=device)
+    out = torch.empty(B, ROWS, 4, dtype=torch.int32, device=device)
+    range_kernel[(B, ROWS)](
+        out, masking.mask_args(call), M, N, BM=BLOCK_M, BN=BLOCK_N, COLUMNS=False
+    )
+    assert out[0, :, 3].eq(out[0, :, 0]).all()
+    assert out[1, :, 3].eq(COLS).all()

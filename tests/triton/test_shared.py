@@ -1,0 +1,61 @@
+"""Tests that are written for every backend, on the Triton kernels: those that interpret quickly."""
+
+import math
+
+import pytest
+import test_garbage
+from helpers import SCORES, Carrier
+from test_extremes import (  # noqa: F401
+    test_a_large_bias_in_a_whole_row_leaves_it_uniform,
+    test_gradients_under_a_large_bias,
+    test_infinity_in_a_bias_is_nan_in_its_row_alone,
+    test_logits_beyond_half_accumulate_in_float32,
+    test_weights_under_a_large_bias_sum_to_1,
+)
+from test_garbage import (  # noqa: F401
+    test_nan_in_a_bias_stays_in_its_row,
+    test_nan_in_a_key_reaches_the_rows_that_keep_it,
+    test_nan_in_a_query_spares_the_keys_past_the_length,
+    test_nan_in_a_query_stays_in_its_row,
+    test_nan_or_infinity_in_a_value_reaches_its_column_in_the_rows_that_keep_it,
+    test_nan_upstream_stays_in_its_row,
+)
+
+from fastattn.backends import registry, triton
+from fastattn.kernels.loop import additive_backward
+
+
+@pytest.fixture
+def backend(request, device, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("on a GPU these run where they are written")
+    score = request.getfixturevalue("score") if "score" in request.fixturenames else "dot"
+    if score not in triton.SCORES:
+        pytest.skip(f"no Triton kernel for the {score} score")
+    # Carried from the CPU to the CPU, which tests the carrier.
+    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
+    monkeypatch.setattr(additive_backward, "FEW_QUERIES", 0)  # the sizes here are for tiles
+    return "triton"
+
+
+@pytest.mark.parametrize("name", test_garbage.MASKS)
+@pytest.mark.parametrize("score", SCORES)
+def test_nan_in_unused_keys_reaches_nothing(backend, score, name):
+    test_garbage.test_unused_keys_reach_nothing(backend, score, name, math.nan)
+
+
+@pytest.mark.parametrize("name", test_garbage.MASKS)
+def test_nan_in_unused_keys_reaches_nothing_of_few_queries(backend, name, monkeypatch):
+    """The additive score's backward has a kernel for them."""
+    monkeypatch.setattr(additive_backward, "FEW_QUERIES", 16)
+    test_garbage.test_unused_keys_reach_nothing(backend, "additive", name, math.nan)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [test_nan_upstream_stays_in_its_row, test_nan_in_a_query_stays_in_its_row,
+     test_nan_in_a_bias_stays_in_its_row, test_nan_in_a_key_reaches_the_rows_that_keep_it],
+)  # fmt: skip
+def test_nan_among_few_queries_stays_in_its_row(test, backend, monkeypatch):
+    monkeypatch.setattr(additive_backward, "FEW_QUERIES", 16)
+    test(backend, "additive")
