@@ -265,13 +265,13 @@ def attention(
 
 
 def _normalize(x: Tensor) -> Tensor:
-    """x / |x|, and 0 for 0: in float32 at least, since fp16 rounds the guard against 0 / 0 to 0."""
+    """x / |x|, and 0 for 0, its gradient too: in float32 at least, for fp16's smallest numbers."""
     wide = x if x.dtype == torch.float64 else x.float()
     # The gradient of a row of NaN is what reaches it, so 0 for one unused; x / |x| has 0 * NaN.
     finite = wide.isfinite().all(-1, keepdim=True)
-    eps = max(1e-12, torch.finfo(x.dtype).tiny)
-    unit = F.normalize(torch.where(finite, wide, 0.0), dim=-1, eps=eps)
-    return torch.where(finite, unit, wide + torch.nan).to(x.dtype)
+    usable = finite & (wide != 0).any(-1, keepdim=True)
+    unit = F.normalize(torch.where(usable, wide, 1.0), dim=-1)
+    return torch.where(usable, unit, torch.where(finite, wide, wide + torch.nan)).to(x.dtype)
 
 
 def _where_finite(function, x: Tensor, other: float | Tensor) -> Tensor:

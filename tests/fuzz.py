@@ -50,6 +50,8 @@ def cases(draw) -> Case:
     dtype = draw(_one_of(*DTYPES, *([torch.float64] if score != "gaussian" else [])))
     B, Hkv, group = draw(_one_of(1, 2, 3, 0)), draw(_one_of(1, 2, 0)), draw(_one_of(1, 2, 3))
     M, N = draw(_one_of(*LENGTHS)), draw(_one_of(*LENGTHS))
+    if draw(_one_of(*range(10))) == 9:  # decoding
+        M, N = 1, draw(_one_of(129, 200, 300, 1030))
     D, E = draw(_one_of(*FEATURES)), draw(_one_of(*FEATURES))
     pairwise = D if score in ("additive", "gaussian") else 1
     heads = B * Hkv * group

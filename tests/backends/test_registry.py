@@ -303,6 +303,7 @@ def without_kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(operators, "EXTENSION_LEFT_OUT", False)
     monkeypatch.setattr(operators, "__file__", str(tmp_path / "fastattn/backends/operators.py"))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(triton, "_interpreted", lambda: False)  # as another test may have left it
     cpu._warn_once.cache_clear()
     yield monkeypatch
     cpu._warn_once.cache_clear()

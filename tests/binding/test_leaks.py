@@ -46,25 +46,40 @@ CASES = {
 }
 
 
-def resident() -> int:
-    """Bytes of this process that are in memory."""
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
+# In a process of its own: what other tests have left makes allocators grow.
+GROWTH = """
+import os, sys, test_leaks
+
+def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+name, calls = sys.argv[1], int(sys.argv[2])
+call, arguments = getattr(test_leaks.operators, name).default, test_leaks.CASES[name]()
+for _ in range(calls // 10):  # allocators reach their size
+    call(*arguments)
+before = resident()
+for _ in range(calls):
+    call(*arguments)
+print(resident() - before)
+"""
 
-SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
+
+def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | environment | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
 
 
 @pytest.mark.skipif(SANITIZED, reason="AddressSanitizer keeps what was freed for a while")
 @pytest.mark.parametrize("name", CASES)
 def test_calls_leave_nothing_behind(name):
-    call, arguments = getattr(operators, name).default, CASES[name]()
-    for _ in range(CALLS // 10):  # allocators reach their size
-        call(*arguments)
-    before = resident()
-    for _ in range(CALLS):
-        call(*arguments)
-    assert resident() - before < MOST
+    done = run(GROWTH, name, str(CALLS))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < MOST
 
 
 PROGRAM = """
@@ -80,15 +95,8 @@ for name, case in test_leaks.CASES.items():
 @pytest.mark.skipif(not SANITIZED, reason="needs LeakSanitizer: make sanitize-cpu")
 def test_leak_sanitizer_finds_none_of_ours():
     """Python and torch leave some behind at exit: none of it may come of a call of ours."""
-    here = Path(__file__).parent
-    environment = os.environ | {
-        "ASAN_OPTIONS": "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=20",
-        "LSAN_OPTIONS": "exitcode=0",
-        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
+    options = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=20"
+    done = run(PROGRAM, ASAN_OPTIONS=options, LSAN_OPTIONS="exitcode=0")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "LeakSanitizer has encountered a fatal error" not in done.stderr, done.stderr
     under = "csrc/", "_C.abi3.so", "StableIValueBoxedKernel"  # the last is torch's, and calls ours

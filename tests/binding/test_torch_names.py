@@ -15,6 +15,7 @@ OLD_ENOUGH = set(
     """
     STABLE_TORCH_LIBRARY_IMPL STD_TORCH_CHECK TORCH_ABI_VERSION TORCH_BOX TORCH_ERROR_CODE_CHECK
     TORCH_TARGET_VERSION
+    aoti_torch_delete_library_object aoti_torch_library_def aoti_torch_library_init_fragment
     aoti_torch__reinterpret_tensor aoti_torch_empty_strided aoti_torch_get_current_cuda_stream
     aoti_torch_get_device_index aoti_torch_get_device_type
     torch::headeronly::ScalarType torch::stable::Tensor torch::stable::accelerator::DeviceGuard

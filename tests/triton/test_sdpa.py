@@ -273,7 +273,7 @@ def test_full_and_skipped_tiles_run_no_mask_code(device, monkeypatch):
     q, k, v = inputs(device, M=128, N=128, grad=False)
     block = torch.arange(128) // 64
     attend(q, k, v, attn_mask=block[:, None] == block)
-    assert visits[0].counts_ptr.tolist() == [[0, 2], [0, 2]]
+    assert visits[0].counts_ptr[:2].tolist() == [[0, 2], [0, 2]]  # the rest is padding
 
 
 def test_operators_pass_opcheck(device):
