@@ -1,0 +1,108 @@
+// What the kernels of additive attention's backward pass share: their arguments, a block's memory,
+// W and dS of a tile. backward.cu has the formulas.
+#pragma once
+
+#include "cuda/additive/tile.cuh"
+#include "cuda/base/launcher.cuh"
+
+namespace fastattn::cuda {
+
+struct BackwardArgs {
+  BackwardParams p;
+  AdditiveBackwardPlan plan;
+};
+
+struct __align__(16) BackwardMemory {
+  StageMemory stage;
+  float largest[kWarps];         // |dS|, of a warp's share of the tile
+  float ds[kTile * kTile];       // kGradUnit dS / unit_of_ds [i][j]
+  float weights[kTile * kTile];  // [i][j], of the keys' kernel alone
+};
+constexpr size_t kSharedWithoutWeights = offsetof(BackwardMemory, weights);
+
+FASTATTN_DEVICE float* workspace(const BackwardArgs& a) {
+  return static_cast<float*>(a.p.workspace);
+}
+FASTATTN_DEVICE AdditiveTiles tiles_of(const BackwardArgs& a) {
+  return {a.p, a.plan.panels, workspace(a)};
+}
+
+FASTATTN_DEVICE Place query_place(const BackwardArgs& a, uint32_t block) {
+  const int64_t i0 = take_digit(&block, a.plan.panels.tiles_m) * kTile;
+  const int64_t h = take_digit(&block, a.p.H), b = block;
+  return place(a.p, b, h, i0, 0);
+}
+
+// dO V^T.
+FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, StageMemory& memory,
+                                    Fragment& product) {
+  clear(product);
+  for (int64_t e0 = 0; e0 < p.E; e0 += kStage) {
+    const int count = static_cast<int>(min64(kStage, p.E - e0));
+    __syncthreads();
+    stage_transposed(p.grad_out, offset_of(p.grad_out, at.b, at.h, at.i0, e0), at.rows, count,
+                     memory.queries);
+    stage_transposed(p.v, offset_of(p.v, at.b, at.hkv, at.j0, e0), at.cols, count, memory.keys);
+    __syncthreads();
+    if (warp_has_rows(at)) outer_add<false>(memory.queries, 0, memory.keys, count, product);
+  }
+}
+
+// W and dS of a tile, both exactly 0 where masked. Begins with a barrier if D or E is not 0.
+FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepBits bits,
+                                   StageMemory& memory, Fragment& weights, Fragment& ds) {
+  weights_tile(tiles_of(a), at, bits, a.p.stats, memory, weights);
+  value_products(a.p, at, memory, ds);
+  with_dtype(a.p.grad_weights.dtype, [&](auto type) {
+    for_grad_weights<FragmentLayout, type>(
+        a.p, at, bits, [&](int pair, float grad) { ds[pair / 4][pair % 4] += grad; });
+  });
+  const KeepBits survivors = surviving_bits<FragmentLayout>(a.p, at);
+  drop(a.p, survivors, ds);
+  const float* const deltas = workspace(a) + a.plan.delta;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float delta = row0() + r < at.rows ? deltas[row_number(a.p, at, r)] : 0.f;
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+      const float grad = weights[r][c] * (ds[r][c] - delta);
+      ds[r][c] = kept(bits, r, c) ? grad : 0.f;
+    }
+  }
+  drop(a.p, survivors, weights);
+}
+
+// The power of two that a tile's dS is kept over, near the largest: factors of 2^80 stand beside it
+// in a gradient's sums, which would overflow, or underflow, with ordinary gradients. Read where it
+// is used: kept over the loops it would take a register.
+FASTATTN_DEVICE float unit_of_ds(const BackwardMemory& memory) {
+  float largest = 0.f;
+  for (int n = 0; n < kWarps; ++n) largest = max_of(largest, memory.largest[n]);
+  return fminf(fmaxf(power_below(largest), 0x1p-80f), 0x1p80f);
+}
+
+// Has a barrier inside, and needs one behind it.
+FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
+  float largest = 0.f;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) largest = max_of(largest, fabsf(ds[r][c]));
+  largest = lanes_max(largest, 32);
+  if (lane() == 0) memory.largest[warp()] = largest;
+  __syncthreads();
+  const float factor = kGradUnit / unit_of_ds(memory);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) ds[r][c] *= factor;
+  store_fragment<false>(ds, memory.ds);
+}
+
+// The kernels of each result. All but the first read delta.
+void launch_delta(const BackwardArgs& args, Launcher& launcher);
+void launch_grad_query(const BackwardArgs& args, Launcher& launcher);  // of q, and of w if wanted
+void launch_grad_key(const BackwardArgs& args, Launcher& launcher);    // of k and v
+void launch_grad_bias(const BackwardArgs& args, Launcher& launcher);
+
+}  // namespace fastattn::cuda

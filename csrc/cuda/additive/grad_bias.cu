@@ -1,0 +1,125 @@
+// Gradient of the bias, a block a tile and a slice of the batches and heads that share it. A second
+// kernel adds up the slices in order.
+#include "cuda/additive/backward.cuh"
+
+namespace fastattn::cuda {
+namespace {
+
+struct BiasTile {
+  int64_t b, h, tile_m, tile_n, slice;  // of the bias's own batches and heads
+};
+
+FASTATTN_DEVICE BiasTile bias_tile(const BackwardArgs& a, uint32_t block) {
+  BiasTile tile;
+  tile.tile_n = take_digit(&block, a.plan.panels.tiles_n);
+  tile.tile_m = take_digit(&block, a.plan.panels.tiles_m);
+  tile.slice = take_digit(&block, a.plan.slices);
+  tile.h = take_digit(&block, a.p.bias_H);
+  tile.b = block;
+  return tile;
+}
+
+// dS of one tile, summed over the batches and heads of a slice.
+FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, StageMemory& memory,
+                               Fragment& sum) {
+  const BackwardParams& p = a.p;
+  const int64_t sharers = bias_sharers(p), heads = p.bias_H == 1 ? p.H : 1;
+  clear(sum);
+  for (int64_t n = tile.slice * sharers / a.plan.slices;
+       n < (tile.slice + 1) * sharers / a.plan.slices; ++n) {
+    const Place at =
+        place(p, p.bias_B == 1 ? n / heads : tile.b, p.bias_H == 1 ? n % heads : tile.h,
+              tile.tile_m * kTile, tile.tile_n * kTile);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
+    if (mask.empty) continue;
+    Fragment weights, ds;
+    gradient_tile(a, at, mask.bits, memory, weights, ds);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) sum[r][c] += ds[r][c];
+  }
+}
+
+// Sums a tile over its rows into row 0, or over its columns into column 0.
+FASTATTN_DEVICE void reduce_tile(bool over_rows, float* memory, Fragment& tile) {
+  __syncthreads();
+  store_fragment<false>(tile, memory);
+  __syncthreads();
+  if (thread() < kTile) {
+    float sum = 0.f;
+    for (int n = 0; n < kTile; ++n)
+      sum += memory[over_rows ? tile_index(n, thread()) : tile_index(thread(), n)];
+    memory[over_rows ? tile_index(0, thread()) : tile_index(thread(), 0)] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) load_cols(memory, row0() + r, tile[r]);
+}
+
+// Where a tile's sums go: the gradient itself, or one part of [bias_M][bias_N] in the workspace.
+FASTATTN_DEVICE View bias_target(const BackwardArgs& a, const BiasTile& tile) {
+  const AdditiveBackwardPlan& plan = a.plan;
+  const BackwardParams& p = a.p;
+  View to = p.grad_bias;
+  if (bias_parts(plan) == 1) {
+    const int64_t size = to.dtype == DType::kFloat32 ? 4 : 2;
+    to.data = static_cast<char*>(to.data) + offset_of(to, tile.b, tile.h, 0, 0) * size;
+    return to;
+  }
+  const int64_t part_m = plan.parts_m == 1 ? 0 : tile.tile_m;
+  const int64_t part_n = plan.parts_n == 1 ? 0 : tile.tile_n;
+  const int64_t part = (tile.slice * plan.parts_m + part_m) * plan.parts_n + part_n;
+  const int64_t number = (tile.b * p.bias_H + tile.h) * bias_parts(plan) + part;
+  return {
+      workspace(a) + plan.bias + number * p.bias_M * p.bias_N, DType::kFloat32, 0, 0, p.bias_N, 1};
+}
+
+// Holds two fragments besides dP: two blocks an SM.
+__global__ void __launch_bounds__(kThreads, 2)
+    additive_bias_kernel(const __grid_constant__ BackwardArgs a) {
+  BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
+  const BackwardParams& p = a.p;
+  const BiasTile tile = bias_tile(a, blockIdx.x);
+  const int64_t i0 = tile.tile_m * kTile, j0 = tile.tile_n * kTile;
+  Fragment sum;
+  sum_slice(a, tile, memory.stage, sum);
+  if (p.bias_M == 1) reduce_tile(true, memory.ds, sum);
+  if (p.bias_N == 1) reduce_tile(false, memory.ds, sum);
+  const View to = bias_target(a, tile);
+  store_tile(to, offset_of(to, 0, 0, p.bias_M == 1 ? 0 : i0, p.bias_N == 1 ? 0 : j0),
+             p.bias_M == 1 ? 1 : extent(p.M, i0), p.bias_N == 1 ? 1 : extent(p.N, j0), sum);
+}
+
+// Adds up the parts, 32 lanes an element.
+__global__ void __launch_bounds__(kThreads, 3)
+    additive_bias_sum_kernel(const __grid_constant__ BackwardArgs a) {
+  const BackwardParams& p = a.p;
+  const int64_t size = p.bias_M * p.bias_N, parts = bias_parts(a.plan);
+  const int64_t element = blockIdx.x * int64_t{kWarps} + thread() / 32;
+  if (element >= p.bias_B * p.bias_H * size) return;
+  const int64_t bh = element / size, n = element % size;
+  const float* const from = workspace(a) + a.plan.bias + bh * parts * size + n;
+  float sum = 0.f;
+  for (int64_t part = thread() % 32; part < parts; part += 32) sum += from[part * size];
+  sum = lanes_sum(sum, 32);
+  if (thread() % 32 != 0) return;
+  const int64_t offset =
+      offset_of(p.grad_bias, bh / p.bias_H, bh % p.bias_H, n / p.bias_N, n % p.bias_N);
+  with_dtype(p.grad_bias.dtype, [&](auto type) { store_as<type>(p.grad_bias.data, offset, sum); });
+}
+
+}  // namespace
+
+void launch_grad_bias(const BackwardArgs& args, Launcher& launcher) {
+  const BackwardParams& p = args.p;
+  const int64_t tiles = args.plan.panels.tiles_m * args.plan.panels.tiles_n;
+  const int64_t heads = p.bias_B * p.bias_H;
+  launcher.run(additive_bias_kernel, heads * args.plan.slices * tiles, kThreads,
+               kSharedWithoutWeights, args);
+  if (bias_parts(args.plan) == 1) return;
+  const int64_t elements = heads * p.bias_M * p.bias_N;
+  launcher.run(additive_bias_sum_kernel, ceil_div(elements, kWarps), kThreads, 0, args);
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,126 @@
+// Gradients of keys and values, a block a tile of keys and the heads that share it.
+#include "cuda/additive/backward.cuh"
+
+namespace fastattn::cuda {
+namespace {
+
+// Slots of `sums`: per stage of dims, kOwn rows of dk; per kTile columns of values, kRows of dV.
+FASTATTN_DEVICE int64_t value_slot(const BackwardArgs& a, int64_t e0) {
+  return a.plan.panels.stages * kOwn + e0 / kTile * kRows;
+}
+
+FASTATTN_DEVICE void add_value_gradient(const BackwardArgs& a, const Place& at, bool full,
+                                        BackwardMemory& memory, float* sums) {
+  const View& from = a.p.grad_out;
+  for (int64_t e0 = 0; e0 < a.p.E; e0 += kTile) {
+    Fragment acc;
+    clear(acc);
+    for (int i = 0; i < at.rows; i += kStage) {
+      const int count = min(kStage, at.rows - i);
+      __syncthreads();
+      const bool finite =
+          __syncthreads_and(stage_rows(from, offset_of(from, at.b, at.h, at.i0 + i, e0), count,
+                                       extent(a.p.E, e0), memory.stage.queries));
+      if (full || finite) {
+        outer_add<false>(memory.weights, i, memory.stage.queries, count, acc);
+      } else {
+        outer_add<true>(memory.weights, i, memory.stage.queries, count, acc);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) add_to_sum(sums, value_slot(a, e0) + r, acc[r]);
+  }
+}
+
+template <bool kDirect>
+FASTATTN_DEVICE void add_key_gradient(const BackwardArgs& a, const Place& at,
+                                      BackwardMemory& memory, float* sums) {
+  const AdditiveTiles tiles = tiles_of(a);
+  const float* const weights = workspace(a) + tiles.panels.weights + at.h * tiles.panels.dims;
+  for (int64_t d0 = 0; d0 < tiles.panels.dims; d0 += kStage) {
+    const int count = staged_dims(tiles, d0);
+    __syncthreads();
+    stage_queries(tiles, at, tiles.panels.gradient_queries, kDirect, d0, count,
+                  memory.stage.queries);
+    __syncthreads();
+    if (own_dim0() >= count || own_row0() >= at.cols) continue;
+    OwnTile own, acc = {};
+    float unused[kOwn] = {};
+    load_own<true>(tiles, at, kDirect, d0, own);
+    add_gradient<kDirect, true>(own, memory.stage.queries, memory.ds, at.rows, acc, unused);
+    const float unit = unit_of_ds(memory);
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) {
+#pragma unroll
+      for (int d = 0; d < kOwn; ++d) {
+        const float sum = acc[r][d] * (kDirect ? unit : own[r][d] * unit);
+        acc[r][d] = sum * (4.f * weights[d0 + own_dim0() + d]);
+      }
+      add_to_sum(sums, d0 / kStage * kOwn + r, acc[r]);
+    }
+  }
+}
+
+FASTATTN_DEVICE void write_key_gradients(const BackwardArgs& a, const Place& at, float* sums) {
+  const View &k = a.p.grad_k, &v = a.p.grad_v;
+  for (int64_t stage = 0; stage < a.plan.panels.stages; ++stage) {
+    const int64_t d0 = stage * kStage + own_dim0();
+    for (int r = 0; r < kOwn; ++r) {
+      if (own_row0() + r >= at.cols) continue;
+      float sum[kOwn];
+      unpack4(own_sum(sums, stage * kOwn + r), sum);
+      const int64_t offset = offset_of(k, at.b, at.hkv, at.j0 + own_row0() + r, d0);
+      for (int d = 0; d < kOwn && d0 + d < a.p.D; ++d)
+        with_dtype(k.dtype,
+                   [&](auto type) { store_as<type>(k.data, offset + d * k.stride_c, sum[d]); });
+    }
+  }
+  for (int64_t e0 = 0; e0 < a.p.E; e0 += kTile) {
+    Fragment sum;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) unpack4(own_sum(sums, value_slot(a, e0) + r), sum[r]);
+    store_tile(v, offset_of(v, at.b, at.hkv, at.j0, e0), at.cols, extent(a.p.E, e0), sum);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 3)
+    additive_keys_kernel(const __grid_constant__ BackwardArgs a) {
+  BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
+  const BackwardParams& p = a.p;
+  float* const sums = workspace(a) + a.plan.sums_k + blockIdx.x * a.plan.block_k;
+  uint32_t block = blockIdx.x;
+  const int64_t j0 = take_digit(&block, a.plan.panels.tiles_n) * kTile;
+  const int64_t hkv = take_digit(&block, p.Hkv), b = block;
+  const int group = static_cast<int>(p.H) / static_cast<int>(p.Hkv);
+  Place at = place(p, b, hkv * group, 0, j0);
+  const int end = at.h + group;
+  clear_sums(sums, value_slot(a, ceil_div(p.E, kTile) * kTile));
+  const bool direct = is_direct(tiles_of(a), at);
+
+  for (; at.h < end; ++at.h)
+    for (at.i0 = 0; at.i0 < p.M; at.i0 += kTile) {
+      at.rows = extent(p.M, at.i0);
+      const TileMask mask = mask_tile<FragmentLayout>(p, at);
+      if (mask.empty) continue;
+      Fragment weights, ds;
+      gradient_tile(a, at, mask.bits, memory.stage, weights, ds);
+      store_fragment<false>(weights, memory.weights);
+      store_ds(ds, memory);
+      add_value_gradient(a, at, mask.full, memory, sums);
+      if (direct) {
+        add_key_gradient<true>(a, at, memory, sums);
+      } else {
+        add_key_gradient<false>(a, at, memory, sums);
+      }
+    }
+  write_key_gradients(a, at, sums);
+}
+
+}  // namespace
+
+void launch_grad_key(const BackwardArgs& args, Launcher& launcher) {
+  const int64_t tiles = args.p.B * args.p.Hkv * args.plan.panels.tiles_n;
+  launcher.run(additive_keys_kernel, tiles, kThreads, sizeof(BackwardMemory), args);
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,124 @@
+// Gradients of the queries and of w, a block a tile of queries. A second kernel adds up w's.
+#include "cuda/additive/backward.cuh"
+
+namespace fastattn::cuda {
+namespace {
+
+// Adds the tile's share of dq, over 4 w, and of dw. Slots of `sums`: per stage of dims, kOwn rows
+// of the one and one of the other.
+template <bool kDirect>
+FASTATTN_DEVICE void add_query_gradient(const BackwardArgs& a, const Place& at,
+                                        BackwardMemory& memory, float* sums) {
+  const AdditiveTiles tiles = tiles_of(a);
+  for (int64_t d0 = 0; d0 < tiles.panels.dims; d0 += kStage) {
+    const int count = staged_dims(tiles, d0);
+    __syncthreads();
+    stage_keys(tiles, at, kDirect, d0, count, memory.stage.keys);
+    __syncthreads();
+    if (own_dim0() >= count || own_row0() >= at.rows) continue;
+    OwnTile own, acc = {};
+    float weight[kOwn] = {};
+    load_own<false>(tiles, at, kDirect, d0, own);
+    add_gradient<kDirect, false>(own, memory.stage.keys, memory.ds, at.cols, acc, weight);
+    const int64_t slot = d0 / kStage * (kOwn + 1);
+    const float unit = unit_of_ds(memory);
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) {
+#pragma unroll
+      for (int d = 0; d < kOwn; ++d) acc[r][d] *= kDirect ? unit : own[r][d] * unit;
+      add_to_sum(sums, slot + r, acc[r]);
+      weight[r] *= unit * (1.f / kGradUnit);
+    }
+    add_to_sum(sums, slot + kOwn, weight);
+  }
+}
+
+FASTATTN_DEVICE void write_query_gradient(const BackwardArgs& a, const Place& at, float* sums) {
+  const View& to = a.p.grad_q;
+  const float* const weights = workspace(a) + a.plan.panels.weights + at.h * a.plan.panels.dims;
+  for (int64_t stage = 0; stage < a.plan.panels.stages; ++stage) {
+    const int64_t d0 = stage * kStage + own_dim0();
+    for (int r = 0; r < kOwn; ++r) {
+      if (own_row0() + r >= at.rows) continue;
+      float sum[kOwn];
+      unpack4(own_sum(sums, stage * (kOwn + 1) + r), sum);
+      const int64_t offset = offset_of(to, at.b, at.h, at.i0 + own_row0() + r, d0);
+      for (int d = 0; d < kOwn && d0 + d < a.p.D; ++d)
+        with_dtype(to.dtype, [&](auto type) {
+          store_as<type>(to.data, offset + d * to.stride_c, 4.f * weights[d0 + d] * sum[d]);
+        });
+    }
+  }
+}
+
+// dw of this tile of queries.
+FASTATTN_DEVICE void write_weight_gradient(const BackwardArgs& a, float* sums, float* staged) {
+  const Panels& panels = a.plan.panels;
+  float* const to = workspace(a) + a.plan.weights + blockIdx.x * panels.dims;
+  for (int64_t stage = 0; stage < panels.stages; ++stage) {
+    __syncthreads();
+    reinterpret_cast<float4*>(staged)[thread()] = own_sum(sums, stage * (kOwn + 1) + kOwn);
+    __syncthreads();
+    const int64_t d = stage * kStage + thread();
+    if (thread() >= kStage || d >= panels.dims) continue;
+    float sum = 0.f;
+    for (int n = 0; n < kTile / kOwn; ++n) sum += staged[n * kStage + thread()];
+    to[d] = sum;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 3)
+    additive_queries_kernel(const __grid_constant__ BackwardArgs a) {
+  BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
+  const BackwardParams& p = a.p;
+  // Found anew where it is used: kept over the loop it would cost two registers too many.
+  const auto sums = [&] {
+    const int64_t block = opaque_here(static_cast<int>(blockIdx.x));
+    return workspace(a) + a.plan.sums_q + block * a.plan.block_q;
+  };
+  Place at = query_place(a, blockIdx.x);
+  clear_sums(sums(), a.plan.panels.stages * (kOwn + 1));
+
+  const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
+    at.cols = extent(p.N, at.j0);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at);
+    if (mask.empty) continue;
+    Fragment weights, ds;
+    gradient_tile(a, at, mask.bits, memory.stage, weights, ds);
+    store_ds(ds, memory);
+    if (is_direct(tiles_of(a), at)) {
+      add_query_gradient<true>(a, at, memory, sums());
+    } else {
+      add_query_gradient<false>(a, at, memory, sums());
+    }
+  }
+
+  write_query_gradient(a, at, sums());
+  write_weight_gradient(a, sums(), memory.stage.queries);
+}
+
+// Adds up the tiles of queries, a head a block.
+__global__ void __launch_bounds__(kThreads, 3)
+    additive_weight_gradient_kernel(const __grid_constant__ BackwardArgs a) {
+  const Panels& panels = a.plan.panels;
+  const float* const from = workspace(a) + a.plan.weights;
+  for (int64_t d = thread(); d < a.p.D; d += kThreads) {
+    float sum = 0.f;
+    for (int64_t tile = 0; tile < panels.tiles_m; ++tile)
+      sum += from[(blockIdx.x * panels.tiles_m + tile) * panels.dims + d];
+    a.p.grad_w[blockIdx.x * a.p.D + d] = sum;
+  }
+}
+
+}  // namespace
+
+void launch_grad_query(const BackwardArgs& args, Launcher& launcher) {
+  const BackwardParams& p = args.p;
+  const int64_t tiles = p.B * p.H * args.plan.panels.tiles_m;
+  launcher.run(additive_queries_kernel, tiles, kThreads, kSharedWithoutWeights, args);
+  if (p.grad_w != nullptr)
+    launcher.run(additive_weight_gradient_kernel, p.B * p.H, kThreads, 0, args);
+}
+
+}  // namespace fastattn::cuda
