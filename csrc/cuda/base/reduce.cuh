@@ -1,9 +1,17 @@
-// Sums and maxima over lanes and blocks, always in the same order.
+// A block of kThreads threads: sums and maxima over its lanes and over all, always in the same
+// order.
 #pragma once
 
-#include "cuda/tile/tile.cuh"
+#include "cuda/base/ptx.cuh"
 
 namespace fastattn::cuda {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+
+FASTATTN_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
+FASTATTN_DEVICE int lane() { return static_cast<int>(threadIdx.x % 32); }
+FASTATTN_DEVICE int warp() { return static_cast<int>(threadIdx.x / 32); }
 
 constexpr unsigned kAllLanes = ~0u;
 

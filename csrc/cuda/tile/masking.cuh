@@ -10,7 +10,7 @@
 // in runs of kKeyRun neighbours, which share a block of dropout's bits, kRunStep apart.
 #pragma once
 
-#include "cuda/base/reduce.cuh"
+#include "cuda/tile/tile.cuh"
 #include "problem/philox.h"
 
 namespace fastattn::cuda {

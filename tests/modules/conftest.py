@@ -1,0 +1,17 @@
+"""A small multi-head module of ours and a batch for it."""
+
+import pytest
+import torch
+
+from fastattn import MultiheadAttention
+
+
+@pytest.fixture
+def module():
+    torch.manual_seed(0)
+    return MultiheadAttention(8, 2, batch_first=True)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,193 @@
+"""Self-attention that needs no checking: the short way, and the one operator at inference."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from fastattn import MultiheadAttention, functional, testing
+from fastattn.backends import cpu
+from fastattn.modules.multihead import inference, inputs
+
+
+class TestTheShortWay:
+    """Self-attention that needs no checking has a way of its own: ``inference.py``."""
+
+    @pytest.fixture
+    def checked(self, monkeypatch):
+        """Counts the calls that went the long way."""
+        seen, canonical = [], inputs.canonical
+
+        def spy(*args):
+            seen.append(args)
+            return canonical(*args)
+
+        monkeypatch.setattr(inputs, "canonical", spy)
+        return seen
+
+    @pytest.mark.parametrize("grad", [True, False])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("tokens", [5, 40])  # the second with the weight on the left
+    def test_gives_the_same_bits(self, monkeypatch, checked, grad, batch_first, bias, tokens):
+        module = MultiheadAttention(8, 2, dropout=0.5, batch_first=batch_first, bias=bias)
+        for p in module.parameters():
+            nn.init.normal_(p)
+        x = torch.randn(1, tokens, 8, requires_grad=grad)
+        found = []
+        for attend in (inference.attend, lambda *args: None):
+            monkeypatch.setattr(inference, "attend", attend)
+            for training, need_weights in ((False, False), (False, True), (True, True)):
+                torch.manual_seed(0)
+                with torch.set_grad_enabled(grad):
+                    out, weights = module.train(training)(x, x, x, need_weights=need_weights)
+                found.append([out, *([weights] if need_weights else [])])
+                if grad:
+                    found[-1] += torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+                assert out.is_contiguous()
+            assert len(checked) == (3 if len(found) == 6 else 0)
+        for got, want in zip(found[:3], found[3:], strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+    def test_is_for_plain_calls_only(self, module, x, checked):
+        mask = torch.zeros(5, 5, dtype=torch.bool)
+        calls = [
+            lambda: module(x[0], x[0], x[0]),
+            lambda: module(x, x.clone(), x),
+            lambda: module(x, x, x, attn_mask=mask),
+            lambda: module(x, x, x, key_padding_mask=mask[:2]),
+            lambda: module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False),
+            lambda: MultiheadAttention(8, 2, add_zero_attn=True)(x, x, x),
+            lambda: MultiheadAttention(8, 2, add_bias_kv=True)(x, x, x),
+            lambda: prune.identity(module.out_proj, "bias") and module(x, x, x),
+        ]
+        module(x, x, x)
+        assert not checked
+        for n, call in enumerate(calls, start=1):
+            call()
+            assert len(checked) == n
+
+
+@pytest.mark.usefixtures("extension")
+class TestOneOperator:
+    """At inference the short way is one operator; where that would be seen, it is not."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("weights", ["none", "mean", "full"])
+    def test_is_right(self, operator_calls, dtype, bias, weights):
+        sizes = dict(bias=bias, batch_first=True)
+        exact, peer = (nn.MultiheadAttention(8, 2, **sizes).eval() for _ in range(2))
+        ours = MultiheadAttention(8, 2, **sizes).eval()
+        for p in exact.parameters():
+            nn.init.normal_(p)
+        for module in (peer, ours):
+            module.load_state_dict(exact.state_dict())
+            module.to(dtype)
+        exact.load_state_dict(ours.state_dict())
+        exact.double()
+        x = torch.randn(3, 7, 8).to(dtype)
+        results = []
+        with torch.no_grad():
+            for module, y in ((ours, x), (peer, x), (exact, x.double())):
+                asked = dict(need_weights=weights != "none", average_attn_weights=weights == "mean")
+                results.append([t for t in module(y, y, y, **asked) if t is not None])
+        for found in zip(*results, strict=True):
+            testing.assert_within_budget(*found)
+        assert len(operator_calls) == 1
+
+    def test_when_nothing_wants_a_gradient(self, module, x, operator_calls):
+        with torch.inference_mode():
+            module(x, x, x)
+        module.requires_grad_(False)(x, x, x)
+        assert len(operator_calls) == 2
+        leaf = x.clone().requires_grad_()
+        assert module(leaf, leaf, leaf)[0].requires_grad
+        module.out_proj.bias.requires_grad_()
+        assert module(x, x, x)[0].requires_grad
+        assert len(operator_calls) == 2
+
+    def test_takes_any_strides(self, module, operator_calls):
+        x = torch.randn(5, 4, 8).transpose(0, 1)
+        with torch.no_grad():
+            for same in (x, x[1:3], x[1:3].contiguous(), x[:, :3]):
+                torch.testing.assert_close(
+                    module(same, same, same),
+                    nn.MultiheadAttention.forward(module, same, same, same),
+                )
+        assert len(operator_calls) == 4
+
+    def test_where_torch_would_see_it(self, module, x, operator_calls):
+        """Modes, transforms and traces find the operators of torch; all results are the same."""
+
+        torch._dynamo.reset()  # of what other tests compiled
+
+        def attend(y, call=module):
+            return call(y, y, y)[0]
+
+        def under(context):
+            with context:
+                return attend(x)
+
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad():
+            want, _ = nn.MultiheadAttention.forward(module, x, x, x)
+            found = [
+                attend(x, compiled),
+                under(counter),
+                under(forward_ad.dual_level()),
+                torch.func.vmap(attend, in_dims=1, out_dims=1)(x[:, None]).squeeze(1),
+            ]
+            half = under(torch.autocast("cpu", torch.bfloat16))
+        assert counter.get_total_flops() > 0
+        for out in found:
+            torch.testing.assert_close(out, want)
+        torch.testing.assert_close(half.float(), want, rtol=0.05, atol=0.05)
+        assert not operator_calls
+
+    def test_where_it_does_not_apply(self, module, x, operator_calls):
+        dropout = MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        other = MultiheadAttention(8, 2, batch_first=True)
+        other._attend = lambda q, k, v, **_: functional.scaled_dot_product_attention(q, k, v)
+        additive = fastattn.MultiheadAdditiveAttention(8, 2, batch_first=True)
+        with torch.no_grad():
+            for attention in (dropout, other, additive, module.double()):
+                y = x.double() if attention is module else x
+                attention(y, y, y, need_weights=False)
+            assert not operator_calls
+            dropout.eval()(x, x, x)
+        assert len(operator_calls) == 1
+
+    def test_modules_are_told_apart(self, operator_calls):
+        """By all that they differ in on an input of one shape."""
+        x = torch.randn(4, 4, 8)
+        for heads, batch_first in itertools.product((2, 4), (True, False)):
+            module = MultiheadAttention(8, heads, batch_first=batch_first)
+            for dtype in (torch.float32, torch.float64):
+                y = x.to(dtype)
+                want = nn.MultiheadAttention.forward(module.to(dtype), y, y, y)
+                with torch.no_grad():
+                    torch.testing.assert_close(module(y, y, y), want)
+        assert len(operator_calls) == 4  # those in float32
+
+    def test_the_registry_decides(self, module, x, operator_calls, monkeypatch):
+        monkeypatch.setattr(cpu, "unsupported", lambda p: ["not today"])
+        with torch.no_grad():
+            want = nn.MultiheadAttention.forward(module, x, x, x)
+            for _ in range(2):
+                torch.testing.assert_close(module(x, x, x), want)
+        assert not operator_calls
+
+    def test_errors_are_those_of_torch(self, module, x, operator_calls):
+        module.out_proj.bias = nn.Parameter(torch.zeros(8).double())
+        for y in (x, x.double(), x.to("meta")):
+            with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+                module(y, y, y)
+            assert "fastattn" not in str(caught.value)
+        assert not operator_calls
