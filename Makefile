@@ -106,11 +106,11 @@ bench-compare: build
 $(EXAMPLES:%=example-%): example-%: build $(READY:%.ready=%.examples)
 	$(PY) -m examples.$* $(ARGS)
 
-# On a GPU, within 8 minutes each, a build of the CUDA library included: tests/gpu.py. With
+# On a GPU, within 8 minutes each, a build of the CUDA library included: tests/tools/gpu.py. With
 # NO_VENV=1 nothing else is built.
 gpu-test gpu-bench gpu-sanitize: gpu-%: $(READY)
 	@$(PY) -c 'import torch; exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
-	$(PY) tests/gpu.py $* $(ARGS)
+	$(PY) tests/tools/gpu.py $* $(ARGS)
 
 # After build, which makes kernels/ importable as fastattn.kernels for pyright.
 lint: build

@@ -22,6 +22,8 @@ from fastattn import functional
 from fastattn.backends import cpu, operators, registry
 from fastattn.problem import call_cache
 
+pytest.register_assert_rewrite("properties")  # tests by another name
+
 
 def pytest_report_header():
     isa = "none" if operators.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa()

@@ -15,16 +15,16 @@ import torch
 
 # Run here as well, with this file's backend; conftest.py leaves out the dot product's share.
 from helpers import assert_same_bits, everything, inputs
-from test_dropout import (  # noqa: F401
+from properties.dropout import (  # noqa: F401
     test_backward_drops_what_forward_dropped,
     test_every_backend_drops_the_same_bit_for_bit,
 )
-from test_empty_rows import (  # noqa: F401
+from properties.empty_rows import (  # noqa: F401
     test_gradients_are_0_and_nothing_is_nan,
     test_results_are_0_and_minus_infinity,
     test_whole_tiles_of_empty_rows,
 )
-from test_extremes import (  # noqa: F401
+from properties.extremes import (  # noqa: F401
     test_a_large_bias_in_a_whole_row_leaves_it_uniform,
     test_a_large_negative_bias_masks_beside_others,
     test_additive_with_extreme_weights,
@@ -35,7 +35,7 @@ from test_extremes import (  # noqa: F401
     test_weights_under_a_large_bias_sum_to_1,
     test_zero_size_results_have_their_shapes,
 )
-from test_garbage import (  # noqa: F401
+from properties.garbage import (  # noqa: F401
     test_memory_around_slices_is_not_used,
     test_nan_in_a_bias_stays_in_its_row,
     test_nan_in_a_key_reaches_the_rows_that_keep_it,
@@ -44,7 +44,7 @@ from test_garbage import (  # noqa: F401
     test_nan_upstream_stays_in_its_row,
     test_queries_without_keys_reach_nothing,
 )
-from test_strides import (  # noqa: F401
+from properties.strides import (  # noqa: F401
     far_storage,
     test_each_tensor_in_a_layout_of_its_own,
     test_strides_beyond_2_to_the_31,

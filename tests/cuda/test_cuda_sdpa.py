@@ -7,10 +7,10 @@ tensor and the workspace being an allocation of its exact size.
 import dataclasses
 
 import host_build
-import large_logits
 import pytest
 import shim_backend
 import torch
+from properties import large_logits
 
 from fastattn import Mask, scaled_dot_product_attention, testing
 from fastattn.testing import GRID, Case

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_nvcc import find_nvcc, find_tool
+from toolkit import find_nvcc, find_tool
 
 import fastattn
 from fastattn.backends import operators

@@ -5,9 +5,7 @@ which gives 16 results a clock and SM, or by the issue of 128 instructions, whic
 """
 
 import functools
-import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import sass
+from toolkit import find_nvcc, find_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "csrc/cuda"
@@ -55,19 +54,6 @@ SOURCE_OF = {
     "additive_queries_kernel": "additive/grad_query.cu",
     "additive_keys_kernel": "additive/grad_key.cu",
 }
-
-
-def find_nvcc() -> str | None:
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-def find_tool(name: str) -> str | None:
-    """Beside nvcc, or in Triton's wheel."""
-    folders = [Path(find_nvcc() or "/").resolve().parent, *Path("/usr/local").glob("cuda*/bin")]
-    triton = importlib.util.find_spec("triton")
-    if triton is not None and triton.origin:
-        folders.append(Path(triton.origin).parent / "backends/nvidia/bin")
-    return next((str(f / name) for f in folders if (f / name).exists()), shutil.which(name))
 
 
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import assert_module_close
-from test_luong import plain_scores
+from plain import plain_scores
 
 from fastattn import HardAttention
 

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from helpers import assert_module_close
-from test_luong import plain_scores
+from plain import plain_scores
 
 from fastattn import LocalAttention
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import assert_module_close
+from plain import plain_scores
 
 from fastattn import LuongAttention, Mask
 
@@ -20,21 +21,6 @@ def tensors():
 def module_for(method, **options):
     hidden = 7 if method == "concat" else None
     return LuongAttention(DQ, DK, method, hidden_dim=hidden, value_dim=DV, **options)
-
-
-def plain_scores(module, queries, keys):
-    score = module.score
-    if score.method == "dot":
-        return queries @ keys.mT
-    if score.method == "general":
-        return queries @ score.W_a.weight.T @ keys.mT
-    # The paper's one matrix over [h; s].
-    W = torch.cat([score.W_q.weight, score.W_k.weight], dim=1)
-    M, N = queries.shape[1], keys.shape[1]
-    pairs = torch.cat(
-        [queries[:, :, None].expand(-1, -1, N, -1), keys[:, None].expand(-1, M, -1, -1)], dim=-1
-    )
-    return torch.tanh(pairs @ W.T) @ score.w_v.weight[0]
 
 
 def plain(module, queries, keys, values, keep=None):

@@ -10,7 +10,7 @@ from pathlib import Path
 import gpu
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("test", "bench", "sanitize")
 
 
@@ -29,7 +29,7 @@ def test_the_makefile_has_the_target(target):
         ["make", "-n", f"gpu-{target}", "NO_VENV=1", "PYTHON=py"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert f"py tests/gpu.py {target}" in done.stdout
+    assert f"py tests/tools/gpu.py {target}" in done.stdout
 
 
 ERROR = "echo '========= Invalid __global__ read of size 4 bytes'"

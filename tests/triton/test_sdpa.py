@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-import large_logits
 import pytest
 import torch
+from properties import large_logits
 
 import fastattn
 from fastattn import testing

@@ -3,16 +3,16 @@
 import math
 
 import pytest
-import test_garbage
 from helpers import SCORES, Carrier
-from test_extremes import (  # noqa: F401
+from properties import garbage
+from properties.extremes import (  # noqa: F401
     test_a_large_bias_in_a_whole_row_leaves_it_uniform,
     test_gradients_under_a_large_bias,
     test_infinity_in_a_bias_is_nan_in_its_row_alone,
     test_logits_beyond_half_accumulate_in_float32,
     test_weights_under_a_large_bias_sum_to_1,
 )
-from test_garbage import (  # noqa: F401
+from properties.garbage import (  # noqa: F401
     test_nan_in_a_bias_stays_in_its_row,
     test_nan_in_a_key_reaches_the_rows_that_keep_it,
     test_nan_in_a_query_spares_the_keys_past_the_length,
@@ -38,17 +38,17 @@ def backend(request, device, monkeypatch):
     return "triton"
 
 
-@pytest.mark.parametrize("name", test_garbage.MASKS)
+@pytest.mark.parametrize("name", garbage.MASKS)
 @pytest.mark.parametrize("score", SCORES)
 def test_nan_in_unused_keys_reaches_nothing(backend, score, name):
-    test_garbage.test_unused_keys_reach_nothing(backend, score, name, math.nan)
+    garbage.test_unused_keys_reach_nothing(backend, score, name, math.nan)
 
 
-@pytest.mark.parametrize("name", test_garbage.MASKS)
+@pytest.mark.parametrize("name", garbage.MASKS)
 def test_nan_in_unused_keys_reaches_nothing_of_few_queries(backend, name, monkeypatch):
     """The additive score's backward has a kernel for them."""
     monkeypatch.setattr(additive_backward, "FEW_QUERIES", 16)
-    test_garbage.test_unused_keys_reach_nothing(backend, "additive", name, math.nan)
+    garbage.test_unused_keys_reach_nothing(backend, "additive", name, math.nan)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What `make gpu-test`, `gpu-bench` and `gpu-sanitize` run: each ends within LIMIT seconds.
 
-    python tests/gpu.py test|bench|sanitize [arguments for pytest, or for bench.run]
+    python tests/tools/gpu.py test|bench|sanitize [arguments for pytest, or for bench.run]
 
 Each begins with the build of the CUDA library alone. Every step has its seconds, after which it is
 interrupted, and killed if that does not help: a kernel may never end. Out of time is no failure,
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 480  # seconds of one command, from a clean tree
 GRACE = 10  # between the interrupt and the kill
 BUILD = 150

@@ -1,0 +1,7 @@
+"""What must hold of every kernel (tests/properties), on every backend of this machine."""
+
+from properties.dropout import *  # noqa: F403
+from properties.empty_rows import *  # noqa: F403
+from properties.extremes import *  # noqa: F403
+from properties.garbage import *  # noqa: F403
+from properties.strides import *  # noqa: F403
