@@ -1,7 +1,8 @@
 // The door: which score's kernels a problem goes to, and which it cannot.
+#include "cuda/additive/passes.h"
 #include "cuda/additive/plan.h"
+#include "cuda/dot/passes.h"
 #include "cuda/kernels.h"
-#include "cuda/scores.h"
 
 namespace fastattn::cuda {
 namespace {

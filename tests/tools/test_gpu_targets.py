@@ -137,8 +137,8 @@ def test_a_driver_older_than_the_runtime_is_a_reason(runtime, driver, fits, monk
     from fastattn.backends import cuda
 
     monkeypatch.setattr(cuda.torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cuda.ops, "load", lambda *args: None)
-    monkeypatch.setattr(cuda.ops, "build_info", lambda *keys: runtime)
+    monkeypatch.setattr(cuda.operators, "load", lambda *args: None)
+    monkeypatch.setattr(cuda.operators, "build_info", lambda *keys: runtime)
     monkeypatch.setattr(cuda, "driver_version", lambda: driver)
     error = cuda._load_library()
     if fits:

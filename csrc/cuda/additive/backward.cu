@@ -16,8 +16,8 @@
 // by one thread: no atomics, every sum in one order. Scores are computed again in each kernel,
 // since nothing of size M N may be stored. Dao et al., "FlashAttention", 2022, appendix B.
 #include "cuda/additive/backward.cuh"
+#include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"
-#include "cuda/scores.h"
 
 namespace fastattn::cuda {
 

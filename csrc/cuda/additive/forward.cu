@@ -15,9 +15,9 @@
 // sweep that recomputes scores against them. Online softmax: Milakov and Gimelshein, 2018; Dao et
 // al., "FlashAttention: fast and memory-efficient exact attention with IO-awareness", 2022.
 #include "cuda/additive/few_queries.cuh"
+#include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"
 #include "cuda/additive/tile.cuh"
-#include "cuda/scores.h"
 
 namespace fastattn::cuda {
 namespace {

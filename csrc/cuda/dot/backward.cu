@@ -14,8 +14,8 @@
 // Every result has one owner, so there are no atomics and results are the same on every run. Dao,
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
 #include "cuda/base/launcher.cuh"
+#include "cuda/dot/passes.h"
 #include "cuda/dot/step.cuh"
-#include "cuda/scores.h"
 
 namespace fastattn::cuda {
 namespace {

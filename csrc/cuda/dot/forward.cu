@@ -15,8 +15,8 @@
 // Saved for backward: stats, the maximum of a row and 1 / sum. Returned weights come from a second
 // sweep that recomputes scores against them. Dao, "FlashAttention-2: faster attention with better
 // parallelism and work partitioning", 2023.
+#include "cuda/dot/passes.h"
 #include "cuda/dot/step.cuh"
-#include "cuda/scores.h"
 #include "cuda/tile/merge.cuh"
 
 namespace fastattn::cuda {

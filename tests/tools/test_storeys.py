@@ -1,0 +1,104 @@
+"""The storeys of the sources: a file uses its own storey and those below, and nothing above."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 450  # lines of a file
+
+# From the ground up; a folder belongs to the longest name that it begins with.
+CPP = [
+    "problem", "cpu/base cuda/base", "cpu/tile cuda/tile", "cpu/score cuda/dot cuda/additive",
+    "cpu/loop", "cpu/entry", "cpu cuda", "binding",
+]  # fmt: skip
+PYTHON = [
+    "fastattn.problem fastattn.plotting", "fastattn.kernels.tile",
+    "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
+    "fastattn.backends", "fastattn.autograd fastattn.autotune", "fastattn.functional",
+    "fastattn.modules fastattn.testing", "fastattn",
+]  # fmt: skip
+
+# csrc/problem/mask.h says what a mask means; these still read its fields themselves.
+READ_MASKS = {
+    "cpu/entry/sdpa_fwd.cpp", "cpu/loop/forward.h", "cpu/loop/plan.h", "cpu/score/amx/dot.h",
+    "cpu/tile/masking.h", "cuda/additive/forward.cu", "cuda/additive/prepare.cu",
+    "cuda/dot/forward.cu", "cuda/tile/masking.cuh",
+}  # fmt: skip
+MASK_FIELD = r"\b(band_lo|band_hi|kv_len(_stride_\w)?|keep_stride_\w|mask\.keep)\b"
+
+
+def code() -> dict[str, str]:
+    """The C++ sources by their paths below csrc, without comments."""
+    files = (path for path in (ROOT / "csrc").rglob("*.*") if path.suffix != ".inc")
+    text = {str(path.relative_to(ROOT / "csrc")): path.read_text("utf-8") for path in files}
+    return {name: re.sub(r"//.*", "", x) for name, x in text.items()}
+
+
+def storey(storeys: list[str], name: str) -> int:
+    """The number of a file's storey, or of a module's."""
+    begins = {part: n for n, parts in enumerate(storeys) for part in parts.split()}
+    found = [x for x in begins if re.match(rf"{re.escape(x)}([./]|$)", name)]
+    assert found, f"{name} stands in none of {storeys}"
+    return begins[max(found, key=len)]
+
+
+def imports(module: str, path: Path) -> list[str]:
+    """The modules of the package that a module imports, wherever it does."""
+    package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            outer = package[: len(package) + 1 - node.level] if node.level else []
+            origin = ".".join([*outer, *filter(None, [node.module])])
+            found += [f"{origin}.{alias.name}" for alias in node.names]
+    return [name for name in found if re.match(r"fastattn(\.|$)", name)]
+
+
+def test_includes_point_down():
+    for name, text in code().items():
+        for used in re.findall(r'#include "(\w+/.+)"', text):
+            assert storey(CPP, used) <= storey(CPP, name), f"{name} includes {used}"
+            if name.startswith(("cpu/", "cuda/")):
+                assert used.split("/")[0] in (name.split("/")[0], "problem"), f"{name}: {used}"
+
+
+def test_imports_point_down():
+    for folder, package in (("fastattn", "fastattn"), ("kernels", "fastattn.kernels")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inner = path.relative_to(ROOT / folder).with_suffix("").parts
+            module = ".".join([package, *(x for x in inner if x != "__init__")])
+            for used in imports(module, path):
+                above = storey(PYTHON, used) > storey(PYTHON, module)
+                assert not above, f"{module} imports {used}"
+
+
+def test_torch_is_known_to_the_binding_alone():
+    users = [x for x, text in code().items() if re.search(r"#include <(torch|ATen|c10)/", text)]
+    assert users
+    assert all(name.startswith("binding/") for name in users), users
+
+
+def test_masks_are_read_where_they_are_defined():
+    readers = {name for name, text in code().items() if re.search(MASK_FIELD, text)}
+    assert {x for x in readers if not x.startswith(("problem/", "binding/"))} == READ_MASKS
+
+
+def test_no_test_imports_another():
+    for path in (ROOT / "tests").rglob("*.py"):
+        found = re.findall(r"^(?:from|import) (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
+        assert set(found) <= {path.stem}, f"{path.name} imports {found}"
+
+
+def test_no_file_is_long():
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if git.returncode:
+        pytest.skip("not a git checkout")
+    names = re.findall(r".*\.(?:py|pyi|h|cu|cuh|cpp)$", git.stdout, re.MULTILINE)
+    lines = {x: (ROOT / x).read_text("utf-8").count("\n") for x in names if (ROOT / x).exists()}
+    assert {name: n for name, n in lines.items() if n > LONGEST} == {}
