@@ -24,13 +24,14 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model
 
-.PHONY: help test test-kernels fuzz test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
+.PHONY: help test test-fast test-kernels fuzz test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
+	@echo "make test-fast  of these, in a minute: the CPU backend on its widest instruction set"
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
 	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
@@ -56,6 +57,12 @@ PARALLEL = $$($(PY) -c 'import xdist; print("-n auto --dist $(1)")' 2>/dev/null)
 
 test: build
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m pytest tests $(call PARALLEL,loadfile) $(ARGS)
+
+# While you work: neither interpreted nor simulated GPU kernels, nor the example programs, nor what is
+# marked slow: the narrower instruction sets, torch.compile, and the largest sizes.
+test-fast: build
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests -q -m "not slow and not gpu" $(call PARALLEL,load) \
+	  $(addprefix --ignore tests/,triton cuda examples) $(ARGS)
 
 # The part of `make test` that interprets the Triton kernels and compiles them for GPUs; here in every
 # configuration.

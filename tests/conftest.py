@@ -148,7 +148,13 @@ def extension():
         pytest.skip(operators.EXTENSION_ERROR)
 
 
-@pytest.fixture(params=ISAS)
+def _isas():
+    """The instruction sets by name, all but the one in use marked slow."""
+    widest = None if operators.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa()
+    return [x if x == widest else pytest.param(x, marks=pytest.mark.slow) for x in ISAS]
+
+
+@pytest.fixture(params=_isas())
 def isa(request, extension):
     """Forces the CPU kernels of one instruction set."""
     before = torch.ops.fastattn.cpu_isa()

@@ -6,7 +6,7 @@
 //   prologue (additive_prepare.cu)      exponentials of q and k, a key tile's range
 //   for (b, h, tile of 64 queries)      a block; O, m and l in shared memory
 //     for key tiles that some row keeps
-//       S = scores                      32 a thread in registers; additive_terms.cuh has the loop
+//       S = scores                      32 a thread in registers; terms.cuh has the loop
 //       S -> masked, biased -> weights  online softmax; P to shared memory
 //       O = alpha O + P V               V in stages of 32 keys x 64 columns
 //     out = O / l, lse, stats

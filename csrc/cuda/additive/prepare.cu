@@ -1,4 +1,4 @@
-// Prologue of additive attention (see additive_terms.cuh for the ranges and units):
+// Prologue of additive attention (see terms.cuh for the ranges and units):
 //
 //   per head        the power of two that scales its weights; units kUnit / w
 //   per key head    a centre per dim, where keys are far from 0
