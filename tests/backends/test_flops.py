@@ -77,6 +77,7 @@ def test_every_operator_has_a_formula():
         assert getattr(torch.ops.fastattn, name) in flop_counter.flop_registry, name
 
 
+@pytest.mark.slow
 def test_torchs_counter_is_imported_by_who_counts_only():
     program = """
 import sys, torch, fastattn

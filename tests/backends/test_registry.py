@@ -271,6 +271,7 @@ INSTALL = "pip install --no-cache-dir --force-reinstall --no-deps fastattn"
 HAS_KERNELS = platform.machine() in ("x86_64", "aarch64")
 
 
+@pytest.mark.slow
 def test_package_works_without_the_extension(tmp_path):
     output = run_without_extension(tmp_path)
     assert "eager   chosen" in output
@@ -279,6 +280,7 @@ def test_package_works_without_the_extension(tmp_path):
     assert "raised: backend 'cpu' cannot do this problem: " in output
 
 
+@pytest.mark.slow
 def test_a_package_without_kernels_says_once_how_to_get_them(tmp_path):
     info = '{"reason": "no C++ compiler was found"}'
     output = run_without_extension(tmp_path, "_build_info.json", info)
@@ -291,6 +293,7 @@ def test_a_package_without_kernels_says_once_how_to_get_them(tmp_path):
     assert output.count(INSTALL) == 2 * HAS_KERNELS  # explain() too
 
 
+@pytest.mark.slow
 def test_an_extension_that_does_not_load_is_a_reason(tmp_path):
     output = run_without_extension(tmp_path, "_C.abi3.so", "not a library")
     assert output.count("the compiled extension does not load: ") == 2 + HAS_KERNELS
@@ -345,6 +348,7 @@ def test_missing_kernels_are_told_of_under_the_compiler_too(without_kernels):
     assert registry.explain(problem()).endswith(f"  cpu: {cpu.REMEDY}")
 
 
+@pytest.mark.slow
 def test_import_leaves_triton_alone():
     program = "import sys, fastattn; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, check=True, timeout=120)

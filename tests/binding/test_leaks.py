@@ -14,7 +14,7 @@ import torch
 
 from fastattn.problem.record import WEIGHTS
 
-pytestmark = pytest.mark.usefixtures("extension")
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.slow]
 
 operators = torch.ops.fastattn
 CALLS = 100_000

@@ -6,7 +6,7 @@ from helpers import SCORES
 
 from fastattn.problem.record import WEIGHTS
 
-pytestmark = pytest.mark.usefixtures("extension")
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.slow]
 
 B, H, HKV, M, N, D, E = 2, 4, 2, 5, 7, 3, 6
 FEATURES = {

@@ -164,6 +164,7 @@ class TestSelfAttention:
         assert torch.equal(found[0], want[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [5, 20])
 @pytest.mark.parametrize("bias", [True, False])
 def test_opcheck(tokens, bias):

@@ -13,7 +13,7 @@ from helpers import attend
 import fastattn
 from fastattn.backends import schemas
 
-pytestmark = pytest.mark.usefixtures("extension")
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.slow]
 
 LIBRARY = Path(fastattn.__file__).parent / "_C.abi3.so"
 RUN = """

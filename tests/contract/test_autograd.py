@@ -48,6 +48,7 @@ def test_gradcheck(score, name):
     assert torch.autograd.gradcheck(*leaves(score, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 @scores
 def test_gradgradcheck(score, name):

@@ -11,6 +11,7 @@ from torch import nn
 from fastattn import Mask, MultiheadAttention
 from fastattn.testing import error
 
+pytestmark = pytest.mark.slow
 scores = pytest.mark.parametrize("score", SCORES)
 
 
@@ -81,7 +82,6 @@ def test_compiles_to_one_graph(backend, score, name):
     assert_compiled_agrees(compiled, step, named)
 
 
-@pytest.mark.slow
 def test_compiles_with_inductor(backend):
     """Code is generated around the operator, for a small module trained a step."""
     step = function("tensors", backend)

@@ -11,6 +11,8 @@ import fastattn
 from fastattn import Mask
 from fastattn.functional import SCORES as NAMES
 
+pytestmark = pytest.mark.slow
+
 
 class Attend(nn.Module):
     """A function as a model, of everything that it returns."""

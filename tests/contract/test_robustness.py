@@ -218,6 +218,7 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 @scores
 def test_memory_is_not_kept(extension, score):
     """Three hundred steps must not add up: a tensor of 128 kB lost in each would be 39 MB."""

@@ -172,6 +172,7 @@ def import_with(name: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["baseline", "amx_fp16"])
 def test_the_environment_names_an_instruction_set(name):
     if name not in torch.ops.fastattn.cpu_isas():
@@ -182,6 +183,7 @@ def test_the_environment_names_an_instruction_set(name):
     assert not any(line.startswith("warned:") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "auto"])
 def test_the_environment_may_leave_it_to_cpuid(name):
     lines = import_with(name)
