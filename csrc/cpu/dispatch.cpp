@@ -187,16 +187,20 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
-int64_t forward_workspace_bytes(const ForwardParams& p) { return plan_forward(p).workspace_bytes; }
+int64_t forward_workspace_bytes(const ForwardParams& p) {
+  return plan_forward(with_heads_as_rows(p)).workspace_bytes;
+}
 int64_t backward_workspace_bytes(const BackwardParams& p) {
-  return plan_backward(p).workspace_bytes;
+  return plan_backward(with_heads_as_rows(p)).workspace_bytes;
 }
 
 void forward(const ForwardParams& p, const Parallel& parallel) {
-  (p.w.data == nullptr ? selected()->sdpa_forward : selected()->additive_forward)(p, parallel);
+  const auto run = p.w.data == nullptr ? selected()->sdpa_forward : selected()->additive_forward;
+  run(with_heads_as_rows(p), parallel);
 }
 void backward(const BackwardParams& p, const Parallel& parallel) {
-  (p.w.data == nullptr ? selected()->sdpa_backward : selected()->additive_backward)(p, parallel);
+  const auto run = p.w.data == nullptr ? selected()->sdpa_backward : selected()->additive_backward;
+  run(with_heads_as_rows(p), parallel);
 }
 
 }  // namespace fastattn::cpu

@@ -53,4 +53,21 @@ FASTATTN_FN bool keeps(const MaskParams& mask, int64_t N, int64_t b, int64_t h, 
                    j * mask.keep_stride_n] != 0;
 }
 
+// ---- heads as rows ----
+
+// Whether the band keeps every key for each of M rows.
+FASTATTN_FN bool band_keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
+  return mask.band_lo <= 1 - M && mask.band_hi >= N - 1;
+}
+
+// The mask of heads with one query each, where groups of them become rows of one head. The band
+// keeps every key, and still does.
+FASTATTN_FN MaskParams heads_as_rows(MaskParams mask, int64_t group) {
+  mask.keep_stride_m = mask.keep_stride_h;
+  mask.keep_stride_h *= group;
+  mask.kv_len_stride_m = 0;
+  mask.band_lo -= group, mask.band_hi += 1;
+  return mask;
+}
+
 }  // namespace fastattn

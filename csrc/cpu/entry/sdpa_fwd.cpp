@@ -9,7 +9,6 @@
 namespace fastattn::FASTATTN_ISA {
 
 void sdpa_forward(const ForwardParams& p, const Parallel& parallel) {
-  if (heads_are_rows(p)) return sdpa_forward(heads_as_rows(p), parallel);
 #ifdef __AMX_BF16__
   if (packing_pays(p)) {
     // The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake: large tiles, unless small

@@ -8,6 +8,45 @@ namespace fastattn {
 
 FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
+// ---- heads as rows ----
+
+// Whether the heads that share keys can be taken for the rows of one head, so that these are read
+// once for all. That is, where nothing tells rows from heads but strides: one query, no dropout.
+// Both passes must do so, as scores are to be summed in the same order in both.
+FASTATTN_FN bool heads_are_rows(const AttentionParams& p) {
+  return p.M == 1 && p.H > p.Hkv && p.w.data == nullptr && band_keeps_all(p.mask, p.M, p.N) &&
+         !p.dropout.enabled && p.weights_mode == WeightsMode::kNone;
+}
+
+FASTATTN_FN void take_heads_as_rows(int64_t group, View* view) {
+  view->stride_r = view->stride_h;
+  view->stride_h *= group;
+}
+FASTATTN_FN void take_heads_as_rows(AttentionParams* p) {
+  const int64_t group = p->H / p->Hkv;
+  p->M = group, p->H = p->Hkv;
+  p->mask = heads_as_rows(p->mask, group);
+  take_heads_as_rows(group, &p->q);
+  take_heads_as_rows(group, &p->bias);
+}
+
+// The same problem with the heads of a group as rows, if that can be. What has no strides, being
+// contiguous over heads and queries, has its places unchanged.
+FASTATTN_FN ForwardParams with_heads_as_rows(ForwardParams p) {
+  if (!heads_are_rows(p)) return p;
+  take_heads_as_rows(&p);
+  take_heads_as_rows(p.M, &p.out);
+  return p;
+}
+FASTATTN_FN BackwardParams with_heads_as_rows(BackwardParams p) {
+  if (!heads_are_rows(p)) return p;
+  take_heads_as_rows(&p);
+  View* const views[] = {&p.out, &p.grad_out, &p.grad_q, &p.grad_bias};
+  for (View* view : views) take_heads_as_rows(p.M, view);
+  if (p.bias_H > 1) p.bias_H = p.H, p.bias_M = p.M;
+  return p;
+}
+
 // ---- forward ----
 
 // Few queries over many keys (decoding) leave nothing to parallelise over but the keys: they are
@@ -23,34 +62,9 @@ struct ForwardPlan {
   int64_t workspace_bytes;
 };
 
-// Whether the heads that share keys can be taken for the rows of one head, so that these are read
-// once for all. That is, where nothing tells rows from heads but strides: one query, no dropout.
-FASTATTN_FN bool heads_are_rows(const ForwardParams& p) {
-  const bool keeps_all = p.mask.band_lo <= 0 && p.mask.band_hi >= p.N - 1;
-  return p.M == 1 && p.H > p.Hkv && p.w.data == nullptr && keeps_all && !p.dropout.enabled &&
-         p.weights_mode == WeightsMode::kNone;
-}
-
-// The same problem with the heads of a group as rows.
-FASTATTN_FN ForwardParams heads_as_rows(ForwardParams p) {
-  const int64_t group = p.H / p.Hkv;
-  p.M = group, p.H = p.Hkv;
-  View* const views[] = {&p.q, &p.out, &p.bias};
-  for (View* view : views) {
-    view->stride_r = view->stride_h;
-    view->stride_h *= group;
-  }
-  p.mask.keep_stride_m = p.mask.keep_stride_h;
-  p.mask.keep_stride_h *= group;
-  p.mask.kv_len_stride_m = 0;
-  p.mask.band_lo = -group, p.mask.band_hi = p.N;
-  return p;
-}
-
 FASTATTN_FN ForwardPlan plan_forward(const ForwardParams& p) {
   ForwardPlan plan;
-  const int64_t queries = heads_are_rows(p) ? p.H / p.Hkv : p.M;
-  plan.chunk_keys = max64(1, kKeysPerQuery * queries / kChunkKeys) * kChunkKeys;
+  plan.chunk_keys = max64(1, kKeysPerQuery * p.M / kChunkKeys) * kChunkKeys;
   plan.chunks = max64(1, ceil_div(p.N, plan.chunk_keys));
   plan.partial_stride = p.E + 2;
   plan.workspace_bytes =
