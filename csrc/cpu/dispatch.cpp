@@ -1,6 +1,7 @@
 // Picks the kernels of one instruction set at run time. Each set's kernels are compiled from the
 // same sources with FASTATTN_ISA naming their namespace; FASTATTN_HAVE_* say which were built
 // besides the baseline.
+#include <cstdlib>
 #include <cstring>
 #ifdef FASTATTN_HAVE_AMX
 #include <cpuid.h>
@@ -9,27 +10,28 @@
 #include <unistd.h>
 #endif
 
+#include "cpu/choose.h"
 #include "cpu/kernels.h"
-#include "cpu/loop/plan.h"
 #ifdef FASTATTN_HAVE_AMX_FP16
 #include "cpu/isa_trial.h"
 #endif
 
-#define FASTATTN_DECLARE(isa)                                     \
-  namespace fastattn::isa {                                       \
-  void sdpa_forward(const ForwardParams&, const Parallel&);       \
-  void sdpa_backward(const BackwardParams&, const Parallel&);     \
-  void additive_forward(const ForwardParams&, const Parallel&);   \
-  void additive_backward(const BackwardParams&, const Parallel&); \
+#define FASTATTN_DECLARE(isa)                                                  \
+  namespace fastattn::isa {                                                    \
+  void sdpa_forward(const ForwardParams&, const Path&, const Parallel&);       \
+  void sdpa_backward(const BackwardParams&, const Path&, const Parallel&);     \
+  void additive_forward(const ForwardParams&, const Path&, const Parallel&);   \
+  void additive_backward(const BackwardParams&, const Path&, const Parallel&); \
   }
-#define FASTATTN_TABLE(isa, supported) FASTATTN_TABLE_OF(isa, supported, supported, isa)
-#define FASTATTN_TABLE_OF(isa, supported, runs, additive) \
-  {#isa,                                                  \
-   supported,                                             \
-   runs,                                                  \
-   isa::sdpa_forward,                                     \
-   isa::sdpa_backward,                                    \
-   additive::additive_forward,                            \
+#define FASTATTN_TABLE(isa, supported) FASTATTN_TABLE_OF(isa, false, supported, supported, isa)
+#define FASTATTN_TABLE_OF(isa, has_matrix_unit, supported, runs, additive) \
+  {#isa,                                                                   \
+   has_matrix_unit,                                                        \
+   supported,                                                              \
+   runs,                                                                   \
+   isa::sdpa_forward,                                                      \
+   isa::sdpa_backward,                                                     \
+   additive::additive_forward,                                             \
    additive::additive_backward}
 
 FASTATTN_DECLARE(baseline)
@@ -54,12 +56,13 @@ namespace {
 
 struct Kernels {
   const char* name;
+  bool has_matrix_unit;
   bool (*supported)();  // as CPUID says: "auto" goes by it
   bool (*runs)();       // enough for who names the set
-  void (*sdpa_forward)(const ForwardParams&, const Parallel&);
-  void (*sdpa_backward)(const BackwardParams&, const Parallel&);
-  void (*additive_forward)(const ForwardParams&, const Parallel&);
-  void (*additive_backward)(const BackwardParams&, const Parallel&);
+  void (*sdpa_forward)(const ForwardParams&, const Path&, const Parallel&);
+  void (*sdpa_backward)(const BackwardParams&, const Path&, const Parallel&);
+  void (*additive_forward)(const ForwardParams&, const Path&, const Parallel&);
+  void (*additive_backward)(const BackwardParams&, const Path&, const Parallel&);
 };
 
 bool always() { return true; }
@@ -138,10 +141,10 @@ bool runs_amx_fp16() {
 // Widest first.
 constexpr Kernels kTable[] = {
 #ifdef FASTATTN_HAVE_AMX_FP16
-    FASTATTN_TABLE_OF(amx_fp16, has_amx_fp16, runs_amx_fp16, avx512_bf16),
+    FASTATTN_TABLE_OF(amx_fp16, true, has_amx_fp16, runs_amx_fp16, avx512_bf16),
 #endif
 #ifdef FASTATTN_HAVE_AMX
-    FASTATTN_TABLE_OF(amx, has_amx, has_amx, avx512_bf16),
+    FASTATTN_TABLE_OF(amx, true, has_amx, has_amx, avx512_bf16),
 #endif
 #ifdef FASTATTN_HAVE_AVX512_BF16
     FASTATTN_TABLE(avx512_bf16, has_avx512_bf16),
@@ -170,6 +173,11 @@ const Kernels*& selected() {
   return kernels;
 }
 
+Chooser chooser() {
+  static const ShortWays ways = short_ways(std::getenv("FASTATTN_CPU_PATH"));
+  return {ways, selected()->has_matrix_unit};
+}
+
 }  // namespace
 
 const char* selected_isa() { return selected()->name; }
@@ -187,20 +195,26 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
-int64_t forward_workspace_bytes(const ForwardParams& p) {
-  return plan_forward(with_heads_as_rows(p)).workspace_bytes;
+int64_t forward_workspace_bytes(const ForwardParams& params) {
+  ForwardParams p = params;
+  return plan_forward(p, choose_forward(&p, chooser())).workspace_bytes;
 }
-int64_t backward_workspace_bytes(const BackwardParams& p) {
-  return plan_backward(with_heads_as_rows(p)).workspace_bytes;
+int64_t backward_workspace_bytes(const BackwardParams& params) {
+  BackwardParams p = params;
+  return plan_backward(p, choose_backward(&p, chooser())).workspace_bytes;
 }
 
-void forward(const ForwardParams& p, const Parallel& parallel) {
+void forward(const ForwardParams& params, const Parallel& parallel) {
+  ForwardParams p = params;
+  const Path path = choose_forward(&p, chooser());
   const auto run = p.w.data == nullptr ? selected()->sdpa_forward : selected()->additive_forward;
-  run(with_heads_as_rows(p), parallel);
+  run(p, path, parallel);
 }
-void backward(const BackwardParams& p, const Parallel& parallel) {
+void backward(const BackwardParams& params, const Parallel& parallel) {
+  BackwardParams p = params;
+  const Path path = choose_backward(&p, chooser());
   const auto run = p.w.data == nullptr ? selected()->sdpa_backward : selected()->additive_backward;
-  run(with_heads_as_rows(p), parallel);
+  run(p, path, parallel);
 }
 
 }  // namespace fastattn::cpu

@@ -11,6 +11,32 @@
 
 namespace fastattn {
 
+// ---- what loops ask of a mask ----
+
+// Whether a dense mask differs from row to row: it may consist of blocks then, and whole tiles of
+// it be dropped.
+FASTATTN_FN bool dense_varies_by_row(const MaskParams& mask) {
+  return mask.keep != nullptr && mask.keep_stride_m != 0;
+}
+
+// Whether lengths differ from row to row: else, intervals of keys move one way with the row, and
+// the first and the last row speak for all.
+FASTATTN_FN bool lengths_vary_by_row(const MaskParams& mask) {
+  return mask.kv_len != nullptr && mask.kv_len_stride_m != 0;
+}
+
+// Whether a diagonal bounds the keys of the first rows more than those of the last.
+FASTATTN_FN bool later_rows_keep_more(const MaskParams& mask, int64_t N) {
+  return mask.band_hi < N;
+}
+
+// Whether the band keeps every key for each of M rows.
+FASTATTN_FN bool band_keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
+  return mask.band_lo <= 1 - M && mask.band_hi >= N - 1;
+}
+
+// ---- the keys that it keeps ----
+
 struct KeyRange {
   int64_t begin, end;  // keys begin <= j < end; empty when begin >= end
 };
@@ -30,7 +56,7 @@ FASTATTN_FN KeyRange row_range(const MaskParams& mask, int64_t N, int64_t b, int
 // form one in all.
 FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
                                 int64_t i1) {
-  if (mask.kv_len == nullptr || mask.kv_len_stride_m == 0) {
+  if (!lengths_vary_by_row(mask)) {
     return {max64(0, i0 + mask.band_lo),
             min64(kv_len_at(mask, N, b, i0), i1 - 1 + mask.band_hi + 1)};
   }
@@ -54,11 +80,6 @@ FASTATTN_FN bool keeps(const MaskParams& mask, int64_t N, int64_t b, int64_t h, 
 }
 
 // ---- heads as rows ----
-
-// Whether the band keeps every key for each of M rows.
-FASTATTN_FN bool band_keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
-  return mask.band_lo <= 1 - M && mask.band_hi >= N - 1;
-}
 
 // The mask of heads with one query each, where groups of them become rows of one head. The band
 // keeps every key, and still does.

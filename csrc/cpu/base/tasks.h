@@ -6,18 +6,15 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Problems with fewer multiply-adds than this run on the calling thread: waking others takes about
-// as long.
-constexpr double kParallelWork = 1 << 19;
-
 // Calls worker.run(task) for every 0 <= task < count, where each thread has made its own
-// Worker(args). A thread begins with tasks that lie together, and so does their memory; when it is
-// through with them it takes from the others.
+// Worker(args). `work`: multiply-adds, which args.path says when to share with other threads. A
+// thread begins with tasks that lie together, and so does their memory; when it is through with
+// them it takes from the others.
 template <typename Worker, typename Args>
 class TaskLoop {
  public:
   static void run(const Args& args, int64_t count, double work, const Parallel& parallel) {
-    const bool alone = work < kParallelWork || count <= 1 || parallel.num_threads <= 1;
+    const bool alone = work < args.path.parallel_work || count <= 1 || parallel.num_threads <= 1;
     const int64_t threads = alone ? 1 : min64(parallel.num_threads, count);
     TaskLoop loop{args, count, min64(threads, kMostShares)};
     if (alone) return body(&loop, 0, 1);

@@ -7,9 +7,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-void additive_backward(const BackwardParams& p, const Parallel& parallel) {
-  if (one_query(p)) return backward<OneQueryAdditive, FewValueGrads>(p, parallel);
-  backward<AdditiveScore>(p, parallel);
+void additive_backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
+  path.way == Way::kOneQuery ? backward<OneQueryAdditive, FewValueGrads>(p, path, parallel)
+                             : backward<AdditiveScore>(p, path, parallel);
 }
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -6,9 +6,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-void additive_forward(const ForwardParams& p, const Parallel& parallel) {
-  if (one_query(p)) return forward<OneQueryAdditive>(p, parallel);
-  forward<AdditiveScore>(p, parallel);
+void additive_forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
+  path.way == Way::kOneQuery ? forward<OneQueryAdditive>(p, path, parallel)
+                             : forward<AdditiveScore>(p, path, parallel);
 }
 
 }  // namespace fastattn::FASTATTN_ISA

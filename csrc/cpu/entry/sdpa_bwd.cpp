@@ -9,19 +9,21 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-void sdpa_backward(const BackwardParams& p, const Parallel& parallel) {
-  if (is_direct(p.M, p.k)) return backward<FewDotScore, FewValueGrads>(p, parallel);
+void sdpa_backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
+  switch (path.way) {
+    case Way::kRowsInPlace:
+      return backward<FewDotScore, FewValueGrads>(p, path, parallel);
 #ifdef __AMX_BF16__
-  if (packing_pays(p)) {
-    // Tiles as small as blocks of a mask may be. With one part, products take so little of the time
-    // that what each tile costs besides counts more.
-    if (!may_have_blocks(p)) return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, parallel);
-    if (p.q.dtype == DType::kBFloat16)
-      return backward<AmxDotScore<64, 128>, AmxValueGrads>(p, parallel);
-    return backward<AmxDotScore<64, 64>, AmxValueGrads>(p, parallel);
-  }
+    case Way::kUnit64x256:
+      return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, path, parallel);
+    case Way::kUnit64x128:
+      return backward<AmxDotScore<64, 128>, AmxValueGrads>(p, path, parallel);
+    case Way::kUnit64x64:
+      return backward<AmxDotScore<64, 64>, AmxValueGrads>(p, path, parallel);
 #endif
-  backward<DotScore>(p, parallel);
+    default:
+      return backward<DotScore>(p, path, parallel);
+  }
 }
 
 }  // namespace fastattn::FASTATTN_ISA

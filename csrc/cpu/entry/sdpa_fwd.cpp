@@ -8,18 +8,19 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-void sdpa_forward(const ForwardParams& p, const Parallel& parallel) {
+void sdpa_forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
+  switch (path.way) {
 #ifdef __AMX_BF16__
-  if (packing_pays(p)) {
-    // The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake: large tiles, unless small
-    // ones are skipped. A row's result does not depend on how many rows a tile has.
-    const bool skips = p.mask.band_lo > -p.M || p.mask.band_hi < p.N || p.bias.data != nullptr;
-    if (may_have_blocks(p)) return forward<AmxDotScore<64, 64>, AmxValueTile>(p, parallel);
-    if (p.M > 64 && !skips) return forward<AmxDotScore<256, 128>, AmxValueTile>(p, parallel);
-    return forward<AmxDotScore<64, 128>, AmxValueTile>(p, parallel);
-  }
+    case Way::kUnit256x128:
+      return forward<AmxDotScore<256, 128>, AmxValueTile>(p, path, parallel);
+    case Way::kUnit64x128:
+      return forward<AmxDotScore<64, 128>, AmxValueTile>(p, path, parallel);
+    case Way::kUnit64x64:
+      return forward<AmxDotScore<64, 64>, AmxValueTile>(p, path, parallel);
 #endif
-  forward<DotScore>(p, parallel);
+    default:
+      return forward<DotScore>(p, path, parallel);
+  }
 }
 
 }  // namespace fastattn::FASTATTN_ISA

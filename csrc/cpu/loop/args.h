@@ -1,6 +1,7 @@
 // What the workers of a pass share: the problem, its plan, and where things of a row lie.
 #pragma once
 
+#include "cpu/base/path.h"
 #include "cpu/loop/plan.h"
 #include "cpu/tile/softmax.h"
 
@@ -11,6 +12,7 @@ namespace fastattn::FASTATTN_ISA {
 // do not notice, so this may depend on the number of threads.
 struct ForwardArgs {
   const ForwardParams& p;
+  const Path& path;
   ForwardPlan plan;
   int64_t group;         // query heads per key head
   int64_t blocks;        // row blocks of a head
@@ -18,10 +20,10 @@ struct ForwardArgs {
   int64_t stacks;        // tasks' row ranges per head
   bool reverse;          // later row blocks have more keys: take them first
 
-  int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads) * plan.chunks * stacks; }
+  int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads) * path.chunks * stacks; }
   int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
   float* partial(int64_t b, int64_t h, int64_t chunk, int64_t i) const {
-    const int64_t row = ((b * p.H + h) * plan.chunks + chunk) * p.M + i;
+    const int64_t row = ((b * p.H + h) * path.chunks + chunk) * p.M + i;
     return static_cast<float*>(p.workspace) + row * plan.partial_stride;
   }
   // Writes lse and stats of a finished row; returns what its output is multiplied by.
@@ -35,6 +37,7 @@ struct ForwardArgs {
 
 struct BackwardArgs {
   const BackwardParams& p;
+  const Path& path;
   BackwardPlan plan;
   int64_t group;   // query heads per key head
   int64_t blocks;  // row blocks

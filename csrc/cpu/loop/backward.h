@@ -39,7 +39,7 @@ class BackwardWorker {
   explicit BackwardWorker(const BackwardArgs& args)
       : args_(args),
         p_(args.p),
-        score_(p_, scratch_, true),
+        score_(p_, args.path, scratch_, true),
         mask_(p_, scratch_, kM, kN),
         bias_(args, scratch_, kM, kN),
         values_(p_, p_.grad_out, scratch_, kM, kN),
@@ -49,13 +49,14 @@ class BackwardWorker {
         grad_weights_(scratch_.floats(kRows * kN)) {}
 
   void run(int64_t task) {
-    const BackwardPlan& plan = args_.plan;
-    chunk_ = task % plan.chunks;
-    const int64_t group = task / plan.chunks;
-    const int64_t batches = plan.groups_b > 0 ? p_.B / plan.groups_b : 0;
-    const int64_t heads = plan.groups_h > 0 ? p_.Hkv / plan.groups_h : 0;
-    const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
-    const int64_t begin = chunk_ * plan.chunk_keys, end = min64(p_.N, begin + plan.chunk_keys);
+    const BackwardGroups& groups = args_.plan.groups;
+    const Path& path = args_.path;
+    chunk_ = task % path.chunks;
+    const int64_t group = task / path.chunks;
+    const int64_t batches = groups.b > 0 ? p_.B / groups.b : 0;
+    const int64_t heads = groups.h > 0 ? p_.Hkv / groups.h : 0;
+    const int64_t b0 = group / groups.h * batches, h0 = group % groups.h * heads;
+    const int64_t begin = chunk_ * path.chunk_keys, end = min64(p_.N, begin + path.chunk_keys);
     clear_sums(b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group);
     bias_.begin_task(group, chunk_);
     for (int64_t j0 = begin; j0 < end; j0 += kN) {
@@ -259,14 +260,14 @@ class ReduceWorker {
     const int64_t b = task / p_.H, h = task % p_.H, rows = p_.B * p_.H * p_.M;
     if (!args_.plan.q_direct) {
       float* const sum = args_.workspace(args_.plan.grad_q) + args_.row(b, h, 0) * p_.D;
-      for (int64_t chunk = 1; chunk < args_.plan.chunks; ++chunk)
+      for (int64_t chunk = 1; chunk < args_.path.chunks; ++chunk)
         add(sum + chunk * rows * p_.D, p_.M * p_.D, sum);
       unpack_dense(sum, matrix_at(p_.grad_q, b, h, 0, p_.M, p_.D));
     }
     if (p_.grad_w == nullptr) return;
     float* const to = p_.grad_w + task * p_.D;
     fill(to, p_.D, 0.f);
-    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk)
+    for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk)
       add(args_.workspace(args_.plan.grad_w) + (chunk * p_.B * p_.H + task) * p_.D, p_.D, to);
   }
 
@@ -280,18 +281,18 @@ class ReduceWorker {
 };
 
 template <typename Score, typename Values = ValueGrads>
-static void backward(const BackwardParams& p, const Parallel& parallel) {
+static void backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
   const int64_t blocks = ceil_div(p.M, Score::kBlockM), heads = p.B * p.H;
-  const BackwardArgs args = {p, plan_backward(p), p.Hkv > 0 ? p.H / p.Hkv : 1, blocks};
+  const BackwardArgs args = {p, path, plan_backward(p, path), p.Hkv > 0 ? p.H / p.Hkv : 1, blocks};
   const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
   const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
   const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);
   TaskLoop<DeltaWorker<Score>, BackwardArgs>::run(
       args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
-  const int64_t tasks = args.plan.groups_b * args.plan.groups_h * args.plan.chunks;
+  const int64_t tasks = args.plan.groups.b * args.plan.groups.h * path.chunks;
   TaskLoop<BackwardWorker<Score, Values>, BackwardArgs>::run(args, tasks, work, parallel);
   if (!args.plan.q_direct || p.grad_w != nullptr) {
-    const double summed = rows * static_cast<double>(p.D * args.plan.chunks);
+    const double summed = rows * static_cast<double>(p.D * path.chunks);
     TaskLoop<ReduceWorker, BackwardArgs>::run(args, heads, summed, parallel);
   }
   if (p.grad_bias.data != nullptr && !args.plan.bias_direct) {

@@ -79,9 +79,9 @@ class BiasGrad {
   }
 
   void clear(int64_t group, int64_t chunk, int64_t c0, int64_t cols) {
-    const BackwardPlan& plan = args_.plan;
-    const int64_t batches = p_.bias_B / plan.groups_b, heads = p_.bias_H / plan.groups_h;
-    const int64_t b0 = group / plan.groups_h * batches, h0 = group % plan.groups_h * heads;
+    const BackwardGroups& groups = args_.plan.groups;
+    const int64_t batches = p_.bias_B / groups.b, heads = p_.bias_H / groups.h;
+    const int64_t b0 = group / groups.h * batches, h0 = group % groups.h * heads;
     for (int64_t b = b0; b < b0 + batches; ++b)
       for (int64_t h = h0; h < h0 + heads; ++h)
         unpack_zeros(target(b, h, chunk, 0, p_.bias_M, c0, cols));
@@ -142,7 +142,7 @@ class BiasGradWriter {
   void run(int64_t task) {
     const int64_t blocks = ceil_div(p_.bias_M, kRows), bh = task / blocks;
     const int64_t i0 = task % blocks * kRows, rows = min64(kRows, p_.bias_M - i0);
-    const int64_t chunks = p_.bias_N == 1 ? args_.plan.chunks : 1, count = rows * p_.bias_N;
+    const int64_t chunks = p_.bias_N == 1 ? args_.path.chunks : 1, count = rows * p_.bias_N;
     const int64_t size = p_.bias_B * p_.bias_H * p_.bias_M * p_.bias_N;
     float* const sum = args_.workspace(args_.plan.grad_bias) + (bh * p_.bias_M + i0) * p_.bias_N;
     for (int64_t chunk = 1; chunk < chunks; ++chunk)

@@ -27,7 +27,7 @@ class DeltaWorker {
   explicit DeltaWorker(const BackwardArgs& args)
       : args_(args),
         p_(args.p),
-        score_(p_, scratch_, false),
+        score_(p_, args.path, scratch_, false),
         mask_(p_, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         drop_(scratch_.floats(kN + 4 * kWidth)),

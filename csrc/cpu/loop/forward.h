@@ -26,10 +26,8 @@ namespace fastattn::FASTATTN_ISA {
 // Whether a score can hold several blocks of queries at once (see score.h).
 template <typename Score>
 constexpr bool kHasSlots =
-    std::is_constructible_v<Score, const AttentionParams&, Scratch&, bool, int64_t>;
+    std::is_constructible_v<Score, const AttentionParams&, const Path&, Scratch&, bool, int64_t>;
 
-// With at most so many rows, heads of a group share key tiles.
-constexpr int64_t kSharingRows = 16;
 // Queries and outputs of a task, in an L2 cache of 512 KiB, or 2 MiB where there is a matrix unit.
 // Measured: half or 4/3 of it lose 1 to 3%.
 #ifdef __AMX_BF16__
@@ -42,10 +40,11 @@ constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish toge
 // How many row blocks a task stacks.
 template <typename Score>
 FASTATTN_SIMD int64_t choose_stack([[maybe_unused]] const ForwardParams& p,
+                                   [[maybe_unused]] const Path& path,
                                    [[maybe_unused]] int64_t blocks,
                                    [[maybe_unused]] int64_t threads) {
   if constexpr (kHasSlots<Score>) {
-    if (p.M <= kSharingRows) return 1;
+    if (path.heads_together) return 1;
     const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
     const int64_t fitting = kStackedBytes / (Score::kBlockM * row_bytes);
     const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * max64(1, threads));
@@ -55,18 +54,19 @@ FASTATTN_SIMD int64_t choose_stack([[maybe_unused]] const ForwardParams& p,
 }
 
 template <typename Score>
-FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, int64_t threads) {
+FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path, int64_t threads) {
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::kBlockM);
-  const int64_t stack = choose_stack<Score>(p, blocks, threads);
-  const int64_t heads = p.M <= kSharingRows ? group : min64(group, 1);
+  const int64_t stack = choose_stack<Score>(p, path, blocks, threads);
+  const int64_t heads = path.heads_together ? group : min64(group, 1);
   return {p,
-          plan_forward(p),
+          path,
+          plan_forward(p, path),
           group,
           blocks,
           heads,
           stack,
           ceil_div(blocks, stack),
-          p.mask.band_hi < p.N};
+          later_rows_keep_more(p.mask, p.N)};
 }
 
 template <typename Score, typename Values>
@@ -77,7 +77,7 @@ class ForwardWorker {
         p_(args.p),
         members_(args.heads * args.stack),
         score_(make_score()),
-        values_(p_, scratch_, kM, kN),
+        values_(p_, args.path, scratch_, kM, kN),
         mask_(p_, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         alpha_(scratch_.floats(kM + kWidth)),
@@ -86,14 +86,14 @@ class ForwardWorker {
 
   void run(int64_t task) {
     const int64_t stack = task % args_.stacks, outer = task / args_.stacks;
-    const int64_t chunk = outer % args_.plan.chunks, bh = outer / args_.plan.chunks;
+    const int64_t chunk = outer % args_.path.chunks, bh = outer / args_.path.chunks;
     b_ = bh / (p_.H / args_.heads);
     h0_ = bh % (p_.H / args_.heads) * args_.heads;
     block0_ = (args_.reverse ? args_.stacks - 1 - stack : stack) * args_.stack;
     states_.clear();
-    sweep(chunk * args_.plan.chunk_keys, min64(p_.N, (chunk + 1) * args_.plan.chunk_keys));
+    sweep(chunk * args_.path.chunk_keys, min64(p_.N, (chunk + 1) * args_.path.chunk_keys));
     for (int64_t g = 0; g < members(); ++g)
-      args_.plan.chunks == 1 ? write_out(g) : write_partial(g, chunk);
+      args_.path.chunks == 1 ? write_out(g) : write_partial(g, chunk);
   }
 
  private:
@@ -111,9 +111,9 @@ class ForwardWorker {
 
   Score make_score() {
     if constexpr (kHasSlots<Score>) {
-      return Score(p_, scratch_, false, members_);
+      return Score(p_, args_.path, scratch_, false, members_);
     } else {
-      return Score(p_, scratch_, false);
+      return Score(p_, args_.path, scratch_, false);
     }
   }
 
@@ -212,12 +212,12 @@ class MergeWorker {
  private:
   void merge_row(int64_t b, int64_t h, int64_t i) {
     float m = -kInf, l = 0.f;
-    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+    for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk) {
       const float m_chunk = args_.partial(b, h, chunk, i)[p_.E];
       m = m_chunk > m ? m_chunk : m;
     }
     fill(o_, p_.E, 0.f);
-    for (int64_t chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+    for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk) {
       const float* const from = args_.partial(b, h, chunk, i);
       if (from[p_.E] == -kInf && from[p_.E + 1] == 0.f) continue;  // met no key
       const float factor = __builtin_exp2f(from[p_.E] - m);
@@ -235,13 +235,13 @@ class MergeWorker {
 };
 
 template <typename Score, typename Values = ValueTile>
-static void forward(const ForwardParams& p, const Parallel& parallel) {
-  const ForwardArgs args = forward_args<Score>(p, parallel.num_threads);
+static void forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
+  const ForwardArgs args = forward_args<Score>(p, path, parallel.num_threads);
   const double pairs =
       static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
   const double work = pairs * static_cast<double>(p.D + p.E);
   TaskLoop<ForwardWorker<Score, Values>, ForwardArgs>::run(args, args.tasks(), work, parallel);
-  if (args.plan.chunks > 1) {
+  if (args.path.chunks > 1) {
     const double merged = static_cast<double>(args.plan.workspace_bytes);
     TaskLoop<MergeWorker, ForwardArgs>::run(args, p.B * p.H, merged, parallel);
   }

@@ -17,7 +17,7 @@ class WeightsWorker {
       : args_(args),
         p_(args.p),
         heads_(p_.H / max64(1, heads_out(p_))),
-        score_(p_, scratch_, false),
+        score_(p_, args.path, scratch_, false),
         mask_(p_, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         drop_(scratch_.floats(kN + 4 * kWidth)),

@@ -19,9 +19,10 @@ class DotScore {
   static constexpr int64_t kBlockM = 96;
   static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 96;
 
-  DotScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
+  DotScore(const AttentionParams& p, const Path& path, Scratch& scratch, bool backward,
+           int64_t slots = 1)
       : p_(p),
-        direct_(is_direct(p.M, p.k)),
+        direct_(path.way == Way::kRowsInPlace),
         backward_(backward),
         ld_(tile_stride(p.D)),
         slot_floats_(round_up(p.M < kBlockM ? p.M : kBlockM, kTileRows) * ld_),

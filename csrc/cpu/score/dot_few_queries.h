@@ -1,8 +1,8 @@
-// The backward pass with few queries a head (is_direct(p.M, p.k)), as in training on one step of a
-// decoder: the score and the values with the interfaces of score_dot.h and value.h.
+// The backward pass with few queries a head (Way::kRowsInPlace), as in training on one step of a
+// decoder: the score and the values with the interfaces of score/dot.h and score/values.h.
 //
-// Memory bandwidth is the limit. Rows of K and V are read where they lie (direct.h), and a row of
-// dK or dV is written once, when all queries that share it have had their say:
+// Memory bandwidth is the limit. Rows of K and V are read where they lie (tile/rows_in_place.h),
+// and a row of dK or dV is written once, when all queries that share it have had their say:
 //
 //   dK_j = scale sum_r dS_rj q_r    dV_j = sum_r W_rj dO_r    r: queries of the heads of a group
 #pragma once
@@ -71,10 +71,10 @@ class RowSums {
 
 class FewDotScore {
  public:
-  static constexpr int64_t kBlockM = kDirectRows;
+  static constexpr int64_t kBlockM = 8;
   static constexpr int64_t kBlockN = 128;
 
-  FewDotScore(const AttentionParams& p, Scratch& scratch, bool)
+  FewDotScore(const AttentionParams& p, const Path&, Scratch& scratch, bool)
       : p_(p),
         ld_(tile_stride(p.D)),
         q_(scratch.floats(kBlockM * ld_)),

@@ -1,13 +1,13 @@
 // What a score is to the attention loops: cpu/loop/forward.h and cpu/loop/backward.h are written
-// once, over this concept, and instantiated for DotScore (score_dot.h) and AdditiveScore
-// (score_additive.h).
+// once, over this concept, and instantiated for DotScore (dot.h) and AdditiveScore
+// (additive/score.h).
 //
 //   struct Score {
 //     // The tile: queries x keys; kBlockN is a multiple of kWidth.
 //     static constexpr int64_t kBlockM, kBlockN;
 //
 //     // Takes its scratch memory, once a thread. `backward`: gradients will be asked for.
-//     Score(const AttentionParams& p, Scratch& scratch, bool backward);
+//     Score(const AttentionParams& p, const Path& path, Scratch& scratch, bool backward);
 //
 //     // Convert, scale and lay out a block of keys, of queries; either may be reloaded without the
 //     // other. load_queries also selects query head h: its weights, for the additive score.
@@ -37,13 +37,14 @@
 //     // vectors or all; until load_keys().
 //     void use_keys(int64_t cols);
 //
-//     // Optional: a constructor with a fourth argument, int64_t slots, use_slot(slot) and a static
+//     // Optional: a constructor with a fifth argument, int64_t slots, use_slot(slot) and a static
 //     // query_bytes(p), the memory of a query in a slot. Several blocks of queries then stay
 //     // loaded, load_queries() and scores() concern the current slot, at first 0, and the forward
 //     // pass takes them all through each block of keys.
 //   };
 #pragma once
 
+#include "cpu/base/path.h"
 #include "cpu/tile/masking.h"
 
 namespace fastattn::FASTATTN_ISA {

@@ -33,10 +33,10 @@ static void masked_gemm(bool masked, bool finite, A a, const float* b, int64_t l
 
 class ValueTile {
  public:
-  ValueTile(const AttentionParams& p, Scratch& scratch, int64_t, int64_t block_n)
+  ValueTile(const AttentionParams& p, const Path& path, Scratch& scratch, int64_t, int64_t block_n)
       : v_(p.v),
         E_(p.E),
-        direct_(is_direct(p.M, p.v)),
+        direct_(path.values_in_place),
         ld_(tile_stride(p.E)),
         packed_(direct_ ? nullptr : scratch.floats(block_n * ld_)),
         listed_(direct_ ? scratch.ints(block_n) : nullptr) {}

@@ -7,7 +7,6 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-constexpr int64_t kDirectRows = 8;  // with 12, packing a tile costs about as much (d64)
 // How far ahead rows are asked for: 32 cache lines cover the latency of memory at a core's share of
 // its bandwidth, and the first rows of the next tile are there when it begins. Measured (Sapphire
 // Rapids): 8, 16 or 32 KiB lose 5 to 15%.
@@ -33,11 +32,6 @@ FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
 
 // Whether rows of a View can be read as vectors.
 FASTATTN_SIMD bool rows_contiguous(const View& view) { return view.stride_c == 1; }
-// Whether products of so many rows with those of a View take them where they lie. Both passes ask
-// this of the keys: a score must be summed in the same order in both.
-FASTATTN_SIMD bool is_direct(int64_t rows, const View& view) {
-  return rows <= kDirectRows && rows_contiguous(view);
-}
 
 // kWidth columns of one row starting at `offset`, of which `count` exist.
 template <DType kType>

@@ -17,16 +17,11 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Whether the class below can serve a problem.
-FASTATTN_SIMD bool one_query(const AttentionParams& p) {
-  return p.M == 1 && p.H == p.Hkv && rows_contiguous(p.k);
-}
-
 class OneQueryAdditive {
  public:
   static constexpr int64_t kBlockM = 1, kBlockN = 64;
 
-  OneQueryAdditive(const AttentionParams& p, Scratch& scratch, bool backward)
+  OneQueryAdditive(const AttentionParams& p, const Path&, Scratch& scratch, bool backward)
       : p_(p),
         ld_(round_up(p.D, kStep)),
         z_stride_(tile_stride(ld_)),

@@ -29,7 +29,8 @@ class AdditiveScore {
   static constexpr int64_t kBlockM = 64;
   static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 64;
 
-  AdditiveScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
+  AdditiveScore(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
+                int64_t slots = 1)
       : p_(p),
         scratch_(scratch),
         backward_(backward),

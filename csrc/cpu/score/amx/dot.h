@@ -10,13 +10,6 @@
 #include "cpu/score/values.h"
 
 namespace fastattn::FASTATTN_ISA {
-// ---- units ----
-
-// Whether a dense mask differs from row to row: it may consist of blocks then, and whole tiles of
-// it be dropped.
-FASTATTN_SIMD bool may_have_blocks(const AttentionParams& p) {
-  return p.mask.keep != nullptr && p.mask.keep_stride_m != 0;
-}
 
 // DotScore on the matrix unit.
 template <int64_t kM, int64_t kN>
@@ -24,7 +17,8 @@ class AmxDotScore {
  public:
   static constexpr int64_t kBlockM = kM, kBlockN = kN;
 
-  AmxDotScore(const AttentionParams& p, Scratch& scratch, bool backward, int64_t slots = 1)
+  AmxDotScore(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
+              int64_t slots = 1)
       : p_(p),
         backward_(backward),
         ld_(round_up(p.D, kEdge)),

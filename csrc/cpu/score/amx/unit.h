@@ -42,12 +42,6 @@ constexpr int64_t kTileDepth = 32;   // elements of a row of it
 constexpr int64_t kTileWords = 256;  // pairs of elements in it
 constexpr int64_t kTileLine = 64;    // bytes of a row of it
 
-// Whether the matrix unit gains more than bringing operands into its layout costs.
-FASTATTN_SIMD bool packing_pays(const AttentionParams& p) {
-  constexpr int64_t kPairs = 16 * 64;  // measured at d64, M and N being powers of two
-  return p.M > kDirectRows && p.M * p.N > kPairs;
-}
-
 // The unit is ready for use by this thread while one of these lives.
 class MatrixUnit {
  public:
@@ -84,9 +78,5 @@ class FlushDenormals {
  private:
   unsigned before_;
 };
-
-// ---- operands ----
-
-// ---- products ----
 
 }  // namespace fastattn::FASTATTN_ISA

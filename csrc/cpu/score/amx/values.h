@@ -40,7 +40,8 @@ struct TileSink {
 // ValueTile on the matrix unit.
 class AmxValueTile {
  public:
-  AmxValueTile(const AttentionParams& p, Scratch& scratch, int64_t block_m, int64_t block_n)
+  AmxValueTile(const AttentionParams& p, const Path&, Scratch& scratch, int64_t block_m,
+               int64_t block_n)
       : p_(p),
         ld_(tile_stride(p.E)),
         input_unit_(input_unit(p.q.dtype)),

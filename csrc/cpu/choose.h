@@ -1,0 +1,202 @@
+// Which path a problem takes (base/path.h): every such decision of the CPU kernels is made here.
+//
+// Each constant names the machine it was measured on. Zen 3: AMD, AVX2, 512 KiB of L2 cache a core.
+// Xeon: Intel with AMX, 2 MiB.
+//
+// FASTATTN_CPU_PATH, read once, finds out which short way a wrong row comes from: "tiles" turns all
+// of them off, and the name of one leaves that one alone, which is then taken wherever it can be.
+#pragma once
+
+#include <cstring>
+#include <string>
+
+#include "cpu/base/path.h"
+#include "cpu/loop/plan.h"
+#include "problem/heads_as_rows.h"
+
+namespace fastattn::cpu {
+
+// ---- the short ways ----
+
+// Bits of a set.
+enum ShortWay : unsigned {
+  kHeadsAsRows = 1,
+  kHeadsTogether = 2,
+  kSplitKeys = 4,
+  kRowsInPlace = 8,
+  kOneQuery = 16,
+  kMatrixUnit = 32,
+  kOneThread = 64,
+};
+
+struct ShortWays {
+  unsigned allowed = ~0u;
+  bool forced = false;  // whether they are taken even where they do not pay
+
+  bool take(ShortWay way, bool pays) const { return (allowed & way) != 0 && (forced || pays); }
+};
+
+// By the name of the environment variable; all of them, as usual, for nullptr and unknown names.
+FASTATTN_FN ShortWays short_ways(const char* name) {
+  constexpr struct {
+    const char* name;
+    unsigned ways;
+  } kNames[] = {
+      {"tiles", 0},
+      {"heads_as_rows", kHeadsAsRows},
+      {"heads_together", kHeadsTogether},
+      {"split_keys", kSplitKeys},
+      {"rows_in_place", kRowsInPlace},
+      {"one_query", kOneQuery},
+      {"matrix_unit", kMatrixUnit},
+      {"one_thread", kOneThread},
+  };
+  for (const auto& known : kNames)
+    if (name != nullptr && std::strcmp(name, known.name) == 0) return {known.ways, true};
+  return {};
+}
+
+// What a decision depends on, besides the problem.
+struct Chooser {
+  ShortWays ways;
+  bool has_matrix_unit;  // the instruction set
+};
+
+// ---- both passes ----
+
+// Rows in place: a tile is read once for so many queries, and packing it would be another pass.
+// With 12 queries, packing costs about as much (d64, Zen 3).
+constexpr int64_t kInPlaceRows = 8;
+// Matrix unit: at most so many pairs (i, j) a head gain less than the layout of its operands costs
+// (d64, powers of two, Xeon).
+constexpr int64_t kUnitPairs = 16 * 64;
+// One thread: waking others takes about as long as so many multiply-adds (Zen 3).
+constexpr double kParallelWork = 1 << 19;
+
+FASTATTN_FN bool rows_are_contiguous(const View& view) { return view.stride_c == 1; }
+
+// Both passes must ask this of the keys: a score is to be summed in the same order in both.
+FASTATTN_FN bool is_in_place(const AttentionParams& p, const View& rows, const Chooser& chooser) {
+  return rows_are_contiguous(rows) && chooser.ways.take(kRowsInPlace, p.M <= kInPlaceRows);
+}
+FASTATTN_FN bool uses_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
+  const bool pays = p.M > kInPlaceRows && p.M * p.N > kUnitPairs;
+  return chooser.has_matrix_unit && chooser.ways.take(kMatrixUnit, pays);
+}
+// The additive score, where each key has one pair: an exponential a pair costs no more than one a
+// key.
+FASTATTN_FN bool is_one_query(const AttentionParams& p, const Chooser& chooser) {
+  return p.M == 1 && p.H == p.Hkv && rows_are_contiguous(p.k) && chooser.ways.take(kOneQuery, true);
+}
+
+// `unit`: tiles of the matrix unit.
+FASTATTN_FN Way choose_way(const AttentionParams& p, const Chooser& chooser, Way unit) {
+  if (p.w.data != nullptr) return is_one_query(p, chooser) ? Way::kOneQuery : Way::kTiles;
+  if (is_in_place(p, p.k, chooser)) return Way::kRowsInPlace;
+  return uses_matrix_unit(p, chooser) ? unit : Way::kTiles;
+}
+
+template <typename Params>
+FASTATTN_FN Path start(Params* p, const Chooser& chooser) {
+  Path path{};
+  path.heads_as_rows = heads_can_be_rows(*p) && chooser.ways.take(kHeadsAsRows, true);
+  if (path.heads_as_rows) take_heads_as_rows(p);
+  const bool alone = chooser.ways.take(kOneThread, true);
+  path.parallel_work = !alone ? 0 : chooser.ways.forced ? __builtin_inf() : kParallelWork;
+  return path;
+}
+
+// ---- forward ----
+
+// Few queries over many keys (decoding) leave nothing to parallelise over but the keys: they are
+// cut into chunks, whose partial results are merged in order. Chunks depend on M and N only, so
+// that a row's result does not depend on its batch. At 32 keys a query, partial results take at
+// most 1/32 of the memory that V does.
+constexpr int64_t kChunkKeys = 1152;  // whole tiles of 64, 96 or 128 keys
+constexpr int64_t kKeysPerQuery = 32;
+// With at most so many queries, the heads of a group share the tiles of a task (Zen 3).
+constexpr int64_t kTogetherRows = 16;
+
+// The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake (Xeon): large tiles, unless small
+// ones are skipped. A row's result does not depend on how many rows a tile has.
+FASTATTN_FN Way forward_unit(const AttentionParams& p) {
+  if (dense_varies_by_row(p.mask)) return Way::kUnit64x64;
+  const bool skips = !band_keeps_all(p.mask, p.M, p.N) || p.bias.data != nullptr;
+  return p.M > 64 && !skips ? Way::kUnit256x128 : Way::kUnit64x128;
+}
+
+// Heads of `p` become rows where that is the path.
+FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
+  Path path = start(p, chooser);
+  path.way = choose_way(*p, chooser, forward_unit(*p));
+  path.values_in_place = is_in_place(*p, p->v, chooser);
+  path.heads_together = chooser.ways.take(kHeadsTogether, p->M <= kTogetherRows);
+  path.chunk_keys = max64(1, p->N);
+  if (chooser.ways.take(kSplitKeys, true))
+    path.chunk_keys = max64(1, kKeysPerQuery * p->M / kChunkKeys) * kChunkKeys;
+  path.chunks = max64(1, ceil_div(p->N, path.chunk_keys));
+  return path;
+}
+
+// ---- backward ----
+
+constexpr int64_t kBackwardTasks = 16;  // enough tasks to keep a few cores busy and even out
+constexpr int64_t kBackwardKeys = 192;  // chunks are multiples of this
+// More than 4 chunks only where their gradients of q fit into this.
+constexpr int64_t kBackwardBytes = 32ll << 20;
+
+// Tiles as small as blocks of a mask may be. With one part, products take so little of the time
+// that what each tile costs besides counts more.
+FASTATTN_FN Way backward_unit(const AttentionParams& p) {
+  if (!dense_varies_by_row(p.mask)) return Way::kUnit64x256;
+  return p.q.dtype == DType::kBFloat16 ? Way::kUnit64x128 : Way::kUnit64x64;
+}
+
+FASTATTN_FN int64_t backward_chunk_keys(const BackwardParams& p) {
+  const BackwardGroups groups = backward_groups(p);
+  const int64_t grad_q_bytes = max64(1, 4 * p.B * p.H * p.M * p.D);
+  const int64_t most = max64(4, kBackwardBytes / grad_q_bytes);
+  const int64_t wanted = ceil_div(kBackwardTasks, max64(1, groups.b * groups.h));
+  const int64_t chunks = max64(1, min64(most, wanted));
+  return max64(1, ceil_div(p.N, chunks * kBackwardKeys)) * kBackwardKeys;
+}
+
+FASTATTN_FN Path choose_backward(BackwardParams* p, const Chooser& chooser) {
+  Path path = start(p, chooser);
+  path.way = choose_way(*p, chooser, backward_unit(*p));
+  const bool split = chooser.ways.take(kSplitKeys, true);
+  path.chunk_keys = split ? backward_chunk_keys(*p) : max64(1, p->N);
+  path.chunks = max64(1, ceil_div(p->N, path.chunk_keys));
+  return path;
+}
+
+// ---- in words ----
+
+FASTATTN_FN const char* name_of(Way way) {
+  switch (way) {
+    case Way::kTiles:
+      return "tiles";
+    case Way::kRowsInPlace:
+      return "rows in place";
+    case Way::kOneQuery:
+      return "one query";
+    case Way::kUnit256x128:
+      return "matrix unit 256x128";
+    case Way::kUnit64x256:
+      return "matrix unit 64x256";
+    case Way::kUnit64x128:
+      return "matrix unit 64x128";
+    case Way::kUnit64x64:
+      return "matrix unit 64x64";
+  }
+  return "";
+}
+
+FASTATTN_FN std::string name_of(const Path& path) {
+  std::string name = path.heads_as_rows ? "heads as rows, " : "";
+  name += name_of(path.way);
+  if (path.chunks > 1) name += ", keys in " + std::to_string(path.chunks) + " chunks";
+  return name;
+}
+
+}  // namespace fastattn::cpu
