@@ -22,17 +22,6 @@
 #include "cpu/score/values.h"
 
 namespace fastattn::FASTATTN_ISA {
-// Calls fill(sink, units), which puts W and dS into a sink, for what score and values will use.
-template <typename Score, typename Values, typename Fill>
-static void finish_grads(Score&, Values&, Fill fill, GradsInPlace in_place) {
-  fill(in_place, GradUnits{1.f, 1.f, 1.f});
-}
-// Of a score alone, unless values have several ways, too.
-template <typename Score, typename Values>
-FASTATTN_SIMD void choose_form(Score& score, Values&, const MaskTile& mask) {
-  choose_form(score, mask);
-}
-
 template <typename Score, typename Values>
 class BackwardWorker {
  public:
@@ -119,19 +108,17 @@ class BackwardWorker {
     const int64_t needed = mask_.set_keys(at.j0, at.cols);
     if (needed == 0) return false;
     if (!loaded_) load_keys(at.b, hkv, at.j0, at.cols);
-    if constexpr (CanNarrow<Score>::value) {
-      at.cols = needed;
-      score_.use_keys(needed);
-      values_.use_keys(needed);
-    }
+    if (Score::kCanNarrow) at.cols = needed;
+    score_.use_keys(at.cols);
+    values_.use_keys(at.cols);
     score_.load_queries(at.b, at.h, at.i0, at.rows);
     values_.load_grad_out(at.b, at.h, at.i0, at.rows);
     choose_form(score_, values_, mask_);
     score_.scores(s_);
     values_.grad_weights(dp_);
     BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
-    finish_grads(
-        score_, values_,
+    values_.make_grads(
+        score_,
         [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
           mask_.with_masking([&](auto masking) { grad_scores<masking>(at, units, bias, sink); });
           bias = {};  // should there be another time
@@ -151,9 +138,11 @@ class BackwardWorker {
     loaded_ = true;
   }
 
-  // What scores, dP and dW are multiplied by before W and dS are made of them, and dS after that.
+  // What makes logits of scores, what dP and dW are multiplied by before W and dS are made of them,
+  // and dS after that.
   struct Factors {
-    float s, dp, grad_weights, grad_bias;
+    typename Score::Logit logit;
+    float dp, grad_weights, grad_bias;
   };
   // What the gradients of a row of scores depend on, besides its scores and dP.
   struct Row {
@@ -183,7 +172,7 @@ class BackwardWorker {
   template <Masking kMasking, bool kPlain>
   FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors& factors, Vec& w,
                                 Vec& ds) const {
-    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), factors.s, row.i, c),
+    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), factors.logit, row.i, c),
               p = known_weight(s, row.stats);
     Vec dp = load(dp_ + row.i * kN + c) * factors.dp;
     w = p;
@@ -209,6 +198,7 @@ class BackwardWorker {
           if (kPlain || (rows[n].exists && at < cols)) {
             grads_at<kMasking, kPlain>(rows[n], at, factors, w[n][v], ds[n][v]);
             if (bias.data != nullptr) bias.put(rows[n].i, at, ds[n][v] * factors.grad_bias);
+            ds[n][v] = factors.logit.slope(load(s_ + rows[n].i * kN + at), ds[n][v]);
           } else {
             w[n][v] = ds[n][v] = Vec{};
           }
@@ -224,7 +214,7 @@ class BackwardWorker {
                    Sink& sink) {
     static_assert(Sink::kRows <= kRows, "a row of factors each");
     const float made = units.ds / units.w;
-    const Factors factors = {logit_scale(score_), made / units.dp, made, 1.f / units.ds};
+    const Factors factors = {score_.logit(), made / units.dp, made, 1.f / units.ds};
     const bool plain = !p_.dropout.enabled && p_.grad_weights.data == nullptr &&
                        at.cols % (Sink::kVectors * kWidth) == 0;
     for (int64_t i0 = 0; i0 < round_up(at.rows, Sink::kWhole); i0 += Sink::kRows * Sink::kStep)

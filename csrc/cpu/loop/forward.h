@@ -23,11 +23,6 @@
 #include "cpu/tile/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
-// Whether a score can hold several blocks of queries at once (see score.h).
-template <typename Score>
-constexpr bool kHasSlots =
-    std::is_constructible_v<Score, const AttentionParams&, const Path&, Scratch&, bool, int64_t>;
-
 // Queries and outputs of a task, in an L2 cache of 512 KiB, or 2 MiB where there is a matrix unit.
 // Measured: half or 4/3 of it lose 1 to 3%.
 #ifdef __AMX_BF16__
@@ -39,18 +34,13 @@ constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish toge
 
 // How many row blocks a task stacks.
 template <typename Score>
-FASTATTN_SIMD int64_t choose_stack([[maybe_unused]] const ForwardParams& p,
-                                   [[maybe_unused]] const Path& path,
-                                   [[maybe_unused]] int64_t blocks,
-                                   [[maybe_unused]] int64_t threads) {
-  if constexpr (kHasSlots<Score>) {
-    if (path.heads_together) return 1;
-    const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
-    const int64_t fitting = kStackedBytes / (Score::kBlockM * row_bytes);
-    const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * max64(1, threads));
-    return max64(1, min64(blocks, min64(fitting, balanced)));
-  }
-  return 1;
+FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int64_t blocks,
+                                   int64_t threads) {
+  if (!Score::kHasSlots || path.heads_together) return 1;
+  const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
+  const int64_t fitting = kStackedBytes / (Score::kBlockM * row_bytes);
+  const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * max64(1, threads));
+  return max64(1, min64(blocks, min64(fitting, balanced)));
 }
 
 template <typename Score>
@@ -76,7 +66,7 @@ class ForwardWorker {
       : args_(args),
         p_(args.p),
         members_(args.heads * args.stack),
-        score_(make_score()),
+        score_(p_, args.path, scratch_, false, Score::kHasSlots ? members_ : 1),
         values_(p_, args.path, scratch_, kM, kN),
         mask_(p_, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
@@ -109,20 +99,12 @@ class ForwardWorker {
   }
   int64_t members() const { return args_.heads * min64(args_.stack, args_.blocks - block0_); }
 
-  Score make_score() {
-    if constexpr (kHasSlots<Score>) {
-      return Score(p_, args_.path, scratch_, false, members_);
-    } else {
-      return Score(p_, args_.path, scratch_, false);
-    }
-  }
-
   // Makes the queries of a member current. Scores without slots load them anew, unless it is the
   // only member.
   void select(int64_t g, bool first_time) {
     const Member m = member(g);
-    if constexpr (kHasSlots<Score>) score_.use_slot(g);
-    if (first_time || (!kHasSlots<Score> && members_ > 1))
+    score_.use_slot(g);
+    if (first_time || (!Score::kHasSlots && members_ > 1))
       score_.load_queries(b_, m.h, m.i0, m.rows);
   }
 
@@ -152,14 +134,14 @@ class ForwardWorker {
     }
     select(g, false);
     const RowState state = states_.member(g);
-    int64_t used = loaded;
-    if constexpr (CanNarrow<Score>::value) {
-      used = needed;
-      score_.use_keys(used);
-      values_.use_keys(used);
-    }
-    attend_tile(score_, values_, mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, s_,
-                drop_, alpha_);
+    const int64_t used = Score::kCanNarrow ? needed : loaded;
+    score_.use_keys(used);
+    values_.use_keys(used);
+    choose_form(score_, values_, mask_);
+    score_.scores(s_);
+    values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, score_.logit(), s_,
+                  kN, drop_, alpha_);
+    values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);
     return loaded;
   }
 

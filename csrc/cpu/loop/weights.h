@@ -60,7 +60,7 @@ class WeightsWorker {
       const int64_t cols = mask_.set_keys(j0, min64(kN, end - j0));
       if (cols == 0) continue;
       score_.load_keys(b_, h / args_.group, j0, cols);
-      choose_form(score_, mask_);
+      score_.use_form(score_.look_at(mask_));
       score_.scores(s_);
       mask_.with_masking(
           [&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
@@ -69,11 +69,11 @@ class WeightsWorker {
 
   template <Masking kMasking>
   void add_tile(int64_t h, int64_t j0, int64_t cols, float* to) {
-    const float scale = logit_scale(score_);
+    const auto logit = score_.logit();
     for (int64_t i = 0; i < rows_; ++i) {
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
       for (int64_t c = 0; c < cols; c += kWidth) {
-        const Vec logits = mask_.apply<kMasking>(load(s_ + i * kN + c), scale, i, c);
+        const Vec logits = mask_.apply<kMasking>(load(s_ + i * kN + c), logit, i, c);
         Vec w = known_weight(logits, stats_[i]);
         if (p_.dropout.enabled) w *= load(drop_ + c);
         store(to + i * kPanel + c, load(to + i * kPanel + c) + w);

@@ -12,7 +12,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-class DotScore {
+class DotScore : public ScoreDefaults {
  public:
   // Multiples of a register tile's 6 rows and 2 vectors. Measured on Zen 3 at d64: sizes from 48 to
   // 128 are within 3% of each other; 64 keys cost 3% more packing, 128 queries more causal waste.
@@ -42,8 +42,9 @@ class DotScore {
     if (backward_) k_finite_ = pack_rows(keys_, 1.f, k_rows_, ld_);
   }
 
-  float logit_scale() const { return abs_scale() * kLog2e; }
+  Logit logit() const { return {abs_scale() * kLog2e}; }
 
+  static constexpr bool kHasSlots = true;
   static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
   void use_slot(int64_t slot) {
     slot_ = slot;

@@ -69,7 +69,7 @@ class RowSums {
   float *x_, *c_;
 };
 
-class FewDotScore {
+class FewDotScore : public ScoreDefaults {
  public:
   static constexpr int64_t kBlockM = 8;
   static constexpr int64_t kBlockN = 128;
@@ -85,7 +85,7 @@ class FewDotScore {
     fill(ones_, kBlockM, 1.f);
   }
 
-  float logit_scale() const { return abs_scale() * kLog2e; }
+  Logit logit() const { return {abs_scale() * kLog2e}; }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D);
@@ -123,7 +123,7 @@ class FewDotScore {
   Matrix keys_{};
 };
 
-class FewValueGrads {
+class FewValueGrads : public GradDefaults {
  public:
   FewValueGrads(const AttentionParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
                 int64_t block_n)

@@ -7,14 +7,15 @@
 //     static constexpr int64_t kBlockM, kBlockN;
 //
 //     // Takes its scratch memory, once a thread. `backward`: gradients will be asked for.
-//     Score(const AttentionParams& p, const Path& path, Scratch& scratch, bool backward);
+//     Score(const AttentionParams& p, const Path& path, Scratch& scratch, bool backward,
+//           int64_t slots = 1);
 //
 //     // Convert, scale and lay out a block of keys, of queries; either may be reloaded without the
 //     // other. load_queries also selects query head h: its weights, for the additive score.
 //     void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols);    // cols <= kBlockN
 //     void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);   // rows <= kBlockM
 //
-//     // logit_scale() * s[i * kBlockN + j] = log2(e) * score(i0 + i, j0 + j), for i < rows and
+//     // logit()(s[i * kBlockN + j]) = log2(e) * score(i0 + i, j0 + j), for i < rows and
 //     // j < cols rounded up to kWidth; what is written past cols is ignored: the loop overwrites
 //     // it with -inf. A NaN in key j may reach column j only, one in query i row i only.
 //     void scores(float* s);
@@ -29,18 +30,72 @@
 //                   float* grad_w);
 //     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
 //
-//     // Optional: what scores() leaves for the softmax to multiply, where it costs nothing; at
-//     // least 0.
-//     float logit_scale() const;
+//     // From here on, optional: ScoreDefaults is the score that needs none of it.
 //
-//     // Optional: lets what follows concern the first `cols` of the keys loaded, a whole number of
+//     // What makes a logit of a score, where that costs nothing: its scale, say.
+//     using Logit = LinearLogit;
+//     Logit logit() const;
+//
+//     // Called before the scores of a tile are computed: a score with several ways to do that, all
+//     // accurate, may have to know which pairs matter. Returns whether the tile needs the wide
+//     // form; use_form() follows, with true if score or values need it.
+//     bool look_at(const MaskTile& mask);
+//     void use_form(bool wide);
+//
+//     // Lets what follows concern the first `cols` of the keys loaded, a whole number of
 //     // vectors or all; until load_keys().
+//     static constexpr bool kCanNarrow = true;
 //     void use_keys(int64_t cols);
 //
-//     // Optional: a constructor with a fifth argument, int64_t slots, use_slot(slot) and a static
-//     // query_bytes(p), the memory of a query in a slot. Several blocks of queries then stay
-//     // loaded, load_queries() and scores() concern the current slot, at first 0, and the forward
-//     // pass takes them all through each block of keys.
+//     // So many blocks of queries as the constructor is told stay loaded. load_queries() and
+//     // scores() concern the current slot, at first 0; the forward pass takes all slots through
+//     // each block of keys. query_bytes(): the memory of a query in a slot.
+//     static constexpr bool kHasSlots = true;
+//     void use_slot(int64_t slot);
+//     static int64_t query_bytes(const AttentionParams& p);
+//   };
+//
+// Values of the forward pass. O has rows of stride() floats.
+//
+//   struct Values {
+//     Values(const AttentionParams& p, const Path& path, Scratch& scratch, int64_t block_m,
+//            int64_t block_n);
+//     int64_t stride() const;
+//     void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols);
+//
+//     // What weights and their sums, and what outputs are multiplied by: powers of 2.
+//     float weight_unit() const, output_unit() const;
+//
+//     // A step of the online softmax (softmax_step()): scores s become weights, wherever
+//     // accumulate() looks for them.
+//     template <typename Logit>
+//     void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
+//                const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
+//                float* alpha);
+//     // o[i] = alpha[i] * o[i] + sum_j w_ij V[j]. `masked`: some weights are 0 for being masked.
+//     void accumulate(float* s, int64_t ld, int64_t rows, const float* alpha, bool masked,
+//                     float* o);
+//
+//     // Optional, as for a score: look_at(), use_form(), use_keys() (FormDefaults).
+//   };
+//
+// Values of the backward pass, and the gradients of a block of outputs.
+//
+//   struct Grads {
+//     Grads(const BackwardParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
+//           int64_t block_n);
+//     // load_values() clears dV.
+//     void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols);
+//     void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows);
+//
+//     void grad_weights(float* dp);                      // dP = dO V^T
+//     void accumulate(float* weights, bool masked);      // dV += W^T dO
+//     void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0);
+//
+//     // Optional, as above, and (GradDefaults): calls fill(sink, units), which puts W and dS
+//     // into a sink in those units, for what accumulate() and the score's backward() use.
+//     template <typename Score, typename Fill>
+//     void make_grads(Score& score, Fill fill, GradsInPlace in_place);
 //   };
 #pragma once
 
@@ -48,6 +103,30 @@
 #include "cpu/tile/masking.h"
 
 namespace fastattn::FASTATTN_ISA {
+
+// The one form there is, of all keys that are loaded.
+struct FormDefaults {
+  static bool look_at(const MaskTile&) { return false; }
+  static void use_form(bool) {}
+  static void use_keys(int64_t) {}
+};
+
+struct ScoreDefaults : FormDefaults {
+  using Logit = LinearLogit;
+  static Logit logit() { return {1.f}; }
+
+  static constexpr bool kCanNarrow = false, kHasSlots = false;
+  static void use_slot(int64_t) {}
+  static int64_t query_bytes(const AttentionParams&) { return 0; }
+};
+
+// Score and values take one form.
+template <typename Score, typename Values>
+FASTATTN_SIMD void choose_form(Score& score, Values& values, const MaskTile& mask) {
+  const bool wide = score.look_at(mask) || values.look_at(mask);
+  score.use_form(wide);
+  values.use_form(wide);
+}
 
 // Where W and dS of a tile go: in place of S and dP.
 struct GradsInPlace {
@@ -68,28 +147,11 @@ struct GradUnits {
   float w, dp, ds;
 };
 
-template <typename Score>
-FASTATTN_SIMD auto logit_scale_of(const Score& score, int) -> decltype(score.logit_scale()) {
-  return score.logit_scale();
-}
-template <typename Score>
-FASTATTN_SIMD float logit_scale_of(const Score&, long) {
-  return 1.f;
-}
-template <typename Score>
-FASTATTN_SIMD float logit_scale(const Score& score) {
-  return logit_scale_of(score, 0);
-}
-
-// Called before the scores of a tile are computed: a score with several ways to do that, all
-// accurate, may have to know which pairs matter.
-template <typename Score>
-FASTATTN_SIMD void choose_form(Score&, const MaskTile&) {}
-
-// Whether what holds a block of keys can do with fewer than are loaded.
-template <typename T, typename = void>
-struct CanNarrow : std::false_type {};
-template <typename T>
-struct CanNarrow<T, std::void_t<decltype(std::declval<T&>().use_keys(0))>> : std::true_type {};
+struct GradDefaults : FormDefaults {
+  template <typename Score, typename Fill>
+  static void make_grads(Score&, Fill fill, GradsInPlace in_place) {
+    fill(in_place, GradUnits{1.f, 1.f, 1.f});
+  }
+};
 
 }  // namespace fastattn::FASTATTN_ISA

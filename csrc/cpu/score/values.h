@@ -31,7 +31,7 @@ static void masked_gemm(bool masked, bool finite, A a, const float* b, int64_t l
   multiply(a, b, ldb, rows, cols, depth, c, ldc, into);
 }
 
-class ValueTile {
+class ValueTile : public FormDefaults {
  public:
   ValueTile(const AttentionParams& p, const Path& path, Scratch& scratch, int64_t, int64_t block_n)
       : v_(p.v),
@@ -52,8 +52,12 @@ class ValueTile {
     if (!direct_) finite_ = pack_rows(values_, 1.f, packed_, ld_);
   }
 
-  // o[i] = scale[i] * o[i] + sum_j weights[i * ld + j] * V[j]. `masked`: some weights are 0 for
-  // being masked.
+  template <typename Logit>
+  void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
+             const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
+             float* alpha) const {
+    softmax_step(mask, dropout, at, state, logit, s, ld, drop, alpha);
+  }
   void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
                   float* o) {
     if (direct_) {
@@ -74,22 +78,9 @@ class ValueTile {
   Matrix values_{};
 };
 
-// One tile of the forward pass: scores, their softmax, O = alpha O + W V. Scratch memory: a tile of
-// scores, a row of dropout's factors, a factor a row.
-template <typename Score>
-static void attend_tile(Score& score, ValueTile& values, const MaskTile& mask,
-                        const DropoutParams& dropout, const TilePlace& at, const RowState& state,
-                        float* s, float* drop, float* alpha) {
-  constexpr int64_t kLd = Score::kBlockN;
-  choose_form(score, mask);
-  score.scores(s);
-  softmax_step(mask, dropout, at, state, logit_scale(score), s, kLd, drop, alpha);
-  values.accumulate(s, kLd, at.rows, alpha, mask.masked(), state.o);
-}
-
 // The backward pass over a block of values and a block of output gradients: dP = dO V^T and
 // dV += W^T dO.
-class ValueGrads {
+class ValueGrads : public GradDefaults {
  public:
   ValueGrads(const AttentionParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
              int64_t block_n)

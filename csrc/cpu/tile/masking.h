@@ -11,13 +11,23 @@
 #include "problem/mask.h"
 
 namespace fastattn::FASTATTN_ISA {
-// The logit of a score, in base 2: every sweep takes it from here, rounded in this one way. So the
-// weights that backward recomputes are those that forward summed up, however large logits are:
-// subtracting a maximum must not be fused with the product, whose rounding that maximum has.
-FASTATTN_SIMD Vec logit(Vec s, float scale) { return product(s, splat(scale)); }
-FASTATTN_SIMD Vec logit(Vec s, float scale, Vec addend) {
-  return multiply_add(s, splat(scale), addend);
-}
+
+// The step from a score to its logit in base 2, which stands between score and mask. Every sweep
+// takes it from here, rounded in this one way. So the weights that backward recomputes are those
+// that forward summed up, however large logits are: subtracting a maximum must not be fused with
+// the product, whose rounding that maximum has.
+//
+// This one is linear. Others have the same members, and never fall where a score rises.
+struct LinearLogit {
+  float scale;  // at least 0
+  FASTATTN_MEMBER Vec operator()(Vec s) const { return product(s, splat(scale)); }
+  FASTATTN_MEMBER Vec operator()(Vec s, Vec addend) const {
+    return multiply_add(s, splat(scale), addend);
+  }
+  // What dS, the gradient of the logit, is as the gradient of what scale makes of score s. 0 stays
+  // 0 even where s is NaN: such pairs are masked.
+  FASTATTN_MEMBER Vec slope(Vec, Vec ds) const { return ds; }
+};
 
 // How the scores of a tile are masked.
 enum class Masking { kNone, kBias, kIntervals, kAddend };
@@ -75,21 +85,21 @@ class MaskTile {
   }
 
   // The logits of row i, columns [c, c + kWidth), from their scores: -inf where masked or past the
-  // last key, scaled and biased elsewhere.
-  template <Masking kMasking>
-  FASTATTN_MEMBER Vec apply(Vec s, float scale, int64_t i, int64_t c) const {
+  // last key, biased elsewhere.
+  template <Masking kMasking, typename Logit>
+  FASTATTN_MEMBER Vec apply(Vec s, Logit logit, int64_t i, int64_t c) const {
     if constexpr (kMasking == Masking::kIntervals) {
-      return inside(i, c) ? logit(s, scale) : splat(-kInf);
+      return inside(i, c) ? logit(s) : splat(-kInf);
     } else if constexpr (kMasking == Masking::kBias) {
       // The rows after these come next: asked for now, they arrive while there is work to do.
       __builtin_prefetch(bias_ + (i + rows_) * p_.bias.stride_r + c, 0, 2);
       const Vec bias = load(bias_ + i * p_.bias.stride_r + c);
-      return logit(s, scale, product(bias, splat(kLog2e)));
+      return logit(s, product(bias, splat(kLog2e)));
     } else if constexpr (kMasking == Masking::kAddend) {
       const Vec addend = load(addend_ + i * addend_stride_ + c);
-      return addend == splat(-kInf) ? addend : logit(s, scale, addend);
+      return addend == splat(-kInf) ? addend : logit(s, addend);
     } else {
-      return logit(s, scale);
+      return logit(s);
     }
   }
 

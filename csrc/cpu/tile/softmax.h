@@ -67,21 +67,21 @@ struct InPlace {
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
 };
 
-// Turns row i of the scores into logits, in place, but for scaling them where nothing is masked:
-// weigh_row() does that. Returns maxima of some of them each (without those that are NaN: weights
-// will be).
-template <Masking kMasking>
-FASTATTN_SIMD Vec mask_row(const MaskTile& mask, float scale, int64_t i, int64_t cols, float* s) {
+// Turns row i of the scores into logits, in place, but leaves them as scores where nothing is
+// masked: weigh_row() takes them from there. Returns maxima of some of them each (without those
+// that are NaN: weights will be).
+template <Masking kMasking, typename Logit>
+FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, int64_t cols, float* s) {
   Vec top = splat(-kInf);
   for (int64_t c = 0; c < cols; c += kWidth) {
     Vec x = load(s + c);
     if constexpr (kMasking != Masking::kNone) {
-      x = mask.apply<kMasking>(x, scale, i, c);
+      x = mask.apply<kMasking>(x, logit, i, c);
       store(s + c, x);
     }
     top = max(x, top);
   }
-  return kMasking == Masking::kNone ? logit(top, scale) : top;
+  return kMasking == Masking::kNone ? logit(top) : top;
 }
 
 // A row of logits, logits(c) being those from column c on, becomes weights 2^(logit - m), l their
@@ -120,15 +120,15 @@ FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
   return old == -kInf ? 1.f : exp2_weight(splat(old - *m))[0];
 }
 
-// One step over a tile of scores s [rows, ld], logits being scale s: they become weights; alpha[i]
+// One step over a tile of scores s [rows, ld]: they become weights; alpha[i]
 // is what rescales row i of O.
 //
 // The maximum that a row subtracts is not raised for a little: weights up to 2^kSlack are as good
 // as others. Most rows then never rescale what they have summed, nor look for their maximum: where
 // they can be weighed again, they are weighed at once.
-template <Masking kMasking, typename Sink>
+template <Masking kMasking, typename Logit, typename Sink>
 FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
-                                const TilePlace& at, const RowState& state, float scale, float* s,
+                                const TilePlace& at, const RowState& state, Logit logit, float* s,
                                 int64_t ld, float* drop, float* alpha, const Sink& sink) {
   for (int64_t i = 0; i < at.rows; ++i) {
     float *const row = s + i * ld, *const l = state.l + i * kWidth, *const m = state.m + i;
@@ -139,7 +139,7 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     if constexpr (Sink::kKeepsScores) {
       const Vec before = load(l);
       const auto logits = [&](int64_t c) __attribute__((always_inline)) {
-        return mask.apply<kMasking>(load(row + c), scale, i, c);
+        return mask.apply<kMasking>(load(row + c), logit, i, c);
       };
       const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
         return weigh_row(to, logits, at.cols, *m, 1.f, factors, l);
@@ -151,23 +151,24 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
       }
       store(l, before);
     }
-    const Vec top = mask_row<kMasking>(mask, scale, i, at.cols, row);
+    const Vec top = mask_row<kMasking>(mask, logit, i, at.cols, row);
     // A row that has been weighed in vain would be again, in the next tile.
     constexpr float kSlack = Sink::kKeepsScores ? 0.f : Row::kSlack;
     alpha[i] = any_above(top, *m + kSlack) ? raise_maximum(top, m) : 1.f;
     const auto logits = [&](int64_t c) __attribute__((always_inline)) {
-      return kMasking == Masking::kNone ? logit(load(row + c), scale) : load(row + c);
+      return kMasking == Masking::kNone ? logit(load(row + c)) : load(row + c);
     };
     weigh_row(sink.row(i), logits, at.cols, *m == -kInf ? 0.f : *m, alpha[i], factors, l);
   }
 }
 
 // Likewise, in place.
-[[maybe_unused]] static void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
-                                          const TilePlace& at, const RowState& state, float scale,
-                                          float* s, int64_t ld, float* drop, float* alpha) {
+template <typename Logit>
+static void softmax_step(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
+                         const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
+                         float* alpha) {
   mask.with_masking([&](auto masking) {
-    softmax_rows<masking>(mask, dropout, at, state, scale, s, ld, drop, alpha, InPlace{s, ld});
+    softmax_rows<masking>(mask, dropout, at, state, logit, s, ld, drop, alpha, InPlace{s, ld});
   });
 }
 

@@ -17,11 +17,12 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-class OneQueryAdditive {
+class OneQueryAdditive : public ScoreDefaults {
  public:
   static constexpr int64_t kBlockM = 1, kBlockN = 64;
 
-  OneQueryAdditive(const AttentionParams& p, const Path&, Scratch& scratch, bool backward)
+  OneQueryAdditive(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
+                   int64_t = 1)
       : p_(p),
         ld_(round_up(p.D, kStep)),
         z_stride_(tile_stride(ld_)),

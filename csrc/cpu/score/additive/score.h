@@ -23,7 +23,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-class AdditiveScore {
+class AdditiveScore : public ScoreDefaults {
  public:
   // A tile of scores fits the L1 cache, and an exponential of a key serves 64 pairs.
   static constexpr int64_t kBlockM = 64;
@@ -62,22 +62,12 @@ class AdditiveScore {
 
   // Chooses how to compute the scores of a tile, from the keys that some row of it keeps: garbage
   // in others changes no bit, nor does it matter how many keys are loaded.
-  void choose_range(const MaskTile& mask) {
-    if (all_near_) return;
-    bool same = is_chosen_;
-    for (int64_t c = 0; c < cols_; ++c) {
-      const int32_t kept = mask.keeps_key(c) ? -1 : 0;
-      same &= kept_[c] == kept;
-      kept_[c] = kept;
-    }
-    if (same) return;
-    if (is_chosen_) pack_keys();
-    is_chosen_ = true;
-    const float largest = largest_key();
-    use_range(range_of(largest));
-    if (range_ == Range::kExact && largest < kInf) use_centre();
+  bool look_at(const MaskTile& mask) {
+    if (!all_near_) choose_range(mask);
+    return false;
   }
 
+  static constexpr bool kHasSlots = true;
   static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
   void use_slot(int64_t slot) { slot_ = slots_ + slot; }
 
@@ -202,6 +192,21 @@ class AdditiveScore {
       pack_transposed(from, 1.f, panel, kWidth);
       fill(panel + p_.D * kWidth, (dims_ - p_.D) * kWidth, 0.f);
     }
+  }
+
+  void choose_range(const MaskTile& mask) {
+    bool same = is_chosen_;
+    for (int64_t c = 0; c < cols_; ++c) {
+      const int32_t kept = mask.keeps_key(c) ? -1 : 0;
+      same &= kept_[c] == kept;
+      kept_[c] = kept;
+    }
+    if (same) return;
+    if (is_chosen_) pack_keys();
+    is_chosen_ = true;
+    const float largest = largest_key();
+    use_range(range_of(largest));
+    if (range_ == Range::kExact && largest < kInf) use_centre();
   }
 
   void use_range(Range range) {
@@ -420,9 +425,5 @@ class AdditiveScore {
         *key_grad_ = nullptr;
   float* rows_out_ = nullptr;
 };
-
-FASTATTN_SIMD void choose_form(AdditiveScore& score, const MaskTile& mask) {
-  score.choose_range(mask);
-}
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -13,7 +13,7 @@ namespace fastattn::FASTATTN_ISA {
 
 // DotScore on the matrix unit.
 template <int64_t kM, int64_t kN>
-class AmxDotScore {
+class AmxDotScore : public ScoreDefaults {
  public:
   static constexpr int64_t kBlockM = kM, kBlockN = kN;
 
@@ -37,7 +37,7 @@ class AmxDotScore {
     grad_k_rows_ = scratch.floats(kBlockN * ld_);
   }
 
-  float logit_scale() const { return abs_scale() * kLog2e / (input_unit_ * input_unit_); }
+  Logit logit() const { return {abs_scale() * kLog2e / (input_unit_ * input_unit_)}; }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
@@ -47,6 +47,7 @@ class AmxDotScore {
     if (backward_) keys_.pack<Depth::kRows, Side::kRight>(k_rows_);
   }
 
+  static constexpr bool kCanNarrow = true, kHasSlots = true;
   void use_keys(int64_t cols) { cols_ = cols; }
   static int64_t query_bytes(const AttentionParams& p) {
     return 2 * parts_of(form_of(p.q.dtype)) * p.D;
@@ -67,7 +68,7 @@ class AmxDotScore {
   }
 
   // Whether some kept pair has a query or a key that does not fit.
-  bool needs_wide(const MaskTile& mask) {
+  bool look_at(const MaskTile& mask) {
     AmxInput& queries = slots_.queries();
     if (!queries.misfits().any() && !keys_.misfits().any()) return false;
     return mask.keeps_any([&](int64_t i) { return queries.is_misfit(i); },
@@ -190,17 +191,5 @@ class AmxDotScore {
   Sums grad_k_;
   float* grad_k_rows_ = nullptr;
 };
-
-template <int64_t kM, int64_t kN>
-static void choose_form(AmxDotScore<kM, kN>& score, const MaskTile& mask) {
-  score.use_form(score.needs_wide(mask));
-}
-// Score and values together.
-template <int64_t kM, int64_t kN, typename Values>
-static void choose_form(AmxDotScore<kM, kN>& score, Values& values, const MaskTile& mask) {
-  const bool wide = score.needs_wide(mask) || values.needs_wide(mask);
-  score.use_form(wide);
-  values.use_form(wide);
-}
 
 }  // namespace fastattn::FASTATTN_ISA

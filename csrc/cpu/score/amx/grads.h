@@ -1,7 +1,7 @@
-// W and dS of a tile on their way into operands.
+// Values and their gradients on the matrix unit, in the backward pass.
 #pragma once
 
-#include "cpu/score/amx/values.h"
+#include "cpu/score/amx/dot.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -83,29 +83,147 @@ class PackedGrads {
   bool all_packed_ = true;
 };
 
-template <int64_t kM, int64_t kN, typename Fill>
-static void finish_grads(AmxDotScore<kM, kN>& score, AmxValueGrads& values, Fill fill,
-                         GradsInPlace in_place) {
-  const bool dense = score.rows_apart() || values.rows_apart();
-  bool packed = false;
-  GradUnits units = {values.weight_unit(), values.grad_weights_unit(),
-                     score.start_grad_unit(values.size_unit())};
-  with_form(score.ds_rows().form(), [&](auto form) {
-    const auto pack = [&] {
-      PackedGrads<form> sink(values.weights(), score.ds_columns(), score.ds_rows(), units,
-                             dense ? &in_place : nullptr, values.rows());
-      fill(sink, units);
-      packed = sink.all_packed();
-      return sink.top();
-    };
-    if (!score.change_grad_unit(pack())) return;
-    packed = false;
-    units.ds = score.grad_unit();
-    if (!dense) pack();  // else W and dS lie where S and dP were, and will be packed from there
-  });
-  if (!packed && !dense) fill(in_place, GradUnits{1.f, units.dp, 1.f});
-  score.use_packed(packed);
-  values.use_packed(packed);
-}
+// ValueGrads on the matrix unit.
+class AmxValueGrads : public GradDefaults {
+ public:
+  AmxValueGrads(const BackwardParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
+                int64_t block_n)
+      : p_(p),
+        grad_out_view_(grad_out),
+        block_n_(block_n),
+        ld_(round_up(p.E, kEdge)),
+        input_unit_(input_unit(p.q.dtype)),
+        weight_unit_(two_to(weight_octaves(form_of(p.q.dtype))) * dropout_unit(p)),
+        values_(scratch, block_n, p.E, p.q.dtype),
+        grad_out_(scratch, block_m, p.E, p.q.dtype),
+        v_(scratch, block_n, p.E, p.q.dtype),
+        grad_out_rows_(scratch, block_m, p.E, p.q.dtype),
+        grad_out_columns_(scratch, p.E, block_m, p.q.dtype),
+        weights_(scratch, block_n, block_m, p.q.dtype),
+        grad_v_(scratch, ld_ * block_n),
+        grad_v_rows_(scratch.floats(block_n * ld_)) {}
+
+  void use_keys(int64_t cols) { cols_ = cols; }
+
+  void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    cols_ = cols;
+    values_.load(matrix_at(p_.v, b, hkv, j0, cols, p_.E), input_unit_);
+    values_.pack<Depth::kCols, Side::kRight>(v_);
+    values_.prefetch_next();
+    grad_v_.clear();
+  }
+
+  void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    const Matrix from = matrix_at(grad_out_view_, b, h, i0, rows, p_.E);
+    size_unit_ = size_unit(from, p_.stats + 2 * ((b * p_.H + h) * p_.M + i0));
+    grad_out_unit_ = form_of(p_.q.dtype) == Form::kTwoHalves ? size_unit_ : 1.f;
+    grad_out_.load(from, grad_out_unit_);
+    grad_out_.pack<Depth::kCols, Side::kLeft>(grad_out_rows_);
+    grad_out_.pack<Depth::kRows, Side::kLeft>(grad_out_columns_);
+  }
+
+  // Whether some kept pair has a value or gradient that does not fit.
+  bool look_at(const MaskTile& mask) const {
+    return (grad_out_.misfits().any() || values_.misfits().any()) &&
+           mask.keeps_any([&](int64_t i) { return grad_out_.is_misfit(i); },
+                          [&](int64_t j) { return values_.is_misfit(j); });
+  }
+  void use_form(bool wide) {
+    const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
+    values_.pack_as<Depth::kCols, Side::kRight>(form, v_);
+    grad_out_.pack_as<Depth::kCols, Side::kLeft>(form, grad_out_rows_);
+    grad_out_.pack_as<Depth::kRows, Side::kLeft>(form, grad_out_columns_);
+    weights_.use(form);
+  }
+
+  // dp [rows, block_n] times grad_weights_unit()
+  void grad_weights(float* dp) {
+    multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), cols_, p_.E, false, dp, block_n_);
+    multiply_rows_apart(grad_out_, values_, cols_, dp, block_n_);
+  }
+
+  void accumulate(float* weights, bool masked) {
+    const int64_t rows = grad_out_.rows(), cols = cols_;
+    const Matrix tile = {weights, DType::kFloat32, 0, block_n_, 1, rows, cols};
+    if (!packed_) pack_tiles<Depth::kRows, Side::kRight>(tile, weight_unit_, Misfits(), weights_);
+    grad_v_.use(weight_unit_ * grad_out_unit_);
+    multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_.data(), block_n_);
+    accumulate_rows_apart(ByCols{weights, block_n_}, weight_unit_, cols, Misfits(), Misfits(),
+                          grad_out_, rows, masked, grad_v_.data(), 1, block_n_);
+  }
+
+  template <typename Score, typename Fill>
+  void make_grads(Score& score, Fill fill, GradsInPlace in_place) {
+    const bool dense = score.rows_apart() || rows_apart();
+    bool packed = false;
+    GradUnits units = {weight_unit_, grad_weights_unit(), score.start_grad_unit(size_unit_)};
+    with_form(score.ds_rows().form(), [&](auto form) {
+      const auto pack = [&] {
+        PackedGrads<form> sink(weights_, score.ds_columns(), score.ds_rows(), units,
+                               dense ? &in_place : nullptr, grad_out_.rows());
+        fill(sink, units);
+        packed = sink.all_packed();
+        return sink.top();
+      };
+      if (!score.change_grad_unit(pack())) return;
+      packed = false;
+      units.ds = score.grad_unit();
+      if (!dense) pack();  // else W and dS lie where S and dP were, and will be packed from there
+    });
+    if (!packed && !dense) fill(in_place, GradUnits{1.f, units.dp, 1.f});
+    score.use_packed(packed);
+    packed_ = packed;
+  }
+
+  void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
+    const Matrix to = matrix_at(grad_v, b, hkv, j0, values_.rows(), p_.E);
+    const float factor = grad_v_.unit() == 0.f ? 0.f : 1.f / grad_v_.unit();
+    unpack_columns(grad_v_.data(), block_n_, factor, grad_v_rows_, ld_, to);
+  }
+
+ private:
+  float grad_weights_unit() const { return grad_out_unit_ * input_unit_; }  // of dP
+  bool rows_apart() const { return grad_out_.misfits().any_apart(); }
+
+  // Of rows that have a key, and stats: garbage in others must not change a bit of these.
+  float size_unit(const Matrix& from, const float* stats) const {
+    if (!is_fp16(form_of(p_.q.dtype))) return 1.f;
+    VecI top{}, apart{};
+    with_dtype(from.dtype, [&](auto type) {
+      for (int64_t r = 0; r < from.rows; ++r) {
+        const int64_t row = from.offset + r * from.stride_r;
+        VecI of_row{};
+        for (int64_t c = 0; c < from.cols; c += kWidth)
+          of_row = largest(of_row, load_strided<type>(from.data, row + c * from.stride_c,
+                                                      from.stride_c, from.cols - c));
+        constexpr Window kFinite = {0.f, __FLT_MAX__};
+        if (load_stats(stats, r).factor == 0.f || !kFinite.has(of_row)) continue;
+        VecI& most = kAnyBf16.has(of_row) ? top : apart;
+        most = most > of_row ? most : of_row;
+      }
+    });
+    const float most = max_lanes(from_bits(top)), most_apart = max_lanes(from_bits(apart));
+    if (most == 0.f) return grad_v_.unit() == 0.f ? 1.f : grad_v_.unit() / weight_unit_;
+    // Of the same few sizes for most blocks: 2^11 to 2^15, in steps of 2^4. Rows that stand apart
+    // are multiplied by it as well.
+    int64_t n = min64(14 - exponent_of(most), kMostOctaves);
+    if (most_apart != 0.f) n = min64(n, 80 - exponent_of(most_apart));
+    const int64_t step = 4;
+    const float unit = two_to((n >= 0 ? n : n - step + 1) / step * step);
+    return grad_v_.bounded(weight_unit_ * unit) / weight_unit_;
+  }
+
+  const BackwardParams& p_;
+  const View& grad_out_view_;
+  int64_t block_n_, ld_, cols_ = 0;
+  float input_unit_, weight_unit_, grad_out_unit_ = 1.f;
+  // A power of 2 that makes the largest gradients a few thousand, where sums have room for it.
+  float size_unit_ = 1.f;
+  AmxInput values_, grad_out_;
+  Operand v_, grad_out_rows_, grad_out_columns_, weights_;
+  bool packed_ = false;  // whether W is in weights_: else accumulate() puts it there
+  Sums grad_v_;
+  float* grad_v_rows_;
+};
 
 }  // namespace fastattn::FASTATTN_ISA
