@@ -28,6 +28,7 @@
 #else
 #include "binding/linear.h"
 #include "binding/on_cpu.h"
+#include "binding/path.h"
 #endif
 
 namespace {
@@ -463,6 +464,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
   m.impl("select_cpu_isa", &select_cpu_isa);
+  m.impl("cpu_path", TORCH_BOX(&fastattn::binding::cpu_path));
 }
 
 // An importable module, so that the file is an ordinary extension to packaging tools; loading it

@@ -173,8 +173,13 @@ const Kernels*& selected() {
   return kernels;
 }
 
+const char* named_path() {
+  static const char* const name = std::getenv("FASTATTN_CPU_PATH");
+  return name;
+}
+
 Chooser chooser() {
-  static const ShortWays ways = short_ways(std::getenv("FASTATTN_CPU_PATH"));
+  static const ShortWays ways = short_ways(named_path());
   return {ways, selected()->has_matrix_unit};
 }
 
@@ -193,6 +198,15 @@ std::vector<std::string> available_isas() {
   for (const Kernels& kernels : kTable)
     if (kernels.runs()) names.push_back(kernels.name);
   return names;
+}
+
+std::string path_of(const ForwardParams& params) {
+  ForwardParams p = params;
+  const Chooser by = chooser();
+  const std::string name = name_of(choose_forward(&p, by));
+  if (named_path() == nullptr) return name;
+  const char* const effect = by.ways.forced ? "" : ": no such path";
+  return name + " (FASTATTN_CPU_PATH=" + named_path() + effect + ")";
 }
 
 int64_t forward_workspace_bytes(const ForwardParams& params) {

@@ -26,6 +26,10 @@ void forward(const ForwardParams& params, const Parallel& parallel);
 // grad_bias (absent when not wanted). grad_weights is read when its data is not nullptr.
 void backward(const BackwardParams& params, const Parallel& parallel);
 
+// The path of the forward pass in words, such as "heads as rows, rows in place, keys in 4 chunks",
+// and what forces it, if FASTATTN_CPU_PATH does. choose.h decides it.
+std::string path_of(const ForwardParams& params);
+
 // The instruction set in use: "baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16".
 // select_isa() forces one and returns false, changing nothing, when it was not built or does not
 // run here; "auto" returns to the widest that CPUID shows. Not to be called while kernels run.

@@ -34,6 +34,22 @@ def instruction_set() -> str:
     return torch.ops.fastattn.cpu_isa() + refused
 
 
+def path(p: Problem, bias: bool = False) -> str:
+    """Which way the kernels take for the forward pass, in words.
+
+    That of keys and values whose rows are contiguous. ``bias``: there is one. FASTATTN_CPU_PATH
+    forces another way, which is then named as well.
+    """
+    lo, hi = p.mask.band(p.M, p.N)
+    keep = p.mask.keep
+    return torch.ops.fastattn.cpu_path(
+        *(p.B, p.H, p.Hkv, p.M, p.N, p.score == "additive", bias),
+        *(keep is not None and keep.shape[-2] > 1, p.dropout is not None, p.weights != "none"),
+        -p.M if lo is None else lo,
+        p.N if hi is None else hi,
+    )
+
+
 # ---- where the kernels are missing ----
 
 

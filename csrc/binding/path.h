@@ -1,0 +1,27 @@
+// The operator that names the path of a problem through the CPU kernels, from all that chooses it.
+#pragma once
+
+#include <string>
+
+#include "cpu/kernels.h"
+
+namespace fastattn::binding {
+
+// Rows of k and v are contiguous. `keep_by_row`: there is a dense mask, and it has rows.
+inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_t N, bool additive,
+                            bool bias, bool keep_by_row, bool dropout, bool weights,
+                            int64_t band_lo, int64_t band_hi) {
+  static uint8_t something;  // which nobody reads
+  ForwardParams p{};
+  p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N;
+  p.k.stride_c = p.v.stride_c = 1;
+  if (additive) p.w.data = &something;
+  if (bias) p.bias.data = &something;
+  p.mask.band_lo = band_lo, p.mask.band_hi = band_hi;
+  if (keep_by_row) p.mask.keep = &something, p.mask.keep_stride_m = 1;
+  p.dropout.enabled = dropout;
+  p.weights_mode = weights ? WeightsMode::kFull : WeightsMode::kNone;
+  return cpu::path_of(p);
+}
+
+}  // namespace fastattn::binding

@@ -1,0 +1,123 @@
+"""Every path through the CPU kernels by itself: FASTATTN_CPU_PATH takes one, or none of the short.
+
+The variable is read once, so each name has a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fastattn import testing
+from fastattn.backends import cpu
+from fastattn.problem import Mask, Problem
+from fastattn.testing import Case
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+NAMES = (
+    "tiles",
+    "heads_as_rows",
+    "heads_together",
+    "split_keys",
+    "rows_in_place",
+    "one_query",
+    "matrix_unit",
+    "one_thread",
+)
+MASKS = dict(kv_len="rows", keep="bhmn", bias="hn", causal="bottom_right", lse=True)
+# Each short way is the usual one of some case, and can be taken by others where it is not.
+CASES = [
+    Case("one-query", H=6, Hkv=2, M=1, N=300, D=24, E=20, lse=True),
+    Case("one-query", H=24, Hkv=2, M=1, N=1300, D=24, E=20, keep="hn", bias="hn"),
+    Case("few", H=4, Hkv=2, M=5, N=150, D=40, E=24, **MASKS),
+    Case("few-columns", M=7, N=70, D=24, E=24, layout="bhdm"),
+    Case("split", B=1, M=9, N=2500, D=16, E=16, lse=True),
+    Case("many", H=4, Hkv=2, M=100, N=300, D=40, E=24, weights="mean", dropout_p=0.2, **MASKS),
+    Case("many", H=2, M=130, N=260, D=32, E=32, dtype=torch.bfloat16),
+    Case("one-query", "additive", M=1, N=150, D=24, E=20, **MASKS),
+    Case("few", "additive", H=4, Hkv=2, M=3, N=70, D=24, E=20, weights="full", lse=True),
+    Case("many", "additive", M=70, N=140, D=24, E=20, dropout_p=0.2, **MASKS),
+]
+
+
+def problem(score="dot", H=2, Hkv=2, M=64, N=128, mask=None, **options) -> Problem:
+    sizes = (2, H, Hkv, M, N, 64, 64)
+    where = dict(dtype=torch.float32, device=torch.device("cpu"))
+    return Problem(score, *sizes, mask=mask or Mask(), **where, **options)
+
+
+def paths() -> list[str]:
+    """Of problems that differ in the path they usually take."""
+    dropped = Mask(keep=torch.ones(1, 1, 600, 600, dtype=torch.bool))
+    return [
+        cpu.path(p)
+        for p in (
+            problem(M=8),
+            problem(M=9, N=16),
+            problem(M=1, H=8, N=4000),
+            problem("additive", M=1),
+            problem(M=600, N=600),
+            problem(M=600, N=600, mask=Mask(causal="top_left")),
+            problem(M=600, N=600, mask=dropped),
+        )
+    ]
+
+
+@pytest.mark.skipif("FASTATTN_CPU_PATH" in os.environ, reason="FASTATTN_CPU_PATH is set")
+def test_usual_paths(isa):
+    unit = isa.startswith("amx")
+    assert paths() == [
+        "rows in place",
+        "tiles",
+        "heads as rows, rows in place, keys in 4 chunks",
+        "one query",
+        "matrix unit 256x128" if unit else "tiles",
+        "matrix unit 64x128" if unit else "tiles",
+        "matrix unit 64x64" if unit else "tiles",
+    ]
+
+
+def in_a_process(name: str) -> str:
+    """What main() prints where FASTATTN_CPU_PATH has that value."""
+    env = os.environ | {"FASTATTN_CPU_PATH": name}
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_path_gives_the_same_results(name):
+    found = in_a_process(name).splitlines()
+    assert all(path.endswith(f" (FASTATTN_CPU_PATH={name})") for path in found)
+    short = {path.partition(" (")[0] for path in found} - {"tiles"}
+    in_words = name.replace("_", " ")
+    if name in ("tiles", "heads_together", "one_thread"):
+        assert not short
+    elif name == "split_keys":
+        assert short == {"tiles, keys in 4 chunks"}
+    elif name == "heads_as_rows":
+        assert short == {"heads as rows, tiles"}
+    else:  # of the matrix unit, none where there is none
+        assert all(path.startswith(in_words) for path in short)
+
+
+def test_an_unknown_name_changes_nothing():
+    last = in_a_process("shortest").splitlines()[0]
+    assert last == "rows in place (FASTATTN_CPU_PATH=shortest: no such path)"
+
+
+def main() -> None:
+    for path in paths():
+        print(path)
+    if os.environ["FASTATTN_CPU_PATH"] in NAMES:
+        for case in CASES:
+            testing.check(case, "cpu")
+
+
+if __name__ == "__main__":
+    main()
