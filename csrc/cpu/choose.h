@@ -56,10 +56,14 @@ FASTATTN_FN ShortWays short_ways(const char* name) {
   return {};
 }
 
+// Which inputs an instruction set multiplies as the matrix unit does. AVX512-BF16 stands in for the
+// unit where they are bf16.
+enum class Unit { kNone, kBFloat16, kEveryDtype };
+
 // What a decision depends on, besides the problem.
 struct Chooser {
   ShortWays ways;
-  bool has_matrix_unit;  // the instruction set
+  Unit unit;  // of the instruction set
 };
 
 // ---- both passes ----
@@ -81,7 +85,9 @@ FASTATTN_FN bool is_in_place(const AttentionParams& p, const View& rows, const C
 }
 FASTATTN_FN bool uses_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
   const bool pays = p.M > kInPlaceRows && p.M * p.N > kUnitPairs;
-  return chooser.has_matrix_unit && chooser.ways.take(kMatrixUnit, pays);
+  const bool has = chooser.unit == Unit::kEveryDtype ||
+                   (chooser.unit == Unit::kBFloat16 && p.q.dtype == DType::kBFloat16);
+  return has && chooser.ways.take(kMatrixUnit, pays);
 }
 // The additive score, where each key has one pair: an exponential a pair costs no more than one a
 // key.
@@ -119,8 +125,9 @@ constexpr int64_t kTogetherRows = 16;
 
 // The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake (Xeon): large tiles, unless small
 // ones are skipped. A row's result does not depend on how many rows a tile has.
-FASTATTN_FN Way forward_unit(const AttentionParams& p) {
+FASTATTN_FN Way forward_unit(const AttentionParams& p, Unit unit) {
   if (dense_varies_by_row(p.mask)) return Way::kUnit64x64;
+  if (unit == Unit::kBFloat16) return Way::kUnit64x128;
   const bool skips = !band_keeps_all(p.mask, p.M, p.N) || p.bias.data != nullptr;
   return p.M > 64 && !skips ? Way::kUnit256x128 : Way::kUnit64x128;
 }
@@ -128,7 +135,7 @@ FASTATTN_FN Way forward_unit(const AttentionParams& p) {
 // Heads of `p` become rows where that is the path.
 FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
   Path path = start(p, chooser);
-  path.way = choose_way(*p, chooser, forward_unit(*p));
+  path.way = choose_way(*p, chooser, forward_unit(*p, chooser.unit));
   path.values_in_place = is_in_place(*p, p->v, chooser);
   path.heads_together = chooser.ways.take(kHeadsTogether, p->M <= kTogetherRows);
   path.chunk_keys = max64(1, p->N);
@@ -147,7 +154,8 @@ constexpr int64_t kBackwardBytes = 32ll << 20;
 
 // Tiles as small as blocks of a mask may be. With one part, products take so little of the time
 // that what each tile costs besides counts more.
-FASTATTN_FN Way backward_unit(const AttentionParams& p) {
+FASTATTN_FN Way backward_unit(const AttentionParams& p, Unit unit) {
+  if (unit == Unit::kBFloat16) return Way::kUnit64x128;
   if (!dense_varies_by_row(p.mask)) return Way::kUnit64x256;
   return p.q.dtype == DType::kBFloat16 ? Way::kUnit64x128 : Way::kUnit64x64;
 }
@@ -163,7 +171,7 @@ FASTATTN_FN int64_t backward_chunk_keys(const BackwardParams& p) {
 
 FASTATTN_FN Path choose_backward(BackwardParams* p, const Chooser& chooser) {
   Path path = start(p, chooser);
-  path.way = choose_way(*p, chooser, backward_unit(*p));
+  path.way = choose_way(*p, chooser, backward_unit(*p, chooser.unit));
   const bool split = chooser.ways.take(kSplitKeys, true);
   path.chunk_keys = split ? backward_chunk_keys(*p) : max64(1, p->N);
   path.chunks = max64(1, ceil_div(p->N, path.chunk_keys));

@@ -23,15 +23,15 @@
   void additive_forward(const ForwardParams&, const Path&, const Parallel&);   \
   void additive_backward(const BackwardParams&, const Path&, const Parallel&); \
   }
-#define FASTATTN_TABLE(isa, supported) FASTATTN_TABLE_OF(isa, false, supported, supported, isa)
-#define FASTATTN_TABLE_OF(isa, has_matrix_unit, supported, runs, additive) \
-  {#isa,                                                                   \
-   has_matrix_unit,                                                        \
-   supported,                                                              \
-   runs,                                                                   \
-   isa::sdpa_forward,                                                      \
-   isa::sdpa_backward,                                                     \
-   additive::additive_forward,                                             \
+#define FASTATTN_TABLE(isa, unit, supported) FASTATTN_TABLE_OF(isa, unit, supported, supported, isa)
+#define FASTATTN_TABLE_OF(isa, unit, supported, runs, additive) \
+  {#isa,                                                        \
+   Unit::unit,                                                  \
+   supported,                                                   \
+   runs,                                                        \
+   isa::sdpa_forward,                                           \
+   isa::sdpa_backward,                                          \
+   additive::additive_forward,                                  \
    additive::additive_backward}
 
 FASTATTN_DECLARE(baseline)
@@ -56,7 +56,7 @@ namespace {
 
 struct Kernels {
   const char* name;
-  bool has_matrix_unit;
+  Unit unit;
   bool (*supported)();  // as CPUID says: "auto" goes by it
   bool (*runs)();       // enough for who names the set
   void (*sdpa_forward)(const ForwardParams&, const Path&, const Parallel&);
@@ -141,21 +141,21 @@ bool runs_amx_fp16() {
 // Widest first.
 constexpr Kernels kTable[] = {
 #ifdef FASTATTN_HAVE_AMX_FP16
-    FASTATTN_TABLE_OF(amx_fp16, true, has_amx_fp16, runs_amx_fp16, avx512_bf16),
+    FASTATTN_TABLE_OF(amx_fp16, kEveryDtype, has_amx_fp16, runs_amx_fp16, avx512_bf16),
 #endif
 #ifdef FASTATTN_HAVE_AMX
-    FASTATTN_TABLE_OF(amx, true, has_amx, has_amx, avx512_bf16),
+    FASTATTN_TABLE_OF(amx, kEveryDtype, has_amx, has_amx, avx512_bf16),
 #endif
 #ifdef FASTATTN_HAVE_AVX512_BF16
-    FASTATTN_TABLE(avx512_bf16, has_avx512_bf16),
+    FASTATTN_TABLE(avx512_bf16, kBFloat16, has_avx512_bf16),
 #endif
 #ifdef FASTATTN_HAVE_AVX512
-    FASTATTN_TABLE(avx512, has_avx512),
+    FASTATTN_TABLE(avx512, kNone, has_avx512),
 #endif
 #ifdef FASTATTN_HAVE_AVX2
-    FASTATTN_TABLE(avx2, has_avx2),
+    FASTATTN_TABLE(avx2, kNone, has_avx2),
 #endif
-    FASTATTN_TABLE(baseline, always),
+    FASTATTN_TABLE(baseline, kNone, always),
 };
 
 // nullptr when the set was not built or this machine lacks it.
@@ -180,7 +180,7 @@ const char* named_path() {
 
 Chooser chooser() {
   static const ShortWays ways = short_ways(named_path());
-  return {ways, selected()->has_matrix_unit};
+  return {ways, selected()->unit};
 }
 
 }  // namespace

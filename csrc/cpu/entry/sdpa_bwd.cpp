@@ -3,7 +3,7 @@
 #include "cpu/loop/backward.h"
 #include "cpu/score/dot.h"
 #include "cpu/score/dot_few_queries.h"
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 #include "cpu/score/amx/grads.h"
 #endif
 
@@ -16,6 +16,8 @@ void sdpa_backward(const BackwardParams& p, const Path& path, const Parallel& pa
 #ifdef __AMX_BF16__
     case Way::kUnit64x256:
       return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, path, parallel);
+#endif
+#ifdef __AVX512BF16__
     case Way::kUnit64x128:
       return backward<AmxDotScore<64, 128>, AmxValueGrads>(p, path, parallel);
     case Way::kUnit64x64:

@@ -2,7 +2,7 @@
 // cpu/loop/forward.h and cpu/score/dot.h.
 #include "cpu/loop/forward.h"
 #include "cpu/score/dot.h"
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 #include "cpu/score/amx/values.h"
 #endif
 
@@ -13,6 +13,8 @@ void sdpa_forward(const ForwardParams& p, const Path& path, const Parallel& para
 #ifdef __AMX_BF16__
     case Way::kUnit256x128:
       return forward<AmxDotScore<256, 128>, AmxValueTile>(p, path, parallel);
+#endif
+#ifdef __AVX512BF16__
     case Way::kUnit64x128:
       return forward<AmxDotScore<64, 128>, AmxValueTile>(p, path, parallel);
     case Way::kUnit64x64:

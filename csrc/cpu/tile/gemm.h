@@ -23,7 +23,7 @@ constexpr int kTileVecs = kVectorRegisters == 32 && kWidth == 16 ? 4 : 2;
 // Rows that a tile of scores or outputs needs memory for: whole register tiles of either kind.
 FASTATTN_SIMD int64_t row_capacity(int64_t rows) {
   const int64_t whole = round_up(rows, kTileRows);
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
   return whole > round_up(rows, 16) ? whole : round_up(rows, 16);
 #else
   return whole;

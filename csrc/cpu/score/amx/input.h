@@ -1,7 +1,11 @@
 // Inputs on their way into operands, what stands apart of them, and sums whose unit may change.
 #pragma once
 
+#ifdef __AMX_BF16__
 #include "cpu/score/amx/multiply.h"
+#else
+#include "cpu/score/amx/pairs.h"
+#endif
 #include "cpu/tile/gemm.h"
 
 namespace fastattn::FASTATTN_ISA {

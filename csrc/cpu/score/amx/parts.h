@@ -38,7 +38,8 @@ constexpr Form wide_form_of(DType dtype) {
 template <Form kForm>
 using FormConstant = std::integral_constant<Form, kForm>;
 template <typename F>
-FASTATTN_SIMD void with_form(Form form, F f) {
+FASTATTN_SIMD void with_form([[maybe_unused]] Form form, F f) {
+  if constexpr (!kHasTiles) return f(FormConstant<Form::kBf16>{});
   if (form == Form::kBf16) return f(FormConstant<Form::kBf16>{});
   if constexpr (kHasFp16) {
     if (form == Form::kHalf) return f(FormConstant<Form::kHalf>{});

@@ -42,6 +42,9 @@ constexpr int64_t kTileDepth = 32;   // elements of a row of it
 constexpr int64_t kTileWords = 256;  // pairs of elements in it
 constexpr int64_t kTileLine = 64;    // bytes of a row of it
 
+#ifdef __AMX_BF16__
+constexpr bool kHasTiles = true;
+
 // The unit is ready for use by this thread while one of these lives.
 class MatrixUnit {
  public:
@@ -64,6 +67,12 @@ class MatrixUnit {
   };
   static_assert(sizeof(Configuration) == 64, "fixed by the instruction set");
 };
+#else
+// AVX512-BF16 alone stands in for the unit where inputs are bf16: pairs.h multiplies the same
+// words.
+constexpr bool kHasTiles = false;
+struct MatrixUnit {};
+#endif
 
 // Vector instructions make denormals 0 on this thread while one of these lives.
 class FlushDenormals {
