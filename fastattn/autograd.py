@@ -1,12 +1,11 @@
 """Autograd around a backend: save, restore, call. No arithmetic lives here.
 
 The pattern is the one that every transform understands: functions with a split ``forward`` /
-``setup_context`` and a
-``vmap`` rule, whose backward is a second function, so that double backward exists: it
-differentiates the reference formulas by recomputation, which takes the dense [B, H, M, N] memory
-(times D for the additive score).
+``setup_context`` and a ``vmap`` rule. The backward is a second such function, so that double
+backward exists: it differentiates the reference formulas by recomputation, which takes the dense
+[B, H, M, N] memory (times D for the additive score).
 
-Tensors inside the record (kv_len, keep, seed) are passed as arguments beside it, because a
+Tensors inside the record (its masks and seed) are passed as arguments beside it, because a
 transform must see every tensor; ``p`` travels without them. Forward mode raises, and says what to
 take instead: a silent zero would be worse.
 """
@@ -25,7 +24,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattn.backends import registry
+from fastattn.backends.schemas import Call
 from fastattn.problem import Problem, reference
+from fastattn.problem.record import MASK_TENSORS
 
 
 def attend(
@@ -36,8 +37,9 @@ def attend(
         return registry.get(backend).forward(p, q, k, v, w, bias)[:3]
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v, w, bias)
-    bare = p.with_tensors(None, None, None)
-    return _apply(AttentionFunction, backend, bare, q, k, v, w, bias, *p.tensors())[:3]
+    own = p.tensors()
+    bare = p.with_tensors(*[None] * len(own))
+    return _apply(AttentionFunction, backend, bare, q, k, v, w, bias, *own)[:3]
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -97,14 +99,26 @@ def _positional(function):
     return function
 
 
+# ---- the tensors of a call: those that have a gradient, then Problem.tensors() ----
+
+_MASKS = [Call._fields.index(name) for name in MASK_TENSORS]
+_W, _BIAS, _SEED = map(Call._fields.index, ("w", "bias", "seed"))
+_INPUTS, _ALL = _BIAS + 1, _SEED + 1  # how many have a gradient, and how many there are
+
+
+def _parts(tensors: tuple) -> tuple[tuple, tuple, tuple]:
+    """(q, k, v, w, bias), the record's own, and what ``Saved`` lists first."""
+    return tensors[:_INPUTS], tensors[_INPUTS:_ALL], tensors[_ALL:]
+
+
 class AttentionFunction(torch.autograd.Function):
     """(q, k, v, w, bias) -> (out, lse, weights, stats)."""
 
     @staticmethod
     @_positional
-    def forward(backend, p, q, k, v, w, bias, kv_len, keep, seed):
-        p = p.with_tensors(kv_len, keep, seed)
-        return registry.get(backend).forward(p, q, k, v, w, bias)
+    def forward(backend, p, *tensors):
+        inputs, own, _ = _parts(tensors)
+        return registry.get(backend).forward(p.with_tensors(*own), *inputs)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -117,24 +131,22 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, grad_weights, _grad_stats):
-        q, k, v, w, bias, kv_len, keep, seed, out, stats = ctx.saved_tensors
+        inputs, own, (out, stats) = _parts(ctx.saved_tensors)
         if ctx.p.weights == "none":  # torch.compile materialises a zero for it all the same
             grad_weights = None
         if grad_out is None and grad_lse is None and grad_weights is None:
-            return (None,) * 10
+            return (None,) * (2 + _ALL)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        bias_needs_grad = ctx.needs_input_grad[6]
-        saved = (q, k, v, w, bias, kv_len, keep, seed, out, stats, grad_out, grad_lse, grad_weights)
-        differentiate = needs_autograd(*saved)
+        bias_needs_grad = ctx.needs_input_grad[2 + _BIAS]
+        saved = (*inputs, *own, out, stats, grad_out, grad_lse, grad_weights)
         function = AttentionBackwardFunction
         args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
-        grad_q, grad_k, grad_v, grad_w, grad_bias = (
-            _apply(function, *args) if differentiate else function.forward(*args)
-        )
-        if grad_w is not None:
-            grad_w = grad_w.sum(0).to(w.dtype)
-        return None, None, grad_q, grad_k, grad_v, grad_w, grad_bias, None, None, None
+        differentiate = needs_autograd(*saved)
+        grads = list(_apply(function, *args) if differentiate else function.forward(*args))
+        if grads[_W] is not None:
+            grads[_W] = grads[_W].sum(0).to(inputs[_W].dtype)
+        return (None, None, *grads, *[None] * len(own))
 
     @staticmethod
     def vmap(info, in_dims, backend, p, *tensors):
@@ -146,28 +158,10 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     @_positional
-    def forward(
-        backend,
-        p,
-        bias_needs_grad,
-        q,
-        k,
-        v,
-        w,
-        bias,
-        kv_len,
-        keep,
-        seed,
-        out,
-        stats,
-        grad_out,
-        grad_lse,
-        grad_weights,
-    ):
-        p = p.with_tensors(kv_len, keep, seed)
-        return registry.get(backend).backward(
-            p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad
-        )
+    def forward(backend, p, bias_needs_grad, *tensors):
+        inputs, own, saved = _parts(tensors)
+        p = p.with_tensors(*own)
+        return registry.get(backend).backward(p, *inputs, *saved, bias_needs_grad)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -177,23 +171,17 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        q, k, v, w, bias, kv_len, keep, seed, _, _, *upstream = ctx.saved_tensors
-        p = ctx.p.with_tensors(kv_len, keep, seed)
-        inputs = [q, k, v, w, bias, *upstream]
-        second = _reference_vjp(p, inputs, grads)
+        inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
+        second = _reference_vjp(ctx.p.with_tensors(*own), [*inputs, *upstream], grads)
         # out and stats are functions of the other inputs, and backward() recomputes them: no
         # gradient of their own.
-        return (None, None, None, *second[:5], None, None, None, None, None, *second[5:])
+        absent = [None] * (len(own) + 2)
+        return (None, None, None, *second[:_INPUTS], *absent, *second[_INPUTS:])
 
     @staticmethod
     def vmap(info, in_dims, backend, p, bias_needs_grad, *tensors):
-        return _vmap(
-            AttentionBackwardFunction,
-            info.batch_size,
-            in_dims,
-            (backend, p, bias_needs_grad),
-            tensors,
-        )
+        static = (backend, p, bias_needs_grad)
+        return _vmap(AttentionBackwardFunction, info.batch_size, in_dims, static, tensors)
 
 
 def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> list[Tensor | None]:
@@ -220,9 +208,6 @@ def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> lis
 
 # ---- vmap ----
 
-# Where these stand among the tensors of both functions.
-_W, _BIAS, _KV_LEN, _KEEP, _SEED = 3, 4, 5, 6, 7
-
 
 def _vmap(function, size: int, in_dims: tuple, static: tuple, tensors: tuple):
     """Folds the mapped dim into B, one launch for all; weights and seeds have no B: a loop."""
@@ -232,7 +217,7 @@ def _vmap(function, size: int, in_dims: tuple, static: tuple, tensors: tuple):
         return _vmap_by_loop(function, size, dims, static, tensors)
 
     bias_needs_grad = any(options)  # the backward function's only option
-    stays = {_KV_LEN, _KEEP} if bias_needs_grad else {_BIAS, _KV_LEN, _KEEP}
+    stays = _MASKS if bias_needs_grad else [*_MASKS, _BIAS]
     folded = []
     for n, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
         if x is None or n in (_W, _SEED) or (n in stays and dim is None and x.shape[0] == 1):
@@ -246,7 +231,7 @@ def _vmap(function, size: int, in_dims: tuple, static: tuple, tensors: tuple):
         o.unflatten(0, (size, p.B)) if m else o for o, m in zip(outputs, mapped, strict=True)
     ]
     if bias_needs_grad and tensors[_BIAS].shape[0 if dims[_BIAS] != 0 else 1] == 1:
-        outputs[4] = outputs[4].sum(1, keepdim=True)  # each sample's bias broadcast over B
+        outputs[_BIAS] = outputs[_BIAS].sum(1, keepdim=True)  # each sample's bias broadcast over B
     return tuple(outputs), tuple(0 if m else None for m in mapped)
 
 

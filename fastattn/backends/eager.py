@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.operators import has_autocast
+from fastattn.backends.schemas import Saved
 from fastattn.problem import Problem, reference
 
 
@@ -34,16 +35,17 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias:
     return out.transpose(1, 2), lse, weights.to(p.dtype), lse.new_empty(p.B, 0)
 
 
-def backward(p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad):
+def backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w, bias, *saved):
     """See ``registry.Backend``."""
+    given = Saved(*saved)
     with _no_autocast(p):
         grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(
-            p, q, k, v, w, bias, grad_out, grad_lse, grad_weights
+            p, q, k, v, w, bias, given.grad_out, given.grad_lse, given.grad_weights
         )
     return (
         grad_q.to(q.dtype),
         grad_k.to(k.dtype),
         grad_v.to(v.dtype),
         grad_w,
-        None if grad_bias is None or not bias_needs_grad else grad_bias.to(bias.dtype),
+        None if grad_bias is None or not given.bias_needs_grad else grad_bias.to(bias.dtype),
     )

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import schemas
+from fastattn.backends.schemas import Call, Saved
 from fastattn.problem import Problem
 from fastattn.problem.record import WEIGHTS, weights_of, weights_shape
 
@@ -102,26 +103,23 @@ def _complete(name: str, schema: str, fake) -> None:
 # ---- fake kernels ----
 
 
-def _forward_fake(
-    q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights
-):
-    B, H, M, _ = q.shape
-    N, E = v.shape[-2:]
-    out = q.new_empty(B, M, H, E).transpose(1, 2)
-    shape = weights_shape(weights_of(weights), B, H, M, N)
-    lse, stats = (q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
-    return out, lse, q.new_empty(shape), stats
+def _forward_fake(*args):
+    call = Call(*args)
+    B, H, M, _ = call.q.shape
+    N, E = call.v.shape[-2:]
+    shape = weights_shape(weights_of(call.weights), B, H, M, N)
+    out = call.q.new_empty(B, M, H, E).transpose(1, 2)
+    lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
+    return out, lse, call.q.new_empty(shape), stats
 
 
-def _backward_fake(
-    q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights,
-    out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
-):  # fmt: skip
-    B, H, _, D = q.shape
-    grad_w = q.new_empty((0,) if w is None else (B, H, D), dtype=torch.float32)
-    grad_bias = bias.new_empty(bias.shape) if bias_needs_grad else q.new_empty(0)
-    grads = [torch.empty_like(t) for t in (q, k, v)]
-    return *grads, grad_w, grad_bias
+def _backward_fake(*args):
+    call, saved = schemas.split(args)
+    B, H, _, D = call.q.shape
+    grad_w = call.q.new_empty((0,) if call.w is None else (B, H, D), dtype=torch.float32)
+    bias = call.bias if saved.bias_needs_grad else None
+    grad_bias = call.q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return *map(torch.empty_like, (call.q, call.k, call.v)), grad_w, grad_bias
 
 
 # ---- a pair of operators a backend ----
@@ -148,30 +146,21 @@ class Operators:
         for name, function in zip(self._names, (forward, backward), strict=True):
             LIBRARY.impl(name, function, key)
 
-    def forward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None):
+    def forward(self, p: Problem, *inputs: Tensor | None):
         """See ``registry.Backend``."""
-        return self._forward(q, k, v, w, bias, *p.tensors(), *scalars(p))
+        return self._forward(*operands(p, *inputs))
 
-    def backward(
-        self, p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad
-    ):
+    def backward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None, *saved):
         """See ``registry.Backend``."""
-        grad_q, grad_k, grad_v, grad_w, grad_bias = self._backward(
-            q, k, v, w, bias, *p.tensors(), *scalars(p),
-            out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
-        )  # fmt: skip
-        return (
-            grad_q,
-            grad_k,
-            grad_v,
-            grad_w if w is not None else None,
-            grad_bias if bias_needs_grad else None,
-        )
+        *grads, grad_w, grad_bias = self._backward(*operands(p, q, k, v, w, bias), *saved)
+        biased = Saved(*saved).bias_needs_grad
+        return (*grads, None if w is None else grad_w, grad_bias if biased else None)
 
 
-def scalars(p: Problem) -> tuple:
-    """What both operators take beside tensors: (band_lo, band_hi, scale, dropout_p, weights)."""
-    return (*p.mask.band(p.M, p.N), p.scale, p.dropout_p, WEIGHTS[p.weights])
+def operands(p: Problem, *inputs: Tensor | None) -> tuple:
+    """The values of a ``Call``: (q, k, v, w, bias), and what the record says of them."""
+    band = p.mask.band(p.M, p.N)
+    return (*inputs, *p.tensors(), *band, p.scale, p.dropout_p, WEIGHTS[p.weights])
 
 
 # ---- what surrounds attention, at inference on CPUs ----

@@ -1,19 +1,81 @@
 """The schemas of all operators: the one text, which Python and the compiled library share.
 
+:class:`Call` lists the operands of attention, once for all of Python; the schemas are made of it.
+``Operands`` in csrc/binding/operands.h is the same list in C++.
+
 setup.py compiles ``COMPILED`` into _C.abi3.so, which defines these operators when it is loaded: a
-program exported from torch then needs that file and no Python. ``ops.py`` defines what is missing.
-Nothing is imported here, as the build has no torch to import.
+program exported from torch then needs that file and no Python. ``operators.py`` defines what is
+missing. Nothing is imported here, as the build has no torch to import.
 """
 
-_PROBLEM = (
-    "Tensor q, Tensor k, Tensor v, Tensor? w, Tensor? bias, "
-    "Tensor? kv_len, Tensor? keep, Tensor? seed, "
-    "SymInt? band_lo, SymInt? band_hi, float scale, float dropout_p, int weights"
-)
-_FORWARD = f"({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Call(NamedTuple):
+    """The operands of a forward operator, which are the first ones of its backward operator.
+
+    Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``,
+    bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len int32 ``[B, 1]`` or ``[B, M]``, seed int64
+    ``[]``. A key j of a query i is within the band if ``i + band_lo <= j <= i + band_hi``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None = None
+    bias: Tensor | None = None
+    kv_len: Tensor | None = None
+    keep: Tensor | None = None
+    seed: Tensor | None = None
+    band_lo: int | None = None
+    band_hi: int | None = None
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    weights: int = 0  # a value of record.WEIGHTS
+
+
+class Saved(NamedTuple):
+    """What a backward operator takes more: results of the forward one, and their gradients."""
+
+    out: Tensor
+    stats: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None = None
+    grad_weights: Tensor | None = None
+    bias_needs_grad: bool = False
+
+
+def split(args: tuple) -> tuple[Call, Saved]:
+    """The arguments of a backward operator."""
+    n = len(Call._fields)
+    return Call(*args[:n]), Saved(*args[n:])
+
+
+# What a schema calls a type. Bounds of a band depend on sizes, which may be symbols.
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "int | None": "SymInt?",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+}
+
+
+def _operands(record: type) -> str:
+    """The fields of a record as a schema lists them."""
+    fields = record.__annotations__.items()
+    return ", ".join(f"{_TYPES[annotation.__forward_arg__]} {name}" for name, annotation in fields)
+
+
+_FORWARD = f"({_operands(Call)}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 _BACKWARD = (
-    f"({_PROBLEM}, Tensor out, Tensor stats, Tensor grad_out, Tensor? grad_lse, "
-    "Tensor? grad_weights, bool bias_needs_grad) "
+    f"({_operands(Call)}, {_operands(Saved)}) "
     "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias)"
 )
 

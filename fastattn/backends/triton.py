@@ -13,7 +13,7 @@ import sys
 import torch
 from torch import Tensor
 
-from fastattn.backends import _gpu, operators
+from fastattn.backends import _gpu, operators, schemas
 from fastattn.problem import Problem
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -73,11 +73,11 @@ def _backward(*args):
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd
 
-    n = len(Call._fields)
-    call = Call.of(*args[:n])
+    shared, saved = schemas.split(args)
+    call = Call.of(*shared)
     launch = launch_sdpa_bwd if call.w is None else launch_additive_bwd
     with _current_device(call.q):
-        return launch(call, *args[n:])
+        return launch(call, saved)
 
 
 def _current_device(x: Tensor):

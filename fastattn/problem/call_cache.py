@@ -78,10 +78,7 @@ def forget() -> None:
 
 def says_nothing(mask: Mask | None) -> bool:
     """Whether a mask keeps every pair whatever the sizes are."""
-    if mask is None:
-        return True
-    fields = ("causal", "window", "kv_len", "keep")
-    return type(mask) is Mask and all(getattr(mask, name) is None for name in fields)
+    return mask is None or (type(mask) is Mask and not mask.kinds)
 
 
 def _describe(

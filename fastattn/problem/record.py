@@ -157,9 +157,9 @@ class Mask:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Which constraints are present, for keys and test names."""
-        names = [self.causal] if self.causal else []
-        fields = ("window", "kv_len", "keep")
-        return (*names, *(name for name in fields if getattr(self, name) is not None))
+        present = [(name, getattr(self, name)) for name in MASK_FIELDS]
+        # An alignment is its own name.
+        return tuple(x if isinstance(x, str) else n for n, x in present if x is not None)
 
     def materialize(self, p: Problem) -> Tensor:
         """The definition of the mask: bool, broadcastable to ``[B, H, M, N]``, True keeps.
@@ -181,6 +181,11 @@ class Mask:
         if self.keep is not None:
             kept = kept & self.keep
         return kept
+
+
+MASK_FIELDS = tuple(field.name for field in dataclasses.fields(Mask))
+# What autograd, transforms and operators see of a mask, in their order.
+MASK_TENSORS = tuple(f.name for f in dataclasses.fields(Mask) if "Tensor" in str(f.type))
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,17 +295,16 @@ class Problem:
         """Shape of the weights that a backend returns; an empty one when none are wanted."""
         return weights_shape(self.weights, self.B, self.H, self.M, self.N)
 
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The tensors inside the record: (kv_len, keep, seed)."""
-        return self.mask.kv_len, self.mask.keep, self.dropout.seed if self.dropout else None
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors inside the record: ``MASK_TENSORS``, and the seed."""
+        masks = [getattr(self.mask, name) for name in MASK_TENSORS]
+        return (*masks, self.dropout.seed if self.dropout else None)
 
-    def with_tensors(
-        self, kv_len: Tensor | None, keep: Tensor | None, seed: Tensor | None
-    ) -> Problem:
+    def with_tensors(self, *tensors: Tensor | None) -> Problem:
         """The same problem around other tensors, as functional transforms need it."""
-        own = self.tensors()
-        if own[0] is kv_len and own[1] is keep and own[2] is seed:
+        if all(x is y for x, y in zip(self.tensors(), tensors, strict=True)):
             return self
-        mask = dataclasses.replace(self.mask, kv_len=kv_len, keep=keep)
+        *masks, seed = tensors
+        mask = dataclasses.replace(self.mask, **dict(zip(MASK_TENSORS, masks, strict=True)))
         dropout = None if self.dropout is None else Dropout(self.dropout.p, seed)
         return dataclasses.replace(self, mask=mask, dropout=dropout)

@@ -1,14 +1,16 @@
-"""The host side that launchers share: the operator's arguments as a record, and its outputs."""
+"""The host side that launchers share: the operator's arguments, and its outputs."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends import schemas
+from fastattn.backends.schemas import Saved as Saved
 from fastattn.problem import Weights
 from fastattn.problem.record import weights_of, weights_shape
 
@@ -17,38 +19,24 @@ from ..tile.strided import Dims, Spec
 from .config import architecture, choose, is_rich, padded, speaks_ptx
 
 
-class Call(NamedTuple):
-    """The arguments that the forward and backward operators share (``backends/operators.py``).
-
-    Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``,
-    bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len int32 ``[B, 1]`` or ``[B, M]``, seed int64
-    ``[]``.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    w: Tensor | None
-    bias: Tensor | None
-    kv_len: Tensor | None
-    keep: Tensor | None
-    seed: Tensor | None
-    band_lo: int | None
-    band_hi: int | None
-    scale: float
-    dropout_p: float
-    weights: Weights
+class Call(schemas.Call):
+    """The operands, and what launchers ask of them."""
 
     @classmethod
     def of(cls, *args) -> Call:
         """From an operator's arguments, which nobody has looked at: it may be called directly."""
         call = cls(*args)
-        call = call._replace(weights=weights_of(args[-1]))
+        weights_of(call.weights)  # raises for a number that is none
         if not 0 <= call.dropout_p <= 1:
             raise ValueError(f"dropout_p: expected 0 to 1, got {call.dropout_p}")
         if call.dropout_p and call.seed is None:
             raise ValueError(f"dropout_p: expected a seed with {call.dropout_p}, got none")
         return call
+
+    @property
+    def weights_mode(self) -> Weights:
+        """Which weights are returned, by name."""
+        return weights_of(self.weights)
 
     @property
     def B(self) -> int:
@@ -96,7 +84,7 @@ class Call(NamedTuple):
     @property
     def rich(self) -> bool:
         """Whether a kernel needs more registers than for masks."""
-        return is_rich(self.bias is not None, self.dropout_p, self.weights)
+        return is_rich(self.bias is not None, self.dropout_p, self.weights_mode)
 
     @property
     def masks_within_tiles(self) -> bool:
@@ -133,12 +121,12 @@ def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, H, M, N = call.shape
     out = call.q.new_empty(B, M, H, call.E).transpose(1, 2)
     lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
-    return out, lse, call.q.new_empty(weights_shape(call.weights, B, H, M, N)), stats
+    return out, lse, call.q.new_empty(weights_shape(call.weights_mode, B, H, M, N)), stats
 
 
 def per_head_weights(call: Call, weights: Tensor | None) -> Tensor | None:
     """Returned weights or their gradient as [B, H, M, N]; a mean over heads broadcasts."""
-    if weights is None or call.weights == "full":
+    if weights is None or call.weights_mode == "full":
         return weights
     return weights.unsqueeze(1).expand(call.shape)
 

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..host.launch import Call
+from ..host.launch import Call, Saved
 from ..score.additive import bounded, reciprocal
 from ..score.score import DOT_PRODUCT
 from ..tile.masking import key_count, kv_range, mask_scores, row_range
@@ -126,15 +126,15 @@ def pull_back_row(
 STEP = 2048  # numbers of K, V, dK and dV that a program of few queries holds: twice as many spill
 
 
-def launch_additive_bwd(call: Call, *saved):
+def launch_additive_bwd(call: Call, saved: Saved):
     """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
     if call.M <= FEW_QUERIES and math.prod(call.shape) * call.D > 0:
-        return _launch_few(call, *saved)
+        return _launch_few(call, saved)
     terms = additive_terms(call, finite=True)
     if terms.w_ptr is not None:
         sums = [torch.zeros_like(x) for x in (terms.e_ptr, terms.f_ptr, terms.e_ptr)]
         terms = terms._replace(grad_q_ptr=sums[0], grad_k_ptr=sums[1], grad_w_ptr=sums[2])
-    grad_q, grad_k, grad_v, grad_w, grad_bias = launch_sdpa_bwd(call, *saved, terms=terms)
+    grad_q, grad_k, grad_v, grad_w, grad_bias = launch_sdpa_bwd(call, saved, terms)
     grad_w = call.q.new_zeros(call.B, call.H, call.D, dtype=torch.float32)
     if terms.w_ptr is not None:
         grad_q.copy_(terms.grad_q_ptr[:, :, : call.D, : call.M].mT)
@@ -143,11 +143,12 @@ def launch_additive_bwd(call: Call, *saved):
     return grad_q, grad_k, grad_v, grad_w, grad_bias
 
 
-def _launch_few(call: Call, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad):
+def _launch_few(call: Call, saved: Saved):
     grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
-    tiles = grad_weights is not None or bias_needs_grad  # delta then, and dbias, take tiles
+    # Delta with gradients of weights, and dbias, take tiles.
+    tiles = saved.grad_weights is not None or saved.bias_needs_grad
     terms = additive_terms(call, finite=True) if tiles else DOT_PRODUCT
-    t, mask, drop = backward_args(call, out, stats, grad_out, grad_lse, grad_weights, terms)
+    t, mask, drop = backward_args(call, saved, terms)
     shape, options = decode_spec(call, STEP)
     parts = new_parts(call).zero_()
     chunks = parts.shape[3]
@@ -157,5 +158,5 @@ def _launch_few(call: Call, out, stats, grad_out, grad_lse, grad_weights, bias_n
         mask, drop, *call.dims, shape, **options,
     )  # fmt: skip
     launch_merge_dq(call, parts, grads[0], shape)
-    grad_bias = launch_dbias(call, t, mask, drop) if bias_needs_grad else call.q.new_empty(0)
+    grad_bias = launch_dbias(call, t, mask, drop) if saved.bias_needs_grad else call.q.new_empty(0)
     return *grads, parts_w.sum(2), grad_bias

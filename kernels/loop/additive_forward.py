@@ -226,7 +226,7 @@ def launch_additive_fwd(call: Call):
         *partial, mask, drop, call.scale * LOG2E.value, *call.dims, shape, **options,
     )  # fmt: skip
     launch_merge(call, out, lse, stats, partial, drop, shape)
-    if call.weights != "none":
+    if call.weights_mode != "none":
         launch_weights(call, additive_terms(call), mask, stats, per_head_weights(call, weights))
     return out, lse, weights, stats
 

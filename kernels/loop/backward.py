@@ -23,7 +23,7 @@ import math
 
 import torch
 
-from ..host.launch import Call, per_head_weights
+from ..host.launch import Call, Saved, per_head_weights
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.dropout import dropout_args
 from ..tile.masking import mask_args
@@ -52,41 +52,38 @@ from .gradient import Backward
 # ---- launchers ----
 
 
-def launch_sdpa_bwd(
-    call: Call, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad,
-    terms: Terms = DOT_PRODUCT,
-):  # fmt: skip
+def launch_sdpa_bwd(call: Call, saved: Saved, terms: Terms = DOT_PRODUCT):
     """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
     grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
     grad_w = call.q.new_empty(0, dtype=torch.float32)
     grad_bias = call.q.new_empty(0)
     if math.prod(call.shape) == 0:
-        if bias_needs_grad:
+        if saved.bias_needs_grad:
             grad_bias = call.bias.new_zeros(call.bias.shape)
         return *[x.zero_() for x in grads], grad_w, grad_bias
-    t, mask, drop = backward_args(call, out, stats, grad_out, grad_lse, grad_weights, terms)
+    t, mask, drop = backward_args(call, saved, terms)
     _launch_dq(call, t, mask, drop, grads[0])
     _launch_dkdv(call, t, mask, drop, *grads[1:])
-    if bias_needs_grad:
+    if saved.bias_needs_grad:
         grad_bias = launch_dbias(call, t, mask, drop)
     return *grads, grad_w, grad_bias
 
 
-def backward_args(call: Call, out, stats, grad_out, grad_lse, grad_weights, terms: Terms):
+def backward_args(call: Call, saved: Saved, terms: Terms):
     """(t, mask, drop) that the kernels take; launches the one that fills delta."""
     B, H, M, _ = call.shape
-    share = 1.0 / H if call.weights == "mean" else 1.0
-    gw = per_head_weights(call, grad_weights)
+    share = 1.0 / H if call.weights_mode == "mean" else 1.0
+    gw = per_head_weights(call, saved.grad_weights)
     delta = call.q.new_empty(B, H, M, dtype=torch.float32)
     # Rounded, the exponent of a small weight is off by 2^-20: that would show in fp32 results.
     folds = call.bias is None and call.q.dtype != torch.float32
     t = (
         view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape),
-        view(grad_out), view(gw), Backward(
-            None if gw is None else share, stats, torch.empty_like(delta) if folds else None, delta,
-            call.scale * LOG2E.value,
+        view(saved.grad_out), view(gw), Backward(
+            None if gw is None else share, saved.stats, torch.empty_like(delta) if folds else None,
+            delta, call.scale * LOG2E.value,
         ),
     )  # fmt: skip
     mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
-    _launch_delta(call, t, mask, drop, out, grad_lse)
+    _launch_delta(call, t, mask, drop, saved.out, saved.grad_lse)
     return t, mask, drop

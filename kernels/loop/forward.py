@@ -286,7 +286,7 @@ def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
     )  # fmt: skip
     if chunks > 1:
         launch_merge(call, out, lse, stats, partial, drop, shape)
-    if call.weights != "none" and N:
+    if call.weights_mode != "none" and N:
         launch_weights(call, terms, mask, stats, per_head_weights(call, weights))
     return out, lse, weights, stats
 
@@ -311,7 +311,7 @@ def launch_weights(call: Call, terms: Terms, mask, stats, weights) -> None:
     """Fills weights, [B, H or 1, M, N], from the statistics of rows."""
     shape, options = spec(call, "tile")
     drop = dropout_args(call.dropout_p, call.seed)
-    heads = 1 if call.weights == "full" else call.H
+    heads = 1 if call.weights_mode == "full" else call.H
     rows, cols = triton.cdiv(call.M, shape.BLOCK_M.value), triton.cdiv(call.N, shape.BLOCK_N.value)
     sdpa_weights_kernel[(call.B * (call.H // heads) * rows * cols,)](
         view(call.q), view(call.k), terms, view(call.bias, call.shape), view(weights), stats, mask,
