@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattn.backends import registry
-from fastattn.backends.schemas import Call
+from fastattn.backends.schemas import Call, Saved
 from fastattn.problem import Problem, reference
 from fastattn.problem.record import MASK_TENSORS
 
@@ -94,9 +94,15 @@ class _Bound(NamedTuple):
         """There are none."""
 
 
-def _positional(function):
-    function.__signature__ = _Positional(list(inspect.signature(function).parameters.values()))
-    return function
+def _positional(*names: str):
+    """Names the arguments of a function that takes any: how many there are is what dynamo reads."""
+
+    def decorate(function):
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        function.__signature__ = _Positional([inspect.Parameter(name, kind) for name in names])
+        return function
+
+    return decorate
 
 
 # ---- the tensors of a call: those that have a gradient, then Problem.tensors() ----
@@ -104,6 +110,7 @@ def _positional(function):
 _MASKS = [Call._fields.index(name) for name in MASK_TENSORS]
 _W, _BIAS, _SEED = map(Call._fields.index, ("w", "bias", "seed"))
 _INPUTS, _ALL = _BIAS + 1, _SEED + 1  # how many have a gradient, and how many there are
+_TENSORS = Call._fields[:_ALL]
 
 
 def _parts(tensors: tuple) -> tuple[tuple, tuple, tuple]:
@@ -115,7 +122,7 @@ class AttentionFunction(torch.autograd.Function):
     """(q, k, v, w, bias) -> (out, lse, weights, stats)."""
 
     @staticmethod
-    @_positional
+    @_positional("backend", "p", *_TENSORS)
     def forward(backend, p, *tensors):
         inputs, own, _ = _parts(tensors)
         return registry.get(backend).forward(p.with_tensors(*own), *inputs)
@@ -157,7 +164,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
     """(q, k, v, w, bias, grad_out, grad_lse, grad_weights) -> gradients of (q, k, v, w, bias)."""
 
     @staticmethod
-    @_positional
+    @_positional("backend", "p", "bias_needs_grad", *_TENSORS, *Saved._fields[:-1])
     def forward(backend, p, bias_needs_grad, *tensors):
         inputs, own, saved = _parts(tensors)
         p = p.with_tensors(*own)

@@ -1,5 +1,5 @@
-// The binding: the only file that knows tensors. Checks arguments, allocates results, fills in the
-// params structs. Compiled once a device (on_cpu.h, on_cuda.h), into a library of its own each.
+// The binding, which knows tensors. Checks arguments, allocates results, fills in the params
+// structs. Compiled once a device (on_cpu.h, on_cuda.h), into a library of its own each.
 //
 // Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and
 // every later version. The operators' schemas stand in fastattn/backends/schemas.py, of which the
@@ -19,13 +19,15 @@
 
 #include <algorithm>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
+#include "binding/operands.h"
 #ifdef FASTATTN_FOR_CUDA
 #include "binding/on_cuda.h"
 #else
+#include "binding/definitions.h"
+#include "binding/isas.h"
 #include "binding/linear.h"
 #include "binding/on_cpu.h"
 #include "binding/path.h"
@@ -33,6 +35,7 @@
 
 namespace {
 
+namespace binding = fastattn::binding;
 namespace device = fastattn::device;
 using fastattn::AttentionParams;
 using fastattn::BackwardParams;
@@ -40,9 +43,10 @@ using fastattn::DType;
 using fastattn::ForwardParams;
 using fastattn::View;
 using fastattn::WeightsMode;
+using fastattn::binding::Operands;
+using fastattn::binding::OptTensor;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using OptTensor = std::optional<Tensor>;
 
 // ---- tensors to views ----
 
@@ -81,15 +85,6 @@ View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shap
 
 // ---- the problem ----
 
-// The arguments that forward and backward share, in the order of the schema.
-struct Problem {
-  const Tensor &q, &k, &v;
-  const OptTensor &w, &bias, &kv_len, &keep, &seed;
-  std::optional<int64_t> band_lo, band_hi;
-  double scale, dropout_p;
-  int64_t weights;
-};
-
 // A number and not a name: torch's stable ABI leaks every str that an operator takes.
 WeightsMode weights_mode(int64_t weights) {
   const auto mode = static_cast<WeightsMode>(weights);
@@ -114,7 +109,7 @@ View weights_view(const AttentionParams& p, const Tensor& t, const char* name) {
           stride_or_0(t, 1), stride_or_0(t, 2)};
 }
 
-void fill_masks(const Problem& in, AttentionParams* p) {
+void fill_masks(const Operands& in, AttentionParams* p) {
   // Far outside any key, and far enough from the ends of int64 that i + band cannot overflow.
   constexpr int64_t kUnbounded = int64_t{1} << 60;
   p->mask = {};
@@ -141,7 +136,7 @@ void fill_masks(const Problem& in, AttentionParams* p) {
   }
 }
 
-void fill_dropout(const Problem& in, AttentionParams* p) {
+void fill_dropout(const Operands& in, AttentionParams* p) {
   p->dropout = {};
   STD_TORCH_CHECK(in.dropout_p >= 0 && in.dropout_p <= 1,
                   "fastattn: dropout_p: expected 0 to 1, got ", in.dropout_p);
@@ -157,17 +152,7 @@ void fill_dropout(const Problem& in, AttentionParams* p) {
   device::set_seed(*in.seed, &p->dropout);
 }
 
-// A kernel given another device's pointer would fault, or read what happens to lie there.
-void check_devices(const Problem& in) {
-  const auto is_beside_q = [&](const Tensor& t) { return t.device() == in.q.device(); };
-  bool beside = is_beside_q(in.k) && is_beside_q(in.v);
-  for (const OptTensor* t : {&in.w, &in.bias, &in.kv_len, &in.keep, &in.seed})
-    beside = beside && (!*t || is_beside_q(**t));
-  STD_TORCH_CHECK(beside, "fastattn: expected all tensors on the device of q");
-}
-
-void fill_problem(const Problem& in, AttentionParams* p) {
-  check_devices(in);
+void fill_problem(const Operands& in, AttentionParams* p) {
   STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4,
                   "fastattn: q, k, v: expected 4 dims");
   STD_TORCH_CHECK(
@@ -251,10 +236,11 @@ OptTensor workspace_of(const Tensor& like, int64_t bytes) {
 
 // ---- operators ----
 
-// (out, lse, weights, stats)
-using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+struct Results {
+  Tensor out, lse, weights, stats;
+};
 
-Forward run_forward(const Problem& in, bool batch_first) {
+Results run_forward(const Operands& in, bool batch_first) {
   ForwardParams p{};
   fill_problem(in, &p);
 
@@ -275,23 +261,23 @@ Forward run_forward(const Problem& in, bool batch_first) {
   return {out, lse, returned, stats};
 }
 
-Forward forward(Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len,
-                OptTensor keep, OptTensor seed, std::optional<int64_t> band_lo,
-                std::optional<int64_t> band_hi, double scale, double dropout_p, int64_t weights) {
-  return run_forward(
-      {q, k, v, w, bias, kv_len, keep, seed, band_lo, band_hi, scale, dropout_p, weights},
-      /*batch_first=*/true);
+void forward(StableIValue* stack, uint64_t count, uint64_t) {
+  binding::Arguments arguments(stack, count);
+  const Operands in = binding::take_operands(arguments);
+  arguments.end();
+  const auto [out, lse, weights, stats] = run_forward(in, /*batch_first=*/true);
+  binding::put(stack, out, lse, weights, stats);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor q, Tensor k, Tensor v, OptTensor w, OptTensor bias, OptTensor kv_len, OptTensor keep,
-    OptTensor seed, std::optional<int64_t> band_lo, std::optional<int64_t> band_hi, double scale,
-    double dropout_p, int64_t weights, Tensor out, Tensor stats, Tensor grad_out,
-    OptTensor grad_lse, OptTensor grad_weights, bool bias_needs_grad) {
-  const Problem in = {q,    k,       v,       w,     bias,      kv_len, keep,
-                      seed, band_lo, band_hi, scale, dropout_p, weights};
+void backward(StableIValue* stack, uint64_t count, uint64_t) {
+  binding::Arguments arguments(stack, count);
+  const Operands in = binding::take_operands(arguments);
+  const auto [out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad] =
+      binding::take_saved(arguments);
+  arguments.end();
   BackwardParams p{};
   fill_problem(in, &p);
+  const Tensor& q = in.q;
 
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
   STD_TORCH_CHECK(grad_out.scalar_type() == q.scalar_type(),
@@ -317,27 +303,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   }
 
   Tensor grad_q = like(q);
-  Tensor grad_k = like(k);
-  Tensor grad_v = like(v);
+  Tensor grad_k = like(in.k);
+  Tensor grad_v = like(in.v);
   p.grad_q = view_of(grad_q, "grad_q", {p.B, p.H, p.M, p.D});
   p.grad_k = view_of(grad_k, "grad_k", {p.B, p.Hkv, p.N, p.D});
   p.grad_v = view_of(grad_v, "grad_v", {p.B, p.Hkv, p.N, p.E});
   Tensor grad_w =
-      w ? empty(q, {p.B, p.H, p.D}, ScalarType::Float) : empty(q, {0}, ScalarType::Float);
-  p.grad_w = w ? static_cast<float*>(grad_w.data_ptr()) : nullptr;
+      in.w ? empty(q, {p.B, p.H, p.D}, ScalarType::Float) : empty(q, {0}, ScalarType::Float);
+  p.grad_w = in.w ? static_cast<float*>(grad_w.data_ptr()) : nullptr;
   Tensor grad_bias = empty(q, {0}, q.scalar_type());
   if (bias_needs_grad) {
-    STD_TORCH_CHECK(bias.has_value(), "fastattn: bias_needs_grad without a bias");
-    p.bias_B = bias->size(0), p.bias_H = bias->size(1), p.bias_M = bias->size(2),
-    p.bias_N = bias->size(3);
-    grad_bias = empty(q, {p.bias_B, p.bias_H, p.bias_M, p.bias_N}, bias->scalar_type());
+    STD_TORCH_CHECK(in.bias.has_value(), "fastattn: bias_needs_grad without a bias");
+    p.bias_B = in.bias->size(0), p.bias_H = in.bias->size(1), p.bias_M = in.bias->size(2),
+    p.bias_N = in.bias->size(3);
+    grad_bias = empty(q, {p.bias_B, p.bias_H, p.bias_M, p.bias_N}, in.bias->scalar_type());
     p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, p.M, p.N}, /*may_broadcast=*/true);
   }
 
   const OptTensor workspace = workspace_of(q, device::backward_workspace_bytes(p));
   p.workspace = workspace ? workspace->data_ptr() : nullptr;
   device::Current(q).backward(p);
-  return {grad_q, grad_k, grad_v, grad_w, grad_bias};
+  binding::put(stack, grad_q, grad_k, grad_v, grad_w, grad_bias);
 }
 
 #ifndef FASTATTN_FOR_CUDA
@@ -375,11 +361,11 @@ std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
   const auto heads = [&](int64_t n) {
     return projection::view(packed, {B, H, N, D}, {stride_b, D, stride_n, 1}, n * H * D);
   };
-  const Tensor q = heads(0), k = heads(1), v = heads(2);
-  const OptTensor none;
-  const auto [out, lse, returned, stats] = run_forward(
-      {q, k, v, none, none, none, none, none, {}, {}, scale, 0.0, weights}, batch_first);
-  return {projection::view(out, {T, H * D}, {H * D, 1}), returned};
+  Operands in{heads(0), heads(1), heads(2)};
+  in.scale = scale;
+  in.weights = weights;
+  const Results found = run_forward(in, batch_first);
+  return {projection::view(found.out, {T, H * D}, {H * D, 1}), found.weights};
 }
 
 std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
@@ -389,28 +375,14 @@ std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor 
       attend_tokens(x, in_weight, in_bias, num_heads, scale, weights, batch_first);
   return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
 }
-
-// Which instruction set runs, which can be forced, and forcing one.
-std::string cpu_isa() { return fastattn::cpu::selected_isa(); }
-std::vector<std::string> cpu_isas() { return fastattn::cpu::available_isas(); }
-
-// Unboxed by hand: what torch's stable ABI makes of a str is never freed.
-void select_cpu_isa(StableIValue* stack, uint64_t, uint64_t) {
-  const auto name = torch::stable::detail::to<StringHandle>(stack[0]);
-  const char* letters = nullptr;
-  TORCH_ERROR_CODE_CHECK(torch_string_c_str(name, &letters));
-  const bool selected = fastattn::cpu::select_isa(letters);
-  TORCH_ERROR_CODE_CHECK(torch_delete_string(name));
-  stack[0] = torch::stable::detail::from(selected);
-}
 #endif
 
 }  // namespace
 
 #define FASTATTN_IMPLEMENT(key, m) STABLE_TORCH_LIBRARY_IMPL(fastattn, key, m)
 FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
-  m.impl(FASTATTN_OPERATOR(forward), TORCH_BOX(&forward));
-  m.impl(FASTATTN_OPERATOR(backward), TORCH_BOX(&backward));
+  m.impl(FASTATTN_OPERATOR(forward), &forward);
+  m.impl(FASTATTN_OPERATOR(backward), &backward);
 #ifndef FASTATTN_FOR_CUDA
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("self_attention", TORCH_BOX(&self_attention));
@@ -418,52 +390,12 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
 }
 
 #ifndef FASTATTN_FOR_CUDA
-// Of torch 2.12 and later: nullptr before, where operators go without a tag.
-extern "C" __attribute__((weak)) int32_t torch_tag_pt2_compliant_tag();
-extern "C" __attribute__((weak)) AOTITorchError torch_library_def_with_tags(TorchLibraryHandle,
-                                                                            const char* schema,
-                                                                            const int32_t* tags,
-                                                                            int32_t num_tags);
-
-namespace {
-
-constexpr const char* kSchemas[] = {
-#include "schemas.inc"
-};
-
-// Defines the operators, those of the CUDA library too: a program that was exported with them needs
-// no Python.
-class Definitions {
- public:
-  Definitions() {
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_library_init_fragment("fastattn", __FILE__, __LINE__, &library_));
-    for (const char* schema : kSchemas) define(schema);
-  }
-  ~Definitions() { aoti_torch_delete_library_object(library_); }
-  Definitions(const Definitions&) = delete;
-  Definitions& operator=(const Definitions&) = delete;
-
- private:
-  void define(const char* schema) {
-    if (torch_library_def_with_tags == nullptr || torch_tag_pt2_compliant_tag == nullptr) {
-      TORCH_ERROR_CODE_CHECK(aoti_torch_library_def(library_, schema));
-    } else {
-      const int32_t tag = torch_tag_pt2_compliant_tag();
-      TORCH_ERROR_CODE_CHECK(torch_library_def_with_tags(library_, schema, &tag, 1));
-    }
-  }
-
-  TorchLibraryHandle library_ = nullptr;
-};
-const Definitions definitions;
-
-}  // namespace
+static const fastattn::binding::Definitions definitions;
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
-  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
-  m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
-  m.impl("select_cpu_isa", &select_cpu_isa);
+  m.impl("cpu_isa", TORCH_BOX(&fastattn::binding::cpu_isa));
+  m.impl("cpu_isas", TORCH_BOX(&fastattn::binding::cpu_isas));
+  m.impl("select_cpu_isa", &fastattn::binding::select_cpu_isa);
   m.impl("cpu_path", TORCH_BOX(&fastattn::binding::cpu_path));
 }
 

@@ -1,0 +1,96 @@
+// The arguments of the operators: what of them is shared, and how a boxed call passes them.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+namespace fastattn::binding {
+
+using torch::stable::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+// The arguments of one call, taken one after the other in the order of the schema. torch hands over
+// what they own: nothing may be thrown before the end.
+class Arguments {
+ public:
+  Arguments(StableIValue* stack, uint64_t count) : next_(stack), left_(count) {}
+
+  template <typename T>
+  T take() {
+    STD_TORCH_CHECK(left_-- > 0, "fastattn: the schema has fewer arguments than the kernel");
+    T value = torch::stable::detail::to<T>(*next_++);
+    look_at(value);
+    return value;
+  }
+
+  // A kernel given another device's pointer would fault, or read what happens to lie there.
+  void end() const {
+    STD_TORCH_CHECK(left_ == 0, "fastattn: the schema has more arguments than the kernel");
+    STD_TORCH_CHECK(one_device_, "fastattn: expected all tensors on the device of q");
+  }
+
+ private:
+  void look_at(const Tensor& t) {
+    if (!device_) device_ = t.device();
+    one_device_ = one_device_ && t.device() == *device_;
+  }
+  void look_at(const OptTensor& t) {
+    if (t) look_at(*t);
+  }
+  template <typename T>
+  void look_at(const T&) {}
+
+  StableIValue* next_;
+  uint64_t left_;
+  std::optional<torch::stable::Device> device_;  // of the first tensor
+  bool one_device_ = true;
+};
+
+// Leaves the results of a call where its arguments were.
+template <typename... Results>
+void put(StableIValue* stack, const Results&... results) {
+  ((*stack++ = torch::stable::detail::from(results)), ...);
+}
+
+// What forward and backward share: Call in fastattn/backends/schemas.py, with the same defaults.
+struct Operands {
+  Tensor q, k, v;
+  OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, seed = {};
+  std::optional<int64_t> band_lo = {}, band_hi = {};
+  double scale = 1, dropout_p = 0;
+  int64_t weights = 0;
+};
+
+inline Operands take_operands(Arguments& from) {
+  Operands in{from.take<Tensor>(), from.take<Tensor>(), from.take<Tensor>()};
+  in.w = from.take<OptTensor>();
+  in.bias = from.take<OptTensor>();
+  in.kv_len = from.take<OptTensor>();
+  in.keep = from.take<OptTensor>();
+  in.seed = from.take<OptTensor>();
+  in.band_lo = from.take<std::optional<int64_t>>();
+  in.band_hi = from.take<std::optional<int64_t>>();
+  in.scale = from.take<double>();
+  in.dropout_p = from.take<double>();
+  in.weights = from.take<int64_t>();
+  return in;
+}
+
+// What backward takes more: Saved in fastattn/backends/schemas.py.
+struct Saved {
+  Tensor out, stats, grad_out;
+  OptTensor grad_lse = {}, grad_weights = {};
+  bool bias_needs_grad = false;
+};
+
+inline Saved take_saved(Arguments& from) {
+  Saved in{from.take<Tensor>(), from.take<Tensor>(), from.take<Tensor>()};
+  in.grad_lse = from.take<OptTensor>();
+  in.grad_weights = from.take<OptTensor>();
+  in.bias_needs_grad = from.take<bool>();
+  return in;
+}
+
+}  // namespace fastattn::binding
