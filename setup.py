@@ -2,7 +2,7 @@
 
 fastattn/_C.abi3.so, the CPU kernels:
     csrc/binding/attention.cpp  once: the one file that includes torch (stable ABI, limited Python);
-                                defines the operators of fastattn/backends/schemas.py
+                                defines the operators of fastattn/problem/schemas.py
     csrc/cpu/*.cpp              once, baseline flags; FASTATTN_HAVE_<NAME> tells which ISAs exist
     csrc/cpu/entry/*.cpp        once per ISA, in the namespace FASTATTN_ISA
 
@@ -187,8 +187,8 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
 
 
 def write_schemas() -> None:
-    """Makes of fastattn/backends/schemas.py what BINDING includes, if that has changed."""
-    schemas = runpy.run_path("fastattn/backends/schemas.py")["COMPILED"]
+    """Makes of fastattn/problem/schemas.py what BINDING includes, if that has changed."""
+    schemas = runpy.run_path("fastattn/problem/schemas.py")["COMPILED"]
     text = "".join(f"{json.dumps(name + schema)},\n" for name, schema in schemas.items())
     path = BUILD / "schemas.inc"
     if not path.exists() or path.read_text() != text:

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattn.backends import registry
-from fastattn.backends.schemas import Call, Saved
 from fastattn.problem import Problem, reference
 from fastattn.problem.record import MASK_TENSORS
+from fastattn.problem.schemas import Call, Saved
 
 
 def attend(

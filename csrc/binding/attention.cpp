@@ -2,7 +2,7 @@
 // structs. Compiled once a device (on_cpu.h, on_cuda.h), into a library of its own each.
 //
 // Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and
-// every later version. The operators' schemas stand in fastattn/backends/schemas.py, of which the
+// every later version. The operators' schemas stand in fastattn/problem/schemas.py, of which the
 // build makes schemas.inc. Their fake kernels stand in fastattn/backends/operators.py; layouts of
 // results must agree with those.
 //

@@ -33,8 +33,8 @@ class Arguments {
 
  private:
   void look_at(const Tensor& t) {
-    if (!device_) device_ = t.device();
-    one_device_ = one_device_ && t.device() == *device_;
+    if (!first_) first_ = t;
+    one_device_ = one_device_ && t.device() == first_->device();
   }
   void look_at(const OptTensor& t) {
     if (t) look_at(*t);
@@ -44,7 +44,7 @@ class Arguments {
 
   StableIValue* next_;
   uint64_t left_;
-  std::optional<torch::stable::Device> device_;  // of the first tensor
+  OptTensor first_;
   bool one_device_ = true;
 };
 
@@ -54,7 +54,7 @@ void put(StableIValue* stack, const Results&... results) {
   ((*stack++ = torch::stable::detail::from(results)), ...);
 }
 
-// What forward and backward share: Call in fastattn/backends/schemas.py, with the same defaults.
+// What forward and backward share: Call in fastattn/problem/schemas.py, with the same defaults.
 struct Operands {
   Tensor q, k, v;
   OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, seed = {};
@@ -78,7 +78,7 @@ inline Operands take_operands(Arguments& from) {
   return in;
 }
 
-// What backward takes more: Saved in fastattn/backends/schemas.py.
+// What backward takes more: Saved in fastattn/problem/schemas.py.
 struct Saved {
   Tensor out, stats, grad_out;
   OptTensor grad_lse = {}, grad_weights = {};

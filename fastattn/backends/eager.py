@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.operators import has_autocast
-from fastattn.backends.schemas import Saved
 from fastattn.problem import Problem, reference
+from fastattn.problem.schemas import Saved
 
 
 def unsupported(p: Problem) -> list[str]:

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import schemas
-from fastattn.backends.schemas import Call, Saved
-from fastattn.problem import Problem
-from fastattn.problem.record import WEIGHTS, weights_of, weights_shape
+from fastattn.problem import Problem, schemas
+from fastattn.problem.record import weights_of, weights_shape
+from fastattn.problem.schemas import Call, Saved
 
 
 def has_autocast(device: str) -> bool:
@@ -146,21 +145,15 @@ class Operators:
         for name, function in zip(self._names, (forward, backward), strict=True):
             LIBRARY.impl(name, function, key)
 
-    def forward(self, p: Problem, *inputs: Tensor | None):
+    def forward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None):
         """See ``registry.Backend``."""
-        return self._forward(*operands(p, *inputs))
+        return self._forward(q, k, v, w, bias, *p.operands)
 
     def backward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None, *saved):
         """See ``registry.Backend``."""
-        *grads, grad_w, grad_bias = self._backward(*operands(p, q, k, v, w, bias), *saved)
+        *grads, grad_w, grad_bias = self._backward(q, k, v, w, bias, *p.operands, *saved)
         biased = Saved(*saved).bias_needs_grad
         return (*grads, None if w is None else grad_w, grad_bias if biased else None)
-
-
-def operands(p: Problem, *inputs: Tensor | None) -> tuple:
-    """The values of a ``Call``: (q, k, v, w, bias), and what the record says of them."""
-    band = p.mask.band(p.M, p.N)
-    return (*inputs, *p.tensors(), *band, p.scale, p.dropout_p, WEIGHTS[p.weights])
 
 
 # ---- what surrounds attention, at inference on CPUs ----

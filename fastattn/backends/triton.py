@@ -13,8 +13,8 @@ import sys
 import torch
 from torch import Tensor
 
-from fastattn.backends import _gpu, operators, schemas
-from fastattn.problem import Problem
+from fastattn.backends import _gpu, operators
+from fastattn.problem import Problem, schemas
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 SCORES = ("dot", "additive")

@@ -273,6 +273,13 @@ class Problem:
     mask: Mask = dataclasses.field(default_factory=Mask)
     dropout: Dropout | None = None
     weights: Weights = "none"
+    # What operators take after (q, k, v, w, bias): see schemas.Call. Made once, not at every call.
+    operands: tuple = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        band = self.mask.band(self.M, self.N)
+        numbers = (*band, self.scale, self.dropout_p, WEIGHTS[self.weights])
+        object.__setattr__(self, "operands", (*self.tensors(), *numbers))
 
     @property
     def key(self) -> tuple:

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends import schemas
-from fastattn.backends.schemas import Saved as Saved
-from fastattn.problem import Weights
+from fastattn.problem import Weights, schemas
 from fastattn.problem.record import weights_of, weights_shape
+from fastattn.problem.schemas import Saved as Saved
 
 from ..tile.masking import scans_bias
 from ..tile.strided import Dims, Spec

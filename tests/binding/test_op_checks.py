@@ -6,30 +6,23 @@ import pytest
 import torch
 
 from fastattn.problem.record import WEIGHTS
+from fastattn.problem.schemas import Call, Saved
 
 pytestmark = pytest.mark.usefixtures("extension")
 
 B, H, HKV, M, N, D, E = 2, 4, 2, 5, 7, 3, 6
 
 
-def arguments(**changes):
-    """A good call of forward, by name."""
-    good = dict(
-        q=torch.randn(B, H, M, D), k=torch.randn(B, HKV, N, D), v=torch.randn(B, HKV, N, E),
-        w=None, bias=None, kv_len=None, keep=None, seed=None, band_lo=None, band_hi=None,
-        scale=1.0, dropout_p=0.0, weights=WEIGHTS["none"],
-    )  # fmt: skip
-    return good | changes
+def arguments(**changes) -> Call:
+    """A good call of forward, but for the changes."""
+    q, k, v = torch.randn(B, H, M, D), torch.randn(B, HKV, N, D), torch.randn(B, HKV, N, E)
+    return Call(q, k, v)._replace(**changes)
 
 
-def upstream(**changes):
+def upstream(**changes) -> Saved:
     """What backward takes more, for a good call."""
-    good = dict(
-        out=torch.randn(B, H, M, E), stats=torch.rand(B, H, M, 2),
-        grad_out=torch.randn(B, H, M, E),
-        grad_lse=None, grad_weights=None, bias_needs_grad=False,
-    )  # fmt: skip
-    return good | changes
+    out, grad_out = torch.randn(2, B, H, M, E).unbind()
+    return Saved(out, torch.rand(B, H, M, 2), grad_out)._replace(**changes)
 
 
 def ints(*shape, dtype=torch.int32):
@@ -91,20 +84,20 @@ BAD_UPSTREAM = {
 @pytest.mark.parametrize("name", BAD)
 def test_forward_rejects(name):
     with pytest.raises(RuntimeError, match="fastattn: "):
-        torch.ops.fastattn.forward(*arguments(**BAD[name]).values())
+        torch.ops.fastattn.forward(*arguments(**BAD[name]))
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_backward_rejects(name):
     with pytest.raises(RuntimeError, match="fastattn: "):
-        torch.ops.fastattn.backward(*arguments(**BAD[name]).values(), *upstream().values())
+        torch.ops.fastattn.backward(*arguments(**BAD[name]), *upstream())
 
 
 @pytest.mark.parametrize("name", BAD_UPSTREAM)
 def test_backward_rejects_upstream(name):
     more = upstream(**BAD_UPSTREAM[name])
     with pytest.raises(RuntimeError, match="fastattn: "):
-        torch.ops.fastattn.backward(*arguments().values(), *more.values())
+        torch.ops.fastattn.backward(*arguments(), *more)
 
 
 @pytest.mark.parametrize("weights", ["full", "mean"])
@@ -112,18 +105,14 @@ def test_backward_rejects_gradients_of_other_weights(weights):
     for shape in [(B, H, M, N + 1), (B, M, N + 1), (B, H, M), (H, M, N)]:
         more = upstream(grad_weights=torch.randn(shape))
         with pytest.raises(RuntimeError, match="fastattn: grad_weights"):
-            torch.ops.fastattn.backward(
-                *arguments(weights=WEIGHTS[weights]).values(), *more.values()
-            )
+            torch.ops.fastattn.backward(*arguments(weights=WEIGHTS[weights]), *more)
 
 
 def test_a_good_call_passes():
-    out, lse, weights, stats = torch.ops.fastattn.forward(
-        *arguments(weights=WEIGHTS["mean"]).values()
-    )
+    out, lse, weights, stats = torch.ops.fastattn.forward(*arguments(weights=WEIGHTS["mean"]))
     assert (out.shape, lse.shape, weights.shape) == ((B, H, M, E), (B, H, M), (B, M, N))
     assert stats.shape == (B, H, M, 2)
-    torch.ops.fastattn.backward(*arguments(weights=WEIGHTS["mean"]).values(), *upstream().values())
+    torch.ops.fastattn.backward(*arguments(weights=WEIGHTS["mean"]), *upstream())
 
 
 @pytest.mark.parametrize("length", [-1, -(2**31), N + 1, 2**31 - 1])
@@ -131,8 +120,8 @@ def test_lengths_out_of_range_are_clamped(length):
     """The operator cannot afford to look at values that may sit on a device; it must not trip."""
     lengths = torch.tensor([[length], [3]], dtype=torch.int32)
     call = arguments()
-    clamped = torch.ops.fastattn.forward(*(call | {"kv_len": lengths.clamp(0, N)}).values())
-    found = torch.ops.fastattn.forward(*(call | {"kv_len": lengths}).values())
+    clamped = torch.ops.fastattn.forward(*call._replace(kv_len=lengths.clamp(0, N)))
+    found = torch.ops.fastattn.forward(*call._replace(kv_len=lengths))
     assert all(torch.equal(a, b) for a, b in zip(found, clamped, strict=True))
 
 
@@ -145,7 +134,7 @@ BANDS = [
 @pytest.mark.parametrize("band", BANDS)
 def test_any_band_is_safe(band):
     lo, hi = band
-    out, lse, *_ = torch.ops.fastattn.forward(*arguments(band_lo=lo, band_hi=hi).values())
+    out, lse, *_ = torch.ops.fastattn.forward(*arguments(band_lo=lo, band_hi=hi))
     i, j = torch.arange(M)[:, None], torch.arange(N)
     kept = torch.ones(M, N, dtype=torch.bool)
     kept = kept if lo is None else kept & (j - i >= lo)

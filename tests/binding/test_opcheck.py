@@ -5,6 +5,7 @@ import torch
 from helpers import SCORES
 
 from fastattn.problem.record import WEIGHTS
+from fastattn.problem.schemas import Call, Saved
 
 pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.slow]
 
@@ -34,26 +35,27 @@ def forward_arguments(score, name):
             k[:, :1].expand(B, HKV, n, D),
             v.transpose(1, 2).contiguous().transpose(1, 2),
         )
-    bias = f.pop("bias", None)
-    return (
-        q, k, v,
-        torch.randn(H, D).to(dtype) if score == "additive" else None,
-        None if bias is None else torch.randn(bias).to(dtype).view((1,) * (4 - len(bias)) + bias),
-        torch.tensor([[0], [n]], dtype=torch.int32) if f.pop("kv_len", False) else None,
-        torch.rand(1, 1, M, n) < 0.7 if f.pop("keep", False) else None,
-        torch.tensor(5) if "dropout_p" in f else None,
-        f.pop("band_lo", None), f.pop("band_hi", None), 0.5, f.pop("dropout_p", 0.0),
-        WEIGHTS[f.pop("weights", "none")],
-    )  # fmt: skip
+    given = dict(scale=0.5, weights=WEIGHTS[f.pop("weights", "none")])
+    if score == "additive":
+        given["w"] = torch.randn(H, D).to(dtype)
+    if "bias" in f:
+        shape = f.pop("bias")
+        given["bias"] = torch.randn(shape).to(dtype).view((1,) * (4 - len(shape)) + shape)
+    if f.pop("kv_len", False):
+        given["kv_len"] = torch.tensor([[0], [n]], dtype=torch.int32)
+    if f.pop("keep", False):
+        given["keep"] = torch.rand(1, 1, M, n) < 0.7
+    if "dropout_p" in f:
+        given["seed"] = torch.tensor(5)
+    return Call(q, k, v, **given, **f)
 
 
 def backward_arguments(score, name):
-    args = forward_arguments(score, name)
-    out, lse, weights, stats = torch.ops.fastattn.forward(*args)
-    return (
-        *args, out, stats, torch.randn_like(out), torch.randn_like(lse),
-        None if args[-1] == WEIGHTS["none"] else torch.randn_like(weights), args[4] is not None,
-    )  # fmt: skip
+    call = forward_arguments(score, name)
+    out, lse, weights, stats = torch.ops.fastattn.forward(*call)
+    grad_weights = None if call.weights == WEIGHTS["none"] else torch.randn_like(weights)
+    grads = torch.randn_like(out), torch.randn_like(lse), grad_weights
+    return (*call, *Saved(out, stats, *grads, bias_needs_grad=call.bias is not None))
 
 
 features = pytest.mark.parametrize("name", FEATURES)
@@ -79,7 +81,10 @@ def test_results_alias_nothing(score, name):
     inputs = {
         x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor) and x.numel()
     }
-    results = [*torch.ops.fastattn.forward(*args[:13]), *torch.ops.fastattn.backward(*args)]
+    results = [
+        *torch.ops.fastattn.forward(*args[: len(Call._fields)]),
+        *torch.ops.fastattn.backward(*args),
+    ]
     storages = [x.untyped_storage().data_ptr() for x in results if x.numel()]
     assert len(set(storages)) == len(storages)
     assert not inputs & set(storages)

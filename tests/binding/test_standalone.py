@@ -11,7 +11,7 @@ import torch
 from helpers import attend
 
 import fastattn
-from fastattn.backends import schemas
+from fastattn.problem import schemas
 
 pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.slow]
 

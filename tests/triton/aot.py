@@ -145,11 +145,12 @@ def rounded_exponents(ptx: str) -> tuple[int, int]:
 def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **features):
     """A launch.Call over meta tensors; bias, keep and kv_len by their shapes."""
     from fastattn.kernels.host.launch import Call
+    from fastattn.problem.record import WEIGHTS
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    tensors = dict.fromkeys(("w", "bias", "kv_len", "keep", "seed"))
+    tensors = {}
     if score == "additive":
         tensors["w"] = empty(H, D)
     if "bias" in features:
@@ -163,8 +164,8 @@ def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **fe
         tensors["seed"] = empty(dtype=torch.int64)
     return Call(
         empty(B, H, M, D), empty(B, Hkv, N, D), empty(B, Hkv, N, D), **tensors,
-        band_lo=None, band_hi=0 if causal else None, scale=D**-0.5, dropout_p=dropout_p,
-        weights=features.get("weights", "none"),
+        band_hi=0 if causal else None, scale=D**-0.5, dropout_p=dropout_p,
+        weights=WEIGHTS[features.get("weights", "none")],
     )  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
 
 def run_problem(problem, score: str) -> None:
     """Launches forward and backward; of 8 queries, forward."""
-    from fastattn.kernels.host.launch import empty_forward
+    from fastattn.kernels.host.launch import Saved, empty_forward
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd
@@ -207,10 +208,10 @@ def run_problem(problem, score: str) -> None:
     if problem.M == 8:
         return
     out, _, weights, stats = empty_forward(problem)
-    grad_weights = None if problem.weights == "none" else weights
-    backward(
-        problem, out, stats, torch.empty_like(out), None, grad_weights, problem.bias is not None
-    )
+    grad_weights = None if problem.weights_mode == "none" else weights
+    grad_out, biased = torch.empty_like(out), problem.bias is not None
+    saved = Saved(out, stats, grad_out, grad_weights=grad_weights, bias_needs_grad=biased)
+    backward(problem, saved)
 
 
 # ---- the grid of the tests: sizes of 1, of which Triton makes constants, strides, heads ----
@@ -247,8 +248,7 @@ def stop_before_llvm() -> list[str]:
 def launch_case(case) -> None:
     """Forward and backward of a case of the grid, on meta tensors with its strides."""
     from fastattn import testing
-    from fastattn.backends import operators
-    from fastattn.kernels.host.launch import Call, empty_forward
+    from fastattn.kernels.host.launch import Call, Saved, empty_forward
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd
@@ -256,8 +256,8 @@ def launch_case(case) -> None:
     from fastattn.problem import validate
 
     def meta(x):
-        if x is None:
-            return None
+        if not isinstance(x, torch.Tensor):
+            return x
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
     t = testing.make(case)
@@ -265,14 +265,15 @@ def launch_case(case) -> None:
         case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias, enable_gqa=True,
         dropout_p=case.dropout_p, seed=1, return_weights=case.weights,
     )[:6]  # fmt: skip
-    call = Call.of(*map(meta, (*tensors, *p.tensors())), *operators.scalars(p))
+    call = Call.of(*map(meta, (*tensors, *p.operands)))
     is_dot = case.score == "dot"
     (launch_sdpa_fwd if is_dot else launch_additive_fwd)(call)
     out, lse, _, stats = empty_forward(call)
-    (launch_sdpa_bwd if is_dot else launch_additive_bwd)(
-        call, out, stats, meta(t.grad_out), lse if case.lse else None, meta(t.grad_weights),
+    saved = Saved(
+        out, stats, meta(t.grad_out), lse if case.lse else None, meta(t.grad_weights),
         t.bias is not None and case.bias_grad,
     )  # fmt: skip
+    (launch_sdpa_bwd if is_dot else launch_additive_bwd)(call, saved)
 
 
 def grid(arch: str, *names: str) -> None:

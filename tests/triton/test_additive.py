@@ -174,9 +174,7 @@ def test_padding_and_keys_past_the_length_do_not_reach(device):
 
 def terms(t, device, kv_len=None):
     q, k, v, w = (x.to(device) for x in (t.q, t.k, t.v, t.w))
-    return additive_forward.additive_terms(
-        Call(q, k, v, w, None, kv_len, None, None, None, None, 1.0, 0.0, "none")
-    )
+    return additive_forward.additive_terms(Call(q, k, v, w, kv_len=kv_len))
 
 
 # ---- accuracy ----

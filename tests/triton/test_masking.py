@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.backends import operators
 from fastattn.kernels.host.launch import Call
 from fastattn.kernels.tile import masking
 from fastattn.problem import Mask, Problem
@@ -54,8 +53,8 @@ def call_of(mask, bias=None, device="cpu"):
     p = Problem("dot", B, H, H, M, N, 4, 4, torch.float32, torch.device("cpu"), mask=mask)
     kept = mask.materialize(p).expand(B, H, M, N)
     q, k = torch.zeros(B, H, M, 4), torch.zeros(B, H, N, 4)
-    tensors = [x if x is None else x.to(device) for x in (q, k, k, None, bias, *p.tensors())]
-    return Call.of(*tensors, *operators.scalars(p)), kept
+    operands = (q, k, k, None, bias, *p.operands)
+    return Call.of(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in operands)), kept
 
 
 def tiles(kept, past_rows=True, past_keys=False):
