@@ -239,7 +239,7 @@ def problem(case: Case, t: testing.Tensors) -> Problem:
 def kept_pairs(case: Case, t: testing.Tensors) -> int:
     """Pairs (b, h, i, j) that the mask keeps: what a kernel has to compute."""
     p = problem(case, t)
-    kept = p.mask.materialize(p)
+    kept = p.kept()
     repeated = (p.B * p.H * p.M * p.N) // max(kept.numel(), 1)  # in the dims it broadcasts over
     return int(kept.sum()) * repeated
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from bench import cases
 from bench.peers import OURS, Implementation, Workload, first_entries, module_in
 from fastattn import Mask, testing
+from fastattn.problem import record
 
 MAX_ROWS = 64
 MAX_ELEMENTS = 2**23  # of a float64 matrix [B, H, rows, N], times D for the additive score
@@ -98,7 +99,7 @@ def _rows(work: Workload) -> Tensor:
 def _with_rows(work: Workload, rows: Tensor) -> tuple[testing.Case, testing.Tensors]:
     """The problem of these queries alone. Their place in the mask is kept by spelling it out."""
     t, p = work.t, cases.problem(work.case, work.t)
-    keep = p.mask.materialize(p).expand(-1, -1, p.M, -1)[:, :, rows] if t.mask.kinds else None
+    keep = p.kept().expand(-1, -1, p.M, -1)[:, :, rows] if record.kinds(t.mask) else None
     bias = t.bias if t.bias is None or t.bias.shape[2] == 1 else t.bias[:, :, rows]
     part = dataclasses.replace(work.case.problem, M=len(rows), causal=None)
     tensors = dataclasses.replace(

@@ -19,7 +19,7 @@ from bench import cases, machine
 from bench.cases import FORWARD, Case
 from fastattn import functional, testing
 from fastattn.backends import registry
-from fastattn.problem import Problem
+from fastattn.problem import Problem, record
 
 OURS = "fastattn"
 SDPA, MODULE, EAGER, COMPILED = "torch SDPA", "nn.MultiheadAttention", "eager", "torch.compile"
@@ -126,7 +126,7 @@ def _dot(
     qkv, bias, scale = [leaves[n] for n in "qkv"], leaves.get("bias"), 1 / math.sqrt(p.D)
     causal = t.mask.causal == "top_left"
     # A mask that torch can only be given as a tensor is built here, outside the timing.
-    kept = p.mask.materialize(p) if t.mask.kinds else None
+    kept = p.kept() if record.kinds(t.mask) else None
     dropped = None if kept is None else ~kept
     as_keep = t.mask.keep is not None  # then all are given the very same tensor
     ours = dict(attn_mask=t.mask.keep, is_causal=causal) if as_keep else dict(mask=t.mask)
@@ -184,8 +184,8 @@ def _flex(p: Problem, t: testing.Tensors, leaves: dict[str, Tensor]) -> Callable
         return kept if mask.keep is None else kept & at(mask.keep, b, h, i, j)
 
     blocks = None
-    if mask.kinds:
-        dense = mask.keep if mask.keep is not None else p.mask.materialize(p)
+    if record.kinds(mask):
+        dense = mask.keep if mask.keep is not None else p.kept()
         B, H = (n if n > 1 else None for n in dense.shape[:2])
         blocks = create_block_mask(keep, B, H, p.M, p.N, device=str(p.device))
     fused = torch.compile(flex_attention, dynamic=False)

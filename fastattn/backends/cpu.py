@@ -59,7 +59,7 @@ def _remedy() -> str | None:
         return None
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return None
-    if Path(operators.__file__).parents[1].joinpath("setup.py").exists():  # a checkout
+    if Path(operators.__file__).parents[2].joinpath("setup.py").exists():  # a checkout
         return "`make build` compiles the kernels"
     # pip keeps wheels that it builds, and takes one without kernels for as good as any.
     return (

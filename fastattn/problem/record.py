@@ -146,46 +146,47 @@ class Mask:
         band = (block * (before + 1) - 1, block * (after + 1) - 1)
         return Mask(window=band, keep=(ahead >= -before) & (ahead <= after))
 
-    def band(self, M: int, N: int) -> tuple[int | None, int | None]:
-        """Causal and window in one: keeps ``i + lo <= j <= i + hi``, None where unbounded."""
-        diagonal = N - M if self.causal == "bottom_right" else 0
-        left, right = self.window or (-1, -1)
-        if self.causal is not None:
-            right = 0
-        return (None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)
+    def to_dense(self, M: int, N: int, B: int = 1, H: int = 1) -> Tensor:
+        """The mask written out: bool ``[B, H, M, N]``, True where query i sees key j.
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Which constraints are present, for keys and test names."""
-        present = [(name, getattr(self, name)) for name in MASK_FIELDS]
-        # An alignment is its own name.
-        return tuple(x if isinstance(x, str) else n for n, x in present if x is not None)
+        It lies on the device of ``kv_len`` and ``keep``, or on the CPU if there is neither.
 
-    def materialize(self, p: Problem) -> Tensor:
-        """The definition of the mask: bool, broadcastable to ``[B, H, M, N]``, True keeps.
+        Args:
+            M: how many queries.
+            N: how many keys.
+            B: how many samples; at least as many as ``kv_len`` has.
+            H: how many heads.
 
-        Slow on purpose; only the reference and the tests use it. Expects the validated form:
-        ``kv_len`` int32
-        ``[B, 1]`` or ``[B, M]``, ``keep`` 4-D.
+        Raises:
+            TypeError: a size is no int, or a tensor of the mask has a wrong dtype.
+            ValueError: a size is negative, or a tensor of the mask does not fit the sizes.
+
+        Example:
+            >>> fastattn.Mask(window=(1, 1)).to_dense(3, 3)[0, 0].int()
+            tensor([[1, 1, 0],
+                    [1, 1, 1],
+                    [0, 1, 1]], dtype=torch.int32)
         """
-        i = torch.arange(p.M, device=p.device)[:, None]
-        j = torch.arange(p.N, device=p.device)[None, :]
-        kept = torch.ones(1, 1, p.M, p.N, dtype=torch.bool, device=p.device)
-        lo, hi = self.band(p.M, p.N)
-        if lo is not None:
-            kept = kept & (j >= i + lo)
-        if hi is not None:
-            kept = kept & (j <= i + hi)
-        if self.kv_len is not None:
-            kept = kept & (j < self.kv_len[:, None, :, None])
-        if self.keep is not None:
-            kept = kept & self.keep
-        return kept
+        from fastattn.problem import validate  # which imports this module
+
+        for name, size in (("M", M), ("N", N), ("B", B), ("H", H)):
+            arguments.check_int(name, size, 0)
+        device = next((x.device for x in (self.kv_len, self.keep) if x is not None), None)
+        query, key = (torch.empty(B, H, n, 0, device=device) for n in (M, N))
+        p = validate.build("dot", query, key, key, mask=self).p
+        return p.kept().expand(B, H, M, N).contiguous()
 
 
 MASK_FIELDS = tuple(field.name for field in dataclasses.fields(Mask))
 # What autograd, transforms and operators see of a mask, in their order.
 MASK_TENSORS = tuple(f.name for f in dataclasses.fields(Mask) if "Tensor" in str(f.type))
+
+
+def kinds(mask: Mask) -> tuple[str, ...]:
+    """The names of the constraints that a mask has."""
+    present = [(name, getattr(mask, name)) for name in MASK_FIELDS]
+    # An alignment is its own name.
+    return tuple(x if isinstance(x, str) else n for n, x in present if x is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,8 +286,37 @@ class Problem:
     def key(self) -> tuple:
         """Hashable summary: picks kernels, names test ids and bench rows."""
         dims = (self.B, self.H, self.Hkv, self.M, self.N, self.D, self.E)
-        kinds = (*self.mask.kinds, *(["dropout"] if self.dropout else []), self.weights)
-        return (self.score, dims, str(self.dtype).removeprefix("torch."), self.device.type, kinds)
+        present = (*kinds(self.mask), *(["dropout"] if self.dropout else []), self.weights)
+        return (self.score, dims, str(self.dtype).removeprefix("torch."), self.device.type, present)
+
+    def band(self) -> tuple[int | None, int | None]:
+        """Causal and window in one: keeps ``i + lo <= j <= i + hi``, None where unbounded."""
+        mask = self.mask
+        diagonal = self.N - self.M if mask.causal == "bottom_right" else 0
+        left, right = mask.window or (-1, -1)
+        if mask.causal is not None:
+            right = 0
+        return (None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)
+
+    def kept(self) -> Tensor:
+        """The definition of the mask: bool, broadcastable to ``[B, H, M, N]``, True keeps.
+
+        It is slow on purpose: only the reference and the tests use it. It expects the mask in its
+        validated form: ``kv_len`` int32 ``[B, 1]`` or ``[B, M]``, ``keep`` with 4 dims.
+        """
+        i = torch.arange(self.M, device=self.device)[:, None]
+        j = torch.arange(self.N, device=self.device)[None, :]
+        kept = torch.ones(1, 1, self.M, self.N, dtype=torch.bool, device=self.device)
+        lo, hi = self.band()
+        if lo is not None:
+            kept = kept & (j >= i + lo)
+        if hi is not None:
+            kept = kept & (j <= i + hi)
+        if self.mask.kv_len is not None:
+            kept = kept & (j < self.mask.kv_len[:, None, :, None])
+        if self.mask.keep is not None:
+            kept = kept & self.mask.keep
+        return kept
 
     @property
     def acc_dtype(self) -> torch.dtype:

@@ -3,7 +3,7 @@
 Slow and memory-hungry on purpose: it materialises every [B, H, M, N] matrix, and [B, H, M, N, D]
 for the additive score. Tests run it in float64 as the truth, the eager backend runs it where no
 kernel can, and double backward differentiates :func:`backward`. It sees masks only through
-``Mask.materialize``.
+``Problem.kept``.
 
 Shapes are canonical (see :class:`fastattn.problem.Problem`). Both functions compute in
 ``p.acc_dtype``.
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.problem import Problem
+from fastattn.problem import Problem, record
 
 
 def forward(
@@ -117,9 +117,9 @@ def _additive_backward(p, q, k, w, kept, grad_scores):
 
 def _kept(p: Problem, bias: Tensor | None) -> Tensor | None:
     """The mask, -inf in the bias included; None when nothing can be masked."""
-    if not p.mask.kinds and bias is None:
+    if not record.kinds(p.mask) and bias is None:
         return None
-    kept = p.mask.materialize(p)
+    kept = p.kept()
     return kept if bias is None else kept & (bias != -math.inf)
 
 

@@ -21,7 +21,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     stays -inf, and what stands beside it is excluded.
     """
     p, kept = _kept(case, t)
-    structural = p.mask.materialize(p).expand(kept.shape)
+    structural = p.kept().expand(kept.shape)
     by_key, by_query = _used_keys(p, kept), kept.any(-1)
 
     def fill(x: Tensor | None, used: Tensor, layout: str) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import functional
-from fastattn.problem import Problem, reference, validate
+from fastattn.problem import Problem, record, reference, validate
 from fastattn.testing.cases import INPUTS, Case, Tensors
 
 
@@ -55,7 +55,7 @@ def run(
     def call(q, k, v, w, bias, attn_mask, bandwidth):
         options: dict[str, Any] = dict(bias=bias, attn_mask=attn_mask, backend=backend)
         options |= dict(return_weights=case.weights, return_lse=case.lse)
-        if t.mask.kinds:
+        if record.kinds(t.mask):
             options |= dict(mask=t.mask)
         if case.dropout_p:
             options |= dict(dropout_p=case.dropout_p, seed=DROPOUT_SEED)
@@ -80,7 +80,7 @@ def _build(case: Case, t: Tensors, q, k, v, w, bias, attn_mask, scale) -> valida
 def _kept(case: Case, t: Tensors) -> tuple[Problem, Tensor]:
     """The record of a case, and the pairs that masks and biases keep, ``[B, H, M, N]``."""
     p, *_, added, _, _ = _build(case, t, t.q, t.k, t.v, t.w, t.bias, t.attn_mask, case.scale)
-    kept = p.mask.materialize(p).expand(p.B, p.H, p.M, p.N)
+    kept = p.kept().expand(p.B, p.H, p.M, p.N)
     return p, kept if added is None else kept & (added != -math.inf)
 
 

@@ -103,7 +103,7 @@ class Emulated:
         return ["float64 is left to eager"] if p.dtype == torch.float64 else []
 
     def _problem(self, p, q, k, v, w, bias) -> bytes:
-        lo, hi = p.mask.band(p.M, p.N)
+        lo, hi = p.band()
         drop = p.dropout
         kv_len, keep, seed = p.tensors()
         return b"".join(

@@ -9,6 +9,7 @@ from helpers import SCORES, attend, inputs
 from torch import nn
 
 from fastattn import Mask, MultiheadAttention
+from fastattn.problem import record
 from fastattn.testing import error
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ def function(name, backend):
     def step(kv_len=None, keep=None, **named):
         if kv_len is not None or keep is not None:
             named["mask"] = Mask(mask.causal, mask.window, kv_len, keep)
-        elif mask.kinds:
+        elif record.kinds(mask):
             named["mask"] = mask
         return attend(**named, backend=backend, **options)
 

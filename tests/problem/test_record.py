@@ -23,8 +23,10 @@ def problem(mask, M, N, B=2, H=2):
 
 
 def materialized(mask, M, N, B=2, H=2):
-    p = problem(mask, M, N, B, H)
-    return p.mask.materialize(p).expand(B, H, M, N)
+    found = mask.to_dense(M, N, B, H)
+    assert found.dtype == torch.bool
+    assert found.shape == (B, H, M, N)
+    return found
 
 
 def kept_by_loops(mask, M, N, B=2, H=2):
@@ -97,7 +99,7 @@ def test_the_docstring_shows_what_is_kept():
     ]
     for mask, picture in zip(masks, zip(*rows, strict=True), strict=True):
         drawn = torch.tensor([[c == "x" for c in row.split()] for row in picture])
-        assert torch.equal(materialized(mask, 3, 5, B=1, H=1)[0, 0], drawn), mask.kinds
+        assert torch.equal(materialized(mask, 3, 5, B=1, H=1)[0, 0], drawn), mask
 
 
 @pytest.mark.parametrize("radius", [0, 1, 3, 9])
@@ -134,11 +136,25 @@ def test_local_blocks_attend_as_samples_of_their_own(backend):
 
 
 def test_window_of_a_band_follows_its_diagonal():
-    assert Mask(window=(2, 1)).band(4, 9) == (-2, 1)
-    assert Mask(causal="top_left", window=(2, 1)).band(4, 9) == (-2, 0)
-    assert Mask(causal="bottom_right", window=(2, 1)).band(4, 9) == (3, 5)
-    assert Mask(causal="bottom_right").band(9, 4) == (None, -5)
-    assert Mask(window=(-1, -1)).band(4, 9) == (None, None)
+    assert problem(Mask(window=(2, 1)), 4, 9).band() == (-2, 1)
+    assert problem(Mask(causal="top_left", window=(2, 1)), 4, 9).band() == (-2, 0)
+    assert problem(Mask(causal="bottom_right", window=(2, 1)), 4, 9).band() == (3, 5)
+    assert problem(Mask(causal="bottom_right"), 9, 4).band() == (None, -5)
+    assert problem(Mask(window=(-1, -1)), 4, 9).band() == (None, None)
+
+
+def test_dense_masks_are_checked():
+    assert Mask().to_dense(2, 3).all()
+    lengths = Mask(kv_len=torch.tensor([1, 2]))
+    assert lengths.to_dense(1, 3, B=2)[:, 0, 0].tolist() == [
+        [True, False, False],
+        [True, True, False],
+    ]
+    for sizes, message in (((2, -1), "N: expected 0"), ((2, 3), r"mask.kv_len: expected \[1\]")):
+        with pytest.raises(ValueError, match=message):
+            lengths.to_dense(*sizes)
+    with pytest.raises(TypeError, match="M: expected an int"):
+        lengths.to_dense(2.0, 3)
 
 
 def test_masks_are_copied_and_pickled_with_their_tensors():
@@ -174,7 +190,7 @@ def test_record_travels_without_its_tensors():
     assert bare.dropout_p == 0.5
     again = bare.with_tensors(*p.tensors())
     assert again.key == p.key
-    assert torch.equal(again.mask.materialize(again), p.mask.materialize(p))
+    assert torch.equal(again.kept(), p.kept())
     assert torch.equal(again.dropout.bits(again), p.dropout.bits(p))
 
 

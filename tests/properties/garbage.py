@@ -222,7 +222,7 @@ def test_a_bias_is_masked_where_another_is(backend, score, garbage):
 def kept_by(options):
     q, kv = torch.zeros(B, H, M, D), torch.zeros(B, H, N, D)
     p = validate.build("dot", q, kv, kv, **options).p
-    return p.mask.materialize(p).expand(B, H, M, N)
+    return p.kept().expand(B, H, M, N)
 
 
 SPARSE = dict(

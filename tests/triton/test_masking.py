@@ -1,4 +1,4 @@
-"""Tiles, ranges and lists of blocks against Mask.materialize, the definition."""
+"""Tiles, ranges and lists of blocks against Problem.kept, the definition."""
 
 import itertools
 
@@ -51,7 +51,7 @@ every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def call_of(mask, bias=None, device="cpu"):
     """A Call and what its mask keeps, [B, H, M, N]."""
     p = Problem("dot", B, H, H, M, N, 4, 4, torch.float32, torch.device("cpu"), mask=mask)
-    kept = mask.materialize(p).expand(B, H, M, N)
+    kept = p.kept().expand(B, H, M, N)
     q, k = torch.zeros(B, H, M, 4), torch.zeros(B, H, N, 4)
     operands = (q, k, k, None, bias, *p.operands)
     return Call.of(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in operands)), kept
