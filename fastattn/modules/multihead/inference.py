@@ -1,72 +1,58 @@
-"""Self-attention over a plain batch: nothing to check, nothing to mask, and little time to lose.
+"""Self-attention at inference: one operator from the input to the output.
 
-After a matrix product nothing is in the caches but its operands, and whatever Python does then
-takes several times as long as it does otherwise: a microsecond or two for each function that is
-called, ours or torch's. Over a hundred tokens that is a tenth of the module's time. Hence this way
-through it, in which everything is asked once, together, and before the first product. At inference
-the rest is one operator, where a backend has one.
+After a matrix product only its operands are in the caches, and Python runs several times slower
+than elsewhere. Between two products that costs a tenth of the time of a hundred tokens. So
+everything is decided here, before the first product, and the rest is one call.
 """
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor
 
-from fastattn.backends import operators, registry
+from fastattn.backends import registry
 from fastattn.modules.multihead import interop, projection
 from fastattn.problem import call_cache, validate
 
+if TYPE_CHECKING:
+    from fastattn.modules.multihead.attention import MultiheadAttention
+
 
 def attend(
-    module, x: Tensor, need_weights: bool, average: bool
+    module: MultiheadAttention, x: Tensor, need_weights: bool, average: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """``module(x, x, x)`` without masks; None where that is not all there is to it."""
-    parameters = _parameters(module, x)
-    if parameters is None:
+    """``module(x, x, x)`` without masks; None where no operator may compute all of it."""
+    if (module.training and module.dropout) or getattr(module._attend, "score", None) != "dot":
         return None
-    return_weights = ("mean" if average else "full") if need_weights else None
-    dropout_p = module.dropout if module.training else 0.0
-    linear = F.linear
-    if projection.takes_operators(x, *parameters):
-        if not dropout_p and getattr(module._attend, "score", None) == "dot":
-            whole, p = _operator(module, x, return_weights)
-            if whole is not None:
-                out, weights = whole(p, x, *parameters, module.batch_first)
-                return out, weights if need_weights else None
-        linear = operators.linear
-    if not _fits(module, x):
+    parameters = _parameters(module)
+    if parameters is None or not projection.takes_operators(x, *parameters):
         return None
-    weight, bias, out_weight, out_bias = parameters
-    packed = linear(x, weight, bias)
-    q, k, v = projection.split_packed(packed, module.num_heads, module.batch_first)
-    attended = module._attend(q, k, v, dropout_p=dropout_p, return_weights=return_weights)
-    out, weights = attended if need_weights else (attended, None)
-    return linear(projection.merge_heads(out, module.batch_first), out_weight, out_bias), weights
+    operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
+    if operator is None:
+        return None
+    out, weights = operator(p, x, *parameters, module.batch_first)
+    return out, weights if need_weights else None
 
 
-def _parameters(module, x: Tensor) -> tuple | None:
-    """Weights and biases of both projections, where they and ``x`` are tensors as usual."""
-    own = module._parameters
-    last = module._modules.get("out_proj")  # None where it is parametrized
-    if last is None or not projection.is_only_linear(last):
+def _parameters(module: MultiheadAttention) -> tuple[Tensor | None, ...] | None:
+    """Weights and biases of both projections, if they are ordinary parameters and all there is."""
+    own, out_proj = module._parameters, module._modules.get("out_proj")
+    if out_proj is None or not projection.is_only_linear(out_proj):  # None: it is parametrized
         return None
-    out: Any = last._parameters
+    out = out_proj._parameters
     try:
         found = own["in_proj_weight"], own["in_proj_bias"], out["weight"], out["bias"]
     except KeyError:  # parametrized, or plain tensors
         return None
     if found[0] is None or not interop.PLAIN.issuperset(map(type, found)):
         return None
-    if type(x) is not Tensor or x.is_nested or torch.jit.is_tracing():
-        return None
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         return None
     return found
 
 
-def _fits(module, x: Tensor) -> bool:
+def _fits(module: MultiheadAttention, x: Tensor) -> bool:
     """Whether nn.MultiheadAttention would not object to the shape of ``x`` or its dtype."""
     E = module.embed_dim
     if x.dim() != 3 or x.shape[2] != E or E % module.num_heads:
@@ -74,8 +60,8 @@ def _fits(module, x: Tensor) -> bool:
     return x.dtype in interop.DTYPES
 
 
-def _operator(module, x: Tensor, return_weights: str | None) -> tuple[Callable | None, Any]:
-    """The operator for all of it that the chosen backend has, if any, and the record for it."""
+def _operator(module: MultiheadAttention, x: Tensor, return_weights: str | None) -> tuple[Any, Any]:
+    """The chosen backend's operator for all of ``module``, or None, and the record for it."""
     E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
     call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights
     found = call_cache.look_up(call)

@@ -20,18 +20,16 @@ from fastattn.backends import operators
 def takes_operators(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether ``fastattn::linear`` and ``self_attention`` may stand for torch's own operators.
 
-    They have no autograd and no autocast, hide from modes what is done inside, and take dense
-    tensors on a CPU, all of the dtype of ``x``. Elsewhere torch's do it, or say what is wrong.
+    They have no autograd and no autocast, and modes and traces cannot see what they do inside. They
+    take dense tensors on a CPU, all of the dtype of ``x``. All other calls are torch's.
     """
-    if type(x) is not Tensor or x.layout is not torch.strided:
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not x.is_cpu:
         return False
-    if (
-        not x.is_cpu
-        or operators.EXTENSION_ERROR is not None
-        or autograd.needs_autograd(x, *parameters)
-    ):
+    if operators.EXTENSION_ERROR is not None or autograd.needs_autograd(x, *parameters):
         return False
     if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return False
     dtype, strided = x.dtype, torch.strided
     for t in parameters:
@@ -54,8 +52,7 @@ def out_projection(module: nn.Module, x: Tensor) -> Tensor:
 def is_only_linear(layer: nn.Module) -> bool:
     """Whether calling ``layer`` is ``F.linear`` of its parameters, and nothing else.
 
-    torch multiplies by the parameters of ``out_proj`` and never calls it. So hooks, pruning and
-    adapters such as LoRA's would be there, be trained, and change nothing.
+    Hooks, pruning and adapters such as LoRA's make it more: then the layer must be called.
     """
     if type(layer) is not NonDynamicallyQuantizableLinear and type(layer) is not nn.Linear:
         return False  # parametrized ones have a class of their own, too
