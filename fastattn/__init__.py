@@ -2,7 +2,8 @@
 
 from fastattn.autotune import autotune
 from fastattn.backends import flops
-from fastattn.functional import additive_attention, attention, explain, scaled_dot_product_attention
+from fastattn.backends.registry import Explanation
+from fastattn.functional import additive_attention, explain, scaled_dot_product_attention
 from fastattn.modules import (
     AdditiveAttention,
     AlignmentState,
@@ -22,6 +23,7 @@ from fastattn.modules import (
 )
 from fastattn.plotting import plot_attention
 from fastattn.problem import Mask
+from fastattn.scores import attention
 
 flops.register()
 
@@ -31,6 +33,7 @@ __all__ = [
     "AdditiveAttention",
     "AlignmentState",
     "CosineAttention",
+    "Explanation",
     "HardAttention",
     "HardChoice",
     "KVCache",

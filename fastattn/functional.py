@@ -2,18 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fastattn import autograd
 from fastattn.backends import operators, registry
-from fastattn.problem import Mask, arguments, call_cache, validate
+from fastattn.problem import Mask, Score, arguments, call_cache, validate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Backend = Literal["auto", "cpu", "triton", "cuda", "eager"]
+Returned = Literal["full", "mean"]
+Results = Tensor | tuple[Tensor, ...]
 
 
+class Options(TypedDict, total=False):
+    """Keywords that the overloads of all functions share."""
+
+    mask: Mask | None
+    bias: Tensor | None
+    seed: int | Tensor | None
+    backend: Backend
+
+
+# The types of what a function returns, by return_weights and return_lse. The last overload is for a
+# value that only the running program knows.
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *,
+    return_weights: None = ..., return_lse: Literal[False] = ..., **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *,
+    return_weights: Returned, return_lse: Literal[False] = ..., **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *,
+    return_weights: None = ..., return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *,
+    return_weights: Returned, return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *,
+    return_weights: Returned | None = ..., return_lse: bool = ..., **options: Unpack[Options],
+) -> Results: ...  # fmt: skip
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -26,12 +80,12 @@ def scaled_dot_product_attention(
     *,
     mask: Mask | None = None,
     bias: Tensor | None = None,
-    return_weights: str | None = None,
+    return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     **_unknown: NoReturn,
-):
+) -> Results:
     r"""Scaled dot-product attention: a superset of PyTorch's function of the same name.
 
     ``out_i = sum_j dropout(softmax_j(scale * q_i . k_j + bias_ij)) v_j`` over the keys j that the
@@ -106,9 +160,39 @@ def scaled_dot_product_attention(
             scaled_dot_product_attention, others, query, key, value, **options,
             return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    return _attend("dot", (query, key, value), None, return_lse, backend, call, **options)
+    return _attend("dot", (query, key, value, None), return_lse, backend, call, **options)
 
 
+@overload
+def additive_attention(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., *,
+    return_weights: None = ..., return_lse: Literal[False] = ..., **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def additive_attention(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., *,
+    return_weights: Returned, return_lse: Literal[False] = ..., **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def additive_attention(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., *,
+    return_weights: None = ..., return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def additive_attention(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., *,
+    return_weights: Returned, return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def additive_attention(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, attn_mask: Tensor | None = ...,
+    dropout_p: float = ..., is_causal: bool = ..., *,
+    return_weights: Returned | None = ..., return_lse: bool = ..., **options: Unpack[Options],
+) -> Results: ...  # fmt: skip
 def additive_attention(
     query: Tensor,
     key: Tensor,
@@ -120,12 +204,12 @@ def additive_attention(
     *,
     mask: Mask | None = None,
     bias: Tensor | None = None,
-    return_weights: str | None = None,
+    return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     **_unknown: NoReturn,
-):
+) -> Results:
     r"""Additive (Bahdanau, MLP, concat) attention over projected queries and keys.
 
     ``out_i = sum_j dropout(softmax_j(sum_d weight_d tanh(q_id + k_jd) + bias_ij)) v_j`` over the
@@ -188,170 +272,7 @@ def additive_attention(
             additive_attention, others, query, key, value, weight, **options,
             return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    return _attend("additive", (query, key, value), weight, return_lse, backend, call, **options)
-
-
-SCORES = ("scaled_dot", "dot", "cosine", "gaussian", "additive")
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    score: str = "scaled_dot",
-    weight: Tensor | None = None,
-    bandwidth: float | Tensor | None = None,
-    **options,
-):
-    r"""Attention with a score chosen by name; all of them run on the same kernels.
-
-    ============== ===================================================== ====================
-    score          s_ij                                                  own argument
-    ============== ===================================================== ====================
-    ``scaled_dot`` ``q_i . k_j * scale`` (``1 / sqrt(D)``)               ``scale`` (optional)
-    ``dot``        ``q_i . k_j``
-    ``cosine``     ``q_i . k_j / (|q_i| |k_j|) * scale`` (1)             ``scale`` (optional)
-    ``gaussian``   ``-|q_i - k_j|^2 / (2 bandwidth^2)``                  ``bandwidth`` (1)
-    ``additive``   ``sum_d weight_d tanh(q_id + k_jd)``                  ``weight``
-    ============== ===================================================== ====================
-
-    Args:
-        query: ``[..., H, M, D]``; see :func:`scaled_dot_product_attention`, or
-            :func:`additive_attention`.
-        key: ``[..., Hkv, N, D]``.
-        value: ``[..., Hkv, N, E]``.
-        score: one of the table.
-        weight: ``[D]`` or ``[H, D]``, additive only.
-        bandwidth: positive float, or a tensor that broadcasts to ``[..., H, 1, 1]`` and may require
-            grad; gaussian only. The softmax of this score is Nadaraya-Watson kernel regression.
-        **options: those of the function that the score runs on (masks, dropout, weights, ...).
-
-    Returns:
-        As :func:`scaled_dot_product_attention`.
-
-    Raises:
-        ValueError: an unknown score, or an argument that the score does not have.
-
-    Example:
-        >>> x, y = torch.rand(50, 1), torch.rand(50, 1)
-        >>> fit = fastattn.attention(x, x, y, score="gaussian", bandwidth=0.1)  # [50, 1]
-    """
-    if (others := arguments.overriding(query, key, value, weight, bandwidth)) is not None:
-        return handle_torch_function(
-            attention, others, query, key, value, score=score, weight=weight, bandwidth=bandwidth,
-            **options,
-        )  # fmt: skip
-    arguments.check_choice("score", score, SCORES)
-    if weight is not None and score != "additive":
-        raise ValueError(f"weight: only the additive score has one, score is {score!r}")
-    if bandwidth is not None and score != "gaussian":
-        raise ValueError(f"bandwidth: only the gaussian score has one, score is {score!r}")
-    if score == "additive":
-        if weight is None:
-            raise ValueError("weight: the additive score needs one, [D] or [H, D]")
-        return additive_attention(query, key, value, weight, **options)
-    if score in ("dot", "gaussian") and options.get("scale") is not None:
-        raise ValueError(f"scale: the {score} score has none")
-    if score == "dot":
-        options["scale"] = 1.0
-    elif score == "cosine":
-        validate.check_points(query, key, value)
-        query, key = _normalize(query), _normalize(key)
-        options["scale"] = 1.0 if options.get("scale") is None else options["scale"]
-    elif score == "gaussian":
-        return _gaussian(query, key, value, 1.0 if bandwidth is None else bandwidth, options)
-    return scaled_dot_product_attention(query, key, value, **options)
-
-
-def _normalize(x: Tensor) -> Tensor:
-    """x / |x|, and 0 for 0, its gradient too: in float32 at least, for fp16's smallest numbers."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    # The gradient of a row of NaN is what reaches it, so 0 for one unused; x / |x| has 0 * NaN.
-    finite = wide.isfinite().all(-1, keepdim=True)
-    usable = finite & (wide != 0).any(-1, keepdim=True)
-    unit = F.normalize(torch.where(usable, wide, 1.0), dim=-1)
-    return torch.where(usable, unit, torch.where(finite, wide, wide + torch.nan)).to(x.dtype)
-
-
-def _where_finite(function, x: Tensor, other: float | Tensor) -> Tensor:
-    """``function(x, other)``; NaN and infinity in ``x`` stay, and unused reach no gradient."""
-    finite = x.isfinite()
-    return torch.where(finite, function(torch.where(finite, x, 0.0), other), x + 0.0 * other)
-
-
-def _gaussian(query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict):
-    """-|q-k|^2 / 2h^2 = q.k / h^2 - |k|^2 / 2h^2 - |q|^2 / 2h^2: dot, key bias, row constant.
-
-    The score depends on differences only, but its terms do not: hence both sides are centred first.
-    """
-    _check_gaussian(query, key, value, bandwidth, **options)
-    query, key = _centred(query, key)
-    precision = query.dtype
-    # Farther keys weigh 0 like these; their squares would be infinite, and 0 * inf is NaN.
-    key = key.clamp(-_far(precision), _far(precision))
-    present = torch.where(key.isfinite(), key, 0.0)  # a NaN key still speaks through q . k
-    bias = -0.5 * present.square().sum(-1).unsqueeze(-2)
-    if options.get("enable_gqa") and min(query.dim(), key.dim()) >= 3 and bias.shape[-3] > 1:
-        bias = bias.repeat_interleave(query.shape[-3] // bias.shape[-3], dim=-3)
-    square = bandwidth * bandwidth
-    bias = bias / square
-    if options.get("bias") is not None:
-        bias = bias + options["bias"].to(precision)
-    options = {**options, "bias": bias, "scale": 1.0}
-    attn_mask = options.get("attn_mask")
-    if isinstance(attn_mask, Tensor) and attn_mask.dtype not in (torch.bool, precision):
-        options["attn_mask"] = attn_mask.to(precision)
-    dtype = value.dtype
-    scaled = _where_finite(torch.div, query, square)
-    results = scaled_dot_product_attention(scaled, key, value.to(precision), **options)
-    if not isinstance(results, tuple):
-        return results.to(dtype)
-    *results, lse = results if options.get("return_lse") else (*results, None)
-    results = [x.to(dtype) for x in results]
-    if lse is None:
-        return tuple(results)
-    # A row without keys has no such term, and no gradient of it.
-    query = torch.where(lse[..., None] == -torch.inf, 0.0, query)
-    return (*results, lse - 0.5 * (query / bandwidth).square().sum(-1))
-
-
-def _check_gaussian(
-    query, key, value, bandwidth, *, attn_mask=None, bias=None, enable_gqa=False, **_
-) -> None:
-    validate.check_points(query, key, value)
-    _, q, k, v = validate._to_4d(query, key, value, query.dim() >= 3)
-    validate._match_heads(q, k, v, enable_gqa)
-    if attn_mask is not None and not arguments.is_causal_bias(attn_mask):
-        dtypes = (torch.bool, query.dtype, torch.float32)
-        validate.check_dense("attn_mask", attn_mask, query, dtypes)
-    if bias is not None:
-        validate.check_dense("bias", bias, query, (query.dtype, torch.float32))
-    if not isinstance(bandwidth, Tensor):
-        arguments.check_real("bandwidth", bandwidth)
-        if not bandwidth > 0:
-            raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
-    elif any(n != 1 for n in bandwidth.shape[-2:]):  # it would scale features, or keys
-        raise ValueError(f"bandwidth: expected [..., H, 1, 1], got {list(bandwidth.shape)}")
-
-
-def _centred(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both less the mean query, in float32 at least: data far from 0 would lose all its digits.
-
-    Centred on the queries: a masked key may hold anything, and has no say.
-    """
-    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query, key = query.to(precision), key.to(precision)
-    dims = tuple(range(-min(query.dim(), 3), -1))
-    # What is as far as that is garbage in a query without keys; it would move all others out there.
-    near = torch.where(query.abs() <= _far(precision), query, 0.0).detach()
-    centre = near.mean(dims, keepdim=True) if query.numel() else 0.0
-    return query - centre, key - centre
-
-
-def _far(precision: torch.dtype) -> float:
-    """Where points count as infinitely far: a sum of squares is finite up to there."""
-    return torch.finfo(precision).max ** 0.375
+    return _attend("additive", (query, key, value, weight), return_lse, backend, call, **options)
 
 
 def explain(
@@ -359,8 +280,8 @@ def explain(
     key: Tensor | None = None,
     value: Tensor | None = None,
     weight: Tensor | None = None,
-    **options,
-) -> str:
+    **options: Any,
+) -> registry.Explanation:
     """Says which backend would serve a call and why the others would not.
 
     Args:
@@ -373,7 +294,9 @@ def explain(
         **options: the call's other arguments.
 
     Returns:
-        A printable table. Of nested tensors, which no function takes, what to call instead.
+        A :class:`fastattn.Explanation`: its ``backend``, its ``path`` through the CPU kernels, the
+        ``reasons`` against each backend, and by ``print`` a table of these. No function takes
+        nested tensors: the table then says what to call instead.
 
     Raises:
         TypeError: as the function.
@@ -381,15 +304,22 @@ def explain(
 
     Example:
         >>> q = torch.randn(1, 8, 128, 64)
-        >>> print(fastattn.explain(q, q, q, is_causal=True))
+        >>> print(fastattn.explain(q, q, q, is_causal=True))  # on a laptop, for example
+        dot attention: B=1 H=8 Hkv=8 M=128 N=128 D=64 E=64, float32 on cpu, mask top_left
+          cpu     chosen
+          triton  no: tensors are on cpu; torch sees no CUDA device
+          cuda    no: tensors are on cpu; torch sees no CUDA device
+          eager   available
+          cpu: instruction set avx512
     """
     if query is None:
         query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
     key = query if key is None else key
     value = key if value is None else value
-    score = "dot" if weight is None else "additive"
+    score: Score = "dot" if weight is None else "additive"
     if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
-        return f"{score} attention of nested tensors\n{arguments.NESTED}"
+        title = f"{score} attention of nested tensors"
+        return registry.Explanation(None, None, {}, title, arguments.NESTED)
     arguments.check_bool("return_lse", options.pop("return_lse", False))
     backend = options.pop("backend", "auto")
     tensors: Any = _autocast(query, key, value, weight)
@@ -397,22 +327,36 @@ def explain(
     return registry.explain(inputs.p, backend)
 
 
-def _attend(score, qkv, weight, return_lse: bool, backend: str, call, **options):
+def _attend(
+    score: Score,
+    tensors: tuple[Tensor | None, ...],
+    return_lse: bool,
+    backend: str,
+    call: tuple | None,
+    **options: Any,
+) -> Results:
     """Validates, chooses, runs, and gives the results the shapes of the arguments.
 
-    ``call``: what to remember the record by; None if it holds more than these tell.
+    ``tensors`` are query, key, value and weight. The record is remembered by ``call``; None if the
+    record depends on more than ``call`` holds.
     """
     arguments.check_bool("return_lse", return_lse)
-    *qkv, weight = _autocast(*qkv, weight)
-    inputs = validate.build(score, *qkv, weight, **options)
+    cast: Any = _autocast(*tensors)
+    inputs = validate.build(score, *cast, **options)
     seen = call_cache.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)
-    tensors = inputs[1:5]
+    canonical = inputs.q, inputs.k, inputs.v, inputs.w
     if call is not None:
-        call_cache.remember(seen, tensors, *call)
-    return _run(seen, tensors, inputs.bias, inputs.batch, return_lse)
+        call_cache.remember(seen, canonical, *call)
+    return _run(seen, canonical, inputs.bias, inputs.batch, return_lse)
 
 
-def _run(seen: call_cache.Known, tensors, bias: Tensor | None, batch, return_lse: bool):
+def _run(
+    seen: call_cache.Known,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    bias: Tensor | None,
+    batch: tuple[int, ...],
+    return_lse: bool,
+) -> Results:
     """The output, or the tuple of it and of what else the caller wants, in batch dims ``batch``."""
     p, (q, k, v, w) = seen.p, tensors
     out, lse, weights = autograd.attend(seen.backend, p, q, k, v, w, bias)

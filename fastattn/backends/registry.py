@@ -7,6 +7,7 @@ say against. Nothing falls back silently when the user named a backend: its reas
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -98,7 +99,7 @@ def _exporting_to_onnx() -> bool:
     return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
-# As backends/gpu.py's reasons: sys.modules cannot be traced.
+# As the reasons in _gpu.py: sys.modules cannot be traced.
 _exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -124,29 +125,54 @@ def select(p: Problem, backend: str = "auto") -> str:
     raise ValueError(f"no backend can do this problem: {explain(p)}")
 
 
-def explain(p: Problem, backend: str = "auto") -> str:
-    """A table of the backends in order of preference: chosen, available, or why not.
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, how, and why the others would not; ``str()`` is a table of it.
+
+    Attributes:
+        backend: the name of the backend that is chosen. It is None where the call raises.
+        path: how the CPU kernels compute the call. It is None where another backend is chosen.
+        reasons: what speaks against each backend, in order of preference. An empty list: nothing.
+        title: the first line of the table.
+        notes: the last lines of the table.
+    """
+
+    backend: str | None
+    path: str | None
+    reasons: dict[str, list[str]]
+    title: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        for name, reasons in self.reasons.items():
+            verdict = "chosen" if name == self.backend else "available"
+            lines.append(f"{name:<8}{'no: ' + '; '.join(reasons) if reasons else verdict}")
+        return "\n  ".join([*lines, *self.notes])
+
+
+def explain(p: Problem, backend: str = "auto") -> Explanation:
+    """The backends in order of preference: chosen, available, or why not.
 
     A named ``backend`` that cannot do the problem leaves none chosen: the call raises.
 
-    Below it, the instruction set of the CPU kernels, or how to get them where they are missing, or
-    the reason for the order on a GPU.
+    The notes are about CPU kernels: their instruction set and path, or how to get them where they
+    are missing. Where both GPU backends can do the problem, they say why the first is preferred.
     """
-    lines = [f"{p.score} attention, key {p.key}"]
     reasons = {name: against(name, p) for name in in_order(p.score)}
     if backend != "auto":
         get(backend)  # raises for a name that is none
     wanted = list(reasons) if backend == "auto" else [backend]
     chosen = next((name for name in wanted if not reasons[name]), None)
-    for name, found in reasons.items():
-        verdict = "chosen" if name == chosen else "available"
-        if found:
-            verdict = "no: " + "; ".join(found)
-        lines.append(f"  {name:<8}{verdict}")
+    describe = getattr(cpu, "path", None)
+    path = describe(p) if chosen == "cpu" and describe is not None else None
+    notes = []
     if reasons.get("cpu") == []:
-        lines.append(f"  cpu: instruction set {cpu.instruction_set()}")
+        notes.append(f"cpu: instruction set {cpu.instruction_set()}")
     elif p.device.type == "cpu" and cpu.REMEDY is not None:
-        lines.append(f"  cpu: {cpu.REMEDY}")
+        notes.append(f"cpu: {cpu.REMEDY}")
+    if path is not None:
+        notes.append(f"cpu: path {path}")
     if reasons.get("triton") == reasons.get("cuda") == []:
-        lines.append(f"  {WHY[p.score]}")
-    return "\n".join(lines)
+        notes.append(WHY[p.score])
+    return Explanation(chosen, path, reasons, str(p), tuple(notes))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import functional
+from fastattn import scores
 from fastattn.problem import Mask, arguments, validate
 
 
@@ -51,14 +51,14 @@ def attend(
     need_weights: bool = False,
     **options,
 ) -> tuple[Tensor, Tensor | None]:
-    """``functional.attention`` over (B, M, D): output (B, M, Dv), and weights (B, M, N) or None."""
+    """``scores.attention`` over (B, M, D): output (B, M, Dv), and weights (B, M, N) or None."""
     check_dims(queries=queries, keys=keys, values=values)
     tensors = [queries, keys, values]
     if score == "additive":
         given: dict[str, Any] = {"attn_mask": masks.attn_mask, "mask": masks.merged()}
     else:  # dim -3 is the heads; the additive score has them in its weight
         tensors, given = [x.unsqueeze(1) for x in tensors], masks.over_heads()
-    results: Any = functional.attention(
+    results: Any = scores.attention(
         *tensors,
         score=score,
         dropout_p=dropout_p,
@@ -150,7 +150,7 @@ def dense_masks(
 ) -> DenseMasks:
     """``valid_lens`` and ``attn_mask`` of queries (B, M, features), by the rules of validate."""
     B, M, _ = queries.shape
-    lead = validate._Lead((B,), False, (1, M, N))
-    keep, bias = validate._attn_mask(lead, queries, attn_mask)
+    lead = validate.Lead((B,), False, (1, M, N))
+    keep, bias = validate.split_attn_mask(lead, queries, attn_mask)
     keep, bias = (None if x is None else x.squeeze(1) for x in (keep, bias))
-    return DenseMasks(validate._kv_len(lead, queries, valid_lens), keep, bias)
+    return DenseMasks(validate.check_kv_len(lead, queries, valid_lens), keep, bias)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 # ---- numbers: a bool is none ----
 
@@ -83,12 +84,22 @@ def overriding(*tensors: object) -> tuple | None:
     return others if any(map(overrides, others)) else None
 
 
+def can_read(x: Tensor) -> bool:
+    """Whether looking at values costs no device sync or graph break, and is possible."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    # A fake tensor has none, nor has one that is traced under a mode.
+    if type(x) is not Tensor or is_in_torch_dispatch_mode():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
+
+
 # ---- what to write instead ----
 
 NESTED = (
-    "  no backend takes these: pad them, x.to_padded_tensor(0.0), and give their lengths,\n"
-    "  mask=fastattn.Mask(kv_len=lengths); nothing is computed for keys past a length\n"
-    "  fastattn.MultiheadAttention(batch_first=True) does so for self-attention at inference"
+    "no backend takes these: pad them, x.to_padded_tensor(0.0), and give their lengths,",
+    "mask=fastattn.Mask(kv_len=lengths); nothing is computed for keys past a length",
+    "fastattn.MultiheadAttention(batch_first=True) does so for self-attention at inference",
 )
 
 # Names that other libraries have for arguments of ours.

@@ -282,12 +282,15 @@ class Problem:
         numbers = (*band, self.scale, self.dropout_p, WEIGHTS[self.weights])
         object.__setattr__(self, "operands", (*self.tensors(), *numbers))
 
-    @property
-    def key(self) -> tuple:
-        """Hashable summary: picks kernels, names test ids and bench rows."""
-        dims = (self.B, self.H, self.Hkv, self.M, self.N, self.D, self.E)
-        present = (*kinds(self.mask), *(["dropout"] if self.dropout else []), self.weights)
-        return (self.score, dims, str(self.dtype).removeprefix("torch."), self.device.type, present)
+    def __str__(self) -> str:
+        """One line: the score, the dims by name, and what else the problem has."""
+        dims = " ".join(f"{name}={getattr(self, name)}" for name in "B H Hkv M N D E".split())
+        dtype = str(self.dtype).removeprefix("torch.")
+        parts = [f"{self.score} attention: {dims}", f"{dtype} on {self.device.type}"]
+        parts += [f"mask {' '.join(kinds(self.mask))}"] if kinds(self.mask) else []
+        parts += ["dropout"] if self.dropout else []
+        parts += [f"weights {self.weights}"] if self.weights != "none" else []
+        return ", ".join(parts)
 
     def band(self) -> tuple[int | None, int | None]:
         """Causal and window in one: keeps ``i + lo <= j <= i + hi``, None where unbounded."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fastattn.problem import Alignment, Dropout, Mask, Problem, Score, arguments
 
@@ -67,13 +66,13 @@ def build(
     arguments.check_bool("enable_gqa", enable_gqa)
     arguments.check_choice("return_weights", return_weights, RETURN_WEIGHTS)
     has_head_dim = _has_head_dim(score, query, weight)
-    batch, q, k, v = _to_4d(query, key, value, has_head_dim)
-    q, k, v = _match_heads(q, k, v, enable_gqa or score == "additive")
+    batch, q, k, v = to_4d(query, key, value, has_head_dim)
+    q, k, v = match_heads(q, k, v, enable_gqa or score == "additive")
     B, H, M, D = q.shape
     N, E = v.shape[-2:]
     w = None if weight is None else _match_weight(weight, H, D)
 
-    lead = _Lead(batch, has_head_dim, (H, M, N))
+    lead = Lead(batch, has_head_dim, (H, M, N))
     mask, bias = _masks(lead, query, attn_mask, is_causal, mask, bias)
     p = Problem(
         score=score, B=B, H=H, Hkv=k.shape[1], M=M, N=N, D=D, E=E, dtype=q.dtype, device=q.device,
@@ -103,7 +102,7 @@ def _check_tensors(
         )
 
 
-def _check_tensor(name: str, x, query: Tensor) -> None:
+def _check_tensor(name: str, x: object, query: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
     _check_strided(name, x)
@@ -143,7 +142,9 @@ def _has_head_dim(score: Score, query: Tensor, weight: Tensor | None) -> bool:
     return weight.dim() == 2
 
 
-def _to_4d(query: Tensor, key: Tensor, value: Tensor, has_head_dim: bool):
+def to_4d(
+    query: Tensor, key: Tensor, value: Tensor, has_head_dim: bool
+) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
     """(batch shape, q, k, v): batch dims broadcast, then are flattened into one; heads stay."""
     all_4d = has_head_dim and query.dim() == key.dim() == value.dim() == 4
     if all_4d and query.shape[0] == key.shape[0] == value.shape[0]:
@@ -159,17 +160,23 @@ def _to_4d(query: Tensor, key: Tensor, value: Tensor, has_head_dim: bool):
         raise ValueError(
             f"query, key, value: expected batch dims that broadcast, got {shapes}"
         ) from None
-    return (tuple(batch), *(_flatten_batch(x, batch) for x in tensors))
+    q, k, v = (_flatten_batch(x, batch) for x in tensors)
+    return tuple(batch), q, k, v
 
 
-def _flatten_batch(x: Tensor, batch) -> Tensor:
+def _flatten_batch(x: Tensor, batch: tuple[int, ...]) -> Tensor:
     x = x.expand(*batch, *x.shape[-3:])
     if len(batch) == 1:
         return x
     return x.unsqueeze(0) if len(batch) == 0 else x.flatten(0, len(batch) - 1)
 
 
-def _match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool):
+def match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads that broadcast are expanded, but one key head for all queries stays one.
+
+    Raises:
+        ValueError: the numbers of heads do not fit.
+    """
     H, Hkv, Hv = q.shape[1], k.shape[1], v.shape[1]
     heads = f"query has {H} heads, key {Hkv}, value {Hv}"
     if Hkv != Hv:
@@ -232,9 +239,8 @@ def _dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) 
         )
     if dropout_p == 0.0:
         return None
-    if (
-        seed is None
-    ):  # from the device's generator: torch.manual_seed governs it, a CUDA graph replay redraws it
+    if seed is None:
+        # The device's generator: torch.manual_seed governs it, a replay of a CUDA graph redraws it.
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
     elif not isinstance(seed, Tensor):
         seed = torch.full((), _as_int64(seed), dtype=torch.int64, device=device)
@@ -250,20 +256,20 @@ def _as_int64(seed: int) -> int:
 # ---- masks and bias ----
 
 
-class _Lead(NamedTuple):
+class Lead(NamedTuple):
     """What a mask or bias broadcasts to: (*batch, H, M, N), or (*batch, M, N) without heads."""
 
     batch: tuple[int, ...]
     has_head_dim: bool
     hmn: tuple[int, int, int]
 
-    def target(self) -> tuple[int, ...]:
+    def _target(self) -> tuple[int, ...]:
         H, M, N = self.hmn
         return (*self.batch, H, M, N) if self.has_head_dim else (*self.batch, M, N)
 
     def to_4d(self, name: str, x: Tensor) -> Tensor:
         """[B|1, H|1, M|1, N|1]; what broadcasts stays so, except among several batch dims."""
-        target = self.target()
+        target = self._target()
         shape = (1,) * (len(target) - x.dim()) + tuple(x.shape)
         fits = len(shape) == len(target) and all(
             s == 1 or s == t for s, t in zip(shape, target, strict=True)
@@ -285,13 +291,20 @@ class _Lead(NamedTuple):
         return _flatten_batch(x, self.batch)
 
 
-def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor | None]:
+def _masks(
+    lead: Lead,
+    query: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    mask: Mask | None,
+    bias: Tensor | None,
+) -> tuple[Mask, Tensor | None]:
     check_mask(mask)
     mask = mask or Mask()
     causal = _causal(mask.causal, is_causal)
     if arguments.is_causal_bias(attn_mask):
         causal, attn_mask = _causal_bias(lead, attn_mask, causal, mask), None
-    keep, added = _attn_mask(lead, query, attn_mask)
+    keep, added = split_attn_mask(lead, query, attn_mask)
     if mask.keep is not None:
         own = check_dense("mask.keep", mask.keep, query, (torch.bool,))
         own = lead.to_4d("mask.keep", own)
@@ -299,7 +312,7 @@ def _masks(lead, query, attn_mask, is_causal, mask, bias) -> tuple[Mask, Tensor 
     if bias is not None:
         own = lead.to_4d("bias", check_dense("bias", bias, query, (query.dtype, torch.float32)))
         added = own if added is None else sum_of_biases(added, own)
-    return Mask(causal, _window(mask.window), _kv_len(lead, query, mask.kv_len), keep), added
+    return Mask(causal, _window(mask.window), check_kv_len(lead, query, mask.kv_len), keep), added
 
 
 def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:
@@ -307,7 +320,7 @@ def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:
     return (a + b).masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
 
 
-def check_mask(mask) -> None:
+def check_mask(mask: object) -> None:
     """Raises TypeError for anything but a Mask and None."""
     if type(mask).__name__ == "BlockMask":
         raise arguments.no_tensor("mask", mask)
@@ -317,8 +330,10 @@ def check_mask(mask) -> None:
         )
 
 
-def _attn_mask(lead, query, attn_mask) -> tuple[Tensor | None, Tensor | None]:
-    """torch's attn_mask: bool keeps where True, float is added."""
+def split_attn_mask(
+    lead: Lead, query: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """torch's attn_mask as (keep, bias): a bool mask is the first, a float mask the second."""
     if attn_mask is None:
         return None, None
     attn_mask = check_dense("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
@@ -365,7 +380,7 @@ def _causal(causal: Alignment | None, is_causal: bool) -> Alignment | None:
     return "top_left" if is_causal else causal
 
 
-def _causal_bias(lead: _Lead, attn_mask: Any, causal: Alignment | None, mask: Mask) -> Alignment:
+def _causal_bias(lead: Lead, attn_mask: Any, causal: Alignment | None, mask: Mask) -> Alignment:
     """What torch's own causal mask says; its memory is never written."""
     _, M, N = lead.hmn
     size = attn_mask.seq_len_q, attn_mask.seq_len_kv
@@ -384,7 +399,7 @@ def _causal_bias(lead: _Lead, attn_mask: Any, causal: Alignment | None, mask: Ma
     return aligned
 
 
-def _window(window) -> tuple[int, int] | None:
+def _window(window: object) -> tuple[int, int] | None:
     if window is None:
         return None
     if (
@@ -400,7 +415,7 @@ def _window(window) -> tuple[int, int] | None:
     return left, right
 
 
-def _kv_len(lead: _Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
+def check_kv_len(lead: Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
     """int32 [B, 1] or [B, M], with values that no kernel can trip over."""
     if kv_len is None:
         return None
@@ -416,21 +431,11 @@ def _kv_len(lead: _Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
         rows = kv_len.reshape(batch, M)
     else:
         raise ValueError(f"mask.kv_len: expected [{batch}] or [{batch}, {M}], got {_shape(kv_len)}")
-    if _can_read(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() <= N:
+    if arguments.can_read(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() <= N:
         raise ValueError(
             f"mask.kv_len: expected values in [0, {N}], got {rows.min()} to {rows.max()}"
         )
     return rows.clamp(0, N).to(torch.int32)
-
-
-def _can_read(x: Tensor) -> bool:
-    """Whether looking at values costs no device sync or graph break, and is possible."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    # A fake tensor has none, nor has one that is traced under a mode.
-    if type(x) is not Tensor or is_in_torch_dispatch_mode():
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
 
 
 def _same(shape: tuple, expected: tuple) -> bool:

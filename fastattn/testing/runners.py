@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import functional
+from fastattn import functional, scores
 from fastattn.problem import Problem, record, reference, validate
 from fastattn.testing.cases import INPUTS, Case, Tensors
 
@@ -64,7 +64,7 @@ def run(
         options |= dict(enable_gqa=True, scale=case.scale)
         if case.score == "dot":
             return functional.scaled_dot_product_attention(q, k, v, **options)
-        return functional.attention(q, k, v, score=case.score, bandwidth=bandwidth, **options)
+        return scores.attention(q, k, v, score=case.score, bandwidth=bandwidth, **options)
 
     return _results(case, t, call, dtype)
 

@@ -80,7 +80,7 @@ def test_nothing_able_raises_with_all_reasons(table):
 
 
 def test_explain_says_chosen_available_and_why_not(table):
-    lines = registry.explain(problem()).splitlines()[1:]
+    lines = str(registry.explain(problem())).splitlines()[1:]
     verdicts = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
     assert verdicts == {
         "broken": "no: it rains; it is Monday",
@@ -113,7 +113,7 @@ def test_float64_is_left_to_eager():
 
 
 def test_cpu_wants_cpu_tensors():
-    assert "tensors are on meta" in registry.explain(problem(device="meta"))
+    assert "tensors are on meta" in str(registry.explain(problem(device="meta")))
 
 
 def test_cpu_is_preferred_where_it_runs(extension):
@@ -129,7 +129,7 @@ def test_explain_says_why_triton_is_not_chosen_without_a_gpu(monkeypatch):
         pytest.skip("this machine has a GPU")
     monkeypatch.setattr(triton, "_interpreted", lambda: False)  # as tests/triton leaves them
     reason = "tensors are on cpu; torch sees no CUDA device"
-    assert f"  triton  no: {reason}" in fastattn.explain()
+    assert f"  triton  no: {reason}" in str(fastattn.explain())
     q = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match=reason):
         scaled_dot_product_attention(q, q, q, backend="triton")
@@ -140,7 +140,7 @@ def test_a_gpu_without_triton_is_served_by_eager(monkeypatch, capability):
     monkeypatch.setattr(triton, "INSTALLED", False)
     p = on_a_gpu(problem())
     assert registry.select(p) == "eager"
-    assert "  triton  no: Triton is not installed: pip install triton\n" in registry.explain(p)
+    assert "  triton  no: Triton is not installed: pip install triton\n" in str(registry.explain(p))
 
 
 @pytest.mark.gpu
@@ -159,7 +159,9 @@ def test_an_old_gpu_is_served_by_eager(monkeypatch, capability):
     capability(7, 5)
     p = on_a_gpu(problem())
     assert registry.select(p) == "eager"
-    assert "  triton  no: compute capability 7.5: 8.0 or newer is needed\n" in registry.explain(p)
+    assert "  triton  no: compute capability 7.5: 8.0 or newer is needed\n" in str(
+        registry.explain(p)
+    )
 
 
 def test_triton_is_preferred_for_the_dot_product_on_a_gpu_that_can(monkeypatch, capability):
@@ -169,7 +171,7 @@ def test_triton_is_preferred_for_the_dot_product_on_a_gpu_that_can(monkeypatch, 
     half = on_a_gpu(problem(torch.float16))
     assert registry.select(half) == registry.select(on_a_gpu(problem())) == "triton"
     assert registry.select(on_a_gpu(problem(torch.float64))) == "eager"
-    lines = registry.explain(half).splitlines()
+    lines = str(registry.explain(half)).splitlines()
     assert lines[2:] == ["  triton  chosen", "  cuda    available", "  eager   available",
                          f"  {registry.WHY['dot']}"]  # fmt: skip
 
@@ -181,7 +183,7 @@ def test_cuda_is_preferred_for_the_additive_score(monkeypatch, capability):
     q = torch.zeros(1, 2, 3, 4)
     p = on_a_gpu(validate.build("additive", q, q, q, torch.zeros(2, 4)).p)
     assert registry.select(p) == "cuda"
-    assert registry.explain(p).endswith(registry.WHY["additive"])
+    assert str(registry.explain(p)).endswith(registry.WHY["additive"])
 
 
 def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
@@ -223,11 +225,28 @@ def test_choosing_a_backend_is_a_constant_to_the_compiler(capability):
 
 def test_public_explain():
     q = torch.zeros(2, 2, 3, 4)
-    text = fastattn.explain(q, mask=Mask(causal="top_left"), return_weights="mean")
-    assert "top_left" in text
+    found = fastattn.explain(q, mask=Mask(causal="top_left"), return_weights="mean")
+    assert isinstance(found, fastattn.Explanation)
+    assert found.backend == registry.select(problem())
+    assert found.reasons[found.backend] == []
+    assert list(found.reasons) == registry.in_order("dot")
+    text = str(found)
+    assert text.startswith("dot attention: B=2 H=2 Hkv=2 M=3 N=3 D=4 E=4, float32 on cpu")
+    assert "mask top_left, weights mean" in text
     assert "chosen" in text
-    assert "additive" in fastattn.explain(q, q, q, torch.zeros(4))
-    assert "chosen" in fastattn.explain()
+    assert str(fastattn.explain(q, q, q, torch.zeros(4))).startswith("additive")
+    refused = fastattn.explain(q.double(), backend="cpu")
+    assert (refused.backend, refused.path) == (None, None)
+    assert refused.reasons["cpu"] == ["float64 is left to eager"]
+
+
+def test_explain_says_the_path(extension, monkeypatch):
+    monkeypatch.setattr(cpu, "path", lambda p: f"tiles of {p.M}", raising=False)
+    q = torch.zeros(2, 2, 3, 4)
+    found = fastattn.explain(q)
+    assert found.path == "tiles of 3"
+    assert "  cpu: path tiles of 3" in str(found).splitlines()
+    assert fastattn.explain(q, backend="eager").path is None
 
 
 # ---- without the compiled extension ----
@@ -345,7 +364,7 @@ def test_missing_kernels_are_told_of_under_the_compiler_too(without_kernels):
 
     with pytest.warns(RuntimeWarning, match=INSTALL):
         assert add(torch.zeros(1)) == len("eager")
-    assert registry.explain(problem()).endswith(f"  cpu: {cpu.REMEDY}")
+    assert str(registry.explain(problem())).endswith(f"  cpu: {cpu.REMEDY}")
 
 
 @pytest.mark.slow

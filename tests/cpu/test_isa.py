@@ -46,7 +46,10 @@ def widest_shown() -> str:
 def test_what_is_taken_is_listed_and_explained(isa):
     assert torch.ops.fastattn.cpu_isa() == isa
     assert isa in torch.ops.fastattn.cpu_isas()
-    assert f"  cpu: instruction set {isa}" in fastattn.explain(torch.zeros(1, 2, 3, 4)).splitlines()
+    assert (
+        f"  cpu: instruction set {isa}"
+        in str(fastattn.explain(torch.zeros(1, 2, 3, 4))).splitlines()
+    )
 
 
 def test_listed_are_the_widest_first_and_the_rest_is_refused():

@@ -241,7 +241,7 @@ def test_forward_mode_that_is_compiled_raises():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_explain_explains_nested_tensors(layout):
     x = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)], layout=layout)
-    said = fastattn.explain(x, x, x)
+    said = str(fastattn.explain(x, x, x))
     assert "to_padded_tensor" in said
     assert "kv_len" in said
 
@@ -251,10 +251,10 @@ def test_explain_takes_all_that_the_call_takes():
     said = fastattn.explain(
         q, is_causal=True, return_lse=True, backend="eager", dropout_p=0.5, seed=math.isqrt(9)
     )
-    assert "eager   chosen" in said
-    assert "chosen" not in fastattn.explain(q.double(), backend="cpu")
+    assert said.backend == "eager"
+    assert fastattn.explain(q.double(), backend="cpu").backend is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert "bfloat16" in fastattn.explain(q, q.bfloat16())
+        assert "bfloat16" in str(fastattn.explain(q, q.bfloat16()))
     for options, message in (
         (dict(backend="fpga"), "backend: expected 'auto'"),
         (dict(causal=True), "'causal': write is_causal"),

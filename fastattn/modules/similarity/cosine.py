@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn import functional
+from fastattn import scores
 from fastattn.modules import single_head
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask, arguments
@@ -92,12 +92,12 @@ class CosineAttention(nn.Module):
         queries, one_step = single_head.as_steps(queries)
         single_head.check_dims(queries=queries, keys=keys)
         # The scale goes into the query: the kernels take a number there, and give no gradient.
-        unit, scale = functional._normalize(queries), self.scale.to(queries.dtype)
-        scaled = functional._where_finite(torch.mul, unit, scale)
+        unit, scale = scores.normalize(queries), self.scale.to(queries.dtype)
+        scaled = scores.where_finite(torch.mul, unit, scale)
         out, weights = single_head.attend(
             "dot",
             scaled,
-            functional._normalize(keys),
+            scores.normalize(keys),
             keys if values is None else values,
             Masks(valid_lens, attn_mask, mask),
             self.dropout if self.training else 0.0,

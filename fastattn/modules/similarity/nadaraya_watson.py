@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn import functional
+from fastattn import scores
 from fastattn.modules import single_head
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
@@ -143,9 +143,9 @@ class NadarayaWatson(nn.Module):
                 f"got {list(keys.shape)}"
             )
         # A head dim each, lest the centre be that of all samples.
-        centred = functional._centred(queries.unsqueeze(1), keys.unsqueeze(1))
+        centred = scores.centred(queries.unsqueeze(1), keys.unsqueeze(1))
         queries, keys = (
-            functional._where_finite(torch.div, x.squeeze(1), self.bandwidth) for x in centred
+            scores.where_finite(torch.div, x.squeeze(1), self.bandwidth) for x in centred
         )
         return queries, keys, 1.0
 

@@ -1,0 +1,257 @@
+"""Attention with a score chosen by name: what turns each of them into a dot product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from fastattn.functional import (
+    Backend,
+    Options,
+    Results,
+    Returned,
+    additive_attention,
+    scaled_dot_product_attention,
+)
+from fastattn.problem import Mask, arguments, validate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Score = Literal["scaled_dot", "dot", "cosine", "gaussian", "additive"]
+SCORES: tuple[Score, ...] = get_args(Score)
+
+
+class ScoreOptions(Options, total=False):
+    """Keywords that the overloads of ``attention`` share."""
+
+    score: Score
+    weight: Tensor | None
+    bandwidth: float | Tensor | None
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *,
+    return_weights: None = ..., return_lse: Literal[False] = ..., **options: Unpack[ScoreOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *,
+    return_weights: Returned, return_lse: Literal[False] = ..., **options: Unpack[ScoreOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *,
+    return_weights: None = ..., return_lse: Literal[True], **options: Unpack[ScoreOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *,
+    return_weights: Returned, return_lse: Literal[True], **options: Unpack[ScoreOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *,
+    return_weights: Returned | None = ..., return_lse: bool = ..., **options: Unpack[ScoreOptions],
+) -> Results: ...  # fmt: skip
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: Score = "scaled_dot",
+    weight: Tensor | None = None,
+    bandwidth: float | Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    return_weights: Returned | None = None,
+    return_lse: bool = False,
+    seed: int | Tensor | None = None,
+    backend: Backend = "auto",
+    **_unknown: NoReturn,
+) -> Results:
+    r"""Attention with a score chosen by name; all of them run on the same kernels.
+
+    ============== ===================================================== ====================
+    score          s_ij                                                  own argument
+    ============== ===================================================== ====================
+    ``scaled_dot`` ``q_i . k_j * scale`` (``1 / sqrt(D)``)               ``scale`` (optional)
+    ``dot``        ``q_i . k_j``
+    ``cosine``     ``q_i . k_j / (|q_i| |k_j|) * scale`` (1)             ``scale`` (optional)
+    ``gaussian``   ``-|q_i - k_j|^2 / (2 bandwidth^2)``                  ``bandwidth`` (1)
+    ``additive``   ``sum_d weight_d tanh(q_id + k_jd)``                  ``weight``
+    ============== ===================================================== ====================
+
+    Args:
+        query: ``[..., H, M, D]``; see :func:`scaled_dot_product_attention`, or
+            :func:`additive_attention`.
+        key: ``[..., Hkv, N, D]``.
+        value: ``[..., Hkv, N, E]``.
+        score: one of the table.
+        weight: ``[D]`` or ``[H, D]``, additive only.
+        bandwidth: positive float, or a tensor that broadcasts to ``[..., H, 1, 1]`` and may require
+            grad; gaussian only. The softmax of this score is Nadaraya-Watson kernel regression.
+        attn_mask: as in the function that the score runs on: :func:`additive_attention` for the
+            additive score, :func:`scaled_dot_product_attention` for all others.
+        dropout_p: as there.
+        is_causal: as there.
+        scale: factor on the scores, for the scores whose row of the table has one.
+        enable_gqa: lets H be a multiple of Hkv. The additive score needs no flag.
+        mask: as there.
+        bias: as there.
+        return_weights: as there.
+        return_lse: as there.
+        seed: as there.
+        backend: as there.
+
+    Returns:
+        As :func:`scaled_dot_product_attention`.
+
+    Raises:
+        ValueError: an unknown score, or an argument that the score does not have.
+
+    Example:
+        >>> x, y = torch.rand(50, 1), torch.rand(50, 1)
+        >>> fit = fastattn.attention(x, x, y, score="gaussian", bandwidth=0.1)  # [50, 1]
+    """
+    if _unknown:
+        raise arguments.unknown_keywords("attention", _unknown)
+    options: dict[str, Any] = dict(
+        attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
+        return_weights=return_weights, return_lse=return_lse, seed=seed, backend=backend,
+    )  # fmt: skip
+    if (others := arguments.overriding(query, key, value, weight, bandwidth)) is not None:
+        return handle_torch_function(
+            attention, others, query, key, value, score=score, weight=weight, bandwidth=bandwidth,
+            scale=scale, enable_gqa=enable_gqa, **options,
+        )  # fmt: skip
+    arguments.check_choice("score", score, SCORES)
+    if weight is not None and score != "additive":
+        raise ValueError(f"weight: only the additive score has one, score is {score!r}")
+    if bandwidth is not None and score != "gaussian":
+        raise ValueError(f"bandwidth: only the gaussian score has one, score is {score!r}")
+    if scale is not None and score not in ("scaled_dot", "cosine"):
+        hint = ": write weight * scale for weight" if score == "additive" else ""
+        raise ValueError(f"scale: the {score} score has none{hint}")
+    if score == "additive":
+        if weight is None:
+            raise ValueError("weight: the additive score needs one, [D] or [H, D]")
+        return additive_attention(query, key, value, weight, **options)
+    options["enable_gqa"] = enable_gqa
+    if score == "gaussian":
+        return _gaussian(query, key, value, 1.0 if bandwidth is None else bandwidth, options)
+    if score == "cosine":
+        validate.check_points(query, key, value)
+        query, key = normalize(query), normalize(key)
+    if score != "scaled_dot" and scale is None:
+        scale = 1.0
+    return scaled_dot_product_attention(query, key, value, scale=scale, **options)
+
+
+def normalize(x: Tensor) -> Tensor:
+    """x / |x|, and 0 for 0, its gradient too: in float32 at least, for fp16's smallest numbers."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    # A row of NaN that no result uses must get gradient 0: that of x / |x| would be 0 * NaN.
+    finite = wide.isfinite().all(-1, keepdim=True)
+    usable = finite & (wide != 0).any(-1, keepdim=True)
+    unit = F.normalize(torch.where(usable, wide, 1.0), dim=-1)
+    return torch.where(usable, unit, torch.where(finite, wide, wide + torch.nan)).to(x.dtype)
+
+
+def where_finite(function: Callable[..., Tensor], x: Tensor, other: float | Tensor) -> Tensor:
+    """``function(x, other)``; NaN and infinity in ``x`` stay, and unused reach no gradient."""
+    finite = x.isfinite()
+    return torch.where(finite, function(torch.where(finite, x, 0.0), other), x + 0.0 * other)
+
+
+def _gaussian(
+    query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict
+) -> Results:
+    """-|q-k|^2 / 2h^2 = q.k / h^2 - |k|^2 / 2h^2 - |q|^2 / 2h^2: dot, key bias, row constant.
+
+    The score depends on differences only, but its terms do not: hence both sides are centred first.
+    """
+    _check_gaussian(query, key, value, bandwidth, options)
+    query, key = centred(query, key)
+    precision = query.dtype
+    # Farther keys weigh 0 like these; their squares would be infinite, and 0 * inf is NaN.
+    key = key.clamp(-_far(precision), _far(precision))
+    present = torch.where(key.isfinite(), key, 0.0)  # a NaN key still speaks through q . k
+    bias = -0.5 * present.square().sum(-1).unsqueeze(-2)
+    if options["enable_gqa"] and min(query.dim(), key.dim()) >= 3 and bias.shape[-3] > 1:
+        bias = bias.repeat_interleave(query.shape[-3] // bias.shape[-3], dim=-3)
+    square = bandwidth * bandwidth
+    bias = bias / square
+    if options["bias"] is not None:
+        bias = bias + options["bias"].to(precision)
+    options = {**options, "bias": bias, "scale": 1.0}
+    attn_mask = options["attn_mask"]
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype not in (torch.bool, precision):
+        options["attn_mask"] = attn_mask.to(precision)
+    dtype = value.dtype
+    scaled = where_finite(torch.div, query, square)
+    results = scaled_dot_product_attention(scaled, key, value.to(precision), **options)
+    if not isinstance(results, tuple):
+        return results.to(dtype)
+    *results, lse = results if options["return_lse"] else (*results, None)
+    results = [x.to(dtype) for x in results]
+    if lse is None:
+        return tuple(results)
+    # A row without keys has no such term, and no gradient of it.
+    query = torch.where(lse[..., None] == -torch.inf, 0.0, query)
+    return (*results, lse - 0.5 * (query / bandwidth).square().sum(-1))
+
+
+def _check_gaussian(
+    query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict[str, Any]
+) -> None:
+    attn_mask, bias = options["attn_mask"], options["bias"]
+    validate.check_points(query, key, value)
+    _, q, k, v = validate.to_4d(query, key, value, query.dim() >= 3)
+    validate.match_heads(q, k, v, options["enable_gqa"])
+    if attn_mask is not None and not arguments.is_causal_bias(attn_mask):
+        dtypes = (torch.bool, query.dtype, torch.float32)
+        validate.check_dense("attn_mask", attn_mask, query, dtypes)
+    if bias is not None:
+        validate.check_dense("bias", bias, query, (query.dtype, torch.float32))
+    if not isinstance(bandwidth, Tensor):
+        arguments.check_real("bandwidth", bandwidth)
+        if not bandwidth > 0:
+            raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
+    elif any(n != 1 for n in bandwidth.shape[-2:]):  # it would scale features, or keys
+        raise ValueError(f"bandwidth: expected [..., H, 1, 1], got {list(bandwidth.shape)}")
+
+
+def centred(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both less the mean query, in float32 at least: data far from 0 would lose all its digits.
+
+    Centred on the queries: a masked key may hold anything, and has no say.
+    """
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    query, key = query.to(precision), key.to(precision)
+    dims = tuple(range(-min(query.dim(), 3), -1))
+    # What is as far as that is garbage in a query without keys; it would move all others out there.
+    near = torch.where(query.abs() <= _far(precision), query, 0.0).detach()
+    centre = near.mean(dims, keepdim=True) if query.numel() else 0.0
+    return query - centre, key - centre
+
+
+def _far(precision: torch.dtype) -> float:
+    """Where points count as infinitely far: a sum of squares is finite up to there."""
+    return torch.finfo(precision).max ** 0.375
