@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def autotune(
     weight: Tensor | None = None,
     *,
     measure: Measure | None = None,
-    **options,
+    **options: Any,
 ) -> dict[str, Config]:
     """Finds the fastest tile sizes, warps and pipeline stages of the kernels behind a call.
 
@@ -73,7 +73,13 @@ def autotune(
     return found
 
 
-def _inputs(query, key, value, weight, options) -> validate.Inputs:
+def _inputs(
+    query: Tensor | Problem,
+    key: Tensor | None,
+    value: Tensor | None,
+    weight: Tensor | None,
+    options: dict[str, Any],
+) -> validate.Inputs:
     if not isinstance(query, Problem):
         key = query if key is None else key
         value = key if value is None else value
@@ -94,14 +100,14 @@ def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
     p, q, k, v, w, bias, *_ = inputs
     triton = registry.get("triton")
 
-    def forward():
+    def forward() -> tuple[Tensor, ...]:
         return triton.forward(p, q, k, v, w, bias)
 
     out, _, weights, stats = forward()
     grad_out = torch.randn_like(out)
     grad_weights = None if p.weights == "none" else torch.randn_like(weights)
 
-    def backward():
+    def backward() -> tuple[Tensor | None, ...]:
         grads = (grad_out, None, grad_weights)
         return triton.backward(p, q, k, v, w, bias, out, stats, *grads, bias is not None)
 

@@ -93,7 +93,12 @@ def plot_attention(
     return figure
 
 
-def _panels(weights: Tensor, rows, columns, names) -> Tensor:
+def _panels(
+    weights: Tensor,
+    rows: Sequence[str] | None,
+    columns: Sequence[str] | None,
+    names: Sequence[str] | None,
+) -> Tensor:
     """The weights as float32 [heads, M, N] on the CPU."""
     if not isinstance(weights, Tensor):
         raise TypeError(f"weights: expected a tensor, got {type(weights).__name__}")
@@ -108,7 +113,9 @@ def _panels(weights: Tensor, rows, columns, names) -> Tensor:
     return panels
 
 
-def _label(axis, rows: Sequence[str] | None, columns: Sequence[str] | None, font: dict) -> None:
+def _label(
+    axis: Any, rows: Sequence[str] | None, columns: Sequence[str] | None, font: dict
+) -> None:
     axis.tick_params(length=0, labelsize=9)
     if rows is not None:
         axis.set_yticks(range(len(rows)), labels=list(rows), **font)

@@ -17,7 +17,7 @@ def unsupported(p: Problem) -> list[str]:
     return []
 
 
-def _no_autocast(p: Problem):
+def _no_autocast(p: Problem) -> contextlib.AbstractContextManager:
     """Inputs have their dtype by now; inside, half types accumulate in fp32."""
     device = p.device.type
     if not has_autocast(device):

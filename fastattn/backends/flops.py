@@ -8,33 +8,46 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import torch
 
+Shape = Sequence[int]
 PREFIXES = ("", "triton_", "cuda_")
 
 
-def forward(q, k, v, *_, out_shape=None) -> int:
+def forward(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None) -> int:
     """Scores and their product with v; arguments are shapes, as everywhere here."""
-    (B, H, M, D), (*_, N, E) = q, v
+    (B, H, M, D), (N, E) = q, v[-2:]
     return 2 * B * H * M * N * (D + E)
 
 
-def backward(q, k, v, *_, out_shape=None) -> int:
+def backward(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None) -> int:
     """Scores again, and the gradients of q, k, of the weights and of v."""
-    (B, H, M, D), (*_, N, E) = q, v
+    (B, H, M, D), (N, E) = q, v[-2:]
     return 2 * B * H * M * N * (3 * D + 2 * E)
 
 
-def linear(x, weight, *_, out_shape=None) -> int:
+def linear(x: Shape, weight: Shape, *_: Any, out_shape: Any = None) -> int:
     """x ``[B, N, E]`` times weight ``[F, E]``."""
     return 2 * x[0] * x[1] * x[2] * weight[0]
 
 
 def self_attention(
-    x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first, **_
+    x: Shape,
+    in_weight: Shape,
+    in_bias: Shape | None,
+    out_weight: Shape,
+    out_bias: Shape | None,
+    num_heads: int,
+    scale: float,
+    weights: int,
+    batch_first: bool,
+    **_: Any,
 ) -> int:
     """Two projections around the dot product."""
     B, N = x[:2] if batch_first else x[1::-1]
@@ -59,10 +72,10 @@ class _WhenImported(MetaPathFinder):
     torch's counter imports Triton, for a third of a second that few have a use for.
     """
 
-    def __init__(self, name: str, then: Callable[[], None]):
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
 
-    def find_spec(self, fullname, path, target=None):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """That of the other finders, with a loader that calls the function at its end."""
         if fullname != self.name:
             return None
@@ -71,7 +84,7 @@ class _WhenImported(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             loader, execute = spec.loader, spec.loader.exec_module
 
-            def exec_module(module):
+            def exec_module(module: ModuleType) -> None:
                 execute(module)
                 self.then()
 

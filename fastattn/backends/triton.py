@@ -80,7 +80,7 @@ def _backward(*args):
         return launch(call, saved)
 
 
-def _current_device(x: Tensor):
+def _current_device(x: Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, whose tensors these need not be."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 

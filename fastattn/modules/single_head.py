@@ -49,7 +49,7 @@ def attend(
     masks: Masks,
     dropout_p: float = 0.0,
     need_weights: bool = False,
-    **options,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``scores.attention`` over (B, M, D): output (B, M, Dv), and weights (B, M, N) or None."""
     check_dims(queries=queries, keys=keys, values=values)
@@ -82,7 +82,7 @@ def as_steps(queries: Tensor) -> tuple[Tensor, bool]:
     return (queries.unsqueeze(1) if one else queries), one
 
 
-def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: bool):
+def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: bool) -> Any:
     """What a forward returns: the output, with ``need_weights`` a tuple; one step without dim M."""
     if one_step:
         out = out.squeeze(1)

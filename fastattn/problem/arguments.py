@@ -40,13 +40,13 @@ def check_real(name: str, x: object) -> None:
 # ---- names ----
 
 
-def check_bool(name: str, value) -> None:
+def check_bool(name: str, value: object) -> None:
     """Raises TypeError for anything but True and False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
-def check_choice(name: str, value, choices: tuple) -> None:
+def check_choice(name: str, value: object, choices: tuple) -> None:
     """Raises ValueError for anything but one of these strings, or None where that is one."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -32,10 +32,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights) in ``p.acc_dtype``."""
     q, k, v, w, bias = _upcast(p, q, k, v, w, bias)
-    kept = _kept(p, bias)
+    kept = kept_pairs(p, bias)
     q, k, v = _blank_unused(p, q, k, v, kept)
-    _, lse, dropped, _ = _probabilities(p, q, k, w, bias, kept)
-    out = _masked_matmul(dropped, _per_head(p, v), kept)
+    _, lse, dropped, _ = probabilities(p, q, k, w, bias, kept)
+    out = _masked_matmul(dropped, per_head(p, v), kept)
     return out, lse, _returned_weights(p, dropped)
 
 
@@ -60,11 +60,11 @@ def backward(
     Made of differentiable operations, so that its own gradient is the double backward.
     """
     q, k, v, w, bias, grad_out = _upcast(p, q, k, v, w, bias, grad_out)
-    kept = _kept(p, bias)
+    kept = kept_pairs(p, bias)
     q, k, v = _blank_unused(p, q, k, v, kept)
-    probs, _, dropped, factors = _probabilities(p, q, k, w, bias, kept)
+    probs, _, dropped, factors = probabilities(p, q, k, w, bias, kept)
 
-    grad_dropped = grad_out @ _per_head(p, v).mT
+    grad_dropped = grad_out @ per_head(p, v).mT
     if grad_weights is not None:
         share = grad_weights.to(p.acc_dtype)
         grad_dropped = grad_dropped + (share if p.weights == "full" else share[:, None] / p.H)
@@ -78,7 +78,7 @@ def backward(
     if kept is not None:
         grad_scores = grad_scores.masked_fill(~kept, 0.0)
 
-    grad_v = _sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
+    grad_v = sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
     score_backward = _dot_backward if p.score == "dot" else _additive_backward
     grad_q, grad_k, grad_w = score_backward(p, q, k, w, kept, grad_scores)
     grad_bias = None if bias is None else _sum_to(grad_scores, bias.shape)
@@ -89,7 +89,7 @@ def backward(
 
 
 def _scores(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    k = _per_head(p, k)
+    k = per_head(p, k)
     if p.score == "dot":
         return (q * p.scale) @ k.mT
     assert w is not None
@@ -97,25 +97,40 @@ def _scores(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
     return (t @ w[:, None, :, None]).squeeze(-1)
 
 
-def _dot_backward(p, q, k, w, kept, grad_scores):
-    grad_q = _masked_matmul(grad_scores, _per_head(p, k), kept) * p.scale
+def _dot_backward(
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    kept: Tensor | None,
+    grad_scores: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    grad_q = _masked_matmul(grad_scores, per_head(p, k), kept) * p.scale
     grad_k = _masked_matmul(grad_scores.mT, q, None if kept is None else kept.mT) * p.scale
-    return grad_q, _sum_groups(p, grad_k), None
+    return grad_q, sum_groups(p, grad_k), None
 
 
-def _additive_backward(p, q, k, w, kept, grad_scores):
-    t = torch.tanh(q[:, :, :, None] + _per_head(p, k)[:, :, None])  # [B, H, M, N, D]
+def _additive_backward(
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    kept: Tensor | None,
+    grad_scores: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    assert w is not None
+    t = torch.tanh(q[:, :, :, None] + per_head(p, k)[:, :, None])  # [B, H, M, N, D]
     if kept is not None:
         t = t.masked_fill(~kept[..., None], 0.0)
     inner = grad_scores[..., None] * w[:, None, None] * (1 - t * t)
     grad_w = (grad_scores[..., None] * t).sum((2, 3))
-    return inner.sum(3), _sum_groups(p, inner.sum(2)), grad_w
+    return inner.sum(3), sum_groups(p, inner.sum(2)), grad_w
 
 
 # ---- softmax, masks ----
 
 
-def _kept(p: Problem, bias: Tensor | None) -> Tensor | None:
+def kept_pairs(p: Problem, bias: Tensor | None) -> Tensor | None:
     """The mask, -inf in the bias included; None when nothing can be masked."""
     if not record.kinds(p.mask) and bias is None:
         return None
@@ -123,7 +138,9 @@ def _kept(p: Problem, bias: Tensor | None) -> Tensor | None:
     return kept if bias is None else kept & (bias != -math.inf)
 
 
-def _blank_unused(p: Problem, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None):
+def _blank_unused(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Zeroes keys and values that no query keeps, and queries that keep no key.
 
     Nothing depends on them, but 0 * NaN would in the products that derivatives are made of.
@@ -137,7 +154,14 @@ def _blank_unused(p: Problem, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | No
     return q.masked_fill(empty, 0.0), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
 
 
-def _probabilities(p, q, k, w, bias, kept):
+def probabilities(
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    kept: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(P, lse, W, dropout factors): softmax of the masked scores before and after dropout."""
     scores = _scores(p, q, k, w)
     if bias is not None:
@@ -190,13 +214,13 @@ def _upcast(p: Problem, *tensors: Tensor | None) -> list[Any]:
     return [None if t is None else t.to(p.acc_dtype) for t in tensors]
 
 
-def _per_head(p: Problem, x: Tensor) -> Tensor:
+def per_head(p: Problem, x: Tensor) -> Tensor:
     """[B, Hkv, ...] -> [B, H, ...]."""
     return x if p.H == p.Hkv else x.repeat_interleave(p.H // p.Hkv, dim=1)
 
 
-def _sum_groups(p: Problem, x: Tensor) -> Tensor:
-    """[B, H, ...] -> [B, Hkv, ...], the transpose of :func:`_per_head`."""
+def sum_groups(p: Problem, x: Tensor) -> Tensor:
+    """[B, H, ...] -> [B, Hkv, ...], the transpose of :func:`per_head`."""
     return x if p.H == p.Hkv else x.unflatten(1, (p.Hkv, -1)).sum(2)
 
 

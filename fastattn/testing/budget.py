@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def _oracle_of_case(case: Case) -> tuple[Tensors, Oracle]:
 
 
 @contextlib.contextmanager
-def poisoned():
+def poisoned() -> Iterator[None]:
     """Every new uninitialised tensor holds NaN: what a kernel leaves unwritten, or reads, shows."""
     memory: Any = torch.utils.deterministic
     enabled = torch.are_deterministic_algorithms_enabled()
@@ -134,9 +135,9 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     leaves = {n: x if x is None else x.detach() for n, x in leaves.items()}
     p, q, k, v, w, bias = _canonical(case, t, leaves)
     grad_out, grad_lse, grad_weights = _upstream(t)
-    kept = reference._kept(p, bias)
-    probs, _, dropped, factors = reference._probabilities(p, q, k, w, bias, kept)
-    k, v = reference._per_head(p, k), reference._per_head(p, v)
+    kept = reference.kept_pairs(p, bias)
+    probs, _, dropped, factors = reference.probabilities(p, q, k, w, bias, kept)
+    k, v = reference.per_head(p, k), reference.per_head(p, v)
     grad_probs = grad_out @ v.mT
     if grad_weights is not None:
         grad_probs = grad_probs + (
@@ -148,7 +149,7 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
 
     direct = (probs * grad_probs).square()
     both = direct + (probs * delta).square()
-    squares = {"grad_v": reference._sum_groups(p, dropped.square().mT @ grad_out.square())}
+    squares = {"grad_v": reference.sum_groups(p, dropped.square().mT @ grad_out.square())}
     for name in ("bias", "attn_mask"):
         if leaves[name] is not None:
             squares[f"grad_{name}"] = both.sum_to_size(leaves[name].shape)
@@ -173,7 +174,7 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
             squares["lse"] = w.square().sum(-1)
         in_columns = torch.einsum("bhmn,bhmnd->bhnd", both, slope.square())
     scale = p.scale**2 if w is None else 1.0
-    squares["grad_k"] = reference._sum_groups(p, in_columns * scale)
+    squares["grad_k"] = reference.sum_groups(p, in_columns * scale)
     if case.score == "cosine":
         squares |= {f"grad_{n}": _square_unit(leaves[n], squares[f"grad_{n}"]) for n in ("q", "k")}
     if case.score == "gaussian":
@@ -203,7 +204,9 @@ def _square_unit(x: Tensor, squares: Tensor) -> Tensor:
     return (squares + unit * (unit * squares).sum(-1, keepdim=True)) / x.square().sum(-1, True)
 
 
-def _square_gaussian(leaves: dict[str, Any], features: Tensor, squares) -> dict[str, Tensor]:
+def _square_gaussian(
+    leaves: dict[str, Any], features: Tensor, squares: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Squared terms of what the gaussian's features are made of: see :func:`_features`."""
     q, k, h = (leaves[name] for name in ("q", "k", "bandwidth"))
     of_q, of_k = squares["grad_q"], squares["grad_k"]

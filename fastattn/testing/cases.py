@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,7 +89,7 @@ class Case:
 _with = dataclasses.replace
 
 
-def _spelled(value) -> str:
+def _spelled(value: object) -> str:
     """Python for a field of a case."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{'-' if value < 0 else ''}math.{'nan' if math.isnan(value) else 'inf'}"
@@ -143,7 +144,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     return _laid_out(c, t)
 
 
-def _uniform(shape, rng: torch.Generator) -> Tensor:
+def _uniform(shape: Sequence[int], rng: torch.Generator) -> Tensor:
     return torch.rand(shape, generator=rng, device=rng.device)
 
 
@@ -182,13 +183,13 @@ def _layout(layout: str, x: Tensor) -> Tensor:
     return x
 
 
-def _empty_rows(case: Case, x: Tensor, value) -> Tensor:
+def _empty_rows(case: Case, x: Tensor, value: float) -> Tensor:
     if case.empty_rows and x.shape[2] == case.M:
         x[:, :, ::3] = value
     return x
 
 
-def _bias(case: Case, normal, rng) -> Tensor | None:
+def _bias(case: Case, normal: Callable[..., Tensor], rng: torch.Generator) -> Tensor | None:
     if case.bias is None:
         return None
     bias = normal(*_shape(case, case.bias))
@@ -198,7 +199,7 @@ def _bias(case: Case, normal, rng) -> Tensor | None:
     return bias.to(case.bias_dtype or case.dtype)
 
 
-def _attn_mask(case: Case, normal, rng) -> Tensor | None:
+def _attn_mask(case: Case, normal: Callable[..., Tensor], rng: torch.Generator) -> Tensor | None:
     if case.attn_mask is None:
         return None
     shape = _shape(case, case.attn_mask)
@@ -209,7 +210,7 @@ def _attn_mask(case: Case, normal, rng) -> Tensor | None:
     return _empty_rows(case, added, -math.inf).to(case.attn_mask_dtype)
 
 
-def _mask(case: Case, rng) -> Mask:
+def _mask(case: Case, rng: torch.Generator) -> Mask:
     kv_len = keep = None
     if case.kv_len is not None:
         shape = (case.B,) if case.kv_len == "batch" else (case.B, case.M)

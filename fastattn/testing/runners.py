@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ def _leaves(case: Case, t: Tensors, dtype: torch.dtype | None) -> dict[str, Any]
     return {n: _leaf(getattr(t, n), dtype, n not in added or case.bias_grad) for n in INPUTS}
 
 
-def _results(case: Case, t: Tensors, call, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _results(
+    case: Case, t: Tensors, call: Callable[..., Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     """Runs call(q, k, v, ...), of all INPUTS, to (out[, weights][, lse]), and its backward."""
     leaves = _leaves(case, t, dtype)
     outputs = call(**leaves)
@@ -52,7 +55,15 @@ def run(
 ) -> dict[str, Tensor]:
     """Our result on a backend."""
 
-    def call(q, k, v, w, bias, attn_mask, bandwidth):
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        attn_mask: Tensor | None,
+        bandwidth: Tensor,
+    ) -> Any:
         options: dict[str, Any] = dict(bias=bias, attn_mask=attn_mask, backend=backend)
         options |= dict(return_weights=case.weights, return_lse=case.lse)
         if record.kinds(t.mask):
@@ -69,7 +80,17 @@ def run(
     return _results(case, t, call, dtype)
 
 
-def _build(case: Case, t: Tensors, q, k, v, w, bias, attn_mask, scale) -> validate.Inputs:
+def _build(
+    case: Case,
+    t: Tensors,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> validate.Inputs:
     return validate.build(
         "dot" if w is None else "additive", q, k, v, w, mask=t.mask, bias=bias,
         attn_mask=attn_mask, scale=scale, enable_gqa=True, dropout_p=case.dropout_p,
@@ -93,7 +114,9 @@ def _unit(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
-def _features(case: Case, q: Tensor, k: Tensor, bandwidth: Tensor | None):
+def _features(
+    case: Case, q: Tensor, k: Tensor, bandwidth: Tensor | None
+) -> tuple[Tensor, Tensor, float | None]:
     """(q', k', scale) such that the score is q' . k' * scale, or what is added for q' + k'."""
     if case.score == "cosine":
         return _unit(q), _unit(k), 1.0 if case.scale is None else case.scale
@@ -142,7 +165,15 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
     p, kept = _kept(case, t)
     has_key = kept.any(-1, keepdim=True)
 
-    def call(q, k, v, w, bias, attn_mask, bandwidth):
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        attn_mask: Tensor | None,
+        bandwidth: Tensor,
+    ) -> tuple[Tensor, ...]:
         k, v = (x.repeat_interleave(case.H // case.Hkv, dim=1) if case.Hkv else x for x in (k, v))
         if case.score == "dot":
             scores = (q @ k.mT) * p.scale

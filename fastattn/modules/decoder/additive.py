@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastattn.modules import single_head
@@ -63,8 +64,8 @@ class AdditiveAttention(nn.Module):
         hidden_dim: int,
         dropout: float = 0.0,
         bias: bool = False,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         single_head.check_dropout(dropout)

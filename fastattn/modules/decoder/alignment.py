@@ -1,5 +1,6 @@
 """The alignment scores of Luong et al. (2015), section 3.1, which several modules share."""
 
+import torch
 from torch import Tensor, nn
 
 from fastattn.modules import single_head
@@ -40,8 +41,8 @@ class Alignment(nn.Module):
         key_dim: int | None = None,
         method: str = "dot",
         hidden_dim: int | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         key_dim = query_dim if key_dim is None else key_dim

@@ -70,8 +70,8 @@ class HardAttention(nn.Module):
         method: str = "concat",
         *,
         hidden_dim: int | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.score = Alignment(query_dim, key_dim, method, hidden_dim, device=device, dtype=dtype)
@@ -170,9 +170,11 @@ class _StraightThrough(torch.autograd.Function):
         return hard.clone()
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return grad, grad

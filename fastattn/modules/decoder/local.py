@@ -68,9 +68,9 @@ class LocalAttention(LuongAttention):
         *,
         window: int = 10,
         alignment: str = "predictive",
-        device=None,
-        dtype=None,
-        **options,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(query_dim, key_dim, method, device=device, dtype=dtype, **options)
         if alignment not in ("predictive", "monotonic"):
@@ -123,7 +123,15 @@ class LocalAttention(LuongAttention):
         context, weights = attend(queries, keys, values, masks, need_weights, step)
         return single_head.results(self._combine(context, queries), weights, need_weights, one_step)
 
-    def _monotonic(self, queries, keys, values, masks: DenseMasks, need_weights: bool, step: int):
+    def _monotonic(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        masks: DenseMasks,
+        need_weights: bool,
+        step: int,
+    ) -> tuple[Tensor, Tensor | None]:
         """A band around the diagonal, over the slice of the keys that it crosses."""
         arguments.check_int("step", step, 0)
         M, N, D = queries.shape[1], values.shape[1], self.window
@@ -148,7 +156,15 @@ class LocalAttention(LuongAttention):
         )
         return context, None if weights is None else F.pad(weights, (lo, N - hi))
 
-    def _predictive(self, queries, keys, values, masks: DenseMasks, need_weights: bool, step: int):
+    def _predictive(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        masks: DenseMasks,
+        need_weights: bool,
+        step: int,
+    ) -> tuple[Tensor, Tensor | None]:
         """Each query becomes a sample of its own, with the keys of its window."""
         near = self._near(queries, values.shape[1], masks)
         B, M, W = near.indices.shape

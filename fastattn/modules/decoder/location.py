@@ -85,8 +85,8 @@ class LocationSensitiveAttention(AdditiveAttention):
         window: tuple[int, int] | None = None,
         dropout: float = 0.0,
         bias: bool = False,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(query_dim, key_dim, hidden_dim, dropout, bias, device, dtype)
         if location not in LOCATIONS:

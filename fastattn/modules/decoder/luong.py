@@ -67,8 +67,8 @@ class LuongAttention(nn.Module):
         value_dim: int | None = None,
         dropout: float = 0.0,
         attentional: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         single_head.check_dropout(dropout)

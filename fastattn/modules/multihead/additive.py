@@ -38,7 +38,15 @@ class MultiheadAdditiveAttention(MultiheadAttention):
         >>> out, weights = attention(x, x, x)  # (2, 10, 64), (2, 10, 10)
     """
 
-    def __init__(self, embed_dim, num_heads, *args, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *args: Any,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(embed_dim, num_heads, *args, device=device, dtype=dtype, **kwargs)
         shape = (self.num_heads, self.head_dim)
         self.score_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -55,17 +63,19 @@ class MultiheadAdditiveAttention(MultiheadAttention):
         bound = self.head_dim**-0.5
         nn.init.uniform_(self.score_weight, -bound, bound)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Any:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         return functional.additive_attention(q, k, v, self.score_weight, **options)
 
-    def merge_masks(self, attn_mask, key_padding_mask, query) -> NoReturn:
+    def merge_masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
+    ) -> NoReturn:
         """Always raises: only who computes a dot-product score from our parameters calls this."""
         raise RuntimeError(
             "torch's fused encoder layer cannot compute the additive score. It was reached because "
             "a forward pre-hook was removed: fastattn.replace_attention(model) puts it back."
         )
 
-    def _not_ours(self, *args) -> NoReturn:
+    def _not_ours(self, *args: Any) -> NoReturn:
         query = args[0]
         raise TypeError(
             "the additive score takes plain float16, bfloat16, float32 or float64 tensors, and no "

@@ -127,10 +127,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError, ValueError: the call does not fit ``cache``.
         """
         without_masks = attn_mask is key_padding_mask is cache is None and not is_causal
-        if without_masks and query is key is value:
-            plainly = inference.attend(self, query, need_weights, average_attn_weights)
-            if plainly is not None:
-                return plainly
+        if without_masks and query is key is value and _scores_by_dot(self._attend):
+            whole = inference.attend(self, query, need_weights, average_attn_weights)
+            if whole is not None:
+                return whole
         if cache is not None:
             masks = (key_padding_mask, attn_mask)
             step = kv_cache.step(self, cache, query, key, value, masks, need_weights)
@@ -149,7 +149,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             leaf = interop.fx_leaf(self, args)
             return self._not_ours(*args) if leaf is None else leaf
         if query.is_nested or key.is_nested or value.is_nested:
-            return nested.attend(self, query) if nested.takes(self, args) else self._not_ours(*args)
+            if not nested.takes(self, args):
+                return self._not_ours(*args)
+            return nested.attend(self, query, self._attend)
         call = inputs.canonical(
             self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
         )
@@ -174,19 +176,24 @@ class MultiheadAttention(nn.MultiheadAttention):
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Any:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Attention over heads [B, H, M, D]: the one step in which another score differs."""
         return functional.scaled_dot_product_attention(q, k, v, **options)
 
-    # Told apart from what may stand in its place: an operator may (plain.py).
+    # Subclasses and patches have no such attribute: only this step may be part of an operator.
     _attend.score = "dot"  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _not_ours(self, *args) -> tuple[Tensor, Tensor | None]:
+    def _not_ours(self, *args: Any) -> tuple[Tensor, Tensor | None]:
         """A call that our operators do not take."""
         return super().forward(*args)
 
     def __prepare_scriptable__(self) -> nn.Module:
         return interop.as_plain(self)
+
+
+def _scores_by_dot(attend: object) -> bool:
+    """Whether ``attend`` is the step of this class, which scores by the dot product."""
+    return getattr(attend, "score", None) == "dot"
 
 
 interop.register_with_torch_ao(MultiheadAttention)

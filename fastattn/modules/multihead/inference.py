@@ -5,25 +5,20 @@ than elsewhere. Between two products that costs a tenth of the time of a hundred
 everything is decided here, before the first product, and the rest is one call.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn.backends import registry
 from fastattn.modules.multihead import interop, projection
 from fastattn.problem import call_cache, validate
 
-if TYPE_CHECKING:
-    from fastattn.modules.multihead.attention import MultiheadAttention
-
 
 def attend(
-    module: MultiheadAttention, x: Tensor, need_weights: bool, average: bool
+    module: nn.MultiheadAttention, x: Tensor, need_weights: bool, average: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """``module(x, x, x)`` without masks; None where no operator may compute all of it."""
-    if (module.training and module.dropout) or getattr(module._attend, "score", None) != "dot":
+    """``module(x, x, x)`` of the dot product, without masks; None where no operator computes it."""
+    if module.training and module.dropout:
         return None
     parameters = _parameters(module)
     if parameters is None or not projection.takes_operators(x, *parameters):
@@ -35,7 +30,7 @@ def attend(
     return out, weights if need_weights else None
 
 
-def _parameters(module: MultiheadAttention) -> tuple[Tensor | None, ...] | None:
+def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | None:
     """Weights and biases of both projections, if they are ordinary parameters and all there is."""
     own, out_proj = module._parameters, module._modules.get("out_proj")
     if out_proj is None or not projection.is_only_linear(out_proj):  # None: it is parametrized
@@ -52,7 +47,7 @@ def _parameters(module: MultiheadAttention) -> tuple[Tensor | None, ...] | None:
     return found
 
 
-def _fits(module: MultiheadAttention, x: Tensor) -> bool:
+def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:
     """Whether nn.MultiheadAttention would not object to the shape of ``x`` or its dtype."""
     E = module.embed_dim
     if x.dim() != 3 or x.shape[2] != E or E % module.num_heads:
@@ -60,7 +55,9 @@ def _fits(module: MultiheadAttention, x: Tensor) -> bool:
     return x.dtype in interop.DTYPES
 
 
-def _operator(module: MultiheadAttention, x: Tensor, return_weights: str | None) -> tuple[Any, Any]:
+def _operator(
+    module: nn.MultiheadAttention, x: Tensor, return_weights: str | None
+) -> tuple[Any, Any]:
     """The chosen backend's operator for all of ``module``, or None, and the record for it."""
     E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
     call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights

@@ -107,7 +107,7 @@ def register_with_torch_ao(cls: type[nn.MultiheadAttention]) -> None:
 
     class Adapter(Observed):
         @classmethod
-        def from_float(cls, other):
+        def from_float(cls, other: nn.MultiheadAttention) -> nn.Module:
             return Observed.from_float(as_plain(other))
 
     table = get_default_custom_config_dict()["float_to_observed_custom_module_class"]

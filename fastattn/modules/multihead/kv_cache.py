@@ -257,7 +257,13 @@ def _check_plain(module: nn.MultiheadAttention, query: Tensor, *others: Tensor |
         )
 
 
-def _static_step(module, cache: KVCache, query, masks: _Masks, need_weights: bool) -> Step:
+def _static_step(
+    module: nn.MultiheadAttention,
+    cache: KVCache,
+    query: Tensor,
+    masks: _Masks,
+    need_weights: bool,
+) -> Step:
     """Only the queries are projected."""
     like = _keys_like(module, query, cache.length)
     call = inputs.canonical(module, query, *like, *masks, need_weights, False)
@@ -271,7 +277,13 @@ def _static_step(module, cache: KVCache, query, masks: _Masks, need_weights: boo
 
 
 def _growing_step(
-    module, cache: KVCache, query, key, value, masks: _Masks, need_weights: bool
+    module: nn.MultiheadAttention,
+    cache: KVCache,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: _Masks,
+    need_weights: bool,
 ) -> Step:
     """New positions behind the others, each seeing the keys up to its own."""
     call = inputs.canonical(module, query, key, value, None, None, need_weights, False)

@@ -4,15 +4,17 @@ nn.TransformerEncoder makes one of a padded batch at inference, so that its line
 padding, and its layers hand it to ``self_attn`` as query, key and value without any mask.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn.modules.multihead import projection
 from fastattn.problem import Mask
 
 
-def takes(module, args: tuple) -> bool:
+def takes(module: nn.MultiheadAttention, args: tuple) -> bool:
     """Whether ``attend`` computes this call: self-attention at inference, as encoders call it."""
     query, key, value, key_padding_mask, need_weights, attn_mask, _, is_causal = args
     needs_grad = torch.is_grad_enabled() and any(
@@ -32,7 +34,9 @@ def takes(module, args: tuple) -> bool:
     )
 
 
-def attend(module, x: Tensor) -> tuple[Tensor, None]:
+def attend(
+    module: nn.MultiheadAttention, x: Tensor, heads_attend: Callable[..., Tensor]
+) -> tuple[Tensor, None]:
     """Self-attention over the nested batch ``x``: (out, None), with out nested as ``x`` is.
 
     The projections run on the nested data, so on no padding; attention runs on their padded form,
@@ -41,7 +45,7 @@ def attend(module, x: Tensor) -> tuple[Tensor, None]:
     lengths = x._nested_tensor_size()[:, 0].to(x.device)
     packed = F.linear(x, module.in_proj_weight, module.in_proj_bias).to_padded_tensor(0.0)
     q, k, v = (projection.split_heads(t, module.num_heads, True) for t in packed.chunk(3, dim=-1))
-    out = module._attend(q, k, v, mask=Mask(kv_len=lengths))
+    out = heads_attend(q, k, v, mask=Mask(kv_len=lengths))
     merged = projection.merge_heads(out, batch_first=True)
     present = torch.arange(merged.shape[1], device=x.device) < lengths[:, None]
     nested = torch._nested_tensor_from_mask(  # pyright: ignore[reportPrivateImportUsage]

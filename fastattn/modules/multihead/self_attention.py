@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastattn import functional
@@ -56,8 +57,8 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
         *,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         single_head.check_dropout(dropout)

@@ -48,8 +48,8 @@ class CosineAttention(nn.Module):
         *,
         learnable: bool = False,
         dropout: float = 0.0,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         single_head.check_dropout(dropout)

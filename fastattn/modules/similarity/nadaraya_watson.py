@@ -54,8 +54,8 @@ class NadarayaWatson(nn.Module):
         *,
         learnable: bool = False,
         dropout: float = 0.0,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         single_head.check_dropout(dropout)
@@ -133,7 +133,9 @@ class NadarayaWatson(nn.Module):
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
         return (out, weights) if need_weights else out
 
-    def _in_bandwidths(self, queries: Tensor, keys: Tensor):
+    def _in_bandwidths(
+        self, queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor, float | Tensor]:
         """Queries, keys, and the one bandwidth of the score between them."""
         if self.log_bandwidth.dim() == 0:
             return queries, keys, self.bandwidth
