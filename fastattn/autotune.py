@@ -29,14 +29,15 @@ def autotune(
 ) -> dict[str, Config]:
     """Finds the fastest tile sizes, warps and pipeline stages of the kernels behind a call.
 
-    Later calls with the same element size, head size (rounded up to 64, 128 or 256) and kind of
-    problem (plain, or with dropout, bias or weights) use them, in this process and in others: they
-    are kept in ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default), by device and
-    version of Triton. Delete the file to forget them. Results depend on them in rounding only.
+    Later calls use them if they have the same element size, the same head size (rounded up to 64,
+    128 or 256) and are of the same kind (plain, or with dropout, bias or weights). A file keeps
+    them for other processes, by device and version of Triton:
+    ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default). Delete it to forget them.
+    Results change by rounding only.
 
-    Every kernel starts from the built-in table and moves to a neighbour (half or twice a tile size,
-    other warps, a stage more or less) while one is faster. That compiles some tens of kernels: it
-    takes minutes.
+    The search starts from the built-in table. It moves to a neighbour (half or twice a tile size,
+    other warps, a stage more or less) while one is faster. This compiles tens of kernels and takes
+    minutes.
 
     Args:
         query: as in :func:`scaled_dot_product_attention`, or :func:`additive_attention` when weight

@@ -101,20 +101,20 @@ def scaled_dot_product_attention(
             :class:`torch.nn.attention.bias.CausalBias`.
         dropout_p: probability of dropping an attention weight. Applied whenever it is > 0, as in
             torch.
-        is_causal: keeps ``j <= i`` (upper-left aligned, torch's rule). May be combined with the
-            other masks.
+        is_causal: keeps ``j <= i``, aligned at the upper left as in torch. So a single query sees
+            key 0 alone: when decoding, leave it out, or pass ``Mask(causal="bottom_right")``. May
+            be combined with the other masks.
         scale: factor on the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: lets H be a multiple of Hkv; query head h uses key head ``h // (H // Hkv)``. Key
             and value are never expanded. ``Hkv = 1`` needs no flag.
         mask: structured masks, see :class:`fastattn.Mask`; ANDed with the others.
-        bias: like a float attn_mask, and added to it. Its gradient has its own shape, whatever it
-            broadcasts over.
-        return_weights: ``None``, ``"full"`` (``[..., H, M, N]``) or ``"mean"`` over heads
-            (``[..., M, N]``): the weights that multiply value, after dropout. Differentiable.
+        bias: like a float attn_mask, and added to it. Its gradient has the shape of the bias.
+        return_weights: also return the weights that multiply value, after dropout: ``"full"``
+            (``[..., H, M, N]``) or their ``"mean"`` over heads (``[..., M, N]``). Differentiable.
         return_lse: also return the log-sum-exp of the masked scores, ``[..., H, M]``, float32
             (float64 for float64), -inf for a row with no key. Differentiable.
-        seed: dropout's random bits are a function of this and of (b, h, i, j), on every backend
-            alike. An int, an int64 tensor, or None to draw one from torch's generator.
+        seed: an int, an int64 tensor, or None to draw one from torch's generator. Dropout's random
+            bits depend on the seed and on (b, h, i, j) only: they are the same on every backend.
         backend: ``"auto"``, or a name from :func:`fastattn.explain`; a named backend never falls
             back.
 
@@ -128,8 +128,8 @@ def scaled_dot_product_attention(
             problem.
 
     Numerics: half types accumulate in float32. A row with no key has output 0, weights 0, lse -inf
-    and gradients 0, never NaN. NaN or infinity in masked places reaches nothing. Results are
-    deterministic; double backward recomputes with dense matrices.
+    and gradients 0, never NaN. NaN or infinity in masked places changes no result. Results are
+    deterministic. Double backward computes everything again, with dense matrices.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017; tiled as in Dao, "FlashAttention-2",
     2023.
@@ -213,7 +213,7 @@ def additive_attention(
     r"""Additive (Bahdanau, MLP, concat) attention over projected queries and keys.
 
     ``out_i = sum_j dropout(softmax_j(sum_d weight_d tanh(q_id + k_jd) + bias_ij)) v_j`` over the
-    keys that the masks keep. Nothing of size M * N * D, nor M * N, is stored by the fused backends.
+    keys that the masks keep. The fused backends store nothing of size M * N * D or M * N.
 
     Args:
         query: ``[..., M, D]`` already projected (``W_q x_q + b``), or ``[..., H, M, D]`` when
@@ -241,9 +241,9 @@ def additive_attention(
         ValueError: shapes, devices or values that do not fit, or a named backend that cannot do the
             problem.
 
-    Numerics: as :func:`scaled_dot_product_attention`; right for any magnitude of query and key,
-    opposite signs included. The fused kernels have tanh right to about 1e-7, not to so many digits:
-    where every ``|q + k|`` is small, 1e-3 say, weight's gradient is right to 1e-4 of itself.
+    Numerics: as :func:`scaled_dot_product_attention`. Query and key may have any magnitude, with
+    opposite signs too. In the fused kernels the absolute error of tanh is about 1e-7. Where every
+    ``|q + k|`` is about 1e-3, the relative error of weight's gradient is therefore up to 1e-4.
 
     Source: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
     Translate", 2015.
@@ -286,21 +286,21 @@ def explain(
 
     Args:
         query: as in :func:`scaled_dot_product_attention`, or :func:`additive_attention` when weight
-            is given. Without arguments, a small float32 problem on the GPU if there is one, else on
-            the CPU, is explained.
+            is given. Without arguments, the call is a small float32 problem, on the GPU if there is
+            one and else on the CPU.
         key: as there; query by default.
         value: as there; key by default.
         weight: as there.
         **options: the call's other arguments.
 
     Returns:
-        A :class:`fastattn.Explanation`: its ``backend``, its ``path`` through the CPU kernels, the
-        ``reasons`` against each backend, and by ``print`` a table of these. No function takes
-        nested tensors: the table then says what to call instead.
+        A :class:`fastattn.Explanation` with the ``backend``, the ``path`` through the CPU kernels
+        and the ``reasons`` against each backend. ``print`` shows them as a table. For nested
+        tensors, which no function takes, the table says what to call instead.
 
     Raises:
-        TypeError: as the function.
-        ValueError: as the function, but for a named backend that cannot do the problem.
+        TypeError: as the function that is called.
+        ValueError: as the function; but a named backend that cannot do the problem is no error.
 
     Example:
         >>> q = torch.randn(1, 8, 128, 64)

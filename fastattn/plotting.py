@@ -43,11 +43,11 @@ def plot_attention(
         names: of the panels; ``head 0``, ``head 1`` ... by default where there are several.
 
     Returns:
-        A :class:`matplotlib.figure.Figure`: show it in a notebook, or ``.savefig("attention.png")``
-        it. It belongs to no window and need not be closed.
+        A :class:`matplotlib.figure.Figure`, to be shown in a notebook or saved by
+        ``.savefig("attention.png")``. It belongs to no window and need not be closed.
 
     Raises:
-        ValueError: weights are not 2- or 3-dimensional, or a number of labels is not that of rows,
+        ValueError: weights do not have 2 or 3 dims, or there are more or fewer labels than rows,
             columns or heads.
         ImportError: matplotlib is not installed.
 

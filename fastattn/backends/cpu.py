@@ -87,7 +87,7 @@ def warn_of_missing_kernels() -> None:
         _warn_once()
 
 
-# As gpu.reasons: a warning cannot be traced.
+# As the reasons in _gpu.py: a warning cannot be traced.
 warn_of_missing_kernels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -105,7 +105,7 @@ def self_attention(
 ) -> tuple[Tensor, Tensor]:
     """``p`` between the projections of nn.MultiheadAttention: (output like ``x``, weights).
 
-    Without masks, dropout or autograd; see ``modules/plain.py``.
+    Without masks, dropout or autograd; see ``modules/multihead/inference.py``.
     """
     return operators.self_attention(
         x, in_weight, in_bias, out_weight, out_bias, p.H, p.scale, WEIGHTS[p.weights], batch_first

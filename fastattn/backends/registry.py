@@ -1,7 +1,7 @@
 """Which backend computes a problem, and why the others do not.
 
-A backend says what it cannot do (``unsupported``); ``select`` takes the first one with nothing to
-say against. Nothing falls back silently when the user named a backend: its reasons are raised.
+Each backend says why it cannot do a problem (``unsupported``). ``select`` takes the first one that
+can. A backend that the user names never falls back to another: its reasons are raised.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out ``[B, H, M, E]`` laid out as ``[B, M, H, E]``, lse, weights, stats).
 
-        lse is natural, in ``p.acc_dtype``. stats ``[B, ...]`` is whatever the backend's own
-        backward wants of the rows; the fused ones keep ``[B, H, M, 2]``, (shift, factor): the
-        weight of a base-2 score is ``2^(s - shift) * factor``.
+        lse is the natural logarithm, in ``p.acc_dtype``. stats ``[B, ...]`` is what the backend's
+        own backward needs to know of the rows. The fused backends keep (shift, factor) in
+        ``[B, H, M, 2]``: the weight of a base-2 score s is ``2^(s - shift) * factor``.
         """
         ...
 
@@ -59,7 +59,7 @@ class Backend(Protocol):
         ...
 
 
-# In the order of preference of backend="auto"; cpu first, so that its calls ask no other.
+# In the order of preference of backend="auto". cpu is first: its calls then check no other.
 BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "cuda": cuda, "eager": eager}
 
 # Where several can, counted in their machine code (tests/cuda/test_nvcc.py, tests/triton): not
@@ -95,7 +95,7 @@ def against(name: str, p: Problem) -> list[str]:
 
 
 def _exporting_to_onnx() -> bool:
-    """Whether torch.onnx.export is at work; torch.onnx is slow to import, and asked for nothing."""
+    """Whether torch.onnx.export is at work. torch.onnx is never imported here, as that is slow."""
     return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
@@ -127,12 +127,13 @@ def select(p: Problem, backend: str = "auto") -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a call, how, and why the others would not; ``str()`` is a table of it.
+    """Which backend serves a call, and why the others would not; ``str()`` gives a table.
 
     Attributes:
-        backend: the name of the backend that is chosen. It is None where the call raises.
-        path: how the CPU kernels compute the call. It is None where another backend is chosen.
-        reasons: what speaks against each backend, in order of preference. An empty list: nothing.
+        backend: the name of the chosen backend, or None where the call would raise.
+        path: how the CPU kernels compute the call, or None where another backend is chosen.
+        reasons: for each backend, in order of preference, why it cannot serve the call. The list is
+            empty where it can.
         title: the first line of the table.
         notes: the last lines of the table.
     """

@@ -1,4 +1,4 @@
-"""Checks of single arguments, and what to write instead of one that is often tried in vain."""
+"""Checks of single arguments, and hints: what to write instead of a common mistake."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple) -> None:
-    """Raises ValueError for anything but one of these strings, or None where that is one."""
+    """Raises ValueError for anything that is not among ``choices``, strings and maybe None."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -58,7 +58,7 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
 def overrides(x: object) -> bool:
     """Whether ``x`` has a ``__torch_function__`` of its own: its memory may then mean nothing.
 
-    Parameters, fake tensors and other tensors of torch's tracers have none that does anything.
+    That of parameters, fake tensors and the tensors of torch's tracers changes nothing.
     """
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         return False
@@ -69,14 +69,14 @@ def overrides(x: object) -> bool:
 
 
 def is_causal_bias(x: object) -> bool:
-    """Whether ``x`` is a ``torch.nn.attention.bias.CausalBias``; to import that imports Triton."""
+    """Whether ``x`` is torch's CausalBias. It goes by the name, as an import would load Triton."""
     return type(x).__name__ == "CausalBias" and isinstance(x, Tensor)
 
 
 def overriding(*tensors: object) -> tuple | None:
-    """All of them if one takes calls of torch's functions over, as a tracer's do; else None.
+    """All of ``tensors`` if one of them replaces torch's functions, as a tracer's do; else None.
 
-    A mode alone is none: it sees the calls inside.
+    A mode alone does not count, as it sees the calls inside.
     """
     if not has_torch_function_variadic(*tensors):
         return None
@@ -144,7 +144,7 @@ def no_tensor(name: str, x: object) -> TypeError:
 
 
 def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> str:
-    """What to write where a mask or bias has another dtype; empty where that is plain."""
+    """What to write where a mask or bias has a wrong dtype; empty without a hint."""
     name = name.rpartition(".")[2]
     if torch.bool in expected and not (got.is_floating_point or got.is_complex):
         return f": write {name}.bool(), True keeps"
@@ -158,7 +158,7 @@ def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> 
 def shape_hint(
     name: str, shape: Sequence[int], batch: Sequence[int], heads: int | None, M: int, N: int
 ) -> str:
-    """What to write where a mask lacks dims that it should have; ``heads``: None without a dim."""
+    """What to write where a mask lacks dims; ``heads`` is None for inputs without a head dim."""
     if len(batch) != 1:
         return ""
     B, shape, name = batch[0], tuple(shape), name.rpartition(".")[2]

@@ -1,13 +1,11 @@
 """The record that describes one attention problem, and what each of its parts means.
 
-A public function validates its arguments once (``validate.py``) into a :class:`Problem`; everything
-after that
-- backend choice, autograd, launchers, kernels - reads the record and never the arguments again. The
-differentiable tensors (query, key, value, weight, bias) travel beside it, so that autograd sees
-them.
+A public function validates its arguments once (``validate.py``) into a :class:`Problem`. Backend
+choice, autograd, launchers and kernels read the record and never the arguments. The differentiable
+tensors (query, key, value, weight, bias) travel beside it, so that autograd sees them.
 
-Dims: B batch, H query heads, Hkv key heads, M queries, N keys, D head dim, E value dim; indices b h
-    i j.
+Dims: B batch, H query heads, Hkv key heads, M queries, N keys, D head dim, E value dim.
+Indices: b, h, i (query), j (key).
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ WEIGHTS: dict[Weights, int] = {"none": 0, "full": 1, "mean": 2}
 
 
 def weights_shape(weights: Weights, B: int, H: int, M: int, N: int) -> tuple[int, ...]:
-    """Shape of the weights that a backend returns; an empty one when none are wanted."""
+    """Shape of the weights that a backend returns; ``(0,)`` when none are wanted."""
     return {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[weights]
 
 
 def weights_of(number: int) -> Weights:
-    """The name of what an operator was asked for."""
+    """The name of a number in ``WEIGHTS``."""
     for name, known in WEIGHTS.items():
         if number == known:
             return name
@@ -51,14 +49,13 @@ class Mask:
     Args:
         causal: ``"top_left"`` keeps ``j <= i`` (PyTorch's ``is_causal``); ``"bottom_right"`` keeps
             ``j <= i + N - M``: the last query sees every key (FlashAttention's).
-        window: ``(left, right)``: keeps ``d - left <= j <= d + right`` around the diagonal ``d``,
-            which is ``i``, or
-            ``i + N - M`` when ``causal="bottom_right"``. -1 is unbounded.
-        kv_len: integer tensor ``[B]`` or ``[B, M]``, values in ``[0, N]``: keeps ``j < kv_len[b]``
-            or
-            ``j < kv_len[b, i]``.
-        keep: bool tensor broadcastable to ``[B, H, M, N]``: True keeps. Where the inputs have no
-            head dim, it is broadcastable to the shape of their weights.
+        window: ``(left, right)`` keeps ``d - left <= j <= d + right`` around the diagonal ``d``.
+            That is ``d = i + N - M`` with ``causal="bottom_right"``, and ``d = i`` otherwise. -1 is
+            unbounded.
+        kv_len: integer tensor with values in ``[0, N]``. ``[B]`` keeps ``j < kv_len[b]``;
+            ``[B, M]`` keeps ``j < kv_len[b, i]``.
+        keep: bool tensor broadcastable to ``[B, H, M, N]``; True keeps. For inputs without a head
+            dim, it is broadcastable to ``[B, M, N]``.
 
     A row that keeps no key has output 0, weights 0, log-sum-exp -inf and gradients 0.
 
@@ -84,12 +81,12 @@ class Mask:
     def local(radius: int) -> Mask:
         """Each query sees the keys at most ``radius`` positions away: restricted self-attention.
 
-        Same as ``Mask(window=(radius, radius))``; the kernels visit nothing else, so the cost is
-        that of M * (2 radius + 1) pairs.
+        Same as ``Mask(window=(radius, radius))``. The kernels skip all other keys: the cost is that
+        of M * (2 radius + 1) pairs.
 
         Raises:
-            TypeError: no int.
-            ValueError: a negative radius.
+            TypeError: the radius is no int.
+            ValueError: the radius is negative.
 
         Source: Vaswani et al., "Attention Is All You Need", 2017, section 4.
 
@@ -108,7 +105,7 @@ class Mask:
         after: int = 0,
         device: torch.device | str | None = None,
     ) -> Mask:
-        """Self-attention inside blocks: query i sees the keys of its block, and of some next to it.
+        """Self-attention inside blocks: query i sees the keys of its block and of some neighbours.
 
         Kept pairs (x) for block=2, length=5::
 
@@ -119,8 +116,8 @@ class Mask:
             . . x x .      x x x x .
             . . . . x      . . x x x
 
-        Holds length * length booleans, of which the kernels look at those near the diagonal. A
-        causal one is had by ``is_causal=True`` beside it.
+        The mask holds length * length booleans; the kernels read those near the diagonal only. For
+        a causal mask, pass ``is_causal=True`` to the function too.
 
         Args:
             block: positions in a block, at least 1; the last one may be shorter.
@@ -130,8 +127,8 @@ class Mask:
             device: of the inputs.
 
         Raises:
-            TypeError: no int.
-            ValueError: a block below 1, or another number that is negative.
+            TypeError: a number is no int.
+            ValueError: ``block`` is below 1, or another number is negative.
 
         Example:
             >>> mask = fastattn.Mask.local_blocks(64, 1000, before=1)
@@ -194,9 +191,10 @@ class Dropout:
     """Dropout of attention weights with probability ``p``; survivors times ``1 / (1 - p)``.
 
     Whether a weight survives is a pure function of ``(seed, b, h, i, j)``, the same on every
-    backend: Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-        SC 2011), counter ``(j // 4, i, h, b)``,
-    key ``seed``; output word ``j % 4`` survives when it is at least ``p * 2**32``.
+    backend. The function is Philox4x32 with 7 rounds, of counter ``(j // 4, i, h, b)`` and key
+    ``seed``. The weight survives when output word ``j % 4`` is at least ``p * 2**32``.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
 
     p: float
@@ -253,11 +251,15 @@ class Problem:
     """One attention problem: ``out = dropout(softmax(score(q, k) + bias, masked)) @ v``.
 
     ``score`` is ``"dot"`` (``scale * q . k``) or ``"additive"`` (``sum_d w_d tanh(q_d + k_d)``).
-    Tensors have the canonical shapes q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N,
-    E]``, w ``[H, D]``, bias
-    ``[B|1, H|1, M|1, N|1]``; query head h reads key head ``h // (H // Hkv)``. ``weights`` says
-    which attention weights are returned beside the output: after dropout, per head (``"full"``) or
-    averaged over heads (``"mean"``).
+    The scores of :func:`fastattn.attention` are more: its ``"scaled_dot"``, ``"dot"``, ``"cosine"``
+    and ``"gaussian"`` all become the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
+
+    Tensors have the canonical shapes q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``,
+    v ``[B, Hkv, N, E]``, w ``[H, D]`` and bias ``[B|1, H|1, M|1, N|1]``. Query head h reads key
+    head ``h // (H // Hkv)``.
+
+    ``weights`` says which attention weights are returned beside the output: those after dropout,
+    for each head (``"full"``) or averaged over heads (``"mean"``).
     """
 
     score: Score
@@ -332,7 +334,7 @@ class Problem:
         return 0.0 if self.dropout is None else self.dropout.p
 
     def weights_shape(self) -> tuple[int, ...]:
-        """Shape of the weights that a backend returns; an empty one when none are wanted."""
+        """Shape of the weights that a backend returns; ``(0,)`` when none are wanted."""
         return weights_shape(self.weights, self.B, self.H, self.M, self.N)
 
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -1,9 +1,9 @@
 """The dense oracle: attention and its gradients as the formulas say, in PyTorch, at any precision.
 
-Slow and memory-hungry on purpose: it materialises every [B, H, M, N] matrix, and [B, H, M, N, D]
-for the additive score. Tests run it in float64 as the truth, the eager backend runs it where no
-kernel can, and double backward differentiates :func:`backward`. It sees masks only through
-``Problem.kept``.
+It is slow and needs much memory on purpose: every [B, H, M, N] matrix is written out, and
+[B, H, M, N, D] for the additive score. Tests run it in float64 as the truth. The eager backend runs
+it where no kernel can. Double backward differentiates :func:`backward`. Masks are read through
+``Problem.kept`` only.
 
 Shapes are canonical (see :class:`fastattn.problem.Problem`). Both functions compute in
 ``p.acc_dtype``.
@@ -11,9 +11,8 @@ Shapes are canonical (see :class:`fastattn.problem.Problem`). Both functions com
 The rules that plain PyTorch code gets wrong, and that hold here:
 
 - a row with no key left has output 0, weights 0, log-sum-exp -inf and gradients 0;
-- NaN or infinity in a masked key, value or query reaches nothing (0 * NaN is a masked product, not
-NaN), and
-  elsewhere exactly the rows that use it.
+- NaN or infinity in a masked key, value or query reaches nothing: a masked product is 0, even of
+  0 and NaN. Elsewhere it reaches exactly the rows that use it.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def _additive_backward(
 
 
 def kept_pairs(p: Problem, bias: Tensor | None) -> Tensor | None:
-    """The mask, -inf in the bias included; None when nothing can be masked."""
+    """The pairs that the mask and the bias keep, where -inf drops; None when nothing can."""
     if not record.kinds(p.mask) and bias is None:
         return None
     kept = p.kept()
@@ -143,7 +142,7 @@ def _blank_unused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zeroes keys and values that no query keeps, and queries that keep no key.
 
-    Nothing depends on them, but 0 * NaN would in the products that derivatives are made of.
+    No result depends on them. But 0 * NaN would enter the products that derivatives are made of.
     """
     if kept is None:
         return q, k, v
@@ -194,8 +193,8 @@ def _returned_weights(p: Problem, dropped: Tensor) -> Tensor:
 def _masked_matmul(a: Tensor, b: Tensor, kept: Tensor | None) -> Tensor:
     """a @ b where a masked pair contributes nothing, whatever b holds there.
 
-    Non-finite entries of b are left out of the product and put back, as themselves, into the rows
-    that keep them.
+    The product leaves out the entries of b that are not finite. The rows that keep such an entry
+    then get it added.
     """
     if kept is None:
         return a @ b

@@ -1,9 +1,8 @@
 """Every rule about shapes, dtypes, devices and values: what was expected, and what came.
 
 :func:`build` turns the arguments of a public function into a :class:`Problem` and the canonical 4-D
-tensors beside it. It reads no values on a GPU, copies nothing of the size of key or value (beyond
-what flattening several batch dims of an expanded tensor takes), and runs under ``torch.compile``
-and ``torch.func``.
+tensors beside it. It reads no values on a GPU and runs under ``torch.compile`` and ``torch.func``.
+It copies nothing of the size of key or value, unless it must flatten several expanded batch dims.
 """
 
 from __future__ import annotations
@@ -112,11 +111,11 @@ def _check_tensor(name: str, x: object, query: Tensor) -> None:
 
 
 def check_points(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """What query, key and value must be, whatever is made of them first.
+    """Checks query, key and value, for whoever changes them before :func:`build` sees them.
 
     Raises:
-        TypeError: no dense tensor of a floating dtype.
-        ValueError: several devices, fewer than 2 dims, or queries and keys of different sizes.
+        TypeError: one of them is no dense tensor of a floating dtype.
+        ValueError: their devices differ, one has fewer than 2 dims, or query and key differ in D.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, x, query)
@@ -131,7 +130,7 @@ def check_points(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _has_head_dim(score: Score, query: Tensor, weight: Tensor | None) -> bool:
-    """Dot: dim -3 is the heads where there is one, as in torch. Additive: if weight is [H, D]."""
+    """For the dot product, whether dim -3 exists, as in torch; else whether weight is [H, D]."""
     if score == "dot":
         return query.dim() >= 3
     assert weight is not None
@@ -145,7 +144,7 @@ def _has_head_dim(score: Score, query: Tensor, weight: Tensor | None) -> bool:
 def to_4d(
     query: Tensor, key: Tensor, value: Tensor, has_head_dim: bool
 ) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
-    """(batch shape, q, k, v): batch dims broadcast, then are flattened into one; heads stay."""
+    """(batch shape, q, k, v): batch dims are broadcast and flattened into one; heads stay."""
     all_4d = has_head_dim and query.dim() == key.dim() == value.dim() == 4
     if all_4d and query.shape[0] == key.shape[0] == value.shape[0]:
         return (query.shape[0],), query, key, value  # the usual call: nothing to do, and quickly
@@ -316,7 +315,7 @@ def _masks(
 
 
 def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:
-    """``a + b``, and -inf, which masks, wherever one of them is: beside NaN and infinity too."""
+    """``a + b``, but -inf wherever one of them is: it masks, whatever the other one holds."""
     return (a + b).masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
 
 
@@ -381,7 +380,7 @@ def _causal(causal: Alignment | None, is_causal: bool) -> Alignment | None:
 
 
 def _causal_bias(lead: Lead, attn_mask: Any, causal: Alignment | None, mask: Mask) -> Alignment:
-    """What torch's own causal mask says; its memory is never written."""
+    """The alignment of torch's own causal mask, which has no values to read."""
     _, M, N = lead.hmn
     size = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if not _same(size, (M, N)):
@@ -439,7 +438,7 @@ def check_kv_len(lead: Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | N
 
 
 def _same(shape: tuple, expected: tuple) -> bool:
-    """Size by size, as comparing tuples of symbolic sizes does not trace."""
+    """Whether two shapes are equal; tuples of symbolic sizes cannot be compared while tracing."""
     return len(shape) == len(expected) and all(s == t for s, t in zip(shape, expected, strict=True))
 
 

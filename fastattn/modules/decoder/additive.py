@@ -40,9 +40,9 @@ class AdditiveAttention(nn.Module):
     Raises:
         ValueError: ``dropout`` is not in [0, 1].
 
-    Where it differs from the textbook on purpose: a query with ``valid_lens`` 0 gets output 0, not
-    the average of the padding's values; and the weights are those after dropout, which multiplied
-    the values.
+    It differs from the textbook on purpose. A query with ``valid_lens`` 0 gets output 0, not the
+    average of the padding's values. The weights are those after dropout, which multiplied the
+    values.
 
     Source: Bahdanau, Cho, Bengio, "Neural Machine Translation by Jointly Learning to Align and
     Translate", 2015, https://arxiv.org/abs/1409.0473. The textbook is "Dive into Deep Learning",
@@ -77,10 +77,10 @@ class AdditiveAttention(nn.Module):
         self.attention_weights: Tensor | None = None
 
     def project_keys(self, keys: Tensor) -> Tensor:
-        """What of the work depends on ``keys`` alone: a cache (B, N, hidden_dim) for ``forward``.
+        """A cache (B, N, hidden_dim) for ``forward``: the work that depends on ``keys`` alone.
 
-        With it a decoding step costs the step. It is a plain tensor, with gradient: select, repeat
-        or reorder its samples as those of ``values``.
+        A decoding step then projects its query only. The cache is a plain tensor with gradient:
+        select, repeat or reorder its samples as those of ``values``.
         """
         return self.W_k(keys)
 

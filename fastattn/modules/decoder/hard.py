@@ -12,7 +12,14 @@ from fastattn.problem import Mask
 
 
 class HardChoice(NamedTuple):
-    """What :class:`HardAttention` chose. A query without keys has indices 0, log_prob 0."""
+    """What :class:`HardAttention` chose. A query without keys has indices 0 and log_prob 0.
+
+    Attributes:
+        output: (B, M, Dv), the chosen values.
+        indices: (B, M), int64, the chosen keys.
+        log_prob: (B, M), the logarithms of their probabilities, differentiable.
+        probabilities: (B, M, N), those of all keys, differentiable.
+    """
 
     output: Tensor  # (B, M, Dv)
     indices: Tensor  # (B, M), int64: the keys
@@ -48,8 +55,8 @@ class HardAttention(nn.Module):
     Raises:
         ValueError: an unknown method, or sizes that it does not take.
 
-    A query without keys has output 0. Of keys with equal probability, in the dtype of the query,
-    the first is the largest. Draws come from torch's generator.
+    A query without keys has output 0. At evaluation the first of the keys with the largest
+    probability is picked, as rounded to the dtype of the query. Draws come from torch's generator.
 
     Source: Xu et al., "Show, Attend and Tell", 2015, https://arxiv.org/abs/1502.03044; REINFORCE:
     Williams, 1992; straight-through: Bengio, Léonard, Courville, 2013,

@@ -27,13 +27,13 @@ class LocalAttention(LuongAttention):
                                                                 :math:`\sigma = D / 2`
     ============== ============================================ ===================================
 
-    D is ``window`` and S the length of the sample: ``valid_lens``, or else N. As in the paper the
-    Gaussian multiplies the weights after softmax; they do not add up to 1. Gradients reach
-    ``W_p`` and ``v_p`` through it.
+    D is ``window`` and S the length of the sample: ``valid_lens``, or else N. As in the paper, the
+    Gaussian multiplies the weights after softmax, so they do not add up to 1. Gradients reach
+    ``W_p`` and ``v_p`` through the Gaussian.
 
     Monotonic attention is a band in a view of the keys; predictive attention gathers the 2 D + 1
-    keys of each query. Either way a step costs O(D), not O(N): with ``concat`` use a cache, as
-    ``W_k`` is otherwise applied to all keys.
+    keys of each query. Either way a step costs O(D), not O(N). With ``concat``, use a cache:
+    otherwise each step applies ``W_k`` to all keys.
 
     Args:
         query_dim (int): features of a decoder state h, and of the result.

@@ -16,7 +16,12 @@ LOCATIONS = ("cumulative", "previous", "both")
 
 
 class AlignmentState(NamedTuple):
-    """What one decoding step leaves to the next. Sums are kept in float32 at least."""
+    """What one decoding step leaves to the next. Sums are kept in float32 at least.
+
+    Attributes:
+        previous: (B, N), the weights of the last step.
+        cumulative: (B, N), the sum of the weights of all steps: See et al.'s coverage vector.
+    """
 
     previous: Tensor  # (B, N): the weights of the last step
     cumulative: Tensor  # (B, N): the sum of the weights of all steps; See et al.'s coverage vector
@@ -35,8 +40,8 @@ class LocationSensitiveAttention(AdditiveAttention):
 
     The location features f are a 1-d convolution over the cumulative weights (Tacotron 2), over the
     previous ones (Chorowski et al.), or over both. ``coverage=True`` adds the coverage term
-    :math:`w_c c_{ij}` (See et al.), whose loss is :func:`coverage_loss`. Either is one more addend
-    in the projected key, so a step runs on the additive kernel as it is.
+    :math:`w_c c_{ij}` (See et al.), whose loss is :func:`coverage_loss`. Both are added to the
+    projected key, so a step runs on the additive kernel unchanged.
 
     Args:
         query_dim (int): features of a query, the decoder's state.
@@ -136,8 +141,8 @@ class LocationSensitiveAttention(AdditiveAttention):
             attn_mask: broadcastable to (B, 1, N): boolean with True = take part, or float, added to
                 the scores. Default None.
             mask: a :class:`fastattn.Mask` with further constraints. Default None.
-            cache: what ``project_keys(keys)`` returned: give it, as a step otherwise projects all
-                keys. Default None.
+            cache: what ``project_keys(keys)`` returned. Without it, each step projects all keys.
+                Default None.
 
         Returns:
             ``(context (B, Dv), weights (B, N), state)``.

@@ -82,8 +82,7 @@ class LuongAttention(nn.Module):
     def project_keys(self, keys: Tensor) -> Tensor:
         """A cache for ``forward``, (B, N, features): the work that depends on ``keys`` alone.
 
-        That is W_k s for ``concat``, and the keys themselves for the other methods, whose scores
-        leave nothing to do ahead.
+        That is W_k s for ``concat``. For the other methods it is the keys themselves.
         """
         return self.score.project_keys(keys)
 

@@ -69,7 +69,7 @@ class MultiheadAdditiveAttention(MultiheadAttention):
     def merge_masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
     ) -> NoReturn:
-        """Always raises: only who computes a dot-product score from our parameters calls this."""
+        """Always raises: torch calls it only to score by the dot product, which is not ours."""
         raise RuntimeError(
             "torch's fused encoder layer cannot compute the additive score. It was reached because "
             "a forward pre-hook was removed: fastattn.replace_attention(model) puts it back."

@@ -19,10 +19,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         \mathrm{out} &= [\mathrm{head}_1, \dots, \mathrm{head}_H]\, W^O + b^O,
             \qquad d = \mathrm{embed\_dim} / H
 
-    A subclass: constructor, attributes, parameters and their initialisation are inherited, so
-    ``isinstance`` checks, ``state_dict`` in both directions and seeds carry over. Only ``forward``
-    is ours; it computes the same numbers without the [B * H, M, N] tensors that torch makes for
-    masks and for ``need_weights=True``.
+    This is a subclass. Constructor, attributes, parameters and their initialisation are inherited,
+    so ``isinstance`` checks, ``state_dict`` in both directions and seeds carry over. Only
+    ``forward`` is new. It computes the same numbers without the [B * H, M, N] tensors that torch
+    makes for masks and for ``need_weights=True``.
 
     Args:
         embed_dim (int): features E of the query and of the output.
@@ -54,10 +54,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     - Dropout draws other random bits; their statistics are the same.
 
     Note:
-        nn.TransformerEncoderLayer in eval mode without gradients calls one C++ operator on the
-        parameters of its ``self_attn`` and never its ``forward``: the results are torch's. Pass the
-        model through :func:`replace_attention` once, even if its attention is of this class
-        already, to be called there too.
+        nn.TransformerEncoderLayer in eval mode without gradients never calls the ``forward`` of its
+        ``self_attn``: one C++ operator of torch reads the parameters. To have this class called
+        there too, pass the model through :func:`replace_attention` once, even if its attention is
+        of this class already.
 
         Tensor subclasses, nested tensors outside plain self-attention, and dtypes other than
         float16, bfloat16, float32 and float64 go to torch's own ``forward``, as does
@@ -99,25 +99,25 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask: (B, N) or, unbatched, (N). Boolean: True = this key is padding,
                 ignored by all. Float, of the query's dtype: added to the scores of this key, with
                 gradient. Default None.
-            need_weights: also return the attention weights. It keeps the fused kernel, and when
-                averaged makes no tensor per head. Default True.
+            need_weights: also return the attention weights. The fused kernel makes them too, and
+                averaged ones without a tensor per head. Default True.
             attn_mask: (M, N), or (B * H, M, N) where entry b * H + h is for head h of sample b, or
                 unbatched (H, M, N). Boolean: True = this pair is not allowed. Float, of the
                 query's dtype: added to the scores, with gradient. Default None.
             average_attn_weights: return the mean of the weights over heads instead of each head's.
                 Default True.
-            is_causal: a promise that ``attn_mask`` is causal. If neither weights nor a padding mask
-                are asked for, query i then sees keys 0..i without the mask being read; otherwise
-                the mask is read as ever. Default False.
-            cache: a :class:`fastattn.KVCache`, for decoding step by step: keys and values of
-                earlier calls take part without being projected again. It says what masks then
-                cover; ``is_causal`` is not read. Default None.
+            is_causal: a promise that ``attn_mask`` is causal. Without weights and without a padding
+                mask, query i then sees keys 0..i and ``attn_mask`` is not read. Otherwise
+                ``attn_mask`` is read as always. Default False.
+            cache: a :class:`fastattn.KVCache`, for decoding step by step. Keys and values of
+                earlier calls take part without being projected again. :class:`fastattn.KVCache`
+                says what masks then cover. ``is_causal`` is not read. Default None.
 
         Returns:
             ``(output, weights)``. The output has the query's shape and dtype. The weights are None
-            unless asked for; averaged (B, M, N') or (M, N'), per head (B, H, M, N') or (H, M, N'),
-            batch first in every layout, where N' counts the appended keys too. They are those that
-            multiplied the values, so with dropout in training.
+            without ``need_weights``. Averaged, they are (B, M, N') or (M, N'); per head,
+            (B, H, M, N') or (H, M, N'). The batch comes first in every layout, and N' counts the
+            appended keys too. These weights multiplied the values: in training, after dropout.
 
         Raises:
             AssertionError: shapes of query, key, value and padding mask do not fit, or a mask is

@@ -29,26 +29,25 @@ class KVCache:
     One cache belongs to one attention module and one batch of sequences. There are two kinds:
 
     - Growing (the default), for causal self-attention. Each call appends the keys and values of its
-      M new positions; query i of the call, at position ``past + i``, sees the keys up to its own,
-      so that the steps together equal one causal forward. No mask is needed. Masks that are given
-      cover all keys, past and new: ``attn_mask`` (M, past + M), ``key_padding_mask``
+      M new positions. Query i of the call is at position ``past + i`` and sees the keys up to its
+      own. So all steps together equal one causal forward, without any mask. A mask that is given
+      covers all keys, past and new: ``attn_mask`` (M, past + M), ``key_padding_mask``
       (B, past + M).
-    - ``static=True``, for cross-attention to a memory. The first call projects key and value; later
-      calls read neither, and they may be None. Nothing is causal.
+    - ``static=True``, for cross-attention to a memory. The first call projects key and value. Later
+      calls do not read them, and they may be None. Nothing is causal.
 
-    A step costs O(length) in the attention itself, and O(1) besides: rows are written behind the
-    others into memory that doubles when it is full. With grad mode on, memory cannot be reused:
-    each step then makes a new, longer tensor, and gradients are right. So decode under
-    ``torch.no_grad()`` or ``torch.inference_mode()``.
+    Decode under ``torch.no_grad()`` or ``torch.inference_mode()``. New rows are then written behind
+    the others, into memory that doubles when it is full. With grad mode on, gradients are right,
+    but each step copies all rows into a new tensor.
 
     Args:
         static (bool): project once, as above. Default False.
         capacity (int): positions to make room for at first. Default 0: as needed.
 
     Raises:
-        ValueError: a negative capacity; or, from the module, new positions that do not fit the
-            cache in batch, heads, dtype or device, and options that a cache excludes (appended keys
-            of ``add_bias_kv`` and ``add_zero_attn``, nested tensors).
+        ValueError: a negative capacity. From the module: new positions that do not fit the cache
+            in batch, heads, dtype or device, or the options ``add_bias_kv`` and ``add_zero_attn``,
+            whose appended keys a cache excludes.
 
     Example::
 
@@ -91,9 +90,9 @@ class KVCache:
         """Append key [B, H, M, D] and value [B, H, M, E]; returns all, [B, H, length, D and E].
 
         Raises:
-            TypeError: no tensors.
-            ValueError: key and value differ in batch, heads, length, dtype or device; or one of
-                them from what is stored, in these or size; or the cache is static and has its keys.
+            TypeError: one of them is no tensor.
+            ValueError: key and value do not fit each other, or do not fit what is stored, in batch,
+                heads, length, dtype, device or size. Or the cache is static and has its keys.
         """
         _check_pair(key, value)
         if self.static and not self.is_empty:
@@ -129,8 +128,8 @@ class KVCache:
     def reorder(self, indices: Tensor) -> None:
         """Make sample ``indices[b]`` sample b, as beam search does: [B'] integers in [0, B).
 
-        An index may stand there several times or not at all, and B' may differ from B, so
-        ``reorder`` also spreads a prompt's cache over its beams. Costs a copy of the keys.
+        An index may occur several times or not at all, and B' may differ from B. So ``reorder``
+        also spreads a prompt's cache over its beams. It costs a copy of keys and values.
 
         Raises:
             ValueError: ``indices`` is not a vector of integers, or on another device.

@@ -12,12 +12,13 @@ from fastattn.modules.multihead.interop import TORCH_ATTENTION, off_fast_path
 def replace_attention(model: nn.Module) -> int:
     """Make every nn.MultiheadAttention in ``model``, itself included, a fastattn one, in place.
 
-    Each module stays the object it was: parameters (and so optimizers that hold them), buffers,
-    hooks, parametrizations, training mode, names and sharing are untouched, and outputs change by
-    rounding only. The modules are also made to run inside nn.TransformerEncoderLayer at inference,
-    where torch would bypass them: they get a forward pre-hook that does nothing, and whose presence
-    makes the layer call its attention. Modules that already are of our class get the hook only, so
-    a second call changes nothing.
+    Each module stays the object it was. Parameters (and optimizers that hold them), buffers, hooks,
+    parametrizations, training mode, names and sharing are untouched. Outputs change by rounding
+    only.
+
+    At inference nn.TransformerEncoderLayer would bypass its attention. So each module also gets a
+    forward pre-hook that does nothing: its presence makes the layer call the module. Modules that
+    already are of our class get the hook only, and a second call changes nothing.
 
     Subclasses of nn.MultiheadAttention and modules whose ``forward`` was patched are left alone,
     since what they compute is theirs; one warning names them.

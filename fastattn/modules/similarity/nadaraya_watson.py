@@ -35,8 +35,8 @@ class NadarayaWatson(nn.Module):
         ValueError: a bandwidth is not positive, or ``dropout`` is not in [0, 1].
 
     A query without keys has output 0. Squared distances come from a matrix product, in float32 at
-    least: their error, in units of h^2, is about 1e-7 times the square of the data's range over h.
-    Where the bandwidth is below a hundredth of the range, give float64.
+    least. With data in a range of width r, the error of ``u^2 / h^2`` is about ``1e-7 (r / h)^2``.
+    Where h is below a hundredth of r, use float64.
 
     Source: Nadaraya, "On estimating regression", 1964; Watson, "Smooth regression analysis", 1964.
 
@@ -71,7 +71,7 @@ class NadarayaWatson(nn.Module):
 
     @property
     def bandwidth(self) -> Tensor:
-        """h, [] or [D]."""
+        """The bandwidth h, [] or [D]."""
         return self.log_bandwidth.exp()
 
     def forward(
@@ -100,7 +100,7 @@ class NadarayaWatson(nn.Module):
 
         Returns:
             output (B, M, E) in the dtype of ``values``; with ``need_weights`` the tuple (output,
-            weights (B, M, N)). Dims that the arguments lack are lacking here.
+            weights (B, M, N)). Dims that the arguments lack, the results lack too.
 
         Raises:
             TypeError: a mask of another dtype.
@@ -152,7 +152,7 @@ class NadarayaWatson(nn.Module):
         return queries, keys, 1.0
 
     def leave_one_out(self, x: Tensor, y: Tensor) -> Tensor:
-        """Estimates at the points ``x`` themselves, each from all others: what to learn from.
+        """Estimates at the points ``x`` themselves, each from all others: learn from these.
 
         Args:
             x: (B, N, D), (N, D) or (N,).
