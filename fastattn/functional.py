@@ -1,4 +1,4 @@
-"""The public functions: PyTorch's attention interface, and more of it, over every backend."""
+"""The public functions: PyTorch's attention interface and its extensions, over every backend."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Options(TypedDict, total=False):
     backend: Backend
 
 
-# The types of what a function returns, by return_weights and return_lse. The last overload is for a
-# value that only the running program knows.
+# Overloads: what a function returns depends on return_weights and return_lse. The last one is for
+# values that are known at run time only.
 
 
 @overload
@@ -357,7 +357,7 @@ def _run(
     batch: tuple[int, ...],
     return_lse: bool,
 ) -> Results:
-    """The output, or the tuple of it and of what else the caller wants, in batch dims ``batch``."""
+    """The output, or a tuple of it and what else the caller wants, with batch dims ``batch``."""
     p, (q, k, v, w) = seen.p, tensors
     out, lse, weights = autograd.attend(seen.backend, p, q, k, v, w, bias)
 
@@ -375,7 +375,7 @@ def _run(
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """torch's policy under autocast: float inputs, float64 apart, run in the autocast dtype."""
+    """The tensors as torch's autocast makes them: floats but float64 get the autocast dtype."""
     first = tensors[0]
     if not torch._C._is_any_autocast_enabled() or not isinstance(first, Tensor):
         return list(tensors)

@@ -1,4 +1,4 @@
-"""Attention with a score chosen by name: what turns each of them into a dot product."""
+"""Attention with a score chosen by name. All but the additive score become dot products here."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def where_finite(function: Callable[..., Tensor], x: Tensor, other: float | Tensor) -> Tensor:
-    """``function(x, other)``; NaN and infinity in ``x`` stay, and unused reach no gradient."""
+    """``function(x, other)``; NaN and infinity in ``x`` stay, and give gradient 0 if unused."""
     finite = x.isfinite()
     return torch.where(finite, function(torch.where(finite, x, 0.0), other), x + 0.0 * other)
 
@@ -185,14 +185,14 @@ def _gaussian(
 ) -> Results:
     """-|q-k|^2 / 2h^2 = q.k / h^2 - |k|^2 / 2h^2 - |q|^2 / 2h^2: dot, key bias, row constant.
 
-    The score depends on differences only, but its terms do not: hence both sides are centred first.
+    The score depends on differences only, but its terms do not. So both sides are centred first.
     """
     _check_gaussian(query, key, value, bandwidth, options)
     query, key = centred(query, key)
     precision = query.dtype
-    # Farther keys weigh 0 like these; their squares would be infinite, and 0 * inf is NaN.
+    # Keys farther away weigh 0 too, but their squares would be infinite, and 0 * inf is NaN.
     key = key.clamp(-_far(precision), _far(precision))
-    present = torch.where(key.isfinite(), key, 0.0)  # a NaN key still speaks through q . k
+    present = torch.where(key.isfinite(), key, 0.0)  # a NaN key takes effect in q . k
     bias = -0.5 * present.square().sum(-1).unsqueeze(-2)
     if options["enable_gqa"] and min(query.dim(), key.dim()) >= 3 and bias.shape[-3] > 1:
         bias = bias.repeat_interleave(query.shape[-3] // bias.shape[-3], dim=-3)
@@ -213,7 +213,7 @@ def _gaussian(
     results = [x.to(dtype) for x in results]
     if lse is None:
         return tuple(results)
-    # A row without keys has no such term, and no gradient of it.
+    # A row without keys has lse -inf and gradient 0, whatever its query holds.
     query = torch.where(lse[..., None] == -torch.inf, 0.0, query)
     return (*results, lse - 0.5 * (query / bandwidth).square().sum(-1))
 
@@ -239,19 +239,19 @@ def _check_gaussian(
 
 
 def centred(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both less the mean query, in float32 at least: data far from 0 would lose all its digits.
+    """Query and key less the mean query, in float32 at least: data far from 0 keeps its digits.
 
-    Centred on the queries: a masked key may hold anything, and has no say.
+    The mean is that of the queries alone, since a masked key may hold anything.
     """
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key = query.to(precision), key.to(precision)
     dims = tuple(range(-min(query.dim(), 3), -1))
-    # What is as far as that is garbage in a query without keys; it would move all others out there.
+    # A query without keys may hold garbage, and a centre that far out would spoil all others.
     near = torch.where(query.abs() <= _far(precision), query, 0.0).detach()
     centre = near.mean(dims, keepdim=True) if query.numel() else 0.0
     return query - centre, key - centre
 
 
 def _far(precision: torch.dtype) -> float:
-    """Where points count as infinitely far: a sum of squares is finite up to there."""
+    """From where on points count as infinitely far. Below it, sums of squares are finite."""
     return torch.finfo(precision).max ** 0.375

@@ -1,8 +1,8 @@
 """What the batch-first modules with one head share: (B, M, features) in, (B, M, Dv) out.
 
 They take ``valid_lens``, ``attn_mask`` and ``mask`` as :class:`AdditiveAttention` documents them.
-Those made for decoding step by step also take one query for each sample, (B, features), and then
-leave the dim M out of their results too.
+Modules for decoding also take one query for each sample, (B, features). Their results then have no
+dim M either.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from fastattn.problem import Mask, arguments, validate
 
 
 class Masks(NamedTuple):
-    """The three ways in which a caller says who sees whom."""
+    """The three ways to say which query sees which key."""
 
     valid_lens: Tensor | None = None
     attn_mask: Tensor | None = None
@@ -34,7 +34,7 @@ class Masks(NamedTuple):
         return dataclasses.replace(self.mask or Mask(), kv_len=self.valid_lens)
 
     def over_heads(self) -> dict[str, Any]:
-        """As keywords of a function over [B, H, M, D]: what has the dims (B, M, N) gets a dim H."""
+        """As keywords of a function over [B, H, M, D]: masks (B, M, N) get a dim H."""
         mask = self.merged()
         if mask is not None and mask.keep is not None:
             mask = dataclasses.replace(mask, keep=_with_head_dim(mask.keep))
@@ -75,7 +75,7 @@ def _with_head_dim(mask: Tensor | None) -> Tensor | None:
 
 
 def as_steps(queries: Tensor) -> tuple[Tensor, bool]:
-    """Queries (B, M, features), and whether they came as one step, (B, features)."""
+    """Queries as (B, M, features), and whether they were one step, (B, features)."""
     if not isinstance(queries, Tensor):
         raise TypeError(f"queries: expected a Tensor, got {type(queries).__name__}")
     one = queries.dim() == 2
@@ -83,7 +83,7 @@ def as_steps(queries: Tensor) -> tuple[Tensor, bool]:
 
 
 def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: bool) -> Any:
-    """What a forward returns: the output, with ``need_weights`` a tuple; one step without dim M."""
+    """What a forward returns: the output, or (output, weights); a step without dim M."""
     if one_step:
         out = out.squeeze(1)
         weights = None if weights is None else weights.squeeze(1)
@@ -124,7 +124,7 @@ def check_dropout(dropout: float) -> None:
 
 
 def check_cache(cache: Tensor, values: Tensor, features: int) -> None:
-    """Raises unless ``cache`` is what ``project_keys`` makes of keys that go with ``values``."""
+    """Raises unless ``cache`` is a tensor from ``project_keys`` whose sizes fit ``values``."""
     if not isinstance(cache, torch.Tensor):
         raise TypeError(
             f"cache: expected the tensor project_keys returned, got {type(cache).__name__}"
@@ -148,7 +148,7 @@ class DenseMasks(NamedTuple):
 def dense_masks(
     queries: Tensor, N: int, valid_lens: Tensor | None, attn_mask: Tensor | None
 ) -> DenseMasks:
-    """``valid_lens`` and ``attn_mask`` of queries (B, M, features), by the rules of validate."""
+    """``valid_lens`` and ``attn_mask`` of queries (B, M, features), checked by ``validate``."""
     B, M, _ = queries.shape
     lead = validate.Lead((B,), False, (1, M, N))
     keep, bias = validate.split_attn_mask(lead, queries, attn_mask)

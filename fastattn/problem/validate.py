@@ -171,7 +171,7 @@ def _flatten_batch(x: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 
 def match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads that broadcast are expanded, but one key head for all queries stays one.
+    """Expands heads that broadcast, except one key head for all queries.
 
     Raises:
         ValueError: the numbers of heads do not fit.

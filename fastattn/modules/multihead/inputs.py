@@ -16,7 +16,7 @@ _CAUSAL_WITHOUT_MASK = (
 
 
 class Inputs(NamedTuple):
-    """What is left to know about a call: batched inputs, their layout, and masks as keywords."""
+    """A checked call: batched inputs, their layout, and masks as keywords."""
 
     query: Tensor
     key: Tensor
@@ -53,8 +53,8 @@ def canonical(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
     batch_first = module.batch_first or not batched
     sizes = _check_sizes(module, query, key, value, batch_first)
-    # With nothing else to read, the promise is enough: the mask is dropped unread, whatever it
-    # holds, and appended keys count as later than the queries.
+    # Without weights and padding the promise is enough: the mask is dropped unread. Appended keys
+    # then count as later than the queries.
     causal = bool(is_causal) and key_padding_mask is None and not need_weights
     if causal:
         attn_mask = None

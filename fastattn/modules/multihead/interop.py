@@ -1,9 +1,8 @@
 """What lets fastattn's modules stand in for nn.MultiheadAttention in the rest of torch.
 
-Four places in torch decide by something other than calling ``forward``: the encoder layer's
-inference fast path reads the parameters, TorchScript compiles source, torch.ao looks a class up by
-exact type, and torch.fx knows its leaf modules by the name of their package. Each has its small
-answer here.
+Four places in torch do more than call ``forward``. The fast path of encoder layers at inference
+reads the parameters. TorchScript compiles the source. torch.ao looks classes up by exact type.
+torch.fx knows leaf modules by the name of their package. Each of the four has its answer here.
 """
 
 import copy
@@ -13,19 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# As it is at import: who then puts our class in its place in torch.nn still means this one here.
+# Kept from the import on: a program may put our class in its place in torch.nn later.
 TORCH_ATTENTION = nn.MultiheadAttention
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 PLAIN = {Tensor, nn.Parameter, type(None)}
 
 
 def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether a call holds what our operators do not take, so that torch's own forward must see it.
+    """Whether a call must go to torch's own forward, because our operators do not take it.
 
-    That is: an argument or parameter that overrides torch functions or wraps other tensors
-    (DTensor, quantised weights, jagged tensors, torch.fx proxies), a dtype outside float16,
-    bfloat16, float32 and float64, or a call under torch.jit.trace, which cannot follow sizes into
-    an autograd function, and whose traces should run where fastattn is not installed.
+    That is a call with one of these:
+
+    - an argument or parameter that overrides torch functions or wraps other tensors (DTensor,
+      quantised weights, jagged tensors, torch.fx proxies);
+    - a dtype outside float16, bfloat16, float32 and float64;
+    - torch.jit.trace, which cannot follow sizes into an autograd function. Its traces should also
+      run where fastattn is not installed.
     """
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return True
@@ -41,10 +43,10 @@ def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | 
 
 
 def _is_plain(x: Tensor | None) -> bool:
-    """Whether ``x`` is an ordinary tensor, or one of those that stand for ordinary ones in tracing.
+    """Whether ``x`` is an ordinary tensor, or stands for one while tracing.
 
-    torch.overrides.has_torch_function is not asked: it also says yes to every tensor under a mode,
-    and torch.set_default_device and torch.export are modes.
+    torch.overrides.has_torch_function would be wrong: it is true of every tensor under a mode, and
+    torch.set_default_device and torch.export are modes.
     """
     if x is None or type(x) in PLAIN:
         return True
@@ -55,9 +57,8 @@ def _is_plain(x: Tensor | None) -> bool:
 def fx_leaf(module: nn.Module, args: tuple) -> Any:
     """During torch.fx symbolic tracing, a call_module node for ``module``; at other times None.
 
-    fx treats the modules of the torch.nn package as leaves and traces into all others, where the
-    first shape check fails. A stand-in for nn.MultiheadAttention must be a leaf too, whichever
-    tracer is at work.
+    fx treats the modules of the torch.nn package as leaves. It traces into all others, where the
+    first shape check fails. So a stand-in for nn.MultiheadAttention must be a leaf, for any tracer.
     """
     proxy = next((a for a in args if isinstance(a, torch.fx.Proxy)), None)
     if proxy is None:
@@ -67,11 +68,10 @@ def fx_leaf(module: nn.Module, args: tuple) -> Any:
 
 
 def keep_forward(module: nn.Module, args: tuple) -> None:
-    """A forward pre-hook that does nothing; being there is its use.
+    """A forward pre-hook that does nothing: it is enough that a hook exists.
 
-    nn.TransformerEncoderLayer in eval mode without gradients hands the parameters of its
-    ``self_attn`` to one fused C++ operator and never calls it, unless a module inside the layer has
-    a hook.
+    nn.TransformerEncoderLayer in eval mode without gradients never calls its ``self_attn``, unless
+    a module inside the layer has a hook. One fused C++ operator reads the parameters instead.
     """
 
 

@@ -32,8 +32,8 @@ def check_kinds(
 ) -> None:
     """Raise and warn as nn.MultiheadAttention does about the masks' dtypes.
 
-    torch's own helper speaks, so that type and text are torch's; but it also builds a float copy of
-    a boolean mask. So it is asked only when there is something to say, and about an empty tensor.
+    torch's own helper raises, so that type and text are torch's. But it also builds a float copy of
+    a boolean mask. So it is called only where it will raise or warn, and with an empty tensor.
     """
     masks = [m for m in (attn_mask, key_padding_mask) if m is not None]
     known = all(m.dtype == torch.bool or m.is_floating_point() for m in masks)
@@ -62,10 +62,10 @@ def to_keywords(
     ``attn_mask`` is (M, N) or (B * H, M, N), ``key_padding_mask`` (B, N), each boolean (True = not
     allowed) or float (added to the scores). Appended keys are visible to every query.
 
-    Only two float masks are ever added together, in their broadcast shape [B, 1, M, N] where torch
-    adds them as [B * H, M, N]. A float mask made of 0 and -inf, as nn.TransformerEncoder hands
-    down for a boolean one, needs no recognising here: a bias costs the kernels no more than a
-    boolean mask, and tiles of all -inf are skipped. No value of a mask is read.
+    Only two float masks are ever added, in their broadcast shape [B, 1, M, N]; torch adds them as
+    [B * H, M, N]. No value of a mask is read. nn.TransformerEncoder turns a boolean mask into a
+    float one of 0 and -inf. It stays a bias here: a bias costs the kernels no more than a boolean
+    mask, and they skip tiles of all -inf.
     """
     pairs = _pairs_4d(attn_mask, sizes)
     padding = _padding_4d(key_padding_mask, sizes)
@@ -102,7 +102,7 @@ def check_float_dtypes(
 
 
 def _pairs_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
-    """attn_mask as a view [1, 1, M, N] or [B, H, M, N]; the checks speak torch's words."""
+    """attn_mask as a view [1, 1, M, N] or [B, H, M, N]; the errors are torch's."""
     if mask is None:
         return None
     expected = (s.M, s.N) if mask.dim() == 2 else (s.B * s.H, s.M, s.N)
@@ -116,7 +116,7 @@ def _pairs_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
 
 
 def _padding_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
-    """key_padding_mask as [B, 1, 1, N + extra]; as torch's, its checks count appended columns."""
+    """key_padding_mask as [B, 1, 1, N + extra]; as in torch, errors count appended columns."""
     if mask is None:
         return None
     for dim, want in ((0, s.B), (1, s.N + s.extra)):

@@ -39,8 +39,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Self-attention over the nested batch ``x``: (out, None), with out nested as ``x`` is.
 
-    The projections run on the nested data, so on no padding; attention runs on their padded form,
-    where ``kv_len`` lets the kernel skip the padding of the keys.
+    The projections run on the nested data, without padding. Attention runs on the padded form, and
+    ``heads_attend`` skips the padding of the keys by ``kv_len``.
     """
     lengths = x._nested_tensor_size()[:, 0].to(x.device)
     packed = F.linear(x, module.in_proj_weight, module.in_proj_bias).to_padded_tensor(0.0)

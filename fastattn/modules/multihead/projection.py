@@ -1,8 +1,7 @@
 """Projections around multi-head attention: inputs to heads, heads to output.
 
-Everything between is a view: the heads of a projection are a strided [B, H, N, D] window into it,
-whichever of the two layouts, (N, B, E) or (B, N, E), it came in. The kernels read strides, so
-nothing is transposed in memory.
+The heads of a projection are a strided view [B, H, N, D] of it, in both layouts, (N, B, E) and
+(B, N, E). The kernels read strides, so nothing is transposed in memory.
 """
 
 from collections.abc import Sequence
@@ -104,7 +103,7 @@ def _in_projection(
 ) -> list[Tensor]:
     """Projected q, k and v, each with the leading dims of its input and E features.
 
-    The parameters are read here at every call and may be anything attribute access gives: pruned
+    The parameters are read at every call. They may be anything that attribute access gives: pruned
     plain tensors, parametrized properties, what functional_call put there.
     """
     bias = module.in_proj_bias
@@ -151,8 +150,8 @@ def _heads_first(x: Tensor, batch_first: bool) -> Tensor:
 def merge_heads(x: Tensor, batch_first: bool) -> Tensor:
     """From [B, H, M, D] to (B, M, E), a view of the memory [B, M, H, D]; or to (M, B, E), a copy.
 
-    The copy buys what callers of the sequence-first layout rely on: an output they can ``view``,
-    as torch's is.
+    The copy is needed because callers of the sequence-first layout ``view`` the output, as they can
+    view torch's.
     """
     x = x.transpose(1, 2).flatten(2)
     return x if batch_first else x.transpose(0, 1).contiguous()

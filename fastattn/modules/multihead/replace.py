@@ -72,9 +72,8 @@ def _is_exact(module: nn.MultiheadAttention) -> bool:
 def _swap_class(module: nn.MultiheadAttention) -> None:
     """Change the class of ``module`` rather than build another.
 
-    Our class adds methods only, no state and no constructor, so every instance of its base is a
-    valid instance of it; and what is not rebuilt cannot be lost: identity, sharing, hooks,
-    parameters, attributes that others put there.
+    Our class adds methods only, no state and no constructor. So every instance of its base is a
+    valid instance of it. Identity, sharing, hooks, parameters and foreign attributes all stay.
     """
     if not parametrize.is_parametrized(module):
         module.__class__ = MultiheadAttention
