@@ -8,13 +8,14 @@
 namespace fastattn::binding {
 
 // Rows of k and v are contiguous. `keep_by_row`: there is a dense mask, and it has rows.
-inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_t N, bool additive,
-                            bool bias, bool keep_by_row, bool dropout, bool weights,
+inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_t N, bool bf16,
+                            bool additive, bool bias, bool keep_by_row, bool dropout, bool weights,
                             int64_t band_lo, int64_t band_hi) {
   static uint8_t something;  // which nobody reads
   ForwardParams p{};
   p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N;
   p.k.stride_c = p.v.stride_c = 1;
+  p.q.dtype = bf16 ? DType::kBFloat16 : DType::kFloat32;
   if (additive) p.w.data = &something;
   if (bias) p.bias.data = &something;
   p.mask.band_lo = band_lo, p.mask.band_hi = band_hi;

@@ -40,10 +40,10 @@ def path(p: Problem, bias: bool = False) -> str:
     That of keys and values whose rows are contiguous. ``bias``: there is one. FASTATTN_CPU_PATH
     forces another way, which is then named as well.
     """
-    lo, hi = p.mask.band(p.M, p.N)
+    lo, hi = p.band()
     keep = p.mask.keep
     return torch.ops.fastattn.cpu_path(
-        *(p.B, p.H, p.Hkv, p.M, p.N, p.score == "additive", bias),
+        *(p.B, p.H, p.Hkv, p.M, p.N, p.dtype == torch.bfloat16, p.score == "additive", bias),
         *(keep is not None and keep.shape[-2] > 1, p.dropout is not None, p.weights != "none"),
         -p.M if lo is None else lo,
         p.N if hi is None else hi,

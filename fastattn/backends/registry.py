@@ -54,6 +54,7 @@ class Backend(Protocol):
         grad_lse: Tensor | None,
         grad_weights: Tensor | None,
         bias_needs_grad: bool,
+        /,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Gradients of (q, k, v, w, bias); that of w is ``[B, H, D]``, in ``p.acc_dtype``."""
         ...

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.problem import Mask, Problem
+from fastattn.problem import Mask, Problem, record
 
 
 class Known(NamedTuple):
@@ -78,7 +78,7 @@ def forget() -> None:
 
 def says_nothing(mask: Mask | None) -> bool:
     """Whether a mask keeps every pair whatever the sizes are."""
-    return mask is None or (type(mask) is Mask and not mask.kinds)
+    return mask is None or (type(mask) is Mask and not record.kinds(mask))
 
 
 def _describe(

@@ -280,7 +280,7 @@ class Problem:
     operands: tuple = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        band = self.mask.band(self.M, self.N)
+        band = self.band()
         numbers = (*band, self.scale, self.dropout_p, WEIGHTS[self.weights])
         object.__setattr__(self, "operands", (*self.tensors(), *numbers))
 

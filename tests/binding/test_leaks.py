@@ -1,7 +1,7 @@
 """Memory after many calls of every compiled operator: what a call took, it gives back.
 
-But for cpu_isa, cpu_isas and cpu_path: torch's stable ABI never frees a str that an operator returns, and
-these are asked once or twice in the life of a process.
+But for cpu_isa, cpu_isas and cpu_path: torch's stable ABI never frees a str that an operator
+returns, and these are asked once or twice in the life of a process.
 """
 
 import os
