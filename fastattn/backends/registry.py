@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,15 +48,13 @@ class Backend(Protocol):
         v: Tensor,
         w: Tensor | None,
         bias: Tensor | None,
-        out: Tensor,
-        stats: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        grad_weights: Tensor | None,
-        bias_needs_grad: bool,
         /,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Gradients of (q, k, v, w, bias); that of w is ``[B, H, D]``, in ``p.acc_dtype``."""
+        *saved: Any,
+    ) -> tuple[Any, ...]:
+        """Gradients of (q, k, v, w, bias); that of w is ``[B, H, D]``, in ``p.acc_dtype``.
+
+        ``saved`` are the fields of ``schemas.Saved``.
+        """
         ...
 
 

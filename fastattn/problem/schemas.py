@@ -104,8 +104,8 @@ CPU_ISA = {
 # The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h.
 CPU_PATH = {
     "cpu_path": (
-        "(int B, int H, int Hkv, int M, int N, bool bf16, bool additive, bool bias, bool keep_by_row, "
-        "bool dropout, bool weights, int band_lo, int band_hi) -> str"
+        "(int B, int H, int Hkv, int M, int N, bool bf16, bool additive, bool bias, "
+        "bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
     ),
 }
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.
