@@ -1,0 +1,146 @@
+"""Every field of Mask changes the result, whichever way a call takes."""
+
+import inspect
+
+import pytest
+import torch
+from helpers import SCORES, attend
+from properties import mask_fields
+from properties.mask_fields import EXAMPLES, TENSORS, B, D, N, assert_heeded, every_field, mask_of
+
+import fastattn
+from fastattn import Mask, autograd, functional
+from fastattn.problem import call_cache, schemas, validate
+from fastattn.problem.record import MASK_TENSORS
+
+scores = pytest.mark.parametrize("score", SCORES)
+
+
+def test_the_tensors_of_a_mask_are_operands_in_their_order():
+    assert tuple(TENSORS) == MASK_TENSORS
+    own = schemas.Call._fields[autograd._INPUTS : autograd._ALL]
+    assert own == (*MASK_TENSORS, "seed")
+
+
+@every_field
+def test_the_record_has_it(field):
+    """What says nothing of a mask would be answered as a call without one."""
+    q = torch.randn(B, 1, 6, D)
+    masked, plain = (validate.build("dot", q, q, q, mask=m).p for m in (mask_of(field), None))
+    assert masked.operands != plain.operands
+    assert str(masked.key) != str(plain.key)
+
+
+@every_field
+def test_other_tensors_take_the_place_of_the_records_own(field):
+    p = validate.build("dot", *mask_fields.inputs("dot"), mask=mask_of(field)).p
+    own = p.tensors()
+    assert [x is not None for x in own[:-1]] == [name == field for name in MASK_TENSORS]
+    bare = p.with_tensors(*[None] * len(own))
+    assert bare.tensors() == (None,) * len(own)
+    again = bare.with_tensors(*own)
+    assert all(x is y for x, y in zip(again.tensors(), own, strict=True))
+    assert again.with_tensors(*own) is again
+
+
+@every_field
+@scores
+def test_results_and_gradients_after_calls_without_a_mask(backend, score, field):
+    mask_fields.check_backend(backend, field, score, attend)
+
+
+@every_field
+@pytest.mark.parametrize("score", functional.SCORES)
+@torch.no_grad()
+def test_every_score(score, field):
+    q, k, v, w = mask_fields.inputs("additive")
+    options = {"weight": w} if score == "additive" else {}
+
+    def call(mask):
+        return fastattn.attention(q, k, v, score=score, mask=mask, **options)
+
+    assert_heeded(call, field, call(None), Mask(keep=mask_fields.kept(field)[:, None]))
+
+
+MODULES = {
+    "AdditiveAttention": lambda: fastattn.AdditiveAttention(D, D, D),
+    "CosineAttention": lambda: fastattn.CosineAttention(),
+    "HardAttention": lambda: fastattn.HardAttention(D, D),
+    "LocationSensitiveAttention": lambda: fastattn.LocationSensitiveAttention(D, D, D),
+    "LuongAttention": lambda: fastattn.LuongAttention(D),
+    "NadarayaWatson": lambda: fastattn.NadarayaWatson(),
+    "SelfAttention": lambda: fastattn.SelfAttention(D, 2),
+}
+
+
+def test_these_are_the_modules_that_take_a_mask():
+    classes = {name: getattr(fastattn, name) for name in fastattn.__all__}
+    modules = {name: x for name, x in classes.items() if hasattr(x, "forward")}
+    taking = {n for n, x in modules.items() if "mask" in inspect.signature(x.forward).parameters}
+    assert taking == set(MODULES)
+
+
+@every_field
+@pytest.mark.parametrize("name", MODULES)
+@torch.no_grad()
+def test_modules(name, field):
+    module = MODULES[name]().eval()
+    x = torch.randn(B, N, D)
+    one_query = name == "LocationSensitiveAttention"
+    tensors = {"SelfAttention": (x,)}.get(name, (x[:, 0] if one_query else x, x, x))
+
+    def call(mask):
+        return module(*tensors, mask=mask)
+
+    keep = mask_fields.kept(field, rows=1 if one_query else N)
+    assert_heeded(call, field, call(None), Mask(keep=keep))
+
+
+@every_field
+@scores
+def test_vmap(score, field, backend):
+    """Over the inputs alone, and over a tensor of the mask with them."""
+    tensors = [torch.stack([x, x.flip(-1)]) for x in mask_fields.inputs(score)[:3]]
+    w = mask_fields.inputs(score)[3:]
+
+    def call(mask):
+        def one(q, k, v):
+            return attend(q, k, v, *w, mask=mask, backend=backend)
+
+        return torch.vmap(one)(*tensors)
+
+    unmasked = call(None)
+    assert_heeded(call, field, unmasked, Mask(keep=mask_fields.kept(field)[:, None]))
+    if field in TENSORS:
+        value = EXAMPLES[field][0]
+
+        def one_of_each(q, k, v, x):
+            return attend(q, k, v, *w, mask=Mask(**{field: x}), backend=backend)
+
+        mapped = torch.vmap(one_of_each)(*tensors, torch.stack([value, value.roll(1, -1)]))
+        torch.testing.assert_close(mapped[0], call(mask_of(field))[0])
+        assert (mapped[1] != call(mask_of(field))[1]).any()
+
+
+@every_field
+@scores
+def test_compiled(score, field):
+    torch.compiler.reset()  # which counts what it has compiled of one function
+    tensors = mask_fields.inputs(score, grad=True)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(mask):
+        return attend(*tensors, mask=mask)
+
+    def call(mask):
+        out = compiled(mask)
+        return (out.detach(), *torch.autograd.grad(out.square().sum(), tensors))
+
+    assert_heeded(call, field, call(None), Mask(keep=mask_fields.kept(field)[:, None]))
+
+
+@every_field
+def test_a_mask_is_not_mistaken_for_one_that_says_nothing(field):
+    assert call_cache.says_nothing(None)
+    assert call_cache.says_nothing(Mask())
+    assert not call_cache.says_nothing(mask_of(field))
