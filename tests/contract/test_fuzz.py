@@ -11,7 +11,7 @@ import fuzz
 from hypothesis import HealthCheck, Phase, given, settings
 
 from fastattn import testing
-from fastattn.testing import Case
+from fastattn.testing import Case, checks
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -117,7 +117,7 @@ def test_garbage_may_change_no_bit(monkeypatch):
             found["out"] = torch.nextafter(found["out"], found["out"] + 1)
         return found
 
-    monkeypatch.setattr(testing, "run", wrong)
+    monkeypatch.setattr(checks, "run", wrong)
     with pytest.raises(AssertionError, match="out differs"):
         testing.check(MASKED)
 
@@ -132,7 +132,7 @@ def test_a_failure_is_shrunk_to_a_program(monkeypatch, capsys):
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(testing, "run", wrong)
+        patch.setattr(checks, "run", wrong)
         assert fuzz.main(["--problems", "200", "--seed", "1"]) == 1
     printed = capsys.readouterr().out
     assert "AssertionError" in printed

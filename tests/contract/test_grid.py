@@ -7,7 +7,7 @@ import torch
 from helpers import BACKENDS
 
 from fastattn import testing
-from fastattn.testing import GRID, Case
+from fastattn.testing import GRID, Case, checks
 
 
 # The backend varies fastest: the reference of a case is computed once for all of them.
@@ -110,7 +110,7 @@ def test_check_sees_a_wrong_gradient(monkeypatch):
         found["grad_k"][0, 0, 0] += 1e-4
         return found
 
-    monkeypatch.setattr(testing, "run", wrong)
+    monkeypatch.setattr(checks, "run", wrong)
     with pytest.raises(AssertionError, match="grad_k"):
         testing.check(Case("wrong"), "eager")
 

@@ -53,6 +53,7 @@ def test_causal_bias_beside_other_scores(score):
     assert torch.equal(found, fastattn.attention(q, k, v, score=score, is_causal=True))
 
 
+@pytest.mark.slow
 def test_causal_bias_is_compiled():
     call = inputs()
 

@@ -161,6 +161,7 @@ class TestAdditiveAttention:
             out = module(*tensors)
         torch.testing.assert_close(out.float(), module(*tensors), rtol=0.05, atol=0.05)
 
+    @pytest.mark.slow
     def test_tools(self, tensors):
         module = AdditiveAttention(7, 4, 8, dropout=0.25)
         assert "dropout=0.25" in repr(module)
@@ -309,6 +310,7 @@ class TestMultihead:
             torch.testing.assert_close(copied(query, key, key), expected)
             assert len(copied._forward_pre_hooks) == 1
 
+    @pytest.mark.slow
     def test_compile_and_autocast(self, module, sequences):
         query, key = sequences
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -165,6 +165,7 @@ def test_values_default_to_keys_and_cache(module, tensors):
             torch.testing.assert_close(found, all_steps[:, i])
 
 
+@pytest.mark.slow
 def test_tools(tensors):
     module = HardAttention(DQ, method="general").eval()
     expected = module(*tensors)

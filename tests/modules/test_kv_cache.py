@@ -237,6 +237,7 @@ class TestGrowing:
         assert cache.key.dtype == torch.bfloat16
         testing.assert_within_budget(found, peer, full(module, x, torch.float64))
 
+    @pytest.mark.slow
     def test_compile(self):
         """Steps of any length run in a few graphs, of which none breaks."""
         module = MultiheadAttention(E, H, batch_first=True).eval()

@@ -169,6 +169,7 @@ def test_half_precision_finds_the_same_window(alignment, dtype, autocast):
     assert torch.equal(weights > 0, exact.to(dtype) > 0)
 
 
+@pytest.mark.slow
 def test_tools(alignment, tensors):
     module = module_for(alignment, dropout=0.5)
     assert (module(*tensors) != module(*tensors)).any()

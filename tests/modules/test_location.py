@@ -185,6 +185,7 @@ def test_coverage_loss():
         coverage_loss(weights[0])
 
 
+@pytest.mark.slow
 def test_tools(tensors):
     module = Decoder(filters=4, kernel_size=5, coverage=True, dropout=0.5)
     assert (module(*tensors)[1] == 0).any()

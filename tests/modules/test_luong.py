@@ -97,6 +97,7 @@ class TestLuong:
             module(queries, None, keys, cache=module.project_keys(keys)), module(queries, keys)
         )
 
+    @pytest.mark.slow
     def test_tools(self, method, tensors):
         module = module_for(method, dropout=0.5)
         assert (module(*tensors, need_weights=True)[1] == 0).any()

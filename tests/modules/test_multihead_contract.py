@@ -86,6 +86,7 @@ def test_nested_self_attention_is_ours(module, x, calls, dtype):
 @pytest.mark.parametrize(
     ("kind", "need_weights"), [("bool", True), ("float", False), ("causal", False), ("none", True)]
 )
+@pytest.mark.slow
 def test_compile_fullgraph(module, x, kind, need_weights):
     torch._dynamo.reset()  # of what other tests compiled
     kwargs = {"need_weights": need_weights}
@@ -116,6 +117,7 @@ def test_ours_under_function_modes(module, x, calls, mode):
 
 
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.slow
 def test_export(module, x, strict):
     padding = torch.zeros(2, 5).index_fill(1, torch.tensor([4]), -torch.inf)
     program = torch.export.export(module.eval(), (x, x, x, padding), strict=strict)

@@ -245,6 +245,7 @@ class TestWhatIsLeftAlone:
             assert replace_attention(nn.Linear(2, 2)) == 0
 
 
+@pytest.mark.slow
 def test_compiled_after_replacement(calls):
     model = encoder(1)
     x = torch.randn(2, 5, 16)

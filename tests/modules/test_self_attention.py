@@ -93,6 +93,7 @@ def test_padding_changes_nothing(x):
     torch.testing.assert_close(out[:, :4], expected)
 
 
+@pytest.mark.slow
 def test_tools(x):
     module = SelfAttention(C, 2, dropout=0.5)
     assert (module(x, average_attn_weights=False)[0] == 0).any()

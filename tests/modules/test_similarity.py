@@ -130,6 +130,7 @@ class TestBoth:
         grads = torch.autograd.grad(module(queries, keys, values).sum(), module.parameters())
         assert all(g.isnan().all() for g in grads)
 
+    @pytest.mark.slow
     def test_tools(self, make, formula, tensors):
         module = make()
         module.dropout = 0.5
