@@ -22,6 +22,7 @@ the_same = settings(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(the_same, max_examples=1000)
 @given(fuzz.cases(), fuzz.isas())
 def test_random_problems(case, isa):
@@ -58,6 +59,7 @@ def test_found(isa, name):
 # ---- the net itself ----
 
 
+@pytest.mark.slow
 def test_every_feature_is_drawn():
     drawn = []
 
