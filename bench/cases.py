@@ -13,6 +13,7 @@ import torch
 
 from fastattn import Mask, testing
 from fastattn.problem import Problem, validate
+from fastattn.problem.record import MASK_TENSORS
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
@@ -193,8 +194,9 @@ def draw(case: Case, device: str = "cpu") -> testing.Tensors:
     t = dataclasses.replace(t, mask=_mask(case, t.mask))
     moved = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in vars(t).items()}
     m = t.mask
-    kv_len, keep = (x if x is None else x.to(device) for x in (m.kv_len, m.keep))
-    return testing.Tensors(**{**moved, "mask": dataclasses.replace(m, kv_len=kv_len, keep=keep)})
+    given = {name: getattr(m, name) for name in MASK_TENSORS}
+    there = {name: x.to(device) for name, x in given.items() if x is not None}
+    return testing.Tensors(**{**moved, "mask": dataclasses.replace(m, **there)})
 
 
 def _mask(case: Case, drawn: Mask) -> Mask:

@@ -151,8 +151,8 @@ class AttentionFunction(torch.autograd.Function):
         args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
         differentiate = needs_autograd(*saved)
         grads = list(_apply(function, *args) if differentiate else function.forward(*args))
-        if grads[_W] is not None:
-            grads[_W] = grads[_W].sum(0).to(inputs[_W].dtype)
+        if (grad_w := grads[_W]) is not None:
+            grads[_W] = grad_w.sum(0).to(inputs[_W].dtype)
         return (None, None, *grads, *[None] * len(own))
 
     @staticmethod

@@ -272,34 +272,33 @@ void forward(StableIValue* stack, uint64_t count, uint64_t) {
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
   binding::Arguments arguments(stack, count);
   const Operands in = binding::take_operands(arguments);
-  const auto [out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad] =
-      binding::take_saved(arguments);
+  const binding::Saved saved = binding::take_saved(arguments);
   arguments.end();
   BackwardParams p{};
   fill_problem(in, &p);
   const Tensor& q = in.q;
 
-  p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
-  STD_TORCH_CHECK(grad_out.scalar_type() == q.scalar_type(),
+  p.out = view_of(saved.out, "out", {p.B, p.H, p.M, p.E});
+  STD_TORCH_CHECK(saved.grad_out.scalar_type() == q.scalar_type(),
                   "fastattn: expected grad_out of the dtype of q");
-  p.grad_out = view_of(grad_out, "grad_out", {p.B, p.H, p.M, p.E});
+  p.grad_out = view_of(saved.grad_out, "grad_out", {p.B, p.H, p.M, p.E});
   const auto is_rows = [&](const Tensor& t, int64_t dims) {
     return t.scalar_type() == ScalarType::Float && t.dim() == dims && t.size(0) == p.B &&
            t.size(1) == p.H && t.size(2) == p.M;
   };
-  STD_TORCH_CHECK(is_rows(stats, 4) && stats.size(3) == 2,
+  STD_TORCH_CHECK(is_rows(saved.stats, 4) && saved.stats.size(3) == 2,
                   "fastattn: stats: expected float32 [B, H, M, 2]");
-  STD_TORCH_CHECK(!grad_lse || is_rows(*grad_lse, 3),
+  STD_TORCH_CHECK(!saved.grad_lse || is_rows(*saved.grad_lse, 3),
                   "fastattn: grad_lse: expected float32 [B, H, M]");
-  const Tensor stats_rows = torch::stable::contiguous(stats);
+  const Tensor stats_rows = torch::stable::contiguous(saved.stats);
   p.stats = static_cast<const float*>(stats_rows.data_ptr());
   OptTensor grad_lse_rows;
-  if (grad_lse) {
-    grad_lse_rows = torch::stable::contiguous(*grad_lse);
+  if (saved.grad_lse) {
+    grad_lse_rows = torch::stable::contiguous(*saved.grad_lse);
     p.grad_lse = static_cast<const float*>(grad_lse_rows->data_ptr());
   }
-  if (grad_weights && p.weights_mode != WeightsMode::kNone) {
-    p.grad_weights = weights_view(p, *grad_weights, "grad_weights");
+  if (saved.grad_weights && p.weights_mode != WeightsMode::kNone) {
+    p.grad_weights = weights_view(p, *saved.grad_weights, "grad_weights");
   }
 
   Tensor grad_q = like(q);
@@ -312,7 +311,7 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
       in.w ? empty(q, {p.B, p.H, p.D}, ScalarType::Float) : empty(q, {0}, ScalarType::Float);
   p.grad_w = in.w ? static_cast<float*>(grad_w.data_ptr()) : nullptr;
   Tensor grad_bias = empty(q, {0}, q.scalar_type());
-  if (bias_needs_grad) {
+  if (saved.bias_needs_grad) {
     STD_TORCH_CHECK(in.bias.has_value(), "fastattn: bias_needs_grad without a bias");
     p.bias_B = in.bias->size(0), p.bias_H = in.bias->size(1), p.bias_M = in.bias->size(2),
     p.bias_N = in.bias->size(3);

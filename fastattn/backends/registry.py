@@ -41,19 +41,12 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self,
-        p: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: Tensor | None,
-        bias: Tensor | None,
-        /,
+        self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None,
         *saved: Any,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Gradients of (q, k, v, w, bias); that of w is ``[B, H, D]``, in ``p.acc_dtype``.
 
-        ``saved`` are the fields of ``schemas.Saved``.
+        ``saved``: the fields of ``schemas.Saved``.
         """
         ...
 

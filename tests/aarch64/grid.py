@@ -17,6 +17,7 @@ import torch
 from fastattn import testing
 from fastattn.backends import registry
 from fastattn.problem import record
+from fastattn.problem.schemas import Saved
 from fastattn.testing import GRID
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,25 +149,25 @@ class Emulated:
         )
         return out, lse, weights, stats
 
-    def backward(
-        self, p, q, k, v, w, bias, out, stats, grad_out, grad_lse, grad_weights, bias_needs_grad
-    ):
+    def backward(self, p, q, k, v, w, bias, *saved):
+        s = Saved(*saved)
         absent = ((0,), torch.float32)
-        rows = None if grad_lse is None else grad_lse.contiguous()
+        rows = None if s.grad_lse is None else s.grad_lse.contiguous()
         head = (0, 2, 3) if p.weights == "mean" else (0, 1, 2, 3)
-        wanted = numbers(1, *bias.shape) if bias_needs_grad else numbers(0)
-        more = [encode(out), encode(stats), encode(grad_out), encode(rows, 0, 1, 2)]
+        wanted = numbers(1, *bias.shape) if s.bias_needs_grad else numbers(0)
+        more = [encode(s.out), encode(s.stats), encode(s.grad_out), encode(rows, 0, 1, 2)]
         grads = self._run(
             numbers(1, THREADS)
             + self._problem(p, q, k, v, w, bias)
-            + b"".join([*more, encode(grad_weights, *head), wanted]),
+            + b"".join([*more, encode(s.grad_weights, *head), wanted]),
             (q.shape, p.dtype),
             (k.shape, p.dtype),
             (v.shape, p.dtype),
             absent if w is None else ((p.B, p.H, p.D), torch.float32),
-            (bias.shape, bias.dtype) if bias_needs_grad else absent,
+            (bias.shape, bias.dtype) if s.bias_needs_grad else absent,
         )
-        return (*grads[:3], None if w is None else grads[3], grads[4] if bias_needs_grad else None)
+        grad_bias = grads[4] if s.bias_needs_grad else None
+        return (*grads[:3], None if w is None else grads[3], grad_bias)
 
 
 @pytest.fixture(scope="module")
