@@ -13,10 +13,12 @@ namespace fastattn {
 
 // ---- what loops ask of a mask ----
 
+FASTATTN_FN bool has_dense(const MaskParams& mask) { return mask.keep != nullptr; }
+
 // Whether a dense mask differs from row to row: it may consist of blocks then, and whole tiles of
 // it be dropped.
 FASTATTN_FN bool dense_varies_by_row(const MaskParams& mask) {
-  return mask.keep != nullptr && mask.keep_stride_m != 0;
+  return has_dense(mask) && mask.keep_stride_m != 0;
 }
 
 // Whether lengths differ from row to row: else, intervals of keys move one way with the row, and
@@ -70,13 +72,27 @@ FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, in
   return all;
 }
 
+// The dense mask, if there is one, where (b, h, i, j) is at `offset`; nonzero keeps.
+struct DenseMask {
+  const uint8_t* data;
+  int64_t offset, stride_m, stride_n;
+};
+
+FASTATTN_FN DenseMask dense_from(const MaskParams& mask, int64_t b, int64_t h, int64_t i,
+                                 int64_t j) {
+  return {mask.keep,
+          b * mask.keep_stride_b + h * mask.keep_stride_h + i * mask.keep_stride_m +
+              j * mask.keep_stride_n,
+          mask.keep_stride_m, mask.keep_stride_n};
+}
+
 FASTATTN_FN bool keeps(const MaskParams& mask, int64_t N, int64_t b, int64_t h, int64_t i,
                        int64_t j) {
   const KeyRange row = row_range(mask, N, b, i);
   if (j < row.begin || j >= row.end) return false;
-  if (mask.keep == nullptr) return true;
-  return mask.keep[b * mask.keep_stride_b + h * mask.keep_stride_h + i * mask.keep_stride_m +
-                   j * mask.keep_stride_n] != 0;
+  if (!has_dense(mask)) return true;
+  const DenseMask dense = dense_from(mask, b, h, i, j);
+  return dense.data[dense.offset] != 0;
 }
 
 // ---- heads as rows ----

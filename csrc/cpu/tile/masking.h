@@ -36,7 +36,7 @@ class MaskTile {
  public:
   MaskTile(const AttentionParams& p, Scratch& scratch, int64_t block_m, int64_t block_n)
       : p_(p), block_n_(block_n), begin_(scratch.ints(block_m)), end_(scratch.ints(block_m)) {
-    has_addend_ = p.bias.data != nullptr || p.mask.keep != nullptr;
+    has_addend_ = p.bias.data != nullptr || has_dense(p.mask);
     addend_ = has_addend_ ? scratch.floats(block_m * block_n) : nullptr;
   }
 
@@ -133,7 +133,7 @@ class MaskTile {
 
   // Whether every row keeps every key, where that can be told from the first and the last one.
   bool all_inside() const {
-    if (p_.mask.kv_len != nullptr && p_.mask.kv_len_stride_m != 0) return false;
+    if (lengths_vary_by_row(p_.mask)) return false;
     const KeyRange first = row_range(p_.mask, p_.N, b_, i0_),
                    last = row_range(p_.mask, p_.N, b_, i0_ + rows_ - 1);
     return max64(first.begin, last.begin) <= j0_ && min64(first.end, last.end) >= j0_ + cols_;
@@ -164,7 +164,7 @@ class MaskTile {
   // those of infinities and NaN are the largest.
   bool look_at_plain_bias() {
     const View& bias = p_.bias;
-    if (p_.mask.keep != nullptr || masked_ || cols_ % kWidth != 0) return false;
+    if (has_dense(p_.mask) || masked_ || cols_ % kWidth != 0) return false;
     if (bias.dtype != DType::kFloat32 || bias.stride_c != 1) return false;
     bias_ = static_cast<const float*>(bias.data) + b_ * bias.stride_b + h_ * bias.stride_h +
             i0_ * bias.stride_r + j0_;
@@ -183,14 +183,13 @@ class MaskTile {
   // dropped as a whole: a sixth of the work of an addend tells.
   enum class Kept { kNone, kSome, kAll };
   Kept kept_by_mask() const {
-    const MaskParams& m = p_.mask;
-    if (m.keep_stride_n != 1 || cols_ % kWidth != 0) return Kept::kSome;
-    const uint8_t* const from =
-        m.keep + b_ * m.keep_stride_b + h_ * m.keep_stride_h + i0_ * m.keep_stride_m + j0_;
+    const DenseMask dense = dense_from(p_.mask, b_, h_, i0_, j0_);
+    if (dense.stride_n != 1 || cols_ % kWidth != 0) return Kept::kSome;
+    const uint8_t* const from = dense.data + dense.offset;
     VecBytes any{}, dropped{};
-    for (int64_t i = 0; i < (m.keep_stride_m == 0 ? 1 : rows_); ++i)
+    for (int64_t i = 0; i < (dense.stride_m == 0 ? 1 : rows_); ++i)
       for (int64_t c = 0; c < cols_; c += kWidth) {
-        const auto bytes = load_lanes<VecBytes>(from + i * m.keep_stride_m + c);
+        const auto bytes = load_lanes<VecBytes>(from + i * dense.stride_m + c);
         any |= bytes;
         dropped |= bytes == 0;
       }
@@ -200,14 +199,14 @@ class MaskTile {
 
   // Folds bias, dense mask and intervals into the addend and looks at what came out.
   int64_t build_addend(int64_t in_interval) {
-    const bool one_row = (p_.mask.keep == nullptr || p_.mask.keep_stride_m == 0) &&
+    const bool one_row = !dense_varies_by_row(p_.mask) &&
                          (p_.bias.data == nullptr || p_.bias.stride_r == 0) && !masked_;
     addend_stride_ = one_row ? 0 : block_n_;
     Seen seen{};
     for (int64_t i = 0; i < (one_row ? 1 : rows_); ++i) {
       float* const row = addend_ + i * addend_stride_;
       if (p_.bias.data != nullptr) put_bias(i, row);
-      if (p_.mask.keep != nullptr)
+      if (has_dense(p_.mask))
         p_.bias.data == nullptr ? put_keep<false>(i, row) : put_keep<true>(i, row);
       if (begin_[i] > 0 || end_[i] < round_up(cols_, kWidth)) put_interval(i, row);
       look(row, seen);
@@ -250,17 +249,16 @@ class MaskTile {
   // -inf where the dense mask drops a key; elsewhere 0, or (kOver) what is there.
   template <bool kOver>
   void put_keep(int64_t i, float* to) const {
-    const MaskParams& m = p_.mask;
-    const uint8_t* const from = m.keep + b_ * m.keep_stride_b + h_ * m.keep_stride_h +
-                                (i0_ + i) * m.keep_stride_m + j0_ * m.keep_stride_n;
-    const int64_t whole = m.keep_stride_n == 1 ? cols_ / kWidth * kWidth : 0;
+    const DenseMask dense = dense_from(p_.mask, b_, h_, i0_ + i, j0_);
+    const uint8_t* const from = dense.data + dense.offset;
+    const int64_t whole = dense.stride_n == 1 ? cols_ / kWidth * kWidth : 0;
     for (int64_t c = 0; c < cols_; c += kWidth) {
       VecBytes bytes{};
       if (c < whole) {
         bytes = load_lanes<VecBytes>(from + c);
       } else {
         for (int64_t lane = 0; lane < kWidth && c + lane < cols_; ++lane)
-          bytes[lane] = static_cast<int8_t>(from[(c + lane) * m.keep_stride_n]);
+          bytes[lane] = static_cast<int8_t>(from[(c + lane) * dense.stride_n]);
       }
       const VecI dropped = __builtin_convertvector(bytes == 0, VecI);  // all bits set, or none
       store(to + c, dropped ? splat(-kInf) : kOver ? load(to + c) : Vec{});
@@ -295,7 +293,5 @@ class MaskTile {
   float* addend_;
   const float* bias_ = nullptr;
 };
-
-// ---- dropout ----
 
 }  // namespace fastattn::FASTATTN_ISA

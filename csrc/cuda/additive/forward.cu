@@ -96,7 +96,7 @@ FASTATTN_DEVICE void write_out(const ForwardParams& p, const Place& at, const Ro
 // The block's queries. Later ones have more keys where a diagonal bounds them: those come first.
 FASTATTN_DEVICE Place query_place(const AttentionParams& p, int64_t tiles_m, uint32_t block) {
   const int64_t n = take_digit(&block, tiles_m), h = take_digit(&block, p.H), b = block;
-  const int64_t tile = p.mask.band_hi < p.N ? tiles_m - 1 - n : n;
+  const int64_t tile = later_rows_keep_more(p.mask, p.N) ? tiles_m - 1 - n : n;
   return place(p, b, h, tile * kTile, 0);
 }
 

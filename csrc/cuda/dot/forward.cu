@@ -117,7 +117,7 @@ FASTATTN_DEVICE void write_parts(const SdpaArgs& a, const Place& at, int64_t chu
 FASTATTN_DEVICE Place query_tile(const AttentionParams& p, uint32_t block) {
   const int64_t tiles = ceil_div(p.M, kTile);
   const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H);
-  return place(p, block, h, (p.mask.band_hi < p.N ? tiles - 1 - n : n) * kTile, 0);
+  return place(p, block, h, (later_rows_keep_more(p.mask, p.N) ? tiles - 1 - n : n) * kTile, 0);
 }
 
 // Of few queries. Heads that share their keys are neighbours, whose keys a cache then has.

@@ -41,20 +41,14 @@ using Pairs = float[Layout::kQueries * Layout::kKeys / 4][4];
 
 // ---- masks ----
 
-// Intervals of keys move one way with the row, unless their lengths are ragged: then the first and
-// the last row do not speak for all.
-FASTATTN_DEVICE bool is_ragged(const MaskParams& mask) {
-  return mask.kv_len != nullptr && mask.kv_len_stride_m != 0;
-}
-
 FASTATTN_DEVICE bool is_outside(const AttentionParams& p, const Place& at) {
-  if (is_ragged(p.mask)) return false;
+  if (lengths_vary_by_row(p.mask)) return false;
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   return keys.begin >= at.j0 + at.cols || keys.end <= at.j0;
 }
 
 FASTATTN_DEVICE bool is_full(const AttentionParams& p, const Place& at) {
-  if (is_ragged(p.mask) || p.mask.keep != nullptr || p.bias.data != nullptr) return false;
+  if (lengths_vary_by_row(p.mask) || has_dense(p.mask) || p.bias.data != nullptr) return false;
   if (at.rows < kTile || at.cols < kTile) return false;
   const KeyRange first = row_range(p.mask, p.N, at.b, at.i0);
   const KeyRange last = row_range(p.mask, p.N, at.b, at.i0 + kTile - 1);
@@ -105,13 +99,11 @@ FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at)
   const KeepBits inside = bits_in_ranges<Layout>(p, at);
   KeepBits bits = inside;
   const auto drop = [&](int pair) { bits &= ~(KeepBits{1} << pair); };
-  if (p.mask.keep != nullptr) {
-    const MaskParams& m = p.mask;
-    const int64_t offset = at.b * m.keep_stride_b + at.h * m.keep_stride_h +
-                           at.i0 * m.keep_stride_m + at.j0 * m.keep_stride_n;
-    for_kept<Layout, false>(inside, offset, m.keep_stride_m, m.keep_stride_n,
+  if (has_dense(p.mask)) {
+    const DenseMask dense = dense_from(p.mask, at.b, at.h, at.i0, at.j0);
+    for_kept<Layout, false>(inside, dense.offset, dense.stride_m, dense.stride_n,
                             [&](int pair, int64_t where) {
-                              if (m.keep[where] == 0) drop(pair);
+                              if (dense.data[where] == 0) drop(pair);
                             });
   }
   if (p.bias.data != nullptr) {

@@ -4,7 +4,7 @@
 //   tanh(q + k) = 1 - 2 u      u = 1 / (1 + E F)      E = e^(2 (q + c))      F = e^(2 (k - c))
 //
 // E costs an exponential an element of a query block, F one of a key tile, a pair half a division:
-// additive_tile.h has the loops and what bounds them, additive_terms.h the proof of their range.
+// tile.h has the loops and what bounds them, terms.h the proof of their range.
 // The centre c is 0 unless the keys of a tile are far from it; keys that are far from each other,
 // or not finite, make their tile take an exponential a pair instead. Keys that no row of the tile
 // keeps do not count.

@@ -1,5 +1,5 @@
 // The terms of an additive score, sum_d w_d tanh(q_d + k_d), laid out for the loops of
-// additive_tile.h: which dim, with which weight, and the range in which the loops are right.
+// tile.h: which dim, with which weight, and the range in which the loops are right.
 //
 // A term is w tanh(q + k) = w - 2 w u with u = 1 / (1 + E F), E = e^2q, F = e^2k. Its weight is
 // folded into its denominator, x = c + (c E) F with c = unit / w: then w u = unit / x.

@@ -1,5 +1,5 @@
-// The inner loops of the additive score on plain fp32 tiles; score_additive.h fills the tiles,
-// additive_terms.h says what a term is. Four terms share a division, or, where keys are far apart,
+// The inner loops of the additive score on plain fp32 tiles; score.h fills the tiles,
+// terms.h says what a term is. Four terms share a division, or, where keys are far apart,
 // two:
 //
 //   1/x0 + 1/x1 = (x0 + x1) / (x0 x1)

@@ -1,5 +1,5 @@
-// The five products of scaled dot-product attention on the matrix unit (amx.h): the score, the
-// values and their gradients with the interfaces of score_dot.h and value.h.
+// The score of scaled dot-product attention on the matrix unit (unit.h), behind the interface of
+// DotScore.
 //
 // Gradients of keys and values are accumulated transposed, dK^T = Q^T dS and dV^T = dO^T W, so that
 // no tile of scores is ever transposed: W and dS are right operands there as they lie.
