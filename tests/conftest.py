@@ -5,6 +5,7 @@ need one: those of the GPU backends, whose kernels tests/triton interprets, and 
 C++, where there is none.
 """
 
+import importlib.util
 import itertools
 import math
 import os
@@ -23,6 +24,14 @@ from fastattn.backends import cpu, operators, registry
 from fastattn.problem import call_cache
 
 pytest.register_assert_rewrite("properties")  # tests by another name
+
+# Triton's language is compiled or interpreted as it is first imported, which torch._dynamo may do
+# before tests/triton is collected.
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 
 def pytest_report_header():

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fastattn.kernels.host.launch import Call
-from fastattn.kernels.tile import masking
+from fastattn.kernels.tile import block_lists, masking
 from fastattn.problem import Mask, Problem
 
 B, H, M, N = 2, 2, 40, 50
@@ -135,7 +135,7 @@ def test_ranges_hold_every_kept_pair_and_full_blocks_are_full(mask, columns, dev
 @every_mask
 def test_lists_are_the_classes_of_tiles(mask, columns, device):
     call, kept = call_of(mask, device=device)
-    lists = masking.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N, columns)
+    lists = block_lists.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N, columns)
     if lists.ptr is None:
         assert mask.keep is None
         return
@@ -149,7 +149,7 @@ def test_a_broadcast_bias_is_scanned(shape, columns, device):
     bias[..., :9] = -torch.inf  # a skipped tile and a partial one
     bias[..., 20:30] = 0.5  # partial ones
     call, kept = call_of(Mask("top_left"), bias, device)
-    lists = masking.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N, columns)
+    lists = block_lists.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N, columns)
     full = (bias == 0).expand(B, H, M, N)
     assert_lists(lists, kept & (bias != -torch.inf), full, columns)
 
@@ -157,7 +157,7 @@ def test_a_broadcast_bias_is_scanned(shape, columns, device):
 def test_a_bias_of_every_head_is_not_scanned():
     call, _ = call_of(Mask(), torch.zeros(B, H, M, N))
     assert not masking.scans_bias(call)
-    assert masking.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N).ptr is None
+    assert block_lists.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N).ptr is None
 
 
 def assert_lists(lists, kept, plain, columns):

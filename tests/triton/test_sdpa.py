@@ -11,7 +11,8 @@ import fastattn
 from fastattn import testing
 from fastattn.backends import _gpu
 from fastattn.backends import triton as backend
-from fastattn.kernels.loop import backward, forward
+from fastattn.kernels.loop import forward, grad_bias
+from fastattn.problem import validate
 from fastattn.problem.record import WEIGHTS
 from fastattn.testing import GRID
 
@@ -182,7 +183,7 @@ def test_gradient_of_a_small_bias_is_split_and_added_up(shape, device, monkeypat
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
     grads = []
     for programs in (1, 1000):
-        monkeypatch.setattr(backward, "DBIAS_PROGRAMS", programs)
+        monkeypatch.setattr(grad_bias, "DBIAS_PROGRAMS", programs)
         leaf = bias.clone().requires_grad_()
         attend(q, k, v, bias=leaf).square().sum().backward()
         grads.append(leaf.grad)
@@ -309,7 +310,7 @@ def test_operators_refuse(device, dropout_p, weights, seed):
 
 def problem(device="cpu", **changes):
     x = torch.zeros(1, 1, 2, 4)
-    p = fastattn.validate.build("dot", x, x, x).p
+    p = validate.build("dot", x, x, x).p
     return dataclasses.replace(p, device=torch.device(device), **changes)
 
 
