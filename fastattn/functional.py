@@ -303,14 +303,15 @@ def explain(
         ValueError: as the function; but a named backend that cannot do the problem is no error.
 
     Example:
-        >>> q = torch.randn(1, 8, 128, 64)
-        >>> print(fastattn.explain(q, q, q, is_causal=True))  # on a laptop, for example
-        dot attention: B=1 H=8 Hkv=8 M=128 N=128 D=64 E=64, float32 on cpu, mask top_left
+        >>> q = torch.randn(1, 8, 128, 64).bfloat16()
+        >>> print(fastattn.explain(q, q, q, is_causal=True))  # on some machine without a GPU
+        dot attention: B=1 H=8 Hkv=8 M=128 N=128 D=64 E=64, bfloat16 on cpu, mask top_left
           cpu     chosen
           triton  no: tensors are on cpu; torch sees no CUDA device
           cuda    no: tensors are on cpu; torch sees no CUDA device
           eager   available
-          cpu: instruction set avx512
+          cpu: instruction set avx512_bf16
+          cpu: path tiles
     """
     if query is None:
         query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -324,7 +325,7 @@ def explain(
     backend = options.pop("backend", "auto")
     tensors: Any = _autocast(query, key, value, weight)
     inputs = validate.build(score, *tensors, **options)
-    return registry.explain(inputs.p, backend)
+    return registry.explain(inputs.p, backend, inputs.bias is not None)
 
 
 def _attend(

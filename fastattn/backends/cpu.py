@@ -35,10 +35,9 @@ def instruction_set() -> str:
 
 
 def path(p: Problem, bias: bool = False) -> str:
-    """Which way the kernels take for the forward pass, in words.
+    """The path of the forward pass through the kernels, in words, or what FASTATTN_CPU_PATH forces.
 
-    That of keys and values whose rows are contiguous. ``bias``: there is one. FASTATTN_CPU_PATH
-    forces another way, which is then named as well.
+    It is that of keys and values with contiguous rows. ``bias`` says whether there is a bias.
     """
     lo, hi = p.band()
     keep = p.mask.keep

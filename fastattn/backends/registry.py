@@ -144,10 +144,11 @@ class Explanation:
         return "\n  ".join([*lines, *self.notes])
 
 
-def explain(p: Problem, backend: str = "auto") -> Explanation:
+def explain(p: Problem, backend: str = "auto", bias: bool = False) -> Explanation:
     """The backends in order of preference: chosen, available, or why not.
 
-    A named ``backend`` that cannot do the problem leaves none chosen: the call raises.
+    A named ``backend`` that cannot do the problem leaves none chosen: the call raises. ``bias``
+    says whether there is a bias.
 
     The notes are about CPU kernels: their instruction set and path, or how to get them where they
     are missing. Where both GPU backends can do the problem, they say why the first is preferred.
@@ -157,8 +158,7 @@ def explain(p: Problem, backend: str = "auto") -> Explanation:
         get(backend)  # raises for a name that is none
     wanted = list(reasons) if backend == "auto" else [backend]
     chosen = next((name for name in wanted if not reasons[name]), None)
-    describe = getattr(cpu, "path", None)
-    path = describe(p) if chosen == "cpu" and describe is not None else None
+    path = cpu.path(p, bias) if chosen == "cpu" else None
     notes = []
     if reasons.get("cpu") == []:
         notes.append(f"cpu: instruction set {cpu.instruction_set()}")

@@ -241,11 +241,12 @@ def test_public_explain():
 
 
 def test_explain_says_the_path(extension, monkeypatch):
-    monkeypatch.setattr(cpu, "path", lambda p: f"tiles of {p.M}", raising=False)
+    monkeypatch.setattr(cpu, "path", lambda p, bias: f"tiles of {p.M}, bias {bias}")
     q = torch.zeros(2, 2, 3, 4)
     found = fastattn.explain(q)
-    assert found.path == "tiles of 3"
-    assert "  cpu: path tiles of 3" in str(found).splitlines()
+    assert found.path == "tiles of 3, bias False"
+    assert "  cpu: path tiles of 3, bias False" in str(found).splitlines()
+    assert fastattn.explain(q, bias=torch.zeros(3, 3)).path == "tiles of 3, bias True"
     assert fastattn.explain(q, backend="eager").path is None
 
 
