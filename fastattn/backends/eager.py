@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ def _no_autocast(p: Problem) -> contextlib.AbstractContextManager:
     return torch.autocast(device, enabled=False)
 
 
-def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None):
+def forward(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``registry.Backend``."""
     with _no_autocast(p):
         out, lse, weights = reference.forward(p, q, k, v, w, bias)
@@ -35,17 +38,17 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias:
     return out.transpose(1, 2), lse, weights.to(p.dtype), lse.new_empty(p.B, 0)
 
 
-def backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, w, bias, *saved):
+def backward(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None, *saved: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See ``registry.Backend``."""
     given = Saved(*saved)
     with _no_autocast(p):
         grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(
             p, q, k, v, w, bias, given.grad_out, given.grad_lse, given.grad_weights
         )
-    return (
-        grad_q.to(q.dtype),
-        grad_k.to(k.dtype),
-        grad_v.to(v.dtype),
-        grad_w,
-        None if grad_bias is None or not given.bias_needs_grad else grad_bias.to(bias.dtype),
-    )
+    if bias is None or grad_bias is None or not given.bias_needs_grad:
+        grad_bias = None
+    else:
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_w, grad_bias

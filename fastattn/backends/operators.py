@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-# As backends/gpu.py's reasons: torch.compile of 2.11 cannot trace it.
+# As the reasons in _gpu.py: torch.compile of 2.11 cannot trace it.
 has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -87,7 +88,7 @@ EXTENSION_LEFT_OUT = build_info("left_out") is True  # on purpose
 LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
 
 
-def _complete(name: str, schema: str, fake) -> None:
+def _complete(name: str, schema: str, fake: Callable | None) -> None:
     """Defines an operator unless the library has, and adds its fake kernel.
 
     As a kernel for meta tensors, which fake tensors use: register_fake() wants operators from C++
@@ -102,7 +103,7 @@ def _complete(name: str, schema: str, fake) -> None:
 # ---- fake kernels ----
 
 
-def _forward_fake(*args):
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = Call(*args)
     B, H, M, _ = call.q.shape
     N, E = call.v.shape[-2:]
@@ -112,7 +113,7 @@ def _forward_fake(*args):
     return out, lse, call.q.new_empty(shape), stats
 
 
-def _backward_fake(*args):
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     call, saved = schemas.split(args)
     B, H, _, D = call.q.shape
     grad_w = call.q.new_empty((0,) if call.w is None else (B, H, D), dtype=torch.float32)
@@ -130,7 +131,7 @@ class Operators:
     Whoever makes them implements them, in Python or by loading a library.
     """
 
-    def __init__(self, prefix: str):
+    def __init__(self, prefix: str) -> None:
         pair = schemas.pair(prefix)
         self._names = tuple(pair)
         for (name, schema), fake in zip(pair.items(), (_forward_fake, _backward_fake), strict=True):
@@ -140,16 +141,27 @@ class Operators:
             getattr(torch.ops.fastattn, n).default for n in self._names
         )
 
-    def implement(self, key: str, forward, backward) -> None:
+    def implement(self, key: str, forward: Callable, backward: Callable) -> None:
         """Registers Python functions for a dispatch key, ``"CUDA"`` or ``"CPU"``."""
         for name, function in zip(self._names, (forward, backward), strict=True):
             LIBRARY.impl(name, function, key)
 
-    def forward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None):
+    def forward(
+        self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See ``registry.Backend``."""
         return self._forward(q, k, v, w, bias, *p.operands)
 
-    def backward(self, p: Problem, q, k, v, w: Tensor | None, bias: Tensor | None, *saved):
+    def backward(
+        self,
+        p: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor | None,
+        bias: Tensor | None,
+        *saved: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """See ``registry.Backend``."""
         *grads, grad_w, grad_bias = self._backward(q, k, v, w, bias, *p.operands, *saved)
         biased = Saved(*saved).bias_needs_grad
@@ -159,13 +171,21 @@ class Operators:
 # ---- what surrounds attention, at inference on CPUs ----
 
 
-def _linear_fake(x, weight, bias):
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:2], weight.shape[0])
 
 
 def _self_attention_fake(
-    x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first
-):
+    x: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    num_heads: int,
+    scale: float,
+    weights: int,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
     B, N = x.shape[:2] if batch_first else x.shape[1::-1]
     shape = weights_shape(weights_of(weights), B, num_heads, N, N)
     return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)

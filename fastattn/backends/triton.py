@@ -1,6 +1,6 @@
 """Triton kernels (kernels/) for GPUs: fp16, bf16, fp32, every feature, no M * N memory.
 
-They run behind operators of their own, with the schemas of ``ops.py``'s, so that
+They run behind operators of their own, with the schemas of ``problem/schemas.py``, so that
 torch.compile and export see one opaque call. Triton is imported when the first of them runs.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def _machine_reasons(device: torch.device) -> list[str]:
     return _gpu.reasons(device)
 
 
-# As gpu.reasons: sys.modules cannot be traced.
+# As the reasons in _gpu.py: sys.modules cannot be traced.
 _machine_reasons._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -57,7 +58,7 @@ def _interpreted() -> bool:
 # ---- the operators ----
 
 
-def _forward(*args):
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
     from fastattn.kernels.loop.forward import launch_sdpa_fwd
@@ -68,7 +69,7 @@ def _forward(*args):
         return launch(call)
 
 
-def _backward(*args):
+def _backward(*args: Any) -> tuple[Tensor, ...]:
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd

@@ -14,14 +14,16 @@ from fastattn.problem import Mask, Problem, record
 
 
 class Known(NamedTuple):
-    """What was found out about a call whose tensors are 4-D, or lack but the head dim."""
+    """What was found out about a call whose tensors are 4-D, or lack the head dim alone."""
 
     p: Problem
     backend: str
     has_head_dim: bool
 
-    def tensors(self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None):
-        """Those of another such call, with a head dim."""
+    def tensors(
+        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The tensors of another such call, with a head dim."""
         if self.has_head_dim:
             return query, key, value, weight
         weight = None if weight is None else weight.unsqueeze(0)
@@ -33,7 +35,7 @@ _KNOWN: dict[tuple | None, Any] = {}
 _MOST_KNOWN = 1024
 
 
-def recall(*call) -> Known | None:
+def recall(*call: Any) -> Known | None:
     """What is known of a call like this one, if any was seen.
 
     ``call`` is (query, key, value, weight, dropout_p, is_causal, enable_gqa, scale, return_weights,
@@ -45,7 +47,7 @@ def recall(*call) -> Known | None:
         return None
 
 
-def remember(known: Known, canonical: tuple, *call) -> None:
+def remember(known: Known, canonical: tuple, *call: Any) -> None:
     """Keeps what ``recall`` is to give for such a call, if that makes ``canonical`` of tensors."""
     described = _describe(*call)
     if described is None or (not known.has_head_dim and any(x.dim() != 3 for x in call[:3])):
