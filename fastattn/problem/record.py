@@ -11,6 +11,7 @@ Indices: b, h, i (query), j (key).
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -280,9 +281,11 @@ class Problem:
     operands: tuple = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        masks = [getattr(self.mask, name) for name in MASK_TENSORS]
+        p, seed = (0.0, None) if self.dropout is None else (self.dropout.p, self.dropout.seed)
         band = self.band()
-        numbers = (*band, self.scale, self.dropout_p, WEIGHTS[self.weights])
-        object.__setattr__(self, "operands", (*self.tensors(), *numbers))
+        operands = (*masks, seed, *band, self.scale, p, WEIGHTS[self.weights])
+        object.__setattr__(self, "operands", operands)
 
     def __str__(self) -> str:
         """One line: the score, the dims by name, and what else the problem has."""
@@ -339,12 +342,11 @@ class Problem:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors inside the record: ``MASK_TENSORS``, and the seed."""
-        masks = [getattr(self.mask, name) for name in MASK_TENSORS]
-        return (*masks, self.dropout.seed if self.dropout else None)
+        return self.operands[: len(MASK_TENSORS) + 1]
 
     def with_tensors(self, *tensors: Tensor | None) -> Problem:
         """The same problem around other tensors, as functional transforms need it."""
-        if all(x is y for x, y in zip(self.tensors(), tensors, strict=True)):
+        if all(map(operator.is_, self.tensors(), tensors)):
             return self
         *masks, seed = tensors
         mask = dataclasses.replace(self.mask, **dict(zip(MASK_TENSORS, masks, strict=True)))
