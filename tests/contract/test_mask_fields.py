@@ -9,11 +9,12 @@ from properties import mask_fields
 from properties.mask_fields import EXAMPLES, TENSORS, B, D, N, assert_heeded, every_field, mask_of
 
 import fastattn
-from fastattn import Mask, autograd, functional
+from fastattn import Mask, autograd
 from fastattn.problem import call_cache, schemas, validate
 from fastattn.problem.record import MASK_TENSORS
+from fastattn.scores import SCORES as every_score
 
-scores = pytest.mark.parametrize("score", SCORES)
+both_scores = pytest.mark.parametrize("score", SCORES)
 
 
 def test_the_tensors_of_a_mask_are_operands_in_their_order():
@@ -44,13 +45,13 @@ def test_other_tensors_take_the_place_of_the_records_own(field):
 
 
 @every_field
-@scores
+@both_scores
 def test_results_and_gradients_after_calls_without_a_mask(backend, score, field):
     mask_fields.check_backend(backend, field, score, attend)
 
 
 @every_field
-@pytest.mark.parametrize("score", functional.SCORES)
+@pytest.mark.parametrize("score", every_score)
 @torch.no_grad()
 def test_every_score(score, field):
     q, k, v, w = mask_fields.inputs("additive")
@@ -97,7 +98,7 @@ def test_modules(name, field):
 
 
 @every_field
-@scores
+@both_scores
 def test_vmap(score, field, backend):
     """Over the inputs alone, and over a tensor of the mask with them."""
     tensors = [torch.stack([x, x.flip(-1)]) for x in mask_fields.inputs(score)[:3]]
@@ -123,7 +124,7 @@ def test_vmap(score, field, backend):
 
 
 @every_field
-@scores
+@both_scores
 def test_compiled(score, field):
     torch.compiler.reset()  # which counts what it has compiled of one function
     tensors = mask_fields.inputs(score, grad=True)
