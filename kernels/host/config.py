@@ -259,7 +259,7 @@ for _kernel in ("fwd", "dq", "dkdv", "tile"):
         (_arch, 2): _ADDITIVE.get(_arch, _ADDITIVE["sm_80"])[_kernel]
         for _arch in ("sm_80", "sm_90", "gfx942")
     }
-# Queries, up to 4 of them, are apart (additive_fwd.py), and choose their keys themselves.
+# Queries, up to 4 of them, are apart (additive_forward.py), and choose their keys themselves.
 TABLE["additive_decode"] = {
     (_arch, 2): dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
     for _arch in ("sm_80", "sm_90", "gfx942")

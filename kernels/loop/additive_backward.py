@@ -1,4 +1,4 @@
-"""Additive attention, backward: sdpa_bwd.py's kernels around the gradients of score.py's tiles.
+"""Additive attention, backward: backward.py's kernels around score/additive.py's gradients.
 
     dq_id = 4 w_d sum_j dS_ij t_ijd     dk_jd = 4 w_d sum_i dS_ij t_ijd     t = (1 - tanh^2) / 4
     dw_d = sum_ij dS_ij tanh(q_id + k_jd)                  dS, dV, dbias: as for every score

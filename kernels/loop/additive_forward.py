@@ -1,6 +1,6 @@
 """Additive attention, forward: what precedes the loop over tiles, which every score shares.
 
-    s_ij = sum_d w_d tanh(q_id + k_jd)      the rest as in sdpa_fwd.py
+    s_ij = sum_d w_d tanh(q_id + k_jd)      the rest as in forward.py
 
     weights:  for h:                                 w over a power of two
     centre:   for (b, key head, share of the keys):  lowest and highest key of every dim
@@ -13,7 +13,7 @@
                                                      sdpa_merge_kernel
 
 Workspaces are fp32 and as large as q and k; nothing is of size M x N x D. Saved for backward: what
-sdpa_fwd.py saves.
+forward.py saves.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ exact, without a tanh in the loop over pairs:
 Two elements share a reciprocal, since special functions, 16 a clock and multiprocessor, are what
 bounds a loop with one each. Half of the weights leaves every step, not their sum at the end: the
 sum then is one of w tanh / 2, and does not cancel. E and F are made once a launch, by
-additive_fwd.py, as [heads, d, tokens]: a d is one contiguous load.
+additive_forward.py, as [heads, d, tokens]: a d is one contiguous load.
 
 Gradients, t = u (1 - u) = (1 - tanh^2) / 4 = E F u^2, the same loop once more:
 

@@ -20,7 +20,7 @@ FASTATTN_DEVICE int quad_row(int v) { return thread() % 32 / kQuad + v / 2 * 8; 
 FASTATTN_DEVICE int sum_row(int v) { return warp_row0() + quad_row(v); }
 FASTATTN_DEVICE int sum_col(int n, int v) { return 8 * n + 2 * (thread() % kQuad) + v % 2; }
 
-// ---- where scores are: layouts as mask_tile.cuh wants them ----
+// ---- where scores are: layouts as masking.cuh wants them ----
 //
 // Scores are products of rows from row0() on, kWarpRows a warp, and of kTiles * 8 columns from
 // col0() on.
