@@ -38,7 +38,7 @@ def wheel(tmp_path_factory):
 def test_every_module_is_in_the_wheel_and_is_typed(wheel):
     names = set(wheel.namelist())
     modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("fastattn/**/*.py")}
-    modules |= {f"fastattn/{path.relative_to(ROOT)}" for path in ROOT.glob("kernels/*.py")}
+    modules |= {f"fastattn/{path.relative_to(ROOT)}" for path in ROOT.glob("kernels/**/*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
     assert "fastattn/py.typed" in names  # without which type checkers take all for Any
 
