@@ -1,6 +1,5 @@
 """fastattn: fused attention for PyTorch, scaled dot-product and additive."""
 
-from fastattn.autotune import autotune
 from fastattn.backends import flops
 from fastattn.backends.registry import Explanation
 from fastattn.functional import additive_attention, explain, scaled_dot_product_attention
@@ -24,6 +23,7 @@ from fastattn.modules import (
 from fastattn.plotting import plot_attention
 from fastattn.problem import Mask
 from fastattn.scores import attention
+from fastattn.tuning import autotune
 
 flops.register()
 

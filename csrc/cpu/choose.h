@@ -126,8 +126,9 @@ constexpr int64_t kTogetherRows = 16;
 // The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake (Xeon): large tiles, unless small
 // ones are skipped. A row's result does not depend on how many rows a tile has.
 FASTATTN_FN Way forward_unit(const AttentionParams& p, Unit unit) {
-  if (dense_varies_by_row(p.mask)) return Way::kUnit64x64;
+  // One size for all: weights are rounded to bf16 below the maximum of the tiles so far.
   if (unit == Unit::kBFloat16) return Way::kUnit64x128;
+  if (dense_varies_by_row(p.mask)) return Way::kUnit64x64;
   const bool skips = !band_keeps_all(p.mask, p.M, p.N) || p.bias.data != nullptr;
   return p.M > 64 && !skips ? Way::kUnit256x128 : Way::kUnit64x128;
 }

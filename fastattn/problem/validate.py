@@ -310,6 +310,8 @@ def _masks(
         keep = own if keep is None else keep & own
     if bias is not None:
         own = lead.to_4d("bias", check_dense("bias", bias, query, (query.dtype, torch.float32)))
+        if added is not None:  # in float64 where the scores are
+            added = added.to(torch.promote_types(added.dtype, query.dtype))
         added = own if added is None else sum_of_biases(added, own)
     return Mask(causal, _window(mask.window), check_kv_len(lead, query, mask.kv_len), keep), added
 

@@ -92,6 +92,9 @@ class Call(schemas.Call):
         return by_row or self.band != (None, None) or self.keep is not None or self.bias is not None
 
 
+KERNELS = __name__.removesuffix("host.launch")
+
+
 def refuse_while_capturing(hook):
     """Triton's hook before it compiles: for these kernels an error inside a CUDA graph's capture.
 
@@ -100,7 +103,7 @@ def refuse_while_capturing(hook):
     """
 
     def before_compiling(*args, **about):
-        ours = about["fn"].module.startswith(__package__)
+        ours = about["fn"].module.startswith(KERNELS)
         if ours and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the Triton kernel {about['fn'].name} is not compiled for this problem yet, and a "

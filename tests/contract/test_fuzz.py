@@ -42,6 +42,9 @@ FOUND = {
         "115", "cosine", B=1, Hkv=1, M=200, N=3, D=1, E=3, dtype=half),
     "attn_mask of -inf, NaN in bias": Case(
         "e", attn_mask="bmn", attn_mask_dtype=torch.float32, bias="hmn", garbage=nan),
+    "float64: a sum of two float32 biases": Case(
+        "0", **one, M=3, N=3, D=3, E=3, dtype=torch.float64, bias="", bias_grad=False,
+        bias_dtype=torch.float32, attn_mask="bn", attn_mask_dtype=torch.float32),
     "gaussian: half attn_mask": Case(
         "0", "gaussian", attn_mask="mn", attn_mask_dtype=half, dtype=half),
     "tanh that is absolutely right only": Case(

@@ -18,7 +18,7 @@ CPP = [
 PYTHON = [
     "fastattn.problem fastattn.plotting", "fastattn.kernels.tile",
     "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
-    "fastattn.backends", "fastattn.autograd fastattn.autotune", "fastattn.functional",
+    "fastattn.backends", "fastattn.autograd fastattn.tuning", "fastattn.functional",
     "fastattn.scores",
     "fastattn.modules fastattn.testing", "fastattn",
 ]  # fmt: skip

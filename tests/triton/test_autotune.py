@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import autotune
+from fastattn import tuning
 from fastattn.kernels.host import config, tuned
 from fastattn.kernels.host.config import Config
 from fastattn.problem.validate import build
@@ -109,8 +109,8 @@ def test_what_cannot_run_is_passed_by():
         return math.inf if c.BLOCK_M > 64 else 1 / c.BLOCK_M / c.BLOCK_N
 
     # Larger blocks than 128 have no workspace.
-    assert autotune._descend(start, time_of) == Config(64, 128, 4, 1)
-    with_error = autotune._timer("fwd", lambda: None, lambda call: 1 / 0)
+    assert tuning._descend(start, time_of) == Config(64, 128, 4, 1)
+    with_error = tuning._timer("fwd", lambda: None, lambda call: 1 / 0)
     assert with_error(start) == math.inf
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.backends import triton
-from fastattn.problem import validate
+from fastattn.problem import arguments
 
 SIZES = {"tiles": 40, "few": 3}  # queries; few have kernels of their own
 every_size = pytest.mark.parametrize("M", SIZES.values(), ids=SIZES)
@@ -53,7 +53,7 @@ class NoWaiting(TorchDispatchMode):
 @every_score
 def test_no_operation_waits_for_the_device(score, M, device, monkeypatch):
     """Of validation and autograd; that launchers read no numbers, aot.py shows on meta tensors."""
-    monkeypatch.setattr(validate, "_can_read", lambda x: False)  # as of what is on a GPU
+    monkeypatch.setattr(arguments, "can_read", lambda x: False)  # as of what is on a GPU
     call, bias, mask = problem(score, M, device)
     seed = torch.tensor(5, device=device)
     with NoWaiting():
