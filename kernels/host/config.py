@@ -113,7 +113,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         ("sm_80", 2): {
             64: _row((16, 64, 8, 2), (16, 32, 8, 2)),  # one step more spills a few registers
             128: _row((32, 64, 8, 2), (16, 32, 8, 2)),
-            256: _row((16, 32, 8, 1), (16, 16, 8, 1)),
+            256: _row((16, 32, 8, 1), (16, 16, 4, 1)),
         },
         ("gfx942", 2): {
             64: _row((32, 64, 4, 1)),
