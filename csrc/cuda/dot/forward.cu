@@ -9,8 +9,8 @@
 //       O = alpha O + P V
 //     out = O / l, lse, stats
 //
-// Few queries (few_queries.h) are one tile of 16: blocks share its keys in chunks, and the warps of a block
-// the keys of a tile. Each warp writes its O, m, l to the workspace, for merge.cu.
+// Few queries (few_queries.h) are one tile of 16: blocks share its keys in chunks, and the warps of
+// a block the keys of a tile. Each warp writes its O, m, l to the workspace, for merge.cu.
 //
 // Saved for backward: stats, the maximum of a row and 1 / sum. Returned weights come from a second
 // sweep that recomputes scores against them. Dao, "FlashAttention-2: faster attention with better
