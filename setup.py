@@ -12,10 +12,11 @@ fastattn/_cuda.so, the CUDA kernels, where there is an nvcc; a GPU is not needed
 
 Where one cannot be built, one line says why, fastattn/_build_info.json keeps it for
 fastattn.explain(). FASTATTN_REQUIRE_EXT=1 makes it an error of the first; =0 leaves both out, and
-no warning follows. CXX, NVCC, CXXFLAGS, LDFLAGS and MAX_JOBS are honoured; NVCC=/bin/false builds
-the CPU kernels alone. `python setup.py native` builds in place without setuptools, `python setup.py
-cuda` the second library alone. `python setup.py extension FOLDER` builds the first alone, into a
-folder that the package does not look into: FASTATTN_EXTENSION names it.
+no warning follows. FASTATTN_CUDA=0 leaves the CUDA kernels out; FASTATTN_CUDA=sm_80,sm_90a and
+FASTATTN_CPU_ISAS=avx2,avx512 build for those alone. CXX, NVCC, CXXFLAGS, LDFLAGS and MAX_JOBS are
+honoured. `python setup.py native` builds in place without setuptools, `python setup.py cuda` the
+second library alone. `python setup.py extension FOLDER` builds the first alone, into a folder that
+the package does not look into: FASTATTN_EXTENSION names it.
 """
 
 from __future__ import annotations
@@ -92,6 +93,15 @@ class Unavailable(Exception):
     """Why a library cannot be built."""
 
 
+def wanted(variable: str, known: list[str]) -> list[str]:
+    """Those of `known` that an environment variable names; all of them if it is not set."""
+    named = os.environ.get(variable, "").replace(",", " ").split()
+    unknown = sorted(set(named) - set(known))
+    if unknown:
+        raise Unavailable(f"{variable} names {', '.join(unknown)}; known are {', '.join(known)}")
+    return [name for name in known if name in named] if named else known
+
+
 def isa_flags(target: str) -> dict[str, list[str]]:
     """The ISAs of a compiler's target triple and their flags, each a superset of the one before."""
     table: dict[str, list[str]] = {"baseline": []}  # SSE2 on x86-64, NEON on aarch64
@@ -132,10 +142,12 @@ def compile_empty_file(cxx: list[str], flags: list[str]) -> None:
 def supported_isas(cxx: list[str], target: str) -> dict[str, list[str]]:
     """The ISAs whose flags the compiler knows; a line for each that it does not."""
     supported = {}
-    for isa, flags in isa_flags(target).items():
+    table = isa_flags(target)
+    names = wanted("FASTATTN_CPU_ISAS", list(table))
+    for isa in dict.fromkeys(["baseline", *names]):  # which every machine can fall back on
         try:
-            compile_empty_file(cxx, flags)
-            supported[isa] = flags
+            compile_empty_file(cxx, table[isa])
+            supported[isa] = table[isa]
         except Unavailable as error:
             print(f"fastattn: without {isa}: {error}", file=sys.stderr)
     return supported
@@ -231,7 +243,10 @@ def cuda_code(nvcc: str) -> list[str]:
     """The flags of CUDA_CODE that this nvcc knows."""
     known = output([nvcc, "--list-gpu-arch"]).split()
     # Variants such as 90a are not listed before CUDA 12.9; they came with their plain number.
-    usable = [(arch, code) for arch, code in CUDA_CODE if arch.rstrip("a") in known]
+    names = wanted("FASTATTN_CUDA", [code for _, code in CUDA_CODE])
+    usable = [
+        (arch, code) for arch, code in CUDA_CODE if arch.rstrip("a") in known and code in names
+    ]
     if not usable:
         raise Unavailable(f"{nvcc} compiles for none of {', '.join(code for _, code in CUDA_CODE)}")
     return [f"-gencode=arch={arch},code={code}" for arch, code in usable]
@@ -321,6 +336,8 @@ def build_extension(info: dict) -> str:
 
 def build_cuda_library(info: dict) -> str:
     """Builds CUDA_LIBRARY and returns what for."""
+    if os.environ.get("FASTATTN_CUDA") == "0":
+        raise Unavailable("it was left out: FASTATTN_CUDA=0")
     (torch, _), ninja, cxx = tools()
     nvcc = find_nvcc()
     run_ninja(ninja, write_cuda_ninja_file(cxx, nvcc, torch))
