@@ -341,10 +341,6 @@ Tensor as_batch(const Tensor& y, const Tensor& x) {
   return projection::view(y, {x.size(0), x.size(1), F}, {x.size(1) * F, F, 1});
 }
 
-Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
-  return as_batch(projection::linear(tokens_of(x), weight, bias), x);
-}
-
 // What lies before the output projection, [first * second, H D], and the weights. Nothing is
 // copied: heads are strided windows into the projection, which ends here, and attention writes its
 // output where the tokens have it.
@@ -383,7 +379,6 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
   m.impl(FASTATTN_OPERATOR(forward), &forward);
   m.impl(FASTATTN_OPERATOR(backward), &backward);
 #ifndef FASTATTN_FOR_CUDA
-  m.impl("linear", TORCH_BOX(&linear));
   m.impl("self_attention", TORCH_BOX(&self_attention));
 #endif
 }

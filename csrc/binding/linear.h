@@ -45,12 +45,12 @@ inline Tensor transposed(const Tensor& t) {
   return view(t, {t.size(1), t.size(0)}, {t.stride(1), t.stride(0)});
 }
 
-// For so many tokens MKL, which torch has on x86, multiplies faster with the weight on the left:
-// 1.2 to 2.2 times with 16 to 48 tokens and widths of 256 to 1024, on one thread and on two; 1.2 to
-// 2 times with 8 to 15, if the weight is large, but half as fast if it is small. Slower with 4, and
-// with 64.
+// Intel's processors alone multiply few tokens faster with the weight on the left:
+// docs/decisions/0008.
 inline bool weight_first([[maybe_unused]] int64_t tokens, [[maybe_unused]] const Tensor& weight) {
 #ifdef __x86_64__
+  static const bool intel = __builtin_cpu_is("intel");
+  if (!intel) return false;
   constexpr int64_t kFewest = 8, kFewestOfSmall = 16, kMost = 48, kLarge = 1 << 20;
   return tokens >= kFewest && tokens <= kMost &&
          (tokens >= kFewestOfSmall || weight.numel() >= kLarge);

@@ -32,7 +32,7 @@ def backward(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None) -> in
     return 2 * B * H * M * N * (3 * D + 2 * E)
 
 
-def linear(x: Shape, weight: Shape, *_: Any, out_shape: Any = None) -> int:
+def _linear(x: Shape, weight: Shape) -> int:
     """x ``[B, N, E]`` times weight ``[F, E]``."""
     return 2 * x[0] * x[1] * x[2] * weight[0]
 
@@ -53,7 +53,7 @@ def self_attention(
     B, N = x[:2] if batch_first else x[1::-1]
     D = x[2] // num_heads
     heads = (B, num_heads, N, D)
-    return linear(x, in_weight) + forward(heads, heads, heads) + linear(x, out_weight)
+    return _linear(x, in_weight) + forward(heads, heads, heads) + _linear(x, out_weight)
 
 
 def _register() -> None:
@@ -62,7 +62,6 @@ def _register() -> None:
     operators = torch.ops.fastattn
     for name, formula in (("forward", forward), ("backward", backward)):
         register_flop_formula([getattr(operators, p + name) for p in PREFIXES])(formula)
-    register_flop_formula(operators.linear)(linear)
     register_flop_formula(operators.self_attention)(self_attention)
 
 

@@ -7,8 +7,8 @@ autograd break ``torch.func``. csrc/binding/attention.cpp defines and implements
 so that an exported program needs the library alone. Without it they are defined here and have no
 kernel, and ``EXTENSION_ERROR`` says why. ``schemas.py`` has the text of both.
 
-``fastattn::linear`` and ``self_attention`` are what modules run on CPUs where nobody looks inside:
-see ``modules/projection.py``, which says where that is.
+``fastattn::self_attention`` is what modules run on CPUs where nobody looks inside:
+``modules/multihead/inference.py`` says where that is.
 
 The CPU kernels use the widest instruction set that the machine shows. The environment variable
 ``FASTATTN_CPU_ISA``, read at import, names another; ``ISA_ERROR`` says why that is not followed.
@@ -168,11 +168,7 @@ class Operators:
         return (*grads, None if w is None else grad_w, grad_bias if biased else None)
 
 
-# ---- what surrounds attention, at inference on CPUs ----
-
-
-def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:2], weight.shape[0])
+# ---- attention between its projections, at inference on CPUs ----
 
 
 def _self_attention_fake(
@@ -191,9 +187,8 @@ def _self_attention_fake(
     return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
 
 
-for _name, _fake in (("linear", _linear_fake), ("self_attention", _self_attention_fake)):
-    _complete(_name, schemas.PROJECTIONS[_name], _fake)
-linear = torch.ops.fastattn.linear.default
+for _name, _schema in schemas.SELF_ATTENTION.items():
+    _complete(_name, _schema, _self_attention_fake)
 self_attention = torch.ops.fastattn.self_attention.default
 
 

@@ -85,9 +85,8 @@ def pair(prefix: str) -> dict[str, str]:
     return {f"{prefix}forward": _FORWARD, f"{prefix}backward": _BACKWARD}
 
 
-# What surrounds attention, at inference on CPUs.
-PROJECTIONS = {
-    "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+# Attention and both projections around it, at inference on CPUs.
+SELF_ATTENTION = {
     "self_attention": (
         "(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, Tensor? out_bias, "
         "int num_heads, float scale, int weights, bool batch_first) "
@@ -109,4 +108,4 @@ CPU_PATH = {
     ),
 }
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.
-COMPILED = pair("") | pair("cuda_") | PROJECTIONS | CPU_ISA | CPU_PATH
+COMPILED = pair("") | pair("cuda_") | SELF_ATTENTION | CPU_ISA | CPU_PATH

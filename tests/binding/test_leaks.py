@@ -41,7 +41,6 @@ CASES = {
     "forward": problem,
     "backward": gradients,
     "self_attention": module,
-    "linear": lambda: (torch.randn(1, 1, 1), torch.randn(1, 1), torch.randn(1)),
     "select_cpu_isa": lambda: ("no instruction set has a name of so many letters",),
 }
 

@@ -171,7 +171,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             **call.masks,
         )
         out, weights = attended if need_weights else (attended, None)
-        out = projection.out_projection(self, projection.merge_heads(out, call.batch_first))
+        out = self.out_proj(projection.merge_heads(out, call.batch_first))
         if call.batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)

@@ -7,9 +7,12 @@ decided here, before the first product, and the rest is one call.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fastattn.backends import registry
+from fastattn import autograd
+from fastattn.backends import operators, registry
 from fastattn.modules.multihead import interop, projection
 from fastattn.problem import call_cache, validate
 
@@ -21,7 +24,7 @@ def attend(
     if module.training and module.dropout:
         return None
     parameters = _parameters(module)
-    if parameters is None or not projection.takes_operators(x, *parameters):
+    if parameters is None or not _takes_operator(x, *parameters):
         return None
     operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
     if operator is None:
@@ -33,7 +36,7 @@ def attend(
 def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | None:
     """Weights and biases of both projections, if they are ordinary parameters and all there is."""
     own, out_proj = module._parameters, module._modules.get("out_proj")
-    if out_proj is None or not projection.is_only_linear(out_proj):  # None: it is parametrized
+    if out_proj is None or not _is_only_linear(out_proj):  # None: it is parametrized
         return None
     out = out_proj._parameters
     try:
@@ -45,6 +48,43 @@ def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | No
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         return None
     return found
+
+
+def _takes_operator(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether ``fastattn::self_attention`` may stand for torch's own operators.
+
+    It has no autograd and no autocast, and modes and traces cannot see what it does inside. It
+    takes dense tensors on a CPU, all of the dtype of ``x``.
+    """
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not x.is_cpu:
+        return False
+    if operators.EXTENSION_ERROR is not None or autograd.needs_autograd(x, *parameters):
+        return False
+    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return False
+    dtype, strided = x.dtype, torch.strided
+    for t in parameters:
+        if t is not None and not (t.is_cpu and t.dtype is dtype and t.layout is strided):
+            return False
+    return True
+
+
+def _is_only_linear(layer: nn.Module) -> bool:
+    """Whether calling ``layer`` is ``F.linear`` of its parameters, and nothing else.
+
+    Hooks, pruning and adapters such as LoRA's make it more: then the layer must be called.
+    """
+    if type(layer) is not NonDynamicallyQuantizableLinear and type(layer) is not nn.Linear:
+        return False  # parametrized ones have a class of their own, too
+    return not (
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+    )
 
 
 def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:

@@ -5,63 +5,10 @@ The heads of a projection are a strided view [B, H, N, D] of it, in both layouts
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-
-from fastattn import autograd
-from fastattn.backends import operators
-
-
-def takes_operators(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether ``fastattn::linear`` and ``self_attention`` may stand for torch's own operators.
-
-    They have no autograd and no autocast, and modes and traces cannot see what they do inside. They
-    take dense tensors on a CPU, all of the dtype of ``x``. All other calls are torch's.
-    """
-    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not x.is_cpu:
-        return False
-    if operators.EXTENSION_ERROR is not None or autograd.needs_autograd(x, *parameters):
-        return False
-    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return False
-    dtype, strided = x.dtype, torch.strided
-    for t in parameters:
-        if t is not None and not (t.is_cpu and t.dtype is dtype and t.layout is strided):
-            return False
-    return True
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` of x (B, N, E)."""
-    return (operators.linear if takes_operators(x, weight, bias) else F.linear)(x, weight, bias)
-
-
-def out_projection(module: nn.Module, x: Tensor) -> Tensor:
-    """``module.out_proj(x)`` of x (B, N, E)."""
-    own: Any = module.out_proj
-    return linear(x, own.weight, own.bias) if is_only_linear(own) else own(x)
-
-
-def is_only_linear(layer: nn.Module) -> bool:
-    """Whether calling ``layer`` is ``F.linear`` of its parameters, and nothing else.
-
-    Hooks, pruning and adapters such as LoRA's make it more: then the layer must be called.
-    """
-    if type(layer) is not NonDynamicallyQuantizableLinear and type(layer) is not nn.Linear:
-        return False  # parametrized ones have a class of their own, too
-    return not (
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or "forward" in layer.__dict__
-    )
 
 
 def to_heads(
@@ -70,7 +17,7 @@ def to_heads(
     """Projected q [B, H, M, D], and k and v [B, H, N, D] with the appended keys of the module."""
     H = module.num_heads
     if module._qkv_same_embed_dim and query is key is value:
-        packed = linear(query, module.in_proj_weight, module.in_proj_bias)
+        packed = F.linear(query, module.in_proj_weight, module.in_proj_bias)
         q, k, v = split_packed(packed, H, batch_first)
     else:
         q, k, v = (
@@ -94,7 +41,7 @@ def queries_to_heads(module: nn.MultiheadAttention, query: Tensor, batch_first: 
         weight = module.in_proj_weight.chunk(3)[0]
     else:
         weight = module.q_proj_weight
-    q = linear(query, weight, None if bias is None else bias.chunk(3)[0])
+    q = F.linear(query, weight, None if bias is None else bias.chunk(3)[0])
     return split_heads(q, module.num_heads, batch_first)
 
 
@@ -132,7 +79,7 @@ def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None
     biases = [None] * len(runs) if bias is None else bias.split(rows)
     projected = []
     for (x, n), w, b in zip(runs, weights, biases, strict=True):
-        projected += linear(x, w, b).chunk(n, dim=-1)
+        projected += F.linear(x, w, b).chunk(n, dim=-1)
     return projected
 
 

@@ -1,7 +1,8 @@
-"""The operators around attention at inference: linear layers, and self-attention as a whole."""
+"""Attention and both its projections as one operator, at inference."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.nn.functional as F
 
 from fastattn import testing
@@ -9,19 +10,10 @@ from fastattn.problem.record import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("extension")
 
-linear, self_attention = torch.ops.fastattn.linear, torch.ops.fastattn.self_attention
+self_attention = torch.ops.fastattn.self_attention
 B, N, E, H, D = 2, 5, 6, 2, 4
-# Those that are multiplied with the weight on the left, their neighbours, and none.
-TOKENS = (0, 1, 7, 8, 15, 16, 17, 48, 49, 130)
-
-
-def layer(T=6, E=6, F=10, dtype=torch.float32, bias=True):
-    """(x [1, T, E], weight, bias) of a linear layer."""
-    return (
-        torch.randn(1, T, E).to(dtype),
-        torch.randn(F, E).to(dtype),
-        torch.randn(F).to(dtype) if bias else None,
-    )
+# Those that processors of Intel multiply with the weight on the left, and their neighbours.
+TOKENS = (1, 7, 8, 15, 16, 17, 48, 49, 130)
 
 
 def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **changes):
@@ -51,60 +43,6 @@ def double(arguments):
     return [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
 
 
-class TestLinear:
-    @pytest.mark.parametrize("bias", [True, False])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("tokens", TOKENS)
-    def test_tokens(self, tokens, dtype, bias):
-        x, weight, b = layer(tokens, 24, 40, dtype, bias)
-        with testing.poisoned():
-            found = linear(x, weight, b)
-        truth = F.linear(*double((x, weight, b)))
-        assert found.is_contiguous()
-        testing.assert_within_budget(found, F.linear(x, weight, b), truth)
-
-    def test_large_weight(self):
-        """With which fewer tokens are multiplied from the right, too."""
-        x, weight, b = layer(9, 1024, 1024)
-        truth = F.linear(*double((x, weight, b)))
-        testing.assert_within_budget(linear(x, weight, b), F.linear(x, weight, b), truth)
-
-    @pytest.mark.parametrize("tokens", [5, 20])
-    @pytest.mark.parametrize("threads", [1, 2])
-    def test_strides(self, tokens, threads):
-        """Any strides and offsets: what lies between and beside the numbers is not read."""
-        x, weight, b = layer(tokens)
-        want = linear(x, weight, b)
-        wide = torch.full((3, tokens + 2, 9), torch.nan)
-        wide[1:2, 1:-1, 2:-1] = x
-        tall = torch.full((3, tokens, 6), torch.nan)
-        tall[1:2] = x
-        columns = torch.full((8, 11), torch.nan)
-        columns[1:-1, 1:] = weight.t()
-        spread = torch.full((21,), torch.nan)
-        spread[1::2] = b
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        for same in (tall[1:2], wide[1:2, 1:-1, 2:-1]):
-            found = linear(same, columns[1:-1, 1:].t(), spread[1::2])
-            torch.testing.assert_close(found, want)
-        torch.set_num_threads(before)
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            dict(x=torch.randn(6, 6)), dict(x=torch.randn(1, 6, 5)), dict(weight=torch.randn(10)),
-            dict(weight=torch.randn(10, 6, 1)), dict(weight=torch.randn(10, 6).double()),
-            dict(bias=torch.randn(9)), dict(bias=torch.randn(1)), dict(bias=torch.randn(1, 10)),
-            dict(bias=torch.randn(10).half()),
-        ],
-    )  # fmt: skip
-    def test_rejects(self, changes):
-        good = dict(zip(("x", "weight", "bias"), layer(), strict=True))
-        with pytest.raises(RuntimeError, match="fastattn: "):
-            linear(*(good | changes).values())
-
-
 class TestSelfAttention:
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("batch_first", [True, False])
@@ -123,6 +61,23 @@ class TestSelfAttention:
             each = (lambda w: w) if weights == "full" else (lambda w: w.mean(1))
             testing.assert_within_budget(found[1], each(peer[1]), each(truth[1]))
 
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_tokens(self, tokens, dtype, bias):
+        arguments = whole(dtype=dtype, bias=bias, x=torch.randn(1, tokens, E, dtype=dtype))
+        peer, truth = in_parts(*arguments), in_parts(*double(arguments))
+        testing.assert_within_budget(self_attention(*arguments)[0], peer[0], truth[0])
+
+    def test_large_weight(self):
+        """With which fewer tokens are multiplied from the right, too."""
+        wide = dict(x=torch.randn(1, 9, 1024), in_weight=torch.randn(3 * H * D, 1024) / 32,
+                    in_bias=None, out_weight=torch.randn(1 << 17, H * D),
+                    out_bias=torch.randn(1 << 17))  # fmt: skip
+        arguments = whole(**wide)
+        peer, truth = in_parts(*arguments), in_parts(*double(arguments))
+        testing.assert_within_budget(self_attention(*arguments)[0], peer[0], truth[0])
+
     @pytest.mark.parametrize("batch_first", [True, False])
     @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 20), (20, 1)])
     def test_shapes(self, shape, batch_first):
@@ -135,7 +90,12 @@ class TestSelfAttention:
         arguments = whole(batch_first=batch_first)
         wide = torch.full((N + 2, E + 3, B), torch.nan)
         wide[1:-1, 2:-1] = arguments[0].permute(1, 2, 0)
-        found, _ = self_attention(wide[1:-1, 2:-1].permute(2, 0, 1), *arguments[1:])
+        columns = torch.full((E + 2, 3 * H * D + 1), torch.nan)
+        columns[1:-1, 1:] = arguments[1].t()
+        spread = torch.full((6 * H * D,), torch.nan)
+        spread[1::2] = arguments[2]
+        strided = wide[1:-1, 2:-1].permute(2, 0, 1), columns[1:-1, 1:].t(), spread[1::2]
+        found, _ = self_attention(*strided, *arguments[3:])
         torch.testing.assert_close(found, self_attention(*arguments)[0])
 
     @pytest.mark.parametrize(
@@ -168,7 +128,6 @@ class TestSelfAttention:
 @pytest.mark.parametrize("tokens", [5, 20])
 @pytest.mark.parametrize("bias", [True, False])
 def test_opcheck(tokens, bias):
-    torch.library.opcheck(linear.default, layer(tokens, bias=bias))
     for weights in ("none", "full", "mean"):
         for batch_first in (True, False):
             x = torch.randn(B, tokens, E)
@@ -176,7 +135,7 @@ def test_opcheck(tokens, bias):
             torch.library.opcheck(self_attention.default, arguments)
 
 
-def test_no_autograd_of_their_own():
-    for name in ("linear", "self_attention"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", "CPU")
-        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", "Autograd")
+def test_no_autograd_of_its_own():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel("fastattn::self_attention", "CPU")
+    assert not has_kernel("fastattn::self_attention", "Autograd")
