@@ -115,7 +115,8 @@ def main() -> None:
     for path in paths():
         print(path)
     if os.environ["FASTATTN_CPU_PATH"] in NAMES:
-        for case in CASES:
+        grid = testing.GRID if os.environ["FASTATTN_CPU_PATH"] == "tiles" else []
+        for case in [*CASES, *grid]:
             testing.check(case, "cpu")
 
 
