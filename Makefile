@@ -52,8 +52,8 @@ help:
 	@echo "PYTHON=...   the interpreter .venv is made from; with NO_VENV=1, the one to use directly"
 
 # In as many processes as there are cores, where pytest-xdist is. A file stays in one of them: its
-# tests share what they compile.
-PARALLEL = $$($(PY) -c 'import xdist; print("-n auto --dist $(1)")' 2>/dev/null)
+# tests share what they compile. tests/conftest.py puts the long files first.
+PARALLEL = $$($(PY) -c 'import xdist; print("-n auto --dist $(1) --no-loadscope-reorder")' 2>/dev/null)
 
 test: build
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m pytest tests $(call PARALLEL,loadfile) $(ARGS)

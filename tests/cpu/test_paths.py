@@ -115,8 +115,7 @@ def main() -> None:
     for path in paths():
         print(path)
     if os.environ["FASTATTN_CPU_PATH"] in NAMES:
-        grid = testing.GRID if os.environ["FASTATTN_CPU_PATH"] == "tiles" else []
-        for case in [*CASES, *grid]:
+        for case in [*CASES, *testing.GRID]:
             testing.check(case, "cpu")
 
 
