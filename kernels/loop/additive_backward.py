@@ -25,14 +25,15 @@ from ..host.launch import Call, Saved
 from ..score.additive import bounded, reciprocal
 from ..score.score import DOT_PRODUCT
 from ..tile.masking import key_count, kv_range, mask_scores, row_range
-from ..tile.softmax import LOG2E, weights_of
+from ..tile.softmax import LOG2E
 from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_numbers, store_tile, view
 from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
 from .backward import backward_args, launch_sdpa_bwd
 from .forward import FEW_QUERIES
 from .grad_bias import launch_dbias
 from .grad_query import launch_merge_dq, new_parts
-from .gradient import load_rows, softmax_gradient
+from .gradient import load_rows, row_weights, softmax_gradient
+from .sweep import Tile
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -106,15 +107,11 @@ def pull_back_row(
         s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
         True, bias.ptr is not None, spec.FOLD_SCALE,
     )  # fmt: skip
-    shift, factor, delta = load_rows(t, b, h, dims.H, i, M)
-    p = weights_of(
-        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.log2_ptr is not None
-    )
+    rows = load_rows(t, b, h, dims.H, i, M)
+    p = row_weights(s, rows, t, spec)
     dp = tl.sum(tile_v * do, 1)[None, :]
-    p, ds = softmax_gradient(
-        p, dp, keep, delta, grad_weights, t, drop, b, h, row, j0, i, j,
-        True, 1, spec.BLOCK_N, False,
-    )  # fmt: skip
+    tile = Tile(row, j0, i, j, row_begin, row_end)
+    p, ds = softmax_gradient(p, dp, keep, rows, grad_weights, t, drop, b, h, tile, True, False)
     ds = tl.trans(ds)
     pulled = ds * u * rest * (scaled * power * 4.0)[None, :]
     dv += tl.where(tl.trans(keep), tl.trans(p) * do, 0.0)

@@ -28,10 +28,10 @@ import triton
 import triton.language as tl
 
 from ..host.launch import Call, empty_forward, per_head_weights, spec
-from ..score.score import DOT_PRODUCT, Terms, load_side, scores
-from ..tile.block_lists import block_at, block_lists, key_blocks, list_line, share_of_blocks
+from ..score.score import DOT_PRODUCT, Terms, load_side
+from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.dropout import dropout_args, survives
-from ..tile.masking import key_count, kv_range, mask_args, mask_scores, row_range
+from ..tile.masking import key_count, kv_range, mask_args, row_range
 from ..tile.softmax import LOG2E, load_stats, softmax_finish, softmax_step, store_stats, weights_of
 from ..tile.strided import (
     EXACT_SLICE,
@@ -46,6 +46,15 @@ from ..tile.strided import (
     row_ptrs,
     store_tile,
     view,
+)
+from .sweep import (
+    Pass,
+    Tile,
+    full_span,
+    logits,
+    partial_span,
+    step_start,
+    whole_span,
 )
 
 
@@ -78,42 +87,33 @@ def slots_of(chunks: int) -> int:
 @triton.jit
 def attend(
     acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
-    b, h, line, i0, first, count, split, jump,
-    MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    b, h, i0, span, PASS,
 ):  # fmt: skip
-    """Takes a row block through ``count`` key blocks: positions from ``first``, jumping at split.
-
-    A step takes BLOCK_N keys; SLICES steps are a block.
-    """
+    """(O, m, l) of a row block after a sweep over key blocks."""
     M, N = dims.M, dims.N
     i = (i0 + tl.arange(0, spec.BLOCK_M))[:, None]
     row_begin, row_end = row_range(mask, b, i, M, N)
     keys = key_count(mask, b, N)
     v_ptr = head_ptr(v, b, h // dims.group)
     offs_e = tl.arange(0, spec.BLOCK_E)
-    for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
-        step = n + tl.zeros((), tl.int32)
-        position = first + step // SLICES
-        if MASKED:
-            position += tl.where(step // SLICES >= split, jump, 0)
-        j0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_N
-        offs_n = j0 + tl.arange(0, BLOCK_N)
-        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, MASKED)
-        s = scores(side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
-        s, keep = mask_scores(
-            s, scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end, M, N,
-            MASKED, BIASED, spec.FOLD_SCALE,
+    for n in tl.range(0, span.count * PASS.SLICES, num_stages=1 if PASS.EXACT else spec.STAGES):
+        j0 = step_start(lists, span, n, PASS)
+        offs_n = j0 + tl.arange(0, PASS.SIZE)
+        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, PASS.MASKED)
+        tile = Tile(i0, j0, i, offs_n[None, :], row_begin, row_end)
+        s, keep = logits(
+            side_q, side_k, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile, PASS,
+            False,
         )  # fmt: skip
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
         if drop.seed_ptr is not None:
-            p = tl.where(survives(drop, b, h, i0, j0, spec.BLOCK_M, BLOCK_N, False), p, 0.0)
+            p = tl.where(survives(drop, b, h, i0, j0, spec.BLOCK_M, PASS.SIZE, False), p, 0.0)
         acc = acc * alpha[:, None]
-        if EXACT:
-            acc = exact_dot(p, keep, v_ptr, v, offs_n, keys, offs_e, spec.E, acc, BLOCK_N)
+        if PASS.EXACT:
+            acc = exact_dot(p, keep, v_ptr, v, offs_n, keys, offs_e, spec.E, acc, PASS.SIZE)
         else:
             tile_v = load_tile(
-                v_ptr, v, offs_n, offs_e, keys, spec.E, MASKED, spec.E != spec.BLOCK_E
+                v_ptr, v, offs_n, offs_e, keys, spec.E, PASS.MASKED, spec.E != spec.BLOCK_E
             )
             acc = tl.dot(p.to(tile_v.dtype), tile_v, acc, input_precision=spec.PRECISION)
     return acc, m_i, l_i
@@ -137,26 +137,22 @@ def sdpa_fwd_kernel(
     offs_m = i0 + tl.arange(0, spec.BLOCK_M)
     side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
     line = list_line(lists, b, h, block)
-    begin, full_begin, full_end, end = key_blocks(
-        mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N
-    )
+    blocks = key_blocks(mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
     if partial.chunks is not None:
-        begin, full_begin, full_end, end = share_of_blocks(
-            chunk, partial.chunks, begin, full_begin, full_end, end
-        )
-    n_full = full_end - full_begin
+        blocks = share_of_blocks(chunk, partial.chunks, blocks)
 
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
+    FULL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=False, BIASED=spec.BIAS_IN_FULL)
     acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)
     m_i = tl.full((spec.BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((spec.BLOCK_M,), tl.float32)
     acc, m_i, l_i = attend(
         acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
-        b, h, line, i0, begin, end - begin - n_full, full_begin - begin, n_full,
-        True, bias.ptr is not None, False, spec.BLOCK_N, 1,
+        b, h, i0, partial_span(line, blocks), PARTIAL,
     )  # fmt: skip
     acc, m_i, l_i = attend(
         acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
-        b, h, line, i0, full_begin, n_full, 0, 0, False, spec.BIAS_IN_FULL, False, spec.BLOCK_N, 1,
+        b, h, i0, full_span(line, blocks), FULL,
     )  # fmt: skip
     if spec.MASKS_WITHIN_TILES:
         # NaN or infinity in the result: perhaps from a masked value, as 0 * NaN. Again, minding it.
@@ -164,10 +160,12 @@ def sdpa_fwd_kernel(
             acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)
             m_i = tl.full((spec.BLOCK_M,), float("-inf"), tl.float32)
             l_i = tl.zeros((spec.BLOCK_M,), tl.float32)
+            EXACT: tl.constexpr = Pass(
+                EXACT_SLICE, True, bias.ptr is not None, True, spec.BLOCK_N // EXACT_SLICE
+            )
             acc, m_i, l_i = attend(
                 acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
-                b, h, line, i0, begin, end - begin, end, 0,
-                True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_N // EXACT_SLICE,
+                b, h, i0, whole_span(line, blocks), EXACT,
             )  # fmt: skip
 
     offs_e = tl.arange(0, spec.BLOCK_E)
@@ -236,24 +234,25 @@ def sdpa_weights_kernel(
 ):  # fmt: skip
     """One tile of the weights of ``heads`` heads, added up, times ``share``."""
     dims = Dims(H, group, M, N)
-    tile = tl.program_id(0)
-    col, row, head = tile % n_cols, tile // n_cols % n_rows, tile // n_cols // n_rows
+    number = tl.program_id(0)
+    col, row, head = number % n_cols, number // n_cols % n_rows, number // n_cols // n_rows
     b, h_out = head // (H // heads), head % (H // heads)
     i0, j0 = row * spec.BLOCK_M, col * spec.BLOCK_N
     offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), j0 + tl.arange(0, spec.BLOCK_N)
     i, j = offs_m[:, None], offs_n[None, :]
     begin, full_begin, full_end, end = kv_range(mask, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
     row_begin, row_end = row_range(mask, b, i, M, N)
+    tile = Tile(i0, j0, i, j, row_begin, row_end)
     keys = key_count(mask, b, N)
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
     acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_N), tl.float32)
     for g in tl.range(0, tl.where((col >= begin) & (col < end), heads, 0)):
         h = h_out * heads + g
         side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
         side_k = load_side(k, terms, b, h // group, offs_n, keys, spec, True)
-        s = scores(side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
-        s, keep = mask_scores(
-            s, scale, bias, mask, b, h, i, j, row_begin, row_end, M, N,
-            True, bias.ptr is not None, spec.FOLD_SCALE,
+        s, keep = logits(
+            side_q, side_k, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile,
+            PARTIAL, False,
         )  # fmt: skip
         shift, factor = load_stats(stats_ptr, b, h, H, i, M)
         p = weights_of(s, shift, factor, scale if spec.FOLD_SCALE else 1.0, False)

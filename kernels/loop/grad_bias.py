@@ -9,11 +9,9 @@ import triton.language as tl
 from ..host.launch import Call, spec
 from ..score.score import load_side
 from ..tile.masking import key_count, kv_range, row_range
-from ..tile.strided import (
-    VARYING,
-    Dims,
-)
+from ..tile.strided import VARYING, Dims
 from .gradient import load_rows, load_value_side, tile_gradient
+from .sweep import Pass, Tile
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -37,6 +35,7 @@ def sdpa_bwd_dbias_kernel(
     j0 = (col * spec.BLOCK_N).to(tl.int32)
     offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), j0 + tl.arange(0, spec.BLOCK_N)
     i, j = offs_m[:, None], offs_n[None, :]
+    EXACT: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=True, EXACT=True)
     acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_N), tl.float32)
     stop = tl.minimum((chunk + 1) * per_chunk, sharing_b * sharing_h)
     for n in tl.range(chunk * per_chunk, stop):
@@ -50,14 +49,12 @@ def sdpa_bwd_dbias_kernel(
             y = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
             dx = load_value_side(grad_out, b, h, offs_m, M, spec, True)
             dy = load_value_side(v, b, hkv, offs_n, keys, spec, True)
-            shift, factor, delta = load_rows(t, b, h, H, i, M)
+            rows = load_rows(t, b, h, H, i, M)
             row_begin, row_end = row_range(mask, b, i, M, N)
             w, ds, keep = tile_gradient(
-                x, y, dx, dy, shift, factor, delta,
-                q, k, v, terms, bias, grad_out, grad_weights, t,
-                mask, drop, dims, spec,
-                b, h, i0, j0, i, j, row_begin, row_end,
-                True, True, True, spec.BLOCK_M, spec.BLOCK_N, False,
+                x, y, dx, dy, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, drop, dims, spec, b, h, Tile(i0, j0, i, j, row_begin, row_end),
+                EXACT, False,
             )  # fmt: skip
             acc += ds
     if SUM_ROWS and SUM_COLS:

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from ..host.launch import Call, spec
-from ..score.score import load_side, scores
+from ..score.score import load_side
 from ..tile.dropout import survives
-from ..tile.masking import key_count, kv_range, mask_scores, row_range
+from ..tile.masking import key_count, kv_range, row_range
 from ..tile.softmax import fold_factor, load_stats, weights_of
 from ..tile.strided import (
     VARYING,
@@ -19,6 +19,7 @@ from ..tile.strided import (
     row_ptrs,
     view,
 )
+from .sweep import Pass, Tile, logits
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -57,16 +58,16 @@ def sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h
     shift, factor = load_stats(t.stats_ptr, b, h, dims.H, i, M)
     row_begin, row_end = row_range(mask, b, i, M, N)
     begin, full_begin, full_end, end = kv_range(mask, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
     weighted = tl.zeros((spec.BLOCK_M,), tl.float32)
     for block in tl.range(begin, end):
         j0 = block * spec.BLOCK_N
         offs_n = j0 + tl.arange(0, spec.BLOCK_N)
         j = offs_n[None, :]
         side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, True)
-        s = scores(side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
-        s, keep = mask_scores(
-            s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
-            True, bias.ptr is not None, spec.FOLD_SCALE,
+        s, keep = logits(
+            side_q, side_k, q, k, terms, bias, mask, t.scale_log2, keys, dims, spec, b, h,
+            Tile(i0, j0, i, j, row_begin, row_end), PARTIAL, False,
         )  # fmt: skip
         w = weights_of(s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, False)
         if drop.seed_ptr is not None:

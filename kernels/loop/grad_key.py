@@ -8,12 +8,7 @@ import triton.language as tl
 from ..host.launch import Call, spec
 from ..score.additive import pull_back
 from ..score.score import load_side
-from ..tile.block_lists import (
-    block_at,
-    block_lists,
-    list_line,
-    query_blocks,
-)
+from ..tile.block_lists import block_lists, list_line, query_blocks
 from ..tile.masking import key_count, row_range
 from ..tile.strided import (
     ABSENT,
@@ -30,46 +25,44 @@ from ..tile.strided import (
 )
 from .garbage import _crowded, _launches, _row_of, _width, mended
 from .gradient import load_rows, load_value_side, tile_gradient
+from .sweep import (
+    Pass,
+    Tile,
+    full_span,
+    partial_span,
+    step_start,
+    whole_span,
+)
 
 
 @triton.jit
 def sweep_rows(
-    dk, dv, side_k, side_v, grad_k, grad_v,
-    q, k, v, terms, bias, grad_out, grad_weights, t,
-    mask, lists, drop, dims, spec, b, h, line, j0,
-    first, count, split, jump, MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK_M: tl.constexpr, SLICES: tl.constexpr,
+    dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, h, j0, span, PASS,
 ):  # fmt: skip
-    """dK and dV of a key block from ``count`` row blocks of one head; tiles are transposed."""
-    SELECT: tl.constexpr = EXACT or ((MASKED or BIASED) and terms.w_ptr is not None)
+    """dK and dV of a key block from a sweep over row blocks of one head; tiles are transposed."""
     M, N = dims.M, dims.N
     j = (j0 + tl.arange(0, spec.BLOCK_N))[:, None]
     q_ptr = head_ptr(q, b, h)
     do_ptr = head_ptr(grad_out, b, h)
     offs_d = tl.arange(0, spec.BLOCK_D)
     offs_e = tl.arange(0, spec.BLOCK_E)
-    for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
-        step = n + tl.zeros((), tl.int32)
-        position = first + step // SLICES
-        if MASKED:
-            position += tl.where(step // SLICES >= split, jump, 0)
-        i0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_M
-        offs_m = i0 + tl.arange(0, BLOCK_M)
+    for n in tl.range(0, span.count * PASS.SLICES, num_stages=1 if PASS.EXACT else spec.STAGES):
+        i0 = step_start(lists, span, n, PASS)
+        offs_m = i0 + tl.arange(0, PASS.SIZE)
         i = offs_m[None, :]
         side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
         do = load_value_side(grad_out, b, h, offs_m, M, spec, True)
-        shift, factor, delta = load_rows(t, b, h, dims.H, i, M)
+        rows = load_rows(t, b, h, dims.H, i, M)
         row_begin, row_end = row_range(mask, b, i, M, N)
+        tile = Tile(i0, j0, i, j, row_begin, row_end)
         w, ds, keep = tile_gradient(
-            side_k, side_q, side_v, do, shift, factor, delta,
-            q, k, v, terms, bias, grad_out, grad_weights, t,
-            mask, drop,
-            dims, spec, b, h, i0, j0, i, j, row_begin, row_end,
-            MASKED, BIASED, SELECT, BLOCK_M, spec.BLOCK_N, True,
+            side_k, side_q, side_v, do, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, drop, dims, spec, b, h, tile, PASS, True,
         )  # fmt: skip
         if grad_v.ptr is not None:
-            if EXACT:
-                dv = exact_dot(w, keep, do_ptr, grad_out, offs_m, M, offs_e, spec.E, dv, BLOCK_M)
+            if PASS.EXACT:
+                dv = exact_dot(w, keep, do_ptr, grad_out, offs_m, M, offs_e, spec.E, dv, PASS.SIZE)
             else:
                 tile_do = do
                 if spec.STREAM:
@@ -77,11 +70,11 @@ def sweep_rows(
                 dv = tl.dot(w.to(tile_do.dtype), tile_do, dv, input_precision=spec.PRECISION)
         if grad_k.ptr is not None:
             if terms.w_ptr is not None:
-                if not EXACT:  # which is for dV: dK minds what is masked in any case
+                if not PASS.EXACT:  # which is for dV: dK minds what is masked in any case
                     keys = key_count(mask, b, N)
                     pull_back(ds, side_k, side_q, q, k, terms, b, h, keys, dims, spec, True)
-            elif EXACT:
-                dk = exact_dot(ds, keep, q_ptr, q, offs_m, M, offs_d, spec.D, dk, BLOCK_M)
+            elif PASS.EXACT:
+                dk = exact_dot(ds, keep, q_ptr, q, offs_m, M, offs_d, spec.D, dk, PASS.SIZE)
             else:
                 tile_q = side_q
                 if spec.STREAM:
@@ -106,28 +99,23 @@ def sdpa_bwd_dkdv_kernel(
     keys = tl.minimum(key_count(mask, b, N), cols)
     side_k = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
     side_v = load_value_side(v, b, hkv, offs_n, keys, spec, True)
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=True, BIASED=bias.ptr is not None)
+    FULL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=False, BIASED=spec.BIAS_IN_FULL)
     dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
     dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
     for g in tl.range(0, 0 if GARBAGE == "mend" else group):
         h = hkv * group + g
         line = list_line(lists, b, h, block)
-        begin, full_begin, full_end, end = query_blocks(
-            mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N
-        )
-        n_full = full_end - full_begin
+        blocks = query_blocks(mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N)
         dk, dv = sweep_rows(
-            dk, dv, side_k, side_v, grad_k, grad_v,
-            q, k, v, terms, bias, grad_out, grad_weights, t,
-            mask, lists, drop, dims, spec,
-            b, h, line, j0, begin, end - begin - n_full, full_begin - begin, n_full,
-            True, bias.ptr is not None, False, spec.BLOCK_M, 1,
+            dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, j0,
+            partial_span(line, blocks), PARTIAL,
         )  # fmt: skip
         dk, dv = sweep_rows(
-            dk, dv, side_k, side_v, grad_k, grad_v,
-            q, k, v, terms, bias, grad_out, grad_weights, t,
-            mask, lists, drop, dims, spec,
-            b, h, line, j0, full_begin, n_full, 0, 0,
-            False, spec.BIAS_IN_FULL, False, spec.BLOCK_M, 1,
+            dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, j0,
+            full_span(line, blocks), FULL,
         )  # fmt: skip
     if GARBAGE == "mark":
         bad = any_not_finite(dk, offs_n, N, spec.FLAT) | any_not_finite(dv, offs_n, N, spec.FLAT)
@@ -140,20 +128,20 @@ def sdpa_bwd_dkdv_kernel(
                 dv, offs_n, N, spec.FLAT
             )
         if again:
+            EXACT: tl.constexpr = Pass(
+                EXACT_SLICE, True, bias.ptr is not None, True, spec.BLOCK_M // EXACT_SLICE
+            )
             dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
             dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
             for g in tl.range(0, group):
                 h = hkv * group + g
                 line = list_line(lists, b, h, block)
-                begin, full_begin, full_end, end = query_blocks(
-                    mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N
-                )
+                blocks = query_blocks(mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N)
                 dk, dv = sweep_rows(
                     dk, dv, side_k, side_v, grad_k, grad_v,
                     q, k, v, terms, bias, grad_out, grad_weights, t,
-                    mask, lists, drop, dims, spec,
-                    b, h, line, j0, begin, end - begin, end, 0,
-                    True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_M // EXACT_SLICE,
+                    mask, lists, drop, dims, spec, b, h, j0,
+                    whole_span(line, blocks), EXACT,
                 )  # fmt: skip
     # Keys past the length are masked for every row: what a row of NaN puts there is 0 * NaN.
     used = (offs_n < keys)[:, None]

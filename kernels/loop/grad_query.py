@@ -10,13 +10,7 @@ from torch import Tensor
 from ..host.launch import Call, spec
 from ..score.additive import pull_back
 from ..score.score import load_side
-from ..tile.block_lists import (
-    block_at,
-    block_lists,
-    key_blocks,
-    list_line,
-    share_of_blocks,
-)
+from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.masking import key_count, row_range
 from ..tile.strided import (
     EXACT_SLICE,
@@ -35,44 +29,42 @@ from ..tile.strided import (
 from .forward import chunks_of, slots_of
 from .garbage import _launches, _row_of, mended
 from .gradient import load_rows, load_value_side, tile_gradient
+from .sweep import (
+    Pass,
+    Tile,
+    full_span,
+    partial_span,
+    step_start,
+    whole_span,
+)
 
 
 @triton.jit
 def sweep_keys(
-    dq, side_q, do, shift, factor, delta,
-    q, k, v, terms, bias, grad_out, grad_weights, t,
-    mask, lists, drop, dims, spec, b, h, line, i0,
-    first, count, split, jump, MASKED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    dq, side_q, do, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, h, i0, span, PASS,
 ):  # fmt: skip
-    """dQ of a row block from ``count`` key blocks; positions as in the forward's attend."""
-    SELECT: tl.constexpr = EXACT or ((MASKED or BIASED) and terms.w_ptr is not None)
+    """dQ of a row block from a sweep over key blocks."""
     M, N = dims.M, dims.N
     i = (i0 + tl.arange(0, spec.BLOCK_M))[:, None]
     row_begin, row_end = row_range(mask, b, i, M, N)
     keys = key_count(mask, b, N)
     k_ptr = head_ptr(k, b, h // dims.group)
     offs_d = tl.arange(0, spec.BLOCK_D)
-    for n in tl.range(0, count * SLICES, num_stages=1 if EXACT else spec.STAGES):
-        step = n + tl.zeros((), tl.int32)
-        position = first + step // SLICES
-        if MASKED:
-            position += tl.where(step // SLICES >= split, jump, 0)
-        j0 = (block_at(lists, line, position) * SLICES + step % SLICES) * BLOCK_N
-        offs_n = j0 + tl.arange(0, BLOCK_N)
-        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, MASKED)
-        side_v = load_value_side(v, b, h // dims.group, offs_n, keys, spec, MASKED)
+    for n in tl.range(0, span.count * PASS.SLICES, num_stages=1 if PASS.EXACT else spec.STAGES):
+        j0 = step_start(lists, span, n, PASS)
+        offs_n = j0 + tl.arange(0, PASS.SIZE)
+        side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, PASS.MASKED)
+        side_v = load_value_side(v, b, h // dims.group, offs_n, keys, spec, PASS.MASKED)
+        tile = Tile(i0, j0, i, offs_n[None, :], row_begin, row_end)
         w, ds, keep = tile_gradient(
-            side_q, side_k, do, side_v, shift, factor, delta,
-            q, k, v, terms, bias, grad_out, grad_weights, t,
-            mask, drop,
-            dims, spec, b, h, i0, j0, i, offs_n[None, :], row_begin, row_end,
-            MASKED, BIASED, SELECT, spec.BLOCK_M, BLOCK_N, False,
+            side_q, side_k, do, side_v, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, drop, dims, spec, b, h, tile, PASS, False,
         )  # fmt: skip
         if terms.w_ptr is not None:
             pull_back(ds, side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
-        elif EXACT:
-            dq = exact_dot(ds, keep, k_ptr, k, offs_n, keys, offs_d, spec.D, dq, BLOCK_N)
+        elif PASS.EXACT:
+            dq = exact_dot(ds, keep, k_ptr, k, offs_n, keys, offs_d, spec.D, dq, PASS.SIZE)
         else:
             tile_k = side_k
             if spec.STREAM:
@@ -100,50 +92,45 @@ def sdpa_bwd_dq_kernel(
     i0 = block * spec.BLOCK_M
     offs_m = i0 + tl.arange(0, spec.BLOCK_M)
     offs_d = tl.arange(0, spec.BLOCK_D)
-    rows = mended(marks_ptr, M, GARBAGE)
-    side_q = load_side(q, terms, b, h, offs_m, rows, spec, True)
-    do = load_value_side(grad_out, b, h, offs_m, rows, spec, True)
-    shift, factor, delta = load_rows(t, b, h, H, offs_m[:, None], M)
+    n_rows = mended(marks_ptr, M, GARBAGE)
+    side_q = load_side(q, terms, b, h, offs_m, n_rows, spec, True)
+    do = load_value_side(grad_out, b, h, offs_m, n_rows, spec, True)
+    rows = load_rows(t, b, h, H, offs_m[:, None], M)
     line = list_line(lists, b, h, block)
-    begin, full_begin, full_end, end = key_blocks(
-        mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N
-    )
+    blocks = key_blocks(mask, lists, line, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
     if chunks is not None:
-        begin, full_begin, full_end, end = share_of_blocks(
-            chunk, chunks, begin, full_begin, full_end, end
-        )
-    n_full = full_end - full_begin
+        blocks = share_of_blocks(chunk, chunks, blocks)
 
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
+    FULL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=False, BIASED=spec.BIAS_IN_FULL)
     dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
     if GARBAGE != "mend":
         dq = sweep_keys(
-            dq, side_q, do, shift, factor, delta,
-            q, k, v, terms, bias, grad_out, grad_weights, t,
-            mask, lists, drop, dims, spec, b, h, line, i0,
-            begin, end - begin - n_full, full_begin - begin, n_full,
-            True, bias.ptr is not None, False, spec.BLOCK_N, 1,
+            dq, side_q, do, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, i0,
+            partial_span(line, blocks), PARTIAL,
         )  # fmt: skip
         dq = sweep_keys(
-            dq, side_q, do, shift, factor, delta,
-            q, k, v, terms, bias, grad_out, grad_weights, t,
-            mask, lists, drop, dims, spec, b, h, line, i0,
-            full_begin, n_full, 0, 0, False, spec.BIAS_IN_FULL, False, spec.BLOCK_N, 1,
+            dq, side_q, do, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, i0,
+            full_span(line, blocks), FULL,
         )  # fmt: skip
     if GARBAGE == "mark":
         tl.store(marks_ptr + tl.program_id(0), any_not_finite(dq, offs_m, M, spec.FLAT).to(tl.int8))
     elif GARBAGE != "none" and terms.w_ptr is None:
-        again = rows > 0 if GARBAGE == "mend" else any_not_finite(dq, offs_m, M, spec.FLAT)
+        again = n_rows > 0 if GARBAGE == "mend" else any_not_finite(dq, offs_m, M, spec.FLAT)
         if again:  # as in the forward, minding masked garbage
+            EXACT: tl.constexpr = Pass(
+                EXACT_SLICE, True, bias.ptr is not None, True, spec.BLOCK_N // EXACT_SLICE
+            )
             dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
             dq = sweep_keys(
-                dq, side_q, do, shift, factor, delta,
-                q, k, v, terms, bias, grad_out, grad_weights, t,
-                mask, lists, drop, dims, spec,
-                b, h, line, i0, begin, end - begin, end, 0,
-                True, bias.ptr is not None, True, EXACT_SLICE, spec.BLOCK_N // EXACT_SLICE,
+                dq, side_q, do, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec, b, h, i0,
+                whole_span(line, blocks), EXACT,
             )  # fmt: skip
     if terms.w_ptr is None:
-        store_tile(grad_ptr, grad_q, offs_m, offs_d, rows, spec.D, dq * scale)
+        store_tile(grad_ptr, grad_q, offs_m, offs_d, n_rows, spec.D, dq * scale)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -7,17 +7,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..score.score import scores
 from ..tile.dropout import survives
-from ..tile.masking import key_count, mask_scores
+from ..tile.masking import key_count
 from ..tile.softmax import load_stats, weights_of
-from ..tile.strided import (
-    dot_t,
-    head_ptr,
-    load_tile,
-    row_ptrs,
-    stream_dot_t,
-)
+from ..tile.strided import dot_t, head_ptr, load_tile, row_ptrs, stream_dot_t
+from .sweep import logits
 
 
 class Backward(NamedTuple):
@@ -33,6 +27,14 @@ class Backward(NamedTuple):
     scale_log2: Any
 
 
+class Rows(NamedTuple):
+    """What is known of rows before their tiles are, in the shape that their numbers have."""
+
+    shift: Any  # and factor: see weights_of
+    factor: Any
+    delta: Any
+
+
 @triton.jit
 def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
     """Rows of dO, or of v, as tile_gradient takes them; numbers of rows where products stream."""
@@ -46,36 +48,38 @@ def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
 
 @triton.jit
 def load_rows(t, b, h, H, i, M):
-    """(shift, factor for weights_of, delta) of the rows i, in the shape of i."""
+    """What is saved of the rows i, in the shape of i."""
     delta = tl.load(row_ptrs(t.delta_ptr, b, h, H, i, M), mask=i < M, other=0.0)
     shift, factor = load_stats(t.stats_ptr, b, h, H, i, M)
     if t.log2_ptr is not None:
         ptrs = row_ptrs(t.log2_ptr, b, h, H, i, M)
         factor = tl.load(ptrs, mask=i < M, other=float("inf"))
-    return shift, factor, delta
+    return Rows(shift, factor, delta)
+
+
+@triton.jit
+def row_weights(s, rows, t, spec):
+    """Softmax weights of the logits s; see weights_of."""
+    scale = t.scale_log2 if spec.FOLD_SCALE else 1.0
+    return weights_of(s, rows.shift, rows.factor, scale, t.log2_ptr is not None)
 
 
 @triton.jit
 def tile_gradient(
-    x, y, dx, dy, shift, factor, delta,
-    q, k, v, terms, bias, grad_out, grad_weights, t,
-    mask, drop, dims, spec, b, h, i0, j0, i, j,
-    row_begin, row_end, MASKED: tl.constexpr, BIASED: tl.constexpr, SELECT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    x, y, dx, dy, rows, q, k, v, terms, bias, grad_out, grad_weights, t, mask, drop, dims, spec,
+    b, h, tile, PASS, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """(W without dropout's factor, dS, keep) of a tile; x, y: sides q, k; dx, dy: sides dO, v.
 
-    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. i, j and what belongs to
-    rows come shaped to broadcast. SELECT makes masked pairs 0 even where NaN surrounds them.
+    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. ``rows`` are load_rows's.
     """
-    s = scores(x, y, q, k, terms, b, h, key_count(mask, b, dims.N), dims, spec, TRANSPOSED)
-    s, keep = mask_scores(
-        s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, dims.M, dims.N,
-        MASKED, BIASED, spec.FOLD_SCALE,
+    # No exact sweep mends the additive score's gradients: masked pairs are 0 from the start.
+    SELECT: tl.constexpr = PASS.EXACT or ((PASS.MASKED or PASS.BIASED) and terms.w_ptr is not None)
+    s, keep = logits(
+        x, y, q, k, terms, bias, mask, t.scale_log2, key_count(mask, b, dims.N), dims, spec, b, h,
+        tile, PASS, TRANSPOSED,
     )  # fmt: skip
-    w = weights_of(
-        s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, t.log2_ptr is not None
-    )
+    w = row_weights(s, rows, t, spec)
     if spec.STREAM:
         do_ptr, v_ptr = head_ptr(grad_out, b, h), head_ptr(v, b, h // dims.group)
         keys = key_count(mask, b, dims.N)
@@ -92,28 +96,32 @@ def tile_gradient(
     else:
         dp = dot_t(dx, dy, spec.PRECISION)
     w, ds = softmax_gradient(
-        w, dp, keep, delta, grad_weights, t, drop, b, h, i0, j0, i, j,
-        SELECT, BLOCK_M, BLOCK_N, TRANSPOSED,
-    )  # fmt: skip
+        w, dp, keep, rows, grad_weights, t, drop, b, h, tile, SELECT, TRANSPOSED
+    )
     return w, ds, keep
 
 
 @triton.jit
 def softmax_gradient(
-    p, dp, keep, delta, grad_weights, t, drop, b, h, i0, j0, i, j,
-    SELECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    p, dp, keep, rows, grad_weights, t, drop, b, h, tile,
+    SELECT: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(W without dropout's factor, dS) of a tile from P and dO V^T; see tile_gradient."""
+    """(W without dropout's factor, dS) of a tile from P and dO V^T; see tile_gradient.
+
+    SELECT makes masked pairs 0 even where NaN surrounds them.
+    """
     if grad_weights.ptr is not None:
-        rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
-        ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
+        ptrs = head_ptr(grad_weights, b, h) + tile.i.to(tl.int64) * grad_weights.stride_r
+        ptrs += tile.j.to(tl.int64) * grad_weights.stride_c
         dp += tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
     w = p
     if drop.seed_ptr is not None:
-        kept = survives(drop, b, h, i0, j0, BLOCK_M, BLOCK_N, TRANSPOSED)
+        BLOCK_M: tl.constexpr = p.shape[1] if TRANSPOSED else p.shape[0]
+        BLOCK_N: tl.constexpr = p.shape[0] if TRANSPOSED else p.shape[1]
+        kept = survives(drop, b, h, tile.i0, tile.j0, BLOCK_M, BLOCK_N, TRANSPOSED)
         w = tl.where(kept, p, 0.0)
         dp = tl.where(kept, dp * drop.scale, 0.0)
-    ds = p * (dp - delta)
+    ds = p * (dp - rows.delta)
     if SELECT:
         w = tl.where(keep, w, 0.0)
         ds = tl.where(keep, ds, 0.0)

@@ -55,8 +55,9 @@ def key_blocks(mask, lists, line, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def share_of_blocks(chunk, chunks, begin, full_begin, full_end, end):
+def share_of_blocks(chunk, chunks, blocks):
     """The part of key_blocks's positions that one of several chunks takes; it may be empty."""
+    begin, full_begin, full_end, end = blocks
     per_chunk = tl.cdiv(end - begin, chunks)
     begin = tl.minimum(begin + chunk * per_chunk, end)
     end = tl.minimum(begin + per_chunk, end)
