@@ -6,8 +6,8 @@ backward exists: it differentiates the reference formulas by recomputation, whic
 [B, H, M, N] memory (times D for the additive score).
 
 Tensors inside the record (its masks and seed) are passed as arguments beside it, because a
-transform must see every tensor; ``p`` travels without them. Forward mode raises, and says what to
-take instead: a silent zero would be worse.
+transform must see every tensor; ``p`` travels without them. Forward mode differentiates the
+reference formulas, too.
 """
 
 # torch declares these static methods with *args
@@ -39,7 +39,7 @@ def attend(
         _refuse_tangents(q, k, v, w, bias)
     own = p.tensors()
     bare = p.with_tensors(*[None] * len(own))
-    return _apply(AttentionFunction, backend, bare, q, k, v, w, bias, *own)[:3]
+    return AttentionFunction.apply(backend, bare, q, k, v, w, bias, *own)[:3]
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -51,28 +51,14 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-_FORWARD_MODE = (
-    "fastattn has no forward-mode derivative (torch.func.jvp, jacfwd and hessian, dual numbers). "
-    "Reverse mode gives the same: torch.func.jacrev for a Jacobian, jacrev(jacrev(f)) for a "
-    "Hessian, torch.autograd.functional.jvp for a Jacobian-vector product"
-)
-
-
-def _apply(function, *args):
-    """``function.apply``, with words of ours where torch misses a forward-mode rule."""
-    try:
-        return function.apply(*args)
-    except NotImplementedError as error:
-        if "jvp" not in str(error):
-            raise
-        raise NotImplementedError(_FORWARD_MODE) from error
-
-
 def _refuse_tangents(*tensors: Tensor | None) -> None:
-    """A compiled graph would drop them: torch's check of the Function is not in it."""
+    """torch.compile traces a Function's forward and not its jvp, so tangents would become zero."""
     for t in tensors:
         if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-            raise NotImplementedError(_FORWARD_MODE)
+            raise NotImplementedError(
+                "torch.compile drops the forward-mode derivative of fastattn's functions: call "
+                "torch.func.jvp, jacfwd or hessian outside torch.compile"
+            )
 
 
 class _Positional(inspect.Signature):
@@ -132,6 +118,7 @@ class AttentionFunction(torch.autograd.Function):
         ctx.backend, ctx.p, *tensors = inputs
         out, _, weights, stats = output
         ctx.save_for_backward(*tensors, out, stats)
+        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         absent = (weights,) if ctx.p.weights == "none" else ()
         ctx.mark_non_differentiable(stats, *absent)
@@ -150,10 +137,19 @@ class AttentionFunction(torch.autograd.Function):
         function = AttentionBackwardFunction
         args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
         differentiate = needs_autograd(*saved)
-        grads = list(_apply(function, *args) if differentiate else function.forward(*args))
+        grads = list((function.apply if differentiate else function.forward)(*args))
         if (grad_w := grads[_W]) is not None:
             grads[_W] = grad_w.sum(0).to(inputs[_W].dtype)
         return (None, None, *grads, *[None] * len(own))
+
+    @staticmethod
+    def jvp(ctx, _backend, _p, *tangents):
+        inputs, own, _ = _parts(ctx.saved_tensors)
+        p = ctx.p.with_tensors(*own)
+        out, lse, weights = _reference_jvp(reference.forward, p, inputs, tangents[:_INPUTS])
+        # The layout and dtype of the primal output, as forward mode wants a tangent to have.
+        out = out.to(p.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        return out, lse, None if p.weights == "none" else weights.to(p.dtype), None
 
     @staticmethod
     def vmap(info, in_dims, backend, p, *tensors):
@@ -174,6 +170,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         _, ctx.p, ctx.bias_needs_grad, *tensors = inputs
         ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -184,6 +181,19 @@ class AttentionBackwardFunction(torch.autograd.Function):
         # gradient of their own.
         absent = [None] * (len(own) + 2)
         return (None, None, None, *second[:_INPUTS], *absent, *second[_INPUTS:])
+
+    @staticmethod
+    def jvp(ctx, _backend, _p, _bias_needs_grad, *tangents):
+        inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
+        moved = *tangents[:_INPUTS], *tangents[_ALL + 2 :]
+        p = ctx.p.with_tensors(*own)
+        grads = _reference_jvp(reference.backward, p, [*inputs, *upstream], moved)
+        if not ctx.bias_needs_grad:
+            grads[_BIAS] = None
+        return tuple(
+            g if g is None or n == _W else g.to(x.dtype)
+            for n, (g, x) in enumerate(zip(grads, inputs, strict=True))
+        )
 
     @staticmethod
     def vmap(info, in_dims, backend, p, bias_needs_grad, *tensors):
@@ -211,6 +221,30 @@ def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> lis
     for n, g in zip(present, pulled, strict=True):
         second[n] = g
     return second
+
+
+def _reference_jvp(formula, p: Problem, inputs, tangents) -> list[Tensor | None]:
+    """Jacobian-vector product of one of the reference's formulas in the inputs that move.
+
+    The vector-Jacobian product is linear in its vector, so its own transpose is what is wanted.
+    torch cannot nest forward mode in dual numbers.
+    """
+    moving = [n for n, t in enumerate(tangents) if t is not None]
+    absent = [False]
+
+    def of_moving(*tensors):
+        full = list(inputs)
+        for n, t in zip(moving, tensors, strict=True):
+            full[n] = t
+        results = formula(p, *full)
+        absent[:] = [r is None for r in results]
+        return tuple(r for r in results if r is not None)
+
+    results, pull = torch.func.vjp(of_moving, *[inputs[n] for n in moving])
+    _, push = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
+    [moved] = push(tuple(tangents[n] for n in moving))
+    rest = iter(moved)
+    return [None if a else next(rest) for a in absent]
 
 
 # ---- vmap ----

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.functional as F
 
 from fastattn import testing
 from fastattn.problem.record import WEIGHTS

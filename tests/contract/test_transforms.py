@@ -176,11 +176,11 @@ def test_vmap_randomness_is_honoured(backend, randomness):
 # ---- derivatives ----
 
 
-def small(score, dtype=torch.float64):
-    """A scalar-free function of one query, on the default backend, and that query."""
+def small(score, dtype=torch.float64, backend="auto"):
+    """A scalar-free function of one query, and that query."""
     made = inputs(score, 1, 1, M=2, N=3, D=2, E=2, dtype=dtype)
     q = made.pop("query")
-    return lambda x: attend(x, **made), q
+    return lambda x: attend(x, **made, backend=backend), q
 
 
 @scores
@@ -251,29 +251,55 @@ def test_per_sample_gradients_of_a_shared_weight(backend, score):
     torch.testing.assert_close(per_sample.sum(0), together)
 
 
-# ---- forward mode: an error, never zeros ----
-
-FORWARD_MODE = {
-    "jvp": lambda call, q: jvp(call, (q,), (torch.ones_like(q),)),
-    "jacfwd": lambda call, q: jacfwd(call)(q),
-    "hessian": lambda call, q: hessian(lambda x: call(x).sum())(q),  # forward over reverse
-}
+# ---- forward mode ----
 
 
-@pytest.mark.parametrize("transform", FORWARD_MODE)
+def results(backend, made):
+    """All three results of a masked call with a bias."""
+    options = dict(is_causal=True, return_weights="full", return_lse=True, backend=backend)
+    return attend(**made, **options)
+
+
+def moved(score, backend, dtype):
+    """The tangents of (out, weights, lse), all inputs moving at once."""
+    torch.manual_seed(1)
+    made = inputs(score, dtype=dtype) | {"bias": torch.randn(M, N).to(dtype)}
+    tangents = {name: torch.randn(x.shape).to(dtype) for name, x in made.items()}
+    return jvp(lambda made: results(backend, made), (made,), (tangents,))[1]
+
+
 @scores
-def test_forward_mode_raises(score, transform):
-    call, q = small(score)
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)jvp|forward"):
-        FORWARD_MODE[transform](call, q)
+def test_jvp(backend, score):
+    f32, f64 = torch.float32, torch.float64
+    found, plain = moved(score, backend, f32), moved(score, "eager", f32)
+    truth = moved(score, "eager", f64)
+    assert_close(found, plain, truth)
 
 
 @scores
-def test_dual_numbers_raise(score):
-    call, q = small(score)
+def test_jacobians_of_both_modes_are_equal(backend, score):
+    call, q = small(score, torch.float32, backend)
+    torch.testing.assert_close(jacfwd(call)(q), jacrev(call)(q))
+
+
+@scores
+def test_hessian_is_forward_over_reverse(backend, score):
+    call, q = small(score, torch.float32, backend)
+
+    def loss(x):
+        return call(x).square().sum()
+
+    torch.testing.assert_close(hessian(loss)(q), jacrev(jacrev(loss))(q))
+
+
+@scores
+def test_dual_numbers(backend, score):
+    call, q = small(score, torch.float32, backend)
+    tangent = torch.randn_like(q)
     forward = torch.autograd.forward_ad
-    with forward.dual_level(), pytest.raises(RuntimeError, match=r"(?i)jvp|forward"):
-        call(forward.make_dual(q, torch.ones_like(q)))
+    with forward.dual_level():
+        found = forward.unpack_dual(call(forward.make_dual(q, tangent))).tangent
+    torch.testing.assert_close(found, jvp(call, (q,), (tangent,))[1])
 
 
 def test_torch_function_modes_pass_through(backend):

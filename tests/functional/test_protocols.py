@@ -201,38 +201,25 @@ def test_torch_script_where_our_class_stands_in_torch_nn(monkeypatch):
     assert type(plain[0]) is MultiheadAttention
 
 
-# ---- forward mode: what to take instead ----
+# ---- forward mode under torch.compile ----
 
 
-def test_forward_mode_names_what_works():
-    q, k, v = inputs(dtype=torch.float64).values()
-    tangent = torch.randn_like(q)
-
-    def call(x):
-        return fastattn.scaled_dot_product_attention(x, k, v)
-
-    with pytest.raises(NotImplementedError, match=r"torch.autograd.functional.jvp for a Jac"):
-        torch.func.jvp(call, (q,), (tangent,))
-    _, found = torch.autograd.functional.jvp(call, q, tangent)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        _, expected = torch.func.jvp(
-            lambda x: F.scaled_dot_product_attention(x, k, v), (q,), (tangent,)
-        )
-    torch.testing.assert_close(found, expected)
-
-
-def test_forward_mode_that_is_compiled_raises():
-    """Not zero, which a graph of an operator without a rule would give."""
+def test_forward_mode_breaks_a_compiled_graph():
+    """Whose tangent would be zero: torch.compile does not trace the rule of a Function."""
     q, k, v = inputs().values()
 
-    @torch.compile(backend="aot_eager")
     def run(x, tangent):
-        return torch.func.jvp(
-            lambda x: fastattn.scaled_dot_product_attention(x, k, v), (x,), (tangent,)
-        )
+        def call(x):
+            return fastattn.scaled_dot_product_attention(x, k, v)
 
-    with pytest.raises(Exception, match="no forward-mode derivative"):
-        run(q, torch.ones_like(q))
+        return torch.func.jvp(call, (x,), (tangent,))[1]
+
+    tangent = torch.randn_like(q)
+    with pytest.raises(Exception, match="outside torch.compile"):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(q, tangent)
+    torch._dynamo.reset()
+    found = torch.compile(run, backend="aot_eager")(q, tangent)
+    torch.testing.assert_close(found, run(q, tangent))
 
 
 # ---- explain() ----
