@@ -3,6 +3,7 @@
 from fastattn.backends import flops
 from fastattn.backends.registry import Explanation
 from fastattn.functional import additive_attention, explain, scaled_dot_product_attention
+from fastattn.merge import merge_attention
 from fastattn.modules import (
     AdditiveAttention,
     AlignmentState,
@@ -50,6 +51,7 @@ __all__ = [
     "autotune",
     "coverage_loss",
     "explain",
+    "merge_attention",
     "plot_attention",
     "replace_attention",
     "scaled_dot_product_attention",
