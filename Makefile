@@ -22,7 +22,7 @@ CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise S
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 # The programs in examples/: `make example-NAME` each.
-EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model
+EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt
 
 .PHONY: help test test-fast test-kernels fuzz test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean
