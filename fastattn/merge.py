@@ -18,13 +18,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Args:
         outs: outputs ``[..., M, E]``, one for each set of keys, all of one shape, dtype and device.
-        lses: the log-sum-exps ``[..., M]`` that came with them (``return_lse=True``). -inf says that
-            a part has no key for a row. That part's output is then not read.
+        lses: the log-sum-exps ``[..., M]`` that came with them (``return_lse=True``). -inf says
+            that a part has no key for a row. That part's output is then not read.
 
     Returns:
-        ``(out, lse)``: ``[..., M, E]`` in the dtype of outs, and ``[..., M]`` in that of lses. A row
-        without keys in any part has output 0 and log-sum-exp -inf. Both are differentiable, and may
-        be parts of another merge.
+        ``(out, lse)``: ``[..., M, E]`` in the dtype of outs, and ``[..., M]`` in that of lses. A
+        row without keys in any part has output 0 and log-sum-exp -inf. Both are differentiable, and
+        may be parts of another merge.
 
     Raises:
         TypeError: not a sequence of tensors, or a dtype that is no float.
