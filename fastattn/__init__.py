@@ -2,7 +2,8 @@
 
 from fastattn.backends import flops
 from fastattn.backends.registry import Explanation
-from fastattn.functional import additive_attention, explain, scaled_dot_product_attention
+from fastattn.explanation import ModuleExplanation, explain
+from fastattn.functional import additive_attention, scaled_dot_product_attention
 from fastattn.merge import merge_attention
 from fastattn.modules import (
     AdditiveAttention,
@@ -42,6 +43,7 @@ __all__ = [
     "LocationSensitiveAttention",
     "LuongAttention",
     "Mask",
+    "ModuleExplanation",
     "MultiheadAdditiveAttention",
     "MultiheadAttention",
     "NadarayaWatson",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fastattn import autograd
-from fastattn.backends import operators, registry
+from fastattn.backends import operators, registry, watch
 from fastattn.problem import Mask, Score, arguments, call_cache, validate
 
 if TYPE_CHECKING:
@@ -345,6 +345,7 @@ def _attend(
     cast: Any = _autocast(*tensors)
     inputs = validate.build(score, *cast, **options)
     seen = call_cache.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)
+    watch.call(inputs.p, backend, inputs.bias is not None)
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     if call is not None:
         call_cache.remember(seen, canonical, *call)

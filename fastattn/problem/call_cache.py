@@ -5,6 +5,8 @@ Checking such a call again, and choosing again, would take longer than a small p
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ class Known(NamedTuple):
 # By description: that which _describe makes of a function's call, or that of a module's.
 _KNOWN: dict[tuple | None, Any] = {}
 _MOST_KNOWN = 1024
+_paused = False
 
 
 def recall(*call: Any) -> Known | None:
@@ -70,12 +73,25 @@ def keep(description: tuple, found: Any) -> None:
     """Keeps what ``look_up`` is to give; the tuple must hold all that it depends on."""
     if len(_KNOWN) >= _MOST_KNOWN:
         _KNOWN.clear()
-    _KNOWN[description] = found
+    if not _paused:
+        _KNOWN[description] = found
 
 
 def forget() -> None:
     """Forgets all calls: for who has changed the backends."""
     _KNOWN.clear()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Nothing is remembered meanwhile: every call finds out everything."""
+    global _paused
+    _paused, before = True, _paused
+    forget()
+    try:
+        yield
+    finally:
+        _paused = before
 
 
 def says_nothing(mask: Mask | None) -> bool:

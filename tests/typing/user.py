@@ -33,6 +33,7 @@ def results(lse: bool, mean: bool) -> None:
     assert_type(attention(q, q, q, is_causal=True, return_lse=True), tuple[Tensor, Tensor])
     assert_type(attention(q, q, q, mask=fastattn.Mask(), seed=1, backend="eager"), Tensor)
     assert_type(fastattn.explain(q).backend, str | None)
+    assert_type(fastattn.explain(torch.nn.Linear(2, 3), q).torch, dict[str, str])
     assert_type(fastattn.Mask().to_dense(2, 3), Tensor)
     sdpa(q, q, q, return_lse=lse)
     sdpa(q, q, q, return_weights="mean" if mean else None, return_lse=lse)

@@ -75,7 +75,7 @@ class MultiheadAdditiveAttention(MultiheadAttention):
             "a forward pre-hook was removed: fastattn.replace_attention(model) puts it back."
         )
 
-    def _not_ours(self, *args: Any) -> NoReturn:
+    def _not_ours(self, reason: str, *args: Any) -> NoReturn:
         query = args[0]
         raise TypeError(
             "the additive score takes plain float16, bfloat16, float32 or float64 tensors, and no "

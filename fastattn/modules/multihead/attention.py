@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.backends import watch
 from fastattn.modules.multihead import inference, inputs, interop, kv_cache, nested, projection
 from fastattn.modules.multihead.inputs import Inputs
 from fastattn.modules.multihead.kv_cache import KVCache
@@ -145,12 +146,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_attn_weights,
             is_causal,
         )
-        if interop.is_foreign(self, query, key, value, key_padding_mask, attn_mask):
+        foreign = interop.foreign(self, query, key, value, key_padding_mask, attn_mask)
+        if foreign is not None:
             leaf = interop.fx_leaf(self, args)
-            return self._not_ours(*args) if leaf is None else leaf
+            return self._not_ours(foreign, *args) if leaf is None else leaf
         if query.is_nested or key.is_nested or value.is_nested:
             if not nested.takes(self, args):
-                return self._not_ours(*args)
+                return self._not_ours(nested.TAKEN, *args)
             return nested.attend(self, query, self._attend)
         call = inputs.canonical(
             self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
@@ -183,8 +185,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     # Subclasses and patches have no such attribute: only this step may be part of an operator.
     _attend.score = "dot"  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _not_ours(self, *args: Any) -> tuple[Tensor, Tensor | None]:
+    def _not_ours(self, reason: str, *args: Any) -> tuple[Tensor, Tensor | None]:
         """A call that our operators do not take."""
+        watch.call_of_torch(reason)
         return super().forward(*args)
 
     def __prepare_scriptable__(self) -> nn.Module:

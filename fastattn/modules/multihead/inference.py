@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn import autograd
-from fastattn.backends import operators, registry
+from fastattn.backends import operators, registry, watch
 from fastattn.modules.multihead import interop, projection
 from fastattn.problem import call_cache, validate
 
@@ -109,5 +109,7 @@ def _operator(
         p = validate.build("dot", heads, heads, heads, return_weights=return_weights).p
         backend = registry.get(registry.select(p))
         found = getattr(backend, "self_attention", None), p
+        if found[0] is not None:
+            watch.call(p)
         call_cache.keep(call, found)
     return found

@@ -18,10 +18,10 @@ DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 PLAIN = {Tensor, nn.Parameter, type(None)}
 
 
-def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether a call must go to torch's own forward, because our operators do not take it.
+def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> str | None:
+    """Why a call must go to torch's own forward; None where our operators take it.
 
-    That is a call with one of these:
+    It must go there with one of these:
 
     - an argument or parameter that overrides torch functions or wraps other tensors (DTensor,
       quantised weights, jagged tensors, torch.fx proxies);
@@ -30,7 +30,7 @@ def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | 
       run where fastattn is not installed.
     """
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return True
+        return "torch.jit.trace cannot follow our operators"
     everything = (
         query,
         *tensors,
@@ -38,8 +38,9 @@ def is_foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | 
         *module._parameters.values(),
         *module.out_proj._parameters.values(),
     )
-    plain = PLAIN.issuperset(map(type, everything)) or all(map(_is_plain, everything))
-    return not plain or query.dtype not in DTYPES
+    if not PLAIN.issuperset(map(type, everything)) and not all(map(_is_plain, everything)):
+        return "a tensor's type overrides torch functions, or wraps other tensors"
+    return None if query.dtype in DTYPES else f"the query is {query.dtype}"
 
 
 def _is_plain(x: Tensor | None) -> bool:

@@ -249,7 +249,7 @@ def _check_plain(module: nn.MultiheadAttention, query: Tensor, *others: Tensor |
     if projection.extra_keys(module):
         raise ValueError("a KVCache excludes add_bias_kv and add_zero_attn")
     nested = any(t is not None and t.is_nested for t in (query, *others))
-    if interop.is_foreign(module, query, *others) or nested:
+    if interop.foreign(module, query, *others) is not None or nested:
         raise TypeError(
             "a KVCache takes plain float16, bfloat16, float32 or float64 tensors: no subclasses, "
             "no nested tensors, no torch.jit.trace, no torch.fx"

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fastattn.modules.multihead import projection
 from fastattn.problem import Mask
 
+TAKEN = "of nested tensors, only plain self-attention at inference is computed here"
+
 
 def takes(module: nn.MultiheadAttention, args: tuple) -> bool:
     """Whether ``attend`` computes this call: self-attention at inference, as encoders call it."""

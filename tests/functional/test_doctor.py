@@ -1,0 +1,95 @@
+"""`python -m fastattn`: a report that ends, says what is missing, and tells right from wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import doctor
+from fastattn.backends import cpu, operators, registry
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(doctor, "SECONDS", 0.01)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return doctor.report(CPU)
+
+
+def test_the_program_prints_both_forms(tmp_path):
+    folder = os.path.dirname(os.path.dirname(fastattn.__file__))
+    environment = os.environ | {"PYTHONPATH": folder}
+    command = [sys.executable, "-m", "fastattn", "--json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["versions"]["fastattn"] == fastattn.__version__
+
+
+def test_every_backend_is_right_or_says_why_it_does_not_run(found):
+    assert set(found["checks"]) == set(registry.BACKENDS)
+    for check in found["checks"].values():
+        assert (check["worst error"] is None) == bool(check["reasons"])
+        assert doctor.right(check)
+    assert 0 < found["checks"]["eager"]["worst error"] <= 1
+
+
+def test_a_wrong_backend_is_found(monkeypatch, capsys):
+    eager = registry.BACKENDS["eager"]
+    forward = eager.forward
+    monkeypatch.setattr(eager, "forward", lambda *args: tuple(x * 1.001 for x in forward(*args)))
+    assert doctor.main([]) == 1
+    [line] = [x for x in capsys.readouterr().out.splitlines() if "WRONG" in x]
+    assert line.split()[0] == "eager"
+
+
+def test_a_backend_that_fails_does_not_end_the_report(monkeypatch, capsys):
+    def broken(*args):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(registry.BACKENDS["eager"], "forward", broken)
+    no_ratio = {"call": "a", "peer": "torch", "ours, ms": 1.0, "peer, ms": 2.0, "ratio": 2.0}
+    monkeypatch.setattr(doctor, "ratio", lambda device: no_ratio)
+    assert doctor.main([]) == 1
+    assert "FAILED: RuntimeError: no such instruction" in capsys.readouterr().out
+
+
+def test_the_calls_are_explained(found):
+    assert len(found["calls"]) == 6
+    assert all(isinstance(x, fastattn.Explanation) for x in found["calls"].values())
+    text = doctor.text(found)
+    for name, call in found["calls"].items():
+        assert any(name in line and call.backend in line for line in text.splitlines())
+
+
+def test_missing_kernels_are_told_with_their_remedy(monkeypatch):
+    monkeypatch.setattr(operators, "EXTENSION_ERROR", "the compiled extension is missing")
+    monkeypatch.setattr(cpu, "REMEDY", "`make build` compiles the kernels")
+    monkeypatch.setattr(cpu, "_warn_once", lambda: None)  # it warns once in a process
+    found = doctor.report(CPU)
+    assert found["machine"]["instruction set"] is None
+    assert {x.backend for x in found["calls"].values()} == {"eager"}
+    assert found["checks"]["cpu"]["reasons"] == [operators.EXTENSION_ERROR]
+    text = doctor.text(found)
+    assert f"no: {operators.EXTENSION_ERROR}; {cpu.REMEDY}" in text
+    assert f"no cpu: {operators.EXTENSION_ERROR}" in text
+
+
+def test_json_holds_what_the_text_says(found):
+    read = json.loads(doctor.as_json(found))
+    assert list(read) == ["versions", "machine", "libraries", "calls", "checks", "ratio"]
+    call = found["calls"]["additive"]
+    assert read["calls"]["additive"]["reasons"] == call.reasons
+    assert read["ratio"]["ratio"] == pytest.approx(
+        read["ratio"]["peer, ms"] / read["ratio"]["ours, ms"]
+    )
