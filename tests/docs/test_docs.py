@@ -1,0 +1,87 @@
+"""The pages: every block of Python runs, every relative link leads somewhere, pictures are current.
+
+The site itself is built by `make docs`, where a warning is an error.
+"""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+)
+FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NUMBER = re.compile(r'opacity="([\d.e-]+)"')
+
+
+def read(page: Path) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def blocks(page: Path) -> list[str]:
+    """The blocks of Python in a page, each with as many empty lines before it as the page has."""
+    text = read(page)
+    found = [x for x in FENCED.finditer(text) if x[1] == "python"]
+    return ["\n" * text.count("\n", 0, x.start(2)) + x[2] for x in found]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", FENCED.sub("", text))
+
+
+def anchors(text: str) -> set[str]:
+    """The names that headings have in links to them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=str)
+@pytest.mark.filterwarnings("ignore:.*flex_attention:UserWarning")
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in blocks(page):
+        exec(compile(block, ROOT / page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_relative_links_lead_somewhere(page):
+    for link in LINK.findall(without_code(read(page))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), f"{page} links to {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text("utf-8")), f"{page}: no heading for {link}"
+
+
+def test_there_is_code_and_there_are_links():
+    assert sum(len(blocks(page)) for page in PAGES) > 20
+    assert {"docs/tour.md", "README.md"} <= {str(page) for page in PAGES if blocks(page)}
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    runpy.run_path(str(ROOT / "docs/pictures.py"))["draw"](folder)
+    return {path.name: path.read_text("utf-8") for path in folder.iterdir()}
+
+
+def test_pictures_are_what_their_calls_give(drawn):
+    committed = {path.name: path.read_text("utf-8") for path in ROOT.glob("docs/pictures/*")}
+    assert drawn.keys() == committed.keys()
+    for name, svg in committed.items():
+        assert NUMBER.sub("", drawn[name]) == NUMBER.sub("", svg), "run docs/pictures.py"
+        for mine, theirs in zip(NUMBER.findall(drawn[name]), NUMBER.findall(svg), strict=True):
+            assert float(mine) == pytest.approx(float(theirs), abs=0.02)
+
+
+def test_every_picture_stands_on_a_page(drawn):
+    shown = {Path(x).name for page in PAGES for x in LINK.findall(read(page))}
+    assert drawn.keys() <= shown
