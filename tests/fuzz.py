@@ -78,7 +78,8 @@ def _masks(dtype: torch.dtype):
     return st.fixed_dictionaries({}, optional=dict(
         causal=_one_of("top_left", "bottom_right"),
         window=st.tuples(sides, sides),
-        kv_len=_one_of("batch", "rows"),
+        kv_len=_one_of("batch", "rows", "sorted"),
+        kv_begin=_one_of("batch", "rows", "sorted"),
         keep=letters,
         keep_rate=_one_of(0.7, 0.99, 0.05),
         empty_rows=st.booleans(),

@@ -41,6 +41,7 @@ using fastattn::AttentionParams;
 using fastattn::BackwardParams;
 using fastattn::DType;
 using fastattn::ForwardParams;
+using fastattn::KeyLimit;
 using fastattn::View;
 using fastattn::WeightsMode;
 using fastattn::binding::Operands;
@@ -109,20 +110,21 @@ View weights_view(const AttentionParams& p, const Tensor& t, const char* name) {
           stride_or_0(t, 1), stride_or_0(t, 2)};
 }
 
+KeyLimit limit_of(const OptTensor& t, const char* name, const AttentionParams& p) {
+  if (!t) return {};
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Int && broadcasts_to(*t, {p.B, p.M}),
+                  "fastattn: ", name, ": expected int32 [B, 1] or [B, M]");
+  return {static_cast<const int32_t*>(t->data_ptr()), stride_or_0(*t, 0), stride_or_0(*t, 1)};
+}
+
 void fill_masks(const Operands& in, AttentionParams* p) {
   // Far outside any key, and far enough from the ends of int64 that i + band cannot overflow.
   constexpr int64_t kUnbounded = int64_t{1} << 60;
   p->mask = {};
   p->mask.band_lo = std::clamp(in.band_lo.value_or(-kUnbounded), -kUnbounded, kUnbounded);
   p->mask.band_hi = std::clamp(in.band_hi.value_or(kUnbounded), -kUnbounded, kUnbounded);
-  if (in.kv_len) {
-    const Tensor& t = *in.kv_len;
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && broadcasts_to(t, {p->B, p->M}),
-                    "fastattn: kv_len: expected int32 [B, 1] or [B, M]");
-    p->mask.kv_len = static_cast<const int32_t*>(t.data_ptr());
-    p->mask.kv_len_stride_b = stride_or_0(t, 0);
-    p->mask.kv_len_stride_m = stride_or_0(t, 1);
-  }
+  p->mask.kv_len = limit_of(in.kv_len, "kv_len", *p);
+  p->mask.kv_begin = limit_of(in.kv_begin, "kv_begin", *p);
   if (in.keep) {
     const Tensor& t = *in.keep;
     STD_TORCH_CHECK(

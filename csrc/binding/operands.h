@@ -57,7 +57,7 @@ void put(StableIValue* stack, const Results&... results) {
 // What forward and backward share: Call in fastattn/problem/schemas.py, with the same defaults.
 struct Operands {
   Tensor q, k, v;
-  OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, seed = {};
+  OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, kv_begin = {}, seed = {};
   std::optional<int64_t> band_lo = {}, band_hi = {};
   double scale = 1, dropout_p = 0;
   int64_t weights = 0;
@@ -69,6 +69,7 @@ inline Operands take_operands(Arguments& from) {
   in.bias = from.take<OptTensor>();
   in.kv_len = from.take<OptTensor>();
   in.keep = from.take<OptTensor>();
+  in.kv_begin = from.take<OptTensor>();
   in.seed = from.take<OptTensor>();
   in.band_lo = from.take<std::optional<int64_t>>();
   in.band_hi = from.take<std::optional<int64_t>>();

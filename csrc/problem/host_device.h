@@ -10,8 +10,11 @@
 // on a machine without AVX-512.
 #if defined(__CUDACC__)
 #define FASTATTN_FN static __host__ __device__ __forceinline__
+#define FASTATTN_RARE_FN FASTATTN_FN
 #else
 #define FASTATTN_FN [[maybe_unused]] static inline
+// Kept out of its callers, whose loops the compiler then sees as if there were none of it.
+#define FASTATTN_RARE_FN [[maybe_unused, gnu::noinline]] static
 #endif
 
 namespace fastattn {

@@ -1,9 +1,9 @@
 // The one place in C++ where a mask has a meaning: which keys j a query i keeps.
 //
-// row_range() covers what is an interval of keys per row (causal, window, kv_len); keeps() adds the
-// dense mask. tile_range() bounds the keys that any row of a row block can keep: tiles outside it
-// are never touched. A new kind of mask is one field in MaskParams and one clause here. Float bias
-// is not a mask, but -inf in it removes a key too.
+// row_range() covers what is an interval of keys per row (causal, window, kv_begin, kv_len);
+// keeps() adds the dense mask. tile_range() bounds the keys that any row of a row block can keep:
+// tiles outside it are never touched. A new kind of mask is one field in MaskParams and one clause
+// here. Float bias is not a mask, but -inf in it removes a key too.
 #pragma once
 
 #include "problem/host_device.h"
@@ -21,10 +21,11 @@ FASTATTN_FN bool dense_varies_by_row(const MaskParams& mask) {
   return has_dense(mask) && mask.keep_stride_m != 0;
 }
 
-// Whether lengths differ from row to row: else, intervals of keys move one way with the row, and
-// the first and the last row speak for all.
-FASTATTN_FN bool lengths_vary_by_row(const MaskParams& mask) {
-  return mask.kv_len != nullptr && mask.kv_len_stride_m != 0;
+// Whether limits differ from row to row: else, intervals of keys move one way with the row, and the
+// first and the last row speak for all.
+FASTATTN_FN bool limits_vary_by_row(const MaskParams& mask) {
+  return (mask.kv_begin.data != nullptr && mask.kv_begin.stride_m != 0) ||
+         (mask.kv_len.data != nullptr && mask.kv_len.stride_m != 0);
 }
 
 // Whether a diagonal bounds the keys of the first rows more than those of the last.
@@ -43,25 +44,26 @@ struct KeyRange {
   int64_t begin, end;  // keys begin <= j < end; empty when begin >= end
 };
 
-// Lengths come from user memory: clamped to [0, N], so that no value can cause a read out of
-// bounds.
-FASTATTN_FN int64_t kv_len_at(const MaskParams& mask, int64_t N, int64_t b, int64_t i) {
-  if (mask.kv_len == nullptr) return N;
-  return max64(0, min64(N, mask.kv_len[b * mask.kv_len_stride_b + i * mask.kv_len_stride_m]));
+// A limit, clamped to [0, N], so that no value in user memory can cause a read out of bounds.
+FASTATTN_FN int64_t limit_at(const KeyLimit& limit, int64_t absent, int64_t N, int64_t b,
+                             int64_t i) {
+  if (limit.data == nullptr) return absent;
+  return max64(0, min64(N, limit.data[b * limit.stride_b + i * limit.stride_m]));
+}
+
+// The keys that limits leave to a row.
+FASTATTN_FN KeyRange limits_at(const MaskParams& mask, int64_t N, int64_t b, int64_t i) {
+  return {limit_at(mask.kv_begin, 0, N, b, i), limit_at(mask.kv_len, N, N, b, i)};
 }
 
 FASTATTN_FN KeyRange row_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i) {
-  return {max64(0, i + mask.band_lo), min64(kv_len_at(mask, N, b, i), i + mask.band_hi + 1)};
+  const KeyRange limits = limits_at(mask, N, b, i);
+  return {max64(limits.begin, i + mask.band_lo), min64(limits.end, i + mask.band_hi + 1)};
 }
 
-// The union over rows i0 <= i < i1, as an interval. Ragged kv_len costs one read a row, its [B]
-// form one in all.
-FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
-                                int64_t i1) {
-  if (!lengths_vary_by_row(mask)) {
-    return {max64(0, i0 + mask.band_lo),
-            min64(kv_len_at(mask, N, b, i0), i1 - 1 + mask.band_hi + 1)};
-  }
+// The union over rows i0 <= i < i1, as an interval, by a look at each.
+FASTATTN_RARE_FN KeyRange union_of_rows(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
+                                        int64_t i1) {
   KeyRange all = {N, 0};
   for (int64_t i = i0; i < i1; ++i) {
     const KeyRange row = row_range(mask, N, b, i);
@@ -70,6 +72,24 @@ FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, in
     all.end = max64(all.end, row.end);
   }
   return all;
+}
+
+// The same. Limits that vary by row cost one read a row, their [B] form one in all.
+FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
+                                int64_t i1) {
+  if (limits_vary_by_row(mask)) return union_of_rows(mask, N, b, i0, i1);
+  const KeyRange limits = limits_at(mask, N, b, i0);
+  return {max64(limits.begin, i0 + mask.band_lo), min64(limits.end, i1 - 1 + mask.band_hi + 1)};
+}
+
+// Whether the intervals of rows i0 <= i < i1 hold all keys j0 <= j < j1; false where only every row
+// could tell.
+FASTATTN_FN bool intervals_hold(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
+                                int64_t i1, int64_t j0, int64_t j1) {
+  if (limits_vary_by_row(mask)) return false;
+  const KeyRange limits = limits_at(mask, N, b, i0);
+  return max64(limits.begin, i1 - 1 + mask.band_lo) <= j0 &&
+         j1 <= min64(limits.end, i0 + mask.band_hi + 1);
 }
 
 // The dense mask, if there is one, where (b, h, i, j) is at `offset`; nonzero keeps.
@@ -102,7 +122,7 @@ FASTATTN_FN bool keeps(const MaskParams& mask, int64_t N, int64_t b, int64_t h, 
 FASTATTN_FN MaskParams heads_as_rows(MaskParams mask, int64_t group) {
   mask.keep_stride_m = mask.keep_stride_h;
   mask.keep_stride_h *= group;
-  mask.kv_len_stride_m = 0;
+  mask.kv_begin.stride_m = mask.kv_len.stride_m = 0;
   mask.band_lo -= group, mask.band_hi += 1;
   return mask;
 }

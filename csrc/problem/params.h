@@ -19,13 +19,18 @@ struct View {
   int64_t stride_b, stride_h, stride_r, stride_c;
 };
 
+// A number of keys for each (b, i), from user memory.
+struct KeyLimit {
+  const int32_t* data;  // nullptr: no constraint
+  int64_t stride_b, stride_m;
+};
+
 // The constraints of fastattn.Mask, ANDed. mask.h holds their meaning.
 struct MaskParams {
-  int64_t band_lo, band_hi;  // keeps j when i + band_lo <= j <= i + band_hi (causal and window,
-                             // either alignment)
-  const int32_t* kv_len;     // nullptr: no constraint
-  int64_t kv_len_stride_b, kv_len_stride_m;
-  const uint8_t* keep;  // nullptr: no constraint; nonzero keeps
+  int64_t band_lo, band_hi;   // keeps j when i + band_lo <= j <= i + band_hi (causal and window,
+                              // either alignment)
+  KeyLimit kv_len, kv_begin;  // keeps j when kv_begin <= j < kv_len
+  const uint8_t* keep;        // nullptr: no constraint; nonzero keeps
   int64_t keep_stride_b, keep_stride_h, keep_stride_m, keep_stride_n;
 };
 

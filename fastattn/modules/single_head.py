@@ -153,4 +153,5 @@ def dense_masks(
     lead = validate.Lead((B,), False, (1, M, N))
     keep, bias = validate.split_attn_mask(lead, queries, attn_mask)
     keep, bias = (None if x is None else x.squeeze(1) for x in (keep, bias))
-    return DenseMasks(validate.check_kv_len(lead, queries, valid_lens), keep, bias)
+    kv_len = validate.check_limit("valid_lens", lead, queries, valid_lens)
+    return DenseMasks(kv_len, keep, bias)

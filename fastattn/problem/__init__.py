@@ -1,5 +1,6 @@
 """What an attention problem is: the record, its checks, its definition in plain PyTorch."""
 
-from fastattn.problem.record import Alignment, Dropout, Mask, Problem, Score, Weights
+from fastattn.problem.mask import Alignment, Mask
+from fastattn.problem.record import Dropout, Problem, Score, Weights
 
 __all__ = ["Alignment", "Dropout", "Mask", "Problem", "Score", "Weights"]

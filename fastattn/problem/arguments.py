@@ -52,6 +52,40 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+# ---- integers ----
+
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_FAR = 2**60  # as kUnbounded in csrc/binding/attention.cpp
+
+
+def integers(name: str, x: object, device: torch.device | str | None) -> Tensor:
+    """An int64 tensor from a tensor of integers, which stays on its device, or from a list."""
+    if isinstance(x, Sequence) and not isinstance(x, str):
+        x = (
+            torch.tensor(x, device=device)
+            if x
+            else torch.zeros(0, dtype=torch.int64, device=device)
+        )
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected integers, a tensor or a list, got {type(x).__name__}")
+    if x.dtype not in INTEGERS:
+        raise TypeError(f"{name}: expected integers, got {x.dtype}")
+    return x.long()
+
+
+def window(name: str, given: object) -> tuple[int, int] | None:
+    """(left, right), -1 where there is no bound; None without a window."""
+    if given is None:
+        return None
+    if not isinstance(given, (tuple, list)) or len(given) != 2 or not all(is_int(n) for n in given):
+        raise TypeError(f"{name}: expected (left, right) ints, got {given!r}")
+    if min(given) < -1:
+        raise ValueError(f"{name}: expected -1 (unbounded) or more, got {tuple(given)}")
+    # Sizes end far below _FAR: beyond it there is no bound, and no sum that passes 64 bits.
+    left, right = (-1 if n >= _FAR else n for n in given)
+    return left, right
+
+
 # ---- tensors that are more than their memory ----
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastattn.problem import arguments
+from fastattn.problem.mask import MASK_TENSORS, Mask, band_of, kept_by, kinds
 
 Score = Literal["dot", "additive"]
 Weights = Literal["none", "full", "mean"]
@@ -38,153 +38,6 @@ def weights_of(number: int) -> Weights:
         if number == known:
             return name
     raise ValueError(f"weights: expected one of {WEIGHTS}, got {number}")
-
-
-Alignment = Literal["top_left", "bottom_right"]
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """Which (query i, key j) pairs take part. All constraints are ANDed; None means no constraint.
-
-    Args:
-        causal: ``"top_left"`` keeps ``j <= i`` (PyTorch's ``is_causal``); ``"bottom_right"`` keeps
-            ``j <= i + N - M``: the last query sees every key (FlashAttention's).
-        window: ``(left, right)`` keeps ``d - left <= j <= d + right`` around the diagonal ``d``.
-            That is ``d = i + N - M`` with ``causal="bottom_right"``, and ``d = i`` otherwise. -1 is
-            unbounded.
-        kv_len: integer tensor with values in ``[0, N]``. ``[B]`` keeps ``j < kv_len[b]``;
-            ``[B, M]`` keeps ``j < kv_len[b, i]``.
-        keep: bool tensor broadcastable to ``[B, H, M, N]``; True keeps. For inputs without a head
-            dim, it is broadcastable to ``[B, M, N]``.
-
-    A row that keeps no key has output 0, weights 0, log-sum-exp -inf and gradients 0.
-
-    Kept pairs (x) for M=3, N=5::
-
-        causal="top_left"   causal="bottom_right"   window=(1, 1)   kv_len=[2]
-          x . . . .            x x x . .              x x . . .      x x . . .
-          x x . . .            x x x x .              x x x . .      x x . . .
-          x x x . .            x x x x x              . x x x .      x x . . .
-
-    Example:
-        >>> q = k = v = torch.randn(2, 4, 16, 8)
-        >>> mask = fastattn.Mask(causal="top_left", window=(4, -1), kv_len=torch.tensor([16, 9]))
-        >>> out = fastattn.scaled_dot_product_attention(q, k, v, mask=mask)
-    """
-
-    causal: Alignment | None = None
-    window: tuple[int, int] | None = None
-    kv_len: Tensor | None = None
-    keep: Tensor | None = None
-
-    @staticmethod
-    def local(radius: int) -> Mask:
-        """Each query sees the keys at most ``radius`` positions away: restricted self-attention.
-
-        Same as ``Mask(window=(radius, radius))``. The kernels skip all other keys: the cost is that
-        of M * (2 radius + 1) pairs.
-
-        Raises:
-            TypeError: the radius is no int.
-            ValueError: the radius is negative.
-
-        Source: Vaswani et al., "Attention Is All You Need", 2017, section 4.
-
-        Example:
-            >>> out = fastattn.scaled_dot_product_attention(q, k, v, mask=fastattn.Mask.local(128))
-        """
-        arguments.check_int("radius", radius, 0)
-        return Mask(window=(radius, radius))
-
-    @staticmethod
-    def local_blocks(
-        block: int,
-        length: int,
-        *,
-        before: int = 0,
-        after: int = 0,
-        device: torch.device | str | None = None,
-    ) -> Mask:
-        """Self-attention inside blocks: query i sees the keys of its block and of some neighbours.
-
-        Kept pairs (x) for block=2, length=5::
-
-            before=0       before=1
-            x x . . .      x x . . .
-            x x . . .      x x . . .
-            . . x x .      x x x x .
-            . . x x .      x x x x .
-            . . . . x      . . x x x
-
-        The mask holds length * length booleans; the kernels read those near the diagonal only. For
-        a causal mask, pass ``is_causal=True`` to the function too.
-
-        Args:
-            block: positions in a block, at least 1; the last one may be shorter.
-            length: M = N, how many positions there are.
-            before: how many earlier blocks are seen too.
-            after: how many later blocks are seen too.
-            device: of the inputs.
-
-        Raises:
-            TypeError: a number is no int.
-            ValueError: ``block`` is below 1, or another number is negative.
-
-        Example:
-            >>> mask = fastattn.Mask.local_blocks(64, 1000, before=1)
-            >>> out = fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, mask=mask)
-        """
-        arguments.check_int("block", block, 1)
-        for name, count in (("length", length), ("before", before), ("after", after)):
-            arguments.check_int(name, count, 0)
-        number = torch.arange(length, device=device) // block
-        ahead = number - number[:, None]  # of block by block
-        # The band that holds these blocks spares the kernels the rest of keep.
-        band = (block * (before + 1) - 1, block * (after + 1) - 1)
-        return Mask(window=band, keep=(ahead >= -before) & (ahead <= after))
-
-    def to_dense(self, M: int, N: int, B: int = 1, H: int = 1) -> Tensor:
-        """The mask written out: bool ``[B, H, M, N]``, True where query i sees key j.
-
-        It lies on the device of ``kv_len`` and ``keep``, or on the CPU if there is neither.
-
-        Args:
-            M: how many queries.
-            N: how many keys.
-            B: how many samples; at least as many as ``kv_len`` has.
-            H: how many heads.
-
-        Raises:
-            TypeError: a size is no int, or a tensor of the mask has a wrong dtype.
-            ValueError: a size is negative, or a tensor of the mask does not fit the sizes.
-
-        Example:
-            >>> fastattn.Mask(window=(1, 1)).to_dense(3, 3)[0, 0].int()
-            tensor([[1, 1, 0],
-                    [1, 1, 1],
-                    [0, 1, 1]], dtype=torch.int32)
-        """
-        from fastattn.problem import validate  # which imports this module
-
-        for name, size in (("M", M), ("N", N), ("B", B), ("H", H)):
-            arguments.check_int(name, size, 0)
-        device = next((x.device for x in (self.kv_len, self.keep) if x is not None), None)
-        query, key = (torch.empty(B, H, n, 0, device=device) for n in (M, N))
-        p = validate.build("dot", query, key, key, mask=self).p
-        return p.kept().expand(B, H, M, N).contiguous()
-
-
-MASK_FIELDS = tuple(field.name for field in dataclasses.fields(Mask))
-# What autograd, transforms and operators see of a mask, in their order.
-MASK_TENSORS = tuple(f.name for f in dataclasses.fields(Mask) if "Tensor" in str(f.type))
-
-
-def kinds(mask: Mask) -> tuple[str, ...]:
-    """The names of the constraints that a mask has."""
-    present = [(name, getattr(mask, name)) for name in MASK_FIELDS]
-    # An alignment is its own name.
-    return tuple(x if isinstance(x, str) else n for n, x in present if x is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,32 +152,11 @@ class Problem:
 
     def band(self) -> tuple[int | None, int | None]:
         """Causal and window in one: keeps ``i + lo <= j <= i + hi``, None where unbounded."""
-        mask = self.mask
-        diagonal = self.N - self.M if mask.causal == "bottom_right" else 0
-        left, right = mask.window or (-1, -1)
-        if mask.causal is not None:
-            right = 0
-        return (None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)
+        return band_of(self.mask, self.M, self.N)
 
     def kept(self) -> Tensor:
-        """The definition of the mask: bool, broadcastable to ``[B, H, M, N]``, True keeps.
-
-        It is slow on purpose: only the reference and the tests use it. It expects the mask in its
-        validated form: ``kv_len`` int32 ``[B, 1]`` or ``[B, M]``, ``keep`` with 4 dims.
-        """
-        i = torch.arange(self.M, device=self.device)[:, None]
-        j = torch.arange(self.N, device=self.device)[None, :]
-        kept = torch.ones(1, 1, self.M, self.N, dtype=torch.bool, device=self.device)
-        lo, hi = self.band()
-        if lo is not None:
-            kept = kept & (j >= i + lo)
-        if hi is not None:
-            kept = kept & (j <= i + hi)
-        if self.mask.kv_len is not None:
-            kept = kept & (j < self.mask.kv_len[:, None, :, None])
-        if self.mask.keep is not None:
-            kept = kept & self.mask.keep
-        return kept
+        """The definition of the mask: bool, broadcastable to ``[B, H, M, N]``, True keeps."""
+        return kept_by(self.mask, self.M, self.N, self.device)
 
     @property
     def acc_dtype(self) -> torch.dtype:

@@ -20,7 +20,7 @@ class Call(NamedTuple):
     """The operands of a forward operator, which are the first ones of its backward operator.
 
     Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``,
-    bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len int32 ``[B, 1]`` or ``[B, M]``, seed int64
+    bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len and kv_begin int32 ``[B|1, M|1]``, seed int64
     ``[]``. A key j of a query i is within the band if ``i + band_lo <= j <= i + band_hi``.
     """
 
@@ -31,6 +31,7 @@ class Call(NamedTuple):
     bias: Tensor | None = None
     kv_len: Tensor | None = None
     keep: Tensor | None = None
+    kv_begin: Tensor | None = None
     seed: Tensor | None = None
     band_lo: int | None = None
     band_hi: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,7 +20,6 @@ from fastattn.problem import Alignment, Dropout, Mask, Problem, Score, arguments
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUNCTIONS = {"dot": "scaled_dot_product_attention", "additive": "additive_attention"}
 RETURN_WEIGHTS = (None, "mean", "full")
-_FAR = 2**60  # as kUnbounded in csrc/binding/attention.cpp
 
 
 class Inputs(NamedTuple):
@@ -313,7 +313,10 @@ def _masks(
         if added is not None:  # in float64 where the scores are
             added = added.to(torch.promote_types(added.dtype, query.dtype))
         added = own if added is None else sum_of_biases(added, own)
-    return Mask(causal, _window(mask.window), check_kv_len(lead, query, mask.kv_len), keep), added
+    window = arguments.window("mask.window", mask.window)
+    kv_len = check_limit("mask.kv_len", lead, query, mask.kv_len)
+    kv_begin = check_limit("mask.kv_begin", lead, query, mask.kv_begin)
+    return Mask(causal, window, kv_len, keep, kv_begin), added
 
 
 def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:
@@ -400,42 +403,30 @@ def _causal_bias(lead: Lead, attn_mask: Any, causal: Alignment | None, mask: Mas
     return aligned
 
 
-def _window(window: object) -> tuple[int, int] | None:
-    if window is None:
+def check_limit(
+    name: str, lead: Lead, query: Tensor, limit: Tensor | Sequence[Any] | None
+) -> Tensor | None:
+    """int32 [B, 1], [B, M] or [1, M], with values that no kernel can trip over."""
+    if limit is None:
         return None
-    if (
-        not isinstance(window, (tuple, list))
-        or len(window) != 2
-        or not all(arguments.is_int(n) for n in window)
-    ):
-        raise TypeError(f"mask.window: expected (left, right) ints, got {window!r}")
-    if min(window) < -1:
-        raise ValueError(f"mask.window: expected -1 (unbounded) or more, got {tuple(window)}")
-    # Sizes end far below _FAR: beyond it there is no bound, and no sum that passes 64 bits.
-    left, right = (-1 if n >= _FAR else n for n in window)
-    return left, right
-
-
-def check_kv_len(lead: Lead, query: Tensor, kv_len: Tensor | None) -> Tensor | None:
-    """int32 [B, 1] or [B, M], with values that no kernel can trip over."""
-    if kv_len is None:
-        return None
-    integers = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+    given: Any = limit
+    if isinstance(limit, (list, tuple)):
+        given = torch.tensor(limit, device=query.device)
     # Of 64 bits before it is compared: N as an 8-bit number would wrap.
-    kv_len = check_dense("mask.kv_len", kv_len, query, integers).long()
+    x = check_dense(name, given, query, arguments.INTEGERS).long()
     _, M, N = lead.hmn
     batch = math.prod(lead.batch)
-    shape = tuple(kv_len.shape)
+    shape = tuple(x.shape)
     if _same(shape, lead.batch) or _same(shape, (batch,)):
-        rows = kv_len.reshape(batch, 1)
+        rows = x.reshape(batch, 1)
     elif _same(shape, (*lead.batch, M)) or _same(shape, (batch, M)):
-        rows = kv_len.reshape(batch, M)
+        rows = x.reshape(batch, M)
+    elif _same(shape, (1, M)):
+        rows = x
     else:
-        raise ValueError(f"mask.kv_len: expected [{batch}] or [{batch}, {M}], got {_shape(kv_len)}")
+        raise ValueError(f"{name}: expected [{batch}] or [{batch}, {M}], got {_shape(x)}")
     if arguments.can_read(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() <= N:
-        raise ValueError(
-            f"mask.kv_len: expected values in [0, {N}], got {rows.min()} to {rows.max()}"
-        )
+        raise ValueError(f"{name}: expected values in [0, {N}], got {rows.min()} to {rows.max()}")
     return rows.clamp(0, N).to(torch.int32)
 
 

@@ -41,7 +41,10 @@ class Case:
     dtype: torch.dtype = torch.float32
     causal: str | None = None
     window: tuple[int, int] | None = None
-    kv_len: str | None = None  # "batch" | "rows"; the first entry of the batch gets 0 keys
+    # "batch" | "rows" | "sorted", of rows in ascending order, as packed documents have them. The
+    # first entry of the batch gets 0 keys.
+    kv_len: str | None = None
+    kv_begin: str | None = None
     keep: str | None = (
         None  # one letter a dim of [B, H, M, N] that the mask really has: "bhmn", "mn", "n" ...
     )
@@ -211,15 +214,25 @@ def _attn_mask(case: Case, normal: Callable[..., Tensor], rng: torch.Generator) 
 
 
 def _mask(case: Case, rng: torch.Generator) -> Mask:
-    kv_len = keep = None
-    if case.kv_len is not None:
-        shape = (case.B,) if case.kv_len == "batch" else (case.B, case.M)
-        kv_len = torch.randint(0, case.N + 1, shape, generator=rng, device=rng.device)
-        kv_len[:1] = 0
+    keep = None
+    kv_len = _limit(case, case.kv_len, case.N, 0, rng)
     if case.keep is not None:
         keep = _uniform(_shape(case, case.keep), rng) < case.keep_rate
         keep = _empty_rows(case, keep, False)
-    return Mask(case.causal, case.window, kv_len, keep)  # pyright: ignore[reportArgumentType]
+    kv_begin = _limit(case, case.kv_begin, case.N // 2, case.N, rng)
+    return Mask(case.causal, case.window, kv_len, keep, kv_begin)  # pyright: ignore[reportArgumentType]
+
+
+def _limit(
+    case: Case, kind: str | None, most: int, first: int, rng: torch.Generator
+) -> Tensor | None:
+    if kind is None:
+        return None
+    shape = (case.B,) if kind == "batch" else (case.B, case.M)
+    limit = torch.randint(0, most + 1, shape, generator=rng, device=rng.device)
+    limit = limit.sort(-1).values if kind == "sorted" else limit
+    limit[:1] = first
+    return limit
 
 
 # ---- three ways to compute a case: {"out": ..., "weights": ..., "lse": ..., "grad_q": ...} ----

@@ -42,6 +42,24 @@ def _grid() -> list[Case]:
         Case("window-far", window=(2, 2), M=130, N=20, lse=True),
         Case("kv-len", kv_len="batch", N=150, lse=True, weights="mean"),
         Case("kv-len-rows", kv_len="rows", M=70, N=150, lse=True),
+        Case("kv-begin", kv_begin="batch", N=150, lse=True, weights="mean"),
+        Case(
+            "intervals",
+            kv_begin="rows",
+            kv_len="rows",
+            M=70,
+            N=140,
+            lse=True,
+            weights="full",
+            bias="hmn",
+            dropout_p=0.2,
+        ),
+        *[
+            Case(
+                f"documents-{m}", kv_begin="sorted", kv_len="sorted", Hkv=1, M=m, N=2 * m, lse=True
+            )
+            for m in (70, 150)
+        ],
         *[Case(f"keep-{x}", keep=x, M=65, N=70) for x in ("bhmn", "mn", "bn", "h", "bm", "")],
         Case("keep-sparse", keep="bhmn", keep_rate=0.01, M=130, N=200, lse=True, weights="full"),
         Case("keep-empty-rows", keep="bmn", empty_rows=True, lse=True, weights="mean"),
@@ -51,6 +69,7 @@ def _grid() -> list[Case]:
             window=(60, -1),
             kv_len="batch",
             keep="hn",
+            kv_begin="rows",
             bias="bmn",
             M=65,
             N=130,
@@ -111,7 +130,8 @@ def _grid() -> list[Case]:
         *(_with(c, score="additive") for c in extremes),
     ]
     half = {
-        *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "bias-inf"),
+        *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "documents-70"),
+        "bias-inf",
         *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
         "plain-N128-logits-1e4",
     }

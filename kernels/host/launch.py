@@ -13,7 +13,7 @@ from fastattn.problem import Weights, schemas
 from fastattn.problem.record import weights_of, weights_shape
 from fastattn.problem.schemas import Saved as Saved
 
-from ..tile.masking import scans_bias
+from ..tile.masking import scans_bias, varies_within_tiles
 from ..tile.strided import Dims, Spec
 from .config import architecture, choose, is_rich, padded, speaks_ptx
 
@@ -87,9 +87,8 @@ class Call(schemas.Call):
 
     @property
     def masks_within_tiles(self) -> bool:
-        """Whether a key may be used by some rows of a tile and masked for others."""
-        by_row = self.kv_len is not None and self.kv_len.shape[1] != 1
-        return by_row or self.band != (None, None) or self.keep is not None or self.bias is not None
+        """Whether a loaded key may be masked, for some rows of a tile or for all."""
+        return varies_within_tiles(self)
 
 
 KERNELS = __name__.removesuffix("host.launch")

@@ -8,7 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .masking import PITCH, Mask, keep_tile, kv_range, q_range, row_range, scans_bias
+from .masking import (
+    PITCH,
+    Mask,
+    heads_of_mask,
+    keep_tile,
+    kv_range,
+    needs_lists,
+    q_range,
+    row_range,
+    scans_bias,
+)
 from .strided import ABSENT, VARYING, head_ptr, view
 
 
@@ -162,14 +172,10 @@ def compact_kernel(
 
 def block_lists(call, mask: Mask, block_m: int, block_n: int, columns: bool = False) -> Lists:
     """The lists of the row blocks (``columns``: key blocks) of a launch.Call that needs any."""
-    scan = scans_bias(call)
-    rows_vary = columns and mask.kv_len_stride_m is not None
-    if call.keep is None and not scan and not rows_vary:
+    if not needs_lists(call, columns):
         return NO_LISTS
-    bias = view(call.bias, call.shape) if scan else ABSENT
-    dense = [x for x in (call.keep, call.bias if scan else None, call.kv_len) if x is not None]
-    B = call.B if any(x.shape[0] != 1 for x in dense) else 1
-    H = call.H if any(x.dim() == 4 and x.shape[1] != 1 for x in dense) else 1
+    bias = view(call.bias, call.shape) if scans_bias(call) else ABSENT
+    B, H = heads_of_mask(call)
     rows, cols = triton.cdiv(call.M, block_m), triton.cdiv(call.N, block_n)
     tiles = B * H * rows * cols
     lines, length = (cols, rows) if columns else (rows, cols)

@@ -1,8 +1,9 @@
 """The one place in Triton where a mask has a meaning: which keys j a query i keeps.
 
-``row_range`` covers what is an interval of keys per row (causal, window, kv_len); ``keep_tile``
-adds the dense mask. A kernel walks through three kinds of tiles: skipped ones are never touched,
-full ones run without mask code, partial ones evaluate ``keep_tile``. Which is which comes
+``row_range`` covers what is an interval of keys per row (causal, window, kv_begin, kv_len);
+``keep_tile`` adds the dense mask. A kernel walks through three kinds of tiles: skipped ones are
+never touched, full ones run without mask code, partial ones evaluate ``keep_tile``. Which is which
+comes
 
 - from ``kv_range`` / ``q_range``, arithmetic on the intervals, where there is no dense mask; or
 - from lists, one a row block (a key block, for dK and dV), made on the device: ``classify_kernel``
@@ -13,7 +14,7 @@ Either way a kernel gets (begin, full_begin, full_end, end), positions in the se
 visit: full ones in [full_begin, full_end), partial ones in the rest of [begin, end).
 
 A mask *selects* -inf, it never adds it: NaN + -inf is NaN. A new kind of mask is one field, one
-clause in row_range and the ranges, or in keep_tile.
+clause in row_range and the ranges, or in keep_tile, and one in ``varies_within_tiles``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .softmax import HIGHEST, LOG2E
 from .strided import head_ptr, view
@@ -36,6 +38,9 @@ class Mask(NamedTuple):
     kv_len_ptr: Any
     kv_len_stride_b: Any
     kv_len_stride_m: Any  # None: one length for all rows
+    kv_begin_ptr: Any
+    kv_begin_stride_b: Any
+    kv_begin_stride_m: Any  # None: one first key for all rows
     keep_ptr: Any  # bytes [B, H, M, N]; flat, as Triton 3.6 forgets in loops the constants of
     keep_stride_b: Any  # tuples in tuples
     keep_stride_h: Any
@@ -57,20 +62,41 @@ def key_count(mask, b, N):
 
 
 @triton.jit
-def row_lengths(mask, b, i, M, N):
-    """Keys that kv_len allows to the rows i; 0 past the last row."""
-    ptrs = mask.kv_len_ptr + b.to(tl.int64) * mask.kv_len_stride_b
-    length = tl.load(ptrs + i.to(tl.int64) * mask.kv_len_stride_m, mask=i < M, other=0)
-    return tl.minimum(tl.maximum(length, 0), N)
+def first_key(mask, b, N):
+    """Keys before this are masked for every row of b."""
+    if mask.kv_begin_ptr is None or mask.kv_begin_stride_m is not None:
+        return 0
+    else:
+        first = tl.load(mask.kv_begin_ptr + b.to(tl.int64) * mask.kv_begin_stride_b)
+        return tl.minimum(tl.maximum(first, 0), N)
+
+
+@triton.jit
+def row_limits(ptr, stride_b, stride_m, b, i, M, N):
+    """What kv_begin or kv_len holds for the rows i; 0 past the last row."""
+    ptrs = ptr + b.to(tl.int64) * stride_b
+    limit = tl.load(ptrs + i.to(tl.int64) * stride_m, mask=i < M, other=0)
+    return tl.minimum(tl.maximum(limit, 0), N)
+
+
+@triton.jit
+def limits(mask, b, i, M, N):
+    """Keys begin <= j < end that kv_begin and kv_len leave to the rows i, in the shape of i."""
+    begin = tl.zeros_like(i) + first_key(mask, b, N)
+    end = tl.zeros_like(i) + key_count(mask, b, N)
+    if mask.kv_begin_stride_m is not None:
+        begin = row_limits(
+            mask.kv_begin_ptr, mask.kv_begin_stride_b, mask.kv_begin_stride_m, b, i, M, N
+        )
+    if mask.kv_len_stride_m is not None:
+        end = row_limits(mask.kv_len_ptr, mask.kv_len_stride_b, mask.kv_len_stride_m, b, i, M, N)
+    return begin, end
 
 
 @triton.jit
 def row_range(mask, b, i, M, N):
     """Keys begin <= j < end of rows i, in the shape of i; empty where begin >= end."""
-    begin = tl.zeros_like(i)
-    end = begin + key_count(mask, b, N)
-    if mask.kv_len_stride_m is not None:
-        end = row_lengths(mask, b, i, M, N)
+    begin, end = limits(mask, b, i, M, N)
     if mask.band_lo is not None:
         begin = tl.maximum(begin, i + mask.band_lo)
     if mask.band_hi is not None:
@@ -82,7 +108,7 @@ def row_range(mask, b, i, M, N):
 def keep_tile(mask, b, h, i, j, begin, end, M):
     """Whether row i keeps key j. i and j broadcast to the tile, begin and end are row_range's."""
     keep = (j < end) & (i < M)
-    if mask.band_lo is not None:
+    if mask.band_lo is not None or mask.kv_begin_ptr is not None:
         keep = keep & (j >= begin)
     if mask.keep_ptr is not None:
         head = b.to(tl.int64) * mask.keep_stride_b + h.to(tl.int64) * mask.keep_stride_h
@@ -147,18 +173,21 @@ def block_range(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
 def kv_range(mask, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Key blocks that the rows [i0, i0 + BLOCK_M) keep: (begin, full_begin, full_end, end)."""
     i1 = tl.minimum(i0 + BLOCK_M, M) - 1
-    begin = tl.zeros_like(i0)
+    begin = tl.zeros_like(i0) + first_key(mask, b, N)
     full_begin = begin
-    end = begin + key_count(mask, b, N)
+    end = tl.zeros_like(i0) + key_count(mask, b, N)
     full_end = end
-    if mask.kv_len_stride_m is not None:
+    if mask.kv_begin_stride_m is not None or mask.kv_len_stride_m is not None:
         i = i0 + tl.arange(0, BLOCK_M)
-        lengths = row_lengths(mask, b, i, M, N)
-        end = tl.max(lengths, 0)
-        full_end = tl.min(tl.where(i < M, lengths, N), 0)
+        begins, ends = limits(mask, b, i, M, N)
+        keys = (begins < ends) & (i < M)  # a row without any says nothing of where they are
+        begin = tl.min(tl.where(keys, begins, N), 0)
+        end = tl.max(tl.where(keys, ends, 0), 0)
+        full_begin = tl.max(tl.where(i < M, begins, 0), 0)
+        full_end = tl.min(tl.where(i < M, ends, N), 0)
     if mask.band_lo is not None:
-        begin = i0 + mask.band_lo
-        full_begin = i1 + mask.band_lo
+        begin = tl.maximum(begin, i0 + mask.band_lo)
+        full_begin = tl.maximum(full_begin, i1 + mask.band_lo)
     if mask.band_hi is not None:
         end = tl.minimum(end, i1 + mask.band_hi + 1)
         full_end = tl.minimum(full_end, i0 + mask.band_hi + 1)
@@ -169,7 +198,7 @@ def kv_range(mask, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def q_range(mask, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Row blocks that keep keys of [j0, j0 + BLOCK_N): the transpose of kv_range.
 
-    Not for lengths that vary over rows, which are no interval of rows: those come in lists.
+    Not for limits that vary over rows, which are no interval of rows: those come in lists.
     """
     j1 = tl.minimum(j0 + BLOCK_N, N) - 1
     begin = tl.zeros_like(j0)
@@ -186,6 +215,10 @@ def q_range(mask, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         length = key_count(mask, b, N)
         end = tl.where(j0 < length, end, 0)
         full_end = tl.where(j1 < length, full_end, 0)
+    if mask.kv_begin_ptr is not None:
+        first = first_key(mask, b, N)
+        end = tl.where(j1 >= first, end, 0)
+        full_end = tl.where(j0 >= first, full_end, 0)
     # A block that ends past the last row is full all the same: those rows have weight 0.
     full_end = tl.where(full_end == M, full_end + BLOCK_M - 1, full_end)
     return block_range(begin, full_begin, full_end, end, BLOCK_M)
@@ -201,14 +234,47 @@ PITCH = tl.constexpr(16)
 
 def mask_args(call) -> Mask:
     """The Mask of a launch.Call."""
-    length, limit = call.kv_len, call.M + call.N
-    lo, hi = (None if x is None else max(-limit, min(x, limit)) for x in call.band)
-    stride_b = stride_m = None
-    if length is not None:
-        stride_b, stride_m = length.stride()
-        stride_m = stride_m if length.shape[1] != 1 else None
+    far = call.M + call.N
+    lo, hi = (None if x is None else max(-far, min(x, far)) for x in call.band)
     keep = None if call.keep is None else call.keep.view(torch.uint8)
-    return Mask(lo, hi, length, stride_b, stride_m, *view(keep, call.shape))
+    return Mask(lo, hi, *_limit(call.kv_len), *_limit(call.kv_begin), *view(keep, call.shape))
+
+
+def _limit(x: Tensor | None) -> tuple[Tensor | None, int | None, int | None]:
+    """kv_begin or kv_len, [B|1, M|1], and its strides."""
+    if x is None:
+        return None, None, None
+    stride_b, stride_m = x.stride()
+    return x, stride_b if x.shape[0] != 1 else 0, stride_m if x.shape[1] != 1 else None
+
+
+def _by_row(*limits: Tensor | None) -> bool:
+    return any(x is not None and x.shape[1] != 1 for x in limits)
+
+
+def varies_within_tiles(call) -> bool:
+    """Whether some rows of a tile may use a loaded key that is masked for others, or for all.
+
+    Keys past a length for all rows are never loaded; those before the first key are.
+    """
+    dense = call.keep is not None or call.bias is not None
+    limited = _by_row(call.kv_len) or call.kv_begin is not None
+    return dense or limited or call.band != (None, None)
+
+
+def needs_lists(call, columns: bool) -> bool:
+    """Whether ranges of blocks cannot say which of them to visit (``columns``: row blocks)."""
+    rows_vary = columns and _by_row(call.kv_len, call.kv_begin)
+    return call.keep is not None or scans_bias(call) or rows_vary
+
+
+def heads_of_mask(call) -> tuple[int, int]:
+    """(B or 1, H or 1): for how many heads the lists of blocks differ."""
+    bias = call.bias if scans_bias(call) else None
+    present = [x for x in (call.keep, bias, call.kv_len, call.kv_begin) if x is not None]
+    B = call.B if any(x.shape[0] != 1 for x in present) else 1
+    H = call.H if any(x.dim() == 4 and x.shape[1] != 1 for x in present) else 1
+    return B, H
 
 
 def scans_bias(call) -> bool:

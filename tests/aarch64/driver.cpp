@@ -69,9 +69,11 @@ void read_problem(AttentionParams* p) {
   p->dropout.scale = static_cast<float>(read<double>());
   p->scale = static_cast<float>(read<double>());
   for (View* view : {&p->q, &p->k, &p->v, &p->w, &p->bias}) *view = tensor();
-  const View kv_len = tensor(), keep = tensor();
-  p->mask.kv_len = static_cast<const int32_t*>(kv_len.data);
-  p->mask.kv_len_stride_b = kv_len.stride_b, p->mask.kv_len_stride_m = kv_len.stride_r;
+  for (KeyLimit* limit : {&p->mask.kv_len, &p->mask.kv_begin}) {
+    const View from = tensor();
+    *limit = {static_cast<const int32_t*>(from.data), from.stride_b, from.stride_r};
+  }
+  const View keep = tensor();
   p->mask.keep = static_cast<const uint8_t*>(keep.data);
   p->mask.keep_stride_b = keep.stride_b, p->mask.keep_stride_h = keep.stride_h;
   p->mask.keep_stride_m = keep.stride_r, p->mask.keep_stride_n = keep.stride_c;

@@ -106,7 +106,7 @@ class Emulated:
     def _problem(self, p, q, k, v, w, bias) -> bytes:
         lo, hi = p.band()
         drop = p.dropout
-        kv_len, keep, seed = p.tensors()
+        kv_len, keep, kv_begin, seed = p.tensors()
         return b"".join(
             [
                 numbers(p.B, p.H, p.Hkv, p.M, p.N, p.D, p.E, record.WEIGHTS[p.weights]),
@@ -117,6 +117,7 @@ class Emulated:
                 encode(w, 1, 3),
                 encode(bias),
                 encode(kv_len, 0, 2),
+                encode(kv_begin, 0, 2),
                 encode(keep),
             ]
         )

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastattn.problem.record import WEIGHTS
+from fastattn.problem.schemas import Call
 
 pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.slow]
 
@@ -24,7 +25,8 @@ MOST = 1 << 20  # bytes: ten a call
 def problem():
     """The arguments of forward: as small as they can be, with one of each kind."""
     x, one = torch.randn(1, 1, 1, 1), torch.ones(1, 1, dtype=torch.int32)
-    return (x, x, x, None, None, one, None, torch.tensor(1), None, 0, 1.0, 0.5, WEIGHTS["full"])
+    options = dict(band_hi=0, dropout_p=0.5, weights=WEIGHTS["full"])
+    return tuple(Call(x, x, x, kv_len=one, seed=torch.tensor(1), **options))
 
 
 def gradients():

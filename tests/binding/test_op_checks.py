@@ -54,6 +54,8 @@ BAD = {
     "kv-len-1d": dict(kv_len=ints(B)),
     "kv-len-shape": dict(kv_len=ints(B, M + 1)),
     "kv-len-batch": dict(kv_len=ints(B + 1, M)),
+    "kv-begin-64": dict(kv_begin=ints(B, 1, dtype=torch.int64)),
+    "kv-begin-shape": dict(kv_begin=ints(B, M + 1)),
     "keep-float": dict(keep=torch.ones(B, H, M, N)),
     "keep-shape": dict(keep=torch.ones(B, H, M + 1, N).bool()),
     "keep-3d": dict(keep=torch.ones(H, M, N).bool()),
@@ -120,9 +122,10 @@ def test_lengths_out_of_range_are_clamped(length):
     """The operator cannot afford to look at values that may sit on a device; it must not trip."""
     lengths = torch.tensor([[length], [3]], dtype=torch.int32)
     call = arguments()
-    clamped = torch.ops.fastattn.forward(*call._replace(kv_len=lengths.clamp(0, N)))
-    found = torch.ops.fastattn.forward(*call._replace(kv_len=lengths))
-    assert all(torch.equal(a, b) for a, b in zip(found, clamped, strict=True))
+    for name in ("kv_len", "kv_begin"):
+        clamped = torch.ops.fastattn.forward(*call._replace(**{name: lengths.clamp(0, N)}))
+        found = torch.ops.fastattn.forward(*call._replace(**{name: lengths}))
+        assert all(torch.equal(a, b) for a, b in zip(found, clamped, strict=True))
 
 
 BANDS = [

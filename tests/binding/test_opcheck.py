@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.slow]
 B, H, HKV, M, N, D, E = 2, 4, 2, 5, 7, 3, 6
 FEATURES = {
     "plain": {},
-    "masks": dict(kv_len=True, keep=True, band_lo=-3, band_hi=2),
+    "masks": dict(kv_len=True, keep=True, kv_begin=True, band_lo=-3, band_hi=2),
     "bias": dict(bias=(1, H, M, N)),
     "weights": dict(weights="full"),
     "mean": dict(weights="mean", bias=(B, 1, 1, N)),
@@ -43,6 +43,8 @@ def forward_arguments(score, name):
         given["bias"] = torch.randn(shape).to(dtype).view((1,) * (4 - len(shape)) + shape)
     if f.pop("kv_len", False):
         given["kv_len"] = torch.tensor([[0], [n]], dtype=torch.int32)
+    if f.pop("kv_begin", False):
+        given["kv_begin"] = torch.arange(M, dtype=torch.int32)[None] // 2
     if f.pop("keep", False):
         given["keep"] = torch.rand(1, 1, M, n) < 0.7
     if "dropout_p" in f:

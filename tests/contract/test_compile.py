@@ -26,19 +26,20 @@ def _fresh_dynamo():
 FEATURES = {
     "plain": {},
     "band": dict(mask=Mask("bottom_right", (2, -1)), return_weights="full", return_lse=True),
-    "tensors": dict(kv_len=True, keep=True, bias=True),
+    "tensors": dict(kv_len=True, keep=True, kv_begin=True, bias=True),
     "dropout": dict(dropout_p=0.3, seed=5, return_weights="mean", is_causal=True),
 }
 
 
 def function(name, backend):
     """A step of training as a user would compile it: f(**tensors) -> results."""
-    options = {k: v for k, v in FEATURES[name].items() if k not in ("kv_len", "keep", "bias")}
+    tensors = ("kv_len", "keep", "kv_begin", "bias")
+    options = {k: v for k, v in FEATURES[name].items() if k not in tensors}
     mask = options.pop("mask", Mask())
 
-    def step(kv_len=None, keep=None, **named):
+    def step(kv_len=None, keep=None, kv_begin=None, **named):
         if kv_len is not None or keep is not None:
-            named["mask"] = Mask(mask.causal, mask.window, kv_len, keep)
+            named["mask"] = Mask(mask.causal, mask.window, kv_len, keep, kv_begin)
         elif record.kinds(mask):
             named["mask"] = mask
         return attend(**named, backend=backend, **options)
@@ -54,6 +55,8 @@ def arguments(score, name, **sizes):
         named["bias"] = torch.randn(2, M, N, requires_grad=True)
     if extra.get("kv_len"):
         named["kv_len"] = torch.tensor([0, N - 1])
+    if extra.get("kv_begin"):
+        named["kv_begin"] = torch.arange(M)[None] // 2
     if extra.get("keep"):
         named["keep"] = torch.rand(M, N) < 0.8
     return named

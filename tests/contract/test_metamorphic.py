@@ -96,10 +96,11 @@ def ones(*shape: int):
     lambda c, t: masked(t, keep=ones(c.N)),
     lambda c, t: masked(t, kv_len=torch.full((c.B,), c.N)),
     lambda c, t: masked(t, kv_len=torch.full((c.B, c.M), c.N)),
+    lambda c, t: masked(t, kv_begin=torch.zeros(1, c.M, dtype=torch.int64)),
     lambda c, t: masked(t, window=(c.M, c.N)),
     lambda c, t: masked(t, window=(-1, -1)),
     lambda c, t: change(t, attn_mask=ones(c.M, c.N)),
-], ids=["keep", "keep-n", "kv-len", "kv-len-rows", "window", "open", "attn-mask"])  # fmt: skip
+], ids=["keep", "keep-n", "lengths", "lengths-m", "begins", "window", "open", "dense"])  # fmt: skip
 @problems
 def test_a_mask_that_keeps_all_is_none(case, way):
     t = drawn(case)

@@ -20,11 +20,11 @@ def tensors(score, dtype, mapped=()):
     shapes = {name: (B, *shape) for name, shape in shapes.items()}
     if score == "additive":
         shapes["weight"] = (H, D)
-    shapes |= {"bias": (H, M, N), "kv_len": (B,), "keep": (B, 1, M, N)}
+    shapes |= {"bias": (H, M, N), "kv_len": (B,), "keep": (B, 1, M, N), "kv_begin": (1, M)}
     made = {}
     for name, shape in shapes.items():
         shape = (S, *shape) if name in mapped else shape
-        if name == "kv_len":
+        if name in ("kv_len", "kv_begin"):
             made[name] = torch.randint(0, N + 1, shape)
         elif name == "keep":
             made[name] = torch.rand(shape) < 0.7
@@ -38,7 +38,8 @@ def function(names, backend, **options):
 
     def call(*args):
         named = dict(zip(names, args, strict=True))
-        mask = Mask(kv_len=named.pop("kv_len", None), keep=named.pop("keep", None))
+        masks = {name: named.pop(name, None) for name in ("kv_len", "keep", "kv_begin")}
+        mask = Mask(**masks)
         out, weights, lse = attend(
             **named, mask=mask, return_weights="full", return_lse=True, backend=backend, **options
         )
@@ -96,7 +97,7 @@ def gradients(call):
     return of
 
 
-ARGUMENTS = ["query", "key", "value", "weight", "bias", "kv_len", "keep"]
+ARGUMENTS = ["query", "key", "value", "weight", "bias", "kv_len", "keep", "kv_begin"]
 transforms = pytest.mark.parametrize("transform", [identity, gradients], ids=["out", "grad"])
 arguments = [(s, a) for s in SCORES for a in ARGUMENTS if (s, a) != ("dot", "weight")]
 
@@ -110,7 +111,8 @@ def test_vmap_over_one_argument(backend, score, argument, transform):
 @scores
 @transforms
 def test_vmap_over_everything(backend, score, transform):
-    assert_vmap(transform, score, ("query", "key", "value", "bias", "kv_len", "keep"), backend)
+    mapped = ("query", "key", "value", "bias", "kv_len", "keep", "kv_begin")
+    assert_vmap(transform, score, mapped, backend)
 
 
 @scores
@@ -132,7 +134,7 @@ def test_vmap_of_vmap(backend, score):
     made = {
         n: x
         for n, x in tensors(score, torch.float32).items()
-        if n not in ("bias", "kv_len", "keep")
+        if n not in ("bias", "kv_len", "keep", "kv_begin")
     }
     query = torch.randn(2, 3, *made["query"].shape)
     rest = list(made.values())[1:]

@@ -85,6 +85,7 @@ def test_case(case, backend):
 j = torch.arange(90)
 MASKS = {
     "kv-len": (dict(mask=Mask(kv_len=torch.tensor([5, 70]))), j < torch.tensor([[5], [70]])),
+    "kv-begin": (dict(mask=Mask(kv_begin=[85, 20])), j >= torch.tensor([[85], [20]])),
     "keep": (dict(mask=Mask(keep=j % 3 != 1)), j % 3 != 1),
     "bias": (dict(bias=torch.where(j % 4 == 2, -math.inf, 0.3)), j % 4 != 2),
 }

@@ -48,8 +48,8 @@ def test_case(case, backend):
 CORNERS = [
     Case("narrow", B=1, Hkv=1, M=67, N=70, D=33, E=5, causal="bottom_right", bias="hmn", lse=True,
          weights="full"),
-    Case("wide", B=1, H=1, Hkv=1, M=66, N=65, D=72, E=128, kv_len="rows", keep="mn", dropout_p=0.3,
-         weights="mean", layout="sliced"),
+    Case("wide", B=2, H=1, Hkv=1, M=66, N=65, D=72, E=128, kv_len="rows", kv_begin="rows",
+         keep="mn", dropout_p=0.3, weights="mean", layout="sliced", garbage=float("nan")),
     Case("few-narrow", B=1, M=5, N=300, D=64, E=9, keep="bhmn", bias="n", layout="bmhd"),
     Case("few-wide", B=1, H=1, Hkv=1, M=16, N=70, D=128, E=65, bias="mn", bias_inf=True,
          empty_rows=True, dropout_p=0.3, weights="full"),

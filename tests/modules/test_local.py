@@ -192,7 +192,7 @@ def test_errors(tensors):
     module = module_for("monotonic")
     with pytest.raises(ValueError, match="step"):
         module(*tensors, step=-1)
-    with pytest.raises(ValueError, match="kv_len"):
+    with pytest.raises(ValueError, match="valid_lens"):
         module(*tensors, torch.tensor([1, 2]))
     with pytest.raises(ValueError, match=r"values in \[0, 23\]"):
         module(*tensors, torch.tensor([1, 2, 24]))

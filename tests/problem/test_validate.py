@@ -126,7 +126,12 @@ BAD_OPTIONS = {
     "kv-len-large": (kv_len(0, N + 1), Value, r"mask.kv_len: .*\[0, 7\], got 0 to 8"),
     "kv-len-float": (kv_len(1.0, 2.0, dtype=None), Type, r"mask.kv_len: expected dtype int32"),
     "kv-len-bool": (kv_len(True, False, dtype=None), Type, r"mask.kv_len: expected dtype int32"),
-    "kv-len-list": (dict(mask=Mask(kv_len=[1, 2])), Type, r"mask.kv_len: expected a Tensor"),
+    "kv-len-list": (dict(mask=Mask(kv_len=[1.0, 2.0])), Type, r"mask.kv_len: .* got torch.float32"),
+    "kv-len-int": (dict(mask=Mask(kv_len=3)), Type, r"mask.kv_len: expected a Tensor, got int"),
+    "kv-begin-large": (
+        dict(mask=Mask(kv_begin=[0, N + 1])), Value, r"mask.kv_begin: .*\[0, 7\], got 0 to 8"),
+    "kv-begin-shape": (
+        dict(mask=Mask(kv_begin=[1, 2, 3])), Value, r"kv_begin: .*\[2, 5\], got \[3\]"),
     "kv-len-shape": (kv_len(1, 2, 3), Value, r"mask.kv_len: .*\[2\] or \[2, 5\], got \[3\]"),
     "kv-len-heads": (
         dict(mask=Mask(kv_len=x(B, H).int())), Value, r"mask.kv_len: expected \[2\] or"),
@@ -321,6 +326,8 @@ def test_kv_len_may_have_the_batch_dims(lead):
     for shape in (lead, (math.prod(lead),), (*lead, M), (math.prod(lead), M)):
         built = validate.build("dot", *tensors, mask=Mask(kv_len=torch.full(shape, 2)))
         assert built.p.mask.kv_len.shape[0] == built.p.B
+    built = validate.build("dot", *tensors, mask=Mask(kv_len=torch.full((1, M), 2)))
+    assert built.p.mask.kv_len.shape == (1, M)
 
 
 def test_no_copy_of_key_or_value():

@@ -29,6 +29,11 @@ WAYS = {
         dict(mask=Mask(kv_len=torch.tensor([[0, 5, 0, 1, 2, 3], [5, 4, 3, 2, 1, 0]]))),
         torch.stack([rows(0, 2), rows(5)]),
     ),
+    "kv-begin": (dict(mask=Mask(kv_begin=[5, 1])), torch.tensor([[True], [False]])),
+    "intervals": (
+        dict(mask=Mask(kv_begin=[[0, 5, 3, 1, 2, 3]], kv_len=[[0, 5, 1, 2, 4, 4]])),
+        rows(0, 1, 2),
+    ),
     "bottom-right": (dict(mask=Mask(causal="bottom_right")), rows(0)),
     "window": (dict(mask=Mask(window=(0, 0))), rows(5)),
     "window-shifted": (dict(mask=Mask(causal="bottom_right", window=(0, 0))), rows(0)),

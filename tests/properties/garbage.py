@@ -20,6 +20,11 @@ j = torch.arange(N)
 MASKS = {
     "kv-len": (dict(mask=Mask(kv_len=torch.tensor([5, 17]))), j < torch.tensor([[5], [17]])),
     "kv-len-0": (dict(mask=Mask(kv_len=torch.tensor([0, 21]))), j < torch.tensor([[0], [21]])),
+    "kv-begin": (dict(mask=Mask(kv_begin=[5, 17])), j >= torch.tensor([[5], [17]])),
+    "intervals": (
+        dict(mask=Mask(kv_begin=[[7, 3, 20, 9] * 2 + [21]], kv_len=[[9, 5, 20, 12] * 2 + [21]])),
+        (j > 2) & (j < 12) & (j != 5) & (j != 6),
+    ),
     "causal": (dict(is_causal=True), j < M),
     "window": (dict(mask=Mask(window=(3, 2))), j < M + 2),
     "window-right": (dict(mask=Mask("bottom_right", (4, -1))), j > N - M - 5),

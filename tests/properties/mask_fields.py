@@ -8,7 +8,8 @@ import torch
 from fastattn import Mask
 
 B, H, M, N, D = 2, 2, 6, 6, 8
-LENGTHS, KEEP = torch.tensor([2, 5]), torch.arange(N)[None] % 3 != 1
+LENGTHS, BEGINS = torch.tensor([2, 5]), torch.tensor([1, 3])
+KEEP = torch.arange(N)[None] % 3 != 1
 
 # A value, and whether sample b keeps key j for query i. A new field needs a line here.
 EXAMPLES = {
@@ -16,6 +17,7 @@ EXAMPLES = {
     "window": ((1, 0), lambda b, i, j: (j >= i - 1) & (j <= i)),
     "kv_len": (LENGTHS, lambda b, i, j: j < LENGTHS[b]),
     "keep": (KEEP, lambda b, i, j: KEEP[0, j]),
+    "kv_begin": (BEGINS, lambda b, i, j: j >= BEGINS[b]),
 }
 FIELDS = [field.name for field in dataclasses.fields(Mask)]
 TENSORS = [name for name in FIELDS if isinstance(EXAMPLES[name][0], torch.Tensor)]

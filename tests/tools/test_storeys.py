@@ -24,7 +24,7 @@ PYTHON = [
 ]  # fmt: skip
 
 # csrc/problem/mask.h says what a mask means: nobody else reads its fields.
-MASK_FIELD = r"\b(band_lo|band_hi|kv_len(_stride_\w)?|keep_stride_\w|mask\.keep)\b"
+MASK_FIELD = r"\b(band_lo|band_hi|kv_len|kv_begin|keep_stride_\w|mask\.keep)\b"
 
 
 def code() -> dict[str, str]:

@@ -27,7 +27,8 @@ def small(name, **features):
 
 
 EVERYTHING = dict(
-    B=2, Hkv=1, causal="bottom_right", window=(60, -1), keep="bhmn", bias="bhmn", bias_inf=True,
+    B=2, Hkv=1, causal="bottom_right", window=(60, -1), keep="bhmn", kv_begin="rows", bias="bhmn",
+    bias_inf=True,
     empty_rows=True, dropout_p=0.3, weights="full", lse=True,
 )  # fmt: skip
 EXTREMES = [
@@ -48,6 +49,8 @@ CASES = [
     small("tall", M=70, N=20, causal="bottom_right", lse=True),
     small("kv-len", B=2, kv_len="batch", weights="mean", lse=True),
     small("kv-len-rows", B=2, M=70, kv_len="rows", lse=True),
+    small("kv-begin", B=2, kv_begin="batch", weights="full", garbage=math.nan),
+    small("documents", B=2, M=70, kv_begin="sorted", kv_len="sorted", garbage=math.nan),
     small("keep", B=2, keep="bn"),
     *(small(f"bias-{x}", B=2, bias=x, N=40) for x in ("bhmn", "bn", "hm", "")),
     small("dropout", B=2, dropout_p=0.5, weights="mean", lse=True),
@@ -55,7 +58,11 @@ CASES = [
 ]
 CASES += [
     dataclasses.replace(c, dtype=dtype)
-    for c in (small("half"), small("everything", **(EVERYTHING | dict(B=1))), *EXTREMES[1:3])
+    for c in (
+        small("half"),
+        small("everything", **(EVERYTHING | dict(B=1, kv_begin=None))),
+        *EXTREMES[1:3],
+    )
     for dtype in (torch.float16, torch.bfloat16)
 ]
 ACCURACY = [

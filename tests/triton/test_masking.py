@@ -1,5 +1,6 @@
 """Tiles, ranges and lists of blocks against Problem.kept, the definition."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -40,10 +41,16 @@ MASKS = {
     "kv-len": Mask(kv_len=torch.tensor([[0], [21]], dtype=torch.int32)),
     "kv-len-causal": Mask("top_left", kv_len=torch.tensor([[33], [50]], dtype=torch.int32)),
     "kv-len-rows": Mask(kv_len=lengths(B, M)),
+    "kv-begin": Mask(kv_begin=torch.tensor([[50], [21]], dtype=torch.int32)),
+    "kv-begin-causal": Mask("top_left", kv_begin=torch.tensor([[7], [16]], dtype=torch.int32)),
+    "intervals": Mask(kv_begin=lengths(B, M), kv_len=lengths(1, M)),
+    "documents": Mask(
+        kv_begin=lengths(1, M).sort().values // 2, kv_len=lengths(1, M).sort().values
+    ),
     "keep": Mask(keep=blocky(B, H, M, N)),
     "keep-mn": Mask("top_left", keep=blocky(1, 1, M, N)),
     "keep-rows": Mask(keep=torch.rand(1, H, M, 1, generator=rng) < 0.5),
-    "all": Mask("top_left", (30, -1), lengths(B, M), blocky(B, 1, M, N)),
+    "all": Mask("top_left", (30, -1), lengths(B, M), blocky(B, 1, M, N), lengths(B, M) // 4),
 }
 every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
@@ -107,9 +114,10 @@ def range_kernel(out_ptr, mask, M, N, BM: tl.constexpr, BN: tl.constexpr, COLUMN
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @every_mask
 def test_ranges_hold_every_kept_pair_and_full_blocks_are_full(mask, columns, device):
-    if columns and mask.kv_len is not None and mask.kv_len.shape[1] > 1:
+    mask = dataclasses.replace(mask, keep=None)
+    call, kept = call_of(mask, device=device)
+    if masking.needs_lists(call, columns):
         pytest.skip("not an interval of rows: lists serve")
-    call, kept = call_of(Mask(mask.causal, mask.window, mask.kv_len), device=device)
     lines, length = (COLS, ROWS) if columns else (ROWS, COLS)
     out = torch.empty(B, lines, 4, dtype=torch.int32, device=device)
     range_kernel[(B, lines)](
@@ -178,10 +186,19 @@ def assert_lists(lists, kept, plain, columns):
 def test_lengths_from_user_memory_are_clamped(device):
     """Nothing checks kv_len on a GPU: whatever it holds, no key past the last one is read."""
     bad = torch.tensor([[-7], [1_000_000]], dtype=torch.int32)
-    call, _ = call_of(Mask(kv_len=bad), device=device)
-    out = torch.empty(B, ROWS, 4, dtype=torch.int32, device=device)
-    range_kernel[(B, ROWS)](
-        out, masking.mask_args(call), M, N, BM=BLOCK_M, BN=BLOCK_N, COLUMNS=False
-    )
-    assert out[0, :, 3].eq(out[0, :, 0]).all()
-    assert out[1, :, 3].eq(COLS).all()
+
+    def ranges(mask):
+        call, _ = call_of(mask, device=device)
+        out = torch.empty(B, ROWS, 4, dtype=torch.int32, device=device)
+        range_kernel[(B, ROWS)](
+            out, masking.mask_args(call), M, N, BM=BLOCK_M, BN=BLOCK_N, COLUMNS=False
+        )
+        return out
+
+    for rows in (1, M):
+        ends = ranges(Mask(kv_len=bad.expand(B, rows)))
+        assert ends[0, :, 3].eq(ends[0, :, 0]).all()
+        assert ends[1, :, 3].eq(COLS).all()
+        begins = ranges(Mask(kv_begin=bad.expand(B, rows)))
+        assert begins[0, :, 0].eq(0).all()
+        assert begins[1, :, 3].eq(begins[1, :, 0]).all()

@@ -30,6 +30,7 @@ class BackwardWorker {
         p_(args.p),
         score_(p_, args.path, scratch_, true),
         mask_(p_, scratch_, kM, kN),
+        ranges_(p_, scratch_, kM),
         bias_(args, scratch_, kM, kN),
         values_(p_, p_.grad_out, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
@@ -83,9 +84,9 @@ class BackwardWorker {
   }
 
   void key_tile(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
-    const KeyRange kept = tile_range(p_.mask, p_.N, b, 0, p_.M);
-    const int64_t used =
-        p_.M == 0 || kept.begin >= j0 + cols ? 0 : max64(0, min64(cols, kept.end - j0));
+    ranges_.use(b);
+    const KeyRange kept = ranges_.all();
+    const int64_t used = kept.begin >= j0 + cols ? 0 : max64(0, min64(cols, kept.end - j0));
     loaded_ = false;
     for (int64_t h = hkv * args_.group; h < (hkv + 1) * args_.group; ++h)
       for (int64_t i0 = 0; i0 < p_.M; i0 += kM) {
@@ -104,7 +105,7 @@ class BackwardWorker {
   // One row block of one head against the current key tile. Returns whether any pair is kept.
   bool pair(TilePlace at, int64_t hkv) {
     if (at.cols == 0) return false;
-    mask_.set_rows(at.b, at.h, at.i0, at.rows);
+    mask_.set_rows(at.b, at.h, at.i0, at.rows, ranges_.of_block(at.i0 / kM));
     const int64_t needed = mask_.set_keys(at.j0, at.cols);
     if (needed == 0) return false;
     if (!loaded_) load_keys(at.b, hkv, at.j0, at.cols);
@@ -234,6 +235,7 @@ class BackwardWorker {
   Scratch scratch_;
   Score score_;
   MaskTile mask_;
+  RowRanges ranges_;
   BiasGrad bias_;
   Values values_;
   float *s_, *dp_, *drop_, *grad_weights_;

@@ -42,8 +42,11 @@ class MaskTile {
 
   // Selects query rows [i0, i0 + rows) of head h.
   void set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    set_rows(b, h, i0, rows, tile_range(p_.mask, p_.N, b, i0, i0 + rows));
+  }
+  void set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows, KeyRange range) {
     b_ = b, h_ = h, i0_ = i0, rows_ = rows;
-    range_ = tile_range(p_.mask, p_.N, b, i0, i0 + rows);
+    range_ = range;
   }
 
   // Keys outside this interval are masked for every row.
@@ -131,18 +134,10 @@ class MaskTile {
     return (j >= begin_[i]) & (j < end_[i]);
   }
 
-  // Whether every row keeps every key, where that can be told from the first and the last one.
-  bool all_inside() const {
-    if (lengths_vary_by_row(p_.mask)) return false;
-    const KeyRange first = row_range(p_.mask, p_.N, b_, i0_),
-                   last = row_range(p_.mask, p_.N, b_, i0_ + rows_ - 1);
-    return max64(first.begin, last.begin) <= j0_ && min64(first.end, last.end) >= j0_ + cols_;
-  }
-
   // Per-row intervals, relative to the tile. Returns where the last one ends, in whole vectors.
   int64_t set_intervals() {
     masked_ = false;
-    if (all_inside()) {
+    if (intervals_hold(p_.mask, p_.N, b_, i0_, i0_ + rows_, j0_, j0_ + cols_)) {
       for (int64_t i = 0; i < rows_; ++i) begin_[i] = 0, end_[i] = static_cast<int32_t>(cols_);
       return cols_;
     }
@@ -292,6 +287,37 @@ class MaskTile {
   int32_t *begin_, *end_;
   float* addend_;
   const float* bias_ = nullptr;
+};
+
+// The keys that each row block of a batch entry keeps. Backward meets a block again with every tile
+// of keys. Limits that vary by row are then read once a task, and not once a tile.
+class RowRanges {
+ public:
+  RowRanges(const AttentionParams& p, Scratch& scratch, int64_t block_m)
+      : p_(p),
+        block_m_(block_m),
+        of_block_(scratch.of<KeyRange>(round_up(p.M, block_m) / block_m)) {}
+
+  void use(int64_t b) {
+    if (b == b_) return;
+    b_ = b, all_ = {p_.N, 0};
+    for (int64_t i0 = 0; i0 < p_.M; i0 += block_m_) {
+      const KeyRange range = tile_range(p_.mask, p_.N, b, i0, min64(p_.M, i0 + block_m_));
+      of_block_[i0 / block_m_] = range;
+      if (range.begin >= range.end) continue;
+      all_ = {min64(all_.begin, range.begin), max64(all_.end, range.end)};
+    }
+  }
+
+  KeyRange of_block(int64_t block) const { return of_block_[block]; }
+  // The union, as an interval.
+  KeyRange all() const { return all_; }
+
+ private:
+  const AttentionParams& p_;
+  int64_t block_m_, b_ = -1;
+  KeyRange all_{};
+  KeyRange* of_block_;
 };
 
 }  // namespace fastattn::FASTATTN_ISA

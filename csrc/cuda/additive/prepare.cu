@@ -84,7 +84,7 @@ FASTATTN_DEVICE float find_centre(const AttentionParams& p, int64_t b, int64_t h
 
 // Keys that no row can keep, such as padding, have no say in the centre.
 FASTATTN_DEVICE KeyRange keys_in_use(const AttentionParams& p, int64_t b) {
-  if (lengths_vary_by_row(p.mask) || p.M == 0) return {0, p.N};
+  if (limits_vary_by_row(p.mask) || p.M == 0) return {0, p.N};
   const KeyRange keys = tile_range(p.mask, p.N, b, 0, p.M);
   return {min64(keys.begin, p.N), keys.end};
 }

@@ -42,17 +42,15 @@ using Pairs = float[Layout::kQueries * Layout::kKeys / 4][4];
 // ---- masks ----
 
 FASTATTN_DEVICE bool is_outside(const AttentionParams& p, const Place& at) {
-  if (lengths_vary_by_row(p.mask)) return false;
+  if (limits_vary_by_row(p.mask)) return false;
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   return keys.begin >= at.j0 + at.cols || keys.end <= at.j0;
 }
 
 FASTATTN_DEVICE bool is_full(const AttentionParams& p, const Place& at) {
-  if (lengths_vary_by_row(p.mask) || has_dense(p.mask) || p.bias.data != nullptr) return false;
+  if (has_dense(p.mask) || p.bias.data != nullptr) return false;
   if (at.rows < kTile || at.cols < kTile) return false;
-  const KeyRange first = row_range(p.mask, p.N, at.b, at.i0);
-  const KeyRange last = row_range(p.mask, p.N, at.b, at.i0 + kTile - 1);
-  return last.begin <= at.j0 && at.j0 + kTile <= first.end;
+  return intervals_hold(p.mask, p.N, at.b, at.i0, at.i0 + kTile, at.j0, at.j0 + kTile);
 }
 
 // Calls f(pair, offset) for this thread's pairs whose bit is set, in an array [queries, keys].
