@@ -23,10 +23,15 @@ FASTATTN_FN bool dense_varies_by_row(const MaskParams& mask) {
 
 // Whether limits differ from row to row: else, intervals of keys move one way with the row, and the
 // first and the last row speak for all.
-FASTATTN_FN bool limits_vary_by_row(const MaskParams& mask) {
-  return (mask.kv_begin.data != nullptr && mask.kv_begin.stride_m != 0) ||
-         (mask.kv_len.data != nullptr && mask.kv_len.stride_m != 0);
+FASTATTN_FN bool varies_by_row(const KeyLimit& limit) {
+  return limit.data != nullptr && limit.stride_m != 0;
 }
+FASTATTN_FN bool limits_vary_by_row(const MaskParams& mask) {
+  return varies_by_row(mask.kv_begin) || varies_by_row(mask.kv_len);
+}
+
+// Whether rows have first keys of their own, as packed documents do.
+FASTATTN_FN bool begins_vary_by_row(const MaskParams& mask) { return varies_by_row(mask.kv_begin); }
 
 // Whether a diagonal bounds the keys of the first rows more than those of the last.
 FASTATTN_FN bool later_rows_keep_more(const MaskParams& mask, int64_t N) {

@@ -32,11 +32,12 @@ constexpr int64_t kStackedBytes = 300 * 1024;
 #endif
 constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
 
-// How many row blocks a task stacks.
+// How many row blocks a task stacks. Those of packed documents have few keys in common: each has
+// tiles that begin with its own first key.
 template <typename Score>
 FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int64_t blocks,
                                    int64_t threads) {
-  if (!Score::kHasSlots || path.heads_together) return 1;
+  if (!Score::kHasSlots || path.heads_together || begins_vary_by_row(p.mask)) return 1;
   const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
   const int64_t fitting = kStackedBytes / (Score::kBlockM * row_bytes);
   const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * max64(1, threads));
@@ -112,7 +113,8 @@ class ForwardWorker {
     for (int64_t g = 0; g < members(); ++g) select(g, true);
     const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * kM);
     const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * kM, i1);
-    begin = max64(begin, keys.begin / kN * kN);
+    const int64_t step = begins_vary_by_row(p_.mask) ? kWidth : kN;
+    begin = max64(begin, keys.begin / step * step);
     // Tiles do not end where the keys of these row blocks do: each block's own masks say where, so
     // that its results do not depend on which blocks are stacked.
     for (int64_t j0 = begin; j0 < min64(end, keys.end); j0 += kN) {
