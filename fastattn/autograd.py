@@ -39,7 +39,8 @@ def attend(
         _refuse_tangents(q, k, v, w, bias)
     own = p.tensors()
     bare = p.with_tensors(*[None] * len(own))
-    return AttentionFunction.apply(backend, bare, q, k, v, w, bias, *own)[:3]
+    function = _either(AttentionFunction, ForwardMode)
+    return function.apply(backend, bare, q, k, v, w, bias, *own)[:3]
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -134,7 +135,7 @@ class AttentionFunction(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         bias_needs_grad = ctx.needs_input_grad[2 + _BIAS]
         saved = (*inputs, *own, out, stats, grad_out, grad_lse, grad_weights)
-        function = AttentionBackwardFunction
+        function = _either(AttentionBackwardFunction, BackwardForwardMode)
         args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
         differentiate = needs_autograd(*saved)
         grads = list((function.apply if differentiate else function.forward)(*args))
@@ -143,17 +144,9 @@ class AttentionFunction(torch.autograd.Function):
         return (None, None, *grads, *[None] * len(own))
 
     @staticmethod
-    def jvp(ctx, _backend, _p, *tangents):
-        inputs, own, _ = _parts(ctx.saved_tensors)
-        p = ctx.p.with_tensors(*own)
-        out, lse, weights = _reference_jvp(reference.forward, p, inputs, tangents[:_INPUTS])
-        # The layout and dtype of the primal output, as forward mode wants a tangent to have.
-        out = out.to(p.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-        return out, lse, None if p.weights == "none" else weights.to(p.dtype), None
-
-    @staticmethod
     def vmap(info, in_dims, backend, p, *tensors):
-        return _vmap(AttentionFunction, info.batch_size, in_dims, (backend, p), tensors)
+        function = _either(AttentionFunction, ForwardMode)
+        return _vmap(function, info.batch_size, in_dims, (backend, p), tensors)
 
 
 class AttentionBackwardFunction(torch.autograd.Function):
@@ -183,22 +176,10 @@ class AttentionBackwardFunction(torch.autograd.Function):
         return (None, None, None, *second[:_INPUTS], *absent, *second[_INPUTS:])
 
     @staticmethod
-    def jvp(ctx, _backend, _p, _bias_needs_grad, *tangents):
-        inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
-        moved = *tangents[:_INPUTS], *tangents[_ALL + 2 :]
-        p = ctx.p.with_tensors(*own)
-        grads = _reference_jvp(reference.backward, p, [*inputs, *upstream], moved)
-        if not ctx.bias_needs_grad:
-            grads[_BIAS] = None
-        return tuple(
-            g if g is None or n == _W else g.to(x.dtype)
-            for n, (g, x) in enumerate(zip(grads, inputs, strict=True))
-        )
-
-    @staticmethod
     def vmap(info, in_dims, backend, p, bias_needs_grad, *tensors):
         static = (backend, p, bias_needs_grad)
-        return _vmap(AttentionBackwardFunction, info.batch_size, in_dims, static, tensors)
+        function = _either(AttentionBackwardFunction, BackwardForwardMode)
+        return _vmap(function, info.batch_size, in_dims, static, tensors)
 
 
 def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> list[Tensor | None]:
@@ -223,7 +204,45 @@ def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> lis
     return second
 
 
-def _reference_jvp(formula, p: Problem, inputs, tangents) -> list[Tensor | None]:
+# ---- forward mode ----
+
+
+def _either(compiled, eager):
+    """The Function of the two that can run: torch.compile traces none that has a jvp."""
+    return compiled if torch.compiler.is_compiling() else eager
+
+
+class ForwardMode(AttentionFunction):
+    """The same, with a Jacobian-vector product."""
+
+    @staticmethod
+    def jvp(ctx, _backend, _p, *tangents):
+        inputs, own, _ = _parts(ctx.saved_tensors)
+        p = ctx.p.with_tensors(*own)
+        out, lse, weights = _reference_jvp(reference.forward, p, inputs, tangents[:_INPUTS])
+        # The layout and dtype of the primal output, as forward mode wants a tangent to have.
+        out = out.to(p.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        return out, lse, None if p.weights == "none" else weights.to(p.dtype), None
+
+
+class BackwardForwardMode(AttentionBackwardFunction):
+    """The same, with a Jacobian-vector product: forward over reverse mode."""
+
+    @staticmethod
+    def jvp(ctx, _backend, _p, _bias_needs_grad, *tangents):
+        inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
+        moved = *tangents[:_INPUTS], *tangents[_ALL + 2 :]
+        p = ctx.p.with_tensors(*own)
+        grads = _reference_jvp(reference.backward, p, [*inputs, *upstream], moved)
+        if not ctx.bias_needs_grad:
+            grads[_BIAS] = None
+        return tuple(
+            g if g is None or n == _W else g.to(x.dtype)
+            for n, (g, x) in enumerate(zip(grads, inputs, strict=True))
+        )
+
+
+def _reference_jvp(formula, p: Problem, inputs, tangents) -> list[Any]:
     """Jacobian-vector product of one of the reference's formulas in the inputs that move.
 
     The vector-Jacobian product is linear in its vector, so its own transpose is what is wanted.

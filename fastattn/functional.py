@@ -143,14 +143,13 @@ def scaled_dot_product_attention(
     if _unknown:
         raise arguments.unknown_keywords("scaled_dot_product_attention", _unknown)
     call = None
-    if attn_mask is mask is bias is seed is None:
-        call = (
-            query, key, value, None, dropout_p, is_causal, enable_gqa, scale, return_weights,
-            backend,
+    if seed is None and type(return_lse) is bool:
+        call = call_cache.Call(
+            query, key, value, None, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, scale,
+            return_weights, backend,
         )  # fmt: skip
-        seen = call_cache.recall(*call)
-        if seen is not None and type(return_lse) is bool:
-            return _run(seen, (query, key, value, None), None, query.shape[:1], return_lse)
+        if (seen := call_cache.recall(call)) is not None:
+            return _run(*seen, (query, key, value, None), query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa, mask=mask, bias=bias, return_weights=return_weights, seed=seed,
@@ -255,14 +254,13 @@ def additive_attention(
     if _unknown:
         raise arguments.unknown_keywords("additive_attention", _unknown)
     call = None
-    if attn_mask is bias is seed is None and call_cache.says_nothing(mask):
-        call = (
-            query, key, value, weight, dropout_p, is_causal, False, None, return_weights, backend,
+    if seed is None and type(return_lse) is bool:
+        call = call_cache.Call(
+            query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, False, None,
+            return_weights, backend,
         )  # fmt: skip
-        seen = call_cache.recall(*call)
-        if seen is not None and type(return_lse) is bool:
-            tensors = seen.tensors(query, key, value, weight)
-            return _run(seen, tensors, None, tensors[0].shape[:1], return_lse)
+        if (seen := call_cache.recall(call)) is not None:
+            return _run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
         return_weights=return_weights, seed=seed,
@@ -333,7 +331,7 @@ def _attend(
     tensors: tuple[Tensor | None, ...],
     return_lse: bool,
     backend: str,
-    call: tuple | None,
+    call: call_cache.Call | None,
     **options: Any,
 ) -> Results:
     """Validates, chooses, runs, and gives the results the shapes of the arguments.
@@ -348,14 +346,14 @@ def _attend(
     watch.call(inputs.p, backend, inputs.bias is not None)
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     if call is not None:
-        call_cache.remember(seen, canonical, *call)
-    return _run(seen, canonical, inputs.bias, inputs.batch, return_lse)
+        call_cache.remember(seen, canonical, inputs.bias, call)
+    return _run(seen, inputs.bias, canonical, inputs.batch, return_lse)
 
 
 def _run(
     seen: call_cache.Known,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     bias: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     batch: tuple[int, ...],
     return_lse: bool,
 ) -> Results:

@@ -1,6 +1,7 @@
-"""Calls seen before: the record and the backend of a call without masks, by what these depend on.
+"""Calls seen before: the record and the backend of a call, by what these depend on.
 
-Checking such a call again, and choosing again, would take longer than a small problem.
+Checking such a call again, and choosing again, would take longer than a small problem. Values of
+masks are checked at every call.
 """
 
 from __future__ import annotations
@@ -12,24 +13,73 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.problem import Mask, Problem, record
+from fastattn.problem import Mask, Problem, validate
+from fastattn.problem.record import MASK_TENSORS
+
+_KEEP = MASK_TENSORS.index("keep")
+
+
+class Call(NamedTuple):
+    """What a record depends on, but for dropout's seed; the weight is None for the dot product."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weight: Tensor | None = None
+    attn_mask: Tensor | None = None
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    enable_gqa: bool = False
+    scale: float | None = None
+    return_weights: str | None = None
+    backend: str = "auto"
+
+    def masks(self) -> list[Any] | None:
+        """The tensors that become ``MASK_TENSORS`` and the bias; None where two become one."""
+        found = [getattr(self.mask, name, None) for name in MASK_TENSORS] + [self.bias]
+        if self.attn_mask is not None:
+            n = _KEEP if self.attn_mask.dtype is torch.bool else -1
+            if found[n] is not None:
+                return None
+            found[n] = self.attn_mask
+        return found
 
 
 class Known(NamedTuple):
-    """What was found out about a call whose tensors are 4-D, or lack the head dim alone."""
+    """What was found out about a call whose tensors are 4-D, or lack the head dim alone.
+
+    ``p`` has no tensors of masks. ``masks`` are their shapes in it, and that of the bias.
+    """
 
     p: Problem
     backend: str
     has_head_dim: bool
+    masks: tuple[tuple[int, ...] | None, ...] | None = None
 
-    def tensors(
-        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def tensors(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The tensors of another such call, with a head dim."""
+        query, key, value, weight = call[:4]
         if self.has_head_dim:
             return query, key, value, weight
         weight = None if weight is None else weight.unsqueeze(0)
         return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), weight
+
+    def around(self, call: Call) -> tuple[Known, Tensor | None]:
+        """The same with the masks of another such call, and the bias of that one."""
+        given = call.masks()
+        if self.masks is None or given is None:
+            return self, None
+        *masks, bias = (
+            None if x is None or shape is None else x.reshape(shape)
+            for x, shape in zip(given, self.masks, strict=True)
+        )
+        for n, name in enumerate(MASK_TENSORS):
+            x = masks[n]
+            if x is not None and n != _KEEP:
+                masks[n] = validate.within(f"mask.{name}", x, self.p.N)
+        return self._replace(p=self.p.with_tensors(*masks, None)), bias
 
 
 # By description: that which _describe makes of a function's call, or that of a module's.
@@ -38,30 +88,45 @@ _MOST_KNOWN = 1024
 _paused = False
 
 
-def recall(*call: Any) -> Known | None:
-    """What is known of a call like this one, if any was seen.
-
-    ``call`` is (query, key, value, weight, dropout_p, is_causal, enable_gqa, scale, return_weights,
-    backend); the weight is None for the dot product.
-    """
+def recall(call: Call) -> tuple[Known, Tensor | None] | None:
+    """What is known of a call like this one, around its masks, and its bias; None if nothing is."""
     try:
-        return look_up(_describe(*call))
+        known = look_up(_describe(call))
     except TypeError:  # sizes are symbols, as under a tracer of torch's, or an argument is no good
         return None
+    if known is None or known.masks is None:
+        return known and (known, None)
+    return known.around(call)
 
 
-def remember(known: Known, canonical: tuple, *call: Any) -> None:
+def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) -> None:
     """Keeps what ``recall`` is to give for such a call, if that makes ``canonical`` of tensors."""
-    described = _describe(*call)
+    described = _describe(call)
     if described is None or (not known.has_head_dim and any(x.dim() != 3 for x in call[:3])):
         return
-    for x, y in zip(known.tensors(*call[:4]), canonical, strict=True):
+    for x, y in zip(known.tensors(call), canonical, strict=True):
         if x is not y and (x is None or y is None or x.shape != y.shape):
             return
+    given = call.masks()
+    if given is None:
+        return
+    if any(x is not None for x in given):
+        own = (*known.p.tensors()[:-1], bias)
+        if any(map(_differs, given, own)):
+            return
+        shapes = tuple(None if x is None else tuple(x.shape) for x in own)
+        known = known._replace(p=known.p.with_tensors(*[None] * len(own)), masks=shapes)
     try:
         keep(described, known)
     except TypeError:  # as in recall
         return
+
+
+def _differs(given: object, own: Tensor | None) -> bool:
+    """Whether ``own`` is more than another shape of ``given``."""
+    if not isinstance(given, Tensor) or own is None:
+        return given is not own
+    return given.numel() != own.numel()
 
 
 def look_up(description: tuple | None) -> Any:
@@ -94,23 +159,12 @@ def paused() -> Iterator[None]:
         _paused = before
 
 
-def says_nothing(mask: Mask | None) -> bool:
-    """Whether a mask keeps every pair whatever the sizes are."""
-    return mask is None or (type(mask) is Mask and not record.kinds(mask))
-
-
-def _describe(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    scale: float | None,
-    *others: object,
-) -> tuple | None:
+def _describe(call: Call) -> tuple | None:
     """All that the record of a call depends on; None where that cannot be told."""
+    (
+        query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, scale,
+        *others,
+    ) = call  # fmt: skip
     # While compiling, sizes may be symbols; under autocast, the tensors will be others.
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         return None
@@ -125,14 +179,23 @@ def _describe(
         return None
     if scale is True or scale is False:
         return None
-    weighed = None
-    if weight is not None:
-        if type(weight) not in (Tensor, torch.nn.Parameter) or weight.layout is not torch.strided:
+    masks = ()
+    if not (weight is attn_mask is mask is bias is None):
+        own = (Mask() if mask is None else mask).__dict__.values()
+        masks = tuple(map(_describe_one, (weight, attn_mask, bias, *own)))
+        if (mask is not None and type(mask) is not Mask) or NotImplemented in masks:
             return None
-        if weight.is_nested:
-            return None
-        weighed = weight.shape, weight.dtype, weight.device
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,
-        key.device, value.device, is_causal, enable_gqa, weighed, scale, others,
+        key.device, value.device, is_causal, enable_gqa, scale, *others, masks,
     )  # fmt: skip
+
+
+def _describe_one(x: Any) -> Any:
+    """A weight, a mask or a field of one; NotImplemented where its shape does not tell enough."""
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        plain = x.layout is torch.strided and not x.is_nested
+        return (x.shape, x.dtype, x.device) if plain else NotImplemented
+    if isinstance(x, Tensor) or (type(x) is tuple and any(type(n) is not int for n in x)):
+        return NotImplemented
+    return x

@@ -412,8 +412,7 @@ def check_limit(
     given: Any = limit
     if isinstance(limit, (list, tuple)):
         given = torch.tensor(limit, device=query.device)
-    # Of 64 bits before it is compared: N as an 8-bit number would wrap.
-    x = check_dense(name, given, query, arguments.INTEGERS).long()
+    x = check_dense(name, given, query, arguments.INTEGERS)
     _, M, N = lead.hmn
     batch = math.prod(lead.batch)
     shape = tuple(x.shape)
@@ -425,9 +424,18 @@ def check_limit(
         rows = x
     else:
         raise ValueError(f"{name}: expected [{batch}] or [{batch}, {M}], got {_shape(x)}")
-    if arguments.can_read(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() <= N:
-        raise ValueError(f"{name}: expected values in [0, {N}], got {rows.min()} to {rows.max()}")
-    return rows.clamp(0, N).to(torch.int32)
+    return within(name, rows, N)
+
+
+def within(name: str, limits: Tensor, N: int) -> Tensor:
+    """Limits as int32 in ``[0, N]``; raises where their values can be read and are others."""
+    if arguments.can_read(limits) and limits.numel():
+        low, high = map(int, limits.aminmax())
+        if not 0 <= low <= high <= N:
+            raise ValueError(f"{name}: expected values in [0, {N}], got {low} to {high}")
+        return limits.to(torch.int32)
+    # Of 64 bits before they are compared: N as an 8-bit number would wrap.
+    return limits.long().clamp(0, N).to(torch.int32)
 
 
 def _same(shape: tuple, expected: tuple) -> bool:

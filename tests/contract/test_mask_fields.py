@@ -10,7 +10,7 @@ from properties.mask_fields import EXAMPLES, TENSORS, B, D, N, assert_heeded, ev
 
 import fastattn
 from fastattn import Mask, autograd
-from fastattn.problem import call_cache, schemas, validate
+from fastattn.problem import schemas, validate
 from fastattn.problem.record import MASK_TENSORS
 from fastattn.scores import SCORES as every_score
 
@@ -138,10 +138,3 @@ def test_compiled(score, field):
         return (out.detach(), *torch.autograd.grad(out.square().sum(), tensors))
 
     assert_heeded(call, field, call(None), Mask(keep=mask_fields.kept(field)[:, None]))
-
-
-@every_field
-def test_a_mask_is_not_mistaken_for_one_that_says_nothing(field):
-    assert call_cache.says_nothing(None)
-    assert call_cache.says_nothing(Mask())
-    assert not call_cache.says_nothing(mask_of(field))

@@ -1,5 +1,6 @@
 """merge_attention: parts over disjoint keys equal one call over all of them."""
 
+import itertools
 import math
 
 import pytest
@@ -19,7 +20,7 @@ def whole(made: dict, **options) -> tuple[torch.Tensor, ...]:
 def merged(made: dict, **options) -> tuple[torch.Tensor, ...]:
     """The same from a call for each part of the keys."""
     parts = []
-    for first, last in zip(CUTS, CUTS[1:], strict=False):
+    for first, last in itertools.pairwise(CUTS):
         own = {name: made[name][..., first:last, :] for name in ("key", "value")}
         parts.append(whole(made | own, **options))
     return merge_attention(*zip(*parts, strict=True))

@@ -127,7 +127,8 @@ def test_few_calls_are_kept(monkeypatch, table):
 def test_what_is_kept_is_the_choice_of_the_registry(table):
     q = heads()
     sdpa(q, q, q)
-    ((p, name, has_head_dim),) = table.values()
+    ((p, name, has_head_dim, masks),) = table.values()
+    assert masks is None
     assert name == registry.select(p)
     assert (p.B, p.H, p.M, p.N, p.D) == (1, 2, 4, 4, 8)
     assert has_head_dim
@@ -173,3 +174,78 @@ def test_what_broadcasts_is_not_kept(table):
     for _ in range(2):
         assert fastattn.additive_attention(q, k, k, torch.randn(8)).shape == (2, 4, 8)
     assert not table
+
+
+# ---- masks ----
+
+MASKED = {
+    "bool": lambda: dict(attn_mask=torch.rand(4, 4) < 0.7),
+    "float": lambda: dict(attn_mask=torch.randn(1, 4)),
+    "bias": lambda: dict(bias=torch.randn(2, 4, 4)),
+    "lengths": lambda: dict(mask=fastattn.Mask(kv_len=torch.randint(0, 5, (1,)))),
+    "rows": lambda: dict(mask=fastattn.Mask(kv_begin=torch.randint(0, 5, (1, 4)))),
+    "keep": lambda: dict(mask=fastattn.Mask(keep=torch.rand(1, 1, 4, 4) < 0.7, window=(1, 1))),
+    "all": lambda: dict(
+        attn_mask=torch.randn(4, 4), is_causal=True,
+        mask=fastattn.Mask(kv_len=torch.randint(0, 5, (1,)), keep=torch.rand(4, 1) < 0.7),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_masks_are_those_of_each_call(built, table, kind):
+    q = heads()
+    first, second = MASKED[kind](), MASKED[kind]()
+    want = sdpa(q, q, q, **second)
+    table.clear()
+    sdpa(q, q, q, **first)
+    (known,) = table.values()
+    assert not any(x is not None for x in known.p.tensors())  # the caller's memory is not kept
+    assert len(built) == 2
+    assert torch.equal(sdpa(q, q, q, **second), want)
+    assert len(built) == 2
+
+
+def test_gradients_of_masked_calls_seen_before(built):
+    q, bias = heads(), heads(1, 2, 4, 4).requires_grad_()
+    loss = [sdpa(q, q, q, bias=bias * n, is_causal=True).square().sum() for n in (1, 2)]
+    grads = [torch.autograd.grad(x, bias)[0] for x in loss]
+    assert len(built) == 1
+    (want,) = torch.autograd.grad(
+        sdpa(q, q, q, bias=bias * 2, is_causal=True, backend="cpu").square().sum(), bias
+    )
+    assert torch.equal(grads[1], want)
+    assert (grads[0] != grads[1]).any()
+
+
+def test_values_are_checked_at_every_call(built):
+    q = heads()
+    for length in (4, 0, 5, 4, -1):
+        mask = fastattn.Mask(kv_len=torch.tensor([length], dtype=torch.int8))
+        if 0 <= length <= 4:
+            sdpa(q, q, q, mask=mask)
+        else:
+            with pytest.raises(ValueError, match=r"mask.kv_len: expected values in \[0, 4\]"):
+                sdpa(q, q, q, mask=mask)
+    assert len(built) == 1
+
+
+def test_masks_that_look_alike_are_apart():
+    q = heads()
+    sdpa(q, q, q, mask=fastattn.Mask(window=(1, 1)))
+    with pytest.raises(TypeError, match="window"):
+        sdpa(q, q, q, mask=fastattn.Mask(window=(True, 1)))
+    sdpa(q, q, q, attn_mask=torch.zeros(4, 4))
+    with pytest.raises(TypeError, match="attn_mask"):
+        sdpa(q, q, q, attn_mask=torch.zeros(4, 4, dtype=torch.int32))
+    keep = torch.ones(4, 4, dtype=torch.bool)
+    sdpa(q, q, q, attn_mask=keep)
+    with pytest.raises(ValueError, match="broadcast"):
+        sdpa(q, q, q, attn_mask=keep[:3])
+
+
+def test_two_masks_of_one_kind_are_not_kept(table):
+    q, keep = heads(), torch.rand(4, 4) < 0.7
+    both = dict(attn_mask=keep, mask=fastattn.Mask(keep=keep.mT))
+    assert torch.equal(sdpa(q, q, q, **both), sdpa(q, q, q, attn_mask=keep & keep.mT))
+    assert len(table) == 1
