@@ -143,7 +143,7 @@ def rounded_exponents(ptx: str) -> tuple[int, int]:
 
 
 def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **features):
-    """A launch.Call over meta tensors; bias, keep and kv_len by their shapes."""
+    """A launch.Call over meta tensors; bias, keep, kv_len and kv_begin by their shapes."""
     from fastattn.kernels.host.launch import Call
     from fastattn.problem.record import WEIGHTS
 
@@ -157,8 +157,8 @@ def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **fe
         tensors["bias"] = empty(*features["bias"])
     if "keep" in features:
         tensors["keep"] = empty(*features["keep"], dtype=torch.bool)
-    if "kv_len" in features:
-        tensors["kv_len"] = empty(*features["kv_len"], dtype=torch.int32)
+    for name in {"kv_len", "kv_begin"} & features.keys():
+        tensors[name] = empty(*features[name], dtype=torch.int32)
     dropout_p = features.get("dropout_p", 0.0)
     if dropout_p:
         tensors["seed"] = empty(dtype=torch.int64)
@@ -171,7 +171,7 @@ def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **fe
 
 # The features whose code is largest: what compiles with all of them compiles with some of them.
 # A plain and a rich problem use every row between them, but those for few queries.
-MASKED = dict(causal=True, kv_len=(2, 1024), keep=(2, 1, 1024, 1024))
+MASKED = dict(causal=True, kv_len=(2, 1024), kv_begin=(2, 1024), keep=(2, 1, 1024, 1024))
 MORE = dict(Hkv=2, dropout_p=0.1, bias=(2, 4, 1024, 1024), weights="full")
 DECODE = dict(M=1, N=4096, kv_len=(2, 1), keep=(2, 1, 1, 4096))
 PROBLEMS = {
@@ -300,6 +300,7 @@ SWEEPS = {
     "cross": [dict(M=100, N=n) for n in SIZES],
     "keep": [dict(M=n, N=n, keep=(2, 1, n, n)) for n in SIZES if n > 16],
     "lengths": [dict(M=n, N=n, kv_len=(2, n)) for n in SIZES if n > 16],
+    "intervals": [dict(M=n, N=n, kv_len=(1, n), kv_begin=(1, n)) for n in SIZES if n > 16],
     "decode": [dict(M=1, N=n, band_hi=n - 1) for n in (2, 17, 511, 1024, 5000, 9000, 40_000)],
     "unaligned": [dict(M=n, N=n, offset=offset) for n in (128, 129) for offset in (0, 8, 1)],
 }

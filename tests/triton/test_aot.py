@@ -171,7 +171,10 @@ def test_triton_accepts_the_cases_of_the_grid():
 
 # How many kernels a sweep of aot.py may make of one launch: by parity of a mask's strides, with
 # keys in chunks or without, aligned or not. Sizes themselves make none.
-SWEEPS = {"plain": 1, "causal": 1, "cross": 1, "keep": 3, "lengths": 2, "decode": 2, "unaligned": 2}
+SWEEPS = {
+    "plain": 1, "causal": 1, "cross": 1, "keep": 3, "lengths": 2, "intervals": 2, "decode": 2,
+    "unaligned": 2,
+}  # fmt: skip
 # Kernels that are launched in several forms.
 FORMS = {"classify_kernel": 3, "additive_factors_kernel": 4, "sdpa_bwd_dkdv_kernel": 2}
 
