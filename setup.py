@@ -40,6 +40,7 @@ BINDING = Path("csrc/binding/attention.cpp")
 EXTENSION = "_C.abi3.so"
 LEFT_OUT = os.environ.get("FASTATTN_REQUIRE_EXT") == "0"  # on purpose: nobody is to be warned
 CUDA_LIBRARY = "_cuda.so"
+LOCAL = "".join(f"+{x}" for x in [os.environ.get("FASTATTN_LOCAL_VERSION")] if x)
 
 # No -ffast-math: NaN, infinities and the order of sums are part of the semantics. These only give
 # up errno, floating-point traps and the separate rounding of a * b + c.
@@ -425,7 +426,7 @@ def run_setuptools() -> None:
         # Without sources: it makes the wheel a platform's own and names the file.
         ext_modules=[Extension("fastattn._C", sources=[], py_limited_api=True, optional=True)],
         cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}, "egg_info": {"tag_build": LOCAL}},
     )
 
 
