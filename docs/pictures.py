@@ -115,6 +115,16 @@ def local() -> str:
     )
 
 
+def intervals() -> str:
+    """Masks that are an interval of keys for each query."""
+    return picture(
+        panel("Mask.documents(lengths=[3, 5, 4])", Mask.documents(lengths=[3, 5, 4]), 12, 12),
+        panel("..., causal=True)", Mask.documents(lengths=[3, 5, 4], causal=True), 12, 12),
+        panel("Mask.prefix([4], 12)", Mask.prefix([4], 12), 12, 12),
+        panel("Mask(kv_begin=[5])", Mask(kv_begin=[5]), 12, 12),
+    )
+
+
 def weights() -> str:
     """Words that look for the words of their kind, and the same when they may not look ahead."""
     words = "the cat sat on the mat and the dog lay on the rug".split()
@@ -148,8 +158,8 @@ def _same_document(lengths: Sequence[int]) -> Tensor:
 
 
 PICTURES = dict(
-    masks=masks, combined=combined, alignments=alignments, local=local, weights=weights,
-    additive=additive,
+    masks=masks, combined=combined, alignments=alignments, local=local, intervals=intervals,
+    weights=weights, additive=additive,
 )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import fastattn
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     path.relative_to(ROOT)
@@ -59,6 +61,17 @@ def test_relative_links_lead_somewhere(page):
         assert target.exists(), f"{page} links to {link}"
         if anchor:
             assert anchor in anchors(target.read_text("utf-8")), f"{page}: no heading for {link}"
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = [read(page) for page in PAGES if page.parent == Path("docs/reference")]
+    listed = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", "".join(pages), re.MULTILINE)
+    assert not set(fastattn.__all__) - set(listed)
+
+
+def test_every_program_has_a_chapter():
+    programs = {path.parent.name for path in ROOT.glob("examples/*/__main__.py")}
+    assert programs == {p.stem for p in PAGES if p.parent == Path("docs/systems")} - {"index"}
 
 
 def test_there_is_code_and_there_are_links():
