@@ -40,7 +40,7 @@ def attend(
     own = p.tensors()
     bare = p.with_tensors(*[None] * len(own))
     function = _either(AttentionFunction, ForwardMode)
-    return function.apply(backend, bare, q, k, v, w, bias, *own)[:3]
+    return function.apply(backend, bare, *_distinct(q, k, v, w, bias, *own))[:3]
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -50,6 +50,17 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same, each one but once: torch.compile traces no Function that gets a tensor twice."""
+    if not torch.compiler.is_compiling():
+        return tensors
+    made: list[Tensor | None] = []
+    for x in tensors:
+        seen = any(x is other for other in made)
+        made.append(x.view_as(x) if x is not None and seen else x)
+    return tuple(made)
 
 
 def _refuse_tangents(*tensors: Tensor | None) -> None:

@@ -8,6 +8,7 @@ import torch._dynamo.testing
 from helpers import SCORES, attend, inputs
 from torch import nn
 
+import fastattn
 from fastattn import Mask, MultiheadAttention
 from fastattn.problem import record
 from fastattn.testing import error
@@ -130,6 +131,17 @@ def test_automatic_dynamic_shapes_settle(backend):
     step = function("tensors", backend)
     calls = [arguments("dot", "tensors", M=M, N=N) for M, N in [(5, 7), (6, 9), (10, 8), (12, 11)]]
     assert count_compilations(step, calls) <= 2
+
+
+def test_one_tensor_as_query_key_and_value(backend):
+    x = torch.randn(2, 2, 5, 4, requires_grad=True)
+    call = lambda x: fastattn.scaled_dot_product_attention(x, x, x, backend=backend)  # noqa: E731
+    results = []
+    for run in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
+        out = run(x)
+        results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+    for compiled, plain in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain)
 
 
 def test_mask_values_do_not_recompile(backend):
