@@ -138,15 +138,20 @@ NESTED = (
 
 # Names that other libraries have for arguments of ours.
 _OURS = {
+    "alibi_slopes": "bias=slopes[:, None, None] * -(i[:, None] - j).abs()",
     "attention_mask": "attn_mask=",
     "attn_bias": "bias=",
     "average_attn_weights": "return_weights='mean'",
     "block_mask": "mask=fastattn.Mask(...), or Mask(keep=...) of a dense one",
     "causal": "is_causal=True, or mask=fastattn.Mask(causal='bottom_right') for FlashAttention's",
+    "cu_seqlens_k": "mask=fastattn.Mask.documents(cu_seqlens_q, cu_seqlens_k)",
+    "cu_seqlens_q": "mask=fastattn.Mask.documents(cu_seqlens_q, cu_seqlens_k)",
     "dropout": "dropout_p=",
     "key_padding_mask": "mask=fastattn.Mask(kv_len=lengths), or attn_mask=, where True keeps",
     "need_weights": "return_weights='mean', or 'full'",
+    "position_bias": "bias=",
     "return_attn_probs": "return_weights='full', or return_lse=True",
+    "sliding_window": "mask=fastattn.Mask(window=(left, right))",
     "sm_scale": "scale=",
     "softmax_scale": "scale=",
     "temperature": "scale=1 / temperature",

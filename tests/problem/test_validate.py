@@ -148,6 +148,12 @@ NAMES = {
     "window_size": "mask=fastattn.Mask\\(window=",
     "key_padding_mask": "mask=fastattn.Mask\\(kv_len=",
     "dropout": "dropout_p=",
+    "attention_mask": "attn_mask=",
+    "return_attn_probs": "return_weights='full'",
+    "sliding_window": "mask=fastattn.Mask\\(window=",
+    "position_bias": "bias=",
+    "alibi_slopes": "bias=slopes",
+    "cu_seqlens_q": "mask=fastattn.Mask.documents\\(cu_seqlens_q",
 }
 
 
