@@ -4,6 +4,7 @@ from fastattn.backends import flops
 from fastattn.backends.registry import Explanation
 from fastattn.explanation import ModuleExplanation, explain
 from fastattn.functional import additive_attention, scaled_dot_product_attention
+from fastattn.integrations.sdpa import SdpaCalls, use_for_sdpa
 from fastattn.merge import merge_attention
 from fastattn.modules import (
     AdditiveAttention,
@@ -47,6 +48,7 @@ __all__ = [
     "MultiheadAdditiveAttention",
     "MultiheadAttention",
     "NadarayaWatson",
+    "SdpaCalls",
     "SelfAttention",
     "additive_attention",
     "attention",
@@ -57,4 +59,5 @@ __all__ = [
     "plot_attention",
     "replace_attention",
     "scaled_dot_product_attention",
+    "use_for_sdpa",
 ]

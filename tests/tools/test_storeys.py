@@ -20,7 +20,7 @@ PYTHON = [
     "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
     "fastattn.backends", "fastattn.autograd fastattn.tuning", "fastattn.functional",
     "fastattn.scores",
-    "fastattn.modules fastattn.testing", "fastattn",
+    "fastattn.modules fastattn.testing", "fastattn.integrations", "fastattn",
 ]  # fmt: skip
 
 # csrc/problem/mask.h says what a mask means: nobody else reads its fields.

@@ -1,0 +1,1 @@
+"""fastattn inside other people's code. Each module is imported by who wants it."""

@@ -1,0 +1,200 @@
+"""Models that call torch's scaled_dot_product_attention, computed by fastattn.
+
+A ``TorchFunctionMode`` sees every call of a torch function in its thread, whatever name the caller
+imported, and hands on all but one. Nothing in torch is replaced. torch takes the mode along to the
+threads of its backward pass, and compiled code is guarded by it.
+
+torch calls the function itself in one place only: ``F.multi_head_attention_forward``, of which a
+mode sees no more than the outer call. So a copy of that function runs, one that does not ask modes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from fastattn.functional import scaled_dot_product_attention
+from fastattn.problem import arguments, validate
+
+# Kept from the import on: a program may put something else in their place later.
+_SDPA = F.scaled_dot_product_attention
+_MULTI_HEAD = F.multi_head_attention_forward
+_UNFLATTEN = Tensor.unflatten
+
+
+class SdpaCalls:
+    """Where calls of torch's scaled_dot_product_attention went; ``str()`` gives a table.
+
+    Calls inside code that torch.compile made are not counted, though fastattn computes them.
+
+    Attributes:
+        fastattn: how many calls fastattn computed.
+        torch: how many torch computed, by the reason.
+    """
+
+    def __init__(self) -> None:
+        self.fastattn = 0
+        self.torch: Counter[str] = Counter()
+
+    def __str__(self) -> str:
+        rows = [f"fastattn  {self.fastattn}"]
+        return "\n".join([*rows, *(f"torch     {n}  {why}" for why, n in self.torch.items())])
+
+    def count(self, reason: str | None) -> None:
+        """One call more, of torch's for this reason, or of fastattn's."""
+        if torch.compiler.is_compiling():  # numbers that change are guards that fail
+            return
+        if reason is None:
+            self.fastattn += 1
+        else:
+            self.torch[reason] += 1
+
+
+class UseForSdpa(TorchFunctionMode):
+    """The context that :func:`use_for_sdpa` makes; entering it gives the :class:`SdpaCalls`."""
+
+    def __init__(self, calls: SdpaCalls | None = None) -> None:
+        super().__init__()
+        self.calls = SdpaCalls() if calls is None else calls
+
+    def __enter__(self) -> SdpaCalls:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().__enter__()
+        return self.calls
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Computes the one function, and hands on all others."""
+        kwargs = kwargs or {}
+        values = (*args, *kwargs.values())
+        if func is _MULTI_HEAD and not any(map(arguments.overrides, values)):
+            with self:  # which is off in here
+                return _INSIDE_MULTI_HEAD(*args, **kwargs)
+        if func is _UNFLATTEN:  # calls super(), which torch.compile cannot trace here
+            return torch.unflatten(*args, **kwargs)
+        if func is not _SDPA:
+            return func(*args, **kwargs)
+        reason = _reason_against(values)
+        self.calls.count(reason)
+        return (_SDPA if reason else scaled_dot_product_attention)(*args, **kwargs)
+
+
+def _with_globals(function: Any, **names: Any) -> Callable:
+    """A copy of a Python function that finds other things by these global names."""
+    # Without __name__, by which a tracer would look the names up in the module after all.
+    known = {name: x for name, x in function.__globals__.items() if name != "__name__"} | names
+    copy = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _never(tensors: Iterable[Tensor | None]) -> bool:
+    return False
+
+
+# Does not ask the mode first.
+_INSIDE_MULTI_HEAD = _with_globals(_MULTI_HEAD, has_torch_function=_never)
+
+
+def _reason_against(values: tuple) -> str | None:
+    """Why a call with these arguments is torch's; None where it is ours."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return "torch.jit.trace cannot follow sizes into our operators"
+    if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return "no forward-mode derivative where it is compiled"
+    for x in values:
+        if not isinstance(x, Tensor) or arguments.is_causal_bias(x):
+            continue
+        if x.is_nested:
+            return "nested tensor"
+        if arguments.overrides(x):
+            return f"{type(x).__name__} is a tensor subclass"
+        if x.layout is not torch.strided:
+            return f"layout {x.layout}"
+        if x.dtype is not torch.bool and x.dtype not in validate.DTYPES:
+            return f"dtype {x.dtype}"
+    return None
+
+
+class _Forward:
+    """The forward of a module, in the context; copied and pickled along with the module."""
+
+    def __init__(self, forward: Callable, calls: SdpaCalls) -> None:
+        self.__wrapped__ = forward  # whose signature inspect.signature then gives
+        self.mode = UseForSdpa(calls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        modes = torch.overrides._get_current_function_mode_stack()
+        if any(isinstance(mode, UseForSdpa) for mode in modes):
+            return self.__wrapped__(*args, **kwargs)
+        with self.mode:
+            return self.__wrapped__(*args, **kwargs)
+
+
+@overload
+def use_for_sdpa() -> UseForSdpa: ...
+@overload
+def use_for_sdpa(model: nn.Module) -> SdpaCalls: ...
+def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
+    """Computes torch's ``scaled_dot_product_attention`` by fastattn, in models as they are.
+
+    ``with use_for_sdpa():`` does so for all that this thread calls inside. ``use_for_sdpa(model)``
+    does so for this model from now on, in any thread. Nothing in torch changes, and other threads
+    see nothing of either. Both work under torch.compile, in one graph. nn.MultiheadAttention and
+    nn.TransformerEncoderLayer take part: PyTorch's fast path at inference is off inside.
+
+    A tensor subclass, a nested tensor, another dtype than float16, bfloat16, float32 and float64,
+    and torch.jit.trace are left to torch, and counted with that reason.
+
+    Args:
+        model: any module, changed in place: the ``forward`` of it, and of every module in it that
+            has children, is wrapped. So what gradient checkpointing computes again in the backward
+            pass is computed alike.
+
+    Returns:
+        The context manager, which gives a :class:`SdpaCalls`; with a model, the
+        :class:`SdpaCalls` of that model.
+
+    Raises:
+        TypeError: ``model`` is no nn.Module.
+
+    Note:
+        The context must last until the end of ``backward()`` if the model checkpoints gradients.
+        Inside, every call of a torch function costs a call in Python more. Code with a softmax of
+        its own is not reached, nor are calls from C++. Where it is compiled for inference,
+        nn.TransformerEncoderLayer keeps PyTorch's fast path: :func:`fastattn.replace_attention`
+        switches that off. ``torch.nn.attention.sdpa_kernel`` chooses among torch's kernels and has
+        no say here. nn.DataParallel copies no wrapped model.
+
+    Example:
+        >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> with fastattn.use_for_sdpa() as calls:
+        ...     out = model(torch.randn(2, 10, 64))
+        >>> print(calls)
+        fastattn  1
+    """
+    if model is None:
+        return UseForSdpa()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    calls = SdpaCalls()
+    for module in model.modules():
+        if module is model or _is_composed(module):
+            forward = module.forward
+            forward = forward.__wrapped__ if isinstance(forward, _Forward) else forward
+            module.forward = _Forward(forward, calls)
+    return calls
+
+
+def _is_composed(module: nn.Module) -> bool:
+    """Whether it computes, and with modules of its own, as attention does with projections."""
+    computes = type(module).forward is not nn.Module.forward
+    return computes and next(module.children(), None) is not None
