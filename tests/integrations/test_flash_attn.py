@@ -1,0 +1,279 @@
+"""fastattn.integrations.flash_attn: flash_attn's functions, beside the same in plain PyTorch."""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+from fastattn.integrations import flash_attn
+from fastattn.testing import assert_within_budget
+
+B, H, HKV, D = 2, 4, 2, 8
+
+
+def draw(M, N, kv_heads=HKV):
+    rng = torch.Generator().manual_seed(M * 100 + N)
+    shapes = (B, M, H, D), (B, N, kv_heads, D), (B, N, kv_heads, D)
+    return [torch.randn(shape, generator=rng) for shape in shapes]
+
+
+def dense(M, N, causal, window):
+    """As flash_attn's documentation puts it."""
+    i, j = torch.arange(M)[:, None], torch.arange(N)
+    left, right = window
+    keep = torch.ones(M, N, dtype=torch.bool)
+    if left >= 0:
+        keep &= j >= i + N - M - left
+    if right >= 0:
+        keep &= j <= i + N - M + right
+    return keep & (j <= i + N - M) if causal else keep
+
+
+def plain(q, k, v, keep, bias=None, scale=None):
+    """(out, lse) of the formula; rows without keys are 0."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (D**-0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias.to(q.dtype)
+    some = keep.any(-1, keepdim=True)
+    scores = scores.masked_fill(~keep & some, -math.inf)
+    out = (scores.softmax(-1) * some) @ v
+    lse = scores.logsumexp(-1).masked_fill(~some.squeeze(-1), -math.inf)
+    return out.transpose(1, 2), lse
+
+
+def check(call, formula, tensors):
+    """Both results and all gradients of ``call``, within the budget of a formula."""
+    results = []
+    for function, dtype in ((call, None), (formula, None), (formula, torch.float64)):
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
+        out, lse = function(*leaves)
+        finite = lse.masked_fill(lse == -math.inf, 0.0)
+        upstream = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+        grads = torch.autograd.grad((out * upstream).sum() + finite.sum(), leaves)
+        results.append((out, lse, *grads))
+    for n, got in enumerate(zip(*results, strict=True)):
+        assert_within_budget(*got, name=f"result {n}")
+
+
+WINDOWS = [(-1, -1), (3, 2), (0, -1), (-1, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("M", "N"), [(9, 9), (5, 12), (12, 5)])
+def test_func(M, N, causal, window):
+    keep = dense(M, N, causal, window)
+
+    def call(q, k, v):
+        return flash_attn.flash_attn_func(
+            q, k, v, 0.0, 0.3, causal, window, return_attn_probs=True
+        )[:2]
+
+    check(call, lambda *x: plain(*x, keep, scale=0.3), draw(M, N))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_alibi(batched):
+    M, N = 5, 9
+    slopes = torch.rand((B, H) if batched else (H,), generator=torch.Generator().manual_seed(0))
+    apart = (torch.arange(M)[:, None] + N - M - torch.arange(N)).abs()
+    bias = -slopes.view(-1, H, 1, 1) * apart
+
+    def call(q, k, v):
+        return flash_attn.flash_attn_func(
+            q, k, v, causal=True, alibi_slopes=slopes, return_attn_probs=True
+        )[:2]
+
+    check(call, lambda *x: plain(*x, dense(M, N, True, (-1, -1)), bias), draw(M, N))
+
+
+def test_packed():
+    q, k, v = draw(6, 6, H)
+    options = dict(softmax_scale=0.4, causal=True, window_size=(3, -1))
+    expected = flash_attn.flash_attn_func(q, k, v, **options)
+    kv, qkv = torch.stack([k, v], 2), torch.stack([q, k, v], 2)
+    assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, kv, 0.0, **options), expected)
+    assert torch.equal(flash_attn.flash_attn_qkvpacked_func(qkv, 0.0, **options), expected)
+
+
+def test_what_is_returned():
+    q, k, v = draw(4, 6)
+    assert flash_attn.flash_attn_func(q, k, v).shape == (B, 4, H, D)
+    out, lse, weights = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert lse.shape == (B, H, 4)
+    assert weights is None
+    torch.manual_seed(0)
+    out, lse, weights = flash_attn.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
+    assert weights.shape == (B, H, 4, 6)
+    assert 0 < (weights == 0).float().mean() < 1
+    heads = v.transpose(1, 2).repeat_interleave(2, 1)
+    torch.testing.assert_close((weights @ heads).transpose(1, 2), out)
+
+
+# ---- sequences one after the other ----
+
+QUERIES, KEYS = [0, 5, 5, 9], [0, 3, 4, 10]
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen(causal, window):
+    rng = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, h, D, generator=rng) for n, h in ((9, H), (10, HKV), (10, HKV))]
+
+    def call(q, k, v):
+        offsets = lengths_of(QUERIES), lengths_of(KEYS)
+        options = dict(causal=causal, window_size=window, return_attn_probs=True)
+        return flash_attn.flash_attn_varlen_func(q, k, v, *offsets, 5, 6, **options)[:2]
+
+    def formula(q, k, v):
+        outs, sums = [], []
+        for n in range(3):
+            i, j = (slice(*x[n : n + 2]) for x in (QUERIES, KEYS))
+            keep = dense(i.stop - i.start, j.stop - j.start, causal, window)
+            out, lse = plain(q[None, i], k[None, j], v[None, j], keep)
+            outs.append(out[0])
+            sums.append(lse[0])
+        return torch.cat(outs), torch.cat(sums, -1)
+
+    check(call, formula, tensors)
+
+
+def test_varlen_packed():
+    rng = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(9, H, D, generator=rng) for _ in range(3))
+    offsets = lengths_of(QUERIES)
+    expected = flash_attn.flash_attn_varlen_func(q, k, v, offsets, offsets, 5, 5, 0.0, 0.4, True)
+    kv, qkv = torch.stack([k, v], 1), torch.stack([q, k, v], 1)
+    got = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 5, 5, 0.0, 0.4, True)
+    assert torch.equal(got, expected)
+    got = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, offsets, 5, 0.0, 0.4, True)
+    assert torch.equal(got, expected)
+    out, lse, weights = flash_attn.flash_attn_varlen_qkvpacked_func(
+        qkv, offsets, 5, 0.5, return_attn_probs=True
+    )
+    assert (out.shape, lse.shape, weights.shape) == ((9, H, D), (H, 9), (H, 9, 9))
+    assert (weights[:, :5, 5:] == 0).all()
+
+
+# ---- the cache ----
+
+
+def lengths_of(n):
+    return torch.tensor(n, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (3, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("new", [0, 3])
+@pytest.mark.parametrize("leftpad", [False, True])
+def test_cache(new, causal, window, leftpad):
+    M, L, before = 3, 10, [7, 4]
+    q, k, v = draw(M, 3)
+    _, k_cache, v_cache = draw(1, L)
+    options = dict(causal=causal, window_size=window, return_softmax_lse=True)
+    pads = [2, 0]
+    if leftpad:
+        options["cache_leftpad"] = lengths_of(pads)
+    caches = k_cache.clone(), v_cache.clone()
+    got, lse = flash_attn.flash_attn_with_kvcache(
+        q, *caches, *((k, v) if new else ()), cache_seqlens=lengths_of(before), **options
+    )
+    for b, length in enumerate(before):
+        total = length + new
+        keys, values = k_cache[b, :length], v_cache[b, :length]
+        if new:
+            keys, values = torch.cat([keys, k[b]]), torch.cat([values, v[b]])
+            assert torch.equal(caches[0][b, :total], keys)
+            assert torch.equal(caches[1][b, :total], values)
+        assert torch.equal(caches[0][b, total:], k_cache[b, total:])
+        keep = dense(M, total, causal, window)
+        if leftpad:
+            keep &= torch.arange(total) >= pads[b]
+        tensors = q[b : b + 1], keys[None], values[None]
+        peer = plain(*tensors, keep)
+        truth = plain(*(x.double() for x in tensors), keep)
+        for ours, p, t in zip((got, lse), peer, truth, strict=True):
+            assert_within_budget(ours[b : b + 1], p, t)
+
+
+def test_cache_rows_and_one_length():
+    q, k, v = draw(1, 1)
+    _, k_cache, v_cache = draw(1, 6)
+    k_cache, v_cache = (torch.cat([x, x + 1]) for x in (k_cache, v_cache))
+    rows = torch.tensor([3, 0])
+    expected = flash_attn.flash_attn_with_kvcache(
+        q, k_cache[rows], v_cache[rows], k, v, cache_seqlens=4
+    )
+    got = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=4, cache_batch_idx=rows
+    )
+    assert torch.equal(got, expected)
+    assert torch.equal(k_cache[rows, 4], k[:, 0])
+
+
+# ---- what is refused ----
+
+Q = torch.zeros(B, 3, H, D)
+SLOPES, OFFSETS = torch.ones(H), torch.tensor([0, 1, 3])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f: f.flash_attn_func(Q, Q, Q, softcap=5.0), NotImplementedError, "softcap: .*0.0"),
+        (lambda f: f.flash_attn_func(Q[0], Q, Q), ValueError, r"q: expected \[B, S, H, D\]"),
+        (lambda f: f.flash_attn_func(Q, Q, None), TypeError, "v: expected a Tensor, got NoneType"),
+        (lambda f: f.flash_attn_func(Q, Q, Q, causal=1), TypeError, "causal: expected a bool"),
+        (lambda f: f.flash_attn_func(Q, Q, Q, window_size=3), TypeError, r"expected \(left, right"),
+        (lambda f: f.flash_attn_func(Q, Q, Q, window_size=(-2, 0)), ValueError, "-1 or more"),
+        (lambda f: f.flash_attn_func(Q, Q, Q, alibi_slopes=0.5), ValueError, r"\[H\] or \[B, H\]"),
+        (lambda f: f.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "multiple of the"),
+        (lambda f: f.flash_attn_qkvpacked_func(Q), ValueError, r"qkv: .*\[B, S, 3, H, D\]"),
+        (lambda f: f.flash_attn_kvpacked_func(Q, 1), TypeError, "kv: expected a Tensor, got int"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, Q), ValueError, "k and v: expected both"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, Q, Q), ValueError, "room for 6 keys, got 3"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=lengths_of([1])), ValueError,
+         r"cache_seqlens: expected \[2\], got \[1\]"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=torch.ones(2)), TypeError,
+         "cache_seqlens: expected integers"),
+        (lambda f: f.flash_attn_varlen_func(Q, Q, Q, OFFSETS, OFFSETS), ValueError,
+         r"q: expected \[T, H, D\], got \[2, 3, 4, 8\]"),
+        (lambda f: f.flash_attn_varlen_qkvpacked_func(Q[0], OFFSETS), ValueError,
+         r"qkv: expected \[T, 3, H, D\]"),
+        (lambda f: f.flash_attn_varlen_func(Q[0], Q[0], Q[0], OFFSETS, OFFSETS[:2]), ValueError,
+         "as many documents"),
+        (lambda f: f.flash_attn_varlen_func(Q[0], Q[0], Q[0], OFFSETS, OFFSETS, block_table=Q),
+         NotImplementedError, "block_table: "),
+        (lambda f: f.flash_attn_varlen_func(Q[0], Q[0], Q[0], OFFSETS, OFFSETS,
+                                            alibi_slopes=SLOPES),
+         NotImplementedError, "one sequence at a time"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, rotary_cos=Q), NotImplementedError,
+         "rotate q and k"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, block_table=Q), NotImplementedError,
+         r"k_cache\[block_table\]"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, alibi_slopes=SLOPES), NotImplementedError,
+         "bias="),
+    ],
+)  # fmt: skip
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call(flash_attn)
+
+
+def test_remedy_for_pages():
+    """What the message about block tables says to write."""
+    pages, table = torch.randn(5, 2, HKV, D), torch.tensor([[4, 0, 2], [1, 3, 0]])
+    keys = pages[table].flatten(1, 2)
+    assert keys.shape == (B, 6, HKV, D)
+    assert torch.equal(keys[1, 2:4], pages[3])
+
+
+def test_signature():
+    names = list(inspect.signature(flash_attn.flash_attn_func).parameters)
+    assert names == [
+        "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap",
+        "alibi_slopes", "deterministic", "return_attn_probs",
+    ]  # fmt: skip
