@@ -12,7 +12,7 @@ from tqdm import tqdm
 import fastattn
 from examples.common import devices, options, plots, report
 from examples.common.compare import side_by_side, training_step
-from examples.drop_in import chemistry, interface, models, search
+from examples.drop_in import chemistry, models, search
 
 SHOWN = "aspirin (acetylation)"
 PAGES = 4  # to be timed
@@ -57,14 +57,14 @@ def map_reactions(
             reaction: chemistry.map_atoms(row, w[1 : len(row) + 1, 1 : len(row) + 1])
             for (reaction, row), w in zip(tokens.items(), weights[name], strict=True)
         }
-    ours, theirs = mappings[interface.NAME], mappings["eager"]
+    ours, theirs = mappings[models.OURS], mappings["eager"]
     same = sum(ours[reaction].source == theirs[reaction].source for reaction in ours)
     inside = batch["attention_mask"].bool().cpu()
     pairs = inside[:, :, None] & inside[:, None, :]
     result = {
         "reactions": len(ours),
         "mapped alike": same,
-        "weights differ by": furthest(weights[interface.NAME][pairs], weights["eager"][pairs]),
+        "weights differ by": furthest(weights[models.OURS][pairs], weights["eager"][pairs]),
         "mapped": {name: chemistry.numbered(tokens[name], ours[name].source) for name in ours},
     }
     return result, ours
@@ -100,13 +100,13 @@ def answer(encoders: dict[str, nn.Module], pages: dict[str, str], tokenizer, len
             descending=True
         )
         found[name] = [[list(pages)[n] for n in row[:5]] for row in order.tolist()]
-    ours, theirs = found[interface.NAME], found["eager"]
+    ours, theirs = found[models.OURS], found["eager"]
     wanted = search.QUESTIONS.values()
     return {
         "questions": len(ours),
         "same five pages in the same order": sum(a == b for a, b in zip(ours, theirs, strict=True)),
         "expected page among them": sum(p in top for p, top in zip(wanted, ours, strict=True)),
-        "embeddings differ by": furthest(embedded[interface.NAME], embedded["eager"]),
+        "embeddings differ by": furthest(embedded[models.OURS], embedded["eager"]),
         "found": dict(zip(search.QUESTIONS, ours, strict=True)),
     }
 
@@ -171,8 +171,8 @@ def main(argv: list[str] | None = None) -> dict:
     albert, vocabulary, minilm, tokenizer = load(given.smoke)
     albert, minilm = albert.to(given.device), minilm.to(given.device)
     # Of the implementations in transformers, only "eager" gives weights.
-    mapping = variants(albert, ("eager", interface.NAME))
-    searching = variants(minilm, ("eager", *(() if given.smoke else ("sdpa",)), interface.NAME))
+    mapping = variants(albert, ("eager", models.OURS))
+    searching = variants(minilm, ("eager", *(() if given.smoke else ("sdpa",)), models.OURS))
 
     where = (1, 3) if given.smoke else (chemistry.LAYER, chemistry.HEAD)
     result: dict = {}

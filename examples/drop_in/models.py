@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from examples.drop_in import interface
+from fastattn.integrations.transformers import attention, register
+
+OURS = "fastattn"  # what register() calls it
 
 
 def load(package: str, folder: str) -> tuple[nn.Module, Path]:
@@ -28,7 +30,7 @@ def load(package: str, folder: str) -> tuple[nn.Module, Path]:
     if int(transformers.__version__.split(".")[0]) < 5:
         # There some models choose their attention when they are built, and once and for all.
         raise SystemExit(f"transformers: expected 5 or newer, got {transformers.__version__}")
-    interface.register()
+    register()
     logging.set_verbosity_error()  # the heads of pre-training are not loaded, as they should not be
     logging.disable_progress_bar()
     origin = importlib.util.find_spec(package).origin
@@ -37,7 +39,7 @@ def load(package: str, folder: str) -> tuple[nn.Module, Path]:
 
 
 def plain_attention(module, query, key, value, attention_mask, output_attentions=False, **_):
-    """The formula, as :func:`examples.drop_in.interface.attention` is called."""
+    """The formula, as layers of transformers call their attention."""
     scores = query @ key.mT / query.shape[-1] ** 0.5
     weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(dim=-1)
     return (weights @ value).transpose(1, 2), weights if output_attentions else None
@@ -62,7 +64,7 @@ class TinyEncoder(nn.Module):
 
     def set_attn_implementation(self, name: str) -> None:
         """``"eager"`` or ``"fastattn"``, as transformers names them."""
-        self.attend = {"eager": plain_attention, interface.NAME: interface.attention}[name]
+        self.attend = {"eager": plain_attention, OURS: attention}[name]
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, output_attentions: bool = False

@@ -370,7 +370,7 @@ def test_missing_kernels_are_told_of_under_the_compiler_too(without_kernels):
 
 @pytest.mark.slow
 def test_import_leaves_triton_alone():
-    program = "import sys, fastattn; assert 'triton' not in sys.modules"
+    program = "import sys, fastattn; assert not {'triton', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, check=True, timeout=120)
 
 

@@ -21,12 +21,12 @@ def test_says_the_same(tmp_path):
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_plain_twin(weights):
-    from examples.drop_in import interface, models
+    from examples.drop_in import models
 
     torch.manual_seed(0)
     plain = models.TinyEncoder(50)
     ours, truth = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    ours.set_attn_implementation(interface.NAME)
+    ours.set_attn_implementation(models.OURS)
     mask = torch.ones(3, 9, dtype=torch.long)
     mask[1, 5:] = 0
     results = []
@@ -40,60 +40,6 @@ def test_plain_twin(weights):
             assert not weights
         else:
             assert_within_budget(*got)
-
-
-@pytest.mark.parametrize("kind", ["Albert", "Bert"])
-def test_in_transformers(kind, monkeypatch):
-    transformers = pytest.importorskip("transformers", minversion="5")
-    from examples.drop_in import interface
-
-    called, attend = [], interface.attention
-    monkeypatch.setattr(
-        interface, "attention", lambda *args, **kw: called.append(1) or attend(*args, **kw)
-    )
-    interface.register()
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=50, hidden_size=32, embedding_size=32, intermediate_size=48,
-        num_attention_heads=4, num_hidden_layers=2, max_position_embeddings=16,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    plain = getattr(transformers, f"{kind}Model")(config).eval()
-    ours, truth = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    ours.set_attn_implementation(interface.NAME)
-    mask = torch.ones(3, 9, dtype=torch.long)
-    mask[1, 5:] = 0
-    ids = torch.arange(27).view(3, 9)
-    with torch.no_grad():
-        results = [m(ids, mask, output_attentions=True) for m in (ours, plain, truth)]
-    assert len(called) == 2  # layers of one of the three
-    states = [r.last_hidden_state[mask.bool()] for r in results]
-    assert_within_budget(*states, name="hidden states")
-    for layer in zip(*(r.attentions for r in results), strict=True):
-        assert_within_budget(*layer, name="weights")
-
-
-def test_refuses_what_it_does_not_do():
-    from examples.drop_in.interface import attention
-
-    q = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="softcap"):
-        attention(torch.nn.Identity(), q, q, q, None, softcap=30.0)
-
-
-def test_causal_only_without_a_mask():
-    from examples.drop_in.interface import attention
-
-    q = torch.randn(1, 1, 3, 4)
-    module = torch.nn.Identity()
-    module.is_causal = True
-    _, weights = attention(module, q, q, q, None, output_attentions=True)
-    assert (weights.triu(1) == 0).all()
-    everything = torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    _, weights = attention(module, q, q, q, everything, output_attentions=True)
-    assert (weights > 0).all()
-    _, weights = attention(module, q[:, :, :1], q, q, None, output_attentions=True)
-    assert (weights > 0).all()
 
 
 def test_bonds():

@@ -1,0 +1,278 @@
+"""fastattn as an attention implementation of Hugging Face's transformers, 5 or newer.
+
+A model asks two functions, both by the name of its implementation. One makes the mask, once a
+forward pass. The other attends, once a layer. A mask is a :class:`fastattn.Mask` wherever intervals
+of keys say it. So causal masks, windows, chunks and padding take O(M + N) memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.functional import scaled_dot_product_attention
+from fastattn.integrations import intervals
+from fastattn.problem import Mask
+from fastattn.problem.intervals import segments
+
+# What changes the scores, or which keys there are, in ways that fastattn does not compute.
+_UNKNOWN = ("softcap", "cache", "indices", "block_indices", "sinks")
+
+
+def register(name: str = "fastattn") -> None:
+    """Makes ``model.set_attn_implementation(name)`` possible for the models of transformers.
+
+    Args:
+        name: what the implementation is called from now on.
+
+    Raises:
+        ImportError: transformers is missing, or older than version 5.
+        ValueError: the name is one that transformers gives a meaning of its own.
+
+    Example:
+        >>> from fastattn.integrations.transformers import register
+        >>> register()
+        >>> model = AutoModel.from_pretrained(path, attn_implementation="fastattn")
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        mask_interface = importlib.import_module(
+            "transformers.masking_utils"
+        ).AttentionMaskInterface
+    except ImportError as error:
+        message = "expected transformers 5 or newer: pip install 'transformers>=5'"
+        raise ImportError(message) from error
+    if name in ("eager", "sdpa", "flex_attention") or "flash" in name or "|" in name:
+        raise ValueError(f"name: expected one that transformers leaves free, got {name!r}")
+    transformers.AttentionInterface.register(name, attention)
+    mask_interface.register(name, mask)
+
+
+# ---- attention ----
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Mask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What an attention layer of transformers calls, whatever the model.
+
+    Args:
+        module: the layer, which knows whether it is causal where ``is_causal`` is None.
+        query: ``[B, H, M, D]``.
+        key: ``[B, Hkv, N, D]``; H is a multiple of Hkv.
+        value: ``[B, Hkv, N, E]``.
+        attention_mask: a mask that :func:`mask` made, or a tensor ``[B|1, H|1, M, N]``, bool (True
+            keeps) or float (added), of which keys past N are left out.
+        dropout: probability of dropping a weight; 0 in evaluation.
+        scaling: factor on the scores, ``1 / sqrt(D)`` by default.
+        is_causal: keeps ``j <= i`` where there is no mask, and more than one query.
+        position_bias: added to the scores, with a gradient; broadcasts to ``[B, H, M, N]``.
+        s_aux: attention sinks ``[H]``, one more logit a head in the denominator; with a gradient.
+        output_attentions: whether to return the weights.
+        **options: whatever else a layer says. A sliding window is in the mask already.
+
+    Returns:
+        The output ``[B, M, H, E]``, contiguous, and the weights ``[B, H, M, N]`` or None.
+
+    Raises:
+        ValueError: the model changes the scores in a way that fastattn does not compute.
+    """
+    _refuse(options)
+    own = attention_mask if isinstance(attention_mask, Mask) else None
+    dense = None if own is not None or attention_mask is None else attention_mask
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    results = scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, mask=own,
+        attn_mask=None if dense is None else dense[..., : key.shape[-2]],  # pyright: ignore
+        is_causal=bool(causal) and attention_mask is None and query.shape[-2] > 1,
+        bias=position_bias, return_weights="full" if output_attentions else None,
+        return_lse=s_aux is not None,
+    )  # fmt: skip
+    out, *others = results if isinstance(results, tuple) else (results,)
+    weights = others.pop(0) if output_attentions else None
+    if s_aux is not None:
+        share = torch.sigmoid(others.pop(0) - s_aux.reshape(-1, 1)).unsqueeze(-1)
+        out = (out * share).to(out.dtype)
+        weights = None if weights is None else (weights * share).to(weights.dtype)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    for name in _UNKNOWN:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name}: this model passes one, which fastattn does not compute: use "
+                "model.set_attn_implementation('eager')"
+            )
+
+
+# ---- masks ----
+
+
+class ModelMask(Mask):
+    """A mask that passes for a 4-D tensor where models of transformers pass masks on."""
+
+    ndim = 4
+
+    def contiguous(self) -> ModelMask:
+        """The mask itself."""
+        return self
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | Mask | None = None,
+    **options: Any,
+) -> Tensor | Mask | None:
+    """The mask of a forward pass: see transformers' ``AttentionMaskInterface``.
+
+    Row i is the query at position ``q_offset + i``, and column j the key at ``kv_offset + j``.
+
+    Returns:
+        A mask whose parts are O(M + N) numbers a sample, where it is known to be one. A bool tensor
+        ``[B, 1, M, N]`` where the model has a rule of its own or is being traced, for one query,
+        and where the model asks for it. None where no key is masked.
+    """
+    from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
+
+    if isinstance(attention_mask, Mask):  # made before, as generate() does for a static cache
+        return attention_mask
+    rule = _rule(mask_function) if _may_be_structured(q_length, attention_mask) else None
+    if rule is None or not _may_be_no_tensor(rule, options):
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            **options,
+        )  # fmt: skip
+    made = _fields(rule, q_length, kv_length, q_offset, kv_offset, options["device"])
+    if attention_mask is not None:
+        made["keep"] = _padding(attention_mask, kv_length, kv_offset)
+    return ModelMask(**made) if made else None
+
+
+def _may_be_structured(q_length: int, padding: Tensor | None) -> bool:
+    """Whether to look at the rule at all: a closure has no cells while it is traced."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore
+        return False
+    return q_length > 1 and (padding is None or padding.ndim == 2)
+
+
+def _may_be_no_tensor(rule: _Rule, options: dict[str, Any]) -> bool:
+    """Whether a model that calls with these options does without a tensor.
+
+    Packed sequences turn the causal option off too, and so does a step of decoding.
+    """
+    if rule.right == 0:
+        return rule.segments is not None or options.get("allow_is_causal_skip", True)
+    return options.get("allow_is_bidirectional_skip", False)
+
+
+class _Rule(NamedTuple):
+    """Which keys a query sees: ``i - left <= j <= i + right``, in its chunk, in its segment."""
+
+    left: int | None = None
+    right: int | None = None
+    chunk: tuple[int, Tensor] | None = None  # its size, and how many positions precede the first
+    segments: Tensor | None = None  # numbers [B, M] of the packed sequences
+
+    def __and__(self, other: _Rule) -> _Rule | None:
+        """Both at once; None where each has a chunk, or each has segments."""
+        pairs = zip(self[2:], other[2:], strict=True)
+        if any(x is not None and y is not None for x, y in pairs):
+            return None
+        left, right = (
+            min((n for n in pair if n is not None), default=None)
+            for pair in zip(self[:2], other[:2], strict=True)
+        )
+        return _Rule(left, right, self.chunk or other.chunk, _either(self[3], other[3]))
+
+
+def _either(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x
+
+
+def _rule(function: Any) -> _Rule | None:
+    """What a mask function of transformers says, read off the variables that it closes over.
+
+    None for a function of anybody else, and for what is no interval.
+    """
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return None
+    cells = inspect.getclosurevars(function).nonlocals
+    kind = function.__qualname__.partition(".")[0]
+    if kind == "and_masks":
+        return _all_of(cells["mask_functions"])
+    if kind == "remap_positions_for_packed_sequence":  # which count from 0 in each sequence
+        inner = _rule(cells["mask_function"])
+        return inner if inner is not None and inner.chunk is None else None
+    simple = {
+        "causal_mask_function": lambda: _Rule(right=0),
+        "bidirectional_mask_function": lambda: _Rule(),
+        "sliding_window_overlay": lambda: _Rule(left=cells["sliding_window"] - 1),
+        "sliding_window_bidirectional_overlay": lambda: _Rule(*[cells["sliding_window"]] * 2),
+        "chunked_overlay": lambda: _Rule(chunk=(cells["chunk_size"], cells["left_padding"])),
+        "packed_sequence_mask_function": lambda: _Rule(segments=cells["packed_sequence_mask"]),
+    }
+    return simple[kind]() if kind in simple else None
+
+
+def _all_of(functions: tuple[Callable, ...]) -> _Rule | None:
+    total: _Rule | None = _Rule()
+    for rule in map(_rule, functions):
+        total = None if total is None or rule is None else total & rule
+    return total
+
+
+def _fields(
+    rule: _Rule, M: int, N: int, q_offset: Any, kv_offset: int, device: Any
+) -> dict[str, Any]:
+    """What a Mask has to hold for a rule; empty where every query sees every key."""
+    diagonal = q_offset - kv_offset  # a tensor for a static cache
+    if rule.chunk is rule.segments is None and not isinstance(diagonal, Tensor):
+        left, right = (-1 if n is None else n for n in (rule.left, rule.right))
+        if left == right == -1:
+            return {}
+        window = {} if left == -1 and right < 1 else {"window": (left, right or -1)}
+        if diagonal == 0:
+            return ({"causal": "top_left"} if right == 0 else {}) | window
+        if diagonal == N - M and right == 0:
+            return {"causal": "bottom_right"} | window
+    i = (torch.arange(M, device=device) + diagonal)[None]
+    begin = None if rule.left is None else i - rule.left
+    end = None if rule.right is None else i + rule.right + 1
+    if rule.chunk is not None:
+        size, before = rule.chunk
+        before = before[:, None] - kv_offset
+        start = (i - before) // size * size + before
+        begin, end = intervals.largest(begin, start), intervals.smallest(end, start + size)
+    if rule.segments is not None:
+        first, last = segments(rule.segments, False, None, None)
+        begin, end = intervals.largest(begin, first), intervals.smallest(end, last)
+    return intervals.fields(begin, end, N)
+
+
+def _padding(attention_mask: Tensor, N: int, kv_offset: int) -> Tensor:
+    """``[B, 1, 1, N]``, True where a key is one; what attention_mask does not reach is none."""
+    missing = max(0, N + kv_offset - attention_mask.shape[-1])
+    padded = nn.functional.pad(attention_mask.bool(), (0, missing))
+    return padded[:, None, None, kv_offset : kv_offset + N]

@@ -1,0 +1,100 @@
+"""What layers of transformers call: fastattn.integrations.transformers.attention, by itself."""
+
+import sys
+
+import pytest
+import torch
+
+from fastattn.integrations.transformers import ModelMask, attention, register
+from fastattn.testing import assert_within_budget
+
+B, H, HKV, M, N, D = 2, 4, 2, 5, 7, 8
+
+
+def draw(*shape):
+    rng = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=rng)
+
+
+def layer(causal=False):
+    module = torch.nn.Identity()
+    module.is_causal = causal
+    return module
+
+
+def plain(q, k, v, bias=None, sinks=None, keep=None):
+    """(out, weights) of the formula, with a column of sinks that is then left out."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = scores if bias is None else scores + bias
+    scores = scores if keep is None else scores.masked_fill(~keep, -torch.inf)
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : k.shape[-2]]
+    return (weights @ v).transpose(1, 2), weights
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_formula(bias, sinks, weights):
+    """Output, weights, and gradients of everything, those of sinks and bias included."""
+    given = [draw(B, H, M, D), draw(B, HKV, N, D), draw(B, HKV, N, D)]
+    names = [*(["position_bias"] if bias else []), *(["s_aux"] if sinks else [])]
+    given += [draw(1, H, M, N)] if bias else []
+    given += [draw(H)] if sinks else []
+
+    def ours(q, k, v, *more):
+        options = dict(zip(names, more, strict=True))
+        return attention(layer(), q, k, v, None, output_attentions=weights, **options)
+
+    def formula(q, k, v, *more):
+        options = dict(zip(names, more, strict=True))
+        return plain(q, k, v, options.get("position_bias"), options.get("s_aux"))
+
+    results = []
+    for call, dtype in ((ours, None), (formula, None), (formula, torch.float64)):
+        leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in given]
+        out, probs = call(*leaves)
+        loss = out.square().sum() + (probs.square().sum() if weights else 0.0)
+        results.append((out, *([probs] if weights else []), *torch.autograd.grad(loss, leaves)))
+    for n, got in enumerate(zip(*results, strict=True)):
+        assert_within_budget(*got, name=f"result {n}")
+
+
+def test_causal_only_without_a_mask():
+    q, k = draw(B, H, M, D), draw(B, H, M, D)
+    _, weights = attention(layer(True), q, k, k, None, output_attentions=True)
+    assert (weights.triu(1) == 0).all()
+    everything = torch.ones(1, 1, M, M, dtype=torch.bool)
+    for mask in (everything, everything.float(), ModelMask()):
+        _, weights = attention(layer(True), q, k, k, mask, output_attentions=True)
+        assert (weights > 0).all()
+    _, weights = attention(layer(True), q[:, :, :1], k, k, None, output_attentions=True)
+    assert (weights > 0).all()
+    _, weights = attention(layer(True), q, k, k, None, is_causal=False, output_attentions=True)
+    assert (weights > 0).all()
+
+
+def test_masks_may_be_longer_than_the_keys():
+    q, k = draw(B, H, M, D), draw(B, H, N, D)
+    keep = draw(B, 1, M, N + 3) > -0.5
+    keep[..., 0] = True
+    out, _ = attention(layer(), q, k, k, keep)
+    truth = plain(*(x.double() for x in (q, k, k)), keep=keep[..., :N])[0]
+    assert_within_budget(out, plain(q, k, k, keep=keep[..., :N])[0], truth)
+
+
+@pytest.mark.parametrize("name", ["softcap", "cache", "indices", "block_indices", "sinks"])
+def test_refuses_what_it_does_not_compute(name):
+    q = draw(B, H, M, D)
+    with pytest.raises(ValueError, match=rf"{name}: .*set_attn_implementation\('eager'\)"):
+        attention(layer(), q, q, q, None, **{name: 30.0})
+    attention(layer(), q, q, q, None, **{name: None}, sliding_window=3, another=1)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="pip install 'transformers>=5'"):
+        register()
