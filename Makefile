@@ -24,7 +24,8 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt
 
-.PHONY: help test test-fast test-kernels fuzz test-aarch64 sanitize-cpu bench bench-models bench-modules bench-scaling bench-compare
+.PHONY: help test test-fast test-kernels test-integrations fuzz test-aarch64 sanitize-cpu
+.PHONY: bench bench-models bench-modules bench-scaling bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
@@ -33,6 +34,7 @@ help:
 	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
 	@echo "make test-fast  of these, in a minute: the CPU backend on its widest instruction set"
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
+	@echo "make test-integrations  fastattn in models of transformers, timm, diffusers, open_clip and others"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
 	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
 	@echo "make fuzz    random problems against float64, SECONDS=60; ARGS='--seed 1' to try some again"
@@ -70,6 +72,20 @@ test-fast: build
 # configuration.
 test-kernels: build
 	FASTATTN_AOT=all $(PY) -m pytest tests/triton $(call PARALLEL,loadfile) $(ARGS)
+
+# What other packages bring must not change what `make test` runs in. A torchvision for another torch
+# would even stop transformers from being imported. So they stand in an environment of their own, on
+# top of .venv.
+OTHERS := build/integrations
+test-integrations: build $(READY:%.ready=$(OTHERS)/.ready)
+	OMP_NUM_THREADS=1 $(if $(READY),$(OTHERS)/bin/python,$(PY)) -m pytest tests/integrations -q -rs $(ARGS)
+
+$(OTHERS)/.ready: .venv/.ready tests/integrations/requirements.txt
+	$(PY) -m venv $(OTHERS)
+	$(OTHERS)/bin/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "venv.pth") \
+	  .write_text(str(next(pathlib.Path(".venv").resolve().glob("lib/*/site-packages"))))'
+	$(OTHERS)/bin/python -m pip install -r tests/integrations/requirements.txt
+	touch $@
 
 # Others each time. `make test` has a thousand that are always the same.
 fuzz: build

@@ -1,0 +1,8 @@
+"""Other people's packages: found, made importable, and never fetching anything."""
+
+import os
+
+import torchvision_stub
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torchvision_stub.define_missing_operators()

@@ -1,0 +1,189 @@
+"""Models of transformers with fastattn inside, beside the same with their eager attention."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", "5", reason="make test-integrations has it")
+
+import tiny_models  # noqa: E402
+from tiny_models import FAMILIES, LENGTH  # noqa: E402
+
+from fastattn.integrations.transformers import register  # noqa: E402
+from fastattn.testing import assert_within_budget, largest  # noqa: E402
+
+register()
+NOT_YET = {"gemma2": "softcap"}
+WORKING = [name for name in FAMILIES if name not in NOT_YET]
+TEXT = [n for n in WORKING if FAMILIES[n].inputs == "tokens"]
+DECODERS = [n for n in WORKING if FAMILIES[n].kind == "decoder"]
+GENERATING = [n for n in WORKING if FAMILIES[n].kind in ("decoder", "seq2seq")]
+
+
+def twins(name, **changes):
+    """(ours, eager, the truth in float64), of the same parameters.
+
+    The truth is torch's attention where the model allows, as eager may round softmax to float32.
+    """
+    peer = tiny_models.build(name, **changes)
+    ours, truth = copy.deepcopy(peer), copy.deepcopy(peer).double()
+    ours.set_attn_implementation("fastattn")
+    if name == "gpt_oss":
+        truth.set_experts_implementation("eager")  # the other one has no float64
+    elif name not in ("gemma2", "detr"):
+        truth.set_attn_implementation("sdpa")
+    return ours, peer, truth
+
+
+def first(output):
+    """The hidden states or logits, [B, ..., n]."""
+    if getattr(output, "image_embeds", None) is not None:
+        return torch.cat([output.text_embeds, output.image_embeds])
+    return output.logits if "logits" in output else output[0]
+
+
+def results(model, inputs):
+    """What counts of the output, and the gradient of every parameter."""
+    model.zero_grad()
+    x = first(model(**inputs))
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.shape == x.shape[:2]:
+        x = x[mask.bool()]
+    rng = torch.Generator().manual_seed(3)
+    (x * torch.randn(x.shape, generator=rng).to(x.dtype)).sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return x.detach(), grads
+
+
+def check(models, inputs, wide=None):
+    """Output and gradients of the first of three models, within the budget of the others."""
+    got = [results(m, x) for m, x in zip(models, (inputs, inputs, wide or inputs), strict=True)]
+    outs, grads = zip(*got, strict=True)
+    assert_within_budget(*outs, name="output")
+    assert grads[0].keys() == grads[1].keys() == grads[2].keys()
+    scale = max(map(largest, grads[2].values()))
+    for name in grads[2]:
+        assert_within_budget(*(g[name] for g in grads), name=name, scale=scale)
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_output_and_gradients(name):
+    check(twins(name), tiny_models.inputs(name), tiny_models.inputs(name, torch.float64))
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_left_padding(name):
+    check(twins(name), tiny_models.inputs(name, left=True))
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_says_what_is_missing(name):
+    ours, *_ = twins(name)
+    with pytest.raises(ValueError, match=rf"{NOT_YET[name]}: .*set_attn_implementation\('eager'"):
+        ours(**tiny_models.inputs(name))
+
+
+# ---- generating ----
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", GENERATING)
+def test_same_tokens(name, cache, beams):
+    ours, peer, _ = twins(name)
+    inputs = tiny_models.inputs(name, left=FAMILIES[name].kind == "decoder")
+    inputs.pop("decoder_input_ids", None)
+    tokens = [
+        model.generate(
+            **inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, num_beams=beams,
+            cache_implementation=cache,
+        )
+        for model in (ours, peer)
+    ]  # fmt: skip
+    assert torch.equal(*tokens)
+
+
+# ---- packed sequences ----
+
+
+@pytest.mark.parametrize("name", [n for n in DECODERS if n != "gpt_oss"])  # it packs nothing
+def test_packed_sequences_are_apart(name):
+    ours, peer, truth = twins(name)
+    ids = tiny_models.tokens(LENGTH, LENGTH)["input_ids"]
+    cuts = [(0, 5), (5, 7), (7, LENGTH)]
+    positions = torch.cat([torch.arange(b - a) for a, b in cuts]).expand(2, -1)
+    packed = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+    for begin, end in cuts:
+        alone = [m(input_ids=ids[:, begin:end], use_cache=False).logits for m in (peer, truth)]
+        assert_within_budget(packed[:, begin:end], *alone, name=f"{begin}:{end}")
+
+
+# ---- weights, training, compiling ----
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "mistral", "gpt_oss", "t5"])
+def test_weights(name):
+    inputs = tiny_models.inputs(name)
+    models = twins(name)
+    models[2].set_attn_implementation("eager")  # the only one that has them
+    outputs = [m(**inputs, output_attentions=True) for m in models]
+    kinds = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
+    for kind in (k for k in kinds if getattr(outputs[0], k, None) is not None):
+        for layer in zip(*(getattr(x, kind) for x in outputs), strict=True):
+            assert layer[0].shape[-2] in (LENGTH, 7)
+            assert_within_budget(*layer, name=kind)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt_oss"])
+def test_dropout(name):
+    key = "attention_probs_dropout_prob" if name == "bert" else "attention_dropout"
+    model, *_ = twins(name, **{key: 0.5})
+    inputs = tiny_models.inputs(name)
+    calm, _ = results(model, inputs)
+    model.train()
+    runs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        runs.append(results(model, inputs))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert not torch.equal(runs[0][0], runs[2][0])
+    assert not torch.equal(runs[0][0], calm)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["bert", "mistral"])
+def test_gradient_checkpointing(name, reentrant):
+    key = "attention_probs_dropout_prob" if name == "bert" else "attention_dropout"
+    model, *_ = twins(name, **{key: 0.2})
+    model.train()
+    inputs, found = tiny_models.inputs(name), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        found.append(results(model, inputs))
+    assert torch.equal(found[0][0], found[1][0])
+    for key, grad in found[0][1].items():
+        assert torch.equal(grad, found[1][1][key]), key
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "mistral", "gpt_oss", "t5", "vit"])
+def test_compiled_in_one_graph(name):
+    torch.compiler.reset()
+    ours, peer, truth = twins(name)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    inputs = tiny_models.inputs(name)
+    wide = tiny_models.inputs(name, torch.float64)
+    got = results(compiled, inputs)[0], results(peer, inputs)[0], results(truth, wide)[0]
+    assert_within_budget(*got)
+
+
+def test_another_name():
+    register("ours")
+    model = tiny_models.build("bert")
+    model.set_attn_implementation("ours")
+    assert first(model(**tiny_models.inputs("bert"))).shape == (2, LENGTH, tiny_models.VOCABULARY)
+    for name in ("sdpa", "flash_attention_2", "paged|eager"):
+        with pytest.raises(ValueError, match="name: expected one that transformers leaves free"):
+            register(name)
