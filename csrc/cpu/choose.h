@@ -1,10 +1,11 @@
-// Which path a problem takes (base/path.h): every such decision of the CPU kernels is made here.
+// Decides which path a problem takes (base/path.h). No other file of the CPU kernels does.
 //
 // Each constant names the machine it was measured on. Zen 3: AMD, AVX2, 512 KiB of L2 cache a core.
 // Xeon: Intel with AMX, 2 MiB.
 //
-// FASTATTN_CPU_PATH, read once, finds out which short way a wrong row comes from: "tiles" turns all
-// of them off, and the name of one leaves that one alone, which is then taken wherever it can be.
+// FASTATTN_CPU_PATH, read once, helps to find the short way that makes a row wrong. "tiles" turns
+// all short ways off. The name of one forces that one wherever it can run, and turns off the
+// others.
 #pragma once
 
 #include <cstring>
@@ -31,12 +32,12 @@ enum ShortWay : unsigned {
 
 struct ShortWays {
   unsigned allowed = ~0u;
-  bool forced = false;  // whether they are taken even where they do not pay
+  bool forced = false;  // if true, allowed ways run even where they are not faster
 
   bool take(ShortWay way, bool pays) const { return (allowed & way) != 0 && (forced || pays); }
 };
 
-// By the name of the environment variable; all of them, as usual, for nullptr and unknown names.
+// The set that the environment variable names; all of them for nullptr and unknown names.
 FASTATTN_FN ShortWays short_ways(const char* name) {
   constexpr struct {
     const char* name;
@@ -56,11 +57,10 @@ FASTATTN_FN ShortWays short_ways(const char* name) {
   return {};
 }
 
-// Which inputs an instruction set multiplies as the matrix unit does. AVX512-BF16 stands in for the
-// unit where they are bf16.
+// Which inputs an instruction set multiplies like the matrix unit. AVX512-BF16 does so for bf16.
 enum class Unit { kNone, kBFloat16, kEveryDtype };
 
-// What a decision depends on, besides the problem.
+// What a decision depends on, beside the problem.
 struct Chooser {
   ShortWays ways;
   Unit unit;  // of the instruction set
@@ -68,18 +68,18 @@ struct Chooser {
 
 // ---- both passes ----
 
-// Rows in place: a tile is read once for so many queries, and packing it would be another pass.
-// With 12 queries, packing costs about as much (d64, Zen 3).
+// Rows in place: with at most this many queries, packing a tile costs more than reading it in
+// place. At 12 queries both cost about the same (d64, Zen 3).
 constexpr int64_t kInPlaceRows = 8;
-// Matrix unit: at most so many pairs (i, j) a head gain less than the layout of its operands costs
-// (d64, powers of two, Xeon).
+// Matrix unit: with at most this many pairs (i, j) a head, laying out its operands costs more than
+// it gains (d64, powers of two, Xeon).
 constexpr int64_t kUnitPairs = 16 * 64;
-// One thread: waking others takes about as long as so many multiply-adds (Zen 3).
+// One thread: waking others takes as long as about this many multiply-adds (Zen 3).
 constexpr double kParallelWork = 1 << 19;
 
 FASTATTN_FN bool rows_are_contiguous(const View& view) { return view.stride_c == 1; }
 
-// Both passes must ask this of the keys: a score is to be summed in the same order in both.
+// Both passes must call this for the keys, so that both sum a score in the same order.
 FASTATTN_FN bool is_in_place(const AttentionParams& p, const View& rows, const Chooser& chooser) {
   return rows_are_contiguous(rows) && chooser.ways.take(kRowsInPlace, p.M <= kInPlaceRows);
 }
@@ -89,13 +89,12 @@ FASTATTN_FN bool uses_matrix_unit(const AttentionParams& p, const Chooser& choos
                    (chooser.unit == Unit::kBFloat16 && p.q.dtype == DType::kBFloat16);
   return has && chooser.ways.take(kMatrixUnit, pays);
 }
-// The additive score, where each key has one pair: an exponential a pair costs no more than one a
-// key.
+// For the additive score. Each key has one pair, so an exponential a pair is as cheap as one a key.
 FASTATTN_FN bool is_one_query(const AttentionParams& p, const Chooser& chooser) {
   return p.M == 1 && p.H == p.Hkv && rows_are_contiguous(p.k) && chooser.ways.take(kOneQuery, true);
 }
 
-// `unit`: tiles of the matrix unit.
+// `unit`: the tile size to use on the matrix unit.
 FASTATTN_FN Way choose_way(const AttentionParams& p, const Chooser& chooser, Way unit) {
   if (p.w.data != nullptr) return is_one_query(p, chooser) ? Way::kOneQuery : Way::kTiles;
   if (is_in_place(p, p.k, chooser)) return Way::kRowsInPlace;
@@ -114,26 +113,26 @@ FASTATTN_FN Path start(Params* p, const Chooser& chooser) {
 
 // ---- forward ----
 
-// Few queries over many keys (decoding) leave nothing to parallelise over but the keys: they are
-// cut into chunks, whose partial results are merged in order. Chunks depend on M and N only, so
-// that a row's result does not depend on its batch. At 32 keys a query, partial results take at
-// most 1/32 of the memory that V does.
+// With few queries over many keys (decoding), only the keys can be split among threads. They are
+// cut into chunks, and the partial results are merged in order. Chunks depend on M and N only, so a
+// row's result does not depend on its batch. At 32 keys a query, partial results take at most 1/32
+// of the memory of V.
 constexpr int64_t kChunkKeys = 1152;  // whole tiles of 64, 96 or 128 keys
 constexpr int64_t kKeysPerQuery = 32;
-// With at most so many queries, the heads of a group share the tiles of a task (Zen 3).
+// Up to this many queries, the heads of a group share the tiles of a task (Zen 3).
 constexpr int64_t kTogetherRows = 16;
 
-// The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake (Xeon): large tiles, unless small
-// ones are skipped. A row's result does not depend on how many rows a tile has.
+// The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake (Xeon). Tiles are therefore large,
+// unless small ones can be skipped. Their number of rows does not change a row's result.
 FASTATTN_FN Way forward_unit(const AttentionParams& p, Unit unit) {
-  // One size for all: weights are rounded to bf16 below the maximum of the tiles so far.
+  // Always one size: weights are rounded to bf16 below the maximum of the tiles so far.
   if (unit == Unit::kBFloat16) return Way::kUnit64x128;
   if (dense_varies_by_row(p.mask)) return Way::kUnit64x64;
   const bool skips = !band_keeps_all(p.mask, p.M, p.N) || p.bias.data != nullptr;
   return p.M > 64 && !skips ? Way::kUnit256x128 : Way::kUnit64x128;
 }
 
-// Heads of `p` become rows where that is the path.
+// Also turns heads of `p` into rows if the path says so.
 FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
   Path path = start(p, chooser);
   path.way = choose_way(*p, chooser, forward_unit(*p, chooser.unit));
@@ -150,11 +149,11 @@ FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
 
 constexpr int64_t kBackwardTasks = 16;  // enough tasks to keep a few cores busy and even out
 constexpr int64_t kBackwardKeys = 192;  // chunks are multiples of this
-// More than 4 chunks only where their gradients of q fit into this.
+// More than 4 chunks only if their gradients of q fit into this many bytes.
 constexpr int64_t kBackwardBytes = 32ll << 20;
 
-// Tiles as small as blocks of a mask may be. With one part, products take so little of the time
-// that what each tile costs besides counts more.
+// Tiles are as small as blocks of a mask may be. With one part a number (bf16), products are so
+// fast that the other costs of a tile matter more.
 FASTATTN_FN Way backward_unit(const AttentionParams& p, Unit unit) {
   if (unit == Unit::kBFloat16) return Way::kUnit64x128;
   if (!dense_varies_by_row(p.mask)) return Way::kUnit64x256;

@@ -1,6 +1,6 @@
-// Picks the kernels of one instruction set at run time. Each set's kernels are compiled from the
-// same sources with FASTATTN_ISA naming their namespace; FASTATTN_HAVE_* say which were built
-// besides the baseline.
+// Picks the kernels of one instruction set at run time. All sets are compiled from the same
+// sources; FASTATTN_ISA names the set's namespace. FASTATTN_HAVE_* say which were built beside the
+// baseline.
 #include <cstdlib>
 #include <cstring>
 #ifdef FASTATTN_HAVE_AMX
@@ -57,8 +57,8 @@ namespace {
 struct Kernels {
   const char* name;
   Unit unit;
-  bool (*supported)();  // as CPUID says: "auto" goes by it
-  bool (*runs)();       // enough for who names the set
+  bool (*supported)();  // by CPUID; "auto" uses this
+  bool (*runs)();       // enough for a user who names the set
   void (*sdpa_forward)(const ForwardParams&, const Path&, const Parallel&);
   void (*sdpa_backward)(const BackwardParams&, const Path&, const Parallel&);
   void (*additive_forward)(const ForwardParams&, const Path&, const Parallel&);
@@ -82,7 +82,7 @@ bool always() { return true; }
 }
 #endif
 #ifdef FASTATTN_HAVE_AMX
-// A process must ask Linux (5.16 and later) before it uses the tile registers.
+// A process needs permission from Linux (5.16 and later) to use the tile registers.
 bool may_use_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h, since 5.16 as well
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -98,7 +98,7 @@ bool has_amx() {
 }
 #endif
 #ifdef FASTATTN_HAVE_AMX_FP16
-// What amx_fp16 needs but for the instruction that multiplies tiles of fp16.
+// What amx_fp16 needs, except the instruction that multiplies tiles of fp16.
 bool has_amx_avx512_fp16() {
   if (!has_amx()) return false;
   unsigned a, b, c, d;
@@ -130,9 +130,9 @@ __attribute__((target("amx-tile"))) bool multiplies_fp16_tiles() {
   _tile_release();
   return product == 1 * 3 + 2 * 4;
 }
-// Some virtual machines hide the instruction, to be free to move to hardware without it.
+// Some virtual machines hide the instruction, so that they can move to hardware without it.
 bool runs_amx_fp16() {
-  if (!has_amx_avx512_fp16()) return false;  // asks for the tile registers, for the child as well
+  if (!has_amx_avx512_fp16()) return false;  // also gets the child permission for tile registers
   static const bool runs = has_amx_fp16() || true_in_child(multiplies_fp16_tiles);
   return runs;
 }

@@ -1,4 +1,4 @@
-// Tries an instruction that the machine may lack, in a child process, which dies of it instead.
+// Tries an instruction in a child process. If the machine lacks it, only the child dies.
 #pragma once
 
 #include <sys/prctl.h>
@@ -12,14 +12,14 @@
 
 namespace fastattn::cpu {
 
-// Whether code() returns true in a child of this process; false if it dies there, or there can be
-// no child. Other threads may hold any lock, so code() may do only what a signal handler may.
+// Whether code() returns true in a child of this process; false if the child dies or cannot start.
+// Other threads may hold any lock, so code() may only do what a signal handler may do.
 inline bool true_in_child(bool (*code)()) {
-  // fork() would run the handlers of pthread_atfork(), and the program's own handling of children
-  // could see and reap this one. No flags: memory is copied, and the end is no SIGCHLD.
+  // fork() would run the handlers of pthread_atfork(), and the program's own SIGCHLD handling could
+  // reap this child. Without flags, memory is copied and the end sends no SIGCHLD.
   const long child = syscall(SYS_clone, 0, nullptr, nullptr, nullptr, nullptr);
   if (child == 0) {
-    signal(SIGILL, SIG_DFL);  // not Python's faulthandler
+    signal(SIGILL, SIG_DFL);  // instead of Python's faulthandler
     signal(SIGSEGV, SIG_DFL);
     const rlimit none = {0, 0};
     setrlimit(RLIMIT_CORE, &none);

@@ -21,9 +21,9 @@ constexpr float kRounder = 12582912.f + 127.f;  // 1.5 * 2^23
 // 2^n, n from -127 to 127, given n + kRounder. -127 gives 0.
 FASTATTN_SIMD Vec power_of_2(Vec shifted) { return from_bits(bits_of(shifted) << 23); }
 
-// e^x for -87 <= x <= 88, clamped there; at most 1.3 ulp for every x, where exp2(x * log2(e)) would
-// lose |x| ulp to the rounding of its argument. NaN stays NaN. ln 2 is split so that n *
-// 0.693359375 is exact without fused multiply-add.
+// e^x for -87 <= x <= 88; other x are clamped to that range. The error is at most 1.3 ulp for every
+// x. exp2(x * log2(e)) would lose |x| ulp, because its argument is rounded. NaN stays NaN. ln 2 is
+// split so that n * 0.693359375 is exact without fused multiply-add.
 FASTATTN_SIMD Vec exp(Vec x) {
   const Vec clamped = min(splat(88.f), max(splat(-87.f), x));  // operand order lets NaN through
   const Vec shifted = clamped * kLog2e + kRounder, n = shifted - kRounder;
@@ -31,11 +31,11 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
 }
 
-// 2^(x + kOctaves) for x that is at most a little above 0, as softmax has it: 6 operations less, 9
-// with AVX-512. 0 gives exactly 2^kOctaves, -inf exactly 0; results below 2^-126 are anything of
-// that size, NaN stays NaN. Off by at most 1.1 ulp, or by 2^-18.4 of the result where only
-// kBits <= 11 bits of it will be used, 2^-23.5 where kBits <= 22. kFlushes: the processor is set to
-// make denormals 0.
+// 2^(x + kOctaves) for the x of a softmax, which is at most a little above 0. This saves 6
+// operations, 9 with AVX-512. 0 gives exactly 2^kOctaves, -inf gives exactly 0, NaN stays NaN. A
+// result below 2^-126 may be any number that small. The error is at most 1.1 ulp. Where only kBits
+// bits are used, it is 2^-18.4 of the result for kBits <= 11, 2^-23.5 for kBits <= 22. kFlushes:
+// the processor flushes denormals to 0.
 template <int kBits = 24, bool kFlushes = false, int kOctaves = 0>
 FASTATTN_SIMD Vec exp2_weight(Vec x) {
   constexpr float kUnit = 1 << kOctaves;
@@ -64,7 +64,7 @@ FASTATTN_SIMD Vec exp2_weight(Vec x) {
   }
   p = p * f + splat(kUnit);
   if constexpr (kFlushes) return (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
-  // Zero instead of denormals, which would slow down what follows and take 60 ns to make.
+  // Zero instead of denormals: they take 60 ns to make, and slow down what follows.
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.f), _CMP_NLT_UQ);
   return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
 #else
@@ -81,7 +81,7 @@ FASTATTN_SIMD float two_to(int64_t n) {
   std::memcpy(&out, &bits, sizeof(out));
   return out;
 }
-// The largest n with 2^n <= |x|, where x is a normal number; one of -127 to 128 for others.
+// The largest n with 2^n <= |x| for a normal x; any of -127 to 128 for other x.
 FASTATTN_SIMD int64_t exponent_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));

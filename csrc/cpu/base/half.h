@@ -1,4 +1,4 @@
-// Half precision, and dtypes in general. Arithmetic is fp32 everywhere, so these are only loads and
+// Half precision, and dtypes in general. Arithmetic is always fp32, so these are only loads and
 // stores.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Zero-extends; spelled out where compilers take the long way.
+// Zero-extends. Written out where compilers generate slow code.
 FASTATTN_SIMD VecU widen(VecHalf x) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
   return (VecU)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x);
@@ -33,8 +33,8 @@ FASTATTN_SIMD Vec fp16_to_float(VecHalf x) {
 #elif defined(__F16C__) && FASTATTN_VECTOR_WIDTH == 8
   return (Vec)_mm256_cvtph_ps((__m128i)x);
 #else
-  // Shift exponent and mantissa into place, then multiply by 2^112: denormals come out right by the
-  // multiplication.
+  // Shift exponent and mantissa into place, then multiply by 2^112, which also makes denormals
+  // right.
   const VecU wide = widen(x);
   const VecU sign = (wide & 0x8000u) << 16;
   const VecU magnitude = (wide & 0x7fffu) << 13;
@@ -54,7 +54,7 @@ FASTATTN_SIMD VecHalf float_to_fp16(Vec x) {
   const VecU sign = (bits >> 16) & 0x8000u;
   const Vec magnitude = abs(x);
   const VecU mag_bits = (VecU)magnitude;
-  // Normal results: rebias the exponent and round to nearest even on the 13 bits that go.
+  // Normal results: rebias the exponent, and round off 13 bits to nearest even.
   const VecU normal = (mag_bits - 0x38000000u + 0xfffu + ((mag_bits >> 13) & 1u)) >> 13;
   // Below 2^-14: adding 2^-1 aligns the mantissa so that the hardware rounds it.
   const VecU denormal = (VecU)(magnitude + splat(0.5f)) - 0x3f000000u;
@@ -85,7 +85,7 @@ FASTATTN_SIMD void store_as(void* base, int64_t offset, Vec x) {
   }
 }
 
-// One element, through a vector so that the conversion exists once.
+// One element, through a vector so that the conversion is written once.
 template <DType kType>
 FASTATTN_SIMD float load_one(const void* base, int64_t offset) {
   if constexpr (kType == DType::kFloat32) {

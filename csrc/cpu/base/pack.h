@@ -1,5 +1,5 @@
-// The way in and out of scratch memory: strided arrays of any dtype become dense fp32 tiles, and
-// tiles become strided arrays again. All dtype and stride handling of the kernels is here.
+// Copies strided arrays of any dtype into dense fp32 tiles of scratch memory, and back. All
+// handling of dtypes and strides in the kernels is here.
 #pragma once
 
 #include "cpu/base/half.h"
@@ -24,14 +24,14 @@ FASTATTN_SIMD Matrix matrix_at(const View& view, int64_t b, int64_t h, int64_t r
   return {view.data, view.dtype, offset, view.stride_r, view.stride_c, rows, cols};
 }
 
-// The distance between rows of a dense tile. Distances of a large power of two would put a column
-// of it into few sets of the L1 cache.
+// The distance between rows of a dense tile. A large power of two would map a column to few sets of
+// the L1 cache.
 FASTATTN_SIMD int64_t tile_stride(int64_t cols) {
   const int64_t padded = round_up(cols, kWidth);
   return padded % 128 == 0 ? padded + 16 : padded;
 }
 
-// kWidth elements, `stride` apart, of which the first `count` exist; the others are 0.
+// kWidth elements, `stride` apart. The first `count` exist; the others are 0.
 template <DType kType>
 static Vec gather(const void* base, int64_t offset, int64_t stride, int64_t count) {
   if constexpr (kType == DType::kFloat32) {
@@ -60,8 +60,7 @@ FASTATTN_SIMD void store_strided(void* base, int64_t offset, int64_t stride, int
 }
 
 // ---- into tiles ----
-// Both return whether every element was finite: x - x has no bit set where x is, and is NaN
-// elsewhere.
+// Both return whether every element was finite: x - x is 0 (no bit set) if x is finite, else NaN.
 
 FASTATTN_SIMD VecI not_finite(Vec x) { return bits_of(x - x); }
 
@@ -164,7 +163,7 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
   });
 }
 
-// Likewise from a contiguous array that ends with its last element.
+// Likewise from a contiguous array, without reading past its last element.
 [[maybe_unused]] static void unpack_dense(const float* from, const Matrix& to) {
   with_dtype(to.dtype, [&](auto type) {
     for (int64_t r = 0; r < to.rows; ++r)

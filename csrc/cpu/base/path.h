@@ -1,13 +1,13 @@
-// The path of a problem through the CPU kernels: what cpu/choose.h decides, once a call, and what
-// all below is told. None of it changes a result by more than the order of sums.
+// The path of a problem through the CPU kernels. cpu/choose.h decides it once a call, and all code
+// below receives it. A path changes results only by the order of sums.
 #pragma once
 
 #include <cstdint>
 
 namespace fastattn {
 
-// Which score and values the loops run with. The last four are tiles of the matrix unit, queries x
-// keys.
+// The score and values that the loops run with. The last four are tile sizes of the matrix unit,
+// queries x keys.
 enum class Way {
   kTiles,        // keys and values are packed, a tile at a time
   kRowsInPlace,  // few queries: keys are read where they lie
@@ -22,9 +22,9 @@ struct Path {
   Way way;
   bool heads_as_rows;          // query heads that share keys have become rows of one head
   bool heads_together;         // a task takes all query heads that share keys
-  bool values_in_place;        // forward: likewise for values
-  int64_t chunk_keys, chunks;  // of the keys of a head, how many a task takes
-  double parallel_work;        // multiply-adds from which on a sweep uses other threads
+  bool values_in_place;        // forward: values are read where they lie
+  int64_t chunk_keys, chunks;  // keys of a head that a task takes
+  double parallel_work;        // a sweep with more multiply-adds uses other threads
 };
 
 }  // namespace fastattn

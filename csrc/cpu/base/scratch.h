@@ -7,9 +7,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Hands out 64-byte-aligned blocks and frees them all at the end. A few large blocks per worker,
-// never inside a loop. The first of them come from memory that a thread keeps for its next call:
-// asking the system for it took a third of the time of a small problem.
+// Hands out 64-byte-aligned blocks and frees them all at the end. A worker takes a few large
+// blocks, never inside a loop. The first ones come from memory that a thread keeps for its next
+// call: allocating them each time took a third of the time of a small problem.
 class Scratch {
  public:
   Scratch() : kept_(Kept::take()) {}
@@ -24,7 +24,7 @@ class Scratch {
     }
   }
 
-  // `count` uninitialised floats; kSlack bytes beyond them may be read and written, so that vector
+  // `count` uninitialised floats. kSlack bytes beyond them may be read and written, so that vector
   // code needs no tails.
   float* floats(int64_t count) { return static_cast<float*>(bytes(count * 4)); }
   template <typename T>
@@ -41,7 +41,7 @@ class Scratch {
   static constexpr int64_t kAlign = 64, kSlack = 64;
   static constexpr int64_t kKeptBytes = 512 << 10;
 
-  // A thread's own memory, of one Scratch at a time.
+  // A thread's own memory, used by one Scratch at a time.
   struct Kept {
     char* data = static_cast<char*>(::operator new(kKeptBytes, std::align_val_t(kAlign)));
     bool taken = false;
@@ -72,7 +72,7 @@ class Scratch {
   int64_t used_ = 0;
 };
 
-// A lane count rounded up to whole vectors.
+// Rounds n up to a multiple of `multiple`.
 FASTATTN_SIMD int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }

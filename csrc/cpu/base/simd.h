@@ -1,10 +1,9 @@
-// The SIMD shim: one vector type and the few operations that the kernels need beyond + - * / and
-// comparisons.
+// The SIMD layer: one vector type, and the few operations beyond + - * / and comparisons that the
+// kernels need.
 //
-// Built on the GCC/Clang vector extensions, so the same source serves SSE2, AVX2, AVX-512 and NEON,
-// and every width can be tested on any machine (define FASTATTN_VECTOR_WIDTH: the compiler splits
-// vectors wider than the hardware). a * b + c contracts to a fused multiply-add wherever the target
-// has one (-ffp-contract=fast).
+// Built on the GCC/Clang vector extensions: the same source serves SSE2, AVX2, AVX-512 and NEON.
+// FASTATTN_VECTOR_WIDTH sets another width for tests; the compiler splits vectors wider than the
+// hardware. a * b + c becomes a fused multiply-add where the target has one (-ffp-contract=fast).
 //
 // Everything lives in fastattn::<isa>, because each kernel file is compiled once per instruction
 // set.
@@ -40,7 +39,7 @@ namespace fastattn::FASTATTN_ISA {
 #define FASTATTN_MEMBER inline __attribute__((always_inline))
 
 constexpr int kWidth = FASTATTN_VECTOR_WIDTH;  // floats in a vector
-// How many vector registers the hardware has decides the shape of register tiles.
+// The number of vector registers decides the shape of register tiles.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kVectorRegisters = 32;
 #else
@@ -72,8 +71,8 @@ FASTATTN_SIMD void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
 FASTATTN_SIMD VecI bits_of(Vec x) { return (VecI)x; }
 FASTATTN_SIMD Vec from_bits(VecI x) { return (Vec)x; }
 
-// The second operand where either is NaN, as x86 hardware has it; compilers do not always find that
-// out.
+// If either operand is NaN, the result is the second one, as on x86 hardware. The intrinsics are
+// for compilers that do not find this out.
 FASTATTN_SIMD Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
   return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
@@ -94,8 +93,8 @@ FASTATTN_SIMD Vec min(Vec a, Vec b) {
 }
 FASTATTN_SIMD Vec abs(Vec x) { return from_bits(bits_of(x) & 0x7fffffff); }
 
-// a * b + c, rounded once where the hardware can. Asked for by name: no compiler breaks it up, nor
-// joins what stands beside it.
+// a * b + c, rounded once where the hardware can. An intrinsic keeps the compiler from splitting it
+// or fusing it with its neighbours.
 FASTATTN_SIMD Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -107,7 +106,8 @@ FASTATTN_SIMD Vec multiply_add(Vec a, Vec b, Vec c) {
   return a * b + c;
 #endif
 }
-// a * b, rounded before anything is added to it: where that would contract, the 0 is in its place.
+// a * b, rounded before anything is added. Adding 0 takes the place of the addition that would
+// fuse.
 FASTATTN_SIMD Vec product(Vec a, Vec b) {
 #if defined(__FMA__) || defined(__aarch64__)
   return multiply_add(a, b, Vec{});
@@ -125,8 +125,8 @@ FASTATTN_SIMD VecI iota() {
 
 // ---- movement between lanes ----
 
-// The two halves of a 2-input exchange: lanes of `a` whose index has kBit set change places with
-// lanes of `b` whose index has it clear.
+// One half each of a 2-input exchange: lanes of `a` whose index has kBit set swap with lanes of `b`
+// whose index has kBit clear.
 template <int kBit, int... kLane>
 FASTATTN_SIMD void exchange(Vec& a, Vec& b, std::integer_sequence<int, kLane...>) {
   const Vec low =
@@ -135,7 +135,7 @@ FASTATTN_SIMD void exchange(Vec& a, Vec& b, std::integer_sequence<int, kLane...>
   a = low;
 }
 
-// Transposes a kWidth x kWidth block: one exchange a bit of the index.
+// Transposes a kWidth x kWidth block, with one exchange per bit of the index.
 template <int kBit = 1>
 FASTATTN_SIMD void transpose(Vec (&rows)[kWidth]) {
 #pragma GCC unroll 16
@@ -168,7 +168,7 @@ FASTATTN_SIMD bool any_lane(VecI x) {
   return any != 0;
 }
 
-// Whether some lane of x is above y; NaN is not.
+// True if some lane of x exceeds y. A NaN lane does not.
 FASTATTN_SIMD bool any_above(Vec x, float y) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
   return _mm512_cmp_ps_mask((__m512)x, (__m512)splat(y), _CMP_GT_OQ) != 0;
@@ -185,7 +185,7 @@ FASTATTN_SIMD Vec swap_lanes(Vec x, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(x, x, (kLane ^ kBit)...);
 }
 
-// Folds halves together: a fixed order, so that results do not depend on the compiler.
+// Folds halves together, in a fixed order, so that results do not depend on the compiler.
 template <int kBit = kWidth / 2, typename Op>
 FASTATTN_SIMD float fold(Vec x, Op op) {
   if constexpr (kBit == 0) {
@@ -222,10 +222,10 @@ FASTATTN_SIMD Vec sums_of(Vec* x) {
 
 // ---- division ----
 //
-// AVX-512 divides a vector in 11 (Granite Rapids) to 16 cycles, where an estimate of 14 bits and a
-// Newton step take 6 of its 2 slots a cycle for arithmetic. Narrower vectors have an estimate of 12
-// bits or fewer, and divide in 3.5 to 5 cycles, less than the two steps needed. Divisors d are
-// 2^-126 <= |d| <= 2^126; NaN stays NaN.
+// AVX-512 divides a vector in 11 (Granite Rapids) to 16 cycles. A 14-bit estimate and a Newton step
+// are 6 operations, 2 a cycle. Narrower vectors have estimates of at most 12 bits, and would need
+// two steps; dividing takes 3.5 to 5 cycles, which is less. Divisors d: 2^-126 <= |d| <= 2^126. NaN
+// stays NaN.
 
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
 FASTATTN_SIMD Vec reciprocal_estimate(Vec x) {
@@ -237,7 +237,7 @@ FASTATTN_SIMD Vec quotient(Vec n, Vec d) {
   const Vec estimate = reciprocal_estimate(d), q = n * estimate;
   return q + q * (splat(1.f) - d * estimate);
 }
-// a - n / d, with a quotient of 1.5 ulp that is not rounded.
+// a - n / d. The quotient has an error of 1.5 ulp and is not rounded.
 FASTATTN_SIMD Vec minus_quotient(Vec a, Vec n, Vec d) {
   const Vec estimate = reciprocal_estimate(d);
   return a - (n * estimate) * (splat(2.f) - d * estimate);

@@ -1,4 +1,4 @@
-// Dynamic scheduling: workers pull task numbers from counters, so that uneven tasks even out.
+// Dynamic scheduling: workers take task numbers from counters, which balances uneven tasks.
 #pragma once
 
 #include "cpu/base/simd.h"
@@ -6,10 +6,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Calls worker.run(task) for every 0 <= task < count, where each thread has made its own
-// Worker(args). `work`: multiply-adds, which args.path says when to share with other threads. A
-// thread begins with tasks that lie together, and so does their memory; when it is through with
-// them it takes from the others.
+// Calls worker.run(task) for every 0 <= task < count. Each thread makes its own Worker(args).
+// `work`: multiply-adds; other threads help from args.path.parallel_work on. A thread begins with
+// neighbouring tasks, whose memory is also adjacent. Then it takes tasks of other threads.
 template <typename Worker, typename Args>
 class TaskLoop {
  public:
@@ -22,7 +21,7 @@ class TaskLoop {
   }
 
  private:
-  static constexpr int64_t kMostShares = 64;  // more threads have some in common
+  static constexpr int64_t kMostShares = 64;  // with more threads, some share one
   struct alignas(64) Share {
     int64_t next, end;
   };
@@ -40,7 +39,7 @@ class TaskLoop {
     for (; task >= 0; task = loop.next(own, &passed)) worker.run(task);
   }
 
-  // A task of the own share, else of those after it; -1 when all `passed` are empty.
+  // A task of this thread's share, else of the next ones; -1 when all `passed` are empty.
   int64_t next(int64_t own, int64_t* passed) {
     for (; *passed < shares_; ++*passed) {
       Share& from = share_[(own + *passed) % shares_];

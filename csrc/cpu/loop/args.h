@@ -1,4 +1,4 @@
-// What the workers of a pass share: the problem, its plan, and where things of a row lie.
+// What the workers of a pass share: the problem, its plan, and the positions of rows.
 #pragma once
 
 #include "cpu/base/path.h"
@@ -7,18 +7,18 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// A task takes several row blocks through each key tile together, so that packing the tile is paid
-// once for all: row blocks of one head, or, where M is small, the heads that share a key head. Rows
-// do not notice, so this may depend on the number of threads.
+// A task takes several row blocks through each key tile together, so that the tile is packed once
+// for all. These are row blocks of one head or, where M is small, the heads that share a key head.
+// No row's result changes, so this may depend on the number of threads.
 struct ForwardArgs {
   const ForwardParams& p;
   const Path& path;
   ForwardPlan plan;
   int64_t group;         // query heads per key head
   int64_t blocks;        // row blocks of a head
-  int64_t heads, stack;  // what a task owns: heads x row blocks
-  int64_t stacks;        // tasks' row ranges per head
-  bool reverse;          // later row blocks have more keys: take them first
+  int64_t heads, stack;  // row blocks of a task: heads x stack
+  int64_t stacks;        // row ranges of tasks, per head
+  bool reverse;          // takes later row blocks, which have more keys, first
 
   int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads) * path.chunks * stacks; }
   int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
@@ -26,7 +26,7 @@ struct ForwardArgs {
     const int64_t row = ((b * p.H + h) * path.chunks + chunk) * p.M + i;
     return static_cast<float*>(p.workspace) + row * plan.partial_stride;
   }
-  // Writes lse and stats of a finished row; returns what its output is multiplied by.
+  // Writes lse and stats of a finished row; returns the factor of its output.
   float write_row(int64_t b, int64_t h, int64_t i, float m, float l) const {
     const RowStats stats = row_stats(m, l);
     p.lse[row(b, h, i)] = natural_lse(m, l);

@@ -1,5 +1,5 @@
-// Fused attention, backward, for any score (cpu/score/score.h). With P_ij = e^(s_ij - m_i) / l_i,
-// recomputed, R = dropout's factor and W = R P the weights that met V:
+// Fused attention, backward, for any score (cpu/score/score.h). P_ij = e^(s_ij - m_i) / l_i is
+// recomputed, R is the factor of dropout, and W = R P are the weights that multiplied V:
 //
 //   dV_j = sum_i W_ij dO_i    dP_ij = R_ij (dO_i . V_j + dW_ij)    dS_ij = P_ij (dP_ij - delta_i)
 //   dq, dk, dw from dS by the score; dbias = dS summed over the dims the bias was broadcast over
@@ -13,8 +13,8 @@
 //         dV += W^T dO,  dK += dS^T Q,  dQ += dS K        dQ: an fp32 buffer per chunk (plan.h)
 //   sum of dQ (dw, dbias) over chunks, in order: deterministic
 //
-// Five products where a separate pass for dQ would need seven. Dao et al., "FlashAttention", 2022,
-// appendix B.
+// This takes five products; a separate pass for dQ would take seven. Dao et al., "FlashAttention",
+// 2022, appendix B.
 #pragma once
 
 #include "cpu/loop/bias_grad.h"
@@ -59,7 +59,7 @@ class BackwardWorker {
 
  private:
   static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
-  static constexpr int64_t kRows = 2, kDrop = kN + 4 * kWidth;  // rows that a sink takes at most
+  static constexpr int64_t kRows = 2, kDrop = kN + 4 * kWidth;  // most rows that a sink takes
 
   // Where this chunk's gradient of q_i goes, in rows of grad_q_stride().
   float* grad_q(int64_t b, int64_t h, int64_t i) const {
@@ -122,7 +122,7 @@ class BackwardWorker {
         score_,
         [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
           mask_.with_masking([&](auto masking) { grad_scores<masking>(at, units, bias, sink); });
-          bias = {};  // should there be another time
+          bias = {};  // if fill is called again
         },
         GradsInPlace{s_, dp_, kN});
     bias_.end_tile(at, chunk_);
@@ -139,13 +139,13 @@ class BackwardWorker {
     loaded_ = true;
   }
 
-  // What makes logits of scores, what dP and dW are multiplied by before W and dS are made of them,
-  // and dS after that.
+  // Factors of a tile: from scores to logits, of dP and dW before W and dS are computed, and of dS
+  // after.
   struct Factors {
     typename Score::Logit logit;
     float dp, grad_weights, grad_bias;
   };
-  // What the gradients of a row of scores depend on, besides its scores and dP.
+  // Everything that the gradients of a row of scores depend on, beside its scores and dP.
   struct Row {
     int64_t i;
     bool exists;
@@ -153,7 +153,7 @@ class BackwardWorker {
     float delta;
     const float *drop, *grad_weights;  // or nullptr
   };
-  // `n`: which of the rows that a sink takes at a time.
+  // `n`: the row's number among those that a sink takes at a time.
   Row row(const TilePlace& at, int64_t i, int n, const GradUnits& units) {
     if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr};
     float *const drop = drop_ + n * kDrop, *const grad_weights = grad_weights_ + n * kN;
@@ -169,7 +169,7 @@ class BackwardWorker {
             weights ? grad_weights : nullptr};
   }
 
-  // W and dS of kWidth pairs from column c on, both exactly 0 where masked. kPlain: weights are P.
+  // W and dS of kWidth pairs from column c on, exactly 0 where masked. kPlain: weights are P.
   template <Masking kMasking, bool kPlain>
   FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors& factors, Vec& w,
                                 Vec& ds) const {
@@ -184,7 +184,7 @@ class BackwardWorker {
     if (kMasking != Masking::kNone) ds = s == splat(-kInf) ? Vec{} : ds;
   }
 
-  // W and dS of rows on their way into a sink. kPlain, in addition: all rows and columns exist.
+  // Puts W and dS of rows into a sink. kPlain, in addition: all rows and columns exist.
   template <Masking kMasking, bool kPlain, typename Sink>
   FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
                                 const Factors& factors, const BiasGrad::Rows& bias,
@@ -208,8 +208,8 @@ class BackwardWorker {
     }
   }
 
-  // S and dP become W and dS, which a sink takes kRows rows, kStep rows apart, and kVectors vectors
-  // at a time, zeros beyond the tile, in multiples of kWhole rows.
+  // Turns S and dP into W and dS, and puts them into a sink: kRows rows, kStep rows apart, and
+  // kVectors vectors at a time. There are zeros beyond the tile, up to multiples of kWhole rows.
   template <Masking kMasking, typename Sink>
   void grad_scores(const TilePlace& at, const GradUnits& units, const BiasGrad::Rows& bias,
                    Sink& sink) {
@@ -243,7 +243,7 @@ class BackwardWorker {
   bool loaded_ = false;
 };
 
-// Adds up what the chunks left in the workspace, one (b, h) a task.
+// Adds up the results of chunks in the workspace, one (b, h) a task.
 class ReduceWorker {
  public:
   explicit ReduceWorker(const BackwardArgs& args) : args_(args), p_(args.p) {}

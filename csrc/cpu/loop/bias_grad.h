@@ -1,7 +1,7 @@
-// The gradient of the bias: dS, summed over the dims that the bias was broadcast over, in fp32.
-// Accumulated in the gradient itself where that is fp32, else in the workspace; a bias broadcast
-// over keys gets one sum per chunk of keys. Where every sum has a place of its own in a tile, the
-// first tile that meets it sets it: zeroing it before would be another pass through memory.
+// The gradient of the bias: dS in fp32, summed over the dims over which the bias was broadcast. The
+// sums lie in the gradient itself if that is fp32, else in the workspace. A bias broadcast over
+// keys gets one sum per chunk of keys. If no sum takes two elements of a tile, the first tile that
+// meets a sum sets it. Zeroing first would be another pass through memory.
 #pragma once
 
 #include "cpu/loop/delta.h"
@@ -17,7 +17,7 @@ class BiasGrad {
         block_n_(block_n),
         tile_(wanted_ ? scratch.floats(block_m * block_n) : nullptr) {}
 
-  // To be called before the task (group, chunk), and before its keys [j0, j0 + cols).
+  // Call these before the task (group, chunk), and before its keys [j0, j0 + cols).
   void begin_task(int64_t group, int64_t chunk) {
     if (wanted_ && p_.bias_N == 1) clear(group, chunk, 0, 1);
   }
@@ -27,9 +27,9 @@ class BiasGrad {
     if (wanted_ && p_.bias_N > 1 && (p_.bias_M == 1 || !met)) clear(group, chunk, j0, cols);
   }
 
-  // Where the gradients of a tile's scores go: what is there is overwritten, or added to.
+  // Where the gradients of a tile's scores go, and whether they overwrite what is there.
   struct Rows {
-    float* data = nullptr;  // or nowhere
+    float* data = nullptr;  // or nullptr
     int64_t stride = 0;
     bool overwrites = false;
     FASTATTN_MEMBER void put(int64_t i, int64_t c, Vec ds) const {
@@ -51,13 +51,13 @@ class BiasGrad {
     if (is_set_by(at) && at.cols < cols_)
       unpack_zeros(sums_of(at, chunk, at.cols, cols_ - at.cols));
   }
-  // In place of both, where all pairs are masked.
+  // Replaces both calls for a tile whose pairs are all masked.
   void skip_tile(const TilePlace& at, int64_t chunk) {
     if (wanted_ && is_set_by(at)) unpack_zeros(sums_of(at, chunk, 0, cols_));
   }
 
  private:
-  // Whether this tile is the first to meet its sums, none of which it meets twice.
+  // Whether this tile is the first to meet its sums, and meets each of them once.
   bool is_set_by(const TilePlace& at) const {
     if (p_.bias_M == 1 || p_.bias_N == 1) return false;
     return (p_.bias_B > 1 || at.b == 0) && (p_.bias_H > 1 || at.h == 0);
@@ -94,7 +94,7 @@ class BiasGrad {
     return target(b, h, chunk, one_row ? 0 : at.i0, one_row ? 1 : at.rows,
                   one_col ? 0 : at.j0 + begin, one_col ? 1 : cols);
   }
-  // rows x cols of them, from (r0, c0).
+  // Rows x cols of these sums, from (r0, c0).
   Matrix target(int64_t b, int64_t h, int64_t chunk, int64_t r0, int64_t rows, int64_t c0,
                 int64_t cols) const {
     View view = p_.grad_bias;
@@ -126,11 +126,10 @@ class BiasGrad {
   bool wanted_;
   bool is_direct_ = false;
   int64_t block_n_, cols_ = 0;
-  float* tile_;  // of dS, where that is not added to the sums at once
+  float* tile_;  // dS of the tile, unless dS is added to the sums at once
 };
 
-// Sums over chunks and converts to the gradient's dtype, some rows of one (b, h) of the bias a
-// task.
+// Sums over chunks and converts to the gradient's dtype. A task takes some rows of one (b, h).
 class BiasGradWriter {
  public:
   explicit BiasGradWriter(const BackwardArgs& args) : args_(args), p_(args.p) {}

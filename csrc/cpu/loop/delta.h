@@ -3,7 +3,7 @@
 //   delta_i = sum_e dO_ie O_ie + sum_j W_ij dW_ij - dlse_i
 //
 // W: weights after dropout; dW, dlse: gradients of the weights and of the log-sum-exp, if these
-// were returned. The middle term needs the weights again: one sweep over keys, only if there is dW.
+// were returned. The middle term recomputes the weights: one sweep over keys, only if there is dW.
 #pragma once
 
 #include "cpu/base/tasks.h"
@@ -12,7 +12,7 @@
 #include "cpu/tile/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
-// Gradient of the weights for one tile row, as fp32: to[c], c < cols rounded up to kWidth.
+// Gradient of the weights for one tile row, in fp32: to[c], c < cols rounded up to kWidth.
 FASTATTN_SIMD void load_grad_weights(const BackwardParams& p, int64_t b, int64_t h, int64_t i,
                                      int64_t j0, int64_t cols, float* to) {
   const bool mean = p.weights_mode == WeightsMode::kMean;

@@ -23,8 +23,8 @@
 #include "cpu/tile/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
-// Queries and outputs of a task, in an L2 cache of 512 KiB, or 2 MiB where there is a matrix unit.
-// Measured: half or 4/3 of it lose 1 to 3%.
+// Bytes of queries and outputs of a task, for an L2 cache of 512 KiB, or 2 MiB with a matrix unit.
+// Measured: half of this or 4/3 of it is 1 to 3% slower.
 #ifdef __AMX_BF16__
 constexpr int64_t kStackedBytes = 900 * 1024;
 #else
@@ -90,7 +90,7 @@ class ForwardWorker {
  private:
   static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
 
-  // One row block of one head: what a task has several of.
+  // One row block of one head. A task has several.
   struct Member {
     int64_t h, i0, rows;
   };
@@ -100,8 +100,8 @@ class ForwardWorker {
   }
   int64_t members() const { return args_.heads * min64(args_.stack, args_.blocks - block0_); }
 
-  // Makes the queries of a member current. Scores without slots load them anew, unless it is the
-  // only member.
+  // Makes the queries of a member current. Scores without slots load them again, unless there is
+  // only one member.
   void select(int64_t g, bool first_time) {
     const Member m = member(g);
     score_.use_slot(g);
@@ -115,15 +115,16 @@ class ForwardWorker {
     const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * kM, i1);
     const int64_t step = begins_vary_by_row(p_.mask) ? kWidth : kN;
     begin = max64(begin, keys.begin / step * step);
-    // Tiles do not end where the keys of these row blocks do: each block's own masks say where, so
-    // that its results do not depend on which blocks are stacked.
+    // Tiles do not end where the keys of these row blocks end; the masks of each block cut them. So
+    // a block's results do not depend on the other blocks of its stack.
     for (int64_t j0 = begin; j0 < min64(end, keys.end); j0 += kN) {
       int64_t loaded = 0;
       for (int64_t g = 0; g < members(); ++g) loaded = attend(g, j0, min64(kN, end - j0), loaded);
     }
   }
 
-  // One member, one tile of which `loaded` keys are packed already. Returns how many are now.
+  // Computes one member on one tile, whose first `loaded` keys are packed. Returns how many are
+  // packed now.
   int64_t attend(int64_t g, int64_t j0, int64_t cols, int64_t loaded) {
     const Member m = member(g);
     mask_.set_rows(b_, m.h, m.i0, m.rows);
@@ -182,7 +183,7 @@ class ForwardWorker {
   int64_t b_ = 0, h0_ = 0, block0_ = 0;
 };
 
-// Merges the chunks of one (b, h), in order: the same arithmetic as a step of the online softmax.
+// Merges the chunks of one (b, h), in order, with the arithmetic of an online softmax step.
 class MergeWorker {
  public:
   explicit MergeWorker(const ForwardArgs& args)

@@ -1,5 +1,5 @@
-// What the workspace holds: a function of the shape and of how keys are split, never of the number
-// of threads or of the instruction set.
+// What the workspace holds. It depends on the shape and on how keys are split, never on the number
+// of threads or the instruction set.
 #pragma once
 
 #include "cpu/base/path.h"
@@ -27,12 +27,12 @@ FASTATTN_FN ForwardPlan plan_forward(const ForwardParams& p, const Path& path) {
 
 // ---- backward ----
 
-// A task owns a chunk of keys of one key head, and loops over all queries that meet it; where the
-// gradient of a bias is broadcast over batch or heads, it owns that chunk for all of them, so that
-// one task alone adds to each element. Chunks each have their own fp32 gradient of q (and of w, and
-// of a bias that is broadcast over keys), summed in order at the end.
+// A task owns a chunk of keys of one key head, and loops over all queries that meet it. If a bias
+// is broadcast over batch or heads, the task owns that chunk for all of them. One task alone thus
+// adds to each element. Each chunk has its own fp32 gradient of q (and of w, and of a bias
+// broadcast over keys), summed in order at the end.
 struct BackwardGroups {
-  int64_t b, h;  // into how many groups batch and key heads are split: all, or 1
+  int64_t b, h;  // number of groups of batches and of key heads: all, or 1
 };
 
 FASTATTN_FN BackwardGroups backward_groups(const BackwardParams& p) {
@@ -42,12 +42,12 @@ FASTATTN_FN BackwardGroups backward_groups(const BackwardParams& p) {
 
 struct BackwardPlan {
   BackwardGroups groups;
-  bool q_direct, bias_direct;  // gradients are accumulated where they belong, not in the workspace
+  bool q_direct, bias_direct;                // gradients are summed in place, not in the workspace
   int64_t delta, grad_q, grad_w, grad_bias;  // offsets into the workspace, in floats
   int64_t workspace_bytes;
 };
 
-// Takes `floats` from the workspace, in whole cache lines.
+// Takes `floats` from the workspace, rounded up to whole cache lines.
 FASTATTN_FN int64_t take(int64_t* used, int64_t floats) {
   const int64_t offset = *used;
   *used += ceil_div(floats, 16) * 16;

@@ -1,5 +1,5 @@
-// The returned attention weights: a sweep of its own after the forward pass, which recomputes
-// scores against the saved stats.
+// The returned attention weights: another sweep after the forward pass, which recomputes scores and
+// uses the saved stats.
 #pragma once
 
 #include "cpu/loop/args.h"
@@ -7,9 +7,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Writes the attention weights: per head, or their mean over heads, added up in head order in a
-// panel of scratch so that nothing of size H M N exists. A task owns (b, head or all heads, row
-// block, panel of keys).
+// Writes the attention weights per head, or their mean over heads. The mean is summed in head order
+// in a panel of scratch memory, so that nothing of size H M N exists. A task owns (b, head or all
+// heads, row block, panel of keys).
 template <typename Score>
 class WeightsWorker {
  public:

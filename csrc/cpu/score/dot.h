@@ -1,10 +1,10 @@
-// The scaled dot product as a score: s_ij = q_i . k_j, of which the softmax takes the multiple
-// scale * log2(e); queries are packed negated if the scale is negative.
+// The scaled dot product as a score: s_ij = q_i . k_j. The logit is s_ij times scale * log2(e);
+// queries are packed negated if the scale is negative.
 //
 // Gradients, with dS in natural units: dq_i = scale sum_j dS_ij k_j,  dk_j = scale sum_i dS_ij q_i.
 //
-// Keys are packed transposed, [D][kBlockN], so that a vector holds one component of kWidth keys;
-// for dq also by rows.
+// Keys are packed transposed, [D][kBlockN], so that a vector holds one component of kWidth keys.
+// For dq they are also packed by rows.
 #pragma once
 
 #include "cpu/score/score.h"
@@ -15,7 +15,7 @@ namespace fastattn::FASTATTN_ISA {
 class DotScore : public ScoreDefaults {
  public:
   // Multiples of a register tile's 6 rows and 2 vectors. Measured on Zen 3 at d64: sizes from 48 to
-  // 128 are within 3% of each other; 64 keys cost 3% more packing, 128 queries more causal waste.
+  // 128 differ by less than 3%. 64 keys cost 3% more packing, 128 queries more causal waste.
   static constexpr int64_t kBlockM = 96;
   static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 96;
 

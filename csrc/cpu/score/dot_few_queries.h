@@ -1,8 +1,8 @@
-// The backward pass with few queries a head (Way::kRowsInPlace), as in training on one step of a
-// decoder: the score and the values with the interfaces of score/dot.h and score/values.h.
+// The backward pass with few queries a head (Way::kRowsInPlace), as in training on one decoder
+// step. The score and the values have the interfaces of score/dot.h and score/values.h.
 //
-// Memory bandwidth is the limit. Rows of K and V are read where they lie (tile/rows_in_place.h),
-// and a row of dK or dV is written once, when all queries that share it have had their say:
+// Memory bandwidth is the limit. Rows of K and V are read where they lie (tile/rows_in_place.h). A
+// row of dK or dV is written once, after all queries that share it:
 //
 //   dK_j = scale sum_r dS_rj q_r    dV_j = sum_r W_rj dO_r    r: queries of the heads of a group
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// The rows x_r of a group's heads, and for each a coefficient a key of the current tile.
+// The rows x_r of a group's heads, each with one coefficient per key of the current tile.
 class RowSums {
  public:
   RowSums(const AttentionParams& p, Scratch& scratch, int64_t block_n, int64_t cols)
@@ -24,8 +24,8 @@ class RowSums {
 
   void clear() { count_ = 0, masked_ = false; }
 
-  // Takes rows x [rows, ld] and their coefficients [rows, block_n]. `masked`: some of these are 0
-  // for being masked.
+  // Adds rows x [rows, ld] and their coefficients [rows, block_n]. `masked`: some coefficients are
+  // 0 because their pairs are masked.
   void add(const float* x, int64_t ld, const float* coefficients, int64_t rows, bool masked) {
     for (int64_t r = 0; r < rows; ++r, ++count_) {
       std::memcpy(x_ + count_ * ld_, x + r * ld, static_cast<size_t>(ld_) * 4);
@@ -52,7 +52,7 @@ class RowSums {
     Vec sum[kVecs] = {};
     for (int64_t r = 0; r < count_; ++r) {
       const float c = c_[r * block_n_ + j];
-      if (masked_ && c == 0.f) continue;  // not even times NaN
+      if (masked_ && c == 0.f) continue;  // skips NaN in x as well
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) sum[v] += c * load(x_ + r * ld_ + e + v * kWidth);
     }
@@ -159,7 +159,7 @@ class FewValueGrads : public GradDefaults {
   const AttentionParams& p_;
   const View& grad_out_view_;
   int64_t block_n_, ld_, rows_ = 0;
-  float *grad_out_, *packed_;  // values whose rows cannot be read as vectors, or nullptr
+  float *grad_out_, *packed_;  // values that cannot be read as vectors, or nullptr
   RowSums grad_v_;
   Matrix values_{};
 };

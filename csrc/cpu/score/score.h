@@ -1,54 +1,53 @@
-// What a score is to the attention loops: cpu/loop/forward.h and cpu/loop/backward.h are written
-// once, over this concept, and instantiated for DotScore (dot.h) and AdditiveScore
-// (additive/score.h).
+// The concept of a score. cpu/loop/forward.h and cpu/loop/backward.h are written once over it, and
+// instantiated for DotScore (dot.h) and AdditiveScore (additive/score.h).
 //
 //   struct Score {
 //     // The tile: queries x keys; kBlockN is a multiple of kWidth.
 //     static constexpr int64_t kBlockM, kBlockN;
 //
-//     // Takes its scratch memory, once a thread. `backward`: gradients will be asked for.
+//     // Takes its scratch memory, once a thread. `backward`: gradients will follow.
 //     Score(const AttentionParams& p, const Path& path, Scratch& scratch, bool backward,
 //           int64_t slots = 1);
 //
-//     // Convert, scale and lay out a block of keys, of queries; either may be reloaded without the
-//     // other. load_queries also selects query head h: its weights, for the additive score.
+//     // Convert, scale and lay out a block of keys or queries. Either may be reloaded alone.
+//     // load_queries also selects query head h: its weights, for the additive score.
 //     void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols);    // cols <= kBlockN
 //     void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);   // rows <= kBlockM
 //
 //     // logit()(s[i * kBlockN + j]) = log2(e) * score(i0 + i, j0 + j), for i < rows and
-//     // j < cols rounded up to kWidth; what is written past cols is ignored: the loop overwrites
-//     // it with -inf. A NaN in key j may reach column j only, one in query i row i only.
+//     // j < cols rounded up to kWidth. The loop overwrites what is past cols with -inf.
+//     // A NaN in key j may reach column j only, one in query i row i only.
 //     void scores(float* s);
 //
-//     // ds has the layout of s and holds d loss / d score in natural units, exactly 0 at masked
-//     // pairs and in all padding up to (rows, cols rounded up to kWidth). Adds to grad_q
+//     // ds has the layout of s and holds d loss / d score in natural units. It is exactly 0 at
+//     // masked pairs and in the padding up to (rows, cols rounded up to kWidth). Adds to grad_q
 //     // (row-major [rows, grad_q_stride], natural units), to the tile's own key gradient and, for
-//     // scores that have weights, to grad_w [D]. `masked`: some pairs are masked, so that 0 * NaN
-//     // must count as 0 and garbage behind the mask stays there.
+//     // scores with weights, to grad_w [D]. `masked`: some pairs are masked, so 0 * NaN must
+//     // count as 0.
 //     void clear_key_grad();
 //     void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride,
 //                   float* grad_w);
 //     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
 //
-//     // From here on, optional: ScoreDefaults is the score that needs none of it.
+//     // The rest is optional: ScoreDefaults is the score that needs none of it.
 //
-//     // What makes a logit of a score, where that costs nothing: its scale, say.
+//     // A step from score to logit that costs nothing, such as a scale.
 //     using Logit = LinearLogit;
 //     Logit logit() const;
 //
-//     // Called before the scores of a tile are computed: a score with several ways to do that, all
-//     // accurate, may have to know which pairs matter. Returns whether the tile needs the wide
-//     // form; use_form() follows, with true if score or values need it.
+//     // Called before the scores of a tile are computed. A score with several accurate ways
+//     // to compute them may have to know which pairs matter. Returns whether the tile needs the
+//     // wide form. use_form() follows, with true if score or values need the wide form.
 //     bool look_at(const MaskTile& mask);
 //     void use_form(bool wide);
 //
-//     // Lets what follows concern the first `cols` of the keys loaded, a whole number of
-//     // vectors or all; until load_keys().
+//     // Restricts what follows to the first `cols` of the loaded keys, whole vectors or all,
+//     // until load_keys().
 //     static constexpr bool kCanNarrow = true;
 //     void use_keys(int64_t cols);
 //
-//     // So many blocks of queries as the constructor is told stay loaded. load_queries() and
-//     // scores() concern the current slot, at first 0; the forward pass takes all slots through
+//     // The constructor says how many blocks of queries stay loaded. load_queries() and
+//     // scores() use the current slot, at first 0. The forward pass takes all slots through
 //     // each block of keys. query_bytes(): the memory of a query in a slot.
 //     static constexpr bool kHasSlots = true;
 //     void use_slot(int64_t slot);
@@ -63,16 +62,16 @@
 //     int64_t stride() const;
 //     void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols);
 //
-//     // What weights and their sums, and what outputs are multiplied by: powers of 2.
+//     // The factors of weights and their sums, and of outputs: powers of 2.
 //     float weight_unit() const, output_unit() const;
 //
-//     // A step of the online softmax (softmax_step()): scores s become weights, wherever
-//     // accumulate() looks for them.
+//     // A step of the online softmax (softmax_step()): scores s become weights, in the place
+//     // where accumulate() reads them.
 //     template <typename Logit>
 //     void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
 //                const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
 //                float* alpha);
-//     // o[i] = alpha[i] * o[i] + sum_j w_ij V[j]. `masked`: some weights are 0 for being masked.
+//     // o[i] = alpha[i] * o[i] + sum_j w_ij V[j]. `masked`: some weights are 0 by the mask.
 //     void accumulate(float* s, int64_t ld, int64_t rows, const float* alpha, bool masked,
 //                     float* o);
 //
@@ -93,7 +92,7 @@
 //     void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0);
 //
 //     // Optional, as above, and (GradDefaults): calls fill(sink, units), which puts W and dS
-//     // into a sink in those units, for what accumulate() and the score's backward() use.
+//     // into a sink in those units, for accumulate() and the score's backward().
 //     template <typename Score, typename Fill>
 //     void make_grads(Score& score, Fill fill, GradsInPlace in_place);
 //   };
@@ -104,7 +103,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// The one form there is, of all keys that are loaded.
+// A score with one form, for all loaded keys.
 struct FormDefaults {
   static bool look_at(const MaskTile&) { return false; }
   static void use_form(bool) {}
@@ -120,7 +119,7 @@ struct ScoreDefaults : FormDefaults {
   static int64_t query_bytes(const AttentionParams&) { return 0; }
 };
 
-// Score and values take one form.
+// Picks one form for score and values.
 template <typename Score, typename Values>
 FASTATTN_SIMD void choose_form(Score& score, Values& values, const MaskTile& mask) {
   const bool wide = score.look_at(mask) || values.look_at(mask);
@@ -142,7 +141,7 @@ struct GradsInPlace {
   FASTATTN_MEMBER void end() const {}
 };
 
-// What W, dP and dS are multiplied by: powers of 2.
+// The factors of W, dP and dS: powers of 2.
 struct GradUnits {
   float w, dp, ds;
 };

@@ -1,4 +1,4 @@
-// A block of values and its products: O = scale O + W V, and those of the backward pass.
+// A block of values and its products: O = scale O + W V, and the products of the backward pass.
 #pragma once
 
 #include "cpu/score/score.h"
@@ -8,9 +8,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// gemm(), where A(r, k) = 0 counts as nothing even if row k of B is not finite: for tiles with both
-// masked pairs and such rows, as 0 * NaN must not carry garbage past the mask. Slower. Sums are
-// added up in the same order, so that garbage changes no bit either.
+// gemm() that skips A(r, k) = 0, even if row k of B is not finite. Tiles with both masked pairs and
+// such rows need it, because 0 * NaN must not carry garbage past the mask. It is slower, but sums
+// in the same order, so garbage changes no bit.
 template <typename A, typename Into>
 static void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
                             int64_t depth, float* c, int64_t ldc, Into into) {
@@ -23,7 +23,7 @@ static void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int6
     }
 }
 
-// gemm() for A of which elements are 0 for being masked, if `masked`.
+// gemm() of an A with elements that are 0 because they are masked, if `masked`.
 template <typename A, typename Into>
 static void masked_gemm(bool masked, bool finite, A a, const float* b, int64_t ldb, int64_t rows,
                         int64_t cols, int64_t depth, float* c, int64_t ldc, Into into) {
@@ -41,9 +41,9 @@ class ValueTile : public FormDefaults {
         packed_(direct_ ? nullptr : scratch.floats(block_n * ld_)),
         listed_(direct_ ? scratch.ints(block_n) : nullptr) {}
 
-  int64_t stride() const { return ld_; }  // of the rows of O, too
+  int64_t stride() const { return ld_; }  // also of the rows of O
 
-  // What weights and their sums, and what outputs are multiplied by.
+  // The factors of weights and their sums, and of outputs.
   static float weight_unit() { return 1.f; }
   static float output_unit() { return 1.f; }
 
@@ -110,7 +110,7 @@ class ValueGrads : public GradDefaults {
          block_n_, Store{});
   }
 
-  // `masked`: some weights are 0 for being masked.
+  // `masked`: some weights are 0 because they are masked.
   void accumulate(float* weights, bool masked) {
     masked_gemm(masked, finite_, ByCols{weights, block_n_}, grad_out_, ld_, cols_,
                 round_up(p_.E, kWidth), rows_, grad_v_, ld_, AddScaled{1.f});

@@ -1,4 +1,4 @@
-// The factors of dropout: philox.h's bits, a vector at a time.
+// The factors of dropout: the bits of philox.h, a vector at a time.
 #pragma once
 
 #include "cpu/base/scratch.h"
@@ -28,8 +28,8 @@ FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, 
   return {{x0, x1, x2, x3}};
 }
 
-// to[c] = what multiplies the weight of column j0 + c: 0 or 1 / (1 - p). j0 is a multiple of 4;
-// `to` has room for cols rounded up to 4 kWidth.
+// to[c] = the factor of the weight in column j0 + c: 0 or 1 / (1 - p). j0 is a multiple of 4; `to`
+// has room for cols rounded up to 4 kWidth.
 [[maybe_unused]] static void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h,
                                          int64_t i, int64_t j0, int64_t cols, float* to) {
   for (int64_t c = 0; c < cols; c += 4 * kWidth) {

@@ -1,16 +1,16 @@
-// Small dense products, the whole of whose operands lie in scratch memory: C (op)= A B, fp32.
+// Small dense products C (op)= A B in fp32. All operands lie in scratch memory.
 //
 //   for n in panels of kTileVecs vectors    B panel [depth x panel] stays in the L1 cache
 //     for r in groups of kTileRows rows     C tile stays in registers
 //       for k < depth                       kTileVecs loads of B, kTileRows broadcasts of A, FMAs
 //
-// 6 x 2 vectors fill 12 of 16 registers, 6 x 4 fill 24 of 32; either way one A element is broadcast
-// into one register and feeds kTileVecs FMAs, so that loads stay well under the two a cycle that
-// hardware allows. (On aarch64 GCC spills some of 24 accumulators, so it gets the small tile.)
+// 6 x 2 vectors fill 12 of 16 registers, 6 x 4 fill 24 of 32. Each element of A is broadcast into
+// one register and feeds kTileVecs FMAs. Loads thus stay well under the hardware's two a cycle. On
+// aarch64, GCC spills some of 24 accumulators, so the small tile is used there.
 //
-// Rows are computed in whole groups: A and C must have memory up to round_up(rows, kTileRows),
-// whose contents do not matter to the result; in A, denormals there would cost time
-// (clear_padding()). Columns are whole vectors. Depth is exact.
+// Rows are computed in whole groups: A and C must have memory up to round_up(rows, kTileRows). What
+// lies there does not change the result, but denormals in A would cost time (clear_padding()).
+// Columns are whole vectors. Depth is exact.
 #pragma once
 
 #include "cpu/base/scratch.h"
@@ -20,7 +20,7 @@ namespace fastattn::FASTATTN_ISA {
 constexpr int kTileRows = 6;
 constexpr int kTileVecs = kVectorRegisters == 32 && kWidth == 16 ? 4 : 2;
 
-// Rows that a tile of scores or outputs needs memory for: whole register tiles of either kind.
+// Rows of memory that a tile of scores or outputs needs: whole register tiles of either kind.
 FASTATTN_SIMD int64_t row_capacity(int64_t rows) {
   const int64_t whole = round_up(rows, kTileRows);
 #ifdef __AVX512BF16__
@@ -30,7 +30,7 @@ FASTATTN_SIMD int64_t row_capacity(int64_t rows) {
 #endif
 }
 
-// Zeros in the rows of A beyond `rows` that gemm() reads.
+// Zeros the rows of A beyond `rows` that gemm() reads.
 FASTATTN_SIMD void clear_padding(float* a, int64_t ld, int64_t rows) {
   for (int64_t n = rows * ld; n < round_up(rows, kTileRows) * ld; ++n) a[n] = 0.f;
 }
@@ -50,7 +50,7 @@ struct ByCols {
   FASTATTN_MEMBER ByCols rows_from(int64_t r) const { return {data + r, ld}; }
 };
 
-// What becomes of the product: C = AB, C = C + factor AB, C = C scale[row] + AB.
+// What to do with the product: C = AB, C = C + factor AB, C = C scale[row] + AB.
 struct Store {
   FASTATTN_MEMBER Vec operator()(const float*, int64_t, Vec product) const { return product; }
 };

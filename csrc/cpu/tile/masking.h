@@ -1,10 +1,9 @@
-// What is not arithmetic in a tile of scores: which pairs are masked, what bias they get, which
-// weights dropout keeps.
+// The mask and the bias of a tile of scores.
 //
-// A tile is empty (never touched, nor are its keys and values read), full (no mask code runs), or
-// has per-row intervals of keys, or an addend: bias * log2(e), with -inf where a pair is masked. A
-// mask is applied as a selection, never as NaN + -inf, so that garbage behind it stays there. A
-// bias that masks nothing is read where it lies.
+// A tile is empty (nothing of it is read) or full (no mask code runs), or it has an interval of
+// keys per row, or an addend. The addend is bias * log2(e), and -inf where a pair is masked. A mask
+// selects -inf and never adds it to NaN, so garbage behind it stays there. A bias that masks
+// nothing is read where it lies.
 #pragma once
 
 #include "cpu/base/pack.h"
@@ -12,20 +11,20 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// The step from a score to its logit in base 2, which stands between score and mask. Every sweep
-// takes it from here, rounded in this one way. So the weights that backward recomputes are those
-// that forward summed up, however large logits are: subtracting a maximum must not be fused with
-// the product, whose rounding that maximum has.
+// The step from a score to its logit in base 2, before the mask. Every sweep uses it, and so rounds
+// in the same way. Backward then recomputes exactly the weights that forward summed, however large
+// the logits are. Subtracting the maximum must not be fused with this product, because the maximum
+// was rounded.
 //
-// This one is linear. Others have the same members, and never fall where a score rises.
+// This transform is linear. Others have the same members, and never fall where a score rises.
 struct LinearLogit {
   float scale;  // at least 0
   FASTATTN_MEMBER Vec operator()(Vec s) const { return product(s, splat(scale)); }
   FASTATTN_MEMBER Vec operator()(Vec s, Vec addend) const {
     return multiply_add(s, splat(scale), addend);
   }
-  // What dS, the gradient of the logit, is as the gradient of what scale makes of score s. 0 stays
-  // 0 even where s is NaN: such pairs are masked.
+  // The gradient of the scaled score, from dS, the gradient of the logit. 0 stays 0 even where s is
+  // NaN: such pairs are masked.
   FASTATTN_MEMBER Vec slope(Vec, Vec ds) const { return ds; }
 };
 
@@ -52,9 +51,9 @@ class MaskTile {
   // Keys outside this interval are masked for every row.
   KeyRange range() const { return range_; }
 
-  // Selects keys [j0, j0 + cols). Returns how many of them matter: from there on, every pair is
-  // masked. That is 0 (the tile is empty), cols, or a multiple of kWidth; the tile may be used with
-  // any such number in between, too.
+  // Selects keys [j0, j0 + cols). Returns how many matter; every pair after them is masked. The
+  // result is 0 (an empty tile), cols, or a multiple of kWidth. The caller may also use any such
+  // number between the result and cols.
   int64_t set_keys(int64_t j0, int64_t cols) {
     if (range_.begin >= j0 + cols || range_.end <= j0) return 0;
     j0_ = j0, cols_ = cols;
@@ -87,14 +86,14 @@ class MaskTile {
     }
   }
 
-  // The logits of row i, columns [c, c + kWidth), from their scores: -inf where masked or past the
-  // last key, biased elsewhere.
+  // The logits of row i, columns [c, c + kWidth), from their scores. They are -inf where masked or
+  // past the last key; elsewhere the bias is added.
   template <Masking kMasking, typename Logit>
   FASTATTN_MEMBER Vec apply(Vec s, Logit logit, int64_t i, int64_t c) const {
     if constexpr (kMasking == Masking::kIntervals) {
       return inside(i, c) ? logit(s) : splat(-kInf);
     } else if constexpr (kMasking == Masking::kBias) {
-      // The rows after these come next: asked for now, they arrive while there is work to do.
+      // The rows after these come next, and arrive while these are computed.
       __builtin_prefetch(bias_ + (i + rows_) * p_.bias.stride_r + c, 0, 2);
       const Vec bias = load(bias_ + i * p_.bias.stride_r + c);
       return logit(s, product(bias, splat(kLog2e)));
@@ -106,7 +105,7 @@ class MaskTile {
     }
   }
 
-  // Whether some pair (i, j) with row(i) or key(j) is kept.
+  // Whether some kept pair (i, j) has row(i) or key(j).
   template <typename Row, typename Key>
   bool keeps_any(Row row, Key key) const {
     for (int64_t i = 0; i < rows_; ++i)
@@ -134,7 +133,7 @@ class MaskTile {
     return (j >= begin_[i]) & (j < end_[i]);
   }
 
-  // Per-row intervals, relative to the tile. Returns where the last one ends, in whole vectors.
+  // Sets per-row intervals relative to the tile. Returns where the last one ends, in whole vectors.
   int64_t set_intervals() {
     masked_ = false;
     if (intervals_hold(p_.mask, p_.N, b_, i0_, i0_ + rows_, j0_, j0_ + cols_)) {
@@ -154,9 +153,9 @@ class MaskTile {
     return min64(cols_, round_up(last, kWidth));
   }
 
-  // Whether all there is to add is a bias that can be read as it lies: not -inf anywhere, and so
-  // small that bias * log2(e) is finite. Its absolute values are compared as integers, among which
-  // those of infinities and NaN are the largest.
+  // Whether the addend is only a bias that can be read where it lies: it has no -inf, and bias *
+  // log2(e) is finite. Absolute values are compared as integers, where infinities and NaN are the
+  // largest.
   bool look_at_plain_bias() {
     const View& bias = p_.bias;
     if (has_dense(p_.mask) || masked_ || cols_ % kWidth != 0) return false;
@@ -174,8 +173,8 @@ class MaskTile {
     return true;
   }
 
-  // How much of the tile the dense mask keeps. Most tiles of a mask made of blocks are kept or
-  // dropped as a whole: a sixth of the work of an addend tells.
+  // How much of the tile the dense mask keeps. Most tiles of a block mask are all kept or all
+  // dropped. This check costs a sixth of building an addend.
   enum class Kept { kNone, kSome, kAll };
   Kept kept_by_mask() const {
     const DenseMask dense = dense_from(p_.mask, b_, h_, i0_, j0_);
@@ -192,7 +191,7 @@ class MaskTile {
     return !set(any) ? Kept::kNone : set(dropped) ? Kept::kSome : Kept::kAll;
   }
 
-  // Folds bias, dense mask and intervals into the addend and looks at what came out.
+  // Folds bias, dense mask and intervals into the addend, and finds the kind of the tile.
   int64_t build_addend(int64_t in_interval) {
     const bool one_row = !dense_varies_by_row(p_.mask) &&
                          (p_.bias.data == nullptr || p_.bias.stride_r == 0) && !masked_;
@@ -233,15 +232,15 @@ class MaskTile {
     });
   }
 
-  // bias * log2(e). Only -inf masks: the most negative finite numbers, popular as mask values, must
-  // not overflow to it, nor the largest to +inf.
+  // bias * log2(e). Only -inf masks: large finite numbers, often used as masks, must not overflow
+  // to -inf or +inf.
   FASTATTN_MEMBER static Vec in_log2(Vec bias) {
     const Vec bounded = max(splat(-__FLT_MAX__), min(splat(__FLT_MAX__), bias * kLog2e));
     const VecI finite = (bias > splat(-kInf)) & (bias < splat(kInf));
     return finite ? bounded : bias;
   }
 
-  // -inf where the dense mask drops a key; elsewhere 0, or (kOver) what is there.
+  // -inf where the dense mask drops a key; elsewhere 0, or (kOver) the value already there.
   template <bool kOver>
   void put_keep(int64_t i, float* to) const {
     const DenseMask dense = dense_from(p_.mask, b_, h_, i0_ + i, j0_);

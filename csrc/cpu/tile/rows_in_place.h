@@ -1,5 +1,5 @@
-// Products with at most a handful of rows, as in decoding: nothing is packed, every key and value
-// is read once, where it lies, converted on the fly for up to 4 rows at a time. Memory bandwidth is
+// Products with at most a handful of rows, as in decoding. Nothing is packed: every key and value
+// is read once, in place, and converted on the fly for up to 4 rows at a time. Memory bandwidth is
 // the limit, so keys are simply taken one after the other.
 #pragma once
 
@@ -7,12 +7,12 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// How far ahead rows are asked for: 32 cache lines cover the latency of memory at a core's share of
-// its bandwidth, and the first rows of the next tile are there when it begins. Measured (Sapphire
-// Rapids): 8, 16 or 32 KiB lose 5 to 15%.
+// How far ahead rows are prefetched. 32 cache lines cover the latency of memory at one core's share
+// of its bandwidth; the first rows of the next tile arrive before that tile begins. Measured
+// (Sapphire Rapids): 8, 16 or 32 KiB are 5 to 15% slower.
 constexpr int64_t kPrefetchBytes = 2 << 10;
 
-// Likewise, in rows.
+// The same distance in rows.
 template <DType kType>
 FASTATTN_SIMD int64_t prefetch_distance(const Matrix& from) {
   constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
@@ -20,7 +20,7 @@ FASTATTN_SIMD int64_t prefetch_distance(const Matrix& from) {
   return rows < 1 ? 1 : rows;
 }
 
-// Asks for row r, which need not exist.
+// Prefetches row r, which need not exist.
 template <DType kType>
 FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
   constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
@@ -33,22 +33,22 @@ FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
 // Whether rows of a View can be read as vectors.
 FASTATTN_SIMD bool rows_contiguous(const View& view) { return view.stride_c == 1; }
 
-// kWidth columns of one row starting at `offset`, of which `count` exist.
+// kWidth columns of one row, starting at `offset`; the first `count` of them exist.
 template <DType kType>
 FASTATTN_SIMD Vec load_columns(const void* base, int64_t offset, int64_t count) {
   return __builtin_expect(count >= kWidth, 1) ? load_as<kType>(base, offset)
                                               : gather<kType>(base, offset, 1, count);
 }
 
-// out[r * ld + j] = x_r . keys(j, :) for kRows rows and j < keys.rows rounded up to kWidth, x_r
-// being x[r * ldx] on. kWidth products at a time: a vector of sums each.
+// out[r * ld + j] = x_r . keys(j, :) for kRows rows and j < keys.rows rounded up to kWidth. x_r
+// begins at x[r * ldx]. kWidth products are computed at a time, with a vector of sums for each.
 template <DType kType, int kRows>
 static void dot_rows_as(const float* x, int64_t ldx, const Matrix& keys, float* out, int64_t ld) {
   constexpr int kKeys = kWidth / kRows;
   const int64_t ahead = prefetch_distance<kType>(keys);
   for (int64_t j = 0; j < round_up(keys.rows, kWidth); j += kKeys) {
     int64_t offset[kKeys];
-    for (int64_t n = 0; n < kKeys; ++n) {  // past the last key: the last key again
+    for (int64_t n = 0; n < kKeys; ++n) {  // past the last key, repeats it
       const int64_t row = j + n < keys.rows ? j + n : keys.rows - 1;
       offset[n] = keys.offset + row * keys.stride_r;
     }
@@ -82,7 +82,7 @@ static void dot_rows_as(const float* x, int64_t ldx, const Matrix& keys, float* 
   }
 }
 
-// Calls f(row, count) for blocks of 4, 2 and 1 rows, count being a compile-time constant.
+// Calls f(row, count) for blocks of 4, 2 and 1 rows; count is a compile-time constant.
 template <typename F>
 FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
   int64_t r = 0;
@@ -91,8 +91,8 @@ FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
   if (rows & 1) f(r, std::integral_constant<int, 1>{});
 }
 
-// out[r * ld + j] = x_r . keys(j, :) for r < rows and j < keys.rows rounded up to kWidth; rows
-// x[r * ldx] have zeros up to a multiple of kWidth.
+// out[r * ld + j] = x_r . keys(j, :) for r < rows and j < keys.rows rounded up to kWidth. Each row
+// of x has zeros up to a multiple of kWidth.
 [[maybe_unused]] static void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
                                       float* out, int64_t ld) {
   with_dtype(keys.dtype, [&](auto type) {
@@ -102,8 +102,8 @@ FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
   });
 }
 
-// The values to read: all, or (skip_zeros) those with a weight. Returns how many, or -1 where that
-// is not the same for all rows of weights [rows, ld].
+// Lists the values to read: all, or (skip_zeros) those with a nonzero weight. Returns how many, or
+// -1 if rows of weights [rows, ld] differ in which weights are 0.
 FASTATTN_SIMD int64_t list_values(const float* weights, int64_t ld, int64_t rows, int64_t cols,
                                   bool skip_zeros, int32_t* listed) {
   int64_t count = 0;
@@ -125,14 +125,14 @@ struct WeightedSum {
   const int32_t* listed;
   int64_t count;
   const Matrix& values;
-  const float* scale;  // of o, a row each
+  const float* scale;  // one factor for each row of o
   float* o;
   int64_t ldo;
 };
 
 // o(r, e) = scale[r] o(r, e) + sum_n weights(r, j_n) values(j_n, e), for kVecs vectors of columns
-// from e on, the last of which may be partial; o has room for whole vectors. One chain of additions
-// a sum, so that a row does not depend on how many there are; 4 of them are faster than memory.
+// from e on. The last vector may be partial; o has room for whole vectors. Each sum is one chain of
+// additions, so a row does not depend on how many there are. 4 chains are faster than memory.
 template <DType kType, int kRows, int kVecs>
 FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
   const Matrix& values = of.values;
@@ -176,8 +176,9 @@ static void add_listed(const WeightedSum& of) {
   for (; e < of.values.cols; e += kWidth) add_columns<kType, kRows, 1>(of, e);
 }
 
-// o(r, :) = scale[r] o(r, :) + sum_j weights(r, j) values(j, :) for rows of weights [rows, ldw] and
-// o [rows, ldo]. skip_zeros: not even 0 * NaN counts. `listed` has room for values.rows.
+// o(r, :) = scale[r] o(r, :) + sum_j weights(r, j) values(j, :) for weights [rows, ldw] and o
+// [rows, ldo]. skip_zeros: a weight of 0 skips its value, even NaN. `listed` has room for
+// values.rows.
 [[maybe_unused]] static void add_weighted_rows(const float* weights, int64_t ldw, int64_t rows,
                                                bool skip_zeros, const Matrix& values,
                                                const float* scale, float* o, int64_t ldo,

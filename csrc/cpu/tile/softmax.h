@@ -1,12 +1,11 @@
-// Online softmax over a row block, in base 2: what is kept per row while key tiles stream by, and
-// one step of it.
+// Online softmax over a row block, in base 2: the state of each row, and one step for a key tile.
 //
 //   m' = max(m, max_j s_j)   alpha = 2^(m - m')   w_j = 2^(s_j - m')   l' = alpha l + sum_j w_j
 //
-// where m stays as it is unless passed by a lot (kSlack).
+// m stays as it is unless some score exceeds it by more than kSlack.
 //
-// A row that has met no key has m = -inf and l = 0; it subtracts 0 instead of m, so that -inf is
-// never subtracted from -inf.
+// A row that has met no key has m = -inf and l = 0. It subtracts 0 instead of m, because -inf minus
+// -inf is NaN.
 #pragma once
 
 #include "cpu/base/exp2.h"
@@ -18,7 +17,7 @@ namespace fastattn::FASTATTN_ISA {
 
 struct RowState {
   float* m;  // running maximum
-  float* l;  // running sum, kWidth partial sums a row: lanes are added up once, at the end
+  float* l;  // running sums, kWidth partial sums a row; lanes are added up once, at the end
   float* o;  // unnormalised output [rows, o_stride]
 };
 
@@ -47,16 +46,16 @@ class RowStates {
   RowState all_;
 };
 
-// Where a tile lies: what dropout needs to know.
+// Where a tile lies, for dropout.
 struct TilePlace {
   int64_t b, h, i0, rows, j0, cols;
 };
 
-// Where the weights of a tile go: in place of its scores. Sinks take kVectors vectors of a row at a
-// time, zeros beyond its end, and use kBits bits of them. Weights, and the sums of them in
-// RowState, are 2^kOctaves times what they should be, and at most 2^kSlack times that. kFlushes as
-// for exp2_weight(). kKeepsScores: whether row_apart() leaves the scores as they are, so that a row
-// may be weighed again; is_in_place(): whether row() does not.
+// Where the weights of a tile go: in place of its scores. A sink takes kVectors vectors of a row at
+// a time, zeros beyond its end, and uses kBits bits of each weight. Weights and their sums in
+// RowState are scaled by 2^kOctaves, and are at most 2^kSlack times that. kFlushes is that of
+// exp2_weight(). kKeepsScores: row_apart() keeps the scores, so that softmax can repeat the row.
+// is_in_place(): row() overwrites them.
 struct InPlace {
   static constexpr int kVectors = 1, kBits = 24, kOctaves = 0, kSlack = 8;
   static constexpr bool kFlushes = false;
@@ -67,9 +66,9 @@ struct InPlace {
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
 };
 
-// Turns row i of the scores into logits, in place, but leaves them as scores where nothing is
-// masked: weigh_row() takes them from there. Returns maxima of some of them each (without those
-// that are NaN: weights will be).
+// Turns row i of the scores into logits, in place. Scores that nothing masks stay scores;
+// weigh_row() converts them. Returns a vector whose lanes are maxima of parts of the row, without
+// NaN: a NaN shows in the weights.
 template <Masking kMasking, typename Logit>
 FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, int64_t cols, float* s) {
   Vec top = splat(-kInf);
@@ -84,10 +83,10 @@ FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, int64_t
   return kMasking == Masking::kNone ? logit(top) : top;
 }
 
-// A row of logits, logits(c) being those from column c on, becomes weights 2^(logit - m), l their
-// running sums. `drop` [cols], if any, multiplies weights after they are summed. Returns numbers of
-// which one is at least the largest weight: sums of some of them each, where there is room for
-// that.
+// Turns a row of logits into weights 2^(logit - m), and adds them to the running sums l. logits(c)
+// returns those from column c on. `drop` [cols], if any, multiplies weights after they are summed.
+// Returns a vector with one lane at least as large as the largest weight: partial sums if kSlack
+// leaves room for them, else maxima.
 template <typename Sink, typename Logits>
 FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, int64_t cols, float m, float alpha,
                             const float* drop, float* l) {
@@ -112,7 +111,8 @@ FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, int64_t cols, float 
   return kRoom ? sum : top;
 }
 
-// Raises m to the maximum of a row, one of `top`, and returns what rescales its sums.
+// Raises m to the maximum of a row, the largest lane of `top`. Returns what rescales the row's
+// sums.
 FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
   const float old = *m;
   *m = fold(top, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
@@ -120,12 +120,11 @@ FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
   return old == -kInf ? 1.f : exp2_weight(splat(old - *m))[0];
 }
 
-// One step over a tile of scores s [rows, ld]: they become weights; alpha[i]
-// is what rescales row i of O.
+// One step over a tile of scores s [rows, ld], which become weights. alpha[i] rescales row i of O.
 //
-// The maximum that a row subtracts is not raised for a little: weights up to 2^kSlack are as good
-// as others. Most rows then never rescale what they have summed, nor look for their maximum: where
-// they can be weighed again, they are weighed at once.
+// Softmax first tries the running maximum. Only if a weight exceeds 2^kSlack does it search for the
+// new maximum and repeat the row. Most rows thus never rescale their sums or search for a maximum.
+// Sinks that overwrite the scores always search first.
 template <Masking kMasking, typename Logit, typename Sink>
 FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
                                 const TilePlace& at, const RowState& state, Logit logit, float* s,
@@ -152,7 +151,7 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
       store(l, before);
     }
     const Vec top = mask_row<kMasking>(mask, logit, i, at.cols, row);
-    // A row that has been weighed in vain would be again, in the next tile.
+    // After a failed try, m rises to the true maximum, else the next tile would fail as well.
     constexpr float kSlack = Sink::kKeepsScores ? 0.f : Row::kSlack;
     alpha[i] = any_above(top, *m + kSlack) ? raise_maximum(top, m) : 1.f;
     const auto logits = [&](int64_t c) __attribute__((always_inline)) {
@@ -175,11 +174,11 @@ static void softmax_step(const MaskTile& mask, const DropoutParams& dropout, con
 // ---- what is saved of a row, and weights recomputed from it ----
 
 // The weight of score s is 2^(s - shift) * factor: the maximum and 1 / sum, both 0 if a row met no
-// key. One log-sum-exp in their place would not do: rounded to fp32, an ordinary one of 10 puts the
-// same 4 ulp of error on every weight of its row, and one of 1e30 has no bits left for the sum.
+// key. One log-sum-exp would not be enough. Rounded to fp32, an ordinary one of 10 puts the same 4
+// ulp of error on every weight of its row. One of 1e30 has no bits left for the sum.
 struct RowStats {
   float shift, factor;
-  float most;  // that the exponent can be, were it not for rounding: weights are at most 1
+  float most;  // largest exponent, except for rounding: weights are at most 1
 };
 
 FASTATTN_SIMD RowStats row_stats(float m, float l) {
@@ -200,8 +199,8 @@ FASTATTN_SIMD float natural_lse(float m, float l) {
   return l == 0.f ? -kInf : static_cast<float>(m * kLn2 + __builtin_log(l));
 }
 
-// The weight of a masked score: exactly 0 where that is -inf, even if the row's sum is NaN.
-// Bounded: scores summed in another order than before may pass a huge maximum by a lot.
+// The weight of a masked score: exactly 0 where s is -inf, even if the row's sum is NaN. The
+// exponent is bounded, because scores summed in another order may exceed a huge maximum by a lot.
 FASTATTN_SIMD Vec known_weight(Vec s, const RowStats& row) {
   const Vec w = exp2_weight(min(splat(row.most), s - row.shift)) * row.factor;
   return s == splat(-kInf) ? Vec{} : w;

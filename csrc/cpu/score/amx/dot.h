@@ -1,8 +1,7 @@
-// The score of scaled dot-product attention on the matrix unit (unit.h), behind the interface of
-// DotScore.
+// The dot-product score on the matrix unit (unit.h), with the interface of DotScore.
 //
-// Gradients of keys and values are accumulated transposed, dK^T = Q^T dS and dV^T = dO^T W, so that
-// no tile of scores is ever transposed: W and dS are right operands there as they lie.
+// Gradients of keys and values are accumulated transposed, dK^T = Q^T dS and dV^T = dO^T W. W and
+// dS are then right operands as they lie, and no tile of scores needs to be transposed.
 #pragma once
 
 #include "cpu/score/amx/input.h"
@@ -113,14 +112,14 @@ class AmxDotScore : public ScoreDefaults {
                           rows, masked, grad_k_.data(), 1, kBlockN);
   }
 
-  // What dS of the next tile is to be multiplied by, `first` if it is the first.
+  // The factor of dS for the next tile: `first` for the first tile, else that of the sums.
   float start_grad_unit(float first) {
     const bool fp16 = is_fp16(ds_rows_.form());
     return grad_unit_ = !fp16 ? 1.f : grad_k_.unit() == 0.f ? first : grad_k_.unit();
   }
-  // Whether numbers of which `top` is the largest should have another unit, which they get.
+  // Adapts the factor of dS to numbers whose largest is `top`. Returns whether it changed.
   bool change_grad_unit(float top) {
-    constexpr float kLeast = 0x1p6f;  // most numbers keep most of their bits
+    constexpr float kLeast = 0x1p6f;  // keeps most bits of most numbers
     constexpr int64_t kAimed = 11;
     if (!is_fp16(ds_rows_.form()) || top == 0.f) return false;
     if (top >= kLeast && top < kLargestHalf) return false;
@@ -131,8 +130,8 @@ class AmxDotScore : public ScoreDefaults {
   }
   float grad_unit() const { return grad_unit_; }
 
-  // Where dS goes instead, and whether it did before the next call of backward(): no row of it
-  // stands apart then, and `ds` is read only where some key or query does.
+  // Operands that dS may be packed into directly. use_packed(true) says that it was, before
+  // backward(): then no row of dS stands apart, and `ds` is read only where a key or query does.
   const Operand& ds_rows() const { return ds_rows_; }
   const Operand& ds_columns() const { return ds_columns_; }
   void use_packed(bool packed) {

@@ -5,15 +5,15 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// W and dS of a tile on their way into operands, where each is split once: W for dV = W^T dO, dS
-// for dK = dS^T Q and dQ = dS K.
+// Packs W and dS of a tile into operands, and splits each number once. W is for dV = W^T dO, dS for
+// dK = dS^T Q and dQ = dS K.
 template <Form kForm>
 class PackedGrads {
  public:
   static constexpr int kRows = 2, kVectors = 2;
   static constexpr int64_t kStep = word_step(kForm), kWhole = kTileDepth;
 
-  // Puts the first `rows` rows in place, too, if `also` is not nullptr.
+  // If `also` is not nullptr, also stores the first `rows` rows in place.
   PackedGrads(const Operand& w_columns, const Operand& ds_columns, const Operand& ds_rows,
               const GradUnits& units, const GradsInPlace* also, int64_t rows)
       : w_columns_(w_columns),
@@ -23,9 +23,9 @@ class PackedGrads {
         also_(also),
         rows_(rows) {}
 
-  // Whether no row of dS stands apart, nor is too large for its form.
+  // Whether no row of dS stands apart or is too large for its form.
   bool all_packed() const { return all_packed_; }
-  // The largest number in dS, but for rows that stand apart.
+  // The largest number in dS, without rows that stand apart.
   float top() const { return max_lanes(from_bits(top_)); }
 
   FASTATTN_MEMBER void begin(int64_t i) {
@@ -168,7 +168,7 @@ class AmxValueGrads : public GradDefaults {
       if (!score.change_grad_unit(pack())) return;
       packed = false;
       units.ds = score.grad_unit();
-      if (!dense) pack();  // else W and dS lie where S and dP were, and will be packed from there
+      if (!dense) pack();  // else pack W and dS later, from the places of S and dP
     });
     if (!packed && !dense) fill(in_place, GradUnits{1.f, units.dp, 1.f});
     score.use_packed(packed);
@@ -185,7 +185,7 @@ class AmxValueGrads : public GradDefaults {
   float grad_weights_unit() const { return grad_out_unit_ * input_unit_; }  // of dP
   bool rows_apart() const { return grad_out_.misfits().any_apart(); }
 
-  // Of rows that have a key, and stats: garbage in others must not change a bit of these.
+  // Only rows with a key and stats count: garbage in others must not change a bit of these.
   float size_unit(const Matrix& from, const float* stats) const {
     if (!is_fp16(form_of(p_.q.dtype))) return 1.f;
     VecI top{}, apart{};
@@ -204,8 +204,8 @@ class AmxValueGrads : public GradDefaults {
     });
     const float most = max_lanes(from_bits(top)), most_apart = max_lanes(from_bits(apart));
     if (most == 0.f) return grad_v_.unit() == 0.f ? 1.f : grad_v_.unit() / weight_unit_;
-    // Of the same few sizes for most blocks: 2^11 to 2^15, in steps of 2^4. Rows that stand apart
-    // are multiplied by it as well.
+    // Most blocks have one of few sizes: 2^11 to 2^15, in steps of 2^4. Rows that stand apart are
+    // multiplied by this factor as well.
     int64_t n = min64(14 - exponent_of(most), kMostOctaves);
     if (most_apart != 0.f) n = min64(n, 80 - exponent_of(most_apart));
     const int64_t step = 4;
@@ -217,11 +217,11 @@ class AmxValueGrads : public GradDefaults {
   const View& grad_out_view_;
   int64_t block_n_, ld_, cols_ = 0;
   float input_unit_, weight_unit_, grad_out_unit_ = 1.f;
-  // A power of 2 that makes the largest gradients a few thousand, where sums have room for it.
+  // A power of 2 that brings the largest gradients to a few thousand, if sums have room for it.
   float size_unit_ = 1.f;
   AmxInput values_, grad_out_;
   Operand v_, grad_out_rows_, grad_out_columns_, weights_;
-  bool packed_ = false;  // whether W is in weights_: else accumulate() puts it there
+  bool packed_ = false;  // whether W is in weights_; else accumulate() packs it
   Sums grad_v_;
   float* grad_v_rows_;
 };

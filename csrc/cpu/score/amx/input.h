@@ -1,4 +1,4 @@
-// Inputs on their way into operands, what stands apart of them, and sums whose unit may change.
+// Inputs as operands, the rows that stand apart, and sums whose unit may change.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -10,7 +10,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// A block of rows of an input, on the way into operands: rows that stand apart are kept in fp32.
+// A block of rows of an input, to be packed into operands. Rows that stand apart stay in fp32.
 class AmxInput {
  public:
   AmxInput() = default;
@@ -20,7 +20,7 @@ class AmxInput {
         misfits_(scratch, rows),
         dense_(scratch.floats(rows * ld_)) {}
 
-  // Everything made of the block is `factor` times it.
+  // Everything made from the block has the factor `factor`.
   void load(const Matrix& from, float factor) {
     from_ = from, factor_ = factor, is_dense_ = false;
     if (from.stride_c != 1 && from.cols > 1) {
@@ -29,8 +29,8 @@ class AmxInput {
       factor_ = 1.f;
     }
     from_.stride_c = 1;
-    // Of the input, times what a copy of it has been multiplied by. In bf16 its unit must leave
-    // room for sums.
+    // Both are factors of the input; `copied` is what a dense copy was multiplied by. In bf16, the
+    // unit must leave room for sums.
     const float unit = __builtin_fabsf(factor), copied = unit / __builtin_fabsf(factor_);
     const float high = kAnyBf16.high * unit < 0x1p100f ? kAnyBf16.high : 0x1p100f / unit;
     const Window wide = {kAnyBf16.low * copied, high * copied},
@@ -40,7 +40,7 @@ class AmxInput {
     });
   }
 
-  // Asks for as many rows after those loaded, which come next: scanning them waits for memory else.
+  // Prefetches as many rows after the loaded ones: scanning them would otherwise wait for memory.
   void prefetch_next() const {
     const int64_t bytes = from_.dtype == DType::kFloat32 ? 4 : 2;
     const char* const next =
@@ -55,7 +55,7 @@ class AmxInput {
     to.use(form_of(dtype_));
     pack_tiles<kDepth, kSide>(from_, factor_, misfits_, to);
   }
-  // Anew, if what has been packed has another form.
+  // Packs again if `to` has another form.
   template <Depth kDepth, Side kSide>
   void pack_as(Form form, Operand& to) const {
     if (to.form() == form) return;
@@ -68,7 +68,7 @@ class AmxInput {
   const Misfits& misfits() const { return misfits_; }
   bool is_misfit(int64_t r) const { return r < rows() && misfits_.has(r); }
 
-  // All rows in fp32, made when asked for.
+  // Row r in fp32. The first call converts all rows.
   const float* row(int64_t r) {
     if (!is_dense_) use_dense();
     return dense_ + r * ld_;
@@ -89,14 +89,14 @@ class AmxInput {
   bool is_dense_ = false;
 };
 
-// to(r, c) = factor * from[c * ld + r], by way of `rows` [to.rows, ld_rows].
+// to(r, c) = factor * from[c * ld + r]; `rows` [to.rows, ld_rows] is scratch memory.
 static void unpack_columns(float* from, int64_t ld, float factor, float* rows, int64_t ld_rows,
                            const Matrix& to) {
   pack_rows({from, DType::kFloat32, 0, 1, ld, to.rows, to.cols}, factor, rows, ld_rows);
   unpack_rows(rows, ld_rows, 1.f, nullptr, to);
 }
 
-// C(r, c) = a_r . b_c, [rows of a, ld], where one of the two stands apart and c < cols.
+// C(r, c) = a_r . b_c, [rows of a, ld], for c < cols, if a_r or b_c stands apart.
 static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c, int64_t ld) {
   if (!a.misfits().any_apart() && !b.misfits().any_apart()) return;
   for (int64_t i = 0; i < a.rows(); ++i)
@@ -108,8 +108,8 @@ static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c
     }
 }
 
-// C(r, :) += factor sum_k A(r, k) b_k, k < depth, where b_k, or row r or column k of A, stands
-// apart. `masked`: zeros of A count as nothing. Element (r, c) of C is c[r * stride_r + c *
+// C(r, :) += factor sum_k A(r, k) b_k over the k < depth for which b_k, or row r or column k of A,
+// stands apart. `masked`: zeros of A are skipped. Element (r, c) of C is c[r * stride_r + c *
 // stride_c].
 template <typename A>
 static void accumulate_rows_apart(A a, float factor, int64_t rows, const Misfits& a_rows,
@@ -125,7 +125,7 @@ static void accumulate_rows_apart(A a, float factor, int64_t rows, const Misfits
     }
 }
 
-// Units are 2^-66 to 2^66: a number up to 2^60 is still finite in any of them.
+// Units are 2^-66 to 2^66: a number up to 2^60 stays finite in each.
 constexpr int64_t kMostOctaves = 66;
 
 // Sums in fp32 whose unit may have to change while they grow.
@@ -147,7 +147,7 @@ class Sums {
       store(data_ + n, load(data_ + n) * factor);
     unit_ = unit;
   }
-  // `unit`, or less where that would bring the sums near overflow.
+  // `unit`, or less if that would bring the sums near overflow.
   float bounded(float unit) const {
     if (unit_ == 0.f || unit <= unit_) return unit;
     VecI top{};

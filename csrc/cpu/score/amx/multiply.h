@@ -5,7 +5,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Which parts are multiplied, small products first: each step changes one operand only.
+// The order of the products of parts, small ones first. Each step changes one operand only.
 template <int kParts>
 struct Steps;
 template <>
@@ -21,8 +21,8 @@ struct Steps<3> {
   static constexpr int kCount = 6, kLeft[] = {0, 0, 1, 1, 2, 0}, kRight[] = {2, 1, 1, 0, 0, 0};
 };
 
-// C += A B, of tile registers: TDPBF16PS or TDPFP16PS. As bytes, because the latter is known to
-// compilers from GCC 13 and Clang 16 on, and to assemblers from binutils 2.40 on.
+// C += A B in tile registers: TDPBF16PS or TDPFP16PS. The instruction is written in bytes:
+// compilers know TDPFP16PS only from GCC 13 and Clang 16 on, assemblers from binutils 2.40 on.
 template <Form kForm, int kC, int kA, int kB>
 FASTATTN_SIMD void multiply_registers() {
   constexpr int kPrefix = is_fp16(kForm) ? 3 : 2;  // of VEX: F2 or F3
@@ -30,9 +30,9 @@ FASTATTN_SIMD void multiply_registers() {
                "i"(0xc0 | kC << 3 | kA));
 }
 
-// Which tile registers are what; their names must be literals. C 0 and 1, left operand 4 and 5,
-// right operand 6 and 7. Two tiles of C side by side, or one below the other, share an operand.
-// Four would need fewer loads, but took 5 to 15% longer.
+// The use of tile registers, whose names must be literals: C 0 and 1, left operand 4 and 5, right
+// operand 6 and 7. Two tiles of C, side by side or one below the other, share an operand. Four
+// tiles of C need fewer loads, but took 5 to 15% longer.
 template <Form kForm, int kRows, int kCols>
 struct TileBlock {
   static_assert(kRows * kCols <= 2);
@@ -90,19 +90,19 @@ FASTATTN_SIMD void multiply_block(const Operand& a, const Operand& b, int64_t m,
   Block::store(to, ld);
 }
 
-// Several parts. A group of one operand's rows or columns stays in the L1 cache while the other
-// operand goes by, once for each group.
+// For several parts. A group of one operand's rows or columns stays in the L1 cache, while the
+// whole other operand is read once for each group.
 template <Form kForm>
 static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int64_t ns,
                             int64_t depths, bool add, float* c, int64_t ld) {
-  constexpr int64_t kGroupBytes = 24 * 1024;  // half of it
+  constexpr int64_t kGroupBytes = 24 * 1024;  // half of the cache
   const int64_t pair_bytes = max64(1, depths) * parts_of(kForm) * kTileWords * 8;
   const int64_t most = max64(1, kGroupBytes / pair_bytes) * 2;
   const auto groups = [&](int64_t count) { return round_up(count, most) / most; };
-  // Whether the group is one of columns.
+  // Whether a group consists of columns.
   const bool columns = ms * groups(ns) + ns <= ns * groups(ms) + ms;
   const int64_t count = columns ? ns : ms, others = columns ? ms : ns;
-  // In pairs, and groups of about the same size.
+  // Pairs of tiles, in groups of about the same size.
   const int64_t size = round_up(round_up(count, groups(count)) / groups(count), 2);
   const auto block = [&](int64_t i, int64_t other) __attribute__((always_inline)) {
     const int64_t m = columns ? other : i, n = columns ? i : other;
@@ -115,10 +115,10 @@ static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int6
       for (int64_t i = begin; i < min64(count, begin + size); i += 2) block(i, other);
 }
 
-// One part, up to four tiles of depth at a time: a row of A's tiles stays in registers 4 to 7, C is
-// finished tile by tile, in register 0 or 1. A tile is stored amid the products of the next: a
-// store waits for the products before it, and right behind them, what comes next would wait, too.
-// Measured: half the time.
+// For one part, up to four tiles of depth at a time. A row of A's tiles stays in registers 4 to 7.
+// C is finished tile by tile, in register 0 or 1. A tile is stored amid the products of the next
+// one, because a store waits for the products before it. Right behind them, it would delay the next
+// loads as well. Measured: half the time.
 template <Form kForm, int kDepths, int kC>
 FASTATTN_SIMD void multiply_chain(const int32_t* b, bool add, float* c, float* previous,
                                   int64_t ld) {
@@ -169,7 +169,7 @@ static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int6
     _tile_stored(1, previous, ld * 4);
 }
 
-// C[rows x cols] = A B, or C + A B; all three padded to whole tiles. A and B have one form.
+// C[rows x cols] = A B, or C + A B; all are padded to whole tiles. A and B have the same form.
 static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int64_t cols,
                            int64_t depth, bool add, float* c, int64_t ld) {
   const int64_t ms = round_up(rows, kEdge) / kEdge, ns = round_up(cols, kEdge) / kEdge;
@@ -178,7 +178,7 @@ static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int
   asm volatile("" ::: "memory");  // compilers do not know that tile loads read memory
   with_form(a.form(), [&](auto form) __attribute__((always_inline)) {
     constexpr Form kForm = form;
-    // Sums of nothing are 0.
+    // A sum over no depth is 0.
     if (parts_of(kForm) > 1 || depths == 0)
       return multiply_blocks<kForm>(a, b, ms, ns, depths, add, c, ld);
     if constexpr (parts_of(kForm) == 1) {

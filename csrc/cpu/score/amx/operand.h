@@ -1,4 +1,4 @@
-// Operands of the matrix unit: matrices as tiles of parts, and the rows that do not fit.
+// Operands of the matrix unit: matrices as tiles of parts, and the rows that do not fit into them.
 #pragma once
 
 #include "cpu/base/pack.h"
@@ -6,7 +6,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Memory for one operand made of numbers of a dtype: `edges` x `depths` groups of one tile a part.
+// Memory for one operand: `edges` x `depths` groups, each with one tile a part.
 class Operand {
  public:
   Operand() = default;
@@ -17,7 +17,7 @@ class Operand {
     use(form_of(dtype));
   }
 
-  // The form of what is in it, or will be next.
+  // The form of its contents, or of those to come.
   Form form() const { return form_; }
   void use(Form form) { form_ = form, parts_ = parts_of(form); }
 
@@ -31,7 +31,7 @@ class Operand {
   int32_t* words_ = nullptr;
 };
 
-// kWidth elements of a row of which `count` exist, the others being 0.
+// kWidth elements of a row; the first `count` exist, the others are 0.
 template <DType kType>
 FASTATTN_SIMD Vec load_first(const void* base, int64_t offset, int64_t count) {
   if (__builtin_expect(count >= kWidth, 1)) return load_as<kType>(base, offset);
@@ -58,13 +58,12 @@ FASTATTN_SIMD void transpose_words(int32_t* words) {
   }
 }
 
-// The larger sizes of two vectors, as bits: those of NaN are above all others.
+// The larger absolute values of two vectors, as bits. NaN is larger than every number.
 FASTATTN_SIMD VecI largest(VecI top, Vec x) {
   const VecI size = bits_of(x) & 0x7fffffff;
   return top > size ? top : size;
 }
-// Whether numbers, the largest of which are in `top`, are above `high`, or neither 0 nor above
-// `low`.
+// True if the largest number (in `top`) exceeds `high`, or is nonzero and at most `low`.
 FASTATTN_SIMD bool stands_apart(VecI top, float low, float high) {
   const auto above = [&](float x) __attribute__((always_inline)) {
     return _mm512_cmpgt_epi32_mask((__m512i)top, (__m512i)bits_of(splat(x)));
@@ -72,15 +71,15 @@ FASTATTN_SIMD bool stands_apart(VecI top, float low, float high) {
   return above(high) != 0 || (above(0.f) != 0 && above(low) == 0);
 }
 
-// What the largest number of a row must be: 0 or in (low, high].
+// Bounds on the largest number of a row: 0 or in (low, high].
 struct Window {
   float low, high;
   bool has(VecI top) const { return !stands_apart(top, low, high); }
 };
 constexpr Window kAnyBf16 = {0x1p-60f, 0x1p60f};
 
-// Which rows of a matrix do not fit into operands of form_of(its dtype): some need wide_form_of()
-// it, others stand apart from operands of any form.
+// The rows of a matrix that do not fit into form_of(its dtype). Some fit into its wide_form_of().
+// The others stand apart: no form holds them, and they are multiplied in fp32.
 class Misfits {
  public:
   Misfits() = default;
@@ -95,7 +94,7 @@ class Misfits {
   }
   void clear() { any_ = 0; }
 
-  // Looks at rows of contiguous columns. `narrow`: what fits; `wide`: what fits into the wide form.
+  // Scans rows of contiguous columns. `narrow`: what fits; `wide`: what fits into the wide form.
   template <DType kType>
   void scan(const Matrix& from, Window narrow, Window wide) {
     any_ = 0;
@@ -115,8 +114,8 @@ class Misfits {
   int32_t any_ = 0;
 };
 
-// Splits `factor` times a matrix of contiguous columns into tiles, those out to whole tiles of
-// padding being 0. Rows that do not fit become 0.
+// Splits `factor` times a matrix of contiguous columns into tiles, with padding of 0 up to whole
+// tiles. Rows that do not fit become 0.
 template <DType kType, Form kForm, Depth kDepth, bool kTransposed>
 static void write_tiles(const Matrix& from, float factor, const Misfits& misfits,
                         const Operand& to) {
@@ -151,7 +150,7 @@ static void pack_tiles(const Matrix& from, float factor, const Misfits& misfits,
                        const Operand& to) {
   constexpr bool kTransposed = (kDepth == Depth::kCols) != (kSide == Side::kLeft);
   with_form(to.form(), [&](auto form) {
-    // Scores' gradients are fp32 whatever the form.
+    // Gradients of scores are fp32 in every form.
     if (from.dtype == DType::kFloat32)
       write_tiles<DType::kFloat32, form, kDepth, kTransposed>(from, factor, misfits, to);
     if constexpr (form == form_of(DType::kFloat16))

@@ -1,6 +1,6 @@
-// Products of operands by AVX512-BF16, for CPUs without a matrix unit: vdpbf16ps multiplies a
-// vector of words, two bf16 each, by one word, and adds both products in fp32. A word of the left
-// operand is broadcast, and a row of a right tile holds the same word of 16 columns.
+// Products of operands by AVX512-BF16, for CPUs without a matrix unit. A word is two bf16.
+// vdpbf16ps multiplies a vector of words by one word, and adds both products in fp32. It takes a
+// word of the left operand, broadcast, and a row of a right tile: the same word of 16 columns.
 //
 //   for groups of kCols tiles of columns     these tiles stay in the L1 cache
 //     for groups of kRows rows               C in registers
@@ -11,7 +11,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// kRows rows from row r of C on, which divides kEdge, and kCols tiles of columns from tile n on.
+// Rows [r, r + kRows) of C and kCols tiles of columns from tile n on. kRows divides kEdge.
 template <int kRows, int kCols>
 FASTATTN_SIMD void multiply_words(const Operand& a, const Operand& b, int64_t r, int64_t n,
                                   int64_t depths, bool add, float* c, int64_t ld) {
@@ -47,7 +47,7 @@ FASTATTN_SIMD void multiply_words(const Operand& a, const Operand& b, int64_t r,
     for (int x = 0; x < kCols; ++x) store(to + i * ld + x * kEdge, sum[i][x]);
 }
 
-// C[rows x cols] = A B, or C + A B; all three padded to whole tiles. A and B are kBf16.
+// C[rows x cols] = A B, or C + A B; all are padded to whole tiles. A and B are kBf16.
 static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int64_t cols,
                            int64_t depth, bool add, float* c, int64_t ld) {
   constexpr int kRows = 4, kCols = 4;

@@ -1,4 +1,4 @@
-// How a number is written as parts that the matrix unit multiplies (unit.h has the table of forms).
+// Numbers as sums of parts that the matrix unit multiplies (unit.h has the table of forms).
 #pragma once
 
 #include "cpu/base/exp2.h"
@@ -7,7 +7,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Over which of its dims a matrix will be summed, and on which side of the product it stands.
+// The dim of a matrix that is summed over, and the matrix's side of the product.
 enum class Depth { kCols, kRows };
 enum class Side { kLeft, kRight };
 
@@ -25,7 +25,7 @@ constexpr bool kHasFp16 = true;
 constexpr bool kHasFp16 = false;
 #endif
 
-// The form that numbers of a dtype have where they fit, and the one that all finite ones fit into.
+// The form of numbers of a dtype if they fit, and the form that holds all finite ones.
 constexpr Form form_of(DType dtype) {
   if (dtype == DType::kBFloat16) return Form::kBf16;
   if (dtype == DType::kFloat16) return kHasFp16 ? Form::kHalf : Form::kTwoBf16;
@@ -50,14 +50,14 @@ FASTATTN_SIMD void with_form([[maybe_unused]] Form form, F f) {
   f(FormConstant<Form::kThreeBf16>{});
 }
 
-// What queries, keys and values are multiplied by.
+// The factor of queries, keys and values.
 constexpr float input_unit(DType dtype) {
   return form_of(dtype) == Form::kTwoHalves ? 0x1p7f : 1.f;
 }
 constexpr float kSmallestHalf = 0x1p1f, kLargestHalf = 0x1p15f;  // of a row, in units
 
-// What weights are multiplied by: with so many octaves below 1, most of them keep all their bits.
-// More than 8 times that would be too much. Dropout's factor is made 1 at most.
+// The factor of weights: this many octaves keep all bits of most weights below 1. More than 8 times
+// this factor would overflow. Dropout's factor is made 1 at most.
 constexpr int weight_octaves(Form form) { return kHasFp16 && form != Form::kBf16 ? 13 : 0; }
 FASTATTN_SIMD float dropout_unit(const AttentionParams& p) {
   float unit = 1.f;
@@ -65,7 +65,7 @@ FASTATTN_SIMD float dropout_unit(const AttentionParams& p) {
   return is_fp16(form_of(p.q.dtype)) ? unit : 1.f;
 }
 
-// Distance between the two elements of a word, and between the first ones of words.
+// Distance between the two elements of a word, and between the first elements of two words.
 constexpr int64_t word_step(Form form) { return is_fp16(form) ? 1 : kEdge; }
 constexpr int64_t words_apart(Form form) { return is_fp16(form) ? 2 : 1; }
 
@@ -77,7 +77,7 @@ struct Parts {
   Part part[kParts];
 };
 
-// x as parts. The last one of several may have more bits set than its share: words_of() cuts them.
+// x as parts. The last of several parts may have extra bits; words_of() cuts them.
 template <Form kForm>
 FASTATTN_SIMD Parts<kForm> split(Vec x) {
   constexpr int kParts = parts_of(kForm);
@@ -88,7 +88,7 @@ FASTATTN_SIMD Parts<kForm> split(Vec x) {
   } else {
 #pragma GCC unroll 3
     for (int p = 0; p + 1 < kParts; ++p) {
-      // The first is rounded, so that the others have either sign and errors do not add up.
+      // The first part is rounded: the others then have either sign, and errors do not add up.
       out.part[p] = from_bits((bits_of(x) + (p == 0 ? 0x8000 : 0)) & ~0xffff);
       x -= out.part[p];
     }
@@ -97,28 +97,28 @@ FASTATTN_SIMD Parts<kForm> split(Vec x) {
   return out;
 }
 
-// The upper halves of words side by side, in two operations.
+// The upper halves of two words, side by side, in two operations.
 FASTATTN_SIMD VecI upper_halves(Vec low, Vec high) {
   constexpr int kSelect = 0xf8;  // a | (b & c)
   return (VecI)_mm512_ternarylogic_epi32((__m512i)((VecU)low >> 16), (__m512i)high,
                                          _mm512_set1_epi32(~0xffff), kSelect);
 }
 
-// Words of the numbers `low` and `high` side by side; a single bf16 part is rounded to nearest.
+// Words of the numbers `low` and `high` side by side. A single bf16 part is rounded to nearest.
 template <Form kForm, typename Part>
 FASTATTN_SIMD VecI words_of(Part low, Part high) {
   if constexpr (is_fp16(kForm)) {
     return (VecI)(widen(low) | widen(high) << 16);
   } else if constexpr (kForm == Form::kBf16) {
-    // Four operations; the hardware's conversion would cost twice as much. NaN must come from bf16
-    // or be the canonical one: rounding up the lowest bits of some others would change their sign.
+    // Four operations; the hardware's conversion takes twice as long. NaN must come from bf16 or be
+    // canonical: rounding up the lowest bits of other NaN would change their sign.
     return upper_halves((Vec)((VecU)low + 0x8000u), (Vec)((VecU)high + 0x8000u));
   } else {
     return upper_halves(low, high);
   }
 }
 
-// 32 elements of a row, in two vectors, as the words of one row of a left tile: of each part.
+// Writes 32 elements of a row, in two vectors, as words of one row of a left tile, for each part.
 template <Form kForm>
 FASTATTN_SIMD void write_row(const Parts<kForm>& low, const Parts<kForm>& high, int32_t* tiles) {
   constexpr int kParts = parts_of(kForm);
@@ -133,7 +133,7 @@ FASTATTN_SIMD void write_row(const Parts<kForm>& low, const Parts<kForm>& high, 
     }
   }
 }
-// Likewise 16 columns of two rows, word_step() apart.
+// Likewise for 16 columns of two rows that are word_step() apart.
 template <Form kForm>
 FASTATTN_SIMD void write_column_words(const Parts<kForm>& low, const Parts<kForm>& high,
                                       int32_t* tiles) {

@@ -7,11 +7,11 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// The weights of a tile on their way into a left operand.
+// Packs the weights of a tile into a left operand.
 template <Form kForm>
 struct TileSink {
   const Operand& to;
-  float* also;  // in fp32, too; may be nullptr
+  float* also;  // in fp32 as well; may be nullptr
   int64_t ld;
 
   struct Row {
@@ -82,14 +82,14 @@ class AmxValueTile : public FormDefaults {
     float* const also = values_.misfits().any_apart() ? s : nullptr;
     with_form(weights_.form(), [&](auto form) {
       const TileSink<form> sink{weights_, also, ld};
-      const FlushDenormals weights;  // the matrix unit does, too
+      const FlushDenormals weights;  // like the matrix unit
       mask.with_masking([&](auto masking) {
         softmax_rows<masking>(mask, in_units, at, state, logit, s, ld, drop, alpha, sink);
       });
     });
   }
 
-  // The operand of weights is filled already; `weights` itself only where rows of V stand apart.
+  // The operand of weights is filled already. `weights` is filled only where rows of V stand apart.
   void accumulate(const float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
                   float* o) {
     for (int64_t i = 0; i < rows; ++i) {
