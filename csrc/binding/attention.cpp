@@ -1,14 +1,13 @@
-// The binding, which knows tensors. Checks arguments, allocates results, fills in the params
-// structs. Compiled once a device (on_cpu.h, on_cuda.h), into a library of its own each.
+// The binding, the only part that knows tensors. It checks arguments, allocates results, and fills
+// in the params structs. It is compiled once a device (on_cpu.h, on_cuda.h), each into its own
+// library.
 //
-// Written on PyTorch's stable ABI (torch/csrc/stable), so that one binary serves torch 2.11 and
-// every later version. The operators' schemas stand in fastattn/problem/schemas.py, of which the
-// build makes schemas.inc. Their fake kernels stand in fastattn/backends/operators.py; layouts of
-// results must agree with those.
+// Uses PyTorch's stable ABI (torch/csrc/stable), so one binary serves torch 2.11 and every later
+// version. The build makes schemas.inc from the schemas in fastattn/problem/schemas.py. Fake
+// kernels are in fastattn/backends/operators.py; their layouts of results must be the same as here.
 //
-// The Python side has validated everything with better messages already. The checks here are the
-// last line: an operator called directly with shapes that do not fit must raise, never read out of
-// bounds.
+// The Python side has validated everything already, with better messages. These checks are for
+// direct calls of an operator: shapes that do not fit must raise, never read out of bounds.
 #ifndef FASTATTN_FOR_CUDA
 #include <Python.h>
 #endif
@@ -64,7 +63,7 @@ DType dtype_of(const Tensor& t, const char* name) {
   }
 }
 
-// True when `t` has the shape, where a size of 1 may stand for any (its stride becomes 0).
+// True if `t` has the shape. A size of 1 fits any size; its stride becomes 0.
 bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
   if (t.dim() != static_cast<int64_t>(shape.size())) return false;
   for (size_t d = 0; d < shape.size(); ++d) {
@@ -86,7 +85,7 @@ View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shap
 
 // ---- the problem ----
 
-// A number and not a name: torch's stable ABI leaks every str that an operator takes.
+// A number, not a name: torch's stable ABI leaks every str that an operator takes.
 WeightsMode weights_mode(int64_t weights) {
   const auto mode = static_cast<WeightsMode>(weights);
   for (const WeightsMode known : {WeightsMode::kNone, WeightsMode::kFull, WeightsMode::kMean})
@@ -172,7 +171,7 @@ void fill_problem(const Operands& in, AttentionParams* p) {
   if (in.w) {
     STD_TORCH_CHECK(in.w->dim() == 2 && in.w->size(0) == p->H && in.w->size(1) == p->D,
                     "fastattn: w: expected [H, D]");
-    static float nothing;  // that there is a w says which score it is, even where D is 0
+    static float nothing;  // w being set selects the score, even if D is 0
     void* const data = in.w->numel() > 0 ? in.w->data_ptr() : &nothing;
     p->w = {data, dtype_of(*in.w, "w"), 0, in.w->stride(0), 0, in.w->stride(1)};
   }
@@ -188,8 +187,8 @@ void fill_problem(const Operands& in, AttentionParams* p) {
 
 // ---- memory ----
 
-// By the C interface beneath: torch::stable::empty() goes through the dispatcher, by name, and
-// takes as long as all else that a small call does.
+// Calls the C interface: torch::stable::empty() looks up an operator by name in the dispatcher.
+// That takes as long as the rest of a small call.
 Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& shape,
                      const std::vector<int64_t>& strides, ScalarType dtype) {
   int32_t device = 0, index = 0;
@@ -212,7 +211,7 @@ Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType d
   return empty_strided(like, shape, strides, dtype);
 }
 
-// [B, H, M, E], in memory [B, M, H, E], or [M, B, H, E] where the batch does not come first.
+// [B, H, M, E], in memory [B, M, H, E], or [M, B, H, E] if the batch is not the first dim.
 Tensor empty_out(const Tensor& like, const AttentionParams& p, bool batch_first) {
   const auto size = [](int64_t n) { return std::max<int64_t>(n, 1); };
   const int64_t head = size(p.E), row = size(p.H) * head;
@@ -222,7 +221,7 @@ Tensor empty_out(const Tensor& like, const AttentionParams& p, bool batch_first)
                        like.scalar_type());
 }
 
-// Laid out as torch.empty_like() does it.
+// Laid out like the result of torch.empty_like().
 Tensor like(const Tensor& t) {
   if (!t.is_contiguous() || t.numel() == 0) return torch::stable::empty_like(t);
   const auto sizes = t.sizes(), strides = t.strides();
@@ -230,7 +229,7 @@ Tensor like(const Tensor& t) {
                        t.scalar_type());
 }
 
-// `bytes` of memory for as long as the tensor lives, which may be none at all.
+// `bytes` of memory that live as long as the tensor; none if 0.
 OptTensor workspace_of(const Tensor& like, int64_t bytes) {
   if (bytes == 0) return std::nullopt;
   return empty(like, {bytes}, ScalarType::Byte);
@@ -343,9 +342,9 @@ Tensor as_batch(const Tensor& y, const Tensor& x) {
   return projection::view(y, {x.size(0), x.size(1), F}, {x.size(1) * F, F, 1});
 }
 
-// What lies before the output projection, [first * second, H D], and the weights. Nothing is
-// copied: heads are strided windows into the projection, which ends here, and attention writes its
-// output where the tokens have it.
+// The input of the output projection, [first * second, H D], and the weights. Nothing is copied:
+// heads are strided views of the projection, and attention writes its output in token order. The
+// projection is freed on return.
 std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
                                          const OptTensor& bias, int64_t H, double scale,
                                          int64_t weights, bool batch_first) {
@@ -395,8 +394,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_path", TORCH_BOX(&fastattn::binding::cpu_path));
 }
 
-// An importable module, so that the file is an ordinary extension to packaging tools; loading it
-// registers the kernels.
+// An importable module, so that packaging tools see an ordinary extension. Loading it registers the
+// kernels.
 static PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_def); }

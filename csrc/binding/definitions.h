@@ -1,10 +1,10 @@
-// Defines the operators by their schemas, those of the CUDA library too: a program that was
-// exported with them needs no Python. Included once.
+// Defines the operators by their schemas, those of the CUDA library as well. An exported program
+// that uses them thus needs no Python. Included once.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
-// Of torch 2.12 and later: nullptr before, where operators go without a tag.
+// Exists from torch 2.12 on. Before, it is nullptr, and operators get no tag.
 extern "C" __attribute__((weak)) int32_t torch_tag_pt2_compliant_tag();
 extern "C" __attribute__((weak)) AOTITorchError torch_library_def_with_tags(TorchLibraryHandle,
                                                                             const char* schema,

@@ -1,4 +1,4 @@
-// The operators about instruction sets: which one runs, which can be forced, and forcing one.
+// The operators for instruction sets: which one runs, which can be forced, and forcing one.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,7 +13,7 @@ namespace fastattn::binding {
 inline std::string cpu_isa() { return cpu::selected_isa(); }
 inline std::vector<std::string> cpu_isas() { return cpu::available_isas(); }
 
-// Unboxed by hand: what torch's stable ABI makes of a str is never freed.
+// Unboxed by hand, because torch's stable ABI never frees what it makes of a str.
 inline void select_cpu_isa(StableIValue* stack, uint64_t, uint64_t) {
   const auto name = torch::stable::detail::to<StringHandle>(stack[0]);
   const char* letters = nullptr;

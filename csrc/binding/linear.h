@@ -1,8 +1,8 @@
-// Linear layers by torch's own matrix products, y = x W^T + b.
+// Linear layers y = x W^T + b with torch's own matrix products.
 //
-// float32 is a product and then a pass that adds the bias. F.linear copies the bias into y first,
-// and lets the product add itself to that: with 128 tokens, 512 features and 1536 outputs the two
-// take 8% longer.
+// For float32, this is a product, then a pass that adds the bias. F.linear copies the bias into y
+// first and adds the product to it. That takes 8% longer with 128 tokens, 512 features and 1536
+// outputs.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -20,7 +20,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptTensor = std::optional<Tensor>;
 
-// One of torch's operators, with all arguments of its schema.
+// Calls one of torch's operators, with all arguments of its schema.
 template <typename... Args>
 Tensor call(const char* name, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
@@ -32,7 +32,7 @@ inline Tensor as_contiguous(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
-// The memory of `t` from its element `offset` on, with other sizes and strides.
+// A view of the memory of `t` from its element `offset` on, with other sizes and strides.
 inline Tensor view(const Tensor& t, const std::vector<int64_t>& sizes,
                    const std::vector<int64_t>& strides, int64_t offset = 0) {
   AtenTensorHandle out = nullptr;
@@ -45,7 +45,7 @@ inline Tensor transposed(const Tensor& t) {
   return view(t, {t.size(1), t.size(0)}, {t.stride(1), t.stride(0)});
 }
 
-// Intel's processors alone multiply few tokens faster with the weight on the left:
+// Only Intel processors multiply few tokens faster with the weight on the left:
 // docs/decisions/0008.
 inline bool weight_first([[maybe_unused]] int64_t tokens, [[maybe_unused]] const Tensor& weight) {
 #ifdef __x86_64__
@@ -61,7 +61,7 @@ inline bool weight_first([[maybe_unused]] int64_t tokens, [[maybe_unused]] const
 
 // y [T, F] = product [T, F] + bias [F]. y and bias are contiguous, and y may be the product.
 inline void add_bias(const Tensor& product, const Tensor& bias, const Tensor& y) {
-  constexpr int64_t kGrain = 1 << 15;  // numbers a thread, as torch's own loops take
+  constexpr int64_t kGrain = 1 << 15;  // elements a thread, as in torch's own loops
   const float* const from = static_cast<const float*>(product.const_data_ptr());
   const float* const b = static_cast<const float*>(bias.const_data_ptr());
   float* const to = static_cast<float*>(y.mutable_data_ptr());
@@ -95,7 +95,7 @@ inline void check(const Tensor& x, const Tensor& weight, const OptTensor& bias) 
                   weight.size(0), "] of the dtype of x");
 }
 
-// y [T, F] of x [T, E], weight [F, E] and bias [F]; contiguous.
+// y [T, F] from x [T, E], weight [F, E] and bias [F]; contiguous.
 inline Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
   check(x, weight, bias);
   if (x.scalar_type() != ScalarType::Float) return call("aten::linear", x, weight, bias);

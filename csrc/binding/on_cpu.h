@@ -1,4 +1,4 @@
-// The CPU as csrc/binding/attention.cpp sees a device.
+// The CPU as a device of csrc/binding/attention.cpp.
 #pragma once
 
 #ifdef __linux__
@@ -20,9 +20,9 @@ inline void set_seed(const torch::stable::Tensor& seed, DropoutParams* dropout) 
 
 inline const char* unsupported(const AttentionParams&) { return nullptr; }
 
-// Asks for huge pages under a result that will be written whole. malloc takes blocks of this size
-// from the system anew at every call, and half of the time of writing them went into faults, one
-// for each 4 KiB. Whether it helps or not, it is no error.
+// Requests huge pages for a result that will be written completely. malloc takes blocks of this
+// size from the system at every call. Half of the time of writing them was page faults, one for
+// each 4 KiB. Failure is no error.
 inline void expect_writes([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kMapped = 32 << 20, kPage = 4096;
@@ -44,7 +44,7 @@ inline Parallel torch_threads() {
           }};
 }
 
-// The device that holds a tensor, for the duration of a call: of CPUs there is one.
+// Makes the device of a tensor current during a call. There is only one CPU, so it does nothing.
 class Current {
  public:
   explicit Current(const torch::stable::Tensor&) {}

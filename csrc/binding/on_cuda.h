@@ -1,5 +1,4 @@
-// CUDA GPUs as csrc/binding/attention.cpp sees a device; or, in the tests, the CPU that stands in
-// for one.
+// CUDA GPUs as a device of csrc/binding/attention.cpp. In the tests, the CPU takes the GPU's place.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -14,14 +13,14 @@
 #define FASTATTN_OPERATOR(name) "cuda_" #name
 
 #ifndef FASTATTN_CUDA_ON_CPU
-// Of libtorch_cuda and its stable ABI. A header declares it only where torch was built for CUDA,
-// which the torch at build time need not be.
+// From libtorch_cuda, part of its stable ABI. A header declares it only if torch was built for
+// CUDA, which the torch at build time need not be.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 #endif
 
 namespace fastattn::device {
 
-// Read by the kernels: nothing waits for the GPU, and a captured graph sees the seed change.
+// The kernels read the seed: nothing waits for the GPU, and a captured graph sees a new seed.
 inline void set_seed(const torch::stable::Tensor& seed, DropoutParams* dropout) {
   dropout->seed_ptr = static_cast<const int64_t*>(seed.data_ptr());
 }
@@ -32,8 +31,7 @@ using cuda::backward_workspace_bytes;
 using cuda::forward_workspace_bytes;
 using cuda::unsupported;
 
-// The device that holds a tensor is the current one while this lives; kernels go to its current
-// stream.
+// Makes the device of a tensor current while it lives; kernels run on that device's current stream.
 class Current {
  public:
 #ifdef FASTATTN_CUDA_ON_CPU

@@ -1,4 +1,4 @@
-// The arguments of the operators: what of them is shared, and how a boxed call passes them.
+// The arguments of the operators: those that they share, and how a boxed call passes them.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -11,8 +11,8 @@ namespace fastattn::binding {
 using torch::stable::Tensor;
 using OptTensor = std::optional<Tensor>;
 
-// The arguments of one call, taken one after the other in the order of the schema. torch hands over
-// what they own: nothing may be thrown before the end.
+// The arguments of one call, taken one by one in the order of the schema. The caller of a boxed
+// kernel hands over ownership, so nothing may throw before end().
 class Arguments {
  public:
   Arguments(StableIValue* stack, uint64_t count) : next_(stack), left_(count) {}
@@ -25,7 +25,7 @@ class Arguments {
     return value;
   }
 
-  // A kernel given another device's pointer would fault, or read what happens to lie there.
+  // A kernel with another device's pointer would fault, or read garbage.
   void end() const {
     STD_TORCH_CHECK(left_ == 0, "fastattn: the schema has more arguments than the kernel");
     STD_TORCH_CHECK(one_device_, "fastattn: expected all tensors on the device of q");
@@ -48,13 +48,14 @@ class Arguments {
   bool one_device_ = true;
 };
 
-// Leaves the results of a call where its arguments were.
+// Puts the results of a call in the place of its arguments.
 template <typename... Results>
 void put(StableIValue* stack, const Results&... results) {
   ((*stack++ = torch::stable::detail::from(results)), ...);
 }
 
-// What forward and backward share: Call in fastattn/problem/schemas.py, with the same defaults.
+// The arguments of both forward and backward: Call in fastattn/problem/schemas.py, with the same
+// defaults.
 struct Operands {
   Tensor q, k, v;
   OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, kv_begin = {}, seed = {};
@@ -79,7 +80,7 @@ inline Operands take_operands(Arguments& from) {
   return in;
 }
 
-// What backward takes more: Saved in fastattn/problem/schemas.py.
+// The further arguments of backward: Saved in fastattn/problem/schemas.py.
 struct Saved {
   Tensor out, stats, grad_out;
   OptTensor grad_lse = {}, grad_weights = {};

@@ -1,4 +1,4 @@
-// The operator that names the path of a problem through the CPU kernels, from all that chooses it.
+// The operator that names the path of a problem through the CPU kernels, from what decides it.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace fastattn::binding {
 inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_t N, bool bf16,
                             bool additive, bool bias, bool keep_by_row, bool dropout, bool weights,
                             int64_t band_lo, int64_t band_hi) {
-  static uint8_t something;  // which nobody reads
+  static uint8_t something;  // its address is used, its value is not
   ForwardParams p{};
   p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N;
   p.k.stride_c = p.v.stride_c = 1;

@@ -1,4 +1,4 @@
-// The door: which score's kernels a problem goes to, and which it cannot.
+// Decides which kernels compute a problem, and which problems they cannot compute.
 #include "cuda/additive/passes.h"
 #include "cuda/additive/plan.h"
 #include "cuda/dot/passes.h"
@@ -7,7 +7,7 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int64_t kMaxDot = 128;  // D and E of the dot product: sums that fit the registers
+constexpr int64_t kMaxDot = 128;  // of D and E of the dot product, so that sums fit the registers
 
 bool is_additive(const AttentionParams& p) { return p.w.data != nullptr; }
 

@@ -1,4 +1,4 @@
-// Launching kernels one after the other; the first error ends it.
+// Launches kernels one after the other, and stops at the first error.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +11,8 @@ class Launcher {
  public:
   explicit Launcher(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
 
-  // `shared` bytes may pass the 48 KiB that every kernel gets. Blocks count in grid.x alone, whose
-  // limit is 2^31 - 1.
+  // `shared` may exceed the 48 KiB that every kernel gets. Blocks use grid.x alone, whose limit is
+  // 2^31 - 1.
   template <typename... Params, typename... Args>
   void run(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
            const Args&... args) {

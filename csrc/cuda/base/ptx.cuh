@@ -1,5 +1,5 @@
-// Every instruction that CUDA C++ has no word for, and, beside it, its documented meaning in plain
-// C++: FASTATTN_CUDA_ON_CPU is what tests/cuda/simulator defines, where these kernels run on a CPU.
+// Every instruction for which CUDA C++ has no function, each with its documented meaning in plain
+// C++. tests/cuda/simulator defines FASTATTN_CUDA_ON_CPU and runs these kernels on a CPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,8 +13,8 @@ namespace fastattn::cuda {
 
 #if defined(FASTATTN_CUDA_ON_CPU)
 
-// The value of an approximate instruction: up to `ulps` beside the exact one, as its documentation
-// allows, by a number that depends on the operand as if at random.
+// The value of an approximate instruction: up to `ulps` off, as its documentation allows. The error
+// depends on the operand as if at random.
 static inline float approximate(float operand, float exact, uint32_t ulps) {
   uint32_t in, out;
   std::memcpy(&in, &operand, 4);
@@ -31,7 +31,7 @@ static inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copy
 
 #endif
 
-// 1 / x, to 1 ulp; one special-function operation. Subnormal numbers count as 0.
+// 1 / x, to 1 ulp, in one special-function operation. Subnormal x count as 0.
 FASTATTN_DEVICE float rcp_approx(float x) {
 #if defined(FASTATTN_CUDA_ON_CPU)
   return approximate(x, 1.f / flush(x), 1);
@@ -42,7 +42,7 @@ FASTATTN_DEVICE float rcp_approx(float x) {
 #endif
 }
 
-// 2^x, to 2 ulp, 1 for x = 0; one special-function operation. Subnormal results are 0.
+// 2^x, to 2 ulp, and 1 for x = 0, in one special-function operation. Subnormal results are 0.
 FASTATTN_DEVICE float ex2_approx(float x) {
 #if defined(FASTATTN_CUDA_ON_CPU)
   return flush(x) == 0.f ? 1.f : approximate(x, std::exp2(x), 2);
@@ -64,8 +64,8 @@ FASTATTN_DEVICE float min_nan(float a, float b) {
 #endif
 }
 
-// x, of unknown origin to the compiler: the addresses that depend on it are computed where they are
-// used. Computed ahead of the loops around them, they would take 100 registers.
+// Returns x, but hides its origin from the compiler. Addresses that depend on it are then computed
+// where they are used. Computed ahead of the loops, they would take 100 registers.
 FASTATTN_DEVICE int64_t opaque(int64_t x) {
 #if !defined(FASTATTN_CUDA_ON_CPU)
   asm("" : "+l"(x));
@@ -73,7 +73,7 @@ FASTATTN_DEVICE int64_t opaque(int64_t x) {
   return x;
 }
 
-// The same for what does not change: addresses that depend on it stay in the loop they are used in.
+// The same for values that do not change: addresses that depend on x stay in their loop.
 FASTATTN_DEVICE int opaque_here(int x) {
 #if !defined(FASTATTN_CUDA_ON_CPU)
   asm volatile("" : "+r"(x));

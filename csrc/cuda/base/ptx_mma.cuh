@@ -1,8 +1,8 @@
 // The instructions of tensor-core kernels (sm_80): 16-bit matrix fragments, products, asynchronous
-// copies. Beside each its documented meaning in plain C++, as in ptx.cuh.
+// copies. Each has its documented meaning in plain C++, as in ptx.cuh.
 //
-// Fragments of a warp, with g = lane / 4 and t = lane % 4; a register holds two neighbours of 16
-// bits, the lower column or row in its lower half:
+// Fragments of a warp, with g = lane / 4 and t = lane % 4. A register holds two neighbours of 16
+// bits, the one with the lower column or row in its lower half:
 //
 //   A [16][16]  a0 (g, 2t)  a1 (g + 8, 2t)  a2 (g, 2t + 8)  a3 (g + 8, 2t + 8)
 //   B [16][8]   b0 (2t, g)  b1 (2t + 8, g)                              two rows of a column
@@ -20,7 +20,7 @@ namespace fastattn::cuda {
 
 // ---- 16-bit pairs ----
 
-// Both rounded to nearest, `low` in the lower half.
+// Rounds both to nearest; `low` is in the lower half.
 template <DType kType>
 FASTATTN_DEVICE uint32_t pack_pair(float low, float high) {
   static_assert(kType != DType::kFloat32);
@@ -49,8 +49,8 @@ FASTATTN_DEVICE uint32_t shared_address(const void* x) {
 #endif
 
 // Four 8 x 8 matrices of 16 bits. Lane l gives the address of row l % 8 (16 bytes, aligned) of
-// matrix l / 8 and gets of each matrix two neighbours of row g: columns 2t and 2t + 1. kTransposed:
-// two of column g, rows 2t and 2t + 1.
+// matrix l / 8. Of each matrix, it gets two neighbours of row g: columns 2t and 2t + 1.
+// kTransposed: two of column g, rows 2t and 2t + 1.
 template <bool kTransposed>
 FASTATTN_DEVICE void load_matrices(const uint16_t* row, uint32_t (&to)[4]) {
 #if defined(FASTATTN_CUDA_ON_CPU)
@@ -65,7 +65,7 @@ FASTATTN_DEVICE void load_matrices(const uint16_t* row, uint32_t (&to)[4]) {
     to[n] =
         kTransposed ? at(2 * t + 1, g) << 16 | at(2 * t, g) : at(g, 2 * t + 1) << 16 | at(g, 2 * t);
   }
-  exchange_all(0, rows, here);  // nobody writes there before all have read
+  exchange_all(0, rows, here);  // no lane writes before all have read
 #else
   const uint32_t address = shared_address(row);
   if constexpr (kTransposed) {
@@ -84,8 +84,8 @@ FASTATTN_DEVICE void load_matrices(const uint16_t* row, uint32_t (&to)[4]) {
 
 // ---- products ----
 
-// C += A B, with A [16][16] and B [16][8] of 16 bits and C in fp32. Volatile: all lanes must be
-// there, and a compiler may move what is not into a branch that only some take.
+// C += A B, with A [16][16] and B [16][8] of 16 bits and C in fp32. All lanes must take part, so
+// the asm is volatile: otherwise a compiler may move it into a branch that only some lanes take.
 template <DType kType>
 FASTATTN_DEVICE void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4]) {
   static_assert(kType != DType::kFloat32);
@@ -129,8 +129,7 @@ FASTATTN_DEVICE void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t 
 // ---- asynchronous copies from global to shared memory ----
 
 #if defined(FASTATTN_CUDA_ON_CPU)
-// Copies are made when they are waited for, and not before: a kernel that reads too early meets
-// what was there.
+// Copies are made at the wait and not before, so a kernel that reads too early sees old data.
 struct PendingCopy {
   void* to;
   const void* from;
@@ -141,8 +140,8 @@ static inline std::vector<PendingCopy>& pending_copies() {
 }
 #endif
 
-// 16 bytes; both addresses are aligned to that. Visible to this thread after wait_for_copies(), to
-// others after a barrier that follows it.
+// Copies 16 bytes; both addresses are aligned to 16. Visible to this thread after
+// wait_for_copies(), to others after a barrier that follows.
 FASTATTN_DEVICE void copy_async(void* shared, const void* global) {
 #if defined(FASTATTN_CUDA_ON_CPU)
   pending_copies().push_back({shared, global});

@@ -1,5 +1,4 @@
-// A block of kThreads threads: sums and maxima over its lanes and over all, always in the same
-// order.
+// Sums and maxima over lanes and over a block of kThreads threads, always in the same order.
 #pragma once
 
 #include "cuda/base/ptx.cuh"
@@ -15,10 +14,10 @@ FASTATTN_DEVICE int warp() { return static_cast<int>(threadIdx.x / 32); }
 
 constexpr unsigned kAllLanes = ~0u;
 
-FASTATTN_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }  // NaN loses
+FASTATTN_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }  // ignores NaN
 FASTATTN_DEVICE float sum_of(float a, float b) { return a + b; }
 
-// Over groups of `lanes` neighbouring lanes, a power of two; all of them get the result.
+// Over groups of `lanes` neighbouring lanes, a power of two. All of them get the result.
 FASTATTN_DEVICE float lanes_max(float x, int lanes) {
   for (int n = lanes / 2; n > 0; n /= 2) x = max_of(x, __shfl_xor_sync(kAllLanes, x, n));
   return x;
@@ -28,7 +27,7 @@ FASTATTN_DEVICE float lanes_sum(float x, int lanes) {
   return x;
 }
 
-// Over the block; `scratch` holds kWarps floats that nobody else uses. All threads get the result.
+// Over the block. `scratch` holds kWarps floats that nothing else uses. All threads get the result.
 template <typename Combine>
 FASTATTN_DEVICE float combine_warps(float of_warp, float* scratch, Combine combine) {
   __syncthreads();

@@ -1,5 +1,5 @@
-// Scaled dot-product attention, backward, on tensor cores, from the saved stats: no M x N matrix is
-// stored. With P_ij = 2^(s_ij - m_i) / l_i recomputed, R dropout's factor and W = R P:
+// Scaled dot-product attention, backward, on tensor cores, from the saved stats. No M x N matrix is
+// stored. P_ij = 2^(s_ij - m_i) / l_i is recomputed, R is the factor of dropout, and W = R P:
 //
 //   dP = R (dO V^T + dW)     dS = P (dP - delta)     delta_i = sum_j P_ij dP_ij - dlse_i
 //   dV = W^T dO     dK = scale dS^T Q     dQ = scale dS K     dbias = dS, summed where it
@@ -11,7 +11,7 @@
 //           that share it pass by, on transposed tiles
 //   dbias:  for (tile of the bias):          dS of all that share it, in order
 //
-// Every result has one owner, so there are no atomics and results are the same on every run. Dao,
+// Every result has one owner: there are no atomics, and every run gives the same results. Dao,
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
 #include "cuda/base/launcher.cuh"
 #include "cuda/dot/passes.h"
@@ -20,7 +20,7 @@
 namespace fastattn::cuda {
 namespace {
 
-// Of the queries of a tile; factor is 0 past the last one.
+// Stats of the queries of a tile; factor is 0 past the last one.
 struct RowMemory {
   float shift[kTile], factor[kTile], delta[kTile];
 };
@@ -37,7 +37,7 @@ FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, 
   return (at.b * p.H + at.h) * p.M + at.i0 + query;
 }
 
-// Visible after a barrier.
+// Loads the rows of a query tile. They are visible after a barrier.
 template <bool kDelta>
 FASTATTN_DEVICE void load_rows(const BackwardParams& p, const Place& at, RowMemory& rows) {
   if (thread() >= kTile) return;
@@ -54,7 +54,7 @@ FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
   return place(p, block, h, tile * kTile, 0);
 }
 
-// Scores become P, before dropout: exactly 0 where masked, even if the row is NaN.
+// Turns scores into P, before dropout: exactly 0 where masked, even if the row is NaN.
 template <typename Layout>
 FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, Pairs<Layout>& s) {
 #pragma unroll
@@ -70,7 +70,7 @@ FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, Pairs<Lay
   }
 }
 
-// dW of the kept pairs; 0 elsewhere, or if there is none.
+// dW of the kept pairs; 0 elsewhere, or if dW is not given.
 template <typename Layout, DType kType>
 FASTATTN_DEVICE void load_grad_weights(const BackwardParams& p, const Place& at, KeepBits bits,
                                        Pairs<Layout>& to) {
@@ -79,7 +79,7 @@ FASTATTN_DEVICE void load_grad_weights(const BackwardParams& p, const Place& at,
                                   [&](int pair, float grad) { to[pair / 4][pair % 4] = grad; });
 }
 
-// s becomes W and dp = dO V^T + dW becomes dS, both exactly 0 where masked.
+// Turns s into W, and dp = dO V^T + dW into dS, both exactly 0 where masked.
 template <typename Layout>
 FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
                                 const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
@@ -98,14 +98,14 @@ FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, K
   drop(p, survivors, s);
 }
 
-// W and dS of the tile whose operands are in memory.
+// W and dS of a tile whose operands are in shared memory.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
                                    float scale, const GradMemory<kDim>& memory, Pairs<Layout>& s,
                                    Pairs<Layout>& ds) {
   constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
   const uint16_t* const grad = memory.grad_out;
-  // Both before S takes registers.
+  // Both are loaded before S takes registers.
   const KeepBits survivors = surviving_bits<Layout>(p, at);
   load_grad_weights<Layout, kType>(p, at, mask.bits, ds);
   multiply_transposed<Layout, kType, kDim>(kQueriesByRows ? grad : memory.v,
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     sdpa_delta_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   Place at = query_place(p, blockIdx.x);
-  float sum[2] = {0.f, 0.f};  // of this lane's share of rows g and g + 8
+  float sum[2] = {0.f, 0.f};  // this lane's share of rows g and g + 8
   for (int half = 0; half < 2; ++half) {
     const int row = sum_row(2 * half);
     if (row >= at.rows) continue;
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     Pairs<QueryRows> s, ds;
     gradient_tile<QueryRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
-    __syncthreads();  // others may still read the rows of K that are taken out
+    __syncthreads();  // others may still read the bad rows of K
     add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, at.b, at.hkv, at.j0, 0), p.D, mask, ds,
                                         memory.k, memory.bad_rows, dq);
   }
@@ -206,8 +206,8 @@ FASTATTN_DEVICE Place key_place(const AttentionParams& p, uint32_t block) {
   return place(p, block, hkv * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kTile);
 }
 
-// Registers are full of sums: what can be computed again is hidden from the compiler, which would
-// keep it (opaque).
+// Registers are full of sums. `opaque` hides values that can be recomputed, so that the compiler
+// does not keep them.
 template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p) {
@@ -234,12 +234,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       __syncthreads();
       Pairs<KeyRows> s, ds;
       gradient_tile<KeyRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
-      __syncthreads();  // others may still read the rows of Q and dO that are taken out
+      __syncthreads();  // others may still read the bad rows of Q and dO
       const int64_t i0 = opaque(at.i0);
       const int b = opaque_here(at.b), h = opaque_here(at.h);
       add_product<KeyRows, kType, kDim>(p.grad_out, offset_of(p.grad_out, b, h, i0, 0), p.E, mask,
                                         s, memory.grad_out, memory.bad_rows, dv);
-      __syncthreads();  // and bad_rows
+      __syncthreads();  // others may also still read bad_rows
       add_product<KeyRows, kType, kDim>(p.q, offset_of(p.q, b, h, i0, 0), p.D, mask, ds, memory.q,
                                         memory.bad_rows, dk);
     }
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dbias ----
 
-// Adds up the rows (columns) of a tile, in order, where the bias has one row (column).
+// Adds up the rows (columns) of a tile, in order, if the bias has one row (column).
 FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
   __syncthreads();
   if (one_row && thread() < kTile)

@@ -9,12 +9,12 @@
 //       O = alpha O + P V
 //     out = O / l, lse, stats
 //
-// Few queries (few_queries.h) are one tile of 16: blocks share its keys in chunks, and the warps of
-// a block the keys of a tile. Each warp writes its O, m, l to the workspace, for merge.cu.
+// Few queries (few_queries.h) are one tile of 16. Blocks share its keys in chunks, and the warps of
+// a block share the keys of a tile. Each warp writes its O, m, l to the workspace, for merge.cu.
 //
 // Saved for backward: stats, the maximum of a row and 1 / sum. Returned weights come from a second
-// sweep that recomputes scores against them. Dao, "FlashAttention-2: faster attention with better
-// parallelism and work partitioning", 2023.
+// sweep that recomputes scores and uses the stats. Dao, "FlashAttention-2: faster attention with
+// better parallelism and work partitioning", 2023.
 #include "cuda/dot/passes.h"
 #include "cuda/dot/step.cuh"
 #include "cuda/tile/merge.cuh"
@@ -24,12 +24,12 @@ namespace {
 
 struct SdpaArgs {
   ForwardParams p;
-  int64_t chunk_keys, chunks;  // of few queries
+  int64_t chunk_keys, chunks;  // for few queries
 };
 
 bool is_few(const AttentionParams& p) { return p.M <= kFewQueries; }
 
-// At least four tiles a chunk, so that copies run ahead.
+// Chunks have at least four tiles, so that copies can run ahead.
 SdpaArgs plan(const ForwardParams& p) {
   if (!is_few(p)) return {p, 0, 1};
   constexpr int64_t kChunk = 4 * kTile, kMaxChunks = kMaxParts / kWarps;
@@ -49,7 +49,7 @@ struct SdpaState {
   float m[2], l[2];
 };
 
-// Scores that are masked and biased become weights; alpha rescales O.
+// Turns masked and biased scores into weights. alpha rescales O.
 template <int kTiles>
 FASTATTN_DEVICE void sdpa_softmax_step(SdpaState& state, float (&s)[kTiles][4], float (&alpha)[2]) {
 #pragma unroll
@@ -93,7 +93,7 @@ FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const S
   }
 }
 
-// This warp's part of the rows.
+// Writes this warp's part of the rows.
 template <int kDim>
 FASTATTN_DEVICE void write_parts(const SdpaArgs& a, const Place& at, int64_t chunk,
                                  const SdpaState& state, const float (&o)[kDim / 8][4]) {
@@ -113,21 +113,22 @@ FASTATTN_DEVICE void write_parts(const SdpaArgs& a, const Place& at, int64_t chu
   }
 }
 
-// The block's queries. Later ones have more keys where a diagonal bounds them: those come first.
+// The block's queries. Later ones may have more keys, and come first.
 FASTATTN_DEVICE Place query_tile(const AttentionParams& p, uint32_t block) {
   const int64_t tiles = ceil_div(p.M, kTile);
   const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H);
   return place(p, block, h, (later_rows_keep_more(p.mask, p.N) ? tiles - 1 - n : n) * kTile, 0);
 }
 
-// Of few queries. Heads that share their keys are neighbours, whose keys a cache then has.
+// The block's queries where they are few. Heads that share keys are neighbours, and find these keys
+// in a cache.
 FASTATTN_DEVICE Place few_queries(const SdpaArgs& a, uint32_t block, int64_t* chunk) {
   const int64_t h = take_digit(&block, a.p.H);
   *chunk = take_digit(&block, a.chunks);
   return place(a.p, block, h, 0, 0);
 }
 
-// Moves to the first tile from at.j0 on that is not empty.
+// Moves to the first nonempty tile from at.j0 on.
 template <typename Layout>
 FASTATTN_DEVICE bool next_tile(const AttentionParams& p, int64_t end, Place& at, TileMask& mask) {
   for (; at.j0 < end; at.j0 += kTile) {
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- returned weights ----
 
-// A tile of them a block: per head, or their mean, added up in head order.
+// A block writes a tile: per head, or the mean of heads, added up in head order.
 template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_weights_kernel(const __grid_constant__ ForwardParams p) {

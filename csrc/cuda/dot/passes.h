@@ -1,5 +1,4 @@
-// Scaled dot-product attention on CUDA, for dispatch.cu; cuda/kernels.h says what these functions
-// do.
+// Scaled dot-product attention on CUDA, for dispatch.cu. cuda/kernels.h documents these functions.
 #pragma once
 
 #include "problem/params.h"

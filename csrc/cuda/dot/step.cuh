@@ -1,5 +1,5 @@
-// Steps that the passes of scaled dot-product attention share: operands on their way into shared
-// memory, a tile of masked scores, and products that mind NaN.
+// Steps that the passes of scaled dot-product attention share: loading operands into shared memory,
+// a tile of masked scores, and products that keep NaN behind the mask.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ void with_operands(const AttentionParams& p, F f) {
 
 // ---- operands ----
 
-// Rows [first, first + rows) of a head, as start_tile() takes them.
+// Starts rows [first, first + rows) of a head, with start_tile().
 template <int kDim>
 FASTATTN_DEVICE void start_rows(const View& x, int64_t b, int64_t h, int64_t first, int rows,
                                 int64_t dims, uint16_t* to) {
@@ -40,12 +40,12 @@ FASTATTN_DEVICE void start_keys(const View& x, int64_t dims, const Place& at, ui
 
 // ---- scores ----
 
-// Base-2 scores of the tile at `at`, -inf where masked. Rows and columns are queries and keys, or
-// the other way round, as the layout has them.
+// Base-2 scores of the tile at `at`, -inf where masked. The layout says whether rows are queries
+// and columns keys, or the reverse.
 //
-// A score is rounded here, whatever follows: the row's maximum is one of these numbers. In a
-// multiply-add of the softmax the largest score would be off by half an ulp of itself, which
-// overflows beyond 2^31; and with a bias each kernel might be contracted in its own way.
+// Scores are always rounded here, because the row's maximum is one of these numbers. A multiply-add
+// in the softmax would put the largest score off by half an ulp of itself, which overflows beyond
+// 2^31. With a bias, each kernel might also be contracted in another way.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
                                  float scale, const uint16_t* rows, const uint16_t* columns,
@@ -66,12 +66,12 @@ FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, cons
 
 // ---- products with rows of values, queries or gradients ----
 
-// Rows of a tile that hold NaN or infinity: 0 in shared memory from here on, and bit r of
-// bad_rows[w] for row 16 w + r. A product with them would carry them past the mask, as 0 * NaN.
-// Ends with a barrier.
+// Finds the rows of a tile that hold NaN or infinity, sets them to 0 in shared memory, and sets bit
+// r of bad_rows[w] for row 16 w + r. A product would carry them past the mask, as 0 * NaN. Ends
+// with a barrier.
 template <DType kType, int kDim>
 FASTATTN_DEVICE bool take_out_bad_rows(uint16_t* tile, uint32_t (&bad_rows)[kWarps]) {
-  // Two lanes a row. An exponent of all ones is what NaN and infinity have.
+  // Two lanes a row. NaN and infinity have an exponent of all ones.
   constexpr uint32_t kSpecial = kType == DType::kFloat16 ? 0x7c00 : 0x7f80;
   constexpr int kChunks = kDim / kChunk / 2, kWords = kChunk / 2;
   const int row = thread() / 2, chunk0 = thread() % 2 * kChunks;
@@ -94,8 +94,8 @@ FASTATTN_DEVICE bool take_out_bad_rows(uint16_t* tile, uint32_t (&bad_rows)[kWar
   return __syncthreads_or(rows != 0) != 0;
 }
 
-// Adds to `sum` += factors x tile what take_out_bad_rows() took out of the tile at `offset`, to the
-// rows that keep it.
+// Adds the rows that take_out_bad_rows() took out of the tile at `offset` to `sum` += factors x
+// tile, only for rows of `sum` that keep them.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, KeepBits bits,
                                   const Pairs<Layout>& factors, const uint32_t (&bad_rows)[kWarps],
@@ -117,7 +117,7 @@ FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, K
       factor[half] = __shfl_sync(kAllLanes, factor[half], owner);
       keeps_it[half] = __shfl_sync(kAllLanes, keeps_it[half], owner);
     }
-    const int col0 = opaque_here(sum_col(0, 0));  // else all columns are kept in registers
+    const int col0 = opaque_here(sum_col(0, 0));  // otherwise all columns stay in registers
     int64_t where = offset + row * x.stride_r + col0 * x.stride_c;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n, where += 8 * x.stride_c)
@@ -128,8 +128,8 @@ FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, K
   }
 }
 
-// sum += factors x tile, where the tile in shared memory comes from `offset` of x; in a full tile
-// every row takes part in every sum.
+// sum += factors x tile. The tile in shared memory comes from `offset` of x. In a full tile, every
+// row takes part in every sum.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void add_product(const View& x, int64_t offset, int64_t dims, const TileMask& mask,
                                  const Pairs<Layout>& factors, uint16_t* tile,
@@ -139,7 +139,7 @@ FASTATTN_DEVICE void add_product(const View& x, int64_t offset, int64_t dims, co
   if (bad) add_bad_rows<Layout, kType, kDim>(x, offset, dims, mask.bits, factors, bad_rows, sum);
 }
 
-// Writes the sums of rows < rows and columns < cols, times factor, from element `offset` on.
+// Writes factor times the sums of rows < rows and columns < cols, from element `offset` on.
 template <DType kType, int kDim>
 FASTATTN_DEVICE void store_sums(const View& view, int64_t offset, int rows, int64_t cols,
                                 float factor, const float (&sum)[kDim / 8][4]) {

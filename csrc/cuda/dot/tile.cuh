@@ -15,17 +15,17 @@ constexpr int kQuad = 4;  // neighbouring lanes that share their rows
 static_assert(kWarps * kWarpRows == kTile);
 
 FASTATTN_DEVICE int warp_row0() { return warp() * kWarpRows; }
-// Of this warp's sums.
+// Positions in this warp's sums.
 FASTATTN_DEVICE int quad_row(int v) { return thread() % 32 / kQuad + v / 2 * 8; }
 FASTATTN_DEVICE int sum_row(int v) { return warp_row0() + quad_row(v); }
 FASTATTN_DEVICE int sum_col(int n, int v) { return 8 * n + 2 * (thread() % kQuad) + v % 2; }
 
-// ---- where scores are: layouts as masking.cuh wants them ----
+// ---- where scores are: layouts for masking.cuh ----
 //
 // Scores are products of rows from row0() on, kWarpRows a warp, and of kTiles * 8 columns from
 // col0() on.
 
-// Queries by rows.
+// Rows are queries.
 struct QueryRows {
   static constexpr int kTiles = kTile / 8, kQueries = 2, kKeys = 16;
   static constexpr int kKeyRun = 2, kRunStep = 8;
@@ -38,7 +38,7 @@ struct QueryRows {
   FASTATTN_DEVICE constexpr int pair(int x, int y) { return y / 2 * 4 + 2 * x + y % 2; }
 };
 
-// Keys by rows: the transposed tile.
+// Rows are keys: the transposed tile.
 struct KeyRows {
   static constexpr int kTiles = kTile / 8, kQueries = 16, kKeys = 2;
   static constexpr int kKeyRun = 1, kRunStep = 8;
@@ -51,7 +51,7 @@ struct KeyRows {
   FASTATTN_DEVICE constexpr int pair(int x, int y) { return x / 2 * 4 + 2 * y + x % 2; }
 };
 
-// At most kWarpRows queries, the same in all warps; every warp has a quarter of the keys.
+// At most kWarpRows queries, the same in all warps. Each warp has a quarter of the keys.
 struct FewQueryRows {
   static constexpr int kTiles = kTile / kWarps / 8, kQueries = 2, kKeys = 2 * kTiles;
   static constexpr int kKeyRun = 2, kRunStep = 8;
@@ -66,16 +66,16 @@ struct FewQueryRows {
 
 // ---- operands in shared memory: [kTile][kDim] ----
 
-constexpr int kChunk = 8;  // elements of 16 bytes, what is copied and loaded at once
+constexpr int kChunk = 8;  // a chunk is 16 bytes, copied and loaded at once
 
-// Chunks of a row change places with the row: eight rows of one column then lie in all banks.
+// Chunks of a row are permuted by the row: eight rows of one column then use all banks.
 template <int kDim>
 FASTATTN_DEVICE int chunk_index(int row, int chunk) {
   return row * kDim + (chunk ^ (row % 8)) * kChunk;
 }
 
-// Starts copying rows [0, rows) and columns [0, cols) of an array from element `offset` on; what
-// lies outside becomes 0. Done after wait_for_copies() and a barrier.
+// Starts copying rows [0, rows) and columns [0, cols) of an array from element `offset` on; the
+// rest becomes 0. The copy is done after wait_for_copies() and a barrier.
 template <int kDim>
 FASTATTN_DEVICE void start_tile(const View& view, int64_t offset, int rows, int cols,
                                 uint16_t* to) {
@@ -83,7 +83,7 @@ FASTATTN_DEVICE void start_tile(const View& view, int64_t offset, int rows, int 
   const bool aligned = view.stride_c == 1 && view.stride_r % kChunk == 0 &&
                        reinterpret_cast<uintptr_t>(from) % 16 == 0;
   constexpr int kChunks = kDim / kChunk;
-#pragma unroll 1  // copies are asynchronous: addresses of several would only take registers
+#pragma unroll 1  // copies are asynchronous; unrolling would only take registers for addresses
   for (int n = thread(); n < kTile * kChunks; n += kThreads) {
     const int r = n / kChunks, c = n % kChunks * kChunk;
     uint16_t* const chunk = to + chunk_index<kDim>(r, n % kChunks);
@@ -103,7 +103,7 @@ FASTATTN_DEVICE void start_tile(const View& view, int64_t offset, int rows, int 
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void multiply_transposed(const uint16_t* a, const uint16_t* b, Pairs<Layout>& s) {
   const int lane = opaque_here(static_cast<int>(threadIdx.x % 32));
-#pragma unroll 2  // all at once, the addresses alone spill
+#pragma unroll 2  // fully unrolled, the addresses alone spill
   for (int k = 0; k < kDim / 16; ++k) {
     uint32_t x[4];
     load_matrices<false>(a + chunk_index<kDim>(Layout::row0() + lane % 16, 2 * k + lane / 16), x);
@@ -118,7 +118,7 @@ FASTATTN_DEVICE void multiply_transposed(const uint16_t* a, const uint16_t* b, P
   }
 }
 
-// O += P B for B [kTile][kDim], of which the columns of P are rows; P is rounded to 16 bits.
+// O += P B for B [kTile][kDim], whose rows are the columns of P. P is rounded to 16 bits.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void multiply_weights(const Pairs<Layout>& p, const uint16_t* b,
                                       float (&o)[kDim / 8][4]) {

@@ -1,13 +1,12 @@
-// What is not arithmetic in a tile of scores: which pairs are kept, what bias they get, which
-// weights dropout keeps. problem/mask.h alone knows what a mask means.
+// The mask, the bias and the dropout of a tile of scores. problem/mask.h alone defines masks.
 //
-// A tile is empty (nothing of it is computed or read), full (no mask code runs), or has a bit a
-// pair. A mask selects, it is never added: NaN + -inf is NaN.
+// A tile is empty (nothing is computed or read), full (no mask code runs), or has one bit a pair. A
+// mask selects and is never added: NaN + -inf is NaN.
 //
-// All of it is written once for any Layout, which says where in the tile a thread's pairs are: its
-// x-th query is query0() + query(x), its y-th key key0() + key(y), and their pair has the number
-// pair(x, y), which is its bit and its place [pair / 4][pair % 4] in the thread's values. Keys come
-// in runs of kKeyRun neighbours, which share a block of dropout's bits, kRunStep apart.
+// All code is written once for any Layout. The Layout says which pairs of the tile a thread holds:
+// its x-th query is query0() + query(x), its y-th key is key0() + key(y). pair(x, y) is the number
+// of a pair: its bit, and its place [pair / 4][pair % 4] in the thread's values. Keys come in runs
+// of kKeyRun neighbours, which share a block of dropout's bits. Runs are kRunStep apart.
 #pragma once
 
 #include "cuda/tile/tile.cuh"
@@ -22,10 +21,10 @@ using KeepBits = uint32_t;  // bit n says that this thread's pair n is kept
 constexpr KeepBits kAllKept = ~KeepBits{0};
 
 FASTATTN_DEVICE bool kept(KeepBits bits, int pair) { return bits >> pair & 1; }
-// Of the value [r][c].
+// For the value [r][c].
 FASTATTN_DEVICE bool kept(KeepBits bits, int r, int c) { return kept(bits, 4 * r + c); }
 
-// Of a Fragment (tile.cuh).
+// The layout of a Fragment (tile.cuh).
 struct FragmentLayout {
   static constexpr int kQueries = kRows, kKeys = kCols, kKeyRun = kCols, kRunStep = 0;
   FASTATTN_DEVICE int query0() { return row0(); }
@@ -53,9 +52,9 @@ FASTATTN_DEVICE bool is_full(const AttentionParams& p, const Place& at) {
   return intervals_hold(p.mask, p.N, at.b, at.i0, at.i0 + kTile, at.j0, at.j0 + kTile);
 }
 
-// Calls f(pair, offset) for this thread's pairs whose bit is set, in an array [queries, keys].
-// kUnrolled is for those who index registers with the pair. The offset moves along: one a pair
-// would take 64 registers.
+// Calls f(pair, offset) for those pairs of this thread whose bit is set, in an array [queries,
+// keys]. kUnrolled is for callers that index registers with the pair. One offset moves along; an
+// offset for each pair would take 64 registers.
 template <typename Layout, bool kUnrolled, typename F>
 __device__ __forceinline__ void for_kept(KeepBits bits, int64_t offset, int64_t stride_m,
                                          int64_t stride_n, F f) {
@@ -121,7 +120,7 @@ struct TileMask {
   bool empty, full;  // the same for all threads
 };
 
-// Every thread of the block must call it: unless the tile is full, it is a barrier.
+// Every thread of the block must call this: unless the tile is full, it contains a barrier.
 template <typename Layout>
 FASTATTN_DEVICE TileMask mask_tile(const AttentionParams& p, const Place& at) {
   if (is_outside(p, at)) return {0, true, false};
@@ -132,8 +131,8 @@ FASTATTN_DEVICE TileMask mask_tile(const AttentionParams& p, const Place& at) {
 
 // ---- bias ----
 
-// bias * log2(e). Only -inf masks: the most negative finite numbers, popular as mask values, must
-// not overflow to it, nor the largest to +inf.
+// bias * log2(e). Only -inf masks: large finite numbers, often used as masks, must not overflow to
+// -inf or +inf.
 FASTATTN_DEVICE float in_log2(float bias) {
   const float scaled = bias * kLog2e;
   return is_finite(bias) ? fmaxf(-3.402823466e38f, fminf(3.402823466e38f, scaled)) : bias;
@@ -152,7 +151,7 @@ FASTATTN_DEVICE void add_bias(const AttentionParams& p, const Place& at, KeepBit
   });
 }
 
-// Calls f(pair, dW_ij) for the kept pairs of the gradient of the returned weights, if there is one.
+// Calls f(pair, dW_ij) for the kept pairs of the gradient of the returned weights, if given.
 template <typename Layout, DType kType, typename F>
 __device__ __forceinline__ void for_grad_weights(const BackwardParams& p, const Place& at,
                                                  KeepBits bits, F f) {
@@ -168,18 +167,18 @@ __device__ __forceinline__ void for_grad_weights(const BackwardParams& p, const 
 
 // ---- dropout ----
 
-// Read where bits are drawn: kept over the loops it would take two registers.
+// Read where bits are drawn: kept across the loops, the seed would take two registers.
 FASTATTN_DEVICE uint64_t seed_of(const DropoutParams& dropout) {
   return dropout.seed_ptr == nullptr ? dropout.seed : static_cast<uint64_t>(*dropout.seed_ptr);
 }
 
-// Four keys j / 4 * 4, ... share a block of bits.
+// Four keys from j / 4 * 4 on share a block of bits.
 FASTATTN_DEVICE PhiloxBlock random_block(uint64_t seed, int64_t b, int64_t h, int64_t i,
                                          int64_t j) {
   return philox4x32(seed, static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
                     static_cast<uint32_t>(h), static_cast<uint32_t>(b));
 }
-// Selected and not indexed, which would put the words into memory.
+// Selects instead of indexing, which would put the words into memory.
 FASTATTN_DEVICE uint32_t random_word(const PhiloxBlock& block, int n) {
   const uint32_t low = n % 2 == 0 ? block.word[0] : block.word[1];
   const uint32_t high = n % 2 == 0 ? block.word[2] : block.word[3];

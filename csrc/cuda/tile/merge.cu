@@ -10,7 +10,7 @@ struct MergeArgs {
 };
 static_assert(kMaxParts <= kThreads);
 
-// A row a block. The same arithmetic as a step of the online softmax, part after part.
+// A block takes a row. It adds part after part with the arithmetic of an online softmax step.
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeArgs a) {
   __shared__ float scratch[kWarps], factors[kMaxParts];
   const ForwardParams& p = a.p;

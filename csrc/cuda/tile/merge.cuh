@@ -1,4 +1,4 @@
-// Merges what several blocks made of a row, each of other keys (Dao et al., "Flash-Decoding",
+// Merges the results of blocks that each took some keys of a row (Dao et al., "Flash-Decoding",
 // 2023).
 #pragma once
 
@@ -8,8 +8,7 @@
 
 namespace fastattn::cuda {
 
-// Part `number`, parts of a row being neighbours, of those that begin at `partials` in the
-// workspace.
+// Part `number` of those that begin at `partials` in the workspace. Parts of a row are neighbours.
 FASTATTN_DEVICE float* partial_at(const ForwardParams& p, int64_t partials, int64_t number) {
   return static_cast<float*>(p.workspace) + partials + number * (p.E + 2);
 }

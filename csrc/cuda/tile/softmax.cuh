@@ -1,14 +1,14 @@
-// Softmax in base 2: the online form of the forward pass, and weights recomputed from what it
-// saved of a row, (shift, factor): P = 2^(s - shift) * factor.
+// Softmax in base 2: the online form of the forward pass, and weights recomputed from its saved
+// (shift, factor) of a row: P = 2^(s - shift) * factor.
 //
 //   m' = max(m, ceil(max_j s_j))    alpha = 2^(m - m')
 //   w_j = 2^(s_j - m')              l' = alpha l + sum_j w_j
 //
-// m is a whole number, so that alpha is exact: the error of an approximate one is the same in all
-// weights so far, and their sum would not be 1 when they are computed again.
+// m is a whole number, so that alpha is exact. An inexact alpha puts the same error on all weights
+// so far, and recomputed weights would not sum to 1.
 //
-// A row that has met no key has m = -inf and l = 0; it subtracts 0 instead of m, so that -inf is
-// never subtracted from -inf.
+// A row that has met no key has m = -inf and l = 0. It subtracts 0 instead of m, because -inf minus
+// -inf is NaN.
 #pragma once
 
 #include "cuda/tile/masking.cuh"
@@ -24,7 +24,7 @@ FASTATTN_DEVICE float power_of_2(int exponent) {
   return power;
 }
 
-// The largest power of two that is not above a normal number x >= 0; 0 for smaller ones.
+// The largest power of two that does not exceed a normal number x >= 0; 0 for smaller x.
 FASTATTN_DEVICE float power_below(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -40,21 +40,21 @@ FASTATTN_DEVICE float rescaling(float from, float to) {
   return exponent < -126.f ? 0.f : power_of_2(static_cast<int>(exponent));
 }
 
-// The rows of a tile of queries while key tiles stream by; in shared memory, since registers are
-// full of scores.
+// The state of the rows of a query tile while key tiles stream by. It lies in shared memory,
+// because registers are full of scores.
 struct RowStates {
   float m[kTile];
   float l[kTile];
 };
 
-// Of the lanes that share a row, one looks after its state.
+// One of the lanes that share a row writes its state.
 FASTATTN_DEVICE bool is_row_writer() { return thread() % kRowLanes == 0; }
 
 FASTATTN_DEVICE void clear(RowStates& states) {
   if (thread() < kTile) states.m[thread()] = -kInfinity, states.l[thread()] = 0.f;
 }
 
-// Scores become weights, after dropout; alpha rescales what the rows have added up so far.
+// Turns scores into weights, after dropout. alpha rescales the sums of the rows so far.
 FASTATTN_DEVICE void softmax_step(const AttentionParams& p, const Place& at, KeepBits bits,
                                   RowStates& states, Fragment& s, float (&alpha)[kRows]) {
 #pragma unroll
@@ -75,7 +75,7 @@ FASTATTN_DEVICE void softmax_step(const AttentionParams& p, const Place& at, Kee
       sum += s[r][c];
     }
     sum = lanes_sum(sum, kRowLanes);
-    __syncwarp();  // each lane has read m; a shuffle waits for lanes, not for their memory
+    __syncwarp();  // each lane has read m; a shuffle alone does not order memory
     if (is_row_writer()) {
       states.m[row0() + r] = m;
       states.l[row0() + r] = states.l[row0() + r] * alpha[r] + sum;
@@ -84,8 +84,7 @@ FASTATTN_DEVICE void softmax_step(const AttentionParams& p, const Place& at, Kee
   drop(p, surviving_bits<FragmentLayout>(p, at), s);
 }
 
-// Writes what users (lse) and the backward pass (stats) see of row n; returns what the row's sums
-// are multiplied by.
+// Writes lse (for users) and stats (for backward) of row n. Returns the factor of the row's sums.
 FASTATTN_DEVICE float write_row(const ForwardParams& p, int64_t n, float m, float l, bool writer) {
   const bool empty = l == 0.f;
   const float shift = finite_max(m), factor = empty ? 0.f : 1.f / l;
@@ -101,13 +100,13 @@ FASTATTN_DEVICE int64_t row_number(const AttentionParams& p, const Place& at, in
   return (at.b * p.H + at.h) * p.M + at.i0 + row0() + r;
 }
 
-// A weight from the saved stats of its row. Bounded: the rounding of huge scores, computed again in
-// other company, must not turn into overflow.
+// A weight from the saved stats of its row. The exponent is bounded: huge scores, recomputed with
+// other rounding, must not overflow.
 FASTATTN_DEVICE float known_weight(float s, float shift, float factor) {
   return ex2_approx(min_nan(s - shift, 1.f)) * factor;
 }
 
-// Scores become P, before dropout: exactly 0 where masked, even if the row is NaN.
+// Turns scores into P, before dropout: exactly 0 where masked, even if the row is NaN.
 FASTATTN_DEVICE void known_weights(const AttentionParams& p, const Place& at, KeepBits bits,
                                    const float* stats, Fragment& s) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// A tile of kTile queries x kTile keys, as a block of kThreads threads holds it: every thread a
+// A tile of kTile queries x kTile keys in a block of kThreads threads. Every thread holds a
 // fragment of kRows x kCols in registers. Operands pass through shared memory in stages.
 //
 //   warp 0   rows  0-15    thread t: rows t / 16 * kRows, columns t % 16 * kCols of every tile
@@ -17,8 +17,8 @@ constexpr int kRowLanes = kTile / kCols;  // lanes that share their rows
 constexpr int kStageFloats = kStage * kTile;
 static_assert(kRows * kCols * kThreads == kTile * kTile);
 
-// A stage of dims of a tile may also be split into fragments of kOwn rows x kOwn dims, neighbouring
-// lanes having neighbouring dims.
+// A stage of dims of a tile may also be split into fragments of kOwn rows x kOwn dims. Neighbouring
+// lanes then have neighbouring dims.
 constexpr int kOwn = 4;
 constexpr int kDimGroups = kStage / kOwn;
 static_assert(kOwn * kOwn * kThreads == kStage * kTile);
@@ -30,15 +30,16 @@ FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; 
 FASTATTN_DEVICE int row0() { return thread() / kRowLanes * kRows; }
 FASTATTN_DEVICE int col0() { return thread() % kRowLanes * kCols; }
 
-// Takes the last digit of a block's number, a number in as many digits as there are loops. 32 bits,
-// as a grid has fewer than 2^31 blocks: a 64-bit division is a call.
+// Takes the last digit of a block's number; a loop of `size` iterations is one digit. 32 bits are
+// enough for a grid of fewer than 2^31 blocks, and a 64-bit division is a function call.
 FASTATTN_DEVICE int64_t take_digit(uint32_t* number, int64_t size) {
   const uint32_t base = static_cast<uint32_t>(size), digit = *number % base;
   *number /= base;
   return digit;
 }
 
-// Which tile: queries [i0, i0 + rows) of head h and batch b, keys [j0, j0 + cols) of head hkv.
+// The position of a tile: queries [i0, i0 + rows) of head h and batch b, keys [j0, j0 + cols) of
+// head hkv.
 struct Place {
   int b, h, hkv;
   int64_t i0, j0;
@@ -49,7 +50,7 @@ FASTATTN_DEVICE int extent(int64_t size, int64_t begin) {
   return static_cast<int>(min64(kTile, size - begin));
 }
 
-// rows and cols are at most 0 past the last tile.
+// Past the last tile, rows and cols are at most 0.
 FASTATTN_DEVICE Place place(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
                             int64_t j0) {
   const int head = static_cast<int>(h);
@@ -57,15 +58,15 @@ FASTATTN_DEVICE Place place(const AttentionParams& p, int64_t b, int64_t h, int6
   return {static_cast<int>(b), head, head / group, i0, j0, extent(p.M, i0), extent(p.N, j0)};
 }
 
-// Whether some row of this warp exists: M = 1 then costs a quarter of a tile.
+// Whether this warp has rows. If M = 1, only a quarter of a tile is computed.
 FASTATTN_DEVICE bool warp_has_rows(const Place& at) {
   return thread() / 32 * (kTile / kWarps) < at.rows;
 }
 
 // ---- shared memory ----
 
-// Where element (r, c) of a tile [..][kTile] lies. Groups of four columns change places with r / 4,
-// so that lanes that read the same columns of rows 4 apart meet other banks.
+// The index of element (r, c) of a tile [..][kTile]. Groups of four columns are permuted by r / 4,
+// so lanes that read the same columns of rows 4 apart use different banks.
 FASTATTN_DEVICE int tile_index(int r, int c) { return r * kTile + (c ^ (r & (kTile - 4))); }
 
 FASTATTN_DEVICE float4 load4(const float* tile, int r, int c) {
@@ -99,7 +100,7 @@ FASTATTN_DEVICE void clear(float (&x)[kRowCount][kCols]) {
     for (int c = 0; c < kCols; ++c) x[r][c] = 0.f;
 }
 
-// to[i][j], or to[j][i] if kTransposed.
+// Stores to[i][j], or to[j][i] if kTransposed.
 template <bool kTransposed>
 FASTATTN_DEVICE void store_fragment(const Fragment& x, float* to) {
   if constexpr (kTransposed) {
@@ -115,8 +116,8 @@ FASTATTN_DEVICE void store_fragment(const Fragment& x, float* to) {
   }
 }
 
-// acc[i][j] += sum_r a[a_row + r][i] b[r][j], r < depth. With kSkipZeros a factor of 0 in `a` takes
-// no part, whatever `b` holds: 0 * NaN must not carry garbage past a mask.
+// acc[i][j] += sum_r a[a_row + r][i] b[r][j], r < depth. kSkipZeros skips factors of 0 in `a`,
+// whatever `b` holds: 0 * NaN must not carry garbage past a mask.
 template <bool kSkipZeros>
 FASTATTN_DEVICE void outer_add(const float* a, int a_row, const float* b, int depth,
                                Fragment& acc) {
@@ -185,7 +186,7 @@ FASTATTN_DEVICE float load_element(const View& view, int64_t offset) {
   return x;
 }
 
-// Writes the part of a fragment that lies within rows x cols, from element `offset` on.
+// Writes the part of a fragment within rows x cols, from element `offset` on.
 FASTATTN_DEVICE void store_tile(const View& view, int64_t offset, int rows, int cols,
                                 const Fragment& x) {
   offset = opaque(offset + row0() * view.stride_r + col0() * view.stride_c);
