@@ -1,4 +1,4 @@
-"""What the batch-first modules with one head share: (B, M, features) in, (B, M, Dv) out.
+"""What batch-first modules with one head share: (B, M, features) in, (B, M, Dv) out.
 
 They take ``valid_lens``, ``attn_mask`` and ``mask`` as :class:`AdditiveAttention` documents them.
 Modules for decoding also take one query for each sample, (B, features). Their results then have no
@@ -16,7 +16,7 @@ from fastattn.problem import Mask, arguments, validate
 
 
 class Masks(NamedTuple):
-    """The three ways to say which query sees which key."""
+    """Three ways to say which query sees which key."""
 
     valid_lens: Tensor | None = None
     attn_mask: Tensor | None = None
@@ -34,7 +34,7 @@ class Masks(NamedTuple):
         return dataclasses.replace(self.mask or Mask(), kv_len=self.valid_lens)
 
     def over_heads(self) -> dict[str, Any]:
-        """As keywords of a function over [B, H, M, D]: masks (B, M, N) get a dim H."""
+        """Keywords for a function over [B, H, M, D]; masks (B, M, N) get a dim H."""
         mask = self.merged()
         if mask is not None and mask.keep is not None:
             mask = dataclasses.replace(mask, keep=_with_head_dim(mask.keep))
@@ -102,7 +102,7 @@ def check_dims(**tensors: Tensor) -> None:
 
 
 def check_fit(queries: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Raises unless they have one batch size, and keys and values one length."""
+    """Raises unless all have the same batch size, and keys and values the same length."""
     check_dims(queries=queries, keys=keys, values=values)
     for name, x in (("keys", keys), ("values", values)):
         if x.shape[0] != queries.shape[0]:

@@ -1,1 +1,1 @@
-"""Attention of a decoder over what an encoder made: one head, step by step or all at once."""
+"""Attention of a decoder to encoder states: one head, step by step or all steps at once."""

@@ -17,32 +17,32 @@ class AdditiveAttention(nn.Module):
         \mathrm{out}_i = \sum_j \mathrm{softmax}_j\left(
             w_v^\top \tanh(W_q q_i + W_k k_j)\right) v_j
 
-    Parameters are named and initialised in the order of the textbook's, ``W_k``, ``W_q``, ``w_v``:
-    its ``state_dict`` loads, and its seeds give the same weights. No tensor of size
-    M * N * hidden_dim is ever made.
+    Parameters have the textbook's names and order of initialisation, ``W_k``, ``W_q``, ``w_v``. The
+    textbook's ``state_dict`` therefore loads, and its seeds give the same weights. No tensor of
+    size M * N * hidden_dim is ever made.
 
     Args:
         query_dim (int): features of a query.
         key_dim (int): features of a key.
         hidden_dim (int): size of the space in which query and key are added.
         dropout (float): probability of dropping an attention weight in training. Default 0.0.
-        bias (bool): biases in the three linear layers. (That of ``w_v`` adds one number to all
-            scores, which softmax takes away again.) Default False.
+        bias (bool): biases in the three linear layers. The bias of ``w_v`` has no effect: softmax
+            ignores a number added to all scores. Default False.
         device (torch.device, optional): of the parameters.
         dtype (torch.dtype, optional): of the parameters.
 
     Attributes:
-        store_weights (bool): set it to True to have each forward leave its weights in
-            ``attention_weights``. Default False: they cost M * N numbers per call.
+        store_weights (bool): if True, each forward keeps its weights in ``attention_weights``.
+            Default False: they cost M * N numbers per call.
         attention_weights (Tensor | None): [B, M, N] of the last call made with
             ``store_weights``, detached.
 
     Raises:
         ValueError: ``dropout`` is not in [0, 1].
 
-    It differs from the textbook on purpose. A query with ``valid_lens`` 0 gets output 0, not the
-    average of the padding's values. The weights are those after dropout, which multiplied the
-    values.
+    This differs from the textbook on purpose. A query with ``valid_lens`` 0 gets output 0, not the
+    average of the padding's values. Returned weights are those that multiplied the values, after
+    dropout.
 
     Source: Bahdanau, Cho, Bengio, "Neural Machine Translation by Jointly Learning to Align and
     Translate", 2015, https://arxiv.org/abs/1409.0473. The textbook is "Dive into Deep Learning",
@@ -80,7 +80,7 @@ class AdditiveAttention(nn.Module):
         """A cache (B, N, hidden_dim) for ``forward``: the work that depends on ``keys`` alone.
 
         A decoding step then projects its query only. The cache is a plain tensor with gradient:
-        select, repeat or reorder its samples as those of ``values``.
+        select, repeat or reorder its samples like those of ``values``.
         """
         return self.W_k(keys)
 
@@ -99,9 +99,9 @@ class AdditiveAttention(nn.Module):
         """Attend from ``queries`` to ``keys`` and ``values``.
 
         Args:
-            queries: (B, M, query_dim), floating point; or one step, (B, query_dim), and then the
-                results have no dim M.
-            keys: (B, N, key_dim), of the same dtype. Not read, and may be None, with ``cache``.
+            queries: (B, M, query_dim), floating point; or one step, (B, query_dim), whose results
+                have no dim M.
+            keys: (B, N, key_dim), of the same dtype. With ``cache``, not read and may be None.
             values: (B, N, Dv), of the same dtype; Dv is free.
             valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part,
                 for each sample or for each query. Default None: all.

@@ -1,4 +1,4 @@
-"""The alignment scores of Luong et al. (2015), section 3.1, which several modules share."""
+"""The alignment scores of Luong et al. (2015), section 3.1, shared by several modules."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ METHODS = ("dot", "general", "concat")
 
 
 class Alignment(nn.Module):
-    r"""Scores between decoder states h and encoder states s, and attention by them.
+    r"""Scores between decoder states h and encoder states s, and attention with these scores.
 
     ============ ================================================= ==========================
     method       score(h, s)                                       parameters
@@ -20,8 +20,8 @@ class Alignment(nn.Module):
     ``concat``   :math:`w_v^\top \tanh(W_q h + W_k s)`             ``W_q``, ``W_k``, ``w_v``
     ============ ================================================= ==========================
 
-    In ``concat`` the paper's one matrix over [h; s] stands as its two halves. In ``general`` the
-    matrix is applied to h, which leaves nothing to do per key.
+    In ``concat``, the two halves of the paper's matrix over [h; s] are separate. In ``general``,
+    the matrix is applied to h, which leaves no work per key.
 
     Args:
         query_dim (int): features of h.
@@ -75,7 +75,7 @@ class Alignment(nn.Module):
         return self.W_a(queries) if self.method == "general" else self.W_q(queries)
 
     def project_keys(self, keys: Tensor) -> Tensor:
-        """(B, N, key_dim) to (B, N, features); the keys themselves unless ``concat``."""
+        """(B, N, key_dim) to (B, N, features). Unless ``concat``, these are the keys themselves."""
         return self.W_k(keys) if self.method == "concat" else keys
 
     def attend(
@@ -87,7 +87,7 @@ class Alignment(nn.Module):
         dropout_p: float = 0.0,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Contexts (B, M, Dv) and weights (B, M, N) or None, of projected queries and keys."""
+        """Contexts (B, M, Dv), and weights (B, M, N) or None, from projected queries and keys."""
         score, options = "dot", {}
         if self.method == "concat":
             score, options = "additive", {"weight": self.w_v.weight.squeeze(0)}
@@ -97,7 +97,7 @@ class Alignment(nn.Module):
     def keys_and_values(
         self, keys: Tensor | None, values: Tensor | None, cache: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Projected keys, from ``cache`` where there is one, and the values, or else the keys."""
+        """Projected keys (``cache`` if given), and the values (the keys by default)."""
         values = keys if values is None else values
         if values is None:
             raise ValueError("keys and values: expected at least one of them")

@@ -1,4 +1,4 @@
-"""Hard attention: one key for each query, picked rather than averaged."""
+"""Hard attention: picks one key for each query instead of averaging."""
 
 from typing import Any, NamedTuple
 
@@ -34,14 +34,13 @@ class HardAttention(nn.Module):
         p_{ij} = \mathrm{softmax}_j(\mathrm{score}(q_i, k_j)), \qquad \mathrm{out}_i = v_{s_i},
         \qquad s_i = \arg\max_j p_{ij} \text{ at evaluation, } s_i \sim p_i \text{ in training}
 
-    A pick has no derivative. Two substitutes for training:
+    A pick has no derivative. There are two substitutes for training:
 
-    - Straight-through, always there: backward treats the output as the soft attention
-      :math:`\sum_j p_{ij} v_j` where query, keys and score are concerned; values get the gradient
-      of the pick.
-    - REINFORCE: ``return_choice=True`` gives ``log_prob`` too, for a loss like
-      ``(reward.detach() - baseline) * -log_prob``. To use it alone, detach query and keys from
-      the output: train on ``choice.output.detach()``.
+    - Straight-through, always active: backward treats the output as the soft attention
+      :math:`\sum_j p_{ij} v_j` for query, keys and score. Values get the gradient of the pick.
+    - REINFORCE: ``return_choice=True`` also gives ``log_prob``, for a loss like
+      ``(reward.detach() - baseline) * -log_prob``. To use REINFORCE alone, detach query and keys
+      from the output: train on ``choice.output.detach()``.
 
     Args:
         query_dim (int): features of a query.
@@ -55,8 +54,8 @@ class HardAttention(nn.Module):
     Raises:
         ValueError: an unknown method, or sizes that it does not take.
 
-    A query without keys has output 0. At evaluation the first of the keys with the largest
-    probability is picked, as rounded to the dtype of the query. Draws come from torch's generator.
+    A query without keys has output 0. Evaluation picks the first key with the largest probability,
+    as rounded to the dtype of the query. Training draws from torch's generator.
 
     Source: Xu et al., "Show, Attend and Tell", 2015, https://arxiv.org/abs/1502.03044; REINFORCE:
     Williams, 1992; straight-through: Bengio, Léonard, Courville, 2013,
@@ -102,16 +101,15 @@ class HardAttention(nn.Module):
         """Pick a value for each query.
 
         Args:
-            queries: (B, M, query_dim), or one step, (B, query_dim), and then the results have no
-                dim M.
-            keys: (B, N, key_dim). Not read, and may be None, with ``cache`` and ``values``.
+            queries: (B, M, query_dim), or one step, (B, query_dim), whose results have no dim M.
+            keys: (B, N, key_dim). With ``cache`` and ``values``, not read and may be None.
             values: (B, N, Dv). Default None: the keys.
             valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part.
                 Default None: all.
             attn_mask: broadcastable to (B, M, N): boolean with True = take part, or float, added to
                 the scores. Default None.
             mask: a :class:`fastattn.Mask` with further constraints. Default None.
-            return_choice: return a :class:`HardChoice` rather than its output. Default False.
+            return_choice: return a :class:`HardChoice` instead of its output. Default False.
             cache: what ``project_keys(keys)`` returned. Default None.
 
         Returns:
@@ -123,7 +121,7 @@ class HardAttention(nn.Module):
         """
         queries, one_step = single_head.as_steps(queries)
         keys, values = self.score.keys_and_values(keys, values, cache)
-        # Values are detached: the soft output is there for the gradient of the scores alone.
+        # Values are detached: the soft output only serves the gradient of the scores.
         soft, probabilities = self.score.attend(
             self.score.project_queries(queries),
             keys,
@@ -144,13 +142,13 @@ class HardAttention(nn.Module):
 
 
 def _choose(probabilities: Tensor, sample: bool) -> tuple[Tensor, Tensor]:
-    """Index and probability of the chosen keys, (B, M) each; 0 and 0 where there is no key."""
+    """Index and probability of the chosen keys, (B, M) each; 0 and 0 without a key."""
     if probabilities.shape[-1] == 0:
         probabilities = nn.functional.pad(probabilities, (0, 1))
     likely = probabilities.detach()
     if sample:
-        # The largest of p_j / e_j with exponential e_j is j with probability p_j: unlike
-        # torch.multinomial it takes rows of zeros, of any length, and never waits for a GPU.
+        # With exponential e_j, the largest p_j / e_j is at j with probability p_j. Unlike
+        # torch.multinomial, this takes rows of zeros, of any length, and never waits for a GPU.
         likely = likely.float() if likely.dtype in (torch.float16, torch.bfloat16) else likely
         noise = torch.empty_like(likely).exponential_()
         likely = likely / noise.clamp_min(torch.finfo(noise.dtype).tiny)
@@ -159,7 +157,7 @@ def _choose(probabilities: Tensor, sample: bool) -> tuple[Tensor, Tensor]:
 
 
 def _picked(values: Tensor, indices: Tensor, chosen: Tensor) -> Tensor:
-    """values[b, indices[b, i]]: 0 for a row without keys, NaN for one with a NaN query or key."""
+    """values[b, indices[b, i]]; 0 for a row without keys, NaN for a row with a NaN query or key."""
     if values.shape[1] == 0:
         values = nn.functional.pad(values, (0, 0, 0, 1))
     samples = torch.arange(values.shape[0], device=values.device)[:, None]

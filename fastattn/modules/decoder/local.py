@@ -1,4 +1,4 @@
-"""Luong et al.'s local attention: a window of keys for each query, and nothing else is touched."""
+"""Luong et al.'s local attention: each query sees a window of keys, and no other key is read."""
 
 from typing import Any, NamedTuple
 
@@ -28,12 +28,12 @@ class LocalAttention(LuongAttention):
     ============== ============================================ ===================================
 
     D is ``window`` and S the length of the sample: ``valid_lens``, or else N. As in the paper, the
-    Gaussian multiplies the weights after softmax, so they do not add up to 1. Gradients reach
-    ``W_p`` and ``v_p`` through the Gaussian.
+    Gaussian multiplies the weights after softmax. They do not sum to 1. Gradients reach ``W_p`` and
+    ``v_p`` through the Gaussian.
 
     Monotonic attention is a band in a view of the keys; predictive attention gathers the 2 D + 1
-    keys of each query. Either way a step costs O(D), not O(N). With ``concat``, use a cache:
-    otherwise each step applies ``W_k`` to all keys.
+    keys of each query. Both cost O(D) a step, not O(N). With ``concat``, use a cache: otherwise
+    each step applies ``W_k`` to all keys.
 
     Args:
         query_dim (int): features of a decoder state h, and of the result.
@@ -41,11 +41,11 @@ class LocalAttention(LuongAttention):
         method (str): the score, as in :class:`LuongAttention`. Default ``"dot"``.
         window (int): D, at least 1. Default 10, the paper's.
         alignment (str): ``"predictive"`` (default) or ``"monotonic"``.
-        **options: ``hidden_dim``, ``value_dim``, ``dropout``, ``attentional``, ``device``,
-            ``dtype``, as :class:`LuongAttention` has them.
+        **options: ``hidden_dim``, ``value_dim``, ``dropout``, ``attentional``, ``device`` and
+            ``dtype`` of :class:`LuongAttention`.
 
     Raises:
-        ValueError: as :class:`LuongAttention`, an unknown alignment, or a window below 1.
+        ValueError: as in :class:`LuongAttention`; or an unknown alignment, or a window below 1.
 
     A query whose window holds no key has context 0.
 
@@ -98,18 +98,18 @@ class LocalAttention(LuongAttention):
 
         Args:
             queries: (B, M, query_dim), or one step, (B, query_dim).
-            keys: (B, N, key_dim). Not read, and may be None, with ``cache`` and ``values``.
+            keys: (B, N, key_dim). With ``cache`` and ``values``, not read and may be None.
             values: (B, N, value_dim). Default None: the keys.
             valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part.
                 Default None: all.
             attn_mask: broadcastable to (B, M, N): boolean with True = take part, or float, added to
                 the scores. Default None.
-            need_weights: return the weights too, spread over all N keys. Default False.
+            need_weights: also return the weights, over all N keys. Default False.
             cache: what ``project_keys(keys)`` returned. Default None.
             step: the position of the first query, for ``monotonic``. Default 0.
 
         Returns:
-            As :class:`LuongAttention`.
+            As in :class:`LuongAttention`.
 
         Raises:
             TypeError: dtypes differ.
@@ -165,7 +165,7 @@ class LocalAttention(LuongAttention):
         need_weights: bool,
         step: int,
     ) -> tuple[Tensor, Tensor | None]:
-        """Each query becomes a sample of its own, with the keys of its window."""
+        """Turns each query into a sample of its own, with the keys of its window."""
         near = self._near(queries, values.shape[1], masks)
         B, M, W = near.indices.shape
 
@@ -175,7 +175,7 @@ class LocalAttention(LuongAttention):
 
         keep = near.keep.flatten(0, 1)
         gauss = near.gauss.to(values.dtype).flatten(0, 1)
-        # What the mask drops may be NaN, and must not reach the gradient of the Gaussian.
+        # Values that the mask drops may be NaN, which must not reach the gradient of the Gaussian.
         kept_values = own(values).masked_fill(~keep[..., None], 0.0)
         context, weights = self.score.attend(
             self.score.project_queries(queries).flatten(0, 1)[:, None],
@@ -197,7 +197,7 @@ class LocalAttention(LuongAttention):
     def _predicted(self, queries: Tensor) -> Tensor:
         """The position as a fraction of the length, (B, M, 1), in float32 at least.
 
-        In half precision it would be wrong by several keys where there are a thousand.
+        With a thousand keys, half precision would be wrong by several keys.
         """
         wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
         with torch.autocast(queries.device.type, enabled=False):
@@ -211,7 +211,7 @@ class LocalAttention(LuongAttention):
         centre = length * self._predicted(queries)  # [B, M, 1]
         first = torch.ceil(centre.detach() - D).nan_to_num().long().clamp(0, N - W)
         index = first + torch.arange(W, device=queries.device)
-        # Kept unless it is too far: a NaN position keeps its keys, and shows.
+        # Kept unless too far away. A NaN position keeps its keys, so that NaN shows in the result.
         keep = ~((index - centre.detach()).abs() > D)
         if masks.kv_len is not None:
             keep = keep & (index < masks.kv_len[..., None])
@@ -230,7 +230,7 @@ class LocalAttention(LuongAttention):
 
 
 class _Window(NamedTuple):
-    """The keys near the position of each query, all [B, M, W]."""
+    """The keys near each query's position, all [B, M, W]."""
 
     indices: Tensor
     keep: Tensor

@@ -1,4 +1,4 @@
-"""Additive attention that knows where it has been: location-sensitive attention and coverage."""
+"""Additive attention that uses its own past weights: location-sensitive attention and coverage."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ LOCATIONS = ("cumulative", "previous", "both")
 
 
 class AlignmentState(NamedTuple):
-    """What one decoding step leaves to the next. Sums are kept in float32 at least.
+    """The state from one decoding step to the next. Sums are kept in float32 at least.
 
     Attributes:
         previous: (B, N), the weights of the last step.
@@ -32,28 +32,28 @@ class AlignmentState(NamedTuple):
 
 
 class LocationSensitiveAttention(AdditiveAttention):
-    r"""Additive attention, step by step, with its own past weights among the features of a key.
+    r"""Additive attention, step by step, whose past weights are features of the keys.
 
     .. math::
         e_{ij} = w_v^\top \tanh\left(W_q q_i + W_k k_j + U f_{ij} + w_c c_{ij}\right), \qquad
         f_i = F * c_i, \qquad c_i = \sum_{l<i} a_l, \qquad a_i = \mathrm{softmax}(e_i)
 
     The location features f are a 1-d convolution over the cumulative weights (Tacotron 2), over the
-    previous ones (Chorowski et al.), or over both. ``coverage=True`` adds the coverage term
-    :math:`w_c c_{ij}` (See et al.), whose loss is :func:`coverage_loss`. Both are added to the
-    projected key, so a step runs on the additive kernel unchanged.
+    previous weights (Chorowski et al.), or over both. ``coverage=True`` adds the coverage term
+    :math:`w_c c_{ij}` (See et al.); its loss is :func:`coverage_loss`. Both are added to the
+    projected key, so a step uses the ordinary additive kernel.
 
     Args:
         query_dim (int): features of a query, the decoder's state.
         key_dim (int): features of a key.
-        hidden_dim (int): size of the space in which all are added.
+        hidden_dim (int): size of the space in which all terms are added.
         filters (int): output channels of the convolution F; 0 leaves the location features out.
             Default 32.
         kernel_size (int): width of F, odd. Default 31.
         location (str): ``"cumulative"`` (default), ``"previous"`` or ``"both"``.
         coverage (bool): the coverage term. Default False.
         window (tuple of two ints, optional): ``(back, ahead)``: only keys from ``p - back`` to
-            ``p + ahead`` take part, where p is the key of the largest previous weight, 0 at first.
+            ``p + ahead`` take part. p is the key of the largest previous weight, 0 at first.
             ``(0, ahead)`` moves forward only: monotonic alignment. Default None.
         dropout (float): probability of dropping an attention weight in training. Default 0.0.
         bias (bool): biases in ``W_q``, ``W_k`` and ``w_v``. Default False.
@@ -133,11 +133,11 @@ class LocationSensitiveAttention(AdditiveAttention):
 
         Args:
             query: (B, query_dim).
-            keys: (B, N, key_dim). Not read, and may be None, with ``cache``.
+            keys: (B, N, key_dim). With ``cache``, not read and may be None.
             values: (B, N, Dv).
             valid_lens: integers (B,) in [0, N]: how many of the first keys take part. Default None:
                 all.
-            state: what the step before returned. Default None: this is the first.
+            state: the state that the previous step returned. Default None: this is the first step.
             attn_mask: broadcastable to (B, 1, N): boolean with True = take part, or float, added to
                 the scores. Default None.
             mask: a :class:`fastattn.Mask` with further constraints. Default None.
@@ -185,9 +185,9 @@ class LocationSensitiveAttention(AdditiveAttention):
         return out.squeeze(1), weights, after
 
     def _with_location(self, keys: Tensor, state: AlignmentState) -> Tensor:
-        """Projected keys plus what depends on where the decoder has been, (B, N, hidden_dim)."""
+        """Projected keys plus the terms of past weights, (B, N, hidden_dim)."""
         single_head.check_dims(keys=keys)
-        if keys.shape[1] == 0:  # which a convolution refuses
+        if keys.shape[1] == 0:  # a convolution refuses this
             return keys
         if self.location_conv is not None and self.location_proj is not None:
             past: Any = {
@@ -202,7 +202,7 @@ class LocationSensitiveAttention(AdditiveAttention):
         return keys
 
     def _near(self, mask: Mask | None, state: AlignmentState) -> Mask | None:
-        """``mask`` and the window around the key of the largest previous weight."""
+        """``mask``, restricted to the window around the key of the largest previous weight."""
         if self.window is None or state.previous.shape[1] == 0:
             return mask
         validate.check_mask(mask)
@@ -220,7 +220,7 @@ class LocationSensitiveAttention(AdditiveAttention):
 
 
 def coverage_loss(weights: Tensor) -> Tensor:
-    r"""What See et al. (2017) charge for attending to the same place again.
+    r"""The loss of See et al. (2017) for attending to the same place again.
 
     .. math:: \mathrm{covloss}_i = \sum_j \min(a_{ij}, c_{ij}), \qquad c_i = \sum_{l<i} a_l
 

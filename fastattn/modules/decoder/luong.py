@@ -34,8 +34,8 @@ class LuongAttention(nn.Module):
         hidden_dim (int, optional): of ``concat``. Default ``query_dim``.
         value_dim (int, optional): features of a value. Default ``key_dim``.
         dropout (float): probability of dropping an attention weight in training. Default 0.0.
-        attentional (bool): return :math:`\tilde h`; else the context c, without ``W_c``.
-            Default True.
+        attentional (bool): return :math:`\tilde h`. If False, return the context c, without
+            ``W_c``. Default True.
         device (torch.device, optional): of the parameters.
         dtype (torch.dtype, optional): of the parameters.
 
@@ -82,7 +82,7 @@ class LuongAttention(nn.Module):
     def project_keys(self, keys: Tensor) -> Tensor:
         """A cache for ``forward``, (B, N, features): the work that depends on ``keys`` alone.
 
-        That is W_k s for ``concat``. For the other methods it is the keys themselves.
+        For ``concat`` the cache is W_k s. For the other methods it is the keys themselves.
         """
         return self.score.project_keys(keys)
 
@@ -101,9 +101,9 @@ class LuongAttention(nn.Module):
         """Attend from decoder states to encoder states.
 
         Args:
-            queries: (B, M, query_dim), all steps; or one step, (B, query_dim), and then the results
-                have no dim M.
-            keys: (B, N, key_dim). Not read, and may be None, with ``cache`` and ``values``.
+            queries: (B, M, query_dim), all steps; or one step, (B, query_dim), whose results have
+                no dim M.
+            keys: (B, N, key_dim). With ``cache`` and ``values``, not read and may be None.
             values: (B, N, value_dim). Default None: the keys.
             valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part.
                 Default None: all.
@@ -114,8 +114,8 @@ class LuongAttention(nn.Module):
             cache: what ``project_keys(keys)`` returned. Default None.
 
         Returns:
-            The attentional vectors (B, M, query_dim), or the contexts (B, M, value_dim); with
-            ``need_weights`` the tuple (that, weights (B, M, N)).
+            The attentional vectors (B, M, query_dim), or the contexts (B, M, value_dim). With
+            ``need_weights``, the tuple (vectors, weights (B, M, N)).
 
         Raises:
             TypeError: dtypes differ.
@@ -134,7 +134,7 @@ class LuongAttention(nn.Module):
         return single_head.results(self._combine(context, queries), weights, need_weights, one_step)
 
     def _combine(self, context: Tensor, queries: Tensor) -> Tensor:
-        """The attentional vector, or the context where none is wanted."""
+        """The attentional vector, or the context if ``attentional`` is False."""
         if self.W_c is None:
             return context
         return torch.tanh(self.W_c(torch.cat([context, queries], dim=-1)))

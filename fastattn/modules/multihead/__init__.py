@@ -1,1 +1,1 @@
-"""nn.MultiheadAttention's shape: several heads, projections, a cache."""
+"""Attention in the form of nn.MultiheadAttention: several heads, projections, a cache."""

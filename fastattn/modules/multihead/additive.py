@@ -17,16 +17,17 @@ class MultiheadAdditiveAttention(MultiheadAttention):
         \mathrm{head}_h = \mathrm{softmax}_j\left(
             w_h^\top \tanh(W^Q_h q_i + W^K_h k_j) + \mathrm{mask}\right) V W^V_h
 
-    Constructor, ``forward``, masks, shapes, returned weights, dropout and the treatment of queries
-    without keys are those of :class:`MultiheadAttention`. The hidden size of a head is
+    Constructor, ``forward``, masks, shapes, returned weights, dropout and queries without keys are
+    as in :class:`MultiheadAttention`. The hidden size of a head is
     ``head_dim = embed_dim / num_heads``. There is no scale, since ``w`` is learned.
 
-    One parameter joins those of nn.MultiheadAttention: ``score_weight`` [num_heads, head_dim],
-    initialised after all others, uniformly in ``+-1/sqrt(head_dim)`` as nn.Linear(head_dim, 1) is.
+    There is one parameter more than in nn.MultiheadAttention: ``score_weight``
+    [num_heads, head_dim]. It is initialised last, uniformly in ``+-1/sqrt(head_dim)``, like
+    nn.Linear(head_dim, 1).
 
-    It can be the ``self_attn`` of nn.TransformerEncoderLayer and the like, at inference too.
-    Nothing else computes this score, so what :class:`MultiheadAttention` hands to torch (tensor
-    subclasses, other dtypes) is a TypeError here.
+    A module can be the ``self_attn`` of nn.TransformerEncoderLayer and the like, also at inference.
+    torch has no additive score. Calls that :class:`MultiheadAttention` passes to torch (tensor
+    subclasses, other dtypes) are therefore a TypeError here.
 
     Source: Bahdanau, Cho, Bengio, 2015, https://arxiv.org/abs/1409.0473; heads as in Vaswani et
     al., 2017, https://arxiv.org/abs/1706.03762.
@@ -55,7 +56,7 @@ class MultiheadAdditiveAttention(MultiheadAttention):
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
-        # The inherited constructor calls this before score_weight is there.
+        # The inherited constructor calls this before score_weight exists.
         if "score_weight" in self._parameters:
             self._reset_score_weight()
 
@@ -69,7 +70,7 @@ class MultiheadAdditiveAttention(MultiheadAttention):
     def merge_masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
     ) -> NoReturn:
-        """Always raises: torch calls it only to score by the dot product, which is not ours."""
+        """Always raises: torch would compute the dot product, which is another score."""
         raise RuntimeError(
             "torch's fused encoder layer cannot compute the additive score. It was reached because "
             "a forward pre-hook was removed: fastattn.replace_attention(model) puts it back."

@@ -45,10 +45,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Where it differs from torch on purpose:
 
-    - A query with no key left has weights 0, output ``out_proj.bias`` and finite gradients; torch
+    - A query with no key left has weights 0, output ``out_proj.bias`` and finite gradients. torch
       gives NaN with ``need_weights=True`` and in eval mode.
-    - ``out_proj`` is called where it is more than a linear layer: hooks, pruning and adapters such
-      as LoRA's take part. torch reads its parameters only.
+    - ``out_proj`` is called if it is more than a linear layer: hooks, pruning and adapters such as
+      LoRA take part. torch only reads its parameters.
     - NaN or infinity in a masked key or value reaches neither the output nor the gradients of the
       projected tensors; in torch it does. (The projections are plain matrix products: a NaN in an
       input row reaches the gradient of the weights that multiply it, as in any nn.Linear.)
@@ -56,12 +56,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Note:
         nn.TransformerEncoderLayer in eval mode without gradients never calls the ``forward`` of its
-        ``self_attn``: one C++ operator of torch reads the parameters. To have this class called
-        there too, pass the model through :func:`replace_attention` once, even if its attention is
-        of this class already.
+        ``self_attn``: one C++ operator of torch reads the parameters. To use this class there as
+        well, pass the model through :func:`replace_attention` once, even if its attention already
+        is of this class.
 
-        Tensor subclasses, nested tensors outside plain self-attention, and dtypes other than
-        float16, bfloat16, float32 and float64 go to torch's own ``forward``, as does
+        Some calls go to torch's own ``forward``: tensor subclasses, nested tensors outside plain
+        self-attention, dtypes other than float16, bfloat16, float32 and float64, and
         ``torch.jit.trace``. ``torch.jit.script`` compiles a plain nn.MultiheadAttention that shares
         the parameters.
 
@@ -90,7 +90,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from ``query`` to ``key`` and ``value``.
 
-        With M queries, N keys, batch B; unbatched inputs drop B and ignore ``batch_first``.
+        M queries, N keys, batch B. Unbatched inputs drop B and ignore ``batch_first``.
 
         Args:
             query: (M, B, E), or (B, M, E) with ``batch_first``, or (M, E). Of the parameters'
@@ -98,13 +98,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             key: (N, B, kdim), (B, N, kdim) or (N, kdim).
             value: (N, B, vdim), (B, N, vdim) or (N, vdim).
             key_padding_mask: (B, N) or, unbatched, (N). Boolean: True = this key is padding,
-                ignored by all. Float, of the query's dtype: added to the scores of this key, with
-                gradient. Default None.
-            need_weights: also return the attention weights. The fused kernel makes them too, and
-                averaged ones without a tensor per head. Default True.
-            attn_mask: (M, N), or (B * H, M, N) where entry b * H + h is for head h of sample b, or
-                unbatched (H, M, N). Boolean: True = this pair is not allowed. Float, of the
-                query's dtype: added to the scores, with gradient. Default None.
+                ignored by all queries. Float, of the query's dtype: added to the scores of this
+                key, with gradient. Default None.
+            need_weights: also return the attention weights. The fused kernel computes them, and
+                their mean over heads without a tensor per head. Default True.
+            attn_mask: (M, N), or (B * H, M, N) with entry b * H + h for head h of sample b, or
+                unbatched (H, M, N). Boolean: True = this pair is not allowed. Float, of the query's
+                dtype: added to the scores, with gradient. Default None.
             average_attn_weights: return the mean of the weights over heads instead of each head's.
                 Default True.
             is_causal: a promise that ``attn_mask`` is causal. Without weights and without a padding
@@ -112,13 +112,13 @@ class MultiheadAttention(nn.MultiheadAttention):
                 ``attn_mask`` is read as always. Default False.
             cache: a :class:`fastattn.KVCache`, for decoding step by step. Keys and values of
                 earlier calls take part without being projected again. :class:`fastattn.KVCache`
-                says what masks then cover. ``is_causal`` is not read. Default None.
+                says which keys a mask then covers. ``is_causal`` is not read. Default None.
 
         Returns:
             ``(output, weights)``. The output has the query's shape and dtype. The weights are None
             without ``need_weights``. Averaged, they are (B, M, N') or (M, N'); per head,
-            (B, H, M, N') or (H, M, N'). The batch comes first in every layout, and N' counts the
-            appended keys too. These weights multiplied the values: in training, after dropout.
+            (B, H, M, N') or (H, M, N'). The batch comes first in every layout. N' includes appended
+            keys. These weights multiplied the values: in training, after dropout.
 
         Raises:
             AssertionError: shapes of query, key, value and padding mask do not fit, or a mask is
@@ -163,7 +163,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend_heads(
         self, call: Inputs, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """From heads [B, H, M, D] to what forward returns."""
+        """From heads [B, H, M, D] to the results of forward."""
         attended = self._attend(
             q,
             k,
@@ -179,14 +179,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Attention over heads [B, H, M, D]: the one step in which another score differs."""
+        """Attention over heads [B, H, M, D]: the only step that depends on the score."""
         return functional.scaled_dot_product_attention(q, k, v, **options)
 
-    # Subclasses and patches have no such attribute: only this step may be part of an operator.
+    # Subclasses and patches lack this attribute. Only this method may become part of an operator.
     _attend.score = "dot"  # pyright: ignore[reportFunctionMemberAccess]
 
     def _not_ours(self, reason: str, *args: Any) -> tuple[Tensor, Tensor | None]:
-        """A call that our operators do not take."""
+        """A call that our operators do not support."""
         watch.call_of_torch(reason)
         return super().forward(*args)
 
@@ -195,7 +195,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _scores_by_dot(attend: object) -> bool:
-    """Whether ``attend`` is the step of this class, which scores by the dot product."""
+    """Whether ``attend`` is this class's own method, which scores by the dot product."""
     return getattr(attend, "score", None) == "dot"
 
 

@@ -1,8 +1,8 @@
 """Self-attention at inference: one operator from the input to the output.
 
-After a matrix product the caches hold its operands and nothing else, so Python runs several times
-slower. Between two products this costs 10% of the module's time with 100 tokens. So everything is
-decided here, before the first product, and the rest is one call.
+A matrix product fills the caches with its operands, so Python runs several times slower after it.
+Between two products this costs 10% of the module's time with 100 tokens. So everything is decided
+here, before the first product, and the rest is one call.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from fastattn.problem import call_cache, validate
 def attend(
     module: nn.MultiheadAttention, x: Tensor, need_weights: bool, average: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """``module(x, x, x)`` of the dot product, without masks; None where no operator computes it."""
+    """``module(x, x, x)`` of the dot product, without masks; None if no operator computes it."""
     if module.training and module.dropout:
         return None
     parameters = _parameters(module)
@@ -34,7 +34,7 @@ def attend(
 
 
 def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | None:
-    """Weights and biases of both projections, if they are ordinary parameters and all there is."""
+    """Weights and biases of both projections, if these are ordinary parameters and nothing else."""
     own, out_proj = module._parameters, module._modules.get("out_proj")
     if out_proj is None or not _is_only_linear(out_proj):  # None: it is parametrized
         return None
@@ -51,10 +51,10 @@ def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | No
 
 
 def _takes_operator(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether ``fastattn::self_attention`` may stand for torch's own operators.
+    """Whether ``fastattn::self_attention`` may replace torch's own operators.
 
-    It has no autograd and no autocast, and modes and traces cannot see what it does inside. It
-    takes dense tensors on a CPU, all of the dtype of ``x``.
+    It has no autograd or autocast, and modes and traces cannot see inside. It takes dense tensors
+    on a CPU, all of the dtype of ``x``.
     """
     if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not x.is_cpu:
         return False
@@ -72,12 +72,12 @@ def _takes_operator(x: Tensor, *parameters: Tensor | None) -> bool:
 
 
 def _is_only_linear(layer: nn.Module) -> bool:
-    """Whether calling ``layer`` is ``F.linear`` of its parameters, and nothing else.
+    """Whether calling ``layer`` is exactly ``F.linear`` with its parameters.
 
-    Hooks, pruning and adapters such as LoRA's make it more: then the layer must be called.
+    If hooks, pruning or adapters such as LoRA add to it, the layer must be called.
     """
     if type(layer) is not NonDynamicallyQuantizableLinear and type(layer) is not nn.Linear:
-        return False  # parametrized ones have a class of their own, too
+        return False  # parametrized layers also have their own class
     return not (
         layer._forward_hooks
         or layer._forward_pre_hooks
@@ -88,7 +88,7 @@ def _is_only_linear(layer: nn.Module) -> bool:
 
 
 def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:
-    """Whether nn.MultiheadAttention would not object to the shape of ``x`` or its dtype."""
+    """Whether nn.MultiheadAttention would accept the shape and dtype of ``x``."""
     E = module.embed_dim
     if x.dim() != 3 or x.shape[2] != E or E % module.num_heads:
         return False
@@ -98,7 +98,7 @@ def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:
 def _operator(
     module: nn.MultiheadAttention, x: Tensor, return_weights: str | None
 ) -> tuple[Any, Any]:
-    """The chosen backend's operator for all of ``module``, or None, and the record for it."""
+    """The chosen backend's operator for all of ``module``, or None, and its record."""
     E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
     call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights
     found = call_cache.look_up(call)

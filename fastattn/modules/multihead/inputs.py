@@ -1,4 +1,4 @@
-"""A call of nn.MultiheadAttention's interface, checked and brought into one form."""
+"""A call in nn.MultiheadAttention's interface, checked and brought into one form."""
 
 from typing import NamedTuple
 
@@ -36,10 +36,10 @@ def canonical(
     need_weights: bool,
     is_causal: bool,
 ) -> Inputs:
-    """Check a call in torch's order, with torch's errors and words, and bring it into one form."""
+    """Check a call in torch's order, with torch's errors, and bring it into one form."""
     if query is key is value and attn_mask is key_padding_mask is None and not is_causal:
         E, H = module.embed_dim, module.num_heads
-        if query.dim() == 3 and query.shape[2] == E and E % H == 0:  # nothing left to object to
+        if query.dim() == 3 and query.shape[2] == E and E % H == 0:  # nothing left to check
             none: dict[str, object] = {"attn_mask": None, "mask": None, "bias": None}
             return Inputs(query, key, value, True, module.batch_first, none | {"is_causal": False})
     masks.check_kinds(attn_mask, key_padding_mask, query.dtype)
@@ -53,8 +53,8 @@ def canonical(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
     batch_first = module.batch_first or not batched
     sizes = _check_sizes(module, query, key, value, batch_first)
-    # Without weights and padding the promise is enough: the mask is dropped unread. Appended keys
-    # then count as later than the queries.
+    # Without weights and padding the promise is enough: the mask is not read. Appended keys then
+    # count as later than the queries.
     causal = bool(is_causal) and key_padding_mask is None and not need_weights
     if causal:
         attn_mask = None
@@ -67,7 +67,7 @@ def canonical(
 def _add_batch_dim(*tensors: Tensor) -> list[Tensor]:
     """Unbatched inputs with a leading batch dim of 1.
 
-    Inputs that were one tensor stay one, for the projections to see.
+    Identical inputs stay one tensor, which the projections use.
     """
     batched = {id(t): t.unsqueeze(0) for t in tensors}
     return [batched[id(t)] for t in tensors]
@@ -76,9 +76,9 @@ def _add_batch_dim(*tensors: Tensor) -> list[Tensor]:
 def _check_sizes(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
 ) -> Sizes:
-    """The sizes of a batched call; where inputs do not fit, torch's errors in torch's words.
+    """The sizes of a batched call. Inputs that do not fit raise torch's errors in torch's words.
 
-    torch checks after moving the sequence dim to the front: its messages show shapes (N, B, E).
+    torch checks after moving the sequence dim to the front, so its messages show shapes (N, B, E).
     """
     qs, ks, vs = (_seq_first(t.shape, batch_first) for t in (query, key, value))
     M, B, embed_dim = qs

@@ -1,8 +1,8 @@
-"""What lets fastattn's modules stand in for nn.MultiheadAttention in the rest of torch.
+"""Lets fastattn's modules replace nn.MultiheadAttention everywhere in torch.
 
 Four places in torch do more than call ``forward``. The fast path of encoder layers at inference
 reads the parameters. TorchScript compiles the source. torch.ao looks classes up by exact type.
-torch.fx knows leaf modules by the name of their package. Each of the four has its answer here.
+torch.fx recognises leaf modules by the name of their package. This file handles all four.
 """
 
 import copy
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Kept from the import on: a program may put our class in its place in torch.nn later.
+# Read at import: a program may later replace the name in torch.nn by our class.
 TORCH_ATTENTION = nn.MultiheadAttention
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 PLAIN = {Tensor, nn.Parameter, type(None)}
 
 
 def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> str | None:
-    """Why a call must go to torch's own forward; None where our operators take it.
+    """Why a call must go to torch's own forward; None if our operators support it.
 
-    It must go there with one of these:
+    Such a call has one of these:
 
     - an argument or parameter that overrides torch functions or wraps other tensors (DTensor,
       quantised weights, jagged tensors, torch.fx proxies);
@@ -44,9 +44,9 @@ def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | Non
 
 
 def _is_plain(x: Tensor | None) -> bool:
-    """Whether ``x`` is an ordinary tensor, or stands for one while tracing.
+    """Whether ``x`` is an ordinary tensor, or represents one while tracing.
 
-    torch.overrides.has_torch_function would be wrong: it is true of every tensor under a mode, and
+    torch.overrides.has_torch_function would be wrong: under a mode it is true of every tensor.
     torch.set_default_device and torch.export are modes.
     """
     if x is None or type(x) in PLAIN:
@@ -59,7 +59,8 @@ def fx_leaf(module: nn.Module, args: tuple) -> Any:
     """During torch.fx symbolic tracing, a call_module node for ``module``; at other times None.
 
     fx treats the modules of the torch.nn package as leaves. It traces into all others, where the
-    first shape check fails. So a stand-in for nn.MultiheadAttention must be a leaf, for any tracer.
+    first shape check fails. So a replacement of nn.MultiheadAttention must be a leaf for any
+    tracer.
     """
     proxy = next((a for a in args if isinstance(a, torch.fx.Proxy)), None)
     if proxy is None:
@@ -69,7 +70,7 @@ def fx_leaf(module: nn.Module, args: tuple) -> Any:
 
 
 def keep_forward(module: nn.Module, args: tuple) -> None:
-    """A forward pre-hook that does nothing: it is enough that a hook exists.
+    """A forward pre-hook that does nothing: its existence is enough.
 
     nn.TransformerEncoderLayer in eval mode without gradients never calls its ``self_attn``, unless
     a module inside the layer has a hook. One fused C++ operator reads the parameters instead.
@@ -96,9 +97,9 @@ def as_plain(module: nn.MultiheadAttention) -> nn.MultiheadAttention:
 def register_with_torch_ao(cls: type[nn.MultiheadAttention]) -> None:
     """Let torch.ao's eager-mode quantization treat ``cls`` as it treats nn.MultiheadAttention.
 
-    Its table maps exact types to observed ones, and the observed class insists on an exact
-    nn.MultiheadAttention: an adapter gives it one. torch has announced torch.ao's removal, so a
-    torch without it is not an error.
+    torch.ao's table maps exact types to observed types. The observed class accepts only an exact
+    nn.MultiheadAttention, so an adapter gives it one. torch has announced the removal of torch.ao,
+    so a torch without it is no error.
     """
     try:
         from torch.ao.nn.quantizable import MultiheadAttention as Observed

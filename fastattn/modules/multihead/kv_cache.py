@@ -29,25 +29,25 @@ class KVCache:
     One cache belongs to one attention module and one batch of sequences. There are two kinds:
 
     - Growing (the default), for causal self-attention. Each call appends the keys and values of its
-      M new positions. Query i of the call is at position ``past + i`` and sees the keys up to its
-      own. So all steps together equal one causal forward, without any mask. A mask that is given
+      M new positions. Query i of the call is at position ``past + i``, and sees the keys up to its
+      own position. All steps together thus equal one causal forward, without any mask. A given mask
       covers all keys, past and new: ``attn_mask`` (M, past + M), ``key_padding_mask``
       (B, past + M).
     - ``static=True``, for cross-attention to a memory. The first call projects key and value. Later
       calls do not read them, and they may be None. Nothing is causal.
 
-    Decode under ``torch.no_grad()`` or ``torch.inference_mode()``. New rows are then written behind
+    Decode under ``torch.no_grad()`` or ``torch.inference_mode()``. New rows are then written after
     the others, into memory that doubles when it is full. With grad mode on, gradients are right,
     but each step copies all rows into a new tensor.
 
     Args:
         static (bool): project once, as above. Default False.
-        capacity (int): positions to make room for at first. Default 0: as needed.
+        capacity (int): initial room, in positions. Default 0: as needed.
 
     Raises:
-        ValueError: a negative capacity. From the module: new positions that do not fit the cache
-            in batch, heads, dtype or device, or the options ``add_bias_kv`` and ``add_zero_attn``,
-            whose appended keys a cache excludes.
+        ValueError: a negative capacity. From the module: new positions do not fit the cache in
+            batch, heads, dtype or device, or the module has ``add_bias_kv`` or ``add_zero_attn``. A
+            cache does not support appended keys.
 
     Example::
 
@@ -65,7 +65,7 @@ class KVCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all keys and values."""
         self.length = 0
         self._key: Tensor | None = None  # [B, H, room for keys, D]
         self._value: Tensor | None = None
@@ -87,12 +87,12 @@ class KVCache:
         return None if self._value is None else self._value[:, :, : self.length]
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append key [B, H, M, D] and value [B, H, M, E]; returns all, [B, H, length, D and E].
+        """Append key [B, H, M, D] and value [B, H, M, E]. Returns all, [B, H, length, D and E].
 
         Raises:
-            TypeError: one of them is no tensor.
-            ValueError: key and value do not fit each other, or do not fit what is stored, in batch,
-                heads, length, dtype, device or size. Or the cache is static and has its keys.
+            TypeError: key or value is not a tensor.
+            ValueError: key and value do not fit each other or the stored ones, in batch, heads,
+                length, dtype, device or size. Or the cache is static and has its keys.
         """
         _check_pair(key, value)
         if self.static and not self.is_empty:
@@ -108,7 +108,7 @@ class KVCache:
         return self._key[:, :, : self.length], self._value[:, :, : self.length]
 
     def _append(self, held: Tensor | None, new: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # a graph may hold what would be written over
+        if torch.is_grad_enabled():  # autograd may still need the old memory
             return new if held is None else torch.cat([held[:, :, : self.length], new], dim=2)
         needed = self.length + new.shape[2]
         if held is None or needed > held.shape[2] or not _is_writable(held):
@@ -117,7 +117,7 @@ class KVCache:
         return held
 
     def _grown(self, held: Tensor | None, new: Tensor, needed: int) -> Tensor:
-        """Memory for ``needed`` keys and as many more, with those held in front."""
+        """Memory for ``needed`` keys and as many more, which begins with the held ones."""
         B, H, _, D = new.shape
         room = max(needed, 2 * self.length, self.capacity, _MIN_CAPACITY)
         grown = new.new_empty(B, H, room, D)
@@ -128,8 +128,8 @@ class KVCache:
     def reorder(self, indices: Tensor) -> None:
         """Make sample ``indices[b]`` sample b, as beam search does: [B'] integers in [0, B).
 
-        An index may occur several times or not at all, and B' may differ from B. So ``reorder``
-        also spreads a prompt's cache over its beams. It costs a copy of keys and values.
+        An index may occur several times or not at all, and B' may differ from B. So ``reorder`` can
+        also copy a prompt's cache to all beams. It costs a copy of keys and values.
 
         Raises:
             ValueError: ``indices`` is not a vector of integers, or on another device.
@@ -153,9 +153,9 @@ class KVCache:
         (self._key, self._value), self._spare = taken, held
 
     def _other_memory(self, batch: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for ``batch`` samples elsewhere: what the last reorder left, if it still fits.
+        """Room for ``batch`` samples: the memory that the last reorder left, if it still fits.
 
-        Memory that is new costs four times the copy itself, for its pages.
+        New memory costs four times as much as the copy, because of page faults.
         """
         shapes = [(batch, *x.shape[1:]) for x in (key, value)]
         spare = self._spare
@@ -167,7 +167,7 @@ class KVCache:
         return key.new_empty(shapes[0]), value.new_empty(shapes[1])
 
     def crop(self, length: int) -> None:
-        """Forget all positions from ``length`` on, as speculative decoding does.
+        """Forget all positions from ``length`` on, for speculative decoding.
 
         Raises:
             ValueError: ``length`` is not between 0 and the cache's length.
@@ -183,7 +183,7 @@ class KVCache:
 
 
 def _check_pair(key: Tensor, value: Tensor) -> None:
-    """Fewer values than keys would show memory that was never written."""
+    """Checks a pair. With fewer values than keys, memory that was never written would be read."""
     for name, x in (("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
@@ -212,8 +212,8 @@ def _describe(x: Tensor) -> str:
 
 
 def _is_writable(held: Tensor) -> bool:
-    """Tensors from inference mode may be written only there, those in a graph never."""
-    if held.requires_grad or torch.compiler.is_compiling():  # which cannot ask the rest
+    """Inference tensors may be written only in inference mode, tensors in a graph never."""
+    if held.requires_grad or torch.compiler.is_compiling():  # the rest cannot be traced
         return not held.requires_grad
     return torch.is_inference_mode_enabled() or not held.is_inference()
 
@@ -229,7 +229,7 @@ def step(
 ) -> Step:
     """One call of ``module`` with a cache.
 
-    The cache is changed last: a call that does not fit leaves it as it was.
+    The cache changes last: a call that does not fit leaves the cache unchanged.
     """
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache: expected a fastattn.KVCache, got {type(cache).__name__}")
@@ -263,7 +263,7 @@ def _static_step(
     masks: _Masks,
     need_weights: bool,
 ) -> Step:
-    """Only the queries are projected."""
+    """A call with a static cache that has its keys: projects the queries only."""
     like = _keys_like(module, query, cache.length)
     call = inputs.canonical(module, query, *like, *masks, need_weights, False)
     q = projection.queries_to_heads(module, call.query, call.batch_first)
@@ -284,7 +284,7 @@ def _growing_step(
     masks: _Masks,
     need_weights: bool,
 ) -> Step:
-    """New positions behind the others, each seeing the keys up to its own."""
+    """A call that adds positions after the others. Each sees the keys up to its own position."""
     call = inputs.canonical(module, query, key, value, None, None, need_weights, False)
     M, new = (x.shape[1 if call.batch_first else 0] for x in (call.query, call.key))
     if M != new:
@@ -304,7 +304,7 @@ def _growing_step(
 
 
 def _keys_like(module: nn.MultiheadAttention, query: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """What stands for N keys and values where only their shapes are looked at."""
+    """Placeholders for N keys and values, for checks that only read shapes."""
     dim = 1 if module.batch_first and query.dim() == 3 else 0
     shape = list(query.shape)
     shape[dim : dim + 1] = [N]

@@ -1,9 +1,10 @@
 """Masks in nn.MultiheadAttention's convention, turned into the functional API's.
 
-nn.MultiheadAttention takes two masks in which True means "not allowed": ``attn_mask`` over (query,
-key) pairs and ``key_padding_mask`` over keys. It turns both into floats, adds them and expands the
-sum to [B * H, M, N]. Here each keeps its own kind and its own small shape: a boolean mask becomes a
-keep mask (True keeps), a float mask becomes a bias, and only what must be added is added.
+nn.MultiheadAttention takes two masks in which True means "not allowed": ``attn_mask`` over
+(query, key) pairs and ``key_padding_mask`` over keys. It turns both into floats, adds them and
+expands the sum to [B * H, M, N]. Here each keeps its kind and its small shape. A boolean mask
+becomes a keep mask (True keeps), a float mask becomes a bias, and masks are added only if both are
+float.
 
 Dims as everywhere in the package: B batch, H heads, M queries, N keys.
 """
@@ -30,10 +31,10 @@ class Sizes(NamedTuple):
 def check_kinds(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Raise and warn as nn.MultiheadAttention does about the masks' dtypes.
+    """Raise and warn like nn.MultiheadAttention about the masks' dtypes.
 
-    torch's own helper raises, so that type and text are torch's. But it also builds a float copy of
-    a boolean mask. So it is called only where it will raise or warn, and with an empty tensor.
+    torch's own helper raises, so that type and text are torch's. But the helper also builds a float
+    copy of a boolean mask. So it is called only if it will raise or warn, with an empty tensor.
     """
     masks = [m for m in (attn_mask, key_padding_mask) if m is not None]
     known = all(m.dtype == torch.bool or m.is_floating_point() for m in masks)
@@ -64,8 +65,8 @@ def to_keywords(
 
     Only two float masks are ever added, in their broadcast shape [B, 1, M, N]; torch adds them as
     [B * H, M, N]. No value of a mask is read. nn.TransformerEncoder turns a boolean mask into a
-    float one of 0 and -inf. It stays a bias here: a bias costs the kernels no more than a boolean
-    mask, and they skip tiles of all -inf.
+    float mask of 0 and -inf. Here that stays a bias: a bias costs the kernels no more than a
+    boolean mask, and they skip tiles of all -inf.
     """
     pairs = _pairs_4d(attn_mask, sizes)
     padding = _padding_4d(key_padding_mask, sizes)
@@ -85,9 +86,9 @@ def to_keywords(
 def check_float_dtypes(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor, need_weights: bool
 ) -> None:
-    """A float mask has the query's dtype.
+    """Raises unless a float mask has the query's dtype.
 
-    As in torch, float32 also passes when no weights are asked for, and anything under autocast.
+    As in torch, float32 also passes if no weights are wanted, and any dtype under autocast.
     """
     allowed = {torch.bool, query.dtype}
     if not need_weights:
@@ -102,7 +103,7 @@ def check_float_dtypes(
 
 
 def _pairs_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
-    """attn_mask as a view [1, 1, M, N] or [B, H, M, N]; the errors are torch's."""
+    """attn_mask as a view [1, 1, M, N] or [B, H, M, N]. The errors are torch's."""
     if mask is None:
         return None
     expected = (s.M, s.N) if mask.dim() == 2 else (s.B * s.H, s.M, s.N)
@@ -110,7 +111,7 @@ def _pairs_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
         raise RuntimeError(
             f"The shape of the {mask.dim()}D attn_mask is {mask.shape}, but should be {expected}."
         )
-    # Index n * H + h: unflatten is a view whatever the strides, an expanded mask included.
+    # Index n * H + h. unflatten is a view for any strides, also those of an expanded mask.
     mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (s.B, s.H))
     return _append_columns(mask, s.extra)
 

@@ -1,7 +1,7 @@
 """Self-attention over a nested batch: sequences of different lengths in one strided nested tensor.
 
-nn.TransformerEncoder makes one of a padded batch at inference, so that its linear layers skip the
-padding, and its layers hand it to ``self_attn`` as query, key and value without any mask.
+nn.TransformerEncoder makes such a tensor from a padded batch at inference, so that its linear
+layers skip the padding. Its layers pass it to ``self_attn`` as query, key and value without a mask.
 """
 
 from collections.abc import Callable
@@ -39,9 +39,9 @@ def takes(module: nn.MultiheadAttention, args: tuple) -> bool:
 def attend(
     module: nn.MultiheadAttention, x: Tensor, heads_attend: Callable[..., Tensor]
 ) -> tuple[Tensor, None]:
-    """Self-attention over the nested batch ``x``: (out, None), with out nested as ``x`` is.
+    """Self-attention over the nested batch ``x``: (out, None); out is nested like ``x``.
 
-    The projections run on the nested data, without padding. Attention runs on the padded form, and
+    The projections run on the nested data, without padding. Attention runs on the padded form;
     ``heads_attend`` skips the padding of the keys by ``kv_len``.
     """
     lengths = x._nested_tensor_size()[:, 0].to(x.device)

@@ -1,7 +1,7 @@
 """Projections around multi-head attention: inputs to heads, heads to output.
 
-The heads of a projection are a strided view [B, H, N, D] of it, in both layouts, (N, B, E) and
-(B, N, E). The kernels read strides, so nothing is transposed in memory.
+Heads are a strided view [B, H, N, D] of the projection, in both layouts, (N, B, E) and (B, N, E).
+The kernels read strides, so nothing is transposed in memory.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def split_packed(x: Tensor, num_heads: int, batch_first: bool) -> Sequence[Tenso
     """From q, k and v side by side, (B, N, 3 E) or (N, B, 3 E), to views [B, H, N, D] of each."""
     first, second, features = x.shape
     x = x.view(first, second, 3, num_heads, features // (3 * num_heads))
-    # The backward of this order is one stack, and no other copy.
+    # In this order, backward is one stack without another copy.
     return [_heads_first(y, batch_first) for y in x.unbind(2)]
 
 
@@ -51,7 +51,7 @@ def _in_projection(
     """Projected q, k and v, each with the leading dims of its input and E features.
 
     The parameters are read at every call. They may be anything that attribute access gives: pruned
-    plain tensors, parametrized properties, what functional_call put there.
+    plain tensors, parametrized properties, tensors from functional_call.
     """
     bias = module.in_proj_bias
     if not module._qkv_same_embed_dim:
@@ -97,8 +97,8 @@ def _heads_first(x: Tensor, batch_first: bool) -> Tensor:
 def merge_heads(x: Tensor, batch_first: bool) -> Tensor:
     """From [B, H, M, D] to (B, M, E), a view of the memory [B, M, H, D]; or to (M, B, E), a copy.
 
-    The copy is needed because callers of the sequence-first layout ``view`` the output, as they can
-    view torch's.
+    The copy is needed because callers of the sequence-first layout ``view`` the output, as torch's
+    allows.
     """
     x = x.transpose(1, 2).flatten(2)
     return x if batch_first else x.transpose(0, 1).contiguous()
@@ -122,8 +122,8 @@ def _append_rows(x: Tensor, learned: Tensor | None, zero: bool) -> Tensor:
     B, H, _, D = x.shape
     rows = [x]
     if learned is not None:
-        # Under autocast x is bf16 and the parameter float32: without the cast, cat would promote
-        # every key.
+        # Under autocast x is bf16 and the parameter float32. Without the cast, cat would promote
+        # every key to float32.
         rows.append(learned.to(x.dtype).reshape(1, H, 1, D).expand(B, H, 1, D))
     if zero:
         rows.append(x.new_zeros(B, H, 1, D))

@@ -1,4 +1,4 @@
-"""Swapping the attention of an existing model for fastattn's, in place."""
+"""Swaps the attention of an existing model for fastattn's, in place."""
 
 import warnings
 
@@ -12,16 +12,16 @@ from fastattn.modules.multihead.interop import TORCH_ATTENTION, off_fast_path
 def replace_attention(model: nn.Module) -> int:
     """Make every nn.MultiheadAttention in ``model``, itself included, a fastattn one, in place.
 
-    Each module stays the object it was. Parameters (and optimizers that hold them), buffers, hooks,
-    parametrizations, training mode, names and sharing are untouched. Outputs change by rounding
+    Each module stays the same object. Parameters (and optimizers that hold them), buffers, hooks,
+    parametrizations, training mode, names and sharing do not change. Outputs change by rounding
     only.
 
     At inference nn.TransformerEncoderLayer would bypass its attention. So each module also gets a
     forward pre-hook that does nothing: its presence makes the layer call the module. Modules that
-    already are of our class get the hook only, and a second call changes nothing.
+    already are of our class get only the hook. A second call changes nothing.
 
-    Subclasses of nn.MultiheadAttention and modules whose ``forward`` was patched are left alone,
-    since what they compute is theirs; one warning names them.
+    Subclasses of nn.MultiheadAttention and modules with a patched ``forward`` are left alone, since
+    they may compute something else. One warning names them.
 
     Args:
         model (nn.Module): any module, on any device, in any mode. Changed in place.
@@ -33,8 +33,8 @@ def replace_attention(model: nn.Module) -> int:
         UserWarning: some attention modules were left alone.
 
     Note:
-        ``torch.jit.script`` puts plain nn.MultiheadAttention modules into the model that it is
-        given, since ours are not TorchScript. Call this again to go on with the eager model.
+        ``torch.jit.script`` puts plain nn.MultiheadAttention modules into the model, since ours are
+        not TorchScript. Call this function again to go on with the eager model.
 
     Example::
 
@@ -64,7 +64,7 @@ def replace_attention(model: nn.Module) -> int:
 
 
 def _is_exact(module: nn.MultiheadAttention) -> bool:
-    """Whether ``module`` computes what nn.MultiheadAttention computes, parametrized or not."""
+    """Whether ``module`` computes what nn.MultiheadAttention computes. It may be parametrized."""
     patched = "forward" in module.__dict__
     return not patched and parametrize.type_before_parametrizations(module) is TORCH_ATTENTION
 
@@ -78,9 +78,9 @@ def _swap_class(module: nn.MultiheadAttention) -> None:
     if not parametrize.is_parametrized(module):
         module.__class__ = MultiheadAttention
         return
-    # A parametrized module has a class made for it, holding its properties, whose only base is the
-    # class before parametrization. Deep copies share that class, so the swap makes a new one
-    # instead of changing its base.
+    # A parametrized module has a class made for it, which holds its properties. The only base of
+    # that class is the class before parametrization. Deep copies share the made class, so the swap
+    # makes a new one instead of changing its base.
     members = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
     name = f"Parametrized{MultiheadAttention.__name__}"
     module.__class__ = type(name, (MultiheadAttention,), members)

@@ -1,4 +1,4 @@
-"""Self-attention in one module whose head size is free."""
+"""Self-attention in one module with a free head size."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class SelfAttention(nn.Module):
         A_h = \mathrm{softmax}(q_h k_h^\top / \sqrt{\mathrm{head\_dim}}), \qquad
         \mathrm{out} = [A_1 v_1, \dots, A_H v_H]\, W_o + b_o
 
-    Unlike nn.MultiheadAttention it lets ``num_heads * head_dim`` differ from ``hidden_dim``, takes
+    Unlike nn.MultiheadAttention, it lets ``num_heads * head_dim`` differ from ``hidden_dim``, takes
     one input, and returns the weights first. Its masks are those of
     ``scaled_dot_product_attention``, where True means take part.
 
@@ -95,11 +95,11 @@ class SelfAttention(nn.Module):
             x: (B, N, hidden_dim), of the parameters' dtype.
             valid_lens: integers (B,) or (B, N) in [0, N]: how many of the first keys take part, for
                 each sample or for each position. Default None: all.
-            attn_mask: (B, H, N, N), (B, N, N) or what broadcasts to it: boolean with True = take
+            attn_mask: (B, H, N, N), (B, N, N) or broadcastable to them: boolean with True = take
                 part, or float, added to the scores. Default None.
             mask: a :class:`fastattn.Mask`, such as ``Mask(causal="top_left")``. Default None.
             need_weights: return the weights; they cost (B, N, N) numbers. Default True.
-            average_attn_weights: their mean over heads rather than each head's. Default True.
+            average_attn_weights: return their mean over heads instead of each head's. Default True.
 
         Returns:
             ``(weights, output)``, in this order: weights (B, N, N), or per head (B, H, N, N), or

@@ -1,4 +1,4 @@
-"""Attention by similarity of query and key as they come: cosine, and Gaussian kernel regression."""
+"""Attention by cosine similarity of query and key."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ class CosineAttention(nn.Module):
             \beta\, \frac{q_i \cdot k_j}{|q_i|\, |k_j|}\right) v_j
 
     Args:
-        scale (float): :math:`\beta`, the key strength, in front of a cosine in [-1, 1]; the larger,
-            the sharper. Default 1.0.
+        scale (float): :math:`\beta`, the key strength, the factor of a cosine in [-1, 1]. A larger
+            scale gives sharper weights. Default 1.0.
         learnable (bool): make ``scale`` a parameter. Default False.
         dropout (float): probability of dropping an attention weight in training. Default 0.0.
         device (torch.device, optional): of the parameter.
@@ -29,7 +29,7 @@ class CosineAttention(nn.Module):
     Raises:
         ValueError: ``dropout`` is not in [0, 1].
 
-    A query or key of length 0 has cosine 0 with all. A query without keys has output 0.
+    A query or key of length 0 has cosine 0 with every vector. A query without keys has output 0.
 
     Source: Graves, Wayne, Danihelka, "Neural Turing Machines", 2014, section 3.3.1,
     https://arxiv.org/abs/1410.5401.
@@ -72,7 +72,7 @@ class CosineAttention(nn.Module):
         """Attend from ``queries`` to ``keys`` and ``values``.
 
         Args:
-            queries: (B, M, D), or one step, (B, D), and then the results have no dim M.
+            queries: (B, M, D), or one step, (B, D), whose results have no dim M.
             keys: (B, N, D).
             values: (B, N, Dv). Default None: the keys.
             valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part.
@@ -91,7 +91,7 @@ class CosineAttention(nn.Module):
         """
         queries, one_step = single_head.as_steps(queries)
         single_head.check_dims(queries=queries, keys=keys)
-        # The scale goes into the query: the kernels take a number there, and give no gradient.
+        # The scale multiplies the query: the kernels' own scale is a number without gradient.
         unit, scale = scores.normalize(queries), self.scale.to(queries.dtype)
         scaled = scores.where_finite(torch.mul, unit, scale)
         out, weights = single_head.attend(

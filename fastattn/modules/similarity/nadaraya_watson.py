@@ -25,8 +25,8 @@ class NadarayaWatson(nn.Module):
         bandwidth (float | sequence of floats): h, positive: one number, or one for each feature.
             Default 1.0.
         learnable (bool): learn it, as its logarithm ``log_bandwidth``, so that it stays positive.
-            Default False. Train on :meth:`leave_one_out`: if points may look at themselves, the
-            best bandwidth is 0.
+            Default False. Train on :meth:`leave_one_out`: if a point's estimate may use the point
+            itself, the best bandwidth is 0.
         dropout (float): probability of dropping a weight in training. Default 0.0.
         device (torch.device, optional): of the parameter.
         dtype (torch.dtype, optional): of the parameter.
@@ -90,7 +90,7 @@ class NadarayaWatson(nn.Module):
         Args:
             queries: (B, M, D), (M, D), or (M,) for one feature.
             keys: (B, N, D), (N, D) or (N,).
-            values: (B, N, E) or (N, E); or without the last dim, and then so is the result.
+            values: (B, N, E) or (N, E); or without the last dim, which the result then lacks.
             valid_lens: integers (B,) or (B, M) in [0, N]: how many of the first keys take part.
                 Default None: all.
             attn_mask: broadcastable to (B, M, N): boolean with True = take part, or float, added to
@@ -100,7 +100,7 @@ class NadarayaWatson(nn.Module):
 
         Returns:
             output (B, M, E) in the dtype of ``values``; with ``need_weights`` the tuple (output,
-            weights (B, M, N)). Dims that the arguments lack, the results lack too.
+            weights (B, M, N)). The results lack the dims that the arguments lack.
 
         Raises:
             TypeError: a mask of another dtype.
@@ -136,7 +136,7 @@ class NadarayaWatson(nn.Module):
     def _in_bandwidths(
         self, queries: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor, float | Tensor]:
-        """Queries, keys, and the one bandwidth of the score between them."""
+        """Queries, keys, and the one bandwidth of their score."""
         if self.log_bandwidth.dim() == 0:
             return queries, keys, self.bandwidth
         if self.log_bandwidth.shape[0] != keys.shape[-1]:
@@ -144,7 +144,7 @@ class NadarayaWatson(nn.Module):
                 f"keys: expected {self.log_bandwidth.shape[0]} features, as many as bandwidths, "
                 f"got {list(keys.shape)}"
             )
-        # A head dim each, lest the centre be that of all samples.
+        # A head dim of 1 gives each sample its own centre, not that of the whole batch.
         centred = scores.centred(queries.unsqueeze(1), keys.unsqueeze(1))
         queries, keys = (
             scores.where_finite(torch.div, x.squeeze(1), self.bandwidth) for x in centred
@@ -152,7 +152,7 @@ class NadarayaWatson(nn.Module):
         return queries, keys, 1.0
 
     def leave_one_out(self, x: Tensor, y: Tensor) -> Tensor:
-        """Estimates at the points ``x`` themselves, each from all others: learn from these.
+        """Estimates at the points ``x``, each from all other points. Train on these.
 
         Args:
             x: (B, N, D), (N, D) or (N,).
