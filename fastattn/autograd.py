@@ -1,16 +1,16 @@
-"""Autograd around a backend: save, restore, call. No arithmetic lives here.
+"""Autograd around a backend: saves, restores, calls. It does no arithmetic.
 
-The pattern is the one that every transform understands: functions with a split ``forward`` /
-``setup_context`` and a ``vmap`` rule. The backward is a second such function, so that double
-backward exists: it differentiates the reference formulas by recomputation, which takes the dense
-[B, H, M, N] memory (times D for the additive score).
+Functions have a split ``forward`` / ``setup_context`` and a ``vmap`` rule, the pattern that every
+transform supports. The backward is a second such Function, so that double backward exists. It
+differentiates the reference formulas by recomputation, which takes the dense [B, H, M, N] memory
+(times D for the additive score).
 
 Tensors inside the record (its masks and seed) are passed as arguments beside it, because a
-transform must see every tensor; ``p`` travels without them. Forward mode differentiates the
-reference formulas, too.
+transform must see every tensor; ``p`` is passed without them. Forward mode also differentiates
+the reference formulas.
 """
 
-# torch declares these static methods with *args
+# torch declares these static methods with *args.
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def attend(
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Whether anything may ask for a derivative or a transform: autograd Functions cost 20 us."""
-    if torch.compiler.is_compiling():  # traced once: what is there now says nothing of later calls
+    """Whether a derivative or a transform may be needed: autograd Functions cost 20 us."""
+    if torch.compiler.is_compiling():  # traced once; later calls may differ
         return True
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
@@ -74,13 +74,13 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 class _Positional(inspect.Signature):
-    """A signature without defaults, called with positional arguments: they are bound as they are.
+    """A signature for a function without defaults that gets positional arguments only.
 
-    ``Function.apply`` binds them at every call, which took longer than a small problem.
+    ``Function.apply`` binds its arguments at every call, which took longer than a small problem.
     """
 
     def bind(self, *args):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What ``Function.apply`` reads of it is ``args`` and ``kwargs``."""
+        """``Function.apply`` reads only ``args`` and ``kwargs`` of the result."""
         return _Bound(args, {})
 
 
@@ -89,11 +89,11 @@ class _Bound(NamedTuple):
     kwargs: dict
 
     def apply_defaults(self) -> None:
-        """There are none."""
+        """No argument has a default."""
 
 
 def _positional(*names: str):
-    """Names the arguments of a function that takes any: how many there are is what dynamo reads."""
+    """Gives names to ``*args``: dynamo reads the number of arguments from the signature."""
 
     def decorate(function):
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -103,16 +103,16 @@ def _positional(*names: str):
     return decorate
 
 
-# ---- the tensors of a call: those that have a gradient, then Problem.tensors() ----
+# ---- the tensors of a call: those with a gradient, then Problem.tensors() ----
 
 _MASKS = [Call._fields.index(name) for name in MASK_TENSORS]
 _W, _BIAS, _SEED = map(Call._fields.index, ("w", "bias", "seed"))
-_INPUTS, _ALL = _BIAS + 1, _SEED + 1  # how many have a gradient, and how many there are
+_INPUTS, _ALL = _BIAS + 1, _SEED + 1  # how many have a gradient, and how many exist
 _TENSORS = Call._fields[:_ALL]
 
 
 def _parts(tensors: tuple) -> tuple[tuple, tuple, tuple]:
-    """(q, k, v, w, bias), the record's own, and what ``Saved`` lists first."""
+    """(q, k, v, w, bias), the tensors of the record, and the first fields of ``Saved``."""
     return tensors[:_INPUTS], tensors[_INPUTS:_ALL], tensors[_ALL:]
 
 
@@ -138,7 +138,7 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse, grad_weights, _grad_stats):
         inputs, own, (out, stats) = _parts(ctx.saved_tensors)
-        if ctx.p.weights == "none":  # torch.compile materialises a zero for it all the same
+        if ctx.p.weights == "none":  # torch.compile makes zeros for it all the same
             grad_weights = None
         if grad_out is None and grad_lse is None and grad_weights is None:
             return (None,) * (2 + _ALL)
@@ -181,8 +181,8 @@ class AttentionBackwardFunction(torch.autograd.Function):
     def backward(ctx, *grads):
         inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
         second = _reference_vjp(ctx.p.with_tensors(*own), [*inputs, *upstream], grads)
-        # out and stats are functions of the other inputs, and backward() recomputes them: no
-        # gradient of their own.
+        # out and stats have no gradient: they are functions of the other inputs, and backward()
+        # recomputes them.
         absent = [None] * (len(own) + 2)
         return (None, None, None, *second[:_INPUTS], *absent, *second[_INPUTS:])
 
@@ -194,7 +194,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
 
 def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> list[Tensor | None]:
-    """Vector-Jacobian product of ``reference.backward`` in each input that is present."""
+    """Vector-Jacobian product of ``reference.backward`` for each input that is not None."""
     present = [n for n, t in enumerate(inputs) if t is not None]
     wanted = [n for n, g in enumerate(grads) if g is not None]
     if not wanted:
@@ -281,7 +281,7 @@ def _reference_jvp(formula, p: Problem, inputs, tangents) -> list[Any]:
 
 
 def _vmap(function, size: int, in_dims: tuple, static: tuple, tensors: tuple):
-    """Folds the mapped dim into B, one launch for all; weights and seeds have no B: a loop."""
+    """Folds the mapped dim into B for one launch. Mapped weights and seeds have no B: a loop."""
     backend, p, *options = static
     dims = in_dims[len(static) :]
     if dims[_W] is not None or p.dropout is not None:
@@ -297,17 +297,17 @@ def _vmap(function, size: int, in_dims: tuple, static: tuple, tensors: tuple):
             folded.append(_fold(x, dim, size, p.B))
     wide = dataclasses.replace(p, B=size * p.B)
     outputs = list(function.apply(backend, wide, *options, *folded))
-    mapped = [o is not None and o.dim() > 1 for o in outputs]  # 1-D: the empty stand-in for absent
+    mapped = [o is not None and o.dim() > 1 for o in outputs]  # 1-D: empty, for an absent one
     outputs = [
         o.unflatten(0, (size, p.B)) if m else o for o, m in zip(outputs, mapped, strict=True)
     ]
     if bias_needs_grad and tensors[_BIAS].shape[0 if dims[_BIAS] != 0 else 1] == 1:
-        outputs[_BIAS] = outputs[_BIAS].sum(1, keepdim=True)  # each sample's bias broadcast over B
+        outputs[_BIAS] = outputs[_BIAS].sum(1, keepdim=True)  # a sample's bias broadcasts over B
     return tuple(outputs), tuple(0 if m else None for m in mapped)
 
 
 def _fold(x: Tensor, dim: int | None, size: int, B: int) -> Tensor:
-    """[size, B or 1, ...] -> [size * B, ...], the mapped dim wherever it is, or expanded."""
+    """[size, B or 1, ...] -> [size * B, ...]; the mapped dim may be anywhere, or absent."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.expand(size, B, *x.shape[2:]).flatten(0, 1)
 

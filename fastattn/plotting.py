@@ -13,13 +13,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Fonts with Chinese, Japanese and Korean letters, as Linux, macOS and Windows have them.
+# Fonts with Chinese, Japanese and Korean letters on Linux, macOS and Windows.
 CJK_FONTS = (
     "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC",
     "Source Han Sans CN", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback",
     "AR PL UMing CN", "PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "SimHei",
 )  # fmt: skip
-CELL = 0.28  # inches; labels of 9 points fit
+CELL = 0.28  # inches; fits labels of 9 points
 SMALLEST, LARGEST = 2.0, 12.0  # inches of a panel's side
 
 
@@ -37,22 +37,22 @@ def plot_attention(
 
     Args:
         weights: ``[M, N]``, or ``[heads, M, N]``, of any floating dtype, on any device.
-        rows: M labels of the queries, such as the words that were written.
-        columns: N labels of the keys, such as the words that were read; they stand on top.
-        title: of the whole figure.
-        names: of the panels; ``head 0``, ``head 1`` ... by default where there are several.
+        rows: M labels of the queries, such as the words of the output.
+        columns: N labels of the keys, such as the words of the input; they are at the top.
+        title: the title of the figure.
+        names: titles of the panels; by default ``head 0``, ``head 1`` ... if there are several.
 
     Returns:
-        A :class:`matplotlib.figure.Figure`, to be shown in a notebook or saved by
+        A :class:`matplotlib.figure.Figure`: show it in a notebook, or save it with
         ``.savefig("attention.png")``. It belongs to no window and need not be closed.
 
     Raises:
-        ValueError: weights do not have 2 or 3 dims, or there are more or fewer labels than rows,
+        ValueError: weights do not have 2 or 3 dims, or the number of labels is not that of rows,
             columns or heads.
         ImportError: matplotlib is not installed.
 
-    Labels may be Chinese, Japanese or Korean where a font for them is installed; a warning says how
-    to get one where it is not.
+    Labels may be Chinese, Japanese or Korean if a font for them is installed. Otherwise a warning
+    says how to get one.
 
     Example:
         >>> _, weights = fastattn.scaled_dot_product_attention(q, k, v, return_weights="full")
@@ -122,7 +122,7 @@ def _label(
     else:
         axis.set_ylabel("query")
     if columns is not None:
-        # Words lean, so that they do not meet; single characters stand.
+        # Words are slanted, so that they do not overlap; single characters are upright.
         lean = 0 if all(len(c) <= 2 for c in columns) else 60
         axis.xaxis.tick_top()
         axis.set_xticks(range(len(columns)), labels=list(columns), rotation=lean,
@@ -132,7 +132,7 @@ def _label(
 
 
 def _font(labels: Sequence[str]) -> dict[str, Any]:
-    """The option that makes matplotlib draw these labels, warning where no font has them."""
+    """The font option for these labels. Warns if no installed font has their letters."""
     if not any(_is_cjk(letter) for label in labels for letter in label):
         return {}
     from matplotlib import font_manager

@@ -1,4 +1,4 @@
-"""Measures which tiles the Triton kernels run fastest with on this GPU, and remembers it."""
+"""Measures which tiles make the Triton kernels fastest on this GPU, and remembers them."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def autotune(
 ) -> dict[str, Config]:
     """Finds the fastest tile sizes, warps and pipeline stages of the kernels behind a call.
 
-    Later calls use them if they have the same element size, the same head size (rounded up to 64,
-    128 or 256) and are of the same kind (plain, or with dropout, bias or weights). A file keeps
-    them for other processes, by device and version of Triton:
-    ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default). Delete it to forget them.
-    Results change by rounding only.
+    Later calls use the result if they have the same element size, the same head size (rounded up to
+    64, 128 or 256) and the same kind (plain, or with dropout, bias or weights). A file keeps them
+    for other processes, by device and version of Triton: ``$XDG_CACHE_HOME/fastattn/autotune.json``
+    (``~/.cache`` by default). Delete the file to forget them. Outputs change by rounding only.
 
     The search starts from the built-in table. It moves to a neighbour (half or twice a tile size,
-    other warps, a stage more or less) while one is faster. This compiles tens of kernels and takes
-    minutes.
+    other warps, one stage more or less) as long as one is faster. This compiles tens of kernels and
+    takes minutes.
 
     Args:
-        query: as in :func:`scaled_dot_product_attention`, or :func:`additive_attention` when weight
-            is given; or a validated :class:`fastattn.problem.Problem`, for which inputs are drawn.
-        key: as there; query by default.
-        value: as there; key by default.
-        weight: as there.
-        measure: takes a call and returns its time. By default the median on the device's clock.
+        query: as in :func:`scaled_dot_product_attention`, or in :func:`additive_attention` if
+            weight is given. Or a validated :class:`fastattn.problem.Problem`, whose inputs are
+            drawn.
+        key: likewise; query by default.
+        value: likewise; key by default.
+        weight: likewise.
+        measure: takes a call and returns its time. Default: the median on the device's clock.
         **options: the call's other arguments.
 
     Returns:
         The configuration of each kernel: ``(BLOCK_M, BLOCK_N, num_warps, num_stages)`` by name.
 
     Raises:
-        ValueError: the Triton backend cannot do this problem, for the reasons given.
+        ValueError: the Triton backend cannot compute this problem; the message has the reasons.
 
     Example:
         >>> q = torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def _inputs(
 
 
 def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
-    """(kernel of config.TABLE, what runs it), those first whose choice others do not depend on."""
+    """(kernel of config.TABLE, a call that runs it). Kernels that others depend on come first."""
     p, q, k, v, w, bias, *_ = inputs
     triton = registry.get("triton")
 
@@ -138,7 +138,7 @@ def _timer(name: str, call: Callable[[], object], measure: Measure) -> Callable[
 
 
 def _descend(start: Config, time_of: Callable[[Config], float]) -> Config:
-    """The best configuration that single steps lead to."""
+    """The best configuration that single steps reach."""
     times = {start: time_of(start)}
     best = start
     while True:

@@ -1,1 +1,1 @@
-"""One module a backend: what each provides is ``fastattn.backends.registry.Backend``."""
+"""The backends, one module each; ``fastattn.backends.registry.Backend`` is their interface."""

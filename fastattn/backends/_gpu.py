@@ -1,4 +1,4 @@
-"""What the GPU backends ask of the machine, beyond what each needs for itself."""
+"""What all GPU backends require of the machine."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import functools
 
 import torch
 
-MIN_CAPABILITY = (8, 0)  # older tensor cores have no bf16, and neither Triton nor csrc/cuda a path
+MIN_CAPABILITY = (8, 0)  # older tensor cores have no bf16; Triton and csrc/cuda do not support them
 
 
 def reasons(device: torch.device) -> list[str]:
-    """Why tensors on ``device`` cannot be computed on a GPU; empty where they can."""
+    """Why tensors on ``device`` cannot be computed on a GPU; empty if they can."""
     if device.type == "cuda":
         return list(capability_reasons(device))
     missing = "" if torch.cuda.is_available() else "; torch sees no CUDA device"
     return [f"tensors are on {device.type}{missing}"]
 
 
-# What torch.compiler.assume_constant_result does, less its import of half a second: nothing in
-# there can be traced, and machines do not change.
+# Like torch.compiler.assume_constant_result, without its import of half a second. The code cannot
+# be traced, and the machine does not change.
 reasons._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
 def capability_reasons(device: torch.device) -> tuple[str, ...]:
-    """Of GPUs that are too old."""
+    """The reason against a GPU that is too old; empty for others."""
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < MIN_CAPABILITY:
         have, need = (".".join(map(str, c)) for c in (capability, MIN_CAPABILITY))

@@ -17,7 +17,7 @@ from fastattn.problem.record import WEIGHTS
 
 
 def unsupported(p: Problem) -> list[str]:
-    """Needs the compiled extension, CPU tensors, and at most fp32."""
+    """Needs the compiled extension, CPU tensors, and fp32 or a smaller dtype."""
     reasons = []
     if p.device.type != "cpu":
         reasons.append(f"tensors are on {p.device.type}")
@@ -29,7 +29,7 @@ def unsupported(p: Problem) -> list[str]:
 
 
 def instruction_set() -> str:
-    """Which one the kernels use, and why not the one that FASTATTN_CPU_ISA names."""
+    """The instruction set in use, and why it is not the one that FASTATTN_CPU_ISA names."""
     refused = f" ({operators.ISA_ERROR})" if operators.ISA_ERROR else ""
     return torch.ops.fastattn.cpu_isa() + refused
 
@@ -37,7 +37,7 @@ def instruction_set() -> str:
 def path(p: Problem, bias: bool = False) -> str:
     """The path of the forward pass through the kernels, in words, or what FASTATTN_CPU_PATH forces.
 
-    It is that of keys and values with contiguous rows. ``bias`` says whether there is a bias.
+    Keys and values are taken to have contiguous rows. ``bias`` says whether there is a bias.
     """
     lo, hi = p.band()
     keep = p.mask.keep
@@ -53,14 +53,14 @@ def path(p: Problem, bias: bool = False) -> str:
 
 
 def _remedy() -> str | None:
-    """How to get the kernels; None where they are here, left out, or not written for the CPU."""
+    """How to get the kernels; None if they are here, left out, or not written for the CPU."""
     if operators.EXTENSION_ERROR is None or operators.EXTENSION_LEFT_OUT:
         return None
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return None
     if Path(operators.__file__).parents[2].joinpath("setup.py").exists():  # a checkout
         return "`make build` compiles the kernels"
-    # pip keeps wheels that it builds, and takes one without kernels for as good as any.
+    # pip caches the wheels that it builds, and reuses one without kernels.
     return (
         "with a C++ compiler (c++, CXX) on the machine, this command compiles the kernels: "
         "pip install --no-cache-dir --force-reinstall --no-deps fastattn"
@@ -76,17 +76,17 @@ def _warn_once() -> None:
         f"{operators.EXTENSION_ERROR}: fastattn runs in plain PyTorch on this CPU, with more time "
         f"and memory; {REMEDY}",
         RuntimeWarning,
-        stacklevel=6,  # who calls a public function
+        stacklevel=6,  # the caller of a public function
     )
 
 
 def warn_of_missing_kernels() -> None:
-    """Warns at the first call that would have run on the kernels, if they can be had."""
+    """Warns at the first call that lacks the kernels, if they can be had."""
     if REMEDY is not None:
         _warn_once()
 
 
-# As the reasons in _gpu.py: a warning cannot be traced.
+# Like the reasons in _gpu.py: a warning cannot be traced.
 warn_of_missing_kernels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -102,9 +102,9 @@ def self_attention(
     out_bias: Tensor | None,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``p`` between the projections of nn.MultiheadAttention: (output like ``x``, weights).
+    """Attention between its projections, as in nn.MultiheadAttention: (output like ``x``, weights).
 
-    Without masks, dropout or autograd; see ``modules/multihead/inference.py``.
+    No masks, dropout or autograd; see ``modules/multihead/inference.py``.
     """
     return operators.self_attention(
         x, in_weight, in_bias, out_weight, out_bias, p.H, p.scale, WEIGHTS[p.weights], batch_first

@@ -1,6 +1,6 @@
 """CUDA C++ kernels (csrc/cuda) for NVIDIA GPUs: additive attention, and SDPA in half precision.
 
-A library of its own (fastattn/_cuda.so), loaded where torch has CUDA.
+A separate library (fastattn/_cuda.so), loaded if torch has CUDA.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem
 
-MAX_HEAD_SIZE = {"dot": (128, 128), "additive": (4096, 256)}  # D and E; csrc/cuda/dispatch.cu's own
+MAX_HEAD_SIZE = {"dot": (128, 128), "additive": (4096, 256)}  # D and E, as in csrc/cuda/dispatch.cu
 HALF = (torch.float16, torch.bfloat16)
 
 OPERATORS = operators.Operators("cuda_")
 
 
 def unsupported(p: Problem) -> list[str]:
-    """Needs the library, a GPU of compute capability 8.0; SDPA also half precision."""
+    """Needs the library and a GPU of compute capability 8.0; SDPA also needs half precision."""
     reasons = _gpu.reasons(p.device)
     if not reasons and LIBRARY_ERROR is not None:
         reasons.append(LIBRARY_ERROR)
@@ -49,7 +49,7 @@ def _load_library() -> str | None:
 
 
 def driver_version() -> str | None:
-    """The newest CUDA that the driver serves, as "13.0"; None where there is no driver."""
+    """The newest CUDA version that the driver supports, such as "13.0"; None without a driver."""
     try:
         number = ctypes.c_int(0)
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -59,7 +59,7 @@ def driver_version() -> str | None:
 
 
 def driver_error(runtime: str | None, driver: str | None) -> str | None:
-    """Why the driver cannot run the library; within a major version of CUDA it can."""
+    """Why the driver cannot run the library. It can within a major version of CUDA."""
     if not runtime or driver is None or int(driver.split(".")[0]) >= int(runtime.split(".")[0]):
         return None
     return (

@@ -14,12 +14,12 @@ from fastattn.problem.schemas import Saved
 
 
 def unsupported(p: Problem) -> list[str]:
-    """Nothing is."""
+    """Supports every problem."""
     return []
 
 
 def _no_autocast(p: Problem) -> contextlib.AbstractContextManager:
-    """Inputs have their dtype by now; inside, half types accumulate in fp32."""
+    """Inputs have their final dtype already; here half types accumulate in fp32."""
     device = p.device.type
     if not has_autocast(device):
         return contextlib.nullcontext()
@@ -32,8 +32,8 @@ def forward(
     """See ``registry.Backend``."""
     with _no_autocast(p):
         out, lse, weights = reference.forward(p, q, k, v, w, bias)
-    # Every backend returns the same layout, so that code that views the output works on all or on
-    # none. Not written into a new tensor: compiled by torch 2.11 that is never written.
+    # Every backend returns the same layout: code that views the output then works on all or on
+    # none. This copy is not written into a new tensor: compiled by torch 2.11, that write is lost.
     out = out.to(p.dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format)
     return out.transpose(1, 2), lse, weights.to(p.dtype), lse.new_empty(p.B, 0)
 

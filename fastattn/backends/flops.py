@@ -1,7 +1,7 @@
 """Operations of our operators, for ``torch.utils.flop_counter.FlopCounterMode``.
 
-As torch counts its own attention: matrix products alone, of all M * N pairs whatever a mask keeps,
-and the scores once more in the backward pass. The additive score is a product with ``w``.
+Counted like torch's own attention: only matrix products, all M * N pairs whatever the mask, and the
+scores once more in the backward pass. The additive score is a product with ``w``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PREFIXES = ("", "triton_", "cuda_")
 
 
 def forward(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None) -> int:
-    """Scores and their product with v; arguments are shapes, as everywhere here."""
+    """Scores and their product with v. Arguments are shapes, as everywhere in this file."""
     (B, H, M, D), (N, E) = q, v[-2:]
     return 2 * B * H * M * N * (D + E)
 
 
 def backward(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None) -> int:
-    """Scores again, and the gradients of q, k, of the weights and of v."""
+    """Scores again, and the gradients of q, k, the weights and v."""
     (B, H, M, D), (N, E) = q, v[-2:]
     return 2 * B * H * M * N * (3 * D + 2 * E)
 
@@ -68,14 +68,14 @@ def _register() -> None:
 class _WhenImported(MetaPathFinder):
     """Calls a function as soon as a module was imported.
 
-    torch's counter imports Triton, for a third of a second that few have a use for.
+    torch's counter imports Triton, which takes a third of a second. Few programs need that.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """That of the other finders, with a loader that calls the function at its end."""
+        """The spec of the other finders, with a loader that ends by calling the function."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
@@ -92,7 +92,7 @@ class _WhenImported(MetaPathFinder):
 
 
 def register() -> None:
-    """Gives torch's counter these formulas: now if it is imported, or else when it will be."""
+    """Gives torch's counter these formulas: now if it is imported, else when it is imported."""
     if "torch.utils.flop_counter" in sys.modules:
         _register()
     else:

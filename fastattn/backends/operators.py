@@ -1,18 +1,18 @@
 """The torch.library operators: fake kernels, and the libraries that implement them.
 
-Two operators cover both scores (``w`` is None for the dot product), and every fused backend has
-such a pair: ``fastattn::forward`` and ``backward`` for CPUs, ``fastattn::cuda_forward`` and so on.
-They have no autograd of their own: ``autograd.py`` wraps backends, and operators with registered
-autograd break ``torch.func``. csrc/binding/attention.cpp defines and implements the compiled ones,
-so that an exported program needs the library alone. Without it they are defined here and have no
-kernel, and ``EXTENSION_ERROR`` says why. ``schemas.py`` has the text of both.
+Two operators cover both scores (``w`` is None for the dot product). Every fused backend has such a
+pair: ``fastattn::forward`` and ``backward`` for CPUs, ``fastattn::cuda_forward`` and so on. They
+have no autograd: ``autograd.py`` wraps backends, and operators with registered autograd break
+``torch.func``. csrc/binding/attention.cpp defines and implements the compiled ones, so that an
+exported program needs only the library. Without the library they are defined here without a kernel,
+and ``EXTENSION_ERROR`` says why. ``schemas.py`` has the schemas of both.
 
-``fastattn::self_attention`` is what modules run on CPUs where nobody looks inside:
-``modules/multihead/inference.py`` says where that is.
+``fastattn::self_attention`` serves modules on CPUs at inference; ``modules/multihead/inference.py``
+has the conditions.
 
 The CPU kernels use the widest instruction set that the machine shows. The environment variable
-``FASTATTN_CPU_ISA``, read at import, names another; ``ISA_ERROR`` says why that is not followed.
-``FASTATTN_EXTENSION`` names a library to load instead of the package's own: one built with
+``FASTATTN_CPU_ISA``, read at import, names another one; ``ISA_ERROR`` says why that cannot be used.
+``FASTATTN_EXTENSION`` names a library to load instead of the package's own, such as one built with
 sanitizers (``make sanitize-cpu``).
 """
 
@@ -38,7 +38,7 @@ def has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-# As the reasons in _gpu.py: torch.compile of 2.11 cannot trace it.
+# Like the reasons in _gpu.py: torch.compile of torch 2.11 cannot trace it.
 has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -48,9 +48,9 @@ PACKAGE = Path(__file__).parents[1]  # where setup.py puts them
 
 
 def load(pattern: str, *reason: str) -> str | None:
-    """Loads a library that setup.py builds into this folder; returns why it is missing, or None.
+    """Loads a library that setup.py builds into this folder. Returns why it is missing, or None.
 
-    ``reason``: where _build_info.json keeps why it was not built.
+    ``reason``: the keys of _build_info.json that say why it was not built.
     """
     libraries = sorted(PACKAGE.glob(pattern))
     if not libraries:
@@ -67,7 +67,7 @@ def _load(library: str | Path) -> str | None:
 
 
 def build_info(*keys: str) -> Any:
-    """What setup.py noted of a build in _build_info.json; None where it noted nothing."""
+    """An entry of setup.py's notes in _build_info.json; None if there is none."""
     try:
         info = json.loads((PACKAGE / "_build_info.json").read_text())
         for key in keys:
@@ -91,8 +91,8 @@ LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
 def _complete(name: str, schema: str, fake: Callable | None) -> None:
     """Defines an operator unless the library has, and adds its fake kernel.
 
-    As a kernel for meta tensors, which fake tensors use: register_fake() wants operators from C++
-    to name their Python module, which the stable ABI can do from torch 2.13 on.
+    The fake kernel is one for meta tensors, which fake tensors use. register_fake() requires that
+    C++ operators name their Python module, which the stable ABI can do from torch 2.13 on.
     """
     if not hasattr(torch.ops.fastattn, name):
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -128,7 +128,7 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 class Operators:
     """``fastattn::<prefix>forward`` and ``<prefix>backward``, as ``registry.Backend`` calls them.
 
-    Whoever makes them implements them, in Python or by loading a library.
+    The caller implements them, in Python or by loading a library.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -136,7 +136,7 @@ class Operators:
         self._names = tuple(pair)
         for (name, schema), fake in zip(pair.items(), (_forward_fake, _backward_fake), strict=True):
             _complete(name, schema, fake)
-        # The overload, not the packet: nothing to choose, which takes microseconds.
+        # The overload, not the packet, whose choice of an overload takes microseconds.
         self._forward, self._backward = (
             getattr(torch.ops.fastattn, n).default for n in self._names
         )
@@ -200,7 +200,7 @@ CPU = Operators("")
 
 
 def _choose_isa() -> str | None:
-    """Follows FASTATTN_CPU_ISA; warns, and returns the warning, where that is not possible."""
+    """Uses the set in FASTATTN_CPU_ISA. If that is not possible, warns and returns the warning."""
     name = os.environ.get("FASTATTN_CPU_ISA") or "auto"
     if name.isascii() and torch.ops.fastattn.select_cpu_isa(name):
         return None

@@ -1,7 +1,7 @@
 """Which backend computes a problem, and why the others do not.
 
-Each backend says why it cannot do a problem (``unsupported``). ``select`` takes the first one that
-can. A backend that the user names never falls back to another: its reasons are raised.
+Each backend says why it cannot compute a problem (``unsupported``). ``select`` takes the first one
+that can. A backend that the user names never falls back to another: its reasons are raised.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from fastattn.problem import Problem
 
 
 class Backend(Protocol):
-    """What a module in ``fastattn/backends/`` provides, over ``Problem``'s canonical shapes.
+    """The interface of a module in ``fastattn/backends/``, over ``Problem``'s canonical shapes.
 
-    It may also have a ``self_attention``, which is ``forward`` between two projections: ``cpu.py``.
+    It may also have ``self_attention``, which is ``forward`` between two projections: ``cpu.py``.
     """
 
     __name__: str
 
     def unsupported(self, p: Problem) -> list[str]:
-        """Reasons against this problem, in words for the user; empty when there are none."""
+        """Reasons against this problem, in words for the user; empty if there are none."""
         ...
 
     def forward(
         self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out ``[B, H, M, E]`` laid out as ``[B, M, H, E]``, lse, weights, stats).
+        """(out ``[B, H, M, E]`` in memory ``[B, M, H, E]``, lse, weights, stats).
 
         lse is the natural logarithm, in ``p.acc_dtype``. stats ``[B, ...]`` is what the backend's
-        own backward needs to know of the rows. The fused backends keep (shift, factor) in
+        own backward needs for each row. The fused backends keep (shift, factor) in
         ``[B, H, M, 2]``: the weight of a base-2 score s is ``2^(s - shift) * factor``.
         """
         ...
@@ -44,18 +44,18 @@ class Backend(Protocol):
         self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None,
         *saved: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """Gradients of (q, k, v, w, bias); that of w is ``[B, H, D]``, in ``p.acc_dtype``.
+        """Gradients of (q, k, v, w, bias). The gradient of w is ``[B, H, D]``, in ``p.acc_dtype``.
 
         ``saved``: the fields of ``schemas.Saved``.
         """
         ...
 
 
-# In the order of preference of backend="auto". cpu is first: its calls then check no other.
+# In the order of preference of backend="auto". cpu is first, so its calls check no other one.
 BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "cuda": cuda, "eager": eager}
 
-# Where several can, counted in their machine code (tests/cuda/test_nvcc.py, tests/triton): not
-# measured on a GPU yet.
+# Why one GPU backend comes before another. Machine code was counted (tests/cuda/test_nvcc.py,
+# tests/triton); nothing was measured on a GPU yet.
 WHY = {
     "dot": "triton before cuda: its products use warpgroup instructions on Hopper, cuda's mma.sync",
     "additive": "cuda before triton: its loop takes 3.5 issue slots an element, Triton's 4.7",
@@ -79,7 +79,7 @@ def get(name: str) -> Backend:
 
 
 def against(name: str, p: Problem) -> list[str]:
-    """Why a backend cannot compute ``p`` here and now; empty where it can."""
+    """Why a backend cannot compute ``p`` here and now; empty if it can."""
     reasons = BACKENDS[name].unsupported(p)
     if name != "eager" and _exporting_to_onnx():
         return [*reasons, "ONNX has PyTorch's operators only, and eager is made of those"]
@@ -87,11 +87,11 @@ def against(name: str, p: Problem) -> list[str]:
 
 
 def _exporting_to_onnx() -> bool:
-    """Whether torch.onnx.export is at work. torch.onnx is never imported here, as that is slow."""
+    """Whether torch.onnx.export is running. torch.onnx is never imported here, as that is slow."""
     return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
-# As the reasons in _gpu.py: sys.modules cannot be traced.
+# Like the reasons in _gpu.py: sys.modules cannot be traced.
 _exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -99,7 +99,7 @@ def select(p: Problem, backend: str = "auto") -> str:
     """The name of the backend that computes ``p``.
 
     Raises:
-        ValueError: for an unknown name, or when the named backend cannot do this problem, with its
+        ValueError: an unknown name, or a named backend that cannot compute this problem, with its
             reasons.
     """
     if backend != "auto":
@@ -119,13 +119,13 @@ def select(p: Problem, backend: str = "auto") -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a call, and why the others would not; ``str()`` gives a table.
+    """Which backend computes a call, and why the others would not; ``str()`` gives a table.
 
     Attributes:
-        backend: the name of the chosen backend, or None where the call would raise.
-        path: how the CPU kernels compute the call, or None where another backend is chosen.
-        reasons: for each backend, in order of preference, why it cannot serve the call. The list is
-            empty where it can.
+        backend: the name of the chosen backend, or None if the call would raise.
+        path: how the CPU kernels compute the call, or None for another backend.
+        reasons: for each backend, in order of preference, why it cannot compute the call. The list
+            is empty if it can.
         title: the first line of the table.
         notes: the last lines of the table.
     """
@@ -147,15 +147,15 @@ class Explanation:
 def explain(p: Problem, backend: str = "auto", bias: bool = False) -> Explanation:
     """The backends in order of preference: chosen, available, or why not.
 
-    A named ``backend`` that cannot do the problem leaves none chosen: the call raises. ``bias``
+    If a named ``backend`` cannot compute the problem, none is chosen: the call raises. ``bias``
     says whether there is a bias.
 
-    The notes are about CPU kernels: their instruction set and path, or how to get them where they
-    are missing. Where both GPU backends can do the problem, they say why the first is preferred.
+    The notes name the CPU kernels' instruction set and path, or how to get missing kernels. If both
+    GPU backends can compute the problem, the notes say why the first is preferred.
     """
     reasons = {name: against(name, p) for name in in_order(p.score)}
     if backend != "auto":
-        get(backend)  # raises for a name that is none
+        get(backend)  # raises for an unknown name
     wanted = list(reasons) if backend == "auto" else [backend]
     chosen = next((name for name in wanted if not reasons[name]), None)
     path = cpu.path(p, bias) if chosen == "cpu" else None

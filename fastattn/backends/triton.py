@@ -1,7 +1,7 @@
 """Triton kernels (kernels/) for GPUs: fp16, bf16, fp32, every feature, no M * N memory.
 
-They run behind operators of their own, with the schemas of ``problem/schemas.py``, so that
-torch.compile and export see one opaque call. Triton is imported when the first of them runs.
+They run behind their own operators, with the schemas of ``problem/schemas.py``, so that
+torch.compile and export see one opaque call. The first run imports Triton.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_HEAD_SIZE = 256
 
 
 def unsupported(p: Problem) -> list[str]:
-    """Needs Triton, a GPU that it has tensor cores for, at most fp32, head sizes up to 256."""
+    """Needs Triton, a GPU whose tensor cores it supports, fp32 or less, head sizes up to 256."""
     reasons = _machine_reasons(p.device)
     if p.score not in SCORES:
         reasons.append(f"no Triton kernel for the {p.score} score")
@@ -45,12 +45,12 @@ def _machine_reasons(device: torch.device) -> list[str]:
     return _gpu.reasons(device)
 
 
-# As the reasons in _gpu.py: sys.modules cannot be traced.
+# Like the reasons in _gpu.py: sys.modules cannot be traced.
 _machine_reasons._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _interpreted() -> bool:
-    """Whether the kernels were imported with TRITON_INTERPRET=1, as the tests do without a GPU."""
+    """Whether the kernels were imported with TRITON_INTERPRET=1, as in tests without a GPU."""
     module = sys.modules.get("fastattn.kernels.loop.forward")
     return module is not None and not hasattr(module.sdpa_fwd_kernel, "device_caches")
 
@@ -82,11 +82,11 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _current_device(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, whose tensors these need not be."""
+    """Triton launches on the current device, which need not be that of the tensors."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 OPERATORS = operators.Operators("triton_")
-for _key in ("CUDA", "CPU"):  # CPU tensors come only when the kernels are interpreted
+for _key in ("CUDA", "CPU"):  # CPU tensors occur only when the kernels are interpreted
     OPERATORS.implement(_key, _forward, _backward)
 forward, backward = OPERATORS.forward, OPERATORS.backward

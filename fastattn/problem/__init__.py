@@ -1,4 +1,4 @@
-"""What an attention problem is: the record, its checks, its definition in plain PyTorch."""
+"""The attention problem: its record, its checks, its definition in plain PyTorch."""
 
 from fastattn.problem.mask import Alignment, Mask
 from fastattn.problem.record import Dropout, Problem, Score, Weights

@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-# ---- numbers: a bool is none ----
+# ---- numbers: a bool is not a number ----
 
 
 def is_int(x: object) -> bool:
-    """Whether ``x`` is a whole number, or a tracer's symbol of one."""
+    """Whether ``x`` is a whole number, or a tracer's symbol for one."""
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
 
 
 def is_real(x: object) -> bool:
-    """Whether ``x`` is a number, or a tracer's symbol of one."""
+    """Whether ``x`` is a number, or a tracer's symbol for one."""
     return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
 
 
 def check_int(name: str, x: object, least: int) -> None:
-    """Raises TypeError for anything but an int, numpy's too, and ValueError below ``least``."""
+    """Raises TypeError unless ``x`` is an int (numpy's too), ValueError below ``least``."""
     if not is_int(x) and (isinstance(x, bool) or not isinstance(x, numbers.Integral)):
         raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
     if x < least:  # pyright: ignore[reportOperatorIssue]
@@ -32,7 +32,7 @@ def check_int(name: str, x: object, least: int) -> None:
 
 
 def check_real(name: str, x: object) -> None:
-    """Raises TypeError for anything but a number, numpy's too."""
+    """Raises TypeError unless ``x`` is a number (numpy's too)."""
     if not is_real(x) and (isinstance(x, bool) or not isinstance(x, numbers.Real)):
         raise TypeError(f"{name}: expected a float, got {type(x).__name__}")
 
@@ -41,13 +41,13 @@ def check_real(name: str, x: object) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raises TypeError for anything but True and False."""
+    """Raises TypeError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
 def check_choice(name: str, value: object, choices: tuple) -> None:
-    """Raises ValueError for anything that is not among ``choices``, strings and maybe None."""
+    """Raises ValueError unless ``value`` is one of ``choices``: strings, and maybe None."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -86,13 +86,13 @@ def window(name: str, given: object) -> tuple[int, int] | None:
     return left, right
 
 
-# ---- tensors that are more than their memory ----
+# ---- tensors whose memory is not their value ----
 
 
 def overrides(x: object) -> bool:
-    """Whether ``x`` has a ``__torch_function__`` of its own: its memory may then mean nothing.
+    """Whether ``x`` has its own ``__torch_function__``: its memory may then mean nothing.
 
-    That of parameters, fake tensors and the tensors of torch's tracers changes nothing.
+    Parameters, fake tensors and the tensors of torch's tracers do not count.
     """
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         return False
@@ -103,7 +103,7 @@ def overrides(x: object) -> bool:
 
 
 def is_causal_bias(x: object) -> bool:
-    """Whether ``x`` is torch's CausalBias. It goes by the name, as an import would load Triton."""
+    """Whether ``x`` is torch's CausalBias. Compares names: an import would load Triton."""
     return type(x).__name__ == "CausalBias" and isinstance(x, Tensor)
 
 
@@ -119,10 +119,10 @@ def overriding(*tensors: object) -> tuple | None:
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether looking at values costs no device sync or graph break, and is possible."""
+    """Whether values can be read without a device sync or a graph break."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
-    # A fake tensor has none, nor has one that is traced under a mode.
+    # A fake tensor has no values, nor has a tensor that is traced under a mode.
     if type(x) is not Tensor or is_in_torch_dispatch_mode():
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
@@ -136,7 +136,7 @@ NESTED = (
     "fastattn.MultiheadAttention(batch_first=True) does so for self-attention at inference",
 )
 
-# Names that other libraries have for arguments of ours.
+# Other libraries' names for our arguments.
 _OURS = {
     "alibi_slopes": "bias=slopes[:, None, None] * -(i[:, None] - j).abs()",
     "attention_mask": "attn_mask=",
@@ -157,7 +157,7 @@ _OURS = {
     "temperature": "scale=1 / temperature",
     "window_size": "mask=fastattn.Mask(window=(left, right))",
 }
-# The additive score has no such arguments.
+# The additive score lacks these arguments.
 _OF_ADDITIVE = {
     "enable_gqa": "nothing, since heads broadcast",
     "scale": "weight * scale for weight",
@@ -165,7 +165,7 @@ _OF_ADDITIVE = {
 
 
 def unknown_keywords(function: str, unknown: Iterable[str]) -> TypeError:
-    """The error for keyword arguments that ``function`` does not have, with the name of ours."""
+    """The error for keyword arguments that ``function`` does not have. It names ours."""
     name = next(iter(unknown))
     ours = _OURS.get(name, name)
     if function == "additive_attention":
@@ -175,7 +175,7 @@ def unknown_keywords(function: str, unknown: Iterable[str]) -> TypeError:
 
 
 def no_tensor(name: str, x: object) -> TypeError:
-    """The error for a mask or bias that is no tensor."""
+    """The error for a mask or bias that is not a tensor."""
     hint = ""
     if type(x).__name__ == "BlockMask":  # of torch.nn.attention.flex_attention
         hint = ": write mask=fastattn.Mask(...), or Mask(keep=create_mask(mask_mod, B, H, M, N))"
@@ -183,7 +183,7 @@ def no_tensor(name: str, x: object) -> TypeError:
 
 
 def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> str:
-    """What to write where a mask or bias has a wrong dtype; empty without a hint."""
+    """What to write instead of a mask or bias of a wrong dtype; empty without a hint."""
     name = name.rpartition(".")[2]
     if torch.bool in expected and not (got.is_floating_point or got.is_complex):
         return f": write {name}.bool(), True keeps"
@@ -197,7 +197,7 @@ def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> 
 def shape_hint(
     name: str, shape: Sequence[int], batch: Sequence[int], heads: int | None, M: int, N: int
 ) -> str:
-    """What to write where a mask lacks dims; ``heads`` is None for inputs without a head dim."""
+    """What to write if a mask lacks dims; ``heads`` is None for inputs without a head dim."""
     if len(batch) != 1:
         return ""
     B, shape, name = batch[0], tuple(shape), name.rpartition(".")[2]

@@ -82,7 +82,7 @@ class Known(NamedTuple):
         return self._replace(p=self.p.with_tensors(*masks, None)), bias
 
 
-# By description: that which _describe makes of a function's call, or that of a module's.
+# Keys are descriptions: _describe makes that of a function's call, inference.py a module's.
 _KNOWN: dict[tuple | None, Any] = {}
 _MOST_KNOWN = 1024
 _paused = False
@@ -130,12 +130,12 @@ def _differs(given: object, own: Tensor | None) -> bool:
 
 
 def look_up(description: tuple | None) -> Any:
-    """What was kept of the calls that a tuple describes."""
+    """What was kept for the calls that a tuple describes."""
     return _KNOWN.get(description)
 
 
 def keep(description: tuple, found: Any) -> None:
-    """Keeps what ``look_up`` is to give; the tuple must hold all that it depends on."""
+    """Keeps what ``look_up`` returns. The tuple must hold all that ``found`` depends on."""
     if len(_KNOWN) >= _MOST_KNOWN:
         _KNOWN.clear()
     if not _paused:
@@ -143,7 +143,7 @@ def keep(description: tuple, found: Any) -> None:
 
 
 def forget() -> None:
-    """Forgets all calls: for who has changed the backends."""
+    """Forgets all calls, for callers that change the backends."""
     _KNOWN.clear()
 
 
@@ -174,7 +174,7 @@ def _describe(call: Call) -> tuple | None:
         return None
     if not query.layout is key.layout is value.layout is torch.strided:
         return None
-    # 1 == True, but only one of them is a bool. Dropout draws a seed for each call.
+    # 1 == True, but only True is a bool. Dropout draws a seed for each call.
     if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float or dropout_p:
         return None
     if scale is True or scale is False:

@@ -1,11 +1,10 @@
-"""The schemas of all operators: the one text, which Python and the compiled library share.
+"""The schemas of all operators, shared by Python and the compiled library.
 
-:class:`Call` lists the operands of attention, once for all of Python; the schemas are made of it.
-``Operands`` in csrc/binding/operands.h is the same list in C++.
+:class:`Call` lists the operands of attention for all of Python, and the schemas are made from it.
 
-setup.py compiles ``COMPILED`` into _C.abi3.so, which defines these operators when it is loaded: a
+setup.py compiles ``COMPILED`` into _C.abi3.so, which defines these operators when it is loaded. A
 program exported from torch then needs that file and no Python. ``operators.py`` defines what is
-missing. Nothing is imported here, as the build has no torch to import.
+missing. Nothing is imported here, because the build has no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """The operands of a forward operator, which are the first ones of its backward operator.
+    """The operands of a forward operator, and the first operands of its backward operator.
 
     Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``,
     bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len and kv_begin int32 ``[B|1, M|1]``, seed int64
@@ -41,7 +40,7 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward operator takes more: results of the forward one, and their gradients."""
+    """The further operands of a backward operator: results of forward, and their gradients."""
 
     out: Tensor
     stats: Tensor
@@ -57,7 +56,7 @@ def split(args: tuple) -> tuple[Call, Saved]:
     return Call(*args[:n]), Saved(*args[n:])
 
 
-# What a schema calls a type. Bounds of a band depend on sizes, which may be symbols.
+# The schema's names of types. Bounds of a band depend on sizes, which may be symbols.
 _TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
@@ -94,8 +93,8 @@ SELF_ATTENTION = {
         "-> (Tensor out, Tensor weights)"
     ),
 }
-# Which instruction set the CPU kernels use, which this machine runs, widest first, and forcing one
-# of these ("auto": the widest that CPUID shows).
+# The instruction set of the CPU kernels; those that run here, widest first; and forcing one of them
+# ("auto": the widest that CPUID shows).
 CPU_ISA = {
     "cpu_isa": "() -> str",
     "cpu_isas": "() -> str[]",

@@ -1,6 +1,6 @@
 """What tests and benchmarks share: the case grid, the error budget, and NaN poisoning.
 
-A :class:`Case` names a problem; :func:`make` draws its tensors from the case's own seed;
+A :class:`Case` names a problem. :func:`make` draws its tensors from the case's own seed.
 :func:`run` computes outputs and gradients with one of our backends, :func:`exact` with the float64
 reference, :func:`plain` with ordinary PyTorch in the case's dtype. :func:`assert_within_budget`
 compares the three:

@@ -16,11 +16,11 @@ from fastattn.problem import reference
 from fastattn.testing.cases import Case, Tensors, _with, make
 from fastattn.testing.runners import _canonical, _leaves, _unit, _upstream, exact, plain
 
-ULPS = 4  # of the largest exact value: what rounding the result, and one more operation, may cost
+ULPS = 4  # of the largest exact value, for rounding the result and one more operation
 
 
 def error(x: Tensor, truth: Tensor) -> float:
-    """Largest absolute error; infinite where NaN or inf stand in other places than in truth."""
+    """Largest absolute error; infinite if NaN or inf are not where they are in truth."""
     x, truth = x.detach().double(), truth.detach().double()
     if x.shape != truth.shape:
         raise AssertionError(f"shape {list(x.shape)}, expected {list(truth.shape)}")
@@ -38,7 +38,7 @@ def largest(truth: Tensor) -> float:
 
 
 def budget(plain_error: float, dtype: torch.dtype, scale: float) -> float:
-    """The error allowed: twice plain PyTorch's, plus a few ulp of the largest value."""
+    """The allowed error: twice that of plain PyTorch, plus a few ulp of the largest value."""
     return (
         2 * (plain_error if math.isfinite(plain_error) else 0.0)
         + ULPS * torch.finfo(dtype).eps * scale
@@ -46,7 +46,7 @@ def budget(plain_error: float, dtype: torch.dtype, scale: float) -> float:
 
 
 def error_ratio(ours: Tensor, peer: Tensor, truth: Tensor, scale: float | None = None) -> float:
-    """Our error over the budget: at most 1 where a result is right."""
+    """Our error over the budget: at most 1 for a right result."""
     coarser = max(ours.dtype, peer.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     allowed = budget(error(peer, truth), coarser, largest(truth) if scale is None else scale)
     mine = error(ours, truth)
@@ -56,11 +56,10 @@ def error_ratio(ours: Tensor, peer: Tensor, truth: Tensor, scale: float | None =
 def assert_within_budget(
     ours: Tensor, peer: Tensor, truth: Tensor, name: str = "result", scale: float | None = None
 ) -> None:
-    """Raises AssertionError where ours is further from the float64 truth than the budget allows.
+    """Raises AssertionError if ours is further from the float64 truth than the budget allows.
 
-    ``scale`` is the magnitude whose ulp counts, the largest exact value by default. A sum that
-    cancels to 0 is given the root-sum-square of its terms instead, since its rounding is
-    proportional to that.
+    ``scale`` is the magnitude whose ulp counts, by default the largest exact value. For a sum that
+    may cancel to 0, it is the root-sum-square of the terms: rounding grows with that.
     """
     ratio = error_ratio(ours, peer, truth, scale)
     if not ratio <= 1:
@@ -72,7 +71,7 @@ def assert_within_budget(
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """What the results of a case are held to, by name."""
+    """What the results of a case are compared with, by name."""
 
     truth: dict[str, Tensor]  # float64
     plain: dict[str, Tensor]  # plain PyTorch in the dtype of the case
@@ -82,7 +81,7 @@ class Oracle:
         return self.truth[name], self.plain[name], self.scales[name]
 
     def check(self, case: Case, ours: dict[str, Tensor]) -> None:
-        """Raises AssertionError where a result of ours is outside the budget."""
+        """Raises AssertionError if one of our results is outside the budget."""
         assert ours.keys() == self.truth.keys() == self.plain.keys()
         for name in self.truth:
             truth, peer, scale = self[name]
@@ -90,7 +89,7 @@ class Oracle:
 
 
 def oracle(case: Case, t: Tensors) -> Oracle:
-    """The truth, the peer, and how large the rounding of a right result may be."""
+    """The truth, the peer, and the largest rounding that a right result may have."""
     truth = exact(case, t)
     of_sums, of_scores = _term_norms(case, t), _moved(case, t, truth) if case.drawn else {}
     scales = {
@@ -102,7 +101,7 @@ def oracle(case: Case, t: Tensors) -> Oracle:
     return Oracle(truth, plain(case, t), scales)
 
 
-@functools.lru_cache(maxsize=4)  # every backend and instruction set asks for the same one in turn
+@functools.lru_cache(maxsize=4)  # all backends and instruction sets need the same one in turn
 def _oracle_of_case(case: Case) -> tuple[Tensors, Oracle]:
     t = make(case)
     return t, oracle(case, t)
@@ -110,7 +109,7 @@ def _oracle_of_case(case: Case) -> tuple[Tensors, Oracle]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Every new uninitialised tensor holds NaN: what a kernel leaves unwritten, or reads, shows."""
+    """New uninitialised tensors hold NaN, which shows elements that a kernel forgets or reads."""
     memory: Any = torch.utils.deterministic
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -125,11 +124,11 @@ def poisoned() -> Iterator[None]:
 
 
 def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
-    """Root-sum-square of the terms of every gradient, in float64: what its rounding grows with.
+    """Root-sum-square of the terms of every gradient, in float64: its rounding grows with that.
 
     A gradient may cancel to 0, with one key in each row or a bias that broadcasts over the keys,
-    and its rounding does not. The two parts of dS = P dP - P delta are terms of their own; what
-    delta_i multiplies in a sum over j is one term.
+    but its rounding does not. The two parts of dS = P dP - P delta count as separate terms. What
+    delta_i multiplies in a sum over j counts as one term.
     """
     leaves: dict[str, Any] = _leaves(case, t, torch.float64)
     leaves = {n: x if x is None else x.detach() for n, x in leaves.items()}
@@ -159,7 +158,7 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
         in_columns = both.mT @ q.square()
     else:
         tanh = torch.tanh(q[:, :, :, None] + k[:, :, None])  # [B, H, M, N, D]
-        # A slope that 1 - tanh^2 has no digits of, in the dtype, is known as well as the 1 is.
+        # Where 1 - tanh^2 rounds to 0 in the dtype, the slope's error is that of the 1.
         lost = 1 - tanh.to(case.dtype).square() == 0
         slope = w[:, None, None] * torch.where(lost & case.drawn, 1.0, 1 - tanh.square())
 
@@ -169,7 +168,7 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
 
         squares["grad_q"] = rows(slope)
         squares["grad_w"] = rows(tanh).sum((0, 2))
-        if case.drawn:  # the kernels' tanh is as right beside 0 as beside 1: see additive_attention
+        if case.drawn:  # the kernels' tanh is as accurate near 0 as near 1: see additive_attention
             squares["grad_w"] = rows(torch.ones_like(tanh)).sum((0, 2))
             squares["lse"] = w.square().sum(-1)
         in_columns = torch.einsum("bhmn,bhmnd->bhnd", both, slope.square())
@@ -185,8 +184,8 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
 def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor]:
     """How far one ulp in the scale, and in each key, moves the results of the dot product, in ulp.
 
-    A large logit has a large rounding, which softmax makes that of the result; a peer of few
-    numbers may have none by luck. That a row is weighed alike throughout is for invariants to see.
+    A large logit has a large rounding, which softmax passes on to the result. A peer with few
+    numbers may have none by luck. Invariants check that one row's weights are consistent.
     """
     if case.score != "dot":
         return {}
@@ -199,7 +198,7 @@ def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _square_unit(x: Tensor, squares: Tensor) -> Tensor:
-    """Squared terms of the gradient of x, from those of x / |x|."""
+    """Squared terms of the gradient of x, given those of x / |x|."""
     unit = _unit(x).square()
     return (squares + unit * (unit * squares).sum(-1, keepdim=True)) / x.square().sum(-1, True)
 
@@ -207,7 +206,7 @@ def _square_unit(x: Tensor, squares: Tensor) -> Tensor:
 def _square_gaussian(
     leaves: dict[str, Any], features: Tensor, squares: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Squared terms of what the gaussian's features are made of: see :func:`_features`."""
+    """Squared terms of the gaussian score's features: see :func:`_features`."""
     q, k, h = (leaves[name] for name in ("q", "k", "bandwidth"))
     of_q, of_k = squares["grad_q"], squares["grad_k"]
     of_h = ((2 * features / h).square() * of_q).sum(-1, keepdim=True).sum_to_size(h.shape)

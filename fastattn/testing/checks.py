@@ -1,4 +1,4 @@
-"""What a case is held to: the budget, invariants, and garbage that reaches nothing."""
+"""The checks of a case: the budget, invariants, and garbage that must not reach a result."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastattn.testing.runners import _kept, _used_keys, run
 def spoil(case: Case, t: Tensors) -> Tensors:
     """The same problem with garbage in every place that a mask excludes: no result may change.
 
-    So are upstream gradients of rows without keys and of masked weights. What a bias masks by -inf
-    stays -inf, and what stands beside it is excluded.
+    Upstream gradients of rows without keys and of masked weights become garbage as well. A mask or
+    bias of -inf stays -inf; another addend of that pair becomes garbage.
     """
     p, kept = _kept(case, t)
     structural = p.kept().expand(kept.shape)
@@ -30,8 +30,8 @@ def spoil(case: Case, t: Tensors) -> Tensors:
         most, value = torch.finfo(x.dtype).max, case.garbage
         assert value is not None
         value = max(-most, min(value, most)) if math.isfinite(value) else value
-        used = used.any(0, keepdim=True) if layout == "expanded" else used  # all entries are one
-        for d, n in enumerate(x.shape):  # a place is used where one of those it stands for is
+        used = used.any(0, keepdim=True) if layout == "expanded" else used  # one memory for all
+        for d, n in enumerate(x.shape):  # a place is used if one of its elements is used
             used = used if n != 1 else used.any(d, keepdim=True)
         return x.masked_fill(~used, value)
 
@@ -44,7 +44,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     how, masks = case.layout, case.mask_layout
     spoilt = _with(
         t,
-        # The gaussian score is centred on all queries, also those without keys: README's Limits.
+        # The gaussian score is centred on all queries, also on those without keys: README's Limits.
         q=t.q if case.score == "gaussian" else fill(t.q, rows, how),
         k=fill(t.k, keys, how),
         v=fill(t.v, keys, how),
@@ -62,9 +62,9 @@ def check(
 ) -> None:
     """Compares every output and gradient of a case with the reference, within the budget.
 
-    Beside it, what is known without one: :func:`assert_invariants`, and that garbage behind masks
-    changes no bit. Ours runs in :func:`poisoned` memory, on the drawn tensors or on what
-    ``relayout`` makes of them: the same values behind other strides.
+    Also checks :func:`assert_invariants`, and that garbage behind masks changes no bit. Ours runs
+    in :func:`poisoned` memory, on the drawn tensors or on those of ``relayout``: the same values
+    with other strides.
     """
     t, oracle = _oracle_of_case(case)
     relayout = relayout or (lambda t: t)
@@ -78,12 +78,12 @@ def check(
         spoilt = run(case, relayout(spoil(case, t)), backend)
     if backend in ("auto", "cpu", "eager"):
         assert_same_bits(spoilt, ours)
-    else:  # kernels for GPUs take another way where garbage shows
+    else:  # GPU kernels compute in another way where they find garbage
         oracle.check(case, spoilt)
 
 
 def assert_same_bits(a: dict, b: dict) -> None:
-    """Equal everywhere, NaN in the same places; says which result is not."""
+    """Equal everywhere, with NaN in the same places; the error names the result that differs."""
     assert a.keys() == b.keys()
     for name in a:
         same = (a[name] == b[name]) | (a[name].isnan() & b[name].isnan())
@@ -91,11 +91,11 @@ def assert_same_bits(a: dict, b: dict) -> None:
 
 
 def assert_invariants(case: Case, t: Tensors, ours: dict[str, Tensor]) -> None:
-    """What holds whatever the numbers are, in every row and key.
+    """Checks what holds for any numbers, in every row and key.
 
-    Without dropout, a row's weights sum to 1, and the gradients of the values to the gradients of
-    the outputs: a forward and a backward pass that weigh alike. Rows without keys, and keys that no
-    row keeps, have results of exactly 0.
+    Without dropout, a row's weights sum to 1, and gradients of values sum to gradients of outputs:
+    forward and backward then use the same weights. Rows without keys, and keys that no row keeps,
+    have results of exactly 0.
     """
     p, kept = _kept(case, t)
     empty, unused = ~kept.any(-1), ~_used_keys(p, kept)

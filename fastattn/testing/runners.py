@@ -1,4 +1,4 @@
-"""Three ways to compute a case: ours, the float64 reference, plain PyTorch. Results go by name."""
+"""Three ways to compute a case: ours, the float64 reference, plain PyTorch. Results have names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastattn.testing.cases import INPUTS, Case, Tensors
 
 
 def _leaf(x: Tensor | None, dtype: torch.dtype | None = None, grad: bool = True) -> Tensor | None:
-    """A leaf with x's strides; what has no gradient stays as it is."""
+    """A leaf with x's strides; x itself if it can have no gradient."""
     if x is None or not x.is_floating_point():
         return x
     return (x if dtype is None else x.to(dtype)).detach().requires_grad_(grad)
@@ -30,7 +30,7 @@ def _leaves(case: Case, t: Tensors, dtype: torch.dtype | None) -> dict[str, Any]
 def _results(
     case: Case, t: Tensors, call: Callable[..., Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Runs call(q, k, v, ...), of all INPUTS, to (out[, weights][, lse]), and its backward."""
+    """Runs call(q, k, v, ...) with all INPUTS, to (out[, weights][, lse]), and its backward."""
     leaves = _leaves(case, t, dtype)
     outputs = call(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -117,7 +117,7 @@ def _unit(x: Tensor) -> Tensor:
 def _features(
     case: Case, q: Tensor, k: Tensor, bandwidth: Tensor | None
 ) -> tuple[Tensor, Tensor, float | None]:
-    """(q', k', scale) such that the score is q' . k' * scale, or what is added for q' + k'."""
+    """(q', k', scale) such that the score is q' . k' * scale; for the additive score, q' + k'."""
     if case.score == "cosine":
         return _unit(q), _unit(k), 1.0 if case.scale is None else case.scale
     if case.score == "gaussian":  # -|q - k|^2 / 2h^2 = (q . k - |k|^2 / 2 - |q|^2 / 2) / h^2
@@ -130,7 +130,7 @@ def _features(
 
 
 def _canonical(case: Case, t: Tensors, leaves: dict[str, Any]) -> tuple:
-    """(p, q, k, v, w, bias) of the dot product or the additive score, made of float64 leaves."""
+    """(p, q, k, v, w, bias) of the dot product or the additive score, from float64 leaves."""
     x = dict(leaves)
     q, k, scale = _features(case, x.pop("q"), x.pop("k"), x.pop("bandwidth"))
     return _build(case, t, q, k, scale=scale, **x)[:6]
@@ -161,7 +161,7 @@ def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
 
 
 def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """What a user would write in PyTorch, in the case's dtype: the peer of the error budget."""
+    """What a user would write in PyTorch, in the case's dtype: the peer in the error budget."""
     p, kept = _kept(case, t)
     has_key = kept.any(-1, keepdim=True)
 
@@ -187,7 +187,7 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
         for x in (bias, attn_mask):
             if x is not None and x.is_floating_point():
                 scores = scores + x.to(q.dtype)
-        # Rows without a key are given all keys, then zeroed: plain PyTorch would give NaN.
+        # Rows without a key keep all keys here, and are zeroed later: plain PyTorch would give NaN.
         scores = scores.masked_fill(~kept & has_key, -math.inf)
         scores = torch.where(has_key, scores, 0.0)
         weights = torch.softmax(scores, -1) * has_key
