@@ -1,7 +1,7 @@
 """The named cases: which problem at which size, on which inputs, and how much work it is.
 
-Sizes, features and inputs are those of ``fastattn.testing``; what is added here are the masks that
-people have (padding, blocks) in place of the adversarial ones of the tests.
+Sizes, features and inputs are those of ``fastattn.testing``. This file adds the masks of real
+models (padding, blocks), instead of the tests' adversarial ones.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ DIRECTIONS = (FORWARD, BOTH)
 
 @dataclass(frozen=True)
 class Case:
-    """One named case: a problem of the test grid, and what the grid does not know.
-
+    """One named case: a problem of the test grid, and what the grid does not have.
     ``keys``: ``"all"``; ``"padding"``, a bool mask [B, 1, 1, N] over a padded batch; ``"lengths"``,
-    the same keys told by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random blocks,
-    of which the share ``kept`` is kept; ``"documents"``, a bool mask [1, 1, M, N] of texts packed
-    end to end, each causal in itself.
+    the same keys given by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random
+    blocks that keeps the share ``kept``; ``"documents"``, a bool mask [1, 1, M, N] of causal texts
+    packed end to end.
     ``module``: through nn.MultiheadAttention's interface, projections included.
-    ``compiled``: torch.compile is a peer, and so is what it compiles. That takes seconds, so only
-    where it may win: elsewhere it can at best find torch's own SDPA.
-    ``directions``: which are timed.
+    ``compiled``: torch.compile is a peer, and so is the code that it compiles. That takes seconds,
+    so only where it may win: elsewhere it can at best find torch's own SDPA.
+    ``directions``: the directions that are timed.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Case:
     directions: tuple[str, ...] = DIRECTIONS
 
     def tiny(self) -> Case:
-        """The same case with every size cut: to warm up with, and to test this suite."""
+        """The same case with every size cut, for warm-up and for tests of this suite."""
         p = self.problem
         groups = 1 if p.H != p.Hkv else 2
         cut = {"B": 2, "H": 2, "Hkv": groups, "M": 64, "N": 64, "D": 16, "E": 16}
@@ -126,7 +125,7 @@ GPU_CASES = [
     ),
 ]  # fmt: skip
 
-# The attention of models that people run, at the sizes they publish.
+# The attention of widely used models, at their published sizes.
 MODEL_CASES = [
     Case("bert-base", "encoder, padded batch", _dot("bert", B=4, H=12, Hkv=12, M=512, N=512),
          "padding"),
@@ -151,14 +150,14 @@ MODEL_CASES = [
          _dot("long", B=1, H=2, Hkv=2, M=16384, N=16384, causal="top_left")),
 ]  # fmt: skip
 
-# What nn.MultiheadAttention has a path of its own for: evaluation without weights.
+# The special path of nn.MultiheadAttention: evaluation without weights.
 MODULES_CASES = [
     Case(f"mha-{B}-{N}", "nn.MultiheadAttention in eval, need_weights=False",
          _dot("mha", B=B, M=N, N=N), module=True, directions=(FORWARD,))
     for B in (1, 8, 64) for N in (16, 128, 512, 2048)
 ]  # fmt: skip
 
-# Lengths that double: bench/scaling.py fits how time and memory grow with them.
+# Lengths that double; bench/scaling.py fits the growth of time and memory.
 SCALING_CASES = [
     *(Case(f"dot-{n}", "fp32", _dot("dot", B=1, M=n, N=n), compiled=True)
       for n in (256, 512, 1024, 2048, 4096)),
@@ -181,14 +180,14 @@ QUICK = (  # one of each kind, for a self-test
 
 
 def named(name: str) -> Case:
-    """The case of that name, whichever suite it is in."""
+    """The case of that name, from any suite."""
     return next(case for suite in SUITES.values() for case in suite if case.name == name)
 
 
 def draw(case: Case, device: str = "cpu") -> testing.Tensors:
-    """The inputs of a case: always the same numbers, on a kind of device.
+    """The inputs of a case: always the same numbers on one kind of device.
 
-    Drawn there: a CPU takes seconds for what fills a GPU.
+    They are drawn on the device: a CPU takes seconds for inputs that fill a GPU.
     """
     t = testing.make(case.problem, device)
     t = dataclasses.replace(t, mask=_mask(case, t.mask))
@@ -201,7 +200,7 @@ def draw(case: Case, device: str = "cpu") -> testing.Tensors:
 
 def _mask(case: Case, drawn: Mask) -> Mask:
     p = case.problem
-    # Unequal on purpose, as in a real batch: threads that split by batch entry then wait.
+    # Unequal, as in real batches: threads that split by batch entry then wait.
     lengths = torch.linspace(p.N / 4, p.N - p.N / 4, p.B).round().int()
     if case.keys == "padding":
         return Mask(keep=(torch.arange(p.N) < lengths[:, None])[:, None, None])
@@ -219,9 +218,9 @@ def _mask(case: Case, drawn: Mask) -> Mask:
 
 
 def _random_blocks(M: int, N: int, block: int, kept: float) -> torch.Tensor:
-    """Exactly this share of every row of blocks, the diagonal one among them: no row is empty.
+    """Exactly this share of every row of blocks, always with the diagonal block: no row is empty.
 
-    A row without a key is NaN in torch, and would make its result impossible to compare.
+    torch gives NaN for a row without a key, and its result could not be compared.
     """
     rng = torch.Generator().manual_seed(0)
     rows, columns = -(-M // block), -(-N // block)
@@ -232,14 +231,14 @@ def _random_blocks(M: int, N: int, block: int, kept: float) -> torch.Tensor:
 
 
 def problem(case: Case, t: testing.Tensors) -> Problem:
-    """The validated record of a case's attention (of its heads, where the case is a module)."""
+    """The validated record of a case's attention; for a module, that of its heads."""
     score, grouped = case.problem.score, case.problem.H != case.problem.Hkv
     options = dict(mask=t.mask, bias=t.bias, enable_gqa=grouped and score == "dot")
     return validate.build(score, t.q, t.k, t.v, t.w, **options).p
 
 
 def kept_pairs(case: Case, t: testing.Tensors) -> int:
-    """Pairs (b, h, i, j) that the mask keeps: what a kernel has to compute."""
+    """Pairs (b, h, i, j) that the mask keeps and a kernel must compute."""
     p = problem(case, t)
     kept = p.kept()
     repeated = (p.B * p.H * p.M * p.N) // max(kept.numel(), 1)  # in the dims it broadcasts over
@@ -247,11 +246,11 @@ def kept_pairs(case: Case, t: testing.Tensors) -> int:
 
 
 def work(case: Case, pairs: int, direction: str) -> tuple[float, str]:
-    """(amount, unit) of one call over these many kept pairs.
+    """(amount, unit) of one call over this many kept pairs.
 
-    FLOP of a dot product: 2 (D + E) a pair forward and 2.5 times that backward; a module's four
+    FLOP of a dot product: 2 (D + E) a pair forward and 2.5 times that backward. A module's four
     projections add 8 d_model^2 a token forward and twice that backward. The additive score counts
-    score elements, D a pair, the same number in either direction.
+    score elements, D a pair, the same in both directions.
     """
     c = case.problem
     if c.score == "additive":

@@ -1,10 +1,9 @@
-"""Whether the very call that is timed gives the right result, by the project's one error budget.
+"""Checks the timed call's result with the project's error budget.
 
 The float64 truth of a whole case would take longer than the benchmark. So the upstream gradient is
-zero but for some random queries: then all gradients depend on these alone, whatever the size of the
-case, and the truth is that of a problem with few queries. Every batch entry, head and key takes
-part, and so does a query of nearly every tile. Of a module whose scores would be many, the first
-batch entries are checked, with all queries.
+zero except at some random queries. All gradients then depend on these queries alone, and the truth
+is that of a small problem. Every batch entry, head and key takes part, and a query of nearly every
+tile. For a module with many scores, the first batch entries are checked with all queries.
 """
 
 from __future__ import annotations
@@ -77,18 +76,18 @@ class Checker:
 
 
 def _seeded(implementation: Implementation, direction: str, upstream: Tensor) -> dict[str, Tensor]:
-    """Its results, with the same dropout bits in every call."""
+    """Results of the implementation, with the same dropout bits in every call."""
     torch.manual_seed(0)
     return implementation.results(direction, upstream)
 
 
 def worst(ratios: dict[str, float]) -> float:
-    """The largest ratio; infinite where one is NaN."""
+    """The largest ratio; infinite if one is NaN."""
     return max(math.inf if math.isnan(r) else r for r in ratios.values())
 
 
 def _rows(work: Workload) -> Tensor:
-    """Random queries, sorted, as many as the truth can be afforded for."""
+    """Random queries, sorted: as many as the truth has time for."""
     p = work.case.problem
     elements = p.B * p.H * p.N * (p.D if p.score == "additive" else 1)
     count = max(1, min(p.M, MAX_ROWS, MAX_ELEMENTS // elements))
@@ -97,7 +96,8 @@ def _rows(work: Workload) -> Tensor:
 
 
 def _with_rows(work: Workload, rows: Tensor) -> tuple[testing.Case, testing.Tensors]:
-    """The problem of these queries alone. Their place in the mask is kept by spelling it out."""
+    """The problem of these queries alone. Its mask is dense, so that their positions keep their
+    keys."""
     t, p = work.t, cases.problem(work.case, work.t)
     keep = p.kept().expand(-1, -1, p.M, -1)[:, :, rows] if record.kinds(t.mask) else None
     bias = t.bias if t.bias is None or t.bias.shape[2] == 1 else t.bias[:, :, rows]

@@ -1,8 +1,8 @@
 """The command: ``python -m bench.compare BASELINE NEW``: has anything become slower?
 
-Machines differ, and the same machine differs by the hour. So what is compared is never a time but
-its ratio to a peer that took turns with it in the same run: the peer that was best in the baseline.
-Exit status 1 where a row is slower, wrong or missing, 2 for files that cannot be compared.
+Machines differ, and one machine differs by the hour. So times are never compared, only ratios to a
+peer that took turns in the same run: the best peer of the baseline. Exit status 1 if a row is
+slower, wrong or missing, 2 for files that cannot be compared.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from pathlib import Path
 from bench import machine, report
 from bench.peers import OURS
 
-LEAST = 0.10  # what counts as a change, however quiet both runs were
-SPREADS = 3.0  # ... and in half interquartile ranges of what a ratio is made of
+LEAST = 0.10  # the smallest change, for runs without noise
+SPREADS = 3.0  # ... and in half interquartile ranges of the ratio's two times
 
 
 @dataclass
 class Change:
-    """A row of the baseline, and what became of its ratio to a peer."""
+    """A row of the baseline, and the change of its ratio to a peer."""
 
     name: str
     peer: str | None
     before: float | None
-    after: float | None  # None where there is nothing to compare, for a reason
+    after: float | None  # None if the rows cannot be compared; reason says why
     reason: str = ""
     tolerance: float = LEAST
 
     @property
     def slower(self) -> bool:
-        """Beyond what noise explains; or not there any more, which is as bad."""
+        """Slower than noise explains, or missing, which is as bad."""
         if self.before is None:
             return False
         return self.after is None or self.after < self.before * (1 - self.tolerance)
 
     @property
     def faster(self) -> bool:
-        """Beyond what noise explains."""
+        """Faster than noise explains."""
         if self.before is None or self.after is None:
             return False
         return self.after > self.before * (1 + self.tolerance)
 
 
 def changes(baseline: dict, new: dict) -> list[Change]:
-    """What became of each row of the baseline, in its order."""
+    """The change of each row of the baseline, in its order."""
     rows = {(row["case"], row["direction"]): row for row in new["rows"]}
     return [_change(row, rows.get((row["case"], row["direction"]))) for row in baseline["rows"]]
 
@@ -82,7 +82,7 @@ def _spread(timing: dict) -> float:
 
 
 def table(found: list[Change], colour: bool) -> str:
-    """A line a row: ratio to the peer before and after, and the verdict."""
+    """One line a row: its ratio to the peer before and after, and the verdict."""
     width = max(len(c.name) for c in found)
     lines = [f"{'case':<{width}}  before   after  change  within  against"]
     for c in found:

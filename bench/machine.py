@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran."""
+"""Where and with which software a benchmark ran."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def describe(device: str) -> dict:
-    """Everything about machine, versions and sources that a number depends on."""
+    """Machine, versions and sources: everything that a result depends on."""
     about = {
         "device": device,
         "device_name": _device_name(device),
@@ -43,7 +43,7 @@ def describe(device: str) -> dict:
 
 
 def slug(about: dict) -> str:
-    """The name of a device's results folder: what a reader compares machines by."""
+    """The name of a device's results folder, which identifies the kind of machine."""
     if about["device"] == "cuda":
         parts = [about["device_name"]]
     else:
@@ -54,7 +54,7 @@ def slug(about: dict) -> str:
 
 
 def free_bytes() -> float:
-    """Memory that a process can have without swapping; infinite where nobody says."""
+    """Memory that a process can have without swapping; infinite if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -84,7 +84,7 @@ def _our_isa() -> str | None:
 
 
 def _git(*args: str) -> str | None:
-    """What git prints; None where this is no checkout."""
+    """What git prints; None outside a checkout."""
     try:
         command = ["git", "-C", str(ROOT), *args]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

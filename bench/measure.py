@@ -1,4 +1,4 @@
-"""Time: implementations take turns, so that whatever else the machine does falls on all alike."""
+"""Time. Implementations take turns, so that other load on the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 MIN_SAMPLES, MAX_SAMPLES = 3, 60
-SLOW_MS = 2000.0  # calls beyond this are sampled MIN_SAMPLES - 1 times
-BUSY_S, CLOCKS = 0.004, 2e9  # at most, and how many of a GPU's are a second, about
+SLOW_MS = 2000.0  # slower calls need one sample fewer
+BUSY_S, CLOCKS = 0.004, 2e9  # longest busy wait, and about how many GPU clocks a second has
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Timing:
         return (third - first) / 2 / self.median
 
     def wants_more(self, seconds: float) -> bool:
-        """Whether ``seconds`` of samples, or the fewest that make a median, are still missing."""
+        """Whether ``seconds`` of samples, or the fewest samples for a median, are still missing."""
         count, spent = len(self.samples), sum(self.samples)
         fewest = MIN_SAMPLES - 1 if spent > SLOW_MS * max(count, 1) else MIN_SAMPLES
         return count < fewest or (count < MAX_SAMPLES and spent < 1e3 * seconds)
@@ -55,8 +55,8 @@ def interleave(
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Times calls in turns: a, b, c, a, b, c, ... each for ``seconds`` in all.
 
-    Returns the timings, and why those that could not run did not. ``started(name)`` is told before
-    a warm-up, which is where torch.compile takes its time.
+    Returns the timings, and the errors of calls that could not run. ``started(name)`` is called
+    before each warm-up, in which torch.compile takes its time.
     """
     timer = _CudaTimer() if device == "cuda" else _cpu_ms
     timings, failed = {}, {}
@@ -78,7 +78,7 @@ def reason(error: Exception) -> str:
 
 
 def _warm_up(timer, call, seconds: float) -> None:
-    """One call for what happens once, then some for caches, clocks and the allocator if cheap."""
+    """One call for work that happens once. If cheap, some more for caches, clocks and allocator."""
     spent = timer(call)
     for _ in range(3):
         if spent > 100 * seconds:
@@ -112,13 +112,13 @@ class _CudaTimer:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         flush_bytes = 4 * max(getattr(properties, "L2_cache_size", 0), 2**26)
         self.flush = torch.empty(flush_bytes, dtype=torch.int8, device="cuda")
-        self.enqueuing: dict[Callable, float] = {}  # the host's seconds at best, by call
+        self.enqueuing: dict[Callable, float] = {}  # the host's shortest time in seconds, by call
 
     def __call__(self, call: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
-        # Busy while the host enqueues the call: what is measured is the device's time and not that
-        # of launching, which takes Python longer than a small problem takes a GPU.
+        # The GPU is busy while the host enqueues the call. So the device's time is measured,
+        # without the launch, which takes Python longer than a small problem takes a GPU.
         enqueuing = self.enqueuing.get(call, 0.0)
         torch.cuda._sleep(int(min(2 * enqueuing, BUSY_S) * CLOCKS))
         start.record()

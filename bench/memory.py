@@ -1,12 +1,12 @@
-"""Peak extra memory of one call: how far it raises what the process holds, results included.
+"""Peak extra memory of one call: how far it raises the process's memory, results included.
 
-On a CPU every measurement has a process of its own: forked from one that has imported torch and
-done nothing, so that no pool or cache left by an earlier call hides an allocation. The call before
-it runs the same code at a tiny size; what only happens once (threads, libraries' set-up) is so left
-out. Anonymous memory is counted page by page, whoever asked for it: torch's allocator or malloc in
-C++. File-backed pages (code that is loaded when first run) are not.
+On a CPU every measurement has its own process. It is forked from one that imported torch and did
+nothing, so that no pool or cache of an earlier call hides an allocation. A call at a tiny size
+comes first, which leaves out what only happens once (threads, set-up of libraries). Anonymous
+memory is counted page by page, for torch's allocator and for malloc in C++. File-backed pages (code
+that is loaded when first run) are not counted.
 
-On a GPU it is torch's allocator that is asked.
+On a GPU, torch's allocator gives the peak.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from bench import cases, peers
 from bench.measure import reason
 
-# Freed memory goes back to the kernel at once, instead of waiting where the next call finds it.
+# Freed memory goes back to the kernel at once. Otherwise the next call could reuse it unseen.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -36,16 +36,16 @@ MALLOC = {
 
 
 def measure(requests: list[dict], deadline: float = math.inf) -> Iterator[tuple[dict, int | str]]:
-    """(request, bytes or why there are none) for each {case, direction, name, backend, tiny}.
+    """(request, bytes or an error) for each {case, direction, name, backend, tiny}.
 
-    ``deadline``: on the clock of ``time.monotonic``; what is not measured by then never is.
+    ``deadline``: on the clock of ``time.monotonic``. Requests after it are not measured.
     """
     if not requests:
         return
     command = [sys.executable, "-m", "bench.memory"]
     root = Path(__file__).resolve().parent.parent
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # each has buffers of its own
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # each thread has its own buffers
     environment = {**os.environ, **MALLOC, **threads, "PYTHONPATH": path}
     pipe = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with subprocess.Popen(command, env=environment, cwd=root, **pipe) as child:
@@ -59,7 +59,7 @@ def measure(requests: list[dict], deadline: float = math.inf) -> Iterator[tuple[
 
 
 def cuda_bytes(call: Callable[[], object]) -> int:
-    """The same on a GPU, in this process: its allocator keeps the peak itself."""
+    """The same on a GPU, in this process: its allocator records the peak."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -85,7 +85,7 @@ def cpu_bytes(call: Callable[[], object]) -> int:
 
 
 def _status() -> dict[str, int]:
-    """Bytes of this process: VmRSS now, VmHWM at its peak, RssFile of mapped files."""
+    """Bytes of this process: VmRSS (now), VmHWM (peak) and RssFile (mapped files)."""
     unit = 1 if sys.platform == "darwin" else 1024
     sizes = {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if os.path.exists("/proc/self/status"):
@@ -97,7 +97,7 @@ def _status() -> dict[str, int]:
 
 
 def _reset_peak() -> bool:
-    """Linux: VmHWM starts again from what is held now."""
+    """Linux: resets VmHWM to the current memory. Returns whether that worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -106,14 +106,14 @@ def _reset_peak() -> bool:
 
 
 def _trim() -> None:
-    """Gives free heap pages back, so that using them again counts."""
+    """Returns free heap pages to the kernel, so that using them again counts."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _no_huge_pages() -> None:
-    """One touched byte would count as 2 MiB."""
+    """Turns huge pages off: one touched byte would count as 2 MiB."""
     if sys.platform == "linux":
         PR_SET_THP_DISABLE = 41
         ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
@@ -123,16 +123,16 @@ def _no_huge_pages() -> None:
 
 
 def _one(request: dict) -> int:
-    """Measures in this process, which must not have computed anything before."""
+    """Measures in this process, which must not have computed anything yet."""
     case = cases.named(request["case"])
     name, direction = request["name"], request["direction"]
 
     def prepare(case: cases.Case) -> Callable[[], object]:
-        compiled = name == peers.COMPILED  # setting it up imports a lot: not for the others
+        compiled = name == peers.COMPILED  # its set-up imports a lot, so not for the others
         return peers.build(case, "cpu", request["backend"], compiled).step(name, direction)
 
     call = prepare(case.tiny() if request["tiny"] else case)
-    # torch.compile has nothing to show before it has compiled this size.
+    # torch.compile must first compile this size.
     (call if name == peers.COMPILED else prepare(case.tiny()))()
     return cpu_bytes(call)
 

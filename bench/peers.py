@@ -1,4 +1,4 @@
-"""What runs a case: ours first, then every way PyTorch offers, all on the same inputs."""
+"""The implementations of a case: ours first, then all of PyTorch's, on the same inputs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from fastattn.problem import Problem, record
 OURS = "fastattn"
 SDPA, MODULE, EAGER, COMPILED = "torch SDPA", "nn.MultiheadAttention", "eager", "torch.compile"
 FLEX = "FlexAttention"
-# What torch's SDPA may choose among on a GPU; each is forced, so that its best is never missed.
+# torch's SDPA chooses among these on a GPU. Each is forced, so that the best is never missed.
 SDPA_BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
-PLAIN = (EAGER, MODULE)  # what torch.compile starts from: always worth naming beside it
+PLAIN = (EAGER, MODULE)  # the starting points of torch.compile, always shown beside it
 
 
 @dataclass
 class Implementation:
-    """``call()`` gives the output, or (output, weights or None), a function of the ``leaves``."""
+    """``call()`` returns the output, or (output, weights or None), as a function of ``leaves``."""
 
     call: Callable[[], Tensor | tuple]
     leaves: dict[str, Tensor]
     module: nn.Module | None = None
 
     def step(self, direction: str, upstream: Tensor) -> Callable[[], object]:
-        """What is timed: inference without autograd, or one training step without the optimiser."""
+        """The timed call: inference without autograd, or one training step without the
+        optimiser."""
         if self.module is not None:
             self.module.train(direction != FORWARD)
         if direction == FORWARD:
@@ -56,7 +57,7 @@ class Implementation:
         if direction == FORWARD:
             outputs, grads = self.step(direction, upstream)(), {}
         else:
-            self.step(direction, upstream)  # puts the module into training mode
+            self.step(direction, upstream)  # for its effect: training mode
             outputs = self.call()
             pulled = torch.autograd.grad(_outputs(outputs)[0], list(self.leaves.values()), upstream)
             grads = {f"grad_{name}": g for name, g in zip(self.leaves, pulled, strict=True)}
@@ -71,7 +72,7 @@ def _outputs(returned: Tensor | tuple) -> list[Tensor]:
 
 @dataclass
 class Workload:
-    """A case with its inputs drawn and everything that runs it, ours first."""
+    """A case with its inputs and all its implementations, ours first."""
 
     case: Case
     t: testing.Tensors
@@ -87,7 +88,7 @@ class Workload:
 def build(
     case: Case, device: str = "cpu", backend: str = "auto", compiled: bool = True
 ) -> Workload:
-    """Draws the inputs of a case and sets up ours and its peers; nothing is compiled yet."""
+    """Draws the inputs of a case and sets up ours and its peers; compiles nothing yet."""
     t = cases.draw(case, device)
     chosen = registry.select(cases.problem(case, t), backend)
     upstream = t.grad_out.transpose(1, 2).flatten(2) if case.module else t.grad_out
@@ -125,10 +126,10 @@ def _dot(
     p = cases.problem(case, t)
     qkv, bias, scale = [leaves[n] for n in "qkv"], leaves.get("bias"), 1 / math.sqrt(p.D)
     causal = t.mask.causal == "top_left"
-    # A mask that torch can only be given as a tensor is built here, outside the timing.
+    # A mask that torch can only take as a tensor is built here, outside the timing.
     kept = p.kept() if record.kinds(t.mask) else None
     dropped = None if kept is None else ~kept
-    as_keep = t.mask.keep is not None  # then all are given the very same tensor
+    as_keep = t.mask.keep is not None  # then all implementations get the same tensor
     ours = dict(attn_mask=t.mask.keep, is_causal=causal) if as_keep else dict(mask=t.mask)
     attn_mask, grouped = bias if causal or kept is None else kept, p.H != p.Hkv
 
@@ -211,7 +212,7 @@ def _additive(
 def eager_dot(
     q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Attention as it is written without a fused function."""
+    """Attention without a fused function."""
     scores = q @ k.mT * scale
     if bias is not None:
         scores = scores + bias
@@ -221,7 +222,7 @@ def eager_dot(
 
 
 def eager_additive(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """Additive attention as every textbook has it; one head, whose dim is squeezed away."""
+    """Textbook additive attention with one head, whose dim is squeezed away."""
     q, k, w = q[:, 0], k[:, 0], w[0]
     scores = torch.tanh(q[:, :, None] + k[:, None]) @ w  # [B, M, N] from [B, M, N, D]
     return (torch.softmax(scores, -1) @ v[:, 0])[:, None]
@@ -240,7 +241,7 @@ def _modules(
     theirs = nn.MultiheadAttention(p.H * p.D, p.H, **sizes)
     ours = fastattn.MultiheadAttention(p.H * p.D, p.H, **sizes)
     ours.load_state_dict(theirs.state_dict())
-    if backend != "auto":  # the module has no such option: its users want the best one
+    if backend != "auto":  # the module has no such option: it uses the best backend
         ours._attend = functools.partial(_attend_heads, backend)
     modules = {OURS: ours, MODULE: theirs}
     if compiled:
@@ -251,7 +252,7 @@ def _modules(
 
 
 def _within_memory(case: Case, theirs: Implementation, x: Tensor) -> None:
-    """Where torch's scores and weights would not fit, it says so instead of being killed."""
+    """Raises if torch's scores and weights would not fit: else the process would be killed."""
     p = case.problem
     needed, free = 2 * p.B * p.H * p.M * p.N * x.element_size(), machine.free_bytes()
     if x.device.type != "cpu" or needed < 0.8 * free:
@@ -284,7 +285,8 @@ def _module(module, x: Tensor, need_weights: bool) -> Implementation:
 
 
 def module_in(work: Workload, dtype: torch.dtype) -> Implementation:
-    """The module of a case in plain PyTorch: torch's; with dropout ours, for its random bits."""
+    """The module of a case in plain PyTorch: torch's; with dropout ours, for the same random
+    bits."""
     dropout = work.case.problem.dropout_p > 0
     model = work.implementations[OURS if dropout else MODULE]
     module = copy.deepcopy(model.module).to(dtype)

@@ -11,7 +11,7 @@ from bench.report import SHORT, Row
 FASTER = {True: "#1a7f4b", False: "#7cc4a0"}  # forward, forward+backward
 SLOWER = {True: "#b3261e", False: "#e39a94"}
 PEER = "#8a8f98"
-SMALLEST_MIB = 0.1  # what a log axis shows for less
+SMALLEST_MIB = 0.1  # drawn for anything smaller on the log axis
 
 
 def write_png(rows: list[Row], machine: dict, path: Path) -> str | None:
@@ -36,7 +36,7 @@ def write_png(rows: list[Row], machine: dict, path: Path) -> str | None:
 
 
 def title(machine: dict) -> str:
-    """What ran, where, in a line."""
+    """What ran where, in one line."""
     where = machine["device_name"]
     if machine["device"] == "cpu":
         where += f", {machine['threads']} threads, {machine['torch_isa']}"
@@ -60,7 +60,7 @@ def _speedups(axes, rows: list[Row], places: list[float]) -> None:
     colours = [
         (FASTER if ratio >= 1 else SLOWER)[f] for ratio, f in zip(ratios, forward, strict=True)
     ]
-    # Bars grow from 1: to the right faster, to the left slower, equal factors equally long.
+    # Bars start at 1: faster to the right, slower to the left, equal factors equally long.
     axes.barh(places, [r - 1 for r in ratios], left=1, height=0.85, color=colours)
     smallest, largest = min(0.5, *ratios), max(2.0, *ratios)
     room = (largest / smallest) ** 0.6  # for the text after the longest bar

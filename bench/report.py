@@ -1,4 +1,4 @@
-"""What a run found: one row a case and direction, and the table and JSON made of them."""
+"""The results of a run: one row a case and direction, and their table and JSON."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Row:
 
     @property
     def error_ratio(self) -> float:
-        """The worst of the results; infinite where one is NaN or ours could not run."""
+        """The worst of the results; infinite if one is NaN or ours could not run."""
         ratios = self.error_ratios.values()
         return max((math.inf if math.isnan(r) else r for r in ratios), default=math.inf)
 
     @property
     def wrong(self) -> bool:
-        """Then no other number of the row is shown."""
+        """If true, no other number of the row is shown."""
         return self.failure is not None or not self.error_ratio <= 1
 
     @property
@@ -64,7 +64,7 @@ class Row:
         return self.work / self.timings[OURS].median / 1e6
 
     def as_json(self) -> dict:
-        """Everything measured; nothing but the errors where the result is wrong."""
+        """Everything measured; only the errors if the result is wrong."""
         names = "case about shape direction backend work unit kept".split()
         entry = {n: getattr(self, n) for n in names}
         entry |= {"wrong": self.wrong, "failure": self.failure, "skipped": self.skipped}
@@ -87,12 +87,12 @@ def _rounded(x: float | None) -> float | None:
 
 
 def _finite(x: float) -> float | str:
-    """JSON has no infinity."""
+    """JSON has no infinity, which becomes a string."""
     return _rounded(x) if math.isfinite(x) else str(x)
 
 
 def write_json(entries: list, path: Path, **about: dict) -> None:
-    """Rows, or curves: one line each, so that a change of one case is a change of one line."""
+    """Rows or curves, one line each: a change of one case changes one line."""
     lines = ",\n".join("  " + json.dumps(entry.as_json(), allow_nan=False) for entry in entries)
     head = json.dumps({"schema": SCHEMA, **about}, indent=1)
     path.write_text(head[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
@@ -152,15 +152,15 @@ def _paint(row: Row, cells: list[str]) -> None:
 
 
 def wants_colour(stream) -> bool:
-    """A terminal, and nobody asked for none (https://no-color.org)."""
+    """True for a terminal, unless NO_COLOR is set (https://no-color.org)."""
     return stream.isatty() and "NO_COLOR" not in os.environ
 
 
-# ---- the words around it ----
+# ---- the text around the table ----
 
 
 def header(rows: list[Row], machine: dict) -> str:
-    """What ran, where."""
+    """What ran where."""
     m, backends = machine, sorted({row.backend for row in rows})
     commit = f"{(m['commit'] or 'no commit')[:9]}{', modified' if m['modified'] else ''}"
     isa = f" ({m['fastattn_isa']})" if m["fastattn_isa"] and m["device"] == "cpu" else ""
@@ -177,7 +177,7 @@ def header(rows: list[Row], machine: dict) -> str:
 
 
 def _beside(row: Row, peer: str) -> str:
-    """What it costs as everybody writes it, whoever the best peer is."""
+    """The time of the usual implementation, whichever peer is best."""
     ours, theirs = row.timings[OURS].median, row.timings[peer].median
     text = f"{peer} takes {theirs:.4g} ms, {theirs / ours:.3g} times ours"
     if OURS in row.memory:
@@ -196,7 +196,7 @@ error: largest error over the budget of fastattn.testing; at most 1 is right."""
 
 
 def legend(rows: list[Row]) -> str:
-    """What the columns mean, what the cases are, and what a reader must not miss."""
+    """What the columns mean, what the cases are, and warnings."""
     first = {row.case: row for row in reversed(rows)}
     about = [
         f"{row.case:<16}{row.shape}, {row.kept:.0%} kept: {row.about}"

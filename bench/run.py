@@ -17,8 +17,8 @@ from bench.cases import QUICK, SUITES, Case
 from bench.report import Row
 from fastattn.backends import registry
 
-# What the timing of a whole run may use: on a CPU of four minutes, of which the rest is for memory;
-# on a GPU most goes into compiling peers.
+# Seconds for the timing of a whole run. A CPU run takes four minutes; the rest is for memory. A GPU
+# run spends most of it on compiling peers.
 TIMING_S = {"cpu": 150.0, "cuda": 170.0}
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     about, start = machine.describe(options.device), time.monotonic()
     folder = _folder(options) / machine.slug(about)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "bench.partial.json"  # of a run that does not come to its end
+    partial = folder / "bench.partial.json"  # of a run that was cut short
 
     def keep(rows: list[Row]) -> None:
         _write_json(rows, about, options, partial)
@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _pace(options: argparse.Namespace, chosen: list[Case]) -> suite.Pace:
-    """Half a second a measurement, less where time runs out; what the user asked for, always."""
+    """Half a second a measurement, or less if time runs out. A time that the user sets always
+    holds."""
     rows, now = sum(len(case.directions) for case in chosen), time.monotonic()
     if options.seconds is not None:
         return suite.Pace(options.seconds, rows, math.inf)
@@ -86,7 +87,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _threads(quick: bool):
-    """One thread for tiny problems: on a busy machine a second one costs more than they do."""
+    """One thread for tiny problems: on a busy machine a second thread costs more than it gains."""
     before = torch.get_num_threads()
     if quick:
         torch.set_num_threads(1)
@@ -98,7 +99,7 @@ def _threads(quick: bool):
 
 @contextlib.contextmanager
 def progress(total: int):
-    """A bar on stderr, told what is being done; a line every ten seconds where that is a file."""
+    """A bar on stderr that names the current step. In a file, a line every ten seconds."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -136,7 +137,7 @@ def _write(rows: list[Row], about: dict, options: argparse.Namespace, folder: Pa
 
 
 def _folder(options: argparse.Namespace) -> Path:
-    """A part of the cases must not take the place of a whole run's results."""
+    """The results folder. A run of some cases must not replace the results of a whole run."""
     if options.out or os.environ.get("OUT"):
         return options.out or Path(os.environ["OUT"])
     asked = (options.quick, options.filter, options.suite, options.no_compile)

@@ -22,7 +22,7 @@ from bench.peers import OURS
 from bench.report import SHORT, Row
 from bench.run import progress
 
-SECONDS = 0.25  # for each time measured
+SECONDS = 0.25  # for each measurement
 STYLE = {OURS: dict(color=plot.FASTER[True], marker="o", linewidth=2)}
 
 
@@ -43,7 +43,8 @@ class Curve:
 
 
 def exponent(points: dict[int, float]) -> float | None:
-    """The slope of log y over log N, of the longer half of at least 3 points; None for fewer."""
+    """The slope of log y over log N in the longer half of the points; None for fewer than 3
+    points."""
     usable = sorted((n, y) for n, y in points.items() if y > 0)[len(points) // 2 - 1 :]
     if len(points) < 3 or len(usable) < 2:
         return None
@@ -54,7 +55,7 @@ def exponent(points: dict[int, float]) -> float | None:
 
 
 def curves(rows: list[Row]) -> list[Curve]:
-    """The rows as curves; wrong ones have no place in them."""
+    """The rows as curves, without wrong rows."""
     found: dict[tuple, Curve] = {}
     for row in (r for r in rows if not r.wrong):
         kind, n = row.case.rsplit("-", 1)
@@ -67,7 +68,7 @@ def curves(rows: list[Row]) -> list[Curve]:
 
 
 def table(found: list[Curve]) -> str:
-    """A line a curve: its exponents, and its longest problem."""
+    """One line a curve: its exponents, and its longest problem."""
     lines = [f"{'':<18}{'':<18}{'time ~ N^':>10}{'memory ~ N^':>13}  at the longest"]
     for c in found:
         time_a, memory_a = (
@@ -83,7 +84,7 @@ def table(found: list[Curve]) -> str:
 
 
 def write_png(found: list[Curve], about: dict, path: Path) -> str | None:
-    """A panel a kind and direction, time above memory; returns why there is none, or None."""
+    """One panel a kind and direction, time above memory. Returns why there is none, or None."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

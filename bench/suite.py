@@ -1,4 +1,4 @@
-"""Runs cases: checked first, timed next, and at the end their memory."""
+"""Runs cases: checks them first, then times them, and measures memory at the end."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from bench.peers import COMPILED, OURS, PLAIN, Workload
 from bench.report import Row
 from fastattn.backends import registry
 
-COMPILE_S = 4.0  # of time left for each row: with less, compiling waits for a better machine
-OTHERS_S = 0.2  # for one of our own backends that was not chosen
-MEMORY_S, LEAST_MEMORY_S = 75.0, 40.0  # after the timing's deadline, and after its real end
+COMPILE_S = 4.0  # time left for each row; with less, nothing is compiled
+OTHERS_S = 0.2  # for each of our other backends
+MEMORY_S, LEAST_MEMORY_S = 75.0, 40.0  # after the deadline of timing; least after its end
 
-Say = Callable[[str, int], None]  # (what is being done, how many steps are finished by now)
+Say = Callable[[str, int], None]  # (the current step, how many steps are finished now)
 
 
 @dataclass
 class Pace:
     """Keeps a run within its time on a slow or busy machine, by taking fewer samples.
 
-    ``seconds`` is the most for one implementation of a row, ``rows`` how many are still to be
-    timed, ``deadline`` when they should all be, on the clock of ``time.monotonic``.
+    ``seconds`` is the most for one implementation of a row. ``rows`` is the number of rows still to
+    be timed, ``deadline`` the time by which they should be, on the clock of ``time.monotonic``.
     """
 
     seconds: float
@@ -40,7 +40,7 @@ class Pace:
         return max(self.deadline - time.monotonic(), 0.0) / max(self.rows, 1)
 
     def next(self, implementations: int) -> float:
-        """Seconds for each implementation of the next row; warming up takes as long again."""
+        """Seconds for each implementation of the next row; its warm-up takes as long again."""
         share = self.left() / 2 / implementations
         self.rows -= 1
         return min(self.seconds, share)
@@ -48,7 +48,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured how: ours on ``backend``; ``tiny`` sizes; ``compile`` among the peers."""
+    """How to measure: ours on ``backend``; ``tiny`` sizes; ``compile`` among the peers."""
 
     device: str
     backend: str
@@ -63,16 +63,16 @@ def run(
     say: Say,
     keep: Callable[[list[Row]], object] = len,
 ) -> list[Row]:
-    """The rows of these cases. ``keep`` is given those so far, case by case.
+    """The rows of these cases. ``keep`` is called after each case with the rows so far.
 
-    A case that falls over is rows that say why. On a GPU all that follow may then fall over, too,
-    or a kernel may never end: what was measured before is to be kept.
+    A case that raises gives rows that say why. On a GPU, everything after it may fail as well, or a
+    kernel may never end. So earlier results must be kept.
     """
     rows: list[Row] = []
     for case in (c.tiny() if setting.tiny else c for c in chosen):
         main: list[Row] = []
         try:
-            main += _run_case(case, setting, pace, say)  # rows stay that came before an error
+            main += _run_case(case, setting, pace, say)  # rows from before an error stay
             for backend in _others(case, setting, main[0].backend):
                 main += _run_on(backend, case, setting, main, say)
         except Exception as error:
@@ -87,7 +87,7 @@ def run(
 
 
 def _fallen(case: Case, setting: Setting, done: int, error: Exception) -> Iterator[Row]:
-    """What a case that fell over after ``done`` rows is in the report."""
+    """The report's rows for a case that raised after ``done`` rows."""
     for direction in case.directions[done:] or case.directions[:1]:
         row = _new_row(case, setting.backend, direction, 0)
         if done >= len(case.directions):
@@ -97,7 +97,7 @@ def _fallen(case: Case, setting: Setting, done: int, error: Exception) -> Iterat
 
 
 def steps(chosen: list[Case]) -> int:
-    """How many steps of progress :func:`run` will tell of."""
+    """The number of progress steps that :func:`run` reports."""
     return 2 * sum(len(case.directions) for case in chosen)
 
 
@@ -116,11 +116,11 @@ def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Ro
         say(f"{case.name} {row.direction}", 1)
         yield row
     if compiled:
-        torch._dynamo.reset()  # its limit of recompilations counts all cases of a function as one
+        torch._dynamo.reset()  # its recompilation limit counts all cases of a function together
 
 
 def _others(case: Case, setting: Setting, chosen: str) -> list[str]:
-    """Our other fused backends that can do a case: whether the best one was chosen."""
+    """Our other fused backends for a case, which show whether the best one was chosen."""
     if setting.backend != "auto" or chosen == "cpu":
         return []
     p = cases.problem(case, cases.draw(case, setting.device))
@@ -129,7 +129,7 @@ def _others(case: Case, setting: Setting, chosen: str) -> list[str]:
 
 
 def _run_on(backend: str, case: Case, setting: Setting, main: list[Row], say: Say) -> Iterator[Row]:
-    """A case once more, on another backend of ours, beside the peers of the first run."""
+    """A case once more, on another backend of ours, with the peers of the first run."""
     say(f"{case.name} on {backend}", 0)
     work = peers.build(case, setting.device, backend, compiled=False)
     pairs = cases.kept_pairs(case, work.t)
@@ -163,7 +163,7 @@ def _new_row(case: Case, backend: str, direction: str, pairs: int) -> Row:
 def _check(work: Workload, rows: list[Row]) -> None:
     try:
         ratios = Checker(work).error_ratios()
-    except Exception as error:  # ours fell over: as bad as a wrong number
+    except Exception as error:  # ours raised: as bad as a wrong number
         ratios = {}
         for row in rows:
             row.failure = measure.reason(error)
@@ -174,7 +174,7 @@ def _check(work: Workload, rows: list[Row]) -> None:
 def _time(
     work: Workload, row: Row, seconds: float, device: str, say: Say, only: str | None = None
 ) -> None:
-    """Times every implementation, unless ours is wrong: then the row has nothing to compare."""
+    """Times every implementation. If ours is wrong, there is nothing to compare."""
     if row.wrong:
         return
 
@@ -192,7 +192,8 @@ def _time(
 
 
 def _add_memory(rows: list[Row], setting: Setting, deadline: float, say: Say) -> None:
-    """Ours, the best peer's, and that of the plain way, which the best peer may have compiled."""
+    """Memory of ours, of the best peer, and of the plain way that the best peer may have
+    compiled."""
     asked, requests = [], []
     for row in rows:
         names = dict.fromkeys((OURS, row.best_peer, *PLAIN))

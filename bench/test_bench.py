@@ -1,7 +1,7 @@
 """The same cases through pytest-benchmark: ``pytest bench --benchmark-only``.
 
-One group a case and direction, ours and each peer in it. torch.compile is left to ``bench.run``:
-compiling would take most of the time here.
+One group a case and direction, with ours and each peer. torch.compile is measured by ``bench.run``
+only: compiling would take most of the time here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.cases import CASES, DIRECTIONS
 SECONDS, FEWEST, MOST = 0.3, 2, 20  # rounds of one measurement
 
 
-@functools.lru_cache(maxsize=1)  # tests of a case follow each other
+@functools.lru_cache(maxsize=1)  # the tests of a case follow each other
 def _checked(case) -> tuple[peers.Workload, dict[str, dict[str, float]]]:
     work = peers.build(case, compiled=False)
     return work, check.Checker(work).error_ratios()
