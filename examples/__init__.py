@@ -1,1 +1,1 @@
-"""Programs that show attention at work, each with one command: `make example-<name>`."""
+"""Programs that show attention in use, each with one command: `make example-<name>`."""

@@ -1,4 +1,4 @@
-"""fastattn beside the plain PyTorch module it replaces: time and memory of the same step."""
+"""fastattn beside the plain PyTorch module that it replaces: time and memory of the same step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def side_by_side(
 
     Args:
         steps: name -> a function without arguments that computes on ``device``.
-        seconds: how long to time each of them. They take turns, so that whatever else the machine
-            does falls on all alike.
-        device: a CPU or a GPU; then times are the GPU's own, and memory is its memory.
+        seconds: time for each step. Steps take turns, so that other load on the machine affects all
+            alike.
+        device: a CPU or a GPU. On a GPU, times and memory are those of the GPU.
 
     Returns:
         name -> ``ms`` (median), ``spread`` (half the interquartile range over it) and ``mib``: how
-        far one step raises what the process holds there, results included. Pools that an earlier
-        step left are not counted again.
+        far one step raises the memory in use, results included. Memory pools of an earlier step are
+        not counted again.
 
     Raises:
         RuntimeError: a step raised.
@@ -56,7 +56,7 @@ def _bytes(step: Callable[[], object], kind: str) -> int:
 
 
 def training_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], object]:
-    """A step for :func:`side_by_side`: the loss and its gradients, parameters left as they are."""
+    """A step for :func:`side_by_side`: the loss and its gradients; parameters do not change."""
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Where a program computes: the device is told once, and read off the model from then on."""
+"""The device of a program: named once by an option, then read off the model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Tensors = TypeVar("Tensors", bound=tuple)
 
 
 def default() -> str:
-    """``cuda`` where there is a GPU, else ``cpu``."""
+    """``cuda`` if there is a GPU, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device(name: str) -> torch.device:
-    """The device that an option names: ``cpu``, ``cuda`` or, of several, ``cuda:1``.
+    """The device that an option names: ``cpu``, ``cuda`` or, with several GPUs, ``cuda:1``.
 
     Raises:
         argparse.ArgumentTypeError: another name, or torch sees no such device.
@@ -44,6 +44,6 @@ def moved(tensors: Tensors, to: torch.device) -> Tensors:
 
 
 def synchronize(used: torch.device) -> None:
-    """Waits for what the device has been given to do; a CPU has done it already."""
+    """Waits until the device has finished its work; a CPU has finished already."""
     if used.type == "cuda":
         torch.cuda.synchronize(used)

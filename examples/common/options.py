@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent
 
 
 def parser(name: str, about: str) -> argparse.ArgumentParser:
-    """The options that all programs have: ``smoke``, ``seed``, ``device`` and ``out``."""
+    """The options of every program: ``smoke``, ``seed``, ``device`` and ``out``."""
     made = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=about)
     made.add_argument(
         "--smoke", action="store_true", help="a few seconds on tiny data that needs no download"
@@ -36,13 +36,13 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The options that are given. The folder ``out`` is made if it is not there."""
+    """The given options. Makes the folder ``out`` if it does not exist."""
     given = made.parse_args(argv)
     given.out.mkdir(parents=True, exist_ok=True)
     return given
 
 
 def set_seed(seed: int) -> None:
-    """Makes what follows repeatable: parameters, dropout, sampling."""
+    """Makes parameters, dropout and sampling repeatable from here on."""
     random.seed(seed)
     torch.manual_seed(seed)

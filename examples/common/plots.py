@@ -14,22 +14,22 @@ COLOURS = {"truth": "0.35", "average": "tab:gray", "fixed": "tab:orange", "learn
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches that belongs to no window."""
+    """An empty figure of this size in inches. It belongs to no window."""
     made = Figure((width, height), layout="constrained")
     FigureCanvasAgg(made)
     return made
 
 
 def save(made: Figure, path: Path, dpi: int = 80) -> None:
-    """Writes a PNG small enough to be kept in a repository."""
+    """Writes a PNG that is small enough for a repository."""
     with warnings.catch_warnings():
-        # plot_attention has said once that no font has these letters.
+        # plot_attention has already warned that no font has these letters.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         made.savefig(path, dpi=dpi, pil_kwargs={"optimize": True})
 
 
 def use_chinese_font() -> None:
-    """Makes the Noto Sans SC of the package zhplot known to matplotlib, where it is installed."""
+    """Makes matplotlib use Noto Sans SC from the package zhplot, if installed."""
     spec = importlib.util.find_spec("zhplot")
     if spec is None or spec.origin is None:
         return

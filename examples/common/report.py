@@ -45,13 +45,13 @@ def comparison(measured: dict[str, dict]) -> str:
 
 
 def load(folder: Path) -> dict:
-    """What an earlier run saved; nothing if there was none."""
+    """The result that an earlier run saved; empty if there was none."""
     path = folder / "result.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def save(result: dict, folder: Path, device: torch.device) -> None:
-    """Writes result.json: the result, and what it was measured with and on."""
+    """Writes result.json: the result, and the machine and versions behind it."""
     about = {
         "machine": platform.machine(),
         "cores": os.cpu_count(),

@@ -10,15 +10,15 @@ SPECIAL = ("<pad>", "<unk>", "<begin>", "<end>")
 
 
 class Vocabulary:
-    """Tokens by falling frequency, behind the special ones.
+    """The special tokens, then tokens by falling frequency.
 
     Args:
         tokens: all tokens of the training texts.
-        min_frequency: rarer ones are unknown.
+        min_frequency: rarer tokens are unknown.
 
     Attributes:
-        tokens: all, in the order of their numbers.
-        frequencies: how often each token was seen, kept or not.
+        tokens: all tokens, in the order of their numbers.
+        frequencies: how often each token was seen, whether kept or not.
     """
 
     def __init__(self, tokens: Iterable[str], min_frequency: int) -> None:

@@ -1,1 +1,1 @@
-"""Pretrained transformers as they are, their attention replaced."""
+"""Pretrained transformers, unchanged except for their attention."""

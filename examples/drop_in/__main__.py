@@ -15,11 +15,11 @@ from examples.common.compare import side_by_side, training_step
 from examples.drop_in import chemistry, models, search
 
 SHOWN = "aspirin (acetylation)"
-PAGES = 4  # to be timed
+PAGES = 4  # pages that are timed
 
 
 def variants(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Copies of a model, each with the attention of that name."""
+    """Copies of a model, one for each named attention."""
     made = {}
     for name in names:
         made[name] = copy.deepcopy(model)
@@ -28,12 +28,12 @@ def variants(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
 
 
 def on(encoders: dict[str, nn.Module]) -> torch.device:
-    """The device of them all."""
+    """The device of all encoders."""
     return devices.of(next(iter(encoders.values())))
 
 
 def on_device(batch: dict[str, Tensor], encoders: dict[str, nn.Module]) -> dict[str, Tensor]:
-    """A batch where the encoders are."""
+    """The batch on the device of the encoders."""
     return {name: x.to(on(encoders)) for name, x in batch.items()}
 
 
@@ -45,7 +45,7 @@ def furthest(x: Tensor, y: Tensor) -> float:
 def map_reactions(
     encoders: dict[str, nn.Module], vocabulary: chemistry.Vocabulary, layer: int, head: int
 ) -> tuple[dict, dict[str, chemistry.Mapping]]:
-    """Where the atoms come from, by each encoder; how far weights are apart; ours to be drawn."""
+    """The atom mapping of each encoder, the largest difference of weights, and ours for drawing."""
     tokens = {name: chemistry.tokenize(text) for name, text in chemistry.REACTIONS.items()}
     batch = on_device(vocabulary.encode(list(tokens.values())), encoders)
     weights, mappings = {}, {}
@@ -71,7 +71,7 @@ def map_reactions(
 
 
 def draw_mapping(mapping: chemistry.Mapping, picture: Path) -> None:
-    """What the atoms of the product look at, and which of the reactants they turn out to be."""
+    """Draws what the product's atoms look at, and their atoms in the reactants."""
     tokens = chemistry.tokenize(chemistry.REACTIONS[SHOWN])
     arrow = tokens.index(">>")
     before, after = (chemistry.parse(part) for part in (tokens[:arrow], tokens[arrow + 1 :]))
@@ -89,7 +89,8 @@ def draw_mapping(mapping: chemistry.Mapping, picture: Path) -> None:
 
 
 def answer(encoders: dict[str, nn.Module], pages: dict[str, str], tokenizer, length: int) -> dict:
-    """The page that each question finds, by each encoder; how far the embeddings are apart."""
+    """The page that each encoder finds for each question, and the largest difference of
+    embeddings."""
     page_batches = search.batches(tokenizer, list(pages.values()), 16, length)
     question_batches = search.batches(tokenizer, list(search.QUESTIONS), 16, length)
     found, embedded = {}, {}
@@ -114,7 +115,7 @@ def answer(encoders: dict[str, nn.Module], pages: dict[str, str], tokenizer, len
 def compare_search(
     encoders: dict[str, nn.Module], batch: dict[str, Tensor], seconds: float
 ) -> dict:
-    """Time and memory of reading pages, and of a step that trains the model on them."""
+    """Time and memory of reading pages, and of a training step on them."""
     batch, device = on_device(batch, encoders), on(encoders)
     reading = {name: lambda m=model: search.embed(m, [batch]) for name, model in encoders.items()}
     measured = {"reading": side_by_side(reading, seconds, device)}
@@ -134,7 +135,7 @@ def compare_search(
 def compare_mapping(
     encoders: dict[str, nn.Module], vocabulary: chemistry.Vocabulary, length: int, seconds: float
 ) -> dict:
-    """Time and memory of a pass with all weights, over reactions of many tokens."""
+    """Time and memory of a pass with all weights, on long reactions."""
     tokens = [chemistry.tokenize(text) for text in chemistry.REACTIONS.values()]
     long = [(row * (1 + length // len(row)))[: length - 2] for row in tokens]
     batch = on_device(vocabulary.encode(long), encoders)
@@ -148,7 +149,7 @@ def compare_mapping(
 
 
 def load(smoke: bool):
-    """The encoder of reactions with its vocabulary, and that of texts with its tokenizer."""
+    """The encoder of reactions with its vocabulary, and the encoder of texts with its tokenizer."""
     if smoke:
         tokens = sorted({t for r in chemistry.REACTIONS.values() for t in chemistry.tokenize(r)})
         vocabulary = chemistry.Vocabulary(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *tokens])

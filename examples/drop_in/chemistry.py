@@ -1,8 +1,8 @@
-"""Which atom of a product was which atom before: read off the attention of a transformer.
+"""Which atom of a product was which atom of the reactants, read off a transformer's attention.
 
 Schwaller et al., "Extraction of organic chemistry grammar from unsupervised learning of chemical
-reactions", Science Advances 2021: a language model of reactions, trained on nothing but masked
-tokens, has a head in which the atoms of the product look at the atoms that they come from.
+reactions", Science Advances 2021. Their language model of reactions was trained only on masked
+tokens. In one of its heads, the atoms of the product look at the atoms that they come from.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LAYER, HEAD = 10, 5  # the one that maps atoms, counted from 0
-NEIGHBOUR = 90.0  # how much likelier a pair becomes when neighbours of both are a pair
+LAYER, HEAD = 10, 5  # the head that maps atoms, counted from 0
+NEIGHBOUR = 90.0  # factor for a pair of atoms whose neighbours are a pair
 
-# Reactions of any textbook, as SMILES: what goes in >> what comes out.
+# Textbook reactions in SMILES: reactants >> product.
 REACTIONS = {
     "ethyl acetate (Fischer)": "CC(=O)O.CCO>>CCOC(C)=O",
     "aspirin (acetylation)": "CC(=O)OC(C)=O.O=C(O)c1ccccc1O>>CC(=O)Oc1ccccc1C(=O)O",
@@ -34,7 +34,7 @@ ELEMENT = re.compile(r"\[?\d*(Br|Cl|se|as|[A-Z][a-z]?|[a-z])")
 
 
 def tokenize(smiles: str) -> list[str]:
-    """Atoms, bonds, brackets and ring numbers of a SMILES, one by one."""
+    """Atoms, bonds, brackets and ring numbers of a SMILES string, one by one."""
     return TOKEN.findall(smiles)
 
 
@@ -66,7 +66,7 @@ class Vocabulary:
 
 
 class Molecules(NamedTuple):
-    """Atoms of a SMILES: their places among the tokens, their elements, who is bound to whom."""
+    """Atoms of a SMILES: their positions among the tokens, their elements and their bonds."""
 
     places: list[int]
     elements: list[str]
@@ -74,7 +74,7 @@ class Molecules(NamedTuple):
 
 
 def parse(tokens: list[str]) -> Molecules:
-    """Reads the bonds: between neighbours in the text, around branches, and of ring numbers."""
+    """Reads the bonds: between neighbours in the text, around branches, and by ring numbers."""
     places = [n for n, token in enumerate(tokens) if token[0].isalpha() or token[0] == "["]
     number = {place: atom for atom, place in enumerate(places)}
     bonds = torch.zeros(len(places), len(places), dtype=torch.bool)
@@ -106,8 +106,8 @@ def parse(tokens: list[str]) -> Molecules:
 
 
 class Mapping(NamedTuple):
-    """``source``: the reactants' atom that each atom of the product was; -1: none. ``scores``: how
-    much they look at each other, [product atoms, reactant atoms].
+    """``source``: for each atom of the product, its atom in the reactants; -1: none. ``scores``:
+    how much they look at each other, [product atoms, reactant atoms].
     """
 
     source: list[int]
@@ -115,11 +115,11 @@ class Mapping(NamedTuple):
 
 
 def map_atoms(tokens: list[str], weights: Tensor) -> Mapping:
-    """Pairs atoms, the surest first.
+    """Pairs atoms, most certain pairs first.
 
     Args:
-        tokens: of a reaction.
-        weights: attention between them, [tokens, tokens], [CLS] and [SEP] aside.
+        tokens: the tokens of a reaction.
+        weights: attention between them, [tokens, tokens], without [CLS] and [SEP].
     """
     arrow = tokens.index(">>")
     before, after = parse(tokens[:arrow]), parse(tokens[arrow + 1 :])
@@ -134,7 +134,7 @@ def map_atoms(tokens: list[str], weights: Tensor) -> Mapping:
         share = torch.where(total > 0, chance / total, 0.0)
         atom, origin = divmod(int(share.argmax()), len(old))
         if share[atom, origin] == 0:
-            break  # atoms are left that come from nowhere
+            break  # the atoms left come from no reactant
         source[atom] = origin
         chance[atom_pairs(after.bonds[atom], before.bonds[origin])] *= NEIGHBOUR
         chance[atom], chance[:, origin] = 0.0, 0.0
@@ -142,12 +142,12 @@ def map_atoms(tokens: list[str], weights: Tensor) -> Mapping:
 
 
 def atom_pairs(a: Tensor, b: Tensor) -> Tensor:
-    """bool [atoms], bool [others] -> their pairs, bool [atoms, others]."""
+    """All pairs of bool [atoms] and bool [others]: bool [atoms, others]."""
     return a[:, None] & b[None, :]
 
 
 def numbered(tokens: list[str], source: list[int]) -> str:
-    """The reaction with each pair of atoms numbered, as chemists write it: ``[C:1]``."""
+    """The reaction with each pair of atoms numbered in chemists' notation: ``[C:1]``."""
     arrow = tokens.index(">>")
     before, after = parse(tokens[:arrow]).places, parse(tokens[arrow + 1 :]).places
     written = tokens[:]

@@ -1,4 +1,4 @@
-"""The two pretrained models, from the packages that they ship in; and a tiny one without either."""
+"""The two pretrained models, from the packages that contain them; and a tiny model without them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS = "fastattn"  # what register() calls it
 
 
 def load(package: str, folder: str) -> tuple[nn.Module, Path]:
-    """The encoder in a package's folder, and that folder. Nothing of the package is run."""
+    """The encoder in a package's folder, and that folder. No code of the package runs."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for needed in ("transformers", package):
         if importlib.util.find_spec(needed) is None:
@@ -28,7 +28,7 @@ def load(package: str, folder: str) -> tuple[nn.Module, Path]:
     from transformers.utils import logging
 
     if int(transformers.__version__.split(".")[0]) < 5:
-        # There some models choose their attention when they are built, and once and for all.
+        # In older versions, some models choose their attention once, when they are built.
         raise SystemExit(f"transformers: expected 5 or newer, got {transformers.__version__}")
     register()
     logging.set_verbosity_error()  # the heads of pre-training are not loaded, as they should not be
@@ -46,14 +46,14 @@ def plain_attention(module, query, key, value, attention_mask, output_attentions
 
 
 class TinyOutput(tuple):
-    """``last_hidden_state`` [B, N, dim], and ``attentions``, a weight matrix a layer."""
+    """``last_hidden_state`` [B, N, dim], and ``attentions``, one weight matrix a layer."""
 
     last_hidden_state = property(lambda self: self[0])
     attentions = property(lambda self: self[1])
 
 
 class TinyEncoder(nn.Module):
-    """Stands in for a model of transformers, with random parameters: two layers, four heads."""
+    """Replaces a model of transformers: two layers, four heads, random parameters."""
 
     def __init__(self, vocabulary: int, dim: int = 32, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class TinyEncoder(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, output_attentions: bool = False
     ) -> TinyOutput:
-        """[B, N] token numbers, and 1 where they count."""
+        """Takes token numbers [B, N], and a mask that is 1 for tokens that count."""
         x, attentions = self.embedding(input_ids), []
         mask = attention_mask.bool()[:, None, None, :]
         for projection in self.projections:

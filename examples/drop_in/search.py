@@ -1,4 +1,4 @@
-"""Finding the page that answers a question, by the similarity of sentence embeddings."""
+"""Finds the page that answers a question, by the similarity of sentence embeddings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ QUESTIONS = {
 
 
 def pages(most: int | None = None) -> dict[str, str]:
-    """The reference pages of Python's help(), which ship with every Python: title -> text."""
+    """The reference pages of Python's help(), part of every Python: title -> text."""
     return dict(sorted(pydoc_data.topics.topics.items())[:most])
 
 
 class Words:
-    """A tokenizer for the tiny model: numbers of words, made up as they come."""
+    """A tokenizer for the tiny model: gives each new word the next number."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {"": 0}
@@ -43,7 +43,7 @@ class Words:
 
 @torch.no_grad()
 def embed(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
-    """The mean of a text's tokens, of length 1: [texts, dim]."""
+    """The mean over a text's tokens, scaled to length 1: [texts, dim]."""
     means, device = [], devices.of(model)
     for batch in batches:
         batch = {name: x.to(device) for name, x in batch.items()}
@@ -54,7 +54,7 @@ def embed(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
 
 
 def batches(tokenizer, texts: list[str], size: int, max_length: int) -> list[dict[str, Tensor]]:
-    """The tokens of so many texts at a time, padded to the longest."""
+    """Batches of ``size`` tokenized texts, padded to the longest."""
     return [
         dict(
             tokenizer(

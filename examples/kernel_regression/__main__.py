@@ -15,13 +15,13 @@ from fastattn import NadarayaWatson
 
 @torch.no_grad()
 def rmse(model: nn.Module | None, series: Series) -> float:
-    """Root mean square error at the held-out points; None stands for average pooling."""
+    """Root mean square error at the held-out points; None means average pooling."""
     fit = series.y.mean() if model is None else model(series.test_x, series.x, series.y)
     return (fit - series.test_y).square().mean().sqrt().item()
 
 
 def fit(series: Series, start: list[float], others: torch.Tensor, steps: int) -> dict:
-    """The models of one series, back on the CPU, and their errors on held-out points."""
+    """The models of one series, moved to the CPU, and their errors on held-out points."""
     device = others.device
     fixed = NadarayaWatson(1.0).to(device)
     learned = NadarayaWatson(start, learnable=True).to(device)

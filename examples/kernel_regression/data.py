@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Series:
-    """Points to learn from and points held out, both in the order of x.
+    """Points to learn from and held-out points, both in the order of x.
 
-    ``x`` [N, D] features, ``y`` [N] values, ``t`` [N] what the plot has on its horizontal axis.
-    ``truth`` [M]: the curve without noise at the held-out points, where it is known.
+    ``x`` [N, D] are features, ``y`` [N] values, ``t`` [N] positions on the plot's horizontal axis.
+    ``truth`` [M] is the curve without noise at the held-out points, if known.
     """
 
     x: Tensor
@@ -30,13 +30,13 @@ class Series:
     truth: Tensor | None = None
 
     def to(self, device: torch.device) -> Series:
-        """The same on that device."""
+        """The same series on that device."""
         tensors = vars(self).items()
         return Series(**{name: x if x is None else x.to(device) for name, x in tensors})
 
 
 def curve(points: int, seed: int, noise: float = 0.5) -> Series:
-    """``y = 2 sin(x) + x^0.8 + noise`` at random places of [0, 5], and held-out points between."""
+    """``y = 2 sin(x) + x^0.8 + noise`` at random points of [0, 5], with held-out points between."""
     generator = torch.Generator().manual_seed(seed)
 
     def sample(x: Tensor) -> Tensor:
@@ -52,10 +52,10 @@ def _curve(x: Tensor) -> Tensor:
 
 
 def co2(gap_weeks: int, every_weeks: int) -> Series:
-    """Weekly CO2 in ppm at Mauna Loa, 1958-2001, with a gap of weeks held out again and again.
+    """Weekly CO2 in ppm at Mauna Loa, 1958-2001. Gaps of several weeks are held out regularly.
 
-    Features: the year, and the season as a point (cos, sin) on the circle of the year: weeks of
-    the same season lie near each other whatever the year.
+    The features are the year, and the season as a point (cos, sin) on a circle. Weeks of the same
+    season are then close to each other in any year.
 
     Source: the data set ``co2`` of statsmodels (public domain; Keeling and Whorf, Scripps).
     """
@@ -68,7 +68,7 @@ def co2(gap_weeks: int, every_weeks: int) -> Series:
 
 
 def waves(weeks: int, gap_weeks: int, every_weeks: int) -> Series:
-    """What looks like CO2 and needs no download: a trend, a season and a little noise."""
+    """Looks like CO2 and needs no download: a trend, a season and a little noise."""
     generator = torch.Generator().manual_seed(0)
     years = 1990 + torch.arange(weeks) / 52.18
     season = 3 * (2 * math.pi * years).sin()
@@ -79,14 +79,14 @@ def waves(weeks: int, gap_weeks: int, every_weeks: int) -> Series:
 def _with_gaps(years: Tensor, y: Tensor, gap_weeks: int, every_weeks: int) -> Series:
     angle = 2 * math.pi * years
     x = torch.stack([years, angle.cos(), angle.sin()], dim=1)
-    # Each gap at the end of its stretch: the first is not at the very beginning.
+    # Each gap ends its stretch of weeks, so that the series does not begin with one.
     held_out = torch.arange(len(y)) % every_weeks >= every_weeks - gap_weeks
     kept = ~held_out
     return Series(x[kept], y[kept], years[kept], x[held_out], y[held_out], years[held_out])
 
 
 def _package_folder(name: str) -> Path:
-    """Where a package lies, without importing it: its data alone is wanted."""
+    """A package's folder, without importing the package: only its data is needed."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise SystemExit(

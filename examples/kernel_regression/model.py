@@ -1,4 +1,4 @@
-"""The plain PyTorch twin of ``fastattn.NadarayaWatson``, and how a bandwidth is learned."""
+"""``fastattn.NadarayaWatson`` in plain PyTorch, and how a bandwidth is learned."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tqdm import trange
 
 
 class PlainNadarayaWatson(nn.Module):
-    """Gaussian kernel regression as written in textbooks: every difference, then a softmax.
+    """Textbook Gaussian kernel regression: all differences, then a softmax.
 
-    Same parameter, same call and same numbers as ``fastattn.NadarayaWatson``, through tensors
+    It has the parameter, the call and the results of ``fastattn.NadarayaWatson``, but makes tensors
     [M, N, D] and [M, N].
     """
 
@@ -35,17 +35,18 @@ class PlainNadarayaWatson(nn.Module):
 
 
 def far_apart(points: int, neighbours: int) -> Tensor:
-    """[N, N], True where ``|i - j| > neighbours``: who may help to estimate a point in training.
+    """[N, N], True where ``|i - j| > neighbours``: points that may help to estimate a point in
+    training.
 
     With 0, a point does not see itself (leave one out). To learn to fill gaps, leave out as many
-    neighbours to either side as a point inside a gap lacks.
+    neighbours on either side as a point in a gap lacks.
     """
     index = torch.arange(points)
     return (index[:, None] - index[None]).abs() > neighbours
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor, others: Tensor) -> Tensor:
-    """Mean square error at the points themselves, each estimated from ``others`` [N, N]."""
+    """Mean square error at the points, each estimated from ``others`` [N, N]."""
     return (model(x, x, y, attn_mask=others) - y).square().mean()
 
 

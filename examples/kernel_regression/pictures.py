@@ -14,7 +14,7 @@ from examples.kernel_regression.data import Series
 
 @torch.no_grad()
 def draw_curve(series: Series, models: dict[str, nn.Module], path: Path) -> None:
-    """The points, the curve behind them and the fits."""
+    """The points, the true curve and the fits."""
     figure = plots.figure(7, 4)
     axis = figure.subplots()
     axis.plot(series.t, series.y, ".", color=plots.COLOURS["truth"], label="points")
@@ -30,7 +30,7 @@ def draw_curve(series: Series, models: dict[str, nn.Module], path: Path) -> None
 
 @torch.no_grad()
 def draw_weights(series: Series, models: dict[str, nn.Module], path: Path) -> None:
-    """Heat maps of who looks at whom."""
+    """Heat maps of the weights."""
     weights = [
         model(series.test_x[::8], series.x, series.y, need_weights=True)[1]
         for model in models.values()
@@ -45,7 +45,7 @@ def draw_weights(series: Series, models: dict[str, nn.Module], path: Path) -> No
 
 @torch.no_grad()
 def draw_gaps(series: Series, models: dict[str, nn.Module], years: tuple, path: Path) -> None:
-    """The weeks of some years with the fits, and the weights of the held-out week amidst them."""
+    """Some years' weeks with the fits, and the weights of the held-out week in the middle."""
     figure = plots.figure(9, 6)
     above, below = figure.subplots(2, 1)
     shown = {"color": plots.COLOURS["truth"], "markersize": 3}

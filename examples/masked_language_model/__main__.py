@@ -24,7 +24,7 @@ LABELLED, EPOCHS, FINE_EPOCHS, BATCH = 1000, 12, 5, 64
 
 
 def build(tokenizer: Tokenizer) -> dict[str, GapFiller]:
-    """nn.TransformerEncoder as it is, and a copy of it with the attention of fastattn."""
+    """A model on nn.TransformerEncoder, and a copy with the attention of fastattn."""
     plain = GapFiller(Encoder(len(tokenizer.characters), tokenizer.max_length))
     ours = copy.deepcopy(plain)
     fastattn.replace_attention(ours)
@@ -32,14 +32,14 @@ def build(tokenizer: Tokenizer) -> dict[str, GapFiller]:
 
 
 def few_labels(reviews: ReviewDataset, most: int) -> ReviewDataset:
-    """The first reviews of a data set, which is in random order already."""
+    """The first reviews of a data set, which already is in random order."""
     few = copy.copy(reviews)
     few.items = reviews.items[:most]
     return few
 
 
 def fine_tune(encoder: Encoder, splits: list[ReviewDataset], epochs: int, name: str, seed: int):
-    """Test accuracy of a classifier on this encoder, and the history of its training."""
+    """Test accuracy of a classifier on this encoder, and its training history."""
     training, validation, test = splits
     options.set_seed(seed)
     model = Classifier(encoder).to(devices.of(encoder))
@@ -51,7 +51,7 @@ def fine_tune(encoder: Encoder, splits: list[ReviewDataset], epochs: int, name: 
 def compare(
     models: dict[str, GapFiller], tokens: torch.Tensor, vocabulary: int, seconds: float
 ) -> dict:
-    """Time and memory of a step of pre-training."""
+    """Time and memory of a pre-training step."""
 
     def loss(model: nn.Module) -> torch.Tensor:
         model.train()
@@ -62,7 +62,7 @@ def compare(
 
 
 def draw(result: dict, picture: Path) -> None:
-    """The loss of both pre-trainings, and the accuracy while fine-tuning."""
+    """Draws the loss of both pre-trainings, and the accuracy during fine-tuning."""
     figure = plots.figure(8, 3)
     left, right = figure.subplots(1, 2)
     for (name, history), style in zip(result["pre-training"].items(), ("-", "--"), strict=True):

@@ -1,4 +1,4 @@
-"""What to hide from the model, and what it has to say."""
+"""What to hide from the model, and what the model must predict."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import Tensor
 
 from examples.common.vocabulary import PADDING, SPECIAL
 
-IGNORED = -100  # a place that has no target: cross_entropy passes over it
+IGNORED = -100  # a position without a target; cross_entropy skips it
 
 
 class Masked(NamedTuple):
-    """``tokens`` [B, N] as the model sees them; ``targets`` [B, N]: what stood there, or -100."""
+    """``tokens`` [B, N] that the model sees; ``targets`` [B, N]: the original token, or -100."""
 
     tokens: Tensor
     targets: Tensor
 
 
 def mask_tokens(tokens: Tensor, vocabulary: int, generator: torch.Generator) -> Masked:
-    """Chooses 15% of the places: 80% of them hidden, 10% replaced at random, 10% left as they are.
+    """Chooses 15% of the positions: 80% of them hidden, 10% random, 10% unchanged.
 
-    Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019, section 3.1. What
-    is left as it is must be said, too: so the model cannot trust any place.
+    Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019, section 3.1. The
+    model must predict unchanged tokens as well, so it cannot trust any position.
 
     Args:
         tokens: ``[B, N]``, padded. Padding is never chosen.
-        vocabulary: number of tokens; the number itself stands for [MASK].
-        generator: of the random choices.
+        vocabulary: number of tokens; this number itself means [MASK].
+        generator: makes the random choices.
     """
 
     def chance() -> Tensor:

@@ -10,13 +10,13 @@ from examples.text_classification.dataset import Batch
 
 
 class Encoder(nn.Module):
-    """Characters -> features that know their surroundings, [B, N] -> [B, N, dim].
+    """Characters [B, N] -> features with context, [B, N, dim].
 
     Args:
-        vocabulary: number of characters; one more number stands for [MASK].
+        vocabulary: number of characters; the next number means [MASK].
         max_length: the longest text.
         dim: features of a character.
-        num_heads: of each attention.
+        num_heads: heads of each attention.
         num_layers: encoder layers.
         dropout: on the embedding.
     """
@@ -36,8 +36,8 @@ class Encoder(nn.Module):
         self.places = nn.Embedding(max_length, dim)
         for embedding in (self.characters, self.places):
             nn.init.normal_(embedding.weight, std=0.1)
-        # No dropout in the layers: it would fall on other places in the twin, whose attention lays
-        # its output out otherwise in memory, and their losses could not be compared.
+        # No dropout in the layers. It would drop other elements in the plain twin, whose attention
+        # output has another memory layout, and their losses could not be compared.
         layer = nn.TransformerEncoderLayer(
             dim, num_heads, 4 * dim, 0.0, "gelu", batch_first=True, norm_first=True
         )
@@ -52,9 +52,9 @@ class Encoder(nn.Module):
 
 
 class GapFiller(nn.Module):
-    """Logits of the characters that stood at places ``where`` (bool [B, N]): [places, vocabulary].
+    """Logits of the characters at positions ``where`` (bool [B, N]): [positions, vocabulary].
 
-    The weights of the last layer are those of the embedding.
+    The last layer shares the weights of the embedding.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -70,7 +70,7 @@ class GapFiller(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Two logits for each review, from the mean of its characters. Called as task 1's model is."""
+    """Two logits for each review, from the mean of its characters. Called like task 1's model."""
 
     def __init__(self, encoder: Encoder, dropout: float = 0.3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Learning to fill gaps."""
+"""Training on gaps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.masked_language_model.model import GapFiller
 def pretrain(
     model: GapFiller, batches: DataLoader, epochs: int, vocabulary: int, name: str, seed: int
 ) -> dict:
-    """Trains; returns ``losses`` (mean of each epoch) and ``seconds``. Labels are not looked at."""
+    """Trains; returns ``losses`` (mean of each epoch) and ``seconds``. Labels are not used."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=3e-3, total_steps=epochs * len(batches), pct_start=0.2
@@ -45,10 +45,10 @@ def pretrain(
 def gap_loss(
     model: GapFiller, tokens: torch.Tensor, vocabulary: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Cross entropy of the characters in the gaps, where only those are asked for.
+    """Cross entropy of the characters in the gaps. The model computes only these.
 
-    ``tokens`` are on the generator's device, where the gaps are chosen, the same for any device of
-    the model.
+    ``tokens`` are on the generator's device, where the gaps are chosen. The gaps are thus the same
+    for any device of the model.
     """
     masked = moved(mask_tokens(tokens, vocabulary, generator), devices.of(model))
     where = masked.targets != IGNORED
@@ -58,7 +58,7 @@ def gap_loss(
 
 @torch.no_grad()
 def fill(model: GapFiller, tokenizer, text: str, most: int = 3) -> list[list[str]]:
-    """The likeliest characters for each ``_`` of a text."""
+    """The likeliest characters for each ``_`` in a text."""
     vocabulary = len(tokenizer.characters)
     numbers = [
         vocabulary if character == "_" else tokenizer.characters.encode([character])[0]

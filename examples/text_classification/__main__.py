@@ -50,7 +50,7 @@ def build(tokenizer: Tokenizer) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def read(model: nn.Module, tokenizer: Tokenizer, text: str, picture: Path) -> dict:
-    """What the model makes of a text, and a heat map of what its layers look at."""
+    """The model's verdict on a text, and a heat map of its layers' weights."""
     text = data.normalize(text)[: tokenizer.max_length]
     batch = dataset.collate([ReviewDataset([Review(text, 0)], tokenizer)[0]])
     batch = devices.moved(batch, devices.of(model))
@@ -58,7 +58,7 @@ def read(model: nn.Module, tokenizer: Tokenizer, text: str, picture: Path) -> di
     logits, layers = model(batch, need_weights=True)
     probability = logits.softmax(dim=1)[0].tolist()
     plots.use_chinese_font()
-    weights = torch.cat(layers)  # of the one review: [layers, N, N]
+    weights = torch.cat(layers)  # for the one review: [layers, N, N]
     names = [f"layer {n + 1}" for n in range(len(layers))]
     figure = fastattn.plot_attention(weights, list(text), list(text), names=names)
     plots.save(figure, picture)

@@ -1,4 +1,4 @@
-"""Reviews with labels: loaded, deduplicated, and only then split."""
+"""Reviews with labels: loaded, deduplicated, and then split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Review(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What to train on, to choose the epoch by, and to report."""
+    """Reviews for training, for choosing the epoch, and for the final report."""
 
     train: list[Review]
     validation: list[Review]
@@ -59,14 +59,15 @@ def tiny_reviews() -> list[Review]:
 
 
 def normalize(text: str) -> str:
-    """Full-width letters become plain ones, letters small, and white space goes."""
+    """Makes full-width letters plain and all letters lower case, and removes white space."""
     return "".join(unicodedata.normalize("NFKC", text).lower().split())
 
 
 def deduplicate(reviews: list[Review]) -> list[Review]:
-    """Each text once, whatever its punctuation; none that stands there with both labels.
+    """Each text once, ignoring punctuation. Texts that have both labels are removed.
 
-    The corpus holds nearly every review twice. Split as it is, it would test on what it trained on.
+    The corpus contains nearly every review twice. Without this, the test set would contain training
+    reviews.
     """
     labels: dict[str, set[int]] = {}
     first: dict[str, Review] = {}

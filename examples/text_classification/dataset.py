@@ -43,7 +43,7 @@ class ReviewDataset(Dataset):
 
 
 class ShuffledBatches:
-    """Batches of indices for a DataLoader, another order each epoch.
+    """Batches of indices for a DataLoader, in a new order each epoch.
 
     Batches hold reviews of similar length, so that little is padding.
     """
@@ -64,8 +64,8 @@ class ShuffledBatches:
 
 
 class BalancedBatches(ShuffledBatches):
-    """Every epoch shows as many reviews of one label as of the other: those of the rarer label that
-    are missing are drawn again.
+    """Every epoch has equally many reviews of both labels. Missing reviews of the rarer label are
+    drawn again.
     """
 
     def __init__(self, dataset: ReviewDataset, batch_size: int, seed: int) -> None:
@@ -87,7 +87,7 @@ class BalancedBatches(ShuffledBatches):
 
 
 def collate(items: list[tuple[Tensor, Tensor, int]]) -> Batch:
-    """Pads the reviews of a batch to the longest of them."""
+    """Pads the reviews of a batch to the longest."""
     characters, bigrams, labels = zip(*items, strict=True)
     padded = [
         pad_sequence(list(rows), batch_first=True, padding_value=PADDING)
@@ -99,7 +99,7 @@ def collate(items: list[tuple[Tensor, Tensor, int]]) -> Batch:
 def training_batches(
     dataset: ReviewDataset, batch_size: int, seed: int, balanced: bool = True
 ) -> DataLoader:
-    """All reviews in random order; ``balanced``: as many of one label as of the other."""
+    """All reviews in random order; ``balanced``: equally many of both labels."""
     kind = BalancedBatches if balanced else ShuffledBatches
     sampler = kind(dataset, batch_size, seed)
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)

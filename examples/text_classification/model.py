@@ -1,4 +1,4 @@
-"""Embedding, self-attention, mean over the characters, classifier."""
+"""Embedding, self-attention, mean over characters, classifier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastattn import SelfAttention
 
 
 class PlainSelfAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention called as ``fastattn.SelfAttention`` is: the twin to compare with."""
+    """nn.MultiheadAttention called like ``fastattn.SelfAttention``, for comparison."""
 
     def __init__(self, hidden_dim: int, num_heads: int) -> None:
         super().__init__(hidden_dim, num_heads, batch_first=True)
@@ -28,7 +28,7 @@ class PlainSelfAttention(nn.MultiheadAttention):
 
 
 def plain_parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a model on SelfAttention under the names of one on PlainSelfAttention."""
+    """Renames the parameters of a model on SelfAttention for one on PlainSelfAttention."""
     return {
         name.replace("in_proj.weight", "in_proj_weight").replace("in_proj.bias", "in_proj_bias"): x
         for name, x in state.items()
@@ -38,16 +38,16 @@ def plain_parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
 class ReviewClassifier(nn.Module):
     """Two logits for each review.
 
-    A character is the sum of the embeddings of itself, of the bigram that begins there and of its
-    place. Each layer adds what self-attention sees to it. Their mean over a review is classified.
+    A character's features are the sum of three embeddings: the character, its bigram and its
+    position. Each layer adds the output of self-attention. The mean over a review is classified.
 
     Args:
         characters: size of the vocabulary of characters.
-        bigrams: size of that of bigrams.
+        bigrams: size of the vocabulary of bigrams.
         max_length: the longest text.
-        attention: makes a layer's attention of (hidden_dim, num_heads).
+        attention: makes a layer's attention from (hidden_dim, num_heads).
         hidden_dim: features of a character.
-        num_heads: of each attention.
+        num_heads: heads of each attention.
         num_layers: attention layers.
         dropout: on embeddings and on the mean.
     """
@@ -76,7 +76,7 @@ class ReviewClassifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, batch: Batch, need_weights: bool = False) -> tuple[Tensor, list]:
-        """Logits [B, 2], and each layer's weights [B, N, N], or None where not wanted."""
+        """Logits [B, 2], and each layer's weights [B, N, N], or None unless requested."""
         places = self.places.weight[: batch.characters.shape[1]]
         x = self.characters(batch.characters) + self.bigrams(batch.bigrams) + places
         x = self.dropout(x)
@@ -89,6 +89,6 @@ class ReviewClassifier(nn.Module):
 
 
 def _mean(x: Tensor, lengths: Tensor) -> Tensor:
-    """[B, N, hidden_dim] -> [B, hidden_dim], over the characters that are no padding."""
+    """[B, N, hidden_dim] -> [B, hidden_dim], without padding."""
     inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
     return (x * inside[..., None]).sum(dim=1) / lengths[:, None]

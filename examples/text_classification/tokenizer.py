@@ -6,15 +6,16 @@ from examples.common.vocabulary import Vocabulary
 
 
 def bigrams(text: str) -> list[str]:
-    """Each character with the next; as many as characters, the last one alone."""
+    """Each character with the next one. The last character is alone, so there are as many
+    bigrams."""
     return [text[i : i + 2] for i in range(len(text))]
 
 
 class Tokenizer:
-    """A text as two aligned rows of numbers: its characters, and the bigrams that begin there.
+    """Turns a text into two rows of numbers: its characters, and the bigrams that start at them.
 
     Args:
-        texts: of the training set alone. What only other texts contain is unknown.
+        texts: the training set only. What occurs only in other texts is unknown.
         min_frequency: of characters and bigrams.
         max_length: characters; the rest of a text is not read.
     """
@@ -25,6 +26,6 @@ class Tokenizer:
         self.bigrams = Vocabulary((b for text in texts for b in bigrams(text)), min_frequency)
 
     def __call__(self, text: str) -> tuple[list[int], list[int]]:
-        """Numbers of the characters and of the bigrams, equally many."""
+        """Numbers of the characters and of the bigrams, equally many of each."""
         text = text[: self.max_length]
         return self.characters.encode(text), self.bigrams.encode(bigrams(text))

@@ -18,7 +18,7 @@ from examples.common.devices import moved
 def train(
     model: nn.Module, batches: DataLoader, validation: DataLoader, epochs: int, name: str
 ) -> dict:
-    """Trains, and leaves the model as it was after its best epoch on the validation set.
+    """Trains. The model ends with the parameters of its best epoch on the validation set.
 
     Returns:
         ``losses`` (mean of each epoch), ``validation`` (accuracy after each epoch) and ``seconds``
@@ -54,7 +54,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, batches: DataLoader) -> float:
-    """Share of the reviews whose label the model gives."""
+    """The share of reviews for which the model predicts the label."""
     model.eval()
     right = count = 0
     for batch in batches:

@@ -1,1 +1,1 @@
-"""English to Chinese with an LSTM encoder-decoder, with several kinds of attention and none."""
+"""English to Chinese: LSTMs with several kinds of attention, and with none; a Transformer."""

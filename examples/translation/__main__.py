@@ -17,9 +17,9 @@ from examples.translation.decode import translate
 from examples.translation.lstm import RecurrentTranslator
 from examples.translation.transformer import Transformer
 
-DATA = Path("build/translation")  # of the repository, where `make` starts
+DATA = Path("build/translation")  # relative to the repository, where `make` runs
 KINDS = (*lstm.KINDS, "transformer")
-SHOWN = ("additive", "transformer")  # aligned, and compared with plain PyTorch
+SHOWN = ("additive", "transformer")  # drawn, and compared with plain PyTorch
 BATCH, BEAMS = 64, 4
 
 
@@ -60,7 +60,7 @@ def prepare(
 
 
 def build(kind: str, source: Vocabulary, target: Vocabulary, plain: bool = False) -> nn.Module:
-    """The model of a kind. ``plain``: its attention in plain PyTorch, with the same parameters."""
+    """The model of a kind. ``plain``: the attention in plain PyTorch, with the same parameters."""
     sizes = len(source), len(target)
     if kind != "transformer":
         return RecurrentTranslator(*sizes, kind, plain=plain)
@@ -79,7 +79,7 @@ def score(model: nn.Module, test: Corpus, target: Vocabulary) -> dict[str, float
 
 @torch.no_grad()
 def align(model: nn.Module, test: Corpus, target: Vocabulary, picture: Path) -> str:
-    """Translates a sentence of the test set and draws what each of its words looked at."""
+    """Translates a sentence of the test set, and draws which words each of its words looked at."""
     longest = max(len(english) for english, _ in test.pairs)
     index = min(range(len(test)), key=lambda n: abs(len(test.pairs[n][0]) - min(longest, 14)))
     batch = test.batch([index])
@@ -102,7 +102,8 @@ def align(model: nn.Module, test: Corpus, target: Vocabulary, picture: Path) -> 
 def examine(
     kind: str, model: nn.Module, corpora: list[Corpus], words: tuple, given: argparse.Namespace
 ) -> dict:
-    """An alignment of the trained model, its plain twin beside it, and the cost of its steps."""
+    """An alignment by the trained model, a comparison with its plain twin, and the cost of
+    steps."""
     training, _, test = corpora
     seen: dict = {"translated": align(model, test, words[1], given.out / f"alignment-{kind}.png")}
     plain = build(kind, *words, plain=True).to(test.device)
@@ -119,7 +120,7 @@ def examine(
 
 
 def table(result: dict[str, dict]) -> str:
-    """A row for each kind; BLEU is left out where it could not be computed."""
+    """One row for each kind; without BLEU if it could not be computed."""
     rows = [
         {"attention": name} | {key: f"{x:.2f}" for key, x in row.items() if isinstance(x, float)}
         for name, row in result.items()
@@ -146,7 +147,7 @@ def main(argv: list[str] | None = None) -> dict:
         if kind in SHOWN:
             row |= examine(kind, model, corpora, tuple(words), given)
         result["kinds"][kind] = row
-        report.save(result, given.out, given.device)  # whatever comes later, this is not lost
+        report.save(result, given.out, given.device)  # keeps this result if a later kind fails
     result["kinds"] = {kind: result["kinds"][kind] for kind in KINDS if kind in result["kinds"]}
     print("\n" + table(result["kinds"]))
     report.save(result, given.out, given.device)

@@ -1,4 +1,4 @@
-"""A translator beside its twin in plain PyTorch, and decoding with caches beside none."""
+"""Compares a translator with its plain PyTorch twin, and decoding with and without caches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from examples.translation.transformer import Transformer
 
 @torch.no_grad()
 def results(models: dict[str, nn.Module], test: Corpus, sentences: int) -> dict:
-    """``loss`` of each model on the test set; how many of the first ``sentences`` they ``greedily
-    translate alike``. The second may be one that cannot cache: it recomputes.
+    """``loss`` of each model on the test set, and how many of the first ``sentences`` they
+    ``greedily translate alike``. The second model may lack caches: it then recomputes.
     """
     losses = {name: train.validation_loss(model, test, 64) for name, model in models.items()}
     batch = test.batch([*range(min(sentences, len(test)))])
@@ -53,10 +53,10 @@ def training_steps(models: dict[str, nn.Module], corpus: Corpus, size: int, smok
 
 @torch.no_grad()
 def decoding_steps(model: nn.Module, corpus: Corpus, smoke: bool) -> dict:
-    """Milliseconds of one word, with caches and recomputed, after so and so many words.
+    """Milliseconds of one word, with caches and recomputed, at several positions.
 
-    Of 16 translations that go on and on: with caches the median of 8 words in each of 5 runs,
-    which the recomputed words take turns with.
+    Measured on 16 translations that never end. With caches, this is the median of 8 words in each
+    of 5 runs. The recomputed words take turns with these runs.
     """
     model.eval()
     places = [8, 16] if smoke else [8, 16, 32, 64, 128, 192, 256]
@@ -91,7 +91,7 @@ def _ms(device: torch.device, function, *args) -> float:
 
 
 def draw_decoding(measured: dict, picture: Path) -> None:
-    """Time of a step over its position."""
+    """Draws the time of a step over its position."""
     figure = plots.figure(5, 3)
     axes = figure.subplots()
     for name in ("recomputed", "cached"):

@@ -17,7 +17,7 @@ from examples.common.vocabulary import BEGIN, END, PADDING, Vocabulary
 from examples.translation.fetch import fetch
 
 SAMPLE = Path(__file__).resolve().parent / "sample.tsv"  # its licence: sample.LICENSE
-# A word, a Chinese character, or a sign.
+# A word, a Chinese character, or a punctuation mark.
 TOKEN = re.compile(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+|[^\w\s]")
 
 Pair = tuple[list[str], list[str]]  # English tokens, Chinese tokens
@@ -32,14 +32,14 @@ class Batch(NamedTuple):
 
 
 def tokenize(text: str) -> list[str]:
-    """Small words, single Chinese characters and signs."""
+    """Lower-case words, single Chinese characters and punctuation marks."""
     return TOKEN.findall(text.lower())
 
 
 def load_pairs(folder: Path | None) -> list[Pair]:
-    """The pairs that ``fetch`` leaves in ``folder``; those of the sample without a folder.
+    """The pairs that ``fetch`` writes into ``folder``; without a folder those of the sample.
 
-    Where Debian's packages cannot be had it is the sample, too, and that is printed.
+    If Debian's packages are unavailable, it prints that and uses the sample.
     """
     path = fetch(folder) if folder else SAMPLE
     if path is None:
@@ -50,7 +50,7 @@ def load_pairs(folder: Path | None) -> list[Pair]:
 
 
 def split(pairs: list[Pair], seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """Training, validation and test pairs; of each of the latter a twentieth."""
+    """Training, validation and test pairs; validation and test get a twentieth each."""
     shuffled = pairs[:]
     random.Random(seed).shuffle(shuffled)
     part = len(shuffled) // 20
@@ -63,7 +63,7 @@ class Corpus:
     Args:
         pairs: tokens of both sides.
         source, target: the vocabularies.
-        device: of the batches.
+        device: the device of the batches.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Corpus:
         return len(self.pairs)
 
     def batch(self, indices: list[int]) -> Batch:
-        """The pairs of these indices, padded."""
+        """The pairs with these indices, padded."""
         chosen = [self.encoded[n] for n in indices]
         sides = (
             pad_sequence([pair[side] for pair in chosen], batch_first=True, padding_value=PADDING)

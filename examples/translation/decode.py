@@ -1,4 +1,4 @@
-"""Translating: beam search, of which greedy decoding is the narrowest case."""
+"""Translates by beam search. Greedy decoding is a search with one beam."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from examples.common.vocabulary import BEGIN, END, PADDING
 
 
 class State(Protocol):
-    """What a decoder keeps of every hypothesis, from word to word."""
+    """What a decoder keeps for every hypothesis, from word to word."""
 
     def reorder(self, rows: Tensor) -> None:
-        """Hypothesis ``rows[b]`` becomes hypothesis b, which is one of the same source."""
+        """Hypothesis ``rows[b]`` becomes hypothesis b. Both have the same source."""
 
 
 class Decoder(Protocol):
-    """What a translator must have to be decoded word by word."""
+    """What a translator needs so that it can decode word by word."""
 
     def begin(self, source: Tensor, lengths: Tensor) -> Any:
-        """Sources [B, N] with lengths [B] -> the state of one hypothesis each, without a word."""
+        """Sources [B, N] with lengths [B] -> the state of one empty hypothesis each."""
 
     def next_words(self, words: Tensor, state: Any) -> Tensor:
-        """One more word each [B, 1] -> logits of the next [B, target_size]. Changes the state."""
+        """One more word each [B, 1] -> logits of the next word [B, target_size]. Changes the
+        state."""
 
 
 @torch.no_grad()
 def translate(
     model: Decoder, source: Tensor, lengths: Tensor, beams: int = 1, max_length: int = 60
 ) -> list[list[int]]:
-    """The likeliest translation found of each sample, without BEGIN and END.
+    """The likeliest translation found for each sample, without BEGIN and END.
 
     Args:
         model: in evaluation mode.
         source: [B, N], padded, with ``lengths`` [B].
-        beams: hypotheses that are kept of each sample; 1 is greedy.
-        max_length: tokens, at most.
+        beams: hypotheses that are kept for each sample; 1 is greedy.
+        max_length: most tokens of a translation.
 
-    Hypotheses compete by their mean log-probability a token. The source is read and its keys are
-    projected once: a step costs the step.
+    Hypotheses compete by their mean log-probability per token. The source is read, and its keys are
+    projected, only once.
     """
     B, device = source.shape[0], source.device
     samples = torch.arange(B, device=device)
@@ -53,7 +54,7 @@ def translate(
         scores = model.next_words(words[:, -1:], state).log_softmax(dim=-1)
         step = _next_words(scores.view(B, width, -1), ended)
         longer = count + ~ended
-        # The best of all continuations of all hypotheses, by mean; kept as sums.
+        # The best of all continuations, by mean; stored as sums.
         sums = total[:, :, None] + step
         size = step.shape[-1]
         best = (sums / longer[:, :, None]).flatten(1).topk(beams, dim=1).indices
@@ -72,7 +73,7 @@ def translate(
 
 
 def _next_words(step: Tensor, ended: Tensor) -> Tensor:
-    """An ended hypothesis goes on with PADDING, for free; no other may."""
+    """An ended hypothesis continues with PADDING at no cost; no other hypothesis may."""
     step[:, :, [PADDING, BEGIN]] = -torch.inf
     step[ended] = -torch.inf
     step[:, :, PADDING] = torch.where(ended, 0.0, -torch.inf)
@@ -80,8 +81,8 @@ def _next_words(step: Tensor, ended: Tensor) -> Tensor:
 
 
 class Recomputing:
-    """A translator that keeps nothing but words, and reads everything again for each: the measure
-    of what caches save, and of whether they are right.
+    """A translator that keeps only the words, and reads everything again for each one. It shows
+    what caches save, and whether they are right.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""Pairs of English and Chinese paragraphs out of the help pages of LibreOffice (MPL-2.0).
+"""Pairs of English and Chinese paragraphs from the help pages of LibreOffice (MPL-2.0).
 
 ``python -m examples.translation.fetch FOLDER`` downloads Debian's packages of both languages,
-unpacks them in FOLDER, and writes pairs.tsv there: English, tab, Chinese. No root is needed. The
-same paragraph has the same id in the same page of either language.
+unpacks them in FOLDER, and writes pairs.tsv there: English, tab, Chinese. It needs no root rights.
+A paragraph has the same id in the same page of both languages.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CJK = re.compile(r"[\u4e00-\u9fff]")
 
 
 class Paragraphs(HTMLParser):
-    """Collects ``found``: id -> text of the paragraphs and headings of a page."""
+    """Collects ``found``: id -> text of a page's paragraphs and headings."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, str] = {}
         self._id: str | None = None
         self._parts: list[str] = []
-        self._skipped = 0  # depth within a span for macOS, whose twin for the others follows it
+        self._skipped = 0  # depth within a span for macOS; the span for other systems follows it
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         attributes = dict(attrs)
@@ -55,7 +55,7 @@ class Paragraphs(HTMLParser):
 
 
 def read_page(path: Path) -> dict[str, str]:
-    """The paragraphs of a page by id; none where it does not exist."""
+    """The paragraphs of a page by id; empty if the page does not exist."""
     if not path.exists():
         return {}
     parser = Paragraphs()
@@ -64,12 +64,12 @@ def read_page(path: Path) -> dict[str, str]:
 
 
 def is_pair(english: str, chinese: str) -> bool:
-    """A sentence of 4 to 25 words, really translated."""
+    """Whether this is a sentence of 4 to 25 words that was really translated."""
     return len(english.split()) in WORDS and bool(CJK.search(chinese)) and not CJK.search(english)
 
 
 def align(help_folder: Path) -> list[tuple[str, str]]:
-    """Each English paragraph once, whatever its case and punctuation, with its Chinese."""
+    """Each English paragraph once, ignoring case and punctuation, with its Chinese one."""
     pairs: dict[str, tuple[str, str]] = {}
     pages = sorted((help_folder / "en-US").rglob("*.html"))
     for page in tqdm(pages, desc="aligning", unit="page"):
@@ -82,14 +82,14 @@ def align(help_folder: Path) -> list[tuple[str, str]]:
 
 
 def write_pairs(pairs: list[tuple[str, str]], path: Path) -> None:
-    """A line a pair, tab-separated."""
+    """One pair a line, tab-separated."""
     path.write_text("".join(f"{en}\t{zh}\n" for en, zh in pairs), encoding="utf-8")
 
 
 def fetch(folder: Path) -> Path | None:
-    """Makes ``folder``/pairs.tsv if it is not there; None where it cannot be had.
+    """Makes ``folder``/pairs.tsv if it does not exist; None if that is impossible.
 
-    Downloads 5 MB by ``apt-get download``, which needs Debian or Ubuntu, and a network or mirror.
+    Downloads 5 MB with ``apt-get download``, which needs Debian or Ubuntu, and a network or mirror.
     """
     pairs = folder / "pairs.tsv"
     if pairs.exists():

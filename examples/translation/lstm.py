@@ -15,9 +15,9 @@ KINDS = ("none", "additive", "dot", "general", "concat")
 
 
 class PlainAdditiveAttention(nn.Module):
-    """The textbook's additive attention, through a tensor [B, M, N, hidden_dim].
+    """The textbook's additive attention, which makes a tensor [B, M, N, hidden_dim].
 
-    Parameters, call and numbers are those of ``fastattn.AdditiveAttention``.
+    Parameters, call and results are those of ``fastattn.AdditiveAttention``.
     """
 
     def __init__(self, query_dim: int, key_dim: int, hidden_dim: int) -> None:
@@ -39,7 +39,7 @@ class PlainAdditiveAttention(nn.Module):
         need_weights: bool = False,
         cache: Tensor,
     ):
-        """[B, M, query_dim], [B, N, Dv], [B] -> [B, M, Dv], and with them the weights."""
+        """[B, M, query_dim], [B, N, Dv], [B] -> [B, M, Dv], and the weights."""
         hidden = torch.tanh(self.W_q(queries)[:, :, None] + cache[:, None])
         scores = self.w_v(hidden).squeeze(-1)
         padding = torch.arange(values.shape[1], device=values.device) >= valid_lens[:, None]
@@ -49,7 +49,7 @@ class PlainAdditiveAttention(nn.Module):
 
 
 class AttentionalVector(nn.Module):
-    """``tanh(W_c [c; h])`` of what an additive attention sees: LuongAttention has this inside."""
+    """``tanh(W_c [c; h])`` after an additive attention; LuongAttention contains this."""
 
     def __init__(self, attention: nn.Module, query_dim: int, value_dim: int) -> None:
         super().__init__()
@@ -79,11 +79,11 @@ def make_attention(kind: str, dim: int, plain: bool = False) -> nn.Module | None
 
 
 class Memory(NamedTuple):
-    """What the decoder needs of the source, by sample."""
+    """What the decoder needs from the source, by sample."""
 
     states: Tensor  # [B, N, dim]
     lengths: Tensor  # [B]
-    cache: Tensor | None  # the keys as the attention wants them, projected once
+    cache: Tensor | None  # the attention's keys, projected once
 
 
 class DecodingState:
@@ -91,29 +91,29 @@ class DecodingState:
 
     def __init__(self, memory: Memory, last: tuple[Tensor, Tensor]) -> None:
         self.memory = memory
-        self.last = last  # of the LSTM: h and c, [1, B, dim] each
+        self.last = last  # h and c of the LSTM, [1, B, dim] each
 
     def reorder(self, rows: Tensor) -> None:
-        """Hypothesis ``rows[b]`` becomes hypothesis b, which is one of the same source."""
+        """Hypothesis ``rows[b]`` becomes hypothesis b. Both have the same source."""
         h, c = self.last
         self.last = h[:, rows], c[:, rows]
-        if len(rows) != len(self.memory.lengths):  # else nothing moves, as it is the same source
+        if len(rows) != len(self.memory.lengths):  # otherwise the memory is the same
             self.memory = Memory(*(None if x is None else x[rows] for x in self.memory))
 
 
 class RecurrentTranslator(nn.Module):
-    """Bidirectional LSTM, LSTM, attention from the latter's states to the former's.
+    """A bidirectional LSTM encoder, an LSTM decoder, and attention from the decoder to the encoder.
 
     Args:
-        source_size, target_size: of the vocabularies.
-        kind: one of ``KINDS``. With "none" the decoder has only its first state from the source.
+        source_size, target_size: sizes of the vocabularies.
+        kind: one of ``KINDS``. With "none" the decoder gets only its first state from the source.
         dim: features of embeddings and states.
-        dropout: on embeddings and on what is turned into words.
+        dropout: on embeddings and on the features of the output layer.
         plain: additive attention in plain PyTorch instead of on fastattn.
 
-    Source: Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473; where attention sits is Luong
-    et al.'s, 2015, https://arxiv.org/abs/1508.04025: behind the LSTM, so that in training all steps
-    attend at once.
+    Source: Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473. Attention comes after the LSTM,
+    as in Luong et al., 2015, https://arxiv.org/abs/1508.04025, so that in training all steps attend
+    at once.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class RecurrentTranslator(nn.Module):
         self.decoder = nn.LSTM(dim, dim, batch_first=True)
         self.out = nn.Linear(dim, target_size)
         self.dropout = nn.Dropout(dropout)
-        # Last, so that all kinds begin with the same parameters elsewhere.
+        # Last, so that all kinds start with the same parameters elsewhere.
         self.attention = make_attention(kind, dim, plain)
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Memory, tuple[Tensor, Tensor]]:
-        """[B, N] -> what the decoder reads, and its first state (h, c), [1, B, dim] each."""
+        """[B, N] -> the decoder's memory, and its first state (h, c), [1, B, dim] each."""
         embedded = self.dropout(self.source(source))
         packed = pack_padded_sequence(
             embedded, lengths.cpu(), batch_first=True, enforce_sorted=False
@@ -145,7 +145,7 @@ class RecurrentTranslator(nn.Module):
         packed, last = self.encoder(packed)
         states, _ = pad_packed_sequence(packed, batch_first=True, total_length=source.shape[1])
         cache = self.attention.project_keys(states) if self.attention else None
-        # [2, B, dim / 2], forwards and backwards, side by side.
+        # [2, B, dim / 2], forwards and backwards, become [1, B, dim].
         h, c = (torch.cat(x.unbind(), dim=-1)[None] for x in last)
         return Memory(states, lengths, cache), (h, c)
 
@@ -154,7 +154,7 @@ class RecurrentTranslator(nn.Module):
     ) -> tuple[Tensor, tuple, Tensor | None]:
         """Words [B, M] -> logits of the next words [B, M, target_size], state, weights [B, M, N].
 
-        All steps at once, or one after the other: the state carries over.
+        Takes all steps at once, or one after the other with the returned state.
         """
         h, state = self.decoder(self.dropout(self.target(target)), state)
         weights = None
@@ -167,7 +167,7 @@ class RecurrentTranslator(nn.Module):
         return self.out(self.dropout(h)), state, weights
 
     def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
-        """Teacher forcing: logits [B, M, target_size] of the words that follow ``target``."""
+        """Teacher forcing: logits [B, M, target_size] of the words after ``target``."""
         memory, state = self.encode(source, lengths)
         return self.decode(target, memory, state)[0]
 
@@ -179,10 +179,10 @@ class RecurrentTranslator(nn.Module):
         return weights
 
     def begin(self, source: Tensor, lengths: Tensor) -> DecodingState:
-        """Reads the source: one hypothesis each, without a word."""
+        """Reads the source; returns one empty hypothesis each."""
         return DecodingState(*self.encode(source, lengths))
 
     def next_words(self, words: Tensor, state: DecodingState) -> Tensor:
-        """One more word each [B, 1] -> logits of the next [B, target_size]."""
+        """One more word each [B, 1] -> logits of the next word [B, target_size]."""
         logits, state.last, _ = self.decode(words, state.memory, state.last)
         return logits[:, -1]

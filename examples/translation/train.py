@@ -19,7 +19,7 @@ Schedule = torch.optim.lr_scheduler.LRScheduler
 
 
 def loss(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> Tensor:
-    """Mean cross entropy of every next word, END included, padding left out."""
+    """Mean cross entropy of every next word, with END and without padding."""
     logits = model(batch.source, batch.lengths, batch.target[:, :-1])
     return cross_entropy(
         logits.flatten(0, 1),
@@ -30,8 +30,8 @@ def loss(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> Tensor:
 
 
 def optimization(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Schedule]:
-    """One cycle for an LSTM; for a Transformer a longer warm-up, then 1 / sqrt(step) as in Vaswani
-    et al., 2017, and down to 0 in the end, as these trainings are short.
+    """One cycle for an LSTM. A Transformer gets a longer warm-up, then 1 / sqrt(step) as in Vaswani
+    et al., 2017. It ends at 0, because these trainings are short.
     """
     if not isinstance(model, Transformer):
         optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, fused=True)
@@ -46,8 +46,8 @@ def optimization(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, S
 
 
 def train(model: nn.Module, corpus: Corpus, epochs: int, size: int, seed: int, name: str) -> dict:
-    """Trains; returns the mean ``losses`` of each epoch, the ``seconds`` it took, and
-    ``cpu_seconds``, which do not depend on what else the machine does.
+    """Trains; returns the mean ``losses`` of each epoch, ``seconds``, and ``cpu_seconds``, which
+    other load on the machine does not change.
     """
     rng = random.Random(seed)
     total = epochs * -(-len(corpus) // size)
@@ -87,7 +87,7 @@ def validation_loss(model: nn.Module, corpus: Corpus, size: int) -> float:
 def translations(
     model: nn.Module, corpus: Corpus, target: Vocabulary, beams: int, size: int
 ) -> list[str]:
-    """What the model makes of every English sentence, in the order of the corpus."""
+    """The model's translation of every English sentence, in the order of the corpus."""
     model.eval()
     order = sorted(range(len(corpus)), key=lambda n: len(corpus.encoded[n][0]))
     found: dict[int, str] = {}
@@ -102,7 +102,7 @@ def translations(
 
 
 def join(tokens: list[str]) -> str:
-    """Tokens as text: a space between words of letters, none elsewhere."""
+    """Tokens as text, with spaces only between words of letters."""
     text = ""
     for token in tokens:
         apart = text[-1:].isascii() and text[-1:].isalnum() and token[0].isascii()
@@ -111,7 +111,7 @@ def join(tokens: list[str]) -> str:
 
 
 def bleu(found: list[str], corpus: Corpus) -> float | None:
-    """BLEU of sacrebleu with its Chinese tokens, 0 to 100; None where it is not installed."""
+    """BLEU of sacrebleu with its Chinese tokens, 0 to 100; None if sacrebleu is not installed."""
     try:
         from sacrebleu import corpus_bleu
     except ImportError:

@@ -1,4 +1,4 @@
-"""A Transformer encoder-decoder that trains on all words at once and writes with cached keys."""
+"""A Transformer encoder-decoder that trains on all words at once and decodes with cached keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        """[B, N, dim]; ``padding`` [B, N] is True where no word is."""
+        """Takes [B, N, dim]; ``padding`` [B, N] is True where there is no word."""
         y = self.attention_norm(x)
         y, _ = self.attention(y, y, y, key_padding_mask=padding, need_weights=False)
         x = x + self.dropout(y)
@@ -37,7 +37,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(EncoderLayer):
-    """The same with causal self-attention, and between the two attention to the encoder's states.
+    """An encoder layer with causal self-attention, and then attention to the encoder's states.
 
     In training all words come at once. In decoding they come one by one, with ``caches``.
     """
@@ -84,32 +84,32 @@ class DecodingState:
     """What the decoder keeps from word to word, by hypothesis."""
 
     def __init__(self, memory: Tensor, padding: Tensor, layers: int) -> None:
-        self.memory = memory  # [B, N, dim], read at the first word only: then its keys are cached
+        self.memory = memory  # [B, N, dim], read at the first word only; then its keys are cached
         self.padding = padding  # [B, N]
         self.caches = [LayerCaches() for _ in range(layers)]
 
     def reorder(self, rows: Tensor) -> None:
-        """Hypothesis ``rows[b]`` becomes hypothesis b, which is one of the same source."""
+        """Hypothesis ``rows[b]`` becomes hypothesis b. Both have the same source."""
         for caches in self.caches:
             caches.past.reorder(rows)
-        if len(rows) != len(self.padding):  # else nothing moves, as it is the same source
+        if len(rows) != len(self.padding):  # otherwise the memory is the same
             self.padding = self.padding[rows]
             for caches in self.caches:
                 caches.source.reorder(rows)
 
 
 class Transformer(nn.Module):
-    """Self-attention reads, causal self-attention and attention to what was read write.
+    """An encoder with self-attention; a decoder with causal self-attention and cross-attention.
 
     Args:
-        source_size, target_size: of the vocabularies.
+        source_size, target_size: sizes of the vocabularies.
         dim, heads, layers: features of embeddings and states, attention heads, layers each side.
-        dropout: on embeddings, attention weights, and what layers add.
-        attention: the class of all attention, ``nn.MultiheadAttention`` or one that equals it.
-            Only fastattn's has a ``cache``, with which ``begin`` and ``next_words`` decode.
+        dropout: on embeddings, attention weights, and the outputs of layers.
+        attention: the class of all attention, ``nn.MultiheadAttention`` or a compatible one. Only
+            fastattn's has a ``cache``, which ``begin`` and ``next_words`` need.
 
-    Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; norms stand first in each
-    layer, as in Xiong et al., 2020, https://arxiv.org/abs/2002.04745.
+    Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762. Norms come first in each layer,
+    as in Xiong et al., 2020, https://arxiv.org/abs/2002.04745.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Transformer(nn.Module):
         self.decoder = nn.ModuleList(DecoderLayer(*options) for _ in range(layers))
         self.decoder_norm = nn.LayerNorm(dim)
         self.out = nn.Linear(dim, target_size)
-        self.out.weight = self.target.weight  # words that are alike are read and written alike
+        self.out.weight = self.target.weight  # input and output share the word embeddings
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Embeddings of length 1, as they are what turns states into words, too."""
+        """Embeddings of length 1, because they also turn states into words."""
         for embedding in (self.source, self.target):
             nn.init.normal_(embedding.weight, std=self.dim**-0.5)
             with torch.no_grad():
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         return self.dropout(embedding(words) * self.dim**0.5 + place)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N] -> states [B, N, dim], and where they are padding [B, N]."""
+        """[B, N] -> states [B, N, dim], and their padding [B, N]."""
         padding, x = source == PADDING, self.embed(self.source, source)
         for layer in self.encoder:
             x = layer(x, padding)
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
         return self.out(self.decoder_norm(x)), weights
 
     def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
-        """Teacher forcing: logits [B, M, target_size] of the words that follow ``target``."""
+        """Teacher forcing: logits [B, M, target_size] of the words after ``target``."""
         return self.decode(target, *self.encode(source))[0]
 
     def align(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
@@ -182,9 +182,9 @@ class Transformer(nn.Module):
         return weights
 
     def begin(self, source: Tensor, lengths: Tensor) -> DecodingState:
-        """Reads the source: one hypothesis each, without a word."""
+        """Reads the source; returns one empty hypothesis each."""
         return DecodingState(*self.encode(source), len(self.decoder))
 
     def next_words(self, words: Tensor, state: DecodingState) -> Tensor:
-        """One more word each [B, 1] -> logits of the next [B, target_size]."""
+        """One more word each [B, 1] -> logits of the next word [B, target_size]."""
         return self.decode(words, state.memory, state.padding, state.caches)[0][:, -1]
