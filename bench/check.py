@@ -96,8 +96,7 @@ def _rows(work: Workload) -> Tensor:
 
 
 def _with_rows(work: Workload, rows: Tensor) -> tuple[testing.Case, testing.Tensors]:
-    """The problem of these queries alone. Its mask is dense, so that their positions keep their
-    keys."""
+    """The problem of these queries alone. A dense mask keeps the same pairs for them."""
     t, p = work.t, cases.problem(work.case, work.t)
     keep = p.kept().expand(-1, -1, p.M, -1)[:, :, rows] if record.kinds(t.mask) else None
     bias = t.bias if t.bias is None or t.bias.shape[2] == 1 else t.bias[:, :, rows]

@@ -43,8 +43,7 @@ class Implementation:
     module: nn.Module | None = None
 
     def step(self, direction: str, upstream: Tensor) -> Callable[[], object]:
-        """The timed call: inference without autograd, or one training step without the
-        optimiser."""
+        """The timed call: inference without autograd, or a training step without the optimiser."""
         if self.module is not None:
             self.module.train(direction != FORWARD)
         if direction == FORWARD:
@@ -285,8 +284,7 @@ def _module(module, x: Tensor, need_weights: bool) -> Implementation:
 
 
 def module_in(work: Workload, dtype: torch.dtype) -> Implementation:
-    """The module of a case in plain PyTorch: torch's; with dropout ours, for the same random
-    bits."""
+    """A case's module in plain PyTorch: torch's; with dropout ours, for the same random bits."""
     dropout = work.case.problem.dropout_p > 0
     model = work.implementations[OURS if dropout else MODULE]
     module = copy.deepcopy(model.module).to(dtype)

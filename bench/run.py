@@ -49,8 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _pace(options: argparse.Namespace, chosen: list[Case]) -> suite.Pace:
-    """Half a second a measurement, or less if time runs out. A time that the user sets always
-    holds."""
+    """Half a second a measurement, less if time runs out; always the time that the user sets."""
     rows, now = sum(len(case.directions) for case in chosen), time.monotonic()
     if options.seconds is not None:
         return suite.Pace(options.seconds, rows, math.inf)

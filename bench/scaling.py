@@ -43,8 +43,7 @@ class Curve:
 
 
 def exponent(points: dict[int, float]) -> float | None:
-    """The slope of log y over log N in the longer half of the points; None for fewer than 3
-    points."""
+    """The slope of log y over log N in the longer half of at least 3 points; else None."""
     usable = sorted((n, y) for n, y in points.items() if y > 0)[len(points) // 2 - 1 :]
     if len(points) < 3 or len(usable) < 2:
         return None

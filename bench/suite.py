@@ -192,8 +192,7 @@ def _time(
 
 
 def _add_memory(rows: list[Row], setting: Setting, deadline: float, say: Say) -> None:
-    """Memory of ours, of the best peer, and of the plain way that the best peer may have
-    compiled."""
+    """Memory of ours, of the best peer, and of the plain way that the peer may have compiled."""
     asked, requests = [], []
     for row in rows:
         names = dict.fromkeys((OURS, row.best_peer, *PLAIN))

@@ -89,8 +89,7 @@ def draw_mapping(mapping: chemistry.Mapping, picture: Path) -> None:
 
 
 def answer(encoders: dict[str, nn.Module], pages: dict[str, str], tokenizer, length: int) -> dict:
-    """The page that each encoder finds for each question, and the largest difference of
-    embeddings."""
+    """The page that each encoder finds for each question, and how far the embeddings differ."""
     page_batches = search.batches(tokenizer, list(pages.values()), 16, length)
     question_batches = search.batches(tokenizer, list(search.QUESTIONS), 16, length)
     found, embedded = {}, {}

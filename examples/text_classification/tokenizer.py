@@ -6,8 +6,7 @@ from examples.common.vocabulary import Vocabulary
 
 
 def bigrams(text: str) -> list[str]:
-    """Each character with the next one. The last character is alone, so there are as many
-    bigrams."""
+    """Each character with the next one. The last character stands alone."""
     return [text[i : i + 2] for i in range(len(text))]
 
 

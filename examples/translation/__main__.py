@@ -102,8 +102,7 @@ def align(model: nn.Module, test: Corpus, target: Vocabulary, picture: Path) -> 
 def examine(
     kind: str, model: nn.Module, corpora: list[Corpus], words: tuple, given: argparse.Namespace
 ) -> dict:
-    """An alignment by the trained model, a comparison with its plain twin, and the cost of
-    steps."""
+    """An alignment by the trained model, a comparison with its plain twin, and costs of steps."""
     training, _, test = corpora
     seen: dict = {"translated": align(model, test, words[1], given.out / f"alignment-{kind}.png")}
     plain = build(kind, *words, plain=True).to(test.device)

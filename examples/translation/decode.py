@@ -24,8 +24,7 @@ class Decoder(Protocol):
         """Sources [B, N] with lengths [B] -> the state of one empty hypothesis each."""
 
     def next_words(self, words: Tensor, state: Any) -> Tensor:
-        """One more word each [B, 1] -> logits of the next word [B, target_size]. Changes the
-        state."""
+        """One more word each [B, 1] -> logits of the next [B, target_size]. Changes the state."""
 
 
 @torch.no_grad()
