@@ -1,8 +1,8 @@
 """Fixtures of all tests: the backends and instruction sets of this machine, and a fixed seed.
 
-What a machine lacks is skipped with its reason, which pytest prints at the end. Tests marked gpu
-need one: those of the GPU backends, whose kernels tests/triton interprets, and tests/cuda runs as
-C++, where there is none.
+Tests that a machine cannot run are skipped with a reason, which pytest prints at the end. Tests
+marked gpu need a GPU. Without one, tests/triton interprets the Triton kernels, and tests/cuda runs
+the CUDA kernels as C++.
 """
 
 import importlib.util
@@ -11,8 +11,8 @@ import math
 import os
 import time
 
-# Before torch: idle OpenMP threads sleep. Spinning, they make small sums ten times slower wherever
-# something else uses the cores.
+# Set before torch is imported: idle OpenMP threads then sleep. Spinning threads make small sums ten
+# times slower if something else uses the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
@@ -23,10 +23,10 @@ from fastattn import functional
 from fastattn.backends import cpu, operators, registry
 from fastattn.problem import call_cache
 
-pytest.register_assert_rewrite("properties")  # tests by another name
+pytest.register_assert_rewrite("properties")  # tests without the name test_*.py
 
-# Triton's language is compiled or interpreted as it is first imported, which torch._dynamo may do
-# before tests/triton is collected.
+# The first import of Triton's language decides between compiler and interpreter. torch._dynamo may
+# import it before tests/triton is collected.
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language  # noqa: F401
@@ -39,7 +39,7 @@ def pytest_report_header():
     return f"fastattn: torch {torch.__version__}, CPU kernels: {operators.EXTENSION_ERROR or isa}"
 
 
-# Of the whole run: what xdist starts, and starts again, is told when that began.
+# The start of the whole run. xdist's workers, also restarted ones, inherit it.
 START = float(os.environ.setdefault("FASTATTN_TEST_START", str(time.monotonic())))
 SECONDS = float(os.environ.get("FASTATTN_TEST_SECONDS", "inf"))
 
@@ -48,13 +48,13 @@ LATE = f"not begun within {SECONDS:.0f} s; a second run finds its kernels compil
 
 
 def pytest_runtest_setup(item):
-    """`make gpu-test` has so many seconds, and a GPU that is new to the tests compiles."""
+    """`make gpu-test` has a time limit, and a GPU that is new to the tests must compile first."""
     if time.monotonic() - START > SECONDS:
         pytest.skip(LATE)
 
 
 def _by_compile_time(item) -> int:
-    """C++ kernels are compiled already; of Triton's, those of plain problems take seconds."""
+    """C++ kernels are already compiled. Triton's kernels for plain problems take seconds."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if item.path.parent.name == "cuda" or params.get("backend") == "cuda":
         return 0
@@ -62,12 +62,12 @@ def _by_compile_time(item) -> int:
     return 2 if case is None or case.bias or case.dropout_p or case.weights else 1
 
 
-# Folders whose files take longest, first of all: a long file at the end would run alone.
+# Folders with the longest files come first: a long file at the end would run alone.
 LONGEST = ("triton", "examples", "tools", "cuda", "cpu")
 
 
 def _by_length(item) -> int:
-    """A compilation ahead of time takes longest, and then the folders as they are listed."""
+    """Ahead-of-time compilation takes longest; then the folders in their order."""
     if item.path.stem == "test_aot":
         return -1
     folder = item.path.parent.name
@@ -75,7 +75,7 @@ def _by_length(item) -> int:
 
 
 def pytest_collection_modifyitems(items):
-    """Where seconds are counted, most of the code is to be seen in the first of them."""
+    """With a time limit, the first tests should cover most of the code."""
     items.sort(key=_by_compile_time if math.isfinite(SECONDS) else _by_length)
 
 
@@ -84,13 +84,13 @@ def _is_late(report) -> bool:
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """The end of the time is no failure: what ran has passed."""
+    """Reaching the time limit is no failure if every test so far passed."""
     if math.isfinite(SECONDS) and exitstatus == pytest.ExitCode.INTERRUPTED:
         session.exitstatus = min(session.testsfailed, 1)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """How far a run came whose seconds are counted."""
+    """Says how much of the tests ran before the time limit."""
     if math.isfinite(SECONDS):
         stats, chosen = terminalreporter.stats, terminalreporter._session.testscollected
         kinds = ("passed", "failed", "error", "skipped")
@@ -101,7 +101,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def _afresh():
-    """Each test has the same random numbers, and no call seen before: tests change backends."""
+    """Each test starts with the same seed and without known calls, as tests change backends."""
     torch.manual_seed(0)
     call_cache.forget()
     yield
@@ -110,10 +110,10 @@ def _afresh():
 
 
 def _leave_if_broken():
-    """Ends a process whose GPU context is past use: every test after that would fail with it.
+    """Ends a process whose GPU context is broken: every later test in it would fail.
 
-    So it is after an access out of bounds. The test itself has failed by now; xdist takes another
-    process for those that follow.
+    An access out of bounds breaks the context. The test itself has already failed; xdist starts a
+    new process for the remaining tests.
     """
     try:
         torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def _leave_if_broken():
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
-    """Each backend that can run here, by name; CPU tensors are carried to one for GPUs."""
+    """Each backend that can run here, by name. GPU backends get copies of the CPU tensors."""
     if request.param == "cpu" and operators.EXTENSION_ERROR is not None:
         pytest.skip(operators.EXTENSION_ERROR)
     if request.param in ON_GPU:
@@ -137,7 +137,7 @@ def backend(request, monkeypatch):
 
 
 def _spied(monkeypatch, module, name: str, seen: list) -> list:
-    """``seen``, to which every call of a function adds its keyword arguments."""
+    """``seen``, a list that gets the keyword arguments of every call of a function."""
     real = getattr(module, name)
 
     def spy(*args, **kwargs):
@@ -150,26 +150,26 @@ def _spied(monkeypatch, module, name: str, seen: list) -> list:
 
 @pytest.fixture
 def operator_calls(monkeypatch):
-    """The calls of a module that are one operator."""
+    """The calls of a module that run as one operator."""
     return _spied(monkeypatch, cpu, "self_attention", [])
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The keyword arguments of all calls of a module that reach our attention."""
+    """The keyword arguments of all calls that reach our attention from a module."""
     seen = _spied(monkeypatch, cpu, "self_attention", [])
     return _spied(monkeypatch, functional, "scaled_dot_product_attention", seen)
 
 
 @pytest.fixture
 def extension():
-    """For tests of the compiled operators alone."""
+    """For tests of the compiled operators only."""
     if operators.EXTENSION_ERROR is not None:
         pytest.skip(operators.EXTENSION_ERROR)
 
 
 def _isas():
-    """The instruction sets by name, all but the one in use marked slow."""
+    """The instruction sets by name. All except the one in use are marked slow."""
     widest = None if operators.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa()
     return [x if x == widest else pytest.param(x, marks=pytest.mark.slow) for x in ISAS]
 

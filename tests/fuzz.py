@@ -19,7 +19,7 @@ from fastattn import testing
 from fastattn.problem import call_cache
 from fastattn.testing import Case
 
-# Around the sides of tiles (4, 8, 16, 32, 64, 128), and what decoding splits.
+# Around the sizes of tiles (4, 8, 16, 32, 64, 128), and lengths that decoding splits.
 LENGTHS = (3, 1, 2, 0, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 127, 128, 129, 200,
            300, 1030)  # fmt: skip
 FEATURES = (3, 1, 2, 0, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 127, 128, 129, 256)
@@ -27,14 +27,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("bhmd", "bmhd", "bhdm", "sliced", "expanded", "unaligned")
 LETTERS = ("", *("".join(x) for n in range(1, 5) for x in itertools.combinations("bhmn", n)))
 GARBAGE = (math.nan, math.inf, -math.inf, 1e4, 3e38)
-# Logits of a dot product grow with the square.
+# Logits of a dot product grow with the square of the magnitude.
 MAGNITUDES = {
     "dot": (1.0, 0.0, 1e-3, 1e-30, 5.0, 20.0, 100.0, 1e4),
     "additive": (1.0, 0.0, 1e-3, 1e-30, 5.0, 30.0, 1e4),
-    "cosine": (1.0, 1e-2, 100.0),  # of lengths that are normal numbers in every dtype
-    "gaussian": (1.0, 0.0, 1e-3, 3.0),  # the score cancels beyond: NadarayaWatson says so
+    "cosine": (1.0, 1e-2, 100.0),  # lengths that are normal numbers in every dtype
+    "gaussian": (1.0, 0.0, 1e-3, 3.0),  # larger ones cancel: see NadarayaWatson
 }
-# Of the largest array that the oracle makes.
+# Elements of the oracle's largest array.
 MOST_ELEMENTS = 400_000
 
 
@@ -44,9 +44,9 @@ def _one_of(*choices):
 
 @st.composite
 def cases(draw) -> Case:
-    """A problem; the first choice of everything is the simplest, and the last resort of others."""
+    """A problem. The first choice is always the simplest, to which failures shrink."""
     score = draw(_one_of("dot", "additive", "cosine", "gaussian"))
-    # The gaussian's truth is made of terms that cancel: it has to be of more digits than the score.
+    # Terms of the gaussian's truth cancel, so the truth needs more digits than the score.
     dtype = draw(_one_of(*DTYPES, *([torch.float64] if score != "gaussian" else [])))
     B, Hkv, group = draw(_one_of(1, 2, 3, 0)), draw(_one_of(1, 2, 0)), draw(_one_of(1, 2, 3))
     M, N = draw(_one_of(*LENGTHS)), draw(_one_of(*LENGTHS))
@@ -63,7 +63,7 @@ def cases(draw) -> Case:
         str(draw(st.integers(0, 999))), score, **sizes, dtype=dtype, drawn=True,
         **draw(_masks(dtype)), **draw(_results()), layout=draw(_one_of(*LAYOUTS)),
         mask_layout=draw(_one_of(*LAYOUTS)),
-        # Beyond, gradients are no numbers of fp16.
+        # Larger magnitudes overflow the gradients in fp16.
         magnitude=draw(_one_of(*(x for x in MAGNITUDES[score] if x < 1e3 or dtype != DTYPES[1]))),
         opposite=draw(_one_of(0.0, 0.0, 25.0, 1e3)) if score == "additive" else 0.0,
         scale=draw(_one_of(None, 0.5, -3.0)) if score in ("dot", "cosine") else None,
@@ -71,7 +71,7 @@ def cases(draw) -> Case:
 
 
 def _masks(dtype: torch.dtype):
-    """Any of the masks and biases, together, and what stands where they exclude."""
+    """Any of the masks and biases, together, and garbage where they exclude."""
     sides = _one_of(-1, 0, 1, 2, 5, 20, 64, 1000)
     letters = st.none() | st.sampled_from(LETTERS)
     wide = tuple(dict.fromkeys((dtype, torch.float32)))
@@ -107,7 +107,7 @@ def isas():
 
 
 def program(case: Case, isa: str) -> str:
-    """A program that checks a problem alone."""
+    """A program that checks one problem."""
     return f"""\
 import math, torch
 from fastattn.testing import Case, check
@@ -132,7 +132,7 @@ def check(case: Case, isa: str) -> None:
 
 
 def _batch(size: int, number: int, run) -> None:
-    """So many problems; raises what the shortest failing one raises."""
+    """Runs this many problems; raises the error of the shortest failing one."""
     quiet = settings(
         max_examples=size, deadline=None, database=None, print_blob=False,
         report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             check(case, isa)
         except Exception:
-            shortest = program(case, isa)  # the last one that fails, when all is shrunk
+            shortest = program(case, isa)  # the last one to fail, after shrinking
             raise
 
     for number in itertools.count():

@@ -1,4 +1,4 @@
-"""What several test files share beyond ``fastattn.testing``."""
+"""Helpers that several test files share, beyond ``fastattn.testing``."""
 
 import copy
 import dataclasses
@@ -29,14 +29,14 @@ def inputs(score="dot", B=2, H=2, Hkv=None, M=5, N=7, D=4, E=3, dtype=torch.floa
 
 
 def attend(query, key, value, weight=None, **options):
-    """Either score: additive where there is a weight."""
+    """Either score: additive if there is a weight."""
     if weight is not None:
         return fastattn.additive_attention(query, key, value, weight, **options)
     return fastattn.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
 
 
 def everything(call: dict, grad_out=None, **options) -> dict[str, torch.Tensor]:
-    """Output, weights, log-sum-exp, and all gradients of a fixed random function of the three."""
+    """Output, weights, log-sum-exp, and all gradients of a fixed random function of these three."""
     leaves = {name: x.detach().requires_grad_() for name, x in call.items()}
     bias = options.get("bias")
     if bias is not None:
@@ -52,23 +52,23 @@ def everything(call: dict, grad_out=None, **options) -> dict[str, torch.Tensor]:
 
 
 assert_same_bits = testing.assert_same_bits
-HUGE = 2**31  # bytes of a storage, of which few are touched
+HUGE = 2**31  # bytes of a storage, few of which are touched
 
 
 class Carrier:
-    """A backend for CPU tensors: another device's, with inputs carried there and results back.
+    """A backend for CPU tensors that runs another device's backend on copies.
 
-    So every test of every backend runs on a GPU as it is written. Whole storages travel: strides,
-    and what lies between the elements, stay as they are.
+    Every backend's tests then run unchanged on a GPU. Whole storages are copied, so strides and the
+    memory between elements stay the same.
     """
 
     def __init__(self, backend, device: torch.device):
         self.backend, self.device = backend, device
 
     def unsupported(self, p):
-        """Skips the test, with the reasons, where the backend leaves a problem to another."""
+        """Skips the test, with the reasons, if the backend does not support a problem."""
         reasons = self.backend.unsupported(dataclasses.replace(p, device=self.device))
-        if reasons and p.dtype != torch.float64:  # of which tests know that it is left to eager
+        if reasons and p.dtype != torch.float64:  # tests expect that float64 is left to eager
             pytest.skip("; ".join(reasons))
         return reasons
 
@@ -83,14 +83,14 @@ class Carrier:
         results = function(p, *map(self._there, args))
         results = tuple(x if x is None else x.cpu() for x in results)
         if self.device.type == "cuda" and torch.cuda.memory_reserved() > HUGE:
-            torch.cuda.empty_cache()  # other processes test on this GPU, too
+            torch.cuda.empty_cache()  # other processes also test on this GPU
         return results
 
     def _there(self, x):
         if not isinstance(x, torch.Tensor) or torch.compiler.is_compiling():
             return x.to(self.device) if isinstance(x, torch.Tensor) else x
         storage, layout = x.untyped_storage(), (x.shape, x.stride(), x.storage_offset())
-        if storage.nbytes() > HUGE:  # to be far apart is what its elements are for
+        if storage.nbytes() > HUGE:  # its elements are only meant to be far apart
             length = storage.nbytes() // x.element_size()
             there = torch.empty(length, dtype=x.dtype, device=self.device)
             return there.as_strided(*layout).copy_(x)
@@ -109,10 +109,10 @@ def assert_close(ours, f32, truth) -> None:
 def assert_module_close(module, formula, tensors: list, terms: float = 0.0, **options) -> None:
     """Results and gradients of ``module(*tensors, **options)``, within the budget of a formula.
 
-    ``formula(module, *tensors)`` computes the same from the parameters of the module it is given,
-    in plain PyTorch: in the dtype of the module it is the peer, in float64 the truth. Tensors that
-    are not floating point go in as they are. The ulp of a gradient is that of the largest of all,
-    since some cancel, or of ``terms``, the root-sum-square of what they are sums of.
+    ``formula(module, *tensors)`` computes the same in plain PyTorch, from the parameters of its
+    module. In the module's dtype it is the peer, in float64 the truth. Tensors that are not
+    floating point stay as they are. The ulp of a gradient is that of the largest gradient, since
+    some cancel, or of ``terms``, the root-sum-square of the summed terms.
     """
     exact = copy.deepcopy(module).double()
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
@@ -129,7 +129,7 @@ def assert_module_close(module, formula, tensors: list, terms: float = 0.0, **op
 def with_gradients(call, owner, tensors: list, dtype) -> tuple[tuple, dict[str, torch.Tensor]]:
     """The results of ``call(*tensors)``, and gradients of a fixed function of them by name.
 
-    The function's coefficients are numbers of ``dtype``, whichever dtype computes.
+    The function's coefficients are numbers of ``dtype``, in whichever dtype the call computes.
     """
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
     results = call(*leaves)

@@ -9,9 +9,9 @@ _JUMP = re.compile(r"BRA\b.*`\((\.L\w+)\)")
 
 
 def innermost_loops(sass: str) -> list[Counter]:
-    """What each loop without a loop inside is made of: how many of each operation, ``MUFU.RCP``.
+    """The operations of each innermost loop: the count of each, such as ``MUFU.RCP``.
 
-    A loop is what lies between a label and a jump back to it.
+    A loop is the code between a label and a jump back to it.
     """
     labels, instructions = {}, []
     for line in sass.splitlines():
@@ -33,7 +33,7 @@ def innermost_loops(sass: str) -> list[Counter]:
 def paired_loops(sass: str) -> list[dict[str, int]]:
     """The additive score's loops over pairs of dims: reciprocals, no exponentials, no stores.
 
-    {"slots": issue slots, "mufu": of them special functions, "local": of them spills} an iteration.
+    Per iteration: {"slots": issue slots, "mufu": special functions, "local": spills}.
     """
     return [
         {"slots": loop.total(), "mufu": _count(loop, "MUFU"), "local": _count(loop, "LDL", "STL")}
@@ -43,7 +43,7 @@ def paired_loops(sass: str) -> list[dict[str, int]]:
 
 
 def gradient_loops(sass: str) -> list[dict[str, int]]:
-    """As paired_loops, those that add up gradients: they store, and are longer."""
+    """Like paired_loops, for loops that add up gradients: these store, and are longer."""
     return [
         {"slots": loop.total(), "mufu": _count(loop, "MUFU"), "local": _count(loop, "LDL", "STL")}
         for loop in innermost_loops(sass)

@@ -1,5 +1,6 @@
 // csrc/cpu without torch: reads one problem from a file, runs it, writes the results to another.
-// grid.py writes the first and reads the second; both list the same fields in the same order.
+// grid.py writes the first file and reads the second. Both programs list the same fields in the
+// same order.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -23,13 +24,13 @@ T read() {
 }
 int64_t number() { return read<int64_t>(); }
 
-// Memory as kernels may find it: not a number yet anywhere.
+// Memory full of NaN, as kernels may find it.
 void* memory(size_t bytes) {
   void* const data = std::aligned_alloc(64, (bytes + 64) / 64 * 64);
   return std::memset(data, 0xff, bytes);
 }
 
-// A tensor of four dims: its length in bytes (-1: absent), dtype, strides, and then its bytes.
+// Reads a tensor of four dims: its length in bytes (-1: absent), dtype, strides, and its bytes.
 View tensor() {
   const int64_t bytes = number();
   View view = {nullptr, static_cast<DType>(number()), number(), number(), number(), number()};
@@ -46,7 +47,7 @@ struct Result {
 };
 std::vector<Result> results;
 
-// A contiguous result [b, h, r, c], which is written to the file when all are done.
+// A contiguous result [b, h, r, c]. It is written to the file at the end.
 View result(int64_t b, int64_t h, int64_t r, int64_t c, DType dtype) {
   const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
   results.push_back({memory(b * h * r * c * size), static_cast<size_t>(b * h * r * c * size)});
@@ -79,7 +80,7 @@ void read_problem(AttentionParams* p) {
   p->mask.keep_stride_m = keep.stride_r, p->mask.keep_stride_n = keep.stride_c;
 }
 
-// On one thread, or as if each of several had come when the one before it had gone.
+// One thread; or several, each of which runs after the one before it has ended.
 Parallel threads(int64_t n) {
   return {n, [](int64_t count, void (*body)(void*, int64_t, int64_t), void* context) {
             for (int64_t i = 0; i < count; ++i) body(context, i, i + 1);

@@ -1,8 +1,8 @@
-"""csrc/cpu compiled for aarch64, its NEON code, over part of the grid under QEMU's user mode.
+"""The NEON code of csrc/cpu, compiled for aarch64, on part of the grid under QEMU's user mode.
 
-``make test-aarch64`` runs this file, `make test` does not: the emulator takes a minute. The kernels
-stand behind a backend of the tests, so cases are checked as those of any other. ``driver.cpp`` runs
-one call in a process of its own.
+``make test-aarch64`` runs this file, `make test` does not, because the emulator takes a minute. A
+backend of the tests wraps the kernels, so cases are checked like those of any other backend.
+``driver.cpp`` runs one call in its own process.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path("build/aarch64")
 CXX = "aarch64-linux-gnu-g++"
 QEMU = next(filter(None, map(shutil.which, ("qemu-aarch64", "qemu-aarch64-static"))), None)
-PAIRS = 160_000  # B * H * M * N of the largest case: the emulator is some thirty times slower
+PAIRS = 160_000  # B * H * M * N of the largest case; the emulator is about thirty times slower
 THREADS = 3
 
 if shutil.which(CXX) is None:
@@ -40,7 +40,7 @@ rule program
 
 
 def build() -> Path:
-    """The driver and csrc/cpu, with the flags of setup.py, in one program."""
+    """The driver and csrc/cpu in one program, with the flags of setup.py."""
     spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
     assert spec is not None
     setup: Any = importlib.util.module_from_spec(spec)
@@ -66,7 +66,7 @@ def build() -> Path:
     return ROOT / program
 
 
-# ---- one call, as driver.cpp reads it ----
+# ---- one call in the format of driver.cpp ----
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 UNBOUNDED = 2**60
@@ -81,7 +81,7 @@ def doubles(*values: float) -> bytes:
 
 
 def encode(x: torch.Tensor | None, *dims: int) -> bytes:
-    """A tensor, whose dims are these four of [B, H, rows, columns]; all that lies between, too."""
+    """A tensor and all memory between its elements. `dims`: its dims in [B, H, rows, columns]."""
     if x is None:
         return numbers(-1, 0, 0, 0, 0, 0)
     x = x.detach()
@@ -95,7 +95,7 @@ def encode(x: torch.Tensor | None, *dims: int) -> bytes:
 
 
 class Emulated:
-    """The kernels of aarch64 as a backend for the tests."""
+    """The aarch64 kernels as a backend for the tests."""
 
     def __init__(self, program: Path, folder: Path):
         self.program, self.folder = program, folder
@@ -123,7 +123,7 @@ class Emulated:
         )
 
     def _run(self, call: bytes, *results: tuple[tuple[int, ...], torch.dtype]):
-        """The results, of these shapes and dtypes; None for one that has no shape."""
+        """The results, with these shapes and dtypes; None for a result without a shape."""
         given, found = self.folder / "problem", self.folder / "results"
         given.write_bytes(call)
         command = [str(QEMU), str(self.program), str(given), str(found)]

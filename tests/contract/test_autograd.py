@@ -1,4 +1,4 @@
-"""First and second derivatives by finite differences, and autograd's everyday demands."""
+"""First and second derivatives by finite differences, and everyday requirements of autograd."""
 
 import gc
 import weakref
@@ -59,7 +59,7 @@ def test_gradgradcheck(score, name):
 @pytest.mark.parametrize("name", FEATURES)
 @scores
 def test_double_backward_in_float32(backend, score, name):
-    """A gradient penalty, as training code writes it, against the same in float64."""
+    """A gradient penalty, as in training code, against the same in float64."""
 
     def penalty(dtype, backend):
         torch.manual_seed(0)
@@ -157,7 +157,7 @@ def test_unused_results_change_nothing(backend, score):
     assert_same_bits(grads[0], grads[2])
 
 
-# ---- autograd's everyday demands ----
+# ---- everyday requirements of autograd ----
 
 
 def test_backward_twice_through_one_graph(backend):
@@ -197,7 +197,7 @@ def test_changing_a_saved_tensor_in_place_is_noticed(backend):
 
 
 def test_changing_the_output_in_place_is_noticed(backend):
-    """The backward needs the output, so that a change must not pass unseen."""
+    """Backward needs the output, so a change of the output must not go unnoticed."""
     call = inputs(grad=True)
     with pytest.raises(RuntimeError, match=r"inplace"):
         attend(**call, backend=backend).mul_(2).sum().backward()
@@ -218,7 +218,7 @@ def test_the_graph_is_freed_with_the_output(backend):
 
 
 def test_saved_tensor_hooks_see_every_saved_tensor(backend):
-    """Activation checkpointing and offloading work by these."""
+    """Activation checkpointing and offloading use these hooks."""
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
         call = inputs(grad=True)

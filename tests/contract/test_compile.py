@@ -33,7 +33,7 @@ FEATURES = {
 
 
 def function(name, backend):
-    """A step of training as a user would compile it: f(**tensors) -> results."""
+    """A training step as a user would compile it: f(**tensors) -> results."""
     tensors = ("kv_len", "keep", "kv_begin", "bias")
     options = {k: v for k, v in FEATURES[name].items() if k not in tensors}
     mask = options.pop("mask", Mask())
@@ -88,7 +88,7 @@ def test_compiles_to_one_graph(backend, score, name):
 
 
 def test_compiles_with_inductor(backend):
-    """Code is generated around the operator, for a small module trained a step."""
+    """Code is generated around the operator, for one training step of a small module."""
     step = function("tensors", backend)
 
     def layer(query, key, value, **named):
@@ -109,7 +109,7 @@ def count_compilations(step, calls, **options):
 @scores
 def test_dynamic_shapes_compile_once(backend, score):
     step = function("plain", backend)
-    # All different in the first call: equal sizes are taken to be one symbol.
+    # All sizes differ in the first call: equal sizes would become one symbol.
     sizes = [dict(B=B, M=M, N=N) for B, M, N in [(8, 5, 7), (3, 6, 9), (4, 9, 6), (2, 8, 8)]]
     calls = [arguments(score, "plain", **s) for s in sizes]
     assert count_compilations(step, calls, dynamic=True) == 1
@@ -118,7 +118,7 @@ def test_dynamic_shapes_compile_once(backend, score):
 @pytest.mark.parametrize("name", ["B", "H", "D"])
 @scores
 def test_dynamic_shapes_where_one_is_1(backend, score, name):
-    """A size of 1 is a number, not a symbol, when the rest are."""
+    """A size of 1 is a number, even if the other sizes are symbols."""
     compiled = torch.compile(
         function("plain", backend), fullgraph=True, backend="aot_eager", dynamic=True
     )
@@ -127,7 +127,7 @@ def test_dynamic_shapes_where_one_is_1(backend, score, name):
 
 
 def test_automatic_dynamic_shapes_settle(backend):
-    """The second shape makes the sizes dynamic; those that follow compile nothing."""
+    """The second shape makes the sizes dynamic; later shapes compile nothing."""
     step = function("tensors", backend)
     calls = [arguments("dot", "tensors", M=M, N=N) for M, N in [(5, 7), (6, 9), (10, 8), (12, 11)]]
     assert count_compilations(step, calls) <= 2
@@ -162,7 +162,7 @@ def test_dynamic_shapes_backward(backend):
 
 @torch.no_grad()
 def test_a_module_for_any_number_of_tokens():
-    """Uncompiled, few of them are multiplied another way."""
+    """Without compilation, few tokens are multiplied in another way."""
     module = MultiheadAttention(12, 2, batch_first=True).eval()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     for B, N in [(2, 3), (3, 10), (4, 20)]:

@@ -1,4 +1,4 @@
-"""Random problems, always the same ones; those that have failed before; and that the net is one."""
+"""Random problems, always the same ones; past failures; and tests of the fuzzer itself."""
 
 import math
 
@@ -15,7 +15,7 @@ from fastattn.testing import Case, checks
 
 pytestmark = pytest.mark.usefixtures("extension")
 
-# So many on every machine; `make fuzz` has others each time.
+# The same problems on every machine; `make fuzz` draws new ones each time.
 the_same = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck),
     phases=(Phase.generate, Phase.shrink), report_multiple_bugs=False,
@@ -31,7 +31,7 @@ def test_random_problems(case, isa):
 
 half, nan = torch.float16, math.nan
 one = dict(B=1, H=1, Hkv=1, drawn=True)
-# What has been wrong once, as it was found, and shrunk.
+# Problems that failed once, as found and shrunk.
 FOUND = {
     "backward weighs logits otherwise": Case("0", **one, M=3, N=16, D=3, E=3, magnitude=20.0),
     "cosine: NaN in a masked key": Case(
@@ -59,7 +59,7 @@ def test_found(isa, name):
     fuzz.check(FOUND[name], isa)
 
 
-# ---- the net itself ----
+# ---- the fuzzer itself ----
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_a_failure_is_shrunk_to_a_program(monkeypatch, capsys):
     program = printed[printed.index("import math, torch") :].split("\n\n")[0]
     assert "keep=''" in program
     assert "causal" not in program
-    exec(program, {})  # passes, now that nothing is wrong
+    exec(program, {})  # passes, because nothing is wrong now
 
 
 def test_so_many_problems_from_a_seed(monkeypatch, capsys):

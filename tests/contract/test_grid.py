@@ -1,4 +1,4 @@
-"""Every case of the grid on every backend, within the error budget; and that the budget bites."""
+"""Every case of the grid on every backend within the error budget, and tests of the budget."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from fastattn import testing
 from fastattn.testing import GRID, Case, checks
 
 
-# The backend varies fastest: the reference of a case is computed once for all of them.
+# The backend varies fastest: all backends share one reference computation of a case.
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_case(case, backend):

@@ -1,4 +1,4 @@
-"""Every field of Mask changes the result, whichever way a call takes."""
+"""Every field of Mask changes the result, on every way to make a call."""
 
 import inspect
 
@@ -25,7 +25,7 @@ def test_the_tensors_of_a_mask_are_operands_in_their_order():
 
 @every_field
 def test_the_record_has_it(field):
-    """What says nothing of a mask would be answered as a call without one."""
+    """A mask that counts as saying nothing would get the cached result without a mask."""
     q = torch.randn(B, 1, 6, D)
     masked, plain = (validate.build("dot", q, q, q, mask=m).p for m in (mask_of(field), None))
     assert masked.operands != plain.operands
@@ -100,7 +100,7 @@ def test_modules(name, field):
 @every_field
 @both_scores
 def test_vmap(score, field, backend):
-    """Over the inputs alone, and over a tensor of the mask with them."""
+    """Over the inputs only, and over the inputs and a tensor of the mask."""
     tensors = [torch.stack([x, x.flip(-1)]) for x in mask_fields.inputs(score)[:3]]
     w = mask_fields.inputs(score)[3:]
 
@@ -126,7 +126,7 @@ def test_vmap(score, field, backend):
 @every_field
 @both_scores
 def test_compiled(score, field):
-    torch.compiler.reset()  # which counts what it has compiled of one function
+    torch.compiler.reset()  # its counter of compilations per function
     tensors = mask_fields.inputs(score, grad=True)
 
     @torch.compile(backend="eager", fullgraph=True)

@@ -1,7 +1,8 @@
-"""Two ways to put one problem give one answer: no formula of attention stands in this file.
+"""Two forms of one problem give one result. This file contains no formula of attention.
 
-To the last bit where both are the same work to the kernels. Elsewhere the second way is held to the
-error budget of the first, so that a mask, say, is held to the truth of a problem without one.
+Results are equal to the last bit if both forms are the same work for the kernels. Elsewhere the
+second form must meet the error budget of the first: a mask, for example, that of a problem without
+one.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ PROBLEMS = [
     for score in SCORES for sizes in SIZES
 ]  # fmt: skip
 FORWARD = ("out", "weights", "lse")
-# Keys whose gradients one task makes. More are cut by a rule of how many heads there are.
+# Up to this many keys, one task makes their gradients. More are cut by the number of heads.
 CHUNK = 192
 problems = pytest.mark.parametrize("case", PROBLEMS, ids=str)
 
@@ -69,7 +70,7 @@ def only(results: dict, *names: str) -> dict:
 
 
 def named(case: Case, t: Tensors) -> dict:
-    """The arguments of ``fastattn.attention`` that go by the score, but for query, key, value."""
+    """The arguments of ``fastattn.attention`` that depend on the score, but q, k and v."""
     own = {"additive": dict(weight=t.w), "gaussian": dict(bandwidth=t.bandwidth)}
     grouped = {} if case.score == "additive" else dict(enable_gqa=True)
     score = "scaled_dot" if case.score == "dot" else case.score
@@ -77,14 +78,14 @@ def named(case: Case, t: Tensors) -> dict:
 
 
 def assert_budget(case: Case, t: Tensors, found: dict) -> None:
-    """Another way's results, some perhaps missing, are within the budget of this problem."""
+    """The results of another form, some maybe missing, meet the budget of this problem."""
     oracle = testing.oracle(case, t)
     for name, x in found.items():
         truth, peer, scale = oracle[name]
         testing.assert_within_budget(x, peer, truth, f"{case} {name}", scale)
 
 
-# ---- masks that say the same ----
+# ---- masks with the same meaning ----
 
 
 def ones(*shape: int):
@@ -108,7 +109,7 @@ def test_a_mask_that_keeps_all_is_none(case, way):
 
 
 def pairs(case: Case, *shape: int):
-    """True for two in three, the first key among them."""
+    """True for two pairs in three, always for the first key."""
     rng = torch.Generator().manual_seed(case.seed)
     kept = torch.rand(shape, generator=rng) < 0.67
     kept[..., 0] = True
@@ -131,7 +132,7 @@ def test_minus_infinity_masks_as_false_does(case, dims):
         if case.score != "gaussian":
             assert_same_bits(found, first)
             continue
-        # A bias is added to the one that the keys give: their gradient is summed elsewhere.
+        # This bias is added to the keys' own bias, and their gradient is summed in another place.
         assert_same_bits(only(found, *FORWARD), only(first, *FORWARD))
         assert_budget(case, ways[0], found)
 
@@ -147,7 +148,7 @@ def test_a_float_attn_mask_is_a_bias(case):
 @pytest.mark.parametrize("name", ["causal", "bottom-right", "window", "both", "kv-len"])
 @problems
 def test_an_interval_of_keys_is_as_it_is_drawn(case, name):
-    """Against keep, made by tril and triu."""
+    """Against a keep mask made with tril and triu."""
     M, N, full = case.M, case.N, ones(case.M, case.N)
     lengths = torch.linspace(0, N, case.B * M).round().long().view(case.B, M)
     mask, keep = {
@@ -170,7 +171,7 @@ def test_is_causal_is_the_mask_of_that_name(case):
 
 @problems
 def test_a_length_is_that_of_the_keys(case):
-    """Masked keys might as well not be there."""
+    """Masked keys act as if they did not exist."""
     t, left = drawn(case), case.N // 2 + 1
     found = run(case, masked(t, kv_len=torch.full((case.B,), left)))
     for name, dim in (("weights", 3), ("grad_k", 2), ("grad_v", 2)):
@@ -186,7 +187,7 @@ def test_a_length_is_that_of_the_keys(case):
 
 @problems_with(bias="bhmn", keep="bhmn")
 def test_keys_have_no_order(case):
-    case = change(case, dropout_p=0.0)  # which goes by the place
+    case = change(case, dropout_p=0.0)  # dropout depends on the index
     t = drawn(case)
     order = torch.randperm(case.N)
     back = order.argsort()
@@ -212,7 +213,7 @@ def test_a_row_alone_is_as_among_others(case):
 
 
 def part(t: Tensors, of) -> Tensors:
-    """``of(x)`` for each tensor but the additive weight and the bandwidth."""
+    """``of(x)`` for each tensor except the additive weight and the bandwidth."""
     return change(t, **{
         n: of(x) for n, x in vars(t).items() if isinstance(x, torch.Tensor) and x.dim() > 2
         and n != "bandwidth"
@@ -241,7 +242,7 @@ def test_a_head_alone_is_as_among_others(case):
         shared = ("grad_w", "grad_bandwidth")
         single = change(case, H=1, Hkv=1)
         parts = {n: x[h : h + 1] if n in shared else x[:, h : h + 1] for n, x in together.items()}
-        if case.N <= CHUNK and case.score != "gaussian":  # which is centred on all heads' queries
+        if case.N <= CHUNK and case.score != "gaussian":  # centred on all heads' queries
             assert_same_bits(run(single, one), parts)
         else:
             assert_budget(single, one, run(single, one))
@@ -254,7 +255,7 @@ def test_shared_keys_are_repeated_keys(case):
     group = case.H // case.Hkv
     k, v = (x.repeat_interleave(group, dim=1) for x in (t.k, t.v))
     found = run(change(case, Hkv=case.H), change(t, k=k, v=v))
-    for name in ("grad_k", "grad_v"):  # a sum of rounded gradients has more rounding than one has
+    for name in ("grad_k", "grad_v"):  # a sum of rounded gradients is rounded more often
         shares = found.pop(name).double().unflatten(1, (case.Hkv, group))
         truth, peer, scale = testing.oracle(case, t)[name]
         scale += testing.largest(shares.abs().sum(2))
@@ -265,10 +266,10 @@ def test_shared_keys_are_repeated_keys(case):
 @pytest.mark.parametrize("power", [-6, 5])
 @problems
 def test_the_size_of_the_values_goes_through(case, power):
-    """A power of 2 changes no digit of outputs, nor of gradients that have the value in them."""
+    """A power of 2 changes no digit of outputs, or of gradients proportional to the values."""
     factor = 2.0**power
     t = drawn(case)
-    # What else comes from upstream is not scaled.
+    # The other upstream gradients are not scaled.
     t = change(t, grad_weights=t.grad_weights * 0, grad_lse=t.grad_lse * 0)
     expected = run(case, t)
     for name in ("out", "grad_q", "grad_k", "grad_w", "grad_bandwidth"):
@@ -277,7 +278,7 @@ def test_the_size_of_the_values_goes_through(case, power):
     assert_same_bits(run(case, change(t, v=t.v * factor)), expected)
 
 
-# ---- other hands, the same work ----
+# ---- the same work in another way ----
 
 
 @problems_with(causal="bottom_right", keep="hmn", bias="bmn")
@@ -315,7 +316,7 @@ def test_dropout_drops_the_same_on_every_backend(case):
 
 @problems
 def test_what_needs_no_gradient_is_as_if_it_did(case):
-    """At inference other code runs, and once a call is known, other code again."""
+    """Inference runs other code, and a call that is known runs other code again."""
     t = drawn(case)
     expected = run(case, t)
     options = dict(return_weights="full", return_lse=True, **named(case, t))

@@ -1,4 +1,4 @@
-"""torch.onnx.export: ONNX knows PyTorch's operators alone, so a model is exported in those."""
+"""torch.onnx.export: ONNX only knows PyTorch's operators, so a model is exported with those."""
 
 import copy
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 class Attend(nn.Module):
-    """A function as a model, of everything that it returns."""
+    """A function as a model that returns all of the function's results."""
 
     def __init__(self, function, **options):
         super().__init__()
@@ -26,7 +26,7 @@ class Attend(nn.Module):
 
 
 class Padded(nn.Module):
-    """A multi-head module with the mask that all models have."""
+    """A multi-head module with a padding mask, as in most models."""
 
     def __init__(self, kind, **options):
         super().__init__()
@@ -37,7 +37,7 @@ class Padded(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Lengths, and a score of its own."""
+    """A decoder with lengths and its own score."""
 
     def __init__(self):
         super().__init__()
@@ -80,12 +80,12 @@ def cases():
 
 
 CASES = {name: (model.eval(), tensors) for name, model, tensors in cases()}
-# Those that the graph is looked at for; ONNX Runtime computes all.
+# The graphs of these are inspected; ONNX Runtime computes all.
 SOME = ("dot-masks", "additive-masks", "by-name-gaussian", "multihead", "multihead-additive")
 
 
 def assert_right(exported, model, tensors):
-    """The results of an exported model are as close to the truth as those of the kernels."""
+    """An exported model's results are as close to the truth as those of the kernels."""
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
     truth = copy.deepcopy(model).double()(*wide)
     results = (exported, model(*tensors), truth)

@@ -1,4 +1,4 @@
-"""What must hold of every kernel (tests/properties), on every backend of this machine."""
+"""Properties of every kernel (tests/properties), on every backend of this machine."""
 
 from properties.dropout import *  # noqa: F403
 from properties.empty_rows import *  # noqa: F403

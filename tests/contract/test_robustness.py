@@ -1,4 +1,4 @@
-"""Threads, processes and reruns: the same bits, no hang, no memory kept."""
+"""Threads, processes and reruns: the same bits, no hang, no memory leak."""
 
 import ctypes
 import gc
@@ -17,7 +17,7 @@ from fastattn.testing import Case
 
 scores = pytest.mark.parametrize("score", SCORES)
 
-# Large enough to be computed by several threads, with every feature that sums over something.
+# Large enough for several threads, with every feature that sums over something.
 SIZES = dict(B=3, H=4, Hkv=2, M=67, N=130, D=24, E=20)
 
 
@@ -33,7 +33,7 @@ def options(B=3, M=67, N=130, **_):
 
 @pytest.fixture
 def threads():
-    """Sets the number of threads, and puts it back."""
+    """Sets the number of threads, and restores it."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -63,7 +63,7 @@ def test_the_number_of_threads_changes_no_bit(extension, threads, score, dtype):
 
 
 def test_the_number_of_threads_changes_no_bit_of_rows_with_fewer_keys(extension, threads):
-    """Whole blocks of queries have fewer keys than those that a thread takes beside them."""
+    """Whole blocks of queries have fewer keys than other blocks of the same task."""
     call = inputs(B=1, H=4, M=512, N=256, D=24, E=20)
     kv_len = torch.tensor([64, 256], dtype=torch.int32).repeat_interleave(256)[None]
     found = []
@@ -106,7 +106,7 @@ def test_a_batch_entry_does_not_depend_on_its_mates(extension, score, sizes):
 
 @scores
 def test_gradients_of_a_batch_entry_do_not_depend_on_its_mates(extension, score):
-    """While one task owns all keys; how many share more keys depends on the batch."""
+    """Only while one task owns all keys: the batch decides how many tasks share more keys."""
     call = inputs(score, B=3, H=2, M=67, N=130, D=24, E=20)
     upstream = torch.randn(3, 2, 67, 20)
 
@@ -124,7 +124,7 @@ def test_gradients_of_a_batch_entry_do_not_depend_on_its_mates(extension, score)
 
 
 def test_uninitialised_memory_is_not_used(extension):
-    """All results and workspaces start as NaN; the grid runs so too."""
+    """All results and workspaces start as NaN, as in the grid."""
     for score in SCORES:
         call = inputs(score, **SIZES)
         clean = everything(call, backend="cpu", **options())
@@ -157,11 +157,11 @@ def compute(queue, threads, call, backend):
     leaves = {name: x.requires_grad_() for name, x in call.items()}
     out = attend(**leaves, backend=backend)
     out.sum().backward()
-    queue.put(out.detach().numpy())  # not as a tensor: sharing memory is another matter
+    queue.put(out.detach().numpy())  # not as a tensor, which would share memory
 
 
 def in_child(method, *args):
-    """What `compute` finds in a child process; None when it hangs."""
+    """The result of `compute` in a child process; None if it hangs."""
     context = multiprocessing.get_context(method)
     queue = context.Queue()
     child = context.Process(target=compute, args=(queue, *args))
@@ -209,7 +209,7 @@ def test_data_loader_workers_do_not_hang():
 
 
 def resident_bytes():
-    """Of this process, once the C library has given back what is free."""
+    """Resident memory of this process, after the C library has returned free memory."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim") or not Path("/proc/self/statm").exists():
         pytest.skip("resident memory is read by the means of Linux and glibc")
@@ -221,7 +221,7 @@ def resident_bytes():
 @pytest.mark.slow
 @scores
 def test_memory_is_not_kept(extension, score):
-    """Three hundred steps must not add up: a tensor of 128 kB lost in each would be 39 MB."""
+    """300 steps must not add up: 128 kB lost in each would be 39 MB."""
     call = inputs(score, B=2, H=2, M=128, N=128, D=64, E=64, grad=True)
 
     def steps(count):

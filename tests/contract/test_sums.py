@@ -1,7 +1,6 @@
-"""Sums that must come out however large the logits are: of weights to 1, of dv to those of dO.
+"""Sums that hold for any logits: weights sum to 1, and dv sums to the sum of dO.
 
-Both say that the weights which the backward pass recomputes, and those that are returned, are the
-ones whose sum the forward pass divided by.
+Both show that recomputed and returned weights are those whose sum the forward pass divided by.
 """
 
 import pytest
@@ -26,12 +25,12 @@ def problem(score, logit, M, N, H=2, Hkv=2):
 
 
 def assert_sums(call, backend, **options):
-    """Of rows that keep a key each, without dropout."""
+    """Checks the sums, for rows that each keep a key, without dropout."""
     value = call["value"].requires_grad_()
     out, weights = attend(**call, return_weights="full", backend=backend, **options)
     assert ((weights.double().sum(-1) - 1).abs() <= ULPS * EPS).all()
     assert_column_sums(out, value)
-    # Without weights to return, the forward pass may take another way.
+    # Without returned weights, the forward pass may take another path.
     assert_column_sums(attend(**call, backend=backend, **options), value)
 
 
@@ -72,14 +71,14 @@ def test_sums_of_an_instruction_set(isa, score, logit):
 
 @pytest.mark.parametrize("size", [1.1e5, 3e8])
 def test_equal_logits_beyond_2_to_the_31(isa, size):
-    """Weights are 1 / N, whatever the rounding of a logit leaves of it."""
+    """Weights are 1 / N, however a logit is rounded."""
     x = torch.full((16, 1), size)
     out = attend(x, x, x, backend="cpu")
     assert torch.equal(out, x)
 
 
 def strided(x):
-    """The same numbers, whose rows are not contiguous."""
+    """The same numbers with rows that are not contiguous."""
     return x.mT.contiguous().mT
 
 
@@ -87,6 +86,6 @@ def strided(x):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("M", [1, 5, 40])
 def test_sums_do_not_depend_on_strides(isa, score, M, name):
-    """Which way a kernel takes depends on strides: both passes must take the same."""
+    """A kernel's path depends on strides: both passes must take the same path."""
     call = problem(score, 1e4, M, 70)
     assert_sums(call | {name: strided(call[name])}, "cpu")

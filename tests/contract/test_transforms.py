@@ -34,7 +34,7 @@ def tensors(score, dtype, mapped=()):
 
 
 def function(names, backend, **options):
-    """A function of the named tensors: its float results, finite."""
+    """A function of the named tensors that returns its finite float results."""
 
     def call(*args):
         named = dict(zip(names, args, strict=True))
@@ -62,7 +62,7 @@ def by_loop(call, in_dims):
 
 
 def assert_vmap(transform, score, mapped, backend, in_dim=0, **options):
-    """vmap(transform(f)) is no further from float64 than the budget of a loop over transform(f)."""
+    """vmap(transform(f)) meets the error budget of a loop over transform(f)."""
 
     def run(how, backend, dtype):
         made = tensors(score, dtype, mapped)
@@ -81,7 +81,7 @@ def identity(call):
 
 
 def gradients(call):
-    """All gradients that `call` has, of a fixed nonlinear function of its results."""
+    """All gradients of `call`, for a fixed nonlinear function of its results."""
 
     def of(*args):
         floats = [n for n, x in enumerate(args) if x.is_floating_point()]
@@ -124,7 +124,7 @@ def test_vmap_over_another_dim(backend, score, transform):
 @scores
 @transforms
 def test_vmap_with_dropout_of_a_fixed_seed(backend, score, transform):
-    """Each sample drops what the call alone would drop."""
+    """Each sample drops the same weights as a call for it alone."""
     assert_vmap(transform, score, ("query", "bias"), backend, dropout_p=0.4, seed=11)
 
 
@@ -179,7 +179,7 @@ def test_vmap_randomness_is_honoured(backend, randomness):
 
 
 def small(score, dtype=torch.float64, backend="auto"):
-    """A scalar-free function of one query, and that query."""
+    """A function of one query, and that query."""
     made = inputs(score, 1, 1, M=2, N=3, D=2, E=2, dtype=dtype)
     q = made.pop("query")
     return lambda x: attend(x, **made, backend=backend), q
@@ -238,7 +238,7 @@ def test_gradient_of_a_gradient_norm(backend, score):
 
 @scores
 def test_per_sample_gradients_of_a_shared_weight(backend, score):
-    """vmap(grad) with data mapped and parameters shared, as differential privacy does."""
+    """vmap(grad) with mapped data and shared parameters, as in differential privacy."""
     projection = torch.randn(D, D)
     made = inputs(score, S, H, M=M, N=N, D=D, E=E)
     samples = [made["query"], made["key"], made["value"]]

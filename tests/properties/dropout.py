@@ -1,4 +1,4 @@
-"""Dropout: which weights survive is a function of the seed and the indices, everywhere the same."""
+"""Dropout: which weights survive depends only on the seed and the indices, on every backend."""
 
 import math
 
@@ -11,12 +11,12 @@ from fastattn.problem import validate
 
 scores = pytest.mark.parametrize("score", SCORES)
 
-# N past a multiple of 4, one query, sizes past any tile, keys cut into chunks for decoding
+# N beyond a multiple of 4, one query, sizes beyond any tile, keys cut into chunks for decoding
 SHAPES = [(2, 3, 5, 7), (1, 1, 1, 1), (2, 2, 1, 1003), (1, 2, 70, 133), (1, 1, 2, 2600)]
 
 
 def survivors(named, p, seed, **options):
-    """Which weights are not zero; the softmax itself is positive."""
+    """Which weights are not zero; softmax itself is always positive."""
     _, weights = attend(**named, dropout_p=p, seed=seed, return_weights="full", **options)
     return weights != 0
 
@@ -172,7 +172,7 @@ def test_expectation_is_the_result_without_dropout(backend, score):
     assert deviations.abs().max() < 5
 
 
-# ---- the bits as random numbers; fixed seeds, so that nothing here is a matter of luck ----
+# ---- the bits as random numbers; with fixed seeds, results do not depend on luck ----
 
 
 def uniform(seed, shape=(4, 8, 32, 64)):

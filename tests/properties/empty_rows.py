@@ -1,4 +1,4 @@
-"""A row with no key: output 0, weights 0, log-sum-exp -inf, gradients 0, however it came about."""
+"""A row without keys has output 0, weights 0, log-sum-exp -inf, gradients 0, for any reason."""
 
 import math
 
@@ -22,7 +22,7 @@ def bias_of(empty):
     return torch.where(empty[:, None], -math.inf, 0.0).expand(M, N).clone()
 
 
-# What empties which rows: options, [M] or [B, M] bool.
+# Options, and the rows that they empty, [M] or [B, M] bool.
 WAYS = {
     "kv-len": (dict(mask=Mask(kv_len=torch.tensor([0, 4]))), torch.tensor([[True], [False]])),
     "kv-len-rows": (
@@ -94,7 +94,7 @@ def test_gradients_are_0_and_nothing_is_nan(backend, score, name):
 @pytest.mark.parametrize("upstream", [1e30, math.inf, math.nan])
 @scores
 def test_no_upstream_gradient_passes_an_empty_row(backend, score, name, upstream):
-    """Of output, weights or lse: log-sum-exp's -inf easily makes a loss NaN."""
+    """For the gradients of output, weights and lse. The -inf of lse easily makes a loss NaN."""
     options, empty = empties(name)
     call = inputs(score, B, H, M=M, N=N)
 
@@ -165,7 +165,7 @@ def test_no_keys_at_all(backend, score):
 @pytest.mark.parametrize("sizes", [(130, 300), (1, 3000), (300, 20)], ids=str)
 @scores
 def test_whole_tiles_of_empty_rows(backend, score, sizes):
-    """Larger than any tile, and the cut of the keys that decoding makes."""
+    """Larger than any tile, and larger than decoding's chunks of keys."""
     m, n = sizes
     case = testing.Case(
         f"empty-{m}-{n}", score, M=m, N=n, B=3, H=1, Hkv=1, D=4, E=4, kv_len="batch", lse=True

@@ -1,4 +1,4 @@
-"""Large logits, large biases, large sizes: right, not merely finite."""
+"""Large logits, biases and sizes: results are right, not only finite."""
 
 import math
 
@@ -16,7 +16,7 @@ HALF = [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("value", [-1e30, torch.finfo(torch.float32).min])
 @scores
 def test_a_large_negative_bias_masks_beside_others(backend, score, value):
-    """What code that knows no -inf writes into a padding mask."""
+    """Code that does not use -inf writes such values into a padding mask."""
     named = inputs(score)
     padding = torch.arange(7) >= 4
     masked = everything(named, mask=Mask(keep=~padding), backend=backend)
@@ -27,7 +27,7 @@ def test_a_large_negative_bias_masks_beside_others(backend, score, value):
 
 
 def row_with_bias(score, backend, value):
-    """Results where row 2 has a bias so large that it swallows the scores, and those without."""
+    """Results in which the bias of row 2 exceeds all scores, and results without a bias."""
     torch.manual_seed(0)
     named = inputs(score)
     bias = torch.zeros(5, 7)
@@ -42,7 +42,7 @@ LARGE = [-1e30, -3e38, torch.finfo(torch.float32).min, 1e30, 3e38]
 @pytest.mark.parametrize("value", LARGE)
 @scores
 def test_a_large_bias_in_a_whole_row_leaves_it_uniform(backend, score, value):
-    """It is a constant, which softmax removes; it is no -inf, and makes no NaN."""
+    """The bias is a constant, which softmax removes. It is not -inf, and makes no NaN."""
     results, plain, named = row_with_bias(score, backend, value)
     assert all(x.isfinite().all() for x in results.values())
     mean = named["value"].mean(2)
@@ -88,7 +88,7 @@ def test_the_smallest_half_as_bias(backend, score, dtype):
 
 
 def test_infinity_in_a_bias_is_nan_in_its_row_alone(backend):
-    """inf - inf has no value; other rows do not see it."""
+    """inf - inf has no value. Other rows do not see it."""
     named = inputs()
     bias = torch.zeros(5, 7)
     bias[1, 3] = math.inf
@@ -101,7 +101,7 @@ def test_infinity_in_a_bias_is_nan_in_its_row_alone(backend):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("logit", [1e4, 3e4, 6e4, 1e5])
 def test_logits_beyond_half_accumulate_in_float32(backend, dtype, logit):
-    """q . k overflows fp16 and has no digits left in bf16; softmax of it is plain all the same."""
+    """q . k overflows fp16 and has no digits left in bf16, but its softmax is ordinary."""
     D = 64
     side = math.sqrt(logit / D)
     q, k = torch.full((1, 1, 3, D), side), torch.full((1, 1, 4, D), side)
@@ -123,7 +123,7 @@ def test_random_large_logits(backend, dtype):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("distance", [20.0, 88.0, 89.0, 1e3, 1e4, 1e30])
 def test_additive_with_opposite_queries_and_keys(backend, sign, distance):
-    """Both are huge and their sum is moderate, to the last digit that float32 has there."""
+    """Both are huge but their sum is moderate, and right to float32's last digit there."""
     delta = torch.linspace(-4, 4, 9)
     q = torch.full((1, 1, 1, 1), sign * distance)
     k = (delta - sign * distance).view(1, 1, 9, 1)
@@ -149,7 +149,7 @@ def test_additive_with_extreme_weights(backend, value):
 
 
 def test_additive_with_some_weights_zero(backend):
-    """A dim of weight 0 changes nothing, whatever it holds."""
+    """A dim with weight 0 changes nothing, for any values in it."""
     named = inputs("additive")
     named["weight"][:, 1] = 0.0
     plain = attend(**named, backend=backend)
@@ -190,7 +190,7 @@ def test_more_than_65536_queries(backend, score):
 
 @scores
 def test_rows_do_not_depend_on_how_many_there_are(backend, score):
-    """Beside another hundred queries a row has the value that it has alone."""
+    """A row has the same value alone and beside a hundred other queries."""
     named = inputs(score, M=130)
     together = attend(**named, backend=backend)
     for row in (0, 64, 129):

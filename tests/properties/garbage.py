@@ -1,4 +1,4 @@
-"""What stands in masked or unused memory reaches nothing; NaN in use reaches exactly its users."""
+"""Garbage in masked or unused memory reaches no result; NaN in use reaches exactly its users."""
 
 import math
 
@@ -11,12 +11,12 @@ from fastattn.problem import validate
 
 B, H, M, N, D, E = 2, 2, 9, 21, 4, 3
 scores = pytest.mark.parametrize("score", SCORES)
-# The last is finite wherever it goes, and would have the additive score computed in another way.
+# The last value is always finite. It would make the additive score choose another computation.
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, 1e4]
 garbage = pytest.mark.parametrize("garbage", GARBAGE)
 
 j = torch.arange(N)
-# Masks under which whole keys are unused: options, [B, N] or [N] bool of the used ones.
+# Masks that leave whole keys unused: options, and [B, N] or [N] bool of the used keys.
 MASKS = {
     "kv-len": (dict(mask=Mask(kv_len=torch.tensor([5, 17]))), j < torch.tensor([[5], [17]])),
     "kv-len-0": (dict(mask=Mask(kv_len=torch.tensor([0, 21]))), j < torch.tensor([[0], [21]])),
@@ -39,7 +39,7 @@ masks = pytest.mark.parametrize("name", MASKS)
 
 
 def cast(named, dtype):
-    """The float tensors of a call in another dtype; as they are for None."""
+    """The float tensors of a call in another dtype; unchanged for None."""
     return {
         name: x.to(dtype) if dtype and isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in named.items()
@@ -47,7 +47,7 @@ def cast(named, dtype):
 
 
 def spoilt(call, used, value):
-    """The call with `value` in all that the unused keys and values hold."""
+    """The call with `value` in all elements of unused keys and values."""
     unused = ~used.expand(B, N)[:, None].expand(B, H, N)
     call = {name: x.clone() for name, x in call.items()}
     call["key"][unused] = call["value"][unused] = value
@@ -57,8 +57,8 @@ def spoilt(call, used, value):
 def assert_unchanged(run, backend, value):
     """run(backend, value, dtype) does not depend on value.
 
-    To the last bit; but for the GPU kernels, which go the careful way where garbage shows: within
-    the budget.
+    Results are equal to the last bit. GPU kernels take a careful way where they find garbage: their
+    results are within the budget.
     """
     clean, found = run(backend, 0.0, None), run(backend, value, None)
     assert clean["out"].isfinite().all()
@@ -85,11 +85,11 @@ def test_unused_keys_reach_nothing(backend, score, name, garbage):
     assert_unchanged(run, backend, garbage)
 
 
-# Of keys: moderate, far apart, and too far apart for anything but an exponential a pair.
+# Spread of the keys: moderate, large, and so large that each pair needs its own exponential.
 @pytest.mark.parametrize("spread", [1.0, 3.0, 30.0])
 @pytest.mark.parametrize("name", ["kv-len", "keep", "bias"])
 def test_garbage_chooses_no_way_of_computing_tanh(isa, name, spread):
-    """Additive tiles are computed in one of three ways, by the keys that some row of them keeps."""
+    """Additive tiles are computed in one of three ways. The keys that their rows keep decide."""
     M, N = 130, 200
     used = (torch.arange(N) < 195) & (torch.arange(N) % 7 != 3)
     keep = (torch.rand(B, H, M, N) < 0.8) & used
@@ -107,14 +107,14 @@ def test_garbage_chooses_no_way_of_computing_tanh(isa, name, spread):
 
 
 def spoilt_keys(call, used, value):
-    """The call with `value` in keys that are not used."""
+    """The call with `value` in unused keys."""
     return call | {"key": call["key"].masked_fill(~used[:, None], value)}
 
 
 def test_far_keys_of_other_rows_are_not_noticed_for_threads(isa):
-    """How many row blocks a task takes through a tile of keys depends on the threads."""
+    """The number of row blocks that a task takes through a tile of keys depends on the threads."""
     call = inputs("additive", B, H, M=300, N=128, D=D, E=E)
-    call["key"][:, :, 50] = 20.0  # kept by the first block of rows alone
+    call["key"][:, :, 50] = 20.0  # kept by the first block of rows only
     lengths = torch.where(torch.arange(300) < 64, 128, 30).expand(B, 300)
     found = []
     before = torch.get_num_threads()
@@ -179,7 +179,7 @@ def test_queries_without_keys_reach_nothing(backend, score, garbage):
 
 
 def surrounded(x, value):
-    """x as a part of a larger tensor that holds `value` everywhere else."""
+    """x as a part of a larger tensor, with `value` everywhere else."""
     padded = x.new_full([s + 3 for s in x.shape], value)
     view = padded[tuple(slice(1, 1 + s) for s in x.shape)]
     return view.copy_(x)
@@ -207,7 +207,7 @@ def test_memory_around_slices_is_not_used(backend, score, sizes):
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
 @scores
 def test_a_bias_is_masked_where_another_is(backend, score, garbage):
-    """Whichever of attn_mask and bias holds the -inf, and whatever the other holds there."""
+    """attn_mask or bias holds the -inf, and the other one holds garbage there."""
     call = inputs(score, B, H, M=M, N=N, D=D, E=E)
     hidden = torch.rand(M, N) < 0.4
     mask, bias = torch.randn(M, N).masked_fill(hidden, -math.inf), torch.randn(H, M, N)
@@ -236,7 +236,7 @@ SPARSE = dict(
 
 
 def compare(score, backend, name, index):
-    """(clean results, results with one NaN, which pairs are kept)."""
+    """(clean results, results with one NaN, the pairs that are kept)."""
     call = inputs(score, B, H, M=M, N=N, D=D, E=E)
     clean = everything(call, backend=backend, **SPARSE)
     call[name][index] = math.nan
@@ -258,7 +258,7 @@ def test_nan_in_a_key_reaches_the_rows_that_keep_it(backend, score):
     for name in ("out", "grad_query"):
         assert_nan_exactly(found[name], clean[name], users[..., None], name)
     assert_nan_exactly(found["lse"], clean["lse"], users, "lse")
-    # Keys that a spoilt row keeps have NaN gradients; others must not.
+    # Keys that a row with NaN keeps have NaN gradients; others must not.
     spoilt_keys = (kept & users[..., None]).any(2)
     for name in ("grad_key", "grad_value"):
         assert_nan_exactly(found[name], clean[name], spoilt_keys[..., None], name)
@@ -277,12 +277,12 @@ def test_nan_in_a_query_stays_in_its_row(backend, score):
         assert_nan_exactly(found[name], clean[name], keys[..., None], name)
 
 
-# Quiet and signalling, of either sign, and memory that holds 0xff everywhere.
+# Quiet and signalling NaN of either sign, and memory with all bytes 0xff.
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -0x400000, -1])
 @pytest.mark.parametrize("name", ["query", "key", "bias"])
 @scores
 def test_nan_of_any_bits_stays_nan(isa, score, name, bits):
-    # Exponentials are put together from bits.
+    # Exponentials are assembled from bits.
     call = inputs(score, B, H, M=M, N=N, D=D, E=E) | {"bias": torch.zeros(B, H, M, N)}
     call[name].view(torch.int32)[..., 3, :] = bits
     hit = attend(**call, backend="cpu").isnan()

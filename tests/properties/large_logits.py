@@ -1,8 +1,8 @@
-"""What must hold of a softmax whose logits are all near one large number.
+"""Properties of a softmax whose logits are all near one large number.
 
-The sums of weights, and of the gradient of V over its rows, are known without an oracle. They see
-what a comparison with float64 leaves to the rounding of the logits: that forward, returned weights
-and backward take the same logit, to the last bit.
+The sums of weights, and of the gradient of V over its rows, are known without an oracle. A
+comparison with float64 has to allow for rounding of the logits. These sums show that forward,
+returned weights and backward use the same logit, to the last bit.
 """
 
 import torch
@@ -14,7 +14,7 @@ ULPS = 8
 
 
 def problem(logit: float, dtype: torch.dtype, M: int, N: int, device="cpu"):
-    """(q, k, v) of one head; most dims of q and k are one number, the rest make logits differ."""
+    """(q, k, v) of one head. Most dims of q and k are equal; the rest make logits differ."""
     D, equal = 32, 24
     rng = torch.Generator().manual_seed(int(logit) + M + N)
     q, k, v = (torch.randn(1, 1, n, D, generator=rng) for n in (M, N, N))
@@ -23,7 +23,7 @@ def problem(logit: float, dtype: torch.dtype, M: int, N: int, device="cpu"):
 
 
 def check(logit: float, dtype: torch.dtype, M: int, N: int, backend: str, device="cpu", **options):
-    """Weights of a row add up to 1, and the rows of dV to those of dO."""
+    """The weights of a row sum to 1, and the rows of dV sum to the sum of dO's rows."""
     q, k, v = problem(logit, dtype, M, N, device)
     out, weights = fastattn.scaled_dot_product_attention(
         q, k, v, return_weights="full", backend=backend, **options

@@ -1,4 +1,4 @@
-"""Each field of Mask alone: an example, what it keeps, and the check that a call heeds it."""
+"""Each field of Mask alone: an example, the pairs it keeps, and a check that a call uses it."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ B, H, M, N, D = 2, 2, 6, 6, 8
 LENGTHS, BEGINS = torch.tensor([2, 5]), torch.tensor([1, 3])
 KEEP = torch.arange(N)[None] % 3 != 1
 
-# A value, and whether sample b keeps key j for query i. A new field needs a line here.
+# A value, and whether query i of sample b keeps key j. A new field needs a line here.
 EXAMPLES = {
     "causal": ("top_left", lambda b, i, j: j <= i),
     "window": ((1, 0), lambda b, i, j: (j >= i - 1) & (j <= i)),
@@ -25,7 +25,7 @@ every_field = pytest.mark.parametrize("field", FIELDS)
 
 
 def mask_of(field: str) -> Mask:
-    """A mask that has one field."""
+    """A mask with one field set."""
     return Mask(**{field: EXAMPLES[field][0]})
 
 
@@ -42,7 +42,7 @@ def flat(results) -> list[torch.Tensor]:
 
 
 def assert_heeded(call, field: str, unmasked, dense: Mask) -> None:
-    """``call(mask)`` differs from the unmasked result, and is what a dense mask makes of it."""
+    """``call(mask)`` differs from the unmasked result, and equals that of a dense mask."""
     found, plain, wanted = (flat(x) for x in (call(mask_of(field)), unmasked, call(dense)))
     assert any((x != y).any() for x, y in zip(found, plain, strict=True)), f"{field} is ignored"
     for x, y in zip(found, wanted, strict=True):
@@ -57,7 +57,7 @@ def inputs(score: str, dtype=torch.float32, grad: bool = False) -> list[torch.Te
 
 
 def check_backend(backend: str, field: str, score: str, attend, dtype=torch.float32) -> None:
-    """Results and gradients on a backend; first without a mask, which is then a call seen before.
+    """Results and gradients on a backend. The first call has no mask, and is then a known call.
 
     ``attend(*inputs, **options)`` is the function of the score.
     """

@@ -1,4 +1,4 @@
-"""Any strides, of any tensor: transposed, sliced, expanded, beyond 2^31 elements."""
+"""Any strides of any tensor: transposed, sliced, expanded, beyond 2^31 elements."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ def permuted(*order):
 
 
 def every_other(x):
-    """Strided in every dim, NaN (or True) between."""
+    """Strided in every dim, with NaN (or True) between."""
     filler = float("nan") if x.is_floating_point() else 1
     wide = x.new_full([2 * s + 1 for s in x.shape], filler)
     return wide[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x)
@@ -36,7 +36,7 @@ def offset_by_one(x):
 
 
 def expanded_copy(x):
-    """A dim of size 1 with a meaningless stride, as broadcasting leaves it."""
+    """A dim of size 1 with a meaningless stride, as broadcasting produces it."""
     return x.as_strided(
         x.shape, [s if n > 1 else 12345 for s, n in zip(x.stride(), x.shape, strict=True)]
     )
@@ -56,7 +56,7 @@ BASE = Case("strides", M=18, N=35, D=12, E=9, H=4, Hkv=2, bias="bhmn", keep="bhm
 
 
 def relayout(**how):
-    """What testing.check gives to ours: the drawn tensors, those named with other strides."""
+    """For testing.check: gives the named tensors other strides."""
 
     def change(t):
         in_mask = {name: how[name](getattr(t.mask, name)) for name in how if hasattr(t.mask, name)}
@@ -105,7 +105,7 @@ def test_strided_kv_len(backend):
 
 @scores
 def test_everything_expanded(backend, score):
-    """Stride 0 in batch, heads and rows: each repeats the one that is stored."""
+    """Stride 0 in batch, heads and rows: each repeats the stored one."""
     B, H, M, N, D = 3, 2, 5, 7, 4
     stored = {"query": torch.randn(1, 1, 1, D), "key": torch.randn(1, 1, N, D),
               "value": torch.randn(1, 1, N, D)}  # fmt: skip
@@ -139,7 +139,7 @@ def test_one_tensor_as_query_key_and_value(backend):
 
 
 def test_slices_of_one_projection(backend):
-    """q, k and v as views of a packed [B, N, 3, H, D], gradients too."""
+    """q, k and v as views of a packed [B, N, 3, H, D], also for gradients."""
     packed = torch.randn(2, 9, 3, 2, 4, requires_grad=True)
     attend(
         *(x.transpose(1, 2) for x in packed.unbind(2)), backend=backend
@@ -152,7 +152,7 @@ def test_slices_of_one_projection(backend):
 
 # ---- offsets that need 64 bits ----
 
-FAR = 2**31 + 8  # elements; as bf16 4 GB of address space, of which a few pages are touched
+FAR = 2**31 + 8  # elements; 4 GB of address space in bf16, a few pages of which are touched
 
 
 @pytest.fixture(scope="module")

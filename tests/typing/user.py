@@ -1,6 +1,6 @@
-"""What a type checker is to see: pyright reads this file in `make lint`, and nothing runs it.
+"""How type checkers see the package. pyright reads this file in `make lint`; nothing runs it.
 
-A call that is wrong has a `type: ignore`, and one that is not needed any more is an error.
+A wrong call has a `type: ignore`. An ignore that is not needed is an error.
 """
 
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true, reportUnknownMemberType=false
