@@ -1,6 +1,6 @@
 """Gradients of a bias over several tiles: the first tile that meets a sum sets it, the others add.
 
-Which is the first depends on what the bias is broadcast over; it may be masked, in part or whole.
+The bias's broadcast dims decide which tile is first. That tile may be masked, in part or whole.
 """
 
 import pytest
@@ -26,7 +26,7 @@ SHAPES = {"mn": (M, N), "hmn": (2, M, N), "bmn": (2, 1, M, N), "bhmn": (2, 2, M,
 
 @pytest.fixture
 def memory_of_nan():
-    """New tensors are full of NaN: what is not written is seen."""
+    """New tensors are full of NaN, so that elements which are never written show."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""One query a head: heads that share keys are rows of one head, in both passes alike.
+"""One query a head: heads that share keys are rows of one head, in both passes.
 
 At large logits, a score that backward sums in another order than forward has another weight.
 """
@@ -27,7 +27,7 @@ def sized(group, bias, batch=2, key_heads=2, **sizes):
         M=1,
         bias=BIASES[bias],
         lse=True,
-        drawn=True,  # the condition of such scores counts
+        drawn=True,  # measures errors by the condition of such scores
         **sizes,
     )
 
@@ -36,7 +36,7 @@ def sized(group, bias, batch=2, key_heads=2, **sizes):
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("group", GROUPS)
 def test_columns_of_weights_sum_to_1(isa, group, bias, logit):
-    """dv, summed over keys, is dO, summed over the heads that share them."""
+    """dv, summed over keys, equals dO, summed over the heads that share the keys."""
     call = inputs(B=2, H=group, Hkv=1, M=1, N=300, D=16, E=5)
     call["query"] *= logit**0.5
     call["key"] *= logit**0.5
@@ -57,7 +57,7 @@ def test_columns_of_weights_sum_to_1(isa, group, bias, logit):
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("group", GROUPS)
 def test_large_logits(isa, group, bias, dtype):
-    """Of about 1e4 in fp32: against the oracle, the gradient of the bias among the rest."""
+    """Logits of about 1e4 in fp32, against the oracle, with the gradient of the bias."""
     magnitude = 50.0 if dtype == torch.float32 else 5.0
     sizes = dict(N=300, D=16, E=12, dtype=dtype, magnitude=magnitude)
     testing.check(sized(group, bias, **sizes), "cpu")
@@ -67,7 +67,7 @@ def test_large_logits(isa, group, bias, dtype):
 
 @pytest.mark.parametrize("letters", ["b", "bn", "bh", "bhn", ""])
 def test_gradient_of_every_bias(isa, letters):
-    """A bias in fp32 and in bf16, which has sums of its own, whichever dims it really has."""
+    """A bias with any dims, in fp32, and in bf16, which needs separate sums."""
     sizes = dict(B=3, H=24, Hkv=2, M=1, N=500, D=16, E=12, bias=letters)
     testing.check(Case("bias", **sizes), "cpu")
     testing.check(Case("bias", dtype=torch.bfloat16, **sizes), "cpu")

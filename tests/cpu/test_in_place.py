@@ -1,4 +1,4 @@
-"""Inputs that kernels read where they lie: gradients of few queries, a bias that masks nothing."""
+"""Inputs that kernels read in place: gradients of few queries, a bias that masks nothing."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("M", [1, 2, 4, 7])
 def test_gradients_of_few_queries(isa, M, dtype):
-    """Heads that share keys, sizes with tails, and every kind of mask at once."""
+    """Heads that share keys, sizes with tails, and all kinds of mask at once."""
     sizes = dict(B=2, H=6, Hkv=2, M=M, N=300, D=40, E=70, dtype=dtype, lse=True)
     for masks in ({}, dict(kv_len="rows", keep="bhmn", causal="bottom_right")):
         testing.check(Case(f"few-{M}", **sizes, **masks, weights="mean", dropout_p=0.2), "cpu")
@@ -38,7 +38,7 @@ ONE_STEP = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masks", ONE_STEP)
 def test_additive_gradients_of_one_query(isa, masks, dtype):
-    """One step of a decoder, where a key's gradient is no sum; every size has a tail."""
+    """One step of a decoder, where a key's gradient is no sum. Every size has a tail."""
     for D, N in ((1, 5), (40, 300), (129, 67)):
         sizes = dict(B=2, H=3, Hkv=3, M=1, N=N, D=D, E=70, dtype=dtype, lse=True)
         testing.check(Case(f"step-{D}", "additive", **sizes, **ONE_STEP[masks]), "cpu")
@@ -46,9 +46,9 @@ def test_additive_gradients_of_one_query(isa, masks, dtype):
 
 @pytest.mark.parametrize("N", [2, 70])
 def test_additive_gradients_of_one_query_whatever_the_strides_of_values(isa, N):
-    """With equal keys, an error in a score is the same for all: only another way shows.
+    """If keys are equal, an error is the same in all scores: only a difference between paths shows.
 
-    That is why forward and backward must compute a score in one way.
+    Forward and backward must therefore compute a score in the same way.
     """
     case = Case("step-values", "additive", M=1, N=N, D=129, E=4, weights="full", lse=True)
     drawn = testing.make(case)
@@ -62,7 +62,7 @@ def test_additive_gradients_of_one_query_whatever_the_strides_of_values(isa, N):
 
 
 def test_additive_garbage_of_one_query_reaches_its_own_gradients_alone(isa):
-    """NaN in one key and in the query of another batch entry, and garbage in a masked key."""
+    """NaN in one key and in another batch entry's query, and garbage in a masked key."""
     call = inputs("additive", B=3, H=1, M=1, N=70, D=40, E=24)
     keep = torch.ones(3, 1, 1, 70, dtype=torch.bool)
     keep[2, :, :, 30] = False
@@ -89,7 +89,7 @@ ONE_QUERY = {
 
 @pytest.mark.parametrize("masks", ONE_QUERY)
 def test_one_query_of_heads_that_share_keys(isa, masks):
-    """Any number of heads, which are rows of one head to the kernels; the sizes have tails."""
+    """Any number of heads, which the kernels treat as rows of one head. The sizes have tails."""
     sizes = dict(B=3, M=1, N=300, D=40, E=70, lse=True, **ONE_QUERY[masks])
     for group in (2, 3, 4, 7, 12):
         for layout, dtype in (("bhmd", torch.float32), ("bmhd", torch.bfloat16)):
@@ -102,7 +102,7 @@ def test_one_query_of_heads_that_share_keys(isa, masks):
 
 @pytest.mark.parametrize("group", [2, 4, 7])
 def test_a_value_that_one_head_masks_reaches_the_others_alone(isa, group):
-    """Values are read once for all heads of a group, some of which may not see what is in them."""
+    """Values are read once for all heads of a group, but some heads may mask them."""
     call = inputs(B=1, H=group, Hkv=1, M=1, N=200, D=24, E=24)
     call["value"][..., 50, :] = math.nan
     call["value"][..., 60, 3] = math.inf
@@ -115,7 +115,7 @@ def test_a_value_that_one_head_masks_reaches_the_others_alone(isa, group):
 
 @pytest.mark.parametrize("name", ["query", "grad_out"])
 def test_garbage_of_one_query_stays_from_keys_it_masks(name):
-    """Query 0 holds NaN and keeps the first half of the keys only: the rest has whole gradients."""
+    """Query 0 holds NaN and keeps the first half of the keys: the rest has finite gradients."""
     call = inputs(B=1, H=4, Hkv=2, M=2, N=40, D=24, E=24)
     grad_out = torch.randn(1, 4, 2, 24)
     keep = torch.ones(1, 1, 2, 40, dtype=torch.bool)
@@ -144,7 +144,7 @@ def test_bias_of_whole_tiles(isa, layout):
 
 @pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float32).min, -1e37, 2e38])
 def test_one_extreme_bias_in_a_plain_tile(isa, value):
-    """It sends its whole tile another way, which must give what a bias alone in its tile does."""
+    """One value moves its whole tile to another path, which must give the same results."""
     sizes = {n: TILED[n] for n in ("B", "H", "M", "N", "D", "E")}
     call, bias = inputs(**sizes), torch.randn(1, 3, 70, 256)
     bias[:, :, 5, 17] = value
@@ -183,7 +183,7 @@ def test_a_row_of_the_smallest_bias_is_uniform(isa):
 
 
 def test_a_bias_of_0_and_infinity_is_a_mask(isa):
-    """Tiles of zeros run the code of full tiles."""
+    """Tiles in which the bias is 0 run the code of full tiles."""
     sizes = {n: TILED[n] for n in ("B", "H", "M", "N", "D", "E")}
     call = inputs(**sizes)
     double = {name: x.double() for name, x in call.items()}

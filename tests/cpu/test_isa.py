@@ -1,4 +1,4 @@
-"""Which instruction set the CPU kernels use: as CPUID says, or as the user names it."""
+"""The instruction set of the CPU kernels: what CPUID shows, or what the user names."""
 
 import json
 import os
@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(shutil.which(CXX[0]) is None, reason="needs 
 
 
 def run_cpp(tmp_path, source: str) -> str:
-    """What a C++ program prints."""
+    """The output of a C++ program."""
     (tmp_path / "program.cpp").write_text(source)
     program = str(tmp_path / "program")
     command = [*CXX, "-std=c++17", "-O2", f"-I{ROOT}/csrc", f"{program}.cpp", "-o", program]
@@ -32,7 +32,7 @@ def run_cpp(tmp_path, source: str) -> str:
 
 
 def widest_shown() -> str:
-    """What "auto" takes."""
+    """The set that "auto" selects."""
     before = torch.ops.fastattn.cpu_isa()
     assert torch.ops.fastattn.select_cpu_isa("auto")
     widest = torch.ops.fastattn.cpu_isa()
@@ -62,7 +62,7 @@ def test_listed_are_the_widest_first_and_the_rest_is_refused():
     assert widest_shown() in names
 
 
-# ---- as CPUID says ----
+# ---- by CPUID ----
 
 CPUID = """
 #include <cpuid.h>
@@ -86,7 +86,7 @@ def test_auto_takes_amx_fp16_only_where_cpuid_shows_it(tmp_path):
     assert (widest_shown() == "amx_fp16") == shown
 
 
-# A program whose own handling of signals and children is in the way.
+# A program whose own handling of signals and children could interfere.
 TRIAL = """
 #include <sys/time.h>
 
@@ -167,7 +167,7 @@ print("used:", torch.ops.fastattn.cpu_isa())
 
 
 def import_with(name: str) -> list[str]:
-    """Lines of PROGRAM where FASTATTN_CPU_ISA is `name`."""
+    """The output lines of PROGRAM if FASTATTN_CPU_ISA is `name`."""
     environment = os.environ | {"FASTATTN_CPU_ISA": name}
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

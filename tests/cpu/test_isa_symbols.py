@@ -1,8 +1,9 @@
-"""A wheel must run on CPUs older than the one it was built for, and build for others.
+"""A wheel must run on CPUs older than the one that built it.
 
-Kernel files are compiled once per ISA. A function that several objects may define (an inline
-function, a template of std::) is kept once by the linker: if it came from an AVX-512 object, an
-older CPU would stop at it. So such an object may define nothing that is not named after its ISA.
+Kernel files are compiled once per instruction set (ISA). The linker keeps one copy of a function
+that several objects define (an inline function, a template of std::). If that copy came from an
+AVX-512 object, an older CPU would crash in it. So such an object may only define names of its own
+ISA.
 """
 
 import importlib.util
@@ -27,10 +28,11 @@ def load_setup():
 
 
 def foreign_symbols(nm_output: str, isa: str) -> list[str]:
-    """The symbols in `nm -C --defined-only --extern-only` that belong to no `fastattn::<isa>`.
+    """The symbols in `nm -C --defined-only --extern-only` outside `fastattn::<isa>`.
 
-    A name that has the namespace anywhere is the ISA's own: std::vector<fastattn::avx2::Tile> too.
-    DW.ref. symbols are pointers for exception handling, the same in every object.
+    A name that contains the namespace anywhere belongs to the ISA:
+    std::vector<fastattn::avx2::Tile> as well. DW.ref. symbols are pointers for exception handling,
+    the same in every object.
     """
     names = [line.split(maxsplit=2)[2] for line in nm_output.splitlines() if line.strip()]
     own = re.compile(rf"\bfastattn::{isa}::|^DW\.ref\.")
@@ -38,7 +40,7 @@ def foreign_symbols(nm_output: str, isa: str) -> list[str]:
 
 
 def wide_objects() -> list[Path]:
-    """Objects of this checkout's build, relative to it; baseline code runs everywhere."""
+    """Objects of this checkout's build, relative to it. Baseline code runs everywhere."""
     wide = [isa for isa in load_setup().isa_flags("x86_64") if isa != "baseline"]
     found = (path for isa in wide for path in OBJECTS.glob(f"{isa}/**/*.o"))
     return sorted(path.relative_to(OBJECTS) for path in found)
@@ -55,7 +57,7 @@ def test_object_defines_only_names_of_its_isa(path):
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.skipif(not list(OBJECTS.glob("**/dispatch.o")), reason="nothing was built here")
 def test_dispatch_chooses_among_all_that_was_built():
-    """Each comes in by a macro of its own: a missing one would serve every machine narrowly."""
+    """Each set has its own macro: if one were missing, every machine would use a narrower set."""
     command = ["nm", "-C", "--undefined-only", *map(str, OBJECTS.glob("**/dispatch.o"))]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     built = json.loads((ROOT / "fastattn/_build_info.json").read_text())["isas"]

@@ -1,4 +1,4 @@
-"""Numbers of any size in any row: where products split numbers into parts, none may get lost."""
+"""Numbers of any size in any row: products that split numbers into parts must not lose any."""
 
 import math
 
@@ -10,7 +10,7 @@ from fastattn import Mask, testing
 
 pytestmark = pytest.mark.usefixtures("extension")
 
-# Factors of (query, key), whose scores stay moderate, of value and of grad_out.
+# Factors of (query, key), with moderate scores, of value and of grad_out.
 FACTORS = {
     "tiny values": (1, 1, 1e-28, 1),
     "huge values": (1, 1, 1e30, 1e-10),
@@ -20,7 +20,7 @@ FACTORS = {
     "huge queries": (1e33, 1e-33, 1, 1),
     "tiny scores": (1e-30, 1, 1, 1),
     "small": (1e-8, 1e8, 1e-8, 1e-8),
-    # Beyond what fp16 parts hold.
+    # Outside the range of fp16 parts.
     "small values": (1, 1, 1e-3, 1),
     "large values": (1, 1, 300, 1e-3),
     "small queries": (1e-3, 1e3, 1, 1),
@@ -29,7 +29,7 @@ FACTORS = {
 
 
 def results(call, grad_out, **options):
-    """Everything; and the gradients of the output alone, which take a shorter way."""
+    """All results, and the gradients of the output alone, which take a shorter path."""
     leaves = {name: x.detach().requires_grad_() for name, x in call.items()}
     plain = torch.autograd.grad(attend(**leaves, **options), list(leaves.values()), grad_out)
     plain = {f"plain grad_{name}": x for name, x in zip(leaves, plain, strict=True)}
@@ -37,7 +37,7 @@ def results(call, grad_out, **options):
 
 
 def check(call, grad_out, **options):
-    """Our results and gradients against float64's, with plain float32 as the peer."""
+    """Our results and gradients against float64, with plain float32 as the peer."""
     ours = results(call, grad_out, **options, backend="cpu")
     plain = results(call, grad_out, **options, backend="eager")
     double = {name: x.double() for name, x in call.items()}
@@ -60,14 +60,14 @@ def test_all_of_one_magnitude(isa, name):
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_some_rows_of_another_magnitude(isa, name):
-    """Rows that are treated apart stand among others, in the same tile."""
+    """Rows that stand apart are among other rows in the same tile."""
     call, grad_out = scaled(inputs(M=70, N=140, D=40, E=24), 1, 1, 1, 1)
     other, other_grad = scaled({k: x.clone() for k, x in call.items()}, *FACTORS[name])
     query, key, value, grad = FACTORS[name]
     if query == 1:
         call["value"][:, :, ::7] = other["value"][:, :, ::7]
         grad_out[:, :, ::5] = other_grad[:, :, ::5]
-    else:  # large scores of small queries with large keys would leave nothing else
+    else:  # small queries with large keys would give large scores that hide all else
         call["query"][:, :, ::5] *= min(query, 1)
         call["key"][:, :, ::7] *= min(key, 1)
     check(call, grad_out)
@@ -88,7 +88,7 @@ SIZES = dict(M=200, N=280, D=40, E=24)  # several blocks of queries and of keys
     ],
 )
 def test_gradients_of_another_magnitude_in_every_block(isa, factors):
-    """Sums over blocks keep what they have when the next block is larger or smaller."""
+    """Sums over blocks keep their digits if the next block is larger or smaller."""
     call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1)
     for n, rows in enumerate(grad_out.split(64, dim=2)):
         rows *= factors[n % len(factors)]
@@ -110,7 +110,7 @@ def test_one_huge_row_of_gradients(isa, factor):
 
 
 def test_weights_of_every_magnitude(isa):
-    """From a dominating key to what underflows; with dropout that keeps few."""
+    """From a dominating key to weights that underflow; with dropout that keeps few."""
     call, grad_out = scaled(inputs(**SIZES), 4, 4, 1, 1)
     check(call, grad_out, dropout_p=0.95, seed=7)
 

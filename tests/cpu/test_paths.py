@@ -1,6 +1,6 @@
-"""Every path through the CPU kernels by itself: FASTATTN_CPU_PATH takes one, or none of the short.
+"""Every path through the CPU kernels alone: FASTATTN_CPU_PATH forces one short way, or none.
 
-The variable is read once, so each name has a process of its own.
+The variable is read once, so each name has its own process.
 """
 
 import os
@@ -28,7 +28,7 @@ NAMES = (
     "one_thread",
 )
 MASKS = dict(kv_len="rows", keep="bhmn", bias="hn", causal="bottom_right", lse=True)
-# Each short way is the usual one of some case, and can be taken by others where it is not.
+# Each short way is the usual one of some case. Other cases can take it as well.
 CASES = [
     Case("one-query", H=6, Hkv=2, M=1, N=300, D=24, E=20, lse=True),
     Case("one-query", H=24, Hkv=2, M=1, N=1300, D=24, E=20, keep="hn", bias="hn"),
@@ -50,7 +50,7 @@ def problem(score="dot", H=2, Hkv=2, M=64, N=128, mask=None, **options) -> Probl
 
 
 def paths() -> list[str]:
-    """Of problems that differ in the path they usually take."""
+    """The usual paths of problems that differ in their path."""
     dropped = Mask(keep=torch.ones(1, 1, 600, 600, dtype=torch.bool))
     return [
         cpu.path(p)
@@ -81,7 +81,7 @@ def test_usual_paths(isa):
 
 
 def in_a_process(name: str) -> str:
-    """What main() prints where FASTATTN_CPU_PATH has that value."""
+    """The output of main() if FASTATTN_CPU_PATH has that value."""
     env = os.environ | {"FASTATTN_CPU_PATH": name}
     done = subprocess.run(
         [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
@@ -102,7 +102,7 @@ def test_every_path_gives_the_same_results(name):
         assert short == {"tiles, keys in 4 chunks"}
     elif name == "heads_as_rows":
         assert short == {"heads as rows, tiles"}
-    else:  # of the matrix unit, none where there is none
+    else:  # the matrix unit; nothing without one
         assert all(path.startswith(in_words) for path in short)
 
 

@@ -1,4 +1,4 @@
-"""Every size modulo every tile, and every instruction set: small problems through the kernels."""
+"""Small problems through the kernels: every size modulo every tile, on every instruction set."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from fastattn.testing import GRID, Case
 scores = pytest.mark.parametrize("score", SCORES)
 pytestmark = pytest.mark.usefixtures("extension")
 
-# What covers the branches of the kernels: sizes, masks, half types, ranges of the additive score.
+# Cases for the branches of the kernels: sizes, masks, half types, ranges of the additive score.
 NAMES = {
     *("M65-N127", "M1-N1000", "M127-N65", "D3-E5", "D64-E64", "D65-E8", "D8-E127", "N0", "gqa"),
     *("layout-sliced", "all-masks", "keep-sparse", "kv-len-rows", "bias-inf", "bias-n", "bias-bhm"),
@@ -41,7 +41,7 @@ CAUSAL = dict(causal="bottom_right", bias="mn", keep="mn")
 
 
 def assert_sizes(score, sizes, **more):
-    """Checks many sizes as one test: a test each would take longer to report than to run."""
+    """Checks many sizes in one test: separate tests would take longer to report than to run."""
     for values in sizes:
         name = "-".join(f"{k}{v}" for k, v in values.items())
         case = Case(
@@ -85,7 +85,7 @@ def test_every_value_dim(score):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @scores
 def test_every_size_in_half(score, dtype):
-    """All four tails at once; half types are converted a vector at a time."""
+    """All four tails at once. Half types are converted one vector at a time."""
     sizes = [dict(M=n, N=n + 3, D=n, E=n + 1) for n in range(1, 40)]
     assert_sizes(score, sizes, dtype=dtype, weights="full")
 
@@ -104,7 +104,7 @@ def test_few_queries_of_many_heads(score, M):
     testing.check(dataclasses.replace(case, weights="mean"), "cpu")
 
 
-# ---- tiles that masks leave out ----
+# ---- tiles that masks skip ----
 
 
 @pytest.mark.parametrize("left", [0, 1, 63, 64, 65])
@@ -117,7 +117,7 @@ def test_windows_that_start_and_end_in_any_tile(score, left):
 
 @scores
 def test_skipped_tiles_hold_no_result_back(score):
-    """Block masks: whole tiles kept, whole tiles masked, in any order."""
+    """Block masks: whole tiles kept and masked, in any order."""
     call = inputs(score, B=1, H=1, M=192, N=256, D=4, E=4)
     blocks = torch.rand(6, 8) < 0.4
     keep = blocks.repeat_interleave(32, 0).repeat_interleave(32, 1)

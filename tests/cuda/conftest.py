@@ -1,4 +1,4 @@
-"""Tests that other files write for every backend and both scores run here for one of them."""
+"""Tests written for every backend and both scores run here for one of them."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves the dot product out of test_cuda_additive.py: its kernels have a file of their own."""
+    """Leaves the dot product out of test_cuda_additive.py: test_cuda_sdpa.py tests it."""
 
     def is_here(item):
         score = getattr(item, "callspec", None) and item.callspec.params.get("score")
@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=[item for item in items if not is_here(item)])
     items[:] = [item for item in items if is_here(item)]
-    for item in items:  # of all folders: this hook is given the whole session's
+    for item in items:  # this hook gets the items of all folders
         runs_kernels = HERE in item.path.parents and "backend" in getattr(item, "fixturenames", ())
         if shim_backend.ON_GPU and runs_kernels:
             item.add_marker(pytest.mark.gpu)

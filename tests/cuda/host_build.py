@@ -1,7 +1,7 @@
 """Compiles csrc/cuda and its binding for the CPU, over the shim in tests/cuda/simulator.
 
-Objects and libraries are kept in build/cuda_on_cpu and made again when a file is newer. A process
-runs one compiler at a time, and several processes share what there is to compile.
+Objects and libraries are kept in build/cuda_on_cpu, and rebuilt when a file is newer. A process
+runs one compiler at a time; several processes share the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "tests/cuda/simulator"
 BUILD = ROOT / "build/cuda_on_cpu"
 
-# Contraction as nvcc does it: a * b + c is one fma.
+# Contraction as in nvcc: a * b + c is one fma.
 FLAGS = (
     "-std=c++17 -fPIC -Wall -Wextra -Wno-unknown-pragmas "
     "-ffp-contract=fast -fno-math-errno -fno-trapping-math"
@@ -31,7 +31,7 @@ KINDS = {
     "sanitized": "-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all",
 }
 
-# The binding, whose operators then are those of the CPU's dispatch key.
+# The binding. Its operators are registered for the CPU's dispatch key.
 OPS = ROOT / "csrc/binding/attention.cpp"
 TORCH = Path(torch.__file__).parent
 OPS_FLAGS = (
@@ -42,7 +42,7 @@ LINK = f"-L{TORCH}/lib -ltorch_cpu -lc10 -Wl,--no-as-needed"
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command; empty where there is none."""
+    """The C++ compiler's command; empty if there is none."""
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     return cxx if shutil.which(cxx[0]) else []
 
@@ -79,7 +79,7 @@ def compile_object(source: Path, kind: str) -> None:
 
 
 def compile_objects(sources: list[Path], kind: str) -> None:
-    """Each by one process: first those that no other is busy with, then what remains of them."""
+    """Compiles each source once: first those that no other process compiles, then the rest."""
     (BUILD / kind).mkdir(parents=True, exist_ok=True)
     for blocking in False, True:
         for source in sources:
@@ -110,7 +110,7 @@ def link(parts: list[Path], kind: str, target: Path) -> Path:
 
 @functools.cache
 def library(name: str, kind: str = "plain") -> Path:
-    """csrc/cuda with its binding ("kernels"), for torch to load; the shim's own test ("shim")."""
+    """csrc/cuda with its binding ("kernels"), for torch; or the test of the shim ("shim")."""
     compile_objects(sources_of(name), kind)
     parts = objects(kind, name)
     target = BUILD / kind / f"lib{name}.so"
@@ -120,7 +120,7 @@ def library(name: str, kind: str = "plain") -> Path:
 
 
 def sanitizer_environment() -> dict[str, str]:
-    """What a Python needs that loads a sanitized library."""
+    """The environment for a Python that loads a sanitized library."""
 
     def found(name: str) -> str:
         command = [*compiler(), f"-print-file-name={name}"]
@@ -136,7 +136,7 @@ def sanitizer_environment() -> dict[str, str]:
 
 
 def assert_clean(file: str, tests: str) -> None:
-    """Runs those tests of a file (pytest's -k) under the sanitizers."""
+    """Runs these tests of a file (pytest's -k) under the sanitizers."""
     library("kernels", "sanitized")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(

@@ -2,8 +2,8 @@
 
     python tests/cuda/mutate.py
 
-Each goes into a copy of csrc; what it changes is compiled from there, the rest is linked as it is,
-and the corner cases run on that library. Exits with 1 when a mistake is not found. A minute or two.
+Each mistake goes into a copy of csrc. Only the changed source is compiled again. The corner cases
+then run on that library. Exits with 1 if a mistake is not found. Takes a minute or two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import host_build
 
-SOURCE = "dot/forward.cu"  # what is compiled again; all mistakes are in it or its headers
+SOURCE = "dot/forward.cu"  # compiled again; all mistakes are in this file or its headers
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Mistake:
     file: str
     right: str
     wrong: str
-    found_by: str  # in what pytest says
+    found_by: str  # a text in pytest's output
     kind: str = "plain"
 
 

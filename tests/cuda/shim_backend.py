@@ -1,4 +1,4 @@
-"""The CUDA backend for CPU tensors: on a GPU, or by the shim, which runs its kernels on the CPU."""
+"""The CUDA backend for CPU tensors: on a GPU, or on the shim, which runs its kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from helpers import Carrier
 from fastattn.backends import _gpu, cuda, registry
 
 NAME = "cuda"
-KIND = os.environ.get("FASTATTN_TEST_SHIM", "plain")  # "sanitized" in a process made for it
+KIND = os.environ.get("FASTATTN_TEST_SHIM", "plain")  # "sanitized" in a process for sanitizers
 ON_GPU = torch.cuda.is_available() and "FASTATTN_TEST_SHIM" not in os.environ
 
 
 def install(monkeypatch) -> str:
-    """Makes the backend available, whatever the machine; returns its name."""
+    """Makes the backend available on any machine; returns its name."""
     if ON_GPU:
         monkeypatch.setitem(registry.BACKENDS, NAME, Carrier(cuda, torch.device("cuda")))
         return NAME

@@ -1,8 +1,8 @@
 """Additive attention in CUDA C++, run on the CPU, against the float64 reference.
 
-The case grid; what the other backends are held to, by their own tests; what only these kernels
-have. In a process of its own the smaller cases run under AddressSanitizer and
-UndefinedBehaviorSanitizer, every tensor and the workspace being an allocation of its exact size.
+The case grid, the tests of every backend, and tests for these kernels only. A separate process runs
+the smaller cases under AddressSanitizer and UndefinedBehaviorSanitizer, with every tensor and the
+workspace as an allocation of its exact size.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import pytest
 import shim_backend
 import torch
 
-# Run here as well, with this file's backend; conftest.py leaves out the dot product's share.
+# These tests also run here, on this file's backend. conftest.py leaves out the dot product.
 from helpers import assert_same_bits, everything, inputs
 from properties.dropout import (  # noqa: F401
     test_backward_drops_what_forward_dropped,
@@ -56,7 +56,7 @@ from fastattn.testing import GRID, Case
 pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
 
 SANITIZED = shim_backend.KIND == "sanitized"
-# Elements of the score: the shim takes some ten nanoseconds for each, plain PyTorch more.
+# Elements of the score: the shim takes about ten nanoseconds for each, plain PyTorch more.
 LARGEST = 30_000 if SANITIZED else 2_000_000
 
 
@@ -95,9 +95,9 @@ MASKS = {
 @pytest.mark.parametrize("M", [3, 20])
 @pytest.mark.parametrize("name", MASKS)
 def test_unused_keys_reach_nothing(backend, name, M, garbage):
-    """Within the budget: a tile with garbage goes the careful way.
+    """Within the budget: a tile with garbage takes the careful path.
 
-    The ulp of a gradient is that of the largest of all, since some cancel.
+    The ulp of a gradient is that of the largest gradient, since some cancel.
     """
     options, used = MASKS[name]
     call = inputs("additive", M=M, N=90)
@@ -145,20 +145,20 @@ def test_weights_of_few_queries(backend, weights):
 
 
 def test_every_value_column(backend):
-    """More than one stage of columns, and a part of one."""
+    """More than one stage of columns, and a partial one."""
     testing.check(Case("E", "additive", M=70, N=70, D=4, E=150, weights="full"), backend)
     testing.check(Case("most", "additive", B=1, H=1, Hkv=1, M=20, N=20, D=256, E=256), backend)
 
 
 @pytest.mark.parametrize("letters", ["bhmn", "mn", "hm", "bn", "", "h"])
 def test_bias_gradients_from_many_parts(backend, letters):
-    """Tiles of several batches and heads, added up in slices."""
+    """Tiles of several batches and heads, summed in slices."""
     case = Case(f"parts-{letters}", "additive", B=5, H=3, Hkv=3, M=66, N=130, D=2, E=2)
     testing.check(dataclasses.replace(case, bias=letters, causal="top_left"), backend)
 
 
 def assert_right(case: Case, t: testing.Tensors, backend: str) -> None:
-    """testing.check for tensors of our own making."""
+    """testing.check for tensors that a test made itself."""
     ours, oracle = testing.run(case, t, backend), testing.oracle(case, t)
     for name in oracle.truth:
         truth, peer, scale = oracle[name]
@@ -171,7 +171,7 @@ RANGES = Case("ranges", "additive", M=20, N=70, D=4, E=3, weights="full", lse=Tr
 @pytest.mark.parametrize("stray", [None, 1e4, -math.inf])
 @pytest.mark.parametrize("spread", [1.0, 5.0, 20.0])
 def test_centres_and_tiles_out_of_range(backend, spread, stray):
-    """Tiles multiply exponentials, around a centre, or take one an element: all are right."""
+    """Tiles multiply exponentials around a centre, or take one an element: both are right."""
     t = testing.make(RANGES)
     centres = torch.tensor([-50.0, 80.0, 0.0, 3.0])
     t.k, t.q = t.k * spread + centres, t.q - centres
@@ -182,7 +182,7 @@ def test_centres_and_tiles_out_of_range(backend, spread, stray):
 
 @pytest.mark.parametrize("distance", [15.0, 25.0, 1e3])
 def test_saturation_at_both_ends_of_the_range(backend, distance):
-    """Keys as far from 0 as exponentials allow, queries farther: products at their largest."""
+    """Keys as far from 0 as exponentials allow, and queries farther: the largest products."""
     t = testing.make(RANGES)
     t.k = torch.linspace(-13.9, 13.9, 70)[:, None].expand(2, 2, 70, 4).contiguous()
     t.q[:, :, :7] += distance
@@ -193,7 +193,7 @@ def test_saturation_at_both_ends_of_the_range(backend, distance):
 @pytest.mark.parametrize("size", [1e-27, 1e27])
 @pytest.mark.parametrize("spread", [1.0, 5.0, 20.0])
 def test_gradients_of_huge_and_of_tiny_values(backend, spread, size):
-    """As the scores' range, that of dS is no concern of sums: keys near each other, and apart."""
+    """Sums keep their digits for any range of dS, with keys close together and far apart."""
     t = testing.make(RANGES)
     t.k, t.v = t.k * spread, t.v * size
     t.grad_weights, t.grad_lse = t.grad_weights * size, t.grad_lse * size

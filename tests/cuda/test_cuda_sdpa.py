@@ -1,7 +1,7 @@
 """Scaled dot-product attention in CUDA C++, run on the CPU, against the float64 reference.
 
-In a process of its own the corners run under AddressSanitizer and UndefinedBehaviorSanitizer, every
-tensor and the workspace being an allocation of its exact size.
+A separate process runs the corner cases under AddressSanitizer and UndefinedBehaviorSanitizer, with
+every tensor and the workspace as an allocation of its exact size.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ LARGEST = 120_000  # pairs: the shim takes a microsecond for each
 
 
 def _cases() -> list[Case]:
-    """Those of the grid that are small enough, in either half type in turn."""
+    """The small enough cases of the grid, alternately in both half types."""
     chosen = [c for c in GRID if c.score == "dot" and max(c.D, c.E) <= 128]
     chosen = [c for c in chosen if c.B * c.H * c.M * c.N <= LARGEST and c.dtype == torch.float32]
     chosen.append(Case("full-tiles", M=128, N=192, D=128, E=64, causal="bottom_right"))
@@ -43,7 +43,7 @@ def test_case(case, backend):
     testing.check(case, backend)
 
 
-# Small, of both tile widths, through every kernel: sizes that end within tiles and within chunks of
+# Small cases of both tile widths for every kernel: sizes that end inside tiles and inside chunks of
 # 16 bytes, strides, all masks.
 CORNERS = [
     Case("narrow", B=1, Hkv=1, M=67, N=70, D=33, E=5, causal="bottom_right", bias="hmn", lse=True,
@@ -92,7 +92,7 @@ def test_few_queries_are_the_same_alone(backend):
 # ---- large logits ----
 
 
-# Few queries; rows and keys of full tiles; with a bias, which is added in tiles that are not.
+# Few queries; rows and keys of full tiles; a bias, which is only added in tiles that are not full.
 @pytest.mark.parametrize(("M", "N", "biased"), [(5, 128, False), (64, 64, False), (64, 128, True)])
 @pytest.mark.parametrize("logit", large_logits.LOGITS)
 @pytest.mark.parametrize("dtype", HALF)

@@ -1,6 +1,6 @@
-"""The CUDA library as setup.py builds it: what is in it, what it needs, that torch can load it.
+"""The CUDA library that setup.py builds: what it contains and needs, and that torch can load it.
 
-No GPU: torch's CUDA library is stood in for by the stub that setup.py links against.
+No GPU is needed: the stub that setup.py links against replaces torch's CUDA library.
 """
 
 import json
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 
 @pytest.fixture
 def library() -> Path:
-    """With an nvcc and what the CPU extension needs, it must have been built."""
+    """With nvcc and the CPU extension's requirements, it must have been built."""
     if operators.EXTENSION_ERROR is not None:
         pytest.skip(operators.EXTENSION_ERROR)
     info = json.loads((PACKAGE / "_build_info.json").read_text())["cuda"]
     assert info["success"], info["reason"]
-    assert re.fullmatch(r"\d+\.\d+", info["runtime"]), info  # which backends/cuda.py compares
+    assert re.fullmatch(r"\d+\.\d+", info["runtime"]), info  # backends/cuda.py compares this
     return LIBRARY
 
 
@@ -45,7 +45,7 @@ def test_machine_code_for_every_architecture(library):
     elf, ptx = output(tool, "-lelf", library), output(tool, "-lptx", library)
     every = (PACKAGE.parent / "csrc/cuda").rglob("*.cu")
     sources = sum("__global__" in path.read_text() for path in every)
-    # nvcc knows the newer two since 12.8, and says so.
+    # nvcc knows these two since 12.8, and lists them.
     known = output(find_nvcc(), "--list-gpu-arch")
     newer = [arch for arch in ("sm_100", "sm_120") if arch.replace("sm", "compute") in known]
     for arch in ("sm_80", "sm_90a", *newer):
@@ -54,7 +54,7 @@ def test_machine_code_for_every_architecture(library):
 
 
 def test_it_needs_torch_alone(library):
-    """The CUDA runtime is linked in: torch's may be another version."""
+    """The CUDA runtime is linked in, because torch's may be another version."""
     needed = [line for line in output("readelf", "-d", library).splitlines() if "NEEDED" in line]
     names = {line.split("[")[1].rstrip("]").split(".so")[0] for line in needed}
     assert {"libtorch_cpu", "libtorch_cuda"} <= names

@@ -1,7 +1,7 @@
-"""Every CUDA kernel as nvcc makes it in `make build`: registers, spills, shared memory, loops.
+"""The machine code of every CUDA kernel from `make build`: registers, spills, shared memory, loops.
 
-What the machine code says of speed: the additive inner loop is bound by the special-function unit,
-which gives 16 results a clock and SM, or by the issue of 128 instructions, whichever is reached.
+The additive inner loop has two bounds. The special-function unit gives 16 results a clock and SM;
+128 instructions are issued a clock.
 """
 
 import functools
@@ -24,7 +24,7 @@ THREADS = 128
 REGISTERS = 65_536  # of an SM
 STATIC_SHARED = 16 << 10
 
-# How many blocks an SM must hold, as far as registers decide.
+# Blocks that an SM must hold, as far as registers decide.
 BLOCKS = {
     "additive_forward_kernel": 3,
     "additive_weights_kernel": 3,
@@ -33,7 +33,7 @@ BLOCKS = {
     "additive_keys_kernel": 3,
     "additive_bias_kernel": 2,
     "additive_few_kernel": 8,
-    # Sums 64 x 128 of a block take 64 registers a thread, scores 32.
+    # Sums of 64 x 128 in a block take 64 registers a thread, scores 32.
     "sdpa_forward_kernel": 2,
     "sdpa_weights_kernel": 2,
     "sdpa_delta_kernel": 2,
@@ -42,8 +42,8 @@ BLOCKS = {
     "sdpa_dbias_kernel": 2,
 }
 
-# Per score element of an inner loop: (issue slots, special-function operations). A loop is found by
-# what it holds: reciprocals and, where a tile is direct, exponentials.
+# Per score element of an inner loop: (issue slots, special-function operations). Loops are
+# recognised by their reciprocals and, in direct tiles, exponentials.
 LOOPS = {
     "additive_forward_kernel": {"scores": (3.6, 0.5), "direct scores": (7.7, 1.5)},
     "additive_queries_kernel": {"gradients": (8.6, 0.5)},
@@ -61,14 +61,14 @@ pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 
 @functools.cache
 def up_to_date() -> bool:
-    """Whether ninja, which knows what includes what, would leave the objects as they are."""
+    """Whether ninja, which knows all includes, finds nothing to do."""
     command = [sys.executable, "-m", "ninja", "-f", "build/cuda/build.ninja", "-n"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return "no work to do" in done.stdout
 
 
 def object_of(source: str) -> Path:
-    """What `make build` made of a source."""
+    """The object that `make build` made from a source."""
     target = ROOT / "build/cuda" / Path(source).with_suffix(".o")
     if not target.exists() or not up_to_date():
         pytest.fail("the CUDA objects are missing or older than csrc/cuda: run `make build`")
@@ -85,9 +85,9 @@ def cuobjdump(*arguments, folder=ROOT) -> str:
 
 
 def kernel_name(mangled: str) -> str:
-    """The name in a mangled one that ends in _kernel; names follow their lengths.
+    """The part of a mangled name that ends in _kernel. Names follow their lengths.
 
-    What comes before, nvcc's number of a file, may look like a length and a name, but for digits.
+    nvcc's number of the file comes before it, and may look like a length and a name with digits.
     """
     parts = re.findall(r"(?=(\d\d)([a-z]\w*))", mangled)
     return next(x[: int(n)] for n, x in parts if re.fullmatch("[a-z_]+_kernel", x[: int(n)]))
@@ -95,7 +95,7 @@ def kernel_name(mangled: str) -> str:
 
 @functools.cache
 def usage(source: str, arch: str) -> dict[str, dict[str, int]]:
-    """{kernel: registers, stack and local memory (where registers spill to), shared memory}."""
+    """{kernel: registers, stack, local memory (for spilled registers), shared memory}."""
     found = {}
     text = cuobjdump("-arch", arch, "-res-usage", object_of(source))
     for name, line in re.findall(r"Function (\w+):\s*\n(.*)", text):
@@ -107,7 +107,7 @@ def usage(source: str, arch: str) -> dict[str, dict[str, int]]:
             "spills": numbers["STACK"] + numbers["LOCAL"],
             "shared": numbers["SHARED"],
         }
-        worst = found.setdefault(kernel_name(name), used)  # of a template's kernels
+        worst = found.setdefault(kernel_name(name), used)  # of all kernels of a template
         worst.update({n: max(x, worst[n]) for n, x in used.items()})
     return found
 
@@ -166,7 +166,7 @@ def count(loop: Counter, operation: str) -> int:
 def inner_loops(source: str, arch: str, kernel: str) -> dict[str, tuple[float, float]]:
     """{"[direct ]scores" or "[direct ]gradients": (slots, special functions) an element}.
 
-    Two elements share a reciprocal; a gradient squares each of them, a score does not.
+    Two elements share a reciprocal. A gradient squares each of them, a score does not.
     """
     found = {}
     for loop in sass.innermost_loops(instructions(source, arch)[kernel]):
@@ -191,7 +191,7 @@ def test_inner_loops(kernel, arch):
 
 
 def test_the_score_loop_is_bound_by_the_special_function_unit():
-    """8 clocks of it a warp and operation, against one an instruction: twice the tanh roof."""
+    """8 clocks a warp for a special function, 1 for an instruction: twice the tanh roof."""
     slots, special = inner_loops("additive/forward.cu", "sm_90a", "additive_forward_kernel")[
         "scores"
     ]

@@ -1,4 +1,4 @@
-"""The CPU's stand-in for a GPU runs kernels, and finds what is wrong with them."""
+"""The shim, which runs kernels on the CPU, finds their mistakes."""
 
 import ctypes
 import re
@@ -19,7 +19,7 @@ MISTAKES = (
 
 
 def block_sums(mistake="none", kind="plain", bytes=4 * THREADS):
-    """(what the kernel wrote, the sums, what the launch said)."""
+    """(what the kernel wrote, the right sums, the launch's error or None)."""
     call = ctypes.CDLL(str(host_build.library("shim", kind))).shim_sum
     call.restype = ctypes.c_char_p
     x = torch.arange(BLOCKS * THREADS, dtype=torch.float32)
@@ -82,7 +82,7 @@ def test_sanitizers_see_what_is_out_of_bounds(mistake):
 
 
 def test_instructions_of_a_whole_warp_stay_where_they_are_written():
-    """A compiler may move an asm statement that is not volatile into a branch."""
+    """A compiler may move an asm statement into a branch unless it is volatile."""
     csrc = host_build.ROOT / "csrc/cuda"
     text = "".join(path.read_text() for path in sorted(csrc.rglob("*.cuh")))
     statements = re.findall(r"\basm\b( volatile)?\s*\(\s*\"([^;]*);", text)

@@ -12,7 +12,7 @@ def find_nvcc() -> str | None:
 
 
 def find_tool(name: str) -> str | None:
-    """Beside nvcc, or in Triton's wheel."""
+    """Finds a tool beside nvcc, or in Triton's wheel."""
     folders = [Path(find_nvcc() or "/").resolve().parent, *Path("/usr/local").glob("cuda*/bin")]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin:

@@ -1,19 +1,19 @@
-// CUDA C++ on the CPU: as much of the language and of its runtime as csrc/cuda uses, so that g++
-// compiles the very same .cu files (-x c++, with this folder before CUDA's own headers).
+// CUDA C++ on the CPU: the parts of the language and runtime that csrc/cuda uses. g++ compiles the
+// same .cu files with this folder before CUDA's own headers (-x c++).
 //
-// Blocks run in turn; the threads of a block are fibers, switched at barriers and warp collectives
-// (fibers.h). That is a legal schedule of the kernel, and the shim looks for what makes others
-// illegal:
+// Blocks run in turn. The threads of a block are fibers, switched at barriers and warp collectives
+// (fibers.h). This is a legal schedule of the kernel. The shim detects mistakes that would show in
+// other schedules:
 //
-// - a barrier or collective that not all of its threads reach, be it that some returned, wait at
-//   another one, or are no lanes of the mask: the launch fails and says where threads stand;
-// - a missing barrier: between two barriers warps run one after the other, and their threads too,
-//   upwards and downwards in turn, so that a reader meets the value of another time or none;
-// - shared memory that nobody wrote: every block finds it full of NaN (all bits set), which goes
-//   wherever it is used. What it cannot see is a value that is read and then selected away, and
-//   what an earlier phase of the same block left there;
-// - reads and writes out of bounds: dynamic shared memory is an allocation of exactly the size that
-//   was asked for, and AddressSanitizer knows of the fibers' stacks.
+// - A barrier or collective that not all of its threads reach: some returned, wait at another one,
+//   or are not in the mask. The launch fails and says where the threads are.
+// - A missing barrier. Between two barriers, warps and their threads run one after the other, up
+//   and down in turn, so that a reader finds the value of another time or none.
+// - Shared memory that was never written: every block finds it full of NaN (all bits set), which
+//   spreads to each use. The shim does not see a value that is read and then not selected, or
+//   values that an earlier phase of the block left there.
+// - Reads and writes out of bounds: dynamic shared memory is an allocation of exactly the requested
+//   size, and AddressSanitizer knows the fibers' stacks.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@
 #define __global__
 #define __device__
 #define __host__
-#if defined(__SANITIZE_ADDRESS__)  // instrumented code many times over takes minutes to compile
+#if defined(__SANITIZE_ADDRESS__)  // inlining instrumented code many times takes minutes to compile
 #define __forceinline__ inline
 #else
 #define __forceinline__ inline __attribute__((always_inline))
@@ -34,7 +34,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
-// Found by the linker's name of the section, so that static shared memory can be wiped as well.
+// The linker finds static shared memory by the section's name, so that it can be wiped.
 #define __shared__ static __attribute__((section("cuda_shared")))
 
 struct dim3 {
@@ -50,7 +50,7 @@ struct alignas(16) float4 {
 };
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
-// A product that is never contracted with what follows.
+// A product that is never fused with a sum.
 inline float __fmul_rn(float a, float b) {
   float y = a * b;
   asm("" : "+m"(y));
@@ -68,20 +68,20 @@ namespace cuda_on_cpu {
 
 enum class Op { kBarrier, kBarrierOr, kBarrierAnd, kBarrierCount, kExchange };
 
-// The line of source that calls; threads that wait for each other must wait on the same one.
+// The calling line of source. Threads that wait for each other must wait at the same line.
 struct Site {
   const char* file;
   int line;
 };
 #define CUDA_ON_CPU_HERE Site here = {__builtin_FILE(), __builtin_LINE()}
 
-// Waits for the block; returns the or, and or count of `value`.
+// Waits for the block. Returns the or, the and, or the count of `value`.
 int barrier(Op op, int value, Site here);
 
-// Waits for the lanes of `mask`; returns what lane `source` brought.
+// Waits for the lanes of `mask`. Returns the value of lane `source`.
 uint64_t exchange(unsigned mask, uint64_t value, int source, Site here);
 
-// Waits for the whole warp; all[n] is what lane n brought.
+// Waits for the whole warp; all[n] is the value of lane n.
 void exchange_all(uint64_t value, uint64_t (&all)[32], Site here);
 
 // The lanes of `mask` whose value is not 0.
@@ -179,7 +179,7 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute, i
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args&&... args) {
-  // Every thread gets parameters of its own, as on a GPU.
+  // Every thread gets its own copy of the parameters, as on a GPU.
   auto call = [&] { kernel(Params(args)...); };
   return cuda_on_cpu::run_grid(
       reinterpret_cast<const void*>(kernel), *config,

@@ -1,6 +1,6 @@
-// Fibers: functions that can wait for each other within one thread. ucontext makes their stacks;
+// Fibers: functions that can wait for each other within one thread. ucontext makes their stacks.
 // setjmp and longjmp switch, without the system calls of swapcontext (10 times faster).
-// AddressSanitizer is told of every switch, else it takes another stack for an overflow.
+// AddressSanitizer must know every switch, otherwise it reports another stack as an overflow.
 #pragma once
 
 #include <setjmp.h>
@@ -28,7 +28,7 @@ class Fiber {
   }
   bool finished() const { return finished_; }
 
-  // Runs it until it waits or ends. Called by the scheduler.
+  // Runs the fiber until it waits or ends. The scheduler calls this.
   void resume() {
     enter(stack_.get(), kStackBytes);
     if (_setjmp(scheduler_) == 0) {
@@ -46,7 +46,7 @@ class Fiber {
     leave(false);
   }
 
-  // Back to the scheduler. Called by the fiber.
+  // Switches back to the scheduler. The fiber calls this.
   void wait() {
     enter(scheduler_stack_, scheduler_size_);
     if (_setjmp(self_) == 0) _longjmp(scheduler_, 1);

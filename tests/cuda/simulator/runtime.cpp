@@ -1,5 +1,5 @@
-// The scheduler: runs the blocks of a grid, one after the other, and the threads of a block as
-// fibers. See cuda_runtime.h for what it checks.
+// The scheduler: runs the blocks of a grid one after the other, and the threads of a block as
+// fibers. cuda_runtime.h lists its checks.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +12,7 @@
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
-// Where the linker puts __shared__ variables; weak, as there may be none.
+// Where the linker puts __shared__ variables; weak, because there may be none.
 extern "C" __attribute__((weak)) char __start_cuda_shared[], __stop_cuda_shared[];
 
 namespace cuda_on_cpu {
@@ -30,7 +30,7 @@ struct Thread {
   uint3 index;
   Op op;
   unsigned mask;
-  uint64_t brought, seen;  // what it brings to a collective; what others see, once it is complete
+  uint64_t brought, seen;  // given to a collective; and what others see when it is complete
   int result;              // of a barrier
   Site site;
 };
@@ -64,7 +64,7 @@ bool together(const Thread& a, const Thread& b) {
          std::strcmp(a.site.file, b.site.file) == 0 && a.mask == b.mask;
 }
 
-// The lanes of thread n's collective have all come to it.
+// Whether all lanes of thread n's collective have reached it.
 bool warp_complete(int n) {
   const Thread& thread = threads[static_cast<size_t>(n)];
   if (thread.state != State::kWarpWide || !in_mask(thread.mask, n % kWarp)) return false;
@@ -76,7 +76,7 @@ bool warp_complete(int n) {
   return true;
 }
 
-// Lets the warp that begins at thread `first` go on, once all of a collective's lanes have come.
+// Resumes the warp that begins at thread `first`, if all lanes of a collective have come.
 void release_warp(int first) {
   for (int n = first; n < count && n < first + kWarp; ++n) {
     if (!warp_complete(n)) continue;
@@ -123,7 +123,7 @@ cudaError_t divergence() {
       blockIdx.x, returned, count, at_barrier, in_warp, somewhere.file, somewhere.line);
 }
 
-// Runs the threads of a warp that can run, in one direction; false when there was none.
+// Runs the ready threads of a warp, in one direction; false if there were none.
 bool run_ready(int first, bool upwards) {
   bool any = false;
   for (int lane = 0; lane < kWarp; ++lane) {
@@ -139,8 +139,8 @@ bool run_ready(int first, bool upwards) {
   return any;
 }
 
-// Takes warp after warp as far as it gets without the others: what it needs of them and no barrier
-// has promised is not there yet. False when none could move.
+// Runs each warp as far as it gets without the others. Values from other warps that no barrier
+// guarantees are not there yet. False if no warp could run.
 bool run_warps(bool upwards) {
   bool any = false;
   const int warps = (count + kWarp - 1) / kWarp;
@@ -203,7 +203,7 @@ int barrier(Op op, int value, Site here) {
   return self.result;
 }
 
-// What a lane of the running warp brought; of a lane outside the mask, CUDA leaves it undefined.
+// The value of a lane of the running warp. CUDA leaves it undefined for a lane outside the mask.
 static uint64_t seen_from(unsigned mask, int lane) {
   const int thread = current / kWarp * kWarp + lane;
   return in_mask(mask, lane) ? threads[static_cast<size_t>(thread)].seen : ~uint64_t{0};

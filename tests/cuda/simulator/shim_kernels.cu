@@ -1,4 +1,4 @@
-// Small kernels, right and wrong, that show what the shim runs and what it finds.
+// Small kernels, right and wrong: what the shim can run, and which mistakes it finds.
 #include <cuda_runtime.h>
 
 namespace {
