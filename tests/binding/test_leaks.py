@@ -1,7 +1,7 @@
-"""Memory after many calls of every compiled operator: what a call took, it gives back.
+"""Memory after many calls of every compiled operator: each call frees what it allocated.
 
-But for cpu_isa, cpu_isas and cpu_path: torch's stable ABI never frees a str that an operator
-returns, and these are asked once or twice in the life of a process.
+Except for cpu_isa, cpu_isas and cpu_path. torch's stable ABI never frees a str that an operator
+returns. A process calls these once or twice.
 """
 
 import os
@@ -23,7 +23,7 @@ MOST = 1 << 20  # bytes: ten a call
 
 
 def problem():
-    """The arguments of forward: as small as they can be, with one of each kind."""
+    """The smallest arguments of forward, with one of each kind."""
     x, one = torch.randn(1, 1, 1, 1), torch.ones(1, 1, dtype=torch.int32)
     options = dict(band_hi=0, dropout_p=0.5, weights=WEIGHTS["full"])
     return tuple(Call(x, x, x, kv_len=one, seed=torch.tensor(1), **options))
@@ -48,7 +48,7 @@ CASES = {
 
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
-# In a process of its own: what other tests have left makes allocators grow.
+# Runs in another process: leftovers of other tests make allocators grow.
 GROWTH = """
 import os, sys, test_leaks
 
@@ -95,7 +95,7 @@ for name, case in test_leaks.CASES.items():
 
 @pytest.mark.skipif(not SANITIZED, reason="needs LeakSanitizer: make sanitize-cpu")
 def test_leak_sanitizer_finds_none_of_ours():
-    """Python and torch leave some behind at exit: none of it may come of a call of ours."""
+    """Python and torch leak a little at exit. None of that may come from our calls."""
     options = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=20"
     done = run(PROGRAM, ASAN_OPTIONS=options, LSAN_OPTIONS="exitcode=0")
     assert done.returncode == 0, done.stderr[-4000:]

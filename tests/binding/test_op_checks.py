@@ -1,4 +1,4 @@
-"""The operators called directly: what does not fit raises, and never reads out of bounds."""
+"""The operators called directly: bad arguments raise, and nothing reads out of bounds."""
 
 import math
 
@@ -14,13 +14,13 @@ B, H, HKV, M, N, D, E = 2, 4, 2, 5, 7, 3, 6
 
 
 def arguments(**changes) -> Call:
-    """A good call of forward, but for the changes."""
+    """A good call of forward, except for the changes."""
     q, k, v = torch.randn(B, H, M, D), torch.randn(B, HKV, N, D), torch.randn(B, HKV, N, E)
     return Call(q, k, v)._replace(**changes)
 
 
 def upstream(**changes) -> Saved:
-    """What backward takes more, for a good call."""
+    """The further arguments of backward, for a good call."""
     out, grad_out = torch.randn(2, B, H, M, E).unbind()
     return Saved(out, torch.rand(B, H, M, 2), grad_out)._replace(**changes)
 
@@ -119,7 +119,7 @@ def test_a_good_call_passes():
 
 @pytest.mark.parametrize("length", [-1, -(2**31), N + 1, 2**31 - 1])
 def test_lengths_out_of_range_are_clamped(length):
-    """The operator cannot afford to look at values that may sit on a device; it must not trip."""
+    """The operator cannot read values that may be on a device; they must not break it."""
     lengths = torch.tensor([[length], [3]], dtype=torch.int32)
     call = arguments()
     for name in ("kv_len", "kv_begin"):

@@ -11,12 +11,12 @@ pytestmark = pytest.mark.usefixtures("extension")
 
 self_attention = torch.ops.fastattn.self_attention
 B, N, E, H, D = 2, 5, 6, 2, 4
-# Those that processors of Intel multiply with the weight on the left, and their neighbours.
+# Numbers of tokens that Intel processors multiply with the weight on the left, and neighbours.
 TOKENS = (1, 7, 8, 15, 16, 17, 48, 49, 130)
 
 
 def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **changes):
-    """The arguments of a call of self_attention, whose head size is not E / H."""
+    """The arguments of a call of self_attention. The head size is not E / H."""
     rows = 3 * H * D
     good = dict(
         x=torch.randn(B, N, E), in_weight=torch.randn(rows, E), in_bias=torch.randn(rows),
@@ -30,7 +30,7 @@ def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **ch
 
 
 def in_parts(x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first):
-    """self_attention of torch's operators, with the weights of each head."""
+    """self_attention made of torch's operators, with the weights of each head."""
     packed = F.linear(x if batch_first else x.transpose(0, 1), in_weight, in_bias)
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in packed.chunk(3, -1))
     attended = torch.softmax(q @ k.mT * scale, -1)
@@ -69,7 +69,7 @@ class TestSelfAttention:
         testing.assert_within_budget(self_attention(*arguments)[0], peer[0], truth[0])
 
     def test_large_weight(self):
-        """With which fewer tokens are multiplied from the right, too."""
+        """A large weight, with which fewer tokens are also multiplied from the right."""
         wide = dict(x=torch.randn(1, 9, 1024), in_weight=torch.randn(3 * H * D, 1024) / 32,
                     in_bias=None, out_weight=torch.randn(1 << 17, H * D),
                     out_bias=torch.randn(1 << 17))  # fmt: skip

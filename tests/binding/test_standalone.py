@@ -1,4 +1,4 @@
-"""Programs that torch exported run where torch and the library are all there is: no fastattn."""
+"""Programs exported by torch run with torch and the library alone, without fastattn."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ def as_program(exported, folder: Path) -> Path:
 
 def as_package(exported, folder: Path) -> Path:
     path = str(folder / "package.pt2")
-    once = {"compile_threads": 1, "aot_inductor.precompile_headers": False}  # there is one file
+    once = {"compile_threads": 1, "aot_inductor.precompile_headers": False}  # only one file
     torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=once)
     return Path(path)
 
@@ -77,7 +77,7 @@ def test_a_program_needs_the_library_alone(write, tmp_path):
 
 @pytest.mark.parametrize("name", schemas.COMPILED)
 def test_the_library_has_the_schemas_and_the_tag(name):
-    """A library of an older build would not."""
+    """A library of an older build would lack them."""
     operator = getattr(torch.ops.fastattn, name).default
     text = f"fastattn::{name}{schemas.COMPILED[name]}"
     assert operator._schema == torch._C.parse_schema(text)

@@ -1,7 +1,7 @@
-"""csrc builds against the oldest torch that is supported, though newer headers have more names.
+"""csrc builds with the oldest supported torch, although newer headers have more names.
 
-torch gates functions of the stable ABI by TORCH_TARGET_VERSION, and macros it does not: a build
-with a newer torch says nothing of an older one.
+torch hides new functions of the stable ABI by TORCH_TARGET_VERSION, but not new macros. So a build
+with a newer torch does not show that an older one works.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 NAME = r"\b(?:aoti_torch_\w+|(?:STD|STABLE)_\w+|TORCH_\w+|torch::(?:stable|headeronly)(?:::\w+)+)"
 
-# All in the headers of torch 2.11, with which csrc was compiled when a name came in.
+# All exist in the headers of torch 2.11; csrc was compiled with them when a name was added.
 OLD_ENOUGH = set(
     """
     STABLE_TORCH_LIBRARY_IMPL STD_TORCH_CHECK TORCH_ABI_VERSION TORCH_BOX TORCH_ERROR_CODE_CHECK

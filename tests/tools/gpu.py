@@ -1,11 +1,9 @@
-"""What `make gpu-test`, `gpu-bench` and `gpu-sanitize` run: each ends within LIMIT seconds.
-
+"""What `make gpu-test`, `gpu-bench` and `gpu-sanitize` run. Each ends within LIMIT seconds.
     python tests/tools/gpu.py test|bench|sanitize [arguments for pytest, or for bench.run]
-
-Each begins with the build of the CUDA library alone. Every step has its seconds, after which it is
-interrupted, and killed if that does not help: a kernel may never end. Out of time is no failure,
-nor is a sanitizer that does not run on this device: that is *inconclusive*, and said. Telling those
-from an error that was found is why this is a program, and not lines of the Makefile.
+Each first builds the CUDA library only. Every step has a time limit, after which it is interrupted,
+and killed if that does not help: a kernel may never end. Reaching the limit is no failure, and
+neither is a sanitizer that does not run on this device. Both are reported as *inconclusive*. A
+program can tell these from real errors; lines of the Makefile cannot.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 480  # seconds of one command, from a clean tree
+LIMIT = 480  # seconds for one command, from a clean tree
 GRACE = 10  # between the interrupt and the kill
 BUILD = 150
 
@@ -33,7 +31,7 @@ PASSED, FAILED, INCONCLUSIVE = "passed", "FAILED", "inconclusive"
 
 
 class Step(NamedTuple):
-    """A command, its seconds, and what its environment has besides."""
+    """A command, its seconds, and its additional environment."""
 
     name: str
     seconds: int
@@ -46,13 +44,13 @@ def python(*arguments: str) -> list[str]:
 
 
 def steps(target: str, *arguments: str) -> list[Step]:
-    """Those of a target."""
+    """The steps of a target."""
     made = {"test": test_steps, "bench": bench_steps, "sanitize": sanitize_steps}[target]
     return [Step("build", BUILD, python("setup.py", "cuda")), *made(*arguments)]
 
 
 def test_steps(*arguments: str) -> list[Step]:
-    """Processes share the GPU; few tests at a time, so that they begin in the order of conftest."""
+    """Processes share the GPU. Each gets few tests at a time, which keeps conftest's order."""
     parallel = ["-n", "auto", "--dist", "load", "--maxschedchunk", "2"]
     if importlib.util.find_spec("xdist") is None:
         parallel = []
@@ -65,8 +63,8 @@ def bench_steps(*arguments: str) -> list[Step]:
     return [Step("bench", 300, python("-m", "bench.run", "--device", "cuda", *arguments))]
 
 
-# Small cases of the CUDA C++ kernels: every read, every write, every barrier. Failing calls of the
-# driver are not asked for: torch makes some to find out what there is.
+# Small cases of the CUDA C++ kernels: every read, write and barrier. Failing calls of the driver
+# are ignored: torch makes some to find out what exists.
 SANITIZED = "test_corner or (ends_of_tiles and 33- and not 16385)"
 TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
 FOUND = re.compile(r"(ERROR|RACECHECK) SUMMARY: [1-9]|=+ (Invalid|Misaligned|Error: Race)")
@@ -90,7 +88,7 @@ def sanitize_steps(*arguments: str) -> list[Step]:
 
 
 def run(step: Step) -> tuple[int | None, str]:
-    """(exit status or None: out of time, output), which is shown as it comes."""
+    """(exit status, or None at the time limit; output). Shows the output as it comes."""
     lines: list[str] = []
     process = subprocess.Popen(
         step.command, cwd=ROOT, env={**os.environ, **step.environment}, text=True, errors="replace",
@@ -111,7 +109,7 @@ def run(step: Step) -> tuple[int | None, str]:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
-    finally:  # with what it started and left behind
+    finally:  # also ends its child processes
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -120,7 +118,7 @@ def run(step: Step) -> tuple[int | None, str]:
 
 
 def verdict(step: Step, status: int | None, output: str) -> str:
-    """Of a step that has run."""
+    """The verdict on a finished step."""
     if status == 0:
         return PASSED
     if FOUND.search(output) or re.search(r"\b[1-9]\d* (failed|errors?)\b", output):

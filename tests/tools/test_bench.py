@@ -1,4 +1,4 @@
-"""The benchmark suite itself: what it writes and refuses, and that its peers are comparable."""
+"""The benchmark suite: what it writes and refuses, and that its peers are comparable."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
 
 @pytest.mark.parametrize("suite", ["cpu", "cuda", "models", "modules"])
 def test_quick_run_writes_table_json_and_picture(tmp_path, capsys, suite):
-    """Tiny sizes, on the CPU: the cases for a GPU go the same way."""
+    """Tiny sizes on the CPU. The GPU cases run the same code."""
     from bench.cases import QUICK, SUITES
 
     status, found, folder = run(tmp_path, "--suite", suite)
@@ -73,7 +73,7 @@ def test_a_wrong_result_is_refused(tmp_path, capsys, monkeypatch, factor):
 
 
 def test_what_was_measured_outlives_what_falls_over(tmp_path, capsys, monkeypatch):
-    """On a GPU, all that follows an illegal access may fail, or a kernel may never end."""
+    """On a GPU, everything after an illegal access may fail, or a kernel may never end."""
     import bench.run
     from bench import peers, report
 
@@ -130,7 +130,7 @@ def test_the_timer_of_a_gpu_hides_the_time_of_launching(monkeypatch):
     calls = [lambda: time.sleep(0.001), lambda: time.sleep(0.1)]
     for _ in range(2):
         assert [timer(call) for call in calls] == [1.0, 1.0]
-    assert slept[:2] == [0, 0]  # not known yet
+    assert slept[:2] == [0, 0]  # nothing is measured yet
     assert 0.002 * measure.CLOCKS <= slept[2] <= slept[3] == measure.BUSY_S * measure.CLOCKS
 
 
@@ -184,7 +184,7 @@ def test_every_peer_computes_the_same():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_given_the_same_masks_and_bias(monkeypatch):
-    """It is a peer on GPUs alone; uncompiled it runs here."""
+    """It is a peer on GPUs only; without compilation it runs here."""
     from bench import cases, peers
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -212,7 +212,7 @@ def test_kept_pairs_are_what_the_names_say():
 
 
 def test_memory_sees_a_known_allocation():
-    """Eager additive attention holds [B, M, N, D] twice while it takes the tanh."""
+    """Eager additive attention holds [B, M, N, D] twice while it computes tanh."""
     from bench import memory
 
     name = {"name": "eager", "backend": "auto", "tiny": False, "direction": "forward"}
@@ -225,7 +225,7 @@ def test_memory_sees_a_known_allocation():
 
 
 def recorded(ours: float, peer: float, spread: float = 0.0, **changes) -> dict:
-    """A run of one row, as bench.json has it."""
+    """A run with one row, as in bench.json."""
 
     def timing(ms):
         return {"median": ms, "q25": ms * (1 - spread), "q75": ms * (1 + spread)}
@@ -274,7 +274,7 @@ def test_exponents_are_slopes_of_logarithms():
     from bench.scaling import exponent
 
     assert exponent({n: 3.0 * n**2 for n in (256, 512, 1024, 2048)}) == 2.0
-    overhead = {256: 1.0, 512: 1.0, 1024: 1.1, 2048: 2.2, 4096: 4.4}  # of short problems: left out
+    overhead = {256: 1.0, 512: 1.0, 1024: 1.1, 2048: 2.2, 4096: 4.4}  # short problems are left out
     assert exponent(overhead) > 0.7
     assert exponent({256: 1.0, 512: 2.0}) is None
     assert exponent({256: 0.0, 512: 0.0, 1024: 0.0}) is None

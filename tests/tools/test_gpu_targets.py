@@ -1,4 +1,4 @@
-"""What `make gpu-test`, `gpu-bench` and `gpu-sanitize` say, of programs that stand in."""
+"""What `make gpu-test`, `gpu-bench` and `gpu-sanitize` report, with replaced programs."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def test_a_target_ends_within_its_limit(target):
     steps = gpu.steps(target)
     assert [steps[0].name, steps[0].command[-2:]] == ["build", ["setup.py", "cuda"]]
     assert sum(step.seconds + gpu.GRACE for step in steps) <= gpu.LIMIT
-    for step in steps:  # tests that began must have time to end
+    for step in steps:  # tests that have started need time to end
         assert float(step.environment.get("FASTATTN_TEST_SECONDS", 0)) <= step.seconds - 40
 
 
@@ -80,7 +80,7 @@ def test_the_exit_status_is_of_failures_alone(build, tests, status, last, monkey
     assert capsys.readouterr().out.splitlines()[-1] == f"== {last}"
 
 
-# ---- what conftest.py does where seconds are counted ----
+# ---- conftest.py with a time limit ----
 
 
 def counted(seconds, *arguments):
@@ -119,7 +119,7 @@ def test_an_interrupted_run_is_as_good_as_what_ran(failed, request, monkeypatch)
     [conftest] = [p for p in plugins if hasattr(p, "_by_compile_time")]
     session = types.SimpleNamespace(exitstatus=2, testsfailed=failed)
     conftest.pytest_sessionfinish(session, pytest.ExitCode.INTERRUPTED)
-    assert session.exitstatus == 2  # no seconds are counted here
+    assert session.exitstatus == 2  # this run has no time limit
     monkeypatch.setattr(conftest, "SECONDS", 10.0)
     conftest.pytest_sessionfinish(session, pytest.ExitCode.INTERRUPTED)
     assert session.exitstatus == min(failed, 1)

@@ -1,4 +1,4 @@
-"""What a wheel holds and says of itself."""
+"""What a wheel contains and what its metadata says."""
 
 import email
 import os
@@ -40,7 +40,7 @@ def test_every_module_is_in_the_wheel_and_is_typed(wheel):
     modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("fastattn/**/*.py")}
     modules |= {f"fastattn/{path.relative_to(ROOT)}" for path in ROOT.glob("kernels/**/*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
-    assert "fastattn/py.typed" in names  # without which type checkers take all for Any
+    assert "fastattn/py.typed" in names  # without it type checkers take everything for Any
 
 
 def test_kernels_left_out_on_purpose_are_noted(wheel):

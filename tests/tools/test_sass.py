@@ -1,4 +1,4 @@
-"""Counting instructions, on a listing made up for it."""
+"""Counting instructions, on an artificial listing."""
 
 import sass
 

@@ -1,4 +1,4 @@
-"""The storeys of the sources: a file uses its own storey and those below, and nothing above."""
+"""The storeys of the sources: a file uses its own storey and those below, and none above."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 450  # lines of a file
 
-# From the ground up; a folder belongs to the longest name that it begins with.
+# From the lowest storey up. A folder belongs to the longest name that is its beginning.
 CPP = [
     "problem", "cpu/base cuda/base", "cpu/tile cuda/tile", "cpu/score cuda/dot cuda/additive",
     "cpu/loop", "cpu/entry", "cpu cuda", "binding",
@@ -23,7 +23,7 @@ PYTHON = [
     "fastattn.modules fastattn.testing", "fastattn.integrations", "fastattn",
 ]  # fmt: skip
 
-# csrc/problem/mask.h says what a mask means: nobody else reads its fields.
+# csrc/problem/mask.h defines masks; no other file reads these fields.
 MASK_FIELD = r"\b(band_lo|band_hi|kv_len|kv_begin|keep_stride_\w|mask\.keep)\b"
 
 
@@ -43,7 +43,7 @@ def storey(storeys: list[str], name: str) -> int:
 
 
 def imports(module: str, path: Path) -> list[str]:
-    """The modules of the package that a module imports, wherever it does."""
+    """The modules of the package that a module imports anywhere."""
     package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
     found = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):

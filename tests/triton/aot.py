@@ -8,8 +8,8 @@
     python tests/triton/aot.py sm_90 variants         how many kernels Triton compiles over a sweep
                                                        of sizes, and what it says in a capture
 
-A driver that only names its architecture stands in for the real one, and launches compile instead
-of running. Tensors are on the meta device. Not in the interpreter: run it in its own process.
+A driver that only has an architecture's name replaces the real one, and launches compile instead of
+run. Tensors are on the meta device. It does not work in the interpreter: run it in its own process.
 """
 
 import gc
@@ -33,7 +33,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class Driver:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling uses."""
 
     def __init__(self, arch: str):
         if arch.startswith("sm_"):
@@ -52,7 +52,7 @@ class Driver:
 
 
 def compile_only(arch: str) -> list:
-    """From now on launches compile; returns the list that the compiled kernels are added to."""
+    """Makes later launches only compile. Returns the list that collects the compiled kernels."""
     from fastattn.kernels.host import config, launch
 
     driver.set_active(Driver(arch))
@@ -70,7 +70,7 @@ def compile_only(arch: str) -> list:
 
 
 def output(tool: str, *args) -> str:
-    """What a tool that ships with Triton prints."""
+    """The output of a tool from Triton's package."""
     return subprocess.run([TOOLS / tool, *args], capture_output=True, text=True, check=True).stdout
 
 
@@ -94,8 +94,8 @@ def usage_amd(kernel) -> dict:
 def usage(kernel, folder: Path) -> dict:
     """Registers, spills, shared memory and inner loops of a compiled kernel.
 
-    A stack alone is no spill: the call that a 64-bit division is keeps its return address there,
-    and registers that it needs, of a kernel that has plenty.
+    A stack alone is no spill. A 64-bit division is a call, which keeps its return address there,
+    and the registers that it needs, even if the kernel has plenty.
     """
     if "cubin" not in kernel.asm:
         return usage_amd(kernel)
@@ -122,9 +122,10 @@ def usage(kernel, folder: Path) -> dict:
 
 
 def rounded_exponents(ptx: str) -> tuple[int, int]:
-    """(exponentials, those of them whose argument is, or is a multiple of, a difference).
+    """(exponentials, how many of them have a difference, or a multiple of one, as argument).
 
-    Not so is what a multiply-add took the difference into: c s - m, with the product not rounded.
+    A multiply-add that absorbed the difference does not count: c s - m, without rounding the
+    product.
     """
     made = {
         name: (operation.split(".")[0], re.findall(r"%\w+", operands))
@@ -180,7 +181,7 @@ PROBLEMS = {
     "plain decode": DECODE,
     "rich decode": DECODE | MORE | dict(bias=(2, 4, 1, 4096)),
 }
-# A few queries more: the additive score takes tiles for them in forward.
+# A few more queries: the additive score then uses tiles in forward.
 FEW = {
     "plain few": DECODE | dict(M=8),
     "rich few": DECODE | MORE | dict(M=8, bias=(2, 4, 8, 4096)),
@@ -188,12 +189,12 @@ FEW = {
 
 
 def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
-    """Forward and backward of one problem; of FEW, forward."""
+    """Forward and backward of one problem; only forward for FEW."""
     run_problem(call(dtype, head_size, score, **features), score)
 
 
 def run_problem(problem, score: str) -> None:
-    """Launches forward and backward; of 8 queries, forward."""
+    """Launches forward and backward; only forward for 8 queries."""
     from fastattn.kernels.host.launch import Saved, empty_forward
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
@@ -214,13 +215,13 @@ def run_problem(problem, score: str) -> None:
     backward(problem, saved)
 
 
-# ---- the grid of the tests: sizes of 1, of which Triton makes constants, strides, heads ----
+# ---- the grid of the tests: sizes of 1, which Triton makes constants, strides, heads ----
 
 
 def stop_before_llvm() -> list[str]:
-    """From now on compiling ends at the IR of the GPU's own; returns the kernels that came so far.
+    """Makes compiling end at the GPU dialect's IR; returns a list of the kernels that got there.
 
-    It is what refuses a program, and takes a tenth of the time.
+    This stage refuses programs, and takes a tenth of the time.
     """
     from triton.compiler import compiler
 
@@ -246,7 +247,7 @@ def stop_before_llvm() -> list[str]:
 
 
 def launch_case(case) -> None:
-    """Forward and backward of a case of the grid, on meta tensors with its strides."""
+    """Launches forward and backward of a case of the grid, on meta tensors with its strides."""
     from fastattn import testing
     from fastattn.kernels.host.launch import Call, Saved, empty_forward
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
@@ -277,7 +278,7 @@ def launch_case(case) -> None:
 
 
 def grid(arch: str, *names: str) -> None:
-    """Prints what Triton made of the cases, as JSON: {"accepted": kernels, "refused": why}."""
+    """Prints, as JSON, what Triton did with the cases: {"accepted": kernels, "refused": why}."""
     from fastattn.testing import GRID
 
     compile_only(arch)
@@ -292,7 +293,7 @@ def grid(arch: str, *names: str) -> None:
     print(json.dumps({"accepted": accepted, "refused": refused}))
 
 
-# Sizes that differ in all that Triton could make constants of, or tell apart by divisibility.
+# Sizes that differ in everything that Triton could specialise for.
 SIZES = (2, 16, 17, 96, 128, 1000, 4096, 4097, 4100)
 SWEEPS = {
     "plain": [dict(M=n, N=n) for n in SIZES if n > 16],
@@ -307,7 +308,7 @@ SWEEPS = {
 
 
 def variants(arch: str) -> None:
-    """Prints, as JSON, the most kernels a sweep makes of a function, and an error in a capture."""
+    """Prints, as JSON, the most kernels of a function in a sweep, and an error in a capture."""
     compile_only(arch)
 
     def problem(score, band_hi=None, offset=0, **features):

@@ -1,6 +1,7 @@
-"""Runs the kernels where they can run: on a GPU, or else in Triton's interpreter.
+"""Runs the kernels on a GPU, or else in Triton's interpreter.
 
-Triton chooses when a kernel is defined, so TRITON_INTERPRET is set until all of them are imported.
+Triton chooses when a kernel is defined, so TRITON_INTERPRET stays set until all kernels are
+imported.
 """
 
 import dataclasses
@@ -26,13 +27,13 @@ HERE = Path(__file__).parent
 
 
 def _repair_interpreter():
-    """Puts right what Triton's interpreter gets wrong, and what makes it slow.
+    """Repairs what Triton's interpreter gets wrong or does slowly.
 
-    It multiplies the bits of bf16 numbers in dot, truncates where the hardware rounds to nearest
-    even, leaves a constexpr in a tuple wrapped, and patches the language anew in every call of a
-    device function, which takes milliseconds. Products are added up in the order of the
-    inner dim, as the GPU does it: BLAS takes another for every shape, and where logits are 1e4 that
-    is all the difference between S and the transposed S of the backward.
+    It multiplies the bits of bf16 numbers in dot. It truncates where the hardware rounds to nearest
+    even. It leaves a constexpr in a tuple wrapped. It patches the language again in every call of a
+    device function, which takes milliseconds. Products are summed in the order of the inner dim, as
+    on a GPU. BLAS uses another order for each shape; with logits of 1e4, S and the transposed S of
+    backward would differ.
     """
     import triton.experimental.gluon  # noqa: F401 - the first launch would import it, and checks the variable
     import triton.language as tl
@@ -63,7 +64,7 @@ def _repair_interpreter():
         arg.value if isinstance(arg, tl.constexpr) else convert(arg)
     )
 
-    # It works out what it would assert of overflows, and asserts it only in its debug mode.
+    # It computes assertions about overflows, but only checks them in its debug mode.
     the_builder = interpreter.interpreter_builder
     the_builder.options = dataclasses.replace(the_builder.options, sanitize_overflow=False)
     scalar_dtype = functools.cache(interpreter._get_np_dtype)
@@ -96,7 +97,7 @@ def _fp32_dot(a, b, c):
 
 
 def _half_dot(a, b, c):
-    """As tensor cores add: 16 exact products at a time."""
+    """Adds like tensor cores: 16 exact products at a time."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     for k in range(0, a.shape[1], 16):
         c = (c + a[:, k : k + 16] @ b[k : k + 16]).astype(np.float32)
@@ -121,14 +122,14 @@ for _module in pkgutil.walk_packages(fastattn.kernels.__path__, "fastattn.kernel
 
 
 def pytest_collection_finish():
-    """Test files with kernels of their own are imported by now; nothing else is interpreted."""
+    """Test files with their own kernels are imported by now; nothing else is interpreted."""
     if INTERPRETED:
         os.environ.pop("TRITON_INTERPRET", None)
 
 
 def pytest_collection_modifyitems(items):
-    """On a GPU whatever runs kernels is a test of it; some files here run none."""
-    for item in items:  # of all folders: this hook is given the whole session's
+    """On a GPU, every test that runs kernels is a GPU test. Some files here run none."""
+    for item in items:  # this hook gets the items of all folders
         runs_kernels = HERE in item.path.parents and "device" in getattr(item, "fixturenames", ())
         if not INTERPRETED and runs_kernels:
             item.add_marker(pytest.mark.gpu)

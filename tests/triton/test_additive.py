@@ -21,7 +21,7 @@ INF = math.inf
 
 
 def small(name, **features):
-    """A case that spans three key tiles of the interpreter's, a tail included."""
+    """A case that spans three of the interpreter's key tiles, with a tail."""
     sizes = dict(B=1, H=2, Hkv=2, M=20, N=70, D=5, E=6)
     return Case(name, "additive", **{**sizes, **features})
 
@@ -38,7 +38,7 @@ EXTREMES = [
     small("opposite-1e4", opposite=1e4),
     small("opposite-25", opposite=25.0, magnitude=0.3),
 ]
-# The sizes, features and extremes of the grid, as small as the interpreter wants them.
+# The sizes, features and extremes of the grid, small enough for the interpreter.
 NAMES = "M1-N1 M63-N15 M15-N63 M0 N0 D0 E0 B0 H0 D1-E1 D3-E5 D8-E127 keep-empty-rows window-far"
 CASES = [
     *(c for c in GRID if c.score == "additive" and c.name in NAMES.split()),
@@ -83,7 +83,7 @@ DECODE = [
 
 @pytest.fixture(autouse=True)
 def carried(monkeypatch, device):
-    """Tensors stay on the CPU: the backend carries them to where the kernels run, and back."""
+    """Test tensors are on the CPU. The backend copies them to the kernels' device, and back."""
     monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
 
 
@@ -101,7 +101,7 @@ def test_few_queries_have_programs_of_their_own(case, monkeypatch):
 
 
 def check(case, change):
-    """As testing.check, on tensors that ``change`` has been given to write to."""
+    """testing.check, on tensors that ``change`` may modify."""
     t = testing.make(case)
     change(t)
     ours, truth, peer = (
@@ -121,7 +121,7 @@ FEW = dataclasses.replace(SMALL, name="few", M=2)
 
 
 def some_keys_far(t):
-    t.k[:, :, 40:50, 2] += 100.0  # of the second tile of three
+    t.k[:, :, 40:50, 2] += 100.0  # in the second tile of three
 
 
 def one_dim_far(t):
@@ -189,7 +189,7 @@ def terms(t, device, kv_len=None):
 
 @pytest.mark.parametrize("case", ACCURACY, ids=str)
 def test_reciprocals_may_be_off_by_an_ulp(case, device, monkeypatch):
-    """As those of rcp.approx.ftz.f32 are."""
+    """The reciprocals of rcp.approx.ftz.f32 are."""
     if device.type == "cuda":
         pytest.skip("on a GPU they are")
 
@@ -212,7 +212,7 @@ def test_same_bits_on_every_run_and_in_every_batch():
     first, second = (testing.run(case, t, "triton") for _ in range(2))
     alone = testing.run(dataclasses.replace(case, B=1), first_of_batch(t), "triton")
     helpers.assert_same_bits(first, second)
-    del first["grad_w"], alone["grad_w"]  # sums over the batch
+    del first["grad_w"], alone["grad_w"]  # these sum over the batch
     helpers.assert_same_bits({name: x[:1] for name, x in first.items()}, alone)
 
 

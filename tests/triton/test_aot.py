@@ -1,6 +1,6 @@
 """Every configuration of config.py, compiled for sm_80 and sm_90: registers, spills, shared memory.
 
-In processes of their own, two at a time, since this one interprets kernels.
+The compiler runs in other processes, two at a time, because this one interprets kernels.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from fastattn.kernels.host import config
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# Bytes that one block may have; rows of sm_80 serve 8.6, 8.9 and 12.x too, where it has no more.
+# Bytes that a block may have. Rows of sm_80 also serve 8.6, 8.9 and 12.x, which have no more.
 SHARED_MEMORY = {"sm_80": 101_376, "sm_90": 232_448}
 RUNS = list(itertools.product(SHARED_MEMORY, ("2", "4"), ("dot", "additive")))
-# The problems that `make test` compiles. All take ten times as long: `make test-kernels`.
+# The problems that `make test` compiles. All of them take ten times as long: `make test-kernels`.
 USUAL: dict[tuple[str, ...], tuple[str, ...]] = {
     ("sm_90", "2", "dot"): ("plain",),
     ("sm_90", "2", "additive"): ("plain",),
@@ -30,7 +30,7 @@ PRODUCTS = ("sdpa_fwd_kernel", "sdpa_bwd_dq_kernel", "sdpa_bwd_dkdv_kernel")
 
 
 def compile_all(run: tuple[str, ...]):
-    """What aot.py prints: an entry a compiled kernel. Its cache is in build/: reruns are quick."""
+    """The output of aot.py, an entry for each kernel. Its cache in build/ makes reruns fast."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -45,13 +45,13 @@ def compile_all(run: tuple[str, ...]):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What each run will find: all of them begin with the first test that asks."""
+    """The future result of each run. All runs start with the first test that uses this."""
     with ThreadPoolExecutor(2) as pool:
         yield {run: pool.submit(compile_all, run + problems) for run, problems in CHOSEN.items()}
 
 
 def result(compiled, *run: str) -> list[dict]:
-    """What a run has found."""
+    """The result of a run."""
     if run not in compiled:
         pytest.skip("only with FASTATTN_AOT=all, as in `make test-kernels`")
     return compiled[run].result()
@@ -74,9 +74,9 @@ def test_every_configuration_fits(run, compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_exponents_are_made_of_differences(arch, compiled):
-    """The interpreter contracts nothing, so the code itself is asked: see softmax.py."""
+    """The interpreter contracts nothing, so this test reads the compiled code: see softmax.py."""
     kernels = result(compiled, arch, "2", "dot")
-    weights = {"sdpa_weights_kernel"} if CHOSEN is not USUAL else set()  # which "rich" returns
+    weights = {"sdpa_weights_kernel"} if CHOSEN is not USUAL else set()  # "rich" returns these
     assert {k["name"] for k in kernels if k["exponents"][0]} >= {*PRODUCTS, *weights}
     for k in kernels:
         found, rounded = k["exponents"]
@@ -85,7 +85,7 @@ def test_exponents_are_made_of_differences(arch, compiled):
 
 @pytest.mark.slow
 def test_hopper_multiplies_by_warpgroup(compiled):
-    """The configurations that matter most: plain ones of ordinary head sizes, many queries."""
+    """The most important configurations: plain, ordinary head sizes, many queries."""
     kernels = result(compiled, "sm_90", "2", "dot")
     plain = [k for k in kernels if k["problem"] == "plain" and k["head_size"] <= 128]
     found = {k["name"] for k in plain if k["wgmma"] > 0}
@@ -98,13 +98,13 @@ def test_hopper_multiplies_by_warpgroup(compiled):
 def test_the_additive_score_is_near_what_its_reciprocals_allow(arch, head_size, compiled):
     """Half a reciprocal an element, 16 a clock, and 128 issue slots: 4 are free, 5 cost 20%."""
     row = config.TABLE["additive_fwd"][arch, 2][head_size].plain
-    elements = 2 * row.BLOCK_M * row.BLOCK_N // (32 * row.num_warps)  # of a thread, an iteration
+    elements = 2 * row.BLOCK_M * row.BLOCK_N // (32 * row.num_warps)  # of a thread, in an iteration
     [kernel] = [
         k
         for k in result(compiled, arch, "2", "additive")
         if (k["name"], k["problem"], k["head_size"]) == ("sdpa_fwd_kernel", "plain", head_size)
     ]
-    # Of masked tiles, of full ones; the third has a slice of a tile, for values of NaN.
+    # The loops over masked and over full tiles. A third loop handles a slice of a tile with NaN.
     loops = sorted(kernel["paired_loops"], key=lambda loop: loop["slots"])[-2:]
     for loop in loops:
         assert loop["local"] == 0, loop
@@ -113,7 +113,7 @@ def test_the_additive_score_is_near_what_its_reciprocals_allow(arch, head_size, 
         assert loop["mufu"] >= 0.5 * elements, f"not the loop that is meant: {loop}"
 
 
-# Issue slots an element of the score, which backward computes anew, and of the gradients.
+# Issue slots an element: for the score, which backward recomputes, and for the gradients.
 BACKWARD = {"dq": (6.0, 20.0), "dkdv": (7.5, 16.0)}
 
 
@@ -122,7 +122,7 @@ BACKWARD = {"dq": (6.0, 20.0), "dkdv": (7.5, 16.0)}
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("kernel", BACKWARD)
 def test_no_element_of_an_additive_gradient_is_computed_twice(kernel, arch, head_size, compiled):
-    """More warps than a tile has strips of 16 rows for do so, and four times as much work."""
+    """Too many warps for a tile's strips of 16 rows compute elements again: 4 times the work."""
     row = config.TABLE[f"additive_{kernel}"][arch, 2][head_size].plain
     elements = 2 * row.BLOCK_M * row.BLOCK_N // (32 * row.num_warps)
     found = [
@@ -139,7 +139,7 @@ def test_no_element_of_an_additive_gradient_is_computed_twice(kernel, arch, head
             assert loop["mufu"] <= 0.55 * elements, (kind, loop)
 
 
-# Architectures that a handful of kernels are compiled for: they fit, and use the tensor cores.
+# Architectures for which a few kernels are compiled: they fit, and use the tensor cores.
 PLAUSIBLE = {"gfx942": (65_536, "mfma"), "sm_100": (232_448, "tcgen05")}
 
 
@@ -158,7 +158,7 @@ def test_other_architectures_are_plausible(arch, score):
             assert k[products] > 0 or k.get("mma", 0) > 0, k
 
 
-# Sizes of 1 are constants to Triton, as are strides of 1; the interpreter takes them as they come.
+# Triton makes sizes and strides of 1 constants; the interpreter does not.
 ONES = ("M1-N1", "D1-E1", "gqa-decode", "kv-len-rows", "layout-expanded")
 
 

@@ -1,4 +1,4 @@
-"""fastattn.autotune: where it steps, what it remembers, and that kernels then use it."""
+"""fastattn.autotune: its steps, what it remembers, and that kernels then use it."""
 
 import json
 import math
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache folder, and this machine as a device whose times are worth keeping."""
+    """An empty cache folder. This machine counts as a device whose times are kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuned, "_machine", lambda device: "a device")
     tuned._remembered.cache_clear()
@@ -27,7 +27,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def distance(best: Config):
-    """A measure: how many steps what is on trial is away from ``best``; 32 warps cannot run."""
+    """A measure: the number of steps between the configuration on trial and ``best``."""
 
     def measure(call):
         ((_, current),) = tuned._trial.items()
@@ -108,7 +108,7 @@ def test_what_cannot_run_is_passed_by():
     def time_of(c):
         return math.inf if c.BLOCK_M > 64 else 1 / c.BLOCK_M / c.BLOCK_N
 
-    # Larger blocks than 128 have no workspace.
+    # Blocks larger than 128 have no workspace.
     assert tuning._descend(start, time_of) == Config(64, 128, 4, 1)
     with_error = tuning._timer("fwd", lambda: None, lambda call: 1 / 0)
     assert with_error(start) == math.inf
@@ -132,7 +132,7 @@ def test_a_broken_file_is_ignored_aloud(cache, text):
     cache.write_text(text)
     with pytest.warns(UserWarning, match="autotune did not write"):
         assert tuned.lookup(CPU, "x") is None
-    with warnings.catch_warnings():  # said once
+    with warnings.catch_warnings():  # it warns only once
         warnings.simplefilter("error")
         assert choose("fwd") == config.TABLE["fwd"]["interpreter", 4][64].plain
 

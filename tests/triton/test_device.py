@@ -1,4 +1,4 @@
-"""Nothing waits for the device: on a GPU in graphs and streams, elsewhere by what is dispatched."""
+"""Nothing waits for the device. GPUs: graphs and streams; elsewhere: the dispatched operators."""
 
 import types
 
@@ -11,13 +11,13 @@ import fastattn
 from fastattn.backends import triton
 from fastattn.problem import arguments
 
-SIZES = {"tiles": 40, "few": 3}  # queries; few have kernels of their own
+SIZES = {"tiles": 40, "few": 3}  # queries; few queries have their own kernels
 every_size = pytest.mark.parametrize("M", SIZES.values(), ids=SIZES)
 every_score = pytest.mark.parametrize("score", SCORES)
 
 
 def problem(score, M, device):
-    """Inputs, and options that need every kernel: lists of blocks, dropout, a bias, weights."""
+    """Inputs, and options that use every kernel: lists of blocks, dropout, a bias, weights."""
     call = inputs(score, M=M, N=70, D=8, E=5)
     call = {name: x.to(device).requires_grad_() for name, x in call.items()}
     keep = (torch.rand(2, 1, M, 70) < 0.7).to(device)
@@ -37,7 +37,7 @@ def step(call, bias, mask, seed):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what copies from the device, or makes a shape of what is there."""
+    """Refuses operators that copy from the device, or whose result's shape depends on values."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
 
@@ -52,8 +52,8 @@ class NoWaiting(TorchDispatchMode):
 @every_size
 @every_score
 def test_no_operation_waits_for_the_device(score, M, device, monkeypatch):
-    """Of validation and autograd; that launchers read no numbers, aot.py shows on meta tensors."""
-    monkeypatch.setattr(arguments, "can_read", lambda x: False)  # as of what is on a GPU
+    """Of validation and autograd. aot.py shows on meta tensors that launchers read no values."""
+    monkeypatch.setattr(arguments, "can_read", lambda x: False)  # as for tensors on a GPU
     call, bias, mask = problem(score, M, device)
     seed = torch.tensor(5, device=device)
     with NoWaiting():
@@ -105,7 +105,7 @@ def test_kernels_run_on_the_stream_of_the_caller(score, device):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(10**7)  # what ran elsewhere would be done before the copy
+        torch.cuda._sleep(10**7)  # another stream would be done before the copy
         late = {name: (x.detach() * 1.0).requires_grad_() for name, x in call.items()}
         got = step(late, bias, mask, seed)
     stream.synchronize()

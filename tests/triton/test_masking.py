@@ -1,4 +1,4 @@
-"""Tiles, ranges and lists of blocks against Problem.kept, the definition."""
+"""Tiles, ranges and lists of blocks against the definition, Problem.kept."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ def lengths(*shape):
 
 
 def blocky(*shape):
-    """A mask with skipped, full and partial tiles, and single masked pairs."""
+    """A mask with skipped, full and partial tiles, and some single masked pairs."""
     coarse = torch.rand(*shape[:2], ROWS, COLS, generator=rng) < 0.5
     fine = coarse.repeat_interleave(BLOCK_M, 2).repeat_interleave(BLOCK_N, 3)
     return fine[:, :, :M, :N] & (torch.rand(*shape, generator=rng) < 0.99)
@@ -56,7 +56,7 @@ every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
 def call_of(mask, bias=None, device="cpu"):
-    """A Call and what its mask keeps, [B, H, M, N]."""
+    """A Call, and the pairs that its mask keeps, [B, H, M, N]."""
     p = Problem("dot", B, H, H, M, N, 4, 4, torch.float32, torch.device("cpu"), mask=mask)
     kept = p.kept().expand(B, H, M, N)
     q, k = torch.zeros(B, H, M, 4), torch.zeros(B, H, N, 4)
@@ -65,7 +65,7 @@ def call_of(mask, bias=None, device="cpu"):
 
 
 def tiles(kept, past_rows=True, past_keys=False):
-    """[B, H, ROWS, COLS, BLOCK_M * BLOCK_N]: the pairs of each tile, and what fills it up."""
+    """[B, H, ROWS, COLS, BLOCK_M * BLOCK_N]: the pairs of each tile, with padding."""
     padded = torch.full((B, H, ROWS * BLOCK_M, COLS * BLOCK_N), past_keys)
     padded[:, :, M:] = past_rows
     padded[:, :, :M, :N] = kept
@@ -124,7 +124,7 @@ def test_ranges_hold_every_kept_pair_and_full_blocks_are_full(mask, columns, dev
         out, masking.mask_args(call), M, N, BM=BLOCK_M, BN=BLOCK_N, COLUMNS=columns
     )
     some = some_pair(kept)
-    if columns:  # keys past the last one are no concern of a key block's own gradients
+    if columns:  # keys past the last one do not affect a key block's own gradients
         full, some = tiles(kept, past_keys=True).all(-1).mT, some.mT
     else:
         full = tiles(kept).all(-1)
@@ -169,7 +169,7 @@ def test_a_bias_of_every_head_is_not_scanned():
 
 
 def assert_lists(lists, kept, plain, columns):
-    """Compares with classes computed by PyTorch: partial blocks first, each kind ascending."""
+    """Compares with classes from PyTorch: partial blocks come first, each kind ascending."""
     full = tiles(kept & plain).all(-1)
     classes = torch.where(some_pair(kept), torch.where(full, 2, 1), 0)
     if columns:
@@ -184,7 +184,7 @@ def assert_lists(lists, kept, plain, columns):
 
 
 def test_lengths_from_user_memory_are_clamped(device):
-    """Nothing checks kv_len on a GPU: whatever it holds, no key past the last one is read."""
+    """Nothing checks kv_len on a GPU. For any value in it, no key past the last one is read."""
     bad = torch.tensor([[-7], [1_000_000]], dtype=torch.int32)
 
     def ranges(mask):

@@ -1,4 +1,4 @@
-"""Dropout bits are those of problem.Dropout, in both orientations of a tile, on every backend."""
+"""Dropout bits are those of problem.Dropout, for both orientations of a tile, on every backend."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_thresholds_of_any_size(p, device):
 
 
 def test_every_backend_drops_the_same_weights(device):
-    """The record, the CPU operator, eager, and Triton: bit for bit."""
+    """The record, the CPU operator, eager and Triton agree in every bit."""
     q, k = torch.randn(B, H, M + 3, 8), torch.randn(B, H, N + 6, 8)
     p = validate.build("dot", q, k, k, dropout_p=0.37, seed=SEEDS[-1]).p
     want = p.dropout.bits(p) >= p.dropout.threshold

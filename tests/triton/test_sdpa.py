@@ -20,7 +20,7 @@ INF, NAN = math.inf, math.nan
 
 
 def small(case):
-    """What the interpreter, at some 20 us a pair (i, j) of a head, does in about a second."""
+    """About a second in the interpreter, which takes some 20 us a pair (i, j) of a head."""
     return max(case.M, case.N) <= 300 and case.B * case.H * case.M * case.N <= 40_000
 
 
@@ -99,7 +99,7 @@ def test_gradients_with_any_strides(device):
     mixed = q.mT.contiguous().mT, k.transpose(1, 2).contiguous().transpose(1, 2), v
     got = everything(*mixed, grad_out)
     for key in want:
-        # A GPU adds up dO . O in the order in which it loads rows: by their strides.
+        # A GPU sums dO . O in the order in which it loads rows, which depends on their strides.
         torch.testing.assert_close(got[key], want[key], msg=key)
 
 
@@ -204,14 +204,14 @@ DECODE = [
     decode("rows", kv_len="rows", M=16, H=1, Hkv=1, dtype=torch.bfloat16),
     decode("sparse", keep="bhmn", keep_rate=0.05, empty_rows=True, M=4),
     decode("bias", bias="bn", bias_inf=True, dropout_p=0.3, dtype=torch.float16),
-    decode("wide", H=1, Hkv=1, keep="mn", D=130, E=7),  # mended where garbage is found
+    decode("wide", H=1, Hkv=1, keep="mn", D=130, E=7),  # repaired where garbage is found
     decode("three", M=1, N=192, H=1, Hkv=1, D=20, E=33),
 ]
 
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Keys are split at sizes that the interpreter likes."""
+    """Keys are split at small sizes, for the interpreter."""
     monkeypatch.setattr(forward, "KEYS_PER_CHUNK", 64)
 
 
@@ -260,7 +260,7 @@ def test_a_decoded_row_does_not_depend_on_its_mates(device, short_chunks):
 
 
 def test_full_and_skipped_tiles_run_no_mask_code(device, monkeypatch):
-    """Two lists a row block: a block-diagonal mask visits its full blocks only."""
+    """Two lists a row block: a block-diagonal mask only visits its full blocks."""
     if device.type == "cuda":
         pytest.skip("looks into the interpreter")
     visits = []
@@ -295,7 +295,7 @@ def test_operators_pass_opcheck(device):
     [(0.5, 0, False), (1.5, 0, True), (math.nan, 0, True), (0, 3, False)],
 )
 def test_operators_refuse(device, dropout_p, weights, seed):
-    """What would drop nothing, and what has no meaning."""
+    """Arguments that would drop nothing, or that have no meaning."""
     q, k, v = inputs(device, M=5, N=7, grad=False)
     rows = q.new_zeros(*q.shape[:3], 2), torch.zeros_like(q)
     seed = torch.tensor(1, device=device) if seed else None

@@ -1,4 +1,4 @@
-"""Tests that are written for every backend, on the Triton kernels: those that interpret quickly."""
+"""Tests for every backend, on the Triton kernels: those that the interpreter runs quickly."""
 
 import math
 
@@ -32,7 +32,7 @@ def backend(request, device, monkeypatch):
     score = request.getfixturevalue("score") if "score" in request.fixturenames else "dot"
     if score not in triton.SCORES:
         pytest.skip(f"no Triton kernel for the {score} score")
-    # Carried from the CPU to the CPU, which tests the carrier.
+    # Copied from the CPU to the CPU, which tests the Carrier.
     monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
     monkeypatch.setattr(additive_backward, "FEW_QUERIES", 0)  # the sizes here are for tiles
     return "triton"
@@ -46,7 +46,7 @@ def test_nan_in_unused_keys_reaches_nothing(backend, score, name):
 
 @pytest.mark.parametrize("name", garbage.MASKS)
 def test_nan_in_unused_keys_reaches_nothing_of_few_queries(backend, name, monkeypatch):
-    """The additive score's backward has a kernel for them."""
+    """The additive score's backward has a kernel for few queries."""
     monkeypatch.setattr(additive_backward, "FEW_QUERIES", 16)
     garbage.test_unused_keys_reach_nothing(backend, "additive", name, math.nan)
 

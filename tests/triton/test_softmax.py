@@ -18,7 +18,7 @@ def softmax_kernel(
     s_ptr, p_ptr, lse_ptr, stats_ptr, scale,
     R: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Two passes: online statistics, then the weights from them."""
+    """Two passes: online statistics, then weights computed from them."""
     head = tl.program_id(0)
     r = tl.arange(0, R)
     m_i = tl.full((R,), float("-inf"), tl.float32)
@@ -67,7 +67,7 @@ def test_softmax(run):
 def test_rows_without_keys_and_late_first_keys(run):
     s = scores()
     s[0] = -INF
-    s[1, :50] = -INF  # nothing in the first three steps
+    s[1, :50] = -INF  # no keys in the first three steps
     p, lse, stats = run(s, 1.0)
     assert lse[0] == -INF
     assert stats[0].tolist() == [0.0, 0.0]

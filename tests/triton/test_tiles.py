@@ -1,4 +1,4 @@
-"""Tiles of strided arrays: bounds, 64-bit offsets, order of programs, products that mind NaN."""
+"""Tiles of strided arrays: bounds, 64-bit offsets, order of programs, products that handle NaN."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_any_strides(dtype, device):
 
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_offsets_beyond_32_bits(dim, device):
-    """Strides that pass 2^31 elements in the second step of a dim, or a stride of 2^31 itself."""
+    """Strides that exceed 2^31 elements at the second step of a dim, or a stride of 2^31 itself."""
     far = 2**31 + 24
     try:
         storage = torch.empty(far + 16, dtype=torch.float16, device=device)  # pages stay untouched
