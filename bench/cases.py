@@ -22,6 +22,7 @@ DIRECTIONS = (FORWARD, BOTH)
 @dataclass(frozen=True)
 class Case:
     """One named case: a problem of the test grid, and what the grid does not have.
+
     ``keys``: ``"all"``; ``"padding"``, a bool mask [B, 1, 1, N] over a padded batch; ``"lengths"``,
     the same keys given by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random
     blocks that keeps the share ``kept``; ``"documents"``, a bool mask [1, 1, M, N] of causal texts

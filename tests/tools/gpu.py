@@ -1,5 +1,7 @@
 """What `make gpu-test`, `gpu-bench` and `gpu-sanitize` run. Each ends within LIMIT seconds.
+
     python tests/tools/gpu.py test|bench|sanitize [arguments for pytest, or for bench.run]
+
 Each first builds the CUDA library only. Every step has a time limit, after which it is interrupted,
 and killed if that does not help: a kernel may never end. Reaching the limit is no failure, and
 neither is a sanitizer that does not run on this device. Both are reported as *inconclusive*. A
