@@ -1,4 +1,4 @@
-"""FlopCounterMode counts our operators as it counts torch's attention."""
+"""FlopCounterMode counts our operators like torch's attention."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ SIZES = [dict(), dict(H=4, Hkv=2), dict(B=1, H=3, M=1, N=9, D=8, E=8)]
 
 
 def count(function):
-    """Operations of a function and of the backward pass from its result."""
+    """Operations of a function and of the backward pass of its result."""
     with FlopCounterMode(display=False) as counter:
         out = function()
         forward = counter.get_total_flops()

@@ -1,4 +1,4 @@
-"""Which backend runs: auto takes the first that can, a named one runs or says why not."""
+"""The choice of a backend: auto takes the first that can, a named one runs or says why not."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ def problem(dtype=torch.float32, device="cpu"):
 
 
 def fake_backend(*reasons):
-    """A module-like backend that counts its calls and computes as eager does."""
+    """A fake module that counts its calls and computes with eager."""
     eager = registry.BACKENDS["eager"]
     fake = types.SimpleNamespace(calls=0, backward=eager.backward)
     fake.unsupported = lambda p: list(reasons)
@@ -42,7 +42,7 @@ def fake_backend(*reasons):
 
 @pytest.fixture
 def table(monkeypatch):
-    """A registry of one able and two unable backends before eager."""
+    """A registry with one able and two unable backends before eager."""
     fakes = {
         "broken": fake_backend("it rains", "it is Monday"),
         "first": fake_backend(),
@@ -127,7 +127,7 @@ def on_a_gpu(p):
 def test_explain_says_why_triton_is_not_chosen_without_a_gpu(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    monkeypatch.setattr(triton, "_interpreted", lambda: False)  # as tests/triton leaves them
+    monkeypatch.setattr(triton, "_interpreted", lambda: False)  # in case tests/triton ran
     reason = "tensors are on cpu; torch sees no CUDA device"
     assert f"  triton  no: {reason}" in str(fastattn.explain())
     q = torch.zeros(1, 2, 3, 4)
@@ -146,7 +146,7 @@ def test_a_gpu_without_triton_is_served_by_eager(monkeypatch, capability):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 def test_a_gpu_has_its_backends(name):
-    """Without one of them its tests are skipped: this one fails, and says why."""
+    """Without such a backend its tests are skipped. This test fails instead, and says why."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     if name == "cuda" and torch.version.hip:
@@ -201,7 +201,7 @@ def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Gives the GPU, where there is none as well, a compute capability."""
+    """Gives the GPU a compute capability, even without a GPU."""
 
     def pretend(*version):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
@@ -212,7 +212,7 @@ def capability(monkeypatch):
 
 
 def test_choosing_a_backend_is_a_constant_to_the_compiler(capability):
-    """What asks the machine cannot be traced."""
+    """Code that queries the machine cannot be traced."""
     capability(9, 0)
     p = on_a_gpu(problem())
 
@@ -252,7 +252,7 @@ def test_explain_says_the_path(extension, monkeypatch):
 
 # ---- without the compiled extension ----
 
-# What a fresh interpreter does with a copy of the package.
+# What a new interpreter does with a copy of the package.
 PROGRAM = """
 import sys, warnings, torch, fastattn
 assert "triton" not in sys.modules and "fastattn.kernels" not in sys.modules
@@ -276,7 +276,7 @@ except ValueError as error:
 
 
 def run_without_extension(tmp_path, name=None, content=""):
-    """Output of PROGRAM with a copy of the package that has no extension, and one more file."""
+    """Output of PROGRAM with a copy of the package without extension, and one more file."""
     ignore = shutil.ignore_patterns("*.so", "_build_info.json", "kernels", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "fastattn", ignore=ignore)
     if name is not None:
@@ -321,12 +321,12 @@ def test_an_extension_that_does_not_load_is_a_reason(tmp_path):
 
 @pytest.fixture
 def without_kernels(monkeypatch, tmp_path):
-    """An installed package that has none, and has not warned; it could have them."""
+    """An installed package without kernels that it could have; it has not warned yet."""
     monkeypatch.setattr(operators, "EXTENSION_ERROR", "the compiled extension is missing (a test)")
     monkeypatch.setattr(operators, "EXTENSION_LEFT_OUT", False)
     monkeypatch.setattr(operators, "__file__", str(tmp_path / "fastattn/backends/operators.py"))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(triton, "_interpreted", lambda: False)  # as another test may have left it
+    monkeypatch.setattr(triton, "_interpreted", lambda: False)  # another test may interpret them
     cpu._warn_once.cache_clear()
     yield monkeypatch
     cpu._warn_once.cache_clear()
@@ -348,7 +348,7 @@ def test_how_to_get_the_kernels(without_kernels, tmp_path):
     ],
 )
 def test_kernels_are_not_missed(without_kernels, recwarn, owner, name, value):
-    """Where they are there, or were left out on purpose, or there are none to be had."""
+    """If they are there, or were left out on purpose, or cannot be had."""
     without_kernels.setattr(owner, name, value)
     assert cpu._remedy() is None
     without_kernels.setattr(cpu, "REMEDY", None)
@@ -379,7 +379,7 @@ def test_the_reason_is_none_exactly_when_the_kernels_are_there():
     assert has_kernel == (operators.EXTENSION_ERROR is None)
 
 
-# ---- what conftest.py does about a GPU that is lost ----
+# ---- conftest.py with a broken GPU context ----
 
 
 @pytest.mark.parametrize("worker", [None, "gw0"])

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-# Stands in for a GPU: it has no values, and refuses to meet the CPU.
+# Replaces a GPU: it has no values, and cannot be combined with the CPU.
 META = torch.device("meta")
 
 
 def smoke(name: str, folder: Path) -> dict:
-    """What a program leaves in its folder, given that it ran."""
+    """The results in a program's folder after a smoke run."""
     main = importlib.import_module(f"examples.{name}.__main__").main
     main(["--smoke", "--device", "cpu", "--out", str(folder)])
     for picture in folder.glob("*.png"):

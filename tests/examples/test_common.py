@@ -1,4 +1,4 @@
-"""What the example programs share: how a device is chosen, and what is said of missing data."""
+"""What the example programs share: the choice of a device, and messages about missing data."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ def test_maps_atoms_by_attention_and_neighbours():
     tokens = tokenize("CO.N>>OC")
     weights = torch.zeros(len(tokens), len(tokens))
     weights[5, 1] = 1.0  # the product's O looks at the O
-    weights[6, 0] = weights[6, 3] = 0.5  # its C at the C, and at N, which it cannot have been
+    weights[6, 0] = weights[6, 3] = 0.5  # its C at the C, and at N, which is another element
     mapping = map_atoms(tokens, weights)
     assert mapping.source == [1, 0]
     assert numbered(tokens, mapping.source) == "[C:2][O:1].N>>[O:1][C:2]"
-    twins = tokenize("CO.CN>>NC")  # which of the two C? The one that is bound to the N
+    twins = tokenize("CO.CN>>NC")  # which of the two C? the one bound to N
     weights = torch.full((len(twins), len(twins)), 0.1)
     assert map_atoms(twins, weights).source == [3, 2]
 

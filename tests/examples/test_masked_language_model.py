@@ -16,7 +16,7 @@ def test_learns_as_its_plain_twin(tmp_path):
     assert pictures(tmp_path) == {"learning.png"}
     ours, plain = (history["losses"] for history in result["pre-training"].values())
     assert ours[-1] < ours[0]
-    assert ours == pytest.approx(plain, rel=1e-3)  # dropout alike, or they would part
+    assert ours == pytest.approx(plain, rel=1e-3)  # else their dropout differs
     tuned = result["fine-tuning"]
     assert set(tuned) >= {"pre-trained", "from scratch"}
 
@@ -36,14 +36,14 @@ def test_masking():
     n = chosen.sum().item()
     hidden = (masked.tokens[chosen] == vocabulary).sum().item()
     kept = (masked.tokens[chosen] == tokens[chosen]).sum().item()
-    # Of n independent choices the share is off by 5 standard deviations once in a million.
+    # The share of n independent choices is off by 5 standard deviations once in a million.
     for count, of, share in ((n, 18_000, 0.15), (hidden, n, 0.8), (kept, n, 0.1)):
         assert abs(count - share * of) < 5 * (of * share * (1 - share)) ** 0.5
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_plain_twin(training):
-    """With padding; at inference, where torch would bypass the attention; with gradients."""
+    """With padding; at inference, where torch would bypass the attention; and with gradients."""
     from examples.masked_language_model import __main__ as program
     from examples.text_classification import __main__ as classification
     from examples.text_classification import dataset

@@ -16,7 +16,7 @@ def test_learns_as_its_plain_twin(tmp_path):
     result = smoke("text_classification", tmp_path)
     assert pictures(tmp_path) == {"attention.png"}
     for name in ("fastattn", "nn.MultiheadAttention"):
-        assert result[name]["test"] > 0.75  # a guess would be right half the time
+        assert result[name]["test"] > 0.75  # guessing is right half the time
         assert result[name]["losses"][-1] < result[name]["losses"][0]
 
 
@@ -44,7 +44,7 @@ def test_plain_twin():
 
 
 def test_same_dropout_as_its_plain_twin():
-    """Otherwise the two trainings could not be compared."""
+    """Otherwise the two trainings would not be comparable."""
     from examples.text_classification import __main__ as program
     from examples.text_classification import dataset
 
@@ -62,7 +62,7 @@ def test_deduplicates_before_splitting():
 
     reviews = [
         Review("很好", 1),
-        Review("很好。", 1),  # the same but for punctuation
+        Review("很好。", 1),  # the same except for punctuation
         Review("不好", 0),
         Review("一般", 0),
         Review("一般", 1),  # contradicts itself

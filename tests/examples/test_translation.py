@@ -87,13 +87,13 @@ def test_padding_changes_nothing(corpus, kind):
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_give_what_recomputing_gives(corpus, kind, beams):
-    """The same tokens, whatever hypotheses follow each other on the way."""
+    """The same tokens, whichever hypotheses survive."""
     from examples.translation.decode import Recomputing, translate
 
     model, batch = translator(corpus, kind), corpus[0].batch([0, 7, 11, 20])
     found = []
     for _ in range(10):
-        # Not a flat distribution, nor one that says a word again, as tied embeddings do.
+        # Neither a flat distribution, nor one that repeats a word, as tied embeddings do.
         model.out.weight = torch.nn.Parameter(torch.randn(model.out.weight.shape))
         with torch.no_grad():
             model.target.weight.normal_()
@@ -106,8 +106,8 @@ def test_caches_give_what_recomputing_gives(corpus, kind, beams):
 
 
 def test_a_step_reads_each_key_once(corpus, monkeypatch, extension):
-    """Decoding a word costs as many scores as there are keys, and everything else is constant:
-    the queries that reach the kernel, and the multiplications outside of it.
+    """Decoding a word computes as many scores as there are keys. All other work is constant: the
+    queries that reach the kernel, and the multiplications outside it.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -138,7 +138,7 @@ def test_a_step_reads_each_key_once(corpus, monkeypatch, extension):
 
 
 def test_hypotheses_of_a_source_share_its_projection(corpus):
-    """It is not projected once for each of them."""
+    """Their number does not multiply the projections."""
     model, batch = translator(corpus, "transformer"), corpus[0].batch([0, 7])
     with torch.no_grad():
         state = model.begin(batch.source, batch.lengths)
@@ -152,7 +152,7 @@ def test_hypotheses_of_a_source_share_its_projection(corpus):
 
 
 def test_positions():
-    """Column 2 i is sin(position / 10000^(2 i / dim)), the one beside it the cosine."""
+    """Column 2 i is sin(position / 10000^(2 i / dim)); the next column is the cosine."""
     import math
 
     from examples.translation.transformer import positions
@@ -184,7 +184,7 @@ def test_warm_up(corpus):
 
 
 def test_results_of_other_kinds_stay(tmp_path, monkeypatch):
-    """Of a run that was like this one; those of another are not mixed with it."""
+    """Results of other kinds stay if the earlier run had the same options."""
     from examples.translation import __main__ as program
 
     monkeypatch.setattr(program, "SHOWN", ())
@@ -199,7 +199,7 @@ def test_results_of_other_kinds_stay(tmp_path, monkeypatch):
 
 
 def test_beam_search_finds_the_best(corpus):
-    """With as many beams as words, two steps leave nothing out. Greedy decoding misses some."""
+    """With as many beams as words, two steps try everything. Greedy decoding misses some."""
     from examples.common.vocabulary import END
     from examples.translation.decode import translate
 
@@ -208,7 +208,7 @@ def test_beam_search_finds_the_best(corpus):
     forbidden[words] = False
     missed = 0
     for _ in range(10):
-        with torch.no_grad():  # not a flat distribution, and one that hangs on the last word
+        with torch.no_grad():  # a distribution that is not flat and depends on the last word
             model.target.weight.normal_(std=5.0)
             model.out.weight.normal_(std=5.0)
             model.out.bias.masked_fill_(forbidden, -torch.inf)
@@ -221,7 +221,7 @@ def test_beam_search_finds_the_best(corpus):
 
 @torch.no_grad()
 def exhaustive(model, batch, words) -> list[list[int]]:
-    """Of all sequences of one END or two words the likeliest, by mean, of each sample."""
+    """For each sample, the likeliest by mean of all sequences: END alone, or two words."""
     from examples.common.vocabulary import BEGIN, END
 
     candidates = [[END], *([a, b] for a in words if a != END for b in words)]
@@ -269,6 +269,6 @@ def test_on_another_device():
     batch = corpora[0].batch([0, 1, 2])
     train.loss(model, batch).backward()
     assert all(x.grad.is_meta for x in model.parameters())
-    # One word of two hypotheses each, and then it wants to know whether all have ended.
+    # One word of two hypotheses each; then it must know whether all have ended.
     with pytest.raises(RuntimeError, match="item"):
         decode.translate(model, batch.source, batch.lengths, beams=2)

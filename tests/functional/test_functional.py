@@ -1,4 +1,4 @@
-"""The public functions: PyTorch's interface, shape by shape, and what ours add to it."""
+"""The public functions: PyTorch's interface, shape by shape, and our additions."""
 
 import inspect
 
@@ -19,7 +19,7 @@ def draw(*shape):
 
 
 def assert_like_torch(backend, q, k, v, **options):
-    """Ours in float32 is as close to torch's float64 as torch's float32 is, gradients too."""
+    """Our float32 is as close to torch's float64 as torch's float32 is, gradients as well."""
     names = [n for n, x in options.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
     def run(function, dtype, **more):
@@ -54,13 +54,13 @@ MASK_SHAPES = [(M, N), (1, N), (2, 1, 1, N), (4, M, N), (1, 4, 1, N), (2, 4, M, 
 def test_attn_mask_as_in_torch(backend, shape, kind):
     mask = draw(*shape) if kind == "float" else torch.rand(shape) < 0.8
     if kind == "bool":
-        mask[..., 0] = True  # torch and we may differ in rows without keys
+        mask[..., 0] = True  # torch and fastattn may differ in rows without keys
     assert_like_torch(backend, draw(2, 4, M, D), draw(2, 4, N, D), draw(2, 4, N, E), attn_mask=mask)
 
 
 @pytest.mark.parametrize("shape", [(M, 1), (2, 1, M, 1), (1, 1, 1, 1)], ids=str)
 def test_attn_mask_that_broadcasts_over_keys(backend, shape):
-    """It keeps whole rows, or adds a constant to them, which the softmax does not see."""
+    """It keeps whole rows, or adds a constant to a row, which softmax ignores."""
     named = inputs(H=4)
     plain = attend(**named, backend=backend)
     rows = torch.rand(shape) < 0.7
@@ -116,7 +116,7 @@ def test_torchs_modules_run_on_it(monkeypatch):
     assert calls
 
 
-# ---- what is added to it ----
+# ---- our additions ----
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 4), (3, 2, 4)], ids=str)
@@ -129,7 +129,7 @@ def test_results_and_their_shapes(backend, lead, weights, lse):
     )  # fmt: skip
     expected = [(*lead, M, E)]
     if weights is not None:
-        # without a batch dim before it, dim -3 is still the head dim, and the mean drops it
+        # without a batch dim, dim -3 is still the head dim, and the mean drops it
         expected.append((*lead, M, N) if weights == "full" else (*lead[:-1], M, N))
     if lse:
         expected.append((*lead, M))
@@ -195,7 +195,7 @@ def test_bias_adds_to_attn_mask(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_float32_bias_beside_half_inputs(backend, dtype):
-    """It is added as it is, not rounded to the inputs' dtype first."""
+    """The bias is added without being rounded to the inputs' dtype."""
     named = inputs(dtype=dtype)
     named["query"] = torch.zeros_like(named["query"])
     bias = torch.zeros(5, 7)

@@ -1,4 +1,4 @@
-"""Heat maps of weights: what is drawn, labelled and refused."""
+"""Heat maps of weights: what is drawn and labelled, and what raises."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 
 def panels(figure):
-    """The axes that show weights."""
+    """The axes with weights."""
     return [axis for axis in figure.axes if axis.images and axis.get_label() != "<colorbar>"]
 
 

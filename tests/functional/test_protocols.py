@@ -1,4 +1,4 @@
-"""What torch passes around in place of plain tensors: masks of its own, proxies, fake tensors."""
+"""What torch passes instead of plain tensors: its own masks, proxies, fake tensors."""
 
 import copy
 import math
@@ -82,7 +82,7 @@ def test_causal_bias_that_does_not_fit(options, error, message):
 
 
 class Opaque(torch.Tensor):
-    """A subclass that means something else than its memory."""
+    """A subclass whose value is not in its memory."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -90,7 +90,7 @@ class Opaque(torch.Tensor):
 
 
 class Named(torch.Tensor):
-    """A subclass that means what it holds."""
+    """A subclass whose value is in its memory."""
 
 
 def test_opaque_subclasses_are_no_masks():
@@ -118,7 +118,7 @@ def test_plain_subclasses_and_parameters_are_masks():
 
 
 class Functions(nn.Module):
-    """Every public function, called with what a model calls it with."""
+    """Every public function, with typical arguments of a model."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +186,7 @@ def test_kv_len_under_make_fx(score, mode):
         torch.testing.assert_close(traced(other, *call.values()), run(other, *call.values()))
 
 
-# ---- fastattn.MultiheadAttention put in the place of torch's ----
+# ---- fastattn.MultiheadAttention in place of torch's ----
 
 
 def test_torch_script_where_our_class_stands_in_torch_nn(monkeypatch):
@@ -205,7 +205,7 @@ def test_torch_script_where_our_class_stands_in_torch_nn(monkeypatch):
 
 
 def test_forward_mode_breaks_a_compiled_graph():
-    """Whose tangent would be zero: torch.compile does not trace the rule of a Function."""
+    """Its tangent would be zero: torch.compile does not trace the rule of a Function."""
     q, k, v = inputs().values()
 
     def run(x, tangent):

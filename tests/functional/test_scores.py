@@ -59,12 +59,12 @@ def ours(score, backend, **more):
 def draw(Hkv=H, offset=0.0):
     shapes = [(B, H, M, D), (B, Hkv, N, D), (B, Hkv, N, E)]
     q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-    # float32 values: the truth is that of the very same inputs
+    # float32 values: the truth uses the same inputs
     return [(q + offset).float(), (k + offset).float(), v.float()]
 
 
 def with_grads(run, tensors, dtype, **options):
-    """Results and gradients of all tensors, those in the options too."""
+    """Results and gradients of all tensors, including those in the options."""
     leaves = [x.to(dtype).requires_grad_() for x in tensors]
     named = {
         n: x.to(dtype).requires_grad_() if isinstance(x, torch.Tensor) else x
@@ -141,7 +141,7 @@ def test_cosine_of_a_zero_vector_is_zero(dtype):
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("score", ["cosine", "gaussian"])
 def test_garbage_that_nothing_uses_has_gradient_0(backend, score, garbage):
-    """In keys behind a mask, and in a query without keys."""
+    """Garbage in keys behind a mask, and in a query without keys."""
     lengths = torch.tensor([[3] * M, [5] * M])
     lengths[1, 2] = 0
 
@@ -165,13 +165,13 @@ def test_garbage_that_nothing_uses_has_gradient_0(backend, score, garbage):
 
 @pytest.mark.parametrize("special", [math.nan, math.inf])
 def test_cosine_of_a_row_in_use_that_is_not_finite(backend, special):
-    """Its users are NaN, all of their gradients, and no other row."""
+    """Its users and all their gradients are NaN, and no other row is."""
     q, k, v = draw()
     q[0, 1, 2, 0] = k[1, 2, 4, 1] = special
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = attention(*leaves, score="cosine", is_causal=True, backend=backend)
     spoilt = torch.zeros(B, H, M, dtype=torch.bool)
-    spoilt[0, 1, 2] = spoilt[1, 2, 4] = True  # key 4 is seen by query 4 alone
+    spoilt[0, 1, 2] = spoilt[1, 2, 4] = True  # only query 4 sees key 4
     assert torch.equal(out.isnan().all(-1), spoilt)
     assert torch.equal(out.isnan().any(-1), spoilt)
     grads = torch.autograd.grad(out.sum(), leaves)
@@ -200,12 +200,12 @@ def test_bandwidth_of_grouped_heads(backend, shape):
 
 @pytest.mark.parametrize("offset", [0.0, 2000.0, -2000.0])
 def test_gaussian_far_from_the_origin(backend, offset):
-    """Years, say: the score is of differences and keeps their digits."""
+    """Years, for example: the score uses differences and keeps their digits."""
     assert_score("gaussian", backend, draw(offset=offset), gaussian)
 
 
 def test_gaussian_far_from_the_origin_with_zero_padding(backend):
-    """Masked keys have no say in anything, precision included."""
+    """Masked keys affect nothing, not even precision."""
     q, k, v = draw(offset=2000.0)
     k[:, :, 3:], v[:, :, 3:] = 0.0, 0.0
     keep = (torch.arange(N) < 3).expand(M, N)

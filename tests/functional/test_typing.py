@@ -1,4 +1,4 @@
-"""Names in the annotations are those that the program knows; what checkers see: tests/typing."""
+"""The names in annotations exist at run time. tests/typing tests what type checkers see."""
 
 import inspect
 from typing import get_args

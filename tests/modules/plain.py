@@ -1,10 +1,10 @@
-"""The formulas of the papers in plain PyTorch, which several modules share."""
+"""Formulas of the papers in plain PyTorch, shared by several modules' tests."""
 
 import torch
 
 
 def plain_scores(module, queries, keys):
-    """Luong's scores of any method."""
+    """Luong's scores for any method."""
     score = module.score
     if score.method == "dot":
         return queries @ keys.mT

@@ -115,7 +115,7 @@ class TestAdditiveAttention:
             module(queries, keys, values, lens, mask=Mask(kv_len=lens))
 
     def test_cached_keys(self, tensors):
-        """Step by step with the keys projected once: the same results, gradients and errors."""
+        """Step by step, with the keys projected once: the same results, gradients and errors."""
         module = AdditiveAttention(7, 4, 8)
         queries, keys, values = (t.requires_grad_() for t in tensors)
         lens = torch.tensor([11, 2, 7])
@@ -176,7 +176,7 @@ class TestAdditiveAttention:
 
 
 def plain_multihead(module, query, key, value, padding=None, attn_mask=None):
-    """(output, weights per head), batch first, by the definition; masks are boolean, True drops."""
+    """(output, weights per head), batch first, by the definition. Masks are boolean, True drops."""
     E, H = module.embed_dim, module.num_heads
     projected = [
         (x @ w.T + b).unflatten(-1, (H, E // H)).transpose(1, 2)
@@ -271,7 +271,7 @@ class TestMultihead:
     @pytest.mark.parametrize("training", [False, True])
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     def test_in_an_encoder(self, training):
-        """Never the fused layer of torch, which would compute another score from our parameters."""
+        """torch's fused layer must not run: it would compute another score from our parameters."""
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.0, batch_first=True)
         layer.self_attn = MultiheadAdditiveAttention(12, 4, batch_first=True)

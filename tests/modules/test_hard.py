@@ -1,4 +1,4 @@
-"""HardAttention: what it picks, how often, and the gradients of its two substitutes."""
+"""HardAttention: which key it picks, how often, and the gradients of its two substitutes."""
 
 import copy
 
@@ -50,7 +50,7 @@ def test_evaluation(module, tensors):
 
 
 class _Differentiable(torch.nn.Module):
-    """All results but the index."""
+    """Returns all results except the index."""
 
     def __init__(self, inner):
         super().__init__()
@@ -84,7 +84,7 @@ def test_draws_follow_the_probabilities(dtype):
     choice = module(query.expand(1, count, -1), keys, return_choice=True)
     found = torch.bincount(choice.indices[0], minlength=6).double()
     expected = choice.probabilities[0, 0].double() * count
-    assert ((found - expected) ** 2 / expected).sum() < 25.7  # 99.99% with 5 degrees of freedom
+    assert ((found - expected) ** 2 / expected).sum() < 25.7  # 99.99%, 5 degrees of freedom
 
 
 def test_reinforce_gradient_is_the_expected_one():
@@ -100,7 +100,7 @@ def test_reinforce_gradient_is_the_expected_one():
     (expected,) = torch.autograd.grad(expected_reward, queries)
     mean, sigma = found.mean(0), found.std(0) / runs**0.5
     assert ((mean - expected[0]).abs() < 5 * sigma).all()
-    assert (expected[0].abs() > 10 * sigma).any()  # it would show
+    assert (expected[0].abs() > 10 * sigma).any()  # so that a wrong gradient would show
 
 
 @pytest.mark.parametrize("training", [False, True])

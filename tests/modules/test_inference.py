@@ -17,11 +17,11 @@ from fastattn.modules.multihead import inference, inputs
 
 @pytest.mark.usefixtures("extension")
 class TestTheShortWay:
-    """Self-attention at inference needs no checking and has a way of its own: ``inference.py``."""
+    """Self-attention at inference needs no checks, and has its own short path: ``inference.py``."""
 
     @pytest.fixture
     def checked(self, monkeypatch):
-        """Counts the calls that went the long way."""
+        """Counts the calls that took the long path."""
         seen, canonical = [], inputs.canonical
 
         def spy(*args):
@@ -34,7 +34,7 @@ class TestTheShortWay:
     @pytest.mark.parametrize("need_weights", [True, False])
     @pytest.mark.parametrize("batch_first", [True, False])
     @pytest.mark.parametrize("bias", [True, False])
-    @pytest.mark.parametrize("tokens", [5, 40])  # the second with the weight on the left
+    @pytest.mark.parametrize("tokens", [5, 40])  # with 40, the weight is on the left
     def test_gives_the_same_bits(
         self, monkeypatch, checked, need_weights, batch_first, bias, tokens
     ):
@@ -74,7 +74,7 @@ class TestTheShortWay:
 
 @pytest.mark.usefixtures("extension")
 class TestOneOperator:
-    """At inference the short way is one operator; where that would be seen, it is not."""
+    """At inference the short path is one operator, except where code could see that."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("bias", [True, False])
@@ -122,7 +122,7 @@ class TestOneOperator:
         assert len(operator_calls) == 4
 
     def test_where_torch_would_see_it(self, module, x, operator_calls):
-        """Modes, transforms and traces find the operators of torch; all results are the same."""
+        """Modes, transforms and traces find torch's operators. All results are the same."""
 
         torch._dynamo.reset()  # of what other tests compiled
 
@@ -164,7 +164,7 @@ class TestOneOperator:
         assert len(operator_calls) == 1
 
     def test_modules_are_told_apart(self, operator_calls):
-        """By all that they differ in on an input of one shape."""
+        """Modules that differ in anything but the shape of their input."""
         x = torch.randn(4, 4, 8)
         for heads, batch_first in itertools.product((2, 4), (True, False)):
             module = MultiheadAttention(8, heads, batch_first=batch_first)

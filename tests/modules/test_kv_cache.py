@@ -66,7 +66,7 @@ class TestGrowing:
         torch.testing.assert_close(grown, decode(module, x, [length]))
 
     def test_memory_is_reused(self, module):
-        """32 steps in room for 40 never move the keys; without room they move twice."""
+        """32 steps with room for 40 never move the keys; without room they move twice."""
         x = sequence(module, 32)
         for capacity, moves in ((40, 1), (0, 2)):
             cache, places = KVCache(capacity=capacity), set()
@@ -134,7 +134,7 @@ class TestGrowing:
             torch.testing.assert_close(torch.cat(outs, 1), expected.detach())
 
     def test_gradients_flow(self, module):
-        """With gradients recorded, the steps together are one differentiable function."""
+        """With gradients on, all steps together are one differentiable function."""
         x = sequence(module).requires_grad_()
         cache = KVCache()
         steps = [module(t, t, t, cache=cache)[0] for t in x.split([4, 1, 4], time(module))]
@@ -149,7 +149,7 @@ class TestGrowing:
         assert not cache.key.requires_grad
 
     def test_gradient_of_queries_alone(self, module):
-        """Keys without gradient are in the graph too: nothing may be written over them."""
+        """Keys without gradient are in the graph as well, and must not be overwritten."""
         module.requires_grad_(False)
         q, x = sequence(module).requires_grad_(), sequence(module)
         cache, steps = KVCache(), []
@@ -174,7 +174,7 @@ class TestGrowing:
 
     @pytest.mark.parametrize("grad", [False, True])
     def test_reorder(self, module, grad):
-        """Beam search: every sample goes on from the one that it was made from."""
+        """Beam search: every sample continues the sample that it was made from."""
         x = sequence(module)
         batch = 0 if module.batch_first else 1
         head, tail = x.split([6, 3], time(module))
@@ -194,7 +194,7 @@ class TestGrowing:
             assert cache.length == 9
 
     def test_reorder_reuses_memory(self, module):
-        """Between two places, while the sizes stay."""
+        """Uses two places in turn while the sizes stay the same."""
         cache = KVCache(capacity=N)
         places = set()
         with torch.no_grad():
@@ -239,7 +239,7 @@ class TestGrowing:
 
     @pytest.mark.slow
     def test_compile(self):
-        """Steps of any length run in a few graphs, of which none breaks."""
+        """Steps of any length run in a few graphs, without graph breaks."""
         module = MultiheadAttention(E, H, batch_first=True).eval()
         x = sequence(module, 40)
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -248,7 +248,7 @@ class TestGrowing:
         torch.testing.assert_close(found, decode(module, x, [40]))
 
     def test_nothing_past_is_projected(self, module):
-        """Each step multiplies one row by the input projection, however long the past."""
+        """Each step multiplies one row by the input projection, however many keys are cached."""
         rows = []
         linear = F.linear
 
@@ -360,7 +360,7 @@ class TestStatic:
 
 @pytest.mark.parametrize("static", [False, True])
 def test_update_takes_as_many_values_as_keys(static):
-    """Memory behind the others was never written."""
+    """Memory after the stored values was never written."""
     cache, key = KVCache(static=static), torch.zeros(2, 3, 4, 5)
     for value, error, message in (
         (key[:, :, :2], ValueError, "same batch, heads, length"),

@@ -71,7 +71,7 @@ def test_few_keys(alignment, size):
 
 @pytest.mark.parametrize("per_query", [False, True])
 def test_masks(alignment, per_query, tensors):
-    """Lengths, also 0; a boolean mask; the same as a float mask."""
+    """Lengths, including 0; a boolean mask; the same mask as floats."""
     lens = torch.tensor([N, 0, 9])
     lens = torch.randint(0, N + 1, (B, M)) if per_query else lens
     keep = torch.rand(B, M, N) < 0.6
@@ -88,7 +88,7 @@ def test_masks(alignment, per_query, tensors):
 
 @pytest.mark.parametrize("step", [0, 2, 9, N - 2, N + D, N + 50])
 def test_later_steps(step, tensors):
-    """Beyond the keys too, where a target is longer than its source."""
+    """Also steps beyond the keys, for a target longer than its source."""
     keep = torch.rand(M, N) < 0.6
     options = dict(step=step, attn_mask=keep, need_weights=True)
     module = module_for("monotonic")
@@ -119,7 +119,7 @@ def test_step_by_step_with_a_cache(alignment, method, tensors):
 
 
 def test_garbage_behind_a_mask(alignment, tensors):
-    """Neither output nor gradients: those of the Gaussian would be 0 * NaN."""
+    """It reaches neither output nor gradients: those of the Gaussian would be 0 * NaN."""
     module = module_for(alignment)
     lens = torch.tensor([N, 6, 3])
     clean, spoilt = tensors, [t.clone() for t in tensors]
@@ -143,7 +143,7 @@ def test_nan_reaches_its_row(alignment, tensors):
 
 
 def test_only_the_window_is_read(alignment, tensors):
-    """Garbage outside of it changes nothing, without any mask."""
+    """Garbage outside the window changes nothing, without any mask."""
     module = module_for(alignment)
     queries, keys, values = tensors
     one = queries[:, :1]
@@ -157,7 +157,7 @@ def test_only_the_window_is_read(alignment, tensors):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_half_precision_finds_the_same_window(alignment, dtype, autocast):
-    """Among 2001 keys too: positions are float32."""
+    """Also among 2001 keys: positions are float32."""
     module = module_for(alignment).to(dtype)
     tensors = [torch.randn(s).to(dtype) for s in ((B, 4, DQ), (B, 2001, DQ), (B, 2001, DV))]
     exact = copy.deepcopy(module).double()(*(x.double() for x in tensors), need_weights=True)[1]
@@ -202,7 +202,7 @@ def test_errors(tensors):
 
 @pytest.mark.parametrize("alignment", ["predictive", "monotonic"])
 def test_keys_and_values_that_do_not_fit(tensors, alignment):
-    """They are gathered or cut here, before the function that would check them sees them."""
+    """Keys and values are gathered or cut before the function that would check them."""
     queries, keys, values = tensors
     module = module_for(alignment)
     for less in (keys[:1], keys[:-1]):

@@ -14,7 +14,7 @@ B, T, N, DQ, DK, DV, HIDDEN = 3, 4, 13, 8, 5, 6, 7
 
 
 class Decoder(nn.Module):
-    """All steps, so that gradients go through the states: (contexts, weights, coverage loss)."""
+    """All steps, so that gradients pass through the states: (contexts, weights, coverage loss)."""
 
     def __init__(self, **options):
         super().__init__()
@@ -97,7 +97,7 @@ class TestSteps:
         assert_module_close(Decoder(**options), plain, tensors)
 
     def test_bfloat16(self, options, tensors):
-        """Without the coverage loss, whose min has two gradients where rounding makes a tie."""
+        """Without the coverage loss: where rounding makes a tie, its min has two gradients."""
         assert_module_close(
             _Smooth(**options).bfloat16(),
             lambda *a: plain(*a)[:2],
@@ -124,7 +124,7 @@ class TestSteps:
 
 
 def test_without_location_it_is_additive_attention(tensors):
-    """The first step always, and every step where nothing is added."""
+    """In the first step always, and in every step if nothing is added."""
     torch.manual_seed(0)
     expected = AdditiveAttention(DQ, DK, HIDDEN, bias=True)(*tensors)
     torch.manual_seed(0)

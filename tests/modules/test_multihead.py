@@ -28,7 +28,7 @@ DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f
 
 
 def pairwise(factors: dict[str, list]) -> list[dict]:
-    """Cases in which any two values of different factors meet at least once; always the same."""
+    """Cases in which any two values of different factors occur together; always the same cases."""
     rng = random.Random(0)
     names = list(factors)
     missing = {
@@ -56,7 +56,7 @@ def case_id(case: dict) -> str:
 
 
 def make_module(case: dict) -> nn.MultiheadAttention:
-    """In float64, with biases that are not zero."""
+    """A module in float64, with nonzero biases."""
     torch.manual_seed(1)
     kdim, vdim = (E, E) if case["dims"] == "same" else (10, 12)
     module = nn.MultiheadAttention(
@@ -70,7 +70,7 @@ def make_module(case: dict) -> nn.MultiheadAttention:
 
 
 def make_inputs(case: dict) -> dict[str, torch.Tensor]:
-    """The tensors of a call in float64; the masks keep a key in every row."""
+    """The tensors of a call in float64. The masks keep a key in every row."""
     g = torch.Generator().manual_seed(2)
     unbatched = case["layout"] == "unbatched"
     alone = case["inputs"] == "self"
@@ -107,7 +107,7 @@ def make_inputs(case: dict) -> dict[str, torch.Tensor]:
 
 
 def share_inputs(case: dict, args: dict) -> dict:
-    """Makes query, key, value the same objects as the case says, where their shapes allow it."""
+    """Makes query, key and value the same objects for such cases, if their shapes allow it."""
     same = case["dims"] == "same"
     if case["inputs"] == "self" and same:
         args["key"] = args["value"] = args["query"]
@@ -116,7 +116,7 @@ def share_inputs(case: dict, args: dict) -> dict:
     elif case["inputs"] == "qk" and same:
         args["key"] = args["query"]
         args["value"] = args["query"] * 0.5
-        for name in ("attn_mask", "key_padding_mask"):  # their N is that of the key given before
+        for name in ("attn_mask", "key_padding_mask"):  # their N is that of the previous key
             if name in args:
                 args[name] = args[name][..., :M]
     return args
@@ -158,7 +158,7 @@ def test_same_as_torch(case):
     dtype = DTYPES[case["dtype"]]
     exact = results(peer, case, leaves, torch.float64)
     theirs = results(peer, case, leaves, dtype)
-    if dtype == torch.float64:  # the truth is plain PyTorch itself: what float32 shows of its error
+    if dtype == torch.float64:  # plain PyTorch is the truth; float32 scales its error
         single = results(peer, case, leaves, torch.float32)
         theirs = {n: x + (single[n].double() - x) * 2.0**-29 for n, x in exact.items()}
     found = results(ours, case, leaves, dtype)

@@ -1,4 +1,4 @@
-"""What else takes an nn.MultiheadAttention: nested tensors, compile, export, tracing, torch.ao."""
+"""Other uses of nn.MultiheadAttention: nested tensors, compile, export, tracing, torch.ao."""
 
 import copy
 
@@ -24,7 +24,7 @@ def test_output_can_be_viewed_and_written(batched, batch_first):
 
 
 class TestDelegation:
-    """What our operators do not take runs in torch's own forward."""
+    """Calls that our operators do not support run in torch's own forward."""
 
     def test_torch_function(self, module, x, calls):
         names = []
@@ -88,7 +88,7 @@ def test_nested_self_attention_is_ours(module, x, calls, dtype):
 )
 @pytest.mark.slow
 def test_compile_fullgraph(module, x, kind, need_weights):
-    torch._dynamo.reset()  # of what other tests compiled
+    torch._dynamo.reset()  # made by other tests
     kwargs = {"need_weights": need_weights}
     if kind == "bool":
         kwargs["attn_mask"] = torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -122,7 +122,7 @@ def test_export(module, x, strict):
     padding = torch.zeros(2, 5).index_fill(1, torch.tensor([4]), -torch.inf)
     program = torch.export.export(module.eval(), (x, x, x, padding), strict=strict)
     torch.testing.assert_close(program.module()(x, x, x, padding), module(x, x, x, padding))
-    other = torch.zeros(2, 5)  # the values of the example's mask are not baked in
+    other = torch.zeros(2, 5)  # the example's mask is not a constant of the program
     torch.testing.assert_close(program.module()(x, x, x, other), module(x, x, x, other))
 
 
@@ -162,7 +162,7 @@ def test_fx_leaf(module, x):
 
 @pytest.mark.filterwarnings("ignore")  # torch.ao announces its own removal
 def test_torch_ao_static_quantization(x):
-    """torch.ao observes our class as it observes its base."""
+    """torch.ao observes our class like its base."""
     quantization = pytest.importorskip("torch.ao.quantization")
     outputs = []
     for cls in (nn.MultiheadAttention, MultiheadAttention):

@@ -42,7 +42,7 @@ BAD_CALLS = {  # for embed_dim 8, 2 heads; x is (5, 3, 8)
 }
 
 
-# Here torch's text depends on strides, or is what the next operation happened to say.
+# Here torch's text depends on strides, or comes from the next operation.
 ONLY_THE_TYPE = ("query dtype", "key dtype", "integer query", "batch sizes")
 
 

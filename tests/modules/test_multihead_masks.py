@@ -99,7 +99,7 @@ def test_every_combination(pair, tensors, pairs, padding, need_weights, grad):
 
 
 class TestSmall:
-    """Masks stay as small as they came."""
+    """Masks keep their small shapes."""
 
     def test_booleans_are_not_merged_here(self, pair, tensors, seen):
         query, key = tensors
@@ -217,7 +217,7 @@ class TestCausalHint:
 
 
 def test_float32_mask_with_half_query(tensors):
-    """torch takes it when no weights are asked for, and so do we."""
+    """torch accepts it if no weights are returned, and so do we."""
     module = MultiheadAttention(E, H, batch_first=True, dtype=torch.bfloat16)
     query, key = (t.bfloat16() for t in tensors)
     mask = pair_masks()["float2"]

@@ -27,7 +27,7 @@ class TestState:
         for cls in (nn.MultiheadAttention, MultiheadAttention):
             torch.manual_seed(3)
             module = cls(8, 2, **variant)
-            states.append((module.state_dict(), torch.rand(1)))  # as many draws, too
+            states.append((module.state_dict(), torch.rand(1)))  # and the same number of draws
         assert list(states[0][0]) == list(states[1][0])
         assert all(map(torch.equal, states[0][0].values(), states[1][0].values()))
         assert torch.equal(states[0][1], states[1][1])
@@ -95,7 +95,7 @@ class TestParametersAreReadAtEveryCall:
         assert module.parametrizations.in_proj_weight.original.grad.any()
 
     def test_parametrizations_run_once_a_call(self, module, x):
-        """Spectral norm, for one, moves at every evaluation."""
+        """Spectral norm, for example, changes at every evaluation."""
         runs = []
 
         class Count(nn.Module):

@@ -1,4 +1,4 @@
-"""What stands in the place of out_proj, or hangs on it, takes part; torch reads its weights."""
+"""Replacements of out_proj, and additions to it, take part. torch only reads its weights."""
 
 import copy
 
@@ -11,7 +11,7 @@ import fastattn
 
 
 class Lora(nn.Module):
-    """A frozen linear layer, and a product of two narrow ones beside it."""
+    """A frozen linear layer, and the product of two narrow layers added to it."""
 
     def __init__(self, base: nn.Linear, rank=2):
         super().__init__()
@@ -19,7 +19,7 @@ class Lora(nn.Module):
         self.a = nn.Linear(base.in_features, rank, bias=False)
         self.b = nn.Linear(rank, base.out_features, bias=False)
 
-    weight = property(lambda self: self.base.weight)  # others look at these
+    weight = property(lambda self: self.base.weight)  # other code reads these
     bias = property(lambda self: self.base.bias)
 
     def forward(self, x):
@@ -27,7 +27,7 @@ class Lora(nn.Module):
 
 
 class LoraLinear(nn.Linear):
-    """The same as a linear layer of its own kind."""
+    """The same as a subclass of nn.Linear."""
 
     def __init__(self, base: nn.Linear, rank=2):
         super().__init__(base.in_features, base.out_features)
@@ -100,7 +100,7 @@ def test_adapters_learn(layer):
 
 
 def test_over_a_nested_batch():
-    """An encoder makes one of padded input, at inference."""
+    """An encoder makes such a batch from padded input, at inference."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 1).eval()
     fastattn.replace_attention(model)

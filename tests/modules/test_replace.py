@@ -1,4 +1,4 @@
-"""replace_attention: same objects, same numbers, and our forward reached at inference too."""
+"""replace_attention: same objects, same numbers, and our forward also runs at inference."""
 
 import copy
 import warnings
@@ -90,7 +90,7 @@ def test_layers_alone(layer_class):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 class TestInference:
-    """In eval mode without gradients torch would run its own fused layer instead of the module."""
+    """In eval mode without gradients, torch would run its fused layer instead of the module."""
 
     @pytest.mark.parametrize("masked", ["none", "padding", "mask", "both", "causal"])
     @pytest.mark.parametrize("nested", [False, True])
@@ -136,7 +136,7 @@ class TestInference:
             assert model(torch.randn(2, 6, 16), src_key_padding_mask=padding).isfinite().all()
 
     def test_module_built_by_hand(self, calls):
-        """A module of our class is bypassed too, until it is passed through replace_attention."""
+        """A module of our class is also bypassed until replace_attention gets it."""
         layer = encoder(1).layers[0]
         layer.self_attn = MultiheadAttention(16, 4, batch_first=True)
         layer.eval()
@@ -205,7 +205,7 @@ class TestWhatIsKept:
         model = nn.MultiheadAttention(8, 2)
         nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
         nn.utils.parametrizations.weight_norm(model.out_proj, "weight")
-        twin = copy.deepcopy(model)  # shares the class that the parametrization made
+        twin = copy.deepcopy(model)  # shares the class made by the parametrization
         x = torch.randn(3, 2, 8)
         expected = model(x, x, x)[0]
         assert replace_attention(model) == 1

@@ -57,7 +57,7 @@ def test_shapes_and_no_weights(x):
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_masks(heads, x):
-    """Lengths, a mask over samples, a structured one; the same over heads, and as a float mask."""
+    """Lengths, a mask per sample, a structured mask; the same over heads, and as a float mask."""
     module = SelfAttention(C, heads, 4)
     lens = torch.tensor([N, 0, 4])
     pairs = torch.rand(B, N, N) < 0.7

@@ -42,9 +42,9 @@ def pick_out(formula):
 
 
 def terms(module, tensors, formula):
-    """Root-sum-square of the terms of a gradient that goes through |q - k|^2 = q^2 - 2 q k + k^2.
+    """Root-sum-square of the terms of a gradient through |q - k|^2 = q^2 - 2 q k + k^2.
 
-    A score's gradient dS multiplies each of the three, centred, where the formula has only their
+    A score's gradient dS multiplies each of the three, centred; the formula has only their
     difference. Other scores have no such terms.
     """
     if not isinstance(module, NadarayaWatson):
@@ -177,7 +177,7 @@ class TestNadarayaWatson:
         torch.testing.assert_close(NadarayaWatson(0.3)(*tensors), expected)
 
     def test_shapes(self):
-        """(M,), (M, D) and (B, M, D); values with and without their last dim."""
+        """(M,), (M, D) and (B, M, D); values with and without the last dim."""
         x, points, y = torch.rand(20), torch.rand(7), torch.rand(20)
         model = NadarayaWatson(0.2)
         out, weights = model(points, x, y, need_weights=True)
@@ -210,7 +210,7 @@ class TestNadarayaWatson:
             torch.testing.assert_close(found.narrow(dim, j, 1), expected)
 
     def test_learning_the_bandwidth(self):
-        """From far off on either side to nearly the best of a fine grid."""
+        """From far away on both sides to nearly the best of a fine grid."""
         x = torch.sort(torch.rand(60) * 5).values
         y = 2 * torch.sin(x) + x**0.8 + torch.randn(60) * 0.3
 
@@ -229,7 +229,7 @@ class TestNadarayaWatson:
 
     @pytest.mark.parametrize("bandwidth", [1.0, [1.0, 2.0]], ids=str)
     def test_far_from_zero(self, bandwidth):
-        """Years: both sides are centred, so that they keep their digits."""
+        """Years, for example: queries and keys are centred, so that they keep their digits."""
         tensors = [torch.rand(1, 9, 2) * 4 + 2000, torch.rand(1, 40, 2) * 4 + 2000]
         tensors.append(torch.rand(1, 40, 1))
         model, formula = NadarayaWatson(bandwidth), pick_out(gaussian)
@@ -237,7 +237,7 @@ class TestNadarayaWatson:
 
     @pytest.mark.parametrize("bandwidth", [1.0, [1.0, 2.0]], ids=str)
     def test_samples_far_from_each_other(self, bandwidth):
-        """Each is centred by itself."""
+        """Each sample has its own centre."""
         tensors = [torch.rand(2, 9, 2) * 4, torch.rand(2, 40, 2) * 4, torch.rand(2, 40, 1)]
         for x in tensors[:2]:
             x[1] += 20_000

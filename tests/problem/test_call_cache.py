@@ -1,4 +1,4 @@
-"""Calls seen before are answered as if they had not been."""
+"""Known calls give the same results as new ones."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ sdpa = fastattn.scaled_dot_product_attention
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
-    """An empty table of such calls."""
+    """An empty table of known calls."""
     monkeypatch.setattr(call_cache, "_KNOWN", {})
     return call_cache._KNOWN
 
 
 @pytest.fixture
 def built(monkeypatch):
-    """The records that are built, one for each call that was not seen before."""
+    """The records that are built, one for each new call."""
     records, build = [], validate.build
 
     def spy(*args, **options):
@@ -141,7 +141,7 @@ def test_what_is_kept_is_the_choice_of_the_registry(table):
     ("shape", "weight"), [((2, 4, 8), (8,)), ((2, 1, 4, 8), (1, 8)), ((2, 3, 4, 8), (3, 8))]
 )
 def test_an_additive_call_seen_before(built, table, shape, weight):
-    """With a head dim or without, and with a mask that says nothing: as at first."""
+    """With or without a head dim, and with a mask that says nothing: the same as the first time."""
     q, k, v = (heads(*shape[:-2], n, 8, seed=n) for n in (4, 6, 7))
     v, w = v[..., :6, :5], torch.nn.Parameter(heads(*weight))
     options = dict(return_weights="full", return_lse=True)

@@ -1,4 +1,4 @@
-"""The record: its words, its tensors, its band; dropout's bits."""
+"""The record: its text, its tensors, its band; bits of dropout."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_str_names_dims_and_tells_problems_apart():
         str(problem(Mask(kv_len=torch.tensor([1, 2])), 3, 5)),
     }
     assert len(lines) == 5
-    assert str(problem(Mask(kv_len=torch.tensor([3, 3])), 3, 5)) in lines  # values do not matter
+    assert str(problem(Mask(kv_len=torch.tensor([3, 3])), 3, 5)) in lines  # values are not shown
 
 
 def test_record_travels_without_its_tensors():

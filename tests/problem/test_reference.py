@@ -1,4 +1,4 @@
-"""The oracle itself: against PyTorch, against loops, its gradients against autograd's."""
+"""The oracle: against PyTorch, against loops, its gradients against autograd's."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fastattn import Mask
 from fastattn.problem import reference, validate
 
-# Every feature that has a branch in the reference; q [2, 4, 5, 3], k and v with 2 heads of 7 keys.
+# Each feature has a branch in the reference; q [2, 4, 5, 3], k and v with 2 heads of 7 keys.
 FEATURES = {
     "plain": {},
     "top-left": dict(mask=Mask(causal="top_left")),
@@ -58,7 +58,7 @@ def test_backward_is_the_gradient_of_forward(score, name):
     grads = [torch.randn_like(out), torch.randn_like(lse)]
     grads.append(None if p.weights == "none" else torch.randn_like(weights))
     outputs = [(x, g) for x, g in zip((out, lse, weights), grads, strict=True) if g is not None]
-    # autograd's formula for the log of an empty sum is NaN: those rows are constants
+    # autograd gives NaN for the log of an empty sum: such rows are constants
     outputs[1] = (torch.where(lse.isinf(), 0.0, lse), torch.where(lse.isinf(), 0.0, grads[1]))
     present = [t for t in tensors if t is not None]
     expected = torch.autograd.grad(

@@ -1,4 +1,4 @@
-"""The operands are listed once in Python and once in C++, and so are the fields of Mask."""
+"""The operands are listed once in Python and once in C++; the fields of Mask are as well."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ def test_a_build_reads_the_schemas_without_torch():
 
 
 def sources() -> dict[str, str]:
-    """All that is not a test, by path."""
+    """All files except tests, by path."""
     folders = ("fastattn", "kernels", "csrc", "bench", "examples")
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.*"))
     kinds = (".py", ".pyi", ".h", ".cpp", ".cu", ".cuh")
@@ -43,7 +43,7 @@ def sources() -> dict[str, str]:
 
 
 def listing(names: tuple[str, ...], apart: int = 60) -> set[str]:
-    """The sources in which these names follow one another."""
+    """The sources in which these names follow each other."""
     between = rf"\b.{{1,{apart}}}?\b"
     pattern = re.compile(rf"\b{between.join(names)}\b", re.DOTALL)
     return {path for path, text in sources().items() if pattern.search(text)}
@@ -58,7 +58,7 @@ def test_nothing_else_lists_the_operands():
 
 
 def test_nothing_else_lists_the_fields_of_a_mask():
-    """But for the check of each field, and what the tests' cases make of each."""
+    """Except for the check of each field, and its handling in the tests' cases."""
     fields = tuple(field.name for field in dataclasses.fields(Mask))
     elsewhere = listing(fields[1:]) - {"fastattn/problem/mask.py"}
     assert elsewhere <= {

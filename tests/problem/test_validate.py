@@ -1,4 +1,4 @@
-"""Bad calls raise the right error and say what was expected; odd but good calls are understood."""
+"""Bad calls raise the right error and say what was expected; unusual good calls work."""
 
 import math
 
@@ -39,7 +39,7 @@ META = torch.zeros(B, H, N, D, device="meta")
 
 Type, Value = TypeError, ValueError
 
-# (query, key, value): error, what its message says
+# (query, key, value): the error, and a part of its message
 BAD_TENSORS = {
     "list": ([[1.0]], k(), v(), Type, r"query: expected a Tensor, got list"),
     "none": (q(), None, v(), Type, r"key: expected a Tensor, got NoneType"),
@@ -61,7 +61,7 @@ BAD_TENSORS = {
     "no-kv-heads": (q(), x(B, 0, N, D), x(B, 0, N, E), Value, r"query has 4 heads, key 0"),
 }
 
-# options of a good call: error, what its message says
+# options of a good call: the error, and a part of its message
 BAD_OPTIONS = {
     "heads-ratio": (dict(enable_gqa=True), Value, r"multiple of the key heads"),
     "dropout-negative": (dict(dropout_p=-0.1), Value, r"between 0 and 1, got -0.1"),
@@ -140,7 +140,7 @@ BAD_OPTIONS = {
 }  # fmt: skip
 
 
-# What other libraries call what we have: the name of ours.
+# Other libraries' names of our arguments, and our names.
 NAMES = {
     "causal": "is_causal=True, or mask=",
     "softmax_scale": "scale=",
@@ -209,7 +209,7 @@ def test_a_bool_is_no_number(make, name):
 
 
 def test_a_bool_is_no_number_after_a_call_with_that_number():
-    """Calls seen before are recalled, and 1 == True."""
+    """Known calls are recalled, and 1 == True."""
     scaled_dot_product_attention(q(), k(), v(), scale=1)
     with pytest.raises(TypeError, match="scale: expected a float or None, got bool"):
         scaled_dot_product_attention(q(), k(), v(), scale=True)
@@ -253,7 +253,7 @@ def test_weight_with_heads_needs_a_head_dim():
         additive_attention(x(M, D), x(N, D), x(N, E), x(H, D))
 
 
-# Scores that compute with query and key before all is checked; gaussian takes mixed dtypes.
+# These scores compute with query and key before the checks; gaussian takes mixed dtypes.
 @pytest.mark.parametrize("name", [name for name in BAD_TENSORS if "mixed" not in name])
 @pytest.mark.parametrize("score", ["cosine", "gaussian"])
 def test_bad_tensors_of_other_scores(score, name):
@@ -308,7 +308,7 @@ def test_kv_len_of_any_integer_type_becomes_int32_rows(dtype, shape):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
 def test_kv_len_of_a_type_that_cannot_hold_the_number_of_keys(dtype):
-    """What it can hold is as good, whatever that number becomes in it."""
+    """Lengths in range are right, even if the dtype cannot hold the number of keys."""
     for n in (128, 256, 300, 32768, 65536):
         lengths = torch.tensor([3, 120], dtype=dtype)
         built = validate.build("dot", q(), x(B, H, n, D), x(B, H, n, E), mask=Mask(kv_len=lengths))
