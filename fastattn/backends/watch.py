@@ -1,7 +1,7 @@
 """What runs where, noted as it runs: ``fastattn.explain(module, ...)`` reads the notes.
 
-Only code that has to find out something first makes notes, never the short way of a call that was
-seen before. ``watching`` therefore has all calls find out everything again.
+Only the full path of a call makes notes. The short path of a known call makes none, so
+``watching`` turns the cache of known calls off.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from fastattn.backends import registry
 from fastattn.problem import Problem, call_cache
 
-Note = registry.Explanation | str  # of a call that runs here; why a call goes to torch
+Note = registry.Explanation | str  # a call that runs here, or why a call goes to torch
 
-_NOTES: list[Note] | None = None  # None while nobody watches
+_NOTES: list[Note] | None = None  # None outside of watching()
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[list[Note]]:
-    """The notes of all calls that are made meanwhile, in their order; a list that grows."""
+    """Collects the notes of all calls inside the block, in order, in the list that it yields."""
     global _NOTES
     with _ONE_AT_A_TIME, call_cache.paused():
         _NOTES, before = [], _NOTES

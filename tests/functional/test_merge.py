@@ -50,7 +50,7 @@ def test_rows_without_keys_and_garbage_in_absent_parts():
     none = Mask(kv_len=torch.tensor([0, 5]))
     out, lse = fastattn.scaled_dot_product_attention(q, k, v, mask=none, return_lse=True)
     spoiled = out.clone()
-    spoiled[0] = torch.nan  # of which the log-sum-exp says that nothing is there
+    spoiled[0] = torch.nan  # its log-sum-exp says that it has no keys
     outs = [out.clone().requires_grad_(), spoiled.requires_grad_()]
     lses = [lse.clone().requires_grad_(), lse.clone().requires_grad_()]
     found, total = merge_attention(outs, lses)
