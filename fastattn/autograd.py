@@ -270,8 +270,8 @@ def _reference_jvp(formula, p: Problem, inputs, tangents) -> list[Any]:
         absent[:] = [r is None for r in results]
         return tuple(r for r in results if r is not None)
 
-    results, pull = torch.func.vjp(of_moving, *[inputs[n] for n in moving])
-    _, push = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
+    results, pull, *_ = torch.func.vjp(of_moving, *[inputs[n] for n in moving])
+    _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
     [moved] = push(tuple(tangents[n] for n in moving))
     rest = iter(moved)
     return [None if a else next(rest) for a in absent]
