@@ -36,6 +36,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
     Example:
+        >>> q, k0, k1 = (torch.randn(2, 4, n, 8) for n in (3, 100, 7))
+        >>> v0, v1 = k0, k1
         >>> prompt = fastattn.scaled_dot_product_attention(q, k0, v0, return_lse=True)
         >>> rest = fastattn.scaled_dot_product_attention(q, k1, v1, return_lse=True)
         >>> out, lse = fastattn.merge_attention(*zip(prompt, rest))

@@ -55,7 +55,8 @@ def plot_attention(
     says how to get one.
 
     Example:
-        >>> _, weights = fastattn.scaled_dot_product_attention(q, k, v, return_weights="full")
+        >>> words, q = "the cat sat".split(), torch.randn(1, 4, 3, 8)
+        >>> _, weights = fastattn.scaled_dot_product_attention(q, q, q, return_weights="full")
         >>> fastattn.plot_attention(weights[0], words, words).savefig("attention.png")
     """
     try:

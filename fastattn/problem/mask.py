@@ -67,6 +67,7 @@ class Mask:
         Source: Vaswani et al., "Attention Is All You Need", 2017, section 4.
 
         Example:
+            >>> q = k = v = torch.randn(2, 4, 1000, 8)
             >>> out = fastattn.scaled_dot_product_attention(q, k, v, mask=fastattn.Mask.local(128))
         """
         arguments.check_int("radius", radius, 0)
@@ -107,6 +108,7 @@ class Mask:
             ValueError: ``block`` is below 1, or another number is negative.
 
         Example:
+            >>> q = k = v = torch.randn(2, 4, 1000, 8)
             >>> mask = fastattn.Mask.local_blocks(64, 1000, before=1)
             >>> out = fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, mask=mask)
         """

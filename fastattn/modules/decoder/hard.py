@@ -66,7 +66,8 @@ class HardAttention(nn.Module):
         >>> attention = HardAttention(query_dim=32, key_dim=48, hidden_dim=16)
         >>> queries, regions = torch.randn(2, 7, 32), torch.randn(2, 196, 48)
         >>> choice = attention(queries, regions, return_choice=True)
-        >>> loss = (reward(choice.output).detach() * -choice.log_prob).mean()
+        >>> reward = -(choice.output - 1).square().mean(dim=-1).detach()  # of what was chosen
+        >>> loss = (reward * -choice.log_prob).mean()
     """
 
     def __init__(

@@ -235,8 +235,8 @@ def coverage_loss(weights: Tensor) -> Tensor:
 
     Example::
 
-        >>> steps = [...]  # weights (B, N), one for each step
-        >>> loss = loss + coverage_loss(torch.stack(steps, dim=1)).mean()
+        >>> steps = [torch.rand(2, 9).softmax(dim=-1) for _ in range(5)]  # weights (B, N)
+        >>> loss = coverage_loss(torch.stack(steps, dim=1)).mean()
     """
     if weights.dim() != 3:
         raise ValueError(f"weights: expected (B, M, N), got {list(weights.shape)}")
