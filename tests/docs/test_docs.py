@@ -17,6 +17,7 @@ PAGES = sorted(
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
 )
 FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```{literalinclude} (\S+)\n(?::language.*\n)?:pyobject: (\w+)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NUMBER = re.compile(r'opacity="([\d.e-]+)"')
 
@@ -61,6 +62,16 @@ def test_relative_links_lead_somewhere(page):
         assert target.exists(), f"{page} links to {link}"
         if anchor:
             assert anchor in anchors(target.read_text("utf-8")), f"{page}: no heading for {link}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "{literalinclude}" in read(p)], ids=str)
+def test_code_that_a_page_shows_is_there(page):
+    text = read(page)
+    found = SHOWN.findall(text)
+    assert len(found) == text.count("{literalinclude}")
+    for path, name in found:
+        source = ((ROOT / page).parent / path).read_text("utf-8")
+        assert re.search(rf"^(?:def|class) {name}\b", source, re.MULTILINE), f"{page}: {name}"
 
 
 def test_every_public_name_is_in_the_reference():

@@ -30,5 +30,5 @@ def test_the_example_runs(name, monkeypatch, tmp_path):
 
 
 def test_functions_and_modules_have_examples():
-    records = {"AlignmentState", "Explanation", "HardChoice", "ModuleExplanation"}
+    records = {"AlignmentState", "Explanation", "HardChoice", "ModuleExplanation", "SdpaCalls"}
     assert set(fastattn.__all__) - records <= {name.split(".")[0] for name in EXAMPLES}
