@@ -1,9 +1,9 @@
 """Autograd around a backend: saves, restores, calls. It does no arithmetic.
 
-Functions have a split ``forward`` / ``setup_context`` and a ``vmap`` rule, the pattern that every
-transform supports. The backward is a second such Function, so that double backward exists. It
-differentiates the reference formulas by recomputation, which takes the dense [B, H, M, N] memory
-(times D for the additive score).
+The pattern is the one that every transform understands: functions with a split ``forward`` /
+``setup_context`` and a ``vmap`` rule. The backward is a second such function, so that double
+backward exists: it differentiates the reference formulas by recomputation, which takes the dense
+[B, H, M, N] memory (times D for the additive and the gaussian score).
 
 Tensors inside the record (its masks and seed) are passed as arguments beside it, because a
 transform must see every tensor; ``p`` is passed without them. Forward mode also differentiates
@@ -151,7 +151,8 @@ class AttentionFunction(torch.autograd.Function):
         differentiate = needs_autograd(*saved)
         grads = list((function.apply if differentiate else function.forward)(*args))
         if (grad_w := grads[_W]) is not None:
-            grads[_W] = grad_w.sum(0).to(inputs[_W].dtype)
+            shared = inputs[_W].dim() == 2  # by all samples
+            grads[_W] = (grad_w.sum(0) if shared else grad_w).to(inputs[_W].dtype)
         return (None, None, *grads, *[None] * len(own))
 
     @staticmethod
@@ -284,14 +285,18 @@ def _vmap(function, size: int, in_dims: tuple, static: tuple, tensors: tuple):
     """Folds the mapped dim into B for one launch. Mapped weights and seeds have no B: a loop."""
     backend, p, *options = static
     dims = in_dims[len(static) :]
-    if dims[_W] is not None or p.dropout is not None:
+    w = tensors[_W]
+    # A weight of every sample of its own folds as the others do.
+    shared = w is None or w.dim() == (2 if dims[_W] is None else 3)
+    if (shared and dims[_W] is not None) or p.dropout is not None:
         return _vmap_by_loop(function, size, dims, static, tensors)
 
     bias_needs_grad = any(options)  # the backward function's only option
     stays = _MASKS if bias_needs_grad else [*_MASKS, _BIAS]
     folded = []
     for n, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
-        if x is None or n in (_W, _SEED) or (n in stays and dim is None and x.shape[0] == 1):
+        alone = n == _SEED or (n == _W and shared)
+        if x is None or alone or (n in stays and dim is None and x.shape[0] == 1):
             folded.append(x)
         else:
             folded.append(_fold(x, dim, size, p.B))

@@ -289,7 +289,7 @@ def explain(
         key: as there; query by default.
         value: as there; key by default.
         weight: as there.
-        **options: the call's other arguments.
+        **options: the call's other arguments; with ``bandwidth``, the score is the gaussian.
 
     Returns:
         A :class:`fastattn.Explanation` with the ``backend``, the ``path`` through the CPU kernels
@@ -315,20 +315,22 @@ def explain(
         query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
     key = query if key is None else key
     value = key if value is None else value
-    score: Score = "dot" if weight is None else "additive"
+    bandwidth = options.pop("bandwidth", None)
+    score: Score = "additive" if weight is not None else "dot" if bandwidth is None else "gaussian"
     if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
         title = f"{score} attention of nested tensors"
         return registry.Explanation(None, None, {}, title, arguments.NESTED)
     arguments.check_bool("return_lse", options.pop("return_lse", False))
     backend = options.pop("backend", "auto")
-    tensors: Any = _autocast(query, key, value, weight)
+    parameter = weight if bandwidth is None else bandwidth
+    tensors: Any = _autocast(query, key, value, parameter, exact=score == "gaussian")
     inputs = validate.build(score, *tensors, **options)
     return registry.explain(inputs.p, backend, inputs.bias is not None)
 
 
 def _attend(
     score: Score,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     return_lse: bool,
     backend: str,
     call: call_cache.Call | None,
@@ -336,11 +338,11 @@ def _attend(
 ) -> Results:
     """Validates, chooses, runs, and gives the results the shapes of the arguments.
 
-    ``tensors`` are query, key, value and weight. The record is remembered by ``call``; None if the
-    record depends on more than ``call`` holds.
+    ``tensors`` are query, key, value and weight, or bandwidth. The record is remembered by
+    ``call``; None if the record depends on more than ``call`` holds.
     """
     arguments.check_bool("return_lse", return_lse)
-    cast: Any = _autocast(*tensors)
+    cast: Any = _autocast(*tensors, exact=score == "gaussian")
     inputs = validate.build(score, *cast, **options)
     seen = call_cache.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)
     watch.call(inputs.p, backend, inputs.bias is not None)
@@ -374,15 +376,18 @@ def _run(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors as torch's autocast makes them: floats but float64 get the autocast dtype."""
+def _autocast(*tensors: Tensor | None, exact: bool = False) -> list[Tensor | None]:
+    """The tensors as torch's autocast makes them: floats but float64 get the autocast dtype.
+
+    ``exact``: float32 instead, as ``torch.cdist`` has it. What is close would else be one point.
+    """
     first = tensors[0]
     if not torch._C._is_any_autocast_enabled() or not isinstance(first, Tensor):
         return list(tensors)
     device = first.device.type
     if not operators.has_autocast(device) or not torch.is_autocast_enabled(device):
         return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.float32 if exact else torch.get_autocast_dtype(device)
     return [
         t.to(dtype)
         if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64

@@ -1,4 +1,4 @@
-"""Attention with a score chosen by name. All but the additive score become dot products here."""
+"""Attention with a score chosen by name. Some of them become dot products here."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastattn.functional import (
     Options,
     Results,
     Returned,
+    _attend,
     additive_attention,
     scaled_dot_product_attention,
 )
@@ -94,7 +95,7 @@ def attention(
     ``scaled_dot`` ``q_i . k_j * scale`` (``1 / sqrt(D)``)               ``scale`` (optional)
     ``dot``        ``q_i . k_j``
     ``cosine``     ``q_i . k_j / (|q_i| |k_j|) * scale`` (1)             ``scale`` (optional)
-    ``gaussian``   ``-|q_i - k_j|^2 / (2 bandwidth^2)``                  ``bandwidth`` (1)
+    ``gaussian``   ``-sum_d (q_id - k_jd)^2 / (2 bandwidth_d^2)``        ``bandwidth`` (1)
     ``additive``   ``sum_d weight_d tanh(q_id + k_jd)``                  ``weight``
     ============== ===================================================== ====================
 
@@ -105,10 +106,12 @@ def attention(
         value: ``[..., Hkv, N, E]``.
         score: one of the table.
         weight: ``[D]`` or ``[H, D]``, additive only.
-        bandwidth: positive float, or a tensor that broadcasts to ``[..., H, 1, 1]`` and may require
+        bandwidth: positive float, or a tensor that broadcasts to ``[..., H, 1, D]`` and may require
             grad; gaussian only. The softmax of this score is Nadaraya-Watson kernel regression.
-        attn_mask: as in the function that the score runs on: :func:`additive_attention` for the
-            additive score, :func:`scaled_dot_product_attention` for all others.
+            Differences are taken before they are squared: a small bandwidth costs no digits. It is
+            1e-30 to 1e30; a key farther than 1e19 bandwidths weighs 0.
+        attn_mask: as in :func:`additive_attention` for the additive score, as in
+            :func:`scaled_dot_product_attention` for all others.
         dropout_p: as there.
         is_causal: as there.
         scale: factor on the scores, for the scores whose row of the table has one.
@@ -155,7 +158,9 @@ def attention(
         return additive_attention(query, key, value, weight, **options)
     options["enable_gqa"] = enable_gqa
     if score == "gaussian":
-        return _gaussian(query, key, value, 1.0 if bandwidth is None else bandwidth, options)
+        del options["return_lse"], options["backend"]
+        tensors = query, key, value, bandwidth
+        return _attend("gaussian", tensors, return_lse, backend, None, **options)
     if score == "cosine":
         validate.check_points(query, key, value)
         query, key = normalize(query), normalize(key)
@@ -178,80 +183,3 @@ def where_finite(function: Callable[..., Tensor], x: Tensor, other: float | Tens
     """``function(x, other)``; NaN and infinity in ``x`` stay, and give gradient 0 if unused."""
     finite = x.isfinite()
     return torch.where(finite, function(torch.where(finite, x, 0.0), other), x + 0.0 * other)
-
-
-def _gaussian(
-    query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict
-) -> Results:
-    """-|q-k|^2 / 2h^2 = q.k / h^2 - |k|^2 / 2h^2 - |q|^2 / 2h^2: dot, key bias, row constant.
-
-    The score depends on differences only, but its terms do not. So both sides are centred first.
-    """
-    _check_gaussian(query, key, value, bandwidth, options)
-    query, key = centred(query, key)
-    precision = query.dtype
-    # Keys farther away weigh 0 too, but their squares would be infinite, and 0 * inf is NaN.
-    key = key.clamp(-_far(precision), _far(precision))
-    present = torch.where(key.isfinite(), key, 0.0)  # a NaN key takes effect in q . k
-    bias = -0.5 * present.square().sum(-1).unsqueeze(-2)
-    if options["enable_gqa"] and min(query.dim(), key.dim()) >= 3 and bias.shape[-3] > 1:
-        bias = bias.repeat_interleave(query.shape[-3] // bias.shape[-3], dim=-3)
-    square = bandwidth * bandwidth
-    bias = bias / square
-    if options["bias"] is not None:
-        bias = bias + options["bias"].to(precision)
-    options = {**options, "bias": bias, "scale": 1.0}
-    attn_mask = options["attn_mask"]
-    if isinstance(attn_mask, Tensor) and attn_mask.dtype not in (torch.bool, precision):
-        options["attn_mask"] = attn_mask.to(precision)
-    dtype = value.dtype
-    scaled = where_finite(torch.div, query, square)
-    results = scaled_dot_product_attention(scaled, key, value.to(precision), **options)
-    if not isinstance(results, tuple):
-        return results.to(dtype)
-    *results, lse = results if options["return_lse"] else (*results, None)
-    results = [x.to(dtype) for x in results]
-    if lse is None:
-        return tuple(results)
-    # A row without keys has lse -inf and gradient 0, whatever its query holds.
-    query = torch.where(lse[..., None] == -torch.inf, 0.0, query)
-    return (*results, lse - 0.5 * (query / bandwidth).square().sum(-1))
-
-
-def _check_gaussian(
-    query: Tensor, key: Tensor, value: Tensor, bandwidth: float | Tensor, options: dict[str, Any]
-) -> None:
-    attn_mask, bias = options["attn_mask"], options["bias"]
-    validate.check_points(query, key, value)
-    _, q, k, v = validate.to_4d(query, key, value, query.dim() >= 3)
-    validate.match_heads(q, k, v, options["enable_gqa"])
-    if attn_mask is not None and not arguments.is_causal_bias(attn_mask):
-        dtypes = (torch.bool, query.dtype, torch.float32)
-        validate.check_dense("attn_mask", attn_mask, query, dtypes)
-    if bias is not None:
-        validate.check_dense("bias", bias, query, (query.dtype, torch.float32))
-    if not isinstance(bandwidth, Tensor):
-        arguments.check_real("bandwidth", bandwidth)
-        if not bandwidth > 0:
-            raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
-    elif any(n != 1 for n in bandwidth.shape[-2:]):  # it would scale features, or keys
-        raise ValueError(f"bandwidth: expected [..., H, 1, 1], got {list(bandwidth.shape)}")
-
-
-def centred(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key less the mean query, in float32 at least: data far from 0 keeps its digits.
-
-    The mean is that of the queries alone, since a masked key may hold anything.
-    """
-    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query, key = query.to(precision), key.to(precision)
-    dims = tuple(range(-min(query.dim(), 3), -1))
-    # A query without keys may hold garbage, and a centre that far out would spoil all others.
-    near = torch.where(query.abs() <= _far(precision), query, 0.0).detach()
-    centre = near.mean(dims, keepdim=True) if query.numel() else 0.0
-    return query - centre, key - centre
-
-
-def _far(precision: torch.dtype) -> float:
-    """From where on points count as infinitely far. Below it, sums of squares are finite."""
-    return torch.finfo(precision).max ** 0.375

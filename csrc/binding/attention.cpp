@@ -41,6 +41,7 @@ using fastattn::BackwardParams;
 using fastattn::DType;
 using fastattn::ForwardParams;
 using fastattn::KeyLimit;
+using fastattn::ScoreKind;
 using fastattn::View;
 using fastattn::WeightsMode;
 using fastattn::binding::Operands;
@@ -92,6 +93,14 @@ WeightsMode weights_mode(int64_t weights) {
     if (static_cast<int64_t>(known) == weights) return mode;
   STD_TORCH_CHECK(false, "fastattn: weights: expected 0 (none), 1 (full) or 2 (mean), got ",
                   weights);
+}
+
+ScoreKind score_kind(int64_t score) {
+  const auto kind = static_cast<ScoreKind>(score);
+  for (const ScoreKind known : {ScoreKind::kDot, ScoreKind::kAdditive, ScoreKind::kGaussian})
+    if (kind == known) return kind;
+  STD_TORCH_CHECK(false, "fastattn: score: expected 0 (dot), 1 (additive) or 2 (gaussian), got ",
+                  score);
 }
 
 std::vector<int64_t> weights_shape(const AttentionParams& p) {
@@ -153,6 +162,23 @@ void fill_dropout(const Operands& in, AttentionParams* p) {
   device::set_seed(*in.seed, &p->dropout);
 }
 
+// Those of the score: [H, D], for the gaussian also [B, H, D].
+void fill_weights(const Operands& in, AttentionParams* p) {
+  p->score = score_kind(in.score);
+  p->w = {};
+  STD_TORCH_CHECK(in.w.has_value() == (p->score != ScoreKind::kDot),
+                  "fastattn: w: expected one for every score but the dot product");
+  if (!in.w) return;
+  const int64_t h = p->score == ScoreKind::kGaussian && in.w->dim() == 3 ? 1 : 0;
+  STD_TORCH_CHECK(in.w->dim() == h + 2 && in.w->size(h) == p->H && in.w->size(h + 1) == p->D &&
+                      (h == 0 || in.w->size(0) == p->B),
+                  "fastattn: w: expected [H, D]");
+  static float nothing;  // that there is a w says more of the score, even where D is 0
+  void* const data = in.w->numel() > 0 ? in.w->data_ptr() : &nothing;
+  p->w = {data, dtype_of(*in.w, "w"), h == 0 ? 0 : in.w->stride(0), in.w->stride(h),
+          0,    in.w->stride(h + 1)};
+}
+
 void fill_problem(const Operands& in, AttentionParams* p) {
   STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4,
                   "fastattn: q, k, v: expected 4 dims");
@@ -167,14 +193,7 @@ void fill_problem(const Operands& in, AttentionParams* p) {
   p->q = view_of(in.q, "q", {p->B, p->H, p->M, p->D});
   p->k = view_of(in.k, "k", {p->B, p->Hkv, p->N, p->D});
   p->v = view_of(in.v, "v", {p->B, p->Hkv, p->N, p->E});
-  p->w = {};
-  if (in.w) {
-    STD_TORCH_CHECK(in.w->dim() == 2 && in.w->size(0) == p->H && in.w->size(1) == p->D,
-                    "fastattn: w: expected [H, D]");
-    static float nothing;  // w being set selects the score, even if D is 0
-    void* const data = in.w->numel() > 0 ? in.w->data_ptr() : &nothing;
-    p->w = {data, dtype_of(*in.w, "w"), 0, in.w->stride(0), 0, in.w->stride(1)};
-  }
+  fill_weights(in, p);
   p->bias = {};
   if (in.bias)
     p->bias = view_of(*in.bias, "bias", {p->B, p->H, p->M, p->N}, /*may_broadcast=*/true);

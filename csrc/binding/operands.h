@@ -61,7 +61,7 @@ struct Operands {
   OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, kv_begin = {}, seed = {};
   std::optional<int64_t> band_lo = {}, band_hi = {};
   double scale = 1, dropout_p = 0;
-  int64_t weights = 0;
+  int64_t weights = 0, score = 0;
 };
 
 inline Operands take_operands(Arguments& from) {
@@ -77,6 +77,7 @@ inline Operands take_operands(Arguments& from) {
   in.scale = from.take<double>();
   in.dropout_p = from.take<double>();
   in.weights = from.take<int64_t>();
+  in.score = from.take<int64_t>();
   return in;
 }
 

@@ -9,14 +9,15 @@ namespace fastattn::binding {
 
 // Rows of k and v are contiguous. `keep_by_row`: there is a dense mask, and it has rows.
 inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_t N, bool bf16,
-                            bool additive, bool bias, bool keep_by_row, bool dropout, bool weights,
+                            int64_t score, bool bias, bool keep_by_row, bool dropout, bool weights,
                             int64_t band_lo, int64_t band_hi) {
   static uint8_t something;  // its address is used, its value is not
   ForwardParams p{};
   p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N;
   p.k.stride_c = p.v.stride_c = 1;
   p.q.dtype = bf16 ? DType::kBFloat16 : DType::kFloat32;
-  if (additive) p.w.data = &something;
+  p.score = static_cast<ScoreKind>(score);
+  if (p.score != ScoreKind::kDot) p.w.data = &something;
   if (bias) p.bias.data = &something;
   p.mask.band_lo = band_lo, p.mask.band_hi = band_hi;
   if (keep_by_row) p.mask.keep = &something, p.mask.keep_stride_m = 1;

@@ -96,7 +96,9 @@ FASTATTN_FN bool is_one_query(const AttentionParams& p, const Chooser& chooser) 
 
 // `unit`: the tile size to use on the matrix unit.
 FASTATTN_FN Way choose_way(const AttentionParams& p, const Chooser& chooser, Way unit) {
-  if (p.w.data != nullptr) return is_one_query(p, chooser) ? Way::kOneQuery : Way::kTiles;
+  if (p.score == ScoreKind::kGaussian) return Way::kTiles;
+  if (p.score == ScoreKind::kAdditive)
+    return is_one_query(p, chooser) ? Way::kOneQuery : Way::kTiles;
   if (is_in_place(p, p.k, chooser)) return Way::kRowsInPlace;
   return uses_matrix_unit(p, chooser) ? unit : Way::kTiles;
 }

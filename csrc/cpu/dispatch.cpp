@@ -22,17 +22,17 @@
   void sdpa_backward(const BackwardParams&, const Path&, const Parallel&);     \
   void additive_forward(const ForwardParams&, const Path&, const Parallel&);   \
   void additive_backward(const BackwardParams&, const Path&, const Parallel&); \
+  void gaussian_forward(const ForwardParams&, const Path&, const Parallel&);   \
+  void gaussian_backward(const BackwardParams&, const Path&, const Parallel&); \
   }
 #define FASTATTN_TABLE(isa, unit, supported) FASTATTN_TABLE_OF(isa, unit, supported, supported, isa)
-#define FASTATTN_TABLE_OF(isa, unit, supported, runs, additive) \
-  {#isa,                                                        \
-   Unit::unit,                                                  \
-   supported,                                                   \
-   runs,                                                        \
-   isa::sdpa_forward,                                           \
-   isa::sdpa_backward,                                          \
-   additive::additive_forward,                                  \
-   additive::additive_backward}
+#define FASTATTN_TABLE_OF(isa, unit, supported, runs, others)                      \
+  {                                                                                \
+    #isa, Unit::unit, supported, runs,                                             \
+        {isa::sdpa_forward, others::additive_forward, others::gaussian_forward}, { \
+      isa::sdpa_backward, others::additive_backward, others::gaussian_backward     \
+    }                                                                              \
+  }
 
 FASTATTN_DECLARE(baseline)
 #ifdef FASTATTN_HAVE_AVX2
@@ -57,12 +57,11 @@ namespace {
 struct Kernels {
   const char* name;
   Unit unit;
-  bool (*supported)();  // by CPUID; "auto" uses this
-  bool (*runs)();       // enough for a user who names the set
-  void (*sdpa_forward)(const ForwardParams&, const Path&, const Parallel&);
-  void (*sdpa_backward)(const BackwardParams&, const Path&, const Parallel&);
-  void (*additive_forward)(const ForwardParams&, const Path&, const Parallel&);
-  void (*additive_backward)(const BackwardParams&, const Path&, const Parallel&);
+  bool (*supported)();  // as CPUID says: "auto" goes by it
+  bool (*runs)();       // enough for who names the set
+  // By ScoreKind.
+  void (*forward[3])(const ForwardParams&, const Path&, const Parallel&);
+  void (*backward[3])(const BackwardParams&, const Path&, const Parallel&);
 };
 
 bool always() { return true; }
@@ -221,14 +220,12 @@ int64_t backward_workspace_bytes(const BackwardParams& params) {
 void forward(const ForwardParams& params, const Parallel& parallel) {
   ForwardParams p = params;
   const Path path = choose_forward(&p, chooser());
-  const auto run = p.w.data == nullptr ? selected()->sdpa_forward : selected()->additive_forward;
-  run(p, path, parallel);
+  selected()->forward[static_cast<int>(p.score)](p, path, parallel);
 }
 void backward(const BackwardParams& params, const Parallel& parallel) {
   BackwardParams p = params;
   const Path path = choose_backward(&p, chooser());
-  const auto run = p.w.data == nullptr ? selected()->sdpa_backward : selected()->additive_backward;
-  run(p, path, parallel);
+  selected()->backward[static_cast<int>(p.score)](p, path, parallel);
 }
 
 }  // namespace fastattn::cpu

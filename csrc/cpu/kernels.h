@@ -1,6 +1,6 @@
-// The CPU kernels as csrc/binding/attention.cpp sees them, one function per direction. p.w.data is
-// nullptr for the dot score, and set for the additive one. Nothing here depends on the instruction
-// set; dispatch.cpp picks the widest one that the machine has.
+// The CPU kernels as csrc/binding/attention.cpp sees them. One call per direction: p.score says
+// which score. Nothing here depends on the instruction set; dispatch.cpp picks the widest one the
+// machine has.
 //
 // Outputs may be uninitialised: every element is written. Any dim may be 0. Results do not depend
 // on the number of threads or on their timing.

@@ -9,14 +9,15 @@ namespace {
 
 constexpr int64_t kMaxDot = 128;  // of D and E of the dot product, so that sums fit the registers
 
-bool is_additive(const AttentionParams& p) { return p.w.data != nullptr; }
+// Differences take the additive kernels, with loops of their own.
+bool is_additive(const AttentionParams& p) { return p.score != ScoreKind::kDot; }
 
 }  // namespace
 
 const char* unsupported(const AttentionParams& p) {
   if (is_additive(p)) {
-    if (p.D > kMaxDims) return "the additive score's D is at most 4096";
-    if (p.E > kMaxValues) return "the additive score's E is at most 256";
+    if (p.D > kMaxDims) return "the additive and the gaussian score's D is at most 4096";
+    if (p.E > kMaxValues) return "the additive and the gaussian score's E is at most 256";
     return nullptr;
   }
   if (p.q.dtype == DType::kFloat32) return "the dot product on tensor cores is fp16 and bf16";

@@ -1,10 +1,10 @@
 // The CUDA kernels as csrc/binding/attention.cpp sees them: the only entrance. Calling them needs
 // neither CUDA's nor torch's headers.
 //
-// params.w.data is nullptr for the dot product (tensor cores, fp16 and bf16), else the score is
-// additive (FMA units, fp32, fp16 and bf16). All pointers point to device memory. If
-// dropout.seed_ptr is not nullptr, it points to the seed, and no host code reads the seed. A CUDA
-// graph then draws new bits when that memory changes.
+// params.score: the additive and the gaussian score run on FMA units (fp32, fp16 and bf16), the dot
+// product on tensor cores (fp16 and bf16). All pointers are the device's; dropout.seed_ptr, if it
+// is not nullptr, has the seed, which no host code then reads: a CUDA graph draws new bits when
+// what it points to has changed.
 //
 // Outputs may be uninitialised: every element is written. Any dim may be 0. There are no atomics:
 // results do not depend on timing or on the rest of the batch. Every call returns nullptr, or the

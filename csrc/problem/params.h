@@ -47,12 +47,15 @@ struct DropoutParams {
 
 // By number, as operators take them: WEIGHTS in fastattn/problem/record.py.
 enum class WeightsMode : int32_t { kNone = 0, kFull = 1, kMean = 2 };
+// Likewise: SCORES there.
+enum class ScoreKind : int32_t { kDot = 0, kAdditive = 1, kGaussian = 2 };
 
 struct AttentionParams {
   int64_t B, H, Hkv, M, N, D, E;
-  float scale;  // of the dot product; 1 for the additive score
+  ScoreKind score;
+  float scale;  // of the dot product; 1 for other scores
   View q, k, v;
-  View w;     // additive: [1, H, 1, D]; absent for dot
+  View w;     // additive: [1, H, 1, D]; gaussian: bandwidths, [1|B, H, 1, D]; absent for dot
   View bias;  // [B, H, M, N], broadcast dims have stride 0
   MaskParams mask;
   DropoutParams dropout;
@@ -74,7 +77,7 @@ struct BackwardParams : AttentionParams {
   const float* grad_lse;  // [B, H, M] contiguous, or nullptr
   View grad_weights;      // shaped like weights, or absent
   View grad_q, grad_k, grad_v;
-  float* grad_w;   // additive: [B, H, D], summed over the batch by the caller
+  float* grad_w;   // of w: [B, H, D], summed over the batch by the caller where w has none
   View grad_bias;  // the bias's own shape, stride 0 where it broadcasts; absent when not wanted
   // The extent of the bias gradient in each dim: its full size or 1.
   int64_t bias_B, bias_H, bias_M, bias_N;

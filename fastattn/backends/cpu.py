@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn.backends import operators
 from fastattn.problem import Problem
-from fastattn.problem.record import WEIGHTS
+from fastattn.problem.record import SCORES, WEIGHTS
 
 
 def unsupported(p: Problem) -> list[str]:
@@ -42,7 +42,7 @@ def path(p: Problem, bias: bool = False) -> str:
     lo, hi = p.band()
     keep = p.mask.keep
     return torch.ops.fastattn.cpu_path(
-        *(p.B, p.H, p.Hkv, p.M, p.N, p.dtype == torch.bfloat16, p.score == "additive", bias),
+        *(p.B, p.H, p.Hkv, p.M, p.N, p.dtype == torch.bfloat16, SCORES[p.score], bias),
         *(keep is not None and keep.shape[-2] > 1, p.dropout is not None, p.weights != "none"),
         -p.M if lo is None else lo,
         p.N if hi is None else hi,

@@ -12,7 +12,8 @@ import torch
 from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem
 
-MAX_HEAD_SIZE = {"dot": (128, 128), "additive": (4096, 256)}  # D and E, as in csrc/cuda/dispatch.cu
+# D and E; csrc/cuda/dispatch.cu's own
+MAX_HEAD_SIZE = {"dot": (128, 128), "additive": (4096, 256), "gaussian": (4096, 256)}
 HALF = (torch.float16, torch.bfloat16)
 
 OPERATORS = operators.Operators("cuda_")

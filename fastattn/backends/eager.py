@@ -1,4 +1,4 @@
-"""Plain PyTorch: any device and float dtype. Memory grows with M * N (times D for additive)."""
+"""Plain PyTorch: any device and float dtype. Memory: M * N, times D but for the dot product."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Operations of our operators, for ``torch.utils.flop_counter.FlopCounterMode``.
 
-Counted like torch's own attention: only matrix products, all M * N pairs whatever the mask, and the
-scores once more in the backward pass. The additive score is a product with ``w``.
+As torch counts its own attention: matrix products alone, of all M * N pairs whatever a mask keeps,
+and the scores once more in the backward pass. Every score counts as a product.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem, schemas
 
 INSTALLED = importlib.util.find_spec("triton") is not None
-SCORES = ("dot", "additive")
+SCORES = ("dot", "additive", "gaussian")
 MAX_HEAD_SIZE = 256
 
 

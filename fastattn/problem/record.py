@@ -20,11 +20,12 @@ from torch import Tensor
 
 from fastattn.problem.mask import MASK_TENSORS, Mask, band_of, kept_by, kinds
 
-Score = Literal["dot", "additive"]
+Score = Literal["dot", "additive", "gaussian"]
 Weights = Literal["none", "full", "mean"]
 # As operators take them: WeightsMode in csrc/problem/params.h. An operator that takes a str leaks
 # it at every call, by torch's stable ABI.
 WEIGHTS: dict[Weights, int] = {"none": 0, "full": 1, "mean": 2}
+SCORES: dict[Score, int] = {"dot": 0, "additive": 1, "gaussian": 2}  # ScoreKind there
 
 
 def weights_shape(weights: Weights, B: int, H: int, M: int, N: int) -> tuple[int, ...]:
@@ -104,13 +105,15 @@ def _philox4x32(seed: Tensor, counters: tuple[Tensor, ...], rounds: int = 7) -> 
 class Problem:
     """One attention problem: ``out = dropout(softmax(score(q, k) + bias, masked)) @ v``.
 
-    ``score`` is ``"dot"`` (``scale * q . k``) or ``"additive"`` (``sum_d w_d tanh(q_d + k_d)``).
-    The scores of :func:`fastattn.attention` are more: its ``"scaled_dot"``, ``"dot"``, ``"cosine"``
-    and ``"gaussian"`` all become the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
+    ``score`` is ``"dot"`` (``scale * q . k``), ``"additive"`` (``sum_d w_d tanh(q_d + k_d)``) or
+    ``"gaussian"`` (``-1/2 sum_d (q_d - k_d)^2 / w_d^2``, w being bandwidths). The scores of
+    :func:`fastattn.attention` are more: its ``"scaled_dot"``, ``"dot"`` and ``"cosine"`` all become
+    the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
 
     Tensors have the canonical shapes q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``,
     v ``[B, Hkv, N, E]``, w ``[H, D]`` and bias ``[B|1, H|1, M|1, N|1]``. Query head h reads key
-    head ``h // (H // Hkv)``.
+    head ``h // (H // Hkv)``. The gaussian's w is fp32 at least, and ``[B, H, D]`` where samples
+    differ.
 
     ``weights`` says which attention weights are returned beside the output: those after dropout,
     for each head (``"full"``) or averaged over heads (``"mean"``).
@@ -137,7 +140,7 @@ class Problem:
         masks = [getattr(self.mask, name) for name in MASK_TENSORS]
         p, seed = (0.0, None) if self.dropout is None else (self.dropout.p, self.dropout.seed)
         band = self.band()
-        operands = (*masks, seed, *band, self.scale, p, WEIGHTS[self.weights])
+        operands = (*masks, seed, *band, self.scale, p, WEIGHTS[self.weights], SCORES[self.score])
         object.__setattr__(self, "operands", operands)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """The dense oracle: attention and its gradients as the formulas say, in PyTorch, at any precision.
 
 It is slow and needs much memory on purpose: every [B, H, M, N] matrix is written out, and
-[B, H, M, N, D] for the additive score. Tests run it in float64 as the truth. The eager backend runs
+[B, H, M, N, D] for the other scores. Tests run it in float64 as the truth. The eager backend runs
 it where no kernel can. Double backward differentiates :func:`backward`. Masks are read through
 ``Problem.kept`` only.
 
@@ -78,8 +78,7 @@ def backward(
         grad_scores = grad_scores.masked_fill(~kept, 0.0)
 
     grad_v = sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
-    score_backward = _dot_backward if p.score == "dot" else _additive_backward
-    grad_q, grad_k, grad_w = score_backward(p, q, k, w, kept, grad_scores)
+    grad_q, grad_k, grad_w = _SCORE_BACKWARD[p.score](p, q, k, w, kept, grad_scores)
     grad_bias = None if bias is None else _sum_to(grad_scores, bias.shape)
     return grad_q, grad_k, grad_v, grad_w, grad_bias
 
@@ -92,8 +91,15 @@ def _scores(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
     if p.score == "dot":
         return (q * p.scale) @ k.mT
     assert w is not None
+    if p.score == "gaussian":
+        return ((q[:, :, :, None] - k[:, :, None]) / _per_pair(w)).square().sum(-1) * -0.5
     t = torch.tanh(q[:, :, :, None] + k[:, :, None])  # [B, H, M, N, D]
     return (t @ w[:, None, :, None]).squeeze(-1)
+
+
+def _per_pair(w: Tensor) -> Tensor:
+    """[H, D] or [B, H, D] -> [..., H, 1, 1, D]."""
+    return w[..., None, None, :]
 
 
 def _dot_backward(
@@ -124,6 +130,31 @@ def _additive_backward(
     inner = grad_scores[..., None] * w[:, None, None] * (1 - t * t)
     grad_w = (grad_scores[..., None] * t).sum((2, 3))
     return inner.sum(3), sum_groups(p, inner.sum(2)), grad_w
+
+
+def _gaussian_backward(
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    kept: Tensor | None,
+    grad_scores: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    assert w is not None
+    x = q[:, :, :, None] - per_head(p, k)[:, :, None]  # [B, H, M, N, D]
+    x = x.masked_fill(x.isinf(), 0.0)  # what is infinitely far weighs 0, and so do its gradients
+    if kept is not None:
+        x = x.masked_fill(~kept[..., None], 0.0)
+    x = x / _per_pair(w)
+    inner = grad_scores[..., None] * x
+    grad_w = (inner * x).sum((2, 3)) / w
+    inner = inner / _per_pair(w)
+    return -inner.sum(3), sum_groups(p, inner.sum(2)), grad_w
+
+
+_SCORE_BACKWARD = {
+    "dot": _dot_backward, "additive": _additive_backward, "gaussian": _gaussian_backward,
+}  # fmt: skip
 
 
 # ---- softmax, masks ----

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class Call(NamedTuple):
     """The operands of a forward operator, and the first operands of its backward operator.
 
-    Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``,
-    bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len and kv_begin int32 ``[B|1, M|1]``, seed int64
-    ``[]``. A key j of a query i is within the band if ``i + band_lo <= j <= i + band_hi``.
+    Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``
+    (of the gaussian also ``[B, H, D]``), bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len and
+    kv_begin int32 ``[B|1, M|1]``, seed int64 ``[]``. A key j of a query i is within the band if
+    ``i + band_lo <= j <= i + band_hi``.
     """
 
     q: Tensor
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     scale: float = 1.0
     dropout_p: float = 0.0
     weights: int = 0  # a value of record.WEIGHTS
+    score: int = 0  # a value of record.SCORES
 
 
 class Saved(NamedTuple):
@@ -103,7 +105,7 @@ CPU_ISA = {
 # The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h.
 CPU_PATH = {
     "cpu_path": (
-        "(int B, int H, int Hkv, int M, int N, bool bf16, bool additive, bool bias, "
+        "(int B, int H, int Hkv, int M, int N, bool bf16, int score, bool bias, "
         "bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
     ),
 }

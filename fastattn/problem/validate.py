@@ -15,10 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fastattn.problem import Alignment, Dropout, Mask, Problem, Score, arguments
+from fastattn.problem import Alignment, Dropout, Mask, Problem, Score, arguments, parameter
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FUNCTIONS = {"dot": "scaled_dot_product_attention", "additive": "additive_attention"}
+FUNCTIONS = {
+    "dot": "scaled_dot_product_attention", "additive": "additive_attention",
+    "gaussian": "attention",
+}  # fmt: skip
 RETURN_WEIGHTS = (None, "mean", "full")
 
 
@@ -29,7 +32,7 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, H, M, D]
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, E]
-    w: Tensor | None  # [H, D]
+    w: Tensor | None  # [H, D], of the gaussian also [B, H, D]
     bias: Tensor | None  # [B|1, H|1, M|1, N|1]
     batch: tuple[int, ...]  # what stood before the head dim
     has_head_dim: bool
@@ -40,7 +43,7 @@ def build(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    weight: Tensor | None = None,
+    weight: Any = None,
     *,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -53,7 +56,7 @@ def build(
     seed: int | Tensor | None = None,
     **unknown: NoReturn,
 ) -> Inputs:
-    """Checks everything and builds the record.
+    """Checks everything and builds the record; ``weight`` of the gaussian is its bandwidth.
 
     Raises:
         TypeError: an argument of the wrong type, or a tensor of the wrong dtype.
@@ -64,13 +67,18 @@ def build(
     _check_tensors(score, query, key, value, weight)
     arguments.check_bool("enable_gqa", enable_gqa)
     arguments.check_choice("return_weights", return_weights, RETURN_WEIGHTS)
-    has_head_dim = _has_head_dim(score, query, weight)
+    if score == "gaussian":
+        weight = parameter.bandwidth_tensor(1.0 if weight is None else weight, query)
+    has_head_dim = parameter.has_head_dim(score, query, weight)
     batch, q, k, v = to_4d(query, key, value, has_head_dim)
     q, k, v = match_heads(q, k, v, enable_gqa or score == "additive")
     B, H, M, D = q.shape
     N, E = v.shape[-2:]
-    w = None if weight is None else _match_weight(weight, H, D)
-
+    if weight is not None and score == "gaussian":
+        per_head = Lead(batch, has_head_dim, (H, 1, D))
+        w = parameter.match_bandwidth(per_head.to_4d("bandwidth", weight), H, D)
+    else:
+        w = None if weight is None else parameter.match_weight(weight, H, D)
     lead = Lead(batch, has_head_dim, (H, M, N))
     mask, bias = _masks(lead, query, attn_mask, is_causal, mask, bias)
     p = Problem(
@@ -129,18 +137,6 @@ def check_points(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _has_head_dim(score: Score, query: Tensor, weight: Tensor | None) -> bool:
-    """For the dot product, whether dim -3 exists, as in torch; else whether weight is [H, D]."""
-    if score == "dot":
-        return query.dim() >= 3
-    assert weight is not None
-    if weight.dim() not in (1, 2):
-        raise ValueError(f"weight: expected [D] or [H, D], got {_shape(weight)}")
-    if weight.dim() == 2 and query.dim() < 3:
-        raise ValueError(f"query: a weight [H, D] needs [..., H, M, D], got {_shape(query)}")
-    return weight.dim() == 2
-
-
 def to_4d(
     query: Tensor, key: Tensor, value: Tensor, has_head_dim: bool
 ) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
@@ -196,19 +192,11 @@ def match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor,
     return q, k, v
 
 
-def _match_weight(weight: Tensor, H: int, D: int) -> Tensor:
-    w = weight if weight.dim() == 2 else weight.unsqueeze(0)
-    heads, size = w.shape  # compared one by one, as `in` a tuple does not trace where D is 1
-    if size != D or (heads != 1 and heads != H):
-        raise ValueError(f"weight: expected [{D}] or [{H}, {D}] to fit query, got {_shape(weight)}")
-    return w.expand(H, D)
-
-
 # ---- scalars ----
 
 
 def _scale(score: Score, scale: float | None, D: int) -> float:
-    if score == "additive":
+    if score != "dot":
         return 1.0
     if scale is None:
         return 1.0 / math.sqrt(D) if D else 1.0

@@ -157,42 +157,46 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
         squares["grad_q"] = in_rows * p.scale**2
         in_columns = both.mT @ q.square()
     else:
-        tanh = torch.tanh(q[:, :, :, None] + k[:, :, None])  # [B, H, M, N, D]
-        # Where 1 - tanh^2 rounds to 0 in the dtype, the slope's error is that of the 1.
-        lost = 1 - tanh.to(case.dtype).square() == 0
-        slope = w[:, None, None] * torch.where(lost & case.drawn, 1.0, 1 - tanh.square())
+        gaussian = case.score == "gaussian"
+        term, slope = _square(q, k, w) if gaussian else _tanh(case, q, k, w)
 
         def rows(x: Tensor) -> Tensor:
             own = torch.einsum("bhmn,bhmnd->bhmd", direct, x.square())
             return own + (delta * torch.einsum("bhmn,bhmnd->bhmd", probs, x)).square()
 
         squares["grad_q"] = rows(slope)
-        squares["grad_w"] = rows(tanh).sum((0, 2))
-        if case.drawn:  # the kernels' tanh is as accurate near 0 as near 1: see additive_attention
-            squares["grad_w"] = rows(torch.ones_like(tanh)).sum((0, 2))
+        if gaussian:  # one rounding of a score is in the terms of all dims that share a bandwidth
+            h = leaves["bandwidth"]
+            term = term if h.shape[-1] == case.D else term.sum(-1, keepdim=True)
+            squares["grad_bandwidth"] = rows(term).sum(2, keepdim=True).sum_to_size(h.shape)
+        else:
+            squares["grad_w"] = rows(term).sum((0, 2))
+        if case.drawn and not gaussian:
+            # The kernels' tanh is as right beside 0 as beside 1: see additive_attention.
+            squares["grad_w"] = rows(torch.ones_like(term)).sum((0, 2))
             squares["lse"] = w.square().sum(-1)
         in_columns = torch.einsum("bhmn,bhmnd->bhnd", both, slope.square())
     scale = p.scale**2 if w is None else 1.0
     squares["grad_k"] = reference.sum_groups(p, in_columns * scale)
     if case.score == "cosine":
         squares |= {f"grad_{n}": _square_unit(leaves[n], squares[f"grad_{n}"]) for n in ("q", "k")}
-    if case.score == "gaussian":
-        squares |= _square_gaussian(leaves, q, squares)
     return {name: x.sqrt() for name, x in squares.items()}
 
 
 def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-    """How far one ulp in the scale, and in each key, moves the results of the dot product, in ulp.
+    """How far one ulp in the scale, and in each key, moves the results of a product, in ulp.
 
-    A large logit has a large rounding, which softmax passes on to the result. A peer with few
-    numbers may have none by luck. Invariants check that one row's weights are consistent.
+    Of the gaussian, an ulp of float32 in half types too: its points are exact, its sums are not.
+    A large logit has a large rounding, which softmax makes that of the result; a peer of few
+    numbers may have none by luck. That a row is weighed alike throughout is for invariants to see.
     """
-    if case.score != "dot":
+    if case.score not in ("dot", "gaussian"):
         return {}
     eps = torch.finfo(case.dtype).eps
+    step = eps if case.score == "dot" else min(eps, torch.finfo(torch.float32).eps)
     rng = torch.Generator(t.k.device).manual_seed(case.seed)
     sign = torch.randint(0, 2, t.k.shape, generator=rng, device=t.k.device) * 2 - 1
-    q, k = t.q.double() * (1 + eps), t.k.double() * (1 + eps * sign)
+    q, k = t.q.double() * (1 + step), t.k.double() * (1 + step * sign)
     moved = exact(case, _with(t, q=q, k=k))
     return {name: (moved[name] - x) / eps for name, x in truth.items()}
 
@@ -203,16 +207,16 @@ def _square_unit(x: Tensor, squares: Tensor) -> Tensor:
     return (squares + unit * (unit * squares).sum(-1, keepdim=True)) / x.square().sum(-1, True)
 
 
-def _square_gaussian(
-    leaves: dict[str, Any], features: Tensor, squares: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Squared terms of the gaussian score's features: see :func:`_features`."""
-    q, k, h = (leaves[name] for name in ("q", "k", "bandwidth"))
-    of_q, of_k = squares["grad_q"], squares["grad_k"]
-    of_h = ((2 * features / h).square() * of_q).sum(-1, keepdim=True).sum_to_size(h.shape)
-    return {
-        "lse": (q.square().sum(-1) / (2 * h.square()).squeeze(-1)).square(),
-        "grad_q": (of_q[..., :-2] + 4 * q.square() * of_q[..., -1:]) / h**4,
-        "grad_k": of_k[..., :-2] + k.square() * of_k[..., -2:-1],
-        "grad_bandwidth": of_h,
-    }
+def _tanh(case: Case, q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """What w multiplies in the additive score, and its slope in q_d: [B, H, M, N, D]."""
+    tanh = torch.tanh(q[:, :, :, None] + k[:, :, None])
+    # A slope that 1 - tanh^2 has no digits of, in the dtype, is known as well as the 1 is.
+    lost = 1 - tanh.to(case.dtype).square() == 0
+    return tanh, w[:, None, None] * torch.where(lost & case.drawn, 1.0, 1 - tanh.square())
+
+
+def _square(q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The slopes of the gaussian score in w_d and in q_d."""
+    x = q[:, :, :, None] - k[:, :, None]
+    w = w[..., None, None, :]
+    return x.square() / w**3, x / w.square()

@@ -57,6 +57,7 @@ class Case:
     attn_mask: str | None = None  # like keep; some entries of a float one are -inf
     attn_mask_dtype: torch.dtype = torch.bool
     scale: float | None = None  # of the dot product and the cosine
+    bandwidth: str = "h"  # the gaussian's, like keep, of [B, H, D]
     dropout_p: float = 0.0
     weights: str | None = None
     lse: bool = False
@@ -113,7 +114,7 @@ class Tensors:
     grad_weights: Tensor | None
     grad_lse: Tensor | None
     attn_mask: Tensor | None = None
-    bandwidth: Tensor | None = None  # of the gaussian score, [H, 1, 1]
+    bandwidth: Tensor | None = None  # of the gaussian score, [(B,) H|1, 1, D|1]
 
 
 # Those that may have gradients.
@@ -142,9 +143,18 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         grad_weights=grad_weights,
         grad_lse=normal(c.B, c.H, c.M) if c.lse else None,
         attn_mask=_attn_mask(c, normal, rng),
-        bandwidth=(1 + _uniform((c.H, 1, 1), rng)).to(c.dtype) if c.score == "gaussian" else None,
+        bandwidth=_bandwidth(c, rng),
     )  # fmt: skip
     return _laid_out(c, t)
+
+
+def _bandwidth(case: Case, rng: torch.Generator) -> Tensor | None:
+    if case.score != "gaussian":
+        return None
+    own = case.bandwidth
+    shape = (case.H if "h" in own else 1, 1, case.D if "d" in own else 1)
+    drawn = 1 + _uniform((case.B, *shape) if "b" in own else shape, rng)
+    return (drawn * math.sqrt(max(case.D, 1))).to(case.dtype)
 
 
 def _uniform(shape: Sequence[int], rng: torch.Generator) -> Tensor:

@@ -44,8 +44,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     how, masks = case.layout, case.mask_layout
     spoilt = _with(
         t,
-        # The gaussian score is centred on all queries, also on those without keys: README's Limits.
-        q=t.q if case.score == "gaussian" else fill(t.q, rows, how),
+        q=fill(t.q, rows, how),
         k=fill(t.k, keys, how),
         v=fill(t.v, keys, how),
         grad_out=fill(t.grad_out, rows, how),

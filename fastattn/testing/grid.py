@@ -123,11 +123,23 @@ def _grid() -> list[Case]:
         Case("opposite-1e4", opposite=1e4, M=20, N=70),
         Case("opposite-25", opposite=25.0, magnitude=0.3, M=20, N=70, D=65),
     ]
+    # The gaussian's loops are those of its score, its masks and heads everyone's.
+    gaussian = {
+        *("M1-N1", "M65-N127", "M4-N257", "D1-E1", "D3-E5", "D65-E8", "gqa", "layout-sliced"),
+        *("layout-expanded", "all-masks", "kv-len", "kv-len-rows", "keep-empty-rows", "bias-inf"),
+        *("kv-begin", "intervals", "documents-70"),
+        *("bias-hmn", "weights-full", "weights-mean", "dropout", "dropout-all", "mqa"),
+        *("plain-N64", "plain-N128", *(c.name for c in zeros)),
+    }
+    bandwidths = [Case(f"bandwidth-{x}", bandwidth=x, M=40, N=70, lse=True)
+                  for x in ("", "d", "hd", "b", "bhd")]  # fmt: skip
     cases = [
         *both,
         *logits,
         *(_with(c, score="additive") for c in both),
         *(_with(c, score="additive") for c in extremes),
+        *(_with(c, score="gaussian") for c in both if c.name in gaussian),
+        *(_with(c, score="gaussian") for c in [*bandwidths, extremes[0]]),
     ]
     half = {
         *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "documents-70"),

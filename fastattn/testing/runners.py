@@ -91,8 +91,10 @@ def _build(
     attn_mask: Tensor | None,
     scale: float | None,
 ) -> validate.Inputs:
+    """``w``: the weight of the additive score, the bandwidth of the gaussian."""
+    score: Any = case.score if w is not None else "dot"
     return validate.build(
-        "dot" if w is None else "additive", q, k, v, w, mask=t.mask, bias=bias,
+        score, q, k, v, w, mask=t.mask, bias=bias,
         attn_mask=attn_mask, scale=scale, enable_gqa=True, dropout_p=case.dropout_p,
         seed=DROPOUT_SEED, return_weights=case.weights,
     )  # fmt: skip
@@ -100,7 +102,9 @@ def _build(
 
 def _kept(case: Case, t: Tensors) -> tuple[Problem, Tensor]:
     """The record of a case, and the pairs that masks and biases keep, ``[B, H, M, N]``."""
-    p, *_, added, _, _ = _build(case, t, t.q, t.k, t.v, t.w, t.bias, t.attn_mask, case.scale)
+    p, *_, added, _, _ = _build(
+        case, t, t.q, t.k, t.v, _parameter(t.w, t.bandwidth), t.bias, t.attn_mask, case.scale
+    )
     kept = p.kept().expand(p.B, p.H, p.M, p.N)
     return p, kept if added is None else kept & (added != -math.inf)
 
@@ -114,26 +118,28 @@ def _unit(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
-def _features(
-    case: Case, q: Tensor, k: Tensor, bandwidth: Tensor | None
-) -> tuple[Tensor, Tensor, float | None]:
-    """(q', k', scale) such that the score is q' . k' * scale; for the additive score, q' + k'."""
+def _parameter(w: Tensor | None, bandwidth: Tensor | None) -> Tensor | None:
+    return w if bandwidth is None else bandwidth
+
+
+def _features(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """(q', k', scale) such that the score is q' . k' * scale, or one of q' + k', or q' - k'."""
     if case.score == "cosine":
         return _unit(q), _unit(k), 1.0 if case.scale is None else case.scale
-    if case.score == "gaussian":  # -|q - k|^2 / 2h^2 = (q . k - |k|^2 / 2 - |q|^2 / 2) / h^2
-        assert bandwidth is not None
-        one, squared = (q.new_ones(*q.shape[:-1], 1), q.square().sum(-1, keepdim=True))
-        half = k.new_full((*k.shape[:-1], 1), -0.5)
-        k = torch.cat([k, half * k.square().sum(-1, keepdim=True), half], -1)
-        return torch.cat([q, one, squared], -1) / bandwidth.square(), k, 1.0
     return q, k, case.scale
 
 
 def _canonical(case: Case, t: Tensors, leaves: dict[str, Any]) -> tuple:
-    """(p, q, k, v, w, bias) of the dot product or the additive score, from float64 leaves."""
+    """(p, q, k, v, w, bias) of a score of the record, made of float64 leaves."""
     x = dict(leaves)
-    q, k, scale = _features(case, x.pop("q"), x.pop("k"), x.pop("bandwidth"))
-    return _build(case, t, q, k, scale=scale, **x)[:6]
+    q, k, scale = _features(case, x.pop("q"), x.pop("k"))
+    w = _parameter(x.pop("w"), x.pop("bandwidth"))
+    return _build(case, t, q, k, w=w, scale=scale, **x)[:6]
+
+
+def _summed(grad_w: Tensor, w: Tensor) -> Tensor:
+    """[B, H, D], or its sum over the batch where all samples share w."""
+    return grad_w.sum(0) if w.dim() == 2 else grad_w
 
 
 def _upstream(t: Tensors) -> list[Any]:
@@ -147,7 +153,7 @@ def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
     args: list[Any] = [None if x is None else x.detach() for x in made]
     out, lse, weights = reference.forward(p, *args)
     grads = list(reference.backward(p, *args, *_upstream(t)))
-    grads[3] = None if grads[3] is None else grads[3].sum(0)
+    grads[3] = None if grads[3] is None else _summed(grads[3], args[3])
     results = {"out": out}
     if case.weights:
         results["weights"] = weights
@@ -180,7 +186,7 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
         elif case.score == "cosine":
             scores = (_unit(q) @ _unit(k).mT) * (1.0 if case.scale is None else case.scale)
         elif case.score == "gaussian":
-            between = (q[:, :, :, None] - k[:, :, None]) / bandwidth[..., None]
+            between = (q[:, :, :, None] - k[:, :, None]) / bandwidth.unsqueeze(-2)
             scores = between.square().sum(-1) / -2
         else:
             scores = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)

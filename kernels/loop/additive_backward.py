@@ -30,6 +30,7 @@ from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_number
 from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
 from .backward import backward_args, launch_sdpa_bwd
 from .forward import FEW_QUERIES
+from .gaussian import is_gaussian
 from .grad_bias import launch_dbias
 from .grad_query import launch_merge_dq, new_parts
 from .gradient import load_rows, row_weights, softmax_gradient
@@ -125,7 +126,7 @@ STEP = 2048  # numbers of K, V, dK and dV that a program of few queries holds: t
 
 def launch_additive_bwd(call: Call, saved: Saved):
     """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
-    if call.M <= FEW_QUERIES and math.prod(call.shape) * call.D > 0:
+    if not is_gaussian(call) and call.M <= FEW_QUERIES and math.prod(call.shape) * call.D > 0:
         return _launch_few(call, saved)
     terms = additive_terms(call, finite=True)
     if terms.w_ptr is not None:
@@ -137,6 +138,8 @@ def launch_additive_bwd(call: Call, saved: Saved):
         grad_q.copy_(terms.grad_q_ptr[:, :, : call.D, : call.M].mT)
         grad_k.copy_(terms.grad_k_ptr[:, :, : call.D, : call.N].mT)
         torch.sum(terms.grad_w_ptr[:, :, : call.D, : call.M], -1, out=grad_w)
+        if is_gaussian(call):
+            grad_w /= call.w
     return grad_q, grad_k, grad_v, grad_w, grad_bias
 
 

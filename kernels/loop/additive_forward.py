@@ -24,7 +24,6 @@ import triton.language as tl
 
 from ..host.config import padded
 from ..host.launch import Call, empty_forward, per_head_weights, spec
-from ..host.tuned import BLOCKS
 from ..score.additive import HALF_UNIT, KEY_LIMIT, SATURATION, reciprocal
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.dropout import dropout_args, survives
@@ -39,8 +38,8 @@ from .forward import (
     new_partial,
     store_partial,
 )
+from .gaussian import PADDING, gaussian_terms, is_gaussian
 
-PADDING = BLOCKS[-1]  # tokens
 TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
 SHARES = tl.constexpr(16)  # of the keys, at most
 SHARE = 512  # keys, at least
@@ -214,8 +213,8 @@ STEP = 4096  # numbers of K, or V, that a program of decode holds at a time
 
 
 def launch_additive_fwd(call: Call):
-    """(out, lse, weights, stats) of the forward operator."""
-    if call.M > ROWS_APART or call.B * call.H * call.M * call.N * call.D == 0:
+    """(out, lse, weights, stats) of the forward operator, of the gaussian score too."""
+    if is_gaussian(call) or call.M > ROWS_APART or call.B * call.H * call.M * call.N * call.D == 0:
         return launch_sdpa_fwd(call, additive_terms(call))
     out, lse, weights, stats = empty_forward(call)
     mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
@@ -245,6 +244,8 @@ def additive_terms(call: Call, finite: bool = False) -> Terms:
     """
     if call.B * call.H * call.M * call.N * call.D == 0:
         return DOT_PRODUCT  # of which there are none, or of which all are 0
+    if is_gaussian(call):
+        return gaussian_terms(call)
     B, Hkv, pairs = call.B, call.Hkv, triton.cdiv(call.D, 2)
     queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))
     shares = min(SHARES.value, triton.cdiv(call.N, SHARE))

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from ..host.launch import Call, spec
-from ..score.additive import pull_back
-from ..score.score import load_side
+from ..score.score import load_side, pull_back
 from ..tile.block_lists import block_lists, list_line, query_blocks
 from ..tile.masking import key_count, row_range
 from ..tile.strided import (

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import Call, spec
-from ..score.additive import pull_back
-from ..score.score import load_side
+from ..score.score import load_side, pull_back
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.masking import key_count, row_range
 from ..tile.strided import (
@@ -150,7 +149,8 @@ def _launch_dq(call: Call, t, mask, drop, grad_q) -> None:
     shape, options = spec(call, _row_of("dq", call))
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n)
-    chunks = chunks_of(call.M, call.N)
+    # Other scores add to what all chunks would share.
+    chunks = chunks_of(call.M, call.N) if call.w is None else 1
     parts = new_parts(call) if chunks > 1 else None
     to = grad_q if parts is None else parts[:, :, :, 0]
     programs = triton.cdiv(call.M, block_m) * chunks * call.B * call.H

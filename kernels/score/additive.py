@@ -1,7 +1,6 @@
-"""The two scores, as tiles: all that kernels know of them.
+"""The additive score, as tiles.
 
-The dot product is a product of tiles. The additive score s_ij = sum_d w_d tanh(q_id + k_jd) is
-exact, without a tanh in the loop over pairs:
+The score s_ij = sum_d w_d tanh(q_id + k_jd) is exact, without a tanh in the loop over pairs:
 
     tanh(q + k) = 1 - 2 u      u = 1 / (1 + E F)      E = e^2q      F = e^2k
 
@@ -155,7 +154,7 @@ def load_dim(x, y, q, k, b, h, d, n_keys, dims, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def pull_back(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr):
+def additive_gradients(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr):
     """Adds what a tile dS contributes to the gradients of its rows: dq and dw, or dk if TRANSPOSED.
 
     dS is 0 for masked pairs, and whatever their q and k hold, u here is finite: NaN has its place
@@ -171,7 +170,6 @@ def pull_back(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.co
         paired_gradients(ds, total, x, y, terms, b, h, dims, spec, TRANSPOSED)
     else:
         direct_gradients(ds, total, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED)
-    tl.debug_barrier()  # the next tile adds to what other threads have just stored
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Tiles of base-2 scores: the dot product, and where the additive score takes its place."""
+"""Tiles of scores: the dot product, and where the additive or the gaussian takes its place."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import triton
 import triton.language as tl
 
 from ..tile.strided import dot_t, head_ptr, load_tile, stream_dot_t
-from .additive import UNIT, direct_scores, keys_in_range, paired_scores
+from .additive import UNIT, additive_gradients, direct_scores, keys_in_range, paired_scores
+from .gaussian import gaussian_gradients, gaussian_scores
 
 
 class Terms(NamedTuple):
-    """What the additive score is given beside q and k; all None for the dot product.
+    """What other scores are given beside q and k; all None for the dot product.
 
     ``e``, ``f`` and the sums are fp32 [heads, D rounded up to 2, padded tokens]; the padding makes
-    every tile whole.
+    every tile whole. The gaussian (gaussian.py) has no ``reach``, and its own in the first four.
     """
 
     w_ptr: Any  # fp32 [H, D rounded up to 2]: weights over a power of two, at most 2
@@ -62,6 +63,8 @@ def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr
                 )
         else:
             return dot_t(x, y, spec.PRECISION)
+    elif terms.reach_ptr is None:
+        return gaussian_scores(x, y, terms, b, h, dims, spec, TRANSPOSED)
     else:
         if TRANSPOSED:
             in_range = keys_in_range(x, terms, b, h, dims)
@@ -72,3 +75,16 @@ def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr
         else:
             s = direct_scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED) * 2.0
         return s * tl.load(terms.power_ptr + h)
+
+
+@triton.jit
+def pull_back(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr):
+    """Adds what a tile dS contributes to the gradients of its rows: dq and dw, or dk if TRANSPOSED.
+
+    Not of the dot product, whose gradients are products of tiles.
+    """
+    if terms.reach_ptr is None:
+        gaussian_gradients(ds, x, y, terms, b, h, dims, spec, TRANSPOSED)
+    else:
+        additive_gradients(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED)
+    tl.debug_barrier()  # the next tile adds to what other threads have just stored

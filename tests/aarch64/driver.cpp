@@ -62,6 +62,7 @@ float* rows(int64_t b, int64_t h, int64_t r, int64_t c) {
 void read_problem(AttentionParams* p) {
   for (int64_t* n : {&p->B, &p->H, &p->Hkv, &p->M, &p->N, &p->D, &p->E}) *n = number();
   p->weights_mode = static_cast<WeightsMode>(number());
+  p->score = static_cast<ScoreKind>(number());
   p->mask.band_lo = number();
   p->mask.band_hi = number();
   p->dropout.threshold = static_cast<uint32_t>(number());

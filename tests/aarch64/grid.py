@@ -110,11 +110,12 @@ class Emulated:
         return b"".join(
             [
                 numbers(p.B, p.H, p.Hkv, p.M, p.N, p.D, p.E, record.WEIGHTS[p.weights]),
+                numbers(record.SCORES[p.score]),
                 numbers(-UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi),
                 numbers(drop.threshold, int(seed), 1) if drop else numbers(0, 0, 0),
                 doubles(drop.scale if drop else 0.0, p.scale),
                 *map(encode, (q, k, v)),
-                encode(w, 1, 3),
+                encode(w, *((1, 3) if w is None or w.dim() == 2 else (0, 1, 3))),
                 encode(bias),
                 encode(kv_len, 0, 2),
                 encode(kv_begin, 0, 2),

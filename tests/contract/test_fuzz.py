@@ -47,6 +47,11 @@ FOUND = {
         bias_dtype=torch.float32, attn_mask="bn", attn_mask_dtype=torch.float32),
     "gaussian: half attn_mask": Case(
         "0", "gaussian", attn_mask="mn", attn_mask_dtype=half, dtype=half),
+    "gaussian: scores of a row that are close": Case(
+        "0", "gaussian", **one, M=3, N=128, D=3, E=3, magnitude=3.0),
+    "gaussian: NaN and the gradient of the bandwidth": Case(
+        "0", "gaussian", **one, M=3, N=3, D=3, E=3, causal="top_left", kv_len="batch", lse=True,
+        garbage=nan),
     "tanh that is absolutely right only": Case(
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e-3, lse=True),
     "slopes that tanh has no digits of": Case(

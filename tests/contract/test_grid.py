@@ -49,7 +49,7 @@ def test_grid_has_every_size(score):
     ],
 )
 def test_grid_has_every_feature(feature):
-    assert {c.score for c in GRID if feature(c)} == {"dot", "additive"}
+    assert {c.score for c in GRID if feature(c)} == {"dot", "additive", "gaussian"}
 
 
 def test_grid_has_whole_tiles_of_every_magnitude():

@@ -72,7 +72,7 @@ def elements(c: Case) -> int:
     return c.B * c.H * c.M * c.N * c.D
 
 
-CASES = [c for c in GRID if c.score == "additive" and elements(c) <= LARGEST]
+CASES = [c for c in GRID if c.score != "dot" and elements(c) <= LARGEST]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -148,13 +148,12 @@ def instructions(source: str, arch: str) -> dict[str, str]:
         text = subprocess.run(
             [tool, "-c", cubin], capture_output=True, text=True, check=True
         ).stdout
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}  # of all of a template's
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith("\t.section\t"):
-            lines = []
-            if "_kernel" in line and ".text." in line:
-                found[kernel_name(line)] = lines
+            named = "_kernel" in line and ".text." in line
+            lines = found.setdefault(kernel_name(line), []) if named else []
         lines.append(line)
     return {kernel: "\n".join(listing) for kernel, listing in found.items()}
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import assert_close
 
 from fastattn import Mask, attention
@@ -25,7 +24,9 @@ def cosine(q, k, scale=1.0, **_):
 
 
 def gaussian(q, k, bandwidth=1.0, **_):
-    return -(q[..., None, :] - k[..., None, :, :]).square().sum(-1) / (2 * bandwidth**2)
+    own = isinstance(bandwidth, torch.Tensor) and bandwidth.dim() > 0
+    h = bandwidth.unsqueeze(-2) if own else bandwidth
+    return -((q[..., None, :] - k[..., None, :, :]) / h).square().sum(-1) / 2
 
 
 def additive(q, k, weight, **_):
@@ -186,13 +187,16 @@ def test_cosine_of_a_row_in_use_that_is_not_finite(backend, special):
 # ---- gaussian ----
 
 
-@pytest.mark.parametrize("shape", [(), (H, 1, 1), (B, 1, 1, 1), (B, H, 1, 1)], ids=str)
+SHAPES = [(), (H, 1, 1), (D,), (H, 1, D), (B, 1, 1, 1), (B, H, 1, D)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bandwidth_may_be_learned(backend, shape):
     bandwidth = torch.rand(shape) + 0.5
     assert_score("gaussian", backend, draw(), gaussian, bandwidth=bandwidth)
 
 
-@pytest.mark.parametrize("shape", [(), (H, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(), (H, 1, D)], ids=str)
 def test_bandwidth_of_grouped_heads(backend, shape):
     options = dict(bandwidth=torch.rand(shape) + 0.5, more=dict(enable_gqa=True))
     assert_score("gaussian", backend, draw(Hkv=2), gaussian, **options)
@@ -202,30 +206,6 @@ def test_bandwidth_of_grouped_heads(backend, shape):
 def test_gaussian_far_from_the_origin(backend, offset):
     """Years, for example: the score uses differences and keeps their digits."""
     assert_score("gaussian", backend, draw(offset=offset), gaussian)
-
-
-def test_gaussian_far_from_the_origin_with_zero_padding(backend):
-    """Masked keys affect nothing, not even precision."""
-    q, k, v = draw(offset=2000.0)
-    k[:, :, 3:], v[:, :, 3:] = 0.0, 0.0
-    keep = (torch.arange(N) < 3).expand(M, N)
-    mask = Mask(kv_len=torch.tensor([3, 3]))
-    assert_score("gaussian", backend, [q, k, v], gaussian, keep=keep, more=dict(mask=mask))
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30, 3e38])
-def test_gaussian_with_garbage_in_masked_keys(backend, garbage):
-    q, k, v = draw()
-    clean = [q, k.clone(), v.clone()]
-    clean[1][:, :, 3:] = clean[2][:, :, 3:] = 0.0
-    k[:, :, 3:] = v[:, :, 3:] = garbage
-    mask = Mask(kv_len=torch.tensor([3, 3]))
-    keep = (torch.arange(N) < 3).expand(M, N)
-    assert_close(
-        with_grads(ours("gaussian", backend, mask=mask), [q, k, v], torch.float32),
-        with_grads(formula(gaussian, keep), clean, torch.float32),
-        with_grads(formula(gaussian, keep), clean, torch.float64),
-    )
 
 
 @pytest.mark.parametrize("garbage", [None, math.nan, 1e30])
@@ -245,18 +225,101 @@ def test_gaussian_of_a_query_without_keys(backend, garbage):
     assert grads[2].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["attn_mask", "bias"])
-def test_gaussian_takes_masks_of_the_dtype_of_query(backend, name, dtype):
-    tensors, mask = [x.to(dtype) for x in draw()], torch.randn(M, N).to(dtype).requires_grad_()
-    found = attention(*tensors, score="gaussian", backend=backend, **{name: mask})
-    (grad,) = torch.autograd.grad(found.sum(), mask)
-    wide = mask.detach().float().requires_grad_()
-    expected = attention(*tensors, score="gaussian", backend=backend, bias=wide)
+ULP = torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("shape", [(), (H, 1, 1), (D,), (H, 1, D)], ids=str)
+def test_a_small_bandwidth_costs_no_digits(backend, shape):
+    """At 1e-4 of the range a score is within 4 ulp, its gradients within the budget."""
+    bandwidth = (torch.rand(shape) + 0.5) * 1e-4
+    k = torch.rand(B, H, N, D) + 2.0
+    q, v = k[:, :, :M] + 1e-4 * torch.randn(B, H, M, D), torch.randn(B, H, N, E)
+    lonely = k[:, :, :M], v[:, :, :M]  # a key for each query: the log-sum-exp is its score
+    mask = Mask(keep=torch.eye(M, dtype=torch.bool))
+    options = dict(score="gaussian", bandwidth=bandwidth, mask=mask, backend=backend)
+    _, lse = attention(q, *lonely, return_lse=True, **options)
+    h = bandwidth.double()
+    truth = gaussian(q.double(), lonely[0].double(), h).diagonal(dim1=-2, dim2=-1)
+    assert ((lse / truth - 1).abs() <= 4 * ULP).all()
+    assert_score("gaussian", backend, [q, k, v], gaussian, bandwidth=bandwidth)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
+def test_any_unit_of_length(backend, size):
+    """Nothing is squared before it is measured in bandwidths; gradients are per unit of length."""
+    tensors, bandwidth = draw(), torch.rand(H, 1, D) + 0.5
+    run = ours("gaussian", backend)
+    expected = with_grads(run, tensors, torch.float32, bandwidth=bandwidth)
+    scaled = [x * size for x in tensors[:2]] + tensors[2:]
+    found = with_grads(run, scaled, torch.float32, bandwidth=bandwidth * size)
+    for n, (x, y) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(x * size if n in (3, 4, 6) else x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_too_far_from_every_key_has_none(backend):
+    """And no gradient; beside other keys, one that is infinitely far weighs 0."""
+    q, k, v = (x[0, 0] for x in draw())
+    q[1], k[2] = 1e30, math.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, score="gaussian", return_lse=True, backend=backend)
+    assert not out[1].any()
+    assert lse[1] == -math.inf
+    grads = torch.autograd.grad(out.sum() + lse[0], leaves)
+    assert all(g.isfinite().all() for g in (out, *grads))
+    assert not grads[0][1].any()
+    assert not any(g[2].any() for g in grads[1:])
+
+
+def summed(backend):
+    """A function of all tensors of the score, of which every element has a say."""
+
+    def run(q, k, v, bandwidth):
+        results = ours("gaussian", backend)(q, k, v, bandwidth=bandwidth)
+        return sum((x * torch.linspace(0.3, 1, x.shape[-1]).to(x)).sum() for x in results)
+
+    return run
+
+
+def test_gaussian_gradients_of_gradients():
+    leaves = [torch.randn(1, 2, n, 2).double().requires_grad_() for n in (2, 3, 3)]
+    leaves.append((torch.rand(2, 1, 2).double() + 0.5).requires_grad_())
+    assert torch.autograd.gradgradcheck(summed("auto"), leaves)
+    first = torch.autograd.grad(summed("eager")(*leaves), leaves, create_graph=True)
+    truth = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    single = [x.detach().float().requires_grad_() for x in leaves]
+    first = torch.autograd.grad(summed("auto")(*single), single, create_graph=True)
+    found = torch.autograd.grad(sum(g.square().sum() for g in first), single)
+    for x, y in zip(found, truth, strict=True):
+        torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0, None), (None, 0, None, 0), (0, None, None, 1)], ids=str)
+def test_gaussian_under_vmap(backend, dims):
+    tensors = [*draw(), torch.rand(B, H, 1, D) + 0.5]
+    mapped = [x if d is None else torch.stack([x, x + 0.1, x * 2], d)
+              for x, d in zip(tensors, dims, strict=True)]  # fmt: skip
+    gradient = torch.func.grad(summed(backend), argnums=(0, 1, 2, 3))
+    found = torch.func.vmap(gradient, dims)(*mapped)
+    for n in range(3):
+        one = [x if d is None else x.select(d, n) for x, d in zip(mapped, dims, strict=True)]
+        for x, y in zip(found, gradient(*one), strict=True):
+            torch.testing.assert_close(x[n], y, rtol=1e-4, atol=1e-4)
+
+
+def test_gaussian_is_compiled():
+    leaves = [x.requires_grad_() for x in (*draw(), torch.rand(H, 1, D) + 0.5)]
+    compiled = torch.compile(summed("auto"), fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, summed("auto")))
+    torch.testing.assert_close(found, expected)
+
+
+def test_autocast_keeps_points_apart():
+    """As torch.cdist: points of half precision would be one."""
+    x, y = torch.linspace(1, 1.001, 40)[:, None], torch.randn(40, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention(x, x, y.bfloat16(), score="gaussian", bandwidth=1e-4)
+    expected = attention(x, x, y.bfloat16().float(), score="gaussian", bandwidth=1e-4)
     assert torch.equal(found, expected)
-    assert torch.equal(grad, torch.autograd.grad(expected.sum(), wide)[0].to(dtype))
-    with pytest.raises(TypeError, match=rf"{name}: expected dtype .* got torch.float64"):
-        attention(*tensors, score="gaussian", **{name: mask.double()})
 
 
 def test_gaussian_is_kernel_regression():
@@ -274,16 +337,3 @@ def test_any_number_of_leading_dims(score, lead):
     out = attention(q, k, v, score=score)
     flat = [x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v)]
     torch.testing.assert_close(out, attention(*flat, score=score).view(*lead, M, E))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gaussian_keeps_the_dtype(dtype):
-    q, k, v = (x.to(dtype) for x in draw())
-    out, weights, lse = attention(q, k, v, score="gaussian", return_weights="mean", return_lse=True)
-    assert (out.dtype, weights.dtype, lse.dtype) == (dtype, dtype, torch.float32)
-    expected = F.softmax(gaussian(q.double(), k.double()), -1) @ v.double()
-    plain = F.softmax(gaussian(q, k), -1) @ v
-    assert_close([out], [plain], [expected])
-    wide = (torch.float32, torch.float64)
-    plain, expected = (gaussian(q.to(x), k.to(x)).logsumexp(-1) for x in wide)
-    assert_close([lse], [plain], [expected])

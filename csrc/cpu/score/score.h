@@ -1,5 +1,6 @@
-// The concept of a score. cpu/loop/forward.h and cpu/loop/backward.h are written once over it, and
-// instantiated for DotScore (dot.h) and AdditiveScore (additive/score.h).
+// What a score is to the attention loops: cpu/loop/forward.h and cpu/loop/backward.h are written
+// once, over this concept, and instantiated for DotScore (dot.h), AdditiveScore
+// (additive/score.h) and GaussianScore (gaussian.h).
 //
 //   struct Score {
 //     // The tile: queries x keys; kBlockN is a multiple of kWidth.

@@ -49,9 +49,10 @@ FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, St
 }
 
 // W and dS of a tile, both exactly 0 where masked. Begins with a barrier if D or E is not 0.
+template <ScoreKind kScore>
 FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepBits bits,
                                    StageMemory& memory, Fragment& weights, Fragment& ds) {
-  weights_tile(tiles_of(a), at, bits, a.p.stats, memory, weights);
+  weights_tile<kScore>(tiles_of(a), at, bits, a.p.stats, memory, weights);
   value_products(a.p, at, memory, ds);
   with_dtype(a.p.grad_weights.dtype, [&](auto type) {
     for_grad_weights<FragmentLayout, type>(

@@ -20,6 +20,7 @@ FASTATTN_DEVICE BiasTile bias_tile(const BackwardArgs& a, uint32_t block) {
 }
 
 // dS of one tile, summed over the batches and heads of a slice.
+template <ScoreKind kScore>
 FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, StageMemory& memory,
                                Fragment& sum) {
   const BackwardParams& p = a.p;
@@ -33,7 +34,7 @@ FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, Stag
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;
-    gradient_tile(a, at, mask.bits, memory, weights, ds);
+    gradient_tile<kScore>(a, at, mask.bits, memory, weights, ds);
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
@@ -76,6 +77,7 @@ FASTATTN_DEVICE View bias_target(const BackwardArgs& a, const BiasTile& tile) {
 }
 
 // Holds two fragments besides dP: two blocks an SM.
+template <ScoreKind kScore>
 __global__ void __launch_bounds__(kThreads, 2)
     additive_bias_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const BiasTile tile = bias_tile(a, blockIdx.x);
   const int64_t i0 = tile.tile_m * kTile, j0 = tile.tile_n * kTile;
   Fragment sum;
-  sum_slice(a, tile, memory.stage, sum);
+  sum_slice<kScore>(a, tile, memory.stage, sum);
   if (p.bias_M == 1) reduce_tile(true, memory.ds, sum);
   if (p.bias_N == 1) reduce_tile(false, memory.ds, sum);
   const View to = bias_target(a, tile);
@@ -115,8 +117,10 @@ void launch_grad_bias(const BackwardArgs& args, Launcher& launcher) {
   const BackwardParams& p = args.p;
   const int64_t tiles = args.plan.panels.tiles_m * args.plan.panels.tiles_n;
   const int64_t heads = p.bias_B * p.bias_H;
-  launcher.run(additive_bias_kernel, heads * args.plan.slices * tiles, kThreads,
-               kSharedWithoutWeights, args);
+  with_score(p, [&](auto score) {
+    launcher.run(additive_bias_kernel<score>, heads * args.plan.slices * tiles, kThreads,
+                 kSharedWithoutWeights, args);
+  });
   if (bias_parts(args.plan) == 1) return;
   const int64_t elements = heads * p.bias_M * p.bias_N;
   launcher.run(additive_bias_sum_kernel, ceil_div(elements, kWarps), kThreads, 0, args);

@@ -32,11 +32,14 @@ FASTATTN_DEVICE void add_value_gradient(const BackwardArgs& a, const Place& at, 
   }
 }
 
-template <bool kDirect>
+template <Loop kLoop>
 FASTATTN_DEVICE void add_key_gradient(const BackwardArgs& a, const Place& at,
                                       BackwardMemory& memory, float* sums) {
   const AdditiveTiles tiles = tiles_of(a);
-  const float* const weights = workspace(a) + tiles.panels.weights + at.h * tiles.panels.dims;
+  constexpr bool kDirect = kLoop != Loop::kFactors, kGaussian = kLoop == Loop::kDifferences;
+  constexpr ScoreKind kScore = kGaussian ? ScoreKind::kGaussian : ScoreKind::kAdditive;
+  const float* const weights =
+      workspace(a) + tiles.panels.weights + weights_head<kScore>(tiles, at) * tiles.panels.dims;
   for (int64_t d0 = 0; d0 < tiles.panels.dims; d0 += kStage) {
     const int count = staged_dims(tiles, d0);
     __syncthreads();
@@ -47,14 +50,15 @@ FASTATTN_DEVICE void add_key_gradient(const BackwardArgs& a, const Place& at,
     OwnTile own, acc = {};
     float unused[kOwn] = {};
     load_own<true>(tiles, at, kDirect, d0, own);
-    add_gradient<kDirect, true>(own, memory.stage.queries, memory.ds, at.rows, acc, unused);
+    add_in_loop<kLoop, true>(tiles, at, d0 + own_dim0(), own, memory.stage.queries, memory.ds,
+                             at.rows, acc, unused);
     const float unit = unit_of_ds(memory);
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
 #pragma unroll
       for (int d = 0; d < kOwn; ++d) {
-        const float sum = acc[r][d] * (kDirect ? unit : own[r][d] * unit);
-        acc[r][d] = sum * (4.f * weights[d0 + own_dim0() + d]);
+        const float sum = acc[r][d] * (tile_factor<kLoop>(own[r][d]) * unit);
+        acc[r][d] = sum * ((kGaussian ? 1.f : 4.f) * weights[d0 + own_dim0() + d]);
       }
       add_to_sum(sums, d0 / kStage * kOwn + r, acc[r]);
     }
@@ -83,6 +87,7 @@ FASTATTN_DEVICE void write_key_gradients(const BackwardArgs& a, const Place& at,
   }
 }
 
+template <ScoreKind kScore>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_keys_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -103,14 +108,16 @@ __global__ void __launch_bounds__(kThreads, 3)
       const TileMask mask = mask_tile<FragmentLayout>(p, at);
       if (mask.empty) continue;
       Fragment weights, ds;
-      gradient_tile(a, at, mask.bits, memory.stage, weights, ds);
+      gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds);
       store_fragment<false>(weights, memory.weights);
       store_ds(ds, memory);
       add_value_gradient(a, at, mask.full, memory, sums);
-      if (direct) {
-        add_key_gradient<true>(a, at, memory, sums);
+      if constexpr (kScore == ScoreKind::kGaussian) {
+        add_key_gradient<Loop::kDifferences>(a, at, memory, sums);
+      } else if (direct) {
+        add_key_gradient<Loop::kDirect>(a, at, memory, sums);
       } else {
-        add_key_gradient<false>(a, at, memory, sums);
+        add_key_gradient<Loop::kFactors>(a, at, memory, sums);
       }
     }
   write_key_gradients(a, at, sums);
@@ -120,7 +127,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 void launch_grad_key(const BackwardArgs& args, Launcher& launcher) {
   const int64_t tiles = args.p.B * args.p.Hkv * args.plan.panels.tiles_n;
-  launcher.run(additive_keys_kernel, tiles, kThreads, sizeof(BackwardMemory), args);
+  with_score(args.p, [&](auto score) {
+    launcher.run(additive_keys_kernel<score>, tiles, kThreads, sizeof(BackwardMemory), args);
+  });
 }
 
 }  // namespace fastattn::cuda

@@ -6,9 +6,10 @@ namespace {
 
 // Adds the tile's share of dq, over 4 w, and of dw. Slots of `sums`: per stage of dims, kOwn rows
 // of the one and one of the other.
-template <bool kDirect>
+template <Loop kLoop>
 FASTATTN_DEVICE void add_query_gradient(const BackwardArgs& a, const Place& at,
                                         BackwardMemory& memory, float* sums) {
+  constexpr bool kDirect = kLoop != Loop::kFactors;
   const AdditiveTiles tiles = tiles_of(a);
   for (int64_t d0 = 0; d0 < tiles.panels.dims; d0 += kStage) {
     const int count = staged_dims(tiles, d0);
@@ -19,13 +20,14 @@ FASTATTN_DEVICE void add_query_gradient(const BackwardArgs& a, const Place& at,
     OwnTile own, acc = {};
     float weight[kOwn] = {};
     load_own<false>(tiles, at, kDirect, d0, own);
-    add_gradient<kDirect, false>(own, memory.stage.keys, memory.ds, at.cols, acc, weight);
+    add_in_loop<kLoop, false>(tiles, at, d0 + own_dim0(), own, memory.stage.keys, memory.ds,
+                              at.cols, acc, weight);
     const int64_t slot = d0 / kStage * (kOwn + 1);
     const float unit = unit_of_ds(memory);
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
 #pragma unroll
-      for (int d = 0; d < kOwn; ++d) acc[r][d] *= kDirect ? unit : own[r][d] * unit;
+      for (int d = 0; d < kOwn; ++d) acc[r][d] *= tile_factor<kLoop>(own[r][d]) * unit;
       add_to_sum(sums, slot + r, acc[r]);
       weight[r] *= unit * (1.f / kGradUnit);
     }
@@ -33,9 +35,12 @@ FASTATTN_DEVICE void add_query_gradient(const BackwardArgs& a, const Place& at,
   }
 }
 
+template <ScoreKind kScore>
 FASTATTN_DEVICE void write_query_gradient(const BackwardArgs& a, const Place& at, float* sums) {
   const View& to = a.p.grad_q;
-  const float* const weights = workspace(a) + a.plan.panels.weights + at.h * a.plan.panels.dims;
+  constexpr float kFactor = kScore == ScoreKind::kGaussian ? -1.f : 4.f;
+  const int64_t head = weights_head<kScore>(tiles_of(a), at);
+  const float* const weights = workspace(a) + a.plan.panels.weights + head * a.plan.panels.dims;
   for (int64_t stage = 0; stage < a.plan.panels.stages; ++stage) {
     const int64_t d0 = stage * kStage + own_dim0();
     for (int r = 0; r < kOwn; ++r) {
@@ -45,7 +50,7 @@ FASTATTN_DEVICE void write_query_gradient(const BackwardArgs& a, const Place& at
       const int64_t offset = offset_of(to, at.b, at.h, at.i0 + own_row0() + r, d0);
       for (int d = 0; d < kOwn && d0 + d < a.p.D; ++d)
         with_dtype(to.dtype, [&](auto type) {
-          store_as<type>(to.data, offset + d * to.stride_c, 4.f * weights[d0 + d] * sum[d]);
+          store_as<type>(to.data, offset + d * to.stride_c, kFactor * weights[d0 + d] * sum[d]);
         });
     }
   }
@@ -67,6 +72,7 @@ FASTATTN_DEVICE void write_weight_gradient(const BackwardArgs& a, float* sums, f
   }
 }
 
+template <ScoreKind kScore>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_queries_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -85,16 +91,18 @@ __global__ void __launch_bounds__(kThreads, 3)
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;
-    gradient_tile(a, at, mask.bits, memory.stage, weights, ds);
+    gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds);
     store_ds(ds, memory);
-    if (is_direct(tiles_of(a), at)) {
-      add_query_gradient<true>(a, at, memory, sums());
+    if constexpr (kScore == ScoreKind::kGaussian) {
+      add_query_gradient<Loop::kDifferences>(a, at, memory, sums());
+    } else if (is_direct(tiles_of(a), at)) {
+      add_query_gradient<Loop::kDirect>(a, at, memory, sums());
     } else {
-      add_query_gradient<false>(a, at, memory, sums());
+      add_query_gradient<Loop::kFactors>(a, at, memory, sums());
     }
   }
 
-  write_query_gradient(a, at, sums());
+  write_query_gradient<kScore>(a, at, sums());
   write_weight_gradient(a, sums(), memory.stage.queries);
 }
 
@@ -107,6 +115,11 @@ __global__ void __launch_bounds__(kThreads, 3)
     float sum = 0.f;
     for (int64_t tile = 0; tile < panels.tiles_m; ++tile)
       sum += from[(blockIdx.x * panels.tiles_m + tile) * panels.dims + d];
+    if (is_gaussian(a.p)) {  // its weights are bandwidths h: what w has more is c r / h
+      const int64_t b = blockIdx.x / a.p.H, h = blockIdx.x % a.p.H;
+      const float slope = workspace(a)[panels.weights + blockIdx.x * panels.dims + d];
+      sum = sum * slope / load_element(a.p.w, offset_of(a.p.w, b, h, 0, d));
+    }
     a.p.grad_w[blockIdx.x * a.p.D + d] = sum;
   }
 }
@@ -116,7 +129,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 void launch_grad_query(const BackwardArgs& args, Launcher& launcher) {
   const BackwardParams& p = args.p;
   const int64_t tiles = p.B * p.H * args.plan.panels.tiles_m;
-  launcher.run(additive_queries_kernel, tiles, kThreads, kSharedWithoutWeights, args);
+  with_score(p, [&](auto score) {
+    launcher.run(additive_queries_kernel<score>, tiles, kThreads, kSharedWithoutWeights, args);
+  });
   if (p.grad_w != nullptr)
     launcher.run(additive_weight_gradient_kernel, p.B * p.H, kThreads, 0, args);
 }

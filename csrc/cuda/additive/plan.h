@@ -2,6 +2,8 @@
 // of the shape alone.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/tile/few_queries.h"
 #include "cuda/tile/tile.cuh"
 
@@ -25,10 +27,11 @@ struct Panels {
   int64_t stages;  // of kStage dims each
   int64_t panel;   // floats
   int64_t tiles_m, tiles_n;
-  bool few;                  // queries: no panels, all tiles are direct
-  int64_t units, weights;    // [H][dims]
+  bool few;                  // queries
+  bool raw;                  // no panels: all tiles are direct, or differences
+  int64_t units, weights;    // [H][dims]; of the gaussian score r and c r, [B][H][dims]
   int64_t halves;            // [H][stages]
-  int64_t scales;            // [H]
+  int64_t scales;            // likewise, without dims
   int64_t centres;           // [B][Hkv][dims]
   int64_t direct;            // [B][Hkv][tiles_n], int32: whether keys are far from each other
   int64_t keys;              // [B][Hkv][tiles_n] panels of F
@@ -36,29 +39,40 @@ struct Panels {
   int64_t gradient_queries;  // [B][H][tiles_m] panels of E, for backward
 };
 
+FASTATTN_FN bool is_gaussian(const AttentionParams& p) { return p.score == ScoreKind::kGaussian; }
+
 FASTATTN_FN void take_terms(const AttentionParams& p, Panels* panels, int64_t* used) {
+  const int64_t heads = is_gaussian(p) ? p.B * p.H : p.H;
   panels->dims = ceil_div(p.D, kCols) * kCols;
   panels->stages = ceil_div(panels->dims, kStage);
   panels->panel = panels->dims * kTile;
-  panels->few = p.M <= kFewQueries;
+  panels->few = p.M <= kFewQueries && !is_gaussian(p);
+  panels->raw = panels->few || is_gaussian(p);
   panels->tiles_m = ceil_div(p.M, kTile);
   panels->tiles_n = ceil_div(p.N, kTile);
-  panels->units = take(used, p.H * panels->dims);
-  panels->weights = take(used, p.H * panels->dims);
+  panels->units = take(used, heads * panels->dims);
+  panels->weights = take(used, heads * panels->dims);
   panels->halves = take(used, p.H * panels->stages);
-  panels->scales = take(used, p.H);
+  panels->scales = take(used, heads);
 }
 
 FASTATTN_FN void take_panels(const AttentionParams& p, bool backward, Panels* panels,
                              int64_t* used) {
   take_terms(p, panels, used);
-  if (panels->few) return;
+  if (panels->raw) return;
   const int64_t query_panels = p.B * p.H * panels->tiles_m * panels->panel;
   panels->centres = take(used, p.B * p.Hkv * panels->dims);
   panels->direct = take(used, p.B * p.Hkv * panels->tiles_n);
   panels->keys = take(used, p.B * p.Hkv * panels->tiles_n * panels->panel);
   panels->queries = take(used, query_panels);
   panels->gradient_queries = take(used, backward ? query_panels : 0);
+}
+
+// Calls f with the score of a problem as a compile-time constant.
+template <typename F>
+void with_score(const AttentionParams& p, F f) {
+  if (is_gaussian(p)) return f(std::integral_constant<ScoreKind, ScoreKind::kGaussian>{});
+  f(std::integral_constant<ScoreKind, ScoreKind::kAdditive>{});
 }
 
 // ---- forward ----

@@ -6,6 +6,7 @@
 //   per query tile  E = e^(2 (q + c)) likewise, over w and, for backward, as it is
 #include "cuda/additive/prepare.cuh"
 #include "cuda/additive/terms.cuh"
+#include "problem/bandwidths.h"
 
 namespace fastattn::cuda {
 namespace {
@@ -59,6 +60,27 @@ __global__ void __launch_bounds__(kThreads) prepare_terms_kernel(const PrepareAr
     const float power = heaviest == 0.f ? 0.f : ldexpf(1.f, exponent);
     a.workspace[a.at.scales + h] = 2.f * kLog2e * (finite ? power : kInfinity - kInfinity);
   }
+}
+
+// Of a gaussian score, a block a head of a batch: r, c r and -c / 2 in base 2.
+__global__ void __launch_bounds__(kThreads) prepare_bandwidths_kernel(const PrepareArgs a) {
+  __shared__ float scratch[kWarps];
+  const int64_t b = blockIdx.x / a.p.H, h = blockIdx.x % a.p.H, start = blockIdx.x * a.at.dims;
+  const auto bandwidth = [&](int64_t d) {
+    return load_element(a.p.w, offset_of(a.p.w, b, h, 0, d));
+  };
+  float least = kInfinity;
+  for (int64_t d = thread(); d < a.p.D; d += kThreads) least = fminf(least, fabsf(bandwidth(d)));
+  least = -block_max(-least, scratch);
+  const Bandwidths all = bandwidths_of(static_cast<double>(least));
+  for (int64_t d = thread(); d < a.at.dims; d += kThreads) {
+    const float ratio = d < a.p.D ? ratio_of(all, bandwidth(d)) : 0.f;
+    a.workspace[a.at.units + start + d] = ratio;
+    a.workspace[a.at.weights + start + d] = ratio * static_cast<float>(all.factor);
+  }
+  if (thread() == 0)
+    a.workspace[a.at.scales + blockIdx.x] =
+        static_cast<float>(-0.5 * 1.44269504088896341 * all.factor);
 }
 
 // ---- keys ----
@@ -179,14 +201,16 @@ __global__ void __launch_bounds__(kThreads)
 
 void prepare_terms(const AttentionParams& p, const Panels& panels, float* workspace,
                    Launcher& launcher) {
-  launcher.run(prepare_terms_kernel, p.H, kThreads, 0, PrepareArgs{p, panels, workspace});
+  const PrepareArgs args = {p, panels, workspace};
+  if (is_gaussian(p)) return launcher.run(prepare_bandwidths_kernel, p.B * p.H, kThreads, 0, args);
+  launcher.run(prepare_terms_kernel, p.H, kThreads, 0, args);
 }
 
 void prepare_panels(const AttentionParams& p, const Panels& panels, float* workspace, bool backward,
                     Launcher& launcher) {
   const PrepareArgs args = {p, panels, workspace};
   prepare_terms(p, panels, workspace, launcher);
-  if (panels.few) return;
+  if (panels.raw) return;
   launcher.run(prepare_centres_kernel, p.B * p.Hkv, kThreads, 0, args);
   launcher.run(prepare_keys_kernel, p.B * p.Hkv * panels.tiles_n, kThreads, 0, args);
   launcher.run(prepare_queries_kernel, p.B * p.H * panels.tiles_m, kThreads, 0, args, backward);

@@ -2,6 +2,7 @@
 // weights and backward share.
 #pragma once
 
+#include "cuda/additive/differences.cuh"
 #include "cuda/additive/plan.h"
 #include "cuda/additive/terms.cuh"
 #include "cuda/tile/softmax.cuh"
@@ -30,7 +31,13 @@ FASTATTN_DEVICE int64_t key_tile(const AdditiveTiles& t, const Place& at) {
 }
 FASTATTN_DEVICE bool is_direct(const AdditiveTiles& t, const Place& at) {
   const int32_t* const direct = reinterpret_cast<const int32_t*>(t.workspace + t.panels.direct);
-  return t.panels.few || direct[key_tile(t, at)] != 0;
+  return t.panels.raw || direct[key_tile(t, at)] != 0;
+}
+
+// Whose units, weights and scale a tile has.
+template <ScoreKind kScore>
+FASTATTN_DEVICE int64_t weights_head(const AdditiveTiles& t, const Place& at) {
+  return kScore == ScoreKind::kGaussian ? at.b * t.p.H + at.h : at.h;
 }
 
 // Dims [d0, d0 + count) of the tile's queries, [dims][kTile]: raw where it is direct, else from
@@ -63,10 +70,13 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
 
 // s = log2(e) * (score + bias). Sums have two levels: one over all dims loses digits. Begins with a
 // barrier, so that the caller need not know who still reads the stage, and ends without.
+template <ScoreKind kScore>
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                 StageMemory& memory, Fragment& s) {
-  const bool direct = is_direct(t, at);
-  const int64_t units = t.panels.units + at.h * t.panels.dims;
+  constexpr bool kGaussian = kScore == ScoreKind::kGaussian;
+  const bool direct = kGaussian || is_direct(t, at);
+  const int64_t head = weights_head<kScore>(t, at);
+  const int64_t units = t.panels.units + head * t.panels.dims;
   const float* const halves = t.workspace + t.panels.halves + at.h * t.panels.stages;
   clear(s);
   for (int64_t d0 = 0; d0 < t.panels.dims; d0 += kStage) {
@@ -79,29 +89,33 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
     if (!warp_has_rows(at)) continue;
     Fragment sum;
     clear(sum);
-    if (direct) {
+    if constexpr (kGaussian) {
+      add_squares(memory.queries, memory.keys, memory.units, count, sum);
+    } else if (direct) {
       add_terms<true>(memory.queries, memory.keys, memory.units, count, sum);
     } else {
       add_terms<false>(memory.queries, memory.keys, memory.units, count, sum);
     }
-    const float half = halves[d0 / kStage];
+    const float half = kGaussian ? 0.f : halves[d0 / kStage];
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int c = 0; c < kCols; ++c) s[r][c] += half - sum[r][c];
+      for (int c = 0; c < kCols; ++c) s[r][c] += kGaussian ? sum[r][c] : half - sum[r][c];
   }
-  const float scale = t.workspace[t.panels.scales + at.h];
+  const float scale = t.workspace[t.panels.scales + head];
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
-    for (int c = 0; c < kCols; ++c) s[r][c] = scaled_score(s[r][c], scale);
+    for (int c = 0; c < kCols; ++c)
+      s[r][c] = kGaussian ? __fmul_rn(s[r][c], scale) : scaled_score(s[r][c], scale);
   add_bias<FragmentLayout>(t.p, at, bits, s);
 }
 
 // P of a tile, before dropout.
+template <ScoreKind kScore>
 FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                   const float* stats, StageMemory& memory, Fragment& s) {
-  score_tile(t, at, bits, memory, s);
+  score_tile<kScore>(t, at, bits, memory, s);
   known_weights(t.p, at, bits, stats, s);
 }
 
@@ -134,6 +148,32 @@ FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool dire
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) own[r][c] = rows[r];
   }
+}
+
+// How gradients are computed, from what: exponentials, an exponential a pair, or differences.
+enum class Loop { kFactors, kDirect, kDifferences };
+
+// add_gradient() of own rows in that way; `d`: of the whole panel, its first dim that is owned.
+template <Loop kLoop, bool kOwnKeys>
+FASTATTN_DEVICE void add_in_loop(const AdditiveTiles& t, const Place& at, int64_t d,
+                                 const OwnTile& own, const float* others, const float* ds,
+                                 int count, OwnTile& acc, float (&weight)[kOwn]) {
+  if constexpr (kLoop == Loop::kDifferences) {
+    const int64_t head = weights_head<ScoreKind::kGaussian>(t, at);
+    float ratios[kOwn];
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n)
+      ratios[n] = t.workspace[t.panels.units + head * t.panels.dims + d + n];
+    add_differences<kOwnKeys>(own, ratios, others, ds, count, acc, weight);
+  } else {
+    add_gradient<kLoop == Loop::kDirect, kOwnKeys>(own, others, ds, count, acc, weight);
+  }
+}
+
+// What a sum over a tile is multiplied by beside weights and the unit of dS.
+template <Loop kLoop>
+FASTATTN_DEVICE float tile_factor(float own) {
+  return kLoop == Loop::kFactors ? own : kLoop == Loop::kDirect ? 1.f : 1.f / kGradUnit;
 }
 
 // Sums that a thread alone adds to, tile after tile, and that are too many for its registers: in

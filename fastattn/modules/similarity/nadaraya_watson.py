@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn import scores
 from fastattn.modules import single_head
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
@@ -18,7 +17,7 @@ class NadarayaWatson(nn.Module):
         \hat y(x) = \sum_j \frac{K_h(x - x_j)}{\sum_l K_h(x - x_l)}\, y_j, \qquad
         K_h(u) = e^{-\sum_d u_d^2 / 2 h_d^2}
 
-    Queries are the points x, keys the x_j and values the y_j. With one bandwidth this is
+    Queries are the points x, keys the x_j and values the y_j. This is
     ``fastattn.attention(score="gaussian", bandwidth=h)``.
 
     Args:
@@ -34,9 +33,8 @@ class NadarayaWatson(nn.Module):
     Raises:
         ValueError: a bandwidth is not positive, or ``dropout`` is not in [0, 1].
 
-    A query without keys has output 0. Squared distances come from a matrix product, in float32 at
-    least. With data in a range of width r, the error of ``u^2 / h^2`` is about ``1e-7 (r / h)^2``.
-    Where h is below a hundredth of r, use float64.
+    A query without keys has output 0, and so has one that is farther than 1e19 bandwidths from all
+    of them. Differences are taken before they are squared: a small bandwidth costs no digits.
 
     Source: Nadaraya, "On estimating regression", 1964; Watson, "Smooth regression analysis", 1964.
 
@@ -99,11 +97,11 @@ class NadarayaWatson(nn.Module):
             need_weights: return the weights too. Default False.
 
         Returns:
-            output (B, M, E) in the dtype of ``values``; with ``need_weights`` the tuple (output,
-            weights (B, M, N)). The results lack the dims that the arguments lack.
+            output (B, M, E); with ``need_weights`` the tuple (output, weights (B, M, N)). Dims that
+            the arguments lack, the results lack too.
 
         Raises:
-            TypeError: a mask of another dtype.
+            TypeError: dtypes differ.
             ValueError: shapes or lengths do not fit.
         """
         if keys.dim() != queries.dim():
@@ -117,7 +115,11 @@ class NadarayaWatson(nn.Module):
         unbatched = keys.dim() == 2
         if unbatched:
             queries, keys, values = (x.unsqueeze(0) for x in (queries, keys, values))
-        queries, keys, bandwidth = self._in_bandwidths(queries, keys)
+        if self.log_bandwidth.dim() and self.log_bandwidth.shape[0] != keys.shape[-1]:
+            raise ValueError(
+                f"keys: expected {self.log_bandwidth.shape[0]} features, as many as bandwidths, "
+                f"got {list(keys.shape)}"
+            )
         out, weights = single_head.attend(
             "gaussian",
             queries,
@@ -126,30 +128,12 @@ class NadarayaWatson(nn.Module):
             Masks(valid_lens, attn_mask, mask),
             self.dropout if self.training else 0.0,
             need_weights,
-            bandwidth=bandwidth,
+            bandwidth=self.bandwidth,
         )
         out = out.squeeze(-1) if scalar else out
         if unbatched:
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
         return (out, weights) if need_weights else out
-
-    def _in_bandwidths(
-        self, queries: Tensor, keys: Tensor
-    ) -> tuple[Tensor, Tensor, float | Tensor]:
-        """Queries, keys, and the one bandwidth of their score."""
-        if self.log_bandwidth.dim() == 0:
-            return queries, keys, self.bandwidth
-        if self.log_bandwidth.shape[0] != keys.shape[-1]:
-            raise ValueError(
-                f"keys: expected {self.log_bandwidth.shape[0]} features, as many as bandwidths, "
-                f"got {list(keys.shape)}"
-            )
-        # A head dim of 1 gives each sample its own centre, not that of the whole batch.
-        centred = scores.centred(queries.unsqueeze(1), keys.unsqueeze(1))
-        queries, keys = (
-            scores.where_finite(torch.div, x.squeeze(1), self.bandwidth) for x in centred
-        )
-        return queries, keys, 1.0
 
     def leave_one_out(self, x: Tensor, y: Tensor) -> Tensor:
         """Estimates at the points ``x``, each from all other points. Train on these.

@@ -1,0 +1,216 @@
+// The gaussian score, of differences: s_ij = -1/2 sum_d (q_id - k_jd)^2 / h_d^2, h the bandwidths.
+// Multiplied out it would be a dot product, and cancel where keys are close.
+//
+//   for 8 queries, kWidth keys        their 8 sums in registers
+//     for dims                        a vector of keys and r in registers, shared by the queries
+//       for 8 queries                 a difference, its product with r, an FMA
+//
+// Gradients, with x = q - k, g = dS x r and 1 / h_d^2 = c r_d^2:
+//   dq_id = -c r_d sum_j g_ijd    dk_jd = c r_d sum_i g_ijd    dh_d = c r_d sum_ij g_ijd x_ijd /
+//   h_d
+//
+// problem/bandwidths.h says what r and c are. Each r meets its own x before anything is squared: no
+// bandwidth leaves the range of floats. Beyond 1e19 of them a score is -inf. Sums have two levels:
+// one over all dims loses digits. Watson, "Smooth regression analysis", 1964.
+#pragma once
+
+#include "cpu/base/pack.h"
+#include "cpu/score/score.h"
+#include "problem/bandwidths.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+class GaussianScore : public ScoreDefaults {
+ public:
+  // As for the additive score: a tile of scores fits the L1 cache.
+  static constexpr int64_t kBlockM = 64;
+  static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 64;
+
+  GaussianScore(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
+                int64_t slots = 1)
+      : p_(p),
+        slot_floats_(kBlockM * p.D + p.D),
+        slots_(scratch.floats(slots * slot_floats_)),
+        slot_rows_(scratch.ints(slots)),
+        slot_factors_(scratch.floats(slots)),
+        bandwidths_(scratch.floats(round_up(p.D, kWidth))),
+        keys_(scratch.floats(kBlockN * p.D)) {
+    if (!backward) return;
+    query_grad_ = scratch.floats(kBlockM * p.D);
+    key_grad_ = scratch.floats(kBlockN * p.D);
+  }
+
+  void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
+    cols_ = cols;
+    for (int64_t c = 0; c < cols; c += kWidth) {
+      const int64_t rows = min64(kWidth, cols - c);
+      pack_transposed(matrix_at(p_.k, b, hkv, j0 + c, rows, p_.D), 1.f, keys_ + c * p_.D, kWidth);
+    }
+  }
+
+  static constexpr bool kHasSlots = true;
+  static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
+  void use_slot(int64_t slot) { slot_ = slot; }
+
+  void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    slot_rows_[slot_] = static_cast<int32_t>(rows);
+    load_bandwidths(b, h);
+    for (int64_t i = 0; i < rows; i += kPanel) {
+      const Matrix from = matrix_at(p_.q, b, h, i0 + i, min64(kPanel, rows - i), p_.D);
+      pack_transposed(from, 1.f, queries() + i * p_.D, kPanel);
+    }
+  }
+
+  void scores(float* s) const {
+    for (int64_t i = 0; i < rows(); i += kPanel) {
+      const int64_t end = min64(kPanel, rows() - i);
+      int64_t r = 0;
+      const auto take = [&](auto count) {
+        score_rows<count>(queries() + i * p_.D + r, s + (i + r) * kBlockN);
+        r += count;
+      };
+      while (end - r >= 8) take(std::integral_constant<int, 8>{});
+      if (end & 4) take(std::integral_constant<int, 4>{});
+      if (end & 2) take(std::integral_constant<int, 2>{});
+      if (end & 1) take(std::integral_constant<int, 1>{});
+    }
+  }
+
+  void clear_key_grad() { fill(key_grad_, kBlockN * p_.D, 0.f); }
+
+  // `masked` needs no care: see difference().
+  void backward(const float* ds, bool, float* grad_q, int64_t grad_q_stride, float* grad_w) {
+    int64_t d = 0;
+    for (; d + 2 <= p_.D; d += 2) gradient_dims<2>(d, ds, grad_w);
+    if (d < p_.D) gradient_dims<1>(d, ds, grad_w);
+    for (int64_t i = 0; i < rows(); ++i) {
+      const float* const from = query_grad_ + i / kPanel * kPanel * p_.D + i % kPanel;
+      for (d = 0; d < p_.D; ++d) grad_q[i * grad_q_stride + d] -= from[d * kPanel] * slope(d);
+    }
+  }
+
+  void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) const {
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      const Matrix to = matrix_at(grad_k, b, hkv, j0 + c, min64(kWidth, cols_ - c), p_.D);
+      unpack_rows(key_grad_ + c * p_.D, kWidth, 1.f, nullptr, to.transposed());
+    }
+  }
+
+ private:
+  static constexpr int64_t kPanel = 16;      // queries of a panel [D][kPanel]
+  static constexpr int64_t kBlockDims = 16;  // of a sum
+  static constexpr int kGradRows = 4;
+
+  int64_t rows() const { return slot_rows_[slot_]; }
+  float* queries() const { return slots_ + slot_ * slot_floats_; }
+  float* ratios() const { return queries() + kBlockM * p_.D; }  // r [D]
+  float slope(int64_t d) const { return ratios()[d] * factor_; }
+
+  void load_bandwidths(int64_t b, int64_t h) {
+    pack_rows(matrix_at(p_.w, b, h, 0, 1, p_.D), 1.f, bandwidths_, 0);
+    float least = kInf;
+    for (int64_t d = 0; d < p_.D; ++d) {
+      const float size = __builtin_fabsf(bandwidths_[d]);
+      least = size < least ? size : least;
+    }
+    const Bandwidths all = bandwidths_of(static_cast<double>(least));
+    for (int64_t d = 0; d < p_.D; ++d) ratios()[d] = ratio_of(all, bandwidths_[d]);
+    factor_ = static_cast<float>(all.factor);
+    slot_factors_[slot_] = static_cast<float>(-0.5 * 1.44269504088896341 * all.factor);
+  }
+
+  // s[r][0, cols) for kRows queries; `q` is the column of the first of them in its panel.
+  template <int kRows>
+  __attribute__((noinline)) void score_rows(const float* q, float* s) const {
+    const float* const ratio = ratios();
+    const float factor = slot_factors_[slot_];
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      const float* const keys = keys_ + c * p_.D;
+      Vec total[kRows] = {};
+      for (int64_t d0 = 0; d0 < p_.D; d0 += kBlockDims) {
+        Vec sum[kRows] = {};
+        for (int64_t d = d0; d < min64(d0 + kBlockDims, p_.D); ++d) {
+          const Vec key = load(keys + d * kWidth), to_unit = splat(ratio[d]);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            const Vec distance = (splat(q[d * kPanel + r]) - key) * to_unit;
+            sum[r] = multiply_add(distance, distance, sum[r]);
+          }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) total[r] += sum[r];
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) store(s + r * kBlockN + c, total[r] * factor);
+    }
+  }
+
+  // q - k, but 0 where dS is: what stands behind a mask, or infinitely far away, is no gradient.
+  FASTATTN_MEMBER static Vec difference(float q, Vec key, Vec ds) {
+    return ds == Vec{} ? Vec{} : splat(q) - key;
+  }
+
+  // Adds what dims [d, d + kDims) contribute to the keys' gradients and grad_w; writes the
+  // queries'.
+  template <int kDims>
+  __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, float* grad_w) {
+    Vec sums[kDims] = {};
+    int64_t i = 0;
+    const auto take = [&](auto rows) {
+      gradient_rows<kDims, rows>(d, i, ds + i * kBlockN, sums);
+      i += rows;
+    };
+    while (rows() - i >= kGradRows) take(std::integral_constant<int, kGradRows>{});
+    while (rows() > i) take(std::integral_constant<int, 1>{});
+    for (int n = 0; n < kDims; ++n)
+      grad_w[d + n] += sum_lanes(sums[n]) * slope(d + n) / bandwidths_[d + n];
+  }
+
+  // Of queries [i, i + kRows). Sums have two levels, that over all pairs three.
+  template <int kDims, int kRows>
+  FASTATTN_MEMBER void gradient_rows(int64_t d, int64_t i, const float* ds, Vec (&sums)[kDims]) {
+    const int64_t panel = i / kPanel * kPanel * p_.D + d * kPanel + i % kPanel;
+    const float *const q = queries() + panel, *const ratio = ratios() + d;
+    Vec query[kDims][kRows] = {}, all[kDims] = {};
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      const float* const keys = keys_ + c * p_.D + d * kWidth;
+      Vec sum[kDims] = {}, grad[kDims] = {};
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const Vec dsr = load(ds + r * kBlockN + c);
+#pragma GCC unroll 2
+        for (int n = 0; n < kDims; ++n) {
+          const Vec x = difference(q[n * kPanel + r], load(keys + n * kWidth), dsr);
+          const Vec g = dsr * (x * ratio[n]);
+          query[n][r] += g;
+          grad[n] += g;
+          sum[n] += g * x;
+        }
+      }
+#pragma GCC unroll 2
+      for (int n = 0; n < kDims; ++n) {
+        all[n] += sum[n];
+        float* const to = key_grad_ + c * p_.D + (d + n) * kWidth;
+        store(to, load(to) + grad[n] * slope(d + n));
+      }
+    }
+#pragma GCC unroll 2
+    for (int n = 0; n < kDims; ++n) {
+      sums[n] += all[n];
+      const Vec rows = sums_of<kRows>(query[n]);
+      std::memcpy(query_grad_ + panel + n * kPanel, &rows, kRows * sizeof(float));
+    }
+  }
+
+  const AttentionParams& p_;
+  int64_t slot_floats_, slot_ = 0, cols_ = 0;
+  float factor_ = 0.f;  // c of the queries loaded last
+  float* slots_;        // per slot: panels of queries, then r of their head
+  int32_t* slot_rows_;
+  float* slot_factors_;                                // -c / 2, for base 2
+  float* bandwidths_;                                  // likewise
+  float* keys_;                                        // a panel [D][kWidth] for every kWidth keys
+  float *query_grad_ = nullptr, *key_grad_ = nullptr;  // likewise; the queries' without c r
+};
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,62 @@
+"""What the loops are given of a gaussian score: see score/gaussian.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.problem.record import SCORES
+
+from ..host.config import padded
+from ..host.launch import Call
+from ..host.tuned import BLOCKS
+from ..score.score import Terms
+
+PADDING = BLOCKS[-1]  # tokens
+
+
+@triton.jit
+def gaussian_bandwidths_kernel(
+    w_ptr, stride_b, stride_h, stride_d, ratio_ptr, factor_ptr, H, D, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """r and c of a head: bandwidths_of in csrc/problem/bandwidths.h."""
+    head = tl.program_id(0)
+    offs_d = tl.arange(0, BLOCK_D)
+    start = w_ptr + (head // H).to(tl.int64) * stride_b + (head % H).to(tl.int64) * stride_h
+    w = tl.load(start + offs_d.to(tl.int64) * stride_d, mask=offs_d < D, other=float("inf"))
+    size = tl.abs(w.to(tl.float32))
+    least = tl.maximum(tl.min(size, 0), 1.1754943508222875e-38)
+    bits = tl.minimum(least.to(tl.int32, bitcast=True) & 0x7F800000, 252 << 23)
+    power = ((254 << 23) - bits).to(tl.float32, bitcast=True).to(tl.float64)
+    one = least.to(tl.float64) * power
+    # NaN stays NaN.
+    ratio = power * (least.to(tl.float64) / tl.where(size < least, least, size).to(tl.float64))
+    width = (D + 1) // 2 * 2
+    tl.store(ratio_ptr + head.to(tl.int64) * width + offs_d, ratio.to(tl.float32),
+             mask=offs_d < width)  # fmt: skip
+    tl.store(factor_ptr + head, (1.0 / (one * one)).to(tl.float32))
+
+
+def is_gaussian(call: Call) -> bool:
+    """Whether a call's score is this one."""
+    return call.score == SCORES["gaussian"]
+
+
+def gaussian_terms(call: Call) -> Terms:
+    """r, c, and queries and keys transposed, of a problem that has some."""
+    B, H, D = call.B, call.H, call.D
+    width = triton.cdiv(D, 2) * 2
+    queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))
+
+    def transposed(x, length: int):
+        to = x.new_zeros(B, x.shape[1], width, length, dtype=torch.float32)
+        to[:, :, :D, : x.shape[2]] = x.mT
+        return to
+
+    ratio = call.q.new_empty(B, H, width, dtype=torch.float32)
+    factor = call.q.new_empty(B, H, dtype=torch.float32)
+    w = call.w.expand(B, H, D)
+    gaussian_bandwidths_kernel[(B * H,)](w, *w.stride(), ratio, factor, H, D, BLOCK_D=padded(D))
+    sides = transposed(call.q, queries), transposed(call.k, keys)
+    return Terms(ratio, factor, *sides, None, queries, keys, None, None, None)

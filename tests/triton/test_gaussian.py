@@ -1,0 +1,43 @@
+"""The gaussian kernels through the public function, against the float64 reference."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from helpers import Carrier
+
+from fastattn import testing
+from fastattn.backends import registry, triton
+from fastattn.testing import GRID, Case
+
+
+def small(name, **features):
+    """A case that spans three key tiles of the interpreter's, a tail included."""
+    sizes = dict(B=1, H=2, Hkv=2, M=20, N=70, D=5, E=6)
+    return Case(name, "gaussian", **{**sizes, **features})
+
+
+EVERYTHING = dict(
+    B=2, Hkv=1, causal="bottom_right", window=(60, -1), keep="bhmn", bias="bhmn", bias_inf=True,
+    empty_rows=True, dropout_p=0.3, weights="full", lse=True, garbage=math.nan,
+)  # fmt: skip
+NAMES = "M1-N1 M0 N0 D0 E0 B0 H0 D1-E1 D3-E5"
+CASES = [
+    *(c for c in GRID if c.score == "gaussian" and c.name in NAMES.split()),
+    *(small(f"bandwidth-{x}", bandwidth=x, B=2, M=9, lse=True) for x in ("", "d", "bhd")),
+    small("tall", M=70, N=20, causal="bottom_right", lse=True),
+    small("one", M=1, N=1100, D=3, lse=True),  # keys in chunks, queries in none
+    small("few", B=2, M=3, N=150, kv_len="rows", weights="mean", lse=True),
+    small("huge", magnitude=1e4, M=9),
+    small("everything", **EVERYTHING),
+]
+CASES += [dataclasses.replace(small("half", M=9), dtype=x) for x in (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case, device, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("on a GPU the grid runs in tests/contract/test_grid.py")
+    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
+    testing.check(case, "triton")
