@@ -61,6 +61,11 @@ def _additive(name: str, B: int, N: int, D: int) -> testing.Case:
     return testing.Case(name, "additive", B=B, H=1, Hkv=1, M=N, N=N, D=D, E=D)
 
 
+def _gaussian(name: str, N: int) -> testing.Case:
+    sizes = dict(B=2, H=1, Hkv=1, M=N, N=N, D=8, E=8)
+    return testing.Case(name, "gaussian", bandwidth="", **sizes)  # pyright: ignore[reportArgumentType]
+
+
 _BF16 = torch.bfloat16
 _FOUR_K = _dot("4k", B=1, M=4096, N=4096, D=128, E=128)
 _PADDING = _dot("padding")
@@ -82,6 +87,7 @@ CASES = [
     Case("decode", "one query", _dot("decode", B=4, M=1, N=4096)),
     Case("additive-small", "additive score, one head", _SMALL, compiled=True),
     Case("additive-large", "additive score, one head", _LARGE, compiled=True),
+    Case("gaussian", "kernel regression with 8 features", _gaussian("2k", 2048), compiled=True),
     Case(
         "mha-weights", "nn.MultiheadAttention, need_weights=True", _MHA,
         module=True, need_weights=True, compiled=True,
@@ -234,8 +240,9 @@ def _random_blocks(M: int, N: int, block: int, kept: float) -> torch.Tensor:
 def problem(case: Case, t: testing.Tensors) -> Problem:
     """The validated record of a case's attention; for a module, that of its heads."""
     score, grouped = case.problem.score, case.problem.H != case.problem.Hkv
-    options = dict(mask=t.mask, bias=t.bias, enable_gqa=grouped and score == "dot")
-    return validate.build(score, t.q, t.k, t.v, t.w, **options).p
+    options = dict(mask=t.mask, bias=t.bias, enable_gqa=grouped and score != "additive")
+    parameter = t.w if t.bandwidth is None else t.bandwidth
+    return validate.build(score, t.q, t.k, t.v, parameter, **options).p
 
 
 def kept_pairs(case: Case, t: testing.Tensors) -> int:
@@ -249,12 +256,12 @@ def kept_pairs(case: Case, t: testing.Tensors) -> int:
 def work(case: Case, pairs: int, direction: str) -> tuple[float, str]:
     """(amount, unit) of one call over this many kept pairs.
 
-    FLOP of a dot product: 2 (D + E) a pair forward and 2.5 times that backward. A module's four
-    projections add 8 d_model^2 a token forward and twice that backward. The additive score counts
-    score elements, D a pair, the same in both directions.
+    FLOP of a dot product: 2 (D + E) a pair forward and 2.5 times that backward; a module's four
+    projections add 8 d_model^2 a token forward and twice that backward. Other scores count score
+    elements, D a pair, the same number in either direction.
     """
     c = case.problem
-    if c.score == "additive":
+    if c.score != "dot":
         return float(pairs * c.D), "score elements"
     flop = 2 * pairs * (c.D + c.E) * (3.5 if direction == BOTH else 1)
     if case.module:

@@ -20,7 +20,7 @@ from fastattn import Mask, testing
 from fastattn.problem import record
 
 MAX_ROWS = 64
-MAX_ELEMENTS = 2**23  # of a float64 matrix [B, H, rows, N], times D for the additive score
+MAX_ELEMENTS = 2**23  # of a float64 matrix [B, H, rows, N], times D where a score is of pairs
 MAX_MODULE_ELEMENTS = 2**25  # of one [B, H, M, N]
 
 
@@ -70,7 +70,7 @@ class Checker:
 
     def _comparable(self, name: str, x: Tensor) -> Tensor:
         """The rows that the truth has, where the result has queries as dim 2."""
-        if self.work.case.module or name in ("grad_k", "grad_v", "grad_w"):
+        if self.work.case.module or name in ("grad_k", "grad_v", "grad_w", "grad_bandwidth"):
             return x
         return x if x.shape[2] == 1 else x[:, :, self.rows]
 
@@ -89,7 +89,7 @@ def worst(ratios: dict[str, float]) -> float:
 def _rows(work: Workload) -> Tensor:
     """Random queries, sorted: as many as the truth has time for."""
     p = work.case.problem
-    elements = p.B * p.H * p.N * (p.D if p.score == "additive" else 1)
+    elements = p.B * p.H * p.N * (p.D if p.score != "dot" else 1)
     count = max(1, min(p.M, MAX_ROWS, MAX_ELEMENTS // elements))
     rng = torch.Generator().manual_seed(p.seed)
     return torch.randperm(p.M, generator=rng)[:count].sort().values.to(work.t.q.device)

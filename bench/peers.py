@@ -23,8 +23,8 @@ from fastattn.problem import Problem, record
 
 OURS = "fastattn"
 SDPA, MODULE, EAGER, COMPILED = "torch SDPA", "nn.MultiheadAttention", "eager", "torch.compile"
-FLEX = "FlexAttention"
-# torch's SDPA chooses among these on a GPU. Each is forced, so that the best is never missed.
+FLEX, CDIST = "FlexAttention", "torch.cdist"
+# What torch's SDPA may choose among on a GPU; each is forced, so that its best is never missed.
 SDPA_BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -98,13 +98,12 @@ def build(
 
 def names(case: Case, compiled: bool = True) -> list[str]:
     """The implementations of a case on a CPU, without building it."""
-    peers = [MODULE] if case.module else [] if _is_additive(case) else [SDPA]
+    peers = [MODULE] if case.module else _PEERS[case.problem.score]
     peers += [EAGER] if case.compiled and not case.module else []
     return [OURS, *peers, *([COMPILED] if case.compiled and compiled else [])]
 
 
-def _is_additive(case: Case) -> bool:
-    return case.problem.score == "additive"
+_PEERS = {"dot": [SDPA], "additive": [], "gaussian": [CDIST]}
 
 
 # ---- functions of q, k, v ----
@@ -113,9 +112,10 @@ def _is_additive(case: Case) -> bool:
 def _functions(
     case: Case, t: testing.Tensors, backend: str, compiled: bool
 ) -> dict[str, Implementation]:
-    tensors = {"q": t.q, "k": t.k, "v": t.v, "w": t.w, "bias": t.bias}
+    tensors = {"q": t.q, "k": t.k, "v": t.v, "w": t.w, "bias": t.bias, "bandwidth": t.bandwidth}
     leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x is not None}
-    calls = (_additive if _is_additive(case) else _dot)(case, t, leaves, backend, compiled)
+    set_up = {"dot": _dot, "additive": _additive, "gaussian": _gaussian}[case.problem.score]
+    calls = set_up(case, t, leaves, backend, compiled)
     return {name: Implementation(call, leaves) for name, call in calls.items()}
 
 
@@ -208,6 +208,22 @@ def _additive(
     return calls
 
 
+def _gaussian(
+    case: Case, t: testing.Tensors, leaves: dict[str, Tensor], backend: str, compiled: bool
+) -> dict[str, Callable]:
+    q, k, v, bandwidth = args = [leaves[n] for n in ("q", "k", "v", "bandwidth")]
+    options = dict(score="gaussian", bandwidth=bandwidth, mask=t.mask, backend=backend)
+    calls = {
+        OURS: lambda: fastattn.attention(q, k, v, **options),  # pyright: ignore[reportArgumentType]
+        CDIST: lambda: by_distance(*args),
+        EAGER: lambda: eager_gaussian(*args),
+    }
+    if compiled:
+        fused = torch.compile(eager_gaussian, dynamic=False)
+        calls[COMPILED] = lambda: fused(*args)
+    return calls
+
+
 def eager_dot(
     q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: Tensor | None, bias: Tensor | None
 ) -> Tensor:
@@ -225,6 +241,17 @@ def eager_additive(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     q, k, w = q[:, 0], k[:, 0], w[0]
     scores = torch.tanh(q[:, :, None] + k[:, None]) @ w  # [B, M, N] from [B, M, N, D]
     return (torch.softmax(scores, -1) @ v[:, 0])[:, None]
+
+
+def eager_gaussian(q: Tensor, k: Tensor, v: Tensor, bandwidth: Tensor) -> Tensor:
+    """Kernel regression of every difference, [B, H, M, N, D]."""
+    between = (q[:, :, :, None] - k[:, :, None]) / bandwidth.unsqueeze(-2)
+    return torch.softmax(between.square().sum(-1) * -0.5, -1) @ v
+
+
+def by_distance(q: Tensor, k: Tensor, v: Tensor, bandwidth: Tensor) -> Tensor:
+    """Kernel regression as it is written today: short, in B H M N memory, for one bandwidth."""
+    return torch.softmax(torch.cdist(q, k).square() / (-2 * bandwidth.square()), -1) @ v
 
 
 # ---- modules ----
