@@ -25,6 +25,7 @@ class Options(TypedDict, total=False):
 
     mask: Mask | None
     bias: Tensor | None
+    softcap: float | None
     seed: int | Tensor | None
     backend: Backend
 
@@ -80,6 +81,7 @@ def scaled_dot_product_attention(
     *,
     mask: Mask | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
@@ -109,6 +111,8 @@ def scaled_dot_product_attention(
             and value are never expanded. ``Hkv = 1`` needs no flag.
         mask: structured masks, see :class:`fastattn.Mask`; ANDed with the others.
         bias: like a float attn_mask, and added to it. Its gradient has the shape of the bias.
+        softcap: c makes ``c tanh(score / c)`` of every score, so that none is beyond c. Bias
+            and mask come after it. None and 0 are no cap; c is between 1e-15 and 1e15.
         return_weights: also return the weights that multiply value, after dropout: ``"full"``
             (``[..., H, M, N]``) or their ``"mean"`` over heads (``[..., M, N]``). Differentiable.
         return_lse: also return the log-sum-exp of the masked scores, ``[..., H, M]``, float32
@@ -132,7 +136,7 @@ def scaled_dot_product_attention(
     deterministic. Double backward computes everything again, with dense matrices.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017; tiled as in Dao, "FlashAttention-2",
-    2023.
+    2023. Softcap: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
 
     Example:
         >>> q = torch.randn(2, 8, 128, 64, requires_grad=True)
@@ -146,13 +150,14 @@ def scaled_dot_product_attention(
     if seed is None and type(return_lse) is bool:
         call = call_cache.Call(
             query, key, value, None, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, scale,
-            return_weights, backend,
+            softcap, return_weights, backend,
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
             return _run(*seen, (query, key, value, None), query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-        enable_gqa=enable_gqa, mask=mask, bias=bias, return_weights=return_weights, seed=seed,
+        enable_gqa=enable_gqa, mask=mask, bias=bias, softcap=softcap,
+        return_weights=return_weights, seed=seed,
     )  # fmt: skip
     if (others := arguments.overriding(query, key, value, attn_mask, bias)) is not None:
         return handle_torch_function(
@@ -203,6 +208,7 @@ def additive_attention(
     *,
     mask: Mask | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
@@ -226,6 +232,7 @@ def additive_attention(
         is_causal: keeps ``j <= i``.
         mask: see :class:`fastattn.Mask`.
         bias: float, added to the scores, with a gradient of its own shape.
+        softcap: see :func:`scaled_dot_product_attention`.
         return_weights: ``None``, ``"full"`` or ``"mean"`` over heads (``[..., M, N]``).
         return_lse: also return the log-sum-exp, ``[..., M]`` (``[..., H, M]`` with heads).
         seed: see :func:`scaled_dot_product_attention`.
@@ -257,13 +264,13 @@ def additive_attention(
     if seed is None and type(return_lse) is bool:
         call = call_cache.Call(
             query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, False, None,
-            return_weights, backend,
+            softcap, return_weights, backend,
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
             return _run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
-        return_weights=return_weights, seed=seed,
+        softcap=softcap, return_weights=return_weights, seed=seed,
     )  # fmt: skip
     if (others := arguments.overriding(query, key, value, weight, attn_mask, bias)) is not None:
         return handle_torch_function(

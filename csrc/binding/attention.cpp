@@ -190,6 +190,8 @@ void fill_problem(const Operands& in, AttentionParams* p) {
   STD_TORCH_CHECK(p->Hkv == p->H || (p->Hkv > 0 && p->H % p->Hkv == 0),
                   "fastattn: expected query heads to be a multiple of key heads");
   p->scale = static_cast<float>(in.scale);
+  p->softcap = static_cast<float>(in.softcap);
+  STD_TORCH_CHECK(p->softcap >= 0, "fastattn: softcap: expected 0 or more, got ", in.softcap);
   p->q = view_of(in.q, "q", {p->B, p->H, p->M, p->D});
   p->k = view_of(in.k, "k", {p->B, p->Hkv, p->N, p->D});
   p->v = view_of(in.v, "v", {p->B, p->Hkv, p->N, p->E});

@@ -60,7 +60,7 @@ struct Operands {
   Tensor q, k, v;
   OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, kv_begin = {}, seed = {};
   std::optional<int64_t> band_lo = {}, band_hi = {};
-  double scale = 1, dropout_p = 0;
+  double scale = 1, softcap = 0, dropout_p = 0;
   int64_t weights = 0, score = 0;
 };
 
@@ -75,6 +75,7 @@ inline Operands take_operands(Arguments& from) {
   in.band_lo = from.take<std::optional<int64_t>>();
   in.band_hi = from.take<std::optional<int64_t>>();
   in.scale = from.take<double>();
+  in.softcap = from.take<double>();
   in.dropout_p = from.take<double>();
   in.weights = from.take<int64_t>();
   in.score = from.take<int64_t>();

@@ -53,7 +53,8 @@ enum class ScoreKind : int32_t { kDot = 0, kAdditive = 1, kGaussian = 2 };
 struct AttentionParams {
   int64_t B, H, Hkv, M, N, D, E;
   ScoreKind score;
-  float scale;  // of the dot product; 1 for other scores
+  float scale;    // of the dot product; 1 for other scores
+  float softcap;  // makes softcap * tanh(score / softcap) of a score, before bias and mask; or 0
   View q, k, v;
   View w;     // additive: [1, H, 1, D]; gaussian: bandwidths, [1|B, H, 1, D]; absent for dot
   View bias;  // [B, H, M, N], broadcast dims have stride 0

@@ -37,6 +37,17 @@ def check_real(name: str, x: object) -> None:
         raise TypeError(f"{name}: expected a float, got {type(x).__name__}")
 
 
+def softcap(c: float | None) -> float:
+    """The cap as a record has it, 0 for none; raises TypeError, or ValueError out of range."""
+    if c is None:
+        return 0.0
+    check_real("softcap", c)
+    # Beyond, the ratio of a score to it is no normal number of float32.
+    if c != 0 and not 1e-15 <= c <= 1e15:
+        raise ValueError(f"softcap: expected 1e-15 to 1e15, or 0 or None for none, got {c}")
+    return float(c)
+
+
 # ---- names ----
 
 

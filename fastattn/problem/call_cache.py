@@ -33,6 +33,7 @@ class Call(NamedTuple):
     is_causal: bool = False
     enable_gqa: bool = False
     scale: float | None = None
+    softcap: float | None = None
     return_weights: str | None = None
     backend: str = "auto"
 
@@ -163,7 +164,7 @@ def _describe(call: Call) -> tuple | None:
     """All that the record of a call depends on; None where that cannot be told."""
     (
         query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, scale,
-        *others,
+        softcap, *others,
     ) = call  # fmt: skip
     # While compiling, sizes may be symbols; under autocast, the tensors will be others.
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
@@ -177,7 +178,7 @@ def _describe(call: Call) -> tuple | None:
     # 1 == True, but only True is a bool. Dropout draws a seed for each call.
     if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float or dropout_p:
         return None
-    if scale is True or scale is False:
+    if type(scale) is bool or type(softcap) is bool:
         return None
     masks = ()
     if not (weight is attn_mask is mask is bias is None):
@@ -187,7 +188,8 @@ def _describe(call: Call) -> tuple | None:
             return None
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,
-        key.device, value.device, is_causal, enable_gqa, scale, *others, masks,
+        key.device, value.device, is_causal, enable_gqa, scale, softcap, *others,
+        masks,
     )  # fmt: skip
 
 

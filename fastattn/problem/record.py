@@ -106,7 +106,8 @@ class Problem:
     """One attention problem: ``out = dropout(softmax(score(q, k) + bias, masked)) @ v``.
 
     ``score`` is ``"dot"`` (``scale * q . k``), ``"additive"`` (``sum_d w_d tanh(q_d + k_d)``) or
-    ``"gaussian"`` (``-1/2 sum_d (q_d - k_d)^2 / w_d^2``, w being bandwidths). The scores of
+    ``"gaussian"`` (``-1/2 sum_d (q_d - k_d)^2 / w_d^2``, w being bandwidths). A ``softcap`` c that
+    is not 0 makes ``c tanh(score / c)`` of it, before bias and mask. The scores of
     :func:`fastattn.attention` are more: its ``"scaled_dot"``, ``"dot"`` and ``"cosine"`` all become
     the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
 
@@ -130,6 +131,7 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     scale: float = 1.0
+    softcap: float = 0.0
     mask: Mask = dataclasses.field(default_factory=Mask)
     dropout: Dropout | None = None
     weights: Weights = "none"
@@ -140,7 +142,8 @@ class Problem:
         masks = [getattr(self.mask, name) for name in MASK_TENSORS]
         p, seed = (0.0, None) if self.dropout is None else (self.dropout.p, self.dropout.seed)
         band = self.band()
-        operands = (*masks, seed, *band, self.scale, p, WEIGHTS[self.weights], SCORES[self.score])
+        numbers = self.scale, self.softcap, p, WEIGHTS[self.weights], SCORES[self.score]
+        operands = (*masks, seed, *band, *numbers)
         object.__setattr__(self, "operands", operands)
 
     def __str__(self) -> str:
@@ -149,6 +152,7 @@ class Problem:
         dtype = str(self.dtype).removeprefix("torch.")
         parts = [f"{self.score} attention: {dims}", f"{dtype} on {self.device.type}"]
         parts += [f"mask {' '.join(kinds(self.mask))}"] if kinds(self.mask) else []
+        parts += [f"softcap {self.softcap:g}"] if self.softcap else []
         parts += ["dropout"] if self.dropout else []
         parts += [f"weights {self.weights}"] if self.weights != "none" else []
         return ", ".join(parts)

@@ -56,6 +56,8 @@ def backward(
         dV = W^T dO               dP = F * (dO V^T + dW)      delta_i = sum_j P_ij dP_ij - dlse_i
         dS = P * (dP - delta)     dbias = dS                  dq, dk, dw: chain rule of the score
 
+    A softcap c multiplies dS by its slope, 1 - tanh(score / c)^2, on the way to the score.
+
     Made of differentiable operations, so that its own gradient is the double backward.
     """
     q, k, v, w, bias, grad_out = _upcast(p, q, k, v, w, bias, grad_out)
@@ -77,9 +79,12 @@ def backward(
     if kept is not None:
         grad_scores = grad_scores.masked_fill(~kept, 0.0)
 
+    grad_bias = None if bias is None else _sum_to(grad_scores, bias.shape)
+    if p.softcap:
+        grad_scores = grad_scores * cap_slope(p, q, k, w)
+        grad_scores = grad_scores if kept is None else grad_scores.masked_fill(~kept, 0.0)
     grad_v = sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
     grad_q, grad_k, grad_w = _SCORE_BACKWARD[p.score](p, q, k, w, kept, grad_scores)
-    grad_bias = None if bias is None else _sum_to(grad_scores, bias.shape)
     return grad_q, grad_k, grad_v, grad_w, grad_bias
 
 
@@ -95,6 +100,11 @@ def _scores(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
         return ((q[:, :, :, None] - k[:, :, None]) / _per_pair(w)).square().sum(-1) * -0.5
     t = torch.tanh(q[:, :, :, None] + k[:, :, None])  # [B, H, M, N, D]
     return (t @ w[:, None, :, None]).squeeze(-1)
+
+
+def cap_slope(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
+    """d capped / d score, ``[B, H, M, N]``."""
+    return 1 - torch.tanh(_scores(p, q, k, w) / p.softcap).square()
 
 
 def _per_pair(w: Tensor) -> Tensor:
@@ -194,6 +204,8 @@ def probabilities(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(P, lse, W, dropout factors): softmax of the masked scores before and after dropout."""
     scores = _scores(p, q, k, w)
+    if p.softcap:
+        scores = p.softcap * torch.tanh(scores / p.softcap)
     if bias is not None:
         scores = scores + bias
     if kept is not None:

@@ -36,6 +36,7 @@ class Call(NamedTuple):
     band_lo: int | None = None
     band_hi: int | None = None
     scale: float = 1.0
+    softcap: float = 0.0
     dropout_p: float = 0.0
     weights: int = 0  # a value of record.WEIGHTS
     score: int = 0  # a value of record.SCORES

@@ -49,6 +49,7 @@ def build(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     enable_gqa: bool = False,
     mask: Mask | None = None,
     bias: Tensor | None = None,
@@ -83,7 +84,8 @@ def build(
     mask, bias = _masks(lead, query, attn_mask, is_causal, mask, bias)
     p = Problem(
         score=score, B=B, H=H, Hkv=k.shape[1], M=M, N=N, D=D, E=E, dtype=q.dtype, device=q.device,
-        scale=_scale(score, scale, D), mask=mask, dropout=_dropout(dropout_p, seed, q.device),
+        scale=_scale(score, scale, D), softcap=arguments.softcap(softcap), mask=mask,
+        dropout=_dropout(dropout_p, seed, q.device),
         weights=return_weights or "none",  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     return Inputs(p, q, k, v, w, bias, batch, has_head_dim)

@@ -136,7 +136,7 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     grad_out, grad_lse, grad_weights = _upstream(t)
     kept = reference.kept_pairs(p, bias)
     probs, _, dropped, factors = reference.probabilities(p, q, k, w, bias, kept)
-    k, v = reference.per_head(p, k), reference.per_head(p, v)
+    v = reference.per_head(p, v)
     grad_probs = grad_out @ v.mT
     if grad_weights is not None:
         grad_probs = grad_probs + (
@@ -152,6 +152,10 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     for name in ("bias", "attn_mask"):
         if leaves[name] is not None:
             squares[f"grad_{name}"] = both.sum_to_size(leaves[name].shape)
+    if case.softcap:
+        steep = reference.cap_slope(p, q, k, w)
+        direct, both, probs = direct * steep.square(), both * steep.square(), probs * steep
+    k = reference.per_head(p, k)
     if w is None:
         in_rows = direct @ k.square() + (delta * (probs @ k)).square()
         squares["grad_q"] = in_rows * p.scale**2

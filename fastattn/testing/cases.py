@@ -58,6 +58,7 @@ class Case:
     attn_mask_dtype: torch.dtype = torch.bool
     scale: float | None = None  # of the dot product and the cosine
     bandwidth: str = "h"  # the gaussian's, like keep, of [B, H, D]
+    softcap: float = 0.0
     dropout_p: float = 0.0
     weights: str | None = None
     lse: bool = False

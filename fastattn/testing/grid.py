@@ -105,6 +105,15 @@ def _grid() -> list[Case]:
         Case("dropout-all", dropout_p=1.0),
         Case("dropout-decode", dropout_p=0.3, M=1, N=300),
     ]
+    caps = [
+        Case("softcap", B=1, softcap=1.0, M=65, N=70, weights="full", lse=True),
+        Case("softcap-masks", softcap=2.0, causal="bottom_right", window=(60, -1), kv_len="batch",
+             keep="hn", bias="bmn", bias_inf=True, M=65, N=130, dropout_p=0.3,
+             weights="mean"),
+        Case("softcap-50", B=1, softcap=50.0, magnitude=4.0, M=64, N=128, D=64, lse=True),
+        Case("softcap-few", softcap=1.5, H=4, M=3, N=300, kv_len="rows", weights="full"),
+        Case("softcap-decode", softcap=1.5, M=1, N=300),
+    ]  # fmt: skip
     large = [Case("large-logits", magnitude=60.0, M=40, N=70, lse=True)]
     # Whole tiles, which no mask code touches; as large as the logits of the dot product are named.
     plain = [Case(f"plain-N{n}", B=1, M=64, N=n, weights="full", lse=True) for n in (64, 128)]
@@ -113,7 +122,19 @@ def _grid() -> list[Case]:
         for c in plain
         for power in (2, 4, 6, 10)
     ]
-    both = [*sizes, *dims, *zeros, *layouts, *masks, *biases, *weights, *dropout, *heads, *large]
+    both = [
+        *sizes,
+        *dims,
+        *zeros,
+        *layouts,
+        *masks,
+        *biases,
+        *weights,
+        *dropout,
+        *heads,
+        *caps,
+        *large,
+    ]
     both += plain
     # Additive sizes are cut where plain PyTorch's M * N * D, not ours, would take the time.
     extremes = [
@@ -145,6 +166,7 @@ def _grid() -> list[Case]:
         *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "documents-70"),
         "bias-inf",
         *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
+        *("softcap", "softcap-masks", "softcap-50"),
         "plain-N128-logits-1e4",
     }
     return cases + [_with(c, dtype=d) for c in cases if c.name in half for d in (_f16, _bf16)]

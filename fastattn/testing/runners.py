@@ -68,6 +68,8 @@ def run(
         options |= dict(return_weights=case.weights, return_lse=case.lse)
         if record.kinds(t.mask):
             options |= dict(mask=t.mask)
+        if case.softcap:
+            options |= dict(softcap=case.softcap)
         if case.dropout_p:
             options |= dict(dropout_p=case.dropout_p, seed=DROPOUT_SEED)
         if case.score == "additive":
@@ -95,8 +97,8 @@ def _build(
     score: Any = case.score if w is not None else "dot"
     return validate.build(
         score, q, k, v, w, mask=t.mask, bias=bias,
-        attn_mask=attn_mask, scale=scale, enable_gqa=True, dropout_p=case.dropout_p,
-        seed=DROPOUT_SEED, return_weights=case.weights,
+        attn_mask=attn_mask, scale=scale, softcap=case.softcap, enable_gqa=True,
+        dropout_p=case.dropout_p, seed=DROPOUT_SEED, return_weights=case.weights,
     )  # fmt: skip
 
 
@@ -190,6 +192,8 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
             scores = between.square().sum(-1) / -2
         else:
             scores = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
         for x in (bias, attn_mask):
             if x is not None and x.is_floating_point():
                 scores = scores + x.to(q.dtype)

@@ -14,6 +14,7 @@ from fastattn.problem.record import weights_of, weights_shape
 from fastattn.problem.schemas import Saved as Saved
 
 from ..tile.masking import scans_bias, varies_within_tiles
+from ..tile.softmax import LOG2E
 from ..tile.strided import Dims, Spec
 from .config import architecture, choose, is_rich, padded, speaks_ptx
 
@@ -79,6 +80,11 @@ class Call(schemas.Call):
         lo = None if self.band_lo is None or self.band_lo <= 1 - self.M else self.band_lo
         hi = None if self.band_hi is None or self.band_hi >= self.N - 1 else self.band_hi
         return lo, hi
+
+    @property
+    def logit_scale(self) -> float:
+        """What makes a logit in base 2 of a score, or of what a softcap has made of it."""
+        return (self.softcap or self.scale) * LOG2E.value
 
     @property
     def rich(self) -> bool:
@@ -151,7 +157,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
         BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,
         PRECISION=precision(call),
         STREAM=call.q.dtype == torch.float32 and max(call.D, call.E) > 128,
-        FOLD_SCALE=call.bias is None and call.scale > 0,
+        FOLD_SCALE=call.bias is None and call.logit_scale > 0,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
         MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band[1] is not None,
         PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",

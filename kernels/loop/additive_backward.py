@@ -25,6 +25,7 @@ from ..host.launch import Call, Saved
 from ..score.additive import bounded, reciprocal
 from ..score.score import DOT_PRODUCT
 from ..tile.masking import key_count, kv_range, mask_scores, row_range
+from ..tile.softcap import cap_gradient, cap_scores
 from ..tile.softmax import LOG2E
 from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_numbers, store_tile, view
 from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
@@ -104,8 +105,9 @@ def pull_back_row(
     rest = exponential * u
     tanh = rest - u
     s = (tl.sum(scaled[None, :] * tanh, 1) * power)[None, :]
+    capped = cap_scores(s, mask)
     s, keep = mask_scores(
-        s, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
+        capped, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
         True, bias.ptr is not None, spec.FOLD_SCALE,
     )  # fmt: skip
     rows = load_rows(t, b, h, dims.H, i, M)
@@ -113,7 +115,7 @@ def pull_back_row(
     dp = tl.sum(tile_v * do, 1)[None, :]
     tile = Tile(row, j0, i, j, row_begin, row_end)
     p, ds = softmax_gradient(p, dp, keep, rows, grad_weights, t, drop, b, h, tile, True, False)
-    ds = tl.trans(ds)
+    ds = tl.trans(cap_gradient(ds, capped, mask))
     pulled = ds * u * rest * (scaled * power * 4.0)[None, :]
     dv += tl.where(tl.trans(keep), tl.trans(p) * do, 0.0)
     return dk + pulled, dv, tl.sum(pulled, 0), tl.sum(ds * tanh, 0)

@@ -28,6 +28,7 @@ from ..score.additive import HALF_UNIT, KEY_LIMIT, SATURATION, reciprocal
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.dropout import dropout_args, survives
 from ..tile.masking import key_count, kv_range, mask_args, mask_scores, row_range
+from ..tile.softcap import cap_scores
 from ..tile.softmax import LOG2E, softmax_step
 from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, view
 from .forward import (
@@ -194,8 +195,8 @@ def additive_decode_kernel(
         halves = 0.5 * (w1 + w2) - (w1 * d2 + w2 * d1) * reciprocal(d1 * d2, spec)
         s = (tl.sum(halves, 1) * 2.0 * power)[None, :]
         s, keep = mask_scores(
-            s, scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end, M, N,
-            True, bias.ptr is not None, spec.FOLD_SCALE,
+            cap_scores(s, mask), scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end,
+            M, N, True, bias.ptr is not None, spec.FOLD_SCALE,
         )  # fmt: skip
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
         if drop.seed_ptr is not None:
@@ -222,7 +223,7 @@ def launch_additive_fwd(call: Call):
     partial = new_partial(call)
     additive_decode_kernel[(call.B * call.H * call.M * partial.chunks,)](
         view(call.q), view(call.k), view(call.v), view_weights(call), view(call.bias, call.shape),
-        *partial, mask, drop, call.scale * LOG2E.value, *call.dims, shape, **options,
+        *partial, mask, drop, call.logit_scale, *call.dims, shape, **options,
     )  # fmt: skip
     launch_merge(call, out, lse, stats, partial, drop, shape)
     if call.weights_mode != "none":

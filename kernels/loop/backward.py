@@ -27,7 +27,6 @@ from ..host.launch import Call, Saved, per_head_weights
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.dropout import dropout_args
 from ..tile.masking import mask_args
-from ..tile.softmax import LOG2E
 from ..tile.strided import (
     view,
 )
@@ -81,7 +80,7 @@ def backward_args(call: Call, saved: Saved, terms: Terms):
         view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape),
         view(saved.grad_out), view(gw), Backward(
             None if gw is None else share, saved.stats, torch.empty_like(delta) if folds else None,
-            delta, call.scale * LOG2E.value,
+            delta, call.logit_scale,
         ),
     )  # fmt: skip
     mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)

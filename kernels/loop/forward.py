@@ -32,7 +32,7 @@ from ..score.score import DOT_PRODUCT, Terms, load_side
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.dropout import dropout_args, survives
 from ..tile.masking import key_count, kv_range, mask_args, row_range
-from ..tile.softmax import LOG2E, load_stats, softmax_finish, softmax_step, store_stats, weights_of
+from ..tile.softmax import load_stats, softmax_finish, softmax_step, store_stats, weights_of
 from ..tile.strided import (
     EXACT_SLICE,
     VARYING,
@@ -101,7 +101,7 @@ def attend(
         offs_n = j0 + tl.arange(0, PASS.SIZE)
         side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, PASS.MASKED)
         tile = Tile(i0, j0, i, offs_n[None, :], row_begin, row_end)
-        s, keep = logits(
+        s, keep, _ = logits(
             side_q, side_k, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile, PASS,
             False,
         )  # fmt: skip
@@ -250,7 +250,7 @@ def sdpa_weights_kernel(
         h = h_out * heads + g
         side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
         side_k = load_side(k, terms, b, h // group, offs_n, keys, spec, True)
-        s, keep = logits(
+        s, keep, _ = logits(
             side_q, side_k, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile,
             PARTIAL, False,
         )  # fmt: skip
@@ -281,7 +281,7 @@ def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
     sdpa_fwd_kernel[(triton.cdiv(M, block_m) * chunks * B * H,)](
         view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape), view(out),
         lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
-        call.scale * LOG2E.value, *call.dims, shape, **options,
+        call.logit_scale, *call.dims, shape, **options,
     )  # fmt: skip
     if chunks > 1:
         launch_merge(call, out, lse, stats, partial, drop, shape)
@@ -301,7 +301,7 @@ def new_partial(call: Call) -> Partial:
 def launch_merge(call: Call, out, lse, stats, partial: Partial, drop, shape) -> None:
     """Merges the chunks of every row into out, lse and stats."""
     sdpa_merge_kernel[(call.B * call.H * call.M,)](
-        view(out), lse, stats, *partial, drop, call.scale * LOG2E.value, *call.dims, shape,
+        view(out), lse, stats, *partial, drop, call.logit_scale, *call.dims, shape,
         CHUNKS=slots_of(partial.chunks),
     )  # fmt: skip
 
@@ -314,6 +314,6 @@ def launch_weights(call: Call, terms: Terms, mask, stats, weights) -> None:
     rows, cols = triton.cdiv(call.M, shape.BLOCK_M.value), triton.cdiv(call.N, shape.BLOCK_N.value)
     sdpa_weights_kernel[(call.B * (call.H // heads) * rows * cols,)](
         view(call.q), view(call.k), terms, view(call.bias, call.shape), view(weights), stats, mask,
-        drop, call.scale * LOG2E.value, (drop.scale if call.dropout_p else 1.0) / heads, heads,
+        drop, call.logit_scale, (drop.scale if call.dropout_p else 1.0) / heads, heads,
         *call.dims, shape, rows, cols, **options,
     )  # fmt: skip

@@ -35,7 +35,7 @@ def sdpa_bwd_dbias_kernel(
     j0 = (col * spec.BLOCK_N).to(tl.int32)
     offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), j0 + tl.arange(0, spec.BLOCK_N)
     i, j = offs_m[:, None], offs_n[None, :]
-    EXACT: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=True, EXACT=True)
+    EXACT: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=True, EXACT=True, LOGITS=True)
     acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_N), tl.float32)
     stop = tl.minimum((chunk + 1) * per_chunk, sharing_b * sharing_h)
     for n in tl.range(chunk * per_chunk, stop):

@@ -65,7 +65,7 @@ def sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h
         offs_n = j0 + tl.arange(0, spec.BLOCK_N)
         j = offs_n[None, :]
         side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, True)
-        s, keep = logits(
+        s, keep, _ = logits(
             side_q, side_k, q, k, terms, bias, mask, t.scale_log2, keys, dims, spec, b, h,
             Tile(i0, j0, i, j, row_begin, row_end), PARTIAL, False,
         )  # fmt: skip

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..tile.dropout import survives
 from ..tile.masking import key_count
+from ..tile.softcap import cap_gradient
 from ..tile.softmax import load_stats, weights_of
 from ..tile.strided import dot_t, head_ptr, load_tile, row_ptrs, stream_dot_t
 from .sweep import logits
@@ -75,7 +76,7 @@ def tile_gradient(
     """
     # No exact sweep mends the additive score's gradients: masked pairs are 0 from the start.
     SELECT: tl.constexpr = PASS.EXACT or ((PASS.MASKED or PASS.BIASED) and terms.w_ptr is not None)
-    s, keep = logits(
+    s, keep, capped = logits(
         x, y, q, k, terms, bias, mask, t.scale_log2, key_count(mask, b, dims.N), dims, spec, b, h,
         tile, PASS, TRANSPOSED,
     )  # fmt: skip
@@ -98,6 +99,8 @@ def tile_gradient(
     w, ds = softmax_gradient(
         w, dp, keep, rows, grad_weights, t, drop, b, h, tile, SELECT, TRANSPOSED
     )
+    if not PASS.LOGITS:
+        ds = cap_gradient(ds, capped, mask)
     return w, ds, keep
 
 

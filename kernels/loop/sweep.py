@@ -9,9 +9,10 @@ known of them when a kernel is compiled.
     exact     [begin, end)                              once more, if the result is not finite:
                                                         masked garbage then reaches nothing
 
-A new thing that happens to a logit belongs into mask_scores, which every kernel calls. Its slope
-belongs into gradient.softmax_gradient. A new bound of a row's keys belongs into row_range, whose
-two numbers a Tile carries. A new score belongs into score.load_side and score.scores.
+A new thing that happens to a score before bias and mask belongs beside cap_scores, its slope beside
+cap_gradient; what comes later belongs into mask_scores. A new bound of a row's keys belongs into
+row_range, whose two numbers a Tile carries. A new score belongs into score.load_side and
+score.scores.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton.language as tl
 from ..score.score import scores
 from ..tile.block_lists import block_at
 from ..tile.masking import mask_scores
+from ..tile.softcap import cap_scores
 
 
 class Pass(NamedTuple):
@@ -38,6 +40,7 @@ class Pass(NamedTuple):
     BIASED: Any  # the bias is not 0 throughout
     EXACT: Any = tl.constexpr(False)  # masked pairs contribute 0, even if NaN surrounds them
     SLICES: Any = tl.constexpr(1)  # steps in a block
+    LOGITS: Any = tl.constexpr(False)  # dS is wanted of logits, and not of scores
 
 
 class Span(NamedTuple):
@@ -98,9 +101,10 @@ def logits(
     x, y, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile, PASS,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(s, keep) of a tile: its scores, then all that makes logits of them."""
-    s = scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED)
-    return mask_scores(
-        s, scale, bias, mask, b, h, tile.i, tile.j, tile.begin, tile.end, dims.M, dims.N,
+    """(s, keep, scores) of a tile: its scores, capped, and all that makes logits s of them."""
+    capped = cap_scores(scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED), mask)
+    s, keep = mask_scores(
+        capped, scale, bias, mask, b, h, tile.i, tile.j, tile.begin, tile.end, dims.M, dims.N,
         PASS.MASKED, PASS.BIASED, spec.FOLD_SCALE,
     )  # fmt: skip
+    return s, keep, capped

@@ -46,6 +46,7 @@ class Mask(NamedTuple):
     keep_stride_h: Any
     keep_stride_m: Any
     keep_stride_n: Any
+    cap: Any  # what a softcap multiplies scores by: see tile/softcap.py
 
 
 # ---- what a mask means ----
@@ -237,7 +238,9 @@ def mask_args(call) -> Mask:
     far = call.M + call.N
     lo, hi = (None if x is None else max(-far, min(x, far)) for x in call.band)
     keep = None if call.keep is None else call.keep.view(torch.uint8)
-    return Mask(lo, hi, *_limit(call.kv_len), *_limit(call.kv_begin), *view(keep, call.shape))
+    cap = call.scale / call.softcap if call.softcap else None
+    limits = *_limit(call.kv_len), *_limit(call.kv_begin)
+    return Mask(lo, hi, *limits, *view(keep, call.shape), cap)
 
 
 def _limit(x: Tensor | None) -> tuple[Tensor | None, int | None, int | None]:

@@ -70,6 +70,7 @@ void read_problem(AttentionParams* p) {
   p->dropout.enabled = number() != 0;
   p->dropout.scale = static_cast<float>(read<double>());
   p->scale = static_cast<float>(read<double>());
+  p->softcap = static_cast<float>(read<double>());
   for (View* view : {&p->q, &p->k, &p->v, &p->w, &p->bias}) *view = tensor();
   for (KeyLimit* limit : {&p->mask.kv_len, &p->mask.kv_begin}) {
     const View from = tensor();

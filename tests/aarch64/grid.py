@@ -113,7 +113,7 @@ class Emulated:
                 numbers(record.SCORES[p.score]),
                 numbers(-UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi),
                 numbers(drop.threshold, int(seed), 1) if drop else numbers(0, 0, 0),
-                doubles(drop.scale if drop else 0.0, p.scale),
+                doubles(drop.scale if drop else 0.0, p.scale, p.softcap),
                 *map(encode, (q, k, v)),
                 encode(w, *((1, 3) if w is None or w.dim() == 2 else (0, 1, 3))),
                 encode(bias),

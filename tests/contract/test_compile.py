@@ -28,6 +28,7 @@ FEATURES = {
     "plain": {},
     "band": dict(mask=Mask("bottom_right", (2, -1)), return_weights="full", return_lse=True),
     "tensors": dict(kv_len=True, keep=True, kv_begin=True, bias=True),
+    "softcap": dict(softcap=0.5, return_lse=True),
     "dropout": dict(dropout_p=0.3, seed=5, return_weights="mean", is_causal=True),
 }
 

@@ -54,7 +54,8 @@ CASES = [
     small("keep", B=2, keep="bn"),
     *(small(f"bias-{x}", B=2, bias=x, N=40) for x in ("bhmn", "bn", "hm", "")),
     small("dropout", B=2, dropout_p=0.5, weights="mean", lse=True),
-    small("everything", **EVERYTHING),
+    small("softcap", softcap=1.0, weights="full", lse=True),
+    small("everything", **(EVERYTHING | dict(softcap=2.0))),
 ]
 CASES += [
     dataclasses.replace(c, dtype=dtype)
@@ -71,6 +72,7 @@ ACCURACY = [
     small("half", dtype=torch.float16, weights="full"),
 ]
 DECODE = [
+    small("softcap", M=4, softcap=1.0, bias="hm"),
     small("sixteen", M=16, H=1, Hkv=1, kv_len="batch", bias="hm", weights="full", lse=True),
     small("plain", M=1, N=200, D=20, lse=True),
     small("gqa", B=2, H=4, M=1, N=150, D=3, kv_len="batch", dtype=torch.bfloat16),

@@ -5,16 +5,17 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// 2^f for |f| <= 1/2: degree-6 minimax polynomial.
-FASTATTN_SIMD Vec exp2_fraction(Vec f) {
+// (2^f - 1) / f for |f| <= 1/2: degree-5 minimax polynomial.
+FASTATTN_SIMD Vec exp2_slope(Vec f) {
   Vec p = splat(1.5353362e-4f);
   p = p * f + splat(1.3398874e-3f);
   p = p * f + splat(9.6184369e-3f);
   p = p * f + splat(5.5503324e-2f);
   p = p * f + splat(2.4022648e-1f);
-  p = p * f + splat(6.9314718e-1f);
-  return p * f + splat(1.0f);
+  return p * f + splat(6.9314718e-1f);
 }
+// 2^f for |f| <= 1/2.
+FASTATTN_SIMD Vec exp2_fraction(Vec f) { return exp2_slope(f) * f + splat(1.0f); }
 
 // Adding it to |x| < 2^21 rounds x to an integer n, and leaves n + 127 in the lowest bits.
 constexpr float kRounder = 12582912.f + 127.f;  // 1.5 * 2^23
@@ -29,6 +30,20 @@ FASTATTN_SIMD Vec exp(Vec x) {
   const Vec shifted = clamped * kLog2e + kRounder, n = shifted - kRounder;
   const Vec rest = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
   return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
+}
+
+// tanh x to 4 ulp for every x, however small: 1 - 2 / (1 + e^2x) would lose what x is less than 1.
+//
+//   tanh |x| = z / (z + 2)    z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1)
+//
+// 20 operations with AVX-512. NaN stays NaN.
+FASTATTN_SIMD Vec tanh(Vec x) {
+  const Vec size = min(splat(10.f), abs(x));  // operand order lets NaN through
+  const Vec shifted = multiply_add(size, splat(2.f * kLog2e), splat(kRounder));
+  const Vec f = multiply_add(size, splat(2.f * kLog2e), splat(kRounder) - shifted);
+  const Vec power = power_of_2(shifted);
+  const Vec z = multiply_add(product(exp2_slope(f), f), power, power - 1.f);
+  return copy_sign(quotient(z, z + 2.f), x);
 }
 
 // 2^(x + kOctaves) for the x of a softmax, which is at most a little above 0. This saves 6

@@ -92,6 +92,9 @@ FASTATTN_SIMD Vec min(Vec a, Vec b) {
 #endif
 }
 FASTATTN_SIMD Vec abs(Vec x) { return from_bits(bits_of(x) & 0x7fffffff); }
+FASTATTN_SIMD Vec copy_sign(Vec size, Vec sign) {  // of a size that is not negative
+  return from_bits(bits_of(size) | (bits_of(sign) & ~0x7fffffff));
+}
 
 // a * b + c, rounded once where the hardware can. An intrinsic keeps the compiler from splitting it
 // or fusing it with its neighbours.

@@ -115,16 +115,19 @@ class BackwardWorker {
     score_.load_queries(at.b, at.h, at.i0, at.rows);
     values_.load_grad_out(at.b, at.h, at.i0, at.rows);
     choose_form(score_, values_, mask_);
-    score_.scores(s_);
+    const auto linear = scores_of(score_, p_, at.rows, at.cols, s_);
     values_.grad_weights(dp_);
     BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
-    values_.make_grads(
-        score_,
-        [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
-          mask_.with_masking([&](auto masking) { grad_scores<masking>(at, units, bias, sink); });
-          bias = {};  // if fill is called again
-        },
-        GradsInPlace{s_, dp_, kN});
+    with_logit(p_, linear, [&](auto logit) __attribute__((always_inline)) {
+      values_.make_grads(
+          score_,
+          [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
+            mask_.with_masking(
+                [&](auto masking) { grad_scores<masking>(at, units, bias, logit, sink); });
+            bias = {};  // should there be another time
+          },
+          GradsInPlace{s_, dp_, kN});
+    });
     bias_.end_tile(at, chunk_);
     values_.accumulate(s_, mask_.masked());
     score_.backward(dp_, mask_.masked(), grad_q(at.b, at.h, at.i0), grad_q_stride(),
@@ -141,8 +144,9 @@ class BackwardWorker {
 
   // Factors of a tile: from scores to logits, of dP and dW before W and dS are computed, and of dS
   // after.
+  template <typename Logit>
   struct Factors {
-    typename Score::Logit logit;
+    Logit logit;
     float dp, grad_weights, grad_bias;
   };
   // Everything that the gradients of a row of scores depend on, beside its scores and dP.
@@ -170,8 +174,8 @@ class BackwardWorker {
   }
 
   // W and dS of kWidth pairs from column c on, exactly 0 where masked. kPlain: weights are P.
-  template <Masking kMasking, bool kPlain>
-  FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors& factors, Vec& w,
+  template <Masking kMasking, bool kPlain, typename Logit>
+  FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors<Logit>& factors, Vec& w,
                                 Vec& ds) const {
     const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), factors.logit, row.i, c),
               p = known_weight(s, row.stats);
@@ -185,9 +189,9 @@ class BackwardWorker {
   }
 
   // Puts W and dS of rows into a sink. kPlain, in addition: all rows and columns exist.
-  template <Masking kMasking, bool kPlain, typename Sink>
+  template <Masking kMasking, bool kPlain, typename Logit, typename Sink>
   FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
-                                const Factors& factors, const BiasGrad::Rows& bias,
+                                const Factors<Logit>& factors, const BiasGrad::Rows& bias,
                                 Sink& sink) const {
     for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
       Vec w[Sink::kRows][Sink::kVectors], ds[Sink::kRows][Sink::kVectors];
@@ -210,12 +214,12 @@ class BackwardWorker {
 
   // Turns S and dP into W and dS, and puts them into a sink: kRows rows, kStep rows apart, and
   // kVectors vectors at a time. There are zeros beyond the tile, up to multiples of kWhole rows.
-  template <Masking kMasking, typename Sink>
+  template <Masking kMasking, typename Logit, typename Sink>
   void grad_scores(const TilePlace& at, const GradUnits& units, const BiasGrad::Rows& bias,
-                   Sink& sink) {
+                   Logit logit, Sink& sink) {
     static_assert(Sink::kRows <= kRows, "a row of factors each");
     const float made = units.ds / units.w;
-    const Factors factors = {score_.logit(), made / units.dp, made, 1.f / units.ds};
+    const Factors<Logit> factors = {logit, made / units.dp, made, 1.f / units.ds};
     const bool plain = !p_.dropout.enabled && p_.grad_weights.data == nullptr &&
                        at.cols % (Sink::kVectors * kWidth) == 0;
     for (int64_t i0 = 0; i0 < round_up(at.rows, Sink::kWhole); i0 += Sink::kRows * Sink::kStep)

@@ -70,14 +70,13 @@ class DeltaWorker {
       if (cols == 0) continue;
       score_.load_keys(b_, h_ / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
-      score_.scores(s_);
-      mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols); });
+      const auto logit = scores_of(score_, p_, rows_, cols, s_);
+      mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols, logit); });
     }
   }
 
   template <Masking kMasking>
-  void add_tile(int64_t j0, int64_t cols) {
-    const auto logit = score_.logit();
+  void add_tile(int64_t j0, int64_t cols, LinearLogit logit) {
     for (int64_t i = 0; i < rows_; ++i) {
       const RowStats stats = load_stats(p_.stats, args_.row(b_, h_, i0_ + i));
       load_grad_weights(p_, b_, h_, i0_ + i, j0, cols, grad_w_);

@@ -141,9 +141,9 @@ class ForwardWorker {
     score_.use_keys(used);
     values_.use_keys(used);
     choose_form(score_, values_, mask_);
-    score_.scores(s_);
-    values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, score_.logit(), s_,
-                  kN, drop_, alpha_);
+    const auto logit = scores_of(score_, p_, m.rows, used, s_);
+    values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, logit, s_, kN, drop_,
+                  alpha_);
     values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);
     return loaded;
   }

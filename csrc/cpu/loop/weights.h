@@ -61,15 +61,14 @@ class WeightsWorker {
       if (cols == 0) continue;
       score_.load_keys(b_, h / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
-      score_.scores(s_);
+      const auto logit = scores_of(score_, p_, rows_, cols, s_);
       mask_.with_masking(
-          [&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
+          [&](auto masking) { add_tile<masking>(h, j0, cols, logit, panel_ + (j0 - begin)); });
     }
   }
 
   template <Masking kMasking>
-  void add_tile(int64_t h, int64_t j0, int64_t cols, float* to) {
-    const auto logit = score_.logit();
+  void add_tile(int64_t h, int64_t j0, int64_t cols, LinearLogit logit, float* to) {
     for (int64_t i = 0; i < rows_; ++i) {
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
       for (int64_t c = 0; c < cols; c += kWidth) {

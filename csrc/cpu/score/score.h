@@ -120,6 +120,14 @@ struct ScoreDefaults : FormDefaults {
   static int64_t query_bytes(const AttentionParams&) { return 0; }
 };
 
+// A tile of scores, and what makes logits of them.
+template <typename Score>
+FASTATTN_SIMD LinearLogit scores_of(Score& score, const AttentionParams& p, int64_t rows,
+                                    int64_t cols, float* s) {
+  score.scores(s);
+  return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s);
+}
+
 // Picks one form for score and values.
 template <typename Score, typename Values>
 FASTATTN_SIMD void choose_form(Score& score, Values& values, const MaskTile& mask) {

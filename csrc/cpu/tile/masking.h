@@ -6,6 +6,7 @@
 // nothing is read where it lies.
 #pragma once
 
+#include "cpu/base/exp2.h"
 #include "cpu/base/pack.h"
 #include "problem/mask.h"
 
@@ -16,7 +17,7 @@ namespace fastattn::FASTATTN_ISA {
 // the logits are. Subtracting the maximum must not be fused with this product, because the maximum
 // was rounded.
 //
-// This transform is linear. Others have the same members, and never fall where a score rises.
+// It is linear. A softcap makes ratios of scores first, tile by tile (cap_scores()).
 struct LinearLogit {
   float scale;  // at least 0
   FASTATTN_MEMBER Vec operator()(Vec s) const { return product(s, splat(scale)); }
@@ -27,6 +28,34 @@ struct LinearLogit {
   // NaN: such pairs are masked.
   FASTATTN_MEMBER Vec slope(Vec, Vec ds) const { return ds; }
 };
+
+// Likewise of t = tanh(score / softcap), which stands where its score did.
+struct CappedLogit : LinearLogit {
+  FASTATTN_MEMBER Vec slope(Vec t, Vec ds) const {
+    return ds - ds * min(t * t, splat(1.f));  // 1 where t is NaN
+  }
+};
+
+// Calls f with the logit of a tile that cap_scores() has seen.
+template <typename F>
+FASTATTN_SIMD void with_logit(const AttentionParams& p, LinearLogit logit, F f) {
+  p.softcap == 0.f ? f(logit) : f(CappedLogit{logit});
+}
+
+// Scores s [rows, ld] become tanh(score / softcap), if there is a softcap. Takes and returns what
+// makes logits of them, in base 2.
+[[maybe_unused]] __attribute__((noinline)) static LinearLogit cap_scores(const AttentionParams& p,
+                                                                         LinearLogit logit,
+                                                                         int64_t rows, int64_t cols,
+                                                                         int64_t ld, float* s) {
+  if (p.softcap == 0.f) return logit;
+  const double cap = static_cast<double>(p.softcap) * static_cast<double>(kLog2e);
+  const Vec factor = splat(static_cast<float>(static_cast<double>(logit.scale) / cap));
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t c = 0; c < cols; c += kWidth)
+      store(s + i * ld + c, tanh(product(load(s + i * ld + c), factor)));
+  return {static_cast<float>(cap)};
+}
 
 // How the scores of a tile are masked.
 enum class Masking { kNone, kBias, kIntervals, kAddend };
