@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from fastattn import autograd
+from fastattn import autograd, sinks
 from fastattn.backends import operators, registry, watch
 from fastattn.problem import Mask, Score, arguments, call_cache, validate
 
@@ -26,6 +26,7 @@ class Options(TypedDict, total=False):
     mask: Mask | None
     bias: Tensor | None
     softcap: float | None
+    sink: Tensor | None
     seed: int | Tensor | None
     backend: Backend
 
@@ -82,6 +83,7 @@ def scaled_dot_product_attention(
     mask: Mask | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    sink: Tensor | None = None,
     return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
@@ -113,6 +115,10 @@ def scaled_dot_product_attention(
         bias: like a float attn_mask, and added to it. Its gradient has the shape of the bias.
         softcap: c makes ``c tanh(score / c)`` of every score, so that none is beyond c. Bias
             and mask come after it. None and 0 are no cap; c is between 1e-15 and 1e15.
+        sink: ``[H]``, float32 or query's dtype: a logit of every head that takes part of the
+            softmax and has no value. Weights of a row then sum to less than 1, and the log-sum-exp
+            has the sink in it. A row without keys has lse = sink. Neither scaled nor capped;
+            differentiable. With it, ``return_weights="mean"`` takes the memory of ``"full"``.
         return_weights: also return the weights that multiply value, after dropout: ``"full"``
             (``[..., H, M, N]``) or their ``"mean"`` over heads (``[..., M, N]``). Differentiable.
         return_lse: also return the log-sum-exp of the masked scores, ``[..., H, M]``, float32
@@ -137,6 +143,8 @@ def scaled_dot_product_attention(
 
     Source: Vaswani et al., "Attention Is All You Need", 2017; tiled as in Dao, "FlashAttention-2",
     2023. Softcap: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
+    Sink: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024; learned as
+    in OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025.
 
     Example:
         >>> q = torch.randn(2, 8, 128, 64, requires_grad=True)
@@ -147,7 +155,7 @@ def scaled_dot_product_attention(
     if _unknown:
         raise arguments.unknown_keywords("scaled_dot_product_attention", _unknown)
     call = None
-    if seed is None and type(return_lse) is bool:
+    if seed is sink is None and type(return_lse) is bool:
         call = call_cache.Call(
             query, key, value, None, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, scale,
             softcap, return_weights, backend,
@@ -156,10 +164,10 @@ def scaled_dot_product_attention(
             return _run(*seen, (query, key, value, None), query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-        enable_gqa=enable_gqa, mask=mask, bias=bias, softcap=softcap,
+        enable_gqa=enable_gqa, mask=mask, bias=bias, softcap=softcap, sink=sink,
         return_weights=return_weights, seed=seed,
     )  # fmt: skip
-    if (others := arguments.overriding(query, key, value, attn_mask, bias)) is not None:
+    if (others := arguments.overriding(query, key, value, attn_mask, bias, sink)) is not None:
         return handle_torch_function(
             scaled_dot_product_attention, others, query, key, value, **options,
             return_lse=return_lse, backend=backend,
@@ -209,6 +217,7 @@ def additive_attention(
     mask: Mask | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    sink: Tensor | None = None,
     return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
@@ -233,6 +242,7 @@ def additive_attention(
         mask: see :class:`fastattn.Mask`.
         bias: float, added to the scores, with a gradient of its own shape.
         softcap: see :func:`scaled_dot_product_attention`.
+        sink: see there; ``[1]`` without heads.
         return_weights: ``None``, ``"full"`` or ``"mean"`` over heads (``[..., M, N]``).
         return_lse: also return the log-sum-exp, ``[..., M]`` (``[..., H, M]`` with heads).
         seed: see :func:`scaled_dot_product_attention`.
@@ -261,7 +271,7 @@ def additive_attention(
     if _unknown:
         raise arguments.unknown_keywords("additive_attention", _unknown)
     call = None
-    if seed is None and type(return_lse) is bool:
+    if seed is sink is None and type(return_lse) is bool:
         call = call_cache.Call(
             query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, False, None,
             softcap, return_weights, backend,
@@ -270,9 +280,10 @@ def additive_attention(
             return _run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
-        softcap=softcap, return_weights=return_weights, seed=seed,
+        softcap=softcap, sink=sink, return_weights=return_weights, seed=seed,
     )  # fmt: skip
-    if (others := arguments.overriding(query, key, value, weight, attn_mask, bias)) is not None:
+    given = query, key, value, weight, attn_mask, bias, sink
+    if (others := arguments.overriding(*given)) is not None:
         return handle_torch_function(
             additive_attention, others, query, key, value, weight, **options,
             return_lse=return_lse, backend=backend,
@@ -328,6 +339,7 @@ def explain(
         title = f"{score} attention of nested tensors"
         return registry.Explanation(None, None, {}, title, arguments.NESTED)
     arguments.check_bool("return_lse", options.pop("return_lse", False))
+    options.pop("sink", None)  # which every backend has
     backend = options.pop("backend", "auto")
     parameter = weight if bandwidth is None else bandwidth
     tensors: Any = _autocast(query, key, value, parameter, exact=score == "gaussian")
@@ -350,13 +362,19 @@ def _attend(
     """
     arguments.check_bool("return_lse", return_lse)
     cast: Any = _autocast(*tensors, exact=score == "gaussian")
+    sink = options.pop("sink", None)
+    average = sink is not None and options["return_weights"] == "mean"
+    if average:  # over heads, each of which has its sink
+        options["return_weights"] = "full"
     inputs = validate.build(score, *cast, **options)
+    if sink is not None:
+        sinks.check(sink, inputs.q)
     seen = call_cache.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)
     watch.call(inputs.p, backend, inputs.bias is not None)
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     if call is not None:
         call_cache.remember(seen, canonical, inputs.bias, call)
-    return _run(seen, inputs.bias, canonical, inputs.batch, return_lse)
+    return _run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
 
 
 def _run(
@@ -365,10 +383,19 @@ def _run(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     batch: tuple[int, ...],
     return_lse: bool,
+    sink: Tensor | None = None,
+    average: bool = False,
 ) -> Results:
-    """The output, or a tuple of it and what else the caller wants, with batch dims ``batch``."""
+    """The output, or a tuple of it and what else the caller wants, with batch dims ``batch``.
+
+    ``average``: the caller wants the mean of the weights over heads.
+    """
     p, (q, k, v, w) = seen.p, tensors
     out, lse, weights = autograd.attend(seen.backend, p, q, k, v, w, bias)
+    if sink is not None:
+        out, lse, weights = sinks.attach(sink, out, lse, weights)
+    if average:
+        weights = weights.mean(1)
 
     def restore(x: Tensor, head_dim: bool = True) -> Tensor:
         if head_dim and not seen.has_head_dim:
@@ -377,7 +404,7 @@ def _run(
 
     results = [restore(out)]
     if p.weights != "none":
-        results.append(restore(weights, head_dim=p.weights == "full"))
+        results.append(restore(weights, head_dim=p.weights == "full" and not average))
     if return_lse:
         results.append(restore(lse))
     return results[0] if len(results) == 1 else tuple(results)

@@ -82,6 +82,7 @@ def attention(
     mask: Mask | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    sink: Tensor | None = None,
     return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
@@ -120,6 +121,7 @@ def attention(
         mask: as there.
         bias: as there.
         softcap: as there, of every score but the gaussian.
+        sink: as there, of every score but the gaussian.
         return_weights: as there.
         return_lse: as there.
         seed: as there.
@@ -139,7 +141,7 @@ def attention(
         raise arguments.unknown_keywords("attention", _unknown)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
-        softcap=softcap, return_weights=return_weights, return_lse=return_lse,
+        softcap=softcap, sink=sink, return_weights=return_weights, return_lse=return_lse,
         seed=seed, backend=backend,
     )  # fmt: skip
     if (others := arguments.overriding(query, key, value, weight, bandwidth)) is not None:
@@ -155,8 +157,8 @@ def attention(
     if scale is not None and score not in ("scaled_dot", "cosine"):
         hint = ": write weight * scale for weight" if score == "additive" else ""
         raise ValueError(f"scale: the {score} score has none{hint}")
-    if score == "gaussian" and softcap:
-        raise ValueError("softcap: the gaussian score has none")
+    if score == "gaussian" and (softcap or sink is not None):
+        raise ValueError(f"{'softcap' if softcap else 'sink'}: the gaussian score has none")
     if score == "additive":
         if weight is None:
             raise ValueError("weight: the additive score needs one, [D] or [H, D]")

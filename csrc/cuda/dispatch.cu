@@ -15,6 +15,7 @@ bool is_additive(const AttentionParams& p) { return p.score != ScoreKind::kDot; 
 }  // namespace
 
 const char* unsupported(const AttentionParams& p) {
+  if (p.softcap != 0.f) return "these kernels have no softcap";
   if (is_additive(p)) {
     if (p.D > kMaxDims) return "the additive and the gaussian score's D is at most 4096";
     if (p.E > kMaxValues) return "the additive and the gaussian score's E is at most 256";

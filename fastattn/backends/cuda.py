@@ -28,6 +28,8 @@ def unsupported(p: Problem) -> list[str]:
         reasons.append("float64 is left to eager")
     elif p.score == "dot" and p.dtype not in HALF:
         reasons.append("the dot product is written for float16 and bfloat16")
+    if p.softcap:
+        reasons.append("softcap is left to Triton")
     most = MAX_HEAD_SIZE[p.score]
     if p.D > most[0] or p.E > most[1]:
         reasons.append(f"D ends at {most[0]} and E at {most[1]}, here they are {p.D} and {p.E}")

@@ -48,14 +48,11 @@ FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, St
   }
 }
 
-// W and dS of a tile, both exactly 0 where masked. Begins with a barrier if D or E is not 0. dS is
-// the gradient of the scores, with a place for their `slopes` under a softcap; without, that of
-// what the softcap makes of them.
+// W and dS of a tile, both exactly 0 where masked. Begins with a barrier if D or E is not 0.
 template <ScoreKind kScore>
 FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepBits bits,
-                                   StageMemory& memory, Fragment& weights, Fragment& ds,
-                                   float* slopes = nullptr) {
-  weights_tile<kScore>(tiles_of(a), at, bits, a.p.stats, memory, weights, slopes);
+                                   StageMemory& memory, Fragment& weights, Fragment& ds) {
+  weights_tile<kScore>(tiles_of(a), at, bits, a.p.stats, memory, weights);
   value_products(a.p, at, memory, ds);
   with_dtype(a.p.grad_weights.dtype, [&](auto type) {
     for_grad_weights<FragmentLayout, type>(
@@ -74,14 +71,6 @@ FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepB
     }
   }
   drop(a.p, survivors, weights);
-  if (a.p.softcap == 0.f || slopes == nullptr) return;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    float row[kCols];
-    load_cols(slopes, row0() + r, row);
-#pragma unroll
-    for (int c = 0; c < kCols; ++c) ds[r][c] *= row[c];
-  }
 }
 
 // The power of two that a tile's dS is kept over, near the largest: factors of 2^80 stand beside it

@@ -13,7 +13,6 @@
 #include "cuda/additive/prepare.cuh"
 #include "cuda/additive/terms.cuh"
 #include "cuda/tile/merge.cuh"
-#include "cuda/tile/softcap.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace fastattn::cuda {
@@ -107,9 +106,7 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
     }
     s += workspace[panels.halves + at.h * panels.stages + d0 / kStage] - sum;
   }
-  s = scaled_score(s, workspace[panels.scales + at.h]);
-  if (a.p.softcap == 0.f) return s;
-  return __fmul_rn(accurate_tanh(s * (kLn2 / a.p.softcap)), logit_scale(a.p));
+  return scaled_score(s, workspace[panels.scales + at.h]);
 }
 
 // The score with its bias; -inf where the key is masked.

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       const TileMask mask = mask_tile<FragmentLayout>(p, at);
       if (mask.empty) continue;
       Fragment weights, ds;
-      gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
+      gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds);
       store_fragment<false>(weights, memory.weights);
       store_ds(ds, memory);
       add_value_gradient(a, at, mask.full, memory, sums);

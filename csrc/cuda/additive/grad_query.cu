@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;
-    gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
+    gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds);
     store_ds(ds, memory);
     if constexpr (kScore == ScoreKind::kGaussian) {
       add_query_gradient<Loop::kDifferences>(a, at, memory, sums());

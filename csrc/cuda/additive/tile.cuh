@@ -5,7 +5,6 @@
 #include "cuda/additive/differences.cuh"
 #include "cuda/additive/plan.h"
 #include "cuda/additive/terms.cuh"
-#include "cuda/tile/softcap.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace fastattn::cuda {
@@ -69,27 +68,11 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
   return static_cast<int>(min64(kStage, t.panels.dims - d0));
 }
 
-// Scores in base 2 become logits under a softcap; their slopes go to a tile `slopes`, or nullptr.
-FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slopes) {
-  if (p.softcap == 0.f) return;
-  cap_scores(p, kLn2, s);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    float row[kCols];
-#pragma unroll
-    for (int c = 0; c < kCols; ++c) {
-      row[c] = cap_slope(s[r][c]);
-      s[r][c] = __fmul_rn(s[r][c], logit_scale(p));
-    }
-    if (slopes != nullptr) store4(slopes, row0() + r, col0(), pack4(row));
-  }
-}
-
 // s = log2(e) * (score + bias). Sums have two levels: one over all dims loses digits. Begins with a
 // barrier, so that the caller need not know who still reads the stage, and ends without.
 template <ScoreKind kScore>
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
-                                StageMemory& memory, Fragment& s, float* slopes = nullptr) {
+                                StageMemory& memory, Fragment& s) {
   constexpr bool kGaussian = kScore == ScoreKind::kGaussian;
   const bool direct = kGaussian || is_direct(t, at);
   const int64_t head = weights_head<kScore>(t, at);
@@ -125,16 +108,14 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
 #pragma unroll
     for (int c = 0; c < kCols; ++c)
       s[r][c] = kGaussian ? __fmul_rn(s[r][c], scale) : scaled_score(s[r][c], scale);
-  cap_tile(t.p, s, slopes);
   add_bias<FragmentLayout>(t.p, at, bits, s);
 }
 
 // P of a tile, before dropout.
 template <ScoreKind kScore>
 FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
-                                  const float* stats, StageMemory& memory, Fragment& s,
-                                  float* slopes = nullptr) {
-  score_tile<kScore>(t, at, bits, memory, s, slopes);
+                                  const float* stats, StageMemory& memory, Fragment& s) {
+  score_tile<kScore>(t, at, bits, memory, s);
   known_weights(t.p, at, bits, stats, s);
 }
 

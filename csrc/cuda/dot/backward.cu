@@ -79,10 +79,11 @@ FASTATTN_DEVICE void load_grad_weights(const BackwardParams& p, const Place& at,
                                   [&](int pair, float grad) { to[pair / 4][pair % 4] = grad; });
 }
 
-// dp becomes dp - delta, after dropout.
+// Turns s into W, and dp = dO V^T + dW into dS, both exactly 0 where masked.
 template <typename Layout>
-FASTATTN_DEVICE void subtract_delta(const BackwardParams& p, KeepBits survivors,
-                                    const RowMemory& rows, Pairs<Layout>& dp) {
+FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
+                                const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
+  known_pairs<Layout>(rows, mask.bits, s);
   drop(p, survivors, dp);
 #pragma unroll
   for (int x = 0; x < Layout::kQueries; ++x) {
@@ -90,43 +91,27 @@ FASTATTN_DEVICE void subtract_delta(const BackwardParams& p, KeepBits survivors,
 #pragma unroll
     for (int y = 0; y < Layout::kKeys; ++y) {
       const int n = Layout::pair(x, y);
-      dp[n / 4][n % 4] -= delta;
+      const float ds = s[n / 4][n % 4] * (dp[n / 4][n % 4] - delta);
+      dp[n / 4][n % 4] = kept(mask.bits, n) ? ds : 0.f;
     }
-  }
-}
-
-// s becomes W and what subtract_delta() left becomes dS, both exactly 0 where masked.
-template <typename Layout>
-FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
-                                const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
-  known_pairs<Layout>(rows, mask.bits, s);
-#pragma unroll
-  for (int n = 0; n < 4 * Layout::kTiles; ++n) {
-    const float ds = s[n / 4][n % 4] * dp[n / 4][n % 4];
-    dp[n / 4][n % 4] = kept(mask.bits, n) ? ds : 0.f;
   }
   drop(p, survivors, s);
 }
 
-// W and dS of the tile whose operands are in memory. dS is the gradient of the scores, or if
-// kOfLogits of what a softcap makes of them.
-template <typename Layout, DType kType, int kDim, bool kOfLogits = false>
+// W and dS of a tile whose operands are in shared memory.
+template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
                                    float scale, const GradMemory<kDim>& memory, Pairs<Layout>& s,
                                    Pairs<Layout>& ds) {
   constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
   const uint16_t* const grad = memory.grad_out;
-  // Both before S takes registers.
+  // Both are loaded before S takes registers.
   const KeepBits survivors = surviving_bits<Layout>(p, at);
   load_grad_weights<Layout, kType>(p, at, mask.bits, ds);
   multiply_transposed<Layout, kType, kDim>(kQueriesByRows ? grad : memory.v,
                                            kQueriesByRows ? memory.v : grad, ds);
-  subtract_delta<Layout>(p, survivors, memory.rows, ds);
   sdpa_scores<Layout, kType, kDim>(p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
-                                   kQueriesByRows ? memory.k : memory.q, s,
-                                   [&](const Pairs<Layout>& ratios) {
-                                     if constexpr (!kOfLogits) multiply_slopes(ratios, ds);
-                                   });
+                                   kQueriesByRows ? memory.k : memory.q, s);
   grad_pairs<Layout>(p, mask, survivors, memory.rows, s, ds);
 }
 
@@ -148,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                    load_as<kType>(p.grad_out.data, grad + e * p.grad_out.stride_c);
   }
   if (p.grad_weights.data != nullptr) {
-    const float scale = logit_scale(p);
+    const float scale = p.scale * kLog2e;
     const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
     start_queries<kDim>(p.q, p.D, at, memory.q);
     load_rows<false>(p, at, memory.rows);
@@ -186,7 +171,7 @@ template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const float scale = logit_scale(p);
+  const float scale = p.scale * kLog2e;
   Place at = query_place(p, blockIdx.x);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   float dq[kDim / 8][4] = {};
@@ -227,7 +212,7 @@ template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const float scale = logit_scale(p);
+  const float scale = p.scale * kLog2e;
   Place at = key_place(p, blockIdx.x);
   float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
   start_keys<kDim>(p.k, p.D, at, memory.k);
@@ -283,7 +268,7 @@ template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dbias_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const float scale = logit_scale(p);
+  const float scale = p.scale * kLog2e;
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   uint32_t block = blockIdx.x;
   const int64_t own_n = take_digit(&block, p.bias_N == 1 ? 1 : tiles_n);
@@ -309,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, true>(p, at, mask, scale, memory, s, ds);
+    gradient_tile<QueryRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
 #pragma unroll
     for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll

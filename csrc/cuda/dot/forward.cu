@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
   const ForwardParams& p = a.p;
-  const float scale = logit_scale(p);
+  const float scale = p.scale * kLog2e;
   int64_t chunk = 0;
   Place at = kFew ? few_queries(a, blockIdx.x, &chunk) : query_tile(p, blockIdx.x);
   KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
@@ -202,7 +202,7 @@ template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_weights_kernel(const __grid_constant__ ForwardParams p) {
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
-  const float scale = logit_scale(p);
+  const float scale = p.scale * kLog2e;
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
   const int heads = static_cast<int>(p.H / heads_out);
   uint32_t block = blockIdx.x;

@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "cuda/dot/tile.cuh"
-#include "cuda/tile/softcap.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace fastattn::cuda {
@@ -47,18 +46,12 @@ FASTATTN_DEVICE void start_keys(const View& x, int64_t dims, const Place& at, ui
 // Scores are always rounded here, because the row's maximum is one of these numbers. A multiply-add
 // in the softmax would put the largest score off by half an ulp of itself, which overflows beyond
 // 2^31. With a bias, each kernel might also be contracted in another way.
-//
-// Under a softcap, calls look_at(ratios) for each of those given, before ratios become logits.
-template <typename Layout, DType kType, int kDim, typename... F>
+template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
                                  float scale, const uint16_t* rows, const uint16_t* columns,
-                                 Pairs<Layout>& s, const F&... look_at) {
+                                 Pairs<Layout>& s) {
   clear(s);
   multiply_transposed<Layout, kType, kDim>(rows, columns, s);
-  if (p.softcap != 0.f) {
-    cap_scores(p, p.scale, s);
-    (look_at(s), ...);
-  }
 #pragma unroll
   for (int n = 0; n < Layout::kTiles; ++n)
 #pragma unroll

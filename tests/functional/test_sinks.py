@@ -1,0 +1,134 @@
+"""Attention sinks, against the dense formula of plain PyTorch."""
+
+import math
+
+import pytest
+import torch
+from helpers import BACKENDS
+
+import fastattn
+from fastattn import testing
+
+B, H, M, N, D = 2, 4, 6, 37, 8
+
+
+def inputs(dtype=torch.float32, Hkv=H):
+    rng = torch.Generator().manual_seed(0)
+    shapes = (B, H, M, D), (B, Hkv, N, D), (B, Hkv, N, D), (H,), (B, H, 1, N), (H, D)
+    return [torch.randn(s, generator=rng).to(dtype) for s in shapes]
+
+
+def dense(q, k, v, sink, bias, w, *, score, softcap, mean=False):
+    """(out, weights, lse): the sink is one more column of logits."""
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    if score == "dot":
+        s = q @ k.mT / math.sqrt(D)
+    else:
+        s = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = (s + bias).masked_fill(~KEEP, -math.inf)
+    s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(B, H, M, 1)], -1)
+    weights = torch.softmax(s, -1)[..., :-1]
+    return weights @ v, weights.mean(1) if mean else weights, torch.logsumexp(s, -1)
+
+
+# The first row has no key.
+KEEP = (torch.arange(N) < 5 * torch.arange(M)[:, None]) & (torch.arange(N) != 3)
+
+
+def ours(q, k, v, sink, bias, w, *, score, softcap, mean=False, backend="auto"):
+    options = dict(
+        mask=fastattn.Mask(keep=KEEP), bias=bias, softcap=softcap, sink=sink, backend=backend,
+        return_weights="mean" if mean else "full", return_lse=True,
+    )  # fmt: skip
+    if score == "dot":
+        return fastattn.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    return fastattn.additive_attention(q, k, v, w, **options)
+
+
+def gradients(function, tensors, dtype, **options):
+    """Results and gradients by name."""
+    leaves = [x.to(dtype).detach().requires_grad_() for x in tensors]
+    results = function(*leaves, **options)
+    loss = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in results)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    names = ("out", "weights", "lse", "q", "k", "v", "sink", "bias", "w")
+    return {n: x for n, x in zip(names, (*results, *found), strict=True) if x is not None}
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(score="dot", softcap=None),
+        dict(score="dot", softcap=1.0, mean=True),
+        dict(score="additive", softcap=2.0),
+    ],
+    ids=["dot", "mean", "additive"],
+)
+def test_a_sink_is_a_column_without_a_value(options, dtype, backend):
+    tensors = inputs(dtype, Hkv=2)
+    found = gradients(ours, tensors, dtype, backend=backend, **options)
+    truth = gradients(dense, tensors, torch.float64, **options)
+    peer = gradients(dense, tensors, dtype, **options)
+    for name, x in truth.items():
+        testing.assert_within_budget(found[name], peer[name], x, name)
+
+
+def call(sink, **options):
+    q, k, v, *_ = inputs()
+    return fastattn.scaled_dot_product_attention(q, k, v, sink=sink, **options)
+
+
+def test_a_row_without_keys_has_the_sink_alone():
+    sink = torch.arange(4.0)
+    mask = fastattn.Mask(kv_len=torch.tensor([0, N]))
+    out, weights, lse = call(sink, mask=mask, return_weights="full", return_lse=True)
+    assert not out[0].any()
+    assert not weights[0].any()
+    assert (lse[0] == sink[:, None]).all()
+
+
+@pytest.mark.parametrize("value", [-math.inf, -1e30])
+def test_a_sink_that_weighs_nothing_changes_nothing(value):
+    assert torch.equal(call(torch.full((H,), value)), call(None))
+
+
+def test_dropout_of_weights_beside_a_sink():
+    options = dict(dropout_p=0.4, seed=1, return_weights="full")
+    q, k, v, sink, *_ = inputs()
+    out, weights = call(sink, **options)
+    without = call(sink, return_weights="full")[1]
+    kept = weights != 0
+    torch.testing.assert_close(weights[kept], without[kept] / 0.6)
+    torch.testing.assert_close(out, weights @ v)
+
+
+def test_transforms():
+    q, sink = (x.double()[:1, :2] if x.dim() > 1 else x[:2].double() for x in inputs()[::3])
+    q = q[:, :, :2, :3]
+
+    def attend(q, sink):
+        return fastattn.scaled_dot_product_attention(q, q, q, sink=sink)
+
+    leaves = [x.clone().requires_grad_() for x in (q, sink)]
+    assert torch.autograd.gradcheck(attend, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, leaves)
+    several = torch.stack([sink, sink + 1])
+    mapped = torch.vmap(attend, (None, 0))(q, several)
+    torch.testing.assert_close(mapped, torch.stack([attend(q, s) for s in several]))
+
+
+@pytest.mark.parametrize(
+    ("sink", "error", "says"),
+    [
+        (torch.zeros(3), ValueError, r"expected \[4\], one for each head, got \[3\]"),
+        (torch.zeros(4, 1), ValueError, r"expected \[4\]"),
+        (torch.zeros(4, dtype=torch.long), TypeError, "sink: expected dtype float32"),
+        (1.0, TypeError, "sink: expected a Tensor"),
+    ],
+)
+def test_bad_sinks(sink, error, says):
+    with pytest.raises(error, match=says):
+        call(sink)
