@@ -27,6 +27,7 @@ from fastattn.plotting import plot_attention
 from fastattn.problem import Mask
 from fastattn.scores import attention
 from fastattn.tuning import autotune
+from fastattn.varlen import varlen_attention
 
 flops.register()
 
@@ -60,4 +61,5 @@ __all__ = [
     "replace_attention",
     "scaled_dot_product_attention",
     "use_for_sdpa",
+    "varlen_attention",
 ]

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastattn.functional import scaled_dot_product_attention
 from fastattn.integrations import intervals
 from fastattn.problem import Mask, arguments
+from fastattn.varlen import varlen_attention
 
 Window = tuple[int, int]
 Results = Tensor | tuple[Tensor, Tensor, Tensor | None]
@@ -145,19 +146,15 @@ def flash_attn_varlen_func(
     _refuse_pages(block_table)
     if alibi_slopes is not None:
         _not_computed("alibi_slopes", "call flash_attn_func for one sequence at a time")
+    _refuse_softcap(softcap)
     arguments.check_bool("causal", causal)
     arguments.check_bool("return_attn_probs", return_attn_probs)
     _check_dims(3, q=q, k=k, v=v)
-    mask = Mask.documents(
-        cu_seqlens_q, cu_seqlens_k, causal=causal, window=_window(window_size, causal),
-        length=q.shape[0],
-    )  # fmt: skip
     weights = "full" if return_attn_probs and dropout_p else None
-    results = _attend(
-        q[None], k[None], v[None], mask, softcap=softcap, dropout_p=dropout_p,
-        scale=softmax_scale, return_weights=weights, return_lse=True,
+    out, *others = varlen_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, window=_window(window_size, causal), enable_gqa=True,
+        scale=softmax_scale, dropout_p=dropout_p, return_weights=weights, return_lse=True,
     )  # fmt: skip
-    out, *others = (x.squeeze(0) for x in results)
     return (out, others[-1], others[0] if weights else None) if return_attn_probs else out
 
 
@@ -278,8 +275,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float, **options: Any
 ) -> list[Tensor]:
     """The output ``[B, M, H, E]``, and what else the options ask for."""
-    if softcap > 0:
-        _not_computed("softcap", "pass softcap=0.0, if the model allows it")
+    _refuse_softcap(softcap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     results = scaled_dot_product_attention(q, k, v, mask=mask, enable_gqa=True, **options)
     return [results[0].transpose(1, 2), *results[1:]]
@@ -363,6 +359,11 @@ def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, .
         layout = "B, S" if dims == 5 else "T"
         raise ValueError(f"{name}: expected [{layout}, {parts}, H, D], got {list(packed.shape)}")
     return packed.unbind(-3)
+
+
+def _refuse_softcap(softcap: float) -> None:
+    if softcap > 0:
+        _not_computed("softcap", "pass softcap=0.0, if the model allows it")
 
 
 def _refuse_pages(block_table: Tensor | None) -> None:

@@ -168,19 +168,32 @@ _OURS = {
     "temperature": "scale=1 / temperature",
     "window_size": "mask=fastattn.Mask(window=(left, right))",
 }
-# The additive score lacks these arguments.
-_OF_ADDITIVE = {
-    "enable_gqa": "nothing, since heads broadcast",
-    "scale": "weight * scale for weight",
+# What functions of other arguments have instead, by other libraries' names or by ours.
+_OF = {
+    "additive_attention": {
+        "enable_gqa": "nothing, since heads broadcast",
+        "scale": "weight * scale for weight",
+    },
+    "varlen_attention": {
+        "attn_mask": "bias=, or scaled_dot_product_attention with mask=Mask.documents(...)",
+        "causal": "is_causal=True",
+        "cu_seq_k": "cu_seqlens_k=",
+        "cu_seq_q": "cu_seqlens_q=",
+        "mask": "scaled_dot_product_attention with mask=Mask.documents(...)",
+        "max_k": "max_seqlen_k=",
+        "max_q": "max_seqlen_q=",
+        "return_aux": "return_lse=True",
+        "sliding_window": "window=(left, right)",
+        "window_size": "window=(left, right)",
+    },
 }
 
 
 def unknown_keywords(function: str, unknown: Iterable[str]) -> TypeError:
     """The error for keyword arguments that ``function`` does not have. It names ours."""
     name = next(iter(unknown))
-    ours = _OURS.get(name, name)
-    if function == "additive_attention":
-        ours = _OF_ADDITIVE.get(ours.rstrip("="), ours)
+    ours, own = _OURS.get(name, name), _OF.get(function, {})
+    ours = own.get(name) or own.get(ours.rstrip("="), ours)
     hint = "" if ours == name else f": write {ours}"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
