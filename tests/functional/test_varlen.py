@@ -174,10 +174,13 @@ def test_compiles_in_one_graph(score, kind):
 
 
 def test_symbolic_trace_keeps_the_call():
-    graph = torch.fx.symbolic_trace(lambda q: fastattn.varlen_attention(q, q, q, [0, 3]))
+    def call(q):
+        return fastattn.varlen_attention(q, q, q, [0, 3, 8], is_causal=True, window=(1, -1))
+
+    graph = torch.fx.symbolic_trace(call)
     assert fastattn.varlen_attention in [node.target for node in graph.graph.nodes]
-    q = torch.randn(3, 2, 4)
-    assert torch.equal(graph(q), fastattn.varlen_attention(q, q, q, [0, 3]))
+    q = torch.randn(8, 2, 4)
+    assert torch.equal(graph(q), call(q))
 
 
 def test_arguments_stand_in_the_order_of_torch():
