@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import SCORES
 
+from fastattn.problem import record
 from fastattn.problem.record import WEIGHTS
 from fastattn.problem.schemas import Call, Saved
 
@@ -35,7 +36,7 @@ def forward_arguments(score, name):
             k[:, :1].expand(B, HKV, n, D),
             v.transpose(1, 2).contiguous().transpose(1, 2),
         )
-    given = dict(scale=0.5, weights=WEIGHTS[f.pop("weights", "none")])
+    given = dict(scale=0.5, weights=WEIGHTS[f.pop("weights", "none")], score=record.SCORES[score])
     if score == "additive":
         given["w"] = torch.randn(H, D).to(dtype)
     if "bias" in f:

@@ -53,7 +53,7 @@ def test_nothing_else_lists_the_operands():
     n = Call._fields.index("kv_len")
     assert listing(Call._fields[n:]) == {IN_CPP, IN_PYTHON}
     assert listing(Call._fields[n : n + 5]) == {IN_CPP, IN_PYTHON}
-    assert listing(Call._fields[-5:-1]) == {IN_CPP, IN_PYTHON}
+    assert listing(Call._fields[-5:]) == {IN_CPP, IN_PYTHON}
     assert listing(Saved._fields[2:]) == {IN_CPP, IN_PYTHON}
 
 
