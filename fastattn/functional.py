@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function
 
 from fastattn import autograd, sinks
 from fastattn.backends import operators, registry, watch
-from fastattn.problem import Mask, Score, arguments, call_cache, validate
+from fastattn.problem import Mask, Score, arguments, call_cache, jagged, validate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,7 +97,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: ``[..., H, M, D]``, or ``[M, D]``. Any strides; float16, bfloat16, float32 or
-            float64.
+            float64. Or ``[B, H, j, D]``, a jagged nested tensor as key and value are then. Results
+            are jagged too, and is_causal is the only mask.
         key: ``[..., Hkv, N, D]``, dtype and device of query. Batch dims broadcast.
         value: ``[..., Hkv, N, E]``; E may differ from D.
         attn_mask: broadcastable to ``[..., H, M, N]``. Bool: True keeps. Float (query's dtype or
@@ -167,6 +168,10 @@ def scaled_dot_product_attention(
         enable_gqa=enable_gqa, mask=mask, bias=bias, softcap=softcap, sink=sink,
         return_weights=return_weights, seed=seed,
     )  # fmt: skip
+    if jagged.given(query, key, value):
+        arguments.check_bool("is_causal", is_causal)
+        tensors, options = jagged.packed(query, key, value, options)
+        return jagged.restored(_attend("dot", tensors, return_lse, backend, None, **options), query)
     if (others := arguments.overriding(query, key, value, attn_mask, bias, sink)) is not None:
         return handle_torch_function(
             scaled_dot_product_attention, others, query, key, value, **options,
@@ -312,7 +317,7 @@ def explain(
     Returns:
         A :class:`fastattn.Explanation` with the ``backend``, the ``path`` through the CPU kernels
         and the ``reasons`` against each backend. ``print`` shows them as a table. For nested
-        tensors, which no function takes, the table says what to call instead.
+        tensors that no function takes, the table says what to call instead.
 
     Raises:
         TypeError: as the function that is called.
@@ -335,6 +340,8 @@ def explain(
     value = key if value is None else value
     bandwidth = options.pop("bandwidth", None)
     score: Score = "additive" if weight is not None else "dot" if bandwidth is None else "gaussian"
+    if score == "dot" and jagged.given(query, key, value):
+        (query, key, value, _), options = jagged.packed(query, key, value, options)
     if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
         title = f"{score} attention of nested tensors"
         return registry.Explanation(None, None, {}, title, arguments.NESTED)
