@@ -28,6 +28,8 @@ class VarlenOptions(TypedDict, total=False):
     enable_gqa: bool
     dropout_p: float
     bias: Tensor | None
+    softcap: float | None
+    sink: Tensor | None
     seed: int | Tensor | None
     backend: Backend
 
@@ -83,6 +85,8 @@ def varlen_attention(
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
     bias: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
@@ -121,6 +125,8 @@ def varlen_attention(
         dropout_p: probability of dropping an attention weight. Applied whenever it is > 0.
         bias: numbers to add to the scores, broadcastable to ``[H, T, S]``, in query's dtype or
             float32. Differentiable. Those between documents are not used.
+        softcap: see :func:`scaled_dot_product_attention`.
+        sink: ``[H]``, see there.
         return_weights: also return the weights that multiply value, after dropout: ``"full"``
             (``[H, T, S]``, 0 between documents) or their ``"mean"`` over heads (``[T, S]``).
         return_lse: also return the log-sum-exp of the scores, ``[H, T]``, float32 (float64 for
@@ -150,9 +156,10 @@ def varlen_attention(
         raise arguments.unknown_keywords("varlen_attention", _unknown)
     options: dict[str, Any] = dict(
         weight=weight, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p, bias=bias,
-        return_weights=return_weights, return_lse=return_lse, seed=seed, backend=backend,
+        softcap=softcap, sink=sink, return_weights=return_weights, return_lse=return_lse, seed=seed,
+        backend=backend,
     )  # fmt: skip
-    if (others := arguments.overriding(query, key, value, weight, bias)) is not None:
+    if (others := arguments.overriding(query, key, value, weight, bias, sink)) is not None:
         return handle_torch_function(
             varlen_attention, others, query, key, value, cu_seqlens_q, cu_seqlens_k,
             is_causal=is_causal, window=window, **options,

@@ -145,10 +145,11 @@ def test_one_weight_for_all_heads():
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_bias_weights_and_dropout(score):
+def test_other_options(score):
     """The mask of the same documents gives the same in the functions below."""
     made = draw(score, SMALL)
-    options = dict(bias=torch.randn(4, 15, 13), dropout_p=0.3, seed=1, return_lse=True)
+    options = dict(bias=torch.randn(4, 15, 13), softcap=2.0, sink=torch.randn(4), dropout_p=0.3)
+    options |= dict(seed=1, return_lse=True)
     mask = fastattn.Mask.documents(*SMALL, length=15)
     q, k, v = (made[x].transpose(0, 1)[None] for x in ("query", "key", "value"))
     for kind in ("full", "mean"):
