@@ -48,7 +48,8 @@ def flash_attn_func(
         causal: keeps ``j <= i + N - M``.
         window_size: (left, right) keeps ``d - left <= j <= d + right``, where ``d = i + N - M``.
             -1 is unbounded.
-        softcap: 0; others are not computed.
+        softcap: makes ``softcap * tanh(score / softcap)`` of a score, before bias and mask; 0 for
+            none.
         alibi_slopes: ``[H]`` or ``[B, H]``; adds ``-slope * |d - j|`` to the scores. A bias of
             ``[B|1, H, M, N]`` numbers is made of them.
         deterministic: results always are.
@@ -63,7 +64,6 @@ def flash_attn_func(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or values that do not fit.
-        NotImplementedError: ``softcap`` is not 0.
 
     Example:
         >>> q = torch.randn(2, 128, 8, 64)
@@ -128,7 +128,8 @@ def flash_attn_varlen_func(
         softmax_scale: as there.
         causal: as there, in each sequence.
         window_size: as there, in each sequence.
-        softcap: 0; others are not computed.
+        softcap: makes ``softcap * tanh(score / softcap)`` of a score, before bias and mask; 0 for
+            none.
         alibi_slopes: not computed.
         deterministic: results always are.
         return_attn_probs: whether to return ``(out, lse, weights)``.
@@ -146,14 +147,14 @@ def flash_attn_varlen_func(
     _refuse_pages(block_table)
     if alibi_slopes is not None:
         _not_computed("alibi_slopes", "call flash_attn_func for one sequence at a time")
-    _refuse_softcap(softcap)
     arguments.check_bool("causal", causal)
     arguments.check_bool("return_attn_probs", return_attn_probs)
     _check_dims(3, q=q, k=k, v=v)
     weights = "full" if return_attn_probs and dropout_p else None
     out, *others = varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, window=_window(window_size, causal), enable_gqa=True,
-        scale=softmax_scale, dropout_p=dropout_p, return_weights=weights, return_lse=True,
+        scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, return_weights=weights,
+        return_lse=True,
     )  # fmt: skip
     return (out, others[-1], others[0] if weights else None) if return_attn_probs else out
 
@@ -214,7 +215,8 @@ def flash_attn_with_kvcache(
         softmax_scale: factor on the scores, ``1 / sqrt(D)`` by default.
         causal: keeps ``j <= i + n - M``, where n is the sample's length with the new keys.
         window_size: as in :func:`flash_attn_func`, around ``i + n - M``.
-        softcap: 0; others are not computed.
+        softcap: makes ``softcap * tanh(score / softcap)`` of a score, before bias and mask; 0 for
+            none.
         rotary_interleaved: of rotary embeddings.
         alibi_slopes: not computed.
         num_splits: has no effect.
@@ -271,11 +273,8 @@ def _append(
     v_cache[rows[:, None], positions] = v
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float, **options: Any
-) -> list[Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, **options: Any) -> list[Tensor]:
     """The output ``[B, M, H, E]``, and what else the options ask for."""
-    _refuse_softcap(softcap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     results = scaled_dot_product_attention(q, k, v, mask=mask, enable_gqa=True, **options)
     return [results[0].transpose(1, 2), *results[1:]]
@@ -359,11 +358,6 @@ def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, .
         layout = "B, S" if dims == 5 else "T"
         raise ValueError(f"{name}: expected [{layout}, {parts}, H, D], got {list(packed.shape)}")
     return packed.unbind(-3)
-
-
-def _refuse_softcap(softcap: float) -> None:
-    if softcap > 0:
-        _not_computed("softcap", "pass softcap=0.0, if the model allows it")
 
 
 def _refuse_pages(block_table: Tensor | None) -> None:

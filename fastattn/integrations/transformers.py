@@ -21,7 +21,7 @@ from fastattn.problem import Mask
 from fastattn.problem.intervals import segments
 
 # What changes the scores, or which keys there are, in ways that fastattn does not compute.
-_UNKNOWN = ("softcap", "cache", "indices", "block_indices", "sinks")
+_UNKNOWN = ("cache", "indices", "block_indices", "sinks")
 
 
 def register(name: str = "fastattn") -> None:
@@ -67,6 +67,7 @@ def attention(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     output_attentions: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -84,6 +85,7 @@ def attention(
         is_causal: keeps ``j <= i`` where there is no mask, and more than one query.
         position_bias: added to the scores, with a gradient; broadcasts to ``[B, H, M, N]``.
         s_aux: attention sinks ``[H]``, one more logit a head in the denominator; with a gradient.
+        softcap: makes ``softcap * tanh(score / softcap)`` of a score, before the mask.
         output_attentions: whether to return the weights.
         **options: whatever else a layer says. A sliding window is in the mask already.
 
@@ -102,14 +104,9 @@ def attention(
         attn_mask=None if dense is None else dense[..., : key.shape[-2]],  # pyright: ignore
         is_causal=bool(causal) and attention_mask is None and query.shape[-2] > 1,
         bias=position_bias, return_weights="full" if output_attentions else None,
-        return_lse=s_aux is not None,
+        softcap=softcap, sink=None if s_aux is None else s_aux.reshape(-1),
     )  # fmt: skip
-    out, *others = results if isinstance(results, tuple) else (results,)
-    weights = others.pop(0) if output_attentions else None
-    if s_aux is not None:
-        share = torch.sigmoid(others.pop(0) - s_aux.reshape(-1, 1)).unsqueeze(-1)
-        out = (out * share).to(out.dtype)
-        weights = None if weights is None else (weights * share).to(weights.dtype)
+    out, weights = results if isinstance(results, tuple) else (results, None)
     return out.transpose(1, 2).contiguous(), weights
 
 

@@ -30,11 +30,12 @@ def dense(M, N, causal, window):
     return keep & (j <= i + N - M) if causal else keep
 
 
-def plain(q, k, v, keep, bias=None, scale=None):
+def plain(q, k, v, keep, bias=None, scale=None, softcap=0.0):
     """(out, lse) of the formula; rows without keys are 0."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (D**-0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     scores = scores if bias is None else scores + bias.to(q.dtype)
     some = keep.any(-1, keepdim=True)
     scores = scores.masked_fill(~keep & some, -math.inf)
@@ -55,6 +56,29 @@ def check(call, formula, tensors):
         results.append((out, lse, *grads))
     for n, got in enumerate(zip(*results, strict=True)):
         assert_within_budget(*got, name=f"result {n}")
+
+
+def test_softcap_comes_before_bias_and_mask():
+    slopes = torch.tensor([0.5, 0.25])
+    i, j = torch.arange(5)[:, None], torch.arange(7)
+    bias = -slopes[:, None, None] * (i + 2 - j).abs()
+
+    def call(q, k, v):
+        return flash_attn.flash_attn_func(
+            q, k, v, causal=True, softcap=1.5, alibi_slopes=slopes, return_attn_probs=True
+        )[:2]
+
+    def formula(q, k, v):
+        return plain(q, k, v, dense(5, 7, True, (-1, -1)), bias, softcap=1.5)
+
+    check(call, formula, [3 * torch.randn(2, n, 2, D) for n in (5, 7, 7)])
+
+
+def test_softcap_of_packed_documents():
+    q = 3 * torch.randn(6, 2, D)
+    packed = flash_attn.flash_attn_varlen_func(q, q, q, [0, 2, 6], [0, 2, 6], 4, 4, softcap=1.5)
+    alone = flash_attn.flash_attn_func(q[None, 2:], q[None, 2:], q[None, 2:], softcap=1.5)
+    torch.testing.assert_close(packed[2:], alone[0])
 
 
 WINDOWS = [(-1, -1), (3, 2), (0, -1), (-1, 1), (2, 0)]
@@ -223,7 +247,6 @@ SLOPES, OFFSETS = torch.ones(H), torch.tensor([0, 1, 3])
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda f: f.flash_attn_func(Q, Q, Q, softcap=5.0), NotImplementedError, "softcap: .*0.0"),
         (lambda f: f.flash_attn_func(Q[0], Q, Q), ValueError, r"q: expected \[B, S, H, D\]"),
         (lambda f: f.flash_attn_func(Q, Q, None), TypeError, "v: expected a Tensor, got NoneType"),
         (lambda f: f.flash_attn_func(Q, Q, Q, causal=1), TypeError, "causal: expected a bool"),

@@ -14,7 +14,7 @@ from fastattn.backends import registry, triton
 from fastattn.kernels.host.launch import Call
 from fastattn.kernels.loop import additive_forward, forward
 from fastattn.kernels.score import additive
-from fastattn.problem.record import WEIGHTS
+from fastattn.problem.record import SCORES, WEIGHTS
 from fastattn.testing import GRID, Case
 
 INF = math.inf
@@ -238,9 +238,9 @@ def test_offsets_beyond_32_bits(device):
         w = torch.randn(1, 4, generator=rng).half().to(device)
         k = storage.as_strided((1, 1, 2, 4), (0, 0, far, 1))
         k.copy_(q[:, :, :2])
-        case = (None,) * 6 + (1.0, 0.0, WEIGHTS["none"])
         out, near = (
-            torch.ops.fastattn.triton_forward(q, x, x, w, *case)[0] for x in (k, k.clone())
+            torch.ops.fastattn.triton_forward(*Call(q, x, x, w, score=SCORES["additive"]))[0]
+            for x in (k, k.clone())
         )
         assert torch.equal(out, near)
 
@@ -248,7 +248,8 @@ def test_offsets_beyond_32_bits(device):
 def test_operators_pass_opcheck(device):
     t = testing.make(dataclasses.replace(SMALL, M=5, N=7))
     q, k, v, w = (x.to(device) for x in (t.q, t.k, t.v, t.w))
-    case = (q, k, v, w, None, None, None, None, None, 0, 1.0, 0.0, WEIGHTS["mean"])
+    given = dict(band_hi=0, weights=WEIGHTS["mean"], score=SCORES["additive"])
+    case = tuple(Call(q, k, v, w, **given))
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fastattn.triton_forward.default, case, test_utils=utils)
     out, _, weights, stats = torch.ops.fastattn.triton_forward(*case)

@@ -14,6 +14,7 @@ from fastattn.backends import triton as backend
 from fastattn.kernels.loop import forward, grad_bias
 from fastattn.problem import validate
 from fastattn.problem.record import WEIGHTS
+from fastattn.problem.schemas import Call
 from fastattn.testing import GRID
 
 INF, NAN = math.inf, math.nan
@@ -279,7 +280,7 @@ def test_full_and_skipped_tiles_run_no_mask_code(device, monkeypatch):
 
 def test_operators_pass_opcheck(device):
     q, k, v = inputs(device, M=5, N=7, grad=False)
-    case = (q, k, v, None, None, None, None, None, None, 0, 0.3, 0.0, WEIGHTS["mean"])
+    case = tuple(Call(q, k, v, band_hi=0, scale=0.3, weights=WEIGHTS["mean"]))
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fastattn.triton_forward.default, case, test_utils=utils)
     out, _, weights, stats = torch.ops.fastattn.triton_forward(*case)
@@ -299,7 +300,7 @@ def test_operators_refuse(device, dropout_p, weights, seed):
     q, k, v = inputs(device, M=5, N=7, grad=False)
     rows = q.new_zeros(*q.shape[:3], 2), torch.zeros_like(q)
     seed = torch.tensor(1, device=device) if seed else None
-    case = (q, k, v, None, None, None, None, seed, None, 0, 0.3, dropout_p, weights)
+    case = Call(q, k, v, seed=seed, band_hi=0, scale=0.3, dropout_p=dropout_p, weights=weights)
     for call in (
         lambda: torch.ops.fastattn.triton_forward(*case),
         lambda: torch.ops.fastattn.triton_backward(*case, q, *rows, None, None, False),
