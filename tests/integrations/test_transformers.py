@@ -71,7 +71,8 @@ def test_output_and_gradients(name):
     check(twins(name), tiny_models.inputs(name), tiny_models.inputs(name, torch.float64))
 
 
-@pytest.mark.parametrize("name", TEXT)
+# Of Gemma 2 there is no truth: its eager attention in float64 is NaN behind left padding.
+@pytest.mark.parametrize("name", [name for name in TEXT if name != "gemma2"])
 def test_left_padding(name):
     check(twins(name), tiny_models.inputs(name, left=True))
 
