@@ -99,8 +99,8 @@ def build(
 def names(case: Case, compiled: bool = True) -> list[str]:
     """The implementations of a case on a CPU, without building it."""
     peers = [MODULE] if case.module else _PEERS[case.problem.score]
-    peers += [EAGER] if case.compiled and not case.module else []
-    return [OURS, *peers, *([COMPILED] if case.compiled and compiled else [])]
+    eager = [EAGER] if case.compiled and not case.module else []
+    return [OURS, *peers, *eager, *([COMPILED] if case.compiled and compiled else [])]
 
 
 _PEERS = {"dot": [SDPA], "additive": [], "gaussian": [CDIST]}

@@ -72,7 +72,8 @@ def elements(c: Case) -> int:
     return c.B * c.H * c.M * c.N * c.D
 
 
-CASES = [c for c in GRID if c.score != "dot" and elements(c) <= LARGEST]
+# A softcap is left to Triton.
+CASES = [c for c in GRID if c.score != "dot" and not c.softcap and elements(c) <= LARGEST]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

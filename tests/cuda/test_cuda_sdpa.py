@@ -23,7 +23,8 @@ LARGEST = 120_000  # pairs: the shim takes a microsecond for each
 
 def _cases() -> list[Case]:
     """The small enough cases of the grid, alternately in both half types."""
-    chosen = [c for c in GRID if c.score == "dot" and max(c.D, c.E) <= 128]
+    # A softcap is left to Triton.
+    chosen = [c for c in GRID if c.score == "dot" and not c.softcap and max(c.D, c.E) <= 128]
     chosen = [c for c in chosen if c.B * c.H * c.M * c.N <= LARGEST and c.dtype == torch.float32]
     chosen.append(Case("full-tiles", M=128, N=192, D=128, E=64, causal="bottom_right"))
     # fp16 ends at 65504.

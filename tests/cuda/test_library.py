@@ -48,9 +48,12 @@ def test_machine_code_for_every_architecture(library):
     # nvcc knows these two since 12.8, and lists them.
     known = output(find_nvcc(), "--list-gpu-arch")
     newer = [arch for arch in ("sm_100", "sm_120") if arch.replace("sm", "compute") in known]
-    for arch in ("sm_80", "sm_90a", *newer):
+    every = ["sm_80", "sm_90a", *newer]
+    wanted = os.environ.get("FASTATTN_CUDA", "").split(",")
+    for arch in every if wanted == [""] else wanted:
         assert elf.count(f".{arch}.cubin") >= sources, elf
-    assert ptx.count(".sm_90.ptx") >= sources, ptx
+    if wanted == [""]:
+        assert ptx.count(".sm_90.ptx") >= sources, ptx
 
 
 def test_it_needs_torch_alone(library):
