@@ -79,12 +79,13 @@ def backward(
     if kept is not None:
         grad_scores = grad_scores.masked_fill(~kept, 0.0)
 
-    grad_bias = None if bias is None else _sum_to(grad_scores, bias.shape)
+    grad_logits = grad_scores
     if p.softcap:
         grad_scores = grad_scores * cap_slope(p, q, k, w)
         grad_scores = grad_scores if kept is None else grad_scores.masked_fill(~kept, 0.0)
     grad_v = sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
     grad_q, grad_k, grad_w = _SCORE_BACKWARD[p.score](p, q, k, w, kept, grad_scores)
+    grad_bias = None if bias is None else _sum_to(grad_logits, bias.shape)
     return grad_q, grad_k, grad_v, grad_w, grad_bias
 
 
