@@ -92,14 +92,18 @@ __global__ void __launch_bounds__(kThreads, 3)
     additive_keys_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
   const BackwardParams& p = a.p;
-  float* const sums = workspace(a) + a.plan.sums_k + blockIdx.x * a.plan.block_k;
+  // Found anew where it is used: kept over the loop it would cost a register too many.
+  const auto sums = [&] {
+    const int64_t block = opaque_here(static_cast<int>(blockIdx.x));
+    return workspace(a) + a.plan.sums_k + block * a.plan.block_k;
+  };
   uint32_t block = blockIdx.x;
   const int64_t j0 = take_digit(&block, a.plan.panels.tiles_n) * kTile;
   const int64_t hkv = take_digit(&block, p.Hkv), b = block;
   const int group = static_cast<int>(p.H) / static_cast<int>(p.Hkv);
   Place at = place(p, b, hkv * group, 0, j0);
   const int end = at.h + group;
-  clear_sums(sums, value_slot(a, ceil_div(p.E, kTile) * kTile));
+  clear_sums(sums(), value_slot(a, ceil_div(p.E, kTile) * kTile));
   const bool direct = is_direct(tiles_of(a), at);
 
   for (; at.h < end; ++at.h)
@@ -111,16 +115,16 @@ __global__ void __launch_bounds__(kThreads, 3)
       gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds);
       store_fragment<false>(weights, memory.weights);
       store_ds(ds, memory);
-      add_value_gradient(a, at, mask.full, memory, sums);
+      add_value_gradient(a, at, mask.full, memory, sums());
       if constexpr (kScore == ScoreKind::kGaussian) {
-        add_key_gradient<Loop::kDifferences>(a, at, memory, sums);
+        add_key_gradient<Loop::kDifferences>(a, at, memory, sums());
       } else if (direct) {
-        add_key_gradient<Loop::kDirect>(a, at, memory, sums);
+        add_key_gradient<Loop::kDirect>(a, at, memory, sums());
       } else {
-        add_key_gradient<Loop::kFactors>(a, at, memory, sums);
+        add_key_gradient<Loop::kFactors>(a, at, memory, sums());
       }
     }
-  write_key_gradients(a, at, sums);
+  write_key_gradients(a, at, sums());
 }
 
 }  // namespace

@@ -86,7 +86,10 @@ __global__ void __launch_bounds__(kThreads, 3)
   clear_sums(sums(), a.plan.panels.stages * (kOwn + 1));
 
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
-  for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
+  at.j0 = keys.begin / kTile * kTile;
+  // The number of tiles takes one register, and the last key two.
+  for (int left = static_cast<int>(ceil_div(keys.end - at.j0, kTile)); left > 0;
+       --left, at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
