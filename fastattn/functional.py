@@ -303,37 +303,7 @@ def explain(
     weight: Tensor | None = None,
     **options: Any,
 ) -> registry.Explanation:
-    """Says which backend would serve a call and why the others would not.
-
-    Args:
-        query: as in :func:`scaled_dot_product_attention`, or :func:`additive_attention` when weight
-            is given. Without arguments, the call is a small float32 problem, on the GPU if there is
-            one and else on the CPU.
-        key: as there; query by default.
-        value: as there; key by default.
-        weight: as there.
-        **options: the call's other arguments; with ``bandwidth``, the score is the gaussian.
-
-    Returns:
-        A :class:`fastattn.Explanation` with the ``backend``, the ``path`` through the CPU kernels
-        and the ``reasons`` against each backend. ``print`` shows them as a table. For nested
-        tensors that no function takes, the table says what to call instead.
-
-    Raises:
-        TypeError: as the function that is called.
-        ValueError: as the function; but a named backend that cannot do the problem is no error.
-
-    Example:
-        >>> q = torch.randn(1, 8, 128, 64).bfloat16()
-        >>> print(fastattn.explain(q, q, q, is_causal=True))  # on some machine without a GPU
-        dot attention: B=1 H=8 Hkv=8 M=128 N=128 D=64 E=64, bfloat16 on cpu, mask top_left
-          cpu     chosen
-          triton  no: tensors are on cpu; torch sees no CUDA device
-          cuda    no: tensors are on cpu; torch sees no CUDA device
-          eager   available
-          cpu: instruction set avx512_bf16
-          cpu: path tiles
-    """
+    """Which backend would serve a call of a function: :func:`fastattn.explain` documents it."""
     if query is None:
         query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
     key = query if key is None else key

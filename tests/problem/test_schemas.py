@@ -53,6 +53,8 @@ def test_nothing_else_lists_the_operands():
     n = Call._fields.index("kv_len")
     assert listing(Call._fields[n:]) == {IN_CPP, IN_PYTHON}
     assert listing(Call._fields[n : n + 5]) == {IN_CPP, IN_PYTHON}
+    band = Call._fields.index("band_lo")
+    assert listing(Call._fields[band : band + 4]) == {IN_CPP, IN_PYTHON}
     assert listing(Call._fields[-5:]) == {IN_CPP, IN_PYTHON}
     assert listing(Saved._fields[2:]) == {IN_CPP, IN_PYTHON}
 
