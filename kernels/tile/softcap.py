@@ -1,12 +1,12 @@
 """Softcap: c tanh(s / c) in place of a score s, before bias and mask.
 
-The ratio t = tanh(s / c) stands where the score did, and its logit is c t: a product with a scale,
-as without a cap. So ``Mask.cap`` has what makes s / c of a score, and ``Call.logit_scale`` has c.
+The ratio t = tanh(s / c) takes the place of the score. Its logit is c t, a product with a scale, as
+without a softcap. ``Mask.cap`` makes s / c of a score, and ``Call.logit_scale`` holds c.
 
-    tanh |x| = z / (z + 2)    z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1)    accurate to 4 ulp
+    tanh |x| = z / (z + 2) = 1 - 2 / (z + 2)    z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1)
 
-1 - 2 / (1 + e^2x) would lose what x is less than 1. Every fma is spelled out: forward and backward
-must round a ratio alike.
+The first form serves a small x, to 4 ulp. The second one rounds well near 1, where the slope
+1 - tanh^2 cancels. Every fma is spelled out: forward and backward must round a ratio alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cap_scores(s, mask):
 
 @triton.jit
 def cap_gradient(ds, t, mask):
-    """d loss / d score of the ratios t; 0 stays 0 even where t is NaN: such pairs are masked."""
+    """The gradient of scores from that of logits. 0 stays 0, because masked pairs may be NaN."""
     if mask.cap is None:
         return ds
     else:
@@ -47,5 +47,5 @@ def tanh(x):
     p = tl.fma(p, f, 6.9314718e-1)
     power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     z = tl.fma(p * f, power, power - 1.0)
-    t = z / (z + 2.0)
+    t = tl.where(z > 2.0, 1.0, 0.0) + tl.where(z > 2.0, -2.0, z) / (z + 2.0)
     return tl.where(x < 0.0, -t, t)

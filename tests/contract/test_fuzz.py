@@ -54,6 +54,8 @@ FOUND = {
         garbage=nan),
     "tanh that is absolutely right only": Case(
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e-3, lse=True),
+    "slopes that a softcap has no digits of": Case(
+        "0", **one, M=3, N=3, D=3, E=3, softcap=1.0, magnitude=20.0),
     "slopes that tanh has no digits of": Case(
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e4),
 }  # fmt: skip

@@ -143,3 +143,16 @@ def test_queries_without_keys_of_another_magnitude_change_no_bit(isa, factor):
     call["query"][:, :, ::9] *= factor
     grad_out[:, :, ::9] *= factor
     assert_same_bits(results(call, grad_out, **options), clean)
+
+
+@pytest.mark.parametrize("M", [1, 3, 40])
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_a_row_with_one_key_has_no_gradient(isa, score, M):
+    """Its weight is 1 whatever its score is: dO O and dO V^T must be the same sum to show it."""
+    if isa.startswith("amx"):
+        pytest.skip("the matrix unit sums a product in an order of its own")
+    for E in (1, 33, 129):
+        call = inputs(score, M=M, N=1, E=E, D=20, grad=True)
+        attend(**call).square().sum().backward()
+        for name in call.keys() - {"value"}:
+            assert not call[name].grad.any(), (name, E)

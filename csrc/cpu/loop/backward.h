@@ -283,7 +283,7 @@ static void backward(const BackwardParams& p, const Path& path, const Parallel& 
   const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
   const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
   const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);
-  TaskLoop<DeltaWorker<Score>, BackwardArgs>::run(
+  TaskLoop<DeltaWorker<Score, Values>, BackwardArgs>::run(
       args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
   const int64_t tasks = args.plan.groups.b * args.plan.groups.h * path.chunks;
   TaskLoop<BackwardWorker<Score, Values>, BackwardArgs>::run(args, tasks, work, parallel);

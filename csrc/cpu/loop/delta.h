@@ -9,6 +9,7 @@
 #include "cpu/base/tasks.h"
 #include "cpu/loop/args.h"
 #include "cpu/score/score.h"
+#include "cpu/tile/rows_in_place.h"
 #include "cpu/tile/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -21,7 +22,7 @@ FASTATTN_SIMD void load_grad_weights(const BackwardParams& p, int64_t b, int64_t
   pack_rows(from, mean ? 1.f / static_cast<float>(p.H) : 1.f, to, 0);
 }
 
-template <typename Score>
+template <typename Score, typename Values>
 class DeltaWorker {
  public:
   explicit DeltaWorker(const BackwardArgs& args)
@@ -33,8 +34,10 @@ class DeltaWorker {
         drop_(scratch_.floats(kN + 4 * kWidth)),
         grad_w_(scratch_.floats(kN)),
         sum_(scratch_.floats(kM * kWidth)),
-        out_(scratch_.floats(tile_stride(p_.E))),
-        grad_out_(scratch_.floats(tile_stride(p_.E))) {}
+        term_(scratch_.floats(kCols)),
+        ld_(Values::kSumsByRow ? tile_stride(p_.E) : kCols),
+        out_(scratch_.floats(Values::kSumsByRow ? ld_ : p_.E * ld_)),
+        grad_out_(scratch_.floats(Values::kSumsByRow ? ld_ : p_.E * ld_)) {}
 
   void run(int64_t task) {
     const int64_t block = task % args_.blocks, bh = task / args_.blocks;
@@ -42,23 +45,46 @@ class DeltaWorker {
     h_ = bh % p_.H;
     i0_ = block * kM;
     rows_ = min64(kM, p_.M - i0_);
-    for (int64_t i = 0; i < rows_; ++i) store(sum_ + i * kWidth, out_term(i0_ + i));
+    sum_out_terms();
+    fill(sum_, rows_ * kWidth, 0.f);
     if (p_.grad_weights.data != nullptr) add_weight_terms();
     for (int64_t i = 0; i < rows_; ++i) {
       const float grad_lse = p_.grad_lse == nullptr ? 0.f : p_.grad_lse[args_.row(b_, h_, i0_ + i)];
-      *args_.delta(b_, h_, i0_ + i) = sum_lanes(load(sum_ + i * kWidth)) - grad_lse;
+      *args_.delta(b_, h_, i0_ + i) = term_[i] + sum_lanes(load(sum_ + i * kWidth)) - grad_lse;
     }
   }
 
  private:
   static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
+  static constexpr int64_t kCols = (kM + kWidth - 1) / kWidth * kWidth;
 
-  Vec out_term(int64_t i) {
-    pack_rows(matrix_at(p_.out, b_, h_, i, 1, p_.E), 1.f, out_, 0);
-    pack_rows(matrix_at(p_.grad_out, b_, h_, i, 1, p_.E), 1.f, grad_out_, 0);
-    Vec sum{};
-    for (int64_t e = 0; e < p_.E; e += kWidth) sum += load(out_ + e) * load(grad_out_ + e);
-    return sum;
+  // Each term is summed in the order in which dO V^T is summed. A row that keeps one key has O = V:
+  // its two sums are then equal, and dS is exactly 0.
+  void sum_out_terms() {
+    if constexpr (Values::kSumsByRow)
+      sum_by_row();
+    else
+      sum_by_column();
+  }
+  void sum_by_row() {  // as dot_rows()
+    const Matrix out = {out_, DType::kFloat32, 0, ld_, 1, 1, p_.E};
+    Vec sums;
+    for (int64_t i = 0; i < rows_; ++i) {
+      pack_rows(matrix_at(p_.out, b_, h_, i0_ + i, 1, p_.E), 1.f, out_, ld_);
+      pack_rows(matrix_at(p_.grad_out, b_, h_, i0_ + i, 1, p_.E), 1.f, grad_out_, ld_);
+      dot_rows(grad_out_, ld_, 1, out, reinterpret_cast<float*>(&sums), kWidth);
+      term_[i] = sums[0];
+    }
+  }
+  void sum_by_column() {  // as gemm()
+    pack_transposed(matrix_at(p_.out, b_, h_, i0_, rows_, p_.E), 1.f, out_, ld_);
+    pack_transposed(matrix_at(p_.grad_out, b_, h_, i0_, rows_, p_.E), 1.f, grad_out_, ld_);
+    for (int64_t i = 0; i < rows_; i += kWidth) {
+      Vec sum{};
+      for (int64_t e = 0; e < p_.E; ++e)
+        sum += load(grad_out_ + e * ld_ + i) * load(out_ + e * ld_ + i);
+      store(term_ + i, sum);
+    }
   }
 
   void add_weight_terms() {
@@ -97,7 +123,9 @@ class DeltaWorker {
   Scratch scratch_;
   Score score_;
   MaskTile mask_;
-  float *s_, *drop_, *grad_w_, *sum_, *out_, *grad_out_;
+  float *s_, *drop_, *grad_w_, *sum_, *term_;
+  int64_t ld_;
+  float *out_, *grad_out_;
   int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0;
 };
 

@@ -125,6 +125,8 @@ class FewDotScore : public ScoreDefaults {
 
 class FewValueGrads : public GradDefaults {
  public:
+  static constexpr bool kSumsByRow = true;
+
   FewValueGrads(const AttentionParams& p, const View& grad_out, Scratch& scratch, int64_t block_m,
                 int64_t block_n)
       : p_(p),

@@ -156,6 +156,9 @@ struct GradUnits {
 };
 
 struct GradDefaults : FormDefaults {
+  // Whether grad_weights() sums as dot_rows() does, and not as gemm().
+  static constexpr bool kSumsByRow = false;
+
   template <typename Score, typename Fill>
   static void make_grads(Score&, Fill fill, GradsInPlace in_place) {
     fill(in_place, GradUnits{1.f, 1.f, 1.f});
