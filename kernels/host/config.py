@@ -3,11 +3,11 @@
 A row is found by architecture, bytes an element, the head size rounded up to 64, 128 or 256, and
 whether the problem is *rich*: dropout, a bias or weights need registers that a mask does not.
 
-Nothing is measured here and nothing runs at import; what ``fastattn.autotune`` has measured on this
-machine goes first (tuned.py). The rows are what fits: registers without a spill and shared memory
-within the device, both checked by compiling every row (tests/triton/test_aot.py); among what fits,
-the largest tile, since a tile of BLOCK_M x BLOCK_N does BLOCK_M (forward) operations on every key
-element that it loads. None was timed on a GPU.
+Nothing is measured here and nothing runs at import. What ``fastattn.autotune`` has measured on this
+machine goes first (tuned.py). A row is the largest tile that fits: registers without a spill, and
+shared memory within the device. tests/triton/test_aot.py compiles every row to check both. Larger
+tiles are better because each loaded key element takes part in BLOCK_M products (forward). No row
+was timed on a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         # Two warpgroups of 64 rows: at head size 128, O is 64 registers a thread and S 32. To try
         # first on a GPU, at head size 128: full tiles of 128 keys, a kernel apart for masked ones.
         # Next: tl.range(warp_specialize=True) with TMA descriptors where strides allow them, 4
-        # warps and 128 x 128; it compiles without a spill, in 197 KB (see DESIGN.md).
+        # warps and 128 x 128, which compiles without a spill, in 197 KB.
         ("sm_90", 2): {
             64: _row((128, 128, 8, 3), (128, 64, 8, 3)),
             128: _row((128, 64, 8, 3)),  # 128 keys: the masked loop spills its last registers
@@ -176,8 +176,8 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     },
 }
 
-# Exact fp32 products run on FMA units, whose operands come from registers: small tiles. Those of
-# head size 256 stream (tiles.stream_dot_t), and hold none.
+# Exact fp32 products run on FMA units and take their operands from registers, so tiles are small.
+# Products over 256 stream (strided.stream_dot_t), and hold no operands.
 _FP32 = {
     "fwd": {64: _row((32, 32, 8, 1)), 128: _row((32, 16, 8, 1)), 256: _row((16, 32, 8, 1))},
     "decode": {64: _row((16, 32, 4, 1)), 128: _row((16, 32, 8, 1)), 256: _row((16, 32, 8, 1))},
@@ -203,11 +203,11 @@ _FP32 = {
     },
     "tile": {64: _row((16, 16, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((32, 32, 8, 1))},
 }
-# The additive score is bound by issue slots and reciprocals: of 64 x 64 pairs, 4 warps load 22
-# numbers of E and F for 64 elements a thread. Twice as many pairs spill, half as many load 14 for
-# 32: rich problems must do with them, in transposed tiles above all. In backward a warp should own
-# 16 rows (16 keys in dkdv): sums over a row then stay in the warp, and no two warps compute the
-# same element. Compiled only.
+# Issue slots and reciprocals bound the additive score. With 64 x 64 pairs and 4 warps, a thread
+# loads 22 numbers of E and F for 64 elements. Twice as many pairs spill. Half as many load 14
+# numbers for 32 elements; rich problems have no room for more, above all in transposed tiles. In
+# backward a warp should own 16 rows (16 keys in dkdv): sums over a row then stay in the warp, and
+# no two warps compute the same element. Compiled only.
 _ADDITIVE = {
     "sm_90": {
         "fwd": {
@@ -259,7 +259,7 @@ for _kernel in ("fwd", "dq", "dkdv", "tile"):
         (_arch, 2): _ADDITIVE.get(_arch, _ADDITIVE["sm_80"])[_kernel]
         for _arch in ("sm_80", "sm_90", "gfx942")
     }
-# Queries, up to 4 of them, are apart (additive_forward.py), and choose their keys themselves.
+# At most 4 queries (additive_forward.py); decode_spec replaces BLOCK_N.
 TABLE["additive_decode"] = {
     (_arch, 2): dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
     for _arch in ("sm_80", "sm_90", "gfx942")
@@ -275,7 +275,7 @@ _FP32_ADDITIVE = {
     "dkdv": {64: _row((16, 16, 8, 1)), 128: _row((16, 16, 8, 1)), 256: _row((16, 16, 8, 1))},
     "tile": {64: _row((32, 32, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((32, 32, 8, 1))},
 }
-# Oblong and small, so that small problems have every kind of tile.
+# Small tiles that are not square, so that small problems have tiles of every kind.
 _INTERPRETER = {"fwd": (64, 32, 4, 1), "decode": (16, 32, 4, 1), "dq": (64, 32, 4, 1),
                 "dkdv": (32, 64, 4, 1), "decode_dq": (16, 32, 4, 1), "decode_dkdv": (16, 64, 4, 1),
                 "tile": (64, 32, 4, 1)}  # fmt: skip
@@ -293,7 +293,7 @@ for _kernel, _rows in TABLE.items():
         }
     _rows["sm_100", 2] = _rows["sm_90", 2]  # same registers and shared memory
     _rows["sm_86", 2] = _rows["sm_80", 2]  # whose rows all fit the 99 KB that these have
-# But for one: 64 keys take 1 KB more than there is.
+# One row differs: 64 keys take 1 KB more than there is.
 TABLE["dq"]["sm_100", 2] = TABLE["dq"]["sm_90", 2] | {256: _row((64, 32, 8, 2))}
 
 
@@ -329,7 +329,7 @@ def architecture(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     if major == 8:
         return "sm_80" if minor == 0 else "sm_86"
-    # 12.x has the shared memory of 8.6; a newer architecture gets what the oldest one bears.
+    # 12.x has the shared memory of 8.6. Unknown architectures get the smallest rows.
     return {9: "sm_90", 10: "sm_100", 12: "sm_86"}.get(major, "sm_86")
 
 

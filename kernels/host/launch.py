@@ -20,11 +20,11 @@ from .config import architecture, choose, is_rich, padded, speaks_ptx
 
 
 class Call(schemas.Call):
-    """The operands, and what launchers ask of them."""
+    """The operands, and what launchers derive from them."""
 
     @classmethod
     def of(cls, *args) -> Call:
-        """From an operator's arguments, which nobody has looked at: it may be called directly."""
+        """From an operator's arguments, unchecked so far: users may call operators directly."""
         call = cls(*args)
         weights_of(call.weights)  # raises for a number that is none
         if not 0 <= call.dropout_p <= 1:
@@ -83,7 +83,7 @@ class Call(schemas.Call):
 
     @property
     def logit_scale(self) -> float:
-        """What makes a logit in base 2 of a score, or of what a softcap has made of it."""
+        """The factor from a score, or from the ratio of a softcap, to its logit in base 2."""
         return (self.softcap or self.scale) * LOG2E.value
 
     @property
@@ -101,10 +101,10 @@ KERNELS = __name__.removesuffix("host.launch")
 
 
 def refuse_while_capturing(hook):
-    """Triton's hook before it compiles: for these kernels an error inside a CUDA graph's capture.
+    """A hook before Triton compiles: inside a CUDA graph's capture, an error for these kernels.
 
-    CUDA cannot load code then, and says so in words that do not tell what to do. ``hook``: the one
-    that was there before.
+    CUDA cannot load code then, and its own error does not say what to do. ``hook``: the one that
+    was there before.
     """
 
     def before_compiling(*args, **about):
@@ -147,7 +147,7 @@ def precision(call: Call) -> str:
 def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
     """What ``kernel`` is compiled for, and Triton's options for launching it.
 
-    FP fusion is asked for out loud: Triton's default is about to change.
+    FP fusion is an explicit option, because Triton's default is about to change.
     """
     if call.w is not None:
         kernel = f"additive_{kernel}"

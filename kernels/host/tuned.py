@@ -1,7 +1,7 @@
 """Configurations measured on this machine, which ``config.choose`` prefers to its table.
 
 ``fastattn.autotune`` writes them to a JSON file in the user's cache folder, by device and by
-version of Triton, since either changes which one is fastest:
+version of Triton, because either may change which one is fastest:
 
     {"NVIDIA H200, Triton 3.7.1": {"fwd, 2 bytes, head size 128, plain": [128, 64, 8, 3]}}
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import triton
 
-BLOCKS = (16, 32, 64, 128)  # tl.dot asks for the first, additive workspaces are padded for the last
+BLOCKS = (16, 32, 64, 128)  # tl.dot needs at least 16; additive workspaces are padded for 128
 
 _trial: dict[str, tuple[int, ...]] = {}  # what is being measured right now
 
@@ -52,7 +52,7 @@ def remember(device: torch.device, found: dict[str, tuple[int, ...]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(known, indent=1))
-    draft.replace(path)  # at once: other processes may be reading
+    draft.replace(path)  # in one step, as other processes may be reading
     _remembered.cache_clear()
     return path
 

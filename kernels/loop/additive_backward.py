@@ -3,14 +3,14 @@
     dq_id = 4 w_d sum_j dS_ij t_ijd     dk_jd = 4 w_d sum_i dS_ij t_ijd     t = (1 - tanh^2) / 4
     dw_d = sum_ij dS_ij tanh(q_id + k_jd)                  dS, dV, dbias: as for every score
 
-A program of dq (dkdv) owns a block of queries (keys) and adds a tile's rows of sums, one dim after
-the other, to its part of a workspace laid out like E (F); dw is such a sum for every query, added
-up when all is done. So nothing is shared, and every sum has one order.
+A program of dq owns a block of queries. The program adds a tile's sums over keys, dim by dim, to
+its part of a workspace laid out like E; dkdv does so with keys and F. dw has one such sum for every
+query, and these are added up at the end. So nothing is shared, and every sum has one order.
 
-    few:    for (b, key head, chunk of keys): all of it, for few queries, which tiles would be too
-              for key blocks                  tall for
-                for heads, queries            K, V, dK, dV stay; dQ and dw of the chunk are added up
-                                              in memory, and over chunks by a merge
+    few:    for (b, key head, chunk of keys): everything, for fewer queries than a tile has rows
+              for key blocks                  K, V, dK, dV stay
+                for heads, queries            dQ and dw of the chunk are added up in memory, and
+                                              over chunks by a merge
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def additive_bwd_few_kernel(
 ):  # fmt: skip
     """Gradients of a chunk of keys; dQ of a query, and dw of a head, are left to be added up.
 
-    As in additive_decode_kernel there is no E, no F and no range. Masked pairs have dS = 0 and a
-    finite t, and W is selected: nothing is redone.
+    As in additive_decode_kernel there is no E, no F and no range. Masked pairs have dS = 0, a
+    finite t, and W = 0 by selection, so no exact sweep is needed.
     """
     dims = Dims(H, group, M, N)
     chunk, b, hkv = place(chunks, H // group, False)
@@ -123,7 +123,7 @@ def pull_back_row(
 
 # ---- launchers ----
 
-STEP = 2048  # numbers of K, V, dK and dV that a program of few queries holds: twice as many spill
+STEP = 2048  # numbers that a program of few queries holds of each of K, V, dK, dV; 4096 spill
 
 
 def launch_additive_bwd(call: Call, saved: Saved):

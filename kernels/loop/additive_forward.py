@@ -1,4 +1,4 @@
-"""Additive attention, forward: what precedes the loop over tiles, which every score shares.
+"""Additive attention, forward: what comes before the loop over tiles that all scores share.
 
     s_ij = sum_d w_d tanh(q_id + k_jd)      the rest as in forward.py
 
@@ -6,14 +6,14 @@
     centre:   for (b, key head, share of the keys):  lowest and highest key of every dim
     factors:  for (b, head, block of tokens):        E = e^2q or F = e^2k, transposed; for keys also
                                                      how far they reach from the centre
-    then sdpa_fwd_kernel, whose tiles of scores are score.py's. What a range asks for is decided
-    there, on the device: nothing here waits for it.
+    then sdpa_fwd_kernel, with tiles of scores from score/additive.py. The device decides there
+    which loop a range needs, so the host waits for nothing.
 
-    decode:   for (b, h, query, chunk of keys):      all of it, for very few queries; then
+    decode:   for (b, h, query, chunk of keys):      everything, for very few queries; then
                                                      sdpa_merge_kernel
 
-Workspaces are fp32 and as large as q and k; nothing is of size M x N x D. Saved for backward: what
-forward.py saves.
+Workspaces are fp32 and as large as q and k. Nothing is of size M x N x D. Saved for backward: the
+same as in forward.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
 def additive_centre_kernel(k, low_ptr, high_ptr, mask, Hkv, N, shares, D, BLOCK_D: tl.constexpr):
     """The lowest and the highest key of every dim in a share of the keys: fp32 [B Hkv, shares, D].
 
-    Keys beyond LARGEST_KEY count for nothing; their tiles take the direct loop in any case.
+    Keys beyond LARGEST_KEY do not count: their tiles take the direct loop in any case.
     """
     share, b, h = place(shares, Hkv, False)
     keys = key_count(mask, b, N)
@@ -74,9 +74,9 @@ def additive_centre_kernel(k, low_ptr, high_ptr, mask, Hkv, N, shares, D, BLOCK_
 
 @triton.jit
 def load_centre(low_ptr, high_ptr, head, shares, D, BLOCK_D: tl.constexpr):
-    """Exponents that F of a key head is divided by, and E multiplied by: the middle of the keys.
+    """The middle of the keys: exponents that divide F of a key head, and multiply E.
 
-    0 where keys are in range as they are.
+    0 where keys are in range without that.
     """
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     share = tl.arange(0, SHARES)[:, None]
@@ -95,8 +95,8 @@ def additive_factors_kernel(
 ):  # fmt: skip
     """e^(2 x) of TOKENS queries, or keys if reach_ptr is given: 2^(whole +- centre) e^rest.
 
-    The rest is found without loss (Cody and Waite), as is the shift by a whole number, so that a
-    factor is as accurate as its smallest exponent allows: q = 60 + a meets k = -60 + b unharmed.
+    The rest is found without loss (Cody and Waite), and the shift by a whole number is exact. So a
+    factor is as accurate as its smallest exponent allows: q = 60 + a and k = -60 + b lose nothing.
     """
     block, b, h = place(padded // TOKENS, H, False)
     offs = block * TOKENS + tl.arange(0, TOKENS)
@@ -148,7 +148,7 @@ def scaled_weights(w, h, D, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def additive_weights_kernel(w, w_ptr, power_ptr, D, BLOCK_D: tl.constexpr):
-    """What Terms keeps of the weights of a head."""
+    """Fills w and power of Terms for a head."""
     h = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
     width = (D + 1) // 2 * 2
@@ -161,10 +161,11 @@ def additive_weights_kernel(w, w_ptr, power_ptr, D, BLOCK_D: tl.constexpr):
 def additive_decode_kernel(
     q, k, v, w, bias, acc_ptr, part_ptr, chunks, mask, drop, scale, H, group, M, N, spec
 ):
-    """One query and a chunk of its keys, which are read where they lie.
+    """One query and a chunk of its keys, which are read in place.
 
-    An exponential a pair costs no more here than one a key, so there is no E, no F and no range:
-    what passes 2^60 is as good as infinite. Masked pairs are selected away: nothing is redone.
+    With one query, a pair is a key: an exponential for each costs no more than F would. So there is
+    no E, no F and no range, and 2^60 stands for all that is larger. Masked pairs are selected away,
+    so no exact sweep is needed.
     """
     dims = Dims(H, group, M, N)
     partial = Partial(acc_ptr, part_ptr, chunks)
@@ -209,12 +210,12 @@ def additive_decode_kernel(
 
 # ---- launchers ----
 
-ROWS_APART = 4  # up to so many queries have programs of their own; a larger tile would idle
-STEP = 4096  # numbers of K, or V, that a program of decode holds at a time
+ROWS_APART = 4  # at most so many queries have programs of their own; a tile would idle
+STEP = 4096  # numbers of K, or of V, that a program of decode holds at a time
 
 
 def launch_additive_fwd(call: Call):
-    """(out, lse, weights, stats) of the forward operator, of the gaussian score too."""
+    """(out, lse, weights, stats) of the forward operator, for the gaussian score too."""
     if is_gaussian(call) or call.M > ROWS_APART or call.B * call.H * call.M * call.N * call.D == 0:
         return launch_sdpa_fwd(call, additive_terms(call))
     out, lse, weights, stats = empty_forward(call)
@@ -239,12 +240,12 @@ def decode_spec(call: Call, step: int):
 
 
 def additive_terms(call: Call, finite: bool = False) -> Terms:
-    """What the score of a call with queries and keys needs: E and F, made here.
+    """The Terms of a call, with E and F.
 
-    ``finite``: E of a NaN is 0. Backward wants it so, and finds the NaN in a row's statistics.
+    ``finite``: E of a NaN is 0. Backward needs that, and finds the NaN in a row's statistics.
     """
     if call.B * call.H * call.M * call.N * call.D == 0:
-        return DOT_PRODUCT  # of which there are none, or of which all are 0
+        return DOT_PRODUCT  # there are no scores, or all of them are 0
     if is_gaussian(call):
         return gaussian_terms(call)
     B, Hkv, pairs = call.B, call.Hkv, triton.cdiv(call.D, 2)

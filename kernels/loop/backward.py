@@ -11,9 +11,9 @@
             (heads wider than 128: dK and dV one after the other, 5)
     dbias:  for (tile of the bias): dS of all (b, h) that share it, in order
 
-Every result has one owner, so there are no atomics, and results are the same on every run; the
-price is 7 products where atomics would need 5. dkdv works on transposed tiles, so that P^T and dS^T
-come out of the first products in the registers where the second ones want them. Dao,
+Every result has one owner. So there are no atomics, and every run gives the same bits. The price is
+7 products where atomics would need 5. dkdv works on transposed tiles: the first products then leave
+P^T and dS^T in the registers where the second ones read them. Dao,
 "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
 """
 
@@ -27,28 +27,12 @@ from ..host.launch import Call, Saved, per_head_weights
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.dropout import dropout_args
 from ..tile.masking import mask_args
-from ..tile.strided import (
-    view,
-)
+from ..tile.strided import view
 from .grad_bias import launch_dbias
-from .grad_delta import _launch_delta
-from .grad_key import _launch_dkdv
-from .grad_query import _launch_dq
+from .grad_delta import launch_delta
+from .grad_key import launch_dkdv
+from .grad_query import launch_dq
 from .gradient import Backward
-
-# ---- delta ----
-
-
-# ---- dQ ----
-
-
-# ---- dK, dV ----
-
-
-# ---- dbias ----
-
-
-# ---- launchers ----
 
 
 def launch_sdpa_bwd(call: Call, saved: Saved, terms: Terms = DOT_PRODUCT):
@@ -61,8 +45,8 @@ def launch_sdpa_bwd(call: Call, saved: Saved, terms: Terms = DOT_PRODUCT):
             grad_bias = call.bias.new_zeros(call.bias.shape)
         return *[x.zero_() for x in grads], grad_w, grad_bias
     t, mask, drop = backward_args(call, saved, terms)
-    _launch_dq(call, t, mask, drop, grads[0])
-    _launch_dkdv(call, t, mask, drop, *grads[1:])
+    launch_dq(call, t, mask, drop, grads[0])
+    launch_dkdv(call, t, mask, drop, *grads[1:])
     if saved.bias_needs_grad:
         grad_bias = launch_dbias(call, t, mask, drop)
     return *grads, grad_w, grad_bias
@@ -74,7 +58,7 @@ def backward_args(call: Call, saved: Saved, terms: Terms):
     share = 1.0 / H if call.weights_mode == "mean" else 1.0
     gw = per_head_weights(call, saved.grad_weights)
     delta = call.q.new_empty(B, H, M, dtype=torch.float32)
-    # Rounded, the exponent of a small weight is off by 2^-20: that would show in fp32 results.
+    # The sum that makes the exponent of a small weight is off by 2^-20, too much for fp32 results.
     folds = call.bias is None and call.q.dtype != torch.float32
     t = (
         view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape),
@@ -84,5 +68,5 @@ def backward_args(call: Call, saved: Saved, terms: Terms):
         ),
     )  # fmt: skip
     mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
-    _launch_delta(call, t, mask, drop, saved.out, saved.grad_lse)
+    launch_delta(call, t, mask, drop, saved.out, saved.grad_lse)
     return t, mask, drop

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, forward; score.py puts other scores in the place of Q K^T.
+"""Scaled dot-product attention, forward. score/score.py has what may stand in place of Q K^T.
 
     out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
 
@@ -9,14 +9,14 @@
         O = alpha O + P V
       out = O / l, lse
 
-Few queries are too few programs: their keys are split into chunks, whose O, m and l a second kernel
-merges (Dao et al., "Flash-Decoding for long-context inference", 2023).
+Few queries make too few programs. Their keys are then split into chunks, and a second kernel merges
+O, m and l of the chunks (Dao et al., "Flash-Decoding for long-context inference", 2023).
 
-Saved for backward: stats (m, 1 / l). Returned weights are a second kernel that recomputes S against
-them; their mean over heads is added up in head order in registers, one tile a program.
+Saved for backward: stats (m, 1 / l). Returned weights come from another kernel, which computes S
+again and uses the stats. A program of that kernel owns one tile, and adds up heads in their order.
 
-Accumulation is fp32; P is rounded to the inputs' dtype for the second product. Dao,
-"FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
+Sums are fp32. P is rounded to the inputs' dtype for the second product. Dao, "FlashAttention-2:
+faster attention with better parallelism and work partitioning", 2023.
 """
 
 from __future__ import annotations
@@ -47,15 +47,7 @@ from ..tile.strided import (
     store_tile,
     view,
 )
-from .sweep import (
-    Pass,
-    Tile,
-    full_span,
-    logits,
-    partial_span,
-    step_start,
-    whole_span,
-)
+from .sweep import Pass, Tile, full_span, logits, partial_span, step_start, whole_span
 
 
 class Partial(NamedTuple):
@@ -68,7 +60,8 @@ class Partial(NamedTuple):
 
 WHOLE = Partial(None, None, None)
 
-# A rule of M and N alone: a row has the same bits on every device and beside any batch mates.
+# The number of chunks depends on M and N alone, so a row has the same bits on every device and
+# beside any batch mates.
 FEW_QUERIES = 16
 KEYS_PER_CHUNK = 512
 MAX_CHUNKS = 64
@@ -80,7 +73,7 @@ def chunks_of(M: int, N: int) -> int:
 
 
 def slots_of(chunks: int) -> int:
-    """Chunks that a merge has room for: one of two numbers, since it is compiled for each."""
+    """Chunks that a merge has room for: one of two numbers, because each is a kernel."""
     return 8 if chunks <= 8 else MAX_CHUNKS
 
 
@@ -155,7 +148,7 @@ def sdpa_fwd_kernel(
         b, h, i0, full_span(line, blocks), FULL,
     )  # fmt: skip
     if spec.MASKS_WITHIN_TILES:
-        # NaN or infinity in the result: perhaps from a masked value, as 0 * NaN. Again, minding it.
+        # NaN or infinity may have come from a masked value, as 0 * NaN. The exact sweep tells.
         if any_not_finite(acc, offs_m, M, spec.FLAT):
             acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)
             m_i = tl.full((spec.BLOCK_M,), float("-inf"), tl.float32)
@@ -256,7 +249,7 @@ def sdpa_weights_kernel(
         )  # fmt: skip
         shift, factor = load_stats(stats_ptr, b, h, H, i, M)
         p = weights_of(s, shift, factor, scale if spec.FOLD_SCALE else 1.0, False)
-        p = tl.where(keep, p, 0.0)  # a row of NaN has none for the keys that it does not use
+        p = tl.where(keep, p, 0.0)  # in a row of NaN too, masked keys weigh 0
         if drop.seed_ptr is not None:
             kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)
             p = tl.where(kept, p, 0.0)

@@ -1,4 +1,4 @@
-"""What the loops are given of a gaussian score: see score/gaussian.py."""
+"""The Terms of a gaussian score: see score/gaussian.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PADDING = BLOCKS[-1]  # tokens
 def gaussian_bandwidths_kernel(
     w_ptr, stride_b, stride_h, stride_d, ratio_ptr, factor_ptr, H, D, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """r and c of a head: bandwidths_of in csrc/problem/bandwidths.h."""
+    """r and c of a head, as bandwidths_of in csrc/problem/bandwidths.h has them."""
     head = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
     start = w_ptr + (head // H).to(tl.int64) * stride_b + (head % H).to(tl.int64) * stride_h
@@ -44,7 +44,7 @@ def is_gaussian(call: Call) -> bool:
 
 
 def gaussian_terms(call: Call) -> Terms:
-    """r, c, and queries and keys transposed, of a problem that has some."""
+    """The Terms of a call: r, c, and transposed queries and keys."""
     B, H, D = call.B, call.H, call.D
     width = triton.cdiv(D, 2) * 2
     queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))

@@ -22,8 +22,8 @@ def sdpa_bwd_dbias_kernel(
 ):  # fmt: skip
     """dS of one tile, summed over a chunk of the (b, h) that share a bias, in order.
 
-    Writes fp32 [chunks, bias_B, bias_H, rows, cols]; rows (cols) are row blocks (key blocks),
-    summed, where the bias broadcasts over them. The caller adds up what is left.
+    Writes fp32 [chunks, bias_B, bias_H, rows, cols]. Where the bias broadcasts over rows, or keys,
+    there is one sum a row block, or key block. The caller adds up what is left.
     """
     dims = Dims(H, group, M, N)
     tile = tl.program_id(0).to(tl.int64)
@@ -70,8 +70,8 @@ def sdpa_bwd_dbias_kernel(
         tl.store(ptrs, acc, mask=(i < M) & (j < N))
 
 
-# Programs that the gradient of a bias is split into at least, where it is small: two for each of
-# 132 multiprocessors. Fixed, as the order of sums must not depend on the device.
+# The least number of programs for the gradient of a small bias: two for each of 132
+# multiprocessors. The number is fixed, as the order of sums must not depend on the device.
 DBIAS_PROGRAMS = 264
 
 

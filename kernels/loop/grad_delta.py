@@ -15,6 +15,7 @@ from ..tile.strided import (
     Dims,
     head_ptr,
     load_tile,
+    pair_ptrs,
     place,
     row_ptrs,
     view,
@@ -73,14 +74,13 @@ def sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h
         if drop.seed_ptr is not None:
             kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)
             w = tl.where(kept, w * drop.scale, 0.0)
-        rows = head_ptr(grad_weights, b, h) + i.to(tl.int64) * grad_weights.stride_r
-        ptrs = rows + j.to(tl.int64) * grad_weights.stride_c
+        ptrs = pair_ptrs(grad_weights, b, h, i, j)
         gw = tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
         weighted += tl.sum(w * gw, 1)
     return weighted
 
 
-def _launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
+def launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
     shape, options = spec(call, "tile")
     grid = triton.cdiv(call.M, shape.BLOCK_M.value) * call.B * call.H
     grad_lse = None if grad_lse is None else grad_lse.contiguous()

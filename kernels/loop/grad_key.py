@@ -15,23 +15,14 @@ from ..tile.strided import (
     VARYING,
     Dims,
     any_not_finite,
-    exact_dot,
     head_ptr,
-    load_tile,
     place,
     store_tile,
     view,
 )
-from .garbage import _crowded, _launches, _row_of, _width, mended
-from .gradient import load_rows, load_value_side, tile_gradient
-from .sweep import (
-    Pass,
-    Tile,
-    full_span,
-    partial_span,
-    step_start,
-    whole_span,
-)
+from .garbage import crowded, launches, mended, row_of, width
+from .gradient import add_product, load_rows, load_value_side, tile_gradient
+from .sweep import Pass, Tile, full_span, partial_span, step_start, whole_span
 
 
 @triton.jit
@@ -42,10 +33,6 @@ def sweep_rows(
     """dK and dV of a key block from a sweep over row blocks of one head; tiles are transposed."""
     M, N = dims.M, dims.N
     j = (j0 + tl.arange(0, spec.BLOCK_N))[:, None]
-    q_ptr = head_ptr(q, b, h)
-    do_ptr = head_ptr(grad_out, b, h)
-    offs_d = tl.arange(0, spec.BLOCK_D)
-    offs_e = tl.arange(0, spec.BLOCK_E)
     for n in tl.range(0, span.count * PASS.SLICES, num_stages=1 if PASS.EXACT else spec.STAGES):
         i0 = step_start(lists, span, n, PASS)
         offs_m = i0 + tl.arange(0, PASS.SIZE)
@@ -60,25 +47,18 @@ def sweep_rows(
             mask, drop, dims, spec, b, h, tile, PASS, True,
         )  # fmt: skip
         if grad_v.ptr is not None:
-            if PASS.EXACT:
-                dv = exact_dot(w, keep, do_ptr, grad_out, offs_m, M, offs_e, spec.E, dv, PASS.SIZE)
-            else:
-                tile_do = do
-                if spec.STREAM:
-                    tile_do = load_tile(do_ptr, grad_out, offs_m, offs_e, M, spec.E, True, True)
-                dv = tl.dot(w.to(tile_do.dtype), tile_do, dv, input_precision=spec.PRECISION)
+            dv = add_product(
+                dv, w, keep, do, grad_out, b, h, offs_m, M, spec, PASS, spec.E, spec.BLOCK_E
+            )
         if grad_k.ptr is not None:
             if terms.w_ptr is not None:
-                if not PASS.EXACT:  # which is for dV: dK minds what is masked in any case
+                if not PASS.EXACT:  # dK is right after the first sweeps: pull_back skips dS = 0
                     keys = key_count(mask, b, N)
                     pull_back(ds, side_k, side_q, q, k, terms, b, h, keys, dims, spec, True)
-            elif PASS.EXACT:
-                dk = exact_dot(ds, keep, q_ptr, q, offs_m, M, offs_d, spec.D, dk, PASS.SIZE)
             else:
-                tile_q = side_q
-                if spec.STREAM:
-                    tile_q = load_tile(q_ptr, q, offs_m, offs_d, M, spec.D, True, True)
-                dk = tl.dot(ds.to(tile_q.dtype), tile_q, dk, input_precision=spec.PRECISION)
+                dk = add_product(
+                    dk, ds, keep, side_q, q, b, h, offs_m, M, spec, PASS, spec.D, spec.BLOCK_D
+                )
     return dk, dv
 
 
@@ -87,7 +67,7 @@ def sdpa_bwd_dkdv_kernel(
     q, k, v, terms, bias, grad_out, grad_weights, t, grad_k, grad_v, mask, lists, drop, scale,
     H, group, M, N, spec, marks_ptr, GARBAGE: tl.constexpr,
 ):  # fmt: skip
-    """Either gradient may be absent: wide heads take one after the other, for the registers."""
+    """Either gradient may be absent: wide heads take one after the other, to save registers."""
     dims = Dims(H, group, M, N)
     block, b, hkv = place(tl.cdiv(N, spec.BLOCK_N), H // group, False)
     j0 = block * spec.BLOCK_N
@@ -116,17 +96,15 @@ def sdpa_bwd_dkdv_kernel(
             mask, lists, drop, dims, spec, b, h, j0,
             full_span(line, blocks), FULL,
         )  # fmt: skip
-    if GARBAGE == "mark":
-        bad = any_not_finite(dk, offs_n, N, spec.FLAT) | any_not_finite(dv, offs_n, N, spec.FLAT)
-        tl.store(marks_ptr + tl.program_id(0), bad.to(tl.int8))
-    elif GARBAGE != "none":
+    if GARBAGE != "none":
         if GARBAGE == "mend":
             again = cols > 0
         else:
-            again = any_not_finite(dk, offs_n, N, spec.FLAT) | any_not_finite(
-                dv, offs_n, N, spec.FLAT
-            )
-        if again:
+            again = any_not_finite(dk, offs_n, N, spec.FLAT)
+            again = again | any_not_finite(dv, offs_n, N, spec.FLAT)
+        if GARBAGE == "mark":
+            tl.store(marks_ptr + tl.program_id(0), again.to(tl.int8))
+        elif again:
             EXACT: tl.constexpr = Pass(
                 EXACT_SLICE, True, bias.ptr is not None, True, spec.BLOCK_M // EXACT_SLICE
             )
@@ -142,7 +120,7 @@ def sdpa_bwd_dkdv_kernel(
                     mask, lists, drop, dims, spec, b, h, j0,
                     whole_span(line, blocks), EXACT,
                 )  # fmt: skip
-    # Keys past the length are masked for every row: what a row of NaN puts there is 0 * NaN.
+    # Keys past the length are masked for every row. A row of NaN has put 0 * NaN there.
     used = (offs_n < keys)[:, None]
     dk, dv = tl.where(used, dk, 0.0), tl.where(used, dv, 0.0)
     if drop.seed_ptr is not None:
@@ -153,20 +131,20 @@ def sdpa_bwd_dkdv_kernel(
         store_tile(head_ptr(grad_v, b, hkv), grad_v, offs_n, offs_e, cols, spec.E, dv)
 
 
-def _launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
-    shape, options = spec(call, _row_of("dkdv", call))
+def launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
+    shape, options = spec(call, row_of("dkdv", call))
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n, columns=True)
     dk, dv = view(grad_k), view(grad_v)
-    # Two accumulators of a wide head leave no registers for the rest, and where much is asked of an
-    # additive score its loops want them.
-    apart = _width(shape) > (64 if _crowded(call) else 128)
+    # Two accumulators of a wide head leave too few registers. An additive score's own loops need
+    # them too if the problem is rich.
+    apart = width(shape) > (64 if crowded(call) else 128)
     if call.w is not None:
-        apart = call.rich or _width(shape) > 128
+        apart = call.rich or width(shape) > 128
     programs = triton.cdiv(call.N, block_n) * call.B * call.Hkv
     for wanted in ((dk, ABSENT), (ABSENT, dv)) if apart else ((dk, dv),):
         spoils = call.w is None or wanted[1] is dv
-        for launch, marks, garbage in _launches(call, shape, programs, spoils):
+        for launch, marks, garbage in launches(call, shape, programs, spoils):
             sdpa_bwd_dkdv_kernel[(programs,)](
                 *t, *wanted, mask, lists, drop, call.scale, *call.dims, launch,
                 marks, GARBAGE=garbage, **options,

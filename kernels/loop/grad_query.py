@@ -17,25 +17,16 @@ from ..tile.strided import (
     Dims,
     Spec,
     any_not_finite,
-    exact_dot,
     head_ptr,
-    load_tile,
     place,
     row_numbers,
     store_tile,
     view,
 )
 from .forward import chunks_of, slots_of
-from .garbage import _launches, _row_of, mended
-from .gradient import load_rows, load_value_side, tile_gradient
-from .sweep import (
-    Pass,
-    Tile,
-    full_span,
-    partial_span,
-    step_start,
-    whole_span,
-)
+from .garbage import launches, mended, row_of
+from .gradient import add_product, load_rows, load_value_side, tile_gradient
+from .sweep import Pass, Tile, full_span, partial_span, step_start, whole_span
 
 
 @triton.jit
@@ -48,8 +39,6 @@ def sweep_keys(
     i = (i0 + tl.arange(0, spec.BLOCK_M))[:, None]
     row_begin, row_end = row_range(mask, b, i, M, N)
     keys = key_count(mask, b, N)
-    k_ptr = head_ptr(k, b, h // dims.group)
-    offs_d = tl.arange(0, spec.BLOCK_D)
     for n in tl.range(0, span.count * PASS.SLICES, num_stages=1 if PASS.EXACT else spec.STAGES):
         j0 = step_start(lists, span, n, PASS)
         offs_n = j0 + tl.arange(0, PASS.SIZE)
@@ -62,13 +51,11 @@ def sweep_keys(
         )  # fmt: skip
         if terms.w_ptr is not None:
             pull_back(ds, side_q, side_k, q, k, terms, b, h, keys, dims, spec, False)
-        elif PASS.EXACT:
-            dq = exact_dot(ds, keep, k_ptr, k, offs_n, keys, offs_d, spec.D, dq, PASS.SIZE)
         else:
-            tile_k = side_k
-            if spec.STREAM:
-                tile_k = load_tile(k_ptr, k, offs_n, offs_d, keys, spec.D, True, True)
-            dq = tl.dot(ds.to(tile_k.dtype), tile_k, dq, input_precision=spec.PRECISION)
+            dq = add_product(
+                dq, ds, keep, side_k, k, b, h // dims.group, offs_n, keys, spec, PASS,
+                spec.D, spec.BLOCK_D,
+            )  # fmt: skip
     return dq
 
 
@@ -77,7 +64,7 @@ def sdpa_bwd_dq_kernel(
     q, k, v, terms, bias, grad_out, grad_weights, t, grad_q, mask, lists, drop, scale,
     H, group, M, N, spec, marks_ptr, chunks, GARBAGE: tl.constexpr,
 ):  # fmt: skip
-    """With chunks, grad_q is the first of new_parts."""
+    """With chunks, grad_q is the part of the first chunk: see new_parts."""
     dims = Dims(H, group, M, N)
     n_blocks = tl.cdiv(M, spec.BLOCK_M)
     if chunks is not None:
@@ -118,7 +105,7 @@ def sdpa_bwd_dq_kernel(
         tl.store(marks_ptr + tl.program_id(0), any_not_finite(dq, offs_m, M, spec.FLAT).to(tl.int8))
     elif GARBAGE != "none" and terms.w_ptr is None:
         again = n_rows > 0 if GARBAGE == "mend" else any_not_finite(dq, offs_m, M, spec.FLAT)
-        if again:  # as in the forward, minding masked garbage
+        if again:  # as forward does
             EXACT: tl.constexpr = Pass(
                 EXACT_SLICE, True, bias.ptr is not None, True, spec.BLOCK_N // EXACT_SLICE
             )
@@ -134,7 +121,7 @@ def sdpa_bwd_dq_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def sdpa_bwd_merge_kernel(parts_ptr, grad_q, chunks, H, group, M, N, spec, CHUNKS: tl.constexpr):
-    """dQ of one row from those of its chunks, side by side: at most CHUNKS."""
+    """dQ of one row: the sum over its chunks, of which there are at most CHUNKS."""
     row, b, h = place(M, H, False)
     c, offs_d = tl.arange(0, CHUNKS), tl.arange(0, spec.BLOCK_D)
     part = row_numbers(b, h, H, row, M) * chunks + c
@@ -145,16 +132,16 @@ def sdpa_bwd_merge_kernel(parts_ptr, grad_q, chunks, H, group, M, N, spec, CHUNK
     store_tile(head_ptr(grad_q, b, h), grad_q, offs_m, offs_d, M, spec.D, dq)
 
 
-def _launch_dq(call: Call, t, mask, drop, grad_q) -> None:
-    shape, options = spec(call, _row_of("dq", call))
+def launch_dq(call: Call, t, mask, drop, grad_q) -> None:
+    shape, options = spec(call, row_of("dq", call))
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n)
-    # Other scores add to what all chunks would share.
+    # Other scores add to memory that chunks would share.
     chunks = chunks_of(call.M, call.N) if call.w is None else 1
     parts = new_parts(call) if chunks > 1 else None
     to = grad_q if parts is None else parts[:, :, :, 0]
     programs = triton.cdiv(call.M, block_m) * chunks * call.B * call.H
-    for launch, marks, garbage in _launches(call, shape, programs, call.w is None):
+    for launch, marks, garbage in launches(call, shape, programs, call.w is None):
         sdpa_bwd_dq_kernel[(programs,)](
             *t, view(to), mask, lists, drop, call.scale, *call.dims, launch,
             marks, chunks if chunks > 1 else None, GARBAGE=garbage, **options,

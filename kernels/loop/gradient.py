@@ -11,40 +11,56 @@ from ..tile.dropout import survives
 from ..tile.masking import key_count
 from ..tile.softcap import cap_gradient
 from ..tile.softmax import load_stats, weights_of
-from ..tile.strided import dot_t, head_ptr, load_tile, row_ptrs, stream_dot_t
+from ..tile.strided import dot_t, exact_dot, head_ptr, load_tile, pair_ptrs, row_ptrs, stream_dot_t
 from .sweep import logits
 
 
 class Backward(NamedTuple):
     """What the kernels read besides q, k, v, terms, bias, grad_out and grad_weights.
 
-    Those seven travel beside it: Triton 3.6 forgets, in loops, the constants of tuples in tuples.
+    Those seven travel beside it: in loops, Triton 3.6 forgets the constants of tuples in tuples.
     """
 
     grad_weights_scale: Any  # 1 / H for a mean over heads
     stats_ptr: Any
-    log2_ptr: Any  # of fold_factor, one product less in the inner loops; None where stats serve
+    log2_ptr: Any  # fold_factor's, which saves a product in inner loops; None where stats serve
     delta_ptr: Any
     scale_log2: Any
 
 
 class Rows(NamedTuple):
-    """What is known of rows before their tiles are, in the shape that their numbers have."""
+    """What forward saved of some rows, in the shape of their numbers."""
 
-    shift: Any  # and factor: see weights_of
+    shift: Any  # see weights_of, as for factor
     factor: Any
     delta: Any
 
 
 @triton.jit
 def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
-    """Rows of dO, or of v, as tile_gradient takes them; numbers of rows where products stream."""
+    """Rows of dO, or of v, as tile_gradient takes them; row numbers where products stream."""
     if spec.STREAM:
         return offs
     else:
         offs_e = tl.arange(0, spec.BLOCK_E)
         ptr = head_ptr(x, b, h)
         return load_tile(ptr, x, offs, offs_e, n, spec.E, CHECK, spec.E != spec.BLOCK_E)
+
+
+@triton.jit
+def add_product(
+    acc, a, used, side, x, b, h, offs, n, spec, PASS, N_COLS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """acc + a @ (rows ``offs`` of x), of which ``side`` is the tile, unless products stream."""
+    ptr = head_ptr(x, b, h)
+    offs_c = tl.arange(0, BLOCK)
+    if PASS.EXACT:
+        return exact_dot(a, used, ptr, x, offs, n, offs_c, N_COLS, acc, PASS.SIZE)
+    else:
+        tile = side
+        if spec.STREAM:
+            tile = load_tile(ptr, x, offs, offs_c, n, N_COLS, True, True)
+        return tl.dot(a.to(tile.dtype), tile, acc, input_precision=spec.PRECISION)
 
 
 @triton.jit
@@ -70,11 +86,11 @@ def tile_gradient(
     x, y, dx, dy, rows, q, k, v, terms, bias, grad_out, grad_weights, t, mask, drop, dims, spec,
     b, h, tile, PASS, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(W without dropout's factor, dS, keep) of a tile; x, y: sides q, k; dx, dy: sides dO, v.
+    """(W without dropout's factor, dS, keep) of a tile. x, y: sides q, k; dx, dy: sides dO, v.
 
-    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. ``rows`` are load_rows's.
+    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. ``rows``: see load_rows.
     """
-    # No exact sweep mends the additive score's gradients: masked pairs are 0 from the start.
+    # The additive score's gradients have no exact sweep: their masked pairs are 0 in every sweep.
     SELECT: tl.constexpr = PASS.EXACT or ((PASS.MASKED or PASS.BIASED) and terms.w_ptr is not None)
     s, keep, capped = logits(
         x, y, q, k, terms, bias, mask, t.scale_log2, key_count(mask, b, dims.N), dims, spec, b, h,
@@ -111,11 +127,10 @@ def softmax_gradient(
 ):  # fmt: skip
     """(W without dropout's factor, dS) of a tile from P and dO V^T; see tile_gradient.
 
-    SELECT makes masked pairs 0 even where NaN surrounds them.
+    SELECT makes masked pairs 0, even where they are NaN.
     """
     if grad_weights.ptr is not None:
-        ptrs = head_ptr(grad_weights, b, h) + tile.i.to(tl.int64) * grad_weights.stride_r
-        ptrs += tile.j.to(tl.int64) * grad_weights.stride_c
+        ptrs = pair_ptrs(grad_weights, b, h, tile.i, tile.j)
         dp += tl.load(ptrs, mask=keep, other=0.0).to(tl.float32) * t.grad_weights_scale
     w = p
     if drop.seed_ptr is not None:

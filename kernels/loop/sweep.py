@@ -1,18 +1,17 @@
 """What the loops over tiles share: which tiles they visit, what is known of these, their logits.
 
-A program goes over its blocks in up to three sweeps. The blocks come as positions from key_blocks
-or query_blocks (tile/block_lists.py); a Span says which of them a sweep visits, a Pass what is
-known of them when a kernel is compiled.
+A program goes over its blocks in up to three sweeps. key_blocks and query_blocks
+(tile/block_lists.py) give the blocks as positions. A Span says which positions a sweep visits. A
+Pass says what is known of the tiles when a kernel is compiled.
 
     partial   [begin, full_begin) and [full_end, end)   the mask cuts through these tiles
     full      [full_begin, full_end)                    no mask code runs; a bias may
     exact     [begin, end)                              once more, if the result is not finite:
                                                         masked garbage then reaches nothing
 
-A new thing that happens to a score before bias and mask belongs beside cap_scores, its slope beside
-cap_gradient; what comes later belongs into mask_scores. A new bound of a row's keys belongs into
-row_range, whose two numbers a Tile carries. A new score belongs into score.load_side and
-score.scores.
+Where a new feature goes: a function of a score before bias and mask, beside cap_scores, and its
+slope beside cap_gradient; what comes later, into mask_scores; a bound of a row's keys, into
+row_range, whose two numbers a Tile carries; a score, into score.load_side and score.scores.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Pass(NamedTuple):
     BIASED: Any  # the bias is not 0 throughout
     EXACT: Any = tl.constexpr(False)  # masked pairs contribute 0, even if NaN surrounds them
     SLICES: Any = tl.constexpr(1)  # steps in a block
-    LOGITS: Any = tl.constexpr(False)  # dS is wanted of logits, and not of scores
+    LOGITS: Any = tl.constexpr(False)  # dS is the gradient of logits, not of scores
 
 
 class Span(NamedTuple):
@@ -101,7 +100,7 @@ def logits(
     x, y, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile, PASS,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(s, keep, scores) of a tile: its scores, capped, and all that makes logits s of them."""
+    """(logits s, keep, capped scores) of a tile."""
     capped = cap_scores(scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED), mask)
     s, keep = mask_scores(
         capped, scale, bias, mask, b, h, tile.i, tile.j, tile.begin, tile.end, dims.M, dims.N,

@@ -8,21 +8,22 @@ The score s_ij = sum_d w_d tanh(q_id + k_jd) is exact, without a tanh in the loo
       x_d = 1 + E_d F_d              2 FMAs
       s += (w_1 + w_2) / 2 - (w_1 x_2 + w_2 x_1) / (x_1 x_2)       5 operations, one reciprocal
 
-Two elements share a reciprocal, since special functions, 16 a clock and multiprocessor, are what
-bounds a loop with one each. Half of the weights leaves every step, not their sum at the end: the
-sum then is one of w tanh / 2, and does not cancel. E and F are made once a launch, by
-additive_forward.py, as [heads, d, tokens]: a d is one contiguous load.
+Two elements share a reciprocal. A multiprocessor has 16 special functions a clock, and one for each
+element would bound the loop. Every step subtracts half of its weights: the sum is then one of
+w tanh / 2, which does not cancel as a subtraction at the end would. additive_forward.py makes E and
+F once a launch, as [heads, d, tokens], so that a d is one contiguous load.
 
-Gradients, t = u (1 - u) = (1 - tanh^2) / 4 = E F u^2, the same loop once more:
+Gradients come from the same loop once more, t = u (1 - u) = (1 - tanh^2) / 4 = E F u^2:
 
     dq_id = 4 w_d E_id sum_j dS_ij u_ijd^2 F_jd     dw_d = sum dS - 2 sum dS u
     dk_jd = 4 w_d F_jd sum_i dS_ij u_ijd^2 E_id
 
-Range. Exponents of E and F are in base 2, shifted by a centre c_d, an integer: E 2^c F 2^-c is E F
-to the last bit. Keys of a tile must lie within 2^+-KEY_LIMIT; queries need no bound, since above
-2^(KEY_LIMIT + SATURATION) tanh is 1 for all of those keys. The unit 2^-60 of a denominator, half in
-E and half in F, keeps products of two in [2^-120, 2^121]. A tile with a key out of range, or one
-that is not finite, takes the direct loop: an exponential and a reciprocal an element.
+Range. Exponents of E and F are in base 2, shifted by a centre c_d. That is an integer, so
+E 2^c F 2^-c is E F to the last bit. Keys of a tile must lie within 2^+-KEY_LIMIT. Queries need no
+bound: above 2^(KEY_LIMIT + SATURATION), tanh is 1 for all of those keys. Denominators have the unit
+2^-60, half in E and half in F, which keeps products of two in [2^-120, 2^121]. A tile with a key
+that is out of range, or not finite, takes the direct loop: an exponential and a reciprocal an
+element.
 
 Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and translate",
 2015.
@@ -38,7 +39,7 @@ from ..tile.strided import head_ptr
 
 KEY_LIMIT = tl.constexpr(45.0)
 SATURATION = tl.constexpr(28.0)  # 1 - tanh is 7e-9 there
-HALF_UNIT = tl.constexpr(-30)  # exponents of what E and F are multiplied by
+HALF_UNIT = tl.constexpr(-30)  # the exponent that E has, and F has, of the unit
 UNIT = tl.constexpr(2.0**-60)
 
 
@@ -94,8 +95,10 @@ def reciprocal(x, spec):
 
 @triton.jit
 def tile_of_zeros(ROWS: tl.constexpr, COLS: tl.constexpr):
-    """fp32 zeros, held in registers as tensor cores hold a product: a thread has few rows and
-    columns, hence few loads of E and F, and P is where the product with V wants it.
+    """fp32 zeros, held in registers as tensor cores hold a product.
+
+    A thread then has few rows and columns, and so few loads of E and F. P is in the registers where
+    the product with V reads it.
     """
     a = tl.zeros((ROWS, 16), tl.float16)
     b = tl.zeros((16, COLS), tl.float16)
@@ -157,9 +160,9 @@ def load_dim(x, y, q, k, b, h, d, n_keys, dims, TRANSPOSED: tl.constexpr):
 def additive_gradients(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr):
     """Adds what a tile dS contributes to the gradients of its rows: dq and dw, or dk if TRANSPOSED.
 
-    dS is 0 for masked pairs, and whatever their q and k hold, u here is finite: NaN has its place
-    in dS, and E of a NaN is 0 in a backward pass. 1 - u is computed as E F u, which keeps its
-    relative accuracy where tanh is near -1.
+    dS is 0 for masked pairs, and u is finite whatever their q and k hold: E of a NaN is 0 in a
+    backward pass, and dS holds the NaN. 1 - u is computed as E F u, which stays relatively accurate
+    where tanh is near -1.
     """
     total = tl.sum(ds, 1)
     if TRANSPOSED:
@@ -174,7 +177,7 @@ def additive_gradients(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOS
 
 @triton.jit
 def paired_gradients(ds, total, x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
-    """A row's factor leaves the sum over it; what stays is below dS 2^(KEY_LIMIT - HALF_UNIT)."""
+    """A row's factor multiplies its sum; terms are then below dS 2^(KEY_LIMIT - HALF_UNIT)."""
     x_ptr, x_stride, y_ptr, y_stride = factors(terms, b, h, dims, spec, TRANSPOSED)
     ds = ds * UNIT
     for n in tl.range(0, spec.D, 2, num_stages=1):

@@ -4,15 +4,15 @@
       t = (q_d - k_d) r_d        2 operations
       s += t t                   an FMA
 
-with 1 / h_d^2 = c r_d^2: see csrc/problem/bandwidths.h. q and k come transposed and in fp32, as E
-and F do of the additive score (additive.py), whose layout this is.
+with 1 / h_d^2 = c r_d^2: see csrc/problem/bandwidths.h. q and k are fp32 and transposed, in the
+layout of E and F of the additive score (additive.py).
 
 Gradients, x = q - k and g = dS x r:
 
     dq_id = -c r_d sum_j g_ijd     dk_jd = c r_d sum_i g_ijd
     dh_d = c r_d sum_ij g_ijd x_ijd / h_d
 
-Where dS is 0, x counts as 0: what stands behind a mask, or infinitely far away, is no gradient.
+Where dS is 0, x counts as 0: a key behind a mask, or infinitely far away, adds no gradient.
 Watson, "Smooth regression analysis", 1964.
 """
 

@@ -13,10 +13,10 @@ from .gaussian import gaussian_gradients, gaussian_scores
 
 
 class Terms(NamedTuple):
-    """What other scores are given beside q and k; all None for the dot product.
+    """What scores other than the dot product take beside q and k; all None for that one.
 
     ``e``, ``f`` and the sums are fp32 [heads, D rounded up to 2, padded tokens]; the padding makes
-    every tile whole. The gaussian (gaussian.py) has no ``reach``, and its own in the first four.
+    every tile whole. The gaussian (gaussian.py) has no ``reach``, and r, c, q, k in the first four.
     """
 
     w_ptr: Any  # fp32 [H, D rounded up to 2]: weights over a power of two, at most 2
@@ -36,7 +36,7 @@ DOT_PRODUCT = Terms(*[None] * 10)
 
 @triton.jit
 def load_side(x, terms, b, h, offs, n, spec, CHECK: tl.constexpr):
-    """Queries, or keys, as ``scores`` takes them; the additive score reads them as it goes."""
+    """Queries, or keys, as ``scores`` takes them: a tile, or row numbers where loops load them."""
     if terms.w_ptr is None and not spec.STREAM:
         offs_d = tl.arange(0, spec.BLOCK_D)
         ptr = head_ptr(x, b, h)
@@ -81,7 +81,7 @@ def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr
 def pull_back(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr):
     """Adds what a tile dS contributes to the gradients of its rows: dq and dw, or dk if TRANSPOSED.
 
-    Not of the dot product, whose gradients are products of tiles.
+    The dot product's gradients are products of tiles instead.
     """
     if terms.reach_ptr is None:
         gaussian_gradients(ds, x, y, terms, b, h, dims, spec, TRANSPOSED)

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .masking import (
-    PITCH,
     Mask,
     heads_of_mask,
     keep_tile,
@@ -19,13 +18,16 @@ from .masking import (
     row_range,
     scans_bias,
 )
-from .strided import ABSENT, VARYING, head_ptr, view
+from .strided import ABSENT, VARYING, pair_ptrs, view
+
+PITCH = tl.constexpr(16)
 
 
 class Lists(NamedTuple):
     """Lists of blocks, partial ones first; None where ranges serve.
 
-    Lines and their length are rounded up to PITCH: kernels are compiled for one kind of number.
+    Lines and their length are rounded up to PITCH, because Triton compiles a kernel again for
+    multiples of 16.
     """
 
     ptr: Any  # int32 [lines, length]
@@ -57,7 +59,7 @@ def list_range(lists, line):
 
 @triton.jit
 def key_blocks(mask, lists, line, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What a row block visits: (begin, full_begin, full_end, end) as positions for block_at."""
+    """(begin, full_begin, full_end, end) of what a row block visits, as positions for block_at."""
     if lists.ptr is not None:
         return list_range(lists, line)
     else:
@@ -78,7 +80,7 @@ def share_of_blocks(chunk, chunks, blocks):
 
 @triton.jit
 def query_blocks(mask, lists, line, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What a key block visits, as key_blocks."""
+    """The same of what a key block visits."""
     if lists.ptr is not None:
         return list_range(lists, line)
     else:
@@ -94,12 +96,8 @@ def block_at(lists, line, position):
         return tl.load(lists.ptr + line * lists.length + position)
 
 
-SKIPPED = tl.constexpr(0)
-
-
+# Classes of tiles: 0 is skipped.
 PARTIAL = tl.constexpr(1)
-
-
 FULL = tl.constexpr(2)
 
 
@@ -122,8 +120,7 @@ def classify_kernel(
         keep = keep_tile(mask, b, h, i, j, row_begin, row_end, M)
         plain = keep
         if bias.ptr is not None:
-            rows = head_ptr(bias, b, h) + i.to(tl.int64) * bias.stride_r
-            ptrs = rows + j.to(tl.int64) * bias.stride_c
+            ptrs = pair_ptrs(bias, b, h, i, j)
             added = tl.load(ptrs, mask=keep, other=float("-inf")).to(tl.float32)
             keep = keep & (added != float("-inf"))
             plain = keep & (added == 0.0)

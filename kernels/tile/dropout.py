@@ -1,8 +1,8 @@
 """Dropout bits: Philox4x32 with 7 rounds, a pure function of (seed, b, h, i, j).
 
-``problem.Dropout`` is the definition; every backend draws the same bits, so backward re-derives
-what forward drew and nothing of size M x N is stored. The seed stays on the device: replaying a
-CUDA graph draws new bits.
+``problem.Dropout`` is the definition, and every backend draws the same bits. Backward draws them
+again, so nothing of size M x N is stored. The seed is drawn on the device and stays there: a CUDA
+graph draws new bits whenever it is replayed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def survives(
 ):
     """Which weights of the tile at (i0, j0) are kept: bool [BLOCK_M, BLOCK_N], or its transpose.
 
-    j0 is a multiple of 4. A counter yields the words of 4 neighbouring keys; they are drawn once
+    j0 is a multiple of 4. A counter yields the words of 4 neighbouring keys, which are drawn once
     and interleaved.
     """
     i = i0 + tl.arange(0, BLOCK_M)

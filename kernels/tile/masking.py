@@ -1,17 +1,17 @@
 """The one place in Triton where a mask has a meaning: which keys j a query i keeps.
 
-``row_range`` covers what is an interval of keys per row (causal, window, kv_begin, kv_len);
-``keep_tile`` adds the dense mask. A kernel walks through three kinds of tiles: skipped ones are
-never touched, full ones run without mask code, partial ones evaluate ``keep_tile``. Which is which
-comes
+``row_range`` covers the masks that keep an interval of keys a row (causal, window, kv_begin,
+kv_len). ``keep_tile`` adds the dense mask. A kernel skips some tiles, runs full tiles without mask
+code, and calls ``keep_tile`` in partial tiles. The kind of a tile comes
 
 - from ``kv_range`` / ``q_range``, arithmetic on the intervals, where there is no dense mask; or
-- from lists, one a row block (a key block, for dK and dV), made on the device: ``classify_kernel``
-  reads the dense mask once, ``compact_kernel`` turns classes into lists. A float bias that
-  broadcasts over B or H is scanned like a mask: tiles of -inf are skipped, tiles of 0 are full.
+- from lists, one for each row block (for dK and dV: key block), made on the device.
+  ``classify_kernel`` reads the dense mask once, ``compact_kernel`` turns classes into lists. A
+  float bias that broadcasts over B or H is scanned like a mask: tiles of -inf are skipped, tiles of
+  0 are full.
 
 Either way a kernel gets (begin, full_begin, full_end, end), positions in the sequence of blocks to
-visit: full ones in [full_begin, full_end), partial ones in the rest of [begin, end).
+visit. Full blocks are in [full_begin, full_end), partial ones in the rest of [begin, end).
 
 A mask *selects* -inf, it never adds it: NaN + -inf is NaN. A new kind of mask is one field, one
 clause in row_range and the ranges, or in keep_tile, and one in ``varies_within_tiles``.
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .softmax import HIGHEST, LOG2E
-from .strided import head_ptr, view
+from .strided import pair_ptrs, view
 
 
 class Mask(NamedTuple):
@@ -41,8 +41,8 @@ class Mask(NamedTuple):
     kv_begin_ptr: Any
     kv_begin_stride_b: Any
     kv_begin_stride_m: Any  # None: one first key for all rows
-    keep_ptr: Any  # bytes [B, H, M, N]; flat, as Triton 3.6 forgets in loops the constants of
-    keep_stride_b: Any  # tuples in tuples
+    keep_ptr: Any  # bytes [B, H, M, N]; no View, as Triton 3.6 forgets, in loops, the constants
+    keep_stride_b: Any  # of tuples in tuples
     keep_stride_h: Any
     keep_stride_m: Any
     keep_stride_n: Any
@@ -54,7 +54,7 @@ class Mask(NamedTuple):
 
 @triton.jit
 def key_count(mask, b, N):
-    """Keys from here on are masked for every row of b. Lengths are clamped: they are user data."""
+    """Keys from here on are masked for every row of b. Lengths, being user data, are clamped."""
     if mask.kv_len_ptr is None or mask.kv_len_stride_m is not None:
         return N
     else:
@@ -121,8 +121,8 @@ def keep_tile(mask, b, h, i, j, begin, end, M):
 
 @triton.jit
 def in_log2(bias):
-    """bias * log2(e). Only -inf masks: the lowest finite numbers, popular as mask values, must not
-    overflow to it, nor the largest to +inf.
+    """bias * log2(e). Only -inf masks: finite numbers near the lowest, which are often used as mask
+    values, must not overflow to -inf, nor the largest to +inf.
     """
     bounded = tl.maximum(tl.minimum(bias * LOG2E, HIGHEST), -HIGHEST)
     return tl.where(tl.abs(bias) < float("inf"), bounded, bias)
@@ -133,19 +133,17 @@ def mask_scores(
     s, scale, bias, mask, b, h, i, j, begin, end, M, N,
     MASKED: tl.constexpr, BIASED: tl.constexpr, FOLD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """(s, keep): scores with bias and -inf where masked; times scale here unless folded later.
+    """(s, keep): scores with bias, -inf where masked; times scale, unless softmax_step multiplies.
 
-    Either way one rounding, spelled out: what a compiler contracts it may contract elsewhere
-    otherwise, and an ulp of a huge bias is everything.
+    The product with the bias is one spelled-out fma, with one rounding. A compiler could contract
+    it in one kernel and not in another, and an ulp of a huge bias is a large logit.
     """
     if MASKED:
         keep = keep_tile(mask, b, h, i, j, begin, end, M)
     else:
         keep = (i < M) & (j < N)
     if BIASED:
-        rows = head_ptr(bias, b, h) + i.to(tl.int64) * bias.stride_r
-        ptrs = rows + j.to(tl.int64) * bias.stride_c
-        added = tl.load(ptrs, mask=keep, other=float("-inf")).to(tl.float32)
+        added = tl.load(pair_ptrs(bias, b, h, i, j), mask=keep, other=float("-inf")).to(tl.float32)
         keep = keep & (added != float("-inf"))
         s = tl.fma(s, scale, in_log2(added))
     elif not FOLD_SCALE:
@@ -181,7 +179,7 @@ def kv_range(mask, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     if mask.kv_begin_stride_m is not None or mask.kv_len_stride_m is not None:
         i = i0 + tl.arange(0, BLOCK_M)
         begins, ends = limits(mask, b, i, M, N)
-        keys = (begins < ends) & (i < M)  # a row without any says nothing of where they are
+        keys = (begins < ends) & (i < M)  # rows without keys do not widen the interval
         begin = tl.min(tl.where(keys, begins, N), 0)
         end = tl.max(tl.where(keys, ends, 0), 0)
         full_begin = tl.max(tl.where(i < M, begins, 0), 0)
@@ -220,14 +218,9 @@ def q_range(mask, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         first = first_key(mask, b, N)
         end = tl.where(j1 >= first, end, 0)
         full_end = tl.where(j0 >= first, full_end, 0)
-    # A block that ends past the last row is full all the same: those rows have weight 0.
+    # A block may end past the last row and be full: rows that do not exist have weight 0.
     full_end = tl.where(full_end == M, full_end + BLOCK_M - 1, full_end)
     return block_range(begin, full_begin, full_end, end, BLOCK_M)
-
-
-# ---- lists, made on the device ----
-
-PITCH = tl.constexpr(16)
 
 
 # ---- host side ----
@@ -256,9 +249,9 @@ def _by_row(*limits: Tensor | None) -> bool:
 
 
 def varies_within_tiles(call) -> bool:
-    """Whether some rows of a tile may use a loaded key that is masked for others, or for all.
+    """Whether a loaded key may be masked, for some rows of a tile or for all.
 
-    Keys past a length for all rows are never loaded; those before the first key are.
+    Keys past a length for all rows are never loaded. Keys before the first one may be.
     """
     dense = call.keep is not None or call.bias is not None
     limited = _by_row(call.kv_len) or call.kv_begin is not None
@@ -281,9 +274,9 @@ def heads_of_mask(call) -> tuple[int, int]:
 
 
 def scans_bias(call) -> bool:
-    """Whether the bias is looked at for tiles of -inf and 0 before it is used.
+    """Whether a kernel looks for tiles of -inf and 0 in the bias first.
 
-    Where it broadcasts over heads or batch, as masks do, that costs a fraction of what reading it
-    in every head does; where it does not, it would double the reading.
+    Where the bias broadcasts over heads or batch, as masks do, that costs a fraction of reading the
+    bias in every head. Elsewhere it would double the reading.
     """
     return call.bias is not None and call.bias.numel() < call.B * call.H * call.M * call.N

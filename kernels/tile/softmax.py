@@ -4,14 +4,14 @@
                               l' = alpha l + sum_j p_j
     weight_j = 2^(c (s_j - shift)) * factor             shift = m, factor = 1 / l
 
-A row that has met no key has m = -inf, l = 0; it subtracts 0 instead of m, so that no
-(-inf) - (-inf) arises, and its shift and factor are 0. Milakov and Gimelshein, "Online normalizer
+A row that has met no key has m = -inf and l = 0. Such a row subtracts 0 instead of m, so that no
+(-inf) - (-inf) arises. Its shift and factor are 0. Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018.
 
-Logits come as s and c > 0, the ``scale``. The difference is taken first: it is exact for every key
-that weighs anything, is 0 for the largest, and forward and backward have the same one. A compiler
-may contract c s - c m into one multiply-add. That rounds one product and not the other: the largest
-weight is then off by an ulp of the logit, and beyond logits of 2^31 it overflows.
+A logit is c s, and c > 0 is the ``scale``. The difference s - m comes first: it is 0 for the
+largest key, exact for every key that weighs anything, and the same forward and backward. A compiler
+could contract c s - c m into one multiply-add. That rounds one product and not the other: the
+largest weight is then off by an ulp of the logit, and overflows beyond logits of 2^31.
 
 NaN in a row makes its sum, and so its whole result, NaN.
 """
@@ -65,7 +65,7 @@ def load_stats(stats_ptr, b, h, H, i, M):
 
 @triton.jit
 def fold_factor(factor):
-    """What the exponent of a weight is less by, for want of the factor: log2(l), +inf for 0."""
+    """log2(l), which an exponent subtracts in place of the factor 1 / l; +inf for a factor of 0."""
     empty = factor == 0.0
     return tl.where(empty, float("inf"), -tl.log2(tl.where(empty, 1.0, factor)))
 
@@ -74,8 +74,8 @@ def fold_factor(factor):
 def weights_of(s, shift, factor, scale, FOLDED: tl.constexpr):
     """Softmax weights 2^((s - shift) * scale) * factor; shift and factor broadcast to s.
 
-    Bounded by factor: scores summed in another order may pass a huge maximum by a lot. FOLDED:
-    factor is fold_factor's, and a multiply-add takes it in; 1 is the bound.
+    A weight is at most the factor: a score that is summed in another order may pass a huge maximum
+    by a lot. FOLDED: factor is fold_factor's, which saves a product, and the bound is 1.
     """
     x = (s - shift) * scale
     if FOLDED:

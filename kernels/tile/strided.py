@@ -42,17 +42,17 @@ class Spec(NamedTuple):
     BLOCK_E: Any
     STAGES: Any
     PRECISION: Any  # of products of fp32
-    STREAM: Any  # products over D and E take their operands from memory, bit by bit
-    FOLD_SCALE: Any  # the softmax multiplies by the scale, in its FMA
+    STREAM: Any  # products over D and E load their operands from memory, a few columns at a time
+    FOLD_SCALE: Any  # the softmax multiplies by the scale, and not mask_scores
     BIAS_IN_FULL: Any  # full tiles have a bias too
     MASKS_WITHIN_TILES: Any  # a key may be used by some rows of a tile and masked for others
     REVERSE: Any  # the last row blocks have most keys
-    PTX: Any  # the machine is NVIDIA's: instructions without a name in Triton may be used
-    FLAT: Any  # reductions to a scalar in one go: for sm_100 Triton 3.7 fails at two
+    PTX: Any  # the machine is NVIDIA's, so kernels may hold its instructions
+    FLAT: Any  # a tile is reduced to a scalar in one step: for sm_100, Triton 3.7 fails at two
 
 
-# Arguments that only vary from call to call. Triton compiles a kernel anew for an int that is 1 and
-# for multiples of 16, unless told not to; in a tuple it cannot be told.
+# Sizes that Triton must not specialise. By default it compiles a kernel again for an int that is 1,
+# and for multiples of 16. Ints in a tuple are always specialised.
 VARYING = ("M", "N", "n", "B", "chunks", "shares", "n_rows", "n_cols")
 
 EXACT_SLICE = tl.constexpr(16)  # rows that exact_dot is given at a time: little besides the sums
@@ -71,8 +71,8 @@ def view(x: torch.Tensor | None, shape: tuple[int, ...] | None = None) -> View:
 def place(n_blocks, H, REVERSE: tl.constexpr):
     """(block, b, h) of this program. Blocks of one head are neighbours: they share keys in L2.
 
-    The grid is one-dimensional: the other two end at 65,535. REVERSE takes the last block first,
-    for masks whose last row blocks have most keys: the short ones then fill the gaps at the end.
+    The grid is one-dimensional, because other dimensions end at 65,535. REVERSE takes the last
+    block first, for masks whose last row blocks have most keys: short programs then fill the end.
     """
     pid = tl.program_id(0)
     block = pid % n_blocks
@@ -86,6 +86,13 @@ def place(n_blocks, H, REVERSE: tl.constexpr):
 def head_ptr(x, b, h):
     """Where (b, h) of a View begins."""
     return x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+
+
+@triton.jit
+def pair_ptrs(x, b, h, i, j):
+    """Pointers to the numbers (i, j) of a View over pairs, as a bias is; i and j broadcast."""
+    rows = head_ptr(x, b, h) + i.to(tl.int64) * x.stride_r
+    return rows + j.to(tl.int64) * x.stride_c
 
 
 @triton.jit
@@ -121,7 +128,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(ptr, x, offs_r, offs_c, n_rows, n_cols, tile):
-    """The reverse of load_tile, in the View's dtype; what lies outside is not written."""
+    """Writes what load_tile would read, in the View's dtype, and nothing outside the sizes."""
     ptrs = ptr + (
         offs_r.to(tl.int64)[:, None] * x.stride_r + offs_c.to(tl.int64)[None, :] * x.stride_c
     )
@@ -133,8 +140,8 @@ def store_tile(ptr, x, offs_r, offs_c, n_rows, n_cols, tile):
 def dot_t(x, y, PRECISION: tl.constexpr):
     """x @ y^T, [rows of x, rows of y].
 
-    Exact products of fp32 run on FMA units, whose operands Triton holds in registers over the whole
-    inner dim: that is cut into pieces of 64. Wider ones stream.
+    Exact products of fp32 run on FMA units, and Triton holds their operands in registers over the
+    whole inner dim. Products over 128 are cut into two of 64 for that; wider ones stream.
     """
     if x.dtype == tl.float32 and PRECISION == "ieee" and x.shape[1] == 128:
         return _dot_t_halves(x, y)
@@ -147,7 +154,7 @@ def stream_dot_t(
     offs_x, x_ptr, x, n_x, offs_y, y_ptr, y, n_y, n_cols, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dot_t of rows of two Views, a few columns at a time from memory: no operand is held whole."""
+    """dot_t of rows of two Views, which are loaded a few columns at a time."""
     STEP: tl.constexpr = 32 if x.ptr.dtype.element_ty == tl.float32 else 64
     s = tl.zeros((offs_x.shape[0], offs_y.shape[0]), tl.float32)
     for c in tl.range(0, BLOCK, STEP, num_stages=1):
@@ -181,8 +188,8 @@ def any_not_finite(x, rows, n_rows, FLAT: tl.constexpr):
 def exact_dot(a, used, ptr, x, offs_r, n_rows, offs_c, n_cols, acc, SIZE: tl.constexpr):
     """acc + a @ (rows offs_r of a View), where a pair that is not used contributes nothing.
 
-    0 * NaN is NaN, so a plain product would carry garbage past a mask. This one takes a row at a
-    time and is slow: kernels run the plain one first, and come here only if their result holds NaN
+    0 * NaN is NaN, so a plain product would carry garbage past a mask. This product takes a row at
+    a time and is slow. Kernels run the plain one first, and this one only if their result holds NaN
     or infinity.
     """
     slots = tl.arange(0, SIZE)
