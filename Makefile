@@ -120,12 +120,14 @@ bench-modules: build
 bench-scaling: build
 	$(PY) -m bench.scaling $(ARGS)
 
-# A run against the one committed for this kind of machine, by ratio to the peers of each.
+# A run against the one committed for this kind of machine, by ratio to the peers of each. BASELINE
+# names another kind's: the shares of what each machine can do are then compared.
+BASELINE ?= bench/results/$(shell $(PY) -m bench.machine 2>/dev/null)
 bench-compare: build
-	@test -d "bench/results/$$($(PY) -m bench.machine)" \
-	  || { echo "no baseline for this kind of machine: commit what 'make bench' writes"; exit 2; }
+	@test -d "$(BASELINE)" || { echo "no baseline for this kind of machine: commit what 'make bench' \
+	  writes, or name another kind's, BASELINE=bench/results/..."; exit 2; }
 	$(PY) -m bench.run --out build/bench $(ARGS)
-	$(PY) -m bench.compare "bench/results/$$($(PY) -m bench.machine)" "build/bench/$$($(PY) -m bench.machine)"
+	$(PY) -m bench.compare "$(BASELINE)" "build/bench/$$($(PY) -m bench.machine)"
 
 # Of their packages nothing is needed with ARGS=--smoke. With NO_VENV=1 they must be there already.
 $(EXAMPLES:%=example-%): example-%: build $(READY:%.ready=%.examples)

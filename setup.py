@@ -190,8 +190,9 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
     jobs = [(BINDING, "once", have + ABI_FLAGS + headers)]
     jobs += [(path, "once", have) for path in sorted(Path("csrc/cpu").glob("*.cpp"))]
     for isa, flags in isas.items():
-        # The matrix unit is of no use to the additive score.
-        used = [path for path in kernels if "amx" not in isa or path.stem.startswith("sdpa")]
+        # The matrix unit is of use to the dot product alone; its limits are its own.
+        own = ("sdpa", "limits") if "amx" in isa else ""
+        used = [path for path in kernels if path.stem.startswith(own)]
         jobs += [(path, isa, [*flags, f"-DFASTATTN_ISA={isa}"]) for path in used]
     return [
         (path, BUILD / folder / path.relative_to("csrc").with_suffix(".o"), FLAGS + flags)

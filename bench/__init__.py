@@ -6,6 +6,7 @@
     measure.py  time, interleaved
     memory.py   peak extra memory, in processes of their own
     suite.py    all of that, case by case
+    limits.py   what the machine can do at most, and a case at least needs;  roofline.py its picture
     report.py   rows, the table, the JSON;  plot.py the picture;  machine.py where it ran
     run.py      the command: python -m bench.run --help
 

@@ -1,8 +1,9 @@
 """The command: ``python -m bench.compare BASELINE NEW``: has anything become slower?
 
-Machines differ, and one machine differs by the hour. So times are never compared, only ratios to a
-peer that took turns in the same run: the best peer of the baseline. Exit status 1 if a row is
-slower, wrong or missing, 2 for files that cannot be compared.
+Machines differ, and one machine differs by the hour. So times are never compared. On one kind of
+machine, a row is judged by its ratio to a peer that took turns in the same run: the best peer of
+the baseline. On two kinds, it is judged by its share of what each can do (``limits.py``). Exit
+status 1 if a row is slower, wrong or missing, 2 for files that cannot be compared.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from bench import machine, report
 from bench.peers import OURS
 
 LEAST = 0.10  # the smallest change, for runs without noise
+BOUND = "bound"  # what shares are against
 SPREADS = 3.0  # ... and in half interquartile ranges of the ratio's two times
 
 
 @dataclass
 class Change:
-    """A row of the baseline, and the change of its ratio to a peer."""
+    """A row of the baseline, and the change of its ratio to a peer, or of its share."""
 
     name: str
     peer: str | None
@@ -47,30 +49,48 @@ class Change:
         return self.after > self.before * (1 + self.tolerance)
 
 
+def alike(baseline: dict, new: dict) -> bool:
+    """Whether both runs were on one kind of machine."""
+    return machine.slug(baseline["machine"]) == machine.slug(new["machine"])
+
+
 def changes(baseline: dict, new: dict) -> list[Change]:
     """The change of each row of the baseline, in its order."""
     rows = {(row["case"], row["direction"]): row for row in new["rows"]}
-    return [_change(row, rows.get((row["case"], row["direction"]))) for row in baseline["rows"]]
+    against = (lambda old: old.get("best_peer")) if alike(baseline, new) else _of_bound
+    return [
+        _change(old, rows.get((old["case"], old["direction"])), against(old))
+        for old in baseline["rows"]
+    ]
 
 
-def _change(old: dict, new: dict | None) -> Change:
-    name, peer = f"{old['case']} {report.SHORT[old['direction']]}", old.get("best_peer")
-    if old["wrong"] or peer is None:
-        return Change(name, None, None, None, "no ratio in the baseline")
-    before = _ratio(old, peer)
+def _of_bound(old: dict) -> str | None:
+    return BOUND if old.get("of_bound") else None
+
+
+def _change(old: dict, new: dict | None, against: str | None) -> Change:
+    name = f"{old['case']} {report.SHORT[old['direction']]}"
+    if old["wrong"] or against is None:
+        return Change(name, None, None, None, "nothing to judge by in the baseline")
+    before = _ratio(old, against)
     if new is None:
-        return Change(name, peer, before, None, "not in the new run")
+        return Change(name, against, before, None, "not in the new run")
     if new["wrong"]:
-        return Change(name, peer, before, None, new["failure"] or "WRONG result")
-    if not {OURS, peer} <= new["times_ms"].keys():
-        return Change(name, peer, before, None, f"{peer} did not run")
-    noise = math.hypot(*(_spread(row["times_ms"][n]) for row in (old, new) for n in (OURS, peer)))
-    return Change(name, peer, before, _ratio(new, peer), "", max(LEAST, SPREADS * noise))
+        return Change(name, against, before, None, new["failure"] or "WRONG result")
+    after = _ratio(new, against)
+    if after is None:
+        return Change(name, against, before, None, f"{against} did not run")
+    names = {OURS, against} - {BOUND}
+    noise = math.hypot(*(_spread(row["times_ms"][n]) for row in (old, new) for n in names))
+    return Change(name, against, before, after, "", max(LEAST, SPREADS * noise))
 
 
-def _ratio(row: dict, peer: str) -> float:
+def _ratio(row: dict, against: str) -> float | None:
+    """The peer's time over ours, or the share of the bound; None if that was not measured."""
     times = row["times_ms"]
-    return times[peer]["median"] / times[OURS]["median"]
+    if against == BOUND:
+        return row.get("of_bound")
+    return times[against]["median"] / times[OURS]["median"] if against in times else None
 
 
 def _spread(timing: dict) -> float:
@@ -112,8 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         about = run["machine"]
         commit = (about["commit"] or "no commit")[:9]
         print(f"{what:<9}{machine.slug(about)}, torch {about['torch']}, {commit}, {about['date']}")
-    if machine.slug(baseline["machine"]) != machine.slug(new["machine"]):
-        print("two kinds of machine: ratios to a peer differ between them for other reasons, too")
+    if not alike(baseline, new):
+        print("two kinds of machine: each row is judged by its share of what its machine can do")
     found = changes(baseline, new)
     print(table(found, report.wants_colour(sys.stdout)))
     slower = [c.name for c in found if c.slower]

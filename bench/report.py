@@ -28,6 +28,8 @@ class Row:
     work: float  # of one call, in `unit`
     unit: str
     kept: float  # share of the pairs (i, j) that the mask keeps
+    needs: dict[str, float] = field(default_factory=dict)  # see limits.needs
+    bound_ms: float | None = None  # see limits.bound_ms
     error_ratios: dict[str, float] = field(default_factory=dict)  # by result; at most 1 is right
     failure: str | None = None  # why ours could not run
     timings: dict[str, Timing] = field(default_factory=dict)
@@ -59,13 +61,25 @@ class Row:
         return self.timings[self.best_peer].median / self.timings[OURS].median
 
     @property
+    def median_ms(self) -> float:
+        """Our time."""
+        return self.timings[OURS].median
+
+    @property
+    def of_bound(self) -> float | None:
+        """The least possible time over ours."""
+        if self.wrong or self.bound_ms is None or OURS not in self.timings:
+            return None
+        return self.bound_ms / self.median_ms
+
+    @property
     def rate(self) -> float:
         """Work a second, in 1e9."""
-        return self.work / self.timings[OURS].median / 1e6
+        return self.work / self.median_ms / 1e6
 
     def as_json(self) -> dict:
         """Everything measured; only the errors if the result is wrong."""
-        names = "case about shape direction backend work unit kept".split()
+        names = "case about shape direction backend work unit kept needs".split()
         entry = {n: getattr(self, n) for n in names}
         entry |= {"wrong": self.wrong, "failure": self.failure, "skipped": self.skipped}
         entry["error_ratios"] = {n: _finite(r) for n, r in self.error_ratios.items()}
@@ -73,6 +87,7 @@ class Row:
             return entry
         entry["times_ms"] = {name: _timing_json(t) for name, t in self.timings.items()}
         entry["peak_extra_bytes"] = self.memory
+        entry |= {"bound_ms": _rounded(self.bound_ms), "of_bound": _rounded(self.of_bound)}
         return entry | {"best_peer": self.best_peer, "speedup": _rounded(self.speedup)}
 
 
@@ -100,8 +115,10 @@ def write_json(entries: list, path: Path, **about: dict) -> None:
 
 # ---- the table ----
 
-HEAD = ("case", "", "ours, ms", "best peer, ms", "", "ratio", "rate", "extra MiB", "error")
-ALIGN = "<<>><<>><"
+HEAD = (
+    "case", "", "ours, ms", "best peer, ms", "", "ratio", "rate", "of bound", "extra MiB", "error"
+)  # fmt: skip
+ALIGN = "<<>><<>>><"
 UNITS = {"FLOP": "GFLOP/s", "score elements": "Gel/s"}
 SHORT = {FORWARD: "fwd", BOTH: "fwd+bwd"}
 
@@ -126,18 +143,23 @@ def table(rows: list[Row], colour: bool = False) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     start, error = (row.case, SHORT[row.direction]), f"{row.error_ratio:.2f}"
     if row.wrong:
-        return (*start, "WRONG", "", "", "", "", "", error)
+        return (*start, "WRONG", "", "", "", "", "", "", error)
     ours = row.timings[OURS]
-    rate = f"{row.rate:.3g} {UNITS[row.unit]}"
+    rate = (f"{row.rate:.3g} {UNITS[row.unit]}", _share(row))
     if row.best_peer is None:
-        return (*start, _time(ours), "none ran", "", "", rate, _memory(row, OURS), error)
+        return (*start, _time(ours), "none ran", "", "", *rate, _memory(row, OURS), error)
     peer, memory = row.timings[row.best_peer], [_memory(row, n) for n in (OURS, row.best_peer)]
     ratio = f"{row.speedup:.2f}x" + (" SLOWER" if row.speedup < 1 else "")
-    return (*start, _time(ours), _time(peer), row.best_peer, ratio, rate, " / ".join(memory), error)
+    times = _time(ours), _time(peer), row.best_peer
+    return (*start, *times, ratio, *rate, " / ".join(memory), error)
 
 
 def _time(t: Timing) -> str:
     return f"{t.median:.4g} ±{min(t.spread, 9.99):3.0%}"
+
+
+def _share(row: Row) -> str:
+    return "-" if row.of_bound is None else f"{row.of_bound:.0%}"
 
 
 def _memory(row: Row, name: str) -> str:
@@ -191,6 +213,9 @@ fwd: inference without autograd; fwd+bwd: outputs and all gradients.
 ms: median, ± half the interquartile range. ratio: best peer's time over ours.
 rate: counts the pairs (query, key) that the mask keeps; a backward is 2.5 forwards, of a module's
     projections 2. Gel: 1e9 score elements (query, key, dim) of a forward, in either direction.
+of bound: what the call must take on this machine over what it takes: products, exponentials and
+    elements at the rates below, or inputs and results at that of memory. Data that stay in a cache
+    may pass it.
 extra MiB: peak growth of memory in one call, results included, ours / best peer.
 error: largest error over the budget of fastattn.testing; at most 1 is right."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bench import machine, plot, report, suite
+from bench import limits, machine, plot, report, roofline, suite
 from bench.cases import QUICK, SUITES, Case
 from bench.report import Row
 from fastattn.backends import registry
@@ -41,11 +41,20 @@ def main(argv: list[str] | None = None) -> int:
         _write_json(rows, about, options, partial)
 
     with _threads(options.quick), progress(suite.steps(chosen)) as say:
+        rates = _limits(options, say)
         rows = suite.run(chosen, setting, _pace(options, chosen), say, keep)
+        about["limits"] = rates = limits.best_of(rates, _limits(options, say))
+    for row in rows:
+        row.bound_ms = limits.bound_ms(row.needs, rates)
     about["seconds"] = round(time.monotonic() - start, 1)
     _write(rows, about, options, folder)
     partial.unlink(missing_ok=True)
     return 1 if any(row.wrong for row in rows) else 0
+
+
+def _limits(options: argparse.Namespace, say: suite.Say) -> limits.Rates:
+    say("limits of this machine", 0)
+    return limits.measure(options.quick) if options.device == "cpu" else {}
 
 
 def _pace(options: argparse.Namespace, chosen: list[Case]) -> suite.Pace:
@@ -76,7 +85,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="tiny sizes, no torch.compile: tests the suite itself")
     add("--no-compile", action="store_true", help="without torch.compile among the peers")
     add("--out", type=Path, default=None, metavar="DIR",
-        help="gets <device>/bench.json and bench.png; default: $OUT, or bench/results for a run "
+        help="gets <device>/bench.json and pictures; default: $OUT, or bench/results for a run "
              "of all cases, build/bench for others")  # fmt: skip
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -126,10 +135,13 @@ def _write_json(rows: list[Row], about: dict, options: argparse.Namespace, path:
 def _write(rows: list[Row], about: dict, options: argparse.Namespace, folder: Path) -> None:
     _write_json(rows, about, options, folder / "bench.json")
     no_picture = plot.write_png(rows, about, folder / "bench.png")
+    roofline.write_png(rows, about["limits"], about, folder / "roofline.png")
     print(report.header(rows, about), end="\n\n")
     print(report.table(rows, report.wants_colour(sys.stdout)), end="\n\n")
     print(report.legend(rows), end="\n\n")
-    files = "bench.json" if no_picture else "bench.json, bench.png"
+    if about["limits"]:
+        print(limits.text(about["limits"]), end="\n\n")
+    files = "bench.json" if no_picture else "bench.json, bench.png, roofline.png"
     print(f"{about['seconds']:.0f} s; in {_shown(folder)}: {files}")
     if no_picture:
         print(no_picture)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench import cases, measure, memory, peers
+from bench import cases, limits, measure, memory, peers
 from bench.cases import Case
 from bench.check import Checker
 from bench.peers import COMPILED, OURS, PLAIN, Workload
@@ -157,6 +157,7 @@ def _new_row(case: Case, backend: str, direction: str, pairs: int) -> Row:
         work=amount,
         unit=unit,
         kept=pairs / (c.B * c.H * c.M * c.N),
+        needs=limits.needs(case, pairs, direction),
     )
 
 

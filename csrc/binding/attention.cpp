@@ -27,6 +27,7 @@
 #else
 #include "binding/definitions.h"
 #include "binding/isas.h"
+#include "binding/limits.h"
 #include "binding/linear.h"
 #include "binding/on_cpu.h"
 #include "binding/path.h"
@@ -402,6 +403,7 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
   m.impl(FASTATTN_OPERATOR(backward), &backward);
 #ifndef FASTATTN_FOR_CUDA
   m.impl("self_attention", TORCH_BOX(&self_attention));
+  m.impl("cpu_loop", TORCH_BOX(&binding::cpu_loop));
 #endif
 }
 

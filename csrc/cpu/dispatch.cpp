@@ -24,11 +24,12 @@
   void additive_backward(const BackwardParams&, const Path&, const Parallel&); \
   void gaussian_forward(const ForwardParams&, const Path&, const Parallel&);   \
   void gaussian_backward(const BackwardParams&, const Path&, const Parallel&); \
+  double run_loop(const LoopCall&, const Parallel&);                           \
   }
 #define FASTATTN_TABLE(isa, unit, supported) FASTATTN_TABLE_OF(isa, unit, supported, supported, isa)
 #define FASTATTN_TABLE_OF(isa, unit, supported, runs, others)                      \
   {                                                                                \
-    #isa, Unit::unit, supported, runs,                                             \
+    #isa, Unit::unit, supported, runs, isa::run_loop,                              \
         {isa::sdpa_forward, others::additive_forward, others::gaussian_forward}, { \
       isa::sdpa_backward, others::additive_backward, others::gaussian_backward     \
     }                                                                              \
@@ -59,6 +60,7 @@ struct Kernels {
   Unit unit;
   bool (*supported)();  // as CPUID says: "auto" goes by it
   bool (*runs)();       // enough for who names the set
+  double (*run_loop)(const LoopCall&, const Parallel&);
   // By ScoreKind.
   void (*forward[3])(const ForwardParams&, const Path&, const Parallel&);
   void (*backward[3])(const BackwardParams&, const Path&, const Parallel&);
@@ -206,6 +208,10 @@ std::string path_of(const ForwardParams& params) {
   if (named_path() == nullptr) return name;
   const char* const effect = by.ways.forced ? "" : ": no such path";
   return name + " (FASTATTN_CPU_PATH=" + named_path() + effect + ")";
+}
+
+double run_loop(const LoopCall& call, const Parallel& parallel) {
+  return selected()->run_loop(call, parallel);
 }
 
 int64_t forward_workspace_bytes(const ForwardParams& params) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/base/limits.h"
 #include "problem/params.h"
 
 namespace fastattn::cpu {
@@ -29,6 +30,10 @@ void backward(const BackwardParams& params, const Parallel& parallel);
 // The path of the forward pass in words, such as "heads as rows, rows in place, keys in 4 chunks".
 // Also names the value of FASTATTN_CPU_PATH if it is set. choose.h decides the path.
 std::string path_of(const ForwardParams& params);
+
+// Runs a loop on every thread, in the instruction set in use. Returns what the threads did
+// together, in the unit of the loop; 0 if the set lacks it.
+double run_loop(const LoopCall& call, const Parallel& parallel);
 
 // The instruction set in use: "baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16".
 // select_isa() forces one. If that set was not built or does not run here, nothing changes and the

@@ -110,5 +110,7 @@ CPU_PATH = {
         "bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
     ),
 }
+# A loop of csrc/cpu/entry/limits.cpp, on every thread. It returns what the threads did together.
+CPU_LOOP = {"cpu_loop": "(Tensor memory, int loop, int rounds) -> float"}
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.
-COMPILED = pair("") | pair("cuda_") | SELF_ATTENTION | CPU_ISA | CPU_PATH
+COMPILED = pair("") | pair("cuda_") | SELF_ATTENTION | CPU_ISA | CPU_PATH | CPU_LOOP

@@ -54,8 +54,11 @@ def test_quick_run_writes_table_json_and_picture(tmp_path, capsys, suite):
         assert len(ours["samples"]) >= 2
         assert row["speedup"] == pytest.approx(peer["median"] / ours["median"], rel=0.01)
         assert {"fastattn", row["best_peer"]} <= row["peak_extra_bytes"].keys(), row["skipped"]
+        assert row["of_bound"] == pytest.approx(row["bound_ms"] / ours["median"], rel=0.01)
+    assert f"limits: multiply_add {found['machine']['limits']['multiply_add']:.4g}" in table
     pytest.importorskip("matplotlib")
-    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("bench.png", "roofline.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("factor", [1.001, math.nan])

@@ -1,0 +1,146 @@
+"""What a machine can do at most, what a case needs, and how runs on unlike machines compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+RATES = {
+    "multiply_add": 200.0, "pairs": 400.0, "tiles": 0.0, "exp2": 16.0, "exp2_half": 20.0,
+    "additive": 30.0, "additive_grad": 10.0, "gaussian": 50.0, "read": 40.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))  # bench/ is no part of the installed package
+
+
+@pytest.mark.usefixtures("extension")
+def test_loops_count_what_all_threads_do():
+    from bench import limits
+
+    isa, memory, ran = torch.ops.fastattn.cpu_isa(), torch.zeros(2**12), []
+    for number, name in enumerate(limits.LOOPS):
+        once, thrice = (torch.ops.fastattn.cpu_loop(memory, number, n) for n in (1, 3))
+        assert thrice == 3 * once, name
+        if name in limits.OF_MEMORY:
+            assert once == 4 * memory.numel()
+        ran += [name] if once else []
+    absent = {"tiles"} if "amx" not in isa else set()
+    absent |= {"pairs"} if isa in ("baseline", "avx2", "avx512") else set()
+    assert set(ran) == limits.LOOPS.keys() - absent
+
+
+@pytest.mark.usefixtures("extension")
+def test_copies_are_copies():
+    from bench import limits
+
+    memory = torch.arange(64.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.ops.fastattn.cpu_loop(memory, list(limits.LOOPS).index("copy"), 1)
+    torch.set_num_threads(threads)
+    assert memory.tolist() == 2 * torch.arange(32.0).tolist()
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize(
+    ("memory", "loop", "message"),
+    [
+        (torch.zeros(4, dtype=torch.float64), 0, "memory: expected contiguous float32"),
+        (torch.zeros(4, 4).mT, 0, "memory: expected contiguous float32"),
+        (torch.zeros(0), 11, "loop: expected 0 to 10, got 11"),
+        (torch.zeros(0), -1, "loop: expected 0 to 10, got -1"),
+    ],
+)
+def test_what_is_no_loop_raises(memory, loop, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fastattn.cpu_loop(memory, loop, 1)
+
+
+@pytest.mark.usefixtures("extension")
+def test_every_need_has_a_rate():
+    from bench import cases, limits
+
+    rates = limits.measure(quick=True)
+    assert rates["gemm float32"] == max(rates[f"gemm float32 {x}"] for x in ("torch", "oneDNN"))
+    for case in cases.CASES:
+        for direction in case.directions:
+            bound = limits.bound_ms(limits.needs(case, 100, direction), rates)
+            counted = case.problem.score != "gaussian" or direction == cases.FORWARD
+            assert (bound is not None) == counted, (case.name, direction)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "expected"),
+    [
+        # 16 heads x 1024 x 1024 pairs: 256 FLOP each, and an exponential.
+        ("dense", "forward", 2**24 * (256 / 200 + 1 / 16)),
+        ("dense", "forward+backward", 2**24 * (896 / 200 + 2 / 16)),
+        ("dense-bf16", "forward", 2**24 * (256 / 400 + 1 / 20)),
+        # 32 key heads x 4096 keys and values of 64 floats; a query and an output of each.
+        ("decode", "forward", 4 * 32 * (4096 + 1) * 128 / 40),
+        # 512 x 512 pairs of 2 samples, 64 elements and 64 values each.
+        ("additive-small", "forward", 2**19 * (64 / 30 + 1 / 16 + 128 / 200)),
+        ("additive-small", "forward+backward",
+         2**19 * (64 * (2 / 30 + 1 / 10) + 2 / 16 + 384 / 200)),
+        ("gaussian", "forward", 2**23 * (8 / 50 + 1 / 16 + 16 / 200)),
+    ],
+)  # fmt: skip
+def test_bounds_are_sums_of_operations_or_bytes(name, direction, expected):
+    from bench import cases, limits
+
+    case = cases.named(name)
+    p = case.problem
+    needed = limits.needs(case, p.B * p.H * p.M * p.N, direction)
+    assert limits.bound_ms(needed, RATES) == pytest.approx(expected / 1e6, rel=1e-6)
+
+
+def test_the_unit_with_the_most_products_is_the_peak():
+    from bench import limits
+
+    amx = RATES | {"tiles": 3000.0}
+    assert [limits.peak(dtype, RATES) for dtype in limits.TILE_PRODUCTS] == [200, 200, 400]
+    assert [limits.peak(dtype, amx) for dtype in limits.TILE_PRODUCTS] == [500, 1000, 3000]
+
+
+def test_of_two_measurements_the_better_counts():
+    from bench import limits
+
+    assert limits.best_of({"read": 1.0, "tiles": 3.0}, {"read": 2.0}) == {"read": 2.0, "tiles": 3.0}
+
+
+# ---- comparing runs on two kinds of machine ----
+
+
+def recorded(cpu: str, ours: float, peer: float, share: float | None) -> dict:
+    """A run with one row, as in bench.json."""
+    times = {"fastattn": ours, "torch SDPA": peer}
+    row = dict(case="dense", direction="forward", wrong=False, failure=None, best_peer="torch SDPA")
+    row["times_ms"] = {n: {"median": ms, "q25": ms, "q75": ms} for n, ms in times.items()}
+    about = dict(device="cpu", cpu=cpu, torch_isa="i", threads=2, torch="2", commit=None, date="d")
+    return {"schema": 1, "machine": about, "rows": [row | {"of_bound": share}]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "said"),
+    [
+        (("a", 1, 2, 0.8), ("b", 1, 1, 0.8), 0, "share"),  # the peer is faster there
+        (("a", 1, 2, 0.8), ("b", 1, 4, 0.6), 1, "SLOWER"),
+        (("a", 1, 2, 0.8), ("b", 1, 2, None), 1, "bound did not run"),
+        (("a", 1, 2, None), ("b", 1, 1, 0.8), 0, "nothing to judge by"),
+        (("a", 1, 2, 0.8), ("a", 1, 2, 0.4), 0, "torch SDPA"),  # one kind: the ratio decides
+    ],
+)
+def test_unlike_machines_are_judged_by_shares(tmp_path, capsys, old, new, status, said):
+    from bench import compare
+
+    for name, run in ("old", old), ("new", new):
+        (tmp_path / name).write_text(json.dumps(recorded(*run)))
+    assert compare.main([str(tmp_path / "old"), str(tmp_path / "new")]) == status
+    assert said in capsys.readouterr().out
