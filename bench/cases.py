@@ -30,6 +30,7 @@ class Case:
     ``module``: through nn.MultiheadAttention's interface, projections included.
     ``compiled``: torch.compile is a peer, and so is the code that it compiles. That takes seconds,
     so only where it may win: elsewhere it can at best find torch's own SDPA.
+    ``others``: other packages are peers too: ``packages.py``.
     ``directions``: the directions that are timed.
     """
 
@@ -41,6 +42,7 @@ class Case:
     module: bool = False
     need_weights: bool = False
     compiled: bool = False
+    others: bool = False
     directions: tuple[str, ...] = DIRECTIONS
 
     def tiny(self) -> Case:
@@ -164,6 +166,23 @@ MODULES_CASES = [
     for B in (1, 8, 64) for N in (16, 128, 512, 2048)
 ]  # fmt: skip
 
+
+def _beside_others(suite: list[Case], *directions: str) -> list[Case]:
+    return [
+        dataclasses.replace(case, name=f"{case.name}-others", others=True, compiled=case.compiled
+                            and suite is GPU_CASES, directions=directions)
+        for case in suite if case.problem.score == "dot" and not case.module
+        and case.keys in ("all", "padding") and case.problem.bias is None
+    ]  # fmt: skip
+
+
+_DECODE_BF16 = _dot("decode", B=4, M=1, N=4096, dtype=_BF16)
+PEERS_CASES = [
+    *_beside_others(CASES, FORWARD),
+    Case("decode-bf16-others", "one query", _DECODE_BF16, others=True, directions=(FORWARD,)),
+]
+PEERS_GPU_CASES = _beside_others(GPU_CASES, *DIRECTIONS)
+
 # Lengths that double; bench/scaling.py fits the growth of time and memory.
 SCALING_CASES = [
     *(Case(f"dot-{n}", "fp32", _dot("dot", B=1, M=n, N=n), compiled=True)
@@ -176,13 +195,15 @@ SUITES = {
     "cuda": GPU_CASES,
     "models": MODEL_CASES,
     "modules": MODULES_CASES,
+    "peers": PEERS_CASES,
+    "peers-cuda": PEERS_GPU_CASES,
     "scaling": SCALING_CASES,
 }
 QUICK = (  # one of each kind, for a self-test
     "dense", "blocks", "additive-small", "mha-weights",
     "d128-4k", "blocks-4k", "additive-2k", "mha-weights-1k",
     "documents", "tacotron2-step", "llama-decode", "decode-16k",
-    "mha-8-128",
+    "mha-8-128", "padding-others", "padding-4k-others",
 )  # fmt: skip
 
 

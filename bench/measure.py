@@ -12,6 +12,7 @@ import torch
 
 MIN_SAMPLES, MAX_SAMPLES = 3, 60
 SLOW_MS = 2000.0  # slower calls need one sample fewer
+IDLE_S = 0.02  # libgomp's threads spin for up to 10 ms after a call
 BUSY_S, CLOCKS = 0.004, 2e9  # longest busy wait, and about how many GPU clocks a second has
 
 
@@ -52,13 +53,17 @@ def interleave(
     seconds: float,
     device: str,
     started: Callable[[str], None] = lambda name: None,
+    apart: bool = False,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Times calls in turns: a, b, c, a, b, c, ... each for ``seconds`` in all.
+
+    ``apart``: each has threads of its own. Those of one rest before another one's turn, whose first
+    call wakes its threads and is not timed.
 
     Returns the timings, and the errors of calls that could not run. ``started(name)`` is called
     before each warm-up, in which torch.compile takes its time.
     """
-    timer = _CudaTimer() if device == "cuda" else _cpu_ms
+    timer = _CudaTimer() if device == "cuda" else _apart_ms if apart else _cpu_ms
     timings, failed = {}, {}
     for name, call in calls.items():
         started(name)
@@ -103,6 +108,12 @@ def _cpu_ms(call: Callable[[], object]) -> float:
     elapsed = time.perf_counter() - start
     del result  # freeing is not part of the call
     return 1e3 * elapsed
+
+
+def _apart_ms(call: Callable[[], object]) -> float:
+    time.sleep(IDLE_S)
+    call()
+    return _cpu_ms(call)
 
 
 class _CudaTimer:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from bench import cases, peers
+from bench import cases, packages, peers
 from bench.measure import reason
 
 # Freed memory goes back to the kernel at once. Otherwise the next call could reuse it unseen.
@@ -132,8 +132,8 @@ def _one(request: dict) -> int:
         return peers.build(case, "cpu", request["backend"], compiled).step(name, direction)
 
     call = prepare(case.tiny() if request["tiny"] else case)
-    # torch.compile must first compile this size.
-    (call if name == peers.COMPILED else prepare(case.tiny()))()
+    # torch.compile must first compile this size, and packages make a graph of it.
+    (call if name in (peers.COMPILED, *packages.NAMES) else prepare(case.tiny()))()
     return cpu_bytes(call)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from bench import cases, machine
+from bench import cases, machine, packages
 from bench.cases import FORWARD, Case
 from fastattn import functional, testing
 from fastattn.backends import registry
@@ -143,6 +143,8 @@ def _dot(
             ),
         ),
     }
+    if case.others:
+        calls |= packages.calls(case, t, qkv)
     if case.compiled:
         calls[EAGER] = lambda: eager_dot(*qkv, scale, dropped, bias)
     if compiled:

@@ -31,6 +31,7 @@ class Row:
     needs: dict[str, float] = field(default_factory=dict)  # see limits.needs
     bound_ms: float | None = None  # see limits.bound_ms
     error_ratios: dict[str, float] = field(default_factory=dict)  # by result; at most 1 is right
+    peer_errors: dict[str, float] = field(default_factory=dict)  # of other packages
     failure: str | None = None  # why ours could not run
     timings: dict[str, Timing] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)  # peak extra bytes
@@ -83,6 +84,7 @@ class Row:
         entry = {n: getattr(self, n) for n in names}
         entry |= {"wrong": self.wrong, "failure": self.failure, "skipped": self.skipped}
         entry["error_ratios"] = {n: _finite(r) for n, r in self.error_ratios.items()}
+        entry["peer_errors"] = {n: _finite(r) for n, r in self.peer_errors.items()}
         if self.wrong:
             return entry
         entry["times_ms"] = {name: _timing_json(t) for name, t in self.timings.items()}
@@ -237,9 +239,20 @@ def _notes(rows: list[Row]) -> list[str]:
         name = f"{row.case} {SHORT[row.direction]}"
         lines += [f"{name}: {_beside(row, peer)}" for peer in PLAIN if peer in row.memory]
         lines += [f"{name}: {row.failure}"] if row.failure else []
+        lines += [_others(row, name)] if row.peer_errors else []
         for peer, why in row.skipped.items():
             missing.setdefault(f"not measured, {peer}: {why}", []).append(name)
     return lines + [f"{what}: {', '.join(names)}" for what, names in missing.items()]
+
+
+def _others(row: Row, name: str) -> str:
+    """Every other package's time over ours, and its error: not the best one's alone."""
+    ours = row.median_ms
+    found = [
+        f"{n} {row.timings[n].median / ours:.2f}x (error {error:.2f})"
+        for n, error in row.peer_errors.items() if n in row.timings
+    ]  # fmt: skip
+    return f"{name}: {', '.join(found)}"
 
 
 def _warnings(rows: list[Row]) -> list[str]:

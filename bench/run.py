@@ -24,7 +24,7 @@ TIMING_S = {"cpu": 150.0, "cuda": 170.0}
 
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
-    chosen = [c for c in SUITES[options.suite or options.device] if options.filter in c.name]
+    chosen = [c for c in _suite(options) if options.filter in c.name]
     if options.quick:
         chosen = [c for c in chosen if c.name in QUICK]
     if not chosen:
@@ -52,6 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if any(row.wrong for row in rows) else 0
 
 
+def _suite(options: argparse.Namespace) -> list[Case]:
+    name = options.suite or options.device
+    return SUITES.get(f"{name}-{options.device}") or SUITES[name]
+
+
 def _limits(options: argparse.Namespace, say: suite.Say) -> limits.Rates:
     say("limits of this machine", 0)
     return limits.measure(options.quick) if options.device == "cpu" else {}
@@ -75,7 +80,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", default=default, choices=["cpu", "cuda"], help=f"default here: {default}")
     add("--suite", default=None, choices=list(SUITES),
         help="sizes for a CPU or for a GPU (default: those of the device), of known models, of "
-             "nn.MultiheadAttention at inference, or lengths that double")  # fmt: skip
+             "nn.MultiheadAttention at inference, beside other packages, or lengths that "
+             "double")  # fmt: skip
     add(
         "--seconds",
         type=float,

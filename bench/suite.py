@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from bench import cases, limits, measure, memory, peers
+from bench import cases, limits, measure, memory, packages, peers
 from bench.cases import Case
-from bench.check import Checker
+from bench.check import Checker, worst
 from bench.peers import COMPILED, OURS, PLAIN, Workload
 from bench.report import Row
 from fastattn.backends import registry
 
+FARTHEST = 16.0  # a peer whose error is as many times the budget computes another thing
 COMPILE_S = 4.0  # time left for each row; with less, nothing is compiled
 OTHERS_S = 0.2  # for each of our other backends
 MEMORY_S, LEAST_MEMORY_S = 75.0, 40.0  # after the deadline of timing; least after its end
@@ -109,6 +110,8 @@ def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Ro
     pairs = cases.kept_pairs(case, work.t)
     rows = [_new_row(case, work.backend, direction, pairs) for direction in case.directions]
     _check(work, rows)
+    if case.others:
+        _check_others(work, rows)
     for row in rows:
         if late:
             row.skipped[COMPILED] = "no time left"
@@ -172,6 +175,20 @@ def _check(work: Workload, rows: list[Row]) -> None:
         row.error_ratios = ratios.get(row.direction, {})
 
 
+def _check_others(work: Workload, rows: list[Row]) -> None:
+    """The errors of other packages: what computes another thing is not timed."""
+    checker = Checker(work)
+    for name in packages.NAMES & work.implementations.keys():
+        try:
+            ratios = checker.error_ratios(name)
+        except Exception:  # timing it will say why
+            continue
+        for row in rows:
+            row.peer_errors[name] = error = worst(ratios[row.direction])
+            if error > FARTHEST:
+                row.skipped[name] = f"another result, {error:.2g} times the budget"
+
+
 def _time(
     work: Workload, row: Row, seconds: float, device: str, say: Say, only: str | None = None
 ) -> None:
@@ -182,9 +199,10 @@ def _time(
     def started(name: str) -> None:
         say(f"{row.case} {row.direction}: {name}", 0)
 
-    names = [only] if only else work.implementations
+    names = [only] if only else [n for n in work.implementations if n not in row.skipped]
     calls = {name: work.step(name, row.direction) for name in names}
-    row.timings, failed = measure.interleave(calls, seconds, device, started)
+    apart = work.case.others
+    row.timings, failed = measure.interleave(calls, seconds, device, started, apart)
     row.failure = failed.pop(OURS, None)
     row.skipped |= failed
     if device == "cuda" and not row.wrong:

@@ -1,0 +1,104 @@
+"""Other packages as peers of the benchmark: the same problem, and what is said where one is not."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastattn import testing
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))  # bench/ is no part of the installed package
+
+
+def forward_row(case):
+    """(the row of a case, after its peers were checked, its workload)."""
+    from bench import peers, suite
+
+    work = peers.build(case, compiled=False)
+    row = suite._new_row(case, work.backend, "forward", 1)
+    suite._check_others(work, [row])
+    return row, work
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "OpenVINO"])
+def test_an_installed_package_computes_the_same(package):
+    from bench.cases import PEERS_CASES
+
+    pytest.importorskip(package.lower())
+    offered = 0
+    for case in (c.tiny() for c in PEERS_CASES):
+        row, work = forward_row(case)
+        if package in work.implementations:
+            assert row.peer_errors[package] <= 1, case.name
+            offered += 1
+    assert offered >= 5
+
+
+def test_gpu_packages_get_their_layout_and_masks(monkeypatch):
+    """Both want [B, M, H, D]. Their stand-ins compute it with torch."""
+    from bench import cases, packages
+
+    def flash_attn_func(q, k, v, causal):
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    def memory_efficient_attention(q, k, v, attn_bias):
+        return flash_attn_func(q, k, v, attn_bias == "lower triangle")
+
+    ops = dict(
+        memory_efficient_attention=memory_efficient_attention,
+        LowerTriangularMask=lambda: "lower triangle",
+    )
+    flash = types.SimpleNamespace(flash_attn_func=flash_attn_func)
+    xformers = types.SimpleNamespace(ops=types.SimpleNamespace(**ops))
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
+    monkeypatch.setitem(sys.modules, "xformers", xformers)
+    found = []
+    for case in (c.tiny() for c in cases.PEERS_GPU_CASES if c.keys == "all"):
+        t = cases.draw(case)
+        plain, truth = testing.plain(case.problem, t)["out"], testing.exact(case.problem, t)["out"]
+        for name, call in packages._on_gpu(case, [t.q, t.k, t.v]).items():
+            testing.assert_within_budget(call(), plain, truth, f"{case.name} {name}")
+            found.append(name)
+    assert found.count("flash-attn") > found.count("xformers") > 0  # which has no groups
+
+
+def test_a_package_that_is_missing_is_a_reason(monkeypatch):
+    from bench import measure
+    from bench.cases import named
+
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    row, work = forward_row(named("dense-others").tiny())
+    assert "onnxruntime" not in row.peer_errors
+    calls = {"onnxruntime": work.step("onnxruntime", "forward")}
+    timings, failed = measure.interleave(calls, 0.001, "cpu", apart=True)
+    assert not timings
+    assert failed["onnxruntime"].startswith("ModuleNotFoundError")
+
+
+def test_a_package_with_another_result_is_not_timed(monkeypatch):
+    from bench import packages, suite
+    from bench.cases import named
+
+    case = named("causal-others").tiny()
+    no_mask = {"OpenVINO": lambda: F.scaled_dot_product_attention(*inputs)}
+    monkeypatch.setattr(packages, "calls", lambda case, t, qkv: inputs.extend(qkv) or no_mask)
+    inputs: list[torch.Tensor] = []
+    row, work = forward_row(case)
+    assert row.peer_errors["OpenVINO"] > suite.FARTHEST
+    assert row.skipped["OpenVINO"].startswith("another result")
+    row.error_ratios = {"out": 0.0}
+    suite._time(work, row, 0.001, "cpu", lambda doing, done: None)
+    assert row.timings.keys() == {"fastattn", "torch SDPA"}
