@@ -25,7 +25,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt
 
 .PHONY: help test test-fast test-kernels test-integrations fuzz test-aarch64 sanitize-cpu
-.PHONY: bench bench-models bench-modules bench-peers bench-scaling bench-compare
+.PHONY: bench bench-models bench-modules bench-extras bench-peers bench-scaling bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
@@ -41,6 +41,7 @@ help:
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make bench-models   likewise, at the shapes of known models"
 	@echo "make bench-modules  nn.MultiheadAttention at inference, from 16 tokens to 131072"
+	@echo "make bench-extras   packed documents, softcap and sinks"
 	@echo "make bench-peers    beside onnxruntime and OpenVINO; on a GPU flash-attn and xformers"
 	@echo "make bench-scaling  how time and memory grow with the sequence"
 	@echo "make bench-compare  make bench, and what became slower since the committed run"
@@ -117,6 +118,9 @@ bench-models: build
 
 bench-modules: build
 	$(PY) -m bench.run --suite modules --out bench/results/modules $(ARGS)
+
+bench-extras: build
+	$(PY) -m bench.run --suite extras --out bench/results/extras $(ARGS)
 
 # With NO_VENV=1, a package that is not there is no peer.
 bench-peers: build $(READY:%.ready=%.peers)

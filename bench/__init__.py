@@ -2,6 +2,7 @@
 
     cases.py    the named cases: shapes, masks, inputs, and how much work they are
     peers.py    what runs a case: ours, and the ways PyTorch offers
+    packed.py   of those, what users do with packed documents
     packages.py of those, other packages': onnxruntime, OpenVINO, flash-attn, xformers
     check.py    whether a result is right; a wrong one is not reported
     measure.py  time, interleaved

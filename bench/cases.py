@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bench import packed
 from fastattn import Mask, testing
 from fastattn.problem import Problem, validate
 from fastattn.problem.record import MASK_TENSORS
@@ -26,7 +27,8 @@ class Case:
     ``keys``: ``"all"``; ``"padding"``, a bool mask [B, 1, 1, N] over a padded batch; ``"lengths"``,
     the same keys given by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random
     blocks that keeps the share ``kept``; ``"documents"``, a bool mask [1, 1, M, N] of causal texts
-    packed end to end.
+    packed end to end; ``"packed"``, causal texts by their lengths, ``mean`` on average.
+    ``sink``: every head has one.
     ``module``: through nn.MultiheadAttention's interface, projections included.
     ``compiled``: torch.compile is a peer, and so is the code that it compiles. That takes seconds,
     so only where it may win: elsewhere it can at best find torch's own SDPA.
@@ -39,6 +41,8 @@ class Case:
     problem: testing.Case
     keys: str = "all"
     kept: float = 1 / 4
+    mean: int = 0
+    sink: bool = False
     module: bool = False
     need_weights: bool = False
     compiled: bool = False
@@ -51,7 +55,8 @@ class Case:
         groups = 1 if p.H != p.Hkv else 2
         cut = {"B": 2, "H": 2, "Hkv": groups, "M": 64, "N": 64, "D": 16, "E": 16}
         sizes = {letter: min(getattr(p, letter), size) for letter, size in cut.items()}
-        return dataclasses.replace(self, problem=dataclasses.replace(p, **sizes))
+        problem = dataclasses.replace(p, **sizes)
+        return dataclasses.replace(self, problem=problem, mean=min(self.mean, problem.N // 4))
 
 
 def _dot(name: str, **changes) -> testing.Case:
@@ -159,6 +164,16 @@ MODEL_CASES = [
          _dot("long", B=1, H=2, Hkv=2, M=16384, N=16384, causal="top_left")),
 ]  # fmt: skip
 
+# Packed documents; and what acts on every score or row, beside the same call without it.
+_CAPPED = _dot("softcap", softcap=30.0)
+EXTRAS_CASES = [
+    *(Case(f"packed-{N // 1024}k-{mean}", f"causal texts of {mean} tokens on average",
+           _dot("packed", B=1, H=2, Hkv=2, M=N, N=N), "packed", mean=mean)
+      for N in (4096, 32768) for mean in (100, 512)),
+    Case("softcap", "30 tanh(score / 30)", _CAPPED, compiled=True),
+    Case("sink", "a logit a head without a value", _dot("sink"), sink=True, compiled=True),
+]  # fmt: skip
+
 # The special path of nn.MultiheadAttention: evaluation without weights.
 MODULES_CASES = [
     Case(f"mha-{B}-{N}", "nn.MultiheadAttention in eval, need_weights=False",
@@ -195,6 +210,7 @@ SUITES = {
     "cuda": GPU_CASES,
     "models": MODEL_CASES,
     "modules": MODULES_CASES,
+    "extras": EXTRAS_CASES,
     "peers": PEERS_CASES,
     "peers-cuda": PEERS_GPU_CASES,
     "scaling": SCALING_CASES,
@@ -203,7 +219,7 @@ QUICK = (  # one of each kind, for a self-test
     "dense", "blocks", "additive-small", "mha-weights",
     "d128-4k", "blocks-4k", "additive-2k", "mha-weights-1k",
     "documents", "tacotron2-step", "llama-decode", "decode-16k",
-    "mha-8-128", "padding-others", "padding-4k-others",
+    "mha-8-128", "padding-others", "padding-4k-others", "packed-4k-100", "softcap", "sink",
 )  # fmt: skip
 
 
@@ -234,6 +250,8 @@ def _mask(case: Case, drawn: Mask) -> Mask:
         return Mask(keep=(torch.arange(p.N) < lengths[:, None])[:, None, None])
     if case.keys == "lengths":
         return Mask(kv_len=lengths)
+    if case.keys == "packed":
+        return Mask.documents(lengths=packed.lengths(p.N, case.mean), causal=True)
     if case.keys == "documents":
         text = torch.arange(p.N) * 8 // p.N
         same = text[: p.M, None] == text
@@ -262,6 +280,7 @@ def problem(case: Case, t: testing.Tensors) -> Problem:
     """The validated record of a case's attention; for a module, that of its heads."""
     score, grouped = case.problem.score, case.problem.H != case.problem.Hkv
     options = dict(mask=t.mask, bias=t.bias, enable_gqa=grouped and score != "additive")
+    options |= dict(softcap=case.problem.softcap) if case.problem.softcap else {}
     parameter = t.w if t.bandwidth is None else t.bandwidth
     return validate.build(score, t.q, t.k, t.v, parameter, **options).p
 
@@ -269,6 +288,9 @@ def problem(case: Case, t: testing.Tensors) -> Problem:
 def kept_pairs(case: Case, t: testing.Tensors) -> int:
     """Pairs (b, h, i, j) that the mask keeps and a kernel must compute."""
     p = problem(case, t)
+    if case.keys == "packed":  # no M x N matrix
+        begins, ends = t.mask.kv_begin, t.mask.kv_len
+        return p.B * p.H * int((ends - begins).sum())
     kept = p.kept()
     repeated = (p.B * p.H * p.M * p.N) // max(kept.numel(), 1)  # in the dims it broadcasts over
     return int(kept.sum()) * repeated

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench import cases
-from bench.peers import OURS, Implementation, Workload, first_entries, module_in
+from bench.peers import OURS, Implementation, Workload, eager_dot, first_entries, module_in
 from fastattn import Mask, testing
 from fastattn.problem import record
 
@@ -39,7 +39,8 @@ class Checker:
         else:
             self.upstream = torch.zeros_like(work.upstream)
             self.upstream[:, :, self.rows] = work.upstream[:, :, self.rows]
-            oracle = testing.oracle(*_with_rows(work, self.rows))
+            part = _with_rows(work, self.rows)
+            oracle = _beside_sinks(work, *part) if work.case.sink else testing.oracle(*part)
             self.oracles = dict.fromkeys(work.case.directions, oracle)
 
     def _module_oracle(self, direction: str) -> testing.Oracle:
@@ -70,7 +71,8 @@ class Checker:
 
     def _comparable(self, name: str, x: Tensor) -> Tensor:
         """The rows that the truth has, where the result has queries as dim 2."""
-        if self.work.case.module or name in ("grad_k", "grad_v", "grad_w", "grad_bandwidth"):
+        whole = ("grad_k", "grad_v", "grad_w", "grad_bandwidth", "grad_sink")
+        if self.work.case.module or name in whole:
             return x
         return x if x.shape[2] == 1 else x[:, :, self.rows]
 
@@ -97,11 +99,45 @@ def _rows(work: Workload) -> Tensor:
 
 def _with_rows(work: Workload, rows: Tensor) -> tuple[testing.Case, testing.Tensors]:
     """The problem of these queries alone. A dense mask keeps the same pairs for them."""
-    t, p = work.t, cases.problem(work.case, work.t)
-    keep = p.kept().expand(-1, -1, p.M, -1)[:, :, rows] if record.kinds(t.mask) else None
+    t = work.t
+    mask = _mask_of(work, rows)
     bias = t.bias if t.bias is None or t.bias.shape[2] == 1 else t.bias[:, :, rows]
     part = dataclasses.replace(work.case.problem, M=len(rows), causal=None)
     tensors = dataclasses.replace(
-        t, q=t.q[:, :, rows], grad_out=t.grad_out[:, :, rows], bias=bias, mask=Mask(keep=keep)
+        t, q=t.q[:, :, rows], grad_out=t.grad_out[:, :, rows], bias=bias, mask=mask
     )
     return part, tensors
+
+
+def _mask_of(work: Workload, rows: Tensor) -> Mask:
+    t, p = work.t, cases.problem(work.case, work.t)
+    if work.case.keys == "packed":  # no M x N matrix
+        return Mask(kv_begin=t.mask.kv_begin[:, rows], kv_len=t.mask.kv_len[:, rows])
+    kept = p.kept().expand(-1, -1, p.M, -1)[:, :, rows] if record.kinds(t.mask) else None
+    return Mask(keep=kept)
+
+
+def _beside_sinks(work: Workload, case: testing.Case, t: testing.Tensors) -> testing.Oracle:
+    """The truth of a dense problem with a sink: the reference has none."""
+    sink = work.implementations[OURS].leaves["sink"].detach()
+    by_row = sink[:, None, None].expand(*t.q.shape[:-1], 1)
+    truth, plain = (_eager(case, t, by_row, dtype) for dtype in (torch.float64, case.dtype))
+    terms = truth.pop("grad_sink")
+    # A sum over rows may cancel, but its rounding does not: it grows with the norm of its terms.
+    # Each of them moves with a row's log-sum-exp, which is rounded to its own size.
+    lse = (t.q.double() @ t.k.double().mT / math.sqrt(case.D)).logsumexp(-1, keepdim=True)
+    scales = {n: testing.largest(x) for n, x in truth.items()}
+    scales["grad_sink"] = testing.largest((terms * (1 + lse.abs())).square().sum((0, 2, 3)).sqrt())
+    truth["grad_sink"] = terms.sum((0, 2, 3))
+    plain["grad_sink"] = plain["grad_sink"].sum((0, 2, 3))
+    return testing.Oracle(truth, plain, scales)
+
+
+def _eager(
+    case: testing.Case, t: testing.Tensors, sink: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (t.q, t.k, t.v, sink)]
+    out = eager_dot(*leaves[:3], 1 / math.sqrt(case.D), None, None, sink=leaves[3])
+    grads = torch.autograd.grad(out, leaves, t.grad_out.to(dtype))
+    names = ("grad_q", "grad_k", "grad_v", "grad_sink")
+    return {"out": out.detach(), **dict(zip(names, grads, strict=True))}

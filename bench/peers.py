@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from bench import cases, machine, packages
+from bench import cases, machine, packages, packed
 from bench.cases import FORWARD, Case
 from fastattn import functional, testing
 from fastattn.backends import registry
@@ -31,6 +31,8 @@ SDPA_BACKENDS = {
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
+# Ours without what the case is about: shown beside it, and no peer.
+WITHOUT = "ours without it"
 PLAIN = (EAGER, MODULE)  # the starting points of torch.compile, always shown beside it
 
 
@@ -41,6 +43,7 @@ class Implementation:
     call: Callable[[], Tensor | tuple]
     leaves: dict[str, Tensor]
     module: nn.Module | None = None
+    padding: packed.Padding | None = None  # of leaves and output, if theirs is another shape
 
     def step(self, direction: str, upstream: Tensor) -> Callable[[], object]:
         """The timed call: inference without autograd, or a training step without the optimiser."""
@@ -49,6 +52,7 @@ class Implementation:
         if direction == FORWARD:
             return torch.no_grad()(self.call)
         leaves = list(self.leaves.values())
+        upstream = self.padding.pad(upstream) if self.padding else upstream
         return lambda: torch.autograd.grad(_outputs(self.call())[0], leaves, upstream)
 
     def results(self, direction: str, upstream: Tensor) -> dict[str, Tensor]:
@@ -57,11 +61,13 @@ class Implementation:
             outputs, grads = self.step(direction, upstream)(), {}
         else:
             self.step(direction, upstream)  # for its effect: training mode
-            outputs = self.call()
-            pulled = torch.autograd.grad(_outputs(outputs)[0], list(self.leaves.values()), upstream)
+            outputs, leaves = self.call(), list(self.leaves.values())
+            upstream = self.padding.pad(upstream) if self.padding else upstream
+            pulled = torch.autograd.grad(_outputs(outputs)[0], leaves, upstream)
             grads = {f"grad_{name}": g for name, g in zip(self.leaves, pulled, strict=True)}
         named = zip(("out", "weights"), _outputs(outputs), strict=False)
-        return {name: x.detach() for name, x in named} | grads
+        found = {name: x.detach() for name, x in named} | grads
+        return {n: self.padding.pack(x) for n, x in found.items()} if self.padding else found
 
 
 def _outputs(returned: Tensor | tuple) -> list[Tensor]:
@@ -113,10 +119,22 @@ def _functions(
     case: Case, t: testing.Tensors, backend: str, compiled: bool
 ) -> dict[str, Implementation]:
     tensors = {"q": t.q, "k": t.k, "v": t.v, "w": t.w, "bias": t.bias, "bandwidth": t.bandwidth}
+    if case.sink:
+        tensors["sink"] = torch.linspace(-1.0, 1.0, case.problem.H, device=t.q.device)
     leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x is not None}
     set_up = {"dot": _dot, "additive": _additive, "gaussian": _gaussian}[case.problem.score]
     calls = set_up(case, t, leaves, backend, compiled)
-    return {name: Implementation(call, leaves) for name, call in calls.items()}
+    found = {name: Implementation(call, leaves) for name, call in calls.items()}
+    if case.sink and WITHOUT in found:
+        found[WITHOUT].leaves = {n: x for n, x in leaves.items() if n != "sink"}
+    return found | (_padded_batch(case, leaves) if case.keys == "packed" else {})
+
+
+def _padded_batch(case: Case, leaves: dict[str, Tensor]) -> dict[str, Implementation]:
+    padding = packed.padding(packed.lengths(case.problem.N, case.mean))
+    padded = {n: padding.pad(x.detach()).requires_grad_() for n, x in leaves.items()}
+    call = packed.attend_padded(list(padded.values()))
+    return {packed.PADDED: Implementation(call, padded, padding=padding)}
 
 
 def _dot(
@@ -126,30 +144,39 @@ def _dot(
     qkv, bias, scale = [leaves[n] for n in "qkv"], leaves.get("bias"), 1 / math.sqrt(p.D)
     causal = t.mask.causal == "top_left"
     # A mask that torch can only take as a tensor is built here, outside the timing.
-    kept = p.kept() if record.kinds(t.mask) else None
+    huge = case.keys == "packed" and p.M * p.N > packed.MOST_MASKED
+    kept = p.kept() if record.kinds(t.mask) and not huge else None
     dropped = None if kept is None else ~kept
     as_keep = t.mask.keep is not None  # then all implementations get the same tensor
     ours = dict(attn_mask=t.mask.keep, is_causal=causal) if as_keep else dict(mask=t.mask)
     attn_mask, grouped = bias if causal or kept is None else kept, p.H != p.Hkv
+    extras = dict(softcap=p.softcap or None, sink=leaves.get("sink"))
 
-    calls = {
-        OURS: lambda: functional.scaled_dot_product_attention(
-            *qkv, bias=bias, enable_gqa=grouped, backend=backend, **ours
-        ),
-        **_sdpa(
-            p.device.type,
-            lambda: F.scaled_dot_product_attention(
-                *qkv, attn_mask=attn_mask, is_causal=causal, enable_gqa=grouped
-            ),
-        ),
-    }
+    def call_ours(**extras) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            *qkv, bias=bias, enable_gqa=grouped, backend=backend, **ours, **extras
+        )
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(
+            *qkv, attn_mask=attn_mask, is_causal=causal, enable_gqa=grouped
+        )
+
+    calls: dict[str, Callable] = {OURS: lambda: call_ours(**extras)}
+    if any(x is not None for x in extras.values()):  # which torch's function has not
+        calls[WITHOUT] = call_ours
+    else:
+        calls |= _sdpa(p.device.type, packed.too_large(p.M, p.N) if huge else sdpa)
+    if case.keys == "packed":
+        documents = packed.lengths(p.N, case.mean)
+        calls[packed.LOOP] = lambda: packed.one_by_one(documents, qkv)
     if case.others:
         calls |= packages.calls(case, t, qkv)
     if case.compiled:
-        calls[EAGER] = lambda: eager_dot(*qkv, scale, dropped, bias)
+        calls[EAGER] = lambda: eager_dot(*qkv, scale, dropped, bias, **extras)
     if compiled:
         fused = torch.compile(eager_dot, dynamic=False)
-        calls[COMPILED] = lambda: fused(*qkv, scale, dropped, bias)
+        calls[COMPILED] = lambda: fused(*qkv, scale, dropped, bias, **extras)
     if compiled and p.device.type == "cuda":
         calls[FLEX] = _flex(p, t, leaves)
     return calls
@@ -227,15 +254,22 @@ def _gaussian(
 
 
 def eager_dot(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: Tensor | None, bias: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: Tensor | None, bias: Tensor | None,
+    softcap: float | None = None, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention without a fused function."""
     scores = q @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     if dropped is not None:
         scores = scores.masked_fill(dropped, -math.inf)
-    return torch.softmax(scores, -1) @ v
+    if sink is None:
+        return torch.softmax(scores, -1) @ v
+    column = sink[:, None, None] if sink.dim() == 1 else sink  # of heads, or of rows
+    column = column.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v
 
 
 def eager_additive(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:

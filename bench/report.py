@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.cases import BOTH, FORWARD
 from bench.measure import Timing
-from bench.peers import OURS, PLAIN
+from bench.peers import OURS, PLAIN, WITHOUT
 
 SCHEMA = 1  # of the JSON; raised when a field changes its meaning
 GREEN, RED, BOLD, RESET = "\033[32m", "\033[31m", "\033[1m", "\033[0m"
@@ -51,7 +51,8 @@ class Row:
     @property
     def best_peer(self) -> str | None:
         """The fastest other implementation."""
-        peers = {name: t.median for name, t in self.timings.items() if name != OURS}
+        ours = (OURS, WITHOUT)
+        peers = {name: t.median for name, t in self.timings.items() if name not in ours}
         return min(peers, key=peers.__getitem__) if peers and OURS in self.timings else None
 
     @property
@@ -239,6 +240,9 @@ def _notes(rows: list[Row]) -> list[str]:
         name = f"{row.case} {SHORT[row.direction]}"
         lines += [f"{name}: {_beside(row, peer)}" for peer in PLAIN if peer in row.memory]
         lines += [f"{name}: {row.failure}"] if row.failure else []
+        if WITHOUT in row.timings:
+            share = row.timings[WITHOUT].median / row.median_ms
+            lines.append(f"{name}: the same call without it takes {share:.0%} of the time")
         lines += [_others(row, name)] if row.peer_errors else []
         for peer, why in row.skipped.items():
             missing.setdefault(f"not measured, {peer}: {why}", []).append(name)

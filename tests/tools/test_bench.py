@@ -34,7 +34,7 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
     return status, json.loads((folder / "bench.json").read_text()), folder
 
 
-@pytest.mark.parametrize("suite", ["cpu", "cuda", "models", "modules", "peers"])
+@pytest.mark.parametrize("suite", ["cpu", "cuda", "models", "modules", "extras", "peers"])
 def test_quick_run_writes_table_json_and_picture(tmp_path, capsys, suite):
     """Tiny sizes on the CPU. The GPU cases run the same code."""
     from bench.cases import QUICK, SUITES

@@ -102,3 +102,30 @@ def test_a_package_with_another_result_is_not_timed(monkeypatch):
     row.error_ratios = {"out": 0.0}
     suite._time(work, row, 0.001, "cpu", lambda doing, done: None)
     assert row.timings.keys() == {"fastattn", "torch SDPA"}
+
+
+# ---- packed documents, softcap and sinks ----
+
+
+def test_peers_of_the_extras_compute_the_same():
+    from bench import check, peers
+    from bench.cases import EXTRAS_CASES
+
+    for case in EXTRAS_CASES:
+        work = peers.build(case.tiny(), compiled=False)
+        checker = check.Checker(work)
+        for name in work.implementations.keys() - {peers.WITHOUT}:
+            for direction, ratios in checker.error_ratios(name).items():
+                assert check.worst(ratios) <= 1, f"{case.name} {direction} {name} {ratios}"
+        if case.keys == "packed":
+            assert len(work.implementations) == 4
+
+
+@pytest.mark.parametrize("mean", [100, 512])
+def test_documents_fill_the_length(mean):
+    from bench import packed
+
+    found = packed.lengths(32768, mean)
+    assert sum(found) == 32768
+    assert min(found) > 0
+    assert sum(found) / len(found) == pytest.approx(mean, rel=0.25)
