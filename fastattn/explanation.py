@@ -92,8 +92,8 @@ def explain(query: Any = None, *inputs: Any, **options: Any) -> Explanation | Mo
         A :class:`fastattn.Explanation` with the ``backend``, the ``path`` through the CPU kernels
         and the ``reasons`` against each backend. For a module, a
         :class:`fastattn.ModuleExplanation` with the explanations of its calls. ``print`` shows them
-        as a table. For nested tensors, which no function takes, the table says what to call
-        instead.
+        as a table. For nested tensors without a jagged layout, which no function takes, the table
+        says what to call instead.
 
     Raises:
         TypeError: as the function or module that is called.

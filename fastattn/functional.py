@@ -169,9 +169,8 @@ def scaled_dot_product_attention(
         return_weights=return_weights, seed=seed,
     )  # fmt: skip
     if jagged.given(query, key, value):
-        arguments.check_bool("is_causal", is_causal)
-        tensors, options = jagged.packed(query, key, value, options)
-        return jagged.restored(_attend("dot", tensors, return_lse, backend, None, **options), query)
+        options |= {"return_lse": return_lse, "backend": backend}
+        return jagged.call(scaled_dot_product_attention, query, key, value, options)
     if (others := arguments.overriding(query, key, value, attn_mask, bias, sink)) is not None:
         return handle_torch_function(
             scaled_dot_product_attention, others, query, key, value, **options,
@@ -236,7 +235,8 @@ def additive_attention(
 
     Args:
         query: ``[..., M, D]`` already projected (``W_q x_q + b``), or ``[..., H, M, D]`` when
-            weight is ``[H, D]``.
+            weight is ``[H, D]``. Or a jagged nested tensor, ``[B, j, D]`` or ``[B, H, j, D]``, as
+            in :func:`scaled_dot_product_attention`.
         key: ``[..., N, D]``, already projected, batch and head dims as query's (they broadcast).
         value: ``[..., N, E]``.
         weight: ``[D]``, or ``[H, D]`` for H heads. There is no scale: fold one into it.
@@ -287,6 +287,9 @@ def additive_attention(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
         softcap=softcap, sink=sink, return_weights=return_weights, seed=seed,
     )  # fmt: skip
+    if jagged.given(query, key, value):
+        options |= {"weight": weight, "return_lse": return_lse, "backend": backend}
+        return jagged.call(additive_attention, query, key, value, options)
     given = query, key, value, weight, attn_mask, bias, sink
     if (others := arguments.overriding(*given)) is not None:
         return handle_torch_function(
@@ -310,8 +313,8 @@ def explain(
     value = key if value is None else value
     bandwidth = options.pop("bandwidth", None)
     score: Score = "additive" if weight is not None else "dot" if bandwidth is None else "gaussian"
-    if score == "dot" and jagged.given(query, key, value):
-        (query, key, value, _), options = jagged.packed(query, key, value, options)
+    if jagged.given(query, key, value):
+        (query, key, value), options = jagged.packed(query, key, value, options)
     if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
         title = f"{score} attention of nested tensors"
         return registry.Explanation(None, None, {}, title, arguments.NESTED)

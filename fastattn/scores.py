@@ -19,7 +19,7 @@ from fastattn.functional import (
     additive_attention,
     scaled_dot_product_attention,
 )
-from fastattn.problem import Mask, arguments, validate
+from fastattn.problem import Mask, arguments, jagged, validate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,7 +103,7 @@ def attention(
 
     Args:
         query: ``[..., H, M, D]``; see :func:`scaled_dot_product_attention`, or
-            :func:`additive_attention`.
+            :func:`additive_attention`. Jagged nested tensors are taken with every score.
         key: ``[..., Hkv, N, D]``.
         value: ``[..., Hkv, N, E]``.
         score: one of the table.
@@ -144,11 +144,13 @@ def attention(
         softcap=softcap, sink=sink, return_weights=return_weights, return_lse=return_lse,
         seed=seed, backend=backend,
     )  # fmt: skip
+    own: dict[str, Any] = dict(
+        score=score, weight=weight, bandwidth=bandwidth, scale=scale, enable_gqa=enable_gqa
+    )
+    if jagged.given(query, key, value):
+        return jagged.call(attention, query, key, value, options | own)
     if (others := arguments.overriding(query, key, value, weight, bandwidth)) is not None:
-        return handle_torch_function(
-            attention, others, query, key, value, score=score, weight=weight, bandwidth=bandwidth,
-            scale=scale, enable_gqa=enable_gqa, **options,
-        )  # fmt: skip
+        return handle_torch_function(attention, others, query, key, value, **own, **options)
     arguments.check_choice("score", score, SCORES)
     if weight is not None and score != "additive":
         raise ValueError(f"weight: only the additive score has one, score is {score!r}")

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from fastattn.functional import scaled_dot_product_attention
-from fastattn.problem import arguments, validate
+from fastattn.problem import arguments, jagged, validate
 
 # Kept from the import on: a program may put something else in their place later.
 _SDPA = F.scaled_dot_product_attention
@@ -82,7 +82,7 @@ class UseForSdpa(TorchFunctionMode):
             return torch.unflatten(*args, **kwargs)
         if func is not _SDPA:
             return func(*args, **kwargs)
-        reason = _reason_against(values)
+        reason = _reason_against(dict(zip(_NAMES, args, strict=False)) | kwargs)
         self.calls.count(reason)
         return (_SDPA if reason else scaled_dot_product_attention)(*args, **kwargs)
 
@@ -104,13 +104,19 @@ def _never(tensors: Iterable[Tensor | None]) -> bool:
 _INSIDE_MULTI_HEAD = _with_globals(_MULTI_HEAD, has_torch_function=_never)
 
 
-def _reason_against(values: tuple) -> str | None:
+_NAMES = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
+
+
+def _reason_against(call: dict[str, Any]) -> str | None:
     """Why a call with these arguments is torch's; None where it is ours."""
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "torch.jit.trace cannot follow sizes into our operators"
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         return "no forward-mode derivative where it is compiled"
-    for x in values:
+    q, k, v = (call.get(name) for name in _NAMES[:3])
+    if jagged.given(q, k, v):
+        return jagged.reason_against(q, k, v, call) or _dtype(q)
+    for x in call.values():
         if not isinstance(x, Tensor) or arguments.is_causal_bias(x):
             continue
         if x.is_nested:
@@ -119,9 +125,13 @@ def _reason_against(values: tuple) -> str | None:
             return f"{type(x).__name__} is a tensor subclass"
         if x.layout is not torch.strided:
             return f"layout {x.layout}"
-        if x.dtype is not torch.bool and x.dtype not in validate.DTYPES:
-            return f"dtype {x.dtype}"
+        if x.dtype is not torch.bool and (reason := _dtype(x)) is not None:
+            return reason
     return None
+
+
+def _dtype(x: Any) -> str | None:
+    return None if x.dtype in validate.DTYPES else f"dtype {x.dtype}"
 
 
 class _Forward:
@@ -151,8 +161,9 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
     see nothing of either. Both work under torch.compile, in one graph. nn.MultiheadAttention and
     nn.TransformerEncoderLayer take part: PyTorch's fast path at inference is off inside.
 
-    A tensor subclass, a nested tensor, another dtype than float16, bfloat16, float32 and float64,
-    and torch.jit.trace are left to torch, and counted with that reason.
+    Jagged nested tensors are computed too, with gradients on any device. Left to torch, and counted
+    with the reason, are tensor subclasses, strided nested tensors, other dtypes than float16,
+    bfloat16, float32 and float64, and torch.jit.trace.
 
     Args:
         model: any module, changed in place: the ``forward`` of it, and of every module in it that

@@ -1,68 +1,127 @@
-"""Jagged nested tensors ``[B, H, j, D]``: their values ``[H, T, D]`` are packed documents."""
+"""Jagged nested tensors: sequences of different lengths, of which ``values()`` is packed documents.
+
+``[B, H, j, D]`` has the values ``[H, T, D]``, and ``[B, j, D]`` the values ``[T, D]``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.problem import intervals
+from fastattn.problem import arguments, intervals
 from fastattn.problem.mask import Mask
 
 INSTEAD = "fastattn.varlen_attention over x.transpose(1, 2).values() and x.offsets()"
+NONE_OF = "attn_mask", "mask", "bias", "return_weights"
+
+
+def is_jagged(x: object) -> bool:
+    """Whether ``x`` is a jagged nested tensor."""
+    return isinstance(x, Tensor) and x.layout is torch.jagged
 
 
 def given(query: object, key: object, value: object) -> bool:
     """Whether all three are jagged nested tensors."""
-    return all(isinstance(x, Tensor) and x.layout is torch.jagged for x in (query, key, value))
+    return is_jagged(query) and is_jagged(key) and is_jagged(value)
+
+
+def call(
+    function: Callable[..., Any], query: Any, key: Any, value: Any, options: dict[str, Any]
+) -> Any:
+    """``function`` of one sample of packed documents; its results are jagged again.
+
+    Raises:
+        ValueError: see :func:`packed`.
+    """
+    tensors, options = packed(query, key, value, options)
+    return _restored(function(*tensors, **options), query)
 
 
 def packed(
     query: Any, key: Any, value: Any, options: dict[str, Any]
-) -> tuple[tuple[Tensor, Tensor, Tensor, None], dict[str, Any]]:
-    """The call over one sample of packed documents: ``[1, H, T, D]`` tensors, and its options.
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Tensors ``[1, H, T, D]`` or ``[1, T, D]`` of packed documents, and the call's options.
 
     Raises:
-        ValueError: another layout than ``[B, H, j, D]``, lengths that do not fit each other, or an
-            option that would need a tensor of other lengths.
+        ValueError: another layout, lengths that do not fit each other, or an option that would need
+            a tensor of other lengths.
     """
-    _check(query, key, value)
-    for name in ("attn_mask", "mask", "bias", "return_weights"):
-        if options.get(name) is not None:
-            raise ValueError(f"{name}: jagged nested tensors take none: call {INSTEAD}")
+    if (reason := reason_against(query, key, value, options)) is not None:
+        raise ValueError(reason)
     q, k, v = (x.values()[None] for x in (query, key, value))
+    arguments.check_bool("is_causal", options.get("is_causal", False))
     causal = "top_left" if options.get("is_causal", False) else False
-    begin, end = intervals.documents(query.offsets(), key.offsets(), q.shape[2], causal, None)
-    mask = Mask(kv_begin=begin, kv_len=end)
-    return (q, k, v, None), {**options, "mask": mask, "is_causal": False}
+    mask = documents(query.offsets(), key.offsets(), q.shape[-2], causal)
+    return (q, k, v), {**options, "mask": mask, "is_causal": False}
 
 
-def restored(results: Tensor | tuple[Tensor, ...], query: Any) -> Any:
-    """Results ``[1, H, T, ...]`` as jagged nested tensors with the offsets of query."""
-    if isinstance(results, tuple):
-        return tuple(restored(x, query) for x in results)
-    return torch.nested.nested_tensor_from_jagged(results[0], query.offsets(), jagged_dim=2)
+def documents(
+    offsets: Tensor,
+    offsets_k: Tensor,
+    length: int,
+    causal: str | bool,
+    window: tuple[int, int] | None = None,
+) -> Mask:
+    """The mask by which each of ``length`` packed queries sees the keys of its own sequence."""
+    begin, end = intervals.documents(offsets, offsets_k, length, causal, window)
+    return Mask(kv_begin=begin, kv_len=end)
 
 
-def _check(query: Any, key: Any, value: Any) -> None:
+def reason_against(query: Any, key: Any, value: Any, options: dict[str, Any]) -> str | None:
+    """Why these jagged tensors cannot be packed; None if they can."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4 or x._ragged_idx != 2:
+        if x.dim() not in (3, 4) or x._ragged_idx != x.dim() - 2:
             shape = str(list(x.shape))
-            raise ValueError(
-                f"{name}: expected [B, H, j, D], jagged in dim 2, got {shape}: "
+            return (
+                f"{name}: expected [B, H, j, D] or [B, j, D], jagged in dim -2, got {shape}: "
                 "write x.unflatten(-1, (H, D)).transpose(1, 2) for [B, j, H * D]"
             )
-        if x.lengths() is not None:
-            raise ValueError(
-                f"{name}: expected no gaps between sequences: write {name}.contiguous()"
-            )
-    if key.shape[2] != value.shape[2]:
-        raise ValueError(
+    tensors = {"query": query, "key": key, "value": value}
+    if (gaps := _gaps(tensors.items())) is not None:
+        return gaps
+    if not same_lengths(key, value):
+        return (
             "key and value: expected the same offsets: make one of them by "
             "torch.nested.nested_tensor_from_jagged(values, other.offsets())"
         )
     if query.shape[0] != key.shape[0]:
-        raise ValueError(
-            f"query and key: expected as many sequences, got {query.shape[0]} and {key.shape[0]}"
-        )
+        return f"query and key: expected as many sequences, got {query.shape[0]} and {key.shape[0]}"
+    names = (name for name in NONE_OF if options.get(name) is not None)
+    if (name := next(names, None)) is not None:
+        return f"{name}: jagged nested tensors take none: call {INSTEAD}"
+    return None
+
+
+def check_whole(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Raises ValueError if there are gaps between the sequences of a tensor."""
+    if (gaps := _gaps(tensors)) is not None:
+        raise ValueError(gaps)
+
+
+def _gaps(tensors: Iterable[tuple[str, Any]]) -> str | None:
+    for name, x in tensors:
+        if x.lengths() is not None:
+            return f"{name}: expected no gaps between sequences: write {name}.contiguous()"
+    return None
+
+
+def same_lengths(x: Tensor, y: Tensor) -> bool:
+    """Whether torch knows that the sequences of both have the same lengths."""
+    return x.shape[x._ragged_idx] == y.shape[y._ragged_idx]  # pyright: ignore
+
+
+def _restored(results: Tensor | tuple[Tensor, ...], query: Any) -> Any:
+    """Results ``[1, H, T, ...]`` as jagged nested tensors with the offsets of query."""
+    if isinstance(results, tuple):
+        return tuple(_restored(x, query) for x in results)
+    return from_values(results[0], query)
+
+
+def from_values(values: Tensor, like: Any) -> Tensor:
+    """The jagged tensor of these values, with the offsets and the jagged dim of ``like``."""
+    return torch.nested.nested_tensor_from_jagged(
+        values, like.offsets(), jagged_dim=like._ragged_idx
+    )

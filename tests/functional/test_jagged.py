@@ -1,4 +1,4 @@
-"""Jagged nested tensors in scaled_dot_product_attention: the sequences, each for itself."""
+"""Jagged nested tensors in the functions: the sequences, each for itself."""
 
 import pytest
 import torch
@@ -39,7 +39,10 @@ def alone(leaves, is_causal, dtype):
 
 def derived(out, leaves):
     upstream = torch.linspace(-1, 1, out.numel()).to(torch.bfloat16).view(out.shape)
-    return out.detach(), *torch.autograd.grad((out * upstream.to(out.dtype)).sum(), leaves)
+    total = (out * upstream.to(out.dtype)).sum()
+    return out.detach(), *torch.autograd.grad(
+        total, leaves, allow_unused=True, materialize_grads=True
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -62,6 +65,74 @@ def test_log_sum_exp_is_jagged():
     assert lse.shape == out.shape[:3]
     assert torch.equal(lse.values(), expected[1])
     assert torch.equal(out.transpose(1, 2).values(), expected[0])
+
+
+SCORES = {
+    "additive": lambda x: {"weight": x},
+    "gaussian": lambda x: {"bandwidth": x[:, None].exp()},
+    "cosine": lambda x: {},
+    "dot": lambda x: {},
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_every_score_with_heads(score, is_causal):
+    """The parameter's gradient too. The float64 loop is by the eager backend."""
+    lengths = LENGTHS, KEYS, KEYS
+    leaves = [torch.randn(sum(n), 2, 8, requires_grad=True) for n in lengths]
+    leaves.append(torch.randn(2, 8, requires_grad=True))
+
+    def attend(q, k, v, own):
+        options = SCORES[score](own)
+        return fastattn.attention(q, k, v, score=score, is_causal=is_causal, **options)
+
+    def together(*leaves):
+        offsets = {n: torch.tensor((0, *n)).cumsum(0) for n in lengths}
+        nested = [
+            torch.nested.nested_tensor_from_jagged(x, offsets[n]).transpose(1, 2)
+            for x, n in zip(leaves[:3], lengths, strict=True)
+        ]
+        return attend(*nested, leaves[3]).transpose(1, 2).values()
+
+    def one_by_one(*leaves):
+        parts = zip(*(x.split(n) for x, n in zip(leaves[:3], lengths, strict=True)), strict=True)
+        outs = [attend(*(x.transpose(0, 1)[None] for x in part), leaves[3]) for part in parts]
+        return torch.cat([x[0].transpose(0, 1) for x in outs])
+
+    compare(together, one_by_one, leaves)
+
+
+@pytest.mark.parametrize("score", ["additive", "scaled_dot"])
+def test_without_heads(score):
+    """[B, j, D], with a log-sum-exp [B, j]."""
+    leaves = [torch.randn(sum(n), 8, requires_grad=True) for n in (LENGTHS, KEYS, KEYS)]
+    leaves.append(torch.randn(8, requires_grad=True))
+
+    def attend(q, k, v, weight):
+        weight = weight if score == "additive" else None
+        options = dict(weight=weight, return_lse=True, softcap=2.0)
+        return fastattn.attention(q, k, v, score=score, **options)
+
+    def together(q, k, v, weight):
+        offsets = [torch.tensor((0, *n)).cumsum(0) for n in (LENGTHS, KEYS)]
+        q = torch.nested.nested_tensor_from_jagged(q, offsets[0])
+        k, v = (torch.nested.nested_tensor_from_jagged(x, offsets[1]) for x in (k, v))
+        out, lse = attend(q, k, v, weight)
+        return torch.cat([out.values(), lse.values()[:, None]], -1)
+
+    def one_by_one(q, k, v, weight):
+        parts = zip(q.split(LENGTHS), k.split(KEYS), v.split(KEYS), strict=True)
+        found = [attend(*(x[None] for x in part), weight) for part in parts]
+        return torch.cat([torch.cat([out[0], lse[0][:, None]], -1) for out, lse in found])
+
+    compare(together, one_by_one, leaves[:3] + leaves[3:])
+
+
+def compare(together, one_by_one, leaves):
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    calls = (together, leaves), (one_by_one, leaves), (one_by_one, wide)
+    assert_close(*(derived(call(*x), x) for call, x in calls))
 
 
 def test_explain():
@@ -94,15 +165,16 @@ GAPS = torch.nested.nested_tensor_from_jagged(
 @pytest.mark.parametrize(
     ("tensors", "options", "message"),
     [
-        ([Q.transpose(1, 2)] * 3, {}, r"query: expected \[B, H, j, D\], jagged in dim 2"),
+        ([Q.transpose(1, 2)] * 3, {}, r"query: expected \[B, H, j, D\] or \[B, j, D\], jagged in"),
         ((Q, Q, OTHER), {}, "key and value: expected the same offsets"),
         ((Q, FEW, FEW), {}, "expected as many sequences, got 4 and 3"),
         ([GAPS] * 3, {}, r"query: expected no gaps .* query.contiguous\(\)"),
         ([Q] * 3, {"bias": torch.zeros(1)}, "bias: .* none: call fastattn.varlen_attention"),
         ([Q] * 3, {"return_weights": "full"}, "return_weights: .* none"),
         ([Q] * 3, {"mask": fastattn.Mask(window=(1, 1))}, "mask: .* none"),
+        ([Q] * 3, {"is_causal": 1}, "is_causal: expected a bool"),
     ],
 )
 def test_errors(tensors, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         fastattn.scaled_dot_product_attention(*tensors, **options)

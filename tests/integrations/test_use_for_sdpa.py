@@ -127,9 +127,47 @@ class Overriding(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def nested():
-    x = torch.nested.nested_tensor([draw(3, 8), draw(2, 8)], layout=torch.jagged)
+def jagged(*tensors):
+    """[B, H, j, D] of tensors [j, H * D]."""
+    offsets = torch.tensor([0, *map(len, tensors)]).cumsum(0)
+    x = torch.nested.nested_tensor_from_jagged(torch.cat(tensors), offsets)
     return x.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+def nested():
+    return torch.nested.nested_tensor([draw(2, 3, 4), draw(2, 2, 4)])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_jagged_sequences(is_causal):
+    """With gradients, which torch has none of on a CPU."""
+    parts = [draw(n, 8) for n in (3, 0, 5)]
+
+    def gradient(x, together):
+        x = x.detach().requires_grad_()
+        rows = x.split([len(part) for part in parts])
+        if together:
+            heads = jagged(*rows)
+            out = imported(heads, heads, heads, is_causal=is_causal).transpose(1, 2).values()
+        else:
+            heads = [row.unflatten(-1, (2, 4)).transpose(0, 1) for row in rows]
+            outs = [imported(h, h, h, is_causal=is_causal) for h in heads]
+            out = torch.cat([out.transpose(0, 1) for out in outs])
+        return torch.cat([out.flatten(1), torch.autograd.grad(out.square().sum(), x)[0]])
+
+    x = torch.cat(parts)
+    with fastattn.use_for_sdpa() as calls:
+        ours = gradient(x, True)
+    assert (calls.fastattn, dict(calls.torch)) == (1, {})
+    assert_within_budget(ours, gradient(x, False), gradient(x.double(), False))
+
+
+def test_jagged_sequences_with_a_mask_are_left_to_torch():
+    x = jagged(draw(3, 8), draw(2, 8))
+    with contextlib.suppress(ValueError), fastattn.use_for_sdpa() as calls:
+        imported(x, x, x, torch.zeros(3, 3))
+    [said] = calls.torch
+    assert said.startswith("attn_mask: jagged nested tensors take none")
 
 
 @pytest.mark.parametrize(

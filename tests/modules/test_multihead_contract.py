@@ -41,14 +41,6 @@ class TestDelegation:
         assert "multi_head_attention_forward" in names
         torch.testing.assert_close(out.as_subclass(torch.Tensor), module(x, x, x)[0])
 
-    def test_jagged_input(self, module, x, calls):
-        nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
-        with pytest.raises((AssertionError, RuntimeError)) as ours:
-            module(nested, nested, nested)
-        with pytest.raises(ours.type):
-            nn.MultiheadAttention.forward(module, nested, nested, nested)
-        assert not calls
-
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     def test_nested_input_in_training(self, module, x):
         nested = torch.nested.nested_tensor([x[0], x[1, :3]])

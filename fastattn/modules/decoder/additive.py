@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.modules import single_head
+from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
 
@@ -84,6 +85,7 @@ class AdditiveAttention(nn.Module):
         """
         return self.W_k(keys)
 
+    @takes_jagged(packs=True)
     def forward(
         self,
         queries: Tensor,

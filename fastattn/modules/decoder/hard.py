@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fastattn.modules import single_head
 from fastattn.modules.decoder.alignment import Alignment
+from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
 
@@ -87,6 +88,7 @@ class HardAttention(nn.Module):
         """A cache for ``forward``: the work that depends on ``keys`` alone."""
         return self.score.project_keys(keys)
 
+    @takes_jagged(packs=False)
     def forward(
         self,
         queries: Tensor,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fastattn.modules import single_head
 from fastattn.modules.decoder.luong import LuongAttention
+from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import DenseMasks, Masks
 from fastattn.problem import Mask, arguments
 
@@ -82,6 +83,7 @@ class LocalAttention(LuongAttention):
             self.W_p = nn.Linear(query_dim, query_dim, bias=False, device=device, dtype=dtype)
             self.v_p = nn.Linear(query_dim, 1, bias=False, device=device, dtype=dtype)
 
+    @takes_jagged(packs=False)
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         queries: Tensor,

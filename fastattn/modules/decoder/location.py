@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastattn.modules import single_head
 from fastattn.modules.decoder.additive import AdditiveAttention
+from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask, arguments, validate
 
@@ -117,6 +118,7 @@ class LocationSensitiveAttention(AdditiveAttention):
         if coverage:
             self.W_c = nn.Linear(1, hidden_dim, **factory)
 
+    @takes_jagged(packs=False)
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         query: Tensor,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fastattn.modules import single_head
 from fastattn.modules.decoder.alignment import Alignment
+from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
 
@@ -86,6 +87,7 @@ class LuongAttention(nn.Module):
         """
         return self.score.project_keys(keys)
 
+    @takes_jagged(packs=True)
     def forward(
         self,
         queries: Tensor,

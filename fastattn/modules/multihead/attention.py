@@ -9,6 +9,7 @@ from fastattn.backends import watch
 from fastattn.modules.multihead import inference, inputs, interop, kv_cache, nested, projection
 from fastattn.modules.multihead.inputs import Inputs
 from fastattn.modules.multihead.kv_cache import KVCache
+from fastattn.problem import jagged
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -60,8 +61,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         well, pass the model through :func:`replace_attention` once, even if its attention already
         is of this class.
 
-        Some calls go to torch's own ``forward``: tensor subclasses, nested tensors outside plain
-        self-attention, dtypes other than float16, bfloat16, float32 and float64, and
+        Some calls go to torch's own ``forward``: tensor subclasses, strided nested tensors outside
+        plain self-attention, dtypes other than float16, bfloat16, float32 and float64, and
         ``torch.jit.trace``. ``torch.jit.script`` compiles a plain nn.MultiheadAttention that shares
         the parameters.
 
@@ -94,7 +95,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: (M, B, E), or (B, M, E) with ``batch_first``, or (M, E). Of the parameters'
-                dtype.
+                dtype. With ``batch_first`` also a jagged nested tensor (B, j, E), as key and value
+                are then. The output is jagged too, there are no weights, and ``is_causal`` is the
+                only mask. It then needs no ``attn_mask``.
             key: (N, B, kdim), (B, N, kdim) or (N, kdim).
             value: (N, B, vdim), (B, N, vdim) or (N, vdim).
             key_padding_mask: (B, N) or, unbatched, (N). Boolean: True = this key is padding,
@@ -125,7 +128,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 neither bool nor float.
             RuntimeError: a dtype differs from the parameters', ``attn_mask`` has the wrong shape,
                 or ``is_causal`` comes without ``attn_mask``.
-            TypeError, ValueError: the call does not fit ``cache``.
+            TypeError, ValueError: the call does not fit ``cache``, or jagged tensors.
         """
         without_masks = attn_mask is key_padding_mask is cache is None and not is_causal
         if without_masks and query is key is value and _scores_by_dot(self._attend):
@@ -146,6 +149,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_attn_weights,
             is_causal,
         )
+        if any(map(jagged.is_jagged, (query, key, value))):
+            return nested.attend_sequences(self, args, self._attend_heads)
         foreign = interop.foreign(self, query, key, value, key_padding_mask, attn_mask)
         if foreign is not None:
             leaf = interop.fx_leaf(self, args)

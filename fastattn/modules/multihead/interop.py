@@ -24,7 +24,7 @@ def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | Non
     Such a call has one of these:
 
     - an argument or parameter that overrides torch functions or wraps other tensors (DTensor,
-      quantised weights, jagged tensors, torch.fx proxies);
+      quantised weights, torch.fx proxies);
     - a dtype outside float16, bfloat16, float32 and float64;
     - torch.jit.trace, which cannot follow sizes into an autograd function. Its traces should also
       run where fastattn is not installed.

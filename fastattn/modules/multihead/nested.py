@@ -1,17 +1,19 @@
-"""Self-attention over a nested batch: sequences of different lengths in one strided nested tensor.
+"""Attention over nested tensors: sequences of different lengths.
 
-nn.TransformerEncoder makes such a tensor from a padded batch at inference, so that its linear
-layers skip the padding. Its layers pass it to ``self_attn`` as query, key and value without a mask.
+nn.TransformerEncoder makes a strided nested tensor from a padded batch at inference, so that its
+linear layers skip the padding. Its layers pass it to ``self_attn`` as query, key and value without
+a mask. Jagged tensors are what users make, for training too.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.modules.multihead import projection
-from fastattn.problem import Mask
+from fastattn.modules.multihead import inputs, projection
+from fastattn.problem import Mask, jagged
 
 TAKEN = "of nested tensors, only plain self-attention at inference is computed here"
 
@@ -54,3 +56,56 @@ def attend(
         merged, present, mask_check=False
     )
     return module.out_proj(nested), None
+
+
+def attend_sequences(
+    module: nn.MultiheadAttention, args: tuple, heads_attend: Callable[..., tuple]
+) -> tuple[Tensor, None]:
+    """Attention over jagged tensors (B, j, E): (out, None); out has the offsets of the query.
+
+    The sequences stand one after the other, so nothing is padded. Each sees itself alone.
+
+    Raises:
+        ValueError: lengths that do not fit each other, or what a call over jagged tensors has not.
+    """
+    query, key, value, *_, is_causal = args
+    _check_sequences(module, *args)
+    dense = {id(x): x.values()[None] for x in (query, key, value)}
+    q, k, v = (dense[id(x)] for x in (query, key, value))
+    call = inputs.canonical(module, q, k, v, None, None, False, False)
+    causal = "top_left" if is_causal else False
+    mask = jagged.documents(query.offsets(), key.offsets(), q.shape[1], causal)
+    heads = projection.to_heads(module, q, k, v, batch_first=True)
+    out, _ = heads_attend(call._replace(masks={**call.masks, "mask": mask}), *heads, False, False)
+    return jagged.from_values(out[0], query), None
+
+
+def _check_sequences(
+    module: nn.MultiheadAttention,
+    query: Any,
+    key: Any,
+    value: Any,
+    key_padding_mask: Tensor | None,
+    need_weights: bool,
+    attn_mask: Tensor | None,
+    _average: bool,
+    is_causal: bool,
+) -> None:
+    if not jagged.given(query, key, value):
+        raise ValueError("query, key and value: expected jagged tensors, all of them or none")
+    if (reason := jagged.reason_against(query, key, value, {})) is not None:
+        raise ValueError(reason)
+    if not module.batch_first or projection.extra_keys(module):
+        raise ValueError(
+            "jagged tensors: expected a module with batch_first=True, and without add_bias_kv and "
+            "add_zero_attn"
+        )
+    if need_weights:
+        raise ValueError("need_weights: jagged tensors have none: write need_weights=False")
+    if key_padding_mask is not None:
+        raise ValueError("key_padding_mask: expected None, as jagged tensors have no padding")
+    if attn_mask is not None and not is_causal:
+        raise ValueError(
+            "attn_mask: jagged tensors take none: write is_causal=True, or call "
+            "fastattn.varlen_attention with a bias="
+        )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fastattn import functional
 from fastattn.modules import single_head
+from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.multihead import projection
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask, arguments
@@ -79,6 +80,7 @@ class SelfAttention(nn.Module):
         self.in_proj = nn.Linear(hidden_dim, 3 * inner, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(inner, hidden_dim, bias=bias, device=device, dtype=dtype)
 
+    @takes_jagged(packs=True)
     def forward(
         self,
         x: Tensor,

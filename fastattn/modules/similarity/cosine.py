@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fastattn import scores
 from fastattn.modules import single_head
+from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask, arguments
 
@@ -58,6 +59,7 @@ class CosineAttention(nn.Module):
         start = torch.full((), float(scale), device=device, dtype=dtype)
         self.scale = nn.Parameter(start, requires_grad=learnable)
 
+    @takes_jagged(packs=True)
     def forward(
         self,
         queries: Tensor,

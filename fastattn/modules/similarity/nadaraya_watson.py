@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.modules import single_head
+from fastattn.modules.jagged import longest, takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
+from fastattn.problem.jagged import is_jagged
 
 
 class NadarayaWatson(nn.Module):
@@ -72,6 +74,7 @@ class NadarayaWatson(nn.Module):
         """The bandwidth h, [] or [D]."""
         return self.log_bandwidth.exp()
 
+    @takes_jagged(packs=True)
     def forward(
         self,
         queries: Tensor,
@@ -145,7 +148,7 @@ class NadarayaWatson(nn.Module):
         Returns:
             The estimates, in the shape of ``y``.
         """
-        N = x.shape[-2] if x.dim() > 1 else x.shape[0]
+        N = longest(x) if is_jagged(x) else x.shape[-2] if x.dim() > 1 else x.shape[0]
         others = ~torch.eye(N, dtype=torch.bool, device=x.device)
         return self(x, x, y, attn_mask=others)
 
