@@ -160,6 +160,10 @@ void fill_dropout(const Operands& in, AttentionParams* p) {
   p->dropout.enabled = true;
   p->dropout.threshold = threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold);
   p->dropout.scale = in.dropout_p >= 1 ? 0.f : static_cast<float>(1 / (1 - in.dropout_p));
+  STD_TORCH_CHECK(in.origin_j % 4 == 0, "fastattn: origin_j: expected a multiple of 4, got ",
+                  in.origin_j);
+  p->dropout.first = {static_cast<uint32_t>(in.origin_j / 4), static_cast<uint32_t>(in.origin_i),
+                      static_cast<uint32_t>(in.origin_h), static_cast<uint32_t>(in.origin_b)};
   device::set_seed(*in.seed, &p->dropout);
 }
 
@@ -234,21 +238,26 @@ Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType d
 }
 
 // [B, H, M, E], in memory [B, M, H, E], or [M, B, H, E] if the batch is not the first dim.
-Tensor empty_out(const Tensor& like, const AttentionParams& p, bool batch_first) {
+Tensor empty_out(const Tensor& like, const AttentionParams& p, bool batch_first,
+                 ScalarType dtype) {
   const auto size = [](int64_t n) { return std::max<int64_t>(n, 1); };
   const int64_t head = size(p.E), row = size(p.H) * head;
   const int64_t stride_b = batch_first ? size(p.M) * row : row;
   const int64_t stride_m = batch_first ? row : size(p.B) * row;
-  return empty_strided(like, {p.B, p.H, p.M, p.E}, {stride_b, head, stride_m, 1},
-                       like.scalar_type());
+  return empty_strided(like, {p.B, p.H, p.M, p.E}, {stride_b, head, stride_m, 1}, dtype);
 }
 
-// Laid out like the result of torch.empty_like().
-Tensor like(const Tensor& t) {
+// Laid out like the result of torch.empty_like(); contiguous if of another dtype.
+Tensor like(const Tensor& t, ScalarType dtype) {
+  if (dtype != t.scalar_type()) return empty(t, {t.sizes().begin(), t.sizes().end()}, dtype);
   if (!t.is_contiguous() || t.numel() == 0) return torch::stable::empty_like(t);
   const auto sizes = t.sizes(), strides = t.strides();
-  return empty_strided(t, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()},
-                       t.scalar_type());
+  return empty_strided(t, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, dtype);
+}
+
+// Of results that may be sums over blocks later.
+ScalarType result_dtype(const Operands& in) {
+  return in.wide ? ScalarType::Float : in.q.scalar_type();
 }
 
 // `bytes` of memory that live as long as the tensor; none if 0.
@@ -269,7 +278,7 @@ Results run_forward(const Operands& in, bool batch_first) {
 
   const Tensor& q = in.q;
   const ScalarType dtype = q.scalar_type();
-  Tensor out = empty_out(q, p, batch_first);
+  Tensor out = empty_out(q, p, batch_first, result_dtype(in));
   Tensor lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
   Tensor stats = empty(q, {p.B, p.H, p.M, 2}, ScalarType::Float);
   Tensor returned = empty(q, weights_shape(p), dtype);
@@ -324,9 +333,10 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
     p.grad_weights = weights_view(p, *saved.grad_weights, "grad_weights");
   }
 
-  Tensor grad_q = like(q);
-  Tensor grad_k = like(in.k);
-  Tensor grad_v = like(in.v);
+  const ScalarType dtype = result_dtype(in);
+  Tensor grad_q = like(q, dtype);
+  Tensor grad_k = like(in.k, dtype);
+  Tensor grad_v = like(in.v, dtype);
   p.grad_q = view_of(grad_q, "grad_q", {p.B, p.H, p.M, p.D});
   p.grad_k = view_of(grad_k, "grad_k", {p.B, p.Hkv, p.N, p.D});
   p.grad_v = view_of(grad_v, "grad_v", {p.B, p.Hkv, p.N, p.E});

@@ -61,7 +61,9 @@ struct Operands {
   OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, kv_begin = {}, seed = {};
   std::optional<int64_t> band_lo = {}, band_hi = {};
   double scale = 1, softcap = 0, dropout_p = 0;
+  int64_t origin_b = 0, origin_h = 0, origin_i = 0, origin_j = 0;
   int64_t weights = 0, score = 0;
+  bool wide = false;
 };
 
 inline Operands take_operands(Arguments& from) {
@@ -77,8 +79,13 @@ inline Operands take_operands(Arguments& from) {
   in.scale = from.take<double>();
   in.softcap = from.take<double>();
   in.dropout_p = from.take<double>();
+  in.origin_b = from.take<int64_t>();
+  in.origin_h = from.take<int64_t>();
+  in.origin_i = from.take<int64_t>();
+  in.origin_j = from.take<int64_t>();
   in.weights = from.take<int64_t>();
   in.score = from.take<int64_t>();
+  in.wide = from.take<bool>();
   return in;
 }
 

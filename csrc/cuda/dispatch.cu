@@ -12,6 +12,8 @@ constexpr int64_t kMaxDot = 128;  // of D and E of the dot product, so that sums
 // Differences take the additive kernels, with loops of their own.
 bool is_additive(const AttentionParams& p) { return p.score != ScoreKind::kDot; }
 
+constexpr char kWide[] = "the dot product's results have the dtype of q";
+
 }  // namespace
 
 const char* unsupported(const AttentionParams& p) {
@@ -36,12 +38,14 @@ int64_t backward_workspace_bytes(const BackwardParams& p) {
 
 const char* forward(const ForwardParams& p, void* stream) {
   if (const char* reason = unsupported(p)) return reason;
-  return is_additive(p) ? additive_forward(p, stream) : sdpa_forward(p, stream);
+  if (is_additive(p)) return additive_forward(p, stream);
+  return p.out.dtype == p.q.dtype ? sdpa_forward(p, stream) : kWide;
 }
 
 const char* backward(const BackwardParams& p, void* stream) {
   if (const char* reason = unsupported(p)) return reason;
-  return is_additive(p) ? additive_backward(p, stream) : sdpa_backward(p, stream);
+  if (is_additive(p)) return additive_backward(p, stream);
+  return p.grad_q.dtype == p.q.dtype ? sdpa_backward(p, stream) : kWide;
 }
 
 }  // namespace fastattn::cuda

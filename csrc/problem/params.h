@@ -37,12 +37,16 @@ struct MaskParams {
 // philox.h turns (seed, b, h, i, j) into 32 bits; a weight survives when its bits >= threshold,
 // times scale. A seed that the device reads can change between replays of a CUDA graph, and nobody
 // waits for it to come to the host.
+struct Counters {
+  uint32_t j4, i, h, b;  // j4: of 4 keys
+};
 struct DropoutParams {
   bool enabled;
   uint32_t threshold;  // p * 2^32
   float scale;         // 1 / (1 - p); 0 when p = 1
   uint64_t seed;
   const int64_t* seed_ptr;  // CUDA: the seed in the device's memory, instead of `seed`; or nullptr
+  Counters first;           // of a block of a larger problem: where its indices begin in that
 };
 
 // By number, as operators take them: WEIGHTS in fastattn/problem/record.py.

@@ -4,6 +4,7 @@
 //
 //   counter = (j / 4, i, h, b)      key = (low, high half of seed)      bits = output word j % 4
 //
+// with the indices that a block's weight has in the whole problem,
 // so backward re-derives what forward drew, and nothing of size M x N is stored. cpu/tile/masking.h
 // has the vector form and fastattn/problem/record.py the definition in PyTorch; tests compare them
 // bit for bit.
@@ -36,6 +37,14 @@ FASTATTN_FN PhiloxBlock philox4x32(uint64_t seed, uint32_t c0, uint32_t c1, uint
     key1 += kPhiloxKey1;
   }
   return {{c0, c1, c2, c3}};
+}
+
+// The counters of the weight (b, h, i, j).
+FASTATTN_FN Counters counters_of(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i,
+                                 int64_t j) {
+  const Counters& first = dropout.first;
+  return {first.j4 + static_cast<uint32_t>(j / 4), first.i + static_cast<uint32_t>(i),
+          first.h + static_cast<uint32_t>(h), first.b + static_cast<uint32_t>(b)};
 }
 
 }  // namespace fastattn

@@ -30,6 +30,8 @@ def unsupported(p: Problem) -> list[str]:
         reasons.append("the dot product is written for float16 and bfloat16")
     if p.softcap:
         reasons.append("softcap is left to Triton")
+    if p.wide and p.score == "dot":
+        reasons.append("wide results of the dot product are left to Triton")
     most = MAX_HEAD_SIZE[p.score]
     if p.D > most[0] or p.E > most[1]:
         reasons.append(f"D ends at {most[0]} and E at {most[1]}, here they are {p.D} and {p.E}")

@@ -31,11 +31,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``registry.Backend``."""
     with _no_autocast(p):
-        out, lse, weights = reference.forward(p, q, k, v, w, bias)
+        out, lse, weights, stats = reference.forward_with_stats(p, q, k, v, w, bias)
     # Every backend returns the same layout: code that views the output then works on all or on
     # none. This copy is not written into a new tensor: compiled by torch 2.11, that write is lost.
-    out = out.to(p.dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    return out.transpose(1, 2), lse, weights.to(p.dtype), lse.new_empty(p.B, 0)
+    out = out.to(p.result_dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return out.transpose(1, 2), lse, weights.to(p.dtype), stats
 
 
 def backward(
@@ -43,12 +43,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See ``registry.Backend``."""
     given = Saved(*saved)
+    # What all keys add up to is known best from all keys.
+    rows = (given.out, given.stats) if p.has_some_keys else ()
     with _no_autocast(p):
         grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(
-            p, q, k, v, w, bias, given.grad_out, given.grad_lse, given.grad_weights
+            p, q, k, v, w, bias, given.grad_out, given.grad_lse, given.grad_weights, *rows
         )
     if bias is None or grad_bias is None or not given.bias_needs_grad:
         grad_bias = None
     else:
         grad_bias = grad_bias.to(bias.dtype)
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_w, grad_bias
+    grads = (grad.to(p.result_dtype) for grad in (grad_q, grad_k, grad_v))
+    return *grads, grad_w, grad_bias

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import Problem, schemas
-from fastattn.problem.record import weights_of, weights_shape
+from fastattn.problem.record import empty_gradient, weights_of, weights_shape
 from fastattn.problem.schemas import Call, Saved
 
 
@@ -108,7 +108,8 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, H, M, _ = call.q.shape
     N, E = call.v.shape[-2:]
     shape = weights_shape(weights_of(call.weights), B, H, M, N)
-    out = call.q.new_empty(B, M, H, E).transpose(1, 2)
+    dtype = torch.float32 if call.wide else call.q.dtype
+    out = call.q.new_empty(B, M, H, E, dtype=dtype).transpose(1, 2)
     lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
     return out, lse, call.q.new_empty(shape), stats
 
@@ -119,7 +120,8 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     grad_w = call.q.new_empty((0,) if call.w is None else (B, H, D), dtype=torch.float32)
     bias = call.bias if saved.bias_needs_grad else None
     grad_bias = call.q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return *map(torch.empty_like, (call.q, call.k, call.v)), grad_w, grad_bias
+    grads = (empty_gradient(x, call.wide) for x in (call.q, call.k, call.v))
+    return *grads, grad_w, grad_bias
 
 
 # ---- a pair of operators a backend ----

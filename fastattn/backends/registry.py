@@ -6,6 +6,7 @@ that can. A backend that the user names never falls back to another: its reasons
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,8 +36,9 @@ class Backend(Protocol):
         """(out ``[B, H, M, E]`` in memory ``[B, M, H, E]``, lse, weights, stats).
 
         lse is the natural logarithm, in ``p.acc_dtype``. stats ``[B, ...]`` is what the backend's
-        own backward needs for each row. The fused backends keep (shift, factor) in
-        ``[B, H, M, 2]``: the weight of a base-2 score s is ``2^(s - shift) * factor``.
+        own backward needs for each row, (shift, factor) in ``[B, H, M, 2]``: the weight of a score
+        s is ``2^(s - shift) * factor``, with s in base 2. Eager has e instead. A row without keys
+        has factor 0.
         """
         ...
 
@@ -46,7 +48,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Gradients of (q, k, v, w, bias). The gradient of w is ``[B, H, D]``, in ``p.acc_dtype``.
 
-        ``saved``: the fields of ``schemas.Saved``.
+        ``saved``: the fields of ``schemas.Saved``. Of a block of keys, out and stats may be those
+        of all keys: see ``blocks.py``.
         """
         ...
 
@@ -77,6 +80,11 @@ def get(name: str) -> Backend:
             f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}"
         )
     return BACKENDS[name]
+
+
+def log_base(name: str) -> float:
+    """The natural logarithm of the base in which a backend's stats are."""
+    return 1.0 if name == "eager" else math.log(2)
 
 
 def against(name: str, p: Problem) -> list[str]:

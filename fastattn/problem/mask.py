@@ -315,16 +315,19 @@ def band_of(mask: Mask, M: int, N: int) -> tuple[int | None, int | None]:
     return (None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)
 
 
-def kept_by(mask: Mask, M: int, N: int, device: torch.device) -> Tensor:
+def kept_by(
+    mask: Mask, band: tuple[int | None, int | None], M: int, N: int, device: torch.device
+) -> Tensor:
     """The definition of a mask: bool, broadcastable to ``[B, H, M, N]``, True keeps.
 
     It is slow on purpose: only the reference and the tests use it. It expects the mask in its
-    validated form: ``kv_len`` and ``kv_begin`` int32 ``[B|1, M|1]``, ``keep`` with 4 dims.
+    validated form: ``kv_len`` and ``kv_begin`` int32 ``[B|1, M|1]``, ``keep`` with 4 dims. The band
+    stands for causal and window: see ``Problem.band``.
     """
     i = torch.arange(M, device=device)[:, None]
     j = torch.arange(N, device=device)[None, :]
     kept = torch.ones(1, 1, M, N, dtype=torch.bool, device=device)
-    lo, hi = band_of(mask, M, N)
+    lo, hi = band
     if lo is not None:
         kept = kept & (j >= i + lo)
     if hi is not None:

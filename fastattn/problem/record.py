@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ def weights_shape(weights: Weights, B: int, H: int, M: int, N: int) -> tuple[int
     return {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[weights]
 
 
+def empty_gradient(x: Tensor, wide: bool) -> Tensor:
+    """An uninitialised gradient of x as backends lay it out: contiguous if of another dtype."""
+    if wide and x.dtype != torch.float32:
+        return x.new_empty(x.shape, dtype=torch.float32)
+    return torch.empty_like(x)
+
+
 def weights_of(number: int) -> Weights:
     """The name of a number in ``WEIGHTS``."""
     for name, known in WEIGHTS.items():
@@ -41,13 +48,32 @@ def weights_of(number: int) -> Weights:
     raise ValueError(f"weights: expected one of {WEIGHTS}, got {number}")
 
 
+class Origin(NamedTuple):
+    """Where a problem lies in a larger one, the whole, of which it is a block.
+
+    The pair (b, h, i, j) of the block is the pair (b + origin.b, h + origin.h, i + origin.i,
+    j + origin.j) of the whole. Bands and dropout's bits are those of the whole. The tensors of the
+    block's mask are its own: what they say of the whole, cut and counted from the block's keys.
+
+    ``M`` and ``N`` are the sizes of the whole; None: those of the block.
+    """
+
+    b: int = 0
+    h: int = 0
+    i: int = 0
+    j: int = 0
+    M: int | None = None
+    N: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Dropout:
     """Dropout of attention weights with probability ``p``; survivors times ``1 / (1 - p)``.
 
     Whether a weight survives is a pure function of ``(seed, b, h, i, j)``, the same on every
     backend. The function is Philox4x32 with 7 rounds, of counter ``(j // 4, i, h, b)`` and key
-    ``seed``. The weight survives when output word ``j % 4`` is at least ``p * 2**32``.
+    ``seed``. The weight survives when output word ``j % 4`` is at least ``p * 2**32``. The indices
+    of a block are those of the whole.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -68,17 +94,20 @@ class Dropout:
     def bits(self, p: Problem) -> Tensor:
         """The random bits, int64 in ``[0, 2**32)``, shape ``[B, H, M, N]``."""
 
-        def counter(size: int, dim: int) -> Tensor:
+        def counter(first: int, size: int, dim: int) -> Tensor:
             shape = [1, 1, 1, 1]
             shape[dim] = -1
-            return torch.arange(size, dtype=torch.int64, device=p.device).view(shape)
+            count = torch.arange(size, dtype=torch.int64, device=p.device)
+            return (count + first).view(shape)
 
         assert self.seed is not None
         word_blocks = (p.N + 3) // 4
-        words = _philox4x32(
-            self.seed.to(p.device),
-            (counter(word_blocks, 3), counter(p.M, 2), counter(p.H, 1), counter(p.B, 0)),
-        )
+        b, h, i, j = p.origin[:4]
+        counters = (
+            counter(j // 4, word_blocks, 3), counter(i, p.M, 2), counter(h, p.H, 1),
+            counter(b, p.B, 0),
+        )  # fmt: skip
+        words = _philox4x32(self.seed.to(p.device), counters)
         stacked = torch.stack([w.expand(p.B, p.H, p.M, word_blocks) for w in words], dim=-1)
         return stacked.flatten(-2)[..., : p.N]
 
@@ -118,6 +147,9 @@ class Problem:
 
     ``weights`` says which attention weights are returned beside the output: those after dropout,
     for each head (``"full"``) or averaged over heads (``"mean"``).
+
+    ``origin`` says where a block lies in a larger problem. ``wide`` asks for results that are sums
+    over blocks later, in ``acc_dtype``: the output, and gradients of q, k and v.
     """
 
     score: Score
@@ -135,6 +167,8 @@ class Problem:
     mask: Mask = dataclasses.field(default_factory=Mask)
     dropout: Dropout | None = None
     weights: Weights = "none"
+    origin: Origin = Origin()  # noqa: RUF009, a tuple of numbers
+    wide: bool = False
     # What operators take after (q, k, v, w, bias): see schemas.Call. Made once, not at every call.
     operands: tuple = dataclasses.field(init=False, repr=False)
 
@@ -142,8 +176,14 @@ class Problem:
         masks = [getattr(self.mask, name) for name in MASK_TENSORS]
         p, seed = (0.0, None) if self.dropout is None else (self.dropout.p, self.dropout.seed)
         band = self.band()
-        numbers = self.scale, self.softcap, p, WEIGHTS[self.weights], SCORES[self.score]
-        operands = (*masks, seed, *band, *numbers)
+        if self.dropout is not None and self.origin.j % 4:
+            raise ValueError(
+                f"origin.j: expected a multiple of 4 with dropout, got {self.origin.j}: four keys "
+                "share their random bits"
+            )
+        numbers = self.scale, self.softcap, p, *self.origin[:4]
+        names = WEIGHTS[self.weights], SCORES[self.score]
+        operands = (*masks, seed, *band, *numbers, *names, self.wide)
         object.__setattr__(self, "operands", operands)
 
     def __str__(self) -> str:
@@ -155,20 +195,40 @@ class Problem:
         parts += [f"softcap {self.softcap:g}"] if self.softcap else []
         parts += ["dropout"] if self.dropout else []
         parts += [f"weights {self.weights}"] if self.weights != "none" else []
+        if self.origin != Origin():
+            parts += [
+                f"a block at b={self.origin.b} h={self.origin.h} i={self.origin.i} "
+                f"j={self.origin.j}"
+            ]
+        parts += ["wide"] if self.wide else []
         return ", ".join(parts)
 
     def band(self) -> tuple[int | None, int | None]:
         """Causal and window in one: keeps ``i + lo <= j <= i + hi``, None where unbounded."""
-        return band_of(self.mask, self.M, self.N)
+        M = self.M if self.origin.M is None else self.origin.M
+        N = self.N if self.origin.N is None else self.origin.N
+        lo, hi = band_of(self.mask, M, N)
+        shift = self.origin.i - self.origin.j
+        return lo if lo is None else lo + shift, hi if hi is None else hi + shift
 
     def kept(self) -> Tensor:
         """The definition of the mask: bool, broadcastable to ``[B, H, M, N]``, True keeps."""
-        return kept_by(self.mask, self.M, self.N, self.device)
+        return kept_by(self.mask, self.band(), self.M, self.N, self.device)
 
     @property
     def acc_dtype(self) -> torch.dtype:
         """What sums are accumulated in, and the log-sum-exp's dtype: fp64 for fp64, else fp32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def has_some_keys(self) -> bool:
+        """Whether this is a block that lacks keys of the whole."""
+        return self.origin.N is not None and self.origin.N != self.N
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of the output, and of the gradients of q, k and v."""
+        return self.acc_dtype if self.wide else self.dtype
 
     @property
     def dropout_p(self) -> float:

@@ -30,12 +30,19 @@ def forward(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights) in ``p.acc_dtype``."""
+    return forward_with_stats(p, q, k, v, w, bias)[:3]
+
+
+def forward_with_stats(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and what :func:`probabilities` says of rows."""
     q, k, v, w, bias = _upcast(p, q, k, v, w, bias)
     kept = kept_pairs(p, bias)
     q, k, v = _blank_unused(p, q, k, v, kept)
-    _, lse, dropped, _ = probabilities(p, q, k, w, bias, kept)
+    _, (lse, stats), dropped, _ = probabilities(p, q, k, w, bias, kept)
     out = _masked_matmul(dropped, per_head(p, v), kept)
-    return out, lse, _returned_weights(p, dropped)
+    return out, lse, _returned_weights(p, dropped), stats
 
 
 def backward(
@@ -48,6 +55,8 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None = None,
     grad_weights: Tensor | None = None,
+    out: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of (q, k, v, w, bias) in ``p.acc_dtype``; that of w is per batch, ``[B, H, D]``.
 
@@ -58,21 +67,31 @@ def backward(
 
     A softcap c multiplies dS by its slope, 1 - tanh(score / c)^2, on the way to the score.
 
+    With ``out`` and ``stats`` of forward, delta_i is ``dO_i . O_i + sum_j W_ij dW_ij - dlse_i``. Of
+    a block of keys, these may be those of all keys: the gradients are then those of all keys, too.
+
     Made of differentiable operations, so that its own gradient is the double backward.
     """
-    q, k, v, w, bias, grad_out = _upcast(p, q, k, v, w, bias, grad_out)
+    q, k, v, w, bias, grad_out, out = _upcast(p, q, k, v, w, bias, grad_out, out)
     kept = kept_pairs(p, bias)
     q, k, v = _blank_unused(p, q, k, v, kept)
-    probs, _, dropped, factors = probabilities(p, q, k, w, bias, kept)
+    probs, _, dropped, factors = probabilities(p, q, k, w, bias, kept, stats)
 
     grad_dropped = grad_out @ per_head(p, v).mT
     if grad_weights is not None:
         share = grad_weights.to(p.acc_dtype)
-        grad_dropped = grad_dropped + (share if p.weights == "full" else share[:, None] / p.H)
+        share = share if p.weights == "full" else share[:, None] / p.H
+        grad_dropped = grad_dropped + share
+        share = share if kept is None else share.masked_fill(~kept, 0.0)
     grad_probs = grad_dropped if factors is None else grad_dropped * factors
     if kept is not None:  # garbage in a masked value makes grad_probs NaN where probs is 0
         grad_probs = grad_probs.masked_fill(~kept, 0.0)
-    delta = (probs * grad_probs).sum(-1, keepdim=True)
+    if out is None:
+        delta = (probs * grad_probs).sum(-1, keepdim=True)
+    else:
+        delta = (grad_out * out).sum(-1, keepdim=True)
+        if grad_weights is not None:
+            delta = delta + (dropped * share).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse.to(p.acc_dtype)[..., None]
     grad_scores = probs * (grad_probs - delta)
@@ -202,8 +221,13 @@ def probabilities(
     w: Tensor | None,
     bias: Tensor | None,
     kept: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(P, lse, W, dropout factors): softmax of the masked scores before and after dropout."""
+    stats: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor | None, Tensor], Tensor, Tensor | None]:
+    """(P, (lse, stats), W, dropout factors): softmax of masked scores before and after dropout.
+
+    ``stats`` ``[B, H, M, 2]`` are (shift, factor): ``P = exp(score - shift) * factor``. They may be
+    given, where these keys are not all, and then there is no lse.
+    """
     scores = _scores(p, q, k, w)
     if p.softcap:
         scores = p.softcap * torch.tanh(scores / p.softcap)
@@ -211,6 +235,19 @@ def probabilities(
         scores = scores + bias
     if kept is not None:
         scores = scores.masked_fill(~kept, -math.inf)
+    lse = None
+    if stats is not None:
+        probs = torch.exp(scores - stats[..., :1]) * stats[..., 1:]
+    else:
+        probs, lse, stats = _softmax(p, scores)
+    if kept is not None:  # where a row is NaN, its masked weights are still 0
+        probs = probs.masked_fill(~kept, 0.0)
+    factors = None if p.dropout is None else p.dropout.factors(p, p.acc_dtype)
+    return probs, (lse, stats), probs if factors is None else probs * factors, factors
+
+
+def _softmax(p: Problem, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(P, lse, stats) of masked scores."""
     if p.N == 0:  # amax of nothing is an error
         row_max = scores.new_zeros(p.B, p.H, p.M, 1)
     else:
@@ -220,12 +257,9 @@ def probabilities(
     total = exp.sum(-1, keepdim=True)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
-    probs = exp / total
-    if kept is not None:  # where a row is NaN, its masked weights are still 0
-        probs = probs.masked_fill(~kept, 0.0)
     lse = (row_max + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
-    factors = None if p.dropout is None else p.dropout.factors(p, p.acc_dtype)
-    return probs, lse, probs if factors is None else probs * factors, factors
+    stats = torch.cat([row_max, (1 / total).masked_fill(empty, 0.0)], -1)
+    return exp / total, lse, stats
 
 
 def _returned_weights(p: Problem, dropped: Tensor) -> Tensor:

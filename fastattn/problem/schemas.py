@@ -38,8 +38,13 @@ class Call(NamedTuple):
     scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0
+    origin_b: int = 0  # the indices of dropout's bits begin here
+    origin_h: int = 0
+    origin_i: int = 0
+    origin_j: int = 0  # a multiple of 4
     weights: int = 0  # a value of record.WEIGHTS
     score: int = 0  # a value of record.SCORES
+    wide: bool = False  # out, and the gradients of q, k and v, are float32
 
 
 class Saved(NamedTuple):

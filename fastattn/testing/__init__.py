@@ -22,7 +22,7 @@ from fastattn.testing.budget import (
     poisoned,
 )
 from fastattn.testing.cases import INPUTS, Case, Tensors, make
-from fastattn.testing.checks import assert_invariants, assert_same_bits, check, spoil
+from fastattn.testing.checks import assert_invariants, assert_same_bits, check, check_blocks, spoil
 from fastattn.testing.grid import GRID
 from fastattn.testing.runners import DROPOUT_SEED, exact, plain, run
 
@@ -39,6 +39,7 @@ __all__ = [
     "assert_within_budget",
     "budget",
     "check",
+    "check_blocks",
     "error",
     "error_ratio",
     "exact",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import reference
+from fastattn.testing.blocks import run_by_blocks
 from fastattn.testing.budget import _oracle_of_case, poisoned
 from fastattn.testing.cases import Case, Tensors, _laid_out, _with
 from fastattn.testing.runners import _kept, _used_keys, run
@@ -79,6 +80,13 @@ def check(
         assert_same_bits(spoilt, ours)
     else:  # GPU kernels compute in another way where they find garbage
         oracle.check(case, spoilt)
+
+
+def check_blocks(case: Case, backend: str) -> None:
+    """Compares a case computed block by block with the reference, within the same budget."""
+    t, oracle = _oracle_of_case(case)
+    with poisoned():
+        oracle.check(case, run_by_blocks(case, t, backend))
 
 
 def assert_same_bits(a: dict, b: dict) -> None:

@@ -132,7 +132,7 @@ def _features(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float |
 
 
 def _canonical(case: Case, t: Tensors, leaves: dict[str, Any]) -> tuple:
-    """(p, q, k, v, w, bias) of a score of the record, made of float64 leaves."""
+    """(p, q, k, v, w, bias) of a score of the record, made of leaves."""
     x = dict(leaves)
     q, k, scale = _features(case, x.pop("q"), x.pop("k"))
     w = _parameter(x.pop("w"), x.pop("bandwidth"))
@@ -150,11 +150,25 @@ def _upstream(t: Tensors) -> list[Any]:
 
 def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
     """The float64 reference and its explicit gradients."""
-    leaves = _leaves(case, t, torch.float64)
+
+    def compute(p: Problem, *args: Any) -> tuple[tuple, tuple]:
+        return reference.forward(p, *args), reference.backward(p, *args, *_upstream(t))
+
+    return explicit(case, t, torch.float64, compute)
+
+
+def explicit(
+    case: Case, t: Tensors, dtype: torch.dtype | None, compute: Callable[..., tuple[tuple, tuple]]
+) -> dict[str, Tensor]:
+    """Results and gradients of ``compute(p, q, k, v, w, bias)`` on the canonical tensors.
+
+    It returns (out, lse, weights), and the gradients of q, k, v, w and bias.
+    """
+    leaves = _leaves(case, t, dtype)
     p, *made = _canonical(case, t, leaves)
     args: list[Any] = [None if x is None else x.detach() for x in made]
-    out, lse, weights = reference.forward(p, *args)
-    grads = list(reference.backward(p, *args, *_upstream(t)))
+    (out, lse, weights), pulled = compute(p, *args)
+    grads: list[Any] = list(pulled)
     grads[3] = None if grads[3] is None else _summed(grads[3], args[3])
     results = {"out": out}
     if case.weights:

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.problem import Weights, schemas
-from fastattn.problem.record import weights_of, weights_shape
+from fastattn.problem.record import empty_gradient, weights_of, weights_shape
 from fastattn.problem.schemas import Saved as Saved
 
+from ..tile.dropout import Dropout, dropout_args
 from ..tile.masking import scans_bias, varies_within_tiles
 from ..tile.softmax import LOG2E
 from ..tile.strided import Dims, Spec
@@ -31,12 +32,20 @@ class Call(schemas.Call):
             raise ValueError(f"dropout_p: expected 0 to 1, got {call.dropout_p}")
         if call.dropout_p and call.seed is None:
             raise ValueError(f"dropout_p: expected a seed with {call.dropout_p}, got none")
+        if call.dropout_p and call.origin_j % 4:
+            raise ValueError(f"origin_j: expected a multiple of 4, got {call.origin_j}")
         return call
 
     @property
     def weights_mode(self) -> Weights:
         """Which weights are returned, by name."""
         return weights_of(self.weights)
+
+    @property
+    def dropout(self) -> Dropout:
+        """What kernels are given of dropout."""
+        origin = self.origin_b, self.origin_h, self.origin_i, self.origin_j
+        return dropout_args(self.dropout_p, self.seed, origin)
 
     @property
     def B(self) -> int:
@@ -126,9 +135,15 @@ triton.knobs.runtime.jit_cache_hook = refuse_while_capturing(triton.knobs.runtim
 def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out laid out as [B, M, H, E], lse, weights, stats), uninitialised."""
     B, H, M, N = call.shape
-    out = call.q.new_empty(B, M, H, call.E).transpose(1, 2)
+    dtype = torch.float32 if call.wide else call.q.dtype
+    out = call.q.new_empty(B, M, H, call.E, dtype=dtype).transpose(1, 2)
     lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
     return out, lse, call.q.new_empty(weights_shape(call.weights_mode, B, H, M, N)), stats
+
+
+def empty_gradients(call: Call) -> list[Tensor]:
+    """Of q, k and v, uninitialised."""
+    return [empty_gradient(x, call.wide) for x in (call.q, call.k, call.v)]
 
 
 def per_head_weights(call: Call, weights: Tensor | None) -> Tensor | None:

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..host.launch import Call, Saved
+from ..host.launch import Call, Saved, empty_gradients
 from ..score.additive import bounded, reciprocal
 from ..score.score import DOT_PRODUCT
 from ..tile.masking import key_count, kv_range, mask_scores, row_range
@@ -146,7 +146,7 @@ def launch_additive_bwd(call: Call, saved: Saved):
 
 
 def _launch_few(call: Call, saved: Saved):
-    grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
+    grads = empty_gradients(call)
     # Delta with gradients of weights, and dbias, take tiles.
     tiles = saved.grad_weights is not None or saved.bias_needs_grad
     terms = additive_terms(call, finite=True) if tiles else DOT_PRODUCT

@@ -26,7 +26,7 @@ from ..host.config import padded
 from ..host.launch import Call, empty_forward, per_head_weights, spec
 from ..score.additive import HALF_UNIT, KEY_LIMIT, SATURATION, reciprocal
 from ..score.score import DOT_PRODUCT, Terms
-from ..tile.dropout import dropout_args, survives
+from ..tile.dropout import survives
 from ..tile.masking import key_count, kv_range, mask_args, mask_scores, row_range
 from ..tile.softcap import cap_scores
 from ..tile.softmax import LOG2E, softmax_step
@@ -219,7 +219,7 @@ def launch_additive_fwd(call: Call):
     if is_gaussian(call) or call.M > ROWS_APART or call.B * call.H * call.M * call.N * call.D == 0:
         return launch_sdpa_fwd(call, additive_terms(call))
     out, lse, weights, stats = empty_forward(call)
-    mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
+    mask, drop = mask_args(call), call.dropout
     shape, options = decode_spec(call, STEP)
     partial = new_partial(call)
     additive_decode_kernel[(call.B * call.H * call.M * partial.chunks,)](

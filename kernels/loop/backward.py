@@ -23,9 +23,8 @@ import math
 
 import torch
 
-from ..host.launch import Call, Saved, per_head_weights
+from ..host.launch import Call, Saved, empty_gradients, per_head_weights
 from ..score.score import DOT_PRODUCT, Terms
-from ..tile.dropout import dropout_args
 from ..tile.masking import mask_args
 from ..tile.strided import view
 from .grad_bias import launch_dbias
@@ -37,7 +36,7 @@ from .gradient import Backward
 
 def launch_sdpa_bwd(call: Call, saved: Saved, terms: Terms = DOT_PRODUCT):
     """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
-    grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
+    grads = empty_gradients(call)
     grad_w = call.q.new_empty(0, dtype=torch.float32)
     grad_bias = call.q.new_empty(0)
     if math.prod(call.shape) == 0:
@@ -67,6 +66,6 @@ def backward_args(call: Call, saved: Saved, terms: Terms):
             delta, call.logit_scale,
         ),
     )  # fmt: skip
-    mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
+    mask, drop = mask_args(call), call.dropout
     launch_delta(call, t, mask, drop, saved.out, saved.grad_lse)
     return t, mask, drop

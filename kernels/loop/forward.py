@@ -30,7 +30,7 @@ import triton.language as tl
 from ..host.launch import Call, empty_forward, per_head_weights, spec
 from ..score.score import DOT_PRODUCT, Terms, load_side
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
-from ..tile.dropout import dropout_args, survives
+from ..tile.dropout import survives
 from ..tile.masking import key_count, kv_range, mask_args, row_range
 from ..tile.softmax import load_stats, softmax_finish, softmax_step, store_stats, weights_of
 from ..tile.strided import (
@@ -268,7 +268,7 @@ def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
         return out, lse, weights, stats
     shape, options = spec(call, "fwd" if M > FEW_QUERIES else "decode")
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
-    mask, drop = mask_args(call), dropout_args(call.dropout_p, call.seed)
+    mask, drop = mask_args(call), call.dropout
     chunks = chunks_of(M, N)
     partial = new_partial(call) if chunks > 1 else WHOLE
     sdpa_fwd_kernel[(triton.cdiv(M, block_m) * chunks * B * H,)](
@@ -302,7 +302,7 @@ def launch_merge(call: Call, out, lse, stats, partial: Partial, drop, shape) -> 
 def launch_weights(call: Call, terms: Terms, mask, stats, weights) -> None:
     """Fills weights, [B, H or 1, M, N], from the statistics of rows."""
     shape, options = spec(call, "tile")
-    drop = dropout_args(call.dropout_p, call.seed)
+    drop = call.dropout
     heads = 1 if call.weights_mode == "full" else call.H
     rows, cols = triton.cdiv(call.M, shape.BLOCK_M.value), triton.cdiv(call.N, shape.BLOCK_N.value)
     sdpa_weights_kernel[(call.B * (call.H // heads) * rows * cols,)](

@@ -21,15 +21,20 @@ class Dropout(NamedTuple):
     seed_ptr: Any
     threshold: Any  # 32 bits, as a signed int
     scale: Any
+    b: Any = None  # of a block of a larger problem: where its indices begin in that; else None
+    h: Any = None
+    i: Any = None
+    j4: Any = None  # of 4 keys
 
 
-def dropout_args(p: float, seed) -> Dropout:
-    """From the probability and the int64 seed tensor."""
+def dropout_args(p: float, seed, origin: tuple[int, int, int, int] = (0, 0, 0, 0)) -> Dropout:
+    """From the probability, the int64 seed tensor, and the indices (b, h, i, j) of a block."""
     if p == 0.0:
         return Dropout(None, None, None)
     rule = record.Dropout(p, seed)
     signed = rule.threshold - 2**32 if rule.threshold >= 2**31 else rule.threshold
-    return Dropout(seed, signed, rule.scale)
+    *first, j = origin
+    return Dropout(seed, signed, rule.scale, *((*first, j // 4) if any(origin) else ()))
 
 
 @triton.jit
@@ -49,6 +54,11 @@ def survives(
     else:
         i = i[:, None]
         j4 = j4[None, :]
+    if drop.i is not None:
+        b += drop.b
+        h += drop.h
+        i += drop.i
+        j4 += drop.j4
     seed = tl.load(drop.seed_ptr)
     w0, w1, w2, w3 = tl.philox(seed, j4, i, h, b, n_rounds=7)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., .., 2, 2]: the last two dims are j % 4

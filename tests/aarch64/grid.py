@@ -101,7 +101,8 @@ class Emulated:
         self.program, self.folder = program, folder
 
     def unsupported(self, p):
-        return ["float64 is left to eager"] if p.dtype == torch.float64 else []
+        reasons = ["float64 is left to eager"] if p.dtype == torch.float64 else []
+        return [*reasons, *(["the driver has no wide results"] if p.wide else [])]
 
     def _problem(self, p, q, k, v, w, bias) -> bytes:
         lo, hi = p.band()
@@ -113,6 +114,7 @@ class Emulated:
                 numbers(record.SCORES[p.score]),
                 numbers(-UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi),
                 numbers(drop.threshold, int(seed), 1) if drop else numbers(0, 0, 0),
+                numbers(p.origin.b, p.origin.h, p.origin.i, p.origin.j // 4),
                 doubles(drop.scale if drop else 0.0, p.scale, p.softcap),
                 *map(encode, (q, k, v)),
                 encode(w, *((1, 3) if w is None or w.dim() == 2 else (0, 1, 3))),

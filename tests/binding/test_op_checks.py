@@ -64,6 +64,7 @@ BAD = {
     "dropout": dict(seed=ints(1, dtype=torch.int64), dropout_p=1.5),
     "dropout-nan": dict(seed=ints(1, dtype=torch.int64), dropout_p=math.nan),
     "dropout-without-seed": dict(dropout_p=0.5),
+    "origin-j": dict(seed=ints(1, dtype=torch.int64), dropout_p=0.5, origin_j=6),
     "weights": dict(weights=len(WEIGHTS)),
     "weights-below": dict(weights=-1),
     "weights-far": dict(weights=2**32),

@@ -1,5 +1,6 @@
 """Properties of every kernel (tests/properties), on every backend of this machine."""
 
+from properties.blocks import *  # noqa: F403
 from properties.dropout import *  # noqa: F403
 from properties.empty_rows import *  # noqa: F403
 from properties.extremes import *  # noqa: F403

@@ -15,6 +15,10 @@ import torch
 
 # These tests also run here, on this file's backend. conftest.py leaves out the dot product.
 from helpers import assert_same_bits, everything, inputs
+from properties.blocks import (  # noqa: F401
+    test_a_block_drops_what_the_whole_drops,
+    test_wide_results_are_float32,
+)
 from properties.dropout import (  # noqa: F401
     test_backward_drops_what_forward_dropped,
     test_every_backend_drops_the_same_bit_for_bit,

@@ -18,7 +18,8 @@ CPP = [
 PYTHON = [
     "fastattn.problem fastattn.plotting", "fastattn.kernels.tile",
     "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
-    "fastattn.backends", "fastattn.autograd fastattn.tuning fastattn.sinks", "fastattn.functional",
+    "fastattn.backends", "fastattn.autograd fastattn.tuning fastattn.sinks fastattn.blocks",
+    "fastattn.functional",
     "fastattn.scores", "fastattn.varlen",
     "fastattn.modules fastattn.testing", "fastattn.integrations", "fastattn",
 ]  # fmt: skip

@@ -33,9 +33,8 @@ FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, 
 [[maybe_unused]] static void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h,
                                          int64_t i, int64_t j0, int64_t cols, float* to) {
   for (int64_t c = 0; c < cols; c += 4 * kWidth) {
-    const PhiloxWords bits =
-        philox_lanes(dropout.seed, static_cast<uint32_t>((j0 + c) / 4), static_cast<uint32_t>(i),
-                     static_cast<uint32_t>(h), static_cast<uint32_t>(b));
+    const Counters at = counters_of(dropout, b, h, i, j0 + c);
+    const PhiloxWords bits = philox_lanes(dropout.seed, at.j4, at.i, at.h, at.b);
     Vec word[4];
     for (int w = 0; w < 4; ++w)
       word[w] = bits.word[w] >= dropout.threshold ? splat(dropout.scale) : Vec{};

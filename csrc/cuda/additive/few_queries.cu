@@ -120,7 +120,7 @@ FASTATTN_DEVICE float masked_score(const AttentionParams& p, const Row& at, floa
 FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h, int64_t i,
                                   int64_t j, float x) {
   if (!p.dropout.enabled) return x;
-  const PhiloxBlock block = random_block(seed_of(p.dropout), b, h, i, j);
+  const PhiloxBlock block = random_block(p.dropout, seed_of(p.dropout), b, h, i, j);
   const uint32_t word = random_word(block, static_cast<int>(j % 4));
   return dropped(p, word >= p.dropout.threshold, x);
 }

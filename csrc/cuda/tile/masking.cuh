@@ -173,10 +173,10 @@ FASTATTN_DEVICE uint64_t seed_of(const DropoutParams& dropout) {
 }
 
 // Four keys from j / 4 * 4 on share a block of bits.
-FASTATTN_DEVICE PhiloxBlock random_block(uint64_t seed, int64_t b, int64_t h, int64_t i,
-                                         int64_t j) {
-  return philox4x32(seed, static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
-                    static_cast<uint32_t>(h), static_cast<uint32_t>(b));
+FASTATTN_DEVICE PhiloxBlock random_block(const DropoutParams& dropout, uint64_t seed, int64_t b,
+                                         int64_t h, int64_t i, int64_t j) {
+  const Counters at = counters_of(dropout, b, h, i, j);
+  return philox4x32(seed, at.j4, at.i, at.h, at.b);
 }
 // Selects instead of indexing, which would put the words into memory.
 FASTATTN_DEVICE uint32_t random_word(const PhiloxBlock& block, int n) {
@@ -197,7 +197,8 @@ FASTATTN_DEVICE KeepBits surviving_bits(const AttentionParams& p, const Place& a
     for (int y = 0; y < Layout::kKeys; y += Layout::kKeyRun) {
       const int key = Layout::key0() + Layout::key(y);
       const PhiloxBlock block =
-          random_block(seed, at.b, at.h, at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
+          random_block(p.dropout, seed, at.b, at.h, at.i0 + Layout::query0() + Layout::query(x),
+                       at.j0 + key);
 #pragma unroll
       for (int n = 0; n < Layout::kKeyRun; ++n)
         if (random_word(block, key % 4 + n) >= p.dropout.threshold)

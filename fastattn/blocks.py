@@ -1,0 +1,186 @@
+"""Blocks of a larger problem: cut it, run the blocks, merge what they say of disjoint keys.
+
+A block is an ordinary :class:`Problem` with an origin. Blocks of rows, heads and samples are done
+when they have run. Over blocks of keys a row has parts, each with its stats (shift, factor):
+
+    P_ij = base^(s_ij - shift) factor       so       1 / factor = sum_j base^(s_ij - shift)
+
+    shift = max_r shift_r       1 / factor = sum_r base^(shift_r - shift) / factor_r
+    out = sum_r share_r out_r        share_r = base^(shift_r - shift) factor / factor_r
+
+A backend's backward of one block takes the merged out and stats. Its gradients are then the block's
+own part of those of the whole: sums over blocks are exact but for rounding.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Liu, Zaharia and
+Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import registry
+from fastattn.problem import Mask, Origin, Problem
+
+
+class Cut(NamedTuple):
+    """Where a block lies: its first index in each dim of the whole, and where it ends."""
+
+    b: tuple[int, int]
+    h: tuple[int, int]
+    i: tuple[int, int]
+    j: tuple[int, int]
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The indices of the block's first pair."""
+        return tuple(first for first, _ in self)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """B, H, M and N of the block."""
+        return tuple(end - first for first, end in self)
+
+
+class Part(NamedTuple):
+    """What forward says of some rows and some of their keys: see ``registry.Backend``."""
+
+    out: Tensor
+    lse: Tensor
+    weights: Tensor
+    stats: Tensor
+
+
+# ---- cut ----
+
+
+def whole(p: Problem) -> Cut:
+    """The block that is all of a problem."""
+    return Cut((0, p.B), (0, p.H), (0, p.M), (0, p.N))
+
+
+def block_of(p: Problem, cut: Cut) -> Problem:
+    """The problem of a block.
+
+    Raises:
+        ValueError: heads that share key heads with others outside; with dropout, a first key that
+            is no multiple of 4.
+    """
+    B, H, M, N = cut.sizes
+    k0, k1 = key_heads(p, cut)
+    at = p.origin
+    b, h, i, j = (x + first for x, first in zip(at[:4], cut.first, strict=True))
+    origin = Origin(b, h, i, j, p.M if at.M is None else at.M, p.N if at.N is None else at.N)
+    mask = _cut_mask(p.mask, cut)
+    return dataclasses.replace(p, B=B, H=H, Hkv=k1 - k0, M=M, N=N, mask=mask, origin=origin)
+
+
+def key_heads(p: Problem, cut: Cut) -> tuple[int, int]:
+    """The key heads of a block's query heads: whole groups, or some of one group."""
+    first, end = cut.h
+    group = p.H // p.Hkv if p.Hkv else 1
+    k0, k1 = first // group, -(-end // group)
+    if k1 - k0 > 1 and (first % group or end % group):
+        raise ValueError(
+            f"heads {first} to {end}: expected whole groups of {group} that share a key head, or "
+            "heads of one group"
+        )
+    return k0, k1
+
+
+def tensors_of(
+    p: Problem, cut: Cut, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Views of the tensors beside the record, as a block takes them."""
+    rows, keys = (cut.b, cut.h, cut.i), (cut.b, key_heads(p, cut), cut.j)
+    if w is not None:
+        w = _slice(w, *((cut.h,) if w.dim() == 2 else (cut.b, cut.h)))
+    bias = None if bias is None else operand_of(bias, cut)
+    return _slice(q, *rows), _slice(k, *keys), _slice(v, *keys), w, bias
+
+
+def operand_of(x: Tensor, cut: Cut) -> Tensor:
+    """The part of a mask or bias, or of its gradient, whose dims of size 1 broadcast."""
+    return _slice_if(x, *cut)
+
+
+def rows_of(x: Tensor, cut: Cut) -> Tensor:
+    """The part of what belongs to rows: ``[B, H, M, ...]``."""
+    return _slice(x, cut.b, cut.h, cut.i)
+
+
+def pairs_of(x: Tensor, cut: Cut) -> Tensor:
+    """The part of what belongs to pairs, ``[B, H, M, N]``."""
+    return _slice(x, *cut)
+
+
+def _slice(x: Tensor, *dims: tuple[int, int]) -> Tensor:
+    return x[tuple(slice(*bounds) for bounds in dims)]
+
+
+def _slice_if(x: Tensor, *dims: tuple[int, int]) -> Tensor:
+    """The same, but dims of size 1 stay."""
+    bounds = zip(x.shape, dims, strict=False)
+    return x[tuple(slice(None) if n == 1 else slice(*given) for n, given in bounds)]
+
+
+def _cut_mask(mask: Mask, cut: Cut) -> Mask:
+    j0, j1 = cut.j
+
+    def limit(x: Tensor | None) -> Tensor | None:  # of the block's keys
+        return None if x is None else (_slice_if(x, cut.b, cut.i) - j0).clamp(0, j1 - j0)
+
+    keep = None if mask.keep is None else operand_of(mask.keep, cut)
+    return dataclasses.replace(
+        mask, kv_len=limit(mask.kv_len), keep=keep, kv_begin=limit(mask.kv_begin)
+    )  # pyright: ignore[reportArgumentType]
+
+
+def keeps_nothing(p: Problem) -> bool:
+    """Whether sizes and band alone leave no pair: host arithmetic, no tensor is read."""
+    lo, hi = p.band()
+    above = hi is not None and hi + p.M - 1 < 0
+    return p.B * p.H * p.M * p.N == 0 or above or (lo is not None and lo > p.N - 1)
+
+
+# ---- merge ----
+
+
+def merge(backend: str, parts: Sequence[Part]) -> tuple[Part, list[Tensor]]:
+    """(out, lse and stats over the keys of all parts, without weights; each part's share of a row).
+
+    The weights of a row are those of its parts times the shares ``[B, H, M]``. Outputs should be
+    wide: rounded ones would be rounded once a part.
+    """
+    log_base = registry.log_base(backend)
+    shift, factor = torch.stack([part.stats for part in parts]).unbind(-1)
+    present = factor != 0
+    top = torch.where(present, shift, -torch.inf).amax(0)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    totals = torch.where(present, torch.exp((shift - top) * log_base) / factor, 0.0)
+    total = totals.sum(0)
+    empty = total == 0
+    lse = (top * log_base + torch.log(total)).masked_fill(empty, -torch.inf)
+    inverse = (1 / total).masked_fill(empty, 0.0)
+    shares = list((totals * inverse).unbind(0))
+    scaled = [part.out * share[..., None] for part, share in zip(parts, shares, strict=True)]
+    out = torch.stack(scaled).sum(0)
+    return Part(out, lse, parts[0].weights, torch.stack([top, inverse], -1)), shares
+
+
+def grad_lse_of(cut: Cut, grad_lse: Tensor | None, weights: Tensor, grad_weights: Tensor) -> Tensor:
+    """What the backward of a block of keys takes for the gradient of lse, of all its rows' keys.
+
+    delta_i has the term sum_j W_ij dW_ij over all keys, and a backend adds up those of the block.
+    ``weights`` and ``grad_weights`` are of all keys, ``[B, H, M, N]``.
+    """
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    terms = weights.to(dtype) * grad_weights.to(dtype)
+    terms = terms.masked_fill(weights == 0, 0.0)  # garbage where a mask excludes
+    others = terms[..., : cut.j[0]].sum(-1) + terms[..., cut.j[1] :].sum(-1)
+    return -others if grad_lse is None else grad_lse - others
