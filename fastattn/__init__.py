@@ -24,7 +24,7 @@ from fastattn.modules import (
     replace_attention,
 )
 from fastattn.plotting import plot_attention
-from fastattn.problem import Mask
+from fastattn.problem import ALiBi, Mask, RelativeBias
 from fastattn.scores import attention
 from fastattn.tuning import autotune
 from fastattn.varlen import varlen_attention
@@ -34,6 +34,7 @@ flops.register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALiBi",
     "AdditiveAttention",
     "AlignmentState",
     "CosineAttention",
@@ -49,6 +50,7 @@ __all__ = [
     "MultiheadAdditiveAttention",
     "MultiheadAttention",
     "NadarayaWatson",
+    "RelativeBias",
     "SdpaCalls",
     "SelfAttention",
     "additive_attention",

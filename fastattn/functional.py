@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function
 from fastattn import autograd, sinks
 from fastattn.backends import operators, registry, watch
 from fastattn.problem import Mask, Score, arguments, call_cache, jagged, validate
+from fastattn.problem.relative import ALiBi, RelativeBias
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 Backend = Literal["auto", "cpu", "triton", "cuda", "eager"]
 Returned = Literal["full", "mean"]
 Results = Tensor | tuple[Tensor, ...]
+Bias = Tensor | ALiBi | RelativeBias
 
 
 class Options(TypedDict, total=False):
     """Keywords that the overloads of all functions share."""
 
     mask: Mask | None
-    bias: Tensor | None
+    bias: Bias | None
     softcap: float | None
     sink: Tensor | None
     seed: int | Tensor | None
@@ -81,7 +83,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     mask: Mask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
     return_weights: Returned | None = None,
@@ -113,7 +115,9 @@ def scaled_dot_product_attention(
         enable_gqa: lets H be a multiple of Hkv; query head h uses key head ``h // (H // Hkv)``. Key
             and value are never expanded. ``Hkv = 1`` needs no flag.
         mask: structured masks, see :class:`fastattn.Mask`; ANDed with the others.
-        bias: like a float attn_mask, and added to it. Its gradient has the shape of the bias.
+        bias: like a float attn_mask, and added to it. Its gradient has the shape of the bias. Or an
+            :class:`ALiBi` or a :class:`RelativeBias`, which take no memory of M * N. Beside a float
+            attn_mask they become a tensor ``[B, H, M, N]``.
         softcap: c makes ``c tanh(score / c)`` of every score, so that none is beyond c. Bias
             and mask come after it. None and 0 are no cap; c is between 1e-15 and 1e15.
         sink: ``[H]``, float32 or query's dtype: a logit of every head that takes part of the
@@ -219,7 +223,7 @@ def additive_attention(
     is_causal: bool = False,
     *,
     mask: Mask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
     return_weights: Returned | None = None,
@@ -245,7 +249,8 @@ def additive_attention(
         dropout_p: probability of dropping an attention weight.
         is_causal: keeps ``j <= i``.
         mask: see :class:`fastattn.Mask`.
-        bias: float, added to the scores, with a gradient of its own shape.
+        bias: float, added to the scores, with a gradient of its own shape; or an :class:`ALiBi` or
+            a :class:`RelativeBias`.
         softcap: see :func:`scaled_dot_product_attention`.
         sink: see there; ``[1]`` without heads.
         return_weights: ``None``, ``"full"`` or ``"mean"`` over heads (``[..., M, N]``).

@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function
 
 from fastattn.functional import (
     Backend,
+    Bias,
     Options,
     Results,
     Returned,
@@ -80,7 +81,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     mask: Mask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
     return_weights: Returned | None = None,

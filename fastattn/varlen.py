@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from fastattn.functional import Backend, Results, Returned
-from fastattn.problem import Mask, arguments, intervals
+from fastattn.functional import Backend, Bias, Results, Returned
+from fastattn.problem import Mask, arguments, intervals, relative
 from fastattn.scores import attention
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class VarlenOptions(TypedDict, total=False):
     scale: float | None
     enable_gqa: bool
     dropout_p: float
-    bias: Tensor | None
+    bias: Bias | None
     softcap: float | None
     sink: Tensor | None
     seed: int | Tensor | None
@@ -84,7 +85,7 @@ def varlen_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
     return_weights: Returned | None = None,
@@ -124,7 +125,8 @@ def varlen_attention(
         enable_gqa: lets H be a multiple of Hkv. The additive score needs no flag.
         dropout_p: probability of dropping an attention weight. Applied whenever it is > 0.
         bias: numbers to add to the scores, broadcastable to ``[H, T, S]``, in query's dtype or
-            float32. Differentiable. Those between documents are not used.
+            float32. Differentiable. Those between documents are not used. Or an :class:`ALiBi` or
+            a :class:`RelativeBias`, if keys have the documents of the queries.
         softcap: see :func:`scaled_dot_product_attention`.
         sink: ``[H]``, see there.
         return_weights: also return the weights that multiply value, after dropout: ``"full"``
@@ -167,6 +169,8 @@ def varlen_attention(
     arguments.check_bool("is_causal", is_causal)
     for name, x, layout in zip(NAMES, (query, key, value), LAYOUTS, strict=True):
         _check_packed(name, x, layout)
+    if isinstance(bias, relative.Relative):
+        _check_same(cu_seqlens_q, cu_seqlens_k)
     options["mask"] = _mask(query, key, cu_seqlens_q, cu_seqlens_k, is_causal, window)
     if weight is not None:
         options |= {"score": "additive", "weight": _by_head(weight)}
@@ -207,6 +211,19 @@ def _mask(
     offsets_k = _offsets(*keys, "key", key)
     begin, end = intervals.documents(offsets, offsets_k, query.shape[0], is_causal, window)
     return Mask(kv_begin=begin, kv_len=end)
+
+
+def _check_same(cu_seqlens_q: Offsets, cu_seqlens_k: Offsets | None) -> None:
+    """Raises ValueError unless keys have the documents of the queries, as far as can be seen."""
+    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
+        return
+    offsets = [torch.as_tensor(x) for x in (cu_seqlens_q, cu_seqlens_k)]
+    if all(map(arguments.can_read, offsets)) and torch.equal(*(x.long() for x in offsets)):
+        return
+    raise ValueError(
+        "bias: a line of numbers has one diagonal for all documents: leave cu_seqlens_k out, which "
+        "takes the documents of the queries, or write a tensor [H, T, S]"
+    )
 
 
 def _offsets(name: str, given: Offsets, packed: str, x: Tensor) -> Tensor:

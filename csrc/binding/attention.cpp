@@ -85,6 +85,31 @@ View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shap
           stride_or_0(t, 1), stride_or_0(t, 2), stride_or_0(t, 3)};
 }
 
+// A bias that is a function of (b, h, j - i): one row, with the pair (i, j) at j - i + M - 1. The
+// shape tells, as one row of a matrix has N elements, or 1.
+bool is_line(const Tensor& bias, const AttentionParams& p) {
+  return p.M > 1 && bias.dim() == 4 && bias.size(2) == 1 && bias.size(3) == p.M + p.N - 1;
+}
+
+// A line as a matrix, whose rows overlap: each begins one element before the one above it.
+View line_view(const Tensor& bias, const AttentionParams& p) {
+  View view = view_of(bias, "bias", {p.B, p.H, 1, p.M + p.N - 1}, /*may_broadcast=*/true);
+  const int64_t bytes = static_cast<int64_t>(bias.element_size()) * view.stride_c;
+  view.data = static_cast<char*>(view.data) + (p.M - 1) * bytes;
+  view.stride_r = -view.stride_c;
+  return view;
+}
+
+void fill_bias(const OptTensor& bias, AttentionParams* p) {
+  p->bias = {};
+  p->bias_is_line = bias && is_line(*bias, *p);
+  if (p->bias_is_line) {
+    p->bias = line_view(*bias, *p);
+  } else if (bias) {
+    p->bias = view_of(*bias, "bias", {p->B, p->H, p->M, p->N}, /*may_broadcast=*/true);
+  }
+}
+
 // ---- the problem ----
 
 // A number, not a name: torch's stable ABI leaks every str that an operator takes.
@@ -201,9 +226,7 @@ void fill_problem(const Operands& in, AttentionParams* p) {
   p->k = view_of(in.k, "k", {p->B, p->Hkv, p->N, p->D});
   p->v = view_of(in.v, "v", {p->B, p->Hkv, p->N, p->E});
   fill_weights(in, p);
-  p->bias = {};
-  if (in.bias)
-    p->bias = view_of(*in.bias, "bias", {p->B, p->H, p->M, p->N}, /*may_broadcast=*/true);
+  fill_bias(in.bias, p);
   p->weights_mode = weights_mode(in.weights);
   fill_masks(in, p);
   fill_dropout(in, p);
@@ -349,7 +372,8 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
     p.bias_B = in.bias->size(0), p.bias_H = in.bias->size(1), p.bias_M = in.bias->size(2),
     p.bias_N = in.bias->size(3);
     grad_bias = empty(q, {p.bias_B, p.bias_H, p.bias_M, p.bias_N}, in.bias->scalar_type());
-    p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, p.M, p.N}, /*may_broadcast=*/true);
+    const int64_t rows = p.bias_is_line ? 1 : p.M, cols = p.bias_is_line ? p.bias_N : p.N;
+    p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, rows, cols}, /*may_broadcast=*/true);
   }
 
   const OptTensor workspace = workspace_of(q, device::backward_workspace_bytes(p));

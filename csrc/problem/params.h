@@ -62,6 +62,7 @@ struct AttentionParams {
   View q, k, v;
   View w;     // additive: [1, H, 1, D]; gaussian: bandwidths, [1|B, H, 1, D]; absent for dot
   View bias;  // [B, H, M, N], broadcast dims have stride 0
+  bool bias_is_line;  // a function of (b, h, j - i) in memory: bias.stride_r is -bias.stride_c
   MaskParams mask;
   DropoutParams dropout;
   WeightsMode weights_mode;
@@ -84,7 +85,8 @@ struct BackwardParams : AttentionParams {
   View grad_q, grad_k, grad_v;
   float* grad_w;   // of w: [B, H, D], summed over the batch by the caller where w has none
   View grad_bias;  // the bias's own shape, stride 0 where it broadcasts; absent when not wanted
-  // The extent of the bias gradient in each dim: its full size or 1.
+  // The extent of the bias gradient in each dim: its full size or 1. A line has one row, in which
+  // the sum over a diagonal is at j - i + M - 1, of M + N - 1.
   int64_t bias_B, bias_H, bias_M, bias_N;
   void* workspace;  // backward_workspace_bytes(), 64-byte aligned
 };

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastattn.functional import scaled_dot_product_attention
 from fastattn.integrations import intervals
-from fastattn.problem import Mask, arguments
+from fastattn.problem import ALiBi, Mask, arguments
 from fastattn.varlen import varlen_attention
 
 Window = tuple[int, int]
@@ -50,8 +50,7 @@ def flash_attn_func(
             -1 is unbounded.
         softcap: makes ``softcap * tanh(score / softcap)`` of a score, before bias and mask; 0 for
             none.
-        alibi_slopes: ``[H]`` or ``[B, H]``; adds ``-slope * |d - j|`` to the scores. A bias of
-            ``[B|1, H, M, N]`` numbers is made of them.
+        alibi_slopes: ``[H]`` or ``[B, H]``; adds ``-slope * |d - j|`` to the scores.
         deterministic: results always are.
         return_attn_probs: whether to return ``(out, lse, weights)``.
 
@@ -316,14 +315,13 @@ def _window(window_size: Window, causal: bool) -> Window:
     return left, 0 if causal else right
 
 
-def _alibi(slopes: Tensor | None, M: int, N: int) -> Tensor | None:
-    """``[B|1, H, M, N]``: what linear biases add to the scores."""
+def _alibi(slopes: Tensor | None, M: int, N: int) -> ALiBi | None:
+    """Linear biases around ``i + N - M``."""
     if slopes is None:
         return None
     if not isinstance(slopes, Tensor) or slopes.dim() not in (1, 2):
         raise ValueError("alibi_slopes: expected a Tensor [H] or [B, H]")
-    i, j = (torch.arange(n, device=slopes.device) for n in (M, N))
-    return slopes.reshape(-1, slopes.shape[-1], 1, 1) * -(i[:, None] + (N - M) - j).abs()
+    return ALiBi(slopes, N - M)
 
 
 # ---- arguments ----

@@ -2,5 +2,8 @@
 
 from fastattn.problem.mask import Alignment, Mask
 from fastattn.problem.record import Dropout, Origin, Problem, Score, Weights
+from fastattn.problem.relative import ALiBi, RelativeBias
 
-__all__ = ["Alignment", "Dropout", "Mask", "Origin", "Problem", "Score", "Weights"]
+__all__ = [
+    "ALiBi", "Alignment", "Dropout", "Mask", "Origin", "Problem", "RelativeBias", "Score", "Weights",
+]  # fmt: skip

@@ -149,7 +149,7 @@ NESTED = (
 
 # Other libraries' names for our arguments.
 _OURS = {
-    "alibi_slopes": "bias=slopes[:, None, None] * -(i[:, None] - j).abs()",
+    "alibi_slopes": "bias=fastattn.ALiBi(slopes)",
     "attention_mask": "attn_mask=",
     "attn_bias": "bias=",
     "average_attn_weights": "return_weights='mean'",
@@ -200,6 +200,9 @@ def unknown_keywords(function: str, unknown: Iterable[str]) -> TypeError:
 
 def no_tensor(name: str, x: object) -> TypeError:
     """The error for a mask or bias that is not a tensor."""
+    if name == "bias":
+        kind = type(x).__name__
+        return TypeError(f"bias: expected a Tensor, an ALiBi or a RelativeBias, got {kind}")
     hint = ""
     if type(x).__name__ == "BlockMask":  # of torch.nn.attention.flex_attention
         hint = ": write mask=fastattn.Mask(...), or Mask(keep=create_mask(mask_mod, B, H, M, N))"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.problem import arguments, intervals
+from fastattn.problem import arguments, intervals, relative
 from fastattn.problem.mask import Mask
 
 INSTEAD = "fastattn.varlen_attention over x.transpose(1, 2).values() and x.offsets()"
@@ -89,10 +89,15 @@ def reason_against(query: Any, key: Any, value: Any, options: dict[str, Any]) ->
         )
     if query.shape[0] != key.shape[0]:
         return f"query and key: expected as many sequences, got {query.shape[0]} and {key.shape[0]}"
-    names = (name for name in NONE_OF if options.get(name) is not None)
-    if (name := next(names, None)) is not None:
-        return f"{name}: jagged nested tensors take none: call {INSTEAD}"
+    for name in NONE_OF:
+        if options.get(name) is not None and not _fits(name, options[name], query, key):
+            return f"{name}: jagged nested tensors take none: call {INSTEAD}"
     return None
+
+
+def _fits(name: str, x: Any, query: Any, key: Any) -> bool:
+    """Whether an option means the same of packed documents: distances, between equal lengths."""
+    return name == "bias" and isinstance(x, relative.Relative) and same_lengths(query, key)
 
 
 def check_whole(tensors: Iterable[tuple[str, Any]]) -> None:

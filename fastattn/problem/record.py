@@ -141,9 +141,9 @@ class Problem:
     the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
 
     Tensors have the canonical shapes q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``,
-    v ``[B, Hkv, N, E]``, w ``[H, D]`` and bias ``[B|1, H|1, M|1, N|1]``. Query head h reads key
-    head ``h // (H // Hkv)``. The gaussian's w is fp32 at least, and ``[B, H, D]`` where samples
-    differ.
+    v ``[B, Hkv, N, E]``, w ``[H, D]`` and bias ``[B|1, H|1, M|1, N|1]``, or a line (relative.py).
+    Query head h reads key head ``h // (H // Hkv)``. The gaussian's w is fp32 at least, and
+    ``[B, H, D]`` where samples differ.
 
     ``weights`` says which attention weights are returned beside the output: those after dropout,
     for each head (``"full"``) or averaged over heads (``"mean"``).

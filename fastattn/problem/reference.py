@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.problem import Problem, record
+from fastattn.problem import Problem, record, relative
 
 
 def forward(
@@ -104,7 +104,11 @@ def backward(
         grad_scores = grad_scores if kept is None else grad_scores.masked_fill(~kept, 0.0)
     grad_v = sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
     grad_q, grad_k, grad_w = _SCORE_BACKWARD[p.score](p, q, k, w, kept, grad_scores)
-    grad_bias = None if bias is None else _sum_to(grad_logits, bias.shape)
+    grad_bias = None
+    if bias is not None:
+        line = relative.is_line(bias, p.M, p.N)
+        terms = relative.diagonal_sums(grad_logits) if line else grad_logits
+        grad_bias = _sum_to(terms, bias.shape)
     return grad_q, grad_k, grad_v, grad_w, grad_bias
 
 
@@ -195,7 +199,12 @@ def kept_pairs(p: Problem, bias: Tensor | None) -> Tensor | None:
     if not record.kinds(p.mask) and bias is None:
         return None
     kept = p.kept()
-    return kept if bias is None else kept & (bias != -math.inf)
+    return kept if bias is None else kept & (matrix_of(p, bias) != -math.inf)
+
+
+def matrix_of(p: Problem, bias: Tensor) -> Tensor:
+    """A canonical bias that broadcasts to ``[B, H, M, N]``."""
+    return relative.spread(bias, p.M, p.N) if relative.is_line(bias, p.M, p.N) else bias
 
 
 def _blank_unused(
@@ -232,7 +241,7 @@ def probabilities(
     if p.softcap:
         scores = p.softcap * torch.tanh(scores / p.softcap)
     if bias is not None:
-        scores = scores + bias
+        scores = scores + matrix_of(p, bias)
     if kept is not None:
         scores = scores.masked_fill(~kept, -math.inf)
     lse = None

@@ -21,7 +21,8 @@ class Call(NamedTuple):
     Canonical shapes: q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, E]``, w ``[H, D]``
     (of the gaussian also ``[B, H, D]``), bias and keep ``[B|1, H|1, M|1, N|1]``, kv_len and
     kv_begin int32 ``[B|1, M|1]``, seed int64 ``[]``. A key j of a query i is within the band if
-    ``i + band_lo <= j <= i + band_hi``.
+    ``i + band_lo <= j <= i + band_hi``. A bias ``[B|1, H|1, 1, M + N - 1]`` of several queries is a
+    line, in which (i, j) is at ``j - i + M - 1``.
     """
 
     q: Tensor

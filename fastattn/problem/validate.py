@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fastattn.problem import Alignment, Dropout, Mask, Problem, Score, arguments, parameter
+from fastattn.problem import (
+    Alignment, Dropout, Mask, Problem, Score, arguments, parameter, relative,
+)  # fmt: skip
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUNCTIONS = {
@@ -33,7 +35,7 @@ class Inputs(NamedTuple):
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, E]
     w: Tensor | None  # [H, D], of the gaussian also [B, H, D]
-    bias: Tensor | None  # [B|1, H|1, M|1, N|1]
+    bias: Tensor | None  # [B|1, H|1, M|1, N|1], or a line
     batch: tuple[int, ...]  # what stood before the head dim
     has_head_dim: bool
 
@@ -52,7 +54,7 @@ def build(
     softcap: float | None = None,
     enable_gqa: bool = False,
     mask: Mask | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | relative.Relative | None = None,
     return_weights: str | None = None,
     seed: int | Tensor | None = None,
     **unknown: NoReturn,
@@ -286,7 +288,7 @@ def _masks(
     attn_mask: Tensor | None,
     is_causal: bool,
     mask: Mask | None,
-    bias: Tensor | None,
+    bias: Tensor | relative.Relative | None,
 ) -> tuple[Mask, Tensor | None]:
     check_mask(mask)
     mask = mask or Mask()
@@ -299,7 +301,7 @@ def _masks(
         own = lead.to_4d("mask.keep", own)
         keep = own if keep is None else keep & own
     if bias is not None:
-        own = lead.to_4d("bias", check_dense("bias", bias, query, (query.dtype, torch.float32)))
+        own = _bias(lead, query, bias, added is not None)
         if added is not None:  # in float64 where the scores are
             added = added.to(torch.promote_types(added.dtype, query.dtype))
         added = own if added is None else sum_of_biases(added, own)
@@ -307,6 +309,15 @@ def _masks(
     kv_len = check_limit("mask.kv_len", lead, query, mask.kv_len)
     kv_begin = check_limit("mask.kv_begin", lead, query, mask.kv_begin)
     return Mask(causal, window, kv_len, keep, kv_begin), added
+
+
+def _bias(lead: Lead, query: Tensor, bias: Any, dense: bool) -> Tensor:
+    dtypes = query.dtype, torch.float32
+    if not isinstance(bias, relative.Relative):
+        return lead.to_4d("bias", check_dense("bias", bias, query, dtypes))
+    check_dense(f"bias.{bias.parameter}", getattr(bias, bias.parameter), query, dtypes)
+    line = bias.line(math.prod(lead.batch), *lead.hmn)
+    return relative.spread(line, *lead.hmn[1:]) if dense and lead.hmn[1] > 1 else line
 
 
 def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:

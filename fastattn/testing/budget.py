@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import reference
-from fastattn.testing.cases import Case, Tensors, _with, make
+from fastattn.testing.cases import Case, Tensors, _with, is_relative, line_of, make
 from fastattn.testing.runners import _canonical, _leaves, _unit, _upstream, exact, plain
 
 ULPS = 4  # of the largest exact value, for rounding the result and one more operation
@@ -150,7 +150,9 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     both = direct + (probs * delta).square()
     squares = {"grad_v": reference.sum_groups(p, dropped.square().mT @ grad_out.square())}
     for name in ("bias", "attn_mask"):
-        if leaves[name] is not None:
+        if name == "bias" and is_relative(case):
+            squares["grad_bias"] = _along_lines(case, leaves[name], both)
+        elif leaves[name] is not None:
             squares[f"grad_{name}"] = both.sum_to_size(leaves[name].shape)
     if case.softcap:
         steep = reference.cap_slope(p, q, k, w)
@@ -203,6 +205,17 @@ def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor
     q, k = t.q.double() * (1 + step), t.k.double() * (1 + step * sign)
     moved = exact(case, _with(t, q=q, k=k))
     return {name: (moved[name] - x) / eps for name, x in truth.items()}
+
+
+def _along_lines(case: Case, parameter: Tensor, squares: Tensor) -> Tensor:
+    """Squared terms of the gradient of what a line is made of, given those of dS."""
+    x = parameter.detach().requires_grad_()
+    added = line_of(case, x).to_dense(case.M, case.N)
+    if case.bias != "relative":  # each slope is multiplied by a distance
+        one = line_of(case, torch.ones_like(x)).to_dense(case.M, case.N)
+        squares = squares * one.abs()
+    [found] = torch.autograd.grad(added, x, squares.sum_to_size(added.shape))
+    return found.abs()
 
 
 def _square_unit(x: Tensor, squares: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastattn.problem import Mask
+from fastattn.problem import ALiBi, Mask, RelativeBias
+from fastattn.problem.relative import Relative
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Case:
     )
     keep_rate: float = 0.7
     empty_rows: bool = False  # keep and bias mask every third row completely
-    bias: str | None = None  # like keep
+    bias: str | None = None  # like keep; or "alibi", "alibi-b" of samples, "relative"
     bias_inf: bool = False  # some bias entries are -inf
+    bias_offset: int = 0  # of a bias that is a line
     bias_grad: bool = True
     bias_dtype: torch.dtype | None = None  # dtype's by default
     attn_mask: str | None = None  # like keep; some entries of a float one are -inf
@@ -179,6 +181,7 @@ def _laid_out(case: Case, t: Tensors) -> Tensors:
     keep = t.mask.keep
     mask = t.mask if keep is None else _with(t.mask, keep=_layout(case.mask_layout, keep))
     plain, masks = ("q", "k", "v", "grad_out"), ("bias", "attn_mask", "grad_weights")
+    masks = masks[1:] if is_relative(case) else masks
     return _with(t, mask=mask, **each(case.layout, *plain), **each(case.mask_layout, *masks))
 
 
@@ -206,11 +209,35 @@ def _empty_rows(case: Case, x: Tensor, value: float) -> Tensor:
 def _bias(case: Case, normal: Callable[..., Tensor], rng: torch.Generator) -> Tensor | None:
     if case.bias is None:
         return None
-    bias = normal(*_shape(case, case.bias))
+    bias = normal(*_bias_shape(case))
     if case.bias_inf:
         bias = bias.masked_fill(_uniform(bias.shape, rng) < 0.3, -math.inf)
-        bias = _empty_rows(case, bias, -math.inf)
+        bias = bias if bias.dim() < 4 else _empty_rows(case, bias, -math.inf)
     return bias.to(case.bias_dtype or case.dtype)
+
+
+# Distances with buckets of their own: few, so that most tiles have some that share one.
+REACH = 20
+
+
+def _bias_shape(case: Case) -> list[int]:
+    if case.bias == "relative":
+        return [2 * REACH + 1, case.H]
+    if case.bias in ("alibi", "alibi-b"):
+        return [case.B, case.H] if case.bias == "alibi-b" else [case.H]
+    return _shape(case, case.bias or "")
+
+
+def is_relative(case: Case) -> bool:
+    """Whether the bias is a line: its tensor is then what the line is made of."""
+    return case.bias in ("alibi", "alibi-b", "relative")
+
+
+def line_of(case: Case, bias: Tensor) -> Relative:
+    """What is given as a bias, of its tensor."""
+    if case.bias != "relative":
+        return ALiBi(bias, case.bias_offset)
+    return RelativeBias(bias, torch.arange(2 * REACH + 1, device=bias.device), case.bias_offset)
 
 
 def _attn_mask(case: Case, normal: Callable[..., Tensor], rng: torch.Generator) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn.problem import reference
 from fastattn.testing.blocks import run_by_blocks
 from fastattn.testing.budget import _oracle_of_case, poisoned
-from fastattn.testing.cases import Case, Tensors, _laid_out, _with
+from fastattn.testing.cases import Case, Tensors, _laid_out, _with, is_relative
 from fastattn.testing.runners import _kept, _used_keys, run
 
 
@@ -19,7 +19,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     """The same problem with garbage in every place that a mask excludes: no result may change.
 
     Upstream gradients of rows without keys and of masked weights become garbage as well. A mask or
-    bias of -inf stays -inf; another addend of that pair becomes garbage.
+    bias of -inf stays -inf; another addend of that pair becomes garbage. Lines have no places.
     """
     p, kept = _kept(case, t)
     structural = p.kept().expand(kept.shape)
@@ -49,7 +49,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
         k=fill(t.k, keys, how),
         v=fill(t.v, keys, how),
         grad_out=fill(t.grad_out, rows, how),
-        bias=fill(t.bias, beside, masks),
+        bias=t.bias if is_relative(case) else fill(t.bias, beside, masks),
         attn_mask=fill(t.attn_mask, structural, masks),
         grad_weights=fill(t.grad_weights, weights, masks),
         grad_lse=fill(t.grad_lse, by_query, "bhmd"),

@@ -95,6 +95,20 @@ def _grid() -> list[Case]:
         Case("bias-large", bias="hmn", M=100, N=300),
         Case("bias-gqa", bias="hmn", H=4, Hkv=2, M=33, N=70),
     ]
+    lines = [
+        Case("alibi", bias="alibi", M=65, N=130, lse=True, weights="full"),
+        Case("alibi-causal", bias="alibi-b", causal="bottom_right", bias_offset=200, H=4, Hkv=2,
+             M=130, N=330, lse=True),
+        Case("alibi-tall", bias="alibi", M=300, N=40, softcap=2.0, dropout_p=0.3),
+        Case("alibi-decode", bias="alibi", bias_offset=299, M=1, N=300),
+        Case("alibi-whole", bias="alibi", B=1, M=128, N=256),
+        Case("relative", bias="relative", M=40, N=70, weights="mean"),
+        Case("relative-masks", bias="relative", bias_inf=True, bias_offset=-7, kv_len="rows",
+             kv_begin="rows", keep="hn", M=65, N=130, weights="full", dropout_p=0.2),
+        Case("relative-added", bias="relative", attn_mask="mn", attn_mask_dtype=torch.float32,
+             M=33, N=20),
+        Case("relative-no-grad", bias="relative", bias_grad=False, M=3, N=5),
+    ]  # fmt: skip
     weights = [
         Case(f"weights-{x}", weights=x, H=3, Hkv=3, M=65, N=130, causal="top_left")
         for x in ("full", "mean")
@@ -129,6 +143,7 @@ def _grid() -> list[Case]:
         *layouts,
         *masks,
         *biases,
+        *lines,
         *weights,
         *dropout,
         *heads,
@@ -150,6 +165,7 @@ def _grid() -> list[Case]:
         *("layout-expanded", "all-masks", "kv-len", "kv-len-rows", "keep-empty-rows", "bias-inf"),
         *("kv-begin", "intervals", "documents-70"),
         *("bias-hmn", "weights-full", "weights-mean", "dropout", "dropout-all", "mqa"),
+        "relative-masks",
         *("plain-N64", "plain-N128", *(c.name for c in zeros)),
     }
     bandwidths = [Case(f"bandwidth-{x}", bandwidth=x, M=40, N=70, lse=True)
@@ -166,7 +182,7 @@ def _grid() -> list[Case]:
         *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "documents-70"),
         "bias-inf",
         *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
-        *("softcap", "softcap-masks", "softcap-50"),
+        *("softcap", "softcap-masks", "softcap-50", "alibi-causal", "relative-masks"),
         "plain-N128-logits-1e4",
     }
     return cases + [_with(c, dtype=d) for c in cases if c.name in half for d in (_f16, _bf16)]

@@ -27,7 +27,14 @@ from ..host.launch import Call, empty_forward, per_head_weights, spec
 from ..score.additive import HALF_UNIT, KEY_LIMIT, SATURATION, reciprocal
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.dropout import survives
-from ..tile.masking import key_count, kv_range, mask_args, mask_scores, row_range
+from ..tile.masking import (
+    bias_view,
+    key_count,
+    kv_range,
+    mask_args,
+    mask_scores,
+    row_range,
+)
 from ..tile.softcap import cap_scores
 from ..tile.softmax import LOG2E, softmax_step
 from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, view
@@ -223,7 +230,7 @@ def launch_additive_fwd(call: Call):
     shape, options = decode_spec(call, STEP)
     partial = new_partial(call)
     additive_decode_kernel[(call.B * call.H * call.M * partial.chunks,)](
-        view(call.q), view(call.k), view(call.v), view_weights(call), view(call.bias, call.shape),
+        view(call.q), view(call.k), view(call.v), view_weights(call), bias_view(call),
         *partial, mask, drop, call.logit_scale, *call.dims, shape, **options,
     )  # fmt: skip
     launch_merge(call, out, lse, stats, partial, drop, shape)

@@ -25,7 +25,7 @@ import torch
 
 from ..host.launch import Call, Saved, empty_gradients, per_head_weights
 from ..score.score import DOT_PRODUCT, Terms
-from ..tile.masking import mask_args
+from ..tile.masking import bias_view, mask_args
 from ..tile.strided import view
 from .grad_bias import launch_dbias
 from .grad_delta import launch_delta
@@ -60,7 +60,7 @@ def backward_args(call: Call, saved: Saved, terms: Terms):
     # The sum that makes the exponent of a small weight is off by 2^-20, too much for fp32 results.
     folds = call.bias is None and call.q.dtype != torch.float32
     t = (
-        view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape),
+        view(call.q), view(call.k), view(call.v), terms, bias_view(call),
         view(saved.grad_out), view(gw), Backward(
             None if gw is None else share, saved.stats, torch.empty_like(delta) if folds else None,
             delta, call.logit_scale,

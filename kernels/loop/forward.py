@@ -31,7 +31,7 @@ from ..host.launch import Call, empty_forward, per_head_weights, spec
 from ..score.score import DOT_PRODUCT, Terms, load_side
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.dropout import survives
-from ..tile.masking import key_count, kv_range, mask_args, row_range
+from ..tile.masking import bias_view, key_count, kv_range, mask_args, row_range
 from ..tile.softmax import load_stats, softmax_finish, softmax_step, store_stats, weights_of
 from ..tile.strided import (
     EXACT_SLICE,
@@ -272,7 +272,7 @@ def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
     chunks = chunks_of(M, N)
     partial = new_partial(call) if chunks > 1 else WHOLE
     sdpa_fwd_kernel[(triton.cdiv(M, block_m) * chunks * B * H,)](
-        view(call.q), view(call.k), view(call.v), terms, view(call.bias, call.shape), view(out),
+        view(call.q), view(call.k), view(call.v), terms, bias_view(call), view(out),
         lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
         call.logit_scale, *call.dims, shape, **options,
     )  # fmt: skip
@@ -306,7 +306,7 @@ def launch_weights(call: Call, terms: Terms, mask, stats, weights) -> None:
     heads = 1 if call.weights_mode == "full" else call.H
     rows, cols = triton.cdiv(call.M, shape.BLOCK_M.value), triton.cdiv(call.N, shape.BLOCK_N.value)
     sdpa_weights_kernel[(call.B * (call.H // heads) * rows * cols,)](
-        view(call.q), view(call.k), terms, view(call.bias, call.shape), view(weights), stats, mask,
+        view(call.q), view(call.k), terms, bias_view(call), view(weights), stats, mask,
         drop, call.logit_scale, (drop.scale if call.dropout_p else 1.0) / heads, heads,
         *call.dims, shape, rows, cols, **options,
     )  # fmt: skip

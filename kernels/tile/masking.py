@@ -26,8 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.problem.relative import is_line
+
 from .softmax import HIGHEST, LOG2E
-from .strided import pair_ptrs, view
+from .strided import View, pair_ptrs, view
 
 
 class Mask(NamedTuple):
@@ -277,6 +279,17 @@ def scans_bias(call) -> bool:
     """Whether a kernel looks for tiles of -inf and 0 in the bias first.
 
     Where the bias broadcasts over heads or batch, as masks do, that costs a fraction of reading the
-    bias in every head. Elsewhere it would double the reading.
+    bias in every head. Elsewhere it would double the reading. A line is small.
     """
-    return call.bias is not None and call.bias.numel() < call.B * call.H * call.M * call.N
+    if call.bias is None or is_line(call.bias, call.M, call.N):
+        return False
+    return call.bias.numel() < call.B * call.H * call.M * call.N
+
+
+def bias_view(call) -> View:
+    """The bias as a matrix. Rows of a line overlap: each begins one element before the last one."""
+    if not is_line(call.bias, call.M, call.N):
+        return view(call.bias, call.shape)
+    line = call.bias.expand(call.B, call.H, 1, -1)[..., call.M - 1 :]
+    stride_b, stride_h, _, stride_c = line.stride()
+    return View(line, stride_b, stride_h, -stride_c, stride_c)

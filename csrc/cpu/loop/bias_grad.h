@@ -1,7 +1,8 @@
 // The gradient of the bias: dS in fp32, summed over the dims over which the bias was broadcast. The
 // sums lie in the gradient itself if that is fp32, else in the workspace. A bias broadcast over
-// keys gets one sum per chunk of keys. If no sum takes two elements of a tile, the first tile that
-// meets a sum sets it. Zeroing first would be another pass through memory.
+// keys gets one sum per chunk of keys, and so does a line, which takes sums over diagonals. If no
+// sum takes two elements of a tile, the first tile that meets a sum sets it. Zeroing first would be
+// another pass through memory.
 #pragma once
 
 #include "cpu/loop/delta.h"
@@ -14,17 +15,19 @@ class BiasGrad {
       : args_(args),
         p_(args.p),
         wanted_(p_.grad_bias.data != nullptr),
-        block_n_(block_n),
-        tile_(wanted_ ? scratch.floats(block_m * block_n) : nullptr) {}
+        stride_(block_n + 2 * kWidth),
+        tile_(wanted_ ? scratch.floats(block_m * stride_) + kWidth : nullptr),
+        line_(wanted_ && p_.bias_is_line ? scratch.floats(block_m + block_n) : nullptr) {}
 
   // Call these before the task (group, chunk), and before its keys [j0, j0 + cols).
   void begin_task(int64_t group, int64_t chunk) {
-    if (wanted_ && p_.bias_N == 1) clear(group, chunk, 0, 1);
+    if (wanted_ && (p_.bias_N == 1 || p_.bias_is_line)) clear(group, chunk, 0, p_.bias_N);
   }
   void begin_keys(int64_t group, int64_t chunk, int64_t j0, int64_t cols) {
     cols_ = cols;
     const bool met = p_.B * p_.H > 0;
-    if (wanted_ && p_.bias_N > 1 && (p_.bias_M == 1 || !met)) clear(group, chunk, j0, cols);
+    if (!wanted_ || p_.bias_N == 1 || p_.bias_is_line) return;
+    if (p_.bias_M == 1 || !met) clear(group, chunk, j0, cols);
   }
 
   // Where the gradients of a tile's scores go, and whether they overwrite what is there.
@@ -42,7 +45,7 @@ class BiasGrad {
     if (!wanted_) return {};
     const Matrix to = sums_of(at, chunk, 0, at.cols);
     is_direct_ = p_.bias_M > 1 && p_.bias_N > 1 && to.stride_c == 1 && at.cols % kWidth == 0;
-    if (!is_direct_) return {tile_, block_n_, true};
+    if (!is_direct_) return {tile_, stride_, true};
     return {static_cast<float*>(to.data) + to.offset, to.stride_r, is_set_by(at)};
   }
   void end_tile(const TilePlace& at, int64_t chunk) {
@@ -65,17 +68,35 @@ class BiasGrad {
 
   void add_tile(const TilePlace& at, const Matrix& to) {
     const bool sum_cols = p_.bias_N == 1;
-    if (is_set_by(at)) return unpack_rows(tile_, block_n_, 1.f, nullptr, to);
+    if (p_.bias_is_line) return add_diagonals(at, to);
+    if (is_set_by(at)) return unpack_rows(tile_, stride_, 1.f, nullptr, to);
     if (p_.bias_M > 1) {
-      for (int64_t i = 0; i < at.rows; ++i) add_row(tile_ + i * block_n_, at.cols, sum_cols, to, i);
+      for (int64_t i = 0; i < at.rows; ++i) add_row(tile_ + i * stride_, at.cols, sum_cols, to, i);
       return;
     }
     for (int64_t c = 0; c < at.cols; c += kWidth) {
       Vec sum{};
-      for (int64_t i = 0; i < at.rows; ++i) sum += load(tile_ + i * block_n_ + c);
+      for (int64_t i = 0; i < at.rows; ++i) sum += load(tile_ + i * stride_ + c);
       store(tile_ + c, sum);
     }
     add_row(tile_, at.cols, sum_cols, to, 0);
+  }
+
+  // Sums over diagonals: column c of row i belongs to element t = c + rows - 1 - i of the line.
+  // Zeros stand beside the columns, so that vectors of a line may hold elements outside the tile.
+  void add_diagonals(const TilePlace& at, const Matrix& to) {
+    const int64_t cols = round_up(at.cols, kWidth), last = at.rows - 1;
+    for (int64_t i = 0; i < at.rows; ++i) {
+      store(tile_ + i * stride_ - kWidth, Vec{});
+      store(tile_ + i * stride_ + cols, Vec{});
+    }
+    for (int64_t t = 0; t < last + at.cols; t += kWidth) {
+      const int64_t begin = max64(0, last - t - kWidth + 1), end = min64(at.rows, last - t + cols);
+      Vec sum{};
+      for (int64_t i = begin; i < end; ++i) sum += load(tile_ + i * (stride_ + 1) + t - last);
+      store(line_ + t, sum);
+    }
+    add_row(line_, last + at.cols, false, to, 0);
   }
 
   void clear(int64_t group, int64_t chunk, int64_t c0, int64_t cols) {
@@ -91,6 +112,8 @@ class BiasGrad {
   Matrix sums_of(const TilePlace& at, int64_t chunk, int64_t begin, int64_t cols) const {
     const int64_t b = p_.bias_B == 1 ? 0 : at.b, h = p_.bias_H == 1 ? 0 : at.h;
     const bool one_row = p_.bias_M == 1, one_col = p_.bias_N == 1;
+    if (p_.bias_is_line)
+      return target(b, h, chunk, 0, 1, p_.M - at.i0 - at.rows + at.j0, at.rows - 1 + cols);
     return target(b, h, chunk, one_row ? 0 : at.i0, one_row ? 1 : at.rows,
                   one_col ? 0 : at.j0 + begin, one_col ? 1 : cols);
   }
@@ -100,7 +123,8 @@ class BiasGrad {
     View view = p_.grad_bias;
     if (!args_.plan.bias_direct) {
       const int64_t N = p_.bias_N, M = p_.bias_M, size = p_.bias_B * p_.bias_H * M * N;
-      float* const base = args_.workspace(args_.plan.grad_bias) + (N == 1 ? chunk * size : 0);
+      const int64_t own = bias_chunks(p_, args_.path) == 1 ? 0 : chunk * size;
+      float* const base = args_.workspace(args_.plan.grad_bias) + own;
       view = {base, DType::kFloat32, p_.bias_H * M * N, M * N, N, 1};
     }
     Matrix out = matrix_at(view, b, h, r0, rows, cols);
@@ -125,8 +149,9 @@ class BiasGrad {
   const BackwardParams& p_;
   bool wanted_;
   bool is_direct_ = false;
-  int64_t block_n_, cols_ = 0;
+  int64_t stride_, cols_ = 0;
   float* tile_;  // dS of the tile, unless dS is added to the sums at once
+  float* line_;  // its sums over diagonals
 };
 
 // Sums over chunks and converts to the gradient's dtype. A task takes some rows of one (b, h).
@@ -141,7 +166,7 @@ class BiasGradWriter {
   void run(int64_t task) {
     const int64_t blocks = ceil_div(p_.bias_M, kRows), bh = task / blocks;
     const int64_t i0 = task % blocks * kRows, rows = min64(kRows, p_.bias_M - i0);
-    const int64_t chunks = p_.bias_N == 1 ? args_.path.chunks : 1, count = rows * p_.bias_N;
+    const int64_t chunks = bias_chunks(p_, args_.path), count = rows * p_.bias_N;
     const int64_t size = p_.bias_B * p_.bias_H * p_.bias_M * p_.bias_N;
     float* const sum = args_.workspace(args_.plan.grad_bias) + (bh * p_.bias_M + i0) * p_.bias_N;
     for (int64_t chunk = 1; chunk < chunks; ++chunk)

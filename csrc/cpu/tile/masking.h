@@ -191,10 +191,16 @@ class MaskTile {
     if (bias.dtype != DType::kFloat32 || bias.stride_c != 1) return false;
     bias_ = static_cast<const float*>(bias.data) + b_ * bias.stride_b + h_ * bias.stride_h +
             i0_ * bias.stride_r + j0_;
+    // Rows of a line share all but one element each.
+    const bool line = p_.bias_is_line;
+    const float* const first = line ? bias_ - (rows_ - 1) : bias_;
+    const int64_t rows = line || bias.stride_r == 0 ? 1 : rows_;
+    const int64_t cols = line ? rows_ - 1 + cols_ : cols_;
     VecI most{};
-    for (int64_t i = 0; i < (bias.stride_r == 0 ? 1 : rows_); ++i)
-      for (int64_t c = 0; c < cols_; c += kWidth) {
-        const VecI size = bits_of(abs(load(bias_ + i * bias.stride_r + c)));
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t c = 0; c < cols; c += kWidth) {
+        const float* const at = first + i * bias.stride_r + min64(c, cols - kWidth);
+        const VecI size = bits_of(abs(load(at)));
         most = size > most ? size : most;
       }
     if (any_lane(most > bits_of(splat(0x1p120f)))) return false;

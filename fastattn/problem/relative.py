@@ -1,0 +1,211 @@
+"""Biases that depend on the head and on how far key and query are apart, and on nothing else.
+
+A matrix of such numbers has one number a diagonal. So a head has one line of M + N - 1 numbers,
+``[B|1, H|1, 1, M + N - 1]``, in which the pair (i, j) is at ``j - i + M - 1``. Backends take a line
+in place of a bias ``[B|1, H|1, M|1, N|1]``: :func:`is_line` tells them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.problem import arguments
+
+# ---- lines and matrices ----
+
+
+def is_line(bias: Tensor | None, M: int, N: int) -> bool:
+    """Whether a canonical bias is a line. One row of a matrix has N elements or 1, and not more."""
+    return bias is not None and M > 1 and bias.shape[-2] == 1 and bias.shape[-1] == M + N - 1
+
+
+def spread(line: Tensor, M: int, N: int) -> Tensor:
+    """The matrix ``[..., M, N]`` of a line ``[..., 1, M + N - 1]``."""
+    if N == 0:
+        return line.new_zeros(*line.shape[:-2], M, 0)
+    return line.squeeze(-2).unfold(-1, N, 1).flip(-2)
+
+
+def diagonal_sums(x: Tensor) -> Tensor:
+    """The line ``[..., 1, M + N - 1]`` of the sums of a matrix: the transpose of :func:`spread`."""
+    M, N = x.shape[-2:]
+    # Rows of M + N elements, read as rows of one less: each row begins one further to the right.
+    flat = F.pad(x.flip(-2), (0, M)).flatten(-2)[..., : M * (M + N - 1)]
+    return flat.unflatten(-1, (M, M + N - 1)).sum(-2, keepdim=True)
+
+
+# ---- what users write ----
+
+
+class Relative:
+    """A bias of key j and query i that is a function of the head and of ``j - i - offset``."""
+
+    parameter: str  # the name of the tensor that has a gradient
+    offset: int
+
+    def at(self, distances: Tensor) -> Tensor:
+        """Numbers ``[B|1, H, n]``, float32 at least, of distances ``[n]``."""
+        raise NotImplementedError
+
+    def to_dense(self, M: int, N: int) -> Tensor:
+        """The numbers of M queries and N keys, ``[B|1, H, M, N]``: for code that adds a matrix."""
+        arguments.check_int("M", M, 0)
+        arguments.check_int("N", N, 0)
+        line = self._line(M, N)
+        return spread(line, M, N) if M > 1 else line[:, :, :M]
+
+    def line(self, B: int, H: int, M: int, N: int) -> Tensor:
+        """``[B, H, 1, M + N - 1]``; ``[B, H, 1, N]`` of a single query.
+
+        Samples have lines of their own: so have their gradients, which sums over samples follow.
+        """
+        line = self._line(M, N)
+        size, heads = line.shape[:2]
+        if heads != H or (size != 1 and size != B):
+            shape = list(getattr(self, self.parameter).shape)
+            raise ValueError(f"bias.{self.parameter}: expected {H} heads, got {shape}")
+        return line.expand(B, H, 1, line.shape[-1])
+
+    def _line(self, M: int, N: int) -> Tensor:
+        if not arguments.is_int(self.offset):
+            raise TypeError(f"bias.offset: expected an int, got {type(self.offset).__name__}")
+        x = getattr(self, self.parameter)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"bias.{self.parameter}: expected a Tensor, got {type(x).__name__}")
+        distances = torch.arange(1 - max(M, 1), N, device=x.device) - self.offset
+        return self.at(distances).unsqueeze(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class ALiBi(Relative):
+    """Linear biases: ``-slopes[h] * |j - i - offset|`` is added to the score of query i and key j.
+
+    A value for ``bias=``. Memory and traffic are those of M + N - 1 numbers a head.
+
+    Args:
+        slopes: ``[H]``, or ``[B, H]``, float32 or query's dtype; without a head dim ``[1]``.
+            Differentiable.
+        offset: where the diagonal is: query i is at the place of key ``i + offset``. ``N - M`` for
+            queries that are the last of N tokens, as in decoding with cached keys.
+
+    Source: Press, Smith and Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
+    Input Length Extrapolation", 2022.
+
+    Example:
+        >>> q = torch.randn(2, 8, 128, 64)
+        >>> bias = fastattn.ALiBi(2.0 ** -torch.arange(1.0, 9.0))
+        >>> out = fastattn.scaled_dot_product_attention(q, q, q, is_causal=True, bias=bias)
+    """
+
+    slopes: Tensor
+    offset: int = 0
+    parameter = "slopes"
+
+    def at(self, distances: Tensor) -> Tensor:
+        """See ``Relative``."""
+        if self.slopes.dim() not in (1, 2):
+            raise ValueError(f"bias.slopes: expected [H] or [B, H], got {list(self.slopes.shape)}")
+        slopes = self.slopes.to(torch.promote_types(self.slopes.dtype, torch.float32))
+        slopes = slopes.unsqueeze(0) if slopes.dim() == 1 else slopes
+        return -slopes[..., None] * distances.abs().to(slopes.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(Relative):
+    """Learned biases: ``table[b, h]`` is added to a score, b the bucket of ``d = j - i - offset``.
+
+    A value for ``bias=``. Memory and traffic are those of M + N - 1 numbers a head. The gradient of
+    the table has its shape, and its sums have a fixed order.
+
+    Args:
+        table: ``[buckets, H]``, float32 or query's dtype; without a head dim ``[buckets, 1]``.
+            Differentiable; -inf masks.
+        buckets: integers ``[2 R + 1]``: the row of the table of each distance from -R to R.
+            Distances beyond have the bucket of the end on their side. ``torch.arange(2 * R + 1)``
+            is a number for each distance; :meth:`t5_buckets` are T5's.
+        offset: where the diagonal is: query i is at the place of key ``i + offset``. ``N - M`` for
+            queries that are the last of N tokens, as in decoding with cached keys.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer", 2020, section 2.1; Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative
+    Position Representations", 2018, for distances that are clipped.
+
+    Example:
+        >>> q = torch.randn(2, 8, 128, 64)
+        >>> table = torch.randn(32, 8, requires_grad=True)
+        >>> bias = fastattn.RelativeBias(table, fastattn.RelativeBias.t5_buckets())
+        >>> out = fastattn.scaled_dot_product_attention(q, q, q, bias=bias)
+    """
+
+    table: Tensor
+    buckets: Tensor
+    offset: int = 0
+    parameter = "table"
+
+    @staticmethod
+    def t5_buckets(
+        count: int = 32,
+        max_distance: int = 128,
+        *,
+        bidirectional: bool = True,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """T5's buckets of distances, int64 ``[2 * max_distance + 1]``.
+
+        Half of the buckets are for one distance each, and the other half grow with its logarithm up
+        to ``max_distance``. An encoder's are ``bidirectional``: keys after the query have the upper
+        half of all buckets. In a decoder they share bucket 0, as a causal mask drops them.
+
+        Raises:
+            TypeError: a number that is no int, or ``bidirectional`` is no bool.
+            ValueError: too few buckets, or a distance that the exact buckets reach already.
+        """
+        arguments.check_bool("bidirectional", bidirectional)
+        arguments.check_int("count", count, 4 if bidirectional else 2)
+        size = count // 2 if bidirectional else count
+        exact = size // 2
+        arguments.check_int("max_distance", max_distance, exact + 1)
+        ahead = torch.arange(-max_distance, max_distance + 1, device=device)
+        far = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
+        growth = torch.log(far.clamp(min=1) / exact) / math.log(max_distance / exact)
+        coarse = (exact + (growth * (size - exact)).long()).clamp(max=size - 1)
+        own = torch.where(far < exact, far, coarse)
+        return own + size * (ahead > 0) if bidirectional else own
+
+    def at(self, distances: Tensor) -> Tensor:
+        """See ``Relative``."""
+        self._check()
+        most = self.buckets.shape[0] // 2
+        rows = self.buckets[distances.clamp(-most, most) + most]
+        table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
+        # Its gradient has a fixed order of sums, and that of an index has none on the CPU.
+        return F.embedding(rows.long(), table).T.contiguous()[None]
+
+    def _check(self) -> None:
+        table, buckets = self.table, self.buckets
+        if table.dim() != 2:
+            raise ValueError(f"bias.table: expected [buckets, H], got {list(table.shape)}")
+        if not isinstance(buckets, Tensor) or buckets.dtype not in arguments.INTEGERS:
+            got = buckets.dtype if isinstance(buckets, Tensor) else type(buckets).__name__
+            raise TypeError(f"bias.buckets: expected a tensor of integers, got {got}")
+        if buckets.dim() != 1 or buckets.shape[0] % 2 == 0:
+            raise ValueError(
+                f"bias.buckets: expected [2 R + 1], distances -R to R, got {list(buckets.shape)}"
+            )
+        if buckets.device != table.device:
+            raise ValueError(
+                f"bias.buckets: expected the device of the table, {table.device}, "
+                f"got {buckets.device}"
+            )
+        if arguments.can_read(buckets):
+            low, high = map(int, buckets.aminmax())
+            if not 0 <= low <= high < table.shape[0]:
+                raise ValueError(
+                    f"bias.buckets: expected rows of a table of {table.shape[0]}, "
+                    f"got {low} to {high}"
+                )
