@@ -21,7 +21,7 @@ from fastattn.testing.budget import (
     oracle,
     poisoned,
 )
-from fastattn.testing.cases import INPUTS, Case, Tensors, make
+from fastattn.testing.cases import INPUTS, Case, Tensors, given_bias, make
 from fastattn.testing.checks import assert_invariants, assert_same_bits, check, check_blocks, spoil
 from fastattn.testing.grid import GRID
 from fastattn.testing.runners import DROPOUT_SEED, exact, plain, run
@@ -43,6 +43,7 @@ __all__ = [
     "error",
     "error_ratio",
     "exact",
+    "given_bias",
     "largest",
     "make",
     "oracle",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import reference
-from fastattn.testing.cases import Case, Tensors, _with, is_relative, line_of, make
+from fastattn.testing.cases import Case, Tensors, _with, given_bias, is_relative, make
 from fastattn.testing.runners import _canonical, _leaves, _unit, _upstream, exact, plain
 
 ULPS = 4  # of the largest exact value, for rounding the result and one more operation
@@ -210,9 +210,9 @@ def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor
 def _along_lines(case: Case, parameter: Tensor, squares: Tensor) -> Tensor:
     """Squared terms of the gradient of what a line is made of, given those of dS."""
     x = parameter.detach().requires_grad_()
-    added = line_of(case, x).to_dense(case.M, case.N)
+    added = given_bias(case, x).to_dense(case.M, case.N)
     if case.bias != "relative":  # each slope is multiplied by a distance
-        one = line_of(case, torch.ones_like(x)).to_dense(case.M, case.N)
+        one = given_bias(case, torch.ones_like(x)).to_dense(case.M, case.N)
         squares = squares * one.abs()
     [found] = torch.autograd.grad(added, x, squares.sum_to_size(added.shape))
     return found.abs()

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import ALiBi, Mask, RelativeBias
-from fastattn.problem.relative import Relative
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,10 @@ def is_relative(case: Case) -> bool:
     return case.bias in ("alibi", "alibi-b", "relative")
 
 
-def line_of(case: Case, bias: Tensor) -> Relative:
-    """What is given as a bias, of its tensor."""
+def given_bias(case: Case, bias: Tensor | None) -> Any:
+    """The argument ``bias``, made of its tensor."""
+    if bias is None or not is_relative(case):
+        return bias
     if case.bias != "relative":
         return ALiBi(bias, case.bias_offset)
     return RelativeBias(bias, torch.arange(2 * REACH + 1, device=bias.device), case.bias_offset)

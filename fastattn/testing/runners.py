@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastattn import functional, scores
 from fastattn.problem import Problem, record, reference, validate
-from fastattn.testing.cases import INPUTS, Case, Tensors, is_relative, line_of
+from fastattn.testing.cases import INPUTS, Case, Tensors, given_bias, is_relative
 
 
 def _leaf(x: Tensor | None, dtype: torch.dtype | None = None, grad: bool = True) -> Tensor | None:
@@ -64,10 +64,8 @@ def run(
         attn_mask: Tensor | None,
         bandwidth: Tensor,
     ) -> Any:
-        options: dict[str, Any] = dict(
-            bias=_given(case, bias), attn_mask=attn_mask, backend=backend
-        )
-        options |= dict(return_weights=case.weights, return_lse=case.lse)
+        options: dict[str, Any] = dict(bias=given_bias(case, bias), attn_mask=attn_mask)
+        options |= dict(backend=backend, return_weights=case.weights, return_lse=case.lse)
         if record.kinds(t.mask):
             options |= dict(mask=t.mask)
         if case.softcap:
@@ -84,11 +82,6 @@ def run(
     return _results(case, t, call, dtype)
 
 
-def _given(case: Case, bias: Tensor | None) -> Any:
-    """The argument ``bias``."""
-    return bias if bias is None or not is_relative(case) else line_of(case, bias)
-
-
 def _build(
     case: Case,
     t: Tensors,
@@ -103,7 +96,7 @@ def _build(
     """``w``: the weight of the additive score, the bandwidth of the gaussian."""
     score: Any = case.score if w is not None else "dot"
     return validate.build(
-        score, q, k, v, w, mask=t.mask, bias=_given(case, bias),
+        score, q, k, v, w, mask=t.mask, bias=given_bias(case, bias),
         attn_mask=attn_mask, scale=scale, softcap=case.softcap, enable_gqa=True,
         dropout_p=case.dropout_p, seed=DROPOUT_SEED, return_weights=case.weights,
     )  # fmt: skip
@@ -216,7 +209,7 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         if bias is not None and is_relative(case):
-            bias = line_of(case, bias).to_dense(case.M, case.N)
+            bias = given_bias(case, bias).to_dense(case.M, case.N)
         for x in (bias, attn_mask):
             if x is not None and x.is_floating_point():
                 scores = scores + x.to(q.dtype)

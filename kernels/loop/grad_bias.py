@@ -106,7 +106,8 @@ def sdpa_bwd_dline_kernel(
     b, h = head // H, head % H
     ahead = diagonal - (n_rows - 1)
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for row in tl.range(tl.maximum(0, -ahead), tl.minimum(n_rows, n_cols - ahead)):
+    for n in tl.range(tl.maximum(0, -ahead), tl.minimum(n_rows, n_cols - ahead)):
+        row = n + tl.zeros((), tl.int32)
         acc = add_tile(
             acc, q, k, v, terms, bias, grad_out, grad_weights, t, mask, drop, dims, spec, b, h,
             row, row + ahead,

@@ -178,6 +178,7 @@ DECODE = dict(M=1, N=4096, kv_len=(2, 1), keep=(2, 1, 1, 4096))
 PROBLEMS = {
     "plain": MASKED,
     "rich": MASKED | MORE,
+    "line": MASKED | MORE | dict(bias=(2, 4, 1, 2047)),
     "plain decode": DECODE,
     "rich decode": DECODE | MORE | dict(bias=(2, 4, 1, 4096)),
 }
@@ -263,8 +264,8 @@ def launch_case(case) -> None:
 
     t = testing.make(case)
     p, *tensors = validate.build(
-        case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=t.bias, enable_gqa=True,
-        dropout_p=case.dropout_p, seed=1, return_weights=case.weights,
+        case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=testing.given_bias(case, t.bias),
+        enable_gqa=True, dropout_p=case.dropout_p, seed=1, return_weights=case.weights,
     )[:6]  # fmt: skip
     call = Call.of(*map(meta, (*tensors, *p.operands)))
     is_dot = case.score == "dot"
