@@ -1,16 +1,26 @@
-// Gradient of the bias, a block a tile and a slice of the batches and heads that share it. A second
-// kernel adds up the slices in order.
+// Gradient of the bias, a block a tile and a slice of the batches and heads that share it; or, of a
+// line, a block a diagonal of tiles. A second kernel adds up the slices, or diagonals, in order.
 #include "cuda/additive/backward.cuh"
+#include "cuda/tile/line.cuh"
 
 namespace fastattn::cuda {
 namespace {
 
 struct BiasTile {
   int64_t b, h, tile_m, tile_n, slice;  // of the bias's own batches and heads
+  int64_t count;                        // of tiles, on a diagonal from this one on
 };
 
 FASTATTN_DEVICE BiasTile bias_tile(const BackwardArgs& a, uint32_t block) {
-  BiasTile tile;
+  BiasTile tile{};
+  if (a.p.bias_is_line) {
+    const TileDiagonal diagonal = tile_diagonal(a.p, take_digit(&block, line_blocks(a.p)));
+    tile.tile_m = diagonal.m, tile.tile_n = diagonal.n, tile.count = diagonal.count;
+    tile.h = take_digit(&block, a.p.bias_H);
+    tile.b = block;
+    return tile;
+  }
+  tile.count = 1;
   tile.tile_n = take_digit(&block, a.plan.panels.tiles_n);
   tile.tile_m = take_digit(&block, a.plan.panels.tiles_m);
   tile.slice = take_digit(&block, a.plan.slices);
@@ -19,18 +29,19 @@ FASTATTN_DEVICE BiasTile bias_tile(const BackwardArgs& a, uint32_t block) {
   return tile;
 }
 
-// dS of one tile, summed over the batches and heads of a slice.
+// dS of the tiles, summed over the batches and heads of a slice.
 template <ScoreKind kScore>
 FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, StageMemory& memory,
                                Fragment& sum) {
   const BackwardParams& p = a.p;
   const int64_t sharers = bias_sharers(p), heads = p.bias_H == 1 ? p.H : 1;
+  const int64_t begin = tile.slice * sharers / a.plan.slices * tile.count;
   clear(sum);
-  for (int64_t n = tile.slice * sharers / a.plan.slices;
-       n < (tile.slice + 1) * sharers / a.plan.slices; ++n) {
+  for (int64_t step = begin; step < (tile.slice + 1) * sharers / a.plan.slices * tile.count; ++step) {
+    const int64_t n = step / tile.count, along = step % tile.count;
     const Place at =
         place(p, p.bias_B == 1 ? n / heads : tile.b, p.bias_H == 1 ? n % heads : tile.h,
-              tile.tile_m * kTile, tile.tile_n * kTile);
+              (tile.tile_m + along) * kTile, (tile.tile_n + along) * kTile);
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;
@@ -86,6 +97,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t i0 = tile.tile_m * kTile, j0 = tile.tile_n * kTile;
   Fragment sum;
   sum_slice<kScore>(a, tile, memory.stage, sum);
+  if (p.bias_is_line) {
+    __syncthreads();
+    store_fragment<false>(sum, memory.ds);
+    __syncthreads();
+    store_diagonals([&](int r, int c) { return memory.ds[tile_index(r, c)]; },
+                    workspace(a) + a.plan.bias + int64_t{blockIdx.x} * kLinePart);
+    return;
+  }
   if (p.bias_M == 1) reduce_tile(true, memory.ds, sum);
   if (p.bias_N == 1) reduce_tile(false, memory.ds, sum);
   const View to = bias_target(a, tile);
@@ -115,12 +134,14 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 void launch_grad_bias(const BackwardArgs& args, Launcher& launcher) {
   const BackwardParams& p = args.p;
-  const int64_t tiles = args.plan.panels.tiles_m * args.plan.panels.tiles_n;
+  const Panels& panels = args.plan.panels;
+  const int64_t tiles = p.bias_is_line ? line_blocks(p) : panels.tiles_m * panels.tiles_n;
   const int64_t heads = p.bias_B * p.bias_H;
   with_score(p, [&](auto score) {
     launcher.run(additive_bias_kernel<score>, heads * args.plan.slices * tiles, kThreads,
                  kSharedWithoutWeights, args);
   });
+  if (p.bias_is_line) return launch_line(p, args.plan.bias, launcher);
   if (bias_parts(args.plan) == 1) return;
   const int64_t elements = heads * p.bias_M * p.bias_N;
   launcher.run(additive_bias_sum_kernel, ceil_div(elements, kWarps), kThreads, 0, args);

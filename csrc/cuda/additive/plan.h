@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/tile/few_queries.h"
+#include "cuda/tile/line.cuh"
 #include "cuda/tile/tile.cuh"
 
 namespace fastattn::cuda {
@@ -112,7 +113,8 @@ struct AdditiveBackwardPlan {
   int64_t weights;  // [B][H][tiles_m][dims]: gradients of w, of a tile of queries each
 
   // The gradient of a bias is added up by tiles, over slices of the batches and heads that the bias
-  // is broadcast over: [bias_B][bias_H][parts][bias_M][bias_N], unless there is one part.
+  // is broadcast over: [bias_B][bias_H][parts][bias_M][bias_N], unless there is one part. That of a
+  // line is added up by diagonals of tiles (line.cuh).
   int64_t slices, parts_m, parts_n, bias;
   int64_t workspace_bytes;
 };
@@ -126,6 +128,11 @@ FASTATTN_FN int64_t bias_parts(const AdditiveBackwardPlan& plan) {
 }
 
 FASTATTN_FN void plan_bias(const BackwardParams& p, AdditiveBackwardPlan* plan, int64_t* used) {
+  plan->slices = plan->parts_m = plan->parts_n = 1;
+  if (p.bias_is_line) {
+    plan->bias = take(used, line_floats(p));
+    return;
+  }
   const int64_t tiles_m = plan->panels.tiles_m, tiles_n = plan->panels.tiles_n;
   const int64_t blocks = p.bias_B * p.bias_H * tiles_m * tiles_n;
   plan->slices = min64(bias_sharers(p), ceil_div(kBiasBlocks, max64(1, blocks)));

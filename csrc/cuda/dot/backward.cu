@@ -9,13 +9,15 @@
 //   dq:     for (b, h, tile of queries):     Q, dO stay; K, V pass by       3 products a tile
 //   dk, dv: for (b, key head, tile of keys): K, V stay; Q, dO of the heads  4 products
 //           that share it pass by, on transposed tiles
-//   dbias:  for (tile of the bias):          dS of all that share it, in order
+//   dbias:  for (tile of the bias):          dS of all that share it, in order; of a line: for
+//           (diagonal of tiles), see line.cuh
 //
 // Every result has one owner: there are no atomics, and every run gives the same results. Dao,
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
 #include "cuda/base/launcher.cuh"
 #include "cuda/dot/passes.h"
 #include "cuda/dot/step.cuh"
+#include "cuda/tile/line.cuh"
 
 namespace fastattn::cuda {
 namespace {
@@ -253,6 +255,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dbias ----
 
+// Where the parts of a line begin in the workspace: behind delta.
+FASTATTN_FN int64_t line_parts(const BackwardParams& p) { return p.B * p.H * p.M; }
+
 // Adds up the rows (columns) of a tile, in order, if the bias has one row (column).
 FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
   __syncthreads();
@@ -264,25 +269,43 @@ FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
   __syncthreads();
 }
 
+// The tiles of dS that a block adds up: those of `b` and `h` samples and heads, of `m` and `n` tiles
+// of queries and keys, from these on. Of a line they are those of a diagonal.
+struct BiasTiles {
+  int64_t b, h, m, n;
+  int64_t count_b, count_h, count_m, count_n;
+};
+
+FASTATTN_DEVICE BiasTiles bias_tiles(const BackwardParams& p, uint32_t block) {
+  const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
+  BiasTiles own{};
+  if (p.bias_is_line) {
+    const TileDiagonal diagonal = tile_diagonal(p, take_digit(&block, line_blocks(p)));
+    own.m = diagonal.m, own.n = diagonal.n, own.count_m = diagonal.count, own.count_n = 1;
+  } else {
+    own.n = take_digit(&block, p.bias_N == 1 ? 1 : tiles_n);
+    own.m = take_digit(&block, p.bias_M == 1 ? 1 : tiles_m);
+    own.count_m = p.bias_M == 1 ? tiles_m : 1, own.count_n = p.bias_N == 1 ? tiles_n : 1;
+  }
+  own.h = take_digit(&block, p.bias_H), own.b = block;
+  own.count_b = p.bias_B == 1 ? p.B : 1, own.count_h = p.bias_H == 1 ? p.H : 1;
+  return own;
+}
+
 template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dbias_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   const float scale = p.scale * kLog2e;
-  const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
-  uint32_t block = blockIdx.x;
-  const int64_t own_n = take_digit(&block, p.bias_N == 1 ? 1 : tiles_n);
-  const int64_t own_m = take_digit(&block, p.bias_M == 1 ? 1 : tiles_m);
-  const int64_t own_h = take_digit(&block, p.bias_H), own_b = block;
-  const int64_t shared_b = p.bias_B == 1 ? p.B : 1, shared_h = p.bias_H == 1 ? p.H : 1;
-  const int64_t shared_m = p.bias_M == 1 ? tiles_m : 1, shared_n = p.bias_N == 1 ? tiles_n : 1;
+  const BiasTiles own = bias_tiles(p, blockIdx.x);
   Pairs<QueryRows> sum = {};
-  for (int64_t n = 0; n < shared_b * shared_h * shared_m * shared_n; ++n) {
+  for (int64_t n = 0; n < own.count_b * own.count_h * own.count_m * own.count_n; ++n) {
     uint32_t number = static_cast<uint32_t>(n);
-    const int64_t j0 = (own_n + take_digit(&number, shared_n)) * kTile;
-    const int64_t i0 = (own_m + take_digit(&number, shared_m)) * kTile;
-    const int64_t h = own_h + take_digit(&number, shared_h);
-    const Place at = place(p, own_b + number, h, i0, j0);
+    const int64_t tile_n = own.n + take_digit(&number, own.count_n);
+    const int64_t step = take_digit(&number, own.count_m);
+    const int64_t h = own.h + take_digit(&number, own.count_h);
+    const int64_t j0 = (tile_n + (p.bias_is_line ? step : 0)) * kTile, i0 = (own.m + step) * kTile;
+    const Place at = place(p, own.b + number, h, i0, j0);
     const TileMask mask = mask_tile<QueryRows>(p, at);
     if (mask.empty) continue;
     __syncthreads();
@@ -307,10 +330,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll
     for (int v = 0; v < 4; ++v) tile[sum_row(v) * kTile + sum_col(t, v)] = sum[t][v];
+  if (p.bias_is_line) {
+    __syncthreads();
+    float* const parts = static_cast<float*>(p.workspace) + line_parts(p);
+    store_diagonals([&](int r, int c) { return tile[r * kTile + c]; },
+                    parts + int64_t{blockIdx.x} * kLinePart);
+    return;
+  }
   fold_tile(p.bias_M == 1, p.bias_N == 1, tile);
-  const int rows = p.bias_M == 1 ? 1 : extent(p.M, own_m * kTile);
-  const int cols = p.bias_N == 1 ? 1 : extent(p.N, own_n * kTile);
-  const int64_t offset = offset_of(p.grad_bias, own_b, own_h, own_m * kTile, own_n * kTile);
+  const int rows = p.bias_M == 1 ? 1 : extent(p.M, own.m * kTile);
+  const int cols = p.bias_N == 1 ? 1 : extent(p.N, own.n * kTile);
+  const int64_t offset = offset_of(p.grad_bias, own.b, own.h, own.m * kTile, own.n * kTile);
   with_dtype(p.grad_bias.dtype, [&](auto type) {
     for (int n = thread(); n < rows * kTile; n += kThreads)
       if (n % kTile < cols)
@@ -332,12 +362,16 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p);
   if (p.grad_bias.data == nullptr) return;
   const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);
-  launcher.run(sdpa_dbias_kernel<kType, kDim>, p.bias_B * p.bias_H * tiles, kThreads, shared, p);
+  const int64_t blocks = p.bias_is_line ? line_blocks(p) : tiles;
+  launcher.run(sdpa_dbias_kernel<kType, kDim>, p.bias_B * p.bias_H * blocks, kThreads, shared, p);
+  if (p.bias_is_line) launch_line(p, line_parts(p), launcher);
 }
 
 }  // namespace
 
-int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) { return 4 * p.B * p.H * p.M; }
+int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) {
+  return 4 * (line_parts(p) + line_floats(p));
+}
 
 const char* sdpa_backward(const BackwardParams& p, void* stream) {
   Launcher launcher(stream);
