@@ -158,6 +158,10 @@ MODEL_CASES = [
          dataclasses.replace(_additive("step", 32, 200, 128), M=1, E=512), compiled=True),
     Case("pair-bias", "one bias [H, M, N] with gradient for 32 rows, as AlphaFold's",
          _dot("pair", B=32, H=4, Hkv=4, M=256, N=256, D=32, E=32, bias="hmn"), compiled=True),
+    Case("alibi", "causal, linear biases",
+         _dot("alibi", B=1, causal="top_left", bias="alibi", bias_grad=False)),
+    Case("t5", "encoder, a learned bias of each distance up to 20, as T5's buckets",
+         _dot("t5", M=512, N=512, bias="relative")),
     Case("documents", "8 texts packed, each causal",
          _dot("documents", B=1, H=12, Hkv=12, M=2048, N=2048), "documents"),
     Case("long-16k", "16k tokens, causal",
@@ -279,7 +283,8 @@ def _random_blocks(M: int, N: int, block: int, kept: float) -> torch.Tensor:
 def problem(case: Case, t: testing.Tensors) -> Problem:
     """The validated record of a case's attention; for a module, that of its heads."""
     score, grouped = case.problem.score, case.problem.H != case.problem.Hkv
-    options = dict(mask=t.mask, bias=t.bias, enable_gqa=grouped and score != "additive")
+    bias = testing.given_bias(case.problem, t.bias)
+    options = dict(mask=t.mask, bias=bias, enable_gqa=grouped and score != "additive")
     options |= dict(softcap=case.problem.softcap) if case.problem.softcap else {}
     parameter = t.w if t.bandwidth is None else t.bandwidth
     return validate.build(score, t.q, t.k, t.v, parameter, **options).p

@@ -74,7 +74,7 @@ class Checker:
         whole = ("grad_k", "grad_v", "grad_w", "grad_bandwidth", "grad_sink")
         if self.work.case.module or name in whole:
             return x
-        return x if x.shape[2] == 1 else x[:, :, self.rows]
+        return x if x.dim() < 4 or x.shape[2] == 1 else x[:, :, self.rows]
 
 
 def _seeded(implementation: Implementation, direction: str, upstream: Tensor) -> dict[str, Tensor]:
@@ -89,8 +89,10 @@ def worst(ratios: dict[str, float]) -> float:
 
 
 def _rows(work: Workload) -> Tensor:
-    """Random queries, sorted: as many as the truth has time for."""
+    """Random queries, sorted: as many as the truth has time for. All where a bias has no rows."""
     p = work.case.problem
+    if p.bias is not None and work.t.bias.dim() < 4:
+        return torch.arange(p.M, device=work.t.q.device)
     elements = p.B * p.H * p.N * (p.D if p.score != "dot" else 1)
     count = max(1, min(p.M, MAX_ROWS, MAX_ELEMENTS // elements))
     rng = torch.Generator().manual_seed(p.seed)
@@ -99,9 +101,9 @@ def _rows(work: Workload) -> Tensor:
 
 def _with_rows(work: Workload, rows: Tensor) -> tuple[testing.Case, testing.Tensors]:
     """The problem of these queries alone. A dense mask keeps the same pairs for them."""
-    t = work.t
+    t, bias = work.t, work.t.bias
     mask = _mask_of(work, rows)
-    bias = t.bias if t.bias is None or t.bias.shape[2] == 1 else t.bias[:, :, rows]
+    bias = bias if bias is None or bias.dim() < 4 or bias.shape[2] == 1 else bias[:, :, rows]
     part = dataclasses.replace(work.case.problem, M=len(rows), causal=None)
     tensors = dataclasses.replace(
         t, q=t.q[:, :, rows], grad_out=t.grad_out[:, :, rows], bias=bias, mask=mask

@@ -121,6 +121,8 @@ def _functions(
     tensors = {"q": t.q, "k": t.k, "v": t.v, "w": t.w, "bias": t.bias, "bandwidth": t.bandwidth}
     if case.sink:
         tensors["sink"] = torch.linspace(-1.0, 1.0, case.problem.H, device=t.q.device)
+    if not case.problem.bias_grad:
+        del tensors["bias"]
     leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x is not None}
     set_up = {"dot": _dot, "additive": _additive, "gaussian": _gaussian}[case.problem.score]
     calls = set_up(case, t, leaves, backend, compiled)
@@ -141,7 +143,7 @@ def _dot(
     case: Case, t: testing.Tensors, leaves: dict[str, Tensor], backend: str, compiled: bool
 ) -> dict[str, Callable]:
     p = cases.problem(case, t)
-    qkv, bias, scale = [leaves[n] for n in "qkv"], leaves.get("bias"), 1 / math.sqrt(p.D)
+    qkv, bias, scale = [leaves[n] for n in "qkv"], leaves.get("bias", t.bias), 1 / math.sqrt(p.D)
     causal = t.mask.causal == "top_left"
     # A mask that torch can only take as a tensor is built here, outside the timing.
     huge = case.keys == "packed" and p.M * p.N > packed.MOST_MASKED
@@ -149,18 +151,20 @@ def _dot(
     dropped = None if kept is None else ~kept
     as_keep = t.mask.keep is not None  # then all implementations get the same tensor
     ours = dict(attn_mask=t.mask.keep, is_causal=causal) if as_keep else dict(mask=t.mask)
-    attn_mask, grouped = bias if causal or kept is None else kept, p.H != p.Hkv
+    added, grouped = _matrix(case, bias, kept), p.H != p.Hkv
     extras = dict(softcap=p.softcap or None, sink=leaves.get("sink"))
 
     def call_ours(**extras) -> Tensor:
         return functional.scaled_dot_product_attention(
-            *qkv, bias=bias, enable_gqa=grouped, backend=backend, **ours, **extras
-        )
+            *qkv, bias=testing.given_bias(case.problem, bias), enable_gqa=grouped,
+            backend=backend, **ours, **extras,
+        )  # fmt: skip
 
     def sdpa() -> Tensor:
         return F.scaled_dot_product_attention(
-            *qkv, attn_mask=attn_mask, is_causal=causal, enable_gqa=grouped
-        )
+            *qkv, attn_mask=added() if bias is not None or not causal else None,
+            is_causal=causal and bias is None, enable_gqa=grouped,
+        )  # fmt: skip
 
     calls: dict[str, Callable] = {OURS: lambda: call_ours(**extras)}
     if any(x is not None for x in extras.values()):  # which torch's function has not
@@ -180,6 +184,23 @@ def _dot(
     if compiled and p.device.type == "cuda":
         calls[FLEX] = _flex(p, t, leaves)
     return calls
+
+
+def _matrix(case: Case, bias: Tensor | None, kept: Tensor | None) -> Callable[[], Tensor | None]:
+    """What is added to the scores where a function takes one tensor.
+
+    A bias without a gradient is made here, outside the timing.
+    """
+    given = testing.given_bias(case.problem, bias)
+    if given is None:
+        return lambda: kept
+
+    def make() -> Tensor:
+        matrix = given if given is bias else given.to_dense(case.problem.M, case.problem.N)
+        return matrix if kept is None else matrix.masked_fill(~kept, -math.inf)
+
+    made = None if case.problem.bias_grad else make()
+    return make if made is None else lambda: made
 
 
 def _sdpa(device: str, call: Callable[[], Tensor]) -> dict[str, Callable]:

@@ -71,7 +71,6 @@ class ForwardWorker {
         values_(p_, args.path, scratch_, kM, kN),
         mask_(p_, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
-        alpha_(scratch_.floats(kM + kWidth)),
         drop_(p_.dropout.enabled ? scratch_.floats(kN + 4 * kWidth) : nullptr),
         states_(scratch_, members_, min64(p_.M, kM), values_.stride()) {}
 
@@ -143,8 +142,8 @@ class ForwardWorker {
     choose_form(score_, values_, mask_);
     const auto logit = scores_of(score_, p_, m.rows, used, s_);
     values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, logit, s_, kN, drop_,
-                  alpha_);
-    values_.accumulate(s_, kN, m.rows, alpha_, mask_.masked(), state.o);
+                  state.alpha);
+    values_.accumulate(s_, kN, m.rows, state.alpha, mask_.masked(), state.o);
     return loaded;
   }
 
@@ -153,9 +152,9 @@ class ForwardWorker {
     const Member m = member(g);
     for (int64_t i = 0; i < m.rows; ++i) {
       const float l = sum_lanes(load(state.l + i * kWidth)) / values_.weight_unit();
-      alpha_[i] = args_.write_row(b_, m.h, m.i0 + i, state.m[i], l);
+      state.alpha[i] = args_.write_row(b_, m.h, m.i0 + i, state.m[i], l);
     }
-    unpack_rows(state.o, values_.stride(), 1.f / values_.output_unit(), alpha_,
+    unpack_rows(state.o, values_.stride(), 1.f / values_.output_unit(), state.alpha,
                 matrix_at(p_.out, b_, m.h, m.i0, m.rows, p_.E));
   }
 
@@ -178,7 +177,7 @@ class ForwardWorker {
   Score score_;
   Values values_;
   MaskTile mask_;
-  float *s_, *alpha_, *drop_;
+  float *s_, *drop_;
   RowStates states_;
   int64_t b_ = 0, h0_ = 0, block0_ = 0;
 };

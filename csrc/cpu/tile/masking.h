@@ -58,7 +58,7 @@ FASTATTN_SIMD void with_logit(const AttentionParams& p, LinearLogit logit, F f) 
 }
 
 // How the scores of a tile are masked.
-enum class Masking { kNone, kBias, kIntervals, kAddend };
+enum class Masking { kNone, kBias, kBiasInside, kIntervals, kAddend };
 
 class MaskTile {
  public:
@@ -108,6 +108,8 @@ class MaskTile {
         return f(std::integral_constant<Masking, Masking::kNone>{});
       case Masking::kBias:
         return f(std::integral_constant<Masking, Masking::kBias>{});
+      case Masking::kBiasInside:
+        return f(std::integral_constant<Masking, Masking::kBiasInside>{});
       case Masking::kIntervals:
         return f(std::integral_constant<Masking, Masking::kIntervals>{});
       case Masking::kAddend:
@@ -124,8 +126,9 @@ class MaskTile {
     } else if constexpr (kMasking == Masking::kBias) {
       // The rows after these come next, and arrive while these are computed.
       __builtin_prefetch(bias_ + (i + rows_) * p_.bias.stride_r + c, 0, 2);
-      const Vec bias = load(bias_ + i * p_.bias.stride_r + c);
-      return logit(s, product(bias, splat(kLog2e)));
+      return logit(s, plain_bias(i, c));
+    } else if constexpr (kMasking == Masking::kBiasInside) {
+      return inside(i, c) ? logit(s, plain_bias(i, c)) : splat(-kInf);
     } else if constexpr (kMasking == Masking::kAddend) {
       const Vec addend = load(addend_ + i * addend_stride_ + c);
       return addend == splat(-kInf) ? addend : logit(s, addend);
@@ -154,7 +157,12 @@ class MaskTile {
  private:
   bool keeps(int64_t i, int64_t c) const {
     if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;
-    return masking_ != Masking::kIntervals || (c >= begin_[i] && c < end_[i]);
+    return !masked_ || (c >= begin_[i] && c < end_[i]);
+  }
+
+  // bias * log2(e), of a tile whose bias is read where it lies.
+  FASTATTN_MEMBER Vec plain_bias(int64_t i, int64_t c) const {
+    return product(load(bias_ + i * p_.bias.stride_r + c), splat(kLog2e));
   }
 
   FASTATTN_MEMBER VecI inside(int64_t i, int64_t c) const {
@@ -187,7 +195,7 @@ class MaskTile {
   // largest.
   bool look_at_plain_bias() {
     const View& bias = p_.bias;
-    if (has_dense(p_.mask) || masked_ || cols_ % kWidth != 0) return false;
+    if (has_dense(p_.mask) || cols_ % kWidth != 0) return false;
     if (bias.dtype != DType::kFloat32 || bias.stride_c != 1) return false;
     bias_ = static_cast<const float*>(bias.data) + b_ * bias.stride_b + h_ * bias.stride_h +
             i0_ * bias.stride_r + j0_;
@@ -204,7 +212,7 @@ class MaskTile {
         most = size > most ? size : most;
       }
     if (any_lane(most > bits_of(splat(0x1p120f)))) return false;
-    masking_ = any_lane(most) ? Masking::kBias : Masking::kNone;
+    if (any_lane(most)) masking_ = masked_ ? Masking::kBiasInside : Masking::kBias;
     return true;
   }
 

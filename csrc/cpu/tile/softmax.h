@@ -19,6 +19,7 @@ struct RowState {
   float* m;  // running maximum
   float* l;  // running sums, kWidth partial sums a row; lanes are added up once, at the end
   float* o;  // unnormalised output [rows, o_stride]
+  float* alpha;  // what the last tile rescaled a row by
 };
 
 // The state of several row blocks, `rows` rows each.
@@ -30,15 +31,18 @@ class RowStates {
         tile_size_(row_capacity(rows) * o_stride),
         all_{scratch.floats(members * vector_rows_),
              scratch.floats(members * vector_rows_ * kWidth),
-             scratch.floats(members * tile_size_)} {}
+             scratch.floats(members * tile_size_),
+             scratch.floats(members * (vector_rows_ + kWidth))} {}
 
   void clear() {
     fill(all_.m, members_ * vector_rows_, -kInf);
     fill(all_.l, members_ * vector_rows_ * kWidth, 0.f);
     fill(all_.o, members_ * tile_size_, 0.f);
+    fill(all_.alpha, members_ * (vector_rows_ + kWidth), 1.f);
   }
   RowState member(int64_t g) const {
-    return {all_.m + g * vector_rows_, all_.l + g * vector_rows_ * kWidth, all_.o + g * tile_size_};
+    return {all_.m + g * vector_rows_, all_.l + g * vector_rows_ * kWidth, all_.o + g * tile_size_,
+            all_.alpha + g * (vector_rows_ + kWidth)};
   }
 
  private:
@@ -124,7 +128,8 @@ FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
 //
 // Softmax first tries the running maximum. Only if a weight exceeds 2^kSlack does it search for the
 // new maximum and repeat the row. Most rows thus never rescale their sums or search for a maximum.
-// Sinks that overwrite the scores always search first.
+// A row whose maximum rose in the last tile searches first: biases may rise from key to key. Sinks
+// that overwrite the scores always search first.
 template <Masking kMasking, typename Logit, typename Sink>
 FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
                                 const TilePlace& at, const RowState& state, Logit logit, float* s,
@@ -143,7 +148,8 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
       const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
         return weigh_row(to, logits, at.cols, *m, 1.f, factors, l);
       };
-      if (*m != -kInf && !any_above(weigh(sink.row_apart(i)), kMost)) {
+      const bool rises = alpha[i] != 1.f;
+      if (*m != -kInf && !rises && !any_above(weigh(sink.row_apart(i)), kMost)) {
         alpha[i] = 1.f;
         if (sink.is_in_place()) store(l, before), weigh(sink.row(i));
         continue;
