@@ -200,13 +200,11 @@ def unknown_keywords(function: str, unknown: Iterable[str]) -> TypeError:
 
 def no_tensor(name: str, x: object) -> TypeError:
     """The error for a mask or bias that is not a tensor."""
-    if name == "bias":
-        kind = type(x).__name__
-        return TypeError(f"bias: expected a Tensor, an ALiBi or a RelativeBias, got {kind}")
     hint = ""
     if type(x).__name__ == "BlockMask":  # of torch.nn.attention.flex_attention
         hint = ": write mask=fastattn.Mask(...), or Mask(keep=create_mask(mask_mod, B, H, M, N))"
-    return TypeError(f"{name}: expected a Tensor, got {type(x).__name__}{hint}")
+    wanted = "a Tensor, an ALiBi or a RelativeBias" if name == "bias" else "a Tensor"
+    return TypeError(f"{name}: expected {wanted}, got {type(x).__name__}{hint}")
 
 
 def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> str:

@@ -152,7 +152,7 @@ NAMES = {
     "return_attn_probs": "return_weights='full'",
     "sliding_window": "mask=fastattn.Mask\\(window=",
     "position_bias": "bias=",
-    "alibi_slopes": "bias=slopes",
+    "alibi_slopes": "bias=fastattn.ALiBi\\(slopes",
     "cu_seqlens_q": "mask=fastattn.Mask.documents\\(cu_seqlens_q",
 }
 
