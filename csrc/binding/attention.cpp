@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "binding/operands.h"
+#include "binding/views.h"
 #ifdef FASTATTN_FOR_CUDA
 #include "binding/on_cuda.h"
 #else
@@ -39,66 +40,23 @@ namespace binding = fastattn::binding;
 namespace device = fastattn::device;
 using fastattn::AttentionParams;
 using fastattn::BackwardParams;
-using fastattn::DType;
 using fastattn::ForwardParams;
 using fastattn::KeyLimit;
 using fastattn::ScoreKind;
 using fastattn::View;
 using fastattn::WeightsMode;
+using fastattn::binding::broadcasts_to;
+using fastattn::binding::dtype_of;
+using fastattn::binding::is_line;
+using fastattn::binding::line_view;
 using fastattn::binding::Operands;
 using fastattn::binding::OptTensor;
+using fastattn::binding::stride_or_0;
+using fastattn::binding::view_of;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// ---- tensors to views ----
-
-DType dtype_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return DType::kFloat32;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    default:
-      STD_TORCH_CHECK(false, "fastattn: ", name, ": expected float32, bfloat16 or float16");
-  }
-}
-
-// True if `t` has the shape. A size of 1 fits any size; its stride becomes 0.
-bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
-  if (t.dim() != static_cast<int64_t>(shape.size())) return false;
-  for (size_t d = 0; d < shape.size(); ++d) {
-    if (t.size(d) != shape[d] && t.size(d) != 1) return false;
-  }
-  return true;
-}
-
-int64_t stride_or_0(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
-
-View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shape,
-             bool may_broadcast = false) {
-  bool fits = broadcasts_to(t, shape);
-  for (size_t d = 0; fits && !may_broadcast && d < shape.size(); ++d) fits = t.size(d) == shape[d];
-  STD_TORCH_CHECK(fits, "fastattn: ", name, ": its shape does not fit the other arguments");
-  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0),
-          stride_or_0(t, 1), stride_or_0(t, 2), stride_or_0(t, 3)};
-}
-
-// A bias that is a function of (b, h, j - i): one row, with the pair (i, j) at j - i + M - 1. The
-// shape tells, as one row of a matrix has N elements, or 1.
-bool is_line(const Tensor& bias, const AttentionParams& p) {
-  return p.M > 1 && bias.dim() == 4 && bias.size(2) == 1 && bias.size(3) == p.M + p.N - 1;
-}
-
-// A line as a matrix, whose rows overlap: each begins one element before the one above it.
-View line_view(const Tensor& bias, const AttentionParams& p) {
-  View view = view_of(bias, "bias", {p.B, p.H, 1, p.M + p.N - 1}, /*may_broadcast=*/true);
-  const int64_t bytes = static_cast<int64_t>(bias.element_size()) * view.stride_c;
-  view.data = static_cast<char*>(view.data) + (p.M - 1) * bytes;
-  view.stride_r = -view.stride_c;
-  return view;
-}
+// ---- the problem ----
 
 void fill_bias(const OptTensor& bias, AttentionParams* p) {
   p->bias = {};
@@ -109,8 +67,6 @@ void fill_bias(const OptTensor& bias, AttentionParams* p) {
     p->bias = view_of(*bias, "bias", {p->B, p->H, p->M, p->N}, /*may_broadcast=*/true);
   }
 }
-
-// ---- the problem ----
 
 // A number, not a name: torch's stable ABI leaks every str that an operator takes.
 WeightsMode weights_mode(int64_t weights) {
@@ -261,8 +217,7 @@ Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType d
 }
 
 // [B, H, M, E], in memory [B, M, H, E], or [M, B, H, E] if the batch is not the first dim.
-Tensor empty_out(const Tensor& like, const AttentionParams& p, bool batch_first,
-                 ScalarType dtype) {
+Tensor empty_out(const Tensor& like, const AttentionParams& p, bool batch_first, ScalarType dtype) {
   const auto size = [](int64_t n) { return std::max<int64_t>(n, 1); };
   const int64_t head = size(p.E), row = size(p.H) * head;
   const int64_t stride_b = batch_first ? size(p.M) * row : row;

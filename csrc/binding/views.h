@@ -1,0 +1,66 @@
+// Tensors as the views that kernels take: pointer, dtype and strides, with the shape checked.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <vector>
+
+#include "problem/params.h"
+
+namespace fastattn::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, "fastattn: ", name, ": expected float32, bfloat16 or float16");
+  }
+}
+
+// True if `t` has the shape. A size of 1 fits any size; its stride becomes 0.
+inline bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
+  if (t.dim() != static_cast<int64_t>(shape.size())) return false;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (t.size(d) != shape[d] && t.size(d) != 1) return false;
+  }
+  return true;
+}
+
+inline int64_t stride_or_0(const Tensor& t, int64_t dim) {
+  return t.size(dim) == 1 ? 0 : t.stride(dim);
+}
+
+inline View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shape,
+                    bool may_broadcast = false) {
+  bool fits = broadcasts_to(t, shape);
+  for (size_t d = 0; fits && !may_broadcast && d < shape.size(); ++d) fits = t.size(d) == shape[d];
+  STD_TORCH_CHECK(fits, "fastattn: ", name, ": its shape does not fit the other arguments");
+  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0),
+          stride_or_0(t, 1), stride_or_0(t, 2), stride_or_0(t, 3)};
+}
+
+// A bias that is a function of (b, h, j - i): one row, with the pair (i, j) at j - i + M - 1. The
+// shape tells, as one row of a matrix has N elements, or 1.
+inline bool is_line(const Tensor& bias, const AttentionParams& p) {
+  return p.M > 1 && bias.dim() == 4 && bias.size(2) == 1 && bias.size(3) == p.M + p.N - 1;
+}
+
+// A line as a matrix, whose rows overlap: each begins one element before the one above it.
+inline View line_view(const Tensor& bias, const AttentionParams& p) {
+  View view = view_of(bias, "bias", {p.B, p.H, 1, p.M + p.N - 1}, /*may_broadcast=*/true);
+  const int64_t bytes = static_cast<int64_t>(bias.element_size()) * view.stride_c;
+  view.data = static_cast<char*>(view.data) + (p.M - 1) * bytes;
+  view.stride_r = -view.stride_c;
+  return view;
+}
+
+}  // namespace fastattn::binding
