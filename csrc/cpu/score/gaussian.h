@@ -1,17 +1,18 @@
-// The gaussian score, of differences: s_ij = -1/2 sum_d (q_id - k_jd)^2 / h_d^2, h the bandwidths.
-// Multiplied out it would be a dot product, and cancel where keys are close.
+// The gaussian score: s_ij = -1/2 sum_d (q_id - k_jd)^2 / h_d^2, where h are the bandwidths. The
+// square is not multiplied out, because its dot products would cancel where keys are close.
 //
 //   for 8 queries, kWidth keys        their 8 sums in registers
 //     for dims                        a vector of keys and r in registers, shared by the queries
 //       for 8 queries                 a difference, its product with r, an FMA
 //
 // Gradients, with x = q - k, g = dS x r and 1 / h_d^2 = c r_d^2:
-//   dq_id = -c r_d sum_j g_ijd    dk_jd = c r_d sum_i g_ijd    dh_d = c r_d sum_ij g_ijd x_ijd /
-//   h_d
+//   dq_id = -c r_d sum_j g_ijd    dk_jd = c r_d sum_i g_ijd
+//   dh_d = c r_d sum_ij g_ijd x_ijd / h_d
 //
-// problem/bandwidths.h says what r and c are. Each r meets its own x before anything is squared: no
-// bandwidth leaves the range of floats. Beyond 1e19 of them a score is -inf. Sums have two levels:
-// one over all dims loses digits. Watson, "Smooth regression analysis", 1964.
+// problem/bandwidths.h says what r and c are. Each x is multiplied by its r before squaring, so no
+// bandwidth leaves the range of floats. At a distance above 1e19 bandwidths, the score is -inf.
+// Sums have two levels, because one sum over all dims loses digits. Watson, "Smooth regression
+// analysis", 1964.
 #pragma once
 
 #include "cpu/base/pack.h"
@@ -22,7 +23,7 @@ namespace fastattn::FASTATTN_ISA {
 
 class GaussianScore : public ScoreDefaults {
  public:
-  // As for the additive score: a tile of scores fits the L1 cache.
+  // As with the additive score, a tile of scores fits the L1 cache.
   static constexpr int64_t kBlockM = 64;
   static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 64;
 
@@ -78,7 +79,7 @@ class GaussianScore : public ScoreDefaults {
 
   void clear_key_grad() { fill(key_grad_, kBlockN * p_.D, 0.f); }
 
-  // `masked` needs no care: see difference().
+  // `masked` is not used: difference() is 0 where dS is 0.
   void backward(const float* ds, bool, float* grad_q, int64_t grad_q_stride, float* grad_w) {
     int64_t d = 0;
     for (; d + 2 <= p_.D; d += 2) gradient_dims<2>(d, ds, grad_w);
@@ -98,7 +99,7 @@ class GaussianScore : public ScoreDefaults {
 
  private:
   static constexpr int64_t kPanel = 16;      // queries of a panel [D][kPanel]
-  static constexpr int64_t kBlockDims = 16;  // of a sum
+  static constexpr int64_t kBlockDims = 16;  // dims of one partial sum
   static constexpr int kGradRows = 4;
 
   int64_t rows() const { return slot_rows_[slot_]; }
@@ -119,7 +120,7 @@ class GaussianScore : public ScoreDefaults {
     slot_factors_[slot_] = static_cast<float>(-0.5 * 1.44269504088896341 * all.factor);
   }
 
-  // s[r][0, cols) for kRows queries; `q` is the column of the first of them in its panel.
+  // Writes s[r][0, cols) for kRows queries. `q` is the column of the first query in its panel.
   template <int kRows>
   __attribute__((noinline)) void score_rows(const float* q, float* s) const {
     const float* const ratio = ratios();
@@ -145,13 +146,12 @@ class GaussianScore : public ScoreDefaults {
     }
   }
 
-  // q - k, but 0 where dS is: what stands behind a mask, or infinitely far away, is no gradient.
+  // q - k, but 0 where dS is 0. A masked or infinitely distant key must not affect a gradient.
   FASTATTN_MEMBER static Vec difference(float q, Vec key, Vec ds) {
     return ds == Vec{} ? Vec{} : splat(q) - key;
   }
 
-  // Adds what dims [d, d + kDims) contribute to the keys' gradients and grad_w; writes the
-  // queries'.
+  // Gradients of dims [d, d + kDims). Adds to key_grad_ and grad_w, and writes query_grad_.
   template <int kDims>
   __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, float* grad_w) {
     Vec sums[kDims] = {};
@@ -166,7 +166,8 @@ class GaussianScore : public ScoreDefaults {
       grad_w[d + n] += sum_lanes(sums[n]) * slope(d + n) / bandwidths_[d + n];
   }
 
-  // Of queries [i, i + kRows). Sums have two levels, that over all pairs three.
+  // gradient_dims() for queries [i, i + kRows). Sums have two levels, and the sum over all
+  // pairs has three.
   template <int kDims, int kRows>
   FASTATTN_MEMBER void gradient_rows(int64_t d, int64_t i, const float* ds, Vec (&sums)[kDims]) {
     const int64_t panel = i / kPanel * kPanel * p_.D + d * kPanel + i % kPanel;
@@ -204,13 +205,13 @@ class GaussianScore : public ScoreDefaults {
 
   const AttentionParams& p_;
   int64_t slot_floats_, slot_ = 0, cols_ = 0;
-  float factor_ = 0.f;  // c of the queries loaded last
-  float* slots_;        // per slot: panels of queries, then r of their head
+  float factor_ = 0.f;  // c, for the queries loaded last
+  float* slots_;        // per slot: panels of queries, then r of the head
   int32_t* slot_rows_;
-  float* slot_factors_;                                // -c / 2, for base 2
-  float* bandwidths_;                                  // likewise
-  float* keys_;                                        // a panel [D][kWidth] for every kWidth keys
-  float *query_grad_ = nullptr, *key_grad_ = nullptr;  // likewise; the queries' without c r
+  float* slot_factors_;                                // -c / 2, times log2(e)
+  float* bandwidths_;                                  // h, for the queries loaded last
+  float* keys_;                                        // a panel [D][kWidth] per kWidth keys
+  float *query_grad_ = nullptr, *key_grad_ = nullptr;  // panels; query_grad_ without -c r
 };
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -1,20 +1,21 @@
-// Fused additive attention, backward. With P_ij recomputed from the saved stats of its row, R =
-// dropout's factor, W = R P the weights that met V, and u, t = u (1 - u) of terms.cuh:
+// Fused additive attention, backward. P_ij is computed again with the saved stats of row i. R is
+// the factor of dropout, and W = R P are the weights that multiplied V. terms.cuh defines u and t:
 //
 //   dV_j = sum_i W_ij dO_i    dP_ij = R_ij (dO_i . V_j + dW_ij)    dS_ij = P_ij (dP_ij - delta_i)
 //   delta_i = sum_e dO_ie O_ie + sum_j W_ij dW_ij - dlse_i
 //   dq_id = 4 w_d sum_j dS_ij t_ijd    dk_jd = 4 w_d sum_i dS_ij t_ijd
 //   dw_d = sum_ij dS_ij tanh_ijd    dbias = dS, summed where the bias broadcasts
 //
-//   delta.cu        a block for (b, h, tile of queries)
-//   grad_query.cu   a block for (b, h, tile of queries); for key tiles:    S, dP -> dS; dq, dw
-//   grad_key.cu     a block for (b, hkv, tile of keys);  for heads, tiles: S, dP -> W, dS; dV, dk
-//   grad_bias.cu    a block for (tile, slice of b, h);   sums in order afterwards
+//   delta.cu        a block per (b, h, tile of queries)
+//   grad_query.cu   a block per (b, h, tile of queries); for key tiles:    S, dP -> dS; dq, dw
+//   grad_key.cu     a block per (b, hkv, tile of keys);  for heads, tiles: S, dP -> W, dS; dV, dk
+//   grad_bias.cu    a block per (tile, slice of b, h);   sums in order afterwards
 //
-// dS passes from the fragments of a tile to the threads that own (i, d) or (j, d) through shared
-// memory. What a block adds up over its tiles lies in the workspace, each number read and written
-// by one thread: no atomics, every sum in one order. Scores are computed again in each kernel,
-// since nothing of size M N may be stored. Dao et al., "FlashAttention", 2022, appendix B.
+// dS passes through shared memory, from the fragments of a tile to the threads that own (i, d) or
+// (j, d). The sums of a block over its tiles lie in the workspace. Only one thread reads and writes
+// a given sum, so there are no atomics, and every sum has one order. Each kernel computes scores
+// again, because no array of size M N may be stored. Dao et al., "FlashAttention", 2022, appendix
+// B.
 #include "cuda/additive/backward.cuh"
 #include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"

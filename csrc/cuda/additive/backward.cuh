@@ -1,5 +1,5 @@
-// What the kernels of additive attention's backward pass share: their arguments, a block's memory,
-// W and dS of a tile. backward.cu has the formulas.
+// What the kernels of the additive backward pass share: the arguments, the shared memory of a
+// block, W and dS of a tile. backward.cu has the formulas.
 #pragma once
 
 #include "cuda/additive/tile.cuh"
@@ -14,9 +14,9 @@ struct BackwardArgs {
 
 struct __align__(16) BackwardMemory {
   StageMemory stage;
-  float largest[kWarps];         // |dS|, of a warp's share of the tile
+  float largest[kWarps];         // per warp: the largest |dS| of the warp's share of the tile
   float ds[kTile * kTile];       // kGradUnit dS / unit_of_ds [i][j]
-  float weights[kTile * kTile];  // [i][j], of the keys' kernel alone
+  float weights[kTile * kTile];  // [i][j]; only grad_key.cu has them
 };
 constexpr size_t kSharedWithoutWeights = offsetof(BackwardMemory, weights);
 
@@ -33,7 +33,7 @@ FASTATTN_DEVICE Place query_place(const BackwardArgs& a, uint32_t block) {
   return place(a.p, b, h, i0, 0);
 }
 
-// dO V^T.
+// product = dO V^T of a tile.
 FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, StageMemory& memory,
                                     Fragment& product) {
   clear(product);
@@ -48,7 +48,8 @@ FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, St
   }
 }
 
-// W and dS of a tile, both exactly 0 where masked. Begins with a barrier if D or E is not 0.
+// Computes W and dS of a tile, both exactly 0 where masked. Begins with a barrier unless D and E
+// are both 0.
 template <ScoreKind kScore>
 FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepBits bits,
                                    StageMemory& memory, Fragment& weights, Fragment& ds) {
@@ -73,16 +74,18 @@ FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepB
   drop(a.p, survivors, weights);
 }
 
-// The power of two that a tile's dS is kept over, near the largest: factors of 2^80 stand beside it
-// in a gradient's sums, which would overflow, or underflow, with ordinary gradients. Read where it
-// is used: kept over the loops it would take a register.
+// The power of two that divides the stored dS of a tile, near the largest |dS|. The sums of
+// gradients have factors of 2^80 beside dS. Without this unit, ordinary gradients would overflow or
+// underflow there. Callers read the unit where they use it, because keeping the unit over the
+// loops would take a register.
 FASTATTN_DEVICE float unit_of_ds(const BackwardMemory& memory) {
   float largest = 0.f;
   for (int n = 0; n < kWarps; ++n) largest = max_of(largest, memory.largest[n]);
   return fminf(fmaxf(power_below(largest), 0x1p-80f), 0x1p80f);
 }
 
-// Has a barrier inside, and needs one behind it.
+// Writes dS to memory.ds in its unit, and each warp's largest |dS|. Has a barrier inside. The
+// caller needs a barrier before reading memory.ds.
 FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
   float largest = 0.f;
 #pragma unroll
@@ -100,9 +103,9 @@ FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
   store_fragment<false>(ds, memory.ds);
 }
 
-// The kernels of each result. All but the first read delta.
+// Launch the kernels of each result. All but launch_delta() read delta.
 void launch_delta(const BackwardArgs& args, Launcher& launcher);
-void launch_grad_query(const BackwardArgs& args, Launcher& launcher);  // of q, and of w if wanted
+void launch_grad_query(const BackwardArgs& args, Launcher& launcher);  // of q, and w if wanted
 void launch_grad_key(const BackwardArgs& args, Launcher& launcher);    // of k and v
 void launch_grad_bias(const BackwardArgs& args, Launcher& launcher);
 

@@ -1,10 +1,11 @@
-// delta, a block a tile of queries: dO . O, W . dW over the keys if there is dW, and -dlse.
+// delta = dO . O + W . dW - dlse, one block per tile of queries. The sum W . dW runs over the keys,
+// and only if there is dW.
 #include "cuda/additive/backward.cuh"
 
 namespace fastattn::cuda {
 namespace {
 
-// Rows of the tile, 32 lanes a row.
+// Writes terms[i] = dO_i . O_i for the rows of the tile, 32 lanes per row.
 FASTATTN_DEVICE void out_terms(const BackwardParams& p, const Place& at, float* terms) {
   for (int i = thread() / 32; i < at.rows; i += kWarps) {
     const int64_t out = offset_of(p.out, at.b, at.h, at.i0 + i, 0);
@@ -18,7 +19,7 @@ FASTATTN_DEVICE void out_terms(const BackwardParams& p, const Place& at, float* 
   }
 }
 
-// sums[r] += sum_j W_ij dW_ij, of this thread's columns.
+// sums[r] += sum_j W_ij dW_ij over this thread's columns.
 template <ScoreKind kScore>
 FASTATTN_DEVICE void add_weight_terms(const BackwardArgs& a, const Place& at, KeepBits bits,
                                       StageMemory& memory, float (&sums)[kRows]) {

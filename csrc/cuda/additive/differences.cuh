@@ -1,12 +1,12 @@
-// The inner loops of the gaussian score, s = -1/2 sum_d (q_d - k_d)^2 / h_d^2, on raw tiles: all
-// that differs from the additive score. problem/bandwidths.h says what r and c are, 1 / h^2 = c
-// r^2.
+// The inner loops of the gaussian score, s = -1/2 sum_d (q_d - k_d)^2 / h_d^2, on raw tiles. The
+// kernels around these loops are those of the additive score. problem/bandwidths.h defines r and c,
+// with 1 / h^2 = c r^2.
 //
-//   dq_id = -c r_d sum_j g_ijd    dk_jd = c r_d sum_i g_ijd    dh_d = c r_d sum_ij g_ijd x_ijd /
-//   h_d
+//   dq_id = -c r_d sum_j g_ijd    dk_jd = c r_d sum_i g_ijd
+//   dh_d = c r_d sum_ij g_ijd x_ijd / h_d
 //
-// with x = q - k and g = dS x r. A difference, a product and an fma an element: 42 elements a clock
-// and SM.
+// with x = q - k and g = dS x r. An element of a score takes a difference, a product and an fma: 42
+// elements per clock and SM.
 #pragma once
 
 #include "cuda/additive/terms.cuh"
@@ -32,8 +32,8 @@ FASTATTN_DEVICE void add_squares(const float* queries, const float* keys, const 
   }
 }
 
-// Adds g to acc[r][d], and g x to `sums` for the queries' gradient. Where dS is 0, x counts as 0:
-// what stands behind a mask, or infinitely far away, is no gradient.
+// Adds g to acc[r][d]. The queries' gradient also adds g x to `sums`. Where dS is 0, x counts as 0,
+// so a masked or infinitely distant key does not affect a gradient.
 template <bool kOwnKeys>
 FASTATTN_DEVICE void add_differences(const OwnTile& own, const float (&ratios)[kOwn],
                                      const float* others, const float* ds, int count, OwnTile& acc,

@@ -1,14 +1,14 @@
-// Additive attention of a few queries over many keys, as in decoding: a row has no neighbours to
-// share exponentials with, so every pair takes its own, and keys are read where they lie.
+// Additive attention of a few queries over many keys, as in decoding. A block has one row, so rows
+// do not share exponentials: every pair and dim takes one. Keys are read where they lie.
 //
-//   for (b, h, i, chunk of keys)        a block
-//     for tiles of kThreads keys        a key a thread
+//   for (b, h, i, chunk of keys)        one block
+//     for tiles of kThreads keys        one key per thread
 //       s = score, masked, biased       keys pass through shared memory, transposed
 //       online softmax over the block
-//       o = alpha o + w V               a column a thread, two halves of the tile
+//       o = alpha o + w V               one column per thread, two halves of the tile
 //     o, m, l to the workspace
-//   merge.cuh                           merges chunks in order, writes out, lse, stats
-//   for (b, h or mean, i, keys)         weights, from scores kept in the workspace
+//   merge.cuh                           merges chunks in order; writes out, lse, stats
+//   for (b, h or mean, i, keys)         weights, from the scores in the workspace
 #include "cuda/additive/few_queries.cuh"
 #include "cuda/additive/prepare.cuh"
 #include "cuda/additive/terms.cuh"
@@ -18,7 +18,7 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int kKeyStride = kThreads + 1;  // staged keys: lanes that differ in the dim, other banks
+constexpr int kKeyStride = kThreads + 1;  // of staged keys: each dim's lane has a bank of its own
 constexpr int kParts = kThreads / kTile;
 
 constexpr size_t few_shared(int64_t dims, int64_t E) {
@@ -47,7 +47,7 @@ FASTATTN_DEVICE FewMemory few_memory(const FewArgs& a) {
   return {keys, weights, scratch, query, units, units + a.plan.panels.dims};
 }
 
-// One query; keys [j0, j0 + cols).
+// One query and keys [j0, j0 + cols).
 struct Row {
   int64_t b, h, hkv, i, number, j0;
   int cols;
@@ -71,7 +71,7 @@ FASTATTN_DEVICE void load_query(const FewArgs& a, const Row& at, const FewMemory
   }
 }
 
-// to[d][j], 0 outside.
+// to[d][j] = element (j, d) from `offset` on; 0 outside rows x dims.
 FASTATTN_DEVICE void stage_few_keys(const View& k, int64_t offset, int rows, int dims, float* to) {
   constexpr int kStep = kThreads / kStage;
   const int d = thread() % kStage;
@@ -109,7 +109,7 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
   return scaled_score(s, workspace[panels.scales + at.h]);
 }
 
-// The score with its bias; -inf where the key is masked.
+// The score with its bias. A bias of -inf masks the key, and the result is -inf.
 FASTATTN_DEVICE float masked_score(const AttentionParams& p, const Row& at, float s) {
   if (p.bias.data == nullptr) return s;
   const int64_t offset = offset_of(p.bias, at.b, at.h, at.i, at.j0 + thread());
@@ -125,7 +125,7 @@ FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h
   return dropped(p, word >= p.dropout.threshold, x);
 }
 
-// o = alpha o + w V over the tile. `masked`: some weights are 0 for that reason, and take no part.
+// o = alpha o + w V over the tile. `masked`: some keys are masked, so V with weight 0 is skipped.
 FASTATTN_DEVICE void add_few_values(const FewArgs& a, const Row& at, bool masked, float alpha,
                                     const FewMemory& memory) {
   const View& v = a.p.v;

@@ -6,7 +6,7 @@
 
 namespace fastattn::cuda {
 
-// The whole forward pass, for a plan whose panels are those of few queries.
+// Launches the whole forward pass. plan.panels.few must be true.
 void additive_few(const ForwardParams& p, const AdditiveForwardPlan& plan, Launcher& launcher);
 
 }  // namespace fastattn::cuda

@@ -3,17 +3,18 @@
 //   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
 //   s_ij = sum_d w_d tanh(q_id + k_jd), in base 2
 //
-//   prologue (additive_prepare.cu)      exponentials of q and k, a key tile's range
-//   for (b, h, tile of 64 queries)      a block; O, m and l in shared memory
+//   prologue (prepare.cu)               exponentials of q and k, the range of each key tile
+//   for (b, h, tile of 64 queries)      one block; O, m and l in shared memory
 //     for key tiles that some row keeps
-//       S = scores                      32 a thread in registers; terms.cuh has the loop
+//       S = scores                      32 per thread in registers; terms.cuh has the loop
 //       S -> masked, biased -> weights  online softmax; P to shared memory
 //       O = alpha O + P V               V in stages of 32 keys x 64 columns
 //     out = O / l, lse, stats
 //
-// Saved for backward: stats, m and 1 / l of a row. Returned weights come from a second
-// sweep that recomputes scores against them. Online softmax: Milakov and Gimelshein, 2018; Dao et
-// al., "FlashAttention: fast and memory-efficient exact attention with IO-awareness", 2022.
+// Forward saves the stats of each row for backward: m and 1 / l. If weights are returned, a second
+// kernel computes scores again, and weights from scores and stats. Online softmax: Milakov and
+// Gimelshein, 2018; Dao et al., "FlashAttention: fast and memory-efficient exact attention with
+// IO-awareness", 2022.
 #include "cuda/additive/few_queries.cuh"
 #include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"
@@ -31,9 +32,10 @@ FASTATTN_DEVICE AdditiveTiles tiles_of(const ForwardArgs& a) {
   return {a.p, a.plan.panels, static_cast<const float*>(a.p.workspace)};
 }
 
-// O follows it: [ceil(E / kTile)][kRows][kThreads] float4, each read and written by one thread.
+// O follows this struct: [ceil(E / kTile)][kRows][kThreads] float4. Each float4 belongs to one
+// thread.
 struct __align__(16) ForwardMemory {
-  StageMemory stage;  // its operands are P, once they are scores
+  StageMemory stage;  // P overwrites the operands once the scores are computed
   float values[kStageFloats];
   RowStates states;
 };
@@ -93,7 +95,8 @@ FASTATTN_DEVICE void write_out(const ForwardParams& p, const Place& at, const Ro
   }
 }
 
-// The block's queries. Later ones have more keys where a diagonal bounds them: those come first.
+// The block's queries. Where a diagonal bounds the keys, later tiles of queries have more keys and
+// come first.
 FASTATTN_DEVICE Place query_place(const AttentionParams& p, int64_t tiles_m, uint32_t block) {
   const int64_t n = take_digit(&block, tiles_m), h = take_digit(&block, p.H), b = block;
   const int64_t tile = later_rows_keep_more(p.mask, p.N) ? tiles_m - 1 - n : n;
@@ -130,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // ---- returned weights ----
 
-// A tile of them a block: per head, or their mean, added up in head order.
+// One block per tile of weights: of one head, or the mean of all heads, added up in head order.
 template <ScoreKind kScore>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_weights_kernel(const __grid_constant__ ForwardArgs a) {

@@ -1,10 +1,12 @@
-// Gradients of keys and values, a block a tile of keys and the heads that share it.
+// Gradients of keys and values. A block has one tile of keys and all query heads that share the
+// tile.
 #include "cuda/additive/backward.cuh"
 
 namespace fastattn::cuda {
 namespace {
 
-// Slots of `sums`: per stage of dims, kOwn rows of dk; per kTile columns of values, kRows of dV.
+// The first slot in `sums` of dV's columns [e0, e0 + kTile), which take kRows slots. dk comes
+// before dV, with kOwn slots per stage of dims.
 FASTATTN_DEVICE int64_t value_slot(const BackwardArgs& a, int64_t e0) {
   return a.plan.panels.stages * kOwn + e0 / kTile * kRows;
 }
@@ -92,7 +94,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     additive_keys_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
   const BackwardParams& p = a.p;
-  // Found anew where it is used: kept over the loop it would cost a register too many.
+  // Each use computes this address again. Keeping the address over the loop would take one register
+  // too many.
   const auto sums = [&] {
     const int64_t block = opaque_here(static_cast<int>(blockIdx.x));
     return workspace(a) + a.plan.sums_k + block * a.plan.block_k;

@@ -1,11 +1,12 @@
-// Gradients of the queries and of w, a block a tile of queries. A second kernel adds up w's.
+// Gradients of the queries and of w, one block per tile of queries. A second kernel adds up the
+// gradients of w over the tiles.
 #include "cuda/additive/backward.cuh"
 
 namespace fastattn::cuda {
 namespace {
 
-// Adds the tile's share of dq, over 4 w, and of dw. Slots of `sums`: per stage of dims, kOwn rows
-// of the one and one of the other.
+// Adds the tile's share of dq, without the factor 4 w (gaussian: -c r), and of dw. Per stage of
+// dims, `sums` has kOwn slots of dq and one slot of dw.
 template <Loop kLoop>
 FASTATTN_DEVICE void add_query_gradient(const BackwardArgs& a, const Place& at,
                                         BackwardMemory& memory, float* sums) {
@@ -56,7 +57,7 @@ FASTATTN_DEVICE void write_query_gradient(const BackwardArgs& a, const Place& at
   }
 }
 
-// dw of this tile of queries.
+// Writes dw of this tile of queries.
 FASTATTN_DEVICE void write_weight_gradient(const BackwardArgs& a, float* sums, float* staged) {
   const Panels& panels = a.plan.panels;
   float* const to = workspace(a) + a.plan.weights + blockIdx.x * panels.dims;
@@ -77,7 +78,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     additive_queries_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
   const BackwardParams& p = a.p;
-  // Found anew where it is used: kept over the loop it would cost two registers too many.
+  // Each use computes this address again. Keeping the address over the loop would take two
+  // registers too many.
   const auto sums = [&] {
     const int64_t block = opaque_here(static_cast<int>(blockIdx.x));
     return workspace(a) + a.plan.sums_q + block * a.plan.block_q;
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   at.j0 = keys.begin / kTile * kTile;
-  // The number of tiles takes one register, and the last key two.
+  // The loop counts tiles, which takes one register. The last key would take two.
   for (int left = static_cast<int>(ceil_div(keys.end - at.j0, kTile)); left > 0;
        --left, at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   write_weight_gradient(a, sums(), memory.stage.queries);
 }
 
-// Adds up the tiles of queries, a head a block.
+// Adds up dw over the tiles of queries, one block per head of a batch.
 __global__ void __launch_bounds__(kThreads, 3)
     additive_weight_gradient_kernel(const __grid_constant__ BackwardArgs a) {
   const Panels& panels = a.plan.panels;
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     float sum = 0.f;
     for (int64_t tile = 0; tile < panels.tiles_m; ++tile)
       sum += from[(blockIdx.x * panels.tiles_m + tile) * panels.dims + d];
-    if (is_gaussian(a.p)) {  // its weights are bandwidths h: what w has more is c r / h
+    if (is_gaussian(a.p)) {  // w holds bandwidths h: dh = c r / h times the sum
       const int64_t b = blockIdx.x / a.p.H, h = blockIdx.x % a.p.H;
       const float slope = workspace(a)[panels.weights + blockIdx.x * panels.dims + d];
       sum = sum * slope / load_element(a.p.w, offset_of(a.p.w, b, h, 0, d));

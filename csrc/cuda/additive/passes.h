@@ -1,4 +1,5 @@
-// Additive attention on CUDA, for dispatch.cu; cuda/kernels.h says what these functions do.
+// Additive and gaussian attention on CUDA, for dispatch.cu. cuda/kernels.h says what these
+// functions do.
 #pragma once
 
 #include "problem/params.h"

@@ -1,9 +1,9 @@
-// Prologue of additive attention (see terms.cuh for the ranges and units):
+// The prologue of additive attention. terms.cuh explains the ranges and units.
 //
-//   per head        the power of two that scales its weights; units kUnit / w
-//   per key head    a centre per dim, where keys are far from 0
-//   per key tile    F = e^(2 (k - c)) transposed to [dims][kTile], and whether the tile is direct
-//   per query tile  E = e^(2 (q + c)) likewise, over w and, for backward, as it is
+//   per head        the power of two that scales the weights; units kUnit / w
+//   per key head    a centre per dim, 0 unless keys are far from 0
+//   per key tile    F = e^(2 (k - c)) transposed to [dims][kTile]; whether the tile is direct
+//   per query tile  E = e^(2 (q + c)) transposed: kUnit E / w and, for backward, kGradUnit E
 #include "cuda/additive/prepare.cuh"
 #include "cuda/additive/terms.cuh"
 #include "problem/bandwidths.h"
@@ -19,7 +19,8 @@ struct PrepareArgs {
 
 // ---- weights ----
 
-// Scaled to [1/2, 1) at most. Weights that are not finite count as 1: the scale is NaN then.
+// A weight scaled by 2^-exponent, which puts the heaviest in [1/2, 1). Sizes below kLightest count
+// as kLightest. If some weight is not finite, all count as 1, and the scale is NaN.
 FASTATTN_DEVICE float term_weight(float weight, int exponent, bool finite) {
   const float scaled = finite ? ldexpf(weight, -exponent) : 1.f;
   return fabsf(scaled) < kLightest ? copysignf(kLightest, scaled) : scaled;
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) prepare_terms_kernel(const PrepareAr
   heaviest = block_max(heaviest, scratch);
   int exponent = 0;
   if (finite) frexpf(heaviest, &exponent);
-  if (exponent > 126) exponent = 126;  // 2^128 is no float; the range has room for weights up to 4
+  if (exponent > 126) exponent = 126;  // 2^128 is not a float; x has room for weights up to 4
 
   for (int64_t d = thread(); d < a.at.dims; d += kThreads) {
     const bool inside = d < p.D;
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) prepare_terms_kernel(const PrepareAr
   }
 }
 
-// Of a gaussian score, a block a head of a batch: r, c r and -c / 2 in base 2.
+// Writes r, c r and -c / 2 log2(e) of a gaussian score, one block per head of a batch.
 __global__ void __launch_bounds__(kThreads) prepare_bandwidths_kernel(const PrepareArgs a) {
   __shared__ float scratch[kWarps];
   const int64_t b = blockIdx.x / a.p.H, h = blockIdx.x % a.p.H, start = blockIdx.x * a.at.dims;
@@ -87,8 +88,9 @@ __global__ void __launch_bounds__(kThreads) prepare_bandwidths_kernel(const Prep
 
 constexpr int64_t kSamples = 256;
 
-// The middle of a dim's keys, 0 where 0 will do; a whole number, so that subtracting it is mostly
-// exact. Sampled: tiles check every key, and a bad centre costs time only.
+// The centre of a dim: the middle of the keys, or 0 if no sampled key is far from 0. The centre is
+// a whole number, so that subtracting the centre is mostly exact. Only a sample of the keys is
+// read. Tiles check every key, so a bad centre costs time only.
 FASTATTN_DEVICE float find_centre(const AttentionParams& p, int64_t b, int64_t hkv, int64_t d,
                                   const KeyRange& keys) {
   const int64_t size = keys.end - keys.begin, samples = min64(kSamples, size);
@@ -104,7 +106,8 @@ FASTATTN_DEVICE float find_centre(const AttentionParams& p, int64_t b, int64_t h
   return rintf(0.5f * low + 0.5f * high);
 }
 
-// Keys that no row can keep, such as padding, have no say in the centre.
+// The keys that determine the centre. Keys that no row can keep, such as padding, are left out. If
+// the limits vary by row, all keys stay.
 FASTATTN_DEVICE KeyRange keys_in_use(const AttentionParams& p, int64_t b) {
   if (limits_vary_by_row(p.mask) || p.M == 0) return {0, p.N};
   const KeyRange keys = tile_range(p.mask, p.N, b, 0, p.M);
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) prepare_keys_kernel(const PrepareArg
     stage_transposed(p.k, offset_of(p.k, b, hkv, j0, d0), cols,
                      static_cast<int>(min64(kStage, p.D - d0)), staged);
     __syncthreads();
-    // The clamp is for what is not used: keys of a tile that will be direct, zeros past the last.
+    // The clamp changes only unused values: keys of a direct tile, and zeros past the last key.
     write_stage(staged, d0, a.at.dims, panel, [&](float k, int64_t d) {
       return expf(2.f * fmaxf(-kKeyLimit, fminf(kKeyLimit, k - centres[d])));
     });

@@ -1,5 +1,5 @@
-// The prologue of additive attention: what costs an exponential an element, or a look at all
-// weights or keys.
+// The prologue of additive attention. The prologue does all work that takes one exponential per
+// element of q and k, or that reads all weights or keys.
 #pragma once
 
 #include "cuda/additive/plan.h"
@@ -7,11 +7,12 @@
 
 namespace fastattn::cuda {
 
-// Fills in units, weights, halves and scales.
+// Writes units, weights, scales and, for the additive score, halves.
 void prepare_terms(const AttentionParams& p, const Panels& panels, float* workspace,
                    Launcher& launcher);
 
-// Those and, unless queries are few, everything else.
+// Calls prepare_terms(). Unless panels.raw, also writes centres, direct, keys, queries and, for
+// backward, gradient_queries.
 void prepare_panels(const AttentionParams& p, const Panels& panels, float* workspace, bool backward,
                     Launcher& launcher);
 

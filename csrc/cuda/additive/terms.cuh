@@ -1,16 +1,16 @@
-// The inner loops of the additive score, and the range in which they are right.
+// The inner loops of the additive score, and the range in which the loops are right.
 //
 //   w tanh(q + k) = w - 2 w u      u = 1 / (1 + E F)      E = e^2q      F = e^2k
 //
-// E and F come from the prologue: an exponential an element of q and k. A weight is folded into its
-// denominator, x = c + (c E) F with c = kUnit / w, so that w u = kUnit / x, and two terms share a
+// The prologue computes E and F, with one exponential per element of q and k. The denominator
+// absorbs the weight: x = c + (c E) F with c = kUnit / w. Then w u = kUnit / x. Two terms share a
 // reciprocal:
 //
-//   1/x0 + 1/x1 = (x0 + x1) / (x0 x1)      6 instructions, one of them special-function, for two
-//                                          elements; 3 loads of 16 bytes for 32
+//   1/x0 + 1/x1 = (x0 + x1) / (x0 x1)      6 instructions for two elements, one of them on the
+//                                          special-function unit; 3 loads of 16 bytes for 32
 //
-// which the special-function unit bounds: 32 elements a clock and SM, twice what one tanh an
-// element can reach.
+// The special-function unit bounds this loop: 32 elements per clock and SM. A loop with one tanh
+// per element can reach half of that.
 #pragma once
 
 #include "cuda/tile/masking.cuh"
@@ -19,45 +19,49 @@ namespace fastattn::cuda {
 
 // ---- ranges ----
 //
-// Keys of a tile may be multiplied out like this if |k - c| <= kKeyLimit for all of them (c: a
-// centre per dim, subtracted from keys and added to queries). Nothing is asked of the queries:
-// where q + c > kSaturation + kKeyLimit, tanh is 1 for every key of the tile, and clamping q + c
-// there changes nothing but 1 - tanh(kSaturation) = 3.1e-8, half an ulp. On the other side E may
-// underflow as it likes: F is finite, and x becomes c. Other tiles take an exponential of q + k an
-// element ("direct" in the code).
+// A tile may multiply E and F if |k - c| <= kKeyLimit for all of its keys. The centre c of a dim is
+// subtracted from keys and added to queries. Other tiles take an exponential of q + k per pair and
+// dim ("direct" in the code).
+//
+// Queries need no bound. Where q + c > kSaturation + kKeyLimit, tanh is 1 for every key of the
+// tile, so q + c is clamped there. The clamp changes tanh by at most 3.1e-8 =
+// 1 - tanh(kSaturation), half an ulp. E may underflow: F is finite, so x becomes c.
 //
 // So 1 <= 1 + E F <= 2^kDepth, kDepth = log2(1 + e^(2 (kSaturation + 2 kKeyLimit))). With weights
 // in [2^-kWeightBits, 1], every |x| is a normal number of at least kUnit, and x0 x1 does not
-// underflow. It may overflow: its reciprocal is then 0, and what is lost, the larger of the two
-// terms, is at most kUnit^2 2^(kDepth + kWeightBits - 126) of the heaviest weight: nothing.
+// underflow. x0 x1 may overflow. Then its reciprocal is 0, and both terms are lost. The larger term
+// is at most kUnit^2 2^(kDepth + kWeightBits - 126) of the heaviest weight, which is negligible.
 constexpr float kSaturation = 9.f;
-constexpr float kKeyLimit = 14.f;     // one in 300,000 normal keys of deviation 3 passes it
+constexpr float kKeyLimit = 14.f;     // one in 300,000 normal keys of deviation 3 exceeds 14
 constexpr float kMaxExponent = 40.f;  // direct: e^2x is clamped to 2^40, where tanh is 1 to 2e-12
 constexpr double kDepth = 2 * 1.442695041 * (kSaturation + 2 * kKeyLimit) + 1e-3;
 
-// Weights are scaled by a power of two, the heaviest to [1/2, 1); lighter ones than 2^-kWeightBits
-// count as that (a weight of 0 must not lose the NaN its dim may hold).
+// A power of two scales all weights of a head, so that the heaviest is in [1/2, 1). Weights below
+// 2^-kWeightBits count as 2^-kWeightBits. So does a weight of 0, because a NaN in its dim must not
+// be lost.
 constexpr int kWeightBits = 40;
 constexpr float kLightest = 0x1p-40f;
 
 constexpr int kUnitBits = -60;
 constexpr float kUnit = 0x1p-60f;
-constexpr float kPadUnit = 0x1p40f;  // of dims past the last: their terms are 2^-100
+constexpr float kPadUnit = 0x1p40f;  // of dims past the last, whose terms are 2^-100
 static_assert(2 * kUnitBits >= -126 && kUnitBits + kDepth + kWeightBits <= 127 &&
               2 * kUnitBits + kDepth + kWeightBits - 126 < -64 && kMaxExponent < kDepth);
 
-// The same without weights, in the gradients: x = kGradUnit (1 + E F). There tanh = (E F - 1) u is
-// wanted where u is tiny, too: products of two are normal numbers, with normal reciprocals.
+// The unit of x in the gradients, where x has no weight: x = kGradUnit (1 + E F). The gradients
+// need tanh = (E F - 1) u even where u is tiny. So the product of two x must be a normal number,
+// with a normal reciprocal.
 constexpr int kGradUnitBits = -44;
 constexpr float kGradUnit = 0x1p-44f;
 static_assert(2 * kGradUnitBits >= -126 && 2 * (kGradUnitBits + kDepth) <= 126);
 
 // ---- scores ----
 
-// Every fma is spelled out: forward and backward, tile or row, must round a score alike, whatever a
-// compiler contracts. Their ulp would be everything where scores are huge.
+// Every fma is written out, so that the compiler does not choose which products to contract. All
+// kernels must round a score alike: forward and backward, tile and row. Where scores are huge, a
+// difference of one ulp would change the weights completely.
 
-// c (1 + E F), given c E and F or, if kDirect, q and k. NaN stays NaN.
+// c (1 + E F), from c E and F, or from q and k if kDirect. NaN stays NaN.
 template <bool kDirect>
 FASTATTN_DEVICE float denominator(float query, float key, float unit) {
   if constexpr (kDirect) {
@@ -96,28 +100,31 @@ FASTATTN_DEVICE void add_terms(const float* queries, const float* keys, const fl
   }
 }
 
-// The sum as a score in base 2. Rounded here, whatever follows: contracted with a subtraction, the
-// largest of huge scores would differ from the maximum that was made of it.
+// The sum as a score in base 2. __fmul_rn rounds the product here, whatever follows. If the
+// compiler contracted the product with a subtraction, the largest of huge scores would differ from
+// the maximum made from the same score.
 FASTATTN_DEVICE float scaled_score(float sum, float scale) { return __fmul_rn(sum * kUnit, scale); }
 
 // ---- gradients ----
 //
-// With t = u (1 - u) = (1 - tanh^2) / 4 = E F u^2, whose relative accuracy is kept at both ends:
+// With t = u (1 - u) = (1 - tanh^2) / 4 = E F u^2. The last form keeps its relative accuracy near
+// tanh = -1 and near tanh = 1.
 //
 //   dq_id = 4 w_d E_id sum_j dS_ij F_jd u_ijd^2      dk_jd = 4 w_d F_jd sum_i dS_ij E_id u_ijd^2
 //   dw_d = sum_ij dS_ij tanh_ijd
 //
-// One loop serves both: a thread owns kOwn rows (i or j) x kOwn dims in registers and runs over the
-// other side, four at a time. With y0 = x1 / (x0 x1) = u0 / kGradUnit and dS kept times kGradUnit,
-// one factor u comes out as it is, and the other meets kGradUnit again in E: no power of it is
-// left.
+// One loop serves dq and dk. A thread owns kOwn rows (i or j) x kOwn dims in registers, and runs
+// over the other side, four rows at a time. y0 = x1 / (x0 x1) = u0 / kGradUnit. The stored dS has a
+// factor kGradUnit, which cancels that of one y. E has another kGradUnit, which cancels that of the
+// other y. The result has no power of kGradUnit left.
 
 using OwnTile = float[kOwn][kOwn];  // [row][dim]
 
 FASTATTN_DEVICE int own_row0() { return thread() / kDimGroups * kOwn; }
 FASTATTN_DEVICE int own_dim0() { return thread() % kDimGroups * kOwn; }
 
-// kGradUnit E F; always finite: a NaN has its place in dS, and must not reach masked pairs.
+// kGradUnit E F. The result is always finite, because a NaN must not reach masked pairs. A NaN of a
+// kept pair reaches the gradients through dS.
 template <bool kDirect>
 FASTATTN_DEVICE float gradient_product(float own, float other) {
   if constexpr (kDirect) {
@@ -127,7 +134,7 @@ FASTATTN_DEVICE float gradient_product(float own, float other) {
   }
 }
 
-// dS of own rows r and of four others from `n` on: ds[r][s].
+// ds[r][s] = dS of own row r and of row n + s of the other side.
 template <bool kOwnKeys>
 FASTATTN_DEVICE void load_ds(const float* tile, int n, float (&ds)[kOwn][4]) {
 #pragma unroll
@@ -139,11 +146,15 @@ FASTATTN_DEVICE void load_ds(const float* tile, int n, float (&ds)[kOwn][4]) {
   }
 }
 
-// Adds to acc[r][d] the sum over `count` of the other side of dS u y times F (of the queries'
-// gradient) or kGradUnit E (of the keys'), to be multiplied by what is owned; where tiles are
-// direct, of dS u y kGradUnit E F = dS t. The queries' one also adds kGradUnit dS tanh to
-// weight[d]: (E F - 1) u is accurate relative to tanh, where 1 - 2 u is not. `ds`: kGradUnit dS, a
-// tile [i][j].
+// Adds a sum over `count` rows of the other side to acc[r][d]. `ds` holds kGradUnit dS, as a tile
+// [i][j].
+//
+//   queries' gradient   sum of dS u y F              the caller multiplies by kGradUnit E
+//   keys' gradient      sum of dS u y kGradUnit E    the caller multiplies by F
+//   kDirect             sum of dS u y kGradUnit E F = sum of dS t
+//
+// The queries' gradient also adds kGradUnit dS tanh to weight[d], as kGradUnit dS (E F - 1) u. This
+// form is accurate relative to tanh, and 1 - 2 u is not.
 template <bool kDirect, bool kOwnKeys>
 FASTATTN_DEVICE void add_gradient(const OwnTile& own, const float* others, const float* ds,
                                   int count, OwnTile& acc, float (&weight)[kOwn]) {

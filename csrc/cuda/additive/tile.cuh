@@ -1,5 +1,5 @@
-// A tile of additive scores from the prologue's panels, and of their gradients: what forward,
-// weights and backward share.
+// A tile of additive or gaussian scores, and the loops of their gradients. The kernels of forward,
+// weights and backward share this file. Operands are the prologue's panels, or raw q and k.
 #pragma once
 
 #include "cuda/additive/differences.cuh"
@@ -9,7 +9,7 @@
 
 namespace fastattn::cuda {
 
-// Operands of a stage. P of the forward pass takes their place: a tile [kTile][kTile].
+// Operands of a stage. In the forward pass, P overwrites them: a tile [kTile][kTile].
 struct __align__(16) StageMemory {
   float queries[kStageFloats];
   float keys[kStageFloats];
@@ -34,14 +34,15 @@ FASTATTN_DEVICE bool is_direct(const AdditiveTiles& t, const Place& at) {
   return t.panels.raw || direct[key_tile(t, at)] != 0;
 }
 
-// Whose units, weights and scale a tile has.
+// The index of a tile's units, weights and scale: the head, and for the gaussian score the head of
+// the batch.
 template <ScoreKind kScore>
 FASTATTN_DEVICE int64_t weights_head(const AdditiveTiles& t, const Place& at) {
   return kScore == ScoreKind::kGaussian ? at.b * t.p.H + at.h : at.h;
 }
 
-// Dims [d0, d0 + count) of the tile's queries, [dims][kTile]: raw where it is direct, else from
-// `panels`, one of t.panels.queries and gradient_queries.
+// Stages dims [d0, d0 + count) of the tile's queries as [dims][kTile]. A direct tile takes
+// raw queries. Other tiles take `panels`: t.panels.queries or t.panels.gradient_queries.
 FASTATTN_DEVICE void stage_queries(const AdditiveTiles& t, const Place& at, int64_t panels,
                                    bool direct, int64_t d0, int count, float* to) {
   if (direct) {
@@ -68,8 +69,9 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
   return static_cast<int>(min64(kStage, t.panels.dims - d0));
 }
 
-// s = log2(e) * (score + bias). Sums have two levels: one over all dims loses digits. Begins with a
-// barrier, so that the caller need not know who still reads the stage, and ends without.
+// s = log2(e) * (score + bias). Sums have two levels, because one sum over all dims loses digits.
+// Begins with a barrier, so other threads may still read the stage before the call. Ends without a
+// barrier.
 template <ScoreKind kScore>
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                 StageMemory& memory, Fragment& s) {
@@ -121,7 +123,8 @@ FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepB
 
 // ---- gradients ----
 
-// The rows and dims of a stage that this thread owns: kGradUnit E of queries, F of keys.
+// Loads the rows and dims of a stage that this thread owns: kGradUnit E of queries or F of keys. If
+// `direct`, loads raw q or k.
 template <bool kOwnKeys>
 FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool direct, int64_t d0,
                               OwnTile& own) {
@@ -150,10 +153,11 @@ FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool dire
   }
 }
 
-// How gradients are computed, from what: exponentials, an exponential a pair, or differences.
+// The loop of the gradients: over the factors E and F, over raw q and k with an exponential per
+// pair and dim, or over differences.
 enum class Loop { kFactors, kDirect, kDifferences };
 
-// add_gradient() of own rows in that way; `d`: of the whole panel, its first dim that is owned.
+// Runs the loop over own rows. `d` is the first owned dim, counted from dim 0 of the panel.
 template <Loop kLoop, bool kOwnKeys>
 FASTATTN_DEVICE void add_in_loop(const AdditiveTiles& t, const Place& at, int64_t d,
                                  const OwnTile& own, const float* others, const float* ds,
@@ -170,14 +174,15 @@ FASTATTN_DEVICE void add_in_loop(const AdditiveTiles& t, const Place& at, int64_
   }
 }
 
-// What a sum over a tile is multiplied by beside weights and the unit of dS.
+// The factor of a sum over a tile, besides the weights and unit_of_ds().
 template <Loop kLoop>
 FASTATTN_DEVICE float tile_factor(float own) {
   return kLoop == Loop::kFactors ? own : kLoop == Loop::kDirect ? 1.f : 1.f / kGradUnit;
 }
 
-// Sums that a thread alone adds to, tile after tile, and that are too many for its registers: in
-// the workspace, where neighbouring threads have neighbouring places. No barrier concerns them.
+// One of the sums that a thread adds to, tile after tile. The sums are too many for registers, so
+// they lie in the workspace or in shared memory. Neighbouring threads have neighbouring places.
+// Only one thread uses a sum, so sums need no barrier.
 FASTATTN_DEVICE float4& own_sum(float* sums, int64_t n) {
   return reinterpret_cast<float4*>(sums)[n * kThreads + thread()];
 }

@@ -1,11 +1,13 @@
-// The additive score with one query a head and a head of keys each, as in decoding and in training
-// on one step of a decoder. An exponential a pair costs no more than one a key then: keys are read
-// where they lie, vectorised over d, and nothing is packed. Two vectors of terms share a division.
+// The additive score with one query per head, where every head has keys of its own. Decoding is
+// such a problem, and so is training on one step of a decoder. Each key then has one pair, so an
+// exponential per pair costs no more than one per key. Keys are read where they lie, vectorised
+// over d, and nothing is packed. Two vectors of terms share a division.
 //
 //   s_j = sum_d w_d tanh(q_d + k_jd)    tanh = 1 - 2 u    u = 1 / (1 + z)    z = e^(2 (q + k))
 //
-// Gradients, with t = z u^2 = (1 - tanh^2) / 4. A key has one pair: its gradient is no sum, and is
-// written once, where it belongs. The scores leave z for that, a tile in the L2 cache.
+// Gradients, with t = z u^2 = (1 - tanh^2) / 4. A key has one pair, so the key's gradient is one
+// product, not a sum. store_key_grad() writes the product once, at its final place. scores() saves
+// z for the gradients: one tile, which fits the L2 cache.
 //
 //   dk_jd = 4 w_d dS_j t_jd    dq_d = sum_j dk_jd    dw_d = sum_j dS_j tanh_jd
 #pragma once
@@ -52,8 +54,9 @@ class OneQueryAdditive : public ScoreDefaults {
 
   void clear_key_grad() {}
 
-  // With the only pairs of these keys, all is done when their gradients are stored. `masked` needs
-  // no care: what is NaN has its place in dS, and z counts as finite.
+  // Only remembers the arguments. The keys of a tile have no other pairs, so store_key_grad() does
+  // all the work. `masked` is not used: z counts as finite, so 0 * NaN does not occur. A NaN input
+  // reaches the gradients through dS.
   void backward(const float* ds, bool, float* grad_q, int64_t, float* grad_w) {
     ds_ = ds, grad_q_out_ = grad_q, grad_w_out_ = grad_w;
   }
@@ -72,7 +75,7 @@ class OneQueryAdditive : public ScoreDefaults {
   }
 
  private:
-  static constexpr int64_t kStep = 2 * kWidth;  // to which everything is filled up with zeros
+  static constexpr int64_t kStep = 2 * kWidth;  // rows are padded to this with zeros
 
   float* zeros(Scratch& scratch) const {
     float* const all = scratch.floats(ld_);
@@ -80,7 +83,8 @@ class OneQueryAdditive : public ScoreDefaults {
     return all;
   }
 
-  // w tanh / 2 of dims [d, d + kStep), in the lanes of one vector; z of both to `z`, if asked for.
+  // w tanh / 2 of dims [d, d + kStep): a lane has the sum of two dims, kWidth apart. If kKeep,
+  // row `z` receives z of these dims.
   template <bool kKeep>
   FASTATTN_MEMBER Vec terms(int64_t d, Vec key0, Vec key1, float* z) const {
     const auto power = [&](int64_t at, Vec key) __attribute__((always_inline)) {
@@ -97,7 +101,7 @@ class OneQueryAdditive : public ScoreDefaults {
     return minus_quotient(load(half_ + d / 2), num, x0 * x1);
   }
 
-  // s[j] for keys.rows rounded up to kWidth: past the last key, the last key again.
+  // s[j] for keys_.rows rounded up to kWidth. Scores past the last key repeat that of the last key.
   template <DType kType, bool kKeep>
   void score_keys(float* s) const {
     const int64_t whole = keys_.cols / kStep * kStep, ahead = prefetch_distance<kType>(keys_);
@@ -122,7 +126,7 @@ class OneQueryAdditive : public ScoreDefaults {
     }
   }
 
-  // Gradients of keys [j, j + kKeys), and what they add to the sums of dS t and dS tanh / 2.
+  // Writes the gradients of keys [j, j + kKeys). Adds dS t to grad_q_ and dS tanh / 2 to grad_w_.
   template <DType kType, int kKeys>
   FASTATTN_MEMBER void key_grads(const Matrix& to, int64_t j) const {
     for (int64_t d = 0; d < ld_; d += kStep) {
@@ -132,7 +136,7 @@ class OneQueryAdditive : public ScoreDefaults {
       for (int64_t n = j; n < j + kKeys; ++n) {
         const float* const from = z_ + n * z_stride_ + d;
         const Vec most = splat(__builtin_exp2f(kMaxExponent)), ds = splat(ds_[n]);
-        const Vec z[2] = {min(load(from), most), min(load(from + kWidth), most)};  // NaN does not
+        const Vec z[2] = {min(load(from), most), min(load(from + kWidth), most)};  // not NaN
         const Vec x[2] = {z[0] + 1.f, z[1] + 1.f};
         const Vec reciprocal = quotient(splat(1.f), x[0] * x[1]);
 #pragma GCC unroll 2
@@ -156,7 +160,7 @@ class OneQueryAdditive : public ScoreDefaults {
 
   const AttentionParams& p_;
   int64_t ld_, z_stride_;
-  float *q_, *w_, *half_;  // [D], half the weights of two vectors [D / 2]
+  float *q_, *w_, *half_;  // [D], [D]; half the sums of weights kWidth apart [D / 2]
   float *z_, *grad_q_, *grad_w_;
   const float* ds_ = nullptr;
   float *grad_q_out_ = nullptr, *grad_w_out_ = nullptr;

@@ -1,20 +1,23 @@
-// The additive (Bahdanau) score: s_ij = sum_d w_d tanh(q_id + k_jd), exact, with no tanh in the
-// loop over pairs:
+// The additive (Bahdanau) score: s_ij = sum_d w_d tanh(q_id + k_jd). The result is exact, and the
+// loop over pairs has no tanh:
 //
 //   tanh(q + k) = 1 - 2 u      u = 1 / (1 + E F)      E = e^(2 (q + c))      F = e^(2 (k - c))
 //
-// E costs an exponential an element of a query block, F one of a key tile, a pair half a division:
-// tile.h has the loops and what bounds them, terms.h the proof of their range.
-// The centre c is 0 unless the keys of a tile are far from it; keys that are far from each other,
-// or not finite, make their tile take an exponential a pair instead. Keys that no row of the tile
-// keeps do not count.
+// E takes one exponential per element of a query block, and F one per element of a key tile. A pair
+// takes a quarter or half of a division per dim. tile.h has the loops and what bounds them. terms.h
+// proves their range.
+//
+// The centre c is 0 unless the keys of a tile are far from 0. If keys are far from each other, or
+// not finite, their tile takes an exponential per pair and dim instead. Keys that no row of the
+// tile keeps do not influence this choice.
 //
 // Gradients, with dS in natural units and t = u (1 - u) = (1 - tanh^2) / 4:
 //   dq_id = 4 w_d sum_j dS_ij t_ijd                dk_jd = 4 w_d sum_i dS_ij t_ijd
 //   dw_d = sum_ij dS_ij (1 - 2 u_ijd)
 //
-// Nothing of size M N D exists and nothing is saved: u is recomputed from E and F. Bahdanau, Cho
-// and Bengio, "Neural machine translation by jointly learning to align and translate", 2015.
+// No array has size M N D. The forward pass saves no u: the backward pass recomputes u from E and
+// F. Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and
+// translate", 2015.
 #pragma once
 
 #include "cpu/base/pack.h"
@@ -25,7 +28,7 @@ namespace fastattn::FASTATTN_ISA {
 
 class AdditiveScore : public ScoreDefaults {
  public:
-  // A tile of scores fits the L1 cache, and an exponential of a key serves 64 pairs.
+  // A tile of scores fits the L1 cache. An exponential of a key serves 64 pairs.
   static constexpr int64_t kBlockM = 64;
   static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 64;
 
@@ -60,8 +63,8 @@ class AdditiveScore : public ScoreDefaults {
     if (all_near_) use_range(Range::kNear);
   }
 
-  // Chooses how to compute the scores of a tile, from the keys that some row of it keeps: garbage
-  // in others changes no bit, nor does it matter how many keys are loaded.
+  // Chooses how to compute the scores of a tile, from the keys that some row of the tile keeps.
+  // Garbage in other keys changes no bit. The number of loaded keys changes no bit either.
   bool look_at(const MaskTile& mask) {
     if (!all_near_) choose_range(mask);
     return false;
@@ -96,8 +99,8 @@ class AdditiveScore : public ScoreDefaults {
     head_pending_ = false;
   }
 
-  // After scores() of the same tile. `masked` needs no care: what is NaN has its place in dS, and u
-  // is always finite.
+  // Must follow scores() of the same tile. `masked` is not used: u is always finite, so 0 * NaN
+  // does not occur. A NaN input reaches the gradients through dS.
   void backward(const float* ds, bool, float* grad_q, int64_t grad_q_stride, float* grad_w) {
     head_pending_ = true;
     with_range([&](auto range) {
@@ -121,18 +124,18 @@ class AdditiveScore : public ScoreDefaults {
   }
 
  private:
-  static constexpr float kNoTerm = -50.f;  // as a query: tanh is -1, the term a constant
+  static constexpr float kNoTerm = -50.f;  // a query of padding: tanh is -1
 
-  // What `e` of a slot has been computed for: a Range whose centre is 0, or, from kCentred on, the
-  // centre with that number.
+  // Values of Slot::prepared, which says what `e` of a slot was computed for. A Range means that
+  // range with centre 0. kCentred + n means centre number n.
   static constexpr int64_t kNothing = -1, kCentred = 3;
 
   // A block of queries of one head.
   struct Slot {
     float* q;         // panels [dims_][kPanelRows]
-    float* e;         // panels [terms.all][kPanelRows]: c E, or q, in the order of the terms
+    float* e;         // panels [terms.all][kPanelRows]: c E, or q if exact; in the terms' order
     float* w;         // [D]
-    Terms near, far;  // not listed yet where there is none
+    Terms near, far;  // all == 0: not listed yet
     int64_t rows, head, prepared;
   };
 
@@ -152,12 +155,12 @@ class AdditiveScore : public ScoreDefaults {
       slot.near = make_terms(scratch_, p_.D, kNearRule);
       slot.far = make_terms(scratch_, p_.D, kFarRule);
       slot.rows = 0, slot.head = -1, slot.prepared = kNothing;
-      fill(slot.q, kBlockM * dims_, 0.f);  // rows past the last query are computed with, too
+      fill(slot.q, kBlockM * dims_, 0.f);  // the loops also read rows past the last query
     }
     return slots;
   }
 
-  // The dims of a panel, as rows.
+  // A panel as a matrix whose rows are dims.
   Matrix dense(float* panel, int64_t stride, int64_t cols) const {
     return {panel, DType::kFloat32, 0, stride, 1, p_.D, cols};
   }
@@ -173,7 +176,7 @@ class AdditiveScore : public ScoreDefaults {
     slot_->prepared = kNothing;
   }
 
-  // The terms that the current keys want.
+  // The terms for the range of the current keys. Lists them at the first use.
   Terms& terms() const {
     Terms& terms = range_ == Range::kNear ? slot_->near : slot_->far;
     if (terms.all == 0) list_terms(slot_->w, p_.D, rule(), terms);
@@ -182,7 +185,7 @@ class AdditiveScore : public ScoreDefaults {
 
   // ---- keys ----
 
-  // As they are.
+  // Packs the keys themselves. exponentiate_keys() may then turn them into F.
   void pack_keys() {
     for (int64_t c = 0; c < cols_; c += kWidth) {
       Matrix from = from_;
@@ -214,7 +217,7 @@ class AdditiveScore : public ScoreDefaults {
     set_range(range, static_cast<int64_t>(range));
   }
 
-  // In place of an exponential a pair, if the keys that are kept are near a centre of their own.
+  // Avoids the exponential per pair, if the kept keys are near a centre of their own.
   void use_centre() {
     const Range range = range_of(find_centre());
     if (range != Range::kExact) set_range(range, kCentred + centres_++);
@@ -226,7 +229,7 @@ class AdditiveScore : public ScoreDefaults {
     if (range != Range::kExact) exponentiate_keys();
   }
 
-  // NaN is kExact.
+  // The range for keys at most `distance` from their centre. If `distance` is NaN: kExact.
   static Range range_of(float distance) {
     if (distance <= kNearRule.key_limit) return Range::kNear;
     return distance <= kFarRule.key_limit ? Range::kFar : Range::kExact;
@@ -247,8 +250,8 @@ class AdditiveScore : public ScoreDefaults {
     }
   }
 
-  // Of those that are kept; infinity or NaN if one of them is. Absolute values are compared as
-  // integers, among which these are the largest.
+  // The largest |k| of the kept keys: NaN if one is NaN, else infinity if one is infinite. Absolute
+  // values are compared as integers. As integers, infinity exceeds every number, and NaN infinity.
   float largest_key() const {
     VecI largest{};
     for (int64_t c = 0; c < cols_; c += kWidth) {
@@ -261,7 +264,8 @@ class AdditiveScore : public ScoreDefaults {
     return max_lanes(from_bits(largest));
   }
 
-  // Puts the centre of every dim amid its kept keys; returns the largest distance of one from it.
+  // Sets the centre of every dim to the middle of the kept keys. Returns the largest distance of a
+  // kept key from its centre.
   float find_centre() {
     float largest = 0.f;
     for (int64_t d = 0; d < p_.D; ++d) {
@@ -279,8 +283,9 @@ class AdditiveScore : public ScoreDefaults {
     return largest;
   }
 
-  // The clamp is for what does not count: keys that no row keeps, of which NaN becomes the limit,
-  // and the zeros past the last key, which may be far from the centre.
+  // Turns the packed keys into F. The clamp changes only values that no row uses. One kind is keys
+  // that no row keeps: NaN becomes the limit. The other kind is the zeros past the last key, which
+  // may be far from the centre.
   void exponentiate_keys() {
     const Vec limit = splat(rule().key_limit);
     for (int64_t c = 0; c < cols_; c += kWidth) {
@@ -294,7 +299,7 @@ class AdditiveScore : public ScoreDefaults {
 
   // ---- queries ----
 
-  // Makes `e` what the current keys want.
+  // Computes `e` for the current keys, unless `e` is up to date.
   void prepare_queries() {
     if (slot_->prepared == wanted_) return;
     slot_->prepared = wanted_;
@@ -317,7 +322,7 @@ class AdditiveScore : public ScoreDefaults {
     return factors_;
   }
 
-  // The least factor that counts: of queries, if exact, every one.
+  // Scores count factors below this as 0. If the range is exact, no factor is below.
   Vec least() const { return splat(range_ == Range::kExact ? -kInf : rule().least()); }
 
   void order_by_terms(const float* factors, float* e) const {
@@ -364,7 +369,8 @@ class AdditiveScore : public ScoreDefaults {
     return range_ == Range::kFar ? kGradUnit<Range::kFar> : kGradUnit<Range::kNear>;
   }
 
-  // Gradients of dims d and d + 1, but for their factor 4 w; sums[n] = sum_ij dS_ij tanh_ij / 2.
+  // Gradients of dims d and d + 1, without their factor 4 w. Sets sums[n] to
+  // sum_ij dS_ij tanh_ij / 2.
   template <Range kRange>
   __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, float* sums) {
     const auto dim = [&](int64_t n) -> GradDim {
@@ -393,7 +399,7 @@ class AdditiveScore : public ScoreDefaults {
         grad_q[r * stride + d] += rows_out_[r * ld_ + d] * slot_->w[d];
   }
 
-  // The weights of a head multiply what it has added to the key gradients.
+  // Multiplies the key gradients of a head by the head's weights, and adds them to key_grad_.
   void finish_head() {
     if (!head_pending_) return;
     head_pending_ = false;
@@ -409,15 +415,15 @@ class AdditiveScore : public ScoreDefaults {
   const AttentionParams& p_;
   Scratch& scratch_;
   bool backward_;
-  int64_t dims_;  // of panels: D, then one that terms are padded with; even
+  int64_t dims_;  // of panels: D and one for padding terms, rounded up to even
   int64_t ld_;
   float* keys_;
-  int32_t* kept_;  // all bits set where some row of the tile keeps a key, or none has been asked
+  int32_t* kept_;  // -1 where some row keeps the key, or before choose_range(); else 0
   float *centre_, *factors_;
   Slot *slots_, *slot_;
   Matrix from_{};
   int64_t cols_ = 0, centres_ = 0;
-  bool all_near_ = false, is_chosen_ = false;  // of the keys loaded, and whether range_ is for them
+  bool all_near_ = false, is_chosen_ = false;  // of the loaded keys; choose_range() has run
   Range range_ = Range::kFar;
   int64_t wanted_ = kNothing;  // see Slot::prepared
   bool head_pending_ = false;  // head_key_grad_ holds something

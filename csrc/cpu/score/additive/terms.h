@@ -1,8 +1,8 @@
-// The terms of an additive score, sum_d w_d tanh(q_d + k_d), laid out for the loops of
-// tile.h: which dim, with which weight, and the range in which the loops are right.
+// The terms of an additive score, sum_d w_d tanh(q_d + k_d), laid out for the loops of tile.h: the
+// dim and the weight of each term. This file also proves the range in which the loops are right.
 //
-// A term is w tanh(q + k) = w - 2 w u with u = 1 / (1 + E F), E = e^2q, F = e^2k. Its weight is
-// folded into its denominator, x = c + (c E) F with c = unit / w: then w u = unit / x.
+// A term is w tanh(q + k) = w - 2 w u. Here u = 1 / (1 + E F), E = e^2q and F = e^2k. The
+// denominator absorbs the weight: x = c + (c E) F with c = unit / w. Then w u = unit / x.
 #pragma once
 
 #include "cpu/base/exp2.h"
@@ -12,29 +12,32 @@ namespace fastattn::FASTATTN_ISA {
 
 // ---- ranges ----
 //
-// Keys of a tile may be multiplied out like this if |k - c| <= key_limit for all of them (c: a
-// centre per dim, subtracted from keys and added to queries). No bound on the queries is needed:
-// where q + c > kSaturation + key_limit, tanh is 1 for every key of the tile, and clamping q + c
-// there changes nothing but 1 - tanh(kSaturation) = 3.1e-8, half an ulp. On the other side small E
-// become 0 where E F < 2^-25: x is c then, and no operand is denormal, which takes 100 times as
-// long.
+// A tile may multiply E and F if |k - c| <= key_limit for all of its keys. The centre c of a dim is
+// subtracted from keys and added to queries.
 //
-// So 1 <= 1 + E F <= 2^depth, depth = log2(1 + e^(2 (kSaturation + 2 key_limit))), and with
-// weights in [2^-weight_bits, 1] every |x| lies in [unit, unit 2^(depth + weight_bits)]: the
-// static_asserts say that products of as many as share a division are normal numbers, and so are
-// their reciprocals. Near keys let four terms share one, far ones two; the rest take an exponential
-// of q + k an element ("exact" in the code), at a sixth of the speed.
+// Queries need no bound. Where q + c > kSaturation + key_limit, tanh is 1 for every key of the
+// tile, so q + c is clamped there. The clamp changes tanh by at most 1 - tanh(kSaturation) =
+// 3.1e-8, half an ulp. Small E become 0 where E F < 2^-25. Then x is c, and no operand is denormal:
+// denormal operands take 100 times as long.
+//
+// So 1 <= 1 + E F <= 2^depth, depth = log2(1 + e^(2 (kSaturation + 2 key_limit))). With weights in
+// [2^-weight_bits, 1], every |x| lies in [unit, unit 2^(depth + weight_bits)]. `sharing` terms
+// share a division. The static_asserts prove that the product of their x is a normal number, and so
+// is its reciprocal.
+//
+// Near keys let four terms share a division, and far keys two. Other tiles take an exponential of
+// q + k per pair and dim ("exact" in the code), at a sixth of the speed.
 enum class Range { kNear, kFar, kExact };
 
 struct RangeRule {
   float key_limit;
-  int sharing;      // terms that share a division
-  int weight_bits;  // lighter weights are a class of their own
+  int sharing;      // how many terms share a division
+  int weight_bits;  // weights below 2^-weight_bits go to the next class
   int unit_bits;    // unit = 2^unit_bits
   int least_bits;   // E < 2^least_bits counts as 0
 
   constexpr double depth() const;
-  // Of E F where E counts as 0.
+  // log2 of a bound on E F where E counts as 0.
   constexpr double lost_bits() const {
     return least_bits + 2 * 1.442695041 * static_cast<double>(key_limit);
   }
@@ -52,31 +55,33 @@ constexpr double RangeRule::depth() const {
   return 2 * 1.442695041 * (kSaturation + 2 * static_cast<double>(key_limit)) + 1e-3;
 }
 
-// One in 500,000 keys from a normal distribution passes the near limit, of deviation 3 one in
-// 300,000 the far one. Exact tiles use the far terms.
+// One in 500,000 keys from a standard normal distribution exceeds the near limit. With standard
+// deviation 3, one in 300,000 exceeds the far limit. Exact tiles use the far terms.
 constexpr RangeRule kNearRule = {4.75f, 4, 9, -31, -39};
 constexpr RangeRule kFarRule = {14.f, 2, 16, -60, -66};
 static_assert(kNearRule.holds() && kFarRule.holds() && kMaxExponent < kFarRule.depth());
 
 // ---- terms ----
 
-// Weights are scaled by a power of two, the heaviest to [1/2, 1). Those below 2^-weight_bits are
-// scaled up by as much once more, and again, so that a product of denominators needs less range.
-// Each such class is filled up to a multiple of `sharing` with the dim D, of which the caller makes
-// a term with u = 1, and cut into blocks that are summed apart.
+// A power of two scales all weights, so that the heaviest is in [1/2, 1). Weights below
+// 2^-weight_bits form the next class, which is scaled up by 2^weight_bits more, and so on. A
+// product of denominators of one class needs less range.
+//
+// Each class is padded to a multiple of `sharing` with the dim D, whose u the caller makes 1. Each
+// class is then cut into blocks, and each block has a sum of its own.
 struct Terms {
   int32_t* dim;
   float* unit;         // rule.unit() / weight
-  int32_t* block_end;  // per block: its last term, exclusive
-  float* block_half;   // half its weights / unit, which makes the sum one of w tanh / 2
+  int32_t* block_end;  // per block: one past its last term
+  float* block_half;   // per block: sum of w / (2 unit); the loops subtract 1 / x = w u / unit
   float* block_factor;
-  int64_t all, blocks;  // how many
-  float scale;          // of the sum: makes it 2 log2(e) sum w tanh / 2
+  int64_t all, blocks;  // the number of terms and of blocks
+  float scale;          // makes the sum 2 log2(e) sum w tanh / 2
 };
 
-// One sum over 256 terms would double the error of the output.
+// Blocks are short because one sum over 256 terms would double the error of the output.
 constexpr int64_t kBlockTerms = 16;
-constexpr int kLightestBits = 32;  // weights below 2^-32 of the heaviest count as that
+constexpr int kLightestBits = 32;  // the classes reach down to 2^-32 or less
 
 FASTATTN_SIMD int64_t term_classes(const RangeRule& rule) {
   return (kLightestBits + rule.weight_bits - 1) / rule.weight_bits;
@@ -98,7 +103,8 @@ FASTATTN_SIMD Terms make_terms(Scratch& scratch, int64_t D, const RangeRule& rul
           0.f};
 }
 
-// `share` of u in the sum that makes it one of tanh: 1/2, or 1 for a term that is to vanish.
+// Adds a term to the current block, as weight (share - u). `share` is 1/2, which gives tanh / 2.
+// For padding, u = 1 and `share` is 1, which gives 0.
 FASTATTN_SIMD void add_term(Terms& terms, int64_t d, float weight, float share, float unit) {
   const int64_t n = terms.all++;
   terms.dim[n] = static_cast<int32_t>(d);
@@ -106,7 +112,7 @@ FASTATTN_SIMD void add_term(Terms& terms, int64_t d, float weight, float share, 
   terms.block_half[terms.blocks] += share * weight / unit;
 }
 
-// Ends the current block, if it has any terms.
+// Ends the current block, if the block has terms.
 FASTATTN_SIMD void end_block(Terms& terms, float factor) {
   const int64_t begin = terms.blocks == 0 ? 0 : terms.block_end[terms.blocks - 1];
   if (terms.all == begin) return;
@@ -115,7 +121,7 @@ FASTATTN_SIMD void end_block(Terms& terms, float factor) {
   ++terms.blocks;
 }
 
-// The heaviest of the weights, NaN if any is not finite.
+// The largest |w|, or NaN if some weight is not finite.
 FASTATTN_SIMD float heaviest_weight(const float* w, int64_t D) {
   float heaviest = 0.f;
   bool finite = true;
@@ -127,7 +133,9 @@ FASTATTN_SIMD float heaviest_weight(const float* w, int64_t D) {
   return finite ? heaviest : __builtin_nanf("");
 }
 
-// The terms of one class of weights, which are in [0, 1) times 2^bits, as `weigh(d)` gives them.
+// Lists the terms of class c. `weigh(d)` is the scaled weight of dim d, less than 1 in size. Times
+// `up`, the sizes of the class are in [2^-weight_bits, 1). The last class also has all lighter
+// weights, which count as 2^-weight_bits.
 template <typename Weigh>
 FASTATTN_SIMD void list_class(Weigh weigh, int64_t D, int64_t c, const RangeRule& rule,
                               Terms& terms) {
@@ -159,13 +167,13 @@ FASTATTN_SIMD void list_class(Weigh weigh, int64_t D, int64_t c, const RangeRule
   const bool finite = heaviest == heaviest;
   int exponent = 0;
   if (finite) __builtin_frexpf(heaviest, &exponent);
-  // Two steps, since 2^-exponent may be no float.
+  // The scaling takes two steps, because 2^-exponent may not be a float.
   const float first = __builtin_ldexpf(1.f, -exponent / 2);
   const float second = __builtin_ldexpf(1.f, -exponent - -exponent / 2);
   const auto weigh = [&](int64_t d) { return finite ? w[d] * first * second : 0.5f; };
   terms.all = terms.blocks = 0;
   for (int64_t c = 0; c < term_classes(rule); ++c) list_class(weigh, D, c, rule, terms);
-  // 2^exponent may be no float either: a factor of 4 is in block_factor.
+  // 2^exponent may not be a float either, so block_factor has a factor of 4.
   const float power = heaviest == 0.f ? 0.f : __builtin_ldexpf(2.f * kLog2e, exponent - 2);
   terms.scale = finite ? power : heaviest;  // NaN makes every score NaN
 }

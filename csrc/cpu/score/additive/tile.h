@@ -1,6 +1,5 @@
-// The inner loops of the additive score on plain fp32 tiles; score.h fills the tiles,
-// terms.h says what a term is. Four terms share a division, or, where keys are far apart,
-// two:
+// The inner loops of the additive score on plain fp32 tiles. score.h fills the tiles, and terms.h
+// says what a term is. Four terms share a division. Where keys are far apart, two do:
 //
 //   1/x0 + 1/x1 = (x0 + x1) / (x0 x1)
 //
@@ -9,10 +8,13 @@
 //       for 8 queries                 4 broadcasts of c E, 4 FMAs, 3 products, 2 sums, 2 to add the
 //                                     fractions, 1 division and subtraction
 //
-// With AVX-512 these are 14 operations and an estimate, which takes 4 slots of the 2 a cycle: 9
-// cycles for 64 elements, 29e9 elements/s at 4.06 GHz, of which 27e9 are measured (Granite Rapids;
-// 23e9 with two terms a division, 12e9 dividing). With AVX2 a division takes 5 cycles there, and
-// the other 12 operations 6: 20e9, where two terms a division give 13e9.
+// With AVX-512 these are 14 operations and an estimate of a reciprocal. The estimate takes 4 slots,
+// and a cycle has 2. So 64 elements take 9 cycles: 29e9 elements/s at 4.06 GHz. Granite Rapids
+// reaches 27e9, and 23e9 with two terms per division. With a division instruction in place of the
+// estimate, Granite Rapids reaches 12e9.
+//
+// With AVX2 on the same machine, a division takes 5 cycles, and the other 12 operations take 6:
+// 20e9 elements/s. Two terms per division give 13e9.
 #pragma once
 
 #include "cpu/score/additive/terms.h"
@@ -22,15 +24,15 @@ namespace fastattn::FASTATTN_ISA {
 
 // ---- scores ----
 
-constexpr int64_t kPanelRows = 16;  // queries of a panel [terms][kPanelRows]: a cache line a term
+constexpr int64_t kPanelRows = 16;  // queries of a panel [terms][kPanelRows]: 64 bytes per term
 
-// A tile of keys: a panel [dims][kWidth] for every kWidth keys.
+// A tile of keys. Every kWidth keys have a panel [dims][kWidth].
 struct KeyPanels {
   const float* data;
   int64_t stride;
 };
 
-// c (1 + E F), given c E and F or, if exact, q and k. NaN stays NaN.
+// c (1 + E F), from c E and F, or from q and k if exact. NaN stays NaN.
 template <Range kRange>
 FASTATTN_SIMD Vec denominator(Vec query, Vec key, Vec unit) {
   if constexpr (kRange == Range::kExact) {
@@ -41,12 +43,12 @@ FASTATTN_SIMD Vec denominator(Vec query, Vec key, Vec unit) {
   }
 }
 
-// A sum of fractions, num / den.
+// A sum of fractions is num / den.
 struct Fraction {
   Vec num, den;
 };
 
-// 1 / x of kCount terms from the n-th on, which are all dims of one key and query.
+// The sum of 1 / x over kCount consecutive terms, for kWidth keys and one query.
 template <Range kRange, int kCount>
 FASTATTN_SIMD Fraction sum_of_terms(const float* e, const Vec* keys, const Vec* units) {
   const auto x = [&](int n) __attribute__((always_inline)) {
@@ -63,7 +65,7 @@ FASTATTN_SIMD Fraction sum_of_terms(const float* e, const Vec* keys, const Vec* 
   }
 }
 
-// Subtracts the terms [begin, end) of kRows queries and kWidth keys.
+// Subtracts 1 / x of terms [begin, end) from the sums of kRows queries and kWidth keys.
 template <Range kRange, int kRows>
 FASTATTN_SIMD void subtract_terms(const Terms& terms, int64_t begin, int64_t end, const float* e,
                                   const float* keys, Vec (&sum)[kRows]) {
@@ -84,7 +86,7 @@ FASTATTN_SIMD void subtract_terms(const Terms& terms, int64_t begin, int64_t end
   }
 }
 
-// s[r][0, cols) for kRows queries; `e` is the column of the first of them in its panel.
+// Writes s[r][0, cols) for kRows queries. `e` is the column of the first query in its panel.
 template <Range kRange, int kRows>
 static void score_rows(const Terms& terms, const float* e, KeyPanels keys, int64_t cols, float* s,
                        int64_t ld) {
@@ -109,36 +111,42 @@ static void score_rows(const Terms& terms, const float* e, KeyPanels keys, int64
 //   dq_i = 4 w sum_j dS_ij t_ij        dk_j = 4 w sum_i dS_ij t_ij        t = u (1 - u)
 //   dw = 2 sum_ij dS_ij (1/2 - u_ij)
 //
-// t = E F u^2, of which E leaves the sum over keys and F that over queries:
+// t = E F u^2. E is the same for all keys, so E multiplies the finished sum over keys. In the same
+// way, F multiplies the finished sum over queries:
 //
 //   for pairs of dims, kGradRows queries     their sums over keys in registers
 //     for keys, kWidth at a time             2 rows of F in registers
 //       for the queries                      u of both dims from one reciprocal, g = (dS u) u
 //                                            sum += dS (1/2 - u), sum_i += g F, sum_j += g E
 //
-// Per element an FMA and half a product for x, one operation and half an estimate (2 slots) for the
-// reciprocal, 7 operations for the rest: with AVX-512 11.5 slots of 2 a cycle, 11.3e9 elements/s at
-// 4.06 GHz, of which 10.3e9 are measured (Granite Rapids); 7.7e9 with AVX2. The sum of dS u alone
-// would save one, as dS cancels over a row, but is less accurate where dw is small. Near u = 1, t
-// keeps its relative accuracy, as dS u - g would not.
+// An element takes an FMA and half a product for x. The reciprocal takes one operation and half an
+// estimate (2 slots). The rest takes 7 operations. With AVX-512 these are 11.5 slots, and a cycle
+// has 2: 11.3e9 elements/s at 4.06 GHz. Granite Rapids reaches 10.3e9. AVX2 gives 7.7e9.
+//
+// A sum of dS u instead of dS (1/2 - u) would save one operation, because dS cancels over a row.
+// That sum is less accurate where dw is small. Near u = 1, t = E F u^2 keeps its relative accuracy.
+// dS u - g in place of E F g would lose that accuracy.
 
-constexpr int kGradRows = 4;  // 8 were no faster with 32 registers, and slower with 16
+constexpr int kGradRows = 4;  // 8 are no faster with 32 registers, and slower with 16
 
-// What x is scaled by, so that the product of two is a normal number; E in gradients is times this.
+// The factor of x in the gradients, so that the product of two x is a normal number. gradient_e_ of
+// score.h holds E times this factor.
 template <Range kRange>
 constexpr float kGradUnit = kRange == Range::kFar ? 0x1p-45f : 1.f;
 static_assert(2 * kNearRule.depth() <= 126 && 2 * (kFarRule.depth() - 45) <= 126 &&
               2 * kMaxExponent <= 124);
-// Gradients keep E F down to 2^-40: where tanh is all but -1, t is as small.
+// Gradients keep E F down to 2^-40, further than scores do: near tanh = -1, t is as small as E F.
 constexpr float kGradLeast = 0x1p-15f;
 static_assert(kFarRule.least_bits - 15 - 45 >= -126);
 
-// 1 + E F, and E F where E and F have no place of their own.
+// x = kGradUnit (1 + E F). `product` is E F if exact, where E and F do not exist apart; else
+// unused.
 struct GradTerm {
   Vec x, product;
 };
 
-// Always finite: a NaN has its place in dS, and must not reach masked pairs.
+// The result is always finite, because a NaN must not reach masked pairs. A NaN of a kept pair
+// reaches the gradients through dS.
 template <Range kRange>
 FASTATTN_SIMD GradTerm gradient_term(Vec query, Vec key) {
   if constexpr (kRange == Range::kExact) {
@@ -150,15 +158,15 @@ FASTATTN_SIMD GradTerm gradient_term(Vec query, Vec key) {
   }
 }
 
-// One dim of a pair: where its queries and keys are, and where its sums go, but for the factor 4 w.
+// One dim of a pair of dims: its queries and keys, and its sums without the factor 4 w.
 struct GradDim {
   const float *e, *keys;
   float *grad_e, *grad_keys;
-  Vec weight;  // sum of dS (1/2 - u)
+  Vec weight;  // the sum of dS (1/2 - u)
 };
 
-// Adds to grad_keys and weight; writes grad_e. Sums have two levels, that over all pairs three,
-// which makes them several times more accurate.
+// Adds to grad_keys and weight, and writes grad_e. Sums have two levels, and the sum over all pairs
+// has three. The levels make the sums several times more accurate.
 template <Range kRange, int kRows>
 FASTATTN_SIMD void gradient_sums(GradDim (&dims)[2], int64_t stride, const float* ds, int64_t ld,
                                  int64_t cols) {
