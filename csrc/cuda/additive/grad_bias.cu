@@ -1,5 +1,6 @@
-// Gradient of the bias, a block a tile and a slice of the batches and heads that share it; or, of a
-// line, a block a diagonal of tiles. A second kernel adds up the slices, or diagonals, in order.
+// Gradient of the bias. A block has one tile, and one slice of the batches and heads that share the
+// tile. If the bias is a line, a block has one diagonal of tiles. A second kernel adds up the parts
+// in order.
 #include "cuda/additive/backward.cuh"
 #include "cuda/tile/line.cuh"
 

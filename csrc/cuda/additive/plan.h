@@ -1,5 +1,5 @@
-// How an additive problem is cut into tiles, and what its kernels keep in the workspace. Functions
-// of the shape alone.
+// How an additive or gaussian problem is cut into tiles, and what the kernels keep in the
+// workspace. A plan depends only on the shape, the score and the wanted results.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ FASTATTN_FN int64_t take(int64_t* used, int64_t floats) {
 constexpr int64_t kSharedLimit = 99 << 10;  // of a block on sm_86, the least from sm_80 on
 constexpr int64_t kMaxDims = 4096, kMaxValues = 256;
 
-// What the prologue (additive_prepare.cu) makes for the tiles; offsets into the workspace, in
+// What the prologue (prepare.cu) makes for the tiles; offsets into the workspace, in
 // floats. A panel is an array [dims][kTile] over the rows of one tile.
 struct Panels {
   int64_t dims;    // D, filled up to a multiple of kCols
@@ -32,7 +32,7 @@ struct Panels {
   bool raw;                  // no panels: all tiles are direct, or differences
   int64_t units, weights;    // [H][dims]; of the gaussian score r and c r, [B][H][dims]
   int64_t halves;            // [H][stages]
-  int64_t scales;            // likewise, without dims
+  int64_t scales;            // [H], powers of two
   int64_t centres;           // [B][Hkv][dims]
   int64_t direct;            // [B][Hkv][tiles_n], int32: whether keys are far from each other
   int64_t keys;              // [B][Hkv][tiles_n] panels of F
