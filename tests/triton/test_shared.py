@@ -5,6 +5,10 @@ import math
 import pytest
 from helpers import SCORES, Carrier
 from properties import garbage
+from properties.blocks import (  # noqa: F401
+    test_a_block_drops_what_the_whole_drops,
+    test_wide_results_are_float32,
+)
 from properties.extremes import (  # noqa: F401
     test_a_large_bias_in_a_whole_row_leaves_it_uniform,
     test_gradients_under_a_large_bias,
