@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
@@ -166,7 +167,7 @@ def scaled_dot_product_attention(
             softcap, return_weights, backend,
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
-            return _run(*seen, (query, key, value, None), query.shape[:1], return_lse)
+            return run(*seen, (query, key, value, None), query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa, mask=mask, bias=bias, softcap=softcap, sink=sink,
@@ -287,7 +288,7 @@ def additive_attention(
             softcap, return_weights, backend,
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
-            return _run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)
+            return run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
         softcap=softcap, sink=sink, return_weights=return_weights, seed=seed,
@@ -327,7 +328,7 @@ def explain(
     options.pop("sink", None)  # which every backend has
     backend = options.pop("backend", "auto")
     parameter = weight if bandwidth is None else bandwidth
-    tensors: Any = _autocast(query, key, value, parameter, exact=score == "gaussian")
+    tensors: Any = autocast(query, key, value, parameter, exact=score == "gaussian")
     inputs = validate.build(score, *tensors, **options)
     return registry.explain(inputs.p, backend, inputs.bias is not None)
 
@@ -346,7 +347,7 @@ def _attend(
     ``call``; None if the record depends on more than ``call`` holds.
     """
     arguments.check_bool("return_lse", return_lse)
-    cast: Any = _autocast(*tensors, exact=score == "gaussian")
+    cast: Any = autocast(*tensors, exact=score == "gaussian")
     sink = options.pop("sink", None)
     average = sink is not None and options["return_weights"] == "mean"
     if average:  # over heads, each of which has its sink
@@ -359,10 +360,10 @@ def _attend(
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     if call is not None:
         call_cache.remember(seen, canonical, inputs.bias, call)
-    return _run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
+    return run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
 
 
-def _run(
+def run(
     seen: call_cache.Known,
     bias: Tensor | None,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
@@ -370,13 +371,14 @@ def _run(
     return_lse: bool,
     sink: Tensor | None = None,
     average: bool = False,
+    attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = autograd.attend,
 ) -> Results:
     """The output, or a tuple of it and what else the caller wants, with batch dims ``batch``.
 
-    ``average``: the caller wants the mean of the weights over heads.
+    ``average``: the caller wants the mean of the weights over heads. ``attend``: what computes.
     """
     p, (q, k, v, w) = seen.p, tensors
-    out, lse, weights = autograd.attend(seen.backend, p, q, k, v, w, bias)
+    out, lse, weights = attend(seen.backend, p, q, k, v, w, bias)
     if sink is not None:
         out, lse, weights = sinks.attach(sink, out, lse, weights)
     if average:
@@ -395,7 +397,7 @@ def _run(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _autocast(*tensors: Tensor | None, exact: bool = False) -> list[Tensor | None]:
+def autocast(*tensors: Tensor | None, exact: bool = False) -> list[Tensor | None]:
     """The tensors as torch's autocast makes them: floats but float64 get the autocast dtype.
 
     ``exact``: float32 instead, as ``torch.cdist`` has it. What is close would else be one point.

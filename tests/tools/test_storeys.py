@@ -20,7 +20,7 @@ PYTHON = [
     "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
     "fastattn.backends", "fastattn.autograd fastattn.tuning fastattn.sinks fastattn.blocks",
     "fastattn.functional",
-    "fastattn.scores", "fastattn.varlen",
+    "fastattn.scores", "fastattn.varlen fastattn.distributed",
     "fastattn.modules fastattn.testing", "fastattn.integrations", "fastattn",
 ]  # fmt: skip
 

@@ -1,0 +1,254 @@
+"""Attention over a sequence that the ranks of a mesh share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastattn import functional, sinks
+from fastattn.backends import registry
+from fastattn.distributed import comm, gather, heads, ring
+from fastattn.distributed.comm import Group
+from fastattn.distributed.heads import Move
+from fastattn.distributed.layout import Layout
+from fastattn.distributed.plan import Plan, has_rows
+from fastattn.problem import Dropout, Origin, arguments, call_cache, validate
+
+Method = Literal["heads", "gather", "ring"]
+METHODS = {"heads": heads.attend, "gather": gather.attend, "ring": ring.attend}
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: Any,
+    *,
+    weight: Tensor | None = None,
+    method: Method | None = None,
+    layout: Layout | None = None,
+    key_layout: Layout | None = None,
+    heads_per_step: int | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: functional.Backend = "auto",
+    **options: Any,
+) -> functional.Results:
+    r"""Attention over a sequence that the ranks of a mesh share: local rows in, local rows out.
+
+    The result is that of one device: the rank's rows of it. So are masks, dropout's bits, weights
+    and gradients. What cannot be done so raises.
+
+    Every rank calls this with its own rows of query, key and value. A mask or bias that has rows
+    holds this rank's rows. Its keys are all keys, in the order of positions. ``kv_len`` and
+    ``kv_begin`` of shape ``[B]``, weight, sink, and a bias that broadcasts over rows are the same
+    on every rank.
+
+    Args:
+        query: ``[..., H, M_r, D]``, the rows that the layout gives this rank.
+        key: ``[..., Hkv, N_r, D]``, likewise.
+        value: ``[..., Hkv, N_r, E]``.
+        mesh: a 1-D :class:`torch.distributed.DeviceMesh`, or a process group.
+        weight: of the additive score, ``[D]`` or ``[H, D]``. Default None: the scaled dot product.
+        method: ``"heads"`` gives each rank some heads of all rows, and sends rows back.
+            ``"gather"`` brings all keys to every rank, some heads at a time. ``"ring"`` passes keys
+            around, which takes the least memory. Default None: heads if the key heads are a
+            multiple of the ranks and no mask or bias has rows, else gather.
+        layout: which positions each rank holds. Default None: equal shares in the order of ranks,
+            or those that the ranks tell each other, which waits for the device.
+        key_layout: the same of the keys, for cross-attention. Default None: ``layout``.
+        heads_per_step: how many key heads "gather" brings at a time. Default None: a quarter.
+        sink: see :func:`fastattn.scaled_dot_product_attention`.
+        return_lse: see there.
+        backend: see there.
+        **options: attn_mask, dropout_p, is_causal, scale, enable_gqa, mask, bias, softcap,
+            return_weights and seed, as there. Indices are those of the whole sequence.
+
+    Returns:
+        ``out`` ``[..., H, M_r, E]``, or ``(out[, weights][, lse])``: this rank's rows.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes that do not fit the layout, a layout for another number of ranks, or a
+            method that cannot do the problem. The error names one that can.
+        RuntimeError: no process group; or a rank that did not come within the group's timeout.
+
+    Numerics: "heads" and "gather" give the bits of one device where a kernel sums the same way;
+    gradients of keys are sums over ranks, in float32. "ring" merges blocks in float32. Gradients of
+    weight, sink, and a bias without rows are sums over ranks, the same on every rank. "heads" has
+    second derivatives.
+
+    Source: Jacobs et al., "DeepSpeed Ulysses", 2023 (heads); Llama Team, "The Llama 3 Herd of
+    Models", 2024, section 3.3.2 (gather); Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
+    Transformers for Near-Infinite Context", 2023 (ring).
+    """
+    arguments.check_choice("method", method, (None, *METHODS))
+    arguments.check_bool("return_lse", return_lse)
+    group = Group(mesh)
+    tensors: Any = functional.autocast(query, key, value, weight)
+    score: Any = "dot" if weight is None else "additive"
+    validate.check_points(*tensors[:3])
+    layout, key_layout = _layouts(tensors, layout, key_layout, group)
+    average = sink is not None and options.get("return_weights") == "mean"
+    if average:  # over heads, each of which has its sink
+        options["return_weights"] = "full"
+    inputs = _build(score, tensors, key_layout.length, options)
+    p = dataclasses.replace(inputs.p, origin=Origin(M=layout.length, N=key_layout.length))
+    if p.dropout is not None and options.get("seed") is None:
+        seed = comm.first(inputs.p.dropout.seed, group)
+        p = dataclasses.replace(p, dropout=Dropout(p.dropout.p, seed))
+    if sink is not None:
+        sinks.check(sink, inputs.q)
+        sink = heads.replicated(sink, group)
+    _check_rows(inputs, layout)
+    method = method or _method(inputs, group)
+    plan = Plan(p, registry.select(p, backend), layout, key_layout, group,
+                _heads_per_step(heads_per_step, p.Hkv))  # fmt: skip
+
+    def attend(_name: str, _p: Any, *canonical: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return METHODS[method](plan, *canonical)
+
+    seen = call_cache.Known(p, plan.backend, inputs.has_head_dim)
+    local = inputs.q, *_canonical_keys(tensors, inputs, options), inputs.w
+    return functional.run(seen, inputs.bias, local, inputs.batch, return_lse, sink, average, attend)
+
+
+# ---- what the arguments say of the whole ----
+
+
+def _layouts(
+    tensors: list, layout: Layout | None, key_layout: Layout | None, group: Group
+) -> tuple[Layout, Layout]:
+    own = [tensors[0].shape[-2], tensors[1].shape[-2]]
+    if layout is None:
+        every = [own] * group.size
+        if not torch.compiler.is_compiling():
+            every = comm.lengths(own, tensors[0].device, group)
+        layout = in_order(rows for rows, _ in every)
+        key_layout = key_layout or in_order(keys for _, keys in every)
+    key_layout = key_layout or layout
+    for name, given, argument, has in (
+        ("layout", layout, "query", own[0]),
+        ("key_layout", key_layout, "key", own[1]),
+    ):
+        if not isinstance(given, Layout):
+            raise TypeError(f"{name}: expected a Layout, got {type(given).__name__}")
+        if given.ranks != group.size:
+            raise ValueError(
+                f"{name}: expected one for {group.size} ranks, as the mesh has, got one for "
+                f"{given.ranks}"
+            )
+        if given.sizes[group.rank] != has:
+            hint = ": cross-attention takes key_layout=" if name == "key_layout" else ""
+            raise ValueError(
+                f"{argument}: expected {given.sizes[group.rank]} rows on rank {group.rank}, as "
+                f"{name} says, got {has}{hint}"
+            )
+    return layout, key_layout
+
+
+def in_order(sizes: Any) -> Layout:
+    """Ranks that hold so many positions each, one after the other."""
+    pieces, end = [], 0
+    for size in sizes:
+        pieces.append(((end, end + size),))
+        end += size
+    return Layout(end, tuple(pieces))
+
+
+def _build(score: Any, tensors: list, N: int, options: dict) -> validate.Inputs:
+    """The record of this rank's rows and all keys, of which there are no numbers here."""
+    query, key, value, weight = tensors
+    k, v = (x.new_empty(()).expand(*x.shape[:-2], N, x.shape[-1]) for x in (key, value))
+    return validate.build(score, query, k, v, weight, **options)
+
+
+def _canonical_keys(tensors: list, inputs: validate.Inputs, options: dict) -> tuple[Tensor, Tensor]:
+    """This rank's keys and values, [B, Hkv, N_r, D|E]."""
+    query, key, value, weight = tensors
+    _, q, k, v = validate.to_4d(query, key, value, inputs.has_head_dim)
+    grouped = options.get("enable_gqa", False) or weight is not None
+    return validate.match_heads(q, k, v, grouped)[1:]
+
+
+def _check_rows(inputs: validate.Inputs, layout: Layout) -> None:
+    """One row of a rank looks like one for all rows, and ranks would not agree which it is."""
+    if layout.length > 1 and 1 in layout.sizes:
+        for name, x in (("bias", inputs.bias), ("keep", inputs.p.mask.keep)):
+            if x is not None:
+                raise ValueError(
+                    f"{name}: a rank has one row, which looks like a row for all: expected two "
+                    "rows or more on every rank, or none; write another layout"
+                )
+
+
+def _method(inputs: validate.Inputs, group: Group) -> Method:
+    masks = [x for x in (inputs.bias, inputs.p.mask.keep) if x is not None]
+    whole = inputs.p.Hkv > 0 and inputs.p.Hkv % group.size == 0
+    return "heads" if whole and not any(map(has_rows, masks)) else "gather"
+
+
+def _heads_per_step(given: int | None, Hkv: int) -> int:
+    if given is None:
+        return max(1, -(-Hkv // 4))
+    arguments.check_int("heads_per_step", given, 1)
+    return given
+
+
+# ---- inputs and outputs ----
+
+
+def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
+    """This rank's positions of a tensor that every rank holds whole: inputs, labels.
+
+    Args:
+        x: any tensor with ``layout.length`` entries in a dim.
+        dim: that dim.
+        layout: which positions each rank holds.
+        mesh: as in :func:`context_parallel_attention`.
+
+    Returns:
+        The rank's part, in the order of ``layout.positions(rank)``. The gradient of x is whole, on
+        every rank.
+
+    Raises:
+        ValueError: the dim has another size, or the layout is for another number of ranks.
+    """
+    group, dim = _matching(x, dim, layout, mesh, layout.length)
+    take = _taker(layout, dim, group)
+    return Move.apply(x, take, lambda grad: comm.gather_rows(grad, layout, group, dim))  # pyright: ignore
+
+
+def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
+    """The whole tensor on every rank, in the order of positions: the inverse of :func:`shard`.
+
+    The gradient of x is this rank's part of the gradient of the whole, which is taken to be the
+    same on every rank: all compute the same with the result.
+
+    Raises:
+        ValueError: the dim has not as many entries as the layout gives this rank.
+    """
+    rank = Group(mesh).rank
+    group, dim = _matching(x, dim, layout, mesh, layout.sizes[rank] if rank < layout.ranks else -1)
+    whole = _gatherer(layout, dim, group)
+    return Move.apply(x, whole, _taker(layout, dim, group))  # pyright: ignore
+
+
+def _taker(layout: Layout, dim: int, group: Group) -> Any:
+    return lambda x: layout.take(x, dim, group.rank).clone()
+
+
+def _gatherer(layout: Layout, dim: int, group: Group) -> Any:
+    return lambda x: comm.gather_rows(x, layout, group, dim)
+
+
+def _matching(x: Tensor, dim: int, layout: Layout, mesh: Any, size: int) -> tuple[Group, int]:
+    group = Group(mesh)
+    if layout.ranks != group.size:
+        raise ValueError(f"layout: expected one for {group.size} ranks, got {layout.ranks}")
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
+        raise ValueError(f"x: expected {size} entries in dim {dim}, got {list(x.shape)}")
+    return group, dim % x.dim()

@@ -1,0 +1,150 @@
+"""Method "gather": all keys and values come to every rank, some heads at a time.
+
+A rank attends with its rows, piece by piece, to all keys: there is nothing to merge, and every mask
+and kind of weights works. The next heads are on their way while these are attended to. Backward
+gathers again, adds up dK and dV over pieces in float32, and gives each rank the sum of its keys.
+"""
+
+# torch declares these static methods with *args.
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastattn import blocks
+from fastattn.backends import registry
+from fastattn.blocks import Cut
+from fastattn.distributed import comm
+from fastattn.distributed.plan import Plan, has_rows
+from fastattn.problem import Problem
+
+
+def attend(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, weights) of this rank's rows."""
+    out, lse, weights, _ = GatherFunction.apply(plan, q, k, v, w, bias)  # pyright: ignore
+    return out, lse, weights
+
+
+class GatherFunction(torch.autograd.Function):
+    """(q, k, v, w, bias) of this rank -> (out, lse, weights, stats)."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
+        found = _forward(plan, *tensors)
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors, found[0], found[3])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found[3], *((found[2],) if plan.p.weights == "none" else ()))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
+        *tensors, out, stats = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        grads = _backward(
+            ctx.plan, tensors, (out, stats, grad_out, grad_lse), grad_weights,
+            ctx.needs_input_grad[5],
+        )  # fmt: skip
+        return None, *grads
+
+
+def _gathered(plan: Plan, tensors: tuple) -> Iterator[tuple[Cut, Problem, tuple]]:
+    """For some heads at a time: (which, their problem, their tensors with all keys)."""
+
+    def start(cut: Cut) -> tuple:
+        q, k, v, w, bias = blocks.tensors_of(plan.p, cut, *tensors)
+        return q, *(comm.gather(x, 2, plan.keys, plan.group) for x in (k, v)), w, bias
+
+    steps = plan.steps()
+    following = start(steps[0]) if steps else ()
+    for n, cut in enumerate(steps):
+        q, k, v, w, bias = following
+        following = start(steps[n + 1]) if n + 1 < len(steps) else ()
+        yield cut, blocks.block_of(plan.p, cut), (q, k(), v(), w, bias)
+
+
+def _forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
+    p, backend = plan.p, registry.get(plan.backend)
+    zeros = tensors[0].new_zeros
+    rows = p.B, p.H, p.M
+    out = zeros(p.B, p.M, p.H, p.E).transpose(1, 2)
+    lse, stats = zeros(rows, dtype=p.acc_dtype), zeros((*rows, 2), dtype=p.acc_dtype)
+    weights = zeros(p.weights_shape())
+    for heads, of_heads, own in _gathered(plan, tensors):
+        for cut, whole_rows in plan.pieces(of_heads):
+            found = backend.forward(
+                blocks.block_of(whole_rows, cut), *blocks.tensors_of(of_heads, cut, *own)
+            )
+            at = heads._replace(i=cut.i)
+            for whole, part in zip((out, lse, stats), (found[0], found[1], found[3]), strict=True):
+                blocks.rows_of(whole, at).copy_(part)
+            if p.weights == "full":
+                blocks.rows_of(weights, at).copy_(found[2])
+            elif p.weights == "mean":
+                weights[:, slice(*cut.i)] += found[2] * (of_heads.H / p.H)
+    return out, lse, weights, stats
+
+
+def _backward(
+    plan: Plan, tensors: list, saved: tuple, grad_weights: Tensor | None, bias_needs_grad: bool
+) -> tuple[Tensor | None, ...]:
+    p, backend = plan.p, registry.get(plan.backend)
+    q, k, v, w, bias = tensors
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=p.acc_dtype, device=p.device)
+
+    grads = [zeros(*x.shape) for x in (q, k, v)]
+    grad_w = None if w is None else zeros(p.B, p.H, p.D)
+    grad_bias = zeros(*bias.shape) if bias is not None and bias_needs_grad else None
+    for heads, of_heads, own in _gathered(plan, tuple(tensors)):
+        grad_q, *mine = blocks.tensors_of(p, heads, *grads, grad_w, grad_bias)
+        sums = grad_q, *(zeros(*x.shape) for x in own[1:3]), *mine[2:]
+        for cut, whole_rows in plan.pieces(of_heads):
+            block = dataclasses.replace(blocks.block_of(whole_rows, cut), wide=True)
+            at = heads._replace(i=cut.i)
+            rows = (None if x is None else blocks.rows_of(x, at) for x in saved)
+            found = backend.backward(
+                block, *blocks.tensors_of(of_heads, cut, *own), *rows,
+                _share(p, of_heads, grad_weights, at), grad_bias is not None,
+            )  # fmt: skip
+            totals = blocks.tensors_of(of_heads, cut, *sums)
+            for total, part in zip(totals, found, strict=True):
+                if total is not None and part is not None:
+                    total += part
+        for to, whole in zip(mine[:2], sums[1:3], strict=True):
+            to.copy_(comm.scatter_sum(whole, plan.keys, plan.group))
+    grads = [g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
+    return *grads, _grad_w(plan, w, grad_w), _grad_bias(plan, bias, grad_bias)
+
+
+def _share(p: Problem, of_heads: Problem, grad_weights: Tensor | None, at: Cut) -> Tensor | None:
+    """The gradient of the weights of some rows and heads."""
+    if grad_weights is None or p.weights == "none":
+        return None
+    if p.weights == "full":
+        return blocks.rows_of(grad_weights, at)
+    return grad_weights[:, slice(*at.i)] * (of_heads.H / p.H)
+
+
+def _grad_w(plan: Plan, w: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    if w is None or grad is None:
+        return None
+    return comm.total(grad.sum(0) if w.dim() == 2 else grad, plan.group).to(w.dtype)
+
+
+def _grad_bias(plan: Plan, bias: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    if bias is None or grad is None:
+        return None
+    return (grad if has_rows(bias) else comm.total(grad, plan.group)).to(bias.dtype)
