@@ -140,10 +140,12 @@ class ForwardWorker {
     score_.use_keys(used);
     values_.use_keys(used);
     choose_form(score_, values_, mask_);
-    const auto logit = scores_of(score_, p_, m.rows, used, s_);
+    if (Score::kHasStrips && args_.path.way == Way::kTiles && !args_.path.values_in_place)
+      mask_.find_strips();
+    const auto logit = scores_of(score_, p_, mask_, m.rows, used, s_);
     values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, logit, s_, kN, drop_,
                   state.alpha);
-    values_.accumulate(s_, kN, m.rows, state.alpha, mask_.masked(), state.o);
+    values_.accumulate(s_, kN, m.rows, state.alpha, mask_, state.o);
     return loaded;
   }
 

@@ -67,6 +67,11 @@ class DotScore : public ScoreDefaults {
     }
   }
 
+  static constexpr bool kHasStrips = true;
+  void scores_of(const Strips& strips, float* s) const {
+    multiply_to_strips(ByRows{q_, ld_}, k_transposed_, kBlockN, strips, rows(), p_.D, s, kBlockN);
+  }
+
   void clear_key_grad() { fill(grad_k_, kBlockN * ld_, 0.f); }
 
   void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {

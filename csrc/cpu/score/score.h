@@ -53,6 +53,10 @@
 //     static constexpr bool kHasSlots = true;
 //     void use_slot(int64_t slot);
 //     static int64_t query_bytes(const AttentionParams& p);
+//
+//     // scores() of the columns that strips of rows keep (MaskTile::sparse()), and no others.
+//     static constexpr bool kHasStrips = true;
+//     void scores_of(const Strips& strips, float* s);
 //   };
 //
 // Values of the forward pass. O has rows of stride() floats.
@@ -72,9 +76,10 @@
 //     void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
 //                const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
 //                float* alpha);
-//     // o[i] = alpha[i] * o[i] + sum_j w_ij V[j]. `masked`: some weights are 0 by the mask.
-//     void accumulate(float* s, int64_t ld, int64_t rows, const float* alpha, bool masked,
-//                     float* o);
+//     // o[i] = alpha[i] * o[i] + sum_j w_ij V[j]. If the mask is sparse, only its strips are
+//     // filled.
+//     void accumulate(float* s, int64_t ld, int64_t rows, const float* alpha,
+//                     const MaskTile& mask, float* o);
 //
 //     // Optional, as for a score: look_at(), use_form(), use_keys() (FormDefaults).
 //   };
@@ -115,7 +120,7 @@ struct ScoreDefaults : FormDefaults {
   using Logit = LinearLogit;
   static Logit logit() { return {1.f}; }
 
-  static constexpr bool kCanNarrow = false, kHasSlots = false;
+  static constexpr bool kCanNarrow = false, kHasSlots = false, kHasStrips = false;
   static void use_slot(int64_t) {}
   static int64_t query_bytes(const AttentionParams&) { return 0; }
 };
@@ -126,6 +131,19 @@ FASTATTN_SIMD LinearLogit scores_of(Score& score, const AttentionParams& p, int6
                                     int64_t cols, float* s) {
   score.scores(s);
   return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s);
+}
+
+// Likewise, of a tile whose strips may have been listed.
+template <typename Score>
+FASTATTN_SIMD LinearLogit scores_of(Score& score, const AttentionParams& p, const MaskTile& mask,
+                                    int64_t rows, int64_t cols, float* s) {
+  if constexpr (Score::kHasStrips) {
+    if (mask.sparse()) {
+      score.scores_of(mask.strips(), s);
+      return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s);
+    }
+  }
+  return scores_of(score, p, rows, cols, s);
 }
 
 // Picks one form for score and values.

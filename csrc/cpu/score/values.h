@@ -58,14 +58,18 @@ class ValueTile : public FormDefaults {
              float* alpha) const {
     softmax_step(mask, dropout, at, state, logit, s, ld, drop, alpha);
   }
-  void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
-                  float* o) {
-    if (direct_) {
-      add_weighted_rows(weights, ld, rows, masked, values_, scale, o, ld_, listed_);
-    } else {
-      masked_gemm(masked, finite_, ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth),
-                  values_.rows, o, ld_, RescaleAdd{scale});
-    }
+  void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale,
+                  const MaskTile& mask, float* o) {
+    if (direct_)
+      return add_weighted_rows(weights, ld, rows, mask.masked(), values_, scale, o, ld_, listed_);
+    const ByRows a{weights, ld};
+    const int64_t keys = values_.rows, width = round_up(E_, kWidth);
+    if (mask.sparse() && finite_)
+      return multiply_strips(a, mask.strips(), keys, packed_, ld_, rows, width, o, ld_,
+                             RescaleAdd{scale});
+    if (mask.sparse()) mask.strips().clear_others(weights, ld, rows, keys);
+    masked_gemm(mask.masked(), finite_, a, packed_, ld_, rows, width, keys, o, ld_,
+                RescaleAdd{scale});
   }
 
  private:

@@ -8,6 +8,7 @@
 
 #include "cpu/base/exp2.h"
 #include "cpu/base/pack.h"
+#include "cpu/tile/strips.h"
 #include "problem/mask.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -63,7 +64,11 @@ enum class Masking { kNone, kBias, kBiasInside, kIntervals, kAddend };
 class MaskTile {
  public:
   MaskTile(const AttentionParams& p, Scratch& scratch, int64_t block_m, int64_t block_n)
-      : p_(p), block_n_(block_n), begin_(scratch.ints(block_m)), end_(scratch.ints(block_m)) {
+      : p_(p),
+        block_n_(block_n),
+        strips_(scratch, block_m, block_n),
+        begin_(scratch.ints(block_m)),
+        end_(scratch.ints(block_m)) {
     has_addend_ = p.bias.data != nullptr || has_dense(p.mask);
     addend_ = has_addend_ ? scratch.floats(block_m * block_n) : nullptr;
   }
@@ -84,6 +89,7 @@ class MaskTile {
   // result is 0 (an empty tile), cols, or a multiple of kWidth. The caller may also use any such
   // number between the result and cols.
   int64_t set_keys(int64_t j0, int64_t cols) {
+    sparse_ = false;
     if (range_.begin >= j0 + cols || range_.end <= j0) return 0;
     j0_ = j0, cols_ = cols;
     const int64_t in_interval = set_intervals();
@@ -99,6 +105,25 @@ class MaskTile {
 
   // Whether some pair of the tile is masked.
   bool masked() const { return masked_; }
+
+  // Lists the columns that strips of rows keep, if that saves enough. Whoever calls it then takes
+  // no others: sparse().
+  void find_strips() {
+    if (!masked_ || (masking_ == Masking::kAddend && addend_stride_ == 0)) return;
+    int64_t listed = 0, all = 0;
+    for (int64_t i = 0; i < rows_; i += kStripRows) {
+      const int64_t end = min64(rows_, i + kStripRows);
+      listed += masking_ == Masking::kAddend ? list_addend(i, end) : list_intervals(i, end);
+      all += AllColumns{cols_}.count();
+    }
+    sparse_ = 8 * listed <= 7 * all;
+  }
+  bool sparse() const { return sparse_; }
+  const Strips& strips() const { return strips_; }
+  // The columns of row i that softmax takes.
+  Columns columns(int64_t i, int64_t cols) const {
+    return sparse_ ? strips_.of_row(i) : strips_.every(cols);
+  }
 
   // Calls f with the tile's Masking as a compile-time constant.
   template <typename F>
@@ -163,6 +188,25 @@ class MaskTile {
   // bias * log2(e), of a tile whose bias is read where it lies.
   FASTATTN_MEMBER Vec plain_bias(int64_t i, int64_t c) const {
     return product(load(bias_ + i * p_.bias.stride_r + c), splat(kLog2e));
+  }
+
+  // Of the rows [i0, i1), which are a strip. They return how many vectors are listed.
+  int64_t list_intervals(int64_t i0, int64_t i1) {
+    int32_t begin = static_cast<int32_t>(cols_), end = 0;
+    for (int64_t i = i0; i < i1; ++i) {
+      if (begin_[i] >= end_[i]) continue;
+      begin = begin_[i] < begin ? begin_[i] : begin;
+      end = end_[i] > end ? end_[i] : end;
+    }
+    return strips_.fill(i0 / kStripRows, begin, end, [](int64_t) { return true; });
+  }
+  int64_t list_addend(int64_t i0, int64_t i1) {
+    return strips_.fill(i0 / kStripRows, 0, cols_, [&](int64_t c) {
+      VecI kept{};
+      for (int64_t i = i0; i < i1; ++i)
+        kept |= load(addend_ + i * addend_stride_ + c) != splat(-kInf);
+      return any_lane(kept);
+    });
   }
 
   FASTATTN_MEMBER VecI inside(int64_t i, int64_t c) const {
@@ -322,10 +366,11 @@ class MaskTile {
 
   const AttentionParams& p_;
   int64_t block_n_;
-  bool has_addend_, masked_ = false;
+  bool has_addend_, masked_ = false, sparse_ = false;
   Masking masking_ = Masking::kNone;
   int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0, j0_ = 0, cols_ = 0, addend_stride_ = 0;
   KeyRange range_{};
+  Strips strips_;
   int32_t *begin_, *end_;
   float* addend_;
   const float* bias_ = nullptr;

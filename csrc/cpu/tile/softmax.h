@@ -64,6 +64,7 @@ struct InPlace {
   static constexpr int kVectors = 1, kBits = 24, kOctaves = 0, kSlack = 8;
   static constexpr bool kFlushes = false;
   static constexpr bool kKeepsScores = false;
+  static constexpr bool kSkips = true;  // columns that a list lacks
   float* s;
   int64_t ld;
   FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
@@ -73,10 +74,12 @@ struct InPlace {
 // Turns row i of the scores into logits, in place. Scores that nothing masks stay scores;
 // weigh_row() converts them. Returns a vector whose lanes are maxima of parts of the row, without
 // NaN: a NaN shows in the weights.
-template <Masking kMasking, typename Logit>
-FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, int64_t cols, float* s) {
+template <Masking kMasking, typename Logit, typename Taken>
+FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, Taken columns, float* s) {
   Vec top = splat(-kInf);
-  for (int64_t c = 0; c < cols; c += kWidth) {
+  const int64_t count = columns.count();
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t c = columns.at(n);
     Vec x = load(s + c);
     if constexpr (kMasking != Masking::kNone) {
       x = mask.apply<kMasking>(x, logit, i, c);
@@ -91,13 +94,15 @@ FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, int64_t
 // returns those from column c on. `drop` [cols], if any, multiplies weights after they are summed.
 // Returns a vector with one lane at least as large as the largest weight: partial sums if kSlack
 // leaves room for them, else maxima.
-template <typename Sink, typename Logits>
-FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, int64_t cols, float m, float alpha,
-                            const float* drop, float* l) {
+template <typename Sink, typename Logits, typename Taken>
+FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, Taken columns, int64_t cols, float m,
+                            float alpha, const float* drop, float* l) {
   constexpr bool kRoom = Sink::kSlack >= 8;
+  const int64_t count = columns.count();
   Vec sum{}, top{};
 #pragma GCC unroll 2
-  for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
+  for (int64_t n = 0; n < count; n += Sink::kVectors) {
+    const int64_t c = columns.at(n);
     Vec w[Sink::kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < Sink::kVectors; ++v) {
@@ -124,6 +129,14 @@ FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
   return old == -kInf ? 1.f : exp2_weight(splat(old - *m))[0];
 }
 
+template <Masking kMasking, typename Sink>
+FASTATTN_SIMD auto columns_of(const MaskTile& mask, int64_t i, int64_t cols) {
+  if constexpr (Sink::kSkips && (kMasking == Masking::kIntervals || kMasking == Masking::kAddend))
+    return mask.columns(i, cols);
+  else
+    return AllColumns{cols};
+}
+
 // One step over a tile of scores s [rows, ld], which become weights. alpha[i] rescales row i of O.
 //
 // Softmax first tries the running maximum. Only if a weight exceeds 2^kSlack does it search for the
@@ -138,6 +151,7 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     float *const row = s + i * ld, *const l = state.l + i * kWidth, *const m = state.m + i;
     if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const float* const factors = dropout.enabled ? drop : nullptr;
+    const auto columns = columns_of<kMasking, Sink>(mask, i, at.cols);
     using Row = decltype(sink.row(i));
     [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
     if constexpr (Sink::kKeepsScores) {
@@ -146,7 +160,7 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
         return mask.apply<kMasking>(load(row + c), logit, i, c);
       };
       const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
-        return weigh_row(to, logits, at.cols, *m, 1.f, factors, l);
+        return weigh_row(to, logits, columns, at.cols, *m, 1.f, factors, l);
       };
       const bool rises = alpha[i] != 1.f;
       if (*m != -kInf && !rises && !any_above(weigh(sink.row_apart(i)), kMost)) {
@@ -156,14 +170,14 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
       }
       store(l, before);
     }
-    const Vec top = mask_row<kMasking>(mask, logit, i, at.cols, row);
+    const Vec top = mask_row<kMasking>(mask, logit, i, columns, row);
     // After a failed try, m rises to the true maximum, else the next tile would fail as well.
     constexpr float kSlack = Sink::kKeepsScores ? 0.f : Row::kSlack;
     alpha[i] = any_above(top, *m + kSlack) ? raise_maximum(top, m) : 1.f;
     const auto logits = [&](int64_t c) __attribute__((always_inline)) {
       return kMasking == Masking::kNone ? logit(load(row + c)) : load(row + c);
     };
-    weigh_row(sink.row(i), logits, at.cols, *m == -kInf ? 0.f : *m, alpha[i], factors, l);
+    weigh_row(sink.row(i), logits, columns, at.cols, *m == -kInf ? 0.f : *m, alpha[i], factors, l);
   }
 }
 

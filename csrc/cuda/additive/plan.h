@@ -32,7 +32,7 @@ struct Panels {
   bool raw;                  // no panels: all tiles are direct, or differences
   int64_t units, weights;    // [H][dims]; of the gaussian score r and c r, [B][H][dims]
   int64_t halves;            // [H][stages]
-  int64_t scales;            // [H], powers of two
+  int64_t scales;            // a head (of the gaussian: of a batch) each
   int64_t centres;           // [B][Hkv][dims]
   int64_t direct;            // [B][Hkv][tiles_n], int32: whether keys are far from each other
   int64_t keys;              // [B][Hkv][tiles_n] panels of F

@@ -32,7 +32,7 @@ struct TileSink {
   FASTATTN_MEMBER Row row(int64_t i) const {
     return {to.tiles(i / kEdge, 0) + i % kEdge * kEdge, also == nullptr ? also : also + i * ld};
   }
-  static constexpr bool kKeepsScores = true;
+  static constexpr bool kKeepsScores = true, kSkips = false;
   FASTATTN_MEMBER Row row_apart(int64_t i) const { return {row(i).words, nullptr}; }
   bool is_in_place() const { return also != nullptr; }
 };
@@ -90,8 +90,8 @@ class AmxValueTile : public FormDefaults {
   }
 
   // The operand of weights is filled already. `weights` is filled only where rows of V stand apart.
-  void accumulate(const float* weights, int64_t ld, int64_t rows, const float* scale, bool masked,
-                  float* o) {
+  void accumulate(const float* weights, int64_t ld, int64_t rows, const float* scale,
+                  const MaskTile& mask, float* o) {
     for (int64_t i = 0; i < rows; ++i) {
       if (scale[i] == 1.f) continue;
       for (int64_t e = 0; e < ld_; e += kWidth)
@@ -99,7 +99,7 @@ class AmxValueTile : public FormDefaults {
     }
     multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_);
     accumulate_rows_apart(ByRows{weights, ld}, 1.f, rows, Misfits(), Misfits(), values_, cols_,
-                          masked, o, ld_, 1);
+                          mask.masked(), o, ld_, 1);
   }
 
  private:

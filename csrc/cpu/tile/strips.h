@@ -1,0 +1,169 @@
+// Strips of 16 rows of a tile, each with a list of the vectors of columns in which it keeps some
+// pair. Where a mask drops much of a tile, products and softmax take the listed vectors alone. Each
+// sum keeps its order, and lacks nothing but zeros, so no bit changes.
+//
+//   for strips                        S = Q K^T
+//     for groups of listed vectors    up to 4 of them
+//       for 4 rows                    4 x 4 vectors in registers
+//         for dims
+//
+//   for strips                        O = scale O + W V
+//     for groups of vectors of E
+//       for 4 rows
+//         for listed vectors, keys of a vector
+#pragma once
+
+#include "cpu/tile/gemm.h"
+#include "problem/host_device.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+constexpr int64_t kStripRows = 16;
+
+// The first columns of some vectors, in ascending order.
+struct Columns {
+  const int32_t* listed;
+  int64_t vectors;
+  FASTATTN_MEMBER int64_t count() const { return vectors; }
+  FASTATTN_MEMBER int64_t at(int64_t n) const { return listed[n]; }
+};
+struct AllColumns {
+  int64_t cols;
+  FASTATTN_MEMBER int64_t count() const { return (cols + kWidth - 1) / kWidth; }
+  FASTATTN_MEMBER int64_t at(int64_t n) const { return n * kWidth; }
+};
+
+// The lists of a tile.
+class Strips {
+ public:
+  Strips(Scratch& scratch, int64_t block_m, int64_t block_n)
+      : capacity_(block_n / kWidth),
+        all_(scratch.ints(capacity_)),
+        listed_(scratch.ints(round_up(block_m, kStripRows) / kStripRows * capacity_)),
+        count_(scratch.ints(round_up(block_m, kStripRows) / kStripRows)) {
+    for (int64_t n = 0; n < capacity_; ++n) all_[n] = static_cast<int32_t>(n * kWidth);
+  }
+
+  Columns every(int64_t cols) const { return {all_, AllColumns{cols}.count()}; }
+  Columns of_row(int64_t i) const {
+    const int64_t strip = i / kStripRows;
+    return {listed_ + strip * capacity_, count_[strip]};
+  }
+
+  // Lists the vectors of columns [begin, end) of a strip with lists(c). Returns how many.
+  template <typename Lists>
+  FASTATTN_MEMBER int64_t fill(int64_t strip, int64_t begin, int64_t end, Lists lists) {
+    int64_t n = 0;
+    for (int64_t c = begin / kWidth * kWidth; c < end; c += kWidth)
+      if (lists(c)) listed_[strip * capacity_ + n++] = static_cast<int32_t>(c);
+    count_[strip] = static_cast<int32_t>(n);
+    return n;
+  }
+
+  // Zeros what no list has of s [rows, ld].
+  void clear_others(float* s, int64_t ld, int64_t rows, int64_t cols) const {
+    for (int64_t i = 0; i < rows; ++i) {
+      const Columns own = of_row(i);
+      for (int64_t c = 0, n = 0; c < cols; c += kWidth) {
+        if (n < own.count() && own.at(n) == c)
+          ++n;
+        else
+          store(s + i * ld + c, Vec{});
+      }
+    }
+  }
+
+ private:
+  int64_t capacity_;
+  int32_t *all_, *listed_, *count_;
+};
+
+// Calls f(rows, vectors, row, vector), the first two as constants, for blocks of a strip.
+template <typename F>
+FASTATTN_SIMD void in_blocks(int64_t rows, int64_t vectors, F f) {
+  int64_t n = 0;
+  const auto take = [&](auto count) __attribute__((always_inline)) {
+    for (; n + count <= vectors; n += count) {
+      int64_t r = 0;
+      for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, count, r, n);
+      for (; r < rows; ++r) f(std::integral_constant<int, 1>{}, count, r, n);
+    }
+  };
+  if constexpr (kTileVecs == 4) take(std::integral_constant<int, 4>{});
+  take(std::integral_constant<int, 2>{});
+  take(std::integral_constant<int, 1>{});
+}
+
+template <int kRows, int kVecs>
+FASTATTN_SIMD void listed_columns(ByRows a, const float* b, int64_t ldb, const int32_t* listed,
+                                  int64_t depth, float* c, int64_t ldc) {
+  Vec acc[kRows][kVecs] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec bk[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) bk[v] = load(b + k * ldb + listed[v]);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) acc[r][v] += splat(a.at(r, k)) * bk[v];
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) store(c + r * ldc + listed[v], acc[r][v]);
+}
+
+// The listed columns of C [rows, ldc] = A B.
+static void multiply_to_strips(ByRows a, const float* b, int64_t ldb, const Strips& strips,
+                               int64_t rows, int64_t depth, float* c, int64_t ldc) {
+  for (int64_t i = 0; i < rows; i += kStripRows) {
+    const Columns own = strips.of_row(i);
+    in_blocks(min64(kStripRows, rows - i), own.count(),
+              [&](auto r_count, auto v_count, int64_t r, int64_t n) __attribute__((always_inline)) {
+                listed_columns<r_count, v_count>(a.rows_from(i + r), b, ldb, own.listed + n, depth,
+                                                 c + (i + r) * ldc, ldc);
+              });
+  }
+}
+
+// `depth`: where the listed columns of A end, which may be inside the last one.
+template <int kRows, int kVecs, typename Into>
+FASTATTN_SIMD void listed_depth(ByRows a, Columns own, int64_t depth, const float* b, int64_t ldb,
+                                float* c, int64_t ldc, int64_t row, Into into) {
+  Vec acc[kRows][kVecs] = {};
+  for (int64_t n = 0; n < own.count(); ++n)
+    for (int64_t k = own.at(n); k < min64(depth, own.at(n) + kWidth); ++k) {
+      Vec bk[kVecs];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) bk[v] = load(b + k * ldb + v * kWidth);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) acc[r][v] += splat(a.at(r, k)) * bk[v];
+    }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      float* const to = c + r * ldc + v * kWidth;
+      store(to, into(to, row + r, acc[r][v]));
+    }
+}
+
+// C [rows, cols] from the listed columns of A, and B [depth, cols].
+template <typename Into>
+static void multiply_strips(ByRows a, const Strips& strips, int64_t depth, const float* b,
+                            int64_t ldb, int64_t rows, int64_t cols, float* c, int64_t ldc,
+                            Into into) {
+  for (int64_t i = 0; i < rows; i += kStripRows) {
+    const Columns own = strips.of_row(i);
+    if (own.count() == 0) continue;  // no row has met a key, so no scale is but 1
+    in_blocks(min64(kStripRows, rows - i), cols / kWidth,
+              [&](auto r_count, auto v_count, int64_t r, int64_t n) __attribute__((always_inline)) {
+                listed_depth<r_count, v_count>(a.rows_from(i + r), own, depth, b + n * kWidth, ldb,
+                                               c + (i + r) * ldc + n * kWidth, ldc, i + r, into);
+              });
+  }
+}
+
+}  // namespace fastattn::FASTATTN_ISA
