@@ -22,10 +22,11 @@ def layer(causal=False):
     return module
 
 
-def plain(q, k, v, bias=None, sinks=None, keep=None):
+def plain(q, k, v, bias=None, sinks=None, keep=None, softcap=None):
     """(out, weights) of the formula, with a column of sinks that is then left out."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     scores = scores if bias is None else scores + bias
     scores = scores if keep is None else scores.masked_fill(~keep, -torch.inf)
     if sinks is not None:
@@ -37,8 +38,8 @@ def plain(q, k, v, bias=None, sinks=None, keep=None):
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_formula(bias, sinks, weights):
+@pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, None), (True, 0.5)])
+def test_formula(bias, softcap, sinks, weights):
     """Output, weights, and gradients of everything, those of sinks and bias included."""
     given = [draw(B, H, M, D), draw(B, HKV, N, D), draw(B, HKV, N, D)]
     names = [*(["position_bias"] if bias else []), *(["s_aux"] if sinks else [])]
@@ -47,11 +48,13 @@ def test_formula(bias, sinks, weights):
 
     def ours(q, k, v, *more):
         options = dict(zip(names, more, strict=True))
-        return attention(layer(), q, k, v, None, output_attentions=weights, **options)
+        options |= {"softcap": softcap, "output_attentions": weights}
+        return attention(layer(), q, k, v, None, **options)
 
     def formula(q, k, v, *more):
         options = dict(zip(names, more, strict=True))
-        return plain(q, k, v, options.get("position_bias"), options.get("s_aux"))
+        bias, sinks = options.get("position_bias"), options.get("s_aux")
+        return plain(q, k, v, bias, sinks, softcap=softcap)
 
     results = []
     for call, dtype in ((ours, None), (formula, None), (formula, torch.float64)):

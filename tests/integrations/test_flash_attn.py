@@ -223,6 +223,15 @@ def test_cache(new, causal, window, leftpad):
             assert_within_budget(ours[b : b + 1], p, t)
 
 
+def test_softcap_of_the_cache():
+    q, k, v = draw(3, 10)
+    out = flash_attn.flash_attn_with_kvcache(q, k, v, causal=True, softcap=0.5)
+    tensors, keep = (q, k, v), dense(3, 10, True, (-1, -1))
+    peer = plain(*tensors, keep, softcap=0.5)[0]
+    truth = plain(*(x.double() for x in tensors), keep, softcap=0.5)[0]
+    assert_within_budget(out, peer, truth)
+
+
 def test_cache_rows_and_one_length():
     q, k, v = draw(1, 1)
     _, k_cache, v_cache = draw(1, 6)

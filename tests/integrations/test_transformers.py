@@ -71,6 +71,26 @@ def test_output_and_gradients(name):
     check(twins(name), tiny_models.inputs(name), tiny_models.inputs(name, torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemma2", lambda layer: setattr(layer, "attn_logit_softcapping", None)),
+        ("gpt_oss", lambda layer: layer.sinks.data.fill_(-torch.inf)),
+    ],
+)
+def test_softcaps_and_sinks_reach_the_scores(name, change):
+    """Without them the logits differ, by more than rounding. So the tests above see them."""
+    model, *_ = twins(name)
+    inputs = tiny_models.inputs(name)
+    with torch.no_grad():
+        found = first(model(**inputs))
+        for module in model.modules():
+            if hasattr(module, "attn_logit_softcapping") or hasattr(module, "sinks"):
+                change(module)
+        other = first(model(**inputs))
+    assert largest(found - other) > 1e-3 * largest(found)
+
+
 # Of Gemma 2 there is no truth: its eager attention in float64 is NaN behind left padding.
 @pytest.mark.parametrize("name", [name for name in TEXT if name != "gemma2"])
 def test_left_padding(name):

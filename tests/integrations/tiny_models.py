@@ -68,8 +68,9 @@ FAMILIES = {
         "decoder"),
     "gemma2": Family(
         "Gemma2Config", "Gemma2ForCausalLM",
-        DECODER | dict(sliding_window=4, layer_types=MIXED, query_pre_attn_scalar=8), "tokens",
-        "decoder"),
+        # Scores near the cap: by default they are tiny, and the cap is 50.
+        DECODER | dict(sliding_window=4, layer_types=MIXED, query_pre_attn_scalar=1,
+                       initializer_range=0.1, attn_logit_softcapping=0.5), "tokens", "decoder"),
     "gpt_oss": Family(
         "GptOssConfig", "GptOssForCausalLM",
         DECODER | dict(sliding_window=4, layer_types=MIXED, num_local_experts=2,
