@@ -1,1 +1,1 @@
-"""A small BERT: pre-trained to fill gaps in texts, then fine-tuned to classify with few labels."""
+"""A small BERT: pre-trained to fill gaps in texts, then fine-tuned with few labels."""

@@ -1,4 +1,4 @@
-"""nn.TransformerEncoder between an embedding and one of two heads."""
+"""nn.TransformerEncoder between an embedding and one of three heads."""
 
 from __future__ import annotations
 
@@ -67,6 +67,18 @@ class GapFiller(nn.Module):
     def forward(self, tokens: Tensor, where: Tensor) -> Tensor:
         features = self.transform(self.encoder(tokens)[where])
         return features @ self.encoder.characters.weight[:-1].T + self.bias
+
+
+class Tagger(nn.Module):
+    """A logit for each character [B, N]: whether a word begins there."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.linear = nn.Linear(encoder.characters.embedding_dim, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.linear(self.encoder(tokens)).squeeze(-1)
 
 
 class Classifier(nn.Module):

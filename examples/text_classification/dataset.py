@@ -30,6 +30,7 @@ class ReviewDataset(Dataset):
     """The encoded reviews: item -> (characters [N], bigrams [N], label)."""
 
     def __init__(self, reviews: list[Review], tokenizer: Tokenizer) -> None:
+        self.reviews = reviews
         self.items = [
             (*(torch.tensor(row) for row in tokenizer(review.text)), review.label)
             for review in reviews

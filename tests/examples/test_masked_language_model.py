@@ -17,8 +17,8 @@ def test_learns_as_its_plain_twin(tmp_path):
     ours, plain = (history["losses"] for history in result["pre-training"].values())
     assert ours[-1] < ours[0]
     assert ours == pytest.approx(plain, rel=1e-3)  # else their dropout differs
-    tuned = result["fine-tuning"]
-    assert set(tuned) >= {"pre-trained", "from scratch"}
+    for task in ("words", "good or bad"):
+        assert set(result[task]) >= {"pre-trained", "from scratch"}
 
 
 def test_masking():
@@ -39,6 +39,34 @@ def test_masking():
     # The share of n independent choices is off by 5 standard deviations once in a million.
     for count, of, share in ((n, 18_000, 0.15), (hidden, n, 0.8), (kept, n, 0.1)):
         assert abs(count - share * of) < 5 * (of * share * (1 - share)) ** 0.5
+
+
+def test_words():
+    from examples.masked_language_model.words import cutter, spans, starts
+
+    begins = starts(cutter(smoke=True)("这本书不错,真的"))
+    assert begins.tolist() == [1, 0, 0, 1, 0, 1, 1, 0]
+    assert spans(begins) == {(0, 3), (3, 5), (5, 6), (6, 8)}
+    assert spans(begins * 0) == {(0, 8)}
+
+
+def test_score_of_words():
+    from examples.masked_language_model.words import Tagged, score, starts
+
+    texts = [
+        Tagged(torch.tensor([5, 6, 7, 8]), starts(words)) for words in (["ab", "c", "d"], ["abcd"])
+    ]
+
+    class Told(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, tokens):
+            return torch.tensor([[1.0, -1.0, 1.0, -1.0]]).expand(tokens.shape)
+
+    # Of 4 words "ab" is right; the model says 2 words of each text.
+    assert score(Told(), texts) == 2 * 1 / (4 + 4)
 
 
 @pytest.mark.parametrize("training", [False, True])
