@@ -75,6 +75,7 @@ def _masks(dtype: torch.dtype):
     """Any of the masks and biases, together, and garbage where they exclude."""
     sides = _one_of(-1, 0, 1, 2, 5, 20, 64, 1000)
     letters = st.none() | st.sampled_from(LETTERS)
+    lines = st.sampled_from(("alibi", "alibi-b", "relative"))
     wide = tuple(dict.fromkeys((dtype, torch.float32)))
     return st.fixed_dictionaries({}, optional=dict(
         causal=_one_of("top_left", "bottom_right"),
@@ -84,7 +85,8 @@ def _masks(dtype: torch.dtype):
         keep=letters,
         keep_rate=_one_of(0.7, 0.99, 0.05),
         empty_rows=st.booleans(),
-        bias=letters,
+        bias=letters | lines,
+        bias_offset=_one_of(0, 1, -7, 200),
         bias_inf=st.booleans(),
         bias_grad=st.booleans(),
         bias_dtype=_one_of(*wide),

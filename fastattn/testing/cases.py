@@ -209,7 +209,7 @@ def _bias(case: Case, normal: Callable[..., Tensor], rng: torch.Generator) -> Te
     if case.bias is None:
         return None
     bias = normal(*_bias_shape(case))
-    if case.bias_inf:
+    if case.bias_inf and bias.dim() != 1 and case.bias != "alibi-b":  # inf * 0 is no slope's
         bias = bias.masked_fill(_uniform(bias.shape, rng) < 0.3, -math.inf)
         bias = bias if bias.dim() < 4 else _empty_rows(case, bias, -math.inf)
     return bias.to(case.bias_dtype or case.dtype)

@@ -75,6 +75,12 @@ void read_problem(AttentionParams* p) {
   p->scale = static_cast<float>(read<double>());
   p->softcap = static_cast<float>(read<double>());
   for (View* view : {&p->q, &p->k, &p->v, &p->w, &p->bias}) *view = tensor();
+  p->bias_is_line = number() != 0;
+  if (p->bias_is_line) {
+    const int64_t bytes = (p->bias.dtype == DType::kFloat32 ? 4 : 2) * p->bias.stride_c;
+    p->bias.data = static_cast<char*>(p->bias.data) + (p->M - 1) * bytes;
+    p->bias.stride_r = -p->bias.stride_c;
+  }
   for (KeyLimit* limit : {&p->mask.kv_len, &p->mask.kv_begin}) {
     const View from = tensor();
     *limit = {static_cast<const int32_t*>(from.data), from.stride_b, from.stride_r};

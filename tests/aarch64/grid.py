@@ -16,7 +16,7 @@ import torch
 
 from fastattn import testing
 from fastattn.backends import registry
-from fastattn.problem import record
+from fastattn.problem import record, relative
 from fastattn.problem.schemas import Saved
 from fastattn.testing import GRID
 
@@ -119,6 +119,7 @@ class Emulated:
                 *map(encode, (q, k, v)),
                 encode(w, *((1, 3) if w is None or w.dim() == 2 else (0, 1, 3))),
                 encode(bias),
+                numbers(relative.is_line(bias, p.M, p.N)),
                 encode(kv_len, 0, 2),
                 encode(kv_begin, 0, 2),
                 encode(keep),

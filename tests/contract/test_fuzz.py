@@ -86,6 +86,7 @@ def test_every_feature_is_drawn():
         lambda c: c.H > c.Hkv > 1,
         lambda c: c.causal, lambda c: c.window, lambda c: c.kv_len == "batch",
         lambda c: c.kv_len == "rows", lambda c: c.keep, lambda c: c.bias and c.bias_inf,
+        lambda c: c.bias == "alibi", lambda c: c.bias == "relative" and c.bias_offset,
         lambda c: c.attn_mask and c.attn_mask_dtype == torch.bool,
         lambda c: c.attn_mask and c.attn_mask_dtype != torch.bool and c.bias,
         lambda c: c.dropout_p, lambda c: c.weights == "full", lambda c: c.weights == "mean",

@@ -45,6 +45,7 @@ def test_grid_has_every_size(score):
         lambda c: c.kv_begin == c.kv_len == "rows",
         lambda c: c.kv_begin == c.kv_len == "sorted",
         lambda c: c.bias_inf,
+        lambda c: c.bias == "relative",
         lambda c: c.dropout_p == 1.0,
     ],
 )

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("extension")
 NAMES = {
     *("M65-N127", "M1-N1000", "M127-N65", "D3-E5", "D64-E64", "D65-E8", "D8-E127", "N0", "gqa"),
     *("layout-sliced", "all-masks", "keep-sparse", "kv-len-rows", "bias-inf", "bias-n", "bias-bhm"),
+    *("alibi-causal", "alibi-whole", "relative"),
     *("weights-full", "weights-mean", "dropout-mean", "large-logits", "huge", "opposite-25"),
 }
 SUBSET = [c for c in GRID if c.name in NAMES or c.name.startswith("plain-")]
