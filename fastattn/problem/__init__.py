@@ -5,5 +5,6 @@ from fastattn.problem.record import Dropout, Origin, Problem, Score, Weights
 from fastattn.problem.relative import ALiBi, RelativeBias
 
 __all__ = [
-    "ALiBi", "Alignment", "Dropout", "Mask", "Origin", "Problem", "RelativeBias", "Score", "Weights",
+    "ALiBi", "Alignment", "Dropout", "Mask", "Origin", "Problem", "RelativeBias", "Score",
+    "Weights",
 ]  # fmt: skip

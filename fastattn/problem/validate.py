@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import (
-    Alignment, Dropout, Mask, Problem, Score, arguments, parameter, relative,
+    Alignment,
+    Dropout,
+    Mask,
+    Problem,
+    Score,
+    arguments,
+    parameter,
+    relative,
 )  # fmt: skip
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

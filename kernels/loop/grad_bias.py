@@ -1,4 +1,4 @@
-"""The gradient of the bias: dS, summed over the dims that the bias broadcasts over, or diagonals."""
+"""The gradient of the bias: dS, summed over dims that the bias broadcasts over, or diagonals."""
 
 from __future__ import annotations
 

@@ -124,9 +124,7 @@ def test_jagged():
     found = fastattn.scaled_dot_product_attention(x, x, x, bias=bias).unbind()
     for one, out in zip(documents, found, strict=True):
         q = one.transpose(0, 1)
-        torch.testing.assert_close(
-            out, fastattn.scaled_dot_product_attention(q, q, q, bias=bias)
-        )
+        torch.testing.assert_close(out, fastattn.scaled_dot_product_attention(q, q, q, bias=bias))
 
 
 @KINDS

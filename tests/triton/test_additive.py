@@ -40,7 +40,8 @@ EXTREMES = [
 ]
 # The sizes, features and extremes of the grid, small enough for the interpreter.
 NAMES = (
-    "M1-N1 M63-N15 M15-N63 M0 N0 D0 E0 B0 H0 D1-E1 D3-E5 D8-E127 keep-empty-rows window-far relative"
+    "M1-N1 M63-N15 M15-N63 M0 N0 D0 E0 B0 H0 D1-E1 D3-E5 D8-E127 keep-empty-rows window-far "
+    "relative"
 )
 CASES = [
     *(c for c in GRID if c.score == "additive" and c.name in NAMES.split()),

@@ -114,8 +114,9 @@ FASTATTN_SIMD void listed_columns(ByRows a, const float* b, int64_t ldb, const i
 }
 
 // The listed columns of C [rows, ldc] = A B.
-static void multiply_to_strips(ByRows a, const float* b, int64_t ldb, const Strips& strips,
-                               int64_t rows, int64_t depth, float* c, int64_t ldc) {
+[[maybe_unused]] static void multiply_to_strips(ByRows a, const float* b, int64_t ldb,
+                                                const Strips& strips, int64_t rows, int64_t depth,
+                                                float* c, int64_t ldc) {
   for (int64_t i = 0; i < rows; i += kStripRows) {
     const Columns own = strips.of_row(i);
     in_blocks(min64(kStripRows, rows - i), own.count(),
