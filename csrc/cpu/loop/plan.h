@@ -70,9 +70,8 @@ FASTATTN_FN BackwardPlan plan_backward(const BackwardParams& p, const Path& path
   plan.delta = take(&used, rows);
   plan.grad_q = take(&used, plan.q_direct ? 0 : path.chunks * rows * p.D);
   plan.grad_w = take(&used, p.w.data == nullptr ? 0 : path.chunks * p.B * p.H * p.D);
-  plan.grad_bias =
-      take(&used,
-           !bias || plan.bias_direct ? 0 : chunks * p.bias_B * p.bias_H * p.bias_M * p.bias_N);
+  plan.grad_bias = take(
+      &used, !bias || plan.bias_direct ? 0 : chunks * p.bias_B * p.bias_H * p.bias_M * p.bias_N);
   plan.workspace_bytes = 4 * used;
   return plan;
 }

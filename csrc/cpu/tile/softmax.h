@@ -16,9 +16,9 @@
 namespace fastattn::FASTATTN_ISA {
 
 struct RowState {
-  float* m;  // running maximum
-  float* l;  // running sums, kWidth partial sums a row; lanes are added up once, at the end
-  float* o;  // unnormalised output [rows, o_stride]
+  float* m;      // running maximum
+  float* l;      // running sums, kWidth partial sums a row; lanes are added up once, at the end
+  float* o;      // unnormalised output [rows, o_stride]
   float* alpha;  // what the last tile rescaled a row by
 };
 
@@ -30,8 +30,7 @@ class RowStates {
         vector_rows_(round_up(rows, kWidth)),
         tile_size_(row_capacity(rows) * o_stride),
         all_{scratch.floats(members * vector_rows_),
-             scratch.floats(members * vector_rows_ * kWidth),
-             scratch.floats(members * tile_size_),
+             scratch.floats(members * vector_rows_ * kWidth), scratch.floats(members * tile_size_),
              scratch.floats(members * (vector_rows_ + kWidth))} {}
 
   void clear() {
