@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastattn import blocks
 from fastattn.backends import registry
 from fastattn.blocks import Cut
 from fastattn.distributed import comm
-from fastattn.distributed.plan import Plan, has_rows
+from fastattn.distributed.plan import Plan, has_rows, no_second_derivative
 from fastattn.problem import Problem
 
 
@@ -47,8 +46,8 @@ class GatherFunction(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
+        no_second_derivative("gather")
         *tensors, out, stats = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)

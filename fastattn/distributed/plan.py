@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fastattn import blocks
@@ -52,3 +53,11 @@ class Plan:
 def has_rows(x: Tensor) -> bool:
     """Whether a mask or bias ``[B|1, H|1, M|1, N|1]`` has rows of its own, which a rank shares."""
     return x.shape[2] != 1
+
+
+def no_second_derivative(method: str) -> None:
+    """Raises in a backward that is to be differentiated: a part would be missing."""
+    if torch.is_grad_enabled():  # create_graph=True
+        raise NotImplementedError(
+            f"method '{method}' has no second derivatives: write method='heads', which has"
+        )

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastattn import blocks
 from fastattn.backends import registry
 from fastattn.blocks import Cut, Part
 from fastattn.distributed import comm
 from fastattn.distributed.gather import _grad_bias, _grad_w
-from fastattn.distributed.plan import Plan
+from fastattn.distributed.plan import Plan, no_second_derivative
 
 
 def attend(
@@ -66,8 +65,8 @@ class RingFunction(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
+        no_second_derivative("ring")
         *tensors, out, weights, stats = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)

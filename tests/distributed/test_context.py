@@ -1,18 +1,37 @@
 """Attention over the ranks of a mesh is attention on one device."""
 
+import time
+
 import pytest
 from context_cases import CASES, check_all
+from context_promises import PROMISES, keep_all, the_last_rank_leaves
 from ranks import on_ranks
+
+NAMES = [*map(str, CASES), *(promise.__name__ for promise in PROMISES)]
+
+
+def run_all():
+    return check_all(CASES) + keep_all()
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of each case, on all ranks; processes start once."""
-    found = on_ranks(check_all, CASES)
-    return dict(zip(map(str, CASES), zip(*found, strict=True), strict=True))
+    """Of each name, what each rank says; processes start once for all."""
+    found = on_ranks(run_all)
+    assert all(isinstance(x, list) for x in found), found
+    return dict(zip(NAMES, zip(*found, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("name", list(map(str, CASES)))
-def test_case(outcomes, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_on_every_rank(outcomes, name):
     errors = [error for error in outcomes[name] if error is not None]
     assert not errors, errors[0]
+
+
+def test_a_rank_that_is_gone_is_an_error_and_no_hang():
+    begin = time.monotonic()
+    *others, gone = on_ranks(the_last_rank_leaves, timeout=10)
+    assert gone is None
+    assert all(others)
+    assert not any("Traceback" in error for error in others), others
+    assert time.monotonic() - begin < 60

@@ -1,0 +1,281 @@
+"""What attention over ranks promises beside its numbers; each function runs on every rank."""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fastattn
+from fastattn.distributed import (
+    Layout,
+    context_parallel_attention,
+    count_bytes,
+    shard,
+    unshard,
+)
+from fastattn.problem import validate
+
+B, H, N, D = 2, 4, 24, 8
+
+
+def world():
+    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def drawn(*shape):
+    """The same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7), requires_grad=True)
+
+
+def local(method=None, mesh=None, **options):
+    """One call with the rows of this rank of one tensor, contiguous unless a layout is given."""
+    group, _, size = world()
+    layout = options.get("layout") or Layout.contiguous(N, size)
+    x = shard(drawn(B, H, N, D), 2, layout, group)
+    return context_parallel_attention(x, x, x, mesh or group, method=method, **options)
+
+
+# ---- what works ----
+
+
+def a_mesh_and_its_group_are_one():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    assert torch.equal(local(mesh=mesh), local())
+
+
+def without_a_layout_ranks_may_hold_any_number():
+    group, rank, size = world()
+    x = drawn(B, H, N, D)
+    sizes = [N - 5 * (size - 1), *[5] * (size - 1)]
+    begin = sum(sizes[:rank])
+    own = x[:, :, begin : begin + sizes[rank]]
+    out = context_parallel_attention(own, own, own, group, is_causal=True)
+    whole = fastattn.scaled_dot_product_attention(x, x, x, is_causal=True)
+    torch.testing.assert_close(out, whole[:, :, begin : begin + sizes[rank]])
+
+
+def one_seed_for_all_ranks():
+    """Without a seed, all ranks take the one that the first of them draws."""
+    group, rank, size = world()
+    layout = Layout.contiguous(N, size)
+    x = drawn(B, H, N, D)
+    own = layout.take(x, 2, rank)
+    torch.manual_seed(100)
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
+    p = validate.build("dot", x, x, x, dropout_p=0.5, seed=seed).p
+    expected = layout.take(p.dropout.bits(p) >= p.dropout.threshold, 2, rank)
+    for method in ("heads", "gather", "ring"):
+        torch.manual_seed(100 + rank)
+        _, weights = context_parallel_attention(
+            own, own, own, group, method=method, layout=layout, dropout_p=0.5,
+            return_weights="full",
+        )  # fmt: skip
+        assert torch.equal(weights != 0, expected), method
+
+
+def sinks_and_their_gradients():
+    group, rank, size = world()
+    layout = Layout.zigzag(N, size, unit=4)
+    x, sink = drawn(B, H, N, D), drawn(H)
+    for kind in ("full", "mean"):
+        whole = fastattn.scaled_dot_product_attention(x, x, x, sink=sink, return_weights=kind)
+        (expected,) = torch.autograd.grad(whole[0].square().sum() + whole[1].square().sum(), sink)
+        for method in ("heads", "gather"):
+            own = layout.take(x.detach(), 2, rank)
+            found = context_parallel_attention(
+                own, own, own, group, layout=layout, method=method, sink=sink, return_weights=kind
+            )
+            dims = (2, 2 if kind == "full" else 1)
+            for a, b, dim in zip(found, whole, dims, strict=True):
+                torch.testing.assert_close(a, layout.take(b, dim, rank))
+            loss = found[0].square().sum() + found[1].square().sum()
+            (grad,) = torch.autograd.grad(loss, sink)
+            torch.testing.assert_close(grad, expected)
+
+
+def inputs_without_a_head_dim():
+    group, rank, size = world()
+    layout = Layout.contiguous(N, size)
+    x, weight = drawn(B, N, D), drawn(D)
+    own = layout.take(x, 1, rank)
+    out = context_parallel_attention(own, own, own, group, layout=layout, weight=weight)
+    whole = fastattn.additive_attention(x, x, x, weight)
+    torch.testing.assert_close(out, layout.take(whole, 1, rank))
+
+
+def heads_have_second_derivatives():
+    group, rank, size = world()
+    layout = Layout.contiguous(N, size)
+    x = drawn(B, H, N, D).detach().double().requires_grad_()
+
+    def penalty(out, x):
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    expected = penalty(fastattn.scaled_dot_product_attention(x, x, x), x)
+    own = layout.take(x.detach(), 2, rank).requires_grad_()
+    out = context_parallel_attention(own, own, own, group, layout=layout, method="heads")
+    torch.testing.assert_close(penalty(out, own), layout.take(expected, 2, rank))
+
+
+def shards_and_back():
+    group, rank, size = world()
+    layout = Layout.balanced(range(N), size, 2, unit=4)
+    x = drawn(3, N, 2)
+    own = shard(x, 1, layout, group)
+    assert torch.equal(own, x[:, layout.positions(rank)])
+    whole = unshard(own * 2, -2, layout, group)
+    assert torch.equal(whole, x * 2)
+    (grad,) = torch.autograd.grad(whole.square().sum(), x)
+    torch.testing.assert_close(grad, 8 * x)
+
+
+def heads_at_a_time_change_no_bit():
+    for options in ({}, dict(is_causal=True, return_weights="full")):
+        found = [local("gather", heads_per_step=n, **options) for n in (1, 3, 4)]
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+def by_itself_it_takes_heads_or_gather():
+    """Without rows in masks, heads; with them, or too few key heads, gather."""
+    group, _, size = world()
+    layout = Layout.contiguous(N, size)
+    with count_bytes() as sent:
+        local("heads", layout=layout)
+    of_heads = sent.bytes
+    with count_bytes() as sent:
+        local(layout=layout)
+    assert sent.bytes == of_heads
+    rows = torch.zeros(layout.sizes[dist.get_rank()], N)
+    with count_bytes() as sent:
+        local(layout=layout, bias=rows)
+    with count_bytes() as gathered:
+        local("gather", layout=layout)
+    assert sent.bytes == gathered.bytes != of_heads
+
+
+# ---- bytes: docs/distributed.md has the table ----
+
+
+def bytes_are_those_of_the_table():
+    group, rank, P = world()
+    layout = Layout.contiguous(N, P)  # equal shares
+    Hkv, E, e = 2, 16, 4
+    q, k, v = (
+        layout.take(drawn(B, heads, N, width), 2, rank).detach().requires_grad_()
+        for heads, width in ((H, D), (Hkv, D), (Hkv, E))
+    )
+    keys = (P - 1) * B * N // P * Hkv * (D + E) * e  # K, V of this rank to all others
+    heads = (P - 1) * B * N // P // P * e
+    there, back = heads * (H * D + Hkv * (D + E)), heads * H * (E + 1)
+    expected = {
+        "gather": (keys, 2 * keys),
+        "ring": (keys, 2 * keys),
+        "heads": (there + back, there + back),
+    }
+    for method, (forward, backward) in expected.items():
+        if method == "heads" and Hkv % P:
+            continue
+        with count_bytes() as sent:
+            out = context_parallel_attention(
+                q, k, v, group, layout=layout, method=method, enable_gqa=True
+            )
+            assert sent.bytes == forward, (method, sent.bytes, forward)
+            torch.autograd.grad(out.sum(), (q, k, v))
+            assert sent.bytes <= forward + backward, (method, sent.bytes, forward, backward)
+            assert sent.bytes > forward
+
+
+# ---- what raises, on every rank alike ----
+
+
+def refused():
+    group, rank, size = world()
+    layout, other = Layout.contiguous(N, size), Layout.contiguous(N, size + 1)
+    x = drawn(B, H, 5, D)
+    own = layout.take(drawn(B, H, N, D), 2, rank)
+    one = own[:, :1]
+    row = own[:, :, :1]
+    mesh = init_device_mesh("cpu", (1, size))
+    odd = Layout(N, (((0, 6),), ((6, N),), *(((N, N),),) * (size - 2)))
+    single = Layout(size, tuple(((r, r + 1),) for r in range(size)))
+    bias = torch.zeros(1, size)
+
+    def call(*tensors, **options):
+        return lambda: context_parallel_attention(*tensors, group, **options)
+
+    for error, match, wrong in (
+        (ValueError, f"expected one for {size} ranks.*got one for {size + 1}",
+         call(x, x, x, layout=other)),
+        (ValueError, f"query: expected .* rows on rank {rank}", call(x, x, x, layout=layout)),
+        (ValueError, "cross-attention takes key_layout=", call(own, x, x, layout=layout)),
+        (TypeError, "layout: expected a Layout", call(own, own, own, layout=N)),
+        (TypeError, "mesh: expected a DeviceMesh", lambda: local(mesh="cpu")),
+        (ValueError, "expected one dim, got 2", lambda: local(mesh=mesh)),
+        (ValueError, "method: expected one of", lambda: local("rings")),
+        (ValueError, "'mean'.*method='gather'", lambda: local("ring", return_weights="mean")),
+        (ValueError, "multiples of 4.*method='gather'",
+         lambda: local("ring", layout=odd, dropout_p=0.5)),
+        (ValueError, "cannot share 1 query heads.*method='gather'",
+         call(one, one, one, method="heads", layout=layout)),
+        (TypeError, "unexpected keyword argument 'causal'", lambda: local(causal=True)),
+        (ValueError, "a rank has one row", call(row, row, row, layout=single, bias=bias)),
+        (ValueError, "heads_per_step: expected 1 or more",
+         lambda: local("gather", heads_per_step=0)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=match):
+            wrong()
+
+
+def no_second_derivative_is_dropped():
+    for method in ("gather", "ring"):
+        out = local(method)
+        with pytest.raises(NotImplementedError, match="write method='heads'"):
+            out.sum().backward(create_graph=True)
+
+
+PROMISES = [
+    a_mesh_and_its_group_are_one,
+    without_a_layout_ranks_may_hold_any_number,
+    one_seed_for_all_ranks,
+    sinks_and_their_gradients,
+    inputs_without_a_head_dim,
+    heads_have_second_derivatives,
+    shards_and_back,
+    heads_at_a_time_change_no_bit,
+    by_itself_it_takes_heads_or_gather,
+    bytes_are_those_of_the_table,
+    refused,
+    no_second_derivative_is_dropped,
+]
+
+
+def keep_all() -> list[str | None]:
+    """The errors of the promises on this rank."""
+    found = []
+    for promise in PROMISES:
+        try:
+            promise()
+        except BaseException:
+            found.append(traceback.format_exc())
+        else:
+            found.append(None)
+    return found
+
+
+# ---- a rank that is gone ----
+
+
+def the_last_rank_leaves():
+    """What the others get: an error that torch raises, and no hang."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as error:
+        local("gather", layout=Layout.contiguous(N, dist.get_world_size()))
+    return str(error.value)
