@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,10 +93,9 @@ def key_heads(p: Problem, cut: Cut) -> tuple[int, int]:
     return k0, k1
 
 
-def tensors_of(
-    p: Problem, cut: Cut, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Views of the tensors beside the record, as a block takes them."""
+def tensors_of(p: Problem, cut: Cut, *tensors: Any) -> tuple[Any, ...]:
+    """Views of (q, k, v, w, bias), or of their gradients, as a block takes them."""
+    q, k, v, w, bias = tensors
     rows, keys = (cut.b, cut.h, cut.i), (cut.b, key_heads(p, cut), cut.j)
     if w is not None:
         w = _slice(w, *((cut.h,) if w.dim() == 2 else (cut.b, cut.h)))
@@ -132,7 +131,7 @@ def _slice_if(x: Tensor, *dims: tuple[int, int]) -> Tensor:
 def _cut_mask(mask: Mask, cut: Cut) -> Mask:
     j0, j1 = cut.j
 
-    def limit(x: Tensor | None) -> Tensor | None:  # of the block's keys
+    def limit(x: Any) -> Any:  # of the block's keys
         return None if x is None else (_slice_if(x, cut.b, cut.i) - j0).clamp(0, j1 - j0)
 
     keep = None if mask.keep is None else operand_of(mask.keep, cut)

@@ -53,5 +53,5 @@ def backward(
         grad_bias = None
     else:
         grad_bias = grad_bias.to(bias.dtype)
-    grads = (grad.to(p.result_dtype) for grad in (grad_q, grad_k, grad_v))
-    return *grads, grad_w, grad_bias
+    grad_q, grad_k, grad_v = (grad.to(p.result_dtype) for grad in (grad_q, grad_k, grad_v))
+    return grad_q, grad_k, grad_v, grad_w, grad_bias

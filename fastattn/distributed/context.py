@@ -98,8 +98,8 @@ def context_parallel_attention(
     inputs = _build(score, tensors, key_layout.length, options)
     p = dataclasses.replace(inputs.p, origin=Origin(M=layout.length, N=key_layout.length))
     if p.dropout is not None and options.get("seed") is None:
-        seed = comm.first(inputs.p.dropout.seed, group)
-        p = dataclasses.replace(p, dropout=Dropout(p.dropout.p, seed))
+        own: Any = p.dropout.seed
+        p = dataclasses.replace(p, dropout=Dropout(p.dropout.p, comm.first(own, group)))
     if sink is not None:
         sinks.check(sink, inputs.q)
         sink = heads.replicated(sink, group)

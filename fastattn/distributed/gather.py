@@ -66,7 +66,7 @@ def _gathered(plan: Plan, tensors: tuple) -> Iterator[tuple[Cut, Problem, tuple]
         return q, *(comm.gather(x, 2, plan.keys, plan.group) for x in (k, v)), w, bias
 
     steps = plan.steps()
-    following = start(steps[0]) if steps else ()
+    following: Any = start(steps[0]) if steps else ()
     for n, cut in enumerate(steps):
         q, k, v, w, bias = following
         following = start(steps[n + 1]) if n + 1 < len(steps) else ()

@@ -133,11 +133,9 @@ def attend(
     if w is not None:
         w = replicated(w, group)[..., slice(*own), :]
     mine = _problem(plan, own, keys[group.rank], operand)
-    tensors = (
-        to_heads(q, rows, queries, group),
-        *(to_heads(x, plan.keys, keys, group) for x in (k, v)),
-    )
-    out, lse, weights = autograd.attend(plan.backend, mine, *tensors, w, bias)
+    q = to_heads(q, rows, queries, group)
+    k, v = (to_heads(x, plan.keys, keys, group) for x in (k, v))
+    out, lse, weights = autograd.attend(plan.backend, mine, q, k, v, w, bias)
     out = to_rows(out, rows, queries, p.H, group)
     lse = to_rows(lse, rows, queries, p.H, group)
     return out, lse, _own_weights(plan, weights, queries)

@@ -106,7 +106,7 @@ def _round(plan: Plan, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Tensor,
     P, held = plan.group.size, [k, v]
     for step in range(P):
         following = _pass_on(plan, held, step) if step < P - 1 else None
-        yield step, (plan.group.rank - step) % P, *held
+        yield step, (plan.group.rank - step) % P, held[0], held[1]
         if following is not None:
             held = following()
 

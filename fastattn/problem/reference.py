@@ -77,7 +77,7 @@ def backward(
     q, k, v = _blank_unused(p, q, k, v, kept)
     probs, _, dropped, factors = probabilities(p, q, k, w, bias, kept, stats)
 
-    grad_dropped = grad_out @ per_head(p, v).mT
+    grad_dropped, share = grad_out @ per_head(p, v).mT, None
     if grad_weights is not None:
         share = grad_weights.to(p.acc_dtype)
         share = share if p.weights == "full" else share[:, None] / p.H
@@ -90,7 +90,7 @@ def backward(
         delta = (probs * grad_probs).sum(-1, keepdim=True)
     else:
         delta = (grad_out * out).sum(-1, keepdim=True)
-        if grad_weights is not None:
+        if share is not None:
             delta = delta + (dropped * share).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse.to(p.acc_dtype)[..., None]
@@ -231,7 +231,7 @@ def probabilities(
     bias: Tensor | None,
     kept: Tensor | None,
     stats: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor | None, Tensor], Tensor, Tensor | None]:
+) -> tuple[Tensor, tuple[Any, Tensor], Tensor, Tensor | None]:
     """(P, (lse, stats), W, dropout factors): softmax of masked scores before and after dropout.
 
     ``stats`` ``[B, H, M, 2]`` are (shift, factor): ``P = exp(score - shift) * factor``. They may be

@@ -96,7 +96,7 @@ class Blocks:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, w and bias: sums over the blocks."""
         p, (q, k, v, w, bias) = self.p, self.tensors
-        sums = [self._zeros(*x.shape) for x in (q, k, v)]
+        sums: list[Any] = [self._zeros(*x.shape) for x in (q, k, v)]
         sums.append(None if w is None else self._zeros(p.B, p.H, p.D))
         sums.append(None if bias is None else self._zeros(*bias.shape))
         rows = found.out.to(p.dtype), found.stats, grad_out

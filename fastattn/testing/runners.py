@@ -168,7 +168,7 @@ def explicit(
     p, *made = _canonical(case, t, leaves)
     args: list[Any] = [None if x is None else x.detach() for x in made]
     (out, lse, weights), pulled = compute(p, *args)
-    grads: list[Any] = list(pulled)
+    grads: list[Any] = [*pulled]
     grads[3] = None if grads[3] is None else _summed(grads[3], args[3])
     results = {"out": out}
     if case.weights:
@@ -177,8 +177,8 @@ def explicit(
         results["lse"] = lse
     wanted = {n: x for n, x in leaves.items() if x is not None and x.requires_grad}
     pairs = [(x, g) for x, g in zip(made, grads, strict=True) if x is not None and x.requires_grad]
-    ends, grads = zip(*pairs, strict=True)
-    pulled = torch.autograd.grad(ends, list(wanted.values()), grads)
+    ends, upstream = zip(*pairs, strict=True)
+    pulled = torch.autograd.grad(ends, list(wanted.values()), upstream)
     return results | {f"grad_{n}": g for n, g in zip(wanted, pulled, strict=True)}
 
 

@@ -62,7 +62,7 @@ def without_a_layout_ranks_may_hold_any_number():
 def one_seed_for_all_ranks():
     """Without a seed, all ranks take the one that the first of them draws."""
     group, rank, size = world()
-    layout = Layout.contiguous(N, size)
+    layout = Layout.zigzag(N, size, unit=4)
     x = drawn(B, H, N, D)
     own = layout.take(x, 2, rank)
     torch.manual_seed(100)

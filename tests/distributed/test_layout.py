@@ -1,0 +1,126 @@
+"""Which positions ranks hold: every position once, and what that costs each rank."""
+
+import itertools
+import random
+import statistics
+
+import pytest
+import torch
+
+from fastattn import Mask
+from fastattn.distributed import Layout
+
+SIZES = (0, 1, 2, 7, 8, 100, 129, 1000)
+KINDS = {
+    "contiguous": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "zigzag-1": lambda n, ranks: Layout.zigzag(n, ranks, unit=1),
+    "balanced": lambda n, ranks: Layout.balanced(range(n), ranks),
+    "balanced-4": lambda n, ranks: Layout.balanced(range(n), ranks, 3, unit=4),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_position_is_held_once(kind, ranks):
+    for n in SIZES:
+        layout = KINDS[kind](n, ranks)
+        own = [layout.positions(rank) for rank in range(ranks)]
+        assert torch.equal(torch.cat(own).sort().values, torch.arange(n))
+        assert tuple(map(len, own)) == layout.sizes
+        assert all(torch.equal(x, x.sort().values) for x in own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_join_to_the_whole(kind):
+    for n, ranks in itertools.product(SIZES, (1, 2, 5)):
+        layout, x = KINDS[kind](n, ranks), torch.randn(2, n, 3)
+        parts = [layout.take(x, 1, rank) for rank in range(ranks)]
+        assert all(
+            torch.equal(part, x[:, layout.positions(rank)]) for rank, part in enumerate(parts)
+        )
+        assert torch.equal(layout.join(parts, 1), x)
+
+
+def test_contiguous_is_torch_chunk():
+    for n, ranks in itertools.product((0, 1, 5, 8, 17), (1, 2, 3, 4)):
+        chunks = [len(x) for x in torch.arange(n).chunk(ranks)] if n else []
+        assert [x for x in Layout.contiguous(n, ranks).sizes if x] == [x for x in chunks if x]
+
+
+def test_zigzag_pairs_the_first_with_the_last():
+    assert Layout.zigzag(16, 2, unit=4).pieces == (((0, 4), (12, 16)), ((4, 8), (8, 12)))
+    assert list(Layout.zigzag(10, 2, unit=4).of(0)) == [(0, 0, 4)]
+
+
+@pytest.mark.parametrize("unit", [1, 4, 128])
+def test_chunks_begin_at_multiples_of_the_unit(unit):
+    for layout in (
+        Layout.zigzag(1000, 3, unit),
+        Layout.balanced(range(1000), 3, unit=unit),
+    ):
+        assert all(a % unit == 0 for own in layout.pieces for a, b in own if a < b)
+
+
+# ---- balance, by counts of kept pairs; docs/distributed.md has these numbers ----
+
+
+def imbalance(layout, cost):
+    loads = layout.loads(cost)
+    return max(loads) / statistics.mean(loads)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_causal_attention_is_balanced_by_zigzag(ranks):
+    cost = torch.arange(1, 16385)
+    assert imbalance(Layout.zigzag(16384, ranks), cost) < 1.0001
+    expected = 2 - 1 / ranks
+    assert imbalance(Layout.contiguous(16384, ranks), cost) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents_are_balanced_by_cost(ranks, causal):
+    found = []
+    for seed in range(5):
+        rng, lengths = random.Random(seed), []
+        while sum(lengths) < 16384:
+            drawn = max(16, int(rng.lognormvariate(6.5, 1.2)))
+            lengths.append(min(16384 - sum(lengths), drawn))
+        mask = Mask.documents(lengths=lengths, causal=causal)
+        cost = (mask.kv_len - mask.kv_begin)[0]
+        found.append([imbalance(Layout.balanced(cost, ranks, n), cost) for n in (4, 16)])
+    four, sixteen = (statistics.mean(x) for x in zip(*found, strict=True))
+    assert four < 1.10
+    assert sixteen < 1.01
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        ((((0, 3),), ((4, 8),)), "each position once"),
+        ((((0, 5),), ((4, 8),)), "each position once"),
+        ((((0, 4),), ((4, 7),)), "each position once"),
+        ((((4, 8), (0, 4)),), "ascending"),
+    ],
+)
+def test_pieces_that_are_no_sequence(pieces, match):
+    with pytest.raises(ValueError, match=match):
+        Layout(8, pieces)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: Layout.contiguous(8, 0), ValueError, "ranks: expected 1 or more"),
+        (lambda: Layout.contiguous(8.0, 2), TypeError, "length: expected an int"),
+        (lambda: Layout.zigzag(8, 2, unit=0), ValueError, "unit: expected 1 or more"),
+        (lambda: Layout.balanced([1, 2], 2, blocks=True), TypeError, "blocks: expected an int"),
+    ],
+)
+def test_numbers_that_are_none(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
