@@ -16,7 +16,8 @@ from torch import Tensor
 from fastattn.problem import Mask, Problem, validate
 from fastattn.problem.record import MASK_TENSORS
 
-_KEEP = MASK_TENSORS.index("keep")
+_KEEP, _BIAS = MASK_TENSORS.index("keep"), len(MASK_TENSORS)  # of what masks() lists
+_NO_MASK = tuple(Mask().__dict__.values())
 
 
 class Call(NamedTuple):
@@ -39,9 +40,11 @@ class Call(NamedTuple):
 
     def masks(self) -> list[Any] | None:
         """The tensors that become ``MASK_TENSORS`` and the bias; None where two become one."""
-        found = [getattr(self.mask, name, None) for name in MASK_TENSORS] + [self.bias]
+        mask = self.mask
+        found: list[Any] = [None if mask is None else getattr(mask, n) for n in MASK_TENSORS]
+        found.append(self.bias)
         if self.attn_mask is not None:
-            n = _KEEP if self.attn_mask.dtype is torch.bool else -1
+            n = _KEEP if self.attn_mask.dtype is torch.bool else _BIAS
             if found[n] is not None:
                 return None
             found[n] = self.attn_mask
@@ -51,13 +54,14 @@ class Call(NamedTuple):
 class Known(NamedTuple):
     """What was found out about a call whose tensors are 4-D, or lack the head dim alone.
 
-    ``p`` has no tensors of masks. ``masks`` are their shapes in it, and that of the bias.
+    ``p`` has no tensors of masks. ``masks`` are those that there are, and the bias: their numbers
+    in ``Call.masks()``, and their shapes in a record.
     """
 
     p: Problem
     backend: str
     has_head_dim: bool
-    masks: tuple[tuple[int, ...] | None, ...] | None = None
+    masks: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def tensors(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The tensors of another such call, with a head dim."""
@@ -70,17 +74,16 @@ class Known(NamedTuple):
     def around(self, call: Call) -> tuple[Known, Tensor | None]:
         """The same with the masks of another such call, and the bias of that one."""
         given = call.masks()
-        if self.masks is None or given is None:
+        if given is None:
             return self, None
-        *masks, bias = (
-            None if x is None or shape is None else x.reshape(shape)
-            for x, shape in zip(given, self.masks, strict=True)
-        )
-        for n, name in enumerate(MASK_TENSORS):
-            x = masks[n]
-            if x is not None and n != _KEEP:
-                masks[n] = validate.within(f"mask.{name}", x, self.p.N)
-        return self._replace(p=self.p.with_tensors(*masks, None)), bias
+        own: list[Tensor | None] = [None] * (_BIAS + 1)
+        for n, shape in self.masks:
+            x = given[n]
+            own[n] = x = x if x.shape == shape else x.reshape(shape)
+            if n not in (_KEEP, _BIAS):
+                own[n] = validate.within(f"mask.{MASK_TENSORS[n]}", x, self.p.N)
+        bias = own.pop()
+        return Known(self.p.with_tensors(*own, None), self.backend, self.has_head_dim), bias
 
 
 # Keys are descriptions: _describe makes that of a function's call, inference.py a module's.
@@ -95,7 +98,7 @@ def recall(call: Call) -> tuple[Known, Tensor | None] | None:
         known = look_up(_describe(call))
     except TypeError:  # sizes are symbols, as under a tracer of torch's, or an argument is no good
         return None
-    if known is None or known.masks is None:
+    if known is None or not known.masks:
         return known and (known, None)
     return known.around(call)
 
@@ -115,7 +118,7 @@ def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) ->
         own = (*known.p.tensors()[:-1], bias)
         if any(map(_differs, given, own)):
             return
-        shapes = tuple(None if x is None else tuple(x.shape) for x in own)
+        shapes = tuple((n, tuple(x.shape)) for n, x in enumerate(own) if x is not None)
         known = known._replace(p=known.p.with_tensors(*[None] * len(own)), masks=shapes)
     try:
         keep(described, known)
@@ -182,8 +185,9 @@ def _describe(call: Call) -> tuple | None:
         return None
     masks = ()
     if not (weight is attn_mask is mask is bias is None):
-        own = (Mask() if mask is None else mask).__dict__.values()
-        masks = tuple(map(_describe_one, (weight, attn_mask, bias, *own)))
+        own = _NO_MASK if mask is None else mask.__dict__.values()
+        given = weight, attn_mask, bias, *own
+        masks = tuple([x if x is None else _describe_one(x) for x in given])
         if (mask is not None and type(mask) is not Mask) or NotImplemented in masks:
             return None
     return (

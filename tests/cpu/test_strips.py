@@ -1,0 +1,79 @@
+"""Strips of rows that skip the columns which a mask drops: csrc/cpu/tile/strips.h."""
+
+import math
+
+import pytest
+import torch
+from helpers import attend, inputs
+
+from fastattn import Mask, testing
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+SIZES = [(150, 300), (97, 129), (33, 400)]  # more than a tile, one row or key more, two strips
+
+
+def blocks(M, N, size=16, shift=0, share=0.25):
+    """Random blocks; ``shift`` moves their edges into strips and vectors. Some rows are empty."""
+    rng = torch.Generator().manual_seed(M + N)
+    kept = torch.rand(-(-M // size) + 1, -(-N // size) + 1, generator=rng) < share
+    whole = kept.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    keep = whole[shift : shift + M, shift : shift + N].clone()
+    keep[5], keep[M // 2] = False, False
+    return keep
+
+
+MASKS = {
+    "blocks": lambda M, N: Mask(keep=blocks(M, N)[None, None]),
+    "shifted": lambda M, N: Mask(keep=blocks(M, N, shift=5)[None, None]),
+    "large": lambda M, N: Mask(keep=blocks(M, N, size=48)[None, None]),
+    "pairs": lambda M, N: Mask(keep=blocks(M, N, size=1, share=0.02)[None, None]),
+    "causal": lambda M, N: Mask(causal="top_left"),
+    "window": lambda M, N: Mask(window=(9, 20)),
+    "blocks of causal": lambda M, N: Mask(causal="bottom_right", keep=blocks(M, N)[None, None]),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"bias": True}], ids=["", "cap", "bias"])
+def test_results_are_those_of_the_mask(isa, sizes, mask, options):
+    call = inputs(H=2, M=sizes[0], N=sizes[1], D=20, E=36)
+    options = options | {"mask": MASKS[mask](*sizes), "return_lse": True}
+    if "bias" in options:
+        options["bias"] = torch.randn(sizes)
+    double = {name: x.double() for name, x in call.items()}
+    ours, plain = (attend(**call, **options, backend=name) for name in ("cpu", "eager"))
+    if "bias" in options:
+        options["bias"] = options["bias"].double()
+    truth = attend(**double, **options, backend="eager")
+    for name, *found in zip(("out", "lse"), ours, plain, truth, strict=True):
+        kept = found[2] > -math.inf
+        assert torch.equal(found[0] > -math.inf, kept)
+        testing.assert_within_budget(*(x.where(kept, 0) for x in found), name)
+
+
+@pytest.mark.parametrize("name", ["blocks", "shifted", "pairs"])
+def test_no_bit_depends_on_what_is_skipped(isa, name):
+    """A mask of one row for all is not sparse: every column is computed."""
+    M, N = 150, 300
+    call = inputs(H=2, M=M, N=N, D=20, E=36)
+    keep = MASKS[name](M, N).keep
+    sparse = attend(**call, mask=Mask(keep=keep), backend="cpu")
+    for i in (0, 5, 17, 96, 149):
+        alone = attend(**call, mask=Mask(keep=keep[:, :, i : i + 1]), backend="cpu")
+        assert torch.equal(sparse[:, :, i], alone[:, :, i]), i
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_values_reach_their_own_rows_alone(isa, garbage):
+    M, N = 150, 300
+    call = inputs(H=2, M=M, N=N, D=20, E=36)
+    keep = MASKS["blocks"](M, N).keep
+    clean = attend(**call, mask=Mask(keep=keep), backend="cpu")
+    call["value"][:, :, 77] = garbage
+    found = attend(**call, mask=Mask(keep=keep), backend="cpu")
+    reached = keep[0, 0, :, 77]
+    assert 0 < reached.sum() < M
+    assert not found[:, :, reached].isfinite().any()
+    assert torch.equal(found[:, :, ~reached], clean[:, :, ~reached])
