@@ -61,7 +61,7 @@ class Known(NamedTuple):
     p: Problem
     backend: str
     has_head_dim: bool
-    masks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    masks: tuple[tuple[int, tuple[int, ...]], ...] | None = None
 
     def tensors(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The tensors of another such call, with a head dim."""
@@ -74,7 +74,7 @@ class Known(NamedTuple):
     def around(self, call: Call) -> tuple[Known, Tensor | None]:
         """The same with the masks of another such call, and the bias of that one."""
         given = call.masks()
-        if given is None:
+        if self.masks is None or given is None:
             return self, None
         own: list[Tensor | None] = [None] * (_BIAS + 1)
         for n, shape in self.masks:
@@ -98,7 +98,7 @@ def recall(call: Call) -> tuple[Known, Tensor | None] | None:
         known = look_up(_describe(call))
     except TypeError:  # sizes are symbols, as under a tracer of torch's, or an argument is no good
         return None
-    if known is None or not known.masks:
+    if known is None or known.masks is None:
         return known and (known, None)
     return known.around(call)
 
