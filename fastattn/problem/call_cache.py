@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastattn.problem import Mask, Problem, validate
 from fastattn.problem.record import MASK_TENSORS
+from fastattn.problem.relative import Relative
 
 _KEEP, _BIAS = MASK_TENSORS.index("keep"), len(MASK_TENSORS)  # of what masks() lists
 _NO_MASK = tuple(Mask().__dict__.values())
@@ -29,7 +30,7 @@ class Call(NamedTuple):
     weight: Tensor | None = None
     attn_mask: Tensor | None = None
     mask: Mask | None = None
-    bias: Tensor | None = None
+    bias: Tensor | Relative | None = None
     dropout_p: float = 0.0
     is_causal: bool = False
     enable_gqa: bool = False

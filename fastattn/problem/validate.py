@@ -15,16 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fastattn.problem import (
-    Alignment,
-    Dropout,
-    Mask,
-    Problem,
-    Score,
-    arguments,
-    parameter,
-    relative,
-)  # fmt: skip
+from fastattn.problem import Alignment, Dropout, Mask, Problem, Score, arguments, parameter
+from fastattn.problem.relative import Relative, spread
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUNCTIONS = {
@@ -61,7 +53,7 @@ def build(
     softcap: float | None = None,
     enable_gqa: bool = False,
     mask: Mask | None = None,
-    bias: Tensor | relative.Relative | None = None,
+    bias: Tensor | Relative | None = None,
     return_weights: str | None = None,
     seed: int | Tensor | None = None,
     **unknown: NoReturn,
@@ -295,7 +287,7 @@ def _masks(
     attn_mask: Tensor | None,
     is_causal: bool,
     mask: Mask | None,
-    bias: Tensor | relative.Relative | None,
+    bias: Tensor | Relative | None,
 ) -> tuple[Mask, Tensor | None]:
     check_mask(mask)
     mask = mask or Mask()
@@ -320,11 +312,11 @@ def _masks(
 
 def _bias(lead: Lead, query: Tensor, bias: Any, dense: bool) -> Tensor:
     dtypes = query.dtype, torch.float32
-    if not isinstance(bias, relative.Relative):
+    if not isinstance(bias, Relative):
         return lead.to_4d("bias", check_dense("bias", bias, query, dtypes))
     check_dense(f"bias.{bias.parameter}", getattr(bias, bias.parameter), query, dtypes)
     line = bias.line(math.prod(lead.batch), *lead.hmn)
-    return relative.spread(line, *lead.hmn[1:]) if dense and lead.hmn[1] > 1 else line
+    return spread(line, *lead.hmn[1:]) if dense and lead.hmn[1] > 1 else line
 
 
 def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:

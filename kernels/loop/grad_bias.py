@@ -1,4 +1,7 @@
-"""The gradient of the bias: dS, summed over dims that the bias broadcasts over, or diagonals."""
+"""The gradient of the bias: dS, summed over the dims that the bias broadcasts over.
+
+That of a line (fastattn/problem/relative.py) is dS, summed over diagonals.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, Stag
   const int64_t sharers = bias_sharers(p), heads = p.bias_H == 1 ? p.H : 1;
   const int64_t begin = tile.slice * sharers / a.plan.slices * tile.count;
   clear(sum);
-  for (int64_t step = begin; step < (tile.slice + 1) * sharers / a.plan.slices * tile.count; ++step) {
+  for (int64_t step = begin; step < (tile.slice + 1) * sharers / a.plan.slices * tile.count;
+       ++step) {
     const int64_t n = step / tile.count, along = step % tile.count;
     const Place at =
         place(p, p.bias_B == 1 ? n / heads : tile.b, p.bias_H == 1 ? n % heads : tile.h,

@@ -269,8 +269,8 @@ FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
   __syncthreads();
 }
 
-// The tiles of dS that a block adds up: those of `b` and `h` samples and heads, of `m` and `n` tiles
-// of queries and keys, from these on. Of a line they are those of a diagonal.
+// The tiles of dS that a block adds up: those of `b` and `h` samples and heads, of `m` and `n`
+// tiles of queries and keys, from these on. Of a line they are those of a diagonal.
 struct BiasTiles {
   int64_t b, h, m, n;
   int64_t count_b, count_h, count_m, count_n;

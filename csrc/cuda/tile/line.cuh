@@ -1,6 +1,6 @@
-// The gradient of a bias that is a line: sums of dS over diagonals. A block adds up the tiles of one
-// diagonal, in order, and then the diagonals of that sum. Those of neighbouring blocks overlap, so
-// every block has a part of its own in the workspace.
+// The gradient of a bias that is a line: sums of dS over diagonals. A block adds up the tiles of
+// one diagonal, in order, and then the diagonals of that sum. Those of neighbouring blocks overlap,
+// so every block has a part of its own in the workspace.
 #pragma once
 
 #include "cuda/base/launcher.cuh"
