@@ -20,6 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "tests/cuda/simulator"
 BUILD = ROOT / "build/cuda_on_cpu"
+RUNTIME = [SHIM / "runtime.cpp", SHIM / "async.cpp"]
 
 # Contraction as in nvcc: a * b + c is one fma.
 FLAGS = (
@@ -94,8 +95,8 @@ def compile_objects(sources: list[Path], kind: str) -> None:
 
 def sources_of(name: str) -> list[Path]:
     if name == "shim":
-        return [SHIM / "runtime.cpp", SHIM / "shim_kernels.cu"]
-    return [SHIM / "runtime.cpp", OPS, *sorted((ROOT / "csrc/cuda").rglob("*.cu"))]
+        return [*RUNTIME, SHIM / "shim_kernels.cu", SHIM / "async_kernels.cu"]
+    return [*RUNTIME, OPS, *sorted((ROOT / "csrc/cuda").rglob("*.cu"))]
 
 
 def objects(kind: str, name: str = "kernels") -> list[Path]:

@@ -31,6 +31,11 @@ class Launcher {
     if (error_ == cudaSuccess) error_ = cudaLaunchKernelEx(&config, kernel, args...);
   }
 
+  // Before a launch, whose error it becomes.
+  void fail(cudaError_t error) {
+    if (error_ == cudaSuccess) error_ = error;
+  }
+
   const char* error() const { return error_ == cudaSuccess ? nullptr : cudaGetErrorString(error_); }
 
  private:

@@ -161,6 +161,17 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs = 0;
 };
 
+// The GPU that is emulated is of compute capability 9.0.
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  *value = which == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  return cudaSuccess;
+}
+
 const char* cudaGetErrorString(cudaError_t error);  // of the last launch that failed
 
 namespace cuda_on_cpu {

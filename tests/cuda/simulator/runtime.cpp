@@ -1,13 +1,17 @@
 // The scheduler: runs the blocks of a grid one after the other, and the threads of a block as
 // fibers. cuda_runtime.h lists its checks.
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <new>
+#include <string>
 #include <vector>
 
-#include "cuda_runtime.h"
+#include "async.h"
 #include "fibers.h"
+#include "schedule.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -18,11 +22,14 @@ extern "C" __attribute__((weak)) char __start_cuda_shared[], __stop_cuda_shared[
 namespace cuda_on_cpu {
 namespace {
 
-constexpr int kWarp = 32, kMaxThreads = 1024;
+constexpr int kWarp = 32, kWarpgroup = 128, kMaxThreads = 1024;
+constexpr std::align_val_t kSharedAlignment{1024};  // of the dynamic shared memory
+constexpr size_t kOfABlock = 99 << 10;  // sm_86 and sm_89, which have the least from sm_80 on
+constexpr size_t kOfABlockSm90 = 227 << 10;
 constexpr size_t kSharedByDefault = 48 << 10;
 constexpr int kUnwritten = 0xff;  // every byte of it: NaN as a float, -1 as an integer
 
-enum class State { kReady, kBlock, kWarpWide, kDone };
+enum class State { kReady, kBlock, kWarpWide, kUntil, kFailed, kDone };
 
 struct Thread {
   Fiber fiber;
@@ -30,16 +37,22 @@ struct Thread {
   uint3 index;
   Op op;
   unsigned mask;
-  uint64_t brought, seen;  // given to a collective; and what others see when it is complete
-  int result;              // of a barrier
+  uint64_t brought, seen;       // given to a collective; and what others see when it is complete
+  int result;                   // of a barrier
+  std::function<bool()> ready;  // what kUntil waits for
   Site site;
+};
+
+struct FreeShared {
+  void operator()(char* p) const { ::operator delete[](p, kSharedAlignment); }
 };
 
 std::vector<Thread> threads;
 int count = 0, current = 0;
 char message[512] = "no error";
 std::map<const void*, int> shared_allowed;
-std::unique_ptr<char[]> shared;
+std::unique_ptr<char[], FreeShared> shared;
+bool failed = false;
 
 [[gnu::format(printf, 1, 2)]] cudaError_t fail(const char* format, ...) {
   va_list args;
@@ -103,12 +116,34 @@ void release_block() {
     thread.result = thread.op == Op::kBarrierOr ? any : thread.op == Op::kBarrierAnd ? all : sum;
     thread.state = State::kReady;
   }
+  async::pass_block_barrier();
 }
 
 // ---- blocks ----
 
+// Where each warpgroup waits, if a thread of the block waits for what others do.
+std::string where_they_wait() {
+  std::string all;
+  bool any = false;
+  for (int first = 0; first < count; first += kWarpgroup) {
+    std::map<std::string, int> sites;
+    for (int n = first; n < std::min(count, first + kWarpgroup); ++n) {
+      const Thread& thread = threads[static_cast<size_t>(n)];
+      any |= thread.state == State::kUntil;
+      const bool done = thread.state == State::kDone;
+      const char* const slash = done ? nullptr : std::strrchr(thread.site.file, '/');
+      ++sites[done ? "returned" : std::string(slash + 1) + ":" + std::to_string(thread.site.line)];
+    }
+    all += "; warpgroup " + std::to_string(first / kWarpgroup) + ":";
+    for (const auto& [site, waiting] : sites) all += " " + std::to_string(waiting) + " " + site;
+  }
+  return any ? all : "";
+}
+
 cudaError_t divergence() {
   int returned = 0, at_barrier = 0, in_warp = 0;
+  const std::string waits = where_they_wait();
+  if (!waits.empty()) return fail("deadlock in block %u%s", blockIdx.x, waits.c_str());
   Site somewhere{};
   for (int n = 0; n < count; ++n) {
     const State state = threads[static_cast<size_t>(n)].state;
@@ -123,14 +158,19 @@ cudaError_t divergence() {
       blockIdx.x, returned, count, at_barrier, in_warp, somewhere.file, somewhere.line);
 }
 
+bool can_run(Thread& thread) {
+  if (thread.state == State::kUntil && thread.ready()) thread.state = State::kReady;
+  return thread.state == State::kReady;
+}
+
 // Runs the ready threads of a warp, in one direction; false if there were none.
 bool run_ready(int first, bool upwards) {
   bool any = false;
-  for (int lane = 0; lane < kWarp; ++lane) {
+  for (int lane = 0; lane < kWarp && !failed; ++lane) {
     current = first + (upwards ? lane : kWarp - 1 - lane);
     if (current >= count) continue;
     Thread& thread = threads[static_cast<size_t>(current)];
-    if (thread.state != State::kReady) continue;
+    if (!can_run(thread)) continue;
     any = true;
     threadIdx = thread.index;
     thread.fiber.resume();
@@ -139,19 +179,38 @@ bool run_ready(int first, bool upwards) {
   return any;
 }
 
+bool run_warp(int first, bool upwards) {
+  bool any = false;
+  while (run_ready(first, upwards)) {
+    any = true;
+    release_warp(first);
+  }
+  return any;
+}
+
+// The first threads of the warps, in the order of the schedule.
+std::vector<int> warps_in_order(bool upwards) {
+  std::vector<int> order;
+  for (int first = 0; first < count; first += kWarp) order.push_back(first);
+  if (!upwards) std::reverse(order.begin(), order.end());
+  if (!schedule.in_turn()) std::shuffle(order.begin(), order.end(), schedule.random);
+  return order;
+}
+
 // Runs each warp as far as it gets without the others. Values from other warps that no barrier
 // guarantees are not there yet. False if no warp could run.
 bool run_warps(bool upwards) {
   bool any = false;
-  const int warps = (count + kWarp - 1) / kWarp;
-  for (int n = 0; n < warps; ++n) {
-    const int first = kWarp * (upwards ? n : warps - 1 - n);
-    while (run_ready(first, upwards)) {
-      any = true;
-      release_warp(first);
-    }
+  for (const int first : warps_in_order(upwards)) {
+    if (first == schedule.victim) continue;
+    if (!schedule.in_turn() && schedule.chance(2)) continue;  // others get ahead
+    if (schedule.early_copies() && schedule.chance(4)) any |= async::finish_a_copy();
+    any |= run_warp(first, upwards);
   }
-  return any;
+  for (const int first : warps_in_order(upwards))  // those left out, if nobody else could run
+    if (!any && first != schedule.victim) any = run_warp(first, upwards);
+  if (!any) any = async::finish_a_copy();
+  return any || (schedule.victim >= 0 && run_warp(schedule.victim, upwards));
 }
 
 bool all_done() {
@@ -160,7 +219,9 @@ bool all_done() {
   return true;
 }
 
-cudaError_t run_block(void (*body)(void*), void* context) {
+cudaError_t run_block(size_t bytes, void (*body)(void*), void* context) {
+  async::begin_block(shared.get(), bytes);
+  schedule.begin(blockIdx.x, count);
   for (int n = 0; n < count; ++n) {
     Thread& thread = threads[static_cast<size_t>(n)];
     const unsigned linear = static_cast<unsigned>(n), row = linear / blockDim.x;
@@ -169,9 +230,14 @@ cudaError_t run_block(void (*body)(void*), void* context) {
     thread.fiber.start(body, context);
   }
   for (bool upwards = true; !all_done(); upwards = !upwards) {
-    if (!run_warps(upwards)) return divergence();
+    bool any = false;
+    for (unsigned n = 0; n <= kPatience && !any; ++n) any = run_warps(upwards);
+    if (!any) return divergence();
+    if (failed) return cudaErrorLaunchFailure;
     release_block();
   }
+  if (const char* wrong = async::end_block()) return fail("block %u: %s", blockIdx.x, wrong);
+  if (bytes > kOfABlock && !async::needs_sm90()) return fail("%zu bytes of shared memory", bytes);
   return cudaSuccess;
 }
 
@@ -191,6 +257,32 @@ cudaError_t check_launch(const void* kernel, const cudaLaunchConfig_t& config) {
 }
 
 }  // namespace
+
+Schedule schedule;
+
+int current_thread() { return current; }
+
+void wait_until(std::function<bool()> ready, Site here) {
+  if (ready() && (schedule.in_turn() || schedule.chance(2))) return;  // others may go first
+  threads[static_cast<size_t>(current)].ready = std::move(ready);
+  wait(State::kUntil, Op::kBarrier, here);
+}
+
+void let_others_run(unsigned times, Site here) {
+  threads[static_cast<size_t>(current)].ready = [times]() mutable { return times-- == 0; };
+  wait(State::kUntil, Op::kBarrier, here);
+}
+
+void fail_block(Site here, const char* format, ...) {
+  char text[256];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof(text), format, args);
+  va_end(args);
+  fail("block %u: %s, in %s:%d", blockIdx.x, text, here.file, here.line);
+  failed = true;
+  for (;;) wait(State::kFailed, Op::kBarrier, here);
+}
 
 int lane() { return current % kWarp; }
 
@@ -230,8 +322,8 @@ unsigned ballot(unsigned mask, bool value, Site here) {
 }
 
 cudaError_t allow_shared(const void* kernel, int bytes) {
-  constexpr int kOfABlock = 99 << 10;  // sm_86 and sm_89, which have the least from sm_80 on
-  if (bytes < 0 || bytes > kOfABlock) return fail("%d bytes of shared memory", bytes);
+  if (bytes < 0 || static_cast<size_t>(bytes) > kOfABlockSm90)
+    return fail("%d bytes of shared memory", bytes);
   shared_allowed[kernel] = bytes;
   return cudaSuccess;
 }
@@ -242,7 +334,9 @@ cudaError_t run_grid(const void* kernel, const cudaLaunchConfig_t& config, void 
   gridDim = config.gridDim, blockDim = config.blockDim;
   count = static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
   if (threads.size() < static_cast<size_t>(count)) threads = std::vector<Thread>(kMaxThreads);
-  shared.reset(new char[config.dynamicSmemBytes]);
+  shared.reset(static_cast<char*>(
+      ::operator new[](std::max<size_t>(1, config.dynamicSmemBytes), kSharedAlignment)));
+  failed = false;
   for (unsigned z = 0; z < gridDim.z; ++z)
     for (unsigned y = 0; y < gridDim.y; ++y)
       for (unsigned x = 0; x < gridDim.x; ++x) {
@@ -251,7 +345,7 @@ cudaError_t run_grid(const void* kernel, const cudaLaunchConfig_t& config, void 
         if (__start_cuda_shared != nullptr)
           std::memset(__start_cuda_shared, kUnwritten,
                       static_cast<size_t>(__stop_cuda_shared - __start_cuda_shared));
-        const cudaError_t error = run_block(body, context);
+        const cudaError_t error = run_block(config.dynamicSmemBytes, body, context);
         if (error != cudaSuccess) return error;
       }
   return cudaSuccess;
@@ -262,3 +356,6 @@ cudaError_t run_grid(const void* kernel, const cudaLaunchConfig_t& config, void 
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : cuda_on_cpu::message;
 }
+
+// 0 for the ordinary order; for tests.
+extern "C" void shim_schedule(unsigned number) { cuda_on_cpu::schedule.number = number; }
