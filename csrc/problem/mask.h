@@ -87,14 +87,19 @@ FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, in
   return {max64(limits.begin, i0 + mask.band_lo), min64(limits.end, i1 - 1 + mask.band_hi + 1)};
 }
 
-// Whether the intervals of rows i0 <= i < i1 hold all keys j0 <= j < j1; false where only every row
-// could tell.
+// The keys that the intervals of all rows i0 <= i < i1 hold; none where only every row could tell.
+FASTATTN_FN KeyRange common_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
+                                  int64_t i1) {
+  if (limits_vary_by_row(mask)) return {N, 0};
+  const KeyRange limits = limits_at(mask, N, b, i0);
+  return {max64(limits.begin, i1 - 1 + mask.band_lo), min64(limits.end, i0 + mask.band_hi + 1)};
+}
+
+// Whether these intervals hold all keys j0 <= j < j1.
 FASTATTN_FN bool intervals_hold(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
                                 int64_t i1, int64_t j0, int64_t j1) {
-  if (limits_vary_by_row(mask)) return false;
-  const KeyRange limits = limits_at(mask, N, b, i0);
-  return max64(limits.begin, i1 - 1 + mask.band_lo) <= j0 &&
-         j1 <= min64(limits.end, i0 + mask.band_hi + 1);
+  const KeyRange common = common_range(mask, N, b, i0, i1);
+  return common.begin <= j0 && j1 <= common.end;
 }
 
 // The dense mask, if there is one, where (b, h, i, j) is at `offset`; nonzero keeps.

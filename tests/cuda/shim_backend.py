@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import host_build
 import torch
@@ -15,13 +16,18 @@ KIND = os.environ.get("FASTATTN_TEST_SHIM", "plain")  # "sanitized" in a process
 ON_GPU = torch.cuda.is_available() and "FASTATTN_TEST_SHIM" not in os.environ
 
 
+def library() -> Path:
+    """The kernels for the shim."""
+    named = os.environ.get("FASTATTN_TEST_LIBRARY")
+    return Path(named) if named else host_build.library("kernels", KIND)
+
+
 def install(monkeypatch) -> str:
     """Makes the backend available on any machine; returns its name."""
     if ON_GPU:
         monkeypatch.setitem(registry.BACKENDS, NAME, Carrier(cuda, torch.device("cuda")))
         return NAME
-    library = os.environ.get("FASTATTN_TEST_LIBRARY") or host_build.library("kernels", KIND)
-    torch.ops.load_library(str(library))
+    torch.ops.load_library(str(library()))
     monkeypatch.setattr(_gpu, "reasons", lambda device: [])
     monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
     return NAME

@@ -15,8 +15,9 @@
 // Saved for backward: stats, the maximum of a row and 1 / sum. Returned weights come from a second
 // sweep that recomputes scores and uses the stats. Dao, "FlashAttention-2: faster attention with
 // better parallelism and work partitioning", 2023.
+#include "cuda/dot/forward.cuh"
+#include "cuda/dot/forward_wgmma.h"
 #include "cuda/dot/passes.h"
-#include "cuda/dot/step.cuh"
 #include "cuda/tile/merge.cuh"
 
 namespace fastattn::cuda {
@@ -25,16 +26,17 @@ namespace {
 struct SdpaArgs {
   ForwardParams p;
   int64_t chunk_keys, chunks;  // for few queries
+  const uint32_t* marks;       // of tiles that are to be computed (forward_wgmma.h); nullptr: all
 };
 
 bool is_few(const AttentionParams& p) { return p.M <= kFewQueries; }
 
 // Chunks have at least four tiles, so that copies can run ahead.
 SdpaArgs plan(const ForwardParams& p) {
-  if (!is_few(p)) return {p, 0, 1};
+  if (!is_few(p)) return {p, 0, 1, nullptr};
   constexpr int64_t kChunk = 4 * kTile, kMaxChunks = kMaxParts / kWarps;
   const int64_t keys = max64(1, ceil_div(p.N, kMaxChunks * kChunk)) * kChunk;
-  return {p, keys, max64(1, ceil_div(p.N, keys))};
+  return {p, keys, max64(1, ceil_div(p.N, keys)), nullptr};
 }
 
 template <int kDim>
@@ -43,55 +45,6 @@ struct __align__(16) SdpaMemory {
   uint16_t k[2][kTile * kDim], v[2][kTile * kDim];
   uint32_t bad_rows[kWarps];  // of a tile of V
 };
-
-// m, l of rows g and g + 8.
-struct SdpaState {
-  float m[2], l[2];
-};
-
-// Turns masked and biased scores into weights. alpha rescales O.
-template <int kTiles>
-FASTATTN_DEVICE void sdpa_softmax_step(SdpaState& state, float (&s)[kTiles][4], float (&alpha)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float top = -kInfinity;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) top = max_of(top, max_of(s[n][2 * half], s[n][2 * half + 1]));
-    const float m = max_of(state.m[half], ceilf(lanes_max(top, kQuad)));
-    const float shift = finite_max(m);
-    alpha[half] = rescaling(state.m[half], shift);
-    state.m[half] = m;
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int v = 2 * half; v < 2 * half + 2; ++v) {
-        s[n][v] = ex2_approx(s[n][v] - shift);
-        sum += s[n][v];
-      }
-    state.l[half] = state.l[half] * alpha[half] + sum;
-  }
-}
-
-template <DType kType, int kDim>
-FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const SdpaState& state,
-                                const float (&o)[kDim / 8][4]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = sum_row(2 * half);
-    const float l = lanes_sum(state.l[half], kQuad);
-    if (row >= at.rows) continue;
-    const int64_t number = (at.b * p.H + at.h) * p.M + at.i0 + row;
-    const float factor = write_row(p, number, state.m[half], l, lane() % kQuad == 0);
-    int64_t where = offset_of(p.out, at.b, at.h, at.i0 + row, sum_col(0, 0));
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n, where += 8 * p.out.stride_c)
-#pragma unroll
-      for (int v = 0; v < 2; ++v)
-        if (sum_col(n, v) < p.E)
-          store_as<kType>(p.out.data, where + v * p.out.stride_c, o[n][2 * half + v] * factor);
-  }
-}
 
 // Writes this warp's part of the rows.
 template <int kDim>
@@ -118,6 +71,10 @@ FASTATTN_DEVICE Place query_tile(const AttentionParams& p, uint32_t block) {
   const int64_t tiles = ceil_div(p.M, kTile);
   const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H);
   return place(p, block, h, (later_rows_keep_more(p.mask, p.N) ? tiles - 1 - n : n) * kTile, 0);
+}
+
+FASTATTN_DEVICE int64_t tile_number(const AttentionParams& p, const Place& at) {
+  return (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile;
 }
 
 // The block's queries where they are few. Heads that share keys are neighbours, and find these keys
@@ -148,6 +105,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const float scale = p.scale * kLog2e;
   int64_t chunk = 0;
   Place at = kFew ? few_queries(a, blockIdx.x, &chunk) : query_tile(p, blockIdx.x);
+  if (!kFew && a.marks != nullptr && a.marks[tile_number(p, at)] == 0) return;
   KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   if (kFew) {
     keys.begin = max64(keys.begin, chunk * a.chunk_keys);
@@ -177,9 +135,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 
     Pairs<Layout> s;
+    SdpaStep step;
     float alpha[2];
     sdpa_scores<Layout, kType, kDim>(p, here, mask_here, scale, memory.q, memory.k[buffer], s);
-    sdpa_softmax_step(state, s, alpha);
+    sdpa_softmax_step<true>(state, s, step);
+    sdpa_add_sums(step, state, alpha);
     drop(p, surviving_bits<Layout>(p, here), s);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
@@ -255,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <DType kType, int kDim>
-void launch(const SdpaArgs& a, Launcher& launcher) {
+void launch(SdpaArgs a, Launcher& launcher) {
   const ForwardParams& p = a.p;
   const size_t shared = sizeof(SdpaMemory<kDim>);
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
@@ -264,6 +224,10 @@ void launch(const SdpaArgs& a, Launcher& launcher) {
     launcher.run(sdpa_forward_kernel<FewQueryRows, kType, kDim>, blocks, kThreads, shared, a);
     merge_partials(p, 0, a.chunks * kWarps, launcher);
   } else {
+    if (takes_wgmma(p)) {
+      launch_wgmma(p, launcher);
+      a.marks = static_cast<const uint32_t*>(p.workspace);
+    }
     launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim>, blocks, kThreads, shared, a);
   }
   if (p.weights_mode == WeightsMode::kNone) return;
@@ -275,7 +239,8 @@ void launch(const SdpaArgs& a, Launcher& launcher) {
 }  // namespace
 
 int64_t sdpa_forward_workspace_bytes(const ForwardParams& p) {
-  return is_few(p) ? 4 * partial_floats(p, plan(p).chunks * kWarps) : 0;
+  if (is_few(p)) return 4 * partial_floats(p, plan(p).chunks * kWarps);
+  return takes_wgmma(p) ? wgmma_marks_bytes(p) : 0;
 }
 
 const char* sdpa_forward(const ForwardParams& p, void* stream) {

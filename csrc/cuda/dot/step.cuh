@@ -40,28 +40,40 @@ FASTATTN_DEVICE void start_keys(const View& x, int64_t dims, const Place& at, ui
 
 // ---- scores ----
 
-// Base-2 scores of the tile at `at`, -inf where masked. The layout says whether rows are queries
-// and columns keys, or the reverse.
+// Makes base-2 scores of products.
 //
 // Scores are always rounded here, because the row's maximum is one of these numbers. A multiply-add
 // in the softmax would put the largest score off by half an ulp of itself, which overflows beyond
 // 2^31. With a bias, each kernel might also be contracted in another way.
+template <int kTiles>
+FASTATTN_DEVICE void scale_scores(float scale, float (&s)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int v = 0; v < 4; ++v) s[n][v] = __fmul_rn(s[n][v], scale);
+}
+
+// Puts -inf where the tile at `at` is masked, and adds the bias elsewhere.
+template <typename Layout>
+FASTATTN_DEVICE void mask_scores(const AttentionParams& p, const Place& at, KeepBits bits,
+                                 Pairs<Layout>& s) {
+#pragma unroll
+  for (int n = 0; n < Layout::kTiles; ++n)
+#pragma unroll
+    for (int v = 0; v < 4; ++v) s[n][v] = kept(bits, n, v) ? s[n][v] : -kInfinity;
+  add_bias<Layout>(p, at, bits, s);
+}
+
+// Scores of the tile at `at`. The layout says whether rows are queries and columns keys, or the
+// reverse.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
                                  float scale, const uint16_t* rows, const uint16_t* columns,
                                  Pairs<Layout>& s) {
   clear(s);
   multiply_transposed<Layout, kType, kDim>(rows, columns, s);
-#pragma unroll
-  for (int n = 0; n < Layout::kTiles; ++n)
-#pragma unroll
-    for (int v = 0; v < 4; ++v) s[n][v] = __fmul_rn(s[n][v], scale);
-  if (mask.full) return;
-#pragma unroll
-  for (int n = 0; n < Layout::kTiles; ++n)
-#pragma unroll
-    for (int v = 0; v < 4; ++v) s[n][v] = kept(mask.bits, n, v) ? s[n][v] : -kInfinity;
-  add_bias<Layout>(p, at, mask.bits, s);
+  scale_scores(scale, s);
+  if (!mask.full) mask_scores<Layout>(p, at, mask.bits, s);
 }
 
 // ---- products with rows of values, queries or gradients ----

@@ -14,7 +14,8 @@ constexpr int kWarpRows = 16;
 constexpr int kQuad = 4;  // neighbouring lanes that share their rows
 static_assert(kWarps * kWarpRows == kTile);
 
-FASTATTN_DEVICE int warp_row0() { return warp() * kWarpRows; }
+// Four warps have a tile. A block may have several.
+FASTATTN_DEVICE int warp_row0() { return warp() % kWarps * kWarpRows; }
 // Positions in this warp's sums.
 FASTATTN_DEVICE int quad_row(int v) { return thread() % 32 / kQuad + v / 2 * 8; }
 FASTATTN_DEVICE int sum_row(int v) { return warp_row0() + quad_row(v); }

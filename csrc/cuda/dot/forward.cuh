@@ -1,0 +1,69 @@
+// What the forward kernels of scaled dot-product attention share: the state of a row and its online
+// softmax, and what is written at the end.
+#pragma once
+
+#include "cuda/dot/step.cuh"
+
+namespace fastattn::cuda {
+
+// m, l of rows g and g + 8.
+struct SdpaState {
+  float m[2], l[2];
+};
+
+// What a tile did to the state, before its sums are added.
+struct SdpaStep {
+  float m_old[2], sum[2];
+};
+
+// Turns masked and biased scores into weights. Unless kMasked, every row has met a key.
+template <bool kMasked, int kTiles>
+FASTATTN_DEVICE void sdpa_softmax_step(SdpaState& state, float (&s)[kTiles][4], SdpaStep& step) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int v = 2 * half;
+    float top = max_of(s[0][v], s[0][v + 1]);
+#pragma unroll
+    for (int n = 1; n < kTiles; ++n) top = max_of(top, max_of(s[n][v], s[n][v + 1]));
+    step.m_old[half] = state.m[half];
+    state.m[half] = max_of(state.m[half], ceilf(lanes_max(top, kQuad)));
+    const float shift = kMasked ? finite_max(state.m[half]) : state.m[half];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      s[n][v] = ex2_approx(s[n][v] - shift), s[n][v + 1] = ex2_approx(s[n][v + 1] - shift);
+      const float sum = s[n][v] + s[n][v + 1];
+      step.sum[half] = n == 0 ? sum : step.sum[half] + sum;
+    }
+  }
+}
+
+// Adds the sums of the tile. alpha rescales O.
+FASTATTN_DEVICE void sdpa_add_sums(const SdpaStep& step, SdpaState& state, float (&alpha)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    alpha[half] = rescaling(step.m_old[half], finite_max(state.m[half]));
+    state.l[half] = state.l[half] * alpha[half] + step.sum[half];
+  }
+}
+
+template <DType kType, int kDim>
+FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const SdpaState& state,
+                                const float (&o)[kDim / 8][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = sum_row(2 * half);
+    const float l = lanes_sum(state.l[half], kQuad);
+    if (row >= at.rows) continue;
+    const int64_t number = (at.b * p.H + at.h) * p.M + at.i0 + row;
+    const float factor = write_row(p, number, state.m[half], l, lane() % kQuad == 0);
+    int64_t where = offset_of(p.out, at.b, at.h, at.i0 + row, sum_col(0, 0));
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n, where += 8 * p.out.stride_c)
+#pragma unroll
+      for (int v = 0; v < 2; ++v)
+        if (sum_col(n, v) < p.E)
+          store_as<kType>(p.out.data, where + v * p.out.stride_c, o[n][2 * half + v] * factor);
+  }
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,23 @@
+// The forward pass by products of warpgroups (forward_wgmma.cu), as forward.cu calls it.
+#pragma once
+
+#include "cuda/base/launcher.cuh"
+#include "problem/params.h"
+
+namespace fastattn::cuda {
+
+// Whether FASTATTN_CUDA_PATH is "wgmma" and this path can be taken: compute capability 9.0, more
+// than a few queries, and strides that a tensor map can describe. No GPU has run it yet, so that
+// nothing else chooses it.
+bool takes_wgmma(const ForwardParams& p);
+
+// Marks of rows, [B][H][tiles of 64 queries][4 warps]. Only takes_wgmma() has them.
+inline int64_t wgmma_marks_bytes(const ForwardParams& p) {
+  return 4 * p.B * p.H * ((p.M + 63) / 64);
+}
+
+// Writes out, lse and stats, and at p.workspace the marks: not 0 where a result is not finite, and
+// the rows of the warp are to be computed again by a kernel that keeps NaN behind the mask.
+void launch_wgmma(const ForwardParams& p, Launcher& launcher);
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,171 @@
+"""The dot product's forward pass by products of warpgroups, in the simulator or on a GPU.
+
+FASTATTN_CUDA_PATH=wgmma chooses it. Every case runs in several schedules of warps, copies and
+products, which may change no bit.
+"""
+
+import ctypes
+import dataclasses
+
+import host_build
+import pytest
+import shim_backend
+import torch
+
+from fastattn import Mask, scaled_dot_product_attention, testing
+from fastattn.backends import cuda
+from fastattn.testing import GRID, Case
+
+pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
+
+HALF = (torch.float16, torch.bfloat16)
+LARGEST = 120_000  # pairs
+FEW_QUERIES = 16  # csrc/cuda/tile/few_queries.h: no more than these take another path
+
+
+class Simulator:
+    """What the simulator offers to tests. On a GPU there is one schedule, and nothing to count."""
+
+    def __init__(self) -> None:
+        self.library = None if shim_backend.ON_GPU else ctypes.CDLL(str(shim_backend.library()))
+        if self.library:
+            self.library.shim_products.restype = ctypes.c_uint64
+
+    def set_schedule(self, number: int) -> None:
+        if self.library:
+            self.library.shim_schedule(number)
+
+    def products(self) -> int | None:
+        return self.library.shim_products() if self.library else None
+
+
+@pytest.fixture
+def simulator():
+    simulator = Simulator()
+    yield simulator
+    simulator.set_schedule(0)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    name = shim_backend.install(monkeypatch)
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    return name
+
+
+@pytest.fixture
+def passes(monkeypatch, backend):
+    """(arguments, results) of every forward pass."""
+    found, forward = [], cuda.forward
+
+    def recorded(*arguments):
+        found.append((arguments, forward(*arguments)))
+        return found[-1][1]
+
+    monkeypatch.setattr(cuda, "forward", recorded)
+    return found
+
+
+def assert_schedules_agree(passes, simulator, schedules) -> None:
+    for number in schedules:
+        simulator.set_schedule(number)
+        for arguments, results in list(passes):
+            again = cuda.OPERATORS.forward(*arguments)
+            names = ("out", "lse", "weights", "stats")
+            testing.assert_same_bits(dict(zip(names, again)), dict(zip(names, results)))
+
+
+def _cases() -> list[Case]:
+    """The small enough cases of the grid, alternately in both half types."""
+    chosen = [c for c in GRID if c.score == "dot" and not c.softcap and max(c.D, c.E) <= 128]
+    chosen = [c for c in chosen if c.B * c.H * c.M * c.N <= LARGEST and c.dtype == torch.float32]
+    chosen = [c for c in chosen if c.M > FEW_QUERIES]
+    return [
+        dataclasses.replace(c, dtype=HALF[n % 2 if c.magnitude**2 < 65504 else 1])
+        for n, c in enumerate(chosen)
+    ]
+
+
+@pytest.mark.parametrize("case", _cases(), ids=str)
+def test_case(case, backend, passes, simulator):
+    testing.check(case, backend)
+    assert_schedules_agree(passes, simulator, [1 + hash_of(case) % 7])
+
+
+def hash_of(case: Case) -> int:
+    return sum(str(case).encode())
+
+
+# Sizes that end inside tiles, all masks, stages that are used again, both widths.
+CORNERS = [
+    Case("narrow", B=1, H=1, Hkv=1, M=131, N=700, D=40, E=8, causal="bottom_right", lse=True),
+    Case("wide", B=1, H=2, Hkv=1, M=70, N=650, D=128, E=72, lse=True),
+    Case("all", B=2, H=1, Hkv=1, M=66, N=130, D=72, E=128, kv_len="rows", kv_begin="rows",
+         keep="mn", bias="hmn", dropout_p=0.3, weights="mean", garbage=float("nan")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("case", CORNERS, ids=lambda case: case.name)
+def test_corner(case, dtype, backend, passes, simulator):
+    before = simulator.products()
+    testing.check(dataclasses.replace(case, dtype=dtype), backend)
+    assert before is None or simulator.products() > before
+    assert_schedules_agree(passes, simulator, range(1, 9))
+
+
+@pytest.mark.skipif(shim_backend.KIND == "sanitized", reason="this is that process")
+def test_under_sanitizers():
+    host_build.assert_clean(__file__, "test_corner and narrow")
+
+
+# ---- which path ----
+
+
+def _products(simulator, q, k, v, **options) -> int:
+    before = simulator.products()
+    scaled_dot_product_attention(q, k, v, backend="cuda", **options)
+    return simulator.products() - before
+
+
+@pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU counts no products")
+def test_what_takes_another_path(backend, simulator, monkeypatch):
+    q, k, v = (torch.randn(1, 2, 40, 64).half() for _ in range(3))
+    assert _products(simulator, q, k, v) > 0
+    assert _products(simulator, q[:, :, :FEW_QUERIES], k, v) == 0
+    odd = torch.randn(1, 2, 40, 65).half()[..., :64]  # rows that begin at any even address
+    assert _products(simulator, odd, k, v) == 0
+    assert _products(simulator, q, k.mT.contiguous().mT, v) == 0
+    assert _products(simulator, q, k[:, :1].expand(1, 2, 40, 64), v) == 0
+    monkeypatch.delenv("FASTATTN_CUDA_PATH")
+    assert _products(simulator, q, k, v) == 0
+
+
+# ---- garbage ----
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf")])
+def test_garbage_in_keys_that_some_rows_keep(special, backend):
+    """A product carries it to all rows of a tile. Their warps are computed again, others stay."""
+    q, k, v = (torch.randn(1, 1, 160, 64).half() for _ in range(3))
+    end = torch.full((1, 160), 160, dtype=torch.int32)
+    end[:, :70] = 100
+    mask = Mask(kv_len=end)
+    clean = scaled_dot_product_attention(q, k, v, mask=mask, backend=backend)
+    v[0, 0, 130, 5] = special
+    found = scaled_dot_product_attention(q, k, v, mask=mask, backend=backend)
+    others = torch.arange(64) != 5
+    assert not found[0, 0, 70:, 5].isfinite().any()
+    torch.testing.assert_close(found[0, 0, :70], clean[0, 0, :70], rtol=2e-3, atol=2e-3)
+    assert found[0, 0][:, others].isfinite().all()
+
+
+def test_rows_without_keys(backend):
+    q, k, v = (torch.randn(2, 1, 40, 128).bfloat16() for _ in range(3))
+    lengths = torch.tensor([0, 40], dtype=torch.int32)
+    out, lse = scaled_dot_product_attention(
+        q, k, v, mask=Mask(kv_len=lengths), return_lse=True, backend=backend
+    )
+    assert (out[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+    assert out[1].isfinite().all()
