@@ -8,25 +8,33 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);"
 _JUMP = re.compile(r"BRA\b.*`\((\.L\w+)\)")
 
 
-def innermost_loops(sass: str) -> list[Counter]:
-    """The operations of each innermost loop: the count of each, such as ``MUFU.RCP``.
-
-    A loop is the code between a label and a jump back to it.
-    """
+def _parse(sass: str) -> tuple[list[str], dict[str, int]]:
+    """(the instructions, {label: the number of the one after it})."""
     labels, instructions = {}, []
     for line in sass.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
         elif found := _INSTRUCTION.search(line):
-            instructions.append(found[1])
+            instructions.append(found[1].rstrip())
+    return instructions, labels
+
+
+def _innermost(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """(first, last) of each innermost loop: the code between a label and a jump back to it."""
     spans = []
     for end, instruction in enumerate(instructions):
         jump = _JUMP.match(instruction)
         if jump and labels.get(jump[1], end + 1) <= end:
             spans.append((labels[jump[1]], end))
-    inner = [
+    return [
         (a, b) for a, b in spans if not any((a, b) != s and a <= s[0] and s[1] <= b for s in spans)
     ]
+
+
+def innermost_loops(sass: str) -> list[Counter]:
+    """The operations of each innermost loop: the count of each, such as ``MUFU.RCP``."""
+    instructions, labels = _parse(sass)
+    inner = _innermost(instructions, labels)
     return [Counter(i.split()[0] for i in instructions[a : b + 1]) for a, b in inner]
 
 
@@ -53,3 +61,73 @@ def gradient_loops(sass: str) -> list[dict[str, int]]:
 
 def _count(loop: Counter, *names: str) -> int:
     return sum(n for operation, n in loop.items() if operation.split(".")[0] in names)
+
+
+# ---- products of warpgroups ----
+
+_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16\S* R(\d+), (?:R(\d+), )?gdesc")
+_REGISTER = re.compile(r"\bR(\d+)\b")
+
+
+def product_loops(sass: str) -> list[dict[str, int]]:
+    """The innermost loops with products of warpgroups.
+
+    Per iteration: {"slots": issue slots, "steady": without those that a vote of the warp skips,
+    "products", "waits", "mufu", "local": spills}.
+    """
+    instructions, labels = _parse(sass)
+    found = []
+    for a, b in _innermost(instructions, labels):
+        loop = instructions[a : b + 1]
+        count = Counter(i.split()[0] for i in loop)
+        if not _count(count, "HGMMA"):
+            continue
+        found.append(
+            {
+                "slots": len(loop),
+                "steady": len(loop) - _skipped(loop, {x: n - a for x, n in labels.items()}),
+                "products": _count(count, "HGMMA"),
+                "waits": count["WARPGROUP.DEPBAR.LE"],
+                "mufu": _count(count, "MUFU"),
+                "local": _count(count, "LDL", "STL"),
+            }
+        )
+    return found
+
+
+def _skipped(loop: list[str], labels: dict[str, int]) -> int:
+    """How many instructions stand between the jump after each vote and where it goes."""
+    skipped = 0
+    for n, instruction in enumerate(loop):
+        if not instruction.startswith("VOTE.ANY"):
+            continue
+        jump = next(m for m in range(n, len(loop)) if _JUMP.match(loop[m]))
+        skipped += labels[_JUMP.match(loop[jump])[1]] - jump - 1  # pyright: ignore[reportOptionalSubscript]
+    return skipped
+
+
+def early_accesses(sass: str) -> list[str]:
+    """Instructions that touch a product's sums, or overwrite its operand, before its wait."""
+    groups: list[tuple[set[int], set[int]]] = [(set(), set())]  # sums, operands; the last is open
+    found = []
+    for instruction in _parse(sass)[0]:
+        if product := _PRODUCT.match(instruction):
+            size, sums, operand = (int(x) if x else None for x in product.groups())
+            groups[-1][0].update(range(sums, sums + size // 2))  # pyright: ignore
+            if operand is not None:
+                groups[-1][1].update(range(operand, operand + 4))
+            if "gsb0" in instruction:
+                groups.append((set(), set()))
+        elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", instruction):
+            groups = groups[len(groups) - 1 - min(len(groups) - 1, int(wait[1])) :]
+        elif _touches(instruction, groups):
+            found.append(instruction)
+    return found
+
+
+def _touches(instruction: str, groups: list[tuple[set[int], set[int]]]) -> bool:
+    used = [int(x) for x in _REGISTER.findall(instruction)]
+    wide = 4 if ".128" in instruction else 2 if ".64" in instruction else 1
+    every = {x + n for x in used for n in range(wide)}
+    written = {used[0] + n for n in range(wide)} if used else set()
+    return any(every & sums or written & operands for sums, operands in groups)

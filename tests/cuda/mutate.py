@@ -1,9 +1,9 @@
 """Plants mistakes in the CUDA kernels and shows that the tests on the CPU find them.
 
-    python tests/cuda/mutate.py
+    python tests/cuda/mutate.py [words of the names of mistakes]
 
 Each mistake goes into a copy of csrc. Only the changed source is compiled again. The corner cases
-then run on that library. Exits with 1 if a mistake is not found. Takes a minute or two.
+then run on that library. Exits with 1 if a mistake is not found. Takes a few minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import host_build
 
-SOURCE = "dot/forward.cu"  # compiled again; all mistakes are in this file or its headers
+# Compiled again: the mistakes are in one of these files or its headers. Its test finds them.
+TESTS = {"dot/forward.cu": "test_cuda_sdpa.py", "dot/forward_wgmma.cu": "test_cuda_wgmma.py"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Mistake:
     wrong: str
     found_by: str  # a text in pytest's output
     kind: str = "plain"
+    source: str = "dot/forward.cu"
+
+
+def of_warpgroups(name: str, right: str, wrong: str, found_by: str, file="wgmma_block.cuh"):
+    """A mistake in the kernel of copies, barriers and products of warpgroups."""
+    return Mistake(name, f"dot/{file}", right, wrong, found_by, source="dot/forward_wgmma.cu")
 
 
 LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
@@ -50,6 +57,53 @@ MISTAKES = [
         "a wrong lane of a matrix operand", "dot/tile.cuh",
         "8 * n + lane % 8 + lane / 16 * 8", "8 * n + lane % 8 + lane / 8 % 2 * 8", "AssertionError",
     ),
+    of_warpgroups(
+        "a descriptor: the distance between groups of rows",
+        "kAlongRows = {0, 8 * kRowBytes}", "kAlongRows = {0, 4 * kRowBytes}", "AssertionError",
+    ),
+    of_warpgroups(
+        "a descriptor: the distance between panels",
+        "= {kKeyTile * kRowBytes,", "= {kTile * kRowBytes,", "AssertionError",
+    ),
+    of_warpgroups(
+        "no fence after the barriers are initialised", "  publish_barriers();\n", "",
+        "a barrier that only its own thread can see", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "half the bytes expected", "arrive_and_expect(full, sizeof(to))",
+        "arrive_and_expect(full, sizeof(to) / 2)", "RuntimeError", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "the producer does not wait for a free stage",
+        "    wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);\n", "",
+        "more arrivals at a barrier", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "the producer waits for the wrong phase", "v_empty[to.number], to.parity ^ 1",
+        "v_empty[to.number], to.parity", "deadlock", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "scores are read while they are made", "    wait_for_products<1>();\n", "", "Error",
+    ),
+    of_warpgroups(
+        "products of keys that have not come",
+        "    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);\n", "", "Error",
+    ),
+    of_warpgroups(
+        "no fence before a group", "  hold(o);\n  fence_products();\n", "  hold(o);\n",
+        "a product without a fence",
+    ),
+    of_warpgroups(
+        "weights are written while a product reads them",
+        "    wait_for_products<0>();\n    take_values();\n    rescale(",
+        "    pack_weights<kType>(s, w);\n    wait_for_products<0>();\n    take_values();\n"
+        "    rescale(", "AssertionError",
+    ),
+    of_warpgroups(
+        "values are given back while a product reads them",
+        "    wait_for_products<0>();\n    take_values();\n    rescale(",
+        "    take_values();\n    wait_for_products<0>();\n    rescale(", "AssertionError",
+    ),
 ]  # fmt: skip
 
 
@@ -63,7 +117,7 @@ def build(mistake: Mistake, folder: Path) -> Path:
     planted = folder / "planted.o"
     flags = f"{host_build.FLAGS} {host_build.KINDS[mistake.kind]}".split()
     include = [f"-I{host_build.SHIM}", f"-I{csrc}"]
-    source = csrc / "cuda" / SOURCE
+    source = csrc / "cuda" / mistake.source
     compiler = host_build.compiler()
     host_build.run(
         [*compiler, *flags, *include, "-x", "c++", "-c", str(source), "-o", str(planted)]
@@ -80,7 +134,7 @@ def run_corners(mistake: Mistake, library: Path) -> subprocess.CompletedProcess:
     if mistake.kind == "sanitized":
         environment = host_build.sanitizer_environment()
     environment |= {"FASTATTN_TEST_SHIM": mistake.kind, "FASTATTN_TEST_LIBRARY": str(library)}
-    tests = str(host_build.ROOT / "tests/cuda/test_cuda_sdpa.py")
+    tests = str(host_build.ROOT / "tests/cuda" / TESTS[mistake.source])
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     return subprocess.run(
         [*command, "--capture=sys", tests, "-k", "test_corner"],
@@ -91,6 +145,8 @@ def run_corners(mistake: Mistake, library: Path) -> subprocess.CompletedProcess:
 def main() -> int:
     missed = 0
     for mistake in MISTAKES:
+        if not all(word in mistake.name for word in sys.argv[1:]):
+            continue
         host_build.library("kernels", mistake.kind)
         with tempfile.TemporaryDirectory() as folder:
             done = run_corners(mistake, build(mistake, Path(folder)))

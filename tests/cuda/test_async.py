@@ -23,7 +23,7 @@ MISTAKES = (
 
 
 def outcome(mistake="none", schedule=0, keys=600, kind="plain") -> str:
-    """"right", "wrong numbers", or the launch's error."""
+    """ "right", "wrong numbers", or the launch's error."""
     library = ctypes.CDLL(str(host_build.library("shim", kind)))
     call = library.shim_async
     call.restype = ctypes.c_char_p

@@ -4,19 +4,13 @@ The additive inner loop has two bounds. The special-function unit gives 16 resul
 128 instructions are issued a clock.
 """
 
-import functools
-import re
-import subprocess
-import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import sass
-from toolkit import find_nvcc, find_tool
+from machine_code import ROOT, instructions, usage
+from toolkit import find_nvcc
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "csrc/cuda"
 SOURCES = sorted(str(path.relative_to(CUDA)) for path in CUDA.rglob("*.cu"))
 ARCHS = ("sm_80", "sm_90a")
@@ -40,6 +34,7 @@ BLOCKS = {
     "sdpa_dq_kernel": 2,
     "sdpa_dkdv_kernel": 2,
     "sdpa_dbias_kernel": 2,
+    "sdpa_wgmma_kernel": 3,  # as large as these: a block of three warpgroups
 }
 
 # Per score element of an inner loop: (issue slots, special-function operations). Loops are
@@ -55,62 +50,7 @@ SOURCE_OF = {
     "additive_keys_kernel": "additive/grad_key.cu",
 }
 
-
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-
-
-@functools.cache
-def up_to_date() -> bool:
-    """Whether ninja, which knows all includes, finds nothing to do."""
-    command = [sys.executable, "-m", "ninja", "-f", "build/cuda/build.ninja", "-n"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return "no work to do" in done.stdout
-
-
-def object_of(source: str) -> Path:
-    """The object that `make build` made from a source."""
-    target = ROOT / "build/cuda" / Path(source).with_suffix(".o")
-    if not target.exists() or not up_to_date():
-        pytest.fail("the CUDA objects are missing or older than csrc/cuda: run `make build`")
-    return target
-
-
-def cuobjdump(*arguments, folder=ROOT) -> str:
-    tool = find_tool("cuobjdump")
-    if tool is None:
-        pytest.skip("no cuobjdump, neither beside nvcc nor in a Triton wheel")
-    done = subprocess.run([tool, *arguments], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def kernel_name(mangled: str) -> str:
-    """The part of a mangled name that ends in _kernel. Names follow their lengths.
-
-    nvcc's number of the file comes before it, and may look like a length and a name with digits.
-    """
-    parts = re.findall(r"(?=(\d\d)([a-z]\w*))", mangled)
-    return next(x[: int(n)] for n, x in parts if re.fullmatch("[a-z_]+_kernel", x[: int(n)]))
-
-
-@functools.cache
-def usage(source: str, arch: str) -> dict[str, dict[str, int]]:
-    """{kernel: registers, stack, local memory (for spilled registers), shared memory}."""
-    found = {}
-    text = cuobjdump("-arch", arch, "-res-usage", object_of(source))
-    for name, line in re.findall(r"Function (\w+):\s*\n(.*)", text):
-        if "_kernel" not in name:
-            continue
-        numbers = {key: int(n) for key, n in re.findall(r"(\w+):(\d+)", line)}
-        used = {
-            "registers": numbers["REG"],
-            "spills": numbers["STACK"] + numbers["LOCAL"],
-            "shared": numbers["SHARED"],
-        }
-        worst = found.setdefault(kernel_name(name), used)  # of all kernels of a template
-        worst.update({n: max(x, worst[n]) for n, x in used.items()})
-    return found
-
 
 every_kernel = pytest.mark.parametrize("source", SOURCES)
 both_archs = pytest.mark.parametrize("arch", ARCHS)
@@ -134,28 +74,7 @@ def test_budgets_name_kernels():
     assert kernels >= BLOCKS.keys() | LOOPS.keys()
 
 
-# ---- machine code ----
-
-
-def instructions(source: str, arch: str) -> dict[str, str]:
-    """{kernel: its listing}."""
-    tool = find_tool("nvdisasm")
-    if tool is None:
-        pytest.skip("no nvdisasm, neither beside nvcc nor in a Triton wheel")
-    with tempfile.TemporaryDirectory() as folder:
-        cuobjdump("-arch", arch, "-xelf", "all", object_of(source), folder=folder)
-        [cubin] = Path(folder).glob("*.cubin")
-        text = subprocess.run(
-            [tool, "-c", cubin], capture_output=True, text=True, check=True
-        ).stdout
-    found: dict[str, list[str]] = {}  # of all of a template's
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("\t.section\t"):
-            named = "_kernel" in line and ".text." in line
-            lines = found.setdefault(kernel_name(line), []) if named else []
-        lines.append(line)
-    return {kernel: "\n".join(listing) for kernel, listing in found.items()}
+# ---- loops ----
 
 
 def count(loop: Counter, operation: str) -> int:

@@ -1,5 +1,6 @@
 """Counting instructions, on an artificial listing."""
 
+import pytest
 import sass
 
 LISTING = """
@@ -31,3 +32,44 @@ def test_loops_with_another_inside_are_not_counted():
 def test_paired_loops_have_reciprocals_and_no_stores():
     assert sass.paired_loops(LISTING) == [{"slots": 5, "mufu": 1, "local": 1}]
     assert sass.gradient_loops(LISTING) == [{"slots": 3, "mufu": 1, "local": 0}]
+
+
+PRODUCTS = """
+.L_x_7:
+        /*0000*/                   WARPGROUP.ARRIVE ;
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], RZ, !UPT ;
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24, gsb0 ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0050*/                   MUFU.EX2 R30, R31 ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/                   VOTE.ANY P0, P0 ;
+        /*0080*/              @!P0 BRA `(.L_x_8) ;
+        /*0090*/                   FMUL R88, R88, R2 ;
+        /*00a0*/                   FMUL R89, R89, R2 ;
+.L_x_8:
+        /*00b0*/                   F2FP.BF16.F32.PACK_AB R180, R30, R31 ;
+        /*00c0*/               @P1 BRA `(.L_x_7) ;
+"""
+
+
+def test_loops_of_products():
+    [loop] = sass.product_loops(PRODUCTS)
+    assert loop["slots"] == 13
+    assert loop["steady"] == 11  # without what the vote skips
+    assert (loop["products"], loop["waits"], loop["mufu"], loop["local"]) == (3, 2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "early"),
+    [
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "FADD R1, R24, R2"),  # sums of the first group
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "FMUL R119, R1, R2"),  # of the second
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R183, R2"),  # its operand is overwritten
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "STG.E.128 [R2.64], R86"),  # four registers
+    ],
+)
+def test_accesses_before_the_wait(before, early):
+    assert sass.early_accesses(PRODUCTS) == []
+    planted = PRODUCTS.replace(before, f"{early} ;\n        /*0038*/                   {before}")
+    assert sass.early_accesses(planted) == [early]

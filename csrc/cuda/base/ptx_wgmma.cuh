@@ -11,14 +11,14 @@
 
 #include "cuda/base/ptx_async.cuh"
 
-// Whether this compilation has the instructions: a kernel without them has no body.
-#if defined(FASTATTN_CUDA_ON_CPU) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define FASTATTN_HAS_WGMMA 1
-#else
-#define FASTATTN_HAS_WGMMA 0
-#endif
-
 namespace fastattn::cuda {
+
+// Whether this compilation has the instructions: a kernel without them does nothing.
+#if defined(FASTATTN_CUDA_ON_CPU) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kHasWgmma = true;
+#else
+constexpr bool kHasWgmma = false;
+#endif
 
 constexpr int kWarpgroup = 128;  // threads
 

@@ -240,7 +240,7 @@ void launch(SdpaArgs a, Launcher& launcher) {
 
 int64_t sdpa_forward_workspace_bytes(const ForwardParams& p) {
   if (is_few(p)) return 4 * partial_floats(p, plan(p).chunks * kWarps);
-  return takes_wgmma(p) ? wgmma_marks_bytes(p) : 0;
+  return wants_wgmma(p) ? wgmma_marks_bytes(p) : 0;
 }
 
 const char* sdpa_forward(const ForwardParams& p, void* stream) {

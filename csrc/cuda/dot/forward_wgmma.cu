@@ -17,99 +17,16 @@
 // finite therefore leaves a mark, and forward.cu computes its rows again.
 //
 // Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and low-precision",
-// 2024. docs/decisions/0012-warpgroups.md counts its instructions. Not run on a GPU.
-#include <cstddef>
+// 2024. docs/decisions/0013-warpgroups.md counts its instructions. Not run on a GPU.
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/base/ptx_wgmma.cuh"
-#include "cuda/base/tensor_map.h"
-#include "cuda/dot/forward.cuh"
 #include "cuda/dot/forward_wgmma.h"
+#include "cuda/dot/wgmma_block.cuh"
 #include "cuda/tile/few_queries.h"
 
 namespace fastattn::cuda {
 namespace {
-
-constexpr int kKeyTile = 128;
-constexpr int kKeyHalves = kKeyTile / kTile;
-constexpr int kScoreTiles = kKeyTile / 8;
-
-struct WgmmaArgs {
-  ForwardParams p;
-  CUtensorMap q, k, v;
-};
-
-// What a block consists of. The registers of its warpgroups add up to at most 64 K. Three consumers
-// would have 160 each, and spill.
-constexpr int kConsumers = 2;
-constexpr int kBlock = kWarpgroup * (kConsumers + 1);
-constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
-constexpr int kRowTile = kTile * kConsumers;
-
-template <int kDim>
-struct Plan {
-  static constexpr int kStages = kDim == 64 ? 4 : 2, kPanels = kDim / kPanel;
-};
-
-template <int kDim>
-struct alignas(1024) WgmmaMemory {
-  using Of = Plan<kDim>;
-  uint16_t q[kConsumers][Of::kPanels][kTile * kPanel];
-  uint16_t k[Of::kStages][Of::kPanels][kKeyTile * kPanel];
-  uint16_t v[Of::kStages][Of::kPanels][kKeyTile * kPanel];
-  Barrier q_full, k_full[Of::kStages], v_full[Of::kStages];
-  Barrier k_empty[Of::kStages], v_empty[Of::kStages];
-};
-
-// A place in the ring of stages.
-template <int kStages>
-struct Stage {
-  uint32_t number = 0, parity = 0;  // parity: of the phase that fills it
-
-  __device__ __forceinline__ Stage next() const {
-    return {(number + 1) % kStages, parity ^ (number + 1) / kStages};
-  }
-};
-
-// ---- which keys ----
-
-// The key tiles of a block in the order in which it takes them: from the last masked one down, then
-// those before the keys that all rows keep, then tiles without mask, bias and dropout.
-struct KeyTiles {
-  int first, end, full_first, full_end;
-
-  FASTATTN_DEVICE int count(const KeyTiles& x) { return x.end - x.first; }
-  FASTATTN_DEVICE int masked(const KeyTiles& x) {
-    return x.end - x.full_end + x.full_first - x.first;
-  }
-  FASTATTN_DEVICE int at(const KeyTiles& x, int n) {
-    const int late = x.end - x.full_end;
-    if (n < late) return x.end - 1 - n;
-    return n < masked(x) ? x.first + n - late : x.full_end - 1 - (n - masked(x));
-  }
-};
-
-FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, int b, int64_t i0, int64_t i1) {
-  const KeyRange some = tile_range(p.mask, p.N, b, i0, i1);
-  if (some.begin >= some.end) return {0, 0, 0, 0};
-  const int first = static_cast<int>(some.begin / kKeyTile);
-  const int end = static_cast<int>(ceil_div(some.end, kKeyTile));
-  if (has_dense(p.mask) || p.bias.data != nullptr || p.dropout.enabled)
-    return {first, end, end, end};
-  const KeyRange all = common_range(p.mask, p.N, b, i0, i1);
-  const int full_end = static_cast<int>(max64(first, all.end / kKeyTile));
-  const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kKeyTile)));
-  if (full_first >= full_end) return {first, end, end, end};
-  return {first, end, full_first, full_end};
-}
-
-// The queries of a block; later ones may have more keys, and come first.
-FASTATTN_DEVICE Place block_queries(const AttentionParams& p, uint32_t block) {
-  const int64_t tiles = ceil_div(p.M, kRowTile);
-  const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H);
-  return place(p, block, h, (later_rows_keep_more(p.mask, p.N) ? tiles - 1 - n : n) * kRowTile, 0);
-}
 
 // ---- the producer ----
 
@@ -146,212 +63,7 @@ FASTATTN_DEVICE void produce(const WgmmaArgs& a, const Place& at, const KeyTiles
   }
 }
 
-// ---- a consumer ----
-
-constexpr uint32_t kRowBytes = 2 * kPanel;
-// Along the rows of one panel, in steps of 16 numbers.
-constexpr OperandShape kAlongRows = {0, 8 * kRowBytes};
-constexpr uint32_t kRowStep = 32;
-// Down the columns of all panels of V, in steps of 16 rows.
-constexpr OperandShape kDownColumns = {kKeyTile * kRowBytes, 8 * kRowBytes};
-constexpr uint32_t kColumnStep = 16 * kRowBytes;
-
-// Starts S = Q K^T.
-template <DType kType, int kPanels>
-FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kScoreTiles][4]) {
-  hold(s);
-  fence_products();
-#pragma unroll
-  for (uint32_t n = 0; n < 4 * kPanels; ++n)
-    multiply_shared<kType>(s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
-                           advance(k, chunks_of(n / 4 * kKeyTile * kRowBytes + n % 4 * kRowStep)),
-                           n > 0);
-  commit_products();
-}
-
-// Starts O += P V.
-template <DType kType, int kTiles>
-FASTATTN_DEVICE void start_values(const uint32_t (&w)[kKeyTile / 16][4], uint64_t v,
-                                  float (&o)[kTiles][4]) {
-  hold(o);
-  fence_products();
-#pragma unroll
-  for (uint32_t n = 0; n < kKeyTile / 16; ++n)
-    multiply_registers<kType>(o, w[n], advance(v, chunks_of(n * kColumnStep)), true);
-  commit_products();
-}
-
-// A half of the tile's scores, kTile keys.
-FASTATTN_DEVICE Pairs<QueryRows>& half_of(float (&s)[kScoreTiles][4], int half) {
-  return *reinterpret_cast<Pairs<QueryRows>*>(&s[half * kTile / 8]);
-}
-
-FASTATTN_DEVICE Place at_keys(const AttentionParams& p, Place at, int64_t j0) {
-  at.j0 = j0, at.cols = extent(p.N, j0);
-  return at;
-}
-
-// Both halves in turn, each with 32 bits a thread.
-FASTATTN_DEVICE void mask_tile_scores(const AttentionParams& p, const Place& at, int64_t j0,
-                                      float (&s)[kScoreTiles][4]) {
-#pragma unroll
-  for (int half = 0; half < kKeyHalves; ++half) {
-    const Place here = at_keys(p, at, j0 + half * kTile);
-    mask_scores<QueryRows>(p, here, partial_bits<QueryRows>(p, here), half_of(s, half));
-  }
-}
-FASTATTN_DEVICE void drop_tile_weights(const AttentionParams& p, const Place& at, int64_t j0,
-                                       float (&s)[kScoreTiles][4]) {
-  if (!p.dropout.enabled) return;
-#pragma unroll
-  for (int half = 0; half < kKeyHalves; ++half)
-    drop(p, surviving_bits<QueryRows>(p, at_keys(p, at, j0 + half * kTile)), half_of(s, half));
-}
-
-// P as operand A.
-template <DType kType>
-FASTATTN_DEVICE void pack_weights(const float (&s)[kScoreTiles][4],
-                                  uint32_t (&w)[kKeyTile / 16][4]) {
-#pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      w[n / 2][n % 2 * 2 + r] = pack_pair<kType>(s[n][2 * r], s[n][2 * r + 1]);
-}
-
-// Makes O and l sums of all tiles so far. Most tiles leave the maxima as they are, which are whole
-// numbers (softmax.cuh).
-template <int kTiles>
-FASTATTN_DEVICE void rescale(const SdpaStep& step, SdpaState& state, float (&o)[kTiles][4]) {
-  const bool grew = step.m_old[0] != state.m[0] || step.m_old[1] != state.m[1];
-  if (!__any_sync(kAllLanes, grew)) {
-    state.l[0] += step.sum[0], state.l[1] += step.sum[1];
-    return;
-  }
-  float alpha[2];
-  sdpa_add_sums(step, state, alpha);
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-    for (int v = 0; v < 4; ++v) o[n][v] *= alpha[v / 2];
-}
-
-// The threads of a warp have read a stage.
-FASTATTN_DEVICE void release(Barrier* empty) {
-  if (lane() == 0) arrive(empty);
-}
-
-template <DType kType, int kDim>
-struct Consumer {
-  using Of = Plan<kDim>;
-  const AttentionParams& p;
-  const Place& at;
-  WgmmaMemory<kDim>& memory;
-  float scale;
-  uint64_t q, first_k, first_v;  // descriptors; the latter two of stage 0
-  SdpaState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
-  SdpaStep step = {};
-  float o[kDim / 8][4] = {};
-  float s[kScoreTiles][4] = {};
-  uint32_t w[kKeyTile / 16][4] = {};
-  Stage<Of::kStages> of_scores = {}, of_values = {};
-
-  __device__ __forceinline__ Consumer(const WgmmaArgs& a, const Place& at,
-                                      WgmmaMemory<kDim>& memory, int group)
-      : p(a.p),
-        at(at),
-        memory(memory),
-        scale(a.p.scale * kLog2e),
-        q(describe(memory.q[group], kAlongRows)),
-        first_k(at_offset(memory, offsetof(WgmmaMemory<kDim>, k), kAlongRows)),
-        first_v(at_offset(memory, offsetof(WgmmaMemory<kDim>, v), kDownColumns)) {}
-
-  // Both from one address, which stays in a register.
-  __device__ static uint64_t at_offset(const WgmmaMemory<kDim>& memory, size_t bytes,
-                                       OperandShape shape) {
-    return advance(describe(&memory, shape), chunks_of(bytes));
-  }
-
-  __device__ __forceinline__ void start_next_scores() {
-    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);
-    start_scores<kType, Of::kPanels>(
-        q, advance(first_k, of_scores.number * chunks_of(sizeof(memory.k[0]))), s);
-  }
-  __device__ __forceinline__ void start_next_values() {
-    wait_for_phase(&memory.v_full[of_values.number], of_values.parity);
-    start_values<kType>(w, advance(first_v, of_values.number * chunks_of(sizeof(memory.v[0]))), o);
-  }
-  // Once their products are done:
-  __device__ __forceinline__ void take_scores() {
-    hold(s);
-    release(&memory.k_empty[of_scores.number]);
-  }
-  __device__ __forceinline__ void take_values() {
-    hold(o);
-    release(&memory.v_empty[of_values.number]);
-  }
-  __device__ __forceinline__ void go_on() {
-    of_values = of_scores;
-    of_scores = of_scores.next();
-  }
-
-  // S -> P.
-  template <bool kMasked>
-  __device__ __forceinline__ void softmax(int tile) {
-    scale_scores(scale, s);
-    if constexpr (kMasked) {
-      const int64_t j0 = static_cast<int64_t>(tile) * kKeyTile;
-      mask_tile_scores(p, at, j0, s);
-      sdpa_softmax_step<true>(state, s, step);
-      drop_tile_weights(p, at, j0, s);
-    } else {
-      sdpa_softmax_step<false>(state, s, step);
-    }
-  }
-
-  __device__ __forceinline__ void first(int tile) {
-    start_next_scores();
-    wait_for_products<0>();
-    take_scores();
-    softmax<true>(tile);
-    state.l[0] = step.sum[0], state.l[1] = step.sum[1];
-    pack_weights<kType>(s, w);
-    go_on();
-  }
-
-  // The scores of a tile, beside the values of the one before.
-  template <bool kMasked>
-  __device__ __forceinline__ void next(int tile) {
-    start_next_scores();
-    start_next_values();
-    wait_for_products<1>();
-    take_scores();
-    softmax<kMasked>(tile);
-    wait_for_products<0>();
-    take_values();
-    rescale(step, state, o);
-    pack_weights<kType>(s, w);
-    go_on();
-  }
-
-  __device__ __forceinline__ void last() {
-    start_next_values();
-    wait_for_products<0>();
-    take_values();
-  }
-
-  __device__ __forceinline__ void run(const KeyTiles& tiles) {
-    const int count = KeyTiles::count(tiles), masked = KeyTiles::masked(tiles);
-    wait_for_phase(&memory.q_full, 0);
-    first(KeyTiles::at(tiles, 0));
-    int n = 1;
-#pragma unroll 1
-    for (; n < masked; ++n) next<true>(KeyTiles::at(tiles, n));
-#pragma unroll 1
-    for (; n < count; ++n) next<false>(0);
-    last();
-  }
-};
+// ---- the block ----
 
 // Marks a warp that has a result which is not finite.
 template <int kTiles>
@@ -378,9 +90,7 @@ FASTATTN_DEVICE void init_barriers(WgmmaMemory<kDim>& memory) {
 }
 
 template <DType kType, int kDim>
-__global__ void __launch_bounds__(kBlock, 1)
-    sdpa_wgmma_kernel(const __grid_constant__ WgmmaArgs a) {
-#if FASTATTN_HAS_WGMMA
+FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   WgmmaMemory<kDim>& memory = *static_cast<WgmmaMemory<kDim>*>(shared_boxes());
   const ForwardParams& p = a.p;
   if (thread() == 0) init_barriers(memory);
@@ -400,7 +110,12 @@ __global__ void __launch_bounds__(kBlock, 1)
   if (KeyTiles::count(tiles) > 0) mine.run(tiles);
   mark(p, at, mine.o);
   write_rows<kType, kDim>(p, at, mine.state, mine.o);
-#endif
+}
+
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kBlock, 1)
+    sdpa_wgmma_kernel(const __grid_constant__ WgmmaArgs a) {
+  if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim>(a);
 }
 
 template <DType kType, int kDim>
@@ -429,11 +144,13 @@ bool has_tensor_maps(const ForwardParams& p) {
 
 }  // namespace
 
-bool takes_wgmma(const ForwardParams& p) {
+bool wants_wgmma(const ForwardParams& p) {
   const char* const path = std::getenv("FASTATTN_CUDA_PATH");
   if (path == nullptr || std::strcmp(path, "wgmma") != 0) return false;
-  return p.M > kFewQueries && has_tensor_maps(p) && is_sm90();
+  return p.M > kFewQueries && has_tensor_maps(p);
 }
+
+bool takes_wgmma(const ForwardParams& p) { return wants_wgmma(p) && is_sm90(); }
 
 void launch_wgmma(const ForwardParams& p, Launcher& launcher) {
   with_operands(p, [&](auto type, auto dim) { launch<type, dim>(p, launcher); });

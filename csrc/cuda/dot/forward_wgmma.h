@@ -6,12 +6,15 @@
 
 namespace fastattn::cuda {
 
-// Whether FASTATTN_CUDA_PATH is "wgmma" and this path can be taken: compute capability 9.0, more
-// than a few queries, and strides that a tensor map can describe. No GPU has run it yet, so that
-// nothing else chooses it.
+// Whether FASTATTN_CUDA_PATH is "wgmma" and the problem can take this path: more than a few
+// queries, and strides that a tensor map can describe. No GPU has run it yet, so that nothing else
+// chooses it.
+bool wants_wgmma(const ForwardParams& p);
+
+// Whether the current device can take it, too: compute capability 9.0.
 bool takes_wgmma(const ForwardParams& p);
 
-// Marks of rows, [B][H][tiles of 64 queries][4 warps]. Only takes_wgmma() has them.
+// Marks of rows, [B][H][tiles of 64 queries][4 warps], where wants_wgmma().
 inline int64_t wgmma_marks_bytes(const ForwardParams& p) {
   return 4 * p.B * p.H * ((p.M + 63) / 64);
 }
