@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import registry
-from fastattn.problem import Mask, Origin, Problem
+from fastattn.problem import Mask, Origin, Problem, relative
 
 
 class Cut(NamedTuple):
@@ -99,13 +99,22 @@ def tensors_of(p: Problem, cut: Cut, *tensors: Any) -> tuple[Any, ...]:
     rows, keys = (cut.b, cut.h, cut.i), (cut.b, key_heads(p, cut), cut.j)
     if w is not None:
         w = _slice(w, *((cut.h,) if w.dim() == 2 else (cut.b, cut.h)))
-    bias = None if bias is None else operand_of(bias, cut)
+    bias = None if bias is None else bias_of(p, bias, cut)
     return _slice(q, *rows), _slice(k, *keys), _slice(v, *keys), w, bias
 
 
 def operand_of(x: Tensor, cut: Cut) -> Tensor:
     """The part of a mask or bias, or of its gradient, whose dims of size 1 broadcast."""
     return _slice_if(x, *cut)
+
+
+def bias_of(p: Problem, x: Tensor, cut: Cut) -> Tensor:
+    """The part of a bias, or of its gradient. That of a line has the diagonals of the block."""
+    if not relative.is_line(x, p.M, p.N):
+        return operand_of(x, cut)
+    (i0, i1), (j0, j1) = cut.i, cut.j
+    first = j0 - i1 + p.M  # the distance j0 - (i1 - 1)
+    return _slice_if(x, cut.b, cut.h)[..., first : first + (i1 - i0) + (j1 - j0) - 1]
 
 
 def rows_of(x: Tensor, cut: Cut) -> Tensor:

@@ -15,7 +15,7 @@ from fastattn.distributed.comm import Group
 from fastattn.distributed.heads import Move
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, has_rows
-from fastattn.problem import Dropout, Origin, arguments, call_cache, validate
+from fastattn.problem import Dropout, Origin, arguments, call_cache, relative, validate
 
 Method = Literal["heads", "gather", "ring"]
 METHODS = {"heads": heads.attend, "gather": gather.attend, "ring": ring.attend}
@@ -88,6 +88,11 @@ def context_parallel_attention(
     arguments.check_choice("method", method, (None, *METHODS))
     arguments.check_bool("return_lse", return_lse)
     group = Group(mesh)
+    if isinstance(options.get("bias"), relative.Relative):
+        raise ValueError(
+            "bias: expected a tensor, because the rows of a rank need not follow each other: write "
+            "bias.to_dense(M, N) and shard its rows"
+        )
     tensors: Any = functional.autocast(query, key, value, weight)
     score: Any = "dot" if weight is None else "additive"
     validate.check_points(*tensors[:3])
