@@ -24,8 +24,9 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt
 
-.PHONY: help test test-fast test-kernels test-integrations fuzz test-aarch64 sanitize-cpu
-.PHONY: bench bench-models bench-modules bench-extras bench-peers bench-scaling bench-compare
+.PHONY: help test test-fast test-distributed test-kernels test-integrations fuzz test-aarch64
+.PHONY: sanitize-cpu bench bench-models bench-modules bench-extras bench-peers bench-scaling
+.PHONY: bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
@@ -33,6 +34,7 @@ EXAMPLES := text_classification translation kernel_regression drop_in masked_lan
 help:
 	@echo "make test    run the tests             ARGS='-k mask' goes to pytest"
 	@echo "make test-fast  of these, in a minute: the CPU backend on its widest instruction set"
+	@echo "make test-distributed  attention over four processes instead of two"
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make test-integrations  fastattn in models of transformers, timm, diffusers, open_clip and others"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
@@ -63,6 +65,10 @@ PARALLEL = $$($(PY) -c 'import xdist; print("-n auto --dist $(1) --no-loadscope-
 
 test: build
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m pytest tests $(call PARALLEL,loadfile) $(ARGS)
+
+# Attention over four processes of this machine; `make test` has two.
+test-distributed: build
+	FASTATTN_TEST_RANKS=4 OMP_NUM_THREADS=1 $(PY) -m pytest tests/distributed $(ARGS)
 
 # While you work: neither interpreted nor simulated GPU kernels, nor the example programs, nor what is
 # marked slow: the narrower instruction sets, torch.compile, and the largest sizes.

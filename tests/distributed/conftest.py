@@ -1,10 +1,6 @@
-"""The processes of these tests find their functions in this folder."""
+"""The modules beside the tests: processes that these start find their functions there."""
 
-import os
 import sys
 from pathlib import Path
 
-HERE = str(Path(__file__).parent)
-sys.path.insert(0, HERE)
-# For the processes, too.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+sys.path.insert(0, str(Path(__file__).parent))

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fastattn
+from bench.context import Shape
+from fastattn import Mask
 from fastattn.distributed import (
     Layout,
     context_parallel_attention,
@@ -166,30 +168,43 @@ def by_itself_it_takes_heads_or_gather():
 def bytes_are_those_of_the_table():
     group, rank, P = world()
     layout = Layout.contiguous(N, P)  # equal shares
-    Hkv, E, e = 2, 16, 4
+    shape = Shape(B, H, 2, N, D, 16, size=4)
     q, k, v = (
         layout.take(drawn(B, heads, N, width), 2, rank).detach().requires_grad_()
-        for heads, width in ((H, D), (Hkv, D), (Hkv, E))
+        for heads, width in ((H, D), (shape.Hkv, D), (shape.Hkv, shape.E))
     )
-    keys = (P - 1) * B * N // P * Hkv * (D + E) * e  # K, V of this rank to all others
-    heads = (P - 1) * B * N // P // P * e
-    there, back = heads * (H * D + Hkv * (D + E)), heads * H * (E + 1)
-    expected = {
-        "gather": (keys, 2 * keys),
-        "ring": (keys, 2 * keys),
-        "heads": (there + back, there + back),
-    }
-    for method, (forward, backward) in expected.items():
-        if method == "heads" and Hkv % P:
-            continue
+    for method in ("gather", "ring", *(() if shape.Hkv % P else ("heads",))):
+        forward, backward = shape.bytes_sent(method, P)
         with count_bytes() as sent:
             out = context_parallel_attention(
                 q, k, v, group, layout=layout, method=method, enable_gqa=True
             )
             assert sent.bytes == forward, (method, sent.bytes, forward)
             torch.autograd.grad(out.sum(), (q, k, v))
-            assert sent.bytes <= forward + backward, (method, sent.bytes, forward, backward)
-            assert sent.bytes > forward
+            assert sent.bytes == forward + backward, (method, sent.bytes, forward, backward)
+
+
+def decoding_with_keys_spread_over_ranks():
+    """Each attends to its own keys; what travels does not grow with them."""
+    group, rank, size = world()
+    layout = Layout.contiguous(203, size)
+    (begin, end), *_ = layout.pieces[rank]
+    lengths = torch.tensor([203, 41])  # of the second sequence, later ranks have no key
+    for M in (1, 3):
+        q, k, v = drawn(B, H, M, D), drawn(B, H, 203, D), drawn(B, H, 203, 2 * D)
+        rows = lengths[:, None] - M + 1 + torch.arange(M)  # new queries see what stands before
+        own = Mask(kv_len=(rows - begin).clamp(0, end - begin))
+        out, lse = fastattn.scaled_dot_product_attention(
+            q, k[:, :, begin:end], v[:, :, begin:end], mask=own, return_lse=True
+        )
+        every: list = [None] * size
+        dist.all_gather_object(every, (out.detach(), lse.detach()))
+        found = fastattn.merge_attention(*zip(*every, strict=True))
+        whole = fastattn.scaled_dot_product_attention(
+            q, k, v, mask=Mask(kv_len=rows), return_lse=True
+        )
+        for a, b in zip(found, whole, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 # ---- what raises, on every rank alike ----
@@ -251,6 +266,7 @@ PROMISES = [
     heads_at_a_time_change_no_bit,
     by_itself_it_takes_heads_or_gather,
     bytes_are_those_of_the_table,
+    decoding_with_keys_spread_over_ranks,
     refused,
     no_second_derivative_is_dropped,
 ]

@@ -3,10 +3,12 @@
 import itertools
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 
+from bench import context
 from fastattn import Mask
 from fastattn.distributed import Layout
 
@@ -93,6 +95,11 @@ def test_packed_documents_are_balanced_by_cost(ranks, causal):
     four, sixteen = (statistics.mean(x) for x in zip(*found, strict=True))
     assert four < 1.10
     assert sixteen < 1.01
+
+
+def test_the_page_has_the_table_that_the_script_prints():
+    page = Path(__file__).parents[2] / "docs/distributed.md"
+    assert "\n".join([*context.HEAD, *context.rows()]) in page.read_text("utf-8")
 
 
 # ---- what is refused ----
