@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ from fastattn.backends import registry
 from fastattn.problem import Problem, reference
 from fastattn.problem.record import MASK_TENSORS
 from fastattn.problem.schemas import Call, Saved
+
+_Function = type[torch.autograd.Function]
 
 
 def attend(
@@ -79,7 +82,7 @@ class _Positional(inspect.Signature):
     ``Function.apply`` binds its arguments at every call, which took longer than a small problem.
     """
 
-    def bind(self, *args):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def bind(self, *args: Any) -> _Bound:  # pyright: ignore[reportIncompatibleMethodOverride]
         """``Function.apply`` reads only ``args`` and ``kwargs`` of the result."""
         return _Bound(args, {})
 
@@ -92,10 +95,10 @@ class _Bound(NamedTuple):
         """No argument has a default."""
 
 
-def _positional(*names: str):
+def _positional(*names: str) -> Callable[[Callable], Callable]:
     """Gives names to ``*args``: dynamo reads the number of arguments from the signature."""
 
-    def decorate(function):
+    def decorate(function: Any) -> Callable:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         function.__signature__ = _Positional([inspect.Parameter(name, kind) for name in names])
         return function
@@ -121,12 +124,12 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     @_positional("backend", "p", *_TENSORS)
-    def forward(backend, p, *tensors):
+    def forward(backend: str, p: Problem, *tensors: Tensor | None) -> tuple:
         inputs, own, _ = _parts(tensors)
         return registry.get(backend).forward(p.with_tensors(*own), *inputs)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.backend, ctx.p, *tensors = inputs
         out, _, weights, stats = output
         ctx.save_for_backward(*tensors, out, stats)
@@ -136,7 +139,13 @@ class AttentionFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(stats, *absent)
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse, grad_weights, _grad_stats):
+    def backward(
+        ctx: Any,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        grad_weights: Tensor | None,
+        _grad_stats: Tensor | None,
+    ) -> tuple:
         inputs, own, (out, stats) = _parts(ctx.saved_tensors)
         if ctx.p.weights == "none":  # torch.compile makes zeros for it all the same
             grad_weights = None
@@ -156,7 +165,7 @@ class AttentionFunction(torch.autograd.Function):
         return (None, None, *grads, *[None] * len(own))
 
     @staticmethod
-    def vmap(info, in_dims, backend, p, *tensors):
+    def vmap(info: Any, in_dims: tuple, backend: str, p: Problem, *tensors: Tensor | None) -> tuple:
         function = _either(AttentionFunction, ForwardMode)
         return _vmap(function, info.batch_size, in_dims, (backend, p), tensors)
 
@@ -166,20 +175,20 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     @_positional("backend", "p", "bias_needs_grad", *_TENSORS, *Saved._fields[:-1])
-    def forward(backend, p, bias_needs_grad, *tensors):
+    def forward(backend: str, p: Problem, bias_needs_grad: bool, *tensors: Tensor | None) -> tuple:
         inputs, own, saved = _parts(tensors)
         p = p.with_tensors(*own)
         return registry.get(backend).backward(p, *inputs, *saved, bias_needs_grad)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         _, ctx.p, ctx.bias_needs_grad, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
         second = _reference_vjp(ctx.p.with_tensors(*own), [*inputs, *upstream], grads)
         # out and stats have no gradient: they are functions of the other inputs, and backward()
@@ -188,7 +197,14 @@ class AttentionBackwardFunction(torch.autograd.Function):
         return (None, None, None, *second[:_INPUTS], *absent, *second[_INPUTS:])
 
     @staticmethod
-    def vmap(info, in_dims, backend, p, bias_needs_grad, *tensors):
+    def vmap(
+        info: Any,
+        in_dims: tuple,
+        backend: str,
+        p: Problem,
+        bias_needs_grad: bool,
+        *tensors: Tensor | None,
+    ) -> tuple:
         static = (backend, p, bias_needs_grad)
         function = _either(AttentionBackwardFunction, BackwardForwardMode)
         return _vmap(function, info.batch_size, in_dims, static, tensors)
@@ -201,7 +217,7 @@ def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> lis
     if not wanted:
         return [None] * len(inputs)
 
-    def first_order(*tensors):
+    def first_order(*tensors: Tensor) -> list[Any]:
         full = list(inputs)
         for n, t in zip(present, tensors, strict=True):
             full[n] = t
@@ -219,7 +235,7 @@ def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> lis
 # ---- forward mode ----
 
 
-def _either(compiled, eager):
+def _either(compiled: _Function, eager: _Function) -> _Function:
     """The Function of the two that can run: torch.compile traces none that has a jvp."""
     return compiled if torch.compiler.is_compiling() else eager
 
@@ -228,7 +244,7 @@ class ForwardMode(AttentionFunction):
     """The same, with a Jacobian-vector product."""
 
     @staticmethod
-    def jvp(ctx, _backend, _p, *tangents):
+    def jvp(ctx: Any, _backend: None, _p: None, *tangents: Tensor | None) -> tuple:
         inputs, own, _ = _parts(ctx.saved_tensors)
         p = ctx.p.with_tensors(*own)
         out, lse, weights = _reference_jvp(reference.forward, p, inputs, tangents[:_INPUTS])
@@ -241,7 +257,9 @@ class BackwardForwardMode(AttentionBackwardFunction):
     """The same, with a Jacobian-vector product: forward over reverse mode."""
 
     @staticmethod
-    def jvp(ctx, _backend, _p, _bias_needs_grad, *tangents):
+    def jvp(
+        ctx: Any, _backend: None, _p: None, _bias_needs_grad: None, *tangents: Tensor | None
+    ) -> tuple:
         inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
         moved = *tangents[:_INPUTS], *tangents[_ALL + 2 :]
         p = ctx.p.with_tensors(*own)
@@ -254,7 +272,9 @@ class BackwardForwardMode(AttentionBackwardFunction):
         )
 
 
-def _reference_jvp(formula, p: Problem, inputs, tangents) -> list[Any]:
+def _reference_jvp(
+    formula: Callable, p: Problem, inputs: Sequence[Any], tangents: Sequence[Any]
+) -> list[Any]:
     """Jacobian-vector product of one of the reference's formulas in the inputs that move.
 
     The vector-Jacobian product is linear in its vector, so its own transpose is what is wanted.
@@ -263,7 +283,7 @@ def _reference_jvp(formula, p: Problem, inputs, tangents) -> list[Any]:
     moving = [n for n, t in enumerate(tangents) if t is not None]
     absent = [False]
 
-    def of_moving(*tensors):
+    def of_moving(*tensors: Tensor) -> tuple[Tensor, ...]:
         full = list(inputs)
         for n, t in zip(moving, tensors, strict=True):
             full[n] = t
@@ -281,7 +301,7 @@ def _reference_jvp(formula, p: Problem, inputs, tangents) -> list[Any]:
 # ---- vmap ----
 
 
-def _vmap(function, size: int, in_dims: tuple, static: tuple, tensors: tuple):
+def _vmap(function: _Function, size: int, in_dims: tuple, static: tuple, tensors: tuple) -> tuple:
     """Folds the mapped dim into B for one launch. Mapped weights and seeds have no B: a loop."""
     backend, p, *options = static
     dims = in_dims[len(static) :]
@@ -317,7 +337,9 @@ def _fold(x: Tensor, dim: int | None, size: int, B: int) -> Tensor:
     return x.expand(size, B, *x.shape[2:]).flatten(0, 1)
 
 
-def _vmap_by_loop(function, size, dims, static, tensors):
+def _vmap_by_loop(
+    function: _Function, size: int, dims: tuple, static: tuple, tensors: tuple
+) -> tuple:
     samples = []
     for s in range(size):
         picked = [x if d is None else x.select(d, s) for x, d in zip(tensors, dims, strict=True)]
