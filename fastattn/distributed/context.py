@@ -93,7 +93,8 @@ def context_parallel_attention(
             "bias: expected a tensor, because the rows of a rank need not follow each other: write "
             "bias.to_dense(M, N) and shard its rows"
         )
-    tensors: Any = functional.autocast(query, key, value, weight)
+    options = _replicated(options, group)
+    tensors: Any = functional.autocast(query, key, value, heads.replicated(weight, group))
     score: Any = "dot" if weight is None else "additive"
     validate.check_points(*tensors[:3])
     layout, key_layout = _layouts(tensors, layout, key_layout, group)
@@ -122,6 +123,16 @@ def context_parallel_attention(
 
 
 # ---- what the arguments say of the whole ----
+
+
+def _replicated(options: dict, group: Group) -> dict:
+    """The options, in which biases without rows add up their gradients over ranks."""
+    alike = {
+        name: heads.replicated(x, group)
+        for name, x in options.items()
+        if isinstance(x, Tensor) and x.requires_grad and (x.dim() < 2 or x.shape[-2] == 1)
+    }
+    return options | alike
 
 
 def _layouts(

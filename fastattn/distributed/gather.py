@@ -21,7 +21,7 @@ from fastattn import blocks
 from fastattn.backends import registry
 from fastattn.blocks import Cut
 from fastattn.distributed import comm
-from fastattn.distributed.plan import Plan, has_rows, no_second_derivative
+from fastattn.distributed.plan import Plan, no_second_derivative
 from fastattn.problem import Problem
 
 
@@ -125,7 +125,7 @@ def _backward(
         for to, whole in zip(mine[:2], sums[1:3], strict=True):
             to.copy_(comm.scatter_sum(whole, plan.keys, plan.group))
     grads = [g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
-    return *grads, _grad_w(plan, w, grad_w), _grad_bias(plan, bias, grad_bias)
+    return *grads, *grads_beside(w, grad_w, bias, grad_bias)
 
 
 def _share(p: Problem, of_heads: Problem, grad_weights: Tensor | None, at: Cut) -> Tensor | None:
@@ -137,13 +137,8 @@ def _share(p: Problem, of_heads: Problem, grad_weights: Tensor | None, at: Cut) 
     return grad_weights[:, slice(*at.i)] * (of_heads.H / p.H)
 
 
-def _grad_w(plan: Plan, w: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    if w is None or grad is None:
-        return None
-    return comm.total(grad.sum(0) if w.dim() == 2 else grad, plan.group).to(w.dtype)
-
-
-def _grad_bias(plan: Plan, bias: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    if bias is None or grad is None:
-        return None
-    return (grad if has_rows(bias) else comm.total(grad, plan.group)).to(bias.dtype)
+def grads_beside(w: Any, grad_w: Any, bias: Any, grad_bias: Any) -> tuple:
+    """The gradients of w and of the bias, in their shapes and dtypes."""
+    if grad_w is not None:
+        grad_w = (grad_w.sum(0) if w.dim() == 2 else grad_w).to(w.dtype)
+    return grad_w, None if grad_bias is None else grad_bias.to(bias.dtype)

@@ -66,8 +66,13 @@ def _same(x: Tensor) -> Tensor:
 
 
 def replicated(x: Tensor | None, group: Group) -> Any:
-    """What every rank holds alike: its gradient is a sum over ranks."""
-    return None if x is None else Move.apply(x, _same, lambda grad: comm.total(grad, group))
+    """What every rank holds alike: its gradient is a sum over ranks, in float32 at least."""
+
+    def summed(grad: Tensor) -> Tensor:
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        return comm.total(wide, group).to(grad.dtype)
+
+    return x if x is None or not x.requires_grad else Move.apply(x, _same, summed)
 
 
 def to_heads(x: Tensor, layout: Layout, heads: Heads, group: Group) -> Any:
@@ -129,9 +134,9 @@ def attend(
         return all_rows(x, rows, group) if x.shape[1] == 1 else to_heads(x, rows, queries, group)
 
     if bias is not None:
-        bias = operand(bias if has_rows(bias) else replicated(bias, group))
+        bias = operand(bias)
     if w is not None:
-        w = replicated(w, group)[..., slice(*own), :]
+        w = w[..., slice(*own), :]
     mine = _problem(plan, own, keys[group.rank], operand)
     q = to_heads(q, rows, queries, group)
     k, v = (to_heads(x, plan.keys, keys, group) for x in (k, v))

@@ -24,7 +24,7 @@ from fastattn import blocks
 from fastattn.backends import registry
 from fastattn.blocks import Cut, Part
 from fastattn.distributed import comm
-from fastattn.distributed.gather import _grad_bias, _grad_w
+from fastattn.distributed.gather import grads_beside
 from fastattn.distributed.plan import Plan, no_second_derivative
 
 
@@ -188,7 +188,7 @@ def _backward(
             travelling = _pass_on(plan, _added(sums, travelling), step)()
     grads = [grad_q, *_added(home, travelling)]
     grads = [grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)]
-    return *grads, _grad_w(plan, w, grad_w), _grad_bias(plan, bias, grad_bias)
+    return *grads, *grads_beside(w, grad_w, bias, grad_bias)
 
 
 def _added(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:

@@ -100,6 +100,24 @@ def sinks_and_their_gradients():
             torch.testing.assert_close(grad, expected)
 
 
+def gradients_of_what_is_the_same_everywhere():
+    """Beside a bias with rows, which is each rank's own."""
+    group, rank, size = world()
+    layout = Layout.zigzag(N, size, unit=4)
+    x, rows, keys = drawn(B, H, N, D), drawn(N, N), drawn(H, 1, N)
+    whole = fastattn.scaled_dot_product_attention(x, x, x, keys, bias=rows)
+    expected = torch.autograd.grad(whole.square().sum(), (rows, keys))
+    for method in ("heads", "gather", "ring"):
+        own = layout.take(x.detach(), 2, rank)
+        bias = layout.take(rows.detach(), 0, rank).requires_grad_()
+        out = context_parallel_attention(
+            own, own, own, group, layout=layout, method=method, attn_mask=keys, bias=bias
+        )
+        found = torch.autograd.grad(out.square().sum(), (bias, keys))
+        torch.testing.assert_close(found[0], layout.take(expected[0], 0, rank))
+        torch.testing.assert_close(found[1], expected[1])
+
+
 def inputs_without_a_head_dim():
     group, rank, size = world()
     layout = Layout.contiguous(N, size)
@@ -260,6 +278,7 @@ PROMISES = [
     without_a_layout_ranks_may_hold_any_number,
     one_seed_for_all_ranks,
     sinks_and_their_gradients,
+    gradients_of_what_is_the_same_everywhere,
     inputs_without_a_head_dim,
     heads_have_second_derivatives,
     shards_and_back,
