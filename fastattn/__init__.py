@@ -31,6 +31,13 @@ from fastattn.varlen import varlen_attention
 
 flops.register()
 
+
+def _take_dtensors() -> None:
+    import fastattn.distributed.dtensor  # noqa: F401
+
+
+flops.when_imported("torch.distributed.tensor", _take_dtensors)
+
 __version__ = "0.1.0"
 
 __all__ = [

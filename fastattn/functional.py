@@ -333,6 +333,11 @@ def explain(
     return registry.explain(inputs.p, backend, inputs.bias is not None)
 
 
+# Who computes calls of tensors of other types, or says NotImplemented. fastattn/__init__.py adds
+# DTensor's when torch's is imported.
+takers: list[Callable[..., Any]] = []
+
+
 def _attend(
     score: Score,
     tensors: tuple[Any, ...],
@@ -346,6 +351,10 @@ def _attend(
     ``tensors`` are query, key, value and weight, or bandwidth. The record is remembered by
     ``call``; None if the record depends on more than ``call`` holds.
     """
+    for take in takers:
+        found = take(score, tensors, return_lse, backend, options)
+        if found is not NotImplemented:
+            return found
     arguments.check_bool("return_lse", return_lse)
     cast: Any = autocast(*tensors, exact=score == "gaussian")
     sink = options.pop("sink", None)

@@ -91,9 +91,14 @@ class _WhenImported(MetaPathFinder):
         return spec
 
 
-def register() -> None:
-    """Gives torch's counter these formulas: now if it is imported, else when it is imported."""
-    if "torch.utils.flop_counter" in sys.modules:
-        _register()
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Calls a function: now if a module is imported, else when it is."""
+    if name in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, _WhenImported("torch.utils.flop_counter", _register))
+        sys.meta_path.insert(0, _WhenImported(name, then))
+
+
+def register() -> None:
+    """Gives torch's counter these formulas."""
+    when_imported("torch.utils.flop_counter", _register)

@@ -15,7 +15,7 @@ from fastattn.distributed.comm import Group
 from fastattn.distributed.heads import Move
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, has_rows
-from fastattn.problem import Dropout, Origin, arguments, call_cache, relative, validate
+from fastattn.problem import Dropout, Origin, Score, arguments, call_cache, relative, validate
 
 Method = Literal["heads", "gather", "ring"]
 METHODS = {"heads": heads.attend, "gather": gather.attend, "ring": ring.attend}
@@ -86,23 +86,42 @@ def context_parallel_attention(
     Transformers for Near-Infinite Context", 2023 (ring).
     """
     arguments.check_choice("method", method, (None, *METHODS))
+    return attend(
+        "dot" if weight is None else "additive", (query, key, value, weight), Group(mesh), Origin(),
+        (method, layout, key_layout, heads_per_step), sink, return_lse, backend, options,
+    )  # fmt: skip
+
+
+def attend(
+    score: Score,
+    given: tuple[Any, ...],
+    group: Group,
+    origin: Origin,
+    how: tuple[Method | None, Layout | None, Layout | None, int | None],
+    sink: Tensor | None,
+    return_lse: bool,
+    backend: str,
+    options: dict,
+) -> functional.Results:
+    """The same of (query, key, value, weight) whose samples and heads begin at an origin."""
     arguments.check_bool("return_lse", return_lse)
-    group = Group(mesh)
     if isinstance(options.get("bias"), relative.Relative):
         raise ValueError(
             "bias: expected a tensor, because the rows of a rank need not follow each other: write "
             "bias.to_dense(M, N) and shard its rows"
         )
+    method, layout, key_layout, heads_per_step = how
     options = _replicated(options, group)
-    tensors: Any = functional.autocast(query, key, value, heads.replicated(weight, group))
-    score: Any = "dot" if weight is None else "additive"
+    *points, weight = given
+    tensors: Any = functional.autocast(*points, heads.replicated(weight, group))
     validate.check_points(*tensors[:3])
     layout, key_layout = _layouts(tensors, layout, key_layout, group)
     average = sink is not None and options.get("return_weights") == "mean"
     if average:  # over heads, each of which has its sink
         options["return_weights"] = "full"
     inputs = _build(score, tensors, key_layout.length, options)
-    p = dataclasses.replace(inputs.p, origin=Origin(M=layout.length, N=key_layout.length))
+    origin = origin._replace(M=layout.length, N=key_layout.length)
+    p = dataclasses.replace(inputs.p, origin=origin)
     if p.dropout is not None and options.get("seed") is None:
         own: Any = p.dropout.seed
         p = dataclasses.replace(p, dropout=Dropout(p.dropout.p, comm.first(own, group)))
@@ -114,12 +133,14 @@ def context_parallel_attention(
     plan = Plan(p, registry.select(p, backend), layout, key_layout, group,
                 _heads_per_step(heads_per_step, p.Hkv))  # fmt: skip
 
-    def attend(_name: str, _p: Any, *canonical: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def by_method(_name: str, _p: Any, *canonical: Any) -> tuple[Tensor, Tensor, Tensor]:
         return METHODS[method](plan, *canonical)
 
     seen = call_cache.Known(p, plan.backend, inputs.has_head_dim)
     local = inputs.q, *_canonical_keys(tensors, inputs, options), inputs.w
-    return functional.run(seen, inputs.bias, local, inputs.batch, return_lse, sink, average, attend)
+    return functional.run(
+        seen, inputs.bias, local, inputs.batch, return_lse, sink, average, by_method
+    )
 
 
 # ---- what the arguments say of the whole ----

@@ -20,9 +20,11 @@ from fastattn.distributed import comm
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, has_rows
-from fastattn.problem import Mask, Origin, Problem
+from fastattn.problem import Origin, Problem
+from fastattn.problem.record import MASK_TENSORS
 
 Heads = list[tuple[int, int]]  # of each rank
+LIMITS = [name for name in MASK_TENSORS if name != "keep"]  # of rows
 
 
 def heads_of_ranks(H: int, Hkv: int, ranks: int) -> tuple[Heads, Heads]:
@@ -152,13 +154,13 @@ def _problem(plan: Plan, own: tuple[int, int], keys: tuple[int, int], operand: C
     def limit(x: Any) -> Any:  # [B|1, M|1]
         return x if x is None or x.shape[1] == 1 else comm.gather_rows(x, rows, group, 1)
 
-    keep = None
+    own_masks = {name: limit(getattr(p.mask, name)) for name in LIMITS}
     if p.mask.keep is not None:
-        keep = operand(p.mask.keep.to(torch.uint8)).bool()
-    mask = Mask(p.mask.causal, p.mask.window, limit(p.mask.kv_len), keep, limit(p.mask.kv_begin))
+        own_masks["keep"] = operand(p.mask.keep.to(torch.uint8)).bool()
+    mask = dataclasses.replace(p.mask, **own_masks)
     return dataclasses.replace(
         p, M=rows.length, H=own[1] - own[0], Hkv=keys[1] - keys[0], mask=mask,
-        origin=Origin(h=own[0]),
+        origin=Origin(p.origin.b, p.origin.h + own[0]),
     )  # fmt: skip
 
 

@@ -1,0 +1,149 @@
+"""DTensors at the public functions, compared with the whole; each function runs on every rank."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fastattn
+from fastattn import Mask
+
+B, H, N, D = 4, 4, 24, 8
+ONE = {"samples": [Shard(0)], "heads": [Shard(1)], "rows": [Shard(2)], "nothing": [Replicate()]}
+TWO = {"samples-heads": [Shard(0), Shard(1)], "heads-rows": [Shard(1), Shard(2)]}
+
+
+def drawn(*shape):
+    seed = sum(shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def meshes():
+    size = dist.get_world_size()
+    found = [(init_device_mesh("cpu", (size,)), x) for x in ONE.values()]
+    two = (2, size // 2) if size % 2 == 0 else (1, size)
+    return found + [(init_device_mesh("cpu", two), x) for x in TWO.values()]
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, torch.distributed.tensor.DTensor) else x
+
+
+def compare(mesh, placements, weight=None, **options):
+    """Results and gradients of plain tensors and of DTensors."""
+    leaves = {"query": drawn(B, H, N, D), "key": drawn(B, H, N, D), "value": drawn(B, H, N, D + 1)}
+    beside = {"bias": options.pop("bias", None), "weight": weight}
+    beside = {n: x for n, x in beside.items() if x is not None}
+
+    def call(shared):
+        own = {n: x.detach().requires_grad_() for n, x in (leaves | beside).items()}
+        given = dict(own)
+        if shared:
+            for name in leaves:
+                given[name] = distribute_tensor(own[name].detach(), mesh, placements)
+                own[name] = given[name].requires_grad_()
+        function = fastattn.additive_attention if weight is not None else (
+            fastattn.scaled_dot_product_attention
+        )  # fmt: skip
+        results = function(**given, return_lse=True, **options)
+        loss = sum(whole(x).square().sum() for x in results)
+        return [*results, *torch.autograd.grad(loss, list(own.values()))]
+
+    for a, b in zip(call(True), call(False), strict=True):
+        torch.testing.assert_close(whole(a), b)
+
+
+def every_placement_of_a_causal_call():
+    for mesh, placements in meshes():
+        compare(mesh, placements, is_causal=True)
+
+
+def masks_biases_and_dropout():
+    """Of all shapes; dropout draws the bits of one device."""
+    for mesh, placements in meshes():
+        for shape in ((N, N), (H, 1, N), (B, 1, N, N)):
+            compare(mesh, placements, bias=drawn(*shape), dropout_p=0.3, seed=5,
+                    mask=Mask(kv_len=[24, 9, 0, 17]))  # fmt: skip
+
+
+def the_additive_score_and_full_weights():
+    for mesh, placements in meshes():
+        compare(mesh, placements, weight=drawn(H, D), return_weights="full")
+
+
+def placements_of_results():
+    for mesh, placements in meshes():
+        x = distribute_tensor(drawn(B, H, N, D).detach(), mesh, placements)
+        out = fastattn.scaled_dot_product_attention(x, x, x)
+        assert list(out.placements) == placements
+        assert out.shape == (B, H, N, D)
+
+
+def sequences_of_any_length():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for n in (5, 7, 1):
+        x = drawn(2, 2, n, D).detach()
+        shared = distribute_tensor(x, mesh, [Shard(2)])
+        out = fastattn.scaled_dot_product_attention(shared, shared, shared, is_causal=True)
+        alone = fastattn.scaled_dot_product_attention(x, x, x, is_causal=True)
+        torch.testing.assert_close(out.full_tensor(), alone)
+
+
+def one_key_head_for_all():
+    """It is the same on all ranks, and its gradient is a sum over them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q, kv = drawn(2, 4, N, D), drawn(2, 1, N, D)
+    shared = distribute_tensor(q.detach(), mesh, [Shard(1)])
+    one = distribute_tensor(kv.detach(), mesh, [Replicate()]).requires_grad_()
+    out = fastattn.scaled_dot_product_attention(shared, one, one)
+    (grad,) = torch.autograd.grad(out.full_tensor().square().sum(), one)
+    alone = fastattn.scaled_dot_product_attention(q, kv, kv)
+    torch.testing.assert_close(out.full_tensor(), alone)
+    (expected,) = torch.autograd.grad(alone.square().sum(), kv)
+    torch.testing.assert_close(grad.full_tensor(), expected)
+
+
+def refused():
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    x = distribute_tensor(drawn(B, H, N, D).detach(), mesh, [Shard(1)])
+    attend = fastattn.scaled_dot_product_attention
+    with pytest.raises(TypeError, match="key: expected a DTensor"):
+        attend(x, drawn(B, H, N, D), x)
+    with pytest.raises(ValueError, match="write return_weights='full'"):
+        attend(x, x, x, return_weights="mean")
+    y = distribute_tensor(torch.zeros(H, N, D), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="DTensors have 4 dims"):
+        attend(y, y, y)
+    odd = distribute_tensor(torch.zeros(1, size + 1, N, D), mesh, [Shard(1)])
+    with pytest.raises(ValueError, match="heads: expected a multiple"):
+        attend(odd, odd, odd)
+
+
+CASES = [
+    every_placement_of_a_causal_call,
+    masks_biases_and_dropout,
+    the_additive_score_and_full_weights,
+    placements_of_results,
+    sequences_of_any_length,
+    one_key_head_for_all,
+    refused,
+]
+
+
+def check_all() -> list[str | None]:
+    """The errors of the cases on this rank."""
+    found = []
+    for case in CASES:
+        try:
+            case()
+        except BaseException:
+            found.append(traceback.format_exc())
+        else:
+            found.append(None)
+    return found
