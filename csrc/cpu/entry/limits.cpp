@@ -62,7 +62,8 @@ __attribute__((noinline)) int64_t pairs([[maybe_unused]] int64_t rounds) {
 __attribute__((noinline)) int64_t tiles([[maybe_unused]] int64_t rounds) {
 #ifdef __AMX_BF16__
   const MatrixUnit unit;
-  _tile_zero(4), _tile_zero(6);
+  _tile_zero(4);
+  _tile_zero(6);
   for (int64_t round = 0; round < rounds; ++round) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 6);
