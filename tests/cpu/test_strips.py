@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import attend, inputs
+from helpers import SCORES, attend, inputs
 
 from fastattn import Mask, testing
 
@@ -36,9 +36,13 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"bias": True}], ids=["", "cap", "bias"])
-def test_results_are_those_of_the_mask(isa, sizes, mask, options):
-    call = inputs(H=2, M=sizes[0], N=sizes[1], D=20, E=36)
+@pytest.mark.parametrize(
+    ("score", "options"),
+    [("dot", {}), ("dot", {"softcap": 1.5}), ("dot", {"bias": True}), ("additive", {})],
+    ids=["dot", "cap", "bias", "additive"],
+)
+def test_results_are_those_of_the_mask(isa, sizes, mask, score, options):
+    call = inputs(score, H=2, M=sizes[0], N=sizes[1], D=20, E=36)
     options = options | {"mask": MASKS[mask](*sizes), "return_lse": True}
     if "bias" in options:
         options["bias"] = torch.randn(sizes)
@@ -53,11 +57,12 @@ def test_results_are_those_of_the_mask(isa, sizes, mask, options):
         testing.assert_within_budget(*(x.where(kept, 0) for x in found), name)
 
 
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("name", ["blocks", "shifted", "pairs"])
-def test_no_bit_depends_on_what_is_skipped(isa, name):
+def test_no_bit_depends_on_what_is_skipped(isa, score, name):
     """A mask of one row for all is not sparse: every column is computed."""
     M, N = 150, 300
-    call = inputs(H=2, M=M, N=N, D=20, E=36)
+    call = inputs(score, H=2, M=M, N=N, D=20, E=36)
     keep = MASKS[name](M, N).keep
     sparse = attend(**call, mask=Mask(keep=keep), backend="cpu")
     for i in (0, 5, 17, 96, 149):
@@ -65,10 +70,11 @@ def test_no_bit_depends_on_what_is_skipped(isa, name):
         assert torch.equal(sparse[:, :, i], alone[:, :, i]), i
 
 
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
-def test_values_reach_their_own_rows_alone(isa, garbage):
+def test_values_reach_their_own_rows_alone(isa, score, garbage):
     M, N = 150, 300
-    call = inputs(H=2, M=M, N=N, D=20, E=36)
+    call = inputs(score, H=2, M=M, N=N, D=20, E=36)
     keep = MASKS["blocks"](M, N).keep
     clean = attend(**call, mask=Mask(keep=keep), backend="cpu")
     call["value"][:, :, 77] = garbage

@@ -130,7 +130,7 @@ FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
 
 template <Masking kMasking, typename Sink>
 FASTATTN_SIMD auto columns_of(const MaskTile& mask, int64_t i, int64_t cols) {
-  if constexpr (Sink::kSkips && (kMasking == Masking::kIntervals || kMasking == Masking::kAddend))
+  if constexpr (Sink::kSkips && kMasking != Masking::kNone && kMasking != Masking::kBias)
     return mask.columns(i, cols);
   else
     return AllColumns{cols};

@@ -33,16 +33,21 @@ struct AllColumns {
   FASTATTN_MEMBER int64_t at(int64_t n) const { return n * kWidth; }
 };
 
+// The first columns of all vectors of a tile.
+FASTATTN_SIMD int32_t* list_all(Scratch& scratch, int64_t cols) {
+  int32_t* const all = scratch.ints(cols / kWidth);
+  for (int64_t n = 0; n < cols / kWidth; ++n) all[n] = static_cast<int32_t>(n * kWidth);
+  return all;
+}
+
 // The lists of a tile.
 class Strips {
  public:
   Strips(Scratch& scratch, int64_t block_m, int64_t block_n)
       : capacity_(block_n / kWidth),
-        all_(scratch.ints(capacity_)),
+        all_(list_all(scratch, block_n)),
         listed_(scratch.ints(round_up(block_m, kStripRows) / kStripRows * capacity_)),
-        count_(scratch.ints(round_up(block_m, kStripRows) / kStripRows)) {
-    for (int64_t n = 0; n < capacity_; ++n) all_[n] = static_cast<int32_t>(n * kWidth);
-  }
+        count_(scratch.ints(round_up(block_m, kStripRows) / kStripRows)) {}
 
   Columns every(int64_t cols) const { return {all_, AllColumns{cols}.count()}; }
   Columns of_row(int64_t i) const {

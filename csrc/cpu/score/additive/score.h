@@ -41,6 +41,7 @@ class AdditiveScore : public ScoreDefaults {
         ld_(tile_stride(p.D)),
         keys_(key_panels()),
         kept_(scratch.ints(kBlockN)),
+        every_(list_all(scratch, kBlockN)),
         centre_(scratch.floats(dims_)),
         factors_(scratch.floats(kPanelRows * dims_)),
         slots_(make_slots(slots)),
@@ -87,10 +88,13 @@ class AdditiveScore : public ScoreDefaults {
   }
 
   void scores(float* s) {
-    prepare_queries();
-    with_range([&](auto range) {
-      for (int64_t i = 0; i < slot_->rows; i += kPanelRows) score_panel<range>(i, s + i * kBlockN);
-    });
+    score_panels(s, [&](int64_t) { return Columns{every_, AllColumns{cols_}.count()}; });
+  }
+
+  static constexpr bool kHasStrips = true;
+  void scores_of(const Strips& strips, float* s) {
+    static_assert(kPanelRows == kStripRows);
+    score_panels(s, [&](int64_t i) { return strips.of_row(i); });
   }
 
   void clear_key_grad() {
@@ -348,15 +352,24 @@ class AdditiveScore : public ScoreDefaults {
 
   // ---- tiles ----
 
+  template <typename Listed>
+  void score_panels(float* s, Listed columns_of) {
+    prepare_queries();
+    with_range([&](auto range) {
+      for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
+        score_panel<range>(i, columns_of(i), s + i * kBlockN);
+    });
+  }
+
   template <Range kRange>
-  void score_panel(int64_t i, float* s) const {
+  void score_panel(int64_t i, Columns columns, float* s) const {
     const Terms& terms = this->terms();
     const float* const e = slot_->e + i * terms.all;
     const KeyPanels keys = {keys_, dims_ * kWidth};
     const int64_t rows = min64(kPanelRows, slot_->rows - i);
     int64_t r = 0;
     const auto take = [&](auto count) {
-      score_rows<kRange, count>(terms, e + r, keys, cols_, s + r * kBlockN, kBlockN);
+      score_rows<kRange, count>(terms, e + r, keys, columns, s + r * kBlockN, kBlockN);
       r += count;
     };
     while (rows - r >= 8) take(std::integral_constant<int, 8>{});
@@ -418,7 +431,8 @@ class AdditiveScore : public ScoreDefaults {
   int64_t dims_;  // of panels: D and one for padding terms, rounded up to even
   int64_t ld_;
   float* keys_;
-  int32_t* kept_;  // -1 where some row keeps the key, or before choose_range(); else 0
+  int32_t* kept_;   // -1 where some row keeps the key, or before choose_range(); else 0
+  int32_t* every_;  // the first columns of all vectors
   float *centre_, *factors_;
   Slot *slots_, *slot_;
   Matrix from_{};

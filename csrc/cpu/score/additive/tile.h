@@ -18,6 +18,7 @@
 #pragma once
 
 #include "cpu/score/additive/terms.h"
+#include "cpu/tile/strips.h"
 #include "problem/mask.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -86,11 +87,13 @@ FASTATTN_SIMD void subtract_terms(const Terms& terms, int64_t begin, int64_t end
   }
 }
 
-// Writes s[r][0, cols) for kRows queries. `e` is the column of the first query in its panel.
+// Writes s[r][c] for kRows queries and the listed columns. `e` is the column of the first query in
+// its panel.
 template <Range kRange, int kRows>
-static void score_rows(const Terms& terms, const float* e, KeyPanels keys, int64_t cols, float* s,
-                       int64_t ld) {
-  for (int64_t c = 0; c < cols; c += kWidth) {
+static void score_rows(const Terms& terms, const float* e, KeyPanels keys, Columns columns,
+                       float* s, int64_t ld) {
+  for (int64_t v = 0; v < columns.count(); ++v) {
+    const int64_t c = columns.at(v);
     const float* const panel = keys.data + c / kWidth * keys.stride;
     Vec total[kRows] = {};
     for (int64_t n = 0, begin = 0; n < terms.blocks; begin = terms.block_end[n++]) {
