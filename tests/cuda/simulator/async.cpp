@@ -75,6 +75,7 @@ std::vector<Warp> warps;
 std::vector<int> registers;
 bool used = false;
 uint64_t all_products = 0;
+std::vector<Product> latest;  // of a warp of the latest block that had any
 
 Warp& my_warp() {
   used = true;
@@ -351,6 +352,7 @@ bool finish_a_copy() {
 }
 
 const char* end_block() {
+  if (!warps[0].products.empty()) latest = warps[0].products;
   static std::string wrong;
   wrong = copies.empty() ? "" : "the block ends while a copy is under way";
   if (wrong.empty()) wrong = unequal_warps();
@@ -362,6 +364,16 @@ const char* end_block() {
 bool needs_sm90() { return used; }
 
 uint64_t products_so_far() { return all_products; }
+
+int latest_descriptors(uint64_t* pairs, int most) {
+  int count = 0;
+  for (const Product& p : latest) {
+    if (count == most) break;
+    pairs[2 * count] = p.a, pairs[2 * count + 1] = p.b;
+    ++count;
+  }
+  return count;
+}
 
 }  // namespace cuda_on_cpu::async
 
@@ -386,3 +398,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
 
 // The products of warps so far; for tests.
 extern "C" uint64_t shim_products() { return cuda_on_cpu::async::products_so_far(); }
+
+// (A, B) of at most so many products of a warp of the latest block that had any; how many.
+extern "C" int shim_descriptors(uint64_t* pairs, int most) {
+  return cuda_on_cpu::async::latest_descriptors(pairs, most);
+}
