@@ -24,9 +24,9 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt
 
-.PHONY: help test test-fast test-distributed test-kernels test-integrations fuzz test-aarch64
-.PHONY: sanitize-cpu bench bench-models bench-modules bench-extras bench-peers bench-scaling
-.PHONY: bench-compare
+.PHONY: help test test-fast test-distributed test-kernels test-schedules test-integrations fuzz
+.PHONY: test-aarch64 sanitize-cpu bench bench-models bench-modules bench-extras bench-peers
+.PHONY: bench-scaling bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
@@ -36,6 +36,7 @@ help:
 	@echo "make test-fast  of these, in a minute: the CPU backend on its widest instruction set"
 	@echo "make test-distributed  attention over four processes instead of two"
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
+	@echo "make test-schedules  of these, the asynchronous CUDA kernels in 32 schedules and with planted mistakes"
 	@echo "make test-integrations  fastattn in models of transformers, timm, diffusers, open_clip and others"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
 	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
@@ -80,6 +81,12 @@ test-fast: build
 # configuration.
 test-kernels: build
 	FASTATTN_AOT=all $(PY) -m pytest tests/triton $(call PARALLEL,loadfile) $(ARGS)
+
+# The part of `make test` that simulates asynchronous CUDA kernels, in more schedules; then with mistakes
+# planted, each of which a test has to find.
+test-schedules: build
+	FASTATTN_SCHEDULES=32 $(PY) -m pytest tests/cuda/test_async.py tests/cuda/test_cuda_wgmma.py $(call PARALLEL,load) $(ARGS)
+	$(PY) tests/cuda/mutate.py
 
 # What other packages bring must not change what `make test` runs in. A torchvision for another torch
 # would even stop transformers from being imported. So they stand in an environment of their own, on
