@@ -30,6 +30,7 @@ MASKS = {
     "pairs": lambda M, N: Mask(keep=blocks(M, N, size=1, share=0.02)[None, None]),
     "causal": lambda M, N: Mask(causal="top_left"),
     "window": lambda M, N: Mask(window=(9, 20)),
+    "rows": lambda M, N: Mask(kv_len=(torch.arange(M) * 7919 % 41)[None]),  # in no order
     "blocks of causal": lambda M, N: Mask(causal="bottom_right", keep=blocks(M, N)[None, None]),
 }
 
