@@ -27,7 +27,7 @@ def is_line(bias: Tensor | None, M: int, N: int) -> bool:
 def spread(line: Tensor, M: int, N: int) -> Tensor:
     """The matrix ``[..., M, N]`` of a line ``[..., 1, M + N - 1]``."""
     if N == 0:
-        return line.new_zeros(*line.shape[:-2], M, 0)
+        return line[..., :0].expand(*line.shape[:-2], M, 0)
     return line.squeeze(-2).unfold(-1, N, 1).flip(-2)
 
 

@@ -56,6 +56,7 @@ FOUND = {
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e-3, lse=True),
     "slopes that a softcap has no digits of": Case(
         "0", **one, M=3, N=3, D=3, E=3, softcap=1.0, magnitude=20.0),
+    "alibi: the gradient without keys": Case("0", **one, M=3, N=0, D=3, E=3, bias="alibi"),
     "slopes that tanh has no digits of": Case(
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e4),
 }  # fmt: skip
