@@ -45,7 +45,10 @@ def takes_jagged(packs: bool) -> Callable[[Forward], Forward]:
             way = _packed if packs and _may_pack(module, call) else _padded
             return way(functools.partial(forward, module), call)
 
-        return run  # pyright: ignore[reportReturnType]
+        # A code object of its own: torch.compile limits how often it compiles the same one.
+        own: Any = run
+        own.__code__ = own.__code__.replace(co_name=forward.__qualname__)
+        return own
 
     return decorate
 
