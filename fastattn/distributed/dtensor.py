@@ -22,7 +22,7 @@ from fastattn.backends import registry
 from fastattn.distributed import comm, context
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
-from fastattn.problem import Mask, Origin, Score, call_cache, validate
+from fastattn.problem import Mask, Origin, Score, call_cache, relative, validate
 
 Dims = tuple[int | None, int | None, int | None]  # where B, H and M stand in an operand
 
@@ -39,6 +39,10 @@ def take(
         raise ValueError(
             "return_weights='mean': heads are on several ranks, and so is their mean: write "
             "return_weights='full'"
+        )
+    if isinstance(options.get("bias"), relative.Relative):
+        raise ValueError(
+            "bias: expected a tensor beside DTensors: write bias.to_dense(M, N), which is sharded"
         )
     q, k, v = (call.local(x, (0, 1, 2), broadcasts=(1,) if x.shape[1] == 1 else ()) for x in points)
     if parameter is not None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fastattn
 from fastattn import Mask
+from fastattn.problem import relative
 
 B, H, N, D = 4, 4, 24, 8
 ONE = {"samples": [Shard(0)], "heads": [Shard(1)], "rows": [Shard(2)], "nothing": [Replicate()]}
@@ -113,6 +114,8 @@ def refused():
     mesh = init_device_mesh("cpu", (size,))
     x = distribute_tensor(drawn(B, H, N, D).detach(), mesh, [Shard(1)])
     attend = fastattn.scaled_dot_product_attention
+    with pytest.raises(ValueError, match=r"write bias.to_dense\(M, N\)"):
+        attend(x, x, x, bias=relative.Relative.__new__(relative.Relative))
     with pytest.raises(TypeError, match="key: expected a DTensor"):
         attend(x, drawn(B, H, N, D), x)
     with pytest.raises(ValueError, match="write return_weights='full'"):
