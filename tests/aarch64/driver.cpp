@@ -68,8 +68,8 @@ void read_problem(AttentionParams* p) {
   p->dropout.threshold = static_cast<uint32_t>(number());
   p->dropout.seed = static_cast<uint64_t>(number());
   p->dropout.enabled = number() != 0;
-  for (uint32_t* n : {&p->dropout.first.b, &p->dropout.first.h, &p->dropout.first.i,
-                      &p->dropout.first.j4})
+  for (uint32_t* n :
+       {&p->dropout.first.b, &p->dropout.first.h, &p->dropout.first.i, &p->dropout.first.j4})
     *n = static_cast<uint32_t>(number());
   p->dropout.scale = static_cast<float>(read<double>());
   p->scale = static_cast<float>(read<double>());

@@ -196,9 +196,8 @@ FASTATTN_DEVICE KeepBits surviving_bits(const AttentionParams& p, const Place& a
 #pragma unroll 1
     for (int y = 0; y < Layout::kKeys; y += Layout::kKeyRun) {
       const int key = Layout::key0() + Layout::key(y);
-      const PhiloxBlock block =
-          random_block(p.dropout, seed, at.b, at.h, at.i0 + Layout::query0() + Layout::query(x),
-                       at.j0 + key);
+      const PhiloxBlock block = random_block(
+          p.dropout, seed, at.b, at.h, at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
 #pragma unroll
       for (int n = 0; n < Layout::kKeyRun; ++n)
         if (random_word(block, key % 4 + n) >= p.dropout.threshold)
