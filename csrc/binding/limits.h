@@ -1,18 +1,15 @@
 // The operator that runs a loop of cpu/entry/limits.cpp on every thread.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include "binding/on_cpu.h"
+#include "binding/views.h"
 
 namespace fastattn::binding {
 
 // `memory`: float32, contiguous; empty for a loop that reads none.
-inline double cpu_loop(const torch::stable::Tensor& memory, int64_t loop, int64_t rounds) {
-  STD_TORCH_CHECK(
-      memory.scalar_type() == torch::headeronly::ScalarType::Float && memory.is_contiguous(),
-      "fastattn: memory: expected contiguous float32");
+inline double cpu_loop(const Tensor& memory, int64_t loop, int64_t rounds) {
+  STD_TORCH_CHECK(memory.scalar_type() == ScalarType::Float && memory.is_contiguous(),
+                  "fastattn: memory: expected contiguous float32");
   STD_TORCH_CHECK(loop >= 0 && loop < kLoops, "fastattn: loop: expected 0 to ", kLoops - 1,
                   ", got ", loop);
   const LoopCall call{static_cast<Loop>(loop), rounds, static_cast<float*>(memory.data_ptr()),

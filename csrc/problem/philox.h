@@ -4,10 +4,9 @@
 //
 //   counter = (j / 4, i, h, b)      key = (low, high half of seed)      bits = output word j % 4
 //
-// with the indices that a block's weight has in the whole problem,
-// so backward re-derives what forward drew, and nothing of size M x N is stored. cpu/tile/masking.h
-// has the vector form and fastattn/problem/record.py the definition in PyTorch; tests compare them
-// bit for bit.
+// with the indices that a weight of a block has in the whole problem. Backward draws the same bits
+// again, so nothing of size M x N is stored. cpu/tile/dropout.h has the vector form, and
+// fastattn/problem/record.py the definition in PyTorch. Tests compare them bit for bit.
 #pragma once
 
 #include "problem/host_device.h"

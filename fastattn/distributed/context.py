@@ -44,8 +44,8 @@ def context_parallel_attention(
 
     Every rank calls this with its own rows of query, key and value. A mask or bias that has rows
     holds this rank's rows. Its keys are all keys, in the order of positions. ``kv_len`` and
-    ``kv_begin`` of shape ``[B]``, weight, sink, and a bias that broadcasts over rows are the same
-    on every rank.
+    ``kv_begin`` of shape ``[B]``, weight, sink, seed, and a bias that broadcasts over rows are the
+    same on every rank. For a sequence of one query, so is every mask.
 
     Args:
         query: ``[..., H, M_r, D]``, the rows that the layout gives this rank.
@@ -111,10 +111,18 @@ def attend(
             "bias.to_dense(M, N) and shard its rows"
         )
     method, layout, key_layout, heads_per_step = how
-    options = _replicated(options, group)
     *points, weight = given
+    if score == "additive" and options.get("scale") is not None:
+        raise arguments.unknown_keywords("additive_attention", ["scale"])
+    if arguments.is_causal_bias(options.get("attn_mask")):
+        raise ValueError(
+            "attn_mask: ranks have no diagonal of their own: write is_causal=True or "
+            "mask=Mask(causal=...)"
+        )
+    options = _replicated(options, group)
     tensors: Any = functional.autocast(*points, heads.replicated(weight, group))
     validate.check_points(*tensors[:3])
+    _check_lengths(*tensors[1:3])
     layout, key_layout = _layouts(tensors, layout, key_layout, group)
     average = sink is not None and options.get("return_weights") == "mean"
     if average:  # over heads, each of which has its sink
@@ -129,9 +137,10 @@ def attend(
         sinks.check(sink, inputs.q)
         sink = heads.replicated(sink, group)
     _check_rows(inputs, layout)
-    method = method or _method(inputs, group)
-    plan = Plan(p, registry.select(p, backend), layout, key_layout, group,
-                _heads_per_step(heads_per_step, p.Hkv))  # fmt: skip
+    method = _method(inputs, group, layout, method)
+    # Sums over blocks are wide: the backend is asked about that.
+    name = registry.select(dataclasses.replace(p, wide=method != "heads"), backend)
+    plan = Plan(p, name, layout, key_layout, group, _heads_per_step(heads_per_step, p.Hkv))
 
     def by_method(_name: str, _p: Any, *canonical: Any) -> tuple[Tensor, Tensor, Tensor]:
         return METHODS[method](plan, *canonical)
@@ -222,10 +231,29 @@ def _check_rows(inputs: validate.Inputs, layout: Layout) -> None:
                 )
 
 
-def _method(inputs: validate.Inputs, group: Group) -> Method:
+def _check_lengths(key: Tensor, value: Tensor) -> None:
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value: expected the same length, got {list(key.shape)} and "
+            f"{list(value.shape)}"
+        )
+
+
+def _method(inputs: validate.Inputs, group: Group, layout: Layout, given: Method | None) -> Method:
+    """The method, which every rank must find alike."""
+    limits = [getattr(inputs.p.mask, name) for name in heads.LIMITS]
+    unclear = layout.length > 1 and 1 in layout.sizes and any(x is not None for x in limits)
+    if unclear and given == "heads":
+        raise ValueError(
+            "mask.kv_len, mask.kv_begin: a rank has one row, whose limit looks like one for all "
+            "rows: write method='gather'"
+        )
+    if given is not None:
+        return given
     masks = [x for x in (inputs.bias, inputs.p.mask.keep) if x is not None]
     whole = inputs.p.Hkv > 0 and inputs.p.Hkv % group.size == 0
-    return "heads" if whole and not any(map(has_rows, masks)) else "gather"
+    alike = not unclear and not any(map(has_rows, masks))
+    return "heads" if whole and alike else "gather"
 
 
 def _heads_per_step(given: int | None, Hkv: int) -> int:
@@ -252,8 +280,10 @@ def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
         every rank.
 
     Raises:
+        TypeError: the layout is none.
         ValueError: the dim has another size, or the layout is for another number of ranks.
     """
+    _check_layout(layout)
     group, dim = _matching(x, dim, layout, mesh, layout.length)
     take = _taker(layout, dim, group)
     return Move.apply(x, take, lambda grad: comm.gather_rows(grad, layout, group, dim))  # pyright: ignore
@@ -266,8 +296,10 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
     same on every rank: all compute the same with the result.
 
     Raises:
+        TypeError: the layout is none.
         ValueError: the dim has not as many entries as the layout gives this rank.
     """
+    _check_layout(layout)
     rank = Group(mesh).rank
     group, dim = _matching(x, dim, layout, mesh, layout.sizes[rank] if rank < layout.ranks else -1)
     whole = _gatherer(layout, dim, group)
@@ -280,6 +312,14 @@ def _taker(layout: Layout, dim: int, group: Group) -> Any:
 
 def _gatherer(layout: Layout, dim: int, group: Group) -> Any:
     return lambda x: comm.gather_rows(x, layout, group, dim)
+
+
+def _check_layout(layout: Any) -> None:
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout: expected a Layout, got {type(layout).__name__}: write "
+            "Layout.contiguous(length, ranks)"
+        )
 
 
 def _matching(x: Tensor, dim: int, layout: Layout, mesh: Any, size: int) -> tuple[Group, int]:

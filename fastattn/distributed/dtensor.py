@@ -22,7 +22,7 @@ from fastattn.backends import registry
 from fastattn.distributed import comm, context
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
-from fastattn.problem import Mask, Origin, Score, call_cache, relative, validate
+from fastattn.problem import Mask, Origin, Score, arguments, call_cache, relative, validate
 
 Dims = tuple[int | None, int | None, int | None]  # where B, H and M stand in an operand
 
@@ -48,6 +48,10 @@ def take(
     if parameter is not None:
         if score == "gaussian":
             raise ValueError("bandwidth: no DTensors here: write method-local tensors, to_local()")
+        if score == "additive" and isinstance(parameter, Tensor) and parameter.dim() == 1:
+            raise ValueError(
+                "weight: expected [H, D] beside DTensors [B, H, M, D], got [D]: write weight[None]"
+            )
         parameter = call.local(parameter, (None, 0 if parameter.dim() == 2 else None, None))
     sink = options.pop("sink", None)
     own = call.options(dict(options))
@@ -75,7 +79,11 @@ class _Call:
                 raise ValueError(f"{name}: DTensors have 4 dims [B, H, M, D], got {list(x.shape)}")
             if x.device_mesh != points[0].device_mesh:
                 raise ValueError(f"{name}: expected the mesh of query")
+            if x.shape[0] != points[0].shape[0]:
+                raise ValueError(f"{name}: expected as many samples as query: write x.expand(...)")
         query, key, _ = points
+        if query.shape[1] == 1 != max(x.shape[1] for x in points):
+            raise ValueError("query: expected the heads of key: write query.expand(-1, H, -1, -1)")
         self.mesh = query.device_mesh
         self.sizes = (query.shape[0], query.shape[1], query.shape[2])
         self.N = key.shape[2]
@@ -139,7 +147,7 @@ class _Call:
 
     def _broadcast(self, x: Any) -> Any:
         """Of a mask or bias, broadcastable to [B, H, M, N] from the right."""
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or arguments.is_causal_bias(x):
             return x
         missing = 4 - x.dim()
         b, h, m = (d - missing if d >= missing else None for d in range(3))

@@ -74,7 +74,8 @@ def replicated(x: Tensor | None, group: Group) -> Any:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         return comm.total(wide, group).to(grad.dtype)
 
-    return x if x is None or not x.requires_grad else Move.apply(x, _same, summed)
+    grows = isinstance(x, Tensor) and x.requires_grad
+    return Move.apply(x, _same, summed) if grows else x
 
 
 def to_heads(x: Tensor, layout: Layout, heads: Heads, group: Group) -> Any:
@@ -89,14 +90,15 @@ def to_heads(x: Tensor, layout: Layout, heads: Heads, group: Group) -> Any:
 
 
 def _to_rows(x: Tensor, layout: Layout, heads: Heads, H: int, group: Group) -> Tensor:
-    """The way back. Heads that several ranks hold add up, as gradients of key heads do."""
+    """The way back. Heads that several ranks hold, as gradients of key heads, add up in float32."""
     own = layout.sizes[group.rank]
     shapes = [(x.shape[0], b - a, own, *x.shape[3:]) for a, b in heads]
     parts = comm.exchange([layout.take(x, 2, r) for r in range(group.size)], shapes, group)
-    whole = x.new_zeros(x.shape[0], H, own, *x.shape[3:])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    whole = x.new_zeros(x.shape[0], H, own, *x.shape[3:], dtype=wide)
     for (a, b), part in zip(heads, parts, strict=True):
         whole[:, a:b] += part
-    return whole
+    return whole.to(x.dtype)
 
 
 def to_rows(x: Tensor, layout: Layout, heads: Heads, H: int, group: Group) -> Any:

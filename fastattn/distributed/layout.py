@@ -46,6 +46,9 @@ class Layout:
     def __post_init__(self) -> None:
         arguments.check_int("length", self.length, 0)
         for own in self.pieces:
+            for a, b in own:
+                arguments.check_int("pieces", a, 0)
+                arguments.check_int("pieces", b, a)
             if list(own) != sorted(own):
                 raise ValueError(f"pieces: expected ascending intervals on each rank, got {own}")
         every = sorted((a, b) for own in self.pieces for a, b in own if a != b)

@@ -153,6 +153,10 @@ def _check(call: dict[str, Any]) -> None:
     if call["valid_lens"] is not None:
         raise ValueError("valid_lens: expected None, as jagged tensors have lengths of their own")
     rows, *others = call
+    if call[rows].dim() not in (2, 3):
+        raise ValueError(
+            f"{rows}: expected (B, M, features) or (B, features), got {list(call[rows].shape)}"
+        )
     keys = {name: call[name] for name in others if name in ("keys", "values", "cache")}
     keys = {name: x for name, x in keys.items() if isinstance(x, Tensor)}
     (first, like), *rest = keys.items() or [(rows, call[rows])]

@@ -74,6 +74,8 @@ class Relative:
     def _line(self, M: int, N: int) -> Tensor:
         if not arguments.is_int(self.offset):
             raise TypeError(f"bias.offset: expected an int, got {type(self.offset).__name__}")
+        if not -(2**31) <= self.offset < 2**31:
+            raise ValueError(f"bias.offset: expected an int of 32 bits, got {self.offset}")
         x = getattr(self, self.parameter)
         if not isinstance(x, Tensor):
             raise TypeError(f"bias.{self.parameter}: expected a Tensor, got {type(x).__name__}")

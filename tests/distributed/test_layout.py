@@ -112,6 +112,7 @@ def test_the_page_has_the_table_that_the_script_prints():
         ((((0, 5),), ((4, 8),)), "each position once"),
         ((((0, 4),), ((4, 7),)), "each position once"),
         ((((4, 8), (0, 4)),), "ascending"),
+        ((((0, 8),), ((8, 7),)), "pieces: expected 8 or more"),
     ],
 )
 def test_pieces_that_are_no_sequence(pieces, match):

@@ -313,6 +313,7 @@ LUONG = fastattn.LuongAttention(DIM)
         (lambda: LUONG(Q, K, torch.zeros(4, 70, DIM)), "values: expected the offsets of keys"),
         (lambda: LUONG(FEW, K), "keys: expected as many sequences as queries, 2, got 4"),
         (lambda: LUONG(Q.unflatten(-1, (2, 4)), K), r"queries: expected \(B, j, features\)"),
+        (lambda: LUONG(torch.zeros(4), K), r"queries: expected \(B, M, features\) or \(B, f"),
         (lambda: LUONG(Q, K, valid_lens=torch.ones(4)), "valid_lens: expected None"),
         (
             lambda: LUONG(Q, K, need_weights=True, mask=Mask(causal="bottom_right")),

@@ -240,6 +240,7 @@ class TestGrowing:
     @pytest.mark.slow
     def test_compile(self):
         """Steps of any length run in a few graphs, without graph breaks."""
+        torch._dynamo.reset()  # of what other tests compiled
         module = MultiheadAttention(E, H, batch_first=True).eval()
         x = sequence(module, 40)
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -247,6 +247,7 @@ def test_compiles_to_one_graph(dynamic):
         (ALiBi(torch.ones(H).double()), TypeError, r"bias.slopes: expected dtype float32"),
         (ALiBi([0.5, 0.25]), TypeError, r"bias.slopes: expected a Tensor, got list"),
         (ALiBi(SLOPES, 0.5), TypeError, r"bias.offset: expected an int, got float"),
+        (ALiBi(SLOPES, 2**70), ValueError, r"bias.offset: expected an int of 32 bits"),
         (ALiBi(SLOPES, True), TypeError, r"bias.offset: expected an int, got bool"),
         (RelativeBias(TABLE[0], torch.arange(7)), ValueError, r"bias.table: expected \[buckets"),
         (RelativeBias(TABLE, torch.arange(6)), ValueError, r"bias.buckets: expected \[2 R \+ 1\]"),

@@ -186,9 +186,10 @@ int64_t run(const LoopCall& call, int64_t thread, int64_t threads) {
 struct Threads {
   const LoopCall& call;
   int64_t count, work;
-  static void body(void* context, int64_t thread, int64_t) {
+  static void body(void* context, int64_t begin, int64_t end) {
     auto& all = *static_cast<Threads*>(context);
-    __atomic_fetch_add(&all.work, run(all.call, thread, all.count), __ATOMIC_RELAXED);
+    for (int64_t thread = begin; thread < end; ++thread)
+      __atomic_fetch_add(&all.work, run(all.call, thread, all.count), __ATOMIC_RELAXED);
   }
 };
 

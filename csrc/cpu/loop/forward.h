@@ -128,7 +128,10 @@ class ForwardWorker {
     const Member m = member(g);
     mask_.set_rows(b_, m.h, m.i0, m.rows);
     const int64_t needed = mask_.set_keys(j0, cols);
-    if (needed == 0) return loaded;
+    if (needed == 0) {  // as a computed tile that masks all of a row: no maximum rises
+      fill(states_.member(g).alpha, m.rows, 1.f);
+      return loaded;
+    }
     if (needed > loaded) {
       loaded = needed;
       score_.load_keys(b_, m.h / args_.group, j0, loaded);

@@ -178,6 +178,7 @@ FASTATTN_DEVICE PhiloxBlock random_block(const DropoutParams& dropout, uint64_t 
   const Counters at = counters_of(dropout, b, h, i, j);
   return philox4x32(seed, at.j4, at.i, at.h, at.b);
 }
+
 // Selects instead of indexing, which would put the words into memory.
 FASTATTN_DEVICE uint32_t random_word(const PhiloxBlock& block, int n) {
   const uint32_t low = n % 2 == 0 ? block.word[0] : block.word[1];
@@ -196,8 +197,10 @@ FASTATTN_DEVICE KeepBits surviving_bits(const AttentionParams& p, const Place& a
 #pragma unroll 1
     for (int y = 0; y < Layout::kKeys; y += Layout::kKeyRun) {
       const int key = Layout::key0() + Layout::key(y);
+      // Kept over the loops, the sums with the origin would take registers.
+      const int b = opaque_here(static_cast<int>(at.b)), h = opaque_here(static_cast<int>(at.h));
       const PhiloxBlock block = random_block(
-          p.dropout, seed, at.b, at.h, at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
+          p.dropout, seed, b, h, at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
 #pragma unroll
       for (int n = 0; n < Layout::kKeyRun; ++n)
         if (random_word(block, key % 4 + n) >= p.dropout.threshold)

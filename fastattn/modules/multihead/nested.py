@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.modules.multihead import inputs, projection
-from fastattn.problem import Mask, jagged
+from fastattn.problem import Mask, arguments, jagged
 
 TAKEN = "of nested tensors, only plain self-attention at inference is computed here"
 
@@ -100,6 +100,7 @@ def _check_sequences(
             "jagged tensors: expected a module with batch_first=True, and without add_bias_kv and "
             "add_zero_attn"
         )
+    arguments.check_bool("is_causal", is_causal)
     if need_weights:
         raise ValueError("need_weights: jagged tensors have none: write need_weights=False")
     if key_padding_mask is not None:
