@@ -186,6 +186,15 @@ FASTATTN_DEVICE uint32_t random_word(const PhiloxBlock& block, int n) {
   return n < 2 ? low : high;
 }
 
+// at.b. On sm_80 a loop that kept its sum with the origin would spill that register.
+FASTATTN_DEVICE int64_t own_sample(const Place& at) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  return opaque_here(static_cast<int>(at.b));
+#else
+  return at.b;
+#endif
+}
+
 // The pairs that dropout keeps: all, if there is none.
 template <typename Layout>
 FASTATTN_DEVICE KeepBits surviving_bits(const AttentionParams& p, const Place& at) {
@@ -197,10 +206,9 @@ FASTATTN_DEVICE KeepBits surviving_bits(const AttentionParams& p, const Place& a
 #pragma unroll 1
     for (int y = 0; y < Layout::kKeys; y += Layout::kKeyRun) {
       const int key = Layout::key0() + Layout::key(y);
-      // Kept over the loops, the sums with the origin would take registers.
-      const int b = opaque_here(static_cast<int>(at.b)), h = opaque_here(static_cast<int>(at.h));
-      const PhiloxBlock block = random_block(
-          p.dropout, seed, b, h, at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
+      const PhiloxBlock block =
+          random_block(p.dropout, seed, own_sample(at), at.h,
+                       at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
 #pragma unroll
       for (int n = 0; n < Layout::kKeyRun; ++n)
         if (random_word(block, key % 4 + n) >= p.dropout.threshold)
