@@ -89,7 +89,7 @@ CASES = [
     Case("causal", "is_causal=True", _dot("causal", causal="top_left")),
     Case("padding", "padded keys, bool attn_mask [B, 1, 1, N]", _PADDING, "padding"),
     Case("padding-len", "the same; ours is given Mask(kv_len)", _PADDING, "lengths"),
-    Case("blocks", "bool attn_mask [M, N] of 16 x 16 random blocks", _dot("blocks"), "blocks"),
+    Case("blocks", "bool attn_mask [M, N] of random blocks, 64 wide", _dot("blocks"), "blocks"),
     Case("bias-grad", "float bias [H, M, N] with gradient", _BIAS, compiled=True),
     Case("decode", "one query", _dot("decode", B=4, M=1, N=4096)),
     Case("additive-small", "additive score, one head", _SMALL, compiled=True),

@@ -156,3 +156,23 @@ def test_a_row_with_one_key_has_no_gradient(isa, score, M):
         attend(**call).square().sum().backward()
         for name in call.keys() - {"value"}:
             assert not call[name].grad.any(), (name, E)
+
+
+def test_a_row_does_not_depend_on_the_tiles_that_other_rows_keep(isa):
+    """Its largest logit so far decides how a tile is weighed; a skipped tile must not change that.
+
+    The row meets logits near 0, 14 and 16.2, and masks the tile before the last one.
+    """
+    if isa.startswith("amx"):
+        pytest.skip("the matrix unit's tiles depend on the kind of mask")
+    levels = torch.tensor([0.0, 14.0, 0.0, 16.2]).repeat_interleave(128)
+    q, k, v = torch.zeros(1, 1, 64, 64), torch.zeros(1, 1, 512, 64), torch.randn(1, 1, 512, 64)
+    q[..., 0], k[..., 0] = 1, levels + 0.5 * torch.rand(512)
+    keep = torch.ones(1, 1, 64, 512, dtype=torch.bool)
+    keep[..., 256:384] = False
+    beside = keep.clone()
+    beside[:, :, 1, 256:384] = True
+    for dtype in (torch.float32, torch.bfloat16):
+        call = {"query": q.to(dtype), "key": k.to(dtype), "value": v.to(dtype)}
+        alone, other = (attend(**call, scale=1.0, mask=Mask(keep=x)) for x in (keep, beside))
+        assert torch.equal(alone[:, :, 0], other[:, :, 0]), dtype

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import errors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.bias import causal_lower_right
 
@@ -319,15 +319,7 @@ PROMISES = [
 
 def keep_all() -> list[str | None]:
     """The errors of the promises on this rank."""
-    found = []
-    for promise in PROMISES:
-        try:
-            promise()
-        except BaseException:
-            found.append(traceback.format_exc())
-        else:
-            found.append(None)
-    return found
+    return errors_of(PROMISES)
 
 
 # ---- a rank that is gone ----

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
-
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import errors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -151,12 +150,4 @@ CASES = [
 
 def check_all() -> list[str | None]:
     """The errors of the cases on this rank."""
-    found = []
-    for case in CASES:
-        try:
-            case()
-        except BaseException:
-            found.append(traceback.format_exc())
-        else:
-            found.append(None)
-    return found
+    return errors_of(CASES)

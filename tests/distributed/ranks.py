@@ -34,6 +34,26 @@ def _main(rank: int, size: int, timeout: float, store: str, results: Any, call: 
         results.put((rank, None, traceback.format_exc()))
 
 
+def errors_of(functions: list[Callable]) -> list[str | None]:
+    """What each of the functions raises on this rank; None for nothing."""
+    found = []
+    for function in functions:
+        try:
+            function()
+        except BaseException:
+            found.append(traceback.format_exc())
+        else:
+            found.append(None)
+    return found
+
+
+def by_name(names: list[str], function: Callable) -> dict[str, tuple[str | None, ...]]:
+    """The errors of every rank, by name; ``function`` returns a list of them on each rank."""
+    found = on_ranks(function)
+    assert all(isinstance(x, list) for x in found), found
+    return dict(zip(names, zip(*found, strict=True), strict=True))
+
+
 def on_ranks(function: Callable, *args: Any, size: int = RANKS, timeout: float = TIMEOUT) -> list:
     """What ``function(*args)`` returns on each rank, or the text of its error.
 

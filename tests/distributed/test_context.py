@@ -5,7 +5,7 @@ import time
 import pytest
 from context_cases import CASES, check_all
 from context_promises import PROMISES, keep_all, the_last_rank_leaves
-from ranks import on_ranks
+from ranks import by_name, on_ranks
 
 NAMES = [*map(str, CASES), *(promise.__name__ for promise in PROMISES)]
 
@@ -17,9 +17,7 @@ def run_all():
 @pytest.fixture(scope="module")
 def outcomes():
     """Of each name, what each rank says; processes start once for all."""
-    found = on_ranks(run_all)
-    assert all(isinstance(x, list) for x in found), found
-    return dict(zip(NAMES, zip(*found, strict=True), strict=True))
+    return by_name(NAMES, run_all)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,7 +2,7 @@
 
 import pytest
 from dtensor_cases import CASES, check_all
-from ranks import on_ranks
+from ranks import by_name
 
 NAMES = [case.__name__ for case in CASES]
 
@@ -10,9 +10,7 @@ NAMES = [case.__name__ for case in CASES]
 @pytest.fixture(scope="module")
 def outcomes():
     """Of each name, what each rank says; processes start once for all."""
-    found = on_ranks(check_all)
-    assert all(isinstance(x, list) for x in found), found
-    return dict(zip(NAMES, zip(*found, strict=True), strict=True))
+    return by_name(NAMES, check_all)
 
 
 @pytest.mark.parametrize("name", NAMES)

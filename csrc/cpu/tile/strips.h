@@ -1,6 +1,6 @@
 // Strips of 16 rows of a tile, each with a list of the vectors of columns in which it keeps some
-// pair. Where a mask drops much of a tile, products and softmax take the listed vectors alone. Each
-// sum keeps its order, and lacks nothing but zeros, so no bit changes.
+// pair. Where a mask drops much of a tile, products and softmax take the listed vectors alone. Sums
+// keep their order and lose only zeros, so no bit changes.
 //
 //   for strips                        S = Q K^T
 //     for groups of listed vectors    up to 4 of them
@@ -65,7 +65,7 @@ class Strips {
     return n;
   }
 
-  // Zeros what no list has of s [rows, ld].
+  // Zeros the columns of s [rows, ld] that the list of a row lacks.
   void clear_others(float* s, int64_t ld, int64_t rows, int64_t cols) const {
     for (int64_t i = 0; i < rows; ++i) {
       const Columns own = of_row(i);
@@ -163,7 +163,7 @@ static void multiply_strips(ByRows a, const Strips& strips, int64_t depth, const
                             Into into) {
   for (int64_t i = 0; i < rows; i += kStripRows) {
     const Columns own = strips.of_row(i);
-    if (own.count() == 0) continue;  // no row has met a key, so no scale is but 1
+    if (own.count() == 0) continue;  // no row keeps a key here, and all scales are 1
     in_blocks(min64(kStripRows, rows - i), cols / kWidth,
               [&](auto r_count, auto v_count, int64_t r, int64_t n) __attribute__((always_inline)) {
                 listed_depth<r_count, v_count>(a.rows_from(i + r), own, depth, b + n * kWidth, ldb,

@@ -36,7 +36,7 @@ FASTATTN_DEVICE void* shared_boxes() {
 #endif
 }
 
-// Done by one thread. `arrivals`: of each phase.
+// One thread calls this. A phase ends after `arrivals` arrivals.
 FASTATTN_DEVICE void init_barrier(Barrier* barrier, int arrivals FASTATTN_HERE) {
 #if defined(FASTATTN_CUDA_ON_CPU)
   async::init_barrier(barrier, arrivals, here);
@@ -48,8 +48,8 @@ FASTATTN_DEVICE void init_barrier(Barrier* barrier, int arrivals FASTATTN_HERE) 
 #endif
 }
 
-// After the thread's init_barrier(). A barrier of the block must follow: others, and copies, see
-// what was initialised after both.
+// The same thread calls this after init_barrier(), and a barrier of the block must follow. After
+// both, other threads and copies see the initialised barriers.
 FASTATTN_DEVICE void publish_barriers() {
 #if defined(FASTATTN_CUDA_ON_CPU)
   async::publish_barriers();
