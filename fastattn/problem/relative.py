@@ -48,8 +48,8 @@ class Relative:
     parameter: str  # the name of the tensor that has a gradient
     offset: int
 
-    def at(self, distances: Tensor) -> Tensor:
-        """Numbers ``[B|1, H, n]``, float32 at least, of distances ``[n]``."""
+    def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers ``[B|1, H, n]`` of distances ``[n]``, of ``dtype`` at least."""
         raise NotImplementedError
 
     def to_dense(self, M: int, N: int) -> Tensor:
@@ -59,19 +59,20 @@ class Relative:
         line = self._line(M, N)
         return spread(line, M, N) if M > 1 else line[:, :, :M]
 
-    def line(self, B: int, H: int, M: int, N: int) -> Tensor:
+    def line(self, B: int, H: int, M: int, N: int, dtype: torch.dtype) -> Tensor:
         """``[B, H, 1, M + N - 1]``; ``[B, H, 1, N]`` of a single query.
 
-        Samples have lines of their own: so have their gradients, which sums over samples follow.
+        Its numbers are float64 where queries of ``dtype`` are, else float32. Samples have lines of
+        their own: so have their gradients, which sums over samples follow.
         """
-        line = self._line(M, N)
+        line = self._line(M, N, torch.promote_types(dtype, torch.float32))
         size, heads = line.shape[:2]
         if heads != H or (size != 1 and size != B):
             shape = list(getattr(self, self.parameter).shape)
             raise ValueError(f"bias.{self.parameter}: expected {H} heads, got {shape}")
         return line.expand(B, H, 1, line.shape[-1])
 
-    def _line(self, M: int, N: int) -> Tensor:
+    def _line(self, M: int, N: int, dtype: torch.dtype = torch.float32) -> Tensor:
         if not arguments.is_int(self.offset):
             raise TypeError(f"bias.offset: expected an int, got {type(self.offset).__name__}")
         if not -(2**31) <= self.offset < 2**31:
@@ -80,7 +81,7 @@ class Relative:
         if not isinstance(x, Tensor):
             raise TypeError(f"bias.{self.parameter}: expected a Tensor, got {type(x).__name__}")
         distances = torch.arange(1 - max(M, 1), N, device=x.device) - self.offset
-        return self.at(distances).unsqueeze(-2)
+        return self.at(distances, dtype).unsqueeze(-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +109,11 @@ class ALiBi(Relative):
     offset: int = 0
     parameter = "slopes"
 
-    def at(self, distances: Tensor) -> Tensor:
+    def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """See ``Relative``."""
         if self.slopes.dim() not in (1, 2):
             raise ValueError(f"bias.slopes: expected [H] or [B, H], got {list(self.slopes.shape)}")
-        slopes = self.slopes.to(torch.promote_types(self.slopes.dtype, torch.float32))
+        slopes = self.slopes.to(torch.promote_types(self.slopes.dtype, dtype))
         slopes = slopes.unsqueeze(0) if slopes.dim() == 1 else slopes
         return -slopes[..., None] * distances.abs().to(slopes.dtype)
 
@@ -179,12 +180,12 @@ class RelativeBias(Relative):
         own = torch.where(far < exact, far, coarse)
         return own + size * (ahead > 0) if bidirectional else own
 
-    def at(self, distances: Tensor) -> Tensor:
+    def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """See ``Relative``."""
         self._check()
         most = self.buckets.shape[0] // 2
         rows = self.buckets[distances.clamp(-most, most) + most]
-        table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
+        table = self.table.to(torch.promote_types(self.table.dtype, dtype))
         # Its gradient has a fixed order of sums, and that of an index has none on the CPU.
         return F.embedding(rows.long(), table).T.contiguous()[None]
 

@@ -315,7 +315,7 @@ def _bias(lead: Lead, query: Tensor, bias: Any, dense: bool) -> Tensor:
     if not isinstance(bias, Relative):
         return lead.to_4d("bias", check_dense("bias", bias, query, dtypes))
     check_dense(f"bias.{bias.parameter}", getattr(bias, bias.parameter), query, dtypes)
-    line = bias.line(math.prod(lead.batch), *lead.hmn)
+    line = bias.line(math.prod(lead.batch), *lead.hmn, query.dtype)
     return spread(line, *lead.hmn[1:]) if dense and lead.hmn[1] > 1 else line
 
 

@@ -56,6 +56,11 @@ FOUND = {
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e-3, lse=True),
     "slopes that a softcap has no digits of": Case(
         "0", **one, M=3, N=3, D=3, E=3, softcap=1.0, magnitude=20.0),
+    "one chain of 256 products": Case(
+        "0", **one, M=63, N=15, D=256, E=3, magnitude=5.0),
+    "alibi: float64 scores and float32 slopes": Case(
+        "0", **one, M=3, N=3, D=3, E=3, dtype=torch.float64, causal="top_left", bias="alibi",
+        bias_offset=1, bias_grad=False, bias_dtype=torch.float32),
     "alibi: the gradient without keys": Case("0", **one, M=3, N=0, D=3, E=3, bias="alibi"),
     "slopes that tanh has no digits of": Case(
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e4),

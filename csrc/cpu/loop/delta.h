@@ -81,8 +81,12 @@ class DeltaWorker {
     pack_transposed(matrix_at(p_.grad_out, b_, h_, i0_, rows_, p_.E), 1.f, grad_out_, ld_);
     for (int64_t i = 0; i < rows_; i += kWidth) {
       Vec sum{};
-      for (int64_t e = 0; e < p_.E; ++e)
-        sum += load(grad_out_ + e * ld_ + i) * load(out_ + e * ld_ + i);
+      in_chains(p_.E, Store{}, [&](int64_t begin, int64_t length, auto) {
+        Vec chain{};
+        for (int64_t e = begin; e < begin + length; ++e)
+          chain += load(grad_out_ + e * ld_ + i) * load(out_ + e * ld_ + i);
+        sum += chain;
+      });
       store(term_ + i, sum);
     }
   }

@@ -23,7 +23,8 @@ static void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int6
     }
 }
 
-// gemm() of an A with elements that are 0 because they are masked, if `masked`.
+// gemm() of an A with elements that are 0 because they are masked, if `masked`. The depth is a
+// block of keys or queries: one chain.
 template <typename A, typename Into>
 static void masked_gemm(bool masked, bool finite, A a, const float* b, int64_t ldb, int64_t rows,
                         int64_t cols, int64_t depth, float* c, int64_t ldc, Into into) {

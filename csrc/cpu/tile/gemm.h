@@ -10,7 +10,8 @@
 //
 // Rows are computed in whole groups: A and C must have memory up to round_up(rows, kTileRows). What
 // lies there does not change the result, but denormals in A would cost time (clear_padding()).
-// Columns are whole vectors. Depth is exact.
+// Columns are whole vectors. Depth is exact. Its sums are cut into chains, because the error of one
+// chain of FMAs grows with the root of its length.
 #pragma once
 
 #include "cpu/base/scratch.h"
@@ -19,6 +20,9 @@ namespace fastattn::FASTATTN_ISA {
 
 constexpr int kTileRows = 6;
 constexpr int kTileVecs = kVectorRegisters == 32 && kWidth == 16 ? 4 : 2;
+
+// Terms of a sum that are added one after the other. A block of keys or queries is one chain.
+constexpr int64_t kChain = 128;
 
 // Rows of memory that a tile of scores or outputs needs: whole register tiles of either kind.
 FASTATTN_SIMD int64_t row_capacity(int64_t rows) {
@@ -42,12 +46,14 @@ struct ByRows {
   int64_t ld;
   FASTATTN_MEMBER float at(int64_t r, int64_t k) const { return data[r * ld + k]; }
   FASTATTN_MEMBER ByRows rows_from(int64_t r) const { return {data + r * ld, ld}; }
+  FASTATTN_MEMBER ByRows from(int64_t k) const { return {data + k, ld}; }
 };
 struct ByCols {
   const float* data;
   int64_t ld;
   FASTATTN_MEMBER float at(int64_t r, int64_t k) const { return data[k * ld + r]; }
   FASTATTN_MEMBER ByCols rows_from(int64_t r) const { return {data + r, ld}; }
+  FASTATTN_MEMBER ByCols from(int64_t k) const { return {data + k * ld, ld}; }
 };
 
 // What to do with the product: C = AB, C = C + factor AB, C = C scale[row] + AB.
@@ -66,6 +72,14 @@ struct RescaleAdd {
     return load(c) * scale[row] + product;
   }
 };
+
+// Calls f(begin, length, into) for the chains of a sum: the first does what `into` says, the others
+// add to it.
+template <typename Into, typename F>
+FASTATTN_SIMD void in_chains(int64_t depth, Into into, F f) {
+  f(int64_t{0}, min64(depth, kChain), into);
+  for (int64_t k = kChain; k < depth; k += kChain) f(k, min64(depth - k, kChain), AddScaled{1.f});
+}
 
 template <int kRows, int kVecs, typename A, typename Into>
 FASTATTN_SIMD void micro_kernel(A a, const float* b, int64_t ldb, int64_t depth, float* c,
@@ -99,10 +113,9 @@ FASTATTN_SIMD void gemm_panel(A a, const float* b, int64_t ldb, int64_t rows, in
     micro_kernel<kTileRows, kVecs>(a.rows_from(r), b, ldb, depth, c + r * ldc, ldc, r, into);
 }
 
-// C[rows x cols] from A[rows x depth] and B[depth x cols]; cols is a multiple of kWidth.
 template <typename A, typename Into>
-static void gemm(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth,
-                 float* c, int64_t ldc, Into into) {
+static void gemm_chain(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth,
+                       float* c, int64_t ldc, Into into) {
   constexpr int kPanel = kTileVecs * kWidth;
   int64_t n = 0;
   for (; n + kPanel <= cols; n += kPanel)
@@ -114,6 +127,15 @@ static void gemm(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, i
     }
   }
   if (n < cols) gemm_panel<1>(a, b + n, ldb, rows, depth, c + n, ldc, into);
+}
+
+// C[rows x cols] from A[rows x depth] and B[depth x cols]; cols is a multiple of kWidth.
+template <typename A, typename Into>
+static void gemm(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth,
+                 float* c, int64_t ldc, Into into) {
+  in_chains(depth, into, [&](int64_t k, int64_t length, auto to) {
+    gemm_chain(a.from(k), b + k * ldb, ldb, rows, cols, length, c, ldc, to);
+  });
 }
 
 }  // namespace fastattn::FASTATTN_ISA

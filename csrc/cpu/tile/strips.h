@@ -99,9 +99,9 @@ FASTATTN_SIMD void in_blocks(int64_t rows, int64_t vectors, F f) {
   take(std::integral_constant<int, 1>{});
 }
 
-template <int kRows, int kVecs>
+template <int kRows, int kVecs, typename Into>
 FASTATTN_SIMD void listed_columns(ByRows a, const float* b, int64_t ldb, const int32_t* listed,
-                                  int64_t depth, float* c, int64_t ldc) {
+                                  int64_t depth, float* c, int64_t ldc, Into into) {
   Vec acc[kRows][kVecs] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Vec bk[kVecs];
@@ -115,7 +115,10 @@ FASTATTN_SIMD void listed_columns(ByRows a, const float* b, int64_t ldb, const i
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) store(c + r * ldc + listed[v], acc[r][v]);
+    for (int v = 0; v < kVecs; ++v) {
+      float* const to = c + r * ldc + listed[v];
+      store(to, into(to, r, acc[r][v]));
+    }
 }
 
 // The listed columns of C [rows, ldc] = A B.
@@ -126,8 +129,11 @@ FASTATTN_SIMD void listed_columns(ByRows a, const float* b, int64_t ldb, const i
     const Columns own = strips.of_row(i);
     in_blocks(min64(kStripRows, rows - i), own.count(),
               [&](auto r_count, auto v_count, int64_t r, int64_t n) __attribute__((always_inline)) {
-                listed_columns<r_count, v_count>(a.rows_from(i + r), b, ldb, own.listed + n, depth,
-                                                 c + (i + r) * ldc, ldc);
+                in_chains(depth, Store{}, [&](int64_t k, int64_t length, auto into) {
+                  listed_columns<r_count, v_count>(a.rows_from(i + r).from(k), b + k * ldb, ldb,
+                                                   own.listed + n, length, c + (i + r) * ldc, ldc,
+                                                   into);
+                });
               });
   }
 }
