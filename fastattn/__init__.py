@@ -1,6 +1,8 @@
 """fastattn: fused attention for PyTorch, scaled dot-product and additive."""
 
-from fastattn.backends import flops
+import torch
+
+from fastattn.backends import flops, health
 from fastattn.backends.registry import Explanation
 from fastattn.explanation import ModuleExplanation, explain
 from fastattn.functional import additive_attention, scaled_dot_product_attention
@@ -30,6 +32,15 @@ from fastattn.tuning import autotune
 from fastattn.varlen import varlen_attention
 
 flops.register()
+
+
+def _self_check(check: health.Check, device: torch.device) -> health.Verdict:
+    from fastattn import self_check
+
+    return self_check.run(check, device)
+
+
+health.runner = _self_check
 
 
 def _take_dtensors() -> None:

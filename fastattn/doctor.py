@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastattn
-from fastattn import functional, testing
-from fastattn.backends import cpu, cuda, operators, registry
+from fastattn import functional, testing, watchdog
+from fastattn.backends import cpu, cuda, health, operators, registry
 from fastattn.problem import Mask
 
 ABOUT = "What fastattn finds on this machine. The exit status is 1 where results are wrong."
@@ -33,11 +33,17 @@ PEER = "torch.nn.functional.scaled_dot_product_attention"
 
 
 def report(device: torch.device) -> dict[str, Any]:
-    """Everything that is found out, as JSON has it."""
+    """Everything that is found out, as JSON has it.
+
+    Self-checks come first: child processes make them, and what hangs or crashes there does not run
+    here.
+    """
+    checked = watchdog.everyday(device)
     return {
         "versions": versions(),
         "machine": machine(),
         "libraries": libraries(),
+        "self-checks": {str(check): verdict.reason for check, verdict in checked.items()},
         "calls": calls(device),
         "checks": checks(device),
         "ratio": ratio(device),
@@ -222,6 +228,7 @@ def text(found: dict[str, Any]) -> str:
         _pairs(found["versions"]),
         _pairs(found["machine"]),
         [_library(name, x) for name, x in found["libraries"].items()],
+        *([_self_checks(found["self-checks"])] if found["self-checks"] else []),
         ["Which backend serves", *(_call(name, x) for name, x in found["calls"].items())],
         *([_reasons(found["calls"])] if _reasons(found["calls"]) else []),
         [
@@ -244,6 +251,14 @@ def _library(name: str, found: dict[str, str | None]) -> str:
     if not found["missing"]:
         return f"{name:<16}found" + (f", built by {found['built by']}" if found["built by"] else "")
     return f"{name:<16}no: {found['missing']}" + (f"; {found['remedy']}" if found["remedy"] else "")
+
+
+def _self_checks(found: dict[str, str | None]) -> list[str]:
+    words = {None: "right", health.UNKNOWN: "could not be made"}
+    return [
+        "Self-checks of GPU backends, each in a child process",
+        *(f"  {name}: {words.get(reason) or f'WRONG: {reason}'}" for name, reason in found.items()),
+    ]
 
 
 def _call(name: str, found: registry.Explanation) -> str:
@@ -291,9 +306,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints the report; 0 where all results are right."""
     parser = argparse.ArgumentParser(prog="python -m fastattn", description=ABOUT)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.child is not None:
+        watchdog.child(torch.device(given.child[0]), given.child[1])
+        return 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of missing kernels: the report has those
-        found = report(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        found = report(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     print(as_json(found) if given.json else text(found))
-    return 0 if all(map(right, found["checks"].values())) else 1
+    right_here = all(map(right, found["checks"].values()))
+    return 0 if right_here and not any(found["self-checks"].values()) else 1

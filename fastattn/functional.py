@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fastattn import autograd, sinks
-from fastattn.backends import operators, registry, watch
+from fastattn.backends import operators, registry, watch, wgmma
 from fastattn.problem import Mask, Score, arguments, call_cache, jagged, validate
 from fastattn.problem.relative import ALiBi, RelativeBias
 
@@ -330,7 +330,9 @@ def explain(
     parameter = weight if bandwidth is None else bandwidth
     tensors: Any = autocast(query, key, value, parameter, exact=score == "gaussian")
     inputs = validate.build(score, *tensors, **options)
-    return registry.explain(inputs.p, backend, inputs.bias is not None)
+    given = inputs.q, inputs.k, inputs.v
+    grad = autograd.needs_autograd(*given, inputs.w, inputs.bias)
+    return registry.explain(inputs.p, backend, inputs.bias is not None, given, grad)
 
 
 # Who computes calls of tensors of other types, or says NotImplemented. fastattn/__init__.py adds
@@ -364,10 +366,13 @@ def _attend(
     inputs = validate.build(score, *cast, **options)
     if sink is not None:
         sinks.check(sink, inputs.q)
-    seen = call_cache.Known(inputs.p, registry.select(inputs.p, backend), inputs.has_head_dim)
-    watch.call(inputs.p, backend, inputs.bias is not None)
+    p, chosen = inputs.p, registry.select(inputs.p, backend)
+    forward = registry.faster_forward(p, backend, chosen)
+    seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
-    if call is not None:
+    biased, grad = inputs.bias is not None, autograd.needs_autograd(*canonical, inputs.bias)
+    watch.call(p, backend, biased, canonical[:3], grad)
+    if call is not None and registry.may_remember(p):
         call_cache.remember(seen, canonical, inputs.bias, call)
     return run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
 
@@ -386,8 +391,10 @@ def run(
 
     ``average``: the caller wants the mean of the weights over heads. ``attend``: what computes.
     """
-    p, (q, k, v, w) = seen.p, tensors
-    out, lse, weights = attend(seen.backend, p, q, k, v, w, bias)
+    p, backend, (q, k, v, w) = seen.p, seen.backend, tensors
+    if seen.forward is not None and not autograd.needs_autograd(q, k, v, w, bias):
+        backend = backend if wgmma.odd_strides((q, k, v)) else seen.forward
+    out, lse, weights = attend(backend, p, q, k, v, w, bias)
     if sink is not None:
         out, lse, weights = sinks.attach(sink, out, lse, weights)
     if average:

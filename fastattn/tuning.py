@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import registry
+from fastattn.backends import registry, wgmma
 from fastattn.problem import Problem, validate
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ def autotune(
     The search starts from the built-in table. It moves to a neighbour (half or twice a tile size,
     other warps, one stage more or less) as long as one is faster. This compiles tens of kernels and
     takes minutes.
+
+    On a GPU of compute capability 9.0, the self-check of the CUDA path ``wgmma`` runs as well.
+    Where that path is right, ``backend="auto"`` prefers it in calls without gradient.
 
     Args:
         query: as in :func:`scaled_dot_product_attention`, or in :func:`additive_attention` if
@@ -71,6 +74,8 @@ def autotune(
         start = config.choose(kernel, p.device, p.dtype, size, rich)
         found[name] = _descend(start, with_config)
     tuned.remember(p.device, found)
+    if p.score == "dot":
+        wgmma.check(p.device)
     return found
 
 

@@ -396,7 +396,11 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
 #endif
 }
 
-#ifndef FASTATTN_FOR_CUDA
+#ifdef FASTATTN_FOR_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
+  m.impl("cuda_choose_wgmma", TORCH_BOX(&fastattn::cuda::choose_wgmma));
+}
+#else
 static const fastattn::binding::Definitions definitions;
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {

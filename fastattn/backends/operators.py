@@ -200,6 +200,10 @@ for _name, _schema in schemas.CPU_ISA.items():
     _complete(_name, _schema, None)
 CPU = Operators("")
 
+for _name, _schema in schemas.CUDA_CHOOSE.items():
+    _complete(_name, _schema, None)
+choose_wgmma = torch.ops.fastattn.cuda_choose_wgmma.default
+
 
 def _choose_isa() -> str | None:
     """Uses the set in FASTATTN_CPU_ISA. If that is not possible, warns and returns the warning."""

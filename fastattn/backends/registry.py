@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastattn.backends import cpu, cuda, eager, triton
+from fastattn.backends import cpu, cuda, eager, health, triton, wgmma
 from fastattn.problem import Problem
 
 
@@ -64,6 +65,11 @@ WHY = {
     "additive": "cuda before triton: its loop takes 3.5 issue slots an element, Triton's 4.7",
     "gaussian": "triton before cuda: nobody has compared them yet",
 }
+WGMMA_FIRST = "cuda before triton: its path of warpgroups overlaps products and softmax"
+WGMMA_WAITS = (
+    "triton before cuda: its backward pass uses warpgroup instructions on Hopper, cuda's "
+    "mma.sync; without a gradient cuda would be first"
+)
 
 
 def in_order(score: str) -> list[str]:
@@ -87,12 +93,43 @@ def log_base(name: str) -> float:
     return 1.0 if name == "eager" else math.log(2)
 
 
-def against(name: str, p: Problem) -> list[str]:
-    """Why a backend cannot compute ``p`` here and now; empty if it can."""
+def against(name: str, p: Problem, may_check: bool = True) -> list[str]:
+    """Why a backend cannot compute ``p`` here and now; empty if it can.
+
+    ``may_check``: whether its self-check may run, if there is no verdict yet.
+    """
     reasons = BACKENDS[name].unsupported(p)
     if name != "eager" and _exporting_to_onnx():
         return [*reasons, "ONNX has PyTorch's operators only, and eager is made of those"]
-    return reasons
+    if reasons or name == "eager" or p.device.type not in health.DEVICES:
+        return reasons
+    wrong = _found_wrong(name, p, may_check and not torch.compiler.is_compiling())
+    return [] if wrong is None else [wrong]
+
+
+def _found_wrong(name: str, p: Problem, may_check: bool) -> str | None:
+    """What the self-check of a backend found wrong, of calls like ``p``."""
+    if name == "cuda" and wgmma.is_named() and wgmma.is_possible(p):
+        return health.reason(*wgmma.CHECK[:4], p.device, wgmma.CHECK.kind if may_check else None)
+    kind = None
+    if may_check:  # sizes may be symbols otherwise
+        kind = _kind(p) if name in COMPILING else ""
+    return health.reason(name, "", p.score, p.dtype, p.device, kind)
+
+
+# Backends that compile their kernels at the first call. A check must compile no others.
+COMPILING = ("triton",)
+
+
+def _kind(p: Problem) -> str:
+    """Which kernels a backend that compiles them takes, as far as a check tells them apart."""
+    rich = p.dropout is not None or p.weights != "none" or p.mask.keep is not None
+    return f"{'rich' if rich else 'plain'}{' decoding' if p.M <= wgmma.FEW_QUERIES else ''}"
+
+
+def may_remember(p: Problem) -> bool:
+    """Whether the choice for a problem stands: it does not while nothing can be checked."""
+    return p.device.type not in health.DEVICES or not health.must_wait()
 
 
 def _exporting_to_onnx() -> bool:
@@ -126,13 +163,25 @@ def select(p: Problem, backend: str = "auto") -> str:
     raise ValueError(f"no backend can do this problem: {explain(p)}")
 
 
+def faster_forward(p: Problem, backend: str, chosen: str) -> str | None:
+    """The backend that takes calls without gradient from the ``chosen`` one; None if none does.
+
+    On Hopper that is cuda's path of warpgroups, where it was found right. Its backward pass is no
+    faster than Triton's, and gradients come from the backend of the forward pass.
+    """
+    if backend != "auto" or chosen != "triton" or p.device.type not in health.DEVICES:
+        return None
+    return "cuda" if not against("cuda", p, may_check=False) and wgmma.suits(p) else None
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Which backend computes a call, and why the others would not; ``str()`` gives a table.
 
     Attributes:
         backend: the name of the chosen backend, or None if the call would raise.
-        path: how the CPU kernels compute the call, or None for another backend.
+        path: how the CPU kernels compute the call, or the CUDA kernels a dot product; None for
+            others.
         reasons: for each backend, in order of preference, why it cannot compute the call. The list
             is empty if it can.
         title: the first line of the table.
@@ -153,28 +202,47 @@ class Explanation:
         return "\n  ".join([*lines, *self.notes])
 
 
-def explain(p: Problem, backend: str = "auto", bias: bool = False) -> Explanation:
+def explain(
+    p: Problem,
+    backend: str = "auto",
+    bias: bool = False,
+    tensors: Sequence[Tensor] = (),
+    grad: bool = True,
+) -> Explanation:
     """The backends in order of preference: chosen, available, or why not.
 
     If a named ``backend`` cannot compute the problem, none is chosen: the call raises. ``bias``
-    says whether there is a bias.
+    says whether there is a bias, ``grad`` whether a gradient may be needed. ``tensors`` are q, k
+    and v, whose strides decide on the path through the CUDA kernels.
 
-    The notes name the CPU kernels' instruction set and path, or how to get missing kernels. If both
-    GPU backends can compute the problem, the notes say why the first is preferred.
+    The notes name the CPU kernels' instruction set and path, or how to get missing kernels, and the
+    path through the CUDA kernels. If both GPU backends can compute the problem, the notes say why
+    the first is preferred.
     """
-    reasons = {name: against(name, p) for name in in_order(p.score)}
     if backend != "auto":
         get(backend)  # raises for an unknown name
-    wanted = list(reasons) if backend == "auto" else [backend]
-    chosen = next((name for name in wanted if not reasons[name]), None)
-    path = cpu.path(p, bias) if chosen == "cpu" else None
-    notes = []
-    if reasons.get("cpu") == []:
-        notes.append(f"cpu: instruction set {cpu.instruction_set()}")
-    elif p.device.type == "cpu" and cpu.REMEDY is not None:
-        notes.append(f"cpu: {cpu.REMEDY}")
-    if path is not None:
-        notes.append(f"cpu: path {path}")
+    reasons, chosen = {}, None
+    for name in in_order(p.score):
+        wanted = chosen is None and backend in ("auto", name)
+        reasons[name] = against(name, p, may_check=wanted)
+        chosen = name if wanted and not reasons[name] else chosen
+    notes = _cpu_notes(p, reasons)
+    path, path_notes, why = None, [], WHY[p.score]
+    if chosen == "cpu":
+        path = cpu.path(p, bias)
+        path_notes = [f"cpu: path {path}"]
+    elif tensors and p.score == "dot" and reasons.get("cuda") == []:
+        cuda_path, reason = wgmma.path(p, tensors)
+        path_notes = [f"cuda: path {cuda_path}: {reason}"]
+        if cuda_path == wgmma.NAME and faster_forward(p, backend, str(chosen)) is not None:
+            chosen, why = (chosen, WGMMA_WAITS) if grad else ("cuda", WGMMA_FIRST)
+        path = cuda_path if chosen == "cuda" else None
     if reasons.get("triton") == reasons.get("cuda") == []:
-        notes.append(WHY[p.score])
-    return Explanation(chosen, path, reasons, str(p), tuple(notes))
+        path_notes.append(why)
+    return Explanation(chosen, path, reasons, str(p), (*notes, *path_notes))
+
+
+def _cpu_notes(p: Problem, reasons: dict[str, list[str]]) -> list[str]:
+    if reasons.get("cpu") == []:
+        return [f"cpu: instruction set {cpu.instruction_set()}"]
+    return [f"cpu: {cpu.REMEDY}"] if p.device.type == "cpu" and cpu.REMEDY is not None else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from fastattn.backends import registry
 from fastattn.problem import Problem, call_cache
@@ -31,10 +32,10 @@ def watching() -> Iterator[list[Note]]:
             _NOTES = before
 
 
-def call(p: Problem, backend: str = "auto", bias: bool = False) -> None:
-    """Notes a call that runs here."""
+def call(p: Problem, *options: Any) -> None:
+    """Notes a call that runs here; ``options`` as of ``registry.explain``."""
     if _NOTES is not None:
-        _NOTES.append(registry.explain(p, backend, bias))
+        _NOTES.append(registry.explain(p, *options))
 
 
 def call_of_torch(reason: str) -> None:

@@ -56,13 +56,15 @@ class Known(NamedTuple):
     """What was found out about a call whose tensors are 4-D, or lack the head dim alone.
 
     ``p`` has no tensors of masks. ``masks`` are those that there are, and the bias: their numbers
-    in ``Call.masks()``, and their shapes in a record.
+    in ``Call.masks()``, and their shapes in a record. ``forward`` is the backend that takes calls
+    without gradient from ``backend``, where their strides suit it.
     """
 
     p: Problem
     backend: str
     has_head_dim: bool
     masks: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+    forward: str | None = None
 
     def tensors(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The tensors of another such call, with a head dim."""
@@ -84,7 +86,8 @@ class Known(NamedTuple):
             if n not in (_KEEP, _BIAS):
                 own[n] = validate.within(f"mask.{MASK_TENSORS[n]}", x, self.p.N)
         bias = own.pop()
-        return Known(self.p.with_tensors(*own, None), self.backend, self.has_head_dim), bias
+        p = self.p.with_tensors(*own, None)
+        return Known(p, self.backend, self.has_head_dim, None, self.forward), bias
 
 
 # Keys are descriptions: _describe makes that of a function's call, inference.py a module's.

@@ -118,5 +118,8 @@ CPU_PATH = {
 }
 # A loop of csrc/cpu/entry/limits.cpp, on every thread. It returns what the threads did together.
 CPU_LOOP = {"cpu_loop": "(Tensor memory, int loop, int rounds) -> float"}
+# Whether a device takes the dot product's forward pass by products of warpgroups, where it can. The
+# CUDA library implements it, and exported programs do not use it: operators.py defines it.
+CUDA_CHOOSE = {"cuda_choose_wgmma": "(int device, bool chosen) -> ()"}
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.
 COMPILED = pair("") | pair("cuda_") | SELF_ATTENTION | CPU_ISA | CPU_PATH | CPU_LOOP

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,9 @@ from pathlib import Path
 import torch
 import triton
 
+from fastattn import cache_file
+
+FILE = "autotune.json"
 BLOCKS = (16, 32, 64, 128)  # tl.dot needs at least 16; additive workspaces are padded for 128
 
 _trial: dict[str, tuple[int, ...]] = {}  # what is being measured right now
@@ -47,12 +48,9 @@ def trial(name: str, config: tuple[int, ...]) -> Iterator[None]:
 
 def remember(device: torch.device, found: dict[str, tuple[int, ...]]) -> Path:
     """Adds to the file, and to what this process uses; returns where the file is."""
-    path, known = _path(), _read()
+    known = _read()
     known.setdefault(_machine(device) or "", {}).update({n: list(c) for n, c in found.items()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(known, indent=1))
-    draft.replace(path)  # in one step, as other processes may be reading
+    path = cache_file.write(FILE, known)
     _remembered.cache_clear()
     return path
 
@@ -72,16 +70,10 @@ def _machine(device: torch.device) -> str | None:
     return f"{torch.cuda.get_device_name(device)}, Triton {triton.__version__}"
 
 
-def _path() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "fastattn" / "autotune.json"
-
-
 def _read() -> dict[str, dict[str, list[int]]]:
     """The file; empty where there is none, or where it is not what ``remember`` writes."""
-    path = _path()
     try:
-        known = json.loads(path.read_text())
+        known = cache_file.read(FILE)
         for rows in known.values():
             for config in rows.values():
                 if len(config) != 4 or not all(type(n) is int and n > 0 for n in config):
@@ -91,6 +83,7 @@ def _read() -> dict[str, dict[str, list[int]]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
+        path = cache_file.path(FILE)
         warnings.warn(f"ignoring {path}, which autotune did not write: {error}", stacklevel=2)
         return {}
     return known

@@ -88,7 +88,9 @@ def test_missing_kernels_are_told_with_their_remedy(monkeypatch):
 
 def test_json_holds_what_the_text_says(found):
     read = json.loads(doctor.as_json(found))
-    assert list(read) == ["versions", "machine", "libraries", "calls", "checks", "ratio"]
+    assert list(read) == [
+        *("versions", "machine", "libraries", "self-checks", "calls", "checks", "ratio")
+    ]
     call = found["calls"]["additive"]
     assert read["calls"]["additive"]["reasons"] == call.reasons
     assert read["ratio"]["ratio"] == pytest.approx(

@@ -127,8 +127,8 @@ def test_few_calls_are_kept(monkeypatch, table):
 def test_what_is_kept_is_the_choice_of_the_registry(table):
     q = heads()
     sdpa(q, q, q)
-    ((p, name, has_head_dim, masks),) = table.values()
-    assert masks is None
+    ((p, name, has_head_dim, masks, forward),) = table.values()
+    assert masks is forward is None
     assert name == registry.select(p)
     assert (p.B, p.H, p.M, p.N, p.D) == (1, 2, 4, 4, 8)
     assert has_head_dim

@@ -16,7 +16,7 @@ CPP = [
     "cpu/loop", "cpu/entry", "cpu cuda", "binding",
 ]  # fmt: skip
 PYTHON = [
-    "fastattn.problem fastattn.plotting", "fastattn.kernels.tile",
+    "fastattn.problem fastattn.plotting fastattn.cache_file", "fastattn.kernels.tile",
     "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
     "fastattn.backends", "fastattn.autograd fastattn.tuning fastattn.sinks fastattn.blocks",
     "fastattn.functional",

@@ -18,6 +18,7 @@
 //
 // Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and low-precision",
 // 2024. docs/decisions/0013-warpgroups.md counts its instructions. Not run on a GPU.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
@@ -129,9 +130,28 @@ void launch(const ForwardParams& p, Launcher& launcher) {
                sizeof(WgmmaMemory<kDim>), a);
 }
 
-bool is_sm90() {
-  int device = 0, major = 0, minor = 0;
+constexpr int kMostDevices = 64;
+std::atomic<uint64_t> chosen_devices{0};  // a bit a device
+
+int current_device() {
+  int device = 0;
   cudaGetDevice(&device);
+  return device;
+}
+
+// By name for all devices, or by choose_wgmma() for the current one.
+bool is_chosen() {
+  const char* const path = std::getenv("FASTATTN_CUDA_PATH");
+  if (path != nullptr && std::strcmp(path, "wgmma") == 0) return true;
+  const uint64_t devices = chosen_devices.load(std::memory_order_relaxed);
+  if (devices == 0) return false;
+  const int device = current_device();
+  return device < kMostDevices && (devices >> device & 1) != 0;
+}
+
+bool is_sm90() {
+  const int device = current_device();
+  int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   return major == 9 && minor == 0;
@@ -144,13 +164,20 @@ bool has_tensor_maps(const ForwardParams& p) {
 
 }  // namespace
 
-bool wants_wgmma(const ForwardParams& p) {
-  const char* const path = std::getenv("FASTATTN_CUDA_PATH");
-  if (path == nullptr || std::strcmp(path, "wgmma") != 0) return false;
-  return p.M > kFewQueries && has_tensor_maps(p);
+void choose_wgmma(int64_t device, bool chosen) {
+  if (device < 0 || device >= kMostDevices) return;
+  const uint64_t bit = uint64_t{1} << device;
+  chosen ? chosen_devices.fetch_or(bit) : chosen_devices.fetch_and(~bit);
 }
 
-bool takes_wgmma(const ForwardParams& p) { return wants_wgmma(p) && is_sm90(); }
+bool wants_wgmma(const ForwardParams& p) {
+  return is_chosen() && p.M > kFewQueries && has_tensor_maps(p);
+}
+
+// Another thread may choose between the allocation of the marks and this.
+bool takes_wgmma(const ForwardParams& p) {
+  return p.workspace != nullptr && wants_wgmma(p) && is_sm90();
+}
 
 void launch_wgmma(const ForwardParams& p, Launcher& launcher) {
   with_operands(p, [&](auto type, auto dim) { launch<type, dim>(p, launcher); });

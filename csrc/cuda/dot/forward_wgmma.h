@@ -6,12 +6,11 @@
 
 namespace fastattn::cuda {
 
-// Whether FASTATTN_CUDA_PATH is "wgmma" and the problem can take this path: more than a few
-// queries, and strides that a tensor map can describe. No GPU has run it yet, so that nothing else
-// chooses it.
+// Whether this path is chosen and the problem can take it: more than a few queries, and strides
+// that a tensor map can describe. FASTATTN_CUDA_PATH=wgmma chooses it, or choose_wgmma().
 bool wants_wgmma(const ForwardParams& p);
 
-// Whether the current device can take it, too: compute capability 9.0.
+// Whether the marks have memory and the current device is of compute capability 9.0, too.
 bool takes_wgmma(const ForwardParams& p);
 
 // Marks of rows, [B][H][tiles of 64 queries][4 warps], where wants_wgmma().

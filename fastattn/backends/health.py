@@ -1,0 +1,303 @@
+"""Whether a GPU backend computes right on this machine, found out once and kept in a file.
+
+The first use of a backend on a device, driver, torch, Triton and build never seen runs a few tiny
+problems, forward and backward (``fastattn/self_check.py``). A wrong backend warns once, and has a
+reason against it from then on. ``$XDG_CACHE_HOME/fastattn/health.json`` keeps verdicts by machine:
+
+    {"NVIDIA H200, capability 9.0, ...": {"triton//dot/bfloat16/plain": null}}
+
+null means right, a text says what is wrong. The environment variable ``FASTATTN_SELF_CHECK`` turns
+checks off (``0``), or makes each process check again (``force``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import threading
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastattn import cache_file
+from fastattn.backends import cuda, operators
+from fastattn.problem import call_cache
+
+FILE = "health.json"
+DEVICES = ("cuda",)  # the kinds of devices whose backends are checked; eager never is
+MODES = ("1", "0", "force")
+MOST_MACHINES = 16  # in the file; the latest stay
+UNKNOWN = ""  # no verdict in this process, such as for lack of memory
+
+
+class Check(NamedTuple):
+    """What a verdict is about. Its text has no slash, as the file joins the fields by slashes."""
+
+    backend: str
+    path: str  # through the backend's kernels, "" for the usual one
+    score: str
+    dtype: str
+    kind: str  # of the problems, where kinds are kernels of their own: see registry.py
+
+    def __str__(self) -> str:
+        path = f", path {self.path}" if self.path else ""
+        kind = f", {self.kind} calls" if self.kind else ""
+        return f"{self.backend}{path}: {self.score}, {self.dtype}{kind}"
+
+
+class Verdict(NamedTuple):
+    """What a check found. ``reason``: what is wrong, or None."""
+
+    reason: str | None
+    lasting: bool = True  # whether other processes would find the same
+
+
+# Makes a check on a device. An error that it raises is none of the backend's, and no verdict.
+# fastattn/__init__.py sets it: the budget of a check stands above backends.
+runner: Callable[[Check, torch.device], Verdict] | None = None
+
+_found: dict[tuple[torch.device, Check], str | None] = {}  # None: right
+_wrong: dict[tuple[torch.device, str, str, str, str], str] = {}  # by all of a check but its kind
+_loaded: set[torch.device] = set()  # those for which the file was read
+_warned: set[str] = set()
+_LOCK = threading.Lock()  # held while a check runs
+_local = threading.local()
+
+
+def reason(
+    backend: str, path: str, score: str, dtype: torch.dtype | str, device: torch.device,
+    kind: str | None,
+) -> str | None:  # fmt: skip
+    """Why a backend must not compute such calls on ``device``; None if nothing is known against it.
+
+    Runs the check if there is no verdict on ``kind`` yet. If ``kind`` is None, nothing runs.
+    """
+    if mode() == "0" or is_checking():
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if kind is not None:
+        settle(Check(backend, path, score, name, kind), device)
+    else:
+        _load(device)
+    wrong = _wrong.get((device, backend, path, score, name))
+    if wrong is not None and kind is not None:
+        _warn_once(f"fastattn does not use its backend {backend!r} for such calls: {wrong}")
+    return wrong
+
+
+# Like the reasons in _gpu.py: what the machine is cannot be traced.
+reason._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def is_right(check: Check, device: torch.device) -> bool:
+    """Whether a check was made on ``device``, by any process, and found no fault. Runs nothing."""
+    if mode() == "0":
+        return False
+    _load(device)
+    return _found.get((device, check), UNKNOWN) is None
+
+
+def fault(check: Check, device: torch.device) -> str | None:
+    """What a check found wrong on ``device``; None if it is right, or there is no verdict."""
+    return _found.get((device, check)) or None
+
+
+def mode() -> str:
+    """What FASTATTN_SELF_CHECK says: "1" by default."""
+    given = os.environ.get("FASTATTN_SELF_CHECK") or "1"
+    if given not in MODES:
+        raise ValueError(f"FASTATTN_SELF_CHECK: expected '0', '1' or 'force', got {given!r}")
+    return given
+
+
+def is_checking() -> bool:
+    """Whether this thread makes a check: what that calls is not checked."""
+    return getattr(_local, "checking", False)
+
+
+def must_wait() -> bool:
+    """Whether no check may run now.
+
+    A check waits for the GPU, which no capture of a graph survives. torch's modes, such as that of
+    fake tensors, mean other tensors than real ones.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling() or _captures()
+
+
+must_wait._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _captures() -> bool:
+    """Whether the current stream captures, or the stream that torch.cuda.graph takes by default."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    stream = torch.cuda.graph.default_capture_stream  # of any thread
+    if stream is None:
+        return False
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+# ---- a verdict ----
+
+
+def settle(check: Check, device: torch.device) -> None:
+    """Makes a check that has no verdict yet, unless none may run now."""
+    if (device, check) in _found:
+        return
+    _load(device)
+    if (device, check) in _found or runner is None or machine(device) is None or must_wait():
+        return
+    with _LOCK:  # other threads wait for the verdict
+        if (device, check) not in _found:
+            _make(check, device, runner)
+
+
+def _make(check: Check, device: torch.device, runner: Callable) -> None:
+    try:
+        reason, lasting = _in_a_thread(functools.partial(runner, check, device))
+    except Exception:  # no call may break by that
+        reason, lasting = UNKNOWN, False
+    keep(check, device, reason, lasting)
+
+
+def _in_a_thread(work: Callable[[], Any]) -> Any:
+    """The result of ``work`` in a new thread, or its error.
+
+    What torch keeps by thread is then as torch starts: grad mode, autocast, transforms, modes,
+    default device, streams.
+    """
+    found: list[Any] = []
+
+    def run() -> None:
+        _local.checking = True
+        try:
+            found.append((work(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, name="fastattn self-check", daemon=True)
+    thread.start()
+    thread.join()
+    [(result, error)] = found
+    if error is not None:
+        raise error
+    return result
+
+
+def keep(check: Check, device: torch.device, reason: str | None, lasting: bool = True) -> None:
+    """Keeps a verdict in this process and, if it is ``lasting``, in the file."""
+    _file_away(check, device, reason)
+    if reason:
+        call_cache.forget()  # calls that are known to go to this backend
+    if lasting:
+        _write(check, device, reason)
+
+
+def _file_away(check: Check, device: torch.device, reason: str | None) -> None:
+    if reason:
+        _wrong[device, *check[:-1]] = reason
+    _found[device, check] = reason  # last: who finds it reads _wrong without the lock
+
+
+def forget() -> None:
+    """Forgets what this process knows, for tests."""
+    for known in (_found, _wrong, _loaded, _warned):
+        known.clear()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=8)  # the caller of a public function
+
+
+# ---- the file ----
+
+
+def _load(device: torch.device) -> None:
+    """Takes over what the file says of this machine, once."""
+    if device in _loaded:
+        return
+    name = machine(device)
+    if name is not None and mode() != "force":
+        for check, reason in _read().get(name, {}).items():
+            _file_away(Check(*check.split("/")), device, reason)
+    _loaded.add(device)
+
+
+def _write(check: Check, device: torch.device, reason: str | None) -> None:
+    name = machine(device)
+    if name is None:
+        return
+    known = _read()
+    rows = known.pop(name, {}) | {"/".join(check): reason}
+    latest = [*known.items(), (name, rows)][-MOST_MACHINES:]
+    try:
+        cache_file.write(FILE, dict(latest))
+    except (OSError, RuntimeError):  # no such folder, or it cannot be written: each process checks
+        return
+
+
+def _read() -> dict[str, dict[str, str | None]]:
+    """What can be read of the file: a verdict that is lost is found again."""
+    try:
+        known = cache_file.read(FILE)
+        return {str(name): _rows(rows) for name, rows in known.items()}
+    except (OSError, RuntimeError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def _rows(rows: Any) -> dict[str, str | None]:
+    fields = len(Check._fields) - 1
+    rows = rows.items() if isinstance(rows, dict) else ()
+    return {x: y for x, y in rows if x.count("/") == fields and (y is None or _is_text(y))}
+
+
+def _is_text(x: object) -> bool:
+    return isinstance(x, str) and x != UNKNOWN
+
+
+# ---- the machine ----
+
+
+@functools.cache
+def machine(device: torch.device) -> str | None:
+    """All that a verdict depends on; None where there is no GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return ", ".join(
+        (
+            torch.cuda.get_device_name(device), f"capability {capability}", f"driver {_driver()}",
+            f"torch {torch.__version__}", f"Triton {_triton()}", f"build {_build()}",
+        )
+    )  # fmt: skip
+
+
+def _driver() -> str | None:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return cuda.driver_version()
+
+
+def _triton() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _build() -> str:
+    """Changes with the CUDA library and the sources of the Triton kernels."""
+    files = [*operators.PACKAGE.glob("_cuda*.so"), *operators.PACKAGE.glob("kernels/*/*.py")]
+    stamps = sorted((x.name, x.stat().st_size, x.stat().st_mtime_ns) for x in files)
+    return f"{zlib.crc32(repr(stamps).encode()):08x}"

@@ -1,0 +1,137 @@
+"""When the dot product's forward pass runs by products of warpgroups: a path of the CUDA backend.
+
+``csrc/cuda/dot/forward_wgmma.cu`` is the kernel, and has the same conditions. Its backward pass is
+that of the other CUDA kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import cuda, health, operators
+from fastattn.problem import Problem
+
+FEW_QUERIES = 16  # csrc/cuda/tile/few_queries.h
+CAPABILITY = (9, 0)
+NAME = "wgmma"
+USUAL = "sm_80"  # the kernels for compute capability 8.0 and later
+UNCHECKED = (
+    "wgmma was not checked on this device yet; `python -m fastattn` and fastattn.autotune check it"
+)
+CHECK = health.Check("cuda", NAME, "dot", "float16 and bfloat16", "")
+
+
+def is_named() -> bool:
+    """Whether the user names this path, which the kernels read for themselves."""
+    return os.environ.get("FASTATTN_CUDA_PATH") == NAME
+
+
+def is_possible(p: Problem) -> bool:
+    """Whether the CUDA kernels have this path for the score, on the device. They have the dtype."""
+    return p.score == "dot" and has_capability(p.device)
+
+
+def why_not(p: Problem, tensors: Sequence[Tensor] = ()) -> str | None:
+    """Why a call that the CUDA backend can compute takes other kernels; None if it need not.
+
+    ``tensors`` are q, k and v.
+    """
+    if p.score != "dot":
+        return f"the {p.score} score has kernels of its own"
+    if not is_possible(p):
+        return "wgmma needs compute capability 9.0"
+    if p.softcap:
+        return "wgmma has no softcap"
+    if p.M <= FEW_QUERIES:
+        return f"up to {FEW_QUERIES} queries have kernels of their own"
+    if not p.B * p.H * p.N * p.D * p.E:
+        return "a size is 0"
+    if odd := odd_strides(tensors):
+        return f"wgmma needs strides of {odd} in steps of 16 bytes, and contiguous columns"
+    return None
+
+
+def odd_strides(tensors: Sequence[Tensor]) -> str:
+    """The names of those of q, k and v that the copies of this path cannot read."""
+    named = zip("qkv", tensors, strict=False)
+    return ", ".join([name for name, x in named if not _has_tensor_map(x)])
+
+
+def has_capability(device: torch.device) -> bool:
+    """Whether a device has such products."""
+    return device.type in health.DEVICES and torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+def _has_tensor_map(x: Tensor) -> bool:
+    """As in csrc/cuda/base/tensor_map.h."""
+    *outer, column = x.stride()
+    if x.data_ptr() % 16 or column != 1 or x.shape[2] >= 2**31:
+        return False
+    strides = zip(x.shape, outer, strict=False)
+    return all(n == 1 or (0 < s < 2**38 and s % 8 == 0) for n, s in strides)
+
+
+def suits(p: Problem) -> bool:
+    """Whether this path can take calls of a problem, and was found right on its device.
+
+    Then the kernels take it.
+    """
+    if p.dtype not in cuda.HALF or cuda.unsupported(p) or why_not(p) is not None:
+        return False
+    if health.mode() == "force":
+        health.settle(CHECK, p.device)
+    if not health.is_right(CHECK, p.device):
+        return False
+    choose(p.device)
+    return True
+
+
+def path(p: Problem, tensors: Sequence[Tensor]) -> tuple[str, str]:
+    """The path of a dot product through the CUDA kernels, and why it takes that one."""
+    if (why := why_not(p, tensors)) is not None:
+        return USUAL, why
+    if is_named():
+        return NAME, "FASTATTN_CUDA_PATH names it"
+    if suits(p):
+        return NAME, "the self-check found it right on this device"
+    if health.mode() == "0":
+        return USUAL, "FASTATTN_SELF_CHECK=0, and wgmma waits for the self-check"
+    wrong = health.fault(CHECK, p.device)
+    return USUAL, f"wgmma: {wrong}" if wrong else UNCHECKED
+
+
+def check(device: torch.device) -> str | None:
+    """Runs the self-check of this path where the device has it. What was wrong, or None."""
+    if not has_capability(device) or cuda.LIBRARY_ERROR is not None or health.mode() == "0":
+        return None
+    health.settle(CHECK, device)
+    return health.fault(CHECK, device)
+
+
+_chosen: set[torch.device] = set()
+
+
+def choose(device: torch.device, chosen: bool = True) -> None:
+    """Makes the CUDA kernels take this path on a device wherever they can, or not."""
+    if (device in _chosen) == chosen:
+        return
+    operators.choose_wgmma(device.index or 0, chosen)
+    (_chosen.add if chosen else _chosen.discard)(device)
+
+
+@contextlib.contextmanager
+def tried(device: torch.device, check: health.Check) -> Iterator[None]:
+    """Takes this path inside the block, if it is what is checked: see ``suits``."""
+    if check != CHECK:
+        yield
+        return
+    choose(device)
+    try:
+        yield
+    finally:
+        choose(device, False)

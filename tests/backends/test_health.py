@@ -1,0 +1,419 @@
+"""The self-check: a wrong backend is found once, says why, and serves no call."""
+
+import json
+import os
+import threading
+import time
+import types
+import warnings
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import cache_file, functional, scaled_dot_product_attention
+from fastattn.backends import health, registry
+from fastattn.problem import call_cache, validate
+
+CPU = torch.device("cpu")
+EAGER = registry.BACKENDS["eager"]
+
+
+def backend(forward=EAGER.forward, backward=EAGER.backward):
+    """A backend that counts its forward passes."""
+    fake = types.SimpleNamespace(calls=0, unsupported=lambda p: [], backward=backward)
+
+    def counted(*args):
+        fake.calls += 1
+        return forward(*args)
+
+    fake.forward = counted
+    return fake
+
+
+def wrong_output(*args):
+    out, *others = EAGER.forward(*args)
+    return out * 1.05, *others
+
+
+def nan_output(*args):
+    out, *others = EAGER.forward(*args)
+    out[..., -1, -1] = torch.nan
+    return out, *others
+
+
+def wrong_lse(*args):
+    out, lse, *others = EAGER.forward(*args)
+    return out, lse + 0.05, *others
+
+
+def wrong_gradient(*args):
+    grad_q, grad_k, *others = EAGER.backward(*args)
+    return grad_q, grad_k * 1.05, *others
+
+
+def raises(*args):
+    raise RuntimeError("no such instruction\nmore of it")
+
+
+def no_memory(*args):
+    raise torch.OutOfMemoryError("10 MiB")
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch, tmp_path):
+    """The CPU counts as a GPU, of a machine that nobody has seen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FASTATTN_SELF_CHECK", raising=False)
+    monkeypatch.setattr(health, "DEVICES", ("cpu",))
+    monkeypatch.setattr(health, "machine", lambda device: "a machine")
+    health.forget()
+    yield
+    health.forget()
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def installed(fake):
+        monkeypatch.setattr(registry, "BACKENDS", {"fake": fake, "eager": EAGER})
+        return fake
+
+    return installed
+
+
+def call(backend="auto", shape=(1, 2, 3, 4), **options):
+    q = torch.randn(shape)
+    return scaled_dot_product_attention(q, q, q, backend=backend, **options)
+
+
+def new_process():
+    health.forget()
+    call_cache.forget()
+
+
+def verdicts():
+    return cache_file.read(health.FILE)["a machine"]
+
+
+def test_a_right_backend_is_checked_once(install):
+    fake = install(backend())
+    call("fake")
+    checked = fake.calls
+    assert checked > 1
+    call()
+    call(shape=(1, 2, 5, 4))
+    assert fake.calls == checked + 2
+    assert verdicts() == {"fake//dot/float32/": None}
+    new_process()
+    call()
+    assert fake.calls == checked + 3
+
+
+@pytest.mark.parametrize(
+    ("lie", "what"),
+    [
+        (backend(wrong_output), "out of"),
+        (backend(nan_output), "error is inf times"),
+        (backend(wrong_lse), "lse of"),
+        (backend(backward=wrong_gradient), "grad_k of"),
+    ],
+    ids=["output", "nan", "lse", "gradient"],
+)
+def test_a_backend_that_lies_warns_once_and_serves_nothing(install, lie, what):
+    install(lie)
+    with pytest.warns(RuntimeWarning, match=what) as caught:
+        call()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    calls = lie.calls
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+        found = fastattn.explain(torch.zeros(1, 2, 3, 4))
+    assert lie.calls == calls
+    assert found.backend == "eager"
+    assert what in found.reasons["fake"][0]
+    with pytest.raises(ValueError, match=f"'fake' cannot do this problem.*{what}.*SELF_CHECK"):
+        call("fake")
+    new_process()
+    with pytest.warns(RuntimeWarning, match=what):
+        call()
+    assert lie.calls == calls  # the file says it
+
+
+def test_calls_that_went_there_do_not_go_there_again(install):
+    """One kind of calls is right, and another is found wrong."""
+    fake = install(backend())
+    call()
+    health.keep(health.Check("fake", "", "dot", "float32", "rich"), CPU, "wrong")
+    calls = fake.calls
+    with pytest.warns(RuntimeWarning, match="wrong"):
+        call()
+    assert fake.calls == calls
+
+
+def test_a_backend_that_raises_is_checked_again_by_the_next_process(install):
+    fake = install(backend(raises))
+    with pytest.warns(RuntimeWarning, match="it raises RuntimeError: no such instruction;"):
+        call()
+    assert not cache_file.path(health.FILE).exists()
+    new_process()
+    fake = install(backend())
+    call()
+    assert fake.calls > 1
+
+
+def test_no_memory_is_no_verdict(install, recwarn):
+    fake = install(backend(no_memory))
+    with pytest.raises(torch.OutOfMemoryError):  # the call's own
+        call()
+    assert fake.calls == 2
+    with pytest.raises(torch.OutOfMemoryError):
+        call()
+    assert fake.calls == 3  # and no check at every call
+    assert not recwarn.list
+    assert not cache_file.path(health.FILE).exists()
+
+
+def test_a_fault_of_the_check_itself_breaks_no_call(install, monkeypatch):
+    fake = install(backend())
+    monkeypatch.setattr(health, "runner", lambda check, device: 1 / 0)
+    call()
+    assert fake.calls == 1
+
+
+def test_scores_and_dtypes_have_verdicts_of_their_own(install):
+    install(backend())
+    q, w = torch.randn(1, 2, 3, 4), torch.randn(2, 4)
+    fastattn.additive_attention(q, q, q, w)
+    scaled_dot_product_attention(q.bfloat16(), q.bfloat16(), q.bfloat16())
+    assert set(verdicts()) == {"fake//additive/float32/", "fake//dot/bfloat16/"}
+
+
+def test_a_backend_that_compiles_is_checked_on_the_kernels_of_the_call(install, monkeypatch):
+    monkeypatch.setattr(registry, "COMPILING", ("fake",))
+    install(backend())
+    call()
+    call(shape=(1, 2, 20, 4), return_weights="mean")
+    assert set(verdicts()) == {
+        "fake//dot/float32/plain decoding",
+        "fake//dot/float32/rich",
+    }
+
+
+# ---- when nothing runs ----
+
+
+def test_not_on_cpus(install, monkeypatch):
+    monkeypatch.setattr(health, "DEVICES", ("cuda",))
+    monkeypatch.setattr(health, "reason", None)
+    fake = install(backend())
+    call()
+    assert fake.calls == 1
+
+
+def test_a_named_mode(install, monkeypatch):
+    lie = install(backend(wrong_output))
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "0")
+    call()
+    assert lie.calls == 1
+    call_cache.forget()
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "1")
+    with pytest.warns(RuntimeWarning):
+        call()
+    new_process()
+    mended = install(backend())
+    with pytest.warns(RuntimeWarning):
+        call()
+    assert mended.calls == 0
+    new_process()
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "force")
+    call()
+    assert mended.calls > 1
+    assert verdicts() == {"fake//dot/float32/": None}
+    call_cache.forget()
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "yes")
+    with pytest.raises(ValueError, match="FASTATTN_SELF_CHECK: expected '0', '1' or 'force'"):
+        call()
+
+
+def test_a_capture_postpones_the_check(install, monkeypatch):
+    lie = install(backend(wrong_output))
+    with monkeypatch.context() as patch:
+        patch.setattr(health, "_captures", lambda: True)
+        call()
+        assert lie.calls == 1
+    with pytest.warns(RuntimeWarning):
+        call()  # the same call, which is not remembered
+    assert lie.calls > 2
+
+
+def test_the_current_stream_captures(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert health.must_wait()
+
+
+def test_fake_tensors_and_compilers_run_no_check(install):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = install(backend())
+    with FakeTensorMode():
+        call()
+    assert fake.calls == 1
+    assert chosen_while_compiling() == "fake"
+    assert not health._found
+    call()
+    assert health._found
+
+
+def test_a_compiler_knows_what_is_wrong(install):
+    lie = install(backend(wrong_output))
+    with pytest.warns(RuntimeWarning):
+        call()
+    calls = lie.calls
+    assert chosen_while_compiling() == "eager"
+    assert lie.calls == calls
+
+
+def chosen_while_compiling():
+    names = list(registry.BACKENDS)
+    p = validate.build("dot", *[torch.zeros(1, 2, 3, 4)] * 3).p
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def number(x):
+        return x + names.index(registry.select(p))
+
+    return names[int(number(torch.zeros(1)))]
+
+
+def call_of(q):
+    return scaled_dot_product_attention(q, q, q)
+
+
+def test_transforms_autocast_and_inference_mode_do_not_reach_the_check(install):
+    install(backend())
+    q = torch.randn(3, 1, 2, 3, 4)
+    torch.func.vmap(torch.func.grad(lambda q: call_of(q).sum()))(q)
+    assert verdicts() == {"fake//dot/float32/": None}
+    new_process()
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16), torch.device("meta"):
+        call_of(q[0])
+    assert verdicts() == {"fake//dot/float32/": None, "fake//dot/float16/": None}
+
+
+def test_random_numbers_of_the_caller_stay(install):
+    install(backend())
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    q = torch.ones(1, 2, 3, 4)
+    scaled_dot_product_attention(q, q, q)
+    assert torch.equal(torch.randn(4), expected)
+
+
+def test_one_of_many_threads_makes_the_check(install):
+    slow = install(backend(lambda *args: (time.sleep(0.002), EAGER.forward(*args))[1]))
+    made, runner = [], health.runner
+
+    def counted(check, device):
+        made.append(threading.get_ident())
+        return runner(check, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "runner", counted)
+        threads = [threading.Thread(target=call) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(made) == 1
+    assert made[0] not in [thread.ident for thread in threads]
+    assert slow.calls > 6
+
+
+def test_a_check_makes_no_check(install):
+    """Not even where a backend calls a public function."""
+
+    def through(p, q, k, v, w, bias):
+        functional.explain(q, k, v)
+        assert health.is_checking()
+        return EAGER.forward(p, q, k, v, w, bias)
+
+    fake = install(backend(through))
+    registry.select(validate.build("dot", *[torch.zeros(1, 2, 3, 4)] * 3).p)
+    assert verdicts() == {"fake//dot/float32/": None}
+    assert fake.calls
+
+
+def test_a_known_verdict_costs_a_lookup(install, monkeypatch):
+    install(backend())
+    call()
+    for name in ("settle", "_load", "_in_a_thread"):
+        monkeypatch.setattr(health, name, None)
+    call()  # known by the cache of calls
+    monkeypatch.undo()
+
+
+# ---- the file ----
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "7", '{"a machine": 1}', '{"a machine": {"x": null}}', "\ud800",
+     '{"a machine": {"fake//dot/float32/": 3}}', '{"a machine": {"fake//dot/float32/": ""}}',
+     '{"another": {"fake//dot/float32/": "wrong"}}', '{"a machine": {"fake/dot/float32": "old"}}',
+     "[" * 100_000],
+)  # fmt: skip
+def test_a_file_that_says_nothing_is_written_anew(install, text):
+    file = cache_file.path(health.FILE)
+    file.parent.mkdir()
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    fake = install(backend())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+    assert fake.calls > 1
+    assert verdicts()["fake//dot/float32/"] is None
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_folder_that_cannot_be_written(install, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    fake = install(backend())
+    call()
+    calls = fake.calls
+    call(shape=(1, 2, 5, 4))
+    assert fake.calls == calls + 1
+
+
+def test_the_latest_machines_stay(install, monkeypatch):
+    install(backend())
+    check = health.Check("fake", "", "dot", "float32", "")
+    for n in range(health.MOST_MACHINES + 1):
+        monkeypatch.setattr(health, "machine", lambda device, n=n: f"machine {n}")
+        health.keep(check, CPU, None)
+    known = json.loads(cache_file.path(health.FILE).read_text())
+    assert list(known) == [f"machine {n}" for n in range(1, health.MOST_MACHINES + 1)]
+
+
+def test_a_machine_is_all_that_a_verdict_depends_on(monkeypatch):
+    monkeypatch.undo()
+    health.machine.cache_clear()
+    assert health.machine(CPU) is None
+    device = torch.device("cuda", 0)
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert health.machine(device) is None
+    health.machine.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    name = health.machine(device)
+    health.machine.cache_clear()
+    assert name.startswith("NVIDIA H200, capability 9.0, driver ")
+    assert f"torch {torch.__version__}" in name
+    assert all(part in name for part in ("Triton ", "build "))
