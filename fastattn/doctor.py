@@ -313,7 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of missing kernels: the report has those
-        found = report(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+        found = report(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
     print(as_json(found) if given.json else text(found))
     right_here = all(map(right, found["checks"].values()))
     return 0 if right_here and not any(found["self-checks"].values()) else 1

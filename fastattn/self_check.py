@@ -101,7 +101,8 @@ def _uses_tf32() -> bool:
 
 def _moved(t: testing.Tensors, device: torch.device) -> testing.Tensors:
     fields = {field.name: getattr(t, field.name) for field in dataclasses.fields(t)}
-    return dataclasses.replace(t, **{n: x if x is None else x.to(device) for n, x in fields.items()})
+    moved = {name: x.to(device) for name, x in fields.items() if x is not None}
+    return dataclasses.replace(t, **moved)
 
 
 def _compute(check: Check, case: testing.Case, t: testing.Tensors) -> dict[str, Tensor]:

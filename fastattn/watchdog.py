@@ -106,9 +106,7 @@ def _from_child(
     _stop(child)
 
 
-def _lines(
-    child: subprocess.Popen[str], seconds: float, silent: threading.Event
-) -> Iterator[str]:
+def _lines(child: subprocess.Popen[str], seconds: float, silent: threading.Event) -> Iterator[str]:
     """A child's own lines; it is killed when it falls silent."""
 
     def kill() -> None:

@@ -203,7 +203,7 @@ def keep(check: Check, device: torch.device, reason: str | None, lasting: bool =
 
 def _file_away(check: Check, device: torch.device, reason: str | None) -> None:
     if reason:
-        _wrong[device, *check[:-1]] = reason
+        _wrong[(device, *check[:-1])] = reason
     _found[device, check] = reason  # last: who finds it reads _wrong without the lock
 
 

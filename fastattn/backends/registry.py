@@ -169,9 +169,11 @@ def faster_forward(p: Problem, backend: str, chosen: str) -> str | None:
     On Hopper that is cuda's path of warpgroups, where it was found right. Its backward pass is no
     faster than Triton's, and gradients come from the backend of the forward pass.
     """
-    if backend != "auto" or chosen != "triton" or p.device.type not in health.DEVICES:
+    if p.device.type not in health.DEVICES or chosen not in ("triton", "cuda"):
         return None
-    return "cuda" if not against("cuda", p, may_check=False) and wgmma.suits(p) else None
+    if not wgmma.suits(p) or backend != "auto" or chosen != "triton":  # a named cuda takes it too
+        return None
+    return None if against("cuda", p, may_check=False) else "cuda"
 
 
 @dataclass(frozen=True)

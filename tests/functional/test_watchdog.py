@@ -138,6 +138,7 @@ def test_the_doctor_is_its_own_child(capfd):
 
 def test_the_doctor_keeps_what_the_children_found(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FASTATTN_SELF_CHECK", raising=False)
     monkeypatch.setattr(health, "machine", lambda device: "a machine")
     monkeypatch.setattr(watchdog, "_runs", lambda check, device: check.dtype == "float32")
     reasons = {True: None, False: "it hangs"}

@@ -1,0 +1,241 @@
+"""When calls take the path of warpgroups: by name, or where the self-check found it right."""
+
+import ctypes
+import types
+
+import host_build
+import pytest
+import shim_backend
+import torch
+
+import fastattn
+from fastattn import scaled_dot_product_attention, self_check
+from fastattn.backends import cuda, health, operators, registry, wgmma
+from fastattn.backends.health import Check, Verdict
+from fastattn.problem import call_cache, validate
+
+pytestmark = [
+    pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler"),
+    pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU counts no products"),
+]
+
+CPU = torch.device("cpu")
+EAGER = registry.BACKENDS["eager"]
+
+
+@pytest.fixture
+def triton(monkeypatch, tmp_path):
+    """A fake of Triton that counts, on what counts as a GPU of compute capability 9.0."""
+    shim_backend.install(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FASTATTN_SELF_CHECK", raising=False)
+    monkeypatch.setattr(health, "DEVICES", ("cpu",))
+    monkeypatch.setattr(health, "machine", lambda device: "Hopper")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    fake = types.SimpleNamespace(calls=0, unsupported=lambda p: [], backward=EAGER.backward)
+
+    def forward(*args):
+        fake.calls += 1
+        return EAGER.forward(*args)
+
+    fake.forward = forward
+    monkeypatch.setattr(registry, "BACKENDS", {"triton": fake, "cuda": cuda, "eager": EAGER})
+    health.forget()
+    for backend, kind in (("triton", "plain"), ("triton", "plain decoding"), ("cuda", "")):
+        health.keep(Check(backend, "", "dot", "float16", kind), CPU, None)
+    yield fake
+    wgmma.choose(CPU, False)
+    health.forget()
+
+
+def found_right():
+    health.keep(wgmma.CHECK, CPU, None)
+
+
+def products():
+    library = ctypes.CDLL(str(shim_backend.library()))
+    library.shim_products.restype = ctypes.c_uint64
+    return library.shim_products()
+
+
+def heads(M=40, D=64):
+    return torch.randn(1, 2, M, D).half()
+
+
+def takes_wgmma(triton, q, k=None, v=None, **options):
+    """Whether a call takes the path of warpgroups; a call that takes no products is Triton's."""
+    k = q if k is None else k
+    v = k if v is None else v
+    before, calls = products(), triton.calls
+    scaled_dot_product_attention(q, k, v, **options)
+    taken = products() > before
+    assert triton.calls - calls == (0 if taken else 1) or options.get("backend") == "cuda"
+    return taken
+
+
+def explained(*tensors, **options):
+    found = fastattn.explain(*tensors, **options)
+    assert all(len(line) < 200 for line in str(found).splitlines())
+    return found
+
+
+# ---- auto ----
+
+
+def test_triton_serves_until_the_check_has_run(triton):
+    q = heads()
+    assert not takes_wgmma(triton, q)
+    found = explained(q)
+    assert (found.backend, found.path) == ("triton", None)
+    assert f"cuda: path sm_80: {wgmma.UNCHECKED}" in found.notes
+    assert registry.WHY["dot"] in found.notes
+    assert wgmma.check(CPU) is None
+    call_cache.forget()
+    for _ in range(2):  # the second time from the cache of calls
+        assert takes_wgmma(triton, q)
+    found = explained(q)
+    assert (found.backend, found.path) == ("cuda", "wgmma")
+    assert "cuda: path wgmma: the self-check found it right on this device" in found.notes
+    assert registry.WGMMA_FIRST in found.notes
+    health.forget()  # another process reads the file
+    wgmma.choose(CPU, False)
+    assert takes_wgmma(triton, heads(41))
+
+
+def test_a_wrong_path_is_left_alone(triton, monkeypatch):
+    monkeypatch.setattr(health, "runner", lambda check, device: Verdict("its error is 7 times"))
+    assert wgmma.check(CPU) == "its error is 7 times"
+    q = heads()
+    assert not takes_wgmma(triton, q)
+    assert not takes_wgmma(triton, q, backend="cuda")
+    found = explained(q)
+    assert found.backend == "triton"
+    assert "cuda: path sm_80: wgmma: its error is 7 times" in found.notes
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    call_cache.forget()
+    with (
+        pytest.warns(RuntimeWarning, match="'cuda' for such calls: its error is 7 times"),
+        pytest.raises(ValueError, match="'cuda' cannot do this problem: its error is 7 times"),
+    ):
+        scaled_dot_product_attention(q, q, q, backend="cuda")
+
+
+def test_gradients_stay_with_triton(triton):
+    found_right()
+    q = heads().requires_grad_()
+    assert not takes_wgmma(triton, q)
+    found = explained(q)
+    assert (found.backend, found.path) == ("triton", None)
+    assert registry.WGMMA_WAITS in found.notes
+    with torch.no_grad():  # the same call
+        assert takes_wgmma(triton, q)
+        assert explained(q).backend == "cuda"
+
+
+def test_named_backends_stay(triton):
+    found_right()
+    q = heads()
+    assert not takes_wgmma(triton, q, backend="triton")
+    assert takes_wgmma(triton, q, backend="cuda")
+    found = explained(q, backend="cuda")
+    assert (found.backend, found.path) == ("cuda", "wgmma")
+    assert explained(q, backend="triton").backend == "triton"
+
+
+def odd_calls():
+    q = heads()
+    odd = torch.randn(1, 2, 40, 65).half()[..., :64]
+    return {
+        "up to 16 queries": (heads(16), q, q),
+        "strides of q in steps": (odd, q, q),
+        "strides of k, v in steps": (q, odd, odd),
+        "strides of v in steps": (q, q, torch.randn(1, 2, 64, 40).half().mT),
+        "strides of k in steps": (q, q[:, :1].expand(1, 2, 40, 64), q),
+        "strides of q, k in steps": (heads(40, 12), heads(40, 12), q),
+    }
+
+
+@pytest.mark.parametrize("why", odd_calls())
+def test_what_cannot_take_it_goes_to_triton(triton, why):
+    found_right()
+    assert takes_wgmma(triton, heads())  # of the same sizes: that is remembered without strides
+    tensors = odd_calls()[why]
+    assert not takes_wgmma(triton, *tensors)
+    assert not takes_wgmma(triton, *tensors, backend="cuda")  # the kernels say so too
+    found = explained(*tensors)
+    assert (found.backend, found.path) == ("triton", None)
+    assert any(note.startswith("cuda: path sm_80: ") and why in note for note in found.notes)
+    found = explained(*tensors, backend="cuda")
+    assert (found.backend, found.path) == ("cuda", "sm_80")
+
+
+def test_another_gpu_has_no_such_path(triton, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert wgmma.check(CPU) is None
+    assert not health._found.get((CPU, wgmma.CHECK))
+    q = heads()
+    assert not takes_wgmma(triton, q)
+    assert "cuda: path sm_80: wgmma needs compute capability 9.0" in explained(q).notes
+
+
+def test_large_heads_and_softcaps_are_not_for_it(triton):
+    found_right()
+    assert not takes_wgmma(triton, heads(40, 136))
+    q = heads()
+    assert not takes_wgmma(triton, q, softcap=5.0)
+    p = validate.build("dot", q, q, q, softcap=5.0).p
+    assert wgmma.why_not(p) == "wgmma has no softcap"
+
+
+def test_modes(triton, monkeypatch):
+    q = heads()
+    monkeypatch.setattr(health, "runner", lambda *args: Verdict(None))
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "force")
+    assert takes_wgmma(triton, q)
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "0")
+    call_cache.forget()
+    assert not takes_wgmma(triton, q)
+    assert "cuda: path sm_80: FASTATTN_SELF_CHECK=0, and wgmma waits for the self-check" in (
+        explained(q).notes
+    )
+
+
+# ---- by name ----
+
+
+def test_the_name_takes_it_after_a_check(triton, monkeypatch):
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    checked = []
+    monkeypatch.setattr(health, "runner", lambda *args: checked.append(args) or Verdict(None))
+    q = heads()
+    assert takes_wgmma(triton, q, backend="cuda")
+    assert checked == [(wgmma.CHECK, CPU)]
+    assert "cuda: path wgmma: FASTATTN_CUDA_PATH names it" in explained(q).notes
+
+
+def test_a_device_beyond_the_last_has_no_choice(triton):
+    operators.choose_wgmma(64, True)
+    operators.choose_wgmma(-1, True)
+    assert not takes_wgmma(triton, heads(), backend="cuda")
+
+
+# ---- the check ----
+
+
+def test_the_check_takes_the_path_and_leaves_it(triton):
+    before = products()
+    assert self_check.run(wgmma.CHECK, CPU) == Verdict(None)
+    assert products() > before
+    assert not takes_wgmma(triton, heads(), backend="cuda")
+
+
+def test_the_check_covers_both_dtypes_and_all_kinds():
+    cases = self_check.cases_of(wgmma.CHECK)
+    assert {case.dtype for case in cases} == {torch.float16, torch.bfloat16}
+    assert len(cases) == 2 * sum(map(len, self_check.PROBLEMS.values()))
+
+
+@pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])
+def test_the_usual_kernels_are_found_right(triton, score):
+    dtype = "float32" if score != "dot" else "bfloat16"
+    assert self_check.run(Check("cuda", "", score, dtype, ""), CPU) == Verdict(None)
