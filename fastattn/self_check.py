@@ -7,6 +7,7 @@ the checks of everyday calls in a child process, which may hang or crash.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,14 +16,13 @@ from torch import Tensor
 from fastattn import testing
 from fastattn.backends import registry, wgmma
 from fastattn.backends.health import Check, Verdict
-from fastattn.problem import Problem
-from fastattn.testing import runners
+from fastattn.testing.runners import _canonical, _leaves, explicit
 
 HOW_ELSE = "FASTATTN_SELF_CHECK=0 turns the self-check off, FASTATTN_SELF_CHECK=force repeats it"
 
 
 def run(check: Check, device: torch.device) -> Verdict:
-    """Makes a check on a device. The reference is computed on the CPU, in float64.
+    """Makes a check on a device. All else than the backend runs on the CPU, in this thread.
 
     Nothing waits for the device before all problems have been launched.
 
@@ -34,19 +34,17 @@ def run(check: Check, device: torch.device) -> Verdict:
     oracles = [testing.oracle(case, t) for case, t in zip(cases, drawn, strict=True)]
     try:
         with wgmma.tried(device, check):
-            there = [_moved(t, device) for t in drawn]
-            found = [_compute(check, c, t) for c, t in zip(cases, there, strict=True)]
-            results = [{name: x.cpu() for name, x in each.items()} for each in found]
+            there = [_launch(check, c, t, device) for c, t in zip(cases, drawn, strict=True)]
+            back = [_moved(results, "cpu") for results in there]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of which the next process may be free: no compiler, a lost GPU
         return Verdict(f"it raises {_in_short(error)}; {HOW_ELSE}", lasting=False)
-    ratios = [
-        (testing.error_ratio(each[name], *_expected(oracle, name)), f"{name} of {case}")
-        for case, each, oracle in zip(cases, results, oracles, strict=True)
-        for name in oracle.truth
-    ]
-    worst, name = max(ratios)
+    worst, name = max(
+        (testing.error_ratio(result, *_expected(oracle, name)), f"{name} of {case}")
+        for case, t, oracle, raw in zip(cases, drawn, oracles, back, strict=True)
+        for name, result in _named(check, case, t, raw).items()
+    )
     if worst <= 1:
         return Verdict(None)
     return Verdict(f"its error is {worst:.3g} times what is allowed, {name}; {HOW_ELSE}")
@@ -81,7 +79,9 @@ def cases_of(check: Check) -> list[testing.Case]:
     """The problems of a check. A check without a kind has those of all kinds."""
     kinds = [check.kind] if check.kind else [*PROBLEMS]
     score: Any = check.score
-    fewer = {} if score == "dot" else {"D": 16}  # the reference takes memory times D
+    fewer: dict[str, Any] = (
+        {} if score == "dot" else {"D": 16}
+    )  # the reference takes memory times D
     return [
         testing.Case(f"{kind.replace(' ', '-')}-{n}", score, dtype=dtype, **options | fewer)
         for dtype in map(_drawn_in, check.dtype.split(" and "))
@@ -99,25 +99,36 @@ def _uses_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def _moved(t: testing.Tensors, device: torch.device) -> testing.Tensors:
-    fields = {field.name: getattr(t, field.name) for field in dataclasses.fields(t)}
-    moved = {name: x.to(device) for name, x in fields.items() if x is not None}
-    return dataclasses.replace(t, **moved)
+# ---- on the backend ----
+
+Raw = tuple[Tensor | None, ...]  # (out, lse, weights), and the gradients of q, k, v, w and bias
 
 
-def _compute(check: Check, case: testing.Case, t: testing.Tensors) -> dict[str, Tensor]:
-    """Outputs and gradients, by the backend's own functions: those of users make checks."""
-    backend = registry.get(check.backend)
-
-    def compute(p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Any, bias: Any) -> tuple:
+def _launch(check: Check, case: testing.Case, t: testing.Tensors, device: torch.device) -> Raw:
+    """What the backend's own functions return on a device: those of users make checks."""
+    with torch.no_grad():
+        p, *tensors = _canonical(case, t, _leaves(case, t, _dtype(check)))
+        p = dataclasses.replace(p, device=device).with_tensors(*_moved(p.tensors(), device))
+        q, k, v, w, bias = _moved(tensors, device)
+        backend = registry.get(check.backend)
         out, lse, weights, stats = backend.forward(p, q, k, v, w, bias)
         pairs = (t.grad_out, out), (t.grad_lse, lse), (t.grad_weights, weights)
-        upstream = [None if grad is None else grad.to(x.dtype) for grad, x in pairs]
-        *pulled, grad_w, grad_bias = backend.backward(
-            p, q, k, v, w, bias, out, stats, *upstream, bias is not None
-        )
-        grad_w = None if grad_w is None else grad_w.to(w.dtype)
-        return (out, lse, weights), (*pulled, grad_w, grad_bias)
+        upstream = [None if x is None else x.to(y.device, y.dtype) for x, y in pairs]
+        saved = (out, stats, *upstream, bias is not None)
+        *grads, grad_w, grad_bias = backend.backward(p, q, k, v, w, bias, *saved)
+        grad_w = None if w is None else grad_w.to(w.dtype)
+        return (out, lse, weights, *grads, grad_w, grad_bias)
 
-    dtype = getattr(torch, check.dtype) if check.dtype == "float32" else None
-    return runners.explicit(case, t, dtype, compute)
+
+def _named(check: Check, case: testing.Case, t: testing.Tensors, raw: Raw) -> dict[str, Tensor]:
+    """The results by their names in an oracle."""
+    return explicit(case, t, _dtype(check), lambda *_: (raw[:3], raw[3:]))
+
+
+def _dtype(check: Check) -> torch.dtype | None:
+    """Of the backend's tensors, where it is not that of the case."""
+    return torch.float32 if check.dtype == "float32" else None
+
+
+def _moved(tensors: Iterable[Tensor | None], device: torch.device | str) -> Raw:
+    return tuple(None if x is None else x.detach().to(device) for x in tensors)

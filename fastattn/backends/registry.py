@@ -171,6 +171,8 @@ def faster_forward(p: Problem, backend: str, chosen: str) -> str | None:
     """
     if p.device.type not in health.DEVICES or chosen not in ("triton", "cuda"):
         return None
+    if torch.compiler.is_compiling():  # calls may need gradients later
+        return None
     if not wgmma.suits(p) or backend != "auto" or chosen != "triton":  # a named cuda takes it too
         return None
     return None if against("cuda", p, may_check=False) else "cuda"

@@ -31,6 +31,10 @@ def is_named() -> bool:
     return os.environ.get("FASTATTN_CUDA_PATH") == NAME
 
 
+# Like the reasons in _gpu.py: the environment cannot be traced.
+is_named._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def is_possible(p: Problem) -> bool:
     """Whether the CUDA kernels have this path for the score, on the device. They have the dtype."""
     return p.score == "dot" and has_capability(p.device)
@@ -65,6 +69,9 @@ def odd_strides(tensors: Sequence[Tensor]) -> str:
 def has_capability(device: torch.device) -> bool:
     """Whether a device has such products."""
     return device.type in health.DEVICES and torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+has_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _has_tensor_map(x: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """The self-check: a wrong backend is found once, says why, and serves no call."""
 
+import contextlib
 import json
 import os
 import threading
@@ -255,6 +256,24 @@ def test_the_current_stream_captures(monkeypatch):
     assert health.must_wait()
 
 
+def test_the_stream_that_graphs_take_by_default_captures(monkeypatch):
+    inside = []
+
+    @contextlib.contextmanager
+    def stream(number):
+        inside.append(number)
+        yield
+        inside.clear()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: inside == [3])
+    assert not health.must_wait()
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", 3)
+    assert health.must_wait()
+
+
 def test_fake_tensors_and_compilers_run_no_check(install):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -284,7 +303,9 @@ def chosen_while_compiling():
 
     @torch.compile(fullgraph=True, backend="eager")
     def number(x):
-        return x + names.index(registry.select(p))
+        name = registry.select(p)
+        others = registry.may_remember(p), registry.faster_forward(p, "auto", name)
+        return x + names.index(name) if others == (True, None) else x + 9
 
     return names[int(number(torch.zeros(1)))]
 

@@ -200,6 +200,19 @@ def test_modes(triton, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("named", ["", "wgmma"])
+def test_compiled_code_chooses_without_a_break(triton, monkeypatch, named):
+    found_right()
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", named)
+    monkeypatch.setattr(registry, "BACKENDS", {"cuda": cuda, "eager": EAGER})
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+    q = heads()
+    before = products()
+    compiled(q, q, q)
+    assert (products() > before) == (named == "wgmma")
+
+
 # ---- by name ----
 
 
