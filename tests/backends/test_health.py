@@ -305,7 +305,7 @@ def chosen_while_compiling():
     def number(x):
         name = registry.select(p)
         others = registry.may_remember(p), registry.faster_forward(p, "auto", name)
-        return x + names.index(name) if others == (True, None) else x + 9
+        return x + names.index(name) if others == (False, None) else x + 9
 
     return names[int(number(torch.zeros(1)))]
 
