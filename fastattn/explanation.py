@@ -88,9 +88,11 @@ def explain(query: Any = None, *inputs: Any, **options: Any) -> Explanation | Mo
             module, its arguments.
         **options: the call's other arguments.
 
+    On a GPU, the self-check of the chosen backend runs first, as it would in the call.
+
     Returns:
-        A :class:`fastattn.Explanation` with the ``backend``, the ``path`` through the CPU kernels
-        and the ``reasons`` against each backend. For a module, a
+        A :class:`fastattn.Explanation` with the ``backend``, the ``path`` through its kernels and
+        the ``reasons`` against each backend. For a module, a
         :class:`fastattn.ModuleExplanation` with the explanations of its calls. ``print`` shows them
         as a table. For nested tensors without a jagged layout, which no function takes, the table
         says what to call instead.
