@@ -158,6 +158,14 @@ def first(x: Tensor, group: Group) -> Tensor:
     return wait(collectives.broadcast(x, 0, group.group))
 
 
+def seed(device: torch.device, groups: Sequence[Group]) -> Tensor:
+    """One seed for all ranks of groups that cross: the one that the first rank draws."""
+    drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+    for group in groups:
+        drawn = first(drawn, group)
+    return drawn
+
+
 def wait(x: Tensor) -> Tensor:
     """A plain tensor: what a collective returns must not reach other code before it is there."""
     return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x

@@ -152,6 +152,28 @@ def attend(
     )
 
 
+def alone(
+    score: Score,
+    given: tuple[Any, ...],
+    origin: Origin,
+    sink: Tensor | None,
+    return_lse: bool,
+    backend: str,
+    options: dict,
+) -> functional.Results:
+    """Attention of (query, key, value, weight) that begin at an origin, on one rank."""
+    average = sink is not None and options.get("return_weights") == "mean"
+    options = options | (dict(return_weights="full") if average else {})
+    tensors: Any = functional.autocast(*given)
+    inputs = validate.build(score, *tensors, **options)
+    if sink is not None:
+        sinks.check(sink, inputs.q)
+    p = dataclasses.replace(inputs.p, origin=origin)
+    seen = call_cache.Known(p, registry.select(p, backend), inputs.has_head_dim)
+    local = inputs.q, inputs.k, inputs.v, inputs.w
+    return functional.run(seen, inputs.bias, local, inputs.batch, return_lse, sink, average)
+
+
 # ---- what the arguments say of the whole ----
 
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fastattn import autograd, functional, sinks
-from fastattn.backends import registry
+from fastattn import functional
 from fastattn.distributed import comm, context
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
-from fastattn.problem import Mask, Origin, Score, arguments, call_cache, relative, validate
+from fastattn.problem import Mask, Origin, Score, arguments, relative
 
 Dims = tuple[int | None, int | None, int | None]  # where B, H and M stand in an operand
 
@@ -178,11 +177,8 @@ class _Call:
     ) -> Any:
         """The local results."""
         if options.get("dropout_p") and options.get("seed") is None:
-            device = tensors[0].device
-            seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
-            for dim in range(self.mesh.ndim):
-                seed = comm.first(seed, Group(self.mesh.get_group(dim)))
-            options["seed"] = seed
+            groups = [Group(self.mesh.get_group(dim)) for dim in range(self.mesh.ndim)]
+            options["seed"] = comm.seed(tensors[0].device, groups)
         if self.context is not None:
             group = Group(self.mesh.get_group(self.context))
             rows, keys = (Layout.contiguous(n, group.size) for n in (self.sizes[2], self.N))
@@ -190,16 +186,8 @@ class _Call:
                 score, tensors, group, self.origin(), (None, rows, keys, None), sink, return_lse,
                 backend, options,
             )  # fmt: skip
-        average = sink is not None and options.get("return_weights") == "mean"
-        options |= dict(return_weights="full") if average else {}
-        inputs = validate.build(score, *functional.autocast(*tensors), **options)  # pyright: ignore
-        if sink is not None:
-            sinks.check(sink, inputs.q)
-        p = dataclasses.replace(inputs.p, origin=self.origin())
-        seen = call_cache.Known(p, registry.select(p, backend), True)
-        local = inputs.q, inputs.k, inputs.v, inputs.w
-        return functional.run(
-            seen, inputs.bias, local, inputs.batch, return_lse, sink, average, autograd.attend
+        return context.alone(
+            score, tensors, self.origin(), sink, return_lse, backend, options
         )
 
     def result(self, x: Tensor, mean: bool) -> DTensor:

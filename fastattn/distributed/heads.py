@@ -63,7 +63,7 @@ class Move(torch.autograd.Function):
         return Move.apply(grads[0], back, there), None, None  # pyright: ignore[reportReturnType]
 
 
-def _same(x: Tensor) -> Tensor:
+def same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
@@ -75,7 +75,7 @@ def replicated(x: Tensor | None, group: Group) -> Any:
         return comm.total(wide, group).to(grad.dtype)
 
     grows = isinstance(x, Tensor) and x.requires_grad
-    return Move.apply(x, _same, summed) if grows else x
+    return Move.apply(x, same, summed) if grows else x
 
 
 def to_heads(x: Tensor, layout: Layout, heads: Heads, group: Group) -> Any:

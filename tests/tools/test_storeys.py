@@ -20,8 +20,8 @@ PYTHON = [
     "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
     "fastattn.backends", "fastattn.autograd fastattn.tuning fastattn.sinks fastattn.blocks",
     "fastattn.functional",
-    "fastattn.scores", "fastattn.varlen fastattn.distributed",
-    "fastattn.modules fastattn.testing", "fastattn.integrations", "fastattn",
+    "fastattn.scores", "fastattn.varlen", "fastattn.modules fastattn.testing",
+    "fastattn.distributed", "fastattn.integrations", "fastattn",
 ]  # fmt: skip
 
 # csrc/problem/mask.h defines masks; no other file reads these fields.

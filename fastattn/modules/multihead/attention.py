@@ -76,6 +76,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         >>> out, _ = attention(x, x, x, need_weights=False)
     """
 
+    # What computes on the ranks of a mesh: fastattn.distributed.parallelize puts it here.
+    _shared: Any = None
+
     def forward(
         self,
         query: Tensor,
@@ -130,6 +133,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 or ``is_causal`` comes without ``attn_mask``.
             TypeError, ValueError: the call does not fit ``cache``, or jagged tensors.
         """
+        if self._shared is not None:
+            masks = (key_padding_mask, attn_mask)
+            hints = (need_weights, average_attn_weights, is_causal)
+            return self._shared.forward(self, query, key, value, masks, hints, cache)
         without_masks = attn_mask is key_padding_mask is cache is None and not is_causal
         if without_masks and query is key is value and _scores_by_dot(self._attend):
             whole = inference.attend(self, query, need_weights, average_attn_weights)

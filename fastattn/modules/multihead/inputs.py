@@ -103,3 +103,12 @@ def _check_sizes(
 
 def _seq_first(shape: torch.Size, batch_first: bool) -> torch.Size:
     return torch.Size((shape[1], shape[0], shape[2])) if batch_first else shape
+
+
+def keys_like(module: nn.MultiheadAttention, query: Tensor, N: int) -> tuple[Tensor, Tensor]:
+    """Placeholders for N keys and values, for checks that only read shapes."""
+    dim = 1 if module.batch_first and query.dim() == 3 else 0
+    shape = list(query.shape)
+    shape[dim : dim + 1] = [N]
+    blank = query.new_empty(1)
+    return tuple(blank.expand(*shape[:-1], n) for n in (module.kdim, module.vdim))  # pyright: ignore

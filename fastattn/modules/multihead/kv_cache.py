@@ -264,7 +264,7 @@ def _static_step(
     need_weights: bool,
 ) -> Step:
     """A call with a static cache that has its keys: projects the queries only."""
-    like = _keys_like(module, query, cache.length)
+    like = inputs.keys_like(module, query, cache.length)
     call = inputs.canonical(module, query, *like, *masks, need_weights, False)
     q = projection.queries_to_heads(module, call.query, call.batch_first)
     k, v = cache.key, cache.value
@@ -293,7 +293,7 @@ def _growing_step(
             f"queries and {new} keys (KVCache(static=True) is for cross-attention)"
         )
     if masks != (None, None):
-        like = _keys_like(module, query, cache.length + new)
+        like = inputs.keys_like(module, query, cache.length + new)
         covering = inputs.canonical(module, query, *like, *masks, need_weights, False)
         call = call._replace(masks=covering.masks)
     if M > 1:  # one new query sees every key
@@ -301,12 +301,3 @@ def _growing_step(
         call.masks["mask"] = dataclasses.replace(mask, causal="bottom_right")
     q, k, v = projection.to_heads(module, call.query, call.key, call.value, call.batch_first)
     return Step(call, q, *cache.update(k, v))
-
-
-def _keys_like(module: nn.MultiheadAttention, query: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """Placeholders for N keys and values, for checks that only read shapes."""
-    dim = 1 if module.batch_first and query.dim() == 3 else 0
-    shape = list(query.shape)
-    shape[dim : dim + 1] = [N]
-    blank = query.new_empty(1)
-    return tuple(blank.expand(*shape[:-1], n) for n in (module.kdim, module.vdim))  # pyright: ignore

@@ -57,9 +57,18 @@ def _in_projection(
     if not module._qkv_same_embed_dim:
         biases = (None, None, None) if bias is None else bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        project = F._in_projection  # pyright: ignore[reportAttributeAccessIssue]
-        return list(project(query, key, value, *weights, *biases))
+        _check_features((query, key, value), weights)
+        triples = zip((query, key, value), weights, biases, strict=True)
+        return [F.linear(x, w, b) for x, w, b in triples]
     return _packed_projection([query, key, value], module.in_proj_weight, bias)
+
+
+def _check_features(inputs: tuple, weights: tuple) -> None:
+    """Raises torch's error of an input with other features than its weight takes."""
+    for name, x, w in zip(("query", "key", "value"), inputs, weights, strict=True):
+        if w.shape[1] != x.shape[-1]:
+            wanted = (w.shape[0], x.shape[-1])
+            raise AssertionError(f"expecting {name} weights shape of {wanted}, but got {w.shape}")
 
 
 def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> list[Tensor]:

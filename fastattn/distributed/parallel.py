@@ -1,0 +1,392 @@
+"""Modules on a mesh: heads on one of its dims, the sequence on another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastattn.distributed import comm, context, heads
+from fastattn.distributed.comm import Group
+from fastattn.distributed.context import METHODS, Method
+from fastattn.distributed.heads import Move, same
+from fastattn.distributed.layout import Layout
+from fastattn.modules.multihead import inference, inputs, interop, kv_cache, projection
+from fastattn.modules.multihead.additive import MultiheadAdditiveAttention
+from fastattn.modules.multihead.attention import MultiheadAttention
+from fastattn.modules.multihead.kv_cache import KVCache, Step
+from fastattn.problem import Origin, arguments
+
+Layouts = Layout | Callable[[int, int], Layout]
+_OURS = (MultiheadAttention, MultiheadAdditiveAttention)
+
+
+def parallelize(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    context: str | None = None,
+    heads: str | None = None,
+    layout: Layouts | None = None,
+    method: Method | None = None,
+) -> nn.Module:
+    r"""Shares every multi-head attention of a model among the ranks of a mesh, in place.
+
+    Outputs, weights, gradients and dropout's bits are those of one process. What cannot be done so
+    raises. :class:`fastattn.MultiheadAttention` and :class:`fastattn.MultiheadAdditiveAttention`
+    are shared. All else in the model stays as it is.
+
+    ``heads``: each rank of this mesh dim computes some heads, with its parts of the parameters.
+    Inputs and outputs are whole, and the same on these ranks. Parameters become DTensors of
+    nn.MultiheadAttention's names and shapes. So ``load_state_dict`` takes the plain state dict, and
+    ``full_tensor()`` of what ``state_dict()`` holds gives it back.
+
+    ``context``: each rank of this mesh dim has some rows of the sequence, in inputs and outputs.
+    ``attn_mask`` has this rank's rows. Its keys, and those of ``key_padding_mask``, are all keys in
+    the order of positions. Gradients of parameters are those of this rank's rows: their sum over
+    the ranks is the gradient of the summed losses. DistributedDataParallel and fully_shard over
+    this mesh dim make the mean.
+
+    Call this before the optimizer is made, and before fully_shard or DistributedDataParallel. The
+    latter takes no DTensors: with ``heads``, write fully_shard.
+
+    Args:
+        module: a model, or an attention module. Changed in place.
+        mesh: a mesh with named dims, as ``init_device_mesh(..., mesh_dim_names=("dp", "tp"))``.
+        context: the mesh dim that shares the sequence. Default None: each rank has all rows.
+        heads: the mesh dim that shares heads; its size divides ``num_heads``. Default None: each
+            rank has all heads.
+        layout: which positions each rank holds: a :class:`Layout`, where every sequence has one
+            length; or a function of (length, ranks), such as ``Layout.zigzag``. Default None: in
+            the order of ranks. Without a :class:`Layout`, ranks tell each other their lengths, in
+            each call, which waits for the device.
+        method: of :func:`context_parallel_attention`. Default None: chosen as there.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        TypeError: the mesh is none, or an argument is of the wrong type.
+        ValueError: a mesh dim that is not there, heads that do not divide, no attention to share, a
+            module that cannot be shared. From the module: lengths that do not fit the layout, or
+            what a shared module has not.
+
+    Source: heads: Shoeybi et al., "Megatron-LM", 2019, section 3. context: see
+    :func:`context_parallel_attention`.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp"))
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 8, batch_first=True), 6)
+        >>> fastattn.replace_attention(model)
+        >>> parallelize(model, mesh, context="cp", heads="tp", layout=Layout.zigzag)
+    """
+    arguments.check_choice("method", method, (None, *METHODS))
+    shared = Shared(mesh, context, heads, layout, method)
+    found = _attentions(module, context is not None)
+    for x in found:
+        _check_module(x, shared)
+    for x in found:
+        if heads is not None:
+            from fastattn.distributed import parameters  # imports DTensors, which takes a second
+
+            parameters.cut(x, mesh[heads])
+        x._shared = shared
+        interop.off_fast_path(x)
+    return module
+
+
+def _attentions(module: nn.Module, context: bool) -> list[MultiheadAttention]:
+    """What is to be shared; raises for what would silently attend to a rank's own rows."""
+    found = []
+    for name, x in module.named_modules():
+        where = f"{name or 'module'}: {type(x).__name__}"
+        if isinstance(x, MultiheadAttention):
+            found.append(x)
+        elif isinstance(x, interop.TORCH_ATTENTION):
+            raise ValueError(f"{where} is torch's: write fastattn.replace_attention(module) first")
+        elif context and type(x).__module__.startswith("fastattn.modules."):
+            raise ValueError(
+                f"{where} cannot share a sequence: write context_parallel_attention in its place, "
+                "or MultiheadAttention"
+            )
+    if not found:
+        raise ValueError("module: expected a MultiheadAttention in it, got none")
+    return found
+
+
+def _check_module(module: MultiheadAttention, shared: Shared) -> None:
+    if module._shared is not None:
+        raise ValueError("module: parallelize was called before: name both mesh dims in one call")
+    if type(module) not in _OURS:
+        raise ValueError(
+            f"module: expected a MultiheadAttention or a MultiheadAdditiveAttention, got "
+            f"{type(module).__name__}: remove parametrizations, call fully_shard afterwards, and "
+            "write context_parallel_attention in the forward of a subclass"
+        )
+    if shared.context is not None and projection.extra_keys(module):
+        raise ValueError(
+            "module: add_bias_kv and add_zero_attn append keys, and a shared sequence has no place "
+            "for them: write heads= alone"
+        )
+    ranks = 1 if shared.heads is None else shared.heads.size
+    if module.num_heads % ranks:
+        raise ValueError(
+            f"heads: expected a mesh dim whose size divides {module.num_heads} heads, got {ranks}: "
+            "write context="
+        )
+
+
+class Shared:
+    """How the ranks of a mesh share a module: what its forward becomes."""
+
+    def __init__(
+        self,
+        mesh: Any,
+        context: str | None,
+        heads: str | None,
+        layout: Layouts | None,
+        method: Method | None,
+    ) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+        if context is None and heads is None:
+            raise ValueError("context, heads: expected a mesh dim for one of them, or for both")
+        if context == heads:
+            raise ValueError(f"context, heads: expected two mesh dims, got {context!r} twice")
+        if layout is not None and not isinstance(layout, Layout) and not callable(layout):
+            raise TypeError(
+                "layout: expected a Layout, or a function of (length, ranks), got "
+                f"{type(layout).__name__}"
+            )
+        self.context, self.heads = _group(mesh, "context", context), _group(mesh, "heads", heads)
+        self.layout, self.method = layout, method
+
+    def __deepcopy__(self, _memo: dict) -> Shared:
+        return self  # nothing in it changes, and process groups cannot be copied
+
+    def forward(
+        self,
+        module: MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: tuple[Tensor | None, Tensor | None],
+        hints: tuple[bool, bool, bool],
+        cache: KVCache | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What ``module`` returns, with this rank's rows and heads of the work."""
+        need_weights, average, is_causal = hints
+        part = _Part(module, self)
+        _check_call(part, (query, key, value, *masks), cache)
+        given = self._replicated(query, key, value, masks[0])
+        given, masks = given[:3], (given[3], self._own_heads(masks[1], module.num_heads))
+        if cache is not None:
+            step = kv_cache.step(cast(Any, part), cache, *given, masks, need_weights)
+        else:
+            step = part.step(given, masks, need_weights, is_causal)
+        out, weights = part.attend_heads(*step, need_weights, average)
+        return out, self._all_heads(weights, average, module.num_heads)
+
+    # ---- heads: whole on every rank, and back ----
+
+    def _replicated(self, *tensors: Tensor | None) -> list[Any]:
+        """Identical tensors stay one, which the projections use."""
+        if self.heads is None:
+            return list(tensors)
+        alike = {id(x): heads.replicated(x, self.heads) for x in tensors}
+        return [alike[id(x)] for x in tensors]
+
+    def _own_heads(self, attn_mask: Tensor | None, H: int) -> Tensor | None:
+        """Of a mask (B * H, M, N), entries of this rank's heads; any other as it is."""
+        (whole,) = self._replicated(attn_mask)
+        if self.heads is None or whole is None or whole.dim() != 3:
+            return whole
+        if whole.shape[0] % H:
+            raise RuntimeError(
+                f"attn_mask: expected (B * {H}, M, N) with {H} heads, got {list(whole.shape)}"
+            )
+        each = H // self.heads.size
+        own = whole.unflatten(0, (-1, H)).narrow(1, self.heads.rank * each, each)
+        return own.flatten(0, 1)
+
+    def _all_heads(self, weights: Tensor | None, average: bool, H: int) -> Tensor | None:
+        """The weights of all heads, or their mean."""
+        group = self.heads
+        if weights is None or group is None:
+            return weights
+        if average:
+            return summed(weights / group.size, group).to(weights.dtype)
+        layout, dim = Layout.contiguous(H, group.size), weights.dim() - 3
+        return cast(Tensor, Move.apply(
+            weights,
+            lambda x: comm.gather_rows(x, layout, group, dim),
+            lambda grad: layout.take(grad, dim, group.rank).clone(),
+        ))  # fmt: skip
+
+    # ---- rows ----
+
+    def layouts(self, rows: int, keys: int, device: torch.device) -> tuple[Layout, Layout]:
+        """Of the queries and of the keys, of which this rank has so many."""
+        group = cast(Group, self.context)
+        if isinstance(self.layout, Layout):
+            self._check_lengths(self.layout, rows, keys, group)
+            return self.layout, self.layout
+        every = [[rows, keys]] * group.size
+        if not torch.compiler.is_compiling():
+            every = comm.lengths([rows, keys], device, group)
+        if self.layout is None:
+            return context.in_order(n for n, _ in every), context.in_order(n for _, n in every)
+        lengths = (sum(n for n, _ in every), sum(n for _, n in every))
+        made = tuple(self.layout(n, group.size) for n in lengths)
+        return made[0], made[1]
+
+    def _check_lengths(self, layout: Layout, rows: int, keys: int, group: Group) -> None:
+        has = layout.sizes[group.rank] if group.rank < layout.ranks else None
+        if (rows, keys) != (has, has):
+            raise ValueError(
+                f"query and key: expected {has} rows on rank {group.rank}, as layout says, got "
+                f"{rows} and {keys}: for other lengths write parallelize(..., "
+                "layout=Layout.zigzag), without a length"
+            )
+
+
+def _group(mesh: DeviceMesh, argument: str, name: str | None) -> Group | None:
+    names = mesh.mesh_dim_names or ()
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise TypeError(f"{argument}: expected the name of a mesh dim, got {type(name).__name__}")
+    if name not in names:
+        hint = "" if names else ": write init_device_mesh(..., mesh_dim_names=...)"
+        raise ValueError(f"{argument}: expected one of the mesh dims {names}, got {name!r}{hint}")
+    return Group(mesh[name])
+
+
+def _check_call(part: _Part, tensors: tuple, cache: KVCache | None) -> None:
+    reason = interop.foreign(cast(Any, part), *tensors)
+    if reason is not None or any(x is not None and x.is_nested for x in tensors):
+        raise TypeError(
+            f"a shared module takes plain tensors, but {reason or 'one is nested'}: write "
+            "x.full_tensor() of a DTensor; of nested tensors to_padded_tensor() and "
+            "key_padding_mask, or nn.TransformerEncoder(..., enable_nested_tensor=False)"
+        )
+    if cache is not None and part.shared.context is not None:
+        raise ValueError(
+            "cache: keys of a shared sequence are on several ranks: write parallelize(..., heads=) "
+            "alone, or fastattn.merge_attention"
+        )
+
+
+def summed(x: Tensor, group: Group) -> Any:
+    """The sum over ranks, rounded once, of parts that no rank has whole; in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return Move.apply(wide, lambda x: comm.total(x, group), same)
+
+
+class _Part:
+    """A module as one rank computes it: some of its heads, its parts of the parameters.
+
+    For the functions of ``fastattn.modules.multihead`` this is the module.
+    """
+
+    attend_heads = MultiheadAttention._attend_heads
+
+    def __init__(self, module: MultiheadAttention, shared: Shared) -> None:
+        self.module, self.shared = module, shared
+        if shared.heads is None:
+            return
+        from fastattn.distributed import parameters
+
+        found = parameters.own(module, shared.heads)
+        self.num_heads = module.num_heads // shared.heads.size
+        self.out_proj = _OutProj(module, found, shared.heads)
+        self._parameters = found
+        self.__dict__ |= found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def step(
+        self, given: list[Tensor], masks: tuple, need_weights: bool, is_causal: bool
+    ) -> Step:
+        """The checked call, and its heads."""
+        shared, part = self.shared, cast(Any, self)
+        if shared.context is None:
+            call = inputs.canonical(part, *given, *masks, need_weights, is_causal)
+        else:
+            call = self._canonical(given, masks, need_weights, is_causal)
+        q, k, v = projection.to_heads(part, call.query, call.key, call.value, call.batch_first)
+        return Step(call, q, k, v)
+
+    def _canonical(
+        self, given: list[Tensor], masks: tuple, need_weights: bool, is_causal: bool
+    ) -> inputs.Inputs:
+        """Of this rank's rows, with masks over all keys."""
+        part = cast(Any, self)
+        call = inputs.canonical(part, *given, None, None, need_weights, False)
+        dim = 1 if call.batch_first else 0
+        rows, keys = call.query.shape[dim], call.key.shape[dim]
+        self.layouts = self.shared.layouts(rows, keys, call.query.device)
+        N = self.layouts[1].length
+        for name, mask in zip(("key_padding_mask", "attn_mask"), masks, strict=True):
+            if mask is not None and not is_causal and mask.shape[-1] == keys != N:
+                raise ValueError(
+                    f"{name}: expected all {N} keys, in the order of positions, got the {keys} of "
+                    "this rank: write the mask of the whole sequence"
+                )
+        padding, pairs = masks
+        if pairs is not None and pairs.is_floating_point():
+            # Their sum has rows. A bias without rows gets the sum over ranks in context.attend.
+            padding = heads.replicated(padding, cast(Group, self.shared.context))
+        like = inputs.keys_like(part, given[0], N)
+        covering = inputs.canonical(
+            part, given[0], *like, padding, pairs, need_weights, is_causal
+        )
+        return call._replace(masks=covering.masks)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """Attention over this rank's heads, with the dropout bits of all."""
+        groups = [x for x in (self.shared.heads, self.shared.context) if x is not None]
+        if options["dropout_p"]:
+            options["seed"] = comm.seed(q.device, groups)
+        first = 0 if self.shared.heads is None else self.shared.heads.rank * q.shape[1]
+        weight = self._score_weight()
+        score = "dot" if weight is None else "additive"
+        tensors, origin = (q, k, v, weight), Origin(h=first)
+        if self.shared.context is None:
+            return context.alone(score, tensors, origin, None, False, "auto", options)
+        how = (self.shared.method, *self.layouts, None)
+        return context.attend(
+            score, tensors, self.shared.context, origin, how, None, False, "auto", options
+        )
+
+    def _score_weight(self) -> Any:
+        """With a gradient of which each rank has a part, as of all parameters."""
+        if not isinstance(self.module, MultiheadAdditiveAttention):
+            return None
+        if self.shared.context is None:
+            return self.score_weight
+        ranks = self.shared.context.size  # context.attend gives each the sum
+        return Move.apply(self.score_weight, same, lambda grad: grad / ranks)
+
+
+class _OutProj:
+    """out_proj over the heads of all ranks, each of which has its columns."""
+
+    def __init__(self, module: MultiheadAttention, own: dict[str, Any], group: Group) -> None:
+        if not inference._is_only_linear(module.out_proj):
+            raise ValueError(
+                "out_proj: expected a plain linear layer where ranks share heads, got hooks or "
+                f"{type(module.out_proj).__name__}: write context= alone, or merge what was added"
+            )
+        self.weight, self.bias, self.group = own["out_proj.weight"], own["out_proj.bias"], group
+        self._parameters: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        part = F.linear(x, self.weight)
+        out = summed(part, self.group)
+        return (out if self.bias is None else out + self.bias).to(part.dtype)

@@ -1,0 +1,91 @@
+"""Parameters of multi-head attention on the ranks that share its heads, as DTensors.
+
+    in_proj_weight [3 E, E]      Shard(1)     its rows of own heads come by an all-to-all in each call
+    in_proj_bias [3 E]           Replicate()  cut in each call
+    {q,k,v}_proj_weight [E, ...] Shard(0)
+    bias_{k,v} [1, 1, E]         Shard(2)
+    score_weight [H, D]          Shard(0)
+    out_proj.weight [E, E]       Shard(1)     out_proj.bias: Replicate()
+
+Rows of one rank's heads stand in three places of ``in_proj_weight``. No public placement says that,
+so columns are kept, and rows are exchanged: ``3 E^2 / ranks`` numbers a call. For that price names
+and shapes are those of nn.MultiheadAttention, and every placement is a plain one. Checkpoints,
+optimizers and fully_shard understand these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fastattn.distributed import comm, heads
+from fastattn.distributed.comm import Group
+from fastattn.distributed.heads import Move
+
+PLACEMENTS: dict[str, Any] = {
+    "in_proj_weight": Shard(1), "in_proj_bias": Replicate(), "q_proj_weight": Shard(0),
+    "k_proj_weight": Shard(0), "v_proj_weight": Shard(0), "bias_k": Shard(2), "bias_v": Shard(2),
+    "score_weight": Shard(0), "out_proj.weight": Shard(1), "out_proj.bias": Replicate(),
+}  # fmt: skip
+
+
+def cut(module: nn.MultiheadAttention, mesh: Any) -> None:
+    """Makes the parameters DTensors on a 1-D mesh, whose first rank has the values."""
+    for name, placement in PLACEMENTS.items():
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        whole = owner._parameters.get(last)
+        if whole is not None:
+            shared = distribute_tensor(whole.detach(), mesh, [placement])
+            owner.register_parameter(last, nn.Parameter(shared, whole.requires_grad))
+    module.register_load_state_dict_pre_hook(_share_plain)
+
+
+def _share_plain(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
+    """Before loading: whole tensors of a plain state dict get the placements of the parameters."""
+    for name in PLACEMENTS:
+        path, _, last = name.rpartition(".")
+        held, given = module.get_submodule(path)._parameters.get(last), state.get(prefix + name)
+        plain = isinstance(given, Tensor) and not isinstance(given, DTensor)
+        if isinstance(held, DTensor) and plain and given.shape == held.shape:
+            placed = given.to(held.device)
+            state[prefix + name] = distribute_tensor(
+                placed, held.device_mesh, held.placements, src_data_rank=None
+            )
+
+
+def own(module: nn.MultiheadAttention, group: Group) -> dict[str, Any]:
+    """What this rank's heads need of the parameters, as plain tensors; with gradients."""
+    found: dict[str, Any] = dict.fromkeys(PLACEMENTS)
+    for name in PLACEMENTS:
+        path, _, last = name.rpartition(".")
+        held = module.get_submodule(path)._parameters.get(last)
+        if held is None:
+            continue
+        x: Any = held.to_local() if isinstance(held, DTensor) else held
+        if name == "in_proj_weight":
+            x = _rows_of_heads(x, group)
+        if name == "in_proj_bias":
+            x = heads.replicated(x, group).view(3, group.size, -1)[:, group.rank].flatten()
+        found[name] = x
+    return found
+
+
+def _rows_of_heads(x: Tensor, group: Group) -> Any:
+    """From columns [3 E, E / ranks] to the rows [3 E / ranks, E] of this rank's heads."""
+    return Move.apply(x, lambda x: _to_rows(x, group), lambda x: _to_columns(x, group))
+
+
+def _to_rows(x: Tensor, group: Group) -> Tensor:
+    by_rank = x.view(3, group.size, -1, x.shape[1]).unbind(1)
+    shape = (3, by_rank[0].shape[1], x.shape[1])
+    return torch.cat(comm.exchange(by_rank, [shape] * group.size, group), 2).flatten(0, 1)
+
+
+def _to_columns(x: Tensor, group: Group) -> Tensor:
+    by_rank = x.view(3, x.shape[0] // 3, x.shape[1]).chunk(group.size, 2)
+    shape = by_rank[0].shape
+    return torch.stack(comm.exchange(by_rank, [shape] * group.size, group), 1).flatten(0, 2)

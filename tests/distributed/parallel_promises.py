@@ -1,0 +1,314 @@
+"""What parallelize promises beside its numbers; each function runs on every rank."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from parallel_cases import BOTH, HEADS, ROWS, Called, compare, drawn, module_of, zigzag
+from ranks import errors_of
+from torch import nn
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn import KVCache, MultiheadAdditiveAttention, MultiheadAttention
+from fastattn.distributed import Layout, count_bytes, parallelize, shard, unshard
+from fastattn.testing import assert_within_budget
+
+PLAIN, ADDITIVE = Called("plain"), Called("additive", cls=MultiheadAdditiveAttention)
+OTHERS = [
+    Called("other sizes", options=dict(kdim=12, vdim=20)),
+    Called("appended", options=dict(add_bias_kv=True)),
+]
+DROPOUT = Called("dropout", options=dict(dropout=0.4), call=dict(average_attn_weights=False))
+
+
+def mesh_of(*shape, names=("cp", "tp")):
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def one(name="tp"):
+    return mesh_of(dist.get_world_size(), names=(name,))
+
+
+def by_heads(case=PLAIN):
+    return parallelize(module_of(case), one(), heads="tp")
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def assert_state(module, expected):
+    found = module.state_dict()
+    assert list(found) == list(expected)
+    for name, x in found.items():
+        assert x.shape == expected[name].shape, name
+        assert torch.equal(whole(x), expected[name]), name
+
+
+# ---- the state dict ----
+
+
+def the_plain_state_dict_comes_and_goes():
+    for case in (PLAIN, ADDITIVE, *OTHERS):
+        expected = module_of(case).state_dict()
+        assert_state(by_heads(case), expected)
+        others = {n: x + 1 for n, x in expected.items()}
+        for assign in (False, True):
+            module = by_heads(case)
+            module.load_state_dict(others, assign=assign)
+            assert_state(module, others)
+            assert all(isinstance(p, DTensor) for p in module.parameters())
+            with pytest.raises(RuntimeError, match=r"size mismatch for out_proj\.weight"):
+                module.load_state_dict(others | {"out_proj.weight": torch.zeros(3, 3)})
+        plain = {n: whole(x) for n, x in module.state_dict().items()}
+        module_of(case).load_state_dict(plain)
+
+
+def checkpoints_of_torch_take_it():
+    """Saved from shared modules, loaded into plain ones; and from the first rank's memory."""
+    expected = module_of(PLAIN).state_dict()
+    module, folder = by_heads(), [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save(module.state_dict(), checkpoint_id=folder[0])
+    plain = {n: torch.zeros_like(x) for n, x in expected.items()}
+    dcp.load(plain, checkpoint_id=folder[0])
+    assert all(torch.equal(x, expected[n]) for n, x in plain.items())
+    others = {n: x + 1 for n, x in expected.items()}
+    for first in (False, True):
+        module = by_heads()
+        options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=first)
+        states.set_model_state_dict(module, dict(others), options=options)
+        assert_state(module, others)
+
+
+def optimizers_take_it():
+    x, found = drawn(2, 5, 32), []
+    for module in (by_heads(ADDITIVE), module_of(ADDITIVE)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        module(x, x, x)[0].square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        found.append([whole(norm), *map(whole, module.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def copies_are_shared_too():
+    module, x = by_heads(), drawn(2, 5, 32)
+    twin = copy.deepcopy(module)
+    assert torch.equal(twin(x, x, x)[0], module(x, x, x)[0])
+
+
+# ---- wrappers: DDP and FSDP make means over the context, which ``shared`` adds up ----
+
+
+class Within(nn.Module):
+    """A module in a context, or checkpointed."""
+
+    def __init__(self, module, call):
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, *args, **kwargs):
+        return self.call(self.module, *args, **kwargs)
+
+
+def in_autocast(module, _mesh):
+    def call(module, *args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(*args, **kwargs)
+
+    return Within(module, call)
+
+
+def data_parallel_over_the_context():
+    for case in (PLAIN, ADDITIVE):
+        compare(case, ROWS, lambda module, mesh: DistributedDataParallel(
+            module, process_group=mesh["cp"].get_group()
+        ))  # fmt: skip
+
+
+def fully_sharded_over_the_context_beside_heads():
+    for way in (ROWS, BOTH):
+        for case in (PLAIN, ADDITIVE):
+            compare(case, way, lambda module, mesh: fully_shard(module, mesh=mesh["cp"]))
+
+
+def fully_sharded_in_half_precision():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    compare(
+        PLAIN, BOTH, lambda module, mesh: fully_shard(module, mesh=mesh["cp"], mp_policy=policy),
+        peer_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def autocast_casts_as_in_one_process():
+    for way in (HEADS, ROWS):
+        for case in (PLAIN, ADDITIVE):
+            compare(case, way, in_autocast, peer_dtype=torch.bfloat16)
+
+
+def activation_checkpoints_draw_the_same_bits():
+    def change(module, _mesh):
+        def call(module, query, key, value, **kwargs):
+            return checkpoint(module, query, key, value, use_reentrant=False, **kwargs)
+
+        return Within(module, call)
+
+    for way in (HEADS, ROWS):
+        compare(DROPOUT, way, change)
+
+
+# ---- inside a model ----
+
+
+def a_transformer_shares_its_attention():
+    """Self-attention of two lengths, cross-attention, causal rows; in training and inference."""
+    size = dist.get_world_size()
+    torch.manual_seed(5)
+    plain = nn.Transformer(32, 4, 2, 2, 40, dropout=0.0, batch_first=True)
+    fastattn.replace_attention(plain)
+    source, target = drawn(2, 24, 32), drawn(2, 16, 32)
+    mask = nn.Transformer.generate_square_subsequent_mask(16)
+    truth = copy.deepcopy(plain).double()(source.double(), target.double(), tgt_mask=mask.double())
+    peer = plain(source, target, tgt_mask=mask)
+    shape = (2, size // 2) if size % 4 == 0 else (size, 1)
+    mesh = mesh_of(*shape)
+    model = parallelize(
+        copy.deepcopy(plain), mesh, context="cp", heads="tp", layout=zigzag
+    )
+    cp, layouts = mesh["cp"], [zigzag(n, shape[0]) for n in (24, 16)]
+    own = [shard(x, 1, layout, cp) for x, layout in zip((source, target), layouts, strict=True)]
+    rows = shard(mask, 0, layouts[1], cp)
+    for training in (True, False):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            out = unshard(model(*own, tgt_mask=rows), 1, layouts[1], cp)
+        assert_within_budget(out, peer, truth)
+
+
+def a_cache_holds_own_heads():
+    for case in (PLAIN, ADDITIVE):
+        module, x = by_heads(case).eval(), drawn(2, 6, 32)
+        cache = KVCache()
+        with torch.no_grad():
+            steps = [module(t, t, t, cache=cache)[0] for t in x.split(1, 1)]
+            causal = torch.ones(6, 6, dtype=torch.bool).triu(1)
+            expected = module_of(case)(x, x, x, attn_mask=causal)[0]
+        torch.testing.assert_close(torch.cat(steps, 1), expected)
+        assert cache.key.shape[1] == 4 // dist.get_world_size()
+
+
+def bytes_are_those_of_the_page():
+    """3 E^2 / ranks numbers of weights, and all-reduces of outputs and of gradients of inputs."""
+    P, x = dist.get_world_size(), drawn(2, 8, 32).requires_grad_()
+    module = by_heads()
+    with count_bytes() as sent:
+        out, _ = module(x, x, x, need_weights=False)
+        weights = 3 * 32 * 32 * (P - 1) // P**2
+        sums = 2 * x.numel() * (P - 1) // P
+        assert sent.bytes == 4 * (weights + sums)
+        out.sum().backward()
+    biases = 2 * 96 * (P - 1) // P
+    assert sent.bytes == 4 * (2 * (weights + sums) + biases)
+
+
+# ---- what is refused ----
+
+
+def wrong_arguments():
+    size = dist.get_world_size()
+    attention = MultiheadAttention(32, 4)
+    with pytest.raises(TypeError, match="mesh: expected a DeviceMesh, got ProcessGroup"):
+        parallelize(attention, dist.group.WORLD, heads="tp")
+    with pytest.raises(ValueError, match="context, heads: expected a mesh dim for one of them"):
+        parallelize(attention, one())
+    with pytest.raises(ValueError, match="expected two mesh dims, got 'tp' twice"):
+        parallelize(attention, one(), heads="tp", context="tp")
+    with pytest.raises(ValueError, match=r"heads: expected one of the mesh dims \('cp',\)"):
+        parallelize(attention, one("cp"), heads="tp")
+    with pytest.raises(ValueError, match=r"write init_device_mesh\(\.\.\., mesh_dim_names"):
+        parallelize(attention, init_device_mesh("cpu", (size,)), heads="tp")
+    with pytest.raises(TypeError, match="context: expected the name of a mesh dim, got bool"):
+        parallelize(attention, one(), context=True)
+    with pytest.raises(TypeError, match="layout: expected a Layout, or a function"):
+        parallelize(attention, one(), context="tp", layout=3)
+    with pytest.raises(ValueError, match="method: expected"):
+        parallelize(attention, one(), context="tp", method="star")
+
+
+def modules_that_cannot_be_shared():
+    size = dist.get_world_size()
+    for model, match in (
+        (nn.Linear(2, 2), "expected a MultiheadAttention in it, got none"),
+        (nn.TransformerEncoderLayer(32, 4), r"self_attn: .* write fastattn.replace_attention"),
+        (MultiheadAttention(32 * size, size + 1 if size % 2 else 1), "size divides"),
+        (type("Mine", (MultiheadAttention,), {})(32, 4), "in the forward of a subclass"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            parallelize(model, one(), heads="tp")
+        assert not any(isinstance(x, DTensor) for x in model.parameters())
+    for model, match in (
+        (nn.Sequential(fastattn.SelfAttention(8)), "0: SelfAttention cannot share a sequence"),
+        (MultiheadAttention(32, 4, add_zero_attn=True), "write heads= alone"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            parallelize(model, one("cp"), context="cp")
+    with pytest.raises(ValueError, match="name both mesh dims in one call"):
+        parallelize(by_heads(), one(), heads="tp")
+
+
+def calls_that_cannot_be_shared():
+    x, size = drawn(2, 8, 32), dist.get_world_size()
+    module = by_heads()
+    shared = distribute_tensor(x, one(), [Replicate()])
+    with pytest.raises(TypeError, match=r"write x\.full_tensor\(\) of a DTensor"):
+        module(shared, shared, shared)
+    with pytest.raises(RuntimeError, match=r"attn_mask: expected \(B \* 4, M, N\)"):
+        module(x, x, x, attn_mask=torch.zeros(3, 8, 8))
+    module.out_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="out_proj: expected a plain linear layer"):
+        module(x, x, x)
+    layout = Layout.contiguous(8 * size, size)
+    module = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=layout)
+    with pytest.raises(ValueError, match=r"layout=Layout\.zigzag"):
+        module(x, x[:, :4], x[:, :4])
+    with pytest.raises(ValueError, match="key_padding_mask: expected all .* keys"):
+        module(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="cache: keys of a shared sequence"):
+        module(x, x, x, cache=KVCache())
+
+
+PROMISES = [
+    the_plain_state_dict_comes_and_goes,
+    checkpoints_of_torch_take_it,
+    optimizers_take_it,
+    copies_are_shared_too,
+    data_parallel_over_the_context,
+    fully_sharded_over_the_context_beside_heads,
+    fully_sharded_in_half_precision,
+    autocast_casts_as_in_one_process,
+    activation_checkpoints_draw_the_same_bits,
+    a_transformer_shares_its_attention,
+    a_cache_holds_own_heads,
+    bytes_are_those_of_the_page,
+    wrong_arguments,
+    modules_that_cannot_be_shared,
+    calls_that_cannot_be_shared,
+]
+
+
+def keep_all() -> list[str | None]:
+    """The errors of the promises on this rank."""
+    return errors_of(PROMISES)
