@@ -186,9 +186,7 @@ class _Call:
                 score, tensors, group, self.origin(), (None, rows, keys, None), sink, return_lse,
                 backend, options,
             )  # fmt: skip
-        return context.alone(
-            score, tensors, self.origin(), sink, return_lse, backend, options
-        )
+        return context.alone(score, tensors, self.origin(), sink, return_lse, backend, options)
 
     def result(self, x: Tensor, mean: bool) -> DTensor:
         """A local result as a part of the whole. ``mean``: it has no head dim."""

@@ -64,6 +64,7 @@ class Move(torch.autograd.Function):
 
 
 def same(x: Tensor) -> Tensor:
+    """The tensor: for what moves in one direction only."""
     return x.view_as(x)
 
 

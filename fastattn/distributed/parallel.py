@@ -21,6 +21,8 @@ from fastattn.modules.multihead.attention import MultiheadAttention
 from fastattn.modules.multihead.kv_cache import KVCache, Step
 from fastattn.problem import Origin, arguments
 
+Points = tuple[Tensor, Tensor, Tensor]  # query, key, value
+Masks = tuple[Tensor | None, Tensor | None]  # key_padding_mask, attn_mask
 Layouts = Layout | Callable[[int, int], Layout]
 _OURS = (MultiheadAttention, MultiheadAdditiveAttention)
 
@@ -94,7 +96,7 @@ def parallelize(
             from fastattn.distributed import parameters  # imports DTensors, which takes a second
 
             parameters.cut(x, mesh[heads])
-        x._shared = shared
+        x.shared = shared
         interop.off_fast_path(x)
     return module
 
@@ -119,7 +121,7 @@ def _attentions(module: nn.Module, context: bool) -> list[MultiheadAttention]:
 
 
 def _check_module(module: MultiheadAttention, shared: Shared) -> None:
-    if module._shared is not None:
+    if module.shared is not None:
         raise ValueError("module: parallelize was called before: name both mesh dims in one call")
     if type(module) not in _OURS:
         raise ValueError(
@@ -163,7 +165,8 @@ class Shared:
                 f"{type(layout).__name__}"
             )
         self.context, self.heads = _group(mesh, "context", context), _group(mesh, "heads", heads)
-        self.layout, self.method = layout, method
+        self.layout = layout
+        self.method: Method | None = method
 
     def __deepcopy__(self, _memo: dict) -> Shared:
         return self  # nothing in it changes, and process groups cannot be copied
@@ -174,7 +177,7 @@ class Shared:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        masks: tuple[Tensor | None, Tensor | None],
+        masks: Masks,
         hints: tuple[bool, bool, bool],
         cache: KVCache | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -182,12 +185,12 @@ class Shared:
         need_weights, average, is_causal = hints
         part = _Part(module, self)
         _check_call(part, (query, key, value, *masks), cache)
-        given = self._replicated(query, key, value, masks[0])
-        given, masks = given[:3], (given[3], self._own_heads(masks[1], module.num_heads))
+        query, key, value, padding = self._replicated(query, key, value, masks[0])
+        masks = padding, self._own_heads(masks[1], module.num_heads)
         if cache is not None:
-            step = kv_cache.step(cast(Any, part), cache, *given, masks, need_weights)
+            step = kv_cache.step(cast(Any, part), cache, query, key, value, masks, need_weights)
         else:
-            step = part.step(given, masks, need_weights, is_causal)
+            step = part.step((query, key, value), masks, need_weights, is_causal)
         out, weights = part.attend_heads(*step, need_weights, average)
         return out, self._all_heads(weights, average, module.num_heads)
 
@@ -233,25 +236,27 @@ class Shared:
         """Of the queries and of the keys, of which this rank has so many."""
         group = cast(Group, self.context)
         if isinstance(self.layout, Layout):
-            self._check_lengths(self.layout, rows, keys, group)
-            return self.layout, self.layout
-        every = [[rows, keys]] * group.size
-        if not torch.compiler.is_compiling():
-            every = comm.lengths([rows, keys], device, group)
-        if self.layout is None:
-            return context.in_order(n for n, _ in every), context.in_order(n for _, n in every)
-        lengths = (sum(n for n, _ in every), sum(n for _, n in every))
-        made = tuple(self.layout(n, group.size) for n in lengths)
-        return made[0], made[1]
+            made = self.layout, self.layout
+        else:
+            every = [[rows, keys]] * group.size  # a compiled call cannot read what others say
+            if not torch.compiler.is_compiling():
+                every = comm.lengths([rows, keys], device, group)
+            of_rows, of_keys = ([own[n] for own in every] for n in range(2))
+            made = self._made(of_rows, group), self._made(of_keys, group)
+        for layout, has in zip(made, (rows, keys), strict=True):
+            if layout.ranks != group.size or layout.sizes[group.rank] != has:
+                raise ValueError(
+                    f"query and key: got {rows} and {keys} rows on rank {group.rank}, which are "
+                    f"not those of layout, {layout.sizes}: one Layout serves one length; write "
+                    "layout=Layout.zigzag, without a length, for others; in compiled calls that "
+                    "takes equal shares"
+                )
+        return made
 
-    def _check_lengths(self, layout: Layout, rows: int, keys: int, group: Group) -> None:
-        has = layout.sizes[group.rank] if group.rank < layout.ranks else None
-        if (rows, keys) != (has, has):
-            raise ValueError(
-                f"query and key: expected {has} rows on rank {group.rank}, as layout says, got "
-                f"{rows} and {keys}: for other lengths write parallelize(..., "
-                "layout=Layout.zigzag), without a length"
-            )
+    def _made(self, sizes: list[int], group: Group) -> Layout:
+        if callable(self.layout):
+            return self.layout(sum(sizes), group.size)
+        return context.in_order(sizes)
 
 
 def _group(mesh: DeviceMesh, argument: str, name: str | None) -> Group | None:
@@ -293,7 +298,7 @@ class _Part:
     For the functions of ``fastattn.modules.multihead`` this is the module.
     """
 
-    attend_heads = MultiheadAttention._attend_heads
+    attend_heads = MultiheadAttention.attend_heads
 
     def __init__(self, module: MultiheadAttention, shared: Shared) -> None:
         self.module, self.shared = module, shared
@@ -310,9 +315,7 @@ class _Part:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
-    def step(
-        self, given: list[Tensor], masks: tuple, need_weights: bool, is_causal: bool
-    ) -> Step:
+    def step(self, given: Points, masks: Masks, need_weights: bool, is_causal: bool) -> Step:
         """The checked call, and its heads."""
         shared, part = self.shared, cast(Any, self)
         if shared.context is None:
@@ -323,7 +326,7 @@ class _Part:
         return Step(call, q, k, v)
 
     def _canonical(
-        self, given: list[Tensor], masks: tuple, need_weights: bool, is_causal: bool
+        self, given: Points, masks: Masks, need_weights: bool, is_causal: bool
     ) -> inputs.Inputs:
         """Of this rank's rows, with masks over all keys."""
         part = cast(Any, self)
@@ -343,9 +346,7 @@ class _Part:
             # Their sum has rows. A bias without rows gets the sum over ranks in context.attend.
             padding = heads.replicated(padding, cast(Group, self.shared.context))
         like = inputs.keys_like(part, given[0], N)
-        covering = inputs.canonical(
-            part, given[0], *like, padding, pairs, need_weights, is_causal
-        )
+        covering = inputs.canonical(part, given[0], *like, padding, pairs, need_weights, is_causal)
         return call._replace(masks=covering.masks)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -378,7 +379,7 @@ class _OutProj:
     """out_proj over the heads of all ranks, each of which has its columns."""
 
     def __init__(self, module: MultiheadAttention, own: dict[str, Any], group: Group) -> None:
-        if not inference._is_only_linear(module.out_proj):
+        if not inference.is_only_linear(module.out_proj):
             raise ValueError(
                 "out_proj: expected a plain linear layer where ranks share heads, got hooks or "
                 f"{type(module.out_proj).__name__}: write context= alone, or merge what was added"

@@ -1,6 +1,6 @@
 """Parameters of multi-head attention on the ranks that share its heads, as DTensors.
 
-    in_proj_weight [3 E, E]      Shard(1)     its rows of own heads come by an all-to-all in each call
+    in_proj_weight [3 E, E]      Shard(1)     rows of own heads come by an all-to-all in each call
     in_proj_bias [3 E]           Replicate()  cut in each call
     {q,k,v}_proj_weight [E, ...] Shard(0)
     bias_{k,v} [1, 1, E]         Shard(2)
@@ -44,16 +44,16 @@ def cut(module: nn.MultiheadAttention, mesh: Any) -> None:
     module.register_load_state_dict_pre_hook(_share_plain)
 
 
-def _share_plain(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
+def _share_plain(module: nn.Module, state: dict, prefix: str, *_rest: Any) -> None:
     """Before loading: whole tensors of a plain state dict get the placements of the parameters."""
     for name in PLACEMENTS:
         path, _, last = name.rpartition(".")
         held, given = module.get_submodule(path)._parameters.get(last), state.get(prefix + name)
-        plain = isinstance(given, Tensor) and not isinstance(given, DTensor)
-        if isinstance(held, DTensor) and plain and given.shape == held.shape:
-            placed = given.to(held.device)
+        if not isinstance(held, DTensor) or not isinstance(given, Tensor):
+            continue
+        if not isinstance(given, DTensor) and given.shape == held.shape:
             state[prefix + name] = distribute_tensor(
-                placed, held.device_mesh, held.placements, src_data_rank=None
+                given.to(held.device), held.device_mesh, held.placements, src_data_rank=None
             )
 
 

@@ -34,8 +34,8 @@ def whole(x):
     return x.full_tensor() if isinstance(x, torch.distributed.tensor.DTensor) else x
 
 
-def compare(mesh, placements, weight=None, **options):
-    """Results and gradients of plain tensors and of DTensors."""
+def compare(mesh, placements, weight=None, compiled=False, **options):
+    """Results and gradients of plain tensors and of DTensors, whose call may be compiled."""
     leaves = {"query": drawn(B, H, N, D), "key": drawn(B, H, N, D), "value": drawn(B, H, N, D + 1)}
     beside = {"bias": options.pop("bias", None), "weight": weight}
     beside = {n: x for n, x in beside.items() if x is not None}
@@ -50,6 +50,9 @@ def compare(mesh, placements, weight=None, **options):
         function = fastattn.additive_attention if weight is not None else (
             fastattn.scaled_dot_product_attention
         )  # fmt: skip
+        if compiled and shared:
+            torch._dynamo.reset()
+            function = torch.compile(function, backend="aot_eager", fullgraph=True)
         results = function(**given, return_lse=True, **options)
         loss = sum(whole(x).square().sum() for x in results)
         return [*results, *torch.autograd.grad(loss, list(own.values()))]
@@ -74,6 +77,15 @@ def masks_biases_and_dropout():
 def the_additive_score_and_full_weights():
     for mesh, placements in meshes():
         compare(mesh, placements, weight=drawn(H, D), return_weights="full")
+
+
+def compiled_calls():
+    """In one graph, with the collectives in it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    compare(mesh, [Shard(1)], bias=drawn(H, N, N), compiled=True, dropout_p=0.3, seed=5,
+            mask=Mask(kv_len=torch.tensor([24, 9, 0, 17])))  # fmt: skip
+    compare(mesh, [Shard(2)], weight=drawn(H, D), compiled=True, is_causal=True,
+            return_weights="full")  # fmt: skip
 
 
 def placements_of_results():
@@ -141,6 +153,7 @@ CASES = [
     every_placement_of_a_causal_call,
     masks_biases_and_dropout,
     the_additive_score_and_full_weights,
+    compiled_calls,
     placements_of_results,
     sequences_of_any_length,
     one_key_head_for_all,

@@ -103,15 +103,17 @@ def zigzag(n: int, ranks: int) -> Layout:
 
 
 def outcome(
-    case: Called, module: nn.Module, leaves: dict, own: Callable, whole: Callable
+    case: Called, module: nn.Module, leaves: dict, own: Callable, whole: Callable, seed: int = 11
 ) -> dict[str, torch.Tensor]:
     """Output, weights, and the gradient of every leaf and parameter."""
     given = {name: own(name, x) for name, x in leaves.items()}
     given.setdefault("key", given["query"])
     given.setdefault("value", given["key"])
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     found = module(**given, **case.call)
-    results = {n: whole(n, x) for n, x in zip(("out", "weights"), found, strict=True) if x is not None}
+    results = {
+        n: whole(n, x) for n, x in zip(("out", "weights"), found, strict=True) if x is not None
+    }
     loss = sum((x * drawn(*x.shape, seed=9, dtype=x.dtype)).sum() for x in results.values())
     loss.backward()
     grads = {n: x.grad for n, x in [*leaves.items(), *module.named_parameters()]}
@@ -140,7 +142,7 @@ def shared(case: Called, way: Way, change: Callable = unchanged) -> dict[str, to
     module = parallelize(module_of(case), mesh, layout=way.layout, **names)
     leaves, cp = inputs_of(case, case.dtype), mesh["cp"]
     first = case.options.get("batch_first", True) or not case.batched
-    dims = {n: -2 if first else 0 for n in ("query", "key", "value", "out")}
+    dims = dict.fromkeys(("query", "key", "value", "out"), -2 if first else 0)
     dims |= {"attn_mask": -2, "weights": -2}
     if not way.context:
         dims = {}
@@ -154,7 +156,8 @@ def shared(case: Called, way: Way, change: Callable = unchanged) -> dict[str, to
     def whole(name: str, x: torch.Tensor) -> torch.Tensor:
         return unshard(x, dims[name], way.layout_of(N, cp.size()), cp) if name in dims else x
 
-    found = outcome(case, change(module, mesh), leaves, own, whole)
+    seed = 11 + dist.get_rank()  # the first rank's counts
+    found = outcome(case, change(module, mesh), leaves, own, whole, seed)
     for name, x in found.items():
         x = x.full_tensor() if isinstance(x, DTensor) else x
         if way.context and name.removeprefix("grad of ") not in leaves and name[:4] == "grad":

@@ -77,7 +77,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     # What computes on the ranks of a mesh: fastattn.distributed.parallelize puts it here.
-    _shared: Any = None
+    shared: Any = None
 
     def forward(
         self,
@@ -133,10 +133,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 or ``is_causal`` comes without ``attn_mask``.
             TypeError, ValueError: the call does not fit ``cache``, or jagged tensors.
         """
-        if self._shared is not None:
+        if self.shared is not None:
             masks = (key_padding_mask, attn_mask)
             hints = (need_weights, average_attn_weights, is_causal)
-            return self._shared.forward(self, query, key, value, masks, hints, cache)
+            return self.shared.forward(self, query, key, value, masks, hints, cache)
         without_masks = attn_mask is key_padding_mask is cache is None and not is_causal
         if without_masks and query is key is value and _scores_by_dot(self._attend):
             whole = inference.attend(self, query, need_weights, average_attn_weights)
@@ -145,7 +145,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if cache is not None:
             masks = (key_padding_mask, attn_mask)
             step = kv_cache.step(self, cache, query, key, value, masks, need_weights)
-            return self._attend_heads(*step, need_weights, average_attn_weights)
+            return self.attend_heads(*step, need_weights, average_attn_weights)
         args = (
             query,
             key,
@@ -157,7 +157,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal,
         )
         if any(map(jagged.is_jagged, (query, key, value))):
-            return nested.attend_sequences(self, args, self._attend_heads)
+            return nested.attend_sequences(self, args, self.attend_heads)
         foreign = interop.foreign(self, query, key, value, key_padding_mask, attn_mask)
         if foreign is not None:
             leaf = interop.fx_leaf(self, args)
@@ -170,9 +170,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
         )
         q, k, v = projection.to_heads(self, call.query, call.key, call.value, call.batch_first)
-        return self._attend_heads(call, q, k, v, need_weights, average_attn_weights)
+        return self.attend_heads(call, q, k, v, need_weights, average_attn_weights)
 
-    def _attend_heads(
+    def attend_heads(
         self, call: Inputs, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
         """From heads [B, H, M, D] to the results of forward."""

@@ -36,7 +36,7 @@ def attend(
 def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | None:
     """Weights and biases of both projections, if these are ordinary parameters and nothing else."""
     own, out_proj = module._parameters, module._modules.get("out_proj")
-    if out_proj is None or not _is_only_linear(out_proj):  # None: it is parametrized
+    if out_proj is None or not is_only_linear(out_proj):  # None: it is parametrized
         return None
     out = out_proj._parameters
     try:
@@ -71,7 +71,7 @@ def _takes_operator(x: Tensor, *parameters: Tensor | None) -> bool:
     return True
 
 
-def _is_only_linear(layer: nn.Module) -> bool:
+def is_only_linear(layer: nn.Module) -> bool:
     """Whether calling ``layer`` is exactly ``F.linear`` with its parameters.
 
     If hooks, pruning or adapters such as LoRA add to it, the layer must be called.
