@@ -40,7 +40,8 @@ def parallelize(
 
     Outputs, weights, gradients and dropout's bits are those of one process. What cannot be done so
     raises. :class:`fastattn.MultiheadAttention` and :class:`fastattn.MultiheadAdditiveAttention`
-    are shared. All else in the model stays as it is.
+    are shared. All else in the model stays as it is. But nn.TransformerEncoder makes no nested
+    tensors of padded batches at inference, as with ``enable_nested_tensor=False``.
 
     ``heads``: each rank of this mesh dim computes some heads, with its parts of the parameters.
     Inputs and outputs are whole, and the same on these ranks. Parameters become DTensors of
@@ -98,6 +99,9 @@ def parallelize(
             parameters.cut(x, mesh[heads])
         x.shared = shared
         interop.off_fast_path(x)
+    for x in module.modules():
+        if isinstance(x, nn.TransformerEncoder):
+            x.use_nested_tensor = False  # ranks share padded batches
     return module
 
 
@@ -276,8 +280,7 @@ def _check_call(part: _Part, tensors: tuple, cache: KVCache | None) -> None:
     if reason is not None or any(x is not None and x.is_nested for x in tensors):
         raise TypeError(
             f"a shared module takes plain tensors, but {reason or 'one is nested'}: write "
-            "x.full_tensor() of a DTensor; of nested tensors to_padded_tensor() and "
-            "key_padding_mask, or nn.TransformerEncoder(..., enable_nested_tensor=False)"
+            "x.full_tensor() of a DTensor; of nested tensors to_padded_tensor() and a padding mask"
         )
     if cache is not None and part.shared.context is not None:
         raise ValueError(

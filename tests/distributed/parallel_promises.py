@@ -187,15 +187,18 @@ def compiled_in_one_graph():
 
 
 def a_transformer_shares_its_attention():
-    """Self-attention of two lengths, cross-attention, causal rows; in training and inference."""
+    """Two lengths, cross-attention, padding, causal rows; in training and at inference."""
     size = dist.get_world_size()
     torch.manual_seed(5)
     plain = nn.Transformer(32, 4, 2, 2, 40, dropout=0.0, batch_first=True)
     fastattn.replace_attention(plain)
     source, target = drawn(2, 24, 32), drawn(2, 16, 32)
     mask = nn.Transformer.generate_square_subsequent_mask(16)
-    truth = copy.deepcopy(plain).double()(source.double(), target.double(), tgt_mask=mask.double())
-    peer = plain(source, target, tgt_mask=mask)
+    absent = torch.arange(24) >= torch.tensor([[24], [15]])
+    padding = dict(src_key_padding_mask=absent, memory_key_padding_mask=absent)
+    wide = [x.double() for x in (source, target, mask)]
+    truth = copy.deepcopy(plain).double()(*wide[:2], tgt_mask=wide[2], **padding)
+    peer = plain(source, target, tgt_mask=mask, **padding)
     shape = (2, size // 2) if size % 4 == 0 else (size, 1)
     mesh = mesh_of(*shape)
     model = parallelize(copy.deepcopy(plain), mesh, context="cp", heads="tp", layout=zigzag)
@@ -205,7 +208,7 @@ def a_transformer_shares_its_attention():
     for training in (True, False):
         model.train(training)
         with torch.set_grad_enabled(training):
-            out = unshard(model(*own, tgt_mask=rows), 1, layouts[1], cp)
+            out = unshard(model(*own, tgt_mask=rows, **padding), 1, layouts[1], cp)
         assert_within_budget(out, peer, truth)
 
 
