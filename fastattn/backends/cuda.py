@@ -28,8 +28,6 @@ def unsupported(p: Problem) -> list[str]:
         reasons.append("float64 is left to eager")
     elif p.score == "dot" and p.dtype not in HALF:
         reasons.append("the dot product is written for float16 and bfloat16")
-    if p.softcap:
-        reasons.append("softcap is left to Triton")
     if p.wide and p.score == "dot":
         reasons.append("wide results of the dot product are left to Triton")
     most = MAX_HEAD_SIZE[p.score]

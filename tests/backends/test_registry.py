@@ -190,6 +190,8 @@ def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
     capability(8, 0)
     monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
     assert cuda.unsupported(on_a_gpu(problem(torch.float16))) == []
+    capped = dataclasses.replace(problem(torch.float16), softcap=2.0)
+    assert cuda.unsupported(on_a_gpu(capped)) == []
     [reason] = cuda.unsupported(on_a_gpu(problem()))
     assert "float16 and bfloat16" in reason
     wide = dataclasses.replace(on_a_gpu(problem(torch.float16)), D=129)

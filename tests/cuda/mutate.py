@@ -19,7 +19,11 @@ from pathlib import Path
 import host_build
 
 # Compiled again: the mistakes are in one of these files or its headers. Its test finds them.
-TESTS = {"dot/forward.cu": "test_cuda_sdpa.py", "dot/forward_wgmma.cu": "test_cuda_wgmma.py"}
+TESTS = {
+    "dot/forward.cu": "test_cuda_sdpa.py",
+    "dot/backward.cu": "test_cuda_sdpa.py",
+    "dot/forward_wgmma.cu": "test_cuda_wgmma.py",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,14 @@ MISTAKES = [
     Mistake(
         "a wrong lane of a matrix operand", "dot/tile.cuh",
         "8 * n + lane % 8 + lane / 16 * 8", "8 * n + lane % 8 + lane / 8 % 2 * 8", "AssertionError",
+    ),
+    Mistake(
+        "a ratio of a softcap that is wrong near 1", "tile/softcap.cuh",
+        "fmaf(-2.f, reciprocal, 1.f)", "1.f", "AssertionError",
+    ),
+    Mistake(
+        "a softcap without its slope", "dot/backward.cu", "*= cap_slope(ratio)",
+        "*= ratio == ratio ? 1.f : 0.f", "AssertionError", source="dot/backward.cu",
     ),
     of_warpgroups(
         "a descriptor: the distance between groups of rows",

@@ -76,8 +76,7 @@ def elements(c: Case) -> int:
     return c.B * c.H * c.M * c.N * c.D
 
 
-# A softcap is left to Triton.
-CASES = [c for c in GRID if c.score != "dot" and not c.softcap and elements(c) <= LARGEST]
+CASES = [c for c in GRID if c.score != "dot" and elements(c) <= LARGEST]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -155,6 +154,23 @@ def test_every_value_column(backend):
     testing.check(Case("most", "additive", B=1, H=1, Hkv=1, M=20, N=20, D=256, E=256), backend)
 
 
+CAPPED = [
+    Case("capped", "additive", B=1, Hkv=1, M=20, N=70, D=5, E=3, softcap=0.7, kv_len="rows",
+         bias="hmn", dropout_p=0.3, weights="full", lse=True, garbage=math.nan),
+    Case("capped-line", "additive", B=1, M=66, N=65, D=3, E=2, softcap=1.5, causal="top_left",
+         bias="relative", weights="mean"),
+    Case("capped-few", "additive", B=1, H=4, Hkv=2, M=3, N=150, D=5, E=3, softcap=0.7, keep="mn",
+         bias="n", dropout_p=0.3, weights="full", lse=True),
+    Case("capped-far", "additive", M=20, N=70, D=4, E=3, softcap=2.0, magnitude=1e4),
+    Case("capped-no-dims", "additive", M=20, N=70, D=0, E=3, softcap=2.0, bias="mn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAPPED, ids=lambda case: case.name)
+def test_softcap(backend, case):
+    testing.check(case, backend)
+
+
 @pytest.mark.parametrize("letters", ["bhmn", "mn", "hm", "bn", "", "h"])
 def test_bias_gradients_from_many_parts(backend, letters):
     """Tiles of several batches and heads, summed in slices."""
@@ -221,5 +237,5 @@ def test_the_same_bits_again_and_beside_others(backend):
 
 @pytest.mark.skipif(SANITIZED, reason="this is that process")
 def test_under_sanitizers():
-    tests = "test_case or (ends_of_tiles and 33- and not 16385) or out_of_range"
+    tests = "test_case or softcap or (ends_of_tiles and 33- and not 16385) or out_of_range"
     host_build.assert_clean(__file__, tests)

@@ -23,8 +23,7 @@ LARGEST = 120_000  # pairs: the shim takes a microsecond for each
 
 def _cases() -> list[Case]:
     """The small enough cases of the grid, alternately in both half types."""
-    # A softcap is left to Triton.
-    chosen = [c for c in GRID if c.score == "dot" and not c.softcap and max(c.D, c.E) <= 128]
+    chosen = [c for c in GRID if c.score == "dot" and max(c.D, c.E) <= 128]
     chosen = [c for c in chosen if c.B * c.H * c.M * c.N <= LARGEST and c.dtype == torch.float32]
     chosen.append(Case("full-tiles", M=128, N=192, D=128, E=64, causal="bottom_right"))
     # fp16 ends at 65504, and so do the logits of plain PyTorch, the peer.
@@ -54,6 +53,11 @@ CORNERS = [
     Case("few-narrow", B=1, M=5, N=300, D=64, E=9, keep="bhmn", bias="n", layout="bmhd"),
     Case("few-wide", B=1, H=1, Hkv=1, M=16, N=70, D=128, E=65, bias="mn", bias_inf=True,
          empty_rows=True, dropout_p=0.3, weights="full"),
+    Case("capped", B=2, Hkv=1, M=67, N=130, D=33, E=70, softcap=1.5, kv_len="rows", keep="mn",
+         bias="hmn", dropout_p=0.3, weights="full", lse=True, garbage=float("nan")),
+    Case("capped-line", B=1, H=4, Hkv=2, M=66, N=70, D=128, E=5, softcap=4.0, magnitude=3.0,
+         causal="bottom_right", bias="relative", weights="mean", layout="sliced"),
+    Case("capped-few", B=1, M=5, N=300, D=64, E=9, softcap=0.5, keep="bhmn", bias="n"),
 ]  # fmt: skip
 
 

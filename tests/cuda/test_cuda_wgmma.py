@@ -78,6 +78,7 @@ def assert_schedules_agree(passes, simulator, schedules) -> None:
 
 def _cases() -> list[Case]:
     """The small enough cases of the grid, alternately in both half types."""
+    # Other kernels compute a softcap.
     chosen = [c for c in GRID if c.score == "dot" and not c.softcap and max(c.D, c.E) <= 128]
     chosen = [c for c in chosen if c.B * c.H * c.M * c.N <= LARGEST and c.dtype == torch.float32]
     chosen = [c for c in chosen if c.M > FEW_QUERIES]
@@ -135,6 +136,7 @@ def test_what_takes_another_path(backend, simulator, monkeypatch):
     assert _products(simulator, odd, k, v) == 0
     assert _products(simulator, q, k.mT.contiguous().mT, v) == 0
     assert _products(simulator, q, k[:, :1].expand(1, 2, 40, 64), v) == 0
+    assert _products(simulator, q, k, v, softcap=2.0) == 0
     monkeypatch.delenv("FASTATTN_CUDA_PATH")
     assert _products(simulator, q, k, v) == 0
 

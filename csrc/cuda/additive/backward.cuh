@@ -48,12 +48,25 @@ FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, St
   }
 }
 
+// Multiplies dS by the slopes that this thread wrote.
+FASTATTN_DEVICE void multiply_slopes(const float* slopes, Fragment& ds) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float row[kCols];
+    load_cols(slopes, row0() + r, row);
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) ds[r][c] *= row[c];
+  }
+}
+
 // Computes W and dS of a tile, both exactly 0 where masked. Begins with a barrier unless D and E
-// are both 0.
-template <ScoreKind kScore>
+// are both 0. Under a softcap dS is the gradient of the scores, and a tile `slopes` is overwritten.
+// If `slopes` is nullptr, dS is the gradient of the logits.
+template <ScoreKind kScore, bool kCapped>
 FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepBits bits,
-                                   StageMemory& memory, Fragment& weights, Fragment& ds) {
-  weights_tile<kScore>(tiles_of(a), at, bits, a.p.stats, memory, weights);
+                                   StageMemory& memory, Fragment& weights, Fragment& ds,
+                                   float* slopes) {
+  weights_tile<kScore, kCapped>(tiles_of(a), at, bits, a.p.stats, memory, weights, slopes);
   value_products(a.p, at, memory, ds);
   with_dtype(a.p.grad_weights.dtype, [&](auto type) {
     for_grad_weights<FragmentLayout, type>(
@@ -72,6 +85,8 @@ FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepB
     }
   }
   drop(a.p, survivors, weights);
+  if constexpr (kCapped)
+    if (slopes != nullptr) multiply_slopes(slopes, ds);
 }
 
 // The power of two that divides the stored dS of a tile, near the largest |dS|. The sums of

@@ -89,7 +89,7 @@ FASTATTN_DEVICE void write_key_gradients(const BackwardArgs& a, const Place& at,
   }
 }
 
-template <ScoreKind kScore>
+template <ScoreKind kScore, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_keys_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       const TileMask mask = mask_tile<FragmentLayout>(p, at);
       if (mask.empty) continue;
       Fragment weights, ds;
-      gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds);
+      gradient_tile<kScore, kCapped>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
       store_fragment<false>(weights, memory.weights);
       store_ds(ds, memory);
       add_value_gradient(a, at, mask.full, memory, sums());
@@ -134,8 +134,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 void launch_grad_key(const BackwardArgs& args, Launcher& launcher) {
   const int64_t tiles = args.p.B * args.p.Hkv * args.plan.panels.tiles_n;
-  with_score(args.p, [&](auto score) {
-    launcher.run(additive_keys_kernel<score>, tiles, kThreads, sizeof(BackwardMemory), args);
+  with_score(args.p, [&](auto score, auto capped) {
+    launcher.run(additive_keys_kernel<score, capped>, tiles, kThreads, sizeof(BackwardMemory),
+                 args);
   });
 }
 

@@ -69,11 +69,15 @@ FASTATTN_FN void take_panels(const AttentionParams& p, bool backward, Panels* pa
   panels->gradient_queries = take(used, backward ? query_panels : 0);
 }
 
-// Calls f with the score of a problem as a compile-time constant.
+// Calls f(score, capped) with the score of a problem and whether there is a softcap as compile-time
+// constants.
 template <typename F>
 void with_score(const AttentionParams& p, F f) {
-  if (is_gaussian(p)) return f(std::integral_constant<ScoreKind, ScoreKind::kGaussian>{});
-  f(std::integral_constant<ScoreKind, ScoreKind::kAdditive>{});
+  constexpr std::integral_constant<ScoreKind, ScoreKind::kAdditive> kAdditive{};
+  constexpr std::integral_constant<ScoreKind, ScoreKind::kGaussian> kGaussian{};
+  if (is_gaussian(p)) return f(kGaussian, std::false_type{});
+  if (p.softcap != 0.f) return f(kAdditive, std::true_type{});
+  f(kAdditive, std::false_type{});
 }
 
 // ---- forward ----

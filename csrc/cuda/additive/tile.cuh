@@ -5,6 +5,7 @@
 #include "cuda/additive/differences.cuh"
 #include "cuda/additive/plan.h"
 #include "cuda/additive/terms.cuh"
+#include "cuda/tile/softcap.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace fastattn::cuda {
@@ -69,12 +70,23 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
   return static_cast<int>(min64(kStage, t.panels.dims - d0));
 }
 
+// Turns scores in base 2 into logits under a softcap. Writes the slopes to a tile unless `slopes`
+// is nullptr.
+FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slopes) {
+  float row[kCols];
+  cap_scores(cap_of(p, kLn2), s, [&](int n, float ratio) {
+    row[n % kCols] = cap_slope(ratio);
+    if (slopes != nullptr && n % kCols == kCols - 1)
+      store4(slopes, row0() + n / kCols, col0(), pack4(row));
+  });
+}
+
 // s = log2(e) * (score + bias). Sums have two levels, because one sum over all dims loses digits.
 // Begins with a barrier, so other threads may still read the stage before the call. Ends without a
-// barrier.
-template <ScoreKind kScore>
+// barrier. `slopes`: see cap_tile().
+template <ScoreKind kScore, bool kCapped>
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
-                                StageMemory& memory, Fragment& s) {
+                                StageMemory& memory, Fragment& s, float* slopes = nullptr) {
   constexpr bool kGaussian = kScore == ScoreKind::kGaussian;
   const bool direct = kGaussian || is_direct(t, at);
   const int64_t head = weights_head<kScore>(t, at);
@@ -110,14 +122,16 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
 #pragma unroll
     for (int c = 0; c < kCols; ++c)
       s[r][c] = kGaussian ? __fmul_rn(s[r][c], scale) : scaled_score(s[r][c], scale);
+  if constexpr (kCapped) cap_tile(t.p, s, slopes);
   add_bias<FragmentLayout>(t.p, at, bits, s);
 }
 
-// P of a tile, before dropout.
-template <ScoreKind kScore>
+// P of a tile, before dropout. `slopes`: see cap_tile().
+template <ScoreKind kScore, bool kCapped>
 FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
-                                  const float* stats, StageMemory& memory, Fragment& s) {
-  score_tile<kScore>(t, at, bits, memory, s);
+                                  const float* stats, StageMemory& memory, Fragment& s,
+                                  float* slopes = nullptr) {
+  score_tile<kScore, kCapped>(t, at, bits, memory, s, slopes);
   known_weights(t.p, at, bits, stats, s);
 }
 

@@ -77,19 +77,38 @@ template <typename Layout, DType kType>
 FASTATTN_DEVICE void load_grad_weights(const BackwardParams& p, const Place& at, KeepBits bits,
                                        Pairs<Layout>& to) {
   clear(to);
-  for_grad_weights<Layout, kType>(p, at, bits,
-                                  [&](int pair, float grad) { to[pair / 4][pair % 4] = grad; });
+  with_half<kType>(p.grad_weights.dtype, [&](auto type) {
+    for_grad_weights<Layout, type>(p, at, bits,
+                                   [&](int pair, float grad) { to[pair / 4][pair % 4] = grad; });
+  });
 }
 
-// Turns s into W, and dp = dO V^T + dW into dS, both exactly 0 where masked.
+// Turns dp = dO V^T + dW into dP - delta.
 template <typename Layout>
-FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
-                                const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
-  known_pairs<Layout>(rows, mask.bits, s);
+FASTATTN_DEVICE void subtract_delta(const BackwardParams& p, KeepBits survivors,
+                                    const RowMemory& rows, Pairs<Layout>& dp) {
   drop(p, survivors, dp);
 #pragma unroll
   for (int x = 0; x < Layout::kQueries; ++x) {
     const float delta = rows.delta[Layout::query0() + Layout::query(x)];
+#pragma unroll
+    for (int y = 0; y < Layout::kKeys; ++y) {
+      const int n = Layout::pair(x, y);
+      dp[n / 4][n % 4] -= delta;
+    }
+  }
+}
+
+// Turns s into W, and dp = dO V^T + dW into dS, both exactly 0 where masked. If kSubtracted, dp has
+// been through subtract_delta().
+template <typename Layout, bool kSubtracted>
+FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
+                                const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
+  known_pairs<Layout>(rows, mask.bits, s);
+  if constexpr (!kSubtracted) drop(p, survivors, dp);
+#pragma unroll
+  for (int x = 0; x < Layout::kQueries; ++x) {
+    const float delta = kSubtracted ? 0.f : rows.delta[Layout::query0() + Layout::query(x)];
 #pragma unroll
     for (int y = 0; y < Layout::kKeys; ++y) {
       const int n = Layout::pair(x, y);
@@ -100,8 +119,9 @@ FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, K
   drop(p, survivors, s);
 }
 
-// W and dS of a tile whose operands are in shared memory.
-template <typename Layout, DType kType, int kDim>
+// W and dS of a tile whose operands are in shared memory. Unless kSloped, dS is the gradient of the
+// logits.
+template <typename Layout, DType kType, int kDim, bool kCapped, bool kSloped = kCapped>
 FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
                                    float scale, const GradMemory<kDim>& memory, Pairs<Layout>& s,
                                    Pairs<Layout>& ds) {
@@ -110,16 +130,22 @@ FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, con
   // Both are loaded before S takes registers.
   const KeepBits survivors = surviving_bits<Layout>(p, at);
   load_grad_weights<Layout, kType>(p, at, mask.bits, ds);
-  multiply_transposed<Layout, kType, kDim>(kQueriesByRows ? grad : memory.v,
-                                           kQueriesByRows ? memory.v : grad, ds);
-  sdpa_scores<Layout, kType, kDim>(p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
-                                   kQueriesByRows ? memory.k : memory.q, s);
-  grad_pairs<Layout>(p, mask, survivors, memory.rows, s, ds);
+  with_half<kType>(p.v.dtype, [&](auto type) {
+    multiply_transposed<Layout, type, kDim>(kQueriesByRows ? grad : memory.v,
+                                            kQueriesByRows ? memory.v : grad, ds);
+  });
+  if constexpr (kSloped) subtract_delta<Layout>(p, survivors, memory.rows, ds);
+  sdpa_scores<Layout, kType, kDim, kCapped>(
+      p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
+      kQueriesByRows ? memory.k : memory.q, s, [&](int n, float ratio) {
+        if constexpr (kSloped) ds[n / 4][n % 4] *= cap_slope(ratio);
+      });
+  grad_pairs<Layout, kSloped>(p, mask, survivors, memory.rows, s, ds);
 }
 
 // ---- delta ----
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_delta_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
@@ -131,8 +157,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t out = offset_of(p.out, at.b, at.h, at.i0 + row, 0);
     const int64_t grad = offset_of(p.grad_out, at.b, at.h, at.i0 + row, 0);
     for (int64_t e = lane() % kQuad; e < p.E; e += kQuad)
-      sum[half] += load_as<kType>(p.out.data, out + e * p.out.stride_c) *
-                   load_as<kType>(p.grad_out.data, grad + e * p.grad_out.stride_c);
+      sum[half] += load_half<kType>(p.out, out + e * p.out.stride_c) *
+                   load_half<kType>(p.grad_out, grad + e * p.grad_out.stride_c);
   }
   if (p.grad_weights.data != nullptr) {
     const float scale = p.scale * kLog2e;
@@ -148,11 +174,14 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<QueryRows> s;
-      sdpa_scores<QueryRows, kType, kDim>(p, at, mask, scale, memory.q, memory.k, s);
+      sdpa_scores<QueryRows, kType, kDim, kCapped>(p, at, mask, scale, memory.q, memory.k, s,
+                                                   look_away);
       known_pairs<QueryRows>(memory.rows, mask.bits, s);
       drop(p, surviving_bits<QueryRows>(p, at), s);
-      for_grad_weights<QueryRows, kType>(p, at, mask.bits, [&](int pair, float grad) {
-        sum[pair % 4 / 2] += s[pair / 4][pair % 4] * grad;
+      with_half<kType>(p.grad_weights.dtype, [&](auto type) {
+        for_grad_weights<QueryRows, type>(p, at, mask.bits, [&](int pair, float grad) {
+          sum[pair % 4 / 2] += s[pair / 4][pair % 4] * grad;
+        });
       });
     }
     wait_for_copies();
@@ -169,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dq ----
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
@@ -190,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
+    gradient_tile<QueryRows, kType, kDim, kCapped>(p, at, mask, scale, memory, s, ds);
     __syncthreads();  // others may still read the bad rows of K
     add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, at.b, at.hkv, at.j0, 0), p.D, mask, ds,
                                         memory.k, memory.bad_rows, dq);
@@ -235,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
+      gradient_tile<KeyRows, kType, kDim, false>(p, at, mask, scale, memory, s, ds);
       __syncthreads();  // others may still read the bad rows of Q and dO
       const int64_t i0 = opaque(at.i0);
       const int b = opaque_here(at.b), h = opaque_here(at.h);
@@ -251,6 +280,47 @@ __global__ void __launch_bounds__(kThreads, 2)
                           dv);
   store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, at.b, at.hkv, at.j0, 0), at.cols, p.D,
                           p.scale, dk);
+}
+
+// One of dk and dv, as the block's number says. The sums of both and a softcap's slopes together
+// would spill.
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_capped_keys_kernel(const __grid_constant__ BackwardParams p) {
+  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
+  const bool of_values = blockIdx.x % 2 == 0;
+  const View& others = of_values ? p.grad_out : p.q;
+  uint16_t* const tile = of_values ? memory.grad_out : memory.q;
+  const int64_t dims = of_values ? p.E : p.D;
+  const Place first = key_place(p, blockIdx.x / 2);
+  float sum[kDim / 8][4] = {};
+  start_keys<kDim>(p.k, p.D, first, memory.k);
+  start_keys<kDim>(p.v, p.E, first, memory.v);
+  const int end = first.h + static_cast<int>(p.H) / static_cast<int>(p.Hkv);
+  for (Place at = first; at.h < end; ++at.h)
+    for (at.i0 = 0; at.i0 < p.M; at.i0 += kTile) {
+      at.rows = extent(p.M, at.i0);
+      const TileMask mask = mask_tile<KeyRows>(p, at);
+      if (mask.empty) continue;
+      __syncthreads();
+      start_queries<kDim>(p.q, p.D, at, memory.q);
+      start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
+      load_rows<true>(p, at, memory.rows);
+      wait_for_copies();
+      __syncthreads();
+      Pairs<KeyRows> s, ds;
+      gradient_tile<KeyRows, kType, kDim, true>(p, at, mask, 0.f, memory, s, ds);
+#pragma unroll
+      for (int n = 0; n < 4 * KeyRows::kTiles; ++n)
+        s[n / 4][n % 4] = of_values ? s[n / 4][n % 4] : ds[n / 4][n % 4];
+      __syncthreads();  // others may still read the bad rows of Q and dO
+      add_product<KeyRows, kType, kDim>(others, offset_of(others, at.b, at.h, at.i0, 0), dims, mask,
+                                        s, tile, memory.bad_rows, sum);
+    }
+  wait_for_copies();
+  const View& to = of_values ? p.grad_v : p.grad_k;
+  store_sums<kType, kDim>(to, offset_of(to, first.b, first.hkv, first.j0, 0), first.cols, dims,
+                          of_values ? 1.f : p.scale, sum);
 }
 
 // ---- dbias ----
@@ -292,7 +362,7 @@ FASTATTN_DEVICE BiasTiles bias_tiles(const BackwardParams& p, uint32_t block) {
   return own;
 }
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dbias_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
@@ -317,7 +387,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim>(p, at, mask, scale, memory, s, ds);
+    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, scale, memory, s, ds);
 #pragma unroll
     for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll
@@ -352,18 +422,23 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- launch ----
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 void launch(const BackwardParams& p, Launcher& launcher) {
   const size_t shared = sizeof(GradMemory<kDim>);
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   const int64_t queries = p.B * p.H * tiles_m, keys = p.B * p.Hkv * tiles_n;
-  launcher.run(sdpa_delta_kernel<kType, kDim>, queries, kThreads, shared, p);
-  launcher.run(sdpa_dq_kernel<kType, kDim>, queries, kThreads, shared, p);
-  launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p);
+  launcher.run(sdpa_delta_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p);
+  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p);
+  if constexpr (kCapped) {
+    launcher.run(sdpa_capped_keys_kernel<kType, kDim>, 2 * keys, kThreads, shared, p);
+  } else {
+    launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p);
+  }
   if (p.grad_bias.data == nullptr) return;
   const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);
   const int64_t blocks = p.bias_is_line ? line_blocks(p) : tiles;
-  launcher.run(sdpa_dbias_kernel<kType, kDim>, p.bias_B * p.bias_H * blocks, kThreads, shared, p);
+  launcher.run(sdpa_dbias_kernel<kType, kDim, kCapped>, p.bias_B * p.bias_H * blocks, kThreads,
+               shared, p);
   if (p.bias_is_line) launch_line(p, line_parts(p), launcher);
 }
 
@@ -375,7 +450,8 @@ int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) {
 
 const char* sdpa_backward(const BackwardParams& p, void* stream) {
   Launcher launcher(stream);
-  with_operands(p, [&](auto type, auto dim) { launch<type, dim>(p, launcher); });
+  with_operands(p,
+                [&](auto type, auto dim, auto capped) { launch<type, dim, capped>(p, launcher); });
   return launcher.error();
 }
 

@@ -96,7 +96,7 @@ FASTATTN_DEVICE bool next_tile(const AttentionParams& p, int64_t end, Place& at,
   return false;
 }
 
-template <typename Layout, DType kType, int kDim>
+template <typename Layout, DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
   constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     Pairs<Layout> s;
     SdpaStep step;
     float alpha[2];
-    sdpa_scores<Layout, kType, kDim>(p, here, mask_here, scale, memory.q, memory.k[buffer], s);
+    sdpa_scores<Layout, kType, kDim, kCapped>(p, here, mask_here, scale, memory.q, memory.k[buffer],
+                                              s, look_away);
     sdpa_softmax_step<true>(state, s, step);
     sdpa_add_sums(step, state, alpha);
     drop(p, surviving_bits<Layout>(p, here), s);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---- returned weights ----
 
 // A block writes a tile: per head, or the mean of heads, added up in head order.
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_weights_kernel(const __grid_constant__ ForwardParams p) {
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s;
-    sdpa_scores<QueryRows, kType, kDim>(p, at, mask, scale, memory.q, memory.k[0], s);
+    sdpa_scores<QueryRows, kType, kDim, kCapped>(p, at, mask, scale, memory.q, memory.k[0], s,
+                                                 look_away);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = sum_row(2 * half);
@@ -208,32 +210,33 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int v = 0; v < 4; ++v)
       if (sum_row(v) < rows && sum_col(n, v) < cols)
-        store_as<kType>(
-            p.weights.data,
+        store_half<kType>(
+            p.weights,
             offset + sum_row(v) * p.weights.stride_r + sum_col(n, v) * p.weights.stride_c,
             sum[n][v] / static_cast<float>(heads));
 }
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 void launch(SdpaArgs a, Launcher& launcher) {
   const ForwardParams& p = a.p;
   const size_t shared = sizeof(SdpaMemory<kDim>);
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   const int64_t blocks = p.B * p.H * tiles_m * a.chunks;
   if (is_few(p)) {
-    launcher.run(sdpa_forward_kernel<FewQueryRows, kType, kDim>, blocks, kThreads, shared, a);
+    launcher.run(sdpa_forward_kernel<FewQueryRows, kType, kDim, kCapped>, blocks, kThreads, shared,
+                 a);
     merge_partials(p, 0, a.chunks * kWarps, launcher);
   } else {
     if (takes_wgmma(p)) {
       launch_wgmma(p, launcher);
       a.marks = static_cast<const uint32_t*>(p.workspace);
     }
-    launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim>, blocks, kThreads, shared, a);
+    launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim, kCapped>, blocks, kThreads, shared, a);
   }
   if (p.weights_mode == WeightsMode::kNone) return;
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
-  launcher.run(sdpa_weights_kernel<kType, kDim>, p.B * heads_out * tiles_m * tiles_n, kThreads,
-               shared, p);
+  launcher.run(sdpa_weights_kernel<kType, kDim, kCapped>, p.B * heads_out * tiles_m * tiles_n,
+               kThreads, shared, p);
 }
 
 }  // namespace
@@ -245,7 +248,8 @@ int64_t sdpa_forward_workspace_bytes(const ForwardParams& p) {
 
 const char* sdpa_forward(const ForwardParams& p, void* stream) {
   Launcher launcher(stream);
-  with_operands(p, [&](auto type, auto dim) { launch<type, dim>(plan(p), launcher); });
+  with_operands(
+      p, [&](auto type, auto dim, auto capped) { launch<type, dim, capped>(plan(p), launcher); });
   return launcher.error();
 }
 

@@ -62,7 +62,7 @@ FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const S
 #pragma unroll
       for (int v = 0; v < 2; ++v)
         if (sum_col(n, v) < p.E)
-          store_as<kType>(p.out.data, where + v * p.out.stride_c, o[n][2 * half + v] * factor);
+          store_half<kType>(p.out, where + v * p.out.stride_c, o[n][2 * half + v] * factor);
   }
 }
 

@@ -171,7 +171,7 @@ void choose_wgmma(int64_t device, bool chosen) {
 }
 
 bool wants_wgmma(const ForwardParams& p) {
-  return is_chosen() && p.M > kFewQueries && has_tensor_maps(p);
+  return is_chosen() && p.M > kFewQueries && p.softcap == 0.f && has_tensor_maps(p);
 }
 
 // Another thread may choose between the allocation of the marks and this.
@@ -180,7 +180,9 @@ bool takes_wgmma(const ForwardParams& p) {
 }
 
 void launch_wgmma(const ForwardParams& p, Launcher& launcher) {
-  with_operands(p, [&](auto type, auto dim) { launch<type, dim>(p, launcher); });
+  with_operands(p, [&](auto type, auto dim, auto capped) {
+    if constexpr (!capped) launch<type, dim>(p, launcher);
+  });
 }
 
 }  // namespace fastattn::cuda

@@ -6,8 +6,8 @@
 
 namespace fastattn::cuda {
 
-// Whether this path is chosen and the problem can take it: more than a few queries, and strides
-// that a tensor map can describe. FASTATTN_CUDA_PATH=wgmma chooses it, or choose_wgmma().
+// Whether this path is chosen and the problem can take it: more than a few queries, no softcap, and
+// strides that a tensor map can describe. FASTATTN_CUDA_PATH=wgmma chooses it, or choose_wgmma().
 bool wants_wgmma(const ForwardParams& p);
 
 // Whether the marks have memory and the current device is of compute capability 9.0, too.

@@ -5,18 +5,22 @@
 #include <type_traits>
 
 #include "cuda/dot/tile.cuh"
+#include "cuda/tile/softcap.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace fastattn::cuda {
 
-// Calls f(dtype, size) with the operands' dtype and the columns of a tile as compile-time
-// constants.
+// Calls f(dtype, size, capped) with the operands' dtype, the columns of a tile and whether there is
+// a softcap as compile-time constants. All kernels with a softcap have wide tiles of any dtype:
+// they would double the library otherwise.
 template <typename F>
 void with_operands(const AttentionParams& p, F f) {
+  constexpr std::integral_constant<int, 128> kWide{};
   const auto with_size = [&](auto type) {
-    if (max64(p.D, p.E) <= 64) return f(type, std::integral_constant<int, 64>{});
-    f(type, std::integral_constant<int, 128>{});
+    if (max64(p.D, p.E) > 64) return f(type, kWide, std::false_type{});
+    f(type, std::integral_constant<int, 64>{}, std::false_type{});
   };
+  if (p.softcap != 0.f) return f(TypeTag<kAnyHalf>{}, kWide, std::true_type{});
   if (p.q.dtype == DType::kFloat16) return with_size(TypeTag<DType::kFloat16>{});
   with_size(TypeTag<DType::kBFloat16>{});
 }
@@ -65,14 +69,19 @@ FASTATTN_DEVICE void mask_scores(const AttentionParams& p, const Place& at, Keep
 }
 
 // Scores of the tile at `at`. The layout says whether rows are queries and columns keys, or the
-// reverse.
-template <typename Layout, DType kType, int kDim>
+// reverse. Under a softcap calls look(pair, ratio).
+template <typename Layout, DType kType, int kDim, bool kCapped, typename F>
 FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
                                  float scale, const uint16_t* rows, const uint16_t* columns,
-                                 Pairs<Layout>& s) {
+                                 Pairs<Layout>& s, F look) {
   clear(s);
-  multiply_transposed<Layout, kType, kDim>(rows, columns, s);
-  scale_scores(scale, s);
+  with_half<kType>(p.q.dtype,
+                   [&](auto type) { multiply_transposed<Layout, type, kDim>(rows, columns, s); });
+  if constexpr (kCapped) {
+    cap_scores(cap_of(p, p.scale), s, look);
+  } else {
+    scale_scores(scale, s);
+  }
   if (!mask.full) mask_scores<Layout>(p, at, mask.bits, s);
 }
 
@@ -82,9 +91,9 @@ FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, cons
 // r of bad_rows[w] for row 16 w + r. A product would carry them past the mask, as 0 * NaN. Ends
 // with a barrier.
 template <DType kType, int kDim>
-FASTATTN_DEVICE bool take_out_bad_rows(uint16_t* tile, uint32_t (&bad_rows)[kWarps]) {
+FASTATTN_DEVICE bool take_out_bad_rows(DType own, uint16_t* tile, uint32_t (&bad_rows)[kWarps]) {
   // Two lanes a row. NaN and infinity have an exponent of all ones.
-  constexpr uint32_t kSpecial = kType == DType::kFloat16 ? 0x7c00 : 0x7f80;
+  const uint32_t special = (kType == kAnyHalf ? own : kType) == DType::kFloat16 ? 0x7c00 : 0x7f80;
   constexpr int kChunks = kDim / kChunk / 2, kWords = kChunk / 2;
   const int row = thread() / 2, chunk0 = thread() % 2 * kChunks;
   const auto words = [&](int n) {
@@ -94,7 +103,7 @@ FASTATTN_DEVICE bool take_out_bad_rows(uint16_t* tile, uint32_t (&bad_rows)[kWar
 #pragma unroll 1
   for (int n = 0; n < kChunks * kWords; ++n) {
     const uint32_t pair = words(n / kWords)[n % kWords];
-    bad |= (pair & kSpecial) == kSpecial || (pair >> 16 & kSpecial) == kSpecial;
+    bad |= (pair & special) == special || (pair >> 16 & special) == special;
   }
   const uint32_t lanes = __ballot_sync(kAllLanes, bad);
   uint32_t rows = 0;
@@ -136,7 +145,7 @@ FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, K
 #pragma unroll
       for (int v = 0; v < 4; ++v)
         if (col0 + 8 * n + v % 2 < dims && keeps_it[v / 2])
-          sum[n][v] += factor[v / 2] * load_as<kType>(x.data, where + v % 2 * x.stride_c);
+          sum[n][v] += factor[v / 2] * load_half<kType>(x, where + v % 2 * x.stride_c);
   }
 }
 
@@ -146,8 +155,9 @@ template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void add_product(const View& x, int64_t offset, int64_t dims, const TileMask& mask,
                                  const Pairs<Layout>& factors, uint16_t* tile,
                                  uint32_t (&bad_rows)[kWarps], float (&sum)[kDim / 8][4]) {
-  const bool bad = !mask.full && take_out_bad_rows<kType, kDim>(tile, bad_rows);
-  multiply_weights<Layout, kType, kDim>(factors, tile, sum);
+  const bool bad = !mask.full && take_out_bad_rows<kType, kDim>(x.dtype, tile, bad_rows);
+  with_half<kType>(x.dtype,
+                   [&](auto type) { multiply_weights<Layout, type, kDim>(factors, tile, sum); });
   if (bad) add_bad_rows<Layout, kType, kDim>(x, offset, dims, mask.bits, factors, bad_rows, sum);
 }
 
@@ -165,7 +175,7 @@ FASTATTN_DEVICE void store_sums(const View& view, int64_t offset, int rows, int6
 #pragma unroll
       for (int v = 0; v < 2; ++v)
         if (col0 + 8 * n + v < cols)
-          store_as<kType>(view.data, where + v * view.stride_c, sum[n][half + v] * factor);
+          store_half<kType>(view, where + v * view.stride_c, sum[n][half + v] * factor);
   }
 }
 

@@ -21,6 +21,36 @@ FASTATTN_DEVICE int quad_row(int v) { return thread() % 32 / kQuad + v / 2 * 8; 
 FASTATTN_DEVICE int sum_row(int v) { return warp_row0() + quad_row(v); }
 FASTATTN_DEVICE int sum_col(int n, int v) { return 8 * n + 2 * (thread() % kQuad) + v % 2; }
 
+// ---- dtypes ----
+
+// In place of a dtype: fp16 or bf16, as the arrays say. Kernels that few calls need have both in
+// one, which keeps the library small.
+constexpr DType kAnyHalf = DType::kFloat32;
+
+// Calls f with a dtype as a compile-time constant: kType, or `own` of an array.
+template <DType kType, typename F>
+__device__ __forceinline__ void with_half(DType own, F f) {
+  if constexpr (kType != kAnyHalf) {
+    f(TypeTag<kType>{});
+  } else if (own == DType::kFloat16) {
+    f(TypeTag<DType::kFloat16>{});
+  } else {
+    f(TypeTag<DType::kBFloat16>{});
+  }
+}
+
+template <DType kType>
+FASTATTN_DEVICE float load_half(const View& view, int64_t offset) {
+  float x = 0.f;
+  with_half<kType>(view.dtype, [&](auto type) { x = load_as<type>(view.data, offset); });
+  return x;
+}
+
+template <DType kType>
+FASTATTN_DEVICE void store_half(const View& view, int64_t offset, float x) {
+  with_half<kType>(view.dtype, [&](auto type) { store_as<type>(view.data, offset, x); });
+}
+
 // ---- where scores are: layouts for masking.cuh ----
 //
 // Scores are products of rows from row0() on, kWarpRows a warp, and of kTiles * 8 columns from

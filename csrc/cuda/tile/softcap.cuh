@@ -1,0 +1,70 @@
+// Softcap: c tanh(score / c) in place of a score, before bias and mask.
+//
+// Ratios t = tanh(score / c) stand where scores did. The logit of t is c t: a product with a scale,
+// as without a cap. The gradient of a score is that of its logit times the slope 1 - t^2.
+//
+// Kernels are compiled with and without a cap (kCapped), because a cap takes registers.
+#pragma once
+
+#include "cuda/tile/masking.cuh"
+
+namespace fastattn::cuda {
+
+// tanh x to 4 ulp for every x, however small, and to 1 ulp above 1/2. NaN stays NaN.
+//
+//   tanh |x| = z / (z + 2) = 1 - 2 / (z + 2)    z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1)
+//
+// The first form serves a small x. The second form rounds well near 1, where the slope cancels.
+// Every fma is spelled out: forward and backward must round a ratio alike.
+FASTATTN_DEVICE float accurate_tanh(float x) {
+  constexpr float kRounder = 12582912.f + 127.f;  // leaves n + 127 in the lowest bits
+  const float size = min_nan(fabsf(x), 10.f);
+  const float shifted = fmaf(size, 2.f * kLog2e, kRounder);
+  const float f = fmaf(size, 2.f * kLog2e, kRounder - shifted);
+  float p = fmaf(f, 1.5353362e-4f, 1.3398874e-3f);
+  p = fmaf(p, f, 9.6184369e-3f);
+  p = fmaf(p, f, 5.5503324e-2f);
+  p = fmaf(p, f, 2.4022648e-1f);
+  p = fmaf(p, f, 6.9314718e-1f);
+  uint32_t bits;
+  memcpy(&bits, &shifted, 4);
+  bits <<= 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  const float z = fmaf(p * f, power, power - 1.f), reciprocal = rcp_approx(z + 2.f);
+  return copysignf(z > 2.f ? fmaf(-2.f, reciprocal, 1.f) : z * reciprocal, x);
+}
+
+// A score times `factor` is what tanh takes, a ratio times `scale` is a logit in base 2.
+struct Cap {
+  float factor, scale;
+};
+
+// `unit` makes natural scores of the callers' scores.
+FASTATTN_DEVICE Cap cap_of(const AttentionParams& p, float unit) {
+  return {unit / p.softcap, p.softcap * kLog2e};
+}
+
+FASTATTN_DEVICE float cap_ratio(const Cap& cap, float score) {
+  return accurate_tanh(score * cap.factor);
+}
+FASTATTN_DEVICE float cap_logit(const Cap& cap, float ratio) { return __fmul_rn(ratio, cap.scale); }
+
+// Scores become logits. Calls look(pair, ratio) on the way.
+template <int kQuads, typename F>
+FASTATTN_DEVICE void cap_scores(const Cap& cap, float (&s)[kQuads][4], F look) {
+#pragma unroll
+  for (int n = 0; n < 4 * kQuads; ++n) {
+    const float ratio = cap_ratio(cap, s[n / 4][n % 4]);
+    look(n, ratio);
+    s[n / 4][n % 4] = cap_logit(cap, ratio);
+  }
+}
+
+// For callers that need no slopes.
+FASTATTN_DEVICE void look_away(int, float) {}
+
+// 0 where the ratio is NaN: a masked pair stays 0.
+FASTATTN_DEVICE float cap_slope(float ratio) { return fmaxf(fmaf(-ratio, ratio, 1.f), 0.f); }
+
+}  // namespace fastattn::cuda
