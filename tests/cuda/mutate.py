@@ -66,7 +66,7 @@ MISTAKES = [
         "fmaf(-2.f, reciprocal, 1.f)", "1.f", "AssertionError",
     ),
     Mistake(
-        "a softcap without its slope", "dot/backward.cu", "*= cap_slope(ratio)",
+        "a softcap without its slope", "dot/backward.cuh", "*= cap_slope(ratio)",
         "*= ratio == ratio ? 1.f : 0.f", "AssertionError", source="dot/backward.cu",
     ),
     of_warpgroups(

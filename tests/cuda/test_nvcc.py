@@ -33,6 +33,7 @@ BLOCKS = {
     "sdpa_delta_kernel": 2,
     "sdpa_dq_kernel": 2,
     "sdpa_dkdv_kernel": 2,
+    "sdpa_capped_keys_kernel": 2,
     "sdpa_dbias_kernel": 2,
     "sdpa_wgmma_kernel": 3,  # as large as these: a block of three warpgroups
 }

@@ -8,140 +8,19 @@
 //   delta:  for (b, h, tile of queries):     dO . O, and W . dW over the keys if there is dW
 //   dq:     for (b, h, tile of queries):     Q, dO stay; K, V pass by       3 products a tile
 //   dk, dv: for (b, key head, tile of keys): K, V stay; Q, dO of the heads  4 products
-//           that share it pass by, on transposed tiles
+//           that share it pass by, on transposed tiles; under a softcap a block has dk or dv
 //   dbias:  for (tile of the bias):          dS of all that share it, in order; of a line: for
 //           (diagonal of tiles), see line.cuh
 //
 // Every result has one owner: there are no atomics, and every run gives the same results. Dao,
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
 #include "cuda/base/launcher.cuh"
+#include "cuda/dot/backward.cuh"
 #include "cuda/dot/passes.h"
-#include "cuda/dot/step.cuh"
 #include "cuda/tile/line.cuh"
 
 namespace fastattn::cuda {
 namespace {
-
-// Stats of the queries of a tile; factor is 0 past the last one.
-struct RowMemory {
-  float shift[kTile], factor[kTile], delta[kTile];
-};
-
-template <int kDim>
-struct __align__(16) GradMemory {
-  uint16_t q[kTile * kDim], grad_out[kTile * kDim];
-  uint16_t k[kTile * kDim], v[kTile * kDim];
-  uint32_t bad_rows[kWarps];
-  RowMemory rows;
-};
-
-FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, int query) {
-  return (at.b * p.H + at.h) * p.M + at.i0 + query;
-}
-
-// Loads the rows of a query tile. They are visible after a barrier.
-template <bool kDelta>
-FASTATTN_DEVICE void load_rows(const BackwardParams& p, const Place& at, RowMemory& rows) {
-  if (thread() >= kTile) return;
-  const bool inside = thread() < at.rows;
-  const int64_t number = query_number(p, at, inside ? thread() : 0);
-  const float2 stats = reinterpret_cast<const float2*>(p.stats)[number];
-  rows.shift[thread()] = stats.x;
-  rows.factor[thread()] = inside ? stats.y : 0.f;
-  if (kDelta) rows.delta[thread()] = static_cast<const float*>(p.workspace)[number];
-}
-
-FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
-  const int64_t tile = take_digit(&block, ceil_div(p.M, kTile)), h = take_digit(&block, p.H);
-  return place(p, block, h, tile * kTile, 0);
-}
-
-// Turns scores into P, before dropout: exactly 0 where masked, even if the row is NaN.
-template <typename Layout>
-FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, Pairs<Layout>& s) {
-#pragma unroll
-  for (int x = 0; x < Layout::kQueries; ++x) {
-    const int query = Layout::query0() + Layout::query(x);
-    const float shift = rows.shift[query], factor = rows.factor[query];
-#pragma unroll
-    for (int y = 0; y < Layout::kKeys; ++y) {
-      const int n = Layout::pair(x, y);
-      const float weight = known_weight(s[n / 4][n % 4], shift, factor);
-      s[n / 4][n % 4] = kept(bits, n) ? weight : 0.f;
-    }
-  }
-}
-
-// dW of the kept pairs; 0 elsewhere, or if dW is not given.
-template <typename Layout, DType kType>
-FASTATTN_DEVICE void load_grad_weights(const BackwardParams& p, const Place& at, KeepBits bits,
-                                       Pairs<Layout>& to) {
-  clear(to);
-  with_half<kType>(p.grad_weights.dtype, [&](auto type) {
-    for_grad_weights<Layout, type>(p, at, bits,
-                                   [&](int pair, float grad) { to[pair / 4][pair % 4] = grad; });
-  });
-}
-
-// Turns dp = dO V^T + dW into dP - delta.
-template <typename Layout>
-FASTATTN_DEVICE void subtract_delta(const BackwardParams& p, KeepBits survivors,
-                                    const RowMemory& rows, Pairs<Layout>& dp) {
-  drop(p, survivors, dp);
-#pragma unroll
-  for (int x = 0; x < Layout::kQueries; ++x) {
-    const float delta = rows.delta[Layout::query0() + Layout::query(x)];
-#pragma unroll
-    for (int y = 0; y < Layout::kKeys; ++y) {
-      const int n = Layout::pair(x, y);
-      dp[n / 4][n % 4] -= delta;
-    }
-  }
-}
-
-// Turns s into W, and dp = dO V^T + dW into dS, both exactly 0 where masked. If kSubtracted, dp has
-// been through subtract_delta().
-template <typename Layout, bool kSubtracted>
-FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
-                                const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
-  known_pairs<Layout>(rows, mask.bits, s);
-  if constexpr (!kSubtracted) drop(p, survivors, dp);
-#pragma unroll
-  for (int x = 0; x < Layout::kQueries; ++x) {
-    const float delta = kSubtracted ? 0.f : rows.delta[Layout::query0() + Layout::query(x)];
-#pragma unroll
-    for (int y = 0; y < Layout::kKeys; ++y) {
-      const int n = Layout::pair(x, y);
-      const float ds = s[n / 4][n % 4] * (dp[n / 4][n % 4] - delta);
-      dp[n / 4][n % 4] = kept(mask.bits, n) ? ds : 0.f;
-    }
-  }
-  drop(p, survivors, s);
-}
-
-// W and dS of a tile whose operands are in shared memory. Unless kSloped, dS is the gradient of the
-// logits.
-template <typename Layout, DType kType, int kDim, bool kCapped, bool kSloped = kCapped>
-FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
-                                   float scale, const GradMemory<kDim>& memory, Pairs<Layout>& s,
-                                   Pairs<Layout>& ds) {
-  constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
-  const uint16_t* const grad = memory.grad_out;
-  // Both are loaded before S takes registers.
-  const KeepBits survivors = surviving_bits<Layout>(p, at);
-  load_grad_weights<Layout, kType>(p, at, mask.bits, ds);
-  with_half<kType>(p.v.dtype, [&](auto type) {
-    multiply_transposed<Layout, type, kDim>(kQueriesByRows ? grad : memory.v,
-                                            kQueriesByRows ? memory.v : grad, ds);
-  });
-  if constexpr (kSloped) subtract_delta<Layout>(p, survivors, memory.rows, ds);
-  sdpa_scores<Layout, kType, kDim, kCapped>(
-      p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
-      kQueriesByRows ? memory.k : memory.q, s, [&](int n, float ratio) {
-        if constexpr (kSloped) ds[n / 4][n % 4] *= cap_slope(ratio);
-      });
-  grad_pairs<Layout, kSloped>(p, mask, survivors, memory.rows, s, ds);
-}
 
 // ---- delta ----
 
