@@ -81,11 +81,9 @@ def the_additive_score_and_full_weights():
 
 def compiled_calls():
     """In one graph, with the collectives in it."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    compare(mesh, [Shard(1)], bias=drawn(H, N, N), compiled=True, dropout_p=0.3, seed=5,
-            mask=Mask(kv_len=torch.tensor([24, 9, 0, 17])))  # fmt: skip
-    compare(mesh, [Shard(2)], weight=drawn(H, D), compiled=True, is_causal=True,
-            return_weights="full")  # fmt: skip
+    mesh, placements = meshes()[-1]
+    compare(mesh, placements, weight=drawn(H, D), bias=drawn(H, N, N), compiled=True,
+            dropout_p=0.3, seed=5, mask=Mask(kv_len=torch.tensor([24, 9, 0, 17])))  # fmt: skip
 
 
 def placements_of_results():

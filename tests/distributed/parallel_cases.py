@@ -204,6 +204,7 @@ ANYWHERE = [
     Called("cross of one size", cross=True, attn_mask="bool"),
     Called("without biases", options=dict(bias=False), **WITHOUT),
     Called("causal", attn_mask="bool", call=dict(need_weights=False, is_causal=True)),
+    Called("float padding", padding="float"),
     Called("dropout", options=dict(dropout=0.4), **ONE_HEAD),
     Called("additive dropout", **ADDITIVE, options=dict(dropout=0.4)),
     Called("half", dtype=torch.bfloat16),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parallel_cases import ANY_ROWS, BOTH, HEADS, ROWS, Called, compare, drawn, module_of, zigzag
+from parallel_cases import BOTH, HEADS, ROWS, Called, Way, compare, drawn, module_of, zigzag
 from ranks import errors_of
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
@@ -179,8 +178,8 @@ def compiled_in_one_graph():
         module.compile(backend="aot_eager", fullgraph=True)
         return module
 
-    compare(DROPOUT, HEADS, change)
-    compare(dataclasses.replace(ADDITIVE, attn_mask="float"), ANY_ROWS, change)
+    lean = Called("lean", attn_mask="bool", call=dict(need_weights=False))
+    compare(lean, Way(True, True), change)
 
 
 # ---- inside a model ----
