@@ -26,7 +26,7 @@ EXAMPLES := text_classification translation kernel_regression drop_in masked_lan
 
 .PHONY: help test test-fast test-distributed test-kernels test-schedules test-integrations fuzz
 .PHONY: test-aarch64 sanitize-cpu bench bench-models bench-modules bench-extras bench-peers
-.PHONY: bench-scaling bench-compare
+.PHONY: bench-scaling bench-distributed bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
@@ -47,6 +47,7 @@ help:
 	@echo "make bench-extras   packed documents, softcap and sinks"
 	@echo "make bench-peers    beside onnxruntime and OpenVINO; on a GPU flash-attn and xformers"
 	@echo "make bench-scaling  how time and memory grow with the sequence"
+	@echo "make bench-distributed  one process beside two that share 16384 tokens"
 	@echo "make bench-compare  make bench, and what became slower since the committed run"
 	@echo "make example-NAME  run a program of examples/: $(EXAMPLES)"
 	@echo "                   ARGS=--smoke for seconds on tiny data"
@@ -141,6 +142,10 @@ bench-peers: build $(READY:%.ready=%.peers)
 
 bench-scaling: build
 	$(PY) -m bench.scaling $(ARGS)
+
+# One process on one core and on all, beside processes that share the cores: ARGS="--procs 4".
+bench-distributed: build
+	$(PY) -m bench.distributed $(ARGS)
 
 # A run against the one committed for this kind of machine, by ratio to the peers of each. BASELINE
 # names another kind's: the shares of what each machine can do are then compared.

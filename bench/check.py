@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench import cases
 from bench.peers import OURS, Implementation, Workload, eager_dot, first_entries, module_in
-from fastattn import Mask, testing
+from fastattn import Mask, blocks, testing
 from fastattn.problem import record
 
 MAX_ROWS = 64
@@ -112,11 +112,11 @@ def _with_rows(work: Workload, rows: Tensor) -> tuple[testing.Case, testing.Tens
 
 
 def _mask_of(work: Workload, rows: Tensor) -> Mask:
-    t, p = work.t, cases.problem(work.case, work.t)
-    if work.case.keys == "packed":  # no M x N matrix
-        return Mask(kv_begin=t.mask.kv_begin[:, rows], kv_len=t.mask.kv_len[:, rows])
-    kept = p.kept().expand(-1, -1, p.M, -1)[:, :, rows] if record.kinds(t.mask) else None
-    return Mask(keep=kept)
+    p = cases.problem(work.case, work.t)
+    if not record.kinds(p.mask):
+        return Mask()
+    cuts = (blocks.whole(p)._replace(i=(row, row + 1)) for row in rows.tolist())
+    return Mask(keep=torch.cat([blocks.block_of(p, cut).kept() for cut in cuts], 2))
 
 
 def _beside_sinks(work: Workload, case: testing.Case, t: testing.Tensors) -> testing.Oracle:

@@ -25,6 +25,7 @@ class Shape:
     D: int = 128
     E: int = 128
     size: int = 2
+    limits: int = 0  # kv_len and kv_begin of rows, which ``heads`` brings to every rank
 
     def bytes_sent(self, method: str, ranks: int) -> tuple[int, int]:
         """(forward, backward) of one rank, whose share of the N rows is equal."""
@@ -36,7 +37,8 @@ class Shape:
         head = others * rows // ranks
         there = head * (self.H * self.D + self.Hkv * (self.D + self.E)) * self.size
         back = head * self.H * self.E * self.size
-        return there + back + head * self.H * 4, there + back  # the log-sum-exp is float32
+        beside = head * self.H * 4 + others * rows * self.limits * 4  # the log-sum-exp is float32
+        return there + back + beside, there + back
 
 
 def imbalance(layout: Layout, cost: list[int]) -> float:

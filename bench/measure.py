@@ -72,7 +72,7 @@ def interleave(
             timings[name] = Timing()
         except Exception as error:  # a peer that cannot run is a line of the report
             failed[name] = reason(error)
-    _take_turns(timer, {name: calls[name] for name in timings}, timings, seconds)
+    take_turns(timer, {name: calls[name] for name in timings}, timings, seconds)
     return timings, failed
 
 
@@ -91,7 +91,8 @@ def _warm_up(timer, call, seconds: float) -> None:
         spent += timer(call)
 
 
-def _take_turns(timer, calls, timings: dict[str, Timing], seconds: float) -> None:
+def take_turns(timer, calls, timings: dict[str, Timing], seconds: float) -> None:
+    """Adds samples of each call in turns, until all have enough of them."""
     gc.collect()
     gc.disable()
     try:

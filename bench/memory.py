@@ -11,6 +11,7 @@ On a GPU, torch's allocator gives the peak.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -27,12 +28,11 @@ import torch
 from bench import cases, packages, peers
 from bench.measure import reason
 
-# Freed memory goes back to the kernel at once. Otherwise the next call could reuse it unseen.
-MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_TOP_PAD_": "0",
-}
+# Numbers of malloc.h for glibc's mallopt: what they are while memory is counted, and later. The
+# latter are those that a process reaches by itself when it has freed something large.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+COUNTING = {M_MMAP_THRESHOLD: 2**16, M_TRIM_THRESHOLD: 2**16, M_TOP_PAD: 0}
+USUAL = {M_MMAP_THRESHOLD: 2**25, M_TRIM_THRESHOLD: 2**26, M_TOP_PAD: 2**17}
 
 
 def measure(requests: list[dict], deadline: float = math.inf) -> Iterator[tuple[dict, int | str]]:
@@ -46,7 +46,7 @@ def measure(requests: list[dict], deadline: float = math.inf) -> Iterator[tuple[
     root = Path(__file__).resolve().parent.parent
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # each thread has its own buffers
-    environment = {**os.environ, **MALLOC, **threads, "PYTHONPATH": path}
+    environment = {**os.environ, **threads, "PYTHONPATH": path}
     pipe = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with subprocess.Popen(command, env=environment, cwd=root, **pipe) as child:
         child.stdin.write(json.dumps(requests))
@@ -112,11 +112,28 @@ def _trim() -> None:
         trim(0)
 
 
-def _no_huge_pages() -> None:
-    """Turns huge pages off: one touched byte would count as 2 MiB."""
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    """Meanwhile, what this process frees goes back to the kernel at once, page by page.
+
+    Otherwise the next call could reuse it unseen, and one touched byte could count as 2 MiB. A
+    process that has freed large memory before still reuses that: count first.
+    """
+    _set_malloc(COUNTING, huge_pages=False)
+    try:
+        yield
+    finally:
+        _set_malloc(USUAL, huge_pages=True)
+
+
+def _set_malloc(values: dict[int, int], huge_pages: bool) -> None:
+    library = ctypes.CDLL(None)
     if sys.platform == "linux":
         PR_SET_THP_DISABLE = 41
-        ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+        library.prctl(PR_SET_THP_DISABLE, int(not huge_pages), 0, 0, 0)
+    if hasattr(library, "mallopt"):
+        for name, value in values.items():
+            library.mallopt(name, value)
 
 
 # ---- the child ----
@@ -157,12 +174,12 @@ def _fork(request: dict) -> int | str:
 
 
 def main() -> None:
-    _no_huge_pages()
     requests = json.load(sys.stdin)
     if any(request["name"] == peers.COMPILED for request in requests):
         import torch._dynamo  # noqa: F401  seconds that each child would need else
-    for request in requests:
-        print(json.dumps(_fork(request)), flush=True)
+    with counting():
+        for request in requests:
+            print(json.dumps(_fork(request)), flush=True)
 
 
 if __name__ == "__main__":

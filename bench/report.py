@@ -88,13 +88,14 @@ class Row:
         entry["peer_errors"] = {n: _finite(r) for n, r in self.peer_errors.items()}
         if self.wrong:
             return entry
-        entry["times_ms"] = {name: _timing_json(t) for name, t in self.timings.items()}
+        entry["times_ms"] = {name: timing_json(t) for name, t in self.timings.items()}
         entry["peak_extra_bytes"] = self.memory
         entry |= {"bound_ms": _rounded(self.bound_ms), "of_bound": _rounded(self.of_bound)}
         return entry | {"best_peer": self.best_peer, "speedup": _rounded(self.speedup)}
 
 
-def _timing_json(t: Timing) -> dict:
+def timing_json(t: Timing) -> dict:
+    """Median, quartiles and every sample, ms."""
     first, third = (_rounded(x) for x in t.quartiles)
     samples = [_rounded(x) for x in t.samples]
     return {"median": _rounded(t.median), "q25": first, "q75": third, "samples": samples}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -188,15 +190,18 @@ def bytes_are_those_of_the_table():
     group, rank, P = world()
     layout = Layout.contiguous(N, P)  # equal shares
     shape = Shape(B, H, 2, N, D, 16, size=4)
+    lengths = Mask(kv_len=torch.full((B, N // P), N))  # of this rank's rows
     q, k, v = (
         layout.take(drawn(B, heads, N, width), 2, rank).detach().requires_grad_()
         for heads, width in ((H, D), (shape.Hkv, D), (shape.Hkv, shape.E))
     )
-    for method in ("gather", "ring", *(() if shape.Hkv % P else ("heads",))):
+    methods = "gather", "ring", *(() if shape.Hkv % P else ("heads",))
+    for method, mask in product(methods, (None, lengths)):
+        shape = dataclasses.replace(shape, limits=0 if mask is None else 1)
         forward, backward = shape.bytes_sent(method, P)
         with count_bytes() as sent:
             out = context_parallel_attention(
-                q, k, v, group, layout=layout, method=method, enable_gqa=True
+                q, k, v, group, layout=layout, method=method, mask=mask, enable_gqa=True
             )
             assert sent.bytes == forward, (method, sent.bytes, forward)
             torch.autograd.grad(out.sum(), (q, k, v))
