@@ -2,16 +2,17 @@
 
 import time
 
+import equality
 import pytest
 from context_cases import CASES, check_all
 from context_promises import PROMISES, keep_all, the_last_rank_leaves
 from ranks import by_name, on_ranks
 
-NAMES = [*map(str, CASES), *(promise.__name__ for promise in PROMISES)]
+NAMES = [*map(str, CASES), *(promise.__name__ for promise in PROMISES), *equality.NAMES]
 
 
 def run_all():
-    return check_all(CASES) + keep_all()
+    return check_all(CASES) + keep_all() + equality.check_rows()
 
 
 @pytest.fixture(scope="module")
