@@ -22,7 +22,7 @@ CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise S
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 # The programs in examples/: `make example-NAME` each.
-EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt
+EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt long_context
 
 .PHONY: help test test-fast test-distributed test-kernels test-schedules test-integrations fuzz
 .PHONY: test-aarch64 sanitize-cpu bench bench-models bench-modules bench-extras bench-peers

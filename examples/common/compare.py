@@ -44,13 +44,14 @@ def _side_by_side(steps: dict[str, Callable[[], object]], seconds: float, kind: 
         name: {
             "ms": timings[name].median,
             "spread": timings[name].spread,
-            "mib": _bytes(step, kind) / 2**20,
+            "mib": extra_bytes(step, kind) / 2**20,
         }
         for name, step in steps.items()
     }
 
 
-def _bytes(step: Callable[[], object], kind: str) -> int:
+def extra_bytes(step: Callable[[], object], kind: str) -> int:
+    """How far a call raises the memory in use, on a device of this kind."""
     gc.collect()
     return cpu_bytes(step) if kind == "cpu" else cuda_bytes(step)
 

@@ -1,0 +1,1 @@
+"""A language model of characters whose context is cut over processes."""
