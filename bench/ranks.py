@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -21,12 +23,18 @@ def on_ranks(function: Callable, size: int, *args: Any, device: str = "cpu") -> 
     function stands at the top of a module. A rank that raises ends all of them.
     """
     threads = max(1, torch.get_num_threads() // size)
+    # The process that starts ranks keeps threads of a store for good. It is another than this one.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_start, size, device, threads, function, args).result()
+
+
+def _start(size: int, *call: Any) -> list:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=size, run_id="fastattn", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", rdzv_configs={"timeout": START_S}, local_addr="localhost",
         max_restarts=0, monitor_interval=0.1,
     )  # fmt: skip
-    found = elastic_launch(config, _main)(device, threads, function, args)
+    found = elastic_launch(config, _main)(*call)
     return [found[rank] for rank in range(size)]
 
 
