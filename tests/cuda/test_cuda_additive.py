@@ -155,7 +155,7 @@ def test_every_value_column(backend):
 
 
 CAPPED = [
-    Case("capped", "additive", B=1, Hkv=1, M=20, N=70, D=5, E=3, softcap=0.7, kv_len="rows",
+    Case("capped", "additive", Hkv=1, M=20, N=70, D=5, E=3, softcap=0.7, kv_len="rows",
          bias="hmn", dropout_p=0.3, weights="full", lse=True, garbage=math.nan),
     Case("capped-line", "additive", B=1, M=66, N=65, D=3, E=2, softcap=1.5, causal="top_left",
          bias="relative", weights="mean"),
