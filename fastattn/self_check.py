@@ -73,20 +73,26 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "plain decoding": [dict(FEW, M=1)],
     "rich decoding": [dict(FEW, M=3, bias="hmn", dropout_p=0.2, weights="full")],
 }
+# For dot products of backends that compile nothing at the first call: tiles after the first, with
+# each head size that has kernels of its own.
+LONG: dict[str, Any] = dict(B=1, H=1, Hkv=1, M=200, N=700, lse=True)
+WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right")]
 
 
 def cases_of(check: Check) -> list[testing.Case]:
     """The problems of a check. A check without a kind has those of all kinds."""
     kinds = [check.kind] if check.kind else [*PROBLEMS]
+    sizes = [
+        (f"{kind.replace(' ', '-')}-{n}", x) for kind in kinds for n, x in enumerate(PROBLEMS[kind])
+    ]
+    if not check.kind and check.score == "dot":
+        sizes += [(f"whole-{n}", x) for n, x in enumerate(WHOLE)]
     score: Any = check.score
-    fewer: dict[str, Any] = (
-        {} if score == "dot" else {"D": 16}
-    )  # the reference takes memory times D
+    fewer = {} if score == "dot" else {"D": 16}  # the reference takes memory times D
     return [
-        testing.Case(f"{kind.replace(' ', '-')}-{n}", score, dtype=dtype, **options | fewer)
+        testing.Case(name, score, dtype=dtype, **options | fewer)
         for dtype in map(_drawn_in, check.dtype.split(" and "))
-        for kind in kinds
-        for n, options in enumerate(PROBLEMS[kind])
+        for name, options in sizes
     ]
 
 

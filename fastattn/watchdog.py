@@ -24,6 +24,7 @@ from fastattn.problem import validate
 
 SECONDS = 180  # without a line from a child; Triton compiles for most of them
 SECONDS_TO_BEGIN = 120
+SECONDS_TO_END = 10
 COMMAND = (sys.executable, "-m", "fastattn", "--child")
 SIGN = "fastattn self-check: "  # of a child's own lines
 READY = "ready"
@@ -91,19 +92,21 @@ def _from_child(
     )  # fmt: skip
     silent = threading.Event()
     lines = _lines(child, seconds, silent)
-    if next(lines, None) != READY:
-        return
-    for _ in checks:
-        line = next(lines, None)
-        if line is None:
-            _stop(child)
-            yield _end(child, seconds if silent.is_set() else None)
+    try:
+        if next(lines, None) != READY:
             return
-        reason, lasting, may_go_on = json.loads(line)
-        yield Verdict(reason, lasting)
-        if not may_go_on:
-            break
-    _stop(child)
+        for _ in checks:
+            line = next(lines, None)
+            if line is None:
+                _stop(child)
+                yield _end(child, seconds if silent.is_set() else None)
+                return
+            reason, lasting, may_go_on = json.loads(line)
+            yield Verdict(reason, lasting)
+            if not may_go_on:
+                return
+    finally:  # also where nobody asks for more
+        _stop(child)
 
 
 def _lines(child: subprocess.Popen[str], seconds: float, silent: threading.Event) -> Iterator[str]:
@@ -138,7 +141,7 @@ def _stop(child: subprocess.Popen[str]) -> None:
     if child.stdout is not None:
         child.stdout.close()
     try:
-        child.wait(timeout=10)
+        child.wait(timeout=SECONDS_TO_END)
     except subprocess.TimeoutExpired:  # done, but it does not end
         child.kill()
         child.wait()

@@ -195,8 +195,7 @@ def _in_a_thread(work: Callable[[], Any]) -> Any:
 def keep(check: Check, device: torch.device, reason: str | None, lasting: bool = True) -> None:
     """Keeps a verdict in this process and, if it is ``lasting``, in the file."""
     _file_away(check, device, reason)
-    if reason:
-        call_cache.forget()  # calls that are known to go to this backend
+    call_cache.forget()  # calls that are known to go to this backend, or to another one
     if lasting:
         _write(check, device, reason)
 

@@ -21,6 +21,7 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 EAGER = registry.BACKENDS["eager"]
+HALVES = torch.float16, torch.bfloat16
 
 
 @pytest.fixture
@@ -244,8 +245,10 @@ def test_the_check_takes_the_path_and_leaves_it(triton):
 
 def test_the_check_covers_both_dtypes_and_all_kinds():
     cases = self_check.cases_of(wgmma.CHECK)
-    assert {case.dtype for case in cases} == {torch.float16, torch.bfloat16}
-    assert len(cases) == 2 * sum(map(len, self_check.PROBLEMS.values()))
+    assert {case.dtype for case in cases} == set(HALVES)
+    assert len(cases) == 2 * sum(map(len, [*self_check.PROBLEMS.values(), self_check.WHOLE]))
+    long = [case for case in cases if case.N > 4 * 128]  # beyond the ring of four tiles
+    assert {(case.D, case.dtype) for case in long} == {(d, t) for d in (64, 128) for t in HALVES}
 
 
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])

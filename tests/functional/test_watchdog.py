@@ -1,6 +1,8 @@
 """Self-checks in child processes: one that hangs or crashes is a verdict, and the rest is made."""
 
 import json
+import signal
+import subprocess
 import sys
 import types
 
@@ -41,6 +43,8 @@ for name, *_ in json.loads(sys.argv[-1]):
           flush=True)
     if name == "breaks":
         break
+    if name == "stays":
+        time.sleep(60)
 """
 
 
@@ -67,6 +71,19 @@ def test_what_hangs_is_wrong():
     assert hangs.reason.startswith("it hangs: no result within 2 s; FASTATTN_SELF_CHECK=0")
     assert hangs.lasting
     assert right == again == RIGHT
+
+
+def test_a_child_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(watchdog, "SECONDS_TO_END", 0.5)
+    children = []
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        watchdog.subprocess,
+        "Popen",
+        lambda *a, **k: children.append(start(*a, **k)) or children[-1],
+    )
+    assert in_children("stays") == [RIGHT]
+    assert [child.poll() for child in children] == [-signal.SIGKILL]
 
 
 def test_children_that_do_not_begin_say_nothing_of_a_backend():

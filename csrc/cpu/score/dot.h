@@ -80,7 +80,7 @@ class DotScore : public ScoreDefaults {
                 ld_, Store{});
     add_rows(grad_q_, p_.scale, grad_q, grad_q_stride);
     masked_gemm(masked, q_finite_, ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_,
-                AddScaled{1.f});
+                Add{});
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {

@@ -118,7 +118,7 @@ class ValueGrads : public GradDefaults {
   // `masked`: some weights are 0 because they are masked.
   void accumulate(float* weights, bool masked) {
     masked_gemm(masked, finite_, ByCols{weights, block_n_}, grad_out_, ld_, cols_,
-                round_up(p_.E, kWidth), rows_, grad_v_, ld_, AddScaled{1.f});
+                round_up(p_.E, kWidth), rows_, grad_v_, ld_, Add{});
   }
 
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {

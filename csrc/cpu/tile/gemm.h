@@ -56,14 +56,13 @@ struct ByCols {
   FASTATTN_MEMBER ByCols from(int64_t k) const { return {data + k * ld, ld}; }
 };
 
-// What to do with the product: C = AB, C = C + factor AB, C = C scale[row] + AB.
+// What to do with the product: C = AB, C = C + AB, C = C scale[row] + AB.
 struct Store {
   FASTATTN_MEMBER Vec operator()(const float*, int64_t, Vec product) const { return product; }
 };
-struct AddScaled {
-  float factor;
+struct Add {
   FASTATTN_MEMBER Vec operator()(const float* c, int64_t, Vec product) const {
-    return load(c) + factor * product;
+    return load(c) + product;
   }
 };
 struct RescaleAdd {
@@ -78,7 +77,7 @@ struct RescaleAdd {
 template <typename Into, typename F>
 FASTATTN_SIMD void in_chains(int64_t depth, Into into, F f) {
   f(int64_t{0}, min64(depth, kChain), into);
-  for (int64_t k = kChain; k < depth; k += kChain) f(k, min64(depth - k, kChain), AddScaled{1.f});
+  for (int64_t k = kChain; k < depth; k += kChain) f(k, min64(depth - k, kChain), Add{});
 }
 
 template <int kRows, int kVecs, typename A, typename Into>
