@@ -153,6 +153,14 @@ def test_calls_that_went_there_do_not_go_there_again(install):
     assert fake.calls == calls
 
 
+def test_every_verdict_is_news_to_calls_that_are_known():
+    for reason in (None, "wrong"):
+        call_cache.keep(("a call",), "its backend")
+        health.keep(health.Check("any", "", "dot", "float32", ""), CPU, reason, False)
+        assert call_cache.look_up(("a call",)) is None
+    health.forget()
+
+
 def test_a_backend_that_raises_is_checked_again_by_the_next_process(install):
     fake = install(backend(raises))
     with pytest.warns(RuntimeWarning, match="it raises RuntimeError: no such instruction;"):
