@@ -66,7 +66,7 @@ help:
 PARALLEL = $$($(PY) -c 'import xdist; print("-n auto --dist $(1) --no-loadscope-reorder")' 2>/dev/null)
 
 test: build
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m pytest tests $(call PARALLEL,loadfile) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest tests $(call PARALLEL,loadfile) $(ARGS)
 
 # Attention over four processes of this machine; `make test` has two.
 test-distributed: build
