@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import functional, sinks
-from fastattn.backends import registry
+from fastattn.backends import registry, watch
 from fastattn.distributed import comm, gather, heads, ring
 from fastattn.distributed.comm import Group
 from fastattn.distributed.heads import Move
@@ -139,8 +139,10 @@ def attend(
     _check_rows(inputs, layout)
     method = _method(inputs, group, layout, method)
     # Sums over blocks are wide: the backend is asked about that.
-    name = registry.select(dataclasses.replace(p, wide=method != "heads"), backend)
+    asked = dataclasses.replace(p, wide=method != "heads")
+    name = registry.select(asked, backend)
     plan = Plan(p, name, layout, key_layout, group, _heads_per_step(heads_per_step, p.Hkv))
+    watch.call(asked, plan.backend, inputs.bias is not None)
 
     def by_method(_name: str, _p: Any, *canonical: Any) -> tuple[Tensor, Tensor, Tensor]:
         return METHODS[method](plan, *canonical)
@@ -169,6 +171,7 @@ def alone(
     if sink is not None:
         sinks.check(sink, inputs.q)
     p = dataclasses.replace(inputs.p, origin=origin)
+    watch.call(p, backend, inputs.bias is not None)
     seen = call_cache.Known(p, registry.select(p, backend), inputs.has_head_dim)
     local = inputs.q, inputs.k, inputs.v, inputs.w
     return functional.run(seen, inputs.bias, local, inputs.batch, return_lse, sink, average)

@@ -15,7 +15,14 @@ from fastattn.distributed.comm import Group
 from fastattn.distributed.context import METHODS, Method
 from fastattn.distributed.heads import Move, same
 from fastattn.distributed.layout import Layout
-from fastattn.modules.multihead import inference, inputs, interop, kv_cache, projection
+from fastattn.modules.multihead import (
+    attention,
+    inference,
+    inputs,
+    interop,
+    kv_cache,
+    projection,
+)
 from fastattn.modules.multihead.additive import MultiheadAdditiveAttention
 from fastattn.modules.multihead.attention import MultiheadAttention
 from fastattn.modules.multihead.kv_cache import KVCache, Step
@@ -75,8 +82,8 @@ def parallelize(
     Raises:
         TypeError: the mesh is none, or an argument is of the wrong type.
         ValueError: a mesh dim that is not there, heads that do not divide, no attention to share, a
-            module that cannot be shared. From the module: lengths that do not fit the layout, or
-            what a shared module has not.
+            module that cannot be shared, a parameter that is tied to one outside of attention. From
+            the module: lengths that do not fit the layout, or what a shared module has not.
 
     Source: heads: Shoeybi et al., "Megatron-LM", 2019, section 3. context: see
     :func:`context_parallel_attention`.
@@ -92,12 +99,12 @@ def parallelize(
     found = _attentions(module, context is not None)
     for x in found:
         _check_module(x, shared)
-    for x in found:
-        if heads is not None:
-            from fastattn.distributed import parameters  # imports DTensors, which takes a second
+    if heads is not None:
+        from fastattn.distributed import parameters  # imports DTensors, which takes a second
 
-            parameters.cut(x, mesh[heads])
-        x.shared = shared
+        parameters.cut(found, module, mesh[heads])
+    for x in found:
+        x.__dict__["_shared"] = shared
         interop.off_fast_path(x)
     for x in module.modules():
         if isinstance(x, nn.TransformerEncoder):
@@ -114,7 +121,7 @@ def _attentions(module: nn.Module, context: bool) -> list[MultiheadAttention]:
             found.append(x)
         elif isinstance(x, interop.TORCH_ATTENTION):
             raise ValueError(f"{where} is torch's: write fastattn.replace_attention(module) first")
-        elif context and type(x).__module__.startswith("fastattn.modules."):
+        elif context and any(c.__module__.startswith("fastattn.modules.") for c in type(x).__mro__):
             raise ValueError(
                 f"{where} cannot share a sequence: write context_parallel_attention in its place, "
                 "or MultiheadAttention"
@@ -125,7 +132,7 @@ def _attentions(module: nn.Module, context: bool) -> list[MultiheadAttention]:
 
 
 def _check_module(module: MultiheadAttention, shared: Shared) -> None:
-    if module.shared is not None:
+    if module.__dict__.get("_shared") is not None:
         raise ValueError("module: parallelize was called before: name both mesh dims in one call")
     if type(module) not in _OURS:
         raise ValueError(
@@ -143,6 +150,16 @@ def _check_module(module: MultiheadAttention, shared: Shared) -> None:
         raise ValueError(
             f"heads: expected a mesh dim whose size divides {module.num_heads} heads, got {ranks}: "
             "write context="
+        )
+    if shared.heads is not None:
+        _check_out_proj(module)
+
+
+def _check_out_proj(module: MultiheadAttention) -> None:
+    if not inference.is_only_linear(module.out_proj):
+        raise ValueError(
+            "out_proj: expected a plain linear layer where ranks share heads, got hooks or "
+            f"{type(module.out_proj).__name__}: write context= alone, or merge what was added"
         )
 
 
@@ -195,7 +212,7 @@ class Shared:
             step = kv_cache.step(cast(Any, part), cache, query, key, value, masks, need_weights)
         else:
             step = part.step((query, key, value), masks, need_weights, is_causal)
-        out, weights = part.attend_heads(*step, need_weights, average)
+        out, weights = part.attend_heads(step, need_weights, average)
         return out, self._all_heads(weights, average, module.num_heads)
 
     # ---- heads: whole on every rank, and back ----
@@ -226,7 +243,7 @@ class Shared:
         if weights is None or group is None:
             return weights
         if average:
-            return summed(weights / group.size, group).to(weights.dtype)
+            return (summed(weights, group) / group.size).to(weights.dtype)
         layout, dim = Layout.contiguous(H, group.size), weights.dim() - 3
         return cast(Tensor, Move.apply(
             weights,
@@ -238,26 +255,29 @@ class Shared:
 
     def layouts(self, rows: int, keys: int, device: torch.device) -> tuple[Layout, Layout]:
         """Of the queries and of the keys, of which this rank has so many."""
-        group = cast(Group, self.context)
-        if isinstance(self.layout, Layout):
-            made = self.layout, self.layout
-        else:
-            every = [[rows, keys]] * group.size  # a compiled call cannot read what others say
-            if not torch.compiler.is_compiling():
-                every = comm.lengths([rows, keys], device, group)
-            of_rows, of_keys = ([own[n] for own in every] for n in range(2))
-            made = self._made(of_rows, group), self._made(of_keys, group)
-        for layout, has in zip(made, (rows, keys), strict=True):
-            if layout.ranks != group.size or layout.sizes[group.rank] != has:
+        group, fixed = cast(Group, self.context), isinstance(self.layout, Layout)
+        # A layout is of numbers: compiled calls have a graph for each length. int() keeps symbols.
+        rows, keys = len(range(rows)), len(range(keys))
+        every = [[rows, keys]] * group.size  # a compiled call cannot read what others say
+        if not fixed and not torch.compiler.is_compiling():
+            every = comm.lengths([rows, keys], device, group)
+        # Who knows all lengths looks at all: a rank that raised alone would leave others waiting.
+        known = slice(group.rank, group.rank + 1) if fixed else slice(None)
+        of_rows, of_keys = ([own[n] for own in every] for n in range(2))
+        made = self._made(of_rows, group), self._made(of_keys, group)
+        for name, layout, has in zip(("query", "key"), made, (of_rows, of_keys), strict=True):
+            if layout.ranks != group.size or list(layout.sizes[known]) != has[known]:
+                where = f"on rank {group.rank}" if fixed else "on the ranks"
                 raise ValueError(
-                    f"query and key: got {rows} and {keys} rows on rank {group.rank}, which are "
-                    f"not those of layout, {layout.sizes}: one Layout serves one length; write "
-                    "layout=Layout.zigzag, without a length, for others; in compiled calls that "
-                    "takes equal shares"
+                    f"{name}: got {has[known]} rows {where}, which are not those of layout, "
+                    f"{layout.sizes}: one Layout serves one length; write layout=Layout.zigzag, "
+                    "without a length, for others; in compiled calls that takes equal shares"
                 )
         return made
 
     def _made(self, sizes: list[int], group: Group) -> Layout:
+        if isinstance(self.layout, Layout):
+            return self.layout
         if callable(self.layout):
             return self.layout(sum(sizes), group.size)
         return context.in_order(sizes)
@@ -300,8 +320,6 @@ class _Part:
 
     For the functions of ``fastattn.modules.multihead`` this is the module.
     """
-
-    attend_heads = MultiheadAttention.attend_heads
 
     def __init__(self, module: MultiheadAttention, shared: Shared) -> None:
         self.module, self.shared = module, shared
@@ -352,6 +370,13 @@ class _Part:
         covering = inputs.canonical(part, given[0], *like, padding, pairs, need_weights, is_causal)
         return call._replace(masks=covering.masks)
 
+    def attend_heads(
+        self, step: Step, need_weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """From heads to the results of forward, of which weights are of this rank's heads."""
+        part = cast(Any, self)
+        return attention.attend_heads(part, self._attend, *step, need_weights, average)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Attention over this rank's heads, with the dropout bits of all."""
         groups = [x for x in (self.shared.heads, self.shared.context) if x is not None]
@@ -382,11 +407,7 @@ class _OutProj:
     """out_proj over the heads of all ranks, each of which has its columns."""
 
     def __init__(self, module: MultiheadAttention, own: dict[str, Any], group: Group) -> None:
-        if not inference.is_only_linear(module.out_proj):
-            raise ValueError(
-                "out_proj: expected a plain linear layer where ranks share heads, got hooks or "
-                f"{type(module.out_proj).__name__}: write context= alone, or merge what was added"
-            )
+        _check_out_proj(module)  # again: hooks may have come since
         self.weight, self.bias, self.group = own["out_proj.weight"], own["out_proj.bias"], group
         self._parameters: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
 

@@ -15,6 +15,7 @@ optimizers and fully_shard understand these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,18 +31,55 @@ PLACEMENTS: dict[str, Any] = {
     "k_proj_weight": Shard(0), "v_proj_weight": Shard(0), "bias_k": Shard(2), "bias_v": Shard(2),
     "score_weight": Shard(0), "out_proj.weight": Shard(1), "out_proj.bias": Replicate(),
 }  # fmt: skip
+Places = dict[tuple[nn.Module, str], Any]  # who has a parameter, its name there: its placement
 
 
-def cut(module: nn.MultiheadAttention, mesh: Any) -> None:
-    """Makes the parameters DTensors on a 1-D mesh, whose first rank has the values."""
+def cut(modules: Sequence[nn.MultiheadAttention], model: nn.Module, mesh: Any) -> None:
+    """Makes the parameters DTensors on a 1-D mesh, whose first rank has the values.
+
+    Parameters that are tied stay so. What cannot be cut raises before anything is.
+    """
+    places = {place: x for module in modules for place, x in _places(module).items()}
+    found = {place: place[0]._parameters[place[1]] for place in places}
+    _check_ties(model, places, found)
+    made: dict[Tensor, nn.Parameter] = {}
+    for (owner, last), whole in found.items():
+        if whole is None:
+            continue
+        if whole not in made:
+            shared = distribute_tensor(whole.detach(), mesh, [places[owner, last]])
+            made[whole] = nn.Parameter(shared, whole.requires_grad)
+        owner.register_parameter(last, made[whole])
+    for module in modules:
+        module.register_load_state_dict_pre_hook(_share_plain)
+
+
+def _places(module: nn.MultiheadAttention) -> Places:
+    made = {}
     for name, placement in PLACEMENTS.items():
         path, _, last = name.rpartition(".")
         owner = module.get_submodule(path)
-        whole = owner._parameters.get(last)
-        if whole is not None:
-            shared = distribute_tensor(whole.detach(), mesh, [placement])
-            owner.register_parameter(last, nn.Parameter(shared, whole.requires_grad))
-    module.register_load_state_dict_pre_hook(_share_plain)
+        if last in owner._parameters:
+            made[owner, last] = placement
+        elif getattr(owner, last, None) is not None:
+            raise ValueError(
+                f"{name}: expected a parameter, got a tensor that pruning or the like makes anew "
+                "in each call: write torch.nn.utils.prune.remove(module, name) first"
+            )
+    return made
+
+
+def _check_ties(model: nn.Module, places: Places, found: dict) -> None:
+    """Raises for a parameter that is also where another placement is wanted, or none."""
+    wanted = {x: places[place] for place, x in found.items() if x is not None}
+    for path, owner in model.named_modules():
+        for last, x in owner._parameters.items():
+            if x is not None and x in wanted and wanted[x] != places.get((owner, last)):
+                name = f"{path}.{last}".removeprefix(".")
+                raise ValueError(
+                    f"{name}: is tied to a parameter of attention, of which each rank gets "
+                    "another part: write context= alone, or untie them"
+                )
 
 
 def _share_plain(module: nn.Module, state: dict, prefix: str, *_rest: Any) -> None:
@@ -52,8 +90,9 @@ def _share_plain(module: nn.Module, state: dict, prefix: str, *_rest: Any) -> No
         if not isinstance(held, DTensor) or not isinstance(given, Tensor):
             continue
         if not isinstance(given, DTensor) and given.shape == held.shape:
+            device = held.device_mesh.device_type if held.is_meta else held.device
             state[prefix + name] = distribute_tensor(
-                given.to(held.device), held.device_mesh, held.placements, src_data_rank=None
+                given.to(device), held.device_mesh, held.placements, src_data_rank=None
             )
 
 

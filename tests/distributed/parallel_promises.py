@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
@@ -73,6 +74,25 @@ def the_plain_state_dict_comes_and_goes():
                 module.load_state_dict(others | {"out_proj.weight": torch.zeros(3, 3)})
         plain = {n: whole(x) for n, x in module.state_dict().items()}
         module_of(case).load_state_dict(plain)
+
+
+def a_plain_state_dict_fills_a_model_on_meta():
+    expected = module_of(PLAIN).state_dict()
+    module = parallelize(module_of(PLAIN).to("meta"), one(), heads="tp")
+    module.load_state_dict(expected, assign=True)
+    assert not any(p.is_meta for p in module.parameters())
+    assert_state(module, expected)
+
+
+def tied_parameters_stay_tied():
+    model, x = nn.Sequential(module_of(PLAIN), module_of(PLAIN)), drawn(2, 5, 32)
+    model[1].in_proj_weight = model[0].in_proj_weight
+    alone = copy.deepcopy(model)
+    parallelize(model, one(), heads="tp")
+    assert model[1].in_proj_weight is model[0].in_proj_weight
+    for both in (model, alone):
+        sum(module(x, x, x)[0].square().sum() for module in both).backward()
+    torch.testing.assert_close(whole(model[0].in_proj_weight.grad), alone[0].in_proj_weight.grad)
 
 
 def checkpoints_of_torch_take_it():
@@ -182,6 +202,19 @@ def compiled_in_one_graph():
     compare(lean, Way(True, True), change)
 
 
+def layouts_are_compiled_for_each_length():
+    torch._dynamo.reset()
+    shared = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=zigzag)._shared
+
+    def positions(x):
+        layout, _ = shared.layouts(x.shape[1], x.shape[1], x.device)
+        return x + layout.positions(0)[:, None]
+
+    compiled = torch.compile(positions, backend="eager", fullgraph=True)
+    for x in (drawn(2, 8, 32), drawn(2, 16, 32)):
+        assert torch.equal(compiled(x), positions(x))
+
+
 # ---- inside a model ----
 
 
@@ -221,6 +254,24 @@ def a_cache_holds_own_heads():
             expected = module_of(case)(x, x, x, attn_mask=causal)[0]
         torch.testing.assert_close(torch.cat(steps, 1), expected)
         assert cache.key.shape[1] == 4 // dist.get_world_size()
+
+
+def weights_of_all_heads_are_rounded_once():
+    """The least of all float16: a rank's share of it would be 0."""
+    case, x = Called("half", dtype=torch.float16), torch.zeros(1, 4, 32, dtype=torch.float16)
+    rare = torch.tensor([0, -16.6, -16.6, -16.6], dtype=torch.float16).expand(4, 4)
+    weights = by_heads(case)(x, x, x, attn_mask=rare)[1]
+    assert (weights == 2.0**-24).any()
+    assert torch.equal(weights, module_of(case)(x, x, x, attn_mask=rare)[1])
+
+
+def calls_are_explained():
+    x, one_cp = drawn(2, 5, 32), one("cp")
+    for module in (by_heads(), parallelize(module_of(PLAIN), one_cp, context="cp")):
+        found = fastattn.explain(module, x, x, x)
+        assert len(found.calls) == 1
+        assert not found.torch
+        assert found.calls[0][1].backend == fastattn.explain(x, x, x).backend
 
 
 def bytes_are_those_of_the_page():
@@ -274,12 +325,63 @@ def modules_that_cannot_be_shared():
         assert not any(isinstance(x, DTensor) for x in model.parameters())
     for model, match in (
         (nn.Sequential(fastattn.SelfAttention(8)), "0: SelfAttention cannot share a sequence"),
+        (nn.Sequential(Own(8)), "0: Own cannot share a sequence"),
         (MultiheadAttention(32, 4, add_zero_attn=True), "write heads= alone"),
     ):
         with pytest.raises(ValueError, match=match):
             parallelize(model, one("cp"), context="cp")
     with pytest.raises(ValueError, match="name both mesh dims in one call"):
         parallelize(by_heads(), one(), heads="tp")
+
+
+class Own(fastattn.SelfAttention):
+    """A user's, in another package."""
+
+
+def parameters_that_cannot_be_cut():
+    """Nothing is, in modules before these either."""
+
+    def prune_weight(model):
+        prune.identity(model[1], "in_proj_weight")
+
+    def tie_outside(model):
+        model[2].weight = model[1].out_proj.weight
+
+    def tie_otherwise(model):
+        model[0].q_proj_weight = model[1].out_proj.weight
+
+    for change, match in (
+        (lambda model: model[1].out_proj.register_forward_hook(lambda *_: None), "got hooks"),
+        (lambda model: setattr(model[1], "out_proj", nn.Identity()), "or Identity"),
+        (prune_weight, "in_proj_weight: expected a parameter"),
+        (tie_outside, r"2\.weight: is tied to a parameter of attention"),
+        (tie_otherwise, "is tied to a parameter of attention"),
+    ):
+        model = nn.Sequential(
+            MultiheadAttention(32, 4, kdim=32, vdim=20), module_of(PLAIN), nn.Linear(32, 32)
+        )
+        change(model)
+        with pytest.raises(ValueError, match=match):
+            parallelize(model, one(), heads="tp")
+        assert not any(isinstance(x, DTensor) for x in model.parameters())
+
+
+def ranks_raise_together():
+    """Rows of the last alone do not fit; the others would wait for it."""
+
+    def one_more(length, ranks):
+        pieces = Layout.contiguous(length, ranks).pieces
+        return Layout(length + 1, (*pieces[:-1], ((pieces[-1][0][0], length + 1),)))
+
+    x = drawn(2, 8, 32)
+    module = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=one_more)
+    with pytest.raises(ValueError, match=r"query: got .* rows on the ranks"):
+        module(x, x, x)
+
+
+def scripts():
+    with pytest.raises(NotImplementedError, match="a shared module cannot be scripted"):
+        torch.jit.script(by_heads())
 
 
 def calls_that_cannot_be_shared():
@@ -305,6 +407,8 @@ def calls_that_cannot_be_shared():
 
 PROMISES = [
     the_plain_state_dict_comes_and_goes,
+    a_plain_state_dict_fills_a_model_on_meta,
+    tied_parameters_stay_tied,
     checkpoints_of_torch_take_it,
     optimizers_take_it,
     copies_are_shared_too,
@@ -314,11 +418,17 @@ PROMISES = [
     autocast_casts_as_in_one_process,
     activation_checkpoints_draw_the_same_bits,
     compiled_in_one_graph,
+    layouts_are_compiled_for_each_length,
     a_transformer_shares_its_attention,
     a_cache_holds_own_heads,
+    weights_of_all_heads_are_rounded_once,
+    calls_are_explained,
     bytes_are_those_of_the_page,
     wrong_arguments,
     modules_that_cannot_be_shared,
+    parameters_that_cannot_be_cut,
+    ranks_raise_together,
+    scripts,
     calls_that_cannot_be_shared,
 ]
 

@@ -23,6 +23,24 @@ def test_output_can_be_viewed_and_written(batched, batch_first):
     torch.testing.assert_close(x.grad, expected)
 
 
+def test_public_names_are_those_of_torch(x):
+    """Others are free for subclasses."""
+    names, of_torch = (
+        {name for name in dir(cls) if name[0] != "_"}
+        for cls in (MultiheadAttention, nn.MultiheadAttention)
+    )
+    assert names == of_torch
+
+    class Mine(MultiheadAttention):
+        def __init__(self):
+            super().__init__(8, 2)
+            self.shared = nn.Linear(8, 8)
+
+    module = Mine()
+    assert isinstance(module.shared, nn.Linear)
+    assert module(x, x, x)[0].shape == x.shape
+
+
 class TestDelegation:
     """Calls that our operators do not support run in torch's own forward."""
 

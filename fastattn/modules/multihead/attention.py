@@ -1,5 +1,7 @@
 """MultiheadAttention: torch.nn.MultiheadAttention on fastattn's kernels."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,7 +79,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     # What computes on the ranks of a mesh: fastattn.distributed.parallelize puts it here.
-    shared: Any = None
+    _shared: Any = None
 
     def forward(
         self,
@@ -133,10 +135,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 or ``is_causal`` comes without ``attn_mask``.
             TypeError, ValueError: the call does not fit ``cache``, or jagged tensors.
         """
-        if self.shared is not None:
+        if self._shared is not None:
             masks = (key_padding_mask, attn_mask)
             hints = (need_weights, average_attn_weights, is_causal)
-            return self.shared.forward(self, query, key, value, masks, hints, cache)
+            return self._shared.forward(self, query, key, value, masks, hints, cache)
         without_masks = attn_mask is key_padding_mask is cache is None and not is_causal
         if without_masks and query is key is value and _scores_by_dot(self._attend):
             whole = inference.attend(self, query, need_weights, average_attn_weights)
@@ -145,7 +147,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if cache is not None:
             masks = (key_padding_mask, attn_mask)
             step = kv_cache.step(self, cache, query, key, value, masks, need_weights)
-            return self.attend_heads(*step, need_weights, average_attn_weights)
+            return attend_heads(self, self._attend, *step, need_weights, average_attn_weights)
         args = (
             query,
             key,
@@ -157,7 +159,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal,
         )
         if any(map(jagged.is_jagged, (query, key, value))):
-            return nested.attend_sequences(self, args, self.attend_heads)
+            return nested.attend_sequences(self, args, partial(attend_heads, self, self._attend))
         foreign = interop.foreign(self, query, key, value, key_padding_mask, attn_mask)
         if foreign is not None:
             leaf = interop.fx_leaf(self, args)
@@ -170,25 +172,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
         )
         q, k, v = projection.to_heads(self, call.query, call.key, call.value, call.batch_first)
-        return self.attend_heads(call, q, k, v, need_weights, average_attn_weights)
-
-    def attend_heads(
-        self, call: Inputs, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, average: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """From heads [B, H, M, D] to the results of forward."""
-        attended = self._attend(
-            q,
-            k,
-            v,
-            dropout_p=self.dropout if self.training else 0.0,
-            return_weights=("mean" if average else "full") if need_weights else None,
-            **call.masks,
-        )
-        out, weights = attended if need_weights else (attended, None)
-        out = self.out_proj(projection.merge_heads(out, call.batch_first))
-        if call.batched:
-            return out, weights
-        return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return attend_heads(self, self._attend, call, q, k, v, need_weights, average_attn_weights)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Attention over heads [B, H, M, D]: the only step that depends on the score."""
@@ -203,7 +187,35 @@ class MultiheadAttention(nn.MultiheadAttention):
         return super().forward(*args)
 
     def __prepare_scriptable__(self) -> nn.Module:
+        if self._shared is not None:
+            raise NotImplementedError("a shared module cannot be scripted")
         return interop.as_plain(self)
+
+
+def attend_heads(
+    module: nn.MultiheadAttention,
+    attend: Callable[..., Any],
+    call: Inputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    need_weights: bool,
+    average: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """From heads [B, H, M, D], to which ``attend`` attends, to the results of forward."""
+    attended = attend(
+        q,
+        k,
+        v,
+        dropout_p=module.dropout if module.training else 0.0,
+        return_weights=("mean" if average else "full") if need_weights else None,
+        **call.masks,
+    )
+    out, weights = attended if need_weights else (attended, None)
+    out = module.out_proj(projection.merge_heads(out, call.batch_first))
+    if call.batched:
+        return out, weights
+    return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
 
 def _scores_by_dot(attend: object) -> bool:
