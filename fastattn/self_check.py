@@ -88,9 +88,9 @@ def cases_of(check: Check) -> list[testing.Case]:
     if not check.kind and check.score == "dot":
         sizes += [(f"whole-{n}", x) for n, x in enumerate(WHOLE)]
     score: Any = check.score
-    fewer = {} if score == "dot" else {"D": 16}  # the reference takes memory times D
+    small: dict[str, Any] = {"D": 16}  # the reference of other scores takes memory times D
     return [
-        testing.Case(name, score, dtype=dtype, **options | fewer)
+        testing.Case(name, score, dtype=dtype, **options | (small if score != "dot" else {}))
         for dtype in map(_drawn_in, check.dtype.split(" and "))
         for name, options in sizes
     ]
