@@ -29,7 +29,7 @@ FLAGS = (
 )
 KINDS = {
     "plain": "-O2 -march=native",
-    "sanitized": "-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all",
+    "sanitized": "-O1 -g1 -march=native -fsanitize=address,undefined -fno-sanitize-recover=all",
 }
 
 # The binding. Its operators are registered for the CPU's dispatch key.

@@ -69,7 +69,10 @@ def test_corner(case, dtype, backend):
 
 @pytest.mark.skipif(shim_backend.KIND == "sanitized", reason="this is that process")
 def test_under_sanitizers():
-    host_build.assert_clean(__file__, "test_corner")
+    # Each corner in one type: both have 2 bytes, so all addresses are the same.
+    host_build.assert_clean(
+        __file__, "test_corner and ((narrow and dtype0) or (not narrow and dtype1))"
+    )
 
 
 # ---- few queries: keys are split over blocks and warps ----
