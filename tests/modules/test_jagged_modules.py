@@ -110,20 +110,20 @@ def test_self_attention(mask, dtype):
 
 
 SINGLE = {
-    "additive": fastattn.AdditiveAttention(DIM, DIM, 5),
-    "luong": fastattn.LuongAttention(DIM, method="general"),
-    "luong-concat": fastattn.LuongAttention(DIM, method="concat", attentional=False),
-    "cosine": fastattn.CosineAttention(3.0, learnable=True),
-    "nadaraya-watson": fastattn.NadarayaWatson([2.0] * DIM, learnable=True),
-    "local": fastattn.LocalAttention(DIM, window=2),
-    "local-monotonic": fastattn.LocalAttention(DIM, window=2, alignment="monotonic"),
+    "additive": lambda: fastattn.AdditiveAttention(DIM, DIM, 5),
+    "luong": lambda: fastattn.LuongAttention(DIM, method="general"),
+    "luong-concat": lambda: fastattn.LuongAttention(DIM, method="concat", attentional=False),
+    "cosine": lambda: fastattn.CosineAttention(3.0, learnable=True),
+    "nadaraya-watson": lambda: fastattn.NadarayaWatson([2.0] * DIM, learnable=True),
+    "local": lambda: fastattn.LocalAttention(DIM, window=2),
+    "local-monotonic": lambda: fastattn.LocalAttention(DIM, window=2, alignment="monotonic"),
 }
 PACKED = list(SINGLE)[:5]
 
 
 @pytest.fixture
 def single(request):
-    return copy.deepcopy(SINGLE[request.param])
+    return SINGLE[request.param]()
 
 
 def attend(module, q, k, v):

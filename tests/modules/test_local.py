@@ -9,6 +9,7 @@ from helpers import assert_module_close
 from plain import plain_scores
 
 from fastattn import LocalAttention
+from fastattn.testing import assert_within_budget
 
 B, M, N, DQ, DV, D = 3, 7, 23, 8, 6, 3
 METHODS = ("dot", "general", "concat")
@@ -154,10 +155,20 @@ def test_only_the_window_is_read(alignment, tensors):
     torch.testing.assert_close(module(one, *spoilt), expected)
 
 
+def test_the_position_in_a_long_memory_is_exact():
+    """Keys of zeros give equal weights, so that what is left is the error of the Gaussian."""
+    module = module_for("predictive")
+    tensors = torch.randn(B, 4, DQ), torch.zeros(B, 20_000, DQ), torch.zeros(B, 20_000, DV)
+    weights = module(*tensors, need_weights=True)[1]
+    exact = copy.deepcopy(module).double()(*(x.double() for x in tensors), need_weights=True)[1]
+    # No plain PyTorch in float32 to compare with: it is wrong by a thousandth of a key.
+    assert_within_budget(weights, exact, exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_half_precision_finds_the_same_window(alignment, dtype, autocast):
-    """Also among 2001 keys: positions are float32."""
+    """Also among 2001 keys."""
     module = module_for(alignment).to(dtype)
     tensors = [torch.randn(s).to(dtype) for s in ((B, 4, DQ), (B, 2001, DQ), (B, 2001, DV))]
     exact = copy.deepcopy(module).double()(*(x.double() for x in tensors), need_weights=True)[1]

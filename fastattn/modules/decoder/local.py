@@ -197,14 +197,13 @@ class LocalAttention(LuongAttention):
         return context.squeeze(1).unflatten(0, (B, M)), weights
 
     def _predicted(self, queries: Tensor) -> Tensor:
-        """The position as a fraction of the length, (B, M, 1), in float32 at least.
+        """The position as a fraction of the length, (B, M, 1).
 
-        With a thousand keys, half precision would be wrong by several keys.
+        In float64: the length multiplies the rounding of this fraction, the Gaussian once more.
         """
-        wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
         with torch.autocast(queries.device.type, enabled=False):
-            hidden = torch.tanh(F.linear(queries.to(wide), self.W_p.weight.to(wide)))
-            return torch.sigmoid(F.linear(hidden, self.v_p.weight.to(wide)))
+            hidden = torch.tanh(F.linear(queries.double(), self.W_p.weight.double()))
+            return torch.sigmoid(F.linear(hidden, self.v_p.weight.double()))
 
     def _near(self, queries: Tensor, N: int, masks: DenseMasks) -> "_Window":
         B, M, _ = queries.shape
