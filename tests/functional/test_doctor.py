@@ -15,9 +15,13 @@ from fastattn.backends import cpu, operators, registry, triton
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(doctor, "SECONDS", 0.01)
+@pytest.fixture(scope="module", autouse=True)
+def _quick_and_compiled():
+    """No user's process interprets the Triton kernels; tests/triton may have begun to, in this one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(doctor, "SECONDS", 0.01)
+        patched.setattr(triton, "_interpreted", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,6 @@ def test_missing_kernels_are_told_with_their_remedy(monkeypatch):
     monkeypatch.setattr(operators, "EXTENSION_ERROR", "the compiled extension is missing")
     monkeypatch.setattr(cpu, "REMEDY", "`make build` compiles the kernels")
     monkeypatch.setattr(cpu, "_warn_once", lambda: None)  # it warns once in a process
-    monkeypatch.setattr(triton, "_interpreted", lambda: False)  # as no user's process is
     found = doctor.report(CPU)
     assert found["machine"]["instruction set"] is None
     assert {x.backend for x in found["calls"].values()} == {"eager"}
