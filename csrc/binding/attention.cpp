@@ -406,7 +406,8 @@ static const fastattn::binding::Definitions definitions;
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&fastattn::binding::cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&fastattn::binding::cpu_isas));
-  m.impl("select_cpu_isa", &fastattn::binding::select_cpu_isa);
+  m.impl("select_cpu_isa", &fastattn::binding::select_by_name<fastattn::cpu::select_isa>);
+  m.impl("select_cpu_path", &fastattn::binding::select_by_name<fastattn::cpu::select_path>);
   m.impl("cpu_path", TORCH_BOX(&fastattn::binding::cpu_path));
 }
 

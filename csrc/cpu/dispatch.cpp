@@ -174,15 +174,21 @@ const Kernels*& selected() {
   return kernels;
 }
 
-const char* named_path() {
-  static const char* const name = std::getenv("FASTATTN_CPU_PATH");
-  return name;
+// What the environment variable or select_path() names; "" where choose.h decides alone.
+struct NamedPath {
+  std::string name;
+  ShortWays ways;
+};
+
+NamedPath& named_path() {
+  static NamedPath path = [] {
+    const char* const name = std::getenv("FASTATTN_CPU_PATH");
+    return NamedPath{name == nullptr ? "" : name, short_ways(name)};
+  }();
+  return path;
 }
 
-Chooser chooser() {
-  static const ShortWays ways = short_ways(named_path());
-  return {ways, selected()->unit};
-}
+Chooser chooser() { return {named_path().ways, selected()->unit}; }
 
 }  // namespace
 
@@ -201,13 +207,20 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
+bool select_path(const char* name) {
+  const bool any = std::strcmp(name, "auto") == 0;
+  const ShortWays ways = short_ways(name);
+  if (any || ways.forced) named_path() = {any ? "" : name, ways};
+  return any || ways.forced;
+}
+
 std::string path_of(const ForwardParams& params) {
   ForwardParams p = params;
-  const Chooser by = chooser();
-  const std::string name = name_of(choose_forward(&p, by));
-  if (named_path() == nullptr) return name;
-  const char* const effect = by.ways.forced ? "" : ": no such path";
-  return name + " (FASTATTN_CPU_PATH=" + named_path() + effect + ")";
+  const NamedPath& named = named_path();
+  const std::string path = name_of(choose_forward(&p, chooser()));
+  if (named.name.empty()) return path;
+  const char* const effect = named.ways.forced ? "" : ": no such path";
+  return path + " (FASTATTN_CPU_PATH=" + named.name + effect + ")";
 }
 
 double run_loop(const LoopCall& call, const Parallel& parallel) {

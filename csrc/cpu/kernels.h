@@ -29,7 +29,10 @@ void backward(const BackwardParams& params, const Parallel& parallel);
 
 // The path of the forward pass in words, such as "heads as rows, rows in place, keys in 4 chunks".
 // Also names the value of FASTATTN_CPU_PATH if it is set. choose.h decides the path.
+// select_path() does what that variable does; "auto" leaves the path to choose.h. Of an unknown
+// name the result is false, and nothing changes. Do not call it while kernels run.
 std::string path_of(const ForwardParams& params);
+bool select_path(const char* name);
 
 // Runs a loop on every thread, in the instruction set in use. Returns what the threads did
 // together, in the unit of the loop; 0 if the set lacks it.

@@ -109,12 +109,14 @@ CPU_ISA = {
     "cpu_isas": "() -> str[]",
     "select_cpu_isa": "(str name) -> bool",
 }
-# The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h.
+# The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h. And forcing
+# one, as FASTATTN_CPU_PATH does ("auto": none).
 CPU_PATH = {
     "cpu_path": (
         "(int B, int H, int Hkv, int M, int N, bool bf16, int score, bool bias, "
         "bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
     ),
+    "select_cpu_path": "(str name) -> bool",
 }
 # A loop of csrc/cpu/entry/limits.cpp, on every thread. It returns what the threads did together.
 CPU_LOOP = {"cpu_loop": "(Tensor memory, int loop, int rounds) -> float"}

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastattn import Mask
 from fastattn.backends import flops
+from fastattn.problem import schemas
 
 SIZES = [dict(), dict(H=4, Hkv=2), dict(B=1, H=3, M=1, N=9, D=8, E=8)]
 
@@ -67,7 +68,7 @@ def test_what_modules_run_at_inference_counts_as_torchs(extension, batch_first):
 def test_every_operator_has_a_formula():
     names = {n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names()
              if n.startswith("fastattn::")}  # fmt: skip
-    names -= {"cpu_isa", "cpu_isas", "select_cpu_isa", "cpu_path", "cpu_loop", "cuda_choose_wgmma"}
+    names -= set(schemas.CPU_ISA | schemas.CPU_PATH | schemas.CPU_LOOP | schemas.CUDA_CHOOSE)
     assert {"forward", "triton_backward", "cuda_forward", "self_attention"} <= names
     for name in names:
         assert getattr(torch.ops.fastattn, name) in flop_counter.flop_registry, name

@@ -44,6 +44,7 @@ CASES = {
     "backward": gradients,
     "self_attention": module,
     "select_cpu_isa": lambda: ("no instruction set has a name of so many letters",),
+    "select_cpu_path": lambda: ("no path has a name of so many letters",),
 }
 
 

@@ -1,7 +1,4 @@
-"""Every path through the CPU kernels alone: FASTATTN_CPU_PATH forces one short way, or none.
-
-The variable is read once, so each name has its own process.
-"""
+"""Every path through the CPU kernels alone: FASTATTN_CPU_PATH forces one short way, or none."""
 
 import os
 import subprocess
@@ -80,44 +77,50 @@ def test_usual_paths(isa):
     ]
 
 
-def in_a_process(name: str) -> str:
-    """The output of main() if FASTATTN_CPU_PATH has that value."""
-    env = os.environ | {"FASTATTN_CPU_PATH": name}
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def forced(request):
+    """Forces one path wherever it can be taken."""
+    assert torch.ops.fastattn.select_cpu_path(request.param)
+    yield request.param
+    assert torch.ops.fastattn.select_cpu_path(os.environ.get("FASTATTN_CPU_PATH", "auto"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_path_gives_the_same_results(name):
-    found = in_a_process(name).splitlines()
-    assert all(path.endswith(f" (FASTATTN_CPU_PATH={name})") for path in found)
+# The path varies fastest: all paths share one reference computation of a case.
+@pytest.mark.parametrize("forced", NAMES, indirect=True)
+@pytest.mark.parametrize("case", [*CASES, *testing.GRID], ids=str)
+def test_every_path_gives_the_same_results(case, forced):
+    testing.check(case, "cpu")
+
+
+@pytest.mark.parametrize("forced", NAMES, indirect=True)
+def test_what_a_name_forces(forced):
+    found = paths()
+    assert all(path.endswith(f" (FASTATTN_CPU_PATH={forced})") for path in found)
     short = {path.partition(" (")[0] for path in found} - {"tiles"}
-    in_words = name.replace("_", " ")
-    if name in ("tiles", "heads_together", "one_thread"):
+    if forced in ("tiles", "heads_together", "one_thread"):
         assert not short
-    elif name == "split_keys":
+    elif forced == "split_keys":
         assert short == {"tiles, keys in 4 chunks"}
-    elif name == "heads_as_rows":
+    elif forced == "heads_as_rows":
         assert short == {"heads as rows, tiles"}
     else:  # the matrix unit; nothing without one
-        assert all(path.startswith(in_words) for path in short)
+        assert all(path.startswith(forced.replace("_", " ")) for path in short)
 
 
-def test_an_unknown_name_changes_nothing():
-    last = in_a_process("shortest").splitlines()[0]
-    assert last == "rows in place (FASTATTN_CPU_PATH=shortest: no such path)"
+@pytest.mark.parametrize("name", ["", "shortest", "Tiles"])
+def test_an_unknown_path_is_refused_and_changes_nothing(name):
+    before = paths()
+    assert not torch.ops.fastattn.select_cpu_path(name)
+    assert paths() == before
 
 
-def main() -> None:
-    for path in paths():
-        print(path)
-    if os.environ["FASTATTN_CPU_PATH"] in NAMES:
-        for case in [*CASES, *testing.GRID]:
-            testing.check(case, "cpu")
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("name", ["rows_in_place", "tiles", "shortest"])
+def test_the_variable_names_a_path(name):
+    program = "import test_paths; print(test_paths.paths()[0])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"FASTATTN_CPU_PATH": name},
+        cwd=os.path.dirname(__file__), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    path = "tiles" if name == "tiles" else "rows in place"
+    effect = ": no such path" if name == "shortest" else ""
+    assert done.stdout.strip() == f"{path} (FASTATTN_CPU_PATH={name}{effect})"

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_and_compiled():
-    """No user's process interprets the Triton kernels; tests/triton may have begun to, in this one."""
+    """No user's process interprets the Triton kernels. In this one, tests/triton may have begun."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(doctor, "SECONDS", 0.01)
         patched.setattr(triton, "_interpreted", lambda: False)
