@@ -176,7 +176,14 @@ def _isas():
     return [x if x == widest else pytest.param(x, marks=pytest.mark.slow) for x in ISAS]
 
 
-@pytest.fixture(params=_isas())
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    """The instruction set varies fastest: all of them share one reference computation of a case."""
+    if "isa" in metafunc.fixturenames:
+        metafunc.parametrize("isa", _isas(), indirect=True)
+
+
+@pytest.fixture
 def isa(request, extension):
     """Forces the CPU kernels of one instruction set."""
     before = torch.ops.fastattn.cpu_isa()

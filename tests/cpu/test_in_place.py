@@ -87,17 +87,20 @@ ONE_QUERY = {
 }
 
 
+SHARED = [
+    *(Case(f"{n}", H=2 * n, Hkv=2, dtype=torch.float32) for n in (2, 3, 4, 7, 12)),
+    *(Case(f"{n}", H=2 * n, Hkv=2, dtype=torch.bfloat16, layout="bmhd") for n in (2, 3, 4, 7, 12)),
+    Case("weights", H=6, Hkv=2, weights="mean"),
+    Case("dropout", H=6, Hkv=2, dropout_p=0.3),
+]
+
+
 @pytest.mark.parametrize("masks", ONE_QUERY)
-def test_one_query_of_heads_that_share_keys(isa, masks):
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_one_query_of_heads_that_share_keys(isa, case, masks):
     """Any number of heads, which the kernels treat as rows of one head. The sizes have tails."""
-    sizes = dict(B=3, M=1, N=300, D=40, E=70, lse=True, **ONE_QUERY[masks])
-    for group in (2, 3, 4, 7, 12):
-        for layout, dtype in (("bhmd", torch.float32), ("bmhd", torch.bfloat16)):
-            testing.check(
-                Case(f"{group}", H=2 * group, Hkv=2, layout=layout, dtype=dtype, **sizes), "cpu"
-            )
-    testing.check(Case("weights", H=6, Hkv=2, weights="mean", **sizes), "cpu")
-    testing.check(Case("dropout", H=6, Hkv=2, dropout_p=0.3, **sizes), "cpu")
+    sizes = dict(B=3, M=1, N=300, D=40, E=70, lse=True)
+    testing.check(dataclasses.replace(case, **sizes, **ONE_QUERY[masks]), "cpu")
 
 
 @pytest.mark.parametrize("group", [2, 4, 7])
