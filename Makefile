@@ -72,11 +72,12 @@ test: build
 test-distributed: build
 	FASTATTN_TEST_RANKS=4 OMP_NUM_THREADS=1 $(PY) -m pytest tests/distributed $(ARGS)
 
-# While you work: neither interpreted nor simulated GPU kernels, nor the example programs, nor what is
-# marked slow: the narrower instruction sets, torch.compile, and the largest sizes.
+# While you work: neither interpreted nor simulated GPU kernels, nor several processes, nor programs of
+# bench/ and examples/, nor what is marked slow: the narrower instruction sets, forced paths,
+# torch.compile, and the largest sizes.
 test-fast: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests -q -m "not slow and not gpu" $(call PARALLEL,load) \
-	  $(addprefix --ignore tests/,triton cuda examples) $(ARGS)
+	  $(addprefix --ignore tests/,triton cuda examples distributed) $(ARGS)
 
 # The part of `make test` that interprets the Triton kernels and compiles them for GPUs; here in every
 # configuration.

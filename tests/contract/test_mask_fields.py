@@ -123,6 +123,7 @@ def test_vmap(score, field, backend):
         assert (mapped[1] != call(mask_of(field))[1]).any()
 
 
+@pytest.mark.slow
 @every_field
 @both_scores
 def test_compiled(score, field):

@@ -194,6 +194,7 @@ def test_the_environment_may_leave_it_to_cpuid(name):
     assert not any(line.startswith("warned:") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["avx1024", "\udcff"])
 def test_a_name_that_cannot_be_followed_is_said(name):
     lines = import_with(name)

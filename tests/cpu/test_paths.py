@@ -86,7 +86,9 @@ def forced(request):
 
 
 # The path varies fastest: all paths share one reference computation of a case.
-@pytest.mark.parametrize("forced", NAMES, indirect=True)
+@pytest.mark.parametrize(
+    "forced", [pytest.param(name, marks=pytest.mark.slow) for name in NAMES], indirect=True
+)
 @pytest.mark.parametrize("case", [*CASES, *testing.GRID], ids=str)
 def test_every_path_gives_the_same_results(case, forced):
     testing.check(case, "cpu")
@@ -114,6 +116,7 @@ def test_an_unknown_path_is_refused_and_changes_nothing(name):
     assert paths() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows_in_place", "tiles", "shortest"])
 def test_the_variable_names_a_path(name):
     program = "import test_paths; print(test_paths.paths()[0])"

@@ -142,6 +142,7 @@ def test_explain():
     assert "M=78 N=79" in str(found)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph():
     def call(q, k, v):
         return fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

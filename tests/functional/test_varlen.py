@@ -165,6 +165,7 @@ def test_other_options(score):
         assert not weights[0, ..., :5, 3:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("score", "kind"), [("dot", torch.tensor), ("additive", list)])
 def test_compiles_in_one_graph(score, kind):
     made, offsets = draw(score, SMALL), [kind(x) for x in SMALL]

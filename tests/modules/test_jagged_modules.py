@@ -326,6 +326,7 @@ def test_errors(call, message):
         call()
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph():
     module = fastattn.MultiheadAttention(DIM, 2, batch_first=True)
     expected = module(Q, Q, Q, need_weights=False)[0].values()

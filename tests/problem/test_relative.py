@@ -216,6 +216,7 @@ def test_vmap():
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_to_one_graph(dynamic):
     torch._dynamo.reset()

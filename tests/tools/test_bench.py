@@ -15,6 +15,8 @@ import torch
 from fastattn import testing
 from fastattn.backends import eager, registry
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import gpu
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("test", "bench", "sanitize")
 

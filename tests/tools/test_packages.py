@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from fastattn import testing
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
