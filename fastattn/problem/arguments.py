@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import numbers
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,6 +14,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 # ---- numbers: a bool is not a number ----
 
+_REAL = int, float, torch.SymInt, torch.SymFloat, numbers.Real
+
 
 def is_int(x: object) -> bool:
     """Whether ``x`` is a whole number, or a tracer's symbol for one."""
@@ -19,8 +23,8 @@ def is_int(x: object) -> bool:
 
 
 def is_real(x: object) -> bool:
-    """Whether ``x`` is a number, or a tracer's symbol for one."""
-    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
+    """Whether ``x`` is a number (numpy's too), or a tracer's symbol for one."""
+    return isinstance(x, _REAL) and not isinstance(x, bool)
 
 
 def check_int(name: str, x: object, least: int) -> None:
@@ -33,8 +37,13 @@ def check_int(name: str, x: object, least: int) -> None:
 
 def check_real(name: str, x: object) -> None:
     """Raises TypeError unless ``x`` is a number (numpy's too)."""
-    if not is_real(x) and (isinstance(x, bool) or not isinstance(x, numbers.Real)):
+    if not is_real(x):
         raise TypeError(f"{name}: expected a float, got {type(x).__name__}")
+
+
+def is_finite(x: float) -> bool:
+    """Whether a number is finite as a float."""
+    return not (isinstance(x, int) and abs(x) > sys.float_info.max) and math.isfinite(x)
 
 
 def softcap(c: float | None) -> float:
@@ -46,6 +55,18 @@ def softcap(c: float | None) -> float:
     if c != 0 and not 1e-15 <= c <= 1e15:
         raise ValueError(f"softcap: expected 1e-15 to 1e15, or 0 or None for none, got {c}")
     return float(c)
+
+
+def scale(factor: float | None, D: int) -> float:
+    """The factor of dot products, ``1 / sqrt(D)`` for None; raises TypeError or ValueError."""
+    if factor is None:
+        return 1.0 / math.sqrt(D) if D else 1.0
+    if not is_real(factor):
+        hint = ": multiply query by it" if isinstance(factor, Tensor) else ""
+        raise TypeError(f"scale: expected a float or None, got {type(factor).__name__}{hint}")
+    if not is_finite(factor):
+        raise ValueError(f"scale: expected a finite number, got {factor}")
+    return float(factor)
 
 
 # ---- names ----

@@ -8,7 +8,6 @@ It copies nothing of the size of key or value, unless it must flatten several ex
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -85,7 +84,8 @@ def build(
     mask, bias = _masks(lead, query, attn_mask, is_causal, mask, bias)
     p = Problem(
         score=score, B=B, H=H, Hkv=k.shape[1], M=M, N=N, D=D, E=E, dtype=q.dtype, device=q.device,
-        scale=_scale(score, scale, D), softcap=arguments.softcap(softcap), mask=mask,
+        scale=arguments.scale(scale, D) if score == "dot" else 1.0,
+        softcap=arguments.softcap(softcap), mask=mask,
         dropout=_dropout(dropout_p, seed, q.device),
         weights=return_weights or "none",  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
@@ -196,19 +196,6 @@ def match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor,
 
 
 # ---- scalars ----
-
-
-def _scale(score: Score, scale: float | None, D: int) -> float:
-    if score != "dot":
-        return 1.0
-    if scale is None:
-        return 1.0 / math.sqrt(D) if D else 1.0
-    if not arguments.is_real(scale):
-        hint = ": multiply query by it" if isinstance(scale, Tensor) else ""
-        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}{hint}")
-    if (isinstance(scale, int) and abs(scale) > sys.float_info.max) or not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    return float(scale)
 
 
 def _dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) -> Dropout | None:

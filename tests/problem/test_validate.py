@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +75,7 @@ BAD_OPTIONS = {
     "scale-large": (dict(scale=10**400), Value, r"scale: expected a finite number, got 1000"),
     "scale-type": (dict(scale=x(1)), Type, r"scale: .* got Tensor: multiply query by it"),
     "scale-bool": (dict(scale=True), Type, r"scale: expected a float or None, got bool"),
+    "scale-numpy-bool": (dict(scale=np.True_), Type, r"scale: expected a float or None, got bool"),
     "causal-type": (dict(is_causal=1), Type, r"is_causal: expected a bool, got int"),
     "gqa-type": (dict(enable_gqa=x(2)), Type, r"enable_gqa: expected a bool, got Tensor"),
     "lse-type": (dict(return_lse=x(2)), Type, r"return_lse: expected a bool, got Tensor"),
@@ -366,6 +368,13 @@ def test_float32_bias_beside_half_inputs():
 
 def test_dropout_0_is_no_dropout():
     assert validate.build("dot", q(), k(), v(), dropout_p=0, seed=3).p.dropout is None
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_numbers(kind):
+    p = validate.build("dot", q(), k(), v(), scale=kind(2), softcap=kind(3), dropout_p=kind(1)).p
+    assert (p.scale, p.softcap, p.dropout.p) == (2.0, 3.0, 1.0)
+    assert {type(p.scale), type(p.softcap), type(p.dropout.p)} == {float}
 
 
 @pytest.mark.parametrize(
