@@ -26,7 +26,8 @@ class Mask:
             That is ``d = i + N - M`` with ``causal="bottom_right"``, and ``d = i`` otherwise. -1 is
             unbounded.
         kv_len: integers in ``[0, N]``, a tensor or a list. ``[B]`` keeps ``j < kv_len[b]``;
-            ``[B, M]`` keeps ``j < kv_len[b, i]``, and ``[1, M]`` is for every sample.
+            ``[B, M]`` keeps ``j < kv_len[b, i]``, and ``[1, M]`` is for every sample. Beside batch
+            dims of ``[1, M]`` themselves, ``[1, M]`` is a ValueError that says what to write.
         keep: bool tensor broadcastable to ``[B, H, M, N]``; True keeps. For inputs without a head
             dim, it is broadcastable to ``[B, M, N]``.
         kv_begin: integers of the same shapes as those of ``kv_len``, which keep ``j >= kv_begin``.

@@ -403,6 +403,11 @@ def check_limit(
     _, M, N = lead.hmn
     batch = math.prod(lead.batch)
     shape = tuple(x.shape)
+    if _same(shape, lead.batch) and _same(shape, (1, M)) and M > 1:
+        raise ValueError(
+            f"{name}: {_shape(x)} may be of {M} samples or of {M} rows: write .flatten() for "
+            f"samples, .expand({M}, {M}) for rows, or query[0] without this batch dim"
+        )
     if _same(shape, lead.batch) or _same(shape, (batch,)):
         rows = x.reshape(batch, 1)
     elif _same(shape, (*lead.batch, M)) or _same(shape, (batch, M)):

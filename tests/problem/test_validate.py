@@ -337,6 +337,22 @@ def test_kv_len_may_have_the_batch_dims(lead):
     assert built.p.mask.kv_len.shape == (1, M)
 
 
+def test_kv_len_that_could_be_of_samples_or_of_rows():
+    """Batch dims [1, M] and limits [1, M]: neither reading is taken silently."""
+    tensors = [x(1, M, H, M, n) for n in (D, D, E)]
+    lengths = torch.arange(M)[None]
+    for mask in (Mask(kv_len=lengths), Mask.local_blocks(2, M), Mask.documents(lengths=[2, M - 2])):
+        with pytest.raises(ValueError, match=r"may be of 5 samples or of 5 rows: write .flatten"):
+            validate.build("dot", *tensors, mask=mask)
+    with pytest.raises(ValueError, match="may be of 5 samples or of 5 rows"):
+        additive_attention(*(t[:, :, 0] for t in tensors), x(D), mask=Mask.local_blocks(2, M))
+    for way, shape in ((lengths.flatten(), (M, 1)), (lengths.expand(M, M), (M, M))):
+        built = validate.build("dot", *tensors, mask=Mask(kv_len=way))
+        assert built.p.mask.kv_len.shape == shape
+    one = validate.build("dot", *(t[:, :1, :, :1] for t in tensors), mask=Mask(kv_len=[[1]]))
+    assert one.p.mask.kv_len.tolist() == [[1]]  # one sample, one row: both readings are the same
+
+
 def test_no_copy_of_key_or_value():
     wide = x(B, N, 2, D).transpose(1, 2)
     built = validate.build("dot", q(), wide, wide, enable_gqa=True)
