@@ -238,8 +238,11 @@ def flash_attn_with_kvcache(
     _check_dims(4, q=q, k_cache=k_cache, v_cache=v_cache)
     (B, M), L = q.shape[:2], k_cache.shape[1]
     with torch.no_grad():
-        lengths = _lengths("cache_seqlens", L if cache_seqlens is None else cache_seqlens, B, q)
-        rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        lengths = L if cache_seqlens is None else cache_seqlens
+        lengths = _integers("cache_seqlens", lengths, B, L, q)
+        rows = torch.arange(B, device=q.device)
+        if cache_batch_idx is not None:
+            rows = _integers("cache_batch_idx", cache_batch_idx, B, k_cache.shape[0] - 1, q)
         if (k is None) != (v is None):
             raise ValueError("k and v: expected both or neither")
         if k is not None and v is not None:
@@ -251,7 +254,7 @@ def flash_attn_with_kvcache(
         begin, end = _around(lengths - M, M, causal, window_size)
         end = lengths[:, None].expand(B, M) if end is None else end.clamp(max=lengths[:, None])
         if cache_leftpad is not None:
-            left = _lengths("cache_leftpad", cache_leftpad, B, q)[:, None].expand(B, M)
+            left = _integers("cache_leftpad", cache_leftpad, B, L, q)[:, None].expand(B, M)
             begin = intervals.largest(begin, left)
         mask = Mask(**intervals.fields(begin, end, L))
         out, lse = _attend(
@@ -264,12 +267,26 @@ def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor
 ) -> None:
     """Writes new keys and values behind the lengths of their samples."""
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        shapes = f"{list(k_cache.shape)} and {list(v_cache.shape)}"
+        raise ValueError(f"k_cache and v_cache: expected the same [C, L, Hkv], got {shapes}")
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        _check_new(name, new, cache, [rows.shape[0], k.shape[1]])
     S, L = k.shape[1], k_cache.shape[1]
     if arguments.can_read(lengths) and lengths.numel() and lengths.max() + S > L:
         raise ValueError(f"k_cache: expected room for {lengths.max() + S} keys, got {L}")
     positions = lengths[:, None] + torch.arange(S, device=k.device)
     k_cache[rows[:, None], positions] = k
     v_cache[rows[:, None], positions] = v
+
+
+def _check_new(name: str, new: Tensor, cache: Tensor, size: list[int]) -> None:
+    """Raises unless ``new`` has just the shape and dtype of the rows that it is written to."""
+    expected = [*size, *cache.shape[2:]]
+    if list(new.shape) != expected:
+        raise ValueError(f"{name}: expected {expected} to fit {name}_cache, got {list(new.shape)}")
+    if new.dtype != cache.dtype:
+        raise TypeError(f"{name}: expected {cache.dtype} as of {name}_cache, got {new.dtype}")
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, **options: Any) -> list[Tensor]:
@@ -327,16 +344,18 @@ def _alibi(slopes: Tensor | None, M: int, N: int) -> ALiBi | None:
 # ---- arguments ----
 
 
-def _lengths(name: str, n: int | Tensor, B: int, q: Tensor) -> Tensor:
-    """int64 ``[B]`` on the device of q."""
-    if isinstance(n, Tensor):
-        if n.is_floating_point() or n.dtype == torch.bool:
-            raise TypeError(f"{name}: expected integers, got {n.dtype}")
-        if n.shape != (B,):
-            raise ValueError(f"{name}: expected [{B}], got {list(n.shape)}")
-        return n.to(q.device, torch.int64)
-    arguments.check_int(name, n, 0)
-    return torch.full((B,), n, device=q.device)
+def _integers(name: str, n: int | Tensor, B: int, most: int, q: Tensor) -> Tensor:
+    """int64 ``[B]`` on the device of q, between 0 and ``most`` where values can be read."""
+    if not isinstance(n, Tensor):
+        arguments.check_int(name, n, 0)
+        n = torch.full((B,), n)
+    if n.is_floating_point() or n.dtype == torch.bool:
+        raise TypeError(f"{name}: expected integers, got {n.dtype}")
+    if n.shape != (B,):
+        raise ValueError(f"{name}: expected [{B}], got {list(n.shape)}")
+    if arguments.can_read(n) and ((n < 0) | (n > most)).any():
+        raise ValueError(f"{name}: expected values in [0, {most}], got {n.tolist()}")
+    return n.to(q.device, torch.int64)
 
 
 def _check_dims(dims: int, **tensors: Any) -> None:

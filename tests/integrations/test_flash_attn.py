@@ -247,6 +247,54 @@ def test_cache_rows_and_one_length():
     assert torch.equal(k_cache[rows, 4], k[:, 0])
 
 
+NEW = {
+    "samples": ((1, 2, 2, 2), (1, 2, 2, 2), ValueError, r"k: expected \[2, 2, 2, 2\] to"),
+    "lengths": ((2, 2, 2, 2), (2, 1, 2, 4), ValueError, r"v: .*\[2, 2, 2, 4\] .*\[2, 1, 2, 4\]"),
+    "heads": ((2, 2, 1, 2), (2, 2, 1, 4), ValueError, r"k: expected .* got \[2, 2, 1, 2\]"),
+    "value-heads": ((2, 2, 2, 2), (2, 2, 1, 4), ValueError, r"v: expected .* got \[2, 2, 1, 4\]"),
+    "dims": ((2, 2, 2, 2), (4,), ValueError, r"v: expected .* got \[4\]"),
+    "dtype": ((2, 2, 2, 2), (2, 2, 2, 4), TypeError, "v: expected torch.float32 as of v_cache"),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_keys_that_do_not_fit_are_not_written(name):
+    shape, value_shape, error, message = NEW[name]
+    k_cache, v_cache = torch.zeros(2, 4, 2, 2), torch.zeros(2, 4, 2, 4)
+    k, v = torch.ones(shape), torch.ones(value_shape).to(torch.half if name == "dtype" else None)
+    with pytest.raises(error, match=message):
+        flash_attn.flash_attn_with_kvcache(
+            torch.ones(2, 1, 2, 2), k_cache, v_cache, k, v, cache_seqlens=1
+        )
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(cache_seqlens=5), r"cache_seqlens: expected values in \[0, 4\], got \[5, 5\]"),
+        (dict(cache_seqlens=lengths_of([0, -1])), r"cache_seqlens: .*\[0, 4\], got \[0, -1\]"),
+        (dict(cache_leftpad=lengths_of([0, 5]), cache_seqlens=1), r"cache_leftpad: .*\[0, 4\]"),
+        (dict(cache_batch_idx=lengths_of([0, -1]), cache_seqlens=1), r"_batch_idx: .*\[0, 1\]"),
+        (dict(cache_batch_idx=lengths_of([0]), cache_seqlens=1), r"_batch_idx: expected \[2\]"),
+    ],
+)
+def test_integers_out_of_range(options, message, new):
+    x = torch.ones(2, 1, 2, 4)
+    cache = torch.zeros(2, 4, 2, 4)
+    with pytest.raises(ValueError, match=message):
+        flash_attn.flash_attn_with_kvcache(x, cache, cache, *([x, x] if new else []), **options)
+
+
+def test_caches_of_different_lengths():
+    x, k_cache, v_cache = torch.ones(1, 1, 2, 2), torch.zeros(1, 4, 2, 2), torch.zeros(1, 3, 2, 2)
+    with pytest.raises(ValueError, match=r"k_cache and v_cache: .* \[1, 4, 2, 2\] and \[1, 3,"):
+        flash_attn.flash_attn_with_kvcache(x, k_cache, v_cache, x, x, cache_seqlens=3)
+    assert not k_cache.any()
+
+
 # ---- what is refused ----
 
 Q = torch.zeros(B, 3, H, D)
