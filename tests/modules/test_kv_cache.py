@@ -380,3 +380,46 @@ def test_update_takes_as_many_values_as_keys(static):
             with pytest.raises(ValueError, match="but the new values are batch 2, 3 heads of 5"):
                 cache.update(key, key)
             assert cache.length == 4
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_what_was_given_is_never_written(static):
+    given = torch.randn(2, B, H, N, 4)
+    before, few = given.clone(), torch.zeros(B, H, 2, 4)
+    cache, beams = KVCache(static=static), torch.tensor([2, 0, 1])
+    cache.update(*given)  # with gradients, or static: without a copy
+    with torch.no_grad():
+        for _ in range(3):
+            cache.reorder(beams)
+    assert torch.equal(given, before)
+    assert torch.equal(torch.stack((cache.key, cache.value)), before)  # thrice is the identity
+    cache.reset()
+    cache.update(*given)
+    cache.crop(2)
+    with torch.no_grad():
+        if not static:
+            cache.update(few, few)
+        for _ in range(2):
+            cache.reorder(beams)
+    assert torch.equal(given, before)
+
+
+@pytest.mark.parametrize("change", ["update", "reorder"])
+def test_memory_of_a_graph_is_never_written(change):
+    """A step with gradients keeps the memory of its keys, though these have no gradient."""
+    key, few = torch.randn(B, H, N, 4), torch.zeros(B, H, 2, 4)
+    cache, same = KVCache(), torch.arange(B)
+    cache.update(key[:, :, :2], key[:, :, :2])
+    cache.update(key[:, :, 2:], key[:, :, 2:])
+    if change == "reorder":
+        cache.reorder(same)
+    keys, values = cache.key, cache.value
+    query = torch.randn(B, H, N, 4, requires_grad=True)
+    out = F.scaled_dot_product_attention(query, keys, values)
+    with torch.no_grad():
+        cache.crop(2)
+        cache.update(few, few)
+        for _ in range(2):
+            cache.reorder(same)
+    assert torch.equal(keys, key)
+    out.sum().backward()

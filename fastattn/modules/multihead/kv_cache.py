@@ -69,7 +69,8 @@ class KVCache:
         self.length = 0
         self._key: Tensor | None = None  # [B, H, room for keys, D]
         self._value: Tensor | None = None
-        self._spare: tuple[Tensor, Tensor] | None = None  # memory of the same kind, for reorder
+        self._owned = False  # whether the memory was made here: no other is ever written to
+        self._spare: tuple[Tensor, Tensor] | None = None  # owned, of the same kind, for reorder
 
     @property
     def is_empty(self) -> bool:
@@ -104,6 +105,7 @@ class KVCache:
             _check_fits("values", self._value, value)
             self._key = self._append(self._key, key)
             self._value = self._append(self._value, value)
+            self._owned = not torch.is_grad_enabled()
         self.length += key.shape[2]
         return self._key[:, :, : self.length], self._value[:, :, : self.length]
 
@@ -111,7 +113,7 @@ class KVCache:
         if torch.is_grad_enabled():  # autograd may still need the old memory
             return new if held is None else torch.cat([held[:, :, : self.length], new], dim=2)
         needed = self.length + new.shape[2]
-        if held is None or needed > held.shape[2] or not _is_writable(held):
+        if held is None or needed > held.shape[2] or not (self._owned and _is_writable(held)):
             held = self._grown(held, new, needed)
         held[:, :, self.length : needed] = new
         return held
@@ -146,11 +148,13 @@ class KVCache:
         held = self._key, self._value
         if torch.is_grad_enabled():
             self._key, self._value = (x.index_select(0, indices) for x in held)
+            self._owned = False  # but the graph's
             return
         taken = self._other_memory(indices.shape[0], *held)
         for x, y in zip(held, taken, strict=True):
             torch.index_select(x[:, :, : self.length], 0, indices, out=y[:, :, : self.length])
-        (self._key, self._value), self._spare = taken, held
+        (self._key, self._value), self._spare = taken, held if self._owned else None
+        self._owned = True
 
     def _other_memory(self, batch: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Room for ``batch`` samples: the memory that the last reorder left, if it still fits.
