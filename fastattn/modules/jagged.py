@@ -21,7 +21,7 @@ from fastattn.problem.jagged import is_jagged
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
-def takes_jagged(packs: bool) -> Callable[[Forward], Forward]:
+def takes_jagged(packs: bool, steps: bool = True) -> Callable[[Forward], Forward]:
     """Makes a forward of queries and keys (B, j, features) take jagged tensors too.
 
     Results are jagged if the queries are, with the offsets of the queries. Weights are padded to
@@ -29,6 +29,7 @@ def takes_jagged(packs: bool) -> Callable[[Forward], Forward]:
 
     Args:
         packs: whether ``mask`` alone may keep sequences apart that stand one after the other.
+        steps: whether dense queries may be (B, features), one for each sequence.
     """
 
     def decorate(forward: Forward) -> Forward:
@@ -42,6 +43,7 @@ def takes_jagged(packs: bool) -> Callable[[Forward], Forward]:
             bound.apply_defaults()
             _, *names = bound.arguments
             call = {name: bound.arguments[name] for name in names}
+            _check(call, steps)
             way = _packed if packs and _may_pack(module, call) else _padded
             return way(functools.partial(forward, module), call)
 
@@ -72,7 +74,6 @@ def _may_pack(module: Any, call: dict[str, Any]) -> bool:
 
 def _packed(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
     """The call over one sample, in which each query sees the keys of its own sequence."""
-    _check(call)
     rows, mask, keys = next(iter(call)), call["mask"], _keys(call)
     queries = call[rows]
     if is_jagged(queries):
@@ -94,7 +95,6 @@ def _packed(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
 
 def _padded(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
     """The call over sequences with padding, whose results are without it."""
-    _check(call)
     if isinstance(call.get("mask"), Mask) and call["mask"].causal == "bottom_right":
         raise ValueError(
             "mask.causal: 'bottom_right' and jagged tensors go with need_weights=False, and with "
@@ -140,7 +140,7 @@ def _keys(call: dict[str, Any]) -> Any:
     return jagged_keys[0] if jagged_keys else call.get("keys", call[rows])
 
 
-def _check(call: dict[str, Any]) -> None:
+def _check(call: dict[str, Any], steps: bool) -> None:
     """Raises ValueError unless the jagged tensors of a call fit each other."""
     tensors = {name: x for name, x in call.items() if is_jagged(x)}
     for name, x in tensors.items():
@@ -153,10 +153,9 @@ def _check(call: dict[str, Any]) -> None:
     if call["valid_lens"] is not None:
         raise ValueError("valid_lens: expected None, as jagged tensors have lengths of their own")
     rows, *others = call
-    if call[rows].dim() not in (2, 3):
-        raise ValueError(
-            f"{rows}: expected (B, M, features) or (B, features), got {list(call[rows].shape)}"
-        )
+    if call[rows].dim() != 3 and not (steps and call[rows].dim() == 2):
+        expected = "(B, M, features) or (B, features)" if steps else "(B, M, features)"
+        raise ValueError(f"{rows}: expected {expected}, got {list(call[rows].shape)}")
     keys = {name: call[name] for name in others if name in ("keys", "values", "cache")}
     keys = {name: x for name, x in keys.items() if isinstance(x, Tensor)}
     (first, like), *rest = keys.items() or [(rows, call[rows])]

@@ -292,6 +292,7 @@ Q, K = sequences((torch.randn(sum(QUERIES), DIM), QUERIES), (torch.randn(sum(KEY
 [FEW] = sequences((torch.randn(5, DIM), (2, 3)))
 MULTIHEAD = fastattn.MultiheadAttention(DIM, 2, batch_first=True)
 LUONG = fastattn.LuongAttention(DIM)
+KERNEL = fastattn.NadarayaWatson()
 
 
 @pytest.mark.parametrize(
@@ -314,6 +315,11 @@ LUONG = fastattn.LuongAttention(DIM)
         (lambda: LUONG(FEW, K), "keys: expected as many sequences as queries, 2, got 4"),
         (lambda: LUONG(Q.unflatten(-1, (2, 4)), K), r"queries: expected \(B, j, features\)"),
         (lambda: LUONG(torch.zeros(4), K), r"queries: expected \(B, M, features\) or \(B, f"),
+        (lambda: KERNEL(torch.zeros(4, DIM), K, K), r"queries: expected \(B, M, features\), got"),
+        (
+            lambda: KERNEL(torch.zeros(4, DIM), K, K, need_weights=True),
+            r"queries: expected \(B, M, features\), got \[4, 8\]",
+        ),
         (lambda: LUONG(Q, K, valid_lens=torch.ones(4)), "valid_lens: expected None"),
         (
             lambda: LUONG(Q, K, need_weights=True, mask=Mask(causal="bottom_right")),

@@ -74,7 +74,7 @@ class NadarayaWatson(nn.Module):
         """The bandwidth h, [] or [D]."""
         return self.log_bandwidth.exp()
 
-    @takes_jagged(packs=True)
+    @takes_jagged(packs=True, steps=False)
     def forward(
         self,
         queries: Tensor,
