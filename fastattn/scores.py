@@ -185,8 +185,17 @@ def normalize(x: Tensor) -> Tensor:
     # A row of NaN that no result uses must get gradient 0: that of x / |x| would be 0 * NaN.
     finite = wide.isfinite().all(-1, keepdim=True)
     usable = finite & (wide != 0).any(-1, keepdim=True)
-    unit = F.normalize(torch.where(usable, wide, 1.0), dim=-1)
+    safe = torch.where(usable, wide, 1.0)
+    if x.shape[-1]:  # so that no sum of squares is 0 or infinite
+        safe = safe / _power_of_two(safe.detach())
+    unit = F.normalize(safe, dim=-1)
     return torch.where(usable, unit, torch.where(finite, wide, wide + torch.nan)).to(x.dtype)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """One near the largest number of each row: to divide by it rounds nothing."""
+    most = 126 if x.dtype == torch.float32 else 1022
+    return x.abs().amax(-1, keepdim=True).log2().floor().clamp(-most, most).exp2()
 
 
 def where_finite(function: Callable[..., Tensor], x: Tensor, other: float | Tensor) -> Tensor:

@@ -139,6 +139,27 @@ def test_cosine_of_a_zero_vector_is_zero(dtype):
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [(torch.bfloat16, -100), (torch.float32, -100), (torch.float32, 100), (torch.float64, 900)],
+)
+def test_cosine_of_vectors_of_any_length(dtype, exponent):
+    """A power of two changes no bit, but in gradients, which it divides."""
+
+    def run(factor):
+        leaves = [x.to(dtype) * f for x, f in zip(draw(), (factor, factor, 1.0), strict=True)]
+        leaves = [x.requires_grad_() for x in leaves]
+        out = attention(*leaves, score="cosine", scale=5.0)
+        q, k, v = torch.autograd.grad(out.square().sum(), leaves)
+        return out, q * factor, k * factor, v
+
+    torch.manual_seed(0)
+    expected = run(1.0)
+    torch.manual_seed(0)
+    for found, same in zip(run(2.0**exponent), expected, strict=True):
+        assert torch.equal(found, same)
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("score", ["cosine", "gaussian"])
 def test_garbage_that_nothing_uses_has_gradient_0(backend, score, garbage):
