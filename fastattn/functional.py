@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fastattn import autograd, sinks
-from fastattn.backends import operators, registry, watch, wgmma
+from fastattn.backends import registry, watch, wgmma
 from fastattn.problem import Mask, Score, arguments, call_cache, jagged, validate
 from fastattn.problem.relative import ALiBi, RelativeBias
 
@@ -105,8 +105,8 @@ def scaled_dot_product_attention(
         key: ``[..., Hkv, N, D]``, dtype and device of query. Batch dims broadcast.
         value: ``[..., Hkv, N, E]``; E may differ from D.
         attn_mask: broadcastable to ``[..., H, M, N]``. Bool: True keeps. Float (query's dtype or
-            float32): added to the scores, -inf masks, differentiable. Or a
-            :class:`torch.nn.attention.bias.CausalBias`.
+            float32, and any half type under autocast): added to the scores, -inf masks,
+            differentiable. Or a :class:`torch.nn.attention.bias.CausalBias`.
         dropout_p: probability of dropping an attention weight. Applied whenever it is > 0, as in
             torch.
         is_causal: keeps ``j <= i``, aligned at the upper left as in torch. So a single query sees
@@ -419,12 +419,9 @@ def autocast(*tensors: Tensor | None, exact: bool = False) -> list[Tensor | None
     ``exact``: float32 instead, as ``torch.cdist`` has it. What is close would else be one point.
     """
     first = tensors[0]
-    if not torch._C._is_any_autocast_enabled() or not isinstance(first, Tensor):
+    if not isinstance(first, Tensor) or not arguments.autocasts(first.device.type):
         return list(tensors)
-    device = first.device.type
-    if not operators.has_autocast(device) or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.float32 if exact else torch.get_autocast_dtype(device)
+    dtype = torch.float32 if exact else torch.get_autocast_dtype(first.device.type)
     return [
         t.to(dtype)
         if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.operators import has_autocast
-from fastattn.problem import Problem, reference
+from fastattn.problem import Problem, arguments, reference
 from fastattn.problem.schemas import Saved
 
 
@@ -21,7 +20,7 @@ def unsupported(p: Problem) -> list[str]:
 def _no_autocast(p: Problem) -> contextlib.AbstractContextManager:
     """Inputs have their final dtype already; here half types accumulate in fp32."""
     device = p.device.type
-    if not has_autocast(device):
+    if not arguments.has_autocast(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
 

@@ -32,16 +32,6 @@ from fastattn.problem import Problem, schemas
 from fastattn.problem.record import empty_gradient, weights_of, weights_shape
 from fastattn.problem.schemas import Call, Saved
 
-
-def has_autocast(device: str) -> bool:
-    """Whether torch has autocast for a kind of device."""
-    return torch.amp.is_autocast_available(device)
-
-
-# Like the reasons in _gpu.py: torch.compile of torch 2.11 cannot trace it.
-has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 # ---- the compiled libraries ----
 
 PACKAGE = Path(__file__).parents[1]  # where setup.py puts them

@@ -160,6 +160,25 @@ def can_read(x: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
 
 
+# ---- autocast ----
+
+
+def has_autocast(device: str) -> bool:
+    """Whether torch has autocast for a kind of device."""
+    return torch.amp.is_autocast_available(device)
+
+
+# Like the reasons in _gpu.py: torch.compile of torch 2.11 cannot trace it.
+has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def autocasts(device: str) -> bool:
+    """Whether torch's autocast is on for a kind of device."""
+    if not torch._C._is_any_autocast_enabled():  # which a call without autocast asks alone
+        return False
+    return has_autocast(device) and torch.is_autocast_enabled(device)
+
+
 # ---- what to write instead ----
 
 NESTED = (

@@ -333,7 +333,10 @@ def split_attn_mask(
 
 
 def check_dense(name: str, x: Tensor, query: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """``x`` if it is a dense tensor of one of these dtypes on the device of query, or raises."""
+    """``x`` if it is a dense tensor of one of these dtypes on the device of query, or raises.
+
+    Under autocast, other half types become float32 where that is one of them.
+    """
     if not isinstance(x, Tensor):
         raise arguments.no_tensor(name, x)
     _check_strided(name, x)
@@ -342,6 +345,9 @@ def check_dense(name: str, x: Tensor, query: Tensor, dtypes: tuple[torch.dtype, 
             f"{name}: expected a Tensor, got {type(x).__name__}, whose memory may not be what it "
             "means: write a plain tensor of its values, or describe it by mask=fastattn.Mask(...)"
         )
+    half = x.dtype in (torch.float16, torch.bfloat16) and torch.float32 in dtypes
+    if half and x.dtype not in dtypes and arguments.autocasts(x.device.type):
+        x = x.float()  # autocast's dtype may not hold its numbers
     if x.dtype not in dtypes:
         names = " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
         hint = arguments.dtype_hint(name, x.dtype, dtypes)

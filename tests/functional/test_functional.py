@@ -86,6 +86,38 @@ def test_enable_gqa_as_in_torch(backend, heads):
     assert_like_torch(backend, draw(2, 6, M, D), *kv, enable_gqa=True)
 
 
+BIASES = {  # of 2 heads: shape, and the option
+    "attn_mask": ((M, N), lambda x: dict(attn_mask=x)),
+    "bias": ((2, 1, N), lambda x: dict(bias=x)),
+    "slopes": ((2,), lambda x: dict(bias=fastattn.ALiBi(x))),
+    "table": ((5, 2), lambda x: dict(bias=fastattn.RelativeBias(x, torch.arange(5)))),
+    "sink": ((2,), lambda x: dict(sink=x)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("score", ["scaled_dot", "additive", "gaussian"])
+@pytest.mark.parametrize("name", BIASES)
+def test_autocast_takes_half_biases(backend, name, score, dtype):
+    """Without loss: bfloat16, in which this autocast computes, has fewer digits than float16."""
+    if (score, name) == ("gaussian", "sink"):
+        pytest.skip("the gaussian score has no sink")
+    shape, option = BIASES[name]
+    call, given = inputs("additive" if score == "additive" else "dot"), torch.randn(shape).to(dtype)
+    half, wide = given.clone().requires_grad_(), given.float().requires_grad_()
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = fastattn.attention(**call, score=score, backend=backend, **option(x))
+        return out, *torch.autograd.grad(out.float().square().sum(), x)
+
+    (found, grad), (expected, grad_wide) = run(half), run(wide)
+    assert torch.equal(found, expected)
+    testing.assert_within_budget(grad, grad_wide.to(dtype), grad_wide.double())
+    with pytest.raises(TypeError, match="expected dtype"):
+        fastattn.attention(**call, score=score, backend=backend, **option(given))
+
+
 @pytest.mark.parametrize("scale", [None, 0.3, 2, 0.0, -1.0])
 def test_scale_as_in_torch(backend, scale):
     assert_like_torch(backend, draw(2, M, D), draw(2, N, D), draw(2, N, E), scale=scale)

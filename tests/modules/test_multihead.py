@@ -220,17 +220,18 @@ def test_sizes_of_zero(m, n, b, need_weights):
     assert query.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_autocast(need_weights):
+def test_autocast(need_weights, mask_dtype):
     torch.manual_seed(0)
     module = MultiheadAttention(16, 4, add_bias_kv=True, batch_first=True)
     x = torch.randn(2, 6, 16, requires_grad=True)
-    bias = torch.randn(6, 6)
+    bias = torch.randn(6, 6).to(mask_dtype)
     with torch.autocast("cpu", torch.bfloat16):
         out, weights = module(x, x, x, attn_mask=bias, need_weights=need_weights)
     assert out.dtype == torch.bfloat16
     assert weights is None or weights.dtype == torch.bfloat16
-    expected, _ = module(x, x, x, attn_mask=bias)
+    expected, _ = module(x, x, x, attn_mask=bias.float())
     torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
     out.sum().backward()
     assert x.grad.dtype == torch.float32
