@@ -113,6 +113,8 @@ def _reason_against(call: dict[str, Any]) -> str | None:
         return "torch.jit.trace cannot follow sizes into our operators"
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         return "no forward-mode derivative where it is compiled"
+    if (reason := _numbers(call.get("scale"), call.get("dropout_p", 0.0))) is not None:
+        return reason
     q, k, v = (call.get(name) for name in _NAMES[:3])
     if jagged.given(q, k, v):
         return jagged.reason_against(q, k, v, call) or _dtype(q)
@@ -127,7 +129,21 @@ def _reason_against(call: dict[str, Any]) -> str | None:
             return f"layout {x.layout}"
         if x.dtype is not torch.bool and (reason := _dtype(x)) is not None:
             return reason
-    return None
+    attn_mask = call.get("attn_mask")
+    if attn_mask is not None and call.get("is_causal"):
+        return "attn_mask and is_causal, which some of torch's kernels refuse"
+    return "attn_mask of less than 2 dims" if _is_flat(attn_mask) else None
+
+
+def _numbers(scale: Any, dropout_p: Any) -> str | None:
+    """Why torch takes these, and we do not."""
+    if scale is not None and not (arguments.is_real(scale) and arguments.is_finite(scale)):
+        return "scale that is no finite float"
+    return None if arguments.is_real(dropout_p) else "dropout_p that is no float"
+
+
+def _is_flat(x: Any) -> bool:
+    return isinstance(x, Tensor) and not arguments.is_causal_bias(x) and x.dim() < 2
 
 
 def _dtype(x: Any) -> str | None:
@@ -163,7 +179,8 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
 
     Jagged nested tensors are computed too, with gradients on any device. Left to torch, and counted
     with the reason, are tensor subclasses, strided nested tensors, other dtypes than float16,
-    bfloat16, float32 and float64, and torch.jit.trace.
+    bfloat16, float32 and float64, and torch.jit.trace. So are a ``scale`` or ``dropout_p`` that is
+    no finite float, and ``attn_mask`` beside ``is_causal`` or of less than 2 dims.
 
     Args:
         model: any module, changed in place: the ``forward`` of it, and of every module in it that

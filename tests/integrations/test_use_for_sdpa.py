@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import inspect
+import math
 import pickle
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,6 +189,47 @@ def test_what_is_left_to_torch(make, reason):
     [said] = calls.torch
     assert reason in said
     assert str(calls) == f"fastattn  0\ntorch     1  {said}"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        *((dict(scale=x), "scale") for x in (torch.tensor(0.3), True, math.inf, math.nan)),
+        *((dict(dropout_p=x), "dropout_p") for x in (torch.tensor(0.0), False)),
+        *((dict(scale=x), None) for x in (np.float32(0.3), np.int64(1), 2)),
+        (dict(dropout_p=np.float32(0)), None),
+    ],
+)
+def test_numbers_that_torch_takes(options, reason):
+    x = draw(1, 2, 3, 4)
+    with fastattn.use_for_sdpa() as calls:
+        out = imported(x, x, x, **options)
+    torch.testing.assert_close(out, imported(x, x, x, **options), equal_nan=True)
+    assert calls.fastattn == (reason is None)
+    assert [said.startswith(reason) for said in calls.torch] == [True] * (reason is not None)
+
+
+def test_attn_mask_beside_is_causal_is_left_to_torch():
+    x = draw(1, 2, 3, 4)
+    with contextlib.suppress(RuntimeError), fastattn.use_for_sdpa() as calls:
+        imported(x, x, x, attn_mask=torch.ones(3, 3).bool(), is_causal=True)
+    assert (calls.fastattn, calls.torch.total()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (dict(attn_mask=torch.ones(()).bool()), IndexError),
+        (dict(attn_mask=torch.zeros(3)), IndexError),
+        (dict(attn_mask=torch.ones(3, 3).bool(), is_causal=True, dropout_p=0.5), RuntimeError),
+        (dict(attn_mask=causal_lower_right(3, 3), is_causal=True), ValueError),
+    ],
+)
+def test_what_torch_refuses_is_refused(options, error):
+    x = draw(1, 2, 3, 4)
+    for context in (contextlib.nullcontext(), fastattn.use_for_sdpa()):
+        with context, pytest.raises(error):
+            imported(x, x, x, **options)
 
 
 def test_a_subclass_that_changes_nothing_is_ours():
