@@ -93,11 +93,8 @@ _FAR = 2**60  # as kUnbounded in csrc/binding/attention.cpp
 def integers(name: str, x: object, device: torch.device | str | None) -> Tensor:
     """An int64 tensor from a tensor of integers, which stays on its device, or from a list."""
     if isinstance(x, Sequence) and not isinstance(x, str):
-        x = (
-            torch.tensor(x, device=device)
-            if x
-            else torch.zeros(0, dtype=torch.int64, device=device)
-        )
+        x = torch.tensor(x, device=device)
+        x = x if x.numel() else x.long()  # torch takes an empty list for floats
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected integers, a tensor or a list, got {type(x).__name__}")
     if x.dtype not in INTEGERS:

@@ -404,7 +404,7 @@ def check_limit(
         return None
     given: Any = limit
     if isinstance(limit, (list, tuple)):
-        given = torch.tensor(limit, device=query.device)
+        given = arguments.integers(name, limit, query.device)
     x = check_dense(name, given, query, arguments.INTEGERS)
     _, M, N = lead.hmn
     batch = math.prod(lead.batch)

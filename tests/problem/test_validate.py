@@ -337,6 +337,17 @@ def test_kv_len_may_have_the_batch_dims(lead):
     assert built.p.mask.kv_len.shape == (1, M)
 
 
+@pytest.mark.parametrize("attend", [scaled_dot_product_attention, attention])
+def test_lists_of_no_sample_and_of_no_row(backend, attend):
+    tensors = x(0, H, M, D), x(0, H, N, D), x(0, H, N, E)
+    mask = Mask(kv_len=[], kv_begin=[])
+    assert attend(*tensors, mask=mask, backend=backend).shape == (0, H, M, E)
+    mask = Mask(kv_len=[[], []], kv_begin=[[], []])
+    assert attend(x(B, H, 0, D), k(), v(), mask=mask, backend=backend).shape == (B, H, 0, E)
+    segments = Mask.segments([[], []])
+    assert segments.kv_len.shape == (2, 0)
+
+
 def test_kv_len_that_could_be_of_samples_or_of_rows():
     """Batch dims [1, M] and limits [1, M]: neither reading is taken silently."""
     tensors = [x(1, M, H, M, n) for n in (D, D, E)]
