@@ -57,7 +57,7 @@ def takes_jagged(packs: bool, steps: bool = True) -> Callable[[Forward], Forward
 
 def longest(x: Any) -> int:
     """The length that ``x`` (B, j, features) is padded to."""
-    return int(x.offsets().diff().max())
+    return int(x.offsets().diff().max()) if x.shape[0] else 0
 
 
 def _may_pack(module: Any, call: dict[str, Any]) -> bool:

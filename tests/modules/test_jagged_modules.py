@@ -285,6 +285,27 @@ def test_location_sensitive_attention():
     check(module, jagged, alone, [(1,) * len(KEYS), KEYS, KEYS])
 
 
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("single", SINGLE, indirect=True)
+def test_no_sequences(single, weights):
+    leaf = torch.zeros(0, DIM, requires_grad=True)
+    [x] = sequences((leaf, ()))
+    results = single(x, x, x, need_weights=weights)
+    out = results[0] if weights else results
+    assert (out.shape[0], out.values().shape) == (0, (0, DIM))
+    out.values().sum().backward()
+    assert leaf.grad.shape == (0, DIM)
+
+
+def test_no_sequences_elsewhere():
+    [x] = sequences((torch.zeros(0, DIM), ()))
+    assert fastattn.SelfAttention(DIM, 2)(x)[1].values().shape == (0, DIM)
+    assert fastattn.HardAttention(DIM)(x, x, x).values().shape == (0, DIM)
+    assert fastattn.NadarayaWatson().leave_one_out(x, x).values().shape == (0, DIM)
+    context, *_ = fastattn.LocationSensitiveAttention(DIM, DIM, 5)(torch.zeros(0, DIM), x, x)
+    assert context.shape == (0, DIM)
+
+
 # ---- bad input ----
 
 Q, K = sequences((torch.randn(sum(QUERIES), DIM), QUERIES), (torch.randn(sum(KEYS), DIM), KEYS))
