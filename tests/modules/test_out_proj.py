@@ -88,6 +88,24 @@ def test_out_proj_is_called(layer, call, grad):
         assert torch.equal(out, module.out_proj(CALLS[call](heads, x)))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_hooks_of_all_modules_take_part(grad):
+    module, x = fastattn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+
+    def triple(layer, inputs, output):
+        return 3 * output if layer is module.out_proj else None
+
+    with torch.set_grad_enabled(grad):
+        plain = module(x, x, x)[0]
+        handle = nn.modules.module.register_module_forward_hook(triple)
+        try:
+            hooked = module(x, x, x)[0]
+        finally:
+            handle.remove()
+        assert torch.equal(module(x, x, x)[0], plain)
+    torch.testing.assert_close(hooked, 3 * plain)
+
+
 @pytest.mark.parametrize("layer", [Lora, LoraLinear])
 def test_adapters_learn(layer):
     module = fastattn.MultiheadAttention(8, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import autograd
 from fastattn.backends import operators, registry, watch
@@ -84,6 +85,7 @@ def is_only_linear(layer: nn.Module) -> bool:
         or layer._backward_hooks
         or layer._backward_pre_hooks
         or "forward" in layer.__dict__
+        or _has_any_global_hook()  # of all modules
     )
 
 
