@@ -63,7 +63,8 @@ def longest(x: Any) -> int:
 def _may_pack(module: Any, call: dict[str, Any]) -> bool:
     """Whether intervals of keys say all, and nobody asks for weights."""
     weights = call["need_weights"] or getattr(module, "store_weights", False)
-    if weights or call["attn_mask"] is not None or not is_jagged(_keys(call)):
+    dense = call["attn_mask"] is not None or isinstance(call.get("bias"), Tensor)
+    if weights or dense or not is_jagged(_keys(call)):
         return False
     mask = call["mask"]
     if not isinstance(mask, Mask):

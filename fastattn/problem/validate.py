@@ -287,7 +287,7 @@ def _masks(
         own = lead.to_4d("mask.keep", own)
         keep = own if keep is None else keep & own
     if bias is not None:
-        own = _bias(lead, query, bias, added is not None)
+        own = check_bias(lead, query, bias, added is not None)
         if added is not None:  # in float64 where the scores are
             added = added.to(torch.promote_types(added.dtype, query.dtype))
         added = own if added is None else sum_of_biases(added, own)
@@ -297,7 +297,8 @@ def _masks(
     return Mask(causal, window, kv_len, keep, kv_begin), added
 
 
-def _bias(lead: Lead, query: Tensor, bias: Any, dense: bool) -> Tensor:
+def check_bias(lead: Lead, query: Tensor, bias: Any, dense: bool = False) -> Tensor:
+    """A bias as a record has it, as a matrix if that must be; raises TypeError or ValueError."""
     dtypes = query.dtype, torch.float32
     if not isinstance(bias, Relative):
         return lead.to_4d("bias", check_dense("bias", bias, query, dtypes))

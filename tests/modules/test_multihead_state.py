@@ -44,8 +44,9 @@ class TestState:
         ours, theirs = (
             inspect.signature(c.forward) for c in (MultiheadAttention, nn.MultiheadAttention)
         )
-        assert list(ours.parameters) == [*theirs.parameters, "cache"]
-        assert ours.parameters["cache"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert list(ours.parameters) == [*theirs.parameters, "cache", "bias"]
+        for name in ("cache", "bias"):
+            assert ours.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         for name, parameter in theirs.parameters.items():
             assert parameter.default == ours.parameters[name].default
 

@@ -1,6 +1,7 @@
 """A call in nn.MultiheadAttention's interface, checked and brought into one form."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from fastattn.modules.multihead import masks, projection
 from fastattn.modules.multihead.masks import Sizes
+from fastattn.problem import Mask, validate
 
 _CAUSAL_WITHOUT_MASK = (
     "Need attn_mask if specifying the is_causal hint. You may use the Transformer module method "
@@ -62,6 +64,23 @@ def canonical(
     keywords = masks.to_keywords(attn_mask, key_padding_mask, sizes)
     keywords["is_causal"] = causal
     return Inputs(query, key, value, batched, batch_first, keywords)
+
+
+def with_bias(module: nn.MultiheadAttention, call: Inputs, bias: Any, past: int = 0) -> Inputs:
+    """The call with a bias beside its masks, over its keys and ``past`` earlier ones."""
+    if bias is None:
+        return call
+    if projection.extra_keys(module):
+        raise ValueError("bias: expected a module without add_bias_kv and add_zero_attn")
+    M, B, _ = _seq_first(call.query.shape, call.batch_first)
+    N = past + call.key.shape[1 if call.batch_first else 0]
+    validate.check_bias(validate.Lead((B,), True, (module.num_heads, M, N)), call.query, bias)
+    given: dict[str, Any] = {**call.masks, "bias": bias}
+    if (added := call.masks["bias"]) is not None:  # a float mask: there is room for it elsewhere
+        if (keep := given["attn_mask"]) is not None:
+            given["mask"] = dataclasses.replace(given["mask"] or Mask(), keep=keep)
+        given["attn_mask"] = added
+    return call._replace(masks=given)
 
 
 def _add_batch_dim(*tensors: Tensor) -> list[Tensor]:

@@ -230,6 +230,7 @@ def step(
     value: Tensor | None,
     masks: _Masks,
     need_weights: bool,
+    bias: Any = None,
 ) -> Step:
     """One call of ``module`` with a cache.
 
@@ -239,14 +240,15 @@ def step(
         raise TypeError(f"cache: expected a fastattn.KVCache, got {type(cache).__name__}")
     _check_plain(module, query, key, value, *masks)
     if cache.static and not cache.is_empty:
-        return _static_step(module, cache, query, masks, need_weights)
+        return _static_step(module, cache, query, masks, need_weights, bias)
     if key is None or value is None:
         raise ValueError("key and value: expected tensors, as the cache does not hold them yet")
     if cache.static:
         call = inputs.canonical(module, query, key, value, *masks, need_weights, False)
+        call = inputs.with_bias(module, call, bias)
         q, k, v = projection.to_heads(module, call.query, call.key, call.value, call.batch_first)
         return Step(call, q, *cache.update(k, v))
-    return _growing_step(module, cache, query, key, value, masks, need_weights)
+    return _growing_step(module, cache, query, key, value, masks, need_weights, bias)
 
 
 def _check_plain(module: nn.MultiheadAttention, query: Tensor, *others: Tensor | None) -> None:
@@ -266,10 +268,12 @@ def _static_step(
     query: Tensor,
     masks: _Masks,
     need_weights: bool,
+    bias: Any,
 ) -> Step:
     """A call with a static cache that has its keys: projects the queries only."""
     like = inputs.keys_like(module, query, cache.length)
     call = inputs.canonical(module, query, *like, *masks, need_weights, False)
+    call = inputs.with_bias(module, call, bias)
     q = projection.queries_to_heads(module, call.query, call.batch_first)
     k, v = cache.key, cache.value
     assert k is not None
@@ -287,6 +291,7 @@ def _growing_step(
     value: Tensor,
     masks: _Masks,
     need_weights: bool,
+    bias: Any,
 ) -> Step:
     """A call that adds positions after the others. Each sees the keys up to its own position."""
     call = inputs.canonical(module, query, key, value, None, None, need_weights, False)
@@ -303,5 +308,6 @@ def _growing_step(
     if M > 1:  # one new query sees every key
         mask: Any = call.masks["mask"] or Mask()
         call.masks["mask"] = dataclasses.replace(mask, causal="bottom_right")
+    call = inputs.with_bias(module, call, bias, cache.length)
     q, k, v = projection.to_heads(module, call.query, call.key, call.value, call.batch_first)
     return Step(call, q, *cache.update(k, v))

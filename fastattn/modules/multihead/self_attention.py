@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.functional import Bias
 from fastattn.modules import single_head
 from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.multihead import projection
@@ -88,6 +89,7 @@ class SelfAttention(nn.Module):
         *,
         attn_mask: Tensor | None = None,
         mask: Mask | None = None,
+        bias: Bias | None = None,
         need_weights: bool = True,
         average_attn_weights: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
@@ -100,6 +102,8 @@ class SelfAttention(nn.Module):
             attn_mask: (B, H, N, N), (B, N, N) or broadcastable to them: boolean with True = take
                 part, or float, added to the scores. Default None.
             mask: a :class:`fastattn.Mask`, such as ``Mask(causal="top_left")``. Default None.
+            bias: added to the scores: a tensor that broadcasts to (B, H, N, N), with a gradient of
+                its shape, an :class:`ALiBi` or a :class:`RelativeBias`. Default None.
             need_weights: return the weights; they cost (B, N, N) numbers. Default True.
             average_attn_weights: return their mean over heads instead of each head's. Default True.
 
@@ -108,7 +112,7 @@ class SelfAttention(nn.Module):
             None; output (B, N, hidden_dim).
 
         Raises:
-            TypeError: a mask of another dtype.
+            TypeError: a mask or bias of another dtype.
             ValueError: shapes or lengths do not fit.
         """
         single_head.check_dims(x=x)
@@ -119,6 +123,7 @@ class SelfAttention(nn.Module):
             k,
             v,
             dropout_p=self.dropout if self.training else 0.0,
+            bias=bias,
             return_weights=("mean" if average_attn_weights else "full") if need_weights else None,
             **Masks(valid_lens, attn_mask, mask).over_heads(),
         )
