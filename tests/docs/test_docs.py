@@ -90,6 +90,13 @@ def test_there_is_code_and_there_are_links():
     assert {"docs/tour.md", "README.md"} <= {str(page) for page in PAGES if blocks(page)}
 
 
+def test_the_table_of_the_readme_has_the_committed_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench import summary
+
+    assert summary.table() in read("README.md"), "paste what python -m bench.summary prints"
+
+
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
