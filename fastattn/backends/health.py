@@ -62,9 +62,7 @@ class Verdict(NamedTuple):
 runner: Callable[[Check, torch.device], Verdict] | None = None
 
 _found: dict[tuple[torch.device, Check], str | None] = {}  # None: right
-_wrong: dict[tuple[torch.device, str, str, str, str], str] = {}  # by all of a check but its kind
 _loaded: set[torch.device] = set()  # those for which the file was read
-_warned: set[str] = set()
 _LOCK = threading.Lock()  # held while a check runs
 _local = threading.local()
 
@@ -84,7 +82,8 @@ def reason(
         settle(Check(backend, path, score, name, kind), device)
     else:
         _load(device)
-    wrong = _wrong.get((device, backend, path, score, name))
+    alike = device, (backend, path, score, name)
+    wrong = next((x for (d, c), x in _found.copy().items() if x and (d, c[:-1]) == alike), None)
     if wrong is not None and kind is not None:
         _warn_once(f"fastattn does not use its backend {backend!r} for such calls: {wrong}")
     return wrong
@@ -94,17 +93,15 @@ def reason(
 reason._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def is_right(check: Check, device: torch.device) -> bool:
-    """Whether a check was made on ``device``, by any process, and found no fault. Runs nothing."""
+def verdict(check: Check, device: torch.device) -> str | None:
+    """What a check found on ``device``, in any process: None if right, UNKNOWN without a verdict.
+
+    Runs nothing.
+    """
     if mode() == "0":
-        return False
+        return UNKNOWN
     _load(device)
-    return _found.get((device, check), UNKNOWN) is None
-
-
-def fault(check: Check, device: torch.device) -> str | None:
-    """What a check found wrong on ``device``; None if it is right, or there is no verdict."""
-    return _found.get((device, check)) or None
+    return _found.get((device, check), UNKNOWN)
 
 
 def mode() -> str:
@@ -123,10 +120,11 @@ def is_checking() -> bool:
 def must_wait() -> bool:
     """Whether no check may run now.
 
-    A check waits for the GPU, which no capture of a graph survives. torch's modes, such as that of
-    fake tensors, mean other tensors than real ones.
+    A check waits for the GPU, which no capture of a graph survives. Under the mode of fake tensors,
+    nobody expects that real ones are made.
     """
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling() or _captures()
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or torch.compiler.is_compiling() or _captures()
 
 
 must_wait._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -149,73 +147,52 @@ def _captures() -> bool:
 
 
 def settle(check: Check, device: torch.device) -> None:
-    """Makes a check that has no verdict yet, unless none may run now."""
-    if (device, check) in _found:
+    """Makes a check that has no verdict yet, unless none may run now.
+
+    The check has a thread of its own, in which torch is as it starts: grad mode, autocast,
+    transforms, modes, default device, streams. An interrupt ends the wait, and not the check.
+    """
+    if is_checking():  # this thread would wait for itself
         return
     _load(device)
     if (device, check) in _found or runner is None or machine(device) is None or must_wait():
         return
-    with _LOCK:  # other threads wait for the verdict
-        if (device, check) not in _found:
-            _make(check, device, runner)
-
-
-def _make(check: Check, device: torch.device, runner: Callable) -> None:
-    try:
-        reason, lasting = _in_a_thread(functools.partial(runner, check, device))
-    except Exception:  # no call may break by that
-        reason, lasting = UNKNOWN, False
-    keep(check, device, reason, lasting)
-
-
-def _in_a_thread(work: Callable[[], Any]) -> Any:
-    """The result of ``work`` in a new thread, or its error.
-
-    What torch keeps by thread is then as torch starts: grad mode, autocast, transforms, modes,
-    default device, streams.
-    """
-    found: list[Any] = []
-
-    def run() -> None:
-        _local.checking = True
-        try:
-            found.append((work(), None))
-        except BaseException as error:
-            found.append((None, error))
-
-    thread = threading.Thread(target=run, name="fastattn self-check", daemon=True)
+    work = check, device, runner
+    thread = threading.Thread(target=_make, args=work, name="fastattn self-check", daemon=True)
     thread.start()
     thread.join()
-    [(result, error)] = found
-    if error is not None:
-        raise error
-    return result
+
+
+def _make(check: Check, device: torch.device, runner: Callable[..., Verdict]) -> None:
+    _local.checking = True
+    with _LOCK:  # other checks wait for this one
+        if (device, check) in _found:
+            return
+        try:
+            reason, lasting = runner(check, device)
+        except Exception:  # no call may break by that
+            reason, lasting = UNKNOWN, False
+        keep(check, device, reason, lasting)
 
 
 def keep(check: Check, device: torch.device, reason: str | None, lasting: bool = True) -> None:
     """Keeps a verdict in this process and, if it is ``lasting``, in the file."""
-    _file_away(check, device, reason)
+    _found[device, check] = reason
     call_cache.forget()  # calls that are known to go to this backend, or to another one
     if lasting:
         _write(check, device, reason)
 
 
-def _file_away(check: Check, device: torch.device, reason: str | None) -> None:
-    if reason:
-        _wrong[(device, *check[:-1])] = reason
-    _found[device, check] = reason  # last: who finds it reads _wrong without the lock
-
-
 def forget() -> None:
     """Forgets what this process knows, for tests."""
-    for known in (_found, _wrong, _loaded, _warned):
-        known.clear()
+    _found.clear()
+    _loaded.clear()
+    _warn_once.cache_clear()
 
 
+@functools.cache
 def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=8)  # the caller of a public function
+    warnings.warn(text, RuntimeWarning, stacklevel=8)  # the caller of a public function
 
 
 # ---- the file ----
@@ -228,7 +205,7 @@ def _load(device: torch.device) -> None:
     name = machine(device)
     if name is not None and mode() != "force":
         for check, reason in _read().get(name, {}).items():
-            _file_away(Check(*check.split("/")), device, reason)
+            _found.setdefault((device, Check(*check.split("/"))), reason)  # or what is newer
     _loaded.add(device)
 
 

@@ -92,7 +92,7 @@ def suits(p: Problem) -> bool:
         return False
     if health.mode() == "force":
         health.settle(CHECK, p.device)
-    if not health.is_right(CHECK, p.device):
+    if health.verdict(CHECK, p.device) is not None:
         return False
     choose(p.device)
     return True
@@ -108,7 +108,7 @@ def path(p: Problem, tensors: Sequence[Tensor]) -> tuple[str, str]:
         return NAME, "the self-check found it right on this device"
     if health.mode() == "0":
         return USUAL, "FASTATTN_SELF_CHECK=0, and wgmma waits for the self-check"
-    wrong = health.fault(CHECK, p.device)
+    wrong = health.verdict(CHECK, p.device)
     return USUAL, f"wgmma: {wrong}" if wrong else UNCHECKED
 
 
@@ -117,7 +117,7 @@ def check(device: torch.device) -> str | None:
     if not has_capability(device) or cuda.LIBRARY_ERROR is not None or health.mode() == "0":
         return None
     health.settle(CHECK, device)
-    return health.fault(CHECK, device)
+    return health.verdict(CHECK, device) or None
 
 
 _chosen: set[torch.device] = set()

@@ -1,35 +1,21 @@
 """The self-check: a wrong backend is found once, says why, and serves no call."""
 
 import contextlib
-import json
-import os
 import threading
 import time
-import types
 import warnings
 
 import pytest
 import torch
+from fake_gpu import CPU, EAGER, backend, call, new_process, verdicts
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import cache_file, functional, scaled_dot_product_attention
 from fastattn.backends import health, registry
 from fastattn.problem import call_cache, validate
 
-CPU = torch.device("cpu")
-EAGER = registry.BACKENDS["eager"]
-
-
-def backend(forward=EAGER.forward, backward=EAGER.backward):
-    """A backend that counts its forward passes."""
-    fake = types.SimpleNamespace(calls=0, unsupported=lambda p: [], backward=backward)
-
-    def counted(*args):
-        fake.calls += 1
-        return forward(*args)
-
-    fake.forward = counted
-    return fake
+pytestmark = pytest.mark.usefixtures("fake_gpu")
 
 
 def wrong_output(*args):
@@ -61,41 +47,6 @@ def no_memory(*args):
     raise torch.OutOfMemoryError("10 MiB")
 
 
-@pytest.fixture(autouse=True)
-def _machine(monkeypatch, tmp_path):
-    """The CPU counts as a GPU, of a machine that nobody has seen."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("FASTATTN_SELF_CHECK", raising=False)
-    monkeypatch.setattr(health, "DEVICES", ("cpu",))
-    monkeypatch.setattr(health, "machine", lambda device: "a machine")
-    health.forget()
-    yield
-    health.forget()
-
-
-@pytest.fixture
-def install(monkeypatch):
-    def installed(fake):
-        monkeypatch.setattr(registry, "BACKENDS", {"fake": fake, "eager": EAGER})
-        return fake
-
-    return installed
-
-
-def call(backend="auto", shape=(1, 2, 3, 4), **options):
-    q = torch.randn(shape)
-    return scaled_dot_product_attention(q, q, q, backend=backend, **options)
-
-
-def new_process():
-    health.forget()
-    call_cache.forget()
-
-
-def verdicts():
-    return cache_file.read(health.FILE)["a machine"]
-
-
 def test_a_right_backend_is_checked_once(install):
     fake = install(backend())
     call("fake")
@@ -125,7 +76,7 @@ def test_a_backend_that_lies_warns_once_and_serves_nothing(install, lie, what):
     with pytest.warns(RuntimeWarning, match=what) as caught:
         call()
     assert len(caught) == 1
-    assert caught[0].filename == __file__
+    assert caught[0].filename == call.__code__.co_filename
     calls = lie.calls
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -208,6 +159,18 @@ def test_a_backend_that_compiles_is_checked_on_the_kernels_of_the_call(install, 
         "fake//dot/float32/plain decoding",
         "fake//dot/float32/rich",
     }
+
+
+def test_the_newest_verdict_counts(monkeypatch):
+    check = health.Check("fake", "", "dot", "float32", "")
+    about = *check[:-1], CPU, None
+    health.keep(check, CPU, "wrong")
+    assert health.reason(*about) == "wrong"
+    health.keep(check, CPU, None)
+    assert health.reason(*about) is None
+    health.forget()
+    health.keep(check, CPU, "it raises", lasting=False)
+    assert health.reason(*about) == "it raises"  # the file says that it is right
 
 
 # ---- when nothing runs ----
@@ -295,6 +258,17 @@ def test_fake_tensors_and_compilers_run_no_check(install):
     assert health._found
 
 
+def test_modes_of_real_tensors_run_the_check(install):
+    """Such as those that count operations, or choose what a checkpoint keeps."""
+    lie = install(backend(wrong_output))
+    with FlopCounterMode(display=False), pytest.warns(RuntimeWarning, match="out of"):
+        call()
+    assert verdicts()["fake//dot/float32/"].startswith("its error is")
+    calls = lie.calls
+    call()
+    assert lie.calls == calls
+
+
 def test_a_compiler_knows_what_is_wrong(install):
     lie = install(backend(wrong_output))
     with pytest.warns(RuntimeWarning):
@@ -363,6 +337,46 @@ def test_one_of_many_threads_makes_the_check(install):
     assert slow.calls > 6
 
 
+def test_an_interrupt_ends_the_wait_and_not_the_check(install, monkeypatch):
+    """Other checks wait for the thread that was left, and its verdict stands."""
+    began, runs = threading.Event(), []
+
+    def runner(check, device):
+        runs.append(check)
+        began.set()
+        time.sleep(0.3)
+        return health.Verdict("wrong")
+
+    def interrupt(thread, timeout=None):
+        assert began.wait(20)
+        raise KeyboardInterrupt
+
+    check = health.Check("fake", "", "dot", "float32", "")
+    monkeypatch.setattr(health, "runner", runner)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            health.settle(check, CPU)
+    assert health.verdict(check, CPU) == health.UNKNOWN
+    health.settle(check, CPU)
+    assert runs == [check]
+    assert health.verdict(check, CPU) == "wrong"
+
+
+def test_a_check_settles_no_other(monkeypatch):
+    """The thread of a check would wait for itself."""
+    one, other = (health.Check("fake", "", "dot", x, "") for x in ("float32", "float16"))
+    monkeypatch.setattr(
+        health, "runner", lambda check, device: health.Verdict(health.settle(other, device))
+    )
+    thread = threading.Thread(target=health.settle, args=(one, CPU), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert health.verdict(one, CPU) is None
+    assert health.verdict(other, CPU) == health.UNKNOWN
+
+
 def test_a_check_makes_no_check(install):
     """Not even where a backend calls a public function."""
 
@@ -380,69 +394,11 @@ def test_a_check_makes_no_check(install):
 def test_a_known_verdict_costs_a_lookup(install, monkeypatch):
     install(backend())
     call()
-    for name in ("settle", "_load", "_in_a_thread"):
+    for name in ("_make", "_read", "_write"):
+        monkeypatch.setattr(health, name, None)
+    call_cache.forget()
+    call()
+    for name in ("reason", "settle", "_load"):
         monkeypatch.setattr(health, name, None)
     call()  # known by the cache of calls
     monkeypatch.undo()
-
-
-# ---- the file ----
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{", "7", '{"a machine": 1}', '{"a machine": {"x": null}}', "\ud800",
-     '{"a machine": {"fake//dot/float32/": 3}}', '{"a machine": {"fake//dot/float32/": ""}}',
-     '{"another": {"fake//dot/float32/": "wrong"}}', '{"a machine": {"fake/dot/float32": "old"}}',
-     "[" * 100_000],
-)  # fmt: skip
-def test_a_file_that_says_nothing_is_written_anew(install, text):
-    file = cache_file.path(health.FILE)
-    file.parent.mkdir()
-    file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    fake = install(backend())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        call()
-    assert fake.calls > 1
-    assert verdicts()["fake//dot/float32/"] is None
-    assert os.listdir(file.parent) == [file.name]
-
-
-def test_a_folder_that_cannot_be_written(install, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    fake = install(backend())
-    call()
-    calls = fake.calls
-    call(shape=(1, 2, 5, 4))
-    assert fake.calls == calls + 1
-
-
-def test_the_latest_machines_stay(install, monkeypatch):
-    install(backend())
-    check = health.Check("fake", "", "dot", "float32", "")
-    for n in range(health.MOST_MACHINES + 1):
-        monkeypatch.setattr(health, "machine", lambda device, n=n: f"machine {n}")
-        health.keep(check, CPU, None)
-    known = json.loads(cache_file.path(health.FILE).read_text())
-    assert list(known) == [f"machine {n}" for n in range(1, health.MOST_MACHINES + 1)]
-
-
-def test_a_machine_is_all_that_a_verdict_depends_on(monkeypatch):
-    monkeypatch.undo()
-    health.machine.cache_clear()
-    assert health.machine(CPU) is None
-    device = torch.device("cuda", 0)
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    assert health.machine(device) is None
-    health.machine.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    name = health.machine(device)
-    health.machine.cache_clear()
-    assert name.startswith("NVIDIA H200, capability 9.0, driver ")
-    assert f"torch {torch.__version__}" in name
-    assert all(part in name for part in ("Triton ", "build "))
