@@ -1,19 +1,19 @@
 """Self-checks in child processes, which may hang or crash: what ``python -m fastattn`` makes.
 
-A child makes one check after the other and prints a line for each verdict. If it falls silent or
-dies, that is the verdict on the check at hand, and another child makes the rest.
+A child makes one check and prints a line with its verdict. If the child falls silent or dies, that
+is the verdict.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 
 import torch
 
@@ -22,11 +22,10 @@ from fastattn.backends import health, operators, registry, wgmma
 from fastattn.backends.health import Check, Verdict
 from fastattn.problem import validate
 
-SECONDS = 180  # without a line from a child; Triton compiles for most of them
-SECONDS_TO_BEGIN = 120
-SECONDS_TO_END = 10
+SECONDS = 300  # of a child; Triton compiles for most of them
+SECONDS_TO_DIE = 10  # a process that waits for a driver may outlive its end
 COMMAND = (sys.executable, "-m", "fastattn", "--child")
-SIGN = "fastattn self-check: "  # of a child's own lines
+SIGN = "fastattn self-check: "  # before what a child says, behind whatever a library has printed
 READY = "ready"
 NONE = Verdict(health.UNKNOWN, lasting=False)
 
@@ -48,9 +47,11 @@ def everyday(device: torch.device) -> dict[Check, Verdict]:
     """Makes the checks of everyday calls that a device can run, and keeps their verdicts."""
     if health.mode() == "0" or health.machine(device) is None:
         return {}
-    found = in_children([check for check in EVERYDAY if _runs(check, device)], device)
-    for check, (reason, lasting) in found.items():
-        health.keep(check, device, reason, lasting)
+    found = {}
+    for check in EVERYDAY:
+        if _runs(check, device):
+            found[check] = in_child(check, device)
+            health.keep(check, device, *found[check])
     return found
 
 
@@ -66,101 +67,65 @@ def _runs(check: Check, device: torch.device) -> bool:
 # ---- the parent ----
 
 
-def in_children(
-    checks: Sequence[Check],
+def in_child(
+    check: Check,
     device: torch.device,
     command: Sequence[str] = COMMAND,
     seconds: float = SECONDS,
-) -> dict[Check, Verdict]:
-    """A verdict on each check, from children that ``command`` starts."""
-    left, found = list(checks), {}
-    while left:
-        made = dict(zip(left, _from_child(left, device, command, seconds), strict=False))
-        found |= made or dict.fromkeys(left, NONE)  # it could not begin
-        left = [check for check in left if check not in found]
-    return found
-
-
-def _from_child(
-    checks: list[Check], device: torch.device, command: Sequence[str], seconds: float
-) -> Iterator[Verdict]:
-    """Verdicts on the first checks, as many as one child makes."""
+) -> Verdict:
+    """The verdict on a check, from a child that ``command`` starts."""
     paths = str(operators.PACKAGE.parent), os.environ.get("PYTHONPATH", "")
-    child = subprocess.Popen(
-        [*command, str(device), json.dumps(checks)], stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )  # fmt: skip
-    silent = threading.Event()
-    lines = _lines(child, seconds, silent)
-    try:
-        if next(lines, None) != READY:
-            return
-        for _ in checks:
-            line = next(lines, None)
-            if line is None:
-                _stop(child)
-                yield _end(child, seconds if silent.is_set() else None)
-                return
-            reason, lasting, may_go_on = json.loads(line)
-            yield Verdict(reason, lasting)
-            if not may_go_on:
-                return
-    finally:  # also where nobody asks for more
-        _stop(child)
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "FASTATTN_SELF_CHECK": "0"}
+    own["FASTATTN_CUDA_PATH"] = ""  # the check says which path it takes
+    with tempfile.TemporaryFile() as output:  # a pipe would stay open while grandchildren live
+        child = subprocess.Popen(
+            [*command, str(device), json.dumps(check)],
+            stdout=output, env=os.environ | own, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if child.returncode is None:
+                _end(child)
+        output.seek(0)
+        return _read(output.read().decode("utf-8", "replace"), status, seconds)
 
 
-def _lines(child: subprocess.Popen[str], seconds: float, silent: threading.Event) -> Iterator[str]:
-    """A child's own lines; it is killed when it falls silent."""
-
-    def kill() -> None:
-        silent.set()
-        child.kill()
-
-    assert child.stdout is not None
-    for limit in itertools.chain([max(seconds, SECONDS_TO_BEGIN)], itertools.repeat(seconds)):
-        timer = threading.Timer(limit, kill)
-        timer.start()
-        line = child.stdout.readline()
-        timer.cancel()
-        if not line:
-            return
-        if line.startswith(SIGN):
-            yield line.removeprefix(SIGN).strip()
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ends a child and all that it started, without waiting for what cannot end."""
+    os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(SECONDS_TO_DIE)
 
 
-def _end(child: subprocess.Popen[str], seconds: float | None) -> Verdict:
-    """How a child ended in the middle of a check; ``seconds``: of silence, for which it ended."""
-    if seconds is not None:
-        return Verdict(f"it hangs: no result within {seconds:g} s; {self_check.HOW_ELSE}")
-    if child.returncode == -signal.SIGKILL:  # someone else's, as where memory ran out
+def _read(text: str, status: int | None, seconds: float) -> Verdict:
+    """The verdict of a child that printed ``text``; its exit status is None if it took too long."""
+    _, *said = [x.partition("\n")[0] for x in text.split(SIGN)]
+    if READY not in said:
         return NONE
-    return Verdict(f"its process ended with status {child.returncode}; {self_check.HOW_ELSE}")
-
-
-def _stop(child: subprocess.Popen[str]) -> None:
-    if child.stdout is not None:
-        child.stdout.close()
-    try:
-        child.wait(timeout=SECONDS_TO_END)
-    except subprocess.TimeoutExpired:  # done, but it does not end
-        child.kill()
-        child.wait()
+    if said[-1] != READY:
+        return Verdict(*json.loads(said[-1]))
+    if status is None:
+        return Verdict(f"it hangs: no result within {seconds:g} s; {self_check.HOW_ELSE}")
+    if status == -signal.SIGKILL:  # someone else's, as where memory ran out
+        return NONE
+    return Verdict(f"its process ended with status {status}; {self_check.HOW_ELSE}")
 
 
 # ---- the child ----
 
 
-def child(device: torch.device, checks: str) -> None:
-    """Makes the checks, as JSON has them, and prints their verdicts."""
+def child(device: torch.device, text: str) -> None:
+    """Makes a check, as JSON has it, and prints its verdict."""
+    signal.alarm(2 * SECONDS)  # should the parent be gone
     torch.zeros(1, device=device)
     print(f"{SIGN}{READY}", flush=True)
-    for check in json.loads(checks):
-        reason, lasting = _verdict(Check(*check), device)
-        broken = reason not in (None, health.UNKNOWN) and _is_broken(device)
-        # Nothing else ran in this process.
-        print(f"{SIGN}{json.dumps([reason, lasting or broken, not broken])}", flush=True)
-        if broken:
-            return
+    reason, lasting = _verdict(Check(*json.loads(text)), device)
+    # An error is one of the backend's where it broke the device, as nothing else ran here.
+    lasting = lasting or (reason != health.UNKNOWN and _is_broken(device))
+    print(f"{SIGN}{json.dumps([reason, lasting])}", flush=True)
 
 
 def _verdict(check: Check, device: torch.device) -> Verdict:

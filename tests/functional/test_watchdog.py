@@ -1,22 +1,30 @@
-"""Self-checks in child processes: one that hangs or crashes is a verdict, and the rest is made."""
+"""Self-checks in child processes: one that hangs or crashes is a verdict."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 import torch
 
-from fastattn import doctor, watchdog
+from fastattn import doctor, self_check, watchdog
 from fastattn.backends import health, registry, wgmma
 from fastattn.backends.health import Check, Verdict
 
 CPU = torch.device("cpu")
 
 EAGER = registry.BACKENDS["eager"]
+POPEN = subprocess.Popen
 RIGHT = Verdict(None)
+
+
+@pytest.fixture(autouse=True)
+def _no_alarm(monkeypatch):
+    monkeypatch.setattr(watchdog.signal, "alarm", lambda seconds: None)
 
 
 def check(name):
@@ -25,92 +33,152 @@ def check(name):
 
 # ---- the parent ----
 
-# A child whose checks end as the names of their backends say.
+# A child whose check ends as the name of its backend says.
 SCRIPT = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
 SIGN = "fastattn self-check: "
+name, *_ = json.loads(sys.argv[-1])
 print("a library talks", flush=True)
 print(SIGN + "ready", flush=True)
-for name, *_ in json.loads(sys.argv[-1]):
-    if name == "hangs":
-        time.sleep(60)
-    if name == "crashes":
-        os._exit(3)
-    if name == "killed":
-        os.kill(os.getpid(), 9)
-    print("a library talks", flush=True)
-    print(SIGN + json.dumps(["wrong" if name == "breaks" else None, True, name != "breaks"]),
-          flush=True)
-    if name == "breaks":
-        break
-    if name == "stays":
-        time.sleep(60)
+sys.stdout.write("a library talks without an end of the line")
+if name == "hangs":
+    time.sleep(60)
+if name == "hangs with a compiler":
+    with open(os.environ["FIFO"], "w") as writer:
+        subprocess.run(["sleep", "60"], stderr=writer)
+if name == "crashes":
+    os._exit(3)
+if name == "says goodbye and crashes":
+    os.close(1)
+    time.sleep(1)
+    os.abort()
+if name == "killed":
+    os.kill(os.getpid(), 9)
+print(SIGN + json.dumps(["wrong" if name == "wrong" else None, True]), flush=True)
+if name == "stays":
+    time.sleep(60)
 """
 
 
-def in_children(*names, command=(sys.executable, "-S", "-c", SCRIPT), seconds=20.0):
-    checks = [check(name) for name in names]
-    found = watchdog.in_children(checks, CPU, command, seconds)
-    assert list(found) == checks
-    return list(found.values())
+def in_child(name, command=(sys.executable, "-S", "-c", SCRIPT), seconds=20.0):
+    return watchdog.in_child(check(name), CPU, command, seconds)
 
 
-def test_each_check_gets_its_verdict():
-    breaks, right, crashes, killed, again = in_children(
-        "breaks", "right", "crashes", "killed", "right too"
-    )
-    assert breaks == Verdict("wrong")
-    assert right == again == RIGHT
+def test_a_check_gets_its_verdict():
+    assert in_child("right") == RIGHT
+    assert in_child("wrong") == Verdict("wrong")
+    assert in_child("killed") == watchdog.NONE  # by the system where memory ran out, for example
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("crashes", 3), ("says goodbye and crashes", -signal.SIGABRT)]
+)
+def test_what_crashes_is_wrong(name, status):
+    crashes = in_child(name)
     assert crashes.lasting
-    assert crashes.reason.startswith("its process ended with status 3; FASTATTN_SELF_CHECK=0")
-    assert killed == watchdog.NONE  # by the system where memory ran out, for example
+    start = f"its process ended with status {status}; FASTATTN_SELF_CHECK=0"
+    assert crashes.reason.startswith(start)
 
 
-def test_what_hangs_is_wrong():
-    right, hangs, again = in_children("right", "hangs", "right too", seconds=2)
+@pytest.fixture
+def children(monkeypatch):
+    """The children that were started."""
+    started = []
+
+    def popen(*args, **options):
+        started.append(POPEN(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(watchdog.subprocess, "Popen", popen)
+    return started
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs with a compiler"])
+def test_what_hangs_is_wrong(name, children, monkeypatch, tmp_path):
+    """A compiler that the child started ends with the child, and nobody waits for it."""
+    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
+    os.mkfifo(tmp_path / "fifo")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    began = time.monotonic()
+    hangs = in_child(name, seconds=2)
+    assert time.monotonic() - began < 30
     assert hangs.reason.startswith("it hangs: no result within 2 s; FASTATTN_SELF_CHECK=0")
     assert hangs.lasting
-    assert right == again == RIGHT
+    assert [child.poll() for child in children] == [-signal.SIGKILL]
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # the end, as nobody can write any more
+    assert time.monotonic() - began < 30
+    os.close(reader)
 
 
-def test_a_child_that_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr(watchdog, "SECONDS_TO_END", 0.5)
-    children = []
-    start = subprocess.Popen
-    monkeypatch.setattr(
-        watchdog.subprocess,
-        "Popen",
-        lambda *a, **k: children.append(start(*a, **k)) or children[-1],
-    )
-    assert in_children("stays") == [RIGHT]
+def test_a_child_that_does_not_end_is_ended(children):
+    assert in_child("stays", seconds=2) == RIGHT
     assert [child.poll() for child in children] == [-signal.SIGKILL]
 
 
-def test_children_that_do_not_begin_say_nothing_of_a_backend():
+def test_an_interrupt_ends_the_child(children, monkeypatch):
+    def interrupt(child, timeout=None):
+        if timeout == 20:
+            raise KeyboardInterrupt
+        return wait(child, timeout)
+
+    wait = POPEN.wait
+    monkeypatch.setattr(POPEN, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        in_child("hangs")
+    assert [child.poll() for child in children] == [-signal.SIGKILL]
+
+
+def test_a_child_that_does_not_begin_says_nothing_of_a_backend():
     command = sys.executable, "-S", "-c", "raise SystemExit(1)"
-    assert in_children("right", "other", command=command) == [watchdog.NONE] * 2
+    assert in_child("right", command=command) == watchdog.NONE
 
 
 @pytest.mark.slow
 def test_a_child_loads_this_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    checks = [Check("eager", "", "dot", "float32", "plain decoding")]
-    assert watchdog.in_children(checks, CPU) == {checks[0]: RIGHT}
+    eager = Check("eager", "", "dot", "float32", "plain decoding")
+    assert watchdog.in_child(eager, CPU) == RIGHT
+
+
+def test_a_child_takes_the_path_of_its_check_alone(monkeypatch):
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    script = """
+import os
+print("fastattn self-check: ready")
+print("fastattn self-check: [null, %s]" % ("false" if os.environ["FASTATTN_CUDA_PATH"] else "true"))
+"""
+    assert in_child("any", command=(sys.executable, "-S", "-c", script)) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("check", "named", "apart"),
+    [
+        (wgmma.CHECK, "", True),
+        (Check("cuda", "", "dot", "bfloat16", ""), "wgmma", True),
+        (Check("cuda", "", "dot", "bfloat16", ""), "", False),
+        (Check("triton", "", "dot", "bfloat16", "plain"), "wgmma", False),
+    ],
+)
+def test_no_process_of_a_user_tries_warpgroups(monkeypatch, check, named, apart):
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", named)
+    monkeypatch.setattr(watchdog, "in_child", lambda *args: "in a child")
+    monkeypatch.setattr(self_check, "run", lambda *args: "here")
+    assert health.runner(check, CPU) == ("in a child" if apart else "here")
 
 
 # ---- the child ----
 
 
-def verdicts_of(capfd, monkeypatch, **forwards):
-    """What a child prints of backends with these forward passes."""
-    for name, forward in forwards.items():
-        fake = types.SimpleNamespace(forward=forward, backward=EAGER.backward)
-        monkeypatch.setitem(registry.BACKENDS, name, fake)
-    watchdog.child(CPU, json.dumps([check(name) for name in forwards]))
-    ready, *lines = capfd.readouterr().out.splitlines()
+def verdict_of(capfd, monkeypatch, forward):
+    """What a child prints of a backend with this forward pass."""
+    fake = types.SimpleNamespace(forward=forward, backward=EAGER.backward)
+    monkeypatch.setitem(registry.BACKENDS, "fake", fake)
+    watchdog.child(CPU, json.dumps(check("fake")))
+    ready, line = capfd.readouterr().out.splitlines()
     assert ready == f"{watchdog.SIGN}{watchdog.READY}"
-    return [json.loads(line.removeprefix(watchdog.SIGN)) for line in lines]
+    return json.loads(line.removeprefix(watchdog.SIGN))
 
 
 def lies(*args):
@@ -126,31 +194,37 @@ def no_memory(*args):
     raise torch.OutOfMemoryError
 
 
-def test_a_child_goes_on_after_a_wrong_backend(capfd, monkeypatch):
-    found = verdicts_of(
-        capfd, monkeypatch, lies=lies, raises=raises, empty=no_memory, right=EAGER.forward
-    )
-    assert [x[1:] for x in found] == [[True, True], [False, True], [False, True], [True, True]]
-    assert found[0][0].startswith("its error is")
-    assert found[1][0].startswith("it raises RuntimeError: mine;")
-    assert [found[2][0], found[3][0]] == [health.UNKNOWN, None]
+@pytest.mark.parametrize(
+    ("forward", "reason", "lasting"),
+    [(lies, "its error is", True), (raises, "it raises RuntimeError: mine;", False)],
+)
+def test_a_child_tells_what_is_wrong(capfd, monkeypatch, forward, reason, lasting):
+    found = verdict_of(capfd, monkeypatch, forward)
+    assert found[0].startswith(reason)
+    assert found[1] == lasting
 
 
-def test_a_broken_device_ends_the_child_and_is_wrong(capfd, monkeypatch):
+def test_a_child_tells_of_a_right_backend_and_of_no_verdict(capfd, monkeypatch):
+    assert verdict_of(capfd, monkeypatch, EAGER.forward) == [None, True]
     monkeypatch.setattr(watchdog, "_is_broken", lambda device: True)
-    [(reason, *others)] = verdicts_of(capfd, monkeypatch, raises=raises, right=EAGER.forward)
+    assert verdict_of(capfd, monkeypatch, no_memory) == [health.UNKNOWN, False]
+
+
+def test_an_error_that_broke_the_device_lasts(capfd, monkeypatch):
+    monkeypatch.setattr(watchdog, "_is_broken", lambda device: True)
+    reason, lasting = verdict_of(capfd, monkeypatch, raises)
     assert reason.startswith("it raises RuntimeError: mine;")
-    assert others == [True, False]
+    assert lasting
 
 
 # ---- the doctor ----
 
 
 def test_the_doctor_is_its_own_child(capfd):
-    checks = [Check("eager", "", "dot", "bfloat16", "plain decoding")]
-    doctor.main(["--child", "cpu", json.dumps(checks)])
+    eager = Check("eager", "", "dot", "bfloat16", "plain decoding")
+    doctor.main(["--child", "cpu", json.dumps(eager)])
     lines = capfd.readouterr().out.splitlines()
-    assert lines == [f"{watchdog.SIGN}ready", f"{watchdog.SIGN}[null, true, true]"]
+    assert lines == [f"{watchdog.SIGN}ready", f"{watchdog.SIGN}[null, true]"]
 
 
 def test_the_doctor_keeps_what_the_children_found(monkeypatch, tmp_path, capsys):
@@ -159,9 +233,9 @@ def test_the_doctor_keeps_what_the_children_found(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(health, "machine", lambda device: "a machine")
     monkeypatch.setattr(watchdog, "_runs", lambda check, device: check.dtype == "float32")
     reasons = {True: None, False: "it hangs"}
-    monkeypatch.setattr(watchdog, "in_children", lambda checks, device: {
-        check: Verdict(reasons[check.score == "dot"]) for check in checks
-    })  # fmt: skip
+    monkeypatch.setattr(
+        watchdog, "in_child", lambda check, device: Verdict(reasons[check.score == "dot"])
+    )
     for name in ("calls", "checks"):
         monkeypatch.setattr(doctor, name, lambda device: {})
     monkeypatch.setattr(doctor, "SECONDS", 0.01)
@@ -175,14 +249,17 @@ def test_the_doctor_keeps_what_the_children_found(monkeypatch, tmp_path, capsys)
     assert health.verdict(right, CPU) is None
     assert health.verdict(wrong, CPU) == "it hangs"
     health.forget()
+    monkeypatch.setattr(watchdog, "in_child", lambda *args: pytest.fail("a child was started"))
     monkeypatch.setenv("FASTATTN_SELF_CHECK", "0")
     assert watchdog.everyday(CPU) == {}
 
 
-def test_which_checks_a_device_runs():
+def test_which_checks_a_device_runs(monkeypatch):
     """None without a GPU, but for those of backends that other tests interpret."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "1")
+    monkeypatch.setattr(watchdog, "in_child", lambda *args: pytest.fail("a child was started"))
     assert watchdog.everyday(CPU) == {}
     assert not watchdog._runs(wgmma.CHECK, CPU)
     assert not any(watchdog._runs(check, CPU) for check in watchdog.EVERYDAY
