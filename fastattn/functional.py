@@ -366,11 +366,12 @@ def _attend(
     inputs = validate.build(score, *cast, **options)
     if sink is not None:
         sinks.check(sink, inputs.q)
-    p, chosen = inputs.p, registry.select(inputs.p, backend)
+    p, biased = inputs.p, inputs.bias is not None
+    chosen = registry.select(p, backend, biased)
     forward = registry.faster_forward(p, backend, chosen)
     seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
-    biased, grad = inputs.bias is not None, autograd.needs_autograd(*canonical, inputs.bias)
+    grad = autograd.needs_autograd(*canonical, inputs.bias)
     watch.call(p, backend, biased, canonical[:3], grad)
     if call is not None and registry.may_remember(p):
         call_cache.remember(seen, canonical, inputs.bias, call)

@@ -75,7 +75,7 @@ def autotune(
         found[name] = _descend(start, with_config)
     tuned.remember(p.device, found)
     if p.score == "dot":
-        wgmma.check(p.device)
+        wgmma.is_right(p.device, may_check=True)
     return found
 
 

@@ -31,14 +31,18 @@ NONE = Verdict(health.UNKNOWN, lasting=False)
 
 # What most calls need. Triton compiles kernels for each.
 EVERYDAY = (
-    Check("triton", "", "dot", "bfloat16", "plain"),
-    Check("triton", "", "dot", "bfloat16", "plain decoding"),
-    Check("triton", "", "dot", "float32", "plain"),
-    Check("triton", "", "additive", "float32", "plain"),
-    Check("cuda", "", "dot", "bfloat16", ""),
-    Check("cuda", "", "dot", "float16", ""),
-    Check("cuda", "", "additive", "float32", ""),
-    Check("cuda", "", "additive", "bfloat16", ""),
+    Check("triton", "dot", "bfloat16", "plain"),
+    Check("triton", "dot", "bfloat16", "plain decoding"),
+    Check("triton", "dot", "bfloat16", "plain D<=128"),
+    Check("triton", "dot", "bfloat16", "plain decoding D<=128"),
+    Check("triton", "dot", "float32", "plain"),
+    Check("triton", "dot", "float32", "plain decoding"),
+    Check("triton", "dot", "float32", "rich"),
+    Check("triton", "additive", "float32", "plain"),
+    Check("cuda", "dot", "bfloat16", ""),
+    Check("cuda", "dot", "float16", ""),
+    Check("cuda", "additive", "float32", ""),
+    Check("cuda", "additive", "bfloat16", ""),
     wgmma.CHECK,
 )
 
@@ -60,7 +64,7 @@ def _runs(check: Check, device: torch.device) -> bool:
     q = torch.zeros(1, 1, 64, 64, dtype=dtype, device=device)
     w = torch.zeros(1, 64, dtype=dtype, device=device) if check.score == "additive" else None
     p = validate.build("additive" if w is not None else "dot", q, q, q, w).p
-    fits = check != wgmma.CHECK or wgmma.is_possible(p)
+    fits = check != wgmma.CHECK or wgmma.has_capability(device)
     return fits and not registry.get(check.backend).unsupported(p)
 
 
@@ -120,9 +124,11 @@ def _read(text: str, status: int | None, seconds: float) -> Verdict:
 def child(device: torch.device, text: str) -> None:
     """Makes a check, as JSON has it, and prints its verdict."""
     signal.alarm(2 * SECONDS)  # should the parent be gone
+    check = Check(*json.loads(text))
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if check.dtype == "TF32" else "ieee"
     torch.zeros(1, device=device)
     print(f"{SIGN}{READY}", flush=True)
-    reason, lasting = _verdict(Check(*json.loads(text)), device)
+    reason, lasting = _verdict(check, device)
     # An error is one of the backend's where it broke the device, as nothing else ran here.
     lasting = lasting or (reason != health.UNKNOWN and _is_broken(device))
     print(f"{SIGN}{json.dumps([reason, lasting])}", flush=True)

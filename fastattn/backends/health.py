@@ -4,7 +4,7 @@ The first use of a backend on a device, driver, torch, Triton and build never se
 problems, forward and backward (``fastattn/self_check.py``). A wrong backend warns once, and has a
 reason against it from then on. ``$XDG_CACHE_HOME/fastattn/health.json`` keeps verdicts by machine:
 
-    {"NVIDIA H200, capability 9.0, ...": {"triton//dot/bfloat16/plain": null}}
+    {"NVIDIA H200, capability 9.0, ...": {"triton/dot/bfloat16/plain": null}}
 
 null means right, a text says what is wrong. The environment variable ``FASTATTN_SELF_CHECK`` turns
 checks off (``0``), or makes each process check again (``force``).
@@ -39,15 +39,13 @@ class Check(NamedTuple):
     """What a verdict is about. Its text has no slash, as the file joins the fields by slashes."""
 
     backend: str
-    path: str  # through the backend's kernels, "" for the usual one
     score: str
-    dtype: str
+    dtype: str  # names of torch's, or TF32: see dtype_name
     kind: str  # of the problems, where kinds are kernels of their own: see registry.py
 
     def __str__(self) -> str:
-        path = f", path {self.path}" if self.path else ""
         kind = f", {self.kind} calls" if self.kind else ""
-        return f"{self.backend}{path}: {self.score}, {self.dtype}{kind}"
+        return f"{self.backend}: {self.score}, {self.dtype}{kind}"
 
 
 class Verdict(NamedTuple):
@@ -67,26 +65,20 @@ _LOCK = threading.Lock()  # held while a check runs
 _local = threading.local()
 
 
-def reason(
-    backend: str, path: str, score: str, dtype: torch.dtype | str, device: torch.device,
-    kind: str | None,
-) -> str | None:  # fmt: skip
+def reason(fields: tuple[str, ...], device: torch.device, may_check: bool) -> str | None:
     """Why a backend must not compute such calls on ``device``; None if nothing is known against it.
 
-    Runs the check if there is no verdict on ``kind`` yet. If ``kind`` is None, nothing runs.
+    A backend that is wrong in one kind is trusted in none. ``fields`` are those of a check, as
+    torch.compile hands on no named tuple. ``may_check``: whether the check may run if there is no
+    verdict yet.
     """
     if mode() == "0" or is_checking():
         return None
-    name = str(dtype).removeprefix("torch.")
-    if kind is not None:
-        settle(Check(backend, path, score, name, kind), device)
-    else:
-        _load(device)
-    alike = device, (backend, path, score, name)
-    wrong = next((x for (d, c), x in _found.copy().items() if x and (d, c[:-1]) == alike), None)
-    if wrong is not None and kind is not None:
-        _warn_once(f"fastattn does not use its backend {backend!r} for such calls: {wrong}")
-    return wrong
+    if may_check:
+        settle(Check(*fields), device)
+    _load(device)
+    alike = device, fields[:-1]
+    return next((x for (d, c), x in _found.copy().items() if x and (d, c[:-1]) == alike), None)
 
 
 # Like the reasons in _gpu.py: what the machine is cannot be traced.
@@ -102,6 +94,21 @@ def verdict(check: Check, device: torch.device) -> str | None:
         return UNKNOWN
     _load(device)
     return _found.get((device, check), UNKNOWN)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Warns the caller of a public function."""
+    warnings.warn(text, RuntimeWarning, stacklevel=7)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as checks name it: products of float32 are others where torch allows TF32."""
+    fast = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "TF32" if fast else str(dtype).removeprefix("torch.")
+
+
+dtype_name._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def mode() -> str:
@@ -152,7 +159,7 @@ def settle(check: Check, device: torch.device) -> None:
     The check has a thread of its own, in which torch is as it starts: grad mode, autocast,
     transforms, modes, default device, streams. An interrupt ends the wait, and not the check.
     """
-    if is_checking():  # this thread would wait for itself
+    if mode() == "0" or is_checking():  # this thread would wait for itself
         return
     _load(device)
     if (device, check) in _found or runner is None or machine(device) is None or must_wait():
@@ -187,12 +194,7 @@ def forget() -> None:
     """Forgets what this process knows, for tests."""
     _found.clear()
     _loaded.clear()
-    _warn_once.cache_clear()
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=8)  # the caller of a public function
+    warn_once.cache_clear()
 
 
 # ---- the file ----

@@ -93,38 +93,52 @@ def log_base(name: str) -> float:
     return 1.0 if name == "eager" else math.log(2)
 
 
-def against(name: str, p: Problem, may_check: bool = True) -> list[str]:
+def against(name: str, p: Problem, bias: bool = False, may_check: bool = True) -> list[str]:
     """Why a backend cannot compute ``p`` here and now; empty if it can.
 
-    ``may_check``: whether its self-check may run, if there is no verdict yet.
+    ``bias``: whether there is one. ``may_check``: whether the backend's self-check may run, if
+    there is no verdict yet.
     """
     reasons = BACKENDS[name].unsupported(p)
     if name != "eager" and _exporting_to_onnx():
         return [*reasons, "ONNX has PyTorch's operators only, and eager is made of those"]
     if reasons or name == "eager" or p.device.type not in health.DEVICES:
         return reasons
-    wrong = _found_wrong(name, p, may_check and not torch.compiler.is_compiling())
+    wrong = _found_wrong(name, p, bias, may_check and not torch.compiler.is_compiling())
     return [] if wrong is None else [wrong]
 
 
-def _found_wrong(name: str, p: Problem, may_check: bool) -> str | None:
+def _found_wrong(name: str, p: Problem, bias: bool, may_check: bool) -> str | None:
     """What the self-check of a backend found wrong, of calls like ``p``."""
-    if name == "cuda" and wgmma.is_named() and wgmma.is_possible(p):
-        return health.reason(*wgmma.CHECK[:4], p.device, wgmma.CHECK.kind if may_check else None)
-    kind = None
-    if may_check:  # sizes may be symbols otherwise
-        kind = _kind(p) if name in COMPILING else ""
-    return health.reason(name, "", p.score, p.dtype, p.device, kind)
+    check = check_of(name, p, bias)
+    wrong = health.reason((*check,), p.device, may_check)
+    if wrong is None:
+        return None
+    if check.kind == wgmma.NAME:
+        wrong = f"FASTATTN_CUDA_PATH={wgmma.NAME}: {wrong}"
+    if may_check:
+        health.warn_once(f"fastattn does not use its backend {name!r} for such calls: {wrong}")
+    return wrong
 
 
 # Backends that compile their kernels at the first call. A check must compile no others.
 COMPILING = ("triton",)
 
 
-def _kind(p: Problem) -> str:
-    """Which kernels a backend that compiles them takes, as far as a check tells them apart."""
-    rich = p.dropout is not None or p.weights != "none" or p.mask.keep is not None
-    return f"{'rich' if rich else 'plain'}{' decoding' if p.M <= wgmma.FEW_QUERIES else ''}"
+def check_of(name: str, p: Problem, bias: bool) -> health.Check:
+    """The check that calls like ``p`` need of a GPU backend."""
+    if name == "cuda" and wgmma.is_named() and wgmma.why_not(p) is None:
+        return wgmma.CHECK
+    kinds = name in COMPILING and not torch.compiler.is_compiling()  # sizes may be symbols
+    return health.Check(name, p.score, health.dtype_name(p.dtype), _kind(p, bias) if kinds else "")
+
+
+def _kind(p: Problem, bias: bool) -> str:
+    """Which kernels a backend that compiles them takes: see ``kernels/host/config.py``."""
+    rich = bias or p.dropout is not None or p.weights != "none" or p.mask.keep is not None
+    few, size = p.M <= wgmma.FEW_QUERIES, max(p.D, p.E)
+    size = "" if size <= 64 else " D<=128" if size <= 128 else " D<=256"
+    return f"{'rich' if rich else 'plain'}{' decoding' if few else ''}{size}"
 
 
 def may_remember(p: Problem) -> bool:
@@ -141,8 +155,8 @@ def _exporting_to_onnx() -> bool:
 _exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def select(p: Problem, backend: str = "auto") -> str:
-    """The name of the backend that computes ``p``.
+def select(p: Problem, backend: str = "auto", bias: bool = False) -> str:
+    """The name of the backend that computes ``p``; ``bias`` says whether there is one.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot compute this problem, with its
@@ -150,17 +164,17 @@ def select(p: Problem, backend: str = "auto") -> str:
     """
     if backend != "auto":
         get(backend)
-        reasons = against(backend, p)
+        reasons = against(backend, p, bias)
         if reasons:
             raise ValueError(f"backend {backend!r} cannot do this problem: {'; '.join(reasons)}")
         return backend
     for name in in_order(p.score):
-        reasons = against(name, p)
+        reasons = against(name, p, bias)
         if not reasons:
             return name
         if reasons == [cpu.operators.EXTENSION_ERROR]:
             cpu.warn_of_missing_kernels()
-    raise ValueError(f"no backend can do this problem: {explain(p)}")
+    raise ValueError(f"no backend can do this problem: {explain(p, bias=bias)}")
 
 
 def faster_forward(p: Problem, backend: str, chosen: str) -> str | None:
@@ -172,8 +186,9 @@ def faster_forward(p: Problem, backend: str, chosen: str) -> str | None:
     if p.device.type not in health.DEVICES or chosen not in ("triton", "cuda"):
         return None
     if torch.compiler.is_compiling():  # calls may need gradients later
+        wgmma.is_right(p.device)  # cuda's kernels take the path in compiled code, too
         return None
-    if not wgmma.suits(p) or backend != "auto" or chosen != "triton":  # a named cuda takes it too
+    if not wgmma.suits(p) or backend != "auto" or chosen != "triton":
         return None
     return None if against("cuda", p, may_check=False) else "cuda"
 
@@ -228,7 +243,7 @@ def explain(
     reasons, chosen = {}, None
     for name in in_order(p.score):
         wanted = chosen is None and backend in ("auto", name)
-        reasons[name] = against(name, p, may_check=wanted)
+        reasons[name] = against(name, p, bias, wanted)
         chosen = name if wanted and not reasons[name] else chosen
     notes = _cpu_notes(p, reasons)
     path, path_notes, why = None, [], WHY[p.score]

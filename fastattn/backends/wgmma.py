@@ -23,7 +23,7 @@ USUAL = "sm_80"  # the kernels for compute capability 8.0 and later
 UNCHECKED = (
     "wgmma was not checked on this device yet; `python -m fastattn` and fastattn.autotune check it"
 )
-CHECK = health.Check("cuda", NAME, "dot", "float16 and bfloat16", "")
+CHECK = health.Check("cuda", "dot", "float16 and bfloat16", NAME)
 
 
 def is_named() -> bool:
@@ -35,11 +35,6 @@ def is_named() -> bool:
 is_named._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def is_possible(p: Problem) -> bool:
-    """Whether the CUDA kernels have this path for the score, on the device. They have the dtype."""
-    return p.score == "dot" and has_capability(p.device)
-
-
 def why_not(p: Problem, tensors: Sequence[Tensor] = ()) -> str | None:
     """Why a call that the CUDA backend can compute takes other kernels; None if it need not.
 
@@ -47,7 +42,7 @@ def why_not(p: Problem, tensors: Sequence[Tensor] = ()) -> str | None:
     """
     if p.score != "dot":
         return f"the {p.score} score has kernels of its own"
-    if not is_possible(p):
+    if not has_capability(p.device):
         return "wgmma needs compute capability 9.0"
     if p.softcap:
         return "wgmma has no softcap"
@@ -83,19 +78,27 @@ def _has_tensor_map(x: Tensor) -> bool:
     return all(n == 1 or (0 < s < 2**38 and s % 8 == 0) for n, s in strides)
 
 
-def suits(p: Problem) -> bool:
-    """Whether this path can take calls of a problem, and was found right on its device.
+def is_right(device: torch.device, may_check: bool = False) -> bool:
+    """Whether this path was found right on a device. Then the kernels take it wherever they can.
 
-    Then the kernels take it.
+    Runs the check only if it may, or where FASTATTN_SELF_CHECK forces checks.
     """
-    if p.dtype not in cuda.HALF or cuda.unsupported(p) or why_not(p) is not None:
+    if cuda.LIBRARY_ERROR is not None or not has_capability(device):
         return False
-    if health.mode() == "force":
-        health.settle(CHECK, p.device)
-    if health.verdict(CHECK, p.device) is not None:
-        return False
-    choose(p.device)
-    return True
+    if may_check or health.mode() == "force":
+        health.settle(CHECK, device)
+    right = health.verdict(CHECK, device) is None
+    if right:
+        choose(device)
+    return right
+
+
+is_right._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def suits(p: Problem) -> bool:
+    """Whether this path can take calls of a problem, and was found right on its device."""
+    return not cuda.unsupported(p) and why_not(p) is None and is_right(p.device)
 
 
 def path(p: Problem, tensors: Sequence[Tensor]) -> tuple[str, str]:
@@ -112,28 +115,14 @@ def path(p: Problem, tensors: Sequence[Tensor]) -> tuple[str, str]:
     return USUAL, f"wgmma: {wrong}" if wrong else UNCHECKED
 
 
-def check(device: torch.device) -> str | None:
-    """Runs the self-check of this path where the device has it. What was wrong, or None."""
-    if not has_capability(device) or cuda.LIBRARY_ERROR is not None or health.mode() == "0":
-        return None
-    health.settle(CHECK, device)
-    return health.verdict(CHECK, device) or None
-
-
-_chosen: set[torch.device] = set()
-
-
 def choose(device: torch.device, chosen: bool = True) -> None:
     """Makes the CUDA kernels take this path on a device wherever they can, or not."""
-    if (device in _chosen) == chosen:
-        return
     operators.choose_wgmma(device.index or 0, chosen)
-    (_chosen.add if chosen else _chosen.discard)(device)
 
 
 @contextlib.contextmanager
 def tried(device: torch.device, check: health.Check) -> Iterator[None]:
-    """Takes this path inside the block, if it is what is checked: see ``suits``."""
+    """Takes this path inside the block, if it is what is checked: see ``is_right``."""
     if check != CHECK:
         yield
         return

@@ -140,7 +140,7 @@ def attend(
     method = _method(inputs, group, layout, method)
     # Sums over blocks are wide: the backend is asked about that.
     asked = dataclasses.replace(p, wide=method != "heads")
-    name = registry.select(asked, backend)
+    name = registry.select(asked, backend, inputs.bias is not None)
     plan = Plan(p, name, layout, key_layout, group, _heads_per_step(heads_per_step, p.Hkv))
     watch.call(asked, plan.backend, inputs.bias is not None)
 
@@ -172,7 +172,8 @@ def alone(
         sinks.check(sink, inputs.q)
     p = dataclasses.replace(inputs.p, origin=origin)
     watch.call(p, backend, inputs.bias is not None)
-    seen = call_cache.Known(p, registry.select(p, backend), inputs.has_head_dim)
+    chosen = registry.select(p, backend, inputs.bias is not None)
+    seen = call_cache.Known(p, chosen, inputs.has_head_dim)
     local = inputs.q, inputs.k, inputs.v, inputs.w
     return functional.run(seen, inputs.bias, local, inputs.batch, return_lse, sink, average)
 

@@ -80,6 +80,14 @@ class Oracle:
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor, float]:
         return self.truth[name], self.plain[name], self.scales[name]
 
+    def worst(self, case: Case, ours: dict[str, Tensor]) -> tuple[float, str]:
+        """The largest error of our results over what is allowed, and which one of the case."""
+        ratios = []
+        for name, x in ours.items():
+            truth, peer, scale = self[name]
+            ratios.append((error_ratio(x, peer, truth, scale), f"{name} of {case}"))
+        return max(ratios)
+
     def check(self, case: Case, ours: dict[str, Tensor]) -> None:
         """Raises AssertionError if one of our results is outside the budget."""
         assert ours.keys() == self.truth.keys() == self.plain.keys()

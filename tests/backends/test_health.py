@@ -34,6 +34,16 @@ def wrong_lse(*args):
     return out, lse + 0.05, *others
 
 
+def short_output(*args):
+    out, *others = EAGER.forward(*args)
+    return out[:, :, :-1], *others
+
+
+def short_gradient(*args):
+    grad_q, grad_k, *others = EAGER.backward(*args)
+    return grad_q, grad_k[:, :, :-1], *others
+
+
 def wrong_gradient(*args):
     grad_q, grad_k, *others = EAGER.backward(*args)
     return grad_q, grad_k * 1.05, *others
@@ -55,7 +65,7 @@ def test_a_right_backend_is_checked_once(install):
     call()
     call(shape=(1, 2, 5, 4))
     assert fake.calls == checked + 2
-    assert verdicts() == {"fake//dot/float32/": None}
+    assert verdicts() == {"fake/dot/float32/": None}
     new_process()
     call()
     assert fake.calls == checked + 3
@@ -97,7 +107,7 @@ def test_calls_that_went_there_do_not_go_there_again(install):
     """One kind of calls is right, and another is found wrong."""
     fake = install(backend())
     call()
-    health.keep(health.Check("fake", "", "dot", "float32", "rich"), CPU, "wrong")
+    health.keep(health.Check("fake", "dot", "float32", "rich"), CPU, "wrong")
     calls = fake.calls
     with pytest.warns(RuntimeWarning, match="wrong"):
         call()
@@ -107,7 +117,7 @@ def test_calls_that_went_there_do_not_go_there_again(install):
 def test_every_verdict_is_news_to_calls_that_are_known():
     for reason in (None, "wrong"):
         call_cache.keep(("a call",), "its backend")
-        health.keep(health.Check("any", "", "dot", "float32", ""), CPU, reason, False)
+        health.keep(health.Check("any", "dot", "float32", ""), CPU, reason, False)
         assert call_cache.look_up(("a call",)) is None
     health.forget()
 
@@ -121,6 +131,16 @@ def test_a_backend_that_raises_is_checked_again_by_the_next_process(install):
     fake = install(backend())
     call()
     assert fake.calls > 1
+
+
+@pytest.mark.parametrize(
+    "lie", [backend(short_output), backend(backward=short_gradient)], ids=["output", "gradient"]
+)
+def test_results_of_another_shape_are_wrong(install, lie):
+    install(lie)
+    with pytest.warns(RuntimeWarning, match="it raises .*(shape|size)"):
+        call()
+    assert fastattn.explain(torch.zeros(1, 2, 3, 4)).backend == "eager"
 
 
 def test_no_memory_is_no_verdict(install, recwarn):
@@ -147,7 +167,7 @@ def test_scores_and_dtypes_have_verdicts_of_their_own(install):
     q, w = torch.randn(1, 2, 3, 4), torch.randn(2, 4)
     fastattn.additive_attention(q, q, q, w)
     scaled_dot_product_attention(q.bfloat16(), q.bfloat16(), q.bfloat16())
-    assert set(verdicts()) == {"fake//additive/float32/", "fake//dot/bfloat16/"}
+    assert set(verdicts()) == {"fake/additive/float32/", "fake/dot/bfloat16/"}
 
 
 def test_a_backend_that_compiles_is_checked_on_the_kernels_of_the_call(install, monkeypatch):
@@ -155,15 +175,32 @@ def test_a_backend_that_compiles_is_checked_on_the_kernels_of_the_call(install, 
     install(backend())
     call()
     call(shape=(1, 2, 20, 4), return_weights="mean")
+    call(shape=(1, 2, 3, 65), bias=torch.zeros(3, 3))
+    call(shape=(1, 2, 20, 129))
     assert set(verdicts()) == {
-        "fake//dot/float32/plain decoding",
-        "fake//dot/float32/rich",
+        "fake/dot/float32/plain decoding",
+        "fake/dot/float32/rich",
+        "fake/dot/float32/rich decoding D<=128",
+        "fake/dot/float32/plain D<=256",
     }
 
 
+def test_products_of_tf32_are_checked_as_such(install):
+    install(backend())
+    before = torch.backends.cuda.matmul.fp32_precision
+    for name in ("tf32", "ieee"):
+        try:
+            torch.backends.cuda.matmul.fp32_precision = name
+            call()
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
+        call_cache.forget()
+    assert verdicts() == {"fake/dot/TF32/": None, "fake/dot/float32/": None}
+
+
 def test_the_newest_verdict_counts(monkeypatch):
-    check = health.Check("fake", "", "dot", "float32", "")
-    about = *check[:-1], CPU, None
+    check = health.Check("fake", "dot", "float32", "")
+    about = check, CPU, False
     health.keep(check, CPU, "wrong")
     assert health.reason(*about) == "wrong"
     health.keep(check, CPU, None)
@@ -202,7 +239,7 @@ def test_a_named_mode(install, monkeypatch):
     monkeypatch.setenv("FASTATTN_SELF_CHECK", "force")
     call()
     assert mended.calls > 1
-    assert verdicts() == {"fake//dot/float32/": None}
+    assert verdicts() == {"fake/dot/float32/": None}
     call_cache.forget()
     monkeypatch.setenv("FASTATTN_SELF_CHECK", "yes")
     with pytest.raises(ValueError, match="FASTATTN_SELF_CHECK: expected '0', '1' or 'force'"):
@@ -263,7 +300,7 @@ def test_modes_of_real_tensors_run_the_check(install):
     lie = install(backend(wrong_output))
     with FlopCounterMode(display=False), pytest.warns(RuntimeWarning, match="out of"):
         call()
-    assert verdicts()["fake//dot/float32/"].startswith("its error is")
+    assert verdicts()["fake/dot/float32/"].startswith("its error is")
     calls = lie.calls
     call()
     assert lie.calls == calls
@@ -300,11 +337,11 @@ def test_transforms_autocast_and_inference_mode_do_not_reach_the_check(install):
     install(backend())
     q = torch.randn(3, 1, 2, 3, 4)
     torch.func.vmap(torch.func.grad(lambda q: call_of(q).sum()))(q)
-    assert verdicts() == {"fake//dot/float32/": None}
+    assert verdicts() == {"fake/dot/float32/": None}
     new_process()
     with torch.inference_mode(), torch.autocast("cpu", torch.float16), torch.device("meta"):
         call_of(q[0])
-    assert verdicts() == {"fake//dot/float32/": None, "fake//dot/float16/": None}
+    assert verdicts() == {"fake/dot/float32/": None, "fake/dot/float16/": None}
 
 
 def test_random_numbers_of_the_caller_stay(install):
@@ -351,7 +388,7 @@ def test_an_interrupt_ends_the_wait_and_not_the_check(install, monkeypatch):
         assert began.wait(20)
         raise KeyboardInterrupt
 
-    check = health.Check("fake", "", "dot", "float32", "")
+    check = health.Check("fake", "dot", "float32", "")
     monkeypatch.setattr(health, "runner", runner)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "join", interrupt)
@@ -365,7 +402,7 @@ def test_an_interrupt_ends_the_wait_and_not_the_check(install, monkeypatch):
 
 def test_a_check_settles_no_other(monkeypatch):
     """The thread of a check would wait for itself."""
-    one, other = (health.Check("fake", "", "dot", x, "") for x in ("float32", "float16"))
+    one, other = (health.Check("fake", "dot", x, "") for x in ("float32", "float16"))
     monkeypatch.setattr(
         health, "runner", lambda check, device: health.Verdict(health.settle(other, device))
     )
@@ -387,7 +424,7 @@ def test_a_check_makes_no_check(install):
 
     fake = install(backend(through))
     registry.select(validate.build("dot", *[torch.zeros(1, 2, 3, 4)] * 3).p)
-    assert verdicts() == {"fake//dot/float32/": None}
+    assert verdicts() == {"fake/dot/float32/": None}
     assert fake.calls
 
 
@@ -398,7 +435,7 @@ def test_a_known_verdict_costs_a_lookup(install, monkeypatch):
         monkeypatch.setattr(health, name, None)
     call_cache.forget()
     call()
-    for name in ("reason", "settle", "_load"):
+    for name in ("reason", "settle", "_load", "verdict"):
         monkeypatch.setattr(health, name, None)
     call()  # known by the cache of calls
     monkeypatch.undo()

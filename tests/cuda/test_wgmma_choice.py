@@ -43,8 +43,13 @@ def triton(monkeypatch, tmp_path):
     fake.forward = forward
     monkeypatch.setattr(registry, "BACKENDS", {"triton": fake, "cuda": cuda, "eager": EAGER})
     health.forget()
-    for backend, kind in (("triton", "plain"), ("triton", "plain decoding"), ("cuda", "")):
-        health.keep(Check(backend, "", "dot", "float16", kind), CPU, None)
+    for backend, kind in (
+        ("triton", "plain"),
+        ("triton", "plain decoding"),
+        ("triton", "plain D<=256"),
+        ("cuda", ""),
+    ):
+        health.keep(Check(backend, "dot", "float16", kind), CPU, None)
     yield fake
     wgmma.choose(CPU, False)
     health.forget()
@@ -91,7 +96,7 @@ def test_triton_serves_until_the_check_has_run(triton):
     assert (found.backend, found.path) == ("triton", None)
     assert f"cuda: path sm_80: {wgmma.UNCHECKED}" in found.notes
     assert registry.WHY["dot"] in found.notes
-    assert wgmma.check(CPU) is None
+    assert wgmma.is_right(CPU, may_check=True)
     call_cache.forget()
     for _ in range(2):  # the second time from the cache of calls
         assert takes_wgmma(triton, q)
@@ -106,7 +111,8 @@ def test_triton_serves_until_the_check_has_run(triton):
 
 def test_a_wrong_path_is_left_alone(triton, monkeypatch):
     monkeypatch.setattr(health, "runner", lambda check, device: Verdict("its error is 7 times"))
-    assert wgmma.check(CPU) == "its error is 7 times"
+    assert not wgmma.is_right(CPU, may_check=True)
+    assert health.verdict(wgmma.CHECK, CPU) == "its error is 7 times"
     q = heads()
     assert not takes_wgmma(triton, q)
     assert not takes_wgmma(triton, q, backend="cuda")
@@ -115,11 +121,15 @@ def test_a_wrong_path_is_left_alone(triton, monkeypatch):
     assert "cuda: path sm_80: wgmma: its error is 7 times" in found.notes
     monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
     call_cache.forget()
+    wrong = "FASTATTN_CUDA_PATH=wgmma: its error is 7 times"
     with (
-        pytest.warns(RuntimeWarning, match="'cuda' for such calls: its error is 7 times"),
-        pytest.raises(ValueError, match="'cuda' cannot do this problem: its error is 7 times"),
+        pytest.warns(RuntimeWarning, match=f"'cuda' for such calls: {wrong}"),
+        pytest.raises(ValueError, match=f"'cuda' cannot do this problem: {wrong}"),
     ):
         scaled_dot_product_attention(q, q, q, backend="cuda")
+    for call in (dict(query=heads(16)), dict(query=q, softcap=5.0)):  # which never take the path
+        call = dict(key=q, value=q, backend="cuda") | call
+        assert not takes_wgmma(triton, *(call.pop(n) for n in ("query", "key", "value")), **call)
 
 
 def test_gradients_stay_with_triton(triton):
@@ -173,8 +183,8 @@ def test_what_cannot_take_it_goes_to_triton(triton, why):
 
 def test_another_gpu_has_no_such_path(triton, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert wgmma.check(CPU) is None
-    assert not health._found.get((CPU, wgmma.CHECK))
+    assert not wgmma.is_right(CPU, may_check=True)
+    assert health.verdict(wgmma.CHECK, CPU) == health.UNKNOWN
     q = heads()
     assert not takes_wgmma(triton, q)
     assert "cuda: path sm_80: wgmma needs compute capability 9.0" in explained(q).notes
@@ -202,9 +212,24 @@ def test_modes(triton, monkeypatch):
     )
 
 
+def test_compiled_code_knows_that_a_named_path_is_wrong(triton, monkeypatch):
+    health.keep(wgmma.CHECK, CPU, "its error is 7 times")
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    monkeypatch.setattr(registry, "BACKENDS", {"cuda": cuda, "eager": EAGER})
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+    q, before = heads(), products()
+    compiled(q, q, q)
+    assert products() == before
+
+
 @pytest.mark.parametrize("named", ["", "wgmma"])
-def test_compiled_code_chooses_without_a_break(triton, monkeypatch, named):
-    found_right()
+@pytest.mark.parametrize("right", [False, True])
+def test_compiled_code_chooses_without_a_break(triton, monkeypatch, named, right):
+    """It takes the path where another process found it right, whatever this one did before."""
+    if right:
+        found_right()
+        health.forget()
     monkeypatch.setenv("FASTATTN_CUDA_PATH", named)
     monkeypatch.setattr(registry, "BACKENDS", {"cuda": cuda, "eager": EAGER})
     torch._dynamo.reset()
@@ -212,7 +237,7 @@ def test_compiled_code_chooses_without_a_break(triton, monkeypatch, named):
     q = heads()
     before = products()
     compiled(q, q, q)
-    assert (products() > before) == (named == "wgmma")
+    assert (products() > before) == (right or named == "wgmma")
 
 
 # ---- by name ----
@@ -255,4 +280,4 @@ def test_the_check_covers_both_dtypes_and_all_kinds():
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])
 def test_the_usual_kernels_are_found_right(triton, score):
     dtype = "float32" if score != "dot" else "bfloat16"
-    assert self_check.run(Check("cuda", "", score, dtype, ""), CPU) == Verdict(None)
+    assert self_check.run(Check("cuda", score, dtype, ""), CPU) == Verdict(None)

@@ -28,7 +28,7 @@ def _no_alarm(monkeypatch):
 
 
 def check(name):
-    return Check(name, "", "dot", "float32", "plain decoding")
+    return Check(name, "dot", "float32", "plain decoding")
 
 
 # ---- the parent ----
@@ -138,7 +138,7 @@ def test_a_child_that_does_not_begin_says_nothing_of_a_backend():
 def test_a_child_loads_this_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    eager = Check("eager", "", "dot", "float32", "plain decoding")
+    eager = Check("eager", "dot", "float32", "plain decoding")
     assert watchdog.in_child(eager, CPU) == RIGHT
 
 
@@ -156,9 +156,9 @@ print("fastattn self-check: [null, %s]" % ("false" if os.environ["FASTATTN_CUDA_
     ("check", "named", "apart"),
     [
         (wgmma.CHECK, "", True),
-        (Check("cuda", "", "dot", "bfloat16", ""), "wgmma", True),
-        (Check("cuda", "", "dot", "bfloat16", ""), "", False),
-        (Check("triton", "", "dot", "bfloat16", "plain"), "wgmma", False),
+        (Check("cuda", "dot", "bfloat16", ""), "wgmma", True),
+        (Check("cuda", "dot", "bfloat16", ""), "", False),
+        (Check("triton", "dot", "bfloat16", "plain"), "wgmma", False),
     ],
 )
 def test_no_process_of_a_user_tries_warpgroups(monkeypatch, check, named, apart):
@@ -221,7 +221,7 @@ def test_an_error_that_broke_the_device_lasts(capfd, monkeypatch):
 
 
 def test_the_doctor_is_its_own_child(capfd):
-    eager = Check("eager", "", "dot", "bfloat16", "plain decoding")
+    eager = Check("eager", "dot", "bfloat16", "plain decoding")
     doctor.main(["--child", "cpu", json.dumps(eager)])
     lines = capfd.readouterr().out.splitlines()
     assert lines == [f"{watchdog.SIGN}ready", f"{watchdog.SIGN}[null, true]"]
@@ -245,7 +245,7 @@ def test_the_doctor_keeps_what_the_children_found(monkeypatch, tmp_path, capsys)
     assert "  triton: dot, float32, plain calls: right\n" in text
     assert "  cuda: additive, float32: WRONG: it hangs\n" in text
     health.forget()
-    right, wrong = (Check("triton", "", s, "float32", "plain") for s in ("dot", "additive"))
+    right, wrong = (Check("triton", s, "float32", "plain") for s in ("dot", "additive"))
     assert health.verdict(right, CPU) is None
     assert health.verdict(wrong, CPU) == "it hangs"
     health.forget()

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from fastattn import self_check
-from fastattn.backends import triton
+from fastattn.backends import registry, triton
 from fastattn.backends.health import Check, Verdict
+from fastattn.kernels.host import config
+from fastattn.problem import validate
 
 QUICK = [("dot", "plain"), ("dot", "rich"), ("additive", "plain decoding")]
 OTHERS = {(score, kind) for score in ("dot", "additive") for kind in self_check.PROBLEMS} - {*QUICK}
@@ -15,7 +17,7 @@ CALLS = [*QUICK, *(pytest.param(*call, marks=pytest.mark.slow) for call in sorte
 @pytest.mark.parametrize(("score", "kind"), CALLS)
 def test_the_kernels_are_right(device, score, kind):
     dtype = "float16" if score == "dot" else "float32"
-    assert self_check.run(Check("triton", "", score, dtype, kind), device) == Verdict(None)
+    assert self_check.run(Check("triton", score, dtype, kind), device) == Verdict(None)
 
 
 def test_tf32_counts_as_such(device, monkeypatch):
@@ -26,15 +28,14 @@ def test_tf32_counts_as_such(device, monkeypatch):
         return forward(p, q.half().float(), k.half().float() * (1 + 2**-12), *others)
 
     monkeypatch.setattr(triton, "forward", rounded)
-    check = Check("triton", "", "dot", "float32", "plain decoding")
+    check = Check("triton", "dot", "float32", "plain decoding")
     assert self_check.run(check, device).reason.startswith("its error is")
-    monkeypatch.setattr(self_check, "_uses_tf32", lambda: True)
-    assert self_check.run(check, device) == Verdict(None)
+    assert self_check.run(check._replace(dtype="TF32"), device) == Verdict(None)
 
 
 def test_a_backward_pass_of_another_mask(device, monkeypatch):
     backward = triton.backward
-    check = Check("triton", "", "dot", "float32", "plain decoding")
+    check = Check("triton", "dot", "float32", "plain decoding")
 
     def unmasked(p, *args):
         return backward(p.with_tensors(*[None] * len(p.tensors())), *args)
@@ -44,11 +45,30 @@ def test_a_backward_pass_of_another_mask(device, monkeypatch):
 
 
 def test_torchs_setting_decides_on_the_dtype_of_the_problems():
-    check = Check("triton", "", "dot", "float32", "plain")
+    p = validate.build("dot", *[torch.zeros(1, 1, 20, 8)] * 3).p
     before = torch.backends.cuda.matmul.fp32_precision
     for name, dtype in (("ieee", torch.float32), ("tf32", torch.float16)):
         try:
             torch.backends.cuda.matmul.fp32_precision = name
-            assert {case.dtype for case in self_check.cases_of(check)} == {dtype}
+            check = registry.check_of("triton", p, bias=False)
         finally:
             torch.backends.cuda.matmul.fp32_precision = before
+        assert {case.dtype for case in self_check.cases_of(check)} == {dtype}
+        assert {self_check._dtype(check) or dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("size", [64, 65, 128, 129, 256])
+def test_a_check_has_the_configurations_of_its_calls(size):
+    """Those of ``host/config.py``: heads of one size class, which are rich or not."""
+    for options in ({}, dict(return_weights="mean"), dict(dropout_p=0.5), dict(bias=True)):
+        bias = options.pop("bias", False)
+        p = validate.build("dot", *[torch.zeros(1, 1, 20, size)] * 3, **options).p
+        cases = self_check.cases_of(registry.check_of("triton", p, bias))
+        rich = config.is_rich(bias, p.dropout_p, p.weights)
+        assert {config.size_class(max(case.D, case.E)) for case in cases} == {
+            config.size_class(size)
+        }
+        assert {
+            config.is_rich(case.bias is not None, case.dropout_p, case.weights or "none")
+            for case in cases
+        } == {rich}
