@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import registry, wgmma
+from fastattn.backends import registry, triton, wgmma
 from fastattn.problem import Problem, validate
 
 if TYPE_CHECKING:
@@ -68,12 +68,13 @@ def autotune(
     p, size = inputs.p, max(inputs.p.D, inputs.p.E)
     rich = config.is_rich(inputs.bias is not None, p.dropout_p, p.weights)
     found = {}
-    for kernel, call in _progress(_calls(inputs)):
-        name = tuned.name(kernel, p.dtype, config.size_class(size), rich)
-        with_config = _timer(name, call, measure or _median)
-        start = config.choose(kernel, p.device, p.dtype, size, rich)
-        found[name] = _descend(start, with_config)
-    tuned.remember(p.device, found)
+    with triton.current_device(p.device):  # whose clock measures
+        for kernel, call in _progress(_calls(inputs)):
+            name = tuned.name(kernel, p.dtype, config.size_class(size), rich)
+            with_config = _timer(name, call, measure or _median)
+            start = config.choose(kernel, p.device, p.dtype, size, rich)
+            found[name] = _descend(start, with_config)
+            tuned.remember(p.device, {name: found[name]})
     if p.score == "dot":
         wgmma.is_right(p.device, may_check=True)
     return found
@@ -104,7 +105,6 @@ def _inputs(
 def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
     """(kernel of config.TABLE, a call that runs it). Kernels that others depend on come first."""
     p, q, k, v, w, bias, *_ = inputs
-    triton = registry.get("triton")
 
     def forward() -> tuple[Tensor, ...]:
         return triton.forward(p, q, k, v, w, bias)

@@ -12,6 +12,7 @@ checks off (``0``), or makes each process check again (``force``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import os
@@ -215,13 +216,14 @@ def _write(check: Check, device: torch.device, reason: str | None) -> None:
     name = machine(device)
     if name is None:
         return
-    known = _read()
-    rows = known.pop(name, {}) | {"/".join(check): reason}
-    latest = [*known.items(), (name, rows)][-MOST_MACHINES:]
-    try:
-        cache_file.write(FILE, dict(latest))
-    except (OSError, RuntimeError):  # no such folder, or it cannot be written: each process checks
-        return
+
+    def changed() -> dict[str, Any]:
+        known = _read()
+        rows = known.pop(name, {}) | {"/".join(check): reason}
+        return dict([*known.items(), (name, rows)][-MOST_MACHINES:])
+
+    with contextlib.suppress(OSError):  # it cannot be written: each process checks
+        cache_file.update(FILE, changed)
 
 
 def _read() -> dict[str, dict[str, str | None]]:
@@ -229,7 +231,7 @@ def _read() -> dict[str, dict[str, str | None]]:
     try:
         known = cache_file.read(FILE)
         return {str(name): _rows(rows) for name, rows in known.items()}
-    except (OSError, RuntimeError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 

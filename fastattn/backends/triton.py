@@ -65,7 +65,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     call = Call.of(*args)
     launch = launch_sdpa_fwd if call.w is None else launch_additive_fwd
-    with _current_device(call.q):
+    with current_device(call.q.device):
         return launch(call)
 
 
@@ -77,13 +77,13 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     shared, saved = schemas.split(args)
     call = Call.of(*shared)
     launch = launch_sdpa_bwd if call.w is None else launch_additive_bwd
-    with _current_device(call.q):
+    with current_device(call.q.device):
         return launch(call, saved)
 
 
-def _current_device(x: Tensor) -> contextlib.AbstractContextManager:
+def current_device(device: torch.device) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 OPERATORS = operators.Operators("triton_")

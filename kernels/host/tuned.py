@@ -12,7 +12,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import triton
@@ -46,13 +45,22 @@ def trial(name: str, config: tuple[int, ...]) -> Iterator[None]:
         del _trial[name]
 
 
-def remember(device: torch.device, found: dict[str, tuple[int, ...]]) -> Path:
-    """Adds to the file, and to what this process uses; returns where the file is."""
-    known = _read()
-    known.setdefault(_machine(device) or "", {}).update({n: list(c) for n, c in found.items()})
-    path = cache_file.write(FILE, known)
-    _remembered.cache_clear()
-    return path
+def remember(device: torch.device, found: dict[str, tuple[int, ...]]) -> None:
+    """Adds to what this process uses, and to the file; warns where that cannot be written."""
+    machine = _machine(device)
+    if machine is None:
+        return
+    _remembered(device).update(found)
+
+    def changed() -> dict[str, dict[str, list[int]]]:
+        known = _read()
+        known.setdefault(machine, {}).update({n: list(c) for n, c in found.items()})
+        return known
+
+    try:
+        cache_file.update(FILE, changed)
+    except OSError as error:
+        warnings.warn(f"later processes do not know what autotune found: {error}", stacklevel=3)
 
 
 @functools.cache
@@ -82,7 +90,7 @@ def _read() -> dict[str, dict[str, list[int]]]:
                     raise ValueError(f"expected blocks of {BLOCKS}, got {config[:2]}")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         path = cache_file.path(FILE)
         warnings.warn(f"ignoring {path}, which autotune did not write: {error}", stacklevel=2)
         return {}

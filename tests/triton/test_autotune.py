@@ -1,5 +1,6 @@
 """fastattn.autotune: its steps, what it remembers, and that kernels then use it."""
 
+import contextlib
 import json
 import math
 import warnings
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import tuning
+from fastattn import cache_file, tuning
+from fastattn.backends import triton
 from fastattn.kernels.host import config, tuned
 from fastattn.kernels.host.config import Config
 from fastattn.problem.validate import build
@@ -102,6 +104,63 @@ def test_another_device_is_not_forgotten(cache, monkeypatch):
     }
 
 
+def test_what_was_found_is_kept_as_soon_as_it_is(cache, q):
+    """An interrupt loses the kernel at hand alone."""
+    measured = []
+
+    def measure(call):
+        ((name, _),) = tuned._trial.items()
+        measured.append(name)
+        if len({*measured}) == 2:
+            raise KeyboardInterrupt
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        fastattn.autotune(q, measure=measure)
+    assert list(json.loads(cache.read_text())["a device"]) == measured[:1]
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing(q, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    best = Config(32, 16, 8, 2)
+    with pytest.warns(UserWarning, match="later processes do not know what autotune found"):
+        found = fastattn.autotune(q, measure=distance(best))
+    assert {choose(name.split(",")[0]) for name in found} == {best}
+
+
+def test_without_a_home_folder_nothing_is_remembered(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(cache_file.Path, "home", no_home)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuned.lookup(CPU, "x") is None
+    with pytest.warns(UserWarning, match="no home"):
+        tuned.remember(CPU, {"x": Config(16, 16, 4, 1)})
+    assert tuned.lookup(CPU, "x") == Config(16, 16, 4, 1)
+
+
+def no_home():
+    raise RuntimeError("no home")
+
+
+def test_times_are_of_the_device_of_the_problem(q, monkeypatch):
+    current = []
+
+    @contextlib.contextmanager
+    def device_of(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def measure(call):
+        assert current[:1] == [q.device]
+        return 1.0
+
+    monkeypatch.setattr(triton, "current_device", device_of)
+    fastattn.autotune(q, measure=measure)
+
+
 def test_what_cannot_run_is_passed_by():
     start = Config(64, 64, 4, 1)
 
@@ -125,6 +184,7 @@ def test_what_cannot_run_is_passed_by():
         '{"a": {"x": [0, 1, 1, 1]}}',
         '{"a": {"x": [16, 24, 4, 1]}}',
         '{"a": {"x": [256, 16, 4, 1]}}',
+        "[" * 100_000,
     ],
 )
 def test_a_broken_file_is_ignored_aloud(cache, text):

@@ -1,6 +1,5 @@
 """Nothing waits for the device. GPUs: graphs and streams; elsewhere: the dispatched operators."""
 
-import types
 
 import pytest
 import torch
@@ -115,9 +114,9 @@ def test_kernels_run_on_the_stream_of_the_caller(score, device):
 def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     entered = []
     monkeypatch.setattr(torch.cuda, "device", entered.append)
-    triton._current_device(types.SimpleNamespace(is_cuda=True, device="cuda:1"))
-    triton._current_device(torch.zeros(1))
-    assert entered == ["cuda:1"]
+    triton.current_device(torch.device("cuda:1"))
+    triton.current_device(torch.device("cpu"))
+    assert entered == [torch.device("cuda:1")]
 
 
 @every_score
