@@ -8,7 +8,6 @@ error, and the report says why it is missing.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,10 +23,12 @@ from torch import Tensor
 
 import fastattn
 from fastattn import functional, testing, watchdog
-from fastattn.backends import cpu, cuda, health, operators, registry
+from fastattn.backends import cpu, cuda, health, operators, registry, triton
 from fastattn.problem import Mask
+from fastattn.testing.runners import _kept
 
 ABOUT = "What fastattn finds on this machine. The exit status is 1 where results are wrong."
+WRONG = "WRONG"
 SECONDS = 0.3  # of the ratio to torch
 PEER = "torch.nn.functional.scaled_dot_product_attention"
 
@@ -43,11 +44,17 @@ def report(device: torch.device) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
         "libraries": libraries(),
-        "self-checks": {str(check): verdict.reason for check, verdict in checked.items()},
+        "self-checks": {str(check): _told(verdict.reason) for check, verdict in checked.items()},
         "calls": calls(device),
         "checks": checks(device),
         "ratio": ratio(device),
     }
+
+
+def _told(reason: str | None) -> str:
+    """A verdict in words."""
+    words = {None: "right", health.UNKNOWN: "could not be made"}
+    return words.get(reason) or f"{WRONG}: {reason}"
 
 
 # ---- what there is ----
@@ -58,18 +65,11 @@ def versions() -> dict[str, str | None]:
     return {
         "fastattn": fastattn.__version__,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": triton.version(),
         "CUDA of torch": torch.version.cuda,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def machine() -> dict[str, Any]:
@@ -109,8 +109,8 @@ def libraries() -> dict[str, dict[str, str | None]]:
         },
         "Triton kernels": {
             "built by": None,
-            "missing": None if _version("triton") else "Triton is not installed",
-            "remedy": None if _version("triton") else "pip install triton",
+            "missing": None if triton.INSTALLED else "Triton is not installed",
+            "remedy": None if triton.INSTALLED else "pip install triton",
         },
     }
 
@@ -149,12 +149,13 @@ def checks(device: torch.device) -> dict[str, dict[str, Any]]:
     """For each backend, its worst error over what the budget allows, or why there is none.
 
     Outputs and gradients of ``CASES`` are compared with the float64 reference. At most 1 is right.
+    A GPU backend runs only where children found it right.
     """
     drawn = {case: testing.make(case, str(device)) for case in CASES}
     oracles = {case: testing.oracle(case, t) for case, t in drawn.items()}
     found = {}
     for name in registry.BACKENDS:
-        reasons = functional.explain(drawn[CASES[2]].q).reasons[name]
+        reasons = functional.explain(drawn[CASES[2]].q).reasons[name] or _unchecked(name, drawn)
         found[name] = {"worst error": None, "failure": None, "reasons": reasons}
         try:
             if not reasons:
@@ -164,6 +165,18 @@ def checks(device: torch.device) -> dict[str, dict[str, Any]]:
         except Exception as error:  # a report has to end, whatever a library does
             found[name]["failure"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def _unchecked(backend: str, drawn: dict[testing.Case, testing.Tensors]) -> list[str]:
+    """The checks of a backend that no child could make."""
+    missing = []
+    for case, t in drawn.items():
+        p, _ = _kept(case, t)
+        check = registry.check_of(backend, p, case.bias is not None)
+        on_gpu = p.device.type in health.DEVICES and backend != "eager" and health.mode() != "0"
+        if on_gpu and not registry.get(backend).unsupported(p):
+            missing += [check] if health.verdict(check, p.device) == health.UNKNOWN else []
+    return [f"{check}: could not be checked" for check in dict.fromkeys(missing)]
 
 
 def _worst(case: testing.Case, t: testing.Tensors, oracle: testing.Oracle, backend: str) -> float:
@@ -249,12 +262,9 @@ def _library(name: str, found: dict[str, str | None]) -> str:
     return f"{name:<16}no: {found['missing']}" + (f"; {found['remedy']}" if found["remedy"] else "")
 
 
-def _self_checks(found: dict[str, str | None]) -> list[str]:
-    words = {None: "right", health.UNKNOWN: "could not be made"}
-    return [
-        "Self-checks of GPU backends, each in a child process",
-        *(f"  {name}: {words.get(reason) or f'WRONG: {reason}'}" for name, reason in found.items()),
-    ]
+def _self_checks(found: dict[str, str]) -> list[str]:
+    title = "Self-checks of GPU backends, each in a child process"
+    return [title, *(f"  {name}: {told}" for name, told in found.items())]
 
 
 def _call(name: str, found: registry.Explanation) -> str:
@@ -278,7 +288,7 @@ def _check(name: str, found: dict[str, Any]) -> str:
         return f"  {name:<28}not here: {'; '.join(found['reasons'])}"
     if found["failure"]:
         return f"  {name:<28}FAILED: {found['failure']}"
-    return f"  {name:<28}{found['worst error']:.2f}{'' if right(found) else '  WRONG'}"
+    return f"  {name:<28}{found['worst error']:.2f}{'' if right(found) else f'  {WRONG}'}"
 
 
 def _ratio(found: dict[str, Any]) -> list[str]:
@@ -311,5 +321,5 @@ def main(arguments: list[str] | None = None) -> int:
         warnings.simplefilter("ignore", RuntimeWarning)  # of missing kernels: the report has those
         found = report(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
     print(as_json(found) if given.json else text(found))
-    right_here = all(map(right, found["checks"].values()))
-    return 0 if right_here and not any(found["self-checks"].values()) else 1
+    wrong = [x for x in found["self-checks"].values() if x.startswith(WRONG)]
+    return 0 if all(map(right, found["checks"].values())) and not wrong else 1

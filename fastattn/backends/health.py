@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import os
 import threading
 import warnings
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastattn import cache_file
-from fastattn.backends import cuda, operators
+from fastattn.backends import cuda, operators, triton
 from fastattn.problem import call_cache
 
 FILE = "health.json"
@@ -257,7 +256,7 @@ def machine(device: torch.device) -> str | None:
     return ", ".join(
         (
             torch.cuda.get_device_name(device), f"capability {capability}", f"driver {_driver()}",
-            f"torch {torch.__version__}", f"Triton {_triton()}", f"build {_build()}",
+            f"torch {torch.__version__}", f"Triton {triton.version()}", f"build {_build()}",
         )
     )  # fmt: skip
 
@@ -267,13 +266,6 @@ def _driver() -> str | None:
         return Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
     except (OSError, IndexError):
         return cuda.driver_version()
-
-
-def _triton() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _build() -> str:

@@ -7,6 +7,7 @@ torch.compile and export see one opaque call. The first run imports Triton.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import sys
 from typing import Any
@@ -18,6 +19,8 @@ from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem, schemas
 
 INSTALLED = importlib.util.find_spec("triton") is not None
+# What packages of torch's own builds are called.
+DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 SCORES = ("dot", "additive", "gaussian")
 MAX_HEAD_SIZE = 256
 
@@ -35,6 +38,14 @@ def unsupported(p: Problem) -> list[str]:
 
 
 # ---- what the machine can do ----
+
+
+def version() -> str | None:
+    """The version of Triton, without its import; None where it is not installed."""
+    for name in DISTRIBUTIONS if INSTALLED else ():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "unknown" if INSTALLED else None
 
 
 def _machine_reasons(device: torch.device) -> list[str]:

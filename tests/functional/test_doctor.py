@@ -1,16 +1,20 @@
 """`python -m fastattn`: a report that ends, says what is missing, and tells right from wrong."""
 
+import collections
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 import fastattn
-from fastattn import doctor
-from fastattn.backends import cpu, operators, registry, triton
+from fastattn import doctor, watchdog
+from fastattn.backends import _gpu, cpu, cuda, health, operators, registry, triton
+from fastattn.backends.health import Check, Verdict
 
 CPU = torch.device("cpu")
 
@@ -46,6 +50,80 @@ def test_every_backend_is_right_or_says_why_it_does_not_run(found):
         assert (check["worst error"] is None) == bool(check["reasons"])
         assert doctor.right(check)
     assert 0 < found["checks"]["eager"]["worst error"] <= 1
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """What counts as one, whose backends are eager and count; children found them right."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "1")
+    monkeypatch.setattr(health, "DEVICES", ("cpu",))
+    monkeypatch.setattr(health, "machine", lambda device: "a machine")
+    monkeypatch.setattr(health, "runner", lambda *args: Verdict("made in this process"))
+    monkeypatch.setattr(_gpu, "reasons", lambda device: [])
+    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    eager = registry.BACKENDS["eager"]
+    fakes, calls = {"eager": eager}, collections.Counter()
+    for name, module in (("cuda", cuda), ("triton", triton)):
+
+        def forward(*args, name=name):
+            calls[name] += 1
+            return eager.forward(*args)
+
+        fakes[name] = types.SimpleNamespace(
+            unsupported=module.unsupported, forward=forward, backward=eager.backward
+        )
+    monkeypatch.setattr(registry, "BACKENDS", {x: fakes[x] for x in ("triton", "cuda", "eager")})
+    health.forget()
+    for check in watchdog.EVERYDAY:
+        health.keep(check, CPU, None)
+    yield calls
+    health.forget()
+
+
+def test_the_report_needs_no_check_that_no_child_makes(gpu):
+    for backends in (registry.BACKENDS, {x: registry.BACKENDS[x] for x in ("triton", "eager")}):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(registry, "BACKENDS", backends)
+            assert {x.backend for x in doctor.calls(CPU).values()} <= {"triton", "cuda"}
+            assert all(map(doctor.right, doctor.checks(CPU).values()))
+            doctor.ratio(CPU)
+    assert not any(health.verdict(check, CPU) for check in {c for _, c in health._found})
+    assert {c for _, c in health._found} == {*watchdog.EVERYDAY}
+    assert min(gpu["cuda"], gpu["triton"]) > 0
+
+
+def test_what_could_not_be_checked_does_not_run(gpu):
+    health.keep(Check("triton", "dot", "float32", "rich"), CPU, health.UNKNOWN, False)
+    found = doctor.checks(CPU)
+    assert found["triton"]["reasons"] == ["triton: dot, float32, rich calls: could not be checked"]
+    assert gpu["triton"] == 0
+    assert found["cuda"]["worst error"] <= 1
+
+
+def test_the_words_for_verdicts(monkeypatch):
+    wrong, unknown, right = watchdog.EVERYDAY[:3]
+    found = {wrong: Verdict("it hangs"), unknown: watchdog.NONE, right: Verdict(None)}
+    monkeypatch.setattr(watchdog, "everyday", lambda device: found)
+    for name in ("calls", "checks", "ratio"):
+        monkeypatch.setattr(doctor, name, lambda device: {})
+    assert json.loads(doctor.as_json(doctor.report(CPU)))["self-checks"] == {
+        str(wrong): "WRONG: it hangs", str(unknown): "could not be made", str(right): "right"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", triton.DISTRIBUTIONS)
+def test_triton_has_several_packages(monkeypatch, name):
+    def version(asked):
+        if asked != name:
+            raise importlib.metadata.PackageNotFoundError
+        return "9.9"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    assert doctor.versions()["triton"] == triton.version() == "9.9"
+    assert doctor.libraries()["Triton kernels"]["missing"] is None
 
 
 def test_a_wrong_backend_is_found(monkeypatch, capsys):

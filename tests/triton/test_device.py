@@ -1,6 +1,5 @@
 """Nothing waits for the device. GPUs: graphs and streams; elsewhere: the dispatched operators."""
 
-
 import pytest
 import torch
 from helpers import SCORES, attend, inputs
