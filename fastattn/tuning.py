@@ -32,7 +32,8 @@ def autotune(
     Later calls use the result if they have the same element size, the same head size (rounded up to
     64, 128 or 256) and the same kind (plain, or with dropout, bias or weights). A file keeps them
     for other processes, by device and version of Triton: ``$XDG_CACHE_HOME/fastattn/autotune.json``
-    (``~/.cache`` by default). Delete the file to forget them. Outputs change by rounding only.
+    (``~/.cache`` by default), each as soon as it is found. Delete the file to forget them. Outputs
+    change by rounding only.
 
     The search starts from the built-in table. It moves to a neighbour (half or twice a tile size,
     other warps, one stage more or less) as long as one is faster. This compiles tens of kernels and
