@@ -235,13 +235,10 @@ def _read() -> dict[str, dict[str, str | None]]:
 
 
 def _rows(rows: Any) -> dict[str, str | None]:
-    fields = len(Check._fields) - 1
+    slashes = len(Check._fields) - 1
     rows = rows.items() if isinstance(rows, dict) else ()
-    return {x: y for x, y in rows if x.count("/") == fields and (y is None or _is_text(y))}
-
-
-def _is_text(x: object) -> bool:
-    return isinstance(x, str) and x != UNKNOWN
+    known = {x: y for x, y in rows if x.count("/") == slashes and y != UNKNOWN}
+    return {x: y for x, y in known.items() if y is None or isinstance(y, str)}
 
 
 # ---- the machine ----

@@ -110,6 +110,8 @@ def against(name: str, p: Problem, bias: bool = False, may_check: bool = True) -
 
 def _found_wrong(name: str, p: Problem, bias: bool, may_check: bool) -> str | None:
     """What the self-check of a backend found wrong, of calls like ``p``."""
+    if name == "cuda" and p.score == "dot":
+        wgmma.is_right(p.device)  # its kernels take the path then, whoever calls them
     check = check_of(name, p, bias)
     wrong = health.reason((*check,), p.device, may_check)
     if wrong is None:
@@ -186,7 +188,6 @@ def faster_forward(p: Problem, backend: str, chosen: str) -> str | None:
     if p.device.type not in health.DEVICES or chosen not in ("triton", "cuda"):
         return None
     if torch.compiler.is_compiling():  # calls may need gradients later
-        wgmma.is_right(p.device)  # cuda's kernels take the path in compiled code, too
         return None
     if not wgmma.suits(p) or backend != "auto" or chosen != "triton":
         return None

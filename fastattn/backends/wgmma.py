@@ -96,6 +96,11 @@ def is_right(device: torch.device, may_check: bool = False) -> bool:
 is_right._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def may_run(device: torch.device) -> bool:
+    """Whether the CUDA kernels of this process may take this path on a device."""
+    return is_named() or is_right(device)
+
+
 def suits(p: Problem) -> bool:
     """Whether this path can take calls of a problem, and was found right on its device."""
     return not cuda.unsupported(p) and why_not(p) is None and is_right(p.device)

@@ -7,6 +7,7 @@ import host_build
 import pytest
 import shim_backend
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
 from fastattn import scaled_dot_product_attention, self_check
@@ -238,6 +239,25 @@ def test_compiled_code_chooses_without_a_break(triton, monkeypatch, named, right
     before = products()
     compiled(q, q, q)
     assert (products() > before) == (right or named == "wgmma")
+
+
+def test_who_runs_the_chosen_backend_takes_the_path_too(triton):
+    """As devices do that share a call."""
+    found_right()
+    q, before = heads(), products()
+    p = validate.build("dot", q, q, q).p
+    assert registry.select(p, "cuda") == "cuda"
+    cuda.forward(p, q, q, q, None, None)
+    assert products() > before
+
+
+def test_a_choice_under_fake_tensors(triton):
+    """The operator that chooses has no fake kernel, and needs none."""
+    found_right()
+    with FakeTensorMode() as mode:
+        q = mode.from_tensor(heads())
+        assert registry.select(validate.build("dot", q, q, q).p, "cuda") == "cuda"
+    assert takes_wgmma(triton, heads(), backend="cuda")
 
 
 # ---- by name ----

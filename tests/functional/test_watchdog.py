@@ -153,16 +153,19 @@ print("fastattn self-check: [null, %s]" % ("false" if os.environ["FASTATTN_CUDA_
 
 
 @pytest.mark.parametrize(
-    ("check", "named", "apart"),
+    ("check", "named", "right", "apart"),
     [
-        (wgmma.CHECK, "", True),
-        (Check("cuda", "dot", "bfloat16", ""), "wgmma", True),
-        (Check("cuda", "dot", "bfloat16", ""), "", False),
-        (Check("triton", "dot", "bfloat16", "plain"), "wgmma", False),
+        (wgmma.CHECK, False, False, True),
+        (Check("cuda", "dot", "bfloat16", ""), True, False, True),
+        (Check("cuda", "dot", "bfloat16", ""), False, True, True),
+        (Check("cuda", "dot", "bfloat16", ""), False, False, False),
+        (Check("triton", "dot", "bfloat16", "plain"), True, True, False),
     ],
 )
-def test_no_process_of_a_user_tries_warpgroups(monkeypatch, check, named, apart):
-    monkeypatch.setenv("FASTATTN_CUDA_PATH", named)
+def test_which_checks_run_apart(monkeypatch, check, named, right, apart):
+    """No process of a user tries warpgroups, or checks them for the usual kernels."""
+    monkeypatch.setattr(wgmma, "is_named", lambda: named)
+    monkeypatch.setattr(wgmma, "is_right", lambda device: right)
     monkeypatch.setattr(watchdog, "in_child", lambda *args: "in a child")
     monkeypatch.setattr(self_check, "run", lambda *args: "here")
     assert health.runner(check, CPU) == ("in a child" if apart else "here")

@@ -10,7 +10,8 @@ import torch
 
 import fastattn
 from fastattn import cache_file, tuning
-from fastattn.backends import triton
+from fastattn.backends import cuda, health, triton, wgmma
+from fastattn.backends.health import Verdict
 from fastattn.kernels.host import config, tuned
 from fastattn.kernels.host.config import Config
 from fastattn.problem.validate import build
@@ -142,6 +143,22 @@ def test_without_a_home_folder_nothing_is_remembered(monkeypatch):
 
 def no_home():
     raise RuntimeError("no home")
+
+
+def test_the_path_of_warpgroups_is_checked_as_well(q, monkeypatch):
+    checked = []
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "1")
+    monkeypatch.setattr(wgmma, "has_capability", lambda device: True)
+    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
+    monkeypatch.setattr(health, "machine", lambda device: "Hopper")
+    monkeypatch.setattr(
+        health, "runner", lambda check, device: checked.append(check) or Verdict("it hangs")
+    )
+    health.forget()
+    fastattn.autotune(q, measure=lambda call: 1.0)
+    assert checked == [wgmma.CHECK]
+    assert health.verdict(wgmma.CHECK, q.device) == "it hangs"
+    health.forget()
 
 
 def test_times_are_of_the_device_of_the_problem(q, monkeypatch):
