@@ -128,17 +128,13 @@ def child(device: torch.device, text: str) -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32" if check.dtype == "TF32" else "ieee"
     torch.zeros(1, device=device)
     print(f"{SIGN}{READY}", flush=True)
-    reason, lasting = _verdict(check, device)
+    try:
+        reason, lasting = self_check.run(check, device)
+    except Exception:
+        reason, lasting = NONE
     # An error is one of the backend's where it broke the device, as nothing else ran here.
     lasting = lasting or (reason != health.UNKNOWN and _is_broken(device))
     print(f"{SIGN}{json.dumps([reason, lasting])}", flush=True)
-
-
-def _verdict(check: Check, device: torch.device) -> Verdict:
-    try:
-        return self_check.run(check, device)
-    except Exception:
-        return NONE
 
 
 def _is_broken(device: torch.device) -> bool:

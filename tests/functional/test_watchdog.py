@@ -23,8 +23,12 @@ RIGHT = Verdict(None)
 
 
 @pytest.fixture(autouse=True)
-def _no_alarm(monkeypatch):
+def _as_before(monkeypatch):
+    """What children change in this process: they are functions here."""
     monkeypatch.setattr(watchdog.signal, "alarm", lambda seconds: None)
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
 
 
 def check(name):
@@ -211,6 +215,21 @@ def test_a_child_tells_of_a_right_backend_and_of_no_verdict(capfd, monkeypatch):
     assert verdict_of(capfd, monkeypatch, EAGER.forward) == [None, True]
     monkeypatch.setattr(watchdog, "_is_broken", lambda device: True)
     assert verdict_of(capfd, monkeypatch, no_memory) == [health.UNKNOWN, False]
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("TF32", "tf32"), ("float32", "ieee")])
+def test_a_child_allows_the_products_of_its_check(capfd, monkeypatch, dtype, precision):
+    seen = set()
+
+    def forward(*args):
+        seen.add(torch.backends.cuda.matmul.fp32_precision)
+        return EAGER.forward(*args)
+
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "ieee" else "ieee"
+    fake = types.SimpleNamespace(forward=forward, backward=EAGER.backward)
+    monkeypatch.setitem(registry.BACKENDS, "fake", fake)
+    watchdog.child(CPU, json.dumps(check("fake")._replace(dtype=dtype)))
+    assert seen == {precision}
 
 
 def test_an_error_that_broke_the_device_lasts(capfd, monkeypatch):
