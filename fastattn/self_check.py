@@ -106,7 +106,11 @@ Raw = tuple[Any, ...]  # (out, lse, weights), and the gradients of q, k, v, w an
 
 
 def _launch(check: Check, case: testing.Case, t: testing.Tensors, device: torch.device) -> Raw:
-    """What the backend's own functions return on a device: those of users make checks."""
+    """What the backend's own functions return on a device.
+
+    Those of users make checks, and torch's autograd has one thread a device: one that may be
+    waiting for this check, as where a checkpoint computes again.
+    """
     with torch.no_grad():
         p, *tensors = _canonical(case, t, _leaves(case, t, _dtype(check)))
         p = dataclasses.replace(p, device=device).with_tensors(*_moved(p.tensors(), device))
