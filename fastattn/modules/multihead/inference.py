@@ -39,6 +39,8 @@ def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | No
     own, out_proj = module._parameters, module._modules.get("out_proj")
     if out_proj is None or not is_only_linear(out_proj):  # None: it is parametrized
         return None
+    if _has_any_global_hook():  # such a hook wants to see out_proj
+        return None
     out = out_proj._parameters
     try:
         found = own["in_proj_weight"], own["in_proj_bias"], out["weight"], out["bias"]
@@ -85,7 +87,6 @@ def is_only_linear(layer: nn.Module) -> bool:
         or layer._backward_hooks
         or layer._backward_pre_hooks
         or "forward" in layer.__dict__
-        or _has_any_global_hook()  # of all modules
     )
 
 
