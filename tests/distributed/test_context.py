@@ -1,0 +1,36 @@
+"""Attention over the ranks of a mesh is attention on one device."""
+
+import time
+
+import equality
+import pytest
+from context_cases import CASES, check_all
+from context_promises import PROMISES, keep_all, the_last_rank_leaves
+from ranks import by_name, on_ranks
+
+NAMES = [*map(str, CASES), *(promise.__name__ for promise in PROMISES), *equality.NAMES]
+
+
+def run_all():
+    return check_all(CASES) + keep_all() + equality.check_rows()
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Of each name, what each rank says; processes start once for all."""
+    return by_name(NAMES, run_all)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_every_rank(outcomes, name):
+    errors = [error for error in outcomes[name] if error is not None]
+    assert not errors, errors[0]
+
+
+def test_a_rank_that_is_gone_is_an_error_and_no_hang():
+    begin = time.monotonic()
+    *others, gone = on_ranks(the_last_rank_leaves, timeout=10)
+    assert gone is None
+    assert all(others)
+    assert not any("Traceback" in error for error in others), others
+    assert time.monotonic() - begin < 60
