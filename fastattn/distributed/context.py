@@ -15,7 +15,7 @@ from fastattn.distributed.comm import Group
 from fastattn.distributed.heads import Move
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, has_rows
-from fastattn.problem import Dropout, Origin, Score, arguments, call_cache, relative, validate
+from fastattn.problem import Dropout, Mask, Origin, Score, arguments, call_cache, relative, validate
 
 Method = Literal["heads", "gather", "ring"]
 METHODS = {"heads": heads.attend, "gather": gather.attend, "ring": ring.attend}
@@ -127,7 +127,7 @@ def attend(
     average = sink is not None and options.get("return_weights") == "mean"
     if average:  # over heads, each of which has its sink
         options["return_weights"] = "full"
-    inputs = _build(score, tensors, key_layout.length, options)
+    inputs = _build(score, tensors, (layout.length, key_layout.length), options)
     origin = origin._replace(M=layout.length, N=key_layout.length)
     p = dataclasses.replace(inputs.p, origin=origin)
     if p.dropout is not None and options.get("seed") is None:
@@ -231,11 +231,24 @@ def in_order(sizes: Any) -> Layout:
     return Layout(end, tuple(pieces))
 
 
-def _build(score: Any, tensors: list, N: int, options: dict) -> validate.Inputs:
+def _build(score: Any, tensors: list, lengths: tuple[int, int], options: dict) -> validate.Inputs:
     """The record of this rank's rows and all keys, of which there are no numbers here."""
     query, key, value, weight = tensors
+    M, N = lengths
     k, v = (x.new_empty(()).expand(*x.shape[:-2], N, x.shape[-1]) for x in (key, value))
-    return validate.build(score, query, k, v, weight, **options)
+    mask = options.get("mask")
+    if M != 1 or not isinstance(mask, Mask):
+        return validate.build(score, query, k, v, weight, **options)
+    # The limits of one query are those of every rank, and most ranks do not have this row.
+    others: Any = dataclasses.replace(mask, **dict.fromkeys(heads.LIMITS))
+    inputs = validate.build(score, query, k, v, weight, **options | {"mask": others})
+    lead = validate.Lead(inputs.batch, inputs.has_head_dim, (inputs.p.H, 1, N))
+    limits = {
+        name: validate.check_limit(f"mask.{name}", lead, query, getattr(mask, name))
+        for name in heads.LIMITS
+    }
+    mask = dataclasses.replace(inputs.p.mask, **limits)
+    return inputs._replace(p=dataclasses.replace(inputs.p, mask=mask))
 
 
 def _canonical_keys(tensors: list, inputs: validate.Inputs, options: dict) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,8 @@ def local_mask(t: Tensors, layout: Layout, rank: int) -> Any:
     own = {"keep": take(t.mask.keep, layout, 2, rank)}
     for name in ("kv_len", "kv_begin"):
         x = getattr(t.mask, name)
-        own[name] = x if x is None or x.dim() == 1 else layout.take(x, 1, rank)
+        alike = x is None or x.dim() == 1 or layout.length == 1
+        own[name] = x if alike else layout.take(x, 1, rank)
     return dataclasses.replace(t.mask, **own)
 
 
@@ -153,6 +154,7 @@ def _cases() -> list[Shared]:
         ("zigzag", _case("half", dtype=torch.bfloat16, causal="top_left", **additive)),
         ("balanced", _case("documents", kv_begin="sorted", kv_len="sorted", M=70, N=70)),
         ("contiguous", _case("few", M=5, N=2, B=1)),
+        ("contiguous", _case("one-query", M=1, N=6, kv_len="rows", kv_begin="rows")),
         ("zigzag", _case("mean", weights="mean", dropout_p=0.2, keep="bn", bias="bhm", Hkv=2)),
     ]
     methods = ("heads", "gather", "ring")

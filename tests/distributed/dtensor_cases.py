@@ -104,6 +104,19 @@ def sequences_of_any_length():
         torch.testing.assert_close(out.full_tensor(), alone)
 
 
+def limits_of_one_query():
+    """Of shape [B, 1] and [1, 1], which is each sample's limit on ranks without the row, too."""
+    limits = [[3], [4]], torch.tensor([[3]]), [3, 4]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q, k = drawn(2, 2, 1, D).detach(), drawn(2, 2, 6, D).detach()
+    own_q, own_k = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k))
+    for limit in limits:
+        mask = Mask(kv_len=limit, kv_begin=torch.ones(2, 1, dtype=torch.int64))
+        out = fastattn.scaled_dot_product_attention(own_q, own_k, own_k, mask=mask)
+        alone = fastattn.scaled_dot_product_attention(q, k, k, mask=mask)
+        torch.testing.assert_close(out.full_tensor(), alone)
+
+
 def one_key_head_for_all():
     """It is the same on all ranks, and its gradient is a sum over them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -154,6 +167,7 @@ CASES = [
     compiled_calls,
     placements_of_results,
     sequences_of_any_length,
+    limits_of_one_query,
     one_key_head_for_all,
     refused,
 ]
