@@ -79,7 +79,8 @@ def _forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
     rows = p.B, p.H, p.M
     out = zeros(p.B, p.M, p.H, p.E).transpose(1, 2)
     lse, stats = zeros(rows, dtype=p.acc_dtype), zeros((*rows, 2), dtype=p.acc_dtype)
-    weights = zeros(p.weights_shape())
+    # A mean is a sum over steps, which is rounded once.
+    weights = zeros(p.weights_shape(), dtype=p.acc_dtype if p.weights == "mean" else p.dtype)
     for heads, of_heads, own in _gathered(plan, tensors):
         for cut, whole_rows in plan.pieces(of_heads):
             found = backend.forward(
@@ -92,7 +93,7 @@ def _forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
                 blocks.rows_of(weights, at).copy_(found[2])
             elif p.weights == "mean":
                 weights[:, slice(*cut.i)] += found[2] * (of_heads.H / p.H)
-    return out, lse, weights, stats
+    return out, lse, weights.to(p.dtype), stats
 
 
 def _backward(

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import fastattn
 from bench.context import Shape
-from fastattn import Mask
+from fastattn import Mask, testing
 from fastattn.distributed import (
     Layout,
     context_parallel_attention,
@@ -163,6 +163,22 @@ def heads_at_a_time_change_no_bit():
         found = [local("gather", heads_per_step=n, **options) for n in (1, 3, 4)]
         for other in found[1:]:
             torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+def a_mean_of_half_types_is_rounded_once():
+    """However many steps it is a sum of."""
+    group, rank, size = world()
+    layout = Layout.contiguous(N, size)
+    case = testing.Case("mean", B=1, H=256, Hkv=256, M=N, N=N, D=D, E=D, dtype=torch.bfloat16,
+                        weights="mean")  # fmt: skip
+    t = testing.make(case)
+    truth, peer, scale = testing.oracle(case, t)["weights"]
+    own = (layout.take(x, 2, rank) for x in (t.q, t.k, t.v))
+    _, weights = context_parallel_attention(
+        *own, group, layout=layout, method="gather", heads_per_step=1, return_weights="mean"
+    )
+    truth, peer = (layout.take(x, 1, rank) for x in (truth, peer))
+    testing.assert_within_budget(weights, peer, truth, scale=scale)
 
 
 def by_itself_it_takes_heads_or_gather():
@@ -313,6 +329,7 @@ PROMISES = [
     heads_have_second_derivatives,
     shards_and_back,
     heads_at_a_time_change_no_bit,
+    a_mean_of_half_types_is_rounded_once,
     by_itself_it_takes_heads_or_gather,
     bytes_are_those_of_the_table,
     decoding_with_keys_spread_over_ranks,
