@@ -140,7 +140,7 @@ class _Call:
             options[name] = self._broadcast(options.get(name))
         mask = options.get("mask")
         if isinstance(mask, Mask):
-            limits = {name: self._limit(getattr(mask, name)) for name in ("kv_len", "kv_begin")}
+            limits = {n: self._limit(n, getattr(mask, n)) for n in ("kv_len", "kv_begin")}
             options["mask"] = dataclasses.replace(mask, keep=self._broadcast(mask.keep), **limits)
         return options
 
@@ -152,10 +152,20 @@ class _Call:
         b, h, m = (d - missing if d >= missing else None for d in range(3))
         return self.local(x, (b, h, m))
 
-    def _limit(self, x: Any) -> Any:
+    def _limit(self, name: str, x: Any) -> Any:
+        """Of [B], which does not broadcast, or of [B, M] or [1, M]."""
         if isinstance(x, (list, tuple)):
             x = torch.tensor(x, device=self.mesh.device_type)
-        return self.local(x, (0, None, 1 if isinstance(x, Tensor) and x.dim() == 2 else None))
+        if not isinstance(x, Tensor):
+            return x
+        (B, _, M), shape = self.sizes, x.shape
+        of_samples = x.dim() == 1 and shape[0] == B
+        of_rows = x.dim() == 2 and (shape[0] == B or shape[0] == 1) and shape[1] == M
+        if not (of_samples or of_rows):  # of which a rank might find its part right
+            raise ValueError(f"mask.{name}: expected [{B}] or [{B}, {M}], got {list(shape)}")
+        if of_samples:
+            return self.local(x, (0, None, None), broadcasts=())
+        return self.local(x, (0, None, 1))
 
     # ---- the call ----
 

@@ -117,6 +117,18 @@ def limits_of_one_query():
         torch.testing.assert_close(out.full_tensor(), alone)
 
 
+def limits_of_one_sample():
+    """Most ranks have no sample, and no limit either; [1, M] is for all samples."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = drawn(1, 2, 3, D).detach()
+    own = distribute_tensor(x, mesh, [Shard(0)])
+    for kv_len, kv_begin in ([3], None), (None, [1]), ([2], torch.tensor([1])), ([[3, 1, 2]], None):
+        mask = Mask(kv_len=kv_len, kv_begin=kv_begin)
+        out = fastattn.scaled_dot_product_attention(own, own, own, mask=mask)
+        alone = fastattn.scaled_dot_product_attention(x, x, x, mask=mask)
+        torch.testing.assert_close(out.full_tensor(), alone)
+
+
 def one_key_head_for_all():
     """It is the same on all ranks, and its gradient is a sum over them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -156,6 +168,12 @@ def refused():
         attend(one, many, many)
     with pytest.raises(ValueError, match="query: expected the heads of key"):
         attend(head, one, one)
+    two, rows = (
+        distribute_tensor(torch.zeros(2, 2, size + 1, D), mesh, [Shard(d)]) for d in (0, 2)
+    )
+    for own, limit in ((two, [1]), (rows, [[1], [1]])):  # each fits what one rank has
+        with pytest.raises(ValueError, match=r"mask.kv_len: expected \[2\] or \[2, .*\], got"):
+            attend(own, own, own, mask=Mask(kv_len=limit))
     with pytest.raises(ValueError, match=r"write weight\[None\]"):
         fastattn.additive_attention(one, one, one, weight=torch.ones(D))
 
@@ -168,6 +186,7 @@ CASES = [
     placements_of_results,
     sequences_of_any_length,
     limits_of_one_query,
+    limits_of_one_sample,
     one_key_head_for_all,
     refused,
 ]
