@@ -231,7 +231,7 @@ def flash_attn_with_kvcache(
     """
     if rotary_cos is not None or rotary_sin is not None:
         _not_computed("rotary_cos, rotary_sin", "rotate q and k before the call")
-    _refuse_pages(block_table)
+    _refuse_pages(block_table, new_keys=k is not None)
     if alibi_slopes is not None:
         _not_computed("alibi_slopes", "call fastattn.scaled_dot_product_attention with a bias=")
     arguments.check_bool("causal", causal)
@@ -377,9 +377,16 @@ def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, .
     return packed.unbind(-3)
 
 
-def _refuse_pages(block_table: Tensor | None) -> None:
-    if block_table is not None:
-        _not_computed("block_table", "pass k_cache[block_table].flatten(1, 2), v_cache likewise")
+def _refuse_pages(block_table: Tensor | None, new_keys: bool = False) -> None:
+    if block_table is None:
+        return
+    instead = "pass k_cache[block_table].flatten(1, 2), v_cache likewise"
+    if new_keys:  # what is passed is a copy, which a call would write them into
+        instead = (
+            "write new keys into their pages first and count them in cache_seqlens, then "
+            f"{instead}, without k and v"
+        )
+    _not_computed("block_table", instead)
 
 
 def _not_computed(name: str, instead: str) -> NoReturn:

@@ -333,7 +333,9 @@ SLOPES, OFFSETS = torch.ones(H), torch.tensor([0, 1, 3])
         (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, rotary_cos=Q), NotImplementedError,
          "rotate q and k"),
         (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, block_table=Q), NotImplementedError,
-         r"k_cache\[block_table\]"),
+         r": pass k_cache\[block_table\].* likewise$"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, Q, Q, block_table=Q), NotImplementedError,
+         r"write new keys into their pages first.*k_cache\[block_table\].*without k and v"),
         (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, alibi_slopes=SLOPES), NotImplementedError,
          "bias="),
     ],
@@ -344,11 +346,16 @@ def test_refusals(call, error, message):
 
 
 def test_remedy_for_pages():
-    """What the message about block tables says to write."""
+    """What the message about block tables says to write: it loses no new key."""
     pages, table = torch.randn(5, 2, HKV, D), torch.tensor([[4, 0, 2], [1, 3, 0]])
+    q, new = torch.randn(B, 1, H, D), torch.randn(B, 1, HKV, D)
+    dense = pages[table].flatten(1, 2)
+    assert torch.equal(dense[1, 2:4], pages[3])
+    expected = flash_attn.flash_attn_with_kvcache(q, dense, dense, new, new, cache_seqlens=3)
+    pages[table[:, 1], 1] = new[:, 0]  # behind three keys
     keys = pages[table].flatten(1, 2)
-    assert keys.shape == (B, 6, HKV, D)
-    assert torch.equal(keys[1, 2:4], pages[3])
+    found = flash_attn.flash_attn_with_kvcache(q, keys, keys, cache_seqlens=4)
+    assert torch.equal(found, expected)
 
 
 def test_signature():
