@@ -26,7 +26,8 @@ def gaussian_bandwidths_kernel(
     start = w_ptr + (head // H).to(tl.int64) * stride_b + (head % H).to(tl.int64) * stride_h
     w = tl.load(start + offs_d.to(tl.int64) * stride_d, mask=offs_d < D, other=float("inf"))
     size = tl.abs(w.to(tl.float32))
-    least = tl.maximum(tl.min(size, 0), 1.1754943508222875e-38)
+    least = tl.min(size, 0)
+    least = tl.where(least < float("inf"), tl.maximum(least, 1.1754943508222875e-38), 1.0)
     bits = tl.minimum(least.to(tl.int32, bitcast=True) & 0x7F800000, 252 << 23)
     power = ((254 << 23) - bits).to(tl.float32, bitcast=True).to(tl.float64)
     one = least.to(tl.float64) * power

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import Carrier
 
+import fastattn
 from fastattn import testing
 from fastattn.backends import registry, triton
 from fastattn.testing import GRID, Case
@@ -41,3 +42,16 @@ def test_case(case, device, monkeypatch):
         pytest.skip("on a GPU the grid runs in tests/contract/test_grid.py")
     monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
     testing.check(case, "triton")
+
+
+@pytest.mark.parametrize("D", [1, 5])
+def test_infinite_bandwidths(D, device, monkeypatch):
+    """A dim with one adds nothing to a score, even where a head has no other."""
+    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
+    q, k, v = (torch.randn(1, 2, n, size) for n, size in ((20, D), (70, D), (70, 6)))
+    h = torch.full((2, 1, D), math.inf)
+    h[1, :, 0] = 0.7
+    found = fastattn.attention(q, k, v, score="gaussian", bandwidth=h, backend="triton")
+    between = (q[..., None, :] - k[..., None, :, :]) / h[..., None, :]
+    expected = (between.square().sum(-1) / -2).softmax(-1) @ v
+    torch.testing.assert_close(found, expected)
