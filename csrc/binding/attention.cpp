@@ -265,9 +265,10 @@ Results run_forward(const Operands& in, bool batch_first) {
   p.stats = static_cast<float*>(stats.data_ptr());
   if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
 
+  device::Current current(q);  // before the sizes, which may depend on it
   const OptTensor workspace = workspace_of(q, device::forward_workspace_bytes(p));
   p.workspace = workspace ? workspace->data_ptr() : nullptr;
-  device::Current(q).forward(p);
+  current.forward(p);
   return {out, lse, returned, stats};
 }
 
@@ -331,9 +332,10 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
     p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, rows, cols}, /*may_broadcast=*/true);
   }
 
+  device::Current current(q);
   const OptTensor workspace = workspace_of(q, device::backward_workspace_bytes(p));
   p.workspace = workspace ? workspace->data_ptr() : nullptr;
-  device::Current(q).backward(p);
+  current.backward(p);
   binding::put(stack, grad_q, grad_k, grad_v, grad_w, grad_bias);
 }
 

@@ -6,6 +6,10 @@
 
 #include "cuda/kernels.h"
 
+#ifdef FASTATTN_CUDA_ON_CPU
+#include <cuda_runtime.h>
+#endif
+
 // The tests define it as CPU, together with FASTATTN_CUDA_ON_CPU.
 #ifndef FASTATTN_DISPATCH_KEY
 #define FASTATTN_DISPATCH_KEY CUDA
@@ -49,7 +53,9 @@ class Current {
     STD_TORCH_CHECK(error == nullptr, "fastattn: CUDA: ", error);
   }
 
-#ifndef FASTATTN_CUDA_ON_CPU
+#ifdef FASTATTN_CUDA_ON_CPU
+  cuda_on_cpu::DeviceGuard guard_;
+#else
   torch::stable::accelerator::DeviceGuard guard_;
 #endif
   void* stream_ = nullptr;

@@ -279,6 +279,21 @@ def test_a_device_beyond_the_last_has_no_choice(triton):
     assert not takes_wgmma(triton, heads(), backend="cuda")
 
 
+def test_the_device_of_the_tensors_decides(triton):
+    """Whatever device is current, as 0 is here."""
+    simulator = ctypes.CDLL(str(shim_backend.library()))
+    try:
+        for chosen in 0, 1:
+            operators.choose_wgmma(chosen, True)
+            for device in 0, 1:
+                simulator.shim_place_tensors(device)
+                assert takes_wgmma(triton, heads(), backend="cuda") == (device == chosen)
+            operators.choose_wgmma(chosen, False)
+    finally:
+        simulator.shim_place_tensors(0)
+        operators.choose_wgmma(1, False)
+
+
 # ---- the check ----
 
 

@@ -161,10 +161,22 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs = 0;
 };
 
-// The GPU that is emulated is of compute capability 9.0.
+namespace cuda_on_cpu {
+
+extern int current_gpu;     // 0, but where a guard lives
+extern int gpu_of_tensors;  // 0, but where a test chooses another for all of them
+
+struct DeviceGuard {
+  DeviceGuard() { current_gpu = gpu_of_tensors; }
+  ~DeviceGuard() { current_gpu = 0; }
+};
+
+}  // namespace cuda_on_cpu
+
+// The GPUs that are emulated are of compute capability 9.0.
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = cuda_on_cpu::current_gpu;
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {

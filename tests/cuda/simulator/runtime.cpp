@@ -20,6 +20,9 @@ dim3 blockDim, gridDim;
 extern "C" __attribute__((weak)) char __start_cuda_shared[], __stop_cuda_shared[];
 
 namespace cuda_on_cpu {
+
+int current_gpu = 0, gpu_of_tensors = 0;
+
 namespace {
 
 constexpr int kWarp = 32, kWarpgroup = 128, kMaxThreads = 1024;
@@ -356,6 +359,9 @@ cudaError_t run_grid(const void* kernel, const cudaLaunchConfig_t& config, void 
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : cuda_on_cpu::message;
 }
+
+// The GPU of all tensors; for tests.
+extern "C" void shim_place_tensors(int gpu) { cuda_on_cpu::gpu_of_tensors = gpu; }
 
 // 0 for the ordinary order; for tests.
 extern "C" void shim_schedule(unsigned number) { cuda_on_cpu::schedule.number = number; }
