@@ -141,6 +141,21 @@ def test_what_takes_another_path(backend, simulator, monkeypatch):
     assert _products(simulator, q, k, v) == 0
 
 
+@pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU's driver makes the maps")
+def test_other_kernels_compute_what_the_driver_makes_no_maps_for(backend, simulator, monkeypatch):
+    q, k, v = (torch.randn(1, 2, 70, 64).half() for _ in range(3))
+    monkeypatch.delenv("FASTATTN_CUDA_PATH")
+    expected = scaled_dot_product_attention(q, k, v, backend=backend)
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    simulator.library.shim_refuse_maps(True)
+    try:
+        found = scaled_dot_product_attention(q, k, v, backend=backend)
+    finally:
+        simulator.library.shim_refuse_maps(False)
+    assert found.equal(expected)
+    assert _products(simulator, q, k, v) > 0
+
+
 # ---- garbage ----
 
 

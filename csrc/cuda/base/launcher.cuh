@@ -31,11 +31,6 @@ class Launcher {
     if (error_ == cudaSuccess) error_ = cudaLaunchKernelEx(&config, kernel, args...);
   }
 
-  // Before a launch, whose error it becomes.
-  void fail(cudaError_t error) {
-    if (error_ == cudaSuccess) error_ = error;
-  }
-
   const char* error() const { return error_ == cudaSuccess ? nullptr : cudaGetErrorString(error_); }
 
  private:

@@ -227,10 +227,8 @@ void launch(SdpaArgs a, Launcher& launcher) {
                  a);
     merge_partials(p, 0, a.chunks * kWarps, launcher);
   } else {
-    if (takes_wgmma(p)) {
-      launch_wgmma(p, launcher);
+    if (takes_wgmma(p) && launch_wgmma(p, launcher))
       a.marks = static_cast<const uint32_t*>(p.workspace);
-    }
     launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim, kCapped>, blocks, kThreads, shared, a);
   }
   if (p.weights_mode == WeightsMode::kNone) return;

@@ -120,14 +120,15 @@ __global__ void __launch_bounds__(kBlock, 1)
 }
 
 template <DType kType, int kDim>
-void launch(const ForwardParams& p, Launcher& launcher) {
+bool launch(const ForwardParams& p, Launcher& launcher) {
   WgmmaArgs a = {p, {}, {}, {}};
   const bool made = make_tensor_map(p.q, {p.B, p.H, p.M, p.D}, kTile, &a.q) &&
                     make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, kKeyTile, &a.k) &&
                     make_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E}, kKeyTile, &a.v);
-  if (!made) return launcher.fail(cudaErrorInvalidValue);
+  if (!made) return false;
   launcher.run(sdpa_wgmma_kernel<kType, kDim>, p.B * p.H * ceil_div(p.M, kRowTile), kBlock,
                sizeof(WgmmaMemory<kDim>), a);
+  return true;
 }
 
 constexpr int kMostDevices = 64;
@@ -179,10 +180,12 @@ bool takes_wgmma(const ForwardParams& p) {
   return p.workspace != nullptr && wants_wgmma(p) && is_sm90();
 }
 
-void launch_wgmma(const ForwardParams& p, Launcher& launcher) {
+bool launch_wgmma(const ForwardParams& p, Launcher& launcher) {
+  bool launched = false;
   with_operands(p, [&](auto type, auto dim, auto capped) {
-    if constexpr (!capped) launch<type, dim>(p, launcher);
+    if constexpr (!capped) launched = launch<type, dim>(p, launcher);
   });
+  return launched;
 }
 
 }  // namespace fastattn::cuda

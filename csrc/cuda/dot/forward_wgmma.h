@@ -19,7 +19,8 @@ inline int64_t wgmma_marks_bytes(const ForwardParams& p) {
 }
 
 // Writes out, lse and stats, and at p.workspace the marks: not 0 where a result is not finite, and
-// the rows of the warp are to be computed again by a kernel that keeps NaN behind the mask.
-void launch_wgmma(const ForwardParams& p, Launcher& launcher);
+// the rows of the warp are to be computed again by a kernel that keeps NaN behind the mask. Returns
+// false, and writes nothing, if the driver makes no tensor maps.
+bool launch_wgmma(const ForwardParams& p, Launcher& launcher);
 
 }  // namespace fastattn::cuda
