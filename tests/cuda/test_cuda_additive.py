@@ -232,6 +232,13 @@ def test_the_same_bits_again_and_beside_others(backend):
         assert results[name].equal(found[name][1:2]), name
 
 
+@pytest.mark.parametrize("M", [1, 20])
+def test_no_call_takes_shared_memory_from_others(M, backend):
+    """A kernel's limit is one for all threads. The simulator refuses to lower one."""
+    for D, E in (64, 256), (4, 8):
+        everything(inputs("additive", M=M, D=D, E=E), backend=backend)
+
+
 # ---- sanitizers ----
 
 

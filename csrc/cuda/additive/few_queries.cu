@@ -32,7 +32,9 @@ struct FewArgs {
   ForwardParams p;
   AdditiveForwardPlan plan;
 
-  size_t shared() const { return few_shared(plan.panels.dims, p.E); }
+  SharedBytes shared() const {
+    return {few_shared(plan.panels.dims, p.E), few_shared(kMaxDims, kMaxValues)};
+  }
 };
 
 struct FewMemory {

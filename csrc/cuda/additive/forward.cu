@@ -184,7 +184,7 @@ const char* additive_forward(const ForwardParams& p, void* stream) {
   prepare_panels(p, panels, static_cast<float*>(p.workspace), false, launcher);
   with_score(p, [&](auto score, auto capped) {
     launcher.run(additive_forward_kernel<score, capped>, p.B * p.H * panels.tiles_m, kThreads,
-                 forward_shared(p.E), args);
+                 {forward_shared(p.E), forward_shared(kMaxValues)}, args);
     if (p.weights_mode == WeightsMode::kNone) return;
     const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
     launcher.run(additive_weights_kernel<score, capped>,

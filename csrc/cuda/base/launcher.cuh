@@ -7,14 +7,24 @@
 
 namespace fastattn::cuda {
 
+// Bytes of dynamic shared memory: of a launch, and the most of any launch of the kernel.
+struct SharedBytes {
+  SharedBytes(size_t always) : now(always), most(always) {}
+  SharedBytes(size_t now, size_t most) : now(now), most(most) {}
+
+  size_t now, most;
+};
+
+constexpr size_t kSharedByDefault = 48 << 10;  // more has to be asked for
+
 class Launcher {
  public:
   explicit Launcher(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
 
-  // `shared` may exceed the 48 KiB that every kernel gets. Blocks use grid.x alone, whose limit is
-  // 2^31 - 1.
+  // Blocks use grid.x alone, whose limit is 2^31 - 1. The limit of a kernel's shared memory is one
+  // for all threads: each of them sets the same, so that none takes away what another needs.
   template <typename... Params, typename... Args>
-  void run(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
+  void run(void (*kernel)(Params...), int64_t blocks, int threads, SharedBytes shared,
            const Args&... args) {
     if (error_ != cudaSuccess || blocks == 0) return;
     if (blocks > 0x7fffffff) {
@@ -24,10 +34,11 @@ class Launcher {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared;
+    config.dynamicSmemBytes = shared.now;
     config.stream = stream_;
-    error_ = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(shared));
+    if (shared.most > kSharedByDefault)
+      error_ = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared.most));
     if (error_ == cudaSuccess) error_ = cudaLaunchKernelEx(&config, kernel, args...);
   }
 

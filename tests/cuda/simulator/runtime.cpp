@@ -327,7 +327,10 @@ unsigned ballot(unsigned mask, bool value, Site here) {
 cudaError_t allow_shared(const void* kernel, int bytes) {
   if (bytes < 0 || static_cast<size_t>(bytes) > kOfABlockSm90)
     return fail("%d bytes of shared memory", bytes);
-  shared_allowed[kernel] = bytes;
+  int& allowed = shared_allowed.try_emplace(kernel, bytes).first->second;
+  if (bytes < allowed)  // CUDA allows it, but another thread may be about to launch with more
+    return fail("%d bytes of shared memory, after %d", bytes, allowed);
+  allowed = bytes;
   return cudaSuccess;
 }
 
