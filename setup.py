@@ -241,8 +241,8 @@ def find_nvcc() -> str:
     return nvcc
 
 
-def cuda_code(nvcc: str) -> list[str]:
-    """The flags of CUDA_CODE that this nvcc knows."""
+def cuda_code(nvcc: str) -> list[tuple[str, str]]:
+    """Those of CUDA_CODE that are wanted and that this nvcc knows."""
     known = output([nvcc, "--list-gpu-arch"]).split()
     # Variants such as 90a are not listed before CUDA 12.9; they came with their plain number.
     names = wanted("FASTATTN_CUDA", [code for _, code in CUDA_CODE])
@@ -251,7 +251,13 @@ def cuda_code(nvcc: str) -> list[str]:
     ]
     if not usable:
         raise Unavailable(f"{nvcc} compiles for none of {', '.join(code for _, code in CUDA_CODE)}")
-    return [f"-gencode=arch={arch},code={code}" for arch, code in usable]
+    return usable
+
+
+def code_flags(usable: list[tuple[str, str]]) -> list[str]:
+    """FASTATTN_HAVE_<NAME> tells the host's code what there is."""
+    have = [f"-DFASTATTN_HAVE_{code.upper()}" for _, code in usable]
+    return [*(f"-gencode=arch={arch},code={code}" for arch, code in usable), *have]
 
 
 def cuda_library_folders(nvcc: str) -> list[str]:
@@ -274,7 +280,7 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     link += [*cuda_library_folders(nvcc), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     link += [f"-Wl,--version-script={BUILD_CUDA / 'exports.map'}"]
     link += shlex.split(os.environ.get("LDFLAGS", ""))
-    flags = [*CUDA_FLAGS, "-ccbin", shlex.join(cxx), *cuda_code(nvcc)]
+    flags = [*CUDA_FLAGS, "-ccbin", shlex.join(cxx), *code_flags(cuda_code(nvcc))]
     user = quote(shlex.split(os.environ.get("CXXFLAGS", "")))
     text = RULES.format(build=BUILD_CUDA, cxx=quote(cxx), user=user, ldflags=quote(link))
     text += CUDA_RULES.format(
@@ -346,8 +352,7 @@ def build_cuda_library(info: dict) -> str:
     info["compiler"] = output([nvcc, "--version"]).splitlines()[-2]
     # The runtime is linked in: a driver of an older major version cannot serve it.
     info["runtime"] = info["compiler"].partition("release ")[2].partition(",")[0]
-    codes = [flag.rpartition("=")[2] for flag in cuda_code(nvcc)]
-    return f"{', '.join(codes)} ({info['compiler']})"
+    return f"{', '.join(code for _, code in cuda_code(nvcc))} ({info['compiler']})"
 
 
 def attempt(info: dict, name: str, build, otherwise: str) -> None:

@@ -2,6 +2,7 @@
 
 import email
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -54,3 +55,20 @@ def test_extras(wheel):
     said = email.message_from_bytes(wheel.read(metadata))
     assert {"plot", "triton"} <= set(said.get_all("Provides-Extra"))
     assert 'matplotlib; extra == "plot"' in said.get_all("Requires-Dist")
+
+
+@pytest.mark.parametrize("named", ["sm_80,sm_90a", "sm_80,compute_90"])
+def test_kernels_know_what_they_are_built_for(named, tmp_path, monkeypatch):
+    """Without code for sm_90a, the kernels by warpgroups are empty on their GPUs."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho compute_80\necho compute_90\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("FASTATTN_CUDA", named)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    flags = setup["code_flags"](setup["cuda_code"](str(nvcc)))
+    codes = named.split(",")
+    assert [flag.partition(",code=")[2] for flag in flags if "code=" in flag] == codes
+    assert [flag for flag in flags if "-D" in flag] == [
+        f"-DFASTATTN_HAVE_{code.upper()}" for code in codes
+    ]
+    assert "FASTATTN_HAVE_SM_90A" in (ROOT / "csrc/cuda/dot/forward_wgmma.cu").read_text()

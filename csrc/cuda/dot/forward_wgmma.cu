@@ -150,6 +150,13 @@ bool is_chosen() {
   return device < kMostDevices && (devices >> device & 1) != 0;
 }
 
+// Whether the build has such products. Its other code for the same GPUs, PTX, has empty kernels.
+#if defined(FASTATTN_CUDA_ON_CPU) || defined(FASTATTN_HAVE_SM_90A)
+constexpr bool kIsBuilt = true;
+#else
+constexpr bool kIsBuilt = false;
+#endif
+
 bool is_sm90() {
   const int device = current_device();
   int major = 0, minor = 0;
@@ -177,7 +184,7 @@ bool wants_wgmma(const ForwardParams& p) {
 
 // Another thread may choose between the allocation of the marks and this.
 bool takes_wgmma(const ForwardParams& p) {
-  return p.workspace != nullptr && wants_wgmma(p) && is_sm90();
+  return p.workspace != nullptr && kIsBuilt && wants_wgmma(p) && is_sm90();
 }
 
 bool launch_wgmma(const ForwardParams& p, Launcher& launcher) {

@@ -10,7 +10,8 @@ namespace fastattn::cuda {
 // strides that a tensor map can describe. FASTATTN_CUDA_PATH=wgmma chooses it, or choose_wgmma().
 bool wants_wgmma(const ForwardParams& p);
 
-// Whether the marks have memory and the current device is of compute capability 9.0, too.
+// Whether the marks have memory, the current device is of compute capability 9.0, and the build has
+// code for sm_90a, too.
 bool takes_wgmma(const ForwardParams& p);
 
 // Marks of rows, [B][H][tiles of 64 queries][4 warps], where wants_wgmma().
