@@ -11,6 +11,7 @@ matter.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.problem import validate
@@ -34,8 +35,9 @@ def attach(
     sink = sink.to(lse.dtype)[:, None]
     empty = lse == -torch.inf
     lse = lse.masked_fill(empty, 0.0)
-    # Of a row's weight, what its keys keep.
-    share = torch.sigmoid(lse - sink).masked_fill(empty, 0.0)
+    # Of a row's weight, what its keys keep. Its gradient is share (1 - share), and logsigmoid knows
+    # the digits of 1 - share, which the gradient of sigmoid loses where keys keep nearly all.
+    share = F.logsigmoid(lse - sink).exp().masked_fill(empty, 0.0)
     total = torch.where(empty, sink, torch.logaddexp(lse, sink))
 
     def scaled(x: Tensor) -> Tensor:

@@ -76,6 +76,28 @@ def test_a_sink_is_a_column_without_a_value(options, dtype, backend):
         testing.assert_within_budget(found[name], peer[name], x, name)
 
 
+@pytest.mark.parametrize("logit", [-30.0, -8.0, 0.0, 8.0, 30.0])
+def test_the_gradient_of_a_sink_of_any_weight(logit):
+    """The sum over rows has terms of one sign, so that nothing cancels in it."""
+    q, k = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 500, 16)
+    v = torch.rand(1, 2, 500, 4)
+
+    def plain(sink):
+        s = q.to(sink) @ k.to(sink).mT / 4
+        s = torch.cat([s, sink[:, None, None].expand(1, 2, 20, 1)], -1)
+        return torch.softmax(s, -1)[..., :-1] @ v.to(sink)
+
+    def with_sink(sink):
+        return fastattn.scaled_dot_product_attention(q, k, v, sink=sink)
+
+    def gradient(function, dtype):
+        sink = torch.full((2,), logit, dtype=dtype, requires_grad=True)
+        return torch.autograd.grad(function(sink).sum(), sink)[0]
+
+    found, peer = (gradient(f, torch.float32) for f in (with_sink, plain))
+    testing.assert_within_budget(found, peer, gradient(plain, torch.float64))
+
+
 def call(sink, **options):
     q, k, v, *_ = inputs()
     return fastattn.scaled_dot_product_attention(q, k, v, sink=sink, **options)
