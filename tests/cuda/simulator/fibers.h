@@ -1,7 +1,8 @@
 // Fibers: functions that can wait for each other within one thread. ucontext makes their stacks.
-// The compiler's setjmp and longjmp switch, without the system calls of swapcontext (10 times faster).
-// AddressSanitizer must know every switch, otherwise it reports another stack as an overflow. The
-// functions that switch are not checked: in a checked one, a jump clears what is known of the stack.
+// The compiler's setjmp and longjmp switch, without the system calls of swapcontext (10 times
+// faster). AddressSanitizer must know every switch, otherwise it reports another stack as an
+// overflow. The functions that switch are not checked: in a checked one, a jump clears what is
+// known of the stack.
 #pragma once
 
 #include <ucontext.h>
