@@ -4,7 +4,7 @@ fastattn/_C.abi3.so, the CPU kernels:
     csrc/binding/attention.cpp  once: the one file that includes torch (stable ABI, limited Python);
                                 defines the operators of fastattn/problem/schemas.py
     csrc/cpu/*.cpp              once, baseline flags; FASTATTN_HAVE_<NAME> tells which ISAs exist
-    csrc/cpu/entry/*.cpp        once per ISA, in the namespace FASTATTN_ISA
+    csrc/cpu/entry/*.cpp        once per ISA that entries() says, in the namespace FASTATTN_ISA
 
 fastattn/_cuda.so, the CUDA kernels, where there is an nvcc; a GPU is not needed:
     csrc/cuda/**/*.cu           machine code for every architecture of CUDA_CODE, in one object
@@ -103,6 +103,11 @@ def wanted(variable: str, known: list[str]) -> list[str]:
     return [name for name in known if name in named] if named else known
 
 
+# The ISAs that multiply tiles, which the dot product alone has use for. They take the rest from
+# avx512.
+UNITS = ("avx512_bf16", "amx", "amx_fp16")
+
+
 def isa_flags(target: str) -> dict[str, list[str]]:
     """The ISAs of a compiler's target triple and their flags, each a superset of the one before."""
     table: dict[str, list[str]] = {"baseline": []}  # SSE2 on x86-64, NEON on aarch64
@@ -144,8 +149,10 @@ def supported_isas(cxx: list[str], target: str) -> dict[str, list[str]]:
     """The ISAs whose flags the compiler knows; a line for each that it does not."""
     supported = {}
     table = isa_flags(target)
-    names = wanted("FASTATTN_CPU_ISAS", list(table))
-    for isa in dict.fromkeys(["baseline", *names]):  # which every machine can fall back on
+    names = {"baseline", *wanted("FASTATTN_CPU_ISAS", list(table))}  # it runs on every machine
+    if not names.isdisjoint(UNITS):
+        names.add("avx512")
+    for isa in (isa for isa in table if isa in names):
         try:
             compile_empty_file(cxx, table[isa])
             supported[isa] = table[isa]
@@ -174,6 +181,12 @@ def find_torch() -> tuple[Path, str]:
     return root, version
 
 
+def entries(isa: str) -> list[Path]:
+    """The sources that are compiled for an ISA."""
+    own = ("unit", "limits") if isa in UNITS else ("sdpa", "additive", "gaussian", "limits")
+    return sorted(p for p in Path("csrc/cpu/entry").glob("*.cpp") if p.stem.startswith(own))
+
+
 def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Path, list[str]]]:
     """(source, object, flags) of every compilation, in link order.
 
@@ -182,7 +195,6 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
     bound to code that needs a newer CPU. tests/cpu/test_isa_symbols.py checks that kernel files
     define none to begin with.
     """
-    kernels = sorted(Path("csrc/cpu/entry").glob("*.cpp"))
     have = [f"-DFASTATTN_HAVE_{isa.upper()}" for isa in isas]
     headers = [f"-I{BUILD}", f"-I{sysconfig.get_path('include')}"]
     headers += ["-isystem", str(torch / "include")]
@@ -190,10 +202,7 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
     jobs = [(BINDING, "once", have + ABI_FLAGS + headers)]
     jobs += [(path, "once", have) for path in sorted(Path("csrc/cpu").glob("*.cpp"))]
     for isa, flags in isas.items():
-        # The matrix unit is of use to the dot product alone; its limits are its own.
-        own = ("sdpa", "limits") if "amx" in isa else ""
-        used = [path for path in kernels if path.stem.startswith(own)]
-        jobs += [(path, isa, [*flags, f"-DFASTATTN_ISA={isa}"]) for path in used]
+        jobs += [(path, isa, [*flags, f"-DFASTATTN_ISA={isa}"]) for path in entries(isa)]
     return [
         (path, BUILD / folder / path.relative_to("csrc").with_suffix(".o"), FLAGS + flags)
         for path, folder, flags in jobs

@@ -16,6 +16,7 @@
 #include "cpu/isa_trial.h"
 #endif
 
+// setup.py says which of these a set has.
 #define FASTATTN_DECLARE(isa)                                                  \
   namespace fastattn::isa {                                                    \
   void sdpa_forward(const ForwardParams&, const Path&, const Parallel&);       \
@@ -24,51 +25,42 @@
   void additive_backward(const BackwardParams&, const Path&, const Parallel&); \
   void gaussian_forward(const ForwardParams&, const Path&, const Parallel&);   \
   void gaussian_backward(const BackwardParams&, const Path&, const Parallel&); \
+  void unit_forward(const ForwardParams&, const Path&, const Parallel&);       \
+  void unit_backward(const BackwardParams&, const Path&, const Parallel&);     \
   double run_loop(const LoopCall&, const Parallel&);                           \
   }
-#define FASTATTN_TABLE(isa, unit, supported) FASTATTN_TABLE_OF(isa, unit, supported, supported, isa)
-#define FASTATTN_TABLE_OF(isa, unit, supported, runs, others)                      \
-  {                                                                                \
-    #isa, Unit::unit, supported, runs, isa::run_loop,                              \
-        {isa::sdpa_forward, others::additive_forward, others::gaussian_forward}, { \
-      isa::sdpa_backward, others::additive_backward, others::gaussian_backward     \
-    }                                                                              \
-  }
-
 FASTATTN_DECLARE(baseline)
-#ifdef FASTATTN_HAVE_AVX2
 FASTATTN_DECLARE(avx2)
-#endif
-#ifdef FASTATTN_HAVE_AVX512
 FASTATTN_DECLARE(avx512)
-#endif
-#ifdef FASTATTN_HAVE_AVX512_BF16
 FASTATTN_DECLARE(avx512_bf16)
-#endif
-#ifdef FASTATTN_HAVE_AMX
 FASTATTN_DECLARE(amx)
-#endif
-#ifdef FASTATTN_HAVE_AMX_FP16
 FASTATTN_DECLARE(amx_fp16)
-#endif
 
 namespace fastattn::cpu {
 namespace {
 
+struct Passes {
+  void (*forward)(const ForwardParams&, const Path&, const Parallel&);
+  void (*backward)(const BackwardParams&, const Path&, const Parallel&);
+};
+
 struct Kernels {
   const char* name;
-  Unit unit;
   bool (*supported)();  // as CPUID says: "auto" goes by it
   bool (*runs)();       // enough for who names the set
   double (*run_loop)(const LoopCall&, const Parallel&);
-  // By ScoreKind.
-  void (*forward[3])(const ForwardParams&, const Path&, const Parallel&);
-  void (*backward[3])(const BackwardParams&, const Path&, const Parallel&);
+  Passes scores[3];  // by ScoreKind
+  Unit unit;
+  Passes on_unit;  // of the dot product
+
+  template <typename Params>
+  const Passes& passes(const Params& p, const Path& path) const {
+    return is_on_unit(path.way) ? on_unit : scores[static_cast<int>(p.score)];
+  }
 };
 
 bool always() { return true; }
-#if defined(FASTATTN_HAVE_AVX2) || defined(FASTATTN_HAVE_AVX512) || \
-    defined(FASTATTN_HAVE_AVX512_BF16)
+#if defined(FASTATTN_HAVE_AVX2) || defined(FASTATTN_HAVE_AVX512)
 // Everything that the compiler may use under -mavx2 -mfma -mf16c.
 [[maybe_unused]] bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -139,24 +131,41 @@ bool runs_amx_fp16() {
 }
 #endif
 
+#define FASTATTN_PASSES(isa, score) {isa::score##_forward, isa::score##_backward}
+#define FASTATTN_SCORES(isa) \
+  {FASTATTN_PASSES(isa, sdpa), FASTATTN_PASSES(isa, additive), FASTATTN_PASSES(isa, gaussian)}
+#define FASTATTN_VECTORS(isa, supported)                                             \
+  {                                                                                  \
+    #isa, supported, supported, isa::run_loop, FASTATTN_SCORES(isa), Unit::kNone, {} \
+  }
+// A set with a unit adds it to the vectors of AVX-512.
+#define FASTATTN_UNIT(isa, kind, supported, runs) \
+  {#isa,                                          \
+   supported,                                     \
+   runs,                                          \
+   isa::run_loop,                                 \
+   FASTATTN_SCORES(avx512),                       \
+   Unit::kind,                                    \
+   FASTATTN_PASSES(isa, unit)}
+
 // Widest first.
 constexpr Kernels kTable[] = {
 #ifdef FASTATTN_HAVE_AMX_FP16
-    FASTATTN_TABLE_OF(amx_fp16, kEveryDtype, has_amx_fp16, runs_amx_fp16, avx512_bf16),
+    FASTATTN_UNIT(amx_fp16, kEveryDtype, has_amx_fp16, runs_amx_fp16),
 #endif
 #ifdef FASTATTN_HAVE_AMX
-    FASTATTN_TABLE_OF(amx, kEveryDtype, has_amx, has_amx, avx512_bf16),
+    FASTATTN_UNIT(amx, kEveryDtype, has_amx, has_amx),
 #endif
 #ifdef FASTATTN_HAVE_AVX512_BF16
-    FASTATTN_TABLE(avx512_bf16, kBFloat16, has_avx512_bf16),
+    FASTATTN_UNIT(avx512_bf16, kBFloat16, has_avx512_bf16, has_avx512_bf16),
 #endif
 #ifdef FASTATTN_HAVE_AVX512
-    FASTATTN_TABLE(avx512, kNone, has_avx512),
+    FASTATTN_VECTORS(avx512, has_avx512),
 #endif
 #ifdef FASTATTN_HAVE_AVX2
-    FASTATTN_TABLE(avx2, kNone, has_avx2),
+    FASTATTN_VECTORS(avx2, has_avx2),
 #endif
-    FASTATTN_TABLE(baseline, kNone, always),
+    FASTATTN_VECTORS(baseline, always),
 };
 
 // nullptr when the set was not built or this machine lacks it.
@@ -239,12 +248,12 @@ int64_t backward_workspace_bytes(const BackwardParams& params) {
 void forward(const ForwardParams& params, const Parallel& parallel) {
   ForwardParams p = params;
   const Path path = choose_forward(&p, chooser());
-  selected()->forward[static_cast<int>(p.score)](p, path, parallel);
+  selected()->passes(p, path).forward(p, path, parallel);
 }
 void backward(const BackwardParams& params, const Parallel& parallel) {
   BackwardParams p = params;
   const Path path = choose_backward(&p, chooser());
-  selected()->backward[static_cast<int>(p.score)](p, path, parallel);
+  selected()->passes(p, path).backward(p, path, parallel);
 }
 
 }  // namespace fastattn::cpu

@@ -127,8 +127,9 @@ def _scores(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
 
 
 def cap_slope(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """d capped / d score, ``[B, H, M, N]``."""
-    return 1 - torch.tanh(_scores(p, q, k, w) / p.softcap).square()
+    """d capped / d score, ``[B, H, M, N]``: 1 - tanh^2 with its digits where tanh is near 1."""
+    ratio = _scores(p, q, k, w) / p.softcap
+    return torch.cosh(ratio.clamp(-40, 40)).pow(-2)  # cosh of more overflows; 1e-35 there
 
 
 def _per_pair(w: Tensor) -> Tensor:

@@ -52,9 +52,9 @@ def build() -> Path:
     text += PROGRAM_RULE.format(cxx=CXX)
     driver = Path("tests/aarch64/driver.cpp")
     jobs = [(driver, BUILD / "driver.o", setup.FLAGS)]
-    for source in sorted((ROOT / "csrc/cpu").rglob("*.cpp")):
+    for source in [*sorted(Path("csrc/cpu").glob("*.cpp")), *setup.entries("baseline")]:
         flags = [*setup.FLAGS, "-DFASTATTN_ISA=baseline"]
-        jobs.append((source.relative_to(ROOT), BUILD / f"{source.stem}.o", flags))
+        jobs.append((source, BUILD / f"{source.stem}.o", flags))
     for source, target, flags in jobs:
         text += f"build {target}: cxx {source}\n  flags = {setup.quote(flags)}\n"
     program = BUILD / "driver"

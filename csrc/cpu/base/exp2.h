@@ -36,16 +36,25 @@ FASTATTN_SIMD Vec exp(Vec x) {
 //
 //   tanh |x| = z / (z + 2) = 1 - 2 / (z + 2)    z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1)
 //
-// The second form rounds well near 1, where the slope 1 - tanh^2 cancels; it has no digits for a
-// small x. 24 operations with AVX-512. NaN stays NaN.
-FASTATTN_SIMD Vec tanh(Vec x) {
-  const Vec size = min(splat(10.f), abs(x));  // operand order lets NaN through
+// The second form rounds well near 1. The first form serves a small x, for which the second one has
+// no digits. 24 operations with AVX-512. NaN stays NaN.
+FASTATTN_SIMD Vec expm1_twice(Vec size) {  // z, for 0 <= |x| <= 43
   const Vec shifted = multiply_add(size, splat(2.f * kLog2e), splat(kRounder));
   const Vec f = multiply_add(size, splat(2.f * kLog2e), splat(kRounder) - shifted);
   const Vec power = power_of_2(shifted);
-  const Vec z = multiply_add(product(exp2_slope(f), f), power, power - 1.f);
+  return multiply_add(product(exp2_slope(f), f), power, power - 1.f);
+}
+FASTATTN_SIMD Vec tanh(Vec x) {
+  const Vec z = expm1_twice(min(splat(10.f), abs(x)));  // operand order lets NaN through
   const Vec near_one = z > 2.f ? splat(1.f) : Vec{};
   return copy_sign(near_one + quotient(z > 2.f ? splat(-2.f) : z, z + 2.f), x);
+}
+// 1 - tanh^2 x = 4 (z + 1) / (z + 2)^2. The form on the right keeps its digits where tanh x is near
+// 1. 0 from |x| = 43 on, where the slope is below 2^-122. NaN stays NaN.
+FASTATTN_SIMD Vec tanh_slope(Vec x) {
+  const Vec size = min(splat(43.f), abs(x)), z = expm1_twice(size);
+  const Vec part = quotient(splat(2.f), z + 2.f), slope = ((z + 1.f) * part) * part;
+  return size < splat(43.f) ? slope : slope - slope;
 }
 
 // 2^(x + kOctaves) for the x of a softmax, which is at most a little above 0. This saves 6

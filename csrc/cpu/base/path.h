@@ -18,6 +18,8 @@ enum class Way {
   kUnit64x64,
 };
 
+constexpr bool is_on_unit(Way way) { return way >= Way::kUnit256x128; }
+
 struct Path {
   Way way;
   bool heads_as_rows;          // query heads that share keys have become rows of one head

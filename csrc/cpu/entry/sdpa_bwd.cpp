@@ -3,29 +3,12 @@
 #include "cpu/loop/backward.h"
 #include "cpu/score/dot.h"
 #include "cpu/score/dot_few_queries.h"
-#ifdef __AVX512BF16__
-#include "cpu/score/amx/grads.h"
-#endif
 
 namespace fastattn::FASTATTN_ISA {
 
 void sdpa_backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
-  switch (path.way) {
-    case Way::kRowsInPlace:
-      return backward<FewDotScore, FewValueGrads>(p, path, parallel);
-#ifdef __AMX_BF16__
-    case Way::kUnit64x256:
-      return backward<AmxDotScore<64, 256>, AmxValueGrads>(p, path, parallel);
-#endif
-#ifdef __AVX512BF16__
-    case Way::kUnit64x128:
-      return backward<AmxDotScore<64, 128>, AmxValueGrads>(p, path, parallel);
-    case Way::kUnit64x64:
-      return backward<AmxDotScore<64, 64>, AmxValueGrads>(p, path, parallel);
-#endif
-    default:
-      return backward<DotScore>(p, path, parallel);
-  }
+  path.way == Way::kRowsInPlace ? backward<FewDotScore, FewValueGrads>(p, path, parallel)
+                                : backward<DotScore>(p, path, parallel);
 }
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -2,27 +2,11 @@
 // cpu/loop/forward.h and cpu/score/dot.h.
 #include "cpu/loop/forward.h"
 #include "cpu/score/dot.h"
-#ifdef __AVX512BF16__
-#include "cpu/score/amx/values.h"
-#endif
 
 namespace fastattn::FASTATTN_ISA {
 
 void sdpa_forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
-  switch (path.way) {
-#ifdef __AMX_BF16__
-    case Way::kUnit256x128:
-      return forward<AmxDotScore<256, 128>, AmxValueTile>(p, path, parallel);
-#endif
-#ifdef __AVX512BF16__
-    case Way::kUnit64x128:
-      return forward<AmxDotScore<64, 128>, AmxValueTile>(p, path, parallel);
-    case Way::kUnit64x64:
-      return forward<AmxDotScore<64, 64>, AmxValueTile>(p, path, parallel);
-#endif
-    default:
-      return forward<DotScore>(p, path, parallel);
-  }
+  forward<DotScore>(p, path, parallel);
 }
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -35,6 +35,7 @@ class BackwardWorker {
         values_(p_, p_.grad_out, scratch_, kM, kN),
         s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         dp_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
+        slopes_(p_.softcap == 0.f ? nullptr : scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
         drop_(scratch_.floats(kRows * kDrop)),
         grad_weights_(scratch_.floats(kRows * kN)) {}
 
@@ -115,10 +116,10 @@ class BackwardWorker {
     score_.load_queries(at.b, at.h, at.i0, at.rows);
     values_.load_grad_out(at.b, at.h, at.i0, at.rows);
     choose_form(score_, values_, mask_);
-    const auto linear = scores_of(score_, p_, at.rows, at.cols, s_);
+    const auto linear = scores_of(score_, p_, at.rows, at.cols, s_, slopes_);
     values_.grad_weights(dp_);
     BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
-    with_logit(p_, linear, [&](auto logit) __attribute__((always_inline)) {
+    with_logit(linear, slopes_, kN, [&](auto logit) __attribute__((always_inline)) {
       values_.make_grads(
           score_,
           [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
@@ -203,7 +204,7 @@ class BackwardWorker {
           if (kPlain || (rows[n].exists && at < cols)) {
             grads_at<kMasking, kPlain>(rows[n], at, factors, w[n][v], ds[n][v]);
             if (bias.data != nullptr) bias.put(rows[n].i, at, ds[n][v] * factors.grad_bias);
-            ds[n][v] = factors.logit.slope(load(s_ + rows[n].i * kN + at), ds[n][v]);
+            ds[n][v] = factors.logit.slope(rows[n].i, at, ds[n][v]);
           } else {
             w[n][v] = ds[n][v] = Vec{};
           }
@@ -242,7 +243,7 @@ class BackwardWorker {
   RowRanges ranges_;
   BiasGrad bias_;
   Values values_;
-  float *s_, *dp_, *drop_, *grad_weights_;
+  float *s_, *dp_, *slopes_, *drop_, *grad_weights_;
   int64_t chunk_ = 0;
   bool loaded_ = false;
 };

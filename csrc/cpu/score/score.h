@@ -125,12 +125,12 @@ struct ScoreDefaults : FormDefaults {
   static int64_t query_bytes(const AttentionParams&) { return 0; }
 };
 
-// A tile of scores, and what makes logits of them.
+// A tile of scores, and what makes logits of them. `slopes`: see cap_scores().
 template <typename Score>
 FASTATTN_SIMD LinearLogit scores_of(Score& score, const AttentionParams& p, int64_t rows,
-                                    int64_t cols, float* s) {
+                                    int64_t cols, float* s, float* slopes = nullptr) {
   score.scores(s);
-  return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s);
+  return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s, slopes);
 }
 
 // Likewise, of a tile whose strips may have been listed.
@@ -140,7 +140,7 @@ FASTATTN_SIMD LinearLogit scores_of(Score& score, const AttentionParams& p, cons
   if constexpr (Score::kHasStrips) {
     if (mask.sparse()) {
       score.scores_of(mask.strips(), s);
-      return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s);
+      return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s, nullptr);
     }
   }
   return scores_of(score, p, rows, cols, s);

@@ -25,36 +25,42 @@ struct LinearLogit {
   FASTATTN_MEMBER Vec operator()(Vec s, Vec addend) const {
     return multiply_add(s, splat(scale), addend);
   }
-  // The gradient of the scaled score, from dS, the gradient of the logit. 0 stays 0 even where s is
-  // NaN: such pairs are masked.
-  FASTATTN_MEMBER Vec slope(Vec, Vec ds) const { return ds; }
+  // The gradient of the scaled score (i, c), from dS, the gradient of the logit.
+  FASTATTN_MEMBER Vec slope(int64_t, int64_t, Vec ds) const { return ds; }
 };
 
 // Likewise of t = tanh(score / softcap), which stands where its score did.
 struct CappedLogit : LinearLogit {
-  FASTATTN_MEMBER Vec slope(Vec t, Vec ds) const {
-    return ds - ds * min(t * t, splat(1.f));  // 1 where t is NaN
+  const float* slopes;  // [rows, ld]
+  int64_t ld;
+  FASTATTN_MEMBER Vec slope(int64_t i, int64_t c, Vec ds) const {
+    return ds * load(slopes + i * ld + c);
   }
 };
 
 // Calls f with the logit of a tile that cap_scores() has seen.
 template <typename F>
-FASTATTN_SIMD void with_logit(const AttentionParams& p, LinearLogit logit, F f) {
-  p.softcap == 0.f ? f(logit) : f(CappedLogit{logit});
+FASTATTN_SIMD void with_logit(LinearLogit logit, const float* slopes, int64_t ld, F f) {
+  slopes == nullptr ? f(logit) : f(CappedLogit{logit, slopes, ld});
 }
 
 // Scores s [rows, ld] become tanh(score / softcap), if there is a softcap. Takes and returns what
-// makes logits of them, in base 2.
+// makes logits of them, in base 2. Writes the slopes of tanh if there is a place for them. The
+// slope of NaN is 1: such a pair may be masked, where a gradient of 0 must stay 0.
 [[maybe_unused]] __attribute__((noinline)) static LinearLogit cap_scores(const AttentionParams& p,
                                                                          LinearLogit logit,
                                                                          int64_t rows, int64_t cols,
-                                                                         int64_t ld, float* s) {
+                                                                         int64_t ld, float* s,
+                                                                         float* slopes) {
   if (p.softcap == 0.f) return logit;
   const double cap = static_cast<double>(p.softcap) * static_cast<double>(kLog2e);
   const Vec factor = splat(static_cast<float>(static_cast<double>(logit.scale) / cap));
   for (int64_t i = 0; i < rows; ++i)
-    for (int64_t c = 0; c < cols; c += kWidth)
-      store(s + i * ld + c, tanh(product(load(s + i * ld + c), factor)));
+    for (int64_t at = i * ld; at < i * ld + cols; at += kWidth) {
+      const Vec x = product(load(s + at), factor);
+      if (slopes != nullptr) store(slopes + at, min(tanh_slope(x), splat(1.f)));  // 1 of NaN
+      store(s + at, tanh(x));
+    }
   return {static_cast<float>(cap)};
 }
 
