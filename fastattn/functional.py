@@ -285,7 +285,7 @@ def additive_attention(
     if seed is sink is None and type(return_lse) is bool:
         call = call_cache.Call(
             query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, False, None,
-            softcap, return_weights, backend,
+            softcap, return_weights, backend, "additive",
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
             return run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)
@@ -317,22 +317,39 @@ def explain(
         query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
     key = query if key is None else key
     value = key if value is None else value
-    bandwidth = options.pop("bandwidth", None)
-    score: Score = "additive" if weight is not None else "dot" if bandwidth is None else "gaussian"
     if jagged.given(query, key, value):
         (query, key, value), options = jagged.packed(query, key, value, options)
     if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
-        title = f"{score} attention of nested tensors"
+        title = f"{_score(weight, options.get('bandwidth'))} attention of nested tensors"
         return registry.Explanation(None, None, {}, title, arguments.NESTED)
-    arguments.check_bool("return_lse", options.pop("return_lse", False))
-    options.pop("sink", None)  # which every backend has
-    backend = options.pop("backend", "auto")
-    parameter = weight if bandwidth is None else bandwidth
-    tensors: Any = autocast(query, key, value, parameter, exact=score == "gaussian")
-    inputs = validate.build(score, *tensors, **options)
+    inputs, backend = checked(query, key, value, weight, **options)
     given = inputs.q, inputs.k, inputs.v
     grad = autograd.needs_autograd(*given, inputs.w, inputs.bias)
     return registry.explain(inputs.p, backend, inputs.bias is not None, given, grad)
+
+
+def checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    *,
+    bandwidth: float | Tensor | None = None,
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> tuple[validate.Inputs, str]:
+    """A validated call of a function by what it is given, which is not made, and its backend."""
+    arguments.check_bool("return_lse", return_lse)  # every backend has that, and a sink
+    score = _score(weight, bandwidth)
+    parameter: Any = weight if bandwidth is None else bandwidth
+    tensors: Any = autocast(query, key, value, parameter, exact=score == "gaussian")
+    return validate.build(score, *tensors, **options), backend
+
+
+def _score(weight: object, bandwidth: object) -> Score:
+    return "additive" if weight is not None else "dot" if bandwidth is None else "gaussian"
 
 
 # Who computes calls of tensors of other types, or says NotImplemented. fastattn/__init__.py adds
@@ -399,7 +416,8 @@ def run(
     if sink is not None:
         out, lse, weights = sinks.attach(sink, out, lse, weights)
     if average:
-        weights = weights.mean(1)
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        weights = (weights.sum(1, dtype=wide) / max(p.H, 1)).to(weights.dtype)
 
     def restore(x: Tensor, head_dim: bool = True) -> Tensor:
         if head_dim and not seen.has_head_dim:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastattn import functional
 from fastattn.backends import registry, triton, wgmma
 from fastattn.problem import Problem, validate
 
@@ -50,13 +51,16 @@ def autotune(
         value: likewise; key by default.
         weight: likewise.
         measure: takes a call and returns its time. Default: the median on the device's clock.
-        **options: the call's other arguments.
+        **options: the call's other arguments, ``bandwidth`` of the gaussian score among them.
+            ``backend``, ``sink`` and ``return_lse`` change no kernel.
 
     Returns:
         The configuration of each kernel: ``(BLOCK_M, BLOCK_N, num_warps, num_stages)`` by name.
 
     Raises:
-        ValueError: the Triton backend cannot compute this problem; the message has the reasons.
+        TypeError: as the function that is called.
+        ValueError: likewise, or the Triton backend cannot compute this problem. The message then
+            has the reasons.
 
     Example:
         >>> q = torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16)
@@ -91,15 +95,16 @@ def _inputs(
     if not isinstance(query, Problem):
         key = query if key is None else key
         value = key if value is None else value
-        score = "dot" if weight is None else "additive"
-        return validate.build(score, query, key, value, weight, **options)
+        return functional.checked(query, key, value, weight, **options)[0]
     p = query
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=p.dtype, device=p.device)
 
     q, k, v = draw(p.B, p.H, p.M, p.D), draw(p.B, p.Hkv, p.N, p.D), draw(p.B, p.Hkv, p.N, p.E)
-    w = draw(p.H, p.D) if p.score == "additive" else None
+    w = None if p.score == "dot" else draw(p.H, p.D)
+    if p.score == "gaussian":  # bandwidths
+        w = torch.rand(p.H, p.D, device=p.device) + 0.5
     return validate.Inputs(p, q, k, v, w, None, (p.B,), True)
 
 
@@ -121,9 +126,9 @@ def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
     from fastattn.kernels.loop.forward import FEW_QUERIES
 
     few = p.M <= FEW_QUERIES
-    if p.score == "additive":
+    if p.score != "dot":
         first = {"additive_decode" if few else "additive_fwd": forward}
-        rest = ["tile"] if few else ["dq", "dkdv", "tile"]
+        rest = ["tile"] if few and p.score == "additive" else ["dq", "dkdv", "tile"]
         return [*(first | {f"additive_{kernel}": backward for kernel in rest}).items()]
     prefix = "decode_" if few else ""
     first = {"decode" if few else "fwd": forward}

@@ -22,7 +22,7 @@ _NO_MASK = tuple(Mask().__dict__.values())
 
 
 class Call(NamedTuple):
-    """What a record depends on, but for dropout's seed; the weight is None for the dot product."""
+    """What a record depends on, but for dropout's seed."""
 
     query: Tensor
     key: Tensor
@@ -38,6 +38,7 @@ class Call(NamedTuple):
     softcap: float | None = None
     return_weights: str | None = None
     backend: str = "auto"
+    score: str = "dot"
 
     def masks(self) -> list[Any] | None:
         """The tensors that become ``MASK_TENSORS`` and the bias; None where two become one."""

@@ -117,6 +117,14 @@ def test_a_sink_that_weighs_nothing_changes_nothing(value):
     assert torch.equal(call(torch.full((H,), value)), call(None))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_mean_of_weights_over_no_heads_is_0(dtype):
+    x, options = torch.randn(2, 0, 3, 4, dtype=dtype), dict(return_weights="mean")
+    for sink in (None, torch.zeros(0)):
+        _, weights = fastattn.scaled_dot_product_attention(x, x, x, sink=sink, **options)
+        assert torch.equal(weights, torch.zeros(2, 3, 3, dtype=dtype))
+
+
 def test_dropout_of_weights_beside_a_sink():
     options = dict(dropout_p=0.4, seed=1, return_weights="full")
     q, k, v, sink, *_ = inputs()

@@ -157,6 +157,14 @@ def test_an_additive_call_seen_before(built, table, shape, weight):
         fastattn.additive_attention(q, k[..., :7], v, w, **options)
 
 
+def test_a_score_without_its_weight_is_no_dot_product():
+    q = heads()
+    sdpa(q, q, q)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="weight: expected a Tensor, got NoneType"):
+            fastattn.additive_attention(q, q, q, None)
+
+
 def test_masks_are_not_forgotten(built):
     q, w = heads(2, 4, 8), torch.randn(8)
     plain = fastattn.additive_attention(q, q, q, w)
