@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattn.backends import registry
-from fastattn.problem import Problem, reference
+from fastattn.problem import Problem, arguments, reference
 from fastattn.problem.record import MASK_TENSORS
 from fastattn.problem.schemas import Call, Saved
 
@@ -224,8 +224,9 @@ def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> lis
         outputs = reference.backward(p, *full)
         return [outputs[n] for n in wanted]
 
-    outputs, vjp, *_ = torch.func.vjp(first_order, *[inputs[n] for n in present])
-    pulled = vjp([grads[n].to(o.dtype) for n, o in zip(wanted, outputs, strict=True)])
+    with arguments.no_autocast(p.device.type):
+        outputs, vjp, *_ = torch.func.vjp(first_order, *[inputs[n] for n in present])
+        pulled = vjp([grads[n].to(o.dtype) for n, o in zip(wanted, outputs, strict=True)])
     second: list[Tensor | None] = [None] * len(inputs)
     for n, g in zip(present, pulled, strict=True):
         second[n] = g
@@ -291,9 +292,10 @@ def _reference_jvp(
         absent[:] = [r is None for r in results]
         return tuple(r for r in results if r is not None)
 
-    results, pull, *_ = torch.func.vjp(of_moving, *[inputs[n] for n in moving])
-    _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
-    [moved] = push(tuple(tangents[n] for n in moving))
+    with arguments.no_autocast(p.device.type):
+        results, pull, *_ = torch.func.vjp(of_moving, *[inputs[n] for n in moving])
+        _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
+        [moved] = push(tuple(tangents[n] for n in moving))
     rest = iter(moved)
     return [None if a else next(rest) for a in absent]
 

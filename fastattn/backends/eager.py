@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -17,19 +16,11 @@ def unsupported(p: Problem) -> list[str]:
     return []
 
 
-def _no_autocast(p: Problem) -> contextlib.AbstractContextManager:
-    """Inputs have their final dtype already; here half types accumulate in fp32."""
-    device = p.device.type
-    if not arguments.has_autocast(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
-
-
 def forward(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``registry.Backend``."""
-    with _no_autocast(p):
+    with arguments.no_autocast(p.device.type):
         out, lse, weights, stats = reference.forward_with_stats(p, q, k, v, w, bias)
     # Every backend returns the same layout: code that views the output then works on all or on
     # none. This copy is not written into a new tensor: compiled by torch 2.11, that write is lost.
@@ -44,7 +35,7 @@ def backward(
     given = Saved(*saved)
     # What all keys add up to is known best from all keys.
     rows = (given.out, given.stats) if p.has_some_keys else ()
-    with _no_autocast(p):
+    with arguments.no_autocast(p.device.type):
         grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(
             p, q, k, v, w, bias, given.grad_out, given.grad_lse, given.grad_weights, *rows
         )

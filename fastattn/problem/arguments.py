@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import sys
@@ -176,6 +177,13 @@ def autocasts(device: str) -> bool:
     return has_autocast(device) and torch.is_autocast_enabled(device)
 
 
+def no_autocast(device: str) -> contextlib.AbstractContextManager:
+    """For formulas whose inputs have their final dtype: half types accumulate in float32."""
+    if not has_autocast(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
 # ---- what to write instead ----
 
 NESTED = (
@@ -195,14 +203,21 @@ _OURS = {
     "cu_seqlens_k": "mask=fastattn.Mask.documents(cu_seqlens_q, cu_seqlens_k)",
     "cu_seqlens_q": "mask=fastattn.Mask.documents(cu_seqlens_q, cu_seqlens_k)",
     "dropout": "dropout_p=",
+    "keep": "mask=fastattn.Mask(keep=keep)",
     "key_padding_mask": "mask=fastattn.Mask(kv_len=lengths), or attn_mask=, where True keeps",
+    "kv_begin": "mask=fastattn.Mask(kv_begin=firsts)",
+    "kv_len": "mask=fastattn.Mask(kv_len=lengths)",
     "need_weights": "return_weights='mean', or 'full'",
+    "p": "dropout_p=",
     "position_bias": "bias=",
     "return_attn_probs": "return_weights='full', or return_lse=True",
+    "return_aux": "return_lse=True",
+    "score_mod": "softcap=, bias= or mask=, whichever says the same",
     "sliding_window": "mask=fastattn.Mask(window=(left, right))",
     "sm_scale": "scale=",
     "softmax_scale": "scale=",
     "temperature": "scale=1 / temperature",
+    "window": "mask=fastattn.Mask(window=(left, right))",
     "window_size": "mask=fastattn.Mask(window=(left, right))",
 }
 # What functions of other arguments have instead, by other libraries' names or by ours.
@@ -215,11 +230,13 @@ _OF = {
         "attn_mask": "bias=, or scaled_dot_product_attention with mask=Mask.documents(...)",
         "causal": "is_causal=True",
         "cu_seq_k": "cu_seqlens_k=",
-        "cu_seq_q": "cu_seqlens_q=",
+        "keep": "scaled_dot_product_attention with mask=Mask.documents(...)",
+        "kv_begin": "cu_seqlens_k=",
+        "kv_len": "cu_seqlens_k=",
         "mask": "scaled_dot_product_attention with mask=Mask.documents(...)",
         "max_k": "max_seqlen_k=",
         "max_q": "max_seqlen_q=",
-        "return_aux": "return_lse=True",
+        "score_mod": "softcap= or bias=",
         "sliding_window": "window=(left, right)",
         "window_size": "window=(left, right)",
     },

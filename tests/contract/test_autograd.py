@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import SCORES, assert_close, assert_same_bits, attend, everything, inputs
 
+import fastattn
 from fastattn import Mask
 
 scores = pytest.mark.parametrize("score", SCORES)
@@ -155,6 +156,30 @@ def test_unused_results_change_nothing(backend, score):
         grads.append(dict(enumerate(torch.autograd.grad(out.square().sum(), call.values()))))
     assert_same_bits(grads[0], grads[1])
     assert_same_bits(grads[0], grads[2])
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "additive", "gaussian"])
+def test_autocast_changes_no_derivative(backend, score):
+    """The reference formulas, which are differentiated here, compute as they do without it."""
+    dtype = torch.float32 if score == "gaussian" else torch.bfloat16
+    tensors = [x.to(dtype).requires_grad_() for x in inputs("dot").values()]
+    options = dict(score=score, backend=backend)
+    if score == "additive":
+        options["weight"] = torch.randn(2, 4, dtype=dtype)
+
+    def call(*tensors):
+        return fastattn.attention(*tensors, **options)
+
+    def derivatives():
+        first = torch.autograd.grad(call(*tensors).square().sum(), tensors, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
+        plain = tuple(x.detach() for x in tensors)
+        return [*second, *torch.func.jvp(call, plain, plain)]
+
+    expected = derivatives()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = derivatives()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 # ---- everyday requirements of autograd ----
