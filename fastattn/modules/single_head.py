@@ -76,8 +76,7 @@ def _with_head_dim(mask: Tensor | None) -> Tensor | None:
 
 def as_steps(queries: Tensor) -> tuple[Tensor, bool]:
     """Queries as (B, M, features), and whether they were one step, (B, features)."""
-    if not isinstance(queries, Tensor):
-        raise TypeError(f"queries: expected a Tensor, got {type(queries).__name__}")
+    check_tensors(queries=queries)
     one = queries.dim() == 2
     return (queries.unsqueeze(1) if one else queries), one
 
@@ -90,11 +89,17 @@ def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: b
     return (out, weights) if need_weights else out
 
 
-def check_dims(**tensors: Tensor) -> None:
-    """Raises TypeError or ValueError unless all are (batch, length, features)."""
+def check_tensors(**tensors: object) -> None:
+    """Raises TypeError unless all are tensors."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+
+
+def check_dims(**tensors: Tensor) -> None:
+    """Raises TypeError or ValueError unless all are (batch, length, features)."""
+    check_tensors(**tensors)
+    for name, x in tensors.items():
         if x.dim() != 3:
             raise ValueError(
                 f"{name}: expected 3 dims, (batch, length, features), got {list(x.shape)}"

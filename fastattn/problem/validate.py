@@ -288,9 +288,7 @@ def _masks(
         keep = own if keep is None else keep & own
     if bias is not None:
         own = check_bias(lead, query, bias, added is not None)
-        if added is not None:  # in float64 where the scores are
-            added = added.to(torch.promote_types(added.dtype, query.dtype))
-        added = own if added is None else sum_of_biases(added, own)
+        added = own if added is None else sum_of_biases(added, own, query.dtype)
     window = arguments.window("mask.window", mask.window)
     kv_len = check_limit("mask.kv_len", lead, query, mask.kv_len)
     kv_begin = check_limit("mask.kv_begin", lead, query, mask.kv_begin)
@@ -307,9 +305,13 @@ def check_bias(lead: Lead, query: Tensor, bias: Any, dense: bool = False) -> Ten
     return spread(line, *lead.hmn[1:]) if dense and lead.hmn[1] > 1 else line
 
 
-def sum_of_biases(a: Tensor, b: Tensor) -> Tensor:
-    """``a + b``, but -inf wherever one of them is: it masks, whatever the other one holds."""
-    return (a + b).masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
+def sum_of_biases(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a + b``, but -inf wherever one of them is: it masks, whatever the other one holds.
+
+    In float32 at least, as scores of ``dtype`` are: a sum in a half type may be -inf by overflow.
+    """
+    total = a.to(torch.promote_types(dtype, torch.float32)) + b
+    return total.masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
 
 
 def check_mask(mask: object) -> None:

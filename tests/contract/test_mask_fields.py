@@ -63,12 +63,15 @@ def test_every_score(score, field):
     assert_heeded(call, field, call(None), Mask(keep=mask_fields.kept(field)[:, None]))
 
 
+FIRST = {"batch_first": True}
 MODULES = {
     "AdditiveAttention": lambda: fastattn.AdditiveAttention(D, D, D),
     "CosineAttention": lambda: fastattn.CosineAttention(),
     "HardAttention": lambda: fastattn.HardAttention(D, D),
     "LocationSensitiveAttention": lambda: fastattn.LocationSensitiveAttention(D, D, D),
     "LuongAttention": lambda: fastattn.LuongAttention(D),
+    "MultiheadAdditiveAttention": lambda: fastattn.MultiheadAdditiveAttention(D, 2, **FIRST),
+    "MultiheadAttention": lambda: fastattn.MultiheadAttention(D, 2, **FIRST),
     "NadarayaWatson": lambda: fastattn.NadarayaWatson(),
     "SelfAttention": lambda: fastattn.SelfAttention(D, 2),
 }

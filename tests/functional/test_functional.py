@@ -118,6 +118,17 @@ def test_autocast_takes_half_biases(backend, name, score, dtype):
         fastattn.attention(**call, score=score, backend=backend, **option(given))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_two_half_biases_are_added_in_float32(backend, dtype):
+    """Their sum in float16 may be -inf, which masks."""
+    q, k, v, *biases = (draw(2, n).to(dtype) for n in (D, D, E, 2, 2))
+    for a, b in (biases, [torch.full((2, 2), -6e4).to(dtype)] * 2):
+        found = scaled_dot_product_attention(q, k, v, a, bias=b, backend=backend)
+        wide = a.float() + b.float()
+        assert torch.equal(found, scaled_dot_product_attention(q, k, v, wide, backend=backend))
+        assert (found != 0).all()
+
+
 @pytest.mark.parametrize("scale", [None, 0.3, 2, 0.0, -1.0])
 def test_scale_as_in_torch(backend, scale):
     assert_like_torch(backend, draw(2, M, D), draw(2, N, D), draw(2, N, E), scale=scale)

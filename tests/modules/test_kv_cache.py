@@ -280,6 +280,8 @@ class TestGrowing:
         assert cache.length == 1  # as it was
         with pytest.raises(ValueError, match="int32 or int64"):
             cache.reorder(torch.tensor([0.0]))
+        with pytest.raises(TypeError, match="indices: expected a Tensor"):
+            cache.reorder([0, 1])
         with pytest.raises(IndexError):
             cache.reorder(torch.tensor([B]))
         with pytest.raises(TypeError, match="KVCache"):
@@ -357,6 +359,24 @@ class TestStatic:
             cache.update(cache.key, cache.value)
         with pytest.raises(AssertionError, match="key_padded_mask"):
             module(x, None, None, torch.zeros(B, 1).bool(), cache=cache)
+
+
+@pytest.mark.parametrize("fault", ["device", "dtype", "dropout"])
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_a_call_that_raises_leaves_the_cache_as_it_was(static, fault):
+    module, x, masks = MultiheadAttention(E, H, batch_first=True), torch.randn(B, 1, E), {}
+    cache, half = KVCache(static=static), torch.autocast("cpu", torch.bfloat16, fault == "dtype")
+    if fault == "device":
+        masks["key_padding_mask"] = torch.zeros(B, 1, dtype=torch.bool, device="meta")
+    elif fault == "dtype":  # under autocast, any float passes the checks of torch's masks
+        masks["attn_mask"] = torch.zeros(1, 1, dtype=torch.float64)
+    else:
+        module.dropout = 2.0
+    with half, pytest.raises((TypeError, ValueError)):
+        module(x, x, x, cache=cache, **masks)
+    assert cache.is_empty
+    assert cache.length == 0
 
 
 @pytest.mark.parametrize("static", [False, True])

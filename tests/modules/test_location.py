@@ -215,6 +215,8 @@ def test_errors(tensors):
     module = make(DQ, DK, HIDDEN)
     with pytest.raises(ValueError, match="one step"):
         module(queries, keys, values)
+    with pytest.raises(TypeError, match="query: expected a Tensor, got NoneType"):
+        module(None, keys, values)
     *_, state = module(queries[:, 0], keys, values)
     with pytest.raises(ValueError, match=r"state: expected \(B, N\) = \[3, 5\]"):
         module(queries[:, 0], keys[:, :5], values[:, :5], state=state)

@@ -216,4 +216,10 @@ class TestNadarayaWatson:
             NadarayaWatson()(torch.rand(5), torch.rand(6, 1), torch.rand(6))
         with pytest.raises(ValueError, match="same length"):
             NadarayaWatson()(torch.rand(5), torch.rand(6), torch.rand(7))
+        for name, bad in (("queries", [1.0]), ("keys", None), ("values", 1.0)):
+            given = dict(zip(("queries", "keys", "values"), tensors, strict=True)) | {name: bad}
+            with pytest.raises(TypeError, match=f"{name}: expected a Tensor, got"):
+                NadarayaWatson()(**given)
+        with pytest.raises(TypeError, match="y: expected a Tensor, got list"):
+            NadarayaWatson().leave_one_out(tensors[0], [1.0])
         assert "bandwidth=0.5" in repr(NadarayaWatson(0.5))

@@ -150,9 +150,10 @@ class LocationSensitiveAttention(AdditiveAttention):
             ``(context (B, Dv), weights (B, N), state)``.
 
         Raises:
-            TypeError: dtypes differ.
+            TypeError: an argument is not a tensor, or dtypes differ.
             ValueError: shapes or lengths do not fit.
         """
+        single_head.check_tensors(query=query)
         if query.dim() != 2:
             raise ValueError(f"query: expected one step, (B, query_dim), got {list(query.shape)}")
         single_head.check_dims(values=values)

@@ -12,7 +12,7 @@ from fastattn.functional import Bias
 from fastattn.modules.multihead import inference, inputs, interop, kv_cache, nested, projection
 from fastattn.modules.multihead.inputs import Inputs
 from fastattn.modules.multihead.kv_cache import KVCache
-from fastattn.problem import jagged
+from fastattn.problem import Mask, jagged
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -94,6 +94,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         *,
         cache: KVCache | None = None,
+        mask: Mask | None = None,
         bias: Bias | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from ``query`` to ``key`` and ``value``.
@@ -123,6 +124,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             cache: a :class:`fastattn.KVCache`, for decoding step by step. Keys and values of
                 earlier calls take part without being projected again. :class:`fastattn.KVCache`
                 says which keys a mask then covers. ``is_causal`` is not read. Default None.
+            mask: a :class:`fastattn.Mask`. A pair takes part if every mask keeps it. Its keys
+                include those of ``cache``. A growing cache is causal at the bottom right, and a
+                window is then around that diagonal. Default None.
             bias: added to the scores beside the masks: a tensor that broadcasts to (B, H, M, N),
                 with a gradient of its shape, an :class:`ALiBi` or a :class:`RelativeBias`. Of the
                 query's dtype or float32. N counts the keys of ``cache``, and the offset of an
@@ -139,14 +143,16 @@ class MultiheadAttention(nn.MultiheadAttention):
                 neither bool nor float.
             RuntimeError: a dtype differs from the parameters', ``attn_mask`` has the wrong shape,
                 or ``is_causal`` comes without ``attn_mask``.
-            TypeError, ValueError: the call does not fit ``cache``, ``bias`` or jagged tensors.
+            TypeError, ValueError: the call does not fit ``cache``, ``mask``, ``bias`` or jagged
+                tensors. A call that raises leaves the cache as it was.
         """
         if self._shared is not None:
-            _check_no_bias(bias, "ranks share the module")
+            _check_none_of_ours(mask, bias, "ranks share the module")
             masks = (key_padding_mask, attn_mask)
             hints = (need_weights, average_attn_weights, is_causal)
-            return self._shared.forward(self, query, key, value, masks, hints, cache)
-        without_masks = attn_mask is key_padding_mask is cache is bias is None
+            with kv_cache.unless_it_raises(cache):
+                return self._shared.forward(self, query, key, value, masks, hints, cache)
+        without_masks = attn_mask is key_padding_mask is cache is mask is bias is None
         without_masks = without_masks and not is_causal
         if without_masks and query is key is value and _scores_by_dot(self._attend):
             whole = inference.attend(self, query, need_weights, average_attn_weights)
@@ -154,8 +160,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 return whole
         if cache is not None:
             masks = (key_padding_mask, attn_mask)
-            step = kv_cache.step(self, cache, query, key, value, masks, need_weights, bias)
-            return attend_heads(self, self._attend, *step, need_weights, average_attn_weights)
+            points = query, key, value
+            with kv_cache.unless_it_raises(cache):
+                step = kv_cache.step(self, cache, *points, masks, need_weights, mask, bias)
+                return attend_heads(self, self._attend, *step, need_weights, average_attn_weights)
         args = (
             query,
             key,
@@ -168,21 +176,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         if any(map(jagged.is_jagged, (query, key, value))):
             attend = partial(attend_heads, self, self._attend)
-            return nested.attend_sequences(self, args, bias, attend)
+            return nested.attend_sequences(self, args, mask, bias, attend)
         foreign = interop.foreign(self, query, key, value, key_padding_mask, attn_mask)
         if foreign is not None:
-            _check_no_bias(bias, foreign)
+            _check_none_of_ours(mask, bias, foreign)
             leaf = interop.fx_leaf(self, args)
             return self._not_ours(foreign, *args) if leaf is None else leaf
         if query.is_nested or key.is_nested or value.is_nested:
-            _check_no_bias(bias, nested.TAKEN)
+            _check_none_of_ours(mask, bias, nested.TAKEN)
             if not nested.takes(self, args):
                 return self._not_ours(nested.TAKEN, *args)
             return nested.attend(self, query, self._attend)
         call = inputs.canonical(
             self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
         )
-        call = inputs.with_bias(self, call, bias)
+        call = inputs.with_own(self, call, mask, bias)
         q, k, v = projection.to_heads(self, call.query, call.key, call.value, call.batch_first)
         return attend_heads(self, self._attend, call, q, k, v, need_weights, average_attn_weights)
 
@@ -230,9 +238,11 @@ def attend_heads(
     return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
 
-def _check_no_bias(bias: Bias | None, reason: str) -> None:
-    if bias is not None:
-        raise TypeError(f"bias: expected None in a call like this: {reason}")
+def _check_none_of_ours(mask: Mask | None, bias: Bias | None, reason: str) -> None:
+    """Raises where the call is not computed here: torch has no such arguments."""
+    for name, x in (("mask", mask), ("bias", bias)):
+        if x is not None:
+            raise TypeError(f"{name}: expected None in a call like this: {reason}")
 
 
 def _scores_by_dot(attend: object) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastattn.modules.multihead import masks, projection
 from fastattn.modules.multihead.masks import Sizes
+from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask, validate
 
 _CAUSAL_WITHOUT_MASK = (
@@ -61,26 +62,53 @@ def canonical(
     if causal:
         attn_mask = None
     masks.check_float_dtypes(attn_mask, key_padding_mask, query, need_weights)
-    keywords = masks.to_keywords(attn_mask, key_padding_mask, sizes)
+    keywords = masks.to_keywords(attn_mask, key_padding_mask, sizes, query.dtype)
     keywords["is_causal"] = causal
     return Inputs(query, key, value, batched, batch_first, keywords)
 
 
-def with_bias(module: nn.MultiheadAttention, call: Inputs, bias: Any, past: int = 0) -> Inputs:
-    """The call with a bias beside its masks, over its keys and ``past`` earlier ones."""
-    if bias is None:
+def with_own(
+    module: nn.MultiheadAttention, call: Inputs, mask: Any, bias: Any, past: int = 0
+) -> Inputs:
+    """The call with a Mask and a bias beside torch's, over its keys and ``past`` earlier ones."""
+    if mask is bias is None:
         return call
     if projection.extra_keys(module):
-        raise ValueError("bias: expected a module without add_bias_kv and add_zero_attn")
+        name = "mask" if bias is None else "bias"
+        raise ValueError(f"{name}: expected a module without add_bias_kv and add_zero_attn")
     M, B, _ = _seq_first(call.query.shape, call.batch_first)
     N = past + call.key.shape[1 if call.batch_first else 0]
-    validate.check_bias(validate.Lead((B,), True, (module.num_heads, M, N)), call.query, bias)
-    given: dict[str, Any] = {**call.masks, "bias": bias}
-    if (added := call.masks["bias"]) is not None:  # a float mask: there is room for it elsewhere
-        if (keep := given["attn_mask"]) is not None:
-            given["mask"] = dataclasses.replace(given["mask"] or Mask(), keep=keep)
-        given["attn_mask"] = added
+    lead = validate.Lead((B,), True, (module.num_heads, M, N))
+    given: dict[str, Any] = dict(call.masks)
+    if bias is not None:
+        validate.check_bias(lead, call.query, bias)
+        given["bias"] = bias
+        if (added := call.masks["bias"]) is not None:  # a float mask: there is room elsewhere
+            if (keep := given["attn_mask"]) is not None:
+                given["mask"] = dataclasses.replace(given["mask"] or Mask(), keep=keep)
+            given["attn_mask"] = added
+    if mask is not None:
+        given["mask"] = _both(lead, call.query, mask, given["mask"])
     return call._replace(masks=given)
+
+
+def _both(lead: validate.Lead, query: Tensor, mask: Any, made: Mask | None) -> Mask:
+    """A given mask, and that made of torch's masks, which has ``keep`` and ``causal`` alone."""
+    mask = Masks(mask=mask).over_heads()["mask"]
+    keep = mask.keep
+    if made is None:
+        return mask
+    if keep is not None and made.keep is not None:
+        keep = validate.check_dense("mask.keep", keep, query, (torch.bool,))
+        keep = lead.to_4d("mask.keep", keep) & made.keep
+    elif keep is None:
+        keep = made.keep
+    if made.causal is not None and mask.causal not in (None, made.causal):
+        raise ValueError(
+            f"mask.causal: a growing KVCache is causal, aligned at {made.causal!r}: write "
+            f"{made.causal!r}, or leave it out"
+        )
+    return dataclasses.replace(mask, keep=keep, causal=made.causal or mask.causal)
 
 
 def _add_batch_dim(*tensors: Tensor) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """Incremental decoding: projected keys and values kept from one call to the next."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -134,9 +136,12 @@ class KVCache:
         also copy a prompt's cache to all beams. It costs a copy of keys and values.
 
         Raises:
+            TypeError: ``indices`` is not a tensor.
             ValueError: ``indices`` is not a vector of integers, or on another device.
             IndexError: an index is out of range.
         """
+        if not isinstance(indices, Tensor):
+            raise TypeError(f"indices: expected a Tensor [B'], got {type(indices).__name__}")
         if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"indices: expected int32 or int64 [B'], got {indices.dtype} {list(indices.shape)}"
@@ -222,6 +227,20 @@ def _is_writable(held: Tensor) -> bool:
     return torch.is_inference_mode_enabled() or not held.is_inference()
 
 
+@contextlib.contextmanager
+def unless_it_raises(cache: Any) -> Iterator[None]:
+    """A call inside that raises leaves the cache as it was, whatever does not fit."""
+    if not isinstance(cache, KVCache):
+        yield
+        return
+    held = dict(vars(cache))
+    try:
+        yield
+    except BaseException:
+        vars(cache).update(held)
+        raise
+
+
 def step(
     module: nn.MultiheadAttention,
     cache: KVCache,
@@ -230,25 +249,23 @@ def step(
     value: Tensor | None,
     masks: _Masks,
     need_weights: bool,
+    mask: Any = None,
     bias: Any = None,
 ) -> Step:
-    """One call of ``module`` with a cache.
-
-    The cache changes last: a call that does not fit leaves the cache unchanged.
-    """
+    """One call of ``module`` with a cache, which takes the new keys."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache: expected a fastattn.KVCache, got {type(cache).__name__}")
     _check_plain(module, query, key, value, *masks)
     if cache.static and not cache.is_empty:
-        return _static_step(module, cache, query, masks, need_weights, bias)
+        return _static_step(module, cache, query, masks, need_weights, mask, bias)
     if key is None or value is None:
         raise ValueError("key and value: expected tensors, as the cache does not hold them yet")
     if cache.static:
         call = inputs.canonical(module, query, key, value, *masks, need_weights, False)
-        call = inputs.with_bias(module, call, bias)
+        call = inputs.with_own(module, call, mask, bias)
         q, k, v = projection.to_heads(module, call.query, call.key, call.value, call.batch_first)
         return Step(call, q, *cache.update(k, v))
-    return _growing_step(module, cache, query, key, value, masks, need_weights, bias)
+    return _growing_step(module, cache, query, key, value, masks, need_weights, mask, bias)
 
 
 def _check_plain(module: nn.MultiheadAttention, query: Tensor, *others: Tensor | None) -> None:
@@ -268,12 +285,13 @@ def _static_step(
     query: Tensor,
     masks: _Masks,
     need_weights: bool,
+    mask: Any,
     bias: Any,
 ) -> Step:
     """A call with a static cache that has its keys: projects the queries only."""
     like = inputs.keys_like(module, query, cache.length)
     call = inputs.canonical(module, query, *like, *masks, need_weights, False)
-    call = inputs.with_bias(module, call, bias)
+    call = inputs.with_own(module, call, mask, bias)
     q = projection.queries_to_heads(module, call.query, call.batch_first)
     k, v = cache.key, cache.value
     assert k is not None
@@ -291,6 +309,7 @@ def _growing_step(
     value: Tensor,
     masks: _Masks,
     need_weights: bool,
+    mask: Any,
     bias: Any,
 ) -> Step:
     """A call that adds positions after the others. Each sees the keys up to its own position."""
@@ -305,9 +324,9 @@ def _growing_step(
         like = inputs.keys_like(module, query, cache.length + new)
         covering = inputs.canonical(module, query, *like, *masks, need_weights, False)
         call = call._replace(masks=covering.masks)
-    if M > 1:  # one new query sees every key
-        mask: Any = call.masks["mask"] or Mask()
-        call.masks["mask"] = dataclasses.replace(mask, causal="bottom_right")
-    call = inputs.with_bias(module, call, bias, cache.length)
+    if M > 1 or mask is not None:  # one new query sees every key; a window is around its place
+        made: Any = call.masks["mask"] or Mask()
+        call.masks["mask"] = dataclasses.replace(made, causal="bottom_right")
+    call = inputs.with_own(module, call, mask, bias, cache.length)
     q, k, v = projection.to_heads(module, call.query, call.key, call.value, call.batch_first)
     return Step(call, q, *cache.update(k, v))

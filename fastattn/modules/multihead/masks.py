@@ -57,8 +57,11 @@ def to_keywords(
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     sizes: Sizes,
+    dtype: torch.dtype,
 ) -> dict[str, object]:
     """The masks of a batched call as ``attn_mask=``, ``mask=`` and ``bias=`` of the functional API.
+
+    ``dtype`` is that of the query.
 
     ``attn_mask`` is (M, N) or (B * H, M, N), ``key_padding_mask`` (B, N), each boolean (True = not
     allowed) or float (added to the scores). Appended keys are visible to every query.
@@ -79,7 +82,7 @@ def to_keywords(
         if padding.dtype == torch.bool:
             mask = Mask(keep=~padding)
         else:
-            bias = padding if bias is None else validate.sum_of_biases(bias, padding)
+            bias = padding if bias is None else validate.sum_of_biases(bias, padding, dtype)
     return {"attn_mask": keep_pairs, "mask": mask, "bias": bias}
 
 

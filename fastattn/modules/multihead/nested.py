@@ -59,7 +59,11 @@ def attend(
 
 
 def attend_sequences(
-    module: nn.MultiheadAttention, args: tuple, bias: Any, heads_attend: Callable[..., tuple]
+    module: nn.MultiheadAttention,
+    args: tuple,
+    mask: Any,
+    bias: Any,
+    heads_attend: Callable[..., tuple],
 ) -> tuple[Tensor, None]:
     """Attention over jagged tensors (B, j, E): (out, None); out has the offsets of the query.
 
@@ -69,14 +73,14 @@ def attend_sequences(
         ValueError: lengths that do not fit each other, or what a call over jagged tensors has not.
     """
     query, key, value, *_, is_causal = args
-    _check_sequences(module, *args, bias=bias)
+    _check_sequences(module, *args, ours={"mask": mask, "bias": bias})
     dense = {id(x): x.values()[None] for x in (query, key, value)}
     q, k, v = (dense[id(x)] for x in (query, key, value))
     call = inputs.canonical(module, q, k, v, None, None, False, False)
     causal = "top_left" if is_causal else False
-    mask = jagged.documents(query.offsets(), key.offsets(), q.shape[1], causal)
+    own = jagged.documents(query.offsets(), key.offsets(), q.shape[1], causal)
     heads = projection.to_heads(module, q, k, v, batch_first=True)
-    masks = {**call.masks, "mask": mask, "bias": bias}
+    masks = {**call.masks, "mask": own, "bias": bias}
     out, _ = heads_attend(call._replace(masks=masks), *heads, False, False)
     return jagged.from_values(out[0], query), None
 
@@ -91,11 +95,12 @@ def _check_sequences(
     attn_mask: Tensor | None,
     _average: bool,
     is_causal: bool,
-    bias: Any,
+    *,
+    ours: dict[str, Any],
 ) -> None:
     if not jagged.given(query, key, value):
         raise ValueError("query, key and value: expected jagged tensors, all of them or none")
-    if (reason := jagged.reason_against(query, key, value, {"bias": bias})) is not None:
+    if (reason := jagged.reason_against(query, key, value, ours)) is not None:
         raise ValueError(reason)
     if not module.batch_first or projection.extra_keys(module):
         raise ValueError(

@@ -104,9 +104,10 @@ class NadarayaWatson(nn.Module):
             the arguments lack, the results lack too.
 
         Raises:
-            TypeError: dtypes differ.
+            TypeError: an argument is not a tensor, or dtypes differ.
             ValueError: shapes or lengths do not fit.
         """
+        single_head.check_tensors(queries=queries, keys=keys, values=values)
         if keys.dim() != queries.dim():
             raise ValueError(
                 f"queries: expected dims like keys {list(keys.shape)}, got {list(queries.shape)}"
@@ -147,7 +148,12 @@ class NadarayaWatson(nn.Module):
 
         Returns:
             The estimates, in the shape of ``y``.
+
+        Raises:
+            TypeError: an argument is not a tensor.
+            ValueError: shapes do not fit.
         """
+        single_head.check_tensors(x=x, y=y)
         N = longest(x) if is_jagged(x) else x.shape[-2] if x.dim() > 1 else x.shape[0]
         others = ~torch.eye(N, dtype=torch.bool, device=x.device)
         return self(x, x, y, attn_mask=others)
