@@ -90,7 +90,10 @@ def attention(
     backend: Backend = "auto",
     **_unknown: NoReturn,
 ) -> Results:
-    r"""Attention with a score chosen by name; all of them run on the same kernels.
+    r"""Attention with a score chosen by name.
+
+    The first three are dot products, and run on their kernels. The other two have kernels of their
+    own.
 
     ============== ===================================================== ====================
     score          s_ij                                                  own argument
@@ -109,10 +112,11 @@ def attention(
         value: ``[..., Hkv, N, E]``.
         score: one of the table.
         weight: ``[D]`` or ``[H, D]``, additive only.
-        bandwidth: positive float, or a tensor that broadcasts to ``[..., H, 1, D]`` and may require
-            grad; gaussian only. The softmax of this score is Nadaraya-Watson kernel regression.
+        bandwidth: a float, or a tensor that broadcasts to ``[..., H, 1, D]`` and may require grad;
+            gaussian only. The softmax of this score is Nadaraya-Watson kernel regression.
             Differences are taken before they are squared: a small bandwidth costs no digits. It is
-            1e-30 to 1e30; a key farther than 1e19 bandwidths weighs 0.
+            1e-30 to 1e30, or infinity, at which differences count nothing. Numbers of a tensor are
+            not checked. A key farther than 1e19 bandwidths weighs 0.
         attn_mask: as in :func:`additive_attention` for the additive score, as in
             :func:`scaled_dot_product_attention` for all others.
         dropout_p: as there.
@@ -132,7 +136,8 @@ def attention(
         As :func:`scaled_dot_product_attention`.
 
     Raises:
-        ValueError: an unknown score, or an argument that the score does not have.
+        ValueError: an unknown score, an argument that the score does not have, or a bandwidth out
+            of range.
 
     Example:
         >>> x, y = torch.rand(50, 1), torch.rand(50, 1)

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "binding/views.h"
 #include "cpu/kernels.h"
 
 namespace fastattn::binding {
@@ -11,6 +12,8 @@ namespace fastattn::binding {
 inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_t N, bool bf16,
                             int64_t score, bool bias, bool keep_by_row, bool dropout, bool weights,
                             int64_t band_lo, int64_t band_hi) {
+  STD_TORCH_CHECK(Hkv == H || (Hkv > 0 && H % Hkv == 0), "fastattn: Hkv: expected a divisor of H, ",
+                  H, ", got ", Hkv);
   static uint8_t something;  // its address is used, its value is not
   ForwardParams p{};
   p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N;

@@ -62,8 +62,8 @@ def _remedy() -> str | None:
         return "`make build` compiles the kernels"
     # pip caches the wheels that it builds, and reuses one without kernels.
     return (
-        "with a C++ compiler (c++, CXX) on the machine, this command compiles the kernels: "
-        "pip install --no-cache-dir --force-reinstall --no-deps fastattn"
+        "with a C++ compiler (c++, CXX) on the machine, this command compiles the kernels, in the "
+        "folder of fastattn's sources: pip install --no-cache-dir --force-reinstall --no-deps ."
     )
 
 

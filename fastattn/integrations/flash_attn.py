@@ -243,6 +243,8 @@ def flash_attn_with_kvcache(
         rows = torch.arange(B, device=q.device)
         if cache_batch_idx is not None:
             rows = _integers("cache_batch_idx", cache_batch_idx, B, k_cache.shape[0] - 1, q)
+        if cache_leftpad is not None:
+            cache_leftpad = _integers("cache_leftpad", cache_leftpad, B, L, q)
         if (k is None) != (v is None):
             raise ValueError("k and v: expected both or neither")
         if k is not None and v is not None:
@@ -254,8 +256,7 @@ def flash_attn_with_kvcache(
         begin, end = _around(lengths - M, M, causal, window_size)
         end = lengths[:, None].expand(B, M) if end is None else end.clamp(max=lengths[:, None])
         if cache_leftpad is not None:
-            left = _integers("cache_leftpad", cache_leftpad, B, L, q)[:, None].expand(B, M)
-            begin = intervals.largest(begin, left)
+            begin = intervals.largest(begin, cache_leftpad[:, None].expand(B, M))
         mask = Mask(**intervals.fields(begin, end, L))
         out, lse = _attend(
             q, keys, values, mask, softcap=softcap, scale=softmax_scale, return_lse=True

@@ -44,13 +44,13 @@ def bandwidth_tensor(bandwidth: float | Tensor, query: Tensor) -> Tensor:
 
     Raises:
         TypeError: it is neither a number nor a tensor of floats.
-        ValueError: it is a number that is not positive, or on another device.
+        ValueError: it is a number out of range, or on another device.
     """
     precision = torch.promote_types(query.dtype, torch.float32)
     if not isinstance(bandwidth, Tensor):
         arguments.check_real("bandwidth", bandwidth)
-        if not bandwidth > 0:
-            raise ValueError(f"bandwidth: expected a positive number, got {bandwidth}")
+        if not (1e-30 <= bandwidth <= 1e30 or bandwidth == torch.inf):
+            raise ValueError(f"bandwidth: expected 1e-30 to 1e30, or infinity, got {bandwidth}")
         return torch.full((), float(bandwidth), dtype=precision, device=query.device)
     if not bandwidth.is_floating_point():
         raise TypeError(f"bandwidth: expected a tensor of floats, got {bandwidth.dtype}")

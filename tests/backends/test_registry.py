@@ -289,7 +289,7 @@ def run_without_extension(tmp_path, name=None, content=""):
     return done.stdout
 
 
-INSTALL = "pip install --no-cache-dir --force-reinstall --no-deps fastattn"
+INSTALL = "pip install --no-cache-dir --force-reinstall --no-deps ."
 HAS_KERNELS = platform.machine() in ("x86_64", "aarch64")
 
 

@@ -286,6 +286,7 @@ def test_integers_out_of_range(options, message, new):
     cache = torch.zeros(2, 4, 2, 4)
     with pytest.raises(ValueError, match=message):
         flash_attn.flash_attn_with_kvcache(x, cache, cache, *([x, x] if new else []), **options)
+    assert not cache.any()
 
 
 def test_caches_of_different_lengths():

@@ -156,6 +156,13 @@ NAMES = {
     "position_bias": "bias=",
     "alibi_slopes": "bias=fastattn.ALiBi\\(slopes",
     "cu_seqlens_q": "mask=fastattn.Mask.documents\\(cu_seqlens_q",
+    "score_mod": "softcap=, bias=",
+    "p": "dropout_p=",
+    "window": "mask=fastattn.Mask\\(window=",
+    "kv_len": "mask=fastattn.Mask\\(kv_len=",
+    "kv_begin": "mask=fastattn.Mask\\(kv_begin=",
+    "keep": "mask=fastattn.Mask\\(keep=",
+    "return_aux": "return_lse=True",
 }
 
 
@@ -272,9 +279,10 @@ def test_bad_tensors_of_other_scores(score, name):
         (dict(score="additive"), "weight: the additive score needs one"),
         (dict(score="cosine", weight=x(D)), "weight: only the additive score has one"),
         (dict(score="dot", bandwidth=1.0), "bandwidth: only the gaussian score has one"),
-        (dict(score="gaussian", bandwidth=0.0), "bandwidth: expected a positive number, got 0.0"),
-        (dict(score="gaussian", bandwidth=-1.0), "bandwidth: expected a positive number"),
-        (dict(score="gaussian", bandwidth=NAN), "bandwidth: expected a positive number, got nan"),
+        *(
+            (dict(score="gaussian", bandwidth=n), f"bandwidth: expected 1e-30 to 1e30, .* got {n}")
+            for n in (0.0, -1.0, NAN, 1e-50, 10**31)
+        ),
         (dict(score="gaussian", bandwidth=x(N)), r"expected .* \[2, 4, 1, 3\], got \[7\]"),
         (dict(score="gaussian", bandwidth=x(H, 1)), r"bandwidth: .* got \[4, 1\]"),
     ],
