@@ -22,10 +22,10 @@ class HardChoice(NamedTuple):
         probabilities: (B, M, N), those of all keys, differentiable.
     """
 
-    output: Tensor  # (B, M, Dv)
-    indices: Tensor  # (B, M), int64: the keys
-    log_prob: Tensor  # (B, M): log of its probability, differentiable
-    probabilities: Tensor  # (B, M, N): what it was drawn from, differentiable
+    output: Tensor
+    indices: Tensor
+    log_prob: Tensor
+    probabilities: Tensor
 
 
 class HardAttention(nn.Module):
@@ -37,7 +37,7 @@ class HardAttention(nn.Module):
 
     A pick has no derivative. There are two substitutes for training:
 
-    - Straight-through, always active: backward treats the output as the soft attention
+    - Straight-through, active in training mode: backward treats the output as the soft attention
       :math:`\sum_j p_{ij} v_j` for query, keys and score. Values get the gradient of the pick.
     - REINFORCE: ``return_choice=True`` also gives ``log_prob``, for a loss like
       ``(reward.detach() - baseline) * -log_prob``. To use REINFORCE alone, detach query and keys

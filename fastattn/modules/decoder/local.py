@@ -48,7 +48,8 @@ class LocalAttention(LuongAttention):
     Raises:
         ValueError: as in :class:`LuongAttention`; or an unknown alignment, or a window below 1.
 
-    A query whose window holds no key has context 0.
+    A query whose window holds no key has context 0. There is no ``mask=`` as in
+    :class:`LuongAttention`: write ``valid_lens`` or ``attn_mask``.
 
     Source: Luong, Pham, Manning, "Effective Approaches to Attention-based Neural Machine
     Translation", 2015, section 3.2, https://arxiv.org/abs/1508.04025.

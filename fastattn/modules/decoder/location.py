@@ -24,8 +24,8 @@ class AlignmentState(NamedTuple):
         cumulative: (B, N), the sum of the weights of all steps: See et al.'s coverage vector.
     """
 
-    previous: Tensor  # (B, N): the weights of the last step
-    cumulative: Tensor  # (B, N): the sum of the weights of all steps; See et al.'s coverage vector
+    previous: Tensor
+    cumulative: Tensor
 
     def reorder(self, indices: Tensor) -> "AlignmentState":
         """The state of samples ``indices`` [B'], for beam search."""
