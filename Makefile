@@ -129,17 +129,17 @@ bench: build
 # Not part of `make bench`, which ends within four minutes: models' own shapes, one module's from
 # small to large, and growth with N.
 bench-models: build
-	$(PY) -m bench.run --suite models --out bench/results/models $(ARGS)
+	$(PY) -m bench.run --suite models $(ARGS)
 
 bench-modules: build
-	$(PY) -m bench.run --suite modules --out bench/results/modules $(ARGS)
+	$(PY) -m bench.run --suite modules $(ARGS)
 
 bench-extras: build
-	$(PY) -m bench.run --suite extras --out bench/results/extras $(ARGS)
+	$(PY) -m bench.run --suite extras $(ARGS)
 
 # With NO_VENV=1, a package that is not there is no peer.
 bench-peers: build $(READY:%.ready=%.peers)
-	$(PY) -m bench.run --suite peers --out bench/results/peers $(ARGS)
+	$(PY) -m bench.run --suite peers $(ARGS)
 
 bench-scaling: build
 	$(PY) -m bench.scaling $(ARGS)

@@ -11,6 +11,15 @@
     limits.py   what the machine can do at most, and a case at least needs;  roofline.py its picture
     report.py   rows, the table, the JSON;  plot.py the picture;  machine.py where it ran
     run.py      the command: python -m bench.run --help
+    compare.py  whether a run is slower than another one;  summary.py README's tables
+    scaling.py  how time and memory grow with the length
+    test_bench.py  the same cases through pytest-benchmark, for its own reports and comparisons
+
+Several processes on one sequence:
+
+    distributed.py  the command: python -m bench.distributed --help
+    ranks.py    processes as the ranks of a group;  ways.py the ways in which they compute a case
+    context.py  what ranks send, and how even their work is, by counts
 
 A new case is one entry of ``cases.CASES`` or ``GPU_CASES``; a new peer is one in ``peers.py``.
 """

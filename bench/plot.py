@@ -73,7 +73,7 @@ def _speedups(axes, rows: list[Row], places: list[float]) -> None:
         axes.annotate(text, (at, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(places, [f"{row.case}  {SHORT[row.direction]}" for row in rows], fontsize=8)
     axes.set_ylim(places[-1] - 0.7, places[0] + 0.7)
-    axes.set_title("times faster than the best of PyTorch", fontsize=10)
+    axes.set_title("times faster than the best peer", fontsize=10)
     _clean(axes)
 
 

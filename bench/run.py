@@ -80,8 +80,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", default=default, choices=["cpu", "cuda"], help=f"default here: {default}")
     add("--suite", default=None, choices=list(SUITES),
         help="sizes for a CPU or for a GPU (default: those of the device), of known models, of "
-             "nn.MultiheadAttention at inference, beside other packages, or lengths that "
-             "double")  # fmt: skip
+             "nn.MultiheadAttention at inference, of packed documents, softcap and sinks, beside "
+             "other packages, or lengths that double")  # fmt: skip
     add(
         "--seconds",
         type=float,
@@ -92,7 +92,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--no-compile", action="store_true", help="without torch.compile among the peers")
     add("--out", type=Path, default=None, metavar="DIR",
         help="gets <device>/bench.json and pictures; default: $OUT, or bench/results for a run "
-             "of all cases, build/bench for others")  # fmt: skip
+             "of all cases, build/bench for others; in it the suite's folder")  # fmt: skip
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
@@ -155,11 +155,17 @@ def _write(rows: list[Row], about: dict, options: argparse.Namespace, folder: Pa
 
 def _folder(options: argparse.Namespace) -> Path:
     """The results folder. A run of some cases must not replace the results of a whole run."""
-    if options.out or os.environ.get("OUT"):
-        return options.out or Path(os.environ["OUT"])
-    asked = (options.quick, options.filter, options.suite, options.no_compile)
-    partial = any(asked) or options.backend != "auto"
-    return machine.ROOT / ("build/bench" if partial else "bench/results")
+    if options.out:
+        return options.out
+    partial = options.quick or options.filter or options.no_compile or options.backend != "auto"
+    suite = "" if options.suite in (None, options.device) else options.suite
+    return results_folder(bool(partial)) / suite
+
+
+def results_folder(partial: bool) -> Path:
+    """Where results go unless the user says so: those of a whole run are committed."""
+    default = machine.ROOT / ("build/bench" if partial else "bench/results")
+    return Path(os.environ.get("OUT") or default)
 
 
 def _shown(folder: Path) -> Path:

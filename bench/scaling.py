@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from bench import machine, plot, report, suite
 from bench.cases import DIRECTIONS, SCALING_CASES
 from bench.peers import OURS
 from bench.report import SHORT, Row
-from bench.run import progress
+from bench.run import progress, results_folder
 
 SECONDS = 0.25  # for each measurement
 STYLE = {OURS: dict(color=plot.FASTER[True], marker="o", linewidth=2)}
@@ -118,7 +117,11 @@ def write_png(found: list[Curve], about: dict, path: Path) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.scaling", description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--out", type=Path, default=None, metavar="DIR", help="default: $OUT or bench/results"
+        "--out",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="default: $OUT, or bench/results, or build/bench with --longest",
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each time measured")
     parser.add_argument("--longest", type=int, default=None, metavar="N", help="no longer problems")
@@ -131,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     with progress(suite.steps(chosen)) as say:
         found = curves(rows := suite.run(chosen, setting, pace, say))
     about["seconds"] = round(time.monotonic() - start, 1)
-    root = options.out or Path(os.environ.get("OUT") or machine.ROOT / "bench/results")
+    root = options.out or results_folder(partial=options.longest is not None)
     folder = root / machine.slug(about)
     folder.mkdir(parents=True, exist_ok=True)
     report.write_json(found, folder / "scaling.json", machine=about)

@@ -29,15 +29,22 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--out",
         type=Path,
-        default=EXAMPLES / name / "results",
-        help="folder for pictures and result.json (default: %(default)s)",
+        help=f"folder for pictures and result.json (default: examples/{name}/results, or "
+        f"build/examples/{name} with --smoke)",
     )
+    made.set_defaults(name=name)
     return made
 
 
 def parse(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The given options. Makes the folder ``out`` if it does not exist."""
+    """The given options. Makes the folder ``out`` if it does not exist.
+
+    A smoke run leaves the results of a real one alone.
+    """
     given = made.parse_args(argv)
+    if given.out is None:
+        smoke = EXAMPLES.parent / "build/examples" / given.name
+        given.out = smoke if given.smoke else EXAMPLES / given.name / "results"
     given.out.mkdir(parents=True, exist_ok=True)
     return given
 

@@ -20,24 +20,30 @@ from examples.translation.transformer import Transformer
 DATA = Path("build/translation")  # relative to the repository, where `make` runs
 KINDS = (*lstm.KINDS, "transformer")
 SHOWN = ("additive", "transformer")  # drawn, and compared with plain PyTorch
-BATCH, BEAMS = 64, 4
+SMOKE = ("none", *SHOWN)
+EPOCHS, BATCH, BEAMS = 10, 64, 4
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options of this program."""
     parser = options.parser("translation", __doc__)
-    parser.add_argument("--epochs", type=int, default=10, help="of each model")
+    parser.add_argument(
+        "--epochs", type=int, help=f"of each model (default: {EPOCHS}, or 2 with --smoke)"
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=20, help="of an English sentence; fewer are faster"
     )
     parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND",
-        help=f"of attention: some of {', '.join(KINDS)} (default: all). What result.json holds of "
-        "the others stays, if they were trained with the same options",
+        "--kinds", nargs="+", choices=KINDS, metavar="KIND",
+        help=f"of attention: some of {', '.join(KINDS)} (default: all, or {', '.join(SMOKE)} with "
+        "--smoke). What result.json holds of the others stays, if they were trained with the same "
+        "options",
     )  # fmt: skip
     given = options.parse(parser, argv)
-    if given.smoke:
-        given.epochs, given.kinds = 2, ("none", *SHOWN)
+    if given.epochs is None:
+        given.epochs = 2 if given.smoke else EPOCHS
+    if given.kinds is None:
+        given.kinds = SMOKE if given.smoke else KINDS
     return given
 
 

@@ -19,6 +19,24 @@ def test_default_is_a_gpu_where_there_is_one(monkeypatch, tmp_path):
         assert given.device == torch.device(expected)
 
 
+def test_a_smoke_run_leaves_real_results_alone(monkeypatch, tmp_path):
+    from examples.common import options
+    from examples.translation.__main__ import EPOCHS, KINDS, arguments
+
+    monkeypatch.setattr(options, "EXAMPLES", tmp_path / "examples")
+    own = tmp_path / "own"
+    for argv, folder in (
+        ([], tmp_path / "examples/translation/results"),
+        (["--smoke"], tmp_path / "build/examples/translation"),
+        (["--smoke", "--out", str(own)], own),
+    ):
+        assert arguments(argv).out == folder
+        assert folder.is_dir()
+    whole, given = arguments([]), arguments(["--smoke", "--epochs", "3", "--kinds", "dot"])
+    assert (whole.epochs, whole.kinds) == (EPOCHS, KINDS)
+    assert (given.epochs, given.kinds) == (3, ["dot"])
+
+
 @pytest.mark.parametrize("name", ["cuda:64", "tpu", "meta"])
 def test_others_are_refused(name, tmp_path, capsys):
     from examples.common import options

@@ -167,6 +167,25 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
     assert plot.write_png([], {}, tmp_path / "x.png") == "no picture: matplotlib is not installed"
 
 
+def test_committed_results_are_those_of_whole_runs(monkeypatch, tmp_path):
+    from bench import machine
+    from bench.run import _folder, _parse
+
+    def folder(*options):
+        return str(_folder(_parse(["--device", "cpu", *options])).relative_to(tmp_path))
+
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert folder() == folder("--suite", "cpu") == "bench/results"
+    assert folder("--suite", "models") == "bench/results/models"
+    for partial in (["--quick"], ["--filter", "dense"], ["--no-compile"], ["--backend", "eager"]):
+        assert folder(*partial) == "build/bench"
+        assert folder("--suite", "models", *partial) == "build/bench/models"
+    monkeypatch.setenv("OUT", str(tmp_path / "own"))
+    assert folder("--suite", "models", "--quick") == "own/models"
+    assert folder("--suite", "models", "--out", str(tmp_path / "here")) == "here"
+
+
 def test_unknown_case_is_an_error(tmp_path, capsys):
     from bench.run import main
 
