@@ -1,6 +1,5 @@
 """How Sphinx builds this folder into a site: `make docs`."""
 
-import re
 from pathlib import Path
 
 from docutils import nodes
@@ -68,24 +67,16 @@ def to_pages(app: Sphinx, doctree: nodes.document) -> None:
             link.attributes |= dict(refdomain="doc", reftarget=page, reftargetid=None)
 
 
-def without_missing(app: Sphinx, name: str, source: list[str]) -> None:
-    """Drops what a toctree names by a pattern that no page has: such pages come later."""
-    for pattern in re.findall(r"^[\w/]+\*$", source[0], re.MULTILINE):
-        if not list(Path(app.env.doc2path(name)).parent.glob(f"{pattern}.md")):
-            source[0] = source[0].replace(f"\n{pattern}\n", "\n")
-
-
 def without_unknown(app, what, name, thing, options, signature, returned) -> tuple | None:
     """Hides the argument that catches unknown keywords."""
     return signature and (signature.replace(", **_unknown", ""), returned)
 
 
 def setup(app: Sphinx) -> None:
-    """Registers the renderer of formulas, and what happens to links, patterns and signatures."""
+    """Registers the renderer of formulas, and what happens to links and signatures."""
     app.connect("autodoc-process-signature", without_unknown)
     app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
     app.connect("doctree-read", to_pages)
-    app.connect("source-read", without_missing)
 
 
 html_math_renderer = "mathml"

@@ -85,6 +85,22 @@ def test_every_program_has_a_chapter():
     assert programs == {p.stem for p in PAGES if p.parent == Path("docs/systems")} - {"index"}
 
 
+# How Python, C++ and the Makefile read or set a variable of the environment.
+VARIABLE = re.compile(
+    r'(?:environ\S*[\[(]|getenv\()"(FASTATTN_\w+)"|"(FASTATTN_\w+)" (?:not )?in os.environ'
+    r"|\s(FASTATTN_\w+)="
+)
+
+
+def test_every_environment_variable_is_on_its_page():
+    listed = re.findall(r"`(FASTATTN_[A-Z_]+)`", read(Path("docs/environment.md")))
+    sources = [ROOT / "setup.py", ROOT / "Makefile"]
+    for folder in ("fastattn", "tests", "bench", "tools", "csrc"):
+        sources += [x for x in (ROOT / folder).rglob("*.*") if x.suffix in (".py", ".cpp", ".cu")]
+    found = [names for path in sources for names in VARIABLE.findall(path.read_text("utf-8"))]
+    assert set(listed) == {name for names in found for name in names if name}
+
+
 def test_there_is_code_and_there_are_links():
     assert sum(len(blocks(page)) for page in PAGES) > 20
     assert {"docs/tour.md", "README.md"} <= {str(page) for page in PAGES if blocks(page)}
