@@ -50,7 +50,7 @@ FLAGS = (
 ).split()
 ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DPy_LIMITED_API=0x030a0000"]
 
-# As for the host: no fast math. Symbols stay inside: the kernels are called through ops.cpp alone.
+# As for the host: no fast math. Symbols stay inside: attention.cpp alone calls the kernels.
 CUDA_FLAGS = "-std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -Icsrc".split()
 # (compile for, keep): sm_80 also runs on 8.6 and 8.9, sm_100 on 10.3 and sm_120 on 12.1; GPUs that
 # come later compile the PTX at first use, for minutes.
