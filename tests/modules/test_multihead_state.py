@@ -44,8 +44,8 @@ class TestState:
         ours, theirs = (
             inspect.signature(c.forward) for c in (MultiheadAttention, nn.MultiheadAttention)
         )
-        assert list(ours.parameters) == [*theirs.parameters, "cache", "bias"]
-        for name in ("cache", "bias"):
+        assert list(ours.parameters) == [*theirs.parameters, "cache", "mask", "bias"]
+        for name in ("cache", "mask", "bias"):
             assert ours.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         for name, parameter in theirs.parameters.items():
             assert parameter.default == ours.parameters[name].default
