@@ -20,13 +20,12 @@ from examples.translation.transformer import Transformer
 DATA = Path("build/translation")  # relative to the repository, where `make` runs
 KINDS = (*lstm.KINDS, "transformer")
 SHOWN = ("additive", "transformer")  # drawn, and compared with plain PyTorch
-SMOKE = ("none", *SHOWN)
 EPOCHS, BATCH, BEAMS = 10, 64, 4
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options of this program."""
-    parser = options.parser("translation", __doc__)
+    parser, few = options.parser("translation", __doc__), ("none", *SHOWN)
     parser.add_argument(
         "--epochs", type=int, help=f"of each model (default: {EPOCHS}, or 2 with --smoke)"
     )
@@ -35,7 +34,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, metavar="KIND",
-        help=f"of attention: some of {', '.join(KINDS)} (default: all, or {', '.join(SMOKE)} with "
+        help=f"of attention: some of {', '.join(KINDS)} (default: all, or {', '.join(few)} with "
         "--smoke). What result.json holds of the others stays, if they were trained with the same "
         "options",
     )  # fmt: skip
@@ -43,7 +42,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if given.epochs is None:
         given.epochs = 2 if given.smoke else EPOCHS
     if given.kinds is None:
-        given.kinds = SMOKE if given.smoke else KINDS
+        given.kinds = few if given.smoke else KINDS
     return given
 
 

@@ -62,6 +62,12 @@ def test_a_single_call_is_told_in_full(x, training):
     assert str(call) in str(found)
 
 
+def test_a_structured_mask_is_in_the_title(x):
+    module = MultiheadAttention(8, 2, batch_first=True)
+    [(_, call)] = fastattn.explain(module, x, x, x, mask=fastattn.Mask(causal="top_left")).calls
+    assert "mask top_left" in call.title
+
+
 class Subclass(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -66,8 +66,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Some calls go to torch's own ``forward``: tensor subclasses, strided nested tensors outside
         plain self-attention, dtypes other than float16, bfloat16, float32 and float64, and
-        ``torch.jit.trace``. ``torch.jit.script`` compiles a plain nn.MultiheadAttention that shares
-        the parameters.
+        ``torch.jit.trace``. With ``mask`` or ``bias`` they are a TypeError. ``torch.jit.script``
+        compiles a plain nn.MultiheadAttention that shares the parameters.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, https://arxiv.org/abs/1706.03762.
 
