@@ -116,8 +116,10 @@ class BackwardWorker {
     score_.load_queries(at.b, at.h, at.i0, at.rows);
     values_.load_grad_out(at.b, at.h, at.i0, at.rows);
     choose_form(score_, values_, mask_);
-    const auto linear = scores_of(score_, p_, at.rows, at.cols, s_, slopes_);
-    values_.grad_weights(dp_);
+    if (Score::kHasStrips && args_.path.way == Way::kTiles && p_.grad_bias.data == nullptr)
+      mask_.find_strips();
+    const auto linear = scores_of(score_, p_, mask_, at.rows, at.cols, s_, slopes_);
+    values_.grad_weights(mask_, dp_);
     BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
     with_logit(linear, slopes_, kN, [&](auto logit) __attribute__((always_inline)) {
       values_.make_grads(
@@ -130,9 +132,12 @@ class BackwardWorker {
           GradsInPlace{s_, dp_, kN});
     });
     bias_.end_tile(at, chunk_);
-    values_.accumulate(s_, mask_.masked());
-    score_.backward(dp_, mask_.masked(), grad_q(at.b, at.h, at.i0), grad_q_stride(),
-                    grad_w(at.b, at.h));
+    if (mask_.sparse()) {
+      mask_.strips().clear_others(s_, kN, at.rows, at.cols);
+      mask_.strips().clear_others(dp_, kN, at.rows, at.cols);
+    }
+    values_.accumulate(s_, mask_);
+    score_.backward(dp_, mask_, grad_q(at.b, at.h, at.i0), grad_q_stride(), grad_w(at.b, at.h));
     return true;
   }
 
@@ -194,7 +199,10 @@ class BackwardWorker {
   FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
                                 const Factors<Logit>& factors, const BiasGrad::Rows& bias,
                                 Sink& sink) const {
-    for (int64_t c = 0; c < cols; c += Sink::kVectors * kWidth) {
+    const auto columns = columns_of<kMasking, Sink>(mask_, rows[0].i, cols);
+    const int64_t vectors = columns.count();
+    for (int64_t first = 0; first < vectors; first += Sink::kVectors) {
+      const int64_t c = columns.at(first);
       Vec w[Sink::kRows][Sink::kVectors], ds[Sink::kRows][Sink::kVectors];
 #pragma GCC unroll 2
       for (int n = 0; n < Sink::kRows; ++n)

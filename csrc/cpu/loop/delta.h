@@ -100,7 +100,7 @@ class DeltaWorker {
       if (cols == 0) continue;
       score_.load_keys(b_, h_ / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
-      const auto logit = scores_of(score_, p_, rows_, cols, s_);
+      const auto logit = scores_of(score_, p_, mask_, rows_, cols, s_);
       mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols, logit); });
     }
   }

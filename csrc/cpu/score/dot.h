@@ -74,12 +74,13 @@ class DotScore : public ScoreDefaults {
 
   void clear_key_grad() { fill(grad_k_, kBlockN * ld_, 0.f); }
 
-  void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
+  void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
+                float*) {
     const int64_t cols = keys_.rows, width = round_up(p_.D, kWidth);
-    masked_gemm(masked, k_finite_, ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_,
+    masked_gemm(mask, k_finite_, ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_,
                 ld_, Store{});
     add_rows(grad_q_, p_.scale, grad_q, grad_q_stride);
-    masked_gemm(masked, q_finite_, ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_,
+    masked_gemm(mask, q_finite_, ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_,
                 Add{});
   }
 

@@ -99,7 +99,9 @@ class FewDotScore : public ScoreDefaults {
 
   void clear_key_grad() { grad_k_.clear(); }
 
-  void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
+  void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
+                float*) {
+    const bool masked = mask.masked();
     fill(grad_q_, rows_ * ld_, 0.f);
     add_weighted_rows(ds, kBlockN, rows_, masked, keys_, ones_, grad_q_, ld_, listed_);
     for (int64_t i = 0; i < rows_; ++i)
@@ -149,9 +151,11 @@ class FewValueGrads : public GradDefaults {
     pack_rows(matrix_at(grad_out_view_, b, h, i0, rows, p_.E), 1.f, grad_out_, ld_);
   }
 
-  void grad_weights(float* dp) { dot_rows(grad_out_, ld_, rows_, values_, dp, block_n_); }
-  void accumulate(const float* weights, bool masked) {
-    grad_v_.add(grad_out_, ld_, weights, rows_, masked);
+  void grad_weights(const MaskTile&, float* dp) {
+    dot_rows(grad_out_, ld_, rows_, values_, dp, block_n_);
+  }
+  void accumulate(const float* weights, const MaskTile& mask) {
+    grad_v_.add(grad_out_, ld_, weights, rows_, mask.masked());
   }
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
     grad_v_.write(1.f, matrix_at(grad_v, b, hkv, j0, values_.rows, p_.E));

@@ -80,7 +80,8 @@ class GaussianScore : public ScoreDefaults {
   void clear_key_grad() { fill(key_grad_, kBlockN * p_.D, 0.f); }
 
   // `masked` is not used: difference() is 0 where dS is 0.
-  void backward(const float* ds, bool, float* grad_q, int64_t grad_q_stride, float* grad_w) {
+  void backward(const float* ds, const MaskTile&, float* grad_q, int64_t grad_q_stride,
+                float* grad_w) {
     int64_t d = 0;
     for (; d + 2 <= p_.D; d += 2) gradient_dims<2>(d, ds, grad_w);
     if (d < p_.D) gradient_dims<1>(d, ds, grad_w);

@@ -23,10 +23,9 @@
 //     // ds has the layout of s and holds d loss / d score in natural units. It is exactly 0 at
 //     // masked pairs and in the padding up to (rows, cols rounded up to kWidth). Adds to grad_q
 //     // (row-major [rows, grad_q_stride], natural units), to the tile's own key gradient and, for
-//     // scores with weights, to grad_w [D]. `masked`: some pairs are masked, so 0 * NaN must
-//     // count as 0.
+//     // scores with weights, to grad_w [D]. Where some pairs are masked, 0 * NaN must count as 0.
 //     void clear_key_grad();
-//     void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride,
+//     void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
 //                   float* grad_w);
 //     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
 //
@@ -93,8 +92,8 @@
 //     void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols);
 //     void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows);
 //
-//     void grad_weights(float* dp);                      // dP = dO V^T
-//     void accumulate(float* weights, bool masked);      // dV += W^T dO
+//     void grad_weights(const MaskTile& mask, float* dp);         // dP = dO V^T
+//     void accumulate(float* weights, const MaskTile& mask);      // dV += W^T dO
 //     void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0);
 //
 //     // Optional, as above, and (GradDefaults): calls fill(sink, units), which puts W and dS
@@ -127,23 +126,13 @@ struct ScoreDefaults : FormDefaults {
 
 // A tile of scores, and what makes logits of them. `slopes`: see cap_scores().
 template <typename Score>
-FASTATTN_SIMD LinearLogit scores_of(Score& score, const AttentionParams& p, int64_t rows,
-                                    int64_t cols, float* s, float* slopes = nullptr) {
-  score.scores(s);
-  return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s, slopes);
-}
-
-// Likewise, of a tile whose strips may have been listed.
-template <typename Score>
 FASTATTN_SIMD LinearLogit scores_of(Score& score, const AttentionParams& p, const MaskTile& mask,
-                                    int64_t rows, int64_t cols, float* s) {
-  if constexpr (Score::kHasStrips) {
-    if (mask.sparse()) {
-      score.scores_of(mask.strips(), s);
-      return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s, nullptr);
-    }
-  }
-  return scores_of(score, p, rows, cols, s);
+                                    int64_t rows, int64_t cols, float* s, float* slopes = nullptr) {
+  if constexpr (Score::kHasStrips)
+    mask.sparse() ? score.scores_of(mask.strips(), s) : score.scores(s);
+  else
+    score.scores(s);
+  return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s, slopes);
 }
 
 // Picks one form for score and values.
@@ -158,7 +147,8 @@ FASTATTN_SIMD void choose_form(Score& score, Values& values, const MaskTile& mas
 struct GradsInPlace {
   static constexpr int kRows = 1, kVectors = 1;
   static constexpr int64_t kStep = 1, kWhole = 1;
-  float *w, *ds;  // [rows, ld]
+  static constexpr bool kSkips = true;  // columns that strips lack
+  float *w, *ds;                        // [rows, ld]
   int64_t ld, row = 0;
   FASTATTN_MEMBER void begin(int64_t i) { row = i * ld; }
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w_c)[1][1], const Vec (&ds_c)[1][1]) const {

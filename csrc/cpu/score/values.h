@@ -23,12 +23,15 @@ static void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int6
     }
 }
 
-// gemm() of an A with elements that are 0 because they are masked, if `masked`. The depth is a
+// gemm() of weights, or of their gradients, which are 0 where the mask drops a pair. The depth is a
 // block of keys or queries: one chain.
 template <typename A, typename Into>
-static void masked_gemm(bool masked, bool finite, A a, const float* b, int64_t ldb, int64_t rows,
-                        int64_t cols, int64_t depth, float* c, int64_t ldc, Into into) {
-  const auto multiply = masked && !finite ? gemm_of_nonzero<A, Into> : gemm<A, Into>;
+static void masked_gemm(const MaskTile& mask, bool finite, A a, const float* b, int64_t ldb,
+                        int64_t rows, int64_t cols, int64_t depth, float* c, int64_t ldc,
+                        Into into) {
+  if (mask.sparse() && finite)
+    return multiply_strips(a, mask.strips(), depth, b, ldb, rows, cols, c, ldc, into);
+  const auto multiply = mask.masked() && !finite ? gemm_of_nonzero<A, Into> : gemm<A, Into>;
   multiply(a, b, ldb, rows, cols, depth, c, ldc, into);
 }
 
@@ -63,14 +66,10 @@ class ValueTile : public FormDefaults {
                   const MaskTile& mask, float* o) {
     if (direct_)
       return add_weighted_rows(weights, ld, rows, mask.masked(), values_, scale, o, ld_, listed_);
-    const ByRows a{weights, ld};
-    const int64_t keys = values_.rows, width = round_up(E_, kWidth);
-    if (mask.sparse() && finite_)
-      return multiply_strips(a, mask.strips(), keys, packed_, ld_, rows, width, o, ld_,
-                             RescaleAdd{scale});
-    if (mask.sparse()) mask.strips().clear_others(weights, ld, rows, keys);
-    masked_gemm(mask.masked(), finite_, a, packed_, ld_, rows, width, keys, o, ld_,
-                RescaleAdd{scale});
+    const int64_t keys = values_.rows;
+    if (mask.sparse() && !finite_) mask.strips().clear_others(weights, ld, rows, keys);
+    masked_gemm(mask, finite_, ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth), keys,
+                o, ld_, RescaleAdd{scale});
   }
 
  private:
@@ -110,14 +109,16 @@ class ValueGrads : public GradDefaults {
   }
 
   // dp [rows, block_n]
-  void grad_weights(float* dp) {
-    gemm(ByRows{grad_out_, ld_}, v_transposed_, block_n_, rows_, round_up(cols_, kWidth), p_.E, dp,
-         block_n_, Store{});
+  void grad_weights(const MaskTile& mask, float* dp) {
+    const ByRows a{grad_out_, ld_};
+    if (mask.sparse())
+      return multiply_to_strips(a, v_transposed_, block_n_, mask.strips(), rows_, p_.E, dp,
+                                block_n_);
+    gemm(a, v_transposed_, block_n_, rows_, round_up(cols_, kWidth), p_.E, dp, block_n_, Store{});
   }
 
-  // `masked`: some weights are 0 because they are masked.
-  void accumulate(float* weights, bool masked) {
-    masked_gemm(masked, finite_, ByCols{weights, block_n_}, grad_out_, ld_, cols_,
+  void accumulate(float* weights, const MaskTile& mask) {
+    masked_gemm(mask, finite_, ByCols{weights, block_n_}, grad_out_, ld_, cols_,
                 round_up(p_.E, kWidth), rows_, grad_v_, ld_, Add{});
   }
 

@@ -11,6 +11,9 @@
 //     for groups of vectors of E
 //       for 4 rows
 //         for listed vectors, keys of a vector
+//
+//   for groups of 6 keys              dV += W^T dO
+//     gemm() of the rows from the first strip that lists one of them to the last
 #pragma once
 
 #include "cpu/tile/gemm.h"
@@ -63,6 +66,21 @@ class Strips {
       if (lists(c)) listed_[strip * capacity_ + n++] = static_cast<int32_t>(c);
     count_[strip] = static_cast<int32_t>(n);
     return n;
+  }
+
+  // The rows from the first strip to the last that list some of the columns [begin, end).
+  struct RowRange {
+    int64_t begin, end;
+  };
+  RowRange rows_of(int64_t begin, int64_t end, int64_t rows) const {
+    RowRange range{rows, 0};
+    for (int64_t i = 0; i < rows; i += kStripRows) {
+      const Columns own = of_row(i);
+      for (int64_t n = 0; n < own.count() && own.at(n) < end; ++n)
+        if (own.at(n) + kWidth > begin)
+          range = {min64(range.begin, i), min64(rows, i + kStripRows)};
+    }
+    return range;
   }
 
   // Zeros the columns of s [rows, ld] that the list of a row lacks.
@@ -169,12 +187,26 @@ static void multiply_strips(ByRows a, const Strips& strips, int64_t depth, const
                             Into into) {
   for (int64_t i = 0; i < rows; i += kStripRows) {
     const Columns own = strips.of_row(i);
-    if (own.count() == 0) continue;  // no row keeps a key here, and all scales are 1
+    // No row keeps a key here: C stays as it is. (All scales are 1.)
+    if (!std::is_same_v<Into, Store> && own.count() == 0) continue;
     in_blocks(min64(kStripRows, rows - i), cols / kWidth,
               [&](auto r_count, auto v_count, int64_t r, int64_t n) __attribute__((always_inline)) {
                 listed_depth<r_count, v_count>(a.rows_from(i + r), own, depth, b + n * kWidth, ldb,
                                                c + (i + r) * ldc + n * kWidth, ldc, i + r, into);
               });
+  }
+}
+
+// C [rows, cols] += A^T B, where rows are the columns of strips, and the depth has their rows.
+// Columns that strips lack hold zeros.
+static inline void multiply_strips(ByCols a, const Strips& strips, int64_t depth, const float* b,
+                                   int64_t ldb, int64_t rows, int64_t cols, float* c, int64_t ldc,
+                                   Add into) {
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    const Strips::RowRange of = strips.rows_of(r, min64(rows, r + kTileRows), depth);
+    if (of.begin >= of.end) continue;
+    gemm_chain(a.rows_from(r).from(of.begin), b + of.begin * ldb, ldb, kTileRows, cols,
+               of.end - of.begin, c + r * ldc, ldc, into);
   }
 }
 

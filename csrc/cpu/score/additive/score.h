@@ -105,7 +105,8 @@ class AdditiveScore : public ScoreDefaults {
 
   // Must follow scores() of the same tile. `masked` is not used: u is always finite, so 0 * NaN
   // does not occur. A NaN input reaches the gradients through dS.
-  void backward(const float* ds, bool, float* grad_q, int64_t grad_q_stride, float* grad_w) {
+  void backward(const float* ds, const MaskTile&, float* grad_q, int64_t grad_q_stride,
+                float* grad_w) {
     head_pending_ = true;
     with_range([&](auto range) {
       for (int64_t d = 0; d < p_.D; d += 2) {

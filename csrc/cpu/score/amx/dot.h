@@ -87,7 +87,9 @@ class AmxDotScore : public ScoreDefaults {
 
   void clear_key_grad() { grad_k_.clear(); }
 
-  void backward(const float* ds, bool masked, float* grad_q, int64_t grad_q_stride, float*) {
+  void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
+                float*) {
+    const bool masked = mask.masked();
     AmxInput& queries = slots_.queries();
     const int64_t rows = queries.rows(), cols = cols_;
     const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, kBlockN, 1, rows, cols};

@@ -12,6 +12,7 @@ class PackedGrads {
  public:
   static constexpr int kRows = 2, kVectors = 2;
   static constexpr int64_t kStep = word_step(kForm), kWhole = kTileDepth;
+  static constexpr bool kSkips = false;
 
   // If `also` is not nullptr, also stores the first `rows` rows in place.
   PackedGrads(const Operand& w_columns, const Operand& ds_columns, const Operand& ds_rows,
@@ -137,19 +138,19 @@ class AmxValueGrads : public GradDefaults {
   }
 
   // dp [rows, block_n] times grad_weights_unit()
-  void grad_weights(float* dp) {
+  void grad_weights(const MaskTile&, float* dp) {
     multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), cols_, p_.E, false, dp, block_n_);
     multiply_rows_apart(grad_out_, values_, cols_, dp, block_n_);
   }
 
-  void accumulate(float* weights, bool masked) {
+  void accumulate(float* weights, const MaskTile& mask) {
     const int64_t rows = grad_out_.rows(), cols = cols_;
     const Matrix tile = {weights, DType::kFloat32, 0, block_n_, 1, rows, cols};
     if (!packed_) pack_tiles<Depth::kRows, Side::kRight>(tile, weight_unit_, Misfits(), weights_);
     grad_v_.use(weight_unit_ * grad_out_unit_);
     multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_.data(), block_n_);
     accumulate_rows_apart(ByCols{weights, block_n_}, weight_unit_, cols, Misfits(), Misfits(),
-                          grad_out_, rows, masked, grad_v_.data(), 1, block_n_);
+                          grad_out_, rows, mask.masked(), grad_v_.data(), 1, block_n_);
   }
 
   template <typename Score, typename Fill>
