@@ -147,7 +147,7 @@ def total(x: Tensor, group: Group) -> Tensor:
     return wait(collectives.all_reduce(x.contiguous(), "sum", group.group))
 
 
-def lengths(own: Sequence[int], device: torch.device, group: Group) -> list[list[int]]:
+def lengths(own: Sequence[int], device: torch.device | None, group: Group) -> list[list[int]]:
     """The numbers of every rank, on every host: waits for the device."""
     numbers = torch.tensor(own, dtype=torch.int64, device=device)
     return wait(_all_gather(numbers, group)).view(group.size, -1).tolist()

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fastattn import functional, sinks
 from fastattn.backends import registry, watch
-from fastattn.distributed import comm, gather, heads, ring
+from fastattn.distributed import agree, comm, gather, heads, ring
+from fastattn.distributed.agree import Rows
 from fastattn.distributed.comm import Group
 from fastattn.distributed.heads import Move
 from fastattn.distributed.layout import Layout
-from fastattn.distributed.plan import Plan, has_rows
+from fastattn.distributed.plan import Plan
 from fastattn.problem import Dropout, Mask, Origin, Score, arguments, call_cache, relative, validate
 
 Method = Literal["heads", "gather", "ring"]
@@ -57,8 +58,8 @@ def context_parallel_attention(
             ``"gather"`` brings all keys to every rank, some heads at a time. ``"ring"`` passes keys
             around, which takes the least memory. Default None: heads if the key heads are a
             multiple of the ranks and no mask or bias has rows, else gather.
-        layout: which positions each rank holds. Default None: equal shares in the order of ranks,
-            or those that the ranks tell each other, which waits for the device.
+        layout: which positions each rank holds. Default None: the ranks tell each other, in their
+            order, which waits for the device. Compiled calls take equal shares instead.
         key_layout: the same of the keys, for cross-attention. Default None: ``layout``.
         heads_per_step: how many key heads "gather" brings at a time. Default None: a quarter.
         sink: see :func:`fastattn.scaled_dot_product_attention`.
@@ -102,8 +103,12 @@ def attend(
     return_lse: bool,
     backend: str,
     options: dict,
+    rows: Rows | None = None,
 ) -> functional.Results:
-    """The same of (query, key, value, weight) whose samples and heads begin at an origin."""
+    """The same of (query, key, value, weight) whose samples and heads begin at an origin.
+
+    ``rows``: ``agree.rows_of`` the whole options, if the caller knows.
+    """
     arguments.check_bool("return_lse", return_lse)
     if isinstance(options.get("bias"), relative.Relative):
         raise ValueError(
@@ -119,15 +124,21 @@ def attend(
             "attn_mask: ranks have no diagonal of their own: write is_causal=True or "
             "mask=Mask(causal=...)"
         )
-    options = _replicated(options, group)
-    tensors: Any = functional.autocast(*points, heads.replicated(weight, group))
-    validate.check_points(*tensors[:3])
-    _check_lengths(*tensors[1:3])
-    layout, key_layout = _layouts(tensors, layout, key_layout, group)
+    tensors: Any = functional.autocast(
+        *points, heads.replicated(weight, group), exact=score == "gaussian"
+    )
+    layout, key_layout = agree.layouts(tensors[:3], layout, key_layout, group)
+    if rows is None:
+        rows = agree.with_rows(options, layout, tensors[0].device, group)
+    options = options | {
+        name: heads.replicated(x, group)  # their gradients are sums over ranks
+        for name, x in options.items()
+        if isinstance(x, Tensor) and name not in rows
+    }
     average = sink is not None and options.get("return_weights") == "mean"
     if average:  # over heads, each of which has its sink
         options["return_weights"] = "full"
-    inputs = _build(score, tensors, (layout.length, key_layout.length), options)
+    inputs = _together(score, tensors, (layout, key_layout), options, group)
     origin = origin._replace(M=layout.length, N=key_layout.length)
     p = dataclasses.replace(inputs.p, origin=origin)
     if p.dropout is not None and options.get("seed") is None:
@@ -136,12 +147,16 @@ def attend(
     if sink is not None:
         sinks.check(sink, inputs.q)
         sink = heads.replicated(sink, group)
-    _check_rows(inputs, layout)
-    method = _method(inputs, group, layout, method)
+    if method is None:
+        whole = p.Hkv > 0 and p.Hkv % group.size == 0
+        method = "heads" if whole and not rows else "gather"
     # Sums over blocks are wide: the backend is asked about that.
     asked = dataclasses.replace(p, wide=method != "heads")
     name = registry.select(asked, backend, inputs.bias is not None)
-    plan = Plan(p, name, layout, key_layout, group, _heads_per_step(heads_per_step, p.Hkv))
+    plan = Plan(
+        p, name, layout, key_layout, group, _heads_per_step(heads_per_step, p.Hkv),
+        _of_record(rows, options),
+    )  # fmt: skip
     watch.call(asked, plan.backend, inputs.bias is not None)
 
     def by_method(_name: str, _p: Any, *canonical: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +181,7 @@ def alone(
     """Attention of (query, key, value, weight) that begin at an origin, on one rank."""
     average = sink is not None and options.get("return_weights") == "mean"
     options = options | (dict(return_weights="full") if average else {})
-    tensors: Any = functional.autocast(*given)
+    tensors: Any = functional.autocast(*given, exact=score == "gaussian")
     inputs = validate.build(score, *tensors, **options)
     if sink is not None:
         sinks.check(sink, inputs.q)
@@ -181,54 +196,35 @@ def alone(
 # ---- what the arguments say of the whole ----
 
 
-def _replicated(options: dict, group: Group) -> dict:
-    """The options, in which biases without rows add up their gradients over ranks."""
-    alike = {
-        name: heads.replicated(x, group)
-        for name, x in options.items()
-        if isinstance(x, Tensor) and x.requires_grad and (x.dim() < 2 or x.shape[-2] == 1)
-    }
-    return options | alike
+def _of_record(rows: Rows, options: dict) -> Rows:
+    """What of the record has rows: "bias", "keep"."""
+    attn_mask = options.get("attn_mask")
+    kind = "keep" if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool else "bias"
+    return tuple(kind if name == "attn_mask" else name for name in rows)
 
 
-def _layouts(
-    tensors: list, layout: Layout | None, key_layout: Layout | None, group: Group
-) -> tuple[Layout, Layout]:
-    own = [tensors[0].shape[-2], tensors[1].shape[-2]]
-    if layout is None:
-        every = [own] * group.size
-        if not torch.compiler.is_compiling():
-            every = comm.lengths(own, tensors[0].device, group)
-        layout = in_order(rows for rows, _ in every)
-        key_layout = key_layout or in_order(keys for _, keys in every)
-    key_layout = key_layout or layout
-    for name, given, argument, has in (
-        ("layout", layout, "query", own[0]),
-        ("key_layout", key_layout, "key", own[1]),
-    ):
-        if not isinstance(given, Layout):
-            raise TypeError(f"{name}: expected a Layout, got {type(given).__name__}")
-        if given.ranks != group.size:
-            raise ValueError(
-                f"{name}: expected one for {group.size} ranks, as the mesh has, got one for "
-                f"{given.ranks}"
-            )
-        if given.sizes[group.rank] != has:
-            hint = ": cross-attention takes key_layout=" if name == "key_layout" else ""
-            raise ValueError(
-                f"{argument}: expected {given.sizes[group.rank]} rows on rank {group.rank}, as "
-                f"{name} says, got {has}{hint}"
-            )
-    return layout, key_layout
+def _together(
+    score: Score,
+    tensors: list,
+    layouts: tuple[Layout, Layout],
+    options: dict,
+    group: Group,
+) -> validate.Inputs:
+    """The record. Where the limits of one rank may be wrong alone, all ranks raise."""
+    layout, mask = layouts[0], options.get("mask")
+    made = []
 
+    def build() -> tuple[()]:
+        made.append(_build(score, tensors, (layout.length, layouts[1].length), options))
+        return ()
 
-def in_order(sizes: Any) -> Layout:
-    """Ranks that hold so many positions each, one after the other."""
-    pieces, end = [], 0
-    for size in sizes:
-        pieces.append(((end, end + size),))
-        end += size
-    return Layout(end, tuple(pieces))
+    limited = isinstance(mask, Mask) and any(getattr(mask, n) is not None for n in heads.LIMITS)
+    # Values are read on CPUs alone. A shape that is wrong for all rows may be right for one row.
+    if limited and (tensors[0].device.type == "cpu" or 1 in layout.sizes):
+        agree.every(build, 0, tensors[0].device, group)
+    else:
+        build()
+    return made[0]
 
 
 def _build(score: Any, tensors: list, lengths: tuple[int, int], options: dict) -> validate.Inputs:
@@ -257,42 +253,6 @@ def _canonical_keys(tensors: list, inputs: validate.Inputs, options: dict) -> tu
     _, q, k, v = validate.to_4d(query, key, value, inputs.has_head_dim)
     grouped = options.get("enable_gqa", False) or weight is not None
     return validate.match_heads(q, k, v, grouped)[1:]
-
-
-def _check_rows(inputs: validate.Inputs, layout: Layout) -> None:
-    """One row of a rank looks like one for all rows, and ranks would not agree which it is."""
-    if layout.length > 1 and 1 in layout.sizes:
-        for name, x in (("bias", inputs.bias), ("keep", inputs.p.mask.keep)):
-            if x is not None:
-                raise ValueError(
-                    f"{name}: a rank has one row, which looks like a row for all: expected two "
-                    "rows or more on every rank, or none; write another layout"
-                )
-
-
-def _check_lengths(key: Tensor, value: Tensor) -> None:
-    if key.shape[-2] != value.shape[-2]:
-        raise ValueError(
-            f"key and value: expected the same length, got {list(key.shape)} and "
-            f"{list(value.shape)}"
-        )
-
-
-def _method(inputs: validate.Inputs, group: Group, layout: Layout, given: Method | None) -> Method:
-    """The method, which every rank must find alike."""
-    limits = [getattr(inputs.p.mask, name) for name in heads.LIMITS]
-    unclear = layout.length > 1 and 1 in layout.sizes and any(x is not None for x in limits)
-    if unclear and given == "heads":
-        raise ValueError(
-            "mask.kv_len, mask.kv_begin: a rank has one row, whose limit looks like one for all "
-            "rows: write method='gather'"
-        )
-    if given is not None:
-        return given
-    masks = [x for x in (inputs.bias, inputs.p.mask.keep) if x is not None]
-    whole = inputs.p.Hkv > 0 and inputs.p.Hkv % group.size == 0
-    alike = not unclear and not any(map(has_rows, masks))
-    return "heads" if whole and alike else "gather"
 
 
 def _heads_per_step(given: int | None, Hkv: int) -> int:

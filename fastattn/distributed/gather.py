@@ -92,7 +92,8 @@ def _forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
             if p.weights == "full":
                 blocks.rows_of(weights, at).copy_(found[2])
             elif p.weights == "mean":
-                weights[:, slice(*cut.i)] += found[2] * (of_heads.H / p.H)
+                share = found[2].to(p.acc_dtype) * (of_heads.H / p.H)
+                weights[:, slice(*cut.i)] += share
     return out, lse, weights.to(p.dtype), stats
 
 

@@ -19,7 +19,7 @@ from fastattn import autograd
 from fastattn.distributed import comm
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
-from fastattn.distributed.plan import Plan, has_rows
+from fastattn.distributed.plan import Plan
 from fastattn.problem import Origin, Problem
 from fastattn.problem.record import MASK_TENSORS
 
@@ -133,13 +133,13 @@ def attend(
     queries, keys = heads_of_ranks(p.H, p.Hkv, group.size)
     own = queries[group.rank]
 
-    def operand(x: Tensor) -> Tensor:  # [B|1, H|1, M|1, N|1]
-        if not has_rows(x):
+    def operand(name: str, x: Tensor) -> Tensor:  # [B|1, H|1, M|1, N|1]
+        if name not in plan.rows:
             return x if x.shape[1] == 1 else x[:, slice(*own)]
         return all_rows(x, rows, group) if x.shape[1] == 1 else to_heads(x, rows, queries, group)
 
     if bias is not None:
-        bias = operand(bias)
+        bias = operand("bias", bias)
     if w is not None:
         w = w[..., slice(*own), :]
     mine = _problem(plan, own, keys[group.rank], operand)
@@ -155,11 +155,14 @@ def _problem(plan: Plan, own: tuple[int, int], keys: tuple[int, int], operand: C
     p, rows, group = plan.p, plan.layout, plan.group
 
     def limit(x: Any) -> Any:  # [B|1, M|1]
-        return x if x is None or x.shape[1] == 1 else comm.gather_rows(x, rows, group, 1)
+        if x is None or rows.length == 1 or (x.shape[1] == 1 and 1 not in rows.sizes):
+            return x
+        # One row's limit looks like one for all rows: both become limits of rows.
+        return comm.gather_rows(x.expand(-1, p.M), rows, group, 1)
 
     own_masks = {name: limit(getattr(p.mask, name)) for name in LIMITS}
     if p.mask.keep is not None:
-        own_masks["keep"] = operand(p.mask.keep.to(torch.uint8)).bool()
+        own_masks["keep"] = operand("keep", p.mask.keep.to(torch.uint8)).bool()
     mask = dataclasses.replace(p.mask, **own_masks)
     return dataclasses.replace(
         p, M=rows.length, H=own[1] - own[0], Hkv=keys[1] - keys[0], mask=mask,
@@ -174,10 +177,10 @@ def _own_weights(plan: Plan, weights: Tensor, heads: Heads) -> Any:
     if p.weights == "full":
         return to_rows(weights, rows, heads, p.H, group)
     a, b = heads[group.rank]
-    share = weights[:, None] * ((b - a) / p.H)
+    share = weights[:, None].to(p.acc_dtype) * ((b - a) / p.H)  # a sum, which is rounded once
     summed: Any = Move.apply(
         share,
         lambda x: comm.scatter_sum(x, rows, group),
         lambda grad: comm.gather_rows(grad, rows, group),
     )
-    return summed[:, 0]
+    return summed[:, 0].to(p.dtype)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastattn.distributed import comm, context, heads
+from fastattn.distributed import agree, comm, context, heads
 from fastattn.distributed.comm import Group
 from fastattn.distributed.context import METHODS, Method
 from fastattn.distributed.heads import Move, same
@@ -280,7 +280,7 @@ class Shared:
             return self.layout
         if callable(self.layout):
             return self.layout(sum(sizes), group.size)
-        return context.in_order(sizes)
+        return agree.in_order(sizes)
 
 
 def _group(mesh: DeviceMesh, argument: str, name: str | None) -> Group | None:
@@ -355,7 +355,11 @@ class _Part:
         dim = 1 if call.batch_first else 0
         rows, keys = call.query.shape[dim], call.key.shape[dim]
         self.layouts = self.shared.layouts(rows, keys, call.query.device)
-        N = self.layouts[1].length
+        most, N = max(self.layouts[0].sizes), self.layouts[1].length
+        if most == self.layouts[0].length and len(self.layouts[0].sizes) > 1:
+            # The hint may be torch's, which compares a mask with a rank's own rows: ranks would not
+            # agree. The mask says the same.
+            is_causal = is_causal and masks[1] is None
         for name, mask in zip(("key_padding_mask", "attn_mask"), masks, strict=True):
             if mask is not None and not is_causal and mask.shape[-1] == keys != N:
                 raise ValueError(
@@ -368,6 +372,9 @@ class _Part:
             padding = heads.replicated(padding, cast(Group, self.shared.context))
         like = inputs.keys_like(part, given[0], N)
         covering = inputs.canonical(part, given[0], *like, padding, pairs, need_weights, is_causal)
+        of_pairs = "attn_mask" if pairs is None or pairs.dtype == torch.bool else "bias"
+        dropped = pairs is None or covering.masks[of_pairs] is None
+        self.rows = () if dropped else (of_pairs,)
         return call._replace(masks=covering.masks)
 
     def attend_heads(
@@ -390,8 +397,9 @@ class _Part:
             return context.alone(score, tensors, origin, None, False, "auto", options)
         how = (self.shared.method, *self.layouts, None)
         return context.attend(
-            score, tensors, self.shared.context, origin, how, None, False, "auto", options
-        )
+            score, tensors, self.shared.context, origin, how, None, False, "auto", options,
+            self.rows,
+        )  # fmt: skip
 
     def _score_weight(self) -> Any:
         """With a gradient of which each rank has a part, as of all parameters."""

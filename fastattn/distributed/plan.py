@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fastattn import blocks
 from fastattn.blocks import Cut
@@ -30,6 +29,7 @@ class Plan:
     keys: Layout
     group: Group
     heads_per_step: int  # key heads
+    rows: tuple[str, ...]  # which of "bias" and "keep" have rows, of which this rank has its own
 
     def pieces(self, p: Problem) -> Iterator[tuple[Cut, Problem]]:
         """Neighbouring rows, and the problem that they are a block of.
@@ -48,11 +48,6 @@ class Plan:
         firsts = range(0, p.Hkv, each)
         ends = [(k, min(k + each, p.Hkv)) for k in firsts]
         return [blocks.whole(p)._replace(h=(a * group, b * group)) for a, b in ends]
-
-
-def has_rows(x: Tensor) -> bool:
-    """Whether a mask or bias ``[B|1, H|1, M|1, N|1]`` has rows of its own, which a rank shares."""
-    return x.shape[2] != 1
 
 
 def no_second_derivative(method: str) -> None:

@@ -166,19 +166,27 @@ def heads_at_a_time_change_no_bit():
 
 
 def a_mean_of_half_types_is_rounded_once():
-    """However many steps it is a sum of."""
+    """However many steps it is a sum of. A rank's share of the least float16 would be 0."""
     group, rank, size = world()
     layout = Layout.contiguous(N, size)
     case = testing.Case("mean", B=1, H=256, Hkv=256, M=N, N=N, D=D, E=D, dtype=torch.bfloat16,
                         weights="mean")  # fmt: skip
     t = testing.make(case)
     truth, peer, scale = testing.oracle(case, t)["weights"]
-    own = (layout.take(x, 2, rank) for x in (t.q, t.k, t.v))
-    _, weights = context_parallel_attention(
-        *own, group, layout=layout, method="gather", heads_per_step=1, return_weights="mean"
-    )
+    own = [layout.take(x, 2, rank) for x in (t.q, t.k, t.v)]
     truth, peer = (layout.take(x, 1, rank) for x in (truth, peer))
-    testing.assert_within_budget(weights, peer, truth, scale=scale)
+    same = torch.zeros(1, H, layout.sizes[rank], D, dtype=torch.float16)
+    rare = torch.tensor([0.0] + [-16.6] * (N - 1), dtype=torch.float16)
+    for method in ("gather", "heads"):
+        _, weights = context_parallel_attention(
+            *own, group, layout=layout, method=method, heads_per_step=1, return_weights="mean"
+        )
+        testing.assert_within_budget(weights, peer, truth, scale=scale)
+        _, weights = context_parallel_attention(
+            same, same, same, group, layout=layout, method=method, attn_mask=rare,
+            return_weights="mean",
+        )  # fmt: skip
+        assert (weights[..., 1:] == 2.0**-24).all()
 
 
 def by_itself_it_takes_heads_or_gather():
@@ -253,12 +261,37 @@ def limits_of_ranks_with_one_row():
     x = drawn(1, size, size, D)
     lengths = torch.arange(1, size + 1)[None]
     own = x[:, :, rank : rank + 1]
-    out = context_parallel_attention(
-        own, own, own, group, layout=Layout.contiguous(size, size),
-        mask=Mask(kv_len=lengths[:, rank : rank + 1]),
-    )  # fmt: skip
     whole = fastattn.scaled_dot_product_attention(x, x, x, mask=Mask(kv_len=lengths))
-    torch.testing.assert_close(out, whole[:, :, rank : rank + 1])
+    for method in ("heads", "gather", "ring"):
+        out = context_parallel_attention(
+            own, own, own, group, layout=Layout.contiguous(size, size), method=method,
+            mask=Mask(kv_len=lengths[:, rank : rank + 1]),
+        )  # fmt: skip
+        torch.testing.assert_close(out, whole[:, :, rank : rank + 1])
+
+
+def masks_of_ranks_with_one_row():
+    """With rows and without, beside limits of samples; ranks with more rows know which it is."""
+    group, rank, size = world()
+    n = 2 * size - 1
+    layout = Layout.contiguous(n, size)
+    x, rows, keys = drawn(B, H, n, D), drawn(n, n), drawn(H, 1, n)
+    mask = Mask(kv_len=[n, 2], keep=torch.arange(n)[None, None] > 0)
+    own = [layout.take(y, dim, rank) for y, dim in ((x.detach(), 2), (rows.detach(), 0))]
+    q, bias = (y.requires_grad_() for y in own)
+    for method in ("heads", "gather", "ring"):
+        for options, leaves, of_rows in (
+            (dict(attn_mask=keys, mask=mask), (x, keys), (q, keys)),
+            (dict(attn_mask=keys, bias=rows, mask=mask), (x, keys, rows), (q, keys, bias)),
+        ):
+            whole = fastattn.scaled_dot_product_attention(x, x, x, **options)
+            here = options | (dict(bias=bias) if "bias" in options else {})
+            out = context_parallel_attention(q, q, q, group, layout=layout, method=method, **here)
+            torch.testing.assert_close(out, layout.take(whole, 2, rank))
+            expected = torch.autograd.grad(whole.square().sum(), leaves)
+            found = torch.autograd.grad(out.square().sum(), of_rows)
+            for a, b, dim in zip(found, expected, (2, None, 0), strict=False):
+                torch.testing.assert_close(a, b if dim is None else layout.take(b, dim, rank))
 
 
 # ---- what raises, on every rank alike ----
@@ -274,7 +307,7 @@ def refused():
     mesh = init_device_mesh("cpu", (1, size))
     odd = Layout(N, (((0, 6),), ((6, N),), *(((N, N),),) * (size - 2)))
     single = Layout(size, tuple(((r, r + 1),) for r in range(size)))
-    bias, one_limit = torch.zeros(1, size), torch.ones(1, 1, dtype=torch.int32)
+    bias = torch.zeros(1, size)
 
     def call(*tensors, **options):
         return lambda: context_parallel_attention(*tensors, group, **options)
@@ -295,8 +328,6 @@ def refused():
          call(one, one, one, method="heads", layout=layout)),
         (TypeError, "unexpected keyword argument 'causal'", lambda: local(causal=True)),
         (ValueError, "a rank has one row", call(row, row, row, layout=single, bias=bias)),
-        (ValueError, "write method='gather'",
-         call(row, row, row, layout=single, method="heads", mask=Mask(kv_len=one_limit))),
         (ValueError, "key and value: expected the same length", call(row, row, row[:, :, :0])),
         (TypeError, "unexpected keyword argument 'scale'",
          call(row, row, row, weight=torch.ones(D), scale=2.0)),
@@ -309,6 +340,39 @@ def refused():
          lambda: local("gather", heads_per_step=0)),
     ):  # fmt: skip
         with pytest.raises(error, match=match):
+            wrong()
+
+
+def what_one_rank_refuses_all_refuse():
+    """The last rank says why, and no other waits for it."""
+    group, rank, size = world()
+    last = size - 1
+    at_last = rank == last
+    own, row = torch.zeros(1, H, 3, D), torch.zeros(1, H, 0 if at_last else 1, D)
+    one_row = torch.zeros(1, H, 1 if at_last else 3, D)
+    longer = torch.zeros(1, H, 4 if at_last else 3, D)
+    lengths = torch.full((1, 3), 3 * size + (1 if at_last else 0))
+    one_query = torch.zeros(1, H, 0 if rank else 1, D)
+    mask = torch.zeros(0 if rank else 1, size * 3)
+    same = Layout.contiguous(3 * size, size)
+    one_each = Layout(3 * last + 1, (*same.pieces[:-1], ((3 * last, 3 * last + 1),)))
+
+    def call(*tensors, **options):
+        return lambda: context_parallel_attention(*tensors, group, **options)
+
+    says, others = "refuses its arguments, and says why", r"expected values in \[0"
+    query = Layout.contiguous(1, size)
+    for wrong, refuses, match in (
+        (call(own, own, longer), at_last, "key and value: expected the same length"),
+        (call(own, own, own, layout=same, mask=Mask(kv_len=lengths)), at_last, others),
+        (call(one_row, one_row, one_row, layout=one_each, mask=Mask(kv_len=[[3]])), not at_last,
+         r"mask.kv_len: expected"),
+        (call(one_query, own, own, layout=query, key_layout=same, attn_mask=mask), rank > 0,
+         "attn_mask: of one query it is the same on every rank"),
+        (call(row, longer, longer, key_layout=same), True,
+         f"key: expected 3 rows on rank {last}, as key_layout says, got 4"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match if refuses else says):
             wrong()
 
 
@@ -334,7 +398,9 @@ PROMISES = [
     bytes_are_those_of_the_table,
     decoding_with_keys_spread_over_ranks,
     limits_of_ranks_with_one_row,
+    masks_of_ranks_with_one_row,
     refused,
+    what_one_rank_refuses_all_refuse,
     no_second_derivative_is_dropped,
 ]
 

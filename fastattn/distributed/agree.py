@@ -1,0 +1,140 @@
+"""What ranks tell each other before they compute: so they do alike, or raise alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.distributed import comm
+from fastattn.distributed.comm import Group
+from fastattn.distributed.layout import Layout
+from fastattn.problem import Mask, validate
+
+Rows = tuple[str, ...]  # names of options
+
+
+def every(
+    own: Callable[[], Sequence[int]], count: int, device: torch.device | None, group: Group
+) -> list[list[int]]:
+    """The ``count`` numbers that ``own`` gives on each rank. If it raises on one, all ranks raise.
+
+    Waits for the device. Compiled calls cannot, and take this rank's numbers for those of all.
+    """
+    if torch.compiler.is_compiling():
+        return [list(own())] * group.size
+    error = None
+    try:
+        numbers = [*own(), 0]
+    except Exception as found:
+        numbers, error = [0] * count + [1], found
+    told = comm.lengths(numbers, device, group)
+    if error is not None:
+        raise error
+    for rank, (*_, failed) in enumerate(told):
+        if failed:
+            raise ValueError(f"rank {rank} refuses its arguments, and says why")
+    return [of_rank for *of_rank, _ in told]
+
+
+def layouts(
+    points: Sequence[Any], layout: Layout | None, key_layout: Layout | None, group: Group
+) -> tuple[Layout, Layout]:
+    """Of the queries and of the keys, after a check of query, key and value."""
+
+    def own() -> list[int]:
+        validate.check_points(*points)
+        check_lengths(*points[1:])
+        return [points[0].shape[-2], points[1].shape[-2]]
+
+    told, known = [], [group.rank]
+    if layout is None:
+        told = every(own, 2, getattr(points[0], "device", None), group)
+        known = known if torch.compiler.is_compiling() else range(group.size)
+    else:
+        told = [own()] * group.size
+    rows, keys = ([of_rank[n] for of_rank in told] for n in range(2))
+    if layout is None:
+        layout, key_layout = in_order(rows), key_layout or in_order(keys)
+    key_layout = key_layout or layout
+    for name, given, argument, has in (
+        ("layout", layout, "query", rows),
+        ("key_layout", key_layout, "key", keys),
+    ):
+        if not isinstance(given, Layout):
+            raise TypeError(f"{name}: expected a Layout, got {type(given).__name__}")
+        if given.ranks != group.size:
+            raise ValueError(
+                f"{name}: expected one for {group.size} ranks, as the mesh has, got one for "
+                f"{given.ranks}"
+            )
+        for rank in known:
+            if given.sizes[rank] != has[rank]:
+                hint = ": cross-attention takes key_layout=" if name == "key_layout" else ""
+                raise ValueError(
+                    f"{argument}: expected {given.sizes[rank]} rows on rank {rank}, as {name} "
+                    f"says, got {has[rank]}{hint}"
+                )
+    return layout, key_layout
+
+
+def check_lengths(key: Tensor, value: Tensor) -> None:
+    """Raises ValueError unless there are as many keys as values."""
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value: expected the same length, got {list(key.shape)} and "
+            f"{list(value.shape)}"
+        )
+
+
+def in_order(sizes: Iterable[int]) -> Layout:
+    """Ranks that hold so many positions each, one after the other."""
+    pieces, end = [], 0
+    for size in sizes:
+        pieces.append(((end, end + size),))
+        end += size
+    return Layout(end, tuple(pieces))
+
+
+def _dense(options: dict[str, Any]) -> dict[str, Tensor]:
+    """The masks and biases that may have rows, by option."""
+    mask = options.get("mask")
+    given = {name: options.get(name) for name in ("attn_mask", "bias")}
+    given["keep"] = mask.keep if isinstance(mask, Mask) else None
+    return {name: x for name, x in given.items() if isinstance(x, Tensor) and x.dim() > 1}
+
+
+def rows_of(options: dict[str, Any]) -> Rows:
+    """The masks and biases that do not broadcast over rows."""
+    return tuple(name for name, x in _dense(options).items() if x.shape[-2] != 1)
+
+
+def with_rows(options: dict[str, Any], layout: Layout, device: torch.device, group: Group) -> Rows:
+    """The masks and biases that have rows, of which each rank holds its own; alike on all ranks.
+
+    Raises:
+        ValueError: no rank can tell.
+    """
+    given, rows = _dense(options), rows_of(options)
+
+    def one_query() -> tuple[()]:
+        for name in rows:
+            raise ValueError(
+                f"{name}: of one query it is the same on every rank, [..., 1, N], got "
+                f"{list(given[name].shape)}"
+            )
+        return ()
+
+    if given and layout.length == 1:
+        every(one_query, 0, device, group)
+    if not given or layout.length == 1 or 1 not in layout.sizes:
+        return rows
+    if set(layout.sizes) == {1} or torch.compiler.is_compiling():
+        raise ValueError(
+            f"{next(iter(given))}: a rank has one row, which looks like one for all, and no other "
+            "rank can tell: write another layout"
+        )
+    told = every(lambda: [name in rows for name in given], len(given), device, group)
+    return tuple(name for name, has in zip(given, zip(*told, strict=True), strict=True) if any(has))
