@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fastattn import functional
-from fastattn.distributed import comm, context
+from fastattn import functional, sinks
+from fastattn.distributed import agree, comm, context
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
-from fastattn.problem import Mask, Origin, Score, arguments, relative
+from fastattn.problem import Mask, Origin, Score, arguments, parameter, relative, validate
 
 Dims = tuple[int | None, int | None, int | None]  # where B, H and M stand in an operand
 
@@ -30,10 +30,10 @@ def take(
     score: Score, tensors: tuple, return_lse: bool, backend: str, options: dict[str, Any]
 ) -> Any:
     """The results of a call of DTensors, as DTensors; NotImplemented if there are none."""
-    points, parameter = tensors[:3], tensors[3]
+    points, w = tensors[:3], tensors[3]
     if not any(isinstance(x, DTensor) for x in points):
         return NotImplemented
-    call = _Call(points)
+    call = _Call(points, options.get("enable_gqa", False) or score == "additive")
     if options.get("return_weights") == "mean" and Shard(1) in call.placements:
         raise ValueError(
             "return_weights='mean': heads are on several ranks, and so is their mean: write "
@@ -43,20 +43,16 @@ def take(
         raise ValueError(
             "bias: expected a tensor beside DTensors: write bias.to_dense(M, N), which is sharded"
         )
-    q, k, v = (call.local(x, (0, 1, 2), broadcasts=(1,) if x.shape[1] == 1 else ()) for x in points)
-    if parameter is not None:
+    if isinstance(w, Tensor):
         if score == "gaussian":
-            raise ValueError("bandwidth: no DTensors here: write method-local tensors, to_local()")
-        if score == "additive" and isinstance(parameter, Tensor) and parameter.dim() == 1:
             raise ValueError(
-                "weight: expected [H, D] beside DTensors [B, H, M, D], got [D]: write weight[None]"
+                "bandwidth: expected a number beside DTensors, got a tensor: write x.to_local()"
             )
-        parameter = call.local(parameter, (None, 0 if parameter.dim() == 2 else None, None))
+        w = call.weight(w)
+    q, k, v = (call.local(x, (0, 1, 2), broadcasts=(1,) if x.shape[1] == 1 else ()) for x in points)
     sink = options.pop("sink", None)
     own = call.options(dict(options))
-    results = call.run(
-        score, (q, k, v, parameter), call.local(sink, (None, 0, None)), return_lse, backend, own
-    )
+    results = call.run(score, (q, k, v, w), call.sink(sink), return_lse, backend, own)
     kinds = ["out", *(["weights"] if options.get("return_weights") else []),
              *(["lse"] if return_lse else [])]  # fmt: skip
     every = results if isinstance(results, tuple) else (results,)
@@ -70,7 +66,7 @@ def take(
 class _Call:
     """The placements of a call: those of query, one for each mesh dim."""
 
-    def __init__(self, points: tuple) -> None:
+    def __init__(self, points: tuple, grouped: bool) -> None:
         for name, x in zip(("query", "key", "value"), points, strict=True):
             if not isinstance(x, DTensor):
                 raise TypeError(f"{name}: expected a DTensor beside others, got {type(x).__name__}")
@@ -80,14 +76,18 @@ class _Call:
                 raise ValueError(f"{name}: expected the mesh of query")
             if x.shape[0] != points[0].shape[0]:
                 raise ValueError(f"{name}: expected as many samples as query: write x.expand(...)")
-        query, key, _ = points
+        query, key, value = points
+        agree.check_lengths(key, value)
         if query.shape[1] == 1 != max(x.shape[1] for x in points):
             raise ValueError("query: expected the heads of key: write query.expand(-1, H, -1, -1)")
         self.mesh = query.device_mesh
+        # Stand for the whole in checks: a rank might find its part right.
+        self.query, k, v = (_blank(x) for x in points)
+        validate.match_heads(self.query, k, v, grouped)
         self.sizes = (query.shape[0], query.shape[1], query.shape[2])
-        self.N = key.shape[2]
+        self.lead = validate.Lead((query.shape[0],), True, (*query.shape[1:3], key.shape[2]))
         self.placements = [self._wanted(x) for x in query.placements]
-        self._check_heads(query, key)
+        self._check_heads(query.shape[1], key.shape[1], value.shape[1])
         shared = [d for d, x in enumerate(self.placements) if x == Shard(2)]
         if len(shared) > 1:
             raise ValueError(
@@ -101,16 +101,15 @@ class _Call:
             return Shard(placement.dim % 4)
         return Replicate()
 
-    def _check_heads(self, query: Tensor, key: Tensor) -> None:
+    def _check_heads(self, H: int, Hkv: int, Hv: int) -> None:
         """Heads go to ranks in whole groups, equally many to each."""
         over = 1
         for dim, placement in enumerate(self.placements):
             over *= self.mesh.size(dim) if placement == Shard(1) else 1
-        H, Hkv = query.shape[1], key.shape[1]
-        if over > 1 and (H % over or (Hkv % over and Hkv != 1)):
+        if H % over or any(n % over and n != 1 for n in (Hkv, Hv)):
             raise ValueError(
-                f"heads: expected a multiple of {over} ranks, got {H} of query and {Hkv} of key: "
-                "write query.redistribute(placements=[Shard(2)])"
+                f"heads: expected a multiple of {over} ranks, got {H} of query, {Hkv} of key and "
+                f"{Hv} of value: write query.redistribute(placements=[Shard(2)])"
             )
 
     # ---- operands ----
@@ -132,38 +131,56 @@ class _Call:
             grad.append(want[-1] if alone else Partial())
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-        return x.redistribute(self.mesh, want).to_local(grad_placements=grad)
+        # A sum over ranks is rounded once.
+        wide = torch.promote_types(x.dtype, torch.float32) if Partial() in grad else None
+        shared = x.redistribute(self.mesh, want, backward_dtype=wide)
+        return shared.to_local(grad_placements=grad)
+
+    def weight(self, x: Tensor) -> Any:
+        """The rank's part of the additive score's weight."""
+        if x.dim() == 1:
+            raise ValueError(
+                "weight: expected [H, D] beside DTensors [B, H, M, D], got [D]: write weight[None]"
+            )
+        parameter.has_head_dim("additive", self.query, x)
+        parameter.match_weight(_blank(x), self.sizes[1], self.query.shape[-1])
+        return self.local(x, (None, 0, None))
+
+    def sink(self, x: Any) -> Any:
+        """The rank's part of the sinks."""
+        if isinstance(x, Tensor):
+            sinks.check(_blank(x), self.query)
+        return self.local(x, (None, 0, None))
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with local masks and biases."""
+        self.rows = agree.rows_of(options)
         for name in ("attn_mask", "bias"):
-            options[name] = self._broadcast(options.get(name))
+            options[name] = self._broadcast(name, options.get(name))
         mask = options.get("mask")
         if isinstance(mask, Mask):
             limits = {n: self._limit(n, getattr(mask, n)) for n in ("kv_len", "kv_begin")}
-            options["mask"] = dataclasses.replace(mask, keep=self._broadcast(mask.keep), **limits)
+            keep = self._broadcast("mask.keep", mask.keep)
+            options["mask"] = dataclasses.replace(mask, keep=keep, **limits)
         return options
 
-    def _broadcast(self, x: Any) -> Any:
+    def _broadcast(self, name: str, x: Any) -> Any:
         """Of a mask or bias, broadcastable to [B, H, M, N] from the right."""
         if not isinstance(x, Tensor) or arguments.is_causal_bias(x):
             return x
+        self.lead.to_4d(name, _blank(x))
         missing = 4 - x.dim()
         b, h, m = (d - missing if d >= missing else None for d in range(3))
         return self.local(x, (b, h, m))
 
     def _limit(self, name: str, x: Any) -> Any:
         """Of [B], which does not broadcast, or of [B, M] or [1, M]."""
-        if isinstance(x, (list, tuple)):
-            x = torch.tensor(x, device=self.mesh.device_type)
-        if not isinstance(x, Tensor):
-            return x
-        (B, _, M), shape = self.sizes, x.shape
-        of_samples = x.dim() == 1 and shape[0] == B
-        of_rows = x.dim() == 2 and (shape[0] == B or shape[0] == 1) and shape[1] == M
-        if not (of_samples or of_rows):  # of which a rank might find its part right
-            raise ValueError(f"mask.{name}: expected [{B}] or [{B}, {M}], got {list(shape)}")
-        if of_samples:
+        name = f"mask.{name}"
+        whole = _blank(x) if isinstance(x, DTensor) else x
+        if validate.check_limit(name, self.lead, self.query, whole) is None:
+            return None
+        x = arguments.integers(name, x, self.query.device)
+        if x.dim() == 1:
             return self.local(x, (0, None, None), broadcasts=())
         return self.local(x, (0, None, 1))
 
@@ -191,10 +208,10 @@ class _Call:
             options["seed"] = comm.seed(tensors[0].device, groups)
         if self.context is not None:
             group = Group(self.mesh.get_group(self.context))
-            rows, keys = (Layout.contiguous(n, group.size) for n in (self.sizes[2], self.N))
+            rows, keys = (Layout.contiguous(n, group.size) for n in self.lead.hmn[1:])
             return context.attend(
                 score, tensors, group, self.origin(), (None, rows, keys, None), sink, return_lse,
-                backend, options,
+                backend, options, self.rows,
             )  # fmt: skip
         return context.alone(score, tensors, self.origin(), sink, return_lse, backend, options)
 
@@ -214,6 +231,11 @@ class _Call:
             x.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(whole),
             stride=stride,
         )  # fmt: skip
+
+
+def _blank(x: Tensor) -> Tensor:
+    """A plain tensor of the shape and dtype of the whole, of one number."""
+    return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
 
 
 functional.takers.append(take)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fastattn
-from fastattn import Mask
+from fastattn import Mask, testing
 from fastattn.problem import relative
 
 B, H, N, D = 4, 4, 24, 8
@@ -34,11 +34,16 @@ def whole(x):
     return x.full_tensor() if isinstance(x, torch.distributed.tensor.DTensor) else x
 
 
-def compare(mesh, placements, weight=None, compiled=False, **options):
-    """Results and gradients of plain tensors and of DTensors, whose call may be compiled."""
-    leaves = {"query": drawn(B, H, N, D), "key": drawn(B, H, N, D), "value": drawn(B, H, N, D + 1)}
-    beside = {"bias": options.pop("bias", None), "weight": weight}
-    beside = {n: x for n, x in beside.items() if x is not None}
+def compare(mesh, placements, weight=None, compiled=False, shape=(B, H, H, N), **options):
+    """Results and gradients of plain tensors and of DTensors, whose call may be compiled.
+
+    ``shape``: B, H, Hkv and how many positions.
+    """
+    samples, heads, Hkv, n = shape
+    leaves = {"query": drawn(samples, heads, n, D), "key": drawn(samples, Hkv, n, D),
+              "value": drawn(samples, Hkv, n, D + 1)}  # fmt: skip
+    beside = {"bias": options.pop("bias", None), "sink": options.pop("sink", None)}
+    beside = {n: x for n, x in (beside | {"weight": weight}).items() if x is not None}
 
     def call(shared):
         own = {n: x.detach().requires_grad_() for n, x in (leaves | beside).items()}
@@ -77,6 +82,51 @@ def masks_biases_and_dropout():
 def the_additive_score_and_full_weights():
     for mesh, placements in meshes():
         compare(mesh, placements, weight=drawn(H, D), return_weights="full")
+
+
+def sinks_softcap_windows_and_shared_key_heads():
+    for mesh, placements in meshes():
+        over = mesh.size() if Shard(1) in placements else 2
+        compare(mesh, placements, shape=(B, 2 * over, over, N), sink=drawn(2 * over), softcap=2.0,
+                enable_gqa=True, mask=Mask(window=(7, 3)))  # fmt: skip
+
+
+def biases_of_half_types():
+    """Their gradients are sums over ranks, and fit the budget of one device."""
+    case = testing.Case("half", B=B, H=H, Hkv=H, M=N, N=N, D=D, E=D, bias="n", keep="bn",
+                        dtype=torch.bfloat16)  # fmt: skip
+    t = testing.make(case)
+    oracle = testing.oracle(case, t)
+    for mesh, placements in meshes():
+        own = [distribute_tensor(x, mesh, placements) for x in (t.q, t.k, t.v)]
+        leaves = [x.detach().requires_grad_() for x in (*own, t.bias)]
+        out = fastattn.scaled_dot_product_attention(*leaves[:3], bias=leaves[3], mask=t.mask)
+        grads = torch.autograd.grad(whole(out), leaves, t.grad_out)
+        found = zip(("out", "grad_q", "grad_k", "grad_v", "grad_bias"), (out, *grads), strict=True)
+        oracle.check(case, {name: whole(x).detach() for name, x in found})
+
+
+def ranks_with_one_row():
+    """Of masks and biases with rows and without."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    for n in {2 * size - 1, size}:
+        keep = torch.arange(n) < torch.tensor([[n], [1]])
+        for bias in (drawn(H, n, n), drawn(H, 1, n)):
+            mask = Mask(keep=keep[:, None, None], kv_len=torch.arange(1, n + 1)[None])
+            compare(mesh, [Shard(2)], shape=(2, H, H, n), bias=bias, mask=mask)
+
+
+def the_gaussian_score():
+    """With a number as bandwidth; in float32 under autocast, as on one device."""
+    x = 30 + drawn(B, H, N, D).detach() / 100
+    for mesh, placements in meshes():
+        shared = distribute_tensor(x, mesh, placements)
+        with torch.autocast("cpu", torch.bfloat16):
+            out, alone = (
+                fastattn.attention(y, y, y, score="gaussian", bandwidth=0.01) for y in (shared, x)
+            )
+        torch.testing.assert_close(out.full_tensor(), alone)
 
 
 def compiled_calls():
@@ -157,9 +207,6 @@ def refused():
     y = distribute_tensor(torch.zeros(H, N, D), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="DTensors have 4 dims"):
         attend(y, y, y)
-    odd = distribute_tensor(torch.zeros(1, size + 1, N, D), mesh, [Shard(1)])
-    with pytest.raises(ValueError, match="heads: expected a multiple"):
-        attend(odd, odd, odd)
     one, many, head = (
         distribute_tensor(torch.zeros(shape), mesh, [Replicate()])
         for shape in ((1, 2, N, D), (3, 2, N, D), (1, 1, N, D))
@@ -168,20 +215,57 @@ def refused():
         attend(one, many, many)
     with pytest.raises(ValueError, match="query: expected the heads of key"):
         attend(head, one, one)
-    two, rows = (
-        distribute_tensor(torch.zeros(2, 2, size + 1, D), mesh, [Shard(d)]) for d in (0, 2)
-    )
-    for own, limit in ((two, [1]), (rows, [[1], [1]])):  # each fits what one rank has
-        with pytest.raises(ValueError, match=r"mask.kv_len: expected \[2\] or \[2, .*\], got"):
-            attend(own, own, own, mask=Mask(kv_len=limit))
     with pytest.raises(ValueError, match=r"write weight\[None\]"):
         fastattn.additive_attention(one, one, one, weight=torch.ones(D))
+    with pytest.raises(TypeError, match="weight: expected a Tensor, got list"):
+        fastattn.additive_attention(one, one, one, weight=[1.0] * D)
+    with pytest.raises(ValueError, match="bandwidth: expected a number beside DTensors"):
+        fastattn.attention(one, one, one, score="gaussian", bandwidth=torch.ones(1))
+
+
+def what_fits_ranks_but_not_the_whole():
+    """Each raises on every rank, though some or all of them might find their parts right."""
+    P = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (P,))
+    zeros, lengths = torch.zeros, "key and value: expected the same length"
+    limit, keep = r"mask.kv_len: expected \[2\] or \[2, .*\], got", zeros(2, 1, 1, N) == 0
+    gqa = dict(enable_gqa=True)
+    for shape, dim, options, match in (
+        ((2 * P, 2, 2, 2, N, N, N), 0, dict(mask=Mask(keep=keep)), "mask.keep: expected a shape"),
+        ((2, 2 * P, 2 * P, 2 * P, N, N, N), 1, dict(bias=zeros(2, 1, N)), "bias: expected a shape"),
+        ((2, 2, 2, 2, 2 * P, N, N), 2, dict(attn_mask=zeros(2, N)), "attn_mask: expected a shape"),
+        ((2, 2, 2, 2, 2 * P + 1, N, N), 2, dict(bias=zeros(2 * P, N)), "bias: expected a shape"),
+        ((2, 2 * P, 2 * P, 2 * P, N, N, N), 1, dict(weight=zeros(2, D)), "weight: expected"),
+        ((2, P, P, P, N, N, N), 1, dict(sink=zeros(1)), rf"sink: expected \[{P}\]"),
+        ((2, 2 * P, 2 * P, 2 * P, N, N, N), 1, dict(sink=zeros(2)), "sink: expected"),
+        ((1, P + 1, P + 1, P + 1, N, N, N), 1, {}, "heads: expected a multiple"),
+        ((2, P * P + P, 1, P + 1, N, N, N), 1, gqa, "heads: expected a multiple"),
+        ((2, 2 * P, P, P, N, N, N), 1, {}, "enable_gqa=True shares key heads"),
+        ((2, 2, 2, 2, N, P, P + 1), 2, {}, lengths),
+        ((2, 2, 2, 2, P + 1, P + 1, P + 1), 0, dict(mask=Mask(kv_len=[1])), limit),
+        ((2, 2, 2, 2, P + 1, P + 1, P + 1), 2, dict(mask=Mask(kv_len=[[1], [1]])), limit),
+        ((2, 2, 2, 2, N, N, N), 0, dict(mask=Mask(kv_len=[N, N + 1])), "expected values in"),
+    ):
+        samples, H, Hkv, Hv, M, keys, values = shape
+        q, k, v = (
+            distribute_tensor(zeros(samples, heads, n, D), mesh, [Shard(dim)])
+            for heads, n in ((H, M), (Hkv, keys), (Hv, values))
+        )
+        call = fastattn.scaled_dot_product_attention
+        if "weight" in options:
+            call = fastattn.additive_attention
+        with pytest.raises(ValueError, match=match):
+            call(q, k, v, **options)
 
 
 CASES = [
     every_placement_of_a_causal_call,
     masks_biases_and_dropout,
     the_additive_score_and_full_weights,
+    sinks_softcap_windows_and_shared_key_heads,
+    biases_of_half_types,
+    ranks_with_one_row,
+    the_gaussian_score,
     compiled_calls,
     placements_of_results,
     sequences_of_any_length,
@@ -189,6 +273,7 @@ CASES = [
     limits_of_one_sample,
     one_key_head_for_all,
     refused,
+    what_fits_ranks_but_not_the_whole,
 ]
 
 
