@@ -97,14 +97,23 @@ def _share_plain(module: nn.Module, state: dict, prefix: str, *_rest: Any) -> No
 
 
 def own(module: nn.MultiheadAttention, group: Group) -> dict[str, Any]:
-    """What this rank's heads need of the parameters, as plain tensors; with gradients."""
+    """What this rank's heads need of the parameters, as plain tensors; with gradients.
+
+    Raises:
+        TypeError: a parameter is a plain tensor, of which nothing says whether it is whole.
+    """
     found: dict[str, Any] = dict.fromkeys(PLACEMENTS)
     for name in PLACEMENTS:
         path, _, last = name.rpartition(".")
         held = module.get_submodule(path)._parameters.get(last)
         if held is None:
             continue
-        x: Any = held.to_local() if isinstance(held, DTensor) else held
+        if not isinstance(held, DTensor):
+            raise TypeError(
+                f"{name}: expected a DTensor where ranks share heads, got {type(held).__name__}: "
+                f"write distribute_tensor(x, mesh, [{PLACEMENTS[name]}])"
+            )
+        x: Any = held.to_local()
         if name == "in_proj_weight":
             x = _rows_of_heads(x, group)
         if name == "in_proj_bias":

@@ -10,18 +10,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parallel_cases import BOTH, HEADS, ROWS, Called, Way, compare, drawn, module_of, zigzag
-from ranks import errors_of
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import KVCache, MultiheadAdditiveAttention, MultiheadAttention
+from fastattn import KVCache, MultiheadAdditiveAttention
 from fastattn.distributed import Layout, count_bytes, parallelize, shard, unshard
 from fastattn.testing import assert_within_budget
 
@@ -288,121 +286,43 @@ def bytes_are_those_of_the_page():
     assert sent.bytes == 4 * (2 * (weights + sums) + biases)
 
 
-# ---- what is refused ----
+# ---- ranks with all rows, and with one ----
 
 
-def wrong_arguments():
-    size = dist.get_world_size()
-    attention = MultiheadAttention(32, 4)
-    with pytest.raises(TypeError, match="mesh: expected a DeviceMesh, got ProcessGroup"):
-        parallelize(attention, dist.group.WORLD, heads="tp")
-    with pytest.raises(ValueError, match="context, heads: expected a mesh dim for one of them"):
-        parallelize(attention, one())
-    with pytest.raises(ValueError, match="expected two mesh dims, got 'tp' twice"):
-        parallelize(attention, one(), heads="tp", context="tp")
-    with pytest.raises(ValueError, match=r"heads: expected one of the mesh dims \('cp',\)"):
-        parallelize(attention, one("cp"), heads="tp")
-    with pytest.raises(ValueError, match=r"write init_device_mesh\(\.\.\., mesh_dim_names"):
-        parallelize(attention, init_device_mesh("cpu", (size,)), heads="tp")
-    with pytest.raises(TypeError, match="context: expected the name of a mesh dim, got bool"):
-        parallelize(attention, one(), context=True)
-    with pytest.raises(TypeError, match="layout: expected a Layout, or a function"):
-        parallelize(attention, one(), context="tp", layout=3)
-    with pytest.raises(ValueError, match="method: expected"):
-        parallelize(attention, one(), context="tp", method="star")
+def one_rank_may_have_every_row():
+    """Its mask looks causal, and those of other ranks do not."""
+    size, n = dist.get_world_size(), 100
+    layout, cp = Layout.zigzag(n, size), one("cp")  # one unit holds them all
+    torch.manual_seed(5)
+    layer = nn.TransformerEncoderLayer(32, 4, 40, dropout=0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    fastattn.replace_attention(plain)
+    model = parallelize(copy.deepcopy(plain), cp, context="cp", layout=Layout.zigzag)
+    x, mask = drawn(2, n, 32), nn.Transformer.generate_square_subsequent_mask(n)
+    out = model(shard(x, 1, layout, cp), mask=shard(mask, 0, layout, cp))
+    torch.testing.assert_close(unshard(out, 1, layout, cp), plain(x, mask=mask))
 
 
-def modules_that_cannot_be_shared():
-    size = dist.get_world_size()
-    for model, match in (
-        (nn.Linear(2, 2), "expected a MultiheadAttention in it, got none"),
-        (nn.TransformerEncoderLayer(32, 4), r"self_attn: .* write fastattn.replace_attention"),
-        (MultiheadAttention(32 * size, size + 1 if size % 2 else 1), "size divides"),
-        (type("Mine", (MultiheadAttention,), {})(32, 4), "in the forward of a subclass"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            parallelize(model, one(), heads="tp")
-        assert not any(isinstance(x, DTensor) for x in model.parameters())
-    for model, match in (
-        (nn.Sequential(fastattn.SelfAttention(8)), "0: SelfAttention cannot share a sequence"),
-        (nn.Sequential(Own(8)), "0: Own cannot share a sequence"),
-        (MultiheadAttention(32, 4, add_zero_attn=True), "write heads= alone"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            parallelize(model, one("cp"), context="cp")
-    with pytest.raises(ValueError, match="name both mesh dims in one call"):
-        parallelize(by_heads(), one(), heads="tp")
-
-
-class Own(fastattn.SelfAttention):
-    """A user's, in another package."""
-
-
-def parameters_that_cannot_be_cut():
-    """Nothing is, in modules before these either."""
-
-    def prune_weight(model):
-        prune.identity(model[1], "in_proj_weight")
-
-    def tie_outside(model):
-        model[2].weight = model[1].out_proj.weight
-
-    def tie_otherwise(model):
-        model[0].q_proj_weight = model[1].out_proj.weight
-
-    for change, match in (
-        (lambda model: model[1].out_proj.register_forward_hook(lambda *_: None), "got hooks"),
-        (lambda model: setattr(model[1], "out_proj", nn.Identity()), "or Identity"),
-        (prune_weight, "in_proj_weight: expected a parameter"),
-        (tie_outside, r"2\.weight: is tied to a parameter of attention"),
-        (tie_otherwise, "is tied to a parameter of attention"),
-    ):
-        model = nn.Sequential(
-            MultiheadAttention(32, 4, kdim=32, vdim=20), module_of(PLAIN), nn.Linear(32, 32)
-        )
-        change(model)
-        with pytest.raises(ValueError, match=match):
-            parallelize(model, one(), heads="tp")
-        assert not any(isinstance(x, DTensor) for x in model.parameters())
-
-
-def ranks_raise_together():
-    """Rows of the last alone do not fit; the others would wait for it."""
-
-    def one_more(length, ranks):
-        pieces = Layout.contiguous(length, ranks).pieces
-        return Layout(length + 1, (*pieces[:-1], ((pieces[-1][0][0], length + 1),)))
-
-    x = drawn(2, 8, 32)
-    module = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=one_more)
-    with pytest.raises(ValueError, match=r"query: got .* rows on the ranks"):
-        module(x, x, x)
-
-
-def scripts():
-    with pytest.raises(NotImplementedError, match="a shared module cannot be scripted"):
-        torch.jit.script(by_heads())
-
-
-def calls_that_cannot_be_shared():
-    x, size = drawn(2, 8, 32), dist.get_world_size()
-    module = by_heads()
-    shared = distribute_tensor(x, one(), [Replicate()])
-    with pytest.raises(TypeError, match=r"write x\.full_tensor\(\) of a DTensor"):
-        module(shared, shared, shared)
-    with pytest.raises(RuntimeError, match=r"attn_mask: expected \(B \* 4, M, N\)"):
-        module(x, x, x, attn_mask=torch.zeros(3, 8, 8))
-    module.out_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="out_proj: expected a plain linear layer"):
-        module(x, x, x)
-    layout = Layout.contiguous(8 * size, size)
-    module = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=layout)
-    with pytest.raises(ValueError, match="one Layout serves one length"):
-        module(x, x[:, :4], x[:, :4])
-    with pytest.raises(ValueError, match=r"key_padding_mask: expected all \d+ keys"):
-        module(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
-    with pytest.raises(ValueError, match="cache: keys of a shared sequence"):
-        module(x, x, x, cache=KVCache())
+def masks_of_one_row():
+    """Of one query in all, and of a rank that has one row."""
+    size, cp = dist.get_world_size(), one("cp")
+    padding = torch.arange(8) > torch.tensor([[7], [4]])
+    for n in (1, 2 * size - 1):
+        layout, keys = (Layout.contiguous(length, size) for length in (n, 8))
+        x, kv, mask = drawn(2, n, 32), drawn(2, 8, 32), drawn(n, 8).requires_grad_()
+        for method in ("heads", "gather", None):
+            module = module_of(PLAIN)
+            expected = module(x, kv, kv, padding, attn_mask=mask)[0]
+            parallelize(module, cp, context="cp", layout=Layout.contiguous, method=method)
+            q, k = shard(x, 1, layout, cp), shard(kv, 1, keys, cp)
+            out = module(q, k, k, padding, attn_mask=shard(mask, 0, layout, cp))[0]
+            found = unshard(out, 1, layout, cp)
+            torch.testing.assert_close(found, expected)
+            grads = (torch.autograd.grad(y.square().sum(), mask)[0] for y in (found, expected))
+            torch.testing.assert_close(*grads)
+            out = module(q, k, k, attn_mask=shard(mask > 0, 0, layout, cp))[0]
+            whole_mask = module_of(PLAIN)(x, kv, kv, attn_mask=mask > 0)[0]
+            torch.testing.assert_close(unshard(out, 1, layout, cp), whole_mask)
 
 
 PROMISES = [
@@ -424,15 +344,6 @@ PROMISES = [
     weights_of_all_heads_are_rounded_once,
     calls_are_explained,
     bytes_are_those_of_the_page,
-    wrong_arguments,
-    modules_that_cannot_be_shared,
-    parameters_that_cannot_be_cut,
-    ranks_raise_together,
-    scripts,
-    calls_that_cannot_be_shared,
+    one_rank_may_have_every_row,
+    masks_of_one_row,
 ]
-
-
-def keep_all() -> list[str | None]:
-    """The errors of the promises on this rank."""
-    return errors_of(PROMISES)

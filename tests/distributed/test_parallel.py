@@ -2,14 +2,15 @@
 
 import pytest
 from parallel_cases import CASES, check_all
-from parallel_promises import PROMISES, keep_all
-from ranks import by_name
+from parallel_promises import PROMISES
+from parallel_refusals import REFUSALS
+from ranks import by_name, errors_of
 
-NAMES = [*(f"{case}-{way}" for case, way in CASES), *(promise.__name__ for promise in PROMISES)]
+NAMES = [*(f"{case}-{way}" for case, way in CASES), *(x.__name__ for x in PROMISES + REFUSALS)]
 
 
 def run_all():
-    return check_all() + keep_all()
+    return check_all() + errors_of(PROMISES + REFUSALS)
 
 
 @pytest.fixture(scope="module")
