@@ -143,7 +143,12 @@ def flash_attn_varlen_func(
         ValueError: shapes or values that do not fit.
         NotImplementedError: an argument that is not computed is given; the message says what to do.
     """
-    _refuse_pages(block_table)
+    if block_table is not None:
+        _not_computed(
+            "block_table",
+            "pass torch.cat([x[:n] for x, n in zip(k[block_table].flatten(1, 2), "
+            "cu_seqlens_k.diff())]), v likewise",
+        )
     if alibi_slopes is not None:
         _not_computed("alibi_slopes", "call flash_attn_func for one sequence at a time")
     arguments.check_bool("causal", causal)
@@ -378,7 +383,7 @@ def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, .
     return packed.unbind(-3)
 
 
-def _refuse_pages(block_table: Tensor | None, new_keys: bool = False) -> None:
+def _refuse_pages(block_table: Tensor | None, new_keys: bool) -> None:
     if block_table is None:
         return
     instead = "pass k_cache[block_table].flatten(1, 2), v_cache likewise"
