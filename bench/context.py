@@ -9,9 +9,11 @@ ranks really send.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastattn.distributed import Layout
+from fastattn.distributed.heads import heads_of_ranks
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,29 @@ class Shape:
     size: int = 2
     limits: int = 0  # kv_len and kv_begin of rows, which ``heads`` brings to every rank
 
-    def bytes_sent(self, method: str, ranks: int) -> tuple[int, int]:
-        """(forward, backward) of one rank, whose share of the N rows is equal."""
-        others, rows = ranks - 1, self.B * self.N // ranks
-        keys = others * rows * self.Hkv * (self.D + self.E) * self.size
-        sums = others * rows * self.Hkv * (self.D + self.E) * 4  # dK, dV in float32
-        if method in ("gather", "ring"):
+    def bytes_sent(self, method: str, sizes: Sequence[int], rank: int = 0) -> tuple[int, int]:
+        """(forward, backward) of one rank, beside which ranks hold so many rows each.
+
+        Raises:
+            ValueError: ``heads`` cannot share these heads among the ranks.
+        """
+        ranks, own, length = len(sizes), sizes[rank], sum(sizes)
+        F, away = self.D + self.E, length - own
+        of_ring = self.B * self.Hkv * F  # numbers of a key
+        sums = of_ring * away * 4  # dK, dV in float32
+        padded = max(sizes) * (ranks - 1)  # what all bring together has equal shares
+        if method == "gather":
+            return of_ring * padded * self.size, of_ring * padded * self.size + sums
+        if method == "ring":
+            keys = of_ring * (length - sizes[(rank + 1) % ranks]) * self.size
             return keys, keys + sums
-        head = others * rows // ranks
-        there = head * (self.H * self.D + self.Hkv * (self.D + self.E)) * self.size
-        back = head * self.H * self.E * self.size
-        beside = head * self.H * 4 + others * rows * self.limits * 4  # the log-sum-exp is float32
-        return there + back + beside, there + back
+        queries, keys = ([b - a for a, b in x] for x in heads_of_ranks(self.H, self.Hkv, ranks))
+        q, k = queries[rank], keys[rank]
+        there = own * ((self.H - q) * self.D + (sum(keys) - k) * F) * self.size
+        out = away * q * (self.E * self.size + 4)  # the log-sum-exp is float32
+        limits = padded * self.limits * 4
+        back = (own * (self.H - q) * self.E + away * (q * self.D + k * F)) * self.size
+        return self.B * (there + out + limits), self.B * back
 
 
 def imbalance(layout: Layout, cost: list[int]) -> float:
@@ -56,9 +69,11 @@ def rows(ranks: tuple[int, ...] = (8, 64, 256, 1024)) -> list[str]:
         units = max(1, min(128, shape.N // (2 * P)))
         zigzag = imbalance(Layout.zigzag(shape.N, P, unit=units), cost)
         straight = imbalance(Layout.contiguous(shape.N, P), cost)
-        sent = [shape.bytes_sent(method, P) for method in ("heads", "gather")]
-        of_heads = "-" if shape.Hkv % P else " / ".join(f"{x / 2**20:.0f}" for x in sent[0])
-        gathered = " / ".join(f"{x / 2**20:.0f}" for x in sent[1])
+        sizes = [shape.N // P] * P
+        of_heads, gathered = (
+            " / ".join(f"{x / 2**20:.0f}" for x in shape.bytes_sent(method, sizes)) if some else "-"
+            for method, some in (("heads", shape.Hkv % P == 0), ("gather", True))
+        )
         lines.append(f"| {P} | {of_heads} | {gathered} | {straight:.2f} | {zigzag:.2f} |")
     return lines
 

@@ -2,7 +2,8 @@
 
 Alone a process has one thread, then all of them; several have an equal share of the threads each.
 ``ways.py`` says what is measured. Writes <device>/distributed.json and distributed.png. Exit status
-1 when a result or a number of bytes is wrong.
+1 when a result or a number of bytes is wrong. Each process has a GPU of its own, or all share the
+CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from bench import machine, plot, report
 from bench.cases import Case
-from bench.ranks import on_ranks
+from bench.ranks import device_for, on_ranks
 from bench.report import SHORT
 from bench.ways import CASES, METHODS, RANKS_OF_BALANCE, Row, alone, balance, measured
 
@@ -93,25 +94,55 @@ def write_png(rows: list[Row], about: dict, path: Path) -> str | None:
     return None
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options, with a device and a folder."""
     parser = argparse.ArgumentParser("bench.distributed", description=__doc__.split("\n\n")[0])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     add = parser.add_argument
-    add("--out", type=Path, default=None, metavar="DIR", help="default: $OUT or bench/results")
+    add(
+        "--out",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="default: $OUT, or bench/results for a run of full length, build/bench for others",
+    )
     add("--procs", type=int, default=2, help="processes that share the sequence (default: 2)")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default=None,
+        help="default: cuda if each process has a GPU, else cpu",
+    )
     add("--seconds", type=float, default=SECONDS, help="for each time measured")
     add("--length", type=int, default=None, metavar="N", help="tokens, for a shorter run")
     options = parser.parse_args(argv)
+    most = min(case.problem.Hkv for case in CASES)  # "heads" gives each process one at least
+    if not 1 <= options.procs <= most:
+        parser.error(f"--procs: expected 1 to {most}, got {options.procs}")
+    options.device = options.device or device_for(options.procs)
+    if options.device == "cuda" and device_for(options.procs) != "cuda":
+        parser.error(f"--device: expected {options.procs} GPUs, one for each process")
+    if options.out is None:
+        partial = options.length is not None
+        default = machine.ROOT / ("build/bench" if partial else "bench/results")
+        options.out = Path(os.environ.get("OUT") or default)
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
     chosen = [shortened(case, options.length) for case in CASES]
-    about, start = machine.describe(device), time.monotonic()
+    about, start = machine.describe(options.device), time.monotonic()
     threads = torch.get_num_threads()
-    rows, *_ = on_ranks(
-        measured, options.procs, chosen, threads, options.seconds, device=device
-    )  # the same on every rank
+    found = on_ranks(
+        measured, options.procs, chosen, threads, options.seconds, device=options.device
+    )
+    # Alike on all ranks but for bytes, of which the first rank's stand for all if all are right.
+    rows = [
+        next((x for x in of_ranks if x.wrong), of_ranks[0]) for of_ranks in zip(*found, strict=True)
+    ]
     balances = {case.name: balance(case) for case in chosen}
     about["seconds"] = round(time.monotonic() - start, 1)
-    root = options.out or Path(os.environ.get("OUT") or machine.ROOT / "bench/results")
-    folder = root / machine.slug(about)
+    folder = options.out / machine.slug(about)
     folder.mkdir(parents=True, exist_ok=True)
     report.write_json(rows, folder / "distributed.json", machine=about, balance=balances)
     print(heading(rows[0], about), table(rows), balance_table(balances), sep="\n\n")

@@ -16,6 +16,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 START_S = 120  # for all processes to find each other, on a busy machine
 
 
+def device_for(size: int) -> str:
+    """``cuda`` if each of so many ranks has a GPU of its own, else ``cpu``."""
+    return "cuda" if torch.cuda.device_count() >= size else "cpu"
+
+
 def on_ranks(function: Callable, size: int, *args: Any, device: str = "cpu") -> list:
     """What ``function(device, *args)`` returns on each rank: gloo on CPUs, NCCL on GPUs.
 

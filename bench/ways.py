@@ -215,7 +215,8 @@ def bytes_of(work: Workload, direction: str) -> dict[str, tuple[int, int]]:
     size = work.t.q.element_size()
     shape = context.Shape(p.B, p.H, p.Hkv, p.N, p.D, p.E, size=size, limits=limits)
     for method in METHODS:
-        forward, backward = shape.bytes_sent(method, dist.get_world_size())
+        shares: Any = work.implementations[method].padding
+        forward, backward = shape.bytes_sent(method, shares.layout.sizes, dist.get_rank())
         with count_bytes() as sent:
             work.step(method, direction)()
         found[method] = sent.bytes, forward + (0 if direction == FORWARD else backward)
@@ -256,9 +257,11 @@ def memory_of(
 ) -> dict[str, tuple[int, int]]:
     """(inputs, peak extra bytes) by way, of the rank that takes most."""
     peak = memory.cpu_bytes if device.type == "cpu" else memory.cuda_bytes
-    found, threads = {}, max(ways.values())
+    found, threads, tiny = {}, max(ways.values()), case.tiny()
+    heads = dataclasses.replace(tiny.problem, H=case.problem.H, Hkv=case.problem.Hkv)
+    tiny = dataclasses.replace(tiny, problem=heads)  # which ranks can share
     for name, n in ways.items():
-        step(workload(case.tiny(), device, threads), name, direction, n)()  # for what happens once
+        step(workload(tiny, device, threads), name, direction, n)()  # for what happens once
         work = workload(case, device, threads)
         call = step(work, name, direction, n)
         own = torch.tensor([inputs_of(work, name, direction), peak(call)], device=device)

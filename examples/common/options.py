@@ -13,19 +13,20 @@ from examples.common import devices
 EXAMPLES = Path(__file__).resolve().parent.parent
 
 
-def parser(name: str, about: str) -> argparse.ArgumentParser:
-    """The options of every program: ``smoke``, ``seed``, ``device`` and ``out``."""
+def parser(name: str, about: str, one_device: bool = True) -> argparse.ArgumentParser:
+    """The options of every program: ``smoke``, ``seed``, ``out``, and ``device`` if it has one."""
     made = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=about)
     made.add_argument(
         "--smoke", action="store_true", help="a few seconds on tiny data that needs no download"
     )
     made.add_argument("--seed", type=int, default=0, help="of data, parameters and dropout")
-    made.add_argument(
-        "--device",
-        type=devices.device,
-        default=devices.default(),
-        help="cpu, cuda or cuda:N (default: cuda where there is a GPU; here %(default)s)",
-    )
+    if one_device:
+        made.add_argument(
+            "--device",
+            type=devices.device,
+            default=devices.default(),
+            help="cpu, cuda or cuda:N (default: cuda where there is a GPU; here %(default)s)",
+        )
     made.add_argument(
         "--out",
         type=Path,

@@ -9,31 +9,40 @@ from pathlib import Path
 import torch
 
 from bench.context import Shape
-from bench.ranks import on_ranks
+from bench.ranks import device_for, on_ranks
 from examples.common import options, plots, report
-from examples.long_context.train import Settings, run
+from examples.long_context.train import Settings, layout_of, run
 
 METHODS = ["heads", "gather", "ring"]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options. More processes than GPUs are refused."""
-    made = options.parser("long_context", __doc__)
+    """The options. The device is one for all processes: CPUs, or a GPU for each."""
+    made = options.parser("long_context", __doc__, one_device=False)
+    made.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: cuda if each process has a GPU, else cpu",
+    )
     made.add_argument(
         "--procs", type=int, default=2, help="processes that share the context (default: 2)"
     )
     given = options.parse(made, argv)
-    most = torch.cuda.device_count() if given.device.type == "cuda" else given.procs
-    if not 1 < given.procs <= most:
-        made.error(f"--procs: expected 2 or more, and a GPU for each, got {given.procs}")
+    if given.procs < 2:
+        made.error(f"--procs: expected 2 or more, got {given.procs}")
+    given.device = torch.device(given.device or device_for(given.procs))
+    if given.device.type == "cuda" and device_for(given.procs) != "cuda":
+        made.error(f"--device: expected {given.procs} GPUs, one for each process")
     return given
 
 
 def by_table(settings: Settings, method: str, procs: int) -> float:
-    """MiB that attention sends in a step, by the formulas of docs/distributed.md."""
+    """MiB that attention sends in a step, by the formulas of docs/distributed.md: the most."""
     width = settings.dim // settings.heads
     shape = Shape(1, settings.heads, settings.heads, settings.context, width, width, size=4)
-    return settings.layers * sum(shape.bytes_sent(method, procs)) / 2**20
+    sizes = layout_of(settings.context, procs).sizes
+    sent = [sum(shape.bytes_sent(method, sizes, rank)) for rank in range(procs)]
+    return settings.layers * max(sent) / 2**20
 
 
 def rows_of(settings: Settings, results: dict[str, list[dict]]) -> list[dict]:

@@ -47,10 +47,15 @@ class Share:
     attend: Attend
 
 
+def layout_of(context: int, ranks: int) -> Layout:
+    """Causal attention costs each rank the same in it."""
+    return Layout.zigzag(context, ranks, UNIT)
+
+
 def share(context: int, method: str | None, device: torch.device) -> Share:
-    """This rank's share. Causal attention costs each rank the same in this layout."""
-    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    layout = Layout.zigzag(context, ranks, UNIT)
+    """This rank's share."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    layout = layout_of(context, dist.get_world_size())
     attend: Attend = partial(
         context_parallel_attention, mesh=group, layout=layout, method=method, is_causal=True
     )

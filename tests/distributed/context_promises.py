@@ -211,25 +211,28 @@ def by_itself_it_takes_heads_or_gather():
 
 
 def bytes_are_those_of_the_table():
+    """In equal shares, and in others."""
     group, rank, P = world()
-    layout = Layout.contiguous(N, P)  # equal shares
-    shape = Shape(B, H, 2, N, D, 16, size=4)
-    lengths = Mask(kv_len=torch.full((B, N // P), N))  # of this rank's rows
-    q, k, v = (
-        layout.take(drawn(B, heads, N, width), 2, rank).detach().requires_grad_()
-        for heads, width in ((H, D), (shape.Hkv, D), (shape.Hkv, shape.E))
-    )
-    methods = "gather", "ring", *(() if shape.Hkv % P else ("heads",))
-    for method, mask in product(methods, (None, lengths)):
-        shape = dataclasses.replace(shape, limits=0 if mask is None else 1)
-        forward, backward = shape.bytes_sent(method, P)
-        with count_bytes() as sent:
-            out = context_parallel_attention(
-                q, k, v, group, layout=layout, method=method, mask=mask, enable_gqa=True
-            )
-            assert sent.bytes == forward, (method, sent.bytes, forward)
-            torch.autograd.grad(out.sum(), (q, k, v))
-            assert sent.bytes == forward + backward, (method, sent.bytes, forward, backward)
+    for n in (N, N - 2):
+        layout = Layout.contiguous(n, P)
+        own = layout.sizes[rank]
+        shape = Shape(B, H, 2, n, D, 16, size=4)
+        lengths = Mask(kv_len=torch.full((B, own), n))  # of this rank's rows
+        q, k, v = (
+            drawn(B, heads, own, width)
+            for heads, width in ((H, D), (shape.Hkv, D), (shape.Hkv, shape.E))
+        )
+        methods = "gather", "ring", *(() if shape.Hkv % P else ("heads",))
+        for method, mask in product(methods, (None, lengths)):
+            shape = dataclasses.replace(shape, limits=0 if mask is None else 1)
+            forward, backward = shape.bytes_sent(method, layout.sizes, rank)
+            with count_bytes() as sent:
+                out = context_parallel_attention(
+                    q, k, v, group, layout=layout, method=method, mask=mask, enable_gqa=True
+                )
+                assert sent.bytes == forward, (method, sent.bytes, forward)
+                torch.autograd.grad(out.sum(), (q, k, v))
+                assert sent.bytes == forward + backward, (method, sent.bytes, forward, backward)
 
 
 def decoding_with_keys_spread_over_ranks():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,13 +62,17 @@ def test_windows_are_of_the_text():
     assert found == {tuple(short[n : n + 101].tolist()) for n in range(3)}
 
 
-@pytest.mark.parametrize("procs", ["1", "0"])
-def test_fewer_than_two_processes_are_refused(procs, tmp_path, capsys):
+def test_processes_and_their_device(tmp_path, capsys, monkeypatch):
+    """A GPU for each process, or the CPU for all."""
     from examples.long_context import __main__ as program
 
-    with pytest.raises(SystemExit):
-        program.parse(["--procs", procs, "--device", "cpu", "--out", str(tmp_path)])
-    assert "expected 2 or more" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    here = ["--out", str(tmp_path), "--procs"]
+    assert [program.parse([*here, n]).device.type for n in "23"] == ["cuda", "cpu"]
+    for wrong in (["1"], ["0"], ["3", "--device", "cuda"], ["2", "--device", "cuda:1"]):
+        with pytest.raises(SystemExit):
+            program.parse(here + wrong)
+        assert re.search("expected (2 or more|3 GPUs)|choose from", capsys.readouterr().err)
 
 
 def test_on_another_device():

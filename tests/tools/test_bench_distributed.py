@@ -64,6 +64,19 @@ def test_writes_every_way_of_every_case(program, tmp_path, capsys):
     assert (folder / "distributed.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_processes_and_their_device(program, capsys, monkeypatch):
+    """A GPU for each process, or the CPU for all; a short run replaces no results."""
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [program.parse(["--procs", n]).device for n in "123"] == ["cuda", "cuda", "cpu"]
+    for wrong in (["--procs", "0"], ["--procs", "5"], ["--procs", "3", "--device", "cuda"]):
+        with pytest.raises(SystemExit):
+            program.parse(wrong)
+        assert "expected" in capsys.readouterr().err
+    assert program.parse([]).out == ROOT / "bench/results"
+    assert program.parse(["--length", "64"]).out == ROOT / "build/bench"
+
+
 def test_a_wrong_result_is_not_reported(program):
     assert not row_of(program, error_ratios={"heads": 1.0}).wrong
     for wrong in (
