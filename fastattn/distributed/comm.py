@@ -62,7 +62,7 @@ _counting: list[Sent] = []
 
 @contextlib.contextmanager
 def count_bytes() -> Iterator[Sent]:
-    """Counts what this process sends meanwhile."""
+    """Counts what this process sends meanwhile, but for lengths, seeds and the like."""
     sent = Sent()
     _counting.append(sent)
     try:
