@@ -73,8 +73,9 @@ def context_parallel_attention(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: shapes that do not fit the layout, a layout for another number of ranks, or a
-            method that cannot do the problem. The error names one that can.
+        ValueError: shapes that do not fit the layout, a layout for another number of ranks, a mask
+            or bias of which every rank has one row, which looks like one for all, or a method that
+            cannot do the problem. The error names one that can.
         RuntimeError: no process group; or a rank that did not come within the group's timeout.
 
     Numerics: "heads" and "gather" give the bits of one device where a kernel sums the same way;

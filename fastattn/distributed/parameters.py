@@ -7,9 +7,9 @@
     score_weight [H, D]          Shard(0)
     out_proj.weight [E, E]       Shard(1)     out_proj.bias: Replicate()
 
-Rows of one rank's heads stand in three places of ``in_proj_weight``. No public placement says that,
-so columns are kept, and rows are exchanged: ``3 E^2 / ranks`` numbers a call. For that price names
-and shapes are those of nn.MultiheadAttention, and every placement is a plain one. Checkpoints,
+One rank's heads have rows in three places of ``in_proj_weight``: of queries, keys and values. No
+placement of torch can say that, so columns are kept, and rows are exchanged: ``3 E^2 / ranks``
+numbers a call. For that price names and shapes are those of nn.MultiheadAttention. Checkpoints,
 optimizers and fully_shard understand these.
 """
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ranks import errors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import Mask, testing
@@ -91,8 +92,21 @@ def sinks_softcap_windows_and_shared_key_heads():
                 enable_gqa=True, mask=Mask(window=(7, 3)))  # fmt: skip
 
 
+class Sums(TorchDispatchMode):
+    """Remembers of which dtypes ranks make sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "all_reduce" in str(func):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
 def biases_of_half_types():
-    """Their gradients are sums over ranks, and fit the budget of one device."""
+    """Their gradients are sums over ranks, which are rounded once."""
     case = testing.Case("half", B=B, H=H, Hkv=H, M=N, N=N, D=D, E=D, bias="n", keep="bn",
                         dtype=torch.bfloat16)  # fmt: skip
     t = testing.make(case)
@@ -101,7 +115,10 @@ def biases_of_half_types():
         own = [distribute_tensor(x, mesh, placements) for x in (t.q, t.k, t.v)]
         leaves = [x.detach().requires_grad_() for x in (*own, t.bias)]
         out = fastattn.scaled_dot_product_attention(*leaves[:3], bias=leaves[3], mask=t.mask)
-        grads = torch.autograd.grad(whole(out), leaves, t.grad_out)
+        with Sums() as sums:
+            grads = torch.autograd.grad(whole(out), leaves, t.grad_out)
+        assert sums.dtypes <= {torch.float32}
+        assert sums.dtypes or placements == [Replicate()]
         found = zip(("out", "grad_q", "grad_k", "grad_v", "grad_bias"), (out, *grads), strict=True)
         oracle.check(case, {name: whole(x).detach() for name, x in found})
 
