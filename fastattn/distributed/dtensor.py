@@ -203,6 +203,7 @@ class _Call:
         self, score: Score, tensors: tuple, sink: Any, return_lse: bool, backend: str, options: dict
     ) -> Any:
         """The local results."""
+        origin = self.origin() if options.get("dropout_p") else Origin()  # of its bits alone
         if options.get("dropout_p") and options.get("seed") is None:
             groups = [Group(self.mesh.get_group(dim)) for dim in range(self.mesh.ndim)]
             options["seed"] = comm.seed(tensors[0].device, groups)
@@ -210,10 +211,10 @@ class _Call:
             group = Group(self.mesh.get_group(self.context))
             rows, keys = (Layout.contiguous(n, group.size) for n in self.lead.hmn[1:])
             return context.attend(
-                score, tensors, group, self.origin(), (None, rows, keys, None), sink, return_lse,
+                score, tensors, group, origin, (None, rows, keys, None), sink, return_lse,
                 backend, options, self.rows,
             )  # fmt: skip
-        return context.alone(score, tensors, self.origin(), sink, return_lse, backend, options)
+        return context.alone(score, tensors, origin, sink, return_lse, backend, options)
 
     def result(self, x: Tensor, mean: bool) -> DTensor:
         """A local result as a part of the whole. ``mean``: it has no head dim."""

@@ -35,36 +35,39 @@ def whole(x):
     return x.full_tensor() if isinstance(x, torch.distributed.tensor.DTensor) else x
 
 
-def compare(mesh, placements, weight=None, compiled=False, shape=(B, H, H, N), **options):
-    """Results and gradients of plain tensors and of DTensors, whose call may be compiled.
-
-    ``shape``: B, H, Hkv and how many positions.
-    """
+def leaves_of(shape=(B, H, H, N), **beside):
+    """Query, key and value of B, H, Hkv and so many positions, and what is given beside them."""
     samples, heads, Hkv, n = shape
-    leaves = {"query": drawn(samples, heads, n, D), "key": drawn(samples, Hkv, n, D),
+    points = {"query": drawn(samples, heads, n, D), "key": drawn(samples, Hkv, n, D),
               "value": drawn(samples, Hkv, n, D + 1)}  # fmt: skip
-    beside = {"bias": options.pop("bias", None), "sink": options.pop("sink", None)}
-    beside = {n: x for n, x in (beside | {"weight": weight}).items() if x is not None}
+    return points | {name: x for name, x in beside.items() if x is not None}
 
-    def call(shared):
-        own = {n: x.detach().requires_grad_() for n, x in (leaves | beside).items()}
-        given = dict(own)
-        if shared:
-            for name in leaves:
-                given[name] = distribute_tensor(own[name].detach(), mesh, placements)
-                own[name] = given[name].requires_grad_()
-        function = fastattn.additive_attention if weight is not None else (
-            fastattn.scaled_dot_product_attention
-        )  # fmt: skip
-        if compiled and shared:
-            torch._dynamo.reset()
-            function = torch.compile(function, backend="aot_eager", fullgraph=True)
-        results = function(**given, return_lse=True, **options)
-        loss = sum(whole(x).square().sum() for x in results)
-        return [*results, *torch.autograd.grad(loss, list(own.values()))]
 
-    for a, b in zip(call(True), call(False), strict=True):
-        torch.testing.assert_close(whole(a), b)
+def results_of(leaves, options, share=lambda x: x, compiled=False):
+    """Results and gradients, of points that are shared."""
+    own = {n: x.detach().requires_grad_() for n, x in leaves.items()}
+    for name in ("query", "key", "value"):
+        own[name] = share(own[name].detach()).requires_grad_()
+    call = fastattn.scaled_dot_product_attention
+    if "weight" in own:
+        call = fastattn.additive_attention
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    results = call(**own, return_lse=True, **options)
+    loss = sum(whole(x).square().sum() for x in results)
+    return [*map(whole, (*results, *torch.autograd.grad(loss, list(own.values()))))]
+
+
+def compare(
+    mesh, placements, compiled=False, shape=(B, H, H, N), bias=None, weight=None, sink=None,
+    **options
+):  # fmt: skip
+    """Plain tensors with DTensors, whose call may be compiled."""
+    leaves = leaves_of(shape, bias=bias, weight=weight, sink=sink)
+    found = results_of(leaves, options, lambda x: distribute_tensor(x, mesh, placements), compiled)
+    for a, b in zip(found, results_of(leaves, options), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def every_placement_of_a_causal_call():
