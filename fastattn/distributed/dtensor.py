@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fastattn import functional, sinks
-from fastattn.distributed import agree, comm, context
+from fastattn.distributed import agree, comm, context, heads
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.problem import Mask, Origin, Score, arguments, parameter, relative, validate
@@ -121,20 +121,18 @@ class _Call:
         """
         if not isinstance(x, Tensor):
             return x
-        want, grad = [], []
-        for placement in self.placements:
+        want, sums = [], []
+        for d, placement in enumerate(self.placements):
             at = dims[placement.dim] if isinstance(placement, Shard) else None
             sharded = at is not None and (x.shape[at] != 1 or placement.dim not in broadcasts)
             want.append(Shard(at) if sharded else Replicate())
-            # Over the context's mesh dim, context.py has summed already.
-            alone = sharded or placement in (Replicate(), Shard(2))
-            grad.append(want[-1] if alone else Partial())
+            # Over the context's mesh dim, context.py makes the sum.
+            if not sharded and placement not in (Replicate(), Shard(2)):
+                sums.append(Group(self.mesh.get_group(d)))
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-        # A sum over ranks is rounded once.
-        wide = torch.promote_types(x.dtype, torch.float32) if Partial() in grad else None
-        shared = x.redistribute(self.mesh, want, backward_dtype=wide)
-        return shared.to_local(grad_placements=grad)
+        own = x.redistribute(self.mesh, want).to_local(grad_placements=want)
+        return heads.replicated(own, *sums)
 
     def weight(self, x: Tensor) -> Any:
         """The rank's part of the additive score's weight."""

@@ -68,15 +68,17 @@ def same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def replicated(x: Tensor | None, group: Group) -> Any:
+def replicated(x: Tensor | None, *groups: Group) -> Any:
     """What every rank holds alike: its gradient is a sum over ranks, in float32 at least."""
 
     def summed(grad: Tensor) -> Tensor:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        return comm.total(wide, group).to(grad.dtype)
+        for group in groups:
+            wide = comm.total(wide, group)
+        return wide.to(grad.dtype)
 
     grows = isinstance(x, Tensor) and x.requires_grad
-    return Move.apply(x, same, summed) if grows else x
+    return Move.apply(x, same, summed) if grows and groups else x
 
 
 def to_heads(x: Tensor, layout: Layout, heads: Heads, group: Group) -> Any:
