@@ -21,7 +21,7 @@ def every(
 ) -> list[list[int]]:
     """The ``count`` numbers that ``own`` gives on each rank. If it raises on one, all ranks raise.
 
-    Waits for the device. Compiled calls cannot, and take this rank's numbers for those of all.
+    Waits for the device. Compiled calls cannot: they take this rank's numbers for those of all.
     """
     if torch.compiler.is_compiling():
         return [list(own())] * group.size
@@ -49,12 +49,10 @@ def layouts(
         check_lengths(*points[1:])
         return [points[0].shape[-2], points[1].shape[-2]]
 
-    told, known = [], [group.rank]
-    if layout is None:
-        told = every(own, 2, getattr(points[0], "device", None), group)
-        known = known if torch.compiler.is_compiling() else range(group.size)
-    else:
-        told = [own()] * group.size
+    asks = layout is None and not torch.compiler.is_compiling()
+    device = getattr(points[0], "device", None)
+    told = every(own, 2, device, group) if asks else [own()] * group.size
+    known = range(group.size) if asks else (group.rank,)
     rows, keys = ([of_rank[n] for of_rank in told] for n in range(2))
     if layout is None:
         layout, key_layout = in_order(rows), key_layout or in_order(keys)
