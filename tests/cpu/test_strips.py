@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import SCORES, attend, inputs
+from helpers import SCORES, attend, everything, inputs
 
 from fastattn import Mask, testing
 
@@ -86,3 +86,36 @@ def test_values_reach_their_own_rows_alone(isa, score, garbage):
     assert 0 < reached.sum() < M
     assert not found[:, :, reached].isfinite().any()
     assert torch.equal(found[:, :, ~reached], clean[:, :, ~reached])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("score", SCORES)
+def test_no_bit_of_a_gradient_depends_on_what_is_skipped(isa, score, mask):
+    """A bias that wants a gradient needs every column; one of zeros changes nothing else."""
+    if score == "dot" and isa.startswith("amx"):
+        pytest.skip("tiles of the matrix unit have no strips")
+    M, N = 150, 300
+    call = inputs(score, B=1, H=2, M=M, N=N, D=20, E=36)
+    options = {"mask": MASKS[mask](M, N), "softcap": 2.0, "backend": "cpu"}
+    skipped = everything(call, **options)
+    whole = everything(call, **options, bias=torch.zeros(M, N))
+    for name, x in skipped.items():
+        assert torch.equal(x, whole[name]), name
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_gradients_reach_what_a_row_keeps_alone(isa, score, garbage):
+    M, N, row = 150, 300, 40
+    call = inputs(score, B=1, H=2, M=M, N=N, D=20, E=36)
+    options = {"mask": Mask(keep=blocks(M, N)[None, None]), "backend": "cpu"}
+    grad_out = torch.randn(1, 2, M, 36)
+    clean = everything(call, grad_out, **options)
+    grad_out[:, :, row] = garbage
+    found = everything(call, grad_out, **options)
+    kept, others = options["mask"].keep[0, 0, row], torch.arange(M) != row
+    assert 0 < kept.sum() < N
+    for name in ("grad_key", "grad_value"):
+        assert not found[name][:, :, kept].isfinite().any(-1).all()
+        assert torch.equal(found[name][:, :, ~kept], clean[name][:, :, ~kept]), name
+    assert torch.equal(found["grad_query"][:, :, others], clean["grad_query"][:, :, others])

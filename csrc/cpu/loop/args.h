@@ -39,11 +39,17 @@ struct BackwardArgs {
   const BackwardParams& p;
   const Path& path;
   BackwardPlan plan;
-  int64_t group;   // query heads per key head
-  int64_t blocks;  // row blocks
+  int64_t group;    // query heads per key head
+  int64_t block_m;  // rows of a block
+  int64_t blocks;   // row blocks
 
   float* workspace(int64_t offset) const { return static_cast<float*>(p.workspace) + offset; }
   int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
+  // Whether a chunk's gradient of q has sums of a row block, which keeps these keys.
+  bool meets(KeyRange kept, int64_t chunk) const {
+    const int64_t begin = chunk * path.chunk_keys;
+    return kept.begin < begin + path.chunk_keys && kept.end > begin;
+  }
   float* delta(int64_t b, int64_t h, int64_t i) const {
     return workspace(plan.delta) + row(b, h, i);
   }

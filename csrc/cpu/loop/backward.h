@@ -77,11 +77,15 @@ class BackwardWorker {
   }
 
   void clear_sums(int64_t b0, int64_t b1, int64_t h0, int64_t h1) {
-    for (int64_t b = b0; b < b1; ++b)
+    for (int64_t b = b0; b < b1; ++b) {
+      ranges_.use(b);
       for (int64_t h = h0; h < h1; ++h) {
-        for (int64_t i = 0; i < p_.M; ++i) fill(grad_q(b, h, i), p_.D, 0.f);
+        for (int64_t i = 0; i < p_.M; ++i)
+          if (args_.plan.q_direct || args_.meets(ranges_.of_block(i / kM), chunk_))
+            fill(grad_q(b, h, i), p_.D, 0.f);
         if (p_.w.data != nullptr) fill(grad_w(b, h), p_.D, 0.f);
       }
+    }
   }
 
   void key_tile(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
@@ -259,15 +263,14 @@ class BackwardWorker {
 // Adds up the results of chunks in the workspace, one (b, h) a task.
 class ReduceWorker {
  public:
-  explicit ReduceWorker(const BackwardArgs& args) : args_(args), p_(args.p) {}
+  explicit ReduceWorker(const BackwardArgs& args)
+      : args_(args), p_(args.p), ranges_(p_, scratch_, args.block_m) {}
 
   void run(int64_t task) {
-    const int64_t b = task / p_.H, h = task % p_.H, rows = p_.B * p_.H * p_.M;
+    const int64_t b = task / p_.H, h = task % p_.H;
     if (!args_.plan.q_direct) {
-      float* const sum = args_.workspace(args_.plan.grad_q) + args_.row(b, h, 0) * p_.D;
-      for (int64_t chunk = 1; chunk < args_.path.chunks; ++chunk)
-        add(sum + chunk * rows * p_.D, p_.M * p_.D, sum);
-      unpack_dense(sum, matrix_at(p_.grad_q, b, h, 0, p_.M, p_.D));
+      ranges_.use(b);
+      for (int64_t block = 0; block < args_.blocks; ++block) sum_queries(b, h, block);
     }
     if (p_.grad_w == nullptr) return;
     float* const to = p_.grad_w + task * p_.D;
@@ -277,18 +280,33 @@ class ReduceWorker {
   }
 
  private:
+  void sum_queries(int64_t b, int64_t h, int64_t block) {
+    const int64_t i0 = block * args_.block_m, rows = min64(args_.block_m, p_.M - i0);
+    const Matrix to = matrix_at(p_.grad_q, b, h, i0, rows, p_.D);
+    float* sum = nullptr;
+    for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk) {
+      if (!args_.meets(ranges_.of_block(block), chunk)) continue;
+      float* const own = args_.workspace(args_.plan.grad_q) +
+                         (chunk * p_.B * p_.H * p_.M + args_.row(b, h, i0)) * p_.D;
+      sum == nullptr ? static_cast<void>(sum = own) : add(own, rows * p_.D, sum);
+    }
+    sum == nullptr ? unpack_zeros(to) : unpack_dense(sum, to);
+  }
   static void add(const float* from, int64_t count, float* to) {
     for (int64_t n = 0; n < count; ++n) to[n] += from[n];
   }
 
   const BackwardArgs& args_;
   const BackwardParams& p_;
+  Scratch scratch_;
+  RowRanges ranges_;
 };
 
 template <typename Score, typename Values = ValueGrads>
 static void backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
   const int64_t blocks = ceil_div(p.M, Score::kBlockM), heads = p.B * p.H;
-  const BackwardArgs args = {p, path, plan_backward(p, path), p.Hkv > 0 ? p.H / p.Hkv : 1, blocks};
+  const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 1;
+  const BackwardArgs args = {p, path, plan_backward(p, path), group, Score::kBlockM, blocks};
   const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
   const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
   const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);
