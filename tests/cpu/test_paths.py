@@ -116,6 +116,13 @@ def test_an_unknown_path_is_refused_and_changes_nothing(name):
     assert paths() == before
 
 
+def test_heads_that_key_heads_do_not_divide_have_no_path():
+    sizes = dict(B=1, H=4, Hkv=0, M=1, N=8, band_lo=-1, band_hi=8, score=0)
+    flags = dict.fromkeys(("bf16", "bias", "keep_by_row", "dropout", "weights"), False)
+    with pytest.raises(RuntimeError, match="Hkv: expected a divisor of H, 4, got 0"):
+        torch.ops.fastattn.cpu_path(**sizes, **flags)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows_in_place", "tiles", "shortest"])
 def test_the_variable_names_a_path(name):
