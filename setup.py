@@ -40,6 +40,7 @@ BINDING = Path("csrc/binding/attention.cpp")
 EXTENSION = "_C.abi3.so"
 LEFT_OUT = os.environ.get("FASTATTN_REQUIRE_EXT") == "0"  # on purpose: nobody is to be warned
 CUDA_LIBRARY = "_cuda.so"
+UNITS = ("avx512_bf16", "amx", "amx_fp16")  # multiply tiles, and take all else from avx512
 LOCAL = "".join(f"+{x}" for x in [os.environ.get("FASTATTN_LOCAL_VERSION")] if x)
 
 # No -ffast-math: NaN, infinities and the order of sums are part of the semantics. These only give
@@ -103,11 +104,6 @@ def wanted(variable: str, known: list[str]) -> list[str]:
     return [name for name in known if name in named] if named else known
 
 
-# The ISAs that multiply tiles, which the dot product alone has use for. They take the rest from
-# avx512.
-UNITS = ("avx512_bf16", "amx", "amx_fp16")
-
-
 def isa_flags(target: str) -> dict[str, list[str]]:
     """The ISAs of a compiler's target triple and their flags, each a superset of the one before."""
     table: dict[str, list[str]] = {"baseline": []}  # SSE2 on x86-64, NEON on aarch64
@@ -150,9 +146,8 @@ def supported_isas(cxx: list[str], target: str) -> dict[str, list[str]]:
     supported = {}
     table = isa_flags(target)
     names = {"baseline", *wanted("FASTATTN_CPU_ISAS", list(table))}  # it runs on every machine
-    if not names.isdisjoint(UNITS):
-        names.add("avx512")
-    for isa in (isa for isa in table if isa in names):
+    names |= set() if names.isdisjoint(UNITS) else {"avx512"}
+    for isa in filter(names.__contains__, table):
         try:
             compile_empty_file(cxx, table[isa])
             supported[isa] = table[isa]
@@ -201,12 +196,15 @@ def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Pa
 
     jobs = [(BINDING, "once", have + ABI_FLAGS + headers)]
     jobs += [(path, "once", have) for path in sorted(Path("csrc/cpu").glob("*.cpp"))]
-    for isa, flags in isas.items():
-        jobs += [(path, isa, [*flags, f"-DFASTATTN_ISA={isa}"]) for path in entries(isa)]
+    jobs += [(f, isa, [*isas[isa], f"-DFASTATTN_ISA={isa}"]) for isa in isas for f in entries(isa)]
     return [
         (path, BUILD / folder / path.relative_to("csrc").with_suffix(".o"), FLAGS + flags)
         for path, folder, flags in jobs
     ]
+
+
+def quote(words: list[str]) -> str:
+    return shlex.join(words).replace("$", "$$")  # for a ninja file
 
 
 def write_schemas() -> None:
@@ -216,11 +214,6 @@ def write_schemas() -> None:
     path = BUILD / "schemas.inc"
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
-
-
-def quote(words: list[str]) -> str:
-    """For a command in a ninja file."""
-    return shlex.join(words).replace("$", "$$")
 
 
 def write_ninja_file(cxx: list[str], isas: dict[str, list[str]], torch: Path) -> Path:
