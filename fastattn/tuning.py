@@ -30,11 +30,11 @@ def autotune(
 ) -> dict[str, Config]:
     """Finds the fastest tile sizes, warps and pipeline stages of the kernels behind a call.
 
-    Later calls use the result if they have the same element size, the same head size (rounded up to
-    64, 128 or 256) and the same kind (plain, or with dropout, bias or weights). A file keeps them
+    Later calls use the result if they have the same element size, the same head sizes (rounded up
+    to powers of two) and the same kind (plain, or with dropout, bias or weights). A file keeps them
     for other processes, by device and version of Triton: ``$XDG_CACHE_HOME/fastattn/autotune.json``
-    (``~/.cache`` by default), each as soon as it is found. Delete the file to forget them. Outputs
-    change by rounding only.
+    (``~/.cache`` by default), each as soon as it is found. Delete the file to forget them. What
+    does not fit a later call is forgotten with a warning. Outputs change by rounding only.
 
     The search starts from the built-in table. It moves to a neighbour (half or twice a tile size,
     other warps, one stage more or less) as long as one is faster. This compiles tens of kernels and
@@ -70,14 +70,15 @@ def autotune(
     registry.select(inputs.p, "triton")
     from fastattn.kernels.host import config, tuned  # imports Triton
 
-    p, size = inputs.p, max(inputs.p.D, inputs.p.E)
+    p = inputs.p
+    sizes = config.padded(p.D), config.padded(p.E)
     rich = config.is_rich(inputs.bias is not None, p.dropout_p, p.weights)
     found = {}
     with triton.current_device(p.device):  # whose clock measures
         for kernel, call in _progress(_calls(inputs)):
-            name = tuned.name(kernel, p.dtype, config.size_class(size), rich)
+            name = tuned.name(kernel, p.dtype, *sizes, rich)
             with_config = _timer(name, call, measure or _median)
-            start = config.choose(kernel, p.device, p.dtype, size, rich)
+            start = config.choose(kernel, p.device, p.dtype, *sizes, rich)
             found[name] = _descend(start, with_config)
             tuned.remember(p.device, {name: found[name]})
     if p.score == "dot":
@@ -168,7 +169,8 @@ def _neighbours(c: Config) -> list[Config]:
     blocks = [c._replace(BLOCK_M=m) for m in (c.BLOCK_M // 2, c.BLOCK_M * 2)]
     blocks += [c._replace(BLOCK_N=n) for n in (c.BLOCK_N // 2, c.BLOCK_N * 2)]
     blocks = [b for b in blocks if {b.BLOCK_M, b.BLOCK_N} <= {*tuned.BLOCKS}]
-    stages = [c._replace(num_stages=s) for s in (c.num_stages - 1, c.num_stages + 1) if s >= 1]
+    stages = [c._replace(num_stages=s) for s in (c.num_stages - 1, c.num_stages + 1)]
+    stages = [s for s in stages if 1 <= s.num_stages <= tuned.MOST_STAGES]
     return [*blocks, c._replace(num_warps=12 - c.num_warps), *stages]  # 4 warps, or 8
 
 

@@ -300,14 +300,13 @@ TABLE["dq"]["sm_100", 2] = TABLE["dq"]["sm_90", 2] | {256: _row((64, 32, 8, 2))}
 
 
 def choose(
-    kernel: str, device: torch.device, dtype: torch.dtype, head_size: int, rich: bool
+    kernel: str, device: torch.device, dtype: torch.dtype, D: int, E: int, rich: bool
 ) -> Config:
-    """The configuration of ``kernel`` for a problem; ``head_size`` is the larger of D and E."""
-    size = size_class(head_size)
-    measured = tuned.lookup(device, tuned.name(kernel, dtype, size, rich))
+    """The configuration of ``kernel`` for a problem."""
+    measured = tuned.lookup(device, tuned.name(kernel, dtype, padded(D), padded(E), rich))
     if measured is not None:
         return Config(*measured)
-    row = TABLE[kernel][architecture(device), dtype.itemsize][size]
+    row = TABLE[kernel][architecture(device), dtype.itemsize][size_class(max(D, E))]
     return row.rich if rich else row.plain
 
 

@@ -166,7 +166,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
     """
     if call.w is not None:
         kernel = f"additive_{kernel}"
-    config = choose(kernel, call.q.device, call.q.dtype, max(call.D, call.E), call.rich)
+    config = choose(kernel, call.q.device, call.q.dtype, call.D, call.E, call.rich)
     fields = Spec(
         D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
         BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,

@@ -3,15 +3,20 @@
 ``fastattn.autotune`` writes them to a JSON file in the user's cache folder, by device and by
 version of Triton, because either may change which one is fastest:
 
-    {"NVIDIA H200, Triton 3.7.1": {"fwd, 2 bytes, head size 128, plain": [128, 64, 8, 3]}}
+    {"NVIDIA H200, Triton 3.7.1": {"fwd, 2 bytes, D 128, E 128, plain": [128, 64, 8, 3]}}
+
+D and E are those of tiles, because these decide on the shared memory. A problem may still need more
+than the one that was measured, as with another mask: ``fall_back`` then forgets the row.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 import triton
@@ -21,18 +26,46 @@ from fastattn import cache_file
 FILE = "autotune.json"
 BLOCKS = (16, 32, 64, 128)  # tl.dot needs at least 16; additive workspaces are padded for 128
 
+MOST_STAGES = 4  # one more than the table has: each takes shared memory
+
+Result = TypeVar("Result")
+
 _trial: dict[str, tuple[int, ...]] = {}  # what is being measured right now
 
 
-def name(kernel: str, dtype: torch.dtype, head_size: int, rich: bool) -> str:
-    """How a row of the table is called in the file."""
+class _Latest(threading.local):
+    """The remembered row that this thread's latest ``lookup`` found: its next launch runs so."""
+
+    name: str | None = None
+
+
+_latest = _Latest()
+
+
+def name(kernel: str, dtype: torch.dtype, D: int, E: int, rich: bool) -> str:
+    """How a row is called in the file; D and E as tiles hold them."""
     kind = "rich" if rich else "plain"
-    return f"{kernel}, {dtype.itemsize} bytes, head size {head_size}, {kind}"
+    return f"{kernel}, {dtype.itemsize} bytes, D {D}, E {E}, {kind}"
 
 
 def lookup(device: torch.device, name: str) -> tuple[int, ...] | None:
     """The configuration on trial, or the one remembered for this device; None without either."""
-    return _trial.get(name) or _remembered(device).get(name)
+    found = _remembered(device).get(name)
+    _latest.name = None if found is None or name in _trial else name
+    return _trial.get(name, found)
+
+
+def fall_back(device: torch.device, launch: Callable[[], Result]) -> Result:
+    """``launch()``, again with the table's row where a remembered one does not fit the device."""
+    while True:
+        _latest.name = None
+        try:
+            return launch()
+        except triton.OutOfResources as error:
+            if _latest.name is None:
+                raise
+            warnings.warn(f"forgetting what autotune found: {_latest.name}: {error}", stacklevel=2)
+            _forget(device, _latest.name)
 
 
 @contextlib.contextmanager
@@ -51,16 +84,27 @@ def remember(device: torch.device, found: dict[str, tuple[int, ...]]) -> None:
     if machine is None:
         return
     _remembered(device).update(found)
-
-    def changed() -> dict[str, dict[str, list[int]]]:
-        known = _read()
-        known.setdefault(machine, {}).update({n: list(c) for n, c in found.items()})
-        return known
-
     try:
-        cache_file.update(FILE, changed)
+        _change_file(machine, lambda rows: rows.update({n: [*c] for n, c in found.items()}))
     except OSError as error:
         warnings.warn(f"later processes do not know what autotune found: {error}", stacklevel=3)
+
+
+def _forget(device: torch.device, name: str) -> None:
+    _remembered(device).pop(name, None)
+    machine = _machine(device)
+    if machine is not None:
+        with contextlib.suppress(OSError):  # later processes forget it, too
+            _change_file(machine, lambda rows: rows.pop(name, None))
+
+
+def _change_file(machine: str, change: Callable[[dict[str, list[int]]], object]) -> None:
+    def changed() -> dict[str, dict[str, list[int]]]:
+        known = _read()
+        change(known.setdefault(machine, {}))
+        return known
+
+    cache_file.update(FILE, changed)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from triton import OutOfResources
 
 import fastattn
 from fastattn import cache_file, tuning
@@ -14,6 +15,8 @@ from fastattn.backends import cuda, health, triton, wgmma
 from fastattn.backends.health import Verdict
 from fastattn.kernels.host import config, tuned
 from fastattn.kernels.host.config import Config
+from fastattn.kernels.loop import forward, grad_query
+from fastattn.kernels.tile.strided import Spec
 from fastattn.problem.validate import build
 
 CPU = torch.device("cpu")
@@ -39,8 +42,8 @@ def distance(best: Config):
     return measure
 
 
-def choose(kernel):
-    return config.choose(kernel, CPU, torch.float32, 8, rich=False)
+def choose(kernel, D=8, E=8, rich=False):
+    return config.choose(kernel, CPU, torch.float32, D, E, rich)
 
 
 @pytest.fixture
@@ -63,7 +66,9 @@ def test_kernels_use_what_was_best(cache, q, score):
     assert json.loads(cache.read_text()) == {"a device": {n: list(best) for n in found}}
     other = "additive_fwd" if score == "dot" else "fwd"
     assert choose(other) != best
-    assert config.choose("fwd", CPU, torch.float32, 8, rich=True) != best
+    assert choose(kernels[0], rich=True) != best
+    assert choose(kernels[0], 16, 16) == best  # the tiles of 8
+    assert best not in (choose(kernels[0], 64), choose(kernels[0], 8, 17))  # larger tiles
 
 
 def test_results_stay_what_they_were(q):
@@ -188,8 +193,52 @@ def test_what_cannot_run_is_passed_by():
 
     # Blocks larger than 128 have no workspace.
     assert tuning._descend(start, time_of) == Config(64, 128, 4, 1)
+    assert tuning._descend(start, lambda c: -min(c.num_stages, 9)).num_stages == tuned.MOST_STAGES
     with_error = tuning._timer("fwd", lambda: None, lambda call: 1 / 0)
     assert with_error(start) == math.inf
+
+
+class TooLarge:
+    """A kernel that no device has room for in ``config``."""
+
+    def __init__(self, kernel, config):
+        self.kernel, self.config = kernel, config
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            [spec] = [x for x in args if isinstance(x, Spec)]
+            if (spec.BLOCK_M.value, spec.BLOCK_N.value) == self.config[:2]:
+                raise OutOfResources(300_000, 232_448, "shared memory")
+            self.kernel[grid](*args, **options)
+
+        return launch
+
+
+def test_a_row_that_does_not_fit_is_forgotten(cache, q, monkeypatch):
+    """A call of the same head sizes may need more memory than the one that was measured."""
+    names = [tuned.name(kernel, q.dtype, 16, 16, rich=False) for kernel in ("fwd", "dq", "dkdv")]
+    large = Config(128, 128, 8, 4)
+    tuned.remember(CPU, dict.fromkeys(names, large))
+    for module, kernel in (forward, "sdpa_fwd_kernel"), (grad_query, "sdpa_bwd_dq_kernel"):
+        monkeypatch.setattr(module, kernel, TooLarge(getattr(module, kernel), large))
+    q.requires_grad_()
+    with pytest.warns(UserWarning, match=f"forgetting what autotune found: {names[0]}: out of"):
+        out = fastattn.scaled_dot_product_attention(q, q, q, backend="triton")
+    with pytest.warns(UserWarning, match=names[1]):
+        out.sum().backward()
+    right = fastattn.scaled_dot_product_attention(q, q, q, backend="eager")
+    torch.testing.assert_close(out, right)
+    assert json.loads(cache.read_text()) == {"a device": {names[2]: [*large]}}
+    assert choose("dkdv") == large != choose("fwd")
+
+
+def test_a_row_on_trial_or_of_the_table_falls_back_to_none(q, monkeypatch):
+    start = choose("fwd")
+    monkeypatch.setattr(forward, "sdpa_fwd_kernel", TooLarge(forward.sdpa_fwd_kernel, start))
+    name = tuned.name("fwd", q.dtype, 16, 16, rich=False)
+    for trial in contextlib.nullcontext(), tuned.trial(name, start):
+        with trial, pytest.raises(OutOfResources):
+            fastattn.scaled_dot_product_attention(q, q, q, backend="triton")
 
 
 @pytest.mark.parametrize(
