@@ -385,7 +385,7 @@ def _attend(
         sinks.check(sink, inputs.q)
     p, biased = inputs.p, inputs.bias is not None
     chosen = registry.select(p, backend, biased)
-    forward = registry.faster_forward(p, backend, chosen)
+    forward = registry.faster_forward(p, backend, chosen, biased)
     seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     grad = autograd.needs_autograd(*canonical, inputs.bias)

@@ -70,6 +70,7 @@ WGMMA_WAITS = (
     "triton before cuda: its backward pass uses warpgroup instructions on Hopper, cuda's "
     "mma.sync; without a gradient cuda would be first"
 )
+WGMMA_MASKS = "triton before cuda: its path of warpgroups takes every tile as a masked one, for {}"
 
 
 def in_order(score: str) -> list[str]:
@@ -179,11 +180,12 @@ def select(p: Problem, backend: str = "auto", bias: bool = False) -> str:
     raise ValueError(f"no backend can do this problem: {explain(p, bias=bias)}")
 
 
-def faster_forward(p: Problem, backend: str, chosen: str) -> str | None:
+def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) -> str | None:
     """The backend that takes calls without gradient from the ``chosen`` one; None if none does.
 
-    On Hopper that is cuda's path of warpgroups, where it was found right. Its backward pass is no
-    faster than Triton's, and gradients come from the backend of the forward pass.
+    On Hopper that is cuda's path of warpgroups, where it was found right and has tiles without a
+    mask. Its backward pass is no faster than Triton's, and gradients come from the backend of the
+    forward pass.
     """
     if p.device.type not in health.DEVICES or chosen not in ("triton", "cuda"):
         return None
@@ -191,7 +193,9 @@ def faster_forward(p: Problem, backend: str, chosen: str) -> str | None:
         return None
     if not wgmma.suits(p) or backend != "auto" or chosen != "triton":
         return None
-    return None if against("cuda", p, may_check=False) else "cuda"
+    if wgmma.masks_every_tile(p, bias) and not wgmma.is_named():
+        return None
+    return None if against("cuda", p, bias, may_check=False) else "cuda"
 
 
 @dataclass(frozen=True)
@@ -254,8 +258,10 @@ def explain(
     elif tensors and p.score == "dot" and reasons.get("cuda") == []:
         cuda_path, reason = wgmma.path(p, tensors)
         path_notes = [f"cuda: path {cuda_path}: {reason}"]
-        if cuda_path == wgmma.NAME and faster_forward(p, backend, str(chosen)) is not None:
+        if cuda_path == wgmma.NAME and faster_forward(p, backend, str(chosen), bias) is not None:
             chosen, why = (chosen, WGMMA_WAITS) if grad else ("cuda", WGMMA_FIRST)
+        elif cuda_path == wgmma.NAME and (masks := wgmma.masks_every_tile(p, bias)) is not None:
+            why = WGMMA_MASKS.format(masks)
         path = cuda_path if chosen == "cuda" else None
     if reasons.get("triton") == reasons.get("cuda") == []:
         path_notes.append(why)

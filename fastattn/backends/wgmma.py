@@ -106,6 +106,22 @@ def suits(p: Problem) -> bool:
     return not cuda.unsupported(p) and why_not(p) is None and is_right(p.device)
 
 
+def masks_every_tile(p: Problem, bias: bool = False) -> str | None:
+    """What makes this path take every tile of a call as a masked one; None if nothing does.
+
+    As in ``key_tiles`` of csrc/cuda/dot/wgmma_block.cuh. Tiles that a dense mask empties are then
+    computed too.
+    """
+    limits = p.mask.kv_begin, p.mask.kv_len
+    there = {
+        "a bias": bias,
+        "a dense mask": p.mask.keep is not None,
+        "dropout": p.dropout is not None,
+        "a limit for each row": any(x is not None and x.shape[1] != 1 for x in limits),
+    }
+    return next((name for name in there if there[name]), None)
+
+
 def path(p: Problem, tensors: Sequence[Tensor]) -> tuple[str, str]:
     """The path of a dot product through the CUDA kernels, and why it takes that one."""
     if (why := why_not(p, tensors)) is not None:

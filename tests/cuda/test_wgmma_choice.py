@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
-from fastattn import scaled_dot_product_attention, self_check
+from fastattn import Mask, scaled_dot_product_attention, self_check
 from fastattn.backends import cuda, health, operators, registry, wgmma
 from fastattn.backends.health import Check, Verdict
 from fastattn.problem import call_cache, validate
@@ -47,6 +47,7 @@ def triton(monkeypatch, tmp_path):
     for backend, kind in (
         ("triton", "plain"),
         ("triton", "plain decoding"),
+        ("triton", "rich"),
         ("triton", "plain D<=256"),
         ("cuda", ""),
     ):
@@ -180,6 +181,30 @@ def test_what_cannot_take_it_goes_to_triton(triton, why):
     assert any(note.startswith("cuda: path sm_80: ") and why in note for note in found.notes)
     found = explained(*tensors, backend="cuda")
     assert (found.backend, found.path) == ("cuda", "sm_80")
+
+
+MASKING = {
+    "a bias": dict(attn_mask=torch.zeros(40, 40).half()),
+    "a dense mask": dict(attn_mask=torch.ones(40, 40).bool()),
+    "dropout": dict(dropout_p=0.5),
+    "a limit for each row": dict(mask=Mask(kv_len=torch.full((1, 40), 30))),
+}
+
+
+@pytest.mark.parametrize("what", MASKING)
+def test_triton_keeps_what_masks_every_tile(triton, monkeypatch, what):
+    found_right()
+    q, options = heads(), MASKING[what]
+    for _ in range(2):  # the second time from the cache of calls
+        assert not takes_wgmma(triton, q, **options)
+    assert takes_wgmma(triton, q, mask=Mask(causal="top_left", kv_len=[30]))
+    assert takes_wgmma(triton, q, backend="cuda", **options)
+    found = explained(q, **options)
+    assert found.backend == "triton"
+    assert registry.WGMMA_MASKS.format(what) in found.notes
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    call_cache.forget()
+    assert takes_wgmma(triton, q, **options)
 
 
 def test_another_gpu_has_no_such_path(triton, monkeypatch):
