@@ -411,7 +411,8 @@ def run(
     """
     p, backend, (q, k, v, w) = seen.p, seen.backend, tensors
     if seen.forward is not None and not autograd.needs_autograd(q, k, v, w, bias):
-        backend = backend if wgmma.odd_strides((q, k, v)) else seen.forward
+        odd = p.score == "dot" and wgmma.odd_strides((q, k, v))
+        backend = backend if odd else seen.forward
     out, lse, weights = attend(backend, p, q, k, v, w, bias)
     if sink is not None:
         out, lse, weights = sinks.attach(sink, out, lse, weights)

@@ -70,14 +70,26 @@ WGMMA_WAITS = (
     "triton before cuda: its backward pass uses warpgroup instructions on Hopper, cuda's "
     "mma.sync; without a gradient cuda would be first"
 )
+FEW_WAITS = (
+    "triton before cuda: its backward pass of up to 16 queries splits the keys over programs; "
+    "without a gradient cuda would be first"
+)
 WGMMA_MASKS = "triton before cuda: its path of warpgroups takes every tile as a masked one, for {}"
 
 
-def in_order(score: str) -> list[str]:
-    """The names of the backends in order of preference for a score; ``WHY`` says why."""
-    if score != "additive":
+def in_order(p: Problem) -> list[str]:
+    """The names of the backends in order of preference, where a gradient may be needed."""
+    if p.score != "additive" or _few_additive(p):
         return list(BACKENDS)
     return sorted(BACKENDS, key=lambda name: name not in ("cpu", "cuda"))
+
+
+def _few_additive(p: Problem) -> bool:
+    """Whether cuda's additive forward pass comes first, and not its backward pass.
+
+    In that one, a program of csrc/cuda/additive/grad_query.cu walks all keys of its queries.
+    """
+    return p.score == "additive" and p.M <= wgmma.FEW_QUERIES
 
 
 def get(name: str) -> Backend:
@@ -171,7 +183,7 @@ def select(p: Problem, backend: str = "auto", bias: bool = False) -> str:
         if reasons:
             raise ValueError(f"backend {backend!r} cannot do this problem: {'; '.join(reasons)}")
         return backend
-    for name in in_order(p.score):
+    for name in in_order(p):
         reasons = against(name, p, bias)
         if not reasons:
             return name
@@ -184,16 +196,18 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
     """The backend that takes calls without gradient from the ``chosen`` one; None if none does.
 
     On Hopper that is cuda's path of warpgroups, where it was found right and has tiles without a
-    mask. Its backward pass is no faster than Triton's, and gradients come from the backend of the
-    forward pass.
+    mask. Everywhere it is cuda's additive score of few queries. Gradients come from the backend of
+    the forward pass, and the backward passes of these two are no faster than Triton's.
     """
     if p.device.type not in health.DEVICES or chosen not in ("triton", "cuda"):
         return None
     if torch.compiler.is_compiling():  # calls may need gradients later
         return None
-    if not wgmma.suits(p) or backend != "auto" or chosen != "triton":
+    if backend != "auto" or chosen != "triton":
         return None
-    if wgmma.masks_every_tile(p, bias) and not wgmma.is_named():
+    if _few_additive(p):
+        return None if against("cuda", p, bias) else "cuda"
+    if not wgmma.suits(p) or (wgmma.masks_every_tile(p, bias) and not wgmma.is_named()):
         return None
     return None if against("cuda", p, bias, may_check=False) else "cuda"
 
@@ -246,7 +260,7 @@ def explain(
     if backend != "auto":
         get(backend)  # raises for an unknown name
     reasons, chosen = {}, None
-    for name in in_order(p.score):
+    for name in in_order(p):
         wanted = chosen is None and backend in ("auto", name)
         reasons[name] = against(name, p, bias, wanted)
         chosen = name if wanted and not reasons[name] else chosen
@@ -255,6 +269,8 @@ def explain(
     if chosen == "cpu":
         path = cpu.path(p, bias)
         path_notes = [f"cpu: path {path}"]
+    elif _few_additive(p) and faster_forward(p, backend, str(chosen), bias) is not None:
+        chosen, why = (chosen, FEW_WAITS) if grad else ("cuda", why)
     elif tensors and p.score == "dot" and reasons.get("cuda") == []:
         cuda_path, reason = wgmma.path(p, tensors)
         path_notes = [f"cuda: path {cuda_path}: {reason}"]

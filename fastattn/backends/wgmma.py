@@ -117,7 +117,7 @@ def masks_every_tile(p: Problem, bias: bool = False) -> str | None:
         "a bias": bias,
         "a dense mask": p.mask.keep is not None,
         "dropout": p.dropout is not None,
-        "a limit for each row": any(x is not None and x.shape[1] != 1 for x in limits),
+        "a limit for each row": any(isinstance(x, Tensor) and x.shape[1] != 1 for x in limits),
     }
     return next((name for name in there if there[name]), None)
 

@@ -180,10 +180,39 @@ def test_cuda_is_preferred_for_the_additive_score(monkeypatch, capability):
     capability(8, 0)
     monkeypatch.setattr(triton, "INSTALLED", True)
     monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
-    q = torch.zeros(1, 2, 3, 4)
+    q = torch.zeros(1, 2, 17, 4)
     p = on_a_gpu(validate.build("additive", q, q, q, torch.zeros(2, 4)).p)
     assert registry.select(p) == "cuda"
+    assert registry.faster_forward(p, "auto", "cuda") is None
     assert str(registry.explain(p)).endswith(registry.WHY["additive"])
+
+
+@pytest.mark.parametrize("M", [1, 16])
+def test_gradients_of_few_additive_queries_come_from_triton(monkeypatch, capability, M):
+    capability(8, 0)
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
+    q, k = torch.zeros(1, 2, M, 4), torch.zeros(1, 2, 40, 4)
+    p = on_a_gpu(validate.build("additive", q, k, k, torch.zeros(2, 4)).p)
+    assert registry.select(p) == "triton"
+    assert registry.faster_forward(p, "auto", "triton") == "cuda"
+    assert registry.faster_forward(p, "triton", "triton") is None
+    found = registry.explain(p)
+    assert found.backend == "triton"
+    assert str(found).endswith(registry.FEW_WAITS)
+    found = registry.explain(p, grad=False)
+    assert found.backend == "cuda"
+    assert str(found).endswith(registry.WHY["additive"])
+    monkeypatch.setattr(triton, "INSTALLED", False)
+    assert registry.select(p) == "cuda"
+
+
+def test_odd_strides_change_nothing_for_few_additive_queries(monkeypatch, table):
+    """They matter to the path of warpgroups alone."""
+    monkeypatch.setattr(registry, "faster_forward", lambda *args: "eager")
+    q, k, w = torch.randn(1, 3, 5), torch.randn(1, 5, 7).mT, torch.randn(5)
+    fastattn.additive_attention(q, k, k, w)
+    assert table["first"].calls == 0
 
 
 def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
@@ -231,7 +260,7 @@ def test_public_explain():
     assert isinstance(found, fastattn.Explanation)
     assert found.backend == registry.select(problem())
     assert found.reasons[found.backend] == []
-    assert list(found.reasons) == registry.in_order("dot")
+    assert list(found.reasons) == registry.in_order(problem())
     text = str(found)
     assert text.startswith("dot attention: B=2 H=2 Hkv=2 M=3 N=3 D=4 E=4, float32 on cpu")
     assert "mask top_left, weights mean" in text
