@@ -91,8 +91,8 @@ FASTATTN_DEVICE void wait_for_phase(Barrier* barrier, uint32_t parity FASTATTN_H
       ".reg .pred done;\n"
       "AGAIN:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni DONE;\n"
-      "bra.uni AGAIN;\n"
+      "@done bra DONE;\n"
+      "bra AGAIN;\n"
       "DONE:\n"
       "}"
       :
