@@ -125,6 +125,23 @@ def early_accesses(sass: str) -> list[str]:
     return found
 
 
+def late_writes(sass: str) -> list[str]:
+    """Instructions that write a product's sums or operand after the fence of its group."""
+    after: list[str] = []
+    found = []
+    for instruction in _parse(sass)[0]:
+        if instruction.startswith("WARPGROUP.ARRIVE"):
+            after = []
+        elif product := _PRODUCT.match(instruction):
+            size, sums, operand = (int(x) if x else None for x in product.groups())
+            used = {*range(sums, sums + size // 2)}  # pyright: ignore
+            used |= set() if operand is None else {*range(operand, operand + 4)}
+            found += [x for x in after if _touches(x, [(set(), used)])]
+        else:
+            after.append(instruction)
+    return found
+
+
 def _touches(instruction: str, groups: list[tuple[set[int], set[int]]]) -> bool:
     used = [int(x) for x in _REGISTER.findall(instruction)]
     wide = 4 if ".128" in instruction else 2 if ".64" in instruction else 1

@@ -102,7 +102,7 @@ MISTAKES = [
         "    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);\n", "", "Error",
     ),
     of_warpgroups(
-        "no fence before a group", "  hold(o);\n  fence_products();\n", "  hold(o);\n",
+        "no fence before a group", "hold(o);\n  fence_products();\n", "hold(o);\n",
         "a product without a fence",
     ),
     of_warpgroups(

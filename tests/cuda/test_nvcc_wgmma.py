@@ -48,3 +48,4 @@ def test_products_run_beside_each_other(size, kernels):
 def test_nothing_touches_the_registers_of_a_product(size, kernels):
     assert "HGMMA" in kernels[size]
     assert sass.early_accesses(kernels[size]) == []
+    assert sass.late_writes(kernels[size]) == []

@@ -73,3 +73,11 @@ def test_accesses_before_the_wait(before, early):
     assert sass.early_accesses(PRODUCTS) == []
     planted = PRODUCTS.replace(before, f"{early} ;\n        /*0038*/                   {before}")
     assert sass.early_accesses(planted) == [early]
+
+
+@pytest.mark.parametrize(("late", "counts"), [("MOV R181, R2", 1), ("MOV R2, R181", 0)])
+def test_writes_after_the_fence(late, counts):
+    product = "HGMMA.64x64x16.F32.BF16 R88, R180"
+    lines = ["WARPGROUP.ARRIVE", late, product]
+    fenced = " ;\n        /*0038*/                   ".join(lines)
+    assert sass.late_writes(PRODUCTS.replace(product, fenced)) == [late] * counts

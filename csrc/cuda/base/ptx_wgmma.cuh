@@ -82,7 +82,7 @@ FASTATTN_DEVICE void wait_for_products(FASTATTN_SITE) {
 }
 
 // Keeps the compiler from moving uses of these registers over this place: it knows nothing of the
-// products that write them. Belongs before each fence and after each wait.
+// products that write and read them. Belongs before each fence and after each wait.
 template <int kTiles>
 FASTATTN_DEVICE void hold(float (&d)[kTiles][4]) {
 #if !defined(FASTATTN_CUDA_ON_CPU)
@@ -90,6 +90,16 @@ FASTATTN_DEVICE void hold(float (&d)[kTiles][4]) {
   for (int n = 0; n < 4 * kTiles; ++n) asm volatile("" : "+f"(d[n / 4][n % 4]) : : "memory");
 #else
   (void)d;
+#endif
+}
+// Of operand A.
+template <int kSteps>
+FASTATTN_DEVICE void hold(uint32_t (&a)[kSteps][4]) {
+#if !defined(FASTATTN_CUDA_ON_CPU)
+#pragma unroll
+  for (int n = 0; n < 4 * kSteps; ++n) asm volatile("" : "+r"(a[n / 4][n % 4]) : : "memory");
+#else
+  (void)a;
 #endif
 }
 

@@ -114,9 +114,9 @@ FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kScoreTiles
 
 // Starts O += P V.
 template <DType kType, int kTiles>
-FASTATTN_DEVICE void start_values(const uint32_t (&w)[kKeyTile / 16][4], uint64_t v,
+FASTATTN_DEVICE void start_values(uint32_t (&w)[kKeyTile / 16][4], uint64_t v,
                                   float (&o)[kTiles][4]) {
-  hold(o);
+  hold(w), hold(o);
   fence_products();
 #pragma unroll
   for (uint32_t n = 0; n < kKeyTile / 16; ++n)
@@ -230,7 +230,7 @@ struct Consumer {
     release(&memory.k_empty[of_scores.number]);
   }
   __device__ __forceinline__ void take_values() {
-    hold(o);
+    hold(w), hold(o);
     release(&memory.v_empty[of_values.number]);
   }
   __device__ __forceinline__ void go_on() {
