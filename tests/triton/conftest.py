@@ -33,10 +33,12 @@ def _repair_interpreter():
     even. It leaves a constexpr in a tuple wrapped. It patches the language again in every call of a
     device function, which takes milliseconds. Products are summed in the order of the inner dim, as
     on a GPU. BLAS uses another order for each shape; with logits of 1e4, S and the transposed S of
-    backward would differ.
+    backward would differ. It ignores the precision of products. Of NaN and a number, its minimum
+    and maximum are NaN, unasked, where the hardware gives the number.
     """
     import triton.experimental.gluon  # noqa: F401 - the first launch would import it, and checks the variable
     import triton.language as tl
+    from triton._C.libtriton import ir
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
@@ -47,9 +49,14 @@ def _repair_interpreter():
             return _bf16_to_fp32(x.data)
         return x.data.astype(np.float32, copy=False)
 
-    def create_dot(self, a, b, d, *options):
-        product = _fp32_dot if a.dtype.scalar == tl.float32 else _half_dot
-        return interpreter.TensorHandle(product(as_fp32(a), as_fp32(b), d.data), tl.float32)
+    def create_dot(self, a, b, d, precision, max_num_imprecise_acc):
+        x, y, product = as_fp32(a), as_fp32(b), _half_dot
+        if a.dtype.scalar == tl.float32 and precision == ir.INPUT_PRECISION.TF32:
+            x, y = _fp32_to_tf32(x), _fp32_to_tf32(y)
+        elif a.dtype.scalar == tl.float32:
+            assert precision == ir.INPUT_PRECISION.IEEE, precision
+            product = _fp32_dot
+        return interpreter.TensorHandle(product(x, y, d.data), tl.float32)
 
     def cast_impl(self, src, to):
         if src.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
@@ -57,6 +64,8 @@ def _repair_interpreter():
         return cast(self, src, to)
 
     builder.create_dot = create_dot
+    builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
+    builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
     builder.cast_impl = builder.create_fp_trunc = cast_impl
 
     convert = interpreter._implicit_cvt
@@ -102,6 +111,13 @@ def _half_dot(a, b, c):
     for k in range(0, a.shape[1], 16):
         c = (c + a[:, k : k + 16] @ b[k : k + 16]).astype(np.float32)
     return c
+
+
+def _fp32_to_tf32(x):
+    """10 bits of mantissa, rounded to nearest."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = ((bits + 0x1000) & 0xFFFFE000).view(np.float32)
+    return np.where(np.isnan(x), x, rounded)
 
 
 def _bf16_to_fp32(bits):

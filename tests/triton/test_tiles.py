@@ -106,3 +106,26 @@ def test_exact_dot_uses_what_is_used(garbage, device):
     )  # fmt: skip
     torch.testing.assert_close(out.cpu(), want, equal_nan=True)
     assert flags.tolist() == [int(garbage != 0), 0]
+
+
+@triton.jit
+def machine_kernel(x_ptr, out_ptr, PRECISION: tl.constexpr):
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    x = tl.load(x_ptr + i * 16 + j)
+    product = tl.dot(x, (i == j).to(tl.float32), input_precision=PRECISION)
+    nan = tl.where(j < 16, float("nan"), x)
+    tl.store(out_ptr + i * 16 + j, product)
+    tl.store(out_ptr + (i + 16) * 16 + j, tl.minimum(nan, x))
+    tl.store(out_ptr + (i + 32) * 16 + j, tl.maximum(x, nan))
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("ieee", 23), ("tf32", 10)])
+def test_the_interpreter_is_like_the_machine(precision, bits, device):
+    """Digits of products; of NaN and a number, the smaller and the larger one are the number."""
+    x = 1 + torch.arange(256, device=device).view(16, 16) * 2.0**-13
+    out = torch.empty(3, 16, 16, device=device)
+    machine_kernel[(1,)](x, out, PRECISION=precision)
+    assert (out[0] - x).abs().max() <= (0 if bits == 23 else 2.0**-bits)
+    assert out[0].equal((out[0] * 2**bits).round() * 2.0**-bits)
+    assert out[1].equal(x)
+    assert out[2].equal(x)
