@@ -48,7 +48,7 @@ class Spec(NamedTuple):
     MASKS_WITHIN_TILES: Any  # a key may be used by some rows of a tile and masked for others
     REVERSE: Any  # the last row blocks have most keys
     PTX: Any  # the machine is NVIDIA's, so kernels may hold its instructions
-    FLAT: Any  # a tile is reduced to a scalar in one step: for sm_100, Triton 3.7 fails at two
+    FLAT: Any  # a tile becomes a scalar in one step: with tensor memory, Triton 3.7 fails at two
 
 
 # Sizes that Triton must not specialise. By default it compiles a kernel again for an int that is 1,

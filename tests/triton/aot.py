@@ -116,6 +116,7 @@ def usage(kernel, folder: Path) -> dict:
         "mma": kernel.asm["ptx"].count("mma.sync"),
         "exponents": rounded_exponents(kernel.asm["ptx"]),
         "tcgen05": kernel.asm["ptx"].count("tcgen05.mma"),
+        "tensor_memory": kernel.metadata.tmem_size,
         "paired_loops": sass.paired_loops(code),
         "gradient_loops": sass.gradient_loops(code),
     }

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastattn.kernels.host import config
 
@@ -154,6 +155,7 @@ def test_other_architectures_are_plausible(arch, score):
     for k in kernels:
         assert k["shared"] <= shared, k
         assert k["spills"] == 0 or arch == "sm_100", k
+        assert k.get("tensor_memory", 0) <= 512, k  # columns
         if k["name"] in PRODUCTS and k["problem"] == "plain" and k["head_size"] == 64:
             assert k[products] > 0 or k.get("mma", 0) > 0, k
 
@@ -196,6 +198,16 @@ def test_every_architecture_has_every_row():
     for kernel, rows in config.TABLE.items():
         assert rows.keys() == archs, kernel
         assert all(row.keys() == set(config.HEAD_SIZES) for row in rows.values()), kernel
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows"),
+    [((9, 0), "sm_90"), ((10, 3), "sm_100"), ((11, 0), "sm_100"), ((12, 0), "sm_86")],
+)
+def test_rows_of_newer_devices(capability, rows, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert config.architecture.__wrapped__(torch.device("cuda", 0)) == rows
 
 
 @pytest.mark.parametrize(("size", "padded"), [(0, 16), (1, 16), (17, 32), (64, 64), (65, 128)])
