@@ -18,7 +18,7 @@ SCHEDULES = 16
 MISTAKES = (
     "none wrong_stretch wrong_panel unpublished half_the_bytes no_wait_for_empty wrong_parity "
     "no_wait_for_full no_wait_for_scores no_fence weights_too_early released_too_early "
-    "nobody_waits one_warp_less one_warps_registers unaligned"
+    "nobody_waits one_warp_less one_warps_registers fewer_taken nothing_given unaligned"
 ).split()
 
 
@@ -66,6 +66,8 @@ def test_a_right_kernel_in_every_schedule(keys):
         ("nobody_waits", "wrong numbers|products that nobody waits for"),
         ("one_warp_less", "the warps of warpgroup 0 issued other products"),
         ("one_warps_registers", "not all threads of a warpgroup changed its registers"),
+        ("fewer_taken", "8 registers fewer, by taking"),
+        ("nothing_given", "deadlock"),
         ("unaligned", "no multiple of 1024"),
     ],
 )

@@ -56,6 +56,7 @@ FASTATTN_DEVICE void load_matrices(const uint16_t* row, uint32_t (&to)[4]) {
 #if defined(FASTATTN_CUDA_ON_CPU)
   uint64_t rows[32];
   const Site here = {__builtin_FILE(), __builtin_LINE()};
+  require_aligned(row, 16, here);
   exchange_all(reinterpret_cast<uint64_t>(row), rows, here);
   const int g = lane() / 4, t = lane() % 4;
   for (int n = 0; n < 4; ++n) {
@@ -144,6 +145,8 @@ static inline std::vector<PendingCopy>& pending_copies() {
 // wait_for_copies(), to others after a barrier that follows.
 FASTATTN_DEVICE void copy_async(void* shared, const void* global) {
 #if defined(FASTATTN_CUDA_ON_CPU)
+  const Site here = {__builtin_FILE(), __builtin_LINE()};
+  require_aligned(shared, 16, here), require_aligned(global, 16, here);
   pending_copies().push_back({shared, global});
 #else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"

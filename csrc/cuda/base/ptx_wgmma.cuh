@@ -180,19 +180,19 @@ FASTATTN_DEVICE void multiply_registers(float (&d)[kTiles][4], const uint32_t (&
 
 // Takes or gives back registers, for the whole warpgroup: the threads of a block have 64 K.
 template <int kCount>
-FASTATTN_DEVICE void take_registers() {
+FASTATTN_DEVICE void take_registers(FASTATTN_SITE) {
   static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256);
 #if defined(FASTATTN_CUDA_ON_CPU)
-  async::set_registers(kCount);
+  async::take_registers(kCount, here);
 #else
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kCount));
 #endif
 }
 template <int kCount>
-FASTATTN_DEVICE void give_registers() {
+FASTATTN_DEVICE void give_registers(FASTATTN_SITE) {
   static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256);
 #if defined(FASTATTN_CUDA_ON_CPU)
-  async::set_registers(kCount);
+  async::give_registers(kCount, here);
 #else
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kCount));
 #endif

@@ -1,6 +1,7 @@
 // The engine of asynchronous work of a block: async.h lists its checks.
 #include "async.h"
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <string>
@@ -12,6 +13,7 @@ namespace cuda_on_cpu::async {
 namespace {
 
 constexpr int kWarp = 32, kWarps = 32, kWarpgroup = 128, kMaxTiles = 32;
+constexpr int kRegisters = 64 << 10;  // of an SM
 constexpr int kPoison = 0xff;  // every byte of it: NaN
 
 struct Phases {
@@ -73,6 +75,7 @@ std::map<uint32_t, Phases> barriers;
 std::vector<Copy> copies;
 std::vector<Warp> warps;
 std::vector<int> registers;
+int free_registers = 0;
 bool used = false;
 uint64_t all_products = 0;
 std::vector<Product> latest;  // of a warp of the latest block that had any
@@ -249,13 +252,16 @@ std::string wrong_barriers() {
 }
 
 std::string wrong_registers() {
-  int sum = 0;
-  for (size_t n = 0; n < registers.size(); ++n) {
+  for (size_t n = 0; n < registers.size(); ++n)
     if (registers[n] != registers[n / kWarpgroup * kWarpgroup])
       return "not all threads of a warpgroup changed its registers";
-    sum += registers[n];
-  }
-  return sum > 64 << 10 ? std::to_string(sum) + " registers, of 65536" : "";
+  return "";
+}
+
+void set_registers(int count) {
+  int& mine = registers[static_cast<size_t>(current_thread())];
+  free_registers -= count - mine;
+  mine = count;
 }
 
 }  // namespace
@@ -325,16 +331,28 @@ void wait_for_products(int pending, Site here) {
   give_back();
 }
 
-void set_registers(int count) {
+void take_registers(int count, Site here) {
   used = true;
-  registers[static_cast<size_t>(current_thread())] = count;
+  const int more = count - registers[static_cast<size_t>(current_thread())];
+  if (more < 0) fail_block(here, "%d registers fewer, by taking", -more);
+  wait_until([=] { return free_registers >= more; }, here);
+  set_registers(count);
 }
 
-void begin_block(char* shared, size_t bytes) {
+void give_registers(int count, Site here) {
+  used = true;
+  const int more = count - registers[static_cast<size_t>(current_thread())];
+  if (more > 0) fail_block(here, "%d registers more, by giving", more);
+  set_registers(count);
+}
+
+void begin_block(char* shared, size_t bytes, int threads) {
   memory = shared, memory_bytes = bytes;
   barriers.clear(), copies.clear();
   if (warps.empty() || used) warps = std::vector<Warp>(kWarps);
-  registers.assign(kWarps * kWarp, 0);
+  const int each = std::min(kRegisters / threads, 255) / 8 * 8;
+  registers.assign(static_cast<size_t>(threads), each);
+  free_registers = kRegisters - each * threads;
   used = false;
 }
 

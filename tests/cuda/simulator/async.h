@@ -12,6 +12,9 @@
 //   read shared memory and the registers of A then. D is NaN from the product to the wait.
 // - Products without a fence before their group, products that differ between the lanes or the
 //   warps, and groups that nobody waits for fail the block.
+// - A block begins with as many registers a thread as there are, in steps of 8. Who takes more
+//   waits until others have given enough back. Who takes to have fewer, or gives to have more,
+//   fails the block.
 // - Where every thread waits and no copy is under way, the launch fails, and says for each
 //   warpgroup where it waits.
 #pragma once
@@ -45,11 +48,13 @@ void fence_products();
 void commit_products(Site here);
 void wait_for_products(int pending, Site here);
 
-void set_registers(int count);
+// What a thread has from now on.
+void take_registers(int count, Site here);
+void give_registers(int count, Site here);
 
 // ---- for the scheduler ----
 
-void begin_block(char* shared, size_t bytes);
+void begin_block(char* shared, size_t bytes, int threads);
 void pass_block_barrier();
 bool finish_a_copy();     // false if there is none under way
 const char* end_block();  // what is wrong at the end of a block, or nullptr

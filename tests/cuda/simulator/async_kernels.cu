@@ -23,10 +23,12 @@ enum Mistake : int {
   kNobodyWaits,        // for the last products
   kOneWarpLess,        // a product that not all warps issue
   kOneWarpsRegisters,  // a warpgroup of which one warp keeps its registers
+  kFewerTaken,         // registers, than there were at first
+  kNothingGiven,       // back, of the registers that others take
   kUnaligned,          // a box at an address that is no multiple of 1024
 };
 
-constexpr int kRows = 64, kKeys = 128, kStages = 2, kBlock = 2 * kWarpgroup;
+constexpr int kRows = 64, kKeys = 128, kStages = 2, kBlock = 3 * kWarpgroup;
 
 struct alignas(1024) Memory {
   uint16_t q[kRows * kPanel];
@@ -118,10 +120,14 @@ __global__ void async_kernel(Args a) {
   __syncthreads();
   if (thread() >= kWarpgroup) {
     if (a.mistake == kOneWarpsRegisters && warp() == 5) return;
-    give_registers<24>();
+    if (a.mistake != kNothingGiven) give_registers<24>();
     if (thread() == kWarpgroup) produce(a, m);
   } else {
-    take_registers<240>();
+    if (a.mistake == kFewerTaken) {
+      take_registers<160>();
+    } else {
+      take_registers<240>();
+    }
     consume(a, m);
   }
 }

@@ -75,6 +75,9 @@ struct Site {
 };
 #define CUDA_ON_CPU_HERE Site here = {__builtin_FILE(), __builtin_LINE()}
 
+// Fails the block at an address that is no multiple of `bytes`.
+void require_aligned(const void* at, size_t bytes, Site here);
+
 // Waits for the block. Returns the or, the and, or the count of `value`.
 int barrier(Op op, int value, Site here);
 

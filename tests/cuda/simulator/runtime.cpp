@@ -223,7 +223,7 @@ bool all_done() {
 }
 
 cudaError_t run_block(size_t bytes, void (*body)(void*), void* context) {
-  async::begin_block(shared.get(), bytes);
+  async::begin_block(shared.get(), bytes, count);
   schedule.begin(blockIdx.x, count);
   for (int n = 0; n < count; ++n) {
     Thread& thread = threads[static_cast<size_t>(n)];
@@ -285,6 +285,11 @@ void fail_block(Site here, const char* format, ...) {
   fail("block %u: %s, in %s:%d", blockIdx.x, text, here.file, here.line);
   failed = true;
   for (;;) wait(State::kFailed, Op::kBarrier, here);
+}
+
+void require_aligned(const void* at, size_t bytes, Site here) {
+  if (reinterpret_cast<uintptr_t>(at) % bytes != 0)
+    fail_block(here, "an address that is no multiple of %zu", bytes);
 }
 
 int lane() { return current % kWarp; }
