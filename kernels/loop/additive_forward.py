@@ -37,7 +37,7 @@ from ..tile.masking import (
 )
 from ..tile.softcap import cap_scores
 from ..tile.softmax import LOG2E, softmax_step
-from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, view
+from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, row_offsets, view
 from .forward import (
     Partial,
     launch_merge,
@@ -144,7 +144,7 @@ def scaled_weights(w, h, D, BLOCK_D: tl.constexpr):
     Products of weights and denominators then stay in range. p is NaN if a weight is not finite.
     """
     offs_d = tl.arange(0, BLOCK_D)
-    ptrs = w.ptr + h.to(tl.int64) * w.stride_h + offs_d.to(tl.int64) * w.stride_c
+    ptrs = w.ptr + h.to(tl.int64) * w.stride_h * w.UNIT + offs_d.to(tl.int64) * w.stride_c
     x = tl.load(ptrs, mask=offs_d < D, other=0.0).to(tl.float32)
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0) > 0
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0) & 0x7F800000
@@ -186,7 +186,7 @@ def additive_decode_kernel(
     keys = key_count(mask, b, N)
     offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
     k_ptr, v_ptr = head_ptr(k, b, h // group), head_ptr(v, b, h // group)
-    q_ptrs = head_ptr(q, b, h) + row.to(tl.int64) * q.stride_r + offs_d.to(tl.int64) * q.stride_c
+    q_ptrs = head_ptr(q, b, h) + row_offsets(q, row) + offs_d.to(tl.int64) * q.stride_c
     q_row = tl.load(q_ptrs, mask=offs_d < spec.D, other=0.0).to(tl.float32)[None, :]
     scaled, power = scaled_weights(w, h, spec.D, spec.BLOCK_D)
     w1, w2 = tl.split(tl.reshape(scaled, (1, spec.BLOCK_D // 2, 2)))

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from ..tile.softmax import LOG2E
-from ..tile.strided import head_ptr
+from ..tile.strided import head_ptr, row_offsets
 
 KEY_LIMIT = tl.constexpr(45.0)
 SATURATION = tl.constexpr(28.0)  # 1 - tanh is 7e-9 there
@@ -143,8 +143,8 @@ def load_dim(x, y, q, k, b, h, d, n_keys, dims, TRANSPOSED: tl.constexpr):
         offs_m, offs_n = x, y
     q_ptr = head_ptr(q, b, h) + d.to(tl.int64) * q.stride_c
     k_ptr = head_ptr(k, b, h // dims.group) + d.to(tl.int64) * k.stride_c
-    q_ptrs = q_ptr + offs_m.to(tl.int64) * q.stride_r
-    k_ptrs = k_ptr + offs_n.to(tl.int64) * k.stride_r
+    q_ptrs = q_ptr + row_offsets(q, offs_m)
+    k_ptrs = k_ptr + row_offsets(k, offs_n)
     q_d = tl.load(q_ptrs, mask=offs_m < dims.M, other=0.0).to(tl.float32)
     k_d = tl.load(k_ptrs, mask=offs_n < n_keys, other=0.0).to(tl.float32)
     if TRANSPOSED:

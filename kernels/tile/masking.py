@@ -235,7 +235,8 @@ def mask_args(call) -> Mask:
     keep = None if call.keep is None else call.keep.view(torch.uint8)
     cap = call.scale / call.softcap if call.softcap else None
     limits = *_limit(call.kv_len), *_limit(call.kv_begin)
-    return Mask(lo, hi, *limits, *view(keep, call.shape), cap)
+    strides = (None,) * 4 if keep is None else keep.expand(call.shape).stride()
+    return Mask(lo, hi, *limits, keep, *strides, cap)
 
 
 def _limit(x: Tensor | None) -> tuple[Tensor | None, int | None, int | None]:

@@ -13,13 +13,17 @@ import triton.language as tl
 
 
 class View(NamedTuple):
-    """A strided array over [B, H, rows, cols]; broadcast dims have stride 0, absent is all None."""
+    """A strided array over [B, H, rows, cols]; broadcast dims have stride 0, absent has no ptr.
+
+    All strides but that of columns are in steps of UNIT elements.
+    """
 
     ptr: Any
     stride_b: Any
     stride_h: Any
     stride_r: Any
     stride_c: Any
+    UNIT: Any = tl.constexpr(1)
 
 
 class Dims(NamedTuple):
@@ -64,7 +68,18 @@ def view(x: torch.Tensor | None, shape: tuple[int, ...] | None = None) -> View:
     """What a kernel is given of a 4-D tensor, expanded to ``shape``."""
     if x is None:
         return ABSENT
-    return View(x, *(x if shape is None else x.expand(shape)).stride())
+    *outer, column = (x if shape is None else x.expand(shape)).stride()
+    unit = unit_of(outer)
+    return View(x, *(stride // unit for stride in outer), column, tl.constexpr(unit))
+
+
+def unit_of(strides: list[int]) -> int:
+    """The steps in which kernels are given strides: 8, where not all are multiples of 16.
+
+    Triton knows of a number that it is a multiple of 16, and nothing less. Loads of 16 bytes need 8
+    elements in half precision, as rows of 72 have.
+    """
+    return 8 if all(s % 8 == 0 for s in strides) and any(s % 16 for s in strides) else 1
 
 
 @triton.jit
@@ -85,13 +100,19 @@ def place(n_blocks, H, REVERSE: tl.constexpr):
 @triton.jit
 def head_ptr(x, b, h):
     """Where (b, h) of a View begins."""
-    return x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    return x.ptr + (b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h) * x.UNIT
+
+
+@triton.jit
+def row_offsets(x, offs_r):
+    """Where rows of a View are in a head of it."""
+    return offs_r.to(tl.int64) * x.stride_r * x.UNIT
 
 
 @triton.jit
 def pair_ptrs(x, b, h, i, j):
     """Pointers to the numbers (i, j) of a View over pairs, as a bias is; i and j broadcast."""
-    rows = head_ptr(x, b, h) + i.to(tl.int64) * x.stride_r
+    rows = head_ptr(x, b, h) + row_offsets(x, i)
     return rows + j.to(tl.int64) * x.stride_c
 
 
@@ -112,9 +133,7 @@ def load_tile(
     ptr, x, offs_r, offs_c, n_rows, n_cols, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr
 ):
     """Rows ``offs_r`` and columns ``offs_c`` of one head of a View; 0 outside the checked sizes."""
-    ptrs = ptr + (
-        offs_r.to(tl.int64)[:, None] * x.stride_r + offs_c.to(tl.int64)[None, :] * x.stride_c
-    )
+    ptrs = ptr + (row_offsets(x, offs_r)[:, None] + offs_c.to(tl.int64)[None, :] * x.stride_c)
     if CHECK_ROWS and CHECK_COLS:
         inside = (offs_r[:, None] < n_rows) & (offs_c[None, :] < n_cols)
         return tl.load(ptrs, mask=inside, other=0.0)
@@ -129,9 +148,7 @@ def load_tile(
 @triton.jit
 def store_tile(ptr, x, offs_r, offs_c, n_rows, n_cols, tile):
     """Writes what load_tile would read, in the View's dtype, and nothing outside the sizes."""
-    ptrs = ptr + (
-        offs_r.to(tl.int64)[:, None] * x.stride_r + offs_c.to(tl.int64)[None, :] * x.stride_c
-    )
+    ptrs = ptr + (row_offsets(x, offs_r)[:, None] + offs_c.to(tl.int64)[None, :] * x.stride_c)
     inside = (offs_r[:, None] < n_rows) & (offs_c[None, :] < n_cols)
     tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=inside)
 
@@ -196,7 +213,7 @@ def exact_dot(a, used, ptr, x, offs_r, n_rows, offs_c, n_cols, acc, SIZE: tl.con
     for n in tl.range(0, SIZE, num_stages=1):
         here = slots == n
         row = tl.sum(tl.where(here, offs_r, 0), 0)
-        ptrs = ptr + row.to(tl.int64) * x.stride_r + offs_c.to(tl.int64) * x.stride_c
+        ptrs = ptr + row_offsets(x, row) + offs_c.to(tl.int64) * x.stride_c
         x_row = tl.load(ptrs, mask=(row < n_rows) & (offs_c < n_cols), other=0.0).to(tl.float32)
         factor = tl.sum(tl.where(here[None, :], a, 0.0), 1)
         taken = tl.max((used & here[None, :]).to(tl.int32), 1) > 0

@@ -7,6 +7,7 @@
     python tests/triton/aot.py sm_90 grid M1-N1       and those of that name
     python tests/triton/aot.py sm_90 variants         how many kernels Triton compiles over a sweep
                                                        of sizes, and what it says in a capture
+    python tests/triton/aot.py sm_90 copies           how the forward pass reads rows of a few sizes
 
 A driver that only has an architecture's name replaces the real one, and launches compile instead of
 run. Tensors are on the meta device. It does not work in the interpreter: run it in its own process.
@@ -350,6 +351,21 @@ def variants(arch: str) -> None:
     print(json.dumps({"variants": found, "error": error}))
 
 
+def copies(arch: str) -> None:
+    """Prints, as JSON, {head size: (copies of 16 bytes, loads of 2)} of the forward pass."""
+    from fastattn.kernels.loop.forward import launch_sdpa_fwd
+
+    compiled = compile_only(arch)
+    for head_size in (64, 72, 76):
+        launch_sdpa_fwd(call(torch.bfloat16, head_size, "dot"))
+    found = {}
+    for kernel, head_size in zip(compiled, (64, 72, 76), strict=True):
+        ptx = kernel.asm["ptx"]
+        wide = len(re.findall(r"cp\.async\.cg\S* .*, 0x10,", ptx))
+        found[head_size] = wide, ptx.count("ld.global.b16")
+    print(json.dumps(found))
+
+
 def main(arch: str, size: str, score: str, *problems: str) -> None:
     compiled = compile_only(arch)
     found = []
@@ -369,6 +385,8 @@ def main(arch: str, size: str, score: str, *problems: str) -> None:
 if __name__ == "__main__":
     if sys.argv[2] == "variants":
         variants(sys.argv[1])
+    elif sys.argv[2] == "copies":
+        copies(sys.argv[1])
     elif sys.argv[2] == "grid":
         grid(sys.argv[1], *sys.argv[3:])
     else:

@@ -192,6 +192,17 @@ def test_sizes_make_no_kernels_and_a_capture_compiles_none():
     assert "once before the capture" in found["error"]
 
 
+@pytest.mark.slow
+def test_rows_of_whole_chunks_are_copied_in_chunks():
+    """Rows of 72 begin at multiples of 16 bytes, as rows of 64 do. Those of 76 do not."""
+    found = compile_all(("sm_90", "copies"))
+    for size in ("64", "72"):
+        wide, narrow = found[size]
+        assert wide > 0, found
+        assert narrow == 0, found
+    assert found["76"][0] == 0, found
+
+
 def test_every_architecture_has_every_row():
     archs = {key for rows in config.TABLE.values() for key in rows}
     assert {a for a, _ in archs} == {"sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"}
