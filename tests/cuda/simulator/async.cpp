@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kWarp = 32, kWarps = 32, kWarpgroup = 128, kMaxTiles = 32;
 constexpr int kRegisters = 64 << 10;  // of an SM
-constexpr int kPoison = 0xff;  // every byte of it: NaN
+constexpr int kPoison = 0xff;         // every byte of it: NaN
 
 struct Phases {
   int arrivals, missing, owner;
