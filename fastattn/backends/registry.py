@@ -88,8 +88,10 @@ def _few_additive(p: Problem) -> bool:
     """Whether cuda's additive forward pass comes first, and not its backward pass.
 
     In that one, a program of csrc/cuda/additive/grad_query.cu walks all keys of its queries.
+    Compiled code gets no guard on the number of queries, which may be a symbol.
     """
-    return p.score == "additive" and p.M <= wgmma.FEW_QUERIES
+    here = p.score == "additive" and p.device.type in health.DEVICES
+    return here and not torch.compiler.is_compiling() and p.M <= wgmma.FEW_QUERIES
 
 
 def get(name: str) -> Backend:

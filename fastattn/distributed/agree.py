@@ -40,13 +40,18 @@ def every(
 
 
 def layouts(
-    points: Sequence[Any], layout: Layout | None, key_layout: Layout | None, group: Group
+    points: Sequence[Any],
+    layout: Layout | None,
+    key_layout: Layout | None,
+    group: Group,
+    check: Callable[[], Any],
 ) -> tuple[Layout, Layout]:
     """Of the queries and of the keys, after a check of query, key and value."""
 
     def own() -> list[int]:
         validate.check_points(*points)
         check_lengths(*points[1:])
+        check()
         return [points[0].shape[-2], points[1].shape[-2]]
 
     asks = layout is None and not torch.compiler.is_compiling()

@@ -128,7 +128,11 @@ def attend(
     tensors: Any = functional.autocast(
         *points, heads.replicated(weight, group), exact=score == "gaussian"
     )
-    layout, key_layout = agree.layouts(tensors[:3], layout, key_layout, group)
+    asked_all = layout is None
+    grouped = {name: options[name] for name in ("enable_gqa",) if name in options}
+    layout, key_layout = agree.layouts(
+        tensors[:3], layout, key_layout, group, lambda: validate.build(score, *tensors, **grouped)
+    )
     if rows is None:
         rows = agree.with_rows(options, layout, tensors[0].device, group)
     options = options | {
@@ -139,7 +143,7 @@ def attend(
     average = sink is not None and options.get("return_weights") == "mean"
     if average:  # over heads, each of which has its sink
         options["return_weights"] = "full"
-    inputs = _together(score, tensors, (layout, key_layout), options, group)
+    inputs = _together(score, tensors, (layout, key_layout), options, group, asked_all)
     origin = origin._replace(M=layout.length, N=key_layout.length)
     p = dataclasses.replace(inputs.p, origin=origin)
     if p.dropout is not None and options.get("seed") is None:
@@ -210,8 +214,12 @@ def _together(
     layouts: tuple[Layout, Layout],
     options: dict,
     group: Group,
+    asked_all: bool,
 ) -> validate.Inputs:
-    """The record. Where the limits of one rank may be wrong alone, all ranks raise."""
+    """The record. Where the limits of one rank may be wrong alone, all ranks raise.
+
+    ``asked_all``: there was no layout, so that ranks have told each other their lengths.
+    """
     layout, mask = layouts[0], options.get("mask")
     made = []
 
@@ -221,7 +229,7 @@ def _together(
 
     limited = isinstance(mask, Mask) and any(getattr(mask, n) is not None for n in heads.LIMITS)
     # Values are read on CPUs alone. A shape that is wrong for all rows may be right for one row.
-    if limited and (tensors[0].device.type == "cpu" or 1 in layout.sizes):
+    if limited and (asked_all or tensors[0].device.type == "cpu" or 1 in layout.sizes):
         agree.every(build, 0, tensors[0].device, group)
     else:
         build()

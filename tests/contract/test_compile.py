@@ -218,6 +218,24 @@ def test_export_round_trip(backend, score):
     torch.testing.assert_close(loaded(*longer), block(*longer))
 
 
+def test_export_with_any_number_of_queries():
+    """The order of backends may depend on that number, and must put no guard on it."""
+
+    class Block(nn.Module):
+        def forward(self, query, key, weight):
+            return fastattn.additive_attention(query, key, key, weight)
+
+    args = torch.randn(2, 5, 4), torch.randn(2, 7, 4), torch.randn(4)
+    queries = torch.export.Dim("queries", min=2, max=100)
+    program = torch.export.export(Block(), args, dynamic_shapes=({1: queries}, {}, {}))
+    for M in (5, 40):
+        query = torch.randn(2, M, 4)
+        found = program.module()(query, *args[1:])
+        torch.testing.assert_close(
+            found, fastattn.additive_attention(query, *args[1:2] * 2, args[2])
+        )
+
+
 # ---- autocast ----
 
 
