@@ -141,6 +141,7 @@ def test_garbage_may_change_no_bit(monkeypatch):
         testing.check(MASKED)
 
 
+@pytest.mark.slow
 def test_a_failure_is_shrunk_to_a_program(monkeypatch, capsys):
     right = testing.run
 

@@ -81,6 +81,7 @@ def test_gradgrad():
     assert torch.autograd.gradgradcheck(merge, (*parts, *logs))
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph():
     made = inputs(N=11)
     found = torch.compile(lambda made: merged(made), fullgraph=True, backend="aot_eager")(made)

@@ -327,6 +327,7 @@ def test_gaussian_under_vmap(backend, dims):
             torch.testing.assert_close(x[n], y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gaussian_is_compiled():
     leaves = [x.requires_grad_() for x in (*draw(), torch.rand(H, 1, D) + 0.5)]
     compiled = torch.compile(summed("auto"), fullgraph=True, backend="aot_eager")
