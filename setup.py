@@ -178,8 +178,8 @@ def find_torch() -> tuple[Path, str]:
 
 def entries(isa: str) -> list[Path]:
     """The sources that are compiled for an ISA."""
-    own = ("unit", "limits") if isa in UNITS else ("sdpa", "additive", "gaussian", "limits")
-    return sorted(p for p in Path("csrc/cpu/entry").glob("*.cpp") if p.stem.startswith(own))
+    has_unit, files = isa in UNITS, sorted(Path("csrc/cpu/entry").glob("*.cpp"))
+    return [p for p in files if p.stem == "limits" or p.stem.startswith("unit") == has_unit]
 
 
 def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Path, list[str]]]:

@@ -330,7 +330,7 @@ def architecture(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     if major == 8:
         return "sm_80" if minor == 0 else "sm_86"
-    # 11.x has the tensor memory of 10.x, and as much shared memory; 12.x has neither, like 8.6.
+    # 11.x is taken for 10.x, which has tensor memory too: not run on a GPU. 12.x is like 8.6.
     # Unknown architectures get the smallest rows.
     return {9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_86"}.get(major, "sm_86")
 

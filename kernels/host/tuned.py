@@ -25,7 +25,6 @@ from fastattn import cache_file
 
 FILE = "autotune.json"
 BLOCKS = (16, 32, 64, 128)  # tl.dot needs at least 16; additive workspaces are padded for 128
-
 MOST_STAGES = 4  # one more than the table has: each takes shared memory
 
 Result = TypeVar("Result")

@@ -32,18 +32,19 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
 }
 
-// tanh x to 4 ulp for every x, however small, and to 1 ulp above 1/2.
-//
-//   tanh |x| = z / (z + 2) = 1 - 2 / (z + 2)    z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1)
-//
-// The second form rounds well near 1. The first form serves a small x, for which the second one has
-// no digits. 24 operations with AVX-512. NaN stays NaN.
-FASTATTN_SIMD Vec expm1_twice(Vec size) {  // z, for 0 <= |x| <= 43
+// z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1), for sizes |x| up to 43. NaN stays NaN.
+FASTATTN_SIMD Vec expm1_twice(Vec size) {
   const Vec shifted = multiply_add(size, splat(2.f * kLog2e), splat(kRounder));
   const Vec f = multiply_add(size, splat(2.f * kLog2e), splat(kRounder) - shifted);
   const Vec power = power_of_2(shifted);
   return multiply_add(product(exp2_slope(f), f), power, power - 1.f);
 }
+// tanh x to 4 ulp for every x, however small, and to 1 ulp above 1/2.
+//
+//   tanh |x| = z / (z + 2) = 1 - 2 / (z + 2)
+//
+// The second form rounds well near 1. The first form serves a small x, for which the second one has
+// no digits. 24 operations with AVX-512. NaN stays NaN.
 FASTATTN_SIMD Vec tanh(Vec x) {
   const Vec z = expm1_twice(min(splat(10.f), abs(x)));  // operand order lets NaN through
   const Vec near_one = z > 2.f ? splat(1.f) : Vec{};

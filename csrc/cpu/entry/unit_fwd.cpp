@@ -5,6 +5,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+// Without AMX, choose.h takes one tile size.
 void unit_forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
   switch (path.way) {
 #ifdef __AMX_BF16__
