@@ -129,10 +129,12 @@ def attend(
         *points, heads.replicated(weight, group), exact=score == "gaussian"
     )
     asked_all = layout is None
-    grouped = {name: options[name] for name in ("enable_gqa",) if name in options}
-    layout, key_layout = agree.layouts(
-        tensors[:3], layout, key_layout, group, lambda: validate.build(score, *tensors, **grouped)
-    )
+    grouped = options.get("enable_gqa", False)
+
+    def check() -> object:
+        return validate.build(score, *tensors, enable_gqa=grouped)
+
+    layout, key_layout = agree.layouts(tensors[:3], layout, key_layout, group, check)
     if rows is None:
         rows = agree.with_rows(options, layout, tensors[0].device, group)
     options = options | {
