@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends import registry
 from fastattn.problem import Mask, Origin, Problem, relative
 
 
@@ -159,21 +158,22 @@ def keeps_nothing(p: Problem) -> bool:
 # ---- merge ----
 
 
-def merge(backend: str, parts: Sequence[Part]) -> tuple[Part, list[Tensor]]:
+def merge(shift_unit: float, parts: Sequence[Part]) -> tuple[Part, list[Tensor]]:
     """(out, lse and stats over the keys of all parts, without weights; each part's share of a row).
+
+    ``shift_unit``: that of the backend, for the whole problem.
 
     The weights of a row are those of its parts times the shares ``[B, H, M]``. Outputs should be
     wide: rounded ones would be rounded once a part.
     """
-    log_base = registry.log_base(backend)
     shift, factor = torch.stack([part.stats for part in parts]).unbind(-1)
     present = factor != 0
     top = torch.where(present, shift, -torch.inf).amax(0)
     top = torch.where(top == -torch.inf, 0.0, top)
-    totals = torch.where(present, torch.exp((shift - top) * log_base) / factor, 0.0)
+    totals = torch.where(present, torch.exp((shift - top) * shift_unit) / factor, 0.0)
     total = totals.sum(0)
     empty = total == 0
-    lse = (top * log_base + torch.log(total)).masked_fill(empty, -torch.inf)
+    lse = (top * shift_unit + torch.log(total)).masked_fill(empty, -torch.inf)
     inverse = (1 / total).masked_fill(empty, 0.0)
     shares = list((totals * inverse).unbind(0))
     scaled = [part.out * share[..., None] for part, share in zip(parts, shares, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import sys
 import warnings
@@ -91,6 +92,11 @@ warn_of_missing_kernels._dynamo_marked_constant = True  # pyright: ignore[report
 
 
 forward, backward = operators.CPU.forward, operators.CPU.backward
+
+
+def shift_unit(p: Problem, biased: bool) -> float:
+    """See ``registry.Backend``. The same as ``natural`` in csrc/cpu/tile/masking.h."""
+    return 1.0 if biased else p.softcap or (abs(p.scale) if p.score == "dot" else math.log(2))
 
 
 def self_attention(

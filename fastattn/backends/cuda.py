@@ -6,6 +6,7 @@ A separate library (fastattn/_cuda.so), loaded if torch has CUDA.
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 
@@ -37,6 +38,11 @@ def unsupported(p: Problem) -> list[str]:
 
 
 forward, backward = OPERATORS.forward, OPERATORS.backward
+
+
+def shift_unit(p: Problem, biased: bool) -> float:
+    """See ``registry.Backend``. Logits are in base 2."""
+    return math.log(2)
 
 
 # ---- the library ----

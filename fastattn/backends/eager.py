@@ -28,6 +28,11 @@ def forward(
     return out.transpose(1, 2), lse, weights.to(p.dtype), stats
 
 
+def shift_unit(p: Problem, biased: bool) -> float:
+    """See ``registry.Backend``."""
+    return 1.0
+
+
 def backward(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None, *saved: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:

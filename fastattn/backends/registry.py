@@ -6,7 +6,6 @@ that can. A backend that the user names never falls back to another: its reasons
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,9 +37,13 @@ class Backend(Protocol):
 
         lse is the natural logarithm, in ``p.acc_dtype``. stats ``[B, ...]`` is what the backend's
         own backward needs for each row, (shift, factor) in ``[B, H, M, 2]``: the weight of a score
-        s is ``2^(s - shift) * factor``, with s in base 2. Eager has e instead. A row without keys
-        has factor 0.
+        s is ``e^(s - shift * shift_unit(p, bias is not None)) * factor``. A row without keys has
+        factor 0.
         """
+        ...
+
+    def shift_unit(self, p: Problem, biased: bool) -> float:
+        """The natural logit that a saved shift of 1 is, at least 0."""
         ...
 
     def backward(
@@ -101,11 +104,6 @@ def get(name: str) -> Backend:
             f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}"
         )
     return BACKENDS[name]
-
-
-def log_base(name: str) -> float:
-    """The natural logarithm of the base in which a backend's stats are."""
-    return 1.0 if name == "eager" else math.log(2)
 
 
 def against(name: str, p: Problem, bias: bool = False, may_check: bool = True) -> list[str]:

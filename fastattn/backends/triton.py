@@ -103,3 +103,9 @@ OPERATORS = operators.Operators("triton_")
 for _key in ("CUDA", "CPU"):  # CPU tensors occur only when the kernels are interpreted
     OPERATORS.implement(_key, _forward, _backward)
 forward, backward = OPERATORS.forward, OPERATORS.backward
+
+
+def shift_unit(p: Problem, biased: bool) -> float:
+    """See ``registry.Backend``. The same as ``Call.folds_scale``."""
+    scale = p.softcap or p.scale
+    return scale if scale > 0 and not biased else 1.0

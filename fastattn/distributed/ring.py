@@ -135,13 +135,13 @@ def _forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Any, bias: Any) -> 
         for cut, _, block, own in _tiles(plan, source, q, keys, values, w, bias):
             wide = dataclasses.replace(block, wide=True)
             parts.setdefault(cut.i, []).append((cut, Part(*backend.forward(wide, *own))))
-    rows = p.B, p.H, p.M
+    unit, rows = backend.shift_unit(p, bias is not None), (p.B, p.H, p.M)
     out = q.new_zeros(p.B, p.M, p.H, p.E).transpose(1, 2)
     lse = q.new_full(rows, -torch.inf, dtype=p.acc_dtype)
     stats = q.new_zeros((*rows, 2), dtype=p.acc_dtype)
     weights = q.new_zeros(p.weights_shape())
     for found in parts.values():
-        merged, shares = blocks.merge(plan.backend, [part for _, part in found])
+        merged, shares = blocks.merge(unit, [part for _, part in found])
         for whole, part in ((out, merged.out), (lse, merged.lse), (stats, merged.stats)):
             blocks.rows_of(whole, found[0][0]).copy_(part)
         for (cut, part), share in zip(found, shares, strict=True):

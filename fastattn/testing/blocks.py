@@ -63,7 +63,7 @@ class Blocks:
     """The blocks of a problem on a backend: a list of blocks of keys for each part of the rows."""
 
     def __init__(self, backend: str, p: Problem, tensors: tuple, cuts: list[list[Cut]]) -> None:
-        self.name, self.backend = backend, registry.get(backend)
+        self.backend = registry.get(backend)
         self.p, self.tensors, self.cuts = p, tensors, cuts
 
     def _each(self, cuts: list[Cut]) -> Iterator[tuple[Cut, Problem, tuple]]:
@@ -81,9 +81,10 @@ class Blocks:
             self._zeros(*rows, p.E), self._zeros(*rows), self._zeros(*p.weights_shape()),
             self._zeros(*rows, 2),
         )  # fmt: skip
+        unit = self.backend.shift_unit(p, self.tensors[4] is not None)
         for cuts in self.cuts:
             parts = [Part(*self.backend.forward(b, *x)) for _, b, x in self._each(cuts)]
-            merged, shares = blocks.merge(self.name, parts)
+            merged, shares = blocks.merge(unit, parts)
             for name in ("out", "lse", "stats"):
                 blocks.rows_of(getattr(found, name), cuts[0]).copy_(getattr(merged, name))
             for cut, part, share in zip(cuts, parts, shares, strict=True):

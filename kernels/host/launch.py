@@ -91,9 +91,19 @@ class Call(schemas.Call):
         return lo, hi
 
     @property
+    def natural_scale(self) -> float:
+        """The factor from a score, or from the ratio of a softcap, to its natural logit."""
+        return self.softcap or self.scale
+
+    @property
+    def folds_scale(self) -> bool:
+        """Whether logits stay scores, and only differences of them are multiplied by the scale."""
+        return self.bias is None and self.natural_scale > 0
+
+    @property
     def logit_scale(self) -> float:
-        """The factor from a score, or from the ratio of a softcap, to its logit in base 2."""
-        return (self.softcap or self.scale) * LOG2E.value
+        """The scale that kernels take: see mask_scores and unit_of."""
+        return self.natural_scale * (LOG2E.value if self.folds_scale else 1.0)
 
     @property
     def rich(self) -> bool:
@@ -172,7 +182,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
         BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,
         PRECISION=precision(call),
         STREAM=call.q.dtype == torch.float32 and max(call.D, call.E) > 128,
-        FOLD_SCALE=call.bias is None and call.logit_scale > 0,
+        FOLD_SCALE=call.folds_scale,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
         MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band[1] is not None,
         PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",

@@ -107,7 +107,7 @@ def pull_back_row(
     s = (tl.sum(scaled[None, :] * tanh, 1) * power)[None, :]
     capped = cap_scores(s, mask)
     s, keep = mask_scores(
-        capped, t.scale_log2, bias, mask, b, h, i, j, row_begin, row_end, M, N,
+        capped, t.scale, bias, mask, b, h, i, j, row_begin, row_end, M, N,
         True, bias.ptr is not None, spec.FOLD_SCALE,
     )  # fmt: skip
     rows = load_rows(t, b, h, dims.H, i, M)

@@ -36,7 +36,7 @@ from ..tile.masking import (
     row_range,
 )
 from ..tile.softcap import cap_scores
-from ..tile.softmax import LOG2E, softmax_step
+from ..tile.softmax import LOG2E, softmax_step, unit_of
 from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, row_offsets, view
 from .forward import (
     Partial,
@@ -206,7 +206,7 @@ def additive_decode_kernel(
             cap_scores(s, mask), scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end,
             M, N, True, bias.ptr is not None, spec.FOLD_SCALE,
         )  # fmt: skip
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit_of(scale, spec))
         if drop.seed_ptr is not None:
             p = tl.where(survives(drop, b, h, row, j0, 1, spec.BLOCK_N, False), p, 0.0)
         tile_v = load_tile(v_ptr, v, offs_n, offs_e, keys, spec.E, True, True).to(tl.float32)

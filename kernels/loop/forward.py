@@ -32,7 +32,14 @@ from ..score.score import DOT_PRODUCT, Terms, load_side
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.dropout import survives
 from ..tile.masking import bias_view, key_count, kv_range, mask_args, row_range
-from ..tile.softmax import load_stats, softmax_finish, softmax_step, store_stats, weights_of
+from ..tile.softmax import (
+    load_stats,
+    softmax_finish,
+    softmax_step,
+    store_stats,
+    unit_of,
+    weights_of,
+)
 from ..tile.strided import (
     EXACT_SLICE,
     VARYING,
@@ -98,7 +105,7 @@ def attend(
             side_q, side_k, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile, PASS,
             False,
         )  # fmt: skip
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit_of(scale, spec))
         if drop.seed_ptr is not None:
             p = tl.where(survives(drop, b, h, i0, j0, spec.BLOCK_M, PASS.SIZE, False), p, 0.0)
         acc = acc * alpha[:, None]
@@ -172,7 +179,7 @@ def sdpa_fwd_kernel(
 @triton.jit
 def finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m):
     """Stores log-sum-exp and stats of rows; returns what O is multiplied by."""
-    shift, factor, lse = softmax_finish(m_i, l_i, scale if spec.FOLD_SCALE else 1.0)
+    shift, factor, lse = softmax_finish(m_i, l_i, unit_of(scale, spec))
     tl.store(row_ptrs(lse_ptr, b, h, dims.H, offs_m, dims.M), lse, mask=offs_m < dims.M)
     store_stats(stats_ptr, b, h, dims.H, offs_m, dims.M, shift, factor)
     if drop.seed_ptr is not None:
@@ -209,7 +216,7 @@ def sdpa_merge_kernel(
     l_c = tl.load(partial.stats_ptr + 2 * part + 1, mask=there, other=0.0)
     m_i = tl.max(m_c, 0)
     below = m_c - tl.where(m_i == float("-inf"), 0.0, m_i)
-    alpha = tl.exp2(below * (scale if spec.FOLD_SCALE else 1.0))
+    alpha = tl.exp2(below * unit_of(scale, spec))
     l_i = tl.sum(l_c * alpha, 0)
     ptrs = partial.acc_ptr + part[:, None] * spec.E + offs_e[None, :]
     acc = tl.load(ptrs, mask=there[:, None] & (offs_e < spec.E)[None, :], other=0.0)
@@ -248,7 +255,7 @@ def sdpa_weights_kernel(
             PARTIAL, False,
         )  # fmt: skip
         shift, factor = load_stats(stats_ptr, b, h, H, i, M)
-        p = weights_of(s, shift, factor, scale if spec.FOLD_SCALE else 1.0, False)
+        p = weights_of(s, shift, factor, unit_of(scale, spec), False)
         p = tl.where(keep, p, 0.0)  # in a row of NaN too, masked keys weigh 0
         if drop.seed_ptr is not None:
             kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)

@@ -9,7 +9,7 @@ from ..host.launch import Call, spec
 from ..score.score import load_side
 from ..tile.dropout import survives
 from ..tile.masking import key_count, kv_range, row_range
-from ..tile.softmax import fold_factor, load_stats, weights_of
+from ..tile.softmax import fold_factor, load_stats, unit_of, weights_of
 from ..tile.strided import (
     VARYING,
     Dims,
@@ -67,10 +67,10 @@ def sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h
         j = offs_n[None, :]
         side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, True)
         s, keep, _ = logits(
-            side_q, side_k, q, k, terms, bias, mask, t.scale_log2, keys, dims, spec, b, h,
+            side_q, side_k, q, k, terms, bias, mask, t.scale, keys, dims, spec, b, h,
             Tile(i0, j0, i, j, row_begin, row_end), PARTIAL, False,
         )  # fmt: skip
-        w = weights_of(s, shift, factor, t.scale_log2 if spec.FOLD_SCALE else 1.0, False)
+        w = weights_of(s, shift, factor, unit_of(t.scale, spec), False)
         if drop.seed_ptr is not None:
             kept = survives(drop, b, h, i0, j0, spec.BLOCK_M, spec.BLOCK_N, False)
             w = tl.where(kept, w * drop.scale, 0.0)

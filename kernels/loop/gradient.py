@@ -10,7 +10,7 @@ import triton.language as tl
 from ..tile.dropout import survives
 from ..tile.masking import key_count
 from ..tile.softcap import cap_gradient
-from ..tile.softmax import load_stats, weights_of
+from ..tile.softmax import load_stats, unit_of, weights_of
 from ..tile.strided import dot_t, exact_dot, head_ptr, load_tile, pair_ptrs, row_ptrs, stream_dot_t
 from .sweep import logits
 
@@ -25,7 +25,7 @@ class Backward(NamedTuple):
     stats_ptr: Any
     log2_ptr: Any  # fold_factor's, which saves a product in inner loops; None where stats serve
     delta_ptr: Any
-    scale_log2: Any
+    scale: Any  # of scores: see unit_of
 
 
 class Rows(NamedTuple):
@@ -77,8 +77,7 @@ def load_rows(t, b, h, H, i, M):
 @triton.jit
 def row_weights(s, rows, t, spec):
     """Softmax weights of the logits s; see weights_of."""
-    scale = t.scale_log2 if spec.FOLD_SCALE else 1.0
-    return weights_of(s, rows.shift, rows.factor, scale, t.log2_ptr is not None)
+    return weights_of(s, rows.shift, rows.factor, unit_of(t.scale, spec), t.log2_ptr is not None)
 
 
 @triton.jit
@@ -93,7 +92,7 @@ def tile_gradient(
     # The additive score's gradients have no exact sweep: their masked pairs are 0 in every sweep.
     SELECT: tl.constexpr = PASS.EXACT or ((PASS.MASKED or PASS.BIASED) and terms.w_ptr is not None)
     s, keep, capped = logits(
-        x, y, q, k, terms, bias, mask, t.scale_log2, key_count(mask, b, dims.N), dims, spec, b, h,
+        x, y, q, k, terms, bias, mask, t.scale, key_count(mask, b, dims.N), dims, spec, b, h,
         tile, PASS, TRANSPOSED,
     )  # fmt: skip
     w = row_weights(s, rows, t, spec)

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from fastattn.problem.relative import is_line
 
-from .softmax import HIGHEST, LOG2E
 from .strided import View, pair_ptrs, view
 
 
@@ -122,20 +121,11 @@ def keep_tile(mask, b, h, i, j, begin, end, M):
 
 
 @triton.jit
-def in_log2(bias):
-    """bias * log2(e). Only -inf masks: finite numbers near the lowest, which are often used as mask
-    values, must not overflow to -inf, nor the largest to +inf.
-    """
-    bounded = tl.maximum(tl.minimum(bias * LOG2E, HIGHEST), -HIGHEST)
-    return tl.where(tl.abs(bias) < float("inf"), bounded, bias)
-
-
-@triton.jit
 def mask_scores(
     s, scale, bias, mask, b, h, i, j, begin, end, M, N,
     MASKED: tl.constexpr, BIASED: tl.constexpr, FOLD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """(s, keep): scores with bias, -inf where masked; times scale, unless softmax_step multiplies.
+    """(logits, keep), -inf where masked: natural, or scores that softmax_step multiplies by scale.
 
     The product with the bias is one spelled-out fma, with one rounding. A compiler could contract
     it in one kernel and not in another, and an ulp of a huge bias is a large logit.
@@ -147,7 +137,7 @@ def mask_scores(
     if BIASED:
         added = tl.load(pair_ptrs(bias, b, h, i, j), mask=keep, other=float("-inf")).to(tl.float32)
         keep = keep & (added != float("-inf"))
-        s = tl.fma(s, scale, in_log2(added))
+        s = tl.fma(s, scale, added)
     elif not FOLD_SCALE:
         s = tl.fma(s, scale, 0.0)
     if MASKED or BIASED:

@@ -25,25 +25,33 @@ from .strided import row_numbers
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-HIGHEST = tl.constexpr(3.4028234663852886e38)  # the largest finite number
 
 
 @triton.jit
-def softmax_step(s, m_i, l_i, scale):
-    """One tile of scores [BLOCK_M, BLOCK_N]: (p, alpha, m_i, l_i)."""
+def unit_of(scale, spec):
+    """What the difference of two logits is multiplied by, for an exponent of 2."""
+    if spec.FOLD_SCALE:
+        return scale
+    else:
+        return LOG2E
+
+
+@triton.jit
+def softmax_step(s, m_i, l_i, unit):
+    """One tile of logits [BLOCK_M, BLOCK_N]: (p, alpha, m_i, l_i)."""
     m_new = tl.maximum(m_i, tl.max(s, 1))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2((s - m_safe[:, None]) * scale)
-    alpha = tl.exp2((m_i - m_safe) * scale)
+    p = tl.exp2((s - m_safe[:, None]) * unit)
+    alpha = tl.exp2((m_i - m_safe) * unit)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def softmax_finish(m_i, l_i, scale):
+def softmax_finish(m_i, l_i, unit):
     """(shift, factor, natural log-sum-exp): 0, 0 and -inf where a row met no key."""
     empty = l_i == 0.0
     l_safe = tl.where(empty, 1.0, l_i)
-    lse = tl.where(empty, float("-inf"), m_i * (scale * LN2) + tl.log(l_safe))
+    lse = tl.where(empty, float("-inf"), m_i * (unit * LN2) + tl.log(l_safe))
     shift = tl.where(m_i == float("-inf"), 0.0, m_i)
     return shift, tl.where(empty, 0.0, 1.0 / l_safe), lse
 
@@ -71,13 +79,13 @@ def fold_factor(factor):
 
 
 @triton.jit
-def weights_of(s, shift, factor, scale, FOLDED: tl.constexpr):
-    """Softmax weights 2^((s - shift) * scale) * factor; shift and factor broadcast to s.
+def weights_of(s, shift, factor, unit, FOLDED: tl.constexpr):
+    """Softmax weights 2^((s - shift) * unit) * factor; shift and factor broadcast to s.
 
     A weight is at most the factor: a score that is summed in another order may pass a huge maximum
     by a lot. FOLDED: factor is fold_factor's, which saves a product, and the bound is 1.
     """
-    x = (s - shift) * scale
+    x = (s - shift) * unit
     if FOLDED:
         return tl.exp2(tl.minimum(x - factor, 0.0, propagate_nan=tl.PropagateNan.ALL))
     else:

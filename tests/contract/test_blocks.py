@@ -75,7 +75,7 @@ def test_no_merge_has_no_key():
         Part(*eager.forward(blocks.block_of(p, cut), *blocks.tensors_of(p, cut, *tensors)))
         for cut in cuts
     ]
-    merged, shares = blocks.merge("eager", parts)
+    merged, shares = blocks.merge(1.0, parts)
     assert not merged.out[1].any()
     assert (merged.lse[1] == -torch.inf).all()
     assert not any(share[1].any() for share in shares)

@@ -13,6 +13,7 @@ namespace fastattn::FASTATTN_ISA {
 struct ForwardArgs {
   const ForwardParams& p;
   const Path& path;
+  LogitUnits units;
   ForwardPlan plan;
   int64_t group;         // query heads per key head
   int64_t blocks;        // row blocks of a head
@@ -29,15 +30,19 @@ struct ForwardArgs {
   // Writes lse and stats of a finished row; returns the factor of its output.
   float write_row(int64_t b, int64_t h, int64_t i, float m, float l) const {
     const RowStats stats = row_stats(m, l);
-    p.lse[row(b, h, i)] = natural_lse(m, l);
-    store_stats(stats, row(b, h, i), p.stats);
+    p.lse[row(b, h, i)] = natural_lse(units, m, l);
+    store_stats(stats, units, row(b, h, i), p.stats);
     return stats.factor;
+  }
+  RowStats stats(int64_t b, int64_t h, int64_t i) const {
+    return load_stats(units, p.stats, row(b, h, i));
   }
 };
 
 struct BackwardArgs {
   const BackwardParams& p;
   const Path& path;
+  LogitUnits units;
   BackwardPlan plan;
   int64_t group;    // query heads per key head
   int64_t block_m;  // rows of a block
@@ -45,6 +50,9 @@ struct BackwardArgs {
 
   float* workspace(int64_t offset) const { return static_cast<float*>(p.workspace) + offset; }
   int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
+  RowStats stats(int64_t b, int64_t h, int64_t i) const {
+    return load_stats(units, p.stats, row(b, h, i));
+  }
   // Whether a chunk's gradient of q has sums of a row block, which keeps these keys.
   bool meets(KeyRange kept, int64_t chunk) const {
     const int64_t begin = chunk * path.chunk_keys;

@@ -122,10 +122,10 @@ class BackwardWorker {
     choose_form(score_, values_, mask_);
     if (Score::kHasStrips && args_.path.way == Way::kTiles && p_.grad_bias.data == nullptr)
       mask_.find_strips();
-    const auto linear = scores_of(score_, p_, mask_, at.rows, at.cols, s_, slopes_);
+    scores_of(score_, args_.units, mask_, at.rows, at.cols, s_, slopes_);
     values_.grad_weights(mask_, dp_);
     BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
-    with_logit(linear, slopes_, kN, [&](auto logit) __attribute__((always_inline)) {
+    with_logit(args_.units.linear, slopes_, kN, [&](auto logit) __attribute__((always_inline)) {
       values_.make_grads(
           score_,
           [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
@@ -174,7 +174,7 @@ class BackwardWorker {
     if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const bool weights = p_.grad_weights.data != nullptr;
     if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights);
-    const RowStats stats = load_stats(p_.stats, args_.row(at.b, at.h, at.i0 + i));
+    const RowStats stats = args_.stats(at.b, at.h, at.i0 + i);
     return {i,
             true,
             {stats.shift, stats.factor * units.w, stats.most},
@@ -188,7 +188,7 @@ class BackwardWorker {
   FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors<Logit>& factors, Vec& w,
                                 Vec& ds) const {
     const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), factors.logit, row.i, c),
-              p = known_weight(s, row.stats);
+              p = known_weight(s, factors.logit, row.stats);
     Vec dp = load(dp_ + row.i * kN + c) * factors.dp;
     w = p;
     if (!kPlain && row.grad_weights != nullptr)
@@ -306,7 +306,8 @@ template <typename Score, typename Values = ValueGrads>
 static void backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
   const int64_t blocks = ceil_div(p.M, Score::kBlockM), heads = p.B * p.H;
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 1;
-  const BackwardArgs args = {p, path, plan_backward(p, path), group, Score::kBlockM, blocks};
+  const LogitUnits units = logit_units(p, Score::scale(p), Score::own_factor(p));
+  const BackwardArgs args = {p, path, units, plan_backward(p, path), group, Score::kBlockM, blocks};
   const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
   const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
   const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);

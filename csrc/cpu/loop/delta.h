@@ -100,21 +100,22 @@ class DeltaWorker {
       if (cols == 0) continue;
       score_.load_keys(b_, h_ / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
-      const auto logit = scores_of(score_, p_, mask_, rows_, cols, s_);
-      mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols, logit); });
+      scores_of(score_, args_.units, mask_, rows_, cols, s_);
+      mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols); });
     }
   }
 
   template <Masking kMasking>
-  void add_tile(int64_t j0, int64_t cols, LinearLogit logit) {
+  void add_tile(int64_t j0, int64_t cols) {
+    const LinearLogit logit = args_.units.linear;
     for (int64_t i = 0; i < rows_; ++i) {
-      const RowStats stats = load_stats(p_.stats, args_.row(b_, h_, i0_ + i));
+      const RowStats stats = args_.stats(b_, h_, i0_ + i);
       load_grad_weights(p_, b_, h_, i0_ + i, j0, cols, grad_w_);
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h_, i0_ + i, j0, cols, drop_);
       Vec sum = load(sum_ + i * kWidth);
       for (int64_t c = 0; c < cols; c += kWidth) {
         const Vec s = mask_.apply<kMasking>(load(s_ + i * kN + c), logit, i, c);
-        Vec term = known_weight(s, stats) * load(grad_w_ + c);
+        Vec term = known_weight(s, logit, stats) * load(grad_w_ + c);
         if (p_.dropout.enabled) term *= load(drop_ + c);
         sum += s == splat(-kInf) ? Vec{} : term;
       }

@@ -1,6 +1,6 @@
 // Fused attention, forward, for any score (cpu/score/score.h):
 //
-//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
+//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = e^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
 //
 //   for (b, head or heads, row blocks, chunk of keys)   a task; its Q and O stay in the L2 cache
 //     for key tiles that some row keeps                 K, V packed once a tile
@@ -51,6 +51,7 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path,
   const int64_t heads = path.heads_together ? group : min64(group, 1);
   return {p,
           path,
+          logit_units(p, Score::scale(p), Score::own_factor(p)),
           plan_forward(p, path),
           group,
           blocks,
@@ -145,9 +146,9 @@ class ForwardWorker {
     choose_form(score_, values_, mask_);
     if (Score::kHasStrips && args_.path.way == Way::kTiles && !args_.path.values_in_place)
       mask_.find_strips();
-    const auto logit = scores_of(score_, p_, mask_, m.rows, used, s_);
-    values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, logit, s_, kN, drop_,
-                  state.alpha);
+    scores_of(score_, args_.units, mask_, m.rows, used, s_);
+    values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, args_.units.linear,
+                  s_, kN, drop_, state.alpha);
     values_.accumulate(s_, kN, m.rows, state.alpha, mask_, state.o);
     return loaded;
   }
@@ -209,7 +210,7 @@ class MergeWorker {
     for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk) {
       const float* const from = args_.partial(b, h, chunk, i);
       if (from[p_.E] == -kInf && from[p_.E + 1] == 0.f) continue;  // met no key
-      const float factor = __builtin_exp2f(from[p_.E] - m);
+      const float factor = __builtin_exp2f((from[p_.E] - m) * args_.units.linear.unit);
       l += factor * from[p_.E + 1];
       for (int64_t e = 0; e < p_.E; ++e) o_[e] += factor * from[e];
     }

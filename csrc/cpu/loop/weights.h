@@ -55,25 +55,26 @@ class WeightsWorker {
     mask_.set_rows(b_, h, i0_, rows_);
     if (mask_.range().begin >= end || mask_.range().end <= begin) return;
     score_.load_queries(b_, h, i0_, rows_);
-    for (int64_t i = 0; i < rows_; ++i) stats_[i] = load_stats(p_.stats, args_.row(b_, h, i0_ + i));
+    for (int64_t i = 0; i < rows_; ++i) stats_[i] = args_.stats(b_, h, i0_ + i);
     for (int64_t j0 = begin; j0 < end; j0 += kN) {
       const int64_t cols = mask_.set_keys(j0, min64(kN, end - j0));
       if (cols == 0) continue;
       score_.load_keys(b_, h / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
-      const auto logit = scores_of(score_, p_, mask_, rows_, cols, s_);
+      scores_of(score_, args_.units, mask_, rows_, cols, s_);
       mask_.with_masking(
-          [&](auto masking) { add_tile<masking>(h, j0, cols, logit, panel_ + (j0 - begin)); });
+          [&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
     }
   }
 
   template <Masking kMasking>
-  void add_tile(int64_t h, int64_t j0, int64_t cols, LinearLogit logit, float* to) {
+  void add_tile(int64_t h, int64_t j0, int64_t cols, float* to) {
+    const LinearLogit logit = args_.units.linear;
     for (int64_t i = 0; i < rows_; ++i) {
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
       for (int64_t c = 0; c < cols; c += kWidth) {
         const Vec logits = mask_.apply<kMasking>(load(s_ + i * kN + c), logit, i, c);
-        Vec w = known_weight(logits, stats_[i]);
+        Vec w = known_weight(logits, logit, stats_[i]);
         if (p_.dropout.enabled) w *= load(drop_ + c);
         store(to + i * kPanel + c, load(to + i * kPanel + c) + w);
       }

@@ -1,5 +1,5 @@
-// The scaled dot product as a score: s_ij = q_i . k_j. The logit is s_ij times scale * log2(e);
-// queries are packed negated if the scale is negative.
+// The scaled dot product as a score: s_ij = q_i . k_j, times |scale| in the logit. Queries are
+// packed times the sign of the scale, which is 0 of 0.
 //
 // Gradients, with dS in natural units: dq_i = scale sum_j dS_ij k_j,  dk_j = scale sum_i dS_ij q_i.
 //
@@ -42,7 +42,7 @@ class DotScore : public ScoreDefaults {
     if (backward_) k_finite_ = pack_rows(keys_, 1.f, k_rows_, ld_);
   }
 
-  Logit logit() const { return {abs_scale() * kLog2e}; }
+  static double scale(const AttentionParams& p) { return __builtin_fabsf(p.scale); }
 
   static constexpr bool kHasSlots = true;
   static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
@@ -53,8 +53,7 @@ class DotScore : public ScoreDefaults {
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
     slot_rows_[slot_] = static_cast<int32_t>(rows);
-    q_finite_ = pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale),
-                          q_, ld_);
+    q_finite_ = pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), sign_of(p_.scale), q_, ld_);
     clear_padding(q_, ld_, rows);
   }
 

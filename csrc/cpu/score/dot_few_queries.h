@@ -85,14 +85,14 @@ class FewDotScore : public ScoreDefaults {
     fill(ones_, kBlockM, 1.f);
   }
 
-  Logit logit() const { return {abs_scale() * kLog2e}; }
+  static double scale(const AttentionParams& p) { return __builtin_fabsf(p.scale); }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     keys_ = matrix_at(p_.k, b, hkv, j0, cols, p_.D);
   }
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
     rows_ = rows;
-    pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(1.f, p_.scale), q_, ld_);
+    pack_rows(matrix_at(p_.q, b, h, i0, rows, p_.D), sign_of(p_.scale), q_, ld_);
   }
 
   void scores(float* s) { dot_rows(q_, ld_, rows_, keys_, s, kBlockN); }

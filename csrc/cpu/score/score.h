@@ -15,7 +15,7 @@
 //     void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols);    // cols <= kBlockN
 //     void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);   // rows <= kBlockM
 //
-//     // logit()(s[i * kBlockN + j]) = log2(e) * score(i0 + i, j0 + j), for i < rows and
+//     // scale(p) * s[i * kBlockN + j] / own_factor(p) = score(i0 + i, j0 + j), for i < rows and
 //     // j < cols rounded up to kWidth. The loop overwrites what is past cols with -inf.
 //     // A NaN in key j may reach column j only, one in query i row i only.
 //     void scores(float* s);
@@ -31,9 +31,10 @@
 //
 //     // The rest is optional: ScoreDefaults is the score that needs none of it.
 //
-//     // A step from score to logit that costs nothing, such as a scale.
-//     using Logit = LinearLogit;
-//     Logit logit() const;
+//     // scale() is of the score, the same for every kernel and at least 0. own_factor() is of this
+//     // kernel, a power of 2.
+//     static double scale(const AttentionParams& p);
+//     static float own_factor(const AttentionParams& p);
 //
 //     // Called before the scores of a tile are computed. A score with several accurate ways
 //     // to compute them may have to know which pairs matter. Returns whether the tile needs the
@@ -115,24 +116,27 @@ struct FormDefaults {
   static void use_keys(int64_t) {}
 };
 
+// -1, 0 or 1.
+constexpr float sign_of(float x) { return x == 0.f ? x : __builtin_copysignf(1.f, x); }
+
 struct ScoreDefaults : FormDefaults {
-  using Logit = LinearLogit;
-  static Logit logit() { return {1.f}; }
+  static double scale(const AttentionParams&) { return 0.6931471805599453; }  // ln 2
+  static float own_factor(const AttentionParams&) { return 1.f; }
 
   static constexpr bool kCanNarrow = false, kHasSlots = false, kHasStrips = false;
   static void use_slot(int64_t) {}
   static int64_t query_bytes(const AttentionParams&) { return 0; }
 };
 
-// A tile of scores, and what makes logits of them. `slopes`: see cap_scores().
+// A tile of scores, or of their ratios to the softcap. `slopes`: see cap_scores().
 template <typename Score>
-FASTATTN_SIMD LinearLogit scores_of(Score& score, const AttentionParams& p, const MaskTile& mask,
-                                    int64_t rows, int64_t cols, float* s, float* slopes = nullptr) {
+FASTATTN_SIMD void scores_of(Score& score, const LogitUnits& units, const MaskTile& mask,
+                             int64_t rows, int64_t cols, float* s, float* slopes = nullptr) {
   if constexpr (Score::kHasStrips)
     mask.sparse() ? score.scores_of(mask.strips(), s) : score.scores(s);
   else
     score.scores(s);
-  return cap_scores(p, score.logit(), rows, cols, Score::kBlockN, s, slopes);
+  cap_scores(units, rows, cols, Score::kBlockN, s, slopes);
 }
 
 // Picks one form for score and values.

@@ -1,7 +1,7 @@
 // The mask and the bias of a tile of scores.
 //
 // A tile is empty (nothing of it is read) or full (no mask code runs), or it has an interval of
-// keys per row, or an addend. The addend is bias * log2(e), and -inf where a pair is masked. A mask
+// keys per row, or an addend. The addend is the bias, and -inf where a pair is masked. A mask
 // selects -inf and never adds it to NaN, so garbage behind it stays there. A bias that masks
 // nothing is read where it lies.
 #pragma once
@@ -13,18 +13,21 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// The step from a score to its logit in base 2, before the mask. Every sweep uses it, and so rounds
-// in the same way. Backward then recomputes exactly the weights that forward summed, however large
-// the logits are. Subtracting the maximum must not be fused with this product, because the maximum
-// was rounded.
+// The steps from a score to its logit, before the mask, and from the logit to its weight. Without a
+// bias, the logit is the score itself. With a bias, it is natural: rounded once, as a sum.
 //
-// It is linear. A softcap makes ratios of scores first, tile by tile (cap_scores()).
+// A weight is 2^(unit (logit - maximum)). The difference of two logits comes first: it is exact
+// where a weight counts, however large the logits are. Every sweep takes these steps, so backward
+// recomputes exactly the weights that forward summed.
+//
+// Both steps are linear. A softcap makes ratios of scores first, tile by tile (cap_scores()).
 struct LinearLogit {
-  float scale;  // at least 0
-  FASTATTN_MEMBER Vec operator()(Vec s) const { return product(s, splat(scale)); }
+  float scale;  // of a score that a bias is added to; 1 in a problem without a bias
+  float unit;   // above 0
   FASTATTN_MEMBER Vec operator()(Vec s, Vec addend) const {
     return multiply_add(s, splat(scale), addend);
   }
+  FASTATTN_MEMBER Vec exponent(Vec difference) const { return difference * unit; }
   // The gradient of the scaled score (i, c), from dS, the gradient of the logit.
   FASTATTN_MEMBER Vec slope(int64_t, int64_t, Vec ds) const { return ds; }
 };
@@ -44,27 +47,48 @@ FASTATTN_SIMD void with_logit(LinearLogit logit, const float* slopes, int64_t ld
   slopes == nullptr ? f(logit) : f(CappedLogit{logit, slopes, ld});
 }
 
-// Scores s [rows, ld] become tanh(score / softcap), if there is a softcap. Takes and returns what
-// makes logits of them, in base 2. Writes the slopes of tanh if there is a place for them. The
-// slope of NaN is 1: such a pair may be masked, where a gradient of 0 must stay 0.
-[[maybe_unused]] __attribute__((noinline)) static LinearLogit cap_scores(const AttentionParams& p,
-                                                                         LinearLogit logit,
-                                                                         int64_t rows, int64_t cols,
-                                                                         int64_t ld, float* s,
-                                                                         float* slopes) {
-  if (p.softcap == 0.f) return logit;
-  const double cap = static_cast<double>(p.softcap) * static_cast<double>(kLog2e);
-  const Vec factor = splat(static_cast<float>(static_cast<double>(logit.scale) / cap));
+// What a logit is, in a problem.
+struct LogitUnits {
+  LinearLogit linear;
+  double natural;  // how much 1 of a logit is in the exponent of e
+  float saved;     // what is saved of a maximum of 1, a power of 2: the same for every kernel
+  float ratio;     // score / softcap of a score of 1, or 0
+};
+
+// `scale`: the natural logit of a score of 1; `own`: a factor of this kernel's scores, a power
+// of 2.
+[[maybe_unused]] static LogitUnits logit_units(const AttentionParams& p, double scale, float own) {
+  constexpr double kLog2eExact = 1.4426950408889634, kLeast = __FLT_MIN__;
+  const bool capped = p.softcap != 0.f, biased = p.bias.data != nullptr;
+  const double cap = static_cast<double>(p.softcap);
+  const double natural = capped ? cap : scale / static_cast<double>(own);
+  const double ratio = scale / static_cast<double>(own) / cap;
+  // A unit of 0 would make NaN of -inf, and a ratio of 0 would be none.
+  const double unit = (natural < kLeast ? kLeast : natural) * kLog2eExact;
+  return {biased ? LinearLogit{static_cast<float>(natural), kLog2e}
+                 : LinearLogit{1.f, static_cast<float>(unit)},
+          biased ? 1. : natural, biased || capped ? 1.f : 1.f / own,
+          capped ? static_cast<float>(ratio < kLeast ? kLeast : ratio) : 0.f};
+}
+
+// Scores s [rows, ld] become tanh(score / softcap), if there is a softcap. Writes the slopes of
+// tanh if there is a place for them. The slope of NaN is 1: such a pair may be masked, where a
+// gradient of 0 must stay 0.
+[[maybe_unused]] __attribute__((noinline)) static void cap_scores(const LogitUnits& units,
+                                                                  int64_t rows, int64_t cols,
+                                                                  int64_t ld, float* s,
+                                                                  float* slopes) {
+  if (units.ratio == 0.f) return;
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t at = i * ld; at < i * ld + cols; at += kWidth) {
-      const Vec x = product(load(s + at), factor);
+      const Vec x = product(load(s + at), splat(units.ratio));
       if (slopes != nullptr) store(slopes + at, min(tanh_slope(x), splat(1.f)));  // 1 of NaN
       store(s + at, tanh(x));
     }
-  return {static_cast<float>(cap)};
 }
 
-// How the scores of a tile are masked.
+// How the scores of a tile are masked. kNone and kIntervals add no bias: a problem with a bias has
+// neither.
 enum class Masking { kNone, kBias, kBiasInside, kIntervals, kAddend };
 
 class MaskTile {
@@ -153,10 +177,10 @@ class MaskTile {
   template <Masking kMasking, typename Logit>
   FASTATTN_MEMBER Vec apply(Vec s, Logit logit, int64_t i, int64_t c) const {
     if constexpr (kMasking == Masking::kIntervals) {
-      return inside(i, c) ? logit(s) : splat(-kInf);
+      return inside(i, c) ? s : splat(-kInf);
     } else if constexpr (kMasking == Masking::kBias) {
       // The rows after these come next, and arrive while these are computed.
-      __builtin_prefetch(bias_ + (i + rows_) * p_.bias.stride_r + c, 0, 2);
+      __builtin_prefetch(bias_ + (i + rows_) * bias_stride_ + c, 0, 2);
       return logit(s, plain_bias(i, c));
     } else if constexpr (kMasking == Masking::kBiasInside) {
       return inside(i, c) ? logit(s, plain_bias(i, c)) : splat(-kInf);
@@ -164,7 +188,7 @@ class MaskTile {
       const Vec addend = load(addend_ + i * addend_stride_ + c);
       return addend == splat(-kInf) ? addend : logit(s, addend);
     } else {
-      return logit(s);
+      return s;
     }
   }
 
@@ -191,9 +215,9 @@ class MaskTile {
     return !masked_ || (c >= begin_[i] && c < end_[i]);
   }
 
-  // bias * log2(e), of a tile whose bias is read where it lies.
+  // Of a tile whose bias is read where it lies.
   FASTATTN_MEMBER Vec plain_bias(int64_t i, int64_t c) const {
-    return product(load(bias_ + i * p_.bias.stride_r + c), splat(kLog2e));
+    return load(bias_ + i * bias_stride_ + c);
   }
 
   // Of the rows [i0, i1), which are a strip. They return how many vectors are listed.
@@ -240,15 +264,15 @@ class MaskTile {
     return min64(cols_, round_up(last, kWidth));
   }
 
-  // Whether the addend is only a bias that can be read where it lies: it has no -inf, and bias *
-  // log2(e) is finite. Absolute values are compared as integers, where infinities and NaN are the
-  // largest.
+  // Whether the addend is only a bias that can be read where it lies, and is finite. Absolute
+  // values are compared as integers, where infinities and NaN are the largest.
   bool look_at_plain_bias() {
     const View& bias = p_.bias;
     if (has_dense(p_.mask) || cols_ % kWidth != 0) return false;
     if (bias.dtype != DType::kFloat32 || bias.stride_c != 1) return false;
     bias_ = static_cast<const float*>(bias.data) + b_ * bias.stride_b + h_ * bias.stride_h +
             i0_ * bias.stride_r + j0_;
+    bias_stride_ = bias.stride_r;
     // Rows of a line share all but one element each.
     const bool line = p_.bias_is_line;
     const float* const first = line ? bias_ - (rows_ - 1) : bias_;
@@ -261,8 +285,8 @@ class MaskTile {
         const VecI size = bits_of(abs(load(at)));
         most = size > most ? size : most;
       }
-    if (any_lane(most > bits_of(splat(0x1p120f)))) return false;
-    if (any_lane(most)) masking_ = masked_ ? Masking::kBiasInside : Masking::kBias;
+    if (any_lane(most > bits_of(splat(__FLT_MAX__)))) return false;
+    masking_ = masked_ ? Masking::kBiasInside : Masking::kBias;
     return true;
   }
 
@@ -301,7 +325,10 @@ class MaskTile {
     if (!any_lane(seen.kept)) return 0;
     masked_ = any_lane(seen.masked);
     const bool plain = !masked_ && !any_lane(seen.biased) && cols_ % kWidth == 0;
-    masking_ = plain ? Masking::kNone : Masking::kAddend;
+    masking_ = !plain                    ? Masking::kAddend
+               : p_.bias.data == nullptr ? Masking::kNone
+                                         : Masking::kBias;
+    bias_ = addend_, bias_stride_ = 0;  // a plain one is all zeros
     return last_kept(in_interval, one_row ? 1 : rows_);
   }
 
@@ -320,17 +347,9 @@ class MaskTile {
         b_ * bias.stride_b + h_ * bias.stride_h + (i0_ + i) * bias.stride_r + j0_ * bias.stride_c;
     with_dtype(bias.dtype, [&](auto type) {
       for (int64_t c = 0; c < cols_; c += kWidth)
-        store(to + c, in_log2(load_strided<type>(bias.data, row + c * bias.stride_c, bias.stride_c,
-                                                 cols_ - c)));
+        store(to + c,
+              load_strided<type>(bias.data, row + c * bias.stride_c, bias.stride_c, cols_ - c));
     });
-  }
-
-  // bias * log2(e). Only -inf masks: large finite numbers, often used as masks, must not overflow
-  // to -inf or +inf.
-  FASTATTN_MEMBER static Vec in_log2(Vec bias) {
-    const Vec bounded = max(splat(-__FLT_MAX__), min(splat(__FLT_MAX__), bias * kLog2e));
-    const VecI finite = (bias > splat(-kInf)) & (bias < splat(kInf));
-    return finite ? bounded : bias;
   }
 
   // -inf where the dense mask drops a key; elsewhere 0, or (kOver) the value already there.
@@ -375,6 +394,7 @@ class MaskTile {
   bool has_addend_, masked_ = false, sparse_ = false;
   Masking masking_ = Masking::kNone;
   int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0, j0_ = 0, cols_ = 0, addend_stride_ = 0;
+  int64_t bias_stride_ = 0;
   KeyRange range_{};
   Strips strips_;
   int32_t *begin_, *end_;

@@ -131,36 +131,41 @@ struct WeightedSum {
 };
 
 // o(r, e) = scale[r] o(r, e) + sum_n weights(r, j_n) values(j_n, e), for kVecs vectors of columns
-// from e on. The last vector may be partial; o has room for whole vectors. Each sum is one chain of
-// additions, so a row does not depend on how many there are. 4 chains are faster than memory.
+// from e on. The last vector may be partial; o has room for whole vectors. Chains of additions end
+// at multiples of kChainKeys, so a row does not depend on how many rows there are, nor on which
+// weights of 0 are listed. 4 chains at a time are faster than memory.
+constexpr int64_t kChainKeys = 16;  // a sum of 64 in one chain loses twice the digits
 template <DType kType, int kRows, int kVecs>
 FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
   const Matrix& values = of.values;
   const int64_t distance = prefetch_distance<kType>(values);
-  Vec sum[kRows][kVecs] = {};
-  for (int64_t n = 0; n < of.count; ++n) {
-    const int64_t j = of.listed[n], row = values.offset + j * values.stride_r + e;
-    Vec value[kVecs];
+  for (int64_t n = 0, chain = 0; chain == 0 || n < of.count; ++chain) {
+    const int64_t end = n < of.count ? (of.listed[n] / kChainKeys + 1) * kChainKeys : 0;
+    Vec sum[kRows][kVecs] = {};
+    for (; n < of.count && of.listed[n] < end; ++n) {
+      const int64_t j = of.listed[n], row = values.offset + j * values.stride_r + e;
+      Vec value[kVecs];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v)
-      value[v] =
-          load_columns<kType>(values.data, row + v * kWidth, kVecs > 1 ? kWidth : values.cols - e);
+      for (int v = 0; v < kVecs; ++v)
+        value[v] = load_columns<kType>(values.data, row + v * kWidth,
+                                       kVecs > 1 ? kWidth : values.cols - e);
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const Vec weight = splat(of.weights[r * of.ldw + j]);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec weight = splat(of.weights[r * of.ldw + j]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) sum[r][v] += weight * value[v];
+        for (int v = 0; v < kVecs; ++v) sum[r][v] += weight * value[v];
+      }
+      const int64_t ahead = n + distance;
+      if (e == 0) prefetch_row<kType>(values, ahead < of.count ? of.listed[ahead] : j + distance);
     }
-    const int64_t ahead = n + distance;
-    if (e == 0) prefetch_row<kType>(values, ahead < of.count ? of.listed[ahead] : j + distance);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) {
+        float* const to = of.o + r * of.ldo + e + v * kWidth;
+        store(to, load(to) * (chain == 0 ? of.scale[r] : 1.f) + sum[r][v]);
+      }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) {
-      float* const to = of.o + r * of.ldo + e + v * kWidth;
-      store(to, load(to) * of.scale[r] + sum[r][v]);
-    }
 }
 
 template <DType kType, int kRows>

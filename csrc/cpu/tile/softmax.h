@@ -1,8 +1,10 @@
 // Online softmax over a row block, in base 2: the state of each row, and one step for a key tile.
 //
-//   m' = max(m, max_j s_j)   alpha = 2^(m - m')   w_j = 2^(s_j - m')   l' = alpha l + sum_j w_j
+//   m' = max(m, max_j s_j)   alpha = 2^(u (m - m'))   w_j = 2^(u (s_j - m'))   l' = alpha l + sum
+//   w_j
 //
-// m stays as it is unless some score exceeds it by more than kSlack.
+// s are logits and u is their unit (masking.h). m stays as it is unless a weight would exceed
+// 2^kSlack.
 //
 // A row that has met no key has m = -inf and l = 0. It subtracts 0 instead of m, because -inf minus
 // -inf is NaN.
@@ -70,9 +72,8 @@ struct InPlace {
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
 };
 
-// Turns row i of the scores into logits, in place. Scores that nothing masks stay scores;
-// weigh_row() converts them. Returns a vector whose lanes are maxima of parts of the row, without
-// NaN: a NaN shows in the weights.
+// Turns row i of the scores into logits, in place. Returns a vector whose lanes are maxima of parts
+// of the row, without NaN: a NaN shows in the weights.
 template <Masking kMasking, typename Logit, typename Taken>
 FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, Taken columns, float* s) {
   Vec top = splat(-kInf);
@@ -86,16 +87,16 @@ FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, Taken c
     }
     top = max(x, top);
   }
-  return kMasking == Masking::kNone ? logit(top) : top;
+  return top;
 }
 
-// Turns a row of logits into weights 2^(logit - m), and adds them to the running sums l. logits(c)
-// returns those from column c on. `drop` [cols], if any, multiplies weights after they are summed.
+// Turns a row of logits into weights, and adds them to the running sums l. logits(c) returns those
+// from column c on. `drop` [cols], if any, multiplies weights after they are summed.
 // Returns a vector with one lane at least as large as the largest weight: partial sums if kSlack
 // leaves room for them, else maxima.
-template <typename Sink, typename Logits, typename Taken>
-FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, Taken columns, int64_t cols, float m,
-                            float alpha, const float* drop, float* l) {
+template <typename Sink, typename Logit, typename Logits, typename Taken>
+FASTATTN_SIMD Vec weigh_row(const Sink sink, Logit logit, Logits logits, Taken columns,
+                            int64_t cols, float m, float alpha, const float* drop, float* l) {
   constexpr bool kRoom = Sink::kSlack >= 8;
   const int64_t count = columns.count();
   Vec sum{}, top{};
@@ -106,9 +107,9 @@ FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, Taken columns, int64
 #pragma GCC unroll 2
     for (int v = 0; v < Sink::kVectors; ++v) {
       const int64_t at = c + v * kWidth;
-      w[v] = v == 0 || at < cols
-                 ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(logits(at) - m)
-                 : Vec{};
+      w[v] = v == 0 || at < cols ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(
+                                       logit.exponent(logits(at) - m))
+                                 : Vec{};
       sum += w[v];
       if constexpr (!kRoom) top = max(w[v], top);
       if (drop != nullptr && at < cols) w[v] *= load(drop + at);
@@ -121,11 +122,11 @@ FASTATTN_SIMD Vec weigh_row(const Sink sink, Logits logits, Taken columns, int64
 
 // Raises m to the maximum of a row, the largest lane of `top`. Returns what rescales the row's
 // sums.
-FASTATTN_SIMD float raise_maximum(Vec top, float* m) {
+FASTATTN_SIMD float raise_maximum(Vec top, LinearLogit logit, float* m) {
   const float old = *m;
   *m = fold(top, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
   // A row that has met no key has nothing to rescale.
-  return old == -kInf ? 1.f : exp2_weight(splat(old - *m))[0];
+  return old == -kInf ? 1.f : exp2_weight(logit.exponent(splat(old - *m)))[0];
 }
 
 template <Masking kMasking, typename Sink>
@@ -146,12 +147,15 @@ template <Masking kMasking, typename Logit, typename Sink>
 FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
                                 const TilePlace& at, const RowState& state, Logit logit, float* s,
                                 int64_t ld, float* drop, float* alpha, const Sink& sink) {
+  using Row = decltype(sink.row(0));
+  // After a failed try, m rises to the true maximum, else the next tile would fail as well.
+  const float slack =
+      Sink::kKeepsScores ? 0.f : __builtin_fminf(Row::kSlack / logit.unit, __FLT_MAX__);
   for (int64_t i = 0; i < at.rows; ++i) {
     float *const row = s + i * ld, *const l = state.l + i * kWidth, *const m = state.m + i;
     if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const float* const factors = dropout.enabled ? drop : nullptr;
     const auto columns = columns_of<kMasking, Sink>(mask, i, at.cols);
-    using Row = decltype(sink.row(i));
     [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
     if constexpr (Sink::kKeepsScores) {
       const Vec before = load(l);
@@ -159,7 +163,7 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
         return mask.apply<kMasking>(load(row + c), logit, i, c);
       };
       const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
-        return weigh_row(to, logits, columns, at.cols, *m, 1.f, factors, l);
+        return weigh_row(to, logit, logits, columns, at.cols, *m, 1.f, factors, l);
       };
       const bool rises = alpha[i] != 1.f;
       if (*m != -kInf && !rises && !any_above(weigh(sink.row_apart(i)), kMost)) {
@@ -170,13 +174,10 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
       store(l, before);
     }
     const Vec top = mask_row<kMasking>(mask, logit, i, columns, row);
-    // After a failed try, m rises to the true maximum, else the next tile would fail as well.
-    constexpr float kSlack = Sink::kKeepsScores ? 0.f : Row::kSlack;
-    alpha[i] = any_above(top, *m + kSlack) ? raise_maximum(top, m) : 1.f;
-    const auto logits = [&](int64_t c) __attribute__((always_inline)) {
-      return kMasking == Masking::kNone ? logit(load(row + c)) : load(row + c);
-    };
-    weigh_row(sink.row(i), logits, columns, at.cols, *m == -kInf ? 0.f : *m, alpha[i], factors, l);
+    alpha[i] = any_above(top, *m + slack) ? raise_maximum(top, logit, m) : 1.f;
+    const auto logits = [&](int64_t c) __attribute__((always_inline)) { return load(row + c); };
+    weigh_row(sink.row(i), logit, logits, columns, at.cols, *m == -kInf ? 0.f : *m, alpha[i],
+              factors, l);
   }
 }
 
@@ -192,9 +193,9 @@ static void softmax_step(const MaskTile& mask, const DropoutParams& dropout, con
 
 // ---- what is saved of a row, and weights recomputed from it ----
 
-// The weight of score s is 2^(s - shift) * factor: the maximum and 1 / sum, both 0 if a row met no
-// key. One log-sum-exp would not be enough. Rounded to fp32, an ordinary one of 10 puts the same 4
-// ulp of error on every weight of its row. One of 1e30 has no bits left for the sum.
+// The weight of logit s is 2^(u (s - shift)) * factor: the maximum and 1 / sum, both 0 if a row met
+// no key. One log-sum-exp would not be enough. Rounded to fp32, an ordinary one of 10 puts the same
+// 4 ulp of error on every weight of its row. One of 1e30 has no bits left for the sum.
 struct RowStats {
   float shift, factor;
   float most;  // largest exponent, except for rounding: weights are at most 1
@@ -204,24 +205,25 @@ FASTATTN_SIMD RowStats row_stats(float m, float l) {
   return l == 0.f ? RowStats{0.f, 0.f, 0.f} : RowStats{m, 1.f / l, 0.f};
 }
 
-FASTATTN_SIMD RowStats load_stats(const float* stats, int64_t row) {
+FASTATTN_SIMD RowStats load_stats(const LogitUnits& units, const float* stats, int64_t row) {
   const float factor = stats[2 * row + 1];
-  return {stats[2 * row], factor, static_cast<float>(min64(126, 1 - exponent_of(factor)))};
+  return {stats[2 * row] / units.saved, factor,
+          static_cast<float>(min64(126, 1 - exponent_of(factor)))};
 }
-FASTATTN_SIMD void store_stats(const RowStats& from, int64_t row, float* stats) {
-  stats[2 * row] = from.shift;
+FASTATTN_SIMD void store_stats(const RowStats& from, const LogitUnits& units, int64_t row,
+                               float* stats) {
+  stats[2 * row] = from.shift * units.saved;
   stats[2 * row + 1] = from.factor;
 }
 
-FASTATTN_SIMD float natural_lse(float m, float l) {
-  constexpr double kLn2 = 0.6931471805599453;
-  return l == 0.f ? -kInf : static_cast<float>(m * kLn2 + __builtin_log(l));
+FASTATTN_SIMD float natural_lse(const LogitUnits& units, float m, float l) {
+  return l == 0.f ? -kInf : static_cast<float>(m * units.natural + __builtin_log(l));
 }
 
-// The weight of a masked score: exactly 0 where s is -inf, even if the row's sum is NaN. The
+// The weight of a masked logit: exactly 0 where s is -inf, even if the row's sum is NaN. The
 // exponent is bounded, because scores summed in another order may exceed a huge maximum by a lot.
-FASTATTN_SIMD Vec known_weight(Vec s, const RowStats& row) {
-  const Vec w = exp2_weight(min(splat(row.most), s - row.shift)) * row.factor;
+FASTATTN_SIMD Vec known_weight(Vec s, LinearLogit logit, const RowStats& row) {
+  const Vec w = exp2_weight(min(splat(row.most), logit.exponent(s - row.shift))) * row.factor;
   return s == splat(-kInf) ? Vec{} : w;
 }
 

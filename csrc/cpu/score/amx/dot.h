@@ -36,7 +36,10 @@ class AmxDotScore : public ScoreDefaults {
     grad_k_rows_ = scratch.floats(kBlockN * ld_);
   }
 
-  Logit logit() const { return {abs_scale() * kLog2e / (input_unit_ * input_unit_)}; }
+  static double scale(const AttentionParams& p) { return __builtin_fabsf(p.scale); }
+  static float own_factor(const AttentionParams& p) {
+    return input_unit(p.q.dtype) * input_unit(p.q.dtype);
+  }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
@@ -55,7 +58,7 @@ class AmxDotScore : public ScoreDefaults {
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
     AmxInput& queries = slots_.queries();
-    queries.load(matrix_at(p_.q, b, h, i0, rows, p_.D), __builtin_copysignf(input_unit_, p_.scale));
+    queries.load(matrix_at(p_.q, b, h, i0, rows, p_.D), sign_of(p_.scale) * input_unit_);
     queries.pack<Depth::kCols, Side::kLeft>(slots_.q());
     if (backward_) queries.pack<Depth::kRows, Side::kLeft>(q_columns_);
   }

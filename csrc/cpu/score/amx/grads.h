@@ -198,7 +198,7 @@ class AmxValueGrads : public GradDefaults {
           of_row = largest(of_row, load_strided<type>(from.data, row + c * from.stride_c,
                                                       from.stride_c, from.cols - c));
         constexpr Window kFinite = {0.f, __FLT_MAX__};
-        if (load_stats(stats, r).factor == 0.f || !kFinite.has(of_row)) continue;
+        if (stats[2 * r + 1] == 0.f || !kFinite.has(of_row)) continue;  // a row without keys
         VecI& most = kAnyBf16.has(of_row) ? top : apart;
         most = most > of_row ? most : of_row;
       }
