@@ -150,7 +150,11 @@ FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
 // ---- backward ----
 
 constexpr int64_t kBackwardTasks = 16;  // enough tasks to keep a few cores busy and even out
-constexpr int64_t kBackwardKeys = 192;  // chunks are multiples of this
+// Chunks are multiples of this. A tile of the additive score is computed as its largest numbers
+// require, so its tiles must be those of the forward pass.
+FASTATTN_FN int64_t backward_keys(const BackwardParams& p) {
+  return p.score == ScoreKind::kDot ? 192 : 128;
+}
 // More than 4 chunks only if their gradients of q fit into this many bytes.
 constexpr int64_t kBackwardBytes = 32ll << 20;
 
@@ -168,7 +172,7 @@ FASTATTN_FN int64_t backward_chunk_keys(const BackwardParams& p) {
   const int64_t most = max64(4, kBackwardBytes / grad_q_bytes);
   const int64_t wanted = ceil_div(kBackwardTasks, max64(1, groups.b * groups.h));
   const int64_t chunks = max64(1, min64(most, wanted));
-  return max64(1, ceil_div(p.N, chunks * kBackwardKeys)) * kBackwardKeys;
+  return max64(1, ceil_div(p.N, chunks * backward_keys(p))) * backward_keys(p);
 }
 
 FASTATTN_FN Path choose_backward(BackwardParams* p, const Chooser& chooser) {

@@ -53,7 +53,8 @@ OPTIONS = {
 def assert_all_sums(score, logit, backend):
     for M, N in ((1, 128), (7, 128), (40, 64), (100, 128), (9, 300)):
         for name, options in OPTIONS.items() if N == 128 else [("plain", {})]:
-            assert_sums(problem(score, logit, M, N), backend, **options), name
+            print(name)
+            assert_sums(problem(score, logit, M, N), backend, **options)
     assert_sums(problem(score, logit, 1, 128, H=6), backend)
 
 
@@ -89,3 +90,14 @@ def test_sums_do_not_depend_on_strides(isa, score, M, name):
     """A kernel's path depends on strides: both passes must take the same path."""
     call = problem(score, 1e4, M, 70)
     assert_sums(call | {name: strided(call[name])}, "cpu")
+
+
+@pytest.mark.parametrize("lengths", [[40, 90, 70, 112, 200], None])
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+def test_sums_where_tiles_are_computed_in_several_ways(isa, size, lengths):
+    """Some keys are far from the others, so their tiles round an additive score differently."""
+    call = problem("additive", size, 512, 512, H=1, Hkv=1)
+    for keys in (slice(100, 104), slice(300, 303)):
+        call["key"][:, :, keys] *= 8
+    mask = None if lengths is None else Mask.documents(lengths=lengths)
+    assert_sums(call, "cpu", mask=mask)

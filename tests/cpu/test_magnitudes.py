@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import assert_same_bits, attend, everything, inputs
 
+import fastattn
 from fastattn import Mask, testing
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -176,3 +177,41 @@ def test_a_row_does_not_depend_on_the_tiles_that_other_rows_keep(isa):
         call = {"query": q.to(dtype), "key": k.to(dtype), "value": v.to(dtype)}
         alone, other = (attend(**call, scale=1.0, mask=Mask(keep=x)) for x in (keep, beside))
         assert torch.equal(alone[:, :, 0], other[:, :, 0]), dtype
+
+
+@pytest.mark.parametrize("size", [1.0, 1e27])
+@pytest.mark.parametrize("M", [1, 2])
+def test_huge_weights_of_saturated_keys(isa, M, size):
+    """tanh is 1 of all keys but one, where it is -1."""
+    q, k = torch.full((1, 1, M, 64), 8.0), torch.full((1, 1, 4, 64), 8.0)
+    k[:, :, 1] = -9
+    v = torch.tensor([0.0, 1, 2, 3]).view(1, 1, 4, 1)
+    out = fastattn.additive_attention(q, k, v, torch.full((64,), size), backend="cpu")
+    torch.testing.assert_close(out, torch.full_like(out, 5 / 3))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e19])
+def test_a_scale_of_zero_weighs_all_keys_alike(isa, size):
+    q, v = torch.randn(2, 1, 40, 8) * size, torch.randn(2, 1, 40, 8)
+    mask = Mask(kv_len=torch.tensor([30, 0]))
+    for rows in (q, q[:, :, :1]):
+        out = attend(rows, q, v, scale=0.0, mask=mask, backend="cpu")
+        torch.testing.assert_close(out[0, 0], v[0, 0, :30].mean(0).expand_as(out[0, 0]))
+        assert (out[1] == 0).all()
+
+
+def test_a_scale_far_above_the_softcap(isa):
+    q, k = torch.zeros(1, 1, 40, 8), torch.randn(1, 1, 40, 8)
+    out = attend(q, k, k, scale=1e25, softcap=1e-15, backend="cpu")
+    torch.testing.assert_close(out, k.mean(-2, keepdim=True).expand_as(out))
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+def test_any_nan_in_a_bias_reaches_what_its_row_reaches(isa, bits):
+    call = inputs("dot", B=1, M=64, N=64, D=64, E=64, dtype=torch.bfloat16)
+    bias = torch.zeros(64, 64)
+    bias[3] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    found = everything(call, torch.ones(1, 2, 64, 64, dtype=torch.bfloat16), bias=bias)
+    assert found["out"][:, :, 3].isnan().all()
+    assert not found["out"][:, :, 4:].isnan().any()
+    assert found["grad_value"].isnan().all()

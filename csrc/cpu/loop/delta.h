@@ -58,8 +58,8 @@ class DeltaWorker {
   static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
   static constexpr int64_t kCols = (kM + kWidth - 1) / kWidth * kWidth;
 
-  // Each term is summed in the order in which dO V^T is summed. A row that keeps one key has O = V:
-  // its two sums are then equal, and dS is exactly 0.
+  // Each term is summed in the order in which dO V^T is summed, but for that of the matrix unit. A
+  // row that keeps one key has O = V: its two sums are then equal, and dS is exactly 0.
   void sum_out_terms() {
     if constexpr (Values::kSumsByRow)
       sum_by_row();

@@ -113,7 +113,7 @@ class ForwardWorker {
     for (int64_t g = 0; g < members(); ++g) select(g, true);
     const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * kM);
     const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * kM, i1);
-    const int64_t step = begins_vary_by_row(p_.mask) ? kWidth : kN;
+    const int64_t step = begins_vary_by_row(p_.mask) ? Score::kBeginStep : kN;
     begin = max64(begin, keys.begin / step * step);
     // Tiles do not end where the keys of these row blocks end; the masks of each block cut them. So
     // a block's results do not depend on the other blocks of its stack.

@@ -36,6 +36,10 @@
 //     static double scale(const AttentionParams& p);
 //     static float own_factor(const AttentionParams& p);
 //
+//     // The first key of a tile is a multiple of this. kBlockN: a score of one key depends on the
+//     // others of its tile, by rounding, and every pass must have the same tiles.
+//     static constexpr int64_t kBeginStep = kWidth;
+//
 //     // Called before the scores of a tile are computed. A score with several accurate ways
 //     // to compute them may have to know which pairs matter. Returns whether the tile needs the
 //     // wide form. use_form() follows, with true if score or values need the wide form.
@@ -123,6 +127,7 @@ struct ScoreDefaults : FormDefaults {
   static double scale(const AttentionParams&) { return 0.6931471805599453; }  // ln 2
   static float own_factor(const AttentionParams&) { return 1.f; }
 
+  static constexpr int64_t kBeginStep = kWidth;
   static constexpr bool kCanNarrow = false, kHasSlots = false, kHasStrips = false;
   static void use_slot(int64_t) {}
   static int64_t query_bytes(const AttentionParams&) { return 0; }

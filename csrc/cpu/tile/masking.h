@@ -58,17 +58,20 @@ struct LogitUnits {
 // `scale`: the natural logit of a score of 1; `own`: a factor of this kernel's scores, a power
 // of 2.
 [[maybe_unused]] static LogitUnits logit_units(const AttentionParams& p, double scale, float own) {
-  constexpr double kLog2eExact = 1.4426950408889634, kLeast = __FLT_MIN__;
+  constexpr double kLog2eExact = 1.4426950408889634, kLeast = __FLT_MIN__, kMost = __FLT_MAX__;
   const bool capped = p.softcap != 0.f, biased = p.bias.data != nullptr;
   const double cap = static_cast<double>(p.softcap);
   const double natural = capped ? cap : scale / static_cast<double>(own);
   const double ratio = scale / static_cast<double>(own) / cap;
-  // A unit of 0 would make NaN of -inf, and a ratio of 0 would be none.
+  // A unit of 0 would make NaN of -inf, a ratio of 0 would be none, and an infinite one NaN of 0.
   const double unit = (natural < kLeast ? kLeast : natural) * kLog2eExact;
   return {biased ? LinearLogit{static_cast<float>(natural), kLog2e}
                  : LinearLogit{1.f, static_cast<float>(unit)},
           biased ? 1. : natural, biased || capped ? 1.f : 1.f / own,
-          capped ? static_cast<float>(ratio < kLeast ? kLeast : ratio) : 0.f};
+          capped ? static_cast<float>(ratio < kLeast  ? kLeast
+                                      : ratio < kMost ? ratio
+                                                      : kMost)
+                 : 0.f};
 }
 
 // Scores s [rows, ld] become tanh(score / softcap), if there is a softcap. Writes the slopes of
@@ -347,10 +350,13 @@ class MaskTile {
         b_ * bias.stride_b + h_ * bias.stride_h + (i0_ + i) * bias.stride_r + j0_ * bias.stride_c;
     with_dtype(bias.dtype, [&](auto type) {
       for (int64_t c = 0; c < cols_; c += kWidth)
-        store(to + c,
-              load_strided<type>(bias.data, row + c * bias.stride_c, bias.stride_c, cols_ - c));
+        store(to + c, canonical(load_strided<type>(bias.data, row + c * bias.stride_c,
+                                                   bias.stride_c, cols_ - c)));
     });
   }
+
+  // A NaN that rounding to 16 bits keeps: see words_of().
+  FASTATTN_MEMBER static Vec canonical(Vec x) { return x == x ? x : splat(__builtin_nanf("")); }
 
   // -inf where the dense mask drops a key; elsewhere 0, or (kOver) the value already there.
   template <bool kOver>

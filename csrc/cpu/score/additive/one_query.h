@@ -42,6 +42,7 @@ class OneQueryAdditive : public ScoreDefaults {
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t) {
     pack_rows(matrix_at(p_.q, b, h, i0, 1, p_.D), 1.f, q_, 0);
     pack_rows(matrix_at(p_.w, 0, h, 0, 1, p_.D), 1.f, w_, 0);
+    fit_weights();
     for (int64_t d = 0; d < ld_; d += kStep)
       store(half_ + d / 2, (load(w_ + d) + load(w_ + d + kWidth)) * 0.5f);
   }
@@ -70,7 +71,7 @@ class OneQueryAdditive : public ScoreDefaults {
       for (; j + 4 <= to.rows; j += 4) key_grads<type, 4>(to, j);
       for (; j < to.rows; ++j) key_grads<type, 1>(to, j);
     });
-    for (int64_t d = 0; d < p_.D; ++d) grad_q_out_[d] += grad_q_[d] * w_[d] * 4.f;
+    for (int64_t d = 0; d < p_.D; ++d) grad_q_out_[d] += grad_q_[d] * (w_[d] * weight_unit_) * 4.f;
     for (int64_t d = 0; d < p_.D; ++d) grad_w_out_[d] += grad_w_[d] * 2.f;
   }
 
@@ -81,6 +82,17 @@ class OneQueryAdditive : public ScoreDefaults {
     float* const all = scratch.floats(ld_);
     fill(all, ld_, 0.f);
     return all;
+  }
+
+  // Divides the weights by a power of 2 that leaves room for products with z.
+  void fit_weights() {
+    constexpr int kBits = 60;
+    int exponent = 0;
+    const float heaviest = heaviest_weight(w_, p_.D);
+    if (heaviest == heaviest) __builtin_frexpf(heaviest, &exponent);
+    weight_unit_ = exponent <= kBits ? 1.f : two_to(exponent - kBits);
+    if (weight_unit_ == 1.f) return;
+    for (int64_t d = 0; d < p_.D; ++d) w_[d] /= weight_unit_;
   }
 
   // w tanh / 2 of dims [d, d + kStep): a lane has the sum of two dims, kWidth apart. If kKeep,
@@ -122,7 +134,7 @@ class OneQueryAdditive : public ScoreDefaults {
               z);
         sums[lane] = sum;
       }
-      store(s + j, sums_of<kWidth>(sums) * (2.f * kLog2e));
+      store(s + j, sums_of<kWidth>(sums) * (2.f * kLog2e * weight_unit_));
     }
   }
 
@@ -131,7 +143,8 @@ class OneQueryAdditive : public ScoreDefaults {
   FASTATTN_MEMBER void key_grads(const Matrix& to, int64_t j) const {
     for (int64_t d = 0; d < ld_; d += kStep) {
       Vec sum_q[2] = {}, sum_w[2] = {};
-      const Vec weight[2] = {load(w_ + d) * 4.f, load(w_ + d + kWidth) * 4.f};
+      const float unit = 4.f * weight_unit_;
+      const Vec weight[2] = {load(w_ + d) * unit, load(w_ + d + kWidth) * unit};
 #pragma GCC unroll 4
       for (int64_t n = j; n < j + kKeys; ++n) {
         const float* const from = z_ + n * z_stride_ + d;
@@ -162,6 +175,7 @@ class OneQueryAdditive : public ScoreDefaults {
   int64_t ld_, z_stride_;
   float *q_, *w_, *half_;  // [D], [D]; half the sums of weights kWidth apart [D / 2]
   float *z_, *grad_q_, *grad_w_;
+  float weight_unit_ = 1.f;
   const float* ds_ = nullptr;
   float *grad_q_out_ = nullptr, *grad_w_out_ = nullptr;
   Matrix keys_{};
