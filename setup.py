@@ -227,7 +227,7 @@ def write_ninja_file(cxx: list[str], isas: dict[str, list[str]], torch: Path) ->
     user = quote(shlex.split(os.environ.get("CXXFLAGS", "")))
     text = RULES.format(build=BUILD, cxx=quote(cxx), user=user, ldflags=quote(link))
     jobs = compilations(isas, torch)
-    for source, target, flags in jobs:
+    for source, target, flags in reversed(jobs):  # the long ones first
         text += f"build {target}: cxx {source}\n  flags = {quote(flags)}\n"
     text += f"build {BUILD / EXTENSION}: link {' '.join(str(job[1]) for job in jobs)}\n"
     path = BUILD / "build.ninja"

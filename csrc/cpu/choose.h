@@ -153,7 +153,7 @@ constexpr int64_t kBackwardTasks = 16;  // enough tasks to keep a few cores busy
 // Chunks are multiples of this. A tile of the additive score is computed as its largest numbers
 // require, so its tiles must be those of the forward pass.
 FASTATTN_FN int64_t backward_keys(const BackwardParams& p) {
-  return p.score == ScoreKind::kDot ? 192 : 128;
+  return p.score == ScoreKind::kAdditive ? 256 : 192;
 }
 // More than 4 chunks only if their gradients of q fit into this many bytes.
 constexpr int64_t kBackwardBytes = 32ll << 20;

@@ -127,9 +127,11 @@ def test_minus_infinity_masks_as_false_does(case, dims):
         masked(t, keep=keep), change(t, attn_mask=keep), change(t, attn_mask=added),
         change(t, bias=added),
     ]  # fmt: skip
-    first, *others = (without(run(case, x), "grad_bias", "grad_attn_mask") for x in ways)
-    for found in others:
-        assert_same_bits(found, first)
+    first, same, *biased = (without(run(case, x), "grad_bias", "grad_attn_mask") for x in ways)
+    assert_same_bits(same, first)
+    assert_same_bits(*biased)
+    # A score that a bias is added to is scaled before, and others are scaled as differences.
+    assert_budget(case, masked(t, keep=keep), biased[0])
 
 
 @problems_with(bias="hmn")
