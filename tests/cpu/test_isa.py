@@ -86,6 +86,14 @@ def test_auto_takes_amx_fp16_only_where_cpuid_shows_it(tmp_path):
     assert (widest_shown() == "amx_fp16") == shown
 
 
+def test_auto_takes_avx512_bf16_on_amd_alone():
+    """Intel's instruction is slower than two conversions and FMA."""
+    if "avx512_bf16" not in torch.ops.fastattn.cpu_isas():
+        pytest.skip("this machine, or this build, has no avx512_bf16")
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    assert amd or widest_shown() != "avx512_bf16"
+
+
 # A program whose own handling of signals and children could interfere.
 TRIAL = """
 #include <sys/time.h>
