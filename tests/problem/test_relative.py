@@ -67,6 +67,15 @@ def test_t5_buckets(count, most, bidirectional):
     assert found.tolist() == [bucket(d) for d in range(-most, most + 1)]
 
 
+def test_t5_buckets_of_another_default_dtype():
+    expected, before = RelativeBias.t5_buckets(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(RelativeBias.t5_buckets(), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
 # ---- calls ----
 
 
