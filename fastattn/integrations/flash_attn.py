@@ -332,9 +332,7 @@ def _around(
 def _window(window_size: Window, causal: bool) -> Window:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: expected (left, right) ints, got {window_size!r}")
-    for n in window_size:
-        arguments.check_int("window_size", n, -1)
-    left, right = window_size
+    left, right = (arguments.check_int("window_size", n, -1) for n in window_size)
     return left, 0 if causal else right
 
 
@@ -353,8 +351,7 @@ def _alibi(slopes: Tensor | None, M: int, N: int) -> ALiBi | None:
 def _integers(name: str, n: int | Tensor, B: int, most: int, q: Tensor) -> Tensor:
     """int64 ``[B]`` on the device of q, between 0 and ``most`` where values can be read."""
     if not isinstance(n, Tensor):
-        arguments.check_int(name, n, 0)
-        n = torch.full((B,), n)
+        n = torch.full((B,), arguments.check_int(name, n, 0))
     if n.is_floating_point() or n.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got {n.dtype}")
     if n.shape != (B,):

@@ -7,20 +7,27 @@ import math
 import numbers
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-# ---- numbers: a bool is not a number ----
+# ---- numbers and bools, numpy's too: a bool is not a number ----
 
+_WHOLE = int, torch.SymInt, numbers.Integral
 _REAL = int, float, torch.SymInt, torch.SymFloat, numbers.Real
 
 
 def is_int(x: object) -> bool:
-    """Whether ``x`` is a whole number, or a tracer's symbol for one."""
-    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+    """Whether ``x`` is a whole number (numpy's too), or a tracer's symbol for one."""
+    return isinstance(x, _WHOLE) and not isinstance(x, bool)
+
+
+def as_int(x: Any) -> int:
+    """What ``is_int`` takes, as an int of Python's own; a tracer's symbol stays one."""
+    return x if isinstance(x, (int, torch.SymInt)) else int(x)  # pyright: ignore[reportReturnType]
 
 
 def is_real(x: object) -> bool:
@@ -28,12 +35,13 @@ def is_real(x: object) -> bool:
     return isinstance(x, _REAL) and not isinstance(x, bool)
 
 
-def check_int(name: str, x: object, least: int) -> None:
-    """Raises TypeError unless ``x`` is an int (numpy's too), ValueError below ``least``."""
-    if not is_int(x) and (isinstance(x, bool) or not isinstance(x, numbers.Integral)):
+def check_int(name: str, x: Any, least: int) -> int:
+    """``as_int`` of ``x``; raises TypeError unless it is an int, ValueError below ``least``."""
+    if not is_int(x):
         raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
-    if x < least:  # pyright: ignore[reportOperatorIssue]
+    if x < least:
         raise ValueError(f"{name}: expected {least} or more, got {x}")
+    return as_int(x)
 
 
 def check_real(name: str, x: object) -> None:
@@ -70,13 +78,20 @@ def scale(factor: float | None, D: int) -> float:
     return float(factor)
 
 
+def is_bool(x: object) -> bool:
+    """Whether ``x`` is True or False. Compares names of numpy's: an import would load it."""
+    kind = type(x)
+    return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
+
+
+def check_bool(name: str, x: Any) -> bool:
+    """``x`` as a bool of Python's own; raises TypeError unless it is True or False."""
+    if not is_bool(x):
+        raise TypeError(f"{name}: expected a bool, got {type(x).__name__}")
+    return bool(x)
+
+
 # ---- names ----
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raises TypeError unless ``value`` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
 def check_choice(name: str, value: object, choices: tuple) -> None:
@@ -112,7 +127,7 @@ def window(name: str, given: object) -> tuple[int, int] | None:
     if min(given) < -1:
         raise ValueError(f"{name}: expected -1 (unbounded) or more, got {tuple(given)}")
     # Sizes end far below _FAR: beyond it there is no bound, and no sum that passes 64 bits.
-    left, right = (-1 if n >= _FAR else n for n in given)
+    left, right = (-1 if n >= _FAR else as_int(n) for n in given)
     return left, right
 
 

@@ -59,7 +59,9 @@ def documents(
     window: Window,
 ) -> tuple[Tensor, Tensor]:
     """(begin, end) of the keys of each packed query; a query past the last document has none."""
-    if not isinstance(causal, bool):
+    if arguments.is_bool(causal):
+        causal = bool(causal)
+    else:
         arguments.check_choice("causal", causal, ("top_left", "bottom_right"))
     if offsets.shape != offsets_k.shape:
         raise ValueError(
@@ -83,7 +85,7 @@ def documents(
 def _length(offsets: Tensor, length: int | None) -> int:
     if length is None:
         return int(offsets[-1])
-    arguments.check_int("length", length, 0)
+    length = arguments.check_int("length", length, 0)
     if arguments.can_read(offsets) and offsets[-1] > length:
         raise ValueError(
             f"length: expected at least the last of cu_seqlens, {int(offsets[-1])}, got {length}"
@@ -95,7 +97,7 @@ def segments(
     ids: Integers, causal: bool, window: Window, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
     """(begin, end) of the run of equal ids around each position."""
-    arguments.check_bool("causal", causal)
+    causal = arguments.check_bool("causal", causal)
     x = arguments.integers("ids", ids, device)
     if x.dim() not in (1, 2):
         raise ValueError(f"ids: expected [M] or [B, M], got {list(x.shape)}")
@@ -119,7 +121,7 @@ def segments(
 
 def prefix(lengths: Integers, length: int, device: torch.device | str | None) -> Tensor:
     """The end of the keys of each position, ``[B, length]``."""
-    arguments.check_int("length", length, 0)
+    length = arguments.check_int("length", length, 0)
     x = _one_dim("lengths", lengths, device)
     if arguments.can_read(x) and x.numel() and not 0 <= x.min() <= x.max() <= length:
         raise ValueError(

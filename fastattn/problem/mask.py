@@ -71,7 +71,7 @@ class Mask:
             >>> q = k = v = torch.randn(2, 4, 1000, 8)
             >>> out = fastattn.scaled_dot_product_attention(q, k, v, mask=fastattn.Mask.local(128))
         """
-        arguments.check_int("radius", radius, 0)
+        radius = arguments.check_int("radius", radius, 0)
         return Mask(window=(radius, radius))
 
     @staticmethod
@@ -113,9 +113,11 @@ class Mask:
             >>> mask = fastattn.Mask.local_blocks(64, 1000, before=1)
             >>> out = fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, mask=mask)
         """
-        arguments.check_int("block", block, 1)
-        for name, count in (("length", length), ("before", before), ("after", after)):
+        block = arguments.check_int("block", block, 1)
+        length, before, after = (
             arguments.check_int(name, count, 0)
+            for name, count in (("length", length), ("before", before), ("after", after))
+        )
         number = torch.arange(length, device=device)[None] // block
         begin, end = (number - before) * block, (number + after + 1) * block
         return Mask(kv_begin=begin.clamp(min=0), kv_len=end.clamp(max=length))
@@ -286,8 +288,8 @@ class Mask:
         """
         from fastattn.problem import validate  # which imports this module
 
-        for name, size in (("M", M), ("N", N), ("B", B), ("H", H)):
-            arguments.check_int(name, size, 0)
+        sizes = ("M", M), ("N", N), ("B", B), ("H", H)
+        M, N, B, H = (arguments.check_int(name, size, 0) for name, size in sizes)
         own = (getattr(self, name) for name in MASK_TENSORS)
         device = next((x.device for x in own if isinstance(x, Tensor)), None)
         query, key = (torch.empty(B, H, n, 0, device=device) for n in (M, N))

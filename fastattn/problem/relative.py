@@ -54,8 +54,7 @@ class Relative:
 
     def to_dense(self, M: int, N: int) -> Tensor:
         """The numbers of M queries and N keys, ``[B|1, H, M, N]``: for code that adds a matrix."""
-        arguments.check_int("M", M, 0)
-        arguments.check_int("N", N, 0)
+        M, N = arguments.check_int("M", M, 0), arguments.check_int("N", N, 0)
         line = self._line(M, N)
         return spread(line, M, N) if M > 1 else line[:, :, :M]
 
@@ -75,12 +74,13 @@ class Relative:
     def _line(self, M: int, N: int, dtype: torch.dtype = torch.float32) -> Tensor:
         if not arguments.is_int(self.offset):
             raise TypeError(f"bias.offset: expected an int, got {type(self.offset).__name__}")
-        if not -(2**31) <= self.offset < 2**31:
-            raise ValueError(f"bias.offset: expected an int of 32 bits, got {self.offset}")
+        offset = arguments.as_int(self.offset)
+        if not -(2**31) <= offset < 2**31:
+            raise ValueError(f"bias.offset: expected an int of 32 bits, got {offset}")
         x = getattr(self, self.parameter)
         if not isinstance(x, Tensor):
             raise TypeError(f"bias.{self.parameter}: expected a Tensor, got {type(x).__name__}")
-        distances = torch.arange(1 - max(M, 1), N, device=x.device) - self.offset
+        distances = torch.arange(1 - max(M, 1), N, device=x.device) - offset
         return self.at(distances, dtype).unsqueeze(-2)
 
 
@@ -168,11 +168,11 @@ class RelativeBias(Relative):
             TypeError: a number that is no int, or ``bidirectional`` is no bool.
             ValueError: too few buckets, or a distance that the exact buckets reach already.
         """
-        arguments.check_bool("bidirectional", bidirectional)
-        arguments.check_int("count", count, 4 if bidirectional else 2)
+        bidirectional = arguments.check_bool("bidirectional", bidirectional)
+        count = arguments.check_int("count", count, 4 if bidirectional else 2)
         size = count // 2 if bidirectional else count
         exact = size // 2
-        arguments.check_int("max_distance", max_distance, exact + 1)
+        max_distance = arguments.check_int("max_distance", max_distance, exact + 1)
         ahead = torch.arange(-max_distance, max_distance + 1, device=device)
         far = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
         growth = torch.log(far.clamp(min=1).float() / exact) / math.log(max_distance / exact)

@@ -220,7 +220,7 @@ def _dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) 
         # The device's generator: torch.manual_seed governs it, a replay of a CUDA graph redraws it.
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
     elif not isinstance(seed, Tensor):
-        seed = torch.full((), _as_int64(seed), dtype=torch.int64, device=device)
+        seed = torch.full((), _as_int64(arguments.as_int(seed)), dtype=torch.int64, device=device)
     return Dropout(float(dropout_p), seed.reshape(()))
 
 

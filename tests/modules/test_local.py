@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_module_close
@@ -193,6 +194,19 @@ def test_tools(alignment, tensors):
     torch.testing.assert_close(other(*tensors), expected)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*tensors), expected)
+
+
+def test_meta_tensors(alignment, tensors):
+    queries, keys, values = (x.to("meta") for x in tensors)
+    out, weights = module_for(alignment).to("meta")(queries, keys, values, need_weights=True)
+    assert out.shape == (B, M, DQ)
+    assert weights.shape == (B, M, N)
+
+
+def test_numbers_of_numpy(tensors):
+    module = module_for("monotonic")
+    assert torch.equal(module(*tensors, step=np.int64(2)), module(*tensors, step=2))
+    assert type(LocalAttention(DQ, window=np.int64(D)).window) is int
 
 
 def test_errors(tensors):

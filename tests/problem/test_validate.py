@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import Mask, additive_attention, attention, scaled_dot_product_attention
+from fastattn import ALiBi, Mask, additive_attention, attention, scaled_dot_product_attention
 from fastattn.problem import validate
 
 B, H, M, N, D, E = 2, 4, 5, 7, 3, 6
@@ -410,6 +410,34 @@ def test_numbers_of_numpy_are_numbers(kind):
     p = validate.build("dot", q(), k(), v(), scale=kind(2), softcap=kind(3), dropout_p=kind(1)).p
     assert (p.scale, p.softcap, p.dropout.p) == (2.0, 3.0, 1.0)
     assert {type(p.scale), type(p.softcap), type(p.dropout.p)} == {float}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_whole_numbers_of_numpy_are_whole_numbers(kind):
+    one, three, seed = kind(1), kind(3), kind(5)
+    for mask, same in [
+        (Mask(window=(three, 1)), Mask(window=(3, 1))),
+        (Mask.local(three), Mask.local(3)),
+        (Mask.local_blocks(three, kind(M), before=one), Mask.local_blocks(3, M, before=1)),
+        (Mask.documents([0, 3], length=kind(M)), Mask.documents([0, 3], length=M)),
+        (Mask.prefix([3], kind(M)), Mask.prefix([3], M)),
+    ]:
+        options = dict(dropout_p=0.5, seed=seed, mask=mask, bias=ALiBi(torch.ones(H), three))
+        p = validate.build("dot", q(), q(), q(), **options).p
+        assert torch.equal(mask.to_dense(kind(M), M), same.to_dense(M, M))
+        assert {type(n) for n in p.mask.window or ()} <= {int}
+        assert p.dropout.seed == 5
+    assert torch.equal(
+        ALiBi(torch.ones(H), three).to_dense(three, 4), ALiBi(torch.ones(H), 3).to_dense(3, 4)
+    )
+
+
+def test_bools_of_numpy_are_bools():
+    p = validate.build("dot", q(), q(), q(), is_causal=np.True_, enable_gqa=np.False_).p
+    assert p.mask.causal == "top_left"
+    for causal in (np.True_, np.False_):
+        for mask in Mask.documents([0, 3], causal=causal), Mask.segments([7] * 3, causal=causal):
+            assert mask.to_dense(3, 3).all() == (not causal)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,7 @@ class LocalAttention(LuongAttention):
         super().__init__(query_dim, key_dim, method, device=device, dtype=dtype, **options)
         if alignment not in ("predictive", "monotonic"):
             raise ValueError(f"alignment: expected 'predictive' or 'monotonic', got {alignment!r}")
-        arguments.check_int("window", window, 1)
-        self.window = window
+        self.window = arguments.check_int("window", window, 1)
         self.alignment = alignment
         if alignment == "predictive":
             self.W_p = nn.Linear(query_dim, query_dim, bias=False, device=device, dtype=dtype)
@@ -136,7 +135,7 @@ class LocalAttention(LuongAttention):
         step: int,
     ) -> tuple[Tensor, Tensor | None]:
         """A band around the diagonal, over the slice of the keys that it crosses."""
-        arguments.check_int("step", step, 0)
+        step = arguments.check_int("step", step, 0)
         M, N, D = queries.shape[1], values.shape[1], self.window
         lo = min(max(step - D, 0), N)
         hi = min(step + M + D, N)
@@ -202,7 +201,7 @@ class LocalAttention(LuongAttention):
 
         In float64: the length multiplies the rounding of this fraction, the Gaussian once more.
         """
-        with torch.autocast(queries.device.type, enabled=False):
+        with arguments.no_autocast(queries.device.type):
             hidden = torch.tanh(F.linear(queries.double(), self.W_p.weight.double()))
             return torch.sigmoid(F.linear(hidden, self.v_p.weight.double()))
 

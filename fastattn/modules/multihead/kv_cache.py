@@ -60,10 +60,8 @@ class KVCache:
     """
 
     def __init__(self, static: bool = False, capacity: int = 0) -> None:
-        arguments.check_bool("static", static)
-        arguments.check_int("capacity", capacity, 0)
-        self.static = static
-        self.capacity = capacity
+        self.static = arguments.check_bool("static", static)
+        self.capacity = arguments.check_int("capacity", capacity, 0)
         self.reset()
 
     def reset(self) -> None:
@@ -181,7 +179,7 @@ class KVCache:
         Raises:
             ValueError: ``length`` is not between 0 and the cache's length.
         """
-        arguments.check_int("length", length, 0)
+        length = arguments.check_int("length", length, 0)
         if length > self.length:
             raise ValueError(f"length: expected 0 to {self.length}, got {length}")
         self.length = length

@@ -64,8 +64,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         single_head.check_dropout(dropout)
-        for name, size in (("hidden_dim", hidden_dim), ("num_heads", num_heads)):
-            arguments.check_int(name, size, 1)
+        hidden_dim = arguments.check_int("hidden_dim", hidden_dim, 1)
+        num_heads = arguments.check_int("num_heads", num_heads, 1)
         if head_dim is None:
             if hidden_dim % num_heads:
                 raise ValueError(
@@ -73,9 +73,8 @@ class SelfAttention(nn.Module):
                     f"hidden_dim {hidden_dim}"
                 )
             head_dim = hidden_dim // num_heads
-        arguments.check_int("head_dim", head_dim, 1)
         self.num_heads = num_heads
-        self.head_dim = head_dim
+        self.head_dim = head_dim = arguments.check_int("head_dim", head_dim, 1)
         self.dropout = dropout
         inner = num_heads * head_dim
         self.in_proj = nn.Linear(hidden_dim, 3 * inner, bias=bias, device=device, dtype=dtype)
