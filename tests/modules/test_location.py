@@ -183,6 +183,8 @@ def test_coverage_loss():
     )
     with pytest.raises(ValueError, match=r"\(B, M, N\)"):
         coverage_loss(weights[0])
+    with pytest.raises(TypeError, match="weights: expected a Tensor, got list"):
+        coverage_loss([weights])
 
 
 @pytest.mark.slow
@@ -212,6 +214,8 @@ def test_errors(tensors):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             make(DQ, DK, HIDDEN, **bad)
+    with pytest.raises(TypeError, match=r"window: expected \(back, ahead\), got int"):
+        make(DQ, DK, HIDDEN, window=3)
     module = make(DQ, DK, HIDDEN)
     with pytest.raises(ValueError, match="one step"):
         module(queries, keys, values)

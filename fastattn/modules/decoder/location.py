@@ -62,6 +62,7 @@ class LocationSensitiveAttention(AdditiveAttention):
         dtype (torch.dtype, optional): of the parameters.
 
     Raises:
+        TypeError: a number or the window of another type.
         ValueError: an even kernel, an unknown location, a negative size, or a dropout outside
             [0, 1].
 
@@ -97,15 +98,17 @@ class LocationSensitiveAttention(AdditiveAttention):
         super().__init__(query_dim, key_dim, hidden_dim, dropout, bias, device, dtype)
         if location not in LOCATIONS:
             raise ValueError(f"location: expected one of {', '.join(LOCATIONS)}, got {location!r}")
-        arguments.check_int("filters", filters, 0)
-        arguments.check_int("kernel_size", kernel_size, 1)
+        filters = arguments.check_int("filters", filters, 0)
+        kernel_size = arguments.check_int("kernel_size", kernel_size, 1)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size: expected an odd number, got {kernel_size}")
         if window is not None:
+            if not isinstance(window, (tuple, list)):
+                raise TypeError(f"window: expected (back, ahead), got {type(window).__name__}")
             if len(window) != 2:
                 raise ValueError(f"window: expected (back, ahead), got {window}")
-            for size in window:
-                arguments.check_int("window", size, 0)
+            back, ahead = (arguments.check_int("window", size, 0) for size in window)
+            window = back, ahead
         factory = {"bias": False, "device": device, "dtype": dtype}
         self.location, self.window = location, window
         self.location_conv = self.location_proj = self.W_c = None
@@ -234,13 +237,15 @@ def coverage_loss(weights: Tensor) -> Tensor:
         (B, M), in [0, 1]; 0 for the first step.
 
     Raises:
-        ValueError: ``weights`` has not 3 dims.
+        TypeError: ``weights`` is no tensor.
+        ValueError: it has not 3 dims.
 
     Example::
 
         >>> steps = [torch.rand(2, 9).softmax(dim=-1) for _ in range(5)]  # weights (B, N)
         >>> loss = coverage_loss(torch.stack(steps, dim=1)).mean()
     """
+    single_head.check_tensors(weights=weights)
     if weights.dim() != 3:
         raise ValueError(f"weights: expected (B, M, N), got {list(weights.shape)}")
     before = F.pad(weights, (0, 0, 1, 0)).cumsum(1)[:, :-1]
