@@ -32,7 +32,7 @@ def cosine(module, queries, keys, values, keep=None):
 
 
 def gaussian(module, queries, keys, values, keep=None):
-    u = (queries[:, :, None] - keys[:, None]) / module.bandwidth
+    u = (queries[:, :, None] - keys[:, None]) / module.bandwidth.to(queries.dtype)
     return attend(-0.5 * u.square().sum(-1), values, keep)
 
 
@@ -205,6 +205,30 @@ class TestNadarayaWatson:
         model = NadarayaWatson(bandwidth, learnable=True)
         tensors = [queries, keys, torch.rand(2, 40, 1)]
         assert_module_close(model, pick_out(gaussian), tensors)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("bandwidth", [1e-3, 700.0, [0.03, 500.0]], ids=str)
+    def test_half_types_keep_the_bandwidth(self, bandwidth, dtype):
+        exact = NadarayaWatson(bandwidth)
+        expected = torch.tensor(bandwidth)
+        for module in (
+            NadarayaWatson(bandwidth, dtype=dtype),
+            NadarayaWatson(bandwidth).to(dtype),
+            torch.nn.Sequential(NadarayaWatson(bandwidth)).to("cpu", dtype)[0],
+        ):
+            torch.testing.assert_close(module.bandwidth, expected)
+            module.load_state_dict(exact.state_dict())
+            exact.load_state_dict(module.state_dict())
+        torch.testing.assert_close(exact.double().bandwidth, expected.double(), rtol=1e-5, atol=0)
+        assert exact.to(dtype).log_bandwidth.dtype == torch.float32
+
+    def test_meta_tensors(self, tensors):
+        model = NadarayaWatson([1.0] * D, learnable=True, device="meta")
+        assert model(*(x.to("meta") for x in tensors)).shape == (B, M, E)
+        assert "meta" in repr(model)
+        model = model.to_empty(device="cpu")
+        model.load_state_dict(NadarayaWatson([0.5] * D).state_dict())
+        torch.testing.assert_close(model.bandwidth, torch.full((D,), 0.5))
 
     def test_errors(self, tensors):
         for bad in (0.0, -1.0, [1.0, 0.0], [[1.0]], float("nan")):

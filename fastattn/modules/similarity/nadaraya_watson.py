@@ -1,5 +1,6 @@
 """Nadaraya-Watson kernel regression with a Gaussian kernel."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class NadarayaWatson(nn.Module):
             itself, the best bandwidth is 0.
         dropout (float): probability of dropping a weight in training. Default 0.0.
         device (torch.device, optional): of the parameter.
-        dtype (torch.dtype, optional): of the parameter.
+        dtype (torch.dtype, optional): of the parameter, which is float32 for half types, also after
+            ``.half()``, ``.bfloat16()`` or ``.to(dtype)``: a rounded logarithm would move the
+            bandwidth by some percent.
 
     Raises:
         ValueError: a bandwidth is not positive, or ``dropout`` is not in [0, 1].
@@ -62,12 +65,23 @@ class NadarayaWatson(nn.Module):
         self.dropout = dropout
         if isinstance(bandwidth, bool):
             raise TypeError("bandwidth: expected a number, or one for each feature, got bool")
-        start = torch.as_tensor(bandwidth, dtype=dtype or torch.get_default_dtype(), device=device)
-        if start.dim() > 1 or not (start > 0).all():
+        wide = _wide(dtype or torch.get_default_dtype())
+        start = torch.as_tensor(bandwidth, dtype=wide, device=device)
+        if start.dim() > 1 or not (start.is_meta or (start > 0).all()):
             raise ValueError(
                 f"bandwidth: expected a positive number, or one for each feature, got {bandwidth}"
             )
         self.log_bandwidth = nn.Parameter(start.log(), requires_grad=learnable)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What ``Module.to`` and its like call."""
+
+        def keeping(x: Tensor) -> Tensor:
+            made = fn(x)
+            wide = _wide(made.dtype)
+            return made if made.dtype == wide else x.to(made.device, wide)
+
+        return super()._apply(keeping, recurse)
 
     @property
     def bandwidth(self) -> Tensor:
@@ -160,4 +174,9 @@ class NadarayaWatson(nn.Module):
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
-        return f"bandwidth={self.bandwidth.tolist()}"
+        h = self.bandwidth.detach()
+        return f"bandwidth={h if h.is_meta else h.tolist()}"
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
