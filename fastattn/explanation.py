@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.utils._pytree import tree_map
 
 from fastattn import functional
 from fastattn.backends import watch
@@ -78,7 +79,7 @@ def explain(query: Any = None, *inputs: Any, **options: Any) -> Explanation | Mo
     ``explain(module, ...)`` calls ``module(...)`` once and tells of each attention in it: who
     computed it, and what sent a call to torch's own code. The call is a real one, in the module's
     mode and the current grad mode. So dropout draws numbers, and buffers are updated. A
-    :class:`fastattn.KVCache` given by keyword is copied first.
+    :class:`fastattn.KVCache` among its arguments, or in a list or dict there, is copied first.
 
     Args:
         query: as in :func:`scaled_dot_product_attention`, or :func:`additive_attention` when weight
@@ -123,7 +124,12 @@ place
 
 
 def _explain_module(module: nn.Module, inputs: tuple, options: dict) -> ModuleExplanation:
-    options = {n: copy.deepcopy(x) if isinstance(x, KVCache) else x for n, x in options.items()}
+    memo: dict[int, Any] = {}  # one cache in several places stays one
+
+    def own(x: Any) -> Any:
+        return copy.deepcopy(x, memo) if isinstance(x, KVCache) else x
+
+    inputs, options = tree_map(own, (inputs, options))
     with watch.watching() as notes, _uncompiled():
         record = _Record(module, notes)
         with record.of_modules():

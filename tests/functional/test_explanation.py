@@ -125,10 +125,32 @@ def test_calls_that_were_seen_before_are_told_again(x):
             assert len(fastattn.explain(module, x, x, x).calls) == 1
 
 
-def test_a_cache_stays_as_it_is(x):
-    module, cache = MultiheadAttention(8, 2, batch_first=True), fastattn.KVCache()
-    fastattn.explain(module, x, x, x, cache=cache)
-    assert cache.is_empty
+class Decoder(nn.Module):
+    """Decodes as often as there are caches."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, *caches, more=()):
+        for cache in (*caches, *more):
+            x, _ = self.attention(x, x, x, cache=cache)
+        return x
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("length", [0, 5])
+def test_a_cache_stays_as_it_is(x, grad, length):
+    model, cache = Decoder(), fastattn.KVCache()
+    with torch.set_grad_enabled(grad):
+        if length:
+            model(x, cache)
+        found = fastattn.explain(model, x, cache, more=[cache, fastattn.KVCache()])
+        alone = fastattn.explain(model.attention, x, x, x, cache=cache)
+    assert cache.length == length
+    titles = [call.title for _, call in (*found.calls, *alone.calls)]
+    keys = length + 5, length + 10, 5, length + 5  # one cache in two places stays one
+    assert all(f"M=5 N={n} " in title for n, title in zip(keys, titles, strict=True))
 
 
 @pytest.mark.slow

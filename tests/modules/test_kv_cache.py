@@ -227,6 +227,11 @@ class TestGrowing:
         assert (cache.length, branch.length) == (2 * N, N)
         assert "length=9" in repr(branch)
         assert "empty" in repr(KVCache())
+        key = torch.randn(B, H, N, 4, requires_grad=True)
+        cache.reset()
+        cache.update(2 * key, key)  # part of a graph
+        copy.deepcopy(cache).key.sum().backward()
+        assert (key.grad == 2).all()
 
     def test_autocast_keeps_half_keys(self, module):
         x = sequence(module)

@@ -1,6 +1,7 @@
 """Incremental decoding: projected keys and values kept from one call to the next."""
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -183,6 +184,13 @@ class KVCache:
         if length > self.length:
             raise ValueError(f"length: expected 0 to {self.length}, got {length}")
         self.length = length
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """A cache with memory of its own. Its keys may be part of a graph, and so is their copy."""
+        made = memo[id(self)] = copy.copy(self)
+        for name, x in (vars(self) | {"_spare": None}).items():
+            setattr(made, name, x.clone() if isinstance(x, Tensor) else copy.deepcopy(x, memo))
+        return made
 
     def __repr__(self) -> str:
         held = "empty" if self._key is None else _describe(self._key)
