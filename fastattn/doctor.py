@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastattn
-from fastattn import functional, testing, watchdog
+from fastattn import scores, testing, watchdog
 from fastattn.backends import cpu, cuda, health, operators, registry, triton
 from fastattn.problem import Mask
 from fastattn.testing.runners import _kept
@@ -123,7 +123,7 @@ def calls(device: torch.device) -> dict[str, registry.Explanation]:
     q = torch.zeros(2, 8, 256, 64, device=device)
     half, one = q.bfloat16(), q[:, :, :1]
     lengths = torch.tensor([256, 100], device=device)
-    explain = functional.explain
+    explain = scores.explain
     return {
         "training, causal": explain(q.requires_grad_(), is_causal=True),
         "a padded batch, weights": explain(q, mask=Mask(kv_len=lengths), return_weights="mean"),
@@ -155,7 +155,7 @@ def checks(device: torch.device) -> dict[str, dict[str, Any]]:
     oracles = {case: testing.oracle(case, t) for case, t in drawn.items()}
     found = {}
     for name in registry.BACKENDS:
-        reasons = functional.explain(drawn[CASES[2]].q).reasons[name] or _unchecked(name, drawn)
+        reasons = scores.explain(drawn[CASES[2]].q).reasons[name] or _unchecked(name, drawn)
         found[name] = {"worst error": None, "failure": None, "reasons": reasons}
         try:
             if not reasons:
@@ -182,7 +182,7 @@ def _unchecked(backend: str, drawn: dict[testing.Case, testing.Tensors]) -> list
 def _worst(case: testing.Case, t: testing.Tensors, oracle: testing.Oracle, backend: str) -> float:
     """The largest error of a case's results, over what is allowed; 0 if the backend declines it."""
     weight = t.w if case.score == "additive" else None
-    if functional.explain(t.q, weight=weight).reasons[backend]:
+    if scores.explain(t.q, weight=weight).reasons[backend]:
         return 0.0
     return oracle.worst(case, testing.run(case, t, backend))[0]
 
@@ -196,7 +196,7 @@ def ratio(device: torch.device) -> dict[str, Any]:
     with torch.no_grad():
         ours, torchs = _in_turns(
             device,
-            lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+            lambda: fastattn.scaled_dot_product_attention(q, k, v, is_causal=True),
             lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         )
     return {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_map
 
-from fastattn import functional
+from fastattn import scores
 from fastattn.backends import watch
 from fastattn.backends.registry import Explanation
 from fastattn.modules import KVCache
@@ -83,8 +83,9 @@ def explain(query: Any = None, *inputs: Any, **options: Any) -> Explanation | Mo
 
     Args:
         query: as in :func:`scaled_dot_product_attention`, or :func:`additive_attention` when weight
-            is given. Without arguments, the call is a small float32 problem, on the GPU if there is
-            one and else on the CPU. Or a module: any nn.Module, whole models too.
+            is given, or :func:`attention` with ``score=`` or ``bandwidth=``. Without arguments, the
+            call is a small float32 problem, on the GPU if there is one and else on the CPU. Or a
+            module: any nn.Module, whole models too.
         *inputs: key, value and weight as there: key is query by default, and value is key. For a
             module, its arguments.
         **options: the call's other arguments.
@@ -120,7 +121,7 @@ place
     """
     if isinstance(query, nn.Module):
         return _explain_module(getattr(query, "_orig_mod", query), inputs, options)
-    return functional.explain(query, *inputs, **options)
+    return scores.explain(query, *inputs, **options)
 
 
 def _explain_module(module: nn.Module, inputs: tuple, options: dict) -> ModuleExplanation:

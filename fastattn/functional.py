@@ -305,53 +305,6 @@ def additive_attention(
     return _attend("additive", (query, key, value, weight), return_lse, backend, call, **options)
 
 
-def explain(
-    query: Tensor | None = None,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    weight: Tensor | None = None,
-    **options: Any,
-) -> registry.Explanation:
-    """Which backend would serve a call of a function: :func:`fastattn.explain` documents it."""
-    if query is None:
-        query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
-    key = query if key is None else key
-    value = key if value is None else value
-    if jagged.given(query, key, value):
-        (query, key, value), options = jagged.packed(query, key, value, options)
-    if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
-        title = f"{_score(weight, options.get('bandwidth'))} attention of nested tensors"
-        return registry.Explanation(None, None, {}, title, arguments.NESTED)
-    inputs, backend = checked(query, key, value, weight, **options)
-    given = inputs.q, inputs.k, inputs.v
-    grad = autograd.needs_autograd(*given, inputs.w, inputs.bias)
-    return registry.explain(inputs.p, backend, inputs.bias is not None, given, grad)
-
-
-def checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor | None,
-    *,
-    bandwidth: float | Tensor | None = None,
-    return_lse: bool = False,
-    sink: Tensor | None = None,
-    backend: str = "auto",
-    **options: Any,
-) -> tuple[validate.Inputs, str]:
-    """A validated call of a function by what it is given, which is not made, and its backend."""
-    arguments.check_bool("return_lse", return_lse)  # every backend has that, and a sink
-    score = _score(weight, bandwidth)
-    parameter: Any = weight if bandwidth is None else bandwidth
-    tensors: Any = autocast(query, key, value, parameter, exact=score == "gaussian")
-    return validate.build(score, *tensors, **options), backend
-
-
-def _score(weight: object, bandwidth: object) -> Score:
-    return "additive" if weight is not None else "dot" if bandwidth is None else "gaussian"
-
-
 # Who computes calls of tensors of other types, or says NotImplemented. fastattn/__init__.py adds
 # DTensor's when torch's is imported.
 takers: list[Callable[..., Any]] = []

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
+from fastattn import autograd, problem
+from fastattn.backends import registry
 from fastattn.functional import (
     Backend,
     Bias,
@@ -18,6 +20,7 @@ from fastattn.functional import (
     Returned,
     _attend,
     additive_attention,
+    autocast,
     scaled_dot_product_attention,
 )
 from fastattn.problem import Mask, arguments, jagged, validate
@@ -157,6 +160,79 @@ def attention(
         return jagged.call(attention, query, key, value, options | own)
     if (others := arguments.overriding(query, key, value, weight, bandwidth)) is not None:
         return handle_torch_function(attention, others, query, key, value, **own, **options)
+    kernels, tensors, scale = _by_kernels(
+        score, query, key, value, weight, bandwidth, scale, softcap, sink
+    )
+    if kernels == "additive":
+        return additive_attention(*tensors, **options)
+    options["enable_gqa"] = enable_gqa
+    if kernels == "gaussian":
+        del options["return_lse"], options["backend"]
+        return _attend("gaussian", tensors, return_lse, backend, None, **options)
+    return scaled_dot_product_attention(*tensors[:3], scale=scale, **options)
+
+
+def explain(
+    query: Any = None, key: Any = None, value: Any = None, weight: Any = None, **options: Any
+) -> registry.Explanation:
+    """Which backend would serve a call of a function: :func:`fastattn.explain` documents it."""
+    if query is None:
+        query = torch.zeros(1, 8, 16, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    key = query if key is None else key
+    value = key if value is None else value
+    if jagged.given(query, key, value):
+        (query, key, value), options = jagged.packed(query, key, value, options)
+    if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
+        return registry.Explanation(None, None, {}, "attention of nested tensors", arguments.NESTED)
+    inputs, backend = checked(query, key, value, weight, **options)
+    given = inputs.q, inputs.k, inputs.v
+    grad = autograd.needs_autograd(*given, inputs.w, inputs.bias)
+    return registry.explain(inputs.p, backend, inputs.bias is not None, given, grad)
+
+
+def checked(
+    query: Any,
+    key: Any,
+    value: Any,
+    weight: Any,
+    *,
+    score: Score | None = None,
+    bandwidth: float | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **options: Any,
+) -> tuple[validate.Inputs, str]:
+    """A validated call of a function by what it is given, which is not made, and its backend."""
+    arguments.check_bool("return_lse", return_lse)  # every backend has that, and a sink
+    if score is None:
+        other = "scaled_dot" if bandwidth is None else "gaussian"
+        score = other if weight is None else "additive"
+    kernels, tensors, scale = _by_kernels(
+        score, query, key, value, weight, bandwidth, scale, softcap, sink
+    )
+    cast: Any = autocast(*tensors, exact=kernels == "gaussian")
+    return validate.build(kernels, *cast, scale=scale, softcap=softcap, **options), backend
+
+
+def _by_kernels(
+    score: Score,
+    query: Any,
+    key: Any,
+    value: Any,
+    weight: Any,
+    bandwidth: Any,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> tuple[problem.Score, tuple[Any, Any, Any, Any], float | None]:
+    """The score of the kernels, its tensors as ``_attend`` takes them, and its scale.
+
+    Raises:
+        ValueError: an unknown score, or an argument that it does not have.
+    """
     arguments.check_choice("score", score, SCORES)
     if weight is not None and score != "additive":
         raise ValueError(f"weight: only the additive score has one, score is {score!r}")
@@ -170,18 +246,15 @@ def attention(
     if score == "additive":
         if weight is None:
             raise ValueError("weight: the additive score needs one, [D] or [H, D]")
-        return additive_attention(query, key, value, weight, **options)
-    options["enable_gqa"] = enable_gqa
+        return score, (query, key, value, weight), None
     if score == "gaussian":
-        del options["return_lse"], options["backend"]
-        tensors = query, key, value, bandwidth
-        return _attend("gaussian", tensors, return_lse, backend, None, **options)
+        return score, (query, key, value, bandwidth), None
     if score == "cosine":
         validate.check_points(query, key, value)
         query, key = normalize(query), normalize(key)
     if score != "scaled_dot" and scale is None:
         scale = 1.0
-    return scaled_dot_product_attention(query, key, value, scale=scale, **options)
+    return "dot", (query, key, value, None), scale
 
 
 def normalize(x: Tensor) -> Tensor:

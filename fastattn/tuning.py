@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastattn import functional
+from fastattn import scores
 from fastattn.backends import registry, triton, wgmma
 from fastattn.problem import Problem, validate
 
@@ -51,8 +51,8 @@ def autotune(
         value: likewise; key by default.
         weight: likewise.
         measure: takes a call and returns its time. Default: the median on the device's clock.
-        **options: the call's other arguments, ``bandwidth`` of the gaussian score among them.
-            ``backend``, ``sink`` and ``return_lse`` change no kernel.
+        **options: the call's other arguments, :func:`attention`'s ``score`` and ``bandwidth`` among
+            them. ``backend``, ``sink`` and ``return_lse`` change no kernel.
 
     Returns:
         The configuration of each kernel: ``(BLOCK_M, BLOCK_N, num_warps, num_stages)`` by name.
@@ -96,7 +96,7 @@ def _inputs(
     if not isinstance(query, Problem):
         key = query if key is None else key
         value = key if value is None else value
-        return functional.checked(query, key, value, weight, **options)[0]
+        return scores.checked(query, key, value, weight, **options)[0]
     p = query
 
     def draw(*shape: int) -> Tensor:

@@ -11,7 +11,7 @@ from fake_gpu import CPU, EAGER, backend, call, new_process, verdicts
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import cache_file, functional, scaled_dot_product_attention
+from fastattn import cache_file, scaled_dot_product_attention
 from fastattn.backends import health, registry
 from fastattn.problem import call_cache, validate
 
@@ -418,7 +418,7 @@ def test_a_check_makes_no_check(install):
     """Not even where a backend calls a public function."""
 
     def through(p, q, k, v, w, bias):
-        functional.explain(q, k, v)
+        fastattn.explain(q, k, v)
         assert health.is_checking()
         return EAGER.forward(p, q, k, v, w, bias)
 

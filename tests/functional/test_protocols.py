@@ -251,3 +251,30 @@ def test_explain_takes_all_that_the_call_takes():
             fastattn.explain(q, **options)
     with pytest.raises(TypeError, match="query: expected a Tensor, got int"):
         fastattn.explain(3)
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "dot", "cosine", "gaussian", "additive"])
+def test_explain_takes_the_scores_of_attention(score):
+    q, kernel = torch.zeros(1, 2, 3, 4), score if score in ("gaussian", "additive") else "dot"
+    own = {"weight": torch.zeros(2, 4)} if score == "additive" else {}
+    said = fastattn.explain(q, score=score, **own)
+    assert said.title.startswith(f"{kernel} attention: B=1 H=2 ")
+    assert said.backend == fastattn.explain(q, **own).backend
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(score="cosinus"), "score: expected one of 'scaled_dot'"),
+        (dict(score="additive"), "weight: the additive score needs one"),
+        (dict(score="cosine", bandwidth=1.0), "bandwidth: only the gaussian score has one"),
+        (dict(score="gaussian", softcap=3.0), "softcap: the gaussian score has none"),
+        (dict(weight=torch.zeros(4), scale=2.0), "scale: the additive score has none"),
+    ],
+)
+def test_explain_refuses_what_attention_refuses(options, message):
+    q = torch.zeros(1, 2, 3, 4)
+    for call in (fastattn.attention, fastattn.explain, fastattn.autotune):
+        if call is not fastattn.attention or "score" in options:
+            with pytest.raises(ValueError, match=message):
+                call(q, q, q, **options)

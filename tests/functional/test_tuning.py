@@ -23,6 +23,14 @@ def test_a_problem_has_every_argument_of_its_function(score):
     assert drawn.w is None or score == "additive" or (drawn.w > 0).all()
 
 
+def test_a_score_by_name():
+    longer, score = 3.0 * Q, {"score": "cosine", "scale": 2.0}
+    inputs = tuning._inputs(longer, None, None, None, score)
+    assert (inputs.p.score, inputs.p.scale) == ("dot", 2.0)
+    torch.testing.assert_close(inputs.q.norm(dim=-1), torch.ones(1, 2, 20))
+    assert tuning._inputs(Q, None, None, None, {"score": "gaussian"}).p.score == "gaussian"
+
+
 def test_an_argument_of_no_function():
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         fastattn.autotune(Q, causal=True)
