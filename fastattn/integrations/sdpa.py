@@ -129,6 +129,8 @@ def _reason_against(call: dict[str, Any]) -> str | None:
             return f"layout {x.layout}"
         if x.dtype is not torch.bool and (reason := _dtype(x)) is not None:
             return reason
+    if call.get("enable_gqa") and _differ_in_heads(k, v):
+        return "key and value of different heads"
     attn_mask = call.get("attn_mask")
     if attn_mask is not None and call.get("is_causal"):
         return "attn_mask and is_causal, which some of torch's kernels refuse"
@@ -140,6 +142,13 @@ def _numbers(scale: Any, dropout_p: Any) -> str | None:
     if scale is not None and not (arguments.is_real(scale) and arguments.is_finite(scale)):
         return "scale that is no finite float"
     return None if arguments.is_real(dropout_p) else "dropout_p that is no float"
+
+
+def _differ_in_heads(k: Any, v: Any) -> bool:
+    """Whether torch may repeat the heads of each; one head broadcasts here as well."""
+    if not all(isinstance(x, Tensor) and x.dim() > 2 for x in (k, v)):
+        return False
+    return k.shape[-3] != v.shape[-3] and min(k.shape[-3], v.shape[-3]) > 1
 
 
 def _is_flat(x: Any) -> bool:
@@ -180,7 +189,8 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
     Jagged nested tensors are computed too, with gradients on any device. Left to torch, and counted
     with the reason, are tensor subclasses, strided nested tensors, other dtypes than float16,
     bfloat16, float32 and float64, and torch.jit.trace. So are a ``scale`` or ``dropout_p`` that is
-    no finite float, and ``attn_mask`` beside ``is_causal`` or of less than 2 dims.
+    no finite float, ``attn_mask`` beside ``is_causal`` or of less than 2 dims, and key and value of
+    different heads with ``enable_gqa``.
 
     Args:
         model: any module, changed in place: the ``forward`` of it, and of every module in it that

@@ -209,6 +209,16 @@ def test_numbers_that_torch_takes(options, reason):
     assert [said.startswith(reason) for said in calls.torch] == [True] * (reason is not None)
 
 
+@pytest.mark.parametrize(("heads", "ours"), [((2, 4), 0), ((4, 2), 0), ((2, 1), 1), ((2, 2), 1)])
+def test_key_and_value_of_other_heads_are_left_to_torch(heads, ours):
+    query, key, value = (draw(1, H, 3, 4) for H in (4, *heads))
+    with fastattn.use_for_sdpa() as calls:
+        out = imported(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(out, imported(query, key, value, enable_gqa=True))
+    assert calls.fastattn == ours
+    assert sum(calls.torch.values()) == 1 - ours
+
+
 def test_attn_mask_beside_is_causal_is_left_to_torch():
     x = draw(1, 2, 3, 4)
     with contextlib.suppress(RuntimeError), fastattn.use_for_sdpa() as calls:
