@@ -163,6 +163,16 @@ class TestOneOperator:
             dropout.eval()(x, x, x)
         assert len(operator_calls) == 1
 
+    @pytest.mark.parametrize("shape", [(1,), (), (1, 1)])
+    @pytest.mark.parametrize("bias", ["in_proj_bias", "out_proj.bias"])
+    def test_biases_that_broadcast(self, module, x, operator_calls, bias, shape):
+        owner, _, name = bias.rpartition(".")
+        setattr(module.get_submodule(owner), name, nn.Parameter(torch.randn(shape)))
+        want, _ = module(x, x, x)
+        with torch.no_grad():
+            torch.testing.assert_close(module(x, x, x)[0], want)
+        assert not operator_calls
+
     def test_modules_are_told_apart(self, operator_calls):
         """Modules that differ in anything but the shape of their input."""
         x = torch.randn(4, 4, 8)

@@ -48,9 +48,16 @@ def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | No
         return None
     if found[0] is None or not interop.PLAIN.issuperset(map(type, found)):
         return None
+    if not (_is_of(found[1], found[0]) and _is_of(found[3], found[2])):
+        return None
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         return None
     return found
+
+
+def _is_of(bias: Tensor | None, weight: Any) -> bool:
+    """Whether a bias has a number for each row of its weight: it might broadcast."""
+    return bias is None or bias.shape == weight.shape[:1]
 
 
 def _takes_operator(x: Tensor, *parameters: Tensor | None) -> bool:
