@@ -99,7 +99,7 @@ def _few_additive(p: Problem) -> bool:
 
 def get(name: str) -> Backend:
     """The backend module of that name."""
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(
             f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}"
         )

@@ -109,7 +109,11 @@ _FAR = 2**60  # as kUnbounded in csrc/binding/attention.cpp
 def integers(name: str, x: object, device: torch.device | str | None) -> Tensor:
     """An int64 tensor from a tensor of integers, which stays on its device, or from a list."""
     if isinstance(x, Sequence) and not isinstance(x, str):
-        x = torch.tensor(x, device=device)
+        try:
+            x = torch.tensor(x, device=device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(f"{name}: expected integers, a tensor or a list: {error}") from error
         x = x if x.numel() else x.long()  # torch takes an empty list for floats
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected integers, a tensor or a list, got {type(x).__name__}")

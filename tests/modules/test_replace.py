@@ -244,6 +244,10 @@ class TestWhatIsLeftAlone:
             warnings.simplefilter("error")
             assert replace_attention(nn.Linear(2, 2)) == 0
 
+    def test_what_is_no_module(self):
+        with pytest.raises(TypeError, match=r"model: expected an nn.Module, got NoneType"):
+            replace_attention(None)
+
 
 @pytest.mark.slow
 def test_compiled_after_replacement(calls):

@@ -247,6 +247,8 @@ WRONG = {
     "floats": (lambda: Mask.documents([0.0, 2.0]), TypeError, "cu_seqlens: expected integers"),
     "bools": (lambda: Mask.documents(lengths=[True]), TypeError, "lengths: expected integers"),
     "number": (lambda: Mask.documents(lengths=5), TypeError, "lengths: .*a list, got int"),
+    "none": (lambda: Mask.documents(lengths=[None]), TypeError, "lengths: expected integers.*None"),
+    "huge": (lambda: Mask.prefix([2**70], 5), ValueError, "lengths: expected integers.*Overflow"),
     "dims": (lambda: Mask.documents([CU]), ValueError, r"cu_seqlens: expected 1 dim, got \[1, 3\]"),
     "no-offsets": (lambda: Mask.documents([]), ValueError, r"cu_seqlens: expected \[n \+ 1\]"),
     "first": (lambda: Mask.documents([1, 2]), ValueError, "begin with 0"),

@@ -80,6 +80,7 @@ BAD_OPTIONS = {
     "gqa-type": (dict(enable_gqa=x(2)), Type, r"enable_gqa: expected a bool, got Tensor"),
     "lse-type": (dict(return_lse=x(2)), Type, r"return_lse: expected a bool, got Tensor"),
     "backend": (dict(backend="fpga"), Value, r"backend: expected 'auto' or one of .*'fpga'"),
+    "backend-list": (dict(backend=["cpu"]), Value, r"backend: expected .*got \['cpu'\]"),
     "weights": (dict(return_weights="sum"), Value, r"return_weights: .*'mean', 'full'"),
     "weights-tensor": (dict(return_weights=x(2)), Value, r"return_weights: expected one of"),
     "weights-bool": (dict(return_weights=True), Value, r"return_weights: expected one of"),
@@ -129,6 +130,7 @@ BAD_OPTIONS = {
     "kv-len-float": (kv_len(1.0, 2.0, dtype=None), Type, r"mask.kv_len: expected dtype int32"),
     "kv-len-bool": (kv_len(True, False, dtype=None), Type, r"mask.kv_len: expected dtype int32"),
     "kv-len-list": (dict(mask=Mask(kv_len=[1.0, 2.0])), Type, r"mask.kv_len: .* got torch.float32"),
+    "kv-len-ragged": (dict(mask=Mask(kv_len=[[1], [1, 2]])), Value, r"mask.kv_len: .* of length 1"),
     "kv-len-int": (dict(mask=Mask(kv_len=3)), Type, r"mask.kv_len: expected a Tensor, got int"),
     "kv-begin-large": (
         dict(mask=Mask(kv_begin=[0, N + 1])), Value, r"mask.kv_begin: .*\[0, 7\], got 0 to 8"),

@@ -29,6 +29,9 @@ def replace_attention(model: nn.Module) -> int:
     Returns:
         int: the number of modules swapped.
 
+    Raises:
+        TypeError: ``model`` is no nn.Module.
+
     Warns:
         UserWarning: some attention modules were left alone.
 
@@ -42,6 +45,8 @@ def replace_attention(model: nn.Module) -> int:
         >>> fastattn.replace_attention(model)
         18
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     swapped = 0
     left_alone = []
     for name, module in model.named_modules():
