@@ -42,7 +42,7 @@ def attend(
         _refuse_tangents(q, k, v, w, bias)
     own = p.tensors()
     bare = p.with_tensors(*[None] * len(own))
-    function = _either(AttentionFunction, ForwardMode)
+    function = either(AttentionFunction, ForwardMode)
     return function.apply(backend, bare, *_distinct(q, k, v, w, bias, *own))[:3]
 
 
@@ -155,7 +155,7 @@ class AttentionFunction(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         bias_needs_grad = ctx.needs_input_grad[2 + _BIAS]
         saved = (*inputs, *own, out, stats, grad_out, grad_lse, grad_weights)
-        function = _either(AttentionBackwardFunction, BackwardForwardMode)
+        function = either(AttentionBackwardFunction, BackwardForwardMode)
         args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
         differentiate = needs_autograd(*saved)
         grads = list((function.apply if differentiate else function.forward)(*args))
@@ -166,7 +166,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, backend: str, p: Problem, *tensors: Tensor | None) -> tuple:
-        function = _either(AttentionFunction, ForwardMode)
+        function = either(AttentionFunction, ForwardMode)
         return _vmap(function, info.batch_size, in_dims, (backend, p), tensors)
 
 
@@ -206,7 +206,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple:
         static = (backend, p, bias_needs_grad)
-        function = _either(AttentionBackwardFunction, BackwardForwardMode)
+        function = either(AttentionBackwardFunction, BackwardForwardMode)
         return _vmap(function, info.batch_size, in_dims, static, tensors)
 
 
@@ -236,7 +236,7 @@ def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> lis
 # ---- forward mode ----
 
 
-def _either(compiled: _Function, eager: _Function) -> _Function:
+def either(compiled: _Function, eager: _Function) -> _Function:
     """The Function of the two that can run: torch.compile traces none that has a jvp."""
     return compiled if torch.compiler.is_compiling() else eager
 

@@ -75,6 +75,28 @@ def test_training(module, tensors):
     assert_module_close(wrapped, _unwrapped(plain, index=index), tensors)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_forward_mode(module, tensors, training):
+    """The transpose of backward: of jvp, and of jacfwd, whose tangents are mapped."""
+    wrapped = _Differentiable(module.train(training))
+    tangents = tuple(torch.randn_like(x) for x in tensors)
+    found, moved = torch.func.jvp(wrapped, tuple(tensors), tangents)
+    expected, pull = torch.func.vjp(wrapped, *tensors)
+    torch.testing.assert_close(found, expected)
+    upstream = tuple(torch.randn_like(x) for x in expected)
+    ours, theirs = (
+        sum((x * y).sum() for x, y in zip(xs, ys, strict=True))
+        for xs, ys in ((moved, upstream), (tangents, pull(upstream)))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+    def of_queries(x):
+        return wrapped(x, *tensors[1:])[0][0]
+
+    jacobian = torch.func.jacfwd(of_queries, randomness="same")(tensors[0])
+    torch.testing.assert_close(jacobian, torch.func.jacrev(of_queries)(tensors[0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_draws_follow_the_probabilities(dtype):
     """Chi-square over 20000 draws of one distribution."""

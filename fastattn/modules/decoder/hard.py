@@ -1,10 +1,14 @@
 """Hard attention: picks one key for each query instead of averaging."""
 
+# torch declares the static methods of a Function with *args.
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fastattn.autograd import either
 from fastattn.modules import single_head
 from fastattn.modules.decoder.alignment import Alignment
 from fastattn.modules.jagged import takes_jagged
@@ -37,8 +41,9 @@ class HardAttention(nn.Module):
 
     A pick has no derivative. There are two substitutes for training:
 
-    - Straight-through, active in training mode: backward treats the output as the soft attention
-      :math:`\sum_j p_{ij} v_j` for query, keys and score. Values get the gradient of the pick.
+    - Straight-through, active in training mode: derivatives, backward and forward, treat the output
+      as the soft attention :math:`\sum_j p_{ij} v_j` for query, keys and score. Values have those
+      of the pick.
     - REINFORCE: ``return_choice=True`` also gives ``log_prob``, for a loss like
       ``(reward.detach() - baseline) * -log_prob``. To use REINFORCE alone, detach query and keys
       from the output: train on ``choice.output.detach()``.
@@ -136,7 +141,7 @@ class HardAttention(nn.Module):
         indices, chosen = _choose(probabilities, sample=self.training)
         output = _picked(values, indices, chosen)
         if self.training:
-            output = _StraightThrough.apply(output, soft)
+            output = either(_StraightThrough, _ForwardMode).apply(output, soft)
         log_prob = torch.where(chosen == 0, 1.0, chosen).log()
         choice = HardChoice(output, indices, log_prob, probabilities)
         if one_step:
@@ -169,7 +174,7 @@ def _picked(values: Tensor, indices: Tensor, chosen: Tensor) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """``hard`` forward; backward as if both arguments were the result."""
+    """``hard`` forward; its derivative is as if both arguments were the result."""
 
     generate_vmap_rule = True
 
@@ -182,7 +187,13 @@ class _StraightThrough(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad
+
+
+class _ForwardMode(_StraightThrough):
+    """The same, with a Jacobian-vector product."""
+
+    @staticmethod
+    def jvp(ctx: Any, hard: Tensor, soft: Tensor) -> Tensor:
+        return hard + soft
