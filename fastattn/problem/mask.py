@@ -29,7 +29,7 @@ class Mask:
             ``[B, M]`` keeps ``j < kv_len[b, i]``, and ``[1, M]`` is for every sample. Beside batch
             dims of ``[1, M]`` themselves, ``[1, M]`` is a ValueError that says what to write.
         keep: bool tensor broadcastable to ``[B, H, M, N]``; True keeps. For inputs without a head
-            dim, it is broadcastable to ``[B, M, N]``.
+            dim, and for modules where it has 3 dims, it is broadcastable to ``[B, M, N]``.
         kv_begin: integers of the same shapes as those of ``kv_len``, which keep ``j >= kv_begin``.
             Both together leave each query an interval of keys. An interval may be empty.
 

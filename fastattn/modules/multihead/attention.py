@@ -124,9 +124,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             cache: a :class:`fastattn.KVCache`, for decoding step by step. Keys and values of
                 earlier calls take part without being projected again. :class:`fastattn.KVCache`
                 says which keys a mask then covers. ``is_causal`` is not read. Default None.
-            mask: a :class:`fastattn.Mask`. A pair takes part if every mask keeps it. Its keys
-                include those of ``cache``. A growing cache is causal at the bottom right, and a
-                window is then around that diagonal. Default None.
+            mask: a :class:`fastattn.Mask`. A pair takes part if every mask keeps it. A ``keep`` of
+                3 dims is (B, M, N). Its keys include those of ``cache``. A growing cache is causal
+                at the bottom right, and a window is then around that diagonal. Default None.
             bias: added to the scores beside the masks: a tensor that broadcasts to (B, H, M, N),
                 with a gradient of its shape, an :class:`ALiBi` or a :class:`RelativeBias`. Of the
                 query's dtype or float32. N counts the keys of ``cache``, and the offset of an
