@@ -317,6 +317,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given.child is not None:
         watchdog.child(torch.device(given.child[0]), given.child[1])
         return 0
+    try:
+        health.mode()
+    except ValueError as error:  # of the environment
+        parser.error(str(error))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of missing kernels: the report has those
         found = report(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))

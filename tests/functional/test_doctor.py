@@ -146,6 +146,15 @@ def test_a_backend_that_fails_does_not_end_the_report(monkeypatch, capsys):
     assert "FAILED: RuntimeError: no such instruction" in capsys.readouterr().out
 
 
+def test_an_unknown_mode_of_the_self_check_is_an_error_of_the_command(monkeypatch, capsys):
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "bad")
+    with pytest.raises(SystemExit) as ended:
+        doctor.main([])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.endswith("error: FASTATTN_SELF_CHECK: expected '0', '1' or 'force', got 'bad'\n")
+
+
 def test_the_calls_are_explained(found):
     assert len(found["calls"]) == 6
     assert all(isinstance(x, fastattn.Explanation) for x in found["calls"].values())
