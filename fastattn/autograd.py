@@ -1,9 +1,10 @@
 """Autograd around a backend: saves, restores, calls. It does no arithmetic.
 
-The pattern is the one that every transform understands: functions with a split ``forward`` /
-``setup_context`` and a ``vmap`` rule. The backward is a second such function, so that double
-backward exists: it differentiates the reference formulas by recomputation, which takes the dense
-[B, H, M, N] memory (times D for the additive and the gaussian score).
+The pattern is the one that torch's transforms understand: functions with a split ``forward`` /
+``setup_context`` and a ``vmap`` rule. ``torch.func.functionalize`` alone refuses it, as it has no
+rule for functions. The backward is a second such function, so that double backward exists: it
+differentiates the reference formulas by recomputation, which takes the dense [B, H, M, N] memory
+(times D for the additive and the gaussian score).
 
 Tensors inside the record (its masks and seed) are passed as arguments beside it, because a
 transform must see every tensor; ``p`` is passed without them. Forward mode also differentiates
