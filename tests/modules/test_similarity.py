@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_module_close
@@ -233,6 +234,9 @@ class TestNadarayaWatson:
     def test_errors(self, tensors):
         for bad in (0.0, -1.0, [1.0, 0.0], [[1.0]], float("nan")):
             with pytest.raises(ValueError, match="bandwidth"):
+                NadarayaWatson(bad)
+        for bad in (True, np.True_):
+            with pytest.raises(TypeError, match=r"bandwidth: expected a number.* got bool"):
                 NadarayaWatson(bad)
         with pytest.raises(ValueError, match="3 features"):
             NadarayaWatson([1.0, 2.0, 3.0])(*tensors)

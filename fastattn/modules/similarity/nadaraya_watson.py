@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastattn.modules import single_head
 from fastattn.modules.jagged import longest, takes_jagged
 from fastattn.modules.single_head import Masks
-from fastattn.problem import Mask
+from fastattn.problem import Mask, arguments
 from fastattn.problem.jagged import is_jagged
 
 
@@ -63,7 +63,7 @@ class NadarayaWatson(nn.Module):
         super().__init__()
         single_head.check_dropout(dropout)
         self.dropout = dropout
-        if isinstance(bandwidth, bool):
+        if arguments.is_bool(bandwidth):
             raise TypeError("bandwidth: expected a number, or one for each feature, got bool")
         wide = _wide(dtype or torch.get_default_dtype())
         start = torch.as_tensor(bandwidth, dtype=wide, device=device)
