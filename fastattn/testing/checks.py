@@ -122,6 +122,9 @@ def assert_invariants(case: Case, t: Tensors, ours: dict[str, Tensor]) -> None:
     given = reference.sum_groups(p, t.grad_out.double() * ~empty[..., None])
     terms = reference.sum_groups(p, t.grad_out.double().abs() * ~empty[..., None]).sum(2)
     off = (ours["grad_v"].double().sum(2) - given.sum(2)).abs()
-    assert (off <= most * terms).all(), (
+    # Below its smallest normal number, a dtype rounds to multiples of one number.
+    least = torch.finfo(case.dtype)
+    subnormal = case.N * least.smallest_normal * least.eps / 2
+    assert (off <= most * terms + subnormal).all(), (
         f"{case} grad_v: sums over the keys are off by {(off / (most / 8 * terms)).max():.1f} ulp"
     )
