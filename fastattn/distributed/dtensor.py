@@ -11,6 +11,7 @@ the dim, and replicated where it broadcasts: its gradient is then a sum over tha
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fastattn.distributed import agree, comm, context, heads
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.problem import Mask, Origin, Score, arguments, parameter, relative, validate
+from fastattn.problem.record import MASK_TENSORS
 
 Dims = tuple[int | None, int | None, int | None]  # where B, H and M stand in an operand
 
@@ -32,9 +34,10 @@ def take(
     """The results of a call of DTensors, as DTensors; NotImplemented if there are none."""
     points, w = tensors[:3], tensors[3]
     if not any(isinstance(x, DTensor) for x in points):
+        _check_plain(w, options)
         return NotImplemented
     call = _Call(points, options.get("enable_gqa", False) or score == "additive")
-    if options.get("return_weights") == "mean" and Shard(1) in call.placements:
+    if options.get("return_weights") == "mean" and call.shares_heads:
         raise ValueError(
             "return_weights='mean': heads are on several ranks, and so is their mean: write "
             "return_weights='full'"
@@ -63,6 +66,19 @@ def take(
     return made[0] if len(made) == 1 else tuple(made)
 
 
+def _check_plain(weight: Any, options: dict[str, Any]) -> None:
+    """Raises ValueError for a DTensor beside plain query, key and value."""
+    mask = options.get("mask")
+    masks = MASK_TENSORS if isinstance(mask, Mask) else ()
+    of_mask = {f"mask.{n}": getattr(mask, n) for n in masks}
+    for name, x in (("weight", weight), *options.items(), *of_mask.items()):
+        if isinstance(x, DTensor):
+            raise ValueError(
+                f"{name}: expected a plain tensor, as query is, got a DTensor: write "
+                "x.full_tensor(), or make DTensors of query, key and value"
+            )
+
+
 class _Call:
     """The placements of a call: those of query, one for each mesh dim."""
 
@@ -87,7 +103,10 @@ class _Call:
         self.sizes = (query.shape[0], query.shape[1], query.shape[2])
         self.lead = validate.Lead((query.shape[0],), True, (*query.shape[1:3], key.shape[2]))
         self.placements = [self._wanted(x) for x in query.placements]
-        self._check_heads(query.shape[1], key.shape[1], value.shape[1])
+        sizes = zip(self.mesh.shape, self.placements, strict=True)
+        over = math.prod([n for n, x in sizes if x == Shard(1)])  # ranks
+        self.shares_heads = over > 1
+        self._check_heads(over, query.shape[1], key.shape[1], value.shape[1])
         shared = [d for d, x in enumerate(self.placements) if x == Shard(2)]
         if len(shared) > 1:
             raise ValueError(
@@ -101,11 +120,8 @@ class _Call:
             return Shard(placement.dim % 4)
         return Replicate()
 
-    def _check_heads(self, H: int, Hkv: int, Hv: int) -> None:
+    def _check_heads(self, over: int, H: int, Hkv: int, Hv: int) -> None:
         """Heads go to ranks in whole groups, equally many to each."""
-        over = 1
-        for dim, placement in enumerate(self.placements):
-            over *= self.mesh.size(dim) if placement == Shard(1) else 1
         if H % over or any(n % over and n != 1 for n in (Hkv, Hv)):
             raise ValueError(
                 f"heads: expected a multiple of {over} ranks, got {H} of query, {Hkv} of key and "
@@ -153,6 +169,7 @@ class _Call:
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with local masks and biases."""
         self.rows = agree.rows_of(options)
+        options["seed"] = self.local(options.get("seed"), (None, None, None))
         for name in ("attn_mask", "bias"):
             options[name] = self._broadcast(name, options.get(name))
         mask = options.get("mask")
@@ -216,10 +233,8 @@ class _Call:
 
     def result(self, x: Tensor, mean: bool) -> DTensor:
         """A local result as a part of the whole. ``mean``: it has no head dim."""
-        placements = [
-            Shard(1) if mean and placement == Shard(2) else placement
-            for placement in self.placements
-        ]
+        of_mean = {Shard(1): Replicate(), Shard(2): Shard(1)} if mean else {}
+        placements = [of_mean.get(x, x) for x in self.placements]
         whole = list(x.shape)
         whole[0] = self.sizes[0]
         whole[1] = self.sizes[2] if mean else self.sizes[1]

@@ -156,6 +156,32 @@ def compiled_calls():
             dropout_p=0.3, seed=5, mask=Mask(kv_len=torch.tensor([24, 9, 0, 17])))  # fmt: skip
 
 
+def mean_weights_where_one_rank_has_all_heads():
+    """Over mesh dims of one rank."""
+    mesh, x = init_device_mesh("cpu", (dist.get_world_size(), 1)), drawn(B, H, N, D).detach()
+    _, expected = fastattn.scaled_dot_product_attention(x, x, x, return_weights="mean")
+    for dim in (0, 2):
+        shared = distribute_tensor(x, mesh, [Shard(dim), Shard(1)])
+        out, weights = fastattn.scaled_dot_product_attention(
+            shared, shared, shared, return_weights="mean"
+        )
+        assert list(out.placements) == [Shard(dim), Shard(1)]
+        assert list(weights.placements) == [Shard(min(dim, 1)), Replicate()]
+        torch.testing.assert_close(weights.full_tensor(), expected)
+
+
+def seeds_that_are_shared():
+    for mesh, placements in meshes():
+        seed = distribute_tensor(torch.tensor(5), mesh, [Replicate()] * mesh.ndim)
+        x = drawn(B, H, N, D).detach()
+        shared = distribute_tensor(x, mesh, placements)
+        out = fastattn.scaled_dot_product_attention(
+            shared, shared, shared, dropout_p=0.5, seed=seed
+        )
+        alone = fastattn.scaled_dot_product_attention(x, x, x, dropout_p=0.5, seed=5)
+        torch.testing.assert_close(out.full_tensor(), alone)
+
+
 def placements_of_results():
     for mesh, placements in meshes():
         x = distribute_tensor(drawn(B, H, N, D).detach(), mesh, placements)
@@ -225,6 +251,19 @@ def refused():
     with pytest.raises(ValueError, match="write return_weights='full'"):
         attend(x, x, x, return_weights="mean")
     y = distribute_tensor(torch.zeros(H, N, D), mesh, [Shard(0)])
+    plain, seed = drawn(B, H, N, D), distribute_tensor(torch.tensor(3), mesh, [Replicate()])
+    keep, sink = (
+        distribute_tensor(n, mesh, [Replicate()]) for n in (torch.ones(N) > 0, torch.ones(H))
+    )
+    for match, options in (
+        ("attn_mask: .*write x.full_tensor", dict(attn_mask=y[..., :1])),
+        ("bias: .*write x.full_tensor", dict(bias=y[..., :1])),
+        ("seed: .*write x.full_tensor", dict(seed=seed, dropout_p=0.5)),
+        ("sink: .*write x.full_tensor", dict(sink=sink)),
+        ("mask.keep: .*write x.full_tensor", dict(mask=Mask(keep=keep > 0))),
+    ):
+        with pytest.raises(ValueError, match=match):
+            attend(plain, plain, plain, **options)
     with pytest.raises(ValueError, match="DTensors have 4 dims"):
         attend(y, y, y)
     one, many, head = (
@@ -251,7 +290,12 @@ def what_fits_ranks_but_not_the_whole():
     limit, keep = r"mask.kv_len: expected \[2\] or \[2, .*\], got", zeros(2, 1, 1, N) == 0
     gqa = dict(enable_gqa=True)
     for shape, dim, options, match in (
-        ((2 * P, 2, 2, 2, N, N, N), 0, dict(mask=Mask(keep=keep)), "mask.keep: expected a shape"),
+        (
+            (2 * P, 2, 2, 2, N, N, N),
+            0,
+            dict(mask=Mask(keep=keep > 0)),
+            "mask.keep: expected a shape",
+        ),
         ((2, 2 * P, 2 * P, 2 * P, N, N, N), 1, dict(bias=zeros(2, 1, N)), "bias: expected a shape"),
         ((2, 2, 2, 2, 2 * P, N, N), 2, dict(attn_mask=zeros(2, N)), "attn_mask: expected a shape"),
         ((2, 2, 2, 2, 2 * P + 1, N, N), 2, dict(bias=zeros(2 * P, N)), "bias: expected a shape"),
@@ -287,6 +331,8 @@ CASES = [
     ranks_with_one_row,
     the_gaussian_score,
     compiled_calls,
+    mean_weights_where_one_rank_has_all_heads,
+    seeds_that_are_shared,
     placements_of_results,
     sequences_of_any_length,
     limits_of_one_query,
