@@ -28,6 +28,7 @@ class Shape:
     E: int = 128
     size: int = 2
     limits: int = 0  # kv_len and kv_begin of rows, which ``heads`` brings to every rank
+    lse: bool = False  # whether it is returned: ``heads`` brings it to its rows
 
     def bytes_sent(self, method: str, sizes: Sequence[int], rank: int = 0) -> tuple[int, int]:
         """(forward, backward) of one rank, beside which ranks hold so many rows each.
@@ -48,9 +49,11 @@ class Shape:
         queries, keys = ([b - a for a, b in x] for x in heads_of_ranks(self.H, self.Hkv, ranks))
         q, k = queries[rank], keys[rank]
         there = own * ((self.H - q) * self.D + (sum(keys) - k) * F) * self.size
-        out = away * q * (self.E * self.size + 4)  # the log-sum-exp is float32
+        out = away * q * self.E * self.size
         limits = padded * self.limits * 4
         back = (own * (self.H - q) * self.E + away * (q * self.D + k * F)) * self.size
+        if self.lse:  # in float32
+            out, back = out + away * q * 4, back + own * (self.H - q) * 4
         return self.B * (there + out + limits), self.B * back
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,15 +11,21 @@ from torch import Tensor
 
 from fastattn.distributed import comm
 from fastattn.distributed.comm import Group
-from fastattn.distributed.layout import Layout
+from fastattn.distributed.layout import Layout, constant
 from fastattn.problem import Mask, validate
+from fastattn.problem.validate import DTYPES
 
 Rows = tuple[str, ...]  # names of options
 
 
-def every(
-    own: Callable[[], Sequence[int]], count: int, device: torch.device | None, group: Group
-) -> list[list[int]]:
+# What is the same on every rank, beside the lengths: see _shape.
+ALIKE = (
+    "samples", "heads of query", "heads of key", "heads of value", "last dim of query",
+    "last dim of value", "dtype",
+)  # fmt: skip
+
+
+def every(own: Callable[[], Sequence[int]], count: int, group: Group) -> list[list[int]]:
     """The ``count`` numbers that ``own`` gives on each rank. If it raises on one, all ranks raise.
 
     Waits for the device. Compiled calls cannot: they take this rank's numbers for those of all.
@@ -30,13 +37,37 @@ def every(
         numbers = [*own(), 0]
     except Exception as found:
         numbers, error = [0] * count + [1], found
-    told = comm.lengths(numbers, device, group)
+    told = comm.lengths(numbers, group)
     if error is not None:
         raise error
     for rank, (*_, failed) in enumerate(told):
         if failed:
             raise ValueError(f"rank {rank} refuses its arguments, and says why")
     return [of_rank for *of_rank, _ in told]
+
+
+def lengths(
+    own: Callable[[], Sequence[int]], alike: Sequence[str], asks: bool, group: Group
+) -> tuple[list[int], list[int]]:
+    """How many rows and keys each rank has: the first two numbers of ``own``, which may raise.
+
+    The others are ``alike`` on every rank; if they are not, all ranks raise. Unless a rank
+    ``asks``, and in compiled calls, its own numbers stand for those of all.
+    """
+    if asks and not torch.compiler.is_compiling():
+        told = every(own, 2 + len(alike), group)
+        for rank, numbers in enumerate(told):
+            for name, a, b in zip(alike, told[0][2:], numbers[2:], strict=True):
+                if a != b:
+                    first, other = (DTYPES[n] if name == "dtype" else n for n in (a, b))
+                    raise ValueError(
+                        f"{name}: expected the same on every rank, got {first} on rank 0 and "
+                        f"{other} on rank {rank}"
+                    )
+    else:
+        told = [own()] * group.size
+    rows, keys = ([constant(of_rank[n]) for of_rank in told] for n in range(2))
+    return rows, keys
 
 
 def layouts(
@@ -52,13 +83,11 @@ def layouts(
         validate.check_points(*points)
         check_lengths(*points[1:])
         check()
-        return [points[0].shape[-2], points[1].shape[-2]]
+        return [points[0].shape[-2], points[1].shape[-2], *_shape(*points)]
 
     asks = layout is None and not torch.compiler.is_compiling()
-    device = getattr(points[0], "device", None)
-    told = every(own, 2, device, group) if asks else [own()] * group.size
+    rows, keys = lengths(own, ALIKE, asks, group)
     known = range(group.size) if asks else (group.rank,)
-    rows, keys = ([of_rank[n] for of_rank in told] for n in range(2))
     if layout is None:
         layout, key_layout = in_order(rows), key_layout or in_order(keys)
     key_layout = key_layout or layout
@@ -81,6 +110,13 @@ def layouts(
                     f"says, got {has[rank]}{hint}"
                 )
     return layout, key_layout
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
+    """What ``ALIKE`` names."""
+    heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
+    samples = math.prod(torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value))))
+    return [samples, *heads, query.shape[-1], value.shape[-1], DTYPES.index(query.dtype)]
 
 
 def check_lengths(key: Tensor, value: Tensor) -> None:
@@ -114,7 +150,7 @@ def rows_of(options: dict[str, Any]) -> Rows:
     return tuple(name for name, x in _dense(options).items() if x.shape[-2] != 1)
 
 
-def with_rows(options: dict[str, Any], layout: Layout, device: torch.device, group: Group) -> Rows:
+def with_rows(options: dict[str, Any], layout: Layout, group: Group) -> Rows:
     """The masks and biases that have rows, of which each rank holds its own; alike on all ranks.
 
     Raises:
@@ -131,7 +167,7 @@ def with_rows(options: dict[str, Any], layout: Layout, device: torch.device, gro
         return ()
 
     if given and layout.length == 1:
-        every(one_query, 0, device, group)
+        every(one_query, 0, group)
     if not given or layout.length == 1 or 1 not in layout.sizes:
         return rows
     if set(layout.sizes) == {1} or torch.compiler.is_compiling():
@@ -139,5 +175,5 @@ def with_rows(options: dict[str, Any], layout: Layout, device: torch.device, gro
             f"{next(iter(given))}: a rank has one row, which looks like one for all, and no other "
             "rank can tell: write another layout"
         )
-    told = every(lambda: [name in rows for name in given], len(given), device, group)
+    told = every(lambda: [name in rows for name in given], len(given), group)
     return tuple(name for name, has in zip(given, zip(*told, strict=True), strict=True) if any(has))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from fastattn.distributed.layout import Layout
 
@@ -24,7 +25,7 @@ class Group:
 
     Raises:
         TypeError: neither of these.
-        ValueError: a mesh of more dims.
+        ValueError: a mesh of more dims, or one without this process.
         RuntimeError: torch.distributed has no process group yet.
     """
 
@@ -34,18 +35,23 @@ class Group:
                 "no process group: call torch.distributed.init_process_group() first, under "
                 "torchrun"
             )
+        given, absent = mesh, dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives others
         if isinstance(mesh, dist.device_mesh.DeviceMesh):
             if mesh.ndim != 1:
                 raise ValueError(
                     f"mesh: expected one dim, got {mesh.ndim}: write mesh['name'] of a dim"
                 )
-            mesh = mesh.get_group()
-        if not isinstance(mesh, dist.ProcessGroup):
+            given = absent if mesh.get_coordinate() is None else mesh.get_group()
+        if isinstance(given, int) and given == absent:
+            raise ValueError(
+                f"mesh: rank {dist.get_rank()} is not in the mesh: call this on its ranks alone"
+            )
+        if not isinstance(given, dist.ProcessGroup):
             raise TypeError(
                 f"mesh: expected a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}"
             )
-        self.group = mesh
-        self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
+        self.group = given
+        self.rank, self.size = dist.get_rank(given), dist.get_world_size(given)
 
 
 # ---- bytes ----
@@ -62,7 +68,10 @@ _counting: list[Sent] = []
 
 @contextlib.contextmanager
 def count_bytes() -> Iterator[Sent]:
-    """Counts what this process sends meanwhile, but for lengths, seeds and the like."""
+    """Counts what this process sends meanwhile, but for lengths, seeds and the like.
+
+    Of compiled calls, it counts what "gather" and "ring" send, and nothing else.
+    """
     sent = Sent()
     _counting.append(sent)
     try:
@@ -72,6 +81,8 @@ def count_bytes() -> Iterator[Sent]:
 
 
 def _count(x: Tensor, elements: int) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiled call would do so once, or be traced again
     for sent in _counting:
         sent.bytes += elements * x.element_size()
 
@@ -147,8 +158,9 @@ def total(x: Tensor, group: Group) -> Tensor:
     return wait(collectives.all_reduce(x.contiguous(), "sum", group.group))
 
 
-def lengths(own: Sequence[int], device: torch.device | None, group: Group) -> list[list[int]]:
-    """The numbers of every rank, on every host: waits for the device."""
+def lengths(own: Sequence[int], group: Group) -> list[list[int]]:
+    """The numbers of every rank, on every host: waits for the group's device."""
+    device = _get_object_coll_device(group.group)
     numbers = torch.tensor(own, dtype=torch.int64, device=device)
     return wait(_all_gather(numbers, group)).view(group.size, -1).tolist()
 

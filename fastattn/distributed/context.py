@@ -10,16 +10,16 @@ from torch import Tensor
 
 from fastattn import functional, sinks
 from fastattn.backends import registry, watch
-from fastattn.distributed import agree, comm, gather, heads, ring
+from fastattn.distributed import agree, comm, heads, operators
 from fastattn.distributed.agree import Rows
 from fastattn.distributed.comm import Group
-from fastattn.distributed.heads import Move
+from fastattn.distributed.heads import move
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan
 from fastattn.problem import Dropout, Mask, Origin, Score, arguments, call_cache, relative, validate
 
 Method = Literal["heads", "gather", "ring"]
-METHODS = {"heads": heads.attend, "gather": gather.attend, "ring": ring.attend}
+METHODS = ("heads", *operators.PASSES)
 
 
 def context_parallel_attention(
@@ -76,6 +76,7 @@ def context_parallel_attention(
         ValueError: shapes that do not fit the layout, a layout for another number of ranks, a mask
             or bias of which every rank has one row, which looks like one for all, or a method that
             cannot do the problem. The error names one that can.
+        NotImplementedError: inside torch.func's transforms, and in forward mode.
         RuntimeError: no process group; or a rank that did not come within the group's timeout.
 
     Numerics: "heads" and "gather" give the bits of one device where a kernel sums the same way;
@@ -117,6 +118,7 @@ def attend(
             "bias.to_dense(M, N) and shard its rows"
         )
     method, layout, key_layout, heads_per_step = how
+    heads.refuse_transforms(*given, options.get("attn_mask"), options.get("bias"), sink)
     *points, weight = given
     if score == "additive" and options.get("scale") is not None:
         raise arguments.unknown_keywords("additive_attention", ["scale"])
@@ -136,7 +138,7 @@ def attend(
 
     layout, key_layout = agree.layouts(tensors[:3], layout, key_layout, group, check)
     if rows is None:
-        rows = agree.with_rows(options, layout, tensors[0].device, group)
+        rows = agree.with_rows(options, layout, group)
     options = options | {
         name: heads.replicated(x, group)  # their gradients are sums over ranks
         for name, x in options.items()
@@ -162,12 +164,14 @@ def attend(
     name = registry.select(asked, backend, inputs.bias is not None)
     plan = Plan(
         p, name, layout, key_layout, group, _heads_per_step(heads_per_step, p.Hkv),
-        _of_record(rows, options),
+        return_lse or sink is not None, _of_record(rows, options),
     )  # fmt: skip
     watch.call(asked, plan.backend, inputs.bias is not None)
 
     def by_method(_name: str, _p: Any, *canonical: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return METHODS[method](plan, *canonical)
+        if method == "heads":
+            return heads.attend(plan, *canonical)
+        return operators.attend(method, plan, *canonical)
 
     seen = call_cache.Known(p, plan.backend, inputs.has_head_dim)
     local = inputs.q, *_canonical_keys(tensors, inputs, options), inputs.w
@@ -232,7 +236,7 @@ def _together(
     limited = isinstance(mask, Mask) and any(getattr(mask, n) is not None for n in heads.LIMITS)
     # Values are read on CPUs alone. A shape that is wrong for all rows may be right for one row.
     if limited and (asked_all or tensors[0].device.type == "cpu" or 1 in layout.sizes):
-        agree.every(build, 0, tensors[0].device, group)
+        agree.every(build, 0, group)
     else:
         build()
     return made[0]
@@ -296,7 +300,7 @@ def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
     _check_layout(layout)
     group, dim = _matching(x, dim, layout, mesh, layout.length)
     take = _taker(layout, dim, group)
-    return Move.apply(x, take, lambda grad: comm.gather_rows(grad, layout, group, dim))  # pyright: ignore
+    return move(x, take, lambda grad: comm.gather_rows(grad, layout, group, dim))  # pyright: ignore
 
 
 def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
@@ -313,7 +317,7 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
     rank = Group(mesh).rank
     group, dim = _matching(x, dim, layout, mesh, layout.sizes[rank] if rank < layout.ranks else -1)
     whole = _gatherer(layout, dim, group)
-    return Move.apply(x, whole, _taker(layout, dim, group))  # pyright: ignore
+    return move(x, whole, _taker(layout, dim, group))  # pyright: ignore
 
 
 def _taker(layout: Layout, dim: int, group: Group) -> Any:

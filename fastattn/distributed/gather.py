@@ -5,9 +5,6 @@ and kind of weights works. The next heads are on their way while these are atten
 gathers again, adds up dK and dV over pieces in float32, and gives each rank the sum of its keys.
 """
 
-# torch declares these static methods with *args.
-# pyright: reportIncompatibleMethodOverride=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -21,41 +18,12 @@ from fastattn import blocks
 from fastattn.backends import registry
 from fastattn.blocks import Cut
 from fastattn.distributed import comm
-from fastattn.distributed.plan import Plan, no_second_derivative
+from fastattn.distributed.plan import Plan
 from fastattn.problem import Problem
 
 
-def attend(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, weights) of this rank's rows."""
-    out, lse, weights, _ = GatherFunction.apply(plan, q, k, v, w, bias)  # pyright: ignore
-    return out, lse, weights
-
-
-class GatherFunction(torch.autograd.Function):
-    """(q, k, v, w, bias) of this rank -> (out, lse, weights, stats)."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
-        found = _forward(plan, *tensors)
-        ctx.plan = plan
-        ctx.save_for_backward(*tensors, found[0], found[3])
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found[3], *((found[2],) if plan.p.weights == "none" else ()))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
-        no_second_derivative("gather")
-        *tensors, out, stats = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        grads = _backward(
-            ctx.plan, tensors, (out, stats, grad_out, grad_lse), grad_weights,
-            ctx.needs_input_grad[5],
-        )  # fmt: skip
-        return None, *grads
+def check(plan: Plan) -> None:
+    """Nothing: this method does every problem."""
 
 
 def _gathered(plan: Plan, tensors: tuple) -> Iterator[tuple[Cut, Problem, tuple]]:
@@ -73,7 +41,8 @@ def _gathered(plan: Plan, tensors: tuple) -> Iterator[tuple[Cut, Problem, tuple]
         yield cut, blocks.block_of(plan.p, cut), (q, k(), v(), w, bias)
 
 
-def _forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
+def forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
+    """(out, lse, weights, stats) of this rank's rows."""
     p, backend = plan.p, registry.get(plan.backend)
     zeros = tensors[0].new_zeros
     rows = p.B, p.H, p.M
@@ -97,37 +66,43 @@ def _forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
     return out, lse, weights.to(p.dtype), stats
 
 
-def _backward(
-    plan: Plan, tensors: list, saved: tuple, grad_weights: Tensor | None, bias_needs_grad: bool
+def backward(
+    plan: Plan, tensors: tuple, found: tuple, grads: tuple, bias_needs_grad: bool
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of (q, k, v, w, bias).
+
+    ``found``: out, None and stats. ``grads``: of out, lse and weights.
+    """
     p, backend = plan.p, registry.get(plan.backend)
     q, k, v, w, bias = tensors
+    (out, _, stats), (grad_out, grad_lse, grad_weights) = found, grads
+    saved = out, stats, grad_out, grad_lse
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=p.acc_dtype, device=p.device)
 
-    grads = [zeros(*x.shape) for x in (q, k, v)]
+    of_points = [zeros(*x.shape) for x in (q, k, v)]
     grad_w = None if w is None else zeros(p.B, p.H, p.D)
-    grad_bias = zeros(*bias.shape) if bias is not None and bias_needs_grad else None
-    for heads, of_heads, own in _gathered(plan, tuple(tensors)):
-        grad_q, *mine = blocks.tensors_of(p, heads, *grads, grad_w, grad_bias)
+    grad_bias = zeros(*bias.shape) if bias_needs_grad else None
+    for heads, of_heads, own in _gathered(plan, tensors):
+        grad_q, *mine = blocks.tensors_of(p, heads, *of_points, grad_w, grad_bias)
         sums = grad_q, *(zeros(*x.shape) for x in own[1:3]), *mine[2:]
         for cut, whole_rows in plan.pieces(of_heads):
             block = dataclasses.replace(blocks.block_of(whole_rows, cut), wide=True)
             at = heads._replace(i=cut.i)
             rows = (None if x is None else blocks.rows_of(x, at) for x in saved)
-            found = backend.backward(
+            parts = backend.backward(
                 block, *blocks.tensors_of(of_heads, cut, *own), *rows,
                 _share(p, of_heads, grad_weights, at), grad_bias is not None,
             )  # fmt: skip
             totals = blocks.tensors_of(of_heads, cut, *sums)
-            for total, part in zip(totals, found, strict=True):
+            for total, part in zip(totals, parts, strict=True):
                 if total is not None and part is not None:
                     total += part
         for to, whole in zip(mine[:2], sums[1:3], strict=True):
             to.copy_(comm.scatter_sum(whole, plan.keys, plan.group))
-    grads = [g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
-    return *grads, *grads_beside(w, grad_w, bias, grad_bias)
+    points = zip(of_points, (q, k, v), strict=True)
+    return *(grad.to(x.dtype) for grad, x in points), *grads_beside(w, grad_w, bias, grad_bias)
 
 
 def _share(p: Problem, of_heads: Problem, grad_weights: Tensor | None, at: Cut) -> Tensor | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattn import autograd
 from fastattn.distributed import comm
@@ -49,18 +50,44 @@ def heads_of_ranks(H: int, Hkv: int, ranks: int) -> tuple[Heads, Heads]:
     return queries, [(a // group, a // group + 1) for a, _ in queries]
 
 
+Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # there, and back
+
+
 class Move(torch.autograd.Function):
-    """A linear function between ranks, whose gradient is another one, its transpose."""
+    """Linear functions between ranks, one a tensor, whose gradients are others, their transposes.
+
+    Gradients move together, with zeros for what a rank does not need: the others wait for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable, back: Callable) -> Tensor:
-        ctx.functions = there, back
-        return there(x)
+    def forward(ctx: Any, ways: list[Ways], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ways = ways
+        return tuple(there(x) for (there, _), x in zip(ways, tensors, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        there, back = ctx.functions
-        return Move.apply(grads[0], back, there), None, None  # pyright: ignore[reportReturnType]
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        back: Any = Move.apply([(back, there) for there, back in ctx.ways], *grads)
+        return None, *back
+
+
+def move(x: Tensor, there: Callable, back: Callable) -> Any:
+    """A tensor elsewhere. Functions that knew tensors would keep them until backward."""
+    refuse_transforms(x)
+    (moved,) = Move.apply([(there, back)], x)  # pyright: ignore[reportGeneralTypeIssues]
+    return moved
+
+
+def refuse_transforms(*tensors: Any) -> None:
+    """Raises NotImplementedError inside transforms of torch.func, and for tangents."""
+    if torch.compiler.is_compiling():
+        return
+    duals = tensors if forward_ad._current_level >= 0 else ()
+    tangents = (forward_ad.unpack_dual(x).tangent for x in duals if isinstance(x, Tensor))
+    if torch._C._are_functorch_transforms_active() or any(x is not None for x in tangents):
+        raise NotImplementedError(
+            "torch.func and forward mode do not reach other ranks: write torch.autograd.grad or "
+            "backward(), and method='heads' for second derivatives"
+        )
 
 
 def same(x: Tensor) -> Tensor:
@@ -77,19 +104,26 @@ def replicated(x: Tensor | None, *groups: Group) -> Any:
             wide = comm.total(wide, group)
         return wide.to(grad.dtype)
 
-    grows = isinstance(x, Tensor) and x.requires_grad
-    return Move.apply(x, same, summed) if grows and groups else x
+    if not isinstance(x, Tensor) or not x.requires_grad or not groups:
+        return x
+    return move(x, same, summed)
 
 
 def to_heads(x: Tensor, layout: Layout, heads: Heads, group: Group) -> Any:
     """Rows of all heads to heads of all rows, dims 1 and 2; with a gradient."""
+    rows, there = _ways(layout, heads, x.shape[1], group)
+    return move(x, there, rows)
 
-    def there(x: Tensor) -> Tensor:
+
+def _ways(layout: Layout, heads: Heads, H: int, group: Group) -> Ways:
+    """To rows of all H heads, and to heads of all rows."""
+
+    def to_heads(x: Tensor) -> Tensor:
         a, b = heads[group.rank]
         shapes = [(x.shape[0], b - a, n, *x.shape[3:]) for n in layout.sizes]
         return layout.join(comm.exchange([x[:, a:b] for a, b in heads], shapes, group), 2)
 
-    return Move.apply(x, there, lambda g: _to_rows(g, layout, heads, x.shape[1], group))
+    return lambda x: _to_rows(x, layout, heads, H, group), to_heads
 
 
 def _to_rows(x: Tensor, layout: Layout, heads: Heads, H: int, group: Group) -> Tensor:
@@ -104,20 +138,9 @@ def _to_rows(x: Tensor, layout: Layout, heads: Heads, H: int, group: Group) -> T
     return whole.to(x.dtype)
 
 
-def to_rows(x: Tensor, layout: Layout, heads: Heads, H: int, group: Group) -> Any:
-    """Heads of all rows to rows of all heads, with a gradient."""
-
-    def back(x: Tensor) -> Tensor:
-        a, b = heads[group.rank]
-        shapes = [(x.shape[0], b - a, n, *x.shape[3:]) for n in layout.sizes]
-        return layout.join(comm.exchange([x[:, a:b] for a, b in heads], shapes, group), 2)
-
-    return Move.apply(x, lambda x: _to_rows(x, layout, heads, H, group), back)
-
-
 def all_rows(x: Tensor, layout: Layout, group: Group) -> Any:
     """All rows on every rank, dim 2, with a gradient."""
-    return Move.apply(
+    return move(
         x,
         lambda x: comm.gather_rows(x, layout, group),
         lambda grad: comm.scatter_sum(grad, layout, group),
@@ -148,9 +171,27 @@ def attend(
     q = to_heads(q, rows, queries, group)
     k, v = (to_heads(x, plan.keys, keys, group) for x in (k, v))
     out, lse, weights = autograd.attend(plan.backend, mine, q, k, v, w, bias)
-    out = to_rows(out, rows, queries, p.H, group)
-    lse = to_rows(lse, rows, queries, p.H, group)
-    return out, lse, _own_weights(plan, weights, queries)
+    ways = _ways(rows, queries, p.H, group)
+    moves: dict[str, tuple[Tensor, Ways]] = {"out": (out, ways)}
+    if plan.lse:
+        moves["lse"] = lse, ways
+    if p.weights == "full":
+        moves["weights"] = weights, ways
+    if p.weights == "mean":
+        share = weights[:, None].to(p.acc_dtype) * ((own[1] - own[0]) / p.H)  # rounded once
+        moves["weights"] = (
+            share,
+            (
+                lambda x: comm.scatter_sum(x, rows, group),
+                lambda grad: comm.gather_rows(grad, rows, group),
+            ),
+        )
+    tensors, of_tensors = zip(*moves.values(), strict=True)
+    found: Any = Move.apply(list(of_tensors), *tensors)
+    moved = dict(zip(moves, found, strict=True))
+    if p.weights == "mean":
+        moved["weights"] = moved["weights"][:, 0].to(p.dtype)
+    return moved["out"], moved.get("lse", lse), moved.get("weights", weights)
 
 
 def _problem(plan: Plan, own: tuple[int, int], keys: tuple[int, int], operand: Callable) -> Problem:
@@ -170,19 +211,3 @@ def _problem(plan: Plan, own: tuple[int, int], keys: tuple[int, int], operand: C
         p, M=rows.length, H=own[1] - own[0], Hkv=keys[1] - keys[0], mask=mask,
         origin=Origin(p.origin.b, p.origin.h + own[0]),
     )  # fmt: skip
-
-
-def _own_weights(plan: Plan, weights: Tensor, heads: Heads) -> Any:
-    p, rows, group = plan.p, plan.layout, plan.group
-    if p.weights == "none":
-        return weights
-    if p.weights == "full":
-        return to_rows(weights, rows, heads, p.H, group)
-    a, b = heads[group.rank]
-    share = weights[:, None].to(p.acc_dtype) * ((b - a) / p.H)  # a sum, which is rounded once
-    summed: Any = Move.apply(
-        share,
-        lambda x: comm.scatter_sum(x, rows, group),
-        lambda grad: comm.gather_rows(grad, rows, group),
-    )
-    return summed[:, 0].to(p.dtype)

@@ -87,13 +87,17 @@ class Layout:
         The dearest chunk goes to the rank with the least cost among those that have room.
 
         Args:
-            cost: of each position, ``[length]``: how many keys its query sees. Of a mask of
-                intervals that is ``mask.kv_len - mask.kv_begin``.
+            cost: of each position, ``[length]`` or ``[1, length]``: how many keys its query sees.
+                Of a mask of intervals that is ``mask.kv_len - mask.kv_begin``. Of a batch, whose
+                samples share the layout, it is ``(mask.kv_len - mask.kv_begin).sum(0)``.
             ranks: how many ranks.
             blocks: chunks a rank.
             unit: chunks begin at multiples of this.
+
+        Raises:
+            ValueError: costs of several samples.
         """
-        costs = torch.as_tensor(cost, dtype=torch.float64).flatten().cpu()
+        costs = _costs(cost)
         _check(len(costs), ranks, unit)
         arguments.check_int("blocks", blocks, 1)
         chunks = _chunks(len(costs), ranks * blocks, unit)
@@ -113,15 +117,15 @@ class Layout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many positions each rank holds."""
-        return tuple(sum(b - a for a, b in own) for own in self.pieces)
+        return tuple(constant(sum(b - a for a, b in own)) for own in self.pieces)
 
     def of(self, rank: int) -> Iterator[Piece]:
         """The pieces of a rank that are not empty."""
         at = 0
         for a, b in self.pieces[rank]:
             if b > a:
-                yield Piece(at, a, b - a)
-            at += b - a
+                yield Piece(at, constant(a), constant(b - a))
+            at += constant(b - a)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """The positions of a rank's rows, int64 ``[sizes[rank]]``."""
@@ -130,7 +134,9 @@ class Layout:
 
     def loads(self, cost: Sequence[float] | Tensor) -> list[float]:
         """The cost of each rank, from that of each position; balance is their max over mean."""
-        costs = torch.as_tensor(cost, dtype=torch.float64).flatten()
+        costs = _costs(cost)
+        if len(costs) != self.length:
+            raise ValueError(f"cost: expected {self.length} positions, got {len(costs)}")
         return [sum(_sum(costs, piece) for piece in own) for own in self.pieces]
 
     def take(self, x: Tensor, dim: int, rank: int) -> Tensor:
@@ -147,6 +153,25 @@ class Layout:
         ]
         ordered = [x for _, x in sorted(found, key=lambda pair: pair[0])]
         return torch.cat(ordered, dim) if ordered else parts[0]
+
+
+def _costs(cost: Sequence[float] | Tensor) -> Tensor:
+    """[length], on the CPU."""
+    costs = torch.as_tensor(cost, dtype=torch.float64).cpu()
+    if costs.dim() < 1 or costs.numel() != costs.shape[-1]:
+        raise ValueError(
+            f"cost: expected [length], got {list(costs.shape)}: write cost.sum(0) of a batch, "
+            "whose samples share the layout"
+        )
+    return costs.flatten()
+
+
+def constant(n: int) -> int:
+    """The number, of which compiled calls make no symbol: they have a graph for each layout.
+
+    int() would keep a symbol.
+    """
+    return len(range(n))
 
 
 def _check(length: int, ranks: int, unit: int = 1) -> None:

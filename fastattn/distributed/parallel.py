@@ -5,31 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastattn.distributed import agree, comm, context, heads
+from fastattn.distributed import agree, comm, heads
 from fastattn.distributed.comm import Group
 from fastattn.distributed.context import METHODS, Method
-from fastattn.distributed.heads import Move, same
+from fastattn.distributed.heads import move
 from fastattn.distributed.layout import Layout
-from fastattn.modules.multihead import (
-    attention,
-    inference,
-    inputs,
-    interop,
-    kv_cache,
-    projection,
-)
+from fastattn.distributed.part import ALIKE, Masks, Part, Points, check_call, check_out_proj, summed
+from fastattn.modules.multihead import inputs, interop, kv_cache, projection
 from fastattn.modules.multihead.additive import MultiheadAdditiveAttention
 from fastattn.modules.multihead.attention import MultiheadAttention
-from fastattn.modules.multihead.kv_cache import KVCache, Step
-from fastattn.problem import Origin, arguments
+from fastattn.modules.multihead.kv_cache import KVCache
+from fastattn.problem import arguments
 
-Points = tuple[Tensor, Tensor, Tensor]  # query, key, value
-Masks = tuple[Tensor | None, Tensor | None]  # key_padding_mask, attn_mask
 Layouts = Layout | Callable[[int, int], Layout]
 _OURS = (MultiheadAttention, MultiheadAdditiveAttention)
 
@@ -152,15 +142,7 @@ def _check_module(module: MultiheadAttention, shared: Shared) -> None:
             "write context="
         )
     if shared.heads is not None:
-        _check_out_proj(module)
-
-
-def _check_out_proj(module: MultiheadAttention) -> None:
-    if not inference.is_only_linear(module.out_proj):
-        raise ValueError(
-            "out_proj: expected a plain linear layer where ranks share heads, got hooks or "
-            f"{type(module.out_proj).__name__}: write context= alone, or merge what was added"
-        )
+        check_out_proj(module)
 
 
 class Shared:
@@ -204,14 +186,22 @@ class Shared:
     ) -> tuple[Tensor, Tensor | None]:
         """What ``module`` returns, with this rank's rows and heads of the work."""
         need_weights, average, is_causal = hints
-        part = _Part(module, self)
-        _check_call(part, (query, key, value, *masks), cache)
-        query, key, value, padding = self._replicated(query, key, value, masks[0])
-        masks = padding, self._own_heads(masks[1], module.num_heads)
-        if cache is not None:
-            step = kv_cache.step(cast(Any, part), cache, query, key, value, masks, need_weights)
+        part = Part(module, self)
+
+        def given() -> tuple[Points, Masks]:
+            check_call(part, (query, key, value, *masks), cache)
+            *points, padding = self._replicated(query, key, value, masks[0])
+            return cast(Points, points), (padding, self._own_heads(masks[1], module.num_heads))
+
+        if self.context is not None:
+            step = part.step_of_rows(given, need_weights, is_causal)
+        elif cache is not None:
+            points, own = given()
+            step = kv_cache.step(cast(Any, part), cache, *points, own, need_weights)
         else:
-            step = part.step((query, key, value), masks, need_weights, is_causal)
+            points, own = given()
+            call = inputs.canonical(cast(Any, part), *points, *own, need_weights, is_causal)
+            step = part.step(call)
         out, weights = part.attend_heads(step, need_weights, average)
         return out, self._all_heads(weights, average, module.num_heads)
 
@@ -245,7 +235,7 @@ class Shared:
         if average:
             return (summed(weights, group) / group.size).to(weights.dtype)
         layout, dim = Layout.contiguous(H, group.size), weights.dim() - 3
-        return cast(Tensor, Move.apply(
+        return cast(Tensor, move(
             weights,
             lambda x: comm.gather_rows(x, layout, group, dim),
             lambda grad: layout.take(grad, dim, group.rank).clone(),
@@ -253,17 +243,15 @@ class Shared:
 
     # ---- rows ----
 
-    def layouts(self, rows: int, keys: int, device: torch.device) -> tuple[Layout, Layout]:
-        """Of the queries and of the keys, of which this rank has so many."""
+    def layouts(self, own: Callable[[], list[int]]) -> tuple[Layout, Layout]:
+        """Of the queries and of the keys.
+
+        ``own``: how many of each this rank has, and what ``ALIKE`` names; or it raises.
+        """
         group, fixed = cast(Group, self.context), isinstance(self.layout, Layout)
-        # A layout is of numbers: compiled calls have a graph for each length. int() keeps symbols.
-        rows, keys = len(range(rows)), len(range(keys))
-        every = [[rows, keys]] * group.size  # a compiled call cannot read what others say
-        if not fixed and not torch.compiler.is_compiling():
-            every = comm.lengths([rows, keys], device, group)
         # Who knows all lengths looks at all: a rank that raised alone would leave others waiting.
         known = slice(group.rank, group.rank + 1) if fixed else slice(None)
-        of_rows, of_keys = ([own[n] for own in every] for n in range(2))
+        of_rows, of_keys = agree.lengths(own, ALIKE, not fixed, group)
         made = self._made(of_rows, group), self._made(of_keys, group)
         for name, layout, has in zip(("query", "key"), made, (of_rows, of_keys), strict=True):
             if layout.ranks != group.size or list(layout.sizes[known]) != has[known]:
@@ -278,9 +266,15 @@ class Shared:
     def _made(self, sizes: list[int], group: Group) -> Layout:
         if isinstance(self.layout, Layout):
             return self.layout
-        if callable(self.layout):
-            return self.layout(sum(sizes), group.size)
-        return agree.in_order(sizes)
+        if self.layout is None:
+            return agree.in_order(sizes)
+        made = self.layout(sum(sizes), group.size)
+        if not isinstance(made, Layout):
+            raise TypeError(
+                "layout: expected a function of (length, ranks) that returns a Layout, got "
+                f"{type(made).__name__} from it"
+            )
+        return made
 
 
 def _group(mesh: DeviceMesh, argument: str, name: str | None) -> Group | None:
@@ -293,133 +287,3 @@ def _group(mesh: DeviceMesh, argument: str, name: str | None) -> Group | None:
         hint = "" if names else ": write init_device_mesh(..., mesh_dim_names=...)"
         raise ValueError(f"{argument}: expected one of the mesh dims {names}, got {name!r}{hint}")
     return Group(mesh[name])
-
-
-def _check_call(part: _Part, tensors: tuple, cache: KVCache | None) -> None:
-    reason = interop.foreign(cast(Any, part), *tensors)
-    if reason is not None or any(x is not None and x.is_nested for x in tensors):
-        raise TypeError(
-            f"a shared module takes plain tensors, but {reason or 'one is nested'}: write "
-            "x.full_tensor() of a DTensor; of nested tensors to_padded_tensor() and a padding mask"
-        )
-    if cache is not None and part.shared.context is not None:
-        raise ValueError(
-            "cache: keys of a shared sequence are on several ranks: write parallelize(..., heads=) "
-            "alone, or fastattn.merge_attention"
-        )
-
-
-def summed(x: Tensor, group: Group) -> Any:
-    """The sum over ranks, rounded once, of parts that no rank has whole; in float32 at least."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return Move.apply(wide, lambda x: comm.total(x, group), same)
-
-
-class _Part:
-    """A module as one rank computes it: some of its heads, its parts of the parameters.
-
-    For the functions of ``fastattn.modules.multihead`` this is the module.
-    """
-
-    def __init__(self, module: MultiheadAttention, shared: Shared) -> None:
-        self.module, self.shared = module, shared
-        if shared.heads is None:
-            return
-        from fastattn.distributed import parameters
-
-        found = parameters.own(module, shared.heads)
-        self.num_heads = module.num_heads // shared.heads.size
-        self.out_proj = _OutProj(module, found, shared.heads)
-        self._parameters = found
-        self.__dict__ |= found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-    def step(self, given: Points, masks: Masks, need_weights: bool, is_causal: bool) -> Step:
-        """The checked call, and its heads."""
-        shared, part = self.shared, cast(Any, self)
-        if shared.context is None:
-            call = inputs.canonical(part, *given, *masks, need_weights, is_causal)
-        else:
-            call = self._canonical(given, masks, need_weights, is_causal)
-        q, k, v = projection.to_heads(part, call.query, call.key, call.value, call.batch_first)
-        return Step(call, q, k, v)
-
-    def _canonical(
-        self, given: Points, masks: Masks, need_weights: bool, is_causal: bool
-    ) -> inputs.Inputs:
-        """Of this rank's rows, with masks over all keys."""
-        part = cast(Any, self)
-        call = inputs.canonical(part, *given, None, None, need_weights, False)
-        dim = 1 if call.batch_first else 0
-        rows, keys = call.query.shape[dim], call.key.shape[dim]
-        self.layouts = self.shared.layouts(rows, keys, call.query.device)
-        most, N = max(self.layouts[0].sizes), self.layouts[1].length
-        if most == self.layouts[0].length and len(self.layouts[0].sizes) > 1:
-            # The hint may be torch's, which compares a mask with a rank's own rows: ranks would not
-            # agree. The mask says the same.
-            is_causal = is_causal and masks[1] is None
-        for name, mask in zip(("key_padding_mask", "attn_mask"), masks, strict=True):
-            if mask is not None and not is_causal and mask.shape[-1] == keys != N:
-                raise ValueError(
-                    f"{name}: expected all {N} keys, in the order of positions, got the {keys} of "
-                    "this rank: write the mask of the whole sequence"
-                )
-        padding, pairs = masks
-        if pairs is not None and pairs.is_floating_point():
-            # Their sum has rows. A bias without rows gets the sum over ranks in context.attend.
-            padding = heads.replicated(padding, cast(Group, self.shared.context))
-        like = inputs.keys_like(part, given[0], N)
-        covering = inputs.canonical(part, given[0], *like, padding, pairs, need_weights, is_causal)
-        of_pairs = "attn_mask" if pairs is None or pairs.dtype == torch.bool else "bias"
-        dropped = pairs is None or covering.masks[of_pairs] is None
-        self.rows = () if dropped else (of_pairs,)
-        return call._replace(masks=covering.masks)
-
-    def attend_heads(
-        self, step: Step, need_weights: bool, average: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """From heads to the results of forward, of which weights are of this rank's heads."""
-        part = cast(Any, self)
-        return attention.attend_heads(part, self._attend, *step, need_weights, average)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Attention over this rank's heads, with the dropout bits of all."""
-        groups = [x for x in (self.shared.heads, self.shared.context) if x is not None]
-        if options["dropout_p"]:
-            options["seed"] = comm.seed(q.device, groups)
-        first = 0 if self.shared.heads is None else self.shared.heads.rank * q.shape[1]
-        weight = self._score_weight()
-        score = "dot" if weight is None else "additive"
-        tensors, origin = (q, k, v, weight), Origin(h=first)
-        if self.shared.context is None:
-            return context.alone(score, tensors, origin, None, False, "auto", options)
-        how = (self.shared.method, *self.layouts, None)
-        return context.attend(
-            score, tensors, self.shared.context, origin, how, None, False, "auto", options,
-            self.rows,
-        )  # fmt: skip
-
-    def _score_weight(self) -> Any:
-        """With a gradient of which each rank has a part, as of all parameters."""
-        if not isinstance(self.module, MultiheadAdditiveAttention):
-            return None
-        if self.shared.context is None:
-            return self.score_weight
-        ranks = self.shared.context.size  # context.attend gives each the sum
-        return Move.apply(self.score_weight, same, lambda grad: grad / ranks)
-
-
-class _OutProj:
-    """out_proj over the heads of all ranks, each of which has its columns."""
-
-    def __init__(self, module: MultiheadAttention, own: dict[str, Any], group: Group) -> None:
-        _check_out_proj(module)  # again: hooks may have come since
-        self.weight, self.bias, self.group = own["out_proj.weight"], own["out_proj.bias"], group
-        self._parameters: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        part = F.linear(x, self.weight)
-        out = summed(part, self.group)
-        return (out if self.bias is None else out + self.bias).to(part.dtype)

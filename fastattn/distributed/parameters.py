@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fastattn.distributed import comm, heads
 from fastattn.distributed.comm import Group
-from fastattn.distributed.heads import Move
+from fastattn.distributed.heads import move
 
 PLACEMENTS: dict[str, Any] = {
     "in_proj_weight": Shard(1), "in_proj_bias": Replicate(), "q_proj_weight": Shard(0),
@@ -124,7 +124,7 @@ def own(module: nn.MultiheadAttention, group: Group) -> dict[str, Any]:
 
 def _rows_of_heads(x: Tensor, group: Group) -> Any:
     """From columns [3 E, E / ranks] to the rows [3 E / ranks, E] of this rank's heads."""
-    return Move.apply(x, lambda x: _to_rows(x, group), lambda x: _to_columns(x, group))
+    return move(x, lambda x: _to_rows(x, group), lambda x: _to_columns(x, group))
 
 
 def _to_rows(x: Tensor, group: Group) -> Tensor:

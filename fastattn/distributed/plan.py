@@ -29,6 +29,7 @@ class Plan:
     keys: Layout
     group: Group
     heads_per_step: int  # key heads
+    lse: bool  # whether the log-sum-exp is wanted
     rows: tuple[str, ...]  # which of "bias" and "keep" have rows, of which this rank has its own
 
     def pieces(self, p: Problem) -> Iterator[tuple[Cut, Problem]]:

@@ -8,9 +8,6 @@ home. Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transforme
 Context", 2023.
 """
 
-# torch declares these static methods with *args.
-# pyright: reportIncompatibleMethodOverride=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -25,17 +22,14 @@ from fastattn.backends import registry
 from fastattn.blocks import Cut, Part
 from fastattn.distributed import comm
 from fastattn.distributed.gather import grads_beside
-from fastattn.distributed.plan import Plan, no_second_derivative
+from fastattn.distributed.plan import Plan
 
 
-def attend(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, weights) of this rank's rows.
+def check(plan: Plan) -> None:
+    """Raises ValueError for what this method cannot do.
 
-    Raises:
-        ValueError: mean weights, which cannot be rescaled by blocks; or, with dropout, a layout of
-            keys whose pieces do not begin at multiples of 4.
+    That is mean weights, which cannot be rescaled by blocks; or, with dropout, a layout of keys
+    whose pieces do not begin at multiples of 4.
     """
     p = plan.p
     if p.weights == "mean":
@@ -47,34 +41,6 @@ def attend(
         raise ValueError(
             "dropout_p: method 'ring' takes pieces of keys that begin at multiples of 4: write "
             "Layout.zigzag(..., unit=4), or method='gather'"
-        )
-    out, lse, weights, _ = RingFunction.apply(plan, q, k, v, w, bias)  # pyright: ignore
-    return out, lse, weights
-
-
-class RingFunction(torch.autograd.Function):
-    """(q, k, v, w, bias) of this rank -> (out, lse, weights, stats)."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
-        found = _forward(plan, *tensors)
-        ctx.plan = plan
-        ctx.save_for_backward(*tensors, *found[:1], *found[2:])
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found[3], *((found[2],) if plan.p.weights == "none" else ()))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
-        no_second_derivative("ring")
-        *tensors, out, weights, stats = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        if ctx.plan.p.weights == "none":
-            grad_weights = None
-        saved = out, stats, grad_out, grad_lse
-        return None, *_backward(
-            ctx.plan, tensors, saved, weights, grad_weights, ctx.needs_input_grad
         )
 
 
@@ -128,7 +94,8 @@ def _tiles(plan: Plan, source: int, q: Tensor, k: Tensor, v: Tensor, w: Any, bia
 # ---- the passes ----
 
 
-def _forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Any, bias: Any) -> tuple[Tensor, ...]:
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Any, bias: Any) -> tuple[Tensor, ...]:
+    """(out, lse, weights, stats) of this rank's rows."""
     p, backend = plan.p, registry.get(plan.backend)
     parts: dict[tuple, list[tuple[Cut, Part]]] = {}
     for _, source, keys, values in _round(plan, k, v):
@@ -150,18 +117,25 @@ def _forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Any, bias: Any) -> 
     return out, lse, weights, stats
 
 
-def _backward(
-    plan: Plan, tensors: list, saved: tuple, weights: Tensor, grad_weights: Any, needed: tuple
+def backward(
+    plan: Plan, tensors: tuple, found: tuple, grads: tuple, bias_needs_grad: bool
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of (q, k, v, w, bias).
+
+    ``found``: out, the weights if they have a gradient, and stats. ``grads``: of out, lse and
+    weights.
+    """
     p, backend = plan.p, registry.get(plan.backend)
     q, k, v, w, bias = tensors
+    (out, weights, stats), (grad_out, grad_lse, grad_weights) = found, grads
+    saved = out, stats, grad_out, grad_lse
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=p.acc_dtype, device=p.device)
 
     grad_q = zeros(*q.shape)
     grad_w = None if w is None else zeros(p.B, p.H, p.D)
-    grad_bias = zeros(*bias.shape) if bias is not None and needed[5] else None
+    grad_bias = zeros(*bias.shape) if bias_needs_grad else None
     home: list[Tensor] = []
     travelling: list[Tensor] = []
     for step, source, keys, values in _round(plan, k, v):
@@ -173,22 +147,21 @@ def _backward(
                 pair = (blocks.rows_of(x, cut) for x in (weights, grad_weights))
                 rows[3] = blocks.grad_lse_of(cut, rows[3], *pair)
                 own_weights = blocks.pairs_of(grad_weights, cut)
-            found = backend.backward(
+            parts = backend.backward(
                 dataclasses.replace(block, wide=True), *own, *rows, own_weights,
                 grad_bias is not None,
             )  # fmt: skip
             totals = blocks.tensors_of(p, here, grad_q, *sums, grad_w, None)
             of_bias = None if grad_bias is None else blocks.operand_of(grad_bias, cut)
-            for total, part in zip((*totals[:4], of_bias), found, strict=True):
+            for total, part in zip((*totals[:4], of_bias), parts, strict=True):
                 if total is not None and part is not None:
                     total += part
         if step == 0:
             home = sums
         else:
             travelling = _pass_on(plan, _added(sums, travelling), step)()
-    grads = [grad_q, *_added(home, travelling)]
-    grads = [grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)]
-    return *grads, *grads_beside(w, grad_w, bias, grad_bias)
+    points = zip((grad_q, *_added(home, travelling)), (q, k, v), strict=True)
+    return *(grad.to(x.dtype) for grad, x in points), *grads_beside(w, grad_w, bias, grad_bias)
 
 
 def _added(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:

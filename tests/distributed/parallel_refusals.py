@@ -103,6 +103,42 @@ def ranks_raise_together():
     module = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=one_more)
     with pytest.raises(ValueError, match=r"query: got .* rows on the ranks"):
         module(x, x, x)
+    for wrong in (None, (), 8):
+        module = parallelize(
+            module_of(PLAIN), one("cp"), context="cp", layout=lambda *_, x=wrong: x
+        )
+        with pytest.raises(TypeError, match=f"returns a Layout, got {type(wrong).__name__}"):
+            module(x, x, x)
+
+
+def what_one_rank_refuses_all_refuse():
+    """Without a Layout: the last rank says why, and no other waits for it."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x, at_last = drawn(2, 8, 32), rank == size - 1
+    says, mask = "refuses its arguments, and says why", torch.zeros(8, 8 * size)
+    nested = torch.nested.nested_tensor([x[0], x[1]])
+    cases = [
+        ((x[..., :8],) * 3, {}, AssertionError, "embedding dimension of 32"),
+        ((nested,) * 3, {}, TypeError, "one is nested"),
+        ((x, x, x), dict(attn_mask=mask[:, 1:]), RuntimeError, "shape of the 2D attn_mask"),
+        ((x, x, x), dict(attn_mask=mask[:, :8]), ValueError, "attn_mask: expected all"),
+        ((x, x, x), dict(attn_mask=mask, cache=KVCache()), ValueError, "cache: keys of a shared"),
+    ]
+    alike = [
+        ((x[:1],) * 3, dict(attn_mask=mask), "samples: expected the same on every rank"),
+        ((x, x, x), {}, "attn_mask is given: expected the same on every rank"),
+    ]
+    for layout in (None, Layout.contiguous):
+        module = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=layout)
+        for points, options, error, match in cases:
+            given = (points, options) if at_last else ((x, x, x), dict(attn_mask=mask))
+            wanted = (error, match) if at_last else (ValueError, says)
+            with pytest.raises(wanted[0], match=wanted[1]):
+                module(*given[0], need_weights=False, **given[1])
+        for points, options, match in alike:
+            given = (points, options) if at_last else ((x, x, x), dict(attn_mask=mask))
+            with pytest.raises(ValueError, match=match):
+                module(*given[0], **given[1])
 
 
 def scripts():
@@ -144,6 +180,7 @@ REFUSALS = [
     modules_that_cannot_be_shared,
     parameters_that_cannot_be_cut,
     ranks_raise_together,
+    what_one_rank_refuses_all_refuse,
     scripts,
     calls_that_cannot_be_shared,
     plain_parameters_of_shared_heads,

@@ -5,14 +5,17 @@ import time
 import equality
 import pytest
 from context_cases import CASES, check_all
-from context_promises import PROMISES, keep_all, the_last_rank_leaves
-from ranks import by_name, on_ranks
+from context_compiled import COMPILED
+from context_promises import PROMISES, the_last_rank_leaves
+from context_refusals import REFUSALS
+from ranks import by_name, errors_of, on_ranks
 
-NAMES = [*map(str, CASES), *(promise.__name__ for promise in PROMISES), *equality.NAMES]
+KEPT = PROMISES + REFUSALS + COMPILED
+NAMES = [*map(str, CASES), *(promise.__name__ for promise in KEPT), *equality.NAMES]
 
 
 def run_all():
-    return check_all(CASES) + keep_all() + equality.check_rows()
+    return check_all(CASES) + errors_of(KEPT) + equality.check_rows()
 
 
 @pytest.fixture(scope="module")

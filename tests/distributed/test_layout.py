@@ -44,6 +44,18 @@ def test_parts_join_to_the_whole(kind):
         assert torch.equal(layout.join(parts, 1), x)
 
 
+def test_compiled_calls_know_the_numbers_of_a_layout():
+    """Pieces are sorted, which symbols cannot be."""
+    layout, x = Layout.zigzag(10, 2, unit=1), torch.randn(2, 10)
+
+    def whole(x):
+        return layout.join([layout.take(x, 1, rank) for rank in range(2)], 1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(whole, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(x), x)
+
+
 def test_contiguous_is_torch_chunk():
     for n, ranks in itertools.product((0, 1, 5, 8, 17), (1, 2, 3, 4)):
         chunks = [len(x) for x in torch.arange(n).chunk(ranks)] if n else []
@@ -95,6 +107,19 @@ def test_packed_documents_are_balanced_by_cost(ranks, causal):
     four, sixteen = (statistics.mean(x) for x in zip(*found, strict=True))
     assert four < 1.10
     assert sixteen < 1.01
+
+
+def test_a_batch_shares_one_layout():
+    """Whose costs are sums over samples: a longer sequence of all would be no layout of theirs."""
+    costs = torch.rand(3, 40)
+    for batch in (costs, costs[:, None], costs.T[..., None], costs[0, 0]):
+        with pytest.raises(ValueError, match=r"cost: expected \[length\].*write cost\.sum\(0\)"):
+            Layout.balanced(batch, 2)
+    layout = Layout.balanced(costs.sum(0), 2, unit=4)
+    assert layout == Layout.balanced(costs.sum(0)[None], 2, unit=4)
+    assert layout.length == 40
+    with pytest.raises(ValueError, match="cost: expected 40 positions, got 39"):
+        layout.loads(costs[0, 1:])
 
 
 def test_the_page_has_the_table_that_the_script_prints():

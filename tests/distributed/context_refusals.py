@@ -1,0 +1,182 @@
+"""What attention over ranks refuses, on every rank alike; each function runs on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from context_promises import B, D, H, N, drawn, local, world
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention.bias import causal_lower_right
+
+from fastattn import Mask
+from fastattn.distributed import Layout, context_parallel_attention, shard, unshard
+
+
+def refused():
+    group, rank, size = world()
+    layout, other = Layout.contiguous(N, size), Layout.contiguous(N, size + 1)
+    x = drawn(B, H, 5, D)
+    own = layout.take(drawn(B, H, N, D), 2, rank)
+    one = own[:, :1]
+    row = own[:, :, :1]
+    mesh = init_device_mesh("cpu", (1, size))
+    odd = Layout(N, (((0, 6),), ((6, N),), *(((N, N),),) * (size - 2)))
+    single = Layout(size, tuple(((r, r + 1),) for r in range(size)))
+    bias = torch.zeros(1, size)
+
+    def call(*tensors, **options):
+        return lambda: context_parallel_attention(*tensors, group, **options)
+
+    for error, match, wrong in (
+        (ValueError, f"expected one for {size} ranks.*got one for {size + 1}",
+         call(x, x, x, layout=other)),
+        (ValueError, f"query: expected .* rows on rank {rank}", call(x, x, x, layout=layout)),
+        (ValueError, "cross-attention takes key_layout=", call(own, x, x, layout=layout)),
+        (TypeError, "layout: expected a Layout", call(own, own, own, layout=N)),
+        (TypeError, "mesh: expected a DeviceMesh", lambda: local(mesh="cpu")),
+        (ValueError, "expected one dim, got 2", lambda: local(mesh=mesh)),
+        (ValueError, "method: expected one of", lambda: local("rings")),
+        (ValueError, "'mean'.*method='gather'", lambda: local("ring", return_weights="mean")),
+        (ValueError, "multiples of 4.*method='gather'",
+         lambda: local("ring", layout=odd, dropout_p=0.5)),
+        (ValueError, "cannot share 1 query heads.*method='gather'",
+         call(one, one, one, method="heads", layout=layout)),
+        (TypeError, "unexpected keyword argument 'causal'", lambda: local(causal=True)),
+        (ValueError, "a rank has one row", call(row, row, row, layout=single, bias=bias)),
+        (ValueError, "key and value: expected the same length", call(row, row, row[:, :, :0])),
+        (TypeError, "unexpected keyword argument 'scale'",
+         call(row, row, row, weight=torch.ones(D), scale=2.0)),
+        (TypeError, "weight", call(row, row, row, layout=single, weight=[1.0] * D)),
+        (ValueError, "write is_causal=True",
+         call(row, row, row, layout=single, attn_mask=causal_lower_right(size, size))),
+        (TypeError, "layout: expected a Layout", lambda: shard(row, 2, None, group)),
+        (TypeError, "layout: expected a Layout", lambda: unshard(row, 2, None, group)),
+        (ValueError, "heads_per_step: expected 1 or more",
+         lambda: local("gather", heads_per_step=0)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=match):
+            wrong()
+
+
+def what_one_rank_refuses_all_refuse():
+    """The last rank says why, and no other waits for it."""
+    group, rank, size = world()
+    last = size - 1
+    at_last = rank == last
+    own, row = torch.zeros(1, H, 3, D), torch.zeros(1, H, 0 if at_last else 1, D)
+    one_row = torch.zeros(1, H, 1 if at_last else 3, D)
+    longer = torch.zeros(1, H, 4 if at_last else 3, D)
+    lengths = torch.full((1, 3), 3 * size + (1 if at_last else 0))
+    one_query = torch.zeros(1, H, 0 if rank else 1, D)
+    mask = torch.zeros(0 if rank else 1, size * 3)
+    same = Layout.contiguous(3 * size, size)
+    one_each = Layout(3 * last + 1, (*same.pieces[:-1], ((3 * last, 3 * last + 1),)))
+
+    def call(*tensors, **options):
+        return lambda: context_parallel_attention(*tensors, group, **options)
+
+    says, others = "refuses its arguments, and says why", r"expected values in \[0"
+    query = Layout.contiguous(1, size)
+    for wrong, refuses, match in (
+        (call(own, own, longer), at_last, "key and value: expected the same length"),
+        (call(own, own.double() if at_last else own, own), at_last, "key: expected the dtype"),
+        (call(own, own, own, layout=same, mask=Mask(kv_len=lengths)), at_last, others),
+        (call(one_row, one_row, one_row, layout=one_each, mask=Mask(kv_len=[[3]])), not at_last,
+         r"mask.kv_len: expected"),
+        (call(one_query, own, own, layout=query, key_layout=same, attn_mask=mask), rank > 0,
+         "attn_mask: of one query it is the same on every rank"),
+        (call(row, longer, longer, key_layout=same), True,
+         f"key: expected 3 rows on rank {last}, as key_layout says, got 4"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=match if refuses else says):
+            wrong()
+
+
+def no_second_derivative_is_dropped():
+    for method in ("gather", "ring"):
+        out = local(method)
+        with pytest.raises(NotImplementedError, match="write method='heads'"):
+            out.sum().backward(create_graph=True)
+
+
+def what_differs_by_rank():
+    """Without a layout all ranks raise; the numbers would be wrong, or a process would abort."""
+    group, rank, size = world()
+    at_last = rank == size - 1
+    x = torch.zeros(2, H, 3, D)
+    for match, other in (
+        ("samples: .* got 2 on rank 0 and 1", x[:1]),
+        ("heads of query: .* got 4 on rank 0 and 8", x.view(2, 2 * H, 3, D // 2)),
+        ("last dim of query", x[..., :4]),
+        ("dtype: .* got torch.float32 on rank 0 and torch.bfloat16", x.bfloat16()),
+    ):
+        own = other if at_last else x
+        for method in ("heads", "gather", "ring"):
+            with pytest.raises(ValueError, match=match):
+                context_parallel_attention(own, own, own, group, method=method)
+    for match, value in (
+        ("heads of key", x[:, :2]), ("last dim of value", x[..., :4]), ("heads of value", x[:, :1])
+    ):  # fmt: skip
+        key = value if match == "heads of key" else x
+        own = (key, value) if at_last else (x, x)
+        with pytest.raises(ValueError, match=match):
+            context_parallel_attention(x, *own, group, enable_gqa=True)
+
+
+def ranks_outside_of_the_mesh():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group, mesh = dist.new_group([0]), DeviceMesh("cpu", [0])
+    if rank == 0:
+        return
+    x = drawn(B, H, N, D)
+    for given in (group, mesh):
+        with pytest.raises(ValueError, match=rf"rank {rank} is not in the mesh"):
+            context_parallel_attention(x, x, x, given)
+    with pytest.raises(ValueError, match="is not in the mesh"):
+        shard(x, 2, Layout.contiguous(N, size), group)
+
+
+def transforms_and_tangents():
+    """Which would not reach other ranks."""
+    zeros, refused = torch.zeros(2, N), pytest.raises(NotImplementedError, match=r"torch\.func and")
+    for method in ("heads", "gather", "ring"):
+
+        def call(x, method=method):
+            return local(method, attn_mask=x)
+
+        with refused:
+            torch.func.vmap(call, randomness="same")(zeros)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(zeros[0], zeros[1])
+            with refused:
+                call(dual)
+
+
+def masks_and_seeds_that_change_before_backward():
+    """Autograd sees it, as on one device."""
+    rows = Layout.contiguous(N, dist.get_world_size()).sizes[dist.get_rank()]
+    for method in ("gather", "ring"):
+        for name in ("keep", "kv_len", "kv_begin", "seed"):
+            tensor = {
+                "keep": torch.ones(1, 1, rows, N) > 0, "seed": torch.tensor(5)
+            }.get(name, torch.full((B, rows), 2, dtype=torch.int32))  # fmt: skip
+            options: dict = dict(seed=tensor, dropout_p=0.5)
+            if name != "seed":
+                options = dict(mask=Mask(**{name: tensor}))
+            out = local(method, **options)
+            tensor.zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+
+
+REFUSALS = [
+    refused,
+    what_one_rank_refuses_all_refuse,
+    what_differs_by_rank,
+    ranks_outside_of_the_mesh,
+    transforms_and_tangents,
+    masks_and_seeds_that_change_before_backward,
+    no_second_derivative_is_dropped,
+]
