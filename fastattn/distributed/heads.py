@@ -60,7 +60,9 @@ class Move(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ways: list[Ways], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        # One parameter: dynamo drops ctx where a call has one argument more than there are names.
+        ctx, ways, *tensors = args
         ctx.ways = ways
         return tuple(there(x) for (there, _), x in zip(ways, tensors, strict=True))
 

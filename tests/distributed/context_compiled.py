@@ -68,6 +68,21 @@ def operators_get_every_option():
     compare(lambda q, w: call(q, own, w), layout, [drawn(B, 2, N, D), drawn(2, D)])
 
 
+def heads_move_all_results():
+    group, _, size = world()
+    layout = Layout.contiguous(N, size)
+
+    def call(x):
+        return context_parallel_attention(
+            x, x, x, group, method="heads", layout=layout, return_lse=True
+        )
+
+    x = layout.take(drawn(B, H, N, D), 2, dist.get_rank()).detach().requires_grad_()
+    for a, b in zip(call(x), found := compiled(call)(x), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.autograd.grad(found[dist.get_rank() % 2].sum(), x)
+
+
 def a_graph_for_each_length():
     """Without a layout ranks have equal shares."""
     group, _, _ = world()
@@ -84,5 +99,6 @@ def a_graph_for_each_length():
 COMPILED = [
     ranks_with_other_rows_send_the_same,
     operators_get_every_option,
+    heads_move_all_results,
     a_graph_for_each_length,
 ]

@@ -10,7 +10,8 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import fastattn
 from bench.context import Shape
@@ -344,10 +345,30 @@ PROMISES = [
 # ---- a rank that is gone ----
 
 
-def the_last_rank_leaves():
-    """What the others get: an error that torch raises, and no hang."""
-    if dist.get_rank() == dist.get_world_size() - 1:
+def two_ranks_leave():
+    """What the first of three gets, beside each of the others: an error of torch, and no hang."""
+    rank, layout = dist.get_rank(), Layout.contiguous(N, 2)
+    beside = {n: dist.new_group([0, n]) for n in (1, 2)}
+    x = layout.take(drawn(B, H, N, D), 2, 0)
+    ring = None
+    if rank in (0, 2):
+        ring = context_parallel_attention(x, x, x, beside[2], layout=layout, method="ring")
+    if rank > 0:
         os._exit(1)
-    with pytest.raises(RuntimeError) as error:
-        local("gather", layout=Layout.contiguous(N, dist.get_world_size()))
-    return str(error.value)
+
+    def on_dtensors():
+        mesh = DeviceMesh.from_group(beside[1], "cpu")
+        own = DTensor.from_local(x, mesh, [Shard(2)], run_check=False)
+        fastattn.scaled_dot_product_attention(own, own, own)
+
+    errors = []
+    for call in (
+        ring.sum().backward,
+        lambda: context_parallel_attention(x, x, x, beside[1], layout=layout, method="gather"),
+        lambda: context_parallel_attention(x, x, x, beside[1], method="heads"),
+        on_dtensors,
+    ):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        errors.append(str(error.value))
+    return errors

@@ -156,7 +156,8 @@ def transforms_and_tangents():
 
 def masks_and_seeds_that_change_before_backward():
     """Autograd sees it, as on one device."""
-    rows = Layout.contiguous(N, dist.get_world_size()).sizes[dist.get_rank()]
+    layout = Layout.zigzag(N, dist.get_world_size(), unit=4)
+    rows = layout.sizes[dist.get_rank()]
     for method in ("gather", "ring"):
         for name in ("keep", "kv_len", "kv_begin", "seed"):
             tensor = {
@@ -165,7 +166,7 @@ def masks_and_seeds_that_change_before_backward():
             options: dict = dict(seed=tensor, dropout_p=0.5)
             if name != "seed":
                 options = dict(mask=Mask(**{name: tensor}))
-            out = local(method, **options)
+            out = local(method, layout=layout, **options)
             tensor.zero_()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.sum().backward()

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from ranks import errors_of
 from torch import Tensor
 
+import fastattn
 from fastattn.backends import operators
+from fastattn.distributed import Layout, context_parallel_attention
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -30,6 +32,17 @@ MEASURED = {
     ("ring", "additive", BF16): (9.7e-3, 1.0e-2),
 }
 NAMES = ["-".join(["as-one-device", *row[:2], str(row[2])[6:]]) for row in MEASURED]
+NAMES.append("the-bits-of-one-device-gather")
+
+
+def why_not() -> str | None:
+    """Why nothing can be said of bits on this machine."""
+    if operators.EXTENSION_ERROR is not None:
+        return operators.EXTENSION_ERROR
+    if "amx" in torch.ops.fastattn.cpu_isa():
+        return "on a matrix unit, how a tile is multiplied depends on what else stands in the tile"
+    return None
+
 
 _found: dict[tuple, list[float]] = {}  # on the rank that compares
 
@@ -46,15 +59,35 @@ def relative(x: Tensor, one: Tensor) -> float:
 
 
 def check_rows() -> list[str | None]:
-    """The errors of the table's rows on this rank."""
-    return errors_of([partial(_check, row) for row in MEASURED])
+    """The errors of the table's rows on this rank, and of the bits."""
+    return errors_of([*(partial(_check, row) for row in MEASURED), _check_bits])
 
 
 def _check(row: tuple) -> None:
     if dist.get_rank() > 0:
         return
     assert _found[row], "no case"
-    # On a matrix unit, how a tile is multiplied depends on what else stands in the tile.
-    if operators.EXTENSION_ERROR is None and "amx" not in torch.ops.fastattn.cpu_isa():
+    if why_not() is None:
         bound = 2 * MEASURED[row][dist.get_world_size() > 2]
         assert max(_found[row]) <= bound, (max(_found[row]), bound)
+
+
+def _check_bits() -> None:
+    """Outputs of "gather", where a rank's rows begin at multiples of the kernels' tiles."""
+    if why_not() is not None:
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layout = Layout.zigzag(128 * size, size, unit=64)
+    for dtype in (FP32, BF16):
+        x = torch.randn(2, 4, layout.length, 16, generator=torch.Generator().manual_seed(1))
+        x, w = x.to(dtype), torch.ones(4, 16, dtype=dtype)
+        own = layout.take(x, 2, rank)
+        for causal in (False, True):
+            shared = partial(
+                context_parallel_attention, own, own, own, dist.group.WORLD, layout=layout,
+                method="gather", is_causal=causal,
+            )  # fmt: skip
+            alone = fastattn.scaled_dot_product_attention(x, x, x, is_causal=causal)
+            assert torch.equal(shared(), layout.take(alone, 2, rank)), (dtype, causal)
+            alone = fastattn.additive_attention(x, x, x, w, is_causal=causal)
+            assert torch.equal(shared(weight=w), layout.take(alone, 2, rank)), (dtype, causal)

@@ -6,7 +6,7 @@ import equality
 import pytest
 from context_cases import CASES, check_all
 from context_compiled import COMPILED
-from context_promises import PROMISES, the_last_rank_leaves
+from context_promises import PROMISES, two_ranks_leave
 from context_refusals import REFUSALS
 from ranks import by_name, errors_of, on_ranks
 
@@ -28,12 +28,14 @@ def outcomes():
 def test_on_every_rank(outcomes, name):
     errors = [error for error in outcomes[name] if error is not None]
     assert not errors, errors[0]
+    if name in equality.NAMES and (reason := equality.why_not()):
+        pytest.skip(reason)
 
 
 def test_a_rank_that_is_gone_is_an_error_and_no_hang():
     begin = time.monotonic()
-    *others, gone = on_ranks(the_last_rank_leaves, timeout=10)
-    assert gone is None
-    assert all(others)
-    assert not any("Traceback" in error for error in others), others
+    first, *gone = on_ranks(two_ranks_leave, size=3, timeout=10)
+    assert gone == [None] * 2
+    assert isinstance(first, list), first
+    assert all(first)
     assert time.monotonic() - begin < 60
