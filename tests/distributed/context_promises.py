@@ -370,5 +370,6 @@ def two_ranks_leave():
     ):
         with pytest.raises(RuntimeError) as error:
             call()
+        assert error.type is RuntimeError
         errors.append(str(error.value))
     return errors
