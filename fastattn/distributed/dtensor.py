@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fastattn import functional, sinks
-from fastattn.distributed import agree, comm, context, heads
+from fastattn.distributed import agree, comm, context, heads, sharding
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.problem import Mask, Origin, Score, arguments, parameter, relative, validate
@@ -253,3 +253,4 @@ def _blank(x: Tensor) -> Tensor:
 
 
 functional.takers.append(take)
+sharding.register()

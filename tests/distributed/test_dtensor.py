@@ -12,6 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastattn import Mask
+from fastattn.backends import operators
+from fastattn.problem import validate
 
 NAMES = [case.__name__ for case in CASES]
 
@@ -55,3 +57,50 @@ def test_four_ranks_in_one_process(four_ranks, placements):
             found = results_of(leaves, options, share)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a.reconcile(), b)  # which every rank has
+
+
+WAYS = [[Shard(0)], [Shard(1)], [Shard(2)], [Shard(0), Shard(1)]]
+
+
+@pytest.mark.skipif(operators.EXTENSION_ERROR is not None, reason=str(operators.EXTENSION_ERROR))
+@pytest.mark.parametrize("placements", WAYS, ids=str)
+def test_rules_of_operators(four_ranks, placements):
+    """Without dropout, samples and heads stay sharded: not the heads of a mean."""
+    q, k, v, w, bias = (
+        drawn(*shape).detach()
+        for shape in ((4, 8, N, D), (4, 4, N, D), (4, 4, N, D), (8, D), (1, 8, N, N))
+    )
+    mask = Mask("top_left", kv_len=torch.tensor([N, 9, 0, 17]), keep=drawn(N, N) > -1)
+    for score, dropout_p, weights in (
+        ("dot", 0.0, None), ("additive", 0.0, "full"), ("dot", 0.0, "mean"), ("dot", 0.5, None)
+    ):  # fmt: skip
+        beside = (w if score == "additive" else None, bias)
+        p = validate.build(
+            score, q, k, v, beside[0], mask=mask, bias=bias, return_weights=weights,
+            dropout_p=dropout_p, seed=7 if dropout_p else None, enable_gqa=True,
+        ).p  # fmt: skip
+
+        def run(share, whole, p=p, beside=beside, weights=weights):
+            own = p.with_tensors(*map(whole, p.tensors()))
+            tensors = [*map(share, (q, k, v)), *map(whole, beside)]
+            found = operators.CPU.forward(own, *tensors)
+            upstream = [share(drawn(*x.shape).detach()) for x in found[:2]]
+            upstream.append(found[2] if weights else None)
+            saved = found[0], found[3], *upstream, True
+            grads = operators.CPU.backward(own, *tensors, *saved)
+            return [*found, *(x for x in grads if x is not None)]
+
+        expected = run(lambda x: x, lambda x: x)
+        with four_ranks:
+            mesh = init_device_mesh("cpu", (4,) if len(placements) == 1 else (2, 2))
+
+            def share(x, to=placements, mesh=mesh):
+                return None if x is None else distribute_tensor(x, mesh, to)
+
+            found = run(share, partial(share, to=[Replicate()] * mesh.ndim))
+            kept = [x for x in placements if not dropout_p and x in (Shard(0), Shard(1))]
+            kept = [x for x in kept if x == Shard(0) or weights != "mean"]
+            assert [x for x in found[0].placements if x != Replicate()] == kept
+            found = [x.full_tensor() for x in found]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.reconcile(), b)

@@ -1,0 +1,101 @@
+"""Sharding rules of the operators: samples and heads, without dropout. All else is replicated.
+
+The functions take DTensors before operators see them, and do more: dtensor.py. These rules are for
+who calls operators. Heads are sharded where the key heads are a multiple of the mesh's ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from fastattn.problem import schemas
+from fastattn.problem.record import weights_of
+from fastattn.problem.schemas import Call, Saved
+
+Rule = tuple[list[Any], list[Any]]  # placements of results, of arguments
+
+# ---- where samples (0) and heads (1) stand in an argument ----
+
+
+def _pairs(x: Any, dim: int) -> Any:
+    """Of a mask or bias, or where its gradient is a sum."""
+    return Replicate() if x.shape[dim] == 1 else Shard(dim)
+
+
+def _weight(x: Any, dim: int) -> Any:
+    at = dim - (3 - len(x.shape))
+    return Replicate() if at < 0 else Shard(at)
+
+
+def _limit(x: Any, dim: int) -> Any:
+    return Replicate() if dim == 1 or x.shape[0] == 1 else Shard(0)
+
+
+_OTHERS = {
+    "w": _weight, "bias": _pairs, "keep": _pairs, "kv_len": _limit, "kv_begin": _limit,
+    "seed": lambda _x, _dim: Replicate(),
+}  # fmt: skip
+
+
+def _placed(arguments: Call | Saved, dim: int | None) -> list[Any]:
+    """Of each argument that is a tensor; None of others."""
+    placed: list[Any] = []
+    for name, x in arguments._asdict().items():
+        if not hasattr(x, "placements"):
+            placed.append(None)
+        elif dim is None:
+            placed.append(Replicate())
+        elif name == "grad_weights" and len(x.shape) == 3:  # a mean, which has no heads
+            placed.append(Shard(0))
+        else:
+            placed.append(_OTHERS.get(name, lambda _x, dim: Shard(dim))(x, dim))
+    return placed
+
+
+def _dims(call: Call) -> list[int]:
+    """The dims that may be sharded."""
+    if call.dropout_p:
+        return []
+    k: Any = call.k
+    whole = k.shape[1] > 0 and k.shape[1] % k.mesh.size() == 0
+    return [0, 1] if whole and weights_of(call.weights) != "mean" else [0]
+
+
+# ---- the rules ----
+
+
+def _forward(*args: Any) -> list[Rule]:
+    call = Call(*args)
+    rules: list[Rule] = [([Replicate()] * 4, _placed(call, None))]
+    for dim in _dims(call):
+        own = Shard(dim)
+        weights = Replicate() if weights_of(call.weights) == "none" else own
+        rules.append(([own, own, weights, own], _placed(call, dim)))
+    return rules
+
+
+def _backward(*args: Any) -> list[Rule]:
+    call, saved = schemas.split(args)
+    rules: list[Rule] = [([Replicate()] * 5, [*_placed(call, None), *_placed(saved, None)])]
+    for dim in _dims(call):
+        own = Shard(dim)
+        grad_w = Replicate() if call.w is None else own  # [B, H, D]
+        grad_bias: Any = Replicate()
+        if call.bias is not None and saved.bias_needs_grad:
+            grad_bias = own if call.bias.shape[dim] != 1 else Partial()
+        rules.append(
+            ([own, own, own, grad_w, grad_bias], [*_placed(call, dim), *_placed(saved, dim)])
+        )
+    return rules
+
+
+def register() -> None:
+    """Gives the rules to torch."""
+    for prefix in ("", "triton_", "cuda_"):
+        for name, rule in (("forward", _forward), ("backward", _backward)):
+            if hasattr(torch.ops.fastattn, prefix + name):
+                register_sharding(getattr(torch.ops.fastattn, prefix + name).default)(rule)
