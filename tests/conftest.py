@@ -1,10 +1,12 @@
 """Fixtures of all tests: the backends and instruction sets of this machine, and a fixed seed.
 
-Tests that a machine cannot run are skipped with a reason, which pytest prints at the end. Tests
-marked gpu need a GPU. Without one, tests/triton interprets the Triton kernels, and tests/cuda runs
+Tests that a machine cannot run are skipped with a reason, which pytest prints at the end. Thousands
+need a GPU (those marked gpu) or an instruction set. Without it they are deselected, and pytest's end
+says how many and why. Without a GPU, tests/triton interprets the Triton kernels, and tests/cuda runs
 the CUDA kernels as C++.
 """
 
+import collections
 import importlib.util
 import itertools
 import math
@@ -76,23 +78,58 @@ def _by_length(item) -> int:
     return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # after the folders' own conftest.py, which mark tests
+def pytest_collection_modifyitems(config, items):
     """With a time limit, the first tests should cover most of the code."""
+    lacking = {item: what for item in items if (what := _what_is_missing(item))}
+    config.stash[MISSING] = collections.Counter(lacking.values())
+    config.hook.pytest_deselected(items=list(lacking))
+    items[:] = [item for item in items if item not in lacking]
     items.sort(key=_by_compile_time if math.isfinite(SECONDS) else _by_length)
+
+
+# ---- what this machine does not have ----
+
+MISSING = pytest.StashKey[collections.Counter]()
+NO_GPU = "a GPU, and torch sees no CUDA device"
+
+
+def _what_is_missing(item) -> str | None:
+    """What a test needs that is not here, and why; None for what can run."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return NO_GPU
+    isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
+    if isa is None or operators.EXTENSION_ERROR or isa in torch.ops.fastattn.cpu_isas():
+        return None
+    return f"{isa}, which this machine, or this build, does not have"
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Reaching the time limit is no failure if every test so far passed."""
+    if hasattr(session.config, "workeroutput"):  # of xdist: the controller collects nothing
+        session.config.workeroutput["missing"] = dict(session.config.stash.get(MISSING, {}))
+    if math.isfinite(SECONDS) and exitstatus == pytest.ExitCode.INTERRUPTED:
+        session.exitstatus = min(session.testsfailed, 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Every worker of xdist collects, and therefore leaves out, the same. A broken one is silent."""
+    said = collections.Counter((getattr(node, "workeroutput", None) or {}).get("missing"))
+    node.config.stash[MISSING] = node.config.stash.get(MISSING, said) | said
+
+
+# ---- at the end ----
 
 
 def _is_late(report) -> bool:
     return isinstance(report.longrepr, tuple) and LATE in report.longrepr[2]
 
 
-def pytest_sessionfinish(session, exitstatus):
-    """Reaching the time limit is no failure if every test so far passed."""
-    if math.isfinite(SECONDS) and exitstatus == pytest.ExitCode.INTERRUPTED:
-        session.exitstatus = min(session.testsfailed, 1)
-
-
 def pytest_terminal_summary(terminalreporter, config):
-    """Says how much of the tests ran before the time limit."""
+    """Says what was deselected and why, and how many tests ran before the time limit."""
+    for what, count in config.stash.get(MISSING, {}).items():
+        terminalreporter.write_line(f"deselected: {count} that need {what}")
     if math.isfinite(SECONDS):
         stats, chosen = terminalreporter.stats, terminalreporter._session.testscollected
         kinds = ("passed", "failed", "error", "skipped")
@@ -131,8 +168,6 @@ def backend(request, monkeypatch):
     if request.param == "cpu" and operators.EXTENSION_ERROR is not None:
         pytest.skip(operators.EXTENSION_ERROR)
     if request.param in ON_GPU:
-        if not torch.cuda.is_available():
-            pytest.skip("torch sees no CUDA device: tests/triton and tests/cuda run on the CPU")
         carrier = Carrier(registry.BACKENDS[request.param], torch.device("cuda"))
         monkeypatch.setitem(registry.BACKENDS, request.param, carrier)
     return request.param
@@ -187,7 +222,6 @@ def pytest_generate_tests(metafunc):
 def isa(request, extension):
     """Forces the CPU kernels of one instruction set."""
     before = torch.ops.fastattn.cpu_isa()
-    if not torch.ops.fastattn.select_cpu_isa(request.param):
-        pytest.skip(f"this machine, or this build, has no {request.param}")
+    assert torch.ops.fastattn.select_cpu_isa(request.param)
     yield request.param
     assert torch.ops.fastattn.select_cpu_isa(before)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastattn import testing
-from fastattn.backends import cpu
+from fastattn.backends import cpu, operators
 from fastattn.problem import Mask, Problem
 from fastattn.testing import Case
 
@@ -40,9 +40,9 @@ CASES = [
 ]
 
 
-def problem(score="dot", H=2, Hkv=2, M=64, N=128, mask=None, **options) -> Problem:
+def problem(score="dot", H=2, Hkv=2, M=64, N=128, mask=None, dtype=torch.float32, **options):
     sizes = (2, H, Hkv, M, N, 64, 64)
-    where = dict(dtype=torch.float32, device=torch.device("cpu"))
+    where = dict(dtype=dtype, device=torch.device("cpu"))
     return Problem(score, *sizes, mask=mask or Mask(), **where, **options)
 
 
@@ -85,13 +85,48 @@ def forced(request):
     assert torch.ops.fastattn.select_cpu_path(os.environ.get("FASTATTN_CPU_PATH", "auto"))
 
 
+ISA = "" if operators.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa()
+
+
+def differs(case: Case, name: str) -> bool:
+    """Whether a way can change what the kernels do in a case, by choose.h: else it is "tiles" again.
+
+    Ways with other names than these change loops that no path names.
+    """
+    has_unit = "amx" in ISA or (ISA == "avx512_bf16" and case.dtype is torch.bfloat16)
+    return {
+        "heads_as_rows": case.M == 1 and case.H > case.Hkv,
+        "split_keys": case.N > 192,  # backward; forward 1152
+        "one_query": case.score == "additive" and case.M == 1 and case.H == case.Hkv,
+        "matrix_unit": case.score == "dot" and has_unit,
+        "one_thread": torch.get_num_threads() > 1,
+    }.get(name, True)
+
+
+ALL = [*CASES, *testing.GRID]
+FORCED = [(case, name) for case in ALL for name in NAMES if differs(case, name)]
+
+
 # The path varies fastest: all paths share one reference computation of a case.
-@pytest.mark.parametrize(
-    "forced", [pytest.param(name, marks=pytest.mark.slow) for name in NAMES], indirect=True
-)
-@pytest.mark.parametrize("case", [*CASES, *testing.GRID], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "forced"), FORCED, ids=str, indirect=["forced"])
 def test_every_path_gives_the_same_results(case, forced):
     testing.check(case, "cpu")
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("forced", ["tiles"], indirect=True)
+def test_what_is_not_forced_would_be_tiles():
+    """Without a mask, which turns ways off and none on."""
+
+    def taken(case, name):
+        assert torch.ops.fastattn.select_cpu_path(name)
+        sizes = {x: getattr(case, x) for x in ("H", "Hkv", "M", "N")}
+        return cpu.path(problem(case.score, **sizes, dtype=case.dtype)).partition(" (")[0]
+
+    left_out = [(case, name) for case in ALL for name in NAMES if not differs(case, name)]
+    assert left_out
+    assert all(taken(case, name) == taken(case, "tiles") for case, name in left_out)
 
 
 @pytest.mark.parametrize("forced", NAMES, indirect=True)

@@ -1,14 +1,17 @@
 """What `make gpu-test`, `gpu-bench` and `gpu-sanitize` report, with replaced programs."""
 
 import os
-import re
 import subprocess
-import sys
+import time
 import types
 from pathlib import Path
 
 import gpu
 import pytest
+import torch
+
+from fastattn import testing
+from fastattn.backends import operators
 
 pytestmark = pytest.mark.slow
 
@@ -85,41 +88,96 @@ def test_the_exit_status_is_of_failures_alone(build, tests, status, last, monkey
 # ---- conftest.py with a time limit ----
 
 
-def counted(seconds, *arguments):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
-    environment = {n: x for n, x in os.environ.items() if n != "FASTATTN_TEST_START"}
-    environment |= {"FASTATTN_TEST_SECONDS": str(seconds), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
-    return done.stdout
+@pytest.fixture
+def conftest(request):
+    plugins = request.config.pluginmanager.get_plugins()
+    [found] = [p for p in plugins if hasattr(p, "_by_compile_time")]
+    return found
 
 
-def test_a_run_out_of_time_passes_and_says_how_many_ran():
-    output = counted(-1, "tests/problem/test_reference.py")
-    chosen = re.search(r"(\d+) skipped", output)
-    assert chosen is not None
-    assert f"0 of {chosen[1]} ran; {chosen[1]} were not begun within -1 s" in output
+def test_a_run_out_of_time_passes_and_says_how_many_ran(conftest, monkeypatch):
+    conftest.pytest_runtest_setup(None)  # this run has no time limit
+    monkeypatch.setattr(conftest, "SECONDS", 10.0)
+    monkeypatch.setattr(conftest, "START", time.monotonic())
+    conftest.pytest_runtest_setup(None)
+    monkeypatch.setattr(conftest, "START", time.monotonic() - 11)
+    with pytest.raises(pytest.skip.Exception) as late:
+        conftest.pytest_runtest_setup(None)
+
+    def report(name, why=None):
+        return types.SimpleNamespace(nodeid=name, longrepr=why and ("file", 1, f"Skipped: {why}"))
+
+    stats = {
+        "passed": [report("a"), report("b")],
+        "failed": [report("c")],
+        "skipped": [report("d", "no AVX2"), *(report(name, late.value.msg) for name in "efg")],
+        "error": [report("c")],  # a test that failed, and then its fixture too
+    }
+    lines = []
+    chosen = types.SimpleNamespace(testscollected=8)
+    reporter = types.SimpleNamespace(stats=stats, _session=chosen, write_line=lines.append)
+    conftest.pytest_terminal_summary(reporter, types.SimpleNamespace(stash={}))
+    assert lines == [f"4 of 8 ran; 4 were {conftest.LATE}"]
 
 
-def test_compiled_kernels_come_first_and_plain_problems_next():
-    output = counted(60, "--collect-only", "-m", "gpu", "tests/contract/test_grid.py")
-    names = re.findall(r"::test_\w+\[(.*)\]", output)
-    kinds = [
-        "cuda" if "cuda" in n else "rich" if re.search("bias|dropout|weights", n) else "plain"
-        for n in names
+class Item:
+    """What conftest.py asks a test."""
+
+    path = Path("tests/contract/test_grid.py")
+
+    def __init__(self, backend, name, marks=(), **params):
+        case = next(c for c in testing.GRID if c.name == name)
+        self.callspec = types.SimpleNamespace(params=dict(backend=backend, case=case) | params)
+        self.name, self.marks = f"{backend}-{name}", marks
+
+    def get_closest_marker(self, name):
+        return name in self.marks
+
+
+@pytest.fixture
+def chosen(conftest):
+    """The names of those of some items that are left, in their order."""
+    left_out = []
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    config = types.SimpleNamespace(stash={}, hook=hook)
+
+    def choose(items):
+        given = len(items)
+        conftest.pytest_collection_modifyitems(config, items)
+        assert len(items) + len(left_out) == given
+        return [item.name for item in items], config
+
+    return choose
+
+
+def test_compiled_kernels_come_first_and_plain_problems_next(conftest, chosen, monkeypatch):
+    monkeypatch.setattr(conftest, "SECONDS", 10.0)
+    names = ("bias-hmn", "dropout", "causal", "weights-full", "M1-N1")
+    order, _ = chosen([Item(backend, name) for name in names for backend in ("triton", "cuda")])
+    assert set(order[:5]) == {f"cuda-{name}" for name in names}
+    assert set(order[5:7]) == {"triton-causal", "triton-M1-N1"}
+
+
+def test_what_needs_a_device_that_is_missing_is_counted(conftest, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(operators, "EXTENSION_ERROR", None)
+    isas = types.SimpleNamespace(cpu_isas=lambda: ["avx2", "baseline"])
+    monkeypatch.setattr(torch.ops, "fastattn", isas)
+    items = [Item("cpu", "M1-N1", isa=isa) for isa in ("baseline", "amx")]
+    items += [Item(backend, "dropout", ["gpu"]) for backend in ("triton", "cuda")]
+    order, config = chosen([*items, Item("eager", "dropout")])
+    assert order == ["cpu-M1-N1", "eager-dropout"]
+    lines = []
+    conftest.pytest_terminal_summary(types.SimpleNamespace(write_line=lines.append), config)
+    assert lines == [
+        "deselected: 1 that need amx, which this machine, or this build, does not have",
+        "deselected: 2 that need a GPU, and torch sees no CUDA device",
     ]
-    assert kinds[0] == "cuda"
-    assert kinds[-1] == "rich"
-    first = {kind: kinds.index(kind) for kind in ("cuda", "plain", "rich")}
-    assert first["cuda"] < first["plain"] < first["rich"]
-    assert "cuda" not in kinds[first["plain"] :]
 
 
 @pytest.mark.parametrize("failed", [0, 3])
-def test_an_interrupted_run_is_as_good_as_what_ran(failed, request, monkeypatch):
-    plugins = request.config.pluginmanager.get_plugins()
-    [conftest] = [p for p in plugins if hasattr(p, "_by_compile_time")]
-    session = types.SimpleNamespace(exitstatus=2, testsfailed=failed)
+def test_an_interrupted_run_is_as_good_as_what_ran(failed, conftest, monkeypatch):
+    session = types.SimpleNamespace(exitstatus=2, testsfailed=failed, config=None)
     conftest.pytest_sessionfinish(session, pytest.ExitCode.INTERRUPTED)
     assert session.exitstatus == 2  # this run has no time limit
     monkeypatch.setattr(conftest, "SECONDS", 10.0)
