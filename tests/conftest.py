@@ -1,9 +1,9 @@
 """Fixtures of all tests: the backends and instruction sets of this machine, and a fixed seed.
 
 Tests that a machine cannot run are skipped with a reason, which pytest prints at the end. Thousands
-need a GPU (those marked gpu) or an instruction set. Without it they are deselected, and pytest's end
-says how many and why. Without a GPU, tests/triton interprets the Triton kernels, and tests/cuda runs
-the CUDA kernels as C++.
+need a GPU (those marked gpu) or an instruction set. Without it they are deselected, and the end of
+a run says how many and why. Without a GPU, tests/triton interprets the Triton kernels, and
+tests/cuda runs the CUDA kernels as C++.
 """
 
 import collections
@@ -114,7 +114,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Every worker of xdist collects, and therefore leaves out, the same. A broken one is silent."""
+    """Every worker of xdist collects, and therefore leaves out, the same."""
     said = collections.Counter((getattr(node, "workeroutput", None) or {}).get("missing"))
     node.config.stash[MISSING] = node.config.stash.get(MISSING, said) | said
 

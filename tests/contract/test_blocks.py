@@ -1,24 +1,16 @@
-"""A problem in blocks is the problem: cut at odd places, run, merged, within the one budget."""
+"""What a block is, and that partial results are rounded once. The grid in blocks: test_grid.py."""
 
 import dataclasses
 import itertools
 
 import pytest
 import torch
-from helpers import BACKENDS
 
 from fastattn import Mask, blocks, testing
 from fastattn.backends import eager, operators
 from fastattn.blocks import Cut, Part
 from fastattn.problem import validate
-from fastattn.testing import GRID
 from fastattn.testing.blocks import Blocks
-
-
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("case", GRID, ids=str)
-def test_case(case, backend):
-    testing.check_blocks(case, backend)
 
 
 # ---- what a block is ----

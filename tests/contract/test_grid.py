@@ -1,4 +1,7 @@
-"""Every case of the grid on every backend within the error budget, and tests of the budget."""
+"""Every case of the grid on every backend within the error budget, and tests of the budget.
+
+Once as a whole, and once in blocks: cut at odd places, run, merged.
+"""
 
 import dataclasses
 
@@ -10,11 +13,15 @@ from fastattn import testing
 from fastattn.testing import GRID, Case, checks
 
 
-# The backend varies fastest: all backends share one reference computation of a case.
+WAYS = {"whole": testing.check, "blocks": testing.check_blocks}
+
+
+# The case varies last: all backends, in both ways, share one reference computation of it.
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_case(case, backend):
-    testing.check(case, backend)
+def test_case(case, backend, way):
+    WAYS[way](case, backend)
 
 
 # ---- what the grid must hold ----

@@ -89,7 +89,7 @@ ISA = "" if operators.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa()
 
 
 def differs(case: Case, name: str) -> bool:
-    """Whether a way can change what the kernels do in a case, by choose.h: else it is "tiles" again.
+    """Whether a way can change what the kernels do, by choose.h: else it is "tiles" again.
 
     Ways with other names than these change loops that no path names.
     """
