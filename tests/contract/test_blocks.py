@@ -12,7 +12,6 @@ from fastattn.blocks import Cut, Part
 from fastattn.problem import validate
 from fastattn.testing.blocks import Blocks
 
-
 # ---- what a block is ----
 
 

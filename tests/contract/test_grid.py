@@ -12,7 +12,6 @@ from helpers import BACKENDS
 from fastattn import testing
 from fastattn.testing import GRID, Case, checks
 
-
 WAYS = {"whole": testing.check, "blocks": testing.check_blocks}
 
 
