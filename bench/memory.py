@@ -177,6 +177,8 @@ def main() -> None:
     requests = json.load(sys.stdin)
     if any(request["name"] == peers.COMPILED for request in requests):
         import torch._dynamo  # noqa: F401  seconds that each child would need else
+    if any(request["direction"] == cases.BOTH for request in requests):
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401  as a child's first gradient does
     with counting():
         for request in requests:
             print(json.dumps(_fork(request)), flush=True)

@@ -7,6 +7,7 @@ tests/cuda runs the CUDA kernels as C++.
 """
 
 import collections
+import gc
 import importlib.util
 import itertools
 import math
@@ -86,6 +87,11 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=list(lacking))
     items[:] = [item for item in items if item not in lacking]
     items.sort(key=_by_compile_time if math.isfinite(SECONDS) else _by_length)
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays: half a second of every full garbage collection."""
+    gc.freeze()
 
 
 # ---- what this machine does not have ----

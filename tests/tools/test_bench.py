@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import math
 import sys
@@ -36,13 +39,25 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
     return status, json.loads((folder / "bench.json").read_text()), folder
 
 
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """(exit status, bench.json, its folder, what was printed) of a suite; each runs once."""
+
+    @functools.cache
+    def quick(suite: str) -> tuple[int, dict, Path, str]:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            found = run(tmp_path_factory.mktemp(suite), "--suite", suite)
+        return *found, printed.getvalue()
+
+    return quick
+
+
 @pytest.mark.parametrize("suite", ["cpu", "cuda", "models", "modules", "extras", "peers"])
-def test_quick_run_writes_table_json_and_picture(tmp_path, capsys, suite):
+def test_quick_run_writes_table_json_and_picture(quick, suite):
     """Tiny sizes on the CPU. The GPU cases run the same code."""
     from bench.cases import QUICK, SUITES
 
-    status, found, folder = run(tmp_path, "--suite", suite)
-    table = capsys.readouterr().out
+    status, found, folder, table = quick(suite)
     assert status == 0
     assert "WRONG" not in table
     assert list(dict.fromkeys(row["case"] for row in found["rows"])) == [
@@ -283,10 +298,10 @@ def test_compare_judges_by_the_ratio_to_the_peer(tmp_path, capsys, new, status):
     assert ("SLOWER" in capsys.readouterr().out) == (status == 1)
 
 
-def test_compare_reads_what_a_run_writes(tmp_path, capsys):
+def test_compare_reads_what_a_run_writes(quick, capsys):
     from bench import compare
 
-    _, _, folder = run(tmp_path, "--filter", "dense")
+    _, _, folder, _ = quick("cpu")
     assert compare.main([str(folder), str(folder)]) == 0
     assert "dense fwd+bwd" in capsys.readouterr().out
 
