@@ -176,7 +176,7 @@ def _fork(request: dict) -> int | str:
 def main() -> None:
     requests = json.load(sys.stdin)
     if any(request["name"] == peers.COMPILED for request in requests):
-        import torch._dynamo  # noqa: F401  seconds that each child would need else
+        import torch._dynamo  # seconds that each child would need else
     if any(request["direction"] == cases.BOTH for request in requests):
         import torch.fx.experimental.symbolic_shapes  # noqa: F401  as a child's first gradient does
     with counting():

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -53,6 +55,37 @@ def everything(call: dict, grad_out=None, **options) -> dict[str, torch.Tensor]:
 
 assert_same_bits = testing.assert_same_bits
 HUGE = 2**31  # bytes of a storage, few of which are touched
+
+
+FORKS = """
+import os, sys, torch
+program, variable, *values = sys.argv[1:]
+for value in values:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.environ[variable] = value
+        exec(program)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, value
+    print(end="\\0")
+"""
+
+
+def output_with(variable: str, values: list[str], program: str, cwd) -> dict[str, list[str]]:
+    """The lines that a program prints with each value of a variable of the environment.
+
+    Each time it is a new process, which has imported torch and nothing else.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, program, variable, *values],
+        cwd=cwd, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *printed, rest = done.stdout.split("\0")
+    assert not rest
+    return {value: x.splitlines() for value, x in zip(values, printed, strict=True)}
 
 
 class Carrier:

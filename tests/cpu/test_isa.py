@@ -5,12 +5,11 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ISAS
+from helpers import ISAS, output_with
 
 import fastattn
 
@@ -174,43 +173,42 @@ print("used:", torch.ops.fastattn.cpu_isa())
 """
 
 
-def import_with(name: str) -> list[str]:
-    """The output lines of PROGRAM if FASTATTN_CPU_ISA is `name`."""
-    environment = os.environ | {"FASTATTN_CPU_ISA": name}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+NAMED = ("baseline", "amx_fp16")
+AUTO = ("", "auto")
+UNKNOWN = ("avx1024", "\udcff")
+
+
+@pytest.fixture(scope="module")
+def lines():
+    """What PROGRAM prints, by what FASTATTN_CPU_ISA is."""
+    return output_with("FASTATTN_CPU_ISA", [*NAMED, *AUTO, *UNKNOWN], PROGRAM, ROOT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["baseline", "amx_fp16"])
-def test_the_environment_names_an_instruction_set(name):
+@pytest.mark.parametrize("name", NAMED)
+def test_the_environment_names_an_instruction_set(name, lines):
     if name not in torch.ops.fastattn.cpu_isas():
         pytest.skip(f"this machine, or this build, has no {name}")
-    lines = import_with(name)
-    assert lines[-1] == f"used: {name}"
-    assert f"  cpu: instruction set {name}" in lines
-    assert not any(line.startswith("warned:") for line in lines)
+    assert lines[name][-1] == f"used: {name}"
+    assert f"  cpu: instruction set {name}" in lines[name]
+    assert not any(line.startswith("warned:") for line in lines[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["", "auto"])
-def test_the_environment_may_leave_it_to_cpuid(name):
-    lines = import_with(name)
-    assert lines[-1] == f"used: {widest_shown()}"
-    assert not any(line.startswith("warned:") for line in lines)
+@pytest.mark.parametrize("name", AUTO)
+def test_the_environment_may_leave_it_to_cpuid(name, lines):
+    assert lines[name][-1] == f"used: {widest_shown()}"
+    assert not any(line.startswith("warned:") for line in lines[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["avx1024", "\udcff"])
-def test_a_name_that_cannot_be_followed_is_said(name):
-    lines = import_with(name)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_name_that_cannot_be_followed_is_said(name, lines):
     widest, names = widest_shown(), torch.ops.fastattn.cpu_isas()
     error = (
         "FASTATTN_CPU_ISA: expected 'auto' or what was built and runs here, "
         f"{', '.join(map(repr, names))}, got {name!r}"
     )
-    assert lines[0] == f"warned: RuntimeWarning {error}; taking {widest!r}"
-    assert f"  cpu: instruction set {widest} ({error})" in lines
-    assert lines[-1] == f"used: {widest}"
+    assert lines[name][0] == f"warned: RuntimeWarning {error}; taking {widest!r}"
+    assert f"  cpu: instruction set {widest} ({error})" in lines[name]
+    assert lines[name][-1] == f"used: {widest}"

@@ -1,11 +1,11 @@
 """Every path through the CPU kernels alone: FASTATTN_CPU_PATH forces one short way, or none."""
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import output_with
 
 from fastattn import testing
 from fastattn.backends import cpu, operators
@@ -159,13 +159,12 @@ def test_heads_that_key_heads_do_not_divide_have_no_path():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rows_in_place", "tiles", "shortest"])
-def test_the_variable_names_a_path(name):
-    program = "import test_paths; print(test_paths.paths()[0])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"FASTATTN_CPU_PATH": name},
-        cwd=os.path.dirname(__file__), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    path = "tiles" if name == "tiles" else "rows in place"
-    effect = ": no such path" if name == "shortest" else ""
-    assert done.stdout.strip() == f"{path} (FASTATTN_CPU_PATH={name}{effect})"
+def test_the_variable_names_a_path():
+    program = "from cpu import test_paths; print(test_paths.paths()[0])"
+    names = ["rows_in_place", "tiles", "shortest"]
+    found = output_with("FASTATTN_CPU_PATH", names, program, Path(__file__).parents[1])
+    assert found == {
+        "rows_in_place": ["rows in place (FASTATTN_CPU_PATH=rows_in_place)"],
+        "tiles": ["tiles (FASTATTN_CPU_PATH=tiles)"],
+        "shortest": ["rows in place (FASTATTN_CPU_PATH=shortest: no such path)"],
+    }
