@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fastattn.testing.cases import Case, _with
@@ -16,7 +18,8 @@ def _grid() -> list[Case]:
               (4, 257)]]  # fmt: skip
     sizes.append(Case("M1000-N1000", B=1, H=1, Hkv=1, M=1000, N=1000, lse=True))
     dims = [Case(f"D{d}-E{e}", D=d, E=e) for d, e in
-            [(1, 1), (3, 5), (16, 33), (64, 64), (65, 8), (8, 127), (256, 40)]]  # fmt: skip
+            [(1, 1), (3, 5), (16, 33), (64, 64), (65, 8), (8, 127), (24, 136),
+             (256, 40)]]  # fmt: skip
     zeros = [
         _with(Case(f"{name}0", bias="mn", weights="full", lse=True), **{name: 0})
         for name in ("M", "N", "D", "E", "B")
@@ -89,6 +92,32 @@ def _grid() -> list[Case]:
             N=70,
             lse=True,
             weights="full",
+        ),
+        Case(
+            "garbage-groups",
+            kv_len="batch",
+            bias="hmn",
+            bias_dtype=torch.float32,
+            H=4,
+            Hkv=2,
+            M=33,
+            N=70,
+            dropout_p=0.3,
+            weights="mean",
+            layout="unaligned",
+            mask_layout="bhdm",
+            garbage=math.nan,
+        ),
+        Case(
+            "garbage-few",
+            keep="bhmn",
+            attn_mask="bmn",
+            M=3,
+            N=70,
+            layout="bhdm",
+            mask_layout="sliced",
+            lse=True,
+            garbage=math.inf,
         ),
         Case("bias-inf-n", bias="bn", bias_inf=True, N=200),
         Case("bias-no-grad", bias="mn", bias_grad=False),
@@ -165,7 +194,7 @@ def _grid() -> list[Case]:
         *("layout-expanded", "all-masks", "kv-len", "kv-len-rows", "keep-empty-rows", "bias-inf"),
         *("kv-begin", "intervals", "documents-70"),
         *("bias-hmn", "weights-full", "weights-mean", "dropout", "dropout-all", "mqa"),
-        "relative-masks",
+        *("relative-masks", "garbage-groups", "garbage-few", "D24-E136"),
         *("plain-N64", "plain-N128", *(c.name for c in zeros)),
     }
     bandwidths = [Case(f"bandwidth-{x}", bandwidth=x, M=40, N=70, lse=True)
@@ -180,7 +209,7 @@ def _grid() -> list[Case]:
     ]
     half = {
         *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "documents-70"),
-        "bias-inf",
+        *("garbage-groups", "bias-inf"),
         *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
         *("softcap", "softcap-masks", "softcap-50", "alibi-causal", "relative-masks"),
         "plain-N128-logits-1e4",

@@ -103,6 +103,11 @@ def test_every_feature_is_drawn():
         lambda c: c.attn_mask and c.attn_mask_dtype != torch.bool and c.bias,
         lambda c: c.dropout_p, lambda c: c.weights == "full", lambda c: c.weights == "mean",
         lambda c: c.lse, lambda c: c.garbage is not None and c.keep, lambda c: c.magnitude > 1,
+        lambda c: c.kv_begin == "batch", lambda c: c.kv_begin in ("rows", "sorted"),
+        lambda c: c.softcap, lambda c: c.scale and c.scale < 0, lambda c: c.opposite,
+        lambda c: c.bandwidth == "", lambda c: "b" in c.bandwidth, lambda c: "d" in c.bandwidth,
+        lambda c: c.bias and c.bias_dtype not in (None, c.dtype),
+        lambda c: c.empty_rows and c.keep, lambda c: c.empty_rows and c.bias and c.bias_inf,
     ]  # fmt: skip
     for number, feature in enumerate(features):
         assert sum(1 for c in drawn if feature(c)) >= 5, f"feature {number} is hardly drawn"

@@ -53,6 +53,16 @@ def test_grid_has_every_size(score):
         lambda c: c.bias_inf,
         lambda c: c.bias == "relative",
         lambda c: c.dropout_p == 1.0,
+        lambda c: c.garbage is not None,
+        lambda c: c.attn_mask and c.attn_mask_dtype == torch.bool,
+        lambda c: c.mask_layout != "bhmd",
+        lambda c: c.layout == "unaligned",
+        lambda c: c.layout == "bhdm",
+        lambda c: c.E > 128,
+        lambda c: c.bias_dtype not in (None, c.dtype),
+        lambda c: c.H != c.Hkv and c.dropout_p,
+        lambda c: c.H != c.Hkv and c.weights == "mean",
+        lambda c: 1 < c.M <= 8 and c.keep,
     ],
 )
 def test_grid_has_every_feature(feature):

@@ -167,7 +167,8 @@ for warning in caught:
         print("warned:", warning.category.__name__, warning.message)
 q = torch.randn(1, 2, 40, 8)
 out = fastattn.scaled_dot_product_attention(q, q, q, backend="cpu")
-torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q))
+peer = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+assert torch.allclose(out, peer, rtol=1.3e-6, atol=1e-5)  # assert_close would import sympy
 print(fastattn.explain(q))
 print("used:", torch.ops.fastattn.cpu_isa())
 """

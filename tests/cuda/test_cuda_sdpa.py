@@ -47,14 +47,14 @@ def test_case(case, backend):
 # 16 bytes, strides, all masks.
 CORNERS = [
     Case("narrow", B=1, Hkv=1, M=67, N=70, D=33, E=5, causal="bottom_right", bias="hmn", lse=True,
-         weights="full"),
+         weights="full", scale=-0.7),
     Case("wide", B=2, H=1, Hkv=1, M=66, N=65, D=72, E=128, kv_len="rows", kv_begin="rows",
          keep="mn", dropout_p=0.3, weights="mean", layout="sliced", garbage=float("nan")),
     Case("few-narrow", B=1, M=5, N=300, D=64, E=9, keep="bhmn", bias="n", layout="bmhd"),
     Case("few-wide", B=1, H=1, Hkv=1, M=16, N=70, D=128, E=65, bias="mn", bias_inf=True,
          empty_rows=True, dropout_p=0.3, weights="full"),
     Case("capped", B=2, Hkv=1, M=67, N=130, D=33, E=70, softcap=1.5, kv_len="rows", keep="mn",
-         bias="hmn", dropout_p=0.3, weights="full", lse=True, garbage=float("nan")),
+         bias="hmn", dropout_p=0.3, weights="full", lse=True, garbage=float("nan"), scale=-0.7),
     Case("capped-line", B=1, H=4, Hkv=2, M=66, N=70, D=128, E=5, softcap=4.0, magnitude=3.0,
          causal="bottom_right", bias="relative", weights="mean", layout="sliced"),
     Case("capped-few", B=1, M=5, N=300, D=64, E=9, softcap=0.5, keep="bhmn", bias="n"),

@@ -100,7 +100,8 @@ CORNERS = [
     Case("narrow", B=1, H=1, Hkv=1, M=131, N=700, D=40, E=8, causal="bottom_right", lse=True),
     Case("wide", B=1, H=2, Hkv=1, M=70, N=650, D=128, E=72, lse=True),
     Case("all", B=2, H=1, Hkv=1, M=66, N=130, D=72, E=128, kv_len="rows", kv_begin="rows",
-         keep="mn", bias="hmn", dropout_p=0.3, weights="mean", garbage=float("nan")),
+         keep="mn", bias="hmn", dropout_p=0.3, weights="mean", garbage=float("nan"),
+         scale=-0.7),
 ]  # fmt: skip
 
 

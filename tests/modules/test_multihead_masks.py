@@ -1,10 +1,12 @@
 """Masks of MultiheadAttention: all kinds and pairs, empty rows, garbage, the causal hint."""
 
+import copy
 import itertools
 import math
 
 import pytest
 import torch
+from helpers import assert_close
 from torch import nn
 
 from fastattn import MultiheadAttention, functional
@@ -76,11 +78,13 @@ def paddings() -> dict:
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize(("pairs", "padding"), list(itertools.product(pair_masks(), paddings())))
 def test_every_combination(pair, tensors, pairs, padding, need_weights, grad):
-    results = []
-    for module in pair:
-        query, key = (t.clone().requires_grad_() for t in tensors)
+    results, returned = [], []
+    for module in (*pair, copy.deepcopy(pair[1]).double()):
+        dtype = module.in_proj_weight.dtype
+        query, key = (t.to(dtype).clone().requires_grad_() for t in tensors)
         masks = [pair_masks()[pairs], paddings()[padding]]
         masks = [m.detach().clone() if m is not None else None for m in masks]
+        masks = [m.to(dtype) if m is not None and m.is_floating_point() else m for m in masks]
         floats = [m for m in masks if m is not None and m.is_floating_point()] if grad else []
         for m in floats:
             m.requires_grad_()
@@ -94,7 +98,9 @@ def test_every_combination(pair, tensors, pairs, padding, need_weights, grad):
         )
         loss = out.square().sum() + (weights.square().sum() if need_weights else 0)
         results.append([out, *torch.autograd.grad(loss, [query, key, *floats])])
-    for ours, theirs in zip(*results, strict=True):
+        returned.append([out, *([weights] if need_weights else [])])
+    assert_close(*returned)
+    for ours, theirs in zip(*results[:2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -107,6 +107,7 @@ def test_the_additive_score_is_near_what_its_reciprocals_allow(arch, head_size, 
     ]
     # The loops over masked and over full tiles. A third loop handles a slice of a tile with NaN.
     loops = sorted(kernel["paired_loops"], key=lambda loop: loop["slots"])[-2:]
+    assert len(loops) == 2
     for loop in loops:
         assert loop["local"] == 0, loop
         assert loop["slots"] <= 5.0 * elements, loop
@@ -135,6 +136,7 @@ def test_no_element_of_an_additive_gradient_is_computed_twice(kernel, arch, head
     ]
     assert found
     for kind, slots in zip(("paired_loops", "gradient_loops"), BACKWARD[kernel], strict=True):
+        assert found[0][kind], kind
         for loop in found[0][kind]:
             assert loop["slots"] <= slots * elements, (kind, loop)
             assert loop["mufu"] <= 0.55 * elements, (kind, loop)
