@@ -7,7 +7,7 @@ compares the three:
 
     error(ours) <= 2 * error(plain PyTorch, same dtype) + a few ulp of the largest value.
 
-There is no other tolerance in the project.
+No other tolerance compares a result with the reference.
 """
 
 from fastattn.testing.budget import (
