@@ -131,6 +131,34 @@ def classify_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
+def classify_rows_kernel(
+    classes_ptr, mask, H, M, N, n_rows, n_cols,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The same without a dense mask: a program writes the classes of a row block.
+
+    A row keeps an interval of keys, so it says of a tile, and not of every key, what it keeps.
+    """
+    line = tl.program_id(0).to(tl.int64)
+    row, head = line % n_rows, line // n_rows
+    b = head // H
+    i0 = (row * BLOCK_M).to(tl.int32)
+    first, _, _, last = kv_range(mask, b, i0, M, N, BLOCK_M, BLOCK_N)
+    i = (i0 + tl.arange(0, BLOCK_M))[:, None]
+    begin, end = row_range(mask, b, i, M, N)
+    for start in tl.range(0, n_cols, CHUNK):
+        col = start + tl.arange(0, CHUNK)
+        found = tl.zeros((CHUNK,), tl.int32)
+        if (start < last) & (start + CHUNK > first):
+            j0 = (col * BLOCK_N)[None, :]
+            keep = (i < M) & (tl.maximum(begin, j0) < tl.minimum(end, j0 + BLOCK_N))
+            plain = (begin <= j0) & (end >= j0 + BLOCK_N)
+            n_kept = tl.max(keep.to(tl.int32), 0)
+            found = n_kept * (PARTIAL + tl.min((plain | (i >= M)).to(tl.int32), 0))
+        tl.store(classes_ptr + line * n_cols + col, found.to(tl.int8), mask=col < n_cols)
+
+
+@triton.jit(do_not_specialize=VARYING)
 def compact_kernel(
     classes_ptr, list_ptr, counts_ptr, n_rows, n_cols, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -180,10 +208,13 @@ def block_lists(call, mask: Mask, block_m: int, block_n: int, columns: bool = Fa
     classes = torch.empty(tiles, dtype=torch.int8, device=call.q.device)
     blocks = torch.empty(B * H * pitch, room, dtype=torch.int32, device=call.q.device)
     counts = torch.empty(B * H * pitch, 2, dtype=torch.int32, device=call.q.device)
-    if tiles:
-        classify_kernel[(tiles,)](
-            classes, mask, bias, H, call.M, call.N, rows, cols, BLOCK_M=block_m, BLOCK_N=block_n
+    about = H, call.M, call.N, rows, cols
+    if tiles and call.keep is None and bias is ABSENT:
+        classify_rows_kernel[(B * H * rows,)](
+            classes, mask, *about, BLOCK_M=block_m, BLOCK_N=block_n, CHUNK=64
         )
+    elif tiles:
+        classify_kernel[(tiles,)](classes, mask, bias, *about, BLOCK_M=block_m, BLOCK_N=block_n)
     if B * H * lines:
         compact_kernel[(B * H * lines,)](
             classes, blocks, counts, rows, cols, CHUNK=128 if length <= 128 else 1024,
