@@ -47,7 +47,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 // The map of a view that has_tensor_map(), in boxes of `rows` x kPanel. Returns whether the driver
 // made it.
 inline bool make_tensor_map(const View& view, const Extents& size, int rows, CUtensorMap* map) {
-  const auto encode = tensor_map_encoder();
+  static const auto encode = tensor_map_encoder();
   if (encode == nullptr) return false;
   const int64_t extents[] = {size.columns, size.rows, size.h, size.b};
   const int64_t strides[] = {view.stride_r, view.stride_h, view.stride_b};
