@@ -105,7 +105,7 @@ def pull_back_row(
     rest = exponential * u
     tanh = rest - u
     s = (tl.sum(scaled[None, :] * tanh, 1) * power)[None, :]
-    capped = cap_scores(s, mask)
+    capped, slope = cap_scores(s, mask)
     s, keep = mask_scores(
         capped, t.scale, bias, mask, b, h, i, j, row_begin, row_end, M, N,
         True, bias.ptr is not None, spec.FOLD_SCALE,
@@ -115,7 +115,7 @@ def pull_back_row(
     dp = tl.sum(tile_v * do, 1)[None, :]
     tile = Tile(row, j0, i, j, row_begin, row_end)
     p, ds = softmax_gradient(p, dp, keep, rows, grad_weights, t, drop, b, h, tile, True, False)
-    ds = tl.trans(cap_gradient(ds, capped, mask))
+    ds = tl.trans(cap_gradient(ds, slope, mask))
     pulled = ds * u * rest * (scaled * power * 4.0)[None, :]
     dv += tl.where(tl.trans(keep), tl.trans(p) * do, 0.0)
     return dk + pulled, dv, tl.sum(pulled, 0), tl.sum(ds * tanh, 0)

@@ -202,8 +202,9 @@ def additive_decode_kernel(
         d1, d2 = tl.split(tl.reshape(d, (spec.BLOCK_N, spec.BLOCK_D // 2, 2)))
         halves = 0.5 * (w1 + w2) - (w1 * d2 + w2 * d1) * reciprocal(d1 * d2, spec)
         s = (tl.sum(halves, 1) * 2.0 * power)[None, :]
+        s = cap_scores(s, mask)[0]
         s, keep = mask_scores(
-            cap_scores(s, mask), scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end,
+            s, scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end,
             M, N, True, bias.ptr is not None, spec.FOLD_SCALE,
         )  # fmt: skip
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit_of(scale, spec))

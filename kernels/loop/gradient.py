@@ -91,7 +91,7 @@ def tile_gradient(
     """
     # The additive score's gradients have no exact sweep: their masked pairs are 0 in every sweep.
     SELECT: tl.constexpr = PASS.EXACT or ((PASS.MASKED or PASS.BIASED) and terms.w_ptr is not None)
-    s, keep, capped = logits(
+    s, keep, slope = logits(
         x, y, q, k, terms, bias, mask, t.scale, key_count(mask, b, dims.N), dims, spec, b, h,
         tile, PASS, TRANSPOSED,
     )  # fmt: skip
@@ -115,7 +115,7 @@ def tile_gradient(
         w, dp, keep, rows, grad_weights, t, drop, b, h, tile, SELECT, TRANSPOSED
     )
     if not PASS.LOGITS:
-        ds = cap_gradient(ds, capped, mask)
+        ds = cap_gradient(ds, slope, mask)
     return w, ds, keep
 
 

@@ -100,10 +100,10 @@ def logits(
     x, y, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile, PASS,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(logits s, keep, capped scores) of a tile."""
-    capped = cap_scores(scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED), mask)
+    """(logits s, keep, slopes of the softcap) of a tile."""
+    capped, slope = cap_scores(scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED), mask)
     s, keep = mask_scores(
         capped, scale, bias, mask, b, h, tile.i, tile.j, tile.begin, tile.end, dims.M, dims.N,
         PASS.MASKED, PASS.BIASED, spec.FOLD_SCALE,
     )  # fmt: skip
-    return s, keep, capped
+    return s, keep, slope
