@@ -31,10 +31,11 @@ def autotune(
     """Finds the fastest tile sizes, warps and pipeline stages of the kernels behind a call.
 
     Later calls use the result if they have the same element size, the same head sizes (rounded up
-    to powers of two) and the same kind (plain, or with dropout, bias or weights). A file keeps them
-    for other processes, by device and version of Triton: ``$XDG_CACHE_HOME/fastattn/autotune.json``
-    (``~/.cache`` by default), each as soon as it is found. Delete the file to forget them. What
-    does not fit a later call is forgotten with a warning. Outputs change by rounding only.
+    to powers of two) and the same kind: plain, with dropout, bias or weights, or with a bias of
+    larger elements than query's. A file keeps them for other processes, by device and version of
+    Triton: ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default), each as soon as it
+    is found. Delete the file to forget them. What does not fit a later call is forgotten with a
+    warning. Outputs change by rounding only.
 
     The search starts from the built-in table. It moves to a neighbour (half or twice a tile size,
     other warps, one stage more or less) as long as one is faster. This compiles tens of kernels and
@@ -72,13 +73,13 @@ def autotune(
 
     p = inputs.p
     sizes = config.padded(p.D), config.padded(p.E)
-    rich = config.is_rich(inputs.bias is not None, p.dropout_p, p.weights)
+    kind = config.kind_of(p.dtype, inputs.bias, p.dropout_p, p.weights)
     found = {}
     with triton.current_device(p.device):  # whose clock measures
         for kernel, call in _progress(_calls(inputs)):
-            name = tuned.name(kernel, p.dtype, *sizes, rich)
+            name = tuned.name(kernel, p.dtype, *sizes, kind)
             with_config = _timer(name, call, measure or _median)
-            start = config.choose(kernel, p.device, p.dtype, *sizes, rich)
+            start = config.choose(kernel, p.device, p.dtype, *sizes, kind)
             found[name] = _descend(start, with_config)
             tuned.remember(p.device, {name: found[name]})
     if p.score == "dot":
@@ -129,7 +130,7 @@ def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
     few = p.M <= FEW_QUERIES
     if p.score != "dot":
         first = {"additive_decode" if few else "additive_fwd": forward}
-        rest = ["tile"] if few and p.score == "additive" else ["dq", "dkdv", "tile"]
+        rest = ["decode_bwd", "tile"] if few and p.score == "additive" else ["dq", "dkdv", "tile"]
         return [*(first | {f"additive_{kernel}": backward for kernel in rest}).items()]
     prefix = "decode_" if few else ""
     first = {"decode" if few else "fwd": forward}

@@ -1,7 +1,8 @@
 """Tile sizes, warps and pipeline stages: one table a kernel, rows by architecture, with reasons.
 
 A row is found by architecture, bytes an element, the head size rounded up to 64, 128 or 256, and
-whether the problem is *rich*: dropout, a bias or weights need registers that a mask does not.
+the kind of the problem. It is *rich* with dropout, a bias or weights, which need registers that a
+mask does not. A bias of larger elements than q has is *wide*: each stage holds a tile of it.
 
 Nothing is measured here and nothing runs at import. What ``fastattn.autotune`` has measured on this
 machine goes first (tuned.py). A row is the largest tile that fits: registers without a spill, and
@@ -13,10 +14,11 @@ was timed on a GPU.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from . import tuned
 
@@ -30,15 +32,24 @@ class Config(NamedTuple):
     num_stages: int
 
 
+Kind = Literal["plain", "rich", "wide_bias"]
+
+
 class Row(NamedTuple):
-    """The configurations of plain and of rich problems."""
+    """The configurations of each kind of problem."""
 
     plain: Config
     rich: Config
+    wide_bias: Config
 
 
-def _row(plain: tuple[int, ...], rich: tuple[int, ...] | None = None) -> Row:
-    return Row(Config(*plain), Config(*(rich or plain)))
+def _row(
+    plain: tuple[int, ...],
+    rich: tuple[int, ...] | None = None,
+    wide_bias: tuple[int, ...] | None = None,
+) -> Row:
+    rich = rich or plain
+    return Row(Config(*plain), Config(*rich), Config(*(wide_bias or rich)))
 
 
 # {kernel: {(architecture, bytes an element): {head size: row}}}. "tile" serves the kernels that own
@@ -51,12 +62,13 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         # warps and 128 x 128, which compiles without a spill, in 197 KB.
         ("sm_90", 2): {
             64: _row((128, 128, 8, 3), (128, 64, 8, 3)),
-            128: _row((128, 64, 8, 3)),  # 128 keys: the masked loop spills its last registers
+            # 128 keys: the masked loop spills its last registers
+            128: _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
             256: _row((64, 64, 8, 2)),  # O of 128 rows alone takes half of the registers
         },
         # Products take Q from registers: 64 keys where Hopper takes 128.
         ("sm_80", 2): {
-            64: _row((128, 64, 8, 3)),
+            64: _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
             128: _row((128, 64, 8, 2), (128, 32, 8, 2)),
             256: _row((64, 32, 8, 2)),
         },
@@ -75,7 +87,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
             256: _row((16, 32, 4, 3)),
         },
         ("sm_80", 2): {
-            64: _row((16, 64, 4, 3)),
+            64: _row((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
             128: _row((16, 64, 4, 2)),
             256: _row((16, 32, 4, 2)),
         },
@@ -89,12 +101,12 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         # Q and dO stay as well as dQ, and S and dP are two tiles.
         ("sm_90", 2): {
             64: _row((128, 64, 8, 3), (128, 32, 8, 2)),
-            128: _row((128, 64, 8, 2), (64, 64, 8, 2)),
+            128: _row((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
             256: _row((64, 64, 8, 2), (32, 32, 8, 2)),
         },
         ("sm_80", 2): {
             64: _row((128, 32, 8, 2), (64, 32, 4, 2)),  # 64 keys spill a register
-            128: _row((64, 64, 8, 2), (64, 32, 8, 2)),
+            128: _row((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
             256: _row((64, 32, 8, 1), (32, 32, 8, 1)),
         },
         ("gfx942", 2): {
@@ -106,13 +118,13 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "dkdv": {
         # dK and dV are two accumulators of BLOCK_N rows: queries stream by in smaller steps.
         ("sm_90", 2): {
-            64: _row((64, 128, 8, 3), (32, 64, 8, 2)),
-            128: _row((32, 128, 8, 2), (32, 64, 8, 2)),
-            256: _row((32, 64, 8, 2), (16, 64, 8, 2)),
+            64: _row((64, 128, 8, 3), (32, 64, 8, 2), (32, 32, 8, 2)),
+            128: _row((32, 128, 8, 2), (32, 64, 8, 2), (16, 64, 8, 2)),
+            256: _row((32, 64, 8, 2), (16, 64, 8, 2), (16, 16, 8, 2)),
         },
         ("sm_80", 2): {
             64: _row((16, 64, 8, 2), (16, 32, 8, 2)),  # one step more spills a few registers
-            128: _row((32, 64, 8, 2), (16, 32, 8, 2)),
+            128: _row((32, 64, 8, 2), (16, 32, 8, 2), (16, 16, 8, 2)),
             256: _row((16, 32, 8, 1), (16, 16, 4, 1)),
         },
         ("gfx942", 2): {
@@ -144,7 +156,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         ("sm_90", 2): {
             64: _row((16, 128, 8, 1), (16, 64, 8, 1)),
             128: _row((16, 64, 8, 1)),
-            256: _row((16, 64, 8, 2)),
+            256: _row((16, 64, 8, 2), (16, 64, 8, 2), (16, 32, 8, 1)),
         },
         ("sm_80", 2): {
             64: _row((16, 64, 8, 1)),
@@ -259,13 +271,13 @@ for _kernel in ("fwd", "dq", "dkdv", "tile"):
         (_arch, 2): _ADDITIVE.get(_arch, _ADDITIVE["sm_80"])[_kernel]
         for _arch in ("sm_80", "sm_90", "gfx942")
     }
-# At most 4 queries (additive_forward.py); decode_spec replaces BLOCK_N.
-TABLE["additive_decode"] = {
-    (_arch, 2): dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
-    for _arch in ("sm_80", "sm_90", "gfx942")
-}
-# With 4 warps, the backward of few queries spills.
-TABLE["additive_decode"]["sm_80", 2][128] = _row((16, 64, 4, 1), (16, 64, 8, 1))
+# Few queries (additive_forward.py, additive_backward.py); decode_spec replaces BLOCK_N.
+for _kernel in ("additive_decode", "additive_decode_bwd"):
+    TABLE[_kernel] = {
+        (_arch, 2): dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
+        for _arch in ("sm_80", "sm_90", "gfx942")
+    }
+TABLE["additive_decode_bwd"]["sm_80", 2][128] = _row((16, 64, 4, 1), (16, 64, 8, 1))  # 4 spill
 _FP32_ADDITIVE = {
     "fwd": {64: _row((32, 32, 4, 1)), 128: _row((32, 16, 8, 1)), 256: _row((16, 32, 8, 1))},
     "decode": {64: _row((16, 32, 4, 1)), 128: _row((16, 32, 8, 1)), 256: _row((16, 16, 8, 1))},
@@ -277,10 +289,11 @@ _FP32_ADDITIVE = {
     "dkdv": {64: _row((16, 16, 8, 1)), 128: _row((16, 16, 8, 1)), 256: _row((16, 16, 8, 1))},
     "tile": {64: _row((32, 32, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((32, 32, 8, 1))},
 }
+_FP32_ADDITIVE["decode_bwd"] = _FP32_ADDITIVE["decode"]
 # Small tiles that are not square, so that small problems have tiles of every kind.
 _INTERPRETER = {"fwd": (64, 32, 4, 1), "decode": (16, 32, 4, 1), "dq": (64, 32, 4, 1),
                 "dkdv": (32, 64, 4, 1), "decode_dq": (16, 32, 4, 1), "decode_dkdv": (16, 64, 4, 1),
-                "tile": (64, 32, 4, 1)}  # fmt: skip
+                "tile": (64, 32, 4, 1), "decode_bwd": (16, 32, 4, 1)}  # fmt: skip
 HEAD_SIZES = (64, 128, 256)
 for _kernel, _rows in TABLE.items():
     _plain = _kernel.removeprefix("additive_")
@@ -300,14 +313,14 @@ TABLE["dq"]["sm_100", 2] = TABLE["dq"]["sm_90", 2] | {256: _row((64, 32, 8, 2))}
 
 
 def choose(
-    kernel: str, device: torch.device, dtype: torch.dtype, D: int, E: int, rich: bool
+    kernel: str, device: torch.device, dtype: torch.dtype, D: int, E: int, kind: Kind
 ) -> Config:
     """The configuration of ``kernel`` for a problem."""
-    measured = tuned.lookup(device, tuned.name(kernel, dtype, padded(D), padded(E), rich))
+    measured = tuned.lookup(device, tuned.name(kernel, dtype, padded(D), padded(E), kind))
     if measured is not None:
         return Config(*measured)
     row = TABLE[kernel][architecture(device), dtype.itemsize][size_class(max(D, E))]
-    return row.rich if rich else row.plain
+    return getattr(row, kind)
 
 
 def size_class(head_size: int) -> int:
@@ -315,9 +328,11 @@ def size_class(head_size: int) -> int:
     return next(s for s in HEAD_SIZES if head_size <= s)
 
 
-def is_rich(has_bias: bool, dropout_p: float, weights: str) -> bool:
-    """Whether a kernel needs more registers than for masks."""
-    return has_bias or dropout_p > 0 or weights != "none"
+def kind_of(dtype: torch.dtype, bias: Tensor | None, dropout_p: float, weights: str) -> Kind:
+    """What a kernel needs besides what masks need, where q has this dtype."""
+    if bias is not None and bias.element_size() > dtype.itemsize:
+        return "wide_bias"
+    return "plain" if bias is None and dropout_p == 0 and weights == "none" else "rich"
 
 
 @functools.cache

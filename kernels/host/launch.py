@@ -17,7 +17,7 @@ from ..tile.dropout import Dropout, dropout_args
 from ..tile.masking import scans_bias, varies_within_tiles
 from ..tile.softmax import LOG2E
 from ..tile.strided import Dims, Spec
-from .config import architecture, choose, is_rich, padded, speaks_ptx
+from .config import Kind, architecture, choose, kind_of, padded, speaks_ptx
 
 
 class Call(schemas.Call):
@@ -106,9 +106,14 @@ class Call(schemas.Call):
         return self.natural_scale * (LOG2E.value if self.folds_scale else 1.0)
 
     @property
+    def kind(self) -> Kind:
+        """Which configurations its kernels take."""
+        return kind_of(self.q.dtype, self.bias, self.dropout_p, self.weights_mode)
+
+    @property
     def rich(self) -> bool:
         """Whether a kernel needs more registers than for masks."""
-        return is_rich(self.bias is not None, self.dropout_p, self.weights_mode)
+        return self.kind != "plain"
 
     @property
     def masks_within_tiles(self) -> bool:
@@ -176,7 +181,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
     """
     if call.w is not None:
         kernel = f"additive_{kernel}"
-    config = choose(kernel, call.q.device, call.q.dtype, call.D, call.E, call.rich)
+    config = choose(kernel, call.q.device, call.q.dtype, call.D, call.E, call.kind)
     fields = Spec(
         D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
         BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,

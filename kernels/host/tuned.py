@@ -41,9 +41,8 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
-def name(kernel: str, dtype: torch.dtype, D: int, E: int, rich: bool) -> str:
+def name(kernel: str, dtype: torch.dtype, D: int, E: int, kind: str) -> str:
     """How a row is called in the file; D and E as tiles hold them."""
-    kind = "rich" if rich else "plain"
     return f"{kernel}, {dtype.itemsize} bytes, D {D}, E {E}, {kind}"
 
 

@@ -151,7 +151,7 @@ def _launch_few(call: Call, saved: Saved):
     tiles = saved.grad_weights is not None or saved.bias_needs_grad
     terms = additive_terms(call, finite=True) if tiles else DOT_PRODUCT
     t, mask, drop = backward_args(call, saved, terms)
-    shape, options = decode_spec(call, STEP)
+    shape, options = decode_spec(call, "decode_bwd", STEP)
     parts = new_parts(call).zero_()
     chunks = parts.shape[3]
     parts_w = parts.new_zeros(call.B, call.H, chunks, call.D)

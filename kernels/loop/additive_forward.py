@@ -228,7 +228,7 @@ def launch_additive_fwd(call: Call):
         return launch_sdpa_fwd(call, additive_terms(call))
     out, lse, weights, stats = empty_forward(call)
     mask, drop = mask_args(call), call.dropout
-    shape, options = decode_spec(call, STEP)
+    shape, options = decode_spec(call, "decode", STEP)
     partial = new_partial(call)
     additive_decode_kernel[(call.B * call.H * call.M * partial.chunks,)](
         view(call.q), view(call.k), view(call.v), view_weights(call), bias_view(call),
@@ -240,9 +240,9 @@ def launch_additive_fwd(call: Call):
     return out, lse, weights, stats
 
 
-def decode_spec(call: Call, step: int):
+def decode_spec(call: Call, kernel: str, step: int):
     """launch.spec of a kernel that holds ``step`` numbers of K, or of V, at a time."""
-    shape, options = spec(call, "decode")
+    shape, options = spec(call, kernel)
     widest = max(shape.BLOCK_D.value, shape.BLOCK_E.value)
     return shape._replace(BLOCK_N=tl.constexpr(step // widest)), options
 

@@ -3,6 +3,7 @@
     python tests/triton/aot.py sm_90 2 dot            every row of config.py that 2-byte elements
                                                        and a score can choose, as JSON
     python tests/triton/aot.py sm_90 2 dot "plain"    of these, what some of PROBLEMS need
+    python tests/triton/aot.py sm_90 2 dot "plain/64" and of one head size
     python tests/triton/aot.py sm_90 grid             whether Triton takes every case of the grid
     python tests/triton/aot.py sm_90 grid M1-N1       and those of that name
     python tests/triton/aot.py sm_90 variants         how many kernels Triton compiles over a sweep
@@ -157,7 +158,7 @@ def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **fe
     if score == "additive":
         tensors["w"] = empty(H, D)
     if "bias" in features:
-        tensors["bias"] = empty(*features["bias"])
+        tensors["bias"] = empty(*features["bias"], dtype=features.get("bias_dtype", dtype))
     if "keep" in features:
         tensors["keep"] = empty(*features["keep"], dtype=torch.bool)
     for name in {"kv_len", "kv_begin"} & features.keys():
@@ -184,6 +185,8 @@ PROBLEMS = {
     "plain decode": DECODE,
     "rich decode": DECODE | MORE | dict(bias=(2, 4, 1, 4096)),
 }
+WIDE = {f"{name} wide": PROBLEMS[name] | dict(bias_dtype=torch.float32) for name in PROBLEMS
+        if name.startswith("rich")}  # fmt: skip
 # A few more queries: the additive score then uses tiles in forward.
 FEW = {
     "plain few": DECODE | dict(M=8),
@@ -372,8 +375,11 @@ def main(arch: str, size: str, score: str, *problems: str) -> None:
     dtype = {2: torch.bfloat16, 4: torch.float32}[int(size)]
     with tempfile.TemporaryDirectory() as folder:
         for head_size in (64, 128, 256):
-            known = PROBLEMS | (FEW if score == "additive" else {})
-            for name in problems or known:
+            known = PROBLEMS | (WIDE if size == "2" else {}) | (FEW if score == "additive" else {})
+            for problem in problems or known:
+                name, _, only = problem.partition("/")
+                if only and int(only) != head_size:
+                    continue
                 compiled.clear()
                 compile_problem(dtype, head_size, score, known[name])
                 for kernel in compiled:

@@ -42,8 +42,8 @@ def distance(best: Config):
     return measure
 
 
-def choose(kernel, D=8, E=8, rich=False):
-    return config.choose(kernel, CPU, torch.float32, D, E, rich)
+def choose(kernel, D=8, E=8, kind="plain"):
+    return config.choose(kernel, CPU, torch.float32, D, E, kind)
 
 
 @pytest.fixture
@@ -66,9 +66,22 @@ def test_kernels_use_what_was_best(cache, q, score):
     assert json.loads(cache.read_text()) == {"a device": {n: list(best) for n in found}}
     other = "additive_fwd" if score == "dot" else "fwd"
     assert choose(other) != best
-    assert choose(kernels[0], rich=True) != best
+    assert choose(kernels[0], kind="rich") != best
     assert choose(kernels[0], 16, 16) == best  # the tiles of 8
     assert best not in (choose(kernels[0], 64), choose(kernels[0], 8, 17))  # larger tiles
+
+
+def test_a_wide_bias_is_of_a_kind_of_its_own(q):
+    """A row that was measured with a bias in half precision may not fit a float32 one."""
+    best, half = Config(32, 16, 8, 2), q.half()
+    bias = torch.zeros(1, 2, 20, 20)
+    found = [
+        fastattn.autotune(half, attn_mask=x, measure=distance(best)) for x in (bias.half(), bias)
+    ]
+    assert not found[0].keys() & found[1].keys()
+    kinds = [config.kind_of(half.dtype, x, 0.0, "none") for x in (bias.half(), bias, None)]
+    assert kinds == ["rich", "wide_bias", "plain"]
+    assert config.kind_of(bias.dtype, bias, 0.0, "none") == "rich"
 
 
 def test_results_stay_what_they_were(q):
@@ -86,7 +99,7 @@ def test_few_queries_have_kernels_of_their_own(q, score):
     found = fastattn.autotune(query, key, key, weight=weight, measure=distance(best))
     kernels = {
         "dot": ["decode", "decode_dq", "decode_dkdv", "tile"],
-        "additive": ["additive_decode", "additive_tile"],
+        "additive": ["additive_decode", "additive_decode_bwd", "additive_tile"],
     }[score]
     assert [name.split(",")[0] for name in found] == kernels
     assert [choose(kernel) for kernel in kernels] == [best] * len(kernels)
@@ -216,7 +229,7 @@ class TooLarge:
 
 def test_a_row_that_does_not_fit_is_forgotten(cache, q, monkeypatch):
     """A call of the same head sizes may need more memory than the one that was measured."""
-    names = [tuned.name(kernel, q.dtype, 16, 16, rich=False) for kernel in ("fwd", "dq", "dkdv")]
+    names = [tuned.name(kernel, q.dtype, 16, 16, "plain") for kernel in ("fwd", "dq", "dkdv")]
     large = Config(128, 128, 8, 4)
     tuned.remember(CPU, dict.fromkeys(names, large))
     for module, kernel in (forward, "sdpa_fwd_kernel"), (grad_query, "sdpa_bwd_dq_kernel"):
@@ -235,7 +248,7 @@ def test_a_row_that_does_not_fit_is_forgotten(cache, q, monkeypatch):
 def test_a_row_on_trial_or_of_the_table_falls_back_to_none(q, monkeypatch):
     start = choose("fwd")
     monkeypatch.setattr(forward, "sdpa_fwd_kernel", TooLarge(forward.sdpa_fwd_kernel, start))
-    name = tuned.name("fwd", q.dtype, 16, 16, rich=False)
+    name = tuned.name("fwd", q.dtype, 16, 16, "plain")
     for trial in contextlib.nullcontext(), tuned.trial(name, start):
         with trial, pytest.raises(OutOfResources):
             fastattn.scaled_dot_product_attention(q, q, q, backend="triton")

@@ -60,15 +60,18 @@ def test_torchs_setting_decides_on_the_dtype_of_the_problems():
 @pytest.mark.parametrize("size", [64, 65, 128, 129, 256])
 def test_a_check_has_the_configurations_of_its_calls(size):
     """Those of ``host/config.py``: heads of one size class, which are rich or not."""
+
+    def kind(bias, dropout_p, weights):
+        given = torch.zeros(()) if bias else None
+        return config.kind_of(torch.float32, given, dropout_p, weights)
+
     for options in ({}, dict(return_weights="mean"), dict(dropout_p=0.5), dict(bias=True)):
         bias = options.pop("bias", False)
         p = validate.build("dot", *[torch.zeros(1, 1, 20, size)] * 3, **options).p
         cases = self_check.cases_of(registry.check_of("triton", p, bias))
-        rich = config.is_rich(bias, p.dropout_p, p.weights)
         assert {config.size_class(max(case.D, case.E)) for case in cases} == {
             config.size_class(size)
         }
         assert {
-            config.is_rich(case.bias is not None, case.dropout_p, case.weights or "none")
-            for case in cases
-        } == {rich}
+            kind(case.bias is not None, case.dropout_p, case.weights or "none") for case in cases
+        } == {kind(bias, p.dropout_p, p.weights)}
