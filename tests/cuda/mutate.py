@@ -66,8 +66,8 @@ MISTAKES = [
         "fmaf(-2.f, reciprocal, 1.f)", "1.f", "AssertionError",
     ),
     Mistake(
-        "a softcap without its slope", "dot/backward.cuh", "*= cap_slope(ratio)",
-        "*= ratio == ratio ? 1.f : 0.f", "AssertionError", source="dot/backward.cu",
+        "a softcap without its slope", "dot/backward.cuh", "*= slope",
+        "*= slope == 0.f ? 0.f : 1.f", "AssertionError", source="dot/backward.cu",
     ),
     of_warpgroups(
         "a descriptor: the distance between groups of rows",

@@ -1,6 +1,7 @@
 """The shim, which runs kernels on the CPU, finds their mistakes."""
 
 import ctypes
+import math
 import re
 import subprocess
 import sys
@@ -79,6 +80,22 @@ def test_sanitizers_see_what_is_out_of_bounds(mistake):
     else:
         assert "heap-buffer-overflow" in done.stderr, done.stderr
         assert "shim_kernels.cu" in done.stderr
+
+
+def test_ratios_and_slopes_of_a_softcap_have_all_digits():
+    """The exponent's own rounding is 2^-25 of it: a slope e^-2|x| is off by as many times |x|."""
+    sizes = torch.cat([torch.logspace(-20, 0, 256), torch.linspace(0.5, 42.9, 768)])
+    x = torch.cat([sizes, -sizes, torch.tensor([43.0, math.inf, math.nan])])
+    ratio, slope = torch.empty_like(x), torch.empty_like(x)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, ratio, slope)]
+    ctypes.CDLL(str(host_build.library("shim"))).shim_tanh(*pointers, ctypes.c_int64(x.numel()))
+    assert slope[-3:].tolist() == [0, 0, 0]
+    assert ratio[-3:-1].tolist() == [1, 1]
+    assert ratio[-1].isnan()
+    x, ratio, slope, eps = x[:-3].double(), ratio[:-3], slope[:-3], 2.0**-23
+    want = 4 / (torch.exp(x) + torch.exp(-x)) ** 2
+    assert ((ratio - x.tanh()).abs() <= 4 * eps * x.tanh().abs()).all()
+    assert ((slope - want).abs() <= (4 + x.abs()) * eps * want).all()
 
 
 def test_instructions_of_a_whole_warp_stay_where_they_are_written():

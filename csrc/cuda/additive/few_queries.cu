@@ -113,7 +113,7 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
   s = scaled_score(s, workspace[panels.scales + at.h]);
   if constexpr (!kCapped) return s;
   const Cap cap = cap_of(a.p, kLn2);
-  return cap_logit(cap, cap_ratio(cap, s));
+  return cap_logit(cap, cap_score(cap, s).ratio);
 }
 
 // The score with its bias. A bias of -inf masks the key, and the result is -inf.

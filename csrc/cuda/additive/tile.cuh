@@ -74,8 +74,8 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
 // is nullptr.
 FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slopes) {
   float row[kCols];
-  cap_scores(cap_of(p, kLn2), s, [&](int n, float ratio) {
-    row[n % kCols] = cap_slope(ratio);
+  cap_scores(cap_of(p, kLn2), s, [&](int n, float slope) {
+    row[n % kCols] = slope;
     if (slopes != nullptr && n % kCols == kCols - 1)
       store4(slopes, row0() + n / kCols, col0(), pack4(row));
   });

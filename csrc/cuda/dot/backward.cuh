@@ -121,8 +121,8 @@ FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, con
   if constexpr (kSloped) subtract_delta<Layout>(p, survivors, memory.rows, ds);
   sdpa_scores<Layout, kType, kDim, kCapped>(
       p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
-      kQueriesByRows ? memory.k : memory.q, s, [&](int n, float ratio) {
-        if constexpr (kSloped) ds[n / 4][n % 4] *= cap_slope(ratio);
+      kQueriesByRows ? memory.k : memory.q, s, [&](int n, float slope) {
+        if constexpr (kSloped) ds[n / 4][n % 4] *= slope;
       });
   grad_pairs<Layout, kSloped>(p, mask, survivors, memory.rows, s, ds);
 }

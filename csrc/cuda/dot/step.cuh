@@ -69,7 +69,7 @@ FASTATTN_DEVICE void mask_scores(const AttentionParams& p, const Place& at, Keep
 }
 
 // Scores of the tile at `at`. The layout says whether rows are queries and columns keys, or the
-// reverse. Under a softcap calls look(pair, ratio).
+// reverse. Under a softcap calls look(pair, slope).
 template <typename Layout, DType kType, int kDim, bool kCapped, typename F>
 FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
                                  float scale, const uint16_t* rows, const uint16_t* columns,

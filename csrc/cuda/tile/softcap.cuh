@@ -10,15 +10,22 @@
 
 namespace fastattn::cuda {
 
+// A ratio tanh x, and 1 - tanh^2 x.
+struct Capped {
+  float ratio, slope;
+};
+
 // tanh x to 4 ulp for every x, however small, and to 1 ulp above 1/2. NaN stays NaN.
 //
 //   tanh |x| = z / (z + 2) = 1 - 2 / (z + 2)    z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1)
+//   1 - tanh^2 x = 4 (z + 1) / (z + 2)^2
 //
-// The first form serves a small x. The second form rounds well near 1, where the slope cancels.
+// The first form serves a small x. The second form rounds well near 1. The slope keeps its digits
+// there; it is 0 from |x| = 43 on, where it is below 2^-122, and for NaN: a masked pair stays 0.
 // Every fma is spelled out: forward and backward must round a ratio alike.
-FASTATTN_DEVICE float accurate_tanh(float x) {
+FASTATTN_DEVICE Capped accurate_tanh(float x) {
   constexpr float kRounder = 12582912.f + 127.f;  // leaves n + 127 in the lowest bits
-  const float size = min_nan(fabsf(x), 10.f);
+  const float size = min_nan(fabsf(x), 43.f);
   const float shifted = fmaf(size, 2.f * kLog2e, kRounder);
   const float f = fmaf(size, 2.f * kLog2e, kRounder - shifted);
   float p = fmaf(f, 1.5353362e-4f, 1.3398874e-3f);
@@ -32,7 +39,9 @@ FASTATTN_DEVICE float accurate_tanh(float x) {
   float power;
   memcpy(&power, &bits, 4);
   const float z = fmaf(p * f, power, power - 1.f), reciprocal = rcp_approx(z + 2.f);
-  return copysignf(z > 2.f ? fmaf(-2.f, reciprocal, 1.f) : z * reciprocal, x);
+  const float slope = fmaf(z, reciprocal, reciprocal) * (4.f * reciprocal);
+  return {copysignf(z > 2.f ? fmaf(-2.f, reciprocal, 1.f) : z * reciprocal, x),
+          size < 43.f ? slope : 0.f};
 }
 
 // A score times `factor` is what tanh takes, a ratio times `scale` is a logit in base 2.
@@ -45,26 +54,23 @@ FASTATTN_DEVICE Cap cap_of(const AttentionParams& p, float unit) {
   return {unit / p.softcap, p.softcap * kLog2e};
 }
 
-FASTATTN_DEVICE float cap_ratio(const Cap& cap, float score) {
+FASTATTN_DEVICE Capped cap_score(const Cap& cap, float score) {
   return accurate_tanh(score * cap.factor);
 }
 FASTATTN_DEVICE float cap_logit(const Cap& cap, float ratio) { return __fmul_rn(ratio, cap.scale); }
 
-// Scores become logits. Calls look(pair, ratio) on the way.
+// Scores become logits. Calls look(pair, slope) on the way.
 template <int kQuads, typename F>
 FASTATTN_DEVICE void cap_scores(const Cap& cap, float (&s)[kQuads][4], F look) {
 #pragma unroll
   for (int n = 0; n < 4 * kQuads; ++n) {
-    const float ratio = cap_ratio(cap, s[n / 4][n % 4]);
-    look(n, ratio);
-    s[n / 4][n % 4] = cap_logit(cap, ratio);
+    const Capped capped = cap_score(cap, s[n / 4][n % 4]);
+    look(n, capped.slope);
+    s[n / 4][n % 4] = cap_logit(cap, capped.ratio);
   }
 }
 
 // For callers that need no slopes.
 FASTATTN_DEVICE void look_away(int, float) {}
-
-// 0 where the ratio is NaN: a masked pair stays 0.
-FASTATTN_DEVICE float cap_slope(float ratio) { return fmaxf(fmaf(-ratio, ratio, 1.f), 0.f); }
 
 }  // namespace fastattn::cuda

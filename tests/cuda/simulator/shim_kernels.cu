@@ -1,6 +1,8 @@
 // Small kernels, right and wrong: what the shim can run, and which mistakes it finds.
 #include <cuda_runtime.h>
 
+#include "cuda/tile/softcap.cuh"
+
 namespace {
 
 // Sums 64 numbers; `mistake` plants one.
@@ -62,4 +64,12 @@ extern "C" const char* shim_sum(const float* in, float* out, unsigned blocks, in
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   const cudaError_t error = cudaLaunchKernelEx(&config, sum_kernel, in, out, mistake);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// Ratios and slopes of a softcap.
+extern "C" void shim_tanh(const float* x, float* ratio, float* slope, int64_t n) {
+  for (int64_t at = 0; at < n; ++at) {
+    const fastattn::cuda::Capped capped = fastattn::cuda::accurate_tanh(x[at]);
+    ratio[at] = capped.ratio, slope[at] = capped.slope;
+  }
 }
