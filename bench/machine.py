@@ -29,7 +29,6 @@ def describe(device: str) -> dict:
         "load_average": round(os.getloadavg()[0], 2),  # of the last minute, before the run
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "fastattn_isa": _our_isa(),
-        "isa_named": os.environ.get("FASTATTN_CPU_ISA", "auto") != "auto",  # not what CPUID shows
         "extension": operators.EXTENSION_ERROR or "loaded",
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
@@ -47,9 +46,8 @@ def slug(about: dict) -> str:
     if about["device"] == "cuda":
         parts = [about["device_name"]]
     else:
-        parts = [about["cpu"], about["torch_isa"], f"{about['threads']} threads"]
-        if about.get("isa_named"):
-            parts.append(about["fastattn_isa"] or "no extension")
+        isa = about.get("fastattn_isa") or about["torch_isa"]
+        parts = [about["cpu"], isa, f"{about['threads']} threads"]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
 
 

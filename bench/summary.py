@@ -13,8 +13,8 @@ from bench.cases import BOTH, FORWARD
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = {
-    "two AMD Zen 4 cores, AVX512-BF16": "amd-epyc-avx512-2-threads",
-    "two Intel Xeon cores, AMX": "intel-r-xeon-r-processor-avx512-2-threads",
+    "two AMD Zen 4 cores, AVX512-BF16": "amd-epyc-avx512-bf16-2-threads",
+    "two Intel Xeon cores, AMX": "intel-r-xeon-r-processor-amx-2-threads",
 }
 
 
