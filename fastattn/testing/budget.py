@@ -33,8 +33,7 @@ def error(x: Tensor, truth: Tensor) -> float:
 
 def largest(truth: Tensor) -> float:
     """Largest finite magnitude."""
-    finite = truth[truth.isfinite()].abs()
-    return finite.max().item() if finite.numel() else 0.0
+    return truth.abs().nan_to_num(nan=0.0, posinf=0.0).max().item() if truth.numel() else 0.0
 
 
 def budget(plain_error: float, dtype: torch.dtype, scale: float) -> float:
