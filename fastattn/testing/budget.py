@@ -1,4 +1,4 @@
-"""The error budget: the only tolerance of the project."""
+"""The error budget: the one tolerance of whatever is compared with the reference."""
 
 from __future__ import annotations
 
