@@ -89,6 +89,9 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
     shared, saved = schemas.split(args)
     call = Call.of(*shared)
+    # Those of a block are parts of the whole's. Kernels take what belongs to rows as contiguous.
+    lse = None if saved.grad_lse is None else saved.grad_lse.contiguous()
+    saved = saved._replace(stats=saved.stats.contiguous(), grad_lse=lse)
     launch = launch_sdpa_bwd if call.w is None else launch_additive_bwd
     with current_device(call.q.device):
         return tuned.fall_back(call.q.device, lambda: launch(call, saved))

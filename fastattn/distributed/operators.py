@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from fastattn.backends import flops
 from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, no_second_derivative
-from fastattn.problem import Dropout, Mask, Origin, Problem
+from fastattn.problem import Dropout, Mask, Origin, Problem, schemas
 from fastattn.problem.record import MASK_TENSORS, Score, Weights, weights_shape
 
 PASSES: dict[str, Any] = {"gather": gather, "ring": ring}
@@ -67,7 +68,8 @@ class Function(torch.autograd.Function):
         """Gradients of the first five."""
         words, saved = ctx.words, ctx.saved_tensors
         no_second_derivative(words.method)
-        w, bias, out = saved[3], saved[4], saved[-3]
+        *inputs, out, weights, stats = saved
+        w, bias = inputs[3:5]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if words.weights == "none":  # torch.compile makes zeros for it all the same
@@ -76,7 +78,7 @@ class Function(torch.autograd.Function):
         compiled = torch.compiler.is_compiling()
         backward = torch.ops.fastattn.shared_backward if compiled else _backward
         *grads, grad_w, grad_bias = backward(
-            *words, *saved, grad_out, grad_lse, grad_weights, biased
+            *words, *inputs, out, stats, grad_out, grad_lse, grad_weights, biased, weights
         )
         absent = [None] * (len(MASK_TENSORS) + 1)
         grad_w, grad_bias = None if w is None else grad_w, grad_bias if biased else None
@@ -157,10 +159,7 @@ _STATIC = (
     "float scale, float softcap, float dropout_p, Tensor q, Tensor k, Tensor v, Tensor? w, "
     "Tensor? bias, Tensor? kv_len, Tensor? keep, Tensor? kv_begin, Tensor? seed"
 )
-_SAVED = (
-    "Tensor out, Tensor? weights_, Tensor stats, Tensor grad_out, Tensor? grad_lse, "
-    "Tensor? grad_weights, bool bias_needs_grad"
-)
+_SAVED = f"{schemas.operands(schemas.Saved)}, Tensor? saved_weights"
 
 
 def _split(args: tuple) -> tuple[Words, Any, tuple, tuple]:
@@ -178,7 +177,10 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     words, tensors, own, saved = _split(args)
     plan = _plan(words, tensors[:3], own)
-    grads = PASSES[words.method].backward(plan, tensors, saved[:3], saved[3:6], saved[6])
+    out, stats, *upstream, biased, weights = saved
+    grads = PASSES[words.method].backward(
+        plan, tensors, (out, weights, stats), tuple(upstream), biased
+    )
     return tuple(tensors[0].new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -194,7 +196,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     _, (q, k, v, w, bias), _, saved = _split(args)
-    own = q, k, v, w, bias if saved[6] else None
+    own = q, k, v, w, bias if saved[5] else None
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in own)
 
 
@@ -207,3 +209,24 @@ for _name, _schema, _function, _fake in (
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastattn::{_name}", _fake, lib=_LIBRARY)
+
+
+def _of_all_keys(formula: Any) -> Any:
+    """Operations of this rank, whose rows meet all keys. ``formula``: of ``backends/flops.py``."""
+
+    def count(*args: Any, **_: Any) -> int:
+        words, (q, k, v, *_rest), *_saved = _split(args)
+        keys = _layout(tuple(words.keys)).length
+        return formula(q, (*k[:-2], keys, k[-1]), (*v[:-2], keys, v[-1]))
+
+    return count
+
+
+def _register_formulas() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.fastattn.shared_forward)(_of_all_keys(flops.forward))
+    register_flop_formula(torch.ops.fastattn.shared_backward)(_of_all_keys(flops.backward))
+
+
+flops.when_imported("torch.utils.flop_counter", _register_formulas)

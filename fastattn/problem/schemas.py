@@ -76,15 +76,15 @@ _TYPES = {
 }
 
 
-def _operands(record: type) -> str:
+def operands(record: type) -> str:
     """The fields of a record as a schema lists them."""
     fields = record.__annotations__.items()
     return ", ".join(f"{_TYPES[annotation.__forward_arg__]} {name}" for name, annotation in fields)
 
 
-_FORWARD = f"({_operands(Call)}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
+_FORWARD = f"({operands(Call)}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 _BACKWARD = (
-    f"({_operands(Call)}, {_operands(Saved)}) "
+    f"({operands(Call)}, {operands(Saved)}) "
     "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias)"
 )
 

@@ -35,6 +35,13 @@ def test_case(case, device):
     testing.check(case, "triton")
 
 
+@pytest.mark.parametrize("name", ["plain-N64", "alibi-decode", "softcap"])
+def test_blocks_of_keys_are_merged(name, device):
+    """What a saved maximum counts differs with a bias, and with a softcap."""
+    case = next(c for c in CASES if c.name == name and c.dtype == torch.float32)
+    testing.check_blocks(case, "triton")
+
+
 def attend(q, k, v, **options):
     return fastattn.scaled_dot_product_attention(
         q, k, v, enable_gqa=True, backend="triton", **options
