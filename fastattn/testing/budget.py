@@ -105,29 +105,7 @@ def oracle(case: Case, t: Tensors) -> Oracle:
         )
         for n, x in truth.items()
     }
-    return Oracle(truth, _peer(case, t, truth), scales)
-
-
-def _peer(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Plain PyTorch's results.
-
-    Few random numbers may have no rounding by luck. So each result of a drawn case is the worse of
-    two: with the features as they are, and in reverse order.
-    """
-    found = plain(case, t)
-    if not case.drawn:
-        return found
-    features = ("q", "k", "v", "w", "bandwidth", "grad_out")
-    given = {n: getattr(t, n) for n in features if getattr(t, n) is not None}
-    reverse = plain(case, _with(t, **{n: x.flip(-1) for n, x in given.items()}))
-    results = {"out", *(f"grad_{n}" for n in features)}
-    other = {n: x.flip(-1) if n in results else x for n, x in reverse.items()}
-
-    def size(name: str, x: Tensor) -> float:
-        off = error(x, truth[name])
-        return off if math.isfinite(off) else 0.0
-
-    return {n: max(x, other[n], key=functools.partial(size, n)) for n, x in found.items()}
+    return Oracle(truth, plain(case, t), scales)
 
 
 @functools.lru_cache(maxsize=4)  # all backends and instruction sets need the same one in turn
