@@ -3,10 +3,12 @@
 A block is an ordinary :class:`Problem` with an origin. Blocks of rows, heads and samples are done
 when they have run. Over blocks of keys a row has parts, each with its stats (shift, factor):
 
-    P_ij = base^(s_ij - shift) factor       so       1 / factor = sum_j base^(s_ij - shift)
+    P_ij = e^(s_ij - u shift) factor       so       1 / factor = sum_j e^(s_ij - u shift)
 
-    shift = max_r shift_r       1 / factor = sum_r base^(shift_r - shift) / factor_r
-    out = sum_r share_r out_r        share_r = base^(shift_r - shift) factor / factor_r
+    shift = max_r shift_r       1 / factor = sum_r e^(u (shift_r - shift)) / factor_r
+    out = sum_r share_r out_r        share_r = e^(u (shift_r - shift)) factor / factor_r
+
+u is the backend's ``shift_unit``.
 
 A backend's backward of one block takes the merged out and stats. Its gradients are then the block's
 own part of those of the whole: sums over blocks are exact but for rounding.

@@ -1,5 +1,5 @@
-// The additive (Bahdanau) score: s_ij = sum_d w_d tanh(q_id + k_jd). Every tanh is right to
-// 6e-8, beside 0 too, and the loop over pairs has no tanh:
+// The additive (Bahdanau) score: s_ij = sum_d w_d tanh(q_id + k_jd). Each tanh has an
+// absolute error of about 1e-7, beside 0 too. The loop over pairs has no tanh:
 //
 //   tanh(q + k) = 1 - 2 u      u = 1 / (1 + E F)      E = e^(2 (q + c))      F = e^(2 (k - c))
 //
