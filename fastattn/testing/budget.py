@@ -158,7 +158,7 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     squares = {"grad_v": reference.sum_groups(p, dropped.square().mT @ grad_out.square())}
     for name in ("bias", "attn_mask"):
         if name == "bias" and is_relative(case):
-            squares["grad_bias"] = _along_lines(case, leaves[name], direct, probs * delta)
+            squares["grad_bias"] = _along_lines(case, leaves[name], both)
         elif leaves[name] is not None:
             squares[f"grad_{name}"] = both.sum_to_size(leaves[name].shape)
     if case.softcap:
@@ -214,21 +214,15 @@ def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor
     return {name: (moved[name] - x) / eps for name, x in truth.items()}
 
 
-def _along_lines(case: Case, parameter: Tensor, direct: Tensor, shares: Tensor) -> Tensor:
-    """Squared terms of the gradient of what a line is made of.
-
-    ``direct``: the squares of P dP. ``shares``: P delta, of which a row's sum times the distances
-    is one term in the gradient of a slope.
-    """
+def _along_lines(case: Case, parameter: Tensor, squares: Tensor) -> Tensor:
+    """Squared terms of the gradient of what a line is made of, given those of dS."""
     x = parameter.detach().requires_grad_()
-    if case.bias != "relative":
-        distances = given_bias(case, torch.ones_like(x)).to_dense(case.M, case.N)
-        own = (direct * distances.square()).sum(-1)
-        rows = own + (shares * distances).sum(-1).square()
-        return rows.sum(-1).sum_to_size(parameter.shape)
     added = given_bias(case, x).to_dense(case.M, case.N)
-    [found] = torch.autograd.grad(added, x, (direct + shares.square()).sum_to_size(added.shape))
-    return found
+    if case.bias != "relative":  # each slope is multiplied by a distance
+        one = given_bias(case, torch.ones_like(x)).to_dense(case.M, case.N)
+        squares = squares * one.abs()
+    [found] = torch.autograd.grad(added, x, squares.sum_to_size(added.shape))
+    return found.abs()
 
 
 def _square_unit(x: Tensor, squares: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ FOUND = {
     "alibi: the gradient without keys": Case("0", **one, M=3, N=0, D=3, E=3, bias="alibi"),
     "alibi: a bias of large logits": Case("0", **one, M=3, N=128, D=3, E=3, bias="alibi"),
     "alibi: one query": Case("1", **one, M=1, N=70, D=3, E=1, bias="alibi"),
+    "gaussian: products of 129 in a sum that cancels": Case(
+        "2", "gaussian", drawn=True, B=3, M=3, N=4, D=127, E=129, bandwidth=""),
     "slopes that tanh has no digits of": Case(
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e4),
 }  # fmt: skip

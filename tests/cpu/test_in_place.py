@@ -116,6 +116,17 @@ def test_a_value_that_one_head_masks_reaches_the_others_alone(isa, group):
     assert out[:, 1:].isnan().all()
 
 
+@pytest.mark.parametrize("score", ["dot", "additive"])
+@pytest.mark.parametrize("M", [1, 7])
+def test_values_of_few_queries_whatever_their_strides(isa, score, M):
+    """Packed values are summed in the short chains of values in place."""
+    call = inputs(score, B=2, H=4, Hkv=2, M=M, N=300, D=24, E=20)
+    mask = Mask(keep=torch.rand(1, 4, M, 300) > 0.3)
+    usual = attend(**call, mask=mask, backend="cpu")
+    call["value"] = call["value"].mT.contiguous().mT
+    assert torch.equal(attend(**call, mask=mask, backend="cpu"), usual)
+
+
 @pytest.mark.parametrize("name", ["query", "grad_out"])
 def test_garbage_of_one_query_stays_from_keys_it_masks(name):
     """Query 0 holds NaN and keeps the first half of the keys: the rest has finite gradients."""

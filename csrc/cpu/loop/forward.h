@@ -144,7 +144,7 @@ class ForwardWorker {
     score_.use_keys(used);
     values_.use_keys(used);
     choose_form(score_, values_, mask_);
-    if (Score::kHasStrips && args_.path.way == Way::kTiles && !args_.path.values_in_place)
+    if (Score::kHasStrips && args_.path.way == Way::kTiles && !args_.path.values_by_row)
       mask_.find_strips();
     scores_of(score_, args_.units, mask_, m.rows, used, s_);
     values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, args_.units.linear,

@@ -41,9 +41,10 @@ class ValueTile : public FormDefaults {
       : v_(p.v),
         E_(p.E),
         direct_(path.values_in_place),
+        by_row_(path.values_by_row),
         ld_(tile_stride(p.E)),
         packed_(direct_ ? nullptr : scratch.floats(block_n * ld_)),
-        listed_(direct_ ? scratch.ints(block_n) : nullptr) {}
+        listed_(by_row_ ? scratch.ints(block_n) : nullptr) {}
 
   int64_t stride() const { return ld_; }  // also of the rows of O
 
@@ -53,7 +54,9 @@ class ValueTile : public FormDefaults {
 
   void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     values_ = matrix_at(v_, b, hkv, j0, cols, E_);
-    if (!direct_) finite_ = pack_rows(values_, 1.f, packed_, ld_);
+    if (direct_) return;
+    finite_ = pack_rows(values_, 1.f, packed_, ld_);
+    values_ = {packed_, DType::kFloat32, 0, ld_, 1, cols, E_};
   }
 
   template <typename Logit>
@@ -64,7 +67,7 @@ class ValueTile : public FormDefaults {
   }
   void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale,
                   const MaskTile& mask, float* o) {
-    if (direct_)
+    if (by_row_)
       return add_weighted_rows(weights, ld, rows, mask.masked(), values_, scale, o, ld_, listed_);
     const int64_t keys = values_.rows;
     if (mask.sparse() && !finite_) mask.strips().clear_others(weights, ld, rows, keys);
@@ -75,7 +78,7 @@ class ValueTile : public FormDefaults {
  private:
   View v_;
   int64_t E_;
-  bool direct_, finite_ = true;
+  bool direct_, by_row_, finite_ = true;
   int64_t ld_;
   float* packed_;
   int32_t* listed_;

@@ -73,11 +73,12 @@ struct RescaleAdd {
 };
 
 // Calls f(begin, length, into) for the chains of a sum: the first does what `into` says, the others
-// add to it.
+// add to it. Chains are about equal: 129 terms are 65 and 64, because 128 and 1 gain nothing.
 template <typename Into, typename F>
 FASTATTN_SIMD void in_chains(int64_t depth, Into into, F f) {
-  f(int64_t{0}, min64(depth, kChain), into);
-  for (int64_t k = kChain; k < depth; k += kChain) f(k, min64(depth - k, kChain), Add{});
+  const int64_t length = ceil_div(depth, max64(1, ceil_div(depth, kChain)));
+  f(int64_t{0}, length, into);
+  for (int64_t k = length; k < depth; k += length) f(k, min64(depth - k, length), Add{});
 }
 
 template <int kRows, int kVecs, typename A, typename Into>
