@@ -21,11 +21,12 @@ using torch::stable::Tensor;
 using OptTensor = std::optional<Tensor>;
 
 // Calls one of torch's operators, with all arguments of its schema.
-template <typename... Args>
-Tensor call(const char* name, const Args&... args) {
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+template <typename Result = Tensor, typename... Args>
+Result call(const char* name, const Args&... args) {
+  std::array<StableIValue, std::max<size_t>(1, sizeof...(Args))> stack{
+      torch::stable::detail::from(args)...};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return torch::stable::detail::to<Result>(stack[0]);
 }
 
 inline Tensor as_contiguous(const Tensor& t) {
@@ -95,10 +96,49 @@ inline void check(const Tensor& x, const Tensor& weight, const OptTensor& bias) 
                   weight.size(0), "] of the dtype of x");
 }
 
+// Whether torch's product of a half dtype is fast. Where oneDNN does not take the dtype, torch's
+// own loops multiply, at a tenth of the rate of float32: docs/decisions/0018.
+inline bool multiplies([[maybe_unused]] ScalarType dtype) {
+#ifdef __x86_64__
+  static const bool bf16 = call<bool>("mkldnn::_is_mkldnn_bf16_supported");
+  static const bool fp16 = call<bool>("mkldnn::_is_mkldnn_fp16_supported");
+  if (dtype == ScalarType::BFloat16) return bf16;
+  if (dtype == ScalarType::Half) return fp16;
+#endif
+  return true;
+}
+
+inline Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias);
+
+// linear() of a half dtype in float32, rounded once. Weights are converted a part at a time, which
+// stays in the cache.
+inline Tensor linear_in_float(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
+  constexpr int64_t kPart = 1 << 19;  // weights: 2 MiB
+  const int64_t T = x.size(0), E = x.size(1), F = weight.size(0);
+  const int64_t step = std::max<int64_t>(1, kPart / std::max<int64_t>(1, E));
+  const auto in_float = [](const Tensor& t) { return torch::stable::to(t, ScalarType::Float); };
+  const Tensor y = torch::stable::new_empty(x, {T, F}), tokens = in_float(x);
+  for (int64_t f = 0; f < F; f += step) {
+    const int64_t n = std::min(step, F - f);
+    const Tensor rows =
+        view(weight, {n, E}, {weight.stride(0), weight.stride(1)}, f * weight.stride(0));
+    const OptTensor own =
+        bias ? OptTensor(in_float(view(*bias, {n}, {bias->stride(0)}, f * bias->stride(0))))
+             : std::nullopt;
+    Tensor part = view(y, {T, n}, {F, 1}, f);
+    torch::stable::copy_(part, linear(tokens, in_float(rows), own));
+  }
+  return y;
+}
+
 // y [T, F] from x [T, E], weight [F, E] and bias [F]; contiguous.
 inline Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
   check(x, weight, bias);
-  if (x.scalar_type() != ScalarType::Float) return call("aten::linear", x, weight, bias);
+  constexpr int64_t kFewest = 8;  // fewer tokens only read the weights (Zen 3)
+  if (x.scalar_type() != ScalarType::Float)
+    return x.size(0) < kFewest || multiplies(x.scalar_type())
+               ? call("aten::linear", x, weight, bias)
+               : linear_in_float(x, weight, bias);
   const bool first = weight_first(x.size(0), weight);
   const Tensor product = first ? transposed(call("aten::mm", weight, transposed(x)))
                                : call("aten::mm", x, transposed(weight));

@@ -68,12 +68,14 @@ class TestSelfAttention:
         peer, truth = in_parts(*arguments), in_parts(*double(arguments))
         testing.assert_within_budget(self_attention(*arguments)[0], peer[0], truth[0])
 
-    def test_large_weight(self):
-        """A large weight, with which fewer tokens are also multiplied from the right."""
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_large_weight(self, dtype):
+        """A large weight: fewer tokens have it on the left, and half dtypes convert it in parts."""
         wide = dict(x=torch.randn(1, 9, 1024), in_weight=torch.randn(3 * H * D, 1024) / 32,
                     in_bias=None, out_weight=torch.randn(1 << 17, H * D),
                     out_bias=torch.randn(1 << 17))  # fmt: skip
-        arguments = whole(**wide)
+        wide = {n: x if x is None else x.to(dtype) for n, x in wide.items()}
+        arguments = whole(dtype=dtype, **wide)
         peer, truth = in_parts(*arguments), in_parts(*double(arguments))
         testing.assert_within_budget(self_attention(*arguments)[0], peer[0], truth[0])
 
