@@ -46,17 +46,48 @@ static Vec gather(const void* base, int64_t offset, int64_t stride, int64_t coun
     return kType == DType::kBFloat16 ? bf16_to_float(out) : fp16_to_float(out);
   }
 }
+// The first `count` of kWidth neighbours; the others are 0.
+template <DType kType>
+FASTATTN_SIMD Vec load_first(const void* base, int64_t offset, int64_t count) {
+#if defined(__AVX2__) && FASTATTN_VECTOR_WIDTH == 8
+  const auto n = static_cast<int32_t>(count);
+  if constexpr (kType == DType::kFloat32) {
+    const VecI exists = iota() < n;
+    return (Vec)_mm256_maskload_ps(static_cast<const float*>(base) + offset, (__m256i)exists);
+  } else {  // whole pairs, then the last of an odd number
+    const uint16_t* const from = static_cast<const uint16_t*>(base) + offset;
+    const __m128i exists = _mm_cmpgt_epi32(_mm_set1_epi32(n / 2), _mm_setr_epi32(0, 1, 2, 3));
+    __m128i out = _mm_maskload_epi32(reinterpret_cast<const int*>(from), exists);
+    if (n % 2 == 1) {
+      const __m128i lanes = _mm_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7);
+      const __m128i last = _mm_cmpeq_epi16(lanes, _mm_set1_epi16(static_cast<int16_t>(n - 1)));
+      out = _mm_blendv_epi8(out, _mm_set1_epi16(static_cast<int16_t>(from[n - 1])), last);
+    }
+    return kType == DType::kBFloat16 ? bf16_to_float((VecHalf)out) : fp16_to_float((VecHalf)out);
+  }
+#else
+  return gather<kType>(base, offset, 1, count);
+#endif
+}
 template <DType kType>
 FASTATTN_SIMD Vec load_strided(const void* base, int64_t offset, int64_t stride, int64_t count) {
   if (__builtin_expect(stride == 1 && count >= kWidth, 1)) return load_as<kType>(base, offset);
+  if (stride == 1) return load_first<kType>(base, offset, count);
   if (stride == 0 && count >= kWidth) return splat(load_one<kType>(base, offset));
   return gather<kType>(base, offset, stride, count);
 }
 template <DType kType>
 FASTATTN_SIMD void store_strided(void* base, int64_t offset, int64_t stride, int64_t count, Vec x) {
   if (__builtin_expect(stride == 1 && count >= kWidth, 1)) return store_as<kType>(base, offset, x);
-  for (int64_t lane = 0; lane < count && lane < kWidth; ++lane)
-    store_one<kType>(base, offset + lane * stride, x[lane]);
+  const auto store_lanes = [&](auto* to, auto lanes) __attribute__((always_inline)) {
+    for (int64_t lane = 0; lane < count && lane < kWidth; ++lane)
+      to[offset + lane * stride] = lanes[lane];
+  };
+  if constexpr (kType == DType::kFloat32)
+    store_lanes(static_cast<float*>(base), x);
+  else
+    store_lanes(static_cast<uint16_t*>(base),
+                kType == DType::kBFloat16 ? float_to_bf16(x) : float_to_fp16(x));
 }
 
 // ---- into tiles ----

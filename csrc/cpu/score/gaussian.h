@@ -172,10 +172,15 @@ class GaussianScore : public ScoreDefaults {
   template <int kDims, int kRows>
   FASTATTN_MEMBER void gradient_rows(int64_t d, int64_t i, const float* ds, Vec (&sums)[kDims]) {
     const int64_t panel = i / kPanel * kPanel * p_.D + d * kPanel + i % kPanel;
-    const float *const q = queries() + panel, *const ratio = ratios() + d;
+    const float* const q = queries() + panel;
+    const int64_t depth = p_.D, cols = cols_;  // copies: a store could change a member
+    const float* const keys_of_dim = keys_ + d * kWidth;
+    float* const grad_of_dim = key_grad_ + d * kWidth;
+    float ratio[kDims], slopes[kDims];
+    for (int n = 0; n < kDims; ++n) ratio[n] = ratios()[d + n], slopes[n] = slope(d + n);
     Vec query[kDims][kRows] = {}, all[kDims] = {};
-    for (int64_t c = 0; c < cols_; c += kWidth) {
-      const float* const keys = keys_ + c * p_.D + d * kWidth;
+    for (int64_t c = 0; c < cols; c += kWidth) {
+      const float* const keys = keys_of_dim + c * depth;
       Vec sum[kDims] = {}, grad[kDims] = {};
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -192,8 +197,8 @@ class GaussianScore : public ScoreDefaults {
 #pragma GCC unroll 2
       for (int n = 0; n < kDims; ++n) {
         all[n] += sum[n];
-        float* const to = key_grad_ + c * p_.D + (d + n) * kWidth;
-        store(to, load(to) + grad[n] * slope(d + n));
+        float* const to = grad_of_dim + c * depth + n * kWidth;
+        store(to, load(to) + grad[n] * slopes[n]);
       }
     }
 #pragma GCC unroll 2

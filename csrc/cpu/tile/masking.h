@@ -84,9 +84,9 @@ struct LogitUnits {
   if (units.ratio == 0.f) return;
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t at = i * ld; at < i * ld + cols; at += kWidth) {
-      const Vec x = product(load(s + at), splat(units.ratio));
-      if (slopes != nullptr) store(slopes + at, min(tanh_slope(x), splat(1.f)));  // 1 of NaN
-      store(s + at, tanh(x));
+      const TanhAndSlope of = tanh_and_slope(product(load(s + at), splat(units.ratio)));
+      if (slopes != nullptr) store(slopes + at, min(of.slope, splat(1.f)));  // 1 of NaN
+      store(s + at, of.tanh);
     }
 }
 
