@@ -64,7 +64,8 @@ def _squares(values: Tensor) -> list[str]:
     for i, row in enumerate(values.tolist()):
         for j, value in enumerate(row):
             if round(value, 2):
-                opacity = "" if value == 1 else f' opacity="{value:.2g}"'
+                shown = f"{value:.2g}"
+                opacity = "" if shown == "1" else f' opacity="{shown}"'
                 squares.append(f'<rect class="c" x="{CELL * j}" y="{CELL * i}"{opacity}/>')
     return squares
 
