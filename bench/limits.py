@@ -1,10 +1,9 @@
 """What this machine can do at most, and how long a case must take on it at least.
 
 The loops of csrc/cpu/entry/limits.cpp give the rates: of multiply-adds, of products of bf16 (pairs
-of AVX512-BF16, tiles of AMX), of exponentials and reciprocals, of the inner loops of the other
-scores, of memory. The bound of a case is the sum of its operations at these rates, or the time of
-reading its inputs and writing its results, whichever is longer. The share of a row is its bound
-over its time.
+of AVX512-BF16, tiles of AMX), of exponentials, of the inner loops of the other scores, of memory.
+The bound of a case is the sum of its operations at these rates, or the time of reading its inputs
+and writing its results, whichever is longer. The share of a row is its bound over its time.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from fastattn.backends import operators
 # In the order of Loop in csrc/cpu/base/limits.h, with what each rate counts.
 LOOPS = {
     "multiply_add": "GFLOP/s", "pairs": "GFLOP/s", "tiles": "GFLOP/s", "exp2": "G/s",
-    "exp2_half": "G/s", "reciprocal": "G/s", "additive": "Gel/s", "additive_grad": "Gel/s",
-    "gaussian": "Gel/s", "read": "GB/s", "copy": "GB/s",
+    "exp2_half": "G/s", "additive": "Gel/s", "additive_grad": "Gel/s",
+    "gaussian": "Gel/s", "read": "GB/s",
 }  # fmt: skip
-OF_MEMORY = ("read", "copy")
 MEMORY_FLOATS = 2**26  # 256 MiB, several times any cache
 
 # The products of tiles that one of a dtype takes: score/amx/unit.h.
@@ -52,7 +50,7 @@ def best_of(first: Rates, second: Rates) -> Rates:
 
 
 def _loop_rate(number: int, name: str, seconds: float, quick: bool) -> float:
-    floats = MEMORY_FLOATS >> 6 * quick if name in OF_MEMORY else 0
+    floats = MEMORY_FLOATS >> 6 * quick if name == "read" else 0
     memory, rounds = torch.zeros(floats), 1 if floats else 1000
 
     def call() -> float:

@@ -12,7 +12,7 @@ inline double cpu_loop(const Tensor& memory, int64_t loop, int64_t rounds) {
                   "fastattn: memory: expected contiguous float32");
   STD_TORCH_CHECK(loop >= 0 && loop < kLoops, "fastattn: loop: expected 0 to ", kLoops - 1,
                   ", got ", loop);
-  const LoopCall call{static_cast<Loop>(loop), rounds, static_cast<float*>(memory.data_ptr()),
+  const LoopCall call{static_cast<Loop>(loop), rounds, static_cast<const float*>(memory.data_ptr()),
                       memory.numel()};
   return cpu::run_loop(call, device::torch_threads());
 }

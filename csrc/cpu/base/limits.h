@@ -12,19 +12,17 @@ enum class Loop {
   kTiles,         // products of bf16 tiles on the matrix unit; FLOP
   kExp2,          // exponentials of a softmax
   kExp2OfHalf,    // likewise, of weights that become bf16
-  kReciprocal,    // reciprocals
   kAdditive,      // the score loop of score/additive/tile.h; elements
   kAdditiveGrad,  // its loop of gradients; elements
   kGaussian,      // the score loop of score/gaussian.h; elements
   kRead,          // memory; bytes
-  kCopy,          // its first half into its second one; bytes read and written
 };
-constexpr int64_t kLoops = 11;
+constexpr int64_t kLoops = 9;
 
 struct LoopCall {
   Loop loop;
   int64_t rounds;
-  float* memory;  // for kRead and kCopy; all threads share it
+  const float* memory;  // for kRead; all threads share it
   int64_t floats;
 };
 

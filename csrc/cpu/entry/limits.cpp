@@ -85,11 +85,6 @@ __attribute__((noinline)) int64_t exponentials(int64_t rounds) {
   return rounds * 8 * kWidth;
 }
 
-__attribute__((noinline)) int64_t reciprocals(int64_t rounds) {
-  repeat<8>(rounds, [](Vec x) __attribute__((always_inline)) { return quotient(splat(1.f), x); });
-  return rounds * 8 * kWidth;
-}
-
 // Four terms of two queries share a division.
 __attribute__((noinline)) int64_t additive_terms(int64_t rounds) {
   Vec x[2][4], sum[2] = {};
@@ -147,15 +142,8 @@ __attribute__((noinline)) int64_t reads(int64_t rounds, const float* from, int64
   return rounds * floats * 4;
 }
 
-__attribute__((noinline)) int64_t copies(int64_t rounds, float* memory, int64_t floats) {
-  for (int64_t round = 0; round < rounds; ++round)
-    std::memcpy(memory + floats / 2, memory, static_cast<size_t>(floats / 2 * 4));
-  return rounds * floats * 4;
-}
-
 int64_t run(const LoopCall& call, int64_t thread, int64_t threads) {
   const int64_t share = call.floats / threads, r = call.rounds;
-  float* const memory = call.memory + thread * share;
   switch (call.loop) {
     case Loop::kMultiplyAdd:
       return multiply_adds(r);
@@ -167,8 +155,6 @@ int64_t run(const LoopCall& call, int64_t thread, int64_t threads) {
       return exponentials<24, false>(r);
     case Loop::kExp2OfHalf:
       return exponentials<11, true>(r);
-    case Loop::kReciprocal:
-      return reciprocals(r);
     case Loop::kAdditive:
       return additive_terms(r);
     case Loop::kAdditiveGrad:
@@ -176,9 +162,7 @@ int64_t run(const LoopCall& call, int64_t thread, int64_t threads) {
     case Loop::kGaussian:
       return gaussian_terms(r);
     case Loop::kRead:
-      return reads(r, memory, share);
-    case Loop::kCopy:
-      return copies(r, memory, share);
+      return reads(r, call.memory + thread * share, share);
   }
   return 0;
 }
