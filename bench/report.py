@@ -218,8 +218,7 @@ ms: median, ± half the interquartile range. ratio: best peer's time over ours.
 rate: counts the pairs (query, key) that the mask keeps; a backward is 2.5 forwards, of a module's
     projections 2. Gel: 1e9 score elements (query, key, dim) of a forward, in either direction.
 of bound: what the call must take on this machine over what it takes: products, exponentials and
-    elements at the rates below, or inputs and results at that of memory. Data that stay in a cache
-    may pass it.
+    elements at the rates below, or inputs and results at that of reading as much.
 extra MiB: peak growth of memory in one call, results included, ours / best peer.
 error: largest error over the budget of fastattn.testing; at most 1 is right."""
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RATES = {
     "multiply_add": 200.0, "pairs": 400.0, "tiles": 0.0, "exp2": 16.0, "exp2_half": 20.0,
     "additive": 30.0, "additive_grad": 10.0, "gaussian": 50.0, "read": 40.0,
+    "read 1 MiB": 320.0, "read 64 MiB": 80.0, "read 128 MiB": 50.0, "read 256 MiB": 40.0,
 }  # fmt: skip
 
 
@@ -56,6 +57,7 @@ def test_every_need_has_a_rate():
     from bench import cases, limits
 
     rates = limits.measure(quick=True)
+    assert {f"read {mib} MiB" for mib in (1, 2, 4)} <= rates.keys()
     assert rates["gemm float32"] == max(rates[f"gemm float32 {x}"] for x in ("torch", "oneDNN"))
     for case in cases.CASES:
         for direction in case.directions:
@@ -71,8 +73,10 @@ def test_every_need_has_a_rate():
         ("dense", "forward", 2**24 * (256 / 200 + 1 / 16)),
         ("dense", "forward+backward", 2**24 * (896 / 200 + 2 / 16)),
         ("dense-bf16", "forward", 2**24 * (256 / 400 + 1 / 20)),
-        # 32 key heads x 4096 keys and values of 64 floats; a query and an output of each.
-        ("decode", "forward", 4 * 32 * (4096 + 1) * 128 / 40),
+        # 32 key heads x 4096 keys and values of 64 floats; a query and an output of each. A cache
+        # may hold these 64 MiB, and of what a backward takes too, a part.
+        ("decode", "forward", 4 * 32 * (4096 + 1) * 128 / 80),
+        ("decode", "forward+backward", 3 * 4 * 32 * (4096 + 1) * 128 / 50),
         # 512 x 512 pairs of 2 samples, 64 elements and 64 values each.
         ("additive-small", "forward", 2**19 * (64 / 30 + 1 / 16 + 128 / 200)),
         ("additive-small", "forward+backward",
@@ -87,6 +91,28 @@ def test_bounds_are_sums_of_operations_or_bytes(name, direction, expected):
     p = case.problem
     needed = limits.needs(case, p.B * p.H * p.M * p.N, direction)
     assert limits.bound_ms(needed, RATES) == pytest.approx(expected / 1e6, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "both"),
+    [
+        # Queries, keys, values and outputs of 16 heads, 512 x 512 biases of 8, with a gradient.
+        ("bias-grad", 4 * 2**21 + 4 * 2**21, 12 * 2**21 + 12 * 2**21),
+        # The biases of a table of 41 distances.
+        ("t5", 4 * 2**21 + 4 * 41 * 8, 12 * 2**21 + 12 * 41 * 8),
+        ("alibi", 4 * 2**21 + 4 * 8, 12 * 2**21 + 8 * 8),  # slopes without one
+        ("blocks", 16 * 2**20 + 2**20, 48 * 2**20 + 2 * 2**20),  # a byte a pair, without one
+        ("padding", 16 * 2**20 + 2048, 48 * 2**20 + 2 * 2048),
+        # Inputs and outputs of 2048 tokens, and four matrices of 512 x 512.
+        ("mha", 8 * 2**20 + 4 * 2**20, 24 * 2**20 + 12 * 2**20),
+        ("mha-weights", 16 * 2**20, 40 * 2**20),  # weights of 4 x 512 x 512 are written once
+    ],
+)
+def test_bytes_are_those_of_all_inputs_and_results(name, forward, both):
+    from bench import cases, limits
+
+    found = [limits.needs(cases.named(name), 1, d)["bytes"] for d in cases.DIRECTIONS]
+    assert found == [forward, both]
 
 
 def test_the_unit_with_the_most_products_is_the_peak():
