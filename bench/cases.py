@@ -30,8 +30,9 @@ class Case:
     packed end to end; ``"packed"``, causal texts by their lengths, ``mean`` on average.
     ``sink``: every head has one.
     ``module``: through nn.MultiheadAttention's interface, projections included.
-    ``compiled``: torch.compile is a peer, and so is the code that it compiles. That takes seconds,
-    so only where it may win: elsewhere it can at best find torch's own SDPA.
+    ``compiled``: torch.compile is a peer, and so is the code that it compiles. So is FlexAttention,
+    on a CPU forward only. That takes seconds, so only where one may win: elsewhere torch.compile
+    can at best find torch's own SDPA.
     ``others``: other packages are peers too: ``packages.py``.
     ``directions``: the directions that are timed.
     """
@@ -89,7 +90,8 @@ CASES = [
     Case("causal", "is_causal=True", _dot("causal", causal="top_left")),
     Case("padding", "padded keys, bool attn_mask [B, 1, 1, N]", _PADDING, "padding"),
     Case("padding-len", "the same; ours is given Mask(kv_len)", _PADDING, "lengths"),
-    Case("blocks", "bool attn_mask [M, N] of random blocks, 64 wide", _dot("blocks"), "blocks"),
+    Case("blocks", "bool attn_mask [M, N] of random blocks, 64 wide", _dot("blocks"), "blocks",
+         compiled=True),
     Case("bias-grad", "float bias [H, M, N] with gradient", _BIAS, compiled=True),
     Case("decode", "one query", _dot("decode", B=4, M=1, N=4096)),
     Case("additive-small", "additive score, one head", _SMALL, compiled=True),
@@ -100,8 +102,8 @@ CASES = [
         module=True, need_weights=True, compiled=True,
     ),
     Case(
-        "mha-dropout", "the same with dropout=0.1, which acts in training", _MHA_DROPOUT,
-        module=True, need_weights=True, compiled=True,
+        "mha-dropout", "the same with dropout=0.1, in training", _MHA_DROPOUT,
+        module=True, need_weights=True, compiled=True, directions=(BOTH,),
     ),
     Case("mha", "nn.MultiheadAttention, need_weights=False", _MHA, module=True, compiled=True),
 ]  # fmt: skip
@@ -119,7 +121,7 @@ _GPU_BIAS = _gpu("bias", M=1024, N=1024, bias="hmn", **_D64)
 _GPU_ADDITIVE = dataclasses.replace(_additive("2k", 4, 2048, 256), dtype=_BF16)
 _GPU_MHA = _gpu("mha", M=1024, N=1024, **_D64)
 
-# Sizes that fill a GPU. FlexAttention is among the peers wherever torch.compile is.
+# Sizes that fill a GPU.
 GPU_CASES = [
     Case("d128-4k", "bf16", _gpu("4k"), compiled=True),
     Case("d128-4k-causal", "is_causal=True", _gpu("4k", causal="top_left"), compiled=True),
@@ -163,7 +165,8 @@ MODEL_CASES = [
     Case("t5", "encoder, a learned bias of each distance up to 20, as T5's buckets",
          _dot("t5", M=512, N=512, bias="relative")),
     Case("documents", "8 texts packed, each causal",
-         _dot("documents", B=1, H=12, Hkv=12, M=2048, N=2048), "documents"),
+         _dot("documents", B=1, H=12, Hkv=12, M=2048, N=2048), "documents",
+         compiled=True),
     Case("long-16k", "16k tokens, causal",
          _dot("long", B=1, H=2, Hkv=2, M=16384, N=16384, causal="top_left")),
 ]  # fmt: skip

@@ -145,12 +145,12 @@ def _one(request: dict) -> int:
     name, direction = request["name"], request["direction"]
 
     def prepare(case: cases.Case) -> Callable[[], object]:
-        compiled = name == peers.COMPILED  # its set-up imports a lot, so not for the others
+        compiled = name in peers.NEED_COMPILER  # which imports a lot, so not for the others
         return peers.build(case, "cpu", request["backend"], compiled).step(name, direction)
 
     call = prepare(case.tiny() if request["tiny"] else case)
-    # torch.compile must first compile this size, and packages make a graph of it.
-    (call if name in (peers.COMPILED, *packages.NAMES) else prepare(case.tiny()))()
+    # A compiler must first compile this size, and packages make a graph of it.
+    (call if name in (*peers.NEED_COMPILER, *packages.NAMES) else prepare(case.tiny()))()
     return cpu_bytes(call)
 
 
@@ -175,7 +175,7 @@ def _fork(request: dict) -> int | str:
 
 def main() -> None:
     requests = json.load(sys.stdin)
-    if any(request["name"] == peers.COMPILED for request in requests):
+    if any(request["name"] in peers.NEED_COMPILER for request in requests):
         import torch._dynamo  # seconds that each child would need else
     if any(request["direction"] == cases.BOTH for request in requests):
         import torch.fx.experimental.symbolic_shapes  # noqa: F401  as a child's first gradient does

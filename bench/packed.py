@@ -48,13 +48,14 @@ class Padding:
         return x.transpose(0, 1)[:, self.filled][None]
 
 
-def padding(documents: list[int]) -> Padding:
-    """How these documents become a batch."""
+def padding(documents: list[int], device: torch.device) -> Padding:
+    """How these documents become a batch, on the device of the tensors."""
     sizes = torch.tensor(documents)
     column = torch.arange(int(sizes.max()))
     filled = column < sizes[:, None]
     begins = sizes.cumsum(0) - sizes
-    return Padding(torch.where(filled, begins[:, None] + column, 0), filled)
+    places = torch.where(filled, begins[:, None] + column, 0)
+    return Padding(places.to(device), filled.to(device))
 
 
 def attend_padded(qkv: list[Tensor]) -> Callable[[], Tensor]:

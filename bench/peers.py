@@ -34,6 +34,7 @@ SDPA_BACKENDS = {
 # Ours without what the case is about: shown beside it, and no peer.
 WITHOUT = "ours without it"
 PLAIN = (EAGER, MODULE)  # the starting points of torch.compile, always shown beside it
+NEED_COMPILER = {COMPILED, FLEX}
 
 
 @dataclass
@@ -102,16 +103,6 @@ def build(
     return Workload(case, t, upstream, chosen, implementations)
 
 
-def names(case: Case, compiled: bool = True) -> list[str]:
-    """The implementations of a case on a CPU, without building it."""
-    peers = [MODULE] if case.module else _PEERS[case.problem.score]
-    eager = [EAGER] if case.compiled and not case.module else []
-    return [OURS, *peers, *eager, *([COMPILED] if case.compiled and compiled else [])]
-
-
-_PEERS = {"dot": [SDPA], "additive": [], "gaussian": [CDIST]}
-
-
 # ---- functions of q, k, v ----
 
 
@@ -133,7 +124,8 @@ def _functions(
 
 
 def _padded_batch(case: Case, leaves: dict[str, Tensor]) -> dict[str, Implementation]:
-    padding = packed.padding(packed.lengths(case.problem.N, case.mean))
+    documents = packed.lengths(case.problem.N, case.mean)
+    padding = packed.padding(documents, leaves["q"].device)
     padded = {n: padding.pad(x.detach()).requires_grad_() for n, x in leaves.items()}
     call = packed.attend_padded(list(padded.values()))
     return {packed.PADDED: Implementation(call, padded, padding=padding)}
@@ -181,7 +173,7 @@ def _dot(
     if compiled:
         fused = torch.compile(eager_dot, dynamic=False)
         calls[COMPILED] = lambda: fused(*qkv, scale, dropped, bias, **extras)
-    if compiled and p.device.type == "cuda":
+    if compiled and not case.sink:
         calls[FLEX] = _flex(p, t, leaves)
     return calls
 
@@ -218,10 +210,15 @@ def _sdpa(device: str, call: Callable[[], Tensor]) -> dict[str, Callable]:
 
 
 def _flex(p: Problem, t: testing.Tensors, leaves: dict[str, Tensor]) -> Callable[[], Tensor]:
-    """FlexAttention; its block mask is made here, outside the timing."""
+    """FlexAttention; its block mask is made here, outside the timing.
+
+    On a CPU it refuses tensors that want a gradient.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    bias, mask = leaves.get("bias"), t.mask
+    on_cpu, mask = p.device.type == "cpu", t.mask
+    given = {n: x.detach() if on_cpu else x for n, x in leaves.items()}
+    bias = given.get("bias")
 
     def at(x: Tensor, b, h, i, j):
         """x[b, h, i, j], where x may broadcast."""
@@ -239,9 +236,20 @@ def _flex(p: Problem, t: testing.Tensors, leaves: dict[str, Tensor]) -> Callable
         B, H = (n if n > 1 else None for n in dense.shape[:2])
         blocks = create_block_mask(keep, B, H, p.M, p.N, device=str(p.device))
     fused = torch.compile(flex_attention, dynamic=False)
-    added = None if bias is None else lambda s, b, h, i, j: s + at(bias, b, h, i, j)
-    options = dict(score_mod=added, block_mask=blocks, enable_gqa=p.H != p.Hkv)
-    return lambda: fused(*(leaves[n] for n in "qkv"), **options)
+
+    def score(s, b, h, i, j):
+        capped = p.softcap * torch.tanh(s / p.softcap) if p.softcap else s
+        return capped if bias is None else capped + at(bias, b, h, i, j)
+
+    plain = bias is None and not p.softcap
+    options = dict(score_mod=None if plain else score, block_mask=blocks, enable_gqa=p.H != p.Hkv)
+
+    def call() -> Tensor:
+        if on_cpu and torch.is_grad_enabled():
+            raise NotImplementedError("FlexAttention has no gradients on a CPU")
+        return fused(*(given[n] for n in "qkv"), **options)
+
+    return call
 
 
 def _additive(

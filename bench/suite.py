@@ -12,7 +12,7 @@ import torch
 from bench import cases, limits, measure, memory, packages, peers
 from bench.cases import Case
 from bench.check import Checker, worst
-from bench.peers import COMPILED, OURS, PLAIN, Workload
+from bench.peers import OURS, PLAIN, Workload
 from bench.report import Row
 from fastattn.backends import registry
 
@@ -106,7 +106,7 @@ def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Ro
     say(f"{case.name}: inputs and truth", 0)
     compiled = case.compiled and setting.compile
     late = compiled and pace.left() < COMPILE_S
-    work = peers.build(case, setting.device, setting.backend, compiled and not late)
+    work = peers.build(case, setting.device, setting.backend, compiled)
     pairs = cases.kept_pairs(case, work.t)
     rows = [_new_row(case, work.backend, direction, pairs) for direction in case.directions]
     _check(work, rows)
@@ -114,7 +114,8 @@ def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Ro
         _check_others(work, rows)
     for row in rows:
         if late:
-            row.skipped[COMPILED] = "no time left"
+            names = peers.NEED_COMPILER & work.implementations.keys()
+            row.skipped |= dict.fromkeys(names, "no time left")
         _time(work, row, pace.next(len(work.implementations)), setting.device, say)
         say(f"{case.name} {row.direction}", 1)
         yield row

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("pytest_benchmark")
 
 from bench import check, peers
-from bench.cases import CASES, DIRECTIONS
+from bench.cases import CASES
 
 SECONDS, FEWEST, MOST = 0.3, 2, 20  # rounds of one measurement
 
@@ -29,8 +29,8 @@ def _rows() -> list:
     return [
         pytest.param(case, direction, name, id=f"{case.name}-{direction}-{name.replace(' ', '-')}")
         for case in CASES
-        for direction in DIRECTIONS
-        for name in peers.names(case, compiled=False)
+        for direction in case.directions
+        for name in peers.build(case.tiny(), compiled=False).implementations
     ]
 
 

@@ -123,6 +123,18 @@ def test_peers_of_the_extras_compute_the_same():
             assert len(work.implementations) == 4
 
 
+def test_a_padded_batch_lies_where_its_documents_do():
+    """The device `meta` stands for a GPU: it takes no tensor of the CPU either."""
+    from bench import peers
+    from bench.cases import named
+
+    case = named("packed-4k-100").tiny()
+    leaves = {n: torch.empty(1, 2, 64, 16, device="meta") for n in "qkv"}
+    (padded,) = peers._padded_batch(case, leaves).values()
+    assert padded.call().is_meta
+    assert padded.padding.filled.is_meta
+
+
 @pytest.mark.parametrize("mean", [100, 512])
 def test_documents_fill_the_length(mean):
     from bench import packed
