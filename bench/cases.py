@@ -50,6 +50,12 @@ class Case:
     others: bool = False
     directions: tuple[str, ...] = DIRECTIONS
 
+    @property
+    def shape(self) -> str:
+        """The sizes and the dtype, in a few letters."""
+        c = self.problem
+        return f"B{c.B} H{c.H} M{c.M} N{c.N} D{c.D} {str(c.dtype).removeprefix('torch.')}"
+
     def tiny(self) -> Case:
         """The same case with every size cut, for warm-up and for tests of this suite."""
         p = self.problem

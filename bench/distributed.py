@@ -21,12 +21,12 @@ from bench import machine, plot, report
 from bench.cases import Case
 from bench.ranks import device_for, on_ranks
 from bench.report import SHORT
-from bench.ways import CASES, METHODS, RANKS_OF_BALANCE, Row, alone, balance, measured
+from bench.ways import CASES, METHODS, RANKS_OF_BALANCE, SharedRow, alone, balance, measured
 
 SECONDS = 1.0  # for each time measured
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[SharedRow]) -> str:
     """One line a way: time, times over those of one process, memory and bytes."""
     head = f"{'':<20}{'':<18}{'ms':>14}{'speed-up over alone':>22}{'MiB a process':>16}"
     lines = [head + f"{'MiB sent':>10}{'error':>8}"]
@@ -34,8 +34,8 @@ def table(rows: list[Row]) -> str:
         if row.wrong:
             lines.append(f"{row.case} {SHORT[row.direction]}: WRONG, {row.as_json()}")
             continue
-        one, all_threads = (row.times[alone(n)].median for n in alone_threads(row))
-        for name, t in row.times.items():
+        one, all_threads = (row.timings[alone(n)].median for n in alone_threads(row))
+        for name, t in row.timings.items():
             gain = f"{one / t.median:.2f} / {all_threads / t.median:.2f}"
             sent = f"{row.sent[name] / 2**20:.1f}" if name in row.sent else "-"
             error = f"{row.error_ratios[name]:.2f}" if name in row.error_ratios else "-"
@@ -47,7 +47,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def alone_threads(row: Row) -> list[int]:
+def alone_threads(row: SharedRow) -> list[int]:
     """One thread, and all of them."""
     counts = [n for name, n in row.threads.items() if name not in METHODS]
     return [counts[0], counts[-1]]
@@ -64,22 +64,21 @@ def balance_table(found: dict[str, dict[str, list[float]]]) -> str:
     return "\n".join([head + "  ranks", *rows])
 
 
-def write_png(rows: list[Row], about: dict, path: Path) -> str | None:
+def write_png(rows: list[SharedRow], about: dict, path: Path) -> str | None:
     """A panel a row, time above memory. Returns why there is none, or None."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no picture: matplotlib is not installed"
+    title = f"{plot.title(about)}, {rows[0].ranks} processes"
+    return plot.write(path, title, lambda figure: _draw(figure, rows))
+
+
+def _draw(figure, rows: list[SharedRow]) -> str | None:
     rows = [row for row in rows if not row.wrong]
     if not rows:
-        return "no picture: every row is wrong"
-    figure = Figure((3 * len(rows), 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
+        return "every row is wrong"
+    figure.set_size_inches(3 * len(rows), 5.5)
     grid = figure.subplots(2, len(rows), sharex="col", squeeze=False)
     for column, row in enumerate(rows):
         mib = {name: row.mib(name) for name in row.memory}
-        seconds = {name: t.median / 1e3 for name, t in row.times.items()}
+        seconds = {name: t.median / 1e3 for name, t in row.timings.items()}
         for axes, values in zip(grid[:, column], (seconds, mib), strict=True):
             colours = [plot.FASTER[True] if name in METHODS else plot.PEER for name in values]
             axes.bar(list(values), list(values.values()), color=colours)
@@ -89,8 +88,6 @@ def write_png(rows: list[Row], about: dict, path: Path) -> str | None:
         grid[0, column].set_title(f"{row.case} {SHORT[row.direction]}", fontsize=10)
     grid[0, 0].set_ylabel("seconds")
     grid[1, 0].set_ylabel("MiB a process, inputs included")
-    figure.suptitle(f"{plot.title(about)}, {rows[0].ranks} processes", fontsize=11)
-    figure.savefig(path, dpi=100)
     return None
 
 
@@ -136,7 +133,8 @@ def main(argv: list[str] | None = None) -> int:
     found = on_ranks(
         measured, options.procs, chosen, threads, options.seconds, device=options.device
     )
-    # Alike on all ranks but for bytes, of which the first rank's stand for all if all are right.
+    # Rows are the same on all ranks, except for bytes. If every rank is right, the first rank's
+    # bytes are shown.
     rows = [
         next((x for x in of_ranks if x.wrong), of_ranks[0]) for of_ranks in zip(*found, strict=True)
     ]
@@ -146,12 +144,12 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     report.write_json(rows, folder / "distributed.json", machine=about, balance=balances)
     print(heading(rows[0], about), table(rows), balance_table(balances), sep="\n\n")
-    why = write_png(rows, about, folder / "distributed.png")
-    print(f"\n{why or f'in {folder}: distributed.json, distributed.png'}")
+    pictures = {"distributed.png": write_png(rows, about, folder / "distributed.png")}
+    print(f"\n{plot.said(folder, 'distributed.json', pictures)}")
     return 1 if any(row.wrong for row in rows) else 0
 
 
-def heading(row: Row, about: dict) -> str:
+def heading(row: SharedRow, about: dict) -> str:
     """What ran where, and how many threads a process had."""
     return (
         f"fastattn {about['fastattn']}, torch {about['torch']}, on {about['device_name']}: "

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import fastattn
+from fastattn import doctor
 from fastattn.backends import operators
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +24,7 @@ def describe(device: str) -> dict:
     about = {
         "device": device,
         "device_name": _device_name(device),
-        "cpu": _cpu_model(),
+        "cpu": doctor.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),  # of the last minute, before the run
@@ -46,9 +47,13 @@ def slug(about: dict) -> str:
     if about["device"] == "cuda":
         parts = [about["device_name"]]
     else:
-        isa = about.get("fastattn_isa") or about["torch_isa"]
-        parts = [about["cpu"], isa, f"{about['threads']} threads"]
+        parts = [about["cpu"], isa(about), f"{about['threads']} threads"]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
+
+
+def isa(about: dict) -> str:
+    """The instruction set of our kernels on a CPU; torch's where they are not compiled."""
+    return about.get("fastattn_isa") or about["torch_isa"]
 
 
 def free_bytes() -> float:
@@ -61,20 +66,12 @@ def free_bytes() -> float:
 
 
 def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else _cpu_model()
+    return torch.cuda.get_device_name() if device == "cuda" else doctor.processor()
 
 
 def _gpu() -> dict:
     capability = torch.cuda.get_device_capability()
     return {"cuda": torch.version.cuda, "capability": ".".join(map(str, capability))}
-
-
-def _cpu_model() -> str:
-    try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _our_isa() -> str | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from bench import machine
 from bench.cases import FORWARD
 from bench.peers import OURS
 from bench.report import SHORT, Row
@@ -14,33 +17,56 @@ PEER = "#8a8f98"
 SMALLEST_MIB = 0.1  # drawn for anything smaller on the log axis
 
 
-def write_png(rows: list[Row], machine: dict, path: Path) -> str | None:
-    """Draws the rows that have a ratio; returns why there is no picture, or None."""
+def write(path: Path, title: str, draw: Callable[[Any], str | None]) -> str | None:
+    """Writes what ``draw(figure)`` draws, and removes an older picture.
+
+    Returns why there is none, as ``draw`` does, or None.
+    """
+    path.unlink(missing_ok=True)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return "no picture: matplotlib is not installed"
+        return "matplotlib is not installed"
+    figure = Figure(layout="constrained")
+    FigureCanvasAgg(figure)
+    why = draw(figure)
+    if why is None:
+        figure.suptitle(title, fontsize=11)
+        figure.savefig(path, dpi=120)
+    return why
+
+
+def said(folder: Path, data: str, pictures: dict[str, str | None]) -> str:
+    """Which files a run wrote, and why a picture is missing."""
+    written = [data, *(name for name, why in pictures.items() if why is None)]
+    missing = [f"no {name}: {why}" for name, why in pictures.items() if why is not None]
+    return "\n".join([f"in {folder}: {', '.join(written)}", *missing])
+
+
+def write_png(rows: list[Row], about: dict, path: Path) -> str | None:
+    """Draws the rows that have a ratio; returns why there is no picture, or None."""
+    return write(path, title(about), lambda figure: _draw(figure, rows))
+
+
+def _draw(figure, rows: list[Row]) -> str | None:
     rows = [row for row in rows if row.speedup is not None]
     if not rows:
-        return "no picture: no row has a ratio"
-    figure = Figure(figsize=(10, 1.5 + 0.27 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+        return "no row has a ratio"
+    figure.set_size_inches(10, 1.5 + 0.27 * len(rows))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     places = _places(rows)
     _speedups(left, rows, places)
     _memory(right, rows, places)
-    figure.suptitle(title(machine), fontsize=11)
-    figure.savefig(path, dpi=120)
     return None
 
 
-def title(machine: dict) -> str:
+def title(about: dict) -> str:
     """What ran where, in one line."""
-    where = machine["device_name"]
-    if machine["device"] == "cpu":
-        where += f", {machine['threads']} threads, {machine['torch_isa']}"
-    return f"fastattn {machine['fastattn']} and PyTorch {machine['torch']} on {where}"
+    where = about["device_name"]
+    if about["device"] == "cpu":
+        where += f", {about['threads']} threads, {machine.isa(about)}"
+    return f"fastattn {about['fastattn']} and PyTorch {about['torch']} on {where}"
 
 
 def _places(rows: list[Row]) -> list[float]:

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench import machine
 from bench.cases import BOTH, FORWARD
 from bench.measure import Timing
 from bench.peers import OURS, PLAIN, WITHOUT
@@ -151,7 +152,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     ours = row.timings[OURS]
     rate = (f"{row.rate:.3g} {UNITS[row.unit]}", _share(row))
     if row.best_peer is None:
-        return (*start, _time(ours), "none ran", "", "", *rate, _memory(row, OURS), error)
+        none = "none ran" if row.skipped else "not timed"
+        return (*start, _time(ours), none, "", "", *rate, _memory(row, OURS), error)
     peer, memory = row.timings[row.best_peer], [_memory(row, n) for n in (OURS, row.best_peer)]
     ratio = f"{row.speedup:.2f}x" + (" SLOWER" if row.speedup < 1 else "")
     times = _time(ours), _time(peer), row.best_peer
@@ -185,15 +187,14 @@ def wants_colour(stream) -> bool:
 # ---- the text around the table ----
 
 
-def header(rows: list[Row], machine: dict) -> str:
+def header(rows: list[Row], about: dict) -> str:
     """What ran where."""
-    m, backends = machine, sorted({row.backend for row in rows})
+    m, backends = about, sorted({row.backend for row in rows})
     commit = f"{(m['commit'] or 'no commit')[:9]}{', modified' if m['modified'] else ''}"
-    isa = f" ({m['fastattn_isa']})" if m["fastattn_isa"] and m["device"] == "cpu" else ""
     lines = [
         f"fastattn {m['fastattn']} ({commit}) beside torch {m['torch']}, python {m['python']}",
-        f"{m['device_name']}, {m['threads']} threads of {m['cores']} cores, {m['torch_isa']}; "
-        f"our backend: {', '.join(backends)}{isa}",
+        f"{m['device_name']}, {m['threads']} threads of {m['cores']} cores, {machine.isa(about)}; "
+        f"our backend: {', '.join(backends)}",
     ]
     if m["extension"] != "loaded":
         lines.append(f"NO COMPILED KERNELS: {m['extension']}")

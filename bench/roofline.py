@@ -12,23 +12,19 @@ from bench.report import SHORT, Row
 COLOURS = {"torch.float32": "#1a5fb4", "torch.bfloat16": "#c64600", "torch.float16": "#813d9c"}
 
 
-def write_png(rows: list[Row], rates: limits.Rates, machine: dict, path: Path) -> str | None:
+def write_png(rows: list[Row], rates: limits.Rates, about: dict, path: Path) -> str | None:
     """Draws the rows that have a bound; returns why there is no picture, or None."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no picture: matplotlib is not installed"
+    return plot.write(path, plot.title(about), lambda figure: _draw(figure, rows, rates))
+
+
+def _draw(figure, rows: list[Row], rates: limits.Rates) -> str | None:
     rows = [row for row in rows if row.of_bound is not None]
     if not rows:
-        return "no picture: no row has a bound"
-    figure = Figure(figsize=(12, max(5.0, 1.5 + 0.2 * len(rows))), layout="constrained")
-    FigureCanvasAgg(figure)
+        return "no row has a bound"
+    figure.set_size_inches(12, max(5.0, 1.5 + 0.2 * len(rows)))
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _roofs(left, rows, rates)
     _shares(right, rows)
-    figure.suptitle(plot.title(machine), fontsize=11)
-    figure.savefig(path, dpi=120)
     return None
 
 

@@ -140,17 +140,16 @@ def _write_json(rows: list[Row], about: dict, options: argparse.Namespace, path:
 
 def _write(rows: list[Row], about: dict, options: argparse.Namespace, folder: Path) -> None:
     _write_json(rows, about, options, folder / "bench.json")
-    no_picture = plot.write_png(rows, about, folder / "bench.png")
-    roofline.write_png(rows, about["limits"], about, folder / "roofline.png")
+    pictures = {
+        "bench.png": plot.write_png(rows, about, folder / "bench.png"),
+        "roofline.png": roofline.write_png(rows, about["limits"], about, folder / "roofline.png"),
+    }
     print(report.header(rows, about), end="\n\n")
     print(report.table(rows, report.wants_colour(sys.stdout)), end="\n\n")
     print(report.legend(rows), end="\n\n")
     if about["limits"]:
         print(limits.text(about["limits"]), end="\n\n")
-    files = "bench.json" if no_picture else "bench.json, bench.png, roofline.png"
-    print(f"{about['seconds']:.0f} s; in {_shown(folder)}: {files}")
-    if no_picture:
-        print(no_picture)
+    print(f"{about['seconds']:.0f} s; {plot.said(_shown(folder), 'bench.json', pictures)}")
 
 
 def _folder(options: argparse.Namespace) -> Path:

@@ -83,14 +83,14 @@ def table(found: list[Curve]) -> str:
 
 def write_png(found: list[Curve], about: dict, path: Path) -> str | None:
     """One panel a kind and direction, time above memory. Returns why there is none, or None."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no picture: matplotlib is not installed"
+    return plot.write(path, plot.title(about), lambda figure: _draw(figure, found))
+
+
+def _draw(figure, found: list[Curve]) -> str | None:
     panels = list(dict.fromkeys((c.kind, c.direction) for c in found))
-    figure = Figure((3.2 * len(panels), 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    if not panels:
+        return "every row is wrong"
+    figure.set_size_inches(3.2 * len(panels), 6)
     grid = figure.subplots(2, len(panels), sharex="col", squeeze=False)
     for column, (kind, direction) in enumerate(panels):
         here = [c for c in found if (c.kind, c.direction) == (kind, direction)]
@@ -109,8 +109,6 @@ def write_png(found: list[Curve], about: dict, path: Path) -> str | None:
         grid[1, column].set_xlabel("N")
     grid[0, 0].set_ylabel("ms")
     grid[1, 0].set_ylabel("peak extra MiB")
-    figure.suptitle(plot.title(about), fontsize=11)
-    figure.savefig(path, dpi=120)
     return None
 
 
@@ -139,9 +137,8 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     report.write_json(found, folder / "scaling.json", machine=about)
     print(report.header(rows, about), table(found), sep="\n\n")
-    print(
-        write_png(found, about, folder / "scaling.png") or f"in {folder}: scaling.json, scaling.png"
-    )
+    pictures = {"scaling.png": write_png(found, about, folder / "scaling.png")}
+    print(plot.said(folder, "scaling.json", pictures))
     return 1 if any(row.wrong for row in rows) else 0
 
 

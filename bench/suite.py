@@ -75,7 +75,7 @@ def run(
         try:
             main += _run_case(case, setting, pace, say)  # rows from before an error stay
             for backend in _others(case, setting, main[0].backend):
-                main += _run_on(backend, case, setting, main, say)
+                main += _run_on(backend, case, setting, say)
         except Exception as error:
             traceback.print_exc()
             main += _fallen(case, setting, len(main), error)
@@ -132,20 +132,17 @@ def _others(case: Case, setting: Setting, chosen: str) -> list[str]:
     return [name for name in others if not registry.BACKENDS[name].unsupported(p)]
 
 
-def _run_on(backend: str, case: Case, setting: Setting, main: list[Row], say: Say) -> Iterator[Row]:
-    """A case once more, on another backend of ours, with the peers of the first run."""
+def _run_on(backend: str, case: Case, setting: Setting, say: Say) -> Iterator[Row]:
+    """A case once more, on another backend of ours, without peers: they would need turns too."""
     say(f"{case.name} on {backend}", 0)
     work = peers.build(case, setting.device, backend, compiled=False)
     pairs = cases.kept_pairs(case, work.t)
     rows = [_new_row(case, work.backend, direction, pairs) for direction in case.directions]
     _check(work, rows)
-    for row, first in zip(rows, main, strict=True):
+    for row in rows:
         row.case = f"{case.name} ({backend})"
         seconds = 0.01 if setting.tiny else OTHERS_S
         _time(work, row, seconds, setting.device, say, only=OURS)
-        if not row.wrong:
-            row.timings = {**first.timings, **row.timings}
-            row.memory = {**first.memory, **row.memory}
         yield row
 
 
@@ -155,7 +152,7 @@ def _new_row(case: Case, backend: str, direction: str, pairs: int) -> Row:
     return Row(
         case=case.name,
         about=case.about,
-        shape=f"B{c.B} H{c.H} M{c.M} N{c.N} D{c.D} {str(c.dtype).removeprefix('torch.')}",
+        shape=case.shape,
         direction=direction,
         backend=backend,
         work=amount,

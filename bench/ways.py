@@ -39,8 +39,8 @@ CASES = [
 
 
 @dataclass
-class Row:
-    """One case in one direction. Times, memory and bytes are by way."""
+class SharedRow:
+    """One case in one direction. Timings, memory and bytes are by way."""
 
     case: str
     about: str
@@ -48,7 +48,7 @@ class Row:
     direction: str
     ranks: int
     threads: dict[str, int]  # of each process
-    times: dict[str, Timing] = field(default_factory=dict)
+    timings: dict[str, Timing] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)  # bytes that a process is given
     memory: dict[str, int] = field(default_factory=dict)  # peak extra bytes of a process
     sent: dict[str, int] = field(default_factory=dict)  # bytes of a rank
@@ -68,7 +68,7 @@ class Row:
         entry["error_ratios"] = {n: float(f"{r:.3g}") for n, r in self.error_ratios.items()}
         if self.wrong:
             return entry
-        entry["times_ms"] = {name: report.timing_json(t) for name, t in self.times.items()}
+        entry["times_ms"] = {name: report.timing_json(t) for name, t in self.timings.items()}
         return entry | {"input_bytes": self.inputs, "peak_extra_bytes": self.memory}
 
     def mib(self, name: str) -> float:
@@ -225,11 +225,11 @@ def bytes_of(work: Workload, direction: str) -> dict[str, tuple[int, int]]:
 
 def timed(
     device: torch.device, chosen: list[Case], ways: dict[str, int], seconds: float
-) -> list[Row]:
+) -> list[SharedRow]:
     """The rows of these cases, without memory."""
     rows = []
     for case in chosen:
-        work, p = workload(case, device, max(ways.values())), case.problem
+        work = workload(case, device, max(ways.values()))
         checker = check.Checker(work)
         ratios = {method: checker.error_ratios(method) for method in METHODS}
         for direction in DIRECTIONS:
@@ -241,9 +241,9 @@ def timed(
             measure.take_turns(timer, calls, times, seconds)
             sent = bytes_of(work, direction)
             rows.append(
-                Row(
-                    case.name, case.about, f"B{p.B} H{p.H} M{p.M} N{p.N} D{p.D} float32",
-                    direction, dist.get_world_size(), ways, times,
+                SharedRow(
+                    case.name, case.about, case.shape, direction,
+                    dist.get_world_size(), ways, times,
                     sent={method: x for method, (x, _) in sent.items()},
                     expected={method: x for method, (_, x) in sent.items()},
                     error_ratios={m: check.worst(x[direction]) for m, x in ratios.items()},
@@ -278,7 +278,9 @@ def inputs_of(work: Workload, name: str, direction: str) -> int:
     return sum(x.numel() * x.element_size() for x in held)
 
 
-def measured(device: torch.device, chosen: list[Case], threads: int, seconds: float) -> list[Row]:
+def measured(
+    device: torch.device, chosen: list[Case], threads: int, seconds: float
+) -> list[SharedRow]:
     """The rows of these cases. Memory comes first, while the process has freed nothing large."""
     ways = threads_of_ways(threads, dist.get_world_size())
     with memory.counting():

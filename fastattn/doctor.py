@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
     """The processor, its cores and GPUs, and the instruction sets of the CPU kernels."""
     has_kernels = operators.EXTENSION_ERROR is None
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "instruction set": cpu.instruction_set() if has_kernels else None,
@@ -85,7 +85,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the CPU."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             named = (line.partition(":")[2].strip() for line in lines if "model name" in line)

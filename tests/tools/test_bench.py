@@ -179,7 +179,48 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
     from bench import plot
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot.write_png([], {}, tmp_path / "x.png") == "no picture: matplotlib is not installed"
+    assert plot.write(tmp_path / "x.png", "", len) == "matplotlib is not installed"
+
+
+def test_a_picture_that_is_not_drawn_is_neither_named_nor_left(tmp_path):
+    """No GPU run has a roofline, and a folder may have one of an earlier run."""
+    from bench import plot, roofline
+
+    pytest.importorskip("matplotlib")
+    old, about = (
+        tmp_path / "roofline.png",
+        dict(device="cuda", device_name="", fastattn="", torch=""),
+    )
+    old.touch()
+    pictures = {"bench.png": None, "roofline.png": roofline.write_png([], {}, about, old)}
+    assert not old.exists()
+    assert plot.said(tmp_path, "bench.json", pictures).splitlines() == [
+        f"in {tmp_path}: bench.json, bench.png",
+        "no roofline.png: no row has a bound",
+    ]
+
+
+def test_titles_name_our_instruction_set():
+    from bench import plot, report
+
+    about = dict(device="cpu", device_name="CPU", fastattn="1", torch="2", threads=2, cores=2)
+    about |= dict(torch_isa="AVX512", commit=None, modified=False, python="3", load_average=0.0)
+    about |= dict(extension="loaded")
+    for isa, shown in ("amx", "amx"), (None, "AVX512"):
+        ours = about | {"fastattn_isa": isa}
+        assert plot.title(ours) == f"fastattn 1 and PyTorch 2 on CPU, 2 threads, {shown}"
+        assert f"CPU, 2 threads of 2 cores, {shown}; our" in report.header([], ours)
+
+
+def test_another_backend_of_ours_has_no_ratio_to_peers_of_another_time():
+    from bench import cases, report, suite
+
+    setting = suite.Setting("cpu", "auto", tiny=True, compile=False)
+    case = cases.named("dense").tiny()
+    rows = list(suite._run_on("eager", case, setting, lambda doing, done: None))
+    assert [row.timings.keys() for row in rows] == [{"fastattn"}] * 2
+    assert [row.speedup for row in rows] == [None] * 2
+    assert report.table(rows).count("not timed") == 2
 
 
 def test_committed_results_are_those_of_whole_runs(monkeypatch, tmp_path):

@@ -39,7 +39,7 @@ def program(monkeypatch):
 
 def row_of(distributed, **changes):
     fields = dict(case="a", about="", shape="", direction="forward", ranks=2, threads={"heads": 1})
-    return distributed.Row(**{**fields, **changes})
+    return distributed.SharedRow(**{**fields, **changes})
 
 
 def test_writes_every_way_of_every_case(program, tmp_path, capsys):
