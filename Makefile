@@ -149,13 +149,17 @@ bench-distributed: build
 	$(PY) -m bench.distributed $(ARGS)
 
 # A run against the one committed for this kind of machine, by ratio to the peers of each. BASELINE
-# names another kind's: the shares of what each machine can do are then compared.
-BASELINE ?= bench/results/$(shell $(PY) -m bench.machine 2>/dev/null)
+# names another kind's: the shares of what each machine can do are then compared. SUITE=models, or
+# another suite than that of `make bench`.
+SUITE ?=
+SLUG = $(shell $(PY) -m bench.machine 2>/dev/null)
+BASELINE ?= bench/results/$(SUITE:%=%/)$(SLUG)
 bench-compare: build
 	@test -d "$(BASELINE)" || { echo "no baseline for this kind of machine: commit what 'make bench' \
 	  writes, or name another kind's, BASELINE=bench/results/..."; exit 2; }
-	$(PY) -m bench.run --out build/bench $(ARGS)
-	$(PY) -m bench.compare "$(BASELINE)" "build/bench/$$($(PY) -m bench.machine)"
+	rm -rf build/compare
+	$(PY) -m bench.run --out build/compare $(SUITE:%=--suite %) $(ARGS)
+	$(PY) -m bench.compare "$(BASELINE)" "build/compare/$(SUITE:%=%/)$(SLUG)"
 
 # Of their packages nothing is needed with ARGS=--smoke. With NO_VENV=1 they must be there already.
 $(EXAMPLES:%=example-%): example-%: build $(READY:%.ready=%.examples)

@@ -2,8 +2,9 @@
 
 Machines differ, and one machine differs by the hour. So times are never compared. On one kind of
 machine, a row is judged by its ratio to a peer that took turns in the same run: the best peer of
-the baseline. On two kinds, it is judged by its share of what each can do (``limits.py``). Exit
-status 1 if a row is slower, wrong or missing, 2 for files that cannot be compared.
+the baseline. On two kinds, it is judged by its share of what each can do (``limits.py``). A run of
+some cases (``--filter``) is compared with those of the baseline. Exit status 1 if a row is slower,
+wrong or missing, 2 for files that cannot be compared.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 from bench import machine, report
 from bench.peers import OURS
 
-LEAST = 0.10  # the smallest change, for runs without noise
 BOUND = "bound"  # what shares are against
+ALIKE = ("suite", "backend", "quick", "no_compile")  # options that decide what is measured
+LEAST = 0.10  # the smallest change, for runs without noise
 SPREADS = 3.0  # ... and in half interquartile ranges of the ratio's two times
 
 
@@ -54,13 +56,28 @@ def alike(baseline: dict, new: dict) -> bool:
     return machine.slug(baseline["machine"]) == machine.slug(new["machine"])
 
 
+def other_options(baseline: dict, new: dict) -> str | None:
+    """Why the runs measured other things; None if they did not."""
+
+    def given(run: dict, name: str) -> object:
+        found = run.get("options", {}).get(name) or None
+        return run["machine"]["device"] if name == "suite" and found is None else found
+
+    for name in ALIKE:
+        before, after = given(baseline, name), given(new, name)
+        if before != after:
+            return f"expected runs of one {name}, got {before} in the baseline and {after} now"
+    return None
+
+
 def changes(baseline: dict, new: dict) -> list[Change]:
-    """The change of each row of the baseline, in its order."""
+    """The change of each row of the baseline, in its order, of cases that the new run chose."""
     rows = {(row["case"], row["direction"]): row for row in new["rows"]}
     against = (lambda old: old.get("best_peer")) if alike(baseline, new) else _of_bound
     return [
         _change(old, rows.get((old["case"], old["direction"])), against(old))
         for old in baseline["rows"]
+        if new.get("options", {}).get("filter", "") in old["case"]
     ]
 
 
@@ -79,7 +96,8 @@ def _change(old: dict, new: dict | None, against: str | None) -> Change:
         return Change(name, against, before, None, new["failure"] or "WRONG result")
     after = _ratio(new, against)
     if after is None:
-        return Change(name, against, before, None, f"{against} did not run")
+        reason = "no share was measured" if against == BOUND else f"{against} did not run"
+        return Change(name, against, before, None, reason)
     names = {OURS, against} - {BOUND}
     noise = math.hypot(*(_spread(row["times_ms"][n]) for row in (old, new) for n in names))
     return Change(name, against, before, after, "", max(LEAST, SPREADS * noise))
@@ -104,6 +122,10 @@ def _spread(timing: dict) -> float:
 def table(found: list[Change], colour: bool) -> str:
     """One line a row: its ratio to the peer before and after, and the verdict."""
     width = max(len(c.name) for c in found)
+
+    def shown(c: Change, value: float) -> str:
+        return f"{value:7.0%}" if c.peer == BOUND else f"{value:6.2f}x"
+
     lines = [f"{'case':<{width}}  before   after  change  within  against"]
     for c in found:
         if c.before is None:
@@ -112,10 +134,11 @@ def table(found: list[Change], colour: bool) -> str:
         after = (
             "      -       -"
             if c.after is None
-            else f"{c.after:6.2f}x {c.after / c.before - 1:+7.0%}"
+            else f"{shown(c, c.after)} {c.after / c.before - 1:+7.0%}"
         )
         verdict = f"  SLOWER {c.reason}".rstrip() if c.slower else "  faster" if c.faster else ""
-        line = f"{c.name:<{width}} {c.before:6.2f}x {after}  {c.tolerance:6.0%}  {c.peer}{verdict}"
+        line = f"{c.name:<{width}} {shown(c, c.before)} {after}  {c.tolerance:6.0%}"
+        line += f"  {c.peer}{verdict}"
         paint = report.RED if c.slower else report.GREEN if c.faster else ""
         lines.append(f"{paint}{line}{report.RESET}" if colour and paint else line)
     return "\n".join(lines)
@@ -134,9 +157,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{what:<9}{machine.slug(about)}, torch {about['torch']}, {commit}, {about['date']}")
     if not alike(baseline, new):
         print("two kinds of machine: each row is judged by its share of what its machine can do")
+    if why := other_options(baseline, new):
+        print(f"{why}; name a run like it, as in BASELINE=bench/results/...", file=sys.stderr)
+        return 2
     found = changes(baseline, new)
+    judged = sum(c.before is not None for c in found)
+    if not judged:
+        print("no row of the baseline says what to judge by: measure it anew", file=sys.stderr)
+        return 2
     print(table(found, report.wants_colour(sys.stdout)))
     slower = [c.name for c in found if c.slower]
+    print(f"{judged} of {len(found)} rows judged;", end=" ")
     print(f"slower: {', '.join(slower)}" if slower else "nothing is slower")
     return 1 if slower else 0
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from pathlib import Path
@@ -21,9 +20,10 @@ from bench import machine, plot, report
 from bench.cases import Case
 from bench.ranks import device_for, on_ranks
 from bench.report import SHORT
+from bench.run import results_folder
 from bench.ways import CASES, METHODS, RANKS_OF_BALANCE, SharedRow, alone, balance, measured
 
-SECONDS = 1.0  # for each time measured
+SECONDS, PROCESSES = 1.0, 2  # for each time measured; what is committed
 
 
 def table(rows: list[SharedRow]) -> str:
@@ -100,9 +100,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=Path,
         default=None,
         metavar="DIR",
-        help="default: $OUT, or bench/results for a run of full length, build/bench for others",
+        help="default: $OUT, or bench/results for a run without options, build/bench for others",
     )
-    add("--procs", type=int, default=2, help="processes that share the sequence (default: 2)")
+    add("--procs", type=int, default=PROCESSES, help="that share the sequence (default: 2)")
     add(
         "--device",
         choices=("cpu", "cuda"),
@@ -118,10 +118,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.device = options.device or device_for(options.procs)
     if options.device == "cuda" and device_for(options.procs) != "cuda":
         parser.error(f"--device: expected {options.procs} GPUs, one for each process")
-    if options.out is None:
-        partial = options.length is not None
-        default = machine.ROOT / ("build/bench" if partial else "bench/results")
-        options.out = Path(os.environ.get("OUT") or default)
+    usual = (None, SECONDS, PROCESSES)
+    partial = (options.length, options.seconds, options.procs) != usual
+    options.out = options.out or results_folder(partial)
     return options
 
 

@@ -91,8 +91,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="tiny sizes, no torch.compile: tests the suite itself")
     add("--no-compile", action="store_true", help="without torch.compile among the peers")
     add("--out", type=Path, default=None, metavar="DIR",
-        help="gets <device>/bench.json and pictures; default: $OUT, or bench/results for a run "
-             "of all cases, build/bench for others; in it the suite's folder")  # fmt: skip
+        help="gets <device>/bench.json and pictures, in the folder of a suite other than the "
+             "device's; default: $OUT, or bench/results for a whole run of usual length, "
+             "build/bench for others")  # fmt: skip
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
@@ -154,15 +155,17 @@ def _write(rows: list[Row], about: dict, options: argparse.Namespace, folder: Pa
 
 def _folder(options: argparse.Namespace) -> Path:
     """The results folder. A run of some cases must not replace the results of a whole run."""
-    if options.out:
-        return options.out
     partial = options.quick or options.filter or options.no_compile or options.backend != "auto"
+    partial = bool(partial) or options.seconds is not None
     suite = "" if options.suite in (None, options.device) else options.suite
-    return results_folder(bool(partial)) / suite
+    return (options.out or results_folder(partial)) / suite
 
 
 def results_folder(partial: bool) -> Path:
-    """Where results go unless the user says so: those of a whole run are committed."""
+    """Where results go unless the user says so: those of a whole run are committed.
+
+    ``partial``: some cases, or other sizes, processes or seconds than usual.
+    """
     default = machine.ROOT / ("build/bench" if partial else "bench/results")
     return Path(os.environ.get("OUT") or default)
 

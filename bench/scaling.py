@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         default=None,
         metavar="DIR",
-        help="default: $OUT, or bench/results, or build/bench with --longest",
+        help="default: $OUT, or bench/results, or build/bench for a shorter run",
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each time measured")
     parser.add_argument("--longest", type=int, default=None, metavar="N", help="no longer problems")
@@ -132,8 +132,8 @@ def main(argv: list[str] | None = None) -> int:
     with progress(suite.steps(chosen)) as say:
         found = curves(rows := suite.run(chosen, setting, pace, say))
     about["seconds"] = round(time.monotonic() - start, 1)
-    root = options.out or results_folder(partial=options.longest is not None)
-    folder = root / machine.slug(about)
+    shorter = options.longest is not None or options.seconds != SECONDS
+    folder = (options.out or results_folder(shorter)) / machine.slug(about)
     folder.mkdir(parents=True, exist_ok=True)
     report.write_json(found, folder / "scaling.json", machine=about)
     print(report.header(rows, about), table(found), sep="\n\n")

@@ -35,8 +35,8 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
     threads = torch.get_num_threads()
     status = main(["--quick", "--device", "cpu", "--out", str(tmp_path), *options])
     assert torch.get_num_threads() == threads
-    (folder,) = tmp_path.iterdir()
-    return status, json.loads((folder / "bench.json").read_text()), folder
+    (path,) = tmp_path.rglob("bench.json")
+    return status, json.loads(path.read_text()), path.parent
 
 
 @pytest.fixture(scope="module")
@@ -234,12 +234,16 @@ def test_committed_results_are_those_of_whole_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     assert folder() == folder("--suite", "cpu") == "bench/results"
     assert folder("--suite", "models") == "bench/results/models"
-    for partial in (["--quick"], ["--filter", "dense"], ["--no-compile"], ["--backend", "eager"]):
+    for partial in (
+        ["--quick"], ["--filter", "dense"], ["--no-compile"], ["--backend", "eager"],
+        ["--seconds", "0.01"],
+    ):  # fmt: skip
         assert folder(*partial) == "build/bench"
         assert folder("--suite", "models", *partial) == "build/bench/models"
     monkeypatch.setenv("OUT", str(tmp_path / "own"))
     assert folder("--suite", "models", "--quick") == "own/models"
-    assert folder("--suite", "models", "--out", str(tmp_path / "here")) == "here"
+    assert folder("--suite", "models", "--out", str(tmp_path / "here")) == "here/models"
+    assert folder("--suite", "cpu", "--out", str(tmp_path / "here")) == "here"
 
 
 def test_unknown_case_is_an_error(tmp_path, capsys):
@@ -348,6 +352,10 @@ def recorded(ours: float, peer: float, spread: float = 0.0, **changes) -> dict:
         (recorded(1.0, 2.0, wrong=True), 1),
         (recorded(1.0, 2.0, case="other"), 1),
         (recorded(1.0, 2.0) | {"schema": 0}, 2),
+        (recorded(1.0, 2.0, case="other") | {"options": {"filter": "other"}}, 2),
+        (recorded(1.0, 2.0) | {"options": {"filter": "dense", "suite": "cpu"}}, 0),
+        (recorded(1.0, 2.0) | {"options": {"suite": "models"}}, 2),
+        (recorded(1.0, 2.0) | {"options": {"no_compile": True}}, 2),
     ],
 )
 def test_compare_judges_by_the_ratio_to_the_peer(tmp_path, capsys, new, status):
@@ -357,6 +365,16 @@ def test_compare_judges_by_the_ratio_to_the_peer(tmp_path, capsys, new, status):
         (tmp_path / name).write_text(json.dumps(run))
     assert compare.main([str(tmp_path / "old"), str(tmp_path / "new")]) == status
     assert ("SLOWER" in capsys.readouterr().out) == (status == 1)
+
+
+def test_compare_says_how_many_rows_it_judged(tmp_path, capsys):
+    from bench import compare
+
+    run = recorded(1.0, 2.0)
+    run["rows"] += recorded(1.0, 2.0, case="decode", wrong=True)["rows"]
+    (tmp_path / "run").write_text(json.dumps(run))
+    assert compare.main([str(tmp_path / "run")] * 2) == 0
+    assert capsys.readouterr().out.endswith("1 of 2 rows judged; nothing is slower\n")
 
 
 def test_compare_reads_what_a_run_writes(quick, capsys):

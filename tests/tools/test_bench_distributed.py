@@ -74,7 +74,8 @@ def test_processes_and_their_device(program, capsys, monkeypatch):
             program.parse(wrong)
         assert "expected" in capsys.readouterr().err
     assert program.parse([]).out == ROOT / "bench/results"
-    assert program.parse(["--length", "64"]).out == ROOT / "build/bench"
+    for partial in (["--length", "64"], ["--seconds", "0.01"], ["--procs", "4"]):
+        assert program.parse(partial).out == ROOT / "build/bench"
 
 
 def test_a_wrong_result_is_not_reported(program):
