@@ -43,10 +43,11 @@ class Curve:
 
 def exponent(points: dict[int, float]) -> float | None:
     """The slope of log y over log N in the longer half of at least 3 points; else None."""
-    usable = sorted((n, y) for n, y in points.items() if y > 0)[len(points) // 2 - 1 :]
-    if len(points) < 3 or len(usable) < 2:
+    usable = sorted((n, y) for n, y in points.items() if y > 0)
+    longer = usable[len(usable) // 2 :]
+    if len(points) < 3 or len(longer) < 2:
         return None
-    x, y = ([math.log(value) for value in column] for column in zip(*usable, strict=True))
+    x, y = ([math.log(value) for value in column] for column in zip(*longer, strict=True))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
     return round(above / sum((a - mean_x) ** 2 for a in x), 2)
@@ -99,7 +100,7 @@ def _draw(figure, found: list[Curve]) -> str | None:
                 points = getattr(c, quantity)
                 style = STYLE.get(c.name, dict(marker=".", linewidth=1.2))
                 a = exponent(points)
-                label = c.name if a is None else f"{c.name}, N^{a:.1f}"
+                label = c.name if a is None else f"{c.name}, N^{a:.2f}"
                 axes.plot(list(points), list(points.values()), label=label, **style)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

@@ -187,10 +187,8 @@ def test_a_picture_that_is_not_drawn_is_neither_named_nor_left(tmp_path):
     from bench import plot, roofline
 
     pytest.importorskip("matplotlib")
-    old, about = (
-        tmp_path / "roofline.png",
-        dict(device="cuda", device_name="", fastattn="", torch=""),
-    )
+    about = dict(device="cuda", device_name="", fastattn="", torch="")
+    old = tmp_path / "roofline.png"
     old.touch()
     pictures = {"bench.png": None, "roofline.png": roofline.write_png([], {}, about, old)}
     assert not old.exists()
@@ -393,9 +391,20 @@ def test_exponents_are_slopes_of_logarithms():
 
     assert exponent({n: 3.0 * n**2 for n in (256, 512, 1024, 2048)}) == 2.0
     overhead = {256: 1.0, 512: 1.0, 1024: 1.1, 2048: 2.2, 4096: 4.4}  # short problems are left out
-    assert exponent(overhead) > 0.7
+    assert exponent(overhead) == 1.0
+    assert exponent({256: 1.0, 512: 1.0, 1024: 1.1, 2048: 2.2}) == 1.0
     assert exponent({256: 1.0, 512: 2.0}) is None
     assert exponent({256: 0.0, 512: 0.0, 1024: 0.0}) is None
+
+
+def test_committed_exponents_are_those_of_the_points():
+    from bench.scaling import exponent
+
+    names = {"time": "milliseconds", "memory": "mib"}
+    for path in ROOT.glob("bench/results/**/scaling.json"):
+        for row in json.loads(path.read_text())["rows"]:
+            points = {k: {int(n): y for n, y in row[name].items()} for k, name in names.items()}
+            assert row["exponents"] == {k: exponent(found) for k, found in points.items()}
 
 
 def test_scaling_writes_curves_and_a_picture(tmp_path, capsys):

@@ -144,12 +144,7 @@ def recorded(cpu: str, ours: float, peer: float, share: float | None) -> dict:
 @pytest.mark.parametrize(
     ("old", "new", "status", "said"),
     [
-        (
-            ("a", 1, 2, 0.8),
-            ("b", 1, 1, 0.8),
-            0,
-            "   80%     80%     +0%",
-        ),  # the peer is faster there
+        (("a", 1, 2, 0.8), ("b", 1, 1, 0.8), 0, "80%     80%     +0%"),  # a faster peer
         (("a", 1, 2, 0.8), ("b", 1, 4, 0.6), 1, "SLOWER"),
         (("a", 1, 2, 0.8), ("b", 1, 2, None), 1, "no share was measured"),
         (("a", 1, 2, None), ("b", 1, 1, 0.8), 2, "no row of the baseline"),
