@@ -1,7 +1,8 @@
 """The command: ``python -m bench.summary``: the committed runs of ``make bench`` as README's table.
 
-Each cell has the best peer's time over ours, forward and then forward with backward. In brackets is
-the share of what the machine can do (``limits.py``), where the run measured that.
+Each cell has the best peer's time over ours, forward and then forward with backward; ``-`` stands
+for a direction that the suite does not time. In brackets is the share of what the machine can do
+(``limits.py``), where the run measured that.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bench.cases import BOTH, FORWARD
+from bench.cases import DIRECTIONS, named
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = {
     "two AMD Zen 4 cores, AVX512-BF16": "amd-epyc-avx512-bf16-2-threads",
+    "two Intel Xeon cores, AVX-512": "intel-r-xeon-r-processor-avx512-2-threads",
     "two Intel Xeon cores, AMX": "intel-r-xeon-r-processor-amx-2-threads",
 }
 
@@ -33,8 +35,9 @@ def _by_case(path: Path) -> dict[tuple[str, str], dict]:
 
 
 def _cell(run: dict[tuple[str, str], dict], case: str) -> str:
-    found = [run[case, direction] for direction in (FORWARD, BOTH) if (case, direction) in run]
-    return ", ".join(_gain(row) for row in found) or "not measured"
+    timed = named(case).directions
+    found = {d: _gain(run[case, d]) for d in DIRECTIONS if d in timed and (case, d) in run}
+    return ", ".join(found.get(d, "-") for d in DIRECTIONS) if found else "not measured"
 
 
 def _gain(row: dict) -> str:
