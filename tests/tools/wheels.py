@@ -1,6 +1,6 @@
 """The wheels in dist/, each installed where nothing else is: `make wheel` runs this afterwards.
 
-Not part of `make test`: it needs what `make wheel` builds.
+Not part of `make test`, which this file's name keeps it out of: it needs what `make wheel` builds.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WHEELS = sorted(ROOT.glob("dist/*.whl"))
 
 # Nothing of the checkout, of its environment variables, or of what is installed beside torch.
