@@ -19,10 +19,11 @@ from fastattn.backends import operators
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def describe(device: str) -> dict:
+def describe(used: str | torch.device) -> dict:
     """Machine, versions and sources: everything that a result depends on."""
+    device = torch.device(used)
     about = {
-        "device": device,
+        "device": device.type,
         "device_name": _device_name(device),
         "cpu": doctor.processor(),
         "cores": os.cpu_count(),
@@ -39,7 +40,7 @@ def describe(device: str) -> dict:
         "commit": _git("rev-parse", "HEAD"),
         "modified": bool(_git("status", "--porcelain", "--", ".", ":!bench/results")),
     }
-    return about | (_gpu() if device == "cuda" else {})
+    return about | (_gpu(device) if device.type == "cuda" else {})
 
 
 def slug(about: dict) -> str:
@@ -65,12 +66,13 @@ def free_bytes() -> float:
     return next((1024.0 * int(x.split()[1]) for x in lines if x[:13] == "MemAvailable:"), math.inf)
 
 
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else doctor.processor()
+def _device_name(device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if on_gpu else doctor.processor()
 
 
-def _gpu() -> dict:
-    capability = torch.cuda.get_device_capability()
+def _gpu(device: torch.device) -> dict:
+    capability = torch.cuda.get_device_capability(device)
     return {"cuda": torch.version.cuda, "capability": ".".join(map(str, capability))}
 
 

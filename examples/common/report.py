@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from pathlib import Path
 
 import torch
 
-import fastattn
+from bench import machine
 
 
 def table(rows: list[dict]) -> str:
@@ -52,14 +50,6 @@ def load(folder: Path) -> dict:
 
 def save(result: dict, folder: Path, device: torch.device) -> None:
     """Writes result.json: the result, and the machine and versions behind it."""
-    about = {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 1),
-        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "fastattn": fastattn.__version__,
-    }
+    about = machine.describe(device)
     text = json.dumps(result | {"measured_with": about}, indent=2, ensure_ascii=False)
     (folder / "result.json").write_text(text + "\n", encoding="utf-8")

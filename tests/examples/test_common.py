@@ -37,6 +37,20 @@ def test_a_smoke_run_leaves_real_results_alone(monkeypatch, tmp_path):
     assert (given.epochs, given.kinds) == (3, ["dot"])
 
 
+def test_a_result_says_where_it_was_measured(tmp_path):
+    """As a benchmark does: times without the CPU's name and the commit cannot be repeated."""
+    from bench import machine
+    from examples.common import report
+
+    report.save({"ms": 1.0}, tmp_path, torch.device("cpu"))
+    saved = report.load(tmp_path)
+    assert saved["ms"] == 1.0
+    expected = machine.describe("cpu")
+    assert saved["measured_with"].keys() == expected.keys()
+    names = ("cpu", "commit", "threads", "torch", "device")
+    assert all(saved["measured_with"][name] == expected[name] for name in names)
+
+
 @pytest.mark.parametrize("name", ["cuda:64", "tpu", "meta"])
 def test_others_are_refused(name, tmp_path, capsys):
     from examples.common import options
