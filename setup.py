@@ -10,7 +10,7 @@ fastattn/_cuda.so, the CUDA kernels, where there is an nvcc; a GPU is not needed
     csrc/cuda/**/*.cu           machine code for every architecture of CUDA_CODE, in one object
     csrc/binding/attention.cpp  once more, with FASTATTN_FOR_CUDA
 
-Where one cannot be built, one line says why, fastattn/_build_info.json keeps it for
+Where one cannot be built, one line says why. fastattn/_build_info.json keeps the reason for
 fastattn.explain(). FASTATTN_REQUIRE_EXT=1 makes it an error of the first; =0 leaves both out, and
 no warning follows. FASTATTN_CUDA=0 leaves the CUDA kernels out; FASTATTN_CUDA=sm_80,sm_90a and
 FASTATTN_CPU_ISAS=avx2,avx512 build for those alone. CXX, NVCC, CXXFLAGS, LDFLAGS and MAX_JOBS are
@@ -185,10 +185,9 @@ def entries(isa: str) -> list[Path]:
 def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Path, list[str]]]:
     """(source, object, flags) of every compilation, in link order.
 
-    Narrow before wide, because of the functions that C++ lets several objects define, such as
-    templates of std::, and of which the linker keeps the first: a baseline object is then never
-    bound to code that needs a newer CPU. tests/cpu/test_isa_symbols.py checks that kernel files
-    define none to begin with.
+    Narrow objects come first. C++ lets several objects define one function, such as a template of
+    std::, and the linker keeps the first. So no baseline object is bound to code of a newer CPU.
+    tests/cpu/test_isa_symbols.py checks that kernel files define none to begin with.
     """
     have = [f"-DFASTATTN_HAVE_{isa.upper()}" for isa in isas]
     headers = [f"-I{BUILD}", f"-I{sysconfig.get_path('include')}"]
