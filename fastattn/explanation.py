@@ -139,7 +139,10 @@ def _explain_module(module: nn.Module, inputs: tuple, options: dict) -> ModuleEx
 
 
 class _Record:
-    """Files notes under the modules that run, which global hooks tell; own hooks change paths."""
+    """Files notes under the modules that run, which global hooks tell; own hooks change paths.
+
+    Global hooks hear of the modules of other threads too, which may be halfway through.
+    """
 
     def __init__(self, module: nn.Module, notes: list[watch.Note]) -> None:
         self.names = {id(inner): name for name, inner in module.named_modules()}
@@ -164,12 +167,16 @@ class _Record:
         self.refused |= {self.names[x]: NOT_CALLED for x in self.not_called}
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        if not watch.by_this_thread():
+            return
         self._file()
         self.running.append(module)
         self.noted.append(False)
         self.not_called.discard(id(module))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
+        if not watch.by_this_thread():
+            return
         self._file()
         name, noted = self._name(), self.noted.pop()
         self.running.pop()

@@ -1,6 +1,8 @@
 """explain(module, ...): which of a module's attention is computed here, and what goes to torch."""
 
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,6 +153,37 @@ def test_a_cache_stays_as_it_is(x, grad, length):
     titles = [call.title for _, call in (*found.calls, *alone.calls)]
     keys = length + 5, length + 10, 5, length + 5  # one cache in two places stays one
     assert all(f"M=5 N={n} " in title for n, title in zip(keys, titles, strict=True))
+
+
+class Then(nn.Module):
+    """Does something first, then computes attention."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.attention = first, MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        self.first()
+        return self.attention(x, x, x)[0]
+
+
+def test_modules_of_another_thread_are_not_told_and_run_on(x):
+    """One that runs as explain begins, and one that runs from start to end meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+    halfway = Then(lambda: begun.set() or go_on.wait(10))
+    halfway.register_forward_hook(lambda *_: None)  # with one, torch calls the global ones too
+
+    def both():
+        halfway(x)
+        return nn.MultiheadAttention(8, 2)(x, x, x)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(both)
+        assert begun.wait(10)
+        found = fastattn.explain(Then(lambda: go_on.set() or other.exception()), x)
+    assert other.exception() is None
+    assert [name for name, _ in found.calls] == ["attention"]
+    assert found.torch == {}
 
 
 @pytest.mark.slow
