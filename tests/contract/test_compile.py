@@ -145,6 +145,18 @@ def test_one_tensor_as_query_key_and_value(backend):
         torch.testing.assert_close(compiled, plain)
 
 
+@pytest.mark.parametrize("alike", [3, 2, 1])
+def test_unbatched_inputs_of_a_module_compile_once(alike):
+    """``alike``: how many of query, key and value are one tensor."""
+    module = MultiheadAttention(8, 2).eval()
+
+    def step(x, y):
+        return module(x, *((x, x) if alike == 3 else (y, y) if alike == 2 else (x + y, y)))[0]
+
+    calls = [dict(x=torch.randn(n, 8), y=torch.randn(n, 8)) for n in (7, 9, 4, 12)]
+    assert count_compilations(step, calls, dynamic=True) == 1
+
+
 def test_mask_values_do_not_recompile(backend):
     def step(q, n):
         return attend(q, q, q, mask=Mask(kv_len=n), backend=backend)

@@ -1,6 +1,7 @@
 """A call in nn.MultiheadAttention's interface, checked and brought into one form."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def canonical(
     if is_causal and attn_mask is None:
         raise RuntimeError(_CAUSAL_WITHOUT_MASK)
     if not batched:
-        query, key, value = _add_batch_dim(query, key, value)
+        query, key, value = of_each(lambda x: x.unsqueeze(0), query, key, value)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
     batch_first = module.batch_first or not batched
     sizes = _check_sizes(module, query, key, value, batch_first)
@@ -111,13 +112,16 @@ def _both(lead: validate.Lead, query: Tensor, mask: Any, made: Mask | None) -> M
     return dataclasses.replace(mask, keep=keep, causal=made.causal or mask.causal)
 
 
-def _add_batch_dim(*tensors: Tensor) -> list[Tensor]:
-    """Unbatched inputs with a leading batch dim of 1.
+def of_each(
+    change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``change`` of each input. Identical inputs stay one tensor, which the projections use.
 
-    Identical inputs stay one tensor, which the projections use.
+    Compared by ``is``: code that torch compiles around an ``id`` is for that one tensor.
     """
-    batched = {id(t): t.unsqueeze(0) for t in tensors}
-    return [batched[id(t)] for t in tensors]
+    q = change(query)
+    k = q if key is query else change(key)
+    return q, k, k if value is key else q if value is query else change(value)
 
 
 def _check_sizes(

@@ -74,8 +74,7 @@ def attend_sequences(
     """
     query, key, value, *_, is_causal = args
     _check_sequences(module, *args, ours={"mask": mask, "bias": bias})
-    dense = {id(x): x.values()[None] for x in (query, key, value)}
-    q, k, v = (dense[id(x)] for x in (query, key, value))
+    q, k, v = inputs.of_each(lambda x: x.values()[None], query, key, value)
     call = inputs.canonical(module, q, k, v, None, None, False, False)
     causal = "top_left" if is_causal else False
     own = jagged.documents(query.offsets(), key.offsets(), q.shape[1], causal)
