@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fastattn.problem import Alignment, Dropout, Mask, Problem, Score, arguments, parameter
+from fastattn.problem import Alignment, Mask, Problem, Score, arguments, parameter, seeds
 from fastattn.problem.relative import Relative, spread
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -86,7 +86,7 @@ def build(
         score=score, B=B, H=H, Hkv=k.shape[1], M=M, N=N, D=D, E=E, dtype=q.dtype, device=q.device,
         scale=arguments.scale(scale, D) if score == "dot" else 1.0,
         softcap=arguments.softcap(softcap), mask=mask,
-        dropout=_dropout(dropout_p, seed, q.device),
+        dropout=seeds.dropout(dropout_p, seed, q.device),
         weights=return_weights or "none",  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     return Inputs(p, q, k, v, w, bias, batch, has_head_dim)
@@ -193,41 +193,6 @@ def match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor,
     if Hkv == 0 or H % Hkv:
         raise ValueError(f"expected the query heads to be a multiple of the key heads, but {heads}")
     return q, k, v
-
-
-# ---- scalars ----
-
-
-def _dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) -> Dropout | None:
-    if not arguments.is_real(dropout_p):
-        raise TypeError(f"dropout_p: expected a float, got {type(dropout_p).__name__}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p: expected a probability between 0 and 1, got {dropout_p}")
-    if seed is not None and not (arguments.is_int(seed) or isinstance(seed, Tensor)):
-        raise TypeError(
-            f"seed: expected an int, an int64 tensor or None, got {type(seed).__name__}"
-        )
-    if isinstance(seed, Tensor) and (
-        seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device
-    ):
-        raise ValueError(
-            f"seed: expected one int64 on {device}, "
-            f"got {seed.dtype} {_shape(seed)} on {seed.device}"
-        )
-    if dropout_p == 0.0:
-        return None
-    if seed is None:
-        # The device's generator: torch.manual_seed governs it, a replay of a CUDA graph redraws it.
-        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
-    elif not isinstance(seed, Tensor):
-        seed = torch.full((), _as_int64(arguments.as_int(seed)), dtype=torch.int64, device=device)
-    return Dropout(float(dropout_p), seed.reshape(()))
-
-
-def _as_int64(seed: int) -> int:
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed: expected 64 bits, got {seed}")
-    return seed - 2**64 if seed >= 2**63 else seed
 
 
 # ---- masks and bias ----

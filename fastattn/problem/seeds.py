@@ -1,0 +1,41 @@
+"""Dropout's arguments as a record has them: a probability and a seed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.problem import Dropout, arguments
+
+
+def dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) -> Dropout | None:
+    """The record's dropout, None without any; raises TypeError or ValueError."""
+    if not arguments.is_real(dropout_p):
+        raise TypeError(f"dropout_p: expected a float, got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p: expected a probability between 0 and 1, got {dropout_p}")
+    if seed is not None and not (arguments.is_int(seed) or isinstance(seed, Tensor)):
+        raise TypeError(
+            f"seed: expected an int, an int64 tensor or None, got {type(seed).__name__}"
+        )
+    if isinstance(seed, Tensor) and (
+        seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device
+    ):
+        raise ValueError(
+            f"seed: expected one int64 on {device}, "
+            f"got {seed.dtype} {list(seed.shape)} on {seed.device}"
+        )
+    if dropout_p == 0.0:
+        return None
+    if seed is None:
+        # The device's generator: torch.manual_seed governs it, a replay of a CUDA graph redraws it.
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+    elif not isinstance(seed, Tensor):
+        seed = torch.full((), _as_int64(arguments.as_int(seed)), dtype=torch.int64, device=device)
+    return Dropout(float(dropout_p), seed.reshape(()))
+
+
+def _as_int64(seed: int) -> int:
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed: expected 64 bits, got {seed}")
+    return seed - 2**64 if seed >= 2**63 else seed
