@@ -175,11 +175,10 @@ def match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor,
     Raises:
         ValueError: the numbers of heads do not fit.
     """
-    H, Hkv, Hv = q.shape[1], k.shape[1], v.shape[1]
-    heads = f"query has {H} heads, key {Hkv}, value {Hv}"
+    H, Hkv, Hv = sizes = q.shape[1], k.shape[1], v.shape[1]
     if Hkv != Hv:
         if Hkv != 1 and Hv != 1:
-            raise ValueError(f"key and value: expected the same number of heads, but {heads}")
+            raise _heads_error("key and value: expected the same number of heads", sizes)
         Hkv = max(Hkv, Hv) if Hkv != 0 and Hv != 0 else 0
         k, v = (x.expand(-1, Hkv, -1, -1) for x in (k, v))
     if H == 1 and Hkv != 1:
@@ -187,12 +186,17 @@ def match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor,
     if H == Hkv or Hkv == 1:
         return q, k, v
     if not grouped:
-        raise ValueError(
-            f"expected as many key as query heads, but {heads} (enable_gqa=True shares key heads)"
-        )
+        hint = ": enable_gqa=True shares key heads"
+        raise _heads_error("expected as many key as query heads", sizes, hint)
     if Hkv == 0 or H % Hkv:
-        raise ValueError(f"expected the query heads to be a multiple of the key heads, but {heads}")
+        raise _heads_error("expected the query heads to be a multiple of the key heads", sizes)
     return q, k, v
+
+
+def _heads_error(expected: str, sizes: tuple[int, int, int], hint: str = "") -> ValueError:
+    # Text made on every call would specialise compiled code: a symbol in it becomes a number.
+    H, Hkv, Hv = sizes
+    return ValueError(f"{expected}, but query has {H} heads, key {Hkv}, value {Hv}{hint}")
 
 
 # ---- masks and bias ----

@@ -116,6 +116,19 @@ def test_dynamic_shapes_compile_once(backend, score):
     assert count_compilations(step, calls, dynamic=True) == 1
 
 
+@pytest.mark.parametrize(("score", "grouped"), [("dot", False), ("gaussian", False), ("dot", True)])
+def test_any_number_of_heads_compiles_once(backend, score, grouped):
+    """It is the batch size of calls with 3 dims."""
+
+    def step(q, k):
+        options = {"enable_gqa": grouped} if score == "dot" else {"score": score}
+        return fastattn.attention(q, k, k, **options, backend=backend)
+
+    heads = [(3 * n, n) if grouped else (n, n) for n in (5, 2, 3, 6)]
+    calls = [dict(q=torch.randn(n, 7, 8), k=torch.randn(m, 9, 8)) for n, m in heads]
+    assert count_compilations(step, calls, dynamic=True) == 1
+
+
 @pytest.mark.parametrize("name", ["B", "H", "D"])
 @scores
 def test_dynamic_shapes_where_one_is_1(backend, score, name):
