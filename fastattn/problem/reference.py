@@ -218,7 +218,7 @@ def _blank_unused(
     if kept is None:
         return q, k, v
     kept = kept.expand(p.B, p.H, p.M, p.N)
-    heads = kept.unflatten(1, (p.Hkv, -1)) if p.Hkv else kept[:, :, None]
+    heads = _groups(p, kept) if p.Hkv else kept[:, :, None]
     unused = ~heads.any(2).any(2)[..., None]
     empty = ~kept.any(-1, keepdim=True)
     return q.masked_fill(empty, 0.0), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
@@ -308,7 +308,12 @@ def per_head(p: Problem, x: Tensor) -> Tensor:
 
 def sum_groups(p: Problem, x: Tensor) -> Tensor:
     """[B, H, ...] -> [B, Hkv, ...], the transpose of :func:`per_head`."""
-    return x if p.H == p.Hkv else x.unflatten(1, (p.Hkv, -1)).sum(2)
+    return x if p.H == p.Hkv else _groups(p, x).sum(2)
+
+
+def _groups(p: Problem, x: Tensor) -> Tensor:
+    """[B, H, ...] -> [B, Hkv, H / Hkv, ...]; batched gradients have no rule for unflatten."""
+    return x.reshape(x.shape[0], p.Hkv, p.H // p.Hkv, *x.shape[2:])
 
 
 def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:

@@ -35,8 +35,10 @@ def diagonal_sums(x: Tensor) -> Tensor:
     """The line ``[..., 1, M + N - 1]`` of the sums of a matrix: the transpose of :func:`spread`."""
     M, N = x.shape[-2:]
     # Rows of M + N elements, read as rows of one less: each row begins one further to the right.
-    flat = F.pad(x.flip(-2), (0, M)).flatten(-2)[..., : M * (M + N - 1)]
-    return flat.unflatten(-1, (M, M + N - 1)).sum(-2, keepdim=True)
+    # By reshape: batched gradients (is_grads_batched) have no rule for flatten and unflatten.
+    lead = x.shape[:-2]
+    flat = F.pad(x.flip(-2), (0, M)).reshape(*lead, M * (M + N))[..., : M * (M + N - 1)]
+    return flat.reshape(*lead, M, M + N - 1).sum(-2, keepdim=True)
 
 
 # ---- what users write ----

@@ -8,7 +8,7 @@ import torch
 from helpers import SCORES, assert_close, assert_same_bits, attend, everything, inputs
 
 import fastattn
-from fastattn import Mask
+from fastattn import ALiBi, Mask, RelativeBias
 
 scores = pytest.mark.parametrize("score", SCORES)
 
@@ -20,6 +20,8 @@ FEATURES = {
     "bias": dict(bias=(2, 2, 2, 3)),
     "bias-n": dict(bias=(3,)),
     "bias-h": dict(bias=(2, 1, 1)),
+    "alibi": dict(bias=(2,), line=ALiBi),
+    "relative": dict(bias=(3, 2), line=lambda table: RelativeBias(table, torch.arange(3))),
     "weights": dict(return_weights="full"),
     "weights-mean": dict(return_weights="mean"),
     "dropout": dict(dropout_p=0.4, seed=1, return_weights="full"),
@@ -34,9 +36,11 @@ def leaves(score, name, dtype=torch.float64):
     if "bias" in options:
         call["bias"] = torch.randn(options.pop("bias"), dtype=torch.float64)
         call["bias"] = call["bias"].to(dtype).requires_grad_()
+    line = options.pop("line", lambda bias: bias)
 
     def function(*tensors, backend="auto"):
         named = dict(zip(call, tensors, strict=True))
+        named["bias"] = line(named.get("bias"))
         *results, lse = attend(**named, return_lse=True, backend=backend, **options)
         return *results, torch.where(lse.isinf(), 0.0, lse)
 
@@ -46,7 +50,7 @@ def leaves(score, name, dtype=torch.float64):
 @pytest.mark.parametrize("name", FEATURES)
 @scores
 def test_gradcheck(score, name):
-    assert torch.autograd.gradcheck(*leaves(score, name))
+    assert torch.autograd.gradcheck(*leaves(score, name), check_batched_grad=True)
 
 
 @pytest.mark.slow
@@ -54,7 +58,7 @@ def test_gradcheck(score, name):
 @scores
 def test_gradgradcheck(score, name):
     function, tensors = leaves(score, name)
-    assert torch.autograd.gradgradcheck(function, tensors)
+    assert torch.autograd.gradgradcheck(function, tensors, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("name", FEATURES)
