@@ -8,7 +8,6 @@ tests/cuda runs the CUDA kernels as C++.
 
 import collections
 import gc
-import importlib.util
 import itertools
 import math
 import os
@@ -26,13 +25,14 @@ from helpers import BACKENDS, ISAS, ON_GPU, Carrier
 
 from fastattn import functional
 from fastattn.backends import cpu, operators, registry
+from fastattn.backends import triton as triton_backend
 from fastattn.problem import call_cache
 
 pytest.register_assert_rewrite("properties")  # tests without the name test_*.py
 
 # The first import of Triton's language decides between compiler and interpreter. torch._dynamo may
 # import it before tests/triton is collected.
-if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+if triton_backend.INSTALLED and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language  # noqa: F401
 

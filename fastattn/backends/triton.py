@@ -18,7 +18,13 @@ from torch import Tensor
 from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem, schemas
 
-INSTALLED = importlib.util.find_spec("triton") is not None
+
+def _is_installed() -> bool:
+    spec = importlib.util.find_spec("triton")
+    return spec is not None and spec.origin is not None  # a mere folder of this name has none
+
+
+INSTALLED = _is_installed()
 # What packages of torch's own builds are called.
 DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 SCORES = ("dot", "additive", "gaussian")

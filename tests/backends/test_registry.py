@@ -1,6 +1,7 @@
 """The choice of a backend: auto takes the first that can, a named one runs or says why not."""
 
 import dataclasses
+import importlib
 import os
 import platform
 import shutil
@@ -133,6 +134,17 @@ def test_explain_says_why_triton_is_not_chosen_without_a_gpu(monkeypatch):
     q = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match=reason):
         scaled_dot_product_attention(q, q, q, backend="triton")
+
+
+def test_a_folder_named_triton_is_not_triton(monkeypatch, tmp_path):
+    """Programs in tests/ have one beside them."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    (tmp_path / "triton").mkdir()
+    assert not triton._is_installed()
+    (tmp_path / "triton/__init__.py").touch()
+    importlib.invalidate_caches()
+    assert triton._is_installed()
 
 
 def test_a_gpu_without_triton_is_served_by_eager(monkeypatch, capability):

@@ -4,7 +4,6 @@ A simulator cannot tell whether its author read the documentation of descriptors
 """
 
 import ctypes
-import importlib.util
 import json
 import os
 import re
@@ -17,10 +16,11 @@ import shim_backend
 import torch
 
 from fastattn import scaled_dot_product_attention
+from fastattn.backends import triton
 
 pytestmark = [
     pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
+    pytest.mark.skipif(not triton.INSTALLED, reason="no Triton"),
     pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU shows no descriptors"),
 ]
 

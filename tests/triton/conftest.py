@@ -7,7 +7,6 @@ imported.
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import math
 import os
 import pkgutil
@@ -19,8 +18,9 @@ import pytest
 import torch
 
 import fastattn.kernels
+from fastattn.backends import triton as backend
 
-if importlib.util.find_spec("triton") is None:
+if not backend.INSTALLED:
     pytest.skip("needs Triton", allow_module_level=True)
 INTERPRETED = not torch.cuda.is_available()
 HERE = Path(__file__).parent
