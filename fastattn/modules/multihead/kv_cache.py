@@ -185,9 +185,16 @@ class KVCache:
             raise ValueError(f"length: expected 0 to {self.length}, got {length}")
         self.length = length
 
+    def __copy__(self) -> "KVCache":
+        """A cache of the same memory, which from now on neither of them writes to."""
+        made = type(self).__new__(type(self))
+        self._owned = False
+        vars(made).update(vars(self), _spare=None)
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache with memory of its own. Its keys may be part of a graph, and so is their copy."""
-        made = memo[id(self)] = copy.copy(self)
+        made = memo[id(self)] = type(self).__new__(type(self))
         for name, x in (vars(self) | {"_spare": None}).items():
             setattr(made, name, x.clone() if isinstance(x, Tensor) else copy.deepcopy(x, memo))
         return made
