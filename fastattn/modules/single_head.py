@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn import scores
 from fastattn.problem import Mask, arguments, validate
@@ -32,6 +32,11 @@ class Masks(NamedTuple):
                 "valid_lens and mask.kv_len say the same thing: expected at most one of them"
             )
         return dataclasses.replace(self.mask or Mask(), kv_len=self.valid_lens)
+
+    def named(self, error: Exception) -> None:
+        """Makes an error about ``mask.kv_len`` one about ``valid_lens``, if that was given."""
+        if self.valid_lens is not None:
+            error.args = tuple(str(x).replace("mask.kv_len", "valid_lens") for x in error.args)
 
     def over_heads(self) -> dict[str, Any]:
         """Keywords for a function over [B, H, M, D]; masks (B, M, N) get a dim H."""
@@ -58,14 +63,18 @@ def attend(
         given: dict[str, Any] = {"attn_mask": masks.attn_mask, "mask": masks.merged()}
     else:  # dim -3 is the heads; the additive score has them in its weight
         tensors, given = [x.unsqueeze(1) for x in tensors], masks.over_heads()
-    results: Any = scores.attention(
-        *tensors,
-        score=score,
-        dropout_p=dropout_p,
-        return_weights="mean" if need_weights else None,
-        **given,
-        **options,
-    )
+    try:
+        results: Any = scores.attention(
+            *tensors,
+            score=score,
+            dropout_p=dropout_p,
+            return_weights="mean" if need_weights else None,
+            **given,
+            **options,
+        )
+    except (TypeError, ValueError) as error:
+        masks.named(error)
+        raise
     out, weights = results if need_weights else (results, None)
     return out if score == "additive" else out.squeeze(1), weights
 
@@ -104,6 +113,12 @@ def check_dims(**tensors: Tensor) -> None:
             raise ValueError(
                 f"{name}: expected 3 dims, (batch, length, features), got {list(x.shape)}"
             )
+
+
+def check_features(name: str, x: Tensor, layer: nn.Linear) -> None:
+    """Raises ValueError unless ``x`` has as many features as a linear layer takes."""
+    if x.shape[-1] != layer.in_features:
+        raise ValueError(f"{name}: expected {layer.in_features} features, got {list(x.shape)}")
 
 
 def check_fit(queries: Tensor, keys: Tensor, values: Tensor) -> None:

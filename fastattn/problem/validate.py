@@ -340,6 +340,8 @@ def _check_device(name: str, x: Tensor, query: Tensor) -> None:
 
 
 def _causal(causal: Alignment | None, is_causal: bool) -> Alignment | None:
+    if causal is not None and not isinstance(causal, str):
+        raise _no_alignment(causal)
     arguments.check_choice("mask.causal", causal, (None, "top_left", "bottom_right"))
     arguments.check_bool("is_causal", is_causal)
     if is_causal and causal == "bottom_right":
@@ -347,6 +349,14 @@ def _causal(causal: Alignment | None, is_causal: bool) -> Alignment | None:
             "is_causal=True aligns top_left, but mask.causal is 'bottom_right': give one of them"
         )
     return "top_left" if is_causal else causal
+
+
+def _no_alignment(x: object) -> TypeError:
+    got = f"a {type(x).__name__}"
+    hint = ": write causal='top_left', or causal='bottom_right'" if arguments.is_bool(x) else ""
+    if isinstance(x, Tensor):
+        got, hint = f"{got} {_shape(x)}", ": write Mask(keep=...) for a dense mask"
+    return TypeError(f"mask.causal: expected 'top_left', 'bottom_right' or None, got {got}{hint}")
 
 
 def _causal_bias(lead: Lead, attn_mask: Any, causal: Alignment | None, mask: Mask) -> Alignment:
@@ -375,7 +385,7 @@ def check_limit(
     if limit is None:
         return None
     given: Any = limit
-    if isinstance(limit, (list, tuple)):
+    if not isinstance(limit, Tensor):
         given = arguments.integers(name, limit, query.device)
     x = check_dense(name, given, query, arguments.INTEGERS)
     _, M, N = lead.hmn
@@ -393,7 +403,12 @@ def check_limit(
     elif _same(shape, (1, M)):
         rows = x
     else:
-        raise ValueError(f"{name}: expected [{batch}] or [{batch}, {M}], got {_shape(x)}")
+        hint = ""
+        if _same(shape, (batch, 1)):
+            hint = ": write .flatten()"
+        elif len(shape) == 2 and shape[1] != M:
+            hint = f": made for {shape[1]} queries, and here are {M}"
+        raise ValueError(f"{name}: expected [{batch}] or [{batch}, {M}], got {_shape(x)}{hint}")
     return within(name, rows, N)
 
 

@@ -131,7 +131,7 @@ BAD_OPTIONS = {
     "kv-len-bool": (kv_len(True, False, dtype=None), Type, r"mask.kv_len: expected dtype int32"),
     "kv-len-list": (dict(mask=Mask(kv_len=[1.0, 2.0])), Type, r"mask.kv_len: .* got torch.float32"),
     "kv-len-ragged": (dict(mask=Mask(kv_len=[[1], [1, 2]])), Value, r"mask.kv_len: .* of length 1"),
-    "kv-len-int": (dict(mask=Mask(kv_len=3)), Type, r"mask.kv_len: expected a Tensor, got int"),
+    "kv-len-int": (dict(mask=Mask(kv_len=3)), Type, r"kv_len: expected integers, .* got int"),
     "kv-begin-large": (
         dict(mask=Mask(kv_begin=[0, N + 1])), Value, r"mask.kv_begin: .*\[0, 7\], got 0 to 8"),
     "kv-begin-shape": (

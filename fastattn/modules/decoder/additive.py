@@ -83,6 +83,7 @@ class AdditiveAttention(nn.Module):
         A decoding step then projects its query only. The cache is a plain tensor with gradient:
         select, repeat or reorder its samples like those of ``values``.
         """
+        single_head.check_features("keys", keys, self.W_k)
         return self.W_k(keys)
 
     @takes_jagged(packs=True)
@@ -122,6 +123,7 @@ class AdditiveAttention(nn.Module):
                 given.
         """
         queries, one_step = single_head.as_steps(queries)
+        single_head.check_features("queries", queries, self.W_q)
         out, weights = single_head.attend(
             "additive",
             self.W_q(queries),

@@ -115,17 +115,25 @@ class SelfAttention(nn.Module):
             ValueError: shapes or lengths do not fit.
         """
         single_head.check_dims(x=x)
+        single_head.check_features("x", x, self.in_proj)
         packed = self.in_proj(x).chunk(3, dim=-1)
         q, k, v = (projection.split_heads(t, self.num_heads, batch_first=True) for t in packed)
-        attended: Any = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=self.dropout if self.training else 0.0,
-            bias=bias,
-            return_weights=("mean" if average_attn_weights else "full") if need_weights else None,
-            **Masks(valid_lens, attn_mask, mask).over_heads(),
-        )
+        masks, weights_of = Masks(valid_lens, attn_mask, mask), None
+        if need_weights:
+            weights_of = "mean" if average_attn_weights else "full"
+        try:
+            attended: Any = functional.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                dropout_p=self.dropout if self.training else 0.0,
+                bias=bias,
+                return_weights=weights_of,
+                **masks.over_heads(),
+            )
+        except (TypeError, ValueError) as error:
+            masks.named(error)
+            raise
         out, weights = attended if need_weights else (attended, None)
         return weights, self.out_proj(projection.merge_heads(out, batch_first=True))
 
