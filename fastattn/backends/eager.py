@@ -25,7 +25,8 @@ def forward(
     # Every backend returns the same layout: code that views the output then works on all or on
     # none. This copy is not written into a new tensor: compiled by torch 2.11, that write is lost.
     out = out.to(p.result_dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    return out.transpose(1, 2), lse, weights.to(p.dtype), stats
+    # No result is a view: torch refuses in-place work on views that a Function returns.
+    return out.transpose(1, 2).detach(), lse.detach(), weights.to(p.dtype), stats
 
 
 def shift_unit(p: Problem, biased: bool) -> float:

@@ -246,6 +246,18 @@ def test_the_graph_is_freed_with_the_output(backend):
     assert alive() is None
 
 
+@pytest.mark.parametrize("weights", ["full", "mean"])
+def test_results_can_be_written(backend, weights):
+    call = inputs(grad=True)
+    results = attend(**call, return_weights=weights, return_lse=True, backend=backend)
+    expected = [x.detach() + 1 for x in results]
+    for x in results:
+        x.add_(1)
+    assert all(map(torch.equal, results, expected))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        results[0].sum().backward()  # needs the output as it was
+
+
 def test_saved_tensor_hooks_see_every_saved_tensor(backend):
     """Activation checkpointing and offloading use these hooks."""
     packed = []
