@@ -39,8 +39,10 @@ def attend(
     """(out, lse, weights) of a validated problem, differentiable in q, k, v, w and bias."""
     if not needs_autograd(q, k, v, w, bias):
         return registry.get(backend).forward(p, q, k, v, w, bias)[:3]
-    if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v, w, bias)
+    if torch.compiler.is_compiling():
+        _refuse_vmap()
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(q, k, v, w, bias)
     own = p.tensors()
     bare = p.with_tensors(*[None] * len(own))
     function = either(AttentionFunction, ForwardMode)
@@ -75,6 +77,28 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
                 "torch.compile drops the forward-mode derivative of fastattn's functions: call "
                 "torch.func.jvp, jacfwd or hessian outside torch.compile"
             )
+
+
+def _refuse_vmap() -> None:
+    """torch.compile drops a Function's vmap rule: gradients would be an error, or silently wrong.
+
+    Whether one is wanted cannot be seen from inside of vmap.
+    """
+    if torch.is_grad_enabled() and _under_vmap():
+        raise NotImplementedError(
+            "torch.compile drops the gradient of fastattn's functions under torch.func.vmap: call "
+            "vmap outside torch.compile, or under torch.no_grad()"
+        )
+
+
+def _under_vmap() -> bool:
+    functorch: Any = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or ()
+    return any(level.key() == functorch.TransformType.Vmap for level in stack)
+
+
+# torch.compile cannot trace it. The levels are there while it traces.
+_under_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _Positional(inspect.Signature):

@@ -170,6 +170,27 @@ def test_unbatched_inputs_of_a_module_compile_once(alike):
     assert count_compilations(step, calls, dynamic=True) == 1
 
 
+def test_gradients_under_vmap_are_left_to_eager_code(backend):
+    """torch.compile would lose them: it drops the rule for vmap."""
+    func, q = torch.func, torch.randn(3, 2, 5, 4)
+
+    def call(x):
+        return attend(x, x, x, backend=backend)
+
+    def loss(x):
+        return call(x).square().sum()
+
+    mapped = func.vmap(call)
+    for step in (func.vmap(func.grad(loss)), func.grad(lambda x: mapped(x).square().sum())):
+        torch.testing.assert_close(torch.compile(step, backend="aot_eager")(q), step(q))
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="call vmap outside torch"):
+            torch.compile(step, backend="aot_eager", fullgraph=True)(q)
+    with torch.no_grad():
+        compiled = torch.compile(mapped, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q), mapped(q))
+
+
 def test_mask_values_do_not_recompile(backend):
     def step(q, n):
         return attend(q, q, q, mask=Mask(kv_len=n), backend=backend)
