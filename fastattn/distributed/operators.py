@@ -21,8 +21,9 @@ from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, no_second_derivative
-from fastattn.problem import Dropout, Mask, Origin, Problem, schemas
-from fastattn.problem.record import MASK_TENSORS, Score, Weights, weights_shape
+from fastattn.problem import Mask, Origin, Problem, schemas
+from fastattn.problem.record import weights_of, weights_shape
+from fastattn.problem.schemas import Call, Saved
 
 PASSES: dict[str, Any] = {"gather": gather, "ring": ring}
 
@@ -36,8 +37,9 @@ def attend(
         ValueError: the method cannot do the problem.
     """
     PASSES[method].check(plan)
-    tensors = _distinct(q, k, v, w, bias, *plan.p.tensors())
-    return Function.apply(_words(method, plan), *tensors)[:3]  # pyright: ignore
+    own = plan.p.tensors()
+    tensors = _distinct(q, k, v, w, bias, *own)
+    return Function.apply(_words(method, plan), plan.p.operands[len(own) :], *tensors)[:3]  # pyright: ignore
 
 
 def _distinct(*tensors: Tensor | None) -> Iterator[Tensor | None]:
@@ -51,70 +53,63 @@ class Function(torch.autograd.Function):
     """(q, k, v, w, bias, tensors of the record) of this rank -> (out, lse, weights, stats)."""
 
     @staticmethod
-    def forward(ctx: Any, words: Words, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """The tensors of the record are saved too: autograd sees whether they are changed."""
+    def forward(ctx: Any, words: Words, others: tuple, *tensors: Any) -> tuple[Tensor, ...]:
+        """The tensors of the record are saved too: autograd sees whether they are changed.
+
+        ``others``: the operands of the record that are no tensors.
+        """
         compiled = torch.compiler.is_compiling()
-        found = (torch.ops.fastattn.shared_forward if compiled else _forward)(*words, *tensors)
+        call = Call(*tensors, *others)
+        found = (torch.ops.fastattn.shared_forward if compiled else _forward)(*words, *call)
         out, _, weights, stats = found
-        ctx.words = words
-        rescales = words.method == "ring" and words.weights == "full"
+        ctx.words, ctx.others, ctx.weights = words, others, weights_of(call.weights)
+        rescales = words.method == "ring" and ctx.weights == "full"
         ctx.save_for_backward(*tensors, out, weights if rescales else None, stats)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(stats, *((weights,) if words.weights == "none" else ()))
+        ctx.mark_non_differentiable(stats, *((weights,) if ctx.weights == "none" else ()))
         return found
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
-        """Gradients of the first five."""
-        words, saved = ctx.words, ctx.saved_tensors
-        no_second_derivative(words.method)
-        *inputs, out, weights, stats = saved
-        w, bias = inputs[3:5]
+        """Gradients of the first five tensors."""
+        no_second_derivative(ctx.words.method)
+        *tensors, out, weights, stats = ctx.saved_tensors
+        call = Call(*tensors, *ctx.others)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        if words.weights == "none":  # torch.compile makes zeros for it all the same
+        if ctx.weights == "none":  # torch.compile makes zeros for it all the same
             grad_weights = None
-        biased = bias is not None and ctx.needs_input_grad[5]
+        biased = call.bias is not None and ctx.needs_input_grad[6]
         compiled = torch.compiler.is_compiling()
         backward = torch.ops.fastattn.shared_backward if compiled else _backward
-        *grads, grad_w, grad_bias = backward(
-            *words, *inputs, out, stats, grad_out, grad_lse, grad_weights, biased, weights
-        )
-        absent = [None] * (len(MASK_TENSORS) + 1)
-        grad_w, grad_bias = None if w is None else grad_w, grad_bias if biased else None
-        return None, *grads, grad_w, grad_bias, *absent
+        saved = Saved(out, stats, grad_out, grad_lse, grad_weights, biased)
+        *grads, grad_w, grad_bias = backward(*ctx.words, *call, *saved, weights)
+        grad_w, grad_bias = None if call.w is None else grad_w, grad_bias if biased else None
+        return None, None, *grads, grad_w, grad_bias, *[None] * (len(tensors) - 5)
 
 
 # ---- a plan in words and numbers, from which operators make it again ----
 
 
 class Words(NamedTuple):
-    """What a plan says, but for its tensors."""
+    """What a plan says beside the operands of its record, in which these two are a band."""
 
     method: str
     group: str
     backend: str
-    score: Score
-    weights: Weights
     causal: Any
     window: tuple[int, int] | None
     rows: tuple[str, ...]
     queries: tuple[int, ...]  # the layouts: see _numbers
     keys: tuple[int, ...]
-    origin_b: int
-    origin_h: int
     heads_per_step: int
-    scale: float
-    softcap: float
-    dropout_p: float
 
 
 def _words(method: str, plan: Plan) -> Words:
-    p = plan.p
+    mask = plan.p.mask
     return Words(
-        method, plan.group.group.group_name, plan.backend, p.score, p.weights, p.mask.causal,
-        p.mask.window, plan.rows, _numbers(plan.layout), _numbers(plan.keys), p.origin.b,
-        p.origin.h, plan.heads_per_step, p.scale, p.softcap, p.dropout_p,
+        method, plan.group.group.group_name, plan.backend, mask.causal, mask.window, plan.rows,
+        _numbers(plan.layout), _numbers(plan.keys), plan.heads_per_step,
     )  # fmt: skip
 
 
@@ -134,18 +129,11 @@ def _layout(numbers: tuple[int, ...]) -> Layout:
     return Layout(sum(b - a for own in pieces for a, b in own), pieces)
 
 
-def _plan(words: Words, points: tuple[Tensor, ...], own: tuple[Tensor | None, ...]) -> Plan:
-    q, k, v = points
+def _plan(words: Words, call: Call) -> Plan:
     queries, keys = _layout(words.queries), _layout(words.keys)
-    *masks, seed = own
     window = None if words.window is None else (words.window[0], words.window[1])
-    p = Problem(
-        words.score, q.shape[0], q.shape[1], k.shape[1], q.shape[2], keys.length, q.shape[3],
-        v.shape[3], q.dtype, q.device, words.scale, words.softcap,
-        Mask(words.causal, window, **dict(zip(MASK_TENSORS, masks, strict=True))),
-        None if seed is None else Dropout(words.dropout_p, seed), words.weights,
-        Origin(words.origin_b, words.origin_h, M=queries.length, N=keys.length),
-    )  # fmt: skip
+    origin = Origin(call.origin_b, call.origin_h, M=queries.length, N=keys.length)
+    p = Problem.of(call, Mask(words.causal, window), origin, keys.length)
     group = Group(_resolve_process_group(words.group))  # pyright: ignore[reportArgumentType]
     rows = tuple(words.rows)
     return Plan(p, words.backend, queries, keys, group, words.heads_per_step, True, rows)
@@ -154,50 +142,51 @@ def _plan(words: Words, points: tuple[Tensor, ...], own: tuple[Tensor | None, ..
 # ---- the operators ----
 
 _STATIC = (
-    "str method, str group, str backend, str score, str weights, str? causal, int[]? window, "
-    "str[] rows, int[] queries, int[] keys, int origin_b, int origin_h, int heads_per_step, "
-    "float scale, float softcap, float dropout_p, Tensor q, Tensor k, Tensor v, Tensor? w, "
-    "Tensor? bias, Tensor? kv_len, Tensor? keep, Tensor? kv_begin, Tensor? seed"
+    "str method, str group, str backend, str? causal, int[]? window, str[] rows, int[] queries, "
+    f"int[] keys, int heads_per_step, {schemas.operands(Call)}"
 )
-_SAVED = f"{schemas.operands(schemas.Saved)}, Tensor? saved_weights"
+_SAVED = f"{schemas.operands(Saved)}, Tensor? saved_weights"
 
 
-def _split(args: tuple) -> tuple[Words, Any, tuple, tuple]:
-    """The words, (q, k, v, w, bias), the tensors of the record, and what backward gets."""
+def _split(args: tuple) -> tuple[Words, Call, tuple]:
+    """The words, the operands, and what backward gets."""
     n = len(Words._fields)
-    last = n + 5 + len(MASK_TENSORS) + 1
-    return Words(*args[:n]), args[n : n + 5], args[n + 5 : last], args[last:]
+    last = n + len(Call._fields)
+    return Words(*args[:n]), Call(*args[n:last]), args[last:]
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    words, tensors, own, _ = _split(args)
-    return PASSES[words.method].forward(_plan(words, tensors[:3], own), *tensors)
+    words, call, _ = _split(args)
+    return PASSES[words.method].forward(_plan(words, call), *call[:5])
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    words, tensors, own, saved = _split(args)
-    plan = _plan(words, tensors[:3], own)
-    out, stats, *upstream, biased, weights = saved
+    words, call, (*given, weights) = _split(args)
+    saved = Saved(*given)
+    upstream = saved.grad_out, saved.grad_lse, saved.grad_weights
     grads = PASSES[words.method].backward(
-        plan, tensors, (out, weights, stats), tuple(upstream), biased
-    )
-    return tuple(tensors[0].new_empty(0) if grad is None else grad for grad in grads)
+        _plan(words, call), call[:5], (saved.out, weights, saved.stats), upstream,
+        saved.bias_needs_grad,
+    )  # fmt: skip
+    return tuple(call.q.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    words, (q, _, v, *_), _, _ = _split(args)
+    words, call, _ = _split(args)
+    q = call.q
     B, H, M, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(B, M, H, v.shape[3]).transpose(1, 2)
-    shape = weights_shape(words.weights, B, H, M, sum(_layout(words.keys).sizes))
+    out = q.new_empty(B, M, H, call.v.shape[3]).transpose(1, 2)
+    keys = sum(_layout(words.keys).sizes)
     lse, stats = (q.new_empty(B, H, M, *end, dtype=wide) for end in ((), (2,)))
+    shape = weights_shape(weights_of(call.weights), B, H, M, keys)
     return out, lse, q.new_empty(shape), stats
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    _, (q, k, v, w, bias), _, saved = _split(args)
-    own = q, k, v, w, bias if saved[5] else None
-    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in own)
+    _, call, (*given, _) = _split(args)
+    own = *call[:4], call.bias if Saved(*given).bias_needs_grad else None
+    return tuple(call.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in own)
 
 
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
@@ -214,8 +203,8 @@ for _name, _schema, _function, _fake in (
 def _of_all_keys(formula: Any) -> Any:
     """Operations of this rank, whose rows meet all keys. ``formula``: of ``backends/flops.py``."""
 
-    def count(*args: Any, **_: Any) -> int:
-        words, (q, k, v, *_rest), *_saved = _split(args)
+    def count(*args: Any, **_out: Any) -> int:
+        words, (q, k, v, *_rest), _ = _split(args)
         keys = _layout(tuple(words.keys)).length
         return formula(q, (*k[:-2], keys, k[-1]), (*v[:-2], keys, v[-1]))
 

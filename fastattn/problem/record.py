@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem.mask import MASK_TENSORS, Mask, band_of, kept_by, kinds
+from fastattn.problem.schemas import Call
 
 Score = Literal["dot", "additive", "gaussian"]
 Weights = Literal["none", "full", "mean"]
@@ -185,6 +186,22 @@ class Problem:
         names = WEIGHTS[self.weights], SCORES[self.score]
         operands = (*masks, seed, *band, *numbers, *names, self.wide)
         object.__setattr__(self, "operands", operands)
+
+    @classmethod
+    def of(cls, call: Call, band: Mask, origin: Origin, N: int) -> Problem:
+        """The problem of N keys whose operands these are; k and v may be a part of the keys.
+
+        ``band``: its causal and window. ``origin`` knows the sizes of the whole.
+        """
+        (B, H, M, D), Hkv, E = call.q.shape, call.k.shape[1], call.v.shape[3]
+        own = {name: getattr(call, name) for name in MASK_TENSORS}
+        dropout = None if call.seed is None else Dropout(call.dropout_p, call.seed)
+        scores: dict[int, Score] = {number: name for name, number in SCORES.items()}
+        return cls(
+            scores[call.score], B, H, Hkv, M, N, D, E, call.q.dtype, call.q.device, call.scale,
+            call.softcap, dataclasses.replace(band, **own), dropout, weights_of(call.weights),
+            origin, call.wide,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         """One line: the score, the dims by name, and what else the problem has."""
