@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import Mask, Origin, Problem, relative
+from fastattn.problem.mask import LIMITS
 
 
 class Cut(NamedTuple):
@@ -145,9 +146,8 @@ def _cut_mask(mask: Mask, cut: Cut) -> Mask:
         return None if x is None else (_slice_if(x, cut.b, cut.i) - j0).clamp(0, j1 - j0)
 
     keep = None if mask.keep is None else operand_of(mask.keep, cut)
-    return dataclasses.replace(
-        mask, kv_len=limit(mask.kv_len), keep=keep, kv_begin=limit(mask.kv_begin)
-    )  # pyright: ignore[reportArgumentType]
+    limits = {name: limit(getattr(mask, name)) for name in LIMITS}
+    return dataclasses.replace(mask, keep=keep, **limits)
 
 
 def keeps_nothing(p: Problem) -> bool:

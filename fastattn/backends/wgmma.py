@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastattn.backends import cuda, health, operators
 from fastattn.problem import Problem
+from fastattn.problem.mask import LIMITS
 
 FEW_QUERIES = 16  # csrc/cuda/tile/few_queries.h
 CAPABILITY = (9, 0)
@@ -112,7 +113,7 @@ def masks_every_tile(p: Problem, bias: bool = False) -> str | None:
     As in ``key_tiles`` of csrc/cuda/dot/wgmma_block.cuh. Tiles that a dense mask empties are then
     computed too.
     """
-    limits = p.mask.kv_begin, p.mask.kv_len
+    limits = [getattr(p.mask, name) for name in LIMITS]
     there = {
         "a bias": bias,
         "a dense mask": p.mask.keep is not None,

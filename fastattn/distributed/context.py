@@ -17,6 +17,7 @@ from fastattn.distributed.heads import move
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan
 from fastattn.problem import Dropout, Mask, Origin, Score, arguments, call_cache, relative, validate
+from fastattn.problem.mask import LIMITS
 
 Method = Literal["heads", "gather", "ring"]
 METHODS = ("heads", *operators.PASSES)
@@ -233,7 +234,7 @@ def _together(
         made.append(_build(score, tensors, (layout.length, layouts[1].length), options))
         return ()
 
-    limited = isinstance(mask, Mask) and any(getattr(mask, n) is not None for n in heads.LIMITS)
+    limited = isinstance(mask, Mask) and any(getattr(mask, n) is not None for n in LIMITS)
     # Values are read on CPUs alone. A shape that is wrong for all rows may be right for one row.
     if limited and (asked_all or tensors[0].device.type == "cpu" or 1 in layout.sizes):
         agree.every(build, 0, group)
@@ -251,12 +252,12 @@ def _build(score: Any, tensors: list, lengths: tuple[int, int], options: dict) -
     if M != 1 or not isinstance(mask, Mask):
         return validate.build(score, query, k, v, weight, **options)
     # The limits of one query are those of every rank, and most ranks do not have this row.
-    others: Any = dataclasses.replace(mask, **dict.fromkeys(heads.LIMITS))
+    others: Any = dataclasses.replace(mask, **dict.fromkeys(LIMITS))
     inputs = validate.build(score, query, k, v, weight, **options | {"mask": others})
     lead = validate.Lead(inputs.batch, inputs.has_head_dim, (inputs.p.H, 1, N))
     limits = {
         name: validate.check_limit(f"mask.{name}", lead, query, getattr(mask, name))
-        for name in heads.LIMITS
+        for name in LIMITS
     }
     mask = dataclasses.replace(inputs.p.mask, **limits)
     return inputs._replace(p=dataclasses.replace(inputs.p, mask=mask))

@@ -23,7 +23,7 @@ from fastattn.distributed import agree, comm, context, heads, sharding
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.problem import Mask, Origin, Score, arguments, parameter, relative, validate
-from fastattn.problem.record import MASK_TENSORS
+from fastattn.problem.mask import LIMITS, MASK_TENSORS
 
 Dims = tuple[int | None, int | None, int | None]  # where B, H and M stand in an operand
 
@@ -174,7 +174,7 @@ class _Call:
             options[name] = self._broadcast(name, options.get(name))
         mask = options.get("mask")
         if isinstance(mask, Mask):
-            limits = {n: self._limit(n, getattr(mask, n)) for n in ("kv_len", "kv_begin")}
+            limits = {n: self._limit(n, getattr(mask, n)) for n in LIMITS}
             keep = self._broadcast("mask.keep", mask.keep)
             options["mask"] = dataclasses.replace(mask, keep=keep, **limits)
         return options

@@ -22,10 +22,9 @@ from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan
 from fastattn.problem import Origin, Problem
-from fastattn.problem.record import MASK_TENSORS
+from fastattn.problem.mask import LIMITS
 
 Heads = list[tuple[int, int]]  # of each rank
-LIMITS = [name for name in MASK_TENSORS if name != "keep"]  # of rows
 
 
 def heads_of_ranks(H: int, Hkv: int, ranks: int) -> tuple[Heads, Heads]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from fastattn.problem import schemas
+from fastattn.problem.mask import LIMITS
 from fastattn.problem.record import weights_of
 from fastattn.problem.schemas import Call, Saved
 
@@ -36,7 +37,7 @@ def _limit(x: Any, dim: int) -> Any:
 
 
 _OTHERS = {
-    "w": _weight, "bias": _pairs, "keep": _pairs, "kv_len": _limit, "kv_begin": _limit,
+    "w": _weight, "bias": _pairs, "keep": _pairs, **dict.fromkeys(LIMITS, _limit),
     "seed": lambda _x, _dim: Replicate(),
 }  # fmt: skip
 

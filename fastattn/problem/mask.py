@@ -300,6 +300,8 @@ class Mask:
 MASK_FIELDS = tuple(field.name for field in dataclasses.fields(Mask))
 # What autograd, transforms and operators see of a mask, in their order.
 MASK_TENSORS = tuple(f.name for f in dataclasses.fields(Mask) if "Tensor" in str(f.type))
+# Those that are a key's position for each row, ``[B|1, M|1]``. The other one has pairs.
+LIMITS = tuple(name for name in MASK_TENSORS if name != "keep")
 
 
 def kinds(mask: Mask) -> tuple[str, ...]:
