@@ -23,15 +23,20 @@ Results = Tensor | tuple[Tensor, ...]
 Bias = Tensor | ALiBi | RelativeBias
 
 
-class Options(TypedDict, total=False):
+class AnyOptions(TypedDict, total=False):
     """Keywords that the overloads of all functions share."""
 
-    mask: Mask | None
     bias: Bias | None
     softcap: float | None
     sink: Tensor | None
     seed: int | Tensor | None
     backend: Backend
+
+
+class Options(AnyOptions, total=False):
+    """Those of functions that take a mask."""
+
+    mask: Mask | None
 
 
 # Overloads: what a function returns depends on return_weights and return_lse. The last one is for
