@@ -168,8 +168,8 @@ def scaled_dot_product_attention(
     call = None
     if seed is sink is None and type(return_lse) is bool:
         call = call_cache.Call(
-            query, key, value, None, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, scale,
-            softcap, return_weights, backend,
+            query, key, value, None, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa,
+            return_weights, backend, "dot", (scale, softcap),
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
             return run(*seen, (query, key, value, None), query.shape[:1], return_lse)
@@ -289,8 +289,8 @@ def additive_attention(
     call = None
     if seed is sink is None and type(return_lse) is bool:
         call = call_cache.Call(
-            query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, False, None,
-            softcap, return_weights, backend, "additive",
+            query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, False,
+            return_weights, backend, "additive", (softcap,),
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
             return run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)

@@ -34,11 +34,10 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     is_causal: bool = False
     enable_gqa: bool = False
-    scale: float | None = None
-    softcap: float | None = None
     return_weights: str | None = None
     backend: str = "auto"
     score: str = "dot"
+    numbers: tuple[float | None, ...] = ()  # the scale, and other options of a score
 
     def masks(self) -> list[Any] | None:
         """The tensors that become ``MASK_TENSORS`` and the bias; None where two become one."""
@@ -51,6 +50,9 @@ class Call(NamedTuple):
                 return None
             found[n] = self.attn_mask
         return found
+
+
+_FLAGS = Call._fields.index("is_causal")  # from here on there are no tensors
 
 
 class Known(NamedTuple):
@@ -171,8 +173,8 @@ def paused() -> Iterator[None]:
 def _describe(call: Call) -> tuple | None:
     """All that the record of a call depends on; None where that cannot be told."""
     (
-        query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, scale,
-        softcap, *others,
+        query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, _, _, _,
+        numbers,
     ) = call  # fmt: skip
     # While compiling, sizes may be symbols; under autocast, the tensors will be others.
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
@@ -186,8 +188,9 @@ def _describe(call: Call) -> tuple | None:
     # 1 == True, but only True is a bool. Dropout draws a seed for each call.
     if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float or dropout_p:
         return None
-    if type(scale) is bool or type(softcap) is bool:
-        return None
+    for x in numbers:
+        if type(x) is bool:
+            return None
     masks = ()
     if not (weight is attn_mask is mask is bias is None):
         own = _NO_MASK if mask is None else mask.__dict__.values()
@@ -197,8 +200,7 @@ def _describe(call: Call) -> tuple | None:
             return None
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,
-        key.device, value.device, is_causal, enable_gqa, scale, softcap, *others,
-        masks,
+        key.device, value.device, call[_FLAGS:], masks,
     )  # fmt: skip
 
 
