@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn.backends import operators
 from fastattn.problem import Problem
-from fastattn.problem.record import SCORES, WEIGHTS
+from fastattn.problem.record import SCORES, WEIGHTS, natural_scale
 
 
 def unsupported(p: Problem) -> list[str]:
@@ -96,7 +96,8 @@ forward, backward = operators.CPU.forward, operators.CPU.backward
 
 def shift_unit(p: Problem, biased: bool) -> float:
     """See ``registry.Backend``. The same as ``natural`` in csrc/cpu/tile/masking.h."""
-    return 1.0 if biased else p.softcap or (abs(p.scale) if p.score == "dot" else math.log(2))
+    score = abs(p.scale) if p.score == "dot" else math.log(2)
+    return 1.0 if biased else natural_scale(p, score)
 
 
 def self_attention(

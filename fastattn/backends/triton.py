@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem, schemas
+from fastattn.problem.record import natural_scale
 
 
 def _is_installed() -> bool:
@@ -116,5 +117,5 @@ forward, backward = OPERATORS.forward, OPERATORS.backward
 
 def shift_unit(p: Problem, biased: bool) -> float:
     """See ``registry.Backend``. The same as ``Call.folds_scale``."""
-    scale = p.softcap or p.scale
+    scale = natural_scale(p, p.scale)
     return scale if scale > 0 and not biased else 1.0

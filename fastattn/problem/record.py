@@ -49,6 +49,14 @@ def weights_of(number: int) -> Weights:
     raise ValueError(f"weights: expected one of {WEIGHTS}, got {number}")
 
 
+def natural_scale(p: Problem | Call, plain: float) -> float:
+    """The factor from what stands in a score's place to its natural logit, ``plain`` of a score.
+
+    Under a softcap, its ratio stands there.
+    """
+    return p.softcap or plain
+
+
 class Origin(NamedTuple):
     """Where a problem lies in a larger one, the whole, of which it is a block.
 

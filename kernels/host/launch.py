@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.problem import Weights, schemas
-from fastattn.problem.record import empty_gradient, weights_of, weights_shape
+from fastattn.problem.record import empty_gradient, natural_scale, weights_of, weights_shape
 from fastattn.problem.schemas import Saved as Saved
 
 from ..tile.dropout import Dropout, dropout_args
@@ -91,19 +91,14 @@ class Call(schemas.Call):
         return lo, hi
 
     @property
-    def natural_scale(self) -> float:
-        """The factor from a score, or from the ratio of a softcap, to its natural logit."""
-        return self.softcap or self.scale
-
-    @property
     def folds_scale(self) -> bool:
         """Whether logits stay scores, and only differences of them are multiplied by the scale."""
-        return self.bias is None and self.natural_scale > 0
+        return self.bias is None and natural_scale(self, self.scale) > 0
 
     @property
     def logit_scale(self) -> float:
         """The scale that kernels take: see mask_scores and unit_of."""
-        return self.natural_scale * (LOG2E.value if self.folds_scale else 1.0)
+        return natural_scale(self, self.scale) * (LOG2E.value if self.folds_scale else 1.0)
 
     @property
     def kind(self) -> Kind:
