@@ -206,19 +206,15 @@ def quote(words: list[str]) -> str:
     return shlex.join(words).replace("$", "$$")  # for a ninja file
 
 
-def write_schemas() -> None:
-    """Makes of fastattn/problem/schemas.py what BINDING includes, if that has changed."""
-    schemas = runpy.run_path("fastattn/problem/schemas.py")["COMPILED"]
-    text = "".join(f"{json.dumps(name + schema)},\n" for name, schema in schemas.items())
-    path = BUILD / "schemas.inc"
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+def write_included(folder: Path) -> None:
+    """Makes what BINDING includes."""
+    runpy.run_path("fastattn/problem/schemas.py")["write"](folder)
 
 
 def write_ninja_file(cxx: list[str], isas: dict[str, list[str]], torch: Path) -> Path:
     # libtorch_cpu is named, as Python loads torch with RTLD_LOCAL and an undefined symbol would not
     # be looked up there. No rpath: `import torch` comes first, and the loader knows it by soname.
-    write_schemas()
+    write_included(BUILD)
     exports = BUILD / "exports.map"
     exports.write_text("{ global: PyInit__C; local: *; };\n")
     link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
@@ -274,6 +270,7 @@ def cuda_library_folders(nvcc: str) -> list[str]:
 
 def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     BUILD_CUDA.mkdir(parents=True, exist_ok=True)
+    write_included(BUILD_CUDA)
     (BUILD_CUDA / "stub.cpp").write_text(STUB)
     (BUILD_CUDA / "exports.map").write_text("{ local: *; };\n")  # loading it is all there is to do
     stub = BUILD_CUDA / "libtorch_cuda.so"
@@ -294,7 +291,8 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     for source in sorted(Path("csrc/cuda").rglob("*.cu")):
         objects.append(BUILD_CUDA / source.relative_to("csrc/cuda").with_suffix(".o"))
         text += f"build {objects[-1]}: nvcc {source}\n"
-    binding = [*FLAGS, "-DFASTATTN_FOR_CUDA", *ABI_FLAGS, "-isystem", str(torch / "include")]
+    binding = [*FLAGS, "-DFASTATTN_FOR_CUDA", *ABI_FLAGS, f"-I{BUILD_CUDA}"]
+    binding += ["-isystem", str(torch / "include")]
     text += f"build {BUILD_CUDA}/binding.o: cxx {BINDING}\n  flags = {quote(binding)}\n"
     text += f"build {stub}: stub {BUILD_CUDA}/stub.cpp\n"
     every = " ".join(map(str, [BUILD_CUDA / "binding.o", *objects]))

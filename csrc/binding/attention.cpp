@@ -3,7 +3,7 @@
 // library.
 //
 // Uses PyTorch's stable ABI (torch/csrc/stable), so one binary serves torch 2.11 and every later
-// version. The build makes schemas.inc from the schemas in fastattn/problem/schemas.py. Fake
+// version. The build makes schemas.inc and operands.inc from fastattn/problem/schemas.py. Fake
 // kernels are in fastattn/backends/operators.py; their layouts of results must be the same as here.
 //
 // The Python side has validated everything already, with better messages. These checks are for

@@ -54,54 +54,8 @@ void put(StableIValue* stack, const Results&... results) {
   ((*stack++ = torch::stable::detail::from(results)), ...);
 }
 
-// The arguments of both forward and backward: Call in fastattn/problem/schemas.py, with the same
-// defaults.
-struct Operands {
-  Tensor q, k, v;
-  OptTensor w = {}, bias = {}, kv_len = {}, keep = {}, kv_begin = {}, seed = {};
-  std::optional<int64_t> band_lo = {}, band_hi = {};
-  double scale = 1, softcap = 0, dropout_p = 0;
-  int64_t origin_b = 0, origin_h = 0, origin_i = 0, origin_j = 0;
-  int64_t weights = 0, score = 0;
-  bool wide = false;
-};
-
-inline Operands take_operands(Arguments& from) {
-  Operands in{from.take<Tensor>(), from.take<Tensor>(), from.take<Tensor>()};
-  in.w = from.take<OptTensor>();
-  in.bias = from.take<OptTensor>();
-  in.kv_len = from.take<OptTensor>();
-  in.keep = from.take<OptTensor>();
-  in.kv_begin = from.take<OptTensor>();
-  in.seed = from.take<OptTensor>();
-  in.band_lo = from.take<std::optional<int64_t>>();
-  in.band_hi = from.take<std::optional<int64_t>>();
-  in.scale = from.take<double>();
-  in.softcap = from.take<double>();
-  in.dropout_p = from.take<double>();
-  in.origin_b = from.take<int64_t>();
-  in.origin_h = from.take<int64_t>();
-  in.origin_i = from.take<int64_t>();
-  in.origin_j = from.take<int64_t>();
-  in.weights = from.take<int64_t>();
-  in.score = from.take<int64_t>();
-  in.wide = from.take<bool>();
-  return in;
-}
-
-// The further arguments of backward: Saved in fastattn/problem/schemas.py.
-struct Saved {
-  Tensor out, stats, grad_out;
-  OptTensor grad_lse = {}, grad_weights = {};
-  bool bias_needs_grad = false;
-};
-
-inline Saved take_saved(Arguments& from) {
-  Saved in{from.take<Tensor>(), from.take<Tensor>(), from.take<Tensor>()};
-  in.grad_lse = from.take<OptTensor>();
-  in.grad_weights = from.take<OptTensor>();
-  in.bias_needs_grad = from.take<bool>();
-  return in;
-}
+// Operands and Saved, and take_operands() and take_saved(), which take the arguments of a call. The
+// build makes them of the records Call and Saved of fastattn/problem/schemas.py.
+#include "operands.inc"
 
 }  // namespace fastattn::binding

@@ -4,7 +4,7 @@
 
 setup.py compiles ``COMPILED`` into _C.abi3.so, which defines these operators when it is loaded. A
 program exported from torch then needs that file and no Python. ``operators.py`` defines what is
-missing. Nothing is imported here, because the build has no torch.
+missing. C++ gets the records too: see ``GENERATED``. The build has no torch, so none is imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 
@@ -65,21 +67,43 @@ def split(args: tuple) -> tuple[Call, Saved]:
     return Call(*args[:n]), Saved(*args[n:])
 
 
-# The schema's names of types. Bounds of a band depend on sizes, which may be symbols.
+# The names of types in schemas and in C++. Bounds of a band depend on sizes, which may be symbols.
 _TYPES = {
-    "Tensor": "Tensor",
-    "Tensor | None": "Tensor?",
-    "int | None": "SymInt?",
-    "int": "int",
-    "float": "float",
-    "bool": "bool",
+    "Tensor": ("Tensor", "Tensor"),
+    "Tensor | None": ("Tensor?", "OptTensor"),
+    "int | None": ("SymInt?", "std::optional<int64_t>"),
+    "int": ("int", "int64_t"),
+    "float": ("float", "double"),
+    "bool": ("bool", "bool"),
 }
+
+
+def _fields(record: type, language: int) -> list[tuple[str, str]]:
+    """(type, name) of the fields of a record."""
+    fields = record.__annotations__.items()
+    return [(_TYPES[annotation.__forward_arg__][language], name) for name, annotation in fields]
 
 
 def operands(record: type) -> str:
     """The fields of a record as a schema lists them."""
-    fields = record.__annotations__.items()
-    return ", ".join(f"{_TYPES[annotation.__forward_arg__]} {name}" for name, annotation in fields)
+    return ", ".join(map(" ".join, _fields(record, 0)))
+
+
+def struct(name: str, record: type[NamedTuple]) -> str:
+    """A record as a C++ struct, and the function that takes one from the arguments of a call."""
+    defaults, fields = record._field_defaults, _fields(record, 1)
+
+    def default(field: str) -> str:
+        value = defaults.get(field)
+        given = "" if value is None else str(value).lower()
+        return f" = {{{given}}}" if field in defaults else ""
+
+    members = "".join(f"  {kind} {field}{default(field)};\n" for kind, field in fields)
+    taken = "".join(f"    from.take<{kind}>(),  // {field}\n" for kind, field in fields)
+    return (
+        f"struct {name} {{\n{members}}};\n"
+        f"inline {name} take_{name.lower()}(Arguments& from) {{\n  return {{\n{taken}  }};\n}}\n"
+    )
 
 
 _FORWARD = f"({operands(Call)}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
@@ -125,3 +149,16 @@ CPU_LOOP = {"cpu_loop": "(Tensor memory, int loop, int rounds) -> float"}
 CUDA_CHOOSE = {"cuda_choose_wgmma": "(int device, bool chosen) -> ()"}
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.
 COMPILED = pair("") | pair("cuda_") | SELF_ATTENTION | CPU_ISA | CPU_PATH | CPU_LOOP
+# What csrc/binding includes, by file name.
+GENERATED = {
+    "schemas.inc": "".join(f'"{name}{schema}",\n' for name, schema in COMPILED.items()),
+    "operands.inc": struct("Operands", Call) + struct("Saved", Saved),
+}
+
+
+def write(folder: Path) -> None:
+    """Writes those files that have changed."""
+    for name, text in GENERATED.items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)

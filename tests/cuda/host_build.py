@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from fastattn.problem import schemas
+
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "tests/cuda/simulator"
 BUILD = ROOT / "build/cuda_on_cpu"
@@ -51,7 +53,7 @@ def compiler() -> list[str]:
 def newest_header() -> float:
     folders = (SHIM, *(ROOT / "csrc" / name for name in ("binding", "cuda", "problem")))
     headers = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".h", ".cuh")]
-    return max(p.stat().st_mtime for p in headers)
+    return max(p.stat().st_mtime for p in (*headers, Path(schemas.__file__)))
 
 
 def run(command: list[str]) -> None:
@@ -73,7 +75,9 @@ def is_stale(source: Path, kind: str) -> bool:
 def compile_object(source: Path, kind: str) -> None:
     target = target_of(source, kind)
     flags = f"{FLAGS} {KINDS[kind]} {OPS_FLAGS if source == OPS else ''}".split()
-    include = [f"-I{SHIM}", f"-I{ROOT / 'csrc'}"]
+    include = [f"-I{SHIM}", f"-I{ROOT / 'csrc'}", f"-I{BUILD}"]
+    if source == OPS:
+        schemas.write(BUILD)
     new = target.with_suffix(f".{os.getpid()}.o")
     run([*compiler(), *flags, *include, "-x", "c++", "-c", str(source), "-o", str(new)])
     new.replace(target)

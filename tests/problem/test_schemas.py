@@ -1,4 +1,4 @@
-"""The operands are listed once in Python and once in C++; the fields of Mask are as well."""
+"""The operands are listed once, and so are the fields of Mask."""
 
 import dataclasses
 import re
@@ -7,24 +7,31 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from fastattn import Mask
-from fastattn.problem.schemas import COMPILED, Call, Saved
+from fastattn.problem.schemas import COMPILED, GENERATED, Call, Saved
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_CPP, IN_PYTHON = "csrc/binding/operands.h", "fastattn/problem/schemas.py"
+BINDING, IN_PYTHON = "csrc/binding/attention.cpp", "fastattn/problem/schemas.py"
 
 
-@pytest.mark.parametrize("record", [Call, Saved])
-def test_c_plus_plus_takes_them_in_the_order_of_the_schema(record):
-    struct = {Call: "Operands", Saved: "Saved"}[record]
-    body = re.search(rf"inline {struct} take_\w+\(.*?\n}}", (ROOT / IN_CPP).read_text(), re.DOTALL)
-    taken = re.findall(r"from\.take<([\w:<>]+?)>\(\)", body[0])
-    named = re.findall(r"in\.(\w+) = from\.take", body[0])
-    assert len(taken) == len(record._fields)
-    assert record._fields[3:] == tuple(named)
-    assert record._fields[:3] in (("q", "k", "v"), ("out", "stats", "grad_out"))
+def test_c_plus_plus_gets_the_operands_with_their_defaults():
+    made = GENERATED["operands.inc"]
+    structs = re.findall(r"struct \w+ \{\n(.*?)\n\};", made, re.DOTALL)
+    for record, members in zip((Call, Saved), structs, strict=True):
+        assert re.findall(r"(\w+)(?: = .*)?;", members) == list(record._fields)
+        assert members.count(" = ") == len(record._field_defaults)
+    taken = re.findall(r"from\.take<.*>\(\),  // (\w+)", made)
+    assert taken == [*Call._fields, *Saved._fields]
+    assert "double scale = {1.0};" in made
+    assert "OptTensor bias = {};" in made
+    assert "bool wide = {false};" in made
+
+
+def test_the_binding_reads_every_operand():
+    text = (ROOT / BINDING).read_text("utf-8")
+    read = {(struct, name) for struct, name in re.findall(r"\b(in|saved)\.(\w+)", text)}
+    wanted = {("in", name) for name in Call._fields} | {("saved", name) for name in Saved._fields}
+    assert wanted <= read
 
 
 def test_a_build_reads_the_schemas_without_torch():
@@ -51,12 +58,12 @@ def listing(names: tuple[str, ...], apart: int = 60) -> set[str]:
 
 def test_nothing_else_lists_the_operands():
     n = Call._fields.index("kv_len")
-    assert listing(Call._fields[n:]) == {IN_CPP, IN_PYTHON}
-    assert listing(Call._fields[n : n + 5]) == {IN_CPP, IN_PYTHON}
+    assert listing(Call._fields[n:]) == {IN_PYTHON}
+    assert listing(Call._fields[n : n + 5]) == {IN_PYTHON}
     band = Call._fields.index("band_lo")
-    assert listing(Call._fields[band : band + 4]) == {IN_CPP, IN_PYTHON}
-    assert listing(Call._fields[-5:]) == {IN_CPP, IN_PYTHON}
-    assert listing(Saved._fields[2:]) == {IN_CPP, IN_PYTHON}
+    assert listing(Call._fields[band : band + 4]) == {IN_PYTHON}
+    assert listing(Call._fields[-5:]) == {IN_PYTHON}
+    assert listing(Saved._fields[2:]) == {IN_PYTHON}
 
 
 def test_nothing_else_lists_the_fields_of_a_mask():
