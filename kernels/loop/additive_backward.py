@@ -24,8 +24,7 @@ import triton.language as tl
 from ..host.launch import Call, Saved, empty_gradients
 from ..score.additive import bounded, reciprocal
 from ..score.score import DOT_PRODUCT
-from ..tile.masking import key_count, kv_range, mask_scores, row_range
-from ..tile.softcap import cap_gradient, cap_scores
+from ..tile.masking import key_count, kv_range, row_range
 from ..tile.softmax import LOG2E
 from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_numbers, store_tile, view
 from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
@@ -35,7 +34,7 @@ from .gaussian import is_gaussian
 from .grad_bias import launch_dbias
 from .grad_query import launch_merge_dq, new_parts
 from .gradient import load_rows, row_weights, softmax_gradient
-from .sweep import Tile
+from .sweep import Pass, Tile, logits_of
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -90,12 +89,14 @@ def pull_back_row(
     b, h, row, j0,
 ):  # fmt: skip
     """(dK, dV, the query's dQ, the head's dw) of one query and a block of keys."""
-    M, N = dims.M, dims.N
+    M = dims.M
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
     i = row + tl.zeros((1, 1), tl.int32)
     j = (j0 + tl.arange(0, spec.BLOCK_N))[None, :]
     offs_m = row + tl.arange(0, 1)
     offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
-    row_begin, row_end = row_range(mask, b, i, M, N)
+    begin, end = row_range(mask, b, i, M, dims.N)
+    tile = Tile(row, j0, i, j, begin, end)
     q_row = load_tile(head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, False, True).to(tl.float32)
     do_ptr = head_ptr(grad_out, b, h)
     do = load_tile(do_ptr, grad_out, offs_m, offs_e, M, spec.E, False, True).to(tl.float32)
@@ -105,17 +106,14 @@ def pull_back_row(
     rest = exponential * u
     tanh = rest - u
     s = (tl.sum(scaled[None, :] * tanh, 1) * power)[None, :]
-    capped, slope = cap_scores(s, mask)
-    s, keep = mask_scores(
-        capped, t.scale, bias, mask, b, h, i, j, row_begin, row_end, M, N,
-        True, bias.ptr is not None, spec.FOLD_SCALE,
-    )  # fmt: skip
+    s, keep, slope = logits_of(s, bias, mask, t.scale, dims, spec, b, h, tile, PARTIAL)
     rows = load_rows(t, b, h, dims.H, i, M)
     p = row_weights(s, rows, t, spec)
     dp = tl.sum(tile_v * do, 1)[None, :]
-    tile = Tile(row, j0, i, j, row_begin, row_end)
-    p, ds = softmax_gradient(p, dp, keep, rows, grad_weights, t, drop, b, h, tile, True, False)
-    ds = tl.trans(cap_gradient(ds, slope, mask))
+    p, ds = softmax_gradient(
+        p, dp, keep, slope, rows, grad_weights, t, mask, drop, b, h, tile, False, True, False
+    )
+    ds = tl.trans(ds)
     pulled = ds * u * rest * (scaled * power * 4.0)[None, :]
     dv += tl.where(tl.trans(keep), tl.trans(p) * do, 0.0)
     return dk + pulled, dv, tl.sum(pulled, 0), tl.sum(ds * tanh, 0)

@@ -32,10 +32,8 @@ from ..tile.masking import (
     key_count,
     kv_range,
     mask_args,
-    mask_scores,
     row_range,
 )
-from ..tile.softcap import cap_scores
 from ..tile.softmax import LOG2E, softmax_step, unit_of
 from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, row_offsets, view
 from .forward import (
@@ -47,6 +45,7 @@ from .forward import (
     store_partial,
 )
 from .gaussian import PADDING, gaussian_terms, is_gaussian
+from .sweep import Pass, Tile, logits_of
 
 TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
 SHARES = tl.constexpr(16)  # of the keys, at most
@@ -175,6 +174,7 @@ def additive_decode_kernel(
     so no exact sweep is needed.
     """
     dims = Dims(H, group, M, N)
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
     partial = Partial(acc_ptr, part_ptr, chunks)
     part, b, h = place(M * partial.chunks, H, False)
     row, chunk = part // partial.chunks, part % partial.chunks
@@ -202,11 +202,8 @@ def additive_decode_kernel(
         d1, d2 = tl.split(tl.reshape(d, (spec.BLOCK_N, spec.BLOCK_D // 2, 2)))
         halves = 0.5 * (w1 + w2) - (w1 * d2 + w2 * d1) * reciprocal(d1 * d2, spec)
         s = (tl.sum(halves, 1) * 2.0 * power)[None, :]
-        s = cap_scores(s, mask)[0]
-        s, keep = mask_scores(
-            s, scale, bias, mask, b, h, i, offs_n[None, :], row_begin, row_end,
-            M, N, True, bias.ptr is not None, spec.FOLD_SCALE,
-        )  # fmt: skip
+        tile = Tile(row, j0, i, offs_n[None, :], row_begin, row_end)
+        s, keep, _slope = logits_of(s, bias, mask, scale, dims, spec, b, h, tile, PARTIAL)
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit_of(scale, spec))
         if drop.seed_ptr is not None:
             p = tl.where(survives(drop, b, h, row, j0, 1, spec.BLOCK_N, False), p, 0.0)

@@ -112,21 +112,21 @@ def tile_gradient(
     else:
         dp = dot_t(dx, dy, spec.PRECISION)
     w, ds = softmax_gradient(
-        w, dp, keep, rows, grad_weights, t, drop, b, h, tile, SELECT, TRANSPOSED
-    )
-    if not PASS.LOGITS:
-        ds = cap_gradient(ds, slope, mask)
+        w, dp, keep, slope, rows, grad_weights, t, mask, drop, b, h, tile, PASS.LOGITS, SELECT,
+        TRANSPOSED,
+    )  # fmt: skip
     return w, ds, keep
 
 
 @triton.jit
 def softmax_gradient(
-    p, dp, keep, rows, grad_weights, t, drop, b, h, tile,
-    SELECT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    p, dp, keep, slope, rows, grad_weights, t, mask, drop, b, h, tile,
+    LOGITS: tl.constexpr, SELECT: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """(W without dropout's factor, dS) of a tile from P and dO V^T; see tile_gradient.
 
-    SELECT makes masked pairs 0, even where they are NaN.
+    ``slope``: that of logits_of. LOGITS: dS is the gradient of logits. SELECT makes masked pairs 0,
+    even where they are NaN.
     """
     if grad_weights.ptr is not None:
         ptrs = pair_ptrs(grad_weights, b, h, tile.i, tile.j)
@@ -142,4 +142,6 @@ def softmax_gradient(
     if SELECT:
         w = tl.where(keep, w, 0.0)
         ds = tl.where(keep, ds, 0.0)
+    if not LOGITS:
+        ds = cap_gradient(ds, slope, mask)
     return w, ds

@@ -100,8 +100,15 @@ def logits(
     x, y, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile, PASS,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(logits s, keep, slopes of the softcap) of a tile."""
-    capped, slope = cap_scores(scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED), mask)
+    """logits_of the scores of a tile."""
+    s = scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED)
+    return logits_of(s, bias, mask, scale, dims, spec, b, h, tile, PASS)
+
+
+@triton.jit
+def logits_of(s, bias, mask, scale, dims, spec, b, h, tile, PASS):
+    """(logits s, keep, slopes for softmax_gradient) of a tile of scores."""
+    capped, slope = cap_scores(s, mask)
     s, keep = mask_scores(
         capped, scale, bias, mask, b, h, tile.i, tile.j, tile.begin, tile.end, dims.M, dims.N,
         PASS.MASKED, PASS.BIASED, spec.FOLD_SCALE,
