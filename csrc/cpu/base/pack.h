@@ -46,10 +46,21 @@ static Vec gather(const void* base, int64_t offset, int64_t stride, int64_t coun
     return kType == DType::kBFloat16 ? bf16_to_float(out) : fp16_to_float(out);
   }
 }
-// The first `count` of kWidth neighbours; the others are 0.
+// kWidth neighbours. The first `count` exist; the others are 0.
 template <DType kType>
 FASTATTN_SIMD Vec load_first(const void* base, int64_t offset, int64_t count) {
-#if defined(__AVX2__) && FASTATTN_VECTOR_WIDTH == 8
+  if (__builtin_expect(count >= kWidth, 1)) return load_as<kType>(base, offset);
+  if (count <= 0) return Vec{};
+#if defined(__AVX512BW__) && FASTATTN_VECTOR_WIDTH == 16
+  const auto exists = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (kType == DType::kFloat32) {
+    return (Vec)_mm512_maskz_loadu_ps(exists, static_cast<const float*>(base) + offset);
+  } else {
+    const auto out =
+        (VecHalf)_mm256_maskz_loadu_epi16(exists, static_cast<const uint16_t*>(base) + offset);
+    return kType == DType::kBFloat16 ? bf16_to_float(out) : fp16_to_float(out);
+  }
+#elif defined(__AVX2__) && FASTATTN_VECTOR_WIDTH == 8
   const auto n = static_cast<int32_t>(count);
   if constexpr (kType == DType::kFloat32) {
     const VecI exists = iota() < n;
@@ -71,8 +82,7 @@ FASTATTN_SIMD Vec load_first(const void* base, int64_t offset, int64_t count) {
 }
 template <DType kType>
 FASTATTN_SIMD Vec load_strided(const void* base, int64_t offset, int64_t stride, int64_t count) {
-  if (__builtin_expect(stride == 1 && count >= kWidth, 1)) return load_as<kType>(base, offset);
-  if (stride == 1) return load_first<kType>(base, offset, count);
+  if (__builtin_expect(stride == 1, 1)) return load_first<kType>(base, offset, count);
   if (stride == 0 && count >= kWidth) return splat(load_one<kType>(base, offset));
   return gather<kType>(base, offset, stride, count);
 }

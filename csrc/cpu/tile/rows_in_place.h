@@ -33,13 +33,6 @@ FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
 // Whether rows of a View can be read as vectors.
 FASTATTN_SIMD bool rows_contiguous(const View& view) { return view.stride_c == 1; }
 
-// kWidth columns of one row, starting at `offset`; the first `count` of them exist.
-template <DType kType>
-FASTATTN_SIMD Vec load_columns(const void* base, int64_t offset, int64_t count) {
-  return __builtin_expect(count >= kWidth, 1) ? load_as<kType>(base, offset)
-                                              : load_first<kType>(base, offset, count);
-}
-
 // out[r * ld + j] = x_r . keys(j, :) for kRows rows and j < keys.rows rounded up to kWidth. x_r
 // begins at x[r * ldx]. kWidth products are computed at a time, with a vector of sums for each.
 template <DType kType, int kRows>
@@ -149,8 +142,8 @@ FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
       Vec value[kVecs];
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v)
-        value[v] = load_columns<kType>(values.data, row + v * kWidth,
-                                       kVecs > 1 ? kWidth : values.cols - e);
+        value[v] =
+            load_first<kType>(values.data, row + v * kWidth, kVecs > 1 ? kWidth : values.cols - e);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         const Vec weight = splat(of.weights[r * of.ldw + j]);

@@ -129,8 +129,8 @@ class OneQueryAdditive : public ScoreDefaults {
                               load_as<kType>(keys_.data, row + d + kWidth), z);
         if (whole < keys_.cols)
           sum += terms<kKeep>(
-              whole, load_columns<kType>(keys_.data, row + whole, keys_.cols - whole),
-              load_columns<kType>(keys_.data, row + whole + kWidth, keys_.cols - whole - kWidth),
+              whole, load_first<kType>(keys_.data, row + whole, keys_.cols - whole),
+              load_first<kType>(keys_.data, row + whole + kWidth, keys_.cols - whole - kWidth),
               z);
         sums[lane] = sum;
       }

@@ -31,21 +31,6 @@ class Operand {
   int32_t* words_ = nullptr;
 };
 
-// kWidth elements of a row; the first `count` exist, the others are 0.
-template <DType kType>
-FASTATTN_SIMD Vec load_first(const void* base, int64_t offset, int64_t count) {
-  if (__builtin_expect(count >= kWidth, 1)) return load_as<kType>(base, offset);
-  if (count <= 0) return Vec{};
-  const auto lanes = static_cast<__mmask16>((1u << count) - 1);
-  if constexpr (kType == DType::kFloat32) {
-    return (Vec)_mm512_maskz_loadu_ps(lanes, static_cast<const float*>(base) + offset);
-  } else {
-    const auto half =
-        (VecHalf)_mm256_maskz_loadu_epi16(lanes, static_cast<const uint16_t*>(base) + offset);
-    return kType == DType::kBFloat16 ? bf16_to_float(half) : fp16_to_float(half);
-  }
-}
-
 FASTATTN_SIMD void transpose_words(int32_t* words) {
   Vec rows[kWidth];
 #pragma GCC unroll 16
