@@ -19,9 +19,10 @@ OLD_ENOUGH = set(
     aoti_torch__reinterpret_tensor aoti_torch_empty_strided aoti_torch_get_current_cuda_stream
     aoti_torch_get_device_index aoti_torch_get_device_type
     torch::headeronly::ScalarType torch::stable::Tensor torch::stable::accelerator::DeviceGuard
-    torch::stable::contiguous torch::stable::detail::from torch::stable::detail::to
-    torch::stable::empty torch::stable::empty_like torch::stable::get_num_threads
-    torch::stable::new_empty torch::stable::parallel_for
+    torch::stable::contiguous torch::stable::copy_ torch::stable::detail::from
+    torch::stable::detail::to torch::stable::empty torch::stable::empty_like
+    torch::stable::get_num_threads torch::stable::new_empty torch::stable::parallel_for
+    torch::stable::to
     """.split()
 )
 
