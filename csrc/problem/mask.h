@@ -49,6 +49,10 @@ struct KeyRange {
   int64_t begin, end;  // keys begin <= j < end; empty when begin >= end
 };
 
+struct RowRange {
+  int64_t begin, end;  // rows begin <= i < end; empty when begin >= end
+};
+
 // A limit, clamped to [0, N], so that no value in user memory can cause a read out of bounds.
 FASTATTN_FN int64_t limit_at(const KeyLimit& limit, int64_t absent, int64_t N, int64_t b,
                              int64_t i) {
@@ -93,6 +97,15 @@ FASTATTN_FN KeyRange common_range(const MaskParams& mask, int64_t N, int64_t b, 
   if (limits_vary_by_row(mask)) return {N, 0};
   const KeyRange limits = limits_at(mask, N, b, i0);
   return {max64(limits.begin, i1 - 1 + mask.band_lo), min64(limits.end, i0 + mask.band_hi + 1)};
+}
+
+// The rows that keep some key j0 <= j < j1, unless limits vary by row: those are no interval.
+FASTATTN_FN RowRange rows_of_keys(const MaskParams& mask, int64_t M, int64_t N, int64_t b,
+                                  int64_t j0, int64_t j1) {
+  const KeyRange limits = limits_at(mask, N, b, 0);
+  const int64_t first = max64(j0, limits.begin), last = min64(j1, limits.end) - 1;
+  if (first > last) return {0, 0};
+  return {max64(0, first - mask.band_hi), min64(M, last - mask.band_lo + 1)};
 }
 
 // Whether these intervals hold all keys j0 <= j < j1.

@@ -10,6 +10,7 @@ namespace fastattn::cuda {
 struct BackwardArgs {
   BackwardParams p;
   AdditiveBackwardPlan plan;
+  Spans spans;
 };
 
 struct __align__(16) BackwardMemory {

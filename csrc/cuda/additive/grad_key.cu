@@ -106,13 +106,14 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int group = static_cast<int>(p.H) / static_cast<int>(p.Hkv);
   Place at = place(p, b, hkv * group, 0, j0);
   const int end = at.h + group;
+  const RowRange rows = rows_to_visit(p, a.spans, at);
   clear_sums(sums(), value_slot(a, ceil_div(p.E, kTile) * kTile));
   const bool direct = is_direct(tiles_of(a), at);
 
   for (; at.h < end; ++at.h)
-    for (at.i0 = 0; at.i0 < p.M; at.i0 += kTile) {
+    for (at.i0 = rows.begin; at.i0 < rows.end; at.i0 += kTile) {
       at.rows = extent(p.M, at.i0);
-      const TileMask mask = mask_tile<FragmentLayout>(p, at);
+      const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans.keys);
       if (mask.empty) continue;
       Fragment weights, ds;
       gradient_tile<kScore, kCapped>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);

@@ -6,6 +6,7 @@
 
 #include "cuda/tile/few_queries.h"
 #include "cuda/tile/line.cuh"
+#include "cuda/tile/spans.cuh"
 #include "cuda/tile/tile.cuh"
 
 namespace fastattn::cuda {
@@ -120,6 +121,7 @@ struct AdditiveBackwardPlan {
   // is broadcast over: [bias_B][bias_H][parts][bias_M][bias_N], unless there is one part. That of a
   // line is added up by diagonals of tiles (line.cuh).
   int64_t slices, parts_m, parts_n, bias;
+  int64_t spans;  // spans.cuh
   int64_t workspace_bytes;
 };
 
@@ -158,6 +160,7 @@ FASTATTN_FN AdditiveBackwardPlan plan_additive_backward(const BackwardParams& p)
   plan.sums_k = take(&used, p.B * p.Hkv * panels.tiles_n * plan.block_k);
   plan.weights = take(&used, p.B * p.H * panels.tiles_m * panels.dims);
   if (p.grad_bias.data != nullptr) plan_bias(p, &plan, &used);
+  plan.spans = take(&used, span_floats(p));
   plan.workspace_bytes = 4 * used;
   return plan;
 }

@@ -18,6 +18,7 @@
 #include "cuda/dot/backward.cuh"
 #include "cuda/dot/passes.h"
 #include "cuda/tile/line.cuh"
+#include "cuda/tile/spans.cuh"
 
 namespace fastattn::cuda {
 namespace {
@@ -120,10 +121,12 @@ FASTATTN_DEVICE Place key_place(const AttentionParams& p, uint32_t block) {
 // does not keep them.
 template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p) {
+    sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p,
+                     const __grid_constant__ Spans spans) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   const float scale = p.scale * kLog2e;
   Place at = key_place(p, blockIdx.x);
+  const RowRange rows = rows_to_visit(p, spans, at);
   float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
   start_keys<kDim>(p.k, p.D, at, memory.k);
   start_keys<kDim>(p.v, p.E, at, memory.v);
@@ -132,9 +135,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     return key_place(p, static_cast<uint32_t>(opaque_here(static_cast<int>(blockIdx.x))));
   };
   for (; at.h < first().h + static_cast<int>(p.H) / static_cast<int>(p.Hkv); ++at.h)
-    for (at.i0 = 0; at.i0 < p.M; at.i0 += kTile) {
+    for (at.i0 = rows.begin; at.i0 < rows.end; at.i0 += kTile) {
       at.rows = extent(p.M, at.i0);
-      const TileMask mask = mask_tile<KeyRows>(p, at);
+      const TileMask mask = mask_tile<KeyRows>(p, at, spans.keys);
       if (mask.empty) continue;
       __syncthreads();
       start_queries<kDim>(p.q, p.D, at, memory.q);
@@ -165,21 +168,23 @@ __global__ void __launch_bounds__(kThreads, 2)
 // would spill.
 template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_capped_keys_kernel(const __grid_constant__ BackwardParams p) {
+    sdpa_capped_keys_kernel(const __grid_constant__ BackwardParams p,
+                            const __grid_constant__ Spans spans) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   const bool of_values = blockIdx.x % 2 == 0;
   const View& others = of_values ? p.grad_out : p.q;
   uint16_t* const tile = of_values ? memory.grad_out : memory.q;
   const int64_t dims = of_values ? p.E : p.D;
   const Place first = key_place(p, blockIdx.x / 2);
+  const RowRange rows = rows_to_visit(p, spans, first);
   float sum[kDim / 8][4] = {};
   start_keys<kDim>(p.k, p.D, first, memory.k);
   start_keys<kDim>(p.v, p.E, first, memory.v);
   const int end = first.h + static_cast<int>(p.H) / static_cast<int>(p.Hkv);
   for (Place at = first; at.h < end; ++at.h)
-    for (at.i0 = 0; at.i0 < p.M; at.i0 += kTile) {
+    for (at.i0 = rows.begin; at.i0 < rows.end; at.i0 += kTile) {
       at.rows = extent(p.M, at.i0);
-      const TileMask mask = mask_tile<KeyRows>(p, at);
+      const TileMask mask = mask_tile<KeyRows>(p, at, spans.keys);
       if (mask.empty) continue;
       __syncthreads();
       start_queries<kDim>(p.q, p.D, at, memory.q);
@@ -243,7 +248,8 @@ FASTATTN_DEVICE BiasTiles bias_tiles(const BackwardParams& p, uint32_t block) {
 
 template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dbias_kernel(const __grid_constant__ BackwardParams p) {
+    sdpa_dbias_kernel(const __grid_constant__ BackwardParams p,
+                      const __grid_constant__ Spans spans) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   const float scale = p.scale * kLog2e;
   const BiasTiles own = bias_tiles(p, blockIdx.x);
@@ -255,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t h = own.h + take_digit(&number, own.count_h);
     const int64_t j0 = (tile_n + (p.bias_is_line ? step : 0)) * kTile, i0 = (own.m + step) * kTile;
     const Place at = place(p, own.b + number, h, i0, j0);
-    const TileMask mask = mask_tile<QueryRows>(p, at);
+    const TileMask mask = mask_tile<QueryRows>(p, at, spans.keys);
     if (mask.empty) continue;
     __syncthreads();
     start_queries<kDim>(p.q, p.D, at, memory.q);
@@ -301,30 +307,36 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- launch ----
 
+// Behind the parts of a line.
+int64_t span_start(const BackwardParams& p) {
+  return ceil_div(line_parts(p) + line_floats(p), 2) * 2;
+}
+
 template <DType kType, int kDim, bool kCapped>
 void launch(const BackwardParams& p, Launcher& launcher) {
   const size_t shared = sizeof(GradMemory<kDim>);
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   const int64_t queries = p.B * p.H * tiles_m, keys = p.B * p.Hkv * tiles_n;
+  const Spans spans = make_spans(p, span_start(p), launcher);
   launcher.run(sdpa_delta_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p);
   launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p);
   if constexpr (kCapped) {
-    launcher.run(sdpa_capped_keys_kernel<kType, kDim>, 2 * keys, kThreads, shared, p);
+    launcher.run(sdpa_capped_keys_kernel<kType, kDim>, 2 * keys, kThreads, shared, p, spans);
   } else {
-    launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p);
+    launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p, spans);
   }
   if (p.grad_bias.data == nullptr) return;
   const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);
   const int64_t blocks = p.bias_is_line ? line_blocks(p) : tiles;
   launcher.run(sdpa_dbias_kernel<kType, kDim, kCapped>, p.bias_B * p.bias_H * blocks, kThreads,
-               shared, p);
+               shared, p, spans);
   if (p.bias_is_line) launch_line(p, line_parts(p), launcher);
 }
 
 }  // namespace
 
 int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) {
-  return 4 * (line_parts(p) + line_floats(p));
+  return 4 * (span_start(p) + span_floats(p));
 }
 
 const char* sdpa_backward(const BackwardParams& p, void* stream) {

@@ -9,7 +9,7 @@
 // of kKeyRun neighbours, which share a block of dropout's bits. Runs are kRunStep apart.
 #pragma once
 
-#include "cuda/tile/tile.cuh"
+#include "cuda/tile/spans.cuh"
 #include "problem/philox.h"
 
 namespace fastattn::cuda {
@@ -40,8 +40,10 @@ using Pairs = float[Layout::kQueries * Layout::kKeys / 4][4];
 
 // ---- masks ----
 
-FASTATTN_DEVICE bool is_outside(const AttentionParams& p, const Place& at) {
-  if (limits_vary_by_row(p.mask)) return false;
+// Where limits vary by row, only the table of each query tile's keys can tell.
+FASTATTN_DEVICE bool is_outside(const AttentionParams& p, const Place& at, const Span* table) {
+  if (limits_vary_by_row(p.mask))
+    return table != nullptr && !meets(table[at.b * ceil_div(p.M, kTile) + at.i0 / kTile], at.j0);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   return keys.begin >= at.j0 + at.cols || keys.end <= at.j0;
 }
@@ -121,9 +123,13 @@ struct TileMask {
 };
 
 // Every thread of the block must call this: unless the tile is full, it contains a barrier.
+// `table`: Spans::keys, if there is one.
 template <typename Layout>
-FASTATTN_DEVICE TileMask mask_tile(const AttentionParams& p, const Place& at) {
-  if (is_outside(p, at)) return {0, true, false};
+FASTATTN_DEVICE TileMask mask_tile(const AttentionParams& p, const Place& at,
+                                   const Span* table = nullptr) {
+  const bool outside = is_outside(p, at, table);
+  count_tile(outside);
+  if (outside) return {0, true, false};
   if (is_full(p, at)) return {kAllKept, false, true};
   const KeepBits bits = partial_bits<Layout>(p, at);
   return {bits, __syncthreads_or(bits != 0) == 0, false};

@@ -22,6 +22,7 @@ extern "C" __attribute__((weak)) char __start_cuda_shared[], __stop_cuda_shared[
 namespace cuda_on_cpu {
 
 int current_gpu = 0, gpu_of_tensors = 0;
+uint64_t visited_tiles[2] = {};
 
 namespace {
 
@@ -370,6 +371,9 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 // The GPU of all tensors; for tests.
 extern "C" void shim_place_tensors(int gpu) { cuda_on_cpu::gpu_of_tensors = gpu; }
+
+// Tiles that kernels have visited, inside the mask and outside; for tests.
+extern "C" uint64_t shim_visited(int outside) { return cuda_on_cpu::visited_tiles[outside]; }
 
 // 0 for the ordinary order; for tests.
 extern "C" void shim_schedule(unsigned number) { cuda_on_cpu::schedule.number = number; }

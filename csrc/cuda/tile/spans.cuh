@@ -1,0 +1,43 @@
+// Which query tiles a tile of keys visits: from the first to the last one with a row that keeps
+// some key of it. Arithmetic says so, unless limits vary by row, as in packed documents. A look at
+// every row for every tile of keys would then take longer than the tiles. Two kernels make tables
+// instead. Intervals of rows in order leave no tile between first and last that keeps nothing.
+#pragma once
+
+#include "cuda/base/launcher.cuh"
+#include "cuda/tile/tile.cuh"
+
+namespace fastattn::cuda {
+
+struct __align__(8) Span {
+  int32_t begin, end;  // empty when begin >= end
+};
+
+struct Spans {
+  Span* keys;     // [B][query tiles]: the keys that rows of the tile keep; nullptr: no limit varies
+  Span* queries;  // [B][key tiles]: the query tiles to visit
+};
+
+// Floats of both tables.
+FASTATTN_FN int64_t span_floats(const AttentionParams& p) {
+  return limits_vary_by_row(p.mask) ? 2 * p.B * (ceil_div(p.M, kTile) + ceil_div(p.N, kTile)) : 0;
+}
+// Fills the tables from float number `offset` of the workspace on, which is even.
+Spans make_spans(const BackwardParams& p, int64_t offset, Launcher& launcher);
+
+FASTATTN_DEVICE bool meets(const Span& keys, int64_t j0) {
+  return keys.begin < j0 + kTile && keys.end > j0;
+}
+
+// The queries that the keys at `at` visit, from the beginning of a tile on.
+FASTATTN_DEVICE RowRange rows_to_visit(const AttentionParams& p, const Spans& spans,
+                                       const Place& at) {
+  if (spans.keys == nullptr) {
+    const RowRange rows = rows_of_keys(p.mask, p.M, p.N, at.b, at.j0, at.j0 + at.cols);
+    return {rows.begin < rows.end ? rows.begin / kTile * kTile : rows.end, rows.end};
+  }
+  const Span tiles = spans.queries[at.b * ceil_div(p.N, kTile) + at.j0 / kTile];
+  return {int64_t{tiles.begin} * kTile, min64(p.M, int64_t{tiles.end} * kTile)};
+}
+
+}  // namespace fastattn::cuda
