@@ -118,7 +118,7 @@ SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CX
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
   FASTATTN_EXTENSION=$(CURDIR)/build/sanitize/_C.abi3.so $(PY)
 sanitize-cpu: $(READY)
-	CXXFLAGS="-O1 -g1 $(SANITIZERS) -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
+	CXXFLAGS="-O1 -fexpensive-optimizations -g1 $(SANITIZERS) -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
 	$(SANITIZED_PY) -m pytest tests/cpu tests/binding -q -p no:cacheprovider --capture=sys \
 	  --ignore tests/binding/test_standalone.py --ignore tests/cpu/test_isa_symbols.py $(ARGS)
 	$(SANITIZED_PY) tests/fuzz.py --problems 300 --seed 0
