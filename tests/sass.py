@@ -73,7 +73,7 @@ def product_loops(sass: str) -> list[dict[str, int]]:
     """The innermost loops with products of warpgroups.
 
     Per iteration: {"slots": issue slots, "steady": without those that a vote of the warp skips,
-    "products", "waits", "mufu", "local": spills}.
+    "mufu": of those, "products", "waits", "local": spills}.
     """
     instructions, labels = _parse(sass)
     found = []
@@ -82,27 +82,28 @@ def product_loops(sass: str) -> list[dict[str, int]]:
         count = Counter(i.split()[0] for i in loop)
         if not _count(count, "HGMMA"):
             continue
+        skipped = _skipped(loop, {x: n - a for x, n in labels.items()})
         found.append(
             {
                 "slots": len(loop),
-                "steady": len(loop) - _skipped(loop, {x: n - a for x, n in labels.items()}),
+                "steady": len(loop) - len(skipped),
+                "mufu": sum(i.startswith("MUFU") for i in loop) - "".join(skipped).count("MUFU"),
                 "products": _count(count, "HGMMA"),
                 "waits": count["WARPGROUP.DEPBAR.LE"],
-                "mufu": _count(count, "MUFU"),
                 "local": _count(count, "LDL", "STL"),
             }
         )
     return found
 
 
-def _skipped(loop: list[str], labels: dict[str, int]) -> int:
-    """How many instructions stand between the jump after each vote and where it goes."""
-    skipped = 0
+def _skipped(loop: list[str], labels: dict[str, int]) -> list[str]:
+    """The instructions between the jump after each vote and where it goes."""
+    skipped = []
     for n, instruction in enumerate(loop):
         if not instruction.startswith("VOTE.ANY"):
             continue
         jump = next(m for m in range(n, len(loop)) if _JUMP.match(loop[m]))
-        skipped += labels[_JUMP.match(loop[jump])[1]] - jump - 1  # pyright: ignore[reportOptionalSubscript]
+        skipped += loop[jump + 1 : labels[_JUMP.match(loop[jump])[1]]]  # pyright: ignore[reportOptionalSubscript]
     return skipped
 
 

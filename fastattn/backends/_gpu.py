@@ -1,10 +1,13 @@
-"""What all GPU backends require of the machine."""
+"""What the GPU backends have in common: what they require of the machine, what they save."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+
+from fastattn.problem import Problem
+from fastattn.problem.record import natural_scale
 
 MIN_CAPABILITY = (8, 0)  # older tensor cores have no bf16; Triton and csrc/cuda do not support them
 
@@ -30,3 +33,9 @@ def capability_reasons(device: torch.device) -> tuple[str, ...]:
         have, need = (".".join(map(str, c)) for c in (capability, MIN_CAPABILITY))
         return (f"compute capability {have}: {need} or newer is needed",)
     return ()
+
+
+def shift_unit(p: Problem, biased: bool) -> float:
+    """See ``registry.Backend``: csrc/cuda has it as ``natural_of_logit``, Triton in ``Call``."""
+    scale = natural_scale(p, p.scale)
+    return scale if scale > 0 and not biased else 1.0

@@ -6,7 +6,6 @@ A separate library (fastattn/_cuda.so), loaded if torch has CUDA.
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 
@@ -37,12 +36,7 @@ def unsupported(p: Problem) -> list[str]:
     return reasons
 
 
-forward, backward = OPERATORS.forward, OPERATORS.backward
-
-
-def shift_unit(p: Problem, biased: bool) -> float:
-    """See ``registry.Backend``. Logits are in base 2."""
-    return math.log(2)
+forward, backward, shift_unit = OPERATORS.forward, OPERATORS.backward, _gpu.shift_unit
 
 
 # ---- the library ----

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem, schemas
-from fastattn.problem.record import natural_scale
 
 
 def _is_installed() -> bool:
@@ -112,10 +111,4 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager:
 OPERATORS = operators.Operators("triton_")
 for _key in ("CUDA", "CPU"):  # CPU tensors occur only when the kernels are interpreted
     OPERATORS.implement(_key, _forward, _backward)
-forward, backward = OPERATORS.forward, OPERATORS.backward
-
-
-def shift_unit(p: Problem, biased: bool) -> float:
-    """See ``registry.Backend``. The same as ``Call.folds_scale``."""
-    scale = natural_scale(p, p.scale)
-    return scale if scale > 0 and not biased else 1.0
+forward, backward, shift_unit = OPERATORS.forward, OPERATORS.backward, _gpu.shift_unit

@@ -54,7 +54,7 @@ from properties.strides import (  # noqa: F401
     test_strides_beyond_2_to_the_31,
 )
 
-from fastattn import Mask, testing
+from fastattn import ALiBi, Mask, testing
 from fastattn.testing import GRID, Case
 
 pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
@@ -169,6 +169,41 @@ CAPPED = [
 @pytest.mark.parametrize("case", CAPPED, ids=lambda case: case.name)
 def test_softcap(backend, case):
     testing.check(case, backend)
+
+
+# ---- large biases: a logit is the sum of score and bias, rounded once ----
+
+
+def assert_as_right_as_plain(call, backend, **options):
+    """Within the budget, where plain PyTorch rounds no sum: all of the error would be ours."""
+
+    def run(backend, dtype=torch.float32):
+        cast = {n: x.to(dtype) for n, x in call.items()}
+        given = {n: x.to(dtype) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+        return everything(cast, backend=backend, **given)
+
+    found, plain, truth = run(backend), run("eager"), run("eager", torch.float64)
+    for result, x in found.items():
+        testing.assert_within_budget(x, plain[result], truth[result], result)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+@pytest.mark.parametrize("M", [3, 20])  # few queries, and a tile
+def test_a_large_bias_loses_no_digits(backend, M, softcap):
+    call = inputs("additive", M=M, N=90)
+    call["query"] *= 0
+    call["key"] *= 0
+    bias = 200 + 3 * torch.randn(2, 2, M, 90)
+    assert_as_right_as_plain(call, backend, bias=bias, softcap=softcap)
+
+
+@pytest.mark.parametrize("M", [3, 20])
+def test_alibi_far_from_the_diagonal_loses_no_digits(backend, M):
+    call = inputs("additive", M=M, N=3200, E=5)
+    call["key"][:, :, :3100] = call["query"][:] = 0
+    bias = ALiBi(torch.tensor([0.07, 0.1]), 0).to_dense(M, 3200)
+    mask = Mask(kv_begin=[3000, 3003], kv_len=[3090, 3100])
+    assert_as_right_as_plain(call, backend, bias=bias, mask=mask)
 
 
 @pytest.mark.parametrize("letters", ["bhmn", "mn", "hm", "bn", "", "h"])

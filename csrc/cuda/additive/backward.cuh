@@ -11,13 +11,15 @@ struct BackwardArgs {
   BackwardParams p;
   AdditiveBackwardPlan plan;
   Spans spans;
+  float unit;
 };
 
 struct __align__(16) BackwardMemory {
   StageMemory stage;
   float largest[kWarps];         // per warp: the largest |dS| of the warp's share of the tile
   float ds[kTile * kTile];       // kGradUnit dS / unit_of_ds [i][j]
-  float weights[kTile * kTile];  // [i][j]; only grad_key.cu has them
+  float weights[kTile * kTile];  // [i][j]; only grad_key.cu has them,
+  Span visited;                  // and these
 };
 constexpr size_t kSharedWithoutWeights = offsetof(BackwardMemory, weights);
 
@@ -25,7 +27,7 @@ FASTATTN_DEVICE float* workspace(const BackwardArgs& a) {
   return static_cast<float*>(a.p.workspace);
 }
 FASTATTN_DEVICE AdditiveTiles tiles_of(const BackwardArgs& a) {
-  return {a.p, a.plan.panels, workspace(a)};
+  return {a.p, a.plan.panels, workspace(a), a.unit};
 }
 
 FASTATTN_DEVICE Place query_place(const BackwardArgs& a, uint32_t block) {

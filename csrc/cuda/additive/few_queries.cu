@@ -86,7 +86,7 @@ FASTATTN_DEVICE void stage_few_keys(const View& k, int64_t offset, int rows, int
   });
 }
 
-// log2(e) * score of this thread's key. Begins with a barrier.
+// The score of this thread's key, or its ratio under a softcap. Begins with a barrier.
 template <bool kCapped>
 FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory& memory) {
   const Panels& panels = a.plan.panels;
@@ -112,16 +112,15 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
   }
   s = scaled_score(s, workspace[panels.scales + at.h]);
   if constexpr (!kCapped) return s;
-  const Cap cap = cap_of(a.p, kLn2);
-  return cap_logit(cap, cap_score(cap, s).ratio);
+  return cap_score(a.p, s).ratio;
 }
 
-// The score with its bias. A bias of -inf masks the key, and the result is -inf.
+// The logit of a score. A bias of -inf masks the key, and the result is -inf.
 FASTATTN_DEVICE float masked_score(const AttentionParams& p, const Row& at, float s) {
   if (p.bias.data == nullptr) return s;
   const int64_t offset = offset_of(p.bias, at.b, at.h, at.i, at.j0 + thread());
   const float bias = load_element(p.bias, offset);
-  return bias == -kInfinity ? bias : s + in_log2(bias);
+  return bias == -kInfinity ? bias : fmaf(s, natural_of_score(p), bias);
 }
 
 FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h, int64_t i,
@@ -167,6 +166,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   const KeyRange keys = row_range(p.mask, p.N, at.b, at.i);
   const int64_t begin = max64(chunk * a.plan.chunk_keys, keys.begin / kThreads * kThreads);
   const int64_t end = min64((chunk + 1) * a.plan.chunk_keys, keys.end);
+  const float unit = unit_of(p);
   float m = -kInfinity, l = 0.f;
   for (at.j0 = begin; at.j0 < end; at.j0 += kThreads) {
     at.cols = static_cast<int>(min64(kThreads, end - at.j0));
@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(kThreads, 8)
       static_cast<float*>(p.workspace)[a.plan.scores + at.number * p.N + j] = s;
     const bool masked = !__syncthreads_and(s != -kInfinity);
 
-    const float m_new = max_of(m, ceilf(block_max(s, memory.scratch))), shift = finite_max(m_new);
-    const float alpha = rescaling(m, shift), w = ex2_approx(s - shift);
+    const float m_new = late_max(m, block_max(s, memory.scratch), unit), shift = finite_max(m_new);
+    const float alpha = rescaling(m, shift, unit), w = rescaling(s, shift, unit);
     m = m_new;
     l = l * alpha + w;
     memory.weights[thread()] = few_dropped(p, at.b, at.h, at.i, j, w);
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = (b * p.H + h) * p.M + i;
     const float s = static_cast<const float*>(p.workspace)[a.plan.scores + row * p.N + j];
     if (s == -kInfinity) continue;
-    const float weight = known_weight(s, p.stats[2 * row], p.stats[2 * row + 1]);
+    const float weight = known_weight(s, p.stats[2 * row], p.stats[2 * row + 1], unit_of(p));
     sum += few_dropped(p, b, h, i, j, weight);
   }
   sum *= 1.f / static_cast<float>(heads);

@@ -1,7 +1,7 @@
 // Fused additive attention, forward, exact (Bahdanau, Cho and Bengio, 2015):
 //
-//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
-//   s_ij = sum_d w_d tanh(q_id + k_jd), in base 2
+//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = e^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
+//   s_ij = sum_d w_d tanh(q_id + k_jd)
 //
 //   prologue (prepare.cu)               exponentials of q and k, the range of each key tile
 //   for (b, h, tile of 64 queries)      one block; O, m and l in shared memory
@@ -26,10 +26,11 @@ namespace {
 struct ForwardArgs {
   ForwardParams p;
   AdditiveForwardPlan plan;
+  float unit;
 };
 
 FASTATTN_DEVICE AdditiveTiles tiles_of(const ForwardArgs& a) {
-  return {a.p, a.plan.panels, static_cast<const float*>(a.p.workspace)};
+  return {a.p, a.plan.panels, static_cast<const float*>(a.p.workspace), a.unit};
 }
 
 // O follows this struct: [ceil(E / kTile)][kRows][kThreads] float4. Each float4 belongs to one
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     Fragment s;
     float alpha[kRows];
     score_tile<kScore, kCapped>(tiles_of(a), at, mask.bits, memory.stage, s);
-    softmax_step(p, at, mask.bits, memory.states, s, alpha);
+    softmax_step(p, a.unit, at, mask.bits, memory.states, s, alpha);
     __syncthreads();
     store_fragment<true>(s, memory.stage.queries);
     add_values(p, at, mask.full, alpha, memory, o);
@@ -148,7 +149,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   Fragment sum;
   clear(sum);
   for (int64_t g = 0; g < heads; ++g) {
-    const Place at = place(p, b, head_out * heads + g, i0, j0);
+    // What depends on j0 stays in the loop.
+    const Place at = place(p, b, head_out * heads + g, i0, opaque_here(static_cast<int>(j0)));
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights;
@@ -174,7 +176,7 @@ int64_t additive_forward_workspace_bytes(const ForwardParams& p) {
 }
 
 const char* additive_forward(const ForwardParams& p, void* stream) {
-  const ForwardArgs args = {p, plan_additive_forward(p)};
+  const ForwardArgs args = {p, plan_additive_forward(p), unit_of(p)};
   const Panels& panels = args.plan.panels;
   Launcher launcher(stream);
   if (panels.few) {

@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     additive_keys_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
   const BackwardParams& p = a.p;
-  // Each use computes this address again. Keeping the address over the loop would take one register
-  // too many.
+  // Each use computes this address again, and the last head. Kept over the loop, they would take
+  // registers too many.
   const auto sums = [&] {
     const int64_t block = opaque_here(static_cast<int>(blockIdx.x));
     return workspace(a) + a.plan.sums_k + block * a.plan.block_k;
@@ -105,14 +105,17 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int64_t hkv = take_digit(&block, p.Hkv), b = block;
   const int group = static_cast<int>(p.H) / static_cast<int>(p.Hkv);
   Place at = place(p, b, hkv * group, 0, j0);
-  const int end = at.h + group;
-  const RowRange rows = rows_to_visit(p, a.spans, at);
+  find_rows(p, a.spans, at, memory.visited);
+  const auto end = [&] {
+    return (opaque_here(at.hkv) + 1) * (static_cast<int>(p.H) / static_cast<int>(p.Hkv));
+  };
   clear_sums(sums(), value_slot(a, ceil_div(p.E, kTile) * kTile));
-  const bool direct = is_direct(tiles_of(a), at);
 
-  for (; at.h < end; ++at.h)
-    for (at.i0 = rows.begin; at.i0 < rows.end; at.i0 += kTile) {
+  for (; at.h < end(); ++at.h)
+    for (at.i0 = first_row(memory.visited); at.i0 < rows_end(memory.visited); at.i0 += kTile) {
       at.rows = extent(p.M, at.i0);
+      // What depends on these stays in the loop, and is computed from them alone.
+      at.i0 = opaque(at.i0), at.j0 = opaque_here(static_cast<int>(at.j0));
       const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans.keys);
       if (mask.empty) continue;
       Fragment weights, ds;
@@ -122,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       add_value_gradient(a, at, mask.full, memory, sums());
       if constexpr (kScore == ScoreKind::kGaussian) {
         add_key_gradient<Loop::kDifferences>(a, at, memory, sums());
-      } else if (direct) {
+      } else if (is_direct(tiles_of(a), at)) {
         add_key_gradient<Loop::kDirect>(a, at, memory, sums());
       } else {
         add_key_gradient<Loop::kFactors>(a, at, memory, sums());

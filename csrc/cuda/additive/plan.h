@@ -87,7 +87,7 @@ struct AdditiveForwardPlan {
   Panels panels;
   int64_t chunk_keys, chunks;
   int64_t partials;  // merge.cuh
-  int64_t scores;    // [B][H][M][N] in base 2, when weights are wanted
+  int64_t scores;    // [B][H][M][N] logits, when weights are wanted
   int64_t workspace_bytes;
 };
 

@@ -59,11 +59,11 @@ __global__ void __launch_bounds__(kThreads) prepare_terms_kernel(const PrepareAr
   }
   if (thread() == 0) {
     const float power = heaviest == 0.f ? 0.f : ldexpf(1.f, exponent);
-    a.workspace[a.at.scales + h] = 2.f * kLog2e * (finite ? power : kInfinity - kInfinity);
+    a.workspace[a.at.scales + h] = 2.f * (finite ? power : kInfinity - kInfinity);
   }
 }
 
-// Writes r, c r and -c / 2 log2(e) of a gaussian score, one block per head of a batch.
+// Writes r, c r and -c / 2 of a gaussian score, one block per head of a batch.
 __global__ void __launch_bounds__(kThreads) prepare_bandwidths_kernel(const PrepareArgs a) {
   __shared__ float scratch[kWarps];
   const int64_t b = blockIdx.x / a.p.H, h = blockIdx.x % a.p.H, start = blockIdx.x * a.at.dims;
@@ -79,9 +79,7 @@ __global__ void __launch_bounds__(kThreads) prepare_bandwidths_kernel(const Prep
     a.workspace[a.at.units + start + d] = ratio;
     a.workspace[a.at.weights + start + d] = ratio * static_cast<float>(all.factor);
   }
-  if (thread() == 0)
-    a.workspace[a.at.scales + blockIdx.x] =
-        static_cast<float>(-0.5 * 1.44269504088896341 * all.factor);
+  if (thread() == 0) a.workspace[a.at.scales + blockIdx.x] = static_cast<float>(-0.5 * all.factor);
 }
 
 // ---- keys ----

@@ -100,7 +100,7 @@ FASTATTN_DEVICE void add_terms(const float* queries, const float* keys, const fl
   }
 }
 
-// The sum as a score in base 2. __fmul_rn rounds the product here, whatever follows. If the
+// The sum as a score. __fmul_rn rounds the product here, whatever follows. If the
 // compiler contracted the product with a subtraction, the largest of huge scores would differ from
 // the maximum made from the same score.
 FASTATTN_DEVICE float scaled_score(float sum, float scale) { return __fmul_rn(sum * kUnit, scale); }

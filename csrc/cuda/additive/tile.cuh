@@ -22,6 +22,7 @@ struct AdditiveTiles {
   const AttentionParams& p;
   const Panels& panels;
   const float* workspace;
+  float unit;  // of logits: an argument of the kernel, which takes no register
 };
 
 FASTATTN_DEVICE int64_t query_tile(const AdditiveTiles& t, const Place& at) {
@@ -70,18 +71,18 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
   return static_cast<int>(min64(kStage, t.panels.dims - d0));
 }
 
-// Turns scores in base 2 into logits under a softcap. Writes the slopes to a tile unless `slopes`
+// Turns scores into the ratios of a softcap. Writes the slopes to a tile unless `slopes`
 // is nullptr.
 FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slopes) {
   float row[kCols];
-  cap_scores(cap_of(p, kLn2), s, [&](int n, float slope) {
+  cap_scores(p, s, [&](int n, float slope) {
     row[n % kCols] = slope;
     if (slopes != nullptr && n % kCols == kCols - 1)
       store4(slopes, row0() + n / kCols, col0(), pack4(row));
   });
 }
 
-// s = log2(e) * (score + bias). Sums have two levels, because one sum over all dims loses digits.
+// The logits of a tile. Sums have two levels, because one sum over all dims loses digits.
 // Begins with a barrier, so other threads may still read the stage before the call. Ends without a
 // barrier. `slopes`: see cap_tile().
 template <ScoreKind kScore, bool kCapped>
@@ -123,7 +124,7 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
     for (int c = 0; c < kCols; ++c)
       s[r][c] = kGaussian ? __fmul_rn(s[r][c], scale) : scaled_score(s[r][c], scale);
   if constexpr (kCapped) cap_tile(t.p, s, slopes);
-  add_bias<FragmentLayout>(t.p, at, bits, s);
+  make_logits<FragmentLayout>(t.p, at, bits, s);
 }
 
 // P of a tile, before dropout. `slopes`: see cap_tile().
@@ -132,7 +133,7 @@ FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepB
                                   const float* stats, StageMemory& memory, Fragment& s,
                                   float* slopes = nullptr) {
   score_tile<kScore, kCapped>(t, at, bits, memory, s, slopes);
-  known_weights(t.p, at, bits, stats, s);
+  known_weights(t.p, t.unit, at, bits, stats, s);
 }
 
 // ---- gradients ----

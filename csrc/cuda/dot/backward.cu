@@ -1,5 +1,5 @@
 // Scaled dot-product attention, backward, on tensor cores, from the saved stats. No M x N matrix is
-// stored. P_ij = 2^(s_ij - m_i) / l_i is recomputed, R is the factor of dropout, and W = R P:
+// stored. P_ij = e^(s_ij - m_i) / l_i is recomputed, R is the factor of dropout, and W = R P:
 //
 //   dP = R (dO V^T + dW)     dS = P (dP - delta)     delta_i = sum_j P_ij dP_ij - dlse_i
 //   dV = W^T dO     dK = scale dS^T Q     dQ = scale dS K     dbias = dS, summed where it
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                    load_half<kType>(p.grad_out, grad + e * p.grad_out.stride_c);
   }
   if (p.grad_weights.data != nullptr) {
-    const float scale = p.scale * kLog2e;
+    const float unit = unit_of(p);
     const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
     start_queries<kDim>(p.q, p.D, at, memory.q);
     load_rows<false>(p, at, memory.rows);
@@ -54,9 +54,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<QueryRows> s;
-      sdpa_scores<QueryRows, kType, kDim, kCapped>(p, at, mask, scale, memory.q, memory.k, s,
-                                                   look_away);
-      known_pairs<QueryRows>(memory.rows, mask.bits, s);
+      sdpa_logits<QueryRows, kType, kDim, kCapped>(p, at, mask, memory.q, memory.k, s, look_away);
+      known_pairs<QueryRows>(memory.rows, unit, mask.bits, s);
       drop(p, surviving_bits<QueryRows>(p, at), s);
       with_half<kType>(p.grad_weights.dtype, [&](auto type) {
         for_grad_weights<QueryRows, type>(p, at, mask.bits, [&](int pair, float grad) {
@@ -82,7 +81,7 @@ template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const float scale = p.scale * kLog2e;
+  const float unit = unit_of(p);
   Place at = query_place(p, blockIdx.x);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   float dq[kDim / 8][4] = {};
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped>(p, at, mask, scale, memory, s, ds);
+    gradient_tile<QueryRows, kType, kDim, kCapped>(p, at, mask, unit, memory, s, ds);
     __syncthreads();  // others may still read the bad rows of K
     add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, at.b, at.hkv, at.j0, 0), p.D, mask, ds,
                                         memory.k, memory.bad_rows, dq);
@@ -117,16 +116,15 @@ FASTATTN_DEVICE Place key_place(const AttentionParams& p, uint32_t block) {
   return place(p, block, hkv * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kTile);
 }
 
-// Registers are full of sums. `opaque` hides values that can be recomputed, so that the compiler
-// does not keep them.
+// Registers are full of sums, so the unit of logits is an argument. `opaque` hides values that can
+// be recomputed, so that the compiler does not keep them.
 template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p,
-                     const __grid_constant__ Spans spans) {
+    sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
+                     const __grid_constant__ float unit) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const float scale = p.scale * kLog2e;
   Place at = key_place(p, blockIdx.x);
-  const RowRange rows = rows_to_visit(p, spans, at);
+  find_rows(p, spans, at, memory.visited);
   float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
   start_keys<kDim>(p.k, p.D, at, memory.k);
   start_keys<kDim>(p.v, p.E, at, memory.v);
@@ -135,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     return key_place(p, static_cast<uint32_t>(opaque_here(static_cast<int>(blockIdx.x))));
   };
   for (; at.h < first().h + static_cast<int>(p.H) / static_cast<int>(p.Hkv); ++at.h)
-    for (at.i0 = rows.begin; at.i0 < rows.end; at.i0 += kTile) {
+    for (at.i0 = first_row(memory.visited); at.i0 < rows_end(memory.visited); at.i0 += kTile) {
       at.rows = extent(p.M, at.i0);
       const TileMask mask = mask_tile<KeyRows>(p, at, spans.keys);
       if (mask.empty) continue;
@@ -146,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim, false>(p, at, mask, scale, memory, s, ds);
+      gradient_tile<KeyRows, kType, kDim, false>(p, at, mask, unit, memory, s, ds);
       __syncthreads();  // others may still read the bad rows of Q and dO
       const int64_t i0 = opaque(at.i0);
       const int b = opaque_here(at.b), h = opaque_here(at.h);
@@ -175,14 +173,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   const View& others = of_values ? p.grad_out : p.q;
   uint16_t* const tile = of_values ? memory.grad_out : memory.q;
   const int64_t dims = of_values ? p.E : p.D;
+  const float unit = unit_of(p);
   const Place first = key_place(p, blockIdx.x / 2);
-  const RowRange rows = rows_to_visit(p, spans, first);
+  find_rows(p, spans, first, memory.visited);
   float sum[kDim / 8][4] = {};
   start_keys<kDim>(p.k, p.D, first, memory.k);
   start_keys<kDim>(p.v, p.E, first, memory.v);
   const int end = first.h + static_cast<int>(p.H) / static_cast<int>(p.Hkv);
   for (Place at = first; at.h < end; ++at.h)
-    for (at.i0 = rows.begin; at.i0 < rows.end; at.i0 += kTile) {
+    for (at.i0 = first_row(memory.visited); at.i0 < rows_end(memory.visited); at.i0 += kTile) {
       at.rows = extent(p.M, at.i0);
       const TileMask mask = mask_tile<KeyRows>(p, at, spans.keys);
       if (mask.empty) continue;
@@ -193,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim, true>(p, at, mask, 0.f, memory, s, ds);
+      gradient_tile<KeyRows, kType, kDim, true>(p, at, mask, unit, memory, s, ds);
 #pragma unroll
       for (int n = 0; n < 4 * KeyRows::kTiles; ++n)
         s[n / 4][n % 4] = of_values ? s[n / 4][n % 4] : ds[n / 4][n % 4];
@@ -251,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dbias_kernel(const __grid_constant__ BackwardParams p,
                       const __grid_constant__ Spans spans) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const float scale = p.scale * kLog2e;
+  const float unit = unit_of(p);
   const BiasTiles own = bias_tiles(p, blockIdx.x);
   Pairs<QueryRows> sum = {};
   for (int64_t n = 0; n < own.count_b * own.count_h * own.count_m * own.count_n; ++n) {
@@ -272,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, scale, memory, s, ds);
+    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, unit, memory, s, ds);
 #pragma unroll
     for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll
@@ -323,7 +322,7 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   if constexpr (kCapped) {
     launcher.run(sdpa_capped_keys_kernel<kType, kDim>, 2 * keys, kThreads, shared, p, spans);
   } else {
-    launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p, spans);
+    launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p, spans, unit_of(p));
   }
   if (p.grad_bias.data == nullptr) return;
   const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);

@@ -17,6 +17,7 @@ struct __align__(16) GradMemory {
   uint16_t k[kTile * kDim], v[kTile * kDim];
   uint32_t bad_rows[kWarps];
   RowMemory rows;
+  Span visited;  // the rows that keys visit
 };
 
 FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, int query) {
@@ -42,7 +43,8 @@ FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
 
 // Turns scores into P, before dropout: exactly 0 where masked, even if the row is NaN.
 template <typename Layout>
-FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, Pairs<Layout>& s) {
+FASTATTN_DEVICE void known_pairs(const RowMemory& rows, float unit, KeepBits bits,
+                                 Pairs<Layout>& s) {
 #pragma unroll
   for (int x = 0; x < Layout::kQueries; ++x) {
     const int query = Layout::query0() + Layout::query(x);
@@ -50,7 +52,7 @@ FASTATTN_DEVICE void known_pairs(const RowMemory& rows, KeepBits bits, Pairs<Lay
 #pragma unroll
     for (int y = 0; y < Layout::kKeys; ++y) {
       const int n = Layout::pair(x, y);
-      const float weight = known_weight(s[n / 4][n % 4], shift, factor);
+      const float weight = known_weight(s[n / 4][n % 4], shift, factor, unit);
       s[n / 4][n % 4] = kept(bits, n) ? weight : 0.f;
     }
   }
@@ -87,8 +89,9 @@ FASTATTN_DEVICE void subtract_delta(const BackwardParams& p, KeepBits survivors,
 // been through subtract_delta().
 template <typename Layout, bool kSubtracted>
 FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
-                                const RowMemory& rows, Pairs<Layout>& s, Pairs<Layout>& dp) {
-  known_pairs<Layout>(rows, mask.bits, s);
+                                float unit, const RowMemory& rows, Pairs<Layout>& s,
+                                Pairs<Layout>& dp) {
+  known_pairs<Layout>(rows, unit, mask.bits, s);
   if constexpr (!kSubtracted) drop(p, survivors, dp);
 #pragma unroll
   for (int x = 0; x < Layout::kQueries; ++x) {
@@ -107,7 +110,7 @@ FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, K
 // logits.
 template <typename Layout, DType kType, int kDim, bool kCapped, bool kSloped = kCapped>
 FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
-                                   float scale, const GradMemory<kDim>& memory, Pairs<Layout>& s,
+                                   float unit, const GradMemory<kDim>& memory, Pairs<Layout>& s,
                                    Pairs<Layout>& ds) {
   constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
   const uint16_t* const grad = memory.grad_out;
@@ -119,12 +122,12 @@ FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, con
                                             kQueriesByRows ? memory.v : grad, ds);
   });
   if constexpr (kSloped) subtract_delta<Layout>(p, survivors, memory.rows, ds);
-  sdpa_scores<Layout, kType, kDim, kCapped>(
-      p, at, mask, scale, kQueriesByRows ? memory.q : memory.k,
-      kQueriesByRows ? memory.k : memory.q, s, [&](int n, float slope) {
-        if constexpr (kSloped) ds[n / 4][n % 4] *= slope;
-      });
-  grad_pairs<Layout, kSloped>(p, mask, survivors, memory.rows, s, ds);
+  sdpa_logits<Layout, kType, kDim, kCapped>(p, at, mask, kQueriesByRows ? memory.q : memory.k,
+                                            kQueriesByRows ? memory.k : memory.q, s,
+                                            [&](int n, float slope) {
+                                              if constexpr (kSloped) ds[n / 4][n % 4] *= slope;
+                                            });
+  grad_pairs<Layout, kSloped>(p, mask, survivors, unit, memory.rows, s, ds);
 }
 
 }  // namespace fastattn::cuda

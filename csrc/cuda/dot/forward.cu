@@ -1,11 +1,11 @@
 // Scaled dot-product attention, forward, on tensor cores; fp16 and bf16, fp32 sums:
 //
-//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
+//   out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = e^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
 //
 //   for (b, h, tile of 64 queries)       a block of 4 warps, 16 queries each; Q in shared memory,
 //     for key tiles that some row keeps  O, m, l in registers; K, V copied one tile ahead
 //       S = Q K^T                        in registers
-//       S -> masked, biased -> P         online softmax; P stays in registers
+//       S -> logits, masked -> P         online softmax; P stays in registers
 //       O = alpha O + P V
 //     out = O / l, lse, stats
 //
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
   const ForwardParams& p = a.p;
-  const float scale = p.scale * kLog2e;
+  const float unit = unit_of(p);
   int64_t chunk = 0;
   Place at = kFew ? few_queries(a, blockIdx.x, &chunk) : query_tile(p, blockIdx.x);
   if (!kFew && a.marks != nullptr && a.marks[tile_number(p, at)] == 0) return;
@@ -137,10 +137,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     Pairs<Layout> s;
     SdpaStep step;
     float alpha[2];
-    sdpa_scores<Layout, kType, kDim, kCapped>(p, here, mask_here, scale, memory.q, memory.k[buffer],
-                                              s, look_away);
-    sdpa_softmax_step<true>(state, s, step);
-    sdpa_add_sums(step, state, alpha);
+    sdpa_logits<Layout, kType, kDim, kCapped>(p, here, mask_here, memory.q, memory.k[buffer], s,
+                                              look_away);
+    sdpa_softmax_step<true>(unit, state, s, step);
+    sdpa_add_sums(unit, step, state, alpha);
     drop(p, surviving_bits<Layout>(p, here), s);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
@@ -163,7 +163,7 @@ template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_weights_kernel(const __grid_constant__ ForwardParams p) {
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
-  const float scale = p.scale * kLog2e;
+  const float unit = unit_of(p);
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
   const int heads = static_cast<int>(p.H / heads_out);
   uint32_t block = blockIdx.x;
@@ -181,8 +181,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s;
-    sdpa_scores<QueryRows, kType, kDim, kCapped>(p, at, mask, scale, memory.q, memory.k[0], s,
-                                                 look_away);
+    sdpa_logits<QueryRows, kType, kDim, kCapped>(p, at, mask, memory.q, memory.k[0], s, look_away);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = sum_row(2 * half);
@@ -193,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int n = 0; n < QueryRows::kTiles; ++n)
 #pragma unroll
         for (int v = 2 * half; v < 2 * half + 2; ++v) {
-          const float w = known_weight(s[n][v], stats.x, stats.y);
+          const float w = known_weight(s[n][v], stats.x, stats.y, unit);
           s[n][v] = kept(mask.bits, n, v) ? w : 0.f;
         }
     }

@@ -14,23 +14,29 @@ struct SdpaState {
 // What a tile did to the state, before its sums are added.
 struct SdpaStep {
   float m_old[2], sum[2];
+  bool raised;  // whether one of the maxima is another one
 };
 
-// Turns masked and biased scores into weights. Unless kMasked, every row has met a key.
+// Turns logits into weights. Unless kMasked, every row has met a key.
 template <bool kMasked, int kTiles>
-FASTATTN_DEVICE void sdpa_softmax_step(SdpaState& state, float (&s)[kTiles][4], SdpaStep& step) {
+FASTATTN_DEVICE void sdpa_softmax_step(float unit, SdpaState& state, float (&s)[kTiles][4],
+                                       SdpaStep& step) {
+  step.raised = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int v = 2 * half;
     float top = max_of(s[0][v], s[0][v + 1]);
 #pragma unroll
     for (int n = 1; n < kTiles; ++n) top = max_of(top, max_of(s[n][v], s[n][v + 1]));
+    top = lanes_max(top, kQuad);
+    const bool raised = raises(top, state.m[half], unit);
+    step.raised |= raised;
     step.m_old[half] = state.m[half];
-    state.m[half] = max_of(state.m[half], ceilf(lanes_max(top, kQuad)));
+    if (raised) state.m[half] = top;
     const float shift = kMasked ? finite_max(state.m[half]) : state.m[half];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      s[n][v] = ex2_approx(s[n][v] - shift), s[n][v + 1] = ex2_approx(s[n][v + 1] - shift);
+      s[n][v] = rescaling(s[n][v], shift, unit), s[n][v + 1] = rescaling(s[n][v + 1], shift, unit);
       const float sum = s[n][v] + s[n][v + 1];
       step.sum[half] = n == 0 ? sum : step.sum[half] + sum;
     }
@@ -38,10 +44,11 @@ FASTATTN_DEVICE void sdpa_softmax_step(SdpaState& state, float (&s)[kTiles][4], 
 }
 
 // Adds the sums of the tile. alpha rescales O.
-FASTATTN_DEVICE void sdpa_add_sums(const SdpaStep& step, SdpaState& state, float (&alpha)[2]) {
+FASTATTN_DEVICE void sdpa_add_sums(float unit, const SdpaStep& step, SdpaState& state,
+                                   float (&alpha)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    alpha[half] = rescaling(step.m_old[half], finite_max(state.m[half]));
+    alpha[half] = rescaling(step.m_old[half], finite_max(state.m[half]), unit);
     state.l[half] = state.l[half] * alpha[half] + step.sum[half];
   }
 }

@@ -44,44 +44,27 @@ FASTATTN_DEVICE void start_keys(const View& x, int64_t dims, const Place& at, ui
 
 // ---- scores ----
 
-// Makes base-2 scores of products.
-//
-// Scores are always rounded here, because the row's maximum is one of these numbers. A multiply-add
-// in the softmax would put the largest score off by half an ulp of itself, which overflows beyond
-// 2^31. With a bias, each kernel might also be contracted in another way.
-template <int kTiles>
-FASTATTN_DEVICE void scale_scores(float scale, float (&s)[kTiles][4]) {
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-    for (int v = 0; v < 4; ++v) s[n][v] = __fmul_rn(s[n][v], scale);
-}
-
-// Puts -inf where the tile at `at` is masked, and adds the bias elsewhere.
+// Makes logits of the scores of the tile at `at`: -inf where they are masked.
 template <typename Layout>
 FASTATTN_DEVICE void mask_scores(const AttentionParams& p, const Place& at, KeepBits bits,
                                  Pairs<Layout>& s) {
+  make_logits<Layout>(p, at, bits, s);
 #pragma unroll
   for (int n = 0; n < Layout::kTiles; ++n)
 #pragma unroll
     for (int v = 0; v < 4; ++v) s[n][v] = kept(bits, n, v) ? s[n][v] : -kInfinity;
-  add_bias<Layout>(p, at, bits, s);
 }
 
-// Scores of the tile at `at`. The layout says whether rows are queries and columns keys, or the
+// Logits of the tile at `at`. The layout says whether rows are queries and columns keys, or the
 // reverse. Under a softcap calls look(pair, slope).
 template <typename Layout, DType kType, int kDim, bool kCapped, typename F>
-FASTATTN_DEVICE void sdpa_scores(const AttentionParams& p, const Place& at, const TileMask& mask,
-                                 float scale, const uint16_t* rows, const uint16_t* columns,
-                                 Pairs<Layout>& s, F look) {
+FASTATTN_DEVICE void sdpa_logits(const AttentionParams& p, const Place& at, const TileMask& mask,
+                                 const uint16_t* rows, const uint16_t* columns, Pairs<Layout>& s,
+                                 F look) {
   clear(s);
   with_half<kType>(p.q.dtype,
                    [&](auto type) { multiply_transposed<Layout, type, kDim>(rows, columns, s); });
-  if constexpr (kCapped) {
-    cap_scores(cap_of(p, p.scale), s, look);
-  } else {
-    scale_scores(scale, s);
-  }
+  if constexpr (kCapped) cap_scores(p, s, look);
   if (!mask.full) mask_scores<Layout>(p, at, mask.bits, s);
 }
 

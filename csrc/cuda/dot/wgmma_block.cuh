@@ -53,7 +53,8 @@ struct Stage {
 // ---- which queries and keys ----
 
 // The key tiles of a block in the order in which it takes them: from the last masked one down, then
-// those before the keys that all rows keep, then tiles without mask, bias and dropout.
+// those before the keys that all rows keep, then tiles without mask and dropout, whose
+// logits are their scores.
 struct KeyTiles {
   int first, end, full_first, full_end;
 
@@ -73,7 +74,7 @@ FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, int b, int64_t i0, 
   if (some.begin >= some.end) return {0, 0, 0, 0};
   const int first = static_cast<int>(some.begin / kKeyTile);
   const int end = static_cast<int>(ceil_div(some.end, kKeyTile));
-  if (has_dense(p.mask) || p.bias.data != nullptr || p.dropout.enabled)
+  if (has_dense(p.mask) || !logits_are_scores(p) || p.dropout.enabled)
     return {first, end, end, end};
   const KeyRange all = common_range(p.mask, p.N, b, i0, i1);
   const int full_end = static_cast<int>(max64(first, all.end / kKeyTile));
@@ -162,17 +163,16 @@ FASTATTN_DEVICE void pack_weights(const float (&s)[kScoreTiles][4],
       w[n / 2][n % 2 * 2 + r] = pack_pair<kType>(s[n][2 * r], s[n][2 * r + 1]);
 }
 
-// Makes O and l sums of all tiles so far. Most tiles leave the maxima as they are, which are whole
-// numbers (softmax.cuh).
+// Makes O and l sums of all tiles so far. Most tiles leave the maxima as they are (softmax.cuh).
 template <int kTiles>
-FASTATTN_DEVICE void rescale(const SdpaStep& step, SdpaState& state, float (&o)[kTiles][4]) {
-  const bool grew = step.m_old[0] != state.m[0] || step.m_old[1] != state.m[1];
-  if (!__any_sync(kAllLanes, grew)) {
+FASTATTN_DEVICE void rescale(float unit, const SdpaStep& step, SdpaState& state,
+                             float (&o)[kTiles][4]) {
+  if (!__any_sync(kAllLanes, step.raised)) {
     state.l[0] += step.sum[0], state.l[1] += step.sum[1];
     return;
   }
   float alpha[2];
-  sdpa_add_sums(step, state, alpha);
+  sdpa_add_sums(unit, step, state, alpha);
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -190,7 +190,7 @@ struct Consumer {
   const AttentionParams& p;
   const Place& at;
   WgmmaMemory<kDim>& memory;
-  float scale;
+  float unit;                    // of logits
   uint64_t q, first_k, first_v;  // descriptors; the latter two of stage 0
   SdpaState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
   SdpaStep step = {};
@@ -204,7 +204,7 @@ struct Consumer {
       : p(a.p),
         at(at),
         memory(memory),
-        scale(a.p.scale * kLog2e),
+        unit(unit_of(a.p)),
         q(describe(memory.q[group], kAlongRows)),
         first_k(at_offset(memory, offsetof(WgmmaMemory<kDim>, k), kAlongRows)),
         first_v(at_offset(memory, offsetof(WgmmaMemory<kDim>, v), kDownColumns)) {}
@@ -241,14 +241,13 @@ struct Consumer {
   // S -> P.
   template <bool kMasked>
   __device__ __forceinline__ void softmax(int tile) {
-    scale_scores(scale, s);
     if constexpr (kMasked) {
       const int64_t j0 = static_cast<int64_t>(tile) * kKeyTile;
       mask_tile_scores(p, at, j0, s);
-      sdpa_softmax_step<true>(state, s, step);
+      sdpa_softmax_step<true>(unit, state, s, step);
       drop_tile_weights(p, at, j0, s);
     } else {
-      sdpa_softmax_step<false>(state, s, step);
+      sdpa_softmax_step<false>(unit, state, s, step);
     }
   }
 
@@ -272,7 +271,7 @@ struct Consumer {
     softmax<kMasked>(tile);
     wait_for_products<0>();
     take_values();
-    rescale(step, state, o);
+    rescale(unit, step, state, o);
     pack_weights<kType>(s, w);
     go_on();
   }

@@ -15,7 +15,7 @@
 namespace fastattn::cuda {
 
 constexpr float kInfinity = __builtin_huge_valf();
-constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
+constexpr float kLog2e = 1.44269504088896341f;
 
 using KeepBits = uint32_t;  // bit n says that this thread's pair n is kept
 constexpr KeepBits kAllKept = ~KeepBits{0};
@@ -38,18 +38,44 @@ struct FragmentLayout {
 template <typename Layout>
 using Pairs = float[Layout::kQueries * Layout::kKeys / 4][4];
 
+// ---- logits ----
+//
+// Without a bias, the logit of a score is the score itself, or the ratio that a softcap puts in its
+// place. With a bias it is natural: rounded once, as a sum. A weight is 2^(unit (logit - maximum)):
+// the difference is exact where a weight counts, and no compiler contracts it. The CPU and Triton
+// have the same rule (docs/decisions/0009-one-rounding-of-a-logit.md).
+
+// The natural logit of a score of 1.
+FASTATTN_FN float natural_of_score(const AttentionParams& p) {
+  return p.softcap != 0.f ? p.softcap : p.scale;
+}
+// A scale of 0 or less turns the order of scores: those logits are natural too.
+FASTATTN_FN bool logits_are_scores(const AttentionParams& p) {
+  return p.bias.data == nullptr && natural_of_score(p) > 0.f;
+}
+// The natural logit of a logit of 1: shift_unit in fastattn/backends/_gpu.py.
+FASTATTN_FN float natural_of_logit(const AttentionParams& p) {
+  return logits_are_scores(p) ? natural_of_score(p) : 1.f;
+}
+// A unit of 0 would make NaN of -inf, and so would an infinite one of 0.
+FASTATTN_FN float unit_of(const AttentionParams& p) {
+  return fmaxf(0x1p-126f, fminf(0x1p126f, natural_of_logit(p) * kLog2e));
+}
+
 // ---- masks ----
 
-// Where limits vary by row, only the table of each query tile's keys can tell.
+// Where limits vary by row, only the table of each query tile's keys can tell. A line of it that
+// stayed in registers over a loop would spill.
 FASTATTN_DEVICE bool is_outside(const AttentionParams& p, const Place& at, const Span* table) {
   if (limits_vary_by_row(p.mask))
-    return table != nullptr && !meets(table[at.b * ceil_div(p.M, kTile) + at.i0 / kTile], at.j0);
+    return table != nullptr &&
+           !meets(table[opaque_here(at.b) * ceil_div(p.M, kTile) + at.i0 / kTile], at.j0);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   return keys.begin >= at.j0 + at.cols || keys.end <= at.j0;
 }
 
 FASTATTN_DEVICE bool is_full(const AttentionParams& p, const Place& at) {
-  if (has_dense(p.mask) || p.bias.data != nullptr) return false;
+  if (has_dense(p.mask) || !logits_are_scores(p)) return false;
   if (at.rows < kTile || at.cols < kTile) return false;
   return intervals_hold(p.mask, p.N, at.b, at.i0, at.i0 + kTile, at.j0, at.j0 + kTile);
 }
@@ -137,22 +163,24 @@ FASTATTN_DEVICE TileMask mask_tile(const AttentionParams& p, const Place& at,
 
 // ---- bias ----
 
-// bias * log2(e). Only -inf masks: large finite numbers, often used as masks, must not overflow to
-// -inf or +inf.
-FASTATTN_DEVICE float in_log2(float bias) {
-  const float scaled = bias * kLog2e;
-  return is_finite(bias) ? fmaxf(-3.402823466e38f, fminf(3.402823466e38f, scaled)) : bias;
-}
-
+// Scores become logits, where they are not yet. Masked pairs are the caller's.
 template <typename Layout>
-FASTATTN_DEVICE void add_bias(const AttentionParams& p, const Place& at, KeepBits bits,
-                              Pairs<Layout>& s) {
-  if (p.bias.data == nullptr) return;
+FASTATTN_DEVICE void make_logits(const AttentionParams& p, const Place& at, KeepBits bits,
+                                 Pairs<Layout>& s) {
+  if (logits_are_scores(p)) return;
+  const float scale = natural_of_score(p);
+  if (p.bias.data == nullptr) {
+#pragma unroll
+    for (int n = 0; n < Layout::kQueries * Layout::kKeys; ++n)
+      s[n / 4][n % 4] = __fmul_rn(s[n / 4][n % 4], scale);
+    return;
+  }
   const int64_t offset = offset_of(p.bias, at.b, at.h, at.i0, at.j0);
   with_dtype(p.bias.dtype, [&](auto type) {
     for_kept<Layout, true>(bits, offset, p.bias.stride_r, p.bias.stride_c,
                            [&](int pair, int64_t where) {
-                             s[pair / 4][pair % 4] += in_log2(load_as<type>(p.bias.data, where));
+                             float& x = s[pair / 4][pair % 4];
+                             x = fmaf(x, scale, load_as<type>(p.bias.data, where));
                            });
   });
 }

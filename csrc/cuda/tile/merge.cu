@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   const bool has_part = thread() < a.parts;
   const float m_part = has_part ? parts[thread() * stride + p.E] : -kInfinity;
   const float m = block_max(m_part, scratch);
-  if (has_part) factors[thread()] = rescaling(m_part, finite_max(m));
+  if (has_part) factors[thread()] = rescaling(m_part, finite_max(m), unit_of(p));
   __syncthreads();
 
   float l = 0.f;

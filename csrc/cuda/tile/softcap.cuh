@@ -1,7 +1,8 @@
 // Softcap: c tanh(score / c) in place of a score, before bias and mask.
 //
 // Ratios t = tanh(score / c) stand where scores did. The logit of t is c t: a product with a scale,
-// as without a cap. The gradient of a score is that of its logit times the slope 1 - t^2.
+// as without a cap (masking.cuh). The gradient of a score is that of its logit times the slope 1 -
+// t^2.
 //
 // Kernels are compiled with and without a cap (kCapped), because a cap takes registers.
 #pragma once
@@ -44,29 +45,18 @@ FASTATTN_DEVICE Capped accurate_tanh(float x) {
           size < 43.f ? slope : 0.f};
 }
 
-// A score times `factor` is what tanh takes, a ratio times `scale` is a logit in base 2.
-struct Cap {
-  float factor, scale;
-};
-
-// `unit` makes natural scores of the callers' scores.
-FASTATTN_DEVICE Cap cap_of(const AttentionParams& p, float unit) {
-  return {unit / p.softcap, p.softcap * kLog2e};
+FASTATTN_DEVICE Capped cap_score(const AttentionParams& p, float score) {
+  return accurate_tanh(score * (p.scale / p.softcap));
 }
 
-FASTATTN_DEVICE Capped cap_score(const Cap& cap, float score) {
-  return accurate_tanh(score * cap.factor);
-}
-FASTATTN_DEVICE float cap_logit(const Cap& cap, float ratio) { return __fmul_rn(ratio, cap.scale); }
-
-// Scores become logits. Calls look(pair, slope) on the way.
+// Scores become ratios. Calls look(pair, slope) on the way.
 template <int kQuads, typename F>
-FASTATTN_DEVICE void cap_scores(const Cap& cap, float (&s)[kQuads][4], F look) {
+FASTATTN_DEVICE void cap_scores(const AttentionParams& p, float (&s)[kQuads][4], F look) {
 #pragma unroll
   for (int n = 0; n < 4 * kQuads; ++n) {
-    const Capped capped = cap_score(cap, s[n / 4][n % 4]);
+    const Capped capped = cap_score(p, s[n / 4][n % 4]);
     look(n, capped.slope);
-    s[n / 4][n % 4] = cap_logit(cap, capped.ratio);
+    s[n / 4][n % 4] = capped.ratio;
   }
 }
 

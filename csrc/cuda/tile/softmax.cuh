@@ -1,11 +1,11 @@
-// Softmax in base 2: the online form of the forward pass, and weights recomputed from its saved
-// (shift, factor) of a row: P = 2^(s - shift) * factor.
+// Softmax: the online form of the forward pass, and weights recomputed from its saved (shift,
+// factor) of a row: P = 2^(c (s - shift)) * factor, for logits s and their unit c (masking.cuh).
 //
-//   m' = max(m, ceil(max_j s_j))    alpha = 2^(m - m')
-//   w_j = 2^(s_j - m')              l' = alpha l + sum_j w_j
+//   m' = late_max(m, max_j s_j)     alpha = 2^(c (m - m'))
+//   w_j = 2^(c (s_j - m'))          l' = alpha l + sum_j w_j
 //
-// m is a whole number, so that alpha is exact. An inexact alpha puts the same error on all weights
-// so far, and recomputed weights would not sum to 1.
+// m stays where it is while weights are at most 2: most tiles then leave the sums as they are, and
+// few alphas are rounded.
 //
 // A row that has met no key has m = -inf and l = 0. It subtracts 0 instead of m, because -inf minus
 // -inf is NaN.
@@ -17,13 +17,6 @@ namespace fastattn::cuda {
 
 FASTATTN_DEVICE float finite_max(float m) { return m == -kInfinity ? 0.f : m; }
 
-FASTATTN_DEVICE float power_of_2(int exponent) {
-  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
-  float power;
-  memcpy(&power, &bits, 4);
-  return power;
-}
-
 // The largest power of two that does not exceed a normal number x >= 0; 0 for smaller x.
 FASTATTN_DEVICE float power_below(float x) {
   uint32_t bits;
@@ -33,11 +26,15 @@ FASTATTN_DEVICE float power_below(float x) {
   return x;
 }
 
-// 2^(from - to) for whole numbers from <= to, or from = -inf. NaN stays NaN.
-FASTATTN_DEVICE float rescaling(float from, float to) {
-  const float exponent = from - to;
-  if (exponent != exponent) return exponent;
-  return exponent < -126.f ? 0.f : power_of_2(static_cast<int>(exponent));
+// The weight of a logit `from` beside one of `to`; 0 of -inf. NaN stays NaN.
+FASTATTN_DEVICE float rescaling(float from, float to, float unit) {
+  return ex2_approx((from - to) * unit);
+}
+
+// Whether `top` raises a row's maximum m.
+FASTATTN_DEVICE bool raises(float top, float m, float unit) { return top > m + rcp_approx(unit); }
+FASTATTN_DEVICE float late_max(float m, float top, float unit) {
+  return raises(top, m, unit) ? top : m;
 }
 
 // The state of the rows of a query tile while key tiles stream by. It lies in shared memory,
@@ -55,8 +52,9 @@ FASTATTN_DEVICE void clear(RowStates& states) {
 }
 
 // Turns scores into weights, after dropout. alpha rescales the sums of the rows so far.
-FASTATTN_DEVICE void softmax_step(const AttentionParams& p, const Place& at, KeepBits bits,
-                                  RowStates& states, Fragment& s, float (&alpha)[kRows]) {
+FASTATTN_DEVICE void softmax_step(const AttentionParams& p, float unit, const Place& at,
+                                  KeepBits bits, RowStates& states, Fragment& s,
+                                  float (&alpha)[kRows]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float top = -kInfinity;
@@ -66,12 +64,12 @@ FASTATTN_DEVICE void softmax_step(const AttentionParams& p, const Place& at, Kee
       top = max_of(top, s[r][c]);
     }
     const float m_old = states.m[row0() + r];
-    const float m = max_of(m_old, ceilf(lanes_max(top, kRowLanes))), shift = finite_max(m);
-    alpha[r] = rescaling(m_old, shift);
+    const float m = late_max(m_old, lanes_max(top, kRowLanes), unit), shift = finite_max(m);
+    alpha[r] = rescaling(m_old, shift, unit);
     float sum = 0.f;
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
-      s[r][c] = ex2_approx(s[r][c] - shift);
+      s[r][c] = rescaling(s[r][c], shift, unit);
       sum += s[r][c];
     }
     sum = lanes_sum(sum, kRowLanes);
@@ -89,7 +87,7 @@ FASTATTN_DEVICE float write_row(const ForwardParams& p, int64_t n, float m, floa
   const bool empty = l == 0.f;
   const float shift = finite_max(m), factor = empty ? 0.f : 1.f / l;
   if (writer) {
-    p.lse[n] = empty ? -kInfinity : shift * kLn2 + logf(l);
+    p.lse[n] = empty ? -kInfinity : fmaf(shift, natural_of_logit(p), logf(l));
     p.stats[2 * n] = shift;
     p.stats[2 * n + 1] = factor;
   }
@@ -101,14 +99,14 @@ FASTATTN_DEVICE int64_t row_number(const AttentionParams& p, const Place& at, in
 }
 
 // A weight from the saved stats of its row. The exponent is bounded: huge scores, recomputed with
-// other rounding, must not overflow.
-FASTATTN_DEVICE float known_weight(float s, float shift, float factor) {
-  return ex2_approx(min_nan(s - shift, 1.f)) * factor;
+// other rounding, must not overflow. The bound is that of late_max(), whose sum may round up.
+FASTATTN_DEVICE float known_weight(float s, float shift, float factor, float unit) {
+  return ex2_approx(min_nan((s - shift) * unit, 2.f)) * factor;
 }
 
 // Turns scores into P, before dropout: exactly 0 where masked, even if the row is NaN.
-FASTATTN_DEVICE void known_weights(const AttentionParams& p, const Place& at, KeepBits bits,
-                                   const float* stats, Fragment& s) {
+FASTATTN_DEVICE void known_weights(const AttentionParams& p, float unit, const Place& at,
+                                   KeepBits bits, const float* stats, Fragment& s) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (row0() + r >= at.rows) {
@@ -119,7 +117,7 @@ FASTATTN_DEVICE void known_weights(const AttentionParams& p, const Place& at, Ke
     const float2 row = reinterpret_cast<const float2*>(stats)[row_number(p, at, r)];
 #pragma unroll
     for (int c = 0; c < kCols; ++c)
-      s[r][c] = kept(bits, r, c) ? known_weight(s[r][c], row.x, row.y) : 0.f;
+      s[r][c] = kept(bits, r, c) ? known_weight(s[r][c], row.x, row.y, unit) : 0.f;
   }
 }
 

@@ -29,15 +29,23 @@ FASTATTN_DEVICE bool meets(const Span& keys, int64_t j0) {
   return keys.begin < j0 + kTile && keys.end > j0;
 }
 
-// The queries that the keys at `at` visit, from the beginning of a tile on.
-FASTATTN_DEVICE RowRange rows_to_visit(const AttentionParams& p, const Spans& spans,
-                                       const Place& at) {
-  if (spans.keys == nullptr) {
-    const RowRange rows = rows_of_keys(p.mask, p.M, p.N, at.b, at.j0, at.j0 + at.cols);
-    return {rows.begin < rows.end ? rows.begin / kTile * kTile : rows.end, rows.end};
+// Finds the rows that the keys at `at` visit, from the beginning of a tile on. They lie in shared
+// memory, because registers are full of sums. Ends with a barrier.
+FASTATTN_DEVICE void find_rows(const AttentionParams& p, const Spans& spans, const Place& at,
+                               Span& rows) {
+  if (thread() == 0) {
+    RowRange found = rows_of_keys(p.mask, p.M, p.N, at.b, at.j0, at.j0 + at.cols);
+    if (spans.keys != nullptr) {
+      const Span tiles = spans.queries[at.b * ceil_div(p.N, kTile) + at.j0 / kTile];
+      found = {int64_t{tiles.begin} * kTile, min64(p.M, int64_t{tiles.end} * kTile)};
+    }
+    const int end = static_cast<int>(found.end);
+    rows = {found.begin < end ? static_cast<int>(found.begin / kTile * kTile) : end, end};
   }
-  const Span tiles = spans.queries[at.b * ceil_div(p.N, kTile) + at.j0 / kTile];
-  return {int64_t{tiles.begin} * kTile, min64(p.M, int64_t{tiles.end} * kTile)};
+  __syncthreads();
 }
+// Volatile, because the compiler would read them once, and keep them in registers.
+FASTATTN_DEVICE int first_row(const volatile Span& rows) { return rows.begin; }
+FASTATTN_DEVICE int rows_end(const volatile Span& rows) { return rows.end; }
 
 }  // namespace fastattn::cuda
