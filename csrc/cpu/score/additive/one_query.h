@@ -130,8 +130,7 @@ class OneQueryAdditive : public ScoreDefaults {
         if (whole < keys_.cols)
           sum += terms<kKeep>(
               whole, load_first<kType>(keys_.data, row + whole, keys_.cols - whole),
-              load_first<kType>(keys_.data, row + whole + kWidth, keys_.cols - whole - kWidth),
-              z);
+              load_first<kType>(keys_.data, row + whole + kWidth, keys_.cols - whole - kWidth), z);
         sums[lane] = sum;
       }
       store(s + j, sums_of<kWidth>(sums) * (2.f * kLog2e * weight_unit_));
