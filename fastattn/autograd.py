@@ -92,7 +92,7 @@ def _refuse_vmap() -> None:
 
 
 def _under_vmap() -> bool:
-    functorch: Any = torch._C._functorch
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     stack = functorch.get_interpreter_stack() or ()
     return any(level.key() == functorch.TransformType.Vmap for level in stack)
 
