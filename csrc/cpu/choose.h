@@ -138,8 +138,8 @@ FASTATTN_FN Way forward_unit(const AttentionParams& p, Unit unit) {
 FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
   Path path = start(p, chooser);
   path.way = choose_way(*p, chooser, forward_unit(*p, chooser.unit));
-  path.values_in_place = is_in_place(*p, p->v, chooser);
-  path.values_by_row = path.values_in_place || p->M <= kInPlaceRows;
+  path.values_by_row = p->M <= kInPlaceRows;  // on every path, so that no path sums worse
+  path.values_in_place = path.values_by_row && is_in_place(*p, p->v, chooser);
   path.heads_together = chooser.ways.take(kHeadsTogether, p->M <= kTogetherRows);
   path.chunk_keys = max64(1, p->N);
   if (chooser.ways.take(kSplitKeys, true))
