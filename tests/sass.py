@@ -35,7 +35,7 @@ def innermost_loops(sass: str) -> list[Counter]:
     """The operations of each innermost loop: the count of each, such as ``MUFU.RCP``."""
     instructions, labels = _parse(sass)
     inner = _innermost(instructions, labels)
-    return [Counter(i.split()[0] for i in instructions[a : b + 1]) for a, b in inner]
+    return [_operations(instructions[a : b + 1]) for a, b in inner]
 
 
 def paired_loops(sass: str) -> list[dict[str, int]]:
@@ -59,6 +59,10 @@ def gradient_loops(sass: str) -> list[dict[str, int]]:
     ]
 
 
+def _operations(instructions: list[str]) -> Counter:
+    return Counter(i.split()[0] for i in instructions)
+
+
 def _count(loop: Counter, *names: str) -> int:
     return sum(n for operation, n in loop.items() if operation.split(".")[0] in names)
 
@@ -72,22 +76,24 @@ _REGISTER = re.compile(r"\bR(\d+)\b")
 def product_loops(sass: str) -> list[dict[str, int]]:
     """The innermost loops with products of warpgroups.
 
-    Per iteration: {"slots": issue slots, "steady": without those that a vote of the warp skips,
-    "mufu": of those, "products", "waits", "local": spills}.
+    Per iteration: {"slots": issue slots, "mufu": special functions, "products", "waits", "local":
+    spills}, and slots and special functions without what a vote of the warp skips: "steady_slots"
+    and "steady_mufu".
     """
     instructions, labels = _parse(sass)
     found = []
     for a, b in _innermost(instructions, labels):
         loop = instructions[a : b + 1]
-        count = Counter(i.split()[0] for i in loop)
+        count = _operations(loop)
         if not _count(count, "HGMMA"):
             continue
         skipped = _skipped(loop, {x: n - a for x, n in labels.items()})
         found.append(
             {
                 "slots": len(loop),
-                "steady": len(loop) - len(skipped),
-                "mufu": sum(i.startswith("MUFU") for i in loop) - "".join(skipped).count("MUFU"),
+                "steady_slots": len(loop) - len(skipped),
+                "mufu": _count(count, "MUFU"),
+                "steady_mufu": _count(count, "MUFU") - _count(_operations(skipped), "MUFU"),
                 "products": _count(count, "HGMMA"),
                 "waits": count["WARPGROUP.DEPBAR.LE"],
                 "local": _count(count, "LDL", "STL"),

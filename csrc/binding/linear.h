@@ -97,11 +97,13 @@ inline void check(const Tensor& x, const Tensor& weight, const OptTensor& bias) 
 }
 
 // Whether torch's product of a half dtype is fast. Where oneDNN does not take the dtype, torch's
-// own loops multiply, at a tenth of the rate of float32: docs/decisions/0018.
+// own loops multiply. With AVX2 these have an eighth of float32's rate: docs/decisions/0018. With
+// AVX-512 their rate was not measured.
 inline bool multiplies([[maybe_unused]] ScalarType dtype) {
 #ifdef __x86_64__
-  static const bool bf16 = call<bool>("mkldnn::_is_mkldnn_bf16_supported");
-  static const bool fp16 = call<bool>("mkldnn::_is_mkldnn_fp16_supported");
+  static const bool wide = __builtin_cpu_supports("avx512f");
+  static const bool bf16 = wide || call<bool>("mkldnn::_is_mkldnn_bf16_supported");
+  static const bool fp16 = wide || call<bool>("mkldnn::_is_mkldnn_fp16_supported");
   if (dtype == ScalarType::BFloat16) return bf16;
   if (dtype == ScalarType::Half) return fp16;
 #endif

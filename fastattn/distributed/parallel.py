@@ -190,8 +190,9 @@ class Shared:
 
         def given() -> tuple[Points, Masks]:
             check_call(part, (query, key, value, *masks), cache)
-            *points, padding = self._replicated(query, key, value, masks[0])
-            return cast(Points, points), (padding, self._own_heads(masks[1], module.num_heads))
+            points = inputs.of_each(self._replicated, query, key, value)
+            padding = self._replicated(masks[0])
+            return points, (padding, self._own_heads(masks[1], module.num_heads))
 
         if self.context is not None:
             step = part.step_of_rows(given, need_weights, is_causal)
@@ -207,16 +208,12 @@ class Shared:
 
     # ---- heads: whole on every rank, and back ----
 
-    def _replicated(self, *tensors: Tensor | None) -> list[Any]:
-        """Identical tensors stay one, which the projections use."""
-        if self.heads is None:
-            return list(tensors)
-        alike = {id(x): heads.replicated(x, self.heads) for x in tensors}
-        return [alike[id(x)] for x in tensors]
+    def _replicated(self, tensor: Any) -> Any:
+        return tensor if self.heads is None else heads.replicated(tensor, self.heads)
 
     def _own_heads(self, attn_mask: Tensor | None, H: int) -> Tensor | None:
         """Of a mask (B * H, M, N), entries of this rank's heads; any other as it is."""
-        (whole,) = self._replicated(attn_mask)
+        whole = self._replicated(attn_mask)
         if self.heads is None or whole is None or whole.dim() != 3:
             return whole
         if whole.shape[0] % H:

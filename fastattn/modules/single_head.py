@@ -6,6 +6,7 @@ dim M either.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,14 @@ class Masks(NamedTuple):
             )
         return dataclasses.replace(self.mask or Mask(), kv_len=self.valid_lens)
 
-    def named(self, error: Exception) -> None:
-        """Makes an error about ``mask.kv_len`` one about ``valid_lens``, if that was given."""
-        if self.valid_lens is not None:
-            error.args = tuple(str(x).replace("mask.kv_len", "valid_lens") for x in error.args)
+    def call(self, function: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
+        """``function(*tensors, **options)``. Errors about ``mask.kv_len`` name ``valid_lens``."""
+        try:
+            return function(*tensors, **options)
+        except (TypeError, ValueError) as error:
+            if self.valid_lens is not None:
+                error.args = tuple(str(x).replace("mask.kv_len", "valid_lens") for x in error.args)
+            raise
 
     def over_heads(self) -> dict[str, Any]:
         """Keywords for a function over [B, H, M, D]; masks (B, M, N) get a dim H."""
@@ -63,18 +68,15 @@ def attend(
         given: dict[str, Any] = {"attn_mask": masks.attn_mask, "mask": masks.merged()}
     else:  # dim -3 is the heads; the additive score has them in its weight
         tensors, given = [x.unsqueeze(1) for x in tensors], masks.over_heads()
-    try:
-        results: Any = scores.attention(
-            *tensors,
-            score=score,
-            dropout_p=dropout_p,
-            return_weights="mean" if need_weights else None,
-            **given,
-            **options,
-        )
-    except (TypeError, ValueError) as error:
-        masks.named(error)
-        raise
+    results = masks.call(
+        scores.attention,
+        *tensors,
+        score=score,
+        dropout_p=dropout_p,
+        return_weights="mean" if need_weights else None,
+        **given,
+        **options,
+    )
     out, weights = results if need_weights else (results, None)
     return out if score == "additive" else out.squeeze(1), weights
 

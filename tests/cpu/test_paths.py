@@ -97,6 +97,7 @@ def differs(case: Case, name: str) -> bool:
     return {
         "heads_as_rows": case.M == 1 and case.H > case.Hkv,
         "split_keys": case.N > 192,  # backward; forward 1152
+        "rows_in_place": case.score == "dot" or case.M <= 8,
         "one_query": case.score == "additive" and case.M == 1 and case.H == case.Hkv,
         "matrix_unit": case.score == "dot" and has_unit,
         "one_thread": torch.get_num_threads() > 1,

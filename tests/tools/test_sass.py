@@ -46,7 +46,7 @@ PRODUCTS = """
         /*0070*/                   VOTE.ANY P0, P0 ;
         /*0080*/              @!P0 BRA `(.L_x_8) ;
         /*0090*/                   FMUL R88, R88, R2 ;
-        /*00a0*/                   FMUL R89, R89, R2 ;
+        /*00a0*/                   MUFU.EX2 R89, R2 ;
 .L_x_8:
         /*00b0*/                   F2FP.BF16.F32.PACK_AB R180, R30, R31 ;
         /*00c0*/               @P1 BRA `(.L_x_7) ;
@@ -55,9 +55,9 @@ PRODUCTS = """
 
 def test_loops_of_products():
     [loop] = sass.product_loops(PRODUCTS)
-    assert loop["slots"] == 13
-    assert loop["steady"] == 11  # without what the vote skips
-    assert (loop["products"], loop["waits"], loop["mufu"], loop["local"]) == (3, 2, 1, 0)
+    assert (loop["slots"], loop["mufu"]) == (13, 2)
+    assert (loop["steady_slots"], loop["steady_mufu"]) == (11, 1)  # without what the vote skips
+    assert (loop["products"], loop["waits"], loop["local"]) == (3, 2, 0)
 
 
 @pytest.mark.parametrize(

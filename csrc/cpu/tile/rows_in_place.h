@@ -163,8 +163,9 @@ FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
   }
 }
 
-// A row has 64 columns of sums in registers, more rows as many as fit. One row with 4 instead of 8
-// vectors of 8 takes 1.6 times as long, if values are in the cache (Zen 3).
+// A row has 64 columns of sums in registers, more rows as many as fit. Without a list and with 8
+// instead of 4 vectors of 8, a row takes 1.20 instead of 2.40 cycles a vector of float32, and 1.32
+// instead of 2.06 of bf16, if values are in the cache (Zen 3).
 template <DType kType, int kRows, bool kAll>
 static void add_listed(const WeightedSum& of) {
   constexpr bool kWide = kRows < 4 || kVectorRegisters == 32;  // whether 4 vectors of sums fit

@@ -1,6 +1,5 @@
 """Self-attention in one module with a free head size."""
 
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,19 +120,16 @@ class SelfAttention(nn.Module):
         masks, weights_of = Masks(valid_lens, attn_mask, mask), None
         if need_weights:
             weights_of = "mean" if average_attn_weights else "full"
-        try:
-            attended: Any = functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                dropout_p=self.dropout if self.training else 0.0,
-                bias=bias,
-                return_weights=weights_of,
-                **masks.over_heads(),
-            )
-        except (TypeError, ValueError) as error:
-            masks.named(error)
-            raise
+        attended = masks.call(
+            functional.scaled_dot_product_attention,
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            bias=bias,
+            return_weights=weights_of,
+            **masks.over_heads(),
+        )
         out, weights = attended if need_weights else (attended, None)
         return weights, self.out_proj(projection.merge_heads(out, batch_first=True))
 
