@@ -96,21 +96,18 @@ inline void check(const Tensor& x, const Tensor& weight, const OptTensor& bias) 
                   weight.size(0), "] of the dtype of x");
 }
 
-// Whether torch's product of a half dtype is fast. Where oneDNN does not take the dtype, torch's
-// own loops multiply. With AVX2 these have an eighth of float32's rate: docs/decisions/0018. With
-// AVX-512 their rate was not measured.
-inline bool multiplies([[maybe_unused]] ScalarType dtype) {
-#ifdef __x86_64__
-  static const bool wide = __builtin_cpu_supports("avx512f");
-  static const bool bf16 = wide || call<bool>("mkldnn::_is_mkldnn_bf16_supported");
-  static const bool fp16 = wide || call<bool>("mkldnn::_is_mkldnn_fp16_supported");
-  if (dtype == ScalarType::BFloat16) return bf16;
-  if (dtype == ScalarType::Half) return fp16;
-#endif
-  return true;
+// linear() of float32.
+inline Tensor linear_of_floats(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
+  const bool first = weight_first(x.size(0), weight);
+  const Tensor product = first ? transposed(call("aten::mm", weight, transposed(x)))
+                               : call("aten::mm", x, transposed(weight));
+  STD_TORCH_CHECK(product.scalar_type() == ScalarType::Float,
+                  "fastattn: self_attention: expected float32 products; call it outside of autocast");
+  if (!bias) return as_contiguous(product);
+  const Tensor y = first ? torch::stable::new_empty(product, product.sizes()) : product;
+  add_bias(product, as_contiguous(*bias), y);
+  return y;
 }
-
-inline Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias);
 
 // linear() of a half dtype in float32, rounded once. Weights are converted a part at a time, which
 // stays in the cache.
@@ -128,26 +125,38 @@ inline Tensor linear_in_float(const Tensor& x, const Tensor& weight, const OptTe
         bias ? OptTensor(in_float(view(*bias, {n}, {bias->stride(0)}, f * bias->stride(0))))
              : std::nullopt;
     Tensor part = view(y, {T, n}, {F, 1}, f);
-    torch::stable::copy_(part, linear(tokens, in_float(rows), own));
+    torch::stable::copy_(part, linear_of_floats(tokens, in_float(rows), own));
   }
   return y;
+}
+
+// Whether torch's product of a half dtype is slower than linear_in_float(): where oneDNN does not
+// take the dtype, torch's own loops multiply. With AVX2 these have an eighth of float32's rate:
+// docs/decisions/0018. With AVX-512 their rate was not measured.
+inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype, [[maybe_unused]] int64_t tokens) {
+#ifdef __x86_64__
+  constexpr int64_t kFewest = 4;  // fewer tokens only read the weights (Zen 3)
+  static const bool wide = __builtin_cpu_supports("avx512f");
+  // A torch without oneDNN does not have these operators.
+  const auto takes = [](const char* name) {
+    std::array<StableIValue, 1> result{};
+    return torch_call_dispatcher(name, "", result.data(), TORCH_ABI_VERSION) == 0 &&
+           torch::stable::detail::to<bool>(result[0]);
+  };
+  static const bool bf16 = takes("mkldnn::_is_mkldnn_bf16_supported");
+  static const bool fp16 = takes("mkldnn::_is_mkldnn_fp16_supported");
+  return tokens >= kFewest && !wide && !(dtype == ScalarType::BFloat16 ? bf16 : fp16);
+#else
+  return false;
+#endif
 }
 
 // y [T, F] from x [T, E], weight [F, E] and bias [F]; contiguous.
 inline Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
   check(x, weight, bias);
-  constexpr int64_t kFewest = 8;  // fewer tokens only read the weights (Zen 3)
-  if (x.scalar_type() != ScalarType::Float)
-    return x.size(0) < kFewest || multiplies(x.scalar_type())
-               ? call("aten::linear", x, weight, bias)
-               : linear_in_float(x, weight, bias);
-  const bool first = weight_first(x.size(0), weight);
-  const Tensor product = first ? transposed(call("aten::mm", weight, transposed(x)))
-                               : call("aten::mm", x, transposed(weight));
-  if (!bias) return as_contiguous(product);
-  const Tensor y = first ? torch::stable::new_empty(product, product.sizes()) : product;
-  add_bias(product, as_contiguous(*bias), y);
-  return y;
+  if (x.scalar_type() == ScalarType::Float) return linear_of_floats(x, weight, bias);
+  return is_faster_in_float(x.scalar_type(), x.size(0)) ? linear_in_float(x, weight, bias)
+                                                        : call("aten::linear", x, weight, bias);
 }
 
 }  // namespace fastattn::projection

@@ -5,7 +5,8 @@
 //
 // FASTATTN_CPU_PATH, read once, helps to find the short way that makes a row wrong. "tiles" turns
 // all short ways off. The name of one forces that one wherever it can run, and turns off the
-// others.
+// others. "rows_in_place" forces keys alone: values are read in place for few queries only, because
+// the sums of many would lose digits.
 #pragma once
 
 #include <cstring>
@@ -76,8 +77,6 @@ constexpr int64_t kInPlaceRows = 8;
 constexpr int64_t kUnitPairs = 16 * 64;
 // One thread: waking others takes as long as about this many multiply-adds (Zen 3).
 constexpr double kParallelWork = 1 << 19;
-
-FASTATTN_FN bool rows_are_contiguous(const View& view) { return view.stride_c == 1; }
 
 // Both passes must call this for the keys, so that both sum a score in the same order.
 FASTATTN_FN bool is_in_place(const AttentionParams& p, const View& rows, const Chooser& chooser) {

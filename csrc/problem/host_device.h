@@ -21,5 +21,6 @@ namespace fastattn {
 
 FASTATTN_FN int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 FASTATTN_FN int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 }  // namespace fastattn

@@ -5,7 +5,7 @@
 // dim, E value dim.
 #pragma once
 
-#include <cstdint>
+#include "problem/host_device.h"
 
 namespace fastattn {
 
@@ -18,6 +18,8 @@ struct View {
   DType dtype;
   int64_t stride_b, stride_h, stride_r, stride_c;
 };
+
+FASTATTN_FN bool rows_are_contiguous(const View& view) { return view.stride_c == 1; }
 
 // A number of keys for each (b, i), from user memory.
 struct KeyLimit {

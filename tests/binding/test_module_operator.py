@@ -116,6 +116,11 @@ class TestSelfAttention:
         with pytest.raises(RuntimeError, match="fastattn: "):
             self_attention(*whole(**changes))
 
+    def test_rejects_autocast(self):
+        """Autocast would make products 16-bit, whose memory is half as large."""
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
+            self_attention(*whole())
+
     def test_nan_reaches_its_sample_alone(self):
         arguments = whole()
         want, _ = self_attention(*arguments)

@@ -96,16 +96,6 @@ FASTATTN_SIMD float load_one(const void* base, int64_t offset) {
     return (kType == DType::kBFloat16 ? bf16_to_float(half) : fp16_to_float(half))[0];
   }
 }
-template <DType kType>
-FASTATTN_SIMD void store_one(void* base, int64_t offset, float x) {
-  if constexpr (kType == DType::kFloat32) {
-    static_cast<float*>(base)[offset] = x;
-  } else {
-    const Vec wide = splat(x);
-    static_cast<uint16_t*>(base)[offset] =
-        (kType == DType::kBFloat16 ? float_to_bf16(wide) : float_to_fp16(wide))[0];
-  }
-}
 
 // Calls f with the dtype as a compile-time constant.
 template <typename F>

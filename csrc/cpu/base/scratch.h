@@ -18,9 +18,9 @@ class Scratch {
   ~Scratch() {
     if (kept_ != nullptr) kept_->taken = false;
     while (last_ != nullptr) {
-      Header* const previous = last_->previous;
-      ::operator delete(last_, std::align_val_t(kAlign));
-      last_ = previous;
+      const Footer of = *last_;
+      ::operator delete(of.block, std::align_val_t(kAlign));
+      last_ = of.previous;
     }
   }
 
@@ -35,11 +35,17 @@ class Scratch {
   int32_t* ints(int64_t count) { return static_cast<int32_t*>(bytes(count * 4)); }
 
  private:
-  struct Header {
-    Header* previous;
+  // Behind its block, so that AddressSanitizer sees what is read before a block.
+  struct Footer {
+    char* block;
+    Footer* previous;
   };
   static constexpr int64_t kAlign = 64, kSlack = 64;
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr int64_t kKeptBytes = 0;  // blocks beside each other would have no borders
+#else
   static constexpr int64_t kKeptBytes = 512 << 10;
+#endif
 
   // A thread's own memory, used by one Scratch at a time.
   struct Kept {
@@ -61,13 +67,13 @@ class Scratch {
       used_ += size;
       return kept_->data + used_ - size;
     }
-    auto* const block = static_cast<char*>(
-        ::operator new(static_cast<size_t>(kAlign + count + kSlack), std::align_val_t(kAlign)));
-    last_ = new (block) Header{last_};
-    return block + kAlign;
+    const auto whole = static_cast<size_t>(size) + sizeof(Footer);
+    auto* const block = static_cast<char*>(::operator new(whole, std::align_val_t(kAlign)));
+    last_ = new (block + size) Footer{block, last_};
+    return block;
   }
 
-  Header* last_ = nullptr;
+  Footer* last_ = nullptr;
   Kept* kept_;
   int64_t used_ = 0;
 };

@@ -8,8 +8,6 @@
 
 namespace fastattn {
 
-FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
 // ---- forward ----
 
 struct ForwardPlan {

@@ -136,7 +136,7 @@ class FewValueGrads : public GradDefaults {
         block_n_(block_n),
         ld_(tile_stride(p.E)),
         grad_out_(scratch.floats(block_m * ld_)),
-        packed_(rows_contiguous(p.v) ? nullptr : scratch.floats(block_n * ld_)),
+        packed_(rows_are_contiguous(p.v) ? nullptr : scratch.floats(block_n * ld_)),
         grad_v_(p, scratch, block_n, p.E) {}
 
   void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {

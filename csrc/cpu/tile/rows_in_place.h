@@ -30,9 +30,6 @@ FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
     __builtin_prefetch(reinterpret_cast<const char*>(base + row + static_cast<uintptr_t>(n)));
 }
 
-// Whether rows of a View can be read as vectors.
-FASTATTN_SIMD bool rows_contiguous(const View& view) { return view.stride_c == 1; }
-
 // out[r * ld + j] = x_r . keys(j, :) for kRows rows and j < keys.rows rounded up to kWidth. x_r
 // begins at x[r * ldx]. kWidth products are computed at a time, with a vector of sums for each.
 template <DType kType, int kRows>
@@ -135,7 +132,7 @@ FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
   const auto key = [&](int64_t n) -> int64_t { return kAll ? n : of.listed[n]; };
   for (int64_t n = 0, chain = 0; chain == 0 || n < of.count; ++chain) {
     int64_t end = min64(of.count, n + kChainKeys);
-    while (!kAll && key(end - 1) / kChainKeys > key(n) / kChainKeys) --end;
+    while (!kAll && end > n && key(end - 1) / kChainKeys > key(n) / kChainKeys) --end;
     Vec sum[kRows][kVecs] = {};
     for (; n < end; ++n) {
       const int64_t j = key(n), row = values.offset + j * values.stride_r + e;

@@ -17,7 +17,7 @@
 #pragma once
 
 #include "cpu/tile/gemm.h"
-#include "problem/host_device.h"
+#include "problem/mask.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -69,9 +69,6 @@ class Strips {
   }
 
   // The rows from the first strip to the last that list some of the columns [begin, end).
-  struct RowRange {
-    int64_t begin, end;
-  };
   RowRange rows_of(int64_t begin, int64_t end, int64_t rows) const {
     RowRange range{rows, 0};
     for (int64_t i = 0; i < rows; i += kStripRows) {
@@ -203,7 +200,7 @@ static inline void multiply_strips(ByCols a, const Strips& strips, int64_t depth
                                    int64_t ldb, int64_t rows, int64_t cols, float* c, int64_t ldc,
                                    Add into) {
   for (int64_t r = 0; r < rows; r += kTileRows) {
-    const Strips::RowRange of = strips.rows_of(r, min64(rows, r + kTileRows), depth);
+    const RowRange of = strips.rows_of(r, min64(rows, r + kTileRows), depth);
     if (of.begin >= of.end) continue;
     gemm_chain(a.rows_from(r).from(of.begin), b + of.begin * ldb, ldb, kTileRows, cols,
                of.end - of.begin, c + r * ldc, ldc, into);

@@ -81,13 +81,6 @@ FASTATTN_DEVICE int opaque_here(int x) {
   return x;
 }
 
-// Tests on a CPU count the tiles that blocks visit, and those that lie outside the mask.
-FASTATTN_DEVICE void count_tile([[maybe_unused]] bool outside) {
-#if defined(FASTATTN_CUDA_ON_CPU)
-  if (threadIdx.x == 0) ++cuda_on_cpu::visited_tiles[outside];
-#endif
-}
-
 // ---- 16-bit floats, as their bits ----
 
 FASTATTN_DEVICE float fp16_to_float(uint16_t bits) {

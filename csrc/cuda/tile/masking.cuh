@@ -143,6 +143,13 @@ FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at)
   return bits;
 }
 
+// Tests on a CPU count the tiles that blocks visit, and those that lie outside the mask.
+FASTATTN_DEVICE void count_tile([[maybe_unused]] bool outside) {
+#if defined(FASTATTN_CUDA_ON_CPU)
+  if (threadIdx.x == 0) ++cuda_on_cpu::visited_tiles[outside];
+#endif
+}
+
 struct TileMask {
   KeepBits bits;
   bool empty, full;  // the same for all threads

@@ -25,8 +25,6 @@ static_assert(kOwn * kOwn * kThreads == kStage * kTile);
 
 using Fragment = float[kRows][kCols];
 
-FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
 FASTATTN_DEVICE int row0() { return thread() / kRowLanes * kRows; }
 FASTATTN_DEVICE int col0() { return thread() % kRowLanes * kCols; }
 
