@@ -21,7 +21,8 @@ namespace fastattn::FASTATTN_ISA {
 constexpr int kTileRows = 6;
 constexpr int kTileVecs = kVectorRegisters == 32 && kWidth == 16 ? 4 : 2;
 
-// At most so many terms of a sum are added one after the other. A block of keys or queries is one chain.
+// At most so many terms of a sum are added one after the other. A block of keys or queries is one
+// chain.
 constexpr int64_t kChain = 128;
 
 // Rows of memory that a tile of scores or outputs needs: whole register tiles of either kind.
