@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 TILE = 64
-N = 450
-LENGTHS = [100, 30, 1, 150, 0, 109, 60]
+N = 270
+LENGTHS = [60, 20, 1, 90, 0, 69, 30]
 
 
 def rows_of_a_rank(rank):
@@ -41,13 +41,13 @@ MASKS = {
     "none": Mask(),
     "causal": Mask(causal="top_left"),
     "window": Mask(window=(70, 5)),
-    "lengths": Mask(kv_len=[200, N], kv_begin=[70, 300]),
+    "lengths": Mask(kv_len=[130, N], kv_begin=[70, 200]),
     "documents": Mask.documents(lengths=LENGTHS),
     "causal documents": Mask.documents(lengths=LENGTHS, causal=True),
     "windows in documents": Mask.documents(lengths=LENGTHS, window=(40, 0)),
     "zigzag 0": rows_of_a_rank(0),
     "zigzag 1": rows_of_a_rank(1),
-    "intervals": limits((i - 90).clamp(0), (i // 2 + 100).clamp(max=N)),
+    "intervals": limits((i - 90).clamp(0), (i // 2 + 70).clamp(max=N)),
     "in no order": limits(again, again + TILE),
     "empty rows": limits(i, i),
 }
