@@ -35,16 +35,17 @@ def instruction_set() -> str:
     return torch.ops.fastattn.cpu_isa() + refused
 
 
-def path(p: Problem, bias: bool = False) -> str:
+def path(p: Problem, bias: bool = False, contiguous_keys: bool = True) -> str:
     """The path of the forward pass through the kernels, in words, or what FASTATTN_CPU_PATH forces.
 
-    Keys and values are taken to have contiguous rows. ``bias`` says whether there is a bias.
+    ``bias`` says whether there is a bias, ``contiguous_keys`` whether the keys' last stride is 1.
     """
     lo, hi = p.band()
     keep = p.mask.keep
     return torch.ops.fastattn.cpu_path(
-        *(p.B, p.H, p.Hkv, p.M, p.N, p.dtype == torch.bfloat16, SCORES[p.score], bias),
-        *(keep is not None and keep.shape[-2] > 1, p.dropout is not None, p.weights != "none"),
+        *(p.B, p.H, p.Hkv, p.M, p.N, p.dtype == torch.bfloat16, contiguous_keys),
+        *(SCORES[p.score], bias, keep is not None and keep.shape[-2] > 1),
+        *(p.dropout is not None, p.weights != "none"),
         -p.M if lo is None else lo,
         p.N if hi is None else hi,
     )

@@ -251,7 +251,7 @@ def explain(
 
     If a named ``backend`` cannot compute the problem, none is chosen: the call raises. ``bias``
     says whether there is a bias, ``grad`` whether a gradient may be needed. ``tensors`` are q, k
-    and v, whose strides decide on the path through the CUDA kernels.
+    and v, whose strides decide on the path through the kernels.
 
     The notes name the CPU kernels' instruction set and path, or how to get missing kernels, and the
     path through the CUDA kernels. If both GPU backends can compute the problem, the notes say why
@@ -267,7 +267,7 @@ def explain(
     notes = _cpu_notes(p, reasons)
     path, path_notes, why = None, [], WHY[p.score]
     if chosen == "cpu":
-        path = cpu.path(p, bias)
+        path = cpu.path(p, bias, not tensors or tensors[1].stride(-1) == 1)
         path_notes = [f"cpu: path {path}"]
     elif _few_additive(p) and faster_forward(p, backend, str(chosen), bias) is not None:
         chosen, why = (chosen, FEW_WAITS) if grad else ("cuda", why)

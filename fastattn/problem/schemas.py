@@ -137,8 +137,8 @@ CPU_ISA = {
 # one, as FASTATTN_CPU_PATH does ("auto": none).
 CPU_PATH = {
     "cpu_path": (
-        "(int B, int H, int Hkv, int M, int N, bool bf16, int score, bool bias, "
-        "bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
+        "(int B, int H, int Hkv, int M, int N, bool bf16, bool contiguous_keys, int score, "
+        "bool bias, bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
     ),
     "select_cpu_path": "(str name) -> bool",
 }

@@ -282,7 +282,7 @@ def test_public_explain():
 
 
 def test_explain_says_the_path(extension, monkeypatch):
-    monkeypatch.setattr(cpu, "path", lambda p, bias: f"tiles of {p.M}, bias {bias}")
+    monkeypatch.setattr(cpu, "path", lambda p, bias, keys: f"tiles of {p.M}, bias {bias}")
     q = torch.zeros(2, 2, 3, 4)
     found = fastattn.explain(q)
     assert found.path == "tiles of 3, bias False"

@@ -79,6 +79,10 @@ def test_found(isa, name):
 # ---- the fuzzer itself ----
 
 
+def test_draws_do_not_depend_on_what_is_imported():
+    assert len(fuzz.providers._get_local_constants()) == 0
+
+
 @pytest.mark.slow
 def test_every_feature_is_drawn():
     drawn = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import output_with
 
+import fastattn
 from fastattn import testing
 from fastattn.backends import cpu, operators
 from fastattn.problem import Mask, Problem
@@ -154,9 +155,23 @@ def test_an_unknown_path_is_refused_and_changes_nothing(name):
 
 def test_heads_that_key_heads_do_not_divide_have_no_path():
     sizes = dict(B=1, H=4, Hkv=0, M=1, N=8, band_lo=-1, band_hi=8, score=0)
-    flags = dict.fromkeys(("bf16", "bias", "keep_by_row", "dropout", "weights"), False)
+    names = ("bf16", "contiguous_keys", "bias", "keep_by_row", "dropout", "weights")
+    flags = dict.fromkeys(names, False)
     with pytest.raises(RuntimeError, match="Hkv: expected a divisor of H, 4, got 0"):
         torch.ops.fastattn.cpu_path(**sizes, **flags)
+
+
+@pytest.mark.skipif("FASTATTN_CPU_PATH" in os.environ, reason="FASTATTN_CPU_PATH is set")
+@pytest.mark.parametrize(
+    ("score", "path"), [({}, "rows in place"), ({"weight": torch.ones(8)}, "one query")]
+)
+def test_strided_keys_have_another_path(score, path):
+    """explain() tells of the tensors it is given, not of contiguous ones."""
+    query, keys = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 300, 8)
+    explained = fastattn.explain(query, keys, keys, **score)
+    assert explained.path == path
+    explained = fastattn.explain(query, keys.mT.contiguous().mT, keys, **score)
+    assert explained.path == "tiles"
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Self-attention in one module with a free head size."""
 
-
 import torch
 from torch import Tensor, nn
 
