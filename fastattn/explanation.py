@@ -157,7 +157,7 @@ class _Record:
     @contextlib.contextmanager
     def of_modules(self) -> Iterator[None]:
         enter = torch_modules.register_module_forward_pre_hook(self._enter)
-        leave = torch_modules.register_module_forward_hook(self._leave)
+        leave = torch_modules.register_module_forward_hook(self._leave, always_call=True)
         try:
             yield
         finally:
@@ -167,12 +167,12 @@ class _Record:
         self.refused |= {self.names[x]: NOT_CALLED for x in self.not_called}
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        self.not_called.discard(id(module))
         if not watch.by_this_thread():
             return
         self._file()
         self.running.append(module)
         self.noted.append(False)
-        self.not_called.discard(id(module))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if not watch.by_this_thread():

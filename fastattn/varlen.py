@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from fastattn.functional import AnyOptions, Bias, Results, Returned
+from fastattn.functional import AnyOptions, Backend, Bias, Results, Returned
 from fastattn.problem import Mask, arguments, intervals, relative
 from fastattn.scores import attention
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Offsets = Tensor | Sequence[int]
-OTHERS = AnyOptions.__optional_keys__
 
 
 class VarlenOptions(AnyOptions, total=False):
@@ -82,11 +81,13 @@ def varlen_attention(
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
     bias: Bias | None = None,
+    softcap: float | None = None,
     sink: Tensor | None = None,
     return_weights: Returned | None = None,
     return_lse: bool = False,
     seed: int | Tensor | None = None,
-    **options: Any,
+    backend: Backend = "auto",
+    **_unknown: NoReturn,
 ) -> Results:
     r"""Attention of packed documents: each query sees the keys of its own document.
 
@@ -121,13 +122,14 @@ def varlen_attention(
         bias: numbers to add to the scores, broadcastable to ``[H, T, S]``, in query's dtype or
             float32. Differentiable. Those between documents are not used. Or an :class:`ALiBi` or
             a :class:`RelativeBias`, if keys have the documents of the queries.
+        softcap: see :func:`scaled_dot_product_attention`.
         sink: ``[H]``, see :func:`scaled_dot_product_attention`.
         return_weights: also return the weights that multiply value, after dropout: ``"full"``
             (``[H, T, S]``, 0 between documents) or their ``"mean"`` over heads (``[T, S]``).
         return_lse: also return the log-sum-exp of the scores, ``[H, T]``, float32 (float64 for
             float64), -inf for a row with no key. Differentiable.
         seed: of dropout, see :func:`scaled_dot_product_attention`. Bits depend on packed positions.
-        options: other keywords of :func:`scaled_dot_product_attention`, as ``backend``; no mask.
+        backend: see :func:`scaled_dot_product_attention`.
 
     Returns:
         ``out`` ``[T, H, E]`` in query's dtype, or the tuple ``(out[, weights][, lse])``.
@@ -147,11 +149,12 @@ def varlen_attention(
         >>> q = torch.randn(12, 8, 64, requires_grad=True)  # documents of 5, 0 and 7 tokens
         >>> out = fastattn.varlen_attention(q, q, q, [0, 5, 5, 12], is_causal=True)  # [12, 8, 64]
     """
-    if unknown := [name for name in options if name not in OTHERS]:
-        raise arguments.unknown_keywords("varlen_attention", unknown)
-    options |= dict(
+    if _unknown:
+        raise arguments.unknown_keywords("varlen_attention", _unknown)
+    options: dict[str, Any] = dict(
         weight=weight, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p, bias=bias,
-        sink=sink, return_weights=return_weights, return_lse=return_lse, seed=seed,
+        softcap=softcap, sink=sink, return_weights=return_weights, return_lse=return_lse,
+        seed=seed, backend=backend,
     )  # fmt: skip
     if (others := arguments.overriding(query, key, value, weight, bias, sink)) is not None:
         return handle_torch_function(

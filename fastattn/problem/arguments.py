@@ -51,8 +51,8 @@ def check_real(name: str, x: object) -> None:
 
 
 def is_finite(x: float) -> bool:
-    """Whether a number is finite as a float."""
-    return not (isinstance(x, int) and abs(x) > sys.float_info.max) and math.isfinite(x)
+    """Whether a number is finite as a float. By comparison: ``x`` may be torch's SymFloat."""
+    return -math.inf < x < math.inf and not (isinstance(x, int) and abs(x) > sys.float_info.max)
 
 
 def softcap(c: float | None) -> float:

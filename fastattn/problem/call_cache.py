@@ -188,15 +188,15 @@ def _describe(call: Call) -> tuple | None:
     # 1 == True, but only True is a bool. Dropout draws a seed for each call.
     if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float or dropout_p:
         return None
-    for x in numbers:
-        if type(x) is bool:
+    for x in numbers:  # others may be equal to a float, and are refused
+        if x is not None and type(x) not in (int, float):
             return None
     masks = ()
     if not (weight is attn_mask is mask is bias is None):
         own = _NO_MASK if mask is None else mask.__dict__.values()
         given = weight, attn_mask, bias, *own
         masks = tuple([x if x is None else _describe_one(x) for x in given])
-        if (mask is not None and type(mask) is not Mask) or NotImplemented in masks:
+        if (mask is not None and type(mask) is not Mask) or any(x is NotImplemented for x in masks):
             return None
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,

@@ -26,9 +26,10 @@ def is_line(bias: Tensor | None, M: int, N: int) -> bool:
 
 def spread(line: Tensor, M: int, N: int) -> Tensor:
     """The matrix ``[..., M, N]`` of a line ``[..., 1, M + N - 1]``."""
-    if N == 0:
-        return line[..., :0].expand(*line.shape[:-2], M, 0)
-    return line.squeeze(-2).unfold(-1, N, 1).flip(-2)
+    # The mirror of diagonal_sums. Tensor.unfold would make compiled code for one N.
+    lead = line.shape[:-2]
+    flat = line.expand(*lead, M, M + N - 1).reshape(*lead, M * (M + N - 1))
+    return F.pad(flat, (0, M)).reshape(*lead, M, M + N)[..., :N].flip(-2)
 
 
 def diagonal_sums(x: Tensor) -> Tensor:
