@@ -150,8 +150,9 @@ bench-distributed: build
 
 # A run against the one committed for this kind of machine, by ratio to the peers of each. BASELINE
 # names another kind's: the shares of what each machine can do are then compared. SUITE=models, or
-# another suite than that of `make bench`.
+# another suite than that of `make bench`. LEAST=0.05 finds smaller falls than a tenth.
 SUITE ?=
+LEAST ?=
 SLUG = $(shell $(PY) -m bench.machine 2>/dev/null)
 BASELINE ?= bench/results/$(SUITE:%=%/)$(SLUG)
 bench-compare: build
@@ -159,7 +160,7 @@ bench-compare: build
 	  writes, or name another kind's, BASELINE=bench/results/..."; exit 2; }
 	rm -rf build/compare
 	$(PY) -m bench.run --out build/compare $(SUITE:%=--suite %) $(ARGS)
-	$(PY) -m bench.compare "$(BASELINE)" "build/compare/$(SUITE:%=%/)$(SLUG)"
+	$(PY) -m bench.compare $(LEAST:%=--least %) "$(BASELINE)" "build/compare/$(SUITE:%=%/)$(SLUG)"
 
 # Of their packages nothing is needed with ARGS=--smoke. With NO_VENV=1 they must be there already.
 $(EXAMPLES:%=example-%): example-%: build $(READY:%.ready=%.examples)

@@ -21,7 +21,7 @@ from bench.peers import OURS
 
 BOUND = "bound"  # what shares are against
 ALIKE = ("suite", "backend", "quick", "no_compile")  # options that decide what is measured
-LEAST = 0.10  # the smallest change, for runs without noise
+LEAST = 0.10  # the smallest change, for runs without noise; --least names another
 SPREADS = 3.0  # ... and in half interquartile ranges of the ratio's two times
 
 
@@ -70,12 +70,15 @@ def other_options(baseline: dict, new: dict) -> str | None:
     return None
 
 
-def changes(baseline: dict, new: dict) -> list[Change]:
-    """The change of each row of the baseline, in its order, of cases that the new run chose."""
+def changes(baseline: dict, new: dict, least: float = LEAST) -> list[Change]:
+    """The change of each row of the baseline, in its order, of cases that the new run chose.
+
+    Changes up to ``least`` are noise, and more than that in rows whose times vary more.
+    """
     rows = {(row["case"], row["direction"]): row for row in new["rows"]}
     against = (lambda old: old.get("best_peer")) if alike(baseline, new) else _of_bound
     return [
-        _change(old, rows.get((old["case"], old["direction"])), against(old))
+        _change(old, rows.get((old["case"], old["direction"])), against(old), least)
         for old in baseline["rows"]
         if new.get("options", {}).get("filter", "") in old["case"]
     ]
@@ -85,7 +88,7 @@ def _of_bound(old: dict) -> str | None:
     return BOUND if old.get("of_bound") else None
 
 
-def _change(old: dict, new: dict | None, against: str | None) -> Change:
+def _change(old: dict, new: dict | None, against: str | None, least: float) -> Change:
     name = f"{old['case']} {report.SHORT[old['direction']]}"
     if old["wrong"] or against is None:
         return Change(name, None, None, None, "nothing to judge by in the baseline")
@@ -100,7 +103,7 @@ def _change(old: dict, new: dict | None, against: str | None) -> Change:
         return Change(name, against, before, None, reason)
     names = {OURS, against} - {BOUND}
     noise = math.hypot(*(_spread(row["times_ms"][n]) for row in (old, new) for n in names))
-    return Change(name, against, before, after, "", max(LEAST, SPREADS * noise))
+    return Change(name, against, before, after, "", max(least, SPREADS * noise))
 
 
 def _ratio(row: dict, against: str) -> float | None:
@@ -160,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     if why := other_options(baseline, new):
         print(f"{why}; name a run like it, as in BASELINE=bench/results/...", file=sys.stderr)
         return 2
-    found = changes(baseline, new)
+    found = changes(baseline, new, options.least)
     judged = sum(c.before is not None for c in found)
     if not judged:
         print("no row of the baseline says what to judge by: measure it anew", file=sys.stderr)
@@ -176,7 +179,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.compare", description=__doc__.split("\n\n")[0])
     parser.add_argument("baseline", type=Path, help="bench.json of a run, or its folder")
     parser.add_argument("new", type=Path, help="bench.json of the run to judge, or its folder")
+    parser.add_argument(
+        "--least", type=_share, default=LEAST, metavar="SHARE",
+        help="the smallest change that counts, of a row without noise (default: %(default)s)",
+    )  # fmt: skip
     return parser.parse_args(argv)
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text}")
+    return share
 
 
 def _read(path: Path) -> dict:

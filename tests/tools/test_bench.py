@@ -365,6 +365,19 @@ def test_compare_judges_by_the_ratio_to_the_peer(tmp_path, capsys, new, status):
     assert ("SLOWER" in capsys.readouterr().out) == (status == 1)
 
 
+@pytest.mark.parametrize(("ours", "spread", "status"), [(1.04, 0, 0), (1.08, 0, 1), (1.08, 0.1, 0)])
+def test_compare_finds_smaller_changes_if_asked(tmp_path, ours, spread, status):
+    from bench import compare
+
+    paths = [str(tmp_path / name) for name in ("old", "new")]
+    for path, run in zip(paths, (recorded(1.0, 2.0), recorded(ours, 2.0, spread)), strict=True):
+        Path(path).write_text(json.dumps(run))
+    assert compare.main(paths) == 0
+    assert compare.main(["--least", "0.05", *paths]) == status
+    with pytest.raises(SystemExit):
+        compare.main(["--least", "5", *paths])
+
+
 def test_compare_says_how_many_rows_it_judged(tmp_path, capsys):
     from bench import compare
 
