@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING name every source file that has what they tell how to add."""
+"""The recipes of CONTRIBUTING name every file with what they add, and no file that is missing."""
 
 import ast
 import re
@@ -12,7 +12,8 @@ NEIGHBOURS = {
     "A mask": ("kv_begin", {"fastattn/varlen.py", "fastattn/problem/jagged.py"}),
     "A score option (a transform of the logit)": ("softcap", set()),
 }
-recipes = pytest.mark.parametrize("recipe", NEIGHBOURS)
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+RECIPES = re.findall(r"^### (.+)$", GUIDE, re.MULTILINE)
 
 
 def expand(name: str) -> list[str]:
@@ -24,10 +25,10 @@ def expand(name: str) -> list[str]:
 
 
 def named(recipe: str) -> set[str]:
-    """The files that a recipe names."""
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    section = text.partition(f"### {recipe}\n")[2].partition("\n### ")[0]
-    return {x for name in re.findall(r"`(\w+/[^`\s]+\.[^`\s]+)`", section) for x in expand(name)}
+    """The files and folders that a recipe names."""
+    section = GUIDE.partition(f"### {recipe}\n")[2]
+    section = re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0]
+    return {x for name in re.findall(r"`(\w+/[^`\s]*)`", section) for x in expand(name)}
 
 
 def code(path: Path) -> str:
@@ -51,7 +52,7 @@ def sources_with(word: str) -> set[str]:
     return {x for x in names if not x.startswith(("fastattn/kernels/", "fastattn/integrations/"))}
 
 
-@recipes
+@pytest.mark.parametrize("recipe", NEIGHBOURS)
 def test_it_names_every_file_with_its_neighbour(recipe):
     word, used = NEIGHBOURS[recipe]
     having = sources_with(word)
@@ -59,6 +60,7 @@ def test_it_names_every_file_with_its_neighbour(recipe):
     assert sorted(having - named(recipe) - used) == []
 
 
-@recipes
-def test_the_files_that_it_names_exist(recipe):
-    assert [x for x in sorted(named(recipe)) if not (ROOT / x).is_file()] == []
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_it_names_exists(recipe):
+    assert named(recipe)
+    assert [x for x in sorted(named(recipe)) if not list(ROOT.glob(x))] == []
