@@ -95,9 +95,10 @@ VARIABLE = re.compile(
 
 def test_every_environment_variable_is_on_its_page():
     listed = re.findall(r"`(FASTATTN_[A-Z_]+)`", read(Path("docs/environment.md")))
-    sources = [ROOT / "setup.py", ROOT / "Makefile"]
-    for folder in ("fastattn", "tests", "bench", "tools", "csrc"):
-        sources += [x for x in (ROOT / folder).rglob("*.*") if x.suffix in (".py", ".cpp", ".cu")]
+    sources = [ROOT / "setup.py", ROOT / "Makefile", *ROOT.glob(".ci/run")]
+    kinds = (".py", ".h", ".cpp", ".cu", ".cuh")
+    for folder in ("fastattn", "kernels", "tests", "bench", "tools", "examples", "docs", "csrc"):
+        sources += [x for x in (ROOT / folder).rglob("*.*") if x.suffix in kinds]
     found = [names for path in sources for names in VARIABLE.findall(path.read_text("utf-8"))]
     assert set(listed) == {name for names in found for name in names if name}
 
