@@ -103,6 +103,11 @@ def test_every_environment_variable_is_on_its_page():
     assert set(listed) == {name for names in found for name in names if name}
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.match("docs/decisions/0*.md")], ids=str)
+def test_a_decision_says_when_its_evidence_was_found(page):
+    assert re.search(r"^\*\*\w+\*\* \(20\d\d-(0[1-9]|1[0-2])[;)]", read(page), re.MULTILINE)
+
+
 def test_there_is_code_and_there_are_links():
     assert sum(len(blocks(page)) for page in PAGES) > 20
     assert {"docs/tour.md", "README.md"} <= {str(page) for page in PAGES if blocks(page)}
