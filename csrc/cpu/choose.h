@@ -1,7 +1,8 @@
 // Decides which path a problem takes (base/path.h). No other file of the CPU kernels does.
 //
 // Each constant names the machine it was measured on. Zen 3: AMD, AVX2, 512 KiB of L2 cache a core.
-// Xeon: Intel with AMX, 2 MiB.
+// Xeon: Intel with AMX, 2 MiB. A constant without a machine has no known measurement: it follows
+// from sizes of tiles or of memory, or from a number of tasks.
 //
 // FASTATTN_CPU_PATH, read once, helps to find the short way that makes a row wrong. "tiles" turns
 // all short ways off. The name of one forces that one wherever it can run, and turns off the
@@ -150,8 +151,8 @@ FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
 // ---- backward ----
 
 constexpr int64_t kBackwardTasks = 16;  // enough tasks to keep a few cores busy and even out
-// Chunks are multiples of this. A tile of the additive score is computed as its largest numbers
-// require, so its tiles must be those of the forward pass.
+// Chunks are multiples of this: 192 keys are whole tiles of 64 or 96. A tile of the additive score
+// is computed as its largest numbers require, so its tiles must be those of the forward pass.
 FASTATTN_FN int64_t backward_keys(const BackwardParams& p) {
   return p.score == ScoreKind::kAdditive ? 256 : 192;
 }
