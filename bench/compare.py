@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import machine, report
+from bench.cases import DIRECTIONS, SUITES
 from bench.peers import OURS
 
 BOUND = "bound"  # what shares are against
@@ -73,14 +74,17 @@ def other_options(baseline: dict, new: dict) -> str | None:
 def changes(baseline: dict, new: dict, least: float = LEAST) -> list[Change]:
     """The change of each row of the baseline, in its order, of cases that the new run chose.
 
-    Changes up to ``least`` are noise, and more than that in rows whose times vary more.
+    Changes up to ``least`` are noise, and more than that in rows whose times vary more. Directions
+    that a case is no longer timed in are left out.
     """
     rows = {(row["case"], row["direction"]): row for row in new["rows"]}
+    timed = {case.name: case.directions for suite in SUITES.values() for case in suite}
     against = (lambda old: old.get("best_peer")) if alike(baseline, new) else _of_bound
     return [
         _change(old, rows.get((old["case"], old["direction"])), against(old), least)
         for old in baseline["rows"]
         if new.get("options", {}).get("filter", "") in old["case"]
+        and old["direction"] in timed.get(old["case"], DIRECTIONS)
     ]
 
 

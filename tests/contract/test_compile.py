@@ -116,6 +116,27 @@ def test_dynamic_shapes_compile_once(backend, score):
     assert count_compilations(step, calls, dynamic=True) == 1
 
 
+@pytest.mark.parametrize("mask", ["none", "dense"])
+def test_lengths_of_a_relative_bias_compile_once(backend, mask):
+    """Beside a dense float mask, and in eager code, a line of numbers becomes a matrix."""
+    dense = mask == "dense"
+
+    def step(q, mask):
+        bias = fastattn.ALiBi(torch.tensor([0.5, 0.25]))
+        return attend(q, q, q, attn_mask=mask if dense else None, bias=bias, backend=backend)
+
+    calls = [dict(q=torch.randn(3, 2, n, 8), mask=torch.randn(n, n)) for n in (5, 7, 4, 9)]
+    assert count_compilations(step, calls, dynamic=True) == 1
+
+
+def test_a_scale_may_depend_on_sizes(backend):
+    def step(q):
+        return attend(q, q, q, scale=q.shape[-1] ** -0.5, backend=backend)
+
+    calls = [dict(q=torch.randn(2, 3, 5, D)) for D in (8, 12, 7)]
+    assert count_compilations(step, calls, dynamic=True) <= 3
+
+
 @pytest.mark.parametrize(("score", "grouped"), [("dot", False), ("gaussian", False), ("dot", True)])
 def test_any_number_of_heads_compiles_once(backend, score, grouped):
     """It is the batch size of calls with 3 dims."""

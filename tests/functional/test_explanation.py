@@ -1,5 +1,6 @@
 """explain(module, ...): which of a module's attention is computed here, and what goes to torch."""
 
+import contextlib
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -184,6 +185,35 @@ def test_modules_of_another_thread_are_not_told_and_run_on(x):
     assert other.exception() is None
     assert [name for name, _ in found.calls] == ["attention"]
     assert found.torch == {}
+
+
+def test_a_module_that_raises_is_left(x):
+    """What its parent computes afterwards is the parent's."""
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Linear(1, 1)
+
+        def forward(self, x):
+            with contextlib.suppress(RuntimeError):
+                self.child(x)
+            return fastattn.scaled_dot_product_attention(x, x, x)
+
+    assert [name for name, _ in fastattn.explain(Parent(), x).calls] == [""]
+
+
+def test_attention_in_another_thread_was_called(x):
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2)
+
+        def forward(self, x):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(self.attention, x, x, x).result()[0]
+
+    assert fastattn.explain(Threaded(), x).torch == {}
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """Known calls give the same results as new ones."""
 
+from decimal import Decimal
+
+import numpy as np
 import pytest
 import torch
 
@@ -83,6 +86,21 @@ def test_errors_are_found_again():
             sdpa(q, q, q, backend="other")
         with pytest.raises((TypeError, ValueError)):
             sdpa(q, q, q, return_weights=["mean"])
+
+
+def test_numbers_that_equal_a_known_one_are_refused_as_before():
+    q = heads()
+    sdpa(q, q, q, scale=1.0)
+    for other in (np.True_, Decimal(1)):
+        with pytest.raises(TypeError, match="scale: expected a float or None, got"):
+            sdpa(q, q, q, scale=other)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_arrays_are_refused_in_our_words(name):
+    q = heads()
+    with pytest.raises(TypeError, match=f"{name}: expected .*ndarray"):
+        sdpa(q, q, q, **{name: np.ones((4, 4), bool)})
 
 
 def test_dropout_draws_a_seed_at_each_call():

@@ -365,6 +365,16 @@ def test_compare_judges_by_the_ratio_to_the_peer(tmp_path, capsys, new, status):
     assert ("SLOWER" in capsys.readouterr().out) == (status == 1)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "bench/results").glob("*/bench.json")), ids=str)
+def test_compare_expects_what_is_timed_today(path):
+    from bench import cases, compare
+
+    run = json.loads(path.read_text())
+    rows = [r for r in run["rows"] if r["direction"] in cases.named(r["case"]).directions]
+    found = compare.changes(run, run | {"rows": rows})
+    assert not [change.name for change in found if change.reason == "not in the new run"]
+
+
 @pytest.mark.parametrize(("ours", "spread", "status"), [(1.04, 0, 0), (1.08, 0, 1), (1.08, 0.1, 0)])
 def test_compare_finds_smaller_changes_if_asked(tmp_path, ours, spread, status):
     from bench import compare
