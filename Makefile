@@ -37,7 +37,7 @@ help:
 	@echo "make test-distributed  attention over four processes instead of two"
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make test-schedules  of these, the asynchronous CUDA kernels in 32 schedules and with planted mistakes"
-	@echo "make test-integrations  fastattn in models of transformers, timm, diffusers, open_clip and others"
+	@echo "make test-integrations  fastattn in models of transformers, timm, diffusers and others, and in ONNX Runtime"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
 	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
 	@echo "make fuzz    random problems against float64, SECONDS=60; ARGS='--seed 1' to try some again"
@@ -95,7 +95,8 @@ test-schedules: build
 # top of .venv.
 OTHERS := build/integrations
 test-integrations: build $(READY:%.ready=$(OTHERS)/.ready)
-	OMP_NUM_THREADS=1 $(if $(READY),$(OTHERS)/bin/python,$(PY)) -m pytest tests/integrations -q -rs $(ARGS)
+	OMP_NUM_THREADS=1 $(if $(READY),$(OTHERS)/bin/python,$(PY)) -m pytest tests/integrations \
+	  tests/contract/test_onnx.py -q -rs $(ARGS)
 
 $(OTHERS)/.ready: .venv/.ready tests/integrations/requirements.txt
 	$(PY) -m venv $(OTHERS)

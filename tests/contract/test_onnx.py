@@ -1,4 +1,7 @@
-"""torch.onnx.export: ONNX only knows PyTorch's operators, so a model is exported with those."""
+"""torch.onnx.export: ONNX only knows PyTorch's operators, so a model is exported with those.
+
+`make test-integrations` installs ONNX Runtime and runs this file too; `make test` does without.
+"""
 
 import copy
 
