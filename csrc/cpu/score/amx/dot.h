@@ -28,7 +28,7 @@ class AmxDotScore : public ScoreDefaults {
     if (!backward) return;
     k_rows_ = Operand(scratch, p.D, kBlockN, p.q.dtype);
     q_columns_ = Operand(scratch, p.D, kBlockM, p.q.dtype);
-    ds_misfits_ = Misfits(scratch, kBlockM);
+    ds_outliers_ = OutlierRows(scratch, kBlockM);
     ds_rows_ = Operand(scratch, kBlockM, kBlockN, p.q.dtype);
     ds_columns_ = Operand(scratch, kBlockN, kBlockM, p.q.dtype);
     grad_q_ = scratch.floats(kBlockM * ld_);
@@ -72,9 +72,9 @@ class AmxDotScore : public ScoreDefaults {
   // Whether some kept pair has a query or a key that does not fit.
   bool look_at(const MaskTile& mask) {
     AmxInput& queries = slots_.queries();
-    if (!queries.misfits().any() && !keys_.misfits().any()) return false;
-    return mask.keeps_any([&](int64_t i) { return queries.is_misfit(i); },
-                          [&](int64_t j) { return keys_.is_misfit(j); });
+    if (!queries.outliers().any() && !keys_.outliers().any()) return false;
+    return mask.keeps_any([&](int64_t i) { return queries.is_outlier(i); },
+                          [&](int64_t j) { return keys_.is_outlier(j); });
   }
   void use_form(bool wide) {
     AmxInput& queries = slots_.queries();
@@ -98,13 +98,13 @@ class AmxDotScore : public ScoreDefaults {
     const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, kBlockN, 1, rows, cols};
     if (!packed_) {
       constexpr Window kNotHuge = {0.f, kAnyBf16.high};
-      ds_misfits_.scan<DType::kFloat32>(tile, kNotHuge, kNotHuge);
-      pack_tiles<Depth::kCols, Side::kLeft>(tile, grad_unit_, ds_misfits_, ds_rows_);
-      pack_tiles<Depth::kRows, Side::kRight>(tile, grad_unit_, ds_misfits_, ds_columns_);
+      ds_outliers_.scan<DType::kFloat32>(tile, kNotHuge, kNotHuge);
+      pack_tiles<Depth::kCols, Side::kLeft>(tile, grad_unit_, ds_outliers_, ds_rows_);
+      pack_tiles<Depth::kRows, Side::kRight>(tile, grad_unit_, ds_outliers_, ds_columns_);
     }
 
     multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
-    accumulate_rows_apart(ByRows{ds, kBlockN}, grad_unit_, rows, ds_misfits_, Misfits(), keys_,
+    accumulate_rows_apart(ByRows{ds, kBlockN}, grad_unit_, rows, ds_outliers_, OutlierRows(), keys_,
                           cols, masked, grad_q_, ld_, 1);
     const float factor = p_.scale / (grad_unit_ * input_unit_);
     for (int64_t i = 0; i < rows; ++i)
@@ -113,8 +113,8 @@ class AmxDotScore : public ScoreDefaults {
 
     grad_k_.use(grad_unit_);
     multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), kBlockN);
-    accumulate_rows_apart(ByCols{ds, kBlockN}, grad_unit_, cols, Misfits(), ds_misfits_, queries,
-                          rows, masked, grad_k_.data(), 1, kBlockN);
+    accumulate_rows_apart(ByCols{ds, kBlockN}, grad_unit_, cols, OutlierRows(), ds_outliers_,
+                          queries, rows, masked, grad_k_.data(), 1, kBlockN);
   }
 
   // The factor of dS for the next tile: `first` for the first tile, else that of the sums.
@@ -141,10 +141,10 @@ class AmxDotScore : public ScoreDefaults {
   const Operand& ds_columns() const { return ds_columns_; }
   void use_packed(bool packed) {
     packed_ = packed;
-    if (packed) ds_misfits_.clear();
+    if (packed) ds_outliers_.clear();
   }
   bool rows_apart() {
-    return keys_.misfits().any_apart() || slots_.queries().misfits().any_apart();
+    return keys_.outliers().any_apart() || slots_.queries().outliers().any_apart();
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
@@ -188,7 +188,7 @@ class AmxDotScore : public ScoreDefaults {
   float input_unit_;  // of Q and K
   Operand k_rows_, q_columns_;
   bool packed_ = false;
-  Misfits ds_misfits_;
+  OutlierRows ds_outliers_;
   Operand ds_rows_, ds_columns_;
   float grad_unit_ = 1.f;  // of dS
   float* grad_q_ = nullptr;

@@ -125,9 +125,9 @@ class AmxValueGrads : public GradDefaults {
 
   // Whether some kept pair has a value or gradient that does not fit.
   bool look_at(const MaskTile& mask) const {
-    return (grad_out_.misfits().any() || values_.misfits().any()) &&
-           mask.keeps_any([&](int64_t i) { return grad_out_.is_misfit(i); },
-                          [&](int64_t j) { return values_.is_misfit(j); });
+    return (grad_out_.outliers().any() || values_.outliers().any()) &&
+           mask.keeps_any([&](int64_t i) { return grad_out_.is_outlier(i); },
+                          [&](int64_t j) { return values_.is_outlier(j); });
   }
   void use_form(bool wide) {
     const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
@@ -146,11 +146,13 @@ class AmxValueGrads : public GradDefaults {
   void accumulate(float* weights, const MaskTile& mask) {
     const int64_t rows = grad_out_.rows(), cols = cols_;
     const Matrix tile = {weights, DType::kFloat32, 0, block_n_, 1, rows, cols};
-    if (!packed_) pack_tiles<Depth::kRows, Side::kRight>(tile, weight_unit_, Misfits(), weights_);
+    if (!packed_)
+      pack_tiles<Depth::kRows, Side::kRight>(tile, weight_unit_, OutlierRows(), weights_);
     grad_v_.use(weight_unit_ * grad_out_unit_);
     multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_.data(), block_n_);
-    accumulate_rows_apart(ByCols{weights, block_n_}, weight_unit_, cols, Misfits(), Misfits(),
-                          grad_out_, rows, mask.masked(), grad_v_.data(), 1, block_n_);
+    accumulate_rows_apart(ByCols{weights, block_n_}, weight_unit_, cols, OutlierRows(),
+                          OutlierRows(), grad_out_, rows, mask.masked(), grad_v_.data(), 1,
+                          block_n_);
   }
 
   template <typename Score, typename Fill>
@@ -184,7 +186,7 @@ class AmxValueGrads : public GradDefaults {
 
  private:
   float grad_weights_unit() const { return grad_out_unit_ * input_unit_; }  // of dP
-  bool rows_apart() const { return grad_out_.misfits().any_apart(); }
+  bool rows_apart() const { return grad_out_.outliers().any_apart(); }
 
   // Only rows with a key and stats count: garbage in others must not change a bit of these.
   float size_unit(const Matrix& from, const float* stats) const {

@@ -17,7 +17,7 @@ class AmxInput {
   AmxInput(Scratch& scratch, int64_t rows, int64_t cols, DType dtype)
       : dtype_(dtype),
         ld_(tile_stride(cols)),
-        misfits_(scratch, rows),
+        outliers_(scratch, rows),
         dense_(scratch.floats(rows * ld_)) {}
 
   // Everything made from the block has the factor `factor`.
@@ -36,7 +36,7 @@ class AmxInput {
     const Window wide = {kAnyBf16.low * copied, high * copied},
                  halves = {kSmallestHalf / unit * copied, kLargestHalf / unit * copied};
     with_dtype(from_.dtype, [&](auto type) {
-      misfits_.scan<type>(from_, form_of(dtype_) == Form::kTwoHalves ? halves : wide, wide);
+      outliers_.scan<type>(from_, form_of(dtype_) == Form::kTwoHalves ? halves : wide, wide);
     });
   }
 
@@ -53,20 +53,20 @@ class AmxInput {
   template <Depth kDepth, Side kSide>
   void pack(Operand& to) const {
     to.use(form_of(dtype_));
-    pack_tiles<kDepth, kSide>(from_, factor_, misfits_, to);
+    pack_tiles<kDepth, kSide>(from_, factor_, outliers_, to);
   }
   // Packs again if `to` has another form.
   template <Depth kDepth, Side kSide>
   void pack_as(Form form, Operand& to) const {
     if (to.form() == form) return;
     to.use(form);
-    pack_tiles<kDepth, kSide>(from_, factor_, misfits_, to);
+    pack_tiles<kDepth, kSide>(from_, factor_, outliers_, to);
   }
 
   int64_t rows() const { return from_.rows; }
   int64_t cols() const { return from_.cols; }
-  const Misfits& misfits() const { return misfits_; }
-  bool is_misfit(int64_t r) const { return r < rows() && misfits_.has(r); }
+  const OutlierRows& outliers() const { return outliers_; }
+  bool is_outlier(int64_t r) const { return r < rows() && outliers_.has(r); }
 
   // Row r in fp32. The first call converts all rows.
   const float* row(int64_t r) {
@@ -84,7 +84,7 @@ class AmxInput {
   int64_t ld_ = 0;
   Matrix from_{};
   float factor_ = 1.f;
-  Misfits misfits_;
+  OutlierRows outliers_;
   float* dense_ = nullptr;
   bool is_dense_ = false;
 };
@@ -98,10 +98,10 @@ static void unpack_columns(float* from, int64_t ld, float factor, float* rows, i
 
 // C(r, c) = a_r . b_c, [rows of a, ld], for c < cols, if a_r or b_c stands apart.
 static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c, int64_t ld) {
-  if (!a.misfits().any_apart() && !b.misfits().any_apart()) return;
+  if (!a.outliers().any_apart() && !b.outliers().any_apart()) return;
   for (int64_t i = 0; i < a.rows(); ++i)
     for (int64_t j = 0; j < cols; ++j) {
-      if (!a.misfits().is_apart(i) && !b.misfits().is_apart(j)) continue;
+      if (!a.outliers().is_apart(i) && !b.outliers().is_apart(j)) continue;
       Vec sum{};
       for (int64_t d = 0; d < a.cols(); d += kWidth) sum += load(a.row(i) + d) * load(b.row(j) + d);
       c[i * ld + j] = sum_lanes(sum);
@@ -112,14 +112,14 @@ static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c
 // stands apart. `masked`: zeros of A are skipped. Element (r, c) of C is c[r * stride_r + c *
 // stride_c].
 template <typename A>
-static void accumulate_rows_apart(A a, float factor, int64_t rows, const Misfits& a_rows,
-                                  const Misfits& a_cols, AmxInput& b, int64_t depth, bool masked,
-                                  float* c, int64_t stride_r, int64_t stride_c) {
-  if (!a_rows.any_apart() && !a_cols.any_apart() && !b.misfits().any_apart()) return;
+static void accumulate_rows_apart(A a, float factor, int64_t rows, const OutlierRows& a_rows,
+                                  const OutlierRows& a_cols, AmxInput& b, int64_t depth,
+                                  bool masked, float* c, int64_t stride_r, int64_t stride_c) {
+  if (!a_rows.any_apart() && !a_cols.any_apart() && !b.outliers().any_apart()) return;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < depth; ++k) {
       const float ark = factor * a.at(r, k);
-      if (!a_rows.is_apart(r) && !a_cols.is_apart(k) && !b.misfits().is_apart(k)) continue;
+      if (!a_rows.is_apart(r) && !a_cols.is_apart(k) && !b.outliers().is_apart(k)) continue;
       if (masked && ark == 0.f) continue;
       for (int64_t n = 0; n < b.cols(); ++n) c[r * stride_r + n * stride_c] += ark * b.row(k)[n];
     }

@@ -65,10 +65,10 @@ constexpr Window kAnyBf16 = {0x1p-60f, 0x1p60f};
 
 // The rows of a matrix that do not fit into form_of(its dtype). Some fit into its wide_form_of().
 // The others stand apart: no form holds them, and they are multiplied in fp32.
-class Misfits {
+class OutlierRows {
  public:
-  Misfits() = default;
-  Misfits(Scratch& scratch, int64_t rows) : kind_(scratch.ints(rows)) {}
+  OutlierRows() = default;
+  OutlierRows(Scratch& scratch, int64_t rows) : kind_(scratch.ints(rows)) {}
 
   bool any() const { return any_ != 0; }
   bool any_apart() const { return (any_ & kApart) != 0; }
@@ -102,13 +102,13 @@ class Misfits {
 // Splits `factor` times a matrix of contiguous columns into tiles, with padding of 0 up to whole
 // tiles. Rows that do not fit become 0.
 template <DType kType, Form kForm, Depth kDepth, bool kTransposed>
-static void write_tiles(const Matrix& from, float factor, const Misfits& misfits,
+static void write_tiles(const Matrix& from, float factor, const OutlierRows& outliers,
                         const Operand& to) {
   constexpr int64_t kRows = kDepth == Depth::kRows ? kTileDepth : kEdge;
   constexpr int64_t kCols = kDepth == Depth::kRows ? kEdge : kTileDepth;
   constexpr int64_t kStep = word_step(kForm), kNext = words_apart(kForm);
   const auto part = [&](int64_t r, int64_t c) __attribute__((always_inline)) {
-    if (r >= from.rows || misfits.is_left_out(r, kForm)) return split<kForm>(Vec{});
+    if (r >= from.rows || outliers.is_left_out(r, kForm)) return split<kForm>(Vec{});
     return split<kForm>(
         factor * load_first<kType>(from.data, from.offset + r * from.stride_r + c, from.cols - c));
   };
@@ -131,19 +131,19 @@ static void write_tiles(const Matrix& from, float factor, const Misfits& misfits
 }
 
 template <Depth kDepth, Side kSide>
-static void pack_tiles(const Matrix& from, float factor, const Misfits& misfits,
+static void pack_tiles(const Matrix& from, float factor, const OutlierRows& outliers,
                        const Operand& to) {
   constexpr bool kTransposed = (kDepth == Depth::kCols) != (kSide == Side::kLeft);
   with_form(to.form(), [&](auto form) {
     // Gradients of scores are fp32 in every form.
     if (from.dtype == DType::kFloat32)
-      write_tiles<DType::kFloat32, form, kDepth, kTransposed>(from, factor, misfits, to);
+      write_tiles<DType::kFloat32, form, kDepth, kTransposed>(from, factor, outliers, to);
     if constexpr (form == form_of(DType::kFloat16))
       if (from.dtype == DType::kFloat16)
-        write_tiles<DType::kFloat16, form, kDepth, kTransposed>(from, factor, misfits, to);
+        write_tiles<DType::kFloat16, form, kDepth, kTransposed>(from, factor, outliers, to);
     if constexpr (form == Form::kBf16)
       if (from.dtype == DType::kBFloat16)
-        write_tiles<DType::kBFloat16, form, kDepth, kTransposed>(from, factor, misfits, to);
+        write_tiles<DType::kBFloat16, form, kDepth, kTransposed>(from, factor, outliers, to);
   });
 }
 

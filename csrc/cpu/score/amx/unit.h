@@ -1,6 +1,14 @@
 // Products on the matrix unit (AMX). It multiplies tiles of bf16, or of fp16 with AMX-FP16, and
 // accumulates in fp32.
 //
+//   part          a 16-bit summand of a number
+//   word          two elements of one part, 32 bits
+//   tile          16 x 16 words of one part
+//   operand       a matrix as tiles, those of all parts of a place side by side
+//   edge, depth   the dim of an operand that the product keeps, and the one it sums over
+//   unit          the matrix unit; of an operand, the power of 2 that it is multiplied by
+//   outlier row   a row that does not fit the form of its dtype
+//
 // Operands of any dtype are split into parts, x = x1 + x2 + ..., as their Form says. A bf16 part
 // has 8 bits, an fp16 part 11. Only those products of parts are added that matter at the operand's
 // own precision:

@@ -64,9 +64,9 @@ class AmxValueTile : public FormDefaults {
 
   // Whether some kept pair has a value that does not fit.
   bool look_at(const MaskTile& mask) const {
-    return values_.misfits().any() &&
+    return values_.outliers().any() &&
            mask.keeps_any([](int64_t) { return false; },
-                          [&](int64_t j) { return values_.is_misfit(j); });
+                          [&](int64_t j) { return values_.is_outlier(j); });
   }
   void use_form(bool wide) {
     const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
@@ -79,7 +79,7 @@ class AmxValueTile : public FormDefaults {
              const RowState& state, Logit logit, float* s, int64_t ld, float* drop, float* alpha) {
     DropoutParams in_units = dropout;
     in_units.scale *= dropout_unit_;
-    float* const also = values_.misfits().any_apart() ? s : nullptr;
+    float* const also = values_.outliers().any_apart() ? s : nullptr;
     with_form(weights_.form(), [&](auto form) {
       const TileSink<form> sink{weights_, also, ld};
       const FlushDenormals weights;  // like the matrix unit
@@ -98,8 +98,8 @@ class AmxValueTile : public FormDefaults {
         store(o + i * ld_ + e, fastattn::FASTATTN_ISA::load(o + i * ld_ + e) * scale[i]);
     }
     multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_);
-    accumulate_rows_apart(ByRows{weights, ld}, 1.f, rows, Misfits(), Misfits(), values_, cols_,
-                          mask.masked(), o, ld_, 1);
+    accumulate_rows_apart(ByRows{weights, ld}, 1.f, rows, OutlierRows(), OutlierRows(), values_,
+                          cols_, mask.masked(), o, ld_, 1);
   }
 
  private:
