@@ -117,10 +117,40 @@ def check_dims(**tensors: Tensor) -> None:
             )
 
 
-def check_features(name: str, x: Tensor, layer: nn.Linear) -> None:
-    """Raises ValueError unless ``x`` has as many features as a linear layer takes."""
-    if x.shape[-1] != layer.in_features:
-        raise ValueError(f"{name}: expected {layer.in_features} features, got {list(x.shape)}")
+def check_features(name: str, x: Tensor, features: int) -> None:
+    """Raises TypeError or ValueError unless ``x`` is a tensor of so many features; 0 for any."""
+    check_tensors(**{name: x})
+    if x.dim() == 0 or features not in (0, x.shape[-1]):
+        expected = f"{features} features" if features else "features in its last dim"
+        raise ValueError(f"{name}: expected {expected}, got {list(x.shape)}")
+
+
+def project(name: str, x: Tensor, layer: nn.Module) -> Tensor:
+    """``layer(x)``, for a linear layer or for any in its place.
+
+    Raises:
+        TypeError: ``x`` is no tensor, or the layer fails and has another dtype.
+        ValueError: the features are not those of the layer, if it says how many it takes.
+    """
+    check_features(name, x, getattr(layer, "in_features", 0))
+    try:
+        return layer(x)
+    except RuntimeError as error:  # The call comes first: a layer may cast, and autocast does.
+        dtype = getattr(getattr(layer, "weight", None), "dtype", x.dtype)
+        if dtype == x.dtype or arguments.autocasts(x.device.type):
+            raise
+        raise TypeError(f"{name}: expected {dtype} as of the parameters, got {x.dtype}") from error
+
+
+def weight_of(name: str, layer: nn.Module) -> Tensor:
+    """The weight of a layer that is read and never called."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise TypeError(
+            f"{name}: expected a layer with a Tensor as its weight, which is read, "
+            f"got {type(layer).__name__}: leave {name} a linear layer"
+        )
+    return weight
 
 
 def check_fit(queries: Tensor, keys: Tensor, values: Tensor) -> None:

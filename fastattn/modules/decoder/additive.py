@@ -20,7 +20,7 @@ class AdditiveAttention(nn.Module):
 
     Parameters have the textbook's names and order of initialisation, ``W_k``, ``W_q``, ``w_v``. The
     textbook's ``state_dict`` therefore loads, and its seeds give the same weights. No tensor of
-    size M * N * hidden_dim is ever made.
+    size M * N * hidden_dim is ever made. The weight of ``w_v`` is read, so its hooks do not run.
 
     Args:
         query_dim (int): features of a query.
@@ -83,8 +83,7 @@ class AdditiveAttention(nn.Module):
         A decoding step then projects its query only. The cache is a plain tensor with gradient:
         select, repeat or reorder its samples like those of ``values``.
         """
-        single_head.check_features("keys", keys, self.W_k)
-        return self.W_k(keys)
+        return single_head.project("keys", keys, self.W_k)
 
     @takes_jagged(packs=True)
     def forward(
@@ -123,25 +122,27 @@ class AdditiveAttention(nn.Module):
                 given.
         """
         queries, one_step = single_head.as_steps(queries)
-        single_head.check_features("queries", queries, self.W_q)
         out, weights = single_head.attend(
             "additive",
-            self.W_q(queries),
+            single_head.project("queries", queries, self.W_q),
             self._projected(keys, values, cache),
             values,
             Masks(valid_lens, attn_mask, mask),
             self.dropout if self.training else 0.0,
             need_weights or self.store_weights,
-            weight=self.w_v.weight.squeeze(0),
-            bias=None if self.w_v.bias is None else self.w_v.bias[:, None],
+            **self._score(),
         )
         if self.store_weights and weights is not None:
             self.attention_weights = weights.detach()
         return single_head.results(out, weights, need_weights, one_step)
 
+    def _score(self) -> dict[str, Tensor | None]:
+        weight, bias = single_head.weight_of("w_v", self.w_v), self.w_v.bias
+        return {"weight": weight.squeeze(0), "bias": None if bias is None else bias[:, None]}
+
     def _projected(self, keys: Tensor | None, values: Tensor, cache: Tensor | None) -> Tensor:
         if cache is not None:
-            single_head.check_cache(cache, values, self.w_v.in_features)
+            single_head.check_cache(cache, values, single_head.weight_of("w_v", self.w_v).shape[-1])
             return cache
         if keys is None:
             raise ValueError("keys: expected a tensor, or cache=project_keys(keys)")

@@ -21,7 +21,8 @@ class Alignment(nn.Module):
     ============ ================================================= ==========================
 
     In ``concat``, the two halves of the paper's matrix over [h; s] are separate. In ``general``,
-    the matrix is applied to h, which leaves no work per key.
+    the matrix is applied to h, which leaves no work per key. The weight of ``w_v`` is read, so its
+    hooks do not run.
 
     Args:
         query_dim (int): features of h.
@@ -72,11 +73,13 @@ class Alignment(nn.Module):
         """(B, M, query_dim) to (B, M, features)."""
         if self.method == "dot":
             return queries
-        return self.W_a(queries) if self.method == "general" else self.W_q(queries)
+        layer = self.W_a if self.method == "general" else self.W_q
+        return single_head.project("queries", queries, layer)
 
     def project_keys(self, keys: Tensor) -> Tensor:
         """(B, N, key_dim) to (B, N, features). Unless ``concat``, these are the keys themselves."""
-        return self.W_k(keys) if self.method == "concat" else keys
+        single_head.check_tensors(keys=keys)
+        return single_head.project("keys", keys, self.W_k) if self.method == "concat" else keys
 
     def attend(
         self,
@@ -90,7 +93,8 @@ class Alignment(nn.Module):
         """Contexts (B, M, Dv), and weights (B, M, N) or None, from projected queries and keys."""
         score, options = "dot", {}
         if self.method == "concat":
-            score, options = "additive", {"weight": self.w_v.weight.squeeze(0)}
+            weight = single_head.weight_of("w_v", self.w_v)
+            score, options = "additive", {"weight": weight.squeeze(0)}
         args = (queries, keys, values, masks, dropout_p, need_weights)
         return single_head.attend(score, *args, **options)
 

@@ -60,6 +60,8 @@ class HardAttention(nn.Module):
     Raises:
         ValueError: an unknown method, or sizes that it does not take.
 
+    The weight of ``w_v``, which ``concat`` has, is read, so its hooks do not run.
+
     A query without keys has output 0. Evaluation picks the first key with the largest probability,
     as rounded to the dtype of the query. Training draws from torch's generator.
 

@@ -48,6 +48,8 @@ class LocalAttention(LuongAttention):
     Raises:
         ValueError: as in :class:`LuongAttention`; or an unknown alignment, or a window below 1.
 
+    The weights of ``w_v``, ``W_p`` and ``v_p`` are read, so hooks of these layers do not run.
+
     A query whose window holds no key has context 0. There is no ``mask=`` as in
     :class:`LuongAttention`: write ``valid_lens`` or ``attn_mask``.
 
@@ -201,9 +203,11 @@ class LocalAttention(LuongAttention):
 
         In float64: the length multiplies the rounding of this fraction, the Gaussian once more.
         """
+        W_p, v_p = (single_head.weight_of(name, getattr(self, name)) for name in ("W_p", "v_p"))
+        single_head.check_features("queries", queries, W_p.shape[-1])
         with arguments.no_autocast(queries.device.type):
-            hidden = torch.tanh(F.linear(queries.double(), self.W_p.weight.double()))
-            return torch.sigmoid(F.linear(hidden, self.v_p.weight.double()))
+            hidden = torch.tanh(F.linear(queries.double(), W_p.double()))
+            return torch.sigmoid(F.linear(hidden, v_p.double()))
 
     def _near(self, queries: Tensor, N: int, masks: DenseMasks) -> "_Window":
         B, M, _ = queries.shape

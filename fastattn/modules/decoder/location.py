@@ -42,7 +42,8 @@ class LocationSensitiveAttention(AdditiveAttention):
     The location features f are a 1-d convolution over the cumulative weights (Tacotron 2), over the
     previous weights (Chorowski et al.), or over both. ``coverage=True`` adds the coverage term
     :math:`w_c c_{ij}` (See et al.); its loss is :func:`coverage_loss`. Both are added to the
-    projected key, so a step uses the ordinary additive kernel.
+    projected key, so a step uses the ordinary additive kernel. The weight of ``w_v`` is read, so
+    its hooks do not run.
 
     Args:
         query_dim (int): features of a query, the decoder's state.
@@ -174,14 +175,13 @@ class LocationSensitiveAttention(AdditiveAttention):
                 )
         out, weights = single_head.attend(
             "additive",
-            self.W_q(query)[:, None],
+            single_head.project("query", query, self.W_q)[:, None],
             self._with_location(self._projected(keys, values, cache), state),
             values,
             Masks(valid_lens, attn_mask, self._near(mask, state)),
             self.dropout if self.training else 0.0,
             need_weights=True,
-            weight=self.w_v.weight.squeeze(0),
-            bias=None if self.w_v.bias is None else self.w_v.bias[:, None],
+            **self._score(),
         )
         assert weights is not None
         weights = weights.squeeze(1)
@@ -201,10 +201,12 @@ class LocationSensitiveAttention(AdditiveAttention):
                 "previous": [state.previous],
                 "both": [state.previous, state.cumulative],
             }[self.location]
-            features = self.location_conv(torch.stack(past, dim=1).to(keys.dtype))
+            past = torch.stack(past, dim=1).to(keys.dtype)
+            features = single_head.project("keys or cache", past, self.location_conv)
             keys = keys + self.location_proj(features.transpose(1, 2))
         if self.W_c is not None:
-            keys = keys + self.W_c(state.cumulative[..., None].to(keys.dtype))
+            past = state.cumulative[..., None].to(keys.dtype)
+            keys = keys + single_head.project("keys or cache", past, self.W_c)
         return keys
 
     def _near(self, mask: Mask | None, state: AlignmentState) -> Mask | None:

@@ -43,7 +43,8 @@ class LuongAttention(nn.Module):
     Raises:
         ValueError: an unknown method, sizes that it does not take, or a dropout outside [0, 1].
 
-    A query without keys has context 0.
+    A query without keys has context 0. The weight of ``w_v``, which ``concat`` has, is read, so its
+    hooks do not run.
 
     Source: Luong, Pham, Manning, "Effective Approaches to Attention-based Neural Machine
     Translation", 2015, https://arxiv.org/abs/1508.04025.
@@ -139,7 +140,8 @@ class LuongAttention(nn.Module):
         """The attentional vector, or the context if ``attentional`` is False."""
         if self.W_c is None:
             return context
-        return torch.tanh(self.W_c(torch.cat([context, queries], dim=-1)))
+        both = torch.cat([context, queries], dim=-1)
+        return torch.tanh(single_head.project("values and queries", both, self.W_c))
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the layers."""

@@ -113,8 +113,7 @@ class SelfAttention(nn.Module):
             ValueError: shapes or lengths do not fit.
         """
         single_head.check_dims(x=x)
-        single_head.check_features("x", x, self.in_proj)
-        packed = self.in_proj(x).chunk(3, dim=-1)
+        packed = single_head.project("x", x, self.in_proj).chunk(3, dim=-1)
         q, k, v = (projection.split_heads(t, self.num_heads, batch_first=True) for t in packed)
         masks, weights_of = Masks(valid_lens, attn_mask, mask), None
         if need_weights:
