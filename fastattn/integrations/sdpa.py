@@ -166,6 +166,11 @@ class _Forward:
         self.__wrapped__ = forward  # whose signature inspect.signature then gives
         self.mode = UseForSdpa(calls)
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """What torch.export asks a forward for; an attribute could not be pickled."""
+        return self.__wrapped__.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         modes = torch.overrides._get_current_function_mode_stack()
         if any(isinstance(mode, UseForSdpa) for mode in modes):

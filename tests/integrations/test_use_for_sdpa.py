@@ -336,6 +336,16 @@ def test_copies_of_a_wrapped_model_are_wrapped_and_their_own():
         assert other.forward.mode.calls.fastattn == 2
 
 
+@pytest.mark.slow
+def test_export_of_a_wrapped_model():
+    model, x = Blocks(), draw(2, 5, 8)
+    fastattn.use_for_sdpa(model)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        exported = torch.export.export(one, (x,))
+        assert exported.graph_module.code.count("fastattn.forward.default(") == 2
+        assert torch.equal(exported.module()(x), one(x))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_a_wrapped_model(reentrant):
     """What is computed again in the backward pass is ours too, and drops the same weights."""
