@@ -213,9 +213,10 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
         The context must last until the end of ``backward()`` if the model checkpoints gradients.
         Inside, every call of a torch function costs a call in Python more. Code with a softmax of
         its own is not reached, nor are calls from C++. Where it is compiled for inference,
-        nn.TransformerEncoderLayer keeps PyTorch's fast path: :func:`fastattn.replace_attention`
-        switches that off. ``torch.nn.attention.sdpa_kernel`` chooses among torch's kernels and has
-        no say here. nn.DataParallel copies no wrapped model.
+        nn.TransformerEncoderLayer keeps PyTorch's fast path. To switch that off, call
+        :func:`fastattn.replace_attention` first: it leaves a wrapped model alone.
+        ``torch.nn.attention.sdpa_kernel`` chooses among torch's kernels and has no say here.
+        nn.DataParallel copies no wrapped model.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)

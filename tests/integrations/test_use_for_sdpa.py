@@ -400,6 +400,28 @@ def test_compiled(wrapped):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
+def test_compiled_encoder_layers_keep_the_fast_path_unless_replaced_first(first):
+    torch.compiler.reset()
+    model, graphs = nn.TransformerEncoderLayer(16, 4, 20, batch_first=True).eval(), []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph.forward
+
+    if first:
+        assert fastattn.replace_attention(model) == 1
+    fastattn.use_for_sdpa(model)
+    if not first:
+        with pytest.warns(UserWarning, match="left these attention modules alone"):
+            assert fastattn.replace_attention(model) == 0
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(draw(2, 5, 16))
+    assert graphs[0].count("fastattn") == first
+    assert ("_transformer_encoder_layer_fwd(" in graphs[0]) != first
+
+
+@pytest.mark.slow
 def test_a_context_inside_what_is_compiled():
     torch.compiler.reset()
 
