@@ -212,7 +212,8 @@ def _check_same(cu_seqlens_q: Offsets, cu_seqlens_k: Offsets | None) -> None:
     """Raises ValueError unless keys have the documents of the queries, as far as can be seen."""
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
         return
-    offsets = [torch.as_tensor(x) for x in (cu_seqlens_q, cu_seqlens_k)]
+    given = cu_seqlens_q, cu_seqlens_k
+    offsets = [torch.as_tensor(x, device=getattr(x, "device", "cpu")) for x in given]
     if all(map(arguments.can_read, offsets)) and torch.equal(*(x.long() for x in offsets)):
         return
     raise ValueError(

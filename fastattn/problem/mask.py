@@ -102,7 +102,7 @@ class Mask:
             length: M = N, how many positions there are.
             before: how many earlier blocks are seen too.
             after: how many later blocks are seen too.
-            device: of the inputs.
+            device: of the inputs. Default None: the CPU.
 
         Raises:
             TypeError: a number is no int.
@@ -118,6 +118,7 @@ class Mask:
             arguments.check_int(name, count, 0)
             for name, count in (("length", length), ("before", before), ("after", after))
         )
+        device = "cpu" if device is None else device  # never torch's default device
         number = torch.arange(length, device=device)[None] // block
         begin, end = (number - before) * block, (number + after + 1) * block
         return Mask(kv_begin=begin.clamp(min=0), kv_len=end.clamp(max=length))
@@ -291,7 +292,7 @@ class Mask:
         sizes = ("M", M), ("N", N), ("B", B), ("H", H)
         M, N, B, H = (arguments.check_int(name, size, 0) for name, size in sizes)
         own = (getattr(self, name) for name in MASK_TENSORS)
-        device = next((x.device for x in own if isinstance(x, Tensor)), None)
+        device = next((x.device for x in own if isinstance(x, Tensor)), "cpu")
         query, key = (torch.empty(B, H, n, 0, device=device) for n in (M, N))
         p = validate.build("dot", query, key, key, mask=self).p
         return p.kept().expand(B, H, M, N).contiguous()

@@ -123,6 +123,15 @@ def test_offsets_of_any_kind(score):
         assert all(map(torch.equal, got, expected))
 
 
+def test_lists_are_on_the_cpu_whatever_the_default_device():
+    made = draw("dot", LARGE)
+    bias = fastattn.ALiBi(torch.rand(made["query"].shape[1]))
+    same = [LARGE[0], list(LARGE[0])]
+    expected = packed(made, same, bias=bias)
+    with torch.device("meta"):
+        assert all(map(torch.equal, packed(made, same, bias=bias), expected))
+
+
 def test_keys_have_the_documents_of_the_queries():
     made = draw("dot", LARGE)
     got = fastattn.varlen_attention(*made.values(), LARGE[0], enable_gqa=True)

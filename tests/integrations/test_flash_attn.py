@@ -223,6 +223,14 @@ def test_cache(new, causal, window, leftpad):
             assert_within_budget(ours[b : b + 1], p, t)
 
 
+def test_one_length_whatever_the_default_device():
+    q, k, v = draw(3, 10)
+    expected = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=4, causal=True)
+    with torch.device("meta"):
+        found = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=4, causal=True)
+    assert torch.equal(found, expected)
+
+
 def test_softcap_of_the_cache():
     q, k, v = draw(3, 10)
     out = flash_attn.flash_attn_with_kvcache(q, k, v, causal=True, softcap=0.5)

@@ -293,6 +293,35 @@ def test_constructors_compile(make):
     assert all(torch.equal(a, b) for a, b in zip(compiled(cu), expected, strict=True))
 
 
+@pytest.mark.parametrize("make", [
+    lambda: Mask.local_blocks(2, 5),
+    lambda: Mask.documents([0, 2, 5], [0, 1, 5]),
+    lambda: Mask.documents(lengths=[2, 3]),
+    lambda: Mask.segments([7, 7, 2, 2, 2]),
+    lambda: Mask.prefix([3, 1], 5),
+    lambda: Mask(kv_len=[5, 2]),
+    lambda: Mask(window=(1, 0)),
+], ids=["blocks", "documents", "lengths", "segments", "prefix", "kv_len", "band"])  # fmt: skip
+def test_lists_are_on_the_cpu_whatever_the_default_device(make):
+    call = inputs(M=5, N=5)
+    expected, dense = attend(**call, mask=make()), make().to_dense(5, 5, 2)
+    with torch.device("meta"):
+        found, written = attend(**call, mask=make()), make().to_dense(5, 5, 2)
+    assert torch.equal(found, expected)
+    assert torch.equal(written, dense)
+
+
+def test_lists_go_where_they_are_told():
+    device = "meta"
+    for mask in (
+        Mask.local_blocks(2, 5, device=device),
+        Mask.documents([0, 2], length=2, device=device),
+        Mask.segments([7, 2], device=device),
+        Mask.prefix([1], 2, device=device),
+    ):
+        assert mask.kv_len.device.type == device
+
+
 def test_masks_move_to_a_device():
     mask = Mask("top_left", (2, 3), torch.tensor([1]), torch.ones(1, 3).bool(), [0])
     moved = mask.to("meta")
