@@ -158,7 +158,8 @@ def attention(
     )
     if jagged.given(query, key, value):
         return jagged.call(attention, query, key, value, options | own)
-    if (others := arguments.overriding(query, key, value, weight, bandwidth)) is not None:
+    given = query, key, value, weight, bandwidth, attn_mask, bias, sink
+    if (others := arguments.overriding(*given)) is not None:
         return handle_torch_function(attention, others, query, key, value, **own, **options)
     kernels, tensors, scale = _by_kernels(
         score, query, key, value, weight, bandwidth, scale, softcap, sink

@@ -1,6 +1,7 @@
 """What torch passes instead of plain tensors: its own masks, proxies, fake tensors."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -159,6 +160,11 @@ def test_a_type_that_takes_torchs_functions_takes_ours():
         call = dict(query=x, key=x, value=x) | {name: Takes()}
         found = fastattn.scaled_dot_product_attention(**call, is_causal=True)
         assert found == (fastattn.scaled_dot_product_attention, 3, True)
+    names = "query", "key", "value", "weight", "bandwidth", "attn_mask", "bias", "sink"
+    for score, name in itertools.product(fastattn.scores.SCORES, names):
+        call = dict(query=x, key=x, value=x) | {name: Takes()}
+        found = fastattn.attention(**call, score=score, is_causal=True)
+        assert found == (fastattn.attention, 3, True)
 
 
 # ---- fake tensors, and modes that trace ----
