@@ -351,9 +351,7 @@ def _alibi(slopes: Tensor | None, M: int, N: int) -> ALiBi | None:
 def _integers(name: str, n: int | Tensor, B: int, most: int, q: Tensor) -> Tensor:
     """int64 ``[B]`` on the device of q, between 0 and ``most`` where values can be read."""
     if not isinstance(n, Tensor):
-        n = torch.full(
-            (B,), arguments.check_int(name, n, 0), device="cpu"
-        )  # so that it can be read
+        n = torch.full((B,), arguments.check_int(name, n, 0), device="cpu")
     if n.is_floating_point() or n.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got {n.dtype}")
     if n.shape != (B,):

@@ -44,13 +44,8 @@ def checked_offsets(name: str, given: Integers, device: torch.device | str | Non
     return x
 
 
-def _integers(name: str, given: Integers, device: torch.device | str | None) -> Tensor:
-    """A list goes to the CPU unless a device is given: never to torch's default device."""
-    return arguments.integers(name, given, "cpu" if device is None else device)
-
-
 def _one_dim(name: str, given: Integers, device: torch.device | str | None) -> Tensor:
-    x = _integers(name, given, device)
+    x = arguments.integers(name, given, device)
     if x.dim() != 1:
         raise ValueError(f"{name}: expected 1 dim, got {list(x.shape)}")
     return x
@@ -103,7 +98,7 @@ def segments(
 ) -> tuple[Tensor, Tensor]:
     """(begin, end) of the run of equal ids around each position."""
     causal = arguments.check_bool("causal", causal)
-    x = _integers("ids", ids, device)
+    x = arguments.integers("ids", ids, device)
     if x.dim() not in (1, 2):
         raise ValueError(f"ids: expected [M] or [B, M], got {list(x.shape)}")
     x = x if x.dim() == 2 else x[None]

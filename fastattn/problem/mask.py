@@ -102,7 +102,7 @@ class Mask:
             length: M = N, how many positions there are.
             before: how many earlier blocks are seen too.
             after: how many later blocks are seen too.
-            device: of the inputs. Default None: the CPU.
+            device: of the inputs. Default None: torch's default device.
 
         Raises:
             TypeError: a number is no int.
@@ -118,7 +118,6 @@ class Mask:
             arguments.check_int(name, count, 0)
             for name, count in (("length", length), ("before", before), ("after", after))
         )
-        device = "cpu" if device is None else device  # never torch's default device
         number = torch.arange(length, device=device)[None] // block
         begin, end = (number - before) * block, (number + after + 1) * block
         return Mask(kv_begin=begin.clamp(min=0), kv_len=end.clamp(max=length))
@@ -161,7 +160,7 @@ class Mask:
                 diagonal ends with the document, or begins with it for ``causal="top_left"``.
             length: how many queries there are, at least ``cu_seqlens[-1]``. Default None: as many,
                 which waits for the device if ``cu_seqlens`` is on a GPU.
-            device: of the inputs, if a list is given. Default None: the CPU.
+            device: of the inputs, if a list is given. Default None: torch's default device.
 
         Raises:
             TypeError: an argument of a wrong type or dtype.
@@ -205,7 +204,7 @@ class Mask:
                 segment of its own.
             causal: whether a query sees no later key.
             window: ``(left, right)`` around the position, as in :class:`Mask`.
-            device: of the inputs, if a list is given. Default None: the CPU.
+            device: of the inputs, if a list is given. Default None: torch's default device.
 
         Raises:
             TypeError: an argument of a wrong type or dtype.
@@ -240,7 +239,7 @@ class Mask:
         Args:
             lengths: integers ``[B]``, how long each sample's prefix is; ``[1]`` for every sample.
             length: M = N, how many positions there are.
-            device: of the inputs, if a list is given. Default None: the CPU.
+            device: of the inputs, if a list is given. Default None: torch's default device.
 
         Raises:
             TypeError: an argument of a wrong type or dtype.
@@ -292,7 +291,7 @@ class Mask:
         sizes = ("M", M), ("N", N), ("B", B), ("H", H)
         M, N, B, H = (arguments.check_int(name, size, 0) for name, size in sizes)
         own = (getattr(self, name) for name in MASK_TENSORS)
-        device = next((x.device for x in own if isinstance(x, Tensor)), "cpu")
+        device = next((x.device for x in own if isinstance(x, Tensor)), None)
         query, key = (torch.empty(B, H, n, 0, device=device) for n in (M, N))
         p = validate.build("dot", query, key, key, mask=self).p
         return p.kept().expand(B, H, M, N).contiguous()
