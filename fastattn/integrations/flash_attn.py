@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fastattn import scores
 from fastattn.functional import scaled_dot_product_attention
 from fastattn.integrations import intervals
 from fastattn.problem import ALiBi, Mask, arguments
@@ -252,53 +253,69 @@ def flash_attn_with_kvcache(
             cache_leftpad = _integers("cache_leftpad", cache_leftpad, B, L, q)
         if (k is None) != (v is None):
             raise ValueError("k and v: expected both or neither")
+        options: dict[str, Any] = dict(softcap=softcap, scale=softmax_scale)
+        before, writes = lengths, []
         if k is not None and v is not None:
-            _append(k_cache, v_cache, k, v, rows, lengths)
-            lengths = lengths + k.shape[1]
-        keys, values = k_cache, v_cache
-        if cache_batch_idx is not None:
-            keys, values = k_cache[rows], v_cache[rows]
+            if cache_batch_idx is None and k_cache.shape[0] != B:
+                raise ValueError(
+                    f"k_cache: expected [{B}, L, Hkv, D], or cache_batch_idx to choose rows, "
+                    f"got {list(k_cache.shape)}"
+                )
+            _check_new(q, k_cache, v_cache, k, v, lengths, options)
+            writes, lengths = [(k_cache, k), (v_cache, v)], lengths + k.shape[1]
         begin, end = _around(lengths - M, M, causal, window_size)
         end = lengths[:, None].expand(B, M) if end is None else end.clamp(max=lengths[:, None])
         if cache_leftpad is not None:
             begin = intervals.largest(begin, cache_leftpad[:, None].expand(B, M))
         mask = Mask(**intervals.fields(begin, end, L))
-        out, lse = _attend(
-            q, keys, values, mask, softcap=softcap, scale=softmax_scale, return_lse=True
-        )
+        for cache, new in writes:  # after all checks: a call that raises writes nothing
+            positions = before[:, None] + torch.arange(new.shape[1], device=q.device)
+            cache[rows[:, None], positions] = new
+        keys, values = k_cache, v_cache
+        if cache_batch_idx is not None:
+            keys, values = k_cache[rows], v_cache[rows]
+        out, lse = _attend(q, keys, values, mask, **options, return_lse=True)
     return (out, lse) if return_softmax_lse else out
 
 
-def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor
+def _check_new(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, lengths: Tensor, options: Any
 ) -> None:
-    """Writes new keys and values behind the lengths of their samples."""
+    """Raises unless new keys and values fit the caches that they are written to, and q fits them.
+
+    What they are written to then fits q too.
+    """
     if k_cache.shape[:3] != v_cache.shape[:3]:
         shapes = f"{list(k_cache.shape)} and {list(v_cache.shape)}"
         raise ValueError(f"k_cache and v_cache: expected the same [C, L, Hkv], got {shapes}")
+    _check_dims(4, k=k, v=v)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        _check_new(name, new, cache, [rows.shape[0], k.shape[1]])
+        expected = [q.shape[0], k.shape[1], *cache.shape[2:]]
+        if list(new.shape) != expected:
+            raise ValueError(
+                f"{name}: expected {expected} to fit {name}_cache, got {list(new.shape)}"
+            )
+        if new.dtype != cache.dtype:
+            raise TypeError(f"{name}: expected {cache.dtype} as of {name}_cache, got {new.dtype}")
+        if new.device != cache.device:
+            raise ValueError(
+                f"{name}: expected the device of {name}_cache, {cache.device}, got {new.device}"
+            )
     S, L = k.shape[1], k_cache.shape[1]
     if arguments.can_read(lengths) and lengths.numel() and lengths.max() + S > L:
         raise ValueError(f"k_cache: expected room for {lengths.max() + S} keys, got {L}")
-    positions = lengths[:, None] + torch.arange(S, device=k.device)
-    k_cache[rows[:, None], positions] = k
-    v_cache[rows[:, None], positions] = v
+    scores.checked(*_by_head(q, k, v), None, enable_gqa=True, **options)
 
 
-def _check_new(name: str, new: Tensor, cache: Tensor, size: list[int]) -> None:
-    """Raises unless ``new`` has just the shape and dtype of the rows that it is written to."""
-    expected = [*size, *cache.shape[2:]]
-    if list(new.shape) != expected:
-        raise ValueError(f"{name}: expected {expected} to fit {name}_cache, got {list(new.shape)}")
-    if new.dtype != cache.dtype:
-        raise TypeError(f"{name}: expected {cache.dtype} as of {name}_cache, got {new.dtype}")
+def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, **options: Any) -> list[Tensor]:
     """The output ``[B, M, H, E]``, and what else the options ask for."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    results = scaled_dot_product_attention(q, k, v, mask=mask, enable_gqa=True, **options)
+    results = scaled_dot_product_attention(
+        *_by_head(q, k, v), mask=mask, enable_gqa=True, **options
+    )
     return [results[0].transpose(1, 2), *results[1:]]
 
 

@@ -278,6 +278,51 @@ def test_new_keys_that_do_not_fit_are_not_written(name):
     assert not v_cache.any()
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(q=torch.ones(2, 1, 3, 2)), ValueError, "multiple of the"),
+        (dict(q=torch.ones(2, 1, 2, 4)), ValueError, "query and key"),
+        (dict(q=torch.ones(2, 1, 2, 2), k=torch.ones(3, 1, 2, 2)), ValueError, "k: expected"),
+        (dict(q=torch.ones(2, 1, 2, 2).half()), TypeError, "key: expected the dtype of query"),
+        (dict(q=torch.ones(2, 1, 2, 2, device="meta")), ValueError, "device"),
+        (dict(window_size=3), TypeError, "window_size: expected"),
+        (dict(window_size=(-2, 0)), ValueError, "window_size: expected -1 or more"),
+        (dict(softcap="1"), TypeError, "softcap: expected a float"),
+        (dict(softmax_scale=math.inf), ValueError, "scale: expected a finite number"),
+        (dict(k=[1], v=[2]), TypeError, "k: expected a Tensor, got list"),
+        (dict(v=[2]), TypeError, "v: expected a Tensor, got list"),
+        (dict(v=torch.ones(2, 1, 2, 2, device="meta")), ValueError, "v: expected the dev"),
+        (dict(v_cache=torch.zeros(2, 4, 2, 2).half()), TypeError, "v: expected torch.float16"),
+        (dict(k_cache=torch.zeros(2, 4, 2, 2).half(), k=torch.ones(2, 1, 2, 2).half()), TypeError,
+         "key: expected the dtype of query"),
+    ],
+)  # fmt: skip
+def test_nothing_is_written_by_a_call_that_raises(options, error, message):
+    x = torch.ones(2, 1, 2, 2)
+    call = dict(q=x, k=x, v=x, k_cache=torch.zeros(2, 4, 2, 2), v_cache=torch.zeros(2, 4, 2, 2))
+    call |= dict(cache_seqlens=torch.tensor([0, 1])) | options
+    for rows in (None, torch.tensor([1, 0])):
+        with pytest.raises(error, match=message):
+            flash_attn.flash_attn_with_kvcache(**call, cache_batch_idx=rows)
+        assert not call["k_cache"].any()
+        assert not call["v_cache"].any()
+
+
+def test_new_keys_in_a_cache_of_more_rows_need_their_rows():
+    x, cache = torch.ones(2, 1, 2, 2), torch.zeros(3, 4, 2, 2)
+    with pytest.raises(ValueError, match=r"k_cache: .*\[2, L, Hkv, D\], or cache_batch_idx"):
+        flash_attn.flash_attn_with_kvcache(x, cache, cache.clone(), x, x, cache_seqlens=1)
+    assert not cache.any()
+
+
+def test_samples_may_share_a_cache():
+    q, k, v = draw(1, 6)
+    expected = flash_attn.flash_attn_with_kvcache(q, k[[0, 0]], v[[0, 0]], cache_seqlens=4)
+    found = flash_attn.flash_attn_with_kvcache(q, k[:1], v[:1], cache_seqlens=4)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize(
     ("options", "message"),
