@@ -109,7 +109,7 @@ class SelfAttention(nn.Module):
             None; output (B, N, hidden_dim).
 
         Raises:
-            TypeError: a mask or bias of another dtype.
+            TypeError: ``x``, a mask or a bias of another dtype.
             ValueError: shapes or lengths do not fit.
         """
         single_head.check_dims(x=x)
