@@ -125,16 +125,14 @@ def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
         grads = (grad_out, None, grad_weights)
         return triton.backward(p, q, k, v, w, bias, out, stats, *grads, bias is not None)
 
+    from fastattn.kernels.host.config import row_name
     from fastattn.kernels.loop.forward import FEW_QUERIES
 
     few = p.M <= FEW_QUERIES
-    if p.score != "dot":
-        first = {"additive_decode" if few else "additive_fwd": forward}
-        rest = ["decode_bwd", "tile"] if few and p.score == "additive" else ["dq", "dkdv", "tile"]
-        return [*(first | {f"additive_{kernel}": backward for kernel in rest}).items()]
-    prefix = "decode_" if few else ""
-    first = {"decode" if few else "fwd": forward}
-    return [*(first | dict.fromkeys((f"{prefix}dq", f"{prefix}dkdv", "tile"), backward)).items()]
+    own = {"dot": ["decode_dq", "decode_dkdv"], "additive": ["decode_bwd"]} if few else {}
+    calls = [("decode" if few else "fwd", forward)]
+    calls += [(kernel, backward) for kernel in (*own.get(p.score, ["dq", "dkdv"]), "tile")]
+    return [(row_name(p.score, kernel), call) for kernel, call in calls]
 
 
 def _timer(name: str, call: Callable[[], object], measure: Measure) -> Callable[[Config], float]:

@@ -59,6 +59,22 @@ def gradient_loops(sass: str) -> list[dict[str, int]]:
     ]
 
 
+def difference_loops(sass: str) -> list[dict[str, int]]:
+    """The gaussian score's loops over dims, and over dims of its gradients: these store.
+
+    Per iteration: {"slots", "fma": multiply-adds, one for each pair and dim of a score, "stores",
+    "local": spills}.
+    """
+    return [
+        {
+            "slots": loop.total(), "fma": loop["FFMA"], "stores": _count(loop, "STG"),
+            "local": _count(loop, "LDL", "STL"),
+        }
+        for loop in innermost_loops(sass)
+        if loop["FFMA"] >= 8 and _count(loop, "LDG") and not _count(loop, "MUFU", "HMMA", "HGMMA")
+    ]  # fmt: skip
+
+
 def _operations(instructions: list[str]) -> Counter:
     return Counter(i.split()[0] for i in instructions)
 

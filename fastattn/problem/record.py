@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fastattn.problem.schemas import Call
 
 Score = Literal["dot", "additive", "gaussian"]
 Weights = Literal["none", "full", "mean"]
+Name = TypeVar("Name", Score, Weights)
 # As operators take them: WeightsMode in csrc/problem/params.h. An operator that takes a str leaks
 # it at every call, by torch's stable ABI.
 WEIGHTS: dict[Weights, int] = {"none": 0, "full": 1, "mean": 2}
@@ -43,10 +44,19 @@ def empty_gradient(x: Tensor, wide: bool) -> Tensor:
 
 def weights_of(number: int) -> Weights:
     """The name of a number in ``WEIGHTS``."""
-    for name, known in WEIGHTS.items():
+    return _named("weights", WEIGHTS, number)
+
+
+def score_of(number: int) -> Score:
+    """The name of a number in ``SCORES``."""
+    return _named("score", SCORES, number)
+
+
+def _named(argument: str, numbers: dict[Name, int], number: int) -> Name:
+    for name, known in numbers.items():
         if number == known:
             return name
-    raise ValueError(f"weights: expected one of {WEIGHTS}, got {number}")
+    raise ValueError(f"{argument}: expected one of {numbers}, got {number}")
 
 
 def natural_scale(p: Problem | Call, plain: float) -> float:
@@ -204,9 +214,8 @@ class Problem:
         (B, H, M, D), Hkv, E = call.q.shape, call.k.shape[1], call.v.shape[3]
         own = {name: getattr(call, name) for name in MASK_TENSORS}
         dropout = None if call.seed is None else Dropout(call.dropout_p, call.seed)
-        scores: dict[int, Score] = {number: name for name, number in SCORES.items()}
         return cls(
-            scores[call.score], B, H, Hkv, M, N, D, E, call.q.dtype, call.q.device, call.scale,
+            score_of(call.score), B, H, Hkv, M, N, D, E, call.q.dtype, call.q.device, call.scale,
             call.softcap, dataclasses.replace(band, **own), dropout, weights_of(call.weights),
             origin, call.wide,
         )  # fmt: skip

@@ -20,6 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
+from fastattn.problem.record import Score
+
 from . import tuned
 
 
@@ -215,6 +217,7 @@ _FP32 = {
     },
     "tile": {64: _row((16, 16, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((32, 32, 8, 1))},
 }
+_FEW = dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
 # Issue slots and reciprocals bound the additive score. With 64 x 64 pairs and 4 warps, a thread
 # loads 22 numbers of E and F for 64 elements. Twice as many pairs spill. Half as many load 14
 # numbers for 32 elements; rich problems have no room for more, above all in transposed tiles. In
@@ -242,6 +245,9 @@ _ADDITIVE = {
             128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
             256: _row((64, 64, 8, 1), (32, 32, 4, 1)),
         },
+        # Few queries (additive_forward.py, additive_backward.py); decode_spec replaces BLOCK_N.
+        "decode": _FEW,
+        "decode_bwd": _FEW,
     },
     "sm_80": {
         "fwd": {
@@ -264,20 +270,45 @@ _ADDITIVE = {
             128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
             256: _row((64, 64, 8, 1), (32, 32, 8, 1)),
         },
+        "decode": _FEW,
+        "decode_bwd": _FEW | {128: _row((16, 64, 4, 1), (16, 64, 8, 1))},  # 4 warps spill
     },
 }
-for _kernel in ("fwd", "dq", "dkdv", "tile"):
-    TABLE[f"additive_{_kernel}"] = {
-        (_arch, 2): _ADDITIVE.get(_arch, _ADDITIVE["sm_80"])[_kernel]
-        for _arch in ("sm_80", "sm_90", "gfx942")
-    }
-# Few queries (additive_forward.py, additive_backward.py); decode_spec replaces BLOCK_N.
-for _kernel in ("additive_decode", "additive_decode_bwd"):
-    TABLE[_kernel] = {
-        (_arch, 2): dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
-        for _arch in ("sm_80", "sm_90", "gfx942")
-    }
-TABLE["additive_decode_bwd"]["sm_80", 2][128] = _row((16, 64, 4, 1), (16, 64, 8, 1))  # 4 spill
+# The gaussian score has no reciprocals, and the compiler unrolls its loops over dims up to 64
+# multiply-adds of a thread. That takes registers. Its rows are the additive ones where these spill
+# nothing, and no two warps of a plain problem share 16 rows: both would compute their gradients.
+# Else, of rows without a spill, one of fewest instructions a pair and a dim. Compiled only.
+_GAUSSIAN = {
+    "sm_90": _ADDITIVE["sm_90"]
+    | {
+        "fwd": _ADDITIVE["sm_90"]["fwd"]
+        | {128: _row((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1))},
+        "dkdv": {
+            64: _row((32, 64, 4, 1)),
+            128: _row((32, 64, 4, 1), (16, 64, 4, 1)),
+            256: _row((64, 64, 8, 1), (16, 32, 4, 1)),
+        },
+        "tile": _ADDITIVE["sm_90"]["tile"] | {256: _row((64, 64, 8, 1), (64, 32, 8, 1))},
+    },
+    "sm_80": _ADDITIVE["sm_80"]
+    | {
+        "dq": {
+            64: _row((64, 64, 4, 1), (64, 32, 4, 1)),
+            128: _row((64, 64, 4, 1), (64, 32, 4, 1)),
+            256: _row((128, 32, 8, 1), (32, 32, 4, 1)),
+        },
+        "dkdv": {
+            64: _row((64, 32, 4, 1), (16, 64, 4, 1)),
+            128: _row((128, 32, 8, 1), (16, 64, 4, 1), (16, 32, 4, 1)),
+            256: _row((16, 64, 4, 1), (16, 32, 4, 1)),
+        },
+        "tile": {
+            64: _row((64, 64, 4, 1), (64, 32, 8, 1)),
+            128: _row((64, 64, 4, 1), (64, 32, 8, 1)),
+            256: _row((64, 64, 8, 1), (32, 16, 4, 1)),
+        },
+    },
+}
 _FP32_ADDITIVE = {
     "fwd": {64: _row((32, 32, 4, 1)), 128: _row((32, 16, 8, 1)), 256: _row((16, 32, 8, 1))},
     "decode": {64: _row((16, 32, 4, 1)), 128: _row((16, 32, 8, 1)), 256: _row((16, 16, 8, 1))},
@@ -289,16 +320,27 @@ _FP32_ADDITIVE = {
     "dkdv": {64: _row((16, 16, 8, 1)), 128: _row((16, 16, 8, 1)), 256: _row((16, 16, 8, 1))},
     "tile": {64: _row((32, 32, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((32, 32, 8, 1))},
 }
+_FP32_GAUSSIAN = dict(_FP32_ADDITIVE)
 _FP32_ADDITIVE["decode_bwd"] = _FP32_ADDITIVE["decode"]
+for _score, _rows, _fp32 in (
+    ("additive", _ADDITIVE, _FP32_ADDITIVE),
+    ("gaussian", _GAUSSIAN, _FP32_GAUSSIAN),
+):
+    for _kernel in _fp32:
+        TABLE[f"{_score}_{_kernel}"] = {
+            (_arch, 2): _rows.get(_arch, _rows["sm_80"])[_kernel]
+            for _arch in ("sm_80", "sm_90", "gfx942")
+        }
+        _FP32[f"{_score}_{_kernel}"] = _fp32[_kernel]
 # Small tiles that are not square, so that small problems have tiles of every kind.
 _INTERPRETER = {"fwd": (64, 32, 4, 1), "decode": (16, 32, 4, 1), "dq": (64, 32, 4, 1),
                 "dkdv": (32, 64, 4, 1), "decode_dq": (16, 32, 4, 1), "decode_dkdv": (16, 64, 4, 1),
                 "tile": (64, 32, 4, 1), "decode_bwd": (16, 32, 4, 1)}  # fmt: skip
 HEAD_SIZES = (64, 128, 256)
 for _kernel, _rows in TABLE.items():
-    _plain = _kernel.removeprefix("additive_")
+    _plain = _kernel.removeprefix("additive_").removeprefix("gaussian_")
     for _arch in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942"):
-        _rows[_arch, 4] = (_FP32 if _kernel == _plain else _FP32_ADDITIVE)[_plain]
+        _rows[_arch, 4] = _FP32[_kernel]
     for _bytes in (2, 4):
         _rows["interpreter", _bytes] = dict.fromkeys(HEAD_SIZES, _row(_INTERPRETER[_plain]))
     for _bytes in (2, 4):  # 8 waves are more lanes than 8 warps, and leave 256 registers to each
@@ -321,6 +363,11 @@ def choose(
         return Config(*measured)
     row = TABLE[kernel][architecture(device), dtype.itemsize][size_class(max(D, E))]
     return getattr(row, kind)
+
+
+def row_name(score: Score, kernel: str) -> str:
+    """What ``TABLE`` calls a kernel of a score."""
+    return kernel if score == "dot" else f"{score}_{kernel}"
 
 
 def size_class(head_size: int) -> int:

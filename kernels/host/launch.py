@@ -10,14 +10,20 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.problem import Weights, schemas
-from fastattn.problem.record import empty_gradient, natural_scale, weights_of, weights_shape
+from fastattn.problem.record import (
+    empty_gradient,
+    natural_scale,
+    score_of,
+    weights_of,
+    weights_shape,
+)
 from fastattn.problem.schemas import Saved as Saved
 
 from ..tile.dropout import Dropout, dropout_args
 from ..tile.masking import scans_bias, varies_within_tiles
 from ..tile.softmax import LOG2E
 from ..tile.strided import Dims, Spec
-from .config import Kind, architecture, choose, kind_of, padded, speaks_ptx
+from .config import Kind, architecture, choose, kind_of, padded, row_name, speaks_ptx
 
 
 class Call(schemas.Call):
@@ -28,6 +34,7 @@ class Call(schemas.Call):
         """From an operator's arguments, unchecked so far: users may call operators directly."""
         call = cls(*args)
         weights_of(call.weights)  # raises for a number that is none
+        score_of(call.score)
         if not 0 <= call.dropout_p <= 1:
             raise ValueError(f"dropout_p: expected 0 to 1, got {call.dropout_p}")
         if call.dropout_p and call.seed is None:
@@ -174,8 +181,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
 
     FP fusion is an explicit option, because Triton's default is about to change.
     """
-    if call.w is not None:
-        kernel = f"additive_{kernel}"
+    kernel = row_name(score_of(call.score), kernel)
     config = choose(kernel, call.q.device, call.q.dtype, call.D, call.E, call.kind)
     fields = Spec(
         D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,

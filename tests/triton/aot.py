@@ -121,6 +121,7 @@ def usage(kernel, folder: Path) -> dict:
         "tensor_memory": kernel.metadata.tmem_size,
         "paired_loops": sass.paired_loops(code),
         "gradient_loops": sass.gradient_loops(code),
+        "difference_loops": sass.difference_loops(code),
     }
 
 
@@ -149,13 +150,13 @@ def rounded_exponents(ptx: str) -> tuple[int, int]:
 def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **features):
     """A launch.Call over meta tensors; bias, keep, kv_len and kv_begin by their shapes."""
     from fastattn.kernels.host.launch import Call
-    from fastattn.problem.record import WEIGHTS
+    from fastattn.problem.record import SCORES, WEIGHTS
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     tensors = {}
-    if score == "additive":
+    if score != "dot":
         tensors["w"] = empty(H, D)
     if "bias" in features:
         tensors["bias"] = empty(*features["bias"], dtype=features.get("bias_dtype", dtype))
@@ -168,8 +169,8 @@ def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **fe
         tensors["seed"] = empty(dtype=torch.int64)
     return Call(
         empty(B, H, M, D), empty(B, Hkv, N, D), empty(B, Hkv, N, D), **tensors,
-        band_hi=0 if causal else None, scale=D**-0.5, dropout_p=dropout_p,
-        weights=WEIGHTS[features.get("weights", "none")],
+        band_hi=0 if causal else None, scale=D**-0.5, softcap=features.get("softcap", 0.0),
+        dropout_p=dropout_p, weights=WEIGHTS[features.get("weights", "none")], score=SCORES[score],
     )  # fmt: skip
 
 
@@ -196,21 +197,26 @@ FEW = {
 
 def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
     """Forward and backward of one problem; only forward for FEW."""
-    run_problem(call(dtype, head_size, score, **features), score)
+    run_problem(call(dtype, head_size, score, **features))
 
 
-def run_problem(problem, score: str) -> None:
-    """Launches forward and backward; only forward for 8 queries."""
-    from fastattn.kernels.host.launch import Saved, empty_forward
+def launchers(call):
+    """The launchers of a call's forward and of its backward."""
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd
     from fastattn.kernels.loop.forward import launch_sdpa_fwd
 
-    forward, backward = {
-        "dot": (launch_sdpa_fwd, launch_sdpa_bwd),
-        "additive": (launch_additive_fwd, launch_additive_bwd),
-    }[score]
+    if call.w is None:
+        return launch_sdpa_fwd, launch_sdpa_bwd
+    return launch_additive_fwd, launch_additive_bwd
+
+
+def run_problem(problem) -> None:
+    """Launches forward and backward; only forward for 8 queries."""
+    from fastattn.kernels.host.launch import Saved, empty_forward
+
+    forward, backward = launchers(problem)
     forward(problem)
     if problem.M == 8:
         return
@@ -256,10 +262,6 @@ def launch_case(case) -> None:
     """Launches forward and backward of a case of the grid, on meta tensors with its strides."""
     from fastattn import testing
     from fastattn.kernels.host.launch import Call, Saved, empty_forward
-    from fastattn.kernels.loop.additive_backward import launch_additive_bwd
-    from fastattn.kernels.loop.additive_forward import launch_additive_fwd
-    from fastattn.kernels.loop.backward import launch_sdpa_bwd
-    from fastattn.kernels.loop.forward import launch_sdpa_fwd
     from fastattn.problem import validate
 
     def meta(x):
@@ -273,14 +275,14 @@ def launch_case(case) -> None:
         enable_gqa=True, dropout_p=case.dropout_p, seed=1, return_weights=case.weights,
     )[:6]  # fmt: skip
     call = Call.of(*map(meta, (*tensors, *p.operands)))
-    is_dot = case.score == "dot"
-    (launch_sdpa_fwd if is_dot else launch_additive_fwd)(call)
+    forward, backward = launchers(call)
+    forward(call)
     out, lse, _, stats = empty_forward(call)
     saved = Saved(
         out, stats, meta(t.grad_out), lse if case.lse else None, meta(t.grad_weights),
         t.bias is not None and case.bias_grad,
     )  # fmt: skip
-    (launch_sdpa_bwd if is_dot else launch_additive_bwd)(call, saved)
+    backward(call, saved)
 
 
 def grid(arch: str, *names: str) -> None:
@@ -327,7 +329,7 @@ def variants(arch: str) -> None:
     first = problem("dot", M=64, N=64)
     torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: True
     try:
-        run_problem(first, "dot")
+        run_problem(first)
         error = None
     except RuntimeError as raised:
         error = str(raised)
@@ -343,13 +345,13 @@ def variants(arch: str) -> None:
     JITFunction._do_compile = record
     functions = [x for x in gc.get_objects() if isinstance(x, JITFunction)]
     found = {}
-    for score in ("dot", "additive"):
+    for score in ("dot", "additive", "gaussian"):
         for name, sweep in SWEEPS.items():
             made.clear()
             for function in functions:
                 function.device_caches.clear()
             for features in sweep:
-                run_problem(problem(score, **features), score)
+                run_problem(problem(score, **features))
             found[f"{score} {name}"] = {kernel: len(keys) for kernel, keys in made.items()}
     print(json.dumps({"variants": found, "error": error}))
 

@@ -20,11 +20,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # Bytes that a block may have. Rows of sm_80 also serve 8.6, 8.9 and 12.x, which have no more.
 SHARED_MEMORY = {"sm_80": 101_376, "sm_90": 232_448}
-RUNS = list(itertools.product(SHARED_MEMORY, ("2", "4"), ("dot", "additive")))
+SCORES = ("dot", "additive", "gaussian")
+RUNS = list(itertools.product(SHARED_MEMORY, ("2", "4"), SCORES))
 # The problems that `make test` compiles. All of them take ten times as long: `make test-kernels`.
 USUAL: dict[tuple[str, ...], tuple[str, ...]] = {
     ("sm_90", "2", "dot"): ("plain",),
     ("sm_90", "2", "additive"): ("plain",),
+    ("sm_90", "2", "gaussian"): ("plain/64",),
     ("sm_80", "2", "dot"): ("rich wide/64",),  # which has least shared memory to spare
 }
 CHOSEN = dict.fromkeys(RUNS, ()) if os.environ.get("FASTATTN_AOT") == "all" else USUAL
@@ -74,10 +76,14 @@ def test_every_configuration_fits(run, compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_exponents_are_made_of_differences(arch, compiled):
-    """The interpreter contracts nothing, so this test reads the compiled code: see softmax.py."""
-    kernels = result(compiled, arch, "2", "dot")
+@pytest.mark.parametrize("score", ["dot", "gaussian"])
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_exponents_are_made_of_differences(arch, score, compiled):
+    """The interpreter contracts nothing, so this test reads the compiled code: see softmax.py.
+
+    The additive score is last multiplied by a power of two, which a contraction cannot harm.
+    """
+    kernels = result(compiled, arch, "2", score)
     weights = {"sdpa_weights_kernel"} if CHOSEN is not USUAL else set()  # "rich" returns these
     assert {k["name"] for k in kernels if k["exponents"][0]} >= {*PRODUCTS, *weights}
     for k in kernels:
@@ -143,12 +149,39 @@ def test_no_element_of_an_additive_gradient_is_computed_twice(kernel, arch, head
             assert loop["mufu"] <= 0.55 * elements, (kind, loop)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("kernel", ["sdpa_fwd_kernel", "sdpa_bwd_dq_kernel"])
+def test_the_gaussian_score_is_near_its_operations(kernel, head_size, arch, compiled):
+    """3 a pair and a dim, and the loads of a thread's rows and keys; gradients take 7 and sums.
+
+    Two warps with one strip of 16 rows would compute its gradients twice.
+    """
+    row = config.TABLE["gaussian_dq"][arch, 2][head_size].plain
+    pairs = row.BLOCK_M * row.BLOCK_N // (32 * row.num_warps)  # of a thread
+    found = [
+        k["difference_loops"]
+        for k in result(compiled, arch, "2", "gaussian")
+        if (k["name"], k["problem"], k["head_size"]) == (kernel, "plain", head_size)
+    ]
+    if not found:
+        pytest.skip("only with FASTATTN_AOT=all, as in `make test-kernels`")
+    [loops] = found
+    scores = [x for x in loops if not x["stores"] and x["slots"] <= 4.5 * x["fma"]]
+    assert len(scores) >= 2, loops  # masked tiles and full ones; a slice of a tile loads more
+    gradients = [x for x in loops if x["stores"]]
+    assert len(gradients) == (2 if kernel == "sdpa_bwd_dq_kernel" else 0), loops
+    assert all(x["slots"] <= 13 * pairs for x in gradients), loops
+    assert not any(x["local"] for x in loops), loops
+
+
 # Architectures for which a few kernels are compiled: they fit, and use the tensor cores.
 PLAUSIBLE = {"gfx942": (65_536, "mfma"), "sm_100": (232_448, "tcgen05")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("score", ["dot", "additive"])
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("arch", PLAUSIBLE)
 def test_other_architectures_are_plausible(arch, score):
     if CHOSEN is USUAL:
@@ -187,7 +220,7 @@ FORMS = {"classify_kernel": 3, "additive_factors_kernel": 4, "sdpa_bwd_dkdv_kern
 @pytest.mark.slow
 def test_sizes_make_no_kernels_and_a_capture_compiles_none():
     found = compile_all(("sm_90", "variants"))
-    assert len(found["variants"]) == 2 * len(SWEEPS)
+    assert len(found["variants"]) == len(SCORES) * len(SWEEPS)
     for name, kernels in found["variants"].items():
         for kernel, count in kernels.items():
             assert count <= SWEEPS[name.split()[1]] * FORMS.get(kernel, 1), (name, kernel, count)

@@ -53,19 +53,23 @@ def q(device):
     return torch.randn(1, 2, 20, 8)
 
 
-@pytest.mark.parametrize("score", ["dot", "additive"])
+OPTIONS = {
+    "dot": {},
+    "additive": dict(weight=torch.ones(8)),
+    "gaussian": dict(score="gaussian", bandwidth=2.0),
+}
+
+
+@pytest.mark.parametrize("score", OPTIONS)
 def test_kernels_use_what_was_best(cache, q, score):
-    weight = torch.randn(8) if score == "additive" else None
-    query = q if weight is None else q[0]
     best = Config(32, 16, 8, 2)
-    found = fastattn.autotune(query, weight=weight, measure=distance(best))
-    prefix = "" if score == "dot" else "additive_"
-    kernels = [prefix + kernel for kernel in ("fwd", "dq", "dkdv", "tile")]
+    query = q[0] if score == "additive" else q
+    found = fastattn.autotune(query, measure=distance(best), **OPTIONS[score])
+    kernels = [config.row_name(score, kernel) for kernel in ("fwd", "dq", "dkdv", "tile")]
     assert list(found.values()) == [best] * 4
     assert [choose(kernel) for kernel in kernels] == [best] * 4
     assert json.loads(cache.read_text()) == {"a device": {n: list(best) for n in found}}
-    other = "additive_fwd" if score == "dot" else "fwd"
-    assert choose(other) != best
+    assert best not in [choose(config.row_name(other, "fwd")) for other in {*OPTIONS} - {score}]
     assert choose(kernels[0], kind="rich") != best
     assert choose(kernels[0], 16, 16) == best  # the tiles of 8
     assert best not in (choose(kernels[0], 64), choose(kernels[0], 8, 17))  # larger tiles
@@ -91,19 +95,19 @@ def test_results_stay_what_they_were(q):
     torch.testing.assert_close(after, before)
 
 
-@pytest.mark.parametrize("score", ["dot", "additive"])
+@pytest.mark.parametrize("score", OPTIONS)
 def test_few_queries_have_kernels_of_their_own(q, score):
     best = Config(16, 16, 8, 2)
-    weight = torch.randn(8) if score == "additive" else None
-    query, key = (q[:, :, :1], q) if weight is None else (q[0, :, :1], q[0])
-    found = fastattn.autotune(query, key, key, weight=weight, measure=distance(best))
+    query, key = (q[0, :, :1], q[0]) if score == "additive" else (q[:, :, :1], q)
+    found = fastattn.autotune(query, key, key, measure=distance(best), **OPTIONS[score])
     kernels = {
         "dot": ["decode", "decode_dq", "decode_dkdv", "tile"],
         "additive": ["additive_decode", "additive_decode_bwd", "additive_tile"],
+        "gaussian": ["gaussian_decode", "gaussian_dq", "gaussian_dkdv", "gaussian_tile"],
     }[score]
     assert [name.split(",")[0] for name in found] == kernels
     assert [choose(kernel) for kernel in kernels] == [best] * len(kernels)
-    assert best not in (choose("fwd"), choose("dq"), choose("additive_fwd"))
+    assert best not in (choose("fwd"), choose("dq"), choose("additive_fwd"), choose("gaussian_fwd"))
 
 
 def test_a_problem_may_stand_for_the_call(q):
