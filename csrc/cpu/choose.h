@@ -94,13 +94,12 @@ FASTATTN_FN bool is_one_query(const AttentionParams& p, const Chooser& chooser) 
   return p.M == 1 && p.H == p.Hkv && rows_are_contiguous(p.k) && chooser.ways.take(kOneQuery, true);
 }
 
-// `unit`: the tile size to use on the matrix unit.
-FASTATTN_FN Way choose_way(const AttentionParams& p, const Chooser& chooser, Way unit) {
+FASTATTN_FN Way choose_way(const AttentionParams& p, const Chooser& chooser) {
   if (p.score == ScoreKind::kGaussian) return Way::kTiles;
   if (p.score == ScoreKind::kAdditive)
     return is_one_query(p, chooser) ? Way::kOneQuery : Way::kTiles;
   if (is_in_place(p, p.k, chooser)) return Way::kRowsInPlace;
-  return uses_matrix_unit(p, chooser) ? unit : Way::kTiles;
+  return uses_matrix_unit(p, chooser) ? Way::kMatrixUnit : Way::kTiles;
 }
 
 template <typename Params>
@@ -126,18 +125,19 @@ constexpr int64_t kTogetherRows = 16;
 
 // The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake (Xeon). Tiles are therefore large,
 // unless small ones can be skipped. Their number of rows does not change a row's result.
-FASTATTN_FN Way forward_unit(const AttentionParams& p, Unit unit) {
+FASTATTN_FN TileSize forward_unit(const AttentionParams& p, Unit unit) {
   // Always one size: weights are rounded to bf16 below the maximum of the tiles so far.
-  if (unit == Unit::kBFloat16) return Way::kUnit64x128;
-  if (dense_varies_by_row(p.mask)) return Way::kUnit64x64;
+  if (unit == Unit::kBFloat16) return {64, 128};
+  if (dense_varies_by_row(p.mask)) return {64, 64};
   const bool skips = !band_keeps_all(p.mask, p.M, p.N) || p.bias.data != nullptr;
-  return p.M > 64 && !skips ? Way::kUnit256x128 : Way::kUnit64x128;
+  return {p.M > 64 && !skips ? 256 : 64, 128};
 }
 
 // Also turns heads of `p` into rows if the path says so.
 FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
   Path path = start(p, chooser);
-  path.way = choose_way(*p, chooser, forward_unit(*p, chooser.unit));
+  path.way = choose_way(*p, chooser);
+  path.unit = forward_unit(*p, chooser.unit);
   path.values_by_row = p->M <= kInPlaceRows;  // on every path, so that no path sums worse
   path.values_in_place = path.values_by_row && is_in_place(*p, p->v, chooser);
   path.heads_together = chooser.ways.take(kHeadsTogether, p->M <= kTogetherRows);
@@ -161,10 +161,10 @@ constexpr int64_t kBackwardBytes = 32ll << 20;
 
 // Tiles are as small as blocks of a mask may be. With one part a number (bf16), products are so
 // fast that the other costs of a tile matter more.
-FASTATTN_FN Way backward_unit(const AttentionParams& p, Unit unit) {
-  if (unit == Unit::kBFloat16) return Way::kUnit64x128;
-  if (!dense_varies_by_row(p.mask)) return Way::kUnit64x256;
-  return p.q.dtype == DType::kBFloat16 ? Way::kUnit64x128 : Way::kUnit64x64;
+FASTATTN_FN TileSize backward_unit(const AttentionParams& p, Unit unit) {
+  if (unit == Unit::kBFloat16) return {64, 128};
+  if (!dense_varies_by_row(p.mask)) return {64, 256};
+  return {64, p.q.dtype == DType::kBFloat16 ? 128 : 64};
 }
 
 FASTATTN_FN int64_t backward_chunk_keys(const BackwardParams& p) {
@@ -178,7 +178,8 @@ FASTATTN_FN int64_t backward_chunk_keys(const BackwardParams& p) {
 
 FASTATTN_FN Path choose_backward(BackwardParams* p, const Chooser& chooser) {
   Path path = start(p, chooser);
-  path.way = choose_way(*p, chooser, backward_unit(*p, chooser.unit));
+  path.way = choose_way(*p, chooser);
+  path.unit = backward_unit(*p, chooser.unit);
   const bool split = chooser.ways.take(kSplitKeys, true);
   path.chunk_keys = split ? backward_chunk_keys(*p) : max64(1, p->N);
   path.chunks = max64(1, ceil_div(p->N, path.chunk_keys));
@@ -195,14 +196,8 @@ FASTATTN_FN const char* name_of(Way way) {
       return "rows in place";
     case Way::kOneQuery:
       return "one query";
-    case Way::kUnit256x128:
-      return "matrix unit 256x128";
-    case Way::kUnit64x256:
-      return "matrix unit 64x256";
-    case Way::kUnit64x128:
-      return "matrix unit 64x128";
-    case Way::kUnit64x64:
-      return "matrix unit 64x64";
+    case Way::kMatrixUnit:
+      return "matrix unit";
   }
   return "";
 }
@@ -210,6 +205,8 @@ FASTATTN_FN const char* name_of(Way way) {
 FASTATTN_FN std::string name_of(const Path& path) {
   std::string name = path.heads_as_rows ? "heads as rows, " : "";
   name += name_of(path.way);
+  if (path.way == Way::kMatrixUnit)
+    name += " " + std::to_string(path.unit.m) + "x" + std::to_string(path.unit.n);
   if (path.chunks > 1) name += ", keys in " + std::to_string(path.chunks) + " chunks";
   return name;
 }

@@ -55,7 +55,7 @@ struct Kernels {
 
   template <typename Params>
   const Passes& passes(const Params& p, const Path& path) const {
-    return is_on_unit(path.way) ? on_unit : scores[static_cast<int>(p.score)];
+    return path.way == Way::kMatrixUnit ? on_unit : scores[static_cast<int>(p.score)];
   }
 };
 

@@ -128,27 +128,35 @@ static bool copy_rows(const Matrix& from, float factor, float* to, int64_t ld) {
   return !any_lane(probe);
 }
 
-// kWidth x kWidth elements from (r, c), transposed and scaled. kWhole: all exist, and rows are
-// contiguous.
-template <DType kType, bool kWhole>
-FASTATTN_SIMD VecI transpose_block(const Matrix& from, int64_t r, int64_t c, float factor,
-                                   Vec (&block)[kWidth]) {
+// kWidth x kWidth elements from (r, c), scaled. All exist, and rows are contiguous.
+template <DType kType>
+FASTATTN_SIMD VecI load_block(const Matrix& from, int64_t r, int64_t c, float factor,
+                              Vec (&block)[kWidth]) {
   VecI probe{};
-  const int64_t offset = from.offset + r * from.stride_r + c * from.stride_c;
+  const int64_t offset = from.offset + r * from.stride_r + c;
 #pragma GCC unroll 16
   for (int lane = 0; lane < kWidth; ++lane) {
-    const int64_t row = offset + lane * from.stride_r;
-    if constexpr (kWhole) {
-      block[lane] = load_as<kType>(from.data, row);
-    } else {
-      block[lane] = r + lane < from.rows
-                        ? load_strided<kType>(from.data, row, from.stride_c, from.cols - c)
-                        : Vec{};
-    }
+    block[lane] = load_as<kType>(from.data, offset + lane * from.stride_r);
     probe |= not_finite(block[lane]);
     block[lane] *= factor;
   }
-  transpose(block);
+  return probe;
+}
+// Likewise with any strides. Those that do not exist are 0.
+template <DType kType>
+static VecI load_edge(const Matrix& from, int64_t r, int64_t c, float factor,
+                      Vec (&block)[kWidth]) {
+  VecI probe{};
+  const int64_t offset = from.offset + r * from.stride_r + c * from.stride_c;
+#pragma GCC unroll 1
+  for (int64_t lane = 0; lane < kWidth; ++lane) {
+    Vec x{};
+    if (r + lane < from.rows)
+      x = load_strided<kType>(from.data, offset + lane * from.stride_r, from.stride_c,
+                              from.cols - c);
+    probe |= not_finite(x);
+    block[lane] = x * factor;
+  }
   return probe;
 }
 
@@ -160,12 +168,15 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
       Vec block[kWidth];
       const bool whole = from.stride_c == 1 && r + kWidth <= from.rows && c + kWidth <= from.cols;
       if (__builtin_expect(whole, 1)) {
-        probe |= transpose_block<kType, true>(from, r, c, factor, block);
+        probe |= load_block<kType>(from, r, c, factor, block);
+        transpose(block);
 #pragma GCC unroll 16
         for (int lane = 0; lane < kWidth; ++lane) store(to + (c + lane) * ld + r, block[lane]);
       } else {
-        probe |= transpose_block<kType, false>(from, r, c, factor, block);
-        for (int lane = 0; lane < kWidth && c + lane < from.cols; ++lane)
+        probe |= load_edge<kType>(from, r, c, factor, block);
+        transpose(block);
+#pragma GCC unroll 1
+        for (int64_t lane = 0; lane < kWidth && c + lane < from.cols; ++lane)
           store(to + (c + lane) * ld + r, block[lane]);
       }
     }

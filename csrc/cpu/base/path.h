@@ -6,22 +6,22 @@
 
 namespace fastattn {
 
-// The score and values that the loops run with. The last four are tile sizes of the matrix unit,
-// queries x keys.
+// The score and values that the loops run with.
 enum class Way {
   kTiles,        // keys and values are packed, a tile at a time
   kRowsInPlace,  // few queries: keys are read where they lie
   kOneQuery,     // the additive score with one query a key head
-  kUnit256x128,
-  kUnit64x256,
-  kUnit64x128,
-  kUnit64x64,
+  kMatrixUnit,
 };
 
-constexpr bool is_on_unit(Way way) { return way >= Way::kUnit256x128; }
+// Queries x keys that a worker takes at a time.
+struct TileSize {
+  int64_t m, n;
+};
 
 struct Path {
   Way way;
+  TileSize unit;               // of the matrix unit; other scores have tiles of one size
   bool heads_as_rows;          // query heads that share keys have become rows of one head
   bool heads_together;         // a task takes all query heads that share keys
   bool values_in_place;        // forward: values are read where they lie

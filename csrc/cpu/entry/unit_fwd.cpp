@@ -5,18 +5,8 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Without AMX, choose.h takes one tile size.
 void unit_forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
-  switch (path.way) {
-#ifdef __AMX_BF16__
-    case Way::kUnit256x128:
-      return forward<AmxDotScore<256, 128>, AmxValueTile>(p, path, parallel);
-    case Way::kUnit64x64:
-      return forward<AmxDotScore<64, 64>, AmxValueTile>(p, path, parallel);
-#endif
-    default:
-      return forward<AmxDotScore<64, 128>, AmxValueTile>(p, path, parallel);
-  }
+  forward<AmxDotScore, AmxValueTile>(p, path, parallel);
 }
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -28,16 +28,18 @@ class BackwardWorker {
   explicit BackwardWorker(const BackwardArgs& args)
       : args_(args),
         p_(args.p),
+        tile_(Score::tile(args.path)),
         score_(p_, args.path, scratch_, true),
-        mask_(p_, scratch_, kM, kN),
-        ranges_(p_, scratch_, kM),
-        bias_(args, scratch_, kM, kN),
-        values_(p_, p_.grad_out, scratch_, kM, kN),
-        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
-        dp_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
-        slopes_(p_.softcap == 0.f ? nullptr : scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
-        drop_(scratch_.floats(kRows * kDrop)),
-        grad_weights_(scratch_.floats(kRows * kN)) {}
+        mask_(p_, scratch_, tile_.m, tile_.n),
+        ranges_(p_, scratch_, tile_.m),
+        bias_(args, scratch_, tile_.m, tile_.n),
+        values_(p_, p_.grad_out, scratch_, tile_.m, tile_.n),
+        s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        dp_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        slopes_(p_.softcap == 0.f ? nullptr
+                                  : scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        drop_(scratch_.floats(kRows * drop_ld())),
+        grad_weights_(scratch_.floats(kRows * tile_.n)) {}
 
   void run(int64_t task) {
     const BackwardGroups& groups = args_.plan.groups;
@@ -50,8 +52,8 @@ class BackwardWorker {
     const int64_t begin = chunk_ * path.chunk_keys, end = min64(p_.N, begin + path.chunk_keys);
     clear_sums(b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group);
     bias_.begin_task(group, chunk_);
-    for (int64_t j0 = begin; j0 < end; j0 += kN) {
-      const int64_t cols = min64(kN, end - j0);
+    for (int64_t j0 = begin; j0 < end; j0 += tile_.n) {
+      const int64_t cols = min64(tile_.n, end - j0);
       bias_.begin_keys(group, chunk_, j0, cols);
       for (int64_t b = b0; b < b0 + batches; ++b)
         for (int64_t hkv = h0; hkv < h0 + heads; ++hkv) key_tile(b, hkv, j0, cols);
@@ -59,8 +61,8 @@ class BackwardWorker {
   }
 
  private:
-  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
-  static constexpr int64_t kRows = 2, kDrop = kN + 4 * kWidth;  // most rows that a sink takes
+  static constexpr int64_t kRows = 2;  // most rows that a sink takes
+  int64_t drop_ld() const { return tile_.n + 4 * kWidth; }
 
   // Where this chunk's gradient of q_i goes, in rows of grad_q_stride().
   float* grad_q(int64_t b, int64_t h, int64_t i) const {
@@ -81,7 +83,7 @@ class BackwardWorker {
       ranges_.use(b);
       for (int64_t h = h0; h < h1; ++h) {
         for (int64_t i = 0; i < p_.M; ++i)
-          if (args_.plan.q_direct || args_.meets(ranges_.of_block(i / kM), chunk_))
+          if (args_.plan.q_direct || args_.meets(ranges_.of_block(i / tile_.m), chunk_))
             fill(grad_q(b, h, i), p_.D, 0.f);
         if (p_.w.data != nullptr) fill(grad_w(b, h), p_.D, 0.f);
       }
@@ -94,8 +96,8 @@ class BackwardWorker {
     const int64_t used = kept.begin >= j0 + cols ? 0 : max64(0, min64(cols, kept.end - j0));
     loaded_ = false;
     for (int64_t h = hkv * args_.group; h < (hkv + 1) * args_.group; ++h)
-      for (int64_t i0 = 0; i0 < p_.M; i0 += kM) {
-        const TilePlace at = {b, h, i0, min64(kM, p_.M - i0), j0, used};
+      for (int64_t i0 = 0; i0 < p_.M; i0 += tile_.m) {
+        const TilePlace at = {b, h, i0, min64(tile_.m, p_.M - i0), j0, used};
         if (!pair(at, hkv)) bias_.skip_tile(at, chunk_);
       }
     const int64_t written = loaded_ ? used : 0;
@@ -110,7 +112,7 @@ class BackwardWorker {
   // One row block of one head against the current key tile. Returns whether any pair is kept.
   bool pair(TilePlace at, int64_t hkv) {
     if (at.cols == 0) return false;
-    mask_.set_rows(at.b, at.h, at.i0, at.rows, ranges_.of_block(at.i0 / kM));
+    mask_.set_rows(at.b, at.h, at.i0, at.rows, ranges_.of_block(at.i0 / tile_.m));
     const int64_t needed = mask_.set_keys(at.j0, at.cols);
     if (needed == 0) return false;
     if (!loaded_) load_keys(at.b, hkv, at.j0, at.cols);
@@ -122,23 +124,24 @@ class BackwardWorker {
     choose_form(score_, values_, mask_);
     if (Score::kHasStrips && args_.path.way == Way::kTiles && p_.grad_bias.data == nullptr)
       mask_.find_strips();
-    scores_of(score_, args_.units, mask_, at.rows, at.cols, s_, slopes_);
+    scores_of(score_, args_.units, mask_, at.rows, at.cols, s_, tile_.n, slopes_);
     values_.grad_weights(mask_, dp_);
     BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
-    with_logit(args_.units.linear, slopes_, kN, [&](auto logit) __attribute__((always_inline)) {
-      values_.make_grads(
-          score_,
-          [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
-            mask_.with_masking(
-                [&](auto masking) { grad_scores<masking>(at, units, bias, logit, sink); });
-            bias = {};  // should there be another time
-          },
-          GradsInPlace{s_, dp_, kN});
-    });
+    with_logit(
+        args_.units.linear, slopes_, tile_.n, [&](auto logit) __attribute__((always_inline)) {
+          values_.make_grads(
+              score_,
+              [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
+                mask_.with_masking(
+                    [&](auto masking) { grad_scores<masking>(at, units, bias, logit, sink); });
+                bias = {};  // should there be another time
+              },
+              GradsInPlace{s_, dp_, tile_.n});
+        });
     bias_.end_tile(at, chunk_);
     if (mask_.sparse()) {
-      mask_.strips().clear_others(s_, kN, at.rows, at.cols);
-      mask_.strips().clear_others(dp_, kN, at.rows, at.cols);
+      mask_.strips().clear_others(s_, tile_.n, at.rows, at.cols);
+      mask_.strips().clear_others(dp_, tile_.n, at.rows, at.cols);
     }
     values_.accumulate(s_, mask_);
     score_.backward(dp_, mask_, grad_q(at.b, at.h, at.i0), grad_q_stride(), grad_w(at.b, at.h));
@@ -170,7 +173,7 @@ class BackwardWorker {
   // `n`: the row's number among those that a sink takes at a time.
   Row row(const TilePlace& at, int64_t i, int n, const GradUnits& units) {
     if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr};
-    float *const drop = drop_ + n * kDrop, *const grad_weights = grad_weights_ + n * kN;
+    float *const drop = drop_ + n * drop_ld(), *const grad_weights = grad_weights_ + n * tile_.n;
     if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const bool weights = p_.grad_weights.data != nullptr;
     if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights);
@@ -187,9 +190,9 @@ class BackwardWorker {
   template <Masking kMasking, bool kPlain, typename Logit>
   FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors<Logit>& factors, Vec& w,
                                 Vec& ds) const {
-    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * kN + c), factors.logit, row.i, c),
+    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * tile_.n + c), factors.logit, row.i, c),
               p = known_weight(s, factors.logit, row.stats);
-    Vec dp = load(dp_ + row.i * kN + c) * factors.dp;
+    Vec dp = load(dp_ + row.i * tile_.n + c) * factors.dp;
     w = p;
     if (!kPlain && row.grad_weights != nullptr)
       dp += load(row.grad_weights + c) * factors.grad_weights;
@@ -250,6 +253,7 @@ class BackwardWorker {
   const BackwardArgs& args_;
   const BackwardParams& p_;
   Scratch scratch_;
+  const typename Score::Tile tile_;
   Score score_;
   MaskTile mask_;
   RowRanges ranges_;
@@ -304,10 +308,11 @@ class ReduceWorker {
 
 template <typename Score, typename Values = ValueGrads>
 static void backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
-  const int64_t blocks = ceil_div(p.M, Score::kBlockM), heads = p.B * p.H;
+  const int64_t block_m = Score::tile(path).m;
+  const int64_t blocks = ceil_div(p.M, block_m), heads = p.B * p.H;
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 1;
   const LogitUnits units = logit_units(p, Score::scale(p), Score::own_factor(p));
-  const BackwardArgs args = {p, path, units, plan_backward(p, path), group, Score::kBlockM, blocks};
+  const BackwardArgs args = {p, path, units, plan_backward(p, path), group, block_m, blocks};
   const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
   const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
   const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);

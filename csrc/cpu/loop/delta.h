@@ -28,14 +28,15 @@ class DeltaWorker {
   explicit DeltaWorker(const BackwardArgs& args)
       : args_(args),
         p_(args.p),
+        tile_(Score::tile(args.path)),
         score_(p_, args.path, scratch_, false),
-        mask_(p_, scratch_, kM, kN),
-        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
-        drop_(scratch_.floats(kN + 4 * kWidth)),
-        grad_w_(scratch_.floats(kN)),
-        sum_(scratch_.floats(kM * kWidth)),
-        term_(scratch_.floats(kCols)),
-        ld_(Values::kSumsByRow ? tile_stride(p_.E) : kCols),
+        mask_(p_, scratch_, tile_.m, tile_.n),
+        s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        drop_(scratch_.floats(tile_.n + 4 * kWidth)),
+        grad_w_(scratch_.floats(tile_.n)),
+        sum_(scratch_.floats(tile_.m * kWidth)),
+        term_(scratch_.floats(round_up(tile_.m, kWidth))),
+        ld_(Values::kSumsByRow ? tile_stride(p_.E) : round_up(tile_.m, kWidth)),
         out_(scratch_.floats(Values::kSumsByRow ? ld_ : p_.E * ld_)),
         grad_out_(scratch_.floats(Values::kSumsByRow ? ld_ : p_.E * ld_)) {}
 
@@ -43,8 +44,8 @@ class DeltaWorker {
     const int64_t block = task % args_.blocks, bh = task / args_.blocks;
     b_ = bh / p_.H;
     h_ = bh % p_.H;
-    i0_ = block * kM;
-    rows_ = min64(kM, p_.M - i0_);
+    i0_ = block * tile_.m;
+    rows_ = min64(tile_.m, p_.M - i0_);
     sum_out_terms();
     fill(sum_, rows_ * kWidth, 0.f);
     if (p_.grad_weights.data != nullptr) add_weight_terms();
@@ -55,9 +56,6 @@ class DeltaWorker {
   }
 
  private:
-  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
-  static constexpr int64_t kCols = (kM + kWidth - 1) / kWidth * kWidth;
-
   // Each term is summed in the order in which dO V^T is summed, but for that of the matrix unit. A
   // row that keeps one key has O = V: its two sums are then equal, and dS is exactly 0.
   void sum_out_terms() {
@@ -95,12 +93,12 @@ class DeltaWorker {
     mask_.set_rows(b_, h_, i0_, rows_);
     score_.load_queries(b_, h_, i0_, rows_);
     const KeyRange keys = mask_.range();
-    for (int64_t j0 = keys.begin / kN * kN; j0 < keys.end; j0 += kN) {
-      const int64_t cols = mask_.set_keys(j0, min64(kN, keys.end - j0));
+    for (int64_t j0 = keys.begin / tile_.n * tile_.n; j0 < keys.end; j0 += tile_.n) {
+      const int64_t cols = mask_.set_keys(j0, min64(tile_.n, keys.end - j0));
       if (cols == 0) continue;
       score_.load_keys(b_, h_ / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
-      scores_of(score_, args_.units, mask_, rows_, cols, s_);
+      scores_of(score_, args_.units, mask_, rows_, cols, s_, tile_.n);
       mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols); });
     }
   }
@@ -114,7 +112,7 @@ class DeltaWorker {
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h_, i0_ + i, j0, cols, drop_);
       Vec sum = load(sum_ + i * kWidth);
       for (int64_t c = 0; c < cols; c += kWidth) {
-        const Vec s = mask_.apply<kMasking>(load(s_ + i * kN + c), logit, i, c);
+        const Vec s = mask_.apply<kMasking>(load(s_ + i * tile_.n + c), logit, i, c);
         Vec term = known_weight(s, logit, stats) * load(grad_w_ + c);
         if (p_.dropout.enabled) term *= load(drop_ + c);
         sum += s == splat(-kInf) ? Vec{} : term;
@@ -126,6 +124,7 @@ class DeltaWorker {
   const BackwardArgs& args_;
   const BackwardParams& p_;
   Scratch scratch_;
+  const typename Score::Tile tile_;
   Score score_;
   MaskTile mask_;
   float *s_, *drop_, *grad_w_, *sum_, *term_;

@@ -5,7 +5,7 @@
 //   for (b, head or heads, row blocks, chunk of keys)   a task; its Q and O stay in the L2 cache
 //     for key tiles that some row keeps                 K, V packed once a tile
 //       for heads and row blocks of the task that keep some of these keys
-//         S = scores                                    [kBlockM, kBlockN]
+//         S = scores                                    [m, n] of a tile
 //         S -> masked, biased -> weights, m, l          online softmax (softmax.h)
 //         O = alpha O + W V
 //     out = O / l, lse, stats; with several chunks (O, m, l) to the workspace, merged in a 2nd pass
@@ -39,14 +39,14 @@ FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int
                                    int64_t threads) {
   if (!Score::kHasSlots || path.heads_together || begins_vary_by_row(p.mask)) return 1;
   const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
-  const int64_t fitting = kStackedBytes / (Score::kBlockM * row_bytes);
+  const int64_t fitting = kStackedBytes / (Score::tile(path).m * row_bytes);
   const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * max64(1, threads));
   return max64(1, min64(blocks, min64(fitting, balanced)));
 }
 
 template <typename Score>
 FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path, int64_t threads) {
-  const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::kBlockM);
+  const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::tile(path).m);
   const int64_t stack = choose_stack<Score>(p, path, blocks, threads);
   const int64_t heads = path.heads_together ? group : min64(group, 1);
   return {p,
@@ -68,12 +68,13 @@ class ForwardWorker {
       : args_(args),
         p_(args.p),
         members_(args.heads * args.stack),
+        tile_(Score::tile(args.path)),
         score_(p_, args.path, scratch_, false, Score::kHasSlots ? members_ : 1),
-        values_(p_, args.path, scratch_, kM, kN),
-        mask_(p_, scratch_, kM, kN),
-        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
-        drop_(p_.dropout.enabled ? scratch_.floats(kN + 4 * kWidth) : nullptr),
-        states_(scratch_, members_, min64(p_.M, kM), values_.stride()) {}
+        values_(p_, args.path, scratch_, tile_.m, tile_.n),
+        mask_(p_, scratch_, tile_.m, tile_.n),
+        s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        drop_(p_.dropout.enabled ? scratch_.floats(tile_.n + 4 * kWidth) : nullptr),
+        states_(scratch_, members_, min64(p_.M, tile_.m), values_.stride()) {}
 
   void run(int64_t task) {
     const int64_t stack = task % args_.stacks, outer = task / args_.stacks;
@@ -88,15 +89,13 @@ class ForwardWorker {
   }
 
  private:
-  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
-
   // One row block of one head. A task has several.
   struct Member {
     int64_t h, i0, rows;
   };
   Member member(int64_t g) const {
-    const int64_t i0 = (block0_ + g / args_.heads) * kM;
-    return {h0_ + g % args_.heads, i0, min64(kM, p_.M - i0)};
+    const int64_t i0 = (block0_ + g / args_.heads) * tile_.m;
+    return {h0_ + g % args_.heads, i0, min64(tile_.m, p_.M - i0)};
   }
   int64_t members() const { return args_.heads * min64(args_.stack, args_.blocks - block0_); }
 
@@ -111,15 +110,16 @@ class ForwardWorker {
 
   void sweep(int64_t begin, int64_t end) {
     for (int64_t g = 0; g < members(); ++g) select(g, true);
-    const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * kM);
-    const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * kM, i1);
-    const int64_t step = begins_vary_by_row(p_.mask) ? Score::kBeginStep : kN;
+    const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * tile_.m);
+    const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * tile_.m, i1);
+    const int64_t step = begins_vary_by_row(p_.mask) ? Score::kBeginStep : tile_.n;
     begin = max64(begin, keys.begin / step * step);
     // Tiles do not end where the keys of these row blocks end; the masks of each block cut them. So
     // a block's results do not depend on the other blocks of its stack.
-    for (int64_t j0 = begin; j0 < min64(end, keys.end); j0 += kN) {
+    for (int64_t j0 = begin; j0 < min64(end, keys.end); j0 += tile_.n) {
       int64_t loaded = 0;
-      for (int64_t g = 0; g < members(); ++g) loaded = attend(g, j0, min64(kN, end - j0), loaded);
+      for (int64_t g = 0; g < members(); ++g)
+        loaded = attend(g, j0, min64(tile_.n, end - j0), loaded);
     }
   }
 
@@ -146,10 +146,10 @@ class ForwardWorker {
     choose_form(score_, values_, mask_);
     if (Score::kHasStrips && args_.path.way == Way::kTiles && !args_.path.values_by_row)
       mask_.find_strips();
-    scores_of(score_, args_.units, mask_, m.rows, used, s_);
+    scores_of(score_, args_.units, mask_, m.rows, used, s_, tile_.n);
     values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, args_.units.linear,
-                  s_, kN, drop_, state.alpha);
-    values_.accumulate(s_, kN, m.rows, state.alpha, mask_, state.o);
+                  s_, tile_.n, drop_, state.alpha);
+    values_.accumulate(s_, tile_.n, m.rows, state.alpha, mask_, state.o);
     return loaded;
   }
 
@@ -180,6 +180,7 @@ class ForwardWorker {
   const ForwardParams& p_;
   int64_t members_;
   Scratch scratch_;
+  const typename Score::Tile tile_;
   Score score_;
   Values values_;
   MaskTile mask_;
@@ -237,7 +238,7 @@ static void forward(const ForwardParams& p, const Path& path, const Parallel& pa
   }
   if (p.weights_mode == WeightsMode::kNone) return;
   using Weights = WeightsWorker<Score>;
-  const int64_t tasks = p.B * Weights::heads_out(p) * args.blocks * Weights::panels(p);
+  const int64_t tasks = p.B * Weights::heads_out(p) * args.blocks * Weights::panels(args);
   TaskLoop<Weights, ForwardArgs>::run(args, tasks, work, parallel);
 }
 

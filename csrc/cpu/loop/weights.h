@@ -17,34 +17,37 @@ class WeightsWorker {
       : args_(args),
         p_(args.p),
         heads_(p_.H / max64(1, heads_out(p_))),
+        tile_(Score::tile(args.path)),
         score_(p_, args.path, scratch_, false),
-        mask_(p_, scratch_, kM, kN),
-        s_(scratch_.floats(row_capacity(min64(p_.M, kM)) * kN)),
-        drop_(scratch_.floats(kN + 4 * kWidth)),
-        panel_(scratch_.floats(min64(p_.M, kM) * kPanel)) {}
+        mask_(p_, scratch_, tile_.m, tile_.n),
+        s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        drop_(scratch_.floats(tile_.n + 4 * kWidth)),
+        panel_(scratch_.floats(min64(p_.M, tile_.m) * ld())),
+        stats_(scratch_.of<RowStats>(tile_.m)) {}
 
   static int64_t heads_out(const ForwardParams& p) {
     return p.weights_mode == WeightsMode::kMean ? 1 : p.H;
   }
-  static int64_t panels(const ForwardParams& p) { return ceil_div(p.N, kPanel); }
+  static int64_t panels(const ForwardArgs& args) {
+    return ceil_div(args.p.N, panel_keys(Score::tile(args.path)));
+  }
 
   void run(int64_t task) {
-    const int64_t panel = task % panels(p_), outer = task / panels(p_);
+    const int64_t panel = task % panels(args_), outer = task / panels(args_);
     const int64_t block = outer % args_.blocks, bh = outer / args_.blocks;
     b_ = bh / heads_out(p_);
-    i0_ = block * kM;
-    rows_ = min64(kM, p_.M - i0_);
-    const int64_t h_out = bh % heads_out(p_), begin = panel * kPanel,
-                  end = min64(p_.N, begin + kPanel);
-    fill(panel_, rows_ * kPanel, 0.f);
+    i0_ = block * tile_.m;
+    rows_ = min64(tile_.m, p_.M - i0_);
+    const int64_t h_out = bh % heads_out(p_), begin = panel * ld(), end = min64(p_.N, begin + ld());
+    fill(panel_, rows_ * ld(), 0.f);
     for (int64_t g = 0; g < heads_; ++g) add_head(h_out * heads_ + g, begin, end);
-    unpack_rows(panel_, kPanel, 1.f / static_cast<float>(max64(1, heads_)), nullptr,
+    unpack_rows(panel_, ld(), 1.f / static_cast<float>(max64(1, heads_)), nullptr,
                 column_slice(matrix_at(p_.weights, b_, h_out, i0_, rows_, end - begin), begin));
   }
 
  private:
-  static constexpr int64_t kM = Score::kBlockM, kN = Score::kBlockN;
-  static constexpr int64_t kPanel = 4 * kN;
+  static int64_t panel_keys(const typename Score::Tile& tile) { return 4 * tile.n; }
+  int64_t ld() const { return panel_keys(tile_); }
 
   static Matrix column_slice(Matrix matrix, int64_t begin) {
     matrix.offset += begin * matrix.stride_c;
@@ -56,12 +59,12 @@ class WeightsWorker {
     if (mask_.range().begin >= end || mask_.range().end <= begin) return;
     score_.load_queries(b_, h, i0_, rows_);
     for (int64_t i = 0; i < rows_; ++i) stats_[i] = args_.stats(b_, h, i0_ + i);
-    for (int64_t j0 = begin; j0 < end; j0 += kN) {
-      const int64_t cols = mask_.set_keys(j0, min64(kN, end - j0));
+    for (int64_t j0 = begin; j0 < end; j0 += tile_.n) {
+      const int64_t cols = mask_.set_keys(j0, min64(tile_.n, end - j0));
       if (cols == 0) continue;
       score_.load_keys(b_, h / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
-      scores_of(score_, args_.units, mask_, rows_, cols, s_);
+      scores_of(score_, args_.units, mask_, rows_, cols, s_, tile_.n);
       mask_.with_masking(
           [&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
     }
@@ -73,10 +76,10 @@ class WeightsWorker {
     for (int64_t i = 0; i < rows_; ++i) {
       if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
       for (int64_t c = 0; c < cols; c += kWidth) {
-        const Vec logits = mask_.apply<kMasking>(load(s_ + i * kN + c), logit, i, c);
+        const Vec logits = mask_.apply<kMasking>(load(s_ + i * tile_.n + c), logit, i, c);
         Vec w = known_weight(logits, logit, stats_[i]);
         if (p_.dropout.enabled) w *= load(drop_ + c);
-        store(to + i * kPanel + c, load(to + i * kPanel + c) + w);
+        store(to + i * ld() + c, load(to + i * ld() + c) + w);
       }
     }
   }
@@ -85,10 +88,11 @@ class WeightsWorker {
   const ForwardParams& p_;
   int64_t heads_;
   Scratch scratch_;
+  const typename Score::Tile tile_;
   Score score_;
   MaskTile mask_;
   float *s_, *drop_, *panel_;
-  RowStats stats_[kM];
+  RowStats* stats_;
   int64_t b_ = 0, i0_ = 0, rows_ = 0;
 };
 

@@ -69,11 +69,8 @@ class RowSums {
   float *x_, *c_;
 };
 
-class FewDotScore : public ScoreDefaults {
+class FewDotScore : public FixedTile<8, 128> {
  public:
-  static constexpr int64_t kBlockM = 8;
-  static constexpr int64_t kBlockN = 128;
-
   FewDotScore(const AttentionParams& p, const Path&, Scratch& scratch, bool)
       : p_(p),
         ld_(tile_stride(p.D)),

@@ -21,12 +21,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-class GaussianScore : public ScoreDefaults {
+// As with the additive score, a tile of scores fits the L1 cache.
+class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
  public:
-  // As with the additive score, a tile of scores fits the L1 cache.
-  static constexpr int64_t kBlockM = 64;
-  static constexpr int64_t kBlockN = kWidth == 16 ? 128 : 64;
-
   GaussianScore(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
                 int64_t slots = 1)
       : p_(p),

@@ -3,8 +3,10 @@
 // (additive/score.h) and GaussianScore (gaussian.h).
 //
 //   struct Score {
-//     // The tile: queries x keys; kBlockN is a multiple of kWidth.
-//     static constexpr int64_t kBlockM, kBlockN;
+//     // The tile, queries x keys: m and n, a multiple of kWidth. FixedTile is one that never
+//     // varies, known to the compiler.
+//     using Tile = TileSize;
+//     static Tile tile(const Path& path);
 //
 //     // Takes its scratch memory, once a thread. `backward`: gradients will follow.
 //     Score(const AttentionParams& p, const Path& path, Scratch& scratch, bool backward,
@@ -12,10 +14,10 @@
 //
 //     // Convert, scale and lay out a block of keys or queries. Either may be reloaded alone.
 //     // load_queries also selects query head h: its weights, for the additive score.
-//     void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols);    // cols <= kBlockN
-//     void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);   // rows <= kBlockM
+//     void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols);    // cols <= n
+//     void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows);   // rows <= m
 //
-//     // scale(p) * s[i * kBlockN + j] / own_factor(p) = score(i0 + i, j0 + j), for i < rows and
+//     // scale(p) * s[i * n + j] / own_factor(p) = score(i0 + i, j0 + j), for i < rows and
 //     // j < cols rounded up to kWidth. The loop overwrites what is past cols with -inf.
 //     // A NaN in key j may reach column j only, one in query i row i only.
 //     void scores(float* s);
@@ -36,7 +38,7 @@
 //     static double scale(const AttentionParams& p);
 //     static float own_factor(const AttentionParams& p);
 //
-//     // The first key of a tile is a multiple of this. kBlockN: a score of one key depends on the
+//     // The first key of a tile is a multiple of this. n: a score of one key depends on the
 //     // others of its tile, by rounding, and every pass must have the same tiles.
 //     static constexpr int64_t kBeginStep = kWidth;
 //
@@ -133,15 +135,25 @@ struct ScoreDefaults : FormDefaults {
   static int64_t query_bytes(const AttentionParams&) { return 0; }
 };
 
-// A tile of scores, or of their ratios to the softcap. `slopes`: see cap_scores().
+template <int64_t kM, int64_t kN>
+struct FixedTile : ScoreDefaults {
+  static constexpr int64_t kBlockM = kM, kBlockN = kN;
+  struct Tile {
+    static constexpr int64_t m = kM, n = kN;
+  };
+  static Tile tile(const Path&) { return {}; }
+};
+
+// A tile of scores, or of their ratios to the softcap, in rows of `ld`. `slopes`: see cap_scores().
 template <typename Score>
 FASTATTN_SIMD void scores_of(Score& score, const LogitUnits& units, const MaskTile& mask,
-                             int64_t rows, int64_t cols, float* s, float* slopes = nullptr) {
+                             int64_t rows, int64_t cols, float* s, int64_t ld,
+                             float* slopes = nullptr) {
   if constexpr (Score::kHasStrips)
     mask.sparse() ? score.scores_of(mask.strips(), s) : score.scores(s);
   else
     score.scores(s);
-  cap_scores(units, rows, cols, Score::kBlockN, s, slopes);
+  cap_scores(units, rows, cols, ld, s, slopes);
 }
 
 // Picks one form for score and values.

@@ -19,10 +19,8 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-class OneQueryAdditive : public ScoreDefaults {
+class OneQueryAdditive : public FixedTile<1, 64> {
  public:
-  static constexpr int64_t kBlockM = 1, kBlockN = 64;
-
   OneQueryAdditive(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
                    int64_t = 1)
       : p_(p),

@@ -26,10 +26,10 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-class AdditiveScore : public ScoreDefaults {
+// A tile of scores fits the L1 cache. An exponential of a key serves 64 pairs.
+class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
  public:
-  // A tile of scores fits the L1 cache. An exponential of a key serves 64 pairs.
-  static constexpr int64_t kBlockM = 64, kBlockN = kWidth == 16 ? 128 : 64, kBeginStep = kBlockN;
+  static constexpr int64_t kBeginStep = kBlockN;
 
   AdditiveScore(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
                 int64_t slots = 1)

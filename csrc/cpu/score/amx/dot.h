@@ -11,29 +11,30 @@
 namespace fastattn::FASTATTN_ISA {
 
 // DotScore on the matrix unit.
-template <int64_t kM, int64_t kN>
 class AmxDotScore : public ScoreDefaults {
  public:
-  static constexpr int64_t kBlockM = kM, kBlockN = kN;
+  using Tile = TileSize;
+  static Tile tile(const Path& path) { return path.unit; }
 
-  AmxDotScore(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
+  AmxDotScore(const AttentionParams& p, const Path& path, Scratch& scratch, bool backward,
               int64_t slots = 1)
       : p_(p),
+        tile_(path.unit),
         backward_(backward),
         ld_(round_up(p.D, kEdge)),
-        slots_(scratch, p, slots, min64(p.M, kBlockM)),
-        keys_(scratch, kBlockN, p.D, p.q.dtype),
-        k_(scratch, kBlockN, p.D, p.q.dtype),
+        slots_(scratch, p, slots, min64(p.M, tile_.m)),
+        keys_(scratch, tile_.n, p.D, p.q.dtype),
+        k_(scratch, tile_.n, p.D, p.q.dtype),
         input_unit_(input_unit(p.q.dtype)) {
     if (!backward) return;
-    k_rows_ = Operand(scratch, p.D, kBlockN, p.q.dtype);
-    q_columns_ = Operand(scratch, p.D, kBlockM, p.q.dtype);
-    ds_outliers_ = OutlierRows(scratch, kBlockM);
-    ds_rows_ = Operand(scratch, kBlockM, kBlockN, p.q.dtype);
-    ds_columns_ = Operand(scratch, kBlockN, kBlockM, p.q.dtype);
-    grad_q_ = scratch.floats(kBlockM * ld_);
-    grad_k_ = Sums(scratch, ld_ * kBlockN);
-    grad_k_rows_ = scratch.floats(kBlockN * ld_);
+    k_rows_ = Operand(scratch, p.D, tile_.n, p.q.dtype);
+    q_columns_ = Operand(scratch, p.D, tile_.m, p.q.dtype);
+    ds_outliers_ = OutlierRows(scratch, tile_.m);
+    ds_rows_ = Operand(scratch, tile_.m, tile_.n, p.q.dtype);
+    ds_columns_ = Operand(scratch, tile_.n, tile_.m, p.q.dtype);
+    grad_q_ = scratch.floats(tile_.m * ld_);
+    grad_k_ = Sums(scratch, ld_ * tile_.n);
+    grad_k_rows_ = scratch.floats(tile_.n * ld_);
   }
 
   static double scale(const AttentionParams& p) { return __builtin_fabsf(p.scale); }
@@ -65,8 +66,8 @@ class AmxDotScore : public ScoreDefaults {
 
   void scores(float* s) {
     AmxInput& queries = slots_.queries();
-    multiply_tiles(slots_.q(), k_, queries.rows(), cols_, p_.D, false, s, kBlockN);
-    multiply_rows_apart(queries, keys_, cols_, s, kBlockN);
+    multiply_tiles(slots_.q(), k_, queries.rows(), cols_, p_.D, false, s, tile_.n);
+    multiply_rows_apart(queries, keys_, cols_, s, tile_.n);
   }
 
   // Whether some kept pair has a query or a key that does not fit.
@@ -95,7 +96,7 @@ class AmxDotScore : public ScoreDefaults {
     const bool masked = mask.masked();
     AmxInput& queries = slots_.queries();
     const int64_t rows = queries.rows(), cols = cols_;
-    const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, kBlockN, 1, rows, cols};
+    const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, tile_.n, 1, rows, cols};
     if (!packed_) {
       constexpr Window kNotHuge = {0.f, kAnyBf16.high};
       ds_outliers_.scan<DType::kFloat32>(tile, kNotHuge, kNotHuge);
@@ -104,7 +105,7 @@ class AmxDotScore : public ScoreDefaults {
     }
 
     multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
-    accumulate_rows_apart(ByRows{ds, kBlockN}, grad_unit_, rows, ds_outliers_, OutlierRows(), keys_,
+    accumulate_rows_apart(ByRows{ds, tile_.n}, grad_unit_, rows, ds_outliers_, OutlierRows(), keys_,
                           cols, masked, grad_q_, ld_, 1);
     const float factor = p_.scale / (grad_unit_ * input_unit_);
     for (int64_t i = 0; i < rows; ++i)
@@ -112,9 +113,9 @@ class AmxDotScore : public ScoreDefaults {
         grad_q[i * grad_q_stride + d] += factor * grad_q_[i * ld_ + d];
 
     grad_k_.use(grad_unit_);
-    multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), kBlockN);
-    accumulate_rows_apart(ByCols{ds, kBlockN}, grad_unit_, cols, OutlierRows(), ds_outliers_,
-                          queries, rows, masked, grad_k_.data(), 1, kBlockN);
+    multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), tile_.n);
+    accumulate_rows_apart(ByCols{ds, tile_.n}, grad_unit_, cols, OutlierRows(), ds_outliers_,
+                          queries, rows, masked, grad_k_.data(), 1, tile_.n);
   }
 
   // The factor of dS for the next tile: `first` for the first tile, else that of the sums.
@@ -150,7 +151,7 @@ class AmxDotScore : public ScoreDefaults {
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_k, b, hkv, j0, keys_.rows(), p_.D);
     const float factor = grad_k_.unit() == 0.f ? 0.f : abs_scale() / (grad_k_.unit() * input_unit_);
-    unpack_columns(grad_k_.data(), kBlockN, factor, grad_k_rows_, ld_, to);
+    unpack_columns(grad_k_.data(), tile_.n, factor, grad_k_rows_, ld_, to);
   }
 
  private:
@@ -180,6 +181,7 @@ class AmxDotScore : public ScoreDefaults {
 
   MatrixUnit unit_;
   const AttentionParams& p_;
+  TileSize tile_;
   bool backward_;
   int64_t ld_, cols_ = 0;
   Slots slots_;
