@@ -175,9 +175,9 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
       } else {
         probe |= load_edge<kType>(from, r, c, factor, block);
         transpose(block);
+        const int64_t cols = min64(kWidth, from.cols - c);
 #pragma GCC unroll 1
-        for (int64_t lane = 0; lane < kWidth && c + lane < from.cols; ++lane)
-          store(to + (c + lane) * ld + r, block[lane]);
+        for (int64_t lane = 0; lane < cols; ++lane) store(to + (c + lane) * ld + r, block[lane]);
       }
     }
   return !any_lane(probe);
