@@ -34,7 +34,7 @@ from .gaussian import is_gaussian
 from .grad_bias import launch_dbias
 from .grad_query import launch_merge_dq, new_parts
 from .gradient import load_rows, row_weights, softmax_gradient
-from .sweep import Pass, Tile, logits_of
+from .sweep import Pass, Tile, logits_of, pairs_of
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -106,7 +106,8 @@ def pull_back_row(
     rest = exponential * u
     tanh = rest - u
     s = (tl.sum(scaled[None, :] * tanh, 1) * power)[None, :]
-    s, keep, slope = logits_of(s, bias, mask, t.scale, dims, spec, b, h, tile, PARTIAL)
+    pairs = pairs_of(bias, mask, dims, b, h, tile, PARTIAL)
+    s, keep, slope = logits_of(s, pairs, mask, t.scale, spec, PARTIAL)
     rows = load_rows(t, b, h, dims.H, i, M)
     p = row_weights(s, rows, t, spec)
     dp = tl.sum(tile_v * do, 1)[None, :]

@@ -45,7 +45,7 @@ from .forward import (
     store_partial,
 )
 from .gaussian import PADDING, gaussian_terms, is_gaussian
-from .sweep import Pass, Tile, logits_of
+from .sweep import Pass, Tile, logits_of, pairs_of
 
 TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
 SHARES = tl.constexpr(16)  # of the keys, at most
@@ -203,7 +203,8 @@ def additive_decode_kernel(
         halves = 0.5 * (w1 + w2) - (w1 * d2 + w2 * d1) * reciprocal(d1 * d2, spec)
         s = (tl.sum(halves, 1) * 2.0 * power)[None, :]
         tile = Tile(row, j0, i, offs_n[None, :], row_begin, row_end)
-        s, keep, _slope = logits_of(s, bias, mask, scale, dims, spec, b, h, tile, PARTIAL)
+        pairs = pairs_of(bias, mask, dims, b, h, tile, PARTIAL)
+        s, keep, _slope = logits_of(s, pairs, mask, scale, spec, PARTIAL)
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit_of(scale, spec))
         if drop.seed_ptr is not None:
             p = tl.where(survives(drop, b, h, row, j0, 1, spec.BLOCK_N, False), p, 0.0)

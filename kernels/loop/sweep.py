@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ..score.score import scores
 from ..tile.block_lists import block_at
-from ..tile.masking import mask_scores
+from ..tile.masking import load_pairs, mask_scores
 from ..tile.softcap import cap_scores
 
 
@@ -100,17 +100,28 @@ def logits(
     x, y, q, k, terms, bias, mask, scale, keys, dims, spec, b, h, tile, PASS,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """logits_of the scores of a tile."""
-    s = scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED)
-    return logits_of(s, bias, mask, scale, dims, spec, b, h, tile, PASS)
+    """(logits s, keep, slopes for softmax_gradient) of a tile."""
+    if TRANSPOSED:  # without sums of rows, and without registers for both
+        s = scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED)
+        pairs = pairs_of(bias, mask, dims, b, h, tile, PASS)
+    else:
+        pairs = pairs_of(bias, mask, dims, b, h, tile, PASS)
+        s = scores(x, y, q, k, terms, b, h, keys, dims, spec, TRANSPOSED)
+    return logits_of(s, pairs, mask, scale, spec, PASS)
 
 
 @triton.jit
-def logits_of(s, bias, mask, scale, dims, spec, b, h, tile, PASS):
+def pairs_of(bias, mask, dims, b, h, tile, PASS):
+    """load_pairs of a tile."""
+    return load_pairs(
+        bias, mask, b, h, tile.i, tile.j, tile.begin, tile.end, dims.M, dims.N,
+        PASS.MASKED, PASS.BIASED,
+    )  # fmt: skip
+
+
+@triton.jit
+def logits_of(s, pairs, mask, scale, spec, PASS):
     """(logits s, keep, slopes for softmax_gradient) of a tile of scores."""
     capped, slope = cap_scores(s, mask)
-    s, keep = mask_scores(
-        capped, scale, bias, mask, b, h, tile.i, tile.j, tile.begin, tile.end, dims.M, dims.N,
-        PASS.MASKED, PASS.BIASED, spec.FOLD_SCALE,
-    )  # fmt: skip
-    return s, keep, slope
+    s = mask_scores(capped, scale, pairs, PASS.MASKED, PASS.BIASED, spec.FOLD_SCALE)
+    return s, pairs[0], slope

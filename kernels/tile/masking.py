@@ -121,28 +121,43 @@ def keep_tile(mask, b, h, i, j, begin, end, M):
 
 
 @triton.jit
-def mask_scores(
-    s, scale, bias, mask, b, h, i, j, begin, end, M, N,
-    MASKED: tl.constexpr, BIASED: tl.constexpr, FOLD_SCALE: tl.constexpr,
+def load_pairs(
+    bias, mask, b, h, i, j, begin, end, M, N, MASKED: tl.constexpr, BIASED: tl.constexpr
 ):  # fmt: skip
-    """(logits, keep), -inf where masked: natural, or scores that softmax_step multiplies by scale.
+    """(keep, bias) of the pairs of a tile, for mask_scores; the bias is 0 unless BIASED.
 
-    The product with the bias is one spelled-out fma, with one rounding. A compiler could contract
-    it in one kernel and not in another, and an ulp of a huge bias is a large logit.
+    A kernel with sums of rows calls this before the product Q K^T. Of the layouts of a dense load
+    and of a product, Triton 3.7.1 gives such sums the layout of what comes last. Behind the
+    product, a load made it compute the softmax twice, and ptxas wait for each product.
     """
     if MASKED:
         keep = keep_tile(mask, b, h, i, j, begin, end, M)
     else:
         keep = (i < M) & (j < N)
+    added = 0.0
     if BIASED:
         added = tl.load(pair_ptrs(bias, b, h, i, j), mask=keep, other=float("-inf")).to(tl.float32)
         keep = keep & (added != float("-inf"))
+    return keep, added
+
+
+@triton.jit
+def mask_scores(
+    s, scale, pairs, MASKED: tl.constexpr, BIASED: tl.constexpr, FOLD_SCALE: tl.constexpr
+):  # fmt: skip
+    """Logits, -inf where masked: natural, or scores that softmax_step multiplies by scale.
+
+    The product with the bias is one spelled-out fma, with one rounding. A compiler could contract
+    it in one kernel and not in another, and an ulp of a huge bias is a large logit.
+    """
+    keep, added = pairs
+    if BIASED:
         s = tl.fma(s, scale, added)
     elif not FOLD_SCALE:
         s = tl.fma(s, scale, 0.0)
     if MASKED or BIASED:
         s = tl.where(keep, s, float("-inf"))
-    return s, keep
+    return s
 
 
 # ---- which blocks to visit ----

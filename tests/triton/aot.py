@@ -122,6 +122,7 @@ def usage(kernel, folder: Path) -> dict:
         "paired_loops": sass.paired_loops(code),
         "gradient_loops": sass.gradient_loops(code),
         "difference_loops": sass.difference_loops(code),
+        "product_loops": sass.product_loops(code),
     }
 
 

@@ -101,6 +101,23 @@ def test_hopper_multiplies_by_warpgroup(compiled):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_forward_on_hopper_computes_the_softmax_once_beside_products(head_size, compiled):
+    """A mask once made Triton compute it in two layouts, and ptxas wait for each product."""
+    block = config.TABLE["fwd"]["sm_90", 2][head_size].plain
+    scores = block.BLOCK_M * block.BLOCK_N // (32 * block.num_warps)  # of a thread, in an iteration
+    [kernel] = [
+        k
+        for k in result(compiled, "sm_90", "2", "dot")
+        if (k["name"], k["problem"], k["head_size"]) == ("sdpa_fwd_kernel", "plain", head_size)
+    ]
+    assert len(kernel["product_loops"]) == 2  # over masked and over full tiles
+    for loop in kernel["product_loops"]:
+        assert loop["waits"] <= 2, loop
+        assert scores <= loop["mufu"] <= 1.1 * scores, loop
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_the_additive_score_is_near_what_its_reciprocals_allow(arch, head_size, compiled):
