@@ -121,8 +121,10 @@ def library(name: str, kind: str = "plain") -> Path:
     compile_objects(sources_of(name), kind)
     parts = objects(kind, name)
     target = BUILD / kind / f"lib{name}.so"
-    if not target.exists() or target.stat().st_mtime < max(o.stat().st_mtime for o in parts):
-        link(parts, kind, target.with_suffix(f".{os.getpid()}.so")).replace(target)
+    with open(target.with_suffix(".lock"), "w") as lock:  # two links would make two copies of it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists() or target.stat().st_mtime < max(o.stat().st_mtime for o in parts):
+            link(parts, kind, target.with_suffix(f".{os.getpid()}.so")).replace(target)
     return target
 
 
