@@ -10,8 +10,9 @@ Pass says what is known of the tiles when a kernel is compiled.
                                                         masked garbage then reaches nothing
 
 Where a new feature goes: a function of a score before bias and mask, beside cap_scores, and its
-slope beside cap_gradient; what comes later, into mask_scores; a bound of a row's keys, into
-row_range, whose two numbers a Tile carries; a score, into score.load_side and score.scores.
+slope beside cap_gradient; what comes later, into mask_scores; what is loaded for each pair, into
+load_pairs; a bound of a row's keys, into row_range, whose two numbers a Tile carries; a score, into
+score.load_side and score.scores.
 """
 
 from __future__ import annotations
