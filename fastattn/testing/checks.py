@@ -122,6 +122,9 @@ def assert_invariants(case: Case, t: Tensors, ours: dict[str, Tensor]) -> None:
     given = reference.sum_groups(p, t.grad_out.double() * ~empty[..., None])
     terms = reference.sum_groups(p, t.grad_out.double().abs() * ~empty[..., None]).sum(2)
     off = (ours["grad_v"].double().sum(2) - given.sum(2)).abs()
+    # Rounding moves a result below the normal numbers by half the least number, at most.
+    least = torch.finfo(case.dtype).smallest_normal * torch.finfo(case.dtype).eps
+    off = (off - (~unused).sum(-1, keepdim=True) * (least / 2)).clamp(min=0)
     assert (off <= most * terms).all(), (
         f"{case} grad_v: sums over the keys are off by {(off / (most / 8 * terms)).max():.1f} ulp"
     )

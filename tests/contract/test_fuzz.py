@@ -63,6 +63,8 @@ FOUND = {
         bias_offset=1, bias_grad=False, bias_dtype=torch.float32),
     "alibi: the gradient without keys": Case("0", **one, M=3, N=0, D=3, E=3, bias="alibi"),
     "alibi: a bias of large logits": Case("0", **one, M=3, N=128, D=3, E=3, bias="alibi"),
+    "sums of gradients below the normal numbers": Case(
+        "751", "additive", **one, M=1, N=300, D=0, E=129, dtype=half, bias="relative"),
     "alibi: one query": Case("1", **one, M=1, N=70, D=3, E=1, bias="alibi"),
     "gaussian: products of 129 in a sum that cancels": Case(
         "2", "gaussian", drawn=True, B=3, M=3, N=4, D=127, E=129, bandwidth=""),
