@@ -73,6 +73,9 @@ struct Chooser {
 // Rows in place: with at most this many queries, packing a tile costs more than reading it in
 // place. At 12 queries both cost about the same (d64, Zen 3).
 constexpr int64_t kInPlaceRows = 8;
+// With at most this many, each row sums its values in short chains, as packed values cost no more so.
+// Few rows have large gradients of a bias, whose digits a chain of a tile would lose.
+constexpr int64_t kShortChainRows = 12;
 // Matrix unit: with at most this many pairs (i, j) a head, laying out its operands costs more than
 // it gains (d64, powers of two, Xeon).
 constexpr int64_t kUnitPairs = 16 * 64;
@@ -138,7 +141,7 @@ FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
   Path path = start(p, chooser);
   path.way = choose_way(*p, chooser);
   path.unit = forward_unit(*p, chooser.unit);
-  path.values_by_row = p->M <= kInPlaceRows;  // on every path, so that no path sums worse
+  path.values_by_row = p->M <= kShortChainRows;  // on every path, so that no path sums worse
   path.values_in_place = path.values_by_row && is_in_place(*p, p->v, chooser);
   path.heads_together = chooser.ways.take(kHeadsTogether, p->M <= kTogetherRows);
   path.chunk_keys = max64(1, p->N);
