@@ -378,6 +378,9 @@ def run(
         wide = torch.promote_types(weights.dtype, torch.float32)
         weights = (weights.sum(1, dtype=wide) / max(p.H, 1)).to(weights.dtype)
 
+    if seen.has_head_dim and p.weights == "none" and not return_lse and len(batch) == 1:
+        return out
+
     def restore(x: Tensor, head_dim: bool = True) -> Tensor:
         if head_dim and not seen.has_head_dim:
             x = x.squeeze(1)

@@ -85,9 +85,9 @@ class Known(NamedTuple):
         own: list[Tensor | None] = [None] * (_BIAS + 1)
         for n, shape in self.masks:
             x = given[n]
-            own[n] = x = x if x.shape == shape else x.reshape(shape)
             if n not in (_KEEP, _BIAS):
-                own[n] = validate.within(f"mask.{MASK_TENSORS[n]}", x, self.p.N)
+                x = validate.within(f"mask.{MASK_TENSORS[n]}", x, self.p.N)
+            own[n] = x if x.shape == shape else x.reshape(shape)
         bias = own.pop()
         p = self.p.with_tensors(*own, None)
         return Known(p, self.backend, self.has_head_dim, None, self.forward), bias

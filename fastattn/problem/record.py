@@ -279,20 +279,22 @@ class Problem:
 
     def with_tensors(self, *tensors: Tensor | None) -> Problem:
         """The same problem around other tensors, as functional transforms need it."""
-        if all(map(operator.is_, self.tensors(), tensors)):
+        if all(map(operator.is_, self.operands, tensors)):  # which begin with the tensors
             return self
         *masks, seed = tensors
-        mask = _changed(self.mask, **dict(zip(MASK_TENSORS, masks, strict=True)))
+        own = dict(zip(MASK_TENSORS, masks, strict=True))
         dropout = None if self.dropout is None else Dropout(self.dropout.p, seed)
+        if torch.compiler.is_compiling():  # which cannot trace what follows
+            mask = dataclasses.replace(self.mask, **own)
+            return dataclasses.replace(self, mask=mask, dropout=dropout)
         operands = (*tensors, *self.operands[len(tensors) :])
-        return _changed(self, mask=mask, dropout=dropout, operands=operands)
+        mask = _changed(self.mask, own)
+        return _changed(self, {"mask": mask, "dropout": dropout, "operands": operands})
 
 
-def _changed(record: Any, **fields: Any) -> Any:
+def _changed(record: Any, fields: dict[str, Any]) -> Any:
     """``dataclasses.replace`` in a tenth of its time; ``fields`` hold what is derived, too."""
-    if torch.compiler.is_compiling():  # which cannot trace this
-        derived = {field.name for field in dataclasses.fields(record) if not field.init}
-        return dataclasses.replace(record, **{n: x for n, x in fields.items() if n not in derived})
     made = object.__new__(type(record))
-    made.__dict__.update(record.__dict__, **fields)
+    made.__dict__.update(record.__dict__)
+    made.__dict__.update(fields)
     return made

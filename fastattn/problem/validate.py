@@ -412,13 +412,20 @@ def check_limit(
     return within(name, rows, N)
 
 
+_FEW_LIMITS = 32  # Python compares so few sooner than torch reduces them
+
+
 def within(name: str, limits: Tensor, N: int) -> Tensor:
     """Limits as int32 in ``[0, N]``; raises where their values can be read and are others."""
-    if arguments.can_read(limits) and limits.numel():
-        low, high = map(int, limits.aminmax())
+    if arguments.can_read(limits) and (count := limits.numel()):
+        if count <= _FEW_LIMITS:
+            values = limits.flatten().tolist()
+            low, high = min(values), max(values)
+        else:
+            low, high = map(int, limits.aminmax())
         if not 0 <= low <= high <= N:
             raise ValueError(f"{name}: expected values in [0, {N}], got {low} to {high}")
-        return limits.to(torch.int32)
+        return limits.int()
     # Of 64 bits before they are compared: N as an 8-bit number would wrap.
     return limits.long().clamp(0, N).to(torch.int32)
 

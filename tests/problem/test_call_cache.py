@@ -256,6 +256,19 @@ def test_values_are_checked_at_every_call(built):
     assert len(built) == 1
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (validate._FEW_LIMITS + 1, 1), (8, 5)])
+@pytest.mark.parametrize(("wrong", "found"), [(-1, "-1 to 4"), (6, "4 to 6")])
+def test_few_and_many_limits_are_checked_alike(shape, wrong, found):
+    limits = torch.full(shape, 4)
+    limits[-1, -1] = wrong
+    found = found if limits.numel() > 1 else f"{wrong} to {wrong}"
+    with pytest.raises(ValueError, match=rf"n: expected values in \[0, 5\], got {found}"):
+        validate.within("n", limits, 5)
+    right = validate.within("n", limits.clamp(0, 5), 5)
+    assert right.dtype is torch.int32
+    assert right.tolist() == limits.clamp(0, 5).tolist()
+
+
 def test_masks_that_look_alike_are_apart():
     q = heads()
     sdpa(q, q, q, mask=fastattn.Mask(window=(1, 1)))
