@@ -128,8 +128,8 @@ def attention(
         enable_gqa: lets H be a multiple of Hkv. The additive score needs no flag.
         mask: as there.
         bias: as there.
-        softcap: as there, of every score but the gaussian.
-        sink: as there, of every score but the gaussian.
+        softcap: as there.
+        sink: as there.
         return_weights: as there.
         return_lse: as there.
         seed: as there.
@@ -161,9 +161,7 @@ def attention(
     given = query, key, value, weight, bandwidth, attn_mask, bias, sink
     if (others := arguments.overriding(*given)) is not None:
         return handle_torch_function(attention, others, query, key, value, **own, **options)
-    kernels, tensors, scale = _by_kernels(
-        score, query, key, value, weight, bandwidth, scale, softcap, sink
-    )
+    kernels, tensors, scale = _by_kernels(score, query, key, value, weight, bandwidth, scale)
     if kernels == "additive":
         return additive_attention(*tensors, **options)
     options["enable_gqa"] = enable_gqa
@@ -211,9 +209,7 @@ def checked(
     if score is None:
         other = "scaled_dot" if bandwidth is None else "gaussian"
         score = other if weight is None else "additive"
-    kernels, tensors, scale = _by_kernels(
-        score, query, key, value, weight, bandwidth, scale, softcap, sink
-    )
+    kernels, tensors, scale = _by_kernels(score, query, key, value, weight, bandwidth, scale)
     cast: Any = autocast(*tensors, exact=kernels == "gaussian")
     return validate.build(kernels, *cast, scale=scale, softcap=softcap, **options), backend
 
@@ -226,8 +222,6 @@ def _by_kernels(
     weight: Any,
     bandwidth: Any,
     scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
 ) -> tuple[problem.Score, tuple[Any, Any, Any, Any], float | None]:
     """The score of the kernels, its tensors as ``_attend`` takes them, and its scale.
 
@@ -242,8 +236,6 @@ def _by_kernels(
     if scale is not None and score not in ("scaled_dot", "cosine"):
         hint = ": write weight * scale for weight" if score == "additive" else ""
         raise ValueError(f"scale: the {score} score has none{hint}")
-    if score == "gaussian" and (softcap or sink is not None):
-        raise ValueError(f"{'softcap' if softcap else 'sink'}: the gaussian score has none")
     if score == "additive":
         if weight is None:
             raise ValueError("weight: the additive score needs one, [D] or [H, D]")

@@ -2,7 +2,7 @@
 
     lse' = log(e^lse + e^sink)      out' = out e^(lse - lse')      weights likewise
 
-A few operations on the results, so every backend and mask has sinks. The gaussian score has none.
+A few operations on the results, so every backend, score and mask has sinks.
 Gradients follow by autograd: that of the sink is ``-sum_i e^(sink - lse'_i) dO_i . O'_i`` and the
 like for weights and log-sum-exp. Dropout multiplies weights, as this does, so their order does not
 matter.

@@ -71,7 +71,7 @@ def cases(draw) -> Case:
         magnitude=draw(_one_of(*(x for x in MAGNITUDES[score] if x < 1e3 or dtype != DTYPES[1]))),
         opposite=draw(_one_of(0.0, 0.0, 25.0, 1e3)) if score == "additive" else 0.0,
         bandwidth=draw(_one_of("h", "", "d", "hd", "b", "bhd")) if score == "gaussian" else "h",
-        softcap=0.0 if score == "gaussian" else draw(_one_of(0.0, 0.0, 1.0, 30.0)),
+        softcap=draw(_one_of(0.0, 0.0, 1.0, 30.0)),
         scale=draw(_one_of(None, 0.5, -3.0)) if score in ("dot", "cosine") else None,
     )  # fmt: skip
 

@@ -17,8 +17,6 @@ constexpr char kWide[] = "the dot product's results have the dtype of q";
 }  // namespace
 
 const char* unsupported(const AttentionParams& p) {
-  if (p.softcap != 0.f && p.score == ScoreKind::kGaussian)
-    return "the gaussian score has no softcap";
   if (is_additive(p)) {
     if (p.D > kMaxDims) return "the additive and the gaussian score's D is at most 4096";
     if (p.E > kMaxValues) return "the additive and the gaussian score's E is at most 256";

@@ -127,9 +127,13 @@ def _scores(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
 
 
 def cap_slope(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """d capped / d score, ``[B, H, M, N]``: 1 - tanh^2 with its digits where tanh is near 1."""
+    """d capped / d score, ``[B, H, M, N]``: 1 - tanh^2 with its digits where tanh is near 1.
+
+    It is 0 where cosh^2 would overflow: a gaussian's distance there may be as large as 1 / 1e-35.
+    """
     ratio = _scores(p, q, k, w) / p.softcap
-    return torch.cosh(ratio.clamp(-40, 40)).pow(-2)  # cosh of more overflows; 1e-35 there
+    most = 350 if ratio.dtype == torch.float64 else 40
+    return torch.cosh(ratio.clamp(-most, most)).pow(-2).masked_fill(ratio.abs() >= most, 0.0)
 
 
 def _per_pair(w: Tensor) -> Tensor:
@@ -177,7 +181,8 @@ def _gaussian_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     assert w is not None
     x = q[:, :, :, None] - per_head(p, k)[:, :, None]  # [B, H, M, N, D]
-    x = x.masked_fill(x.isinf(), 0.0)  # what is infinitely far weighs 0, and so do its gradients
+    # What is infinitely far has no gradients: it weighs 0, or a softcap has the slope 0 there.
+    x = x.masked_fill((x / _per_pair(w)).isinf(), 0.0)
     if kept is not None:
         x = x.masked_fill(~kept[..., None], 0.0)
     x = x / _per_pair(w)

@@ -195,7 +195,7 @@ def _grid() -> list[Case]:
         *("kv-begin", "intervals", "documents-70"),
         *("bias-hmn", "weights-full", "weights-mean", "dropout", "dropout-all", "mqa"),
         *("relative-masks", "garbage-groups", "garbage-few", "D24-E136"),
-        *("plain-N64", "plain-N128", *(c.name for c in zeros)),
+        *("plain-N64", "plain-N128", *(c.name for c in zeros), *(c.name for c in caps)),
     }
     bandwidths = [Case(f"bandwidth-{x}", bandwidth=x, M=40, N=70, lse=True)
                   for x in ("", "d", "hd", "b", "bhd")]  # fmt: skip

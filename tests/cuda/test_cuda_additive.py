@@ -163,6 +163,9 @@ CAPPED = [
          bias="n", dropout_p=0.3, weights="full", lse=True),
     Case("capped-far", "additive", M=20, N=70, D=4, E=3, softcap=2.0, magnitude=1e4),
     Case("capped-no-dims", "additive", M=20, N=70, D=0, E=3, softcap=2.0, bias="mn"),
+    Case("capped-gaussian", "gaussian", Hkv=1, M=20, N=70, D=5, E=3, softcap=2.0, kv_len="rows",
+         bias="hmn", dropout_p=0.3, weights="full", lse=True, garbage=math.nan),
+    Case("capped-gaussian-few", "gaussian", M=3, N=150, D=5, E=3, softcap=2.0, weights="mean"),
 ]  # fmt: skip
 
 

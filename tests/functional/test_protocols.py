@@ -274,7 +274,6 @@ def test_explain_takes_the_scores_of_attention(score):
         (dict(score="cosinus"), "score: expected one of 'scaled_dot'"),
         (dict(score="additive"), "weight: the additive score needs one"),
         (dict(score="cosine", bandwidth=1.0), "bandwidth: only the gaussian score has one"),
-        (dict(score="gaussian", softcap=3.0), "softcap: the gaussian score has none"),
         (dict(weight=torch.zeros(4), scale=2.0), "scale: the additive score has none"),
     ],
 )

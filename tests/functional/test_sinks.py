@@ -23,6 +23,9 @@ def dense(q, k, v, sink, bias, w, *, score, softcap, mean=False):
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     if score == "dot":
         s = q @ k.mT / math.sqrt(D)
+    elif score == "gaussian":
+        between = (q[:, :, :, None] - k[:, :, None]) / w.abs()[:, None, None]
+        s = between.square().sum(-1) / -2
     else:
         s = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)
     s = softcap * torch.tanh(s / softcap) if softcap else s
@@ -43,6 +46,9 @@ def ours(q, k, v, sink, bias, w, *, score, softcap, mean=False, backend="auto"):
     )  # fmt: skip
     if score == "dot":
         return fastattn.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    if score == "gaussian":
+        options |= dict(score=score, bandwidth=w.abs()[:, None], enable_gqa=True)
+        return fastattn.attention(q, k, v, **options)
     return fastattn.additive_attention(q, k, v, w, **options)
 
 
@@ -64,8 +70,10 @@ def gradients(function, tensors, dtype, **options):
         dict(score="dot", softcap=None),
         dict(score="dot", softcap=1.0, mean=True),
         dict(score="additive", softcap=2.0),
+        dict(score="gaussian", softcap=None),
+        dict(score="gaussian", softcap=3.0, mean=True),
     ],
-    ids=["dot", "mean", "additive"],
+    ids=["dot", "mean", "additive", "gaussian", "gaussian-mean"],
 )
 def test_a_sink_is_a_column_without_a_value(options, dtype, backend):
     tensors = inputs(dtype, Hkv=2)

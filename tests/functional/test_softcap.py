@@ -1,5 +1,6 @@
 """The softcap of logits: its meaning, arguments and transforms. The grid has its errors."""
 
+import functools
 import math
 
 import pytest
@@ -13,6 +14,12 @@ ATTEND = {
     "additive": lambda q, k, v, **options: fastattn.additive_attention(
         q, k, v, torch.ones(q.shape[1], q.shape[3], dtype=q.dtype), **options
     ),
+    "gaussian": functools.partial(fastattn.attention, score="gaussian", bandwidth=1.5),
+}
+FORMULAS = {
+    "dot": lambda q, k: (q * k).sum(-1),
+    "additive": lambda q, k: torch.tanh(q + k).sum(-1),
+    "gaussian": lambda q, k: (q - k).square().sum(-1) / (-2 * 1.5**2),
 }
 SCORES = pytest.mark.parametrize("score", ATTEND)
 
@@ -82,7 +89,7 @@ def test_scores_of_the_cap(score, scale):
     options = dict(scale=scale) if score == "dot" else {}
     lse = ATTEND[score](q, k[:, :, :1], v[:, :, :1], softcap=0.7, return_lse=True, **options)[1]
     k = k[:, :, :1]
-    s = (q * k).sum(-1) * scale if score == "dot" else torch.tanh(q + k).sum(-1)
+    s = FORMULAS[score](q, k) * options.get("scale", 1.0)
     torch.testing.assert_close(lse, 0.7 * torch.tanh(s / 0.7))
 
 

@@ -32,6 +32,9 @@ CASES = [
     small("few", B=2, M=3, N=150, kv_len="rows", weights="mean", lse=True),
     small("huge", magnitude=1e4, M=9),
     small("everything", **EVERYTHING),
+    small("softcap", softcap=1.0, weights="full", lse=True),
+    small("softcap-everything", **(EVERYTHING | dict(softcap=2.0))),
+    small("softcap-few", B=2, M=3, N=150, softcap=3.0, bias="n"),
 ]
 CASES += [dataclasses.replace(small("half", M=9), dtype=x) for x in (torch.float16, torch.bfloat16)]
 

@@ -76,9 +76,10 @@ template <typename F>
 void with_score(const AttentionParams& p, F f) {
   constexpr std::integral_constant<ScoreKind, ScoreKind::kAdditive> kAdditive{};
   constexpr std::integral_constant<ScoreKind, ScoreKind::kGaussian> kGaussian{};
-  if (is_gaussian(p)) return f(kGaussian, std::false_type{});
-  if (p.softcap != 0.f) return f(kAdditive, std::true_type{});
-  f(kAdditive, std::false_type{});
+  const auto with_cap = [&](auto score) {
+    p.softcap != 0.f ? f(score, std::true_type{}) : f(score, std::false_type{});
+  };
+  is_gaussian(p) ? with_cap(kGaussian) : with_cap(kAdditive);
 }
 
 // ---- forward ----
