@@ -119,7 +119,8 @@ def attention(
             gaussian only. The softmax of this score is Nadaraya-Watson kernel regression.
             Differences are taken before they are squared: a small bandwidth costs no digits. It is
             1e-30 to 1e30, or infinity, at which differences count nothing. Numbers of a tensor are
-            not checked. A key farther than 1e19 bandwidths weighs 0.
+            not checked. A key farther than 1e19 bandwidths weighs 0. Under a softcap c its score is
+            -c instead.
         attn_mask: as in :func:`additive_attention` for the additive score, as in
             :func:`scaled_dot_product_attention` for all others.
         dropout_p: as there.

@@ -291,6 +291,19 @@ def test_a_query_too_far_from_every_key_has_none(backend):
     assert not any(g[2].any() for g in grads[1:])
 
 
+@pytest.mark.parametrize("far", [1e3, 1e19, 1e38])
+def test_a_softcap_of_a_far_key(backend, far):
+    """Its score is -c, without a gradient, however far it is."""
+    q, k = torch.zeros(1, 2), torch.tensor([[0.0, 0.0], [far, 0.0]])
+    leaves = [x.requires_grad_() for x in (q, k, torch.eye(2), torch.tensor([[1e-2, 1.0]]))]
+    out = attention(
+        *leaves[:3], score="gaussian", bandwidth=leaves[3], softcap=2.0, backend=backend
+    )
+    torch.testing.assert_close(out, torch.tensor([[0.0, -2.0]]).softmax(-1))
+    for grad in torch.autograd.grad(out[0, 1], [leaves[n] for n in (0, 1, 3)]):
+        assert not grad.any()
+
+
 def summed(backend):
     """A function of all tensors of the score, of which every element has a say."""
 
