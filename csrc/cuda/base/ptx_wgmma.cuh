@@ -20,6 +20,14 @@ constexpr bool kHasWgmma = true;
 constexpr bool kHasWgmma = false;
 #endif
 
+// Whether a kernel without such products may count on a GPU that has them: on its shared memory.
+FASTATTN_DEVICE bool is_for_wgmma() {
+#if defined(FASTATTN_CUDA_ON_CPU)
+  async::use_sm90();
+#endif
+  return kHasWgmma;
+}
+
 constexpr int kWarpgroup = 128;  // threads
 
 // ---- operands in shared memory ----

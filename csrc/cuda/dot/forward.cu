@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
   constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
   constexpr int kSums = kSumsOf<kDim>;
-  if constexpr (kDim > kMostColumns && !kHasWgmma) return;
+  if (kDim > kMostColumns && !is_for_wgmma()) return;
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
   const ForwardParams& p = a.p;
   const float unit = unit_of(p);
