@@ -70,7 +70,7 @@ def against_large_heads(p: Problem, grad: bool) -> str | None:
     elif p.M <= FEW_QUERIES:
         what = f"up to {FEW_QUERIES} queries have"
     elif not has_capability(p.device):
-        what = "without compute capability 9.0 it has"
+        what = "GPUs of another compute capability than 9.0 have"
     else:
         return None
     return f"{what} D and E up to {USUAL_HEAD_SIZE}, here they are {p.D} and {p.E}"

@@ -28,16 +28,20 @@ def _leaves(case: Case, t: Tensors, dtype: torch.dtype | None) -> dict[str, Any]
 
 
 def _results(
-    case: Case, t: Tensors, call: Callable[..., Any], dtype: torch.dtype | None, grad: bool = True
+    case: Case,
+    t: Tensors,
+    call: Callable[..., Any],
+    dtype: torch.dtype | None,
+    with_grad: bool = True,
 ) -> dict[str, Tensor]:
     """Runs call(q, k, v, ...) with all INPUTS, to (out[, weights][, lse]), and its backward."""
     leaves = _leaves(case, t, dtype)
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(with_grad):
         outputs = call(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     names = ["out", *(["weights"] if case.weights else []), *(["lse"] if case.lse else [])]
     results = dict(zip(names, outputs, strict=True))
-    if not grad:
+    if not with_grad:
         return results
     upstream: dict[str, Any] = {"out": t.grad_out, "weights": t.grad_weights, "lse": t.grad_lse}
     grads = [upstream[name].to(x.dtype) for name, x in results.items()]

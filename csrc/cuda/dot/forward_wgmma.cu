@@ -2,11 +2,11 @@
 // forward.cu, and its results up to rounding:
 //
 //   for (b, h, tile of 64 queries a consumer)   a block: a producer and two consumers
-//     producer   for key tiles of 128: copies K, then V, into the next stage that is free
+//     producer   for tiles of 128 or 80 keys: copies K, then V, into the next stage that is free
 //     consumer   S_0 = Q K_0^T -> masked -> P_0
 //       for n = 1, 2, ...                       masked tiles first, tiles without a mask after them
 //         start S_n = Q K_n^T, and O += P_(n-1) V_(n-1)
-//         S_n -> masked, biased -> softmax      while the other product runs
+//         S_n -> capped, masked, biased -> softmax while the other product runs
 //         O = alpha O, P_n
 //       O += P V of the last one; out = O / l, lse, stats
 //

@@ -108,9 +108,9 @@ FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kTiles][4])
   fence_products();
 #pragma unroll
   for (uint32_t n = 0; n < 4 * kPanels; ++n)
-    multiply_shared<kType>(
-        s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
-        advance(k, chunks_of(n / 4 * 8 * kTiles * kRowBytes + n % 4 * kRowStep)), n > 0);
+    multiply_shared<kType>(s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
+                           advance(k, chunks_of(n / 4 * 8 * kTiles * kRowBytes + n % 4 * kRowStep)),
+                           n > 0);
   commit_products();
 }
 
@@ -233,7 +233,8 @@ struct Consumer {
   __device__ __forceinline__ void start_next_scores() {
     wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);
     start_scores<kType, Of::kPanels>(
-        Of::kPanels > 2 ? here(q) : q, advance(first_k, of_scores.number * chunks_of(sizeof(memory.k[0]))), s);
+        Of::kPanels > 2 ? here(q) : q,
+        advance(first_k, of_scores.number * chunks_of(sizeof(memory.k[0]))), s);
   }
   __device__ __forceinline__ void start_next_values() {
     wait_for_phase(&memory.v_full[of_values.number], of_values.parity);
