@@ -342,13 +342,13 @@ def _attend(
     if sink is not None:
         sinks.check(sink, inputs.q)
     p, biased = inputs.p, inputs.bias is not None
-    chosen = registry.select(p, backend, biased)
-    forward = registry.faster_forward(p, backend, chosen, biased)
-    seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     grad = autograd.needs_autograd(*canonical, inputs.bias)
+    chosen = registry.select(p, backend, biased, grad)
+    forward = registry.faster_forward(p, backend, chosen, biased)
+    seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
     watch.call(p, backend, biased, canonical[:3], grad)
-    if call is not None and registry.may_remember(p):
+    if call is not None and registry.may_remember(p, chosen):
         call_cache.remember(seen, canonical, inputs.bias, call)
     return run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
 

@@ -86,7 +86,7 @@ def _count(loop: Counter, *names: str) -> int:
 # ---- products of warpgroups ----
 
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16\S* R(\d+), (?:R(\d+), )?gdesc")
-_REGISTER = re.compile(r"\bR(\d+)\b")
+_REGISTER = re.compile(r"\bR(\d+)\b(\.64)?")
 
 
 def product_loops(sass: str) -> list[dict[str, int]]:
@@ -166,8 +166,11 @@ def late_writes(sass: str) -> list[str]:
 
 
 def _touches(instruction: str, groups: list[tuple[set[int], set[int]]]) -> bool:
-    used = [int(x) for x in _REGISTER.findall(instruction)]
-    wide = 4 if ".128" in instruction else 2 if ".64" in instruction else 1
-    every = {x + n for x in used for n in range(wide)}
-    written = {used[0] + n for n in range(wide)} if used else set()
-    return any(every & sums or written & operands for sums, operands in groups)
+    operation, _, operands = instruction.partition(" ")
+    own = 4 if ".128" in operation else 2 if ".64" in operation else 1
+    # An address says itself that it is a pair.
+    used = [
+        {int(n) + x for x in range(2 if wide else own)} for n, wide in _REGISTER.findall(operands)
+    ]
+    every, written = set().union(*used), used[0] if used else set()
+    return any(every & sums or written & held for sums, held in groups)

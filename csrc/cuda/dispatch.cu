@@ -7,7 +7,9 @@
 namespace fastattn::cuda {
 namespace {
 
-constexpr int64_t kMaxDot = 128;  // of D and E of the dot product, so that sums fit the registers
+// Of D and E of the dot product: of its forward pass, which may have more conditions over 128, and
+// of its gradients, so that sums fit the registers.
+constexpr int64_t kMaxDot = 256, kMaxDotGradients = 128;
 
 // Differences take the additive kernels, with loops of their own.
 bool is_additive(const AttentionParams& p) { return p.score != ScoreKind::kDot; }
@@ -23,7 +25,7 @@ const char* unsupported(const AttentionParams& p) {
     return nullptr;
   }
   if (p.q.dtype == DType::kFloat32) return "the dot product on tensor cores is fp16 and bf16";
-  if (max64(p.D, p.E) > kMaxDot) return "the dot product's D and E are at most 128";
+  if (max64(p.D, p.E) > kMaxDot) return "the dot product's D and E are at most 256";
   return nullptr;
 }
 
@@ -44,6 +46,8 @@ const char* forward(const ForwardParams& p, void* stream) {
 const char* backward(const BackwardParams& p, void* stream) {
   if (const char* reason = unsupported(p)) return reason;
   if (is_additive(p)) return additive_backward(p, stream);
+  if (max64(p.D, p.E) > kMaxDotGradients)
+    return "the dot product's gradients have D and E up to 128";
   return p.grad_q.dtype == p.q.dtype ? sdpa_backward(p, stream) : kWide;
 }
 

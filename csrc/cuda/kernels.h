@@ -17,7 +17,8 @@
 namespace fastattn::cuda {
 
 // Why these kernels cannot compute a valid problem, or nullptr. Depends on the shape, the dtype of
-// q and whether there is w, on no other pointer.
+// q and whether there is w, on no other pointer. Of a dot product with D or E over 128, forward()
+// and backward() may refuse more.
 const char* unsupported(const AttentionParams& params);
 
 // Bytes that params.workspace must point to (256-byte aligned; may be nullptr when 0). They depend

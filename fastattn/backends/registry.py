@@ -106,13 +106,17 @@ def get(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def against(name: str, p: Problem, bias: bool = False, may_check: bool = True) -> list[str]:
+def against(
+    name: str, p: Problem, bias: bool = False, may_check: bool = True, grad: bool = True
+) -> list[str]:
     """Why a backend cannot compute ``p`` here and now; empty if it can.
 
     ``bias``: whether there is one. ``may_check``: whether the backend's self-check may run, if
-    there is no verdict yet.
+    there is no verdict yet. ``grad``: whether a gradient may be needed.
     """
     reasons = BACKENDS[name].unsupported(p)
+    if name == "cuda" and not reasons and (large := wgmma.against_large_heads(p, grad)):
+        reasons = [large]
     if name != "eager" and _exporting_to_onnx():
         return [*reasons, "ONNX has PyTorch's operators only, and eager is made of those"]
     if reasons or name == "eager" or p.device.type not in health.DEVICES:
@@ -129,7 +133,7 @@ def _found_wrong(name: str, p: Problem, bias: bool, may_check: bool) -> str | No
     wrong = health.reason((*check,), p.device, may_check)
     if wrong is None:
         return None
-    if check.kind == wgmma.NAME:
+    if check.kind == wgmma.NAME and wgmma.is_named():
         wrong = f"FASTATTN_CUDA_PATH={wgmma.NAME}: {wrong}"
     if may_check:
         health.warn_once(f"fastattn does not use its backend {name!r} for such calls: {wrong}")
@@ -142,7 +146,8 @@ COMPILING = ("triton",)
 
 def check_of(name: str, p: Problem, bias: bool) -> health.Check:
     """The check that calls like ``p`` need of a GPU backend."""
-    if name == "cuda" and wgmma.is_named() and wgmma.why_not(p) is None:
+    only = wgmma.is_named() or wgmma.against_large_heads(p, grad=True) is not None
+    if name == "cuda" and only and wgmma.why_not(p) is None:
         return wgmma.CHECK
     kinds = name in COMPILING and not torch.compiler.is_compiling()  # sizes may be symbols
     return health.Check(name, p.score, health.dtype_name(p.dtype), _kind(p, bias) if kinds else "")
@@ -156,8 +161,13 @@ def _kind(p: Problem, bias: bool) -> str:
     return f"{'rich' if rich else 'plain'}{' decoding' if few else ''}{size}"
 
 
-def may_remember(p: Problem) -> bool:
-    """Whether the choice for a problem stands: it does not while nothing can be checked."""
+def may_remember(p: Problem, chosen: str) -> bool:
+    """Whether the choice for a problem stands.
+
+    It does not while nothing can be checked, nor where a gradient would change it.
+    """
+    if chosen == "cuda" and wgmma.against_large_heads(p, grad=True):
+        return False
     return p.device.type not in health.DEVICES or not health.must_wait()
 
 
@@ -170,8 +180,10 @@ def _exporting_to_onnx() -> bool:
 _exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def select(p: Problem, backend: str = "auto", bias: bool = False) -> str:
-    """The name of the backend that computes ``p``; ``bias`` says whether there is one.
+def select(p: Problem, backend: str = "auto", bias: bool = False, grad: bool = True) -> str:
+    """The name of the backend that computes ``p``.
+
+    ``bias`` says whether there is one, ``grad`` whether a gradient may be needed.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot compute this problem, with its
@@ -179,17 +191,17 @@ def select(p: Problem, backend: str = "auto", bias: bool = False) -> str:
     """
     if backend != "auto":
         get(backend)
-        reasons = against(backend, p, bias)
+        reasons = against(backend, p, bias, grad=grad)
         if reasons:
             raise ValueError(f"backend {backend!r} cannot do this problem: {'; '.join(reasons)}")
         return backend
     for name in in_order(p):
-        reasons = against(name, p, bias)
+        reasons = against(name, p, bias, grad=grad)
         if not reasons:
             return name
         if reasons == [cpu.operators.EXTENSION_ERROR]:
             cpu.warn_of_missing_kernels()
-    raise ValueError(f"no backend can do this problem: {explain(p, bias=bias)}")
+    raise ValueError(f"no backend can do this problem: {explain(p, bias=bias, grad=grad)}")
 
 
 def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) -> str | None:
@@ -209,7 +221,7 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
         return None if against("cuda", p, bias) else "cuda"
     if not wgmma.suits(p) or (wgmma.masks_every_tile(p, bias) and not wgmma.is_named()):
         return None
-    return None if against("cuda", p, bias, may_check=False) else "cuda"
+    return None if against("cuda", p, bias, may_check=False, grad=False) else "cuda"
 
 
 @dataclass(frozen=True)
@@ -262,7 +274,7 @@ def explain(
     reasons, chosen = {}, None
     for name in in_order(p):
         wanted = chosen is None and backend in ("auto", name)
-        reasons[name] = against(name, p, bias, wanted)
+        reasons[name] = against(name, p, bias, wanted, grad)
         chosen = name if wanted and not reasons[name] else chosen
     notes = _cpu_notes(p, reasons)
     path, path_notes, why = None, [], WHY[p.score]

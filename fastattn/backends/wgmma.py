@@ -18,6 +18,7 @@ from fastattn.problem import Problem
 from fastattn.problem.mask import LIMITS
 
 FEW_QUERIES = 16  # csrc/cuda/tile/few_queries.h
+USUAL_HEAD_SIZE = 128  # of the kernels for all GPUs and for gradients: csrc/cuda/dispatch.cu
 CAPABILITY = (9, 0)
 NAME = "wgmma"
 USUAL = "sm_80"  # the kernels for compute capability 8.0 and later
@@ -45,8 +46,6 @@ def why_not(p: Problem, tensors: Sequence[Tensor] = ()) -> str | None:
         return f"the {p.score} score has kernels of its own"
     if not has_capability(p.device):
         return "wgmma needs compute capability 9.0"
-    if p.softcap:
-        return "wgmma has no softcap"
     if p.M <= FEW_QUERIES:
         return f"up to {FEW_QUERIES} queries have kernels of their own"
     if not p.B * p.H * p.N * p.D * p.E:
@@ -54,6 +53,27 @@ def why_not(p: Problem, tensors: Sequence[Tensor] = ()) -> str | None:
     if odd := odd_strides(tensors):
         return f"wgmma needs strides of {odd} in steps of 16 bytes, and contiguous columns"
     return None
+
+
+def against_large_heads(p: Problem, grad: bool) -> str | None:
+    """Why the CUDA kernels cannot compute a dot product whose heads are over 128; None if they can.
+
+    ``grad``: whether a gradient may be needed. As ``against_large_heads`` of
+    csrc/cuda/dot/forward_wgmma.cu, which is for the forward pass.
+    """
+    if p.score != "dot" or max(p.D, p.E) <= USUAL_HEAD_SIZE:
+        return None
+    if grad:
+        what = "gradients have"
+    elif p.weights != "none":
+        what = "returned weights have"
+    elif p.M <= FEW_QUERIES:
+        what = f"up to {FEW_QUERIES} queries have"
+    elif not has_capability(p.device):
+        what = "GPUs of another compute capability than 9.0 have"
+    else:
+        return None
+    return f"{what} D and E up to {USUAL_HEAD_SIZE}, here they are {p.D} and {p.E}"
 
 
 def odd_strides(tensors: Sequence[Tensor]) -> str:
@@ -103,8 +123,10 @@ def may_run(device: torch.device) -> bool:
 
 
 def suits(p: Problem) -> bool:
-    """Whether this path can take calls of a problem, and was found right on its device."""
-    return not cuda.unsupported(p) and why_not(p) is None and is_right(p.device)
+    """Whether this path can take calls without gradient, and was found right on their device."""
+    if cuda.unsupported(p) or against_large_heads(p, grad=False):
+        return False
+    return why_not(p) is None and is_right(p.device)
 
 
 def masks_every_tile(p: Problem, bias: bool = False) -> str | None:

@@ -28,14 +28,21 @@ def _leaves(case: Case, t: Tensors, dtype: torch.dtype | None) -> dict[str, Any]
 
 
 def _results(
-    case: Case, t: Tensors, call: Callable[..., Any], dtype: torch.dtype | None
+    case: Case,
+    t: Tensors,
+    call: Callable[..., Any],
+    dtype: torch.dtype | None,
+    with_grad: bool = True,
 ) -> dict[str, Tensor]:
     """Runs call(q, k, v, ...) with all INPUTS, to (out[, weights][, lse]), and its backward."""
     leaves = _leaves(case, t, dtype)
-    outputs = call(**leaves)
+    with torch.set_grad_enabled(with_grad):
+        outputs = call(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     names = ["out", *(["weights"] if case.weights else []), *(["lse"] if case.lse else [])]
     results = dict(zip(names, outputs, strict=True))
+    if not with_grad:
+        return results
     upstream: dict[str, Any] = {"out": t.grad_out, "weights": t.grad_weights, "lse": t.grad_lse}
     grads = [upstream[name].to(x.dtype) for name, x in results.items()]
     wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
@@ -51,9 +58,13 @@ DROPOUT_SEED = 0x1234_5678_9ABC_DEF0
 
 
 def run(
-    case: Case, t: Tensors, backend: str = "auto", dtype: torch.dtype | None = None
+    case: Case,
+    t: Tensors,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    grad: bool = True,
 ) -> dict[str, Tensor]:
-    """Our result on a backend."""
+    """Our result on a backend; ``grad``: with its gradients."""
 
     def call(
         q: Tensor,
@@ -79,7 +90,7 @@ def run(
             return functional.scaled_dot_product_attention(q, k, v, **options)
         return scores.attention(q, k, v, score=case.score, bandwidth=bandwidth, **options)
 
-    return _results(case, t, call, dtype)
+    return _results(case, t, call, dtype, grad)
 
 
 def _build(

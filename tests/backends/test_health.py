@@ -323,7 +323,7 @@ def chosen_while_compiling():
     @torch.compile(fullgraph=True, backend="eager")
     def number(x):
         name = registry.select(p)
-        others = registry.may_remember(p), registry.faster_forward(p, "auto", name)
+        others = registry.may_remember(p, name), registry.faster_forward(p, "auto", name)
         return x + names.index(name) if others == (False, None) else x + 9
 
     return names[int(number(torch.zeros(1)))]

@@ -125,7 +125,9 @@ def library(name: str, kind: str = "plain") -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists() or target.stat().st_mtime < max(o.stat().st_mtime for o in parts):
             link(parts, kind, target.with_suffix(f".{os.getpid()}.so")).replace(target)
-    return target
+    # Under the name that torch resolves it to: what has one name is loaded once, even if the file
+    # is replaced between two loads.
+    return target.resolve()
 
 
 def sanitizer_environment() -> dict[str, str]:

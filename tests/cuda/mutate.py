@@ -35,11 +35,18 @@ class Mistake:
     found_by: str  # a text in pytest's output
     kind: str = "plain"
     source: str = "dot/forward.cu"
+    test: str = ""  # that of the source by default
 
 
 def of_warpgroups(name: str, right: str, wrong: str, found_by: str, file="wgmma_block.cuh"):
     """A mistake in the kernel of copies, barriers and products of warpgroups."""
     return Mistake(name, f"dot/{file}", right, wrong, found_by, source="dot/forward_wgmma.cu")
+
+
+def of_large_heads(name: str, right: str, wrong: str) -> Mistake:
+    """A mistake in the kernel that computes what these leave, of heads over 128."""
+    test = TESTS["dot/forward_wgmma.cu"]
+    return Mistake(name, "dot/forward.cu", right, wrong, "AssertionError", test=test)
 
 
 LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
@@ -75,7 +82,36 @@ MISTAKES = [
     ),
     of_warpgroups(
         "a descriptor: the distance between panels",
-        "= {kKeyTile * kRowBytes,", "= {kTile * kRowBytes,", "AssertionError",
+        "= {kKeys * kRowBytes,", "= {kTile * kRowBytes,", "AssertionError",
+    ),
+    of_warpgroups(
+        "a descriptor: panels of a tile of 80 keys", "8 * kTiles * kRowBytes", "128 * kRowBytes",
+        "AssertionError",
+    ),
+    of_warpgroups(
+        "masks of a tile of 80 keys: its other half",
+        "at.j0 = j0 + n * 8 * Half::kTiles", "at.j0 = j0 + n * kTile", "AssertionError",
+    ),
+    of_warpgroups(
+        "copies of a tile of 80 keys: the next tile", "tile * kKeys, at.hkv", "tile * 128, at.hkv",
+        "AssertionError", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "a kernel with a softcap that caps nothing",
+        "if constexpr (kCapped) cap_scores(p, s, look_away);", "", "AssertionError",
+    ),
+    of_warpgroups(
+        "a softcap that no masked tile has",
+        "if constexpr (kCapped) cap_scores", "if constexpr (kCapped && !kMasked) cap_scores",
+        "AssertionError",
+    ),
+    of_large_heads(
+        "a large head: the other columns of the values", "a.p.v = from_column(v, first)",
+        "a.p.v = v",
+    ),
+    of_large_heads(
+        "a large head: the other columns of the result", "a.p.out = from_column(out, first)",
+        "a.p.out = out",
     ),
     of_warpgroups(
         "no fence after the barriers are initialised", "  publish_barriers();\n", "",
@@ -150,7 +186,8 @@ def run_corners(mistake: Mistake, library: Path) -> subprocess.CompletedProcess:
     if mistake.kind == "sanitized":
         environment = host_build.sanitizer_environment()
     environment |= {"FASTATTN_TEST_SHIM": mistake.kind, "FASTATTN_TEST_LIBRARY": str(library)}
-    tests = str(host_build.ROOT / "tests/cuda" / TESTS[mistake.source])
+    test = mistake.test or TESTS[mistake.source]
+    tests = str(host_build.ROOT / "tests/cuda" / test)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     return subprocess.run(
         [*command, "--capture=sys", tests, "-k", "test_corner"],

@@ -1,7 +1,6 @@
-"""The machine code of the forward pass by products of warpgroups: slots, waits, registers.
+"""The machine code of the forward pass by products of warpgroups: slots, waits, registers."""
 
-A warp's tile has 64 x 128 scores a warpgroup, which is 64 a thread.
-"""
+from typing import NamedTuple
 
 import pytest
 import sass
@@ -11,42 +10,65 @@ from toolkit import find_nvcc
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 
 SOURCE = "dot/forward_wgmma.cu"
-# Of 64 scores a thread, by head size: issue slots while no maximum grows, and at most; products.
-SLOTS = {64: (440, 500, 12), 128: (460, 550, 16)}
+
+
+class Loop(NamedTuple):
+    """What a tile without masks may take, a thread."""
+
+    scores: int
+    steady: int  # issue slots while no maximum grows
+    slots: int  # at most
+    products: int
+
+
+# By head size, and whether there is a softcap.
+LOOPS = {
+    (64, False): Loop(64, 440, 500, 12),
+    (128, False): Loop(64, 460, 550, 16),
+    (256, False): Loop(40, 375, 520, 21),
+    (128, True): Loop(64, 1830, 1920, 16),
+    (256, True): Loop(40, 1240, 1380, 21),
+}
+
+every_kernel = pytest.mark.parametrize("which", LOOPS, ids=str)
 
 
 @pytest.fixture(params=["1", "2"], ids=["bf16", "fp16"])
-def kernels(request):
-    """{head size: the kernel} of a dtype, by the numbers in their mangled names."""
-    named = {x.partition("\n")[0]: x for x in listings(SOURCE, "sm_90a")}
-    found = {}
-    for size in SLOTS:
-        arguments = f"DTypeE{request.param}ELi{size}E"
-        [found[size]] = [text for name, text in named.items() if arguments in name]
+def kernel(request, which):
+    """The kernel of a dtype, by the numbers in its mangled name."""
+    size, capped = which
+    arguments = f"DTypeE{request.param}ELi{size}ELb{capped:d}E"
+    [found] = [x for x in listings(SOURCE, "sm_90a") if arguments in x.partition("\n")[0]]
     return found
 
 
-@pytest.mark.parametrize("size", SLOTS)
-def test_the_loop_without_masks(size, kernels):
-    steady, slots, products = SLOTS[size]
-    loop = min(sass.product_loops(kernels[size]), key=lambda loop: loop["slots"])
-    assert loop["steady_slots"] <= steady, loop
-    assert loop["slots"] <= slots, loop
-    assert loop["products"] == products, loop
-    assert loop["steady_mufu"] == 64, loop  # an exponential an element
-    assert loop["mufu"] == 66, loop  # and one for each of two rows whose maximum rises
+def test_the_table_has_all_kernels():
+    assert len(listings(SOURCE, "sm_90a")) == 2 * len(LOOPS)
+
+
+@every_kernel
+def test_the_loop_without_masks(which, kernel):
+    budget, (_, capped) = LOOPS[which], which
+    loop = min(sass.product_loops(kernel), key=lambda loop: loop["slots"])
+    assert loop["steady_slots"] <= budget.steady, loop
+    assert loop["slots"] <= budget.slots, loop
+    assert loop["products"] == budget.products, loop
+    # An exponential a score. Under a softcap a reciprocal as well, and one of its scale.
+    special = 2 * budget.scores + 1 if capped else budget.scores
+    assert loop["steady_mufu"] == special, loop
+    assert loop["mufu"] == loop["steady_mufu"] + 2, loop  # of two rows whose maximum rises
     assert loop["local"] == 0, loop
 
 
-@pytest.mark.parametrize("size", SLOTS)
-def test_products_run_beside_each_other(size, kernels):
+@every_kernel
+def test_products_run_beside_each_other(kernel):
     """ptxas waits after each product where it cannot tell what they depend on."""
-    for loop in sass.product_loops(kernels[size]):
+    for loop in sass.product_loops(kernel):
         assert loop["waits"] == 2, loop
 
 
-@pytest.mark.parametrize("size", SLOTS)
-def test_nothing_touches_the_registers_of_a_product(size, kernels):
-    assert "HGMMA" in kernels[size]
-    assert sass.early_accesses(kernels[size]) == []
-    assert sass.late_writes(kernels[size]) == []
+@every_kernel
+def test_nothing_touches_the_registers_of_a_product(kernel):
+    assert "HGMMA" in kernel
+    assert sass.early_accesses(kernel) == []
+    assert sass.late_writes(kernel) == []

@@ -129,9 +129,7 @@ def test_a_wrong_path_is_left_alone(triton, monkeypatch):
         pytest.raises(ValueError, match=f"'cuda' cannot do this problem: {wrong}"),
     ):
         scaled_dot_product_attention(q, q, q, backend="cuda")
-    for call in (dict(query=heads(16)), dict(query=q, softcap=5.0)):  # which never take the path
-        call = dict(key=q, value=q, backend="cuda") | call
-        assert not takes_wgmma(triton, *(call.pop(n) for n in ("query", "key", "value")), **call)
+    assert not takes_wgmma(triton, heads(16), q, q, backend="cuda")  # which never takes the path
 
 
 def test_gradients_stay_with_triton(triton):
@@ -216,13 +214,77 @@ def test_another_gpu_has_no_such_path(triton, monkeypatch):
     assert "cuda: path sm_80: wgmma needs compute capability 9.0" in explained(q).notes
 
 
-def test_large_heads_and_softcaps_are_not_for_it(triton):
+def test_softcaps_take_it(triton):
     found_right()
-    assert not takes_wgmma(triton, heads(40, 136))
     q = heads()
-    assert not takes_wgmma(triton, q, softcap=5.0)
-    p = validate.build("dot", q, q, q, softcap=5.0).p
-    assert wgmma.why_not(p) == "wgmma has no softcap"
+    assert takes_wgmma(triton, q, softcap=5.0)
+    assert explained(q, softcap=5.0).path == "wgmma"
+
+
+LARGE = "have D and E up to 128, here they are 136 and 136"
+
+
+def test_large_heads_take_it_without_a_gradient(triton):
+    found_right()
+    q = heads(40, 136)
+    for _ in range(2):  # the second time from the cache of calls
+        assert takes_wgmma(triton, q)
+        assert takes_wgmma(triton, q, backend="cuda")
+    found = explained(q)
+    assert (found.backend, found.path) == ("cuda", "wgmma")
+    odd = torch.randn(1, 2, 40, 137).half()[..., :136]
+    assert not takes_wgmma(triton, odd)
+    assert not takes_wgmma(triton, odd, q, q, backend="cuda")  # other kernels of cuda
+    leaf = q.clone().requires_grad_()
+    assert not takes_wgmma(triton, leaf)
+    found = explained(leaf)
+    assert (found.backend, found.path) == ("triton", None)
+    assert found.reasons["cuda"] == [f"gradients {LARGE}"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"'cuda' cannot do this problem: gradients {LARGE}"):
+            scaled_dot_product_attention(leaf, q, q, backend="cuda")
+
+
+def test_who_has_no_large_heads_says_so(triton, monkeypatch):
+    found_right()
+    q, few = heads(40, 136), heads(16, 136)
+
+    def reasons(query, **options):
+        p = validate.build("dot", query, q, q, **options).p
+        return registry.against("cuda", p, grad=False)
+
+    assert reasons(q) == []
+    assert reasons(few) == [f"up to 16 queries {LARGE}"]
+    assert reasons(q, return_weights="mean") == [f"returned weights {LARGE}"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert reasons(q) == [f"GPUs of another compute capability than 9.0 {LARGE}"]
+    q = heads(40, 257)
+    assert reasons(q) == ["D ends at 256 and E at 256, here they are 257 and 257"]
+
+
+def test_the_kernels_refuse_large_heads_themselves(triton):
+    """Whoever asks the operators, and not the registry."""
+    q, few = heads(40, 136), heads(16, 136)
+    with pytest.raises(RuntimeError, match="up to 16 queries have D and E up to 128"):
+        cuda.forward(validate.build("dot", few, q, q).p, few, q, q, None, None)
+    p = validate.build("dot", q, q, q, return_weights="full").p
+    with pytest.raises(RuntimeError, match="returned weights have D and E up to 128"):
+        cuda.forward(p, q, q, q, None, None)
+    p = validate.build("dot", q, q, q).p
+    out, _, _, stats = cuda.forward(p, q, q, q, None, None)
+    with pytest.raises(RuntimeError, match="gradients have D and E up to 128"):
+        cuda.backward(p, q, q, q, None, None, out, stats, out, None, None, False)
+
+
+def test_a_wrong_check_keeps_large_heads_off_cuda(triton):
+    health.keep(wgmma.CHECK, CPU, "its error is 7 times")
+    q = heads(40, 136)
+    assert not takes_wgmma(triton, q)
+    with (
+        pytest.warns(RuntimeWarning, match="'cuda' for such calls: its error is 7 times"),
+        pytest.raises(ValueError, match="'cuda' cannot do this problem: its error is 7 times"),
+    ):
+        scaled_dot_product_attention(q, q, q, backend="cuda")
 
 
 def test_modes(triton, monkeypatch):
@@ -332,9 +394,12 @@ def test_the_check_takes_the_path_and_leaves_it(triton):
 def test_the_check_covers_both_dtypes_and_all_kinds():
     cases = self_check.cases_of(wgmma.CHECK)
     assert {case.dtype for case in cases} == set(HALVES)
-    assert len(cases) == 2 * sum(map(len, [*self_check.PROBLEMS.values(), self_check.WHOLE]))
+    sizes = [*self_check.PROBLEMS.values(), self_check.WHOLE, self_check.WARPGROUPS]
+    assert len(cases) == 2 * sum(map(len, sizes))
     long = [case for case in cases if case.N > 4 * 128]  # beyond the ring of four tiles
-    assert {(case.D, case.dtype) for case in long} == {(d, t) for d in (64, 128) for t in HALVES}
+    kernels = [(64, False), (128, False), (256, False), (128, True), (256, True)]
+    found = {(max(case.D, case.E), bool(case.softcap), case.dtype) for case in long}
+    assert found == {(*kernel, t) for kernel in kernels for t in HALVES}
 
 
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])

@@ -112,7 +112,7 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
   }
   s = scaled_score(s, workspace[panels.scales + at.h]);
   if constexpr (!kCapped) return s;
-  return cap_score(a.p, s).ratio;
+  return accurate_tanh(s * tanh_of_score(a.p)).ratio;
 }
 
 // The logit of a score. A bias of -inf masks the key, and the result is -inf.

@@ -20,6 +20,14 @@ constexpr bool kHasWgmma = true;
 constexpr bool kHasWgmma = false;
 #endif
 
+// Whether a kernel without such products may count on a GPU that has them: on its shared memory.
+FASTATTN_DEVICE bool is_for_wgmma() {
+#if defined(FASTATTN_CUDA_ON_CPU)
+  async::use_sm90();
+#endif
+  return kHasWgmma;
+}
+
 constexpr int kWarpgroup = 128;  // threads
 
 // ---- operands in shared memory ----
@@ -49,6 +57,12 @@ FASTATTN_DEVICE constexpr uint32_t chunks_of(size_t bytes) {
 }
 FASTATTN_DEVICE uint64_t advance(uint64_t descriptor, uint32_t chunks) {
   return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + chunks);
+}
+// The same descriptor. What is advanced from it is computed where it is used: computed ahead of a
+// loop, the descriptors of a long row of products would take the registers.
+FASTATTN_DEVICE uint64_t here(uint64_t descriptor) {
+  const int low = opaque_here(static_cast<int>(descriptor));
+  return descriptor >> 32 << 32 | static_cast<uint32_t>(low);
 }
 
 // ---- order ----
@@ -118,9 +132,19 @@ FASTATTN_DEVICE void hold(uint32_t (&a)[kSteps][4]) {
   FASTATTN_NAMES32                                                           \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
   "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FASTATTN_NAMES40 FASTATTN_NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FASTATTN_NAMES128                                                       \
+  FASTATTN_NAMES64                                                              \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "    \
+  "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, " \
+  "%93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "     \
+  "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "    \
+  "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define FASTATTN_OUTS32 FASTATTN_D32(0)
+#define FASTATTN_OUTS40 FASTATTN_D32(0), FASTATTN_D8(8)
 #define FASTATTN_OUTS64 FASTATTN_D32(0), FASTATTN_D32(8)
+#define FASTATTN_OUTS128 FASTATTN_OUTS64, FASTATTN_D32(16), FASTATTN_D32(24)
 
 // `sums`: how many a thread has; then come the numbers of the other operands. `n`: columns of B.
 // K-major A and B, both in shared memory:
@@ -150,13 +174,18 @@ FASTATTN_DEVICE void hold(uint32_t (&a)[kSteps][4]) {
 
 // D += A B, or D = A B unless `keep`: rows of A and columns of B are rows of 16 numbers that
 // follow each other in shared memory.
-template <DType kType>
-FASTATTN_DEVICE void multiply_shared(float (&d)[16][4], uint64_t a, uint64_t b,
+template <DType kType, int kTiles>
+FASTATTN_DEVICE void multiply_shared(float (&d)[kTiles][4], uint64_t a, uint64_t b,
                                      bool keep FASTATTN_HERE) {
+  static_assert(kTiles == 10 || kTiles == 16);
 #if defined(FASTATTN_CUDA_ON_CPU)
-  async::multiply({nullptr, a}, b, false, keep, kType == DType::kFloat16, 16, &d[0][0], here);
+  async::multiply({nullptr, a}, b, false, keep, kType == DType::kFloat16, kTiles, &d[0][0], here);
 #else
-  FASTATTN_WGMMA(SS, 64, "128", "64", "65", "66")
+  if constexpr (kTiles == 10) {
+    FASTATTN_WGMMA(SS, 40, "80", "40", "41", "42")
+  } else {
+    FASTATTN_WGMMA(SS, 64, "128", "64", "65", "66")
+  }
 #endif
 }
 
@@ -164,14 +193,16 @@ FASTATTN_DEVICE void multiply_shared(float (&d)[16][4], uint64_t a, uint64_t b,
 template <DType kType, int kTiles>
 FASTATTN_DEVICE void multiply_registers(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b,
                                         bool keep FASTATTN_HERE) {
-  static_assert(kTiles == 8 || kTiles == 16);
+  static_assert(kTiles == 8 || kTiles == 16 || kTiles == 32);
 #if defined(FASTATTN_CUDA_ON_CPU)
   async::multiply({a, 0}, b, true, keep, kType == DType::kFloat16, kTiles, &d[0][0], here);
 #else
   if constexpr (kTiles == 8) {
     FASTATTN_WGMMA(RS, 32, "64", "%32, %33, %34, %35", "36", "37")
-  } else {
+  } else if constexpr (kTiles == 16) {
     FASTATTN_WGMMA(RS, 64, "128", "%64, %65, %66, %67", "68", "69")
+  } else {
+    FASTATTN_WGMMA(RS, 128, "256", "%128, %129, %130, %131", "132", "133")
   }
 #endif
 }

@@ -15,6 +15,7 @@
 // Saved for backward: stats, the maximum of a row and 1 / sum. Returned weights come from a second
 // sweep that recomputes scores and uses the stats. Dao, "FlashAttention-2: faster attention with
 // better parallelism and work partitioning", 2023.
+#include "cuda/base/ptx_wgmma.cuh"
 #include "cuda/dot/forward.cuh"
 #include "cuda/dot/forward_wgmma.h"
 #include "cuda/dot/passes.h"
@@ -39,10 +40,14 @@ SdpaArgs plan(const ForwardParams& p) {
   return {p, keys, max64(1, ceil_div(p.N, keys)), nullptr};
 }
 
+// Columns of V and of the sums of a block: as many as fit the registers.
+template <int kDim>
+constexpr int kSumsOf = kDim < kMostColumns ? kDim : kMostColumns;
+
 template <int kDim>
 struct __align__(16) SdpaMemory {
   uint16_t q[kTile * kDim];
-  uint16_t k[2][kTile * kDim], v[2][kTile * kDim];
+  uint16_t k[2][kTile * kDim], v[2][kTile * kSumsOf<kDim>];
   uint32_t bad_rows[kWarps];  // of a tile of V
 };
 
@@ -100,6 +105,8 @@ template <typename Layout, DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
   constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
+  constexpr int kSums = kSumsOf<kDim>;
+  if (kDim > kMostColumns && !is_for_wgmma()) return;
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
   const ForwardParams& p = a.p;
   const float unit = unit_of(p);
@@ -114,13 +121,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   at.j0 = keys.begin / kTile * kTile;
 
   SdpaState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
-  float o[kDim / 8][4] = {};
+  float o[kSums / 8][4] = {};
   TileMask mask{};
   bool more = next_tile<Layout>(p, keys.end, at, mask);
   if (more) {
     start_queries<kDim>(p.q, p.D, at, memory.q);
     start_keys<kDim>(p.k, p.D, at, memory.k[0]);
-    start_keys<kDim>(p.v, p.E, at, memory.v[0]);
+    start_keys<kSums>(p.v, p.E, at, memory.v[0]);
   }
   for (int buffer = 0; more; buffer ^= 1) {
     const Place here = at;
@@ -131,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     more = next_tile<Layout>(p, keys.end, at, mask);
     if (more) {
       start_keys<kDim>(p.k, p.D, at, memory.k[buffer ^ 1]);
-      start_keys<kDim>(p.v, p.E, at, memory.v[buffer ^ 1]);
+      start_keys<kSums>(p.v, p.E, at, memory.v[buffer ^ 1]);
     }
 
     Pairs<Layout> s;
@@ -143,16 +150,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     sdpa_add_sums(unit, step, state, alpha);
     drop(p, surviving_bits<Layout>(p, here), s);
 #pragma unroll
-    for (int n = 0; n < kDim / 8; ++n)
+    for (int n = 0; n < kSums / 8; ++n)
 #pragma unroll
       for (int v = 0; v < 4; ++v) o[n][v] *= alpha[v / 2];
-    add_product<Layout, kType, kDim>(p.v, offset_of(p.v, here.b, here.hkv, here.j0, 0), p.E,
-                                     mask_here, s, memory.v[buffer], memory.bad_rows, o);
+    add_product<Layout, kType, kSums>(p.v, offset_of(p.v, here.b, here.hkv, here.j0, 0), p.E,
+                                      mask_here, s, memory.v[buffer], memory.bad_rows, o);
   }
   if constexpr (kFew) {
-    write_parts<kDim>(a, at, chunk, state, o);
+    write_parts<kSums>(a, at, chunk, state, o);
   } else {
-    write_rows<kType, kDim>(p, at, state, o);
+    write_rows<kType, kSums>(p, at, state, o);
   }
 }
 
@@ -236,6 +243,31 @@ void launch(SdpaArgs a, Launcher& launcher) {
                kThreads, shared, p);
 }
 
+// ---- heads over kMostColumns ----
+
+// What is left of a view from a column on.
+View from_column(View x, int64_t column) {
+  x.data = static_cast<uint16_t*>(const_cast<void*>(x.data)) + column * x.stride_c;
+  return x;
+}
+
+// By products of warpgroups where that path is taken. The kernel for the rest computes all scores
+// for each kMostColumns of V. It computes what is marked, and has one dtype for the library's sake.
+template <bool kCapped>
+void launch_large(SdpaArgs a, Launcher& launcher) {
+  constexpr int kDim = 2 * kMostColumns;
+  if (takes_wgmma(a.p) && launch_wgmma(a.p, launcher))
+    a.marks = static_cast<const uint32_t*>(a.p.workspace);
+  const int64_t blocks = a.p.B * a.p.H * ceil_div(a.p.M, kTile), columns = a.p.E;
+  const View v = a.p.v, out = a.p.out;
+  for (int64_t first = 0; first < max64(columns, 1); first += kMostColumns) {
+    a.p.v = from_column(v, first), a.p.out = from_column(out, first);
+    a.p.E = min64(columns - first, kMostColumns);
+    launcher.run(sdpa_forward_kernel<QueryRows, kAnyHalf, kDim, kCapped>, blocks, kThreads,
+                 sizeof(SdpaMemory<kDim>), a);
+  }
+}
+
 }  // namespace
 
 int64_t sdpa_forward_workspace_bytes(const ForwardParams& p) {
@@ -245,6 +277,12 @@ int64_t sdpa_forward_workspace_bytes(const ForwardParams& p) {
 
 const char* sdpa_forward(const ForwardParams& p, void* stream) {
   Launcher launcher(stream);
+  if (max64(p.D, p.E) > kMostColumns) {
+    if (const char* reason = against_large_heads(p)) return reason;
+    p.softcap != 0.f ? launch_large<true>(plan(p), launcher)
+                     : launch_large<false>(plan(p), launcher);
+    return launcher.error();
+  }
   with_operands(
       p, [&](auto type, auto dim, auto capped) { launch<type, dim, capped>(plan(p), launcher); });
   return launcher.error();

@@ -2,11 +2,11 @@
 // forward.cu, and its results up to rounding:
 //
 //   for (b, h, tile of 64 queries a consumer)   a block: a producer and two consumers
-//     producer   for key tiles of 128: copies K, then V, into the next stage that is free
+//     producer   for tiles of 128 or 80 keys: copies K, then V, into the next stage that is free
 //     consumer   S_0 = Q K_0^T -> masked -> P_0
 //       for n = 1, 2, ...                       masked tiles first, tiles without a mask after them
 //         start S_n = Q K_n^T, and O += P_(n-1) V_(n-1)
-//         S_n -> masked, biased -> softmax      while the other product runs
+//         S_n -> capped, masked, biased -> softmax while the other product runs
 //         O = alpha O, P_n
 //       O += P V of the last one; out = O / l, lse, stats
 //
@@ -41,12 +41,13 @@ FASTATTN_DEVICE void load_queries(const WgmmaArgs& a, const Place& at, WgmmaMemo
                static_cast<int>(at.i0) + group * kTile, at.h, at.b);
 }
 
-template <int kPanels>
+template <int kPanels, int kNumbers>
 FASTATTN_DEVICE void load_keys(const CUtensorMap& map, const Place& at, int tile, Barrier* full,
-                               uint16_t (&to)[kPanels][kKeyTile * kPanel]) {
+                               uint16_t (&to)[kPanels][kNumbers]) {
+  constexpr int kKeys = kNumbers / kPanel;
   arrive_and_expect(full, sizeof(to));
   for (int panel = 0; panel < kPanels; ++panel)
-    load_box(to[panel], map, full, panel * kPanel, tile * kKeyTile, at.hkv, at.b);
+    load_box(to[panel], map, full, panel * kPanel, tile * kKeys, at.hkv, at.b);
 }
 
 // One thread.
@@ -90,7 +91,7 @@ FASTATTN_DEVICE void init_barriers(WgmmaMemory<kDim>& memory) {
   publish_barriers();
 }
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   WgmmaMemory<kDim>& memory = *static_cast<WgmmaMemory<kDim>*>(shared_boxes());
   const ForwardParams& p = a.p;
@@ -99,7 +100,7 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
   Place at = block_queries(p, blockIdx.x);
-  const KeyTiles tiles = key_tiles(p, at.b, at.i0, min64(p.M, at.i0 + kRowTile));
+  const KeyTiles tiles = key_tiles<Plan<kDim>::kKeys>(p, at.b, at.i0, min64(p.M, at.i0 + kRowTile));
   if (group == kConsumers) {
     give_registers<kProducerRegisters>();
     if (thread() % kWarpgroup == 0 && KeyTiles::count(tiles) > 0) produce(a, at, tiles, memory);
@@ -107,28 +108,39 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   }
   take_registers<kConsumerRegisters>();
   at.i0 += group * kTile, at.rows = extent(p.M, at.i0);
-  Consumer<kType, kDim> mine(a, at, memory, group);
+  Consumer<kType, kDim, kCapped> mine(a, at, memory, group);
   if (KeyTiles::count(tiles) > 0) mine.run(tiles);
   mark(p, at, mine.o);
   write_rows<kType, kDim>(p, at, mine.state, mine.o);
 }
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kBlock, 1)
     sdpa_wgmma_kernel(const __grid_constant__ WgmmaArgs a) {
-  if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim>(a);
+  if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim, kCapped>(a);
 }
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 bool launch(const ForwardParams& p, Launcher& launcher) {
   WgmmaArgs a = {p, {}, {}, {}};
   const bool made = make_tensor_map(p.q, {p.B, p.H, p.M, p.D}, kTile, &a.q) &&
-                    make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, kKeyTile, &a.k) &&
-                    make_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E}, kKeyTile, &a.v);
+                    make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, Plan<kDim>::kKeys, &a.k) &&
+                    make_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E}, Plan<kDim>::kKeys, &a.v);
   if (!made) return false;
-  launcher.run(sdpa_wgmma_kernel<kType, kDim>, p.B * p.H * ceil_div(p.M, kRowTile), kBlock,
+  launcher.run(sdpa_wgmma_kernel<kType, kDim, kCapped>, p.B * p.H * ceil_div(p.M, kRowTile), kBlock,
                sizeof(WgmmaMemory<kDim>), a);
   return true;
+}
+
+// Kernels with a softcap have no size of 64, so that the library stays small.
+template <DType kType>
+bool launch_type(const ForwardParams& p, Launcher& launcher) {
+  const int64_t size = max64(p.D, p.E);
+  if (p.softcap != 0.f)
+    return size > 128 ? launch<kType, 256, true>(p, launcher)
+                      : launch<kType, 128, true>(p, launcher);
+  if (size > 128) return launch<kType, 256, false>(p, launcher);
+  return size > 64 ? launch<kType, 128, false>(p, launcher) : launch<kType, 64, false>(p, launcher);
 }
 
 constexpr int kMostDevices = 64;
@@ -179,7 +191,7 @@ void choose_wgmma(int64_t device, bool chosen) {
 }
 
 bool wants_wgmma(const ForwardParams& p) {
-  return is_chosen() && p.M > kFewQueries && p.softcap == 0.f && has_tensor_maps(p);
+  return is_chosen() && p.M > kFewQueries && has_tensor_maps(p);
 }
 
 // Another thread may choose between the allocation of the marks and this.
@@ -187,12 +199,15 @@ bool takes_wgmma(const ForwardParams& p) {
   return p.workspace != nullptr && kIsBuilt && wants_wgmma(p) && is_sm90();
 }
 
+const char* against_large_heads(const ForwardParams& p) {
+  if (p.M <= kFewQueries) return "up to 16 queries have D and E up to 128";
+  if (p.weights_mode != WeightsMode::kNone) return "returned weights have D and E up to 128";
+  return kIsBuilt && is_sm90() ? nullptr : "D and E over 128 need compute capability 9.0";
+}
+
 bool launch_wgmma(const ForwardParams& p, Launcher& launcher) {
-  bool launched = false;
-  with_operands(p, [&](auto type, auto dim, auto capped) {
-    if constexpr (!capped) launched = launch<type, dim>(p, launcher);
-  });
-  return launched;
+  if (p.q.dtype == DType::kFloat16) return launch_type<DType::kFloat16>(p, launcher);
+  return launch_type<DType::kBFloat16>(p, launcher);
 }
 
 }  // namespace fastattn::cuda

@@ -6,13 +6,17 @@
 
 namespace fastattn::cuda {
 
-// Whether this path is chosen and the problem can take it: more than a few queries, no softcap, and
-// strides that a tensor map can describe. FASTATTN_CUDA_PATH=wgmma chooses it, or choose_wgmma().
+// Whether this path is chosen and the problem can take it: more than a few queries, and strides
+// that a tensor map can describe. FASTATTN_CUDA_PATH=wgmma chooses it, or choose_wgmma().
 bool wants_wgmma(const ForwardParams& p);
 
 // Whether the marks have memory, the current device is of compute capability 9.0, and the build has
 // code for sm_90a, too.
 bool takes_wgmma(const ForwardParams& p);
+
+// Why the forward pass has no kernel for D or E over 128, or nullptr. All that compute such heads
+// are for GPUs with this path.
+const char* against_large_heads(const ForwardParams& p);
 
 // Marks of rows, [B][H][tiles of 64 queries][4 warps], where wants_wgmma().
 inline int64_t wgmma_marks_bytes(const ForwardParams& p) {

@@ -10,12 +10,15 @@
 
 namespace fastattn::cuda {
 
+// The largest head that with_operands() knows.
+constexpr int kMostColumns = 128;
+
 // Calls f(dtype, size, capped) with the operands' dtype, the columns of a tile and whether there is
 // a softcap as compile-time constants. All kernels with a softcap have wide tiles of any dtype:
 // they would double the library otherwise.
 template <typename F>
 void with_operands(const AttentionParams& p, F f) {
-  constexpr std::integral_constant<int, 128> kWide{};
+  constexpr std::integral_constant<int, kMostColumns> kWide{};
   const auto with_size = [&](auto type) {
     if (max64(p.D, p.E) > 64) return f(type, kWide, std::false_type{});
     f(type, std::integral_constant<int, 64>{}, std::false_type{});

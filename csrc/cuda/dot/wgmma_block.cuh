@@ -9,10 +9,6 @@
 
 namespace fastattn::cuda {
 
-constexpr int kKeyTile = 128;
-constexpr int kKeyHalves = kKeyTile / kTile;
-constexpr int kScoreTiles = kKeyTile / 8;
-
 struct WgmmaArgs {
   ForwardParams p;
   CUtensorMap q, k, v;
@@ -25,8 +21,11 @@ constexpr int kBlock = kWarpgroup * (kConsumers + 1);
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 constexpr int kRowTile = kTile * kConsumers;
 
+// What depends on the head size: keys of a tile, stages, panels. O of 256 columns has 128 registers
+// a thread. 80 keys are what then fits beside it, and two stages of what fits the shared memory.
 template <int kDim>
 struct Plan {
+  static constexpr int kKeys = kDim == 256 ? 80 : 128;
   static constexpr int kStages = kDim == 64 ? 4 : 2, kPanels = kDim / kPanel;
 };
 
@@ -34,8 +33,8 @@ template <int kDim>
 struct alignas(1024) WgmmaMemory {
   using Of = Plan<kDim>;
   uint16_t q[kConsumers][Of::kPanels][kTile * kPanel];
-  uint16_t k[Of::kStages][Of::kPanels][kKeyTile * kPanel];
-  uint16_t v[Of::kStages][Of::kPanels][kKeyTile * kPanel];
+  uint16_t k[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
+  uint16_t v[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
   Barrier q_full, k_full[Of::kStages], v_full[Of::kStages];
   Barrier k_empty[Of::kStages], v_empty[Of::kStages];
 };
@@ -69,16 +68,17 @@ struct KeyTiles {
   }
 };
 
+template <int kKeys>
 FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, int b, int64_t i0, int64_t i1) {
   const KeyRange some = tile_range(p.mask, p.N, b, i0, i1);
   if (some.begin >= some.end) return {0, 0, 0, 0};
-  const int first = static_cast<int>(some.begin / kKeyTile);
-  const int end = static_cast<int>(ceil_div(some.end, kKeyTile));
+  const int first = static_cast<int>(some.begin / kKeys);
+  const int end = static_cast<int>(ceil_div(some.end, kKeys));
   if (has_dense(p.mask) || !logits_are_scores(p) || p.dropout.enabled)
     return {first, end, end, end};
   const KeyRange all = common_range(p.mask, p.N, b, i0, i1);
-  const int full_end = static_cast<int>(max64(first, all.end / kKeyTile));
-  const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kKeyTile)));
+  const int full_end = static_cast<int>(max64(first, all.end / kKeys));
+  const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kKeys)));
   if (full_first >= full_end) return {first, end, end, end};
   return {first, end, full_first, full_end};
 }
@@ -97,65 +97,80 @@ constexpr uint32_t kRowBytes = 2 * kPanel;
 constexpr OperandShape kAlongRows = {0, 8 * kRowBytes};
 constexpr uint32_t kRowStep = 32;
 // Down the columns of all panels of V, in steps of 16 rows.
-constexpr OperandShape kDownColumns = {kKeyTile * kRowBytes, 8 * kRowBytes};
+template <int kKeys>
+constexpr OperandShape kDownColumns = {kKeys * kRowBytes, 8 * kRowBytes};
 constexpr uint32_t kColumnStep = 16 * kRowBytes;
 
 // Starts S = Q K^T.
-template <DType kType, int kPanels>
-FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kScoreTiles][4]) {
+template <DType kType, int kPanels, int kTiles>
+FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kTiles][4]) {
   hold(s);
   fence_products();
 #pragma unroll
   for (uint32_t n = 0; n < 4 * kPanels; ++n)
     multiply_shared<kType>(s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
-                           advance(k, chunks_of(n / 4 * kKeyTile * kRowBytes + n % 4 * kRowStep)),
+                           advance(k, chunks_of(n / 4 * 8 * kTiles * kRowBytes + n % 4 * kRowStep)),
                            n > 0);
   commit_products();
 }
 
 // Starts O += P V.
-template <DType kType, int kTiles>
-FASTATTN_DEVICE void start_values(uint32_t (&w)[kKeyTile / 16][4], uint64_t v,
-                                  float (&o)[kTiles][4]) {
+template <DType kType, int kSteps, int kTiles>
+FASTATTN_DEVICE void start_values(uint32_t (&w)[kSteps][4], uint64_t v, float (&o)[kTiles][4]) {
   hold(w), hold(o);
   fence_products();
 #pragma unroll
-  for (uint32_t n = 0; n < kKeyTile / 16; ++n)
+  for (uint32_t n = 0; n < kSteps; ++n)
     multiply_registers<kType>(o, w[n], advance(v, chunks_of(n * kColumnStep)), true);
   commit_products();
 }
 
-// A half of the tile's scores, kTile keys.
-FASTATTN_DEVICE Pairs<QueryRows>& half_of(float (&s)[kScoreTiles][4], int half) {
-  return *reinterpret_cast<Pairs<QueryRows>*>(&s[half * kTile / 8]);
-}
+// ---- weights ----
 
-FASTATTN_DEVICE Place at_keys(const AttentionParams& p, Place at, int64_t j0) {
-  at.j0 = j0, at.cols = extent(p.N, j0);
-  return at;
-}
+// A half of a tile's keys: a thread has at most 32 pairs of it, a bit for each.
+template <int kScoreTiles>
+struct HalfOfKeys : QueryRows {
+  static constexpr int kTiles = kScoreTiles / 2, kKeys = 2 * kTiles;
+  static_assert(kScoreTiles % 2 == 0 && kTiles <= QueryRows::kTiles);
+  // What depends on these is computed where it is used: O takes most registers.
+  FASTATTN_DEVICE int query0() { return opaque_here(QueryRows::query0()); }
+  FASTATTN_DEVICE int key0() { return opaque_here(QueryRows::key0()); }
+};
 
-// Both halves in turn, each with 32 bits a thread.
-FASTATTN_DEVICE void mask_tile_scores(const AttentionParams& p, const Place& at, int64_t j0,
-                                      float (&s)[kScoreTiles][4]) {
+// Calls f(place, scores) for both halves in turn.
+template <int kScoreTiles, typename F>
+FASTATTN_DEVICE void for_halves(const AttentionParams& p, Place at, int64_t j0,
+                                float (&s)[kScoreTiles][4], F f) {
+  using Half = HalfOfKeys<kScoreTiles>;
 #pragma unroll
-  for (int half = 0; half < kKeyHalves; ++half) {
-    const Place here = at_keys(p, at, j0 + half * kTile);
-    mask_scores<QueryRows>(p, here, partial_bits<QueryRows>(p, here), half_of(s, half));
+  for (int n = 0; n < 2; ++n) {
+    at.j0 = j0 + n * 8 * Half::kTiles, at.cols = extent(p.N, at.j0);
+    f(at, *reinterpret_cast<Pairs<Half>*>(&s[n * Half::kTiles]));
   }
 }
+
+template <int kScoreTiles>
+FASTATTN_DEVICE void mask_tile_scores(const AttentionParams& p, const Place& at, int64_t j0,
+                                      float (&s)[kScoreTiles][4]) {
+  using Half = HalfOfKeys<kScoreTiles>;
+  for_halves(p, at, j0, s, [&](const Place& here, Pairs<Half>& half) {
+    mask_scores<Half>(p, here, partial_bits<Half>(p, here), half);
+  });
+}
+template <int kScoreTiles>
 FASTATTN_DEVICE void drop_tile_weights(const AttentionParams& p, const Place& at, int64_t j0,
                                        float (&s)[kScoreTiles][4]) {
+  using Half = HalfOfKeys<kScoreTiles>;
   if (!p.dropout.enabled) return;
-#pragma unroll
-  for (int half = 0; half < kKeyHalves; ++half)
-    drop(p, surviving_bits<QueryRows>(p, at_keys(p, at, j0 + half * kTile)), half_of(s, half));
+  for_halves(p, at, j0, s, [&](const Place& here, Pairs<Half>& half) {
+    drop(p, surviving_bits<Half>(p, here), half);
+  });
 }
 
 // P as operand A.
-template <DType kType>
+template <DType kType, int kScoreTiles>
 FASTATTN_DEVICE void pack_weights(const float (&s)[kScoreTiles][4],
-                                  uint32_t (&w)[kKeyTile / 16][4]) {
+                                  uint32_t (&w)[kScoreTiles / 2][4]) {
 #pragma unroll
   for (int n = 0; n < kScoreTiles; ++n)
 #pragma unroll
@@ -184,7 +199,7 @@ FASTATTN_DEVICE void release(Barrier* empty) {
   if (lane() == 0) arrive(empty);
 }
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCapped>
 struct Consumer {
   using Of = Plan<kDim>;
   const AttentionParams& p;
@@ -195,8 +210,8 @@ struct Consumer {
   SdpaState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
   SdpaStep step = {};
   float o[kDim / 8][4] = {};
-  float s[kScoreTiles][4] = {};
-  uint32_t w[kKeyTile / 16][4] = {};
+  float s[Of::kKeys / 8][4] = {};
+  uint32_t w[Of::kKeys / 16][4] = {};
   Stage<Of::kStages> of_scores = {}, of_values = {};
 
   __device__ __forceinline__ Consumer(const WgmmaArgs& a, const Place& at,
@@ -207,7 +222,7 @@ struct Consumer {
         unit(unit_of(a.p)),
         q(describe(memory.q[group], kAlongRows)),
         first_k(at_offset(memory, offsetof(WgmmaMemory<kDim>, k), kAlongRows)),
-        first_v(at_offset(memory, offsetof(WgmmaMemory<kDim>, v), kDownColumns)) {}
+        first_v(at_offset(memory, offsetof(WgmmaMemory<kDim>, v), kDownColumns<Of::kKeys>)) {}
 
   // Both from one address, which stays in a register.
   __device__ static uint64_t at_offset(const WgmmaMemory<kDim>& memory, size_t bytes,
@@ -218,7 +233,8 @@ struct Consumer {
   __device__ __forceinline__ void start_next_scores() {
     wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);
     start_scores<kType, Of::kPanels>(
-        q, advance(first_k, of_scores.number * chunks_of(sizeof(memory.k[0]))), s);
+        Of::kPanels > 2 ? here(q) : q,
+        advance(first_k, of_scores.number * chunks_of(sizeof(memory.k[0]))), s);
   }
   __device__ __forceinline__ void start_next_values() {
     wait_for_phase(&memory.v_full[of_values.number], of_values.parity);
@@ -241,8 +257,9 @@ struct Consumer {
   // S -> P.
   template <bool kMasked>
   __device__ __forceinline__ void softmax(int tile) {
+    if constexpr (kCapped) cap_scores(p, s, look_away);
     if constexpr (kMasked) {
-      const int64_t j0 = static_cast<int64_t>(tile) * kKeyTile;
+      const int64_t j0 = static_cast<int64_t>(tile) * Of::kKeys;
       mask_tile_scores(p, at, j0, s);
       sdpa_softmax_step<true>(unit, state, s, step);
       drop_tile_weights(p, at, j0, s);

@@ -45,16 +45,16 @@ FASTATTN_DEVICE Capped accurate_tanh(float x) {
           size < 43.f ? slope : 0.f};
 }
 
-FASTATTN_DEVICE Capped cap_score(const AttentionParams& p, float score) {
-  return accurate_tanh(score * (p.scale / p.softcap));
-}
+// What a score is multiplied with to be that x. A division, which no loop should repeat.
+FASTATTN_DEVICE float tanh_of_score(const AttentionParams& p) { return p.scale / p.softcap; }
 
 // Scores become ratios. Calls look(pair, slope) on the way.
 template <int kQuads, typename F>
 FASTATTN_DEVICE void cap_scores(const AttentionParams& p, float (&s)[kQuads][4], F look) {
+  const float factor = tanh_of_score(p);
 #pragma unroll
   for (int n = 0; n < 4 * kQuads; ++n) {
-    const Capped capped = cap_score(p, s[n / 4][n % 4]);
+    const Capped capped = accurate_tanh(s[n / 4][n % 4] * factor);
     look(n, capped.slope);
     s[n / 4][n % 4] = capped.ratio;
   }

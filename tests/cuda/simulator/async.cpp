@@ -380,6 +380,7 @@ const char* end_block() {
 }
 
 bool needs_sm90() { return used; }
+void use_sm90() { used = true; }
 
 uint64_t products_so_far() { return all_products; }
 

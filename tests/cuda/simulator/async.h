@@ -59,6 +59,7 @@ void pass_block_barrier();
 bool finish_a_copy();     // false if there is none under way
 const char* end_block();  // what is wrong at the end of a block, or nullptr
 bool needs_sm90();        // whether the block used anything of this file
+void use_sm90();
 uint64_t products_so_far();
 int latest_descriptors(uint64_t* pairs, int most);
 
