@@ -150,13 +150,18 @@ FASTATTN_DEVICE void hold(uint32_t (&a)[kSteps][4]) {
 
 // D += A B, or D = A B unless `keep`: rows of A and columns of B are rows of 16 numbers that
 // follow each other in shared memory.
-template <DType kType>
-FASTATTN_DEVICE void multiply_shared(float (&d)[16][4], uint64_t a, uint64_t b,
+template <DType kType, int kTiles>
+FASTATTN_DEVICE void multiply_shared(float (&d)[kTiles][4], uint64_t a, uint64_t b,
                                      bool keep FASTATTN_HERE) {
+  static_assert(kTiles == 8 || kTiles == 16);
 #if defined(FASTATTN_CUDA_ON_CPU)
-  async::multiply({nullptr, a}, b, false, keep, kType == DType::kFloat16, 16, &d[0][0], here);
+  async::multiply({nullptr, a}, b, false, keep, kType == DType::kFloat16, kTiles, &d[0][0], here);
 #else
-  FASTATTN_WGMMA(SS, 64, "128", "64", "65", "66")
+  if constexpr (kTiles == 8) {
+    FASTATTN_WGMMA(SS, 32, "64", "32", "33", "34")
+  } else {
+    FASTATTN_WGMMA(SS, 64, "128", "64", "65", "66")
+  }
 #endif
 }
 

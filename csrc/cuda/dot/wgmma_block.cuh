@@ -69,18 +69,29 @@ struct KeyTiles {
   }
 };
 
-FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, int b, int64_t i0, int64_t i1) {
-  const KeyRange some = tile_range(p.mask, p.N, b, i0, i1);
+// Tiles of `kSize` that meet `some`; those within `all` need no mask. Both lie in the array.
+template <int kSize, typename Range>
+FASTATTN_DEVICE KeyTiles order_tiles(const Range& some, const Range& all) {
   if (some.begin >= some.end) return {0, 0, 0, 0};
-  const int first = static_cast<int>(some.begin / kKeyTile);
-  const int end = static_cast<int>(ceil_div(some.end, kKeyTile));
-  if (has_dense(p.mask) || !logits_are_scores(p) || p.dropout.enabled)
-    return {first, end, end, end};
-  const KeyRange all = common_range(p.mask, p.N, b, i0, i1);
-  const int full_end = static_cast<int>(max64(first, all.end / kKeyTile));
-  const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kKeyTile)));
+  const int first = static_cast<int>(some.begin / kSize);
+  const int end = static_cast<int>(ceil_div(some.end, kSize));
+  const int full_end = static_cast<int>(max64(first, all.end / kSize));
+  const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kSize)));
   if (full_first >= full_end) return {first, end, end, end};
   return {first, end, full_first, full_end};
+}
+
+// Whether something else than intervals is known of each pair alone.
+FASTATTN_DEVICE bool masks_every_tile(const AttentionParams& p) {
+  return has_dense(p.mask) || !logits_are_scores(p) || p.dropout.enabled;
+}
+
+template <int kKeys>
+FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, bool masked, int b, int64_t i0,
+                                   int64_t i1) {
+  const KeyRange none = {p.N, 0};
+  return order_tiles<kKeys>(tile_range(p.mask, p.N, b, i0, i1),
+                            masked ? none : common_range(p.mask, p.N, b, i0, i1));
 }
 
 // The queries of a block; later ones may have more keys, and come first.
@@ -97,30 +108,31 @@ constexpr uint32_t kRowBytes = 2 * kPanel;
 constexpr OperandShape kAlongRows = {0, 8 * kRowBytes};
 constexpr uint32_t kRowStep = 32;
 // Down the columns of all panels of V, in steps of 16 rows.
-constexpr OperandShape kDownColumns = {kKeyTile * kRowBytes, 8 * kRowBytes};
+template <int kKeys>
+constexpr OperandShape kDownColumns = {kKeys * kRowBytes, 8 * kRowBytes};
 constexpr uint32_t kColumnStep = 16 * kRowBytes;
 
-// Starts S = Q K^T.
-template <DType kType, int kPanels>
-FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kScoreTiles][4]) {
+// Starts S = Q K^T, or S += Q K^T if `keep`.
+template <DType kType, int kPanels, int kTiles>
+FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kTiles][4],
+                                  bool keep = false) {
   hold(s);
   fence_products();
 #pragma unroll
   for (uint32_t n = 0; n < 4 * kPanels; ++n)
-    multiply_shared<kType>(s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
-                           advance(k, chunks_of(n / 4 * kKeyTile * kRowBytes + n % 4 * kRowStep)),
-                           n > 0);
+    multiply_shared<kType>(
+        s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
+        advance(k, chunks_of(n / 4 * 8 * kTiles * kRowBytes + n % 4 * kRowStep)), keep || n > 0);
   commit_products();
 }
 
 // Starts O += P V.
-template <DType kType, int kTiles>
-FASTATTN_DEVICE void start_values(uint32_t (&w)[kKeyTile / 16][4], uint64_t v,
-                                  float (&o)[kTiles][4]) {
+template <DType kType, int kSteps, int kTiles>
+FASTATTN_DEVICE void start_values(uint32_t (&w)[kSteps][4], uint64_t v, float (&o)[kTiles][4]) {
   hold(w), hold(o);
   fence_products();
 #pragma unroll
-  for (uint32_t n = 0; n < kKeyTile / 16; ++n)
+  for (uint32_t n = 0; n < kSteps; ++n)
     multiply_registers<kType>(o, w[n], advance(v, chunks_of(n * kColumnStep)), true);
   commit_products();
 }
@@ -153,11 +165,10 @@ FASTATTN_DEVICE void drop_tile_weights(const AttentionParams& p, const Place& at
 }
 
 // P as operand A.
-template <DType kType>
-FASTATTN_DEVICE void pack_weights(const float (&s)[kScoreTiles][4],
-                                  uint32_t (&w)[kKeyTile / 16][4]) {
+template <DType kType, int kTiles>
+FASTATTN_DEVICE void pack_weights(const float (&s)[kTiles][4], uint32_t (&w)[kTiles / 2][4]) {
 #pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
+  for (int n = 0; n < kTiles; ++n)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       w[n / 2][n % 2 * 2 + r] = pack_pair<kType>(s[n][2 * r], s[n][2 * r + 1]);
@@ -184,6 +195,20 @@ FASTATTN_DEVICE void release(Barrier* empty) {
   if (lane() == 0) arrive(empty);
 }
 
+// NaN if a result is not finite, else 0.
+template <int kTiles>
+FASTATTN_DEVICE float zero_of(const float (&o)[kTiles][4]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < 4 * kTiles; ++n) sum += o[n / 4][n % 4] * 0.f;
+  return sum;
+}
+// Marks this warp of a tile unless all its results are finite. `inside`: whether the tile is.
+FASTATTN_DEVICE void mark(void* marks, int64_t tile, bool inside, float zero) {
+  const bool bad = __any_sync(kAllLanes, zero != 0.f);
+  if (inside && lane() == 0) static_cast<uint8_t*>(marks)[tile * kWarps + warp() % kWarps] = bad;
+}
+
 template <DType kType, int kDim>
 struct Consumer {
   using Of = Plan<kDim>;
@@ -207,7 +232,7 @@ struct Consumer {
         unit(unit_of(a.p)),
         q(describe(memory.q[group], kAlongRows)),
         first_k(at_offset(memory, offsetof(WgmmaMemory<kDim>, k), kAlongRows)),
-        first_v(at_offset(memory, offsetof(WgmmaMemory<kDim>, v), kDownColumns)) {}
+        first_v(at_offset(memory, offsetof(WgmmaMemory<kDim>, v), kDownColumns<kKeyTile>)) {}
 
   // Both from one address, which stays in a register.
   __device__ static uint64_t at_offset(const WgmmaMemory<kDim>& memory, size_t bytes,
