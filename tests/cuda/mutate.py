@@ -218,8 +218,8 @@ MISTAKES = [
         "AssertionError",
     ),
     of_grads(
-        "gradients: the producer keeps its registers", "    give_registers<kProducerRegisters>();\n",
-        "", "deadlock", "backward_wgmma.cu",
+        "gradients: the producer keeps its registers",
+        "    give_registers<kProducerRegisters>();\n", "", "deadlock", "backward_wgmma.cu",
     ),
 ]  # fmt: skip
 

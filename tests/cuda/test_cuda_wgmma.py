@@ -210,7 +210,7 @@ def test_garbage_in_keys_that_some_rows_keep(special, backend):
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf")])
 def test_garbage_that_some_gradients_see(special, backend):
-    """Garbage in a query, a key and a row of dO reaches the gradients that it may, and no others."""
+    """Garbage in a query, a key or a row of dO reaches the gradients that see it alone."""
     ends = torch.full((1, 160), 160, dtype=torch.int32)
     ends[:, :70] = 100
 

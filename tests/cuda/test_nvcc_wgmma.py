@@ -1,6 +1,6 @@
 """The machine code of the passes by products of warpgroups: slots, waits, registers.
 
-A forward tile has 64 x 128 scores a warpgroup, which is 64 a thread. A backward tile has 32 a thread.
+A forward tile has 64 x 128 scores a warpgroup, which is 64 a thread. A backward tile has 64 x 64.
 """
 
 import re

@@ -90,8 +90,8 @@ FASTATTN_DEVICE void subtract_delta(const BackwardParams& p, KeepBits survivors,
   }
 }
 
-// Turns P and dp, which is dP after dropout, into dS: exactly 0 where masked. If kSubtracted, dp has
-// been through subtract_delta().
+// Turns P and dp, which is dP after dropout, into dS: exactly 0 where masked. If kSubtracted, dp
+// has been through subtract_delta().
 template <typename Layout, bool kSubtracted>
 FASTATTN_DEVICE void grad_scores(const RowMemory& rows, KeepBits bits, const Pairs<Layout>& weights,
                                  Pairs<Layout>& dp) {

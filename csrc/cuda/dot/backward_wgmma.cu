@@ -33,11 +33,12 @@ FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t
     load_box(to[panel], map, full, panel * kPanel, static_cast<int>(row), h, b);
 }
 
-// Of the queries at `at`. Ends with an arrival.
+// Loads the stats of the queries at `at`.
 FASTATTN_DEVICE void load_stats(const BackwardParams& p, const Place& at, RowMemory& rows) {
 #pragma unroll 1
   for (int row = lane(); row < kTile; row += 32) load_row<true>(p, at, row, rows);
 }
+// Arrives for the warp, once its lanes have written stats.
 FASTATTN_DEVICE void arrive_with_stats(Barrier* full) {
   __syncwarp();
   if (lane() == 0) arrive(full);
@@ -98,8 +99,7 @@ FASTATTN_DEVICE void init_barriers(WgmmaGradMemory<kDim>& memory) {
 // The keys of a block, and the first of the heads that share them.
 FASTATTN_DEVICE Place block_keys(const AttentionParams& p, uint32_t block) {
   const int64_t tile = take_digit(&block, ceil_div(p.N, kRowTile)), h = take_digit(&block, p.Hkv);
-  return place(p, block, h * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0,
-               tile * kRowTile);
+  return place(p, block, h * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kRowTile);
 }
 
 // Of a consumer's own tile, whose sums these are.
@@ -191,7 +191,8 @@ void launch(WgmmaGradArgs a, const CUtensorMap (&maps)[4], const GradMarks& mark
 }  // namespace
 
 bool takes_wgmma(const BackwardParams& p) {
-  if (!wgmma_is_chosen() || !wgmma_can_run() || p.M <= kFewQueries || p.softcap != 0.f) return false;
+  if (!wgmma_is_chosen() || !wgmma_can_run() || p.M <= kFewQueries || p.softcap != 0.f)
+    return false;
   if (min64(p.B * p.H * p.N, min64(p.D, p.E)) <= 0) return false;
   Copied list[4];
   list_copied(p, list);

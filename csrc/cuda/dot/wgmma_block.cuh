@@ -89,9 +89,9 @@ FASTATTN_DEVICE bool masks_every_tile(const AttentionParams& p) {
 template <int kKeys>
 FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, bool masked, int b, int64_t i0,
                                    int64_t i1) {
-  const KeyRange none = {p.N, 0};
-  return order_tiles<kKeys>(tile_range(p.mask, p.N, b, i0, i1),
-                            masked ? none : common_range(p.mask, p.N, b, i0, i1));
+  const KeyRange some = tile_range(p.mask, p.N, b, i0, i1);
+  if (masked) return order_tiles<kKeys>(some, KeyRange{p.N, 0});
+  return order_tiles<kKeys>(some, common_range(p.mask, p.N, b, i0, i1));
 }
 
 // The queries of a block; later ones may have more keys, and come first.
@@ -120,9 +120,9 @@ FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kTiles][4],
   fence_products();
 #pragma unroll
   for (uint32_t n = 0; n < 4 * kPanels; ++n)
-    multiply_shared<kType>(
-        s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
-        advance(k, chunks_of(n / 4 * 8 * kTiles * kRowBytes + n % 4 * kRowStep)), keep || n > 0);
+    multiply_shared<kType>(s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
+                           advance(k, chunks_of(n / 4 * 8 * kTiles * kRowBytes + n % 4 * kRowStep)),
+                           keep || n > 0);
   commit_products();
 }
 

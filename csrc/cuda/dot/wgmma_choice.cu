@@ -1,11 +1,10 @@
-#include "cuda/dot/wgmma_choice.h"
-
 #include <cuda_runtime.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda/dot/wgmma_choice.h"
 #include "cuda/kernels.h"
 
 namespace fastattn::cuda {

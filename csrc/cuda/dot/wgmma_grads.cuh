@@ -52,10 +52,10 @@ FASTATTN_DEVICE RowRange visited_rows(const WgmmaGradArgs& a, const Place& at, i
   return rows;
 }
 
-// The tiles that pass by: those of `heads` heads, masked ones first.
 struct HeadTile {
   int head, tile;
 };
+// The tiles that pass by: those of `heads` heads, masked ones first.
 struct PassingTiles {
   KeyTiles of_head;
   int heads;
