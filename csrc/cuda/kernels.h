@@ -34,8 +34,8 @@ const char* forward(const ForwardParams& params, void* stream);
 // wanted. grad_w may be nullptr; grad_weights and grad_lse are read when they are not nullptr.
 const char* backward(const BackwardParams& params, void* stream);
 
-// Whether the dot product's forward pass runs by products of warpgroups (dot/forward_wgmma.cu) on a
-// device, where it can. The first 64 devices have this choice. At first it is not chosen.
+// Whether the dot product runs by products of warpgroups (dot/*_wgmma.cu) on a device, where it
+// can. The first 64 devices have this choice. At first it is not chosen.
 void choose_wgmma(int64_t device, bool chosen);
 
 }  // namespace fastattn::cuda

@@ -108,6 +108,14 @@ FASTATTN_FN RowRange rows_of_keys(const MaskParams& mask, int64_t M, int64_t N, 
   return {max64(0, first - mask.band_hi), min64(M, last - mask.band_lo + 1)};
 }
 
+// The rows whose intervals hold all keys j0 <= j < j1; none where only every row could tell.
+FASTATTN_FN RowRange rows_of_all_keys(const MaskParams& mask, int64_t M, int64_t N, int64_t b,
+                                      int64_t j0, int64_t j1) {
+  const KeyRange limits = limits_at(mask, N, b, 0);
+  if (limits_vary_by_row(mask) || j0 < limits.begin || limits.end < j1) return {M, 0};
+  return {max64(0, j1 - 1 - mask.band_hi), min64(M, j0 - mask.band_lo + 1)};
+}
+
 // Whether these intervals hold all keys j0 <= j < j1.
 FASTATTN_FN bool intervals_hold(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
                                 int64_t i1, int64_t j0, int64_t j1) {

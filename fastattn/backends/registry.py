@@ -70,8 +70,8 @@ WHY = {
 }
 WGMMA_FIRST = "cuda before triton: its path of warpgroups overlaps products and softmax"
 WGMMA_WAITS = (
-    "triton before cuda: its backward pass uses warpgroup instructions on Hopper, cuda's "
-    "mma.sync; without a gradient cuda would be first"
+    "triton before cuda: the backward passes of both are bound by tensor cores on Hopper; without "
+    "a gradient cuda would be first"
 )
 FEW_WAITS = (
     "triton before cuda: its backward pass of up to 16 queries splits the keys over programs; "

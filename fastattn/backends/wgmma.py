@@ -1,7 +1,8 @@
-"""When the dot product's forward pass runs by products of warpgroups: a path of the CUDA backend.
+"""When the dot product runs by products of warpgroups: a path of the CUDA backend.
 
-``csrc/cuda/dot/forward_wgmma.cu`` is the kernel, and has the same conditions. Its backward pass is
-that of the other CUDA kernels.
+``csrc/cuda/dot/forward_wgmma.cu`` and ``backward_wgmma.cu`` are the kernels, and have the same
+conditions. The backward pass takes no softcap, and needs strides of the output's gradient that
+``why_not`` cannot know. ``backward.cu`` computes the others.
 """
 
 from __future__ import annotations

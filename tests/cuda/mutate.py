@@ -23,6 +23,7 @@ TESTS = {
     "dot/forward.cu": "test_cuda_sdpa.py",
     "dot/backward.cu": "test_cuda_sdpa.py",
     "dot/forward_wgmma.cu": "test_cuda_wgmma.py",
+    "dot/backward_wgmma.cu": "test_cuda_wgmma.py",
 }
 
 
@@ -47,6 +48,11 @@ def of_large_heads(name: str, right: str, wrong: str) -> Mistake:
     """A mistake in the kernel that computes what these leave, of heads over 128."""
     test = TESTS["dot/forward_wgmma.cu"]
     return Mistake(name, "dot/forward.cu", right, wrong, "AssertionError", test=test)
+
+
+def of_grads(name: str, right: str, wrong: str, found_by: str, file="wgmma_grads.cuh"):
+    """The same in the backward pass."""
+    return Mistake(name, f"dot/{file}", right, wrong, found_by, source="dot/backward_wgmma.cu")
 
 
 LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
@@ -155,6 +161,101 @@ MISTAKES = [
         "values are given back while a product reads them",
         "    wait_for_products<0>();\n    take_values();\n    rescale(",
         "    take_values();\n    wait_for_products<0>();\n    rescale(", "AssertionError",
+    ),
+    of_grads(
+        "gradients, a descriptor: the distance between panels",
+        "kDownColumns<kTile>)", "kDownColumns<2 * kTile>)", "AssertionError",
+    ),
+    of_grads(
+        "gradients, a descriptor: the wrong operand passes by",
+        "stage.number * kStage + kPassing), of_weights", "stage.number * kStage), of_weights",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: no fence after the barriers are initialised", "  publish_barriers();\n", "",
+        "a barrier that only its own thread can see", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: half the bytes expected", "arrive_and_expect(full, sizeof(memory.passing[0]))",
+        "arrive_and_expect(full, sizeof(memory.passing[0]) / 2)", "RuntimeError",
+        "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: the producer does not wait for a free stage",
+        "    wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n", "",
+        "Error", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: the producer waits for the wrong phase", "empty[to.number], to.parity ^ 1",
+        "empty[to.number], to.parity", "deadlock", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: stats that arrive before they are loaded",
+        "    if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);\n"
+        "    arrive_with_stats(full);",
+        "    arrive_with_stats(full);\n"
+        "    if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);",
+        "AssertionError", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: products of what does not stay yet",
+        "    wait_for_phase(&memory.own_full, 0);\n", "", "Error",
+    ),
+    of_grads(
+        "gradients: products of what has not come",
+        "    wait_for_phase(&memory.full[stage.number], stage.parity);\n", "", "Error",
+    ),
+    of_grads(
+        "gradients: scores are read while they are made",
+        "    wait_for_products<1>();\n    hold(s);\n", "    hold(s);\n", "AssertionError",
+    ),
+    of_grads(
+        "gradients: dP is read while it is made", "wait_for_products<kOfKeys ? 1 : 0>();",
+        "wait_for_products<kOfKeys ? 2 : 1>();", "AssertionError",
+    ),
+    of_grads(
+        "gradients: a masked tile without a wait",
+        "    wait_for_products<0>();\n    hold(s), hold(ds);\n", "    hold(s), hold(ds);\n",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: a full tile is left while products read it",
+        "    start_of_scores();\n    wait_for_products<0>();\n    leave_stage();\n  }\n\n"
+        "  __device__ __forceinline__ void masked_tile",
+        "    start_of_scores();\n    leave_stage();\n    wait_for_products<0>();\n  }\n\n"
+        "  __device__ __forceinline__ void masked_tile", "AssertionError",
+    ),
+    of_grads(
+        "gradients: a masked tile is left while products read it",
+        "    start_of_scores();\n    wait_for_products<0>();\n    leave_stage();\n  }\n\n"
+        "  __device__ __forceinline__ void run",
+        "    start_of_scores();\n    leave_stage();\n    wait_for_products<0>();\n  }\n\n"
+        "  __device__ __forceinline__ void run", "AssertionError",
+    ),
+    of_grads(
+        "gradients: no tile is ever left", "    release(&memory.empty[stage.number]);\n", "",
+        "deadlock",
+    ),
+    of_grads(
+        "gradients: dW is not added to dP", "    start_products(true);\n",
+        "    start_products(false);\n", "AssertionError",
+    ),
+    of_grads(
+        "gradients: tiles with dropout count as full",
+        "masks_every_tile(p) || p.grad_weights.data != nullptr", "p.grad_weights.data != nullptr",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: tiles with dW count as full", "masks_every_tile(p) || p.grad_weights.data",
+        "masks_every_tile(p) || p.out.data == nullptr && p.grad_weights.data", "AssertionError",
+    ),
+    of_grads(
+        "gradients: one head of those that share keys", "at.h += which.head, ", "",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: the producer keeps its registers",
+        "    give_registers<kProducerRegisters>();\n", "", "deadlock", "backward_wgmma.cu",
     ),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The dot product's forward pass by products of warpgroups, in the simulator or on a GPU.
+"""The dot product by products of warpgroups, both passes, in the simulator or on a GPU.
 
 FASTATTN_CUDA_PATH=wgmma chooses it. Every case runs in several schedules of warps, copies and
 products, which may change no bit.
@@ -60,23 +60,31 @@ def backend(monkeypatch):
 
 @pytest.fixture
 def passes(monkeypatch, backend):
-    """(arguments, results) of every forward pass."""
-    found, forward = [], cuda.forward
+    """(name, arguments, results) of every forward and backward pass."""
+    found = []
 
-    def recorded(*arguments):
-        found.append((arguments, forward(*arguments)))
-        return found[-1][1]
+    def recorded(name, function):
+        def call(*arguments):
+            found.append((name, arguments, function(*arguments)))
+            return found[-1][2]
 
-    monkeypatch.setattr(cuda, "forward", recorded)
+        monkeypatch.setattr(cuda, name, call)
+
+    recorded("forward", cuda.forward)
+    recorded("backward", cuda.backward)
     return found
+
+
+def given(results) -> dict:
+    return {n: x for n, x in enumerate(results) if x is not None}
 
 
 def assert_schedules_agree(passes, simulator, schedules) -> None:
     for number in schedules:
         simulator.set_schedule(number)
-        for arguments, results in list(passes):
-            again = cuda.OPERATORS.forward(*arguments)
-            testing.assert_same_bits(dict(enumerate(again)), dict(enumerate(results)))
+        for name, arguments, results in list(passes):
+            again = getattr(cuda.OPERATORS, name)(*arguments)
+            testing.assert_same_bits(given(again), given(results))
 
 
 def _cases() -> list[Case]:
@@ -110,9 +118,11 @@ def test_case(case, backend, passes, simulator):
 
 # Sizes that end inside tiles, all masks, stages that are used again, all widths.
 CORNERS = [
-    Case("narrow", B=1, H=1, Hkv=1, M=131, N=700, D=40, E=8, causal="bottom_right", lse=True),
+    Case("narrow", B=1, H=2, Hkv=1, M=131, N=700, D=40, E=8, causal="bottom_right", lse=True),
     Case("wide", B=1, H=2, Hkv=1, M=70, N=650, D=128, E=72, lse=True),
-    Case("all", B=2, H=1, Hkv=1, M=66, N=130, D=72, E=128, kv_len="rows", kv_begin="rows",
+    Case("dropped", B=1, H=1, Hkv=1, M=140, N=150, D=16, E=64, dropout_p=0.3),
+    Case("weighed", B=1, H=2, Hkv=2, M=140, N=150, D=16, E=64, weights="full"),
+    Case("all", B=2, H=2, Hkv=1, M=66, N=130, D=72, E=128, kv_len="rows", kv_begin="rows",
          keep="mn", bias="hmn", dropout_p=0.3, weights="mean", garbage=float("nan"),
          scale=-0.7),
     Case("large", B=1, H=2, Hkv=1, M=70, N=410, D=256, E=136, lse=True, causal="bottom_right"),
@@ -128,9 +138,14 @@ CORNERS = [
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("case", CORNERS, ids=lambda case: case.name)
 def test_corner(case, dtype, backend, passes, simulator):
-    before = simulator.products()
     check(dataclasses.replace(case, dtype=dtype), backend)
-    assert before is None or simulator.products() > before
+    has_grads = max(case.D, case.E) <= USUAL
+    assert {name for name, *_ in passes} == {"forward", *(["backward"] if has_grads else [])}
+    for name, arguments, _ in list(passes):
+        before = simulator.products()
+        getattr(cuda.OPERATORS, name)(*arguments)
+        served = name == "forward" or not case.softcap
+        assert before is None or (simulator.products() > before) == served
     assert_schedules_agree(passes, simulator, range(1, max(9, SCHEDULES)))
 
 
@@ -160,6 +175,25 @@ def test_what_takes_another_path(backend, simulator, monkeypatch):
     assert _products(simulator, q, k, v, softcap=2.0) > 0
     monkeypatch.delenv("FASTATTN_CUDA_PATH")
     assert _products(simulator, q, k, v) == 0
+
+
+@pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU counts no products")
+def test_what_takes_another_path_backward(backend, simulator, monkeypatch):
+    def products(grad_out, M=40, **options):
+        q, k, v = (torch.randn(1, 2, n, 64).half().requires_grad_() for n in (M, 40, 40))
+        out = scaled_dot_product_attention(q, k, v, backend="cuda", **options)
+        before = simulator.products()
+        out.backward(grad_out[:, :, :M])
+        return simulator.products() - before
+
+    grad = torch.randn(1, 2, 40, 65).half()
+    assert products(grad[..., 1:].contiguous()) > 0
+    assert products(grad[..., :64]) == 0  # rows that begin at any even address
+    assert products(grad[..., :1].expand(1, 2, 40, 64)) == 0
+    assert products(grad[..., 1:].contiguous(), M=FEW_QUERIES) == 0
+    assert products(grad[..., 1:].contiguous(), softcap=2.0) == 0
+    monkeypatch.delenv("FASTATTN_CUDA_PATH")
+    assert products(grad[..., 1:].contiguous()) == 0
 
 
 @pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU's driver makes the maps")
@@ -194,6 +228,45 @@ def test_garbage_in_keys_that_some_rows_keep(special, backend):
     assert not found[0, 0, 70:, 5].isfinite().any()
     torch.testing.assert_close(found[0, 0, :70], clean[0, 0, :70], rtol=2e-3, atol=2e-3)
     assert found[0, 0][:, others].isfinite().all()
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf")])
+def test_garbage_that_some_gradients_see(special, backend):
+    """Garbage in a query, a key or a row of dO reaches the gradients that see it alone."""
+    ends = torch.full((1, 160), 160, dtype=torch.int32)
+    ends[:, :70] = 100
+
+    def gradients(spoil):
+        torch.manual_seed(3)
+        q, k, v, grad = (torch.randn(1, 1, 160, 64).half() for _ in range(4))
+        spoil(q, k, grad)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = scaled_dot_product_attention(*leaves, mask=Mask(kv_len=ends), backend=backend)
+        return [x[0, 0] for x in torch.autograd.grad(out, leaves, grad)]
+
+    def of_query(q, k, grad):
+        q[0, 0, 30, 5] = special
+
+    def of_key(q, k, grad):
+        k[0, 0, 130, 5] = special
+
+    def of_grad(q, k, grad):
+        grad[0, 0, 30, 5] = special
+
+    clean = gradients(lambda *_: None)
+    kept = slice(100, 160)  # keys that the rows before 70 do not see
+    for spoil in of_query, of_grad:
+        dq, dk, dv = gradients(spoil)
+        assert not dq[30].isfinite().any()
+        others = torch.arange(160) != 30
+        torch.testing.assert_close(dq[others], clean[0][others], rtol=2e-3, atol=2e-3)
+        for found, expected in ((dk, clean[1]), (dv, clean[2])):
+            assert not found[:100].isfinite().all()
+            torch.testing.assert_close(found[kept], expected[kept], rtol=2e-3, atol=2e-3)
+    dq, dk, dv = gradients(of_key)
+    assert not dq[70:, 5].isfinite().any()  # all columns where a score is NaN
+    torch.testing.assert_close(dq[:70], clean[0][:70], rtol=2e-3, atol=2e-3)
+    assert not dk[130].isfinite().any()
 
 
 def test_rows_without_keys(backend):

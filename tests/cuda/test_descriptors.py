@@ -24,31 +24,54 @@ pytestmark = [
     pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU shows no descriptors"),
 ]
 
-FROM_SHARED, FROM_REGISTERS = slice(0, 8), slice(8, 16)  # Q K^T and P V of a tile, 16 dims each
+SCORES = slice(0, 8)  # of a tile, 16 dims each
+VALUES = slice(8, 16)  # P V, 16 keys each
+GRADS = slice(8, 16)  # dO V^T, 16 dims each
+KEYS_VALUES, KEYS_SCORES = slice(16, 20), slice(20, 24)  # P^T dO and dS^T Q, 16 queries each
 
 
-@pytest.fixture(scope="module")
-def of_triton() -> list[dict]:
+def of_triton(keys: int) -> list[dict]:
+    """Its products of 64 queries with so many keys, of 128 dims."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(host_build.ROOT / "build/triton")
     script = host_build.ROOT / "tests/cuda/triton_products.py"
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True
+        [sys.executable, str(script), str(keys)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def forward() -> list[dict]:
+    return of_triton(128)
+
+
+@pytest.fixture(scope="module")
+def backward() -> list[dict]:
+    return of_triton(64)
+
+
 @pytest.fixture
-def ours(monkeypatch) -> list[tuple[int, int]]:
-    """(A, B) of the products of a warp. A is 0 where it is in registers."""
+def ours(monkeypatch):
+    """(A, B) of the products of a warp in a pass. A is 0 where it is in registers."""
     backend = shim_backend.install(monkeypatch)
     monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
-    q, k, v = (torch.randn(1, 1, 128, 128).bfloat16() for _ in range(3))
-    scaled_dot_product_attention(q, k, v, backend=backend)
-    numbers = (ctypes.c_uint64 * 64)()
-    count = ctypes.CDLL(str(shim_backend.library())).shim_descriptors(numbers, 32)
-    return [(numbers[2 * n], numbers[2 * n + 1]) for n in range(count)]
+
+    def latest(count: int) -> list[tuple[int, int]]:
+        numbers = (ctypes.c_uint64 * (2 * count))()
+        assert ctypes.CDLL(str(shim_backend.library())).shim_descriptors(numbers, count) == count
+        return [(numbers[2 * n], numbers[2 * n + 1]) for n in range(count)]
+
+    def of_pass(name: str) -> list[tuple[int, int]]:
+        q, k, v, grad_out = (torch.randn(1, 1, 128, 128).bfloat16() for _ in range(4))
+        out = scaled_dot_product_attention(q.requires_grad_(), k, v, backend=backend)
+        if name == "forward":
+            return latest(16)
+        out.backward(grad_out)  # dK and dV come last
+        return latest(24)
+
+    return of_pass
 
 
 def without_address(descriptors: list[int]) -> list[int]:
@@ -56,26 +79,41 @@ def without_address(descriptors: list[int]) -> list[int]:
     return [x - (descriptors[0] & 0x3FFF) for x in descriptors]
 
 
-def test_scores(ours, of_triton):
+def assert_from_shared(found, expected) -> None:
     for operand in 0, 1:
-        found = [pair[operand] for pair in ours[FROM_SHARED]]
-        expected = [product["descriptors"][operand] for product in of_triton[FROM_SHARED]]
-        assert without_address(found) == without_address(expected)
+        of_triton = [product["descriptors"][operand] for product in expected]
+        assert without_address([x[operand] for x in found]) == without_address(of_triton)
 
 
-def test_values(ours, of_triton):
-    assert len(ours) == len(of_triton) == 16
-    found = [b for _, b in ours[FROM_REGISTERS]]
-    expected = [product["descriptors"] for product in of_triton[FROM_REGISTERS]]
-    assert {len(x) for x in expected} == {1}  # A is in registers
-    assert without_address(found) == without_address([x for [x] in expected])
+def assert_from_registers(found, expected) -> None:
+    """B alone has a descriptor."""
+    of_triton = [product["descriptors"] for product in expected]
+    assert {len(x) for x in of_triton} == {1}
+    assert without_address([b for _, b in found]) == without_address([x for [x] in of_triton])
 
 
-def test_signs_and_layouts(of_triton):
+def test_forward(ours, forward):
+    found = ours("forward")
+    assert len(forward) == 16
+    assert_from_shared(found[SCORES], forward[SCORES])
+    assert_from_registers(found[VALUES], forward[VALUES])
+
+
+def test_backward(ours, backward):
+    found = ours("backward")
+    assert len(backward) == 12
+    for products in SCORES, GRADS:
+        assert_from_shared(found[products], backward[SCORES])
+    for products in KEYS_VALUES, KEYS_SCORES:
+        assert_from_registers(found[products], backward[8:])
+
+
+def test_signs_and_layouts(forward, backward):
     text = (host_build.ROOT / "csrc/cuda/base/ptx_wgmma.cuh").read_text()
     found = re.findall(r"keep((?:, \d)+);", text)
     shared, registers = ([int(x) for x in numbers.split(",")[1:]] for numbers in found)
-    for product in of_triton[FROM_SHARED]:
-        assert product["numbers"][-4:] == shared
-    for product in of_triton[FROM_REGISTERS]:
-        assert product["numbers"][-3:] == registers
+    for products in forward, backward:
+        for product in products[SCORES]:
+            assert product["numbers"][-4:] == shared
+        for product in products[8:]:
+            assert product["numbers"][-3:] == registers

@@ -35,7 +35,10 @@ BLOCKS = {
     "sdpa_dkdv_kernel": 2,
     "sdpa_capped_keys_kernel": 2,
     "sdpa_dbias_kernel": 2,
-    "sdpa_wgmma_kernel": 3,  # as large as these: a block of three warpgroups
+    # As large as these: a block of three warpgroups.
+    "sdpa_wgmma_kernel": 3,
+    "sdpa_wgmma_dkdv_kernel": 3,
+    "sdpa_wgmma_dq_kernel": 3,
 }
 
 # Per score element of an inner loop: (issue slots, special-function operations). Loops are

@@ -1,6 +1,6 @@
 """Compiles attention's two products with Triton for sm_90, and prints what PTX it makes of them.
 
-    python tests/cuda/triton_products.py
+    python tests/cuda/triton_products.py KEYS_OF_A_TILE
 
 A JSON list, a product each: the constants that Triton adds to the address fields of its descriptors
 (of A unless A is in registers, and of B), and the numbers after the operands: signs, then layouts.
@@ -9,17 +9,18 @@ It does not work where Triton interprets: run it in its own process.
 
 import json
 import re
+import sys
 
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-ROWS, KEYS, DIMS = tl.constexpr(64), tl.constexpr(128), tl.constexpr(128)
+ROWS, DIMS = tl.constexpr(64), tl.constexpr(128)
 
 
 @triton.jit
-def products(q, k, v, out, N):
+def products(q, k, v, out, N, KEYS: tl.constexpr):
     i, j, d = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, DIMS)
     queries = tl.load(q + i[:, None] * DIMS + d[None, :])
     sums = tl.zeros([ROWS, DIMS], tl.float32)
@@ -30,16 +31,17 @@ def products(q, k, v, out, N):
     tl.store(out + i[:, None] * DIMS + d[None, :], sums)
 
 
-def compiled() -> str:
+def compiled(keys: int) -> str:
     types = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "out": "*fp32", "N": "i32"}
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(types))}
-    source = ASTSource(products, types, {}, aligned)
+    types["KEYS"] = "constexpr"
+    source = ASTSource(products, types, {"KEYS": keys}, aligned)
     options = {"num_warps": 4, "num_stages": 2}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 def main() -> None:
-    ptx = compiled()
+    ptx = compiled(int(sys.argv[1]))
     constants = dict(re.findall(r"(?:or\.b64|add\.s64)\s+(%rd\d+), %rd\d+, (\d+);", ptx))
     found = []
     for operands in re.findall(r"wgmma\.mma_async\S+ \{.*?\}, (.*);", ptx):

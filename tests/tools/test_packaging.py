@@ -71,4 +71,4 @@ def test_kernels_know_what_they_are_built_for(named, tmp_path, monkeypatch):
     assert [flag for flag in flags if "-D" in flag] == [
         f"-DFASTATTN_HAVE_{code.upper()}" for code in codes
     ]
-    assert "FASTATTN_HAVE_SM_90A" in (ROOT / "csrc/cuda/dot/forward_wgmma.cu").read_text()
+    assert "FASTATTN_HAVE_SM_90A" in (ROOT / "csrc/cuda/dot/wgmma_choice.cu").read_text()

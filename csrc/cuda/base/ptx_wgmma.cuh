@@ -177,11 +177,13 @@ FASTATTN_DEVICE void hold(uint32_t (&a)[kSteps][4]) {
 template <DType kType, int kTiles>
 FASTATTN_DEVICE void multiply_shared(float (&d)[kTiles][4], uint64_t a, uint64_t b,
                                      bool keep FASTATTN_HERE) {
-  static_assert(kTiles == 10 || kTiles == 16);
+  static_assert(kTiles == 8 || kTiles == 10 || kTiles == 16);
 #if defined(FASTATTN_CUDA_ON_CPU)
   async::multiply({nullptr, a}, b, false, keep, kType == DType::kFloat16, kTiles, &d[0][0], here);
 #else
-  if constexpr (kTiles == 10) {
+  if constexpr (kTiles == 8) {
+    FASTATTN_WGMMA(SS, 32, "64", "32", "33", "34")
+  } else if constexpr (kTiles == 10) {
     FASTATTN_WGMMA(SS, 40, "80", "40", "41", "42")
   } else {
     FASTATTN_WGMMA(SS, 64, "128", "64", "65", "66")

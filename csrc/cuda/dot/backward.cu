@@ -16,6 +16,7 @@
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
 #include "cuda/base/launcher.cuh"
 #include "cuda/dot/backward.cuh"
+#include "cuda/dot/backward_wgmma.h"
 #include "cuda/dot/passes.h"
 #include "cuda/tile/line.cuh"
 #include "cuda/tile/spans.cuh"
@@ -79,7 +80,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dq_kernel(const __grid_constant__ BackwardParams p) {
+    sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
+                   const __grid_constant__ GradMarks marks) {
+  if (marks.queries != nullptr && marks.queries[blockIdx.x] == 0) return;
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   const float unit = unit_of(p);
   Place at = query_place(p, blockIdx.x);
@@ -121,7 +124,8 @@ FASTATTN_DEVICE Place key_place(const AttentionParams& p, uint32_t block) {
 template <DType kType, int kDim>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
-                     const __grid_constant__ float unit) {
+                     const __grid_constant__ float unit, const __grid_constant__ GradMarks marks) {
+  if (marks.keys != nullptr && marks.keys[blockIdx.x] == 0) return;
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   Place at = key_place(p, blockIdx.x);
   find_rows(p, spans, at, memory.visited);
@@ -311,6 +315,13 @@ int64_t span_start(const BackwardParams& p) {
   return ceil_div(line_parts(p) + line_floats(p), 2) * 2;
 }
 
+// Behind the tables of spans.
+GradMarks marks_of(const BackwardParams& p) {
+  float* const queries = static_cast<float*>(p.workspace) + span_start(p) + span_floats(p);
+  return {reinterpret_cast<uint32_t*>(queries),
+          reinterpret_cast<uint32_t*>(queries + query_marks(p))};
+}
+
 template <DType kType, int kDim, bool kCapped>
 void launch(const BackwardParams& p, Launcher& launcher) {
   const size_t shared = sizeof(GradMemory<kDim>);
@@ -318,11 +329,15 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   const int64_t queries = p.B * p.H * tiles_m, keys = p.B * p.Hkv * tiles_n;
   const Spans spans = make_spans(p, span_start(p), launcher);
   launcher.run(sdpa_delta_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p);
-  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p);
+  GradMarks marks{nullptr, nullptr};
+  if (!kCapped && takes_wgmma(p) && launch_wgmma(p, spans, marks_of(p), launcher))
+    marks = marks_of(p);
+  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p, marks);
   if constexpr (kCapped) {
     launcher.run(sdpa_capped_keys_kernel<kType, kDim>, 2 * keys, kThreads, shared, p, spans);
   } else {
-    launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p, spans, unit_of(p));
+    launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p, spans, unit_of(p),
+                 marks);
   }
   if (p.grad_bias.data == nullptr) return;
   const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);
@@ -335,7 +350,7 @@ void launch(const BackwardParams& p, Launcher& launcher) {
 }  // namespace
 
 int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) {
-  return 4 * (span_start(p) + span_floats(p));
+  return 4 * (span_start(p) + span_floats(p) + query_marks(p) + key_marks(p));
 }
 
 const char* sdpa_backward(const BackwardParams& p, void* stream) {

@@ -24,16 +24,21 @@ FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, 
   return (at.b * p.H + at.h) * p.M + at.i0 + query;
 }
 
-// Loads the rows of a query tile. They are visible after a barrier.
+// Loads a row of a query tile.
+template <bool kDelta>
+FASTATTN_DEVICE void load_row(const BackwardParams& p, const Place& at, int row, RowMemory& rows) {
+  const bool inside = row < at.rows;
+  const int64_t number = query_number(p, at, row);
+  const float2 stats =
+      inside ? reinterpret_cast<const float2*>(p.stats)[number] : make_float2(0.f, 0.f);
+  rows.shift[row] = stats.x;
+  rows.factor[row] = stats.y;
+  if (kDelta) rows.delta[row] = inside ? static_cast<const float*>(p.workspace)[number] : 0.f;
+}
+// Loads all of them. They are visible after a barrier.
 template <bool kDelta>
 FASTATTN_DEVICE void load_rows(const BackwardParams& p, const Place& at, RowMemory& rows) {
-  if (thread() >= kTile) return;
-  const bool inside = thread() < at.rows;
-  const int64_t number = query_number(p, at, inside ? thread() : 0);
-  const float2 stats = reinterpret_cast<const float2*>(p.stats)[number];
-  rows.shift[thread()] = stats.x;
-  rows.factor[thread()] = inside ? stats.y : 0.f;
-  if (kDelta) rows.delta[thread()] = static_cast<const float*>(p.workspace)[number];
+  if (thread() < kTile) load_row<kDelta>(p, at, thread(), rows);
 }
 
 FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
@@ -85,24 +90,31 @@ FASTATTN_DEVICE void subtract_delta(const BackwardParams& p, KeepBits survivors,
   }
 }
 
-// Turns s into W, and dp = dO V^T + dW into dS, both exactly 0 where masked. If kSubtracted, dp has
-// been through subtract_delta().
+// Turns P and dp, which is dP after dropout, into dS: exactly 0 where masked. If kSubtracted, dp
+// has been through subtract_delta().
 template <typename Layout, bool kSubtracted>
-FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
-                                float unit, const RowMemory& rows, Pairs<Layout>& s,
-                                Pairs<Layout>& dp) {
-  known_pairs<Layout>(rows, unit, mask.bits, s);
-  if constexpr (!kSubtracted) drop(p, survivors, dp);
+FASTATTN_DEVICE void grad_scores(const RowMemory& rows, KeepBits bits, const Pairs<Layout>& weights,
+                                 Pairs<Layout>& dp) {
 #pragma unroll
   for (int x = 0; x < Layout::kQueries; ++x) {
     const float delta = kSubtracted ? 0.f : rows.delta[Layout::query0() + Layout::query(x)];
 #pragma unroll
     for (int y = 0; y < Layout::kKeys; ++y) {
       const int n = Layout::pair(x, y);
-      const float ds = s[n / 4][n % 4] * (dp[n / 4][n % 4] - delta);
-      dp[n / 4][n % 4] = kept(mask.bits, n) ? ds : 0.f;
+      const float ds = weights[n / 4][n % 4] * (dp[n / 4][n % 4] - delta);
+      dp[n / 4][n % 4] = kept(bits, n) ? ds : 0.f;
     }
   }
+}
+
+// Turns s into W, and dp = dO V^T + dW into dS, both exactly 0 where masked.
+template <typename Layout, bool kSubtracted>
+FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, KeepBits survivors,
+                                float unit, const RowMemory& rows, Pairs<Layout>& s,
+                                Pairs<Layout>& dp) {
+  known_pairs<Layout>(rows, unit, mask.bits, s);
+  if constexpr (!kSubtracted) drop(p, survivors, dp);
+  grad_scores<Layout, kSubtracted>(rows, mask.bits, s, dp);
   drop(p, survivors, s);
 }
 

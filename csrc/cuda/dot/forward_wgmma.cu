@@ -18,12 +18,9 @@
 //
 // Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and low-precision",
 // 2024. docs/decisions/0013-warpgroups.md counts its instructions. Not run on a GPU.
-#include <atomic>
-#include <cstdlib>
-#include <cstring>
-
 #include "cuda/dot/forward_wgmma.h"
 #include "cuda/dot/wgmma_block.cuh"
+#include "cuda/dot/wgmma_choice.h"
 #include "cuda/tile/few_queries.h"
 
 namespace fastattn::cuda {
@@ -67,18 +64,6 @@ FASTATTN_DEVICE void produce(const WgmmaArgs& a, const Place& at, const KeyTiles
 
 // ---- the block ----
 
-// Marks a warp that has a result which is not finite.
-template <int kTiles>
-FASTATTN_DEVICE void mark(const ForwardParams& p, const Place& at, const float (&o)[kTiles][4]) {
-  float sum = 0.f;
-#pragma unroll
-  for (int n = 0; n < 4 * kTiles; ++n) sum += o[n / 4][n % 4] * 0.f;
-  const bool bad = __any_sync(kAllLanes, sum != 0.f);
-  const int64_t tile = (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile;
-  if (at.rows > 0 && lane() == 0)
-    static_cast<uint8_t*>(p.workspace)[tile * kWarps + warp() % kWarps] = bad;
-}
-
 template <int kDim>
 FASTATTN_DEVICE void init_barriers(WgmmaMemory<kDim>& memory) {
   using Of = Plan<kDim>;
@@ -100,7 +85,8 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
   Place at = block_queries(p, blockIdx.x);
-  const KeyTiles tiles = key_tiles<Plan<kDim>::kKeys>(p, at.b, at.i0, min64(p.M, at.i0 + kRowTile));
+  const KeyTiles tiles = key_tiles<Plan<kDim>::kKeys>(p, masks_every_tile(p), at.b, at.i0,
+                                                      min64(p.M, at.i0 + kRowTile));
   if (group == kConsumers) {
     give_registers<kProducerRegisters>();
     if (thread() % kWarpgroup == 0 && KeyTiles::count(tiles) > 0) produce(a, at, tiles, memory);
@@ -110,7 +96,8 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   at.i0 += group * kTile, at.rows = extent(p.M, at.i0);
   Consumer<kType, kDim, kCapped> mine(a, at, memory, group);
   if (KeyTiles::count(tiles) > 0) mine.run(tiles);
-  mark(p, at, mine.o);
+  mark(p.workspace, (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile, at.rows > 0,
+       zero_of(mine.o));
   write_rows<kType, kDim>(p, at, mine.state, mine.o);
 }
 
@@ -143,40 +130,6 @@ bool launch_type(const ForwardParams& p, Launcher& launcher) {
   return size > 64 ? launch<kType, 128, false>(p, launcher) : launch<kType, 64, false>(p, launcher);
 }
 
-constexpr int kMostDevices = 64;
-std::atomic<uint64_t> chosen_devices{0};  // a bit a device
-
-int current_device() {
-  int device = 0;
-  cudaGetDevice(&device);
-  return device;
-}
-
-// By name for all devices, or by choose_wgmma() for the current one.
-bool is_chosen() {
-  const char* const path = std::getenv("FASTATTN_CUDA_PATH");
-  if (path != nullptr && std::strcmp(path, "wgmma") == 0) return true;
-  const uint64_t devices = chosen_devices.load(std::memory_order_relaxed);
-  if (devices == 0) return false;
-  const int device = current_device();
-  return device < kMostDevices && (devices >> device & 1) != 0;
-}
-
-// Whether the build has such products. Its other code for the same GPUs, PTX, has empty kernels.
-#if defined(FASTATTN_CUDA_ON_CPU) || defined(FASTATTN_HAVE_SM_90A)
-constexpr bool kIsBuilt = true;
-#else
-constexpr bool kIsBuilt = false;
-#endif
-
-bool is_sm90() {
-  const int device = current_device();
-  int major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  return major == 9 && minor == 0;
-}
-
 bool has_tensor_maps(const ForwardParams& p) {
   return min64(p.B * p.H * p.N, min64(p.D, p.E)) > 0 && has_tensor_map(p.q, {p.B, p.H, p.M, p.D}) &&
          has_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}) && has_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E});
@@ -184,25 +137,19 @@ bool has_tensor_maps(const ForwardParams& p) {
 
 }  // namespace
 
-void choose_wgmma(int64_t device, bool chosen) {
-  if (device < 0 || device >= kMostDevices) return;
-  const uint64_t bit = uint64_t{1} << device;
-  chosen ? chosen_devices.fetch_or(bit) : chosen_devices.fetch_and(~bit);
-}
-
 bool wants_wgmma(const ForwardParams& p) {
-  return is_chosen() && p.M > kFewQueries && has_tensor_maps(p);
+  return wgmma_is_chosen() && p.M > kFewQueries && has_tensor_maps(p);
 }
 
 // Another thread may choose between the allocation of the marks and this.
 bool takes_wgmma(const ForwardParams& p) {
-  return p.workspace != nullptr && kIsBuilt && wants_wgmma(p) && is_sm90();
+  return p.workspace != nullptr && wants_wgmma(p) && wgmma_can_run();
 }
 
 const char* against_large_heads(const ForwardParams& p) {
   if (p.M <= kFewQueries) return "up to 16 queries have D and E up to 128";
   if (p.weights_mode != WeightsMode::kNone) return "returned weights have D and E up to 128";
-  return kIsBuilt && is_sm90() ? nullptr : "D and E over 128 need compute capability 9.0";
+  return wgmma_can_run() ? nullptr : "D and E over 128 need compute capability 9.0";
 }
 
 bool launch_wgmma(const ForwardParams& p, Launcher& launcher) {

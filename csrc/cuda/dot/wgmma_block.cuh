@@ -68,19 +68,29 @@ struct KeyTiles {
   }
 };
 
-template <int kKeys>
-FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, int b, int64_t i0, int64_t i1) {
-  const KeyRange some = tile_range(p.mask, p.N, b, i0, i1);
+// Tiles of `kSize` that meet `some`; those within `all` need no mask. Both lie in the array.
+template <int kSize, typename Range>
+FASTATTN_DEVICE KeyTiles order_tiles(const Range& some, const Range& all) {
   if (some.begin >= some.end) return {0, 0, 0, 0};
-  const int first = static_cast<int>(some.begin / kKeys);
-  const int end = static_cast<int>(ceil_div(some.end, kKeys));
-  if (has_dense(p.mask) || !logits_are_scores(p) || p.dropout.enabled)
-    return {first, end, end, end};
-  const KeyRange all = common_range(p.mask, p.N, b, i0, i1);
-  const int full_end = static_cast<int>(max64(first, all.end / kKeys));
-  const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kKeys)));
+  const int first = static_cast<int>(some.begin / kSize);
+  const int end = static_cast<int>(ceil_div(some.end, kSize));
+  const int full_end = static_cast<int>(max64(first, all.end / kSize));
+  const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kSize)));
   if (full_first >= full_end) return {first, end, end, end};
   return {first, end, full_first, full_end};
+}
+
+// Whether something else than intervals is known of each pair alone.
+FASTATTN_DEVICE bool masks_every_tile(const AttentionParams& p) {
+  return has_dense(p.mask) || !logits_are_scores(p) || p.dropout.enabled;
+}
+
+template <int kKeys>
+FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, bool masked, int b, int64_t i0,
+                                   int64_t i1) {
+  const KeyRange some = tile_range(p.mask, p.N, b, i0, i1);
+  if (masked) return order_tiles<kKeys>(some, KeyRange{p.N, 0});
+  return order_tiles<kKeys>(some, common_range(p.mask, p.N, b, i0, i1));
 }
 
 // The queries of a block; later ones may have more keys, and come first.
@@ -101,16 +111,17 @@ template <int kKeys>
 constexpr OperandShape kDownColumns = {kKeys * kRowBytes, 8 * kRowBytes};
 constexpr uint32_t kColumnStep = 16 * kRowBytes;
 
-// Starts S = Q K^T.
+// Starts S = Q K^T, or S += Q K^T if `keep`.
 template <DType kType, int kPanels, int kTiles>
-FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kTiles][4]) {
+FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kTiles][4],
+                                  bool keep = false) {
   hold(s);
   fence_products();
 #pragma unroll
   for (uint32_t n = 0; n < 4 * kPanels; ++n)
     multiply_shared<kType>(s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
                            advance(k, chunks_of(n / 4 * 8 * kTiles * kRowBytes + n % 4 * kRowStep)),
-                           n > 0);
+                           keep || n > 0);
   commit_products();
 }
 
@@ -168,11 +179,10 @@ FASTATTN_DEVICE void drop_tile_weights(const AttentionParams& p, const Place& at
 }
 
 // P as operand A.
-template <DType kType, int kScoreTiles>
-FASTATTN_DEVICE void pack_weights(const float (&s)[kScoreTiles][4],
-                                  uint32_t (&w)[kScoreTiles / 2][4]) {
+template <DType kType, int kTiles>
+FASTATTN_DEVICE void pack_weights(const float (&s)[kTiles][4], uint32_t (&w)[kTiles / 2][4]) {
 #pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
+  for (int n = 0; n < kTiles; ++n)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       w[n / 2][n % 2 * 2 + r] = pack_pair<kType>(s[n][2 * r], s[n][2 * r + 1]);
@@ -197,6 +207,20 @@ FASTATTN_DEVICE void rescale(float unit, const SdpaStep& step, SdpaState& state,
 // The threads of a warp have read a stage.
 FASTATTN_DEVICE void release(Barrier* empty) {
   if (lane() == 0) arrive(empty);
+}
+
+// NaN if a result is not finite, else 0.
+template <int kTiles>
+FASTATTN_DEVICE float zero_of(const float (&o)[kTiles][4]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < 4 * kTiles; ++n) sum += o[n / 4][n % 4] * 0.f;
+  return sum;
+}
+// Marks this warp of a tile unless all its results are finite. `inside`: whether the tile is.
+FASTATTN_DEVICE void mark(void* marks, int64_t tile, bool inside, float zero) {
+  const bool bad = __any_sync(kAllLanes, zero != 0.f);
+  if (inside && lane() == 0) static_cast<uint8_t*>(marks)[tile * kWarps + warp() % kWarps] = bad;
 }
 
 template <DType kType, int kDim, bool kCapped>

@@ -1,0 +1,218 @@
+// Scaled dot-product attention, backward, by products of warpgroups (sm_90a); the formulas of
+// backward.cu, and its results up to rounding:
+//
+//   dk, dv: for (b, key head, 128 keys)   K, V stay; Q, dO of the heads that share them pass by
+//   dq:     for (b, h, 128 queries)       Q, dO stay; K, V pass by
+//
+// Both are one kernel: a block is a producer and two consumers of 64 keys, or queries.
+//
+//   producer   for tiles of 64 queries, or keys: copies both operands into the next stage that is
+//              free, with the stats of its rows
+//   consumer   S = own other^T, dP likewise          of operands in shared memory
+//              S -> W, dP -> dS                      in registers, where they are operands
+//              dV += W dO, and dK += dS Q; or dQ += dS K
+//
+// Tiles with a mask come first, in a loop of their own. delta and dbias are those of backward.cu.
+// Every result has one owner. A warp with a result that is not finite leaves a mark, as in
+// forward_wgmma.cu, and backward.cu computes its tile again. Not run on a GPU.
+#include "cuda/dot/backward_wgmma.h"
+#include "cuda/dot/wgmma_choice.h"
+#include "cuda/dot/wgmma_grads.cuh"
+#include "cuda/tile/few_queries.h"
+
+namespace fastattn::cuda {
+namespace {
+
+// ---- the producer: a warp ----
+
+// Starts the copy of 64 rows of an operand.
+template <int kPanels>
+FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t row, int h, int b,
+                                  uint16_t (&to)[kPanels][kTile * kPanel]) {
+  for (int panel = 0; panel < kPanels; ++panel)
+    load_box(to[panel], map, full, panel * kPanel, static_cast<int>(row), h, b);
+}
+
+// Loads the stats of the queries at `at`.
+FASTATTN_DEVICE void load_stats(const BackwardParams& p, const Place& at, RowMemory& rows) {
+#pragma unroll 1
+  for (int row = lane(); row < kTile; row += 32) load_row<true>(p, at, row, rows);
+}
+// Arrives for the warp, once its lanes have written stats.
+FASTATTN_DEVICE void arrive_with_stats(Barrier* full) {
+  __syncwarp();
+  if (lane() == 0) arrive(full);
+}
+
+template <bool kOfKeys, int kDim>
+FASTATTN_DEVICE void load_own(const WgmmaGradArgs& a, const Place& at,
+                              WgmmaGradMemory<kDim>& memory) {
+  if (lane() == 0) {
+    arrive_and_expect(&memory.own_full, sizeof(memory.own));
+    for (int which = 0; which < 2; ++which)
+      for (int group = 0; group < kConsumers; ++group)
+        load_operand(a.own[which], &memory.own_full, (kOfKeys ? at.j0 : at.i0) + group * kTile,
+                     kOfKeys ? at.hkv : at.h, at.b, memory.own[which][group]);
+  }
+  for (int group = 0; group < kConsumers && !kOfKeys; ++group) {
+    Place here = at;
+    here.i0 += group * kTile, here.rows = extent(a.p.M, here.i0);
+    load_stats(a.p, here, memory.rows[group]);
+  }
+  arrive_with_stats(&memory.own_full);
+}
+
+template <bool kOfKeys, int kDim>
+FASTATTN_DEVICE void produce(const WgmmaGradArgs& a, const Place& at, const PassingTiles& tiles,
+                             WgmmaGradMemory<kDim>& memory) {
+  if (PassingTiles::count(tiles) == 0) return;
+  load_own<kOfKeys>(a, at, memory);
+  Stage<GradPlan<kDim>::kStages> to;
+#pragma unroll 1
+  for (int n = 0; n < PassingTiles::count(tiles); ++n, to = to.next()) {
+    const Place here = at_passing<kOfKeys>(a.p, at, tiles, n);
+    Barrier* const full = &memory.full[to.number];
+    wait_for_phase(&memory.empty[to.number], to.parity ^ 1);
+    if (lane() == 0) {
+      arrive_and_expect(full, sizeof(memory.passing[0]));
+      for (int which = 0; which < 2; ++which)
+        load_operand(a.passing[which], full, kOfKeys ? here.i0 : here.j0,
+                     kOfKeys ? here.h : here.hkv, here.b, memory.passing[to.number][which]);
+    }
+    if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);
+    arrive_with_stats(full);
+  }
+}
+
+// ---- the block ----
+
+template <int kDim>
+FASTATTN_DEVICE void init_barriers(WgmmaGradMemory<kDim>& memory) {
+  init_barrier(&memory.own_full, 2);
+  for (int n = 0; n < GradPlan<kDim>::kStages; ++n) {
+    init_barrier(&memory.full[n], 2);
+    init_barrier(&memory.empty[n], kConsumers * kWarps);
+  }
+  publish_barriers();
+}
+
+// The keys of a block, and the first of the heads that share them.
+FASTATTN_DEVICE Place block_keys(const AttentionParams& p, uint32_t block) {
+  const int64_t tile = take_digit(&block, ceil_div(p.N, kRowTile)), h = take_digit(&block, p.Hkv);
+  return place(p, block, h * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kRowTile);
+}
+
+// Of a consumer's own tile, whose sums these are.
+template <bool kOfKeys, DType kType, int kDim>
+FASTATTN_DEVICE void write(const WgmmaGradArgs& a, const Place& at,
+                           const GradConsumer<kOfKeys, kType, kDim>& from) {
+  const BackwardParams& p = a.p;
+  const float zero = zero_of(from.of_scores) + zero_of(from.of_weights);
+  if constexpr (kOfKeys) {
+    const int64_t tile = (at.b * p.Hkv + at.hkv) * ceil_div(p.N, kTile) + at.j0 / kTile;
+    mark(a.marks, tile, at.cols > 0, zero);
+    store_sums<kType, kDim>(p.grad_v, offset_of(p.grad_v, at.b, at.hkv, at.j0, 0), at.cols, p.E,
+                            1.f, from.of_weights);
+    store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, at.b, at.hkv, at.j0, 0), at.cols, p.D,
+                            p.scale, from.of_scores);
+  } else {
+    const int64_t tile = (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile;
+    mark(a.marks, tile, at.rows > 0, zero);
+    store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, at.b, at.h, at.i0, 0), at.rows, p.D,
+                            p.scale, from.of_scores);
+  }
+}
+
+template <bool kOfKeys, DType kType, int kDim>
+FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
+  WgmmaGradMemory<kDim>& memory = *static_cast<WgmmaGradMemory<kDim>*>(shared_boxes());
+  if (thread() == 0) init_barriers(memory);
+  __syncthreads();
+  // The same for a warp, which the compiler sees only so.
+  const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
+  Place at = kOfKeys ? block_keys(a.p, blockIdx.x) : block_queries(a.p, blockIdx.x);
+  const PassingTiles tiles = passing_tiles<kOfKeys>(a, at);
+  if (group == kConsumers) {
+    give_registers<kProducerRegisters>();
+    if (warp() % kWarps == 0) produce<kOfKeys>(a, at, tiles, memory);
+    return;
+  }
+  take_registers<kConsumerRegisters>();
+  if constexpr (kOfKeys) {
+    at.j0 += group * kTile, at.cols = extent(a.p.N, at.j0);
+  } else {
+    at.i0 += group * kTile, at.rows = extent(a.p.M, at.i0);
+  }
+  GradConsumer<kOfKeys, kType, kDim> mine(a, at, memory, group);
+  mine.run(tiles);
+  write(a, at, mine);
+}
+
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kBlock, 1)
+    sdpa_wgmma_dkdv_kernel(const __grid_constant__ WgmmaGradArgs a) {
+  if constexpr (kHasWgmma) grads_block<true, kType, kDim>(a);
+}
+template <DType kType, int kDim>
+__global__ void __launch_bounds__(kBlock, 1)
+    sdpa_wgmma_dq_kernel(const __grid_constant__ WgmmaGradArgs a) {
+  if constexpr (kHasWgmma) grads_block<false, kType, kDim>(a);
+}
+
+// ---- launch ----
+
+// What of the problem the copies read: K, V, Q, dO.
+struct Copied {
+  View view;
+  Extents size;
+};
+void list_copied(const BackwardParams& p, Copied (&list)[4]) {
+  list[0] = {p.k, {p.B, p.Hkv, p.N, p.D}}, list[1] = {p.v, {p.B, p.Hkv, p.N, p.E}};
+  list[2] = {p.q, {p.B, p.H, p.M, p.D}}, list[3] = {p.grad_out, {p.B, p.H, p.M, p.E}};
+}
+
+template <DType kType, int kDim>
+void launch(WgmmaGradArgs a, const CUtensorMap (&maps)[4], const GradMarks& marks,
+            Launcher& launcher) {
+  constexpr size_t kShared = sizeof(WgmmaGradMemory<kDim>);
+  const BackwardParams& p = a.p;
+  const auto choose = [&](const CUtensorMap* own, const CUtensorMap* passing, uint32_t* marks) {
+    for (int n = 0; n < 2; ++n) a.own[n] = own[n], a.passing[n] = passing[n];
+    a.marks = reinterpret_cast<uint8_t*>(marks);
+  };
+  choose(maps + 2, maps, marks.queries);
+  launcher.run(sdpa_wgmma_dq_kernel<kType, kDim>, p.B * p.H * ceil_div(p.M, kRowTile), kBlock,
+               kShared, a);
+  choose(maps, maps + 2, marks.keys);
+  launcher.run(sdpa_wgmma_dkdv_kernel<kType, kDim>, p.B * p.Hkv * ceil_div(p.N, kRowTile), kBlock,
+               kShared, a);
+}
+
+}  // namespace
+
+bool takes_wgmma(const BackwardParams& p) {
+  if (!wgmma_is_chosen() || !wgmma_can_run() || p.M <= kFewQueries || p.softcap != 0.f)
+    return false;
+  if (min64(p.B * p.H * p.N, min64(p.D, p.E)) <= 0) return false;
+  Copied list[4];
+  list_copied(p, list);
+  bool all = true;
+  for (const Copied& x : list) all &= has_tensor_map(x.view, x.size);
+  return all;
+}
+
+bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks,
+                  Launcher& launcher) {
+  Copied list[4];
+  CUtensorMap maps[4];
+  list_copied(p, list);
+  for (int n = 0; n < 4; ++n)
+    if (!make_tensor_map(list[n].view, list[n].size, kTile, &maps[n])) return false;
+  with_operands(p, [&](auto type, auto dim, auto capped) {
+    if constexpr (!capped)
+      launch<type, dim>({p, spans, unit_of(p), nullptr, {}, {}}, maps, marks, launcher);
+  });
+  return true;
+}
+
+}  // namespace fastattn::cuda

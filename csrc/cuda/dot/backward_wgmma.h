@@ -1,0 +1,27 @@
+// The backward pass by products of warpgroups (backward_wgmma.cu), as backward.cu calls it.
+#pragma once
+
+#include "cuda/base/launcher.cuh"
+#include "cuda/tile/spans.cuh"
+#include "problem/params.h"
+
+namespace fastattn::cuda {
+
+// A word a tile of 64 queries or keys, in the order of the blocks that have one each. Not 0 where a
+// gradient is not finite: a kernel that keeps NaN behind the mask is to compute the tile again.
+struct GradMarks {
+  uint32_t *queries, *keys;  // [B][H][tiles], [B][Hkv][tiles]; nullptr: all
+};
+inline int64_t query_marks(const AttentionParams& p) { return p.B * p.H * ((p.M + 63) / 64); }
+inline int64_t key_marks(const AttentionParams& p) { return p.B * p.Hkv * ((p.N + 63) / 64); }
+
+// Whether this path is chosen, the device and the build have it, and the problem can take it: as in
+// forward_wgmma.h, with a gradient of the output that a tensor map can describe as well.
+bool takes_wgmma(const BackwardParams& p);
+
+// Writes the gradients of q, k and v, and the marks. delta is in the workspace. Returns false, and
+// writes nothing, if the driver makes no tensor maps.
+bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks,
+                  Launcher& launcher);
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,210 @@
+// What a block of backward_wgmma.cu has, and the work of its consumers.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/dot/backward.cuh"
+#include "cuda/dot/wgmma_block.cuh"
+
+namespace fastattn::cuda {
+
+// Of an operand and a gradient of the output, or of their products: what S and what dP is made of.
+constexpr int kOfScores = 0, kOfGrads = 1;
+
+struct WgmmaGradArgs {
+  BackwardParams p;
+  Spans spans;
+  float unit;  // of logits
+  uint8_t* marks;
+  // What blocks own, and what passes by: K, V and Q, dO; or the reverse.
+  CUtensorMap own[2], passing[2];
+};
+
+template <int kDim>
+struct GradPlan {
+  static constexpr int kStages = kDim == 64 ? 4 : 3, kPanels = kDim / kPanel;
+};
+
+template <int kDim>
+struct alignas(1024) WgmmaGradMemory {
+  using Of = GradPlan<kDim>;
+  using Operand = uint16_t[Of::kPanels][kTile * kPanel];
+  Operand own[2][kConsumers];
+  Operand passing[Of::kStages][2];
+  RowMemory rows[Of::kStages];  // of a consumer, or of what passes by
+  Barrier own_full, full[Of::kStages], empty[Of::kStages];
+};
+
+// ---- which tiles ----
+
+// The rows that a block of keys visits.
+FASTATTN_DEVICE RowRange visited_rows(const WgmmaGradArgs& a, const Place& at, int64_t j1) {
+  if (a.spans.queries == nullptr)
+    return rows_of_keys(a.p.mask, a.p.M, a.p.N, at.b, at.j0, min64(a.p.N, j1));
+  const int64_t tiles = ceil_div(a.p.N, kTile);
+  RowRange rows = {a.p.M, 0};
+  for (int64_t n = at.j0 / kTile; n < min64(tiles, ceil_div(j1, kTile)); ++n) {
+    const Span span = a.spans.queries[at.b * tiles + n];
+    if (span.begin >= span.end) continue;
+    rows = {min64(rows.begin, int64_t{span.begin} * kTile),
+            max64(rows.end, min64(a.p.M, int64_t{span.end} * kTile))};
+  }
+  return rows;
+}
+
+struct HeadTile {
+  int head, tile;
+};
+// The tiles that pass by: those of `heads` heads, masked ones first.
+struct PassingTiles {
+  KeyTiles of_head;
+  int heads;
+
+  FASTATTN_DEVICE int masked(const PassingTiles& x) {
+    return x.heads * KeyTiles::masked(x.of_head);
+  }
+  FASTATTN_DEVICE int count(const PassingTiles& x) { return x.heads * KeyTiles::count(x.of_head); }
+  FASTATTN_DEVICE HeadTile at(const PassingTiles& x, int n) {
+    const int masked = KeyTiles::masked(x.of_head), late = n - x.heads * masked;
+    const int each = late < 0 ? masked : KeyTiles::count(x.of_head) - masked;
+    const int m = late < 0 ? n : late, head = x.heads == 1 ? 0 : m / each;
+    return {head, KeyTiles::at(x.of_head, m - head * each + (late < 0 ? 0 : masked))};
+  }
+};
+
+template <bool kOfKeys>
+FASTATTN_DEVICE PassingTiles passing_tiles(const WgmmaGradArgs& a, const Place& at) {
+  const BackwardParams& p = a.p;
+  const bool masked = masks_every_tile(p) || p.grad_weights.data != nullptr;
+  if constexpr (kOfKeys) {
+    const int64_t j1 = at.j0 + kRowTile;
+    const RowRange none = {p.M, 0};
+    const RowRange all = masked ? none : rows_of_all_keys(p.mask, p.M, p.N, at.b, at.j0, j1);
+    return {order_tiles<kTile>(visited_rows(a, at, j1), all),
+            static_cast<int>(p.H) / static_cast<int>(p.Hkv)};
+  } else {
+    return {key_tiles<kTile>(p, masked, at.b, at.i0, min64(p.M, at.i0 + kRowTile)), 1};
+  }
+}
+
+// Where a tile that passes by is.
+template <bool kOfKeys>
+FASTATTN_DEVICE Place at_passing(const AttentionParams& p, Place at, const PassingTiles& tiles,
+                                 int n) {
+  const HeadTile which = PassingTiles::at(tiles, n);
+  const int64_t first = int64_t{which.tile} * kTile;
+  if constexpr (kOfKeys) {
+    at.h += which.head, at.i0 = first, at.rows = extent(p.M, first);
+  } else {
+    at.j0 = first, at.cols = extent(p.N, first);
+  }
+  return at;
+}
+
+// ---- consumers ----
+
+// The gradients of 64 keys, or of 64 queries, of the warpgroup.
+template <bool kOfKeys, DType kType, int kDim>
+struct GradConsumer {
+  using Of = GradPlan<kDim>;
+  using Memory = WgmmaGradMemory<kDim>;
+  using Layout = std::conditional_t<kOfKeys, KeyRows, QueryRows>;
+  const WgmmaGradArgs& a;
+  const Place& at;
+  Memory& memory;
+  int group;
+  uint64_t own, passing, down;  // descriptors: of what S is made of, in stage 0
+  Stage<Of::kStages> stage = {};
+  float s[kTile / 8][4] = {}, ds[kTile / 8][4] = {};
+  uint32_t w[kTile / 16][4] = {}, dw[kTile / 16][4] = {};  // both as operands
+  float of_scores[kDim / 8][4] = {};                       // dK or dQ, without the scale
+  float of_weights[kOfKeys ? kDim / 8 : 1][4] = {};        // dV
+
+  __device__ __forceinline__ GradConsumer(const WgmmaGradArgs& a, const Place& at, Memory& memory,
+                                          int group)
+      : a(a),
+        at(at),
+        memory(memory),
+        group(group),
+        own(describe(memory.own[kOfScores][group], kAlongRows)),
+        passing(describe(memory.passing, kAlongRows)),
+        down(describe(memory.passing, kDownColumns<kTile>)) {}
+
+  static constexpr uint32_t kOwn = chunks_of(sizeof(Memory::own[0]));
+  static constexpr uint32_t kStage = chunks_of(sizeof(Memory::passing[0]));
+  static constexpr uint32_t kPassing = chunks_of(sizeof(Memory::passing[0][0]));
+
+  // Starts S, and dP on top of what is there if `keep`.
+  __device__ __forceinline__ void start_products(bool keep) {
+    const uint64_t first = advance(passing, stage.number * kStage);
+    wait_for_phase(&memory.full[stage.number], stage.parity);
+    start_scores<kType, Of::kPanels>(own, first, s);
+    start_scores<kType, Of::kPanels>(advance(own, kOwn), advance(first, kPassing), ds, keep);
+  }
+  __device__ __forceinline__ void start_of_weights() {
+    if constexpr (kOfKeys) {
+      pack_weights<kType>(s, w);
+      start_values<kType>(w, advance(down, stage.number * kStage + kPassing), of_weights);
+    }
+  }
+  __device__ __forceinline__ void start_of_scores() {
+    pack_weights<kType>(ds, dw);
+    start_values<kType>(dw, advance(down, stage.number * kStage), of_scores);
+  }
+
+  // Once all products of a stage are done.
+  __device__ __forceinline__ void leave_stage() {
+    hold(dw), hold(of_scores);
+    if constexpr (kOfKeys) hold(w), hold(of_weights);
+    __syncwarp();  // its lanes have read the rows
+    release(&memory.empty[stage.number]);
+    stage = stage.next();
+  }
+
+  __device__ __forceinline__ const RowMemory& rows() {
+    return memory.rows[kOfKeys ? stage.number : group];
+  }
+
+  __device__ __forceinline__ void full_tile() {
+    start_products(false);
+    wait_for_products<1>();
+    hold(s);
+    known_pairs<Layout>(rows(), a.unit, kAllKept, s);
+    start_of_weights();
+    wait_for_products<kOfKeys ? 1 : 0>();
+    hold(ds);
+    grad_scores<Layout, false>(rows(), kAllKept, s, ds);
+    start_of_scores();
+    wait_for_products<0>();
+    leave_stage();
+  }
+
+  __device__ __forceinline__ void masked_tile(const Place& here) {
+    const BackwardParams& p = a.p;
+    const KeepBits bits = partial_bits<Layout>(p, here);
+    const KeepBits survivors = surviving_bits<Layout>(p, here);
+    load_grad_weights<Layout, kType>(p, here, bits, ds);
+    start_products(true);
+    wait_for_products<0>();
+    hold(s), hold(ds);
+    mask_scores<Layout>(p, here, bits, s);
+    grad_pairs<Layout, false>(p, {bits, false, false}, survivors, a.unit, rows(), s, ds);
+    start_of_weights();
+    start_of_scores();
+    wait_for_products<0>();
+    leave_stage();
+  }
+
+  __device__ __forceinline__ void run(const PassingTiles& tiles) {
+    const int count = PassingTiles::count(tiles), masked = PassingTiles::masked(tiles);
+    if (count == 0) return;
+    wait_for_phase(&memory.own_full, 0);
+    int n = 0;
+#pragma unroll 1
+    for (; n < masked; ++n) masked_tile(at_passing<kOfKeys>(a.p, at, tiles, n));
+#pragma unroll 1
+    for (; n < count; ++n) full_tile();
+  }
+};
+
+}  // namespace fastattn::cuda
