@@ -45,8 +45,9 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 }
 
 // The map of a view that has_tensor_map(), in boxes of `rows` x kPanel. Returns whether the driver
-// made it.
-inline bool make_tensor_map(const View& view, const Extents& size, int rows, CUtensorMap* map) {
+// made it. Not one function for the whole process: libraries of tests have drivers of their own.
+static inline bool make_tensor_map(const View& view, const Extents& size, int rows,
+                                   CUtensorMap* map) {
   static const auto encode = tensor_map_encoder();
   if (encode == nullptr) return false;
   const int64_t extents[] = {size.columns, size.rows, size.h, size.b};

@@ -1,11 +1,11 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
 #include "cuda/dot/wgmma_choice.h"
-#include "cuda/kernels.h"
 
 namespace fastattn::cuda {
 namespace {
@@ -36,6 +36,7 @@ bool is_sm90() {
 
 }  // namespace
 
+// As kernels.h declares it.
 void choose_wgmma(int64_t device, bool chosen) {
   if (device < 0 || device >= kMostDevices) return;
   const uint64_t bit = uint64_t{1} << device;

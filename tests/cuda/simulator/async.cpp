@@ -285,6 +285,8 @@ void arrive(const void* barrier, uint32_t bytes, Site here) {
   phases.bytes += bytes;
   if (--phases.missing < 0) fail_block(here, "more arrivals at a barrier than it counts");
   end_phase_if_complete(phases);
+  if (!schedule.in_turn() && schedule.chance(2))  // others see it before this thread goes on
+    let_others_run(schedule.random() % (kPatience + 1), here);
 }
 
 void wait_for_phase(const void* barrier, uint32_t parity, Site here) {

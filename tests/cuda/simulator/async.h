@@ -7,7 +7,8 @@
 // - A copy fills its box with NaN when it starts, and with numbers at a time that the schedule
 //   picks. A copy that nobody waits for fails the block.
 // - A barrier that is used before others may see it, or that gets more arrivals than it counts,
-//   fails the block. So does one whose bytes differ from those expected.
+//   fails the block. So does one whose bytes differ from those expected. Others may run right after
+//   an arrival.
 // - A warp's products run when their group is committed, or as late as when it is waited for. They
 //   read shared memory and the registers of A then. D is NaN from the product to the wait.
 // - Products without a fence before their group, products that differ between the lanes or the
