@@ -179,7 +179,7 @@ def find_torch() -> tuple[Path, str]:
 def entries(isa: str) -> list[Path]:
     """The sources that are compiled for an ISA."""
     has_unit, files = isa in UNITS, sorted(Path("csrc/cpu/entry").glob("*.cpp"))
-    return [p for p in files if p.stem == "limits" or p.stem.startswith("unit") == has_unit]
+    return [p for p in files if p.stem == "limits" or (p.stem == "unit") == has_unit]
 
 
 def compilations(isas: dict[str, list[str]], torch: Path) -> list[tuple[Path, Path, list[str]]]:

@@ -264,6 +264,10 @@ class BackwardWorker {
   bool loaded_ = false;
 };
 
+// What follows the sweep: sums over chunks, and the gradient of the bias in its own dtype.
+FASTATTN_SHARED void finish_sums(const BackwardArgs& args, const Parallel& parallel);
+
+#ifdef FASTATTN_SHARED_CODE
 // Adds up the results of chunks in the workspace, one (b, h) a task.
 class ReduceWorker {
  public:
@@ -306,6 +310,20 @@ class ReduceWorker {
   RowRanges ranges_;
 };
 
+FASTATTN_SHARED void finish_sums(const BackwardArgs& args, const Parallel& parallel) {
+  const BackwardParams& p = args.p;
+  if (!args.plan.q_direct || p.grad_w != nullptr) {
+    const double summed = static_cast<double>(p.B * p.H) * static_cast<double>(p.M) *
+                          static_cast<double>(p.D * args.path.chunks);
+    TaskLoop<ReduceWorker, BackwardArgs>::run(args, p.B * p.H, summed, parallel);
+  }
+  if (p.grad_bias.data != nullptr && !args.plan.bias_direct) {
+    const double size = static_cast<double>(p.bias_B * p.bias_H * p.bias_M * p.bias_N);
+    TaskLoop<BiasGradWriter, BackwardArgs>::run(args, BiasGradWriter::tasks(p), size, parallel);
+  }
+}
+#endif  // FASTATTN_SHARED_CODE
+
 template <typename Score, typename Values = ValueGrads>
 static void backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
   const int64_t block_m = Score::tile(path).m;
@@ -320,14 +338,7 @@ static void backward(const BackwardParams& p, const Path& path, const Parallel& 
       args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
   const int64_t tasks = args.plan.groups.b * args.plan.groups.h * path.chunks;
   TaskLoop<BackwardWorker<Score, Values>, BackwardArgs>::run(args, tasks, work, parallel);
-  if (!args.plan.q_direct || p.grad_w != nullptr) {
-    const double summed = rows * static_cast<double>(p.D * path.chunks);
-    TaskLoop<ReduceWorker, BackwardArgs>::run(args, heads, summed, parallel);
-  }
-  if (p.grad_bias.data != nullptr && !args.plan.bias_direct) {
-    const double size = static_cast<double>(p.bias_B * p.bias_H * p.bias_M * p.bias_N);
-    TaskLoop<BiasGradWriter, BackwardArgs>::run(args, BiasGradWriter::tasks(p), size, parallel);
-  }
+  finish_sums(args, parallel);
 }
 
 }  // namespace fastattn::FASTATTN_ISA
