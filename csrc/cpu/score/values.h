@@ -51,9 +51,8 @@ class ValueTile : public FormDefaults {
     values_ = {packed_, DType::kFloat32, 0, ld_, 1, cols, E_};
   }
 
-  template <typename Logit>
   void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-             const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
+             const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop,
              float* alpha) const {
     softmax_step(mask, dropout, at, state, logit, s, ld, drop, alpha);
   }

@@ -159,6 +159,7 @@ class MaskTile {
   bool keeps_key(int64_t c) const;
 
  private:
+  // Those without a body here are in find_masking.h, and nobody but its functions calls them.
   bool keeps(int64_t i, int64_t c) const {
     if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;
     return !masked_ || (c >= begin_[i] && c < end_[i]);
@@ -170,8 +171,8 @@ class MaskTile {
   }
 
   // Of the rows [i0, i1), which are a strip. They return how many vectors are listed.
-  int64_t list_intervals(int64_t i0, int64_t i1);
-  int64_t list_addend(int64_t i0, int64_t i1);
+  inline int64_t list_intervals(int64_t i0, int64_t i1);
+  inline int64_t list_addend(int64_t i0, int64_t i1);
 
   FASTATTN_MEMBER VecI inside(int64_t i, int64_t c) const {
     const VecI j = iota() + static_cast<int32_t>(c);
@@ -179,38 +180,38 @@ class MaskTile {
   }
 
   // Sets per-row intervals relative to the tile. Returns where the last one ends, in whole vectors.
-  int64_t set_intervals();
+  inline int64_t set_intervals();
 
   // Whether the addend is only a bias that can be read where it lies, and is finite. Absolute
   // values are compared as integers, where infinities and NaN are the largest.
-  bool look_at_plain_bias();
+  inline bool look_at_plain_bias();
 
   // How much of the tile the dense mask keeps. Most tiles of a block mask are all kept or all
   // dropped. This check costs a sixth of building an addend.
   enum class Kept { kNone, kSome, kAll };
-  Kept kept_by_mask() const;
+  inline Kept kept_by_mask() const;
 
   // Folds bias, dense mask and intervals into the addend, and finds the kind of the tile.
-  int64_t build_addend(int64_t in_interval);
+  inline int64_t build_addend(int64_t in_interval);
 
   // Drops trailing vectors of columns that are masked in all rows.
-  int64_t last_kept(int64_t cols, int64_t rows) const;
+  inline int64_t last_kept(int64_t cols, int64_t rows) const;
 
-  void put_bias(int64_t i, float* to) const;
+  inline void put_bias(int64_t i, float* to) const;
 
   // A NaN that rounding to 16 bits keeps: see words_of().
   FASTATTN_MEMBER static Vec canonical(Vec x) { return x == x ? x : splat(__builtin_nanf("")); }
 
   // -inf where the dense mask drops a key; elsewhere 0, or (kOver) the value already there.
   template <bool kOver>
-  void put_keep(int64_t i, float* to) const;
+  inline void put_keep(int64_t i, float* to) const;
 
-  void put_interval(int64_t i, float* to) const;
+  inline void put_interval(int64_t i, float* to) const;
 
   struct Seen {
     VecI kept, masked, biased;
   };
-  void look(const float* row, Seen& seen) const;
+  inline void look(const float* row, Seen& seen) const;
 
   const AttentionParams& p_;
   int64_t block_n_;
