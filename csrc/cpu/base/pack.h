@@ -4,6 +4,7 @@
 
 #include "cpu/base/half.h"
 #include "cpu/base/scratch.h"
+#include "cpu/base/shared.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -105,6 +106,27 @@ FASTATTN_SIMD void store_strided(void* base, int64_t offset, int64_t stride, int
 
 FASTATTN_SIMD VecI not_finite(Vec x) { return bits_of(x - x); }
 
+// to[r * ld + c] = factor * from(r, c); columns up to the next multiple of kWidth become 0.
+FASTATTN_SHARED bool pack_rows(const Matrix& from, float factor, float* to, int64_t ld);
+
+// to[c * ld + r] = factor * from(r, c); rows up to the next multiple of kWidth become 0.
+FASTATTN_SIMD bool pack_transposed(const Matrix& from, float factor, float* to, int64_t ld) {
+  return pack_rows(from.transposed(), factor, to, ld);
+}
+
+// ---- out of tiles ----
+
+// to(r, c) = factor * row_factor[r] * from[r * ld + c]; row_factor may be nullptr.
+FASTATTN_SHARED void unpack_rows(const float* from, int64_t ld, float factor,
+                                 const float* row_factor, const Matrix& to);
+
+// Likewise from a contiguous array, without reading past its last element.
+FASTATTN_SHARED void unpack_dense(const float* from, const Matrix& to);
+FASTATTN_SHARED void unpack_zeros(const Matrix& to);
+
+FASTATTN_SHARED void fill(float* to, int64_t count, float value);
+
+#ifdef FASTATTN_SHARED_CODE
 template <DType kType>
 static bool copy_rows(const Matrix& from, float factor, float* to, int64_t ld) {
   VecI probe{};
@@ -183,8 +205,7 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
   return !any_lane(probe);
 }
 
-// to[r * ld + c] = factor * from(r, c); columns up to the next multiple of kWidth become 0.
-[[maybe_unused]] static bool pack_rows(const Matrix& from, float factor, float* to, int64_t ld) {
+FASTATTN_SHARED bool pack_rows(const Matrix& from, float factor, float* to, int64_t ld) {
   bool finite = true;
   with_dtype(from.dtype, [&](auto type) {
     const bool columns_contiguous = from.stride_c != 1 && from.stride_r == 1;
@@ -194,17 +215,8 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
   return finite;
 }
 
-// to[c * ld + r] = factor * from(r, c); rows up to the next multiple of kWidth become 0.
-[[maybe_unused]] static bool pack_transposed(const Matrix& from, float factor, float* to,
-                                             int64_t ld) {
-  return pack_rows(from.transposed(), factor, to, ld);
-}
-
-// ---- out of tiles ----
-
-// to(r, c) = factor * row_factor[r] * from[r * ld + c]; row_factor may be nullptr.
-[[maybe_unused]] static void unpack_rows(const float* from, int64_t ld, float factor,
-                                         const float* row_factor, const Matrix& to) {
+FASTATTN_SHARED void unpack_rows(const float* from, int64_t ld, float factor,
+                                 const float* row_factor, const Matrix& to) {
   with_dtype(to.dtype, [&](auto type) {
     for (int64_t r = 0; r < to.rows; ++r) {
       const float scale = row_factor == nullptr ? factor : factor * row_factor[r];
@@ -215,8 +227,7 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
   });
 }
 
-// Likewise from a contiguous array, without reading past its last element.
-[[maybe_unused]] static void unpack_dense(const float* from, const Matrix& to) {
+FASTATTN_SHARED void unpack_dense(const float* from, const Matrix& to) {
   with_dtype(to.dtype, [&](auto type) {
     for (int64_t r = 0; r < to.rows; ++r)
       for (int64_t c = 0; c < to.cols; c += kWidth)
@@ -225,7 +236,8 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
                             load_strided<DType::kFloat32>(from, r * to.cols + c, 1, to.cols - c));
   });
 }
-[[maybe_unused]] static void unpack_zeros(const Matrix& to) {
+
+FASTATTN_SHARED void unpack_zeros(const Matrix& to) {
   with_dtype(to.dtype, [&](auto type) {
     for (int64_t r = 0; r < to.rows; ++r)
       for (int64_t c = 0; c < to.cols; c += kWidth)
@@ -234,8 +246,9 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
   });
 }
 
-[[maybe_unused]] static void fill(float* to, int64_t count, float value) {
+FASTATTN_SHARED void fill(float* to, int64_t count, float value) {
   for (int64_t n = 0; n < count; ++n) to[n] = value;
 }
+#endif  // FASTATTN_SHARED_CODE
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -19,6 +19,7 @@
 
 #include "cpu/loop/bias_grad.h"
 #include "cpu/loop/delta.h"
+#include "cpu/loop/tile_grads.h"
 #include "cpu/score/values.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -38,8 +39,7 @@ class BackwardWorker {
         dp_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
         slopes_(p_.softcap == 0.f ? nullptr
                                   : scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
-        drop_(scratch_.floats(kRows * drop_ld())),
-        grad_weights_(scratch_.floats(kRows * tile_.n)) {}
+        grads_(args, scratch_, mask_, s_, dp_, tile_.n) {}
 
   void run(int64_t task) {
     const BackwardGroups& groups = args_.plan.groups;
@@ -61,9 +61,6 @@ class BackwardWorker {
   }
 
  private:
-  static constexpr int64_t kRows = 2;  // most rows that a sink takes
-  int64_t drop_ld() const { return tile_.n + 4 * kWidth; }
-
   // Where this chunk's gradient of q_i goes, in rows of grad_q_stride().
   float* grad_q(int64_t b, int64_t h, int64_t i) const {
     const View& to = p_.grad_q;
@@ -127,17 +124,13 @@ class BackwardWorker {
     scores_of(score_, args_.units, mask_, at.rows, at.cols, s_, tile_.n, slopes_);
     values_.grad_weights(mask_, dp_);
     BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
-    with_logit(
-        args_.units.linear, slopes_, tile_.n, [&](auto logit) __attribute__((always_inline)) {
-          values_.make_grads(
-              score_,
-              [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
-                mask_.with_masking(
-                    [&](auto masking) { grad_scores<masking>(at, units, bias, logit, sink); });
-                bias = {};  // should there be another time
-              },
-              GradsInPlace{s_, dp_, tile_.n});
-        });
+    values_.make_grads(
+        score_,
+        [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
+          grads_.put({at, units, bias, slopes_}, sink);
+          bias = {};  // should there be another time
+        },
+        GradsInPlace{s_, dp_, tile_.n});
     bias_.end_tile(at, chunk_);
     if (mask_.sparse()) {
       mask_.strips().clear_others(s_, tile_.n, at.rows, at.cols);
@@ -155,101 +148,6 @@ class BackwardWorker {
     loaded_ = true;
   }
 
-  // Factors of a tile: from scores to logits, of dP and dW before W and dS are computed, and of dS
-  // after.
-  template <typename Logit>
-  struct Factors {
-    Logit logit;
-    float dp, grad_weights, grad_bias;
-  };
-  // Everything that the gradients of a row of scores depend on, beside its scores and dP.
-  struct Row {
-    int64_t i;
-    bool exists;
-    RowStats stats;
-    float delta;
-    const float *drop, *grad_weights;  // or nullptr
-  };
-  // `n`: the row's number among those that a sink takes at a time.
-  Row row(const TilePlace& at, int64_t i, int n, const GradUnits& units) {
-    if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr};
-    float *const drop = drop_ + n * drop_ld(), *const grad_weights = grad_weights_ + n * tile_.n;
-    if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
-    const bool weights = p_.grad_weights.data != nullptr;
-    if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights);
-    const RowStats stats = args_.stats(at.b, at.h, at.i0 + i);
-    return {i,
-            true,
-            {stats.shift, stats.factor * units.w, stats.most},
-            *args_.delta(at.b, at.h, at.i0 + i) * (units.ds / units.w),
-            p_.dropout.enabled ? drop : nullptr,
-            weights ? grad_weights : nullptr};
-  }
-
-  // W and dS of kWidth pairs from column c on, exactly 0 where masked. kPlain: weights are P.
-  template <Masking kMasking, bool kPlain, typename Logit>
-  FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors<Logit>& factors, Vec& w,
-                                Vec& ds) const {
-    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * tile_.n + c), factors.logit, row.i, c),
-              p = known_weight(s, factors.logit, row.stats);
-    Vec dp = load(dp_ + row.i * tile_.n + c) * factors.dp;
-    w = p;
-    if (!kPlain && row.grad_weights != nullptr)
-      dp += load(row.grad_weights + c) * factors.grad_weights;
-    if (!kPlain && row.drop != nullptr) dp *= load(row.drop + c), w *= load(row.drop + c);
-    ds = p * (dp - row.delta);
-    if (kMasking != Masking::kNone) ds = s == splat(-kInf) ? Vec{} : ds;
-  }
-
-  // Puts W and dS of rows into a sink. kPlain, in addition: all rows and columns exist.
-  template <Masking kMasking, bool kPlain, typename Logit, typename Sink>
-  FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
-                                const Factors<Logit>& factors, const BiasGrad::Rows& bias,
-                                Sink& sink) const {
-    const auto columns = columns_of<kMasking, Sink>(mask_, rows[0].i, cols);
-    const int64_t vectors = columns.count();
-    for (int64_t first = 0; first < vectors; first += Sink::kVectors) {
-      const int64_t c = columns.at(first);
-      Vec w[Sink::kRows][Sink::kVectors], ds[Sink::kRows][Sink::kVectors];
-#pragma GCC unroll 2
-      for (int n = 0; n < Sink::kRows; ++n)
-#pragma GCC unroll 2
-        for (int v = 0; v < Sink::kVectors; ++v) {
-          const int64_t at = c + v * kWidth;
-          if (kPlain || (rows[n].exists && at < cols)) {
-            grads_at<kMasking, kPlain>(rows[n], at, factors, w[n][v], ds[n][v]);
-            if (bias.data != nullptr) bias.put(rows[n].i, at, ds[n][v] * factors.grad_bias);
-            ds[n][v] = factors.logit.slope(rows[n].i, at, ds[n][v]);
-          } else {
-            w[n][v] = ds[n][v] = Vec{};
-          }
-        }
-      sink.put(c, w, ds);
-    }
-  }
-
-  // Turns S and dP into W and dS, and puts them into a sink: kRows rows, kStep rows apart, and
-  // kVectors vectors at a time. There are zeros beyond the tile, up to multiples of kWhole rows.
-  template <Masking kMasking, typename Logit, typename Sink>
-  void grad_scores(const TilePlace& at, const GradUnits& units, const BiasGrad::Rows& bias,
-                   Logit logit, Sink& sink) {
-    static_assert(Sink::kRows <= kRows, "a row of factors each");
-    const float made = units.ds / units.w;
-    const Factors<Logit> factors = {logit, made / units.dp, made, 1.f / units.ds};
-    const bool plain = !p_.dropout.enabled && p_.grad_weights.data == nullptr &&
-                       at.cols % (Sink::kVectors * kWidth) == 0;
-    for (int64_t i0 = 0; i0 < round_up(at.rows, Sink::kWhole); i0 += Sink::kRows * Sink::kStep)
-      for (int64_t i = i0; i < i0 + Sink::kStep; ++i) {
-        Row rows[Sink::kRows];
-        for (int n = 0; n < Sink::kRows; ++n) rows[n] = row(at, i + n * Sink::kStep, n, units);
-        sink.begin(i);
-        plain&& rows[Sink::kRows - 1].exists
-            ? put_rows<kMasking, true>(rows, at.cols, factors, bias, sink)
-            : put_rows<kMasking, false>(rows, at.cols, factors, bias, sink);
-        sink.end();
-      }
-  }
-
   const BackwardArgs& args_;
   const BackwardParams& p_;
   Scratch scratch_;
@@ -259,11 +157,16 @@ class BackwardWorker {
   RowRanges ranges_;
   BiasGrad bias_;
   Values values_;
-  float *s_, *dp_, *slopes_, *drop_, *grad_weights_;
+  float *s_, *dp_, *slopes_;
+  TileGrads grads_;
   int64_t chunk_ = 0;
   bool loaded_ = false;
 };
 
+// What follows the sweep: sums over chunks, and the gradient of the bias in its own dtype.
+FASTATTN_SHARED void finish_sums(const BackwardArgs& args, const Parallel& parallel);
+
+#ifdef FASTATTN_SHARED_CODE
 // Adds up the results of chunks in the workspace, one (b, h) a task.
 class ReduceWorker {
  public:
@@ -306,6 +209,20 @@ class ReduceWorker {
   RowRanges ranges_;
 };
 
+FASTATTN_SHARED void finish_sums(const BackwardArgs& args, const Parallel& parallel) {
+  const BackwardParams& p = args.p;
+  if (!args.plan.q_direct || p.grad_w != nullptr) {
+    const double summed = static_cast<double>(p.B * p.H) * static_cast<double>(p.M) *
+                          static_cast<double>(p.D * args.path.chunks);
+    TaskLoop<ReduceWorker, BackwardArgs>::run(args, p.B * p.H, summed, parallel);
+  }
+  if (p.grad_bias.data != nullptr && !args.plan.bias_direct) {
+    const double size = static_cast<double>(p.bias_B * p.bias_H * p.bias_M * p.bias_N);
+    TaskLoop<BiasGradWriter, BackwardArgs>::run(args, BiasGradWriter::tasks(p), size, parallel);
+  }
+}
+#endif  // FASTATTN_SHARED_CODE
+
 template <typename Score, typename Values = ValueGrads>
 static void backward(const BackwardParams& p, const Path& path, const Parallel& parallel) {
   const int64_t block_m = Score::tile(path).m;
@@ -320,14 +237,7 @@ static void backward(const BackwardParams& p, const Path& path, const Parallel& 
       args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);
   const int64_t tasks = args.plan.groups.b * args.plan.groups.h * path.chunks;
   TaskLoop<BackwardWorker<Score, Values>, BackwardArgs>::run(args, tasks, work, parallel);
-  if (!args.plan.q_direct || p.grad_w != nullptr) {
-    const double summed = rows * static_cast<double>(p.D * path.chunks);
-    TaskLoop<ReduceWorker, BackwardArgs>::run(args, heads, summed, parallel);
-  }
-  if (p.grad_bias.data != nullptr && !args.plan.bias_direct) {
-    const double size = static_cast<double>(p.bias_B * p.bias_H * p.bias_M * p.bias_N);
-    TaskLoop<BiasGradWriter, BackwardArgs>::run(args, BiasGradWriter::tasks(p), size, parallel);
-  }
+  finish_sums(args, parallel);
 }
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -22,6 +22,44 @@ FASTATTN_SIMD void load_grad_weights(const BackwardParams& p, int64_t b, int64_t
   pack_rows(from, mean ? 1.f / static_cast<float>(p.H) : 1.f, to, 0);
 }
 
+// Scores of a tile in rows of ld, two rows of scratch memory, and sums of rows, a vector each.
+struct WeightTerms {
+  const float* s;
+  int64_t ld;
+  float *drop, *grad_weights, *sum;
+};
+
+// Adds the terms W dW of a tile to the sums of its rows.
+FASTATTN_SHARED void add_weight_terms_of(const BackwardArgs& args, const MaskTile& mask,
+                                         const TilePlace& at, const WeightTerms& to);
+
+#ifdef FASTATTN_SHARED_CODE
+template <Masking kMasking>
+static void add_masked_terms(const BackwardArgs& args, const MaskTile& mask, const TilePlace& at,
+                             const WeightTerms& to) {
+  const BackwardParams& p = args.p;
+  const LinearLogit logit = args.units.linear;
+  for (int64_t i = 0; i < at.rows; ++i) {
+    const RowStats stats = args.stats(at.b, at.h, at.i0 + i);
+    load_grad_weights(p, at.b, at.h, at.i0 + i, at.j0, at.cols, to.grad_weights);
+    if (p.dropout.enabled) dropout_row(p.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, to.drop);
+    Vec sum = load(to.sum + i * kWidth);
+    for (int64_t c = 0; c < at.cols; c += kWidth) {
+      const Vec s = mask.apply<kMasking>(load(to.s + i * to.ld + c), logit, i, c);
+      Vec term = known_weight(s, logit, stats) * load(to.grad_weights + c);
+      if (p.dropout.enabled) term *= load(to.drop + c);
+      sum += s == splat(-kInf) ? Vec{} : term;
+    }
+    store(to.sum + i * kWidth, sum);
+  }
+}
+
+FASTATTN_SHARED void add_weight_terms_of(const BackwardArgs& args, const MaskTile& mask,
+                                         const TilePlace& at, const WeightTerms& to) {
+  mask.with_masking([&](auto masking) { add_masked_terms<masking>(args, mask, at, to); });
+}
+#endif  // FASTATTN_SHARED_CODE
+
 template <typename Score, typename Values>
 class DeltaWorker {
  public:
@@ -99,25 +137,8 @@ class DeltaWorker {
       score_.load_keys(b_, h_ / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
       scores_of(score_, args_.units, mask_, rows_, cols, s_, tile_.n);
-      mask_.with_masking([&](auto masking) { add_tile<masking>(j0, cols); });
-    }
-  }
-
-  template <Masking kMasking>
-  void add_tile(int64_t j0, int64_t cols) {
-    const LinearLogit logit = args_.units.linear;
-    for (int64_t i = 0; i < rows_; ++i) {
-      const RowStats stats = args_.stats(b_, h_, i0_ + i);
-      load_grad_weights(p_, b_, h_, i0_ + i, j0, cols, grad_w_);
-      if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h_, i0_ + i, j0, cols, drop_);
-      Vec sum = load(sum_ + i * kWidth);
-      for (int64_t c = 0; c < cols; c += kWidth) {
-        const Vec s = mask_.apply<kMasking>(load(s_ + i * tile_.n + c), logit, i, c);
-        Vec term = known_weight(s, logit, stats) * load(grad_w_ + c);
-        if (p_.dropout.enabled) term *= load(drop_ + c);
-        sum += s == splat(-kInf) ? Vec{} : term;
-      }
-      store(sum_ + i * kWidth, sum);
+      add_weight_terms_of(args_, mask_, {b_, h_, i0_, rows_, j0, cols},
+                          {s_, tile_.n, drop_, grad_w_, sum_});
     }
   }
 

@@ -189,6 +189,10 @@ class ForwardWorker {
   int64_t b_ = 0, h0_ = 0, block0_ = 0;
 };
 
+// Merges the chunks of all rows.
+FASTATTN_SHARED void merge_chunks(const ForwardArgs& args, const Parallel& parallel);
+
+#ifdef FASTATTN_SHARED_CODE
 // Merges the chunks of one (b, h), in order, with the arithmetic of an online softmax step.
 class MergeWorker {
  public:
@@ -225,6 +229,12 @@ class MergeWorker {
   float* o_;
 };
 
+FASTATTN_SHARED void merge_chunks(const ForwardArgs& args, const Parallel& parallel) {
+  const double merged = static_cast<double>(args.plan.workspace_bytes);
+  TaskLoop<MergeWorker, ForwardArgs>::run(args, args.p.B * args.p.H, merged, parallel);
+}
+#endif  // FASTATTN_SHARED_CODE
+
 template <typename Score, typename Values = ValueTile>
 static void forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
   const ForwardArgs args = forward_args<Score>(p, path, parallel.num_threads);
@@ -232,10 +242,7 @@ static void forward(const ForwardParams& p, const Path& path, const Parallel& pa
       static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
   const double work = pairs * static_cast<double>(p.D + p.E);
   TaskLoop<ForwardWorker<Score, Values>, ForwardArgs>::run(args, args.tasks(), work, parallel);
-  if (args.path.chunks > 1) {
-    const double merged = static_cast<double>(args.plan.workspace_bytes);
-    TaskLoop<MergeWorker, ForwardArgs>::run(args, p.B * p.H, merged, parallel);
-  }
+  if (args.path.chunks > 1) merge_chunks(args, parallel);
   if (p.weights_mode == WeightsMode::kNone) return;
   using Weights = WeightsWorker<Score>;
   const int64_t tasks = p.B * Weights::heads_out(p) * args.blocks * Weights::panels(args);

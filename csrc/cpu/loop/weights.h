@@ -7,6 +7,42 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+// Scores of a tile in rows of ld_s, the stats of its rows, a row of scratch memory, and where the
+// weights are added up, in rows of ld.
+struct WeightSums {
+  const float* s;
+  int64_t ld_s;
+  const RowStats* stats;
+  float *drop, *to;
+  int64_t ld;
+};
+
+// Adds the weights of a tile to sums.
+FASTATTN_SHARED void add_weights(const ForwardParams& p, LinearLogit logit, const MaskTile& mask,
+                                 const TilePlace& at, const WeightSums& sums);
+
+#ifdef FASTATTN_SHARED_CODE
+template <Masking kMasking>
+static void add_masked_weights(const ForwardParams& p, LinearLogit logit, const MaskTile& mask,
+                               const TilePlace& at, const WeightSums& sums) {
+  for (int64_t i = 0; i < at.rows; ++i) {
+    float* const to = sums.to + i * sums.ld;
+    if (p.dropout.enabled) dropout_row(p.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, sums.drop);
+    for (int64_t c = 0; c < at.cols; c += kWidth) {
+      const Vec logits = mask.apply<kMasking>(load(sums.s + i * sums.ld_s + c), logit, i, c);
+      Vec w = known_weight(logits, logit, sums.stats[i]);
+      if (p.dropout.enabled) w *= load(sums.drop + c);
+      store(to + c, load(to + c) + w);
+    }
+  }
+}
+
+FASTATTN_SHARED void add_weights(const ForwardParams& p, LinearLogit logit, const MaskTile& mask,
+                                 const TilePlace& at, const WeightSums& sums) {
+  mask.with_masking([&](auto masking) { add_masked_weights<masking>(p, logit, mask, at, sums); });
+}
+#endif  // FASTATTN_SHARED_CODE
+
 // Writes the attention weights per head, or their mean over heads. The mean is summed in head order
 // in a panel of scratch memory, so that nothing of size H M N exists. A task owns (b, head or all
 // heads, row block, panel of keys).
@@ -65,22 +101,8 @@ class WeightsWorker {
       score_.load_keys(b_, h / args_.group, j0, cols);
       score_.use_form(score_.look_at(mask_));
       scores_of(score_, args_.units, mask_, rows_, cols, s_, tile_.n);
-      mask_.with_masking(
-          [&](auto masking) { add_tile<masking>(h, j0, cols, panel_ + (j0 - begin)); });
-    }
-  }
-
-  template <Masking kMasking>
-  void add_tile(int64_t h, int64_t j0, int64_t cols, float* to) {
-    const LinearLogit logit = args_.units.linear;
-    for (int64_t i = 0; i < rows_; ++i) {
-      if (p_.dropout.enabled) dropout_row(p_.dropout, b_, h, i0_ + i, j0, cols, drop_);
-      for (int64_t c = 0; c < cols; c += kWidth) {
-        const Vec logits = mask_.apply<kMasking>(load(s_ + i * tile_.n + c), logit, i, c);
-        Vec w = known_weight(logits, logit, stats_[i]);
-        if (p_.dropout.enabled) w *= load(drop_ + c);
-        store(to + i * ld() + c, load(to + i * ld() + c) + w);
-      }
+      add_weights(p_, args_.units.linear, mask_, {b_, h, i0_, rows_, j0, cols},
+                  {s_, tile_.n, stats_, drop_, panel_ + (j0 - begin), ld()});
     }
   }
 

@@ -78,9 +78,8 @@
 //
 //     // A step of the online softmax (softmax_step()): scores s become weights, in the place
 //     // where accumulate() reads them.
-//     template <typename Logit>
 //     void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-//                const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
+//                const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop,
 //                float* alpha);
 //     // o[i] = alpha[i] * o[i] + sum_j w_ij V[j]. If the mask is sparse, only its strips are
 //     // filled.

@@ -12,16 +12,8 @@ namespace fastattn::FASTATTN_ISA {
 // such rows need it, because 0 * NaN must not carry garbage past the mask. It is slower, but sums
 // in the same order, so garbage changes no bit.
 template <typename A, typename Into>
-static void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
-                            int64_t depth, float* c, int64_t ldc, Into into) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t n = 0; n < cols; n += kWidth) {
-      Vec sum{};
-      for (int64_t k = 0; k < depth; ++k)
-        if (const float ark = a.at(r, k); ark != 0.f) sum += ark * load(b + k * ldb + n);
-      store(c + r * ldc + n, into(c + r * ldc + n, r, sum));
-    }
-}
+FASTATTN_SHARED void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
+                                     int64_t depth, float* c, int64_t ldc, Into into);
 
 // gemm() of weights, or of their gradients, which are 0 where the mask drops a pair. The depth is a
 // block of keys or queries: one chain.
@@ -59,9 +51,8 @@ class ValueTile : public FormDefaults {
     values_ = {packed_, DType::kFloat32, 0, ld_, 1, cols, E_};
   }
 
-  template <typename Logit>
   void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-             const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
+             const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop,
              float* alpha) const {
     softmax_step(mask, dropout, at, state, logit, s, ld, drop, alpha);
   }
@@ -136,5 +127,29 @@ class ValueGrads : public GradDefaults {
   bool finite_ = true;
   float *grad_out_, *v_transposed_, *grad_v_;
 };
+
+#ifdef FASTATTN_SHARED_CODE
+template <typename A, typename Into>
+FASTATTN_SHARED void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
+                                     int64_t depth, float* c, int64_t ldc, Into into) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < cols; n += kWidth) {
+      Vec sum{};
+      for (int64_t k = 0; k < depth; ++k)
+        if (const float ark = a.at(r, k); ark != 0.f) sum += ark * load(b + k * ldb + n);
+      store(c + r * ldc + n, into(c + r * ldc + n, r, sum));
+    }
+}
+
+#ifndef FASTATTN_ALONE
+#define FASTATTN_GEMM(A, Into)                                                               \
+  template void gemm_of_nonzero(A, const float*, int64_t, int64_t, int64_t, int64_t, float*, \
+                                int64_t, Into)
+FASTATTN_GEMM(ByRows, Store);
+FASTATTN_GEMM(ByRows, RescaleAdd);
+FASTATTN_GEMM(ByCols, Add);
+#undef FASTATTN_GEMM
+#endif
+#endif  // FASTATTN_SHARED_CODE
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/base/scratch.h"
+#include "cpu/base/shared.h"
 #include "problem/philox.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -30,8 +31,12 @@ FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, 
 
 // to[c] = the factor of the weight in column j0 + c: 0 or 1 / (1 - p). j0 is a multiple of 4; `to`
 // has room for cols rounded up to 4 kWidth.
-[[maybe_unused]] static void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h,
-                                         int64_t i, int64_t j0, int64_t cols, float* to) {
+FASTATTN_SHARED void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i,
+                                 int64_t j0, int64_t cols, float* to);
+
+#ifdef FASTATTN_SHARED_CODE
+FASTATTN_SHARED void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i,
+                                 int64_t j0, int64_t cols, float* to) {
   for (int64_t c = 0; c < cols; c += 4 * kWidth) {
     const Counters at = counters_of(dropout, b, h, i, j0 + c);
     const PhiloxWords bits = philox_lanes(dropout.seed, at.j4, at.i, at.h, at.b);
@@ -42,5 +47,6 @@ FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, 
     for (int w = 0; w < 4; ++w) store(to + c + w * kWidth, word[w]);
   }
 }
+#endif  // FASTATTN_SHARED_CODE
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -15,6 +15,7 @@
 #pragma once
 
 #include "cpu/base/scratch.h"
+#include "cpu/base/shared.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -82,6 +83,21 @@ FASTATTN_SIMD void in_chains(int64_t depth, Into into, F f) {
   for (int64_t k = length; k < depth; k += length) f(k, min64(depth - k, length), Add{});
 }
 
+// One chain of gemm().
+template <typename A, typename Into>
+FASTATTN_SHARED void gemm_chain(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
+                                int64_t depth, float* c, int64_t ldc, Into into);
+
+// C[rows x cols] from A[rows x depth] and B[depth x cols]; cols is a multiple of kWidth.
+template <typename A, typename Into>
+static void gemm(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth,
+                 float* c, int64_t ldc, Into into) {
+  in_chains(depth, into, [&](int64_t k, int64_t length, auto to) {
+    gemm_chain(a.from(k), b + k * ldb, ldb, rows, cols, length, c, ldc, to);
+  });
+}
+
+#ifdef FASTATTN_SHARED_CODE
 template <int kRows, int kVecs, typename A, typename Into>
 FASTATTN_SIMD void micro_kernel(A a, const float* b, int64_t ldb, int64_t depth, float* c,
                                 int64_t ldc, int64_t row, Into into) {
@@ -115,8 +131,8 @@ FASTATTN_SIMD void gemm_panel(A a, const float* b, int64_t ldb, int64_t rows, in
 }
 
 template <typename A, typename Into>
-static void gemm_chain(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth,
-                       float* c, int64_t ldc, Into into) {
+FASTATTN_SHARED void gemm_chain(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
+                                int64_t depth, float* c, int64_t ldc, Into into) {
   constexpr int kPanel = kTileVecs * kWidth;
   int64_t n = 0;
   for (; n + kPanel <= cols; n += kPanel)
@@ -130,13 +146,16 @@ static void gemm_chain(A a, const float* b, int64_t ldb, int64_t rows, int64_t c
   if (n < cols) gemm_panel<1>(a, b + n, ldb, rows, depth, c + n, ldc, into);
 }
 
-// C[rows x cols] from A[rows x depth] and B[depth x cols]; cols is a multiple of kWidth.
-template <typename A, typename Into>
-static void gemm(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols, int64_t depth,
-                 float* c, int64_t ldc, Into into) {
-  in_chains(depth, into, [&](int64_t k, int64_t length, auto to) {
-    gemm_chain(a.from(k), b + k * ldb, ldb, rows, cols, length, c, ldc, to);
-  });
-}
+#ifndef FASTATTN_ALONE
+#define FASTATTN_CHAIN(A, Into)                                                                  \
+  template void gemm_chain(A, const float*, int64_t, int64_t, int64_t, int64_t, float*, int64_t, \
+                           Into)
+FASTATTN_CHAIN(ByRows, Store);
+FASTATTN_CHAIN(ByRows, Add);
+FASTATTN_CHAIN(ByRows, RescaleAdd);
+FASTATTN_CHAIN(ByCols, Add);
+#undef FASTATTN_CHAIN
+#endif
+#endif  // FASTATTN_SHARED_CODE
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -57,38 +57,13 @@ struct LogitUnits {
 
 // `scale`: the natural logit of a score of 1; `own`: a factor of this kernel's scores, a power
 // of 2.
-[[maybe_unused]] static LogitUnits logit_units(const AttentionParams& p, double scale, float own) {
-  constexpr double kLog2eExact = 1.4426950408889634, kLeast = __FLT_MIN__, kMost = __FLT_MAX__;
-  const bool capped = p.softcap != 0.f, biased = p.bias.data != nullptr;
-  const double cap = static_cast<double>(p.softcap);
-  const double natural = capped ? cap : scale / static_cast<double>(own);
-  const double ratio = scale / static_cast<double>(own) / cap;
-  // A unit of 0 would make NaN of -inf, a ratio of 0 would be none, and an infinite one NaN of 0.
-  const double unit = (natural < kLeast ? kLeast : natural) * kLog2eExact;
-  return {biased ? LinearLogit{static_cast<float>(natural), kLog2e}
-                 : LinearLogit{1.f, static_cast<float>(unit)},
-          biased ? 1. : natural, biased || capped ? 1.f : 1.f / own,
-          capped ? static_cast<float>(ratio < kLeast  ? kLeast
-                                      : ratio < kMost ? ratio
-                                                      : kMost)
-                 : 0.f};
-}
+FASTATTN_SHARED LogitUnits logit_units(const AttentionParams& p, double scale, float own);
 
 // Scores s [rows, ld] become tanh(score / softcap), if there is a softcap. Writes the slopes of
 // tanh if there is a place for them. The slope of NaN is 1: such a pair may be masked, where a
 // gradient of 0 must stay 0.
-[[maybe_unused]] __attribute__((noinline)) static void cap_scores(const LogitUnits& units,
-                                                                  int64_t rows, int64_t cols,
-                                                                  int64_t ld, float* s,
-                                                                  float* slopes) {
-  if (units.ratio == 0.f) return;
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t at = i * ld; at < i * ld + cols; at += kWidth) {
-      const TanhAndSlope of = tanh_and_slope(product(load(s + at), splat(units.ratio)));
-      if (slopes != nullptr) store(slopes + at, min(of.slope, splat(1.f)));  // 1 of NaN
-      store(s + at, of.tanh);
-    }
-}
+FASTATTN_SHARED void cap_scores(const LogitUnits& units, int64_t rows, int64_t cols, int64_t ld,
+                                float* s, float* slopes);
 
 // How the scores of a tile are masked. kNone and kIntervals add no bias: a problem with a bias has
 // neither.
@@ -107,9 +82,7 @@ class MaskTile {
   }
 
   // Selects query rows [i0, i0 + rows) of head h.
-  void set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows) {
-    set_rows(b, h, i0, rows, tile_range(p_.mask, p_.N, b, i0, i0 + rows));
-  }
+  void set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows);
   void set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows, KeyRange range) {
     b_ = b, h_ = h, i0_ = i0, rows_ = rows;
     range_ = range;
@@ -121,36 +94,14 @@ class MaskTile {
   // Selects keys [j0, j0 + cols). Returns how many matter; every pair after them is masked. The
   // result is 0 (an empty tile), cols, or a multiple of kWidth. The caller may also use any such
   // number between the result and cols.
-  int64_t set_keys(int64_t j0, int64_t cols) {
-    sparse_ = false;
-    if (range_.begin >= j0 + cols || range_.end <= j0) return 0;
-    j0_ = j0, cols_ = cols;
-    const int64_t in_interval = set_intervals();
-    if (in_interval == 0) return 0;
-    masking_ = masked_ || cols % kWidth != 0 ? Masking::kIntervals : Masking::kNone;
-    if (!has_addend_) return in_interval;
-    if (p_.bias.data != nullptr)
-      return look_at_plain_bias() ? in_interval : build_addend(in_interval);
-    const Kept kept = kept_by_mask();
-    if (kept == Kept::kNone) return 0;
-    return kept == Kept::kAll ? in_interval : build_addend(in_interval);
-  }
+  int64_t set_keys(int64_t j0, int64_t cols);
 
   // Whether some pair of the tile is masked.
   bool masked() const { return masked_; }
 
   // Lists the columns that strips of rows keep, if that saves enough. Whoever calls it then takes
   // no others: sparse().
-  void find_strips() {
-    if (!masked_ || (masking_ == Masking::kAddend && addend_stride_ == 0)) return;
-    int64_t listed = 0, all = 0;
-    for (int64_t i = 0; i < rows_; i += kStripRows) {
-      const int64_t end = min64(rows_, i + kStripRows);
-      listed += masking_ == Masking::kAddend ? list_addend(i, end) : list_intervals(i, end);
-      all += AllColumns{cols_}.count();
-    }
-    sparse_ = 8 * listed <= 7 * all;
-  }
+  void find_strips();
   bool sparse() const { return sparse_; }
   const Strips& strips() const { return strips_; }
   // The columns of row i that softmax takes.
@@ -205,14 +156,10 @@ class MaskTile {
   }
 
   // Whether some row keeps key c of the tile.
-  bool keeps_key(int64_t c) const {
-    if (!masked_) return true;
-    for (int64_t i = 0; i < rows_; ++i)
-      if (keeps(i, c)) return true;
-    return false;
-  }
+  bool keeps_key(int64_t c) const;
 
  private:
+  // Those without a body here are in find_masking.h, and nobody but its functions calls them.
   bool keeps(int64_t i, int64_t c) const {
     if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;
     return !masked_ || (c >= begin_[i] && c < end_[i]);
@@ -224,23 +171,8 @@ class MaskTile {
   }
 
   // Of the rows [i0, i1), which are a strip. They return how many vectors are listed.
-  int64_t list_intervals(int64_t i0, int64_t i1) {
-    int32_t begin = static_cast<int32_t>(cols_), end = 0;
-    for (int64_t i = i0; i < i1; ++i) {
-      if (begin_[i] >= end_[i]) continue;
-      begin = begin_[i] < begin ? begin_[i] : begin;
-      end = end_[i] > end ? end_[i] : end;
-    }
-    return strips_.fill(i0 / kStripRows, begin, end, [](int64_t) { return true; });
-  }
-  int64_t list_addend(int64_t i0, int64_t i1) {
-    return strips_.fill(i0 / kStripRows, 0, cols_, [&](int64_t c) {
-      VecI kept{};
-      for (int64_t i = i0; i < i1; ++i)
-        kept |= load(addend_ + i * addend_stride_ + c) != splat(-kInf);
-      return any_lane(kept);
-    });
-  }
+  inline int64_t list_intervals(int64_t i0, int64_t i1);
+  inline int64_t list_addend(int64_t i0, int64_t i1);
 
   FASTATTN_MEMBER VecI inside(int64_t i, int64_t c) const {
     const VecI j = iota() + static_cast<int32_t>(c);
@@ -248,152 +180,38 @@ class MaskTile {
   }
 
   // Sets per-row intervals relative to the tile. Returns where the last one ends, in whole vectors.
-  int64_t set_intervals() {
-    masked_ = false;
-    if (intervals_hold(p_.mask, p_.N, b_, i0_, i0_ + rows_, j0_, j0_ + cols_)) {
-      for (int64_t i = 0; i < rows_; ++i) begin_[i] = 0, end_[i] = static_cast<int32_t>(cols_);
-      return cols_;
-    }
-    int64_t last = 0;
-    for (int64_t i = 0; i < rows_; ++i) {
-      const KeyRange row = row_range(p_.mask, p_.N, b_, i0_ + i);
-      const int64_t begin = max64(0, min64(row.begin - j0_, cols_)),
-                    end = max64(0, min64(row.end - j0_, cols_));
-      begin_[i] = static_cast<int32_t>(begin);
-      end_[i] = static_cast<int32_t>(end);
-      if (begin < end) last = max64(last, end);
-      masked_ |= begin > 0 || end < cols_;
-    }
-    return min64(cols_, round_up(last, kWidth));
-  }
+  inline int64_t set_intervals();
 
   // Whether the addend is only a bias that can be read where it lies, and is finite. Absolute
   // values are compared as integers, where infinities and NaN are the largest.
-  bool look_at_plain_bias() {
-    const View& bias = p_.bias;
-    if (has_dense(p_.mask) || cols_ % kWidth != 0) return false;
-    if (bias.dtype != DType::kFloat32 || bias.stride_c != 1) return false;
-    bias_ = static_cast<const float*>(bias.data) + b_ * bias.stride_b + h_ * bias.stride_h +
-            i0_ * bias.stride_r + j0_;
-    bias_stride_ = bias.stride_r;
-    // Rows of a line share all but one element each.
-    const bool line = p_.bias_is_line;
-    const float* const first = line ? bias_ - (rows_ - 1) : bias_;
-    const int64_t rows = line || bias.stride_r == 0 ? 1 : rows_;
-    const int64_t cols = line ? rows_ - 1 + cols_ : cols_;
-    VecI most{};
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t c = 0; c < cols; c += kWidth) {
-        const float* const at = first + i * bias.stride_r + min64(c, cols - kWidth);
-        const VecI size = bits_of(abs(load(at)));
-        most = size > most ? size : most;
-      }
-    if (any_lane(most > bits_of(splat(__FLT_MAX__)))) return false;
-    masking_ = masked_ ? Masking::kBiasInside : Masking::kBias;
-    return true;
-  }
+  inline bool look_at_plain_bias();
 
   // How much of the tile the dense mask keeps. Most tiles of a block mask are all kept or all
   // dropped. This check costs a sixth of building an addend.
   enum class Kept { kNone, kSome, kAll };
-  Kept kept_by_mask() const {
-    const DenseMask dense = dense_from(p_.mask, b_, h_, i0_, j0_);
-    if (dense.stride_n != 1 || cols_ % kWidth != 0) return Kept::kSome;
-    const uint8_t* const from = dense.data + dense.offset;
-    VecBytes any{}, dropped{};
-    for (int64_t i = 0; i < (dense.stride_m == 0 ? 1 : rows_); ++i)
-      for (int64_t c = 0; c < cols_; c += kWidth) {
-        const auto bytes = load_lanes<VecBytes>(from + i * dense.stride_m + c);
-        any |= bytes;
-        dropped |= bytes == 0;
-      }
-    const auto set = [](VecBytes x) { return any_lane(__builtin_convertvector(x != 0, VecI)); };
-    return !set(any) ? Kept::kNone : set(dropped) ? Kept::kSome : Kept::kAll;
-  }
+  inline Kept kept_by_mask() const;
 
   // Folds bias, dense mask and intervals into the addend, and finds the kind of the tile.
-  int64_t build_addend(int64_t in_interval) {
-    const bool one_row = !dense_varies_by_row(p_.mask) &&
-                         (p_.bias.data == nullptr || p_.bias.stride_r == 0) && !masked_;
-    addend_stride_ = one_row ? 0 : block_n_;
-    Seen seen{};
-    for (int64_t i = 0; i < (one_row ? 1 : rows_); ++i) {
-      float* const row = addend_ + i * addend_stride_;
-      if (p_.bias.data != nullptr) put_bias(i, row);
-      if (has_dense(p_.mask))
-        p_.bias.data == nullptr ? put_keep<false>(i, row) : put_keep<true>(i, row);
-      if (begin_[i] > 0 || end_[i] < round_up(cols_, kWidth)) put_interval(i, row);
-      look(row, seen);
-    }
-    if (!any_lane(seen.kept)) return 0;
-    masked_ = any_lane(seen.masked);
-    const bool plain = !masked_ && !any_lane(seen.biased) && cols_ % kWidth == 0;
-    masking_ = !plain                    ? Masking::kAddend
-               : p_.bias.data == nullptr ? Masking::kNone
-                                         : Masking::kBias;
-    bias_ = addend_, bias_stride_ = 0;  // a plain one is all zeros
-    return last_kept(in_interval, one_row ? 1 : rows_);
-  }
+  inline int64_t build_addend(int64_t in_interval);
 
   // Drops trailing vectors of columns that are masked in all rows.
-  int64_t last_kept(int64_t cols, int64_t rows) const {
-    for (int64_t c = (cols - 1) / kWidth * kWidth; c > 0; c -= kWidth)
-      for (int64_t i = 0; i < rows; ++i)
-        if (any_lane(load(addend_ + i * addend_stride_ + c) != splat(-kInf)))
-          return min64(cols, c + kWidth);
-    return min64(cols, kWidth);
-  }
+  inline int64_t last_kept(int64_t cols, int64_t rows) const;
 
-  void put_bias(int64_t i, float* to) const {
-    const View& bias = p_.bias;
-    const int64_t row =
-        b_ * bias.stride_b + h_ * bias.stride_h + (i0_ + i) * bias.stride_r + j0_ * bias.stride_c;
-    with_dtype(bias.dtype, [&](auto type) {
-      for (int64_t c = 0; c < cols_; c += kWidth)
-        store(to + c, canonical(load_strided<type>(bias.data, row + c * bias.stride_c,
-                                                   bias.stride_c, cols_ - c)));
-    });
-  }
+  inline void put_bias(int64_t i, float* to) const;
 
   // A NaN that rounding to 16 bits keeps: see words_of().
   FASTATTN_MEMBER static Vec canonical(Vec x) { return x == x ? x : splat(__builtin_nanf("")); }
 
   // -inf where the dense mask drops a key; elsewhere 0, or (kOver) the value already there.
   template <bool kOver>
-  void put_keep(int64_t i, float* to) const {
-    const DenseMask dense = dense_from(p_.mask, b_, h_, i0_ + i, j0_);
-    const uint8_t* const from = dense.data + dense.offset;
-    const int64_t whole = dense.stride_n == 1 ? cols_ / kWidth * kWidth : 0;
-    for (int64_t c = 0; c < cols_; c += kWidth) {
-      VecBytes bytes{};
-      if (c < whole) {
-        bytes = load_lanes<VecBytes>(from + c);
-      } else {
-        for (int64_t lane = 0; lane < kWidth && c + lane < cols_; ++lane)
-          bytes[lane] = static_cast<int8_t>(from[(c + lane) * dense.stride_n]);
-      }
-      const VecI dropped = __builtin_convertvector(bytes == 0, VecI);  // all bits set, or none
-      store(to + c, dropped ? splat(-kInf) : kOver ? load(to + c) : Vec{});
-    }
-  }
+  inline void put_keep(int64_t i, float* to) const;
 
-  void put_interval(int64_t i, float* to) const {
-    for (int64_t c = 0; c < cols_; c += kWidth)
-      store(to + c, inside(i, c) ? load(to + c) : splat(-kInf));
-  }
+  inline void put_interval(int64_t i, float* to) const;
 
   struct Seen {
     VecI kept, masked, biased;
   };
-  void look(const float* row, Seen& seen) const {
-    for (int64_t c = 0; c < cols_; c += kWidth) {
-      const Vec addend = load(row + c);
-      const VecI gone = addend == splat(-kInf);
-      seen.kept |= ~gone;
-      seen.masked |= c + kWidth <= cols_ ? gone : gone & (iota() < static_cast<int32_t>(cols_ - c));
-      seen.biased |= bits_of(addend);
-    }
-  }
+  inline void look(const float* row, Seen& seen) const;
 
   const AttentionParams& p_;
   int64_t block_n_;
@@ -417,16 +235,7 @@ class RowRanges {
         block_m_(block_m),
         of_block_(scratch.of<KeyRange>(round_up(p.M, block_m) / block_m)) {}
 
-  void use(int64_t b) {
-    if (b == b_) return;
-    b_ = b, all_ = {p_.N, 0};
-    for (int64_t i0 = 0; i0 < p_.M; i0 += block_m_) {
-      const KeyRange range = tile_range(p_.mask, p_.N, b, i0, min64(p_.M, i0 + block_m_));
-      of_block_[i0 / block_m_] = range;
-      if (range.begin >= range.end) continue;
-      all_ = {min64(all_.begin, range.begin), max64(all_.end, range.end)};
-    }
-  }
+  void use(int64_t b);
 
   KeyRange of_block(int64_t block) const { return of_block_[block]; }
   // The union, as an interval.

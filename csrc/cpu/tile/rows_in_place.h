@@ -30,6 +30,19 @@ FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
     __builtin_prefetch(reinterpret_cast<const char*>(base + row + static_cast<uintptr_t>(n)));
 }
 
+// out[r * ld + j] = x_r . keys(j, :) for r < rows and j < keys.rows rounded up to kWidth. Each row
+// of x has zeros up to a multiple of kWidth.
+FASTATTN_SHARED void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
+                              float* out, int64_t ld);
+
+// o(r, :) = scale[r] o(r, :) + sum_j weights(r, j) values(j, :) for weights [rows, ldw] and o
+// [rows, ldo]. skip_zeros: a weight of 0 skips its value, even NaN. `listed` has room for
+// values.rows.
+FASTATTN_SHARED void add_weighted_rows(const float* weights, int64_t ldw, int64_t rows,
+                                       bool skip_zeros, const Matrix& values, const float* scale,
+                                       float* o, int64_t ldo, int32_t* listed);
+
+#ifdef FASTATTN_SHARED_CODE
 // out[r * ld + j] = x_r . keys(j, :) for kRows rows and j < keys.rows rounded up to kWidth. x_r
 // begins at x[r * ldx]. kWidth products are computed at a time, with a vector of sums for each.
 template <DType kType, int kRows>
@@ -81,10 +94,8 @@ FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
   if (rows & 1) f(r, std::integral_constant<int, 1>{});
 }
 
-// out[r * ld + j] = x_r . keys(j, :) for r < rows and j < keys.rows rounded up to kWidth. Each row
-// of x has zeros up to a multiple of kWidth.
-[[maybe_unused]] static void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
-                                      float* out, int64_t ld) {
+FASTATTN_SHARED void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
+                              float* out, int64_t ld) {
   with_dtype(keys.dtype, [&](auto type) {
     in_row_blocks(rows, [&](int64_t r, auto count) {
       dot_rows_as<type, count>(x + r * ldx, ldx, keys, out + r * ld, ld);
@@ -177,13 +188,9 @@ static void add_listed(const WeightedSum& of) {
   for (; e < of.values.cols; e += kWidth) add_columns<kType, kRows, 1, kAll>(of, e);
 }
 
-// o(r, :) = scale[r] o(r, :) + sum_j weights(r, j) values(j, :) for weights [rows, ldw] and o
-// [rows, ldo]. skip_zeros: a weight of 0 skips its value, even NaN. `listed` has room for
-// values.rows.
-[[maybe_unused]] static void add_weighted_rows(const float* weights, int64_t ldw, int64_t rows,
-                                               bool skip_zeros, const Matrix& values,
-                                               const float* scale, float* o, int64_t ldo,
-                                               int32_t* listed) {
+FASTATTN_SHARED void add_weighted_rows(const float* weights, int64_t ldw, int64_t rows,
+                                       bool skip_zeros, const Matrix& values, const float* scale,
+                                       float* o, int64_t ldo, int32_t* listed) {
   const int64_t count = list_values(weights, ldw, rows, values.rows, skip_zeros, listed);
   if (count < 0) {
     for (int64_t r = 0; r < rows; ++r)
@@ -199,5 +206,6 @@ static void add_listed(const WeightedSum& of) {
     });
   });
 }
+#endif  // FASTATTN_SHARED_CODE
 
 }  // namespace fastattn::FASTATTN_ISA

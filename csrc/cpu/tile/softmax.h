@@ -182,14 +182,19 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
 }
 
 // Likewise, in place.
-template <typename Logit>
-static void softmax_step(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-                         const RowState& state, Logit logit, float* s, int64_t ld, float* drop,
-                         float* alpha) {
+FASTATTN_SHARED void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
+                                  const TilePlace& at, const RowState& state, LinearLogit logit,
+                                  float* s, int64_t ld, float* drop, float* alpha);
+
+#ifdef FASTATTN_SHARED_CODE
+FASTATTN_SHARED void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
+                                  const TilePlace& at, const RowState& state, LinearLogit logit,
+                                  float* s, int64_t ld, float* drop, float* alpha) {
   mask.with_masking([&](auto masking) {
     softmax_rows<masking>(mask, dropout, at, state, logit, s, ld, drop, alpha, InPlace{s, ld});
   });
 }
+#endif  // FASTATTN_SHARED_CODE
 
 // ---- what is saved of a row, and weights recomputed from it ----
 

@@ -98,6 +98,30 @@ class Strips {
   int32_t *all_, *listed_, *count_;
 };
 
+// The listed columns of C [rows, ldc] = A B.
+FASTATTN_SHARED void multiply_to_strips(ByRows a, const float* b, int64_t ldb, const Strips& strips,
+                                        int64_t rows, int64_t depth, float* c, int64_t ldc);
+
+// C [rows, cols] from the listed columns of A, and B [depth, cols].
+template <typename Into>
+FASTATTN_SHARED void multiply_strips(ByRows a, const Strips& strips, int64_t depth, const float* b,
+                                     int64_t ldb, int64_t rows, int64_t cols, float* c, int64_t ldc,
+                                     Into into);
+
+// C [rows, cols] += A^T B, where rows are the columns of strips, and the depth has their rows.
+// Columns that strips lack hold zeros.
+static inline void multiply_strips(ByCols a, const Strips& strips, int64_t depth, const float* b,
+                                   int64_t ldb, int64_t rows, int64_t cols, float* c, int64_t ldc,
+                                   Add into) {
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    const RowRange of = strips.rows_of(r, min64(rows, r + kTileRows), depth);
+    if (of.begin >= of.end) continue;
+    gemm_chain(a.rows_from(r).from(of.begin), b + of.begin * ldb, ldb, kTileRows, cols,
+               of.end - of.begin, c + r * ldc, ldc, into);
+  }
+}
+
+#ifdef FASTATTN_SHARED_CODE
 // Calls f(rows, vectors, row, vector), the first two as constants, for blocks of a strip.
 template <typename F>
 FASTATTN_SIMD void in_blocks(int64_t rows, int64_t vectors, F f) {
@@ -136,10 +160,8 @@ FASTATTN_SIMD void listed_columns(ByRows a, const float* b, int64_t ldb, const i
     }
 }
 
-// The listed columns of C [rows, ldc] = A B.
-[[maybe_unused]] static void multiply_to_strips(ByRows a, const float* b, int64_t ldb,
-                                                const Strips& strips, int64_t rows, int64_t depth,
-                                                float* c, int64_t ldc) {
+FASTATTN_SHARED void multiply_to_strips(ByRows a, const float* b, int64_t ldb, const Strips& strips,
+                                        int64_t rows, int64_t depth, float* c, int64_t ldc) {
   for (int64_t i = 0; i < rows; i += kStripRows) {
     const Columns own = strips.of_row(i);
     in_blocks(min64(kStripRows, rows - i), own.count(),
@@ -177,11 +199,10 @@ FASTATTN_SIMD void listed_depth(ByRows a, Columns own, int64_t depth, const floa
     }
 }
 
-// C [rows, cols] from the listed columns of A, and B [depth, cols].
 template <typename Into>
-static void multiply_strips(ByRows a, const Strips& strips, int64_t depth, const float* b,
-                            int64_t ldb, int64_t rows, int64_t cols, float* c, int64_t ldc,
-                            Into into) {
+FASTATTN_SHARED void multiply_strips(ByRows a, const Strips& strips, int64_t depth, const float* b,
+                                     int64_t ldb, int64_t rows, int64_t cols, float* c, int64_t ldc,
+                                     Into into) {
   for (int64_t i = 0; i < rows; i += kStripRows) {
     const Columns own = strips.of_row(i);
     // No row keeps a key here: C stays as it is. (All scales are 1.)
@@ -194,17 +215,12 @@ static void multiply_strips(ByRows a, const Strips& strips, int64_t depth, const
   }
 }
 
-// C [rows, cols] += A^T B, where rows are the columns of strips, and the depth has their rows.
-// Columns that strips lack hold zeros.
-static inline void multiply_strips(ByCols a, const Strips& strips, int64_t depth, const float* b,
-                                   int64_t ldb, int64_t rows, int64_t cols, float* c, int64_t ldc,
-                                   Add into) {
-  for (int64_t r = 0; r < rows; r += kTileRows) {
-    const RowRange of = strips.rows_of(r, min64(rows, r + kTileRows), depth);
-    if (of.begin >= of.end) continue;
-    gemm_chain(a.rows_from(r).from(of.begin), b + of.begin * ldb, ldb, kTileRows, cols,
-               of.end - of.begin, c + r * ldc, ldc, into);
-  }
-}
+#ifndef FASTATTN_ALONE
+template void multiply_strips(ByRows, const Strips&, int64_t, const float*, int64_t, int64_t,
+                              int64_t, float*, int64_t, Store);
+template void multiply_strips(ByRows, const Strips&, int64_t, const float*, int64_t, int64_t,
+                              int64_t, float*, int64_t, RescaleAdd);
+#endif
+#endif  // FASTATTN_SHARED_CODE
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -74,9 +74,9 @@ class AmxValueTile : public FormDefaults {
     weights_.use(form);
   }
 
-  template <typename Logit>
   void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-             const RowState& state, Logit logit, float* s, int64_t ld, float* drop, float* alpha) {
+             const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop,
+             float* alpha) {
     DropoutParams in_units = dropout;
     in_units.scale *= dropout_unit_;
     float* const also = values_.outliers().any_apart() ? s : nullptr;
