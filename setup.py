@@ -49,7 +49,7 @@ FLAGS = (
     "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fPIC "
     "-fvisibility=hidden -fvisibility-inlines-hidden -falign-functions=64 -Wall -Wextra -Icsrc"
 ).split()
-# As few functions as with -O2 are merged into their callers: this saves a tenth of the time, and what
+# As few functions as with -O2 are merged into their callers: this saves a tenth of the time. What
 # loops need says so itself. Other compilers than GCC may not know this.
 INLINING = ["--param", "max-inline-insns-single=70"]
 ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DPy_LIMITED_API=0x030a0000"]
