@@ -73,8 +73,8 @@ struct Chooser {
 // Rows in place: with at most this many queries, packing a tile costs more than reading it in
 // place. At 12 queries both cost about the same (d64, Zen 3).
 constexpr int64_t kInPlaceRows = 8;
-// Short chains: up to this many queries, each row sums its values so. A bias that few rows share has
-// a gradient which needs these digits. At 9 to 12 queries a call takes 2 to 4% longer (Zen 4).
+// Short chains: up to this many queries, each row sums its values so. The gradient of a bias that
+// few rows share needs these digits. At 9 to 12 queries a call takes 2 to 4% longer (Zen 4).
 constexpr int64_t kShortChainRows = 12;
 // Matrix unit: with at most this many pairs (i, j) a head, laying out its operands costs more than
 // it gains (d64, powers of two, Xeon).
