@@ -235,10 +235,8 @@ def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
     assert "float16 and bfloat16" in reason
     wide = dataclasses.replace(on_a_gpu(problem(torch.float16)), D=257)
     assert cuda.unsupported(wide) == ["D ends at 256 and E at 256, here they are 257 and 4"]
-    wide = dataclasses.replace(wide, D=129)
-    assert registry.against("cuda", wide) == [
-        "gradients have D and E up to 128, here they are 129 and 4"
-    ]
+    [reason] = registry.against("cuda", dataclasses.replace(wide, D=129))
+    assert "gradients have D and E up to 128" in reason
     monkeypatch.setattr(cuda, "LIBRARY_ERROR", "the CUDA library is missing (no nvcc)")
     reasons = cuda.unsupported(on_a_gpu(problem(torch.float16)))
     assert reasons == ["the CUDA library is missing (no nvcc)"]
