@@ -85,11 +85,12 @@ FASTATTN_DEVICE bool masks_every_tile(const AttentionParams& p) {
   return has_dense(p.mask) || !logits_are_scores(p) || p.dropout.enabled;
 }
 
-template <int kKeys>
-FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, bool masked, int b, int64_t i0,
+// `masked` is asked late: known early, it would cost the largest kernel a spill.
+template <int kKeys, typename IsMasked>
+FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, IsMasked masked, int b, int64_t i0,
                                    int64_t i1) {
   const KeyRange some = tile_range(p.mask, p.N, b, i0, i1);
-  if (masked) return order_tiles<kKeys>(some, KeyRange{p.N, 0});
+  if (some.begin >= some.end || masked(p)) return order_tiles<kKeys>(some, KeyRange{p.N, 0});
   return order_tiles<kKeys>(some, common_range(p.mask, p.N, b, i0, i1));
 }
 

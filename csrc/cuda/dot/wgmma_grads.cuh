@@ -83,7 +83,8 @@ FASTATTN_DEVICE PassingTiles passing_tiles(const WgmmaGradArgs& a, const Place& 
     return {order_tiles<kTile>(visited_rows(a, at, j1), all),
             static_cast<int>(p.H) / static_cast<int>(p.Hkv)};
   } else {
-    return {key_tiles<kTile>(p, masked, at.b, at.i0, min64(p.M, at.i0 + kRowTile)), 1};
+    const auto known = [&](const AttentionParams&) { return masked; };
+    return {key_tiles<kTile>(p, known, at.b, at.i0, min64(p.M, at.i0 + kRowTile)), 1};
   }
 }
 
