@@ -85,8 +85,8 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
   Place at = block_queries(p, blockIdx.x);
-  const KeyTiles tiles = key_tiles<Plan<kDim>::kKeys>(p, masks_every_tile, at.b, at.i0,
-                                                      min64(p.M, at.i0 + kRowTile));
+  const KeyTiles tiles =
+      key_tiles<Plan<kDim>::kKeys>(p, masks_every_tile, at.b, at.i0, min64(p.M, at.i0 + kRowTile));
   if (group == kConsumers) {
     give_registers<kProducerRegisters>();
     if (thread() % kWarpgroup == 0 && KeyTiles::count(tiles) > 0) produce(a, at, tiles, memory);
