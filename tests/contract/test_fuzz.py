@@ -145,8 +145,8 @@ def test_garbage_may_change_no_bit(monkeypatch):
     testing.check(MASKED)
     right = testing.run
 
-    def wrong(case, t, *args):
-        found = right(case, t, *args)
+    def wrong(case, t, *args, **options):
+        found = right(case, t, *args, **options)
         if t.k.isnan().any():
             found["out"] = torch.nextafter(found["out"], found["out"] + 1)
         return found
@@ -160,8 +160,8 @@ def test_garbage_may_change_no_bit(monkeypatch):
 def test_a_failure_is_shrunk_to_a_program(monkeypatch, capsys):
     right = testing.run
 
-    def wrong(case, *args):
-        found = right(case, *args)
+    def wrong(case, *args, **options):
+        found = right(case, *args, **options)
         if case.keep is not None and case.M > 3:
             found["grad_v"] = found["grad_v"] + 1
         return found

@@ -125,8 +125,8 @@ def test_budget_rejects_another_shape():
 def test_check_sees_a_wrong_gradient(monkeypatch):
     right = testing.run
 
-    def wrong(*args):
-        found = right(*args)
+    def wrong(*args, **options):
+        found = right(*args, **options)
         found["grad_k"][0, 0, 0] += 1e-4
         return found
 
