@@ -140,7 +140,9 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
 
     A gradient may cancel to 0, with one key in each row or a bias that broadcasts over the keys,
     but its rounding does not. The two parts of dS = P dP - P delta count as separate terms. What
-    delta_i multiplies in a sum over j counts as one term.
+    delta_i multiplies in a sum over j counts as one term. dP_ij may cancel in its own sum over e.
+    The two parts then round apart: one sums dO_ie V_je, and the other dO_ie O_ie. Drawn cases meet
+    such rows, and dP_ij counts there as at least the root-sum-square of dO_ie V_je.
     """
     leaves: dict[str, Any] = _leaves(case, t, torch.float64)
     leaves = {n: x if x is None else x.detach() for n, x in leaves.items()}
@@ -154,11 +156,14 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
         grad_probs = grad_probs + (
             grad_weights if case.weights == "full" else grad_weights[:, None] / case.H
         )
-    grad_probs = grad_probs if factors is None else grad_probs * factors
+    products = grad_out.square() @ v.square().mT
+    if factors is not None:
+        grad_probs, products = grad_probs * factors, products * factors.square()
     delta = (probs * grad_probs).sum(-1, keepdim=True)
     delta = delta if grad_lse is None else delta - grad_lse[..., None]
 
-    direct = (probs * grad_probs).square()
+    direct = grad_probs.square()
+    direct = probs.square() * (torch.maximum(direct, products) if case.drawn else direct)
     both = direct + (probs * delta).square()
     squares = {"grad_v": reference.sum_groups(p, dropped.square().mT @ grad_out.square())}
     for name in ("bias", "attn_mask"):

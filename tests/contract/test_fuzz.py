@@ -70,6 +70,11 @@ FOUND = {
         "2", "gaussian", drawn=True, B=3, M=3, N=4, D=127, E=129, bandwidth=""),
     "slopes that tanh has no digits of": Case(
         "0", "additive", **one, M=3, N=3, D=3, E=3, magnitude=1e4),
+    "dO . V of the one key that counts cancels": Case(
+        "132", Hkv=1, M=129, N=4, D=32, E=33, window=(0, -1), kv_len="rows", bias="bhm",
+        bias_inf=True, magnitude=5.0, drawn=True),
+    "one key and dropout: the peer is exact": Case(
+        "22", drawn=True, B=1, M=1, N=5, D=1, E=16, causal="top_left", dropout_p=0.3),
 }  # fmt: skip
 
 
