@@ -1,11 +1,13 @@
 """Pre-trains a small BERT on reviews without labels, and fine-tunes it on a few with labels.
 
-Two tasks: where words begin, and whether a review is a good one.
+Two tasks: where words begin, and whether a review is a good one. Each is learned three times, with
+other labels, initial values and batches, from one pre-training and from scratch.
 """
 
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ GAPS = "酒店的_务很好,房间也很干_。"
 EPOCHS, BATCH = 12, 64
 WORD_LABELS, WORD_STEPS, HELD_OUT = 100, 250, 600  # texts, steps, texts to validate and to test
 LABELLED, FINE_EPOCHS = 1000, 5  # of good and bad reviews
+RUNS = 3
 
 
 def build(tokenizer: Tokenizer) -> dict[str, GapFiller]:
@@ -37,10 +40,10 @@ def build(tokenizer: Tokenizer) -> dict[str, GapFiller]:
     return {"fastattn": ours, "nn.TransformerEncoder": plain}
 
 
-def few_labels(reviews: ReviewDataset, most: int) -> ReviewDataset:
-    """The first reviews of a data set, which already is in random order."""
-    few = copy.copy(reviews)
-    few.items = reviews.items[:most]
+def few_labels(reviews: ReviewDataset, count: int, run: int = 0) -> ReviewDataset:
+    """``count`` reviews, others in each run, of a data set that already is in random order."""
+    few, own = copy.copy(reviews), slice(run * count, (run + 1) * count)
+    few.items, few.reviews = reviews.items[own], reviews.reviews[own]
     return few
 
 
@@ -52,6 +55,51 @@ def fine_tune(encoder: Encoder, splits: list[ReviewDataset], epochs: int, name: 
     batches = dataset.training_batches(training, 32, seed)
     history = train(model, batches, dataset.evaluation_batches(validation, 256), epochs, name)
     return {"test": accuracy(model, dataset.evaluation_batches(test, 256)), **history}
+
+
+def learn_tasks(
+    pretrained: Encoder, tokenizer: Tokenizer, splits: list[ReviewDataset], given: Namespace
+) -> dict:
+    """Both tasks, each in several runs, by a pre-trained encoder and by new ones."""
+    training, validation, test = splits
+    sizes = (20, 10, 100, 2) if given.smoke else (WORD_LABELS, WORD_STEPS, LABELLED, FINE_EPOCHS)
+    texts, steps, labelled, epochs = sizes
+    cut = words.cutter(given.smoke)
+    held_out = [words.tag(few_labels(part, HELD_OUT), cut) for part in (validation, test)]
+    found: dict = {
+        task: {"pre-trained": [], "from scratch": []} for task in ("words", "good or bad")
+    }
+    for run in range(1 if given.smoke else RUNS):
+        seed = given.seed + run
+        options.set_seed(seed)
+        new = build(tokenizer)["fastattn"].encoder.to(given.device)
+        tagged = [words.tag(few_labels(training, texts, run), cut), *held_out]
+        few = [few_labels(training, labelled, run), validation, test]
+        for name, encoder in (("pre-trained", pretrained), ("from scratch", new)):
+            about = f"{name}, run {run + 1}"
+            own = copy.deepcopy(encoder)
+            found["words"][name].append(words.fine_tune(own, tagged, steps, about, seed))
+            own = copy.deepcopy(encoder)
+            found["good or bad"][name].append(fine_tune(own, few, epochs, about, seed))
+    return found
+
+
+def summary(result: dict) -> list[dict]:
+    """Rows of a table: the mean of the runs on the test set, and their range."""
+
+    def cell(runs: list[dict]) -> str:
+        scores = [run["test"] for run in runs]
+        mean = sum(scores) / len(scores)
+        return f"{mean:.1%} ({min(scores):.1%} to {max(scores):.1%})"
+
+    return [
+        {
+            "": name,
+            "words, F1": cell(result["words"][name]),
+            "good or bad, accuracy": cell(result["good or bad"][name]),
+        }
+        for name in result["words"]
+    ]
 
 
 def compare(
@@ -74,9 +122,10 @@ def draw(result: dict, picture: Path) -> None:
     for (name, history), style in zip(result["pre-training"].items(), ("-", "--"), strict=True):
         left.plot(range(1, len(history["losses"]) + 1), history["losses"], style, label=name)
     left.set(xlabel="epoch of pre-training", ylabel="loss on the gaps")
-    for name, history in result["words"].items():
-        values = history["validation"]
-        right.plot(range(1, len(values) + 1), values, label=name)
+    for (name, runs), color in zip(result["words"].items(), ("C0", "C1"), strict=True):
+        for n, values in enumerate(run["validation"] for run in runs):
+            label = name if n == 0 else None
+            right.plot(range(1, len(values) + 1), values, color=color, label=label)
     right.set(xlabel="fifth of fine-tuning", ylabel="validation, F1 of words")
     for axes in (left, right):
         axes.legend()
@@ -87,12 +136,11 @@ def draw(result: dict, picture: Path) -> None:
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
     given = options.parse(options.parser("masked_language_model", __doc__), argv)
-    tokenizer, (training, validation, test) = prepare(given.smoke, given.seed)
-    vocabulary = len(tokenizer.characters)
-    epochs, fine_epochs = (3, 2) if given.smoke else (EPOCHS, FINE_EPOCHS)
+    tokenizer, splits = prepare(given.smoke, given.seed)
+    training, vocabulary = splits[0], len(tokenizer.characters)
+    epochs = 3 if given.smoke else EPOCHS
     options.set_seed(given.seed)
     models = {name: model.to(given.device) for name, model in build(tokenizer).items()}
-    untrained = copy.deepcopy(models["fastattn"].encoder)
     result: dict = {"pre-training": {}}
     for name, model in models.items():
         options.set_seed(given.seed)  # the same batches, gaps and dropout for both
@@ -104,37 +152,8 @@ def main(argv: list[str] | None = None) -> dict:
     result["gaps"] = {"text": GAPS, "filled": fill(ours, tokenizer, GAPS)}
     print(f"\n{GAPS}: " + ", ".join("/".join(best) for best in result["gaps"]["filled"]))
 
-    encoders = {
-        "pre-trained": copy.deepcopy(ours.encoder),
-        "pre-trained, nn.TransformerEncoder": copy.deepcopy(
-            models["nn.TransformerEncoder"].encoder
-        ),
-        "from scratch": untrained,
-    }
-    cut = words.cutter(given.smoke)
-    sizes = (20 if given.smoke else WORD_LABELS), HELD_OUT, HELD_OUT
-    splits = (training, validation, test)
-    tagged = [words.tag(part, most, cut) for part, most in zip(splits, sizes, strict=True)]
-    result["words"] = {
-        name: words.fine_tune(
-            copy.deepcopy(encoder), tagged, 10 if given.smoke else WORD_STEPS, name, given.seed
-        )
-        for name, encoder in encoders.items()
-    }
-    few = [few_labels(training, 100 if given.smoke else LABELLED), validation, test]
-    result["good or bad"] = {
-        name: fine_tune(encoder, few, fine_epochs, name, given.seed)
-        for name, encoder in encoders.items()
-    }
-    rows = [
-        {
-            "": name,
-            f"words, F1, {len(tagged[0])} labels": f"{row['test']:.2%}",
-            f"good or bad, {len(few[0])} labels": f"{result['good or bad'][name]['test']:.2%}",
-        }
-        for name, row in result["words"].items()
-    ]
-    print("\n" + report.table(rows))
+    result |= learn_tasks(models["fastattn"].encoder, tokenizer, splits, given)
+    print("\n" + report.table(summary(result)))
     draw(result, given.out / "learning.png")
     longest = dataset.collate(sorted(training.items, key=lambda item: len(item[0]))[-BATCH:])
     measured = compare(models, longest.characters, vocabulary, 0.05 if given.smoke else 2.0)

@@ -48,9 +48,9 @@ def cutter(smoke: bool) -> Cut:
     return jieba.lcut
 
 
-def tag(reviews: ReviewDataset, most: int, cut: Cut) -> list[Tagged]:
-    """The first reviews of a data set, which already is in random order."""
-    pairs = zip(reviews.items[:most], reviews.reviews[:most], strict=True)
+def tag(reviews: ReviewDataset, cut: Cut) -> list[Tagged]:
+    """The tokens of reviews, and where their words begin."""
+    pairs = zip(reviews.items, reviews.reviews, strict=True)
     return [
         Tagged(tokens, starts(cut(review.text))[: len(tokens)]) for (tokens, *_), review in pairs
     ]
