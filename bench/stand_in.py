@@ -8,7 +8,6 @@ depend on machine code. Tensors are on the CPU. A process that has installed it 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import subprocess
 import tempfile
@@ -66,7 +65,7 @@ def load_driver() -> None:
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 
-_handles = itertools.count(1)
+KERNELS: dict[int, Any] = {}  # by the driver's handle, which is none
 
 
 def _take(function, key, signature, device, constexprs, options, attrs, warmup):
@@ -81,7 +80,8 @@ def _take(function, key, signature, device, constexprs, options, attrs, warmup):
     kernel.src, kernel.name, kernel.hash = source, function.__name__, ""
     kernel.metadata = types.SimpleNamespace(**about)
     kernel.packed_metadata = (options.num_warps, 1, 0)
-    kernel.module = kernel.function = next(_handles)
+    kernel.module = kernel.function = len(KERNELS) + 1
+    KERNELS[kernel.function] = kernel
     kernel._run = CudaLauncher(source, kernel.metadata)
     function.device_caches[device][0][key] = kernel
     return kernel

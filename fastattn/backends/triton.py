@@ -7,6 +7,7 @@ torch.compile and export see one opaque call. The first run imports Triton.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import sys
@@ -77,22 +78,28 @@ def _interpreted() -> bool:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _run(_launch_forward, args)
+    return run(launch_forward, args)
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    return _run(_launch_backward, args)
+    return run(launch_backward, args)
 
 
-def _run(launch: Callable[..., tuple[Tensor, ...]], args: tuple) -> Any:
-    """``launch(*args)``, by its plan if this is a repeated call."""
-    from fastattn.kernels.host import prepared
-
+def run(launch: Callable[..., tuple[Tensor, ...]], args: tuple) -> Any:
+    """``launch(*args)``, from its plan if this is a repeated call."""
     with current_device(args[0].device):
-        return prepared.run(launch, args)
+        return _prepared()(launch, args)
 
 
-def _launch_forward(*args: Any) -> tuple[Tensor, ...]:
+@functools.cache
+def _prepared() -> Callable:
+    from fastattn.kernels.host import prepared  # imports Triton
+
+    return prepared.run
+
+
+def launch_forward(*args: Any) -> tuple[Tensor, ...]:
+    """What the forward operator does, without plans."""
     from fastattn.kernels.host import tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
@@ -103,7 +110,8 @@ def _launch_forward(*args: Any) -> tuple[Tensor, ...]:
     return tuned.fall_back(call.q.device, lambda: launch(call))
 
 
-def _launch_backward(*args: Any) -> tuple[Tensor, ...]:
+def launch_backward(*args: Any) -> tuple[Tensor, ...]:
+    """The same of the backward operator."""
     from fastattn.kernels.host import tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd

@@ -48,6 +48,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.given = len(tensors)
         self.tensors: list[Tensor] = []  # by number; alive, so that their ids stay theirs
+        self.same: list[Tensor] = []  # further names of these
         self.numbers: dict[int, int] = {}
         self.places: list[tuple[int, int]] = []  # whose memory a tensor shares, bytes behind it
         # Steps, and what each makes.
@@ -84,6 +85,10 @@ class _Watch(TorchDispatchMode):
 
     def operator(self, function: Any, args: tuple, options: dict[str, Any], made: Any) -> None:
         """Notes a call of an operator."""
+        if function is aten.detach.default:  # as empty_like ends with: the same under a new name
+            self.same.append(made)
+            self.numbers[id(made)] = self.number(args[0])
+            return
         first = len(self.tensors)
         taken = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
         holes = [(n, self.number(x)) for n, x in enumerate(args) if isinstance(x, Tensor)]
