@@ -6,8 +6,8 @@
     call        the public function, of 4-D tensors without a gradient
 
 Without a GPU, bench/stand_in.py takes the driver's place. What its launch function takes, 2 to 3 us
-for each launch, is then missing, and CPU memory is allocated. With a GPU, problems are so small that
-the host is what takes the time, and torch's function stands beside ours.
+for each launch, is then missing. Memory is the CPU's, and operators of PyTorch's compute there. On a
+GPU, problems are so small that the host is what takes the time. PyTorch's function is beside ours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A GPU that is none, for the host's side of the Triton backend: launches end at the driver.
 
-All of Triton's own host code runs, its C code included. A library of a few lines takes the place of
-the CUDA driver, and its launches do nothing. No kernel is compiled, because the host's work does not
-depend on machine code. Tensors are on the CPU. A process that has installed it computes nothing.
+All of Triton's own host code runs, its C code included. A library of a few lines takes the place
+of the CUDA driver, and its launches do nothing. No kernel is compiled, because the host's work does
+not depend on machine code. Tensors are on the CPU. A process that has installed it computes
+nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import tempfile
 import types
 from pathlib import Path
 from typing import Any
+
+import torch
 
 # What Triton's driver.c asks of the CUDA driver. Pointers are what they are.
 SOURCE = """
@@ -31,6 +34,8 @@ PLAIN(cuModuleLoadData)
 
 def install(arch: str = "sm_90") -> Any:
     """Makes CPU tensors those of a GPU of this architecture. Returns the driver Triton uses."""
+    if torch.cuda.is_available():
+        raise RuntimeError("the driver's stand-in is for machines without a GPU")
     load_driver()
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver as nvidia
@@ -74,8 +79,10 @@ def _take(function, key, signature, device, constexprs, options, attrs, warmup):
     from triton.compiler import CompiledKernel
 
     source = function.ASTSource(function, signature, constexprs, attrs)
-    about = dict(num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
-                 profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=False)  # fmt: skip
+    about = dict(
+        num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=False,
+    )  # fmt: skip
     kernel = object.__new__(CompiledKernel)
     kernel.src, kernel.name, kernel.hash = source, function.__name__, ""
     kernel.metadata = types.SimpleNamespace(**about)

@@ -22,6 +22,9 @@ ALLOCATE = {
     aten.new_empty.default, aten.new_empty_strided.default,
 }  # fmt: skip
 
+APART = 512  # bytes, as PyTorch's allocator has it: no two tensors share a line of a cache
+Event = tuple[Empty | Operator | Launch, range]  # and the numbers of the tensors that it makes
+
 
 class NotUnderstoodError(Exception):
     """Something that no plan can do."""
@@ -51,8 +54,7 @@ class _Watch(TorchDispatchMode):
         self.same: list[Tensor] = []  # further names of these
         self.numbers: dict[int, int] = {}
         self.places: list[tuple[int, int]] = []  # whose memory a tensor shares, bytes behind it
-        # Steps, and what each makes.
-        self.events: list[tuple[Empty | Operator | Launch, range]] = []
+        self.events: list[Event] = []
         self.understood = True
         for x in tensors:
             self.add(x, None)
@@ -100,7 +102,7 @@ class _Watch(TorchDispatchMode):
         if any(isinstance(x, (tuple, list)) and _any_tensor(x) for x in args):
             raise NotUnderstoodError(function)
         for x in new:
-            shared = (y for y in taken if _storage(x) == _storage(y))
+            shared = (y for y in taken if _memory(x)._cdata == _memory(y)._cdata)
             self.add(x, next(shared, None))
         event: Empty | Operator
         if function in ALLOCATE:
@@ -157,33 +159,65 @@ class _Watch(TorchDispatchMode):
     # ---- the plan ----
 
     def plan(self, results: tuple[Tensor, ...]) -> Plan | None:
-        """The plan of what was noted, without what nothing depends on."""
+        """The plan of what was noted, if all of it was understood."""
         if not self.understood or any(id(x) not in self.numbers for x in results):
             return None
-        needed = {self.number(x) for x in results}
+        wanted = [self.number(x) for x in results]
+        events = self.needed({*wanted})
+        steps = [event for event, _ in events if not isinstance(event, Empty)]
+        operators = [x for x in steps if isinstance(x, Operator)]
+        whole = {*wanted, *(n for x in operators for _, n in (*x.holes, *x.named))}
+        empties, places = self.allocations(events, whole)
+        count = self.given + len(empties)
+        for event, made in events:
+            if isinstance(event, Operator):
+                places |= {n: (count + at, 0) for at, n in enumerate(made)}
+                count += len(made)
+        placed = tuple(_placed(event, places) for event in steps)
+        return Plan(tuple(empties), placed, tuple(places[n][0] for n in wanted))
+
+    def allocations(
+        self, events: list[Event], whole: set[int]
+    ) -> tuple[list[Empty], dict[int, tuple[int, int]]]:
+        """(what to allocate, where tensors are: in which one, bytes from its beginning).
+
+        Those that are not ``whole`` are seen by kernels alone, and share one allocation.
+        """
+        empties: list[Empty] = []
+        places = {n: (n, 0) for n in range(self.given)}
+        shared, room = {}, 0
+        for event, made in events:
+            if not isinstance(event, Empty):
+                continue
+            size = _memory(self.tensors[made.start]).nbytes()
+            if made.start in whole or size == 0:
+                places[made.start] = self.given + len(empties), 0
+                empties.append(event)
+            else:
+                shared[made.start] = room
+                room += -(-size // APART) * APART
+        if shared:
+            workspace = self.given + len(empties)
+            places |= {n: (workspace, offset) for n, offset in shared.items()}
+            empties.append(Empty((room,), (1,), torch.uint8))
+        return empties, places
+
+    def needed(self, wanted: set[int]) -> list[Event]:
+        """The events that these tensors, or a launch, depend on."""
         events = []
         for event, made in reversed(self.events):
             if isinstance(event, Launch):
-                needed |= {n for _, n, _ in event.holes}
-            elif not needed.intersection(made) and not _changes_something(event):
+                wanted |= {n for _, n, _ in event.holes}
+            elif not wanted.intersection(made) and not _changes_something(event):
                 continue
             elif isinstance(event, Operator):
-                needed |= {n for _, n in (*event.holes, *event.named)}
+                wanted |= {n for _, n in (*event.holes, *event.named)}
             events.append((event, made))
-        events.reverse()
-        empties = [(e, made) for e, made in events if isinstance(e, Empty)]
-        steps = [(e, made) for e, made in events if not isinstance(e, Empty)]
-        order = [*range(self.given), *(n for _, made in (*empties, *steps) for n in made)]
-        new = {n: at for at, n in enumerate(order)}
-        return Plan(
-            tuple(e for e, _ in empties),
-            tuple(_renumbered(e, new) for e, _ in steps),
-            tuple(new[self.number(x)] for x in results),
-        )
+        return events[::-1]
 
 
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+def _memory(x: Tensor) -> torch.UntypedStorage:
+    return x.untyped_storage()
 
 
 def _bytes_before(x: Tensor) -> int:
@@ -207,11 +241,15 @@ def _leaves(values: Any, kinds: Any) -> Iterator[Any]:
             yield value.value if isinstance(value, tl.constexpr) else value
 
 
-def _renumbered(event: Operator | Launch, new: dict[int, int]) -> Operator | Launch:
-    if isinstance(event, Launch):
-        holes = tuple((place, new[n], offset) for place, n, offset in event.holes)
-        return event._replace(holes=holes)
-    return event._replace(
-        holes=tuple((place, new[n]) for place, n in event.holes),
-        named=tuple((name, new[n]) for name, n in event.named),
+def _placed(step: Operator | Launch, places: dict[int, tuple[int, int]]) -> Operator | Launch:
+    """A step of a plan, in which tensors have other numbers."""
+    if isinstance(step, Launch):
+        holes = []
+        for place, n, offset in step.holes:
+            at, start = places[n]
+            holes.append((place, at, start + offset))
+        return step._replace(holes=tuple(holes))
+    return step._replace(
+        holes=tuple((place, places[n][0]) for place, n in step.holes),
+        named=tuple((name, places[n][0]) for name, n in step.named),
     )
