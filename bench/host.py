@@ -5,9 +5,9 @@
     operator    the same behind torch.library's dispatcher
     call        the public function, of 4-D tensors without a gradient
 
-Without a GPU, bench/stand_in.py takes the driver's place. What its launch function takes, 2 to 3 us
-for each launch, is then missing. Memory is the CPU's, and operators of PyTorch's compute there. On a
-GPU, problems are so small that the host is what takes the time. PyTorch's function is beside ours.
+Without a GPU, bench/stand_in.py takes the driver's place. What a launch takes there, 2 to 3 us, is
+then missing. Memory is the CPU's, and operators of PyTorch's compute on it. On a GPU, problems are
+so small that the host is what takes the time. PyTorch's function then stands beside ours.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ the plan's holes with pointers, and launch.
     later     the plan
 
 A plan is made only where all of it is understood. Other calls go the ordinary way. So do all while
-somebody watches launches by Triton's hooks. A plan keeps no tensor.
+somebody watches launches by Triton's hooks, and with FASTATTN_PLANS=0. A plan keeps no tensor.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from .launch import precision
 Launcher = Callable[..., tuple[Tensor, ...]]
 ALIGNMENT = 16  # bytes; Triton specialises for pointers that are multiples
 MOST = 512  # descriptions that are kept
+WANTED = os.environ.get("FASTATTN_PLANS") != "0"
 # Of an operator's arguments, these are no tensors.
 FIRST_NUMBER, LAST_NUMBER = schemas.Call._fields.index("band_lo"), len(schemas.Call._fields)
 
@@ -126,14 +128,14 @@ def run(launcher: Launcher, args: tuple) -> tuple[Tensor, ...]:
         return results
     if plan is launcher:
         if len(_known) >= MOST:
-            _known.pop(next(iter(_known)), None)
+            _known.pop(next(iter([*_known]), None), None)  # other threads may change it
         _known[description] = ONCE
     return launcher(*args)
 
 
 def possible(device: torch.device) -> bool:
     """Whether plans may be made for a device: Triton for AMD specialises for more than we know."""
-    return device.type == "cuda" and torch.version.hip is None
+    return WANTED and device.type == "cuda" and torch.version.hip is None
 
 
 def observed() -> bool:

@@ -106,6 +106,8 @@ class _Watch(TorchDispatchMode):
             self.add(x, next(shared, None))
         event: Empty | Operator
         if function in ALLOCATE:
+            if made.device != self.tensors[0].device:
+                raise NotUnderstoodError(function)
             event = Empty(tuple(made.shape), made.stride(), made.dtype)
         else:
             args = tuple(None if isinstance(x, Tensor) else x for x in args)
