@@ -5,8 +5,8 @@
     operator    the same behind torch.library's dispatcher
     call        the public function, of 4-D tensors without a gradient
 
-Without a GPU, bench/stand_in.py takes the driver's place. What a launch takes there, 2 to 3 us, is
-then missing. Memory is the CPU's, and operators of PyTorch's compute on it. On a GPU, problems are
+Without a GPU, bench/stand_in.py takes the driver's place. What a launch takes there, about 2 to 3
+us, is then missing. Memory is the CPU's, and operators of PyTorch's compute on it. On a GPU, problems are
 so small that the host is what takes the time. PyTorch's function then stands beside ours.
 """
 
@@ -29,7 +29,7 @@ from fastattn.backends import triton
 from fastattn.problem import validate
 from fastattn.problem.schemas import Saved
 
-ROUNDS, CALLS = 200, 20  # a time is that of the fastest of so many rounds of so many calls
+ROUNDS, CALLS = 500, 5  # a time is that of the fastest of so many rounds of so many calls
 DEFAULTS: dict[str, Any] = dict(M=32, N=32, D=64)  # operators of PyTorch's compute on the CPU
 CASES: dict[str, dict[str, Any]] = {
     "plain d64": {},
@@ -171,7 +171,7 @@ def table(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.host", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of 20 calls, for each number")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of 5 calls, for each number")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -78,7 +78,7 @@ def a_configuration_on_trial_runs() -> list:
     return [*warps, call(args, 3)[METADATA][0]]
 
 
-def another_precision_takes_another_kernel() -> int:
+def another_precision_takes_another_kernel() -> list:
     args, setting = operands(dtype=torch.float32), torch.backends.cuda.matmul
     kernels = []
     for setting.fp32_precision in ("ieee", "tf32", "ieee"):

@@ -15,9 +15,8 @@ from fastattn.kernels.host import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-EVERY = (
-    "1" if os.environ.get("FASTATTN_AOT") == "all" else "4"
-)  # of the grid's cases, one in so many
+ALL = os.environ.get("FASTATTN_AOT") == "all"
+EVERY = "1" if ALL else "4"  # of the grid's cases, one in so many
 
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is no stand-in")
 needs_a_compiler = pytest.mark.skipif(
