@@ -6,8 +6,9 @@
     call        the public function, of 4-D tensors without a gradient
 
 Without a GPU, bench/stand_in.py takes the driver's place. What a launch takes there, about 2 to 3
-us, is then missing. Memory is the CPU's, and operators of PyTorch's compute on it. On a GPU, problems are
-so small that the host is what takes the time. PyTorch's function then stands beside ours.
+us, is then missing. Memory is the CPU's, and operators of PyTorch's compute on it. On a GPU,
+problems are so small that the host is what takes the time. PyTorch's function then stands beside
+ours.
 """
 
 from __future__ import annotations
