@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.backends.nvidia import driver as nvidia
 
 from fastattn.kernels.host import prepared
 
@@ -22,7 +23,10 @@ without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the driver
 needs_a_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CC", "cc")) is None, reason="needs a C compiler"
 )
-pytestmark = [pytest.mark.slow, without_a_gpu, needs_a_compiler]
+needs_plans = pytest.mark.skipif(
+    not hasattr(nvidia, "annotate_arguments"), reason="kernels/host/watched.py needs Triton 3.7"
+)
+pytestmark = [pytest.mark.slow, without_a_gpu, needs_a_compiler, needs_plans]
 
 
 @functools.cache
