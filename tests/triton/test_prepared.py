@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,11 @@ def test_the_table_has_every_case():
     assert host.CASES.keys() == MOST.keys()
     row = {"case": "plain d64", "direction": "forward", "us": {"first": 2.5}, "calls": {"first": 7}}
     assert "2.5 (7)" in host.table([row])
+
+
+def test_every_kernel_is_launched_where_it_can_be_watched():
+    for path in (ROOT / "kernels").rglob("*.py"):
+        assert not re.search(r"_kernel\[", path.read_text("utf-8")), path
 
 
 def test_the_interpreter_has_no_plans():
