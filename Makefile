@@ -26,7 +26,7 @@ EXAMPLES := text_classification translation kernel_regression drop_in masked_lan
 
 .PHONY: help test test-fast test-distributed test-kernels test-schedules test-integrations fuzz
 .PHONY: test-aarch64 sanitize-cpu bench bench-models bench-modules bench-extras bench-peers
-.PHONY: bench-scaling bench-distributed bench-compare
+.PHONY: bench-scaling bench-distributed bench-host bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
 .DELETE_ON_ERROR:
@@ -48,6 +48,7 @@ help:
 	@echo "make bench-peers    beside onnxruntime and OpenVINO; on a GPU flash-attn and xformers"
 	@echo "make bench-scaling  how time and memory grow with the sequence"
 	@echo "make bench-distributed  one process beside two that share 16384 tokens"
+	@echo "make bench-host     what a call of the Triton backend costs on the host, with a GPU or without"
 	@echo "make bench-compare  make bench, and what became slower since the committed run"
 	@echo "make example-NAME  run a program of examples/: $(EXAMPLES)"
 	@echo "                   ARGS=--smoke for seconds on tiny data"
@@ -148,6 +149,10 @@ bench-scaling: build
 # One process on one core and on all, beside processes that share the cores: ARGS="--procs 4".
 bench-distributed: build
 	$(PY) -m bench.distributed $(ARGS)
+
+# Without a GPU, launches end at the driver: bench/stand_in.py.
+bench-host: build
+	$(PY) -m bench.host $(ARGS)
 
 # A run against the one committed for this kind of machine, by ratio to the peers of each. BASELINE
 # names another kind's: the shares of what each machine can do are then compared. SUITE=models, or

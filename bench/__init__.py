@@ -15,6 +15,11 @@
     scaling.py  how time and memory grow with the length
     test_bench.py  the same cases through pytest-benchmark, for its own reports and comparisons
 
+What a call of the Triton backend costs on the host:
+
+    host.py     the command: python -m bench.host --help
+    stand_in.py what takes the driver's place where there is no GPU
+
 Several processes on one sequence:
 
     distributed.py  the command: python -m bench.distributed --help

@@ -7,9 +7,11 @@ torch.compile and export see one opaque call. The first run imports Triton.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +78,28 @@ def _interpreted() -> bool:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return run(launch_forward, args)
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    return run(launch_backward, args)
+
+
+def run(launch: Callable[..., tuple[Tensor, ...]], args: tuple) -> Any:
+    """``launch(*args)``, from its plan if this is a repeated call."""
+    with current_device(args[0].device):
+        return _prepared()(launch, args)
+
+
+@functools.cache
+def _prepared() -> Callable:
+    from fastattn.kernels.host import prepared  # imports Triton
+
+    return prepared.run
+
+
+def launch_forward(*args: Any) -> tuple[Tensor, ...]:
+    """What the forward operator does, without plans."""
     from fastattn.kernels.host import tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
@@ -83,11 +107,11 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     call = Call.of(*args)
     launch = launch_sdpa_fwd if call.w is None else launch_additive_fwd
-    with current_device(call.q.device):
-        return tuned.fall_back(call.q.device, lambda: launch(call))
+    return tuned.fall_back(call.q.device, lambda: launch(call))
 
 
-def _backward(*args: Any) -> tuple[Tensor, ...]:
+def launch_backward(*args: Any) -> tuple[Tensor, ...]:
+    """The same of the backward operator."""
     from fastattn.kernels.host import tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
@@ -99,8 +123,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     lse = None if saved.grad_lse is None else saved.grad_lse.contiguous()
     saved = saved._replace(stats=saved.stats.contiguous(), grad_lse=lse)
     launch = launch_sdpa_bwd if call.w is None else launch_additive_bwd
-    with current_device(call.q.device):
-        return tuned.fall_back(call.q.device, lambda: launch(call, saved))
+    return tuned.fall_back(call.q.device, lambda: launch(call, saved))
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager:

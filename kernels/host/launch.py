@@ -153,7 +153,9 @@ def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out laid out as [B, M, H, E], lse, weights, stats), uninitialised."""
     B, H, M, N = call.shape
     dtype = torch.float32 if call.wide else call.q.dtype
-    out = call.q.new_empty(B, M, H, call.E, dtype=dtype).transpose(1, 2)
+    _, h, m, e = (max(n, 1) for n in (B, H, M, call.E))
+    strides = m * h * e, e, h * e, 1
+    out = call.q.new_empty_strided((B, H, M, call.E), strides, dtype=dtype)
     lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
     return out, lse, call.q.new_empty(weights_shape(call.weights_mode, B, H, M, N)), stats
 
@@ -170,9 +172,9 @@ def per_head_weights(call: Call, weights: Tensor | None) -> Tensor | None:
     return weights.unsqueeze(1).expand(call.shape)
 
 
-def precision(call: Call) -> str:
+def precision(dtype: torch.dtype) -> str:
     """How tl.dot multiplies fp32: exactly, unless torch's own setting allows TF32."""
-    allowed = call.q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if allowed else "ieee"
 
 
@@ -186,7 +188,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
     fields = Spec(
         D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
         BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,
-        PRECISION=precision(call),
+        PRECISION=precision(call.q.dtype),
         STREAM=call.q.dtype == torch.float32 and max(call.D, call.E) > 128,
         FOLD_SCALE=call.folds_scale,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,11 +40,23 @@ class _Latest(threading.local):
 
 
 _latest = _Latest()
+_changes = itertools.count(1)
+_generation = 0
 
 
 def name(kernel: str, dtype: torch.dtype, D: int, E: int, kind: str) -> str:
     """How a row is called in the file; D and E as tiles hold them."""
     return f"{kernel}, {dtype.itemsize} bytes, D {D}, E {E}, {kind}"
+
+
+def generation() -> int:
+    """A number that changes whenever ``lookup`` may find another row."""
+    return _generation
+
+
+def _changed() -> None:
+    global _generation
+    _generation = next(_changes)
 
 
 def lookup(device: torch.device, name: str) -> tuple[int, ...] | None:
@@ -70,10 +83,12 @@ def fall_back(device: torch.device, launch: Callable[[], Result]) -> Result:
 def trial(name: str, config: tuple[int, ...]) -> Iterator[None]:
     """Within it, kernels of that name run with ``config``."""
     _trial[name] = config
+    _changed()
     try:
         yield
     finally:
         del _trial[name]
+        _changed()
 
 
 def remember(device: torch.device, found: dict[str, tuple[int, ...]]) -> None:
@@ -82,6 +97,7 @@ def remember(device: torch.device, found: dict[str, tuple[int, ...]]) -> None:
     if machine is None:
         return
     _remembered(device).update(found)
+    _changed()
     try:
         _change_file(machine, lambda rows: rows.update({n: [*c] for n, c in found.items()}))
     except OSError as error:
@@ -90,6 +106,7 @@ def remember(device: torch.device, found: dict[str, tuple[int, ...]]) -> None:
 
 def _forget(device: torch.device, name: str) -> None:
     _remembered(device).pop(name, None)
+    _changed()
     machine = _machine(device)
     if machine is not None:
         with contextlib.suppress(OSError):  # later processes forget it, too

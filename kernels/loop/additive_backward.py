@@ -24,6 +24,7 @@ import triton.language as tl
 from ..host.launch import Call, Saved, empty_gradients
 from ..score.additive import bounded, reciprocal
 from ..score.score import DOT_PRODUCT
+from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
 from ..tile.softmax import LOG2E
 from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_numbers, store_tile, view
@@ -154,7 +155,7 @@ def _launch_few(call: Call, saved: Saved):
     parts = new_parts(call).zero_()
     chunks = parts.shape[3]
     parts_w = parts.new_zeros(call.B, call.H, chunks, call.D)
-    additive_bwd_few_kernel[(call.B * call.Hkv * chunks,)](
+    launch(additive_bwd_few_kernel, call.B * call.Hkv * chunks)(
         *t[:3], view_weights(call), *t[4:], view(grads[1]), view(grads[2]), parts, parts_w, chunks,
         mask, drop, *call.dims, shape, **options,
     )  # fmt: skip

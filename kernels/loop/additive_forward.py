@@ -27,6 +27,7 @@ from ..host.launch import Call, empty_forward, per_head_weights, spec
 from ..score.additive import HALF_UNIT, KEY_LIMIT, SATURATION, reciprocal
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.dropout import survives
+from ..tile.launching import launch
 from ..tile.masking import (
     bias_view,
     key_count,
@@ -228,7 +229,7 @@ def launch_additive_fwd(call: Call):
     mask, drop = mask_args(call), call.dropout
     shape, options = decode_spec(call, "decode", STEP)
     partial = new_partial(call)
-    additive_decode_kernel[(call.B * call.H * call.M * partial.chunks,)](
+    launch(additive_decode_kernel, call.B * call.H * call.M * partial.chunks)(
         view(call.q), view(call.k), view(call.v), view_weights(call), bias_view(call),
         *partial, mask, drop, call.logit_scale, *call.dims, shape, **options,
     )  # fmt: skip
@@ -269,21 +270,21 @@ def additive_terms(call: Call, finite: bool = False) -> Terms:
     options = dict(
         BLOCK_D=padded(call.D), num_warps=4 if call.D <= 128 else 8, enable_fp_fusion=True
     )
-    additive_centre_kernel[(B * Hkv * shares,)](
+    launch(additive_centre_kernel, B * Hkv * shares)(
         view(call.k), low, high, mask, Hkv, call.N, shares, call.D, **options
     )
 
     def launch_factors(x, group: int, factor, reach) -> None:
         _, heads, tokens, _ = x.shape
         length = factor.shape[-1]
-        additive_factors_kernel[(B * heads * (length // TOKENS.value),)](
+        launch(additive_factors_kernel, B * heads * (length // TOKENS.value))(
             view(x), low, high, factor, reach, mask, heads, group, tokens, length, shares, call.D,
             FINITE=finite, **options,
         )  # fmt: skip
 
     launch_factors(call.q, call.H // Hkv, e, None)
     launch_factors(call.k, 1, f, reach)
-    additive_weights_kernel[(call.H,)](view_weights(call), w, power, call.D, **options)
+    launch(additive_weights_kernel, call.H)(view_weights(call), w, power, call.D, **options)
     return Terms(w, power, e, f, reach, queries, keys, None, None, None)
 
 

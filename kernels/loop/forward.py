@@ -31,6 +31,7 @@ from ..host.launch import Call, empty_forward, per_head_weights, spec
 from ..score.score import DOT_PRODUCT, Terms, load_side
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.dropout import survives
+from ..tile.launching import launch
 from ..tile.masking import bias_view, key_count, kv_range, mask_args, row_range
 from ..tile.softmax import (
     load_stats,
@@ -278,7 +279,7 @@ def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
     mask, drop = mask_args(call), call.dropout
     chunks = chunks_of(M, N)
     partial = new_partial(call) if chunks > 1 else WHOLE
-    sdpa_fwd_kernel[(triton.cdiv(M, block_m) * chunks * B * H,)](
+    launch(sdpa_fwd_kernel, triton.cdiv(M, block_m) * chunks * B * H)(
         view(call.q), view(call.k), view(call.v), terms, bias_view(call), view(out),
         lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
         call.logit_scale, *call.dims, shape, **options,
@@ -300,7 +301,7 @@ def new_partial(call: Call) -> Partial:
 
 def launch_merge(call: Call, out, lse, stats, partial: Partial, drop, shape) -> None:
     """Merges the chunks of every row into out, lse and stats."""
-    sdpa_merge_kernel[(call.B * call.H * call.M,)](
+    launch(sdpa_merge_kernel, call.B * call.H * call.M)(
         view(out), lse, stats, *partial, drop, call.logit_scale, *call.dims, shape,
         CHUNKS=slots_of(partial.chunks),
     )  # fmt: skip
@@ -312,7 +313,7 @@ def launch_weights(call: Call, terms: Terms, mask, stats, weights) -> None:
     drop = call.dropout
     heads = 1 if call.weights_mode == "full" else call.H
     rows, cols = triton.cdiv(call.M, shape.BLOCK_M.value), triton.cdiv(call.N, shape.BLOCK_N.value)
-    sdpa_weights_kernel[(call.B * (call.H // heads) * rows * cols,)](
+    launch(sdpa_weights_kernel, call.B * (call.H // heads) * rows * cols)(
         view(call.q), view(call.k), terms, bias_view(call), view(weights), stats, mask,
         drop, call.logit_scale, (drop.scale if call.dropout_p else 1.0) / heads, heads,
         *call.dims, shape, rows, cols, **options,

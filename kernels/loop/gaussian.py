@@ -12,6 +12,7 @@ from ..host.config import padded
 from ..host.launch import Call
 from ..host.tuned import BLOCKS
 from ..score.score import Terms
+from ..tile.launching import launch
 
 PADDING = BLOCKS[-1]  # tokens
 
@@ -58,6 +59,8 @@ def gaussian_terms(call: Call) -> Terms:
     ratio = call.q.new_empty(B, H, width, dtype=torch.float32)
     factor = call.q.new_empty(B, H, dtype=torch.float32)
     w = call.w.expand(B, H, D)
-    gaussian_bandwidths_kernel[(B * H,)](w, *w.stride(), ratio, factor, H, D, BLOCK_D=padded(D))
+    launch(gaussian_bandwidths_kernel, B * H)(
+        w, *w.stride(), ratio, factor, H, D, BLOCK_D=padded(D)
+    )
     sides = transposed(call.q, queries), transposed(call.k, keys)
     return Terms(ratio, factor, *sides, None, queries, keys, None, None, None)

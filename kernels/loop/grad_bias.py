@@ -14,6 +14,7 @@ from fastattn.problem.relative import is_line
 
 from ..host.launch import Call, spec
 from ..score.score import load_side
+from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
 from ..tile.strided import VARYING, Dims
 from .gradient import load_rows, load_value_side, tile_gradient
@@ -142,7 +143,7 @@ def launch_dbias(call: Call, t, mask, drop):
         chunks, bias_B, bias_H, rows if sum_rows else M, cols if sum_cols else N,
         dtype=torch.float32,
     )  # fmt: skip
-    sdpa_bwd_dbias_kernel[(chunks * tiles,)](
+    launch(sdpa_bwd_dbias_kernel, chunks * tiles)(
         *t, partial, mask, drop, *call.dims, shape, B, bias_B, bias_H, chunks, rows, cols,
         SUM_ROWS=sum_rows, SUM_COLS=sum_cols, **options,
     )  # fmt: skip
@@ -156,7 +157,7 @@ def _launch_dline(call: Call, t, mask, drop, shape, options):
     square = shape._replace(BLOCK_M=tl.constexpr(block), BLOCK_N=tl.constexpr(block))
     rows, cols = triton.cdiv(M, block), triton.cdiv(N, block)
     partial = call.q.new_empty(B, H, rows + cols - 1, 2, block, dtype=torch.float32)
-    sdpa_bwd_dline_kernel[(B * H * (rows + cols - 1),)](
+    launch(sdpa_bwd_dline_kernel, B * H * (rows + cols - 1))(
         *t, partial, mask, drop, *call.dims, square, rows, cols, **options
     )
     low, high = (x.flatten(-2) for x in partial.unbind(-2))

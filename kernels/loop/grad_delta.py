@@ -8,6 +8,7 @@ import triton.language as tl
 from ..host.launch import Call, spec
 from ..score.score import load_side
 from ..tile.dropout import survives
+from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
 from ..tile.softmax import fold_factor, load_stats, unit_of, weights_of
 from ..tile.strided import (
@@ -84,6 +85,6 @@ def launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
     shape, options = spec(call, "tile")
     grid = triton.cdiv(call.M, shape.BLOCK_M.value) * call.B * call.H
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    sdpa_bwd_delta_kernel[(grid,)](
+    launch(sdpa_bwd_delta_kernel, grid)(
         *t, view(out), grad_lse, mask, drop, *call.dims, shape, **options
     )

@@ -8,6 +8,7 @@ import triton.language as tl
 from ..host.launch import Call, spec
 from ..score.score import load_side, pull_back
 from ..tile.block_lists import block_lists, list_line, query_blocks
+from ..tile.launching import launch
 from ..tile.masking import key_count, row_range
 from ..tile.strided import (
     ABSENT,
@@ -144,8 +145,8 @@ def launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
     programs = triton.cdiv(call.N, block_n) * call.B * call.Hkv
     for wanted in ((dk, ABSENT), (ABSENT, dv)) if apart else ((dk, dv),):
         spoils = call.w is None or wanted[1] is dv
-        for launch, marks, garbage in launches(call, shape, programs, spoils):
-            sdpa_bwd_dkdv_kernel[(programs,)](
-                *t, *wanted, mask, lists, drop, call.scale, *call.dims, launch,
+        for variant, marks, garbage in launches(call, shape, programs, spoils):
+            launch(sdpa_bwd_dkdv_kernel, programs)(
+                *t, *wanted, mask, lists, drop, call.scale, *call.dims, variant,
                 marks, GARBAGE=garbage, **options,
             )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..host.launch import Call, spec
 from ..score.score import load_side, pull_back
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
+from ..tile.launching import launch
 from ..tile.masking import key_count, row_range
 from ..tile.strided import (
     EXACT_SLICE,
@@ -141,9 +142,9 @@ def launch_dq(call: Call, t, mask, drop, grad_q) -> None:
     parts = new_parts(call) if chunks > 1 else None
     to = grad_q if parts is None else parts[:, :, :, 0]
     programs = triton.cdiv(call.M, block_m) * chunks * call.B * call.H
-    for launch, marks, garbage in launches(call, shape, programs, call.w is None):
-        sdpa_bwd_dq_kernel[(programs,)](
-            *t, view(to), mask, lists, drop, call.scale, *call.dims, launch,
+    for variant, marks, garbage in launches(call, shape, programs, call.w is None):
+        launch(sdpa_bwd_dq_kernel, programs)(
+            *t, view(to), mask, lists, drop, call.scale, *call.dims, variant,
             marks, chunks if chunks > 1 else None, GARBAGE=garbage, **options,
         )  # fmt: skip
     if parts is not None:
@@ -159,6 +160,6 @@ def new_parts(call: Call) -> Tensor:
 def launch_merge_dq(call: Call, parts: Tensor, grad_q: Tensor, shape: Spec) -> None:
     """Adds up the chunks of every row."""
     chunks = parts.shape[3]
-    sdpa_bwd_merge_kernel[(call.B * call.H * call.M,)](
+    launch(sdpa_bwd_merge_kernel, call.B * call.H * call.M)(
         parts, view(grad_q), chunks, *call.dims, shape, CHUNKS=slots_of(chunks)
     )

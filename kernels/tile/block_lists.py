@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
 from .masking import (
     Mask,
     heads_of_mask,
@@ -210,13 +211,15 @@ def block_lists(call, mask: Mask, block_m: int, block_n: int, columns: bool = Fa
     counts = torch.empty(B * H * pitch, 2, dtype=torch.int32, device=call.q.device)
     about = H, call.M, call.N, rows, cols
     if tiles and call.keep is None and bias is ABSENT:
-        classify_rows_kernel[(B * H * rows,)](
+        launch(classify_rows_kernel, B * H * rows)(
             classes, mask, *about, BLOCK_M=block_m, BLOCK_N=block_n, CHUNK=64
         )
     elif tiles:
-        classify_kernel[(tiles,)](classes, mask, bias, *about, BLOCK_M=block_m, BLOCK_N=block_n)
+        launch(classify_kernel, tiles)(
+            classes, mask, bias, *about, BLOCK_M=block_m, BLOCK_N=block_n
+        )
     if B * H * lines:
-        compact_kernel[(B * H * lines,)](
+        launch(compact_kernel, B * H * lines)(
             classes, blocks, counts, rows, cols, CHUNK=128 if length <= 128 else 1024,
             COLUMNS=columns,
         )  # fmt: skip
