@@ -1,7 +1,7 @@
 """Calls seen before: the record and the backend of a call, by what these depend on.
 
 Checking such a call again, and choosing again, would take longer than a small problem. Values of
-masks are checked at every call.
+masks are checked at every call, and lines of biases are made.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class Known(NamedTuple):
         own: list[Tensor | None] = [None] * (_BIAS + 1)
         for n, shape in self.masks:
             x = given[n]
+            if isinstance(x, Relative):
+                x = x.line(self.p.B, self.p.H, self.p.M, self.p.N, self.p.dtype)
             if n not in (_KEEP, _BIAS):
                 x = validate.within(f"mask.{MASK_TENSORS[n]}", x, self.p.N)
             own[n] = x if x.shape == shape else x.reshape(shape)
@@ -134,7 +136,9 @@ def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) ->
 
 
 def _differs(given: object, own: Tensor | None) -> bool:
-    """Whether ``own`` is more than another shape of ``given``."""
+    """Whether ``own`` is more than another shape of ``given``, or the line that it means."""
+    if isinstance(given, Relative):
+        return own is None
     if not isinstance(given, Tensor) or own is None:
         return given is not own
     return given.numel() != own.numel()
@@ -205,10 +209,13 @@ def _describe(call: Call) -> tuple | None:
 
 
 def _describe_one(x: Any) -> Any:
-    """A weight, a mask or a field of one; NotImplemented where its shape does not tell enough."""
+    """A weight, a mask, a bias or a field; NotImplemented where its shape does not tell enough."""
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         plain = x.layout is torch.strided and not x.is_nested
         return (x.shape, x.dtype, x.device) if plain else NotImplemented
+    if isinstance(x, Relative):
+        parts = [_describe_one(part) for part in x.__dict__.values()]
+        return NotImplemented if any(n is NotImplemented for n in parts) else (type(x), *parts)
     if isinstance(x, Tensor) or (type(x) is tuple and any(type(n) is not int for n in x)):
         return NotImplemented
     return x

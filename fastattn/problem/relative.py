@@ -83,7 +83,7 @@ class Relative:
         x = getattr(self, self.parameter)
         if not isinstance(x, Tensor):
             raise TypeError(f"bias.{self.parameter}: expected a Tensor, got {type(x).__name__}")
-        distances = torch.arange(1 - max(M, 1), N, device=x.device) - offset
+        distances = torch.arange(1 - max(M, 1) - offset, N - offset, device=x.device)
         return self.at(distances, dtype).unsqueeze(-2)
 
 
@@ -118,7 +118,7 @@ class ALiBi(Relative):
             raise ValueError(f"bias.slopes: expected [H] or [B, H], got {list(self.slopes.shape)}")
         slopes = self.slopes.to(torch.promote_types(self.slopes.dtype, dtype))
         slopes = slopes.unsqueeze(0) if slopes.dim() == 1 else slopes
-        return -slopes[..., None] * distances.abs().to(slopes.dtype)
+        return slopes.neg().unsqueeze(-1) * distances.abs()
 
 
 @dataclass(frozen=True, eq=False)

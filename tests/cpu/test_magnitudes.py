@@ -206,6 +206,30 @@ def test_a_scale_far_above_the_softcap(isa):
     torch.testing.assert_close(out, k.mean(-2, keepdim=True).expand_as(out))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cap", [1.0, 1e6])
+def test_half_types_know_14_bits_of_a_capped_logit(isa, dtype, cap):
+    """However small it is beside the cap: the log-sum-exp of one key is its logit."""
+    q = (
+        torch.cat([torch.logspace(-4, 3, 500), torch.linspace(0, 7, 500)])
+        .to(dtype)
+        .view(1, 1, -1, 1)
+    )
+    one = torch.ones(1, 1, 1, 1, dtype=dtype)
+    for sign in (1.0, -1.0):
+        lse = attend(q, one, one, scale=sign, softcap=cap, return_lse=True, backend="cpu")[1]
+        exact = cap * torch.tanh(sign * q[..., 0].double() / cap)
+        assert ((lse - exact).abs() <= 2**-14 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_have_no_gradient_where_the_cap_is_reached(isa, dtype):
+    q, k, v = (torch.randn(1, 1, 70, 32).to(dtype).requires_grad_() for _ in range(3))
+    out = attend(q, k, v, scale=1e6, softcap=0.5, backend="cpu")
+    for x in torch.autograd.grad(out.square().sum(), (q, k)):
+        assert (x == 0).all()
+
+
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
 def test_any_nan_in_a_bias_reaches_what_its_row_reaches(isa, bits):
     call = inputs("dot", B=1, M=64, N=64, D=64, E=64, dtype=torch.bfloat16)

@@ -208,6 +208,8 @@ MASKED = {
     "bool": lambda: dict(attn_mask=torch.rand(4, 4) < 0.7),
     "float": lambda: dict(attn_mask=torch.randn(1, 4)),
     "bias": lambda: dict(bias=torch.randn(2, 4, 4)),
+    "alibi": lambda: dict(bias=fastattn.ALiBi(torch.randn(2)), attn_mask=torch.rand(4, 4) < 0.7),
+    "relative": lambda: dict(bias=fastattn.RelativeBias(torch.randn(5, 2), torch.randperm(5))),
     "lengths": lambda: dict(mask=fastattn.Mask(kv_len=torch.randint(0, 5, (1,)))),
     "rows": lambda: dict(mask=fastattn.Mask(kv_begin=torch.randint(0, 5, (1, 4)))),
     "keep": lambda: dict(mask=fastattn.Mask(keep=torch.rand(1, 1, 4, 4) < 0.7, window=(1, 1))),
@@ -242,6 +244,36 @@ def test_gradients_of_masked_calls_seen_before(built):
     )
     assert torch.equal(grads[1], want)
     assert (grads[0] != grads[1]).any()
+
+
+def test_gradients_of_lines_seen_before(built):
+    q, slopes = heads(), heads(2).requires_grad_()
+    grads = []
+    for n in (1, 2):
+        out = sdpa(q, q, q, bias=fastattn.ALiBi(slopes * n))
+        grads += torch.autograd.grad(out.square().sum(), slopes)
+    assert len(built) == 1
+    out = sdpa(q, q, q, bias=fastattn.ALiBi(slopes * 2).to_dense(4, 4))
+    (want,) = torch.autograd.grad(out.square().sum(), slopes)
+    torch.testing.assert_close(grads[1], want)
+    assert (grads[0] != grads[1]).any()
+
+
+def test_lines_are_checked_at_every_call(built):
+    q, slopes = heads(), heads(2)
+    relative = fastattn.RelativeBias(heads(3, 2), torch.arange(3))
+    for bias in (fastattn.ALiBi(slopes, 1), relative):
+        sdpa(q, q, q, bias=bias)
+    known = len(built)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="offset"):
+            sdpa(q, q, q, bias=fastattn.ALiBi(slopes, True))
+        with pytest.raises(ValueError, match="expected rows of a table of 3"):
+            sdpa(q, q, q, bias=fastattn.RelativeBias(heads(3, 2), torch.arange(3) + 1))
+    assert len(built) == known
+    for wrong in (fastattn.ALiBi(heads(3)), fastattn.ALiBi(slopes.double()), relative.table):
+        with pytest.raises((TypeError, ValueError), match="bias"):
+            sdpa(q, q, q, bias=wrong)
 
 
 def test_values_are_checked_at_every_call(built):

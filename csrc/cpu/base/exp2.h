@@ -32,34 +32,6 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
 }
 
-// z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1), for sizes |x| up to 43. NaN stays NaN.
-FASTATTN_SIMD Vec expm1_twice(Vec size) {
-  const Vec shifted = multiply_add(size, splat(2.f * kLog2e), splat(kRounder));
-  const Vec f = multiply_add(size, splat(2.f * kLog2e), splat(kRounder) - shifted);
-  const Vec power = power_of_2(shifted);
-  return multiply_add(product(exp2_slope(f), f), power, power - 1.f);
-}
-// tanh x to 4 ulp for every x, however small, and to 1 ulp above 1/2.
-//
-//   tanh |x| = z / (z + 2) = 1 - 2 / (z + 2)
-//
-// The second form rounds well near 1. The first form serves a small x, for which the second one has
-// no digits. 24 operations with AVX-512.
-//
-// The slope is 1 - tanh^2 x = 4 (z + 1) / (z + 2)^2. The form on the right keeps its digits where
-// tanh x is near 1. The slope is 0 from |x| = 43 on, where it is below 2^-122. NaN stays NaN.
-struct TanhAndSlope {
-  Vec tanh, slope;
-};
-FASTATTN_SIMD TanhAndSlope tanh_and_slope(Vec x) {
-  const Vec size = min(splat(43.f), abs(x));  // operand order lets NaN through
-  const Vec z = expm1_twice(size), near_one = z > 2.f ? splat(1.f) : Vec{};
-  const Vec part = quotient(splat(2.f), z + 2.f), slope = ((z + 1.f) * part) * part;
-  return {copy_sign(near_one + quotient(z > 2.f ? splat(-2.f) : z, z + 2.f), x),
-          size < splat(43.f) ? slope : slope - slope};
-}
-FASTATTN_SIMD Vec tanh(Vec x) { return tanh_and_slope(x).tanh; }
-
 // 2^(x + kOctaves) for the x of a softmax, which is at most a little above 0. This saves 6
 // operations, 9 with AVX-512. 0 gives exactly 2^kOctaves, -inf gives exactly 0, NaN stays NaN. A
 // result below 2^-126 may be any number that small. The error is at most 1.1 ulp. Where only kBits

@@ -2,6 +2,7 @@
 // instruction set (base/shared.h).
 #pragma once
 
+#include "cpu/base/tanh.h"
 #include "cpu/tile/masking.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -20,18 +21,23 @@ FASTATTN_SHARED LogitUnits logit_units(const AttentionParams& p, double scale, f
           capped ? static_cast<float>(ratio < kLeast  ? kLeast
                                       : ratio < kMost ? ratio
                                                       : kMost)
-                 : 0.f};
+                 : 0.f,
+          p.q.dtype != DType::kFloat32};
 }
 
 FASTATTN_SHARED void cap_scores(const LogitUnits& units, int64_t rows, int64_t cols, int64_t ld,
                                 float* s, float* slopes) {
-  if (units.ratio == 0.f) return;
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t at = i * ld; at < i * ld + cols; at += kWidth) {
-      const TanhAndSlope of = tanh_and_slope(product(load(s + at), splat(units.ratio)));
-      if (slopes != nullptr) store(slopes + at, min(of.slope, splat(1.f)));  // 1 of NaN
-      store(s + at, of.tanh);
-    }
+  const float ratio = units.ratio;
+  if (ratio == 0.f) return;
+  const auto cap = [&](auto bits) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t at = i * ld; at < i * ld + cols; at += kWidth) {
+        const TanhAndSlope of = tanh_and_slope<bits>(load(s + at), ratio);
+        if (slopes != nullptr) store(slopes + at, min(of.slope, splat(1.f)));  // 1 of NaN
+        store(s + at, of.tanh);
+      }
+  };
+  units.half ? cap(std::integral_constant<int, 11>{}) : cap(std::integral_constant<int, 24>{});
 }
 
 void MaskTile::set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows) {

@@ -53,6 +53,7 @@ struct LogitUnits {
   double natural;  // how much 1 of a logit is in the exponent of e
   float saved;     // what is saved of a maximum of 1, a power of 2: the same for every kernel
   float ratio;     // score / softcap of a score of 1, or 0
+  bool half;       // whether tensors are of a half type
 };
 
 // `scale`: the natural logit of a score of 1; `own`: a factor of this kernel's scores, a power
@@ -61,7 +62,7 @@ FASTATTN_SHARED LogitUnits logit_units(const AttentionParams& p, double scale, f
 
 // Scores s [rows, ld] become tanh(score / softcap), if there is a softcap. Writes the slopes of
 // tanh if there is a place for them. The slope of NaN is 1: such a pair may be masked, where a
-// gradient of 0 must stay 0.
+// gradient of 0 must stay 0. Half types have fewer bits of both: every pass has the same.
 FASTATTN_SHARED void cap_scores(const LogitUnits& units, int64_t rows, int64_t cols, int64_t ld,
                                 float* s, float* slopes);
 
