@@ -76,7 +76,7 @@ def _interpreted() -> bool:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from fastattn.kernels.host import tuned
+    from fastattn.kernels.host import together, tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
     from fastattn.kernels.loop.forward import launch_sdpa_fwd
@@ -84,11 +84,11 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = Call.of(*args)
     launch = launch_sdpa_fwd if call.w is None else launch_additive_fwd
     with current_device(call.q.device):
-        return tuned.fall_back(call.q.device, lambda: launch(call))
+        return tuned.fall_back(call.q.device, lambda: together.run(lambda: launch(call)))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    from fastattn.kernels.host import tuned
+    from fastattn.kernels.host import together, tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd
@@ -100,7 +100,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     saved = saved._replace(stats=saved.stats.contiguous(), grad_lse=lse)
     launch = launch_sdpa_bwd if call.w is None else launch_additive_bwd
     with current_device(call.q.device):
-        return tuned.fall_back(call.q.device, lambda: launch(call, saved))
+        return tuned.fall_back(call.q.device, lambda: together.run(lambda: launch(call, saved)))
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager:
