@@ -83,9 +83,9 @@ def test_a_wide_bias_is_of_a_kind_of_its_own(q):
         fastattn.autotune(half, attn_mask=x, measure=distance(best)) for x in (bias.half(), bias)
     ]
     assert not found[0].keys() & found[1].keys()
-    kinds = [config.kind_of(half.dtype, x, 0.0, "none") for x in (bias.half(), bias, None)]
+    kinds = [config.kind_of(half.dtype, x, 0.0, "none", 0.0) for x in (bias.half(), bias, None)]
     assert kinds == ["rich", "wide_bias", "plain"]
-    assert config.kind_of(bias.dtype, bias, 0.0, "none") == "rich"
+    assert config.kind_of(bias.dtype, bias, 0.0, "none", 0.0) == "rich"
 
 
 def test_results_stay_what_they_were(q):
