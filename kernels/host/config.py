@@ -72,7 +72,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         # Products take Q from registers: 64 keys where Hopper takes 128.
         ("sm_80", 2): {
             64: _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
-            128: _row((128, 64, 8, 2), (128, 32, 8, 2)),
+            128: _row((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
             256: _row((64, 32, 8, 2)),
         },
         # 64 KB of shared memory, four waves of 64 lanes with 512 registers each; compiled only.
@@ -127,7 +127,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         },
         ("sm_80", 2): {
             64: _row((32, 64, 8, 2), (16, 32, 8, 2)),
-            128: _row((64, 64, 8, 2), (16, 32, 8, 2), (16, 16, 8, 2), (32, 64, 8, 2)),
+            128: _row((64, 64, 8, 2), (16, 16, 8, 2), (16, 16, 8, 2), (32, 64, 8, 2)),
             256: _row((16, 32, 8, 1), (16, 16, 4, 1)),
         },
         ("gfx942", 2): {
@@ -163,8 +163,8 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         },
         ("sm_80", 2): {
             64: _row((16, 64, 8, 1)),
-            128: _row((16, 64, 8, 1), (16, 32, 4, 1)),
-            256: _row((16, 32, 8, 1)),
+            128: _row((16, 64, 8, 1), (16, 16, 4, 1)),
+            256: _row((16, 32, 8, 1), (16, 16, 8, 1), (16, 32, 8, 1)),
         },
         ("gfx942", 2): {
             64: _row((16, 64, 4, 1)),
@@ -175,7 +175,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "tile": {
         ("sm_90", 2): {
             64: _row((64, 64, 8, 2)),
-            128: _row((64, 64, 8, 2)),
+            128: _row((64, 64, 8, 2), (64, 32, 8, 2)),
             256: _row((16, 32, 8, 1)),  # dbias holds a tile of each of Q, K, dO and V at once
         },
         ("sm_80", 2): {

@@ -9,7 +9,7 @@
 //   dq:     for (b, h, tile of queries):     Q, dO stay; K, V pass by       3 products a tile
 //   dk, dv: for (b, key head, tile of keys): K, V stay; Q, dO of the heads  4 products
 //           that share it pass by, on transposed tiles; under a softcap a block has dk or dv
-//   dbias:  for (tile of the bias):          dS of all that share it, in order; of a line: for
+//   dbias:  for (tile of the bias, slice of what shares it): dS, added up in order; of a line: for
 //           (diagonal of tiles), see line.cuh
 //
 // Every result has one owner: there are no atomics, and every run gives the same results. Dao,
@@ -18,6 +18,7 @@
 #include "cuda/dot/backward.cuh"
 #include "cuda/dot/backward_wgmma.h"
 #include "cuda/dot/passes.h"
+#include "cuda/tile/bias_parts.cuh"
 #include "cuda/tile/line.cuh"
 #include "cuda/tile/spans.cuh"
 
@@ -212,8 +213,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dbias ----
 
-// Where the parts of a line begin in the workspace: behind delta.
-FASTATTN_FN int64_t line_parts(const BackwardParams& p) { return p.B * p.H * p.M; }
+// Where the parts of blocks begin in the workspace: behind delta.
+FASTATTN_FN int64_t bias_start(const BackwardParams& p) { return p.B * p.H * p.M; }
 
 // Adds up the rows (columns) of a tile, in order, if the bias has one row (column).
 FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
@@ -226,14 +227,29 @@ FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
   __syncthreads();
 }
 
-// The tiles of dS that a block adds up: those of `b` and `h` samples and heads, of `m` and `n`
-// tiles of queries and keys, from these on. Of a line they are those of a diagonal.
+// Tiles of the bias, or diagonals of tiles of a line, of each of its batches and heads.
+FASTATTN_FN int64_t bias_tiles(const BackwardParams& p) {
+  if (p.bias_is_line) return line_blocks(p);
+  return (p.bias_M == 1 ? 1 : ceil_div(p.M, kTile)) * (p.bias_N == 1 ? 1 : ceil_div(p.N, kTile));
+}
+// Slices of the tiles of dS that share one of these.
+FASTATTN_FN int64_t slices_of(const BackwardParams& p) {
+  const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
+  const int64_t tiles = p.bias_is_line
+                            ? min64(tiles_m, tiles_n)
+                            : (p.bias_M == 1 ? tiles_m : 1) * (p.bias_N == 1 ? tiles_n : 1);
+  return bias_slices(p.bias_B * p.bias_H * bias_tiles(p), bias_sharers(p) * tiles);
+}
+
+// The tiles of dS of a block, `b` and `h` samples and heads, `m` and `n` tiles of queries and keys
+// from these on. Of a line they are those of a diagonal. A block adds up a slice of them.
 struct BiasTiles {
   int64_t b, h, m, n;
   int64_t count_b, count_h, count_m, count_n;
+  int64_t slice, begin, end;
 };
 
-FASTATTN_DEVICE BiasTiles bias_tiles(const BackwardParams& p, uint32_t block) {
+FASTATTN_DEVICE BiasTiles bias_tiles_of(const BackwardParams& p, uint32_t block, int64_t slices) {
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   BiasTiles own{};
   if (p.bias_is_line) {
@@ -244,20 +260,23 @@ FASTATTN_DEVICE BiasTiles bias_tiles(const BackwardParams& p, uint32_t block) {
     own.m = take_digit(&block, p.bias_M == 1 ? 1 : tiles_m);
     own.count_m = p.bias_M == 1 ? tiles_m : 1, own.count_n = p.bias_N == 1 ? tiles_n : 1;
   }
+  own.slice = take_digit(&block, slices);
   own.h = take_digit(&block, p.bias_H), own.b = block;
   own.count_b = p.bias_B == 1 ? p.B : 1, own.count_h = p.bias_H == 1 ? p.H : 1;
+  const int64_t count = own.count_b * own.count_h * own.count_m * own.count_n;
+  own.begin = own.slice * count / slices, own.end = (own.slice + 1) * count / slices;
   return own;
 }
 
 template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dbias_kernel(const __grid_constant__ BackwardParams p,
-                      const __grid_constant__ Spans spans) {
+    sdpa_dbias_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
+                      const __grid_constant__ int64_t slices) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   const float unit = unit_of(p);
-  const BiasTiles own = bias_tiles(p, blockIdx.x);
+  const BiasTiles own = bias_tiles_of(p, blockIdx.x, slices);
   Pairs<QueryRows> sum = {};
-  for (int64_t n = 0; n < own.count_b * own.count_h * own.count_m * own.count_n; ++n) {
+  for (int64_t n = own.begin; n < own.end; ++n) {
     uint32_t number = static_cast<uint32_t>(n);
     const int64_t tile_n = own.n + take_digit(&number, own.count_n);
     const int64_t step = take_digit(&number, own.count_m);
@@ -290,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int v = 0; v < 4; ++v) tile[sum_row(v) * kTile + sum_col(t, v)] = sum[t][v];
   if (p.bias_is_line) {
     __syncthreads();
-    float* const parts = static_cast<float*>(p.workspace) + line_parts(p);
+    float* const parts = static_cast<float*>(p.workspace) + bias_start(p);
     store_diagonals([&](int r, int c) { return tile[r * kTile + c]; },
                     parts + int64_t{blockIdx.x} * kLinePart);
     return;
@@ -298,21 +317,26 @@ __global__ void __launch_bounds__(kThreads, 2)
   fold_tile(p.bias_M == 1, p.bias_N == 1, tile);
   const int rows = p.bias_M == 1 ? 1 : extent(p.M, own.m * kTile);
   const int cols = p.bias_N == 1 ? 1 : extent(p.N, own.n * kTile);
-  const int64_t offset = offset_of(p.grad_bias, own.b, own.h, own.m * kTile, own.n * kTile);
-  with_dtype(p.grad_bias.dtype, [&](auto type) {
+  const View to = bias_part(p, bias_start(p), slices, own.b, own.h, own.slice);
+  const int64_t offset = offset_of(to, 0, 0, own.m * kTile, own.n * kTile);
+  with_dtype(to.dtype, [&](auto type) {
     for (int n = thread(); n < rows * kTile; n += kThreads)
       if (n % kTile < cols)
-        store_as<type>(p.grad_bias.data,
-                       offset + n / kTile * p.grad_bias.stride_r + n % kTile * p.grad_bias.stride_c,
+        store_as<type>(to.data, offset + n / kTile * to.stride_r + n % kTile * to.stride_c,
                        tile[n]);
   });
 }
 
 // ---- launch ----
 
-// Behind the parts of a line.
+int64_t bias_floats(const BackwardParams& p) {
+  if (p.grad_bias.data == nullptr) return 0;
+  return p.bias_is_line ? line_floats(p, slices_of(p)) : bias_part_floats(p, slices_of(p));
+}
+
+// Behind the parts of a bias.
 int64_t span_start(const BackwardParams& p) {
-  return ceil_div(line_parts(p) + line_floats(p), 2) * 2;
+  return ceil_div(bias_start(p) + bias_floats(p), 2) * 2;
 }
 
 // Behind the tables of spans.
@@ -340,11 +364,11 @@ void launch(const BackwardParams& p, Launcher& launcher) {
                  marks);
   }
   if (p.grad_bias.data == nullptr) return;
-  const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);
-  const int64_t blocks = p.bias_is_line ? line_blocks(p) : tiles;
-  launcher.run(sdpa_dbias_kernel<kType, kDim, kCapped>, p.bias_B * p.bias_H * blocks, kThreads,
-               shared, p, spans);
-  if (p.bias_is_line) launch_line(p, line_parts(p), launcher);
+  const int64_t slices = slices_of(p);
+  launcher.run(sdpa_dbias_kernel<kType, kDim, kCapped>,
+               p.bias_B * p.bias_H * slices * bias_tiles(p), kThreads, shared, p, spans, slices);
+  if (p.bias_is_line) return launch_line(p, bias_start(p), slices, launcher);
+  launch_bias_parts(p, bias_start(p), slices, launcher);
 }
 
 }  // namespace
