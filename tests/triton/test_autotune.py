@@ -88,6 +88,14 @@ def test_a_wide_bias_is_of_a_kind_of_its_own(q):
     assert config.kind_of(bias.dtype, bias, 0.0, "none", 0.0) == "rich"
 
 
+def test_a_softcap_is_of_a_kind_of_its_own_unless_it_is_rich():
+    """Backward keeps a slope for each score, and a table's row may be too large for them."""
+    kinds = [config.kind_of(torch.half, None, p, "none", 2.0) for p in (0.0, 0.1)]
+    assert kinds == ["capped", "rich"]
+    row = config.TABLE["dkdv"]["sm_90", 2][128]
+    assert row.capped.BLOCK_M < row.plain.BLOCK_M
+
+
 def test_results_stay_what_they_were(q):
     before = fastattn.scaled_dot_product_attention(q, q, q, backend="triton")
     fastattn.autotune(q, measure=distance(Config(32, 16, 8, 2)))

@@ -79,33 +79,64 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dq ----
 
+// A second place for K. V is free once dP is made, and so the next V comes to its place.
+template <int kDim>
+struct __align__(16) QueryMemory {
+  GradMemory<kDim> tile;
+  uint16_t other_k[kTile * kDim];
+};
+
+// The next K and V are copied while this tile is multiplied. A softcap leaves too few registers to
+// know the next tile so early.
 template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
                    const __grid_constant__ GradMarks marks) {
   if (marks.queries != nullptr && marks.queries[blockIdx.x] == 0) return;
-  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
+  QueryMemory<kDim>& both = *static_cast<QueryMemory<kDim>*>(shared_memory());
+  GradMemory<kDim>& memory = both.tile;
   const float unit = unit_of(p);
   Place at = query_place(p, blockIdx.x);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   float dq[kDim / 8][4] = {};
-  start_queries<kDim>(p.q, p.D, at, memory.q);
-  start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
-  load_rows<true>(p, at, memory.rows);
-  for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
-    at.cols = extent(p.N, at.j0);
-    const TileMask mask = mask_tile<QueryRows>(p, at);
-    if (mask.empty) continue;
-    __syncthreads();
+  at.j0 = keys.begin / kTile * kTile;
+  TileMask mask{};
+  bool more = next_tile<QueryRows>(p, keys.end, at, mask);
+  if (more) {
+    start_queries<kDim>(p.q, p.D, at, memory.q);
+    start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
+    load_rows<true>(p, at, memory.rows);
     start_keys<kDim>(p.k, p.D, at, memory.k);
     start_keys<kDim>(p.v, p.E, at, memory.v);
+  }
+  for (bool odd = false; more; odd = !kCapped && !odd) {
+    const Place here = at;
+    const TileMask mask_here = mask;
+    uint16_t* const k = odd ? both.other_k : memory.k;
     wait_for_copies();
     __syncthreads();
+    const auto find_next = [&] {
+      at.j0 += kTile;
+      more = next_tile<QueryRows>(p, keys.end, at, mask);
+    };
+    if constexpr (!kCapped) {
+      find_next();
+      if (more) start_keys<kDim>(p.k, p.D, at, odd ? memory.k : both.other_k);
+    }
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped>(p, at, mask, unit, memory, s, ds);
-    __syncthreads();  // others may still read the bad rows of K
-    add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, at.b, at.hkv, at.j0, 0), p.D, mask, ds,
-                                        memory.k, memory.bad_rows, dq);
+    gradient_tile<QueryRows, kType, kDim, kCapped>(p, here, mask_here, unit, memory, k, s, ds);
+    __syncthreads();  // others may still read V, and the bad rows of K
+    if (!kCapped && more) start_keys<kDim>(p.v, p.E, at, memory.v);
+    add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, here.b, here.hkv, here.j0, 0), p.D,
+                                        mask_here, ds, k, memory.bad_rows, dq);
+    if constexpr (kCapped) {
+      find_next();
+      __syncthreads();
+      if (more) {
+        start_keys<kDim>(p.k, p.D, at, memory.k);
+        start_keys<kDim>(p.v, p.E, at, memory.v);
+      }
+    }
   }
   wait_for_copies();
   store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, at.b, at.h, at.i0, 0), at.rows, p.D,
@@ -149,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim, false>(p, at, mask, unit, memory, s, ds);
+      gradient_tile<KeyRows, kType, kDim, false>(p, at, mask, unit, memory, memory.k, s, ds);
       __syncthreads();  // others may still read the bad rows of Q and dO
       const int64_t i0 = opaque(at.i0);
       const int b = opaque_here(at.b), h = opaque_here(at.h);
@@ -197,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim, true>(p, at, mask, unit, memory, s, ds);
+      gradient_tile<KeyRows, kType, kDim, true>(p, at, mask, unit, memory, memory.k, s, ds);
 #pragma unroll
       for (int n = 0; n < 4 * KeyRows::kTiles; ++n)
         s[n / 4][n % 4] = of_values ? s[n / 4][n % 4] : ds[n / 4][n % 4];
@@ -294,7 +325,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, unit, memory, s, ds);
+    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, unit, memory, memory.k, s,
+                                                          ds);
 #pragma unroll
     for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll
@@ -356,7 +388,8 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   GradMarks marks{nullptr, nullptr};
   if (!kCapped && takes_wgmma(p) && launch_wgmma(p, spans, marks_of(p), launcher))
     marks = marks_of(p);
-  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p, marks);
+  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, sizeof(QueryMemory<kDim>),
+               p, marks);
   if constexpr (kCapped) {
     launcher.run(sdpa_capped_keys_kernel<kType, kDim>, 2 * keys, kThreads, shared, p, spans);
   } else {
