@@ -73,7 +73,7 @@ def autotune(
 
     p = inputs.p
     sizes = config.padded(p.D), config.padded(p.E)
-    kind = config.kind_of(p.dtype, inputs.bias, p.dropout_p, p.weights)
+    kind = config.kind_of(p.dtype, inputs.bias, p.dropout_p, p.weights, p.softcap)
     found = {}
     with triton.current_device(p.device):  # whose clock measures
         for kernel, call in _progress(_calls(inputs)):

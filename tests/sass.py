@@ -92,9 +92,9 @@ _REGISTER = re.compile(r"\bR(\d+)\b(\.64)?")
 def product_loops(sass: str) -> list[dict[str, int]]:
     """The innermost loops with products of warpgroups.
 
-    Per iteration: {"slots": issue slots, "mufu": special functions, "products", "waits", "local":
-    spills}, and slots and special functions without what a vote of the warp skips: "steady_slots"
-    and "steady_mufu".
+    Per iteration: {"slots": issue slots, "mufu": special functions, "products", "columns": of the
+    narrowest product, "waits", "local": spills}, and slots and special functions without what a
+    vote of the warp skips: "steady_slots" and "steady_mufu".
     """
     instructions, labels = _parse(sass)
     found = []
@@ -111,6 +111,7 @@ def product_loops(sass: str) -> list[dict[str, int]]:
                 "mufu": _count(count, "MUFU"),
                 "steady_mufu": _count(count, "MUFU") - _count(_operations(skipped), "MUFU"),
                 "products": _count(count, "HGMMA"),
+                "columns": min(int(p[1]) for p in map(_PRODUCT.match, loop) if p),
                 "waits": count["WARPGROUP.DEPBAR.LE"],
                 "local": _count(count, "LDL", "STL"),
             }

@@ -100,19 +100,19 @@ def _prepared() -> Callable:
 
 def launch_forward(*args: Any) -> tuple[Tensor, ...]:
     """What the forward operator does, without plans."""
-    from fastattn.kernels.host import tuned
+    from fastattn.kernels.host import together, tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
     from fastattn.kernels.loop.forward import launch_sdpa_fwd
 
     call = Call.of(*args)
     launch = launch_sdpa_fwd if call.w is None else launch_additive_fwd
-    return tuned.fall_back(call.q.device, lambda: launch(call))
+    return tuned.fall_back(call.q.device, lambda: together.run(lambda: launch(call)))
 
 
 def launch_backward(*args: Any) -> tuple[Tensor, ...]:
     """The same of the backward operator."""
-    from fastattn.kernels.host import tuned
+    from fastattn.kernels.host import together, tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd
@@ -123,7 +123,7 @@ def launch_backward(*args: Any) -> tuple[Tensor, ...]:
     lse = None if saved.grad_lse is None else saved.grad_lse.contiguous()
     saved = saved._replace(stats=saved.stats.contiguous(), grad_lse=lse)
     launch = launch_sdpa_bwd if call.w is None else launch_additive_bwd
-    return tuned.fall_back(call.q.device, lambda: launch(call, saved))
+    return tuned.fall_back(call.q.device, lambda: together.run(lambda: launch(call, saved)))
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager:

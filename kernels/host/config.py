@@ -2,7 +2,8 @@
 
 A row is found by architecture, bytes an element, the head size rounded up to 64, 128 or 256, and
 the kind of the problem. It is *rich* with dropout, a bias or weights, which need registers that a
-mask does not. A bias of larger elements than q has is *wide*: each stage holds a tile of it.
+mask does not. A bias of larger elements than q has is *wide*: each stage holds a tile of it. It is
+*capped* with a softcap, if it is not rich: backward holds a slope for each score.
 
 Nothing is measured here and nothing runs at import. What ``fastattn.autotune`` has measured on this
 machine goes first (tuned.py). A row is the largest tile that fits: registers without a spill, and
@@ -34,7 +35,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
-Kind = Literal["plain", "rich", "wide_bias"]
+Kind = Literal["plain", "rich", "wide_bias", "capped"]
 
 
 class Row(NamedTuple):
@@ -43,35 +44,35 @@ class Row(NamedTuple):
     plain: Config
     rich: Config
     wide_bias: Config
+    capped: Config
 
 
 def _row(
     plain: tuple[int, ...],
     rich: tuple[int, ...] | None = None,
     wide_bias: tuple[int, ...] | None = None,
+    capped: tuple[int, ...] | None = None,
 ) -> Row:
     rich = rich or plain
-    return Row(Config(*plain), Config(*rich), Config(*(wide_bias or rich)))
+    return Row(*(Config(*c) for c in (plain, rich, wide_bias or rich, capped or plain)))
 
 
 # {kernel: {(architecture, bytes an element): {head size: row}}}. "tile" serves the kernels that own
 # one tile (weights, dbias) or one row block (delta).
 TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "fwd": {
-        # Two warpgroups of 64 rows: at head size 128, O is 64 registers a thread and S 32. To try
-        # first on a GPU, at head size 128: full tiles of 128 keys, a kernel apart for masked ones.
-        # Next: tl.range(warp_specialize=True) with TMA descriptors where strides allow them, 4
-        # warps and 128 x 128, which compiles without a spill, in 197 KB.
+        # Two warpgroups of 64 rows: at head size 128, O and S take 64 registers of a thread each.
+        # To try on a GPU: tl.range(warp_specialize=True) with TMA descriptors where strides allow
+        # them, 4 warps and 128 x 128, which compiles without a spill, in 197 KB.
         ("sm_90", 2): {
             64: _row((128, 128, 8, 3), (128, 64, 8, 3)),
-            # 128 keys: the masked loop spills its last registers
-            128: _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
+            128: _row((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3)),
             256: _row((64, 64, 8, 2)),  # O of 128 rows alone takes half of the registers
         },
         # Products take Q from registers: 64 keys where Hopper takes 128.
         ("sm_80", 2): {
             64: _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
-            128: _row((128, 64, 8, 2), (128, 32, 8, 2)),
+            128: _row((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
             256: _row((64, 32, 8, 2)),
         },
         # 64 KB of shared memory, four waves of 64 lanes with 512 registers each; compiled only.
@@ -121,12 +122,12 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         # dK and dV are two accumulators of BLOCK_N rows: queries stream by in smaller steps.
         ("sm_90", 2): {
             64: _row((64, 128, 8, 3), (32, 64, 8, 2), (32, 32, 8, 2)),
-            128: _row((32, 128, 8, 2), (32, 64, 8, 2), (16, 64, 8, 2)),
-            256: _row((32, 64, 8, 2), (16, 64, 8, 2), (16, 16, 8, 2)),
+            128: _row((64, 128, 8, 2), (32, 128, 8, 2), (16, 64, 8, 2), (32, 128, 8, 2)),
+            256: _row((64, 64, 8, 2), (16, 64, 8, 2), (16, 16, 8, 2), (32, 64, 8, 2)),
         },
         ("sm_80", 2): {
-            64: _row((16, 64, 8, 2), (16, 32, 8, 2)),  # one step more spills a few registers
-            128: _row((32, 64, 8, 2), (16, 32, 8, 2), (16, 16, 8, 2)),
+            64: _row((32, 64, 8, 2), (16, 32, 8, 2)),
+            128: _row((64, 64, 8, 2), (16, 16, 8, 2), (16, 16, 8, 2), (32, 64, 8, 2)),
             256: _row((16, 32, 8, 1), (16, 16, 4, 1)),
         },
         ("gfx942", 2): {
@@ -162,8 +163,8 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         },
         ("sm_80", 2): {
             64: _row((16, 64, 8, 1)),
-            128: _row((16, 64, 8, 1), (16, 32, 4, 1)),
-            256: _row((16, 32, 8, 1)),
+            128: _row((16, 64, 8, 1), (16, 16, 4, 1)),
+            256: _row((16, 32, 8, 1), (16, 16, 8, 1), (16, 32, 8, 1)),
         },
         ("gfx942", 2): {
             64: _row((16, 64, 4, 1)),
@@ -174,7 +175,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "tile": {
         ("sm_90", 2): {
             64: _row((64, 64, 8, 2)),
-            128: _row((64, 64, 8, 2)),
+            128: _row((64, 64, 8, 2), (64, 32, 8, 2)),
             256: _row((16, 32, 8, 1)),  # dbias holds a tile of each of Q, K, dO and V at once
         },
         ("sm_80", 2): {
@@ -350,7 +351,14 @@ for _kernel, _rows in TABLE.items():
         }
     _rows["sm_100", 2] = _rows["sm_90", 2]  # same registers and shared memory
     _rows["sm_86", 2] = _rows["sm_80", 2]  # whose rows all fit the 99 KB that these have
-# One row differs: 64 keys take 1 KB more than there is.
+# Where the largest of these spill with tensor memory, or take more shared memory than there is:
+TABLE["fwd"]["sm_100", 2] = TABLE["fwd"]["sm_90", 2] | {
+    128: _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3))
+}
+TABLE["dkdv"]["sm_100", 2] = TABLE["dkdv"]["sm_90", 2] | {
+    128: _row((32, 128, 8, 2), (32, 64, 8, 2), (16, 64, 8, 2)),
+    256: _row((32, 64, 8, 2), (16, 64, 8, 2), (16, 16, 8, 2)),
+}
 TABLE["dq"]["sm_100", 2] = TABLE["dq"]["sm_90", 2] | {256: _row((64, 32, 8, 2))}
 
 
@@ -375,11 +383,15 @@ def size_class(head_size: int) -> int:
     return next(s for s in HEAD_SIZES if head_size <= s)
 
 
-def kind_of(dtype: torch.dtype, bias: Tensor | None, dropout_p: float, weights: str) -> Kind:
+def kind_of(
+    dtype: torch.dtype, bias: Tensor | None, dropout_p: float, weights: str, softcap: float
+) -> Kind:
     """What a kernel needs besides what masks need, where q has this dtype."""
     if bias is not None and bias.element_size() > dtype.itemsize:
         return "wide_bias"
-    return "plain" if bias is None and dropout_p == 0 and weights == "none" else "rich"
+    if bias is not None or dropout_p or weights != "none":
+        return "rich"
+    return "capped" if softcap else "plain"
 
 
 @functools.cache

@@ -110,12 +110,12 @@ class Call(schemas.Call):
     @property
     def kind(self) -> Kind:
         """Which configurations its kernels take."""
-        return kind_of(self.q.dtype, self.bias, self.dropout_p, self.weights_mode)
+        return kind_of(self.q.dtype, self.bias, self.dropout_p, self.weights_mode, self.softcap)
 
     @property
     def rich(self) -> bool:
         """Whether a kernel needs more registers than for masks."""
-        return self.kind != "plain"
+        return self.kind not in ("plain", "capped")
 
     @property
     def masks_within_tiles(self) -> bool:

@@ -110,10 +110,10 @@ def pull_back_row(
     pairs = pairs_of(bias, mask, dims, b, h, tile, PARTIAL)
     s, keep, slope = logits_of(s, pairs, mask, t.scale, spec, PARTIAL)
     rows = load_rows(t, b, h, dims.H, i, M)
-    p = row_weights(s, rows, t, spec)
+    p = row_weights(s, rows.shift, rows.factor, t, spec)
     dp = tl.sum(tile_v * do, 1)[None, :]
     p, ds = softmax_gradient(
-        p, dp, keep, slope, rows, grad_weights, t, mask, drop, b, h, tile, False, True, False
+        p, dp, keep, slope, rows.delta, grad_weights, t, mask, drop, b, h, tile, False, True, False
     )
     ds = tl.trans(ds)
     pulled = ds * u * rest * (scaled * power * 4.0)[None, :]

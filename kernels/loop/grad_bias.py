@@ -17,7 +17,7 @@ from ..score.score import load_side
 from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
 from ..tile.strided import VARYING, Dims
-from .gradient import load_rows, load_value_side, tile_gradient
+from .gradient import load_value_side, tile_gradient
 from .sweep import Pass, Tile
 
 
@@ -40,10 +40,9 @@ def add_tile(
         y = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
         dx = load_value_side(grad_out, b, h, offs_m, M, spec, True)
         dy = load_value_side(v, b, hkv, offs_n, keys, spec, True)
-        rows = load_rows(t, b, h, dims.H, i, M)
         row_begin, row_end = row_range(mask, b, i, M, N)
         w, ds, keep = tile_gradient(
-            x, y, dx, dy, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+            x, y, dx, dy, None, q, k, v, terms, bias, grad_out, grad_weights, t,
             mask, drop, dims, spec, b, h, Tile(i0, j0, i, j, row_begin, row_end),
             EXACT, False,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from ..tile.strided import (
     view,
 )
 from .garbage import crowded, launches, mended, row_of, width
-from .gradient import add_product, load_rows, load_value_side, tile_gradient
+from .gradient import add_product, load_value_side, tile_gradient
 from .sweep import Pass, Tile, full_span, partial_span, step_start, whole_span
 
 
@@ -40,17 +40,12 @@ def sweep_rows(
         i = offs_m[None, :]
         side_q = load_side(q, terms, b, h, offs_m, M, spec, True)
         do = load_value_side(grad_out, b, h, offs_m, M, spec, True)
-        rows = load_rows(t, b, h, dims.H, i, M)
         row_begin, row_end = row_range(mask, b, i, M, N)
         tile = Tile(i0, j0, i, j, row_begin, row_end)
         w, ds, keep = tile_gradient(
-            side_k, side_q, side_v, do, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
+            side_k, side_q, side_v, do, None, q, k, v, terms, bias, grad_out, grad_weights, t,
             mask, drop, dims, spec, b, h, tile, PASS, True,
         )  # fmt: skip
-        if grad_v.ptr is not None:
-            dv = add_product(
-                dv, w, keep, do, grad_out, b, h, offs_m, M, spec, PASS, spec.E, spec.BLOCK_E
-            )
         if grad_k.ptr is not None:
             if terms.w_ptr is not None:
                 if not PASS.EXACT:  # dK is right after the first sweeps: pull_back skips dS = 0
@@ -60,6 +55,10 @@ def sweep_rows(
                 dk = add_product(
                     dk, ds, keep, side_q, q, b, h, offs_m, M, spec, PASS, spec.D, spec.BLOCK_D
                 )
+        if grad_v.ptr is not None:
+            dv = add_product(
+                dv, w, keep, do, grad_out, b, h, offs_m, M, spec, PASS, spec.E, spec.BLOCK_E
+            )
     return dk, dv
 
 

@@ -66,18 +66,30 @@ def add_product(
 @triton.jit
 def load_rows(t, b, h, H, i, M):
     """What is saved of the rows i, in the shape of i."""
-    delta = tl.load(row_ptrs(t.delta_ptr, b, h, H, i, M), mask=i < M, other=0.0)
+    shift, factor = load_factors(t, b, h, H, i, M)
+    return Rows(shift, factor, load_delta(t, b, h, H, i, M))
+
+
+@triton.jit
+def load_factors(t, b, h, H, i, M):
+    """(shift, factor) of Rows."""
     shift, factor = load_stats(t.stats_ptr, b, h, H, i, M)
     if t.log2_ptr is not None:
         ptrs = row_ptrs(t.log2_ptr, b, h, H, i, M)
         factor = tl.load(ptrs, mask=i < M, other=float("inf"))
-    return Rows(shift, factor, delta)
+    return shift, factor
 
 
 @triton.jit
-def row_weights(s, rows, t, spec):
+def load_delta(t, b, h, H, i, M):
+    """The delta of Rows."""
+    return tl.load(row_ptrs(t.delta_ptr, b, h, H, i, M), mask=i < M, other=0.0)
+
+
+@triton.jit
+def row_weights(s, shift, factor, t, spec):
     """Softmax weights of the logits s; see weights_of."""
-    return weights_of(s, rows.shift, rows.factor, unit_of(t.scale, spec), t.log2_ptr is not None)
+    return weights_of(s, shift, factor, unit_of(t.scale, spec), t.log2_ptr is not None)
 
 
 @triton.jit
@@ -87,7 +99,9 @@ def tile_gradient(
 ):  # fmt: skip
     """(W without dropout's factor, dS, keep) of a tile. x, y: sides q, k; dx, dy: sides dO, v.
 
-    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. ``rows``: see load_rows.
+    TRANSPOSED: keys by rows; x, y are then k, q, and dx, dy are v, dO. ``rows``: load_rows of the
+    tile, where they stay while others stream by. None: they are loaded where they are used, since
+    those of many queries would spill beside two products.
     """
     # The additive score's gradients have no exact sweep: their masked pairs are 0 in every sweep.
     SELECT: tl.constexpr = PASS.EXACT or ((PASS.MASKED or PASS.BIASED) and terms.w_ptr is not None)
@@ -95,7 +109,11 @@ def tile_gradient(
         x, y, q, k, terms, bias, mask, t.scale, key_count(mask, b, dims.N), dims, spec, b, h,
         tile, PASS, TRANSPOSED,
     )  # fmt: skip
-    w = row_weights(s, rows, t, spec)
+    if rows is None:
+        shift, factor = load_factors(t, b, h, dims.H, tile.i, dims.M)
+    else:
+        shift, factor = rows.shift, rows.factor
+    w = row_weights(s, shift, factor, t, spec)
     if spec.STREAM:
         do_ptr, v_ptr = head_ptr(grad_out, b, h), head_ptr(v, b, h // dims.group)
         keys = key_count(mask, b, dims.N)
@@ -111,8 +129,12 @@ def tile_gradient(
             )  # fmt: skip
     else:
         dp = dot_t(dx, dy, spec.PRECISION)
+    if rows is None:
+        delta = load_delta(t, b, h, dims.H, tile.i, dims.M)
+    else:
+        delta = rows.delta
     w, ds = softmax_gradient(
-        w, dp, keep, slope, rows, grad_weights, t, mask, drop, b, h, tile, PASS.LOGITS, SELECT,
+        w, dp, keep, slope, delta, grad_weights, t, mask, drop, b, h, tile, PASS.LOGITS, SELECT,
         TRANSPOSED,
     )  # fmt: skip
     return w, ds, keep
@@ -120,7 +142,7 @@ def tile_gradient(
 
 @triton.jit
 def softmax_gradient(
-    p, dp, keep, slope, rows, grad_weights, t, mask, drop, b, h, tile,
+    p, dp, keep, slope, delta, grad_weights, t, mask, drop, b, h, tile,
     LOGITS: tl.constexpr, SELECT: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """(W without dropout's factor, dS) of a tile from P and dO V^T; see tile_gradient.
@@ -138,7 +160,7 @@ def softmax_gradient(
         kept = survives(drop, b, h, tile.i0, tile.j0, BLOCK_M, BLOCK_N, TRANSPOSED)
         w = tl.where(kept, p, 0.0)
         dp = tl.where(kept, dp * drop.scale, 0.0)
-    ds = p * (dp - rows.delta)
+    ds = p * (dp - delta)
     if SELECT:
         w = tl.where(keep, w, 0.0)
         ds = tl.where(keep, ds, 0.0)

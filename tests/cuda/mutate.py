@@ -71,6 +71,12 @@ MISTAKES = [
         "    wait_for_copies();\n    at.j0 += kTile;", "AssertionError",
     ),
     Mistake(
+        "a V that comes while others read the last one", "dot/backward.cu",
+        "    __syncthreads();  // others may still read V, and the bad rows of K\n", "",
+        "AssertionError",
+        source="dot/backward.cu",
+    ),
+    Mistake(
         "a wrong lane of a matrix operand", "dot/tile.cuh",
         "8 * n + lane % 8 + lane / 16 * 8", "8 * n + lane % 8 + lane / 8 % 2 * 8", "AssertionError",
     ),

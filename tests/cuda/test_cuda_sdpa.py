@@ -4,6 +4,7 @@ A separate process runs the corner cases under AddressSanitizer and UndefinedBeh
 every tensor and the workspace as an allocation of its exact size.
 """
 
+import ctypes
 import dataclasses
 
 import host_build
@@ -70,6 +71,27 @@ def test_corner(case, dtype, backend):
 @pytest.mark.skipif(shim_backend.KIND == "sanitized", reason="this is that process")
 def test_under_sanitizers():
     host_build.assert_clean(__file__, "test_corner")
+
+
+# ---- a bias that many share: slices of them have blocks of their own ----
+
+
+@pytest.mark.parametrize("letters", ["", "h", "mn", "relative", "alibi"])
+def test_the_gradient_of_a_shared_bias_fills_a_gpu(letters, backend):
+    """Two blocks for each of 132 multiprocessors, and one sum behind them."""
+    case = Case(f"shared-{letters}", B=140, H=2, Hkv=2, M=20, N=18, D=4, E=4, bias=letters)
+    testing.check(dataclasses.replace(case, dtype=torch.float16), backend)
+    if not shim_backend.ON_GPU:
+        library = ctypes.CDLL(str(shim_backend.library()))
+        assert library.shim_blocks(0) < library.shim_blocks(1)
+        assert library.shim_blocks(1) >= 264
+
+
+@pytest.mark.parametrize("letters", ["bhmn", "m", "bn", "", "relative", "alibi-b"])
+def test_bias_gradients_of_many_tiles(letters, backend):
+    """Slices end within rows of tiles, and some diagonals have fewer tiles than slices."""
+    case = Case(f"slices-{letters}", B=3, H=2, Hkv=1, M=130, N=200, D=8, E=8, bias=letters)
+    testing.check(dataclasses.replace(case, causal="top_left", dtype=torch.float16), backend)
 
 
 # ---- few queries: keys are split over blocks and warps ----

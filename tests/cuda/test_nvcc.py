@@ -4,11 +4,12 @@ The additive inner loop has two bounds. The special-function unit gives 16 resul
 128 instructions are issued a clock.
 """
 
+import re
 from collections import Counter
 
 import pytest
 import sass
-from machine_code import ROOT, instructions, usage
+from machine_code import ROOT, instructions, kernel_name, listings, usage
 from toolkit import find_nvcc
 
 CUDA = ROOT / "csrc/cuda"
@@ -110,6 +111,19 @@ def test_inner_loops(kernel, arch):
         assert name in found, found
         assert found[name][0] <= slots, found
         assert found[name][1] <= special, found
+
+
+@both_archs
+@pytest.mark.parametrize(
+    ("source", "kernel"),
+    [("dot/forward.cu", "sdpa_forward_kernel"), ("dot/backward.cu", "sdpa_dq_kernel")],
+)
+def test_copies_of_the_next_tile_begin_before_the_products_of_this_one(source, kernel, arch):
+    """Without a wait for copies between both, in every kernel that has registers for it."""
+    for listing in listings(source, arch):
+        name = listing.partition("\n")[0]
+        if kernel_name(name) == kernel and "Lb1E" not in name:  # a softcap
+            assert re.search(r"LDGSTS(?:(?!DEPBAR).)*?HMMA", listing, re.DOTALL), name
 
 
 def test_the_score_loop_is_bound_by_the_special_function_unit():

@@ -117,6 +117,33 @@ def test_forward_on_hopper_computes_the_softmax_once_beside_products(head_size, 
         assert scores <= loop["mufu"] <= 1.1 * scores, loop
 
 
+# Issue slots a score in the loop over full tiles, and columns of the narrowest product: products of
+# 32 columns wait for shared memory.
+STEPS = {
+    ("sdpa_fwd_kernel", 64): (9.2, 64), ("sdpa_fwd_kernel", 128): (10.2, 128),
+    ("sdpa_bwd_dq_kernel", 64): (11.2, 64), ("sdpa_bwd_dq_kernel", 128): (13.2, 64),
+    ("sdpa_bwd_dkdv_kernel", 64): (15.2, 64), ("sdpa_bwd_dkdv_kernel", 128): (18.2, 64),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "head_size"), STEPS)
+def test_steps_on_hopper_are_short_and_have_wide_products(name, head_size, compiled):
+    [kernel] = [
+        k
+        for k in result(compiled, "sm_90", "2", "dot")
+        if (k["name"], k["problem"], k["head_size"]) == (name, "plain", head_size)
+    ]
+    block = config.TABLE[name.split("_")[-2]]["sm_90", 2][head_size].plain
+    scores = block.BLOCK_M * block.BLOCK_N // (32 * block.num_warps)  # of a thread, in an iteration
+    slots, columns = STEPS[name, head_size]
+    masked, full = kernel["product_loops"]
+    assert full["slots"] <= slots * scores, full
+    for loop in masked, full:
+        assert loop["local"] == 0, loop
+        assert loop["columns"] >= columns, loop
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("head_size", [64, 128])

@@ -83,9 +83,17 @@ def test_a_wide_bias_is_of_a_kind_of_its_own(q):
         fastattn.autotune(half, attn_mask=x, measure=distance(best)) for x in (bias.half(), bias)
     ]
     assert not found[0].keys() & found[1].keys()
-    kinds = [config.kind_of(half.dtype, x, 0.0, "none") for x in (bias.half(), bias, None)]
+    kinds = [config.kind_of(half.dtype, x, 0.0, "none", 0.0) for x in (bias.half(), bias, None)]
     assert kinds == ["rich", "wide_bias", "plain"]
-    assert config.kind_of(bias.dtype, bias, 0.0, "none") == "rich"
+    assert config.kind_of(bias.dtype, bias, 0.0, "none", 0.0) == "rich"
+
+
+def test_a_softcap_is_of_a_kind_of_its_own_unless_it_is_rich():
+    """Backward keeps a slope for each score, and a table's row may be too large for them."""
+    kinds = [config.kind_of(torch.half, None, p, "none", 2.0) for p in (0.0, 0.1)]
+    assert kinds == ["capped", "rich"]
+    row = config.TABLE["dkdv"]["sm_90", 2][128]
+    assert row.capped.BLOCK_M < row.plain.BLOCK_M
 
 
 def test_results_stay_what_they_were(q):

@@ -63,7 +63,7 @@ def test_a_check_has_the_configurations_of_its_calls(size):
 
     def kind(bias, dropout_p, weights):
         given = torch.zeros(()) if bias else None
-        return config.kind_of(torch.float32, given, dropout_p, weights)
+        return config.kind_of(torch.float32, given, dropout_p, weights, 0.0)
 
     for options in ({}, dict(return_weights="mean"), dict(dropout_p=0.5), dict(bias=True)):
         bias = options.pop("bias", False)

@@ -1,6 +1,6 @@
 // Gradient of the bias. A block has one tile, and one slice of the batches and heads that share the
-// tile. If the bias is a line, a block has one diagonal of tiles. A second kernel adds up the parts
-// in order.
+// tile. If the bias is a line, a block has one diagonal of tiles. A second kernel adds up the
+// parts.
 #include "cuda/additive/backward.cuh"
 #include "cuda/tile/line.cuh"
 
@@ -71,22 +71,13 @@ FASTATTN_DEVICE void reduce_tile(bool over_rows, float* memory, Fragment& tile) 
   for (int r = 0; r < kRows; ++r) load_cols(memory, row0() + r, tile[r]);
 }
 
-// Where a tile's sums go: the gradient itself, or one part of [bias_M][bias_N] in the workspace.
+// Where a tile's sums go.
 FASTATTN_DEVICE View bias_target(const BackwardArgs& a, const BiasTile& tile) {
   const AdditiveBackwardPlan& plan = a.plan;
-  const BackwardParams& p = a.p;
-  View to = p.grad_bias;
-  if (bias_parts(plan) == 1) {
-    const int64_t size = to.dtype == DType::kFloat32 ? 4 : 2;
-    to.data = static_cast<char*>(to.data) + offset_of(to, tile.b, tile.h, 0, 0) * size;
-    return to;
-  }
   const int64_t part_m = plan.parts_m == 1 ? 0 : tile.tile_m;
   const int64_t part_n = plan.parts_n == 1 ? 0 : tile.tile_n;
   const int64_t part = (tile.slice * plan.parts_m + part_m) * plan.parts_n + part_n;
-  const int64_t number = (tile.b * p.bias_H + tile.h) * bias_parts(plan) + part;
-  return {
-      workspace(a) + plan.bias + number * p.bias_M * p.bias_N, DType::kFloat32, 0, 0, p.bias_N, 1};
+  return bias_part(a.p, plan.bias, bias_parts(plan), tile.b, tile.h, part);
 }
 
 // Holds two fragments besides dP: two blocks an SM.
@@ -114,24 +105,6 @@ __global__ void __launch_bounds__(kThreads, 2)
              p.bias_M == 1 ? 1 : extent(p.M, i0), p.bias_N == 1 ? 1 : extent(p.N, j0), sum);
 }
 
-// Adds up the parts, 32 lanes an element.
-__global__ void __launch_bounds__(kThreads, 3)
-    additive_bias_sum_kernel(const __grid_constant__ BackwardArgs a) {
-  const BackwardParams& p = a.p;
-  const int64_t size = p.bias_M * p.bias_N, parts = bias_parts(a.plan);
-  const int64_t element = blockIdx.x * int64_t{kWarps} + thread() / 32;
-  if (element >= p.bias_B * p.bias_H * size) return;
-  const int64_t bh = element / size, n = element % size;
-  const float* const from = workspace(a) + a.plan.bias + bh * parts * size + n;
-  float sum = 0.f;
-  for (int64_t part = thread() % 32; part < parts; part += 32) sum += from[part * size];
-  sum = lanes_sum(sum, 32);
-  if (thread() % 32 != 0) return;
-  const int64_t offset =
-      offset_of(p.grad_bias, bh / p.bias_H, bh % p.bias_H, n / p.bias_N, n % p.bias_N);
-  with_dtype(p.grad_bias.dtype, [&](auto type) { store_as<type>(p.grad_bias.data, offset, sum); });
-}
-
 }  // namespace
 
 void launch_grad_bias(const BackwardArgs& args, Launcher& launcher) {
@@ -143,10 +116,8 @@ void launch_grad_bias(const BackwardArgs& args, Launcher& launcher) {
     launcher.run(additive_bias_kernel<score, capped>, heads * args.plan.slices * tiles, kThreads,
                  kSharedWithoutWeights, args);
   });
-  if (p.bias_is_line) return launch_line(p, args.plan.bias, launcher);
-  if (bias_parts(args.plan) == 1) return;
-  const int64_t elements = heads * p.bias_M * p.bias_N;
-  launcher.run(additive_bias_sum_kernel, ceil_div(elements, kWarps), kThreads, 0, args);
+  if (p.bias_is_line) return launch_line(p, args.plan.bias, 1, launcher);
+  launch_bias_parts(p, args.plan.bias, bias_parts(args.plan), launcher);
 }
 
 }  // namespace fastattn::cuda

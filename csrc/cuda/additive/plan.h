@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cuda/tile/bias_parts.cuh"
 #include "cuda/tile/few_queries.h"
 #include "cuda/tile/line.cuh"
 #include "cuda/tile/spans.cuh"
@@ -109,8 +110,6 @@ FASTATTN_FN AdditiveForwardPlan plan_additive_forward(const ForwardParams& p) {
 
 // ---- backward ----
 
-constexpr int64_t kBiasBlocks = 512;  // enough to keep a GPU busy
-
 struct AdditiveBackwardPlan {
   Panels panels;
   int64_t delta;           // [B][H][M]
@@ -126,10 +125,6 @@ struct AdditiveBackwardPlan {
   int64_t workspace_bytes;
 };
 
-// Batches times heads that share an element of the bias.
-FASTATTN_FN int64_t bias_sharers(const BackwardParams& p) {
-  return (p.bias_B == 1 ? p.B : 1) * (p.bias_H == 1 ? p.H : 1);
-}
 FASTATTN_FN int64_t bias_parts(const AdditiveBackwardPlan& plan) {
   return plan.slices * plan.parts_m * plan.parts_n;
 }
@@ -137,16 +132,15 @@ FASTATTN_FN int64_t bias_parts(const AdditiveBackwardPlan& plan) {
 FASTATTN_FN void plan_bias(const BackwardParams& p, AdditiveBackwardPlan* plan, int64_t* used) {
   plan->slices = plan->parts_m = plan->parts_n = 1;
   if (p.bias_is_line) {
-    plan->bias = take(used, line_floats(p));
+    plan->bias = take(used, line_floats(p, 1));
     return;
   }
   const int64_t tiles_m = plan->panels.tiles_m, tiles_n = plan->panels.tiles_n;
   const int64_t blocks = p.bias_B * p.bias_H * tiles_m * tiles_n;
-  plan->slices = min64(bias_sharers(p), ceil_div(kBiasBlocks, max64(1, blocks)));
+  plan->slices = bias_slices(blocks, bias_sharers(p));
   plan->parts_m = p.bias_M == 1 ? tiles_m : 1;
   plan->parts_n = p.bias_N == 1 ? tiles_n : 1;
-  const int64_t parts = bias_parts(*plan);
-  plan->bias = take(used, parts == 1 ? 0 : p.bias_B * p.bias_H * parts * p.bias_M * p.bias_N);
+  plan->bias = take(used, bias_part_floats(p, bias_parts(*plan)));
 }
 
 FASTATTN_FN AdditiveBackwardPlan plan_additive_backward(const BackwardParams& p) {

@@ -9,7 +9,7 @@
 //   dq:     for (b, h, tile of queries):     Q, dO stay; K, V pass by       3 products a tile
 //   dk, dv: for (b, key head, tile of keys): K, V stay; Q, dO of the heads  4 products
 //           that share it pass by, on transposed tiles; under a softcap a block has dk or dv
-//   dbias:  for (tile of the bias):          dS of all that share it, in order; of a line: for
+//   dbias:  for (tile of the bias, slice of what shares it): dS, added up in order; of a line: for
 //           (diagonal of tiles), see line.cuh
 //
 // Every result has one owner: there are no atomics, and every run gives the same results. Dao,
@@ -18,6 +18,7 @@
 #include "cuda/dot/backward.cuh"
 #include "cuda/dot/backward_wgmma.h"
 #include "cuda/dot/passes.h"
+#include "cuda/tile/bias_parts.cuh"
 #include "cuda/tile/line.cuh"
 #include "cuda/tile/spans.cuh"
 
@@ -78,33 +79,64 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dq ----
 
+// A second place for K. V is free once dP is made, and so the next V comes to its place.
+template <int kDim>
+struct __align__(16) QueryMemory {
+  GradMemory<kDim> tile;
+  uint16_t other_k[kTile * kDim];
+};
+
+// The next K and V are copied while this tile is multiplied. A softcap leaves too few registers to
+// know the next tile so early.
 template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
                    const __grid_constant__ GradMarks marks) {
   if (marks.queries != nullptr && marks.queries[blockIdx.x] == 0) return;
-  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
+  QueryMemory<kDim>& both = *static_cast<QueryMemory<kDim>*>(shared_memory());
+  GradMemory<kDim>& memory = both.tile;
   const float unit = unit_of(p);
   Place at = query_place(p, blockIdx.x);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   float dq[kDim / 8][4] = {};
-  start_queries<kDim>(p.q, p.D, at, memory.q);
-  start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
-  load_rows<true>(p, at, memory.rows);
-  for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
-    at.cols = extent(p.N, at.j0);
-    const TileMask mask = mask_tile<QueryRows>(p, at);
-    if (mask.empty) continue;
-    __syncthreads();
+  at.j0 = keys.begin / kTile * kTile;
+  TileMask mask{};
+  bool more = next_tile<QueryRows>(p, keys.end, at, mask);
+  if (more) {
+    start_queries<kDim>(p.q, p.D, at, memory.q);
+    start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
+    load_rows<true>(p, at, memory.rows);
     start_keys<kDim>(p.k, p.D, at, memory.k);
     start_keys<kDim>(p.v, p.E, at, memory.v);
+  }
+  for (bool odd = false; more; odd = !kCapped && !odd) {
+    const Place here = at;
+    const TileMask mask_here = mask;
+    uint16_t* const k = odd ? both.other_k : memory.k;
     wait_for_copies();
     __syncthreads();
+    const auto find_next = [&] {
+      at.j0 += kTile;
+      more = next_tile<QueryRows>(p, keys.end, at, mask);
+    };
+    if constexpr (!kCapped) {
+      find_next();
+      if (more) start_keys<kDim>(p.k, p.D, at, odd ? memory.k : both.other_k);
+    }
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped>(p, at, mask, unit, memory, s, ds);
-    __syncthreads();  // others may still read the bad rows of K
-    add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, at.b, at.hkv, at.j0, 0), p.D, mask, ds,
-                                        memory.k, memory.bad_rows, dq);
+    gradient_tile<QueryRows, kType, kDim, kCapped>(p, here, mask_here, unit, memory, k, s, ds);
+    __syncthreads();  // others may still read V, and the bad rows of K
+    if (!kCapped && more) start_keys<kDim>(p.v, p.E, at, memory.v);
+    add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, here.b, here.hkv, here.j0, 0), p.D,
+                                        mask_here, ds, k, memory.bad_rows, dq);
+    if constexpr (kCapped) {
+      find_next();
+      __syncthreads();
+      if (more) {
+        start_keys<kDim>(p.k, p.D, at, memory.k);
+        start_keys<kDim>(p.v, p.E, at, memory.v);
+      }
+    }
   }
   wait_for_copies();
   store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, at.b, at.h, at.i0, 0), at.rows, p.D,
@@ -148,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim, false>(p, at, mask, unit, memory, s, ds);
+      gradient_tile<KeyRows, kType, kDim, false>(p, at, mask, unit, memory, memory.k, s, ds);
       __syncthreads();  // others may still read the bad rows of Q and dO
       const int64_t i0 = opaque(at.i0);
       const int b = opaque_here(at.b), h = opaque_here(at.h);
@@ -196,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim, true>(p, at, mask, unit, memory, s, ds);
+      gradient_tile<KeyRows, kType, kDim, true>(p, at, mask, unit, memory, memory.k, s, ds);
 #pragma unroll
       for (int n = 0; n < 4 * KeyRows::kTiles; ++n)
         s[n / 4][n % 4] = of_values ? s[n / 4][n % 4] : ds[n / 4][n % 4];
@@ -212,8 +244,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dbias ----
 
-// Where the parts of a line begin in the workspace: behind delta.
-FASTATTN_FN int64_t line_parts(const BackwardParams& p) { return p.B * p.H * p.M; }
+// Where the parts of blocks begin in the workspace: behind delta.
+FASTATTN_FN int64_t bias_start(const BackwardParams& p) { return p.B * p.H * p.M; }
 
 // Adds up the rows (columns) of a tile, in order, if the bias has one row (column).
 FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
@@ -226,14 +258,29 @@ FASTATTN_DEVICE void fold_tile(bool one_row, bool one_col, float* tile) {
   __syncthreads();
 }
 
-// The tiles of dS that a block adds up: those of `b` and `h` samples and heads, of `m` and `n`
-// tiles of queries and keys, from these on. Of a line they are those of a diagonal.
+// Tiles of the bias, or diagonals of tiles of a line, of each of its batches and heads.
+FASTATTN_FN int64_t bias_tiles(const BackwardParams& p) {
+  if (p.bias_is_line) return line_blocks(p);
+  return (p.bias_M == 1 ? 1 : ceil_div(p.M, kTile)) * (p.bias_N == 1 ? 1 : ceil_div(p.N, kTile));
+}
+// Slices of the tiles of dS that share one of these.
+FASTATTN_FN int64_t slices_of(const BackwardParams& p) {
+  const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
+  const int64_t tiles = p.bias_is_line
+                            ? min64(tiles_m, tiles_n)
+                            : (p.bias_M == 1 ? tiles_m : 1) * (p.bias_N == 1 ? tiles_n : 1);
+  return bias_slices(p.bias_B * p.bias_H * bias_tiles(p), bias_sharers(p) * tiles);
+}
+
+// The tiles of dS of a block, `b` and `h` samples and heads, `m` and `n` tiles of queries and keys
+// from these on. Of a line they are those of a diagonal. A block adds up a slice of them.
 struct BiasTiles {
   int64_t b, h, m, n;
   int64_t count_b, count_h, count_m, count_n;
+  int64_t slice, begin, end;
 };
 
-FASTATTN_DEVICE BiasTiles bias_tiles(const BackwardParams& p, uint32_t block) {
+FASTATTN_DEVICE BiasTiles bias_tiles_of(const BackwardParams& p, uint32_t block, int64_t slices) {
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   BiasTiles own{};
   if (p.bias_is_line) {
@@ -244,20 +291,23 @@ FASTATTN_DEVICE BiasTiles bias_tiles(const BackwardParams& p, uint32_t block) {
     own.m = take_digit(&block, p.bias_M == 1 ? 1 : tiles_m);
     own.count_m = p.bias_M == 1 ? tiles_m : 1, own.count_n = p.bias_N == 1 ? tiles_n : 1;
   }
+  own.slice = take_digit(&block, slices);
   own.h = take_digit(&block, p.bias_H), own.b = block;
   own.count_b = p.bias_B == 1 ? p.B : 1, own.count_h = p.bias_H == 1 ? p.H : 1;
+  const int64_t count = own.count_b * own.count_h * own.count_m * own.count_n;
+  own.begin = own.slice * count / slices, own.end = (own.slice + 1) * count / slices;
   return own;
 }
 
 template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dbias_kernel(const __grid_constant__ BackwardParams p,
-                      const __grid_constant__ Spans spans) {
+    sdpa_dbias_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
+                      const __grid_constant__ int64_t slices) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   const float unit = unit_of(p);
-  const BiasTiles own = bias_tiles(p, blockIdx.x);
+  const BiasTiles own = bias_tiles_of(p, blockIdx.x, slices);
   Pairs<QueryRows> sum = {};
-  for (int64_t n = 0; n < own.count_b * own.count_h * own.count_m * own.count_n; ++n) {
+  for (int64_t n = own.begin; n < own.end; ++n) {
     uint32_t number = static_cast<uint32_t>(n);
     const int64_t tile_n = own.n + take_digit(&number, own.count_n);
     const int64_t step = take_digit(&number, own.count_m);
@@ -275,7 +325,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, unit, memory, s, ds);
+    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, unit, memory, memory.k, s,
+                                                          ds);
 #pragma unroll
     for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll
@@ -290,7 +341,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int v = 0; v < 4; ++v) tile[sum_row(v) * kTile + sum_col(t, v)] = sum[t][v];
   if (p.bias_is_line) {
     __syncthreads();
-    float* const parts = static_cast<float*>(p.workspace) + line_parts(p);
+    float* const parts = static_cast<float*>(p.workspace) + bias_start(p);
     store_diagonals([&](int r, int c) { return tile[r * kTile + c]; },
                     parts + int64_t{blockIdx.x} * kLinePart);
     return;
@@ -298,21 +349,26 @@ __global__ void __launch_bounds__(kThreads, 2)
   fold_tile(p.bias_M == 1, p.bias_N == 1, tile);
   const int rows = p.bias_M == 1 ? 1 : extent(p.M, own.m * kTile);
   const int cols = p.bias_N == 1 ? 1 : extent(p.N, own.n * kTile);
-  const int64_t offset = offset_of(p.grad_bias, own.b, own.h, own.m * kTile, own.n * kTile);
-  with_dtype(p.grad_bias.dtype, [&](auto type) {
+  const View to = bias_part(p, bias_start(p), slices, own.b, own.h, own.slice);
+  const int64_t offset = offset_of(to, 0, 0, own.m * kTile, own.n * kTile);
+  with_dtype(to.dtype, [&](auto type) {
     for (int n = thread(); n < rows * kTile; n += kThreads)
       if (n % kTile < cols)
-        store_as<type>(p.grad_bias.data,
-                       offset + n / kTile * p.grad_bias.stride_r + n % kTile * p.grad_bias.stride_c,
+        store_as<type>(to.data, offset + n / kTile * to.stride_r + n % kTile * to.stride_c,
                        tile[n]);
   });
 }
 
 // ---- launch ----
 
-// Behind the parts of a line.
+int64_t bias_floats(const BackwardParams& p) {
+  if (p.grad_bias.data == nullptr) return 0;
+  return p.bias_is_line ? line_floats(p, slices_of(p)) : bias_part_floats(p, slices_of(p));
+}
+
+// Behind the parts of a bias.
 int64_t span_start(const BackwardParams& p) {
-  return ceil_div(line_parts(p) + line_floats(p), 2) * 2;
+  return ceil_div(bias_start(p) + bias_floats(p), 2) * 2;
 }
 
 // Behind the tables of spans.
@@ -332,7 +388,8 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   GradMarks marks{nullptr, nullptr};
   if (!kCapped && takes_wgmma(p) && launch_wgmma(p, spans, marks_of(p), launcher))
     marks = marks_of(p);
-  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p, marks);
+  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, sizeof(QueryMemory<kDim>),
+               p, marks);
   if constexpr (kCapped) {
     launcher.run(sdpa_capped_keys_kernel<kType, kDim>, 2 * keys, kThreads, shared, p, spans);
   } else {
@@ -340,11 +397,11 @@ void launch(const BackwardParams& p, Launcher& launcher) {
                  marks);
   }
   if (p.grad_bias.data == nullptr) return;
-  const int64_t tiles = (p.bias_M == 1 ? 1 : tiles_m) * (p.bias_N == 1 ? 1 : tiles_n);
-  const int64_t blocks = p.bias_is_line ? line_blocks(p) : tiles;
-  launcher.run(sdpa_dbias_kernel<kType, kDim, kCapped>, p.bias_B * p.bias_H * blocks, kThreads,
-               shared, p, spans);
-  if (p.bias_is_line) launch_line(p, line_parts(p), launcher);
+  const int64_t slices = slices_of(p);
+  launcher.run(sdpa_dbias_kernel<kType, kDim, kCapped>,
+               p.bias_B * p.bias_H * slices * bias_tiles(p), kThreads, shared, p, spans, slices);
+  if (p.bias_is_line) return launch_line(p, bias_start(p), slices, launcher);
+  launch_bias_parts(p, bias_start(p), slices, launcher);
 }
 
 }  // namespace

@@ -118,12 +118,12 @@ FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, K
   drop(p, survivors, s);
 }
 
-// W and dS of a tile whose operands are in shared memory. Unless kSloped, dS is the gradient of the
-// logits.
+// W and dS of a tile whose operands are in shared memory, K at `k`. Unless kSloped, dS is the
+// gradient of the logits.
 template <typename Layout, DType kType, int kDim, bool kCapped, bool kSloped = kCapped>
 FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
-                                   float unit, const GradMemory<kDim>& memory, Pairs<Layout>& s,
-                                   Pairs<Layout>& ds) {
+                                   float unit, const GradMemory<kDim>& memory, const uint16_t* k,
+                                   Pairs<Layout>& s, Pairs<Layout>& ds) {
   constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
   const uint16_t* const grad = memory.grad_out;
   // Both are loaded before S takes registers.
@@ -134,8 +134,8 @@ FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, con
                                             kQueriesByRows ? memory.v : grad, ds);
   });
   if constexpr (kSloped) subtract_delta<Layout>(p, survivors, memory.rows, ds);
-  sdpa_logits<Layout, kType, kDim, kCapped>(p, at, mask, kQueriesByRows ? memory.q : memory.k,
-                                            kQueriesByRows ? memory.k : memory.q, s,
+  sdpa_logits<Layout, kType, kDim, kCapped>(p, at, mask, kQueriesByRows ? memory.q : k,
+                                            kQueriesByRows ? k : memory.q, s,
                                             [&](int n, float slope) {
                                               if constexpr (kSloped) ds[n / 4][n % 4] *= slope;
                                             });

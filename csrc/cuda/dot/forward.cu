@@ -90,17 +90,6 @@ FASTATTN_DEVICE Place few_queries(const SdpaArgs& a, uint32_t block, int64_t* ch
   return place(a.p, block, h, 0, 0);
 }
 
-// Moves to the first nonempty tile from at.j0 on.
-template <typename Layout>
-FASTATTN_DEVICE bool next_tile(const AttentionParams& p, int64_t end, Place& at, TileMask& mask) {
-  for (; at.j0 < end; at.j0 += kTile) {
-    at.cols = extent(p.N, at.j0);
-    mask = mask_tile<Layout>(p, at);
-    if (!mask.empty) return true;
-  }
-  return false;
-}
-
 template <typename Layout, DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {

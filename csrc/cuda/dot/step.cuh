@@ -45,6 +45,17 @@ FASTATTN_DEVICE void start_keys(const View& x, int64_t dims, const Place& at, ui
   start_rows<kDim>(x, at.b, at.hkv, at.j0, at.cols, dims, to);
 }
 
+// Moves to the first nonempty tile from at.j0 on.
+template <typename Layout>
+FASTATTN_DEVICE bool next_tile(const AttentionParams& p, int64_t end, Place& at, TileMask& mask) {
+  for (; at.j0 < end; at.j0 += kTile) {
+    at.cols = extent(p.N, at.j0);
+    mask = mask_tile<Layout>(p, at);
+    if (!mask.empty) return true;
+  }
+  return false;
+}
+
 // ---- scores ----
 
 // Makes logits of the scores of the tile at `at`: -inf where they are masked.

@@ -1,6 +1,6 @@
 // The gradient of a bias that is a line: sums of dS over diagonals. A block adds up the tiles of
-// one diagonal, in order, and then the diagonals of that sum. Those of neighbouring blocks overlap,
-// so every block has a part of its own in the workspace.
+// one diagonal, or of a slice of it, in order, and then the diagonals of that sum. Those of
+// neighbouring blocks overlap, so every block has a part of its own in the workspace.
 #pragma once
 
 #include "cuda/base/launcher.cuh"
@@ -14,10 +14,9 @@ static_assert(kLinePart == kThreads);
 FASTATTN_FN int64_t line_blocks(const AttentionParams& p) {
   return ceil_div(p.M, kTile) + ceil_div(p.N, kTile) - 1;
 }
-// Floats of all parts, [bias_B][bias_H][line_blocks()][kLinePart]; 0 if there is no line.
-FASTATTN_FN int64_t line_floats(const BackwardParams& p) {
-  const bool wanted = p.grad_bias.data != nullptr && p.bias_is_line;
-  return wanted ? p.bias_B * p.bias_H * line_blocks(p) * kLinePart : 0;
+// Floats of all parts, [bias_B][bias_H][slices][line_blocks()][kLinePart].
+FASTATTN_FN int64_t line_floats(const BackwardParams& p, int64_t slices) {
+  return p.bias_B * p.bias_H * slices * line_blocks(p) * kLinePart;
 }
 
 // The tiles of a block, from (m, n) on.
@@ -43,6 +42,6 @@ FASTATTN_DEVICE void store_diagonals(F at, float* part) {
 }
 
 // Adds up the parts, which begin at `parts` in the workspace, to grad_bias.
-void launch_line(const BackwardParams& p, int64_t parts, Launcher& launcher);
+void launch_line(const BackwardParams& p, int64_t parts, int64_t slices, Launcher& launcher);
 
 }  // namespace fastattn::cuda

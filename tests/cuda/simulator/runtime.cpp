@@ -23,6 +23,7 @@ namespace cuda_on_cpu {
 
 int current_gpu = 0, gpu_of_tensors = 0;
 uint64_t visited_tiles[2] = {};
+uint32_t latest_grids[2] = {};
 
 namespace {
 
@@ -344,6 +345,7 @@ cudaError_t run_grid(const void* kernel, const cudaLaunchConfig_t& config, void 
                      void* context) {
   if (check_launch(kernel, config) != cudaSuccess) return cudaErrorInvalidValue;
   gridDim = config.gridDim, blockDim = config.blockDim;
+  latest_grids[1] = latest_grids[0], latest_grids[0] = gridDim.x;
   count = static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
   if (threads.size() < static_cast<size_t>(count)) threads = std::vector<Thread>(kMaxThreads);
   shared.reset(static_cast<char*>(
@@ -374,6 +376,9 @@ extern "C" void shim_place_tensors(int gpu) { cuda_on_cpu::gpu_of_tensors = gpu;
 
 // Tiles that kernels have visited, inside the mask and outside; for tests.
 extern "C" uint64_t shim_visited(int outside) { return cuda_on_cpu::visited_tiles[outside]; }
+
+// Blocks of the latest launch, or of the one before it; for tests.
+extern "C" uint32_t shim_blocks(int before) { return cuda_on_cpu::latest_grids[before]; }
 
 // 0 for the ordinary order; for tests.
 extern "C" void shim_schedule(unsigned number) { cuda_on_cpu::schedule.number = number; }
