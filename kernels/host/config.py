@@ -67,7 +67,8 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         ("sm_90", 2): {
             64: _row((128, 128, 8, 3), (128, 64, 8, 3)),
             128: _row((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3)),
-            256: _row((64, 64, 8, 2)),  # O of 128 rows alone takes half of the registers
+            # O of 128 rows alone takes half of the registers
+            256: _row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
         },
         # Products take Q from registers: 64 keys where Hopper takes 128.
         ("sm_80", 2): {
@@ -86,7 +87,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "decode": {
         ("sm_90", 2): {
             64: _row((16, 128, 4, 3)),
-            128: _row((16, 64, 4, 3), (16, 64, 4, 2)),
+            128: _row((16, 64, 4, 3), (16, 64, 4, 2), (16, 64, 4, 3)),
             256: _row((16, 32, 4, 3)),
         },
         ("sm_80", 2): {
