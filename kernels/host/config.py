@@ -67,7 +67,8 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
         ("sm_90", 2): {
             64: _row((128, 128, 8, 3), (128, 64, 8, 3)),
             128: _row((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3)),
-            256: _row((64, 64, 8, 2)),  # O of 128 rows alone takes half of the registers
+            # O of 128 rows alone takes half of the registers
+            256: _row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
         },
         # Products take Q from registers: 64 keys where Hopper takes 128.
         ("sm_80", 2): {
@@ -86,7 +87,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "decode": {
         ("sm_90", 2): {
             64: _row((16, 128, 4, 3)),
-            128: _row((16, 64, 4, 3), (16, 64, 4, 2)),
+            128: _row((16, 64, 4, 3), (16, 64, 4, 2), (16, 64, 4, 3)),
             256: _row((16, 32, 4, 3)),
         },
         ("sm_80", 2): {
@@ -195,10 +196,14 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
 # Products over 256 stream (strided.stream_dot_t), and hold no operands.
 _FP32 = {
     "fwd": {64: _row((32, 32, 8, 1)), 128: _row((32, 16, 8, 1)), 256: _row((16, 32, 8, 1))},
-    "decode": {64: _row((16, 32, 4, 1)), 128: _row((16, 32, 8, 1)), 256: _row((16, 32, 8, 1))},
+    "decode": {
+        64: _row((16, 32, 4, 1), (16, 32, 8, 1)),
+        128: _row((16, 32, 8, 1)),
+        256: _row((16, 32, 8, 1)),
+    },
     "dq": {
-        64: _row((32, 32, 8, 1), (32, 32, 4, 1)),
-        128: _row((16, 32, 8, 1), (32, 32, 8, 1)),
+        64: _row((32, 32, 8, 1)),
+        128: _row((16, 16, 8, 1), (16, 32, 8, 1)),
         256: _row((16, 32, 8, 1)),
     },
     "dkdv": {
@@ -216,7 +221,11 @@ _FP32 = {
         128: _row((16, 16, 8, 1)),
         256: _row((16, 32, 8, 1)),
     },
-    "tile": {64: _row((16, 16, 8, 1)), 128: _row((32, 32, 8, 1)), 256: _row((32, 32, 8, 1))},
+    "tile": {
+        64: _row((16, 16, 8, 1)),
+        128: _row((32, 32, 8, 1)),
+        256: _row((32, 32, 8, 1), (16, 32, 8, 1)),
+    },
 }
 _FEW = dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
 # Issue slots and reciprocals bound the additive score. With 64 x 64 pairs and 4 warps, a thread
@@ -227,8 +236,8 @@ _FEW = dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
 _ADDITIVE = {
     "sm_90": {
         "fwd": {
-            64: _row((64, 64, 4, 1)),
-            128: _row((64, 64, 4, 1)),
+            64: _row((64, 64, 4, 1), (64, 32, 4, 1)),
+            128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
             256: _row((64, 64, 8, 1), (64, 32, 8, 1)),
         },
         "dq": {

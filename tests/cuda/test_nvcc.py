@@ -119,10 +119,11 @@ def test_inner_loops(kernel, arch):
     [("dot/forward.cu", "sdpa_forward_kernel"), ("dot/backward.cu", "sdpa_dq_kernel")],
 )
 def test_copies_of_the_next_tile_begin_before_the_products_of_this_one(source, kernel, arch):
-    """Without a wait for copies between both, in every kernel that has registers for it."""
+    """Without a wait for copies between both. Under a softcap, dQ has no registers for it."""
     for listing in listings(source, arch):
         name = listing.partition("\n")[0]
-        if kernel_name(name) == kernel and "Lb1E" not in name:  # a softcap
+        capped = kernel == "sdpa_dq_kernel" and "Lb1E" in name
+        if kernel_name(name) == kernel and "HMMA" in listing and not capped:
             assert re.search(r"LDGSTS(?:(?!DEPBAR).)*?HMMA", listing, re.DOTALL), name
 
 
