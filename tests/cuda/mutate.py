@@ -58,11 +58,11 @@ def of_grads(name: str, right: str, wrong: str, found_by: str, file="wgmma_grads
 LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
 MISTAKES = [
     Mistake(
-        "off by one: a tile load without its last row", "dot/tile.cuh",
+        "off by one: a tile load without its last row", "tile/half_tile.cuh",
         "chunk[i] = r < rows &&", "chunk[i] = r < rows - 1 &&", "AssertionError",
     ),
     Mistake(
-        "off by one: a tile load of a row too many", "dot/tile.cuh",
+        "off by one: a tile load of a row too many", "tile/half_tile.cuh",
         LOAD, LOAD.replace("r < rows", "r <= rows"), "heap-buffer-overflow", "sanitized",
     ),
     Mistake(
@@ -71,7 +71,7 @@ MISTAKES = [
         "    wait_for_copies();\n    at.j0 += kTile;", "AssertionError",
     ),
     Mistake(
-        "a wrong lane of a matrix operand", "dot/tile.cuh",
+        "a wrong lane of a matrix operand", "tile/half_tile.cuh",
         "8 * n + lane % 8 + lane / 16 * 8", "8 * n + lane % 8 + lane / 8 % 2 * 8", "AssertionError",
     ),
     Mistake(

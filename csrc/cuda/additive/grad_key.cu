@@ -85,7 +85,8 @@ FASTATTN_DEVICE void write_key_gradients(const BackwardArgs& a, const Place& at,
     Fragment sum;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) unpack4(own_sum(sums, value_slot(a, e0) + r), sum[r]);
-    store_tile(v, offset_of(v, at.b, at.hkv, at.j0, e0), at.cols, extent(a.p.E, e0), sum);
+    store_tile<FragmentLayout>(v, offset_of(v, at.b, at.hkv, at.j0, e0), at.cols, extent(a.p.E, e0),
+                               sum);
   }
 }
 

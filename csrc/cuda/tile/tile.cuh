@@ -184,22 +184,6 @@ FASTATTN_DEVICE float load_element(const View& view, int64_t offset) {
   return x;
 }
 
-// Writes the part of a fragment within rows x cols, from element `offset` on.
-FASTATTN_DEVICE void store_tile(const View& view, int64_t offset, int rows, int cols,
-                                const Fragment& x) {
-  offset = opaque(offset + row0() * view.stride_r + col0() * view.stride_c);
-  with_dtype(view.dtype, [&](auto type) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t row = opaque(offset + r * view.stride_r);
-#pragma unroll
-      for (int c = 0; c < kCols; ++c)
-        if (row0() + r < rows && col0() + c < cols)
-          store_as<type>(view.data, row + c * view.stride_c, x[r][c]);
-    }
-  });
-}
-
 // ---- staging; barriers are the caller's ----
 
 FASTATTN_DEVICE bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
