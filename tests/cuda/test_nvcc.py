@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import sass
-from machine_code import ROOT, instructions, usage
+from machine_code import ROOT, instructions, kernel_name, listings, usage
 from toolkit import find_nvcc
 
 CUDA = ROOT / "csrc/cuda"
@@ -52,6 +52,14 @@ SOURCE_OF = {
     "additive_forward_kernel": "additive/forward.cu",
     "additive_queries_kernel": "additive/grad_query.cu",
     "additive_keys_kernel": "additive/grad_key.cu",
+    "additive_bias_kernel": "additive/grad_bias.cu",
+}
+# Products of two 16-bit tiles of 64 x 64: 4 x 8 instructions a warp, in loops or not.
+PRODUCTS = {
+    "additive_forward_kernel": 1,  # P V
+    "additive_queries_kernel": 1,  # dO V^T
+    "additive_keys_kernel": 2,  # dO V^T, W^T dO
+    "additive_bias_kernel": 1,  # dO V^T
 }
 
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
@@ -110,6 +118,16 @@ def test_inner_loops(kernel, arch):
         assert name in found, found
         assert found[name][0] <= slots, found
         assert found[name][1] <= special, found
+
+
+@both_archs
+@pytest.mark.parametrize("kernel", PRODUCTS)
+def test_products_of_half_types_are_on_tensor_cores(kernel, arch):
+    for code in listings(SOURCE_OF[kernel], arch):
+        if kernel_name(code.partition("\n")[0]) != kernel:
+            continue
+        for name in ("HMMA.16816.F32 ", "HMMA.16816.F32.BF16 "):
+            assert code.count(name) >= 8 * PRODUCTS[kernel], (name, code.count(name))
 
 
 def test_the_score_loop_is_bound_by_the_special_function_unit():

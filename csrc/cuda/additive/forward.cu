@@ -8,7 +8,8 @@
 //     for key tiles that some row keeps
 //       S = scores                      32 per thread in registers; terms.cuh has the loop
 //       S -> masked, biased -> weights  online softmax; P to shared memory
-//       O = alpha O + P V               V in stages of 32 keys x 64 columns
+//       O = alpha O + P V               on tensor cores (half_products.cuh); of float32 on FMA
+//                                       units, with V in stages of 32 keys x 64 columns
 //     out = O / l, lse, stats
 //
 // Forward saves the stats of each row for backward: m and 1 / l. If weights are returned, a second

@@ -1,10 +1,10 @@
 // The products beside the scores, on tensor cores, where operands have 16 bits:
 //
-//   O += P V
+//   O += P V      dV += W^T dO      dP = dO V^T
 //
 // Scores stay in fragments (tile.cuh), whose loop has the fewest loads. Products have the sums of
 // half_tile.cuh. In both layouts a warp has the same 16 queries. Weights pass to the products
-// through shared memory as 16 bits.
+// through shared memory as 16 bits, and dP comes back as floats.
 #pragma once
 
 #include "cuda/additive/tile.cuh"
@@ -27,13 +27,14 @@ struct HalfWeights {
 };
 
 FASTATTN_DEVICE void store_weights(DType dtype, const Fragment& s, KeepBits bits, HalfWeights& to) {
+  const int own = opaque_here(row0()), col = opaque_here(col0());
   with_half<kAnyHalf>(dtype, [&](auto type) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const uint64_t low = pack_pair<type>(s[r][0], s[r][1]);
       const uint64_t high = pack_pair<type>(s[r][2], s[r][3]);
-      uint16_t* const row = to.weights + chunk_index<kTile>(row0() + r, col0() / kChunk);
-      *reinterpret_cast<uint64_t*>(row + col0() % kChunk) = high << 32 | low;
+      uint16_t* const row = to.weights + chunk_index<kTile>(own + r, col / kChunk);
+      *reinterpret_cast<uint64_t*>(row + col % kChunk) = high << 32 | low;
     }
   });
   to.kept[thread()] = bits;
@@ -59,7 +60,8 @@ FASTATTN_DEVICE void add_weighted(const View& x, int64_t offset, int rows, int c
     int keeps_it[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int own = sum_row(2 * half), i = kTransposed ? row : own, j = kTransposed ? own : row;
+      const int own = opaque_here(sum_row(2 * half)), i = kTransposed ? row : own,
+                j = kTransposed ? own : row;
       const KeepBits bits = from.kept[i / kRows * kRowLanes + j / kCols];
       const uint16_t weight = from.weights[chunk_index<kTile>(i, j / kChunk) + j % kChunk];
       with_half<kAnyHalf>(x.dtype, [&](auto type) { factor[half] = load_as<type>(&weight, 0); });
@@ -67,6 +69,46 @@ FASTATTN_DEVICE void add_weighted(const View& x, int64_t offset, int rows, int c
     }
     add_bad_row<kAnyHalf, kTile>(x, offset + row * x.stride_r, cols, factor, keeps_it, sum);
   }
+}
+
+// Passes sums to the fragments of the same warp, through a tile of floats.
+FASTATTN_DEVICE void sums_to_fragment(const Sums& sum, float* tile, Fragment& to) {
+  int row = opaque_here(sum_row(0)), col = opaque_here(sum_col(0, 0));
+#pragma unroll
+  for (int n = 0; n < QueryRows::kTiles; ++n)
+#pragma unroll
+    for (int v = 0; v < 4; v += 2)
+      *reinterpret_cast<float2*>(tile + chunk_index<kTile>(row + v / 2 * 8, n) + col) =
+          make_float2(sum[n][v], sum[n][v + 1]);
+  __syncwarp();
+  row = opaque_here(row0()), col = opaque_here(col0());
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float* const from = tile + chunk_index<kTile>(row + r, col / kChunk) + col % kChunk;
+    unpack4(*reinterpret_cast<const float4*>(from), to[r]);
+  }
+}
+
+// product = dO V^T. The stage becomes dO and V, and then the product.
+FASTATTN_DEVICE void half_value_products(const BackwardParams& p, const Place& at,
+                                         StageMemory& memory, Fragment& product) {
+  uint16_t* const grads = reinterpret_cast<uint16_t*>(memory.queries);
+  uint16_t* const values = reinterpret_cast<uint16_t*>(memory.keys);
+  Sums sum = {};
+  for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
+    const int cols = extent(p.E, e0);
+    __syncthreads();
+    start_tile<kTile>(p.grad_out, offset_of(p.grad_out, at.b, at.h, at.i0, e0), at.rows, cols,
+                      grads);
+    start_tile<kTile>(p.v, offset_of(p.v, at.b, at.hkv, at.j0, e0), at.cols, cols, values);
+    wait_for_copies();
+    __syncthreads();
+    with_half<kAnyHalf>(p.v.dtype, [&](auto type) {
+      multiply_transposed<QueryRows, type, kTile>(grads, values, sum);
+    });
+  }
+  __syncthreads();
+  sums_to_fragment(sum, memory.queries, product);
 }
 
 }  // namespace fastattn::cuda

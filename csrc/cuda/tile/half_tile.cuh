@@ -115,7 +115,7 @@ FASTATTN_DEVICE void start_tile(const View& view, int64_t offset, int rows, int 
                        reinterpret_cast<uintptr_t>(from) % 16 == 0;
   constexpr int kChunks = kDim / kChunk;
 #pragma unroll 1  // copies are asynchronous; unrolling would only take registers for addresses
-  for (int n = thread(); n < kTile * kChunks; n += kThreads) {
+  for (int n = opaque_here(thread()); n < kTile * kChunks; n += kThreads) {
     const int r = n / kChunks, c = n % kChunks * kChunk;
     uint16_t* const chunk = to + chunk_index<kDim>(r, n % kChunks);
     const uint16_t* const row = from + r * view.stride_r;
@@ -183,11 +183,12 @@ FASTATTN_DEVICE void multiply_weights(const Pairs<Layout>& p, const uint16_t* b,
 template <bool kTransposed, DType kType, int kDim>
 FASTATTN_DEVICE void multiply(const uint16_t* a, const uint16_t* b, float (&o)[kDim / 8][4]) {
   const int lane = opaque_here(static_cast<int>(threadIdx.x % 32));
+  const int row0 = opaque_here(warp_row0());
 #pragma unroll 1
   for (int k = 0; k < kTile / 16; ++k) {
     uint32_t x[4];
-    const int row = kTransposed ? 16 * k + lane % 8 + lane / 16 * 8 : warp_row0() + lane % 16;
-    const int chunk = kTransposed ? warp_row0() / kChunk + lane / 8 % 2 : 2 * k + lane / 16;
+    const int row = kTransposed ? 16 * k + lane % 8 + lane / 16 * 8 : row0 + lane % 16;
+    const int chunk = kTransposed ? row0 / kChunk + lane / 8 % 2 : 2 * k + lane / 16;
     load_matrices<kTransposed>(a + chunk_index<kTile>(row, chunk), x);
     add_rows<kType, kDim>(lane, x, b, 16 * k, o);
   }
@@ -203,7 +204,7 @@ FASTATTN_DEVICE bool take_out_bad_rows(DType own, uint16_t* tile, uint32_t (&bad
   // Two lanes a row. NaN and infinity have an exponent of all ones.
   const uint32_t special = (kType == kAnyHalf ? own : kType) == DType::kFloat16 ? 0x7c00 : 0x7f80;
   constexpr int kChunks = kDim / kChunk / 2, kWords = kChunk / 2;
-  const int row = thread() / 2, chunk0 = thread() % 2 * kChunks;
+  const int self = opaque_here(thread()), row = self / 2, chunk0 = self % 2 * kChunks;
   const auto words = [&](int n) {
     return reinterpret_cast<uint32_t*>(tile + chunk_index<kDim>(row, chunk0 + n));
   };
