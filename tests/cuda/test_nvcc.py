@@ -123,11 +123,12 @@ def test_inner_loops(kernel, arch):
 @both_archs
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_products_of_half_types_are_on_tensor_cores(kernel, arch):
-    for code in listings(SOURCE_OF[kernel], arch):
-        if kernel_name(code.partition("\n")[0]) != kernel:
-            continue
-        for name in ("HMMA.16816.F32 ", "HMMA.16816.F32.BF16 "):
-            assert code.count(name) >= 8 * PRODUCTS[kernel], (name, code.count(name))
+    names = [(kernel_name(x.partition("\n")[0]), x) for x in listings(SOURCE_OF[kernel], arch)]
+    codes = [code for name, code in names if name == kernel]
+    assert len(codes) == 4  # additive and gaussian, with and without a softcap
+    for code in codes:
+        for operation in ("HMMA.16816.F32 ", "HMMA.16816.F32.BF16 "):
+            assert code.count(operation) >= 8 * PRODUCTS[kernel], operation
 
 
 def test_the_score_loop_is_bound_by_the_special_function_unit():
