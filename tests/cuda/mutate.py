@@ -24,6 +24,9 @@ TESTS = {
     "dot/backward.cu": "test_cuda_sdpa.py",
     "dot/forward_wgmma.cu": "test_cuda_wgmma.py",
     "dot/backward_wgmma.cu": "test_cuda_wgmma.py",
+    "additive/forward.cu": "test_cuda_additive.py",
+    "additive/grad_query.cu": "test_cuda_additive.py",
+    "additive/grad_key.cu": "test_cuda_additive.py",
 }
 
 
@@ -55,14 +58,19 @@ def of_grads(name: str, right: str, wrong: str, found_by: str, file="wgmma_grads
     return Mistake(name, f"dot/{file}", right, wrong, found_by, source="dot/backward_wgmma.cu")
 
 
+def of_halves(name: str, right: str, wrong: str, source: str, file="additive/half_products.cuh"):
+    """A mistake in the additive score's products of 16-bit types."""
+    return Mistake(f"halves: {name}", file, right, wrong, "AssertionError", source=source)
+
+
 LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
 MISTAKES = [
     Mistake(
-        "off by one: a tile load without its last row", "dot/tile.cuh",
+        "off by one: a tile load without its last row", "tile/half_tile.cuh",
         "chunk[i] = r < rows &&", "chunk[i] = r < rows - 1 &&", "AssertionError",
     ),
     Mistake(
-        "off by one: a tile load of a row too many", "dot/tile.cuh",
+        "off by one: a tile load of a row too many", "tile/half_tile.cuh",
         LOAD, LOAD.replace("r < rows", "r <= rows"), "heap-buffer-overflow", "sanitized",
     ),
     Mistake(
@@ -77,7 +85,7 @@ MISTAKES = [
         source="dot/backward.cu",
     ),
     Mistake(
-        "a wrong lane of a matrix operand", "dot/tile.cuh",
+        "a wrong lane of a matrix operand", "tile/half_tile.cuh",
         "8 * n + lane % 8 + lane / 16 * 8", "8 * n + lane % 8 + lane / 8 % 2 * 8", "AssertionError",
     ),
     Mistake(
@@ -87,6 +95,27 @@ MISTAKES = [
     Mistake(
         "a softcap without its slope", "dot/backward.cuh", "*= slope",
         "*= slope == 0.f ? 0.f : 1.f", "AssertionError", source="dot/backward.cu",
+    ),
+    of_halves(
+        "values that garbage takes out of every row", "= kept(bits, i % kRows, j % kCols)", "= 0",
+        "additive/forward.cu",
+    ),
+    of_halves(
+        "garbage that reaches masked rows", "= kept(bits, i % kRows, j % kCols)", "= 1",
+        "additive/forward.cu",
+    ),
+    of_halves(
+        "products of a tile that others still copy",
+        "  wait_for_copies();\n  __syncthreads();\n  const bool bad", "  wait_for_copies();\n"
+        "  const bool bad", "additive/forward.cu",
+    ),
+    of_halves(
+        "a wrong lane of transposed weights", "16 * k + lane % 8 + lane / 16 * 8",
+        "16 * k + lane % 8 + lane / 8 % 2 * 8", "additive/grad_key.cu", "tile/half_tile.cuh",
+    ),
+    of_halves(
+        "sums that a lane reads too early", "  __syncwarp();\n  row = ", "  row = ",
+        "additive/grad_query.cu",
     ),
     of_warpgroups(
         "a descriptor: the distance between groups of rows",

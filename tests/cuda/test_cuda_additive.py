@@ -14,7 +14,7 @@ import shim_backend
 import torch
 
 # These tests also run here, on this file's backend. conftest.py leaves out the dot product.
-from helpers import assert_same_bits, everything, inputs
+from helpers import assert_same_bits, attend, everything, inputs
 from properties.blocks import (  # noqa: F401
     test_a_block_drops_what_the_whole_drops,
     test_wide_results_are_float32,
@@ -95,6 +95,26 @@ MASKS = {
 }
 
 
+def assert_unused_keys_reach_nothing(backend, name, M, garbage, own_dtype):
+    options, used = MASKS[name]
+    call = {n: x.to(own_dtype) for n, x in inputs("additive", M=M, N=90).items()}
+    unused = ~used.expand(2, 90)[:, None].expand(2, 2, 90)
+    options = {n: x.to(own_dtype) if n == "bias" else x for n, x in options.items()}
+
+    def run(backend, value, dtype=own_dtype):
+        cast = {n: x.to(dtype, copy=True) for n, x in call.items()}
+        cast["key"][unused] = cast["value"][unused] = value
+        kept = {n: x.to(dtype) if n == "bias" else x for n, x in options.items()}
+        return everything(cast, backend=backend, **kept)
+
+    found, plain = run(backend, garbage), run("eager", 0.0)
+    truth = run("eager", 0.0, torch.float64)
+    largest = max(testing.largest(x) for name, x in truth.items() if name.startswith("grad_"))
+    for result, x in found.items():
+        scale = largest if result.startswith("grad_") else None
+        testing.assert_within_budget(x, plain[result], truth[result], result, scale)
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("M", [3, 20])
 @pytest.mark.parametrize("name", MASKS)
@@ -103,23 +123,7 @@ def test_unused_keys_reach_nothing(backend, name, M, garbage):
 
     The ulp of a gradient is that of the largest gradient, since some cancel.
     """
-    options, used = MASKS[name]
-    call = inputs("additive", M=M, N=90)
-    unused = ~used.expand(2, 90)[:, None].expand(2, 2, 90)
-
-    def run(backend, value, dtype=torch.float32):
-        cast = {n: x.to(dtype) for n, x in call.items()}
-        cast["key"][unused] = cast["value"][unused] = value
-        kept = {n: x.to(dtype) if n == "bias" else x for n, x in options.items()}
-        return everything(cast, backend=backend, **kept)
-
-    call = {n: x.clone() for n, x in call.items()}
-    found, plain = run(backend, garbage), run("eager", 0.0)
-    truth = run("eager", 0.0, torch.float64)
-    largest = max(testing.largest(x) for name, x in truth.items() if name.startswith("grad_"))
-    for result, x in found.items():
-        scale = largest if result.startswith("grad_") else None
-        testing.assert_within_budget(x, plain[result], truth[result], result, scale)
+    assert_unused_keys_reach_nothing(backend, name, M, garbage, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +176,54 @@ CAPPED = [
 @pytest.mark.parametrize("case", CAPPED, ids=lambda case: case.name)
 def test_softcap(backend, case):
     testing.check(case, backend)
+
+
+# ---- 16-bit types: products on tensor cores ----
+
+HALVES = [
+    Case("ends", "additive", M=65, N=129, D=5, E=5, lse=True),
+    Case("columns", "additive", Hkv=1, M=66, N=70, D=4, E=150, layout="sliced", weights="full"),
+    Case("most", "additive", B=1, H=1, Hkv=1, M=20, N=20, D=4, E=256),
+    Case("masks", "additive", Hkv=1, M=66, N=70, D=4, E=66, kv_len="rows", bias="hmn",
+         dropout_p=0.3, weights="mean", lse=True, garbage=math.nan),
+    Case("capped", "additive", M=20, N=70, D=5, E=3, softcap=0.7, keep="mn", bias="n"),
+    Case("no-dims", "additive", M=20, N=130, D=0, E=3),
+    Case("no-columns", "additive", M=20, N=70, D=4, E=0, lse=True),
+    Case("gaussian", "gaussian", M=66, N=70, D=4, E=70, causal="top_left", bias="mn"),
+]  # fmt: skip
+halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+
+
+@halves
+@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
+def test_corner_of_half_types(backend, case, dtype):
+    testing.check(dataclasses.replace(case, name=f"{case.name}-{dtype}", dtype=dtype), backend)
+
+
+@halves
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+@pytest.mark.parametrize("name", MASKS)
+def test_corner_of_half_types_and_garbage(backend, name, garbage, dtype):
+    assert_unused_keys_reach_nothing(backend, name, 20, garbage, dtype)
+
+
+@halves
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_corner_of_half_types_that_use_garbage(backend, garbage, dtype):
+    """A value and a gradient of the output reach exactly the rows that a causal mask lets them."""
+    leaves = inputs("additive", M=130, N=130, dtype=dtype)
+    leaves["value"][0, 1, 70, 2] = garbage
+    leaves = {n: x.requires_grad_() for n, x in leaves.items()}
+    out = attend(**leaves, is_causal=True, backend=backend)
+    upstream = torch.randn(out.shape).to(dtype)
+    upstream[1, 0, 100, 1] = garbage
+    out.backward(upstream)
+    spoilt = torch.zeros(out.shape, dtype=torch.bool)
+    spoilt[0, 1, 70:, 2] = True
+    assert out.isfinite().equal(~spoilt)
+    spoilt = torch.zeros(out.shape, dtype=torch.bool)
+    spoilt[1, 0, :101, 1] = True
+    assert leaves["value"].grad.isfinite().equal(~spoilt)
 
 
 # ---- large biases: a logit is the sum of score and bias, rounded once ----
@@ -282,5 +334,6 @@ def test_no_call_takes_shared_memory_from_others(M, backend):
 
 @pytest.mark.skipif(SANITIZED, reason="this is that process")
 def test_under_sanitizers():
-    tests = "test_case or softcap or (ends_of_tiles and 33- and not 16385) or out_of_range"
+    ends = "ends_of_tiles and 33- and not 16385"
+    tests = f"test_case or softcap or half_types or ({ends}) or out_of_range"
     host_build.assert_clean(__file__, tests)

@@ -53,6 +53,14 @@ SOURCE_OF = {
     "additive_forward_kernel": "additive/forward.cu",
     "additive_queries_kernel": "additive/grad_query.cu",
     "additive_keys_kernel": "additive/grad_key.cu",
+    "additive_bias_kernel": "additive/grad_bias.cu",
+}
+# Products of two 16-bit tiles of 64 x 64: 4 x 8 instructions a warp, in loops or not.
+PRODUCTS = {
+    "additive_forward_kernel": 1,  # P V
+    "additive_queries_kernel": 1,  # dO V^T
+    "additive_keys_kernel": 2,  # dO V^T, W^T dO
+    "additive_bias_kernel": 1,  # dO V^T
 }
 
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
@@ -125,6 +133,17 @@ def test_copies_of_the_next_tile_begin_before_the_products_of_this_one(source, k
         capped = kernel == "sdpa_dq_kernel" and "Lb1E" in name
         if kernel_name(name) == kernel and "HMMA" in listing and not capped:
             assert re.search(r"LDGSTS(?:(?!DEPBAR).)*?HMMA", listing, re.DOTALL), name
+
+
+@both_archs
+@pytest.mark.parametrize("kernel", PRODUCTS)
+def test_products_of_half_types_are_on_tensor_cores(kernel, arch):
+    names = [(kernel_name(x.partition("\n")[0]), x) for x in listings(SOURCE_OF[kernel], arch)]
+    codes = [code for name, code in names if name == kernel]
+    assert len(codes) == 4  # additive and gaussian, with and without a softcap
+    for code in codes:
+        for operation in ("HMMA.16816.F32 ", "HMMA.16816.F32.BF16 "):
+            assert code.count(operation) >= 8 * PRODUCTS[kernel], operation
 
 
 def test_the_score_loop_is_bound_by_the_special_function_unit():

@@ -2,7 +2,7 @@
 // block, W and dS of a tile. backward.cu has the formulas.
 #pragma once
 
-#include "cuda/additive/tile.cuh"
+#include "cuda/additive/half_products.cuh"
 #include "cuda/base/launcher.cuh"
 
 namespace fastattn::cuda {
@@ -16,10 +16,13 @@ struct BackwardArgs {
 
 struct __align__(16) BackwardMemory {
   StageMemory stage;
-  float largest[kWarps];         // per warp: the largest |dS| of the warp's share of the tile
-  float ds[kTile * kTile];       // kGradUnit dS / unit_of_ds [i][j]
-  float weights[kTile * kTile];  // [i][j]; only grad_key.cu has them,
-  Span visited;                  // and these
+  float largest[kWarps];           // per warp: the largest |dS| of the warp's share of the tile
+  float ds[kTile * kTile];         // kGradUnit dS / unit_of_ds [i][j]
+  union {                          // only grad_key.cu has these
+    float weights[kTile * kTile];  // [i][j]
+    HalfWeights halves;
+  };
+  Span visited;  // and this
 };
 constexpr size_t kSharedWithoutWeights = offsetof(BackwardMemory, weights);
 
@@ -39,6 +42,7 @@ FASTATTN_DEVICE Place query_place(const BackwardArgs& a, uint32_t block) {
 // product = dO V^T of a tile.
 FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, StageMemory& memory,
                                     Fragment& product) {
+  if (has_halves(p)) return half_value_products(p, at, memory, product);
   clear(product);
   for (int64_t e0 = 0; e0 < p.E; e0 += kStage) {
     const int count = static_cast<int>(min64(kStage, p.E - e0));

@@ -8,7 +8,8 @@
 //     for key tiles that some row keeps
 //       S = scores                      32 per thread in registers; terms.cuh has the loop
 //       S -> masked, biased -> weights  online softmax; P to shared memory
-//       O = alpha O + P V               V in stages of 32 keys x 64 columns
+//       O = alpha O + P V               on tensor cores (half_products.cuh); of float32 on FMA
+//                                       units, with V in stages of 32 keys x 64 columns
 //     out = O / l, lse, stats
 //
 // Forward saves the stats of each row for backward: m and 1 / l. If weights are returned, a second
@@ -16,6 +17,7 @@
 // Gimelshein, 2018; Dao et al., "FlashAttention: fast and memory-efficient exact attention with
 // IO-awareness", 2022.
 #include "cuda/additive/few_queries.cuh"
+#include "cuda/additive/half_products.cuh"
 #include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"
 #include "cuda/additive/tile.cuh"
@@ -36,8 +38,14 @@ FASTATTN_DEVICE AdditiveTiles tiles_of(const ForwardArgs& a) {
 // O follows this struct: [ceil(E / kTile)][kRows][kThreads] float4. Each float4 belongs to one
 // thread.
 struct __align__(16) ForwardMemory {
-  StageMemory stage;  // P overwrites the operands once the scores are computed
-  float values[kStageFloats];
+  union {  // P overwrites the operands once the scores are computed
+    StageMemory stage;
+    HalfWeights halves;
+  };
+  union {
+    float values[kStageFloats];
+    HalfTile half_values;
+  };
   RowStates states;
 };
 static_assert(sizeof(StageMemory) >= sizeof(float) * kTile * kTile);
@@ -48,18 +56,25 @@ constexpr size_t forward_shared(int64_t E) {
 }
 static_assert(forward_shared(kMaxValues) <= kSharedLimit);
 
+// O of the columns [e0, e0 + kTile), times the factors of the rows.
+template <typename Layout>
+FASTATTN_DEVICE void load_sums(float* o, int64_t e0, const RowStates& states, Pairs<Layout>& sum) {
+#pragma unroll
+  for (int n = 0; n < kRows; ++n) unpack4(own_sum(o, e0 / kTile * kRows + n), sum[n]);
+  multiply_rows<Layout>(states.factor, sum);
+}
+FASTATTN_DEVICE void store_sums(const Fragment& sum, float* o, int64_t e0) {
+#pragma unroll
+  for (int n = 0; n < kRows; ++n) own_sum(o, e0 / kTile * kRows + n) = pack4(sum[n]);
+}
+
 // O = alpha O + P V, for P in shared memory.
 FASTATTN_DEVICE void add_values(const ForwardParams& p, const Place& at, bool full,
-                                const float (&alpha)[kRows], ForwardMemory& memory, float* o) {
+                                ForwardMemory& memory, float* o) {
   const float* const weights = memory.stage.queries;
   for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
     Fragment acc;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      unpack4(own_sum(o, e0 / kTile * kRows + r), acc[r]);
-#pragma unroll
-      for (int c = 0; c < kCols; ++c) acc[r][c] *= alpha[r];
-    }
+    load_sums<FragmentLayout>(o, e0, memory.states, acc);
     for (int j = 0; j < at.cols; j += kStage) {
       const int count = min(kStage, at.cols - j);
       __syncthreads();
@@ -72,28 +87,42 @@ FASTATTN_DEVICE void add_values(const ForwardParams& p, const Place& at, bool fu
         outer_add<true>(weights, j, memory.values, count, acc);
       }
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) own_sum(o, e0 / kTile * kRows + r) = pack4(acc[r]);
+    store_sums(acc, o, e0);
+  }
+}
+FASTATTN_DEVICE void add_half_values(const ForwardParams& p, const Place& at, bool full,
+                                     ForwardMemory& memory, float* o) {
+  for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
+    Sums sum;
+    load_sums<QueryRows>(o, e0, memory.states, sum);
+    add_weighted<false>(p.v, offset_of(p.v, at.b, at.hkv, at.j0, e0), at.cols, extent(p.E, e0),
+                        full, memory.halves, memory.half_values, sum);
+    store_sums(sum, o, e0);
   }
 }
 
+template <typename Layout>
 FASTATTN_DEVICE void write_out(const ForwardParams& p, const Place& at, const RowStates& states,
                                float* o) {
-  float factor[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r)
-    factor[r] = write_row(p, row_number(p, at, r), states.m[row0() + r], states.l[row0() + r],
-                          is_row_writer() && row0() + r < at.rows);
   for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
-    Fragment out;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      unpack4(own_sum(o, e0 / kTile * kRows + r), out[r]);
-#pragma unroll
-      for (int c = 0; c < kCols; ++c) out[r][c] *= factor[r];
-    }
-    store_tile(p.out, offset_of(p.out, at.b, at.h, at.i0, e0), at.rows, extent(p.E, e0), out);
+    Pairs<Layout> out;
+    load_sums<Layout>(o, e0, states, out);
+    store_tile<Layout>(p.out, offset_of(p.out, at.b, at.h, at.i0, e0), at.rows, extent(p.E, e0),
+                       out);
   }
+}
+
+// Writes lse and stats, and leaves the factors of O in the states. Begins with a barrier.
+FASTATTN_DEVICE void write_states(const ForwardParams& p, const Place& at, RowStates& states) {
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = row0() + r;
+    const float factor = write_row(p, row_number(p, at, r), states.m[row], states.l[row],
+                                   is_row_writer() && row < at.rows);
+    if (is_row_writer()) states.factor[row] = factor;
+  }
+  __syncwarp();
 }
 
 // The block's queries. Where a diagonal bounds the keys, later tiles of queries have more keys and
@@ -121,15 +150,20 @@ __global__ void __launch_bounds__(kThreads, 3)
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment s;
-    float alpha[kRows];
     score_tile<kScore, kCapped>(tiles_of(a), at, mask.bits, memory.stage, s);
-    softmax_step(p, a.unit, at, mask.bits, memory.states, s, alpha);
+    softmax_step(p, a.unit, at, mask.bits, memory.states, s);
     __syncthreads();
-    store_fragment<true>(s, memory.stage.queries);
-    add_values(p, at, mask.full, alpha, memory, o);
+    if (has_halves(p)) {
+      store_weights(p.v.dtype, s, mask.bits, memory.halves);
+      add_half_values(p, at, mask.full, memory, o);
+    } else {
+      store_fragment<true>(s, memory.stage.queries);
+      add_values(p, at, mask.full, memory, o);
+    }
   }
-  __syncthreads();
-  write_out(p, at, memory.states, o);
+  write_states(p, at, memory.states);
+  has_halves(p) ? write_out<QueryRows>(p, at, memory.states, o)
+                : write_out<FragmentLayout>(p, at, memory.states, o);
 }
 
 // ---- returned weights ----
@@ -165,8 +199,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
     for (int c = 0; c < kCols; ++c) sum[r][c] *= 1.f / static_cast<float>(heads);
-  store_tile(p.weights, offset_of(p.weights, b, head_out, i0, j0), extent(p.M, i0), extent(p.N, j0),
-             sum);
+  store_tile<FragmentLayout>(p.weights, offset_of(p.weights, b, head_out, i0, j0), extent(p.M, i0),
+                             extent(p.N, j0), sum);
 }
 
 }  // namespace

@@ -101,8 +101,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (p.bias_M == 1) reduce_tile(true, memory.ds, sum);
   if (p.bias_N == 1) reduce_tile(false, memory.ds, sum);
   const View to = bias_target(a, tile);
-  store_tile(to, offset_of(to, 0, 0, p.bias_M == 1 ? 0 : i0, p.bias_N == 1 ? 0 : j0),
-             p.bias_M == 1 ? 1 : extent(p.M, i0), p.bias_N == 1 ? 1 : extent(p.N, j0), sum);
+  store_tile<FragmentLayout>(
+      to, offset_of(to, 0, 0, p.bias_M == 1 ? 0 : i0, p.bias_N == 1 ? 0 : j0),
+      p.bias_M == 1 ? 1 : extent(p.M, i0), p.bias_N == 1 ? 1 : extent(p.N, j0), sum);
 }
 
 }  // namespace

@@ -33,6 +33,18 @@ FASTATTN_DEVICE void add_value_gradient(const BackwardArgs& a, const Place& at, 
     for (int r = 0; r < kRows; ++r) add_to_sum(sums, value_slot(a, e0) + r, acc[r]);
   }
 }
+FASTATTN_DEVICE void add_half_value_gradient(const BackwardArgs& a, const Place& at, bool full,
+                                             BackwardMemory& memory, float* sums) {
+  const View& from = a.p.grad_out;
+  HalfTile& tile = *reinterpret_cast<HalfTile*>(memory.stage.queries);
+  for (int64_t e0 = 0; e0 < a.p.E; e0 += kTile) {
+    Sums sum = {};
+    add_weighted<true>(from, offset_of(from, at.b, at.h, at.i0, e0), at.rows, extent(a.p.E, e0),
+                       full, memory.halves, tile, sum);
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) add_to_sum(sums, value_slot(a, e0) + n, sum[n]);
+  }
+}
 
 template <Loop kLoop>
 FASTATTN_DEVICE void add_key_gradient(const BackwardArgs& a, const Place& at,
@@ -67,8 +79,20 @@ FASTATTN_DEVICE void add_key_gradient(const BackwardArgs& a, const Place& at,
   }
 }
 
+// In the layout of the sums. Their rows are keys.
+template <typename Layout>
+FASTATTN_DEVICE void write_value_gradient(const BackwardArgs& a, const Place& at, float* sums) {
+  const View& to = a.p.grad_v;
+  for (int64_t e0 = 0; e0 < a.p.E; e0 += kTile) {
+    Pairs<Layout> sum;
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) unpack4(own_sum(sums, value_slot(a, e0) + n), sum[n]);
+    store_tile<Layout>(to, offset_of(to, at.b, at.hkv, at.j0, e0), at.cols, extent(a.p.E, e0), sum);
+  }
+}
+
 FASTATTN_DEVICE void write_key_gradients(const BackwardArgs& a, const Place& at, float* sums) {
-  const View &k = a.p.grad_k, &v = a.p.grad_v;
+  const View& k = a.p.grad_k;
   for (int64_t stage = 0; stage < a.plan.panels.stages; ++stage) {
     const int64_t d0 = stage * kStage + own_dim0();
     for (int r = 0; r < kOwn; ++r) {
@@ -81,12 +105,8 @@ FASTATTN_DEVICE void write_key_gradients(const BackwardArgs& a, const Place& at,
                    [&](auto type) { store_as<type>(k.data, offset + d * k.stride_c, sum[d]); });
     }
   }
-  for (int64_t e0 = 0; e0 < a.p.E; e0 += kTile) {
-    Fragment sum;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) unpack4(own_sum(sums, value_slot(a, e0) + r), sum[r]);
-    store_tile(v, offset_of(v, at.b, at.hkv, at.j0, e0), at.cols, extent(a.p.E, e0), sum);
-  }
+  has_halves(a.p) ? write_value_gradient<QueryRows>(a, at, sums)
+                  : write_value_gradient<FragmentLayout>(a, at, sums);
 }
 
 template <ScoreKind kScore, bool kCapped>
@@ -120,9 +140,11 @@ __global__ void __launch_bounds__(kThreads, 3)
       if (mask.empty) continue;
       Fragment weights, ds;
       gradient_tile<kScore, kCapped>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
-      store_fragment<false>(weights, memory.weights);
+      has_halves(p) ? store_weights(p.v.dtype, weights, mask.bits, memory.halves)
+                    : store_fragment<false>(weights, memory.weights);
       store_ds(ds, memory);
-      add_value_gradient(a, at, mask.full, memory, sums());
+      has_halves(p) ? add_half_value_gradient(a, at, mask.full, memory, sums())
+                    : add_value_gradient(a, at, mask.full, memory, sums());
       if constexpr (kScore == ScoreKind::kGaussian) {
         add_key_gradient<Loop::kDifferences>(a, at, memory, sums());
       } else if (is_direct(tiles_of(a), at)) {

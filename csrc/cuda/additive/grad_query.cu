@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   // The loop counts tiles, which takes one register. The last key would take two.
   for (int left = static_cast<int>(ceil_div(keys.end - at.j0, kTile)); left > 0;
        --left, at.j0 += kTile) {
-    at.cols = extent(p.N, at.j0);
+    // Both are computed in each tile: the rows and their sign, kept over the loop, would spill.
+    at.rows = extent(p.M, opaque(at.i0)), at.cols = extent(p.N, at.j0);
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;

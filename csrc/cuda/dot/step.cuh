@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "cuda/dot/tile.cuh"
+#include "cuda/tile/half_tile.cuh"
 #include "cuda/tile/softcap.cuh"
 #include "cuda/tile/softmax.cuh"
 
@@ -84,34 +84,6 @@ FASTATTN_DEVICE void sdpa_logits(const AttentionParams& p, const Place& at, cons
 
 // ---- products with rows of values, queries or gradients ----
 
-// Finds the rows of a tile that hold NaN or infinity, sets them to 0 in shared memory, and sets bit
-// r of bad_rows[w] for row 16 w + r. A product would carry them past the mask, as 0 * NaN. Ends
-// with a barrier.
-template <DType kType, int kDim>
-FASTATTN_DEVICE bool take_out_bad_rows(DType own, uint16_t* tile, uint32_t (&bad_rows)[kWarps]) {
-  // Two lanes a row. NaN and infinity have an exponent of all ones.
-  const uint32_t special = (kType == kAnyHalf ? own : kType) == DType::kFloat16 ? 0x7c00 : 0x7f80;
-  constexpr int kChunks = kDim / kChunk / 2, kWords = kChunk / 2;
-  const int row = thread() / 2, chunk0 = thread() % 2 * kChunks;
-  const auto words = [&](int n) {
-    return reinterpret_cast<uint32_t*>(tile + chunk_index<kDim>(row, chunk0 + n));
-  };
-  bool bad = false;
-#pragma unroll 1
-  for (int n = 0; n < kChunks * kWords; ++n) {
-    const uint32_t pair = words(n / kWords)[n % kWords];
-    bad |= (pair & special) == special || (pair >> 16 & special) == special;
-  }
-  const uint32_t lanes = __ballot_sync(kAllLanes, bad);
-  uint32_t rows = 0;
-#pragma unroll 1
-  for (int r = 0; r < kWarpRows; ++r) rows |= (lanes >> (2 * r) & 3u) != 0 ? 1u << r : 0u;
-  if (lane() == 0) bad_rows[warp()] = rows;
-  if (rows >> (row % kWarpRows) & 1)
-    for (int n = 0; n < kChunks * kWords; ++n) words(n / kWords)[n % kWords] = 0;
-  return __syncthreads_or(rows != 0) != 0;
-}
-
 // Adds the rows that take_out_bad_rows() took out of the tile at `offset` to `sum` += factors x
 // tile, only for rows of `sum` that keep them.
 template <typename Layout, DType kType, int kDim>
@@ -120,7 +92,7 @@ FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, K
                                   float (&sum)[kDim / 8][4]) {
   for (int column = 0; column < 8 * Layout::kTiles; ++column) {
     const int row = Layout::col0() + column;  // of the tile
-    if (!(bad_rows[row / kWarpRows] >> (row % kWarpRows) & 1)) continue;
+    if (!is_bad_row(bad_rows, row)) continue;
     float factor[2] = {0.f, 0.f};
     int keeps_it[2] = {0, 0};
 #pragma unroll
@@ -135,14 +107,7 @@ FASTATTN_DEVICE void add_bad_rows(const View& x, int64_t offset, int64_t dims, K
       factor[half] = __shfl_sync(kAllLanes, factor[half], owner);
       keeps_it[half] = __shfl_sync(kAllLanes, keeps_it[half], owner);
     }
-    const int col0 = opaque_here(sum_col(0, 0));  // otherwise all columns stay in registers
-    int64_t where = offset + row * x.stride_r + col0 * x.stride_c;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n, where += 8 * x.stride_c)
-#pragma unroll
-      for (int v = 0; v < 4; ++v)
-        if (col0 + 8 * n + v % 2 < dims && keeps_it[v / 2])
-          sum[n][v] += factor[v / 2] * load_half<kType>(x, where + v % 2 * x.stride_c);
+    add_bad_row<kType, kDim>(x, offset + row * x.stride_r, dims, factor, keeps_it, sum);
   }
 }
 

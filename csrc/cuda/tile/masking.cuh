@@ -101,6 +101,31 @@ __device__ __forceinline__ void for_kept(KeepBits bits, int64_t offset, int64_t 
   }
 }
 
+// The pairs of this thread within rows x cols.
+template <typename Layout>
+FASTATTN_DEVICE KeepBits bits_within(int rows, int cols) {
+  KeepBits bits = 0;
+#pragma unroll
+  for (int x = 0; x < Layout::kQueries; ++x)
+#pragma unroll
+    for (int y = 0; y < Layout::kKeys; ++y)
+      if (Layout::query0() + Layout::query(x) < rows && Layout::key0() + Layout::key(y) < cols)
+        bits |= KeepBits{1} << Layout::pair(x, y);
+  return bits;
+}
+
+// Writes the values within rows x cols to an array, whose tile begins at element `offset`.
+template <typename Layout>
+FASTATTN_DEVICE void store_tile(const View& view, int64_t offset, int rows, int cols,
+                                const Pairs<Layout>& s) {
+  const KeepBits inside = bits_within<Layout>(rows, cols);
+  with_dtype(view.dtype, [&](auto type) {
+    for_kept<Layout, true>(
+        inside, offset, view.stride_r, view.stride_c,
+        [&](int pair, int64_t where) { store_as<type>(view.data, where, s[pair / 4][pair % 4]); });
+  });
+}
+
 template <typename Layout>
 FASTATTN_DEVICE KeepBits bits_in_ranges(const AttentionParams& p, const Place& at) {
   KeepBits bits = 0;

@@ -42,7 +42,21 @@ FASTATTN_DEVICE float late_max(float m, float top, float unit) {
 struct RowStates {
   float m[kTile];
   float l[kTile];
+  float factor[kTile];  // of the sums: alpha of the last tile, or 1 / l at the end
 };
+
+template <typename Layout>
+FASTATTN_DEVICE void multiply_rows(const float* factors, Pairs<Layout>& s) {
+#pragma unroll
+  for (int x = 0; x < Layout::kQueries; ++x) {
+    const float factor = factors[Layout::query0() + Layout::query(x)];
+#pragma unroll
+    for (int y = 0; y < Layout::kKeys; ++y) {
+      const int n = Layout::pair(x, y);
+      s[n / 4][n % 4] *= factor;
+    }
+  }
+}
 
 // One of the lanes that share a row writes its state.
 FASTATTN_DEVICE bool is_row_writer() { return thread() % kRowLanes == 0; }
@@ -51,10 +65,9 @@ FASTATTN_DEVICE void clear(RowStates& states) {
   if (thread() < kTile) states.m[thread()] = -kInfinity, states.l[thread()] = 0.f;
 }
 
-// Turns scores into weights, after dropout. alpha rescales the sums of the rows so far.
+// Turns scores into weights, after dropout. Other lanes may read the states after a barrier.
 FASTATTN_DEVICE void softmax_step(const AttentionParams& p, float unit, const Place& at,
-                                  KeepBits bits, RowStates& states, Fragment& s,
-                                  float (&alpha)[kRows]) {
+                                  KeepBits bits, RowStates& states, Fragment& s) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float top = -kInfinity;
@@ -65,7 +78,7 @@ FASTATTN_DEVICE void softmax_step(const AttentionParams& p, float unit, const Pl
     }
     const float m_old = states.m[row0() + r];
     const float m = late_max(m_old, lanes_max(top, kRowLanes), unit), shift = finite_max(m);
-    alpha[r] = rescaling(m_old, shift, unit);
+    const float alpha = rescaling(m_old, shift, unit);
     float sum = 0.f;
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
@@ -76,7 +89,8 @@ FASTATTN_DEVICE void softmax_step(const AttentionParams& p, float unit, const Pl
     __syncwarp();  // each lane has read m; a shuffle alone does not order memory
     if (is_row_writer()) {
       states.m[row0() + r] = m;
-      states.l[row0() + r] = states.l[row0() + r] * alpha[r] + sum;
+      states.l[row0() + r] = states.l[row0() + r] * alpha + sum;
+      states.factor[row0() + r] = alpha;
     }
   }
   drop(p, surviving_bits<FragmentLayout>(p, at), s);

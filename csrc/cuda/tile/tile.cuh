@@ -101,16 +101,16 @@ FASTATTN_DEVICE void clear(float (&x)[kRowCount][kCols]) {
 // Stores to[i][j], or to[j][i] if kTransposed.
 template <bool kTransposed>
 FASTATTN_DEVICE void store_fragment(const Fragment& x, float* to) {
+  const int row = opaque_here(row0()), col = opaque_here(col0());
   if constexpr (kTransposed) {
 #pragma unroll
     for (int c = 0; c < kCols; ++c)
 #pragma unroll
       for (int r = 0; r < kRows; r += 4)
-        store4(to, col0() + c, row0() + r,
-               make_float4(x[r][c], x[r + 1][c], x[r + 2][c], x[r + 3][c]));
+        store4(to, col + c, row + r, make_float4(x[r][c], x[r + 1][c], x[r + 2][c], x[r + 3][c]));
   } else {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) store4(to, row0() + r, col0(), pack4(x[r]));
+    for (int r = 0; r < kRows; ++r) store4(to, row + r, col, pack4(x[r]));
   }
 }
 
@@ -182,22 +182,6 @@ FASTATTN_DEVICE float load_element(const View& view, int64_t offset) {
   float x = 0.f;
   with_dtype(view.dtype, [&](auto type) { x = load_as<type>(view.data, offset); });
   return x;
-}
-
-// Writes the part of a fragment within rows x cols, from element `offset` on.
-FASTATTN_DEVICE void store_tile(const View& view, int64_t offset, int rows, int cols,
-                                const Fragment& x) {
-  offset = opaque(offset + row0() * view.stride_r + col0() * view.stride_c);
-  with_dtype(view.dtype, [&](auto type) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t row = opaque(offset + r * view.stride_r);
-#pragma unroll
-      for (int c = 0; c < kCols; ++c)
-        if (row0() + r < rows && col0() + c < cols)
-          store_as<type>(view.data, row + c * view.stride_c, x[r][c]);
-    }
-  });
 }
 
 // ---- staging; barriers are the caller's ----

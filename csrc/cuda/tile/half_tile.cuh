@@ -115,7 +115,7 @@ FASTATTN_DEVICE void start_tile(const View& view, int64_t offset, int rows, int 
                        reinterpret_cast<uintptr_t>(from) % 16 == 0;
   constexpr int kChunks = kDim / kChunk;
 #pragma unroll 1  // copies are asynchronous; unrolling would only take registers for addresses
-  for (int n = thread(); n < kTile * kChunks; n += kThreads) {
+  for (int n = opaque_here(thread()); n < kTile * kChunks; n += kThreads) {
     const int r = n / kChunks, c = n % kChunks * kChunk;
     uint16_t* const chunk = to + chunk_index<kDim>(r, n % kChunks);
     const uint16_t* const row = from + r * view.stride_r;
@@ -149,6 +149,19 @@ FASTATTN_DEVICE void multiply_transposed(const uint16_t* a, const uint16_t* b, P
   }
 }
 
+// O += A B for 16 columns A, and as many rows of B from `row` on.
+template <DType kType, int kDim>
+FASTATTN_DEVICE void add_rows(int lane, const uint32_t (&a)[4], const uint16_t* b, int row,
+                              float (&o)[kDim / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < kDim / 8; n += 2) {
+    uint32_t y[4];
+    load_matrices<true>(b + chunk_index<kDim>(row + lane % 16, n + lane / 16), y);
+    multiply_add<kType>(a, y[0], y[1], o[n]);
+    multiply_add<kType>(a, y[2], y[3], o[n + 1]);
+  }
+}
+
 // O += P B for B [kTile][kDim], whose rows are the columns of P. P is rounded to 16 bits.
 template <typename Layout, DType kType, int kDim>
 FASTATTN_DEVICE void multiply_weights(const Pairs<Layout>& p, const uint16_t* b,
@@ -162,15 +175,72 @@ FASTATTN_DEVICE void multiply_weights(const Pairs<Layout>& p, const uint16_t* b,
       const float* const pair = &p[2 * k + r / 2][r % 2 * 2];
       x[r] = pack_pair<kType>(pair[0], pair[1]);
     }
-#pragma unroll
-    for (int n = 0; n < kDim / 8; n += 2) {
-      uint32_t y[4];
-      const int row = Layout::col0() + 16 * k + lane % 16;
-      load_matrices<true>(b + chunk_index<kDim>(row, n + lane / 16), y);
-      multiply_add<kType>(x, y[0], y[1], o[n]);
-      multiply_add<kType>(x, y[2], y[3], o[n + 1]);
-    }
+    add_rows<kType, kDim>(lane, x, b, Layout::col0() + 16 * k, o);
   }
+}
+
+// O += A B, or A^T B if kTransposed, for A [kTile][kTile] and B [kTile][kDim].
+template <bool kTransposed, DType kType, int kDim>
+FASTATTN_DEVICE void multiply(const uint16_t* a, const uint16_t* b, float (&o)[kDim / 8][4]) {
+  const int lane = opaque_here(static_cast<int>(threadIdx.x % 32));
+  const int row0 = opaque_here(warp_row0());
+#pragma unroll 1
+  for (int k = 0; k < kTile / 16; ++k) {
+    uint32_t x[4];
+    const int row = kTransposed ? 16 * k + lane % 8 + lane / 16 * 8 : row0 + lane % 16;
+    const int chunk = kTransposed ? row0 / kChunk + lane / 8 % 2 : 2 * k + lane / 16;
+    load_matrices<kTransposed>(a + chunk_index<kTile>(row, chunk), x);
+    add_rows<kType, kDim>(lane, x, b, 16 * k, o);
+  }
+}
+
+// ---- rows of values, queries or gradients that are not finite ----
+
+// Finds the rows of a tile that hold NaN or infinity, sets them to 0 in shared memory, and sets bit
+// r of bad_rows[w] for row 16 w + r. A product would carry them past the mask, as 0 * NaN. Ends
+// with a barrier.
+template <DType kType, int kDim>
+FASTATTN_DEVICE bool take_out_bad_rows(DType own, uint16_t* tile, uint32_t (&bad_rows)[kWarps]) {
+  // Two lanes a row. NaN and infinity have an exponent of all ones.
+  const uint32_t special = (kType == kAnyHalf ? own : kType) == DType::kFloat16 ? 0x7c00 : 0x7f80;
+  constexpr int kChunks = kDim / kChunk / 2, kWords = kChunk / 2;
+  const int self = opaque_here(thread()), row = self / 2, chunk0 = self % 2 * kChunks;
+  const auto words = [&](int n) {
+    return reinterpret_cast<uint32_t*>(tile + chunk_index<kDim>(row, chunk0 + n));
+  };
+  bool bad = false;
+#pragma unroll 1
+  for (int n = 0; n < kChunks * kWords; ++n) {
+    const uint32_t pair = words(n / kWords)[n % kWords];
+    bad |= (pair & special) == special || (pair >> 16 & special) == special;
+  }
+  const uint32_t lanes = __ballot_sync(kAllLanes, bad);
+  uint32_t rows = 0;
+#pragma unroll 1
+  for (int r = 0; r < kWarpRows; ++r) rows |= (lanes >> (2 * r) & 3u) != 0 ? 1u << r : 0u;
+  if (lane() == 0) bad_rows[warp()] = rows;
+  if (rows >> (row % kWarpRows) & 1)
+    for (int n = 0; n < kChunks * kWords; ++n) words(n / kWords)[n % kWords] = 0;
+  return __syncthreads_or(rows != 0) != 0;
+}
+
+FASTATTN_DEVICE bool is_bad_row(const uint32_t (&bad_rows)[kWarps], int row) {
+  return bad_rows[row / kWarpRows] >> (row % kWarpRows) & 1;
+}
+
+// Adds factor times the row that begins at element `where`, to the rows of `sum` that keep it.
+template <DType kType, int kDim>
+FASTATTN_DEVICE void add_bad_row(const View& x, int64_t where, int64_t dims,
+                                 const float (&factor)[2], const int (&keeps_it)[2],
+                                 float (&sum)[kDim / 8][4]) {
+  const int col0 = opaque_here(sum_col(0, 0));  // otherwise all columns stay in registers
+  where += col0 * x.stride_c;
+#pragma unroll
+  for (int n = 0; n < kDim / 8; ++n, where += 8 * x.stride_c)
+#pragma unroll
+    for (int v = 0; v < 4; ++v)
+      if (col0 + 8 * n + v % 2 < dims && keeps_it[v / 2])
+        sum[n][v] += factor[v / 2] * load_half<kType>(x, where + v % 2 * x.stride_c);
 }
 
 }  // namespace fastattn::cuda
