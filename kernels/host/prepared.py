@@ -12,6 +12,8 @@ the plan's holes with pointers, and launch.
 
 A plan is made only where all of it is understood. Other calls go the ordinary way. So do all while
 somebody watches launches by Triton's hooks, and with FASTATTN_PLANS=0. A plan keeps no tensor.
+
+Not run on a GPU: in the tests a stand-in takes the driver's place.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ So the first launch that misses a kernel ends there. The launcher then runs once
 nothing: what it misses is compiled in threads. Then it runs for good.
 
 A launcher may run again because it owns all that it writes. It reads no value of a tensor.
+
+Not run on a GPU: in the tests a stand-in takes the driver's place.
 """
 
 from __future__ import annotations
