@@ -14,10 +14,10 @@ from bench.cases import DIRECTIONS, named
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = {
-    "two AMD Zen 4 cores, AVX512-BF16": "amd-epyc-avx512-bf16-2-threads",
-    "two AMD Zen 3 cores, AVX2": "amd-epyc-avx2-2-threads",
-    "two Intel Xeon cores, AVX-512": "intel-r-xeon-r-processor-avx512-2-threads",
-    "two Intel Xeon cores, AMX": "intel-r-xeon-r-processor-amx-2-threads",
+    "two AMD Zen 4 cores, AVX512-BF16": "amd-epyc-family-25-avx512-bf16-2-threads",
+    "two AMD Zen 3 cores, AVX2": "amd-epyc-family-25-avx2-2-threads",
+    "two Intel Xeon cores, AVX-512": "intel-r-xeon-r-processor-family-6-avx512-2-threads",
+    "two Intel Xeon cores, AMX": "intel-r-xeon-r-processor-family-6-amx-2-threads",
 }
 
 

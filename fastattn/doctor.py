@@ -15,6 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,13 +87,14 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """The name of the CPU. Virtual machines hide models: Zen 4 and Zen 5 differ in the family."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            named = (line.partition(":")[2].strip() for line in lines if "model name" in line)
-            return next(named, platform.machine())
+        lines = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0].splitlines()
     except OSError:
         return platform.processor() or platform.machine()
+    fields = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+    name, family = fields.get("model name"), fields.get("cpu family")
+    return ", family ".join(x for x in (name or platform.machine(), family) if x)
 
 
 def libraries() -> dict[str, dict[str, str | None]]:
