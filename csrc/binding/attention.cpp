@@ -406,6 +406,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
 static const fastattn::binding::Definitions definitions;
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
+  m.impl("onednn_from", TORCH_BOX(&projection::onednn_from));
   m.impl("cpu_isa", TORCH_BOX(&fastattn::binding::cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&fastattn::binding::cpu_isas));
   m.impl("select_cpu_isa", &fastattn::binding::select_by_name<fastattn::cpu::select_isa>);

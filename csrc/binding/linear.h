@@ -11,8 +11,14 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <optional>
 #include <vector>
+
+// torch's interface of oneDNN's product for compiled models. A torch without oneDNN lacks it.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
+    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, const char* follows,
+    const double** scalars, int64_t n_scalars, const char** algorithm, AtenTensorHandle* y);
 
 namespace fastattn::projection {
 
@@ -44,6 +50,24 @@ inline Tensor view(const Tensor& t, const std::vector<int64_t>& sizes,
 
 inline Tensor transposed(const Tensor& t) {
   return view(t, {t.size(1), t.size(0)}, {t.stride(1), t.stride(0)});
+}
+
+// From how many multiply-adds on oneDNN takes less time for float32 than MKL, torch's own choice:
+// docs/decisions/0016.
+inline int64_t onednn_from() {
+#ifdef __x86_64__
+  static const bool faster = aoti_torch_cpu__linear_pointwise != nullptr &&
+                             __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
+  if (faster) return int64_t{1} << 22;
+#endif
+  return std::numeric_limits<int64_t>::max();
+}
+
+inline Tensor linear_by_onednn(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
+  AtenTensorHandle y = nullptr, b = bias ? bias->get() : nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__linear_pointwise(
+      x.get(), weight.get(), bias ? &b : nullptr, "none", nullptr, 0, nullptr, &y));
+  return Tensor(y);
 }
 
 // Only Intel processors multiply few tokens faster with the weight on the left:
@@ -98,6 +122,7 @@ inline void check(const Tensor& x, const Tensor& weight, const OptTensor& bias) 
 
 // linear() of float32.
 inline Tensor linear_of_floats(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
+  if (x.size(0) * weight.numel() >= onednn_from()) return linear_by_onednn(x, weight, bias);
   const bool first = weight_first(x.size(0), weight);
   const Tensor product = first ? transposed(call("aten::mm", weight, transposed(x)))
                                : call("aten::mm", x, transposed(weight));

@@ -13,7 +13,8 @@ from fastattn.distributed import agree, comm, context, heads
 from fastattn.distributed.comm import Group
 from fastattn.distributed.heads import move, same
 from fastattn.distributed.layout import Layout
-from fastattn.modules.multihead import attention, inference, inputs, interop, projection
+from fastattn.modules import linear
+from fastattn.modules.multihead import attention, inputs, interop, projection
 from fastattn.modules.multihead.additive import MultiheadAdditiveAttention
 from fastattn.modules.multihead.attention import MultiheadAttention
 from fastattn.modules.multihead.kv_cache import KVCache, Step
@@ -31,7 +32,7 @@ ALIKE = ("samples", "key_padding_mask is given", "attn_mask is given", "dtype")
 
 def check_out_proj(module: MultiheadAttention) -> None:
     """Raises ValueError where ranks share heads, but not what follows them."""
-    if not inference.is_only_linear(module.out_proj):
+    if not linear.is_only_linear(module.out_proj):
         raise ValueError(
             "out_proj: expected a plain linear layer where ranks share heads, got hooks or "
             f"{type(module.out_proj).__name__}: write context= alone, or merge what was added"

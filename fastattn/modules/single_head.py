@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import scores
+from fastattn.modules import linear
 from fastattn.problem import Mask, arguments, validate
 
 
@@ -134,7 +135,7 @@ def project(name: str, x: Tensor, layer: nn.Module) -> Tensor:
     """
     check_features(name, x, getattr(layer, "in_features", 0))
     try:
-        return layer(x)
+        return linear.call(layer, x)
     except RuntimeError as error:  # The call comes first: a layer may cast, and autocast does.
         dtype = getattr(getattr(layer, "weight", None), "dtype", x.dtype)
         if dtype == x.dtype or arguments.autocasts(x.device.type):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fastattn import functional
 from fastattn.backends import watch
 from fastattn.functional import Bias
+from fastattn.modules import linear
 from fastattn.modules.multihead import inference, inputs, interop, kv_cache, nested, projection
 from fastattn.modules.multihead.inputs import Inputs
 from fastattn.modules.multihead.kv_cache import KVCache
@@ -232,7 +233,7 @@ def attend_heads(
         **call.masks,
     )
     out, weights = attended if need_weights else (attended, None)
-    out = module.out_proj(projection.merge_heads(out, call.batch_first))
+    out = linear.call(module.out_proj, projection.merge_heads(out, call.batch_first))
     if call.batched:
         return out, weights
     return out.squeeze(0), None if weights is None else weights.squeeze(0)

@@ -7,13 +7,12 @@ here, before the first product, and the rest is one call.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import autograd
 from fastattn.backends import operators, registry, watch
+from fastattn.modules.linear import is_direct, is_only_linear
 from fastattn.modules.multihead import interop, projection
 from fastattn.problem import call_cache, validate
 
@@ -61,40 +60,10 @@ def _is_of(bias: Tensor | None, weight: Any) -> bool:
 
 
 def _takes_operator(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether ``fastattn::self_attention`` may replace torch's own operators.
-
-    It has no autograd or autocast, and modes and traces cannot see inside. It takes dense tensors
-    on a CPU, all of the dtype of ``x``.
-    """
-    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not x.is_cpu:
+    """Whether ``fastattn::self_attention`` may replace torch's own operators."""
+    if operators.EXTENSION_ERROR is not None or not is_direct(x, *parameters):
         return False
-    if operators.EXTENSION_ERROR is not None or autograd.needs_autograd(x, *parameters):
-        return False
-    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return False
-    dtype, strided = x.dtype, torch.strided
-    for t in parameters:
-        if t is not None and not (t.is_cpu and t.dtype is dtype and t.layout is strided):
-            return False
-    return True
-
-
-def is_only_linear(layer: nn.Module) -> bool:
-    """Whether calling ``layer`` is exactly ``F.linear`` with its parameters.
-
-    If hooks, pruning or adapters such as LoRA add to it, the layer must be called.
-    """
-    if type(layer) is not NonDynamicallyQuantizableLinear and type(layer) is not nn.Linear:
-        return False  # parametrized layers also have their own class
-    return not (
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or "forward" in layer.__dict__
-    )
+    return not autograd.needs_autograd(x, *parameters)
 
 
 def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:

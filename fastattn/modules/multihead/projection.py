@@ -7,8 +7,9 @@ The kernels read strides, so nothing is transposed in memory.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fastattn.modules import linear
 
 
 def to_heads(
@@ -17,7 +18,7 @@ def to_heads(
     """Projected q [B, H, M, D], and k and v [B, H, N, D] with the appended keys of the module."""
     H = module.num_heads
     if module._qkv_same_embed_dim and query is key is value:
-        packed = F.linear(query, module.in_proj_weight, module.in_proj_bias)
+        packed = linear.forward(query, module.in_proj_weight, module.in_proj_bias)
         q, k, v = split_packed(packed, H, batch_first)
     else:
         q, k, v = (
@@ -41,7 +42,7 @@ def queries_to_heads(module: nn.MultiheadAttention, query: Tensor, batch_first: 
         weight = module.in_proj_weight.chunk(3)[0]
     else:
         weight = module.q_proj_weight
-    q = F.linear(query, weight, None if bias is None else bias.chunk(3)[0])
+    q = linear.forward(query, weight, None if bias is None else bias.chunk(3)[0])
     return split_heads(q, module.num_heads, batch_first)
 
 
@@ -59,7 +60,7 @@ def _in_projection(
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         _check_features((query, key, value), weights)
         triples = zip((query, key, value), weights, biases, strict=True)
-        return [F.linear(x, w, b) for x, w, b in triples]
+        return [linear.forward(x, w, b) for x, w, b in triples]
     return _packed_projection([query, key, value], module.in_proj_weight, bias)
 
 
@@ -88,7 +89,7 @@ def _packed_projection(inputs: list[Tensor], weight: Tensor, bias: Tensor | None
     biases = [None] * len(runs) if bias is None else bias.split(rows)
     projected = []
     for (x, n), w, b in zip(runs, weights, biases, strict=True):
-        projected += F.linear(x, w, b).chunk(n, dim=-1)
+        projected += linear.forward(x, w, b).chunk(n, dim=-1)
     return projected
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from fastattn import functional
 from fastattn.functional import Bias
-from fastattn.modules import single_head
+from fastattn.modules import linear, single_head
 from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.multihead import projection
 from fastattn.modules.single_head import Masks
@@ -129,7 +129,7 @@ class SelfAttention(nn.Module):
             **masks.over_heads(),
         )
         out, weights = attended if need_weights else (attended, None)
-        return weights, self.out_proj(projection.merge_heads(out, batch_first=True))
+        return weights, linear.call(self.out_proj, projection.merge_heads(out, batch_first=True))
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the linear layers."""

@@ -1,0 +1,115 @@
+"""Linear layers of float32 by the faster of the two libraries that torch has for CPUs.
+
+torch multiplies float32 by MKL, which uses half of what newer processors of AMD can do. oneDNN uses
+all of it, and torch ships that too. docs/decisions/0016 has the rates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastattn import autograd
+from fastattn.backends import operators
+
+_PLAIN = {Tensor, nn.Parameter, type(None)}
+# From how many multiply-adds on oneDNN is faster here, as csrc/binding/linear.h says.
+_FROM: float = float("inf")
+if operators.EXTENSION_ERROR is None:
+    _FROM = torch.ops.fastattn.onednn_from()
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``: x ``[..., E]`` times weight ``[F, E]`` transposed, plus bias ``[F]``."""
+    if not _is_faster(x, weight, bias):
+        return F.linear(x, weight, bias)
+    if autograd.needs_autograd(x, weight, bias):
+        rows = _Linear.apply(x.flatten(0, -2), weight, bias)
+        return rows.view(*x.shape[:-1], weight.shape[0])
+    return _multiply(x, weight, bias)
+
+
+def call(layer: nn.Module, x: Tensor) -> Tensor:
+    """``layer(x)``; by ``forward`` if the layer is no more than that."""
+    if type(x) is Tensor and is_only_linear(layer) and not _has_any_global_hook():
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if weight is not None and not layer.__dict__.keys() & {"weight", "bias"}:
+            return forward(x, weight, bias)
+    return layer(x)
+
+
+def is_only_linear(layer: nn.Module) -> bool:
+    """Whether calling ``layer`` is exactly ``F.linear`` with its parameters.
+
+    If hooks, pruning or adapters such as LoRA add to it, the layer must be called.
+    """
+    if type(layer) is not NonDynamicallyQuantizableLinear and type(layer) is not nn.Linear:
+        return False  # parametrized layers also have their own class
+    return not (
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+    )
+
+
+def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether oneDNN is faster, and nobody could tell the difference but by time."""
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_nested:  # sizes are symbols
+        return False
+    if x.dtype is not torch.float32 or x.dim() < 2 or weight.dim() != 2:
+        return False
+    if x.numel() * weight.shape[0] < _FROM or x.shape[-1] != weight.shape[1]:
+        return False
+    if not is_direct(x, weight, bias):
+        return False
+    if torch._C._are_functorch_transforms_active() or autograd.forward_ad._current_level >= 0:
+        return False
+    return bias is None or bias.shape == weight.shape[:1]
+
+
+def is_direct(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether an operator without autograd, autocast or formula for modes may take these tensors.
+
+    They must be dense tensors on a CPU, all of the dtype of ``x``. Traces could not see inside.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    dtype, strided = x.dtype, torch.strided
+    for t in (x, *others):
+        if type(t) not in _PLAIN:
+            return False
+        if t is not None and not (t.is_cpu and t.dtype is dtype and t.layout is strided):
+            return False
+    if x.is_nested or torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    return not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
+
+
+class _Linear(torch.autograd.Function):
+    """Of x [T, E], with gradients by the same products, which are differentiable again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, weight)
+        return _multiply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        return (
+            forward(grad, weight.T) if wants[0] else None,
+            forward(grad.T, x.T) if wants[1] else None,
+            grad.sum(0) if wants[2] else None,
+        )

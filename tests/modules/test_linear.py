@@ -1,0 +1,185 @@
+"""Linear layers by oneDNN: the same numbers as F.linear, where nobody could tell."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from fastattn import testing
+from fastattn.modules import linear
+
+pytestmark = [
+    pytest.mark.usefixtures("extension"),
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN"),
+]
+T, E, FEATURES = 65, 48, 80
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """oneDNN takes every product, on any CPU. Returns the list of its calls."""
+    made = []
+
+    def multiply(*arguments, original=linear._multiply):
+        made.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(linear, "_FROM", 1)
+    monkeypatch.setattr(linear, "_multiply", multiply)
+    return made
+
+
+def drawn(shape=(5, 13), bias=True, dtype=torch.float32, requires_grad=False):
+    torch.manual_seed(0)
+    made = [torch.randn(*shape, E), torch.randn(FEATURES, E), torch.randn(FEATURES)]
+    return [x.to(dtype).requires_grad_(requires_grad) for x in made[: 2 + bias]]
+
+
+def gradients(function, tensors, twice=False):
+    """The results of a function of tensors, its gradients, and those of a square of theirs."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    out = function(*tensors)
+    torch.manual_seed(1)
+    upstream = torch.randn(out.shape).to(out.dtype).requires_grad_(twice)
+    grads = torch.autograd.grad(out, tensors, upstream, create_graph=twice)
+    if not twice:
+        return out, *grads
+    square = sum(g.square().sum() for g in grads[:2])
+    return out, *grads, *torch.autograd.grad(square, [*tensors[:2], upstream])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(T,), (5, 13), (2, 3, 7), (1, 1)])
+def test_results_and_gradients(calls, shape, bias):
+    tensors = drawn(shape, bias)
+    double = [x.double() for x in tensors]
+    found = gradients(linear.forward, tensors)
+    assert len(calls) == 3
+    peer, truth = gradients(F.linear, tensors), gradients(F.linear, double)
+    for ours, theirs, right in zip(found, peer, truth, strict=True):
+        assert ours.shape == theirs.shape
+        testing.assert_within_budget(ours, theirs, right)
+    assert torch.equal(linear.forward(*tensors), found[0])
+
+
+def test_second_derivatives(calls):
+    tensors = drawn()
+    found = gradients(linear.forward, tensors, twice=True)
+    assert len(calls) == 7
+    truth = gradients(F.linear, [x.double() for x in tensors], twice=True)
+    for ours, theirs, right in zip(
+        found, gradients(F.linear, tensors, twice=True), truth, strict=True
+    ):
+        testing.assert_within_budget(ours, theirs, right)
+
+
+def test_strided_inputs(calls):
+    x, weight, bias = drawn()
+    found = linear.forward(x.transpose(0, 1), weight.T.contiguous().T, bias)
+    assert len(calls) == 1
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, linear.forward(x, weight, bias).transpose(0, 1))
+
+
+@pytest.mark.parametrize("n", range(3))
+def test_only_the_wanted_gradients(calls, n):
+    tensors = drawn()
+    tensors[n].requires_grad_()
+    linear.forward(*tensors).sum().backward()
+    assert [x.grad is None for x in tensors] == [m != n for m in range(3)]
+    assert len(calls) == (1 if n == 2 else 2)
+
+
+def test_a_result_may_be_changed_in_place(calls):
+    x, weight, bias = drawn(requires_grad=True)
+    out = linear.forward(x, weight, bias)
+    out *= 2
+    out.view(-1).sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full((FEATURES,), 2.0 * T))
+
+
+class TestWhoCouldTell:
+    """Such calls go to F.linear, with its errors too."""
+
+    @pytest.fixture(autouse=True)
+    def none_by_onednn(self, calls):
+        yield
+        assert not calls
+
+    def test_small_products(self, monkeypatch):
+        monkeypatch.setattr(linear, "_FROM", T * E * FEATURES + 1)
+        linear.forward(*drawn())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_other_dtypes(self, dtype):
+        linear.forward(*drawn(dtype=dtype))
+
+    def test_one_token(self):
+        linear.forward(*drawn(()))
+
+    def test_nobody(self):
+        assert linear.forward(*drawn((0,))).shape == (0, FEATURES)
+
+    def test_modes(self):
+        with FlopCounterMode(display=False) as counter:
+            linear.forward(*drawn())
+        assert counter.get_total_flops() == 2 * T * E * FEATURES
+
+    def test_autocast(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert linear.forward(*drawn()).dtype is torch.bfloat16
+
+    def test_transforms(self):
+        x, weight, bias = drawn()
+        torch.func.vmap(linear.forward, (0, None, None))(x, weight, bias)
+        torch.func.grad(lambda x: linear.forward(x, weight, bias).sum())(x)
+        torch.func.jvp(lambda x: linear.forward(x, weight, bias), (x,), (x,))
+
+    def test_compiled(self):
+        tensors = drawn()
+        compiled = torch.compile(linear.forward, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(*tensors), F.linear(*tensors))
+
+    def test_traced(self):
+        torch.jit.trace(linear.forward, tuple(drawn()), check_trace=False)
+
+    @pytest.mark.parametrize("n", range(3))
+    def test_subclasses(self, n):
+        class Other(torch.Tensor):
+            pass
+
+        tensors = drawn()
+        tensors[n] = tensors[n].as_subclass(Other)
+        assert type(linear.forward(*tensors)) is Other
+
+    @pytest.mark.parametrize("n", range(3))
+    def test_errors_of_shapes(self, n):
+        tensors = drawn()
+        tensors[n] = tensors[n][..., :-1]
+        with pytest.raises(RuntimeError):
+            linear.forward(*tensors)
+
+
+class TestLayers:
+    def test_plain_ones(self, calls):
+        layer = nn.Linear(E, FEATURES)
+        x = drawn()[0]
+        testing.assert_within_budget(linear.call(layer, x), layer(x), layer.double()(x.double()))
+        assert len(calls) == 1
+
+    def test_others_are_called(self, calls):
+        layer = nn.Linear(E, FEATURES)
+        layer.register_forward_hook(lambda layer, inputs, output: 3 * output)
+        x = drawn()[0]
+        assert torch.equal(linear.call(layer, x), layer(x))
+        assert not calls
+
+    @pytest.mark.parametrize("cls", [fastattn.MultiheadAttention, nn.MultiheadAttention])
+    def test_modules_train_by_it(self, calls, cls):
+        """Six products for two projections, where they are ours."""
+        torch.manual_seed(0)
+        module, x = cls(16, 2, batch_first=True), torch.randn(2, 9, 16, requires_grad=True)
+        module(x, x, x)[0].sum().backward()
+        assert len(calls) == (6 if cls is fastattn.MultiheadAttention else 0)
