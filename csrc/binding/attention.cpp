@@ -377,6 +377,12 @@ std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
   return {projection::view(found.out, {T, H * D}, {H * D, 1}), found.weights};
 }
 
+// Of x [T, E], with any strides.
+Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
+  STD_TORCH_CHECK(x.dim() == 2, "fastattn: x: expected 2 dims, got ", x.dim());
+  return projection::linear(x, weight, bias);
+}
+
 std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
                                           Tensor out_weight, OptTensor out_bias, int64_t num_heads,
                                           double scale, int64_t weights, bool batch_first) {
@@ -394,6 +400,7 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
   m.impl(FASTATTN_OPERATOR(backward), &backward);
 #ifndef FASTATTN_FOR_CUDA
   m.impl("self_attention", TORCH_BOX(&self_attention));
+  m.impl("linear", TORCH_BOX(&linear));
   m.impl("cpu_loop", TORCH_BOX(&binding::cpu_loop));
 #endif
 }

@@ -15,10 +15,18 @@
 #include <optional>
 #include <vector>
 
-// torch's interface of oneDNN's product for compiled models. A torch without oneDNN lacks it.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
+#include "problem/host_device.h"
+
+// torch's interface of oneDNN's product for compiled models, and of one that adds another tensor. A
+// torch without oneDNN lacks them.
+extern "C" {
+__attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
     AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, const char* follows,
     const double** scalars, int64_t n_scalars, const char** algorithm, AtenTensorHandle* y);
+__attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise_binary(
+    AtenTensorHandle x, AtenTensorHandle other, AtenTensorHandle weight, AtenTensorHandle* bias,
+    const char* follows, AtenTensorHandle* y);
+}
 
 namespace fastattn::projection {
 
@@ -63,11 +71,48 @@ inline int64_t onednn_from() {
   return std::numeric_limits<int64_t>::max();
 }
 
+// At most so many terms of a sum are added one after the other, as oneDNN itself does for some
+// lengths. In one chain of 1536, the error is four times that of MKL.
+constexpr int64_t kOneDnnChain = 1024;
+
+inline bool is_faster_by_onednn(const Tensor& x, const Tensor& weight) {
+  constexpr int64_t kFewest = 128;  // rows of each operand, for parts of the other to be copied
+  const int64_t T = x.size(0), F = weight.size(0);
+  return T * weight.numel() >= onednn_from() &&
+         (x.size(1) <= kOneDnnChain || std::min(T, F) >= kFewest);
+}
+
+// Columns [begin, begin + count), without gaps between rows or between columns. With gaps, oneDNN
+// takes a thousand times longer.
+inline Tensor dense_columns(const Tensor& t, int64_t begin, int64_t count) {
+  const int64_t rows = t.size(0);
+  const bool by_columns = t.stride(0) == 1 && t.stride(1) == rows;
+  if (!by_columns && t.is_contiguous() && count == t.size(1))
+    return view(t, {rows, count}, {count, 1});
+  const Tensor part = view(t, {rows, count}, {t.stride(0), t.stride(1)}, begin * t.stride(1));
+  return by_columns ? part : torch::stable::contiguous(part);
+}
+
 inline Tensor linear_by_onednn(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
-  AtenTensorHandle y = nullptr, b = bias ? bias->get() : nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__linear_pointwise(
-      x.get(), weight.get(), bias ? &b : nullptr, "none", nullptr, 0, nullptr, &y));
-  return Tensor(y);
+  const int64_t depth = x.size(1);
+  const int64_t step = fastattn::ceil_div(depth, fastattn::ceil_div(depth, kOneDnnChain));
+  const OptTensor own = bias ? OptTensor(as_contiguous(*bias)) : std::nullopt;
+  AtenTensorHandle b = own ? own->get() : nullptr;
+  const auto multiply = [&](int64_t begin, const OptTensor& other) {
+    const int64_t count = std::min(step, depth - begin);
+    const Tensor left = dense_columns(x, begin, count);
+    const Tensor right = dense_columns(weight, begin, count);
+    AtenTensorHandle y = nullptr;
+    TORCH_ERROR_CODE_CHECK(other ? aoti_torch_cpu__linear_pointwise_binary(
+                                       left.get(), other->get(), right.get(), nullptr, "add", &y)
+                                 : aoti_torch_cpu__linear_pointwise(left.get(), right.get(),
+                                                                    own ? &b : nullptr, "none",
+                                                                    nullptr, 0, nullptr, &y));
+    return Tensor(y);
+  };
+  Tensor y = multiply(0, std::nullopt);
+  for (int64_t k = step; k < depth; k += step) y = multiply(k, y);
+  return y;
 }
 
 // Only Intel processors multiply few tokens faster with the weight on the left:
@@ -122,7 +167,7 @@ inline void check(const Tensor& x, const Tensor& weight, const OptTensor& bias) 
 
 // linear() of float32.
 inline Tensor linear_of_floats(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
-  if (x.size(0) * weight.numel() >= onednn_from()) return linear_by_onednn(x, weight, bias);
+  if (is_faster_by_onednn(x, weight)) return linear_by_onednn(x, weight, bias);
   const bool first = weight_first(x.size(0), weight);
   const Tensor product = first ? transposed(call("aten::mm", weight, transposed(x)))
                                : call("aten::mm", x, transposed(weight));

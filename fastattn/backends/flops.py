@@ -7,6 +7,7 @@ and the scores once more in the backward pass. Every score counts as a product.
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -32,9 +33,9 @@ def backward(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None) -> in
     return 2 * B * H * M * N * (3 * D + 2 * E)
 
 
-def _linear(x: Shape, weight: Shape) -> int:
-    """x ``[B, N, E]`` times weight ``[F, E]``."""
-    return 2 * x[0] * x[1] * x[2] * weight[0]
+def linear(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+    """x ``[..., E]`` times weight ``[F, E]``."""
+    return 2 * math.prod(x) * weight[0]
 
 
 def self_attention(
@@ -53,7 +54,7 @@ def self_attention(
     B, N = x[:2] if batch_first else x[1::-1]
     D = x[2] // num_heads
     heads = (B, num_heads, N, D)
-    return _linear(x, in_weight) + forward(heads, heads, heads) + _linear(x, out_weight)
+    return linear(x, in_weight) + forward(heads, heads, heads) + linear(x, out_weight)
 
 
 def _register() -> None:
@@ -63,6 +64,7 @@ def _register() -> None:
     for name, formula in (("forward", forward), ("backward", backward)):
         register_flop_formula([getattr(operators, p + name) for p in PREFIXES])(formula)
     register_flop_formula(operators.self_attention)(self_attention)
+    register_flop_formula(operators.linear)(linear)
 
 
 class _WhenImported(MetaPathFinder):

@@ -184,6 +184,15 @@ for _name, _schema in schemas.SELF_ATTENTION.items():
 self_attention = torch.ops.fastattn.self_attention.default
 
 
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+for _name, _schema in schemas.LINEAR.items():
+    _complete(_name, _schema, _linear_fake)
+linear = torch.ops.fastattn.linear.default
+
+
 # ---- the CPU kernels ----
 
 for _name, _schema in schemas.CPU_ISA.items():

@@ -18,6 +18,7 @@ from fastattn import autograd
 from fastattn.backends import operators
 
 _PLAIN = {Tensor, nn.Parameter, type(None)}
+_multiply = operators.linear
 # From how many multiply-adds on oneDNN is faster here, as csrc/binding/linear.h says.
 _FROM: float = float("inf")
 if operators.EXTENSION_ERROR is None:
@@ -28,10 +29,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x ``[..., E]`` times weight ``[F, E]`` transposed, plus bias ``[F]``."""
     if not _is_faster(x, weight, bias):
         return F.linear(x, weight, bias)
-    if autograd.needs_autograd(x, weight, bias):
-        rows = _Linear.apply(x.flatten(0, -2), weight, bias)
-        return rows.view(*x.shape[:-1], weight.shape[0])
-    return _multiply(x, weight, bias)
+    needed = autograd.needs_autograd(x, weight, bias)
+    y = (_Linear.apply if needed else _multiply)(x.flatten(0, -2), weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def call(layer: nn.Module, x: Tensor) -> Tensor:
@@ -90,10 +90,6 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
     if x.is_nested or torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
         return False
     return not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
 
 
 class _Linear(torch.autograd.Function):

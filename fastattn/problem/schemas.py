@@ -126,6 +126,8 @@ SELF_ATTENTION = {
         "-> (Tensor out, Tensor weights)"
     ),
 }
+# x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].
+LINEAR = {"linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"}
 # The instruction set of the CPU kernels; those that run here, widest first; and forcing one of them
 # ("auto": the widest that CPUID shows). And from how many multiply-adds on oneDNN computes a linear
 # layer of float32 in less time.
@@ -150,7 +152,7 @@ CPU_LOOP = {"cpu_loop": "(Tensor memory, int loop, int rounds) -> float"}
 # CUDA library implements it, and exported programs do not use it: operators.py defines it.
 CUDA_CHOOSE = {"cuda_choose_wgmma": "(int device, bool chosen) -> ()"}
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.
-COMPILED = pair("") | pair("cuda_") | SELF_ATTENTION | CPU_ISA | CPU_PATH | CPU_LOOP
+COMPILED = pair("") | pair("cuda_") | SELF_ATTENTION | LINEAR | CPU_ISA | CPU_PATH | CPU_LOOP
 # What csrc/binding includes, by file name.
 GENERATED = {
     "schemas.inc": "".join(f'"{name}{schema}",\n' for name, schema in COMPILED.items()),

@@ -10,14 +10,15 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 NAME = r"\b(?:aoti_torch_\w+|(?:STD|STABLE)_\w+|TORCH_\w+|torch::(?:stable|headeronly)(?:::\w+)+)"
 
-# All exist in the headers of torch 2.11; csrc was compiled with them when a name was added. One is
-# in its library alone, aoti_torch_cpu__linear_pointwise: csrc declares it, and does without it.
+# All exist in the headers of torch 2.11; csrc was compiled with them when a name was added.
+# Those of oneDNN are in its library alone: csrc declares them, and does without them.
 OLD_ENOUGH = set(
     """
     STABLE_TORCH_LIBRARY_IMPL STD_TORCH_CHECK TORCH_ABI_VERSION TORCH_BOX TORCH_ERROR_CODE_CHECK
     TORCH_TARGET_VERSION
     aoti_torch_delete_library_object aoti_torch_library_def aoti_torch_library_init_fragment
     aoti_torch__reinterpret_tensor aoti_torch_cpu__linear_pointwise
+    aoti_torch_cpu__linear_pointwise_binary
     aoti_torch_empty_strided aoti_torch_get_current_cuda_stream
     aoti_torch_get_device_index aoti_torch_get_device_type
     torch::headeronly::ScalarType torch::stable::Tensor torch::stable::accelerator::DeviceGuard

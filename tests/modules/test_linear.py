@@ -64,6 +64,34 @@ def test_results_and_gradients(calls, shape, bias):
     assert torch.equal(linear.forward(*tensors), found[0])
 
 
+def columns_first(x):
+    return x.T.contiguous().T
+
+
+def with_gaps(x):
+    return torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]]
+
+
+def every_other(x):
+    return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+
+LAYOUTS = (torch.clone, columns_first, with_gaps, every_other)
+
+
+@pytest.mark.parametrize("depth", [256, 1024, 1025, 2050])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_and_long_sums(layout, depth):
+    """The operator, in sums that it cuts and others, of sizes that oneDNN gets where it is used."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(140, depth), torch.randn(130, depth), torch.randn(130)
+    truth, peer = F.linear(x.double(), weight.double(), bias.double()), F.linear(x, weight, bias)
+    for first, second in ((layout(x), weight), (x, layout(weight)), (layout(x), layout(weight))):
+        found = torch.ops.fastattn.linear(first, second, bias)
+        testing.assert_within_budget(found, peer, truth)
+        assert found.is_contiguous()
+
+
 def test_second_derivatives(calls):
     tensors = drawn()
     found = gradients(linear.forward, tensors, twice=True)
