@@ -75,9 +75,13 @@ KERNELS: dict[int, Any] = {}  # by the driver's handle, which is none
 
 def _take(function, key, signature, device, constexprs, options, attrs, warmup):
     """In place of ``JITFunction._do_compile``: a kernel with a launcher, and no machine code."""
+    from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.compiler import CompiledKernel
 
+    asked = key, signature, function.device_caches[device][2], device, constexprs, options, [attrs]
+    if function._call_hook(knobs.runtime.jit_cache_hook, *asked, warmup):
+        return None
     source = function.ASTSource(function, signature, constexprs, attrs)
     about = dict(
         num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,

@@ -23,6 +23,7 @@ from typing import TypeVar
 import triton
 from triton.runtime.jit import JITFunction
 
+from ..tile.launching import watching
 from .launch import KERNELS
 
 Result = TypeVar("Result")
@@ -48,7 +49,7 @@ def run(launch: Callable[[], Result]) -> Result:
     try:
         return launch()
     except Missing:
-        pass
+        watching.compiled = True
     finally:
         _state.may_end = False
     contextvars.Context().run(_compile, launch)  # apart from an AsyncCompileMode of the caller

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 from ..tile.launching import watching
-from .prepared import Empty, Launch, Launcher, Operator, Plan
+from .prepared import ONCE, Empty, Launch, Launcher, Operator, Plan
 
 aten = torch.ops.aten
 ALLOCATE = {
@@ -30,18 +30,18 @@ class NotUnderstoodError(Exception):
     """Something that no plan can do."""
 
 
-def watch(launcher: Launcher, args: tuple) -> tuple[tuple[Tensor, ...], Plan | None]:
-    """(``launcher(*args)``, its plan if there can be one)."""
+def watch(launcher: Launcher, args: tuple) -> tuple[tuple[Tensor, ...], Plan | object | None]:
+    """(``launcher(*args)``, its plan if there can be one; ONCE if kernels had to be compiled)."""
     # A tensor may be given twice. Another call's need not be: each gets an object of its own.
     args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
     seen = _Watch([x for x in args if isinstance(x, Tensor)])
-    watching.watcher = seen.launch
+    watching.watcher, watching.compiled = seen.launch, False
     try:
         with torch.no_grad(), seen:
             results = launcher(*args)
     finally:
         watching.watcher = None
-    return results, seen.plan(results)
+    return results, ONCE if watching.compiled else seen.plan(results)
 
 
 class _Watch(TorchDispatchMode):

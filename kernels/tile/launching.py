@@ -13,6 +13,7 @@ class _Watching(threading.local):
     """Who is told of this thread's launches; see host/prepared.py."""
 
     watcher: Watcher | None = None
+    compiled = False  # and whether some of them launched nothing
 
 
 watching = _Watching()

@@ -16,7 +16,7 @@ from triton.backends.nvidia import driver as nvidia
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import stand_in
 from fastattn.backends import triton as backend
-from fastattn.kernels.host import prepared, tuned
+from fastattn.kernels.host import prepared, together, tuned
 from fastattn.kernels.tile.launching import watching
 from fastattn.problem.schemas import Call
 
@@ -52,6 +52,19 @@ def a_plan_comes_with_the_second_call() -> list:
     for _ in range(3):
         call(args)
         states += [type(x).__name__ for x in prepared._known.values()]
+    return states
+
+
+def a_call_that_compiles_is_watched_again() -> list:
+    args, states = operands(N=48), []
+    description = None
+    for n in range(4):
+        if n == 1:  # as where only the first call's kernels were there
+            for kernel in together._kernels():
+                kernel.device_caches.clear()
+        call(args)
+        description = description or next(reversed(prepared._known))
+        states.append(type(prepared._known[description]).__name__)
     return states
 
 
@@ -167,7 +180,8 @@ def an_error_in_a_watched_call_leaves_nothing() -> list:
 
 
 RULES = (
-    a_plan_comes_with_the_second_call, hooks_see_repeated_launches, a_configuration_on_trial_runs,
+    a_plan_comes_with_the_second_call, a_call_that_compiles_is_watched_again,
+    hooks_see_repeated_launches, a_configuration_on_trial_runs,
     another_precision_takes_another_kernel, launches_go_to_the_current_stream,
     threads_launch_their_own_tensors, no_tensor_outlives_its_call, what_is_known_is_bounded,
     another_triton_launches_in_its_own_way, an_error_in_a_watched_call_leaves_nothing,

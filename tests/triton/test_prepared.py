@@ -53,6 +53,7 @@ def test_a_plan_launches_what_the_ordinary_way_launches():
 
 RULES = {
     "a_plan_comes_with_the_second_call": ["object", "Plan", "Plan"],
+    "a_call_that_compiles_is_watched_again": ["object", "object", "Plan", "Plan"],
     "hooks_see_repeated_launches": ["sdpa_fwd_kernel"] * 2,
     "a_configuration_on_trial_runs": [8, 4, 8],  # warps
     "another_precision_takes_another_kernel": [0, 1, 0],
