@@ -343,7 +343,7 @@ def _attend(
         sinks.check(sink, inputs.q)
     p, biased = inputs.p, inputs.bias is not None
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
-    grad = autograd.needs_autograd(*canonical, inputs.bias)
+    grad = autograd.needs_autograd(*canonical, inputs.bias, sink)
     chosen = registry.select(p, backend, biased, grad)
     forward = registry.faster_forward(p, backend, chosen, biased)
     seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
@@ -368,12 +368,10 @@ def run(
     ``average``: the caller wants the mean of the weights over heads. ``attend``: what computes.
     """
     p, backend, (q, k, v, w) = seen.p, seen.backend, tensors
-    if seen.forward is not None and not autograd.needs_autograd(q, k, v, w, bias):
+    if seen.forward is not None and not autograd.needs_autograd(q, k, v, w, bias, sink):
         odd = p.score == "dot" and wgmma.odd_strides((q, k, v))
         backend = backend if odd else seen.forward
-    out, lse, weights = attend(backend, p, q, k, v, w, bias)
-    if sink is not None:
-        out, lse, weights = sinks.attach(sink, out, lse, weights)
+    out, lse, weights = attend(backend, p, q, k, v, w, bias, sink)
     if average:
         wide = torch.promote_types(weights.dtype, torch.float32)
         weights = (weights.sum(1, dtype=wide) / max(p.H, 1)).to(weights.dtype)
