@@ -166,13 +166,13 @@ def scaled_dot_product_attention(
     if _unknown:
         raise arguments.unknown_keywords("scaled_dot_product_attention", _unknown)
     call = None
-    if seed is sink is None and type(return_lse) is bool:
+    if seed is None and type(return_lse) is bool:
         call = call_cache.Call(
-            query, key, value, None, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa,
+            query, key, value, None, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
             return_weights, backend, "dot", (scale, softcap),
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
-            return run(*seen, (query, key, value, None), query.shape[:1], return_lse)
+            return run(*seen, (query, key, value, None), query.shape[:1], return_lse, sink)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa, mask=mask, bias=bias, softcap=softcap, sink=sink,
@@ -287,13 +287,13 @@ def additive_attention(
     if _unknown:
         raise arguments.unknown_keywords("additive_attention", _unknown)
     call = None
-    if seed is sink is None and type(return_lse) is bool:
+    if seed is None and type(return_lse) is bool:
         call = call_cache.Call(
-            query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, False,
+            query, key, value, weight, attn_mask, mask, bias, sink, dropout_p, is_causal, False,
             return_weights, backend, "additive", (softcap,),
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
-            return run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)
+            return run(*seen, seen[0].tensors(call), query.shape[:1], return_lse, sink)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
         softcap=softcap, sink=sink, return_weights=return_weights, seed=seed,
@@ -348,7 +348,7 @@ def _attend(
     forward = registry.faster_forward(p, backend, chosen, biased)
     seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
     watch.call(p, backend, biased, canonical[:3], grad)
-    if call is not None and registry.may_remember(p, chosen):
+    if call is not None and not average and registry.may_remember(p, chosen):
         call_cache.remember(seen, canonical, inputs.bias, call)
     return run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
 
