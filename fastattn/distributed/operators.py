@@ -61,7 +61,9 @@ class Function(torch.autograd.Function):
     """(sink, q, k, v, w, bias, those of the record) of this rank -> (out, lse, weights, stats)."""
 
     @staticmethod
-    def forward(ctx: Any, words: Words, others: tuple, sink: Any, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, words: Words, others: tuple, sink: Any, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         """The tensors of the record are saved too: autograd sees whether they are changed.
 
         ``others``: the operands of the record that are no tensors.

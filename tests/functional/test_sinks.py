@@ -5,11 +5,16 @@ import math
 import pytest
 import torch
 from helpers import BACKENDS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import testing
 
 B, H, M, N, D = 2, 4, 6, 37, 8
+
+
+# The first row has no key.
+KEEP = (torch.arange(N) < 5 * torch.arange(M)[:, None]) & (torch.arange(N) != 3)
 
 
 def inputs(dtype=torch.float32, Hkv=H):
@@ -18,7 +23,7 @@ def inputs(dtype=torch.float32, Hkv=H):
     return [torch.randn(s, generator=rng).to(dtype) for s in shapes]
 
 
-def dense(q, k, v, sink, bias, w, *, score, softcap, mean=False):
+def dense(q, k, v, sink, bias, w, *, score, softcap, mean=False, keep=KEEP):
     """(out, weights, lse): the sink is one more column of logits."""
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     if score == "dot":
@@ -29,19 +34,17 @@ def dense(q, k, v, sink, bias, w, *, score, softcap, mean=False):
     else:
         s = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)
     s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = (s + bias).masked_fill(~KEEP, -math.inf)
-    s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(B, H, M, 1)], -1)
-    weights = torch.softmax(s, -1)[..., :-1]
-    return weights @ v, weights.mean(1) if mean else weights, torch.logsumexp(s, -1)
+    s = (s + bias).masked_fill(~keep, -math.inf)
+    s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
+    nothing = (s == -math.inf).all(-1, keepdim=True)  # not even a sink
+    weights = torch.softmax(s.masked_fill(nothing, 0.0), -1)[..., :-1].masked_fill(nothing, 0.0)
+    lse = torch.logsumexp(s.masked_fill(nothing, 0.0), -1).masked_fill(nothing[..., 0], -math.inf)
+    return weights @ v, weights.mean(1) if mean else weights, lse
 
 
-# The first row has no key.
-KEEP = (torch.arange(N) < 5 * torch.arange(M)[:, None]) & (torch.arange(N) != 3)
-
-
-def ours(q, k, v, sink, bias, w, *, score, softcap, mean=False, backend="auto"):
+def ours(q, k, v, sink, bias, w, *, score, softcap, mean=False, backend="auto", keep=KEEP):
     options = dict(
-        mask=fastattn.Mask(keep=KEEP), bias=bias, softcap=softcap, sink=sink, backend=backend,
+        mask=fastattn.Mask(keep=keep), bias=bias, softcap=softcap, sink=sink, backend=backend,
         return_weights="mean" if mean else "full", return_lse=True,
     )  # fmt: skip
     if score == "dot":
@@ -106,6 +109,30 @@ def test_the_gradient_of_a_sink_of_any_weight(logit):
     testing.assert_within_budget(found, peer, gradient(plain, torch.float64))
 
 
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("few", [False, True])
+def test_sinks_far_above_and_below_every_score(few, dtype, backend):
+    """Nothing overflows, and nothing but the head's own sink matters to it."""
+    tensors = inputs(dtype, Hkv=2)
+    tensors[3] = torch.tensor([6e4, 60.0, -60.0, -math.inf], dtype=dtype)
+    keep = KEEP[-1:] if few else KEEP
+    if few:
+        tensors[0] = tensors[0][:, :, -1:]
+
+    def both(function, dtype, **options):
+        return gradients(function, tensors, dtype, keep=keep, score="dot", softcap=None, **options)
+
+    found = both(ours, dtype, backend=backend)
+    truth, peer = both(dense, torch.float64), both(dense, dtype)
+    for name, x in truth.items():
+        if name == "lse":  # of the last head's row without keys, in which a mean is -inf - -inf
+            assert ((x == -math.inf) == (found[name] == -math.inf)).all()
+            found[name], peer[name], x = (y.masked_fill(y == -math.inf, 0.0)
+                                          for y in (found[name], peer[name], x))  # fmt: skip
+        testing.assert_within_budget(found[name], peer[name], x, name)
+
+
 def call(sink, **options):
     q, k, v, *_ = inputs()
     return fastattn.scaled_dot_product_attention(q, k, v, sink=sink, **options)
@@ -143,19 +170,103 @@ def test_dropout_of_weights_beside_a_sink():
     torch.testing.assert_close(out, weights @ v)
 
 
-def test_transforms():
-    q, sink = (x.double()[:1, :2] if x.dim() > 1 else x[:2].double() for x in inputs()[::3])
-    q = q[:, :, :2, :3]
+def test_the_gradient_of_a_row_without_keys_reaches_nothing():
+    """Its output is 0, whatever is beside it; its log-sum-exp is the sink."""
+    q, k, v, sink, *_ = (x.requires_grad_() for x in inputs())
+    mask = fastattn.Mask(kv_len=torch.tensor([0, N]))
+    options = dict(mask=mask, sink=sink, return_weights="full", return_lse=True)
 
+    def pulled(garbage):
+        results = fastattn.scaled_dot_product_attention(q, k, v, **options)
+        upstream = [torch.ones_like(x) for x in results]
+        upstream[0][0] = upstream[1][0] = garbage
+        return torch.autograd.grad(results, [q, k, v, sink], upstream)
+
+    for found, expected in zip(pulled(math.nan), pulled(0.0), strict=True):
+        assert torch.equal(found, expected)
+
+
+def two_heads():
+    q, sink = (x.double()[:1, :2] if x.dim() > 1 else x[:2].double() for x in inputs()[::3])
+    return q[:, :, :3, :3].clone().requires_grad_(), sink.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("returned", [None, "full", "mean"])
+def test_derivatives(returned):
+    """The first row has no key."""
+    mask = fastattn.Mask(keep=torch.ones(3, 3).tril(-1).bool())
+
+    def attend(q, sink):
+        return fastattn.scaled_dot_product_attention(
+            q, q, q, sink=sink, return_weights=returned, return_lse=returned is not None, mask=mask
+        )
+
+    assert torch.autograd.gradcheck(attend, two_heads(), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, two_heads(), check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
+def test_vmap(dims):
     def attend(q, sink):
         return fastattn.scaled_dot_product_attention(q, q, q, sink=sink)
 
-    leaves = [x.clone().requires_grad_() for x in (q, sink)]
-    assert torch.autograd.gradcheck(attend, leaves, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(attend, leaves)
-    several = torch.stack([sink, sink + 1])
-    mapped = torch.vmap(attend, (None, 0))(q, several)
-    torch.testing.assert_close(mapped, torch.stack([attend(q, s) for s in several]))
+    def gradient(q, sink):
+        return torch.func.grad(lambda *x: attend(*x).square().sum(), (0, 1))(q, sink)
+
+    leaves = [x.detach() for x in two_heads()]
+    several = [torch.stack([x, x + 1]) for x in leaves]
+    given = [x if d is None else s for x, s, d in zip(leaves, several, dims, strict=True)]
+    for function in (attend, gradient):
+        mapped = torch.vmap(function, dims)(*given)
+        each = [
+            function(*(x if d is None else x[n] for x, d in zip(given, dims, strict=True)))
+            for n in range(2)
+        ]
+        expected = (
+            torch.stack(each)
+            if function is attend
+            else tuple(map(torch.stack, zip(*each, strict=True)))
+        )
+        torch.testing.assert_close(mapped, expected)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that torch's own operators make."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        made = isinstance(result, torch.Tensor) and result.data_ptr() not in given
+        if made and func.namespace == "aten":
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_second_output_is_made(dtype):
+    q = torch.randn(1, 2, 2048, 64, dtype=dtype, requires_grad=True)
+    with Largest() as found:
+        fastattn.scaled_dot_product_attention(q, q, q, sink=torch.zeros(2))
+    assert found.elements <= q.numel() // q.shape[3]
+
+
+def test_a_call_like_one_before_has_its_own_sink():
+    sink = torch.randn(H)
+    for kind in ("full", "mean", None):
+        options = dict(return_weights=kind, return_lse=True)
+        for given in (sink, sink, sink + 3, None):
+            results = call(given, **options)
+            assert results[0].shape == (B, H, M, D)
+            expected = call(None, **options)[-1]
+            if given is not None:
+                expected = torch.logaddexp(expected, given[:, None])
+            torch.testing.assert_close(results[-1], expected)
+    with pytest.raises(ValueError, match="sink"):
+        call(torch.zeros(H + 1))
+    with pytest.raises(TypeError, match="sink"):
+        call(sink.double())
 
 
 @pytest.mark.parametrize(
