@@ -148,9 +148,8 @@ _MASKS = [_TENSORS.index(name) for name in MASK_TENSORS]
 _W, _BIAS, _SEED = map(_TENSORS.index, ("w", "bias", "seed"))
 _OF_HEADS = _W, _SINK  # of all samples alike, or of each its own
 _INPUTS, _ALL = _SINK + 1, _SEED + 1  # how many have a gradient, and how many exist
-
-
 # Of the backward Function, after those: what was saved of results, and their gradients.
+# lse and weights are those beside a sink that needs a gradient.
 _SAVED, _UPSTREAM = ("out", "stats", "lse", "weights"), Saved._fields[2:-1]
 
 
@@ -174,11 +173,8 @@ class AttentionFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.backend, ctx.p, *tensors = inputs
         out, lse, weights, stats = output
-        asks = tensors[_SINK] is not None  # for what its gradient is made of
-        given = ctx.p.weights != "none"
-        ctx.save_for_backward(
-            *tensors, out, stats, lse if asks else None, weights if asks and given else None
-        )
+        beside = (None, None) if tensors[_SINK] is None else (lse, weights)
+        ctx.save_for_backward(*tensors, out, stats, *beside)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         absent = (weights,) if ctx.p.weights == "none" else ()
@@ -194,13 +190,15 @@ class AttentionFunction(torch.autograd.Function):
     ) -> tuple:
         inputs, own, (out, stats, lse, weights) = _parts(ctx.saved_tensors)
         if ctx.p.weights == "none":  # torch.compile makes zeros for it all the same
-            grad_weights = None
+            weights = grad_weights = None
         if grad_out is None and grad_lse is None and grad_weights is None:
             return (None,) * (2 + _ALL)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         bias_needs_grad = ctx.needs_input_grad[2 + _BIAS]
         upstream = grad_out, grad_lse, grad_weights
+        if not ctx.needs_input_grad[2 + _SINK]:
+            lse = weights = None
         saved = (*inputs, *own, out, stats, lse, weights, *upstream)
         function = either(AttentionBackwardFunction, BackwardForwardMode)
         args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
@@ -228,7 +226,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
         p = p.with_tensors(*own)
         # Before the others, so that what it takes meanwhile does not lie beside them.
         grad_sink = None
-        if sink is not None:
+        if lse is not None:
             grad_sink = sinks.gradient(sink, out, lse, weights, stats, *upstream)
         saved = out, stats, *upstream, bias_needs_grad
         return *registry.get(backend).backward(p, *inputs, *saved), grad_sink
@@ -322,6 +320,8 @@ class BackwardForwardMode(AttentionBackwardFunction):
         grads = _reference_jvp(reference.backward, p, [*inputs, *upstream], moved)
         if not ctx.bias_needs_grad:
             grads[_BIAS] = None
+        if beside[_SAVED.index("lse")] is None:
+            grads[_SINK] = None
         return tuple(
             g if g is None or n in _OF_HEADS else g.to(x.dtype)
             for n, (g, x) in enumerate(zip(grads, inputs, strict=True))

@@ -14,6 +14,8 @@ Dropout multiplies weights, as a share does, so their order does not matter.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,17 +71,20 @@ def gradient(
     sink: Tensor,
     out: Tensor,
     lse: Tensor,
-    weights: Tensor | None,
+    weights: Any,
     stats: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,
 ) -> Tensor:
-    """That of the sinks, of each sample: ``[B, H]``, in the dtype of lse. Results are folded."""
+    """That of the sinks, of each sample: ``[B, H]``, in the dtype of lse. Results are folded.
+
+    ``weights`` are read where they have a gradient.
+    """
     delta = (grad_out * out).sum(-1, dtype=lse.dtype)
     # A row without keys has the output 0, whatever its gradient is.
     delta = delta.masked_fill_(stats[..., 1] == 0, 0.0)
-    if grad_weights is not None and weights is not None:
+    if grad_weights is not None:
         terms = (weights * grad_weights).masked_fill_(weights == 0, 0.0)  # garbage behind a mask
         delta += terms.sum(-1, dtype=lse.dtype)
     if grad_lse is not None:

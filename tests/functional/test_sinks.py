@@ -205,6 +205,18 @@ def test_derivatives(returned):
     assert torch.autograd.gradgradcheck(attend, two_heads(), check_fwd_over_rev=True)
 
 
+def test_a_sink_that_is_constant():
+    q, sink = two_heads()
+
+    def attend(q):
+        return fastattn.scaled_dot_product_attention(
+            q, q, q, sink=sink.detach(), return_weights="full"
+        )
+
+    assert torch.autograd.gradcheck(attend, q, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, q, check_fwd_over_rev=True)
+
+
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
 def test_vmap(dims):
     def attend(q, sink):
@@ -258,8 +270,9 @@ def test_a_call_like_one_before_has_its_own_sink():
         options = dict(return_weights=kind, return_lse=True)
         for given in (sink, sink, sink + 3, None):
             results = call(given, **options)
-            assert results[0].shape == (B, H, M, D)
-            expected = call(None, **options)[-1]
+            without = call(None, **options)
+            assert [x.shape for x in results] == [x.shape for x in without]
+            expected = without[-1]
             if given is not None:
                 expected = torch.logaddexp(expected, given[:, None])
             torch.testing.assert_close(results[-1], expected)
