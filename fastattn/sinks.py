@@ -59,10 +59,11 @@ def _scale(x: Tensor, share: Tensor) -> None:
     longer than the product, so the copies are small.
     """
     share = share[..., None]
-    if x.dtype == share.dtype or x.device.type != "cpu" or torch.compiler.is_compiling():
+    copies = x.dtype != share.dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not copies or x.numel() <= _AT_ONCE:
         x.mul_(share)
         return
-    rows = max(1, _AT_ONCE * x.shape[2] // max(1, x.numel()))
+    rows = max(1, _AT_ONCE * x.shape[2] // x.numel())
     for part, own in zip(x.split(rows, 2), share.split(rows, 2), strict=True):
         part.mul_(own)
 
