@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastattn.problem import reference, validate
 
-# Numbers of a copy in float32, 256 KiB: the C library soon has the memory at hand.
+# Numbers of a copy in float32, for each thread: docs/decisions/0028-sinks.md.
 _AT_ONCE = 2**16
 
 
@@ -60,10 +60,11 @@ def _scale(x: Tensor, share: Tensor) -> None:
     """
     share = share[..., None]
     copies = x.dtype != share.dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not copies or x.numel() <= _AT_ONCE:
+    most = _AT_ONCE * torch.get_num_threads() if copies else x.numel()
+    if x.numel() <= most:
         x.mul_(share)
         return
-    rows = max(1, _AT_ONCE * x.shape[2] // x.numel())
+    rows = max(1, most * x.shape[2] // x.numel())
     for part, own in zip(x.split(rows, 2), share.split(rows, 2), strict=True):
         part.mul_(own)
 
