@@ -120,7 +120,7 @@ def _mask_of(work: Workload, rows: Tensor) -> Mask:
 
 
 def _beside_sinks(work: Workload, case: testing.Case, t: testing.Tensors) -> testing.Oracle:
-    """The truth of a dense problem with a sink: the reference has none."""
+    """The truth of a dense problem with a sink, whose gradient is a sum over rows."""
     sink = work.implementations[OURS].leaves["sink"].detach()
     by_row = sink[:, None, None].expand(*t.q.shape[:-1], 1)
     truth, plain = (_eager(case, t, by_row, dtype) for dtype in (torch.float64, case.dtype))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastattn import sinks
 from fastattn.backends import registry
 from fastattn.problem import Problem, arguments, reference
 from fastattn.problem.record import MASK_TENSORS
@@ -34,19 +35,26 @@ _Function = type[torch.autograd.Function]
 
 
 def attend(
-    backend: str, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+    backend: str,
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, weights) of a validated problem, differentiable in q, k, v, w and bias."""
-    if not needs_autograd(q, k, v, w, bias):
-        return registry.get(backend).forward(p, q, k, v, w, bias)[:3]
+    """(out, lse, weights) of a validated problem, differentiable in q, k, v, w, bias and sink."""
+    if not needs_autograd(q, k, v, w, bias, sink):
+        return sinks.fold(sink, *registry.get(backend).forward(p, q, k, v, w, bias))[:3]
     if torch.compiler.is_compiling():
         _refuse_vmap()
         if forward_ad._current_level >= 0:
-            _refuse_tangents(q, k, v, w, bias)
+            _refuse_tangents(q, k, v, w, bias, sink)
     own = p.tensors()
     bare = p.with_tensors(*[None] * len(own))
     function = either(AttentionFunction, ForwardMode)
-    return function.apply(backend, bare, *_distinct(q, k, v, w, bias, *own))[:3]
+    return function.apply(backend, bare, *_distinct(q, k, v, w, bias, sink, *own))[:3]
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -133,31 +141,40 @@ def _positional(*names: str) -> Callable[[Callable], Callable]:
 
 # ---- the tensors of a call: those with a gradient, then Problem.tensors() ----
 
-_MASKS = [Call._fields.index(name) for name in MASK_TENSORS]
-_W, _BIAS, _SEED = map(Call._fields.index, ("w", "bias", "seed"))
-_INPUTS, _ALL = _BIAS + 1, _SEED + 1  # how many have a gradient, and how many exist
-_TENSORS = Call._fields[:_ALL]
+# A sink is an operand of no backend: ``sinks.py`` folds it into what one returns.
+_SINK = Call._fields.index("bias") + 1
+_TENSORS = (*Call._fields[:_SINK], "sink", *Call._fields[_SINK : Call._fields.index("seed") + 1])
+_MASKS = [_TENSORS.index(name) for name in MASK_TENSORS]
+_W, _BIAS, _SEED = map(_TENSORS.index, ("w", "bias", "seed"))
+_OF_HEADS = _W, _SINK  # of all samples alike, or of each its own
+_INPUTS, _ALL = _SINK + 1, _SEED + 1  # how many have a gradient, and how many exist
+# Of the backward Function, after those: what was saved of results, and their gradients.
+# lse and weights are those beside a sink that needs a gradient.
+_SAVED, _UPSTREAM = ("out", "stats", "lse", "weights"), Saved._fields[2:-1]
 
 
 def _parts(tensors: tuple) -> tuple[tuple, tuple, tuple]:
-    """(q, k, v, w, bias), the tensors of the record, and the first fields of ``Saved``."""
+    """(q, k, v, w, bias, sink), the tensors of the record, and what backward gets beside them."""
     return tensors[:_INPUTS], tensors[_INPUTS:_ALL], tensors[_ALL:]
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(q, k, v, w, bias) -> (out, lse, weights, stats)."""
+    """(q, k, v, w, bias, sink) -> (out, lse, weights, stats)."""
 
     @staticmethod
     @_positional("backend", "p", *_TENSORS)
     def forward(backend: str, p: Problem, *tensors: Tensor | None) -> tuple:
         inputs, own, _ = _parts(tensors)
-        return registry.get(backend).forward(p.with_tensors(*own), *inputs)
+        *inputs, sink = inputs
+        found = registry.get(backend).forward(p.with_tensors(*own), *inputs)
+        return sinks.fold(sink, *found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.backend, ctx.p, *tensors = inputs
-        out, _, weights, stats = output
-        ctx.save_for_backward(*tensors, out, stats)
+        out, lse, weights, stats = output
+        beside = (None, None) if tensors[_SINK] is None else (lse, weights)
+        ctx.save_for_backward(*tensors, out, stats, *beside)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         absent = (weights,) if ctx.p.weights == "none" else ()
@@ -171,22 +188,26 @@ class AttentionFunction(torch.autograd.Function):
         grad_weights: Tensor | None,
         _grad_stats: Tensor | None,
     ) -> tuple:
-        inputs, own, (out, stats) = _parts(ctx.saved_tensors)
+        inputs, own, (out, stats, lse, weights) = _parts(ctx.saved_tensors)
         if ctx.p.weights == "none":  # torch.compile makes zeros for it all the same
-            grad_weights = None
+            weights = grad_weights = None
         if grad_out is None and grad_lse is None and grad_weights is None:
             return (None,) * (2 + _ALL)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         bias_needs_grad = ctx.needs_input_grad[2 + _BIAS]
-        saved = (*inputs, *own, out, stats, grad_out, grad_lse, grad_weights)
+        upstream = grad_out, grad_lse, grad_weights
+        if not ctx.needs_input_grad[2 + _SINK]:
+            lse = weights = None
+        saved = (*inputs, *own, out, stats, lse, weights, *upstream)
         function = either(AttentionBackwardFunction, BackwardForwardMode)
         args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
         differentiate = needs_autograd(*saved)
         grads = list((function.apply if differentiate else function.forward)(*args))
-        if (grad_w := grads[_W]) is not None:
-            shared = inputs[_W].dim() == 2  # by all samples
-            grads[_W] = (grad_w.sum(0) if shared else grad_w).to(inputs[_W].dtype)
+        for n in _OF_HEADS:
+            if (grad := grads[n]) is not None:
+                shared = inputs[n].dim() < grad.dim()  # by all samples
+                grads[n] = (grad.sum(0) if shared else grad).to(inputs[n].dtype)
         return (None, None, *grads, *[None] * len(own))
 
     @staticmethod
@@ -196,14 +217,19 @@ class AttentionFunction(torch.autograd.Function):
 
 
 class AttentionBackwardFunction(torch.autograd.Function):
-    """(q, k, v, w, bias, grad_out, grad_lse, grad_weights) -> gradients of (q, k, v, w, bias)."""
+    """Inputs and the gradients of (out, lse, weights) -> gradients of the inputs."""
 
     @staticmethod
-    @_positional("backend", "p", "bias_needs_grad", *_TENSORS, *Saved._fields[:-1])
+    @_positional("backend", "p", "bias_needs_grad", *_TENSORS, *_SAVED, *_UPSTREAM)
     def forward(backend: str, p: Problem, bias_needs_grad: bool, *tensors: Tensor | None) -> tuple:
-        inputs, own, saved = _parts(tensors)
+        (*inputs, sink), own, (out, stats, lse, weights, *upstream) = _parts(tensors)
         p = p.with_tensors(*own)
-        return registry.get(backend).backward(p, *inputs, *saved, bias_needs_grad)
+        # Before the others, so that what it takes meanwhile does not lie beside them.
+        grad_sink = None
+        if lse is not None:
+            grad_sink = sinks.gradient(sink, out, lse, weights, stats, *upstream)
+        saved = out, stats, *upstream, bias_needs_grad
+        return *registry.get(backend).backward(p, *inputs, *saved), grad_sink
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -214,11 +240,12 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
+        inputs, own, beside = _parts(ctx.saved_tensors)
+        upstream = beside[len(_SAVED) :]
         second = _reference_vjp(ctx.p.with_tensors(*own), [*inputs, *upstream], grads)
-        # out and stats have no gradient: they are functions of the other inputs, and backward()
-        # recomputes them.
-        absent = [None] * (len(own) + 2)
+        # What was saved has no gradient: it is a function of the inputs, and backward() recomputes
+        # it.
+        absent = [None] * (len(own) + len(_SAVED))
         return (None, None, None, *second[:_INPUTS], *absent, *second[_INPUTS:])
 
     @staticmethod
@@ -286,14 +313,17 @@ class BackwardForwardMode(AttentionBackwardFunction):
     def jvp(
         ctx: Any, _backend: None, _p: None, _bias_needs_grad: None, *tangents: Tensor | None
     ) -> tuple:
-        inputs, own, (_, _, *upstream) = _parts(ctx.saved_tensors)
-        moved = *tangents[:_INPUTS], *tangents[_ALL + 2 :]
+        inputs, own, beside = _parts(ctx.saved_tensors)
+        upstream = beside[len(_SAVED) :]
+        moved = *tangents[:_INPUTS], *tangents[_ALL + len(_SAVED) :]
         p = ctx.p.with_tensors(*own)
         grads = _reference_jvp(reference.backward, p, [*inputs, *upstream], moved)
         if not ctx.bias_needs_grad:
             grads[_BIAS] = None
+        if beside[_SAVED.index("lse")] is None:
+            grads[_SINK] = None
         return tuple(
-            g if g is None or n == _W else g.to(x.dtype)
+            g if g is None or n in _OF_HEADS else g.to(x.dtype)
             for n, (g, x) in enumerate(zip(grads, inputs, strict=True))
         )
 
@@ -332,17 +362,20 @@ def _vmap(function: _Function, size: int, in_dims: tuple, static: tuple, tensors
     """Folds the mapped dim into B for one launch. Mapped weights and seeds have no B: a loop."""
     backend, p, *options = static
     dims = in_dims[len(static) :]
-    w = tensors[_W]
     # A weight of every sample of its own folds as the others do.
-    shared = w is None or w.dim() == (2 if dims[_W] is None else 3)
-    if (shared and dims[_W] is not None) or p.dropout is not None:
+    shared = [
+        n
+        for n, most in zip(_OF_HEADS, (2, 1), strict=True)
+        if tensors[n] is not None and tensors[n].dim() - (dims[n] is not None) == most
+    ]
+    if any(dims[n] is not None for n in shared) or p.dropout is not None:
         return _vmap_by_loop(function, size, dims, static, tensors)
 
     bias_needs_grad = any(options)  # the backward function's only option
     stays = _MASKS if bias_needs_grad else [*_MASKS, _BIAS]
     folded = []
     for n, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
-        alone = n == _SEED or (n == _W and shared)
+        alone = n == _SEED or n in shared
         if x is None or alone or (n in stays and dim is None and x.shape[0] == 1):
             folded.append(x)
         else:

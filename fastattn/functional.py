@@ -166,13 +166,13 @@ def scaled_dot_product_attention(
     if _unknown:
         raise arguments.unknown_keywords("scaled_dot_product_attention", _unknown)
     call = None
-    if seed is sink is None and type(return_lse) is bool:
+    if seed is None and type(return_lse) is bool:
         call = call_cache.Call(
-            query, key, value, None, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa,
+            query, key, value, None, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
             return_weights, backend, "dot", (scale, softcap),
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
-            return run(*seen, (query, key, value, None), query.shape[:1], return_lse)
+            return run(*seen, (query, key, value, None), query.shape[:1], return_lse, sink)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa, mask=mask, bias=bias, softcap=softcap, sink=sink,
@@ -287,13 +287,13 @@ def additive_attention(
     if _unknown:
         raise arguments.unknown_keywords("additive_attention", _unknown)
     call = None
-    if seed is sink is None and type(return_lse) is bool:
+    if seed is None and type(return_lse) is bool:
         call = call_cache.Call(
-            query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, False,
+            query, key, value, weight, attn_mask, mask, bias, sink, dropout_p, is_causal, False,
             return_weights, backend, "additive", (softcap,),
         )  # fmt: skip
         if (seen := call_cache.recall(call)) is not None:
-            return run(*seen, seen[0].tensors(call), query.shape[:1], return_lse)
+            return run(*seen, seen[0].tensors(call), query.shape[:1], return_lse, sink)
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
         softcap=softcap, sink=sink, return_weights=return_weights, seed=seed,
@@ -343,12 +343,12 @@ def _attend(
         sinks.check(sink, inputs.q)
     p, biased = inputs.p, inputs.bias is not None
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
-    grad = autograd.needs_autograd(*canonical, inputs.bias)
+    grad = autograd.needs_autograd(*canonical, inputs.bias, sink)
     chosen = registry.select(p, backend, biased, grad)
     forward = registry.faster_forward(p, backend, chosen, biased)
     seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
     watch.call(p, backend, biased, canonical[:3], grad)
-    if call is not None and registry.may_remember(p, chosen):
+    if call is not None and not average and registry.may_remember(p, chosen):
         call_cache.remember(seen, canonical, inputs.bias, call)
     return run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
 
@@ -368,12 +368,10 @@ def run(
     ``average``: the caller wants the mean of the weights over heads. ``attend``: what computes.
     """
     p, backend, (q, k, v, w) = seen.p, seen.backend, tensors
-    if seen.forward is not None and not autograd.needs_autograd(q, k, v, w, bias):
+    if seen.forward is not None and not autograd.needs_autograd(q, k, v, w, bias, sink):
         odd = p.score == "dot" and wgmma.odd_strides((q, k, v))
         backend = backend if odd else seen.forward
-    out, lse, weights = attend(backend, p, q, k, v, w, bias)
-    if sink is not None:
-        out, lse, weights = sinks.attach(sink, out, lse, weights)
+    out, lse, weights = attend(backend, p, q, k, v, w, bias, sink)
     if average:
         wide = torch.promote_types(weights.dtype, torch.float32)
         weights = (weights.sum(1, dtype=wide) / max(p.H, 1)).to(weights.dtype)

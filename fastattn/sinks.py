@@ -1,20 +1,28 @@
 """Attention sinks: one more logit a head, which takes part of the softmax and has no value.
 
-    lse' = log(e^lse + e^sink)      out' = out e^(lse - lse')      weights likewise
+    share = 1 / (1 + e^(sink - lse))    out' = share out    lse' = log(e^lse + e^sink)
 
-A few operations on the results, so every backend, score and mask has sinks.
-Gradients follow by autograd: that of the sink is ``-sum_i e^(sink - lse'_i) dO_i . O'_i`` and the
-like for weights and log-sum-exp. Dropout multiplies weights, as this does, so their order does not
-matter.
+A key weighs ``e^(s - lse')`` beside a sink, and that is all that a backward pass asks of a row:
+with out' and lse' in the place of out and lse, the kernels' gradients are right as they are. So
+every backend, score and mask has sinks. The autograd Functions fold a sink into results as soon as
+a backend returns them. The gradient of the sink is
+
+    -sum_i e^(sink - lse'_i) delta_i        delta_i = dO_i . O'_i + sum_j W'_ij dW_ij - dlse'_i
+
+Dropout multiplies weights, as a share does, so their order does not matter.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.problem import validate
+from fastattn.problem import reference, validate
+
+# Numbers of a copy in float32, for each thread: docs/decisions/0028-sinks.md.
+_AT_ONCE = 2**16
 
 
 def check(sink: Tensor, query: Tensor) -> None:
@@ -25,22 +33,62 @@ def check(sink: Tensor, query: Tensor) -> None:
         raise ValueError(f"sink: expected [{H}], one for each head, got {list(sink.shape)}")
 
 
-def attach(
-    sink: Tensor, out: Tensor, lse: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights) beside sinks ``[H]``.
+def fold(
+    sink: Tensor | None, out: Tensor, lse: Tensor, weights: Tensor, stats: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Results of a backend, in place, beside sinks ``[H]`` or ``[B, H]``; as they are without.
 
-    A row without keys has output 0, and the log-sum-exp is the sink.
+    The weights are those of every head, or none. A row without keys has output 0, and the
+    log-sum-exp is the sink.
     """
-    sink = sink.to(lse.dtype)[:, None]
-    empty = lse == -torch.inf
-    lse = lse.masked_fill(empty, 0.0)
-    # Of a row's weight, what its keys keep. Its gradient is share (1 - share), and logsigmoid knows
-    # the digits of 1 - share, which the gradient of sigmoid loses where keys keep nearly all.
-    share = F.logsigmoid(lse - sink).exp().masked_fill(empty, 0.0)
-    total = torch.where(empty, sink, torch.logaddexp(lse, sink))
+    if sink is None:
+        return out, lse, weights, stats
+    sink = sink.to(lse.dtype)[..., None]
+    share = torch.sigmoid(reference.finite_lse(lse) - sink)
+    _scale(out, share)
+    if weights.dim() == 4:
+        _scale(weights, share)
+    stats[..., 1].mul_(share)  # of (shift, factor)
+    return out, torch.logaddexp(lse, sink), weights, stats
 
-    def scaled(x: Tensor) -> Tensor:
-        return (x * share[..., None]).to(x.dtype)
 
-    return scaled(out), total, scaled(weights) if weights.dim() == 4 else weights
+def _scale(x: Tensor, share: Tensor) -> None:
+    """x ``[B, H, M, ...]`` times the share of its row, in place.
+
+    On CPUs torch multiplies a half type by float32 in a copy of the whole. New memory for it takes
+    longer than the product, so the copies are small.
+    """
+    share = share[..., None]
+    copies = x.dtype != share.dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    most = _AT_ONCE * torch.get_num_threads() if copies else x.numel()
+    if x.numel() <= most:
+        x.mul_(share)
+        return
+    rows = max(1, most * x.shape[2] // x.numel())
+    for part, own in zip(x.split(rows, 2), share.split(rows, 2), strict=True):
+        part.mul_(own)
+
+
+def gradient(
+    sink: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    weights: Any,
+    stats: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    grad_weights: Tensor | None,
+) -> Tensor:
+    """That of the sinks, of each sample: ``[B, H]``, in the dtype of lse. Results are folded.
+
+    ``weights`` are read where they have a gradient.
+    """
+    delta = (grad_out * out).sum(-1, dtype=lse.dtype)
+    # A row without keys has the output 0, whatever its gradient is.
+    delta = delta.masked_fill_(stats[..., 1] == 0, 0.0)
+    if grad_weights is not None:
+        terms = (weights * grad_weights).masked_fill_(weights == 0, 0.0)  # garbage behind a mask
+        delta += terms.sum(-1, dtype=lse.dtype)
+    if grad_lse is not None:
+        delta -= grad_lse
+    return -(reference.sink_weight(sink, lse) * delta).sum(-1)

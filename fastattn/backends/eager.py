@@ -39,12 +39,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See ``registry.Backend``."""
     given = Saved(*saved)
-    # What all keys add up to is known best from all keys.
-    rows = (given.out, given.stats) if p.has_some_keys else ()
     with arguments.no_autocast(p.device.type):
-        grad_q, grad_k, grad_v, grad_w, grad_bias = reference.backward(
-            p, q, k, v, w, bias, given.grad_out, given.grad_lse, given.grad_weights, *rows
-        )
+        grad_q, grad_k, grad_v, grad_w, grad_bias, _ = reference.backward(
+            p, q, k, v, w, bias, None, given.grad_out, given.grad_lse, given.grad_weights,
+            given.out, given.stats,
+        )  # fmt: skip
     if bias is None or grad_bias is None or not given.bias_needs_grad:
         grad_bias = None
     else:

@@ -38,7 +38,7 @@ class Backend(Protocol):
         lse is the natural logarithm, in ``p.acc_dtype``. stats ``[B, ...]`` is what the backend's
         own backward needs for each row, (shift, factor) in ``[B, H, M, 2]``: the weight of a score
         s is ``e^(s - shift * shift_unit(p, bias is not None)) * factor``. A row without keys has
-        factor 0.
+        factor 0. The tensors are new: ``sinks.py`` writes into them.
         """
         ...
 
@@ -53,7 +53,7 @@ class Backend(Protocol):
         """Gradients of (q, k, v, w, bias). The gradient of w is ``[B, H, D]``, in ``p.acc_dtype``.
 
         ``saved``: the fields of ``schemas.Saved``. Of a block of keys, out and stats may be those
-        of all keys: see ``blocks.py``.
+        of all keys: see ``blocks.py``. Beside a sink they have it in them.
         """
         ...
 

@@ -165,7 +165,7 @@ def attend(
     name = registry.select(asked, backend, inputs.bias is not None)
     plan = Plan(
         p, name, layout, key_layout, group, _heads_per_step(heads_per_step, p.Hkv),
-        return_lse or sink is not None, _of_record(rows, options),
+        return_lse, _of_record(rows, options),
     )  # fmt: skip
     watch.call(asked, plan.backend, inputs.bias is not None)
 

@@ -152,7 +152,13 @@ def all_rows(x: Tensor, layout: Layout, group: Group) -> Any:
 
 
 def attend(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights) of this rank's rows."""
     p, rows, group = plan.p, plan.layout, plan.group
@@ -168,10 +174,12 @@ def attend(
         bias = operand("bias", bias)
     if w is not None:
         w = w[..., slice(*own), :]
+    if sink is not None:
+        sink = sink[slice(*own)]
     mine = _problem(plan, own, keys[group.rank], operand)
     q = to_heads(q, rows, queries, group)
     k, v = (to_heads(x, plan.keys, keys, group) for x in (k, v))
-    out, lse, weights = autograd.attend(plan.backend, mine, q, k, v, w, bias)
+    out, lse, weights = autograd.attend(plan.backend, mine, q, k, v, w, bias, sink)
     ways = _ways(rows, queries, p.H, group)
     moves: dict[str, tuple[Tensor, Ways]] = {"out": (out, ways)}
     if plan.lse:

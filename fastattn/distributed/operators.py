@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from fastattn import sinks
 from fastattn.backends import flops
 from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
@@ -29,7 +30,14 @@ PASSES: dict[str, Any] = {"gather": gather, "ring": ring}
 
 
 def attend(
-    method: str, plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+    method: str,
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights) of this rank's rows.
 
@@ -38,7 +46,7 @@ def attend(
     """
     PASSES[method].check(plan)
     own = plan.p.tensors()
-    tensors = _distinct(q, k, v, w, bias, *own)
+    tensors = _distinct(sink, q, k, v, w, bias, *own)
     return Function.apply(_words(method, plan), plan.p.operands[len(own) :], *tensors)[:3]  # pyright: ignore
 
 
@@ -50,10 +58,12 @@ def _distinct(*tensors: Tensor | None) -> Iterator[Tensor | None]:
 
 
 class Function(torch.autograd.Function):
-    """(q, k, v, w, bias, tensors of the record) of this rank -> (out, lse, weights, stats)."""
+    """(sink, q, k, v, w, bias, those of the record) of this rank -> (out, lse, weights, stats)."""
 
     @staticmethod
-    def forward(ctx: Any, words: Words, others: tuple, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, words: Words, others: tuple, sink: Any, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         """The tensors of the record are saved too: autograd sees whether they are changed.
 
         ``others``: the operands of the record that are no tensors.
@@ -61,31 +71,38 @@ class Function(torch.autograd.Function):
         compiled = torch.compiler.is_compiling()
         call = Call(*tensors, *others)
         found = (torch.ops.fastattn.shared_forward if compiled else _forward)(*words, *call)
-        out, _, weights, stats = found
+        found = out, lse, weights, stats = sinks.fold(sink, *found)
         ctx.words, ctx.others, ctx.weights = words, others, weights_of(call.weights)
-        rescales = words.method == "ring" and ctx.weights == "full"
-        ctx.save_for_backward(*tensors, out, weights if rescales else None, stats)
+        rescales = words.method == "ring" or sink is not None
+        weights_too = weights if rescales and ctx.weights == "full" else None
+        ctx.save_for_backward(sink, *tensors, out, lse, weights_too, stats)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats, *((weights,) if ctx.weights == "none" else ()))
         return found
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
-        """Gradients of the first five tensors."""
+        """Gradients of the first six tensors."""
         no_second_derivative(ctx.words.method)
-        *tensors, out, weights, stats = ctx.saved_tensors
+        sink, *tensors, out, lse, weights, stats = ctx.saved_tensors
         call = Call(*tensors, *ctx.others)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if ctx.weights == "none":  # torch.compile makes zeros for it all the same
             grad_weights = None
-        biased = call.bias is not None and ctx.needs_input_grad[6]
+        grad_sink = None
+        if sink is not None:
+            upstream = grad_out, grad_lse, grad_weights
+            grad_sink = sinks.gradient(sink, out, lse, weights, stats, *upstream)
+            grad_sink = grad_sink.sum(0).to(sink.dtype)
+        biased = call.bias is not None and ctx.needs_input_grad[7]
         compiled = torch.compiler.is_compiling()
         backward = torch.ops.fastattn.shared_backward if compiled else _backward
         saved = Saved(out, stats, grad_out, grad_lse, grad_weights, biased)
         *grads, grad_w, grad_bias = backward(*ctx.words, *call, *saved, weights)
         grad_w, grad_bias = None if call.w is None else grad_w, grad_bias if biased else None
-        return None, None, *grads, grad_w, grad_bias, *[None] * (len(tensors) - 5)
+        own = [None] * (len(tensors) - 5)
+        return None, None, grad_sink, *grads, grad_w, grad_bias, *own
 
 
 # ---- a plan in words and numbers, from which operators make it again ----

@@ -31,6 +31,7 @@ class Call(NamedTuple):
     attn_mask: Tensor | None = None
     mask: Mask | None = None
     bias: Tensor | Relative | None = None
+    sink: Tensor | None = None  # no part of the record, but checked beside it
     dropout_p: float = 0.0
     is_causal: bool = False
     enable_gqa: bool = False
@@ -177,8 +178,8 @@ def paused() -> Iterator[None]:
 def _describe(call: Call) -> tuple | None:
     """All that the record of a call depends on; None where that cannot be told."""
     (
-        query, key, value, weight, attn_mask, mask, bias, dropout_p, is_causal, enable_gqa, _, _, _,
-        numbers,
+        query, key, value, weight, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
+        _, _, _, numbers,
     ) = call  # fmt: skip
     # While compiling, sizes may be symbols; under autocast, the tensors will be others.
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
@@ -196,9 +197,9 @@ def _describe(call: Call) -> tuple | None:
         if x is not None and type(x) not in (int, float):
             return None
     masks = ()
-    if not (weight is attn_mask is mask is bias is None):
+    if not (weight is attn_mask is mask is bias is sink is None):
         own = _NO_MASK if mask is None else mask.__dict__.values()
-        given = weight, attn_mask, bias, *own
+        given = weight, attn_mask, bias, sink, *own
         masks = tuple([x if x is None else _describe_one(x) for x in given])
         if (mask is not None and type(mask) is not Mask) or any(x is NotImplemented for x in masks):
             return None

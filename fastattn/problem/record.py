@@ -255,11 +255,6 @@ class Problem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
-    def has_some_keys(self) -> bool:
-        """Whether this is a block that lacks keys of the whole."""
-        return self.origin.N is not None and self.origin.N != self.N
-
-    @property
     def result_dtype(self) -> torch.dtype:
         """The dtype of the output, and of the gradients of q, k and v."""
         return self.acc_dtype if self.wide else self.dtype

@@ -27,20 +27,35 @@ from fastattn.problem import Problem, record, relative
 
 
 def forward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights) in ``p.acc_dtype``."""
-    return forward_with_stats(p, q, k, v, w, bias)[:3]
+    """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights) in ``p.acc_dtype``.
+
+    ``sink`` ``[H]`` or ``[B, H]``: a logit of every row that has no value.
+    """
+    return forward_with_stats(p, q, k, v, w, bias, sink)[:3]
 
 
 def forward_with_stats(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same, and what :func:`probabilities` says of rows."""
-    q, k, v, w, bias = _upcast(p, q, k, v, w, bias)
+    q, k, v, w, bias, sink = _upcast(p, q, k, v, w, bias, sink)
     kept = kept_pairs(p, bias)
     q, k, v = _blank_unused(p, q, k, v, kept)
-    _, (lse, stats), dropped, _ = probabilities(p, q, k, w, bias, kept)
+    _, (lse, stats), dropped, _ = probabilities(p, q, k, w, bias, kept, sink=sink)
     out = _masked_matmul(dropped, per_head(p, v), kept)
     return out, lse, _returned_weights(p, dropped), stats
 
@@ -52,13 +67,16 @@ def backward(
     v: Tensor,
     w: Tensor | None,
     bias: Tensor | None,
+    sink: Tensor | None,
     grad_out: Tensor,
     grad_lse: Tensor | None = None,
     grad_weights: Tensor | None = None,
     out: Tensor | None = None,
     stats: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of (q, k, v, w, bias) in ``p.acc_dtype``; that of w is per batch, ``[B, H, D]``.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of (q, k, v, w, bias, sink) in ``p.acc_dtype``.
+
+    Those of w ``[B, H, D]`` and of the sink ``[B, H]`` are per batch.
 
     With W = dropout(P) the weights and F the dropout factors, S the scores:
 
@@ -67,15 +85,19 @@ def backward(
 
     A softcap c multiplies dS by its slope, 1 - tanh(score / c)^2, on the way to the score.
 
+    dsink = -sum_i e^(sink - lse_i) delta_i.
+
     With ``out`` and ``stats`` of forward, delta_i is ``dO_i . O_i + sum_j W_ij dW_ij - dlse_i``. Of
     a block of keys, these may be those of all keys: the gradients are then those of all keys, too.
+    They may also be those beside a sink, which is then None here.
 
     Made of differentiable operations, so that its own gradient is the double backward.
     """
-    q, k, v, w, bias, grad_out, out = _upcast(p, q, k, v, w, bias, grad_out, out)
+    q, k, v, w, bias, sink = _upcast(p, q, k, v, w, bias, sink)
+    grad_out, out = _upcast(p, grad_out, out)
     kept = kept_pairs(p, bias)
     q, k, v = _blank_unused(p, q, k, v, kept)
-    probs, _, dropped, factors = probabilities(p, q, k, w, bias, kept, stats)
+    probs, (lse, _), dropped, factors = probabilities(p, q, k, w, bias, kept, stats, sink)
 
     grad_dropped, share = grad_out @ per_head(p, v).mT, None
     if grad_weights is not None:
@@ -109,7 +131,8 @@ def backward(
         line = relative.is_line(bias, p.M, p.N)
         terms = relative.diagonal_sums(grad_logits) if line else grad_logits
         grad_bias = _sum_to(terms, bias.shape)
-    return grad_q, grad_k, grad_v, grad_w, grad_bias
+    grad_sink = None if sink is None else -(sink_weight(sink, lse) * delta.squeeze(-1)).sum(-1)
+    return grad_q, grad_k, grad_v, grad_w, grad_bias, grad_sink
 
 
 # ---- scores ----
@@ -237,11 +260,12 @@ def probabilities(
     bias: Tensor | None,
     kept: Tensor | None,
     stats: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Any, Tensor], Tensor, Tensor | None]:
     """(P, (lse, stats), W, dropout factors): softmax of masked scores before and after dropout.
 
     ``stats`` ``[B, H, M, 2]`` are (shift, factor): ``P = exp(score - shift) * factor``. They may be
-    given, where these keys are not all, and then there is no lse.
+    given, where these keys are not all, and then there is no lse. What is given has any sink in it.
     """
     scores = _scores(p, q, k, w)
     if p.softcap:
@@ -254,27 +278,41 @@ def probabilities(
     if stats is not None:
         probs = torch.exp(scores - stats[..., :1]) * stats[..., 1:]
     else:
-        probs, lse, stats = _softmax(p, scores)
+        probs, lse, stats = _softmax(p, scores, sink)
     if kept is not None:  # where a row is NaN, its masked weights are still 0
         probs = probs.masked_fill(~kept, 0.0)
     factors = None if p.dropout is None else p.dropout.factors(p, p.acc_dtype)
     return probs, (lse, stats), probs if factors is None else probs * factors, factors
 
 
-def _softmax(p: Problem, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(P, lse, stats) of masked scores."""
+def _softmax(p: Problem, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(P, lse, stats) of masked scores, beside a sink."""
     if p.N == 0:  # amax of nothing is an error
-        row_max = scores.new_zeros(p.B, p.H, p.M, 1)
+        row_max = scores.new_full((p.B, p.H, p.M, 1), -math.inf)
     else:
         row_max = scores.detach().amax(-1, keepdim=True)
-        row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
+    if sink is not None:
+        row_max = torch.maximum(row_max, sink.detach()[..., None, None])
+    row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
     exp = torch.exp(scores - row_max)
     total = exp.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink[..., None, None] - row_max)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (row_max + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
     stats = torch.cat([row_max, (1 / total).masked_fill(empty, 0.0)], -1)
     return exp / total, lse, stats
+
+
+def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
+    """What sinks ``[H]`` or ``[B, H]`` take of every row, whose log-sum-exp they are part of."""
+    return torch.exp(sink.to(lse.dtype)[..., None] - finite_lse(lse))
+
+
+def finite_lse(lse: Tensor) -> Tensor:
+    """The log-sum-exp, but -3e38 of a row without keys: -inf - -inf, beside a sink, is NaN."""
+    return lse.clamp(min=-3e38)
 
 
 def _returned_weights(p: Problem, dropped: Tensor) -> Tensor:

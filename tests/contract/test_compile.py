@@ -29,13 +29,14 @@ FEATURES = {
     "band": dict(mask=Mask("bottom_right", (2, -1)), return_weights="full", return_lse=True),
     "tensors": dict(kv_len=True, keep=True, kv_begin=True, bias=True),
     "softcap": dict(softcap=0.5, return_lse=True),
+    "sink": dict(sink=True, return_weights="full", return_lse=True),
     "dropout": dict(dropout_p=0.3, seed=5, return_weights="mean", is_causal=True),
 }
 
 
 def function(name, backend):
     """A training step as a user would compile it: f(**tensors) -> results."""
-    tensors = ("kv_len", "keep", "kv_begin", "bias")
+    tensors = ("kv_len", "keep", "kv_begin", "bias", "sink")
     options = {k: v for k, v in FEATURES[name].items() if k not in tensors}
     mask = options.pop("mask", Mask())
 
@@ -55,6 +56,8 @@ def arguments(score, name, **sizes):
     extra = FEATURES[name]
     if extra.get("bias"):
         named["bias"] = torch.randn(2, M, N, requires_grad=True)
+    if extra.get("sink"):
+        named["sink"] = torch.randn(2, requires_grad=True)
     if extra.get("kv_len"):
         named["kv_len"] = torch.tensor([0, N - 1])
     if extra.get("kv_begin"):

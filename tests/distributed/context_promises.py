@@ -90,19 +90,20 @@ def sinks_and_their_gradients():
     layout = Layout.zigzag(N, size, unit=4)
     x, sink = drawn(B, H, N, D), drawn(H)
     for kind in ("full", "mean"):
-        whole = fastattn.scaled_dot_product_attention(x, x, x, sink=sink, return_weights=kind)
-        (expected,) = torch.autograd.grad(whole[0].square().sum() + whole[1].square().sum(), sink)
-        for method in ("heads", "gather"):
-            own = layout.take(x.detach(), 2, rank)
+        options = dict(sink=sink, return_weights=kind, return_lse=True)
+        whole = fastattn.scaled_dot_product_attention(x, x, x, **options)
+        expected = torch.autograd.grad(sum(y.square().sum() for y in whole), (x, sink))
+        for method in ("heads", "gather", "ring"):
+            own = layout.take(x.detach(), 2, rank).requires_grad_()
             found = context_parallel_attention(
-                own, own, own, group, layout=layout, method=method, sink=sink, return_weights=kind
+                own, own, own, group, layout=layout, method=method, **options
             )
-            dims = (2, 2 if kind == "full" else 1)
+            dims = (2, 2 if kind == "full" else 1, 2)
             for a, b, dim in zip(found, whole, dims, strict=True):
                 torch.testing.assert_close(a, layout.take(b, dim, rank))
-            loss = found[0].square().sum() + found[1].square().sum()
-            (grad,) = torch.autograd.grad(loss, sink)
-            torch.testing.assert_close(grad, expected)
+            grads = torch.autograd.grad(sum(y.square().sum() for y in found), (own, sink))
+            torch.testing.assert_close(grads[0], layout.take(expected[0], 2, rank))
+            torch.testing.assert_close(grads[1], expected[1])
 
 
 def gradients_of_what_is_the_same_everywhere():

@@ -5,61 +5,12 @@ import math
 import pytest
 import torch
 from helpers import BACKENDS
+from properties import sinks
+from properties.sinks import KEEP, H, N, dense, gradients, inputs, ours
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import testing
-
-B, H, M, N, D = 2, 4, 6, 37, 8
-
-
-def inputs(dtype=torch.float32, Hkv=H):
-    rng = torch.Generator().manual_seed(0)
-    shapes = (B, H, M, D), (B, Hkv, N, D), (B, Hkv, N, D), (H,), (B, H, 1, N), (H, D)
-    return [torch.randn(s, generator=rng).to(dtype) for s in shapes]
-
-
-def dense(q, k, v, sink, bias, w, *, score, softcap, mean=False):
-    """(out, weights, lse): the sink is one more column of logits."""
-    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    if score == "dot":
-        s = q @ k.mT / math.sqrt(D)
-    elif score == "gaussian":
-        between = (q[:, :, :, None] - k[:, :, None]) / w.abs()[:, None, None]
-        s = between.square().sum(-1) / -2
-    else:
-        s = (torch.tanh(q[:, :, :, None] + k[:, :, None]) * w[:, None, None]).sum(-1)
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = (s + bias).masked_fill(~KEEP, -math.inf)
-    s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(B, H, M, 1)], -1)
-    weights = torch.softmax(s, -1)[..., :-1]
-    return weights @ v, weights.mean(1) if mean else weights, torch.logsumexp(s, -1)
-
-
-# The first row has no key.
-KEEP = (torch.arange(N) < 5 * torch.arange(M)[:, None]) & (torch.arange(N) != 3)
-
-
-def ours(q, k, v, sink, bias, w, *, score, softcap, mean=False, backend="auto"):
-    options = dict(
-        mask=fastattn.Mask(keep=KEEP), bias=bias, softcap=softcap, sink=sink, backend=backend,
-        return_weights="mean" if mean else "full", return_lse=True,
-    )  # fmt: skip
-    if score == "dot":
-        return fastattn.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-    if score == "gaussian":
-        options |= dict(score=score, bandwidth=w.abs()[:, None], enable_gqa=True)
-        return fastattn.attention(q, k, v, **options)
-    return fastattn.additive_attention(q, k, v, w, **options)
-
-
-def gradients(function, tensors, dtype, **options):
-    """Results and gradients by name."""
-    leaves = [x.to(dtype).detach().requires_grad_() for x in tensors]
-    results = function(*leaves, **options)
-    loss = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in results)
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    names = ("out", "weights", "lse", "q", "k", "v", "sink", "bias", "w")
-    return {n: x for n, x in zip(names, (*results, *found), strict=True) if x is not None}
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
@@ -76,12 +27,7 @@ def gradients(function, tensors, dtype, **options):
     ids=["dot", "mean", "additive", "gaussian", "gaussian-mean"],
 )
 def test_a_sink_is_a_column_without_a_value(options, dtype, backend):
-    tensors = inputs(dtype, Hkv=2)
-    found = gradients(ours, tensors, dtype, backend=backend, **options)
-    truth = gradients(dense, tensors, torch.float64, **options)
-    peer = gradients(dense, tensors, dtype, **options)
-    for name, x in truth.items():
-        testing.assert_within_budget(found[name], peer[name], x, name)
+    sinks.check(dtype, backend, **options)
 
 
 @pytest.mark.parametrize("logit", [-30.0, -8.0, 0.0, 8.0, 30.0])
@@ -104,6 +50,30 @@ def test_the_gradient_of_a_sink_of_any_weight(logit):
 
     found, peer = (gradient(f, torch.float32) for f in (with_sink, plain))
     testing.assert_within_budget(found, peer, gradient(plain, torch.float64))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("few", [False, True])
+def test_sinks_far_above_and_below_every_score(few, dtype, backend):
+    """Nothing overflows, and nothing but the head's own sink matters to it."""
+    tensors = inputs(dtype, Hkv=2)
+    tensors[3] = torch.tensor([6e4, 60.0, -60.0, -math.inf], dtype=dtype)
+    keep = KEEP[-1:] if few else KEEP
+    if few:
+        tensors[0] = tensors[0][:, :, -1:]
+
+    def both(function, dtype, **options):
+        return gradients(function, tensors, dtype, keep=keep, score="dot", softcap=None, **options)
+
+    found = both(ours, dtype, backend=backend)
+    truth, peer = both(dense, torch.float64), both(dense, dtype)
+    for name, x in truth.items():
+        if name == "lse":  # of the last head's row without keys, in which a mean is -inf - -inf
+            assert ((x == -math.inf) == (found[name] == -math.inf)).all()
+            found[name], peer[name], x = (y.masked_fill(y == -math.inf, 0.0)
+                                          for y in (found[name], peer[name], x))  # fmt: skip
+        testing.assert_within_budget(found[name], peer[name], x, name)
 
 
 def call(sink, **options):
@@ -143,19 +113,116 @@ def test_dropout_of_weights_beside_a_sink():
     torch.testing.assert_close(out, weights @ v)
 
 
-def test_transforms():
-    q, sink = (x.double()[:1, :2] if x.dim() > 1 else x[:2].double() for x in inputs()[::3])
-    q = q[:, :, :2, :3]
+def test_the_gradient_of_a_row_without_keys_reaches_nothing():
+    """Its output is 0, whatever is beside it; its log-sum-exp is the sink."""
+    q, k, v, sink, *_ = (x.requires_grad_() for x in inputs())
+    mask = fastattn.Mask(kv_len=torch.tensor([0, N]))
+    options = dict(mask=mask, sink=sink, return_weights="full", return_lse=True)
 
+    def pulled(garbage):
+        results = fastattn.scaled_dot_product_attention(q, k, v, **options)
+        upstream = [torch.ones_like(x) for x in results]
+        upstream[0][0] = upstream[1][0] = garbage
+        return torch.autograd.grad(results, [q, k, v, sink], upstream)
+
+    for found, expected in zip(pulled(math.nan), pulled(0.0), strict=True):
+        assert torch.equal(found, expected)
+
+
+def two_heads():
+    q, sink = (x.double()[:1, :2] if x.dim() > 1 else x[:2].double() for x in inputs()[::3])
+    return q[:, :, :3, :3].clone().requires_grad_(), sink.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("returned", [None, "full", "mean"])
+def test_derivatives(returned):
+    """The first row has no key."""
+    mask = fastattn.Mask(keep=torch.ones(3, 3).tril(-1).bool())
+
+    def attend(q, sink):
+        return fastattn.scaled_dot_product_attention(
+            q, q, q, sink=sink, return_weights=returned, return_lse=returned is not None, mask=mask
+        )
+
+    assert torch.autograd.gradcheck(attend, two_heads(), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, two_heads(), check_fwd_over_rev=True)
+
+
+def test_a_sink_that_is_constant():
+    q, sink = two_heads()
+
+    def attend(q):
+        return fastattn.scaled_dot_product_attention(
+            q, q, q, sink=sink.detach(), return_weights="full"
+        )
+
+    assert torch.autograd.gradcheck(attend, q, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, q, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
+def test_vmap(dims):
     def attend(q, sink):
         return fastattn.scaled_dot_product_attention(q, q, q, sink=sink)
 
-    leaves = [x.clone().requires_grad_() for x in (q, sink)]
-    assert torch.autograd.gradcheck(attend, leaves, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(attend, leaves)
-    several = torch.stack([sink, sink + 1])
-    mapped = torch.vmap(attend, (None, 0))(q, several)
-    torch.testing.assert_close(mapped, torch.stack([attend(q, s) for s in several]))
+    def gradient(q, sink):
+        return torch.func.grad(lambda *x: attend(*x).square().sum(), (0, 1))(q, sink)
+
+    leaves = [x.detach() for x in two_heads()]
+    several = [torch.stack([x, x + 1]) for x in leaves]
+    given = [x if d is None else s for x, s, d in zip(leaves, several, dims, strict=True)]
+    for function in (attend, gradient):
+        mapped = torch.vmap(function, dims)(*given)
+        each = [
+            function(*(x if d is None else x[n] for x, d in zip(given, dims, strict=True)))
+            for n in range(2)
+        ]
+        expected = (
+            torch.stack(each)
+            if function is attend
+            else tuple(map(torch.stack, zip(*each, strict=True)))
+        )
+        torch.testing.assert_close(mapped, expected)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that torch's own operators make."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        made = isinstance(result, torch.Tensor) and result.data_ptr() not in given
+        if made and func.namespace == "aten":
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_second_output_is_made(dtype):
+    q = torch.randn(1, 2, 2048, 64, dtype=dtype, requires_grad=True)
+    with Largest() as found:
+        fastattn.scaled_dot_product_attention(q, q, q, sink=torch.zeros(2))
+    assert found.elements <= q.numel() // q.shape[3]
+
+
+def test_a_call_like_one_before_has_its_own_sink():
+    sink = torch.randn(H)
+    for kind in ("full", "mean", None):
+        options = dict(return_weights=kind, return_lse=True)
+        for given in (sink, sink, sink + 3, None):
+            results = call(given, **options)
+            without = call(None, **options)
+            assert [x.shape for x in results] == [x.shape for x in without]
+            expected = without[-1]
+            if given is not None:
+                expected = torch.logaddexp(expected, given[:, None])
+            torch.testing.assert_close(results[-1], expected)
+    with pytest.raises(ValueError, match="sink"):
+        call(torch.zeros(H + 1))
+    with pytest.raises(TypeError, match="sink"):
+        call(sink.double())
 
 
 @pytest.mark.parametrize(

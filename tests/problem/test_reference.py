@@ -24,12 +24,14 @@ FEATURES = {
     "weights": dict(return_weights="full"),
     "weights-mean": dict(return_weights="mean", mask=Mask(causal="top_left")),
     "dropout": dict(dropout_p=0.4, seed=3, return_weights="full"),
+    "sink": dict(sink=True, mask=Mask(kv_len=torch.tensor([0, 5])), return_weights="full"),
+    "sink-dropout": dict(sink=True, dropout_p=0.4, seed=3, return_weights="mean"),
     "dropout-all": dict(dropout_p=1.0, seed=3),
 }
 
 
 def build(score, name, dtype=torch.float64):
-    """Canonical inputs of a feature: (p, q, k, v, w, bias), leaves that require grad."""
+    """Canonical inputs of a feature: (p, q, k, v, w, bias, sink), leaves that require grad."""
     options = dict(FEATURES[name])
     bias_shape, bias_inf = options.pop("bias", None), options.pop("bias_inf", False)
 
@@ -39,11 +41,12 @@ def build(score, name, dtype=torch.float64):
     bias = None if bias_shape is None else leaf(*bias_shape)
     if bias_inf:
         bias.data[0], bias.data[1, ::2] = -math.inf, -math.inf
+    sink = leaf(4) if options.pop("sink", False) else None
     q, k, v = leaf(2, 4, 5, 3), leaf(2, 2, 7, 3), leaf(2, 2, 7, 2)
     w = leaf(4, 3) if score == "additive" else None
     built = validate.build(score, q, k, v, w, enable_gqa=True, bias=bias, **options)
     bias4d = None if bias is None else built.bias
-    return built.p, [q, k, v, w, bias4d]
+    return built.p, [q, k, v, w, bias4d, sink]
 
 
 features = pytest.mark.parametrize("name", FEATURES)
@@ -66,11 +69,11 @@ def test_backward_is_the_gradient_of_forward(score, name):
     )
     found = [g for g in reference.backward(p, *tensors, *grads) if g is not None]
     for mine, theirs, t in zip(found, expected, present, strict=True):
-        mine = mine.sum(0) if mine.shape[1:] == t.shape else mine  # w: per batch entry
+        mine = mine.sum(0) if mine.shape[1:] == t.shape else mine  # w, sink: per batch entry
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("name", ["plain", "kv-len", "bias-n", "weights-mean", "dropout"])
+@pytest.mark.parametrize("name", ["plain", "kv-len", "bias-n", "weights-mean", "dropout", "sink"])
 @scores
 def test_forward_passes_gradcheck(score, name):
     p, tensors = build(score, name)
