@@ -415,8 +415,14 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
 }
 
 // An importable module, with the functions of direct.h. Loading it registers the kernels.
-static PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT, "_C", nullptr, -1, fastattn::binding::functions,
-    nullptr, nullptr, nullptr, nullptr};
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
+                                 "_C",
+                                 nullptr,
+                                 -1,
+                                 fastattn::binding::functions,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr};
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_def); }
 #endif

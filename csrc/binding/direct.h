@@ -1,10 +1,12 @@
-// A repeated call at inference: one C function from the arguments of a public function to its result.
+// A repeated call at inference: one C function from the arguments of a public function to its
+// result.
 //
-// Python describes, recalls and dispatches a call in several times the time of a small problem. Here
-// a plan, the params of a call without its pointers, stands in a dict of Python's. Its key is all
-// that the params depend on: sizes, strides and dtypes of tensors, and the other arguments. Values
-// of limits are checked at every call. Whatever is unusual gives None, and the ordinary way then
-// computes or raises. fastattn/backends/direct.py has the conditions that are not of the arguments.
+// Python describes, recalls and dispatches a call in several times the time of a small problem.
+// Here a plan, the params of a call without its pointers, stands in a dict of Python's. Its key is
+// all that the params depend on: sizes, strides and dtypes of tensors, and the other arguments.
+// Values of limits are checked at every call. Whatever is unusual gives None, and the ordinary way
+// then computes or raises. fastattn/backends/direct.py has the conditions that are not of the
+// arguments.
 #pragma once
 
 #include <Python.h>
@@ -23,7 +25,19 @@
 namespace fastattn::binding {
 
 // What a tensor among the arguments is to the kernels. Fields of other names hold no tensor.
-enum Role { kQuery, kKey, kValue, kWeight, kBias, kKeep, kKvLen, kKvBegin, kRoles, kByDtype, kNone };
+enum Role {
+  kQuery,
+  kKey,
+  kValue,
+  kWeight,
+  kBias,
+  kKeep,
+  kKvLen,
+  kKvBegin,
+  kRoles,
+  kByDtype,
+  kNone
+};
 constexpr const char* kRoleNames[] = {"query", "key",    "value",    "weight", "bias",
                                       "keep",  "kv_len", "kv_begin", "",       "attn_mask"};
 
@@ -228,9 +242,9 @@ inline Handle compute(const Plan& plan, const Description& given) {
 
   AtenTensorHandle made = nullptr;
   const auto dims = static_cast<int64_t>(plan.sizes.size());
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dims, plan.sizes.data(), plan.strides.data(), static_cast<int32_t>(scalar_type_of(p.out.dtype)),
-      aoti_torch_device_type_cpu(), 0, &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, plan.sizes.data(), plan.strides.data(),
+                                                  static_cast<int32_t>(scalar_type_of(p.out.dtype)),
+                                                  aoti_torch_device_type_cpu(), 0, &made));
   Handle out(made);
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(out.get(), &p.out.data));
   device::expect_writes(p.out.data, rows * p.E * (p.out.dtype == DType::kFloat32 ? 4 : 2));

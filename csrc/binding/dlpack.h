@@ -1,5 +1,5 @@
-// What is read of DLPack 1.x, by which PyTorch describes a Python object's tensor to C. Its header is
-// no part of the stable ABI, and these structs are (https://dmlc.github.io/dlpack).
+// What is read of DLPack 1.x, by which PyTorch describes a Python object's tensor to C. Its header
+// is no part of the stable ABI, and these structs are (https://dmlc.github.io/dlpack).
 #pragma once
 
 #include <cstdint>

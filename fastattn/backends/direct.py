@@ -30,7 +30,8 @@ UNKNOWN = NotImplemented  # a call that may have a plan, and has none yet
 def _set_up() -> Any:
     """The functions of the extension; None without them, or without what they need of torch."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    take = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
+    aoti = getattr(torch._C, "_aoti", None)
+    take = getattr(aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
     if operators.EXTENSION_ERROR is not None or exchange is None or take is None:
         return None
     functions = operators.module()
@@ -51,7 +52,7 @@ def run(call: Call) -> Any:
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state()
-        or torch._C._autograd._profiler_enabled()
+        or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     ):
         return None
