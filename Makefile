@@ -44,7 +44,7 @@ help:
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make bench-models   likewise, at the shapes of known models"
 	@echo "make bench-modules  nn.MultiheadAttention at inference, from 16 tokens to 131072"
-	@echo "make bench-extras   packed documents, softcap and sinks"
+	@echo "make bench-extras   packed documents, softcap and sinks, calls of few tokens"
 	@echo "make bench-peers    beside onnxruntime and OpenVINO; on a GPU flash-attn and xformers"
 	@echo "make bench-scaling  how time and memory grow with the sequence"
 	@echo "make bench-distributed  one process beside two that share 16384 tokens"

@@ -22,6 +22,16 @@
 #include "binding/on_cpu.h"
 #include "binding/views.h"
 
+// Exported programs load the library into processes that have no Python.
+#pragma weak PyFloat_Type
+#pragma weak PyLong_Type
+#pragma weak PyTuple_Type
+#pragma weak PyUnicode_Type
+#pragma weak _Py_FalseStruct
+#pragma weak _Py_NoneStruct
+#pragma weak _Py_NotImplementedStruct
+#pragma weak _Py_TrueStruct
+
 namespace fastattn::binding {
 
 // What a tensor among the arguments is to the kernels. Fields of other names hold no tensor.
@@ -61,10 +71,8 @@ inline Python python;
 
 class Description {
  public:
-  // False if a call is unusual; a Python exception may then be set. `grad`: whether gradients are
-  // recorded.
-  bool take(PyObject* call, bool grad) {
-    grad_ = grad;
+  // False if a call is unusual; a Python exception may then be set.
+  bool take(PyObject* call) {
     text_.reserve(512);
     for (size_t n = 0; n < python.call.size(); ++n)
       if (!add(PyTuple_GetItem(call, static_cast<Py_ssize_t>(n)), python.call[n].role))
@@ -161,7 +169,7 @@ class Description {
 
   std::string text_;
   dlpack::Tensor tensors_[kRoles] = {};
-  bool grad_ = false;
+  const bool grad_ = aoti_torch_grad_mode_is_enabled();
 };
 
 // ---- plans ----
@@ -274,11 +282,11 @@ inline PyObject* take(Handle tensor) {
   return result;
 }
 
-// (table, call, whether gradients are recorded) -> the result of a call with a plan; None of a call
+// (table, call) -> the result of a call with a plan; None of a call
 // that can have none; NotImplemented where there is none yet.
 inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.take(args[1], args[2] == Py_True)) return answer(Py_None);
+  if (!given.take(args[1])) return answer(Py_None);
   PyObject* const key = given.key();
   PyObject* const found = key == nullptr ? nullptr : PyDict_GetItemWithError(args[0], key);
   Py_XDECREF(key);
@@ -303,8 +311,7 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
 inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   dlpack::Tensor out;
-  if (!given.take(args[0], false) || python.exchange->describe(args[1], &out) != 0)
-    return answer(Py_None);
+  if (!given.take(args[0]) || python.exchange->describe(args[1], &out) != 0) return answer(Py_None);
   const ForwardParams& p = device::Current::last();
   const auto plain = [](const dlpack::Tensor* t) { return t == nullptr || are_readable(*t); };
   ForwardParams filled = p;

@@ -56,7 +56,7 @@ def run(call: Call) -> Any:
         or forward_ad._current_level >= 0
     ):
         return None
-    return _FUNCTIONS.run(call_cache.table(), call, torch.is_grad_enabled())
+    return _FUNCTIONS.run(call_cache.table(), call)
 
 
 def remember(call: Call, result: Any) -> None:
