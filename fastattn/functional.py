@@ -355,7 +355,7 @@ def _attend(
 
 def again(call: call_cache.Call, return_lse: bool) -> Results | None:
     """The results of a call that came before; None if none did."""
-    planned = None if return_lse else direct.run(call)
+    planned = None if return_lse or call.return_weights else direct.run(call)
     if type(planned) is Tensor:
         return planned
     if (seen := call_cache.recall(call)) is None:

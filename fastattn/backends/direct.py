@@ -47,6 +47,7 @@ def run(call: Call) -> Any:
     if (
         torch.compiler.is_compiling()
         or _FUNCTIONS is None
+        or not getattr(call.query, "is_cpu", False)
         or torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
