@@ -142,9 +142,7 @@ class Description {
     if (python.exchange->describe(x, &t) != 0) return false;  // not dense, or a tracer's
     if (role == kByDtype) role = t.dtype.code == dlpack::kBool ? kKeep : kBias;
     if (role >= kRoles) return false;
-    dlpack::Tensor& own = tensors_[role];
-    if (own.data != nullptr) return false;  // the kernels get one tensor made of two
-    own = t;
+    tensors_[role] = t;
     if (t.data == nullptr || t.device_type != dlpack::kCpu || t.byte_offset != 0) return false;
     append('T', t.dtype);
     append(static_cast<char>('0' + role), t.ndim);
