@@ -44,7 +44,7 @@ help:
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make bench-models   likewise, at the shapes of known models"
 	@echo "make bench-modules  nn.MultiheadAttention at inference, from 16 tokens to 131072"
-	@echo "make bench-extras   packed documents, softcap and sinks"
+	@echo "make bench-extras   packed documents, softcap and sinks, calls of few tokens"
 	@echo "make bench-peers    beside onnxruntime and OpenVINO; on a GPU flash-attn and xformers"
 	@echo "make bench-scaling  how time and memory grow with the sequence"
 	@echo "make bench-distributed  one process beside two that share 16384 tokens"
@@ -121,7 +121,7 @@ SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CX
   FASTATTN_EXTENSION=$(CURDIR)/build/sanitize/_C.abi3.so $(PY)
 sanitize-cpu: $(READY)
 	CXXFLAGS="-O1 -fexpensive-optimizations -g1 $(SANITIZERS) -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
-	$(SANITIZED_PY) -m pytest tests/cpu tests/binding -q -p no:cacheprovider --capture=sys \
+	$(SANITIZED_PY) -m pytest tests/cpu tests/binding tests/backends/test_direct.py -q -p no:cacheprovider --capture=sys \
 	  --ignore tests/binding/test_standalone.py --ignore tests/cpu/test_isa_symbols.py $(ARGS)
 	$(SANITIZED_PY) tests/fuzz.py --problems 300 --seed 0
 

@@ -177,14 +177,21 @@ MODEL_CASES = [
          _dot("long", B=1, H=2, Hkv=2, M=16384, N=16384, causal="top_left")),
 ]  # fmt: skip
 
-# Packed documents; and what acts on every score or row, beside the same call without it.
+# Packed documents; what acts on every score or row, beside the same call without it; few tokens.
 _CAPPED = _dot("softcap", softcap=30.0)
+_FEW = _dot("few", B=1, M=16, N=16)
 EXTRAS_CASES = [
     *(Case(f"packed-{N // 1024}k-{mean}", f"causal texts of {mean} tokens on average",
            _dot("packed", B=1, H=2, Hkv=2, M=N, N=N), "packed", mean=mean)
       for N in (4096, 32768) for mean in (100, 512)),
     Case("softcap", "30 tanh(score / 30)", _CAPPED, compiled=True),
     Case("sink", "a logit a head without a value", _dot("sink"), sink=True, compiled=True),
+    # What a call costs beside its arithmetic. With one key there is no mask to speak of.
+    Case("few-1", "one token", _dot("few", B=1, M=1, N=1)),
+    Case("few-16", "16 tokens", _FEW),
+    Case("few-16-bf16", "16 tokens", dataclasses.replace(_FEW, dtype=_BF16)),
+    Case("few-16-padding", "16 tokens, a bool mask of keys", _FEW, "padding"),
+    Case("few-16-lengths", "16 tokens, Mask(kv_len)", _FEW, "lengths"),
 ]  # fmt: skip
 
 # The special path of nn.MultiheadAttention: evaluation without weights.

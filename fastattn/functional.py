@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fastattn import autograd, sinks
-from fastattn.backends import registry, watch, wgmma
+from fastattn.backends import direct, registry, watch, wgmma
 from fastattn.problem import Mask, Score, arguments, call_cache, jagged, validate
 from fastattn.problem.relative import ALiBi, RelativeBias
 
@@ -171,8 +171,8 @@ def scaled_dot_product_attention(
             query, key, value, None, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
             return_weights, backend, "dot", (scale, softcap),
         )  # fmt: skip
-        if (seen := call_cache.recall(call)) is not None:
-            return run(*seen, (query, key, value, None), query.shape[:1], return_lse, sink)
+        if (found := again(call, return_lse)) is not None:
+            return found
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa, mask=mask, bias=bias, softcap=softcap, sink=sink,
@@ -292,8 +292,8 @@ def additive_attention(
             query, key, value, weight, attn_mask, mask, bias, sink, dropout_p, is_causal, False,
             return_weights, backend, "additive", (softcap,),
         )  # fmt: skip
-        if (seen := call_cache.recall(call)) is not None:
-            return run(*seen, seen[0].tensors(call), query.shape[:1], return_lse, sink)
+        if (found := again(call, return_lse)) is not None:
+            return found
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, mask=mask, bias=bias,
         softcap=softcap, sink=sink, return_weights=return_weights, seed=seed,
@@ -351,6 +351,21 @@ def _attend(
     if call is not None and not average and registry.may_remember(p, chosen):
         call_cache.remember(seen, canonical, inputs.bias, call)
     return run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
+
+
+def again(call: call_cache.Call, return_lse: bool) -> Results | None:
+    """The results of a call that came before; None if none did."""
+    planned = None if return_lse or call.return_weights is not None else direct.run(call)
+    if type(planned) is Tensor:
+        return planned
+    if (seen := call_cache.recall(call)) is None:
+        return None
+    known, bias = seen
+    tensors = known.tensors(call)
+    found = run(known, bias, tensors, call.query.shape[:1], return_lse, call.sink)
+    if planned is direct.UNKNOWN and known.backend == "cpu":
+        direct.remember(call, found)
+    return found
 
 
 def run(

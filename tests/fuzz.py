@@ -132,6 +132,9 @@ def check(case: Case, isa: str) -> None:
     try:
         assert torch.ops.fastattn.select_cpu_isa(isa)
         testing.check(case)
+        t = testing.make(case)
+        first, _, planned = (testing.run(case, t, grad=False) for _ in range(3))
+        testing.assert_same_bits(planned, first)  # backends/direct.py
     finally:
         torch.ops.fastattn.select_cpu_isa(before)
 

@@ -27,6 +27,7 @@
 #include "binding/on_cuda.h"
 #else
 #include "binding/definitions.h"
+#include "binding/direct.h"
 #include "binding/isas.h"
 #include "binding/limits.h"
 #include "binding/linear.h"
@@ -421,9 +422,15 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_path", TORCH_BOX(&fastattn::binding::cpu_path));
 }
 
-// An importable module, so that packaging tools see an ordinary extension. Loading it registers the
-// kernels.
-static PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+// An importable module, with the functions of direct.h. Loading it registers the kernels.
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
+                                 "_C",
+                                 nullptr,
+                                 -1,
+                                 fastattn::binding::functions,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr};
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_def); }
 #endif

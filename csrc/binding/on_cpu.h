@@ -48,7 +48,16 @@ inline Parallel torch_threads() {
 class Current {
  public:
   explicit Current(const torch::stable::Tensor&) {}
-  void forward(const ForwardParams& p) { cpu::forward(p, torch_threads()); }
+  // The params of this thread's last call, for binding/direct.h. Its pointers may dangle.
+  static ForwardParams& last() {
+    static thread_local ForwardParams params;
+    return params;
+  }
+  void forward(const ForwardParams& p) {
+    last() = p;
+    compute(p);
+  }
+  static void compute(const ForwardParams& p) { cpu::forward(p, torch_threads()); }
   void backward(const BackwardParams& p) { cpu::backward(p, torch_threads()); }
 };
 

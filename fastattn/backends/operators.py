@@ -22,6 +22,8 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,13 @@ def _load_extension() -> str | None:
     named = os.environ.get("FASTATTN_EXTENSION")
     error = _load(named) if named else load("_C*.so", "reason")
     return error and f"the compiled extension {error}"
+
+
+def module() -> Any:
+    """The extension as a module of Python, whose functions ``direct.py`` calls."""
+    library = os.environ.get("FASTATTN_EXTENSION") or next(PACKAGE.glob("_C*.so"))
+    loader = ExtensionFileLoader("_C", str(library))
+    return module_from_spec(spec_from_loader("_C", loader))  # pyright: ignore[reportArgumentType]
 
 
 EXTENSION_ERROR = _load_extension()

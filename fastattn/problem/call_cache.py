@@ -96,8 +96,9 @@ class Known(NamedTuple):
         return Known(p, self.backend, self.has_head_dim, None, self.forward), bias
 
 
-# Keys are descriptions: _describe makes that of a function's call, inference.py a module's.
-_KNOWN: dict[tuple | None, Any] = {}
+# Keys are descriptions: _describe makes that of a function's call, inference.py a module's, and
+# direct.py one of bytes.
+_KNOWN: dict[tuple | bytes | None, Any] = {}
 _MOST_KNOWN = 1024
 _paused = False
 
@@ -150,8 +151,13 @@ def look_up(description: tuple | None) -> Any:
     return _KNOWN.get(description)
 
 
-def keep(description: tuple, found: Any) -> None:
-    """Keeps what ``look_up`` returns. The tuple must hold all that ``found`` depends on."""
+def table() -> dict:
+    """What ``keep`` keeps."""
+    return _KNOWN
+
+
+def keep(description: tuple | bytes, found: Any) -> None:
+    """Keeps what ``look_up`` returns. The description holds all that ``found`` depends on."""
     if len(_KNOWN) >= _MOST_KNOWN:
         _KNOWN.clear()
     if not _paused:

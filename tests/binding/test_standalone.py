@@ -75,6 +75,14 @@ def test_a_program_needs_the_library_alone(write, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_library_loads_without_python():
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    environment = os.environ | {"LD_PRELOAD": str(LIBRARY), "LD_LIBRARY_PATH": str(torch_libraries)}
+    done = subprocess.run(["/bin/true"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr  # of ld.so, which ignores what it does not find
+
+
 @pytest.mark.parametrize("name", schemas.COMPILED)
 def test_the_library_has_the_schemas_and_the_tag(name):
     """A library of an older build would lack them."""
