@@ -290,7 +290,8 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
         cxx=quote(cxx),
     )
     objects = []
-    for source in sorted(Path("csrc/cuda").rglob("*.cu")):
+    # Backwards: dot/*_wgmma.cu, for one GPU and thus in one thread, would run alone at the end.
+    for source in sorted(Path("csrc/cuda").rglob("*.cu"), reverse=True):
         objects.append(BUILD_CUDA / source.relative_to("csrc/cuda").with_suffix(".o"))
         text += f"build {objects[-1]}: nvcc {source}\n"
     binding = [*FLAGS, "-DFASTATTN_FOR_CUDA", *ABI_FLAGS, f"-I{BUILD_CUDA}"]
