@@ -109,7 +109,7 @@ FASTATTN_DEVICE void write_key_gradients(const BackwardArgs& a, const Place& at,
                   : write_value_gradient<FragmentLayout>(a, at, sums);
 }
 
-template <ScoreKind kScore, bool kCapped>
+template <ScoreKind kScore>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_keys_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans.keys);
       if (mask.empty) continue;
       Fragment weights, ds;
-      gradient_tile<kScore, kCapped>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
+      gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
       has_halves(p) ? store_weights(p.v.dtype, weights, mask.bits, memory.halves)
                     : store_fragment<false>(weights, memory.weights);
       store_ds(ds, memory);
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 void launch_grad_key(const BackwardArgs& args, Launcher& launcher) {
   const int64_t tiles = args.p.B * args.p.Hkv * args.plan.panels.tiles_n;
-  with_score(args.p, [&](auto score, auto capped) {
-    launcher.run(additive_keys_kernel<score, capped>, tiles, kThreads, sizeof(BackwardMemory),
+  with_score(args.p, [&](auto score) {
+    launcher.run(additive_keys_kernel<score>, tiles, kThreads, sizeof(BackwardMemory),
                  args);
   });
 }

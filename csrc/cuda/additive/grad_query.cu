@@ -73,7 +73,7 @@ FASTATTN_DEVICE void write_weight_gradient(const BackwardArgs& a, float* sums, f
   }
 }
 
-template <ScoreKind kScore, bool kCapped>
+template <ScoreKind kScore>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_queries_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;
-    gradient_tile<kScore, kCapped>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
+    gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
     store_ds(ds, memory);
     if constexpr (kScore == ScoreKind::kGaussian) {
       add_query_gradient<Loop::kDifferences>(a, at, memory, sums());
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 void launch_grad_query(const BackwardArgs& args, Launcher& launcher) {
   const BackwardParams& p = args.p;
   const int64_t tiles = p.B * p.H * args.plan.panels.tiles_m;
-  with_score(p, [&](auto score, auto capped) {
-    launcher.run(additive_queries_kernel<score, capped>, tiles, kThreads, kSharedWithoutWeights,
+  with_score(p, [&](auto score) {
+    launcher.run(additive_queries_kernel<score>, tiles, kThreads, kSharedWithoutWeights,
                  args);
   });
   if (p.grad_w != nullptr)

@@ -71,16 +71,12 @@ FASTATTN_FN void take_panels(const AttentionParams& p, bool backward, Panels* pa
   panels->gradient_queries = take(used, backward ? query_panels : 0);
 }
 
-// Calls f(score, capped) with the score of a problem and whether there is a softcap as compile-time
-// constants.
+// Calls f(score) with the score of a problem as a compile-time constant.
 template <typename F>
 void with_score(const AttentionParams& p, F f) {
   constexpr std::integral_constant<ScoreKind, ScoreKind::kAdditive> kAdditive{};
   constexpr std::integral_constant<ScoreKind, ScoreKind::kGaussian> kGaussian{};
-  const auto with_cap = [&](auto score) {
-    p.softcap != 0.f ? f(score, std::true_type{}) : f(score, std::false_type{});
-  };
-  is_gaussian(p) ? with_cap(kGaussian) : with_cap(kAdditive);
+  is_gaussian(p) ? f(kGaussian) : f(kAdditive);
 }
 
 // ---- forward ----

@@ -85,7 +85,7 @@ FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slop
 // The logits of a tile. Sums have two levels, because one sum over all dims loses digits.
 // Begins with a barrier, so other threads may still read the stage before the call. Ends without a
 // barrier. `slopes`: see cap_tile().
-template <ScoreKind kScore, bool kCapped>
+template <ScoreKind kScore>
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                 StageMemory& memory, Fragment& s, float* slopes = nullptr) {
   constexpr bool kGaussian = kScore == ScoreKind::kGaussian;
@@ -123,16 +123,16 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
 #pragma unroll
     for (int c = 0; c < kCols; ++c)
       s[r][c] = kGaussian ? __fmul_rn(s[r][c], scale) : scaled_score(s[r][c], scale);
-  if constexpr (kCapped) cap_tile(t.p, s, slopes);
+  if (t.p.softcap != 0.f) cap_tile(t.p, s, slopes);
   make_logits<FragmentLayout>(t.p, at, bits, s);
 }
 
 // P of a tile, before dropout. `slopes`: see cap_tile().
-template <ScoreKind kScore, bool kCapped>
+template <ScoreKind kScore>
 FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                   const float* stats, StageMemory& memory, Fragment& s,
                                   float* slopes = nullptr) {
-  score_tile<kScore, kCapped>(t, at, bits, memory, s, slopes);
+  score_tile<kScore>(t, at, bits, memory, s, slopes);
   known_weights(t.p, t.unit, at, bits, stats, s);
 }
 
