@@ -69,11 +69,10 @@ FASTATTN_DEVICE void multiply_slopes(const float* slopes, Fragment& ds) {
 // Computes W and dS of a tile, both exactly 0 where masked. Begins with a barrier unless D and E
 // are both 0. Under a softcap dS is the gradient of the scores, and a tile `slopes` is overwritten.
 // If `slopes` is nullptr, dS is the gradient of the logits.
-template <ScoreKind kScore>
 FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepBits bits,
                                    StageMemory& memory, Fragment& weights, Fragment& ds,
                                    float* slopes) {
-  weights_tile<kScore>(tiles_of(a), at, bits, a.p.stats, memory, weights, slopes);
+  weights_tile(tiles_of(a), at, bits, a.p.stats, memory, weights, slopes);
   value_products(a.p, at, memory, ds);
   with_dtype(a.p.grad_weights.dtype, [&](auto type) {
     for_grad_weights<FragmentLayout, type>(

@@ -109,7 +109,7 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
     }
     s += workspace[panels.halves + at.h * panels.stages + d0 / kStage] - sum;
   }
-  s = scaled_score(s, workspace[panels.scales + at.h]);
+  s = scaled_score(s, kUnit, workspace[panels.scales + at.h]);
   if (a.p.softcap == 0.f) return s;
   return accurate_tanh(s * tanh_of_score(a.p)).ratio;
 }

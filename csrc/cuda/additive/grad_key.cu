@@ -51,9 +51,8 @@ FASTATTN_DEVICE void add_key_gradient(const BackwardArgs& a, const Place& at,
                                       BackwardMemory& memory, float* sums) {
   const AdditiveTiles tiles = tiles_of(a);
   constexpr bool kDirect = kLoop != Loop::kFactors, kGaussian = kLoop == Loop::kDifferences;
-  constexpr ScoreKind kScore = kGaussian ? ScoreKind::kGaussian : ScoreKind::kAdditive;
   const float* const weights =
-      workspace(a) + tiles.panels.weights + weights_head<kScore>(tiles, at) * tiles.panels.dims;
+      workspace(a) + tiles.panels.weights + weights_head(tiles, at) * tiles.panels.dims;
   for (int64_t d0 = 0; d0 < tiles.panels.dims; d0 += kStage) {
     const int count = staged_dims(tiles, d0);
     __syncthreads();
@@ -109,7 +108,6 @@ FASTATTN_DEVICE void write_key_gradients(const BackwardArgs& a, const Place& at,
                   : write_value_gradient<FragmentLayout>(a, at, sums);
 }
 
-template <ScoreKind kScore>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_keys_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -139,13 +137,13 @@ __global__ void __launch_bounds__(kThreads, 3)
       const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans.keys);
       if (mask.empty) continue;
       Fragment weights, ds;
-      gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
+      gradient_tile(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
       has_halves(p) ? store_weights(p.v.dtype, weights, mask.bits, memory.halves)
                     : store_fragment<false>(weights, memory.weights);
       store_ds(ds, memory);
       has_halves(p) ? add_half_value_gradient(a, at, mask.full, memory, sums())
                     : add_value_gradient(a, at, mask.full, memory, sums());
-      if constexpr (kScore == ScoreKind::kGaussian) {
+      if (is_gaussian(p)) {
         add_key_gradient<Loop::kDifferences>(a, at, memory, sums());
       } else if (is_direct(tiles_of(a), at)) {
         add_key_gradient<Loop::kDirect>(a, at, memory, sums());
@@ -160,10 +158,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 void launch_grad_key(const BackwardArgs& args, Launcher& launcher) {
   const int64_t tiles = args.p.B * args.p.Hkv * args.plan.panels.tiles_n;
-  with_score(args.p, [&](auto score) {
-    launcher.run(additive_keys_kernel<score>, tiles, kThreads, sizeof(BackwardMemory),
-                 args);
-  });
+  launcher.run(additive_keys_kernel, tiles, kThreads, sizeof(BackwardMemory), args);
 }
 
 }  // namespace fastattn::cuda

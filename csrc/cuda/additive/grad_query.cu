@@ -36,11 +36,10 @@ FASTATTN_DEVICE void add_query_gradient(const BackwardArgs& a, const Place& at,
   }
 }
 
-template <ScoreKind kScore>
 FASTATTN_DEVICE void write_query_gradient(const BackwardArgs& a, const Place& at, float* sums) {
   const View& to = a.p.grad_q;
-  constexpr float kFactor = kScore == ScoreKind::kGaussian ? -1.f : 4.f;
-  const int64_t head = weights_head<kScore>(tiles_of(a), at);
+  const float factor = is_gaussian(a.p) ? -1.f : 4.f;
+  const int64_t head = weights_head(tiles_of(a), at);
   const float* const weights = workspace(a) + a.plan.panels.weights + head * a.plan.panels.dims;
   for (int64_t stage = 0; stage < a.plan.panels.stages; ++stage) {
     const int64_t d0 = stage * kStage + own_dim0();
@@ -51,7 +50,7 @@ FASTATTN_DEVICE void write_query_gradient(const BackwardArgs& a, const Place& at
       const int64_t offset = offset_of(to, at.b, at.h, at.i0 + own_row0() + r, d0);
       for (int d = 0; d < kOwn && d0 + d < a.p.D; ++d)
         with_dtype(to.dtype, [&](auto type) {
-          store_as<type>(to.data, offset + d * to.stride_c, kFactor * weights[d0 + d] * sum[d]);
+          store_as<type>(to.data, offset + d * to.stride_c, factor * weights[d0 + d] * sum[d]);
         });
     }
   }
@@ -73,7 +72,6 @@ FASTATTN_DEVICE void write_weight_gradient(const BackwardArgs& a, float* sums, f
   }
 }
 
-template <ScoreKind kScore>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_queries_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -97,9 +95,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights, ds;
-    gradient_tile<kScore>(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
+    gradient_tile(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
     store_ds(ds, memory);
-    if constexpr (kScore == ScoreKind::kGaussian) {
+    if (is_gaussian(p)) {
       add_query_gradient<Loop::kDifferences>(a, at, memory, sums());
     } else if (is_direct(tiles_of(a), at)) {
       add_query_gradient<Loop::kDirect>(a, at, memory, sums());
@@ -108,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   }
 
-  write_query_gradient<kScore>(a, at, sums());
+  write_query_gradient(a, at, sums());
   write_weight_gradient(a, sums(), memory.stage.queries);
 }
 
@@ -135,10 +133,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 void launch_grad_query(const BackwardArgs& args, Launcher& launcher) {
   const BackwardParams& p = args.p;
   const int64_t tiles = p.B * p.H * args.plan.panels.tiles_m;
-  with_score(p, [&](auto score) {
-    launcher.run(additive_queries_kernel<score>, tiles, kThreads, kSharedWithoutWeights,
-                 args);
-  });
+  launcher.run(additive_queries_kernel, tiles, kThreads, kSharedWithoutWeights, args);
   if (p.grad_w != nullptr)
     launcher.run(additive_weight_gradient_kernel, p.B * p.H, kThreads, 0, args);
 }

@@ -2,8 +2,6 @@
 // workspace. A plan depends only on the shape, the score and the wanted results.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/tile/bias_parts.cuh"
 #include "cuda/tile/few_queries.h"
 #include "cuda/tile/line.cuh"
@@ -69,14 +67,6 @@ FASTATTN_FN void take_panels(const AttentionParams& p, bool backward, Panels* pa
   panels->keys = take(used, p.B * p.Hkv * panels->tiles_n * panels->panel);
   panels->queries = take(used, query_panels);
   panels->gradient_queries = take(used, backward ? query_panels : 0);
-}
-
-// Calls f(score) with the score of a problem as a compile-time constant.
-template <typename F>
-void with_score(const AttentionParams& p, F f) {
-  constexpr std::integral_constant<ScoreKind, ScoreKind::kAdditive> kAdditive{};
-  constexpr std::integral_constant<ScoreKind, ScoreKind::kGaussian> kGaussian{};
-  is_gaussian(p) ? f(kGaussian) : f(kAdditive);
 }
 
 // ---- forward ----

@@ -100,10 +100,12 @@ FASTATTN_DEVICE void add_terms(const float* queries, const float* keys, const fl
   }
 }
 
-// The sum as a score. __fmul_rn rounds the product here, whatever follows. If the
-// compiler contracted the product with a subtraction, the largest of huge scores would differ from
-// the maximum made from the same score.
-FASTATTN_DEVICE float scaled_score(float sum, float scale) { return __fmul_rn(sum * kUnit, scale); }
+// The sum as a score. The unit is kUnit, or 1 for the gaussian score. __fmul_rn rounds the product
+// here, whatever follows. If the compiler contracted the product with a subtraction, the largest of
+// huge scores would differ from the maximum made from the same score.
+FASTATTN_DEVICE float scaled_score(float sum, float unit, float scale) {
+  return __fmul_rn(sum * unit, scale);
+}
 
 // ---- gradients ----
 //

@@ -38,9 +38,8 @@ FASTATTN_DEVICE bool is_direct(const AdditiveTiles& t, const Place& at) {
 
 // The index of a tile's units, weights and scale: the head, and for the gaussian score the head of
 // the batch.
-template <ScoreKind kScore>
 FASTATTN_DEVICE int64_t weights_head(const AdditiveTiles& t, const Place& at) {
-  return kScore == ScoreKind::kGaussian ? at.b * t.p.H + at.h : at.h;
+  return is_gaussian(t.p) ? at.b * t.p.H + at.h : at.h;
 }
 
 // Stages dims [d0, d0 + count) of the tile's queries as [dims][kTile]. A direct tile takes
@@ -85,12 +84,10 @@ FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slop
 // The logits of a tile. Sums have two levels, because one sum over all dims loses digits.
 // Begins with a barrier, so other threads may still read the stage before the call. Ends without a
 // barrier. `slopes`: see cap_tile().
-template <ScoreKind kScore>
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                 StageMemory& memory, Fragment& s, float* slopes = nullptr) {
-  constexpr bool kGaussian = kScore == ScoreKind::kGaussian;
-  const bool direct = kGaussian || is_direct(t, at);
-  const int64_t head = weights_head<kScore>(t, at);
+  const bool gaussian = is_gaussian(t.p), direct = is_direct(t, at);
+  const int64_t head = weights_head(t, at);
   const int64_t units = t.panels.units + head * t.panels.dims;
   const float* const halves = t.workspace + t.panels.halves + at.h * t.panels.stages;
   clear(s);
@@ -104,35 +101,33 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
     if (!warp_has_rows(at)) continue;
     Fragment sum;
     clear(sum);
-    if constexpr (kGaussian) {
+    if (gaussian) {
       add_squares(memory.queries, memory.keys, memory.units, count, sum);
     } else if (direct) {
       add_terms<true>(memory.queries, memory.keys, memory.units, count, sum);
     } else {
       add_terms<false>(memory.queries, memory.keys, memory.units, count, sum);
     }
-    const float half = kGaussian ? 0.f : halves[d0 / kStage];
+    const float half = gaussian ? 0.f : halves[d0 / kStage], sign = gaussian ? 1.f : -1.f;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int c = 0; c < kCols; ++c) s[r][c] += kGaussian ? sum[r][c] : half - sum[r][c];
+      for (int c = 0; c < kCols; ++c) s[r][c] += fmaf(sign, sum[r][c], half);
   }
-  const float scale = t.workspace[t.panels.scales + head];
+  const float scale = t.workspace[t.panels.scales + head], unit = gaussian ? 1.f : kUnit;
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
-    for (int c = 0; c < kCols; ++c)
-      s[r][c] = kGaussian ? __fmul_rn(s[r][c], scale) : scaled_score(s[r][c], scale);
+    for (int c = 0; c < kCols; ++c) s[r][c] = scaled_score(s[r][c], unit, scale);
   if (t.p.softcap != 0.f) cap_tile(t.p, s, slopes);
   make_logits<FragmentLayout>(t.p, at, bits, s);
 }
 
 // P of a tile, before dropout. `slopes`: see cap_tile().
-template <ScoreKind kScore>
 FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                   const float* stats, StageMemory& memory, Fragment& s,
                                   float* slopes = nullptr) {
-  score_tile<kScore>(t, at, bits, memory, s, slopes);
+  score_tile(t, at, bits, memory, s, slopes);
   known_weights(t.p, t.unit, at, bits, stats, s);
 }
 
@@ -178,7 +173,7 @@ FASTATTN_DEVICE void add_in_loop(const AdditiveTiles& t, const Place& at, int64_
                                  const OwnTile& own, const float* others, const float* ds,
                                  int count, OwnTile& acc, float (&weight)[kOwn]) {
   if constexpr (kLoop == Loop::kDifferences) {
-    const int64_t head = weights_head<ScoreKind::kGaussian>(t, at);
+    const int64_t head = weights_head(t, at);
     float ratios[kOwn];
 #pragma unroll
     for (int n = 0; n < kOwn; ++n)
