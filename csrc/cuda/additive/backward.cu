@@ -32,8 +32,7 @@ const char* additive_backward(const BackwardParams& p, void* stream) {
   const BackwardArgs args = {p, plan, make_spans(p, plan.spans, launcher), unit_of(p)};
   prepare_panels(p, args.plan.panels, static_cast<float*>(p.workspace), true, launcher);
   launch_delta(args, launcher);
-  launch_grad_query(args, launcher);
-  launch_grad_key(args, launcher);
+  launch_gradients(args, launcher);
   if (p.grad_bias.data != nullptr) launch_grad_bias(args, launcher);
   return launcher.error();
 }

@@ -73,11 +73,12 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
 // Turns scores into the ratios of a softcap. Writes the slopes to a tile unless `slopes`
 // is nullptr.
 FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slopes) {
+  const int first = opaque_here(row0()), col = opaque_here(col0());
   float row[kCols];
   cap_scores(p, s, [&](int n, float slope) {
     row[n % kCols] = slope;
     if (slopes != nullptr && n % kCols == kCols - 1)
-      store4(slopes, row0() + n / kCols, col0(), pack4(row));
+      store4(slopes, first + n / kCols, col, pack4(row));
   });
 }
 
@@ -133,61 +134,30 @@ FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepB
 
 // ---- gradients ----
 
-// Loads the rows and dims of a stage that this thread owns: kGradUnit E of queries or F of keys. If
-// `direct`, loads raw q or k.
-template <bool kOwnKeys>
-FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool direct, int64_t d0,
-                              OwnTile& own) {
-  const int64_t d = d0 + own_dim0();
+// Loads a dim of this thread's keys: F, or raw k if `direct`.
+FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool direct, int64_t d,
+                              int key0, OwnKeys& own) {
   if (direct) {
-    const View& view = kOwnKeys ? t.p.k : t.p.q;
-    const int rows = kOwnKeys ? at.cols : at.rows;
-    const int64_t offset = kOwnKeys ? offset_of(view, at.b, at.hkv, at.j0 + own_row0(), d)
-                                    : offset_of(view, at.b, at.h, at.i0 + own_row0(), d);
-    for (int r = 0; r < kOwn; ++r)
-      for (int c = 0; c < kOwn; ++c)
-        own[r][c] = own_row0() + r < rows && d + c < t.p.D
-                        ? load_element(view, offset + r * view.stride_r + c * view.stride_c)
-                        : 0.f;
+    int64_t where = opaque(offset_of(t.p.k, at.b, at.hkv, at.j0 + key0, d));
+    with_dtype(t.p.k.dtype, [&](auto type) {
+#pragma unroll
+      for (int n = 0; n < kWarpKeys; ++n, where += t.p.k.stride_r)
+        own[n] = key0 + n < at.cols && d < t.p.D ? load_as<type>(t.p.k.data, where) : 0.f;
+    });
     return;
   }
-  const int64_t tile = kOwnKeys ? key_tile(t, at) : query_tile(t, at);
-  const float* const panel =
-      t.workspace + (kOwnKeys ? t.panels.keys : t.panels.gradient_queries) + tile * t.panels.panel;
+  const float* const panel = t.workspace + t.panels.keys + key_tile(t, at) * t.panels.panel;
 #pragma unroll
-  for (int c = 0; c < kOwn; ++c) {
-    float rows[kOwn];
-    unpack4(*reinterpret_cast<const float4*>(panel + (d + c) * kTile + own_row0()), rows);
-#pragma unroll
-    for (int r = 0; r < kOwn; ++r) own[r][c] = rows[r];
-  }
+  for (int n = 0; n < kWarpKeys; n += 4)
+    unpack4(*reinterpret_cast<const float4*>(panel + d * kTile + key0 + n), own + n);
 }
 
 // The loop of the gradients: over the factors E and F, over raw q and k with an exponential per
 // pair and dim, or over differences.
 enum class Loop { kFactors, kDirect, kDifferences };
 
-// Runs the loop over own rows. `d` is the first owned dim, counted from dim 0 of the panel.
-template <Loop kLoop, bool kOwnKeys>
-FASTATTN_DEVICE void add_in_loop(const AdditiveTiles& t, const Place& at, int64_t d,
-                                 const OwnTile& own, const float* others, const float* ds,
-                                 int count, OwnTile& acc, float (&weight)[kOwn]) {
-  if constexpr (kLoop == Loop::kDifferences) {
-    const int64_t head = weights_head(t, at);
-    float ratios[kOwn];
-#pragma unroll
-    for (int n = 0; n < kOwn; ++n)
-      ratios[n] = t.workspace[t.panels.units + head * t.panels.dims + d + n];
-    add_differences<kOwnKeys>(own, ratios, others, ds, count, acc, weight);
-  } else {
-    add_gradient<kLoop == Loop::kDirect, kOwnKeys>(own, others, ds, count, acc, weight);
-  }
-}
-
-// The factor of a sum over a tile, besides the weights and unit_of_ds().
-template <Loop kLoop>
-FASTATTN_DEVICE float tile_factor(float own) {
-  return kLoop == Loop::kFactors ? own : kLoop == Loop::kDirect ? 1.f : 1.f / kGradUnit;
+FASTATTN_DEVICE float ratio_of_dim(const AdditiveTiles& t, const Place& at, int64_t d) {
+  return t.workspace[t.panels.units + weights_head(t, at) * t.panels.dims + d];
 }
 
 // One of the sums that a thread adds to, tile after tile. The sums are too many for registers, so
