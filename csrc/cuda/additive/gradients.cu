@@ -165,12 +165,13 @@ FASTATTN_DEVICE void add_gradients(const BackwardArgs& a, const Place& at, Backw
       for (int n = 0; n < kOwnSlots; ++n) {
         const int i = row0 + 4 * n;
         if (dim >= count || i >= at.rows) break;
-        float other[4], of_queries[4] = {};
+        float other[4], of_queries[4] = {}, share = 0.f;
         unpack4(load4(memory.stage.queries, dim, i), other);
         if (owns && kLoop == Loop::kDifferences)
-          add_differences(own, key0, ratio, other, memory.ds, i, of_keys, of_queries, weight);
+          add_differences(own, key0, ratio, other, memory.ds, i, of_keys, of_queries, share);
         if (owns && kLoop != Loop::kDifferences)
-          add_gradient<kDirect>(own, key0, other, memory.ds, i, of_keys, of_queries, weight);
+          add_gradient<kDirect>(own, key0, other, memory.ds, i, of_keys, of_queries, share);
+        weight += share;  // sums have two levels: one over the whole tile loses digits
         if (turn > 0) {
           float before[4];
           unpack4(load4(passing, dim, i), before);
