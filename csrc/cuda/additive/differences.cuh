@@ -32,23 +32,25 @@ FASTATTN_DEVICE void add_squares(const float* queries, const float* keys, const 
   }
 }
 
-// Adds g to dq of queries [i, i + 4) and to dk of own keys, and g x to `sum`. Where dS is 0, x
+// Adds g to dq of queries [i, i + 4) and to dk of own keys, and g x to `sums`. Where dS is 0, x
 // counts as 0, so a masked or infinitely distant key does not affect a gradient.
-FASTATTN_DEVICE void add_differences(const OwnKeys& own, int key0, float ratio,
-                                     const float (&other)[4], const float* ds, int i,
-                                     OwnKeys& of_keys, float (&of_queries)[4], float& sum) {
+FASTATTN_DEVICE void add_differences(const OwnTile& own, int key0, const float (&ratios)[kOwnDims],
+                                     const Quads& other, const float* ds, int i, OwnTile& of_keys,
+                                     Quads& of_queries, float (&sums)[kOwnDims]) {
 #pragma unroll
-  for (int k = 0; k < kWarpKeys; ++k) {
+  for (int k = 0; k < kOwnKeys; ++k) {
     float pair[4];
     load_ds(ds, key0, k, i, pair);
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      const float x = pair[s] == 0.f ? 0.f : other[s] - own[k];
-      const float g = pair[s] * (x * ratio);
-      of_queries[s] += g;
-      of_keys[k] += g;
-      sum += g * x;
-    }
+    for (int s = 0; s < 4; ++s)
+#pragma unroll
+      for (int d = 0; d < kOwnDims; ++d) {
+        const float x = pair[s] == 0.f ? 0.f : other[d][s] - own[d][k];
+        const float g = pair[s] * (x * ratios[d]);
+        of_queries[d][s] += g;
+        of_keys[d][k] += g;
+        sums[d] += g * x;
+      }
   }
 }
 

@@ -7,8 +7,8 @@
 //       S, dP -> W, dS     dS passes through shared memory, transposed
 //       dV += W^T dO
 //       for stages of dims
-//         g -> dk, dw      in registers: a thread owns one dim of kWarpKeys keys
-//           -> dq          each warp adds to the sums of another warp's rows in turn
+//         g -> dk, dw      in registers: a thread owns kOwnDims dims of kOwnKeys keys
+//           -> dq          in shared memory: groups of 16 lanes have the tile's rows by turns
 #include "cuda/additive/backward.cuh"
 
 namespace fastattn::cuda {
@@ -55,10 +55,10 @@ FASTATTN_DEVICE float* own_key_sums(const BackwardArgs& a, const Place& at) {
   const Slices own = own_slices(a);
   return key_sums(a, own.head, own.m, at.j0 / kTile);
 }
-// This thread's dw of its dim of a stage.
-FASTATTN_DEVICE float& own_weight_sum(const BackwardArgs& a, int64_t stage) {
-  const int64_t first = own_block() * a.plan.panels.stages + stage;
-  return workspace(a)[a.plan.sums_w + first * kThreads + thread()];
+// This thread's dw of its dims of a stage.
+FASTATTN_DEVICE float2& own_weight_sum(const BackwardArgs& a, int64_t stage) {
+  const int64_t first = (own_block() * a.plan.panels.stages + stage) * kThreads;
+  return reinterpret_cast<float2*>(workspace(a) + a.plan.sums_w)[first + thread()];
 }
 
 FASTATTN_DEVICE void clear_own(const BackwardArgs& a, const Slices& own) {
@@ -67,7 +67,8 @@ FASTATTN_DEVICE void clear_own(const BackwardArgs& a, const Slices& own) {
     clear_sums(query_sums(a, own.head, own.n, tile), panels.stages * kOwnSlots);
   for (int64_t tile = own.n; tile < panels.tiles_n; tile += a.plan.slices_n)
     clear_sums(key_sums(a, own.head, own.m, tile), value_slot(a, ceil_div(a.p.E, kTile) * kTile));
-  for (int64_t stage = 0; stage < panels.stages; ++stage) own_weight_sum(a, stage) = 0.f;
+  for (int64_t stage = 0; stage < panels.stages; ++stage)
+    own_weight_sum(a, stage) = make_float2(0.f, 0.f);
 }
 
 // ---- dV ----
@@ -111,9 +112,15 @@ FASTATTN_DEVICE void add_half_value_gradient(const BackwardArgs& a, const Place&
 
 // ---- dq, dk and dw ----
 
-// The rows of a warp with keys from key0 on, in each of its turns.
-FASTATTN_DEVICE int turn_row0(int key0, int turn) { return (key0 + turn * kWarpKeys) % kTile; }
-FASTATTN_DEVICE int last_row0(int key0) { return turn_row0(key0, kWarps - 1); }
+// The rows of a group in each of its turns.
+FASTATTN_DEVICE int turn_row0(int key0, int turn) { return (key0 + turn * kOwnKeys) % kTile; }
+FASTATTN_DEVICE int last_row0(int key0) { return turn_row0(key0, kOwnGroups - 1); }
+
+// A slot holds four rows or keys of a dim.
+FASTATTN_DEVICE int row_of_slot(int slot) { return slot % kOwnSlots / kOwnDims * 4; }
+FASTATTN_DEVICE int64_t dim_of_slot(int slot) {
+  return slot / kOwnSlots * kStage + own_dim0(lane()) + slot % kOwnDims;
+}
 
 // The factor of a sum over a tile, besides the weights and unit_of_ds(). `factor`: E or F.
 template <Loop kLoop>
@@ -121,22 +128,63 @@ FASTATTN_DEVICE float tile_factor(float factor) {
   return kLoop == Loop::kFactors ? factor : kLoop == Loop::kDirect ? 1.f : 1.f / kGradUnit;
 }
 
-// Adds the passing sums of the rows of this thread's last turn to dq.
+FASTATTN_DEVICE void load_quads(const float* tile, int dim, int i, Quads& to) {
+#pragma unroll
+  for (int d = 0; d < kOwnDims; ++d) unpack4(load4(tile, dim + d, i), to[d]);
+}
+
+// Passes this thread's sums of four rows on, behind those of the groups that came before.
+FASTATTN_DEVICE void pass_on(bool first, int dim, int i, Quads& sums, float* passing) {
+  Quads before = {};
+  if (!first) load_quads(passing, dim, i, before);
+#pragma unroll
+  for (int d = 0; d < kOwnDims; ++d) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) sums[d][x] += before[d][x];
+    store4(passing, dim + d, i, pack4(sums[d]));
+  }
+}
+
+// Adds a tile's share to dq: passing sums of the rows of this thread's last turn.
 template <Loop kLoop>
-FASTATTN_DEVICE void add_query_sums(const BackwardArgs& a, const Place& at, BackwardMemory& memory,
-                                    int64_t stage, int dim, int key0, float unit) {
+FASTATTN_DEVICE void add_to_queries(const BackwardArgs& a, const Place& at, BackwardMemory& memory,
+                                    int64_t slot, int dim, int key0, float unit) {
   float* const sums = own_query_sums(a, at);
 #pragma unroll
-  for (int n = 0; n < kOwnSlots; ++n) {
-    const int i = last_row0(key0) + 4 * n;
+  for (int n = 0; n < kOwnKeys; n += 4) {
+    const int i = last_row0(key0) + n;
     if (i >= at.rows) return;
-    float sum[4], factor[4];
-    unpack4(load4(memory.stage.keys, dim, i), sum);
-    unpack4(load4(memory.stage.queries, dim, i), factor);
+    Quads sum, factor;
+    load_quads(memory.stage.keys, dim, i, sum);
+    load_quads(memory.stage.queries, dim, i, factor);
 #pragma unroll
-    for (int x = 0; x < 4; ++x) sum[x] *= tile_factor<kLoop>(factor[x]) * unit;
-    add_to_sum(sums, stage * kOwnSlots + n, sum);
+    for (int d = 0; d < kOwnDims; ++d) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) sum[d][x] *= tile_factor<kLoop>(factor[d][x]) * unit;
+      add_to_sum(sums, slot + n / 4 * kOwnDims + d, sum[d]);
+    }
   }
+}
+
+// Adds a tile's share to dk and dw.
+template <Loop kLoop>
+FASTATTN_DEVICE void add_to_keys(const BackwardArgs& a, const Place& at, int64_t slot,
+                                 const OwnTile& own, const OwnTile& of_keys,
+                                 const float (&weight)[kOwnDims], float unit) {
+  float* const sums = own_key_sums(a, at);
+#pragma unroll
+  for (int n = 0; n < kOwnKeys; n += 4)
+#pragma unroll
+    for (int d = 0; d < kOwnDims; ++d) {
+      float sum[4];
+#pragma unroll
+      for (int x = 0; x < 4; ++x)
+        sum[x] = of_keys[d][n + x] * (tile_factor<kLoop>(own[d][n + x]) * unit);
+      add_to_sum(sums, slot + n / 4 * kOwnDims + d, sum);
+    }
+  float2& sum = own_weight_sum(a, slot / kOwnSlots);
+  sum.x += weight[0] * (unit * (1.f / kGradUnit));
+  sum.y += weight[1] * (unit * (1.f / kGradUnit));
 }
 
 // Adds a tile's share of dq and dk, without the factor 4 w (gaussian: -c r and c r), and of dw.
@@ -151,50 +199,35 @@ FASTATTN_DEVICE void add_gradients(const BackwardArgs& a, const Place& at, Backw
     stage_queries(tiles, at, tiles.panels.gradient_queries, kDirect, d0, count,
                   memory.stage.queries);
     __syncthreads();
-    const int dim = own_dim(opaque_here(lane())), key0 = opaque_here(own_key0());
+    const int dim = own_dim0(opaque_here(lane())), key0 = opaque_here(own_key0());
     const bool owns = dim < count && key0 < at.cols;
-    OwnKeys own, of_keys = {};
-    float weight = 0.f, ratio = 0.f;
+    OwnTile own, of_keys = {};
+    float weight[kOwnDims] = {}, ratios[kOwnDims];
     if (owns) load_own(tiles, at, kDirect, d0 + dim, key0, own);
-    if (kLoop == Loop::kDifferences && owns) ratio = ratio_of_dim(tiles, at, d0 + dim);
-    const float unit = unit_of_ds(memory);
+    if (kLoop == Loop::kDifferences && owns) load_ratios(tiles, at, d0 + dim, ratios);
 #pragma unroll 1
-    for (int turn = 0; turn < kWarps; ++turn) {
-      const int row0 = turn_row0(key0, turn);
+    for (int turn = 0; turn < kOwnGroups; ++turn) {
+      if (turn > 0) __syncthreads();
 #pragma unroll 1
-      for (int n = 0; n < kOwnSlots; ++n) {
-        const int i = row0 + 4 * n;
+      for (int n = 0; n < kOwnKeys; n += 4) {
+        const int i = turn_row0(key0, turn) + n;
         if (dim >= count || i >= at.rows) break;
-        float other[4], of_queries[4] = {}, share = 0.f;
-        unpack4(load4(memory.stage.queries, dim, i), other);
+        Quads other, of_queries = {};
+        float share[kOwnDims] = {};
+        load_quads(memory.stage.queries, dim, i, other);
         if (owns && kLoop == Loop::kDifferences)
-          add_differences(own, key0, ratio, other, memory.ds, i, of_keys, of_queries, share);
+          add_differences(own, key0, ratios, other, memory.ds, i, of_keys, of_queries, share);
         if (owns && kLoop != Loop::kDifferences)
           add_gradient<kDirect>(own, key0, other, memory.ds, i, of_keys, of_queries, share);
-        weight += share;  // sums have two levels: one over the whole tile loses digits
-        if (turn > 0) {
-          float before[4];
-          unpack4(load4(passing, dim, i), before);
-#pragma unroll
-          for (int x = 0; x < 4; ++x) of_queries[x] += before[x];
-        }
-        store4(passing, dim, i, pack4(of_queries));
+        // Sums have two levels, because one sum over the whole tile loses digits.
+        weight[0] += share[0], weight[1] += share[1];
+        pass_on(turn == 0, dim, i, of_queries, passing);
       }
-      if (turn < kWarps - 1) __syncthreads();
     }
-    if (dim >= count) continue;
-    add_query_sums<kLoop>(a, at, memory, d0 / kStage, dim, key0, unit);
-    if (!owns) continue;
-    float* const sums = own_key_sums(a, at);
-#pragma unroll
-    for (int n = 0; n < kOwnSlots; ++n) {
-      float part[4];
-#pragma unroll
-      for (int x = 0; x < 4; ++x)
-        part[x] = of_keys[4 * n + x] * (tile_factor<kLoop>(own[4 * n + x]) * unit);
-      add_to_sum(sums, d0 / kStage * kOwnSlots + n, part);
-    }
-    own_weight_sum(a, d0 / kStage) += weight * (unit * (1.f / kGradUnit));
+    const float unit = unit_of_ds(memory);
+    const int64_t slot = d0 / kStage * kOwnSlots;
+    if (dim < count) add_to_queries<kLoop>(a, at, memory, slot, dim, key0, unit);
+    if (owns) add_to_keys<kLoop>(a, at, slot, own, of_keys, weight, unit);
   }
 }
 
@@ -204,12 +237,13 @@ FASTATTN_DEVICE void write_weight_part(const BackwardArgs& a, float* staged) {
   float* const to = workspace(a) + a.plan.weights + blockIdx.x * panels.dims;
   for (int64_t stage = 0; stage < panels.stages; ++stage) {
     __syncthreads();
-    staged[thread()] = own_weight_sum(a, stage);
+    const int place = own_group() * kStage + own_dim0(lane());
+    *reinterpret_cast<float2*>(staged + place) = own_weight_sum(a, stage);
     __syncthreads();
-    const int64_t d = stage * kStage + own_dim(lane());
-    if (warp() > 0 || d >= panels.dims) continue;
+    const int64_t d = stage * kStage + thread();
+    if (thread() >= kStage || d >= panels.dims) continue;
     float sum = 0.f;
-    for (int n = 0; n < kWarps; ++n) sum += staged[n * 32 + lane()];
+    for (int n = 0; n < kOwnGroups; ++n) sum += staged[n * kStage + thread()];
     to[d] = sum;
   }
 }
@@ -316,11 +350,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   float* const parts = query_sums(a, at.b * a.p.H + at.h, 0, at.i0 / kTile);
   const float factor = is_gaussian(a.p) ? -1.f : 4.f;
   for (int slot = 0; slot < panels.stages * kOwnSlots; ++slot) {
-    const int d = slot / kOwnSlots * kStage + own_dim(lane());
+    const int64_t d = dim_of_slot(slot);
     float sum[4] = {};
     add_parts(parts, a.plan.slices_n, stride, slot, sum);
     for (float& x : sum) x *= d < a.p.D ? factor * weights_of(a, at)[d] : 0.f;
-    write_rows(a.p.grad_q, offset, last_row0(own_key0()) + slot % kOwnSlots * 4, at.rows, d, a.p.D,
+    write_rows(a.p.grad_q, offset, last_row0(own_key0()) + row_of_slot(slot), at.rows, d, a.p.D,
                sum);
   }
 }
@@ -353,7 +387,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t offset = offset_of(p.grad_k, b, hkv, j0, 0);
   const float factor = is_gaussian(p) ? 1.f : 4.f;
   for (int slot = 0; slot < panels.stages * kOwnSlots; ++slot) {
-    const int d = slot / kOwnSlots * kStage + own_dim(lane());
+    const int64_t d = dim_of_slot(slot);
     float sum[4] = {};
     for (int64_t g = 0; g < group; ++g) {
       float of_one[4] = {};
@@ -363,7 +397,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
       for (int n = 0; n < 4; ++n) sum[n] += weight * of_one[n];
     }
-    write_rows(p.grad_k, offset, own_key0() + slot % kOwnSlots * 4, at.cols, d, p.D, sum);
+    write_rows(p.grad_k, offset, own_key0() + row_of_slot(slot), at.cols, d, p.D, sum);
   }
   has_halves(p) ? write_value_gradient<QueryRows>(a, at, parts)
                 : write_value_gradient<FragmentLayout>(a, at, parts);

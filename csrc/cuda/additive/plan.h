@@ -104,7 +104,7 @@ struct AdditiveBackwardPlan {
   int64_t slices_m, slices_n;
   int64_t sums_q;  // [B][H][slices_n][tiles_m][block_q]: parts of dq, as blocks add them (own_sum)
   int64_t sums_k;  // [B][H][slices_m][tiles_n][block_k]: of dk and dV
-  int64_t sums_w;  // [B][H][slices_m][slices_n][stages][kThreads]: of dw
+  int64_t sums_w;  // [B][H][slices_m][slices_n][stages][kThreads][kOwnDims]: of dw
   int64_t block_q, block_k;
   int64_t weights;  // [B][H][slices_m][slices_n][dims]: dw of each block
 
@@ -162,7 +162,7 @@ FASTATTN_FN AdditiveBackwardPlan plan_additive_backward(const BackwardParams& p)
   plan.delta = take(&used, p.B * p.H * p.M);
   plan.sums_q = take(&used, heads * plan.slices_n * panels.tiles_m * plan.block_q);
   plan.sums_k = take(&used, heads * plan.slices_m * panels.tiles_n * plan.block_k);
-  plan.sums_w = take(&used, blocks * panels.stages * kThreads);
+  plan.sums_w = take(&used, blocks * panels.stages * kThreads * kOwnDims);
   plan.weights = take(&used, blocks * panels.dims);
   if (p.grad_bias.data != nullptr) plan_bias(p, &plan, &used);
   plan.spans = take(&used, span_floats(p));

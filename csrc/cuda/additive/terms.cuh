@@ -115,16 +115,19 @@ FASTATTN_DEVICE float scaled_score(float sum, float unit, float scale) {
 //   dq_id = 4 w_d E_id sum_j dS_ij F_jd u_ijd^2      dk_jd = 4 w_d F_jd sum_i dS_ij E_id u_ijd^2
 //   dw_d = sum_ij dS_ij tanh_ijd
 //
-// One loop serves dq, dk and dw. A thread owns one dim of kWarpKeys keys, in registers. It runs
-// over the queries, four at a time. y0 = x1 / (x0 x1) = u0 / kGradUnit. The stored dS has a factor
-// kGradUnit, which cancels that of one y. E has another kGradUnit, which cancels that of the other
-// y. The result has no power of kGradUnit left.
+// One loop serves dq, dk and dw. A thread owns kOwnDims dims of kOwnKeys keys, in registers. It
+// runs over the queries, four at a time. Two dims share a reciprocal, so that no pair depends on
+// another: y0 = x1 / (x0 x1) = u0 / kGradUnit. The stored dS has a factor kGradUnit, which cancels
+// that of one y. E has another kGradUnit, which cancels that of the other y. The result has no
+// power of kGradUnit left.
 
-using OwnKeys = float[kWarpKeys];
+using OwnTile = float[kOwnDims][kOwnKeys];
+using Quads = float[kOwnDims][4];  // of four queries
 
-FASTATTN_DEVICE int own_key0() { return warp() * kWarpKeys; }
-// Neighbouring lanes have dims 4 apart, whose elements lie in different banks.
-FASTATTN_DEVICE int own_dim(int lane) { return lane % 8 * 4 + lane / 8; }
+FASTATTN_DEVICE int own_group() { return thread() / kOwnLanes; }
+FASTATTN_DEVICE int own_key0() { return own_group() * kOwnKeys; }
+// The first of the dims. Those of eight neighbouring lanes are 4 apart: in different banks.
+FASTATTN_DEVICE int own_dim0(int lane) { return lane % 8 * 4 + lane / 8 % 2 * kOwnDims; }
 
 // kGradUnit E F. The result is always finite, because a NaN must not reach masked pairs. A NaN of a
 // kept pair reaches the gradients through dS.
@@ -153,30 +156,33 @@ FASTATTN_DEVICE void load_ds(const float* ds, int key0, int k, int i, float (&pa
 // Adds kGradUnit dS tanh to `weight`, as kGradUnit dS (E F - 1) u. This form is accurate relative
 // to tanh, and 1 - 2 u is not.
 template <bool kDirect>
-FASTATTN_DEVICE void add_gradient(const OwnKeys& own, int key0, const float (&other)[4],
-                                  const float* ds, int i, OwnKeys& of_keys, float (&of_queries)[4],
-                                  float& weight) {
+FASTATTN_DEVICE void add_gradient(const OwnTile& own, int key0, const Quads& other, const float* ds,
+                                  int i, OwnTile& of_keys, Quads& of_queries,
+                                  float (&weight)[kOwnDims]) {
 #pragma unroll
-  for (int k = 0; k < kWarpKeys; ++k) {
+  for (int k = 0; k < kOwnKeys; ++k) {
     float pair[4];
     load_ds(ds, key0, k, i, pair);
 #pragma unroll
-    for (int s = 0; s < 4; s += 2) {
-      const float a0 = gradient_product<kDirect>(own[k], other[s]);
-      const float a1 = gradient_product<kDirect>(own[k], other[s + 1]);
-      const float x0 = a0 + kGradUnit, x1 = a1 + kGradUnit;
-      const float reciprocal = rcp_approx(x0 * x1);
-      const float y0 = reciprocal * x1, y1 = reciprocal * x0;
-      const float z0 = pair[s] * y0, z1 = pair[s + 1] * y1;
-      const float g0 = kDirect ? z0 * y0 * a0 : z0 * y0, g1 = kDirect ? z1 * y1 * a1 : z1 * y1;
-      of_queries[s] += kDirect ? g0 : g0 * own[k];
-      of_queries[s + 1] += kDirect ? g1 : g1 * own[k];
-      of_keys[k] += kDirect ? g0 : g0 * other[s];
-      of_keys[k] += kDirect ? g1 : g1 * other[s + 1];
-      weight += z0 * (a0 - kGradUnit);
-      weight += z1 * (a1 - kGradUnit);
+    for (int s = 0; s < 4; ++s) {
+      float a[kOwnDims], x[kOwnDims];
+#pragma unroll
+      for (int d = 0; d < kOwnDims; ++d) {
+        a[d] = gradient_product<kDirect>(own[d][k], other[d][s]);
+        x[d] = a[d] + kGradUnit;
+      }
+      const float reciprocal = rcp_approx(x[0] * x[1]);
+#pragma unroll
+      for (int d = 0; d < kOwnDims; ++d) {
+        const float y = reciprocal * x[1 - d], z = pair[s] * y;
+        const float g = kDirect ? z * y * a[d] : z * y;
+        of_queries[d][s] += kDirect ? g : g * own[d][k];
+        of_keys[d][k] += kDirect ? g : g * other[d][s];
+        weight[d] += z * (a[d] - kGradUnit);
+      }
     }
   }
 }
+static_assert(kOwnDims == 2);
 
 }  // namespace fastattn::cuda

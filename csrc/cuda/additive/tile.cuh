@@ -134,30 +134,39 @@ FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepB
 
 // ---- gradients ----
 
-// Loads a dim of this thread's keys: F, or raw k if `direct`.
+// Loads the dims from d on of a group's keys: F, or raw k if `direct`.
 FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool direct, int64_t d,
-                              int key0, OwnKeys& own) {
+                              int key0, OwnTile& own) {
   if (direct) {
-    int64_t where = opaque(offset_of(t.p.k, at.b, at.hkv, at.j0 + key0, d));
+    const int64_t first = opaque(offset_of(t.p.k, at.b, at.hkv, at.j0 + key0, d));
     with_dtype(t.p.k.dtype, [&](auto type) {
 #pragma unroll
-      for (int n = 0; n < kWarpKeys; ++n, where += t.p.k.stride_r)
-        own[n] = key0 + n < at.cols && d < t.p.D ? load_as<type>(t.p.k.data, where) : 0.f;
+      for (int x = 0; x < kOwnDims; ++x) {
+        int64_t where = first + x * t.p.k.stride_c;
+#pragma unroll
+        for (int n = 0; n < kOwnKeys; ++n, where += t.p.k.stride_r)
+          own[x][n] = key0 + n < at.cols && d + x < t.p.D ? load_as<type>(t.p.k.data, where) : 0.f;
+      }
     });
     return;
   }
   const float* const panel = t.workspace + t.panels.keys + key_tile(t, at) * t.panels.panel;
 #pragma unroll
-  for (int n = 0; n < kWarpKeys; n += 4)
-    unpack4(*reinterpret_cast<const float4*>(panel + d * kTile + key0 + n), own + n);
+  for (int x = 0; x < kOwnDims; ++x)
+#pragma unroll
+    for (int n = 0; n < kOwnKeys; n += 4)
+      unpack4(*reinterpret_cast<const float4*>(panel + (d + x) * kTile + key0 + n), own[x] + n);
 }
 
 // The loop of the gradients: over the factors E and F, over raw q and k with an exponential per
 // pair and dim, or over differences.
 enum class Loop { kFactors, kDirect, kDifferences };
 
-FASTATTN_DEVICE float ratio_of_dim(const AdditiveTiles& t, const Place& at, int64_t d) {
-  return t.workspace[t.panels.units + weights_head(t, at) * t.panels.dims + d];
+FASTATTN_DEVICE void load_ratios(const AdditiveTiles& t, const Place& at, int64_t d,
+                                 float (&ratios)[kOwnDims]) {
+  const int64_t first = t.panels.units + weights_head(t, at) * t.panels.dims + d;
+#pragma unroll
+  for (int n = 0; n < kOwnDims; ++n) ratios[n] = t.workspace[first + n];
 }
 
 // One of the sums that a thread adds to, tile after tile. The sums are too many for registers, so

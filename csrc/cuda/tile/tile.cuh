@@ -17,10 +17,13 @@ constexpr int kRowLanes = kTile / kCols;  // lanes that share their rows
 constexpr int kStageFloats = kStage * kTile;
 static_assert(kRows * kCols * kThreads == kTile * kTile);
 
-// A stage of dims of a tile may also be split by keys and dims: a lane has a dim, a warp has keys.
-constexpr int kWarpKeys = kTile / kWarps;
-constexpr int kOwnSlots = kWarpKeys / 4;  // of a thread's sums, four a slot
-static_assert(kStage == 32);
+// A stage of dims of a tile may also be split by keys and dims: a group of kOwnLanes lanes shares
+// kOwnKeys keys, and each lane has kOwnDims dims of them.
+constexpr int kOwnDims = 2;
+constexpr int kOwnLanes = kStage / kOwnDims, kOwnGroups = kThreads / kOwnLanes;
+constexpr int kOwnKeys = kTile / kOwnGroups;
+constexpr int kOwnSlots = kOwnDims * kOwnKeys / 4;  // of a thread's sums, four a slot
+static_assert(kOwnLanes == 16 && kOwnKeys == 8);
 
 using Fragment = float[kRows][kCols];
 
