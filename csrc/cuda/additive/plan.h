@@ -135,9 +135,9 @@ FASTATTN_FN void plan_bias(const BackwardParams& p, AdditiveBackwardPlan* plan, 
 }
 
 // Enough blocks to keep a GPU busy, in bounded space: parts are at most kMaxSlices times as large
-// as the gradients, or as those of the longer side. The number is fixed, so that sums do not depend
-// on the device.
-constexpr int64_t kGradientBlocks = 1024, kMaxSlices = 16;
+// as the gradients of the longer side. The number is fixed, so that sums do not depend on the
+// device.
+constexpr int64_t kGradientBlocks = 512, kMaxSlices = 16;
 
 FASTATTN_FN void plan_slices(const BackwardParams& p, AdditiveBackwardPlan* plan) {
   const int64_t tiles_m = plan->panels.tiles_m, tiles_n = plan->panels.tiles_n;
