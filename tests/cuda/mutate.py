@@ -136,7 +136,7 @@ MISTAKES = [
     of_one_pass("dw of one group", "n < kOwnGroups; ++n) sum", "n < 1; ++n) sum"),
     of_one_pass("dims of a neighbour", "lane / 8 % 2 * kOwnDims", "lane / 8 % 2",
                 "additive/terms.cuh"),
-    of_one_pass("a dim's reciprocal for the other one", "reciprocal * x[1 - d]", "reciprocal * x[d]",
+    of_one_pass("the other dim's reciprocal", "reciprocal * x[1 - d]", "reciprocal * x[d]",
                 "additive/terms.cuh"),
     of_warpgroups(
         "a descriptor: the distance between groups of rows",

@@ -1,7 +1,8 @@
 """How many tiles the backward pass in CUDA C++ visits, counted by the simulator.
 
-The dot product makes dK and dV by tiles of keys. Each must visit the query tiles that keep a key of it, and no
-others: the work on packed documents grows with their pairs, and not with the square of their sum.
+The dot product makes dK and dV by tiles of keys. Each must visit the query tiles that keep a key
+of it, and no others: the work on packed documents grows with their pairs, and not with the square
+of their sum.
 """
 
 import ctypes

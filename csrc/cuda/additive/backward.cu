@@ -12,10 +12,9 @@
 //   grad_bias.cu   a block per (tile, slice of b, h); sums in order afterwards
 //
 // dS passes through shared memory, from the fragments of a tile to the threads that own (j, d). The
-// sums of a block over its tiles lie in the workspace. Only one thread reads and writes a given sum,
-// so there are no atomics, and every sum has one order. A bias computes scores again, because no
-// array of size M N may be stored. Dao et al., "FlashAttention", 2022, appendix
-// B.
+// sums of a block over its tiles lie in the workspace. Only one thread reads and writes a given
+// sum, so there are no atomics, and every sum has one order. A bias computes scores again, because
+// no array of size M N may be stored. Dao et al., "FlashAttention", 2022, appendix B.
 #include "cuda/additive/backward.cuh"
 #include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"
