@@ -7,9 +7,10 @@
 // what it points to has changed.
 //
 // Outputs may be uninitialised: every element is written. Any dim may be 0. There are no atomics:
-// results do not depend on timing or on the rest of the batch. Every call returns nullptr, or the
-// error of launching its kernels; it does not wait for them. The current device must be that of the
-// tensors; `stream` is a cudaStream_t.
+// results do not depend on timing. Those of forward do not depend on the rest of the batch;
+// gradients may, by rounding. Every call returns nullptr, or the error of launching its kernels; it
+// does not wait for them. The current device must be that of the tensors; `stream` is a
+// cudaStream_t.
 #pragma once
 
 #include "problem/params.h"

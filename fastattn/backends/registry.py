@@ -74,7 +74,7 @@ WGMMA_WAITS = (
     "a gradient cuda would be first"
 )
 FEW_WAITS = (
-    "triton before cuda: its backward pass of up to 16 queries splits the keys over programs; "
+    "triton before cuda: its backward pass has tiles of 16 queries where there are so few; "
     "without a gradient cuda would be first"
 )
 WGMMA_MASKS = "triton before cuda: its path of warpgroups takes every tile as a masked one, for {}"
@@ -90,7 +90,7 @@ def in_order(p: Problem) -> list[str]:
 def _few_additive(p: Problem) -> bool:
     """Whether cuda's additive forward pass comes first, and not its backward pass.
 
-    In that one, a program of csrc/cuda/additive/grad_query.cu walks all keys of its queries.
+    In that one, the tiles of csrc/cuda/additive/gradients.cu have 64 queries, and Triton's have 16.
     Compiled code gets no guard on the number of queries, which may be a symbol.
     """
     here = p.score == "additive" and p.device.type in health.DEVICES

@@ -25,8 +25,7 @@ TESTS = {
     "dot/forward_wgmma.cu": "test_cuda_wgmma.py",
     "dot/backward_wgmma.cu": "test_cuda_wgmma.py",
     "additive/forward.cu": "test_cuda_additive.py",
-    "additive/grad_query.cu": "test_cuda_additive.py",
-    "additive/grad_key.cu": "test_cuda_additive.py",
+    "additive/gradients.cu": "test_cuda_additive.py",
 }
 
 
@@ -61,6 +60,12 @@ def of_grads(name: str, right: str, wrong: str, found_by: str, file="wgmma_grads
 def of_halves(name: str, right: str, wrong: str, source: str, file="additive/half_products.cuh"):
     """A mistake in the additive score's products of 16-bit types."""
     return Mistake(f"halves: {name}", file, right, wrong, "AssertionError", source=source)
+
+
+def of_one_pass(name: str, right: str, wrong: str, file="additive/gradients.cu"):
+    """A mistake in the gradients of additive attention."""
+    source = "additive/gradients.cu"
+    return Mistake(f"one pass: {name}", file, right, wrong, "AssertionError", source=source)
 
 
 LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
@@ -111,12 +116,28 @@ MISTAKES = [
     ),
     of_halves(
         "a wrong lane of transposed weights", "16 * k + lane % 8 + lane / 16 * 8",
-        "16 * k + lane % 8 + lane / 8 % 2 * 8", "additive/grad_key.cu", "tile/half_tile.cuh",
+        "16 * k + lane % 8 + lane / 8 % 2 * 8", "additive/gradients.cu", "tile/half_tile.cuh",
     ),
     of_halves(
         "sums that a lane reads too early", "  __syncwarp();\n  row = ", "  row = ",
-        "additive/grad_query.cu",
+        "additive/gradients.cu",
     ),
+    of_one_pass(
+        "a group adds to passing sums that are not there yet",
+        "      if (turn > 0) __syncthreads();\n", "",
+    ),
+    of_one_pass("the first group adds to the tile before", "pass_on(turn == 0,", "pass_on(false,"),
+    of_one_pass("sums of rows that others have", "kOwnGroups - 1)", "kOwnGroups)"),
+    of_one_pass("a slice from the wrong tile on", "first + (slice", "(slice"),
+    of_one_pass("the parts of one slice of keys", "add_parts(parts, a.plan.slices_n,",
+                "add_parts(parts, 1,"),
+    of_one_pass("dk of one head for all that share the keys", "parts + g * of_head", "parts"),
+    of_one_pass("weights of one head for all", "at.h = static_cast<int>(hkv * group + g);", ""),
+    of_one_pass("dw of one group", "n < kOwnGroups; ++n) sum", "n < 1; ++n) sum"),
+    of_one_pass("dims of a neighbour", "lane / 8 % 2 * kOwnDims", "lane / 8 % 2",
+                "additive/terms.cuh"),
+    of_one_pass("the other dim's reciprocal", "reciprocal * x[1 - d]", "reciprocal * x[d]",
+                "additive/terms.cuh"),
     of_warpgroups(
         "a descriptor: the distance between groups of rows",
         "kAlongRows = {0, 8 * kRowBytes}", "kAlongRows = {0, 4 * kRowBytes}", "AssertionError",

@@ -178,6 +178,23 @@ def test_softcap(backend, case):
     testing.check(case, backend)
 
 
+# ---- slices of tiles, whose parts are added up ----
+
+SLICES = [  # 512 blocks are wanted: slices are fewer where there are many heads
+    Case("one", "additive", B=20, H=26, Hkv=13, M=20, N=66, D=3, E=1),
+    Case("several-tiles", "additive", B=4, H=32, Hkv=16, M=130, N=140, D=3, E=1, kv_begin="rows",
+         window=(70, 20)),
+    Case("many", "additive", B=1, H=1, Hkv=1, M=20, N=1300, D=3, E=2,
+         causal="bottom_right", window=(500, 0)),
+    Case("gaussian", "gaussian", H=4, Hkv=2, M=130, N=130, D=37, E=3, causal="bottom_right"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SLICES, ids=lambda case: case.name)
+def test_corner_of_slices(backend, case):
+    testing.check(case, backend)
+
+
 # ---- 16-bit types: products on tensor cores ----
 
 HALVES = [

@@ -24,8 +24,7 @@ BLOCKS = {
     "additive_forward_kernel": 3,
     "additive_weights_kernel": 3,
     "additive_delta_kernel": 3,
-    "additive_queries_kernel": 3,
-    "additive_keys_kernel": 3,
+    "additive_gradients_kernel": 3,
     "additive_bias_kernel": 2,
     "additive_few_kernel": 8,
     # Sums of 64 x 128 in a block take 64 registers a thread, scores 32.
@@ -46,20 +45,17 @@ BLOCKS = {
 # recognised by their reciprocals and, in direct tiles, exponentials.
 LOOPS = {
     "additive_forward_kernel": {"scores": (3.6, 0.5), "direct scores": (7.7, 1.5)},
-    "additive_queries_kernel": {"gradients": (8.6, 0.5)},
-    "additive_keys_kernel": {"gradients": (6.6, 0.5)},
+    "additive_gradients_kernel": {"gradients": (10.1, 0.5), "scores": (3.6, 0.5)},
 }
 SOURCE_OF = {
     "additive_forward_kernel": "additive/forward.cu",
-    "additive_queries_kernel": "additive/grad_query.cu",
-    "additive_keys_kernel": "additive/grad_key.cu",
+    "additive_gradients_kernel": "additive/gradients.cu",
     "additive_bias_kernel": "additive/grad_bias.cu",
 }
 # Products of two 16-bit tiles of 64 x 64: 4 x 8 instructions a warp, in loops or not.
 PRODUCTS = {
     "additive_forward_kernel": 1,  # P V
-    "additive_queries_kernel": 1,  # dO V^T
-    "additive_keys_kernel": 2,  # dO V^T, W^T dO
+    "additive_gradients_kernel": 2,  # dO V^T, W^T dO
     "additive_bias_kernel": 1,  # dO V^T
 }
 
@@ -140,7 +136,7 @@ def test_copies_of_the_next_tile_begin_before_the_products_of_this_one(source, k
 def test_products_of_half_types_are_on_tensor_cores(kernel, arch):
     names = [(kernel_name(x.partition("\n")[0]), x) for x in listings(SOURCE_OF[kernel], arch)]
     codes = [code for name, code in names if name == kernel]
-    assert len(codes) == 4  # additive and gaussian, with and without a softcap
+    assert len(codes) == 1  # additive and gaussian, with and without a softcap
     for code in codes:
         for operation in ("HMMA.16816.F32 ", "HMMA.16816.F32.BF16 "):
             assert code.count(operation) >= 8 * PRODUCTS[kernel], operation

@@ -6,16 +6,15 @@
 //   dq_id = 4 w_d sum_j dS_ij t_ijd    dk_jd = 4 w_d sum_i dS_ij t_ijd
 //   dw_d = sum_ij dS_ij tanh_ijd    dbias = dS, summed where the bias broadcasts
 //
-//   delta.cu        a block per (b, h, tile of queries)
-//   grad_query.cu   a block per (b, h, tile of queries); for key tiles:    S, dP -> dS; dq, dw
-//   grad_key.cu     a block per (b, hkv, tile of keys);  for heads, tiles: S, dP -> W, dS; dV, dk
-//   grad_bias.cu    a block per (tile, slice of b, h);   sums in order afterwards
+//   delta.cu       a block per (b, h, tile of queries)
+//   gradients.cu   a block per (b, h, slice of query tiles, slice of key tiles): S, dP -> W, dS;
+//                  dq, dk, dV, dw; sums in order afterwards
+//   grad_bias.cu   a block per (tile, slice of b, h); sums in order afterwards
 //
-// dS passes through shared memory, from the fragments of a tile to the threads that own (i, d) or
-// (j, d). The sums of a block over its tiles lie in the workspace. Only one thread reads and writes
-// a given sum, so there are no atomics, and every sum has one order. Each kernel computes scores
-// again, because no array of size M N may be stored. Dao et al., "FlashAttention", 2022, appendix
-// B.
+// dS passes through shared memory, from the fragments of a tile to the threads that own (j, d). The
+// sums of a block over its tiles lie in the workspace. Only one thread reads and writes a given
+// sum, so there are no atomics, and every sum has one order. A bias computes scores again, because
+// no array of size M N may be stored. Dao et al., "FlashAttention", 2022, appendix B.
 #include "cuda/additive/backward.cuh"
 #include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"
@@ -32,8 +31,7 @@ const char* additive_backward(const BackwardParams& p, void* stream) {
   const BackwardArgs args = {p, plan, make_spans(p, plan.spans, launcher), unit_of(p)};
   prepare_panels(p, args.plan.panels, static_cast<float*>(p.workspace), true, launcher);
   launch_delta(args, launcher);
-  launch_grad_query(args, launcher);
-  launch_grad_key(args, launcher);
+  launch_gradients(args, launcher);
   if (p.grad_bias.data != nullptr) launch_grad_bias(args, launcher);
   return launcher.error();
 }

@@ -14,15 +14,21 @@ struct BackwardArgs {
   float unit;
 };
 
+// The tile of queries that a block is at, and the key tiles that its rows keep.
+struct Visited {
+  int32_t tile_m;
+  Span keys;
+};
+
 struct __align__(16) BackwardMemory {
   StageMemory stage;
   float largest[kWarps];           // per warp: the largest |dS| of the warp's share of the tile
-  float ds[kTile * kTile];         // kGradUnit dS / unit_of_ds [i][j]
-  union {                          // only grad_key.cu has these
+  float ds[kTile * kTile];         // kGradUnit dS / unit_of_ds [j][i]
+  union {                          // only gradients.cu has these
     float weights[kTile * kTile];  // [i][j]
     HalfWeights halves;
   };
-  Span visited;  // and this
+  Visited visited;  // and this
 };
 constexpr size_t kSharedWithoutWeights = offsetof(BackwardMemory, weights);
 
@@ -57,10 +63,11 @@ FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, St
 
 // Multiplies dS by the slopes that this thread wrote.
 FASTATTN_DEVICE void multiply_slopes(const float* slopes, Fragment& ds) {
+  const int first = opaque_here(row0()), col = opaque_here(col0());
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float row[kCols];
-    load_cols(slopes, row0() + r, row);
+    unpack4(load4(slopes, first + r, col), row);
 #pragma unroll
     for (int c = 0; c < kCols; ++c) ds[r][c] *= row[c];
   }
@@ -69,11 +76,10 @@ FASTATTN_DEVICE void multiply_slopes(const float* slopes, Fragment& ds) {
 // Computes W and dS of a tile, both exactly 0 where masked. Begins with a barrier unless D and E
 // are both 0. Under a softcap dS is the gradient of the scores, and a tile `slopes` is overwritten.
 // If `slopes` is nullptr, dS is the gradient of the logits.
-template <ScoreKind kScore, bool kCapped>
 FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepBits bits,
                                    StageMemory& memory, Fragment& weights, Fragment& ds,
                                    float* slopes) {
-  weights_tile<kScore, kCapped>(tiles_of(a), at, bits, a.p.stats, memory, weights, slopes);
+  weights_tile(tiles_of(a), at, bits, a.p.stats, memory, weights, slopes);
   value_products(a.p, at, memory, ds);
   with_dtype(a.p.grad_weights.dtype, [&](auto type) {
     for_grad_weights<FragmentLayout, type>(
@@ -92,7 +98,7 @@ FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepB
     }
   }
   drop(a.p, survivors, weights);
-  if constexpr (kCapped)
+  if (a.p.softcap != 0.f)
     if (slopes != nullptr) multiply_slopes(slopes, ds);
 }
 
@@ -106,8 +112,8 @@ FASTATTN_DEVICE float unit_of_ds(const BackwardMemory& memory) {
   return fminf(fmaxf(power_below(largest), 0x1p-80f), 0x1p80f);
 }
 
-// Writes dS to memory.ds in its unit, and each warp's largest |dS|. Has a barrier inside. The
-// caller needs a barrier before reading memory.ds.
+// Writes dS to memory.ds, as [j][i] in its unit, and each warp's largest |dS|. Has a barrier
+// inside. The caller needs a barrier before reading memory.ds.
 FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
   float largest = 0.f;
 #pragma unroll
@@ -122,13 +128,12 @@ FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
     for (int c = 0; c < kCols; ++c) ds[r][c] *= factor;
-  store_fragment<false>(ds, memory.ds);
+  store_fragment<true>(ds, memory.ds);
 }
 
 // Launch the kernels of each result. All but launch_delta() read delta.
 void launch_delta(const BackwardArgs& args, Launcher& launcher);
-void launch_grad_query(const BackwardArgs& args, Launcher& launcher);  // of q, and w if wanted
-void launch_grad_key(const BackwardArgs& args, Launcher& launcher);    // of k and v
+void launch_gradients(const BackwardArgs& args, Launcher& launcher);  // of q, k, v; w if wanted
 void launch_grad_bias(const BackwardArgs& args, Launcher& launcher);
 
 }  // namespace fastattn::cuda

@@ -20,11 +20,10 @@ FASTATTN_DEVICE void out_terms(const BackwardParams& p, const Place& at, float* 
 }
 
 // sums[r] += sum_j W_ij dW_ij over this thread's columns.
-template <ScoreKind kScore, bool kCapped>
 FASTATTN_DEVICE void add_weight_terms(const BackwardArgs& a, const Place& at, KeepBits bits,
                                       StageMemory& memory, float (&sums)[kRows]) {
   Fragment weights;
-  weights_tile<kScore, kCapped>(tiles_of(a), at, bits, a.p.stats, memory, weights);
+  weights_tile(tiles_of(a), at, bits, a.p.stats, memory, weights);
   drop(a.p, surviving_bits<FragmentLayout>(a.p, at), weights);
   with_dtype(a.p.grad_weights.dtype, [&](auto type) {
     for_grad_weights<FragmentLayout, type>(a.p, at, bits, [&](int pair, float grad) {
@@ -33,7 +32,6 @@ FASTATTN_DEVICE void add_weight_terms(const BackwardArgs& a, const Place& at, Ke
   });
 }
 
-template <ScoreKind kScore, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_delta_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -50,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
-    if (!mask.empty) add_weight_terms<kScore, kCapped>(a, at, mask.bits, memory.stage, sums);
+    if (!mask.empty) add_weight_terms(a, at, mask.bits, memory.stage, sums);
   }
 
 #pragma unroll
@@ -67,10 +65,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 void launch_delta(const BackwardArgs& args, Launcher& launcher) {
   const int64_t tiles = args.p.B * args.p.H * args.plan.panels.tiles_m;
-  with_score(args.p, [&](auto score, auto capped) {
-    launcher.run(additive_delta_kernel<score, capped>, tiles, kThreads, kSharedWithoutWeights,
-                 args);
-  });
+  launcher.run(additive_delta_kernel, tiles, kThreads, kSharedWithoutWeights, args);
 }
 
 }  // namespace fastattn::cuda

@@ -32,30 +32,25 @@ FASTATTN_DEVICE void add_squares(const float* queries, const float* keys, const 
   }
 }
 
-// Adds g to acc[r][d]. The queries' gradient also adds g x to `sums`. Where dS is 0, x counts as 0,
-// so a masked or infinitely distant key does not affect a gradient.
-template <bool kOwnKeys>
-FASTATTN_DEVICE void add_differences(const OwnTile& own, const float (&ratios)[kOwn],
-                                     const float* others, const float* ds, int count, OwnTile& acc,
-                                     float (&sums)[kOwn]) {
-#pragma unroll 1
-  for (int n = 0; n < count; n += 4) {
-    float other[kOwn][4], pair[kOwn][4];  // [dim][s], dS[row][s]
+// Adds g to dq of queries [i, i + 4) and to dk of own keys, and g x to `sums`. Where dS is 0, x
+// counts as 0, so a masked or infinitely distant key does not affect a gradient.
+FASTATTN_DEVICE void add_differences(const OwnTile& own, int key0, const float (&ratios)[kOwnDims],
+                                     const Quads& other, const float* ds, int i, OwnTile& of_keys,
+                                     Quads& of_queries, float (&sums)[kOwnDims]) {
 #pragma unroll
-    for (int d = 0; d < kOwn; ++d) unpack4(load4(others, own_dim0() + d, n), other[d]);
-    load_ds<kOwnKeys>(ds, n, pair);
+  for (int k = 0; k < kOwnKeys; ++k) {
+    float pair[4];
+    load_ds(ds, key0, k, i, pair);
 #pragma unroll
     for (int s = 0; s < 4; ++s)
 #pragma unroll
-      for (int r = 0; r < kOwn; ++r)
-#pragma unroll
-        for (int d = 0; d < kOwn; ++d) {
-          const float between = kOwnKeys ? other[d][s] - own[r][d] : own[r][d] - other[d][s];
-          const float x = pair[r][s] == 0.f ? 0.f : between;
-          const float g = pair[r][s] * (x * ratios[d]);
-          acc[r][d] += g;
-          if constexpr (!kOwnKeys) sums[d] += g * x;
-        }
+      for (int d = 0; d < kOwnDims; ++d) {
+        const float x = pair[s] == 0.f ? 0.f : other[d][s] - own[d][k];
+        const float g = pair[s] * (x * ratios[d]);
+        of_queries[d][s] += g;
+        of_keys[d][k] += g;
+        sums[d] += g * x;
+      }
   }
 }
 

@@ -87,7 +87,6 @@ FASTATTN_DEVICE void stage_few_keys(const View& k, int64_t offset, int rows, int
 }
 
 // The score of this thread's key, or its ratio under a softcap. Begins with a barrier.
-template <bool kCapped>
 FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory& memory) {
   const Panels& panels = a.plan.panels;
   const float* const workspace = static_cast<const float*>(a.p.workspace);
@@ -110,8 +109,8 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
     }
     s += workspace[panels.halves + at.h * panels.stages + d0 / kStage] - sum;
   }
-  s = scaled_score(s, workspace[panels.scales + at.h]);
-  if constexpr (!kCapped) return s;
+  s = scaled_score(s, kUnit, workspace[panels.scales + at.h]);
+  if (a.p.softcap == 0.f) return s;
   return accurate_tanh(s * tanh_of_score(a.p)).ratio;
 }
 
@@ -151,7 +150,6 @@ FASTATTN_DEVICE void add_few_values(const FewArgs& a, const Row& at, bool masked
   });
 }
 
-template <bool kCapped>
 __global__ void __launch_bounds__(kThreads, 8)
     additive_few_kernel(const __grid_constant__ FewArgs a) {
   const ForwardParams& p = a.p;
@@ -172,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     at.cols = static_cast<int>(min64(kThreads, end - at.j0));
     const int64_t j = at.j0 + thread();
     const bool inside = thread() < at.cols && keeps(p.mask, p.N, at.b, at.h, at.i, j);
-    float s = score_key<kCapped>(a, at, memory);
+    float s = score_key(a, at, memory);
     s = inside ? masked_score(p, at, s) : -kInfinity;
     if (p.weights_mode != WeightsMode::kNone && thread() < at.cols)
       static_cast<float*>(p.workspace)[a.plan.scores + at.number * p.N + j] = s;
@@ -223,9 +221,7 @@ void additive_few(const ForwardParams& p, const AdditiveForwardPlan& plan, Launc
   const FewArgs args = {p, plan};
   const int64_t rows = p.B * p.H * p.M;
   prepare_terms(p, plan.panels, static_cast<float*>(p.workspace), launcher);
-  with_score(p, [&](auto, auto capped) {
-    launcher.run(additive_few_kernel<capped>, rows * plan.chunks, kThreads, args.shared(), args);
-  });
+  launcher.run(additive_few_kernel, rows * plan.chunks, kThreads, args.shared(), args);
   merge_partials(p, plan.partials, plan.chunks, launcher);
   if (p.weights_mode == WeightsMode::kNone) return;
   const int64_t rows_out = p.weights_mode == WeightsMode::kMean ? p.B * min64(1, p.H) * p.M : rows;

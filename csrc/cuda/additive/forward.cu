@@ -133,7 +133,6 @@ FASTATTN_DEVICE Place query_place(const AttentionParams& p, int64_t tiles_m, uin
   return place(p, b, h, tile * kTile, 0);
 }
 
-template <ScoreKind kScore, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_forward_kernel(const __grid_constant__ ForwardArgs a) {
   ForwardMemory& memory = *static_cast<ForwardMemory*>(shared_memory());
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment s;
-    score_tile<kScore, kCapped>(tiles_of(a), at, mask.bits, memory.stage, s);
+    score_tile(tiles_of(a), at, mask.bits, memory.stage, s);
     softmax_step(p, a.unit, at, mask.bits, memory.states, s);
     __syncthreads();
     if (has_halves(p)) {
@@ -169,26 +168,25 @@ __global__ void __launch_bounds__(kThreads, 3)
 // ---- returned weights ----
 
 // One block per tile of weights: of one head, or the mean of all heads, added up in head order.
-template <ScoreKind kScore, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 3)
     additive_weights_kernel(const __grid_constant__ ForwardArgs a) {
   StageMemory& memory = *static_cast<StageMemory*>(shared_memory());
   const ForwardParams& p = a.p;
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
-  const int64_t heads = p.weights_mode == WeightsMode::kMean ? p.H : 1;
+  const int heads = p.weights_mode == WeightsMode::kMean ? static_cast<int>(p.H) : 1;
   uint32_t block = blockIdx.x;
   const int64_t j0 = take_digit(&block, a.plan.panels.tiles_n) * kTile;
   const int64_t i0 = take_digit(&block, a.plan.panels.tiles_m) * kTile;
   const int64_t head_out = take_digit(&block, heads_out), b = block;
   Fragment sum;
   clear(sum);
-  for (int64_t g = 0; g < heads; ++g) {
+  for (int g = 0; g < heads; ++g) {
     // What depends on j0 stays in the loop.
     const Place at = place(p, b, head_out * heads + g, i0, opaque_here(static_cast<int>(j0)));
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
     Fragment weights;
-    weights_tile<kScore, kCapped>(tiles_of(a), at, mask.bits, p.stats, memory, weights);
+    weights_tile(tiles_of(a), at, mask.bits, p.stats, memory, weights);
     drop(p, surviving_bits<FragmentLayout>(p, at), weights);
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
@@ -218,15 +216,12 @@ const char* additive_forward(const ForwardParams& p, void* stream) {
     return launcher.error();
   }
   prepare_panels(p, panels, static_cast<float*>(p.workspace), false, launcher);
-  with_score(p, [&](auto score, auto capped) {
-    launcher.run(additive_forward_kernel<score, capped>, p.B * p.H * panels.tiles_m, kThreads,
-                 {forward_shared(p.E), forward_shared(kMaxValues)}, args);
-    if (p.weights_mode == WeightsMode::kNone) return;
-    const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
-    launcher.run(additive_weights_kernel<score, capped>,
-                 p.B * heads_out * panels.tiles_m * panels.tiles_n, kThreads, sizeof(StageMemory),
-                 args);
-  });
+  launcher.run(additive_forward_kernel, p.B * p.H * panels.tiles_m, kThreads,
+               {forward_shared(p.E), forward_shared(kMaxValues)}, args);
+  if (p.weights_mode == WeightsMode::kNone) return launcher.error();
+  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
+  launcher.run(additive_weights_kernel, p.B * heads_out * panels.tiles_m * panels.tiles_n, kThreads,
+               sizeof(StageMemory), args);
   return launcher.error();
 }
 

@@ -31,7 +31,6 @@ FASTATTN_DEVICE BiasTile bias_tile(const BackwardArgs& a, uint32_t block) {
 }
 
 // dS of the tiles, summed over the batches and heads of a slice.
-template <ScoreKind kScore, bool kCapped>
 FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, StageMemory& memory,
                                Fragment& sum) {
   const BackwardParams& p = a.p;
@@ -47,7 +46,7 @@ FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, Stag
     const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans.keys);
     if (mask.empty) continue;
     Fragment weights, ds;
-    gradient_tile<kScore, kCapped>(a, at, mask.bits, memory, weights, ds, nullptr);
+    gradient_tile(a, at, mask.bits, memory, weights, ds, nullptr);
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
@@ -81,7 +80,6 @@ FASTATTN_DEVICE View bias_target(const BackwardArgs& a, const BiasTile& tile) {
 }
 
 // Holds two fragments besides dP: two blocks an SM.
-template <ScoreKind kScore, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     additive_bias_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
@@ -89,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const BiasTile tile = bias_tile(a, blockIdx.x);
   const int64_t i0 = tile.tile_m * kTile, j0 = tile.tile_n * kTile;
   Fragment sum;
-  sum_slice<kScore, kCapped>(a, tile, memory.stage, sum);
+  sum_slice(a, tile, memory.stage, sum);
   if (p.bias_is_line) {
     __syncthreads();
     store_fragment<false>(sum, memory.ds);
@@ -113,10 +111,8 @@ void launch_grad_bias(const BackwardArgs& args, Launcher& launcher) {
   const Panels& panels = args.plan.panels;
   const int64_t tiles = p.bias_is_line ? line_blocks(p) : panels.tiles_m * panels.tiles_n;
   const int64_t heads = p.bias_B * p.bias_H;
-  with_score(p, [&](auto score, auto capped) {
-    launcher.run(additive_bias_kernel<score, capped>, heads * args.plan.slices * tiles, kThreads,
-                 kSharedWithoutWeights, args);
-  });
+  launcher.run(additive_bias_kernel, heads * args.plan.slices * tiles, kThreads,
+               kSharedWithoutWeights, args);
   if (p.bias_is_line) return launch_line(p, args.plan.bias, 1, launcher);
   launch_bias_parts(p, args.plan.bias, bias_parts(args.plan), launcher);
 }

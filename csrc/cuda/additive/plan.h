@@ -2,8 +2,6 @@
 // workspace. A plan depends only on the shape, the score and the wanted results.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/tile/bias_parts.cuh"
 #include "cuda/tile/few_queries.h"
 #include "cuda/tile/line.cuh"
@@ -71,18 +69,6 @@ FASTATTN_FN void take_panels(const AttentionParams& p, bool backward, Panels* pa
   panels->gradient_queries = take(used, backward ? query_panels : 0);
 }
 
-// Calls f(score, capped) with the score of a problem and whether there is a softcap as compile-time
-// constants.
-template <typename F>
-void with_score(const AttentionParams& p, F f) {
-  constexpr std::integral_constant<ScoreKind, ScoreKind::kAdditive> kAdditive{};
-  constexpr std::integral_constant<ScoreKind, ScoreKind::kGaussian> kGaussian{};
-  const auto with_cap = [&](auto score) {
-    p.softcap != 0.f ? f(score, std::true_type{}) : f(score, std::false_type{});
-  };
-  is_gaussian(p) ? with_cap(kGaussian) : with_cap(kAdditive);
-}
-
 // ---- forward ----
 
 struct AdditiveForwardPlan {
@@ -112,10 +98,15 @@ FASTATTN_FN AdditiveForwardPlan plan_additive_forward(const ForwardParams& p) {
 
 struct AdditiveBackwardPlan {
   Panels panels;
-  int64_t delta;           // [B][H][M]
-  int64_t sums_q, sums_k;  // what each block of the two gradient kernels adds up (own_sum)
+  int64_t delta;  // [B][H][M]
+
+  // A block of the gradients has one slice of the query tiles and one of the key tiles of a head.
+  int64_t slices_m, slices_n;
+  int64_t sums_q;  // [B][H][slices_n][tiles_m][block_q]: parts of dq, as blocks add them (own_sum)
+  int64_t sums_k;  // [B][H][slices_m][tiles_n][block_k]: of dk and dV
+  int64_t sums_w;  // [B][H][slices_m][slices_n][stages][kThreads][kOwnDims]: of dw
   int64_t block_q, block_k;
-  int64_t weights;  // [B][H][tiles_m][dims]: gradients of w, of a tile of queries each
+  int64_t weights;  // [B][H][slices_m][slices_n][dims]: dw of each block
 
   // The gradient of a bias is added up by tiles, over slices of the batches and heads that the bias
   // is broadcast over: [bias_B][bias_H][parts][bias_M][bias_N], unless there is one part. That of a
@@ -143,17 +134,36 @@ FASTATTN_FN void plan_bias(const BackwardParams& p, AdditiveBackwardPlan* plan, 
   plan->bias = take(used, bias_part_floats(p, bias_parts(*plan)));
 }
 
+// Enough blocks to keep a GPU busy, in bounded space: parts are at most kMaxSlices times as large
+// as the gradients of the longer side. The number is fixed, so that sums do not depend on the
+// device.
+constexpr int64_t kGradientBlocks = 512, kMaxSlices = 16;
+
+FASTATTN_FN void plan_slices(const BackwardParams& p, AdditiveBackwardPlan* plan) {
+  const int64_t tiles_m = plan->panels.tiles_m, tiles_n = plan->panels.tiles_n;
+  const int64_t wanted = ceil_div(kGradientBlocks, max64(1, p.B * p.H));
+  int64_t root = 1;
+  while (root * root < wanted) ++root;
+  plan->slices_m = max64(1, min64(root, min64(tiles_m, kMaxSlices)));
+  const int64_t longer = max64(1, tiles_n / max64(1, tiles_m));
+  plan->slices_n = ceil_div(wanted, plan->slices_m);
+  plan->slices_n = max64(1, min64(plan->slices_n, min64(tiles_n, kMaxSlices * longer)));
+}
+
 FASTATTN_FN AdditiveBackwardPlan plan_additive_backward(const BackwardParams& p) {
   AdditiveBackwardPlan plan{};
   int64_t used = 0;
   take_panels(p, true, &plan.panels, &used);
   const Panels& panels = plan.panels;
-  plan.block_q = 4 * kThreads * panels.stages * (kOwn + 1);
-  plan.block_k = 4 * kThreads * (panels.stages * kOwn + ceil_div(p.E, kTile) * kRows);
+  plan_slices(p, &plan);
+  const int64_t heads = p.B * p.H, blocks = heads * plan.slices_m * plan.slices_n;
+  plan.block_q = 4 * kThreads * panels.stages * kOwnSlots;
+  plan.block_k = plan.block_q + 4 * kThreads * ceil_div(p.E, kTile) * kRows;
   plan.delta = take(&used, p.B * p.H * p.M);
-  plan.sums_q = take(&used, p.B * p.H * panels.tiles_m * plan.block_q);
-  plan.sums_k = take(&used, p.B * p.Hkv * panels.tiles_n * plan.block_k);
-  plan.weights = take(&used, p.B * p.H * panels.tiles_m * panels.dims);
+  plan.sums_q = take(&used, heads * plan.slices_n * panels.tiles_m * plan.block_q);
+  plan.sums_k = take(&used, heads * plan.slices_m * panels.tiles_n * plan.block_k);
+  plan.sums_w = take(&used, blocks * panels.stages * kThreads * kOwnDims);
+  plan.weights = take(&used, blocks * panels.dims);
   if (p.grad_bias.data != nullptr) plan_bias(p, &plan, &used);
   plan.spans = take(&used, span_floats(p));
   plan.workspace_bytes = 4 * used;

@@ -100,10 +100,12 @@ FASTATTN_DEVICE void add_terms(const float* queries, const float* keys, const fl
   }
 }
 
-// The sum as a score. __fmul_rn rounds the product here, whatever follows. If the
-// compiler contracted the product with a subtraction, the largest of huge scores would differ from
-// the maximum made from the same score.
-FASTATTN_DEVICE float scaled_score(float sum, float scale) { return __fmul_rn(sum * kUnit, scale); }
+// The sum as a score. The unit is kUnit, or 1 for the gaussian score. __fmul_rn rounds the product
+// here, whatever follows. If the compiler contracted the product with a subtraction, the largest of
+// huge scores would differ from the maximum made from the same score.
+FASTATTN_DEVICE float scaled_score(float sum, float unit, float scale) {
+  return __fmul_rn(sum * unit, scale);
+}
 
 // ---- gradients ----
 //
@@ -113,15 +115,19 @@ FASTATTN_DEVICE float scaled_score(float sum, float scale) { return __fmul_rn(su
 //   dq_id = 4 w_d E_id sum_j dS_ij F_jd u_ijd^2      dk_jd = 4 w_d F_jd sum_i dS_ij E_id u_ijd^2
 //   dw_d = sum_ij dS_ij tanh_ijd
 //
-// One loop serves dq and dk. A thread owns kOwn rows (i or j) x kOwn dims in registers, and runs
-// over the other side, four rows at a time. y0 = x1 / (x0 x1) = u0 / kGradUnit. The stored dS has a
-// factor kGradUnit, which cancels that of one y. E has another kGradUnit, which cancels that of the
-// other y. The result has no power of kGradUnit left.
+// One loop serves dq, dk and dw. A thread owns kOwnDims dims of kOwnKeys keys, in registers. It
+// runs over the queries, four at a time. Two dims share a reciprocal, so that no pair depends on
+// another: y0 = x1 / (x0 x1) = u0 / kGradUnit. The stored dS has a factor kGradUnit, which cancels
+// that of one y. E has another kGradUnit, which cancels that of the other y. The result has no
+// power of kGradUnit left.
 
-using OwnTile = float[kOwn][kOwn];  // [row][dim]
+using OwnTile = float[kOwnDims][kOwnKeys];
+using Quads = float[kOwnDims][4];  // of four queries
 
-FASTATTN_DEVICE int own_row0() { return thread() / kDimGroups * kOwn; }
-FASTATTN_DEVICE int own_dim0() { return thread() % kDimGroups * kOwn; }
+FASTATTN_DEVICE int own_group() { return thread() / kOwnLanes; }
+FASTATTN_DEVICE int own_key0() { return own_group() * kOwnKeys; }
+// The first of the dims. Those of eight neighbouring lanes are 4 apart: in different banks.
+FASTATTN_DEVICE int own_dim0(int lane) { return lane % 8 * 4 + lane / 8 % 2 * kOwnDims; }
 
 // kGradUnit E F. The result is always finite, because a NaN must not reach masked pairs. A NaN of a
 // kept pair reaches the gradients through dS.
@@ -134,56 +140,49 @@ FASTATTN_DEVICE float gradient_product(float own, float other) {
   }
 }
 
-// ds[r][s] = dS of own row r and of row n + s of the other side.
-template <bool kOwnKeys>
-FASTATTN_DEVICE void load_ds(const float* tile, int n, float (&ds)[kOwn][4]) {
-#pragma unroll
-  for (int x = 0; x < 4; ++x) {
-    float row[4];
-    unpack4(kOwnKeys ? load4(tile, n + x, own_row0()) : load4(tile, own_row0() + x, n), row);
-#pragma unroll
-    for (int y = 0; y < 4; ++y) (kOwnKeys ? ds[y][x] : ds[x][y]) = row[y];
-  }
+// dS of own key k and four queries. Four rows of a tile share a permutation, and so an address.
+FASTATTN_DEVICE void load_ds(const float* ds, int key0, int k, int i, float (&pair)[4]) {
+  const float* const rows = ds + tile_index(key0 + k / 4 * 4, i);
+  unpack4(*reinterpret_cast<const float4*>(rows + k % 4 * kTile), pair);
 }
 
-// Adds a sum over `count` rows of the other side to acc[r][d]. `ds` holds kGradUnit dS, as a tile
-// [i][j].
+// Adds the sums over own keys to dq of queries [i, i + 4), and the sums over these to dk. `ds`
+// holds kGradUnit dS, as a tile [j][i].
 //
-//   queries' gradient   sum of dS u y F              the caller multiplies by kGradUnit E
-//   keys' gradient      sum of dS u y kGradUnit E    the caller multiplies by F
-//   kDirect             sum of dS u y kGradUnit E F = sum of dS t
+//   dq        sum of dS u y F              the caller multiplies by kGradUnit E
+//   dk        sum of dS u y kGradUnit E    the caller multiplies by F
+//   kDirect   sum of dS u y kGradUnit E F = sum of dS t
 //
-// The queries' gradient also adds kGradUnit dS tanh to weight[d], as kGradUnit dS (E F - 1) u. This
-// form is accurate relative to tanh, and 1 - 2 u is not.
-template <bool kDirect, bool kOwnKeys>
-FASTATTN_DEVICE void add_gradient(const OwnTile& own, const float* others, const float* ds,
-                                  int count, OwnTile& acc, float (&weight)[kOwn]) {
-#pragma unroll 1
-  for (int n = 0; n < count; n += 4) {
-    float other[kOwn][4], pair[kOwn][4];  // [dim][s], dS[row][s]
+// Adds kGradUnit dS tanh to `weight`, as kGradUnit dS (E F - 1) u. This form is accurate relative
+// to tanh, and 1 - 2 u is not.
+template <bool kDirect>
+FASTATTN_DEVICE void add_gradient(const OwnTile& own, int key0, const Quads& other, const float* ds,
+                                  int i, OwnTile& of_keys, Quads& of_queries,
+                                  float (&weight)[kOwnDims]) {
 #pragma unroll
-    for (int d = 0; d < kOwn; ++d) unpack4(load4(others, own_dim0() + d, n), other[d]);
-    load_ds<kOwnKeys>(ds, n, pair);
+  for (int k = 0; k < kOwnKeys; ++k) {
+    float pair[4];
+    load_ds(ds, key0, k, i, pair);
 #pragma unroll
-    for (int s = 0; s < 4; ++s)
+    for (int s = 0; s < 4; ++s) {
+      float a[kOwnDims], x[kOwnDims];
 #pragma unroll
-      for (int r = 0; r < kOwn; ++r)
+      for (int d = 0; d < kOwnDims; ++d) {
+        a[d] = gradient_product<kDirect>(own[d][k], other[d][s]);
+        x[d] = a[d] + kGradUnit;
+      }
+      const float reciprocal = rcp_approx(x[0] * x[1]);
 #pragma unroll
-        for (int d = 0; d < kOwn; d += 2) {
-          const float a0 = gradient_product<kDirect>(own[r][d], other[d][s]);
-          const float a1 = gradient_product<kDirect>(own[r][d + 1], other[d + 1][s]);
-          const float x0 = a0 + kGradUnit, x1 = a1 + kGradUnit;
-          const float reciprocal = rcp_approx(x0 * x1);
-          const float y0 = reciprocal * x1, y1 = reciprocal * x0;
-          const float z0 = pair[r][s] * y0, z1 = pair[r][s] * y1;
-          acc[r][d] += z0 * y0 * (kDirect ? a0 : other[d][s]);
-          acc[r][d + 1] += z1 * y1 * (kDirect ? a1 : other[d + 1][s]);
-          if constexpr (!kOwnKeys) {
-            weight[d] += z0 * (a0 - kGradUnit);
-            weight[d + 1] += z1 * (a1 - kGradUnit);
-          }
-        }
+      for (int d = 0; d < kOwnDims; ++d) {
+        const float y = reciprocal * x[1 - d], z = pair[s] * y;
+        const float g = kDirect ? z * y * a[d] : z * y;
+        of_queries[d][s] += kDirect ? g : g * own[d][k];
+        of_keys[d][k] += kDirect ? g : g * other[d][s];
+        weight[d] += z * (a[d] - kGradUnit);
+      }
+    }
   }
 }
+static_assert(kOwnDims == 2);
 
 }  // namespace fastattn::cuda

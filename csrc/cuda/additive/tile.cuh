@@ -38,9 +38,8 @@ FASTATTN_DEVICE bool is_direct(const AdditiveTiles& t, const Place& at) {
 
 // The index of a tile's units, weights and scale: the head, and for the gaussian score the head of
 // the batch.
-template <ScoreKind kScore>
 FASTATTN_DEVICE int64_t weights_head(const AdditiveTiles& t, const Place& at) {
-  return kScore == ScoreKind::kGaussian ? at.b * t.p.H + at.h : at.h;
+  return is_gaussian(t.p) ? at.b * t.p.H + at.h : at.h;
 }
 
 // Stages dims [d0, d0 + count) of the tile's queries as [dims][kTile]. A direct tile takes
@@ -74,23 +73,22 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
 // Turns scores into the ratios of a softcap. Writes the slopes to a tile unless `slopes`
 // is nullptr.
 FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slopes) {
+  const int first = opaque_here(row0()), col = opaque_here(col0());
   float row[kCols];
   cap_scores(p, s, [&](int n, float slope) {
     row[n % kCols] = slope;
     if (slopes != nullptr && n % kCols == kCols - 1)
-      store4(slopes, row0() + n / kCols, col0(), pack4(row));
+      store4(slopes, first + n / kCols, col, pack4(row));
   });
 }
 
 // The logits of a tile. Sums have two levels, because one sum over all dims loses digits.
 // Begins with a barrier, so other threads may still read the stage before the call. Ends without a
 // barrier. `slopes`: see cap_tile().
-template <ScoreKind kScore, bool kCapped>
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                 StageMemory& memory, Fragment& s, float* slopes = nullptr) {
-  constexpr bool kGaussian = kScore == ScoreKind::kGaussian;
-  const bool direct = kGaussian || is_direct(t, at);
-  const int64_t head = weights_head<kScore>(t, at);
+  const bool gaussian = is_gaussian(t.p), direct = is_direct(t, at);
+  const int64_t head = weights_head(t, at);
   const int64_t units = t.panels.units + head * t.panels.dims;
   const float* const halves = t.workspace + t.panels.halves + at.h * t.panels.stages;
   clear(s);
@@ -104,95 +102,71 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
     if (!warp_has_rows(at)) continue;
     Fragment sum;
     clear(sum);
-    if constexpr (kGaussian) {
+    if (gaussian) {
       add_squares(memory.queries, memory.keys, memory.units, count, sum);
     } else if (direct) {
       add_terms<true>(memory.queries, memory.keys, memory.units, count, sum);
     } else {
       add_terms<false>(memory.queries, memory.keys, memory.units, count, sum);
     }
-    const float half = kGaussian ? 0.f : halves[d0 / kStage];
+    const float half = gaussian ? 0.f : halves[d0 / kStage], sign = gaussian ? 1.f : -1.f;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int c = 0; c < kCols; ++c) s[r][c] += kGaussian ? sum[r][c] : half - sum[r][c];
+      for (int c = 0; c < kCols; ++c) s[r][c] += fmaf(sign, sum[r][c], half);
   }
-  const float scale = t.workspace[t.panels.scales + head];
+  const float scale = t.workspace[t.panels.scales + head], unit = gaussian ? 1.f : kUnit;
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
-    for (int c = 0; c < kCols; ++c)
-      s[r][c] = kGaussian ? __fmul_rn(s[r][c], scale) : scaled_score(s[r][c], scale);
-  if constexpr (kCapped) cap_tile(t.p, s, slopes);
+    for (int c = 0; c < kCols; ++c) s[r][c] = scaled_score(s[r][c], unit, scale);
+  if (t.p.softcap != 0.f) cap_tile(t.p, s, slopes);
   make_logits<FragmentLayout>(t.p, at, bits, s);
 }
 
 // P of a tile, before dropout. `slopes`: see cap_tile().
-template <ScoreKind kScore, bool kCapped>
 FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                   const float* stats, StageMemory& memory, Fragment& s,
                                   float* slopes = nullptr) {
-  score_tile<kScore, kCapped>(t, at, bits, memory, s, slopes);
+  score_tile(t, at, bits, memory, s, slopes);
   known_weights(t.p, t.unit, at, bits, stats, s);
 }
 
 // ---- gradients ----
 
-// Loads the rows and dims of a stage that this thread owns: kGradUnit E of queries or F of keys. If
-// `direct`, loads raw q or k.
-template <bool kOwnKeys>
-FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool direct, int64_t d0,
-                              OwnTile& own) {
-  const int64_t d = d0 + own_dim0();
+// Loads the dims from d on of a group's keys: F, or raw k if `direct`.
+FASTATTN_DEVICE void load_own(const AdditiveTiles& t, const Place& at, bool direct, int64_t d,
+                              int key0, OwnTile& own) {
   if (direct) {
-    const View& view = kOwnKeys ? t.p.k : t.p.q;
-    const int rows = kOwnKeys ? at.cols : at.rows;
-    const int64_t offset = kOwnKeys ? offset_of(view, at.b, at.hkv, at.j0 + own_row0(), d)
-                                    : offset_of(view, at.b, at.h, at.i0 + own_row0(), d);
-    for (int r = 0; r < kOwn; ++r)
-      for (int c = 0; c < kOwn; ++c)
-        own[r][c] = own_row0() + r < rows && d + c < t.p.D
-                        ? load_element(view, offset + r * view.stride_r + c * view.stride_c)
-                        : 0.f;
+    const int64_t first = opaque(offset_of(t.p.k, at.b, at.hkv, at.j0 + key0, d));
+    with_dtype(t.p.k.dtype, [&](auto type) {
+#pragma unroll
+      for (int x = 0; x < kOwnDims; ++x) {
+        int64_t where = first + x * t.p.k.stride_c;
+#pragma unroll
+        for (int n = 0; n < kOwnKeys; ++n, where += t.p.k.stride_r)
+          own[x][n] = key0 + n < at.cols && d + x < t.p.D ? load_as<type>(t.p.k.data, where) : 0.f;
+      }
+    });
     return;
   }
-  const int64_t tile = kOwnKeys ? key_tile(t, at) : query_tile(t, at);
-  const float* const panel =
-      t.workspace + (kOwnKeys ? t.panels.keys : t.panels.gradient_queries) + tile * t.panels.panel;
+  const float* const panel = t.workspace + t.panels.keys + key_tile(t, at) * t.panels.panel;
 #pragma unroll
-  for (int c = 0; c < kOwn; ++c) {
-    float rows[kOwn];
-    unpack4(*reinterpret_cast<const float4*>(panel + (d + c) * kTile + own_row0()), rows);
+  for (int x = 0; x < kOwnDims; ++x)
 #pragma unroll
-    for (int r = 0; r < kOwn; ++r) own[r][c] = rows[r];
-  }
+    for (int n = 0; n < kOwnKeys; n += 4)
+      unpack4(*reinterpret_cast<const float4*>(panel + (d + x) * kTile + key0 + n), own[x] + n);
 }
 
 // The loop of the gradients: over the factors E and F, over raw q and k with an exponential per
 // pair and dim, or over differences.
 enum class Loop { kFactors, kDirect, kDifferences };
 
-// Runs the loop over own rows. `d` is the first owned dim, counted from dim 0 of the panel.
-template <Loop kLoop, bool kOwnKeys>
-FASTATTN_DEVICE void add_in_loop(const AdditiveTiles& t, const Place& at, int64_t d,
-                                 const OwnTile& own, const float* others, const float* ds,
-                                 int count, OwnTile& acc, float (&weight)[kOwn]) {
-  if constexpr (kLoop == Loop::kDifferences) {
-    const int64_t head = weights_head<ScoreKind::kGaussian>(t, at);
-    float ratios[kOwn];
+FASTATTN_DEVICE void load_ratios(const AdditiveTiles& t, const Place& at, int64_t d,
+                                 float (&ratios)[kOwnDims]) {
+  const int64_t first = t.panels.units + weights_head(t, at) * t.panels.dims + d;
 #pragma unroll
-    for (int n = 0; n < kOwn; ++n)
-      ratios[n] = t.workspace[t.panels.units + head * t.panels.dims + d + n];
-    add_differences<kOwnKeys>(own, ratios, others, ds, count, acc, weight);
-  } else {
-    add_gradient<kLoop == Loop::kDirect, kOwnKeys>(own, others, ds, count, acc, weight);
-  }
-}
-
-// The factor of a sum over a tile, besides the weights and unit_of_ds().
-template <Loop kLoop>
-FASTATTN_DEVICE float tile_factor(float own) {
-  return kLoop == Loop::kFactors ? own : kLoop == Loop::kDirect ? 1.f : 1.f / kGradUnit;
+  for (int n = 0; n < kOwnDims; ++n) ratios[n] = t.workspace[first + n];
 }
 
 // One of the sums that a thread adds to, tile after tile. The sums are too many for registers, so

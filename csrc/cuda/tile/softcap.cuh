@@ -4,7 +4,8 @@
 // as without a cap (masking.cuh). The gradient of a score is that of its logit times the slope 1 -
 // t^2.
 //
-// Kernels are compiled with and without a cap (kCapped), because a cap takes registers.
+// The dot product's kernels are compiled with and without a cap (kCapped), because a cap takes
+// registers. In the additive ones it is a branch.
 #pragma once
 
 #include "cuda/tile/masking.cuh"

@@ -17,11 +17,13 @@ constexpr int kRowLanes = kTile / kCols;  // lanes that share their rows
 constexpr int kStageFloats = kStage * kTile;
 static_assert(kRows * kCols * kThreads == kTile * kTile);
 
-// A stage of dims of a tile may also be split into fragments of kOwn rows x kOwn dims. Neighbouring
-// lanes then have neighbouring dims.
-constexpr int kOwn = 4;
-constexpr int kDimGroups = kStage / kOwn;
-static_assert(kOwn * kOwn * kThreads == kStage * kTile);
+// A stage of dims of a tile may also be split by keys and dims: a group of kOwnLanes lanes shares
+// kOwnKeys keys, and each lane has kOwnDims dims of them.
+constexpr int kOwnDims = 2;
+constexpr int kOwnLanes = kStage / kOwnDims, kOwnGroups = kThreads / kOwnLanes;
+constexpr int kOwnKeys = kTile / kOwnGroups;
+constexpr int kOwnSlots = kOwnDims * kOwnKeys / 4;  // of a thread's sums, four a slot
+static_assert(kOwnLanes == 16 && kOwnKeys == 8);
 
 using Fragment = float[kRows][kCols];
 
@@ -192,11 +194,11 @@ FASTATTN_DEVICE bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 FASTATTN_DEVICE void stage_transposed(const View& view, int64_t offset, int rows, int cols,
                                       float* to) {
   constexpr int kStep = kThreads / kStage;
-  const int c = thread() % kStage;
+  const int self = opaque_here(thread()), c = self % kStage;
   with_dtype(view.dtype, [&](auto type) {
-    int64_t n = opaque(offset + thread() / kStage * view.stride_r + c * view.stride_c);
+    int64_t n = opaque(offset + self / kStage * view.stride_r + c * view.stride_c);
 #pragma unroll 4
-    for (int r = thread() / kStage; r < kTile; r += kStep, n += kStep * view.stride_r)
+    for (int r = self / kStage; r < kTile; r += kStep, n += kStep * view.stride_r)
       to[tile_index(c, r)] = r < rows && c < cols ? load_as<type>(view.data, n) : 0.f;
   });
 }
@@ -205,12 +207,12 @@ FASTATTN_DEVICE void stage_transposed(const View& view, int64_t offset, int rows
 // Returns whether all that this thread loaded is finite.
 FASTATTN_DEVICE bool stage_rows(const View& view, int64_t offset, int rows, int cols, float* to) {
   constexpr int kStep = kThreads / kTile;
-  const int c = thread() % kTile;
+  const int self = opaque_here(thread()), c = self % kTile;
   bool finite = true;
   with_dtype(view.dtype, [&](auto type) {
-    int64_t n = opaque(offset + thread() / kTile * view.stride_r + c * view.stride_c);
+    int64_t n = opaque(offset + self / kTile * view.stride_r + c * view.stride_c);
 #pragma unroll 4
-    for (int r = thread() / kTile; r < kStage; r += kStep, n += kStep * view.stride_r) {
+    for (int r = self / kTile; r < kStage; r += kStep, n += kStep * view.stride_r) {
       const float x = r < rows && c < cols ? load_as<type>(view.data, n) : 0.f;
       finite &= is_finite(x);
       to[tile_index(r, c)] = x;
@@ -221,7 +223,7 @@ FASTATTN_DEVICE bool stage_rows(const View& view, int64_t offset, int rows, int 
 
 // Copies `count` rows of an array [..][kTile].
 FASTATTN_DEVICE void stage_panel(const float* panel, int count, float* to) {
-  for (int n = thread(); n < count * (kTile / 4); n += kThreads) {
+  for (int n = opaque_here(thread()); n < count * (kTile / 4); n += kThreads) {
     const int r = n / (kTile / 4), c = n % (kTile / 4) * 4;
     store4(to, r, c, reinterpret_cast<const float4*>(panel)[n]);
   }
