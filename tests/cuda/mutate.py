@@ -26,6 +26,7 @@ TESTS = {
     "dot/backward_wgmma.cu": "test_cuda_wgmma.py",
     "additive/forward.cu": "test_cuda_additive.py",
     "additive/gradients.cu": "test_cuda_additive.py",
+    "additive/gradient_sums.cu": "test_cuda_additive.py",
 }
 
 
@@ -62,10 +63,15 @@ def of_halves(name: str, right: str, wrong: str, source: str, file="additive/hal
     return Mistake(f"halves: {name}", file, right, wrong, "AssertionError", source=source)
 
 
-def of_one_pass(name: str, right: str, wrong: str, file="additive/gradients.cu"):
+def of_one_pass(name: str, right: str, wrong: str, file="gradients.cu", source="gradients.cu"):
     """A mistake in the gradients of additive attention."""
-    source = "additive/gradients.cu"
+    file, source = f"additive/{file}", f"additive/{source}"
     return Mistake(f"one pass: {name}", file, right, wrong, "AssertionError", source=source)
+
+
+def of_parts(name: str, right: str, wrong: str) -> Mistake:
+    """The same where parts are added up."""
+    return of_one_pass(name, right, wrong, "gradient_sums.cu", "gradient_sums.cu")
 
 
 LOAD = "if (aligned && r < rows && c + kChunk <= cols) {"
@@ -127,17 +133,16 @@ MISTAKES = [
         "      if (turn > 0) __syncthreads();\n", "",
     ),
     of_one_pass("the first group adds to the tile before", "pass_on(turn == 0,", "pass_on(false,"),
-    of_one_pass("sums of rows that others have", "kOwnGroups - 1)", "kOwnGroups)"),
+    of_one_pass("sums of rows that others have", "last_row0(key0) + n", "key0 + n"),
     of_one_pass("a slice from the wrong tile on", "first + (slice", "(slice"),
-    of_one_pass("the parts of one slice of keys", "add_parts(parts, a.plan.slices_n,",
-                "add_parts(parts, 1,"),
-    of_one_pass("dk of one head for all that share the keys", "parts + g * of_head", "parts"),
-    of_one_pass("weights of one head for all", "at.h = static_cast<int>(hkv * group + g);", ""),
+    of_parts("parts of one slice", "add_parts(parts, a.plan.slices_n,", "add_parts(parts, 1,"),
+    of_parts("dk of one head for all that share the keys", "parts + g * of_head", "parts"),
+    of_parts("weights of one head for all", "at.h = static_cast<int>(hkv * group + g);", ""),
     of_one_pass("dw of one group", "n < kOwnGroups; ++n) sum", "n < 1; ++n) sum"),
     of_one_pass("dims of a neighbour", "lane / 8 % 2 * kOwnDims", "lane / 8 % 2",
-                "additive/terms.cuh"),
+                "terms.cuh"),
     of_one_pass("the other dim's reciprocal", "reciprocal * x[1 - d]", "reciprocal * x[d]",
-                "additive/terms.cuh"),
+                "terms.cuh"),
     of_warpgroups(
         "a descriptor: the distance between groups of rows",
         "kAlongRows = {0, 8 * kRowBytes}", "kAlongRows = {0, 4 * kRowBytes}", "AssertionError",
