@@ -137,9 +137,13 @@ def _passes(
     out, lse, weights, stats = backend.forward(p, q, k, v, w, bias)
     pairs = (t.grad_out, out), (t.grad_lse, lse), (t.grad_weights, weights)
     upstream = [None if x is None else x.to(y.device, y.dtype) for x, y in pairs]
-    saved = (out, stats, *upstream, bias is not None)
     if check.backend == "cuda" and wgmma.against_large_heads(p, grad=True):
-        backend = registry.get("eager")  # what is checked is a forward pass alone
+        # What is checked is a forward pass alone. Its maxima get eager's unit, which is 1.
+        stats = torch.stack(
+            [stats[..., 0] * backend.shift_unit(p, bias is not None), stats[..., 1]], -1
+        )
+        backend = registry.get("eager")
+    saved = (out, stats, *upstream, bias is not None)
     *grads, grad_w, grad_bias = backend.backward(p, q, k, v, w, bias, *saved)
     grad_w = None if grad_w is None else grad_w.to(w.dtype)
     return (out, lse, weights, *grads, grad_w, grad_bias)

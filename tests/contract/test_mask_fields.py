@@ -19,8 +19,10 @@ both_scores = pytest.mark.parametrize("score", SCORES)
 
 def test_the_tensors_of_a_mask_are_operands_in_their_order():
     assert tuple(TENSORS) == MASK_TENSORS
-    own = schemas.Call._fields[autograd._INPUTS : autograd._ALL]
-    assert own == (*MASK_TENSORS, "seed")
+    expected = (*MASK_TENSORS, "seed")
+    assert autograd._TENSORS[autograd._INPUTS : autograd._ALL] == expected
+    operands = schemas.Call._fields
+    assert operands[operands.index("bias") + 1 :][: len(expected)] == expected
 
 
 @every_field
