@@ -14,6 +14,7 @@ from bench.cases import DIRECTIONS, named
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = {
+    "two AMD Zen 5 cores, AVX512-BF16": "amd-epyc-family-26-avx512-bf16-2-threads",
     "two AMD Zen 4 cores, AVX512-BF16": "amd-epyc-family-25-avx512-bf16-2-threads",
     "two AMD Zen 3 cores, AVX2": "amd-epyc-family-25-avx2-2-threads",
     "two Intel Xeon cores, AVX-512": "intel-r-xeon-r-processor-family-6-avx512-2-threads",
