@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastattn import autograd
 from fastattn.backends import operators
 
-_PLAIN = {Tensor, nn.Parameter, type(None)}
+PLAIN = {Tensor, nn.Parameter, type(None)}
 _multiply = operators.linear
 # From how many multiply-adds on oneDNN is faster here, as csrc/binding/linear.h says.
 _FROM: float = float("inf")
@@ -61,7 +61,7 @@ def is_only_linear(layer: nn.Module) -> bool:
 
 def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether oneDNN is faster, and nobody could tell the difference but by time."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_nested:  # sizes are symbols
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or x.is_nested:  # sizes are symbols
         return False
     if x.dtype is not torch.float32 or x.dim() < 2 or weight.dim() != 2:
         return False
@@ -83,7 +83,7 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
         return False
     dtype, strided = x.dtype, torch.strided
     for t in (x, *others):
-        if type(t) not in _PLAIN:
+        if type(t) not in PLAIN:
             return False
         if t is not None and not (t.is_cpu and t.dtype is dtype and t.layout is strided):
             return False

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import autograd
 from fastattn.backends import operators, registry, watch
-from fastattn.modules.linear import is_direct, is_only_linear
+from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
 from fastattn.modules.multihead import interop, projection
 from fastattn.problem import call_cache, validate
 
@@ -45,7 +45,7 @@ def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | No
         found = own["in_proj_weight"], own["in_proj_bias"], out["weight"], out["bias"]
     except KeyError:  # parametrized, or plain tensors
         return None
-    if found[0] is None or not interop.PLAIN.issuperset(map(type, found)):
+    if found[0] is None or not PLAIN.issuperset(map(type, found)):
         return None
     if not (_is_of(found[1], found[0]) and _is_of(found[3], found[2])):
         return None

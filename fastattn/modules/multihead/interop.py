@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fastattn.modules.linear import PLAIN
+
 # Read at import: a program may later replace the name in torch.nn by our class.
 TORCH_ATTENTION = nn.MultiheadAttention
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-PLAIN = {Tensor, nn.Parameter, type(None)}
 
 
 def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> str | None:
