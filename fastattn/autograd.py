@@ -196,24 +196,42 @@ class AttentionFunction(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         bias_needs_grad = ctx.needs_input_grad[2 + _BIAS]
-        upstream = grad_out, grad_lse, grad_weights
         if not ctx.needs_input_grad[2 + _SINK]:
             lse = weights = None
-        saved = (*inputs, *own, out, stats, lse, weights, *upstream)
-        function = either(AttentionBackwardFunction, BackwardForwardMode)
-        args = (ctx.backend, ctx.p, bias_needs_grad, *saved)
-        differentiate = needs_autograd(*saved)
-        grads = list((function.apply if differentiate else function.forward)(*args))
-        for n in _OF_HEADS:
-            if (grad := grads[n]) is not None:
-                shared = inputs[n].dim() < grad.dim()  # by all samples
-                grads[n] = (grad.sum(0) if shared else grad).to(inputs[n].dtype)
+        saved, upstream = (out, stats, lse, weights), (grad_out, grad_lse, grad_weights)
+        grads = gradients(ctx.backend, ctx.p, bias_needs_grad, inputs, own, saved, upstream)
         return (None, None, *grads, *[None] * len(own))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, backend: str, p: Problem, *tensors: Tensor | None) -> tuple:
         function = either(AttentionFunction, ForwardMode)
         return _vmap(function, info.batch_size, in_dims, (backend, p), tensors)
+
+
+def gradients(
+    backend: str,
+    p: Problem,
+    bias_needs_grad: bool,
+    inputs: tuple[Any, ...],
+    own: tuple[Tensor | None, ...],
+    saved: tuple[Tensor | None, ...],
+    upstream: tuple[Tensor | None, ...],
+) -> list[Any]:
+    """Those of (q, k, v, w, bias, sink), differentiable where that may be needed.
+
+    ``own`` are the tensors of the record, which ``p`` lacks. ``saved`` are ``_SAVED``, with lse and
+    weights if the gradient of a sink is wanted. ``upstream`` are ``_UPSTREAM``.
+    """
+    tensors = (*inputs, *own, *saved, *upstream)
+    function = either(AttentionBackwardFunction, BackwardForwardMode)
+    differentiate = needs_autograd(*tensors)
+    compute = function.apply if differentiate else function.forward
+    grads = list(compute(backend, p, bias_needs_grad, *tensors))
+    for n in _OF_HEADS:
+        if (grad := grads[n]) is not None:
+            shared = inputs[n].dim() < grad.dim()  # by all samples
+            grads[n] = (grad.sum(0) if shared else grad).to(inputs[n].dtype)
+    return grads
 
 
 class AttentionBackwardFunction(torch.autograd.Function):

@@ -13,6 +13,7 @@ from fastattn import autograd, sinks
 from fastattn.backends import direct, registry, watch, wgmma
 from fastattn.problem import Mask, Score, arguments, call_cache, jagged, validate
 from fastattn.problem.relative import ALiBi, RelativeBias
+from fastattn.repeated import Repeated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -358,6 +359,8 @@ def again(call: call_cache.Call, return_lse: bool) -> Results | None:
     planned = None if return_lse or call.return_weights is not None else direct.run(call)
     if type(planned) is Tensor:
         return planned
+    if type(planned) is tuple:
+        return Repeated.apply(*planned)
     if (seen := call_cache.recall(call)) is None:
         return None
     known, bias = seen

@@ -1,362 +1,216 @@
-// A repeated call at inference: one C function from the arguments of a public function to its
-// result.
+// A repeated call: one C function from the arguments of a public function to its result, and one
+// from these and the gradient of the result to the gradients of the arguments.
 //
 // Python describes, recalls and dispatches a call in several times the time of a small problem.
-// Here a plan, the params of a call without its pointers, stands in a dict of Python's. Its key is
-// all that the params depend on: sizes, strides and dtypes of tensors, and the other arguments.
+// Here a plan, the params of an earlier call, stands in a dict of Python's. Its key is all that the
+// params depend on but memory: sizes, strides and dtypes of tensors, and the other arguments.
 // Values of limits are checked at every call. Whatever is unusual gives None, and the ordinary way
 // then computes or raises. fastattn/backends/direct.py has the conditions that are not of the
 // arguments.
 #pragma once
 
 #include <Python.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <string>
+#include <optional>
+#include <utility>
 #include <vector>
 
-#include "binding/dlpack.h"
-#include "binding/on_cpu.h"
-#include "binding/views.h"
-
-// Exported programs load the library into processes that have no Python.
-#pragma weak PyFloat_Type
-#pragma weak PyLong_Type
-#pragma weak PyTuple_Type
-#pragma weak PyUnicode_Type
-#pragma weak _Py_FalseStruct
-#pragma weak _Py_NoneStruct
-#pragma weak _Py_NotImplementedStruct
-#pragma weak _Py_TrueStruct
+#include "binding/description.h"
+#include "binding/plan.h"
 
 namespace fastattn::binding {
-
-// What a tensor among the arguments is to the kernels. Fields of other names hold no tensor.
-enum Role {
-  kQuery,
-  kKey,
-  kValue,
-  kWeight,
-  kBias,
-  kKeep,
-  kKvLen,
-  kKvBegin,
-  kRoles,
-  kByDtype,
-  kNone
-};
-constexpr const char* kRoleNames[] = {"query", "key",    "value",    "weight", "bias",
-                                      "keep",  "kv_len", "kv_begin", "",       "attn_mask"};
-
-// A field of call_cache.Call or of Mask.
-struct Field {
-  PyObject* name;
-  int role;
-};
-
-// What Python says once, by set_up().
-struct Python {
-  const dlpack::Exchange* exchange;
-  PyObject *tensor, *parameter, *mask;  // types
-  PyObject* take;                       // makes tensors of a list of handles, and owns these
-  std::vector<Field> call, fields;
-  PyObject *requires_grad, *is_neg;  // names
-};
-inline Python python;
-
-// ---- describing a call ----
-
-class Description {
- public:
-  // False if a call is unusual; a Python exception may then be set.
-  bool take(PyObject* call) {
-    text_.reserve(512);
-    for (size_t n = 0; n < python.call.size(); ++n)
-      if (!add(PyTuple_GetItem(call, static_cast<Py_ssize_t>(n)), python.call[n].role))
-        return false;
-    return true;
-  }
-
-  // A new reference.
-  PyObject* key() const {
-    return PyBytes_FromStringAndSize(text_.data(), static_cast<Py_ssize_t>(text_.size()));
-  }
-
-  // nullptr if there is none.
-  const dlpack::Tensor* operator[](Role role) const {
-    return tensors_[role].data == nullptr ? nullptr : &tensors_[role];
-  }
-  void* data(Role role) const { return tensors_[role].data; }
-
- private:
-  bool add(PyObject* x, int role) {
-    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(x));
-    if (type == python.tensor || type == python.parameter) return add_tensor(x, role);
-    if (type == python.mask) return role == kNone && add_mask(x);
-    return add_plain(x);
-  }
-
-  bool add_mask(PyObject* mask) {
-    text_ += 'm';
-    for (const Field& field : python.fields) {
-      PyObject* const x = PyObject_GetAttr(mask, field.name);
-      const bool added = x != nullptr && add(x, field.role);
-      Py_XDECREF(x);  // the mask has it
-      if (!added) return false;
-    }
-    return true;
-  }
-
-  // 1 == True == 1.0, and they are not the same argument.
-  bool add_plain(PyObject* x) {
-    if (x == Py_None || x == Py_True || x == Py_False) {
-      text_ += x == Py_None ? 'n' : x == Py_True ? 't' : 'f';
-    } else if (PyFloat_CheckExact(x)) {
-      append('d', PyFloat_AsDouble(x));
-    } else if (PyLong_CheckExact(x)) {
-      int overflow = 0;
-      append('i', PyLong_AsLongLongAndOverflow(x, &overflow));
-      return overflow == 0;
-    } else if (PyUnicode_CheckExact(x)) {
-      Py_ssize_t size = 0;
-      const char* const content = PyUnicode_AsUTF8AndSize(x, &size);
-      if (content == nullptr) return false;
-      append('s', size);
-      text_.append(content, static_cast<size_t>(size));
-    } else if (PyTuple_CheckExact(x)) {
-      const Py_ssize_t size = PyTuple_Size(x);
-      append('(', size);
-      for (Py_ssize_t n = 0; n < size; ++n)
-        if (!add_plain(PyTuple_GetItem(x, n))) return false;
-    } else {
-      return false;
-    }
-    return true;
-  }
-
-  bool add_tensor(PyObject* x, int role) {
-    dlpack::Tensor t;
-    if (python.exchange->describe(x, &t) != 0) return false;  // not dense, or a tracer's
-    if (role == kByDtype) role = t.dtype.code == dlpack::kBool ? kKeep : kBias;
-    if (role >= kRoles) return false;
-    tensors_[role] = t;
-    if (t.data == nullptr || t.device_type != dlpack::kCpu || t.byte_offset != 0) return false;
-    append('T', t.dtype);
-    append(static_cast<char>('0' + role), t.ndim);
-    const size_t bytes = static_cast<size_t>(t.ndim) * sizeof(int64_t);
-    text_.append(reinterpret_cast<const char*>(t.shape), bytes);
-    text_.append(reinterpret_cast<const char*>(t.strides), bytes);
-    if (grad_ && !is_false(PyObject_GetAttr(x, python.requires_grad))) return false;
-    return is_false(PyObject_CallMethodObjArgs(x, python.is_neg, nullptr));
-  }
-
-  // Takes the reference.
-  static bool is_false(PyObject* x) {
-    Py_XDECREF(x);  // there is one False
-    return x == Py_False;
-  }
-
-  template <typename T>
-  void append(char kind, const T& x) {
-    text_ += kind;
-    text_.append(reinterpret_cast<const char*>(&x), sizeof x);
-  }
-
-  std::string text_;
-  dlpack::Tensor tensors_[kRoles] = {};
-  const bool grad_ = aoti_torch_grad_mode_is_enabled();
-};
-
-// ---- plans ----
-
-// A tensor of PyTorch's, which is deleted unless somebody takes it.
-struct Deleter {
-  void operator()(AtenTensorOpaque* handle) const { aoti_torch_delete_tensor_object(handle); }
-};
-using Handle = std::unique_ptr<AtenTensorOpaque, Deleter>;
-
-struct Plan {
-  ForwardParams p;                      // without pointers
-  std::vector<int64_t> sizes, strides;  // of the result
-};
-constexpr const char* kPlan = "fastattn.Plan";
-
-// Limits that read_limits() can read; others are no part of a plan.
-inline bool are_readable(const dlpack::Tensor& t) {
-  if (!t.dtype.is(dlpack::kInt, 32) && !t.dtype.is(dlpack::kInt, 64)) return false;
-  int64_t stride = 1;
-  for (int32_t d = t.ndim; d-- > 0; stride *= t.shape[d])
-    if (t.shape[d] != 1 && t.strides[d] != stride) return false;
-  return true;
-}
-
-inline int64_t count_of(const dlpack::Tensor* t) {
-  int64_t count = t != nullptr;
-  for (int32_t d = 0; t != nullptr && d < t->ndim; ++d) count *= t->shape[d];
-  return count;
-}
-
-// False if a value is outside of [0, most].
-template <typename T>
-bool read_limits(const dlpack::Tensor& t, int64_t most, int32_t* to) {
-  const T* const from = static_cast<const T*>(t.data);
-  for (int64_t n = 0, count = count_of(&t); n < count; ++n) {
-    if (from[n] < 0 || from[n] > most) return false;
-    to[n] = static_cast<int32_t>(from[n]);
-  }
-  return true;
-}
-
-// Sets the pointer of a limit to `*memory`, and moves that behind the values.
-inline bool set_limit(const dlpack::Tensor* t, int64_t N, int32_t** memory, KeyLimit* limit) {
-  if (t == nullptr) return true;
-  const bool read = t->dtype.bits == 32 ? read_limits<int32_t>(*t, N, *memory)
-                                        : read_limits<int64_t>(*t, N, *memory);
-  limit->data = *memory;
-  *memory += count_of(t);
-  return read;
-}
-
-// All pointers to memory of the arguments, except for those to limits.
-inline void set_pointers(const Description& given, ForwardParams* p) {
-  p->q.data = given.data(kQuery), p->k.data = given.data(kKey), p->v.data = given.data(kValue);
-  p->w.data = given.data(kWeight), p->bias.data = given.data(kBias);
-  p->mask.keep = static_cast<const uint8_t*>(given.data(kKeep));
-}
-
-// The result; none if a limit has a wrong value.
-inline Handle compute(const Plan& plan, const Description& given) {
-  ForwardParams p = plan.p;
-  set_pointers(given, &p);
-
-  constexpr int64_t kAlign = 64;
-  const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
-  const int64_t limits = count_of(given[kKvLen]) + count_of(given[kKvBegin]);
-  const int64_t bytes = workspace + 4 * (3 * rows + limits);
-  const std::unique_ptr<char, decltype(&std::free)> memory(
-      static_cast<char*>(std::aligned_alloc(kAlign, (bytes / kAlign + 1) * kAlign)), &std::free);
-  if (memory == nullptr) return {};
-  p.workspace = memory.get();
-  p.stats = reinterpret_cast<float*>(memory.get() + workspace);
-  p.lse = p.stats + 2 * rows;
-  int32_t* next = reinterpret_cast<int32_t*>(p.lse + rows);
-  if (!set_limit(given[kKvLen], p.N, &next, &p.mask.kv_len)) return {};
-  if (!set_limit(given[kKvBegin], p.N, &next, &p.mask.kv_begin)) return {};
-
-  AtenTensorHandle made = nullptr;
-  const auto dims = static_cast<int64_t>(plan.sizes.size());
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, plan.sizes.data(), plan.strides.data(),
-                                                  static_cast<int32_t>(scalar_type_of(p.out.dtype)),
-                                                  aoti_torch_device_type_cpu(), 0, &made));
-  Handle out(made);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(out.get(), &p.out.data));
-  device::expect_writes(p.out.data, rows * p.E * (p.out.dtype == DType::kFloat32 ? 4 : 2));
-  device::Current::compute(p);
-  return out;
-}
-
-// ---- functions of the module _C ----
 
 inline PyObject* answer(PyObject* x) {
   PyErr_Clear();  // the ordinary way says what is wrong
   return Py_NewRef(x);
 }
 
-// As a tensor of Python's.
-inline PyObject* take(Handle tensor) {
-  PyObject* const list = PyList_New(1);
-  PyObject* const capsule = PyCapsule_New(tensor.get(), nullptr, nullptr);
-  if (list == nullptr || capsule == nullptr) return nullptr;
-  PyList_SetItem(list, 0, capsule);
-  tensor.release();
+// A list of tensors of Python's.
+inline PyObject* take(std::vector<Handle> tensors) {
+  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
+  if (list == nullptr) return nullptr;
+  for (size_t n = 0; n < tensors.size(); ++n) {
+    PyObject* const capsule = PyCapsule_New(tensors[n].get(), nullptr, nullptr);
+    if (capsule == nullptr) {
+      Py_DECREF(list);
+      return nullptr;
+    }
+    PyList_SetItem(list, static_cast<Py_ssize_t>(n), capsule);
+  }
+  for (Handle& tensor : tensors) tensor.release();
   PyObject* const taken = PyObject_CallFunctionObjArgs(python.take, list, nullptr);
-  PyObject* const result = taken == nullptr ? nullptr : PyList_GetItem(taken, 0);
-  Py_XINCREF(result);
-  Py_XDECREF(taken);
   Py_DECREF(list);
-  return result;
+  return taken;
 }
 
-// (table, call) -> the result of a call with a plan; None of a call
-// that can have none; NotImplemented where there is none yet.
+// The results of a plan in a capsule, as a list; nullptr if it has none.
+template <typename Params>
+PyObject* results_of(PyObject* capsule, const Description& given) {
+  const auto& plan =
+      *static_cast<const Plan<Params>*>(PyCapsule_GetPointer(capsule, kName<Params>));
+  Py_INCREF(capsule);  // another thread may forget it
+  std::vector<Handle> results;
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    results = compute(plan, given);
+  } catch (...) {  // no memory
+    results.clear();
+  }
+  PyEval_RestoreThread(state);
+  Py_DECREF(capsule);
+  return results.empty() ? nullptr : take(std::move(results));
+}
+
+template <typename Params>
+PyObject* as_capsule(std::unique_ptr<Plan<Params>> plan) {
+  PyObject* const capsule = PyCapsule_New(plan.get(), kName<Params>, [](PyObject* x) {
+    delete static_cast<Plan<Params>*>(PyCapsule_GetPointer(x, kName<Params>));
+  });
+  if (capsule != nullptr) plan.release();
+  return capsule;
+}
+
+// What a dict has for a call, a borrowed reference; nullptr if nothing.
+inline PyObject* look_up(PyObject* table, const Description& given) {
+  PyObject* const key = given.key();
+  PyObject* const found = key == nullptr ? nullptr : PyDict_GetItemWithError(table, key);
+  Py_XDECREF(key);
+  return found;
+}
+
+// A tuple of objects whose references it takes; nullptr if one is.
+inline PyObject* pack(const std::vector<PyObject*>& objects) {
+  bool whole = true;
+  for (PyObject* x : objects) whole = whole && x != nullptr;
+  PyObject* const tuple = whole ? PyTuple_New(static_cast<Py_ssize_t>(objects.size())) : nullptr;
+  for (size_t n = 0; n < objects.size(); ++n) {
+    if (tuple != nullptr) {
+      PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(n), objects[n]);
+    } else {
+      Py_XDECREF(objects[n]);
+    }
+  }
+  return tuple;
+}
+
+// (table, call) -> the result of a call with a plan, of which the table has (plan, trained). If it
+// needs a gradient: (trained, result, stats) and the tensors among its arguments. None of a call
+// that can have no plan; NotImplemented where there is none yet.
 inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   if (!given.take(args[1])) return answer(Py_None);
-  PyObject* const key = given.key();
-  PyObject* const found = key == nullptr ? nullptr : PyDict_GetItemWithError(args[0], key);
-  Py_XDECREF(key);
+  PyObject* const found = look_up(args[0], given);
   if (found == nullptr) return answer(Py_NotImplemented);
-  if (!PyCapsule_IsValid(found, kPlan)) return answer(Py_None);
-  const auto& plan = *static_cast<const Plan*>(PyCapsule_GetPointer(found, kPlan));
-  Py_INCREF(found);  // another thread may forget it
-  Handle out;
-  PyThreadState* const state = PyEval_SaveThread();
-  try {
-    out = compute(plan, given);
-  } catch (...) {  // no memory
+  if (!PyTuple_Check(found)) return answer(Py_None);
+  PyObject* const trained = PyTuple_GetItem(found, 1);
+  if (given.needs_grad() && trained == Py_None) return answer(Py_None);
+  Py_INCREF(trained);
+  PyObject* result = results_of<ForwardParams>(PyTuple_GetItem(found, 0), given);
+  if (result == nullptr) {
+    Py_DECREF(trained);
+    return answer(Py_None);
   }
-  PyEval_RestoreThread(state);
-  Py_DECREF(found);
-  if (out.get() == nullptr) return answer(Py_None);
-  return take(std::move(out));
+  PyObject* const out = Py_NewRef(PyList_GetItem(result, 0));
+  if (!given.needs_grad()) {
+    Py_DECREF(trained);
+    Py_DECREF(result);
+    return out;
+  }
+  std::vector<PyObject*> all{pack({trained, out, Py_NewRef(PyList_GetItem(result, 1))})};
+  for (const Argument& x : given.arguments()) all.push_back(Py_NewRef(x.object));
+  Py_DECREF(result);
+  return pack(all);
 }
 
-// (call, its result) -> (key, plan) of the call that the CPU kernels of this thread computed last;
-// (key, None) if it can have none; None where it cannot be told from others.
+// (plan of the forward pass, table, what backward got) -> the gradients, None for the first argument
+// of run()'s result and one for each other; None and NotImplemented as run().
+inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
+  Description given;
+  if (!given.take(args[2]) || given.needs_grad()) return answer(Py_None);
+  PyObject* const found = look_up(args[1], given);
+  if (found == nullptr) return answer(Py_NotImplemented);
+  if (found == Py_None) return answer(Py_None);
+  const auto* plan =
+      static_cast<const Plan<BackwardParams>*>(PyCapsule_GetPointer(found, kName<BackwardParams>));
+  PyObject* const results = results_of<BackwardParams>(found, given);
+  if (results == nullptr) return answer(Py_None);
+  std::vector<PyObject*> all(1 + given.arguments().size() - kSaved, Py_None);
+  Py_ssize_t next = 0;
+  const int* input = plan->inputs.data();
+  BackwardParams p = plan->p;
+  each_gradient(&p, [&](auto* pointer) {
+    const int n = *input++;
+    if (*pointer != nullptr) all[1 + n] = PyList_GetItem(results, next++);
+  });
+  for (PyObject* x : all) Py_INCREF(x);
+  Py_DECREF(results);
+  return pack(all);
+}
+
+// (call, its result) -> (key, plan, tensors among the arguments) of the call that the CPU kernels of
+// this thread computed last. The plan is None if the call can have none. None alone where it cannot
+// be told from others.
 inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  dlpack::Tensor out;
-  if (!given.take(args[0]) || python.exchange->describe(args[1], &out) != 0) return answer(Py_None);
-  const ForwardParams& p = device::Current::last();
-  const auto plain = [](const dlpack::Tensor* t) { return t == nullptr || are_readable(*t); };
-  ForwardParams filled = p;
-  set_pointers(given, &filled);
-  const bool same = std::memcmp(&filled, &p, sizeof p) == 0 && out.data == p.out.data;
-  const bool possible = same && !p.dropout.enabled && p.weights_mode == WeightsMode::kNone &&
-                        plain(given[kKvLen]) && plain(given[kKvBegin]);
-  PyObject* found = nullptr;
-  if (possible) {
-    auto made = std::make_unique<Plan>(
-        Plan{p, {out.shape, out.shape + out.ndim}, {out.strides, out.strides + out.ndim}});
-    found = PyCapsule_New(made.get(), kPlan, [](PyObject* capsule) {
-      delete static_cast<Plan*>(PyCapsule_GetPointer(capsule, kPlan));
-    });
-    if (found != nullptr) made.release();
-  } else {
-    found = Py_NewRef(Py_None);
-  }
-  PyObject* const key = given.key();
-  PyObject* const pair = key && found ? PyTuple_Pack(2, key, found) : nullptr;
-  Py_XDECREF(key);
-  Py_XDECREF(found);
-  return pair;
+  if (!given.take(args[0])) return answer(Py_None);
+  auto made = std::make_unique<Plan<ForwardParams>>();
+  const ForwardParams& p = made->p = device::Current::last<ForwardParams>();
+  std::optional<Result> result = result_of(args[1], p.out.data);
+  PyErr_Clear();
+  const bool possible = find_arguments(given, made.get()) && result && !p.dropout.enabled &&
+                        p.weights_mode == WeightsMode::kNone;
+  if (possible) made->results = {*result};
+  std::vector<PyObject*> tensors;
+  for (const Argument& x : given.arguments()) tensors.push_back(Py_NewRef(x.object));
+  return pack(
+      {given.key(), possible ? as_capsule(std::move(made)) : Py_NewRef(Py_None), pack(tensors)});
 }
 
-inline std::vector<Field> fields_of(PyObject* names) {
-  std::vector<Field> fields;
-  for (Py_ssize_t n = 0; n < PyTuple_Size(names); ++n) {
-    PyObject* const name = Py_NewRef(PyTuple_GetItem(names, n));
-    int role = 0;
-    while (role < kNone && PyUnicode_CompareWithASCIIString(name, kRoleNames[role]) != 0) ++role;
-    fields.push_back({name, role});
-  }
-  return fields;
+// (plan of the forward pass, what backward got, its gradients) -> (key, plan) of the backward pass
+// that the CPU kernels of this thread computed last, as plan().
+inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
+  Description given;
+  if (!given.take(args[1])) return answer(Py_None);
+  const auto* forward = static_cast<const Plan<ForwardParams>*>(
+      PyCapsule_GetPointer(args[0], kName<ForwardParams>));
+  auto made = std::make_unique<Plan<BackwardParams>>();
+  const BackwardParams& p = made->p = device::Current::last<BackwardParams>();
+  made->inputs = forward->inputs, made->limits = forward->limits;
+  bool possible = has_arguments(given, made.get()) && p.grad_lse == nullptr &&
+                  p.grad_weights.data == nullptr && p.grad_w == nullptr;
+  const int* input = made->inputs.data();
+  each_gradient(&made->p, [&](auto* pointer) {
+    const int n = *input++;
+    if (!possible || *pointer == nullptr) return;
+    std::optional<Result> result = result_of(PyTuple_GetItem(args[2], 1 + n), *pointer);
+    possible = result.has_value();
+    if (possible) made->results.push_back(*result);
+  });
+  PyErr_Clear();
+  return pack({given.key(), possible ? as_capsule(std::move(made)) : Py_NewRef(Py_None)});
 }
 
-// (the capsule of DLPack, the types of tensors, of parameters and of masks, the names of fields of
-// calls and of masks, what makes tensors of handles) -> whether plans can be made
+// (the capsule of DLPack, the types of tensors, of parameters and of masks, the names of a mask's
+// fields, what makes tensors of handles) -> whether plans can be made
 inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t) {
   const void* const found = PyCapsule_GetPointer(args[0], dlpack::kExchange);
   if (found == nullptr) return nullptr;
   python.exchange = static_cast<const dlpack::Exchange*>(found);
   python.tensor = Py_NewRef(args[1]), python.parameter = Py_NewRef(args[2]);
-  python.mask = Py_NewRef(args[3]), python.take = Py_NewRef(args[6]);
-  python.call = fields_of(args[4]), python.fields = fields_of(args[5]);
+  python.mask = Py_NewRef(args[3]), python.take = Py_NewRef(args[5]);
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
   python.is_neg = PyUnicode_InternFromString("is_neg");
+  python.fields.clear();
+  for (Py_ssize_t n = 0; n < PyTuple_Size(args[4]); ++n) {
+    Field field{Py_NewRef(PyTuple_GetItem(args[4], n)), -1};
+    MaskParams mask;
+    each_limit(&mask, [&, number = 0](const char* name, KeyLimit*) mutable {
+      if (PyUnicode_CompareWithASCIIString(field.name, name) == 0) field.limit = number;
+      ++number;
+    });
+    python.fields.push_back(field);
+  }
   const bool known = python.exchange->major == 1 && python.exchange->describe != nullptr;
   return Py_NewRef(known ? Py_True : Py_False);
 }
@@ -365,9 +219,12 @@ inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t) {
 inline PyCFunction as_function(PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
 }
-inline PyMethodDef functions[] = {{"run", as_function(run), METH_FASTCALL, nullptr},
-                                  {"plan", as_function(plan), METH_FASTCALL, nullptr},
-                                  {"set_up", as_function(set_up), METH_FASTCALL, nullptr},
-                                  {nullptr, nullptr, 0, nullptr}};
+inline PyMethodDef functions[] = {
+    {"run", as_function(run), METH_FASTCALL, nullptr},
+    {"run_backward", as_function(run_backward), METH_FASTCALL, nullptr},
+    {"plan", as_function(plan), METH_FASTCALL, nullptr},
+    {"plan_backward", as_function(plan_backward), METH_FASTCALL, nullptr},
+    {"set_up", as_function(set_up), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace fastattn::binding

@@ -49,16 +49,15 @@ class Current {
  public:
   explicit Current(const torch::stable::Tensor&) {}
   // The params of this thread's last call, for binding/direct.h. Its pointers may dangle.
-  static ForwardParams& last() {
-    static thread_local ForwardParams params;
+  template <typename Params>
+  static Params& last() {
+    static thread_local Params params;
     return params;
   }
-  void forward(const ForwardParams& p) {
-    last() = p;
-    compute(p);
-  }
+  void forward(const ForwardParams& p) { compute(last<ForwardParams>() = p); }
+  void backward(const BackwardParams& p) { compute(last<BackwardParams>() = p); }
   static void compute(const ForwardParams& p) { cpu::forward(p, torch_threads()); }
-  void backward(const BackwardParams& p) { cpu::backward(p, torch_threads()); }
+  static void compute(const BackwardParams& p) { cpu::backward(p, torch_threads()); }
 };
 
 }  // namespace fastattn::device

@@ -70,6 +70,19 @@ struct AttentionParams {
   WeightsMode weights_mode;
 };
 
+// What a caller's memory holds, as the members that point to it: f(pointer), in this order. Queries,
+// keys and values come first.
+template <typename F>
+void each_input(AttentionParams* p, F f) {
+  f(&p->q.data), f(&p->k.data), f(&p->v.data);
+  f(&p->w.data), f(&p->bias.data), f(&p->mask.keep);
+}
+// The same of positions of keys, which are checked: f(name of the operand, limit).
+template <typename F>
+void each_limit(MaskParams* mask, F f) {
+  f("kv_len", &mask->kv_len), f("kv_begin", &mask->kv_begin);
+}
+
 struct ForwardParams : AttentionParams {
   View out;         // [B, H, M, E]
   float* lse;       // [B, H, M], natural log, -inf where a row keeps no key
@@ -92,6 +105,13 @@ struct BackwardParams : AttentionParams {
   int64_t bias_B, bias_H, bias_M, bias_N;
   void* workspace;  // backward_workspace_bytes(), 64-byte aligned
 };
+
+// Gradients, in the order of each_input(), which has more: f(pointer).
+template <typename F>
+void each_gradient(BackwardParams* p, F f) {
+  f(&p->grad_q.data), f(&p->grad_k.data), f(&p->grad_v.data);
+  f(&p->grad_w), f(&p->grad_bias.data);
+}
 
 // How a kernel asks for threads without knowing who owns them. run() calls body(ctx, begin, end)
 // over disjoint pieces of [0, n) and returns when all are done.

@@ -8,12 +8,13 @@ problem. ``csrc/binding/direct.h`` does all three in C, for calls that return th
     later     the plan
 
 Plans stand in the table of known calls, and keep no tensor. A plan is used only where nothing of
-PyTorch's could tell: no gradient, transform, autocast, mode, trace or profiler.
+PyTorch's could tell: no transform, autocast, mode, trace, hook of saved tensors or profiler. For a
+gradient see ``fastattn/repeated.py``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +22,24 @@ from torch.autograd import forward_ad
 
 from fastattn.backends import operators
 from fastattn.problem import call_cache
-from fastattn.problem.call_cache import Call
+from fastattn.problem.call_cache import Call, Known
 from fastattn.problem.mask import MASK_FIELDS, Mask
 
 UNKNOWN = NotImplemented  # a call that may have a plan, and has none yet
+_MOST_BACKWARD = 16  # plans, for layouts of the output's gradient
+
+
+class Trained(NamedTuple):
+    """What backward asks of a call with a plan.
+
+    ``backward`` are the plans of its backward passes. ``masks`` are what ``Call.masks()`` lists, as
+    numbers of the call's tensors.
+    """
+
+    forward: Any
+    backward: dict[bytes, Any]
+    known: Known
+    masks: tuple[int | None, ...]
 
 
 def _set_up() -> Any:
@@ -32,35 +47,73 @@ def _set_up() -> Any:
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     aoti = getattr(torch._C, "_aoti", None)
     take = getattr(aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
-    if operators.EXTENSION_ERROR is not None or exchange is None or take is None:
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if operators.EXTENSION_ERROR is not None or None in (exchange, take, hooks):
         return None
     functions = operators.module()
-    own = torch.nn.Parameter, Mask, Call._fields, MASK_FIELDS, take
+    own = torch.nn.Parameter, Mask, MASK_FIELDS, take
     return functions if functions.set_up(exchange, Tensor, *own) else None
 
 
 _FUNCTIONS = _set_up()
 
 
-def run(call: Call) -> Any:
-    """The output of a call that has a plan; UNKNOWN, or None where it can have none."""
-    if (
+def _somebody_could_tell() -> bool:
+    """Whether less than the ordinary way might be seen."""
+    return (
         torch.compiler.is_compiling()
         or _FUNCTIONS is None
-        or not (isinstance(call.query, Tensor) and call.query.is_cpu)
         or torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
-    ):
+    )
+
+
+def run(call: Call) -> Any:
+    """The output of a call that has a plan; UNKNOWN, or None where it can have none.
+
+    A call that needs a gradient: ``((Trained, output, stats), *tensors)``, its own tensors.
+    """
+    if _somebody_could_tell() or not (isinstance(call.query, Tensor) and call.query.is_cpu):
         return None
     return _FUNCTIONS.run(call_cache.table(), call)
 
 
 def remember(call: Call, result: Any) -> None:
     """Makes the plan of an UNKNOWN call, whose result the CPU kernels just computed."""
-    if type(result) is Tensor and (made := _FUNCTIONS.plan(call, result)) is not None:
-        call_cache.keep(*made)
+    if type(result) is not Tensor or (made := _FUNCTIONS.plan(call, result)) is None:
+        return
+    key, plan, tensors = made
+    call_cache.keep(key, plan and (plan, _trained(plan, call, tensors)))
+
+
+def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | None:
+    """None where gradients need more than the kernels: a sum over samples, or a head dim."""
+    known, given = call_cache.known_of(call), call.masks()
+    if known is None or given is None or not known.has_head_dim or call.weight is not None:
+        return None
+    numbers = {id(x): n for n, x in enumerate(tensors)}
+    return Trained(plan, {}, known, tuple(None if x is None else numbers[id(x)] for x in given))
+
+
+def backward(trained: Trained, given: tuple) -> Any:
+    """The gradients that the autograd Function returns; UNKNOWN and None as ``run``.
+
+    ``given`` is which gradients are wanted, what was saved, and the output's gradient.
+    """
+    if _somebody_could_tell():
+        return None
+    return _FUNCTIONS.run_backward(trained.forward, trained.backward, given)
+
+
+def remember_backward(trained: Trained, given: tuple, grads: tuple) -> None:
+    """Makes the plan of an UNKNOWN backward pass, which the CPU kernels just computed."""
+    if (made := _FUNCTIONS.plan_backward(trained.forward, given, grads)) is not None:
+        if len(trained.backward) >= _MOST_BACKWARD:
+            trained.backward.clear()
+        trained.backward.update([made])

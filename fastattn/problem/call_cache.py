@@ -78,9 +78,8 @@ class Known(NamedTuple):
         weight = None if weight is None else weight.unsqueeze(0)
         return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), weight
 
-    def around(self, call: Call) -> tuple[Known, Tensor | None]:
-        """The same with the masks of another such call, and the bias of that one."""
-        given = call.masks()
+    def around(self, given: list[Any] | None) -> tuple[Known, Tensor | None]:
+        """The same with what ``Call.masks`` lists of another such call, and its bias."""
         if self.masks is None or given is None:
             return self, None
         own: list[Tensor | None] = [None] * (_BIAS + 1)
@@ -105,13 +104,18 @@ _paused = False
 
 def recall(call: Call) -> tuple[Known, Tensor | None] | None:
     """What is known of a call like this one, around its masks, and its bias; None if nothing is."""
-    try:
-        known = look_up(_describe(call))
-    except TypeError:  # sizes are symbols, as under a tracer of torch's, or an argument is no good
-        return None
+    known = known_of(call)
     if known is None or known.masks is None:
         return known and (known, None)
-    return known.around(call)
+    return known.around(call.masks())
+
+
+def known_of(call: Call) -> Known | None:
+    """What is known of a call like this one, without its tensors."""
+    try:
+        return look_up(_describe(call))
+    except TypeError:  # sizes are symbols, as under a tracer of torch's, or an argument is no good
+        return None
 
 
 def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) -> None:

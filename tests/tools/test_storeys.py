@@ -20,7 +20,7 @@ CPP = [
 PYTHON = [
     "fastattn.problem fastattn.plotting fastattn.cache_file", "fastattn.kernels.tile",
     "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
-    "fastattn.backends", "fastattn.autograd fastattn.sinks fastattn.blocks",
+    "fastattn.backends", "fastattn.autograd fastattn.sinks fastattn.repeated fastattn.blocks",
     "fastattn.functional",
     "fastattn.scores fastattn.tuning", "fastattn.varlen", "fastattn.modules fastattn.testing",
     "fastattn.distributed", "fastattn.integrations", "fastattn",

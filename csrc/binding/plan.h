@@ -1,0 +1,246 @@
+// A plan: the params of an earlier call, and where the memory of another such call goes.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "binding/description.h"
+#include "binding/on_cpu.h"
+#include "binding/views.h"
+
+namespace fastattn::binding {
+
+// ---- making ----
+
+// A tensor to make.
+struct Result {
+  std::vector<int64_t> sizes, strides;
+  ScalarType dtype;
+};
+
+template <typename Params>
+struct Plan {
+  Params p;  // its pointers are those of the earlier call
+  // The argument that each_input() and each_limit() point to, by number; -1: nullptr.
+  std::vector<int> inputs, limits;
+  std::vector<Result> results;
+};
+template <typename Params>
+constexpr const char* kName = nullptr;
+template <>
+constexpr const char* kName<ForwardParams> = "fastattn.Plan.forward";
+template <>
+constexpr const char* kName<BackwardParams> = "fastattn.Plan.backward";
+
+// Behind the arguments of the forward pass, backward gets more.
+constexpr size_t kSaved = 3;  // output, stats, and the gradient of the output
+
+template <typename F>
+void each_saved(ForwardParams*, F) {}
+template <typename F>
+void each_saved(BackwardParams* p, F f) {
+  f(&p->out.data), f(&p->stats), f(&p->grad_out.data);
+}
+
+// Limits that read_limits() can read; others are no part of a plan.
+inline bool is_readable(const dlpack::Tensor& t) {
+  if (!t.dtype.is(dlpack::kInt, 32) && !t.dtype.is(dlpack::kInt, 64)) return false;
+  int64_t stride = 1;
+  for (int32_t d = t.ndim; d-- > 0; stride *= t.shape[d])
+    if (t.shape[d] != 1 && t.strides[d] != stride) return false;
+  return true;
+}
+
+// Finds the arguments of a forward pass. False if a pointer is to something else, as to a copy, or
+// if an argument is not in use, or if it cannot be told from another.
+inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) {
+  constexpr size_t kFirst = 3;  // queries, keys and values, which may be one tensor
+  const std::vector<Argument>& all = given.arguments();
+  std::vector<int> uses(all.size(), 0);
+  bool found = all.size() >= kFirst;
+  const auto find = [&](std::vector<int>* to, bool present, auto is_it) {
+    to->push_back(-1);
+    if (!present) return;
+    for (size_t n = 0; n < all.size(); ++n)
+      if (is_it(n)) ++uses[n], to->back() = static_cast<int>(n);
+    found = found && to->back() >= 0;
+  };
+  each_input(&plan->p, [&](auto* pointer) {
+    const size_t own = plan->inputs.size();
+    find(&plan->inputs, *pointer != nullptr, [&](size_t n) {
+      const bool fits = own < kFirst ? n == own : n >= kFirst && all[n].limit < 0;
+      return fits && all[n].tensor.data == *pointer;
+    });
+  });
+  each_limit(&plan->p.mask, [&](const char*, KeyLimit* limit) {
+    const int own = static_cast<int>(plan->limits.size());
+    find(&plan->limits, limit->data != nullptr,
+         [&](size_t n) { return all[n].limit == own && is_readable(all[n].tensor); });
+  });
+  for (const int count : uses) found = found && count == 1;
+  return found;
+}
+
+// Whether a backward pass had the arguments that the forward pass has by its plan.
+inline bool has_arguments(const Description& given, Plan<BackwardParams>* plan) {
+  const std::vector<Argument>& all = given.arguments();
+  const auto count = [](const std::vector<int>& numbers) {
+    return std::count_if(numbers.begin(), numbers.end(), [](int n) { return n >= 0; });
+  };
+  size_t saved = static_cast<size_t>(count(plan->inputs) + count(plan->limits));
+  if (all.size() != saved + kSaved) return false;
+  bool same = true;
+  const int* input = plan->inputs.data();
+  each_input(&plan->p, [&](auto* pointer) {
+    const int n = *input++;
+    same = same && *pointer == (n < 0 ? nullptr : all[n].tensor.data);
+  });
+  const int* number = plan->limits.data();
+  each_limit(&plan->p.mask, [&](const char*, KeyLimit* limit) {
+    same = same && (*number++ >= 0) == (limit->data != nullptr);
+  });
+  each_saved(&plan->p, [&](auto* pointer) { same = same && *pointer == all[saved++].tensor.data; });
+  return same;
+}
+
+// What a tensor was, if it lies where the params say and plans can make another.
+inline std::optional<Result> result_of(PyObject* x, const void* data) {
+  dlpack::Tensor t;
+  if (python.exchange->describe(x, &t) != 0 || t.data != data || data == nullptr) return {};
+  const ScalarType dtype = t.dtype.is(dlpack::kFloat, 32)    ? ScalarType::Float
+                           : t.dtype.is(dlpack::kFloat, 16)  ? ScalarType::Half
+                           : t.dtype.is(dlpack::kBFloat, 16) ? ScalarType::BFloat16
+                                                             : ScalarType::Undefined;
+  if (dtype == ScalarType::Undefined) return {};
+  return Result{{t.shape, t.shape + t.ndim}, {t.strides, t.strides + t.ndim}, dtype};
+}
+
+// ---- computing ----
+
+// A tensor of PyTorch's, which is deleted unless somebody takes it.
+struct Deleter {
+  void operator()(AtenTensorOpaque* handle) const { aoti_torch_delete_tensor_object(handle); }
+};
+using Handle = std::unique_ptr<AtenTensorOpaque, Deleter>;
+
+template <typename T>
+void add_result(const Result& like, std::vector<Handle>* to, T** data) {
+  AtenTensorHandle made = nullptr;
+  const auto dims = static_cast<int64_t>(like.sizes.size());
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, like.sizes.data(), like.strides.data(),
+                                                  static_cast<int32_t>(like.dtype),
+                                                  aoti_torch_device_type_cpu(), 0, &made));
+  to->emplace_back(made);
+  void* memory = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(made, &memory));
+  const int64_t count = std::accumulate(like.sizes.begin(), like.sizes.end(), int64_t{1},
+                                        [](int64_t x, int64_t y) { return x * y; });
+  device::expect_writes(memory, count * (like.dtype == ScalarType::Float ? 4 : 2));
+  *data = static_cast<T*>(memory);
+}
+
+// Memory that nobody else sees, aligned as a workspace; none if there is none left.
+using Scratch = std::unique_ptr<char, decltype(&std::free)>;
+inline Scratch scratch(int64_t bytes) {
+  constexpr int64_t kAlign = 64;
+  void* const memory = std::aligned_alloc(kAlign, (bytes / kAlign + 1) * kAlign);
+  return {static_cast<char*>(memory), &std::free};
+}
+
+inline int64_t count_of(const dlpack::Tensor& t) {
+  int64_t count = 1;
+  for (int32_t d = 0; d < t.ndim; ++d) count *= t.shape[d];
+  return count;
+}
+
+template <typename Params>
+int64_t limit_bytes(const Plan<Params>& plan, const Description& given) {
+  int64_t count = 0;
+  for (const int n : plan.limits)
+    if (n >= 0) count += count_of(given.arguments()[n].tensor);
+  return count * static_cast<int64_t>(sizeof(int32_t));
+}
+
+// False if a value is outside of [0, most].
+template <typename T>
+bool read_limits(const dlpack::Tensor& t, int64_t most, int32_t* to) {
+  const T* const from = static_cast<const T*>(t.data);
+  for (int64_t n = 0, count = count_of(t); n < count; ++n) {
+    if (from[n] < 0 || from[n] > most) return false;
+    to[n] = static_cast<int32_t>(from[n]);
+  }
+  return true;
+}
+
+// Sets the pointers to arguments, and copies limits to `memory`. False if a limit is wrong.
+template <typename Params>
+bool set_arguments(const Plan<Params>& plan, const Description& given, void* memory, Params* p) {
+  const std::vector<Argument>& all = given.arguments();
+  const int* input = plan.inputs.data();
+  each_input(p, [&](auto* pointer) {
+    using Pointer = std::remove_reference_t<decltype(*pointer)>;
+    if (const int n = *input++; n >= 0) *pointer = static_cast<Pointer>(all[n].tensor.data);
+  });
+  size_t saved = all.size() - kSaved;
+  each_saved(p, [&](auto* pointer) {
+    using Pointer = std::remove_reference_t<decltype(*pointer)>;
+    *pointer = static_cast<Pointer>(all[saved++].tensor.data);
+  });
+  const int* number = plan.limits.data();
+  auto* next = static_cast<int32_t*>(memory);
+  bool right = true;
+  each_limit(&p->mask, [&](const char*, KeyLimit* limit) {
+    const int n = *number++;
+    if (n < 0 || !right) return;
+    const dlpack::Tensor& t = all[n].tensor;
+    right = t.dtype.bits == 32 ? read_limits<int32_t>(t, p->N, next)
+                               : read_limits<int64_t>(t, p->N, next);
+    limit->data = next;
+    next += count_of(t);
+  });
+  return right;
+}
+
+// The output, and the stats if backward wants them; nothing if a limit has a wrong value.
+inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Description& given) {
+  ForwardParams p = plan.p;
+  const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
+  const int64_t limits = limit_bytes(plan, given);
+  const Scratch memory = scratch(workspace + limits + 3 * rows * sizeof(float));
+  std::vector<Handle> results;
+  if (memory == nullptr || !set_arguments(plan, given, memory.get() + workspace, &p)) return {};
+  p.workspace = memory.get();
+  p.lse = reinterpret_cast<float*>(memory.get() + workspace + limits);
+  p.stats = p.lse + rows;
+  add_result(plan.results[0], &results, &p.out.data);
+  if (given.needs_grad()) {
+    const std::vector<int64_t> sizes{p.B, p.H, p.M, 2}, strides{p.H * p.M * 2, p.M * 2, 2, 1};
+    add_result({sizes, strides, ScalarType::Float}, &results, &p.stats);
+  }
+  device::Current::compute(p);
+  return results;
+}
+
+// The gradients that there are, in the order of each_gradient().
+inline std::vector<Handle> compute(const Plan<BackwardParams>& plan, const Description& given) {
+  BackwardParams p = plan.p;
+  const int64_t workspace = device::backward_workspace_bytes(p);
+  const Scratch memory = scratch(workspace + limit_bytes(plan, given));
+  std::vector<Handle> results;
+  if (memory == nullptr || !set_arguments(plan, given, memory.get() + workspace, &p)) return {};
+  p.workspace = memory.get();
+  each_gradient(&p, [&](auto* pointer) {
+    if (*pointer != nullptr) add_result(plan.results[results.size()], &results, pointer);
+  });
+  device::Current::compute(p);
+  return results;
+}
+
+}  // namespace fastattn::binding

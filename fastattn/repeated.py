@@ -1,0 +1,61 @@
+"""Autograd around a call that came before: one C function each way.
+
+``autograd.py`` defines the gradients. This is the same in a third of the time of a small problem:
+a Function of one output and no rule for a transform, which is used where no transform is.
+``fastattn/backends/direct.py`` says when.
+"""
+
+# torch declares these static methods with *args.
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import autograd
+from fastattn.backends import direct
+from fastattn.backends.direct import Trained
+
+
+class Repeated(torch.autograd.Function):
+    """What ``direct.run`` gives, and the tensors of the call -> out."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[Trained, Tensor, Tensor], *tensors: Tensor) -> Tensor:
+        ctx.trained, out, stats = made
+        ctx.save_for_backward(*tensors, out, stats)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple:
+        given = ctx.needs_input_grad, ctx.saved_tensors, grad_out
+        grads = direct.backward(ctx.trained, given)
+        if type(grads) is tuple:
+            return grads
+        ordinary = _gradients(ctx.trained, *given)
+        if grads is direct.UNKNOWN:
+            direct.remember_backward(ctx.trained, given, ordinary)
+        return ordinary
+
+
+def _gradients(
+    trained: Trained, needed: tuple[bool, ...], saved: tuple[Tensor, ...], grad_out: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients by the ordinary way, which is differentiable; None for what is no tensor."""
+    *tensors, out, stats = saved
+    given = [None if n is None else tensors[n] for n in trained.masks]
+    known, bias = trained.known.around(given)
+    own = known.p.tensors()
+    bare = known.p.with_tensors(*[None] * len(own))
+    place = trained.masks[-1]  # of the bias
+    wanted = place is not None and needed[1 + place]
+    results = (out, stats, None, None), (grad_out, None, None)
+    inputs = (*tensors[:3], None, bias, None)
+    found = autograd.gradients(known.backend, bare, wanted, inputs, own, *results)
+    grads: list[Tensor | None] = [None, *found[:3], *[None] * (len(tensors) - 3)]
+    if place is not None and wanted:
+        grads[1 + place] = found[4].reshape(tensors[place].shape)
+    return tuple(grads)
