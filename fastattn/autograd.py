@@ -195,11 +195,11 @@ class AttentionFunction(torch.autograd.Function):
             return (None,) * (2 + _ALL)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        bias_needs_grad = ctx.needs_input_grad[2 + _BIAS]
         if not ctx.needs_input_grad[2 + _SINK]:
             lse = weights = None
+        wanted = ctx.needs_input_grad[2 + _BIAS]
         saved, upstream = (out, stats, lse, weights), (grad_out, grad_lse, grad_weights)
-        grads = gradients(ctx.backend, ctx.p, bias_needs_grad, inputs, own, saved, upstream)
+        grads = gradients(ctx.backend, ctx.p, wanted, inputs, own, saved, upstream)
         return (None, None, *grads, *[None] * len(own))
 
     @staticmethod

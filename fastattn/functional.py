@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from fastattn import autograd, sinks
+from fastattn import autograd, repeated, sinks
 from fastattn.backends import direct, registry, watch, wgmma
 from fastattn.problem import Mask, Score, arguments, call_cache, jagged, validate
 from fastattn.problem.relative import ALiBi, RelativeBias
-from fastattn.repeated import Repeated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -360,7 +359,7 @@ def again(call: call_cache.Call, return_lse: bool) -> Results | None:
     if type(planned) is Tensor:
         return planned
     if type(planned) is tuple:
-        return Repeated.apply(*planned)
+        return repeated.attend(*planned)
     if (seen := call_cache.recall(call)) is None:
         return None
     known, bias = seen

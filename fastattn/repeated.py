@@ -41,6 +41,11 @@ class Repeated(torch.autograd.Function):
         return ordinary
 
 
+# Function.apply also looks for what dead transforms left in the arguments. Such have no plan, and
+# to look takes 5% of a call of one query.
+attend = super(torch.autograd.Function, Repeated).apply
+
+
 def _gradients(
     trained: Trained, needed: tuple[bool, ...], saved: tuple[Tensor, ...], grad_out: Tensor
 ) -> tuple[Tensor | None, ...]:

@@ -25,6 +25,10 @@ from fastattn.problem import call_cache
 from fastattn.problem.call_cache import Call, Known
 from fastattn.problem.mask import MASK_FIELDS, Mask
 
+# The innermost hooks of saved tensors, or None.
+_saved_hooks: Any = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+)
 UNKNOWN = NotImplemented  # a call that may have a plan, and has none yet
 _MOST_BACKWARD = 16  # plans, for layouts of the output's gradient
 
@@ -47,8 +51,7 @@ def _set_up() -> Any:
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     aoti = getattr(torch._C, "_aoti", None)
     take = getattr(aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if operators.EXTENSION_ERROR is not None or None in (exchange, take, hooks):
+    if operators.EXTENSION_ERROR is not None or None in (exchange, take, _saved_hooks):
         return None
     functions = operators.module()
     own = torch.nn.Parameter, Mask, MASK_FIELDS, take
@@ -68,7 +71,7 @@ def _somebody_could_tell() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or _saved_hooks(True) is not None
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     )

@@ -29,7 +29,7 @@ CASES = [
     for case in GRID
     if case.score in ("dot", "additive") and case.M * case.N <= 1 << 16
 ]
-MOST_PYTHON_CALLS = 7
+MOST_PYTHON_CALLS = 8
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 
@@ -279,7 +279,7 @@ def test_gradients(ordinary):
         with torch.inference_mode():
             assert sdpa(q, k, v).is_inference()
         leaf.requires_grad_(False)
-    assert len(ordinary) == 3
+    assert not ordinary  # tests/functional/test_repeated.py
     bias = torch.randn(3, 5)
     known(q, k, v, bias=bias)
     assert sdpa(q, k, v, bias=bias.requires_grad_()).requires_grad

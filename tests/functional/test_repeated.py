@@ -1,0 +1,377 @@
+"""Repeated calls in training: one C function each way, and nothing else is different."""
+
+import dataclasses
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from fastattn import ALiBi, Mask, repeated, testing
+from fastattn.problem import call_cache
+from fastattn.testing import GRID
+
+pytestmark = pytest.mark.usefixtures("extension")
+sdpa = fastattn.scaled_dot_product_attention
+
+CASES = [
+    dataclasses.replace(case, weights=None, lse=False, dropout_p=0.0)
+    for case in GRID
+    if case.score == "dot" and case.M * case.N <= 1 << 14
+]
+MOST_PYTHON_CALLS = 31
+
+
+@pytest.fixture(autouse=True)
+def _table(monkeypatch):
+    """An empty table of known calls."""
+    monkeypatch.setattr(call_cache, "_KNOWN", {})
+
+
+@pytest.fixture
+def ordinary(monkeypatch):
+    """The passes that went the ordinary way: "forward" or "backward"."""
+    passes, recall, gradients = [], call_cache.recall, repeated._gradients
+    monkeypatch.setattr(
+        call_cache, "recall", lambda *args: passes.append("forward") or recall(*args)
+    )
+    monkeypatch.setattr(
+        repeated, "_gradients", lambda *args: passes.append("backward") or gradients(*args)
+    )
+    return passes
+
+
+def heads(M=3, N=5, dtype=torch.float32):
+    shapes = (2, 2, M, 8), (2, 2, N, 8), (2, 2, N, 8)
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def results(args, grad_out, wanted=None, **options):
+    """[output, gradients of ``wanted``]: of q, k and v if nothing else."""
+    out = sdpa(*args, **options)
+    return [out, *torch.autograd.grad(out, args if wanted is None else wanted, grad_out)]
+
+
+def known(args, grad_out=None, wanted=None, **options):
+    """Repeats until both passes have a plan, and returns what the ordinary way gives.
+
+    Nothing is remembered while that computes, and everything is forgotten.
+    """
+    if grad_out is None:
+        grad_out = torch.ones_like(args[0])
+    with call_cache.paused():
+        want = results(args, grad_out, wanted, **options)
+    for _ in range(3):
+        results(args, grad_out, wanted, **options)
+    return want
+
+
+def same_bits(got, want):
+    assert len(got) == len(want)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+        assert x.stride() == y.stride()
+
+
+# ---- the same results ----
+
+
+def test_gradients_of_the_grid_are_the_same_bits(ordinary):
+    planned = 0
+    for case in CASES:
+        t, other = testing.make(case), testing.make(dataclasses.replace(case, name="other"))
+        with call_cache.paused():
+            want = testing.run(case, other, "cpu")
+        for _ in range(3):
+            testing.run(case, t, "cpu")
+        ordinary.clear()
+        got = testing.run(case, other, "cpu")
+        planned += not ordinary
+        testing.assert_same_bits(got, want)
+    # The others have a line of biases, two masks that become one, or a dim of 0.
+    assert planned > 0.7 * len(CASES)
+
+
+MASKED = {
+    "plain": dict,
+    "causal": lambda: dict(is_causal=True, scale=0.3, softcap=2.0),
+    "bool": lambda: dict(attn_mask=torch.rand(3, 5) < 0.7),
+    "float": lambda: dict(attn_mask=torch.randn(2, 1, 3, 5)),
+    "bias": lambda: dict(bias=torch.randn(2, 3, 5), mask=Mask(keep=torch.rand(3, 5) < 0.7)),
+    "lengths": lambda: dict(mask=Mask(kv_len=torch.randint(0, 6, (2,)), window=(1, -1))),
+    "rows": lambda: dict(
+        mask=Mask(kv_len=torch.randint(3, 6, (2, 3)), kv_begin=torch.randint(0, 3, (1, 3)).int())
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", MASKED)
+def test_tensors_are_those_of_each_call(ordinary, kind, dtype):
+    def draw():
+        args, options, wanted = heads(dtype=dtype), MASKED[kind](), []
+        for name in {"float": ["attn_mask"], "bias": ["bias"]}.get(kind, []):
+            options[name] = options[name].to(dtype).requires_grad_()
+            wanted.append(options[name])
+        return args, torch.randn(2, 2, 3, 8).to(dtype), [*args, *wanted], options
+
+    (*call, options), (*other, other_options) = draw(), draw()
+    with call_cache.paused():
+        want = results(*other, **other_options)
+    for _ in range(3):
+        results(*call, **options)
+    ordinary.clear()
+    same_bits(results(*other, **other_options), want)
+    assert not ordinary
+
+
+def test_one_tensor_in_three_places(ordinary):
+    x = torch.randn(2, 2, 4, 8, requires_grad=True)
+    other = torch.randn(2, 2, 4, 8, requires_grad=True)
+    want = known([x, x, x], wanted=[x])
+    grad_out = torch.ones(2, 2, 4, 8)
+    ordinary.clear()
+    same_bits(results([x, x, x], grad_out, [x]), want)
+    three = [x, other, x.detach().clone().requires_grad_()]
+    got = results(three, grad_out)
+    assert not ordinary
+    with call_cache.paused():
+        same_bits(got, results(three, grad_out))
+
+
+@pytest.mark.parametrize("needed", range(1, 8))
+def test_which_gradients_are_wanted(ordinary, needed):
+    args = heads()
+    for n, x in enumerate(args):
+        x.requires_grad_(bool(needed >> n & 1))
+    wanted = [x for x in args if x.requires_grad]
+    want = known(args, wanted=wanted)
+    ordinary.clear()
+    same_bits(results(args, torch.ones(2, 2, 3, 8), wanted), want)
+    assert not ordinary
+
+
+def test_layouts_of_the_gradient(ordinary):
+    args = heads()
+    known(args)
+    base = torch.randn(2, 2, 3, 8)
+    layouts = {
+        "expanded": base[:1, :1, :1, :1].expand(2, 2, 3, 8),
+        "tokens": base.transpose(1, 2).contiguous().transpose(1, 2),
+        "columns": base.mT.contiguous().mT,
+        "sliced": torch.randn(2, 2, 3, 16)[..., ::2],
+    }
+    for grad_out in layouts.values():
+        with call_cache.paused():
+            want = results(args, grad_out)
+        known(args, grad_out)
+        ordinary.clear()
+        same_bits(results(args, grad_out), want)
+        assert not ordinary
+
+
+def test_plans_for_layouts_are_few(ordinary):
+    args = heads()
+    known(args)
+    [(_, trained)] = [x for x in call_cache.table().values() if type(x) is tuple and len(x) == 2]
+    for n in range(40):
+        results(args, torch.randn(2, 2, 3, 8 + n)[..., :8])
+        assert 0 < len(trained.backward) <= 16
+
+
+# ---- autograd's promises ----
+
+
+def test_second_derivatives(ordinary):
+    args = heads()
+    grad_out = torch.ones(2, 2, 3, 8)
+
+    def second():
+        out = sdpa(*args, is_causal=True)
+        grads = torch.autograd.grad(out, args, grad_out, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), args)
+
+    with call_cache.paused():
+        want = second()
+    known(args, is_causal=True)
+    ordinary.clear()
+    same_bits(second(), want)
+    assert ordinary == ["backward"]
+
+
+def test_batches_of_gradients():
+    args = heads()
+    grads = torch.randn(4, 2, 2, 3, 8)
+    known(args)
+    pulled = torch.autograd.grad(sdpa(*args), args, grads, is_grads_batched=True)
+    for n, grad_out in enumerate(grads):
+        for got, want in zip(pulled, results(args, grad_out)[1:], strict=True):
+            torch.testing.assert_close(got[n], want)
+
+
+def test_what_was_saved_must_not_change():
+    args = heads()
+    mask = Mask(kv_len=torch.tensor([3, 4]))
+    known(args, mask=mask)
+    for n in range(3):
+        moved = [arg + 0 for arg in args]
+        out = sdpa(*moved, mask=mask)
+        moved[n].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    out = sdpa(*args, mask=mask)
+    mask.kv_len.fill_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_an_output_is_the_callers():
+    args = heads()
+    known(args)
+    out = sdpa(*args)
+    assert out.is_leaf is False
+    assert not out._is_view()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.mul_(2).sum().backward()
+
+
+def test_backward_twice(ordinary):
+    args = heads()
+    known(args)
+    out = sdpa(*args)
+    first = torch.autograd.grad(out.sum(), args, retain_graph=True)
+    same_bits(torch.autograd.grad(out.sum(), args), first)
+    with pytest.raises(RuntimeError, match="a second time"):
+        out.sum().backward()
+
+
+def test_hooks_of_saved_tensors(ordinary):
+    args, packed = heads(), []
+    known(args)
+    ordinary.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        sdpa(*args).sum().backward()
+    assert ordinary == ["forward"]
+    assert len(packed) == 5
+
+
+@pytest.mark.parametrize("earlier", range(5))
+def test_checkpoints_begin_at_any_call(earlier):
+    """The ordinary way and the plans save other tensors, and a checkpoint counts them."""
+    args, mask = heads(), Mask(kv_len=torch.tensor([3, 4]))
+    grad_out = torch.ones(2, 2, 3, 8)
+    for _ in range(earlier):
+        results(args, grad_out, mask=mask)
+    for _ in range(3):
+        out = checkpoint(lambda *x: sdpa(*x, mask=mask), *args, use_reentrant=False)
+        got = torch.autograd.grad(out, args, grad_out)
+        same_bits(got, results(args, grad_out, mask=mask)[1:])
+
+
+def test_memory_is_freed():
+    args = heads(64, 64)
+    mask = Mask(kv_len=torch.tensor([3, 4]))
+    known(args, mask=mask)
+    out = sdpa(*(x + 0 for x in args), mask=mask)
+    alive = [weakref.ref(x) for x in (out, mask.kv_len, *out.grad_fn.saved_tensors[3:4])]
+    out.sum().backward()
+    counts = [sys.getrefcount(x) for x in args]
+    sdpa(*args, mask=mask).sum().backward()
+    assert [sys.getrefcount(x) for x in args] == counts
+    del out, mask
+    gc.collect()
+    assert not any(x() is not None for x in alive)
+
+
+def test_the_table_is_forgotten_before_backward():
+    args = heads()
+    want = known(args)
+    out = sdpa(*args)
+    call_cache.forget()
+    same_bits(torch.autograd.grad(out, args, torch.ones(2, 2, 3, 8)), want[1:])
+
+
+def test_threads(ordinary):
+    inputs = [(heads(), torch.randn(2, 2, 3, 8)) for _ in range(6)]
+    with call_cache.paused():
+        want = [results(*x) for x in inputs]
+    for _ in range(3):
+        results(*inputs[0])
+    ordinary.clear()
+    wrong = []
+
+    def work(n):
+        for _ in range(100):
+            got = results(*inputs[n])
+            wrong.extend(n for x, y in zip(got, want[n], strict=True) if not torch.equal(x, y))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not ordinary
+
+
+# ---- where somebody could tell ----
+
+
+def test_values_of_limits():
+    args = heads()
+    known(args, mask=Mask(kv_len=torch.tensor([3, 4])))
+    with pytest.raises(ValueError, match=r"mask.kv_len: expected values in \[0, 5\]"):
+        sdpa(*args, mask=Mask(kv_len=torch.tensor([3, 6])))
+
+
+def test_modes_and_profilers_see_backward():
+    args = heads()
+    known(args)
+    out = sdpa(*args)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(out.sum(), args)
+    assert counter.get_total_flops() > 0
+    out = sdpa(*args)
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(out.sum(), args)
+    assert "fastattn::backward" in {event.name for event in profile.events()}
+
+
+def test_what_has_no_plan_in_training(ordinary):
+    q = torch.randn(2, 3, 8, requires_grad=True)
+    w = torch.randn(8, requires_grad=True)
+    slopes = torch.rand(2, requires_grad=True)
+    ways = {
+        "score": lambda: fastattn.additive_attention(q, q, q, w),
+        "no head dim": lambda: sdpa(q, q, q),
+        "line": lambda: sdpa(*heads(), bias=ALiBi(slopes)),
+        "sink": lambda: sdpa(*heads(), sink=slopes),
+        "weights": lambda: sdpa(*heads(), return_weights="full")[0],
+    }
+    for name, way in ways.items():
+        for _ in range(3):
+            ordinary.clear()
+            way().sum().backward()
+        assert ordinary == ["forward"], name
+
+
+def test_how_many_functions_of_python_a_call_takes():
+    args, mask = heads(), Mask(kv_len=torch.tensor([3, 4]))
+    known(args, torch.ones(()).expand(2, 2, 3, 8), mask=mask)
+    out, counted = None, []
+
+    def count(frame, kind, _):
+        counted.extend([frame.f_code.co_qualname] if kind == "call" else [])
+
+    sys.setprofile(count)
+    try:
+        out = sdpa(*args, mask=mask)
+        out.sum().backward()
+    finally:
+        sys.setprofile(None)
+    assert 0 < len(counted) <= MOST_PYTHON_CALLS, "\n".join(counted)
