@@ -123,8 +123,8 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   return pack(all);
 }
 
-// (plan of the forward pass, table, what backward got) -> the gradients, None for the first argument
-// of run()'s result and one for each other; None and NotImplemented as run().
+// (plan of the forward pass, table, what backward got) -> the gradients, None for the first
+// argument of run()'s result and one for each other; None and NotImplemented as run().
 inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   if (!given.take(args[2]) || given.needs_grad()) return answer(Py_None);
@@ -148,9 +148,9 @@ inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   return pack(all);
 }
 
-// (call, its result) -> (key, plan, tensors among the arguments) of the call that the CPU kernels of
-// this thread computed last. The plan is None if the call can have none. None alone where it cannot
-// be told from others.
+// (call, its result) -> (key, plan, tensors among the arguments) of the call that the CPU kernels
+// of this thread computed last. The plan is None if the call can have none. None alone where it
+// cannot be told from others.
 inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   if (!given.take(args[0])) return answer(Py_None);
@@ -172,8 +172,8 @@ inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
 inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   if (!given.take(args[1])) return answer(Py_None);
-  const auto* forward = static_cast<const Plan<ForwardParams>*>(
-      PyCapsule_GetPointer(args[0], kName<ForwardParams>));
+  const auto* forward =
+      static_cast<const Plan<ForwardParams>*>(PyCapsule_GetPointer(args[0], kName<ForwardParams>));
   auto made = std::make_unique<Plan<BackwardParams>>();
   const BackwardParams& p = made->p = device::Current::last<BackwardParams>();
   made->inputs = forward->inputs, made->limits = forward->limits;

@@ -70,8 +70,8 @@ struct AttentionParams {
   WeightsMode weights_mode;
 };
 
-// What a caller's memory holds, as the members that point to it: f(pointer), in this order. Queries,
-// keys and values come first.
+// What a caller's memory holds, as the members that point to it: f(pointer), in this order.
+// Queries, keys and values come first.
 template <typename F>
 void each_input(AttentionParams* p, F f) {
   f(&p->q.data), f(&p->k.data), f(&p->v.data);
