@@ -10,6 +10,7 @@ a Function of one output and no rule for a transform, which is used where no tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class Repeated(torch.autograd.Function):
 
 # Function.apply also looks for what dead transforms left in the arguments. Such have no plan, and
 # to look takes 5% of a call of one query.
-attend = super(torch.autograd.Function, Repeated).apply
+_base: Any = super(torch.autograd.Function, Repeated)
+attend: Callable[..., Tensor] = _base.apply
 
 
 def _gradients(
