@@ -61,7 +61,7 @@ def _set_up() -> Any:
 _FUNCTIONS = _set_up()
 
 
-def _somebody_could_tell() -> bool:
+def _somebody_could_tell() -> Any:
     """Whether less than the ordinary way might be seen."""
     return (
         torch.compiler.is_compiling()
