@@ -355,11 +355,9 @@ def _attend(
 
 def again(call: call_cache.Call, return_lse: bool) -> Results | None:
     """The results of a call that came before; None if none did."""
-    planned = None if return_lse or call.return_weights is not None else direct.run(call)
-    if type(planned) is Tensor:
-        return planned
-    if type(planned) is tuple:
-        return repeated.attend(*planned)
+    planned = None if return_lse else direct.run(call)
+    if planned is not None and planned is not direct.UNKNOWN:
+        return repeated.attend(*planned) if type(planned) is list else planned
     if (seen := call_cache.recall(call)) is None:
         return None
     known, bias = seen

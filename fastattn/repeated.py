@@ -22,17 +22,24 @@ from fastattn.backends.direct import Trained
 
 
 class Repeated(torch.autograd.Function):
-    """What ``direct.run`` gives, and the tensors of the call -> out."""
+    """What ``direct.run`` gives, and the tensors of the call -> out, or (out, weights)."""
 
     @staticmethod
-    def forward(ctx: Any, made: tuple[Trained, Tensor, Tensor], *tensors: Tensor) -> Tensor:
-        ctx.trained, out, stats = made
+    def forward(ctx: Any, made: tuple[Trained, Any, Tensor], *tensors: Tensor) -> Any:
+        ctx.trained, results, stats = made
+        out = results if type(results) is Tensor else results[0]
         ctx.save_for_backward(*tensors, out, stats)
-        return out
+        ctx.set_materialize_grads(False)
+        return results
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple:
-        given = ctx.needs_input_grad, ctx.saved_tensors, grad_out
+    def backward(ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None = None) -> tuple:
+        saved = ctx.saved_tensors
+        if grad_out is None and grad_weights is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if grad_out is None:
+            grad_out = torch.zeros_like(saved[-2])
+        given = ctx.needs_input_grad, saved, grad_out, grad_weights
         grads = direct.backward(ctx.trained, given)
         if type(grads) is tuple:
             return grads
@@ -45,11 +52,15 @@ class Repeated(torch.autograd.Function):
 # Function.apply also looks for what dead transforms left in the arguments. Such have no plan, and
 # to look takes 5% of a call of one query.
 _base: Any = super(torch.autograd.Function, Repeated)
-attend: Callable[..., Tensor] = _base.apply
+attend: Callable[..., Any] = _base.apply
 
 
 def _gradients(
-    trained: Trained, needed: tuple[bool, ...], saved: tuple[Tensor, ...], grad_out: Tensor
+    trained: Trained,
+    needed: tuple[bool, ...],
+    saved: tuple[Tensor, ...],
+    grad_out: Tensor,
+    grad_weights: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients by the ordinary way, which is differentiable; None for what is no tensor."""
     *tensors, out, stats = saved
@@ -59,7 +70,7 @@ def _gradients(
     bare = known.p.with_tensors(*[None] * len(own))
     place = trained.masks[-1]  # of the bias
     wanted = place is not None and needed[1 + place]
-    results = (out, stats, None, None), (grad_out, None, None)
+    results = (out, stats, None, None), (grad_out, None, grad_weights)
     inputs = (*tensors[:3], None, bias, None)
     found = autograd.gradients(known.backend, bare, wanted, inputs, own, *results)
     grads: list[Tensor | None] = [None, *found[:3], *[None] * (len(tensors) - 3)]

@@ -44,12 +44,15 @@ inline PyObject* take(std::vector<Handle> tensors) {
   return taken;
 }
 
-// The results of a plan in a capsule, as a list; nullptr if it has none.
+template <typename Params>
+const Plan<Params>& plan_of(PyObject* capsule) {
+  return *static_cast<const Plan<Params>*>(PyCapsule_GetPointer(capsule, kName<Params>));
+}
+
+// The results of a plan in a capsule that lives, as a list; nullptr if there are none.
 template <typename Params>
 PyObject* results_of(PyObject* capsule, const Description& given) {
-  const auto& plan =
-      *static_cast<const Plan<Params>*>(PyCapsule_GetPointer(capsule, kName<Params>));
-  Py_INCREF(capsule);  // another thread may forget it
+  const Plan<Params>& plan = plan_of<Params>(capsule);
   std::vector<Handle> results;
   PyThreadState* const state = PyEval_SaveThread();
   try {
@@ -58,7 +61,6 @@ PyObject* results_of(PyObject* capsule, const Description& given) {
     results.clear();
   }
   PyEval_RestoreThread(state);
-  Py_DECREF(capsule);
   return results.empty() ? nullptr : take(std::move(results));
 }
 
@@ -94,33 +96,46 @@ inline PyObject* pack(const std::vector<PyObject*>& objects) {
   return tuple;
 }
 
+// The first `count` tensors of a list: one, or a tuple of them.
+inline PyObject* first_of(PyObject* list, size_t count) {
+  if (count == 1) return Py_NewRef(PyList_GetItem(list, 0));
+  std::vector<PyObject*> first;
+  for (size_t n = 0; n < count; ++n)
+    first.push_back(Py_NewRef(PyList_GetItem(list, static_cast<Py_ssize_t>(n))));
+  return pack(first);
+}
+
 // (table, call) -> the result of a call with a plan, of which the table has (plan, trained). If it
-// needs a gradient: (trained, result, stats) and the tensors among its arguments. None of a call
-// that can have no plan; NotImplemented where there is none yet.
+// needs a gradient, a list: (trained, result, stats) and the tensors among its arguments. None of a
+// call that can have no plan; NotImplemented where there is none yet.
 inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   if (!given.take(args[1])) return answer(Py_None);
   PyObject* const found = look_up(args[0], given);
   if (found == nullptr) return answer(Py_NotImplemented);
   if (!PyTuple_Check(found)) return answer(Py_None);
-  PyObject* const trained = PyTuple_GetItem(found, 1);
+  PyObject *const capsule = PyTuple_GetItem(found, 0), *const trained = PyTuple_GetItem(found, 1);
   if (given.needs_grad() && trained == Py_None) return answer(Py_None);
-  Py_INCREF(trained);
-  PyObject* result = results_of<ForwardParams>(PyTuple_GetItem(found, 0), given);
-  if (result == nullptr) {
-    Py_DECREF(trained);
-    return answer(Py_None);
+  Py_INCREF(found);  // another thread may forget it
+  PyObject* const results = results_of<ForwardParams>(capsule, given);
+  PyObject* answered = nullptr;
+  if (results == nullptr) {
+    answered = answer(Py_None);
+  } else if (!given.needs_grad()) {
+    answered = first_of(results, plan_of<ForwardParams>(capsule).results.size());
+  } else {
+    const size_t count = plan_of<ForwardParams>(capsule).results.size();
+    PyObject* const stats = PyList_GetItem(results, static_cast<Py_ssize_t>(count));
+    std::vector<PyObject*> all{
+        pack({Py_NewRef(trained), first_of(results, count), Py_NewRef(stats)})};
+    for (const Argument& x : given.arguments()) all.push_back(Py_NewRef(x.object));
+    PyObject* const tuple = pack(all);
+    answered = tuple == nullptr ? nullptr : PySequence_List(tuple);
+    Py_XDECREF(tuple);
   }
-  PyObject* const out = Py_NewRef(PyList_GetItem(result, 0));
-  if (!given.needs_grad()) {
-    Py_DECREF(trained);
-    Py_DECREF(result);
-    return out;
-  }
-  std::vector<PyObject*> all{pack({trained, out, Py_NewRef(PyList_GetItem(result, 1))})};
-  for (const Argument& x : given.arguments()) all.push_back(Py_NewRef(x.object));
-  Py_DECREF(result);
-  return pack(all);
+  Py_XDECREF(results);
+  Py_DECREF(found);
+  return answered;
 }
 
 // (plan of the forward pass, table, what backward got) -> the gradients, None for the first
@@ -131,21 +146,27 @@ inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   PyObject* const found = look_up(args[1], given);
   if (found == nullptr) return answer(Py_NotImplemented);
   if (found == Py_None) return answer(Py_None);
-  const auto* plan =
-      static_cast<const Plan<BackwardParams>*>(PyCapsule_GetPointer(found, kName<BackwardParams>));
+  Py_INCREF(found);  // another thread may forget it
   PyObject* const results = results_of<BackwardParams>(found, given);
-  if (results == nullptr) return answer(Py_None);
-  std::vector<PyObject*> all(1 + given.arguments().size() - kSaved, Py_None);
-  Py_ssize_t next = 0;
-  const int* input = plan->inputs.data();
-  BackwardParams p = plan->p;
-  each_gradient(&p, [&](auto* pointer) {
-    const int n = *input++;
-    if (*pointer != nullptr) all[1 + n] = PyList_GetItem(results, next++);
-  });
-  for (PyObject* x : all) Py_INCREF(x);
-  Py_DECREF(results);
-  return pack(all);
+  PyObject* grads = nullptr;
+  if (results == nullptr) {
+    grads = answer(Py_None);
+  } else {
+    const auto& plan = plan_of<BackwardParams>(found);
+    std::vector<PyObject*> all(1 + count_arguments(plan), Py_None);
+    Py_ssize_t next = 0;
+    const int* input = plan.inputs.data();
+    BackwardParams p = plan.p;
+    each_gradient(&p, [&](auto* pointer) {
+      const int n = *input++;
+      if (*pointer != nullptr) all[1 + n] = PyList_GetItem(results, next++);
+    });
+    for (PyObject* x : all) Py_INCREF(x);
+    grads = pack(all);
+  }
+  Py_XDECREF(results);
+  Py_DECREF(found);
+  return grads;
 }
 
 // (call, its result) -> (key, plan, tensors among the arguments) of the call that the CPU kernels
@@ -156,11 +177,20 @@ inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   if (!given.take(args[0])) return answer(Py_None);
   auto made = std::make_unique<Plan<ForwardParams>>();
   const ForwardParams& p = made->p = device::Current::last<ForwardParams>();
-  std::optional<Result> result = result_of(args[1], p.out.data);
+  bool possible = find_arguments(given, made.get()) && !p.dropout.enabled;
+  const auto add_result = [&](PyObject* x, const View& view) {
+    const std::optional<Result> result = result_of(x, view.data);
+    possible = possible && result;
+    if (possible) made->results.push_back(*result);
+  };
+  if (p.weights_mode == WeightsMode::kNone) {
+    add_result(args[1], p.out);
+  } else if (PyTuple_Check(args[1])) {
+    add_result(PyTuple_GetItem(args[1], 0), p.out);
+    add_result(PyTuple_GetItem(args[1], 1), p.weights);
+  }
+  possible = possible && !made->results.empty();
   PyErr_Clear();
-  const bool possible = find_arguments(given, made.get()) && result && !p.dropout.enabled &&
-                        p.weights_mode == WeightsMode::kNone;
-  if (possible) made->results = {*result};
   std::vector<PyObject*> tensors;
   for (const Argument& x : given.arguments()) tensors.push_back(Py_NewRef(x.object));
   return pack(
@@ -172,13 +202,11 @@ inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
 inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   if (!given.take(args[1])) return answer(Py_None);
-  const auto* forward =
-      static_cast<const Plan<ForwardParams>*>(PyCapsule_GetPointer(args[0], kName<ForwardParams>));
+  const auto& forward = plan_of<ForwardParams>(args[0]);
   auto made = std::make_unique<Plan<BackwardParams>>();
   const BackwardParams& p = made->p = device::Current::last<BackwardParams>();
-  made->inputs = forward->inputs, made->limits = forward->limits;
-  bool possible = has_arguments(given, made.get()) && p.grad_lse == nullptr &&
-                  p.grad_weights.data == nullptr && p.grad_w == nullptr;
+  made->inputs = forward.inputs, made->limits = forward.limits;
+  bool possible = has_arguments(given, made.get()) && p.grad_lse == nullptr && p.grad_w == nullptr;
   const int* input = made->inputs.data();
   each_gradient(&made->p, [&](auto* pointer) {
     const int n = *input++;

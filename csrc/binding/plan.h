@@ -3,7 +3,6 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <numeric>
@@ -39,14 +38,22 @@ constexpr const char* kName<ForwardParams> = "fastattn.Plan.forward";
 template <>
 constexpr const char* kName<BackwardParams> = "fastattn.Plan.backward";
 
-// Behind the arguments of the forward pass, backward gets more.
-constexpr size_t kSaved = 3;  // output, stats, and the gradient of the output
-
+// What backward gets behind the arguments of the forward pass: f(pointer).
 template <typename F>
 void each_saved(ForwardParams*, F) {}
 template <typename F>
 void each_saved(BackwardParams* p, F f) {
   f(&p->out.data), f(&p->stats), f(&p->grad_out.data);
+  if (p->grad_weights.data != nullptr) f(&p->grad_weights.data);
+}
+
+// How many arguments a forward pass has.
+template <typename Params>
+size_t count_arguments(const Plan<Params>& plan) {
+  size_t count = 0;
+  for (const std::vector<int>* numbers : {&plan.inputs, &plan.limits})
+    for (const int n : *numbers) count += n >= 0;
+  return count;
 }
 
 // Limits that read_limits() can read; others are no part of a plan.
@@ -91,11 +98,9 @@ inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) 
 // Whether a backward pass had the arguments that the forward pass has by its plan.
 inline bool has_arguments(const Description& given, Plan<BackwardParams>* plan) {
   const std::vector<Argument>& all = given.arguments();
-  const auto count = [](const std::vector<int>& numbers) {
-    return std::count_if(numbers.begin(), numbers.end(), [](int n) { return n >= 0; });
-  };
-  size_t saved = static_cast<size_t>(count(plan->inputs) + count(plan->limits));
-  if (all.size() != saved + kSaved) return false;
+  size_t saved = count_arguments(*plan), count = saved;
+  each_saved(&plan->p, [&](auto*) { ++count; });
+  if (all.size() != count) return false;
   bool same = true;
   const int* input = plan->inputs.data();
   each_input(&plan->p, [&](auto* pointer) {
@@ -188,7 +193,7 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
     using Pointer = std::remove_reference_t<decltype(*pointer)>;
     if (const int n = *input++; n >= 0) *pointer = static_cast<Pointer>(all[n].tensor.data);
   });
-  size_t saved = all.size() - kSaved;
+  size_t saved = count_arguments(plan);
   each_saved(p, [&](auto* pointer) {
     using Pointer = std::remove_reference_t<decltype(*pointer)>;
     *pointer = static_cast<Pointer>(all[saved++].tensor.data);
@@ -208,7 +213,8 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
   return right;
 }
 
-// The output, and the stats if backward wants them; nothing if a limit has a wrong value.
+// The output, weights if the plan has them, and the stats if backward wants them; nothing if a
+// limit has a wrong value.
 inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Description& given) {
   ForwardParams p = plan.p;
   const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
@@ -220,6 +226,7 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
   p.lse = reinterpret_cast<float*>(memory.get() + workspace + limits);
   p.stats = p.lse + rows;
   add_result(plan.results[0], &results, &p.out.data);
+  if (plan.results.size() > 1) add_result(plan.results[1], &results, &p.weights.data);
   if (given.needs_grad()) {
     const std::vector<int64_t> sizes{p.B, p.H, p.M, 2}, strides{p.H * p.M * 2, p.M * 2, 2, 1};
     add_result({sizes, strides, ScalarType::Float}, &results, &p.stats);

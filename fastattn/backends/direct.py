@@ -1,7 +1,7 @@
 """A call of the CPU kernels that came before: one C function, without PyTorch's dispatcher.
 
 Describing a call, recalling it and dispatching an operator take several times the time of a small
-problem. ``csrc/binding/direct.h`` does all three in C, for calls that return the output alone:
+problem. ``csrc/binding/direct.h`` does all three in C, for calls without a log-sum-exp:
 
     first     the ordinary way, which remembers the record: call_cache.py
     second    the same, and a plan is made of what the kernels were given
@@ -78,9 +78,9 @@ def _somebody_could_tell() -> Any:
 
 
 def run(call: Call) -> Any:
-    """The output of a call that has a plan; UNKNOWN, or None where it can have none.
+    """The results of a call that has a plan; UNKNOWN, or None where it can have none.
 
-    A call that needs a gradient: ``((Trained, output, stats), *tensors)``, its own tensors.
+    Of a call that needs a gradient, a list: ``(Trained, results, stats)`` and its own tensors.
     """
     if _somebody_could_tell() or not (isinstance(call.query, Tensor) and call.query.is_cpu):
         return None
@@ -88,8 +88,8 @@ def run(call: Call) -> Any:
 
 
 def remember(call: Call, result: Any) -> None:
-    """Makes the plan of an UNKNOWN call, whose result the CPU kernels just computed."""
-    if type(result) is not Tensor or (made := _FUNCTIONS.plan(call, result)) is None:
+    """Makes the plan of an UNKNOWN call, whose results the CPU kernels just computed."""
+    if (made := _FUNCTIONS.plan(call, result)) is None:
         return
     key, plan, tensors = made
     call_cache.keep(key, plan and (plan, _trained(plan, call, tensors)))
@@ -107,7 +107,7 @@ def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | No
 def backward(trained: Trained, given: tuple) -> Any:
     """The gradients that the autograd Function returns; UNKNOWN and None as ``run``.
 
-    ``given`` is which gradients are wanted, what was saved, and the output's gradient.
+    ``given`` is which gradients are wanted, what was saved, and the gradients of results.
     """
     if _somebody_could_tell():
         return None

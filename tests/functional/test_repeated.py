@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("extension")
 sdpa = fastattn.scaled_dot_product_attention
 
 CASES = [
-    dataclasses.replace(case, weights=None, lse=False, dropout_p=0.0)
+    dataclasses.replace(case, lse=False, dropout_p=0.0)
     for case in GRID
     if case.score == "dot" and case.M * case.N <= 1 << 14
 ]
@@ -128,6 +128,26 @@ def test_tensors_are_those_of_each_call(ordinary, kind, dtype):
     ordinary.clear()
     same_bits(results(*other, **other_options), want)
     assert not ordinary
+
+
+@pytest.mark.parametrize("returned", ["full", "mean"])
+def test_weights(ordinary, returned):
+    grads = torch.randn(2, 2, 3, 8), torch.randn((2, 2, 3, 5) if returned == "full" else (2, 3, 5))
+
+    def pulled(args, used):
+        found = sdpa(*args, return_weights=returned)
+        picked = [found[n] for n in used]
+        return [*found, *torch.autograd.grad(picked, args, [grads[n] for n in used])]
+
+    for used in ([0], [1], [0, 1]):
+        args = heads()
+        with call_cache.paused():
+            want = pulled(args, used)
+        for _ in range(3):
+            pulled(heads(), used)
+        ordinary.clear()
+        same_bits(pulled(args, used), want)
+        assert not ordinary
 
 
 def test_one_tensor_in_three_places(ordinary):
@@ -351,7 +371,7 @@ def test_what_has_no_plan_in_training(ordinary):
         "no head dim": lambda: sdpa(q, q, q),
         "line": lambda: sdpa(*heads(), bias=ALiBi(slopes)),
         "sink": lambda: sdpa(*heads(), sink=slopes),
-        "weights": lambda: sdpa(*heads(), return_weights="full")[0],
+        "lse": lambda: sdpa(*heads(), return_lse=True)[1],
     }
     for name, way in ways.items():
         for _ in range(3):
