@@ -133,8 +133,8 @@ def check(case: Case, isa: str) -> None:
         assert torch.ops.fastattn.select_cpu_isa(isa)
         testing.check(case)
         t = testing.make(case)
-        first, _, planned = (testing.run(case, t, grad=False) for _ in range(3))
-        testing.assert_same_bits(planned, first)  # backends/direct.py
+        first, _, planned = (testing.run(case, t) for _ in range(3))
+        testing.assert_same_bits(planned, first)  # backends/direct.py, repeated.py
     finally:
         torch.ops.fastattn.select_cpu_isa(before)
 

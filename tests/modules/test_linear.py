@@ -79,17 +79,29 @@ def every_other(x):
 LAYOUTS = (torch.clone, columns_first, with_gaps, every_other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("depth", [256, 1024, 1025, 2050])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_and_long_sums(layout, depth):
+def test_layouts_and_long_sums(layout, depth, dtype):
     """The operator, in sums that it cuts and others, of sizes that oneDNN gets where it is used."""
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(140, depth), torch.randn(130, depth), torch.randn(130)
+    shapes = (140, depth), (130, depth), (130,)
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in shapes)
     truth, peer = F.linear(x.double(), weight.double(), bias.double()), F.linear(x, weight, bias)
     for first, second in ((layout(x), weight), (x, layout(weight)), (layout(x), layout(weight))):
         found = torch.ops.fastattn.linear(first, second, bias)
         testing.assert_within_budget(found, peer, truth)
         assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1)])
+def test_small_sizes(sizes, dtype):
+    tokens, depth, features = sizes
+    shapes = (tokens, depth), (features, depth), (features,)
+    x, weight, bias = (torch.ones(shape, dtype=dtype) for shape in shapes)
+    found = torch.ops.fastattn.linear(x, weight, bias)
+    assert torch.equal(found, F.linear(x, weight, bias))
 
 
 def test_second_derivatives(calls):
