@@ -1,9 +1,10 @@
 """The functions of the package flash_attn by their names and signatures, on any machine.
 
 Tensors are ``[B, S, H, D]``, causal masks and windows are aligned at the bottom right, and a query
-without a key gives 0. These functions take every dtype and head size that fastattn takes. What they
-cannot do raises, and nothing is ignored but ``deterministic`` and ``num_splits``: results are
-deterministic, and how keys are split is the kernels' matter.
+without a key gives 0. These functions take every dtype and head size that fastattn takes. An
+argument that they cannot serve raises an error. Only ``deterministic``, ``num_splits`` and
+``max_seqlen_*`` have no effect: results are deterministic, and the kernels split keys by their own
+rule.
 
 Source: the interface of flash_attn 2; Dao, "FlashAttention-2", 2023.
 """
@@ -215,14 +216,14 @@ def flash_attn_with_kvcache(
             ``[B]``; L by default.
         cache_batch_idx: integers ``[B]``, the row of the cache of each sample; 0 to B - 1 by
             default.
-        cache_leftpad: integers ``[B]``, how many keys at the beginning are none.
+        cache_leftpad: integers ``[B]``, how many keys at the beginning are padding.
         block_table: not computed.
         softmax_scale: factor on the scores, ``1 / sqrt(D)`` by default.
         causal: keeps ``j <= i + n - M``, where n is the sample's length with the new keys.
         window_size: as in :func:`flash_attn_func`, around ``i + n - M``.
         softcap: makes ``softcap * tanh(score / softcap)`` of a score, before bias and mask; 0 for
             none.
-        rotary_interleaved: of rotary embeddings.
+        rotary_interleaved: has no effect, because rotary embeddings are not computed.
         alibi_slopes: not computed.
         num_splits: has no effect.
         return_softmax_lse: whether to return ``(out, lse)``, lse ``[B, H, M]``.

@@ -7,7 +7,7 @@ dim M either.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,24 @@ from torch import Tensor, nn
 from fastattn import scores
 from fastattn.modules import linear
 from fastattn.problem import Mask, arguments, validate
+
+
+class Attention(nn.Module):
+    """A module that returns the output, or with ``need_weights`` the tuple (output, weights)."""
+
+    if TYPE_CHECKING:  # nn.Module hides from type checkers what a call returns.
+
+        @overload
+        def __call__(
+            self, queries: Tensor, keys: Tensor | None, values: Tensor | None = ...,
+            valid_lens: Tensor | None = ..., *, need_weights: Literal[False] = ..., **options: Any,
+        ) -> Tensor: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, queries: Tensor, keys: Tensor | None, values: Tensor | None = ...,
+            valid_lens: Tensor | None = ..., *, need_weights: Literal[True], **options: Any,
+        ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        def __call__(self, *args: Any, **options: Any) -> Any: ...  # noqa: D102
 
 
 class Masks(NamedTuple):

@@ -80,7 +80,7 @@ class Oracle:
         return self.truth[name], self.plain[name], self.scales[name]
 
     def worst(self, case: Case, ours: dict[str, Tensor]) -> tuple[float, str]:
-        """The largest error of our results over what is allowed, and which one of the case."""
+        """The largest ratio of an error to what is allowed, and the name of that result."""
         ratios = []
         for name, x in ours.items():
             truth, peer, scale = self[name]

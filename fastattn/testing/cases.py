@@ -1,14 +1,4 @@
-"""What tests and benchmarks share: the case grid, the error budget, and NaN poisoning.
-
-A :class:`Case` names a problem; :func:`make` draws its tensors from the case's own seed;
-:func:`run` computes outputs and gradients with one of our backends, :func:`exact` with the float64
-reference, :func:`plain` with ordinary PyTorch in the case's dtype. :func:`assert_within_budget`
-compares the three:
-
-    error(ours) <= 2 * error(plain PyTorch, same dtype) + a few ulp of the largest value.
-
-No other tolerance compares a result with the reference.
-"""
+"""A case names a problem. Its tensors are drawn from its own seed."""
 
 from __future__ import annotations
 
@@ -104,7 +94,7 @@ def _spelled(value: object) -> str:
 
 @dataclass
 class Tensors:
-    """The drawn tensors of a case. ``grads`` are upstream gradients, one for each result."""
+    """The drawn tensors of a case; ``grad_*`` are the upstream gradients of its results."""
 
     q: Tensor
     k: Tensor
