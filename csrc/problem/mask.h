@@ -1,9 +1,9 @@
 // The one place in C++ where a mask has a meaning: which keys j a query i keeps.
 //
-// row_range() covers what is an interval of keys per row (causal, window, kv_begin, kv_len);
-// keeps() adds the dense mask. tile_range() bounds the keys that any row of a row block can keep:
-// tiles outside it are never touched. A new kind of mask is one field in MaskParams and one clause
-// here. Float bias is not a mask, but -inf in it removes a key too.
+// row_range() covers the masks that keep an interval of keys per row (causal, window, kv_begin,
+// kv_len). keeps() adds the dense mask. tile_range() bounds the keys that any row of a row block
+// can keep: tiles outside it are never touched. A new kind of mask is one field in MaskParams and
+// one clause here. A float bias is not a mask, but -inf in it removes a key too.
 #pragma once
 
 #include "problem/host_device.h"
@@ -11,7 +11,7 @@
 
 namespace fastattn {
 
-// ---- what loops ask of a mask ----
+// ---- what loops need to know of a mask ----
 
 FASTATTN_FN bool has_dense(const MaskParams& mask) { return mask.keep != nullptr; }
 

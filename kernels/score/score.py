@@ -1,4 +1,4 @@
-"""Tiles of scores: the dot product, and where the additive or the gaussian takes its place."""
+"""Tiles of scores: the dot product, and the additive or gaussian score in its place."""
 
 from __future__ import annotations
 
