@@ -1,11 +1,11 @@
 """The torch.library operators: fake kernels, and the libraries that implement them.
 
-Two operators cover both scores (``w`` is None for the dot product). Every fused backend has such a
+Two operators cover all scores (``w`` is None for the dot product). Every fused backend has such a
 pair: ``fastattn::forward`` and ``backward`` for CPUs, ``fastattn::cuda_forward`` and so on. They
 have no autograd: ``autograd.py`` wraps backends, and operators with registered autograd break
-``torch.func``. csrc/binding/attention.cpp defines and implements the compiled ones, so that an
-exported program needs only the library. Without the library they are defined here without a kernel,
-and ``EXTENSION_ERROR`` says why. ``schemas.py`` has the schemas of both.
+``torch.func``. csrc/binding/attention.cpp defines and implements the compiled ones. So an exported
+program needs only the library. Without the library they are defined here without a kernel, and
+``EXTENSION_ERROR`` says why. ``schemas.py`` has the schemas of both.
 
 ``fastattn::self_attention`` serves modules on CPUs at inference; ``modules/multihead/inference.py``
 has the conditions.

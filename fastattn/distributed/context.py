@@ -289,7 +289,7 @@ def _together(
 
 
 def _build(score: Any, tensors: list, lengths: tuple[int, int], options: dict) -> validate.Inputs:
-    """The record of this rank's rows and all keys, of which there are no numbers here."""
+    """The record of this rank's rows and all keys. The values of other ranks' keys are not here."""
     query, key, value, weight = tensors
     M, N = lengths
     k, v = (x.new_empty(()).expand(*x.shape[:-2], N, x.shape[-1]) for x in (key, value))

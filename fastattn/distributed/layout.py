@@ -167,7 +167,7 @@ def _costs(cost: Sequence[float] | Tensor) -> Tensor:
 
 
 def constant(n: int) -> int:
-    """The number, of which compiled calls make no symbol: they have a graph for each layout.
+    """The number as a constant of compiled calls, which have a graph for each layout.
 
     int() would keep a symbol.
     """

@@ -60,19 +60,19 @@ def _named(argument: str, numbers: dict[Name, int], number: int) -> Name:
 
 
 def natural_scale(p: Problem | Call, plain: float) -> float:
-    """The factor from what stands in a score's place to its natural logit, ``plain`` of a score.
+    """The factor from the number in a score's place to the natural logit: ``plain`` for a score.
 
-    Under a softcap, its ratio stands there.
+    Under a softcap c, the ratio ``tanh(score / c)`` stands there, and the factor is c.
     """
     return p.softcap or plain
 
 
 class Origin(NamedTuple):
-    """Where a problem lies in a larger one, the whole, of which it is a block.
+    """Where a problem, a block, lies in a larger one, the whole.
 
     The pair (b, h, i, j) of the block is the pair (b + origin.b, h + origin.h, i + origin.i,
     j + origin.j) of the whole. Bands and dropout's bits are those of the whole. The tensors of the
-    block's mask are its own: what they say of the whole, cut and counted from the block's keys.
+    block's mask are cut from those of the whole, and count from the block's first key.
 
     ``M`` and ``N`` are the sizes of the whole; None: those of the block.
     """

@@ -28,7 +28,7 @@ class CosineAttention(single_head.Attention):
     Raises:
         ValueError: ``dropout`` is not in [0, 1].
 
-    A query or key of length 0 has cosine 0 with every vector. A query without keys has output 0.
+    A query or key of norm 0 has cosine 0 with every vector. A query without keys has output 0.
 
     Source: Graves, Wayne, Danihelka, "Neural Turing Machines", 2014, section 3.3.1,
     https://arxiv.org/abs/1410.5401.
