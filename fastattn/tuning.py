@@ -31,8 +31,8 @@ def autotune(
     """Finds the fastest tile sizes, warps and pipeline stages of the kernels behind a call.
 
     Later calls use the result if element size, head sizes (rounded up to powers of two) and kind
-    are the same. A call is of one kind: with a bias of larger elements than query's; else with
-    dropout, bias or weights; else with a softcap; else plain. Outputs change by rounding only.
+    are the same. The kind is the first that fits: with a bias of larger elements than query's; with
+    dropout, bias or weights; with a softcap; plain. Outputs change by rounding only.
 
     The file ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default) keeps results for
     other processes, by device and version of Triton. Each is written as soon as it is found. Delete

@@ -21,8 +21,8 @@ FASTATTN_FN bool dense_varies_by_row(const MaskParams& mask) {
   return has_dense(mask) && mask.keep_stride_m != 0;
 }
 
-// Whether limits differ from row to row: else, intervals of keys move one way with the row, and the
-// first and the last row speak for all.
+// Whether limits differ from row to row. If not, intervals of keys move one way with the row, and
+// the first and the last row bound all others.
 FASTATTN_FN bool varies_by_row(const KeyLimit& limit) {
   return limit.data != nullptr && limit.stride_m != 0;
 }

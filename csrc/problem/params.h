@@ -93,8 +93,8 @@ struct BackwardParams : AttentionParams {
   void* workspace;  // backward_workspace_bytes(), 64-byte aligned
 };
 
-// How a kernel asks for threads without knowing who owns them. run() calls body(ctx, begin, end)
-// over disjoint pieces of [0, n) and returns when all are done.
+// How a kernel uses threads without knowing who owns them. run() calls body(ctx, begin, end) over
+// disjoint pieces of [0, n), and returns when all are done.
 struct Parallel {
   int64_t num_threads;
   void (*run)(int64_t n, void (*body)(void* ctx, int64_t begin, int64_t end), void* ctx);

@@ -90,8 +90,9 @@ LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
 def _complete(name: str, schema: str, fake: Callable | None) -> None:
     """Defines an operator unless the library has, and adds its fake kernel.
 
-    The fake kernel is one for meta tensors, which fake tensors use. register_fake() requires that
-    C++ operators name their Python module, which the stable ABI can do from torch 2.13 on.
+    The fake kernel is registered for meta tensors, and fake tensors use it. register_fake() would
+    require that C++ operators name their Python module. The stable ABI can do that from torch 2.13
+    on.
     """
     if not hasattr(torch.ops.fastattn, name):
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
