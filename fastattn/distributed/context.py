@@ -133,6 +133,11 @@ def context_parallel_attention(
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023 (heads); Llama Team, "The Llama 3 Herd of
     Models", 2024, section 3.3.2 (gather); Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
     Transformers for Near-Infinite Context", 2023 (ring).
+
+    Example:
+        >>> layout = Layout.zigzag(1000, ranks=8)
+        >>> own = shard(x, 2, layout, group)  # x: [1, 8, 1000, 64], the same on every rank
+        >>> out = context_parallel_attention(own, own, own, group, layout=layout, is_causal=True)
     """
     arguments.check_choice("method", method, (None, *METHODS))
     return attend(

@@ -144,6 +144,10 @@ def flash_attn_varlen_func(
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or values that do not fit.
         NotImplementedError: an argument that is not computed is given; the message says what to do.
+
+    Example:
+        >>> q, cu = torch.randn(7, 8, 64), torch.tensor([0, 3, 7])  # sequences of 3 and 4
+        >>> out = flash_attn_varlen_func(q, q, q, cu, cu, causal=True)  # [7, 8, 64]
     """
     if block_table is not None:
         _not_computed(
@@ -235,6 +239,11 @@ def flash_attn_with_kvcache(
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or values that do not fit, or a cache that is too short for new keys.
         NotImplementedError: an argument that is not computed is given; the message says what to do.
+
+    Example:
+        >>> q = k = v = torch.randn(2, 1, 8, 64)  # one new token a sample
+        >>> k_cache, v_cache = torch.zeros(2, 128, 8, 64), torch.zeros(2, 128, 8, 64)
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10)
     """
     if rotary_cos is not None or rotary_sin is not None:
         _not_computed("rotary_cos, rotary_sin", "rotate q and k before the call")
