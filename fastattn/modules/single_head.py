@@ -86,6 +86,7 @@ def attend(
     if score == "additive":
         given: dict[str, Any] = {"attn_mask": masks.attn_mask, "mask": masks.merged()}
     else:  # dim -3 is the heads; the additive score has them in its weight
+        check_features("keys", keys, queries.shape[-1])
         tensors, given = [x.unsqueeze(1) for x in tensors], masks.over_heads()
     results = masks.call(
         scores.attention,
@@ -108,7 +109,9 @@ def as_steps(queries: Tensor) -> tuple[Tensor, bool]:
     """Queries as (B, M, features), and whether they were one step, (B, features)."""
     check_tensors(queries=queries)
     one = queries.dim() == 2
-    return (queries.unsqueeze(1) if one else queries), one
+    queries = queries.unsqueeze(1) if one else queries
+    check_dims(queries=queries)
+    return queries, one
 
 
 def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: bool) -> Any:

@@ -275,7 +275,7 @@ class Mask:
         Args:
             M: how many queries.
             N: how many keys.
-            B: how many samples; at least as many as ``kv_len`` has.
+            B: how many samples: as many as ``kv_len`` and ``kv_begin`` have.
             H: how many heads.
 
         Raises:
