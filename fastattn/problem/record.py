@@ -155,9 +155,9 @@ class Problem:
 
     ``score`` is ``"dot"`` (``scale * q . k``), ``"additive"`` (``sum_d w_d tanh(q_d + k_d)``) or
     ``"gaussian"`` (``-1/2 sum_d (q_d - k_d)^2 / w_d^2``, w being bandwidths). A ``softcap`` c that
-    is not 0 makes ``c tanh(score / c)`` of it, before bias and mask. The scores of
-    :func:`fastattn.attention` are more: its ``"scaled_dot"``, ``"dot"`` and ``"cosine"`` all become
-    the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
+    is not 0 replaces the score by ``c tanh(score / c)``, before bias and mask.
+    :func:`fastattn.attention` has more scores. Its ``"scaled_dot"``, ``"dot"`` and ``"cosine"`` all
+    become the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
 
     Tensors have the canonical shapes q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``,
     v ``[B, Hkv, N, E]``, w ``[H, D]`` and bias ``[B|1, H|1, M|1, N|1]``, or a line (relative.py).
@@ -167,8 +167,8 @@ class Problem:
     ``weights`` says which attention weights are returned beside the output: those after dropout,
     for each head (``"full"``) or averaged over heads (``"mean"``).
 
-    ``origin`` says where a block lies in a larger problem. ``wide`` asks for results that are sums
-    over blocks later, in ``acc_dtype``: the output, and gradients of q, k and v.
+    ``origin`` says where a block lies in a larger problem. With ``wide``, the output and the
+    gradients of q, k and v are in ``acc_dtype``, for sums over blocks.
     """
 
     score: Score
