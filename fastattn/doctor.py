@@ -1,8 +1,8 @@
 """What fastattn finds on a machine: libraries, choices, right results, a first ratio to torch.
 
 ``python -m fastattn`` prints a report, ``python -m fastattn --json`` the same as JSON. The exit
-status is 1 where a backend's results are wrong, and 0 otherwise: a library that is missing is no
-error, and the report says why it is missing.
+status is 1 where a backend's results are wrong, and 0 otherwise. A missing library is no error: the
+report says why it is missing.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class ModuleExplanation:
         title: the class of the module.
         calls: (name of the submodule, :class:`fastattn.Explanation`) of each call that fastattn
             computed, in order. The module itself has the name ``""``.
-        torch: for each nn.MultiheadAttention in the module that fastattn did not compute, by name,
-            why.
+        torch: by name, each nn.MultiheadAttention in the module that fastattn did not compute, and
+            why it did not.
     """
 
     title: str

@@ -105,8 +105,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: ``[..., H, M, D]``, or ``[M, D]``. Any strides; float16, bfloat16, float32 or
-            float64. Or ``[B, H, j, D]``, a jagged nested tensor as key and value are then. Results
-            are jagged too, and is_causal is the only mask.
+            float64. Or a jagged nested tensor ``[B, H, j, D]``, like key and value. Results are
+            then jagged too, and is_causal is the only mask.
         key: ``[..., Hkv, N, D]``, dtype and device of query. Batch dims broadcast.
         value: ``[..., Hkv, N, E]``; E may differ from D.
         attn_mask: broadcastable to ``[..., H, M, N]``. Bool: True keeps. Float (query's dtype or
@@ -124,12 +124,12 @@ def scaled_dot_product_attention(
         bias: like a float attn_mask, and added to it. Its gradient has the shape of the bias. Or an
             :class:`ALiBi` or a :class:`RelativeBias`, which take no memory of M * N. Beside a float
             attn_mask they become a tensor ``[B, H, M, N]``.
-        softcap: c makes ``c tanh(score / c)`` of every score, so that none is beyond c. Bias
-            and mask come after it. None and 0 are no cap; c is between 1e-15 and 1e15.
-        sink: ``[H]``, float32 or query's dtype: a logit of every head that takes part of the
-            softmax and has no value. Weights of a row then sum to less than 1, and the log-sum-exp
-            has the sink in it. A row without keys has lse = sink. Neither scaled nor capped;
-            differentiable. With it, ``return_weights="mean"`` takes the memory of ``"full"``.
+        softcap: a number c from 1e-15 to 1e15, or None or 0 for no cap. Every score becomes
+            ``c tanh(score / c)``, at most c in size. Bias and mask come after it.
+        sink: ``[H]``, float32 or query's dtype: one more logit a head in the softmax, without a
+            value. It is neither scaled nor capped, and differentiable. Weights of a row then sum to
+            less than 1, and the log-sum-exp includes the sink: a row without keys has lse = sink.
+            With a sink, ``return_weights="mean"`` takes the memory of ``"full"``.
         return_weights: also return the weights that multiply value, after dropout: ``"full"``
             (``[..., H, M, N]``) or their ``"mean"`` over heads (``[..., M, N]``). Differentiable.
         return_lse: also return the log-sum-exp of the masked scores, ``[..., H, M]``, float32
@@ -259,7 +259,9 @@ def additive_attention(
             a :class:`RelativeBias`.
         softcap: see :func:`scaled_dot_product_attention`.
         sink: see there; ``[1]`` without heads.
-        return_weights: ``None``, ``"full"`` or ``"mean"`` over heads (``[..., M, N]``).
+        return_weights: also return the weights that multiply value, after dropout: ``"full"``
+            (``[..., M, N]``, or ``[..., H, M, N]`` with heads) or their ``"mean"`` over heads
+            (``[..., M, N]``).
         return_lse: also return the log-sum-exp, ``[..., M]`` (``[..., H, M]`` with heads).
         seed: see :func:`scaled_dot_product_attention`.
         backend: see :func:`scaled_dot_product_attention`.

@@ -27,7 +27,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         may be parts of another merge.
 
     Raises:
-        TypeError: not a sequence of tensors, or a dtype that is no float.
+        TypeError: not a sequence of tensors, or a dtype that is not floating point.
         ValueError: no parts, or shapes, dtypes or devices that do not fit.
 
     Numerics: sums are in float32, in float64 for float64 outputs. The largest part of a row decides

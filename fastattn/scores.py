@@ -95,8 +95,7 @@ def attention(
 ) -> Results:
     r"""Attention with a score chosen by name.
 
-    The first three are dot products, and run on their kernels. The other two have kernels of their
-    own.
+    The kernels of the dot product compute the first three. The other two have kernels of their own.
 
     ============== ===================================================== ====================
     score          s_ij                                                  own argument
@@ -118,9 +117,9 @@ def attention(
         bandwidth: a float, or a tensor that broadcasts to ``[..., H, 1, D]`` and may require grad;
             gaussian only. The softmax of this score is Nadaraya-Watson kernel regression.
             Differences are taken before they are squared: a small bandwidth costs no digits. It is
-            1e-30 to 1e30, or infinity, at which differences count nothing. Numbers of a tensor are
-            not checked. A key farther than 1e19 bandwidths weighs 0. Under a softcap c its score is
-            -c instead.
+            1e-30 to 1e30, or infinity, which ignores the feature. Values of a tensor are not
+            checked. A key farther than 1e19 bandwidths weighs 0. Under a softcap c its score is -c
+            instead.
         attn_mask: as in :func:`additive_attention` for the additive score, as in
             :func:`scaled_dot_product_attention` for all others.
         dropout_p: as there.

@@ -69,11 +69,11 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "plain decoding": [dict(FEW, M=1)],
     "rich decoding": [dict(FEW, M=3, bias="hmn", dropout_p=0.2, weights="full")],
 }
-# For dot products of backends that compile nothing at the first call: tiles after the first, with
-# each head size that has kernels of its own.
+# For dot products of backends that compile nothing at the first call: more than one tile, for each
+# head size that has kernels of its own.
 LONG: dict[str, Any] = dict(B=1, H=1, Hkv=1, M=200, N=700, lse=True)
 WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right")]
-# For products of warpgroups alone: what no other kernels have, and kernels with a softcap.
+# For products of warpgroups alone: heads over 128, and kernels with a softcap.
 WARPGROUPS = [
     dict(LONG, D=256, E=256, causal="bottom_right"),
     dict(LONG, D=256, E=136, softcap=2.0),
@@ -82,7 +82,7 @@ WARPGROUPS = [
 
 
 def cases_of(check: Check) -> list[testing.Case]:
-    """The problems of a check; those of all kinds where its kind is none of ``PROBLEMS``.
+    """The problems of a check; those of all kinds if its kind is not in ``PROBLEMS``.
 
     Kinds with a head size at the end have larger heads.
     """
@@ -116,8 +116,8 @@ Raw = tuple[Any, ...]  # (out, lse, weights), and the gradients of q, k, v, w an
 def _launch(check: Check, case: testing.Case, t: testing.Tensors, device: torch.device) -> Raw:
     """What the backend's own functions return on a device.
 
-    Those of users make checks, and torch's autograd has one thread a device: one that may be
-    waiting for this check, as where a checkpoint computes again.
+    The public functions would make checks themselves. Autograd would not run either: torch has one
+    backward thread a device, which may be waiting for this check, as when a checkpoint recomputes.
     """
     # Triton's first call compiles, its second is watched, its third is launched from a plan. The
     # results of all stay alive: in memory of the first, a launch of nothing would seem right.

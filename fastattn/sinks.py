@@ -1,11 +1,11 @@
-"""Attention sinks: one more logit a head, which takes part of the softmax and has no value.
+"""Attention sinks: one more logit a head in the softmax, without a value.
 
     share = 1 / (1 + e^(sink - lse))    out' = share out    lse' = log(e^lse + e^sink)
 
-A key weighs ``e^(s - lse')`` beside a sink, and that is all that a backward pass asks of a row:
-with out' and lse' in the place of out and lse, the kernels' gradients are right as they are. So
-every backend, score and mask has sinks. The autograd Functions fold a sink into results as soon as
-a backend returns them. The gradient of the sink is
+Beside a sink, a key weighs ``e^(s - lse')``. A backward pass needs no more than that of a row. With
+out' and lse' in the place of out and lse, the kernels' gradients are right as they are. So every
+backend, score and mask has sinks. The autograd Functions fold a sink into results as soon as a
+backend returns them. The gradient of the sink is
 
     -sum_i e^(sink - lse'_i) delta_i        delta_i = dO_i . O'_i + sum_j W'_ij dW_ij - dlse'_i
 

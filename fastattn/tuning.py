@@ -30,12 +30,13 @@ def autotune(
 ) -> dict[str, Config]:
     """Finds the fastest tile sizes, warps and pipeline stages of the kernels behind a call.
 
-    Later calls use the result if they have the same element size, the same head sizes (rounded up
-    to powers of two) and the same kind: plain, with dropout, bias or weights, or with a bias of
-    larger elements than query's. A file keeps them for other processes, by device and version of
-    Triton: ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default), each as soon as it
-    is found. Delete the file to forget them. What does not fit a later call is forgotten with a
-    warning. Outputs change by rounding only.
+    Later calls use the result if element size, head sizes (rounded up to powers of two) and kind
+    are the same. The kind is the first that fits: with a bias of larger elements than query's; with
+    dropout, bias or weights; with a softcap; plain. Outputs change by rounding only.
+
+    The file ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default) keeps results for
+    other processes, by device and version of Triton. Each is written as soon as it is found. Delete
+    the file to forget them. A result that does not fit a later call is forgotten with a warning.
 
     The search starts from the built-in table. It moves to a neighbour (half or twice a tile size,
     other warps, one stage more or less) as long as one is faster. This compiles tens of kernels and

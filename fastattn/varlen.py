@@ -98,8 +98,8 @@ def varlen_attention(
     Args:
         query: ``[T, H, D]``, float16, bfloat16, float32 or float64, any strides. T is at least
             ``cu_seqlens_q[-1]``. A row past the last document gives output 0 and gradient 0.
-        key: ``[S, Hkv, D]``, dtype and device of query. No query sees a row past the last document,
-            whose gradient is 0.
+        key: ``[S, Hkv, D]``, dtype and device of query. Rows past the last document are seen by no
+            query, and have gradient 0.
         value: ``[S, Hkv, E]``; E may differ from D.
         cu_seqlens_q: where each document begins, and where the last one ends: integers ``[n + 1]``
             that begin with 0 and do not decrease. A tensor on query's device, or a list. A document
@@ -137,7 +137,7 @@ def varlen_attention(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes, devices or values that do not fit. Offsets are checked if they are on
-            the CPU. Wrong ones on a GPU never make a kernel read elsewhere.
+            the CPU. Wrong ones on a GPU never make a kernel read out of bounds.
 
     Numerics: as :func:`scaled_dot_product_attention` and :func:`additive_attention`. NaN in one
     document stays there.

@@ -1,6 +1,6 @@
-// The binding, the only part that knows tensors. It checks arguments, allocates results, and fills
-// in the params structs. It is compiled once a device (on_cpu.h, on_cuda.h), each into its own
-// library.
+// The binding, the only C++ that knows tensors. It checks arguments, allocates results, and fills
+// in the params structs. It is compiled twice, into a library each: for the CPU (on_cpu.h) and for
+// CUDA (on_cuda.h).
 //
 // Uses PyTorch's stable ABI (torch/csrc/stable), so one binary serves torch 2.11 and every later
 // version. The build makes schemas.inc and operands.inc from fastattn/problem/schemas.py. Fake

@@ -1,5 +1,6 @@
-// What is read of DLPack 1.x, by which PyTorch describes a Python object's tensor to C. Its header
-// is no part of the stable ABI, and these structs are (https://dmlc.github.io/dlpack).
+// The structs of DLPack 1.x by which PyTorch describes a Python object's tensor to C. PyTorch's
+// header for them is not part of its stable ABI, but DLPack's own ABI fixes these structs
+// (https://dmlc.github.io/dlpack).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The operators for instruction sets: which one runs, which can be forced, and forcing one. And the
-// operator that forces a path.
+// The operators for instruction sets: which one runs, which can be forced, and one that forces one.
+// Another operator forces a path.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

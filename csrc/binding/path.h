@@ -1,4 +1,5 @@
-// The operator that names the path of a problem through the CPU kernels, from what decides it.
+// The operator that names the path of a problem through the CPU kernels, from the sizes and flags
+// that decide it.
 #pragma once
 
 #include <string>

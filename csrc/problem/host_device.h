@@ -4,10 +4,9 @@
 
 // Functions shared by host and device code.
 //
-// On the host they have internal linkage, and that is load-bearing: the CPU kernels compile these
-// headers once per instruction set, and an ordinary inline function would be emitted by each of
-// those objects under one name, of which the linker keeps an arbitrary one: an AVX-512 body called
-// on a machine without AVX-512.
+// On the host they must have internal linkage. The CPU kernels compile these headers once per
+// instruction set. Each object would emit an ordinary inline function under the same name, and the
+// linker keeps any one of them: perhaps an AVX-512 body for a machine without AVX-512.
 #if defined(__CUDACC__)
 #define FASTATTN_FN static __host__ __device__ __forceinline__
 #define FASTATTN_RARE_FN FASTATTN_FN

@@ -1,9 +1,9 @@
 // The one place in C++ where a mask has a meaning: which keys j a query i keeps.
 //
-// row_range() covers what is an interval of keys per row (causal, window, kv_begin, kv_len);
-// keeps() adds the dense mask. tile_range() bounds the keys that any row of a row block can keep:
-// tiles outside it are never touched. A new kind of mask is one field in MaskParams and one clause
-// here. Float bias is not a mask, but -inf in it removes a key too.
+// row_range() covers the masks that keep an interval of keys per row (causal, window, kv_begin,
+// kv_len). keeps() adds the dense mask. tile_range() bounds the keys that any row of a row block
+// can keep: tiles outside it are never touched. A new kind of mask is one field in MaskParams and
+// one clause here. A float bias is not a mask, but -inf in it removes a key too.
 #pragma once
 
 #include "problem/host_device.h"
@@ -11,7 +11,7 @@
 
 namespace fastattn {
 
-// ---- what loops ask of a mask ----
+// ---- what loops need to know of a mask ----
 
 FASTATTN_FN bool has_dense(const MaskParams& mask) { return mask.keep != nullptr; }
 
@@ -21,8 +21,8 @@ FASTATTN_FN bool dense_varies_by_row(const MaskParams& mask) {
   return has_dense(mask) && mask.keep_stride_m != 0;
 }
 
-// Whether limits differ from row to row: else, intervals of keys move one way with the row, and the
-// first and the last row speak for all.
+// Whether limits differ from row to row. If not, intervals of keys move one way with the row, and
+// the first and the last row bound all others.
 FASTATTN_FN bool varies_by_row(const KeyLimit& limit) {
   return limit.data != nullptr && limit.stride_m != 0;
 }

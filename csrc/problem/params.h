@@ -1,4 +1,4 @@
-// The attention problem as plain structs: what a kernel file knows of the world.
+// The attention problem as plain structs, which are all that a kernel file gets.
 //
 // Torch-free, host and device. csrc/binding/attention.cpp fills these in from tensors, after which
 // no kernel sees a tensor. Dims: B batch, H query heads, Hkv key heads, M queries, N keys, D head
@@ -113,8 +113,8 @@ void each_gradient(BackwardParams* p, F f) {
   f(&p->grad_w), f(&p->grad_bias.data);
 }
 
-// How a kernel asks for threads without knowing who owns them. run() calls body(ctx, begin, end)
-// over disjoint pieces of [0, n) and returns when all are done.
+// How a kernel uses threads without knowing who owns them. run() calls body(ctx, begin, end) over
+// disjoint pieces of [0, n), and returns when all are done.
 struct Parallel {
   int64_t num_threads;
   void (*run)(int64_t n, void (*body)(void* ctx, int64_t begin, int64_t end), void* ctx);

@@ -1,7 +1,8 @@
 """Operations of our operators, for ``torch.utils.flop_counter.FlopCounterMode``.
 
-As torch counts its own attention: matrix products alone, of all M * N pairs whatever a mask keeps,
-and the scores once more in the backward pass. Every score counts as a product.
+They are counted as torch counts its own attention: matrix products alone, of all M * N pairs,
+whatever a mask keeps. The backward pass counts the scores once more. Every score counts as a
+product.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Verdict(NamedTuple):
     lasting: bool = True  # whether other processes would find the same
 
 
-# Makes a check on a device. An error that it raises is none of the backend's, and no verdict.
-# fastattn/__init__.py sets it: the budget of a check stands above backends.
+# Makes a check on a device. If it raises, the error is not the backend's, and there is no verdict.
+# fastattn/__init__.py sets it, because the budget of a check is in a storey above backends.
 runner: Callable[[Check, torch.device], Verdict] | None = None
 
 _found: dict[tuple[torch.device, Check], str | None] = {}  # None: right
@@ -127,8 +127,8 @@ def is_checking() -> bool:
 def must_wait() -> bool:
     """Whether no check may run now.
 
-    A check waits for the GPU, which no capture of a graph survives. Under the mode of fake tensors,
-    nobody expects that real ones are made.
+    A check waits for the GPU, which breaks the capture of a graph. It makes real tensors, which the
+    mode of fake tensors does not expect.
     """
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None or torch.compiler.is_compiling() or _captures()
@@ -157,7 +157,7 @@ def settle(check: Check, device: torch.device) -> None:
     """Makes a check that has no verdict yet, unless none may run now.
 
     The check has a thread of its own, in which torch is as it starts: grad mode, autocast,
-    transforms, modes, default device, streams. An interrupt ends the wait, and not the check.
+    transforms, modes, default device, streams. An interrupt ends the wait, not the check.
     """
     if mode() == "0" or is_checking():  # this thread would wait for itself
         return

@@ -1,11 +1,11 @@
 """The torch.library operators: fake kernels, and the libraries that implement them.
 
-Two operators cover both scores (``w`` is None for the dot product). Every fused backend has such a
+Two operators cover all scores (``w`` is None for the dot product). Every fused backend has such a
 pair: ``fastattn::forward`` and ``backward`` for CPUs, ``fastattn::cuda_forward`` and so on. They
 have no autograd: ``autograd.py`` wraps backends, and operators with registered autograd break
-``torch.func``. csrc/binding/attention.cpp defines and implements the compiled ones, so that an
-exported program needs only the library. Without the library they are defined here without a kernel,
-and ``EXTENSION_ERROR`` says why. ``schemas.py`` has the schemas of both.
+``torch.func``. csrc/binding/attention.cpp defines and implements the compiled ones. So an exported
+program needs only the library. Without the library they are defined here without a kernel, and
+``EXTENSION_ERROR`` says why. ``schemas.py`` has the schemas of both.
 
 ``fastattn::self_attention`` serves modules on CPUs at inference; ``modules/multihead/inference.py``
 has the conditions.
@@ -90,8 +90,9 @@ LIBRARY = torch.library.Library("fastattn", "FRAGMENT")
 def _complete(name: str, schema: str, fake: Callable | None) -> None:
     """Defines an operator unless the library has, and adds its fake kernel.
 
-    The fake kernel is one for meta tensors, which fake tensors use. register_fake() requires that
-    C++ operators name their Python module, which the stable ABI can do from torch 2.13 on.
+    The fake kernel is registered for meta tensors, and fake tensors use it. register_fake() would
+    require that C++ operators name their Python module. The stable ABI can do that from torch 2.13
+    on.
     """
     if not hasattr(torch.ops.fastattn, name):
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they compute: so they do alike, or raise alike."""
+"""What ranks tell each other before they compute, so that all do the same, or all raise."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def lengths(
 ) -> tuple[list[int], list[int]]:
     """How many rows and keys each rank has: the first two numbers of ``own``, which may raise.
 
-    The others are ``alike`` on every rank; if they are not, all ranks raise. Unless a rank
-    ``asks``, and in compiled calls, its own numbers stand for those of all.
+    The other numbers, named by ``alike``, must be the same on every rank; if not, all ranks raise.
+    Without ``asks``, and in compiled calls, a rank's own numbers stand for those of all.
     """
     if asks and not torch.compiler.is_compiling():
         told = every(own, 2 + len(alike), group)
@@ -151,7 +151,7 @@ def rows_of(options: dict[str, Any]) -> Rows:
 
 
 def with_rows(options: dict[str, Any], layout: Layout, group: Group) -> Rows:
-    """The masks and biases that have rows, of which each rank holds its own; alike on all ranks.
+    """The masks and biases with rows, where each rank holds its own. The same on all ranks.
 
     Raises:
         ValueError: no rank can tell.

@@ -68,9 +68,15 @@ _counting: list[Sent] = []
 
 @contextlib.contextmanager
 def count_bytes() -> Iterator[Sent]:
-    """Counts what this process sends meanwhile, but for lengths, seeds and the like.
+    """Counts the bytes that this process sends inside the context.
 
-    Of compiled calls, it counts what "gather" and "ring" send, and nothing else.
+    The context manager gives an object whose ``bytes`` is an int. Small numbers such as lengths and
+    seeds are not counted. Compiled calls count only what "gather" and "ring" send.
+
+    Example:
+        >>> with fastattn.distributed.count_bytes() as sent:
+        ...     out = context_parallel_attention(own, own, own, group)
+        >>> sent.bytes
     """
     sent = Sent()
     _counting.append(sent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,13 +16,58 @@ from fastattn.distributed.comm import Group
 from fastattn.distributed.heads import move
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan
+from fastattn.functional import Returned
 from fastattn.problem import Dropout, Mask, Origin, Score, arguments, call_cache, relative, validate
 from fastattn.problem.mask import LIMITS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Method = Literal["heads", "gather", "ring"]
 METHODS = ("heads", *operators.PASSES)
 
 
+class ContextOptions(functional.Options, total=False):
+    """Keywords that the overloads of ``context_parallel_attention`` share."""
+
+    weight: Tensor | None
+    method: Method | None
+    layout: Layout | None
+    key_layout: Layout | None
+    heads_per_step: int | None
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, mesh: Any, *,
+    return_weights: None = ..., return_lse: Literal[False] = ..., **options: Unpack[ContextOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, mesh: Any, *,
+    return_weights: Returned, return_lse: Literal[False] = ..., **options: Unpack[ContextOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, mesh: Any, *,
+    return_weights: None = ..., return_lse: Literal[True], **options: Unpack[ContextOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, mesh: Any, *,
+    return_weights: Returned, return_lse: Literal[True], **options: Unpack[ContextOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, mesh: Any, *,
+    return_weights: Returned | None = ..., return_lse: bool = ...,
+    **options: Unpack[ContextOptions],
+) -> functional.Results: ...  # fmt: skip
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -41,8 +86,8 @@ def context_parallel_attention(
 ) -> functional.Results:
     r"""Attention over a sequence that the ranks of a mesh share: local rows in, local rows out.
 
-    The result is that of one device: the rank's rows of it. So are masks, dropout's bits, weights
-    and gradients. What cannot be done so raises.
+    The result is this rank's rows of the result of one device. Masks, dropout's bits, weights and
+    gradients are those of one device, too. A call that cannot be computed so raises an error.
 
     Every rank calls this with its own rows of query, key and value. A mask or bias that has rows
     holds this rank's rows. Its keys are all keys, in the order of positions. ``kv_len`` and
@@ -74,9 +119,9 @@ def context_parallel_attention(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: shapes that do not fit the layout, a layout for another number of ranks, a mask
-            or bias of which every rank has one row, which looks like one for all, or a method that
-            cannot do the problem. The error names one that can.
+        ValueError: shapes that do not fit the layout, or a layout for another number of ranks. A
+            mask or bias with one row on every rank: it may be one row for all. A method that cannot
+            compute the problem: the error names one that can.
         NotImplementedError: inside torch.func's transforms, and in forward mode.
         RuntimeError: no process group; or a rank that did not come within the group's timeout.
 
@@ -88,6 +133,11 @@ def context_parallel_attention(
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023 (heads); Llama Team, "The Llama 3 Herd of
     Models", 2024, section 3.3.2 (gather); Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
     Transformers for Near-Infinite Context", 2023 (ring).
+
+    Example:
+        >>> layout = Layout.zigzag(1000, ranks=8)
+        >>> own = shard(x, 2, layout, group)  # x: [1, 8, 1000, 64], the same on every rank
+        >>> out = context_parallel_attention(own, own, own, group, layout=layout, is_causal=True)
     """
     arguments.check_choice("method", method, (None, *METHODS))
     return attend(
@@ -244,7 +294,7 @@ def _together(
 
 
 def _build(score: Any, tensors: list, lengths: tuple[int, int], options: dict) -> validate.Inputs:
-    """The record of this rank's rows and all keys, of which there are no numbers here."""
+    """The record of this rank's rows and all keys. The values of other ranks' keys are not here."""
     query, key, value, weight = tensors
     M, N = lengths
     k, v = (x.new_empty(()).expand(*x.shape[:-2], N, x.shape[-1]) for x in (key, value))
@@ -295,7 +345,7 @@ def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
         every rank.
 
     Raises:
-        TypeError: the layout is none.
+        TypeError: ``layout`` is no :class:`Layout`.
         ValueError: the dim has another size, or the layout is for another number of ranks.
     """
     _check_layout(layout)
@@ -307,12 +357,12 @@ def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
 def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
     """The whole tensor on every rank, in the order of positions: the inverse of :func:`shard`.
 
-    The gradient of x is this rank's part of the gradient of the whole, which is taken to be the
-    same on every rank: all compute the same with the result.
+    All ranks must compute the same with the result, so that its gradient is the same on every rank.
+    The gradient of x is this rank's part of it.
 
     Raises:
-        TypeError: the layout is none.
-        ValueError: the dim has not as many entries as the layout gives this rank.
+        TypeError: ``layout`` is no :class:`Layout`.
+        ValueError: the dim does not have as many entries as the layout gives this rank.
     """
     _check_layout(layout)
     rank = Group(mesh).rank

@@ -4,8 +4,8 @@
     Shard(2)             the mesh dim shares the sequence: context.py, in contiguous shares
     Replicate            every rank computes the same
 
-Keys and values come to the placements of query. A mask, bias or parameter is sharded where it has
-the dim, and replicated where it broadcasts: its gradient is then a sum over that mesh dim.
+Keys and values are moved to the placements of query. A mask, bias or parameter is sharded where it
+has the dim. Where it broadcasts it is replicated, and its gradient is a sum over that mesh dim.
 """
 
 from __future__ import annotations

@@ -53,9 +53,10 @@ Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # there, a
 
 
 class Move(torch.autograd.Function):
-    """Linear functions between ranks, one a tensor, whose gradients are others, their transposes.
+    """Linear functions between ranks, one a tensor. Gradients go through their transposes.
 
-    Gradients move together, with zeros for what a rank does not need: the others wait for it.
+    Gradients move together, because ranks wait for each other: with zeros for what a rank does not
+    need.
     """
 
     @staticmethod
@@ -97,7 +98,7 @@ def same(x: Tensor) -> Tensor:
 
 
 def replicated(x: Tensor | None, *groups: Group) -> Any:
-    """What every rank holds alike: its gradient is a sum over ranks, in float32 at least."""
+    """The same tensor on every rank: its gradient is a sum over ranks, in float32 at least."""
 
     def summed(grad: Tensor) -> Tensor:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))

@@ -67,7 +67,7 @@ class Layout:
 
     @staticmethod
     def zigzag(length: int, ranks: int, unit: int = 128) -> Layout:
-        """Two chunks a rank, r and 2 ranks - 1 - r: causal attention then costs each the same.
+        """Two chunks a rank, r and 2 ranks - 1 - r, so that causal attention is balanced.
 
         Args:
             length: how many positions there are.
@@ -82,14 +82,14 @@ class Layout:
     def balanced(
         cost: Sequence[float] | Tensor, ranks: int, blocks: int = 4, unit: int = 128
     ) -> Layout:
-        """``blocks`` chunks a rank, so that costs are alike: for packed documents.
+        """``blocks`` chunks a rank, so that ranks have similar costs: for packed documents.
 
-        The dearest chunk goes to the rank with the least cost among those that have room.
+        The most costly chunk goes first, to the rank with the least cost that has room.
 
         Args:
             cost: of each position, ``[length]`` or ``[1, length]``: how many keys its query sees.
-                Of a mask of intervals that is ``mask.kv_len - mask.kv_begin``. Of a batch, whose
-                samples share the layout, it is ``(mask.kv_len - mask.kv_begin).sum(0)``.
+                For a mask of intervals, ``mask.kv_len - mask.kv_begin``. For a batch, whose samples
+                share the layout, ``(mask.kv_len - mask.kv_begin).sum(0)``.
             ranks: how many ranks.
             blocks: chunks a rank.
             unit: chunks begin at multiples of this.
@@ -167,7 +167,7 @@ def _costs(cost: Sequence[float] | Tensor) -> Tensor:
 
 
 def constant(n: int) -> int:
-    """The number, of which compiled calls make no symbol: they have a graph for each layout.
+    """The number as a constant of compiled calls, which have a graph for each layout.
 
     int() would keep a symbol.
     """

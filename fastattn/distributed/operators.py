@@ -109,7 +109,7 @@ class Function(torch.autograd.Function):
 
 
 class Words(NamedTuple):
-    """What a plan says beside the operands of its record, in which these two are a band."""
+    """What a plan has beside the operands of its record, where causal and window are a band."""
 
     method: str
     group: str

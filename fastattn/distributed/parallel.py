@@ -35,10 +35,11 @@ def parallelize(
 ) -> nn.Module:
     r"""Shares every multi-head attention of a model among the ranks of a mesh, in place.
 
-    Outputs, weights, gradients and dropout's bits are those of one process. What cannot be done so
-    raises. :class:`fastattn.MultiheadAttention` and :class:`fastattn.MultiheadAdditiveAttention`
-    are shared. All else in the model stays as it is. But nn.TransformerEncoder makes no nested
-    tensors of padded batches at inference, as with ``enable_nested_tensor=False``.
+    Outputs, weights, gradients and dropout's bits are those of one process. A call that cannot be
+    computed so raises an error. :class:`fastattn.MultiheadAttention` and
+    :class:`fastattn.MultiheadAdditiveAttention` are shared. All else in the model stays as it is,
+    with one exception: nn.TransformerEncoder no longer makes nested tensors of padded batches at
+    inference, as with ``enable_nested_tensor=False``.
 
     ``heads``: each rank of this mesh dim computes some heads, with its parts of the parameters.
     Inputs and outputs are whole, and the same on these ranks. Parameters become DTensors of
@@ -70,10 +71,11 @@ def parallelize(
         The module itself.
 
     Raises:
-        TypeError: the mesh is none, or an argument is of the wrong type.
-        ValueError: a mesh dim that is not there, heads that do not divide, no attention to share, a
-            module that cannot be shared, a parameter that is tied to one outside of attention. From
-            the module: lengths that do not fit the layout, or what a shared module has not.
+        TypeError: ``mesh`` is no DeviceMesh, or an argument is of the wrong type.
+        ValueError: an unknown mesh dim, heads that do not divide, no attention to share, or a
+            module that cannot be shared. A parameter that is tied to one outside of attention. From
+            the module: lengths that do not fit the layout, or arguments that a shared module does
+            not take.
 
     Source: heads: Shoeybi et al., "Megatron-LM", 2019, section 3. context: see
     :func:`context_parallel_attention`.

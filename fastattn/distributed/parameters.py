@@ -100,7 +100,7 @@ def own(module: nn.MultiheadAttention, group: Group) -> dict[str, Any]:
     """What this rank's heads need of the parameters, as plain tensors; with gradients.
 
     Raises:
-        TypeError: a parameter is a plain tensor, of which nothing says whether it is whole.
+        TypeError: a parameter is a plain tensor, which may be whole or a part.
     """
     found: dict[str, Any] = dict.fromkeys(PLACEMENTS)
     for name in PLACEMENTS:

@@ -147,7 +147,7 @@ class Part:
     def attend_heads(
         self, step: Step, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """From heads to the results of forward, of which weights are of this rank's heads."""
+        """From heads to the results of forward. Weights are those of this rank's heads."""
         part = cast(Any, self)
         return attention.attend_heads(part, self._attend, *step, need_weights, average)
 
@@ -169,7 +169,7 @@ class Part:
         )  # fmt: skip
 
     def _score_weight(self) -> Any:
-        """With a gradient of which each rank has a part, as of all parameters."""
+        """The weight of the additive score. Each rank has a part of its gradient."""
         if not isinstance(self.module, MultiheadAdditiveAttention):
             return None
         if self.shared.context is None:
@@ -179,7 +179,7 @@ class Part:
 
 
 class _OutProj:
-    """out_proj over the heads of all ranks, each of which has its columns."""
+    """out_proj over the heads of all ranks. Each rank has the columns of its heads."""
 
     def __init__(self, module: MultiheadAttention, own: dict[str, Any], group: Group) -> None:
         check_out_proj(module)  # again: hooks may have come since

@@ -26,10 +26,10 @@ from fastattn.distributed.plan import Plan
 
 
 def check(plan: Plan) -> None:
-    """Raises ValueError for what this method cannot do.
+    """Raises ValueError for a problem that this method cannot compute.
 
-    That is mean weights, which cannot be rescaled by blocks; or, with dropout, a layout of keys
-    whose pieces do not begin at multiples of 4.
+    Mean weights cannot be rescaled by blocks. With dropout, pieces of the layout of keys must begin
+    at multiples of 4.
     """
     p = plan.p
     if p.weights == "mean":

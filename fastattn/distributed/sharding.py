@@ -1,7 +1,8 @@
 """Sharding rules of the operators: samples and heads, without dropout. All else is replicated.
 
-The functions take DTensors before operators see them, and do more: dtensor.py. These rules are for
-who calls operators. Heads are sharded where the key heads are a multiple of the mesh's ranks.
+These rules are for direct calls of operators. The functions handle DTensors before operators see
+them, and do more: dtensor.py. Heads are sharded if the key heads are a multiple of the mesh's
+ranks.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""fastattn inside other people's code. Each module is imported by who wants it."""
+"""fastattn inside other people's code. Users import the module that they need."""

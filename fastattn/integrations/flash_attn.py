@@ -1,9 +1,10 @@
 """The functions of the package flash_attn by their names and signatures, on any machine.
 
 Tensors are ``[B, S, H, D]``, causal masks and windows are aligned at the bottom right, and a query
-without a key gives 0. These functions take every dtype and head size that fastattn takes. What they
-cannot do raises, and nothing is ignored but ``deterministic`` and ``num_splits``: results are
-deterministic, and how keys are split is the kernels' matter.
+without a key gives 0. These functions take every dtype and head size that fastattn takes. An
+argument that they cannot serve raises an error. Only ``deterministic``, ``num_splits`` and
+``max_seqlen_*`` have no effect: results are deterministic, and the kernels split keys by their own
+rule.
 
 Source: the interface of flash_attn 2; Dao, "FlashAttention-2", 2023.
 """
@@ -143,6 +144,10 @@ def flash_attn_varlen_func(
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or values that do not fit.
         NotImplementedError: an argument that is not computed is given; the message says what to do.
+
+    Example:
+        >>> q, cu = torch.randn(7, 8, 64), torch.tensor([0, 3, 7])  # sequences of 3 and 4
+        >>> out = flash_attn_varlen_func(q, q, q, cu, cu, causal=True)  # [7, 8, 64]
     """
     if block_table is not None:
         _not_computed(
@@ -215,14 +220,14 @@ def flash_attn_with_kvcache(
             ``[B]``; L by default.
         cache_batch_idx: integers ``[B]``, the row of the cache of each sample; 0 to B - 1 by
             default.
-        cache_leftpad: integers ``[B]``, how many keys at the beginning are none.
+        cache_leftpad: integers ``[B]``, how many keys at the beginning are padding.
         block_table: not computed.
         softmax_scale: factor on the scores, ``1 / sqrt(D)`` by default.
         causal: keeps ``j <= i + n - M``, where n is the sample's length with the new keys.
         window_size: as in :func:`flash_attn_func`, around ``i + n - M``.
         softcap: makes ``softcap * tanh(score / softcap)`` of a score, before bias and mask; 0 for
             none.
-        rotary_interleaved: of rotary embeddings.
+        rotary_interleaved: has no effect, because rotary embeddings are not computed.
         alibi_slopes: not computed.
         num_splits: has no effect.
         return_softmax_lse: whether to return ``(out, lse)``, lse ``[B, H, M]``.
@@ -234,6 +239,11 @@ def flash_attn_with_kvcache(
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or values that do not fit, or a cache that is too short for new keys.
         NotImplementedError: an argument that is not computed is given; the message says what to do.
+
+    Example:
+        >>> q = k = v = torch.randn(2, 1, 8, 64)  # one new token a sample
+        >>> k_cache, v_cache = torch.zeros(2, 128, 8, 64), torch.zeros(2, 128, 8, 64)
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10)
     """
     if rotary_cos is not None or rotary_sin is not None:
         _not_computed("rotary_cos, rotary_sin", "rotate q and k before the call")

@@ -1,11 +1,11 @@
 """Models that call torch's scaled_dot_product_attention, computed by fastattn.
 
 A ``TorchFunctionMode`` sees every call of a torch function in its thread, whatever name the caller
-imported, and hands on all but one. Nothing in torch is replaced. torch takes the mode along to the
-threads of its backward pass, and compiled code is guarded by it.
+imported, and passes on all but one. Nothing in torch is replaced. torch takes the mode along to the
+threads of its backward pass, and guards compiled code by it.
 
-torch calls the function itself in one place only: ``F.multi_head_attention_forward``, of which a
-mode sees no more than the outer call. So a copy of that function runs, one that does not ask modes.
+torch calls the function itself in one place only, inside ``F.multi_head_attention_forward``. A mode
+sees only the outer call. So a copy of that function runs, which does not dispatch to modes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SdpaCalls:
         return "\n".join([*rows, *(f"torch     {n}  {why}" for why, n in self.torch.items())])
 
     def count(self, reason: str | None) -> None:
-        """One call more, of torch's for this reason, or of fastattn's."""
+        """Counts one call: torch's for this reason, or fastattn's if there is none."""
         if torch.compiler.is_compiling():  # numbers that change are guards that fail
             return
         if reason is None:
@@ -184,23 +184,25 @@ def use_for_sdpa() -> UseForSdpa: ...
 @overload
 def use_for_sdpa(model: nn.Module) -> SdpaCalls: ...
 def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
-    """Computes torch's ``scaled_dot_product_attention`` by fastattn, in models as they are.
+    """Lets fastattn compute torch's ``scaled_dot_product_attention``, in models as they are.
 
     ``with use_for_sdpa():`` does so for all that this thread calls inside. ``use_for_sdpa(model)``
-    does so for this model from now on, in any thread. Nothing in torch changes, and other threads
-    see nothing of either. Both work under torch.compile, in one graph. nn.MultiheadAttention and
+    does so for this model from now on, in any thread. Nothing in torch changes, so other code is
+    not affected. Both work under torch.compile, in one graph. nn.MultiheadAttention and
     nn.TransformerEncoderLayer take part: PyTorch's fast path at inference is off inside.
 
-    Jagged nested tensors are computed too, with gradients on any device. Left to torch, and counted
-    with the reason, are tensor subclasses, strided nested tensors, other dtypes than float16,
-    bfloat16, float32 and float64, and torch.jit.trace. So are a ``scale`` or ``dropout_p`` that is
-    no finite float, ``attn_mask`` beside ``is_causal`` or of less than 2 dims, and key and value of
-    different heads with ``enable_gqa``.
+    Jagged nested tensors are computed too, with gradients on any device. These calls are left to
+    torch, and counted with the reason:
+
+    - tensor subclasses, strided nested tensors, and torch.jit.trace;
+    - dtypes other than float16, bfloat16, float32 and float64;
+    - a ``scale`` or ``dropout_p`` that is no finite float;
+    - ``attn_mask`` beside ``is_causal``, or of less than 2 dims;
+    - key and value of different heads with ``enable_gqa``.
 
     Args:
-        model: any module, changed in place: the ``forward`` of it, and of every module in it that
-            has children, is wrapped. So what gradient checkpointing computes again in the backward
-            pass is computed alike.
+        model: any module, changed in place. Its ``forward`` is wrapped, and so is that of every
+            module in it with children. Gradient checkpointing then computes again by the same code.
 
     Returns:
         The context manager, which gives a :class:`SdpaCalls`; with a model, the
@@ -211,12 +213,12 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
 
     Note:
         The context must last until the end of ``backward()`` if the model checkpoints gradients.
-        Inside, every call of a torch function costs a call in Python more. Code with a softmax of
-        its own is not reached, nor are calls from C++. Where it is compiled for inference,
+        Inside the context, every call of a torch function costs one more call in Python. Code with
+        a softmax of its own is not reached, and neither are calls from C++. Compiled for inference,
         nn.TransformerEncoderLayer keeps PyTorch's fast path. To switch that off, call
         :func:`fastattn.replace_attention` first: it leaves a wrapped model alone.
-        ``torch.nn.attention.sdpa_kernel`` chooses among torch's kernels and has no say here.
-        nn.DataParallel copies no wrapped model.
+        ``torch.nn.attention.sdpa_kernel`` chooses among torch's kernels and has no effect here.
+        Do not wrap a model for nn.DataParallel: its replicas would call the wrapped model.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)

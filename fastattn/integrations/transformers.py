@@ -1,8 +1,9 @@
 """fastattn as an attention implementation of Hugging Face's transformers, 5 or newer.
 
-A model asks two functions, both by the name of its implementation. One makes the mask, once a
-forward pass. The other attends, once a layer. A mask is a :class:`fastattn.Mask` wherever intervals
-of keys say it. So causal masks, windows, chunks and padding take O(M + N) memory.
+A model finds two functions by the name of its implementation. It calls one for the mask, once a
+forward pass, and the other for attention, once a layer. A mask is a :class:`fastattn.Mask` wherever
+each query keeps an interval of keys. So causal masks, windows, chunks and padding take O(M + N)
+memory.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def attention(
         key: ``[B, Hkv, N, D]``; H is a multiple of Hkv.
         value: ``[B, Hkv, N, E]``.
         attention_mask: a mask that :func:`mask` made, or a tensor ``[B|1, H|1, M, N]``, bool (True
-            keeps) or float (added), of which keys past N are left out.
+            keeps) or float (added). Its keys past N are left out.
         dropout: probability of dropping a weight; 0 in evaluation.
         scaling: factor on the scores, ``1 / sqrt(D)`` by default.
         is_causal: keeps ``j <= i`` where there is no mask, and more than one query.
@@ -147,9 +148,9 @@ def mask(
     Row i is the query at position ``q_offset + i``, and column j the key at ``kv_offset + j``.
 
     Returns:
-        A mask whose parts are O(M + N) numbers a sample, where it is known to be one. A bool tensor
-        ``[B, 1, M, N]`` where the model has a rule of its own or is being traced, for one query,
-        and where the model asks for it. None where no key is masked.
+        A :class:`fastattn.Mask` of O(M + N) numbers a sample, if each query keeps an interval of
+        keys. None if no key is masked. A bool tensor ``[B, 1, M, N]`` for a mask rule of the
+        model's own, for one query, under tracing, and if the model requests one.
     """
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 

@@ -61,7 +61,7 @@ def longest(x: Any) -> int:
 
 
 def _may_pack(module: Any, call: dict[str, Any]) -> bool:
-    """Whether intervals of keys say all, and nobody asks for weights."""
+    """Whether intervals of keys are the whole mask, and no weights are wanted."""
     weights = call["need_weights"] or getattr(module, "store_weights", False)
     dense = call["attn_mask"] is not None or isinstance(call.get("bias"), Tensor)
     if weights or dense or not is_jagged(_keys(call)):

@@ -60,7 +60,7 @@ def is_only_linear(layer: nn.Module) -> bool:
 
 
 def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether oneDNN is faster, and nobody could tell the difference but by time."""
+    """Whether oneDNN is faster, and only the time would differ."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or x.is_nested:  # sizes are symbols
         return False
     if x.dtype is not torch.float32 or x.dim() < 2 or weight.dim() != 2:

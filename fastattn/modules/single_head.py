@@ -7,7 +7,7 @@ dim M either.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,24 @@ from torch import Tensor, nn
 from fastattn import scores
 from fastattn.modules import linear
 from fastattn.problem import Mask, arguments, validate
+
+
+class Attention(nn.Module):
+    """A module that returns the output, or with ``need_weights`` the tuple (output, weights)."""
+
+    if TYPE_CHECKING:  # nn.Module hides from type checkers what a call returns.
+
+        @overload
+        def __call__(
+            self, queries: Tensor, keys: Tensor | None, values: Tensor | None = ...,
+            valid_lens: Tensor | None = ..., *, need_weights: Literal[False] = ..., **options: Any,
+        ) -> Tensor: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, queries: Tensor, keys: Tensor | None, values: Tensor | None = ...,
+            valid_lens: Tensor | None = ..., *, need_weights: Literal[True], **options: Any,
+        ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        def __call__(self, *args: Any, **options: Any) -> Any: ...  # noqa: D102
 
 
 class Masks(NamedTuple):
@@ -68,6 +86,7 @@ def attend(
     if score == "additive":
         given: dict[str, Any] = {"attn_mask": masks.attn_mask, "mask": masks.merged()}
     else:  # dim -3 is the heads; the additive score has them in its weight
+        check_features("keys", keys, queries.shape[-1])
         tensors, given = [x.unsqueeze(1) for x in tensors], masks.over_heads()
     results = masks.call(
         scores.attention,
@@ -90,7 +109,9 @@ def as_steps(queries: Tensor) -> tuple[Tensor, bool]:
     """Queries as (B, M, features), and whether they were one step, (B, features)."""
     check_tensors(queries=queries)
     one = queries.dim() == 2
-    return (queries.unsqueeze(1) if one else queries), one
+    queries = queries.unsqueeze(1) if one else queries
+    check_dims(queries=queries)
+    return queries, one
 
 
 def results(out: Tensor, weights: Tensor | None, need_weights: bool, one_step: bool) -> Any:

@@ -276,6 +276,8 @@ def no_tensor(name: str, x: object) -> TypeError:
     hint = ""
     if type(x).__name__ == "BlockMask":  # of torch.nn.attention.flex_attention
         hint = ": write mask=fastattn.Mask(...), or Mask(keep=create_mask(mask_mod, B, H, M, N))"
+    if type(x).__name__ == "Mask":
+        hint = ": write mask= for it"
     wanted = "a Tensor, an ALiBi or a RelativeBias" if name == "bias" else "a Tensor"
     return TypeError(f"{name}: expected {wanted}, got {type(x).__name__}{hint}")
 

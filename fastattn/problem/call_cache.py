@@ -208,10 +208,12 @@ def _describe(call: Call) -> tuple | None:
             return None
     masks = ()
     if not (weight is attn_mask is mask is bias is sink is None):
+        if mask is not None and type(mask) is not Mask:
+            return None
         own = _NO_MASK if mask is None else mask.__dict__.values()
         given = weight, attn_mask, bias, sink, *own
         masks = tuple([x if x is None else _describe_one(x) for x in given])
-        if (mask is not None and type(mask) is not Mask) or any(x is NotImplemented for x in masks):
+        if any(x is NotImplemented for x in masks):
             return None
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,

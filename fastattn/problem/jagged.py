@@ -1,4 +1,4 @@
-"""Jagged nested tensors: sequences of different lengths, of which ``values()`` is packed documents.
+"""Jagged nested tensors: sequences of different lengths. Their ``values()`` are packed documents.
 
 ``[B, H, j, D]`` has the values ``[H, T, D]``, and ``[B, j, D]`` the values ``[T, D]``.
 """

@@ -26,10 +26,11 @@ class Mask:
             That is ``d = i + N - M`` with ``causal="bottom_right"``, and ``d = i`` otherwise. -1 is
             unbounded.
         kv_len: integers in ``[0, N]``, a tensor or a list. ``[B]`` keeps ``j < kv_len[b]``;
-            ``[B, M]`` keeps ``j < kv_len[b, i]``, and ``[1, M]`` is for every sample. Beside batch
-            dims of ``[1, M]`` themselves, ``[1, M]`` is a ValueError that says what to write.
-        keep: bool tensor broadcastable to ``[B, H, M, N]``; True keeps. For inputs without a head
-            dim, and for modules where it has 3 dims, it is broadcastable to ``[B, M, N]``.
+            ``[B, M]`` keeps ``j < kv_len[b, i]``, and ``[1, M]`` is for every sample. If the
+            inputs have batch dims ``[1, M]``, the meaning of ``[1, M]`` is open. That is a
+            ValueError, which says what to write.
+        keep: bool tensor that broadcasts to ``[B, H, M, N]``; True keeps. For inputs without a head
+            dim it broadcasts to ``[B, M, N]``, and so does one of 3 dims in a module.
         kv_begin: integers of the same shapes as those of ``kv_len``, which keep ``j >= kv_begin``.
             Both together leave each query an interval of keys. An interval may be empty.
 
@@ -165,7 +166,8 @@ class Mask:
         Raises:
             TypeError: an argument of a wrong type or dtype.
             ValueError: both or neither of ``cu_seqlens`` and ``lengths``, or wrong shapes. Wrong
-                values too, if they are on the CPU; no wrong value makes a kernel read elsewhere.
+                values too, if they are on the CPU. On a GPU they never make a kernel read out of
+                bounds.
 
         Example:
             >>> q = k = v = torch.randn(1, 4, 5, 8)
@@ -208,7 +210,7 @@ class Mask:
 
         Raises:
             TypeError: an argument of a wrong type or dtype.
-            ValueError: a wrong shape, or an id whose positions are no neighbours.
+            ValueError: a wrong shape, or an id whose positions are not neighbours.
 
         Example:
             >>> ids = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 2, 2]])
@@ -226,7 +228,7 @@ class Mask:
         *,
         device: torch.device | str | None = None,
     ) -> Mask:
-        """Prefix language models: every query sees the whole prefix, and nothing later beyond it.
+        """Prefix language models: every query sees the prefix, and beyond it no later key.
 
         Kept pairs (x) for lengths=[3], length=5::
 
@@ -273,7 +275,7 @@ class Mask:
         Args:
             M: how many queries.
             N: how many keys.
-            B: how many samples; at least as many as ``kv_len`` has.
+            B: how many samples: as many as ``kv_len`` and ``kv_begin`` have.
             H: how many heads.
 
         Raises:

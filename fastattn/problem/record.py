@@ -60,19 +60,19 @@ def _named(argument: str, numbers: dict[Name, int], number: int) -> Name:
 
 
 def natural_scale(p: Problem | Call, plain: float) -> float:
-    """The factor from what stands in a score's place to its natural logit, ``plain`` of a score.
+    """The factor from the number in a score's place to the natural logit: ``plain`` for a score.
 
-    Under a softcap, its ratio stands there.
+    Under a softcap c, the ratio ``tanh(score / c)`` stands there, and the factor is c.
     """
     return p.softcap or plain
 
 
 class Origin(NamedTuple):
-    """Where a problem lies in a larger one, the whole, of which it is a block.
+    """Where a problem, a block, lies in a larger one, the whole.
 
     The pair (b, h, i, j) of the block is the pair (b + origin.b, h + origin.h, i + origin.i,
     j + origin.j) of the whole. Bands and dropout's bits are those of the whole. The tensors of the
-    block's mask are its own: what they say of the whole, cut and counted from the block's keys.
+    block's mask are cut from those of the whole, and count from the block's first key.
 
     ``M`` and ``N`` are the sizes of the whole; None: those of the block.
     """
@@ -155,9 +155,9 @@ class Problem:
 
     ``score`` is ``"dot"`` (``scale * q . k``), ``"additive"`` (``sum_d w_d tanh(q_d + k_d)``) or
     ``"gaussian"`` (``-1/2 sum_d (q_d - k_d)^2 / w_d^2``, w being bandwidths). A ``softcap`` c that
-    is not 0 makes ``c tanh(score / c)`` of it, before bias and mask. The scores of
-    :func:`fastattn.attention` are more: its ``"scaled_dot"``, ``"dot"`` and ``"cosine"`` all become
-    the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
+    is not 0 replaces the score by ``c tanh(score / c)``, before bias and mask.
+    :func:`fastattn.attention` has more scores. Its ``"scaled_dot"``, ``"dot"`` and ``"cosine"`` all
+    become the ``"dot"`` of the record, and its own ``"dot"`` has scale 1.
 
     Tensors have the canonical shapes q ``[B, H, M, D]``, k ``[B, Hkv, N, D]``,
     v ``[B, Hkv, N, E]``, w ``[H, D]`` and bias ``[B|1, H|1, M|1, N|1]``, or a line (relative.py).
@@ -167,8 +167,8 @@ class Problem:
     ``weights`` says which attention weights are returned beside the output: those after dropout,
     for each head (``"full"``) or averaged over heads (``"mean"``).
 
-    ``origin`` says where a block lies in a larger problem. ``wide`` asks for results that are sums
-    over blocks later, in ``acc_dtype``: the output, and gradients of q, k and v.
+    ``origin`` says where a block lies in a larger problem. With ``wide``, the output and the
+    gradients of q, k and v are in ``acc_dtype``, for sums over blocks.
     """
 
     score: Score

@@ -94,10 +94,10 @@ class ALiBi(Relative):
     A value for ``bias=``. Memory and traffic are those of M + N - 1 numbers a head.
 
     Args:
-        slopes: ``[H]``, or ``[B, H]``, float32 or query's dtype; without a head dim ``[1]``.
-            Differentiable.
-        offset: where the diagonal is: query i is at the place of key ``i + offset``. ``N - M`` for
-            queries that are the last of N tokens, as in decoding with cached keys.
+        slopes: ``[H]`` or ``[B, H]``, float32 or the query's dtype, differentiable. Queries
+            without a head dim take ``[1]``.
+        offset: query i has distance 0 to key ``i + offset``. Queries that are the last M of N
+            tokens, as in decoding with cached keys, have ``offset=N - M``. Default 0.
 
     Source: Press, Smith and Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
     Input Length Extrapolation", 2022.
@@ -113,7 +113,7 @@ class ALiBi(Relative):
     parameter = "slopes"
 
     def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """See ``Relative``."""
+        """Numbers ``[B|1, H, n]`` of distances ``[n]``, of ``dtype`` at least."""
         if self.slopes.dim() not in (1, 2):
             raise ValueError(f"bias.slopes: expected [H] or [B, H], got {list(self.slopes.shape)}")
         slopes = self.slopes.to(torch.promote_types(self.slopes.dtype, dtype))
@@ -123,19 +123,19 @@ class ALiBi(Relative):
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias(Relative):
-    """Learned biases: ``table[b, h]`` is added to a score, b the bucket of ``d = j - i - offset``.
+    """Learned biases: adds ``table[b, h]``, where b is the bucket of ``j - i - offset``.
 
     A value for ``bias=``. Memory and traffic are those of M + N - 1 numbers a head. The gradient of
     the table has its shape, and its sums have a fixed order.
 
     Args:
-        table: ``[buckets, H]``, float32 or query's dtype; without a head dim ``[buckets, 1]``.
-            Differentiable; -inf masks.
-        buckets: integers ``[2 R + 1]``: the row of the table of each distance from -R to R.
-            Distances beyond have the bucket of the end on their side. ``torch.arange(2 * R + 1)``
-            is a number for each distance; :meth:`t5_buckets` are T5's.
-        offset: where the diagonal is: query i is at the place of key ``i + offset``. ``N - M`` for
-            queries that are the last of N tokens, as in decoding with cached keys.
+        table: ``[buckets, H]``, float32 or the query's dtype, differentiable; -inf masks. Queries
+            without a head dim take ``[buckets, 1]``.
+        buckets: integers ``[2 R + 1]``: for each distance from -R to R, its row of the table.
+            Larger distances take the row of R or -R. ``torch.arange(2 * R + 1)`` gives each
+            distance a row of its own; :meth:`t5_buckets` gives those of T5.
+        offset: query i has distance 0 to key ``i + offset``. Queries that are the last M of N
+            tokens, as in decoding with cached keys, have ``offset=N - M``. Default 0.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", 2020, section 2.1; Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative
@@ -163,13 +163,21 @@ class RelativeBias(Relative):
     ) -> Tensor:
         """T5's buckets of distances, int64 ``[2 * max_distance + 1]``.
 
-        Half of the buckets are for one distance each, and the other half grow with its logarithm up
-        to ``max_distance``. An encoder's are ``bidirectional``: keys after the query have the upper
-        half of all buckets. In a decoder they share bucket 0, as a causal mask drops them.
+        Half of the buckets hold one distance each. The other half hold ranges that grow with the
+        logarithm of the distance, up to ``max_distance``.
+
+        Args:
+            count: how many buckets, at least 4, or 2 if not ``bidirectional``.
+            max_distance: from this distance on, all share one bucket. More than the distances that
+                have a bucket each.
+            bidirectional: True for encoders: keys after the query have the upper half of the
+                buckets. False for decoders: these keys share bucket 0, and a causal mask drops
+                them.
+            device: of the result. Default None: torch's default device.
 
         Raises:
-            TypeError: a number that is no int, or ``bidirectional`` is no bool.
-            ValueError: too few buckets, or a distance that the exact buckets reach already.
+            TypeError: a number is no int, or ``bidirectional`` is no bool.
+            ValueError: ``count`` or ``max_distance`` is too small.
         """
         bidirectional = arguments.check_bool("bidirectional", bidirectional)
         count = arguments.check_int("count", count, 4 if bidirectional else 2)
@@ -184,7 +192,7 @@ class RelativeBias(Relative):
         return own + size * (ahead > 0) if bidirectional else own
 
     def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """See ``Relative``."""
+        """Numbers ``[B|1, H, n]`` of distances ``[n]``, of ``dtype`` at least."""
         self._check()
         most = self.buckets.shape[0] // 2
         rows = self.buckets[distances.clamp(-most, most) + most]

@@ -1,9 +1,13 @@
 """What tests and benchmarks share: the case grid, the error budget, and NaN poisoning.
 
-A :class:`Case` names a problem. :func:`make` draws its tensors from the case's own seed.
-:func:`run` computes outputs and gradients with one of our backends, :func:`exact` with the float64
-reference, :func:`plain` with ordinary PyTorch in the case's dtype. :func:`assert_within_budget`
-compares the three:
+A :class:`Case` names a problem, and four functions serve it::
+
+    make      draws its tensors, from the case's own seed
+    run       outputs and gradients by one of our backends
+    exact     the same by the float64 reference
+    plain     the same by ordinary PyTorch, in the case's dtype
+
+:func:`assert_within_budget` compares the three results::
 
     error(ours) <= 2 * error(plain PyTorch, same dtype) + a few ulp of the largest value.
 

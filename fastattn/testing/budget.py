@@ -1,4 +1,4 @@
-"""The error budget: the one tolerance of whatever is compared with the reference."""
+"""The error budget: the only tolerance for results that are compared with the reference."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Oracle:
         return self.truth[name], self.plain[name], self.scales[name]
 
     def worst(self, case: Case, ours: dict[str, Tensor]) -> tuple[float, str]:
-        """The largest error of our results over what is allowed, and which one of the case."""
+        """The largest ratio of an error to what is allowed, and the name of that result."""
         ratios = []
         for name, x in ours.items():
             truth, peer, scale = self[name]
@@ -211,7 +211,7 @@ def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor
 
     Of the gaussian, an ulp of float32 in half types too: its points are exact, its sums are not.
     A large logit has a large rounding, which softmax makes that of the result; a peer of few
-    numbers may have none by luck. That a row is weighed alike throughout is for invariants to see.
+    numbers may have none by luck. Invariants check that all of a row has the same weights.
     """
     if case.score not in ("dot", "gaussian"):
         return {}

@@ -1,14 +1,4 @@
-"""What tests and benchmarks share: the case grid, the error budget, and NaN poisoning.
-
-A :class:`Case` names a problem; :func:`make` draws its tensors from the case's own seed;
-:func:`run` computes outputs and gradients with one of our backends, :func:`exact` with the float64
-reference, :func:`plain` with ordinary PyTorch in the case's dtype. :func:`assert_within_budget`
-compares the three:
-
-    error(ours) <= 2 * error(plain PyTorch, same dtype) + a few ulp of the largest value.
-
-No other tolerance compares a result with the reference.
-"""
+"""A case names a problem. Its tensors are drawn from its own seed."""
 
 from __future__ import annotations
 
@@ -27,7 +17,40 @@ from fastattn.problem import ALiBi, Mask, RelativeBias
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the grid: sizes by the letters of ``Problem``, and features switched on."""
+    """One problem: sizes by the letters of ``Problem``, and features switched on.
+
+    A string of letters, such as ``"bhmn"``, ``"mn"`` or ``"n"``, names the dims that a tensor
+    really has; the others broadcast.
+
+    Attributes:
+        name: the seed of the tensors, together with score and dtype.
+        causal: ``"top_left"`` or ``"bottom_right"``.
+        window: as in :class:`fastattn.Mask`.
+        kv_len: ``"batch"`` or ``"rows"``; or ``"sorted"``, of rows in ascending order, as packed
+            documents have them. The first sample gets no key.
+        kv_begin: likewise.
+        keep: letters of ``[B, H, M, N]``: a dense mask that keeps ``keep_rate`` of its elements.
+        empty_rows: keep and bias mask every third row completely.
+        bias: letters, as for keep; or ``"alibi"``, ``"alibi-b"`` with slopes of samples, or
+            ``"relative"``, with ``bias_offset``.
+        bias_inf: some elements of the bias are -inf.
+        bias_dtype: that of the case by default.
+        attn_mask: letters, as for keep; some elements of a float one are -inf.
+        scale: of the dot product and the cosine.
+        bandwidth: of the gaussian score, letters of ``[B, H, D]``.
+        weights: ``"full"`` or ``"mean"``, as ``return_weights``.
+        lse: whether the log-sum-exp is a result.
+        layout: ``"bhmd"``; ``"bmhd"``: heads transposed; ``"bhdm"``: columns; ``"sliced"``: every
+            other element; ``"expanded"``: batch stride 0; ``"unaligned"``: one element past where
+            memory begins.
+        mask_layout: of keep, bias, attn_mask and the gradient of weights.
+        magnitude: of query and key.
+        opposite: is added to query and subtracted from key.
+        garbage: :func:`check` also runs with this number wherever a mask excludes what stands.
+        drawn: whether the case was drawn at random. Plain PyTorch may be right by luck where
+            numbers are few. So the budget then includes the condition of the scores, and the error
+            of tanh that :func:`fastattn.additive_attention` documents.
+    """
 
     name: str
     score: Literal["dot", "additive", "cosine", "gaussian"] = "dot"
@@ -41,37 +64,29 @@ class Case:
     dtype: torch.dtype = torch.float32
     causal: str | None = None
     window: tuple[int, int] | None = None
-    # "batch" | "rows" | "sorted", of rows in ascending order, as packed documents have them. The
-    # first entry of the batch gets 0 keys.
     kv_len: str | None = None
     kv_begin: str | None = None
-    keep: str | None = (
-        None  # one letter a dim of [B, H, M, N] that the mask really has: "bhmn", "mn", "n" ...
-    )
+    keep: str | None = None
     keep_rate: float = 0.7
-    empty_rows: bool = False  # keep and bias mask every third row completely
-    bias: str | None = None  # like keep; or "alibi", "alibi-b" of samples, "relative"
-    bias_inf: bool = False  # some bias entries are -inf
-    bias_offset: int = 0  # of a bias that is a line
+    empty_rows: bool = False
+    bias: str | None = None
+    bias_inf: bool = False
+    bias_offset: int = 0
     bias_grad: bool = True
-    bias_dtype: torch.dtype | None = None  # dtype's by default
-    attn_mask: str | None = None  # like keep; some entries of a float one are -inf
+    bias_dtype: torch.dtype | None = None
+    attn_mask: str | None = None
     attn_mask_dtype: torch.dtype = torch.bool
-    scale: float | None = None  # of the dot product and the cosine
-    bandwidth: str = "h"  # the gaussian's, like keep, of [B, H, D]
+    scale: float | None = None
+    bandwidth: str = "h"
     softcap: float = 0.0
     dropout_p: float = 0.0
     weights: str | None = None
     lse: bool = False
-    # "bmhd": heads transposed; "bhdm": columns; "sliced": every other element; "expanded": batch
-    # stride 0; "unaligned": one element past where memory begins
     layout: str = "bhmd"
-    mask_layout: str = "bhmd"  # of keep, bias, attn_mask and the weights' gradient
-    magnitude: float = 1.0  # of query and key
-    opposite: float = 0.0  # query + this, key - this
-    garbage: float | None = None  # check() also puts this wherever a mask excludes what stands
-    # At random: the budget also has the condition of the scores, as plain PyTorch may be right by
-    # luck where numbers are few, and what the docs say is not exact.
+    mask_layout: str = "bhmd"
+    magnitude: float = 1.0
+    opposite: float = 0.0
+    garbage: float | None = None
     drawn: bool = False
 
     def __str__(self) -> str:
@@ -104,7 +119,7 @@ def _spelled(value: object) -> str:
 
 @dataclass
 class Tensors:
-    """The drawn tensors of a case. ``grads`` are upstream gradients, one for each result."""
+    """The drawn tensors of a case; ``grad_*`` are the upstream gradients of its results."""
 
     q: Tensor
     k: Tensor

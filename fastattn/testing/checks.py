@@ -19,7 +19,8 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     """The same problem with garbage in every place that a mask excludes: no result may change.
 
     Upstream gradients of rows without keys and of masked weights become garbage as well. A mask or
-    bias of -inf stays -inf; another addend of that pair becomes garbage. Lines have no places.
+    bias of -inf stays -inf; another addend of that pair becomes garbage. ``ALiBi`` and
+    ``RelativeBias`` stay as they are, because many pairs share each of their numbers.
     """
     p, kept = _kept(case, t)
     structural = p.kept().expand(kept.shape)

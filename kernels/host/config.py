@@ -1,9 +1,12 @@
 """Tile sizes, warps and pipeline stages: one table a kernel, rows by architecture, with reasons.
 
 A row is found by architecture, bytes an element, the head size rounded up to 64, 128 or 256, and
-the kind of the problem. It is *rich* with dropout, a bias or weights, which need registers that a
-mask does not. A bias of larger elements than q has is *wide*: each stage holds a tile of it. It is
-*capped* with a softcap, if it is not rich: backward holds a slope for each score.
+the kind of the problem:
+
+    wide_bias   a bias of larger elements than q's: each stage holds a tile of it
+    rich        else with dropout, a bias or weights, which need more registers than a mask
+    capped      else with a softcap: backward holds a slope for each score
+    plain       else
 
 Nothing is measured here and nothing runs at import. What ``fastattn.autotune`` has measured on this
 machine goes first (tuned.py). A row is the largest tile that fits: registers without a spill, and

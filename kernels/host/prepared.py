@@ -1,7 +1,7 @@
-"""Prepared launches: what a repeated call does on the host, without finding it out again.
+"""Prepared launches: a plan of what a call does on the host, for calls that repeat.
 
-A launcher is a function of what is known of its tensors without their data: shapes, strides,
-dtypes, and where pointers stand between multiples of 16. So are the kernels that Triton takes. A
+What a launcher does depends on its tensors' shapes, strides and dtypes, and on their pointers
+modulo 16. It does not depend on their data. The same holds for the kernels that Triton chooses. A
 call that comes again is watched once (watched.py): what it allocates, which operators of PyTorch it
 calls, which kernels it launches with which arguments. That is its plan. Later calls allocate, fill
 the plan's holes with pointers, and launch.
@@ -10,8 +10,8 @@ the plan's holes with pointers, and launch.
     second    the ordinary way, watched
     later     the plan
 
-A plan is made only where all of it is understood. Other calls go the ordinary way. So do all while
-somebody watches launches by Triton's hooks, and with FASTATTN_PLANS=0. A plan keeps no tensor.
+A plan is made only if every step of the call is understood. Other calls go the ordinary way. So do
+all calls while Triton's launch hooks are set, and with FASTATTN_PLANS=0. A plan keeps no tensor.
 
 Not run on a GPU: in the tests a stand-in takes the driver's place.
 """

@@ -2,8 +2,8 @@
 
 Triton compiles a kernel when it is first launched, and a launcher launches up to 14 of them. Four
 fifths of that time are compiler passes that release Python's lock, and ptxas, which is a process.
-So the first launch that misses a kernel ends there. The launcher then runs once more and launches
-nothing: what it misses is compiled in threads. Then it runs for good.
+So a launcher stops at the first kernel that is not compiled. It then runs once more and launches
+nothing: the kernels that are missing are compiled in threads. Then it runs in earnest.
 
 A launcher may run again because it owns all that it writes. It reads no value of a tensor.
 

@@ -5,8 +5,8 @@ version of Triton, because either may change which one is fastest:
 
     {"NVIDIA H200, Triton 3.7.1": {"fwd, 2 bytes, D 128, E 128, plain": [128, 64, 8, 3]}}
 
-D and E are those of tiles, because these decide on the shared memory. A problem may still need more
-than the one that was measured, as with another mask: ``fall_back`` then forgets the row.
+D and E are the sizes of tiles, because these decide on the shared memory. A problem may still need
+more than the one that was measured, as with another mask: ``fall_back`` then forgets the row.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     dq_id = 4 w_d sum_j dS_ij t_ijd     dk_jd = 4 w_d sum_i dS_ij t_ijd     t = (1 - tanh^2) / 4
     dw_d = sum_ij dS_ij tanh(q_id + k_jd)                  dS, dV, dbias: as for every score
 
-A program of dq owns a block of queries. The program adds a tile's sums over keys, dim by dim, to
-its part of a workspace laid out like E; dkdv does so with keys and F. dw has one such sum for every
-query, and these are added up at the end. So nothing is shared, and every sum has one order.
+A program of dq owns a block of queries. It adds a tile's sums over keys, dim by dim, to its part of
+a workspace laid out like E. A program of dkdv does the same with keys and F. dw has one such sum
+for every query, and these are added up at the end. No two programs share a sum, and every sum has
+one order.
 
     few:    for (b, key head, chunk of keys): everything, for fewer queries than a tile has rows
               for key blocks                  K, V, dK, dV stay

@@ -7,7 +7,7 @@
     factors:  for (b, head, block of tokens):        E = e^2q or F = e^2k, transposed; for keys also
                                                      how far they reach from the centre
     then sdpa_fwd_kernel, with tiles of scores from score/additive.py. The device decides there
-    which loop a range needs, so the host waits for nothing.
+    which loop the range of the keys needs, so the host waits for nothing.
 
     decode:   for (b, h, query, chunk of keys):      everything, for very few queries; then
                                                      sdpa_merge_kernel

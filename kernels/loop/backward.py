@@ -11,10 +11,10 @@
             (heads wider than 128: dK and dV one after the other, 5)
     dbias:  for (tile of the bias): dS of all (b, h) that share it, in order
 
-Every result has one owner. So there are no atomics, and every run gives the same bits. The price is
-7 products where atomics would need 5. dkdv works on transposed tiles: the first products then leave
-P^T and dS^T in the registers where the second ones read them. Dao,
-"FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
+Every result has one owner. So there are no atomics, and every run gives the same bits. The cost is
+7 products, where atomics would need 5. dkdv works on transposed tiles. The first products then
+leave P^T and dS^T in the registers where the second products read them. Dao, "FlashAttention-2:
+faster attention with better parallelism and work partitioning", 2023.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, forward. score/score.py has what may stand in place of Q K^T.
+"""Scaled dot-product attention, forward. score/score.py has the scores other than Q K^T.
 
     out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = 2^(s_ij - m_i)      lse_i = ln sum_j e^(s_ij)
 

@@ -1,4 +1,4 @@
-"""dK and dV: a program owns a block of keys and sweeps the rows that keep these."""
+"""dK and dV: a program owns a block of keys and sweeps the rows that keep some of them."""
 
 from __future__ import annotations
 

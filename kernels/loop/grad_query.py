@@ -1,4 +1,4 @@
-"""dQ: a program owns a block of rows and sweeps the keys that these keep."""
+"""dQ: a program owns a block of rows and sweeps the keys that some of them keep."""
 
 from __future__ import annotations
 

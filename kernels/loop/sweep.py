@@ -1,4 +1,4 @@
-"""What the loops over tiles share: which tiles they visit, what is known of these, their logits.
+"""What the loops over tiles share: the tiles to visit, what is known of each, and logits.
 
 A program goes over its blocks in up to three sweeps. key_blocks and query_blocks
 (tile/block_lists.py) give the blocks as positions. A Span says which positions a sweep visits. A
@@ -9,10 +9,13 @@ Pass says what is known of the tiles when a kernel is compiled.
     exact     [begin, end)                              once more, if the result is not finite:
                                                         masked garbage then reaches nothing
 
-Where a new feature goes: a function of a score before bias and mask, beside cap_scores, and its
-slope beside cap_gradient; what comes later, into mask_scores; what is loaded for each pair, into
-load_pairs; a bound of a row's keys, into row_range, whose two numbers a Tile carries; a score, into
-score.load_side and score.scores.
+Where a new feature goes:
+
+    a function of a score before bias and mask   beside cap_scores; its slope beside cap_gradient
+    a step after bias and mask                   mask_scores
+    numbers that are loaded for each pair        load_pairs
+    a bound of a row's keys                      row_range; a Tile carries its two numbers
+    a score                                      score.load_side and score.scores
 """
 
 from __future__ import annotations

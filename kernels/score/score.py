@@ -1,4 +1,4 @@
-"""Tiles of scores: the dot product, and where the additive or the gaussian takes its place."""
+"""Tiles of scores: the dot product, and the additive or gaussian score in its place."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def load_side(x, terms, b, h, offs, n, spec, CHECK: tl.constexpr):
 
 @triton.jit
 def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr):
-    """Scores of the queries x and the keys y, as load_side gives them; keys by rows if TRANSPOSED,
-    x being the keys then. n_keys: how many may be read.
+    """Scores of the queries x and the keys y, as load_side gives them.
+
+    If TRANSPOSED, x are the keys, and scores have keys by rows. n_keys: how many may be read.
     """
     if terms.w_ptr is None:
         if spec.STREAM:

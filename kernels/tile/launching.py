@@ -1,4 +1,4 @@
-"""How the host launches a kernel: in Triton's way, watched where a plan is made of the launches."""
+"""How the host launches a kernel: in Triton's way, and watched while a plan is made."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ code, and calls ``keep_tile`` in partial tiles. The kind of a tile comes
 Either way a kernel gets (begin, full_begin, full_end, end), positions in the sequence of blocks to
 visit. Full blocks are in [full_begin, full_end), partial ones in the rest of [begin, end).
 
-A mask *selects* -inf, it never adds it: NaN + -inf is NaN. A new kind of mask is one field, one
-clause in row_range and the ranges, or in keep_tile, and one in ``varies_within_tiles``.
+A mask *selects* -inf and never adds it, because NaN + -inf is NaN. A new kind of mask is one
+field, one clause in row_range and the ranges, or in keep_tile, and one in ``varies_within_tiles``.
 """
 
 from __future__ import annotations

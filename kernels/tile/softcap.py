@@ -5,9 +5,9 @@ without a softcap. ``Mask.cap`` makes s / c of a score, and ``Call.logit_scale``
 
     tanh |x| = z / (z + 2) = 1 - 2 / (z + 2)    z = e^2|x| - 1 = 2^n (2^f - 1) + (2^n - 1)
 
-The first form serves a small x, to 4 ulp. The second one rounds well near 1. There 1 - tanh^2 has
-no digits, so the slope is (1 - t) (1 + t), whose first factor is 2 / (z + 2) itself. Every fma is
-spelled out: forward and backward must round a ratio alike.
+The first form serves a small x, to 4 ulp. The second form rounds well near 1. There 1 - tanh^2 has
+no digits, so the slope is computed as (1 - t) (1 + t). Its first factor is 2 / (z + 2) itself.
+Every fma is spelled out, because forward and backward must round a ratio in the same way.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ A row that has met no key has m = -inf and l = 0. Such a row subtracts 0 instead
 calculation for softmax", 2018.
 
 A logit is c s, and c > 0 is the ``scale``. The difference s - m comes first: it is 0 for the
-largest key, exact for every key that weighs anything, and the same forward and backward. A compiler
-could contract c s - c m into one multiply-add. That rounds one product and not the other: the
-largest weight is then off by an ulp of the logit, and overflows beyond logits of 2^31.
+largest key, exact for every key with a weight above 0, and the same forward and backward. A
+compiler could contract c s - c m into one multiply-add. That rounds one product and not the other:
+the largest weight is then off by an ulp of the logit, and overflows beyond logits of 2^31.
 
 NaN in a row makes its sum, and so its whole result, NaN.
 """

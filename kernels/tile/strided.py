@@ -1,4 +1,4 @@
-"""Tiles of strided arrays: where they lie, loading and storing them, products that mind NaN.
+"""Tiles of strided arrays: addresses, loads, stores, and products that keep masked NaN out.
 
 Offsets are 64-bit wherever a stride is multiplied: views may span more than 2^31 elements.
 """

@@ -131,6 +131,10 @@ def test_errors(tensors):
         module(queries, None, values, cache=keys[:, :4])
     with pytest.raises(ValueError, match="keys: expected 3 dims"):
         module(queries, keys[0], values)
+    with pytest.raises(ValueError, match=r"queries: expected 3 dims, .*, got \[8\]"):
+        module_for("general")(queries[0, 0], keys, values)
+    with pytest.raises(ValueError, match="keys: expected 8 features, got"):
+        module(queries, keys[..., :4], values)
     with pytest.raises(ValueError, match="same length"):
         module(queries, keys[:, :4], values)
     with pytest.raises(TypeError, match="dtype of query"):

@@ -103,6 +103,14 @@ def test_arrays_are_refused_in_our_words(name):
         sdpa(q, q, q, **{name: np.ones((4, 4), bool)})
 
 
+@pytest.mark.parametrize("mask", ["causal", 1, {}])
+def test_a_mask_of_another_type_is_refused_in_our_words(mask):
+    with pytest.raises(TypeError, match=r"mask: expected a fastattn\.Mask, got (str|int|dict)"):
+        sdpa(heads(), heads(), heads(), mask=mask)
+    with pytest.raises(TypeError, match="attn_mask: expected a Tensor, got Mask: write mask="):
+        sdpa(heads(), heads(), heads(), fastattn.Mask(causal="top_left"))
+
+
 def test_dropout_draws_a_seed_at_each_call():
     q = heads()
     outputs = [sdpa(q, q, q, dropout_p=0.5) for _ in range(4)]

@@ -7,12 +7,17 @@ A wrong call has a `type: ignore`. An ignore that is not needed is an error.
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import assert_type
 
 import fastattn
+from fastattn import distributed
 
 q = torch.randn(1, 2, 3, 4)
 w = torch.randn(4)
+
+Pair = tuple[Tensor, Tensor]
+Multihead = tuple[Tensor, Tensor | None]
 
 
 def results(lse: bool, mean: bool) -> None:
@@ -49,7 +54,30 @@ def mistakes(name: str) -> None:
     print(fastattn.scaled_dot_product_attention(q, q, q, return_lse=True).shape)  # type: ignore
     fastattn.Mask(causal="upper_left")  # type: ignore
     fastattn.attention(q, q, q, score=name)  # type: ignore
+    fastattn.LuongAttention(16, method="cat")  # type: ignore
+    fastattn.LocalAttention(16, alignment="none")  # type: ignore
+    fastattn.LocationSensitiveAttention(16, 16, 16, location="next")  # type: ignore
+    print(fastattn.AdditiveAttention(16, 16, 16)(q, q, q, need_weights=True).shape)  # type: ignore
 
 
-modules = fastattn.MultiheadAttention(16, 2), fastattn.SelfAttention(16)
-out, weights = modules[0](q, q, q)
+def modules(q: Tensor) -> None:
+    assert_type(fastattn.MultiheadAttention(16, 2)(q, q, q), Multihead)
+    assert_type(fastattn.MultiheadAdditiveAttention(16, 2)(q, q, q, bias=q), Multihead)
+    assert_type(fastattn.SelfAttention(16)(q), tuple[Tensor | None, Tensor])
+    assert_type(fastattn.AdditiveAttention(16, 16, 16)(q, q, q), Tensor)
+    assert_type(fastattn.LuongAttention(16, method="dot")(q, q, need_weights=True), Pair)
+    assert_type(fastattn.LocalAttention(16, alignment="monotonic")(q, q, step=3), Tensor)
+    assert_type(fastattn.CosineAttention()(q, q), Tensor)
+    assert_type(fastattn.NadarayaWatson([0.1, 0.2])(q, q, q, need_weights=True), Pair)
+    hard = fastattn.HardAttention(16)
+    assert_type(hard(q, q), Tensor)
+    assert_type(hard(q, q, return_choice=True), fastattn.HardChoice)
+    steps = fastattn.LocationSensitiveAttention(16, 16, 16, location="both")
+    assert_type(steps(q, None, q), tuple[Tensor, Tensor, fastattn.AlignmentState])
+
+
+def devices(q: Tensor, mesh: DeviceMesh) -> None:
+    attend = distributed.context_parallel_attention
+    assert_type(attend(q, q, q, mesh, method="ring"), Tensor)
+    assert_type(attend(q, q, q, mesh, is_causal=True, return_lse=True), tuple[Tensor, Tensor])
+    attend(q, q, q, mesh, method="rings")  # type: ignore

@@ -1,7 +1,5 @@
 """Modules around the additive score of Bahdanau et al., ``score(q, k) = w . tanh(q + k)``."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,7 @@ from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
 
 
-class AdditiveAttention(nn.Module):
+class AdditiveAttention(single_head.Attention):
     r"""Additive attention with learned projections, the textbook module.
 
     .. math::
@@ -20,7 +18,8 @@ class AdditiveAttention(nn.Module):
 
     Parameters have the textbook's names and order of initialisation, ``W_k``, ``W_q``, ``w_v``. The
     textbook's ``state_dict`` therefore loads, and its seeds give the same weights. No tensor of
-    size M * N * hidden_dim is ever made. The weight of ``w_v`` is read, so its hooks do not run.
+    size M * N * hidden_dim is ever made. Hooks of ``w_v`` do not run, because only its weight is
+    read.
 
     Args:
         query_dim (int): features of a query.
@@ -35,7 +34,7 @@ class AdditiveAttention(nn.Module):
     Attributes:
         store_weights (bool): if True, each forward keeps its weights in ``attention_weights``.
             Default False: they cost M * N numbers per call.
-        attention_weights (Tensor | None): [B, M, N] of the last call made with
+        attention_weights (Tensor | None): (B, M, N), the weights of the last call with
             ``store_weights``, detached.
 
     Raises:
@@ -97,7 +96,7 @@ class AdditiveAttention(nn.Module):
         mask: Mask | None = None,
         need_weights: bool = False,
         cache: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from ``queries`` to ``keys`` and ``values``.
 
         Args:

@@ -1,12 +1,15 @@
 """The alignment scores of Luong et al. (2015), section 3.1, shared by several modules."""
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor, nn
 
 from fastattn.modules import single_head
 from fastattn.modules.single_head import Masks
 
-METHODS = ("dot", "general", "concat")
+Method = Literal["dot", "general", "concat"]
+METHODS = get_args(Method)
 
 
 class Alignment(nn.Module):
@@ -40,7 +43,7 @@ class Alignment(nn.Module):
         self,
         query_dim: int,
         key_dim: int | None = None,
-        method: str = "dot",
+        method: Method = "dot",
         hidden_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -3,14 +3,14 @@
 # torch declares the static methods of a Function with *args.
 # pyright: reportIncompatibleMethodOverride=false
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from fastattn.autograd import either
 from fastattn.modules import single_head
-from fastattn.modules.decoder.alignment import Alignment
+from fastattn.modules.decoder.alignment import Alignment, Method
 from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
@@ -41,9 +41,9 @@ class HardAttention(nn.Module):
 
     A pick has no derivative. There are two substitutes for training:
 
-    - Straight-through, active in training mode: derivatives, backward and forward, treat the output
-      as the soft attention :math:`\sum_j p_{ij} v_j` for query, keys and score. Values have those
-      of the pick.
+    - Straight-through, in training mode: derivatives by query, keys and the score's parameters are
+      those of the soft attention :math:`\sum_j p_{ij} v_j`. Derivatives by values are those of the
+      pick. This holds for backward and for forward mode.
     - REINFORCE: ``return_choice=True`` also gives ``log_prob``, for a loss like
       ``(reward.detach() - baseline) * -log_prob``. To use REINFORCE alone, detach query and keys
       from the output: train on ``choice.output.detach()``.
@@ -60,7 +60,7 @@ class HardAttention(nn.Module):
     Raises:
         ValueError: an unknown method, or sizes that it does not take.
 
-    The weight of ``w_v``, which ``concat`` has, is read, so its hooks do not run.
+    Hooks of ``w_v``, which ``concat`` has, do not run, because only its weight is read.
 
     A query without keys has output 0. Evaluation picks the first key with the largest probability,
     as rounded to the dtype of the query. Training draws from torch's generator.
@@ -82,7 +82,7 @@ class HardAttention(nn.Module):
         self,
         query_dim: int,
         key_dim: int | None = None,
-        method: str = "concat",
+        method: Method = "concat",
         *,
         hidden_dim: int | None = None,
         device: torch.device | str | None = None,
@@ -94,6 +94,18 @@ class HardAttention(nn.Module):
     def project_keys(self, keys: Tensor) -> Tensor:
         """A cache for ``forward``: the work that depends on ``keys`` alone."""
         return self.score.project_keys(keys)
+
+    if TYPE_CHECKING:  # nn.Module hides from type checkers what a call returns.
+
+        @overload
+        def __call__(
+            self, *args: Any, return_choice: Literal[False] = ..., **options: Any
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, *args: Any, return_choice: Literal[True], **options: Any
+        ) -> HardChoice: ...
+        def __call__(self, *args: Any, **options: Any) -> Any: ...  # noqa: D102
 
     @takes_jagged(packs=False)
     def forward(
@@ -107,7 +119,7 @@ class HardAttention(nn.Module):
         mask: Mask | None = None,
         return_choice: bool = False,
         cache: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor | HardChoice:
         """Pick a value for each query.
 
         Args:

@@ -1,12 +1,13 @@
 """Luong et al.'s local attention: each query sees a window of keys, and no other key is read."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.modules import single_head
+from fastattn.modules.decoder.alignment import Method
 from fastattn.modules.decoder.luong import LuongAttention
 from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import DenseMasks, Masks
@@ -32,7 +33,7 @@ class LocalAttention(LuongAttention):
     Gaussian multiplies the weights after softmax. They do not sum to 1. Gradients reach ``W_p`` and
     ``v_p`` through the Gaussian.
 
-    Monotonic attention is a band in a view of the keys; predictive attention gathers the 2 D + 1
+    Monotonic attention is a band in a view of the keys. Predictive attention gathers the 2 D + 1
     keys of each query. Both cost O(D) a step, not O(N). With ``concat``, use a cache: otherwise
     each step applies ``W_k`` to all keys.
 
@@ -48,7 +49,8 @@ class LocalAttention(LuongAttention):
     Raises:
         ValueError: as in :class:`LuongAttention`; or an unknown alignment, or a window below 1.
 
-    The weights of ``w_v``, ``W_p`` and ``v_p`` are read, so hooks of these layers do not run.
+    Hooks of ``w_v``, ``W_p`` and ``v_p`` do not run, because only the weights of these layers are
+    read.
 
     A query whose window holds no key has context 0. There is no ``mask=`` as in
     :class:`LuongAttention`: write ``valid_lens`` or ``attn_mask``.
@@ -68,10 +70,10 @@ class LocalAttention(LuongAttention):
         self,
         query_dim: int,
         key_dim: int | None = None,
-        method: str = "dot",
+        method: Method = "dot",
         *,
         window: int = 10,
-        alignment: str = "predictive",
+        alignment: Literal["predictive", "monotonic"] = "predictive",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -97,7 +99,7 @@ class LocalAttention(LuongAttention):
         need_weights: bool = False,
         cache: Tensor | None = None,
         step: int = 0,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from decoder states to a window of the encoder states.
 
         Args:

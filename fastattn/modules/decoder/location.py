@@ -1,7 +1,8 @@
 """Additive attention that uses its own past weights: location-sensitive attention and coverage."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,8 @@ from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask, arguments, validate
 
-LOCATIONS = ("cumulative", "previous", "both")
+Location = Literal["cumulative", "previous", "both"]
+LOCATIONS = get_args(Location)
 
 
 class AlignmentState(NamedTuple):
@@ -33,7 +35,7 @@ class AlignmentState(NamedTuple):
 
 
 class LocationSensitiveAttention(AdditiveAttention):
-    r"""Additive attention, step by step, whose past weights are features of the keys.
+    r"""Additive attention, step by step. Past weights are features of the keys.
 
     .. math::
         e_{ij} = w_v^\top \tanh\left(W_q q_i + W_k k_j + U f_{ij} + w_c c_{ij}\right), \qquad
@@ -42,8 +44,8 @@ class LocationSensitiveAttention(AdditiveAttention):
     The location features f are a 1-d convolution over the cumulative weights (Tacotron 2), over the
     previous weights (Chorowski et al.), or over both. ``coverage=True`` adds the coverage term
     :math:`w_c c_{ij}` (See et al.); its loss is :func:`coverage_loss`. Both are added to the
-    projected key, so a step uses the ordinary additive kernel. The weight of ``w_v`` is read, so
-    its hooks do not run.
+    projected key, so a step uses the ordinary additive kernel. Hooks of ``w_v`` do not run, because
+    only its weight is read.
 
     Args:
         query_dim (int): features of a query, the decoder's state.
@@ -88,7 +90,7 @@ class LocationSensitiveAttention(AdditiveAttention):
         *,
         filters: int = 32,
         kernel_size: int = 31,
-        location: str = "cumulative",
+        location: Location = "cumulative",
         coverage: bool = False,
         window: tuple[int, int] | None = None,
         dropout: float = 0.0,
@@ -121,6 +123,11 @@ class LocationSensitiveAttention(AdditiveAttention):
             self.location_proj = nn.Linear(filters, hidden_dim, **factory)
         if coverage:
             self.W_c = nn.Linear(1, hidden_dim, **factory)
+
+    if TYPE_CHECKING:
+        __call__: Callable[  # pyright: ignore[reportIncompatibleMethodOverride]
+            ..., tuple[Tensor, Tensor, AlignmentState]
+        ]
 
     @takes_jagged(packs=False)
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -240,7 +247,7 @@ def coverage_loss(weights: Tensor) -> Tensor:
 
     Raises:
         TypeError: ``weights`` is no tensor.
-        ValueError: it has not 3 dims.
+        ValueError: it does not have 3 dims.
 
     Example::
 

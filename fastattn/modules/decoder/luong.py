@@ -1,18 +1,16 @@
 """Luong et al.'s global attention: three scores, and the attentional vector."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from fastattn.modules import single_head
-from fastattn.modules.decoder.alignment import Alignment
+from fastattn.modules.decoder.alignment import Alignment, Method
 from fastattn.modules.jagged import takes_jagged
 from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask
 
 
-class LuongAttention(nn.Module):
+class LuongAttention(single_head.Attention):
     r"""Global attention of a decoder over encoder states, and the attentional vector.
 
     .. math::
@@ -43,8 +41,8 @@ class LuongAttention(nn.Module):
     Raises:
         ValueError: an unknown method, sizes that it does not take, or a dropout outside [0, 1].
 
-    A query without keys has context 0. The weight of ``w_v``, which ``concat`` has, is read, so its
-    hooks do not run.
+    A query without keys has context 0. Hooks of ``w_v``, which ``concat`` has, do not run, because
+    only its weight is read.
 
     Source: Luong, Pham, Manning, "Effective Approaches to Attention-based Neural Machine
     Translation", 2015, https://arxiv.org/abs/1508.04025.
@@ -63,7 +61,7 @@ class LuongAttention(nn.Module):
         self,
         query_dim: int,
         key_dim: int | None = None,
-        method: str = "dot",
+        method: Method = "dot",
         *,
         hidden_dim: int | None = None,
         value_dim: int | None = None,
@@ -100,7 +98,7 @@ class LuongAttention(nn.Module):
         mask: Mask | None = None,
         need_weights: bool = False,
         cache: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from decoder states to encoder states.
 
         Args:

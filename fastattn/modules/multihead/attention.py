@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -83,6 +83,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     # What computes on the ranks of a mesh: fastattn.distributed.parallelize puts it here.
     _shared: Any = None
 
+    if TYPE_CHECKING:  # nn.Module hides from type checkers what a call returns.
+        __call__: Callable[..., tuple[Tensor, Tensor | None]]
+
     def forward(
         self,
         query: Tensor,
@@ -104,9 +107,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: (M, B, E), or (B, M, E) with ``batch_first``, or (M, E). Of the parameters'
-                dtype. With ``batch_first`` also a jagged nested tensor (B, j, E), as key and value
-                are then. The output is jagged too, there are no weights, and ``is_causal`` is the
-                only mask. It then needs no ``attn_mask``.
+                dtype. With ``batch_first``, all three may be jagged nested tensors (B, j, E). Then
+                the output is jagged, and there are no weights. ``is_causal`` is then the only mask,
+                and needs no ``attn_mask``.
             key: (N, B, kdim), (B, N, kdim) or (N, kdim).
             value: (N, B, vdim), (B, N, vdim) or (N, vdim).
             key_padding_mask: (B, N) or, unbatched, (N). Boolean: True = this key is padding,
@@ -128,10 +131,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask: a :class:`fastattn.Mask`. A pair takes part if every mask keeps it. A ``keep`` of
                 3 dims is (B, M, N). Its keys include those of ``cache``. A growing cache is causal
                 at the bottom right, and a window is then around that diagonal. Default None.
-            bias: added to the scores beside the masks: a tensor that broadcasts to (B, H, M, N),
-                with a gradient of its shape, an :class:`ALiBi` or a :class:`RelativeBias`. Of the
-                query's dtype or float32. N counts the keys of ``cache``, and the offset of an
-                :class:`ALiBi` is then ``cache.length`` before the call. Default None.
+            bias: added to the scores beside the masks. A tensor that broadcasts to (B, H, M, N),
+                of the query's dtype or float32, with a gradient of its shape. Or an
+                :class:`ALiBi`, or a :class:`RelativeBias`. N counts the keys of ``cache``. The
+                offset of an :class:`ALiBi` is then ``cache.length`` before the call. Default None.
 
         Returns:
             ``(output, weights)``. The output has the query's shape and dtype. The weights are None

@@ -99,8 +99,8 @@ def register_with_torch_ao(cls: type[nn.MultiheadAttention]) -> None:
     """Let torch.ao's eager-mode quantization treat ``cls`` as it treats nn.MultiheadAttention.
 
     torch.ao's table maps exact types to observed types. The observed class accepts only an exact
-    nn.MultiheadAttention, so an adapter gives it one. torch has announced the removal of torch.ao,
-    so a torch without it is no error.
+    nn.MultiheadAttention, so an adapter gives it one. A torch without torch.ao is no error, because
+    torch has announced its removal.
     """
     try:
         from torch.ao.nn.quantizable import MultiheadAttention as Observed

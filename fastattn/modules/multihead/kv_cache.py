@@ -49,8 +49,8 @@ class KVCache:
 
     Raises:
         ValueError: a negative capacity. From the module: new positions do not fit the cache in
-            batch, heads, dtype or device, or the module has ``add_bias_kv`` or ``add_zero_attn``. A
-            cache does not support appended keys.
+            batch, heads, dtype or device. Or the module has ``add_bias_kv`` or ``add_zero_attn``:
+            a cache cannot hold their keys.
 
     Example::
 

@@ -1,5 +1,8 @@
 """Self-attention in one module with a free head size."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +80,9 @@ class SelfAttention(nn.Module):
         inner = num_heads * head_dim
         self.in_proj = nn.Linear(hidden_dim, 3 * inner, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(inner, hidden_dim, bias=bias, device=device, dtype=dtype)
+
+    if TYPE_CHECKING:  # nn.Module hides from type checkers what a call returns.
+        __call__: Callable[..., tuple[Tensor | None, Tensor]]
 
     @takes_jagged(packs=True)
     def forward(

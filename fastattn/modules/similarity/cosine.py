@@ -1,7 +1,5 @@
 """Attention by cosine similarity of query and key."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from fastattn.modules.single_head import Masks
 from fastattn.problem import Mask, arguments
 
 
-class CosineAttention(nn.Module):
+class CosineAttention(single_head.Attention):
     r"""Content-based addressing: softmax over the cosine between query and key.
 
     .. math::
@@ -30,7 +28,7 @@ class CosineAttention(nn.Module):
     Raises:
         ValueError: ``dropout`` is not in [0, 1].
 
-    A query or key of length 0 has cosine 0 with every vector. A query without keys has output 0.
+    A query or key of norm 0 has cosine 0 with every vector. A query without keys has output 0.
 
     Source: Graves, Wayne, Danihelka, "Neural Turing Machines", 2014, section 3.3.1,
     https://arxiv.org/abs/1410.5401.
@@ -70,7 +68,7 @@ class CosineAttention(nn.Module):
         attn_mask: Tensor | None = None,
         mask: Mask | None = None,
         need_weights: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from ``queries`` to ``keys`` and ``values``.
 
         Args:

@@ -1,6 +1,6 @@
 """Nadaraya-Watson kernel regression with a Gaussian kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from fastattn.problem import Mask, arguments
 from fastattn.problem.jagged import is_jagged
 
 
-class NadarayaWatson(nn.Module):
+class NadarayaWatson(single_head.Attention):
     r"""Nadaraya-Watson kernel regression: attention with a Gaussian score.
 
     .. math::
@@ -24,15 +24,15 @@ class NadarayaWatson(nn.Module):
     ``fastattn.attention(score="gaussian", bandwidth=h)``.
 
     Args:
-        bandwidth (float | sequence of floats): h, positive: one number, or one for each feature.
+        bandwidth (float | sequence of floats | Tensor): h, positive: one number, or one a feature.
             Default 1.0.
         learnable (bool): learn it, as its logarithm ``log_bandwidth``, so that it stays positive.
             Default False. Train on :meth:`leave_one_out`: if a point's estimate may use the point
             itself, the best bandwidth is 0.
         dropout (float): probability of dropping a weight in training. Default 0.0.
         device (torch.device, optional): of the parameter.
-        dtype (torch.dtype, optional): of the parameter, which is float32 for half types, also after
-            ``.half()``, ``.bfloat16()`` or ``.to(dtype)``: a rounded logarithm would move the
+        dtype (torch.dtype, optional): of the parameter. For half types it is float32, also after
+            ``.half()``, ``.bfloat16()`` or ``.to(dtype)``. A rounded logarithm would move the
             bandwidth by some percent.
 
     Raises:
@@ -53,7 +53,7 @@ class NadarayaWatson(nn.Module):
 
     def __init__(
         self,
-        bandwidth: Any = 1.0,
+        bandwidth: float | Sequence[float] | Tensor = 1.0,
         *,
         learnable: bool = False,
         dropout: float = 0.0,
@@ -99,7 +99,7 @@ class NadarayaWatson(nn.Module):
         attn_mask: Tensor | None = None,
         mask: Mask | None = None,
         need_weights: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Estimate the values at ``queries`` from those at ``keys``.
 
         Args:
@@ -151,7 +151,7 @@ class NadarayaWatson(nn.Module):
         out = out.squeeze(-1) if scalar else out
         if unbatched:
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return (out, weights) if need_weights else out
+        return single_head.results(out, weights, need_weights, one_step=False)
 
     def leave_one_out(self, x: Tensor, y: Tensor) -> Tensor:
         """Estimates at the points ``x``, each from all other points. Train on these.
