@@ -53,6 +53,20 @@ def test_results_and_gradients_after_calls_without_a_mask(backend, score, field)
 
 
 @every_field
+def test_repeated_calls(field):
+    """From the third call on, and in backward from the fourth, plans take the place of records."""
+    tensors = mask_fields.inputs("dot", grad=True)
+
+    def call(mask):
+        for _ in range(5):
+            out = fastattn.scaled_dot_product_attention(*tensors, mask=mask)
+            grads = torch.autograd.grad(out.square().sum(), tensors)
+        return (out.detach(), *grads)
+
+    assert_heeded(call, field, call(None), Mask(keep=mask_fields.kept(field)[:, None]))
+
+
+@every_field
 @pytest.mark.parametrize("score", every_score)
 def test_every_score(score, field):
     *tensors, w = mask_fields.inputs("additive", grad=True)
