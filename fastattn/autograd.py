@@ -229,9 +229,13 @@ def gradients(
     grads = list(compute(backend, p, bias_needs_grad, *tensors))
     for n in _OF_HEADS:
         if (grad := grads[n]) is not None:
-            shared = inputs[n].dim() < grad.dim()  # by all samples
-            grads[n] = (grad.sum(0) if shared else grad).to(inputs[n].dtype)
+            grads[n] = of_heads(grad, inputs[n])
     return grads
+
+
+def of_heads(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x from those of samples, which may share it."""
+    return (grad.sum(0) if x.dim() < grad.dim() else grad).to(x.dtype)
 
 
 class AttentionBackwardFunction(torch.autograd.Function):

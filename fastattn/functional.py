@@ -363,8 +363,9 @@ def again(call: call_cache.Call, return_lse: bool) -> Results | None:
     if (seen := call_cache.recall(call)) is None:
         return None
     known, bias = seen
-    tensors = known.tensors(call)
-    found = run(known, bias, tensors, call.query.shape[:1], return_lse, call.sink)
+    tensors = known.tensors(*call[:4])
+    batch = call.query.shape[: -3 if known.has_head_dim else -2]
+    found = run(known, bias, tensors, batch, return_lse, call.sink)
     if planned is direct.UNKNOWN and known.backend == "cpu":
         direct.remember(call, found)
     return found

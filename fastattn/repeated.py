@@ -42,7 +42,7 @@ class Repeated(torch.autograd.Function):
         given = ctx.needs_input_grad, saved, grad_out, grad_weights
         grads = direct.backward(ctx.trained, given)
         if type(grads) is tuple:
-            return grads
+            return _summed(grads, saved[3]) if ctx.trained.has_weight else grads
         ordinary = _gradients(ctx.trained, *given)
         if grads is direct.UNKNOWN:
             direct.remember_backward(ctx.trained, given, ordinary)
@@ -53,6 +53,12 @@ class Repeated(torch.autograd.Function):
 # to look takes 5% of a call of one query.
 _base: Any = super(torch.autograd.Function, Repeated)
 attend: Callable[..., Any] = _base.apply
+
+
+def _summed(grads: tuple, weight: Tensor) -> tuple:
+    """The same with the gradient of the weight, which is in the fifth place."""
+    summed = autograd.of_heads(grads[4], weight if weight.dim() > 1 else weight[None])
+    return (*grads[:4], summed.reshape(weight.shape), *grads[5:])
 
 
 def _gradients(
@@ -66,14 +72,21 @@ def _gradients(
     *tensors, out, stats = saved
     given = [None if n is None else tensors[n] for n in trained.masks]
     known, bias = trained.known.around(given)
+    q, k, v, *others = tensors
+    inputs = known.tensors(q, k, v, others[0] if trained.has_weight else None)
+    if out.dim() == 3:
+        out, grad_out = out.unsqueeze(known.missing), grad_out.unsqueeze(known.missing)
+    if grad_weights is not None and grad_weights.dim() < (4 if known.p.weights == "full" else 3):
+        grad_weights = grad_weights.unsqueeze(known.missing)
     own = known.p.tensors()
     bare = known.p.with_tensors(*[None] * len(own))
     place = trained.masks[-1]  # of the bias
     wanted = place is not None and needed[1 + place]
     results = (out, stats, None, None), (grad_out, None, grad_weights)
-    inputs = (*tensors[:3], None, bias, None)
-    found = autograd.gradients(known.backend, bare, wanted, inputs, own, *results)
-    grads: list[Tensor | None] = [None, *found[:3], *[None] * (len(tensors) - 3)]
-    if place is not None and wanted:
-        grads[1 + place] = found[4].reshape(tensors[place].shape)
+    found = autograd.gradients(known.backend, bare, wanted, (*inputs, bias, None), own, *results)
+    grads: list[Tensor | None] = [None] * (1 + len(tensors))
+    places = 0, 1, 2, 3 if trained.has_weight else None, place if wanted else None
+    for n, grad in zip(places, found, strict=False):
+        if n is not None:
+            grads[1 + n] = grad.reshape(tensors[n].shape)
     return tuple(grads)

@@ -206,12 +206,14 @@ inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   auto made = std::make_unique<Plan<BackwardParams>>();
   const BackwardParams& p = made->p = device::Current::last<BackwardParams>();
   made->inputs = forward.inputs, made->limits = forward.limits;
-  bool possible = has_arguments(given, made.get()) && p.grad_lse == nullptr && p.grad_w == nullptr;
+  bool possible = has_arguments(given, made.get()) && p.grad_lse == nullptr;
+  const Result of_heads{{p.B, p.H, p.D}, {p.H * p.D, p.D, 1}, ScalarType::Float};
   const int* input = made->inputs.data();
   each_gradient(&made->p, [&](auto* pointer) {
     const int n = *input++;
     if (!possible || *pointer == nullptr) return;
-    std::optional<Result> result = result_of(PyTuple_GetItem(args[2], 1 + n), *pointer);
+    const std::optional<Result> result =
+        *pointer == p.grad_w ? of_heads : result_of(PyTuple_GetItem(args[2], 1 + n), *pointer);
     possible = result.has_value();
     if (possible) made->results.push_back(*result);
   });

@@ -36,13 +36,14 @@ _MOST_BACKWARD = 16  # plans, for layouts of the output's gradient
 class Trained(NamedTuple):
     """What backward asks of a call with a plan.
 
-    ``backward`` are the plans of its backward passes. ``masks`` are what ``Call.masks()`` lists, as
-    numbers of the call's tensors.
+    ``backward`` are the plans of its backward passes. ``has_weight``: the call's fourth tensor is
+    one. ``masks`` are what ``Call.masks()`` lists, as numbers of the call's tensors.
     """
 
     forward: Any
     backward: dict[bytes, Any]
     known: Known
+    has_weight: bool
     masks: tuple[int | None, ...]
 
 
@@ -96,18 +97,19 @@ def remember(call: Call, result: Any) -> None:
 
 
 def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | None:
-    """None where gradients need more than the kernels: a sum over samples, or a head dim."""
     known, given = call_cache.known_of(call), call.masks()
-    if known is None or given is None or not known.has_head_dim or call.weight is not None:
+    if known is None or given is None:
         return None
     numbers = {id(x): n for n, x in enumerate(tensors)}
-    return Trained(plan, {}, known, tuple(None if x is None else numbers[id(x)] for x in given))
+    masks = tuple(None if x is None else numbers[id(x)] for x in given)
+    return Trained(plan, {}, known, call.weight is not None, masks)
 
 
 def backward(trained: Trained, given: tuple) -> Any:
     """The gradients that the autograd Function returns; UNKNOWN and None as ``run``.
 
-    ``given`` is which gradients are wanted, what was saved, and the gradients of results.
+    ``given`` is which gradients are wanted, what was saved, and the gradients of results. The
+    gradient of a weight has those of samples.
     """
     if _somebody_could_tell():
         return None

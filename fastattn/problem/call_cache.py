@@ -57,7 +57,7 @@ _FLAGS = Call._fields.index("is_causal")  # from here on there are no tensors
 
 
 class Known(NamedTuple):
-    """What was found out about a call whose tensors are 4-D, or lack the head dim alone.
+    """What was found out about a call whose tensors are 4-D, or lack the batch or the head dim.
 
     ``p`` has no tensors of masks. ``masks`` are those that there are, and the bias: their numbers
     in ``Call.masks()``, and their shapes in a record. ``forward`` is the backend that takes calls
@@ -70,13 +70,20 @@ class Known(NamedTuple):
     masks: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     forward: str | None = None
 
-    def tensors(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The tensors of another such call, with a head dim."""
-        query, key, value, weight = call[:4]
-        if self.has_head_dim:
+    def tensors(
+        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The tensors of another such call, with a batch dim and a head dim."""
+        if query.dim() == 4:
             return query, key, value, weight
-        weight = None if weight is None else weight.unsqueeze(0)
-        return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), weight
+        n = self.missing
+        weight = weight if weight is None or n == 0 else weight.unsqueeze(0)
+        return query.unsqueeze(n), key.unsqueeze(n), value.unsqueeze(n), weight
+
+    @property
+    def missing(self) -> int:
+        """The dim that a call's tensors lack if they have three."""
+        return 0 if self.has_head_dim else 1
 
     def around(self, given: list[Any] | None) -> tuple[Known, Tensor | None]:
         """The same with what ``Call.masks`` lists of another such call, and its bias."""
@@ -121,9 +128,10 @@ def known_of(call: Call) -> Known | None:
 def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) -> None:
     """Keeps what ``recall`` is to give for such a call, if that makes ``canonical`` of tensors."""
     described = _describe(call)
-    if described is None or (not known.has_head_dim and any(x.dim() != 3 for x in call[:3])):
+    dims = {x.dim() for x in call[:3]}
+    if described is None or not (dims == {3} or (dims == {4} and known.has_head_dim)):
         return
-    for x, y in zip(known.tensors(call), canonical, strict=True):
+    for x, y in zip(known.tensors(*call[:4]), canonical, strict=True):
         if x is not y and (x is None or y is None or x.shape != y.shape):
             return
     given = call.masks()

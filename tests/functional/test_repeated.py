@@ -22,7 +22,7 @@ sdpa = fastattn.scaled_dot_product_attention
 CASES = [
     dataclasses.replace(case, lse=False, dropout_p=0.0)
     for case in GRID
-    if case.score == "dot" and case.M * case.N <= 1 << 14
+    if case.score in ("dot", "additive") and case.M * case.N <= 1 << 14
 ]
 MOST_PYTHON_CALLS = 31
 
@@ -148,6 +148,37 @@ def test_weights(ordinary, returned):
         ordinary.clear()
         same_bits(pulled(args, used), want)
         assert not ordinary
+
+
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("returned", [None, "full", "mean"])
+@pytest.mark.parametrize("score", ["dot", "additive", "additive with heads"])
+def test_tensors_of_three_dims(ordinary, score, returned, first):
+    """The dot product has heads in the first dim, and no samples. So has the additive score, if its
+    weight has heads."""
+    attend = sdpa if score == "dot" else fastattn.additive_attention
+    weight = {"dot": (), "additive": ((8,),), "additive with heads": ((first, 8),)}[score]
+
+    def draw():
+        shapes = (first, 3, 8), (first, 5, 8), (first, 5, 8), *weight, (first, 3, 5)
+        *args, bias = (torch.randn(x, requires_grad=True) for x in shapes)
+        return args, bias
+
+    def pulled(args, bias):
+        found = attend(*args, bias=bias, return_weights=returned)
+        found = found if returned else (found,)
+        torch.manual_seed(0)
+        grads = [torch.randn(x.shape) for x in found]
+        return [*found, *torch.autograd.grad(found, [*args, bias], grads)]
+
+    args = draw()
+    with call_cache.paused():
+        want = pulled(*args)
+    for _ in range(3):
+        pulled(*draw())
+    ordinary.clear()
+    same_bits(pulled(*args), want)
+    assert not ordinary
 
 
 def test_one_tensor_in_three_places(ordinary):
@@ -363,12 +394,8 @@ def test_modes_and_profilers_see_backward():
 
 
 def test_what_has_no_plan_in_training(ordinary):
-    q = torch.randn(2, 3, 8, requires_grad=True)
-    w = torch.randn(8, requires_grad=True)
     slopes = torch.rand(2, requires_grad=True)
     ways = {
-        "score": lambda: fastattn.additive_attention(q, q, q, w),
-        "no head dim": lambda: sdpa(q, q, q),
         "line": lambda: sdpa(*heads(), bias=ALiBi(slopes)),
         "sink": lambda: sdpa(*heads(), sink=slopes),
         "lse": lambda: sdpa(*heads(), return_lse=True)[1],
