@@ -180,6 +180,7 @@ MODEL_CASES = [
 # Packed documents; what acts on every score or row, beside the same call without it; few tokens.
 _CAPPED = _dot("softcap", softcap=30.0)
 _FEW = _dot("few", B=1, M=16, N=16)
+_STEP = dataclasses.replace(_additive("few", 32, 20, 64), M=1)
 EXTRAS_CASES = [
     *(Case(f"packed-{N // 1024}k-{mean}", f"causal texts of {mean} tokens on average",
            _dot("packed", B=1, H=2, Hkv=2, M=N, N=N), "packed", mean=mean)
@@ -192,6 +193,7 @@ EXTRAS_CASES = [
     Case("few-16-bf16", "16 tokens", dataclasses.replace(_FEW, dtype=_BF16)),
     Case("few-16-padding", "16 tokens, a bool mask of keys", _FEW, "padding"),
     Case("few-16-lengths", "16 tokens, Mask(kv_len)", _FEW, "lengths"),
+    Case("few-additive", "additive score, one query of a decoder", _STEP),
 ]  # fmt: skip
 
 # The special path of nn.MultiheadAttention: evaluation without weights.
