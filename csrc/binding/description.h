@@ -21,27 +21,35 @@
 
 namespace fastattn::binding {
 
-// A field of Mask, and its number among each_limit() if it is one.
+// What an argument is, if not memory that params point to as it lies: numbers from 0 on are those
+// of each_limit(), the others parts of a line.
+enum Part { kWhole = -1, kSlopes = -2, kTable = -3, kBuckets = -4, kOffset = -5 };
+
+// A class that holds arguments, as Mask does, and its fields.
 struct Field {
   PyObject* name;
-  int limit;
+  int part;
+};
+struct Record {
+  PyObject* type;
+  std::vector<Field> fields;
 };
 
 // What Python says once, by set_up() of direct.h.
 struct Python {
   const dlpack::Exchange* exchange;
-  PyObject *tensor, *parameter, *mask;  // types
-  PyObject* take;                       // makes tensors of a list of handles, and owns these
-  std::vector<Field> fields;            // of masks
-  PyObject *requires_grad, *is_neg;     // names
+  PyObject *tensor, *parameter;  // types
+  PyObject* take;                // makes tensors of a list of handles, and owns these
+  std::vector<Record> records;
+  PyObject *requires_grad, *is_neg;  // names
 };
 inline Python python;
 
-// A tensor among the arguments, and its number among each_limit(), or -1.
+// A tensor among the arguments.
 struct Argument {
   dlpack::Tensor tensor;
   PyObject* object;
-  int limit;
+  int part;
 };
 
 class Description {
@@ -58,30 +66,40 @@ class Description {
     return PyBytes_FromStringAndSize(text_.data(), static_cast<Py_ssize_t>(text_.size()));
   }
   bool needs_grad() const { return needs_grad_; }
-  // In the order of the call; the tensors of a mask are in its place.
+  // In the order of the call; the tensors of a record are in its place.
   const std::vector<Argument>& arguments() const { return arguments_; }
+  // nullptr if there is none.
+  const dlpack::Tensor* find(int part) const {
+    for (const Argument& x : arguments_)
+      if (x.part == part) return &x.tensor;
+    return nullptr;
+  }
+  int64_t offset() const { return offset_; }
 
  private:
   bool add_all(PyObject* tuple) {
     const Py_ssize_t size = PyTuple_Size(tuple);
     append('(', size);
     for (Py_ssize_t n = 0; n < size; ++n)
-      if (!add(PyTuple_GetItem(tuple, n), -1)) return false;
+      if (!add(PyTuple_GetItem(tuple, n), kWhole)) return false;
     return true;
   }
 
   // 1 == True == 1.0, and they are not the same argument.
-  bool add(PyObject* x, int limit) {
+  bool add(PyObject* x, int part) {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(x));
-    if (type == python.tensor || type == python.parameter) return add_tensor(x, limit);
-    if (type == python.mask) return add_mask(x);
+    if (type == python.tensor || type == python.parameter) return add_tensor(x, part);
+    for (const Record& record : python.records)
+      if (type == record.type) return add_record(x, record);
     if (x == Py_None || x == Py_True || x == Py_False) {
       text_ += x == Py_None ? 'n' : x == Py_True ? 't' : 'f';
     } else if (PyFloat_CheckExact(x)) {
       append('d', PyFloat_AsDouble(x));
     } else if (PyLong_CheckExact(x)) {
       int overflow = 0;
-      append('i', PyLong_AsLongLongAndOverflow(x, &overflow));
+      const int64_t value = PyLong_AsLongLongAndOverflow(x, &overflow);
+      append('i', value);
+      if (part == kOffset) offset_ = value;
       return overflow == 0;
     } else if (PyUnicode_CheckExact(x)) {
       Py_ssize_t size = 0;
@@ -95,22 +113,22 @@ class Description {
     return true;
   }
 
-  bool add_mask(PyObject* mask) {
-    text_ += 'm';
-    for (const Field& field : python.fields) {
-      PyObject* const x = PyObject_GetAttr(mask, field.name);
-      const bool added = x != nullptr && add(x, field.limit);
-      Py_XDECREF(x);  // the mask has it
+  bool add_record(PyObject* record, const Record& kind) {
+    append('r', kind.type);
+    for (const Field& field : kind.fields) {
+      PyObject* const x = PyObject_GetAttr(record, field.name);
+      const bool added = x != nullptr && add(x, field.part);
+      Py_XDECREF(x);  // the record has it
       if (!added) return false;
     }
     return true;
   }
 
-  bool add_tensor(PyObject* x, int limit) {
+  bool add_tensor(PyObject* x, int part) {
     dlpack::Tensor t;
     if (python.exchange->describe(x, &t) != 0) return false;  // not dense, or a tracer's
     if (t.data == nullptr || t.device_type != dlpack::kCpu || t.byte_offset != 0) return false;
-    arguments_.push_back({t, x, limit});
+    arguments_.push_back({t, x, part});
     append('T', t.dtype);
     append('d', t.ndim);
     const size_t bytes = static_cast<size_t>(t.ndim) * sizeof(int64_t);
@@ -134,6 +152,7 @@ class Description {
 
   std::string text_;
   std::vector<Argument> arguments_;
+  int64_t offset_ = 0;
   const bool grad_ = aoti_torch_grad_mode_is_enabled();
   bool needs_grad_ = false;
 };

@@ -221,25 +221,43 @@ inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   return pack({given.key(), possible ? as_capsule(std::move(made)) : Py_NewRef(Py_None)});
 }
 
-// (the capsule of DLPack, the types of tensors, of parameters and of masks, the names of a mask's
-// fields, what makes tensors of handles) -> whether plans can be made
+inline int part_of(PyObject* name) {
+  const auto is = [&](const char* other) {
+    return PyUnicode_CompareWithASCIIString(name, other) == 0;
+  };
+  int part = is("slopes")    ? kSlopes
+             : is("table")   ? kTable
+             : is("buckets") ? kBuckets
+             : is("offset")  ? kOffset
+                             : kWhole;
+  MaskParams mask;
+  each_limit(&mask, [&, number = 0](const char* limit, KeyLimit*) mutable {
+    if (is(limit)) part = number;
+    ++number;
+  });
+  return part;
+}
+
+// (the capsule of DLPack, the types of tensors and of parameters, types of records with the names
+// of their fields, what makes tensors of handles) -> whether plans can be made
 inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t) {
   const void* const found = PyCapsule_GetPointer(args[0], dlpack::kExchange);
   if (found == nullptr) return nullptr;
   python.exchange = static_cast<const dlpack::Exchange*>(found);
   python.tensor = Py_NewRef(args[1]), python.parameter = Py_NewRef(args[2]);
-  python.mask = Py_NewRef(args[3]), python.take = Py_NewRef(args[5]);
+  python.take = Py_NewRef(args[4]);
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
   python.is_neg = PyUnicode_InternFromString("is_neg");
-  python.fields.clear();
-  for (Py_ssize_t n = 0; n < PyTuple_Size(args[4]); ++n) {
-    Field field{Py_NewRef(PyTuple_GetItem(args[4], n)), -1};
-    MaskParams mask;
-    each_limit(&mask, [&, number = 0](const char* name, KeyLimit*) mutable {
-      if (PyUnicode_CompareWithASCIIString(field.name, name) == 0) field.limit = number;
-      ++number;
-    });
-    python.fields.push_back(field);
+  python.records.clear();
+  for (Py_ssize_t n = 0; n < PyTuple_Size(args[3]); ++n) {
+    PyObject* const pair = PyTuple_GetItem(args[3], n);
+    PyObject* const names = PyTuple_GetItem(pair, 1);
+    Record record{Py_NewRef(PyTuple_GetItem(pair, 0)), {}};
+    for (Py_ssize_t m = 0; m < PyTuple_Size(names); ++m) {
+      PyObject* const name = PyTuple_GetItem(names, m);
+      record.fields.push_back({Py_NewRef(name), part_of(name)});
+    }
+    python.records.push_back(record);
   }
   const bool known = python.exchange->major == 1 && python.exchange->describe != nullptr;
   return Py_NewRef(known ? Py_True : Py_False);

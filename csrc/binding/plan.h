@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "binding/description.h"
+#include "binding/lines.h"
 #include "binding/on_cpu.h"
 #include "binding/views.h"
 
@@ -29,6 +30,7 @@ struct Plan {
   Params p;  // its pointers are those of the earlier call
   // The argument that each_input() and each_limit() point to, by number; -1: nullptr.
   std::vector<int> inputs, limits;
+  bool has_line = false;  // which each_input() then lacks
   std::vector<Result> results;
 };
 template <typename Params>
@@ -56,6 +58,10 @@ size_t count_arguments(const Plan<Params>& plan) {
   return count;
 }
 
+inline LineParts line_of(const Description& given) {
+  return {given.find(kSlopes), given.find(kTable), given.find(kBuckets), given.offset()};
+}
+
 // Limits that read_limits() can read; others are no part of a plan.
 inline bool is_readable(const dlpack::Tensor& t) {
   if (!t.dtype.is(dlpack::kInt, 32) && !t.dtype.is(dlpack::kInt, 64)) return false;
@@ -79,17 +85,22 @@ inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) 
       if (is_it(n)) ++uses[n], to->back() = static_cast<int>(n);
     found = found && to->back() >= 0;
   };
+  const LineParts line = line_of(given);
+  plan->has_line = line.given() && line.usual(plan->p);
+  if (plan->has_line)
+    for (size_t n = 0; n < all.size(); ++n) uses[n] = all[n].part < kWhole;
   each_input(&plan->p, [&](auto* pointer) {
     const size_t own = plan->inputs.size();
-    find(&plan->inputs, *pointer != nullptr, [&](size_t n) {
-      const bool fits = own < kFirst ? n == own : n >= kFirst && all[n].limit < 0;
+    const void* const line_at = plan->has_line ? &plan->p.bias.data : nullptr;
+    find(&plan->inputs, *pointer != nullptr && pointer != line_at, [&](size_t n) {
+      const bool fits = own < kFirst ? n == own : n >= kFirst && all[n].part == kWhole;
       return fits && all[n].tensor.data == *pointer;
     });
   });
   each_limit(&plan->p.mask, [&](const char*, KeyLimit* limit) {
     const int own = static_cast<int>(plan->limits.size());
     find(&plan->limits, limit->data != nullptr,
-         [&](size_t n) { return all[n].limit == own && is_readable(all[n].tensor); });
+         [&](size_t n) { return all[n].part == own && is_readable(all[n].tensor); });
   });
   for (const int count : uses) found = found && count == 1;
   return found;
@@ -165,12 +176,13 @@ inline int64_t count_of(const dlpack::Tensor& t) {
   return count;
 }
 
+// Of what set_arguments() makes of arguments.
 template <typename Params>
-int64_t limit_bytes(const Plan<Params>& plan, const Description& given) {
-  int64_t count = 0;
+int64_t made_bytes(const Plan<Params>& plan, const Description& given) {
+  int64_t count = plan.has_line ? line_of(given).count(plan.p) : 0;
   for (const int n : plan.limits)
     if (n >= 0) count += count_of(given.arguments()[n].tensor);
-  return count * static_cast<int64_t>(sizeof(int32_t));
+  return count * 4;
 }
 
 // False if a value is outside of [0, most].
@@ -184,7 +196,8 @@ bool read_limits(const dlpack::Tensor& t, int64_t most, int32_t* to) {
   return true;
 }
 
-// Sets the pointers to arguments, and copies limits to `memory`. False if a limit is wrong.
+// Sets the pointers to arguments, and makes limits and a line in `memory`. False if a number is
+// wrong.
 template <typename Params>
 bool set_arguments(const Plan<Params>& plan, const Description& given, void* memory, Params* p) {
   const std::vector<Argument>& all = given.arguments();
@@ -210,7 +223,10 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
     limit->data = next;
     next += count_of(t);
   });
-  return right;
+  if (!plan.has_line || !right) return right;
+  float* const line = reinterpret_cast<float*>(next);
+  p->bias.data = line + p->M - 1;  // line_view()
+  return line_of(given).write(*p, line);
 }
 
 // The output, weights if the plan has them, and the stats if backward wants them; nothing if a
@@ -218,12 +234,12 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
 inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Description& given) {
   ForwardParams p = plan.p;
   const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
-  const int64_t limits = limit_bytes(plan, given);
-  const Scratch memory = scratch(workspace + limits + 3 * rows * sizeof(float));
+  const int64_t made = made_bytes(plan, given);
+  const Scratch memory = scratch(workspace + made + 3 * rows * sizeof(float));
   std::vector<Handle> results;
   if (memory == nullptr || !set_arguments(plan, given, memory.get() + workspace, &p)) return {};
   p.workspace = memory.get();
-  p.lse = reinterpret_cast<float*>(memory.get() + workspace + limits);
+  p.lse = reinterpret_cast<float*>(memory.get() + workspace + made);
   p.stats = p.lse + rows;
   add_result(plan.results[0], &results, &p.out.data);
   if (plan.results.size() > 1) add_result(plan.results[1], &results, &p.weights.data);
@@ -239,7 +255,7 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
 inline std::vector<Handle> compute(const Plan<BackwardParams>& plan, const Description& given) {
   BackwardParams p = plan.p;
   const int64_t workspace = device::backward_workspace_bytes(p);
-  const Scratch memory = scratch(workspace + limit_bytes(plan, given));
+  const Scratch memory = scratch(workspace + made_bytes(plan, given));
   std::vector<Handle> results;
   if (memory == nullptr || !set_arguments(plan, given, memory.get() + workspace, &p)) return {};
   p.workspace = memory.get();

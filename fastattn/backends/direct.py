@@ -14,6 +14,7 @@ gradient see ``fastattn/repeated.py``.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +24,15 @@ from torch.autograd import forward_ad
 from fastattn.backends import operators
 from fastattn.problem import call_cache
 from fastattn.problem.call_cache import Call, Known
-from fastattn.problem.mask import MASK_FIELDS, Mask
+from fastattn.problem.mask import Mask
+from fastattn.problem.relative import ALiBi, Relative, RelativeBias
 
 # The innermost hooks of saved tensors, or None.
 _saved_hooks: Any = getattr(
     getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
 )
 UNKNOWN = NotImplemented  # a call that may have a plan, and has none yet
+_RECORDS = Mask, ALiBi, RelativeBias  # classes whose fields are arguments
 _MOST_BACKWARD = 16  # plans, for layouts of the output's gradient
 
 
@@ -55,7 +58,8 @@ def _set_up() -> Any:
     if operators.EXTENSION_ERROR is not None or None in (exchange, take, _saved_hooks):
         return None
     functions = operators.module()
-    own = torch.nn.Parameter, Mask, MASK_FIELDS, take
+    records = tuple((x, tuple(f.name for f in dataclasses.fields(x))) for x in _RECORDS)
+    own = torch.nn.Parameter, records, take
     return functions if functions.set_up(exchange, Tensor, *own) else None
 
 
@@ -97,8 +101,9 @@ def remember(call: Call, result: Any) -> None:
 
 
 def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | None:
+    """None beside a bias of head and distance: its gradient is not that of the kernels' line."""
     known, given = call_cache.known_of(call), call.masks()
-    if known is None or given is None:
+    if known is None or given is None or isinstance(call.bias, Relative):
         return None
     numbers = {id(x): n for n, x in enumerate(tensors)}
     masks = tuple(None if x is None else numbers[id(x)] for x in given)
