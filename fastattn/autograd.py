@@ -1,14 +1,13 @@
 """Autograd around a backend: saves, restores, calls. It does no arithmetic.
 
-The pattern is the one that torch's transforms understand: functions with a split ``forward`` /
-``setup_context`` and a ``vmap`` rule. ``torch.func.functionalize`` alone refuses it, as it has no
-rule for functions. The backward is a second such function, so that double backward exists: it
-differentiates the reference formulas by recomputation, which takes the dense [B, H, M, N] memory
-(times D for the additive and the gaussian score).
+Functions have a split ``forward`` and ``setup_context`` and a ``vmap`` rule, which torch's
+transforms ask for. ``torch.func.functionalize`` alone refuses them. The backward pass is a second
+such function, so that second derivatives exist. These differentiate the reference formulas, which
+compute everything again in dense [B, H, M, N] memory, times D for the additive and the gaussian
+score. So does forward mode.
 
-Tensors inside the record (its masks and seed) are passed as arguments beside it, because a
-transform must see every tensor; ``p`` is passed without them. Forward mode also differentiates
-the reference formulas.
+A transform must see every tensor. So the tensors of the record, its masks and seed, are arguments
+beside it, and ``p`` comes without them.
 """
 
 # torch declares these static methods with *args.

@@ -4,8 +4,7 @@
 //   dV_j = sum_i W_ij dO_i    dP_ij = R_ij (dO_i . V_j + dW_ij)    dS_ij = P_ij (dP_ij - delta_i)
 //   dq, dk, dw from dS by the score; dbias = dS summed over the dims the bias was broadcast over
 //
-//   for (group of batches and key heads, chunk of keys)   a task: it alone adds to its dK, dV,
-//   dbias
+//   for (group of batches and key heads, chunk of keys)   a task; its dK, dV, dbias are its own
 //     for key tiles, batches, key heads in it             K, V packed once; dK, dV stay in cache
 //       for query heads of the key head, row blocks that keep some of these keys
 //         S = scores, dP = dO V^T                         two tiles in the L2 cache

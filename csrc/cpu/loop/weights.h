@@ -7,13 +7,13 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Scores of a tile in rows of ld_s, the stats of its rows, a row of scratch memory, and where the
-// weights are added up, in rows of ld.
+// A tile whose weights are added up.
 struct WeightSums {
-  const float* s;
+  const float* s;  // scores, in rows of ld_s
   int64_t ld_s;
-  const RowStats* stats;
-  float *drop, *to;
+  const RowStats* stats;  // of its rows
+  float* drop;            // a row of scratch memory
+  float* to;              // the sums, in rows of ld
   int64_t ld;
 };
 

@@ -1,7 +1,7 @@
 // Online softmax over a row block, in base 2: the state of each row, and one step for a key tile.
 //
-//   m' = max(m, max_j s_j)   alpha = 2^(u (m - m'))   w_j = 2^(u (s_j - m'))   l' = alpha l + sum
-//   w_j
+//   m' = max(m, max_j s_j)      alpha = 2^(u (m - m'))
+//   w_j = 2^(u (s_j - m'))      l' = alpha l + sum_j w_j
 //
 // s are logits and u is their unit (masking.h). m stays as it is unless a weight would exceed
 // 2^kSlack.

@@ -136,8 +136,8 @@ class AmxDotScore : public ScoreDefaults {
   }
   float grad_unit() const { return grad_unit_; }
 
-  // Operands that dS may be packed into directly. use_packed(true) says that it was, before
-  // backward(): then no row of dS stands apart, and `ds` is read only where a key or query does.
+  // Operands that dS may be packed into directly. If it was, use_packed(true) says so before
+  // backward(). Then no row of dS stands apart. `ds` is read only where a key or query does.
   const Operand& ds_rows() const { return ds_rows_; }
   const Operand& ds_columns() const { return ds_columns_; }
   void use_packed(bool packed) {
