@@ -53,13 +53,14 @@ class Case:
     bias: str | None = None  # like keep; or "alibi", "alibi-b" of samples, "relative"
     bias_inf: bool = False  # some bias entries are -inf
     bias_offset: int = 0  # of a bias that is a line
-    bias_grad: bool = True
+    bias_grad: bool = True  # of attn_mask and sink, too
     bias_dtype: torch.dtype | None = None  # dtype's by default
     attn_mask: str | None = None  # like keep; some entries of a float one are -inf
     attn_mask_dtype: torch.dtype = torch.bool
     scale: float | None = None  # of the dot product and the cosine
     bandwidth: str = "h"  # the gaussian's, like keep, of [B, H, D]
     softcap: float = 0.0
+    sink: float | None = None  # every head has one, around this
     dropout_p: float = 0.0
     weights: str | None = None
     lse: bool = False
@@ -117,10 +118,11 @@ class Tensors:
     grad_lse: Tensor | None
     attn_mask: Tensor | None = None
     bandwidth: Tensor | None = None  # of the gaussian score, [(B,) H|1, 1, D|1]
+    sink: Tensor | None = None  # [H]
 
 
 # Those that may have gradients.
-INPUTS = ("q", "k", "v", "w", "bias", "attn_mask", "bandwidth")
+INPUTS = ("q", "k", "v", "w", "bias", "attn_mask", "bandwidth", "sink")
 
 
 def make(case: Case, device: str = "cpu") -> Tensors:
@@ -146,6 +148,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         grad_lse=normal(c.B, c.H, c.M) if c.lse else None,
         attn_mask=_attn_mask(c, normal, rng),
         bandwidth=_bandwidth(c, rng),
+        sink=None if c.sink is None else (normal(c.H) + c.sink).to(c.dtype),
     )  # fmt: skip
     return _laid_out(c, t)
 
