@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "binding/dlpack.h"
+#include "binding/lines.h"
 #include "binding/on_cpu.h"
 #include "binding/views.h"
 
@@ -44,25 +45,35 @@ enum Role {
   kKeep,
   kKvLen,
   kKvBegin,
+  kSlopes,
+  kTable,
+  kBuckets,
   kRoles,
   kByDtype,
+  kOffset,
   kNone
 };
-constexpr const char* kRoleNames[] = {"query", "key",    "value",    "weight", "bias",
-                                      "keep",  "kv_len", "kv_begin", "",       "attn_mask"};
+constexpr const char* kRoleNames[] = {"query",   "key",    "value",     "weight", "bias",
+                                      "keep",    "kv_len", "kv_begin",  "slopes", "table",
+                                      "buckets", "",       "attn_mask", "offset"};
 
-// A field of call_cache.Call or of Mask.
+// A field of call_cache.Call, or of a class that holds arguments: Mask, ALiBi, RelativeBias.
 struct Field {
   PyObject* name;
   int role;
+};
+struct Record {
+  PyObject* type;
+  std::vector<Field> fields;
 };
 
 // What Python says once, by set_up().
 struct Python {
   const dlpack::Exchange* exchange;
-  PyObject *tensor, *parameter, *mask;  // types
-  PyObject* take;                       // makes tensors of a list of handles, and owns these
-  std::vector<Field> call, fields;
+  PyObject *tensor, *parameter;  // types
+  PyObject* take;                // makes tensors of a list of handles, and owns these
+  std::vector<Field> call;
+  std::vector<Record> records;
   PyObject *requires_grad, *is_neg;  // names
 };
 inline Python python;
@@ -90,21 +101,24 @@ class Description {
     return tensors_[role].data == nullptr ? nullptr : &tensors_[role];
   }
   void* data(Role role) const { return tensors_[role].data; }
+  LineParts line() const { return {(*this)[kSlopes], (*this)[kTable], (*this)[kBuckets], offset_}; }
 
  private:
   bool add(PyObject* x, int role) {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(x));
     if (type == python.tensor || type == python.parameter) return add_tensor(x, role);
-    if (type == python.mask) return role == kNone && add_mask(x);
+    for (const Record& record : python.records)
+      if (type == record.type) return add_record(x, record);
+    if (role == kOffset && PyLong_CheckExact(x)) offset_ = PyLong_AsLongLong(x);
     return add_plain(x);
   }
 
-  bool add_mask(PyObject* mask) {
-    text_ += 'm';
-    for (const Field& field : python.fields) {
-      PyObject* const x = PyObject_GetAttr(mask, field.name);
+  bool add_record(PyObject* record, const Record& kind) {
+    append('r', kind.type);
+    for (const Field& field : kind.fields) {
+      PyObject* const x = PyObject_GetAttr(record, field.name);
       const bool added = x != nullptr && add(x, field.role);
-      Py_XDECREF(x);  // the mask has it
+      Py_XDECREF(x);  // the record has it
       if (!added) return false;
     }
     return true;
@@ -167,6 +181,7 @@ class Description {
 
   std::string text_;
   dlpack::Tensor tensors_[kRoles] = {};
+  int64_t offset_ = 0;
   const bool grad_ = aoti_torch_grad_mode_is_enabled();
 };
 
@@ -220,10 +235,11 @@ inline bool set_limit(const dlpack::Tensor* t, int64_t N, int32_t** memory, KeyL
   return read;
 }
 
-// All pointers to memory of the arguments, except for those to limits.
+// All pointers to memory of the arguments, except for those to limits. A line is no argument.
 inline void set_pointers(const Description& given, ForwardParams* p) {
   p->q.data = given.data(kQuery), p->k.data = given.data(kKey), p->v.data = given.data(kValue);
-  p->w.data = given.data(kWeight), p->bias.data = given.data(kBias);
+  p->w.data = given.data(kWeight);
+  if (!given.line().given()) p->bias.data = given.data(kBias);
   p->mask.keep = static_cast<const uint8_t*>(given.data(kKeep));
 }
 
@@ -235,7 +251,8 @@ inline Handle compute(const Plan& plan, const Description& given) {
   constexpr int64_t kAlign = 64;
   const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
   const int64_t limits = count_of(given[kKvLen]) + count_of(given[kKvBegin]);
-  const int64_t bytes = workspace + 4 * (3 * rows + limits);
+  const LineParts line = given.line();
+  const int64_t bytes = workspace + 4 * (3 * rows + limits + (line.given() ? line.count(p) : 0));
   const std::unique_ptr<char, decltype(&std::free)> memory(
       static_cast<char*>(std::aligned_alloc(kAlign, (bytes / kAlign + 1) * kAlign)), &std::free);
   if (memory == nullptr) return {};
@@ -245,6 +262,11 @@ inline Handle compute(const Plan& plan, const Description& given) {
   int32_t* next = reinterpret_cast<int32_t*>(p.lse + rows);
   if (!set_limit(given[kKvLen], p.N, &next, &p.mask.kv_len)) return {};
   if (!set_limit(given[kKvBegin], p.N, &next, &p.mask.kv_begin)) return {};
+  if (line.given()) {
+    float* const own = reinterpret_cast<float*>(next);
+    if (!line.write(p, own)) return {};
+    p.bias.data = own + p.M - 1;  // line_view()
+  }
 
   AtenTensorHandle made = nullptr;
   const auto dims = static_cast<int64_t>(plan.sizes.size());
@@ -314,9 +336,11 @@ inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   const auto plain = [](const dlpack::Tensor* t) { return t == nullptr || are_readable(*t); };
   ForwardParams filled = p;
   set_pointers(given, &filled);
+  const LineParts line = given.line();
   const bool same = std::memcmp(&filled, &p, sizeof p) == 0 && out.data == p.out.data;
   const bool possible = same && !p.dropout.enabled && p.weights_mode == WeightsMode::kNone &&
-                        plain(given[kKvLen]) && plain(given[kKvBegin]);
+                        plain(given[kKvLen]) && plain(given[kKvBegin]) &&
+                        (!line.given() || (given[kBias] == nullptr && line.usual(p)));
   PyObject* found = nullptr;
   if (possible) {
     auto made = std::make_unique<Plan>(
@@ -346,15 +370,21 @@ inline std::vector<Field> fields_of(PyObject* names) {
   return fields;
 }
 
-// (the capsule of DLPack, the types of tensors, of parameters and of masks, the names of fields of
-// calls and of masks, what makes tensors of handles) -> whether plans can be made
+// (the capsule of DLPack, the types of tensors and of parameters, the names of fields of calls,
+// other types with the names of their fields, what makes tensors of handles) -> whether plans can
+// be made
 inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t) {
   const void* const found = PyCapsule_GetPointer(args[0], dlpack::kExchange);
   if (found == nullptr) return nullptr;
   python.exchange = static_cast<const dlpack::Exchange*>(found);
   python.tensor = Py_NewRef(args[1]), python.parameter = Py_NewRef(args[2]);
-  python.mask = Py_NewRef(args[3]), python.take = Py_NewRef(args[6]);
-  python.call = fields_of(args[4]), python.fields = fields_of(args[5]);
+  python.call = fields_of(args[3]), python.take = Py_NewRef(args[5]);
+  python.records.clear();
+  for (Py_ssize_t n = 0; n < PyTuple_Size(args[4]); ++n) {
+    PyObject* const pair = PyTuple_GetItem(args[4], n);
+    python.records.push_back(
+        {Py_NewRef(PyTuple_GetItem(pair, 0)), fields_of(PyTuple_GetItem(pair, 1))});
+  }
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
   python.is_neg = PyUnicode_InternFromString("is_neg");
   const bool known = python.exchange->major == 1 && python.exchange->describe != nullptr;

@@ -13,6 +13,7 @@ PyTorch's could tell: no gradient, transform, autocast, mode, trace or profiler.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ from torch.autograd import forward_ad
 from fastattn.backends import operators
 from fastattn.problem import call_cache
 from fastattn.problem.call_cache import Call
-from fastattn.problem.mask import MASK_FIELDS, Mask
+from fastattn.problem.mask import Mask
+from fastattn.problem.relative import ALiBi, RelativeBias
 
 UNKNOWN = NotImplemented  # a call that may have a plan, and has none yet
+# Classes whose fields are arguments.
+_RECORDS = Mask, ALiBi, RelativeBias
 
 
 def _set_up() -> Any:
@@ -35,7 +39,8 @@ def _set_up() -> Any:
     if operators.EXTENSION_ERROR is not None or exchange is None or take is None:
         return None
     functions = operators.module()
-    own = torch.nn.Parameter, Mask, Call._fields, MASK_FIELDS, take
+    kinds = tuple((x, tuple(f.name for f in dataclasses.fields(x))) for x in _RECORDS)
+    own = torch.nn.Parameter, Call._fields, kinds, take
     return functions if functions.set_up(exchange, Tensor, *own) else None
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import Mask, functional, testing
+from fastattn import ALiBi, Mask, RelativeBias, functional, testing
 from fastattn.backends import direct
 from fastattn.problem import call_cache
 from fastattn.problem.call_cache import Call
@@ -79,7 +79,7 @@ def test_results_of_the_grid_are_the_same_bits(ordinary):
         planned += not ordinary
         testing.assert_same_bits(got, want)
         assert got["out"].stride() == want["out"].stride()
-    # The others have an ALiBi or a RelativeBias, two masks that become one, or a dim of 0.
+    # The others have a sink, two masks that become one, a line of half numbers, or a dim of 0.
     assert planned > 0.7 * len(CASES)
 
 
@@ -89,6 +89,9 @@ MASKED = {
     "bool": lambda: dict(attn_mask=torch.rand(3, 5) < 0.7),
     "float": lambda: dict(attn_mask=torch.randn(2, 1, 3, 5)),
     "bias": lambda: dict(bias=torch.randn(2, 3, 5), mask=Mask(keep=torch.rand(3, 5) < 0.7)),
+    "alibi": lambda: dict(bias=ALiBi(torch.rand(2), 1)),
+    "alibi of samples": lambda: dict(bias=ALiBi(torch.rand(2, 2).mT, -(2**31)), is_causal=True),
+    "relative": lambda: dict(bias=RelativeBias(torch.randn(2, 3).mT, torch.randint(0, 3, (5,)), 2)),
     "lengths": lambda: dict(mask=Mask(kv_len=torch.randint(0, 6, (2,)), window=(1, -1))),
     "rows": lambda: dict(
         mask=Mask(kv_len=torch.randint(3, 6, (2, 3)), kv_begin=torch.randint(0, 3, (1, 3)).int())
@@ -135,6 +138,10 @@ def test_what_makes_another_call(ordinary):
         lambda: sdpa(q, k, v, keep[:1]),
         lambda: sdpa(q, k, v, keep.float()),
         lambda: sdpa(q, k, v, bias=keep.float()),
+        lambda: sdpa(q, k, v, bias=ALiBi(keep[0, :2].float())),
+        lambda: sdpa(q, k, v, bias=ALiBi(keep[0, :2].float(), 1)),
+        lambda: sdpa(q, k, v, bias=ALiBi(keep[:2, :2].float())),
+        lambda: sdpa(q, k, v, bias=RelativeBias(keep[:, :2].float(), torch.arange(3))),
         lambda: sdpa(q, k, v, mask=Mask(keep=keep)),
         lambda: sdpa(q, k, v, mask=Mask(window=(1, 1))),
         lambda: sdpa(q, k, v, mask=Mask(window=(1, 0))),
@@ -242,6 +249,34 @@ def test_limits_are_checked_at_every_call(ordinary, field, dtype):
                 sdpa(*args, mask=mask)
 
 
+def test_buckets_are_checked_at_every_call(ordinary):
+    args, table = heads(), torch.randn(4, 2)
+    for bucket in (3, 0, 1, 4, 2, -1):
+        bias = RelativeBias(table, torch.tensor([0, bucket, 2]))
+        if 0 <= bucket < 4:
+            sdpa(*args, bias=bias)
+        else:
+            with pytest.raises(ValueError, match=r"bias\.buckets: expected rows of a table of 4"):
+                sdpa(*args, bias=bias)
+    assert len(ordinary) == 4
+
+
+@pytest.mark.parametrize("kind", ["slopes", "table", "buckets", "added"])
+def test_lines_that_are_left_to_the_ordinary_way(ordinary, kind):
+    q, k, v = heads(dtype=torch.bfloat16)
+    options = {
+        "slopes": dict(bias=ALiBi(torch.rand(2).bfloat16())),
+        "table": dict(bias=RelativeBias(torch.randn(4, 2).bfloat16(), torch.arange(3))),
+        "buckets": dict(bias=RelativeBias(torch.randn(4, 2), torch.zeros(9).int()[:3])),
+        "added": dict(bias=ALiBi(torch.rand(2)), attn_mask=torch.randn(3, 5)),
+    }[kind]
+    with call_cache.paused():
+        want = sdpa(q, k, v, **options)
+    for _ in range(4):
+        assert torch.equal(sdpa(q, k, v, **options), want)
+    assert len(ordinary) == 5
+
+
 def test_strided_limits(ordinary):
     args, limits = heads(), torch.tensor([1, 2, 4, 3])
     with call_cache.paused():
@@ -283,6 +318,9 @@ def test_gradients(ordinary):
     bias = torch.randn(3, 5)
     known(q, k, v, bias=bias)
     assert sdpa(q, k, v, bias=bias.requires_grad_()).requires_grad
+    slopes = torch.rand(2)
+    known(q, k, v, bias=ALiBi(slopes))
+    assert sdpa(q, k, v, bias=ALiBi(slopes.requires_grad_())).requires_grad
 
 
 def test_profilers_see_the_operator():
