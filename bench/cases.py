@@ -28,7 +28,6 @@ class Case:
     the same keys given by their number [B]; ``"blocks"``, a bool mask [1, 1, M, N] of random
     blocks that keeps the share ``kept``; ``"documents"``, a bool mask [1, 1, M, N] of causal texts
     packed end to end; ``"packed"``, causal texts by their lengths, ``mean`` on average.
-    ``sink``: every head has one.
     ``module``: through nn.MultiheadAttention's interface, projections included.
     ``compiled``: torch.compile is a peer, and so is the code that it compiles. So is FlexAttention,
     on a CPU forward only. That takes seconds, so only where one may win: elsewhere torch.compile
@@ -43,7 +42,6 @@ class Case:
     keys: str = "all"
     kept: float = 1 / 4
     mean: int = 0
-    sink: bool = False
     module: bool = False
     need_weights: bool = False
     compiled: bool = False
@@ -186,7 +184,7 @@ EXTRAS_CASES = [
            _dot("packed", B=1, H=2, Hkv=2, M=N, N=N), "packed", mean=mean)
       for N in (4096, 32768) for mean in (100, 512)),
     Case("softcap", "30 tanh(score / 30)", _CAPPED, compiled=True),
-    Case("sink", "a logit a head without a value", _dot("sink"), sink=True, compiled=True),
+    Case("sink", "a logit a head without a value", _dot("sink", sink=0.0), compiled=True),
     # What a call costs beside its arithmetic. With one key there is no mask to speak of.
     Case("few-1", "one token", _dot("few", B=1, M=1, N=1)),
     Case("few-16", "16 tokens", _FEW),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench import cases
-from bench.peers import OURS, Implementation, Workload, eager_dot, first_entries, module_in
+from bench.peers import OURS, Implementation, Workload, first_entries, module_in
 from fastattn import Mask, blocks, testing
 from fastattn.problem import record
 
@@ -39,8 +39,7 @@ class Checker:
         else:
             self.upstream = torch.zeros_like(work.upstream)
             self.upstream[:, :, self.rows] = work.upstream[:, :, self.rows]
-            part = _with_rows(work, self.rows)
-            oracle = _beside_sinks(work, *part) if work.case.sink else testing.oracle(*part)
+            oracle = testing.oracle(*_with_rows(work, self.rows))
             self.oracles = dict.fromkeys(work.case.directions, oracle)
 
     def _module_oracle(self, direction: str) -> testing.Oracle:
@@ -117,27 +116,3 @@ def _mask_of(work: Workload, rows: Tensor) -> Mask:
         return Mask()
     cuts = (blocks.whole(p)._replace(i=(row, row + 1)) for row in rows.tolist())
     return Mask(keep=torch.cat([blocks.block_of(p, cut).kept() for cut in cuts], 2))
-
-
-def _beside_sinks(work: Workload, case: testing.Case, t: testing.Tensors) -> testing.Oracle:
-    """The truth of a dense problem with a sink, whose gradient is a sum over rows."""
-    sink = work.implementations[OURS].leaves["sink"].detach()
-    by_row = sink[:, None, None].expand(*t.q.shape[:-1], 1)
-    truth, plain = (_eager(case, t, by_row, dtype) for dtype in (torch.float64, case.dtype))
-    terms = truth.pop("grad_sink")
-    # A sum over rows may cancel, but its rounding does not: it grows with the norm of its terms.
-    scales = {n: testing.largest(x) for n, x in truth.items()}
-    scales["grad_sink"] = testing.largest(terms.square().sum((0, 2, 3)).sqrt())
-    truth["grad_sink"] = terms.sum((0, 2, 3))
-    plain["grad_sink"] = plain["grad_sink"].sum((0, 2, 3))
-    return testing.Oracle(truth, plain, scales)
-
-
-def _eager(
-    case: testing.Case, t: testing.Tensors, sink: Tensor, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (t.q, t.k, t.v, sink)]
-    out = eager_dot(*leaves[:3], 1 / math.sqrt(case.D), None, None, sink=leaves[3])
-    grads = torch.autograd.grad(out, leaves, t.grad_out.to(dtype))
-    names = ("grad_q", "grad_k", "grad_v", "grad_sink")
-    return {"out": out.detach(), **dict(zip(names, grads, strict=True))}

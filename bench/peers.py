@@ -109,16 +109,14 @@ def build(
 def _functions(
     case: Case, t: testing.Tensors, backend: str, compiled: bool
 ) -> dict[str, Implementation]:
-    tensors = {"q": t.q, "k": t.k, "v": t.v, "w": t.w, "bias": t.bias, "bandwidth": t.bandwidth}
-    if case.sink:
-        tensors["sink"] = torch.linspace(-1.0, 1.0, case.problem.H, device=t.q.device)
+    tensors = {n: getattr(t, n) for n in testing.INPUTS}
     if not case.problem.bias_grad:
         del tensors["bias"]
     leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x is not None}
     set_up = {"dot": _dot, "additive": _additive, "gaussian": _gaussian}[case.problem.score]
     calls = set_up(case, t, leaves, backend, compiled)
     found = {name: Implementation(call, leaves) for name, call in calls.items()}
-    if case.sink and WITHOUT in found:
+    if t.sink is not None and WITHOUT in found:
         found[WITHOUT].leaves = {n: x for n, x in leaves.items() if n != "sink"}
     return found | (_padded_batch(case, leaves) if case.keys == "packed" else {})
 
@@ -173,7 +171,7 @@ def _dot(
     if compiled:
         fused = torch.compile(eager_dot, dynamic=False)
         calls[COMPILED] = lambda: fused(*qkv, scale, dropped, bias, **extras)
-    if compiled and not case.sink:
+    if compiled and t.sink is None:
         calls[FLEX] = _flex(p, t, leaves)
     return calls
 

@@ -123,7 +123,7 @@ def _launch(check: Check, case: testing.Case, t: testing.Tensors, device: torch.
     # results of all stay alive: in memory of the first, a launch of nothing would seem right.
     times = 3 if check.backend in registry.COMPILING and device.type != "cpu" else 1
     with torch.no_grad():
-        p, *tensors = _canonical(case, t, _leaves(case, t, _dtype(check)))
+        p, *tensors, _ = _canonical(case, t, _leaves(case, t, _dtype(check)))
         p = dataclasses.replace(p, device=device).with_tensors(*_moved(p.tensors(), device))
         moved = _moved(tensors, device)
         return [_passes(check, t, p, *moved) for _ in range(times)][-1]
@@ -151,7 +151,7 @@ def _passes(
 
 def _named(check: Check, case: testing.Case, t: testing.Tensors, raw: Raw) -> dict[str, Tensor]:
     """The results by their names in an oracle."""
-    return explicit(case, t, _dtype(check), lambda *_: (raw[:3], raw[3:]))
+    return explicit(case, t, _dtype(check), lambda *_: (raw[:3], (*raw[3:], None)))
 
 
 def _dtype(check: Check) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import blocks
+from fastattn import blocks, sinks
 from fastattn.backends import registry
 from fastattn.blocks import Cut, Part
 from fastattn.problem import Problem
@@ -22,17 +22,22 @@ def run_by_blocks(case: Case, t: Tensors, backend: str) -> dict[str, Tensor]:
     """Results and gradients of a case, from blocks of all four dims on a backend."""
 
     def compute(p: Problem, *tensors: Any) -> tuple[tuple, tuple]:
+        *inputs, sink = tensors
         # A mean over heads cannot be rescaled, block of keys by block: it is taken at the end.
         mean, grad_weights = p.weights == "mean", t.grad_weights
         if mean and grad_weights is not None:
             grad_weights = (grad_weights / max(p.H, 1))[:, None].expand(p.B, p.H, p.M, p.N)
         p = dataclasses.replace(p, weights="full" if mean else p.weights, wide=True)
-        run = Blocks(backend, p, tensors, cuts_of(p, case.seed))
-        found = run.forward()
+        run = Blocks(backend, p, tuple(inputs), cuts_of(p, case.seed))
+        found = Part(*sinks.fold(sink, *run.forward()))
         grad_lse = None if t.grad_lse is None else t.grad_lse.to(p.acc_dtype)
         grads = run.backward(found, t.grad_out, grad_lse, grad_weights)
+        grad_sink = None
+        if sink is not None:
+            upstream = t.grad_out, grad_lse, grad_weights
+            grad_sink = sinks.gradient(sink, *found, *upstream).to(sink.dtype)
         weights = found.weights.mean(1) if mean else found.weights
-        return (found.out.to(p.dtype), found.lse, weights), grads
+        return (found.out.to(p.dtype), found.lse, weights), (*grads, grad_sink)
 
     return explicit(case, t, None, compute)
 

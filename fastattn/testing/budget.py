@@ -38,18 +38,16 @@ def largest(truth: Tensor) -> float:
 
 def budget(plain_error: float, dtype: torch.dtype, scale: float) -> float:
     """The allowed error: twice that of plain PyTorch, plus a few ulp of the largest value."""
-    return (
-        2 * (plain_error if math.isfinite(plain_error) else 0.0)
-        + ULPS * torch.finfo(dtype).eps * scale
-    )
+    info = torch.finfo(dtype)
+    ulp = info.eps * max(scale, info.smallest_normal)
+    return 2 * (plain_error if math.isfinite(plain_error) else 0.0) + ULPS * ulp
 
 
 def error_ratio(ours: Tensor, peer: Tensor, truth: Tensor, scale: float | None = None) -> float:
     """Our error over the budget: at most 1 for a right result."""
     coarser = max(ours.dtype, peer.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     allowed = budget(error(peer, truth), coarser, largest(truth) if scale is None else scale)
-    mine = error(ours, truth)
-    return 0.0 if mine == 0 else math.inf if allowed == 0 else mine / allowed
+    return error(ours, truth) / allowed
 
 
 def assert_within_budget(
@@ -146,10 +144,10 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
     """
     leaves: dict[str, Any] = _leaves(case, t, torch.float64)
     leaves = {n: x if x is None else x.detach() for n, x in leaves.items()}
-    p, q, k, v, w, bias = _canonical(case, t, leaves)
+    p, q, k, v, w, bias, sink = _canonical(case, t, leaves)
     grad_out, grad_lse, grad_weights = _upstream(t)
     kept = reference.kept_pairs(p, bias)
-    probs, _, dropped, factors = reference.probabilities(p, q, k, w, bias, kept)
+    probs, (lse, _), dropped, factors = reference.probabilities(p, q, k, w, bias, kept, None, sink)
     v = reference.per_head(p, v)
     grad_probs = grad_out @ v.mT
     if grad_weights is not None:
@@ -171,6 +169,12 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
             squares["grad_bias"] = _along_lines(case, leaves[name], both)
         elif leaves[name] is not None:
             squares[f"grad_{name}"] = both.sum_to_size(leaves[name].shape)
+    if sink is not None:
+        terms = delta.square().squeeze(-1)
+        if case.drawn:  # a sum over j, and one over e
+            terms = terms + direct.sum(-1) + (grad_out * (dropped @ v)).square().sum(-1)
+        taken = reference.sink_weight(sink, lse).square()
+        squares["grad_sink"] = (taken * terms).sum((0, 2))
     if case.softcap:
         steep = reference.cap_slope(p, q, k, w)
         direct, both, probs = direct * steep.square(), both * steep.square(), probs * steep

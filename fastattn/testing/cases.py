@@ -34,10 +34,12 @@ class Case:
         bias: letters, as for keep; or ``"alibi"``, ``"alibi-b"`` with slopes of samples, or
             ``"relative"``, with ``bias_offset``.
         bias_inf: some elements of the bias are -inf.
+        bias_grad: whether bias, attn_mask and sink have gradients.
         bias_dtype: that of the case by default.
         attn_mask: letters, as for keep; some elements of a float one are -inf.
         scale: of the dot product and the cosine.
         bandwidth: of the gaussian score, letters of ``[B, H, D]``.
+        sink: every head has a sink, around this number.
         weights: ``"full"`` or ``"mean"``, as ``return_weights``.
         lse: whether the log-sum-exp is a result.
         layout: ``"bhmd"``; ``"bmhd"``: heads transposed; ``"bhdm"``: columns; ``"sliced"``: every
@@ -79,6 +81,7 @@ class Case:
     scale: float | None = None
     bandwidth: str = "h"
     softcap: float = 0.0
+    sink: float | None = None
     dropout_p: float = 0.0
     weights: str | None = None
     lse: bool = False
@@ -132,10 +135,11 @@ class Tensors:
     grad_lse: Tensor | None
     attn_mask: Tensor | None = None
     bandwidth: Tensor | None = None  # of the gaussian score, [(B,) H|1, 1, D|1]
+    sink: Tensor | None = None  # [H]
 
 
 # Those that may have gradients.
-INPUTS = ("q", "k", "v", "w", "bias", "attn_mask", "bandwidth")
+INPUTS = ("q", "k", "v", "w", "bias", "attn_mask", "bandwidth", "sink")
 
 
 def make(case: Case, device: str = "cpu") -> Tensors:
@@ -161,6 +165,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         grad_lse=normal(c.B, c.H, c.M) if c.lse else None,
         attn_mask=_attn_mask(c, normal, rng),
         bandwidth=_bandwidth(c, rng),
+        sink=None if c.sink is None else (normal(c.H) + c.sink).to(c.dtype),
     )  # fmt: skip
     return _laid_out(c, t)
 

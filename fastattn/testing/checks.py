@@ -21,6 +21,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     Upstream gradients of rows without keys and of masked weights become garbage as well. A mask or
     bias of -inf stays -inf; another addend of that pair becomes garbage. ``ALiBi`` and
     ``RelativeBias`` stay as they are, because many pairs share each of their numbers.
+    Beside a sink, the log-sum-exp of a row without keys has a gradient.
     """
     p, kept = _kept(case, t)
     structural = p.kept().expand(kept.shape)
@@ -53,7 +54,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
         bias=t.bias if is_relative(case) else fill(t.bias, beside, masks),
         attn_mask=fill(t.attn_mask, structural, masks),
         grad_weights=fill(t.grad_weights, weights, masks),
-        grad_lse=fill(t.grad_lse, by_query, "bhmd"),
+        grad_lse=t.grad_lse if t.sink is not None else fill(t.grad_lse, by_query, "bhmd"),
     )
     return _laid_out(case, spoilt)
 
@@ -104,9 +105,9 @@ def assert_same_bits(a: dict, b: dict) -> None:
 def assert_invariants(case: Case, t: Tensors, ours: dict[str, Tensor]) -> None:
     """Checks what holds for any numbers, in every row and key.
 
-    Without dropout, a row's weights sum to 1, and gradients of values sum to gradients of outputs:
-    forward and backward then use the same weights. Rows without keys, and keys that no row keeps,
-    have results of exactly 0.
+    Without dropout and sinks, a row's weights sum to 1, and gradients of values sum to gradients of
+    outputs: forward and backward then use the same weights. Rows without keys, and keys that no row
+    keeps, have results of exactly 0.
     """
     p, kept = _kept(case, t)
     empty, unused = ~kept.any(-1), ~_used_keys(p, kept)
@@ -114,10 +115,11 @@ def assert_invariants(case: Case, t: Tensors, ours: dict[str, Tensor]) -> None:
     for name in zero.keys() & ours.keys():
         assert not ours[name][zero[name]].any(), f"{case} {name}: not 0 where nothing is kept"
     if case.lse:
-        assert (ours["lse"][empty] == -math.inf).all(), f"{case} lse: not -inf without keys"
+        alone = torch.tensor(-math.inf) if t.sink is None else t.sink[:, None]
+        assert (ours["lse"] == alone)[empty].all(), f"{case} lse: of rows without keys"
     if case.weights == "full":
         assert not ours["weights"][~kept].any(), f"{case} weights: not 0 where masked"
-    if case.dropout_p:
+    if case.dropout_p or t.sink is not None:
         return
     most = 8 * torch.finfo(case.dtype).eps
     if case.weights == "full":

@@ -157,6 +157,14 @@ def _grid() -> list[Case]:
         Case("softcap-few", softcap=1.5, H=4, M=3, N=300, kv_len="rows", weights="full"),
         Case("softcap-decode", softcap=1.5, M=1, N=300),
     ]  # fmt: skip
+    # The last one asks for nothing else, and its sinks have no gradient.
+    sinks = [
+        Case("sink", sink=0.0, causal="bottom_right", kv_len="batch", H=4, Hkv=2, M=33, N=70,
+             weights="full", lse=True, garbage=math.nan),
+        Case("sink-masks", sink=2.0, softcap=2.0, keep="bhmn", bias="bmn", bias_inf=True,
+             empty_rows=True, dropout_p=0.3, weights="mean", lse=True, M=20, N=40),
+        Case("sink-few", sink=-1.0, bias="alibi", bias_grad=False, M=3, N=300),
+    ]  # fmt: skip
     large = [Case("large-logits", magnitude=60.0, M=40, N=70, lse=True)]
     # Whole tiles, which no mask code touches; as large as the logits of the dot product are named.
     plain = [Case(f"plain-N{n}", B=1, M=64, N=n, weights="full", lse=True) for n in (64, 128)]
@@ -177,6 +185,7 @@ def _grid() -> list[Case]:
         *dropout,
         *heads,
         *caps,
+        *sinks,
         *large,
     ]
     both += plain
@@ -195,7 +204,7 @@ def _grid() -> list[Case]:
         *("kv-begin", "intervals", "documents-70"),
         *("bias-hmn", "weights-full", "weights-mean", "dropout", "dropout-all", "mqa"),
         *("relative-masks", "garbage-groups", "garbage-few", "D24-E136"),
-        *("plain-N64", "plain-N128", *(c.name for c in zeros), *(c.name for c in caps)),
+        *("plain-N64", "plain-N128", *(c.name for c in (*zeros, *caps, *sinks))),
     }
     bandwidths = [Case(f"bandwidth-{x}", bandwidth=x, M=40, N=70, lse=True)
                   for x in ("", "d", "hd", "b", "bhd")]  # fmt: skip
@@ -212,7 +221,7 @@ def _grid() -> list[Case]:
         *("garbage-groups", "bias-inf"),
         *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
         *("softcap", "softcap-masks", "softcap-50", "alibi-causal", "relative-masks"),
-        "plain-N128-logits-1e4",
+        *("sink", "sink-masks", "plain-N128-logits-1e4"),
     }
     return cases + [_with(c, dtype=d) for c in cases if c.name in half for d in (_f16, _bf16)]
 

@@ -23,7 +23,7 @@ def _leaf(x: Tensor | None, dtype: torch.dtype | None = None, grad: bool = True)
 
 
 def _leaves(case: Case, t: Tensors, dtype: torch.dtype | None) -> dict[str, Any]:
-    added = ("bias", "attn_mask")
+    added = ("bias", "attn_mask", "sink")
     return {n: _leaf(getattr(t, n), dtype, n not in added or case.bias_grad) for n in INPUTS}
 
 
@@ -74,8 +74,9 @@ def run(
         bias: Tensor | None,
         attn_mask: Tensor | None,
         bandwidth: Tensor,
+        sink: Tensor | None,
     ) -> Any:
-        options: dict[str, Any] = dict(bias=given_bias(case, bias), attn_mask=attn_mask)
+        options: dict[str, Any] = dict(bias=given_bias(case, bias), attn_mask=attn_mask, sink=sink)
         options |= dict(backend=backend, return_weights=case.weights, return_lse=case.lse)
         if record.kinds(t.mask):
             options |= dict(mask=t.mask)
@@ -143,16 +144,16 @@ def _features(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float |
 
 
 def _canonical(case: Case, t: Tensors, leaves: dict[str, Any]) -> tuple:
-    """(p, q, k, v, w, bias) of a score of the record, made of leaves."""
+    """(p, q, k, v, w, bias, sink) of a score of the record, made of leaves."""
     x = dict(leaves)
     q, k, scale = _features(case, x.pop("q"), x.pop("k"))
-    w = _parameter(x.pop("w"), x.pop("bandwidth"))
-    return _build(case, t, q, k, w=w, scale=scale, **x)[:6]
+    w, sink = _parameter(x.pop("w"), x.pop("bandwidth")), x.pop("sink")
+    return *_build(case, t, q, k, w=w, scale=scale, **x)[:6], sink
 
 
-def _summed(grad_w: Tensor, w: Tensor) -> Tensor:
-    """[B, H, D], or its sum over the batch where all samples share w."""
-    return grad_w.sum(0) if w.dim() == 2 else grad_w
+def _summed(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """A gradient of each sample, or its sum over the batch where all samples share x."""
+    return grad if grad is None or x is None or grad.dim() == x.dim() else grad.sum(0)
 
 
 def _upstream(t: Tensors) -> list[Any]:
@@ -163,8 +164,7 @@ def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
     """The float64 reference and its explicit gradients."""
 
     def compute(p: Problem, *args: Any) -> tuple[tuple, tuple]:
-        without_sink: list[Any] = [*args, None, *_upstream(t)]
-        return reference.forward(p, *args), reference.backward(p, *without_sink)[:5]
+        return reference.forward(p, *args), reference.backward(p, *args, *_upstream(t))
 
     return explicit(case, t, torch.float64, compute)
 
@@ -172,16 +172,15 @@ def exact(case: Case, t: Tensors) -> dict[str, Tensor]:
 def explicit(
     case: Case, t: Tensors, dtype: torch.dtype | None, compute: Callable[..., tuple[tuple, tuple]]
 ) -> dict[str, Tensor]:
-    """Results and gradients of ``compute(p, q, k, v, w, bias)`` on the canonical tensors.
+    """Results and gradients of ``compute(p, q, k, v, w, bias, sink)`` on the canonical tensors.
 
-    It returns (out, lse, weights), and the gradients of q, k, v, w and bias.
+    It returns (out, lse, weights), and the gradients of q, k, v, w, bias and sink.
     """
     leaves = _leaves(case, t, dtype)
     p, *made = _canonical(case, t, leaves)
     args: list[Any] = [None if x is None else x.detach() for x in made]
     (out, lse, weights), pulled = compute(p, *args)
-    grads: list[Any] = [*pulled]
-    grads[3] = None if grads[3] is None else _summed(grads[3], args[3])
+    grads = [_summed(grad, x) for grad, x in zip(pulled, args, strict=True)]
     results = {"out": out}
     if case.weights:
         results["weights"] = weights
@@ -207,6 +206,7 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
         bias: Tensor | None,
         attn_mask: Tensor | None,
         bandwidth: Tensor,
+        sink: Tensor | None,
     ) -> tuple[Tensor, ...]:
         k, v = (x.repeat_interleave(case.H // case.Hkv, dim=1) if case.Hkv else x for x in (k, v))
         if case.score == "dot":
@@ -228,10 +228,14 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
         # Rows without a key keep all keys here, and are zeroed later: plain PyTorch would give NaN.
         scores = scores.masked_fill(~kept & has_key, -math.inf)
         scores = torch.where(has_key, scores, 0.0)
-        weights = torch.softmax(scores, -1) * has_key
+        without = torch.tensor(-math.inf)  # the log-sum-exp of a row without keys
+        if sink is not None:
+            without = sink[:, None].masked_fill(sink[:, None] == -math.inf, -math.inf)
+            scores = torch.cat([scores, without[..., None].expand(*scores.shape[:-1], 1)], -1)
+        weights = torch.softmax(scores, -1)[..., : case.N] * has_key
         if p.dropout is not None:
             weights = weights * p.dropout.factors(p, q.dtype)
-        lse = torch.where(has_key.squeeze(-1), torch.logsumexp(scores, -1), -math.inf)
+        lse = torch.where(has_key.squeeze(-1), torch.logsumexp(scores, -1), without)
         returned = {None: (), "full": (weights,), "mean": (weights.mean(1),)}[case.weights]
         return (weights @ v, *returned, *((lse,) if case.lse else ()))
 

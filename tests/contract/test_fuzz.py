@@ -73,6 +73,13 @@ FOUND = {
     "dO . V of the one key that counts cancels": Case(
         "132", Hkv=1, M=129, N=4, D=32, E=33, window=(0, -1), kv_len="rows", bias="bhm",
         bias_inf=True, magnitude=5.0, drawn=True),
+    "a sink: dO . O cancels": Case(
+        "0", "gaussian", M=1, N=4, D=1, E=2, dtype=torch.bfloat16, sink=-8.0, magnitude=30.0,
+        drawn=True),
+    "a sink leaves weights below the normal numbers": Case(
+        "112", B=3, H=1, Hkv=1, M=17, N=2, D=64, E=2, causal="top_left", kv_len="batch",
+        bias="alibi", bias_offset=200, bias_grad=False, bias_dtype=torch.float32, scale=-3.0,
+        sink=0.0, magnitude=1e-30, drawn=True),
     "one key and dropout: the peer is exact": Case(
         "22", drawn=True, B=1, M=1, N=5, D=1, E=16, causal="top_left", dropout_p=0.3),
 }  # fmt: skip
@@ -113,6 +120,7 @@ def test_every_feature_is_drawn():
         lambda c: c.dropout_p, lambda c: c.weights == "full", lambda c: c.weights == "mean",
         lambda c: c.lse, lambda c: c.garbage is not None and c.keep, lambda c: c.magnitude > 1,
         lambda c: c.kv_begin == "batch", lambda c: c.kv_begin in ("rows", "sorted"),
+        lambda c: c.sink == -math.inf, lambda c: c.sink is not None and c.lse,
         lambda c: c.softcap, lambda c: c.scale and c.scale < 0, lambda c: c.opposite,
         lambda c: c.bandwidth == "", lambda c: "b" in c.bandwidth, lambda c: "d" in c.bandwidth,
         lambda c: c.bias and c.bias_dtype not in (None, c.dtype),

@@ -11,7 +11,7 @@ import host_build
 import pytest
 import shim_backend
 import torch
-from properties import large_logits, sinks
+from properties import large_logits
 
 from fastattn import Mask, scaled_dot_product_attention, testing
 from fastattn.testing import GRID, Case
@@ -114,11 +114,6 @@ def test_few_queries_are_the_same_alone(backend):
     out = scaled_dot_product_attention(q, k, v, backend=backend)
     alone = scaled_dot_product_attention(q[1:2, :1], k[1:2, :1], v[1:2, :1], backend=backend)
     assert alone.equal(out[1:2, :1])
-
-
-@pytest.mark.parametrize("score", ["dot", "additive"])
-def test_sinks(score, backend):
-    sinks.check(torch.float16, backend, score=score, softcap=None)
 
 
 # ---- large logits ----

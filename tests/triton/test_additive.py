@@ -29,7 +29,7 @@ def small(name, **features):
 EVERYTHING = dict(
     B=2, Hkv=1, causal="bottom_right", window=(60, -1), keep="bhmn", kv_begin="rows", bias="bhmn",
     bias_inf=True,
-    empty_rows=True, dropout_p=0.3, weights="full", lse=True,
+    empty_rows=True, dropout_p=0.3, sink=0.0, weights="full", lse=True,
 )  # fmt: skip
 EXTREMES = [
     small("magnitude-30", magnitude=30.0, D=8),

@@ -21,7 +21,7 @@ def small(name, **features):
 
 EVERYTHING = dict(
     B=2, Hkv=1, causal="bottom_right", window=(60, -1), keep="bhmn", bias="bhmn", bias_inf=True,
-    empty_rows=True, dropout_p=0.3, weights="full", lse=True, garbage=math.nan,
+    empty_rows=True, dropout_p=0.3, sink=0.0, weights="full", lse=True, garbage=math.nan,
 )  # fmt: skip
 NAMES = "M1-N1 M0 N0 D0 E0 B0 H0 D1-E1 D3-E5"
 CASES = [

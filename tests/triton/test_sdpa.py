@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from properties import large_logits, sinks
+from properties import large_logits
 
 import fastattn
 from fastattn import testing
@@ -40,13 +40,6 @@ def test_blocks_of_keys_are_merged(name, device):
     """What a saved maximum counts differs with a bias, and with a softcap."""
     case = next(c for c in CASES if c.name == name and c.dtype == torch.float32)
     testing.check_blocks(case, "triton")
-
-
-@pytest.mark.parametrize("score", ["dot", "additive"])
-def test_sinks(score, device):
-    if device.type == "cuda":
-        pytest.skip("on a GPU they run in tests/functional/test_sinks.py")
-    sinks.check(torch.float32, "triton", score=score, softcap=2.0)
 
 
 def attend(q, k, v, **options):

@@ -20,6 +20,7 @@
 #include "cpu/loop/weights.h"
 #include "cpu/score/score.h"
 #include "cpu/score/values.h"
+#include "cpu/tile/first_maxima.h"
 #include "cpu/tile/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -109,7 +110,12 @@ class ForwardWorker {
   }
 
   void sweep(int64_t begin, int64_t end) {
-    for (int64_t g = 0; g < members(); ++g) select(g, true);
+    for (int64_t g = 0; g < members(); ++g) {
+      const Member m = member(g);
+      select(g, true);
+      if (end - begin > tile_.n)
+        first_maxima(p_, b_, m.h, m.i0, m.rows, {begin, end}, states_.member(g).m);
+    }
     const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * tile_.m);
     const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * tile_.m, i1);
     const int64_t step = begins_vary_by_row(p_.mask) ? Score::kBeginStep : tile_.n;
