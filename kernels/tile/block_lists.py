@@ -13,6 +13,7 @@ from .masking import (
     Mask,
     heads_of_mask,
     keep_tile,
+    keeps_intervals,
     kv_range,
     needs_lists,
     q_range,
@@ -210,7 +211,7 @@ def block_lists(call, mask: Mask, block_m: int, block_n: int, columns: bool = Fa
     blocks = torch.empty(B * H * pitch, room, dtype=torch.int32, device=call.q.device)
     counts = torch.empty(B * H * pitch, 2, dtype=torch.int32, device=call.q.device)
     about = H, call.M, call.N, rows, cols
-    if tiles and call.keep is None and bias is ABSENT:
+    if tiles and keeps_intervals(call):
         launch(classify_rows_kernel, B * H * rows)(
             classes, mask, *about, BLOCK_M=block_m, BLOCK_N=block_n, CHUNK=64
         )

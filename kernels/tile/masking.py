@@ -13,8 +13,9 @@ code, and calls ``keep_tile`` in partial tiles. The kind of a tile comes
 Either way a kernel gets (begin, full_begin, full_end, end), positions in the sequence of blocks to
 visit. Full blocks are in [full_begin, full_end), partial ones in the rest of [begin, end).
 
-A mask *selects* -inf and never adds it, because NaN + -inf is NaN. A new kind of mask is one
-field, one clause in row_range and the ranges, or in keep_tile, and one in ``varies_within_tiles``.
+A mask *selects* -inf and never adds it, because NaN + -inf is NaN. A new kind of mask is one field.
+If it is an interval, it has clauses in ``row_range``, in the ranges and in ``varies_within_tiles``.
+If not, it has clauses in ``keep_tile`` and ``keeps_intervals``.
 """
 
 from __future__ import annotations
@@ -261,15 +262,20 @@ def varies_within_tiles(call) -> bool:
 
     Keys past a length for all rows are never loaded. Keys before the first one may be.
     """
-    dense = call.keep is not None or call.bias is not None
     limited = _by_row(call.kv_len) or call.kv_begin is not None
-    return dense or limited or call.band != (None, None)
+    pairs = call.bias is not None or not keeps_intervals(call)
+    return pairs or limited or call.band != (None, None)
+
+
+def keeps_intervals(call) -> bool:
+    """Whether row_range says all of which pairs are kept; if not, tiles are looked at."""
+    return call.keep is None and not scans_bias(call)
 
 
 def needs_lists(call, columns: bool) -> bool:
     """Whether ranges of blocks cannot say which of them to visit (``columns``: row blocks)."""
     rows_vary = columns and _by_row(call.kv_len, call.kv_begin)
-    return call.keep is not None or scans_bias(call) or rows_vary
+    return rows_vary or not keeps_intervals(call)
 
 
 def heads_of_mask(call) -> tuple[int, int]:

@@ -9,8 +9,9 @@ from properties import mask_fields
 from properties.mask_fields import EXAMPLES, TENSORS, B, D, N, assert_heeded, every_field, mask_of
 
 import fastattn
-from fastattn import Mask, autograd
-from fastattn.problem import schemas, validate
+from fastattn import Mask, autograd, blocks
+from fastattn.backends import registry
+from fastattn.problem import Problem, schemas, validate
 from fastattn.problem.record import MASK_TENSORS
 from fastattn.scores import SCORES as every_score
 
@@ -44,6 +45,39 @@ def test_other_tensors_take_the_place_of_the_records_own(field):
     again = bare.with_tensors(*own)
     assert all(x is y for x, y in zip(again.tensors(), own, strict=True))
     assert again.with_tensors(*own) is again
+
+
+@every_field
+def test_a_record_is_made_again_of_its_operands(field):
+    """As operators of ``fastattn.distributed`` do. They get causal and window beside these."""
+    q, k, v = mask_fields.inputs("dot")
+    p = validate.build("dot", q, k, v, mask=mask_of(field)).p
+    call = schemas.Call(q, k, v, None, None, *p.operands)
+    again = Problem.of(call, Mask(p.mask.causal, p.mask.window), p.origin, p.N)
+    assert str(again) == str(p)
+    assert torch.equal(again.kept(), p.kept())
+
+
+@every_field
+@pytest.mark.parametrize("first", [(0, 0), (1, 0), (0, 3), (3, 2)], ids=str)
+def test_a_block_keeps_what_the_whole_keeps(first, field, backend):
+    p, *tensors = validate.build(
+        "dot", *mask_fields.inputs("dot"), mask=mask_of(field), return_weights="full"
+    )[:6]
+    (i, j), whole = first, blocks.whole(p)
+    cut = whole._replace(i=(i, p.M), j=(j, p.N))
+    part = blocks.block_of(p, cut)
+    kept = blocks.pairs_of(p.kept().expand(p.B, p.H, p.M, p.N), cut)
+    assert torch.equal(part.kept().expand_as(kept), kept)
+    weights = registry.get(backend).forward(part, *blocks.tensors_of(p, cut, *tensors))[2]
+    assert torch.equal(weights != 0, kept)
+
+
+@every_field
+def test_its_name_as_a_keyword_says_what_to_write(field):
+    q = torch.randn(1, 1, 2, D)
+    with pytest.raises(TypeError, match=rf"argument '{field}': write .*Mask\({field}="):
+        fastattn.scaled_dot_product_attention(q, q, q, **{field: None})
 
 
 @every_field
