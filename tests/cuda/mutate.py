@@ -58,6 +58,12 @@ def of_grads(name: str, right: str, wrong: str, found_by: str, file="wgmma_grads
     return Mistake(name, f"dot/{file}", right, wrong, found_by, source="dot/backward_wgmma.cu")
 
 
+def of_copies(name: str, right: str, wrong: str, file="turns.cuh"):
+    """A mistake in the loop of dQ, or of dK and dV, with its copies ahead."""
+    name, file, source = f"copies: {name}", f"dot/{file}", "dot/backward.cu"
+    return Mistake(name, file, right, wrong, "AssertionError", source=source)
+
+
 def of_halves(name: str, right: str, wrong: str, source: str, file="additive/half_products.cuh"):
     """A mistake in the additive score's products of 16-bit types."""
     return Mistake(f"halves: {name}", file, right, wrong, "AssertionError", source=source)
@@ -89,11 +95,32 @@ MISTAKES = [
         "    wait_for_copies();\n    __syncthreads();\n    at.j0 += kTile;",
         "    wait_for_copies();\n    at.j0 += kTile;", "AssertionError",
     ),
-    Mistake(
-        "a V that comes while others read the last one", "dot/backward.cu",
+    of_copies(
+        "a V that comes while others read the last one",
         "    __syncthreads();  // others may still read V, and the bad rows of K\n", "",
-        "AssertionError",
-        source="dot/backward.cu",
+        "backward.cu",
+    ),
+    of_copies(
+        "stats that come while others read the last ones",
+        "    __syncthreads();  // others may still read the stats, and the bad rows of Q and dO\n",
+        "", "backward.cu",
+    ),
+    of_copies(
+        "a dO that comes while others read the last one",
+        "    __syncthreads();  // others may still read dO, and bad_rows\n", "", "backward.cu",
+    ),
+    of_copies(
+        "one place for this tile and the next", "odd ? first : memory.other", "place(first)",
+    ),
+    of_copies("no wait", "    wait_for_copies();\n    __syncthreads();", "    __syncthreads();"),
+    of_copies(
+        "a tile that others still copy", "    wait_for_copies();\n    __syncthreads();",
+        "    wait_for_copies();",
+    ),
+    of_copies("the mask of the next tile", "false, here().full", "false, next().full"),
+    of_copies("the bits of the last tile", "bits = of_next, ", ""),
+    of_copies(
+        "one head of those that share keys", "n >= heads * tiles", "n >= tiles", "backward.cu",
     ),
     Mistake(
         "a wrong lane of a matrix operand", "tile/half_tile.cuh",

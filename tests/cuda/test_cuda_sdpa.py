@@ -59,6 +59,8 @@ CORNERS = [
     Case("capped-line", B=1, H=4, Hkv=2, M=66, N=70, D=128, E=5, softcap=4.0, magnitude=3.0,
          causal="bottom_right", bias="relative", weights="mean", layout="sliced"),
     Case("capped-few", B=1, M=5, N=300, D=64, E=9, softcap=0.5, keep="bhmn", bias="n"),
+    # A tile with garbage before full tiles.
+    Case("full", B=2, H=1, Hkv=1, M=64, N=192, D=8, E=4, kv_begin="batch", garbage=float("nan")),
 ]  # fmt: skip
 
 

@@ -27,7 +27,8 @@ pytestmark = [
 SCORES = slice(0, 8)  # of a tile, 16 dims each
 VALUES = slice(8, 16)  # P V, 16 keys each
 GRADS = slice(8, 16)  # dO V^T, 16 dims each
-KEYS_VALUES, KEYS_SCORES = slice(16, 20), slice(20, 24)  # P^T dO and dS^T Q, 16 queries each
+# P^T dO and dS^T Q, 16 queries each; or dS K, 16 keys each.
+SUMS = {"dkdv": (slice(16, 20), slice(20, 24)), "dq": (slice(16, 20),)}
 
 
 def of_triton(keys: int) -> list[dict]:
@@ -58,9 +59,10 @@ def ours(monkeypatch):
     backend = shim_backend.install(monkeypatch)
     monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
 
-    def latest(count: int) -> list[tuple[int, int]]:
+    def latest(count: int, blocks_before: int = 0) -> list[tuple[int, int]]:
         numbers = (ctypes.c_uint64 * (2 * count))()
-        assert ctypes.CDLL(str(shim_backend.library())).shim_descriptors(numbers, count) == count
+        library = ctypes.CDLL(str(shim_backend.library()))
+        assert library.shim_descriptors(numbers, count, blocks_before) == count
         return [(numbers[2 * n], numbers[2 * n + 1]) for n in range(count)]
 
     def of_pass(name: str) -> list[tuple[int, int]]:
@@ -68,8 +70,8 @@ def ours(monkeypatch):
         out = scaled_dot_product_attention(q.requires_grad_(), k, v, backend=backend)
         if name == "forward":
             return latest(16)
-        out.backward(grad_out)  # dK and dV come last
-        return latest(24)
+        out.backward(grad_out)
+        return latest(24, blocks_before=name == "dq")  # dK and dV come last
 
     return of_pass
 
@@ -99,12 +101,15 @@ def test_forward(ours, forward):
     assert_from_registers(found[VALUES], forward[VALUES])
 
 
-def test_backward(ours, backward):
-    found = ours("backward")
+@pytest.mark.parametrize("kernel", SUMS)
+def test_backward(kernel, ours, backward):
+    found = ours(kernel)
     assert len(backward) == 12
+    from_registers = {n for n, (a, _) in enumerate(found) if a == 0}
+    assert from_registers == {n for products in SUMS[kernel] for n in range(24)[products]}
     for products in SCORES, GRADS:
         assert_from_shared(found[products], backward[SCORES])
-    for products in KEYS_VALUES, KEYS_SCORES:
+    for products in SUMS[kernel]:
         assert_from_registers(found[products], backward[8:])
 
 

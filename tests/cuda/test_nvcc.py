@@ -33,7 +33,6 @@ BLOCKS = {
     "sdpa_delta_kernel": 2,
     "sdpa_dq_kernel": 2,
     "sdpa_dkdv_kernel": 2,
-    "sdpa_capped_keys_kernel": 2,
     "sdpa_dbias_kernel": 2,
     # As large as these: a block of three warpgroups.
     "sdpa_wgmma_kernel": 3,
@@ -120,14 +119,17 @@ def test_inner_loops(kernel, arch):
 @both_archs
 @pytest.mark.parametrize(
     ("source", "kernel"),
-    [("dot/forward.cu", "sdpa_forward_kernel"), ("dot/backward.cu", "sdpa_dq_kernel")],
+    [
+        ("dot/forward.cu", "sdpa_forward_kernel"),
+        ("dot/backward.cu", "sdpa_dq_kernel"),
+        ("dot/backward.cu", "sdpa_dkdv_kernel"),
+    ],
 )
 def test_copies_of_the_next_tile_begin_before_the_products_of_this_one(source, kernel, arch):
-    """Without a wait for copies between both. Under a softcap, dQ has no registers for it."""
+    """Without a wait for copies between both."""
     for listing in listings(source, arch):
         name = listing.partition("\n")[0]
-        capped = kernel == "sdpa_dq_kernel" and "Lb1E" in name
-        if kernel_name(name) == kernel and "HMMA" in listing and not capped:
+        if kernel_name(name) == kernel and "HMMA" in listing:
             assert re.search(r"LDGSTS(?:(?!DEPBAR).)*?HMMA", listing, re.DOTALL), name
 
 

@@ -116,6 +116,7 @@ def usage(kernel, folder: Path) -> dict:
         "shared": kernel.metadata.shared,
         "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
         "mma": kernel.asm["ptx"].count("mma.sync"),
+        "tensor_copies": kernel.asm["ptx"].count("cp.async.bulk.tensor"),
         "exponents": rounded_exponents(kernel.asm["ptx"]),
         "tcgen05": kernel.asm["ptx"].count("tcgen05.mma"),
         "tensor_memory": kernel.metadata.tmem_size,

@@ -101,6 +101,14 @@ def test_hopper_multiplies_by_warpgroup(compiled):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("score", SCORES)
+def test_no_kernel_copies_by_tensor_map(score, compiled):
+    """Pointers serve every stride (docs/decisions/0007): the `wgmma` path has the tensor maps."""
+    kernels = result(compiled, "sm_90", "2", score)
+    assert {k["name"]: k["tensor_copies"] for k in kernels if k["tensor_copies"]} == {}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_forward_on_hopper_computes_the_softmax_once_beside_products(head_size, compiled):
     """A mask once made Triton compute it in two layouts, and ptxas wait for each product."""

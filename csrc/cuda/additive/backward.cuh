@@ -10,7 +10,7 @@ namespace fastattn::cuda {
 struct BackwardArgs {
   BackwardParams p;
   AdditiveBackwardPlan plan;
-  Spans spans;
+  Span* spans;  // of keys, spans.cuh
   float unit;
 };
 

@@ -43,7 +43,7 @@ FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, Stag
     const Place at =
         place(p, p.bias_B == 1 ? n / heads : tile.b, p.bias_H == 1 ? n % heads : tile.h,
               (tile.tile_m + along) * kTile, (tile.tile_n + along) * kTile);
-    const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans.keys);
+    const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans);
     if (mask.empty) continue;
     Fragment weights, ds;
     gradient_tile(a, at, mask.bits, memory, weights, ds, nullptr);

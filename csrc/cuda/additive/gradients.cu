@@ -234,11 +234,11 @@ FASTATTN_DEVICE void find_keys(const BackwardArgs& a, int tile_m, Visited& visit
   if (thread() == 0) {
     const Place at = own_place(a, tile_m, 0);
     Span keys;
-    if (a.spans.keys == nullptr) {
+    if (a.spans == nullptr) {
       const KeyRange range = tile_range(a.p.mask, a.p.N, at.b, at.i0, at.i0 + at.rows);
       keys = {static_cast<int>(range.begin), static_cast<int>(range.end)};
     } else {
-      keys = a.spans.keys[at.b * a.plan.panels.tiles_m + tile_m];
+      keys = a.spans[at.b * a.plan.panels.tiles_m + tile_m];
     }
     const int slices = static_cast<int>(a.plan.slices_n), slice = static_cast<int>(own_slices(a).n);
     const int first = keys.begin / kTile;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     find_keys(a, m, memory.visited);
     for (int n = visited.keys.begin; n < visited.keys.end; n += slices_n) {
       const Place at = own_place(a, visited.tile_m, opaque_here(n));
-      const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans.keys);
+      const TileMask mask = mask_tile<FragmentLayout>(p, at, a.spans);
       if (mask.empty) continue;
       Fragment weights, ds;
       gradient_tile(a, at, mask.bits, memory.stage, weights, ds, memory.ds);

@@ -112,7 +112,7 @@ struct AdditiveBackwardPlan {
   // is broadcast over: [bias_B][bias_H][parts][bias_M][bias_N], unless there is one part. That of a
   // line is added up by diagonals of tiles (line.cuh).
   int64_t slices, parts_m, parts_n, bias;
-  int64_t spans;  // spans.cuh
+  int64_t spans;  // of keys, spans.cuh
   int64_t workspace_bytes;
 };
 
@@ -165,7 +165,7 @@ FASTATTN_FN AdditiveBackwardPlan plan_additive_backward(const BackwardParams& p)
   plan.sums_w = take(&used, blocks * panels.stages * kThreads * kOwnDims);
   plan.weights = take(&used, blocks * panels.dims);
   if (p.grad_bias.data != nullptr) plan_bias(p, &plan, &used);
-  plan.spans = take(&used, span_floats(p));
+  plan.spans = take(&used, key_span_floats(p));
   plan.workspace_bytes = 4 * used;
   return plan;
 }

@@ -130,10 +130,12 @@ FASTATTN_DEVICE void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t 
 // ---- asynchronous copies from global to shared memory ----
 
 #if defined(FASTATTN_CUDA_ON_CPU)
-// Copies are made at the wait and not before, so a kernel that reads too early sees old data.
+// Odd threads copy at the wait, so a kernel that reads too early sees old data. Even threads copy
+// at once, so a kernel that still reads the old data sees new.
 struct PendingCopy {
   void* to;
   const void* from;
+  int bytes;
 };
 static inline std::vector<PendingCopy>& pending_copies() {
   static std::vector<PendingCopy> pending[1024];
@@ -141,24 +143,30 @@ static inline std::vector<PendingCopy>& pending_copies() {
 }
 #endif
 
-// Copies 16 bytes; both addresses are aligned to 16. Visible to this thread after
+// Copies 16 or 4 bytes; both addresses are aligned to as many. Visible to this thread after
 // wait_for_copies(), to others after a barrier that follows.
+template <int kBytes>
 FASTATTN_DEVICE void copy_async(void* shared, const void* global) {
+  static_assert(kBytes == 16 || kBytes == 4);
 #if defined(FASTATTN_CUDA_ON_CPU)
   const Site here = {__builtin_FILE(), __builtin_LINE()};
-  require_aligned(shared, 16, here), require_aligned(global, 16, here);
-  pending_copies().push_back({shared, global});
+  require_aligned(shared, kBytes, here), require_aligned(global, kBytes, here);
+  if (threadIdx.x % 2 == 0)
+    std::memcpy(shared, global, kBytes);
+  else
+    pending_copies().push_back({shared, global, kBytes});
 #else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-               :
-               : "r"(shared_address(shared)), "l"(global)
-               : "memory");
+  const uint32_t to = shared_address(shared);
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(global) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(to), "l"(global) : "memory");
 #endif
 }
 
 FASTATTN_DEVICE void wait_for_copies() {
 #if defined(FASTATTN_CUDA_ON_CPU)
-  for (const PendingCopy& copy : pending_copies()) std::memcpy(copy.to, copy.from, 16);
+  for (const PendingCopy& copy : pending_copies()) std::memcpy(copy.to, copy.from, copy.bytes);
   pending_copies().clear();
 #else
   asm volatile("cp.async.wait_all;" : : : "memory");

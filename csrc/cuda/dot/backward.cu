@@ -15,9 +15,9 @@
 // Every result has one owner: there are no atomics, and every run gives the same results. Dao,
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
 #include "cuda/base/launcher.cuh"
-#include "cuda/dot/backward.cuh"
 #include "cuda/dot/backward_wgmma.h"
 #include "cuda/dot/passes.h"
+#include "cuda/dot/turns.cuh"
 #include "cuda/tile/bias_parts.cuh"
 #include "cuda/tile/line.cuh"
 #include "cuda/tile/spans.cuh"
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const float unit = unit_of(p);
     const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
     start_queries<kDim>(p.q, p.D, at, memory.q);
-    load_rows<false>(p, at, memory.rows);
+    start_rows<false>(p, at, memory.rows);
     for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
       at.cols = extent(p.N, at.j0);
       const TileMask mask = mask_tile<QueryRows>(p, at);
@@ -79,67 +79,52 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dq ----
 
-// A second place for K. V is free once dP is made, and so the next V comes to its place.
-template <int kDim>
-struct __align__(16) QueryMemory {
-  GradMemory<kDim> tile;
-  uint16_t other_k[kTile * kDim];
-};
-
-// The next K and V are copied while this tile is multiplied. A softcap leaves too few registers to
-// know the next tile so early.
 template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
                    const __grid_constant__ GradMarks marks) {
   if (marks.queries != nullptr && marks.queries[blockIdx.x] == 0) return;
-  QueryMemory<kDim>& both = *static_cast<QueryMemory<kDim>*>(shared_memory());
-  GradMemory<kDim>& memory = both.tile;
+  Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
+  GradMemory<kDim>& memory = turns.memory.tile;
   const float unit = unit_of(p);
-  Place at = query_place(p, blockIdx.x);
-  const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  const Place own = query_place(p, blockIdx.x);
+  const KeyRange keys = tile_range(p.mask, p.N, own.b, own.i0, own.i0 + own.rows);
+  turns.begin(own);
+  start_queries<kDim>(p.q, p.D, own, memory.q);
+  start_queries<kDim>(p.grad_out, p.E, own, memory.grad_out);
+  start_rows<true>(p, own, memory.rows);
+  __syncthreads();
   float dq[kDim / 8][4] = {};
-  at.j0 = keys.begin / kTile * kTile;
-  TileMask mask{};
-  bool more = next_tile<QueryRows>(p, keys.end, at, mask);
-  if (more) {
-    start_queries<kDim>(p.q, p.D, at, memory.q);
-    start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
-    load_rows<true>(p, at, memory.rows);
-    start_keys<kDim>(p.k, p.D, at, memory.k);
-    start_keys<kDim>(p.v, p.E, at, memory.v);
-  }
-  for (bool odd = false; more; odd = !kCapped && !odd) {
-    const Place here = at;
-    const TileMask mask_here = mask;
-    uint16_t* const k = odd ? both.other_k : memory.k;
-    wait_for_copies();
-    __syncthreads();
-    const auto find_next = [&] {
-      at.j0 += kTile;
-      more = next_tile<QueryRows>(p, keys.end, at, mask);
-    };
-    if constexpr (!kCapped) {
-      find_next();
-      if (more) start_keys<kDim>(p.k, p.D, at, odd ? memory.k : both.other_k);
+#pragma unroll 1
+  for (int64_t j0 = keys.begin / kTile * kTile;; j0 += kTile) {
+    Place at = turns.here().at;
+    TileMask mask = {0, true, false};
+    if (j0 < keys.end) {
+      at.j0 = j0, at.cols = extent(p.N, j0);
+      mask = mask_tile<QueryRows>(p, at);
+      if (mask.empty) continue;
     }
+    turns.wait();
+    if (!mask.empty) start_keys<kDim>(p.k, p.D, at, turns.next_place(memory.k));
+    turns.set_next(at, mask);
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped>(p, here, mask_here, unit, memory, k, s, ds);
+    uint16_t* const k = turns.place(memory.k);
+    if (!turns.here().none)
+      gradient_tile<QueryRows, kType, kDim, kCapped>(p, turns.here().at, turns.mask(), unit, memory,
+                                                     memory.q, k, s, ds);
     __syncthreads();  // others may still read V, and the bad rows of K
-    if (!kCapped && more) start_keys<kDim>(p.v, p.E, at, memory.v);
-    add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, here.b, here.hkv, here.j0, 0), p.D,
-                                        mask_here, ds, k, memory.bad_rows, dq);
-    if constexpr (kCapped) {
-      find_next();
-      __syncthreads();
-      if (more) {
-        start_keys<kDim>(p.k, p.D, at, memory.k);
-        start_keys<kDim>(p.v, p.E, at, memory.v);
-      }
+    if (!turns.next().none) start_keys<kDim>(p.v, p.E, turns.next().at, memory.v);
+    if (!turns.here().none) {
+      const Place x = turns.here().at;
+      add_product<QueryRows, kType, kDim>(p.k, offset_of(p.k, x.b, x.hkv, x.j0, 0), p.D,
+                                          turns.mask(), ds, k, memory.bad_rows, dq);
     }
+    if (turns.next().none) break;
+    turns.go_on(mask.bits);
   }
   wait_for_copies();
-  store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, at.b, at.h, at.i0, 0), at.rows, p.D,
+  const Place to = turns.here().at;
+  store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, to.b, to.h, to.i0, 0), to.rows, p.D,
                           p.scale, dq);
 }
 
@@ -151,95 +136,83 @@ FASTATTN_DEVICE Place key_place(const AttentionParams& p, uint32_t block) {
   return place(p, block, hkv * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kTile);
 }
 
-// Registers are full of sums, so the unit of logits is an argument. `opaque` hides values that can
-// be recomputed, so that the compiler does not keep them.
-template <DType kType, int kDim>
+// Moves to the n-th tile of queries that the keys at `at` visit, of all heads that share them.
+FASTATTN_DEVICE bool go_to(const AttentionParams& p, const Span& visited, uint32_t n, Place& at) {
+  const int first = first_row(visited), rows = rows_end(visited) - first;
+  const uint32_t tiles = (rows + kTile - 1) / kTile;
+  const uint32_t heads = static_cast<uint32_t>(p.H) / static_cast<uint32_t>(p.Hkv);
+  if (n >= heads * tiles) return false;
+  at.h = static_cast<int>(at.hkv * heads + n / tiles);
+  at.i0 = first + static_cast<int>(n % tiles * kTile);
+  at.rows = extent(p.M, at.i0);
+  return true;
+}
+
+// The unit of logits is an argument, because registers are full. Under a softcap a block has one of
+// dk and dv, as its number says: the sums of both and the slopes would spill.
+template <DType kType, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
                      const __grid_constant__ float unit, const __grid_constant__ GradMarks marks) {
   if (marks.keys != nullptr && marks.keys[blockIdx.x] == 0) return;
-  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  Place at = key_place(p, blockIdx.x);
-  find_rows(p, spans, at, memory.visited);
-  float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
-  start_keys<kDim>(p.k, p.D, at, memory.k);
-  start_keys<kDim>(p.v, p.E, at, memory.v);
-  at.j0 = opaque(at.j0);
-  const auto first = [&] {
-    return key_place(p, static_cast<uint32_t>(opaque_here(static_cast<int>(blockIdx.x))));
-  };
-  for (; at.h < first().h + static_cast<int>(p.H) / static_cast<int>(p.Hkv); ++at.h)
-    for (at.i0 = first_row(memory.visited); at.i0 < rows_end(memory.visited); at.i0 += kTile) {
-      at.rows = extent(p.M, at.i0);
-      const TileMask mask = mask_tile<KeyRows>(p, at, spans.keys);
-      if (mask.empty) continue;
-      __syncthreads();
-      start_queries<kDim>(p.q, p.D, at, memory.q);
-      start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
-      load_rows<true>(p, at, memory.rows);
-      wait_for_copies();
-      __syncthreads();
-      Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim, false>(p, at, mask, unit, memory, memory.k, s, ds);
-      __syncthreads();  // others may still read the bad rows of Q and dO
-      const int64_t i0 = opaque(at.i0);
-      const int b = opaque_here(at.b), h = opaque_here(at.h);
-      add_product<KeyRows, kType, kDim>(p.grad_out, offset_of(p.grad_out, b, h, i0, 0), p.E, mask,
-                                        s, memory.grad_out, memory.bad_rows, dv);
-      __syncthreads();  // others may also still read bad_rows
-      add_product<KeyRows, kType, kDim>(p.q, offset_of(p.q, b, h, i0, 0), p.D, mask, ds, memory.q,
-                                        memory.bad_rows, dk);
-    }
-  wait_for_copies();
-  at = first();
-  store_sums<kType, kDim>(p.grad_v, offset_of(p.grad_v, at.b, at.hkv, at.j0, 0), at.cols, p.E, 1.f,
-                          dv);
-  store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, at.b, at.hkv, at.j0, 0), at.cols, p.D,
-                          p.scale, dk);
-}
-
-// One of dk and dv, as the block's number says. The sums of both and a softcap's slopes together
-// would spill.
-template <DType kType, int kDim>
-__global__ void __launch_bounds__(kThreads, 2)
-    sdpa_capped_keys_kernel(const __grid_constant__ BackwardParams p,
-                            const __grid_constant__ Spans spans) {
-  GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  const bool of_values = blockIdx.x % 2 == 0;
+  Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
+  GradMemory<kDim>& memory = turns.memory.tile;
+  {
+    const Place own = key_place(p, kCapped ? blockIdx.x / 2 : blockIdx.x);
+    turns.begin(own);
+    find_rows(p, spans, own, memory.visited);
+    start_keys<kDim>(p.k, p.D, own, memory.k);
+    start_keys<kDim>(p.v, p.E, own, memory.v);
+  }
+  const bool of_values = !kCapped || blockIdx.x % 2 == 0;  // the first product
   const View& others = of_values ? p.grad_out : p.q;
-  uint16_t* const tile = of_values ? memory.grad_out : memory.q;
   const int64_t dims = of_values ? p.E : p.D;
-  const float unit = unit_of(p);
-  const Place first = key_place(p, blockIdx.x / 2);
-  find_rows(p, spans, first, memory.visited);
-  float sum[kDim / 8][4] = {};
-  start_keys<kDim>(p.k, p.D, first, memory.k);
-  start_keys<kDim>(p.v, p.E, first, memory.v);
-  const int end = first.h + static_cast<int>(p.H) / static_cast<int>(p.Hkv);
-  for (Place at = first; at.h < end; ++at.h)
-    for (at.i0 = first_row(memory.visited); at.i0 < rows_end(memory.visited); at.i0 += kTile) {
-      at.rows = extent(p.M, at.i0);
-      const TileMask mask = mask_tile<KeyRows>(p, at, spans.keys);
+  float sum[kDim / 8][4] = {}, dk[kDim / 8][4] = {};
+#pragma unroll 1
+  for (uint32_t n = 0;; ++n) {
+    Place at = turns.here().at;
+    TileMask mask = {0, true, false};
+    if (go_to(p, memory.visited, n, at)) {
+      mask = mask_tile<KeyRows>(p, at, spans.keys);
       if (mask.empty) continue;
-      __syncthreads();
-      start_queries<kDim>(p.q, p.D, at, memory.q);
-      start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
-      load_rows<true>(p, at, memory.rows);
-      wait_for_copies();
-      __syncthreads();
-      Pairs<KeyRows> s, ds;
-      gradient_tile<KeyRows, kType, kDim, true>(p, at, mask, unit, memory, memory.k, s, ds);
-#pragma unroll
-      for (int n = 0; n < 4 * KeyRows::kTiles; ++n)
-        s[n / 4][n % 4] = of_values ? s[n / 4][n % 4] : ds[n / 4][n % 4];
-      __syncthreads();  // others may still read the bad rows of Q and dO
-      add_product<KeyRows, kType, kDim>(others, offset_of(others, at.b, at.h, at.i0, 0), dims, mask,
-                                        s, tile, memory.bad_rows, sum);
     }
+    turns.wait();
+    if (!mask.empty) start_queries<kDim>(p.q, p.D, at, turns.next_place(memory.q));
+    turns.set_next(at, mask);
+    Pairs<KeyRows> s, ds;
+    uint16_t* const q = turns.place(memory.q);
+    if (!turns.here().none)
+      gradient_tile<KeyRows, kType, kDim, kCapped>(p, turns.here().at, turns.mask(), unit, memory,
+                                                   q, memory.k, s, ds);
+    __syncthreads();  // others may still read the stats, and the bad rows of Q and dO
+    if (!turns.next().none) start_rows<true>(p, turns.next().at, memory.rows);
+    if (!turns.here().none) {
+#pragma unroll
+      for (int i = 0; i < 4 * KeyRows::kTiles; ++i)
+        s[i / 4][i % 4] = of_values ? s[i / 4][i % 4] : ds[i / 4][i % 4];
+      const Place x = turns.here().at;
+      add_product<KeyRows, kType, kDim>(others, offset_of(others, x.b, x.h, x.i0, 0), dims,
+                                        turns.mask(), s, of_values ? memory.grad_out : q,
+                                        memory.bad_rows, sum);
+    }
+    __syncthreads();  // others may still read dO, and bad_rows
+    if (!turns.next().none) start_queries<kDim>(p.grad_out, p.E, turns.next().at, memory.grad_out);
+    if (!kCapped && !turns.here().none) {
+      const Place x = turns.here().at;
+      add_product<KeyRows, kType, kDim>(p.q, offset_of(p.q, x.b, x.h, x.i0, 0), p.D, turns.mask(),
+                                        ds, q, memory.bad_rows, dk);
+    }
+    if (turns.next().none) break;
+    turns.go_on(mask.bits);
+  }
   wait_for_copies();
-  const View& to = of_values ? p.grad_v : p.grad_k;
-  store_sums<kType, kDim>(to, offset_of(to, first.b, first.hkv, first.j0, 0), first.cols, dims,
+  const Place to = turns.here().at;
+  const View& result = of_values ? p.grad_v : p.grad_k;
+  store_sums<kType, kDim>(result, offset_of(result, to.b, to.hkv, to.j0, 0), to.cols, dims,
                           of_values ? 1.f : p.scale, sum);
+  if constexpr (!kCapped)
+    store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, to.b, to.hkv, to.j0, 0), to.cols, p.D,
+                            p.scale, dk);
 }
 
 // ---- dbias ----
@@ -319,14 +292,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     start_queries<kDim>(p.q, p.D, at, memory.q);
     start_queries<kDim>(p.grad_out, p.E, at, memory.grad_out);
-    load_rows<true>(p, at, memory.rows);
+    start_rows<true>(p, at, memory.rows);
     start_keys<kDim>(p.k, p.D, at, memory.k);
     start_keys<kDim>(p.v, p.E, at, memory.v);
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, unit, memory, memory.k, s,
-                                                          ds);
+    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, unit, memory, memory.q,
+                                                          memory.k, s, ds);
 #pragma unroll
     for (int t = 0; t < QueryRows::kTiles; ++t)
 #pragma unroll
@@ -388,14 +361,10 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   GradMarks marks{nullptr, nullptr};
   if (!kCapped && takes_wgmma(p) && launch_wgmma(p, spans, marks_of(p), launcher))
     marks = marks_of(p);
-  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, sizeof(QueryMemory<kDim>),
+  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, sizeof(PassingMemory<kDim>),
                p, marks);
-  if constexpr (kCapped) {
-    launcher.run(sdpa_capped_keys_kernel<kType, kDim>, 2 * keys, kThreads, shared, p, spans);
-  } else {
-    launcher.run(sdpa_dkdv_kernel<kType, kDim>, keys, kThreads, shared, p, spans, unit_of(p),
-                 marks);
-  }
+  launcher.run(sdpa_dkdv_kernel<kType, kDim, kCapped>, kCapped ? 2 * keys : keys, kThreads,
+               sizeof(PassingMemory<kDim>), p, spans, unit_of(p), marks);
   if (p.grad_bias.data == nullptr) return;
   const int64_t slices = slices_of(p);
   launcher.run(sdpa_dbias_kernel<kType, kDim, kCapped>,

@@ -24,21 +24,23 @@ FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, 
   return (at.b * p.H + at.h) * p.M + at.i0 + query;
 }
 
-// Loads a row of a query tile.
+// Starts copying a row of a query tile.
 template <bool kDelta>
-FASTATTN_DEVICE void load_row(const BackwardParams& p, const Place& at, int row, RowMemory& rows) {
-  const bool inside = row < at.rows;
+FASTATTN_DEVICE void start_row(const BackwardParams& p, const Place& at, int row, RowMemory& rows) {
+  if (row >= at.rows) {
+    rows.shift[row] = rows.factor[row] = rows.delta[row] = 0.f;
+    return;
+  }
   const int64_t number = query_number(p, at, row);
-  const float2 stats =
-      inside ? reinterpret_cast<const float2*>(p.stats)[number] : make_float2(0.f, 0.f);
-  rows.shift[row] = stats.x;
-  rows.factor[row] = stats.y;
-  if (kDelta) rows.delta[row] = inside ? static_cast<const float*>(p.workspace)[number] : 0.f;
+  const float* const stats = static_cast<const float*>(p.stats) + 2 * number;
+  copy_async<4>(&rows.shift[row], stats);
+  copy_async<4>(&rows.factor[row], stats + 1);
+  if (kDelta) copy_async<4>(&rows.delta[row], static_cast<const float*>(p.workspace) + number);
 }
-// Loads all of them. They are visible after a barrier.
+// All of them. The copies are done after wait_for_copies() and a barrier.
 template <bool kDelta>
-FASTATTN_DEVICE void load_rows(const BackwardParams& p, const Place& at, RowMemory& rows) {
-  if (thread() < kTile) load_row<kDelta>(p, at, thread(), rows);
+FASTATTN_DEVICE void start_rows(const BackwardParams& p, const Place& at, RowMemory& rows) {
+  if (thread() < kTile) start_row<kDelta>(p, at, thread(), rows);
 }
 
 FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
@@ -118,12 +120,12 @@ FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, K
   drop(p, survivors, s);
 }
 
-// W and dS of a tile whose operands are in shared memory, K at `k`. Unless kSloped, dS is the
-// gradient of the logits.
+// W and dS of a tile whose operands are in shared memory, Q and K at `q` and `k`. Unless kSloped,
+// dS is the gradient of the logits.
 template <typename Layout, DType kType, int kDim, bool kCapped, bool kSloped = kCapped>
 FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
-                                   float unit, const GradMemory<kDim>& memory, const uint16_t* k,
-                                   Pairs<Layout>& s, Pairs<Layout>& ds) {
+                                   float unit, const GradMemory<kDim>& memory, const uint16_t* q,
+                                   const uint16_t* k, Pairs<Layout>& s, Pairs<Layout>& ds) {
   constexpr bool kQueriesByRows = std::is_same_v<Layout, QueryRows>;
   const uint16_t* const grad = memory.grad_out;
   // Both are loaded before S takes registers.
@@ -134,9 +136,8 @@ FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, con
                                             kQueriesByRows ? memory.v : grad, ds);
   });
   if constexpr (kSloped) subtract_delta<Layout>(p, survivors, memory.rows, ds);
-  sdpa_logits<Layout, kType, kDim, kCapped>(p, at, mask, kQueriesByRows ? memory.q : k,
-                                            kQueriesByRows ? k : memory.q, s,
-                                            [&](int n, float slope) {
+  sdpa_logits<Layout, kType, kDim, kCapped>(p, at, mask, kQueriesByRows ? q : k,
+                                            kQueriesByRows ? k : q, s, [&](int n, float slope) {
                                               if constexpr (kSloped) ds[n / 4][n % 4] *= slope;
                                             });
   grad_pairs<Layout, kSloped>(p, mask, survivors, unit, memory.rows, s, ds);

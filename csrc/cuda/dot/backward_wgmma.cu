@@ -33,10 +33,11 @@ FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t
     load_box(to[panel], map, full, panel * kPanel, static_cast<int>(row), h, b);
 }
 
-// Loads the stats of the queries at `at`.
+// Loads the stats of the queries at `at`, as far as this lane does.
 FASTATTN_DEVICE void load_stats(const BackwardParams& p, const Place& at, RowMemory& rows) {
 #pragma unroll 1
-  for (int row = lane(); row < kTile; row += 32) load_row<true>(p, at, row, rows);
+  for (int row = lane(); row < kTile; row += 32) start_row<true>(p, at, row, rows);
+  wait_for_copies();
 }
 // Arrives for the warp, once its lanes have written stats.
 FASTATTN_DEVICE void arrive_with_stats(Barrier* full) {

@@ -120,7 +120,7 @@ FASTATTN_DEVICE void start_tile(const View& view, int64_t offset, int rows, int 
     uint16_t* const chunk = to + chunk_index<kDim>(r, n % kChunks);
     const uint16_t* const row = from + r * view.stride_r;
     if (aligned && r < rows && c + kChunk <= cols) {
-      copy_async(chunk, row + c);
+      copy_async<16>(chunk, row + c);
       continue;
     }
     for (int i = 0; i < kChunk; ++i)

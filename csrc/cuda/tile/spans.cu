@@ -53,14 +53,21 @@ __global__ void __launch_bounds__(kThreads) query_spans_kernel(const __grid_cons
 
 }  // namespace
 
-Spans make_spans(const BackwardParams& p, int64_t offset, Launcher& launcher) {
-  if (!limits_vary_by_row(p.mask)) return {nullptr, nullptr};
-  const int64_t tiles_m = p.B * ceil_div(p.M, kTile), tiles_n = p.B * ceil_div(p.N, kTile);
+Span* make_key_spans(const BackwardParams& p, int64_t offset, Launcher& launcher) {
+  if (!limits_vary_by_row(p.mask)) return nullptr;
   Span* const keys = reinterpret_cast<Span*>(static_cast<float*>(p.workspace) + offset);
-  const SpanArgs args = {p, {keys, keys + tiles_m}};
-  launcher.run(key_spans_kernel, ceil_div(tiles_m, kWarps), kThreads, 0, args);
-  launcher.run(query_spans_kernel, ceil_div(tiles_n, kWarps), kThreads, 0, args);
-  return args.spans;
+  launcher.run(key_spans_kernel, ceil_div(p.B * ceil_div(p.M, kTile), kWarps), kThreads, 0,
+               SpanArgs{p, {keys, nullptr}});
+  return keys;
+}
+
+Spans make_spans(const BackwardParams& p, int64_t offset, Launcher& launcher) {
+  Span* const keys = make_key_spans(p, offset, launcher);
+  if (keys == nullptr) return {nullptr, nullptr};
+  const Spans spans = {keys, keys + p.B * ceil_div(p.M, kTile)};
+  launcher.run(query_spans_kernel, ceil_div(p.B * ceil_div(p.N, kTile), kWarps), kThreads, 0,
+               SpanArgs{p, spans});
+  return spans;
 }
 
 }  // namespace fastattn::cuda

@@ -18,11 +18,15 @@ struct Spans {
   Span* queries;  // [B][key tiles]: the query tiles to visit
 };
 
-// Floats of both tables.
-FASTATTN_FN int64_t span_floats(const AttentionParams& p) {
-  return limits_vary_by_row(p.mask) ? 2 * p.B * (ceil_div(p.M, kTile) + ceil_div(p.N, kTile)) : 0;
+// Floats of the tables: of that of keys, of both.
+FASTATTN_FN int64_t key_span_floats(const AttentionParams& p) {
+  return limits_vary_by_row(p.mask) ? 2 * p.B * ceil_div(p.M, kTile) : 0;
 }
-// Fills the tables from float number `offset` of the workspace on, which is even.
+FASTATTN_FN int64_t span_floats(const AttentionParams& p) {
+  return key_span_floats(p) + (limits_vary_by_row(p.mask) ? 2 * p.B * ceil_div(p.N, kTile) : 0);
+}
+// Fill that of keys, or both, from float number `offset` of the workspace on, which is even.
+Span* make_key_spans(const BackwardParams& p, int64_t offset, Launcher& launcher);
 Spans make_spans(const BackwardParams& p, int64_t offset, Launcher& launcher);
 
 FASTATTN_DEVICE bool meets(const Span& keys, int64_t j0) {

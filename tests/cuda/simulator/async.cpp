@@ -78,7 +78,8 @@ std::vector<int> registers;
 int free_registers = 0;
 bool used = false;
 uint64_t all_products = 0;
-std::vector<Product> latest;  // of a warp of the latest block that had any
+// Of a warp of the latest block that had any, and of the one before.
+std::vector<Product> latest[2];
 
 Warp& my_warp() {
   used = true;
@@ -372,7 +373,10 @@ bool finish_a_copy() {
 }
 
 const char* end_block() {
-  if (!warps[0].products.empty()) latest = warps[0].products;
+  if (!warps[0].products.empty()) {
+    latest[1] = std::move(latest[0]);
+    latest[0] = warps[0].products;
+  }
   static std::string wrong;
   wrong = copies.empty() ? "" : "the block ends while a copy is under way";
   if (wrong.empty()) wrong = unequal_warps();
@@ -386,9 +390,9 @@ void use_sm90() { used = true; }
 
 uint64_t products_so_far() { return all_products; }
 
-int latest_descriptors(uint64_t* pairs, int most) {
+int latest_descriptors(uint64_t* pairs, int most, int blocks_before) {
   int count = 0;
-  for (const Product& p : latest) {
+  for (const Product& p : latest[blocks_before]) {
     if (count == most) break;
     pairs[2 * count] = p.a, pairs[2 * count + 1] = p.b;
     ++count;
@@ -425,7 +429,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
 // The products of warps so far; for tests.
 extern "C" uint64_t shim_products() { return cuda_on_cpu::async::products_so_far(); }
 
-// (A, B) of at most so many products of a warp of the latest block that had any; how many.
-extern "C" int shim_descriptors(uint64_t* pairs, int most) {
-  return cuda_on_cpu::async::latest_descriptors(pairs, most);
+// (A, B) of at most so many products of a warp of the latest block that had any, or of the one
+// before; how many.
+extern "C" int shim_descriptors(uint64_t* pairs, int most, int blocks_before) {
+  return cuda_on_cpu::async::latest_descriptors(pairs, most, blocks_before);
 }

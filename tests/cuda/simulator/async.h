@@ -62,6 +62,6 @@ const char* end_block();  // what is wrong at the end of a block, or nullptr
 bool needs_sm90();        // whether the block used anything of this file
 void use_sm90();
 uint64_t products_so_far();
-int latest_descriptors(uint64_t* pairs, int most);
+int latest_descriptors(uint64_t* pairs, int most, int blocks_before);
 
 }  // namespace cuda_on_cpu::async
