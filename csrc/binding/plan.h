@@ -81,9 +81,10 @@ inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) 
   const auto find = [&](std::vector<int>* to, bool present, auto is_it) {
     to->push_back(-1);
     if (!present) return;
+    int matches = 0;
     for (size_t n = 0; n < all.size(); ++n)
-      if (is_it(n)) ++uses[n], to->back() = static_cast<int>(n);
-    found = found && to->back() >= 0;
+      if (is_it(n)) ++matches, ++uses[n], to->back() = static_cast<int>(n);
+    found = found && matches == 1;
   };
   const LineParts line = line_of(given);
   plan->has_line = line.given() && line.usual(plan->p);

@@ -195,6 +195,17 @@ def test_one_tensor_in_three_places(ordinary):
         same_bits(got, results(three, grad_out))
 
 
+def test_one_tensor_in_place_of_two_limits():
+    args, same = heads(), torch.tensor([3, 4])
+    other = Mask(kv_begin=torch.tensor([0, 1]), kv_len=torch.tensor([4, 5]))
+    want = known(args, mask=other)
+    call_cache.forget()
+    with torch.no_grad():
+        for _ in range(3):
+            sdpa(*args, mask=Mask(kv_begin=same, kv_len=same))
+    same_bits(results(args, torch.ones(2, 2, 3, 8), mask=other), want)
+
+
 @pytest.mark.parametrize("needed", range(1, 8))
 def test_which_gradients_are_wanted(ordinary, needed):
     args = heads()
