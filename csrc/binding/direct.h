@@ -246,7 +246,7 @@ inline int part_of(PyObject* name) {
 // of their fields, what makes tensors of handles) -> whether plans can be made
 inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t) {
   const void* const found = PyCapsule_GetPointer(args[0], dlpack::kExchange);
-  if (found == nullptr) return nullptr;
+  if (found == nullptr) return answer(Py_False);  // of a later torch
   python.exchange = static_cast<const dlpack::Exchange*>(found);
   python.tensor = Py_NewRef(args[1]), python.parameter = Py_NewRef(args[2]);
   python.take = Py_NewRef(args[4]);

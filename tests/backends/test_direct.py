@@ -428,6 +428,9 @@ def test_other_backends_have_no_plans(ordinary):
 
 
 def test_without_what_it_needs_of_torch(monkeypatch):
+    with monkeypatch.context() as other_torch:
+        other_torch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", object())
+        assert direct._set_up() is None
     monkeypatch.delattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs")
     assert direct._set_up() is None
     monkeypatch.setattr(direct, "_FUNCTIONS", None)
