@@ -106,8 +106,8 @@ inline PyObject* first_of(PyObject* list, size_t count) {
 }
 
 // (table, call) -> the result of a call with a plan, of which the table has (plan, trained). If it
-// needs a gradient, a list: (trained, result, stats) and the tensors among its arguments. None of a
-// call that can have no plan; NotImplemented where there is none yet.
+// needs a gradient, a list: (trained, result, stats) and the tensors among its arguments, or their
+// copies. None of a call that can have no plan; NotImplemented where there is none yet.
 inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   if (!given.take(args[1])) return answer(Py_None);
@@ -124,11 +124,15 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   } else if (!given.needs_grad()) {
     answered = first_of(results, plan_of<ForwardParams>(capsule).results.size());
   } else {
-    const size_t count = plan_of<ForwardParams>(capsule).results.size();
-    PyObject* const stats = PyList_GetItem(results, static_cast<Py_ssize_t>(count));
-    std::vector<PyObject*> all{
-        pack({Py_NewRef(trained), first_of(results, count), Py_NewRef(stats)})};
-    for (const Argument& x : given.arguments()) all.push_back(Py_NewRef(x.object));
+    const auto& plan = plan_of<ForwardParams>(capsule);
+    const size_t count = plan.results.size();
+    auto next = static_cast<Py_ssize_t>(count);
+    PyObject* const stats = PyList_GetItem(results, next++);
+    std::vector<PyObject*> all{nullptr};
+    for (const Argument& x : given.arguments()) all.push_back(x.object);
+    each_copied(plan, given, [&](int n) { all[1 + n] = PyList_GetItem(results, next++); });
+    for (size_t n = 1; n < all.size(); ++n) Py_INCREF(all[n]);
+    all[0] = pack({Py_NewRef(trained), first_of(results, count), Py_NewRef(stats)});
     PyObject* const tuple = pack(all);
     answered = tuple == nullptr ? nullptr : PySequence_List(tuple);
     Py_XDECREF(tuple);
@@ -242,7 +246,7 @@ inline int part_of(PyObject* name) {
 // of their fields, what makes tensors of handles) -> whether plans can be made
 inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t) {
   const void* const found = PyCapsule_GetPointer(args[0], dlpack::kExchange);
-  if (found == nullptr) return nullptr;
+  if (found == nullptr) return answer(Py_False);  // of a later torch
   python.exchange = static_cast<const dlpack::Exchange*>(found);
   python.tensor = Py_NewRef(args[1]), python.parameter = Py_NewRef(args[2]);
   python.take = Py_NewRef(args[4]);

@@ -81,9 +81,10 @@ inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) 
   const auto find = [&](std::vector<int>* to, bool present, auto is_it) {
     to->push_back(-1);
     if (!present) return;
+    int matches = 0;
     for (size_t n = 0; n < all.size(); ++n)
-      if (is_it(n)) ++uses[n], to->back() = static_cast<int>(n);
-    found = found && to->back() >= 0;
+      if (is_it(n)) ++matches, ++uses[n], to->back() = static_cast<int>(n);
+    found = found && matches == 1;
   };
   const LineParts line = line_of(given);
   plan->has_line = line.given() && line.usual(plan->p);
@@ -120,7 +121,9 @@ inline bool has_arguments(const Description& given, Plan<BackwardParams>* plan) 
   });
   const int* number = plan->limits.data();
   each_limit(&plan->p.mask, [&](const char*, KeyLimit* limit) {
-    same = same && (*number++ >= 0) == (limit->data != nullptr);
+    const int n = *number++;
+    const bool present = n >= 0 && is_readable(all[n].tensor);
+    same = same && present == (limit->data != nullptr);
   });
   each_saved(&plan->p, [&](auto* pointer) { same = same && *pointer == all[saved++].tensor.data; });
   return same;
@@ -158,7 +161,8 @@ void add_result(const Result& like, std::vector<Handle>* to, T** data) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(made, &memory));
   const int64_t count = std::accumulate(like.sizes.begin(), like.sizes.end(), int64_t{1},
                                         [](int64_t x, int64_t y) { return x * y; });
-  device::expect_writes(memory, count * (like.dtype == ScalarType::Float ? 4 : 2));
+  const bool half = like.dtype == ScalarType::Half || like.dtype == ScalarType::BFloat16;
+  device::expect_writes(memory, count * (half ? 2 : 4));
   *data = static_cast<T*>(memory);
 }
 
@@ -229,8 +233,16 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
   return line_of(given).write(*p, line);
 }
 
-// The output, weights if the plan has them, and the stats if backward wants them; nothing if a
-// limit has a wrong value.
+// The arguments that are 64-bit limits, by number. Backward gets 32-bit copies, as in the ordinary
+// way: the caller may change limits meanwhile.
+template <typename F>
+void each_copied(const Plan<ForwardParams>& plan, const Description& given, F f) {
+  for (const int n : plan.limits)
+    if (n >= 0 && given.arguments()[n].tensor.dtype.bits == 64) f(n);
+}
+
+// The output, weights if the plan has them, and if backward wants them the stats and copies of
+// limits; nothing if a limit has a wrong value.
 inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Description& given) {
   ForwardParams p = plan.p;
   const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
@@ -246,6 +258,13 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
   if (given.needs_grad()) {
     const std::vector<int64_t> sizes{p.B, p.H, p.M, 2}, strides{p.H * p.M * 2, p.M * 2, 2, 1};
     add_result({sizes, strides, ScalarType::Float}, &results, &p.stats);
+    each_copied(plan, given, [&](int n) {
+      const dlpack::Tensor& t = given.arguments()[n].tensor;
+      int32_t* copy = nullptr;
+      add_result({{t.shape, t.shape + t.ndim}, {t.strides, t.strides + t.ndim}, ScalarType::Int},
+                 &results, &copy);
+      read_limits<int64_t>(t, p.N, copy);
+    });
   }
   device::Current::compute(p);
   return results;

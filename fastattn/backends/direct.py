@@ -101,11 +101,16 @@ def remember(call: Call, result: Any) -> None:
 
 
 def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | None:
-    """None beside a bias of head and distance: its gradient is not that of the kernels' line."""
+    """None beside a bias of head and distance: its gradient is not that of the kernels' line.
+
+    None too if two masks are one tensor, which other such calls have two of.
+    """
     known, given = call_cache.known_of(call), call.masks()
     if known is None or given is None or isinstance(call.bias, Relative):
         return None
-    numbers = {id(x): n for n, x in enumerate(tensors)}
+    numbers = {id(x): n for n, x in enumerate(tensors) if n >= 3}  # others than q, k and v
+    if len(numbers) < len(tensors) - 3:
+        return None
     masks = tuple(None if x is None else numbers[id(x)] for x in given)
     return Trained(plan, {}, known, call.weight is not None, masks)
 

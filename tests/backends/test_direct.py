@@ -402,6 +402,19 @@ def test_a_plan_is_made_of_the_call_that_came_last():
     assert plan(Call(*args, attn_mask=keep), out) is None
 
 
+@pytest.mark.parametrize("like", ["bias", "weight"])
+def test_a_sink_in_the_memory_of_another_argument(like):
+    args, x = heads(), torch.randn(2, 8)
+    way = {
+        "bias": lambda: sdpa(*args, bias=x[:, :1, None], sink=x[:, 0]),
+        "weight": lambda: fastattn.additive_attention(*args, x, sink=x[:, 0]),
+    }[like]
+    with call_cache.paused():
+        want = way()
+    for _ in range(3):
+        assert torch.equal(way(), want)
+
+
 def plan(call, result):
     """Without its key."""
     return direct._FUNCTIONS.plan(call, result)[1]
@@ -415,6 +428,9 @@ def test_other_backends_have_no_plans(ordinary):
 
 
 def test_without_what_it_needs_of_torch(monkeypatch):
+    with monkeypatch.context() as other_torch:
+        other_torch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", object())
+        assert direct._set_up() is None
     monkeypatch.delattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs")
     assert direct._set_up() is None
     monkeypatch.setattr(direct, "_FUNCTIONS", None)

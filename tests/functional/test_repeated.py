@@ -195,6 +195,17 @@ def test_one_tensor_in_three_places(ordinary):
         same_bits(got, results(three, grad_out))
 
 
+def test_one_tensor_in_place_of_two_limits():
+    args, same = heads(), torch.tensor([3, 4])
+    other = Mask(kv_begin=torch.tensor([0, 1]), kv_len=torch.tensor([4, 5]))
+    want = known(args, mask=other)
+    call_cache.forget()
+    with torch.no_grad():
+        for _ in range(3):
+            sdpa(*args, mask=Mask(kv_begin=same, kv_len=same))
+    same_bits(results(args, torch.ones(2, 2, 3, 8), mask=other), want)
+
+
 @pytest.mark.parametrize("needed", range(1, 8))
 def test_which_gradients_are_wanted(ordinary, needed):
     args = heads()
@@ -267,7 +278,7 @@ def test_batches_of_gradients():
 
 def test_what_was_saved_must_not_change():
     args = heads()
-    mask = Mask(kv_len=torch.tensor([3, 4]))
+    mask = Mask(kv_len=torch.tensor([3, 4]).int())
     known(args, mask=mask)
     for n in range(3):
         moved = [arg + 0 for arg in args]
@@ -279,6 +290,21 @@ def test_what_was_saved_must_not_change():
     mask.kv_len.fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_limits_of_64_bits_may_change(ordinary):
+    """The ordinary way saves 32-bit numbers, which are not the caller's."""
+    args, grad_out = heads(), torch.ones(2, 2, 3, 8)
+    mask = Mask(kv_begin=torch.tensor([0, 1]), kv_len=torch.tensor([[3, 4, 5], [5, 4, 3]]))
+    want = known(args, mask=mask)
+    ordinary.clear()
+    out = sdpa(*args, mask=mask)
+    mask.kv_len.fill_(1), mask.kv_begin.fill_(1)
+    same_bits([out, *torch.autograd.grad(out, args, grad_out)], want)
+    assert not ordinary
+    with torch.inference_mode():  # autograd saves no tensor that is made here
+        mask = Mask(kv_len=torch.tensor([3, 4]))
+    same_bits(known(args, mask=mask), results(args, grad_out, mask=mask))
 
 
 def test_an_output_is_the_callers():
