@@ -194,8 +194,9 @@ template <typename T>
 bool read_limits(const dlpack::Tensor& t, int64_t most, int32_t* to) {
   const T* const from = static_cast<const T*>(t.data);
   for (int64_t n = 0, count = count_of(t); n < count; ++n) {
-    if (from[n] < 0 || from[n] > most) return false;
-    to[n] = static_cast<int32_t>(from[n]);
+    const T limit = from[n];  // once: another thread may write
+    if (limit < 0 || limit > most) return false;
+    to[n] = static_cast<int32_t>(limit);
   }
   return true;
 }
