@@ -244,7 +244,8 @@ inline int part_of(PyObject* name) {
 
 // (the capsule of DLPack, the types of tensors and of parameters, types of records with the names
 // of their fields, what makes tensors of handles) -> whether plans can be made
-inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t) {
+inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 5) return answer(Py_False);  // Python is of another version than the library
   const void* const found = PyCapsule_GetPointer(args[0], dlpack::kExchange);
   if (found == nullptr) return answer(Py_False);  // of a later torch
   python.exchange = static_cast<const dlpack::Exchange*>(found);

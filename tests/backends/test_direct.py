@@ -431,6 +431,7 @@ def test_without_what_it_needs_of_torch(monkeypatch):
     with monkeypatch.context() as other_torch:
         other_torch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", object())
         assert direct._set_up() is None
+    assert direct._FUNCTIONS.set_up(torch.Tensor.__dlpack_c_exchange_api__) is False
     monkeypatch.delattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs")
     assert direct._set_up() is None
     monkeypatch.setattr(direct, "_FUNCTIONS", None)
