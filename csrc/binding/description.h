@@ -39,7 +39,7 @@ struct Record {
 struct Python {
   const dlpack::Exchange* exchange;
   PyObject *tensor, *parameter;  // types
-  PyObject* take;                // makes tensors of a list of handles, and owns these
+  PyObject* adopt;               // makes tensors of a list of handles, and owns these
   std::vector<Record> records;
   PyObject *requires_grad, *is_neg;  // names
 };
@@ -55,7 +55,7 @@ struct Argument {
 class Description {
  public:
   // False if a call is unusual; a Python exception may then be set.
-  bool take(PyObject* call) {
+  bool describe(PyObject* call) {
     text_.reserve(512);
     arguments_.reserve(8);
     return add_all(call);

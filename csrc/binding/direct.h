@@ -27,19 +27,19 @@ inline PyObject* answer(PyObject* x) {
 }
 
 // A list of tensors of Python's.
-inline PyObject* take(std::vector<Handle> tensors) {
-  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
+inline PyObject* tensors_of(std::vector<Handle> handles) {
+  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(handles.size()));
   if (list == nullptr) return nullptr;
-  for (size_t n = 0; n < tensors.size(); ++n) {
-    PyObject* const capsule = PyCapsule_New(tensors[n].get(), nullptr, nullptr);
+  for (size_t n = 0; n < handles.size(); ++n) {
+    PyObject* const capsule = PyCapsule_New(handles[n].get(), nullptr, nullptr);
     if (capsule == nullptr) {
       Py_DECREF(list);
       return nullptr;
     }
     PyList_SetItem(list, static_cast<Py_ssize_t>(n), capsule);
   }
-  for (Handle& tensor : tensors) tensor.release();
-  PyObject* const taken = PyObject_CallFunctionObjArgs(python.take, list, nullptr);
+  for (Handle& handle : handles) handle.release();
+  PyObject* const taken = PyObject_CallFunctionObjArgs(python.adopt, list, nullptr);
   Py_DECREF(list);
   return taken;
 }
@@ -61,7 +61,7 @@ PyObject* results_of(PyObject* capsule, const Description& given) {
     results.clear();
   }
   PyEval_RestoreThread(state);
-  return results.empty() ? nullptr : take(std::move(results));
+  return results.empty() ? nullptr : tensors_of(std::move(results));
 }
 
 template <typename Params>
@@ -110,7 +110,7 @@ inline PyObject* first_of(PyObject* list, size_t count) {
 // copies. None of a call that can have no plan; NotImplemented where there is none yet.
 inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.take(args[1])) return answer(Py_None);
+  if (!given.describe(args[1])) return answer(Py_None);
   PyObject* const found = look_up(args[0], given);
   if (found == nullptr) return answer(Py_NotImplemented);
   if (!PyTuple_Check(found)) return answer(Py_None);
@@ -143,10 +143,11 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
 }
 
 // (plan of the forward pass, table, what backward got) -> the gradients, None for the first
-// argument of run()'s result and one for each other; None and NotImplemented as run().
+// argument of run()'s result and one for each other. That of a weight has a row for each sample.
+// None and NotImplemented as run().
 inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.take(args[2]) || given.needs_grad()) return answer(Py_None);
+  if (!given.describe(args[2]) || given.needs_grad()) return answer(Py_None);
   PyObject* const found = look_up(args[1], given);
   if (found == nullptr) return answer(Py_NotImplemented);
   if (found == Py_None) return answer(Py_None);
@@ -178,7 +179,7 @@ inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
 // cannot be told from others.
 inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.take(args[0])) return answer(Py_None);
+  if (!given.describe(args[0])) return answer(Py_None);
   auto made = std::make_unique<Plan<ForwardParams>>();
   const ForwardParams& p = made->p = device::Current::last<ForwardParams>();
   bool possible = find_arguments(given, made.get()) && !p.dropout.enabled;
@@ -205,7 +206,7 @@ inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
 // that the CPU kernels of this thread computed last, as plan().
 inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.take(args[1])) return answer(Py_None);
+  if (!given.describe(args[1])) return answer(Py_None);
   const auto& forward = plan_of<ForwardParams>(args[0]);
   auto made = std::make_unique<Plan<BackwardParams>>();
   const BackwardParams& p = made->p = device::Current::last<BackwardParams>();
@@ -250,7 +251,7 @@ inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (found == nullptr) return answer(Py_False);  // of a later torch
   python.exchange = static_cast<const dlpack::Exchange*>(found);
   python.tensor = Py_NewRef(args[1]), python.parameter = Py_NewRef(args[2]);
-  python.take = Py_NewRef(args[4]);
+  python.adopt = Py_NewRef(args[4]);
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
   python.is_neg = PyUnicode_InternFromString("is_neg");
   python.records.clear();

@@ -230,7 +230,8 @@ inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype, [[maybe_unused
 inline Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
   check(x, weight, bias);
   if (x.scalar_type() == ScalarType::Float) return linear_of_floats(x, weight, bias);
-  // torch multiplies bfloat16 by oneDNN too, but copies the bias into y first.
+  // torch multiplies bfloat16 by oneDNN too, but copies the bias into y first: up to 17% of the
+  // time on Zen 5, the only processor where this was measured.
   const bool copies = x.scalar_type() == ScalarType::BFloat16 && bias.has_value();
   if (copies && onednn_from() != kNever && x.size(0) * weight.numel() > 0)
     return linear_by_onednn(x, weight, bias);

@@ -9,6 +9,8 @@ import weakref
 
 import pytest
 import torch
+from properties import repeated_calls
+from properties.repeated_calls import empty_table, heads  # noqa: F401
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +22,7 @@ from fastattn.problem import call_cache
 from fastattn.problem.call_cache import Call
 from fastattn.testing import GRID
 
-pytestmark = pytest.mark.usefixtures("extension")
+pytestmark = pytest.mark.usefixtures("extension", "empty_table")
 sdpa = fastattn.scaled_dot_product_attention
 
 # What a plan may be made of: no log-sum-exp, no dropout. Scores but these have no plans.
@@ -31,12 +33,6 @@ CASES = [
 ]
 MOST_PYTHON_CALLS = 8
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
-
-
-@pytest.fixture(autouse=True)
-def _table(monkeypatch):
-    """An empty table of known calls."""
-    monkeypatch.setattr(call_cache, "_KNOWN", {})
 
 
 @pytest.fixture
@@ -50,11 +46,6 @@ def ordinary(monkeypatch):
 
     monkeypatch.setattr(call_cache, "recall", spy)
     return calls
-
-
-def heads(M=3, N=5, dtype=torch.float32, **options):
-    shapes = (2, 2, M, 8), (2, 2, N, 8), (2, 2, N, 8)
-    return [torch.randn(shape, **options).to(dtype) for shape in shapes]
 
 
 def known(*args, **options):
@@ -83,27 +74,18 @@ def test_results_of_the_grid_are_the_same_bits(ordinary):
     assert planned > 0.7 * len(CASES)
 
 
-MASKED = {
-    "plain": dict,
-    "causal": lambda: dict(is_causal=True, scale=0.3, softcap=2.0),
-    "bool": lambda: dict(attn_mask=torch.rand(3, 5) < 0.7),
-    "float": lambda: dict(attn_mask=torch.randn(2, 1, 3, 5)),
-    "bias": lambda: dict(bias=torch.randn(2, 3, 5), mask=Mask(keep=torch.rand(3, 5) < 0.7)),
+KINDS = repeated_calls.MASKED | {
     "alibi": lambda: dict(bias=ALiBi(torch.rand(2), 1)),
     "alibi of samples": lambda: dict(bias=ALiBi(torch.rand(2, 2).mT, -(2**31)), is_causal=True),
     "relative": lambda: dict(bias=RelativeBias(torch.randn(2, 3).mT, torch.randint(0, 3, (5,)), 2)),
-    "lengths": lambda: dict(mask=Mask(kv_len=torch.randint(0, 6, (2,)), window=(1, -1))),
-    "rows": lambda: dict(
-        mask=Mask(kv_len=torch.randint(3, 6, (2, 3)), kv_begin=torch.randint(0, 3, (1, 3)).int())
-    ),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_tensors_are_those_of_each_call(ordinary, kind, dtype):
     def draw():
-        options = MASKED[kind]()
+        options = KINDS[kind]()
         if kind == "float":
             options["attn_mask"] = options["attn_mask"].to(dtype)
         return heads(dtype=dtype), options

@@ -8,6 +8,8 @@ import weakref
 
 import pytest
 import torch
+from properties import repeated_calls
+from properties.repeated_calls import MASKED, empty_table  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +18,7 @@ from fastattn import ALiBi, Mask, repeated, testing
 from fastattn.problem import call_cache
 from fastattn.testing import GRID
 
-pytestmark = pytest.mark.usefixtures("extension")
+pytestmark = pytest.mark.usefixtures("extension", "empty_table")
 sdpa = fastattn.scaled_dot_product_attention
 
 CASES = [
@@ -25,12 +27,6 @@ CASES = [
     if case.score in ("dot", "additive") and case.M * case.N <= 1 << 14
 ]
 MOST_PYTHON_CALLS = 31
-
-
-@pytest.fixture(autouse=True)
-def _table(monkeypatch):
-    """An empty table of known calls."""
-    monkeypatch.setattr(call_cache, "_KNOWN", {})
 
 
 @pytest.fixture
@@ -47,8 +43,7 @@ def ordinary(monkeypatch):
 
 
 def heads(M=3, N=5, dtype=torch.float32):
-    shapes = (2, 2, M, 8), (2, 2, N, 8), (2, 2, N, 8)
-    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    return repeated_calls.heads(M, N, dtype, requires_grad=True)
 
 
 def results(args, grad_out, wanted=None, **options):
@@ -95,19 +90,6 @@ def test_gradients_of_the_grid_are_the_same_bits(ordinary):
         testing.assert_same_bits(got, want)
     # The others have a line of biases, two masks that become one, or a dim of 0.
     assert planned > 0.7 * len(CASES)
-
-
-MASKED = {
-    "plain": dict,
-    "causal": lambda: dict(is_causal=True, scale=0.3, softcap=2.0),
-    "bool": lambda: dict(attn_mask=torch.rand(3, 5) < 0.7),
-    "float": lambda: dict(attn_mask=torch.randn(2, 1, 3, 5)),
-    "bias": lambda: dict(bias=torch.randn(2, 3, 5), mask=Mask(keep=torch.rand(3, 5) < 0.7)),
-    "lengths": lambda: dict(mask=Mask(kv_len=torch.randint(0, 6, (2,)), window=(1, -1))),
-    "rows": lambda: dict(
-        mask=Mask(kv_len=torch.randint(3, 6, (2, 3)), kv_begin=torch.randint(0, 3, (1, 3)).int())
-    ),
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

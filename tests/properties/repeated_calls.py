@@ -1,0 +1,32 @@
+"""Calls that repeat: inputs, masks of every kind, and a table that knows none of them."""
+
+import pytest
+import torch
+
+from fastattn import Mask
+from fastattn.problem import call_cache
+
+# What a call has beside its inputs; each draws new tensors.
+MASKED = {
+    "plain": dict,
+    "causal": lambda: dict(is_causal=True, scale=0.3, softcap=2.0),
+    "bool": lambda: dict(attn_mask=torch.rand(3, 5) < 0.7),
+    "float": lambda: dict(attn_mask=torch.randn(2, 1, 3, 5)),
+    "bias": lambda: dict(bias=torch.randn(2, 3, 5), mask=Mask(keep=torch.rand(3, 5) < 0.7)),
+    "lengths": lambda: dict(mask=Mask(kv_len=torch.randint(0, 6, (2,)), window=(1, -1))),
+    "rows": lambda: dict(
+        mask=Mask(kv_len=torch.randint(3, 6, (2, 3)), kv_begin=torch.randint(0, 3, (1, 3)).int())
+    ),
+}
+
+
+@pytest.fixture
+def empty_table(monkeypatch):
+    """No call is known."""
+    monkeypatch.setattr(call_cache, "_KNOWN", {})
+
+
+def heads(M=3, N=5, dtype=torch.float32, requires_grad=False):
+    """[q, k, v] of two samples and two heads."""
+    shapes = (2, 2, M, 8), (2, 2, N, 8), (2, 2, N, 8)
+    return [torch.randn(x).to(dtype).requires_grad_(requires_grad) for x in shapes]
