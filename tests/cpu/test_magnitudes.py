@@ -222,6 +222,33 @@ def test_half_types_know_14_bits_of_a_capped_logit(isa, dtype, cap):
         assert ((lse - exact).abs() <= 2**-14 * exact.abs()).all()
 
 
+def test_a_capped_logit_and_its_slope(isa):
+    """The log-sum-exp of one key is its logit. Small tanh are another function than large ones."""
+    sizes = torch.cat([torch.logspace(-30, 1.6, 3000), torch.linspace(0.45, 0.55, 1096)])
+    one = torch.ones(1, 1, 1, 1)
+    for x in (sizes, -sizes, sizes[sizes <= 0.5]):
+        q = x.view(1, 1, -1, 1).requires_grad_()
+        lse = attend(q, one, one, scale=1.0, softcap=1.0, return_lse=True, backend="cpu")[1]
+        (slope,) = torch.autograd.grad(lse.sum(), q)
+        exact, power = torch.tanh(x.double()), (2 * x.double().abs()).exp()
+        assert ((lse.flatten() - exact).abs() <= 2**-22 * exact.abs()).all()
+        exact_slope = 4 * power / (power + 1).square()
+        error = (slope.flatten() - exact_slope).abs()
+        assert (error <= (2**-22 + 2**-23 * x.abs()) * exact_slope).all()
+
+
+def test_a_capped_row_does_not_see_the_keys_that_it_leaves_out(isa):
+    """Its scores lie on both sides of half the cap. Without what it leaves out, most are below."""
+    q, k, v = (torch.randn(1, 1, n, 16) for n in (65, 20, 20))
+    keep = torch.rand(65, 20) < 0.5
+    keep[:, 7] = False
+    found = []
+    for left_out in (0.0, 1e3, math.inf, math.nan):
+        k[..., 7, :] = left_out
+        found.append(attend(0.4 * q, k, v, softcap=2.0, mask=Mask(keep=keep), backend="cpu"))
+        assert torch.equal(found[-1], found[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_types_have_no_gradient_where_the_cap_is_reached(isa, dtype):
     q, k, v = (torch.randn(1, 1, 70, 32).to(dtype).requires_grad_() for _ in range(3))

@@ -5,17 +5,16 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// (2^f - 1) / f for |f| <= 1/2: degree-5 minimax polynomial.
-FASTATTN_SIMD Vec exp2_slope(Vec f) {
+// 2^f for |f| <= 1/2: 1 + f times a minimax polynomial of degree 5.
+FASTATTN_SIMD Vec exp2_fraction(Vec f) {
   Vec p = splat(1.5353362e-4f);
   p = p * f + splat(1.3398874e-3f);
   p = p * f + splat(9.6184369e-3f);
   p = p * f + splat(5.5503324e-2f);
   p = p * f + splat(2.4022648e-1f);
-  return p * f + splat(6.9314718e-1f);
+  p = p * f + splat(6.9314718e-1f);
+  return p * f + splat(1.f);
 }
-// 2^f for |f| <= 1/2.
-FASTATTN_SIMD Vec exp2_fraction(Vec f) { return exp2_slope(f) * f + splat(1.0f); }
 
 // Adding it to |x| < 2^21 rounds x to an integer n, and leaves n + 127 in the lowest bits.
 constexpr float kRounder = 12582912.f + 127.f;  // 1.5 * 2^23

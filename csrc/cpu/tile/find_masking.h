@@ -29,15 +29,22 @@ FASTATTN_SHARED void cap_scores(const LogitUnits& units, int64_t rows, int64_t c
                                 float* s, float* slopes) {
   const float ratio = units.ratio;
   if (ratio == 0.f) return;
-  const auto cap = [&](auto bits) __attribute__((always_inline)) {
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t at = i * ld; at < i * ld + cols; at += kWidth) {
-        const TanhAndSlope of = tanh_and_slope<bits>(load(s + at), ratio);
+  for (int64_t begin = 0; begin < rows * ld; begin += ld) {
+    const int64_t end = begin + cols;
+    const auto small = [&]() __attribute__((always_inline)) {
+      Vec largest{};
+      for (int64_t at = begin; at < end; at += kWidth)
+        largest = max(abs(load(s + at)), largest);  // operand order passes over NaN
+      return !any_above(largest, kSmall / ratio);
+    };
+    with_tanh(ratio, units.half, small, [&](auto tanh_and_slope) __attribute__((always_inline)) {
+      for (int64_t at = begin; at < end; at += kWidth) {
+        const TanhAndSlope of = tanh_and_slope(load(s + at));
         if (slopes != nullptr) store(slopes + at, min(of.slope, splat(1.f)));  // 1 of NaN
         store(s + at, of.tanh);
       }
-  };
-  units.half ? cap(std::integral_constant<int, 11>{}) : cap(std::integral_constant<int, 24>{});
+    });
+  }
 }
 
 void MaskTile::set_rows(int64_t b, int64_t h, int64_t i0, int64_t rows) {
