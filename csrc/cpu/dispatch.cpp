@@ -78,6 +78,12 @@ bool always() { return true; }
   return has_avx512_bf16() && __builtin_cpu_is("amd");
 }
 #endif
+#ifdef FASTATTN_UNIT_IN_SOFTWARE
+// What the vectors beside it need.
+bool has_amx() { return has_avx512_bf16(); }
+bool has_amx_fp16() { return has_amx(); }
+bool runs_amx_fp16() { return has_amx(); }
+#else
 #ifdef FASTATTN_HAVE_AMX
 // A process needs permission from Linux (5.16 and later) to use the tile registers.
 bool may_use_tiles() {
@@ -133,6 +139,7 @@ bool runs_amx_fp16() {
   static const bool runs = has_amx_fp16() || true_in_child(multiplies_fp16_tiles);
   return runs;
 }
+#endif
 #endif
 
 #define FASTATTN_PASSES(isa, score) {isa::score##_forward, isa::score##_backward}

@@ -226,6 +226,7 @@ def test_a_capped_logit_and_its_slope(isa):
     """The log-sum-exp of one key is its logit. Small tanh are another function than large ones."""
     sizes = torch.cat([torch.logspace(-30, 1.6, 3000), torch.linspace(0.45, 0.55, 1096)])
     one = torch.ones(1, 1, 1, 1)
+    least = 2**-24 if isa == "amx_fp16" else 0  # fp16 parts of a tile have one unit
     for x in (sizes, -sizes, sizes[sizes <= 0.5]):
         q = x.view(1, 1, -1, 1).requires_grad_()
         lse = attend(q, one, one, scale=1.0, softcap=1.0, return_lse=True, backend="cpu")[1]
@@ -234,7 +235,7 @@ def test_a_capped_logit_and_its_slope(isa):
         assert ((lse.flatten() - exact).abs() <= 2**-22 * exact.abs()).all()
         exact_slope = 4 * power / (power + 1).square()
         error = (slope.flatten() - exact_slope).abs()
-        assert (error <= (2**-22 + 2**-23 * x.abs()) * exact_slope).all()
+        assert (error <= (2**-22 + 2**-23 * x.abs()) * exact_slope + least).all()
 
 
 def test_a_capped_row_does_not_see_the_keys_that_it_leaves_out(isa):

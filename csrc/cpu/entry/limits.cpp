@@ -12,7 +12,7 @@
 #include "cpu/base/exp2.h"
 #include "problem/host_device.h"
 #ifdef __AVX512BF16__
-#include "cpu/score/amx/unit.h"
+#include "cpu/base/matrix_unit.h"
 #endif
 
 namespace fastattn::FASTATTN_ISA {
@@ -62,13 +62,13 @@ __attribute__((noinline)) int64_t pairs([[maybe_unused]] int64_t rounds) {
 __attribute__((noinline)) int64_t tiles([[maybe_unused]] int64_t rounds) {
 #ifdef __AMX_BF16__
   const MatrixUnit unit;
-  _tile_zero(4);
-  _tile_zero(6);
+  zero_tile<4>();
+  zero_tile<6>();
   for (int64_t round = 0; round < rounds; ++round) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_dpbf16ps(2, 4, 6);
-    _tile_dpbf16ps(3, 4, 6);
+    multiply_tile_registers<false, 0, 4, 6>();
+    multiply_tile_registers<false, 1, 4, 6>();
+    multiply_tile_registers<false, 2, 4, 6>();
+    multiply_tile_registers<false, 3, 4, 6>();
   }
   return rounds * 4 * kEdge * kEdge * kTileDepth * 2;
 #else

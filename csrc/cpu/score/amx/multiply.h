@@ -21,16 +21,7 @@ struct Steps<3> {
   static constexpr int kCount = 6, kLeft[] = {0, 0, 1, 1, 2, 0}, kRight[] = {2, 1, 1, 0, 0, 0};
 };
 
-// C += A B in tile registers: TDPBF16PS or TDPFP16PS. The instruction is written in bytes:
-// compilers know TDPFP16PS only from GCC 13 and Clang 16 on, assemblers from binutils 2.40 on.
-template <Form kForm, int kC, int kA, int kB>
-FASTATTN_SIMD void multiply_registers() {
-  constexpr int kPrefix = is_fp16(kForm) ? 3 : 2;  // of VEX: F2 or F3
-  asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((~kB & 15) << 3 | kPrefix),
-               "i"(0xc0 | kC << 3 | kA));
-}
-
-// The use of tile registers, whose names must be literals: C 0 and 1, left operand 4 and 5, right
+// The use of tile registers: C 0 and 1, left operand 4 and 5, right
 // operand 6 and 7. Two tiles of C, side by side or one below the other, share an operand. Four
 // tiles of C need fewer loads, but took 5 to 15% longer.
 template <Form kForm, int kRows, int kCols>
@@ -39,28 +30,28 @@ struct TileBlock {
   static constexpr bool kTwo = kRows * kCols == 2;
 
   FASTATTN_MEMBER static void clear() {
-    _tile_zero(0);
-    if constexpr (kTwo) _tile_zero(1);
+    zero_tile<0>();
+    if constexpr (kTwo) zero_tile<1>();
   }
   FASTATTN_MEMBER static void load(const float* c, int64_t ld) {
-    _tile_loadd(0, c, ld * 4);
-    if constexpr (kTwo) _tile_loadd(1, c + second(ld), ld * 4);
+    load_tile<0>(c, ld * 4);
+    if constexpr (kTwo) load_tile<1>(c + second(ld), ld * 4);
   }
   FASTATTN_MEMBER static void store(float* c, int64_t ld) {
-    _tile_stored(0, c, ld * 4);
-    if constexpr (kTwo) _tile_stored(1, c + second(ld), ld * 4);
+    store_tile<0>(c, ld * 4);
+    if constexpr (kTwo) store_tile<1>(c + second(ld), ld * 4);
   }
   FASTATTN_MEMBER static void left(const int32_t* first, const int32_t* second) {
-    _tile_loadd(4, first, kTileLine);
-    if constexpr (kRows == 2) _tile_loadd(5, second, kTileLine);
+    load_tile<4>(first, kTileLine);
+    if constexpr (kRows == 2) load_tile<5>(second, kTileLine);
   }
   FASTATTN_MEMBER static void right(const int32_t* first, const int32_t* second) {
-    _tile_loadd(6, first, kTileLine);
-    if constexpr (kCols == 2) _tile_loadd(7, second, kTileLine);
+    load_tile<6>(first, kTileLine);
+    if constexpr (kCols == 2) load_tile<7>(second, kTileLine);
   }
   FASTATTN_MEMBER static void multiply() {
-    multiply_registers<kForm, 0, 4, 6>();
-    if constexpr (kTwo) multiply_registers<kForm, 1, 3 + kRows, 5 + kCols>();
+    multiply_tile_registers<is_fp16(kForm), 0, 4, 6>();
+    if constexpr (kTwo) multiply_tile_registers<is_fp16(kForm), 1, 3 + kRows, 5 + kCols>();
   }
 
  private:
@@ -122,27 +113,18 @@ static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int6
 template <Form kForm, int kDepths, int kC>
 FASTATTN_SIMD void multiply_chain(const int32_t* b, bool add, float* c, float* previous,
                                   int64_t ld) {
-  // clang-format off
   const auto step = [&](auto depth) __attribute__((always_inline)) {
     if constexpr (depth < kDepths) {
-      if constexpr (depth % 2 == 0) _tile_loadd(2, b + depth * kTileWords, kTileLine);
-      else _tile_loadd(3, b + depth * kTileWords, kTileLine);
-      multiply_registers<kForm, kC, 4 + depth, 2 + depth % 2>();
+      load_tile<2 + depth % 2>(b + depth * kTileWords, kTileLine);
+      multiply_tile_registers<is_fp16(kForm), kC, 4 + depth, 2 + depth % 2>();
     }
   };
-  if constexpr (kC == 0) {
-    if (add) _tile_loadd(0, c, ld * 4); else _tile_zero(0);
-  } else {
-    if (add) _tile_loadd(1, c, ld * 4); else _tile_zero(1);
-  }
+  add ? load_tile<kC>(c, ld * 4) : zero_tile<kC>();
   step(std::integral_constant<int, 0>{});
   step(std::integral_constant<int, 1>{});
-  if (previous != nullptr) {
-    if constexpr (kC == 0) _tile_stored(1, previous, ld * 4); else _tile_stored(0, previous, ld * 4);
-  }
+  if (previous != nullptr) store_tile<1 - kC>(previous, ld * 4);
   step(std::integral_constant<int, 2>{});
   step(std::integral_constant<int, 3>{});
-  // clang-format on
 }
 template <Form kForm, int kDepths>
 static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int64_t ns, int64_t k,
@@ -151,10 +133,10 @@ static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int6
   bool odd = false;
   for (int64_t m = 0; m < ms; ++m) {
     const int32_t* const left = a.tiles(m, k);
-    _tile_loadd(4, left, kTileLine);
-    if constexpr (kDepths > 1) _tile_loadd(5, left + kTileWords, kTileLine);
-    if constexpr (kDepths > 2) _tile_loadd(6, left + 2 * kTileWords, kTileLine);
-    if constexpr (kDepths > 3) _tile_loadd(7, left + 3 * kTileWords, kTileLine);
+    load_tile<4>(left, kTileLine);
+    if constexpr (kDepths > 1) load_tile<5>(left + kTileWords, kTileLine);
+    if constexpr (kDepths > 2) load_tile<6>(left + 2 * kTileWords, kTileLine);
+    if constexpr (kDepths > 3) load_tile<7>(left + 3 * kTileWords, kTileLine);
     for (int64_t n = 0; n < ns; ++n, odd = !odd) {
       float* const to = c + m * kEdge * ld + n * kEdge;
       odd ? multiply_chain<kForm, kDepths, 1>(b.tiles(n, k), add, to, previous, ld)
@@ -163,10 +145,7 @@ static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int6
     }
   }
   if (previous == nullptr) return;
-  if (odd)
-    _tile_stored(0, previous, ld * 4);
-  else
-    _tile_stored(1, previous, ld * 4);
+  odd ? store_tile<0>(previous, ld * 4) : store_tile<1>(previous, ld * 4);
 }
 
 // C[rows x cols] = A B, or C + A B; all are padded to whole tiles. A and B have the same form.

@@ -41,45 +41,11 @@
 // higher-precision computations", 2019.
 #pragma once
 
+#include "cpu/base/matrix_unit.h"
 #include "cpu/tile/rows_in_place.h"
 #include "problem/mask.h"
 
 namespace fastattn::FASTATTN_ISA {
-constexpr int64_t kEdge = 16;        // rows or columns of a tile
-constexpr int64_t kTileDepth = 32;   // elements in a row of a tile
-constexpr int64_t kTileWords = 256;  // pairs of elements in a tile
-constexpr int64_t kTileLine = 64;    // bytes in a row of a tile
-
-#ifdef __AMX_BF16__
-constexpr bool kHasTiles = true;
-
-// While an object lives, this thread can use the unit.
-class MatrixUnit {
- public:
-  MatrixUnit() {
-    Configuration all{};
-    all.palette = 1;
-    for (int t = 0; t < 8; ++t) all.row_bytes[t] = kTileLine, all.rows[t] = kEdge;
-    asm volatile("" ::"r"(&all) : "memory");  // GCC 12 assumes that only 8 bytes are read
-    _tile_loadconfig(&all);
-  }
-  ~MatrixUnit() { _tile_release(); }
-  MatrixUnit(const MatrixUnit&) = delete;
-  MatrixUnit& operator=(const MatrixUnit&) = delete;
-
- private:
-  struct Configuration {  // as the hardware reads it
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-  static_assert(sizeof(Configuration) == 64, "fixed by the instruction set");
-};
-#else
-// With AVX512-BF16 alone, pairs.h multiplies the same words, where inputs are bf16.
-constexpr bool kHasTiles = false;
-struct MatrixUnit {};
-#endif
 
 // While an object lives, vector instructions of this thread flush denormals to 0.
 class FlushDenormals {
