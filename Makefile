@@ -25,7 +25,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt long_context
 
 .PHONY: help test test-fast test-distributed test-kernels test-schedules test-integrations fuzz
-.PHONY: test-aarch64 sanitize-cpu bench bench-models bench-modules bench-extras bench-peers
+.PHONY: test-unit test-aarch64 sanitize-cpu bench bench-models bench-modules bench-extras bench-peers
 .PHONY: bench-scaling bench-distributed bench-host bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
@@ -38,6 +38,7 @@ help:
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make test-schedules  of these, the asynchronous CUDA kernels in 32 schedules and with planted mistakes"
 	@echo "make test-integrations  fastattn in models of transformers, timm, diffusers and others, and in ONNX Runtime"
+	@echo "make test-unit  the kernels of AMX on a CPU with AVX512-BF16 alone: the matrix unit in software"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
 	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
 	@echo "make fuzz    random problems against float64, SECONDS=60; ARGS='--seed 1' to try some again"
@@ -114,6 +115,19 @@ fuzz: build
 # once more. Both build in folders of their own, and leave the package as it is.
 test-aarch64: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/aarch64/grid.py -q $(call PARALLEL,load) $(ARGS)
+
+# The kernels for AMX where there is none: the unit's instructions in software, all else with AVX-512.
+# With AMX, `make test` has these tests.
+UNIT := build/unit
+test-unit: $(READY)
+ifeq ($(shell grep -qw avx512_bf16 /proc/cpuinfo && ! grep -qw amx_bf16 /proc/cpuinfo && echo yes),yes)
+	CXXFLAGS="-DFASTATTN_UNIT_IN_SOFTWARE -Itests/cpu/unit -mno-avx512fp16" FASTATTN_CPU_ISAS=amx,amx_fp16 \
+	  $(PY) setup.py extension $(UNIT)
+	FASTATTN_EXTENSION=$(CURDIR)/$(UNIT)/_C.abi3.so OMP_NUM_THREADS=1 $(PY) -m pytest tests -q \
+	  -k "amx and not cpuid" $(call PARALLEL,load) $(ARGS)
+else
+	@echo "make test-unit: nothing to do. It is for CPUs with AVX512-BF16 and without AMX."
+endif
 
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
