@@ -74,7 +74,7 @@ def test_no_bit_depends_on_what_is_skipped(isa, score, name):
 
 
 def assert_unreached(isa, found, clean, name):
-    """fp16 parts are those that a tile's largest number requires, so garbage may change rounding."""
+    """A tile has the fp16 parts that its largest number requires: garbage may change rounding."""
     if isa == "amx_fp16":
         torch.testing.assert_close(found, clean)
     else:
