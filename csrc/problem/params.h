@@ -1,6 +1,6 @@
 // The attention problem as plain structs, which are all that a kernel file gets.
 //
-// Torch-free, host and device. csrc/binding/attention.cpp fills these in from tensors, after which
+// Torch-free, host and device. csrc/binding/problem.h fills these in from tensors, after which
 // no kernel sees a tensor. Dims: B batch, H query heads, Hkv key heads, M queries, N keys, D head
 // dim, E value dim.
 #pragma once

@@ -103,7 +103,7 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
 # ---- integers ----
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-_FAR = 2**60  # as kUnbounded in csrc/binding/attention.cpp
+_FAR = 2**60  # as kUnbounded in csrc/binding/problem.h
 
 
 def integers(name: str, x: object, device: torch.device | str | None) -> Tensor:

@@ -11,7 +11,7 @@ from fastattn import Mask
 from fastattn.problem.schemas import COMPILED, GENERATED, Call, Saved
 
 ROOT = Path(__file__).resolve().parents[2]
-BINDING, IN_PYTHON = "csrc/binding/attention.cpp", "fastattn/problem/schemas.py"
+BINDING, IN_PYTHON = ("attention.cpp", "problem.h", "memory.h"), "fastattn/problem/schemas.py"
 
 
 def test_c_plus_plus_gets_the_operands_with_their_defaults():
@@ -28,7 +28,7 @@ def test_c_plus_plus_gets_the_operands_with_their_defaults():
 
 
 def test_the_binding_reads_every_operand():
-    text = (ROOT / BINDING).read_text("utf-8")
+    text = "".join((ROOT / "csrc/binding" / name).read_text("utf-8") for name in BINDING)
     read = {(struct, name) for struct, name in re.findall(r"\b(in|saved)\.(\w+)", text)}
     wanted = {("in", name) for name in Call._fields} | {("saved", name) for name in Saved._fields}
     assert wanted <= read

@@ -100,7 +100,7 @@ def test_torch_is_known_to_the_binding_alone():
 def test_masks_are_read_where_they_are_defined():
     texts = code()
     assert all(texts.pop(f"problem/{name}.h") for name in ("mask", "params"))
-    for name in ("attention.cpp", "path.h"):
+    for name in ("problem.h", "path.h"):
         text = re.sub(WRITTEN, "", texts.pop(f"binding/{name}"))
         assert not re.search(rf"[.>]{MASK_FIELD}", text), name
     assert not {name for name, text in texts.items() if re.search(MASK_FIELD, text)}

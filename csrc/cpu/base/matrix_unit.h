@@ -2,7 +2,8 @@
 //
 // They are written as assembly. Compilers know the product of fp16 tiles only from GCC 13 and Clang
 // 16 on, assemblers from binutils 2.40 on, and a register of an intrinsic must be a literal.
-// FASTATTN_UNIT_IN_SOFTWARE takes their meaning in C++ instead, from tests/cpu/unit/software.h.
+// FASTATTN_UNIT_IN_SOFTWARE takes their meaning in C++ instead, from
+// tests/cpu/unit/software_unit.h.
 //
 // Intel, "64 and IA-32 Architectures Software Developer's Manual", volume 2, TDPBF16PS, TDPFP16PS.
 #pragma once
@@ -31,7 +32,7 @@ static_assert(sizeof(UnitConfiguration) == 64, "fixed by the instruction set");
 
 #ifdef FASTATTN_UNIT_IN_SOFTWARE
 }  // namespace fastattn::FASTATTN_ISA
-#include "software.h"
+#include <software_unit.h>
 namespace fastattn::FASTATTN_ISA {
 #else
 FASTATTN_SIMD void configure_unit(const UnitConfiguration& all) {
