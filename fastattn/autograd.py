@@ -45,7 +45,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights) of a validated problem, differentiable in q, k, v, w, bias and sink."""
     if not needs_autograd(q, k, v, w, bias, sink):
-        return sinks.fold(sink, *registry.get(backend).forward(p, q, k, v, w, bias))[:3]
+        return _forward(backend, p, (q, k, v, w, bias), sink)[:3]
     if torch.compiler.is_compiling():
         _refuse_vmap()
         if forward_ad._current_level >= 0:
@@ -54,6 +54,18 @@ def attend(
     bare = p.with_tensors(*[None] * len(own))
     function = either(AttentionFunction, ForwardMode)
     return function.apply(backend, bare, *_distinct(q, k, v, w, bias, sink, *own))[:3]
+
+
+def _forward(
+    backend: str, p: Problem, inputs: Sequence[Any], sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, weights, stats) of (q, k, v, w, bias) beside a sink."""
+    found = registry.get(backend).forward(p, *inputs)
+    return found if sink is None else sinks.fold(sink, _unit(backend, p, inputs), *found)
+
+
+def _unit(backend: str, p: Problem, inputs: Sequence[Any]) -> float:
+    return registry.get(backend).shift_unit(p, inputs[_BIAS] is not None)
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -165,8 +177,7 @@ class AttentionFunction(torch.autograd.Function):
     def forward(backend: str, p: Problem, *tensors: Tensor | None) -> tuple:
         inputs, own, _ = _parts(tensors)
         *inputs, sink = inputs
-        found = registry.get(backend).forward(p.with_tensors(*own), *inputs)
-        return sinks.fold(sink, *found)
+        return _forward(backend, p.with_tensors(*own), inputs, sink)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -248,7 +259,8 @@ class AttentionBackwardFunction(torch.autograd.Function):
         # Before the others, so that what it takes meanwhile does not lie beside them.
         grad_sink = None
         if lse is not None:
-            grad_sink = sinks.gradient(sink, out, lse, weights, stats, *upstream)
+            unit = _unit(backend, p, inputs)
+            grad_sink = sinks.gradient(sink, unit, out, lse, weights, stats, *upstream)
         saved = out, stats, *upstream, bias_needs_grad
         return *registry.get(backend).backward(p, *inputs, *saved), grad_sink
 

@@ -2,6 +2,9 @@
 
     share = 1 / (1 + e^(sink - lse))    out' = share out    lse' = log(e^lse + e^sink)
 
+The share is made of what a backend saves of a row, ``e^lse = e^shift / factor``. A log-sum-exp
+itself is rounded, and its rounding would be that of every number of the row.
+
 Beside a sink, a key weighs ``e^(s - lse')``. A backward pass needs no more than that of a row. With
 out' and lse' in the place of out and lse, the kernels' gradients are right as they are. So every
 backend, score and mask has sinks. The autograd Functions fold a sink into results as soon as a
@@ -23,6 +26,8 @@ from fastattn.problem import reference, validate
 
 # Numbers of a copy in float32, for each thread: docs/decisions/0028-sinks.md.
 _AT_ONCE = 2**16
+# Far below what a backend saves for a row with keys, and far above where digits are lost.
+_LEAST_FACTOR = 1e-35
 
 
 def check(sink: Tensor, query: Tensor) -> None:
@@ -34,21 +39,22 @@ def check(sink: Tensor, query: Tensor) -> None:
 
 
 def fold(
-    sink: Tensor | None, out: Tensor, lse: Tensor, weights: Tensor, stats: Tensor
+    sink: Tensor, unit: float, out: Tensor, lse: Tensor, weights: Tensor, stats: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Results of a backend, in place, beside sinks ``[H]`` or ``[B, H]``; as they are without.
+    """Results of a backend, in place, beside sinks ``[H]`` or ``[B, H]``.
 
-    The weights are those of every head, or none. A row without keys has output 0, and the
-    log-sum-exp is the sink.
+    ``unit``: the backend's ``shift_unit``. The weights are those of every head, or none. A row
+    without keys has output 0, and the log-sum-exp is the sink.
     """
-    if sink is None:
-        return out, lse, weights, stats
-    sink = sink.to(lse.dtype)[..., None]
-    share = torch.sigmoid(reference.finite_lse(lse) - sink)
+    shift, factor = stats[..., 0], stats[..., 1]
+    sink = sink.to(shift.dtype)[..., None]
+    # e^(shift - sink), of which the last digits count where it is tiny.
+    e = torch.sub(sink, shift, alpha=unit).neg_().clamp_(max=80).exp_()
+    share = e / (e + factor).clamp_(min=_LEAST_FACTOR)
     _scale(out, share)
     if weights.dim() == 4:
         _scale(weights, share)
-    stats[..., 1].mul_(share)  # of (shift, factor)
+    factor.mul_(share)
     return out, torch.logaddexp(lse, sink), weights, stats
 
 
@@ -71,6 +77,7 @@ def _scale(x: Tensor, share: Tensor) -> None:
 
 def gradient(
     sink: Tensor,
+    unit: float,
     out: Tensor,
     lse: Tensor,
     weights: Any,
@@ -85,10 +92,14 @@ def gradient(
     """
     delta = (grad_out * out).sum(-1, dtype=lse.dtype)
     # A row without keys has the output 0, whatever its gradient is.
-    delta = delta.masked_fill_(stats[..., 1] == 0, 0.0)
+    shift, factor = stats[..., 0], stats[..., 1]
+    delta = delta.masked_fill_(factor == 0, 0.0)
     if grad_weights is not None:
         terms = (weights * grad_weights).masked_fill_(weights == 0, 0.0)  # garbage behind a mask
         delta += terms.sum(-1, dtype=lse.dtype)
     if grad_lse is not None:
         delta -= grad_lse
-    return -(reference.sink_weight(sink, lse) * delta).sum(-1)
+    taken = torch.sub(sink.to(shift.dtype)[..., None], shift, alpha=unit).exp_().mul_(factor)
+    # Where the factor has lost its digits, the sink has all of a row, and the log-sum-exp is it.
+    taken = torch.where(factor < _LEAST_FACTOR, reference.sink_weight(sink, lse), taken)
+    return -(taken * delta).sum(-1)

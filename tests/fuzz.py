@@ -1,10 +1,12 @@
 """Random problems against the float64 oracle: `make fuzz`, `python tests/fuzz.py --problems 300`.
 
 :func:`cases` draws ``testing.Case``s, and ``testing.check`` holds each to the error budget, the
-invariants and the promise about garbage. A failure shrinks to a short case, printed as a program.
+invariants and the promise about garbage. A part of the problems is called several times with other
+values. A failure shrinks to a short case, printed as a program.
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
 import random
@@ -116,24 +118,36 @@ def isas():
     return st.deferred(lambda: st.sampled_from(torch.ops.fastattn.cpu_isas()))
 
 
-def program(case: Case, isa: str) -> str:
-    """A program that checks one problem."""
+def calls():
+    """How often a problem is called. The fourth call has plans of both passes."""
+    return _one_of(1, 1, 1, 4)
+
+
+def _with_other_values(case: Case, calls: int) -> list[Case]:
+    """The case, and others of its shapes."""
+    return [case, *(dataclasses.replace(case, name=f"{case.name}-{n}") for n in range(1, calls))]
+
+
+def program(case: Case, isa: str, calls: int = 1) -> str:
+    """A program that checks one problem, and calls like it."""
+    checks = "\n".join(f"check({x!r})" for x in _with_other_values(case, calls))
     return f"""\
 import math, torch
 from fastattn.testing import Case, check
 assert torch.ops.fastattn.select_cpu_isa({isa!r})
-check({case!r})"""
+{checks}"""
 
 
-def check(case: Case, isa: str) -> None:
-    """Checks a case with the CPU kernels of one instruction set."""
+def check(case: Case, isa: str, calls: int = 1) -> None:
+    """Checks a case with the CPU kernels of one instruction set, and repeated calls."""
     if currently_in_test_context():
-        note(program(case, isa))
+        note(program(case, isa, calls))
     call_cache.forget()
     before = torch.ops.fastattn.cpu_isa()
     try:
         assert torch.ops.fastattn.select_cpu_isa(isa)
-        testing.check(case)
+        for each in _with_other_values(case, calls):
+            testing.check(each)
         t = testing.make(case)
         first, _, planned = (testing.run(case, t) for _ in range(3))
         testing.assert_same_bits(planned, first)  # backends/direct.py, repeated.py
@@ -151,7 +165,7 @@ def _batch(size: int, number: int, run) -> None:
         report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )  # fmt: skip
-    seed(number)(quiet(given(cases(), isas())(run)))()
+    seed(number)(quiet(given(cases(), isas(), calls())(run)))()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -166,13 +180,13 @@ def main(argv: list[str] | None = None) -> int:
     print(f"seed {args.seed}: --seed {args.seed} tries the same problems", flush=True)
     start, tried, failed, shortest = time.monotonic(), 0, 0, ""
 
-    def run(case: Case, isa: str) -> None:
+    def run(case: Case, isa: str, calls: int) -> None:
         nonlocal tried, shortest
         tried += 1
         try:
-            check(case, isa)
+            check(case, isa, calls)
         except Exception:
-            shortest = program(case, isa)  # the last one to fail, after shrinking
+            shortest = program(case, isa, calls)  # the last one to fail, after shrinking
             raise
 
     for number in itertools.count():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fastattn import sinks
-from fastattn.backends import flops
+from fastattn.backends import flops, registry
 from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
@@ -47,7 +47,9 @@ def attend(
     PASSES[method].check(plan)
     own = plan.p.tensors()
     tensors = _distinct(sink, q, k, v, w, bias, *own)
-    return Function.apply(_words(method, plan), plan.p.operands[len(own) :], *tensors)[:3]  # pyright: ignore
+    unit = registry.get(plan.backend).shift_unit(plan.p, bias is not None)
+    others = plan.p.operands[len(own) :]
+    return Function.apply(_words(method, plan), unit, others, *tensors)[:3]  # pyright: ignore
 
 
 def _distinct(*tensors: Tensor | None) -> Iterator[Tensor | None]:
@@ -62,17 +64,21 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, words: Words, others: tuple, sink: Any, *tensors: Any
+        ctx: Any, words: Words, unit: float, others: tuple, sink: Any, *tensors: Any
     ) -> tuple[Tensor, ...]:
         """The tensors of the record are saved too: autograd sees whether they are changed.
 
-        ``others``: the operands of the record that are no tensors.
+        ``unit``: the backend's ``shift_unit``. ``others``: the operands of the record that are no
+        tensors.
         """
         compiled = torch.compiler.is_compiling()
         call = Call(*tensors, *others)
         found = (torch.ops.fastattn.shared_forward if compiled else _forward)(*words, *call)
-        found = out, lse, weights, stats = sinks.fold(sink, *found)
-        ctx.words, ctx.others, ctx.weights = words, others, weights_of(call.weights)
+        if sink is not None:
+            found = sinks.fold(sink, unit, *found)
+        out, lse, weights, stats = found
+        ctx.words, ctx.unit, ctx.others = words, unit, others
+        ctx.weights = weights_of(call.weights)
         rescales = words.method == "ring" or sink is not None
         weights_too = weights if rescales and ctx.weights == "full" else None
         ctx.save_for_backward(sink, *tensors, out, lse, weights_too, stats)
@@ -93,16 +99,16 @@ class Function(torch.autograd.Function):
         grad_sink = None
         if sink is not None:
             upstream = grad_out, grad_lse, grad_weights
-            grad_sink = sinks.gradient(sink, out, lse, weights, stats, *upstream)
+            grad_sink = sinks.gradient(sink, ctx.unit, out, lse, weights, stats, *upstream)
             grad_sink = grad_sink.sum(0).to(sink.dtype)
-        biased = call.bias is not None and ctx.needs_input_grad[7]
+        biased = call.bias is not None and ctx.needs_input_grad[8]
         compiled = torch.compiler.is_compiling()
         backward = torch.ops.fastattn.shared_backward if compiled else _backward
         saved = Saved(out, stats, grad_out, grad_lse, grad_weights, biased)
         *grads, grad_w, grad_bias = backward(*ctx.words, *call, *saved, weights)
         grad_w, grad_bias = None if call.w is None else grad_w, grad_bias if biased else None
         own = [None] * (len(tensors) - 5)
-        return None, None, grad_sink, *grads, grad_w, grad_bias, *own
+        return None, None, None, grad_sink, *grads, grad_w, grad_bias, *own
 
 
 # ---- a plan in words and numbers, from which operators make it again ----

@@ -87,8 +87,8 @@ def backward(
 
     dsink = -sum_i e^(sink - lse_i) delta_i.
 
-    With ``out`` and ``stats`` of forward, delta_i is ``dO_i . O_i + sum_j W_ij dW_ij - dlse_i``. Of
-    a block of keys, these may be those of all keys: the gradients are then those of all keys, too.
+    With ``out`` and ``stats`` of forward, delta_i has also ``dO_i . (O_i - sum_j W_ij V_j)``. Of a
+    block of keys, these may be those of all keys: the gradients are then those of all keys, too.
     They may also be those beside a sink, which is then None here.
 
     Made of differentiable operations, so that its own gradient is the double backward.
@@ -99,21 +99,18 @@ def backward(
     q, k, v = _blank_unused(p, q, k, v, kept)
     probs, (lse, _), dropped, factors = probabilities(p, q, k, w, bias, kept, stats, sink)
 
-    grad_dropped, share = grad_out @ per_head(p, v).mT, None
+    grad_dropped = grad_out @ per_head(p, v).mT
     if grad_weights is not None:
         share = grad_weights.to(p.acc_dtype)
-        share = share if p.weights == "full" else share[:, None] / p.H
-        grad_dropped = grad_dropped + share
-        share = share if kept is None else share.masked_fill(~kept, 0.0)
+        grad_dropped = grad_dropped + (share if p.weights == "full" else share[:, None] / p.H)
     grad_probs = grad_dropped if factors is None else grad_dropped * factors
     if kept is not None:  # garbage in a masked value makes grad_probs NaN where probs is 0
         grad_probs = grad_probs.masked_fill(~kept, 0.0)
-    if out is None:
-        delta = (probs * grad_probs).sum(-1, keepdim=True)
-    else:
-        delta = (grad_out * out).sum(-1, keepdim=True)
-        if share is not None:
-            delta = delta + (dropped * share).sum(-1, keepdim=True)
+    # In dP - delta, what dP is rounded by then cancels, as dO . O does not let it.
+    delta = (probs * grad_probs).sum(-1, keepdim=True)
+    if out is not None:
+        others = out - _masked_matmul(dropped, per_head(p, v), kept)
+        delta = delta + (grad_out * others).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse.to(p.acc_dtype)[..., None]
     grad_scores = probs * (grad_probs - delta)

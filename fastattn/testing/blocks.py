@@ -29,13 +29,15 @@ def run_by_blocks(case: Case, t: Tensors, backend: str) -> dict[str, Tensor]:
             grad_weights = (grad_weights / max(p.H, 1))[:, None].expand(p.B, p.H, p.M, p.N)
         p = dataclasses.replace(p, weights="full" if mean else p.weights, wide=True)
         run = Blocks(backend, p, tuple(inputs), cuts_of(p, case.seed))
-        found = Part(*sinks.fold(sink, *run.forward()))
+        found, unit = run.forward(), run.shift_unit
+        if sink is not None:
+            found = Part(*sinks.fold(sink, unit, *found))
         grad_lse = None if t.grad_lse is None else t.grad_lse.to(p.acc_dtype)
         grads = run.backward(found, t.grad_out, grad_lse, grad_weights)
         grad_sink = None
         if sink is not None:
             upstream = t.grad_out, grad_lse, grad_weights
-            grad_sink = sinks.gradient(sink, *found, *upstream).to(sink.dtype)
+            grad_sink = sinks.gradient(sink, unit, *found, *upstream).to(sink.dtype)
         weights = found.weights.mean(1) if mean else found.weights
         return (found.out.to(p.dtype), found.lse, weights), (*grads, grad_sink)
 
@@ -70,6 +72,7 @@ class Blocks:
     def __init__(self, backend: str, p: Problem, tensors: tuple, cuts: list[list[Cut]]) -> None:
         self.backend = registry.get(backend)
         self.p, self.tensors, self.cuts = p, tensors, cuts
+        self.shift_unit = self.backend.shift_unit(p, tensors[4] is not None)
 
     def _each(self, cuts: list[Cut]) -> Iterator[tuple[Cut, Problem, tuple]]:
         for cut in cuts:
@@ -86,10 +89,9 @@ class Blocks:
             self._zeros(*rows, p.E), self._zeros(*rows), self._zeros(*p.weights_shape()),
             self._zeros(*rows, 2),
         )  # fmt: skip
-        unit = self.backend.shift_unit(p, self.tensors[4] is not None)
         for cuts in self.cuts:
             parts = [Part(*self.backend.forward(b, *x)) for _, b, x in self._each(cuts)]
-            merged, shares = blocks.merge(unit, parts)
+            merged, shares = blocks.merge(self.shift_unit, parts)
             for name in ("out", "lse", "stats"):
                 blocks.rows_of(getattr(found, name), cuts[0]).copy_(getattr(merged, name))
             for cut, part, share in zip(cuts, parts, shares, strict=True):

@@ -11,6 +11,8 @@ import fuzz
 from hypothesis import HealthCheck, Phase, given, settings
 
 from fastattn import testing
+from fastattn.backends import direct
+from fastattn.problem import call_cache
 from fastattn.testing import Case, checks
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -24,9 +26,9 @@ the_same = settings(
 
 @pytest.mark.slow
 @settings(the_same, max_examples=1000)
-@given(fuzz.cases(), fuzz.isas())
-def test_random_problems(case, isa):
-    fuzz.check(case, isa)
+@given(fuzz.cases(), fuzz.isas(), fuzz.calls())
+def test_random_problems(case, isa, calls):
+    fuzz.check(case, isa, calls)
 
 
 half, nan = torch.float16, math.nan
@@ -58,6 +60,8 @@ FOUND = {
         "0", **one, M=3, N=3, D=3, E=3, softcap=1.0, magnitude=20.0),
     "one chain of 256 products": Case(
         "0", **one, M=63, N=15, D=256, E=3, magnitude=5.0),
+    "one chain of 128 products": Case(
+        "102", drawn=True, H=3, Hkv=1, M=63, N=16, D=2, E=128, causal="top_left", sink=0.0),
     "alibi: float64 scores and float32 slopes": Case(
         "0", **one, M=3, N=3, D=3, E=3, dtype=torch.float64, causal="top_left", bias="alibi",
         bias_offset=1, bias_grad=False, bias_dtype=torch.float32),
@@ -80,6 +84,13 @@ FOUND = {
         "112", B=3, H=1, Hkv=1, M=17, N=2, D=64, E=2, causal="top_left", kv_len="batch",
         bias="alibi", bias_offset=200, bias_grad=False, bias_dtype=torch.float32, scale=-3.0,
         sink=0.0, magnitude=1e-30, drawn=True),
+    "float64: dO . V and dO . O round apart": Case(
+        "377", drawn=True, B=1, M=16, N=65, D=64, E=256, dtype=torch.float64, weights="full",
+        layout="expanded", magnitude=20.0),
+    "a sink: a log-sum-exp that is rounded": Case(
+        "0", "gaussian", **one, M=3, N=64, D=3, E=3, softcap=30.0, sink=0.0, magnitude=1e4),
+    "a sink: its gradient": Case(
+        "2", "cosine", drawn=True, B=3, H=6, M=150, N=128, D=9, E=7, sink=-8.0),
     "one key and dropout: the peer is exact": Case(
         "22", drawn=True, B=1, M=1, N=5, D=1, E=16, causal="top_left", dropout_p=0.3),
 }  # fmt: skip
@@ -192,9 +203,36 @@ def test_a_failure_is_shrunk_to_a_program(monkeypatch, capsys):
 
 def test_so_many_problems_from_a_seed(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(fuzz, "check", lambda case, isa: seen.append((case, isa)))
+    monkeypatch.setattr(fuzz, "check", lambda *problem: seen.append(problem))
     for _ in range(2):
         assert fuzz.main(["--problems", "150", "--seed", "7"]) == 0
     assert "seed 7" in capsys.readouterr().out
     assert len(seen) == 300
     assert list(map(repr, seen[:150])) == list(map(repr, seen[150:]))
+    assert {calls for _, _, calls in seen} == {1, 4}
+
+
+def test_a_plan_that_keeps_values_fails(monkeypatch):
+    """The first results of a plan come again, with those of one problem for another."""
+    case, run, kept = Case("plan", kv_len="rows"), direct.run, {}
+
+    def stale(call):
+        found = run(call)
+        if type(found) is list:  # of a plan, for a gradient
+            (trained, results, stats), tensors = found[0], found[1:]
+            found[0] = trained, kept.setdefault("out", results.clone()), stats
+            assert len(tensors) == 4
+        return found
+
+    fuzz.check(case, "auto", calls=4)
+    monkeypatch.setattr(direct, "run", stale)
+    fuzz.check(case, "auto")
+    kept.clear()
+    with pytest.raises(AssertionError, match=r"plan-3.* out: error"):
+        fuzz.check(case, "auto", calls=4)
+    program = fuzz.program(case, "auto", calls=4)
+    assert program.count("check(Case") == 4
+    call_cache.forget()
+    kept.clear()
+    with pytest.raises(AssertionError, match=r"plan-3.* out: error"):
+        exec(program, {})
