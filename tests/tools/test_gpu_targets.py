@@ -74,8 +74,8 @@ def test_what_a_sanitizer_says(name, tmp_path, monkeypatch):
         ("true", "true", 0, "build: passed; tests: passed"),
         ("true", "exit 1", 1, "build: passed; tests: FAILED"),
         ("true", "sleep 9", 0, "build: passed; tests: inconclusive: out of time after 1 s"),
-        ("exit 1", "true", 1, "build: FAILED"),
-        ("sleep 9", "true", 1, "build: FAILED: out of time after 1 s"),
+        ("exit 1", "true", 1, "build: FAILED; tests: passed"),
+        ("sleep 9", "true", 1, "build: FAILED: out of time after 1 s; tests: passed"),
     ],
 )
 def test_the_exit_status_is_of_failures_alone(build, tests, status, last, monkeypatch, capsys):
