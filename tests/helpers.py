@@ -105,6 +105,9 @@ class Carrier:
             pytest.skip("; ".join(reasons))
         return reasons
 
+    def shift_unit(self, p, biased):
+        return self.backend.shift_unit(p, biased)
+
     def forward(self, p, *args):
         return self._run(self.backend.forward, p, args)
 
