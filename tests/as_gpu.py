@@ -6,6 +6,7 @@ A pytest plugin. Only tests marked gpu run. It finds what is wrong with a test b
 it: most of these tests run nowhere else. Tests of tests/triton and tests/cuda need no GPU anyway.
 """
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -33,22 +34,10 @@ def pytest_collection_finish():
 
     from fastattn.backends import _gpu, cuda, triton
 
-    _interpret()
-    assert triton._interpreted()
+    if not triton._interpreted():
+        runpy.run_path(str(HERE / "triton/conftest.py"))["pytest_collection_finish"]()
     torch.ops.load_library(str(shim_backend.library()))
     _gpu.reasons = lambda device: []
     cuda.LIBRARY_ERROR = None
     on_cpu = helpers.Carrier.__init__
     helpers.Carrier.__init__ = lambda self, backend, _: on_cpu(self, backend, torch.device("cpu"))
-
-
-def _interpret():
-    """Imports the Triton kernels for the interpreter, as tests/triton/conftest.py does."""
-    import importlib.util
-
-    path = HERE / "triton/conftest.py"
-    spec = importlib.util.spec_from_file_location("triton_conftest", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.pytest_collection_finish()

@@ -5,8 +5,8 @@
 //   dq_id = -c r_d sum_j g_ijd    dk_jd = c r_d sum_i g_ijd
 //   dh_d = c sum_ij g_ijd x_ijd / h_d
 //
-// with x = (q - k) r and g = dS x. An element of a score takes a difference, a product and an fma: 42
-// elements per clock and SM.
+// with x = (q - k) r and g = dS x. An element of a score takes a difference, a product and an fma:
+// 42 elements per clock and SM.
 #pragma once
 
 #include "cuda/additive/terms.cuh"

@@ -21,8 +21,8 @@ class Launcher {
  public:
   explicit Launcher(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
 
-  // Lets a kernel have so much shared memory. As all calls about kernels, it also binds this thread to
-  // the device's context, which the driver's own functions take for granted.
+  // Lets a kernel have so much shared memory. As all calls about kernels, it also binds this thread
+  // to the device's context, which the driver's own functions take for granted.
   template <typename... Params>
   void prepare(void (*kernel)(Params...), size_t bytes) {
     if (error_ == cudaSuccess && bytes > kSharedByDefault)
