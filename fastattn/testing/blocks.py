@@ -68,7 +68,7 @@ class Blocks:
     """The blocks of a problem on a backend: a list of blocks of keys for each part of the rows."""
 
     def __init__(self, backend: str, p: Problem, tensors: tuple, cuts: list[list[Cut]]) -> None:
-        self.backend = registry.get(registry.select(p, backend))
+        self.backend = registry.get(backend)
         self.p, self.tensors, self.cuts = p, tensors, cuts
 
     def _each(self, cuts: list[Cut]) -> Iterator[tuple[Cut, Problem, tuple]]:
