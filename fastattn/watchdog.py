@@ -29,8 +29,13 @@ SIGN = "fastattn self-check: "  # before what a child says, behind whatever a li
 READY = "ready"
 NONE = Verdict(health.UNKNOWN, lasting=False)
 
-# What most calls need. Triton compiles kernels for each.
+# What most calls need. Those that compile nothing come first. Triton compiles kernels for each.
 EVERYDAY = (
+    Check("cuda", "dot", "bfloat16", ""),
+    Check("cuda", "dot", "float16", ""),
+    Check("cuda", "additive", "float32", ""),
+    Check("cuda", "additive", "bfloat16", ""),
+    wgmma.CHECK,
     Check("triton", "dot", "bfloat16", "plain"),
     Check("triton", "dot", "bfloat16", "plain decoding"),
     Check("triton", "dot", "bfloat16", "plain D<=128"),
@@ -39,11 +44,6 @@ EVERYDAY = (
     Check("triton", "dot", "float32", "plain decoding"),
     Check("triton", "dot", "float32", "rich"),
     Check("triton", "additive", "float32", "plain"),
-    Check("cuda", "dot", "bfloat16", ""),
-    Check("cuda", "dot", "float16", ""),
-    Check("cuda", "additive", "float32", ""),
-    Check("cuda", "additive", "bfloat16", ""),
-    wgmma.CHECK,
 )
 
 

@@ -55,6 +55,7 @@ Results run_forward(const Operands& in, bool batch_first) {
   p.lse = static_cast<float*>(lse.data_ptr());
   p.stats = static_cast<float*>(stats.data_ptr());
   if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
+  if (p.H == 0) torch::stable::zero_(returned);  // the mean over no heads, which no kernel writes
 
   device::Current current(q);  // before the sizes, which may depend on it
   const OptTensor workspace = workspace_of(q, device::forward_workspace_bytes(p));

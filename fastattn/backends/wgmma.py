@@ -92,9 +92,9 @@ has_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunctionM
 
 
 def _has_tensor_map(x: Tensor) -> bool:
-    """As in csrc/cuda/base/tensor_map.h."""
+    """As in csrc/cuda/base/tensor_map.h. A single column has no stride there."""
     *outer, column = x.stride()
-    if x.data_ptr() % 16 or column != 1 or x.shape[2] >= 2**31:
+    if x.data_ptr() % 16 or column != 1 or x.shape[3] == 1 or x.shape[2] >= 2**31:
         return False
     strides = zip(x.shape, outer, strict=False)
     return all(n == 1 or (0 < s < 2**38 and s % 8 == 0) for n, s in strides)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import host_build
+import mutate
 import pytest
 import torch
 
@@ -80,6 +81,12 @@ def test_a_mistake_shows(mistake, found):
 def test_every_mistake_is_tried():
     tried = next(m for m in test_a_mistake_shows.pytestmark if m.name == "parametrize").args[1]
     assert {name for name, _ in tried} == {*MISTAKES} - {"none"}
+
+
+def test_mutate_still_finds_the_places_of_its_mistakes():
+    for x in mutate.MISTAKES:
+        text = (host_build.ROOT / "csrc/cuda" / x.file).read_text()
+        assert text.count(x.right) == 1, x.name
 
 
 def test_a_deadlock_says_where_each_warpgroup_waits():

@@ -7,6 +7,7 @@ products, which may change no bit.
 import ctypes
 import dataclasses
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import host_build
 import pytest
@@ -219,6 +220,14 @@ def test_other_kernels_compute_what_the_driver_makes_no_maps_for(backend, simula
         simulator.library.shim_refuse_maps(False)
     assert found.equal(expected)
     assert _products(simulator, q, k, v) > 0
+
+
+@pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU counts no products")
+def test_a_thread_that_never_called_cuda_takes_this_path(backend, simulator):
+    """The driver refuses it tensor maps before a call of the runtime's has bound the context."""
+    q, k, v = (torch.randn(1, 2, 40, 64).half() for _ in range(3))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(_products, simulator, q, k, v).result() > 0
 
 
 # ---- garbage ----

@@ -164,6 +164,7 @@ def odd_calls():
         "strides of v in steps": (q, q, torch.randn(1, 2, 64, 40).half().mT),
         "strides of k in steps": (q, q[:, :1].expand(1, 2, 40, 64), q),
         "strides of q, k in steps": (heads(40, 12), heads(40, 12), q),
+        "q, k in steps of 16 bytes, and": (q[..., :1], q[..., :1], q),  # no stride of columns
     }
 
 

@@ -184,7 +184,8 @@ def test_an_operator_takes_lines_that_broadcast(shape, backend):
     """Functions give every sample and head a line."""
     if backend == "eager":
         pytest.skip("has no operator")
-    q, k, v = (torch.randn(2, H, n, 4) for n in (70, 33, 33))
+    dtype = torch.float16 if backend == "cuda" else torch.float32
+    q, k, v = (torch.randn(2, H, n, 4).to(dtype) for n in (70, 33, 33))
     line = torch.randn(*shape, 1, 102, requires_grad=True)
     dense = relative.spread(line, 70, 33)
     p = validate.build("dot", q, k, v).p

@@ -74,8 +74,8 @@ def test_what_a_sanitizer_says(name, tmp_path, monkeypatch):
         ("true", "true", 0, "build: passed; tests: passed"),
         ("true", "exit 1", 1, "build: passed; tests: FAILED"),
         ("true", "sleep 9", 0, "build: passed; tests: inconclusive: out of time after 1 s"),
-        ("exit 1", "true", 1, "build: FAILED"),
-        ("sleep 9", "true", 1, "build: FAILED: out of time after 1 s"),
+        ("exit 1", "true", 1, "build: FAILED; tests: passed"),
+        ("sleep 9", "true", 1, "build: FAILED: out of time after 1 s; tests: passed"),
     ],
 )
 def test_the_exit_status_is_of_failures_alone(build, tests, status, last, monkeypatch, capsys):
@@ -187,6 +187,18 @@ def test_an_interrupted_run_is_as_good_as_what_ran(failed, conftest, monkeypatch
     monkeypatch.setattr(conftest, "SECONDS", 10.0)
     conftest.pytest_sessionfinish(session, pytest.ExitCode.INTERRUPTED)
     assert session.exitstatus == min(failed, 1)
+
+
+def test_tests_of_a_gpu_run_without_one():
+    """A few of them, in the simulator and the interpreter."""
+    command = [sys.executable, "-m", "pytest", "-p", "as_gpu", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/contract/test_grid.py", "-k", "M63-N15"], cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "6 passed, 2 skipped" in done.stdout  # the dot product of cuda is of half types
 
 
 # ---- the driver ----

@@ -6,6 +6,8 @@
     python tests/triton/aot.py sm_90 2 dot "plain/64" and of one head size
     python tests/triton/aot.py sm_90 grid             whether Triton takes every case of the grid
     python tests/triton/aot.py sm_90 grid M1-N1       and those of that name
+    python tests/triton/aot.py sm_90 cache            puts kernels for the grid into Triton's cache,
+                                                       which a machine with a GPU can be given
     python tests/triton/aot.py sm_90 variants         how many kernels Triton compiles over a sweep
                                                        of sizes, and what it says in a capture
     python tests/triton/aot.py sm_90 copies           how the forward pass reads rows of a few sizes
@@ -16,10 +18,12 @@ run. Tensors are on the meta device. It does not work in the interpreter: run it
 
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -303,6 +307,17 @@ def grid(arch: str, *names: str) -> None:
     print(json.dumps({"accepted": accepted, "refused": refused}))
 
 
+def cache(arch: str, *names: str) -> None:
+    """Compiles all kernels of the cases, in as many threads as there are cores."""
+    from fastattn.testing import GRID
+
+    compile_only(arch)
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+        for case in GRID:
+            if not names or case.name in names:
+                launch_case(case)
+
+
 # Sizes that differ in everything that Triton could specialise for.
 SIZES = (2, 16, 17, 96, 128, 1000, 4096, 4097, 4100)
 SWEEPS = {
@@ -397,6 +412,8 @@ if __name__ == "__main__":
         variants(sys.argv[1])
     elif sys.argv[2] == "copies":
         copies(sys.argv[1])
+    elif sys.argv[2] == "cache":
+        cache(sys.argv[1], *sys.argv[3:])
     elif sys.argv[2] == "grid":
         grid(sys.argv[1], *sys.argv[3:])
     else:

@@ -33,18 +33,23 @@ CHOSEN = dict.fromkeys(RUNS, ()) if os.environ.get("FASTATTN_AOT") == "all" else
 PRODUCTS = ("sdpa_fwd_kernel", "sdpa_bwd_dq_kernel", "sdpa_bwd_dkdv_kernel")
 
 
-def compile_all(run: tuple[str, ...]):
-    """The output of aot.py, an entry for each kernel. Its cache in build/ makes reruns fast."""
+def run_aot(run: tuple[str, ...], cache: Path = ROOT / "build/triton") -> str:
+    """The output of aot.py. Its cache in build/ makes reruns fast."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "TRITON_CACHE_DIR": str(ROOT / "build/triton"),
+        "TRITON_CACHE_DIR": str(cache),
     }
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, str(HERE / "aot.py"), *run]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return done.stdout
+
+
+def compile_all(run: tuple[str, ...]):
+    """What aot.py found, an entry for each kernel."""
+    return json.loads(run_aot(run))
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +262,24 @@ def test_triton_accepts_the_cases_of_the_grid():
     found = compile_all(("sm_90", "grid", *(ONES if CHOSEN is USUAL else ())))
     assert found["refused"] == {}
     assert {*PRODUCTS, "additive_decode_kernel"} <= set(found["accepted"])
+
+
+@pytest.mark.slow
+def test_a_cache_is_made_without_a_gpu(tmp_path):
+    """Its machine code is enough: docs/gpu-kernels.md leaves out the rest."""
+    if CHOSEN is USUAL:
+        pytest.skip("only with FASTATTN_AOT=all, as in `make test-kernels`")
+
+    def made() -> dict[Path, int]:
+        run_aot(("sm_90", "cache", "M1-N1"), tmp_path)
+        return {x: x.stat().st_mtime_ns for x in tmp_path.rglob("*.cubin")}
+
+    first = made()
+    assert {x.stem for x in first} >= {*PRODUCTS}
+    for path in tmp_path.rglob("*.*"):
+        if path.suffix not in (".cubin", ".json"):
+            path.unlink()
+    assert made() == first
 
 
 # How many kernels a sweep of aot.py may make of one launch: by parity of a mask's strides, with

@@ -3,10 +3,10 @@
 // with 1 / h^2 = c r^2.
 //
 //   dq_id = -c r_d sum_j g_ijd    dk_jd = c r_d sum_i g_ijd
-//   dh_d = c r_d sum_ij g_ijd x_ijd / h_d
+//   dh_d = c sum_ij g_ijd x_ijd / h_d
 //
-// with x = q - k and g = dS x r. An element of a score takes a difference, a product and an fma: 42
-// elements per clock and SM.
+// with x = (q - k) r and g = dS x. An element of a score takes a difference, a product and an fma:
+// 42 elements per clock and SM.
 #pragma once
 
 #include "cuda/additive/terms.cuh"
@@ -45,8 +45,8 @@ FASTATTN_DEVICE void add_differences(const OwnTile& own, int key0, const float (
     for (int s = 0; s < 4; ++s)
 #pragma unroll
       for (int d = 0; d < kOwnDims; ++d) {
-        const float x = pair[s] == 0.f ? 0.f : other[d][s] - own[d][k];
-        const float g = pair[s] * (x * ratios[d]);
+        const float x = pair[s] == 0.f ? 0.f : (other[d][s] - own[d][k]) * ratios[d];
+        const float g = pair[s] * x;
         of_queries[d][s] += g;
         of_keys[d][k] += g;
         sums[d] += g * x;

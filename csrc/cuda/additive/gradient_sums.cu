@@ -117,9 +117,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (warp() > 0 || d >= a.p.D) return;
   for (int n = 1; n < kWarps; ++n) sum += sums[n * 32 + lane()];
-  if (is_gaussian(a.p)) {  // w holds bandwidths h: dh = c r / h times the sum
-    const float slope = workspace(a)[panels.weights + head * panels.dims + d];
-    sum = sum * slope / load_element(a.p.w, offset_of(a.p.w, head / a.p.H, head % a.p.H, 0, d));
+  if (is_gaussian(a.p)) {  // w holds bandwidths h: dh = c / h times the sum; a scale is -c / 2
+    const float factor = -2.f * workspace(a)[panels.scales + head];
+    sum = sum * factor / load_element(a.p.w, offset_of(a.p.w, head / a.p.H, head % a.p.H, 0, d));
   }
   a.p.grad_w[head * a.p.D + d] = sum;
 }

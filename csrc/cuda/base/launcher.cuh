@@ -21,6 +21,15 @@ class Launcher {
  public:
   explicit Launcher(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
 
+  // Lets a kernel have so much shared memory. As all calls about kernels, it also binds this thread
+  // to the device's context, which the driver's own functions take for granted.
+  template <typename... Params>
+  void prepare(void (*kernel)(Params...), size_t bytes) {
+    if (error_ == cudaSuccess && bytes > kSharedByDefault)
+      error_ = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(bytes));
+  }
+
   // Blocks use grid.x alone, whose limit is 2^31 - 1. The limit of a kernel's shared memory is one
   // for all threads: each of them sets the same, so that none takes away what another needs.
   template <typename... Params, typename... Args>
@@ -36,9 +45,7 @@ class Launcher {
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared.now;
     config.stream = stream_;
-    if (shared.most > kSharedByDefault)
-      error_ = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared.most));
+    prepare(kernel, shared.most);
     if (error_ == cudaSuccess) error_ = cudaLaunchKernelEx(&config, kernel, args...);
   }
 

@@ -109,13 +109,15 @@ __global__ void __launch_bounds__(kBlock, 1)
 
 template <DType kType, int kDim, bool kCapped>
 bool launch(const ForwardParams& p, Launcher& launcher) {
+  constexpr auto kKernel = sdpa_wgmma_kernel<kType, kDim, kCapped>;
+  constexpr size_t kShared = sizeof(WgmmaMemory<kDim>);
   WgmmaArgs a = {p, {}, {}, {}};
+  launcher.prepare(kKernel, kShared);  // before the maps: the thread may be new to CUDA
   const bool made = make_tensor_map(p.q, {p.B, p.H, p.M, p.D}, kTile, &a.q) &&
                     make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, Plan<kDim>::kKeys, &a.k) &&
                     make_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E}, Plan<kDim>::kKeys, &a.v);
   if (!made) return false;
-  launcher.run(sdpa_wgmma_kernel<kType, kDim, kCapped>, p.B * p.H * ceil_div(p.M, kRowTile), kBlock,
-               sizeof(WgmmaMemory<kDim>), a);
+  launcher.run(kKernel, p.B * p.H * ceil_div(p.M, kRowTile), kBlock, kShared, a);
   return true;
 }
 

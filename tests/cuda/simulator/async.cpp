@@ -411,6 +411,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
                                 const cuuint32_t* box, const cuuint32_t* steps,
                                 CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                                 CUtensorMapFloatOOBfill) {
+  if (!cuda_on_cpu::has_context) return CUDA_ERROR_INVALID_CONTEXT;  // cuda.h lists it
   bool valid = !refuses_maps && rank == 4 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
                box[0] * 2 == 128;
   *map = {static_cast<const char*>(data), {}, {2}, {}};

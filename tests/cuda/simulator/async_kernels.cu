@@ -145,13 +145,13 @@ extern "C" const char* shim_async(uint16_t* q, uint16_t* k, uint16_t* v, float* 
     const View view = {data, DType::kBFloat16, 0, 0, columns, 1};
     return make_tensor_map(view, {1, 1, rows, columns}, box, to);
   };
+  cudaFuncSetAttribute(async_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
   if (!map(q, kRows, 64, kRows, &a.q) || !map(k, keys, 64, kKeys, &a.k) ||
       !map(v, keys, 128, kKeys, &a.v))
     return "no tensor map";
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1), config.blockDim = dim3(kBlock);
   config.dynamicSmemBytes = sizeof(Memory);
-  cudaFuncSetAttribute(async_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
   const cudaError_t error = cudaLaunchKernelEx(&config, async_kernel, a);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -166,9 +166,10 @@ struct cudaLaunchConfig_t {
 
 namespace cuda_on_cpu {
 
-extern uint64_t visited_tiles[2];  // by kernels so far: inside the mask, and outside
-extern int current_gpu;            // 0, but where a guard lives
-extern int gpu_of_tensors;         // 0, but where a test chooses another for all of them
+extern uint64_t visited_tiles[2];      // by kernels so far: inside the mask, and outside
+extern int current_gpu;                // 0, but where a guard lives
+extern int gpu_of_tensors;             // 0, but where a test chooses another for all of them
+extern thread_local bool has_context;  // whether this thread has made a call about kernels
 
 struct DeviceGuard {
   DeviceGuard() { current_gpu = gpu_of_tensors; }

@@ -22,6 +22,7 @@ extern "C" __attribute__((weak)) char __start_cuda_shared[], __stop_cuda_shared[
 namespace cuda_on_cpu {
 
 int current_gpu = 0, gpu_of_tensors = 0;
+thread_local bool has_context = false;
 uint64_t visited_tiles[2] = {};
 uint32_t latest_grids[2] = {};
 
@@ -332,6 +333,7 @@ unsigned ballot(unsigned mask, bool value, Site here) {
 }
 
 cudaError_t allow_shared(const void* kernel, int bytes) {
+  has_context = true;
   if (bytes < 0 || static_cast<size_t>(bytes) > kOfABlockSm90)
     return fail("%d bytes of shared memory", bytes);
   int& allowed = shared_allowed.try_emplace(kernel, bytes).first->second;
@@ -343,6 +345,7 @@ cudaError_t allow_shared(const void* kernel, int bytes) {
 
 cudaError_t run_grid(const void* kernel, const cudaLaunchConfig_t& config, void (*body)(void*),
                      void* context) {
+  has_context = true;
   if (check_launch(kernel, config) != cudaSuccess) return cudaErrorInvalidValue;
   gridDim = config.gridDim, blockDim = config.blockDim;
   latest_grids[1] = latest_grids[0], latest_grids[0] = gridDim.x;
