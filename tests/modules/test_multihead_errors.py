@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastattn import MultiheadAttention
+from fastattn import KVCache, MultiheadAttention
 
 
 def one_sample(module, x):
@@ -59,6 +59,28 @@ def test_errors_are_those_of_torch(name, batch_first, variant):
     assert errors[0][0] is errors[1][0]
     if name not in ONLY_THE_TYPE:
         assert errors[0][1] == errors[1][1]
+
+
+# torch's own error names an attribute that the object lacks.
+NO_TENSORS = {
+    "query": lambda m, x: m(x.numpy(), x, x),
+    "key": lambda m, x: m(x, None, x),
+    "value": lambda m, x: m(x, x, "x"),
+    "key_padding_mask": lambda m, x: m(x, x, x, [[True]]),
+    "attn_mask": lambda m, x: m(x, x, x, attn_mask=True, cache=KVCache()),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_what_is_no_tensor_is_a_type_error(module, x, name):
+    with pytest.raises(TypeError, match=f"^{name}: expected a Tensor, got "):
+        NO_TENSORS[name](module, x)
+
+
+def test_one_object_that_is_no_tensor_is_a_type_error(module):
+    for x in (None, "x", 3):
+        with pytest.raises(TypeError, match=r"^query: expected a Tensor, got "), torch.no_grad():
+            module.eval()(x, x, x)
 
 
 @pytest.mark.parametrize(

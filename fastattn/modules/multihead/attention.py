@@ -147,8 +147,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 neither bool nor float.
             RuntimeError: a dtype differs from the parameters', ``attn_mask`` has the wrong shape,
                 or ``is_causal`` comes without ``attn_mask``.
-            TypeError, ValueError: the call does not fit ``cache``, ``mask``, ``bias`` or jagged
-                tensors. A call that raises leaves the cache as it was.
+            TypeError, ValueError: an argument is no tensor, or the call does not fit ``cache``,
+                ``mask``, ``bias`` or jagged tensors. A call that raises leaves the cache as it was.
         """
         if self._shared is not None:
             _check_none_of_ours(mask, bias, "ranks share the module")
@@ -157,11 +157,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             with kv_cache.unless_it_raises(cache):
                 return self._shared.forward(self, query, key, value, masks, hints, cache)
         without_masks = attn_mask is key_padding_mask is cache is mask is bias is None
-        without_masks = without_masks and not is_causal
-        if without_masks and query is key is value and _scores_by_dot(self._attend):
+        same = query is key is value and isinstance(query, Tensor)
+        if without_masks and not is_causal and same and _scores_by_dot(self._attend):
             whole = inference.attend(self, query, need_weights, average_attn_weights)
             if whole is not None:
                 return whole
+        inputs.check_tensors(query, key, value, key_padding_mask, attn_mask)
         if cache is not None:
             masks = (key_padding_mask, attn_mask)
             points = query, key, value
