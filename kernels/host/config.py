@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
 from fastattn.problem.record import Score
 
@@ -393,17 +392,6 @@ def row_name(score: Score, kernel: str) -> str:
 def size_class(head_size: int) -> int:
     """The head size whose rows serve this one."""
     return next(s for s in HEAD_SIZES if head_size <= s)
-
-
-def kind_of(
-    dtype: torch.dtype, bias: Tensor | None, dropout_p: float, weights: str, softcap: float
-) -> Kind:
-    """What a kernel needs besides what masks need, where q has this dtype."""
-    if bias is not None and bias.element_size() > dtype.itemsize:
-        return "wide_bias"
-    if bias is not None or dropout_p or weights != "none":
-        return "rich"
-    return "capped" if softcap else "plain"
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from ..tile.dropout import Dropout, dropout_args
 from ..tile.masking import scans_bias, varies_within_tiles
 from ..tile.softmax import LOG2E
 from ..tile.strided import Dims, Spec
-from .config import Kind, architecture, choose, kind_of, padded, row_name, speaks_ptx
+from .config import Kind, architecture, choose, padded, row_name, speaks_ptx
 
 
 class Call(schemas.Call):
@@ -109,8 +109,12 @@ class Call(schemas.Call):
 
     @property
     def kind(self) -> Kind:
-        """Which configurations its kernels take."""
-        return kind_of(self.q.dtype, self.bias, self.dropout_p, self.weights_mode, self.softcap)
+        """What its kernels need besides what masks need: which configurations they take."""
+        if self.bias is not None and self.bias.element_size() > self.q.element_size():
+            return "wide_bias"
+        if self.bias is not None or self.dropout_p or self.weights:
+            return "rich"
+        return "capped" if self.softcap else "plain"
 
     @property
     def rich(self) -> bool:
