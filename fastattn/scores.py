@@ -210,7 +210,7 @@ def checked(
         other = "scaled_dot" if bandwidth is None else "gaussian"
         score = other if weight is None else "additive"
     kernels, tensors, scale = _by_kernels(score, query, key, value, weight, bandwidth, scale)
-    cast: Any = autocast(*tensors, exact=kernels == "gaussian")
+    cast: Any = autocast(kernels, *tensors)
     return validate.build(kernels, *cast, scale=scale, softcap=softcap, **options), backend
 
 
