@@ -5,7 +5,7 @@ the kind of the problem:
 
     wide_bias   a bias of larger elements than q's: each stage holds a tile of it
     rich        else with dropout, a bias or weights, which need more registers than a mask
-    capped      else with a softcap: backward holds a slope for each score
+    curved      else with a curve (tile/curve.py): backward holds a slope for each score
     plain       else
 
 Nothing is measured here and nothing runs at import. What ``fastattn.autotune`` has measured on this
@@ -37,7 +37,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
-Kind = Literal["plain", "rich", "wide_bias", "capped"]
+Kind = Literal["plain", "rich", "wide_bias", "curved"]
 
 
 class Row(NamedTuple):
@@ -46,17 +46,17 @@ class Row(NamedTuple):
     plain: Config
     rich: Config
     wide_bias: Config
-    capped: Config
+    curved: Config
 
 
 def _row(
     plain: tuple[int, ...],
     rich: tuple[int, ...] | None = None,
     wide_bias: tuple[int, ...] | None = None,
-    capped: tuple[int, ...] | None = None,
+    curved: tuple[int, ...] | None = None,
 ) -> Row:
     rich = rich or plain
-    return Row(*(Config(*c) for c in (plain, rich, wide_bias or rich, capped or plain)))
+    return Row(*(Config(*c) for c in (plain, rich, wide_bias or rich, curved or plain)))
 
 
 # {kernel: {(architecture, bytes an element): {head size: row}}}. "tile" serves the kernels that own

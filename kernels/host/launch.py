@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattn.problem import Weights, schemas
 from fastattn.problem.record import (
     empty_gradient,
+    is_curved,
     natural_scale,
     score_of,
     weights_of,
@@ -114,12 +115,12 @@ class Call(schemas.Call):
             return "wide_bias"
         if self.bias is not None or self.dropout_p or self.weights:
             return "rich"
-        return "capped" if self.softcap else "plain"
+        return "curved" if is_curved(self) else "plain"
 
     @property
     def rich(self) -> bool:
         """Whether a kernel needs more registers than for masks."""
-        return self.kind not in ("plain", "capped")
+        return self.kind not in ("plain", "curved")
 
     @property
     def masks_within_tiles(self) -> bool:

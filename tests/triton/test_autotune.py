@@ -91,9 +91,9 @@ def test_a_wide_bias_is_of_a_kind_of_its_own(q):
 
 def test_a_softcap_is_of_a_kind_of_its_own_unless_it_is_rich(q):
     """Backward keeps a slope for each score, and a table's row may be too large for them."""
-    assert [Call(q, q, q, softcap=2.0, dropout_p=p).kind for p in (0.0, 0.1)] == ["capped", "rich"]
+    assert [Call(q, q, q, softcap=2.0, dropout_p=p).kind for p in (0.0, 0.1)] == ["curved", "rich"]
     row = config.TABLE["dkdv"]["sm_90", 2][128]
-    assert row.capped.BLOCK_M < row.plain.BLOCK_M
+    assert row.curved.BLOCK_M < row.plain.BLOCK_M
 
 
 def test_results_stay_what_they_were(q):
