@@ -192,7 +192,7 @@ MISTAKES = [
     ),
     of_warpgroups(
         "a kernel with a softcap that caps nothing",
-        "if constexpr (kCurved) curve_scores(p, s, look_away);", "", "AssertionError",
+        "if constexpr (kCurved) curve_scores(p, s);", "", "AssertionError",
     ),
     of_warpgroups(
         "a softcap that no masked tile has",

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<QueryRows> s;
-      sdpa_logits<QueryRows, kType, kDim, kCurved>(p, at, mask, memory.q, memory.k, s, look_away);
+      sdpa_logits<QueryRows, kType, kDim, kCurved>(p, at, mask, memory.q, memory.k, s);
       known_pairs<QueryRows>(memory.rows, unit, mask.bits, s);
       drop(p, surviving_bits<QueryRows>(p, at), s);
       with_half<kType>(p.grad_weights.dtype, [&](auto type) {

@@ -133,8 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     Pairs<Layout> s;
     SdpaStep step;
     float alpha[2];
-    sdpa_logits<Layout, kType, kDim, kCurved>(p, here, mask_here, memory.q, memory.k[buffer], s,
-                                              look_away);
+    sdpa_logits<Layout, kType, kDim, kCurved>(p, here, mask_here, memory.q, memory.k[buffer], s);
     sdpa_softmax_step<true>(unit, state, s, step);
     sdpa_add_sums(unit, step, state, alpha);
     drop(p, surviving_bits<Layout>(p, here), s);
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s;
-    sdpa_logits<QueryRows, kType, kDim, kCurved>(p, at, mask, memory.q, memory.k[0], s, look_away);
+    sdpa_logits<QueryRows, kType, kDim, kCurved>(p, at, mask, memory.q, memory.k[0], s);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = sum_row(2 * half);

@@ -71,10 +71,10 @@ FASTATTN_DEVICE void mask_scores(const AttentionParams& p, const Place& at, Keep
 
 // Logits of the tile at `at`. The layout says whether rows are queries and columns keys, or the
 // reverse. With a curve calls look(pair, slope).
-template <typename Layout, DType kType, int kDim, bool kCurved, typename F>
+template <typename Layout, DType kType, int kDim, bool kCurved, typename F = decltype(look_away)>
 FASTATTN_DEVICE void sdpa_logits(const AttentionParams& p, const Place& at, const TileMask& mask,
                                  const uint16_t* rows, const uint16_t* columns, Pairs<Layout>& s,
-                                 F look) {
+                                 F look = look_away) {
   clear(s);
   with_half<kType>(p.q.dtype,
                    [&](auto type) { multiply_transposed<Layout, type, kDim>(rows, columns, s); });

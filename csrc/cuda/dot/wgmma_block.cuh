@@ -282,7 +282,7 @@ struct Consumer {
   // S -> P.
   template <bool kMasked>
   __device__ __forceinline__ void softmax(int tile) {
-    if constexpr (kCurved) curve_scores(p, s, look_away);
+    if constexpr (kCurved) curve_scores(p, s);
     if constexpr (kMasked) {
       const int64_t j0 = static_cast<int64_t>(tile) * Of::kKeys;
       mask_tile_scores(p, at, j0, s);

@@ -54,9 +54,13 @@ FASTATTN_DEVICE float curved(const AttentionParams& p, float s) {
   return is_curved(p) ? accurate_tanh(s * tanh_of_score(p)).ratio : s;
 }
 
+// For callers that need no slopes.
+FASTATTN_DEVICE void look_away(int, float) {}
+
 // The same of scores that have a curve. Calls look(pair, slope) on the way.
-template <int kQuads, typename F>
-FASTATTN_DEVICE void curve_scores(const AttentionParams& p, float (&s)[kQuads][4], F look) {
+template <int kQuads, typename F = decltype(look_away)>
+FASTATTN_DEVICE void curve_scores(const AttentionParams& p, float (&s)[kQuads][4],
+                                  F look = look_away) {
   const float factor = tanh_of_score(p);
 #pragma unroll
   for (int n = 0; n < 4 * kQuads; ++n) {
@@ -65,8 +69,5 @@ FASTATTN_DEVICE void curve_scores(const AttentionParams& p, float (&s)[kQuads][4
     s[n / 4][n % 4] = capped.ratio;
   }
 }
-
-// For callers that need no slopes.
-FASTATTN_DEVICE void look_away(int, float) {}
 
 }  // namespace fastattn::cuda
