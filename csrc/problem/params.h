@@ -75,7 +75,7 @@ struct AttentionParams {
 FASTATTN_FN bool is_curved(const AttentionParams& p) { return p.softcap != 0.f; }
 // The natural logit of 1 in a score's place.
 FASTATTN_FN float natural_of_score(const AttentionParams& p) {
-  return is_curved(p) ? p.softcap : p.scale;
+  return p.softcap != 0.f ? p.softcap : p.scale;
 }
 
 // What a caller's memory holds, as the members that point to it: f(pointer), in this order.
