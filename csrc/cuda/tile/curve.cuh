@@ -46,12 +46,9 @@ FASTATTN_DEVICE Capped accurate_tanh(float x) {
           size < 43.f ? slope : 0.f};
 }
 
-// What a score is multiplied with to be that x. A division, which no loop should repeat.
-FASTATTN_DEVICE float tanh_of_score(const AttentionParams& p) { return p.scale / p.softcap; }
-
 // What takes a score's place.
 FASTATTN_DEVICE float curved(const AttentionParams& p, float s) {
-  return is_curved(p) ? accurate_tanh(s * tanh_of_score(p)).ratio : s;
+  return is_curved(p) ? accurate_tanh(s * (p.scale / p.softcap)).ratio : s;
 }
 
 // For callers that need no slopes.
@@ -61,7 +58,7 @@ FASTATTN_DEVICE void look_away(int, float) {}
 template <int kQuads, typename F = decltype(look_away)>
 FASTATTN_DEVICE void curve_scores(const AttentionParams& p, float (&s)[kQuads][4],
                                   F look = look_away) {
-  const float factor = tanh_of_score(p);
+  const float factor = p.scale / p.softcap;  // a division, which no loop should repeat
 #pragma unroll
   for (int n = 0; n < 4 * kQuads; ++n) {
     const Capped capped = accurate_tanh(s[n / 4][n % 4] * factor);
