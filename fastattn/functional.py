@@ -335,7 +335,7 @@ def _attend(
         if found is not NotImplemented:
             return found
     arguments.check_bool("return_lse", return_lse)
-    cast: Any = autocast(*tensors, exact=score == "gaussian")
+    cast: Any = autocast(score, *tensors)
     sink = options.pop("sink", None)
     average = sink is not None and options["return_weights"] == "mean"
     if average:  # over heads, each of which has its sink
@@ -410,15 +410,15 @@ def run(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def autocast(*tensors: Tensor | None, exact: bool = False) -> list[Tensor | None]:
+def autocast(score: Score, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors as torch's autocast makes them: floats but float64 get the autocast dtype.
 
-    ``exact``: float32 instead, as ``torch.cdist`` has it. What is close would else be one point.
+    The gaussian's get float32, as ``torch.cdist`` has it. What is close would else be one point.
     """
     first = tensors[0]
     if not isinstance(first, Tensor) or not arguments.autocasts(first.device.type):
         return list(tensors)
-    dtype = torch.float32 if exact else torch.get_autocast_dtype(first.device.type)
+    dtype = torch.float32 if score == "gaussian" else torch.get_autocast_dtype(first.device.type)
     return [
         t.to(dtype)
         if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64

@@ -198,7 +198,6 @@ def checked(
     score: Score | None = None,
     bandwidth: float | Tensor | None = None,
     scale: float | None = None,
-    softcap: float | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -210,8 +209,8 @@ def checked(
         other = "scaled_dot" if bandwidth is None else "gaussian"
         score = other if weight is None else "additive"
     kernels, tensors, scale = _by_kernels(score, query, key, value, weight, bandwidth, scale)
-    cast: Any = autocast(*tensors, exact=kernels == "gaussian")
-    return validate.build(kernels, *cast, scale=scale, softcap=softcap, **options), backend
+    cast: Any = autocast(kernels, *tensors)
+    return validate.build(kernels, *cast, scale=scale, **options), backend
 
 
 def _by_kernels(

@@ -70,11 +70,11 @@ def autotune(
     """
     inputs = _inputs(query, key, value, weight, options)
     registry.select(inputs.p, "triton")
-    from fastattn.kernels.host import config, tuned  # imports Triton
+    from fastattn.kernels.host import config, launch, tuned  # imports Triton
 
     p = inputs.p
     sizes = config.padded(p.D), config.padded(p.E)
-    kind = config.kind_of(p.dtype, inputs.bias, p.dropout_p, p.weights, p.softcap)
+    kind = launch.Call(*inputs[1:6], *p.operands).kind
     found = {}
     with triton.current_device(p.device):  # whose clock measures
         for kernel, call in _progress(_calls(inputs)):

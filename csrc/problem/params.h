@@ -70,6 +70,14 @@ struct AttentionParams {
   WeightsMode weights_mode;
 };
 
+// Whether a curve, a function of the score alone, takes a score's place before bias and mask. A
+// softcap is one: the ratio tanh(score / softcap) stands there.
+FASTATTN_FN bool is_curved(const AttentionParams& p) { return p.softcap != 0.f; }
+// The natural logit of 1 in a score's place.
+FASTATTN_FN float natural_of_score(const AttentionParams& p) {
+  return p.softcap != 0.f ? p.softcap : p.scale;
+}
+
 // What a caller's memory holds, as the members that point to it: f(pointer), in this order.
 // Queries, keys and values come first.
 template <typename F>

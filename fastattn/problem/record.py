@@ -67,6 +67,11 @@ def natural_scale(p: Problem | Call, plain: float) -> float:
     return p.softcap or plain
 
 
+def is_curved(p: Problem | Call) -> bool:
+    """Whether a curve, a function of the score alone, takes its place before bias and mask."""
+    return bool(p.softcap)
+
+
 class Origin(NamedTuple):
     """Where a problem, a block, lies in a larger one, the whole.
 

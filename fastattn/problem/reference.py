@@ -83,7 +83,7 @@ def backward(
         dV = W^T dO               dP = F * (dO V^T + dW)      delta_i = sum_j P_ij dP_ij - dlse_i
         dS = P * (dP - delta)     dbias = dS                  dq, dk, dw: chain rule of the score
 
-    A softcap c multiplies dS by its slope, 1 - tanh(score / c)^2, on the way to the score.
+    A curve multiplies dS by its slope on the way to the score.
 
     dsink = -sum_i e^(sink - lse_i) delta_i.
 
@@ -118,8 +118,8 @@ def backward(
         grad_scores = grad_scores.masked_fill(~kept, 0.0)
 
     grad_logits = grad_scores
-    if p.softcap:
-        grad_scores = grad_scores * cap_slope(p, q, k, w)
+    if record.is_curved(p):
+        grad_scores = grad_scores * curve_slope(p, q, k, w)
         grad_scores = grad_scores if kept is None else grad_scores.masked_fill(~kept, 0.0)
     grad_v = sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
     grad_q, grad_k, grad_w = _SCORE_BACKWARD[p.score](p, q, k, w, kept, grad_scores)
@@ -146,8 +146,8 @@ def _scores(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
     return (t @ w[:, None, :, None]).squeeze(-1)
 
 
-def cap_slope(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """d capped / d score, ``[B, H, M, N]``: 1 - tanh^2 with its digits where tanh is near 1.
+def curve_slope(p: Problem, q: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
+    """d curve / d score, ``[B, H, M, N]``: 1 - tanh^2 with its digits where tanh is near 1.
 
     It is 0 where cosh^2 would overflow: a gaussian's distance there may be as large as 1 / 1e-35.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.problem import reference
+from fastattn.problem import record, reference
 from fastattn.testing.cases import Case, Tensors, _with, given_bias, is_relative, make
 from fastattn.testing.runners import _canonical, _leaves, _unit, _upstream, exact, plain
 
@@ -175,8 +175,8 @@ def _term_norms(case: Case, t: Tensors) -> dict[str, Tensor]:
             terms = terms + direct.sum(-1) + (grad_out * (dropped @ v)).square().sum(-1)
         taken = reference.sink_weight(sink, lse).square()
         squares["grad_sink"] = (taken * terms).sum((0, 2))
-    if case.softcap:
-        steep = reference.cap_slope(p, q, k, w)
+    if record.is_curved(p):
+        steep = reference.curve_slope(p, q, k, w)
         direct, both, probs = direct * steep.square(), both * steep.square(), probs * steep
     k = reference.per_head(p, k)
     if w is None:

@@ -5,7 +5,7 @@ the kind of the problem:
 
     wide_bias   a bias of larger elements than q's: each stage holds a tile of it
     rich        else with dropout, a bias or weights, which need more registers than a mask
-    capped      else with a softcap: backward holds a slope for each score
+    curved      else with a curve (tile/curve.py): backward holds a slope for each score
     plain       else
 
 Nothing is measured here and nothing runs at import. What ``fastattn.autotune`` has measured on this
@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
 from fastattn.problem.record import Score
 
@@ -38,7 +37,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
-Kind = Literal["plain", "rich", "wide_bias", "capped"]
+Kind = Literal["plain", "rich", "wide_bias", "curved"]
 
 
 class Row(NamedTuple):
@@ -47,17 +46,17 @@ class Row(NamedTuple):
     plain: Config
     rich: Config
     wide_bias: Config
-    capped: Config
+    curved: Config
 
 
 def _row(
     plain: tuple[int, ...],
     rich: tuple[int, ...] | None = None,
     wide_bias: tuple[int, ...] | None = None,
-    capped: tuple[int, ...] | None = None,
+    curved: tuple[int, ...] | None = None,
 ) -> Row:
     rich = rich or plain
-    return Row(*(Config(*c) for c in (plain, rich, wide_bias or rich, capped or plain)))
+    return Row(*(Config(*c) for c in (plain, rich, wide_bias or rich, curved or plain)))
 
 
 # {kernel: {(architecture, bytes an element): {head size: row}}}. "tile" serves the kernels that own
@@ -393,17 +392,6 @@ def row_name(score: Score, kernel: str) -> str:
 def size_class(head_size: int) -> int:
     """The head size whose rows serve this one."""
     return next(s for s in HEAD_SIZES if head_size <= s)
-
-
-def kind_of(
-    dtype: torch.dtype, bias: Tensor | None, dropout_p: float, weights: str, softcap: float
-) -> Kind:
-    """What a kernel needs besides what masks need, where q has this dtype."""
-    if bias is not None and bias.element_size() > dtype.itemsize:
-        return "wide_bias"
-    if bias is not None or dropout_p or weights != "none":
-        return "rich"
-    return "capped" if softcap else "plain"
 
 
 @functools.cache

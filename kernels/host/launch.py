@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattn.problem import Weights, schemas
 from fastattn.problem.record import (
     empty_gradient,
+    is_curved,
     natural_scale,
     score_of,
     weights_of,
@@ -23,7 +24,7 @@ from ..tile.dropout import Dropout, dropout_args
 from ..tile.masking import scans_bias, varies_within_tiles
 from ..tile.softmax import LOG2E
 from ..tile.strided import Dims, Spec
-from .config import Kind, architecture, choose, kind_of, padded, row_name, speaks_ptx
+from .config import Kind, architecture, choose, padded, row_name, speaks_ptx
 
 
 class Call(schemas.Call):
@@ -109,13 +110,17 @@ class Call(schemas.Call):
 
     @property
     def kind(self) -> Kind:
-        """Which configurations its kernels take."""
-        return kind_of(self.q.dtype, self.bias, self.dropout_p, self.weights_mode, self.softcap)
+        """What its kernels need besides what masks need: which configurations they take."""
+        if self.bias is not None and self.bias.element_size() > self.q.element_size():
+            return "wide_bias"
+        if self.bias is not None or self.dropout_p or self.weights:
+            return "rich"
+        return "curved" if is_curved(self) else "plain"
 
     @property
     def rich(self) -> bool:
         """Whether a kernel needs more registers than for masks."""
-        return self.kind not in ("plain", "capped")
+        return self.kind not in ("plain", "curved")
 
     @property
     def masks_within_tiles(self) -> bool:

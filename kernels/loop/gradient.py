@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..tile.curve import curve_gradient
 from ..tile.dropout import survives
 from ..tile.masking import key_count
-from ..tile.softcap import cap_gradient
 from ..tile.softmax import load_stats, unit_of, weights_of
 from ..tile.strided import dot_t, exact_dot, head_ptr, load_tile, pair_ptrs, row_ptrs, stream_dot_t
 from .sweep import logits
@@ -165,5 +165,5 @@ def softmax_gradient(
         w = tl.where(keep, w, 0.0)
         ds = tl.where(keep, ds, 0.0)
     if not LOGITS:
-        ds = cap_gradient(ds, slope, mask)
+        ds = curve_gradient(ds, slope, mask)
     return w, ds

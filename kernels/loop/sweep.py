@@ -11,7 +11,7 @@ Pass says what is known of the tiles when a kernel is compiled.
 
 Where a new feature goes:
 
-    a function of a score before bias and mask   beside cap_scores; its slope beside cap_gradient
+    a function of a score before bias and mask   curve_scores; its slope: curve_gradient
     a step after bias and mask                   mask_scores
     numbers that are loaded for each pair        load_pairs
     a bound of a row's keys                      row_range; a Tile carries its two numbers
@@ -27,8 +27,8 @@ import triton.language as tl
 
 from ..score.score import scores
 from ..tile.block_lists import block_at
+from ..tile.curve import curve_scores
 from ..tile.masking import load_pairs, mask_scores
-from ..tile.softcap import cap_scores
 
 
 class Pass(NamedTuple):
@@ -126,6 +126,6 @@ def pairs_of(bias, mask, dims, b, h, tile, PASS):
 @triton.jit
 def logits_of(s, pairs, mask, scale, spec, PASS):
     """(logits s, keep, slopes for softmax_gradient) of a tile of scores."""
-    capped, slope = cap_scores(s, mask)
-    s = mask_scores(capped, scale, pairs, PASS.MASKED, PASS.BIASED, spec.FOLD_SCALE)
+    curved, slope = curve_scores(s, mask)
+    s = mask_scores(curved, scale, pairs, PASS.MASKED, PASS.BIASED, spec.FOLD_SCALE)
     return s, pairs[0], slope

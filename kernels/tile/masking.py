@@ -48,7 +48,7 @@ class Mask(NamedTuple):
     keep_stride_h: Any
     keep_stride_m: Any
     keep_stride_n: Any
-    cap: Any  # what a softcap multiplies scores by: see tile/softcap.py
+    cap: Any  # what a softcap multiplies scores by: see tile/curve.py
 
 
 # ---- what a mask means ----

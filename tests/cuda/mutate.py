@@ -127,7 +127,7 @@ MISTAKES = [
         "8 * n + lane % 8 + lane / 16 * 8", "8 * n + lane % 8 + lane / 8 % 2 * 8", "AssertionError",
     ),
     Mistake(
-        "a ratio of a softcap that is wrong near 1", "tile/softcap.cuh",
+        "a ratio of a softcap that is wrong near 1", "tile/curve.cuh",
         "fmaf(-2.f, reciprocal, 1.f)", "1.f", "AssertionError",
     ),
     Mistake(
@@ -192,11 +192,11 @@ MISTAKES = [
     ),
     of_warpgroups(
         "a kernel with a softcap that caps nothing",
-        "if constexpr (kCapped) cap_scores(p, s, look_away);", "", "AssertionError",
+        "if constexpr (kCurved) curve_scores(p, s);", "", "AssertionError",
     ),
     of_warpgroups(
         "a softcap that no masked tile has",
-        "if constexpr (kCapped) cap_scores", "if constexpr (kCapped && !kMasked) cap_scores",
+        "if constexpr (kCurved) curve_scores", "if constexpr (kCurved && !kMasked) curve_scores",
         "AssertionError",
     ),
     of_large_heads(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTION = "A score option (a transform of the logit)"
+OPTION = "A score option (a curve: a function of the score)"
 MODULES = {"fastattn/modules/decoder/location.py", "fastattn/modules/multihead/inputs.py"}
 TILES = {"csrc/cuda/dot/wgmma_block.cuh"}  # which are masked where common_range holds nothing
 # Neighbours that stand for all of their kind, and where one is only used.

@@ -15,6 +15,7 @@ from fastattn.backends import cuda, health, triton, wgmma
 from fastattn.backends.health import Verdict
 from fastattn.kernels.host import config, tuned
 from fastattn.kernels.host.config import Config
+from fastattn.kernels.host.launch import Call
 from fastattn.kernels.loop import forward, grad_query
 from fastattn.kernels.tile.strided import Spec
 from fastattn.problem.validate import build
@@ -83,17 +84,16 @@ def test_a_wide_bias_is_of_a_kind_of_its_own(q):
         fastattn.autotune(half, attn_mask=x, measure=distance(best)) for x in (bias.half(), bias)
     ]
     assert not found[0].keys() & found[1].keys()
-    kinds = [config.kind_of(half.dtype, x, 0.0, "none", 0.0) for x in (bias.half(), bias, None)]
+    kinds = [Call(half, half, half, bias=x).kind for x in (bias.half(), bias, None)]
     assert kinds == ["rich", "wide_bias", "plain"]
-    assert config.kind_of(bias.dtype, bias, 0.0, "none", 0.0) == "rich"
+    assert Call(q, q, q, bias=bias).kind == "rich"
 
 
-def test_a_softcap_is_of_a_kind_of_its_own_unless_it_is_rich():
+def test_a_softcap_is_of_a_kind_of_its_own_unless_it_is_rich(q):
     """Backward keeps a slope for each score, and a table's row may be too large for them."""
-    kinds = [config.kind_of(torch.half, None, p, "none", 2.0) for p in (0.0, 0.1)]
-    assert kinds == ["capped", "rich"]
+    assert [Call(q, q, q, softcap=2.0, dropout_p=p).kind for p in (0.0, 0.1)] == ["curved", "rich"]
     row = config.TABLE["dkdv"]["sm_90", 2][128]
-    assert row.capped.BLOCK_M < row.plain.BLOCK_M
+    assert row.curved.BLOCK_M < row.plain.BLOCK_M
 
 
 def test_results_stay_what_they_were(q):

@@ -7,7 +7,9 @@ from fastattn import self_check
 from fastattn.backends import registry, triton
 from fastattn.backends.health import Check, Verdict
 from fastattn.kernels.host import config
+from fastattn.kernels.host.launch import Call
 from fastattn.problem import validate
+from fastattn.problem.record import WEIGHTS
 
 QUICK = [("dot", "plain"), ("dot", "rich"), ("additive", "plain decoding")]
 OTHERS = {(score, kind) for score in ("dot", "additive") for kind in self_check.PROBLEMS} - {*QUICK}
@@ -62,8 +64,9 @@ def test_a_check_has_the_configurations_of_its_calls(size):
     """Those of ``host/config.py``: heads of one size class, which are rich or not."""
 
     def kind(bias, dropout_p, weights):
-        given = torch.zeros(()) if bias else None
-        return config.kind_of(torch.float32, given, dropout_p, weights, 0.0)
+        x = torch.zeros(())
+        given = x if bias else None
+        return Call(x, x, x, bias=given, dropout_p=dropout_p, weights=WEIGHTS[weights]).kind
 
     for options in ({}, dict(return_weights="mean"), dict(dropout_p=0.5), dict(bias=True)):
         bias = options.pop("bias", False)

@@ -36,8 +36,8 @@ class BackwardWorker {
         values_(p_, p_.grad_out, scratch_, tile_.m, tile_.n),
         s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
         dp_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
-        slopes_(p_.softcap == 0.f ? nullptr
-                                  : scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        slopes_(is_curved(p_) ? scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)
+                              : nullptr),
         grads_(args, scratch_, mask_, s_, dp_, tile_.n) {}
 
   void run(int64_t task) {

@@ -20,7 +20,7 @@ class TileGrads {
         grad_weights_(scratch.floats(kRows * ld)) {}
 
   // Where a tile lies, the factors of its results, where dS goes for the bias, and the slopes of a
-  // softcap, or nullptr.
+  // curve, or nullptr.
   struct Tile {
     const TilePlace& at;
     const GradUnits& units;

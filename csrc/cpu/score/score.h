@@ -143,7 +143,7 @@ struct FixedTile : ScoreDefaults {
   static Tile tile(const Path&) { return {}; }
 };
 
-// A tile of scores, or of their ratios to the softcap, in rows of `ld`. `slopes`: see cap_scores().
+// A tile of scores, or of what a curve makes of them, in rows of `ld`: see curve_scores().
 template <typename Score>
 FASTATTN_SIMD void scores_of(Score& score, const LogitUnits& units, const MaskTile& mask,
                              int64_t rows, int64_t cols, float* s, int64_t ld,
@@ -152,7 +152,7 @@ FASTATTN_SIMD void scores_of(Score& score, const LogitUnits& units, const MaskTi
     mask.sparse() ? score.scores_of(mask.strips(), s) : score.scores(s);
   else
     score.scores(s);
-  cap_scores(units, rows, cols, ld, s, slopes);
+  curve_scores(units, rows, cols, ld, s, slopes);
 }
 
 // Picks one form for score and values.

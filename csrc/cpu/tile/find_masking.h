@@ -25,8 +25,8 @@ FASTATTN_SHARED LogitUnits logit_units(const AttentionParams& p, double scale, f
           p.q.dtype != DType::kFloat32};
 }
 
-FASTATTN_SHARED void cap_scores(const LogitUnits& units, int64_t rows, int64_t cols, int64_t ld,
-                                float* s, float* slopes) {
+FASTATTN_SHARED void curve_scores(const LogitUnits& units, int64_t rows, int64_t cols, int64_t ld,
+                                  float* s, float* slopes) {
   const float ratio = units.ratio;
   if (ratio == 0.f) return;
   for (int64_t begin = 0; begin < rows * ld; begin += ld) {

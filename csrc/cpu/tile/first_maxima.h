@@ -37,7 +37,7 @@ FASTATTN_SHARED void first_maxima(const ForwardParams& p, int64_t b, int64_t h, 
                                   int64_t rows, KeyRange keys, float* m) {
   // In any order of its sum, such a logit is the same but for 2^-8: m is not above the maximum.
   constexpr float kMost = 1024.f;
-  const bool product = p.w.data == nullptr && p.softcap == 0.f;
+  const bool product = p.w.data == nullptr && !is_curved(p);
   if (!p.bias_is_line || !product || p.bias.dtype != DType::kFloat32 || p.bias.stride_c != 1)
     return;
   const float* const line = static_cast<const float*>(p.bias.data) + b * p.bias.stride_b +

@@ -20,7 +20,7 @@ namespace fastattn::FASTATTN_ISA {
 // where a weight counts, however large the logits are. Every sweep takes these steps, so backward
 // recomputes exactly the weights that forward summed.
 //
-// Both steps are linear. A softcap makes ratios of scores first, tile by tile (cap_scores()).
+// Both steps are linear. A curve takes the scores' place first, tile by tile (curve_scores()).
 struct LinearLogit {
   float scale;  // of a score that a bias is added to; 1 in a problem without a bias
   float unit;   // above 0
@@ -32,8 +32,8 @@ struct LinearLogit {
   FASTATTN_MEMBER Vec slope(int64_t, int64_t, Vec ds) const { return ds; }
 };
 
-// Likewise of t = tanh(score / softcap), which stands where its score did.
-struct CappedLogit : LinearLogit {
+// Likewise of what a curve makes of a score: under a softcap, tanh(score / softcap).
+struct CurvedLogit : LinearLogit {
   const float* slopes;  // [rows, ld]
   int64_t ld;
   FASTATTN_MEMBER Vec slope(int64_t i, int64_t c, Vec ds) const {
@@ -41,10 +41,10 @@ struct CappedLogit : LinearLogit {
   }
 };
 
-// Calls f with the logit of a tile that cap_scores() has seen.
+// Calls f with the logit of a tile that curve_scores() has seen.
 template <typename F>
 FASTATTN_SIMD void with_logit(LinearLogit logit, const float* slopes, int64_t ld, F f) {
-  slopes == nullptr ? f(logit) : f(CappedLogit{logit, slopes, ld});
+  slopes == nullptr ? f(logit) : f(CurvedLogit{logit, slopes, ld});
 }
 
 // What a logit is, in a problem.
@@ -63,8 +63,8 @@ FASTATTN_SHARED LogitUnits logit_units(const AttentionParams& p, double scale, f
 // Scores s [rows, ld] become tanh(score / softcap), if there is a softcap. Writes the slopes of
 // tanh if there is a place for them. The slope of NaN is 1: such a pair may be masked, where a
 // gradient of 0 must stay 0. Half types have fewer bits of both: every pass has the same.
-FASTATTN_SHARED void cap_scores(const LogitUnits& units, int64_t rows, int64_t cols, int64_t ld,
-                                float* s, float* slopes);
+FASTATTN_SHARED void curve_scores(const LogitUnits& units, int64_t rows, int64_t cols, int64_t ld,
+                                  float* s, float* slopes);
 
 // How the scores of a tile are masked. kNone and kIntervals add no bias: a problem with a bias has
 // neither.

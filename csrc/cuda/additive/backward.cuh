@@ -74,7 +74,7 @@ FASTATTN_DEVICE void multiply_slopes(const float* slopes, Fragment& ds) {
 }
 
 // Computes W and dS of a tile, both exactly 0 where masked. Begins with a barrier unless D and E
-// are both 0. Under a softcap dS is the gradient of the scores, and a tile `slopes` is overwritten.
+// are both 0. With a curve dS is the gradient of the scores, and a tile `slopes` is overwritten.
 // If `slopes` is nullptr, dS is the gradient of the logits.
 FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepBits bits,
                                    StageMemory& memory, Fragment& weights, Fragment& ds,
@@ -98,8 +98,7 @@ FASTATTN_DEVICE void gradient_tile(const BackwardArgs& a, const Place& at, KeepB
     }
   }
   drop(a.p, survivors, weights);
-  if (a.p.softcap != 0.f)
-    if (slopes != nullptr) multiply_slopes(slopes, ds);
+  if (is_curved(a.p) && slopes != nullptr) multiply_slopes(slopes, ds);
 }
 
 // The power of two that divides the stored dS of a tile, near the largest |dS|. The sums of

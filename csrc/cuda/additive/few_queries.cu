@@ -12,8 +12,8 @@
 #include "cuda/additive/few_queries.cuh"
 #include "cuda/additive/prepare.cuh"
 #include "cuda/additive/terms.cuh"
+#include "cuda/tile/curve.cuh"
 #include "cuda/tile/merge.cuh"
-#include "cuda/tile/softcap.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace fastattn::cuda {
@@ -86,7 +86,7 @@ FASTATTN_DEVICE void stage_few_keys(const View& k, int64_t offset, int rows, int
   });
 }
 
-// The score of this thread's key, or its ratio under a softcap. Begins with a barrier.
+// The score of this thread's key, or what a curve makes of it. Begins with a barrier.
 FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory& memory) {
   const Panels& panels = a.plan.panels;
   const float* const workspace = static_cast<const float*>(a.p.workspace);
@@ -109,9 +109,7 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
     }
     s += workspace[panels.halves + at.h * panels.stages + d0 / kStage] - sum;
   }
-  s = scaled_score(s, kUnit, workspace[panels.scales + at.h]);
-  if (a.p.softcap == 0.f) return s;
-  return accurate_tanh(s * tanh_of_score(a.p)).ratio;
+  return curved(a.p, scaled_score(s, kUnit, workspace[panels.scales + at.h]));
 }
 
 // The logit of a score. A bias of -inf masks the key, and the result is -inf.

@@ -5,7 +5,7 @@
 #include "cuda/additive/differences.cuh"
 #include "cuda/additive/plan.h"
 #include "cuda/additive/terms.cuh"
-#include "cuda/tile/softcap.cuh"
+#include "cuda/tile/curve.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace fastattn::cuda {
@@ -70,12 +70,11 @@ FASTATTN_DEVICE int staged_dims(const AdditiveTiles& t, int64_t d0) {
   return static_cast<int>(min64(kStage, t.panels.dims - d0));
 }
 
-// Turns scores into the ratios of a softcap. Writes the slopes to a tile unless `slopes`
-// is nullptr.
-FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slopes) {
+// curve_scores() of a tile. Writes the slopes to a tile unless `slopes` is nullptr.
+FASTATTN_DEVICE void curve_tile(const AttentionParams& p, Fragment& s, float* slopes) {
   const int first = opaque_here(row0()), col = opaque_here(col0());
   float row[kCols];
-  cap_scores(p, s, [&](int n, float slope) {
+  curve_scores(p, s, [&](int n, float slope) {
     row[n % kCols] = slope;
     if (slopes != nullptr && n % kCols == kCols - 1)
       store4(slopes, first + n / kCols, col, pack4(row));
@@ -84,7 +83,7 @@ FASTATTN_DEVICE void cap_tile(const AttentionParams& p, Fragment& s, float* slop
 
 // The logits of a tile. Sums have two levels, because one sum over all dims loses digits.
 // Begins with a barrier, so other threads may still read the stage before the call. Ends without a
-// barrier. `slopes`: see cap_tile().
+// barrier. `slopes`: see curve_tile().
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                 StageMemory& memory, Fragment& s, float* slopes = nullptr) {
   const bool gaussian = is_gaussian(t.p), direct = is_direct(t, at);
@@ -120,11 +119,11 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
     for (int c = 0; c < kCols; ++c) s[r][c] = scaled_score(s[r][c], unit, scale);
-  if (t.p.softcap != 0.f) cap_tile(t.p, s, slopes);
+  if (is_curved(t.p)) curve_tile(t.p, s, slopes);
   make_logits<FragmentLayout>(t.p, at, bits, s);
 }
 
-// P of a tile, before dropout. `slopes`: see cap_tile().
+// P of a tile, before dropout. `slopes`: see curve_tile().
 FASTATTN_DEVICE void weights_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                   const float* stats, StageMemory& memory, Fragment& s,
                                   float* slopes = nullptr) {

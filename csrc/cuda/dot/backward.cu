@@ -8,7 +8,7 @@
 //   delta:  for (b, h, tile of queries):     dO . O, and W . dW over the keys if there is dW
 //   dq:     for (b, h, tile of queries):     Q, dO stay; K, V pass by       3 products a tile
 //   dk, dv: for (b, key head, tile of keys): K, V stay; Q, dO of the heads  4 products
-//           that share it pass by, on transposed tiles; under a softcap a block has dk or dv
+//           that share it pass by, on transposed tiles; with a curve a block has dk or dv
 //   dbias:  for (tile of the bias, slice of what shares it): dS, added up in order; of a line: for
 //           (diagonal of tiles), see line.cuh
 //
@@ -27,7 +27,7 @@ namespace {
 
 // ---- delta ----
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_delta_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_copies();
       __syncthreads();
       Pairs<QueryRows> s;
-      sdpa_logits<QueryRows, kType, kDim, kCapped>(p, at, mask, memory.q, memory.k, s, look_away);
+      sdpa_logits<QueryRows, kType, kDim, kCurved>(p, at, mask, memory.q, memory.k, s);
       known_pairs<QueryRows>(memory.rows, unit, mask.bits, s);
       drop(p, surviving_bits<QueryRows>(p, at), s);
       with_half<kType>(p.grad_weights.dtype, [&](auto type) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dq ----
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
                    const __grid_constant__ GradMarks marks) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     Pairs<QueryRows> s, ds;
     uint16_t* const k = turns.place(memory.k);
     if (!turns.here().none)
-      gradient_tile<QueryRows, kType, kDim, kCapped>(p, turns.here().at, turns.mask(), unit, memory,
+      gradient_tile<QueryRows, kType, kDim, kCurved>(p, turns.here().at, turns.mask(), unit, memory,
                                                      memory.q, k, s, ds);
     __syncthreads();  // others may still read V, and the bad rows of K
     if (!turns.next().none) start_keys<kDim>(p.v, p.E, turns.next().at, memory.v);
@@ -148,9 +148,9 @@ FASTATTN_DEVICE bool go_to(const AttentionParams& p, const Span& visited, uint32
   return true;
 }
 
-// The unit of logits is an argument, because registers are full. Under a softcap a block has one of
+// The unit of logits is an argument, because registers are full. With a curve a block has one of
 // dk and dv, as its number says: the sums of both and the slopes would spill.
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
                      const __grid_constant__ float unit, const __grid_constant__ GradMarks marks) {
@@ -158,13 +158,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
   GradMemory<kDim>& memory = turns.memory.tile;
   {
-    const Place own = key_place(p, kCapped ? blockIdx.x / 2 : blockIdx.x);
+    const Place own = key_place(p, kCurved ? blockIdx.x / 2 : blockIdx.x);
     turns.begin(own);
     find_rows(p, spans, own, memory.visited);
     start_keys<kDim>(p.k, p.D, own, memory.k);
     start_keys<kDim>(p.v, p.E, own, memory.v);
   }
-  const bool of_values = !kCapped || blockIdx.x % 2 == 0;  // the first product
+  const bool of_values = !kCurved || blockIdx.x % 2 == 0;  // the first product
   const View& others = of_values ? p.grad_out : p.q;
   const int64_t dims = of_values ? p.E : p.D;
   float sum[kDim / 8][4] = {}, dk[kDim / 8][4] = {};
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     Pairs<KeyRows> s, ds;
     uint16_t* const q = turns.place(memory.q);
     if (!turns.here().none)
-      gradient_tile<KeyRows, kType, kDim, kCapped>(p, turns.here().at, turns.mask(), unit, memory,
+      gradient_tile<KeyRows, kType, kDim, kCurved>(p, turns.here().at, turns.mask(), unit, memory,
                                                    q, memory.k, s, ds);
     __syncthreads();  // others may still read the stats, and the bad rows of Q and dO
     if (!turns.next().none) start_rows<true>(p, turns.next().at, memory.rows);
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     __syncthreads();  // others may still read dO, and bad_rows
     if (!turns.next().none) start_queries<kDim>(p.grad_out, p.E, turns.next().at, memory.grad_out);
-    if (!kCapped && !turns.here().none) {
+    if (!kCurved && !turns.here().none) {
       const Place x = turns.here().at;
       add_product<KeyRows, kType, kDim>(p.q, offset_of(p.q, x.b, x.h, x.i0, 0), p.D, turns.mask(),
                                         ds, q, memory.bad_rows, dk);
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const View& result = of_values ? p.grad_v : p.grad_k;
   store_sums<kType, kDim>(result, offset_of(result, to.b, to.hkv, to.j0, 0), to.cols, dims,
                           of_values ? 1.f : p.scale, sum);
-  if constexpr (!kCapped)
+  if constexpr (!kCurved)
     store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, to.b, to.hkv, to.j0, 0), to.cols, p.D,
                             p.scale, dk);
 }
@@ -272,7 +272,7 @@ FASTATTN_DEVICE BiasTiles bias_tiles_of(const BackwardParams& p, uint32_t block,
   return own;
 }
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dbias_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
                       const __grid_constant__ int64_t slices) {
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s, ds;
-    gradient_tile<QueryRows, kType, kDim, kCapped, false>(p, at, mask, unit, memory, memory.q,
+    gradient_tile<QueryRows, kType, kDim, kCurved, false>(p, at, mask, unit, memory, memory.q,
                                                           memory.k, s, ds);
 #pragma unroll
     for (int t = 0; t < QueryRows::kTiles; ++t)
@@ -351,23 +351,22 @@ GradMarks marks_of(const BackwardParams& p) {
           reinterpret_cast<uint32_t*>(queries + query_marks(p))};
 }
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 void launch(const BackwardParams& p, Launcher& launcher) {
   const size_t shared = sizeof(GradMemory<kDim>);
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   const int64_t queries = p.B * p.H * tiles_m, keys = p.B * p.Hkv * tiles_n;
   const Spans spans = make_spans(p, span_start(p), launcher);
-  launcher.run(sdpa_delta_kernel<kType, kDim, kCapped>, queries, kThreads, shared, p);
+  launcher.run(sdpa_delta_kernel<kType, kDim, kCurved>, queries, kThreads, shared, p);
   GradMarks marks{nullptr, nullptr};
-  if (!kCapped && takes_wgmma(p) && launch_wgmma(p, spans, marks_of(p), launcher))
-    marks = marks_of(p);
-  launcher.run(sdpa_dq_kernel<kType, kDim, kCapped>, queries, kThreads, sizeof(PassingMemory<kDim>),
+  if (takes_wgmma(p) && launch_wgmma(p, spans, marks_of(p), launcher)) marks = marks_of(p);
+  launcher.run(sdpa_dq_kernel<kType, kDim, kCurved>, queries, kThreads, sizeof(PassingMemory<kDim>),
                p, marks);
-  launcher.run(sdpa_dkdv_kernel<kType, kDim, kCapped>, kCapped ? 2 * keys : keys, kThreads,
+  launcher.run(sdpa_dkdv_kernel<kType, kDim, kCurved>, kCurved ? 2 * keys : keys, kThreads,
                sizeof(PassingMemory<kDim>), p, spans, unit_of(p), marks);
   if (p.grad_bias.data == nullptr) return;
   const int64_t slices = slices_of(p);
-  launcher.run(sdpa_dbias_kernel<kType, kDim, kCapped>,
+  launcher.run(sdpa_dbias_kernel<kType, kDim, kCurved>,
                p.bias_B * p.bias_H * slices * bias_tiles(p), kThreads, shared, p, spans, slices);
   if (p.bias_is_line) return launch_line(p, bias_start(p), slices, launcher);
   launch_bias_parts(p, bias_start(p), slices, launcher);
@@ -382,7 +381,7 @@ int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) {
 const char* sdpa_backward(const BackwardParams& p, void* stream) {
   Launcher launcher(stream);
   with_operands(p,
-                [&](auto type, auto dim, auto capped) { launch<type, dim, capped>(p, launcher); });
+                [&](auto type, auto dim, auto curved) { launch<type, dim, curved>(p, launcher); });
   return launcher.error();
 }
 

@@ -122,7 +122,7 @@ FASTATTN_DEVICE void grad_pairs(const BackwardParams& p, const TileMask& mask, K
 
 // W and dS of a tile whose operands are in shared memory, Q and K at `q` and `k`. Unless kSloped,
 // dS is the gradient of the logits.
-template <typename Layout, DType kType, int kDim, bool kCapped, bool kSloped = kCapped>
+template <typename Layout, DType kType, int kDim, bool kCurved, bool kSloped = kCurved>
 FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, const TileMask& mask,
                                    float unit, const GradMemory<kDim>& memory, const uint16_t* q,
                                    const uint16_t* k, Pairs<Layout>& s, Pairs<Layout>& ds) {
@@ -136,7 +136,7 @@ FASTATTN_DEVICE void gradient_tile(const BackwardParams& p, const Place& at, con
                                             kQueriesByRows ? memory.v : grad, ds);
   });
   if constexpr (kSloped) subtract_delta<Layout>(p, survivors, memory.rows, ds);
-  sdpa_logits<Layout, kType, kDim, kCapped>(p, at, mask, kQueriesByRows ? q : k,
+  sdpa_logits<Layout, kType, kDim, kCurved>(p, at, mask, kQueriesByRows ? q : k,
                                             kQueriesByRows ? k : q, s, [&](int n, float slope) {
                                               if constexpr (kSloped) ds[n / 4][n % 4] *= slope;
                                             });

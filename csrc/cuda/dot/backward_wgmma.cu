@@ -192,8 +192,7 @@ void launch(WgmmaGradArgs a, const CUtensorMap (&maps)[4], const GradMarks& mark
 }  // namespace
 
 bool takes_wgmma(const BackwardParams& p) {
-  if (!wgmma_is_chosen() || !wgmma_can_run() || p.M <= kFewQueries || p.softcap != 0.f)
-    return false;
+  if (!wgmma_is_chosen() || !wgmma_can_run() || p.M <= kFewQueries || is_curved(p)) return false;
   if (min64(p.B * p.H * p.N, min64(p.D, p.E)) <= 0) return false;
   Copied list[4];
   list_copied(p, list);
@@ -209,8 +208,8 @@ bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& 
   list_copied(p, list);
   for (int n = 0; n < 4; ++n)
     if (!make_tensor_map(list[n].view, list[n].size, kTile, &maps[n])) return false;
-  with_operands(p, [&](auto type, auto dim, auto capped) {
-    if constexpr (!capped)
+  with_operands(p, [&](auto type, auto dim, auto curved) {
+    if constexpr (!curved)
       launch<type, dim>({p, spans, unit_of(p), nullptr, {}, {}}, maps, marks, launcher);
   });
   return true;

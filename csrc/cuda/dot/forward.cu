@@ -90,7 +90,7 @@ FASTATTN_DEVICE Place few_queries(const SdpaArgs& a, uint32_t block, int64_t* ch
   return place(a.p, block, h, 0, 0);
 }
 
-template <typename Layout, DType kType, int kDim, bool kCapped>
+template <typename Layout, DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
   constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
@@ -133,8 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     Pairs<Layout> s;
     SdpaStep step;
     float alpha[2];
-    sdpa_logits<Layout, kType, kDim, kCapped>(p, here, mask_here, memory.q, memory.k[buffer], s,
-                                              look_away);
+    sdpa_logits<Layout, kType, kDim, kCurved>(p, here, mask_here, memory.q, memory.k[buffer], s);
     sdpa_softmax_step<true>(unit, state, s, step);
     sdpa_add_sums(unit, step, state, alpha);
     drop(p, surviving_bits<Layout>(p, here), s);
@@ -155,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---- returned weights ----
 
 // A block writes a tile: per head, or the mean of heads, added up in head order.
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_weights_kernel(const __grid_constant__ ForwardParams p) {
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies();
     __syncthreads();
     Pairs<QueryRows> s;
-    sdpa_logits<QueryRows, kType, kDim, kCapped>(p, at, mask, memory.q, memory.k[0], s, look_away);
+    sdpa_logits<QueryRows, kType, kDim, kCurved>(p, at, mask, memory.q, memory.k[0], s);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = sum_row(2 * half);
@@ -211,24 +210,24 @@ __global__ void __launch_bounds__(kThreads, 2)
             sum[n][v] / static_cast<float>(heads));
 }
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 void launch(SdpaArgs a, Launcher& launcher) {
   const ForwardParams& p = a.p;
   const size_t shared = sizeof(SdpaMemory<kDim>);
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   const int64_t blocks = p.B * p.H * tiles_m * a.chunks;
   if (is_few(p)) {
-    launcher.run(sdpa_forward_kernel<FewQueryRows, kType, kDim, kCapped>, blocks, kThreads, shared,
+    launcher.run(sdpa_forward_kernel<FewQueryRows, kType, kDim, kCurved>, blocks, kThreads, shared,
                  a);
     merge_partials(p, 0, a.chunks * kWarps, launcher);
   } else {
     if (takes_wgmma(p) && launch_wgmma(p, launcher))
       a.marks = static_cast<const uint32_t*>(p.workspace);
-    launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim, kCapped>, blocks, kThreads, shared, a);
+    launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim, kCurved>, blocks, kThreads, shared, a);
   }
   if (p.weights_mode == WeightsMode::kNone) return;
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
-  launcher.run(sdpa_weights_kernel<kType, kDim, kCapped>, p.B * heads_out * tiles_m * tiles_n,
+  launcher.run(sdpa_weights_kernel<kType, kDim, kCurved>, p.B * heads_out * tiles_m * tiles_n,
                kThreads, shared, p);
 }
 
@@ -242,7 +241,7 @@ View from_column(View x, int64_t column) {
 
 // By products of warpgroups where that path is taken. The kernel for the rest computes all scores
 // for each kMostColumns of V. It computes what is marked, and has one dtype for the library's sake.
-template <bool kCapped>
+template <bool kCurved>
 void launch_large(SdpaArgs a, Launcher& launcher) {
   constexpr int kDim = 2 * kMostColumns;
   if (takes_wgmma(a.p) && launch_wgmma(a.p, launcher))
@@ -252,7 +251,7 @@ void launch_large(SdpaArgs a, Launcher& launcher) {
   for (int64_t first = 0; first < max64(columns, 1); first += kMostColumns) {
     a.p.v = from_column(v, first), a.p.out = from_column(out, first);
     a.p.E = min64(columns - first, kMostColumns);
-    launcher.run(sdpa_forward_kernel<QueryRows, kAnyHalf, kDim, kCapped>, blocks, kThreads,
+    launcher.run(sdpa_forward_kernel<QueryRows, kAnyHalf, kDim, kCurved>, blocks, kThreads,
                  sizeof(SdpaMemory<kDim>), a);
   }
 }
@@ -268,12 +267,11 @@ const char* sdpa_forward(const ForwardParams& p, void* stream) {
   Launcher launcher(stream);
   if (max64(p.D, p.E) > kMostColumns) {
     if (const char* reason = against_large_heads(p)) return reason;
-    p.softcap != 0.f ? launch_large<true>(plan(p), launcher)
-                     : launch_large<false>(plan(p), launcher);
+    is_curved(p) ? launch_large<true>(plan(p), launcher) : launch_large<false>(plan(p), launcher);
     return launcher.error();
   }
   with_operands(
-      p, [&](auto type, auto dim, auto capped) { launch<type, dim, capped>(plan(p), launcher); });
+      p, [&](auto type, auto dim, auto curved) { launch<type, dim, curved>(plan(p), launcher); });
   return launcher.error();
 }
 

@@ -6,7 +6,7 @@
 //     consumer   S_0 = Q K_0^T -> masked -> P_0
 //       for n = 1, 2, ...                       masked tiles first, tiles without a mask after them
 //         start S_n = Q K_n^T, and O += P_(n-1) V_(n-1)
-//         S_n -> capped, masked, biased -> softmax while the other product runs
+//         S_n -> curved, masked, biased -> softmax while the other product runs
 //         O = alpha O, P_n
 //       O += P V of the last one; out = O / l, lse, stats
 //
@@ -76,7 +76,7 @@ FASTATTN_DEVICE void init_barriers(WgmmaMemory<kDim>& memory) {
   publish_barriers();
 }
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   WgmmaMemory<kDim>& memory = *static_cast<WgmmaMemory<kDim>*>(shared_boxes());
   const ForwardParams& p = a.p;
@@ -94,22 +94,22 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   }
   take_registers<kConsumerRegisters>();
   at.i0 += group * kTile, at.rows = extent(p.M, at.i0);
-  Consumer<kType, kDim, kCapped> mine(a, at, memory, group);
+  Consumer<kType, kDim, kCurved> mine(a, at, memory, group);
   if (KeyTiles::count(tiles) > 0) mine.run(tiles);
   mark(p.workspace, (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile, at.rows > 0,
        zero_of(mine.o));
   write_rows<kType, kDim>(p, at, mine.state, mine.o);
 }
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kBlock, 1)
     sdpa_wgmma_kernel(const __grid_constant__ WgmmaArgs a) {
-  if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim, kCapped>(a);
+  if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim, kCurved>(a);
 }
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 bool launch(const ForwardParams& p, Launcher& launcher) {
-  constexpr auto kKernel = sdpa_wgmma_kernel<kType, kDim, kCapped>;
+  constexpr auto kKernel = sdpa_wgmma_kernel<kType, kDim, kCurved>;
   constexpr size_t kShared = sizeof(WgmmaMemory<kDim>);
   WgmmaArgs a = {p, {}, {}, {}};
   launcher.prepare(kKernel, kShared);  // before the maps: the thread may be new to CUDA
@@ -121,11 +121,11 @@ bool launch(const ForwardParams& p, Launcher& launcher) {
   return true;
 }
 
-// Kernels with a softcap have no size of 64, so that the library stays small.
+// Kernels with a curve have no size of 64, so that the library stays small.
 template <DType kType>
 bool launch_type(const ForwardParams& p, Launcher& launcher) {
   const int64_t size = max64(p.D, p.E);
-  if (p.softcap != 0.f)
+  if (is_curved(p))
     return size > 128 ? launch<kType, 256, true>(p, launcher)
                       : launch<kType, 128, true>(p, launcher);
   if (size > 128) return launch<kType, 256, false>(p, launcher);

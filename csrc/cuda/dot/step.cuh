@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
+#include "cuda/tile/curve.cuh"
 #include "cuda/tile/half_tile.cuh"
-#include "cuda/tile/softcap.cuh"
 #include "cuda/tile/softmax.cuh"
 
 namespace fastattn::cuda {
@@ -13,9 +13,9 @@ namespace fastattn::cuda {
 // The largest head that with_operands() knows.
 constexpr int kMostColumns = 128;
 
-// Calls f(dtype, size, capped) with the operands' dtype, the columns of a tile and whether there is
-// a softcap as compile-time constants. All kernels with a softcap have wide tiles of any dtype:
-// they would double the library otherwise.
+// Calls f(dtype, size, curved) with the operands' dtype, the columns of a tile and whether there is
+// a curve as compile-time constants. All kernels with a curve have wide tiles of any dtype: they
+// would double the library otherwise.
 template <typename F>
 void with_operands(const AttentionParams& p, F f) {
   constexpr std::integral_constant<int, kMostColumns> kWide{};
@@ -23,7 +23,7 @@ void with_operands(const AttentionParams& p, F f) {
     if (max64(p.D, p.E) > 64) return f(type, kWide, std::false_type{});
     f(type, std::integral_constant<int, 64>{}, std::false_type{});
   };
-  if (p.softcap != 0.f) return f(TypeTag<kAnyHalf>{}, kWide, std::true_type{});
+  if (is_curved(p)) return f(TypeTag<kAnyHalf>{}, kWide, std::true_type{});
   if (p.q.dtype == DType::kFloat16) return with_size(TypeTag<DType::kFloat16>{});
   with_size(TypeTag<DType::kBFloat16>{});
 }
@@ -70,15 +70,15 @@ FASTATTN_DEVICE void mask_scores(const AttentionParams& p, const Place& at, Keep
 }
 
 // Logits of the tile at `at`. The layout says whether rows are queries and columns keys, or the
-// reverse. Under a softcap calls look(pair, slope).
-template <typename Layout, DType kType, int kDim, bool kCapped, typename F>
+// reverse. With a curve calls look(pair, slope).
+template <typename Layout, DType kType, int kDim, bool kCurved, typename F = decltype(look_away)>
 FASTATTN_DEVICE void sdpa_logits(const AttentionParams& p, const Place& at, const TileMask& mask,
                                  const uint16_t* rows, const uint16_t* columns, Pairs<Layout>& s,
-                                 F look) {
+                                 F look = look_away) {
   clear(s);
   with_half<kType>(p.q.dtype,
                    [&](auto type) { multiply_transposed<Layout, type, kDim>(rows, columns, s); });
-  if constexpr (kCapped) cap_scores(p, s, look);
+  if constexpr (kCurved) curve_scores(p, s, look);
   if (!mask.full) mask_scores<Layout>(p, at, mask.bits, s);
 }
 

@@ -224,7 +224,7 @@ FASTATTN_DEVICE void mark(void* marks, int64_t tile, bool inside, float zero) {
   if (inside && lane() == 0) static_cast<uint8_t*>(marks)[tile * kWarps + warp() % kWarps] = bad;
 }
 
-template <DType kType, int kDim, bool kCapped>
+template <DType kType, int kDim, bool kCurved>
 struct Consumer {
   using Of = Plan<kDim>;
   const AttentionParams& p;
@@ -282,7 +282,7 @@ struct Consumer {
   // S -> P.
   template <bool kMasked>
   __device__ __forceinline__ void softmax(int tile) {
-    if constexpr (kCapped) cap_scores(p, s, look_away);
+    if constexpr (kCurved) curve_scores(p, s);
     if constexpr (kMasked) {
       const int64_t j0 = static_cast<int64_t>(tile) * Of::kKeys;
       mask_tile_scores(p, at, j0, s);

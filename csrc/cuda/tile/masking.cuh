@@ -40,15 +40,11 @@ using Pairs = float[Layout::kQueries * Layout::kKeys / 4][4];
 
 // ---- logits ----
 //
-// Without a bias, the logit of a score is the score itself, or the ratio that a softcap puts in its
-// place. With a bias it is natural: rounded once, as a sum. A weight is 2^(unit (logit - maximum)):
-// the difference is exact where a weight counts, and no compiler contracts it. The CPU and Triton
-// have the same rule (docs/decisions/0009-one-rounding-of-a-logit.md).
+// Without a bias, the logit of a score is the score itself, or what a curve puts in its place. With
+// a bias it is natural: rounded once, as a sum. A weight is 2^(unit (logit - maximum)): the
+// difference is exact where a weight counts, and no compiler contracts it. The CPU and Triton have
+// the same rule (docs/decisions/0009-one-rounding-of-a-logit.md).
 
-// The natural logit of a score of 1.
-FASTATTN_FN float natural_of_score(const AttentionParams& p) {
-  return p.softcap != 0.f ? p.softcap : p.scale;
-}
 // A scale of 0 or less turns the order of scores: those logits are natural too.
 FASTATTN_FN bool logits_are_scores(const AttentionParams& p) {
   return p.bias.data == nullptr && natural_of_score(p) > 0.f;

@@ -1,7 +1,7 @@
 // Small kernels, right and wrong: what the shim can run, and which mistakes it finds.
 #include <cuda_runtime.h>
 
-#include "cuda/tile/softcap.cuh"
+#include "cuda/tile/curve.cuh"
 
 namespace {
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.kernels.tile import softcap
+from fastattn.kernels.tile import curve
 
 EPS = 2.0**-23
 
@@ -15,7 +15,7 @@ EPS = 2.0**-23
 @triton.jit
 def tanh_kernel(x_ptr, ratio_ptr, slope_ptr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    ratio, slope = softcap.tanh_and_slope(tl.load(x_ptr + at))
+    ratio, slope = curve.tanh_and_slope(tl.load(x_ptr + at))
     tl.store(ratio_ptr + at, ratio)
     tl.store(slope_ptr + at, slope)
 

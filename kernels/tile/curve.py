@@ -1,4 +1,4 @@
-"""Softcap: c tanh(s / c) in place of a score s, before bias and mask.
+"""Curves, which take a score's place before bias and mask: c tanh(s / c) under a softcap c.
 
 The ratio t = tanh(s / c) takes the place of the score. Its logit is c t, a product with a scale, as
 without a softcap. ``Mask.cap`` makes s / c of a score, and ``Call.logit_scale`` holds c.
@@ -19,8 +19,8 @@ from .softmax import LOG2E
 
 
 @triton.jit
-def cap_scores(s, mask):
-    """(ratios, slopes) of the scores s; without a softcap the scores, and nothing to use."""
+def curve_scores(s, mask):
+    """(ratios, slopes) of the scores s; without a curve the scores, and nothing to use."""
     if mask.cap is None:
         return s, s
     else:
@@ -28,7 +28,7 @@ def cap_scores(s, mask):
 
 
 @triton.jit
-def cap_gradient(ds, slope, mask):
+def curve_gradient(ds, slope, mask):
     """The gradient of scores from that of logits. 0 stays 0, because masked pairs may be NaN."""
     if mask.cap is None:
         return ds

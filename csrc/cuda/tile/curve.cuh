@@ -1,10 +1,10 @@
-// Softcap: c tanh(score / c) in place of a score, before bias and mask.
+// Curves, which take a score's place before bias and mask: c tanh(score / c) under a softcap c.
 //
 // Ratios t = tanh(score / c) stand where scores did. The logit of t is c t: a product with a scale,
 // as without a cap (masking.cuh). The gradient of a score is that of its logit times the slope 1 -
 // t^2.
 //
-// The dot product's kernels are compiled with and without a cap (kCapped), because a cap takes
+// The dot product's kernels are compiled with and without a curve (kCurved), because a curve takes
 // registers. In the additive ones it is a branch.
 #pragma once
 
@@ -46,13 +46,19 @@ FASTATTN_DEVICE Capped accurate_tanh(float x) {
           size < 43.f ? slope : 0.f};
 }
 
-// What a score is multiplied with to be that x. A division, which no loop should repeat.
-FASTATTN_DEVICE float tanh_of_score(const AttentionParams& p) { return p.scale / p.softcap; }
+// What takes a score's place.
+FASTATTN_DEVICE float curved(const AttentionParams& p, float s) {
+  return is_curved(p) ? accurate_tanh(s * (p.scale / p.softcap)).ratio : s;
+}
 
-// Scores become ratios. Calls look(pair, slope) on the way.
-template <int kQuads, typename F>
-FASTATTN_DEVICE void cap_scores(const AttentionParams& p, float (&s)[kQuads][4], F look) {
-  const float factor = tanh_of_score(p);
+// For callers that need no slopes.
+FASTATTN_DEVICE void look_away(int, float) {}
+
+// The same of scores that have a curve. Calls look(pair, slope) on the way.
+template <int kQuads, typename F = decltype(look_away)>
+FASTATTN_DEVICE void curve_scores(const AttentionParams& p, float (&s)[kQuads][4],
+                                  F look = look_away) {
+  const float factor = p.scale / p.softcap;  // a division, which no loop should repeat
 #pragma unroll
   for (int n = 0; n < 4 * kQuads; ++n) {
     const Capped capped = accurate_tanh(s[n / 4][n % 4] * factor);
@@ -60,8 +66,5 @@ FASTATTN_DEVICE void cap_scores(const AttentionParams& p, float (&s)[kQuads][4],
     s[n / 4][n % 4] = capped.ratio;
   }
 }
-
-// For callers that need no slopes.
-FASTATTN_DEVICE void look_away(int, float) {}
 
 }  // namespace fastattn::cuda
