@@ -65,7 +65,7 @@ CUDA_CODE = (
 )
 # What on_cuda.h takes from libtorch_cuda. The stub has its name, so that the library can be linked
 # beside a torch without CUDA; where it runs, the loader finds torch's own.
-STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
+STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }'
 
 # -fno-lto, whatever CXXFLAGS say: link-time optimisation may move code from one ISA into another.
 RULES = """\
@@ -87,7 +87,9 @@ rule nvcc
   deps = gcc
   description = NVCC $out
 rule stub
-  command = {cxx} -shared -fPIC -Wl,-soname,libtorch_cuda.so $in -o $out
+  command = {cxx} -shared -fPIC -Wl,-soname,libtorch_cuda.so $out.cpp -o $out
+  rspfile = $out.cpp
+  rspfile_content = {stub}
   description = LINK $out
 """
 
@@ -273,7 +275,6 @@ def cuda_library_folders(nvcc: str) -> list[str]:
 def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     BUILD_CUDA.mkdir(parents=True, exist_ok=True)
     write_included(BUILD_CUDA)
-    (BUILD_CUDA / "stub.cpp").write_text(STUB)
     (BUILD_CUDA / "exports.map").write_text("{ local: *; };\n")  # loading it is all there is to do
     stub = BUILD_CUDA / "libtorch_cuda.so"
     link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", f"-L{BUILD_CUDA}", "-ltorch_cuda"]
@@ -288,6 +289,7 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
         flags=quote(flags),
         threads=min(len(CUDA_CODE), os.cpu_count() or 1),
         cxx=quote(cxx),
+        stub=STUB,
     )
     objects = []
     # Backwards: dot/*_wgmma.cu, for one GPU and thus in one thread, would run alone at the end.
@@ -297,7 +299,7 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     binding = [*FLAGS, "-DFASTATTN_FOR_CUDA", *ABI_FLAGS, f"-I{BUILD_CUDA}"]
     binding += ["-isystem", str(torch / "include")]
     text += f"build {BUILD_CUDA}/binding.o: cxx {BINDING}\n  flags = {quote(binding)}\n"
-    text += f"build {stub}: stub {BUILD_CUDA}/stub.cpp\n"
+    text += f"build {stub}: stub\n"
     every = " ".join(map(str, [BUILD_CUDA / "binding.o", *objects]))
     text += f"build {BUILD_CUDA / CUDA_LIBRARY}: link {every} | {stub}\n"
     path = BUILD_CUDA / "build.ninja"
