@@ -41,7 +41,6 @@ EXTENSION = "_C.abi3.so"
 LEFT_OUT = os.environ.get("FASTATTN_REQUIRE_EXT") == "0"  # on purpose: nobody is to be warned
 CUDA_LIBRARY = "_cuda.so"
 UNITS = ("avx512_bf16", "amx", "amx_fp16")  # multiply tiles, and take all else from avx512
-LOCAL = "".join(f"+{x}" for x in [os.environ.get("FASTATTN_LOCAL_VERSION")] if x)
 
 # No -ffast-math: NaN, infinities and the order of sums are part of the semantics. These only give
 # up errno, floating-point traps and the separate rounding of a * b + c.
@@ -87,9 +86,7 @@ rule nvcc
   deps = gcc
   description = NVCC $out
 rule stub
-  command = {cxx} -shared -fPIC -Wl,-soname,libtorch_cuda.so $out.cpp -o $out
-  rspfile = $out.cpp
-  rspfile_content = {stub}
+  command = echo '{stub}' | {cxx} -shared -fPIC -Wl,-soname,libtorch_cuda.so -x c++ - -o $out
   description = LINK $out
 """
 
@@ -436,7 +433,7 @@ def run_setuptools() -> None:
         # Without sources: it makes the wheel a platform's own and names the file.
         ext_modules=[Extension("fastattn._C", sources=[], py_limited_api=True, optional=True)],
         cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}, "egg_info": {"tag_build": LOCAL}},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )
 
 
