@@ -41,7 +41,6 @@ EXTENSION = "_C.abi3.so"
 LEFT_OUT = os.environ.get("FASTATTN_REQUIRE_EXT") == "0"  # on purpose: nobody is to be warned
 CUDA_LIBRARY = "_cuda.so"
 UNITS = ("avx512_bf16", "amx", "amx_fp16")  # multiply tiles, and take all else from avx512
-LOCAL = "".join(f"+{x}" for x in [os.environ.get("FASTATTN_LOCAL_VERSION")] if x)
 
 # No -ffast-math: NaN, infinities and the order of sums are part of the semantics. These only give
 # up errno, floating-point traps and the separate rounding of a * b + c.
@@ -65,7 +64,7 @@ CUDA_CODE = (
 )
 # What on_cuda.h takes from libtorch_cuda. The stub has its name, so that the library can be linked
 # beside a torch without CUDA; where it runs, the loader finds torch's own.
-STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
+STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }'
 
 # -fno-lto, whatever CXXFLAGS say: link-time optimisation may move code from one ISA into another.
 RULES = """\
@@ -87,7 +86,7 @@ rule nvcc
   deps = gcc
   description = NVCC $out
 rule stub
-  command = {cxx} -shared -fPIC -Wl,-soname,libtorch_cuda.so $in -o $out
+  command = echo '{stub}' | {cxx} -shared -fPIC -Wl,-soname,libtorch_cuda.so -x c++ - -o $out
   description = LINK $out
 """
 
@@ -273,7 +272,6 @@ def cuda_library_folders(nvcc: str) -> list[str]:
 def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     BUILD_CUDA.mkdir(parents=True, exist_ok=True)
     write_included(BUILD_CUDA)
-    (BUILD_CUDA / "stub.cpp").write_text(STUB)
     (BUILD_CUDA / "exports.map").write_text("{ local: *; };\n")  # loading it is all there is to do
     stub = BUILD_CUDA / "libtorch_cuda.so"
     link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", f"-L{BUILD_CUDA}", "-ltorch_cuda"]
@@ -288,6 +286,7 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
         flags=quote(flags),
         threads=min(len(CUDA_CODE), os.cpu_count() or 1),
         cxx=quote(cxx),
+        stub=STUB,
     )
     objects = []
     # Backwards: dot/*_wgmma.cu, for one GPU and thus in one thread, would run alone at the end.
@@ -297,7 +296,7 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     binding = [*FLAGS, "-DFASTATTN_FOR_CUDA", *ABI_FLAGS, f"-I{BUILD_CUDA}"]
     binding += ["-isystem", str(torch / "include")]
     text += f"build {BUILD_CUDA}/binding.o: cxx {BINDING}\n  flags = {quote(binding)}\n"
-    text += f"build {stub}: stub {BUILD_CUDA}/stub.cpp\n"
+    text += f"build {stub}: stub\n"
     every = " ".join(map(str, [BUILD_CUDA / "binding.o", *objects]))
     text += f"build {BUILD_CUDA / CUDA_LIBRARY}: link {every} | {stub}\n"
     path = BUILD_CUDA / "build.ninja"
@@ -434,7 +433,7 @@ def run_setuptools() -> None:
         # Without sources: it makes the wheel a platform's own and names the file.
         ext_modules=[Extension("fastattn._C", sources=[], py_limited_api=True, optional=True)],
         cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}, "egg_info": {"tag_build": LOCAL}},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )
 
 

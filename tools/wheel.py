@@ -29,12 +29,13 @@ def run(*command: str, **environment: str) -> None:
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"PATH": path} | environment)
 
 
-def built(name: str, **environment: str) -> Path:
+def built(name: str, *options: str, **environment: str) -> Path:
     """A wheel as setuptools makes it."""
     for stale in [*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*"), RAW / name]:
         shutil.rmtree(stale, ignore_errors=True)  # modules that are gone would be packed again
     pip = (sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation")
-    run(*pip, "--wheel-dir", str(RAW / name), ".", FASTATTN_REQUIRE_EXT="1", **environment)
+    target = ("--wheel-dir", str(RAW / name), ".")
+    run(*pip, *options, *target, FASTATTN_REQUIRE_EXT="1", **environment)
     [wheel] = (RAW / name).glob("*.whl")
     return wheel
 
@@ -64,7 +65,8 @@ def main() -> None:
     if version is None or os.environ.get("FASTATTN_CUDA") == "0":
         print("no second wheel: there is no nvcc, or FASTATTN_CUDA=0 leaves the CUDA kernels out")
     else:
-        wheel = built("cuda", FASTATTN_LOCAL_VERSION=version)
+        # Not by setup.py: the setup.cfg of an sdist has an empty tag, which would win.
+        wheel = built("cuda", "-C", f"--global-option=egg_info --tag-build=+{version}")
         if "fastattn/_cuda.so" not in zipfile.ZipFile(wheel).namelist():
             raise SystemExit(f"{wheel.name} has no CUDA kernels: see above")
         repaired(wheel)

@@ -5,6 +5,7 @@ backend of the tests wraps the kernels, so cases are checked like those of any o
 ``driver.cpp`` runs one call in its own process.
 """
 
+import fcntl
 import importlib.util
 import shutil
 import subprocess
@@ -59,9 +60,11 @@ def build() -> Path:
         text += f"build {target}: cxx {source}\n  flags = {setup.quote(flags)}\n"
     program = BUILD / "driver"
     text += f"build {program}: program {' '.join(str(target) for _, target, _ in jobs)}\n"
-    (ROOT / BUILD / "build.ninja").write_text(text)
     command = [setup.find_ninja(), "-f", str(BUILD / "build.ninja")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    with open(ROOT / BUILD / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one builds, and others find it done
+        (ROOT / BUILD / "build.ninja").write_text(text)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     return ROOT / program
 

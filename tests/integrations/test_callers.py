@@ -111,7 +111,7 @@ def build(name):
     torch.manual_seed(0)
     model, kinds = MODELS[name]()
     for parameter in model.parameters():  # some begin with 0, and let nothing through
-        torch.nn.init.normal_(parameter, std=0.2) if parameter.std() == 0 else None
+        torch.nn.init.normal_(parameter, std=0.2) if parameter.std(correction=0) == 0 else None
     return model.eval(), kinds
 
 

@@ -4,6 +4,7 @@ Not part of `make test`, which this file's name keeps it out of: it needs what `
 """
 
 import json
+import os
 import subprocess
 import sys
 import venv
@@ -50,7 +51,9 @@ def run(wheel, tmp_path_factory):
     python = str(folder / "bin/python")
     [site] = folder.glob("lib/python*/site-packages")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
-    subprocess.run([*pip, str(wheel)], check=True, capture_output=True, text=True)
+    # On PYTHONPATH, where make puts it, the checkout counts as installed.
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, str(wheel)], env=own, check=True, capture_output=True, text=True)
     (site / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
 
     def call(*arguments):

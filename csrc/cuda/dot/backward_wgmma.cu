@@ -24,6 +24,8 @@ namespace fastattn::cuda {
 namespace {
 
 // ---- the producer: a warp ----
+//
+// The kernels of other GPUs than Hopper are empty: they leave what is no template unused.
 
 // Starts the copy of 64 rows of an operand.
 template <int kPanels>
@@ -34,13 +36,14 @@ FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t
 }
 
 // Loads the stats of the queries at `at`, as far as this lane does.
-FASTATTN_DEVICE void load_stats(const BackwardParams& p, const Place& at, RowMemory& rows) {
+[[maybe_unused]] FASTATTN_DEVICE void load_stats(const BackwardParams& p, const Place& at,
+                                                 RowMemory& rows) {
 #pragma unroll 1
   for (int row = lane(); row < kTile; row += 32) start_row<true>(p, at, row, rows);
   wait_for_copies();
 }
 // Arrives for the warp, once its lanes have written stats.
-FASTATTN_DEVICE void arrive_with_stats(Barrier* full) {
+[[maybe_unused]] FASTATTN_DEVICE void arrive_with_stats(Barrier* full) {
   __syncwarp();
   if (lane() == 0) arrive(full);
 }
@@ -98,7 +101,7 @@ FASTATTN_DEVICE void init_barriers(WgmmaGradMemory<kDim>& memory) {
 }
 
 // The keys of a block, and the first of the heads that share them.
-FASTATTN_DEVICE Place block_keys(const AttentionParams& p, uint32_t block) {
+[[maybe_unused]] FASTATTN_DEVICE Place block_keys(const AttentionParams& p, uint32_t block) {
   const int64_t tile = take_digit(&block, ceil_div(p.N, kRowTile)), h = take_digit(&block, p.Hkv);
   return place(p, block, h * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kRowTile);
 }
