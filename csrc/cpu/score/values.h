@@ -8,22 +8,22 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// gemm() that skips A(r, k) = 0, even if row k of B is not finite. Tiles with both masked pairs and
-// such rows need it, because 0 * NaN must not carry garbage past the mask. It is slower, but sums
-// in the same order, so garbage changes no bit.
+// gemm_chain() that skips A(r, k) = 0, even if row k of B is not finite. Tiles with both masked
+// pairs and such rows need it, because 0 * NaN must not carry garbage past the mask. It is slower,
+// but sums in the same order, so garbage changes no bit.
 template <typename A, typename Into>
 FASTATTN_SHARED void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
                                      int64_t depth, float* c, int64_t ldc, Into into);
 
-// gemm() of weights, or of their gradients, which are 0 where the mask drops a pair. The depth is a
-// block of keys or queries: one chain.
+// gemm_chain() of weights, or of their gradients, which are 0 where the mask drops a pair. The
+// depth is a block of keys or queries.
 template <typename A, typename Into>
 static void masked_gemm(const MaskTile& mask, bool finite, A a, const float* b, int64_t ldb,
                         int64_t rows, int64_t cols, int64_t depth, float* c, int64_t ldc,
                         Into into) {
   if (mask.sparse() && finite)
     return multiply_strips(a, mask.strips(), depth, b, ldb, rows, cols, c, ldc, into);
-  const auto multiply = mask.masked() && !finite ? gemm_of_nonzero<A, Into> : gemm<A, Into>;
+  const auto multiply = mask.masked() && !finite ? gemm_of_nonzero<A, Into> : gemm_chain<A, Into>;
   multiply(a, b, ldb, rows, cols, depth, c, ldc, into);
 }
 

@@ -22,8 +22,9 @@ namespace fastattn::FASTATTN_ISA {
 constexpr int kTileRows = 6;
 constexpr int kTileVecs = kVectorRegisters == 32 && kWidth == 16 ? 4 : 2;
 
-// At most so many terms of a sum are added one after the other. A block of keys or queries is one
-// chain. With 128 here, passes of D 128 take 1% less at most, and have 1.4 times the error (Zen 5).
+// At most so many terms of a sum over D or E are added one after the other. A sum over a block of
+// keys or queries is one chain. With 128 here, passes of D 128 take 1% less at most, and have 1.4
+// times the error (Zen 5).
 constexpr int64_t kChain = 64;
 
 // Rows of memory that a tile of scores or outputs needs: whole register tiles of either kind.
