@@ -26,7 +26,7 @@ OLD_ENOUGH = set(
     torch::stable::contiguous torch::stable::copy_ torch::stable::detail::from
     torch::stable::detail::to torch::stable::empty torch::stable::empty_like
     torch::stable::get_num_threads torch::stable::new_empty torch::stable::parallel_for
-    torch::stable::to
+    torch::stable::to torch::stable::zero_
     """.split()
 )
 

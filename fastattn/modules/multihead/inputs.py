@@ -30,17 +30,11 @@ class Inputs(NamedTuple):
     masks: dict[str, object]  # keyword arguments of the functional API
 
 
-def check_tensors(
-    query: object, key: object, value: object, key_padding_mask: object, attn_mask: object
-) -> None:
+def check_tensors(tensors: dict[str, object], optional: dict[str, object]) -> None:
     """Raises TypeError for what is no tensor. A proxy of torch.fx stands for one."""
-    given = {"query": query, "key": key, "value": value}
-    if key_padding_mask is not None:
-        given["key_padding_mask"] = key_padding_mask
-    if attn_mask is not None:
-        given["attn_mask"] = attn_mask
-    for name, x in given.items():
-        if not (isinstance(x, Tensor) or hasattr(type(x), "__torch_function__")):
+    for name, x in (tensors | optional).items():
+        absent = x is None and name in optional
+        if not (absent or isinstance(x, Tensor) or hasattr(type(x), "__torch_function__")):
             raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
 
 
