@@ -117,14 +117,16 @@ test-aarch64: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/aarch64/grid.py -q $(call PARALLEL,load) $(ARGS)
 
 # The kernels for AMX where there is none: the unit's instructions in software, all else with AVX-512.
-# With AMX, `make test` has these tests.
+# With AMX, `make test` has these tests: those of every instruction set, and those of the widest.
 UNIT := build/unit
+ON_UNIT = OMP_NUM_THREADS=1 FASTATTN_EXTENSION=$(CURDIR)/$(UNIT)/_C.abi3.so $(PY)
 test-unit: $(READY)
 ifeq ($(shell grep -qw avx512_bf16 /proc/cpuinfo && ! grep -qw amx_bf16 /proc/cpuinfo && echo yes),yes)
 	CXXFLAGS="-DFASTATTN_UNIT_IN_SOFTWARE -Itests/cpu/unit -mno-avx512fp16" FASTATTN_CPU_ISAS=amx,amx_fp16 \
 	  $(PY) setup.py extension $(UNIT)
-	FASTATTN_EXTENSION=$(CURDIR)/$(UNIT)/_C.abi3.so OMP_NUM_THREADS=1 $(PY) -m pytest tests -q \
-	  -k "amx and not cpuid" $(call PARALLEL,load) $(ARGS)
+	$(ON_UNIT) -m pytest tests -q -k "amx and not cpuid" $(call PARALLEL,load) $(ARGS)
+	FASTATTN_CPU_ISA=amx $(ON_UNIT) -m pytest tests/contract tests/properties -q \
+	  -m "not gpu and not slow" -k "not triton" $(call PARALLEL,load) $(ARGS)
 else
 	@echo "make test-unit: nothing to do. It is for CPUs with AVX512-BF16 and without AMX."
 endif
