@@ -156,13 +156,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             hints = (need_weights, average_attn_weights, is_causal)
             with kv_cache.unless_it_raises(cache):
                 return self._shared.forward(self, query, key, value, masks, hints, cache)
+        inputs.check_bools(need_weights, average_attn_weights, is_causal)
         without_masks = attn_mask is key_padding_mask is cache is mask is bias is None
         same = query is key is value and isinstance(query, Tensor)
         if without_masks and not is_causal and same and _scores_by_dot(self._attend):
             whole = inference.attend(self, query, need_weights, average_attn_weights)
             if whole is not None:
                 return whole
-        inputs.check_tensors(query, key, value, key_padding_mask, attn_mask)
+        inputs.check_tensors(query, key, value, key_padding_mask, attn_mask, cache)
         if cache is not None:
             masks = (key_padding_mask, attn_mask)
             points = query, key, value

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastattn.modules.multihead import masks, projection
 from fastattn.modules.multihead.masks import Sizes
 from fastattn.modules.single_head import Masks
-from fastattn.problem import Mask, validate
+from fastattn.problem import Mask, arguments, validate
 
 _CAUSAL_WITHOUT_MASK = (
     "Need attn_mask if specifying the is_causal hint. You may use the Transformer module method "
@@ -30,18 +30,30 @@ class Inputs(NamedTuple):
     masks: dict[str, object]  # keyword arguments of the functional API
 
 
+def check_bools(need_weights: object, average_attn_weights: object, is_causal: object) -> None:
+    """Raises TypeError for what is no bool."""
+    if type(need_weights) is type(average_attn_weights) is type(is_causal) is bool:
+        return
+    arguments.check_bool("need_weights", need_weights)
+    arguments.check_bool("average_attn_weights", average_attn_weights)
+    arguments.check_bool("is_causal", is_causal)
+
+
 def check_tensors(
-    query: object, key: object, value: object, key_padding_mask: object, attn_mask: object
+    query: object,
+    key: object,
+    value: object,
+    key_padding_mask: object,
+    attn_mask: object,
+    cache: object,
 ) -> None:
-    """Raises TypeError for what is no tensor. A proxy of torch.fx stands for one."""
+    """Raises TypeError for what is no tensor. A cache may hold the keys and values."""
     given = {"query": query, "key": key, "value": value}
-    if key_padding_mask is not None:
-        given["key_padding_mask"] = key_padding_mask
-    if attn_mask is not None:
-        given["attn_mask"] = attn_mask
-    for name, x in given.items():
-        if not (isinstance(x, Tensor) or hasattr(type(x), "__torch_function__")):
-            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+    masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+    for name, x in (given | masks).items():
+        needed = name == "query" or (name in given and cache is None)
+        if not arguments.stands_for_tensor(x) and (needed or x is not None):
+            raise arguments.no_tensor(name, x)
 
 
 def canonical(
