@@ -52,19 +52,20 @@ class Relative:
     offset: int
 
     def __post_init__(self) -> None:
-        x = getattr(self, self.parameter)
-        if isinstance(x, Tensor) or not arguments.stands_for_tensor(x):
-            self._check()
-
-    def _check(self) -> None:
         """Raises TypeError or ValueError for what is wrong beside any query."""
-        if not arguments.is_int(self.offset):
-            raise TypeError(f"bias.offset: expected an int, got {type(self.offset).__name__}")
-        if not -(2**31) <= self.offset < 2**31:
-            raise ValueError(f"bias.offset: expected an int of 32 bits, got {self.offset}")
-        x = getattr(self, self.parameter)
-        if not isinstance(x, Tensor):
+        offset, x = self.offset, getattr(self, self.parameter)
+        if not arguments.is_int(offset):
+            raise TypeError(f"bias.offset: expected an int, got {type(offset).__name__}")
+        if not -(2**31) <= offset < 2**31:
+            raise ValueError(f"bias.offset: expected an int of 32 bits, got {offset}")
+        if isinstance(x, Tensor):
+            self._check(x)
+        elif not arguments.stands_for_tensor(x):
             raise arguments.no_tensor(f"bias.{self.parameter}", x)
+
+    def _check(self, x: Tensor) -> None:
+        """Raises TypeError or ValueError unless the parameter fits the rest."""
+        raise NotImplementedError
 
     def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers ``[B|1, H, n]`` of distances ``[n]``, of ``dtype`` at least."""
@@ -90,7 +91,7 @@ class Relative:
         return line.expand(B, H, 1, line.shape[-1])
 
     def _line(self, M: int, N: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        self._check()
+        self.__post_init__()  # what the tensors are may have changed
         offset, x = arguments.as_int(self.offset), getattr(self, self.parameter)
         distances = torch.arange(1 - max(M, 1) - offset, N - offset, device=x.device)
         return self.at(distances, dtype).unsqueeze(-2)
@@ -127,10 +128,9 @@ class ALiBi(Relative):
         slopes = slopes.unsqueeze(0) if slopes.dim() == 1 else slopes
         return slopes.neg().unsqueeze(-1) * distances.abs()
 
-    def _check(self) -> None:
-        super()._check()
-        if self.slopes.dim() not in (1, 2):
-            raise ValueError(f"bias.slopes: expected [H] or [B, H], got {list(self.slopes.shape)}")
+    def _check(self, x: Tensor) -> None:
+        if x.dim() not in (1, 2):
+            raise ValueError(f"bias.slopes: expected [H] or [B, H], got {list(x.shape)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,11 +212,10 @@ class RelativeBias(Relative):
         # Its gradient has a fixed order of sums, and that of an index has none on the CPU.
         return F.embedding(rows.long(), table).T.contiguous()[None]
 
-    def _check(self) -> None:
-        super()._check()
-        table, buckets = self.table, self.buckets
-        if table.dim() != 2:
-            raise ValueError(f"bias.table: expected [buckets, H], got {list(table.shape)}")
+    def _check(self, x: Tensor) -> None:
+        buckets = self.buckets
+        if x.dim() != 2:
+            raise ValueError(f"bias.table: expected [buckets, H], got {list(x.shape)}")
         if not isinstance(buckets, Tensor) or buckets.dtype not in arguments.INTEGERS:
             got = buckets.dtype if isinstance(buckets, Tensor) else type(buckets).__name__
             raise TypeError(f"bias.buckets: expected a tensor of integers, got {got}")
@@ -224,10 +223,9 @@ class RelativeBias(Relative):
             raise ValueError(
                 f"bias.buckets: expected [2 R + 1], distances -R to R, got {list(buckets.shape)}"
             )
-        if buckets.device != table.device:
+        if buckets.device != x.device:
             raise ValueError(
-                f"bias.buckets: expected the device of the table, {table.device}, "
-                f"got {buckets.device}"
+                f"bias.buckets: expected the device of the table, {x.device}, got {buckets.device}"
             )
 
     def _check_rows(self) -> None:

@@ -48,11 +48,15 @@ def check_tensors(
     cache: object,
 ) -> None:
     """Raises TypeError for what is no tensor. A cache may hold the keys and values."""
-    given = {"query": query, "key": key, "value": value}
-    masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-    for name, x in (given | masks).items():
-        needed = name == "query" or (name in given and cache is None)
-        if not arguments.stands_for_tensor(x) and (needed or x is not None):
+    held = cache is not None
+    for name, x, may_be_none in (
+        ("query", query, False),
+        ("key", key, held),
+        ("value", value, held),
+        ("key_padding_mask", key_padding_mask, True),
+        ("attn_mask", attn_mask, True),
+    ):
+        if not (arguments.stands_for_tensor(x) or (x is None and may_be_none)):
             raise arguments.no_tensor(name, x)
 
 
