@@ -29,8 +29,9 @@ def offsets_of(
         assert cu_seqlens is not None
         return checked_offsets("cu_seqlens", cu_seqlens, device)
     x = _one_dim("lengths", lengths, device)
-    if arguments.can_read(x) and x.numel() and x.min() < 0:
-        raise ValueError(f"lengths: expected 0 or more, got {int(x.min())}")
+    if arguments.can_read(x) and x.numel():
+        for length in map(int, x.aminmax()):
+            arguments.check_size("lengths", length)
     return _checked_end("lengths", torch.nn.functional.pad(x.cumsum(0), (1, 0)))
 
 

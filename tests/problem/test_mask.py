@@ -250,6 +250,16 @@ WRONG = {
     "none": (lambda: Mask.documents(lengths=[None]), TypeError, "lengths: expected integers.*None"),
     "huge": (lambda: Mask.prefix([2**70], 5), ValueError, "lengths: expected integers.*Overflow"),
     "far": (lambda: Mask.documents(lengths=[2**40]), ValueError, "lengths: .* at most 2147483647"),
+    "far-sum": (
+        lambda: Mask.documents(lengths=[2**31 - 1] * 2),
+        ValueError,
+        "lengths: the last position",
+    ),
+    "far-wrapped": (
+        lambda: Mask.documents(lengths=[2**62] * 4, length=5),
+        ValueError,
+        "lengths: .* at most",
+    ),
     "far-keys": (lambda: Mask.documents(CU, [0, 2, 2**40]), ValueError, "cu_seqlens_k: .*at most"),
     "far-length": (lambda: Mask.documents(CU, length=2**40), ValueError, "length: .*at most"),
     "far-prefix": (lambda: Mask.prefix([1], 2**40), ValueError, "length: expected at most"),
