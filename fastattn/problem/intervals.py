@@ -27,12 +27,12 @@ def offsets_of(
         raise ValueError(f"expected cu_seqlens or lengths, got {given}")
     if lengths is None:
         assert cu_seqlens is not None
-        return checked_offsets("cu_seqlens", cu_seqlens, device)
+        return check_end("cu_seqlens", checked_offsets("cu_seqlens", cu_seqlens, device))
     x = _one_dim("lengths", lengths, device)
     if arguments.can_read(x) and x.numel():
         for length in map(int, x.aminmax()):
             arguments.check_size("lengths", length)
-    return _checked_end("lengths", torch.nn.functional.pad(x.cumsum(0), (1, 0)))
+    return check_end("lengths", torch.nn.functional.pad(x.cumsum(0), (1, 0)))
 
 
 def checked_offsets(name: str, given: Integers, device: torch.device | str | None) -> Tensor:
@@ -42,10 +42,11 @@ def checked_offsets(name: str, given: Integers, device: torch.device | str | Non
         raise ValueError(f"{name}: expected [n + 1] for n documents, got [0]")
     if arguments.can_read(x) and (x[0] != 0 or (x.diff() < 0).any()):
         raise ValueError(f"{name}: expected to begin with 0 and not to decrease, got {x.tolist()}")
-    return _checked_end(name, x)
+    return x
 
 
-def _checked_end(name: str, offsets: Tensor) -> Tensor:
+def check_end(name: str, offsets: Tensor) -> Tensor:
+    """``offsets``; raises ValueError if positions would not fit the limits of a mask."""
     if arguments.can_read(offsets):
         arguments.check_size(f"{name}: the last position", int(offsets[-1]))
     return offsets
