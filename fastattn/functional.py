@@ -117,7 +117,7 @@ def scaled_dot_product_attention(
         is_causal: keeps ``j <= i``, aligned at the upper left as in torch. So a single query sees
             key 0 alone: when decoding, leave it out, or pass ``Mask(causal="bottom_right")``. May
             be combined with the other masks.
-        scale: factor on the scores; ``1 / sqrt(D)`` by default.
+        scale: factor on the scores, at most 1e30 in size; ``1 / sqrt(D)`` by default.
         enable_gqa: lets H be a multiple of Hkv; query head h uses key head ``h // (H // Hkv)``. Key
             and value are never expanded. ``Hkv = 1`` needs no flag.
         mask: structured masks, see :class:`fastattn.Mask`; ANDed with the others.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastattn.problem import arguments
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -102,8 +104,8 @@ def _panels(
 ) -> Tensor:
     """The weights as float32 [heads, M, N] on the CPU."""
     if not isinstance(weights, Tensor):
-        raise TypeError(f"weights: expected a tensor, got {type(weights).__name__}")
-    if weights.dim() not in (2, 3):
+        raise arguments.no_tensor("weights", weights)
+    if weights.dim() not in (2, 3) or (weights.dim() == 3 and weights.shape[0] == 0):
         raise ValueError(f"weights: expected [M, N] or [heads, M, N], got {list(weights.shape)}")
     panels = weights.detach().to("cpu", torch.float32)
     panels = panels[None] if panels.dim() == 2 else panels

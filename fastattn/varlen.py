@@ -162,6 +162,9 @@ def varlen_attention(
             is_causal=is_causal, window=window, **options,
         )  # fmt: skip
     arguments.check_bool("is_causal", is_causal)
+    for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if n is not None and not isinstance(n, Tensor):
+            arguments.check_int(name, n, 0)
     for name, x, layout in zip(NAMES, (query, key, value), LAYOUTS, strict=True):
         _check_packed(name, x, layout)
     if isinstance(bias, relative.Relative):
@@ -237,7 +240,7 @@ def _offsets(name: str, given: Offsets, packed: str, x: Tensor) -> Tensor:
 
 def _check_packed(name: str, x: object, layout: str) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+        raise arguments.no_tensor(name, x)
     if x.dim() != 3:
         hint = ": leave the batch dim out" if x.dim() == 4 else ""
         raise ValueError(f"{name}: expected {layout}, got {list(x.shape)}{hint}")

@@ -191,6 +191,7 @@ class Shared:
         part = Part(module, self)
 
         def given() -> tuple[Points, Masks]:
+            inputs.check_tensors(query, key, value, *masks, cache)
             check_call(part, (query, key, value, *masks), cache)
             points = inputs.of_each(self._replicated, query, key, value)
             padding = self._replicated(masks[0])

@@ -391,7 +391,7 @@ def _integers(name: str, n: int | Tensor, B: int, most: int, q: Tensor) -> Tenso
 def _check_dims(dims: int, **tensors: Any) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+            raise arguments.no_tensor(name, x)
         if x.dim() != dims:
             layout = "[B, S, H, D]" if dims == 4 else "[T, H, D]"
             raise ValueError(f"{name}: expected {layout}, got {list(x.shape)}")
@@ -400,7 +400,7 @@ def _check_dims(dims: int, **tensors: Any) -> None:
 def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:
     """The parts of what is packed in the dim before heads."""
     if not isinstance(packed, Tensor):
-        raise TypeError(f"{name}: expected a Tensor, got {type(packed).__name__}")
+        raise arguments.no_tensor(name, packed)
     if packed.dim() != dims or packed.shape[-3] != parts:
         layout = "B, S" if dims == 5 else "T"
         raise ValueError(f"{name}: expected [{layout}, {parts}, H, D], got {list(packed.shape)}")

@@ -139,8 +139,8 @@ def _reason_against(call: dict[str, Any]) -> str | None:
 
 def _numbers(scale: Any, dropout_p: Any) -> str | None:
     """Why torch takes these, and we do not."""
-    if scale is not None and not (arguments.is_real(scale) and arguments.is_finite(scale)):
-        return "scale that is no finite float"
+    if scale is not None and not arguments.is_scale(scale):
+        return "scale that is no float, or too large"
     return None if arguments.is_real(dropout_p) else "dropout_p that is no float"
 
 
@@ -196,7 +196,7 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
 
     - tensor subclasses, strided nested tensors, and torch.jit.trace;
     - dtypes other than float16, bfloat16, float32 and float64;
-    - a ``scale`` or ``dropout_p`` that is no finite float;
+    - a ``scale`` or ``dropout_p`` that is no float, or a ``scale`` beyond 1e30;
     - ``attn_mask`` beside ``is_causal``, or of less than 2 dims;
     - key and value of different heads with ``enable_gqa``.
 

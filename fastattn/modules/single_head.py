@@ -82,6 +82,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """``scores.attention`` over (B, M, D): output (B, M, Dv), and weights (B, M, N) or None."""
     check_dims(queries=queries, keys=keys, values=values)
+    arguments.check_bool("need_weights", need_weights)
     tensors = [queries, keys, values]
     if score == "additive":
         given: dict[str, Any] = {"attn_mask": masks.attn_mask, "mask": masks.merged()}
@@ -126,7 +127,7 @@ def check_tensors(**tensors: object) -> None:
     """Raises TypeError unless all are tensors."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+            raise arguments.no_tensor(name, x)
 
 
 def check_dims(**tensors: Tensor) -> None:

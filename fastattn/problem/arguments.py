@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 # ---- numbers and bools, numpy's too: a bool is not a number ----
 
 _WHOLE = int, torch.SymInt, numbers.Integral
+MOST_POSITIONS = 2**31 - 1
 _REAL = int, float, torch.SymInt, torch.SymFloat, numbers.Real
 
 
@@ -44,15 +44,23 @@ def check_int(name: str, x: Any, least: int) -> int:
     return as_int(x)
 
 
+def check_size(name: str, x: Any, least: int = 0) -> int:
+    """``check_int`` of how many positions there are: kernels number them by 32 bits."""
+    x = check_int(name, x, least)
+    if x > MOST_POSITIONS:
+        raise ValueError(f"{name}: expected at most {MOST_POSITIONS}, got {x}")
+    return x
+
+
 def check_real(name: str, x: object) -> None:
     """Raises TypeError unless ``x`` is a number (numpy's too)."""
     if not is_real(x):
         raise TypeError(f"{name}: expected a float, got {type(x).__name__}")
 
 
-def is_finite(x: float) -> bool:
-    """Whether a number is finite as a float. By comparison: ``x`` may be torch's SymFloat."""
-    return -math.inf < x < math.inf and not (isinstance(x, int) and abs(x) > sys.float_info.max)
+def is_scale(x: object) -> bool:
+    """Whether ``x`` is a number in the range of ``scale``. It may be torch's SymFloat."""
+    return is_real(x) and -1e30 <= x <= 1e30  # pyright: ignore[reportOperatorIssue]
 
 
 def softcap(c: float | None) -> float:
@@ -73,8 +81,8 @@ def scale(factor: float | None, D: int) -> float:
     if not is_real(factor):
         hint = ": multiply query by it" if isinstance(factor, Tensor) else ""
         raise TypeError(f"scale: expected a float or None, got {type(factor).__name__}{hint}")
-    if not is_finite(factor):
-        raise ValueError(f"scale: expected a finite number, got {factor}")
+    if not is_scale(factor):  # beyond, float32 may not hold a score
+        raise ValueError(f"scale: expected -1e30 to 1e30, got {factor}")
     return float(factor)
 
 
@@ -116,9 +124,10 @@ def integers(name: str, x: object, device: torch.device | str | None) -> Tensor:
             raise kind(f"{name}: expected integers, a tensor or a list: {error}") from error
         x = x if x.numel() else x.long()  # torch takes an empty list for floats
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected integers, a tensor or a list, got {type(x).__name__}")
+        raise no_tensor(name, x, "integers, a tensor or a list")
     if x.dtype not in INTEGERS:
-        raise TypeError(f"{name}: expected integers, got {x.dtype}")
+        hint = dtype_hint(name, x.dtype, INTEGERS)
+        raise TypeError(f"{name}: expected integers, got {x.dtype}{hint}")
     return x.long()
 
 
@@ -271,22 +280,32 @@ def unknown_keywords(function: str, unknown: Iterable[str]) -> TypeError:
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def no_tensor(name: str, x: object) -> TypeError:
-    """The error for a mask or bias that is not a tensor."""
+def stands_for_tensor(x: object) -> bool:
+    """Whether ``x`` is a tensor, or takes the place of one, as a proxy of torch.fx does."""
+    return isinstance(x, Tensor) or hasattr(type(x), "__torch_function__")
+
+
+def no_tensor(name: str, x: object, wanted: str = "a Tensor") -> TypeError:
+    """The error for an argument that is not a tensor."""
     hint = ""
+    if type(x).__name__ == "ndarray":
+        hint = ": write torch.from_numpy(x)"
     if type(x).__name__ == "BlockMask":  # of torch.nn.attention.flex_attention
         hint = ": write mask=fastattn.Mask(...), or Mask(keep=create_mask(mask_mod, B, H, M, N))"
     if type(x).__name__ == "Mask":
         hint = ": write mask= for it"
-    wanted = "a Tensor, an ALiBi or a RelativeBias" if name == "bias" else "a Tensor"
+    if name == "bias":
+        wanted = "a Tensor, an ALiBi or a RelativeBias"
     return TypeError(f"{name}: expected {wanted}, got {type(x).__name__}{hint}")
 
 
 def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> str:
-    """What to write instead of a mask or bias of a wrong dtype; empty without a hint."""
+    """What to write instead of a mask, bias or lengths of a wrong dtype; empty without a hint."""
     name = name.rpartition(".")[2]
     if torch.bool in expected and not (got.is_floating_point or got.is_complex):
         return f": write {name}.bool(), True keeps"
+    if torch.int64 in expected and got in (torch.uint16, torch.uint32, torch.uint64):
+        return ": write x.long()"
     if torch.bool in expected and torch.float32 not in expected:
         return ": a float mask goes to attn_mask or bias"
     if got == torch.bool:

@@ -27,11 +27,12 @@ def offsets_of(
         raise ValueError(f"expected cu_seqlens or lengths, got {given}")
     if lengths is None:
         assert cu_seqlens is not None
-        return checked_offsets("cu_seqlens", cu_seqlens, device)
+        return check_end("cu_seqlens", checked_offsets("cu_seqlens", cu_seqlens, device))
     x = _one_dim("lengths", lengths, device)
-    if arguments.can_read(x) and x.numel() and x.min() < 0:
-        raise ValueError(f"lengths: expected 0 or more, got {int(x.min())}")
-    return torch.nn.functional.pad(x.cumsum(0), (1, 0))
+    if arguments.can_read(x) and x.numel():
+        for length in map(int, x.aminmax()):
+            arguments.check_size("lengths", length)
+    return check_end("lengths", torch.nn.functional.pad(x.cumsum(0), (1, 0)))
 
 
 def checked_offsets(name: str, given: Integers, device: torch.device | str | None) -> Tensor:
@@ -42,6 +43,13 @@ def checked_offsets(name: str, given: Integers, device: torch.device | str | Non
     if arguments.can_read(x) and (x[0] != 0 or (x.diff() < 0).any()):
         raise ValueError(f"{name}: expected to begin with 0 and not to decrease, got {x.tolist()}")
     return x
+
+
+def check_end(name: str, offsets: Tensor) -> Tensor:
+    """``offsets``; raises ValueError if positions would not fit the limits of a mask."""
+    if arguments.can_read(offsets):
+        arguments.check_size(f"{name}: the last position", int(offsets[-1]))
+    return offsets
 
 
 def _one_dim(name: str, given: Integers, device: torch.device | str | None) -> Tensor:
@@ -85,7 +93,7 @@ def documents(
 def _length(offsets: Tensor, length: int | None) -> int:
     if length is None:
         return int(offsets[-1])
-    length = arguments.check_int("length", length, 0)
+    length = arguments.check_size("length", length)
     if arguments.can_read(offsets) and offsets[-1] > length:
         raise ValueError(
             f"length: expected at least the last of cu_seqlens, {int(offsets[-1])}, got {length}"
@@ -121,7 +129,7 @@ def segments(
 
 def prefix(lengths: Integers, length: int, device: torch.device | str | None) -> Tensor:
     """The end of the keys of each position, ``[B, length]``."""
-    length = arguments.check_int("length", length, 0)
+    length = arguments.check_size("length", length)
     x = _one_dim("lengths", lengths, device)
     if arguments.can_read(x) and x.numel() and not 0 <= x.min() <= x.max() <= length:
         raise ValueError(

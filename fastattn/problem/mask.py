@@ -114,9 +114,9 @@ class Mask:
             >>> mask = fastattn.Mask.local_blocks(64, 1000, before=1)
             >>> out = fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, mask=mask)
         """
-        block = arguments.check_int("block", block, 1)
+        block = arguments.check_size("block", block, 1)
         length, before, after = (
-            arguments.check_int(name, count, 0)
+            arguments.check_size(name, count)
             for name, count in (("length", length), ("before", before), ("after", after))
         )
         number = torch.arange(length, device=device)[None] // block
@@ -178,6 +178,7 @@ class Mask:
         offsets_k = offsets
         if cu_seqlens_k is not None:
             offsets_k = intervals.checked_offsets("cu_seqlens_k", cu_seqlens_k, offsets.device)
+            intervals.check_end("cu_seqlens_k", offsets_k)
         begin, end = intervals.documents(offsets, offsets_k, length, causal, window)
         return Mask(kv_begin=begin, kv_len=end)
 

@@ -51,6 +51,22 @@ class Relative:
     parameter: str  # the name of the tensor that has a gradient
     offset: int
 
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for what is wrong beside any query."""
+        offset, x = self.offset, getattr(self, self.parameter)
+        if not arguments.is_int(offset):
+            raise TypeError(f"bias.offset: expected an int, got {type(offset).__name__}")
+        if not -(2**31) <= offset < 2**31:
+            raise ValueError(f"bias.offset: expected an int of 32 bits, got {offset}")
+        if isinstance(x, Tensor):
+            self._check(x)
+        elif not arguments.stands_for_tensor(x):
+            raise arguments.no_tensor(f"bias.{self.parameter}", x)
+
+    def _check(self, x: Tensor) -> None:
+        """Raises TypeError or ValueError unless the parameter fits the rest."""
+        raise NotImplementedError
+
     def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers ``[B|1, H, n]`` of distances ``[n]``, of ``dtype`` at least."""
         raise NotImplementedError
@@ -75,14 +91,8 @@ class Relative:
         return line.expand(B, H, 1, line.shape[-1])
 
     def _line(self, M: int, N: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        if not arguments.is_int(self.offset):
-            raise TypeError(f"bias.offset: expected an int, got {type(self.offset).__name__}")
-        offset = arguments.as_int(self.offset)
-        if not -(2**31) <= offset < 2**31:
-            raise ValueError(f"bias.offset: expected an int of 32 bits, got {offset}")
-        x = getattr(self, self.parameter)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"bias.{self.parameter}: expected a Tensor, got {type(x).__name__}")
+        self.__post_init__()  # what the tensors are may have changed
+        offset, x = arguments.as_int(self.offset), getattr(self, self.parameter)
         distances = torch.arange(1 - max(M, 1) - offset, N - offset, device=x.device)
         return self.at(distances, dtype).unsqueeze(-2)
 
@@ -114,11 +124,13 @@ class ALiBi(Relative):
 
     def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers ``[B|1, H, n]`` of distances ``[n]``, of ``dtype`` at least."""
-        if self.slopes.dim() not in (1, 2):
-            raise ValueError(f"bias.slopes: expected [H] or [B, H], got {list(self.slopes.shape)}")
         slopes = self.slopes.to(torch.promote_types(self.slopes.dtype, dtype))
         slopes = slopes.unsqueeze(0) if slopes.dim() == 1 else slopes
         return slopes.neg().unsqueeze(-1) * distances.abs()
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() not in (1, 2):
+            raise ValueError(f"bias.slopes: expected [H] or [B, H], got {list(x.shape)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +195,7 @@ class RelativeBias(Relative):
         count = arguments.check_int("count", count, 4 if bidirectional else 2)
         size = count // 2 if bidirectional else count
         exact = size // 2
-        max_distance = arguments.check_int("max_distance", max_distance, exact + 1)
+        max_distance = arguments.check_size("max_distance", max_distance, exact + 1)
         ahead = torch.arange(-max_distance, max_distance + 1, device=device)
         far = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
         growth = torch.log(far.clamp(min=1).float() / exact) / math.log(max_distance / exact)
@@ -193,17 +205,17 @@ class RelativeBias(Relative):
 
     def at(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers ``[B|1, H, n]`` of distances ``[n]``, of ``dtype`` at least."""
-        self._check()
+        self._check_rows()
         most = self.buckets.shape[0] // 2
         rows = self.buckets[distances.clamp(-most, most) + most]
         table = self.table.to(torch.promote_types(self.table.dtype, dtype))
         # Its gradient has a fixed order of sums, and that of an index has none on the CPU.
         return F.embedding(rows.long(), table).T.contiguous()[None]
 
-    def _check(self) -> None:
-        table, buckets = self.table, self.buckets
-        if table.dim() != 2:
-            raise ValueError(f"bias.table: expected [buckets, H], got {list(table.shape)}")
+    def _check(self, x: Tensor) -> None:
+        buckets = self.buckets
+        if x.dim() != 2:
+            raise ValueError(f"bias.table: expected [buckets, H], got {list(x.shape)}")
         if not isinstance(buckets, Tensor) or buckets.dtype not in arguments.INTEGERS:
             got = buckets.dtype if isinstance(buckets, Tensor) else type(buckets).__name__
             raise TypeError(f"bias.buckets: expected a tensor of integers, got {got}")
@@ -211,15 +223,15 @@ class RelativeBias(Relative):
             raise ValueError(
                 f"bias.buckets: expected [2 R + 1], distances -R to R, got {list(buckets.shape)}"
             )
-        if buckets.device != table.device:
+        if buckets.device != x.device:
             raise ValueError(
-                f"bias.buckets: expected the device of the table, {table.device}, "
-                f"got {buckets.device}"
+                f"bias.buckets: expected the device of the table, {x.device}, got {buckets.device}"
             )
-        if arguments.can_read(buckets):
-            low, high = map(int, buckets.aminmax())
-            if not 0 <= low <= high < table.shape[0]:
+
+    def _check_rows(self) -> None:
+        if arguments.can_read(self.buckets):
+            rows, (low, high) = self.table.shape[0], map(int, self.buckets.aminmax())
+            if not 0 <= low <= high < rows:
                 raise ValueError(
-                    f"bias.buckets: expected rows of a table of {table.shape[0]}, "
-                    f"got {low} to {high}"
+                    f"bias.buckets: expected rows of a table of {rows}, got {low} to {high}"
                 )

@@ -114,7 +114,7 @@ def _check_tensors(
 
 def _check_tensor(name: str, x: object, query: Tensor) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+        raise arguments.no_tensor(name, x)
     _check_strided(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")

@@ -120,6 +120,7 @@ def what_one_rank_refuses_all_refuse():
     cases = [
         ((x[..., :8],) * 3, {}, AssertionError, "embedding dimension of 32"),
         ((nested,) * 3, {}, TypeError, "one is nested"),
+        ((x.numpy(),) * 3, {}, TypeError, "query: expected a Tensor, got ndarray"),
         ((x, x, x), dict(attn_mask=mask[:, 1:]), RuntimeError, "shape of the 2D attn_mask"),
         ((x, x, x), dict(attn_mask=mask[:, :8]), ValueError, "attn_mask: expected all"),
         ((x, x, x), dict(attn_mask=mask, cache=KVCache()), ValueError, "cache: keys of a shared"),

@@ -132,6 +132,19 @@ def test_scale_as_in_torch(backend, scale):
     assert_like_torch(backend, draw(2, M, D), draw(2, N, D), draw(2, N, E), scale=scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_score_of_minus_infinity_masks_its_key(backend, dtype):
+    """Whatever made it; torch.softmax gives NaN for a row of such scores alone."""
+    q, k = (torch.rand(1, 2, n, D).to(dtype) + 0.1 for n in (M, N))
+    others = scaled_dot_product_attention(q, k[:, :, 1:], k[:, :, 1:], backend=backend)
+    v = k.clone()
+    k[:, :, 0] = -torch.inf
+    found = scaled_dot_product_attention(q, k, v, backend=backend)
+    torch.testing.assert_close(found, others)
+    found = scaled_dot_product_attention(q, torch.full_like(k, -torch.inf), v, backend=backend)
+    assert (found == 0).all()
+
+
 def test_arguments_stand_in_torchs_order():
     parameters = inspect.signature(scaled_dot_product_attention).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

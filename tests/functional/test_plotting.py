@@ -86,5 +86,10 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
 
 
 def test_no_tensor_is_refused():
-    with pytest.raises(TypeError, match="weights: expected a tensor, got list"):
+    with pytest.raises(TypeError, match="weights: expected a Tensor, got list"):
         fastattn.plot_attention([[1.0]])
+
+
+def test_no_heads_are_refused():
+    with pytest.raises(ValueError, match=r"weights: expected .* got \[0, 2, 2\]"):
+        fastattn.plot_attention(torch.rand(0, 2, 2))

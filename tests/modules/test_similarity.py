@@ -139,6 +139,8 @@ class TestCosine:
             module(queries, values, values)
         with pytest.raises(ValueError, match="dropout"):
             CosineAttention(dropout=-1)
+        with pytest.raises(ValueError, match="scale: expected -1e30 to 1e30, got 1e"):
+            CosineAttention(scale=1e300)
 
 
 class TestNadarayaWatson:

@@ -1,13 +1,16 @@
 """Errors name what the user wrote, and say what to write instead."""
 
+import numpy as np
 import pytest
 import torch
 
-from fastattn import AdditiveAttention, Mask, SelfAttention
+import fastattn
+from fastattn import AdditiveAttention, Mask, MultiheadAttention, SelfAttention
 from fastattn import scaled_dot_product_attention as sdpa
 
 Q, X = torch.randn(2, 4, 5, 8), torch.randn(2, 5, 8)
 ADDITIVE = AdditiveAttention(8, 8, 4)
+HEADS = MultiheadAttention(8, 2).eval()
 
 WRONG = {
     "lengths": (lambda: SelfAttention(8)(X, torch.tensor([3, 9])), r"^valid_lens: .* got 3 to 9$"),
@@ -23,6 +26,34 @@ WRONG = {
         "got a bool: write causal='top_left', or causal='bottom_right'$"),
     "a column": (
         lambda: sdpa(Q, Q, Q, mask=Mask(kv_len=torch.ones(2, 1).long())), r"write .flatten\(\)$"),
+    "numpy": (
+        lambda: sdpa(Q.numpy(), Q, Q),
+        r"^query: expected a Tensor, got ndarray: write torch.from_numpy\(x\)$"),
+    "numpy mask": (
+        lambda: sdpa(Q, Q, Q, mask=Mask(keep=np.ones((5, 5), bool))), r"^mask.keep: .*from_numpy"),
+    "numpy bias": (lambda: sdpa(Q, Q, Q, bias=np.ones((5, 5))), r"^bias: .*RelativeB.*from_numpy"),
+    "numpy lengths": (
+        lambda: sdpa(Q, Q, Q, mask=Mask(kv_len=np.array([1, 2]))),
+        r"^mask.kv_len: expected integers, a tensor or a list, got ndarray: write .*from_numpy"),
+    "numpy, packed": (
+        lambda: fastattn.varlen_attention(X[0].numpy(), X, X, [0, 2]), "^query: .*from_numpy"),
+    "numpy, module": (lambda: ADDITIVE(X.numpy(), X, X), "^queries: .*from_numpy"),
+    "numpy, heads": (lambda: HEADS(X.numpy(), X, X), "^query: .*from_numpy"),
+    "unsigned lengths": (
+        lambda: sdpa(Q, Q, Q, mask=Mask(kv_len=torch.ones(2, dtype=torch.uint16))),
+        r"^mask.kv_len: expected dtype int32.* got torch.uint16: write x.long\(\)$"),
+    "unsigned documents": (
+        lambda: Mask.documents(lengths=torch.ones(2, dtype=torch.uint16)),
+        r"^lengths: expected integers, got torch.uint16: write x.long\(\)$"),
+    "longest": (
+        lambda: fastattn.varlen_attention(X, X, X, [0, 2], None, "x"), "^max_seqlen_q: .* got str"),
+    "longest key": (
+        lambda: fastattn.varlen_attention(X, X, X, [0, 2], None, 2, 2.5), "^max_seqlen_k: .*float"),
+    "weights": (lambda: ADDITIVE(X, X, X, need_weights="y"), "^need_weights: expected a bool, got"),
+    "no weights": (lambda: ADDITIVE(X, X, X, need_weights=None), "^need_weights: expected"),
+    "weights of one": (lambda: SelfAttention(8)(X, need_weights="y"), "^need_weights: expected"),
+    "mean of one": (
+        lambda: SelfAttention(8)(X, average_attn_weights="x"), "^average_attn_weights: expected"),
     "features": (lambda: SelfAttention(8)(X[..., :7]), r"^x: expected 8 features, got \[2, 5, 7\]"),
     "features of queries": (lambda: ADDITIVE(X[..., :7], X, X), "^queries: expected 8 features"),
     "features of a step": (lambda: ADDITIVE(X[:, 0, :7], X, X), "^queries: expected 8 features"),

@@ -254,15 +254,7 @@ def test_compiles_to_one_graph(dynamic):
     [
         (ALiBi(torch.ones(3)), ValueError, r"bias.slopes: expected 2 heads, got \[3\]"),
         (ALiBi(torch.ones(5, H)), ValueError, r"bias.slopes: expected 2 heads, got \[5, 2\]"),
-        (ALiBi(torch.ones(())), ValueError, r"bias.slopes: expected \[H\] or \[B, H\]"),
         (ALiBi(torch.ones(H).double()), TypeError, r"bias.slopes: expected dtype float32"),
-        (ALiBi([0.5, 0.25]), TypeError, r"bias.slopes: expected a Tensor, got list"),
-        (ALiBi(SLOPES, 0.5), TypeError, r"bias.offset: expected an int, got float"),
-        (ALiBi(SLOPES, 2**70), ValueError, r"bias.offset: expected an int of 32 bits"),
-        (ALiBi(SLOPES, True), TypeError, r"bias.offset: expected an int, got bool"),
-        (RelativeBias(TABLE[0], torch.arange(7)), ValueError, r"bias.table: expected \[buckets"),
-        (RelativeBias(TABLE, torch.arange(6)), ValueError, r"bias.buckets: expected \[2 R \+ 1\]"),
-        (RelativeBias(TABLE, torch.ones(7)), TypeError, r"bias.buckets: .* integers, got torch.f"),
         (RelativeBias(TABLE, torch.arange(9)), ValueError, r"rows of a table of 7, got 0 to 8"),
         (RelativeBias(TABLE.T, torch.arange(1)), ValueError, r"bias.table: expected 2 heads"),
         (ALiBi, TypeError, r"bias: expected a Tensor, an ALiBi or a RelativeBias, got type"),
@@ -275,8 +267,38 @@ def test_bad_biases(bias, error, message):
 
 
 @pytest.mark.parametrize(
+    ("make", "given", "error", "message"),
+    [
+        (ALiBi, (1.0,), TypeError, r"bias.slopes: expected a Tensor, got float"),
+        (ALiBi, ([0.5, 0.25],), TypeError, r"bias.slopes: expected a Tensor, got list"),
+        (ALiBi, (torch.ones(()),), ValueError, r"bias.slopes: expected \[H\] or \[B, H\]"),
+        (ALiBi, (SLOPES, 0.5), TypeError, r"bias.offset: expected an int, got float"),
+        (ALiBi, (SLOPES, 2**70), ValueError, r"bias.offset: expected an int of 32 bits"),
+        (ALiBi, (SLOPES, True), TypeError, r"bias.offset: expected an int, got bool"),
+        (RelativeBias, ("x", torch.arange(7)), TypeError, r"bias.table: expected a Tensor, got s"),
+        (RelativeBias, (TABLE[0], torch.arange(7)), ValueError, r"bias.table: expected \[buckets"),
+        (RelativeBias, (TABLE, torch.arange(6)), ValueError, r"bias.buckets: .* \[2 R \+ 1\]"),
+        (RelativeBias, (TABLE, torch.ones(7)), TypeError, r"bias.buckets: .* integers, got torch"),
+    ],
+)  # fmt: skip
+def test_bad_biases_when_they_are_made(make, given, error, message):
+    with pytest.raises(error, match=message):
+        make(*given)
+
+
+def test_a_proxy_stands_for_a_tensor():
+    def call(q, slopes):
+        return fastattn.scaled_dot_product_attention(q, q, q, bias=ALiBi(slopes))
+
+    q = torch.randn(1, H, 3, 4)
+    traced = torch.fx.symbolic_trace(call)
+    assert torch.equal(traced(q, SLOPES), call(q, SLOPES))
+
+
+@pytest.mark.parametrize(
     ("call", "error"),
     [
+        (dict(max_distance=2**40), ValueError),
         (dict(count=True), TypeError),
         (dict(count=3), ValueError),
         (dict(max_distance=8), ValueError),

@@ -128,7 +128,7 @@ class AdditiveAttention(single_head.Attention):
             values,
             Masks(valid_lens, attn_mask, mask),
             self.dropout if self.training else 0.0,
-            need_weights or self.store_weights,
+            self.store_weights or need_weights,
             **self._score(),
         )
         if self.store_weights and weights is not None:

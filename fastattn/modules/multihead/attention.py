@@ -162,10 +162,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             whole = inference.attend(self, query, need_weights, average_attn_weights)
             if whole is not None:
                 return whole
-        points = {"query": query, "key": key, "value": value}
-        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        held = {} if cache is None else {"key": key, "value": value}  # a static cache has them
-        inputs.check_tensors(points, masks | held)
+        inputs.check_tensors(query, key, value, key_padding_mask, attn_mask, cache)
         if cache is not None:
             masks = (key_padding_mask, attn_mask)
             points = query, key, value

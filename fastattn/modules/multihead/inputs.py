@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastattn.modules.multihead import masks, projection
 from fastattn.modules.multihead.masks import Sizes
 from fastattn.modules.single_head import Masks
-from fastattn.problem import Mask, validate
+from fastattn.problem import Mask, arguments, validate
 
 _CAUSAL_WITHOUT_MASK = (
     "Need attn_mask if specifying the is_causal hint. You may use the Transformer module method "
@@ -30,12 +30,25 @@ class Inputs(NamedTuple):
     masks: dict[str, object]  # keyword arguments of the functional API
 
 
-def check_tensors(tensors: dict[str, object], optional: dict[str, object]) -> None:
-    """Raises TypeError for what is no tensor. A proxy of torch.fx stands for one."""
-    for name, x in (tensors | optional).items():
-        absent = x is None and name in optional
-        if not (absent or isinstance(x, Tensor) or hasattr(type(x), "__torch_function__")):
-            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+def check_tensors(
+    query: object,
+    key: object,
+    value: object,
+    key_padding_mask: object,
+    attn_mask: object,
+    cache: object,
+) -> None:
+    """Raises TypeError for what is no tensor. A cache may hold the keys and values."""
+    held = cache is not None
+    for name, x, may_be_none in (
+        ("query", query, False),
+        ("key", key, held),
+        ("value", value, held),
+        ("key_padding_mask", key_padding_mask, True),
+        ("attn_mask", attn_mask, True),
+    ):
+        if not (arguments.stands_for_tensor(x) or (x is None and may_be_none)):
+            raise arguments.no_tensor(name, x)
 
 
 def canonical(

@@ -119,6 +119,8 @@ class SelfAttention(nn.Module):
             ValueError: shapes or lengths do not fit.
         """
         single_head.check_dims(x=x)
+        arguments.check_bool("need_weights", need_weights)
+        arguments.check_bool("average_attn_weights", average_attn_weights)
         packed = single_head.project("x", x, self.in_proj).chunk(3, dim=-1)
         q, k, v = (projection.split_heads(t, self.num_heads, batch_first=True) for t in packed)
         masks, weights_of = Masks(valid_lens, attn_mask, mask), None

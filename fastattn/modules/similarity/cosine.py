@@ -54,7 +54,7 @@ class CosineAttention(single_head.Attention):
         single_head.check_dropout(dropout)
         self.dropout = dropout
         arguments.check_real("scale", scale)
-        start = torch.full((), float(scale), device=device, dtype=dtype)
+        start = torch.full((), arguments.scale(scale, 0), device=device, dtype=dtype)
         self.scale = nn.Parameter(start, requires_grad=learnable)
 
     @takes_jagged(packs=True)
