@@ -97,7 +97,7 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
     stage_few_keys(a.p.k, offset_of(a.p.k, at.b, at.hkv, at.j0, d0), at.cols,
                    static_cast<int>(min64(kStage, a.p.D - d0)), memory.keys);
     __syncthreads();
-    float sum = 0.f;
+    float sum = workspace[panels.halves + at.h * panels.stages + d0 / kStage];
 #pragma unroll 4
     for (int d = 0; d < count; d += 2) {
       const float* const key = memory.keys + d * kKeyStride + thread();
@@ -105,9 +105,9 @@ FASTATTN_DEVICE float score_key(const FewArgs& a, const Row& at, const FewMemory
       const float* const unit = memory.units + d0 + d;
       const float x0 = denominator<true>(query[0], key[0], unit[0]);
       const float x1 = denominator<true>(query[1], key[kKeyStride], unit[1]);
-      sum = add_pair(sum, x0, x1);
+      sum = subtract_pair(sum, x0, x1);
     }
-    s += workspace[panels.halves + at.h * panels.stages + d0 / kStage] - sum;
+    s += sum;
   }
   return curved(a.p, scaled_score(s, kUnit, workspace[panels.scales + at.h]));
 }

@@ -72,15 +72,16 @@ FASTATTN_DEVICE float denominator(float query, float key, float unit) {
   }
 }
 
-// sum + 1 / x0 + 1 / x1.
-FASTATTN_DEVICE float add_pair(float sum, float x0, float x1) {
-  return fmaf(x0 + x1, rcp_approx(x0 * x1), sum);
+// sum - 1 / x0 - 1 / x1.
+FASTATTN_DEVICE float subtract_pair(float sum, float x0, float x1) {
+  return fmaf(-(x0 + x1), rcp_approx(x0 * x1), sum);
 }
 
-// acc[i][j] += sum_d 1 / x_ijd over an even number of staged dims.
+// acc[i][j] -= sum_d 1 / x_ijd over an even number of staged dims. Sums begin with half of all
+// weights, because what they begin with and end with is then equally small: sum_d w tanh / 2.
 template <bool kDirect>
-FASTATTN_DEVICE void add_terms(const float* queries, const float* keys, const float* units,
-                               int dims, Fragment& acc) {
+FASTATTN_DEVICE void subtract_terms(const float* queries, const float* keys, const float* units,
+                                    int dims, Fragment& acc) {
 #pragma unroll 1
   for (int d = 0; d < dims; d += 2) {
     float q0[kRows], q1[kRows], k0[kCols], k1[kCols];
@@ -95,7 +96,7 @@ FASTATTN_DEVICE void add_terms(const float* queries, const float* keys, const fl
       for (int c = 0; c < kCols; ++c) {
         const float x0 = denominator<kDirect>(q0[r], k0[c], unit.x);
         const float x1 = denominator<kDirect>(q1[r], k1[c], unit.y);
-        acc[r][c] = add_pair(acc[r][c], x0, x1);
+        acc[r][c] = subtract_pair(acc[r][c], x0, x1);
       }
   }
 }

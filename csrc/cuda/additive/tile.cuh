@@ -99,20 +99,23 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
     if (thread() < count) memory.units[thread()] = t.workspace[units + d0 + thread()];
     __syncthreads();
     if (!warp_has_rows(at)) continue;
+    const float half = gaussian ? 0.f : halves[d0 / kStage];
     Fragment sum;
-    clear(sum);
-    if (gaussian) {
-      add_squares(memory.queries, memory.keys, memory.units, count, sum);
-    } else if (direct) {
-      add_terms<true>(memory.queries, memory.keys, memory.units, count, sum);
-    } else {
-      add_terms<false>(memory.queries, memory.keys, memory.units, count, sum);
-    }
-    const float half = gaussian ? 0.f : halves[d0 / kStage], sign = gaussian ? 1.f : -1.f;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int c = 0; c < kCols; ++c) s[r][c] += fmaf(sign, sum[r][c], half);
+      for (int c = 0; c < kCols; ++c) sum[r][c] = half;
+    if (gaussian) {
+      add_squares(memory.queries, memory.keys, memory.units, count, sum);
+    } else if (direct) {
+      subtract_terms<true>(memory.queries, memory.keys, memory.units, count, sum);
+    } else {
+      subtract_terms<false>(memory.queries, memory.keys, memory.units, count, sum);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) s[r][c] += sum[r][c];
   }
   const float scale = t.workspace[t.panels.scales + head], unit = gaussian ? 1.f : kUnit;
 #pragma unroll

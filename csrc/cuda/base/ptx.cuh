@@ -13,18 +13,20 @@ namespace fastattn::cuda {
 
 #if defined(FASTATTN_CUDA_ON_CPU)
 
-// The value of an approximate instruction: up to `ulps` off, as its documentation allows. The error
-// depends on the operand as if at random.
-static inline float approximate(float operand, float exact, uint32_t ulps) {
+// The value of an approximate instruction: one of the floats less than `ulps` from the exact value,
+// as its documentation allows. Which one depends on the operand as if at random.
+static inline float approximate(float operand, double exact, uint32_t ulps) {
+  float value = static_cast<float>(exact);
   uint32_t in, out;
   std::memcpy(&in, &operand, 4);
-  std::memcpy(&out, &exact, 4);
+  std::memcpy(&out, &value, 4);
   const uint32_t exponent = out >> 23 & 0xff;
   if (exponent == 0) return exact < 0 ? -0.f : 0.f;  // .ftz
-  if (exponent == 0xff) return exact;
-  out += (in * 2654435761u >> 16) % (2 * ulps + 1) - ulps;
-  std::memcpy(&exact, &out, 4);
-  return exact;
+  if (exponent == 0xff) return value;
+  if (std::fabs(value) > std::fabs(exact)) --out;  // the float before the exact value
+  out += (in * 2654435761u >> 16) % (2 * ulps) - (ulps - 1);
+  std::memcpy(&value, &out, 4);
+  return value;
 }
 
 static inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
@@ -34,7 +36,7 @@ static inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copy
 // 1 / x, to 1 ulp, in one special-function operation. Subnormal x count as 0.
 FASTATTN_DEVICE float rcp_approx(float x) {
 #if defined(FASTATTN_CUDA_ON_CPU)
-  return approximate(x, 1.f / flush(x), 1);
+  return approximate(x, 1.0 / flush(x), 1);
 #else
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -45,7 +47,7 @@ FASTATTN_DEVICE float rcp_approx(float x) {
 // 2^x, to 2 ulp, and 1 for x = 0, in one special-function operation. Subnormal results are 0.
 FASTATTN_DEVICE float ex2_approx(float x) {
 #if defined(FASTATTN_CUDA_ON_CPU)
-  return flush(x) == 0.f ? 1.f : approximate(x, std::exp2(x), 2);
+  return flush(x) == 0.f ? 1.f : approximate(x, std::exp2(static_cast<double>(x)), 2);
 #else
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

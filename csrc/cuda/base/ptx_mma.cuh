@@ -13,6 +13,8 @@
 #include "problem/params.h"
 
 #if defined(FASTATTN_CUDA_ON_CPU)
+#include <products.h>
+
 #include <vector>
 #endif
 
@@ -103,11 +105,12 @@ FASTATTN_DEVICE void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t 
   const int g = lane() / 4, t = lane() % 4;
   for (int n = 0; n < 4; ++n) {
     const int row = n / 2, column = 2 * t + n % 2;
+    float x[16], y[16];
     for (int k = 0; k < 16; ++k) {
-      const float x = half(g * 4 + k % 8 / 2, row + k / 8 * 2, k % 2);
-      const float y = half(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
-      c[n] += x * y;
+      x[k] = half(g * 4 + k % 8 / 2, row + k / 8 * 2, k % 2);
+      y[k] = half(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
     }
+    c[n] = cuda_on_cpu::add_products(cuda_on_cpu::kA100, kType == DType::kFloat16, c[n], x, y);
   }
   exchange_all(0, lanes, here);
 #else

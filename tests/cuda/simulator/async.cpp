@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "products.h"
 #include "schedule.h"
 
 namespace cuda_on_cpu::async {
@@ -178,16 +179,15 @@ void load_a(const Product& p, int warp_in_group, float (&a)[16][16]) {
 }
 
 void run_product(const Product& p, int warp_in_group, Sum& sum) {
-  static float a[16][16], b[16][8 * kMaxTiles];
+  static float a[16][16], b[8 * kMaxTiles][16];
   const unsigned columns = 8 * static_cast<unsigned>(p.tiles);
   load_a(p, warp_in_group, a);
-  for (unsigned k = 0; k < 16; ++k)
-    for (unsigned c = 0; c < columns; ++c) b[k][c] = element(p.b, p.transposed, p.fp16, c, k);
+  for (unsigned c = 0; c < columns; ++c)
+    for (unsigned k = 0; k < 16; ++k) b[c][k] = element(p.b, p.transposed, p.fp16, c, k);
   for (unsigned r = 0; r < 16; ++r) {
     float* const d = sum.d[r];
     if (!p.keep) std::memset(d, 0, columns * sizeof(float));
-    for (unsigned k = 0; k < 16; ++k)
-      for (unsigned c = 0; c < columns; ++c) d[c] += a[r][k] * b[k][c];
+    for (unsigned c = 0; c < columns; ++c) d[c] = add_products(kH100, p.fp16, d[c], a[r], b[c]);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/tile/curve.cuh"
+#include "products.h"
 
 namespace {
 
@@ -71,5 +72,18 @@ extern "C" void shim_tanh(const float* x, float* ratio, float* slope, int64_t n)
   for (int64_t at = 0; at < n; ++at) {
     const fastattn::cuda::Capped capped = fastattn::cuda::accurate_tanh(x[at]);
     ratio[at] = capped.ratio, slope[at] = capped.slope;
+  }
+}
+
+// c + sum_k x_k y_k of 16 products.
+extern "C" float shim_sum_products(bool hopper, float c, const float* x, const float* y) {
+  return cuda_on_cpu::add_products(hopper ? cuda_on_cpu::kH100 : cuda_on_cpu::kA100, true, c, x, y);
+}
+
+// Approximate reciprocals and powers of 2.
+extern "C" void shim_approximate(const float* x, float* reciprocal, float* power, int64_t n) {
+  for (int64_t at = 0; at < n; ++at) {
+    reciprocal[at] = fastattn::cuda::rcp_approx(x[at]);
+    power[at] = fastattn::cuda::ex2_approx(x[at]);
   }
 }
