@@ -98,40 +98,31 @@ def test_ratios_and_slopes_of_a_softcap_have_all_digits():
     assert ((slope - want).abs() <= (4 + x.abs()) * eps * want).all()
 
 
-def products(hopper, c, x, y):
+def products(c, x, y):
     call = ctypes.CDLL(str(host_build.library("shim"))).shim_sum_products
     call.restype = ctypes.c_float
     x, y = (torch.tensor(t, dtype=torch.float32) for t in (x, y))
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y)]
-    return call(ctypes.c_bool(hopper), ctypes.c_float(c), *pointers)
+    return call(ctypes.c_float(c), *pointers)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    ("hopper", "bits", "sum"),
-    [
-        (False, 23, 1 + 16 * 2**-23),
-        (False, 24, 1 + 16 * 2**-24),  # one bit beyond float32 is kept
-        (False, 25, 1),
-        (True, 25, 1 + 16 * 2**-25),  # two bits are
-        (True, 26, 1),
-    ],
-)
-def test_products_of_tensor_cores_keep_few_bits(hopper, bits, sum, sign):
+@pytest.mark.parametrize(("bits", "sum"), [(23, 1 + 16 * 2**-23), (25, 1 + 16 * 2**-25), (26, 1)])
+def test_products_of_tensor_cores_keep_few_bits(bits, sum, sign):
+    """Two bits beyond float32 are kept."""
     x, y = [sign * 2.0**-13] * 16, [2.0 ** (13 - bits)] * 16
-    assert products(hopper, sign, x, y) == sign * sum
+    assert products(sign, x, y) == sign * sum
 
 
-@pytest.mark.parametrize("hopper", [False, True])
-def test_products_of_tensor_cores(hopper):
+def test_products_of_tensor_cores():
     none = [0.0] * 15
     large = [256.0, *none]
-    assert products(hopper, 1, [1.5 * 2**-12, *none], [2.0**-12, *none]) == 1  # never rounded up
-    assert products(hopper, 1, large, large) == 65537
-    assert products(hopper, 65536, large, [-256.0, *none]) == 0
-    assert products(hopper, 2**-140, [0.0, *none], large) == 2**-140
-    assert products(hopper, math.inf, large, large) == math.inf
-    assert math.isnan(products(hopper, 1, [math.nan, *none], large))
+    assert products(1, [1.5 * 2**-12, *none], [2.0**-12, *none]) == 1  # never rounded up
+    assert products(1, large, large) == 65537
+    assert products(65536, large, [-256.0, *none]) == 0
+    assert products(2**-140, [0.0, *none], large) == 2**-140
+    assert products(math.inf, large, large) == math.inf
+    assert math.isnan(products(1, [math.nan, *none], large))
 
 
 def test_approximate_instructions_are_as_exact_as_documented():

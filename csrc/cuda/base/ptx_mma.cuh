@@ -110,7 +110,7 @@ FASTATTN_DEVICE void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t 
       x[k] = half(g * 4 + k % 8 / 2, row + k / 8 * 2, k % 2);
       y[k] = half(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
     }
-    c[n] = cuda_on_cpu::add_products(cuda_on_cpu::kA100, kType == DType::kFloat16, c[n], x, y);
+    c[n] = cuda_on_cpu::add_products(kType == DType::kFloat16, c[n], x, y);
   }
   exchange_all(0, lanes, here);
 #else

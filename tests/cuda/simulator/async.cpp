@@ -187,7 +187,7 @@ void run_product(const Product& p, int warp_in_group, Sum& sum) {
   for (unsigned r = 0; r < 16; ++r) {
     float* const d = sum.d[r];
     if (!p.keep) std::memset(d, 0, columns * sizeof(float));
-    for (unsigned c = 0; c < columns; ++c) d[c] = add_products(kH100, p.fp16, d[c], a[r], b[c]);
+    for (unsigned c = 0; c < columns; ++c) d[c] = add_products(p.fp16, d[c], a[r], b[c]);
   }
 }
 

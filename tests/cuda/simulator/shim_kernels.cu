@@ -76,8 +76,8 @@ extern "C" void shim_tanh(const float* x, float* ratio, float* slope, int64_t n)
 }
 
 // c + sum_k x_k y_k of 16 products.
-extern "C" float shim_sum_products(bool hopper, float c, const float* x, const float* y) {
-  return cuda_on_cpu::add_products(hopper ? cuda_on_cpu::kH100 : cuda_on_cpu::kA100, true, c, x, y);
+extern "C" float shim_sum_products(float c, const float* x, const float* y) {
+  return cuda_on_cpu::add_products(true, c, x, y);
 }
 
 // Approximate reciprocals and powers of 2.
