@@ -106,7 +106,7 @@ def backward(
     grad_probs = grad_dropped if factors is None else grad_dropped * factors
     if kept is not None:  # garbage in a masked value makes grad_probs NaN where probs is 0
         grad_probs = grad_probs.masked_fill(~kept, 0.0)
-    # In dP - delta, what dP is rounded by then cancels, as dO . O does not let it.
+    # The rounding of dP then cancels in dP - delta. With dO . O it would not.
     delta = (probs * grad_probs).sum(-1, keepdim=True)
     if out is not None:
         others = out - _masked_matmul(dropped, per_head(p, v), kept)

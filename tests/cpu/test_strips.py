@@ -76,7 +76,7 @@ def test_no_bit_depends_on_what_is_skipped(isa, score, name):
 def assert_unreached(isa, found, clean, name):
     """A tile has the fp16 parts that its largest number requires: garbage may change rounding."""
     if isa == "amx_fp16":
-        torch.testing.assert_close(found, clean)
+        testing.assert_within_budget(found, clean, clean.double(), name)
     else:
         assert torch.equal(found, clean), name
 

@@ -21,9 +21,9 @@ struct Steps<3> {
   static constexpr int kCount = 6, kLeft[] = {0, 0, 1, 1, 2, 0}, kRight[] = {2, 1, 1, 0, 0, 0};
 };
 
-// The use of tile registers: C 0 and 1, left operand 4 and 5, right
-// operand 6 and 7. Two tiles of C, side by side or one below the other, share an operand. Four
-// tiles of C need fewer loads, but took 5 to 15% longer.
+// The use of tile registers: C 0 and 1, left operand 4 and 5, right operand 6 and 7. Two tiles of
+// C, side by side or one below the other, share an operand. Four tiles of C need fewer loads, but
+// took 5 to 15% longer.
 template <Form kForm, int kRows, int kCols>
 struct TileBlock {
   static_assert(kRows * kCols <= 2);
