@@ -23,7 +23,16 @@ MASKS = {
     "causal": dict(causal="top_left"),
     "window": dict(window=(30, 0)),
 }
-SHAPES = {"mn": (M, N), "hmn": (2, M, N), "bmn": (2, 1, M, N), "bhmn": (2, 2, M, N), "n": (N,)}
+SHAPES = {
+    "mn": (M, N),
+    "hmn": (2, M, N),
+    "bmn": (2, 1, M, N),
+    "bhmn": (2, 2, M, N),
+    "n": (N,),
+    "hn": (2, 1, N),
+    "m": (M, 1),
+    "bm": (2, 1, M, 1),
+}
 
 
 @pytest.fixture
@@ -39,6 +48,7 @@ def gradients(shape, mask, dtype):
     """The gradient as a function of (cast, backend); then plain PyTorch's, and the truth."""
     call = inputs(H=2, M=M, N=N, D=24, E=24, dtype=dtype)
     call["bias"] = torch.randn(SHAPES[shape]).to(dtype)
+    call["sink"] = torch.randn(2).to(dtype)  # without one, the sum over all keys is 0
     grad_out = torch.randn(2, 2, M, 24).to(dtype)
 
     def gradient(cast, backend):
@@ -55,3 +65,17 @@ def gradients(shape, mask, dtype):
 def test_each_sum_is_complete(isa, memory_of_nan, shape, mask, dtype):
     gradient, plain, truth = gradients(shape, mask, dtype)
     testing.assert_within_budget(gradient(torch.clone, "cpu"), plain, truth, "grad_bias")
+
+
+@pytest.mark.parametrize("shape", ["mn", "m", "n", "1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("none", "bhmn")
+def test_sums_of_nothing_are_0(memory_of_nan, none, shape, dtype):
+    sizes = {"b": 2, "h": 2, "m": 4, "n": 5, "1": 1} | {none: 0}
+    q = torch.randn(*(sizes[dim] for dim in "bhm"), 8, dtype=dtype)
+    k = torch.randn(*(sizes[dim] for dim in "bhn"), 8, dtype=dtype)
+    rows = sizes["m"] if "m" in shape else 1
+    columns = sizes["n"] if "n" in shape else 1
+    bias = torch.randn(rows, columns, dtype=dtype, requires_grad=True)
+    attend(q, k, k, bias=bias, backend="cpu").sum().backward()
+    assert torch.equal(bias.grad, torch.zeros_like(bias))

@@ -49,11 +49,12 @@ class BackwardWorker {
     const int64_t heads = groups.h > 0 ? p_.Hkv / groups.h : 0;
     const int64_t b0 = group / groups.h * batches, h0 = group % groups.h * heads;
     const int64_t begin = chunk_ * path.chunk_keys, end = min64(p_.N, begin + path.chunk_keys);
-    clear_sums(b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group);
-    bias_.begin_task(group, chunk_);
+    const TaskHeads all = {b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group};
+    clear_sums(all);
+    bias_.begin_task(all, chunk_);
     for (int64_t j0 = begin; j0 < end; j0 += tile_.n) {
       const int64_t cols = min64(tile_.n, end - j0);
-      bias_.begin_keys(group, chunk_, j0, cols);
+      bias_.begin_keys(j0, cols);
       for (int64_t b = b0; b < b0 + batches; ++b)
         for (int64_t hkv = h0; hkv < h0 + heads; ++hkv) key_tile(b, hkv, j0, cols);
     }
@@ -74,10 +75,10 @@ class BackwardWorker {
     return args_.workspace(args_.plan.grad_w) + ((chunk_ * p_.B + b) * p_.H + h) * p_.D;
   }
 
-  void clear_sums(int64_t b0, int64_t b1, int64_t h0, int64_t h1) {
-    for (int64_t b = b0; b < b1; ++b) {
+  void clear_sums(const TaskHeads& all) {
+    for (int64_t b = all.b0; b < all.b1; ++b) {
       ranges_.use(b);
-      for (int64_t h = h0; h < h1; ++h) {
+      for (int64_t h = all.h0; h < all.h1; ++h) {
         for (int64_t i = 0; i < p_.M; ++i)
           if (args_.plan.q_direct || args_.meets(ranges_.of_block(i / tile_.m), chunk_))
             fill(grad_q(b, h, i), p_.D, 0.f);
@@ -94,7 +95,7 @@ class BackwardWorker {
     for (int64_t h = hkv * args_.group; h < (hkv + 1) * args_.group; ++h)
       for (int64_t i0 = 0; i0 < p_.M; i0 += tile_.m) {
         const TilePlace at = {b, h, i0, min64(tile_.m, p_.M - i0), j0, used};
-        if (!pair(at, hkv)) bias_.skip_tile(at, chunk_);
+        if (!pair(at, hkv)) bias_.skip_tile(at);
       }
     const int64_t written = loaded_ ? used : 0;
     if (loaded_) {
@@ -122,7 +123,7 @@ class BackwardWorker {
       mask_.find_strips();
     scores_of(score_, args_.units, mask_, at.rows, at.cols, s_, tile_.n, slopes_);
     values_.grad_weights(mask_, dp_);
-    BiasGrad::Rows bias = bias_.begin_tile(at, chunk_);
+    BiasGrad::Rows bias = bias_.begin_tile(at);
     values_.make_grads(
         score_,
         [&](auto&& sink, const GradUnits& units) __attribute__((always_inline)) {
@@ -130,7 +131,7 @@ class BackwardWorker {
           bias = {};  // should there be another time
         },
         GradsInPlace{s_, dp_, tile_.n});
-    bias_.end_tile(at, chunk_);
+    bias_.end_tile(at);
     if (mask_.sparse()) {
       mask_.strips().clear_others(s_, tile_.n, at.rows, at.cols);
       mask_.strips().clear_others(dp_, tile_.n, at.rows, at.cols);

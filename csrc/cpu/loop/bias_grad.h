@@ -1,8 +1,7 @@
-// The gradient of the bias: dS in fp32, summed over the dims over which the bias was broadcast. The
-// sums lie in the gradient itself if that is fp32, else in the workspace. A bias broadcast over
-// keys gets one sum per chunk of keys, and so does a line, which takes sums over diagonals. If no
-// sum takes two elements of a tile, the first tile that meets a sum sets it. Zeroing first would be
-// another pass through memory.
+// The gradient of the bias: dS in fp32, summed over the dims over which the bias was broadcast, and
+// for a line over diagonals. The sums lie in the gradient itself if that is fp32 and has one copy
+// (plan.h), else in the workspace. If no sum takes two elements of a tile, the first tile that
+// meets a sum sets it. Zeroing first would be another pass through memory.
 #pragma once
 
 #include "cpu/loop/delta.h"
@@ -19,15 +18,20 @@ class BiasGrad {
         tile_(wanted_ ? scratch.floats(block_m * stride_) + kWidth : nullptr),
         line_(wanted_ && p_.bias_is_line ? scratch.floats(block_m + block_n) : nullptr) {}
 
-  // Call these before the task (group, chunk), and before its keys [j0, j0 + cols).
-  void begin_task(int64_t group, int64_t chunk) {
-    if (wanted_ && (p_.bias_N == 1 || p_.bias_is_line)) clear(group, chunk, 0, p_.bias_N);
+  // Call these before a task, and before its keys [j0, j0 + cols).
+  void begin_task(const TaskHeads& task, int64_t chunk) {
+    if (!wanted_) return;
+    heads_ = task;
+    if (p_.bias_B == 1) heads_.b0 = 0, heads_.b1 = 1;
+    if (p_.bias_H == 1) heads_.h0 = 0, heads_.h1 = 1;
+    copy_ = args_.plan.copies.of(chunk, task.b0, task.h0 / args_.group);
+    if (p_.bias_N == 1 || p_.bias_is_line) clear(0, p_.bias_N);
   }
-  void begin_keys(int64_t group, int64_t chunk, int64_t j0, int64_t cols) {
+  void begin_keys(int64_t j0, int64_t cols) {
     cols_ = cols;
     const bool met = p_.B * p_.H > 0;
     if (!wanted_ || p_.bias_N == 1 || p_.bias_is_line) return;
-    if (p_.bias_M == 1 || !met) clear(group, chunk, j0, cols);
+    if (p_.bias_M == 1 || !met) clear(j0, cols);
   }
 
   // Where the gradients of a tile's scores go, and whether they overwrite what is there.
@@ -41,22 +45,21 @@ class BiasGrad {
     }
   };
   // For the tile `at`, in whole vectors; end_tile() follows.
-  Rows begin_tile(const TilePlace& at, int64_t chunk) {
+  Rows begin_tile(const TilePlace& at) {
     if (!wanted_) return {};
-    const Matrix to = sums_of(at, chunk, 0, at.cols);
+    const Matrix to = sums_of(at, 0, at.cols);
     is_direct_ = p_.bias_M > 1 && p_.bias_N > 1 && to.stride_c == 1 && at.cols % kWidth == 0;
     if (!is_direct_) return {tile_, stride_, true};
     return {static_cast<float*>(to.data) + to.offset, to.stride_r, is_set_by(at)};
   }
-  void end_tile(const TilePlace& at, int64_t chunk) {
+  void end_tile(const TilePlace& at) {
     if (!wanted_) return;
-    if (!is_direct_) add_tile(at, sums_of(at, chunk, 0, at.cols));
-    if (is_set_by(at) && at.cols < cols_)
-      unpack_zeros(sums_of(at, chunk, at.cols, cols_ - at.cols));
+    if (!is_direct_) add_tile(at, sums_of(at, 0, at.cols));
+    if (is_set_by(at) && at.cols < cols_) unpack_zeros(sums_of(at, at.cols, cols_ - at.cols));
   }
   // Replaces both calls for a tile whose pairs are all masked.
-  void skip_tile(const TilePlace& at, int64_t chunk) {
-    if (wanted_ && is_set_by(at)) unpack_zeros(sums_of(at, chunk, 0, cols_));
+  void skip_tile(const TilePlace& at) {
+    if (wanted_ && is_set_by(at)) unpack_zeros(sums_of(at, 0, cols_));
   }
 
  private:
@@ -99,32 +102,27 @@ class BiasGrad {
     add_row(line_, last + at.cols, false, to, 0);
   }
 
-  void clear(int64_t group, int64_t chunk, int64_t c0, int64_t cols) {
-    const BackwardGroups& groups = args_.plan.groups;
-    const int64_t batches = p_.bias_B / groups.b, heads = p_.bias_H / groups.h;
-    const int64_t b0 = group / groups.h * batches, h0 = group % groups.h * heads;
-    for (int64_t b = b0; b < b0 + batches; ++b)
-      for (int64_t h = h0; h < h0 + heads; ++h)
-        unpack_zeros(target(b, h, chunk, 0, p_.bias_M, c0, cols));
+  void clear(int64_t c0, int64_t cols) {
+    for (int64_t b = heads_.b0; b < heads_.b1; ++b)
+      for (int64_t h = heads_.h0; h < heads_.h1; ++h)
+        unpack_zeros(target(b, h, 0, p_.bias_M, c0, cols));
   }
 
   // The fp32 sums that columns [begin, begin + cols) of a tile are added to.
-  Matrix sums_of(const TilePlace& at, int64_t chunk, int64_t begin, int64_t cols) const {
+  Matrix sums_of(const TilePlace& at, int64_t begin, int64_t cols) const {
     const int64_t b = p_.bias_B == 1 ? 0 : at.b, h = p_.bias_H == 1 ? 0 : at.h;
     const bool one_row = p_.bias_M == 1, one_col = p_.bias_N == 1;
     if (p_.bias_is_line)
-      return target(b, h, chunk, 0, 1, p_.M - at.i0 - at.rows + at.j0, at.rows - 1 + cols);
-    return target(b, h, chunk, one_row ? 0 : at.i0, one_row ? 1 : at.rows,
-                  one_col ? 0 : at.j0 + begin, one_col ? 1 : cols);
+      return target(b, h, 0, 1, p_.M - at.i0 - at.rows + at.j0, at.rows - 1 + cols);
+    return target(b, h, one_row ? 0 : at.i0, one_row ? 1 : at.rows, one_col ? 0 : at.j0 + begin,
+                  one_col ? 1 : cols);
   }
   // Rows x cols of these sums, from (r0, c0).
-  Matrix target(int64_t b, int64_t h, int64_t chunk, int64_t r0, int64_t rows, int64_t c0,
-                int64_t cols) const {
+  Matrix target(int64_t b, int64_t h, int64_t r0, int64_t rows, int64_t c0, int64_t cols) const {
     View view = p_.grad_bias;
     if (!args_.plan.bias_direct) {
       const int64_t N = p_.bias_N, M = p_.bias_M, size = p_.bias_B * p_.bias_H * M * N;
-      const int64_t own = bias_chunks(p_, args_.path) == 1 ? 0 : chunk * size;
-      float* const base = args_.workspace(args_.plan.grad_bias) + own;
+      float* const base = args_.workspace(args_.plan.grad_bias) + copy_ * size;
       view = {base, DType::kFloat32, p_.bias_H * M * N, M * N, N, 1};
     }
     Matrix out = matrix_at(view, b, h, r0, rows, cols);
@@ -149,12 +147,14 @@ class BiasGrad {
   const BackwardParams& p_;
   bool wanted_;
   bool is_direct_ = false;
+  TaskHeads heads_{};  // of the bias
+  int64_t copy_ = 0;
   int64_t stride_, cols_ = 0;
   float* tile_;  // dS of the tile, unless dS is added to the sums at once
   float* line_;  // its sums over diagonals
 };
 
-// Sums over chunks and converts to the gradient's dtype. A task takes some rows of one (b, h).
+// Sums over copies and converts to the gradient's dtype. A task takes some rows of one (b, h).
 class BiasGradWriter {
  public:
   explicit BiasGradWriter(const BackwardArgs& args) : args_(args), p_(args.p) {}
@@ -166,11 +166,11 @@ class BiasGradWriter {
   void run(int64_t task) {
     const int64_t blocks = ceil_div(p_.bias_M, kRows), bh = task / blocks;
     const int64_t i0 = task % blocks * kRows, rows = min64(kRows, p_.bias_M - i0);
-    const int64_t chunks = bias_chunks(p_, args_.path), count = rows * p_.bias_N;
+    const int64_t copies = args_.plan.copies.count(), count = rows * p_.bias_N;
     const int64_t size = p_.bias_B * p_.bias_H * p_.bias_M * p_.bias_N;
     float* const sum = args_.workspace(args_.plan.grad_bias) + (bh * p_.bias_M + i0) * p_.bias_N;
-    for (int64_t chunk = 1; chunk < chunks; ++chunk)
-      for (int64_t n = 0; n < count; ++n) sum[n] += sum[chunk * size + n];
+    for (int64_t copy = 1; copy < copies; ++copy)
+      for (int64_t n = 0; n < count; ++n) sum[n] += sum[copy * size + n];
     unpack_dense(sum, matrix_at(p_.grad_bias, bh / p_.bias_H, bh % p_.bias_H, i0, rows, p_.bias_N));
   }
 
