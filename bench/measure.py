@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -12,13 +13,14 @@ import torch
 
 MIN_SAMPLES, MAX_SAMPLES = 3, 60
 SLOW_MS = 2000.0  # slower calls need one sample fewer
+BLOCK_MS = 0.5  # shorter calls are repeated until a sample takes about as long
 IDLE_S = 0.02  # libgomp's threads spin for up to 10 ms after a call
 BUSY_S, CLOCKS = 0.004, 2e9  # longest busy wait, and about how many GPU clocks a second has
 
 
 @dataclass
 class Timing:
-    """Milliseconds of every call, in the order they were made."""
+    """Milliseconds of a call, a sample each, in the order they were taken."""
 
     samples: list[float] = field(default_factory=list)
 
@@ -63,7 +65,7 @@ def interleave(
     Returns the timings, and the errors of calls that could not run. ``started(name)`` is called
     before each warm-up, in which torch.compile takes its time.
     """
-    timer = _CudaTimer() if device == "cuda" else _apart_ms if apart else _cpu_ms
+    timer = _CudaTimer() if device == "cuda" else _apart_ms if apart else _CpuTimer()
     timings, failed = {}, {}
     for name, call in calls.items():
         started(name)
@@ -103,12 +105,26 @@ def take_turns(timer, calls, timings: dict[str, Timing], seconds: float) -> None
         gc.enable()
 
 
-def _cpu_ms(call: Callable[[], object]) -> float:
+class _CpuTimer:
+    """Milliseconds of a call. A sample of short ones is the mean of a block, as in ``timeit``."""
+
+    def __init__(self):
+        self.block: dict[Callable, int] = {}  # calls of a sample
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        count = self.block.get(call, 1)
+        elapsed = _cpu_ms(call, count)
+        self.block[call] = max(count, math.ceil(BLOCK_MS / elapsed))
+        return elapsed
+
+
+def _cpu_ms(call: Callable[[], object], count: int = 1) -> float:
     start = time.perf_counter()
-    result = call()
+    for _ in range(count):
+        result = call()
     elapsed = time.perf_counter() - start
-    del result  # freeing is not part of the call
-    return 1e3 * elapsed
+    del result  # freeing the last one is not part of the call
+    return 1e3 * elapsed / count
 
 
 def _apart_ms(call: Callable[[], object]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import sys
@@ -152,6 +153,18 @@ def test_the_timer_of_a_gpu_hides_the_time_of_launching(monkeypatch):
         assert [timer(call) for call in calls] == [1.0, 1.0]
     assert slept[:2] == [0, 0]  # nothing is measured yet
     assert 0.002 * measure.CLOCKS <= slept[2] <= slept[3] == measure.BUSY_S * measure.CLOCKS
+
+
+def test_short_calls_share_a_sample(monkeypatch):
+    from bench import measure
+
+    clock, made = itertools.count(), []
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))  # one second later each time
+    monkeypatch.setattr(measure, "BLOCK_MS", 4000.0)
+    timer, call = measure._CpuTimer(), lambda: made.append(1)
+    samples = [timer(call) for _ in range(3)]
+    assert len(made) == 1 + 4 + 16
+    assert samples == [1000, 1000 / 4, 1000 / 16]
 
 
 def test_a_backend_that_raises_is_refused(tmp_path, capsys, monkeypatch):
