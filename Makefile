@@ -205,8 +205,9 @@ gpu-test gpu-bench gpu-sanitize: gpu-%: $(READY)
 	@$(PY) -c 'import torch; exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
 	$(PY) tools/gpu.py $* $(ARGS)
 
-# After build, which makes kernels/ importable as fastattn.kernels for pyright.
-lint: build
+# Pyright finds kernels/ as fastattn.kernels, a link that a build makes as well.
+lint: $(READY)
+	@test -e fastattn/kernels || ln -s ../kernels fastattn/kernels
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(if $(CSRC),$(CLANG_FORMAT) --dry-run -Werror $(CSRC))
