@@ -14,9 +14,8 @@ class BiasGrad {
       : args_(args),
         p_(args.p),
         wanted_(p_.grad_bias.data != nullptr),
-        stride_(block_n + 2 * kWidth),
-        tile_(wanted_ ? scratch.floats(block_m * stride_) + kWidth : nullptr),
-        line_(wanted_ && p_.bias_is_line ? scratch.floats(block_m + block_n) : nullptr) {}
+        stride_(round_up(block_n, kWidth)),
+        tile_(wanted_ ? scratch.floats(block_m * stride_) : nullptr) {}
 
   // Call these before a task, and before its keys [j0, j0 + cols).
   void begin_task(const TaskHeads& task, int64_t chunk) {
@@ -34,7 +33,8 @@ class BiasGrad {
     if (p_.bias_M == 1 || !met) clear(j0, cols);
   }
 
-  // Where the gradients of a tile's scores go, and whether they overwrite what is there.
+  // Where the gradients of a tile's scores go, and whether they overwrite what is there. Rows that
+  // share sums overlap.
   struct Rows {
     float* data = nullptr;  // or nullptr
     int64_t stride = 0;
@@ -47,8 +47,10 @@ class BiasGrad {
   // For the tile `at`, in whole vectors; end_tile() follows.
   Rows begin_tile(const TilePlace& at) {
     if (!wanted_) return {};
+    is_direct_ = false;
+    if (p_.bias_M == 1) return begin_shared(at);
     const Matrix to = sums_of(at, 0, at.cols);
-    is_direct_ = p_.bias_M > 1 && p_.bias_N > 1 && to.stride_c == 1 && at.cols % kWidth == 0;
+    is_direct_ = p_.bias_N > 1 && to.stride_c == 1 && at.cols % kWidth == 0;
     if (!is_direct_) return {tile_, stride_, true};
     return {static_cast<float*>(to.data) + to.offset, to.stride_r, is_set_by(at)};
   }
@@ -69,37 +71,16 @@ class BiasGrad {
     return (p_.bias_B > 1 || at.b == 0) && (p_.bias_H > 1 || at.h == 0);
   }
 
-  void add_tile(const TilePlace& at, const Matrix& to) {
-    const bool sum_cols = p_.bias_N == 1;
-    if (p_.bias_is_line) return add_diagonals(at, to);
-    if (is_set_by(at)) return unpack_rows(tile_, stride_, 1.f, nullptr, to);
-    if (p_.bias_M > 1) {
-      for (int64_t i = 0; i < at.rows; ++i) add_row(tile_ + i * stride_, at.cols, sum_cols, to, i);
-      return;
-    }
-    for (int64_t c = 0; c < at.cols; c += kWidth) {
-      Vec sum{};
-      for (int64_t i = 0; i < at.rows; ++i) sum += load(tile_ + i * stride_ + c);
-      store(tile_ + c, sum);
-    }
-    add_row(tile_, at.cols, sum_cols, to, 0);
+  // One row of sums in `tile_`. Column c of row i belongs to element c + rows - 1 - i of a line.
+  Rows begin_shared(const TilePlace& at) {
+    const int64_t last = p_.bias_is_line ? at.rows - 1 : 0;
+    fill(tile_, last + round_up(at.cols, kWidth), 0.f);
+    return {tile_ + last, p_.bias_is_line ? -1 : 0, false};
   }
 
-  // Sums over diagonals: column c of row i belongs to element t = c + rows - 1 - i of the line.
-  // Zeros stand beside the columns, so that vectors of a line may hold elements outside the tile.
-  void add_diagonals(const TilePlace& at, const Matrix& to) {
-    const int64_t cols = round_up(at.cols, kWidth), last = at.rows - 1;
-    for (int64_t i = 0; i < at.rows; ++i) {
-      store(tile_ + i * stride_ - kWidth, Vec{});
-      store(tile_ + i * stride_ + cols, Vec{});
-    }
-    for (int64_t t = 0; t < last + at.cols; t += kWidth) {
-      const int64_t begin = max64(0, last - t - kWidth + 1), end = min64(at.rows, last - t + cols);
-      Vec sum{};
-      for (int64_t i = begin; i < end; ++i) sum += load(tile_ + i * (stride_ + 1) + t - last);
-      store(line_ + t, sum);
-    }
-    add_row(line_, last + at.cols, false, to, 0);
+  void add_tile(const TilePlace& at, const Matrix& to) {
+    if (is_set_by(at)) return unpack_rows(tile_, stride_, 1.f, nullptr, to);
+    for (int64_t i = 0; i < to.rows; ++i) add_row(tile_ + i * stride_, at.cols, to, i);
   }
 
   void clear(int64_t c0, int64_t cols) {
@@ -130,16 +111,16 @@ class BiasGrad {
     return out;
   }
 
-  static void add_row(const float* from, int64_t cols, bool sum_cols, const Matrix& to, int64_t r) {
+  void add_row(const float* from, int64_t cols, const Matrix& to, int64_t r) const {
     float* const out = static_cast<float*>(to.data) + to.offset + r * to.stride_r;
-    if (sum_cols) {
+    if (p_.bias_N == 1) {
       Vec sum{};
       for (int64_t c = 0; c < cols; c += kWidth) sum += load(from + c);  // padding is 0
       out[0] += sum_lanes(sum);
     } else if (to.stride_c == 1) {
-      for (int64_t c = 0; c < cols; ++c) out[c] += from[c];
+      for (int64_t c = 0; c < to.cols; ++c) out[c] += from[c];
     } else {
-      for (int64_t c = 0; c < cols; ++c) out[c * to.stride_c] += from[c];
+      for (int64_t c = 0; c < to.cols; ++c) out[c * to.stride_c] += from[c];
     }
   }
 
@@ -150,8 +131,7 @@ class BiasGrad {
   TaskHeads heads_{};  // of the bias
   int64_t copy_ = 0;
   int64_t stride_, cols_ = 0;
-  float* tile_;  // dS of the tile, unless dS is added to the sums at once
-  float* line_;  // its sums over diagonals
+  float* tile_;  // dS of the tile or its shared sums, unless dS is added to the gradient at once
 };
 
 // Sums over copies and converts to the gradient's dtype. A task takes some rows of one (b, h).
