@@ -39,11 +39,11 @@ class BiasGrad {
     float* data = nullptr;  // or nullptr
     int64_t stride = 0;
     bool overwrites = false;
-    FASTATTN_MEMBER void put(int64_t i, int64_t c, Vec ds) const {
-      float* const to = data + i * stride + c;
-      store(to, overwrites ? ds : load(to) + ds);
-    }
+    float* row(int64_t i) const { return data == nullptr ? nullptr : data + i * stride; }
   };
+  FASTATTN_MEMBER static void put(float* to, Vec ds, bool overwrites) {
+    store(to, overwrites ? ds : load(to) + ds);
+  }
   // For the tile `at`, in whole vectors; end_tile() follows.
   Rows begin_tile(const TilePlace& at) {
     if (!wanted_) return {};

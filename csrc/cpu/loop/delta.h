@@ -43,9 +43,10 @@ static void add_masked_terms(const BackwardArgs& args, const MaskTile& mask, con
     const RowStats stats = args.stats(at.b, at.h, at.i0 + i);
     load_grad_weights(p, at.b, at.h, at.i0 + i, at.j0, at.cols, to.grad_weights);
     if (p.dropout.enabled) dropout_row(p.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, to.drop);
+    const auto masked = mask.row<kMasking>(i);
     Vec sum = load(to.sum + i * kWidth);
     for (int64_t c = 0; c < at.cols; c += kWidth) {
-      const Vec s = mask.apply<kMasking>(load(to.s + i * to.ld + c), logit, i, c);
+      const Vec s = masked(load(to.s + i * to.ld + c), logit, c);
       Vec term = known_weight(s, logit, stats) * load(to.grad_weights + c);
       if (p.dropout.enabled) term *= load(to.drop + c);
       sum += s == splat(-kInf) ? Vec{} : term;

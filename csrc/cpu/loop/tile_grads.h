@@ -41,9 +41,7 @@ class TileGrads {
   FASTATTN_MEMBER void put_into(const Tile& tile, Sink& sink) {
     with_logit(args_.units.linear, tile.slopes, ld_,
                [&](auto logit) __attribute__((always_inline)) {
-                 mask_.with_masking([&](auto masking) {
-                   grad_scores<masking>(tile.at, tile.units, tile.bias, logit, sink);
-                 });
+                 mask_.with_masking([&](auto masking) { grad_scores<masking>(tile, logit, sink); });
                });
   }
 
@@ -57,17 +55,20 @@ class TileGrads {
     Logit logit;
     float dp, grad_weights, grad_bias;
   };
-  // Everything that the gradients of a row of scores depend on, beside its scores and dP.
+  // Everything that the gradients of a row of scores depend on, beside its mask.
   struct Row {
     int64_t i;
     bool exists;
     RowStats stats;
     float delta;
-    const float *drop, *grad_weights;  // or nullptr
+    const float *s, *dp, *drop, *grad_weights;  // the last two or nullptr
+    float* bias;                                // or nullptr
   };
   // `n`: the row's number among those that a sink takes at a time.
-  Row row(const TilePlace& at, int64_t i, int n, const GradUnits& units) {
-    if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr};
+  Row row(const Tile& tile, int64_t i, int n) {
+    const TilePlace& at = tile.at;
+    const GradUnits& units = tile.units;
+    if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr, nullptr, nullptr, nullptr};
     float *const drop = drop_ + n * drop_ld(), *const grad_weights = grad_weights_ + n * ld_;
     if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const bool weights = p_.grad_weights.data != nullptr;
@@ -77,17 +78,20 @@ class TileGrads {
             true,
             {stats.shift, stats.factor * units.w, stats.most},
             *args_.delta(at.b, at.h, at.i0 + i) * (units.ds / units.w),
+            s_ + i * ld_,
+            dp_ + i * ld_,
             p_.dropout.enabled ? drop : nullptr,
-            weights ? grad_weights : nullptr};
+            weights ? grad_weights : nullptr,
+            tile.bias.row(i)};
   }
 
   // W and dS of kWidth pairs from column c on, exactly 0 where masked. kPlain: weights are P.
   template <Masking kMasking, bool kPlain, typename Logit>
-  FASTATTN_MEMBER void grads_at(const Row& row, int64_t c, const Factors<Logit>& factors, Vec& w,
-                                Vec& ds) const {
-    const Vec s = mask_.apply<kMasking>(load(s_ + row.i * ld_ + c), factors.logit, row.i, c),
+  FASTATTN_MEMBER static void grads_at(const Row& row, const MaskTile::Row<kMasking>& masked,
+                                       int64_t c, const Factors<Logit>& factors, Vec& w, Vec& ds) {
+    const Vec s = masked(load(row.s + c), factors.logit, c),
               p = known_weight(s, factors.logit, row.stats);
-    Vec dp = load(dp_ + row.i * ld_ + c) * factors.dp;
+    Vec dp = load(row.dp + c) * factors.dp;
     w = p;
     if (!kPlain && row.grad_weights != nullptr)
       dp += load(row.grad_weights + c) * factors.grad_weights;
@@ -99,10 +103,12 @@ class TileGrads {
   // Puts W and dS of rows into a sink. kPlain, in addition: all rows and columns exist.
   template <Masking kMasking, bool kPlain, typename Logit, typename Sink>
   FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
-                                const Factors<Logit>& factors, const BiasGrad::Rows& bias,
-                                Sink& sink) const {
+                                Factors<Logit> factors, bool overwrites, Sink& sink) const {
     const auto columns = columns_of<kMasking, Sink>(mask_, rows[0].i, cols);
     const int64_t vectors = columns.count();
+    MaskTile::Row<kMasking> masked[Sink::kRows];
+    for (int n = 0; n < Sink::kRows; ++n) masked[n] = mask_.row<kMasking>(rows[n].i);
+    auto to = sink.row(rows[0].i);
     for (int64_t first = 0; first < vectors; first += Sink::kVectors) {
       const int64_t c = columns.at(first);
       Vec w[Sink::kRows][Sink::kVectors], ds[Sink::kRows][Sink::kVectors];
@@ -112,23 +118,26 @@ class TileGrads {
         for (int v = 0; v < Sink::kVectors; ++v) {
           const int64_t at = c + v * kWidth;
           if (kPlain || (rows[n].exists && at < cols)) {
-            grads_at<kMasking, kPlain>(rows[n], at, factors, w[n][v], ds[n][v]);
-            if (bias.data != nullptr) bias.put(rows[n].i, at, ds[n][v] * factors.grad_bias);
+            grads_at<kMasking, kPlain>(rows[n], masked[n], at, factors, w[n][v], ds[n][v]);
+            if (rows[n].bias != nullptr)
+              BiasGrad::put(rows[n].bias + at, ds[n][v] * factors.grad_bias, overwrites);
             ds[n][v] = factors.logit.slope(rows[n].i, at, ds[n][v]);
           } else {
             w[n][v] = ds[n][v] = Vec{};
           }
         }
-      sink.put(c, w, ds);
+      to.put(c, w, ds);
     }
+    sink.end(to);
   }
 
   // Turns S and dP into W and dS, and puts them into a sink: kRows rows, kStep rows apart, and
   // kVectors vectors at a time. There are zeros beyond the tile, up to multiples of kWhole rows.
   template <Masking kMasking, typename Logit, typename Sink>
-  void grad_scores(const TilePlace& at, const GradUnits& units, const BiasGrad::Rows& bias,
-                   Logit logit, Sink& sink) {
+  void grad_scores(const Tile& tile, Logit logit, Sink& sink) {
     static_assert(Sink::kRows <= kRows, "a row of factors each");
+    const TilePlace& at = tile.at;
+    const GradUnits& units = tile.units;
     const float made = units.ds / units.w;
     const Factors<Logit> factors = {logit, made / units.dp, made, 1.f / units.ds};
     const bool plain = !p_.dropout.enabled && p_.grad_weights.data == nullptr &&
@@ -136,12 +145,10 @@ class TileGrads {
     for (int64_t i0 = 0; i0 < round_up(at.rows, Sink::kWhole); i0 += Sink::kRows * Sink::kStep)
       for (int64_t i = i0; i < i0 + Sink::kStep; ++i) {
         Row rows[Sink::kRows];
-        for (int n = 0; n < Sink::kRows; ++n) rows[n] = row(at, i + n * Sink::kStep, n, units);
-        sink.begin(i);
+        for (int n = 0; n < Sink::kRows; ++n) rows[n] = row(tile, i + n * Sink::kStep, n);
         plain&& rows[Sink::kRows - 1].exists
-            ? put_rows<kMasking, true>(rows, at.cols, factors, bias, sink)
-            : put_rows<kMasking, false>(rows, at.cols, factors, bias, sink);
-        sink.end();
+            ? put_rows<kMasking, true>(rows, at.cols, factors, tile.bias.overwrites, sink)
+            : put_rows<kMasking, false>(rows, at.cols, factors, tile.bias.overwrites, sink);
       }
   }
 

@@ -27,9 +27,10 @@ static void add_masked_weights(const ForwardParams& p, LinearLogit logit, const 
                                const TilePlace& at, const WeightSums& sums) {
   for (int64_t i = 0; i < at.rows; ++i) {
     float* const to = sums.to + i * sums.ld;
+    const auto masked = mask.row<kMasking>(i);
     if (p.dropout.enabled) dropout_row(p.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, sums.drop);
     for (int64_t c = 0; c < at.cols; c += kWidth) {
-      const Vec logits = mask.apply<kMasking>(load(sums.s + i * sums.ld_s + c), logit, i, c);
+      const Vec logits = masked(load(sums.s + i * sums.ld_s + c), logit, c);
       Vec w = known_weight(logits, logit, sums.stats[i]);
       if (p.dropout.enabled) w *= load(sums.drop + c);
       store(to + c, load(to + c) + w);

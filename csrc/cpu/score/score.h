@@ -169,13 +169,13 @@ struct GradsInPlace {
   static constexpr int64_t kStep = 1, kWhole = 1;
   static constexpr bool kSkips = true;  // columns that strips lack
   float *w, *ds;                        // [rows, ld]
-  int64_t ld, row = 0;
-  FASTATTN_MEMBER void begin(int64_t i) { row = i * ld; }
+  int64_t ld;
+  FASTATTN_MEMBER GradsInPlace row(int64_t i) const { return {w + i * ld, ds + i * ld, ld}; }
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w_c)[1][1], const Vec (&ds_c)[1][1]) const {
-    store(w + row + c, w_c[0][0]);
-    store(ds + row + c, ds_c[0][0]);
+    store(w + c, w_c[0][0]);
+    store(ds + c, ds_c[0][0]);
   }
-  FASTATTN_MEMBER void end() const {}
+  FASTATTN_MEMBER void end(const GradsInPlace&) const {}
 };
 
 // The factors of W, dP and dS: powers of 2.

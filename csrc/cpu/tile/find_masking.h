@@ -191,8 +191,9 @@ void MaskTile::put_keep(int64_t i, float* to) const {
 }
 
 void MaskTile::put_interval(int64_t i, float* to) const {
+  const auto interval = row<Masking::kIntervals>(i);
   for (int64_t c = 0; c < cols_; c += kWidth)
-    store(to + c, inside(i, c) ? load(to + c) : splat(-kInf));
+    store(to + c, interval.inside(c) ? load(to + c) : splat(-kInf));
 }
 
 void MaskTile::look(const float* row, Seen& seen) const {

@@ -127,24 +127,45 @@ class MaskTile {
     }
   }
 
-  // The logits of row i, columns [c, c + kWidth), from their scores. They are -inf where masked or
-  // past the last key; elsewhere the bias is added.
-  template <Masking kMasking, typename Logit>
-  FASTATTN_MEMBER Vec apply(Vec s, Logit logit, int64_t i, int64_t c) const {
-    if constexpr (kMasking == Masking::kIntervals) {
-      return inside(i, c) ? s : splat(-kInf);
-    } else if constexpr (kMasking == Masking::kBias) {
-      // The rows after these come next, and arrive while these are computed.
-      __builtin_prefetch(bias_ + (i + rows_) * bias_stride_ + c, 0, 2);
-      return logit(s, plain_bias(i, c));
-    } else if constexpr (kMasking == Masking::kBiasInside) {
-      return inside(i, c) ? logit(s, plain_bias(i, c)) : splat(-kInf);
-    } else if constexpr (kMasking == Masking::kAddend) {
-      const Vec addend = load(addend_ + i * addend_stride_ + c);
-      return addend == splat(-kInf) ? addend : logit(s, addend);
-    } else {
-      return s;
+  // What the loops over a row need. They hold it by value: a store may change members.
+  template <Masking kMasking>
+  struct Row {
+    const float *addend, *next;  // of this row, and of one that is prefetched
+    int32_t begin, end;
+
+    // The logits of columns [c, c + kWidth), from their scores. They are -inf where masked or past
+    // the last key; elsewhere the bias is added.
+    template <typename Logit>
+    FASTATTN_MEMBER Vec operator()(Vec s, Logit logit, int64_t c) const {
+      if constexpr (kMasking == Masking::kIntervals) {
+        return inside(c) ? s : splat(-kInf);
+      } else if constexpr (kMasking == Masking::kBias) {
+        __builtin_prefetch(next + c, 0, 2);
+        return logit(s, load(addend + c));
+      } else if constexpr (kMasking == Masking::kBiasInside) {
+        return inside(c) ? logit(s, load(addend + c)) : splat(-kInf);
+      } else if constexpr (kMasking == Masking::kAddend) {
+        const Vec own = load(addend + c);
+        return own == splat(-kInf) ? own : logit(s, own);
+      } else {
+        return s;
+      }
     }
+    FASTATTN_MEMBER VecI inside(int64_t c) const {
+      const VecI j = iota() + static_cast<int32_t>(c);
+      return (j >= begin) & (j < end);
+    }
+  };
+  template <Masking kMasking>
+  FASTATTN_MEMBER Row<kMasking> row(int64_t i) const {
+    constexpr bool kInside = kMasking == Masking::kIntervals || kMasking == Masking::kBiasInside;
+    Row<kMasking> row = {};
+    if constexpr (kMasking == Masking::kAddend) row.addend = addend_ + i * addend_stride_;
+    if constexpr (kMasking == Masking::kBias || kMasking == Masking::kBiasInside)
+      row.addend = bias_ + i * bias_stride_;
+    if constexpr (kMasking == Masking::kBias) row.next = row.addend + rows_ * bias_stride_;
+    if constexpr (kInside) row.begin = begin_[i], row.end = end_[i];
+    return row;
   }
 
   // Whether some kept pair (i, j) has row(i) or key(j).
@@ -166,19 +187,9 @@ class MaskTile {
     return !masked_ || (c >= begin_[i] && c < end_[i]);
   }
 
-  // Of a tile whose bias is read where it lies.
-  FASTATTN_MEMBER Vec plain_bias(int64_t i, int64_t c) const {
-    return load(bias_ + i * bias_stride_ + c);
-  }
-
   // Of the rows [i0, i1), which are a strip. They return how many vectors are listed.
   inline int64_t list_intervals(int64_t i0, int64_t i1);
   inline int64_t list_addend(int64_t i0, int64_t i1);
-
-  FASTATTN_MEMBER VecI inside(int64_t i, int64_t c) const {
-    const VecI j = iota() + static_cast<int32_t>(c);
-    return (j >= begin_[i]) & (j < end_[i]);
-  }
 
   // Sets per-row intervals relative to the tile. Returns where the last one ends, in whole vectors.
   inline int64_t set_intervals();

@@ -72,17 +72,18 @@ struct InPlace {
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
 };
 
-// Turns row i of the scores into logits, in place. Returns a vector whose lanes are maxima of parts
+// Turns a row of scores into logits, in place. Returns a vector whose lanes are maxima of parts
 // of the row, without NaN: a NaN shows in the weights.
 template <Masking kMasking, typename Logit, typename Taken>
-FASTATTN_SIMD Vec mask_row(const MaskTile& mask, Logit logit, int64_t i, Taken columns, float* s) {
+FASTATTN_SIMD Vec mask_row(const MaskTile::Row<kMasking> masked, Logit logit, Taken columns,
+                           float* s) {
   Vec top = splat(-kInf);
   const int64_t count = columns.count();
   for (int64_t n = 0; n < count; ++n) {
     const int64_t c = columns.at(n);
     Vec x = load(s + c);
     if constexpr (kMasking != Masking::kNone) {
-      x = mask.apply<kMasking>(x, logit, i, c);
+      x = masked(x, logit, c);
       store(s + c, x);
     }
     top = max(x, top);
@@ -156,11 +157,12 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
     const float* const factors = dropout.enabled ? drop : nullptr;
     const auto columns = columns_of<kMasking, Sink>(mask, i, at.cols);
+    const auto masked = mask.row<kMasking>(i);
     [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
     if constexpr (Sink::kKeepsScores) {
       const Vec before = load(l);
       const auto logits = [&](int64_t c) __attribute__((always_inline)) {
-        return mask.apply<kMasking>(load(row + c), logit, i, c);
+        return masked(load(row + c), logit, c);
       };
       const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
         return weigh_row(to, logit, logits, columns, at.cols, *m, 1.f, factors, l);
@@ -173,7 +175,7 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
       }
       store(l, before);
     }
-    const Vec top = mask_row<kMasking>(mask, logit, i, columns, row);
+    const Vec top = mask_row<kMasking>(masked, logit, columns, row);
     alpha[i] = any_above(top, *m + slack) ? raise_maximum(top, logit, m) : 1.f;
     const auto logits = [&](int64_t c) __attribute__((always_inline)) { return load(row + c); };
     weigh_row(sink.row(i), logit, logits, columns, at.cols, *m == -kInf ? 0.f : *m, alpha[i],

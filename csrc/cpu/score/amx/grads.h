@@ -29,48 +29,62 @@ class PackedGrads {
   // The largest number in dS, without rows that stand apart.
   float top() const { return max_lanes(from_bits(top_)); }
 
-  FASTATTN_MEMBER void begin(int64_t i) {
-    i_ = i;
-    tops_[0] = tops_[1] = VecI{};
-  }
-  FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[2][2], const Vec (&ds)[2][2]) {
-    const int64_t edge = c / kEdge, depth = i_ / kTileDepth,
-                  row = i_ % kTileDepth / words_apart(kForm) * kEdge;
-    Parts<kForm> part[2][2];
+  // Two rows, kStep apart. The loop over their columns holds this by value: its stores may change
+  // members.
+  struct Rows {
+    int32_t *w, *ds, *row[2];  // words of the first columns
+    int64_t next;              // words from 16 columns of W or dS to the next ones
+    const PackedGrads* also;   // or nullptr
+    int64_t i;
+    VecI tops[2];
+
+    FASTATTN_MEMBER void put(int64_t c, const Vec (&w_c)[2][2], const Vec (&ds_c)[2][2]) {
+      Parts<kForm> part[2][2];
 #pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      write_column_words<kForm>(split<kForm>(w[0][v]), split<kForm>(w[1][v]),
-                                w_columns_.tiles(edge + v, depth) + row);
+      for (int v = 0; v < 2; ++v) {
+        const int64_t words = (c / kEdge + v) * next;
+        write_column_words<kForm>(split<kForm>(w_c[0][v]), split<kForm>(w_c[1][v]), w + words);
 #pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) {
-        tops_[n] = largest(tops_[n], ds[n][v]);
-        part[n][v] = split<kForm>(ds[n][v]);
+        for (int n = 0; n < 2; ++n) {
+          tops[n] = largest(tops[n], ds_c[n][v]);
+          part[n][v] = split<kForm>(ds_c[n][v]);
+        }
+        write_column_words<kForm>(part[0][v], part[1][v], ds + words);
       }
-      write_column_words<kForm>(part[0][v], part[1][v], ds_columns_.tiles(edge + v, depth) + row);
-    }
 #pragma GCC unroll 2
-    for (int n = 0; n < 2; ++n) {
-      const int64_t i = i_ + n * kStep;
-      write_row<kForm>(part[n][0], part[n][1],
-                       ds_rows_.tiles(i / kEdge, c / kTileDepth) + i % kEdge * kEdge);
+      for (int n = 0; n < 2; ++n)
+        write_row<kForm>(part[n][0], part[n][1], row[n] + c / kTileDepth * kDepthWords);
+      if (__builtin_expect(also != nullptr, 0)) also->put_also(i, c, w_c, ds_c);
     }
-    if (__builtin_expect(also_ != nullptr, 0)) put_also(c, w, ds);
+  };
+  FASTATTN_MEMBER Rows row(int64_t i) const {
+    const int64_t depth = i / kTileDepth, at = i % kTileDepth / words_apart(kForm) * kEdge;
+    const auto row_of = [&](int64_t r) { return ds_rows_.tiles(r / kEdge, 0) + r % kEdge * kEdge; };
+    return {w_columns_.tiles(0, depth) + at,
+            ds_columns_.tiles(0, depth) + at,
+            {row_of(i), row_of(i + kStep)},
+            ds_columns_.edge_words(),
+            also_ == nullptr ? nullptr : this,
+            i,
+            {}};
   }
-  FASTATTN_MEMBER void end() {
+  FASTATTN_MEMBER void end(const Rows& from) {
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
       const float high = kAnyBf16.high * units_.ds;
       const Window any = {0.f, high < __FLT_MAX__ ? high : __FLT_MAX__};
-      all_packed_ &= (is_fp16(kForm) ? Window{0.f, kLargestHalf} : any).has(tops_[n]);
-      if (is_fp16(kForm) && any.has(tops_[n])) top_ = top_ > tops_[n] ? top_ : tops_[n];
+      all_packed_ &= (is_fp16(kForm) ? Window{0.f, kLargestHalf} : any).has(from.tops[n]);
+      if (is_fp16(kForm) && any.has(from.tops[n])) top_ = top_ > from.tops[n] ? top_ : from.tops[n];
     }
   }
 
  private:
-  void put_also(int64_t c, const Vec (&w)[2][2], const Vec (&ds)[2][2]) const {
-    for (int64_t n = 0; n < 2 && i_ + n * kStep < rows_; ++n)
+  static constexpr int64_t kDepthWords = parts_of(kForm) * kTileWords;
+
+  void put_also(int64_t i, int64_t c, const Vec (&w)[2][2], const Vec (&ds)[2][2]) const {
+    for (int64_t n = 0; n < 2 && i + n * kStep < rows_; ++n)
       for (int v = 0; v < 2; ++v) {
-        const int64_t at = (i_ + n * kStep) * also_->ld + c + v * kWidth;
+        const int64_t at = (i + n * kStep) * also_->ld + c + v * kWidth;
         store(also_->w + at, w[n][v] * (1.f / units_.w));
         store(also_->ds + at, ds[n][v] * (1.f / units_.ds));
       }
@@ -79,8 +93,8 @@ class PackedGrads {
   const Operand &w_columns_, &ds_columns_, &ds_rows_;
   GradUnits units_;
   const GradsInPlace* also_;
-  int64_t rows_, i_ = 0;
-  VecI tops_[2], top_{};
+  int64_t rows_;
+  VecI top_{};
   bool all_packed_ = true;
 };
 

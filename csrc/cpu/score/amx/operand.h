@@ -22,8 +22,9 @@ class Operand {
   void use(Form form) { form_ = form, parts_ = parts_of(form); }
 
   FASTATTN_MEMBER int32_t* tiles(int64_t edge, int64_t depth) const {
-    return words_ + (edge * depths_ + depth) * parts_ * kTileWords;
+    return words_ + edge * edge_words() + depth * parts_ * kTileWords;
   }
+  int64_t edge_words() const { return depths_ * parts_ * kTileWords; }
 
  private:
   int64_t depths_ = 0, parts_ = 0;
