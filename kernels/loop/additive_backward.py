@@ -32,7 +32,7 @@ from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_number
 from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
 from .backward import backward_args, launch_sdpa_bwd
 from .forward import FEW_QUERIES
-from .gaussian import is_gaussian
+from .gaussian import PADDING, is_gaussian
 from .grad_bias import launch_dbias
 from .grad_query import launch_merge_dq, new_parts
 from .gradient import load_rows, row_weights, softmax_gradient
@@ -122,6 +122,21 @@ def pull_back_row(
     return dk + pulled, dv, tl.sum(pulled, 0), tl.sum(ds * tanh, 0)
 
 
+@triton.jit(do_not_specialize=VARYING)
+def additive_bwd_w_kernel(sums_ptr, divisor, grad_ptr, H, n, padded, D, BLOCK: tl.constexpr):
+    """dw of one dim: the sum over queries, divided by a bandwidth if there are any."""
+    d, b, h = place(D, H, False)
+    at = ((b.to(tl.int64) * H + h) * ((D + 1) // 2 * 2) + d) * padded
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, n, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        total += tl.load(sums_ptr + at + offs, mask=offs < n, other=0.0)
+    dw = tl.sum(total, 0)
+    if divisor.ptr is not None:
+        dw /= tl.load(head_ptr(divisor, b, h) + d.to(tl.int64) * divisor.stride_c).to(tl.float32)
+    tl.store(grad_ptr + tl.program_id(0), dw)
+
+
 # ---- launchers ----
 
 STEP = 2048  # numbers that a program of few queries holds of each of K, V, dK, dV; 4096 spill
@@ -133,17 +148,18 @@ def launch_additive_bwd(call: Call, saved: Saved):
         return _launch_few(call, saved)
     terms = additive_terms(call, finite=True)
     if terms.w_ptr is not None:
-        sums = [torch.zeros_like(x) for x in (terms.e_ptr, terms.f_ptr, terms.e_ptr)]
+        sums = [torch.empty_like(x) for x in (terms.e_ptr, terms.f_ptr, terms.e_ptr)]
         terms = terms._replace(grad_q_ptr=sums[0], grad_k_ptr=sums[1], grad_w_ptr=sums[2])
-    grad_q, grad_k, grad_v, grad_w, grad_bias = launch_sdpa_bwd(call, saved, terms)
-    grad_w = call.q.new_zeros(call.B, call.H, call.D, dtype=torch.float32)
-    if terms.w_ptr is not None:
-        grad_q.copy_(terms.grad_q_ptr[:, :, : call.D, : call.M].mT)
-        grad_k.copy_(terms.grad_k_ptr[:, :, : call.D, : call.N].mT)
-        torch.sum(terms.grad_w_ptr[:, :, : call.D, : call.M], -1, out=grad_w)
-        if is_gaussian(call):
-            grad_w /= call.w
-    return grad_q, grad_k, grad_v, grad_w, grad_bias
+    *grads, grad_w, grad_bias = launch_sdpa_bwd(call, saved, terms)
+    B, H, M, D = call.q.shape
+    if terms.w_ptr is None:
+        return *grads, grad_w.new_zeros(B, H, D), grad_bias
+    grad_w = grad_w.new_empty(B, H, D)
+    divisor = call.w.expand(B, H, D)[:, :, None] if is_gaussian(call) else None
+    launch(additive_bwd_w_kernel, B * H * D)(
+        terms.grad_w_ptr, view(divisor), grad_w, H, M, terms.queries, D, BLOCK=PADDING
+    )
+    return *grads, grad_w, grad_bias
 
 
 def _launch_few(call: Call, saved: Saved):

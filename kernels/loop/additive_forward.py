@@ -45,10 +45,9 @@ from .forward import (
     new_partial,
     store_partial,
 )
-from .gaussian import PADDING, gaussian_terms, is_gaussian
+from .gaussian import PADDING, TOKENS, gaussian_terms, is_gaussian, store_transposed
 from .sweep import Pass, Tile, logits_of, pairs_of
 
-TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
 SHARES = tl.constexpr(16)  # of the keys, at most
 SHARE = 512  # keys, at least
 LARGEST_KEY = tl.constexpr(4096.0)  # its exponent is below 2^14, as that of a query it can meet
@@ -132,9 +131,7 @@ def additive_factors_kernel(
     exponent = tl.maximum(tl.minimum(whole, limit) + HALF_UNIT, -127.0).to(tl.int32)
     power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)  # 0 at -127
     factor = tl.where(tile == tile, tl.exp(rest) * power, 0.0 if FINITE else float("nan"))
-    pairs = (D + 1) // 2
-    at = (b.to(tl.int64) * H + h) * (2 * pairs) + offs_d[None, :]
-    tl.store(factor_ptr + at * padded + offs[:, None], factor, mask=offs_d[None, :] < 2 * pairs)
+    store_transposed(factor_ptr, factor, b * H + h, offs, offs_d, padded, D)
 
 
 @triton.jit

@@ -13,8 +13,10 @@ from ..host.launch import Call
 from ..host.tuned import BLOCKS
 from ..score.score import Terms
 from ..tile.launching import launch
+from ..tile.strided import VARYING, head_ptr, load_tile, place, view
 
 PADDING = BLOCKS[-1]  # tokens
+TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
 
 
 @triton.jit
@@ -40,6 +42,24 @@ def gaussian_bandwidths_kernel(
     tl.store(factor_ptr + head, (1.0 / (one * one)).to(tl.float32))
 
 
+@triton.jit(do_not_specialize=VARYING)
+def transpose_kernel(x, to_ptr, H, n, padded, D, BLOCK_D: tl.constexpr):
+    """TOKENS queries, or keys, as Terms has them; 0 behind the last one."""
+    block, b, h = place(padded // TOKENS, H, False)
+    offs = block * TOKENS + tl.arange(0, TOKENS)
+    offs_d = tl.arange(0, BLOCK_D)
+    tile = load_tile(head_ptr(x, b, h), x, offs, offs_d, n, D, True, True)
+    store_transposed(to_ptr, tile.to(tl.float32), b * H + h, offs, offs_d, padded, D)
+
+
+@triton.jit
+def store_transposed(ptr, tile, head, offs, offs_d, padded, D):
+    """Writes a tile of tokens by dims as Terms has them."""
+    width = (D + 1) // 2 * 2
+    at = head.to(tl.int64) * width + offs_d[None, :]
+    tl.store(ptr + at * padded + offs[:, None], tile, mask=offs_d[None, :] < width)
+
+
 def is_gaussian(call: Call) -> bool:
     """Whether a call's score is this one."""
     return call.score == SCORES["gaussian"]
@@ -52,8 +72,11 @@ def gaussian_terms(call: Call) -> Terms:
     queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))
 
     def transposed(x, length: int):
-        to = x.new_zeros(B, x.shape[1], width, length, dtype=torch.float32)
-        to[:, :, :D, : x.shape[2]] = x.mT
+        _, heads, tokens, _ = x.shape
+        to = x.new_empty(B, heads, width, length, dtype=torch.float32)
+        launch(transpose_kernel, B * heads * (length // TOKENS.value))(
+            view(x), to, heads, tokens, length, D, BLOCK_D=padded(D)
+        )
         return to
 
     ratio = call.q.new_empty(B, H, width, dtype=torch.float32)

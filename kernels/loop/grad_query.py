@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import Call, spec
-from ..score.score import load_side, pull_back
+from ..score.score import clear_sums, load_side, pull_back, store_sums
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.launching import launch
 from ..tile.masking import key_count, row_range
@@ -91,6 +91,8 @@ def sdpa_bwd_dq_kernel(
     PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
     FULL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=False, BIASED=spec.BIAS_IN_FULL)
     dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
+    if terms.w_ptr is not None:
+        clear_sums(terms, b, h, offs_m, dims, spec, False)
     if GARBAGE != "mend":
         dq = sweep_keys(
             dq, side_q, do, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
@@ -118,6 +120,8 @@ def sdpa_bwd_dq_kernel(
             )  # fmt: skip
     if terms.w_ptr is None:
         store_tile(grad_ptr, grad_q, offs_m, offs_d, n_rows, spec.D, dq * scale)
+    else:
+        store_sums(grad_ptr, grad_q, terms, b, h, offs_m, n_rows, dims, spec, False)
 
 
 @triton.jit(do_not_specialize=VARYING)
