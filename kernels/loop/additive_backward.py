@@ -28,11 +28,21 @@ from ..score.score import DOT_PRODUCT
 from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
 from ..tile.softmax import LOG2E
-from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_numbers, store_tile, view
+from ..tile.strided import (
+    ABSENT,
+    VARYING,
+    Dims,
+    head_ptr,
+    load_tile,
+    place,
+    row_numbers,
+    store_tile,
+    view,
+)
 from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
 from .backward import backward_args, launch_sdpa_bwd
 from .forward import FEW_QUERIES
-from .gaussian import PADDING, is_gaussian
+from .gaussian import PADDING, is_gaussian, view_bandwidths
 from .grad_bias import launch_dbias
 from .grad_query import launch_merge_dq, new_parts
 from .gradient import load_rows, row_weights, softmax_gradient
@@ -155,9 +165,9 @@ def launch_additive_bwd(call: Call, saved: Saved):
     if terms.w_ptr is None:
         return *grads, grad_w.new_zeros(B, H, D), grad_bias
     grad_w = grad_w.new_empty(B, H, D)
-    divisor = call.w.expand(B, H, D)[:, :, None] if is_gaussian(call) else None
+    divisor = view_bandwidths(call) if is_gaussian(call) else ABSENT
     launch(additive_bwd_w_kernel, B * H * D)(
-        terms.grad_w_ptr, view(divisor), grad_w, H, M, terms.queries, D, BLOCK=PADDING
+        terms.grad_w_ptr, divisor, grad_w, H, M, terms.queries, D, BLOCK=PADDING
     )
     return *grads, grad_w, grad_bias
 

@@ -2,10 +2,10 @@
 
     s_ij = sum_d w_d tanh(q_id + k_jd)      the rest as in forward.py
 
-    weights:  for h:                                 w over a power of two
     centre:   for (b, key head, share of the keys):  lowest and highest key of every dim
     factors:  for (b, head, block of tokens):        E = e^2q or F = e^2k, transposed; for keys also
-                                                     how far they reach from the centre
+                                                     how far they reach from the centre, for queries
+                                                     w over a power of two
     then sdpa_fwd_kernel, with tiles of scores from score/additive.py. The device decides there
     which loop the range of the keys needs, so the host waits for nothing.
 
@@ -36,7 +36,17 @@ from ..tile.masking import (
     row_range,
 )
 from ..tile.softmax import LOG2E, softmax_step, unit_of
-from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, row_offsets, view
+from ..tile.strided import (
+    ABSENT,
+    VARYING,
+    Dims,
+    View,
+    head_ptr,
+    load_tile,
+    place,
+    row_offsets,
+    view,
+)
 from .forward import (
     Partial,
     launch_merge,
@@ -96,10 +106,12 @@ def load_centre(low_ptr, high_ptr, head, shares, D, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def additive_factors_kernel(
-    x, low_ptr, high_ptr, factor_ptr, reach_ptr, mask, H, group, n, padded, shares, D,
-    BLOCK_D: tl.constexpr, FINITE: tl.constexpr,
+    x, w, low_ptr, high_ptr, factor_ptr, reach_ptr, w_ptr, power_ptr, mask, H, group, n, padded,
+    shares, D, BLOCK_D: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """e^(2 x) of TOKENS queries, or keys if reach_ptr is given: 2^(whole +- centre) e^rest.
+
+    Beside queries, the first program of a head fills w and power of Terms.
 
     The rest is found without loss (Cody and Waite), and the shift by a whole number is exact. So a
     factor is as accurate as its smallest exponent allows: q = 60 + a and k = -60 + b lose nothing.
@@ -132,6 +144,12 @@ def additive_factors_kernel(
     power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)  # 0 at -127
     factor = tl.where(tile == tile, tl.exp(rest) * power, 0.0 if FINITE else float("nan"))
     store_transposed(factor_ptr, factor, b * H + h, offs, offs_d, padded, D)
+    if w_ptr is not None:
+        if (b == 0) & (block == 0):
+            width = (D + 1) // 2 * 2
+            scaled, power = scaled_weights(w, h, D, BLOCK_D)
+            tl.store(w_ptr + h * width + offs_d, scaled, mask=offs_d < width)
+            tl.store(power_ptr + h, power)
 
 
 @triton.jit
@@ -148,17 +166,6 @@ def scaled_weights(w, h, D, BLOCK_D: tl.constexpr):
     bits = tl.minimum(tl.maximum(bits, 1 << 23), 252 << 23)
     down = ((254 << 23) - bits).to(tl.float32, bitcast=True)
     return x * down, tl.where(finite, bits.to(tl.float32, bitcast=True), float("nan"))
-
-
-@triton.jit
-def additive_weights_kernel(w, w_ptr, power_ptr, D, BLOCK_D: tl.constexpr):
-    """Fills w and power of Terms for a head."""
-    h = tl.program_id(0)
-    offs_d = tl.arange(0, BLOCK_D)
-    width = (D + 1) // 2 * 2
-    scaled, power = scaled_weights(w, h, D, BLOCK_D)
-    tl.store(w_ptr + h * width + offs_d, scaled, mask=offs_d < width)
-    tl.store(power_ptr + h, power)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -271,17 +278,16 @@ def additive_terms(call: Call, finite: bool = False) -> Terms:
         view(call.k), low, high, mask, Hkv, call.N, shares, call.D, **options
     )
 
-    def launch_factors(x, group: int, factor, reach) -> None:
+    def launch_factors(x, group: int, weights, factor, *made) -> None:
         _, heads, tokens, _ = x.shape
         length = factor.shape[-1]
         launch(additive_factors_kernel, B * heads * (length // TOKENS.value))(
-            view(x), low, high, factor, reach, mask, heads, group, tokens, length, shares, call.D,
-            FINITE=finite, **options,
+            view(x), weights, low, high, factor, *made, mask, heads, group, tokens, length, shares,
+            call.D, FINITE=finite, **options,
         )  # fmt: skip
 
-    launch_factors(call.q, call.H // Hkv, e, None)
-    launch_factors(call.k, 1, f, reach)
-    launch(additive_weights_kernel, call.H)(view_weights(call), w, power, call.D, **options)
+    launch_factors(call.q, call.H // Hkv, view_weights(call), e, None, w, power)
+    launch_factors(call.k, 1, ABSENT, f, reach, None, None)
     return Terms(w, power, e, f, reach, queries, keys, None, None, None)
 
 

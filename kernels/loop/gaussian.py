@@ -13,22 +13,35 @@ from ..host.launch import Call
 from ..host.tuned import BLOCKS
 from ..score.score import Terms
 from ..tile.launching import launch
-from ..tile.strided import VARYING, head_ptr, load_tile, place, view
+from ..tile.strided import ABSENT, VARYING, View, head_ptr, load_tile, place, view
 
 PADDING = BLOCKS[-1]  # tokens
 TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
 
 
-@triton.jit
-def gaussian_bandwidths_kernel(
-    w_ptr, stride_b, stride_h, stride_d, ratio_ptr, factor_ptr, H, D, BLOCK_D: tl.constexpr
+@triton.jit(do_not_specialize=VARYING)
+def gaussian_side_kernel(
+    x, w, to_ptr, ratio_ptr, factor_ptr, H, n, padded, D, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """r and c of a head, as bandwidths_of in csrc/problem/bandwidths.h has them."""
-    head = tl.program_id(0)
+    """TOKENS queries, or keys, as Terms has them; 0 behind the last one.
+
+    Beside queries, the first program of a head makes r and c.
+    """
+    block, b, h = place(padded // TOKENS, H, False)
+    offs = block * TOKENS + tl.arange(0, TOKENS)
     offs_d = tl.arange(0, BLOCK_D)
-    start = w_ptr + (head // H).to(tl.int64) * stride_b + (head % H).to(tl.int64) * stride_h
-    w = tl.load(start + offs_d.to(tl.int64) * stride_d, mask=offs_d < D, other=float("inf"))
-    size = tl.abs(w.to(tl.float32))
+    tile = load_tile(head_ptr(x, b, h), x, offs, offs_d, n, D, True, True).to(tl.float32)
+    store_transposed(to_ptr, tile, b * H + h, offs, offs_d, padded, D)
+    if w.ptr is not None:
+        if block == 0:
+            store_bandwidths(w, ratio_ptr, factor_ptr, b, h, H, offs_d, D)
+
+
+@triton.jit
+def store_bandwidths(w, ratio_ptr, factor_ptr, b, h, H, offs_d, D):
+    """r and c of a head, as bandwidths_of in csrc/problem/bandwidths.h has them."""
+    ptrs = head_ptr(w, b, h) + offs_d.to(tl.int64) * w.stride_c
+    size = tl.abs(tl.load(ptrs, mask=offs_d < D, other=float("inf")).to(tl.float32))
     least = tl.min(size, 0)
     least = tl.where(least < float("inf"), tl.maximum(least, 1.1754943508222875e-38), 1.0)
     bits = tl.minimum(least.to(tl.int32, bitcast=True) & 0x7F800000, 252 << 23)
@@ -37,19 +50,9 @@ def gaussian_bandwidths_kernel(
     # NaN stays NaN.
     ratio = power * (least.to(tl.float64) / tl.where(size < least, least, size).to(tl.float64))
     width = (D + 1) // 2 * 2
-    tl.store(ratio_ptr + head.to(tl.int64) * width + offs_d, ratio.to(tl.float32),
+    tl.store(ratio_ptr + (b * H + h).to(tl.int64) * width + offs_d, ratio.to(tl.float32),
              mask=offs_d < width)  # fmt: skip
-    tl.store(factor_ptr + head, (1.0 / (one * one)).to(tl.float32))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def transpose_kernel(x, to_ptr, H, n, padded, D, BLOCK_D: tl.constexpr):
-    """TOKENS queries, or keys, as Terms has them; 0 behind the last one."""
-    block, b, h = place(padded // TOKENS, H, False)
-    offs = block * TOKENS + tl.arange(0, TOKENS)
-    offs_d = tl.arange(0, BLOCK_D)
-    tile = load_tile(head_ptr(x, b, h), x, offs, offs_d, n, D, True, True)
-    store_transposed(to_ptr, tile.to(tl.float32), b * H + h, offs, offs_d, padded, D)
+    tl.store(factor_ptr + b * H + h, (1.0 / (one * one)).to(tl.float32))
 
 
 @triton.jit
@@ -70,20 +73,23 @@ def gaussian_terms(call: Call) -> Terms:
     B, H, D = call.B, call.H, call.D
     width = triton.cdiv(D, 2) * 2
     queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))
+    ratio = call.q.new_empty(B, H, width, dtype=torch.float32)
+    factor = call.q.new_empty(B, H, dtype=torch.float32)
 
-    def transposed(x, length: int):
+    def launch_side(x, w: View, length: int) -> torch.Tensor:
         _, heads, tokens, _ = x.shape
         to = x.new_empty(B, heads, width, length, dtype=torch.float32)
-        launch(transpose_kernel, B * heads * (length // TOKENS.value))(
-            view(x), to, heads, tokens, length, D, BLOCK_D=padded(D)
+        made = (None, None) if w.ptr is None else (ratio, factor)
+        launch(gaussian_side_kernel, B * heads * (length // TOKENS.value))(
+            view(x), w, to, *made, heads, tokens, length, D, BLOCK_D=padded(D)
         )
         return to
 
-    ratio = call.q.new_empty(B, H, width, dtype=torch.float32)
-    factor = call.q.new_empty(B, H, dtype=torch.float32)
-    w = call.w.expand(B, H, D)
-    launch(gaussian_bandwidths_kernel, B * H)(
-        w, *w.stride(), ratio, factor, H, D, BLOCK_D=padded(D)
-    )
-    sides = transposed(call.q, queries), transposed(call.k, keys)
-    return Terms(ratio, factor, *sides, None, queries, keys, None, None, None)
+    e = launch_side(call.q, view_bandwidths(call), queries)
+    f = launch_side(call.k, ABSENT, keys)
+    return Terms(ratio, factor, e, f, None, queries, keys, None, None, None)
+
+
+def view_bandwidths(call: Call) -> View:
+    """The bandwidths as [B, H, 1, D]."""
+    return view(call.w.expand(call.B, call.H, call.D)[:, :, None])
