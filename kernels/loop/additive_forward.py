@@ -55,7 +55,7 @@ from .forward import (
     new_partial,
     store_partial,
 )
-from .gaussian import PADDING, TOKENS, gaussian_terms, is_gaussian, store_transposed
+from .gaussian import PADDING, TOKENS, empty_sums, gaussian_terms, is_gaussian, store_side
 from .sweep import Pass, Tile, logits_of, pairs_of
 
 SHARES = tl.constexpr(16)  # of the keys, at most
@@ -106,8 +106,8 @@ def load_centre(low_ptr, high_ptr, head, shares, D, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def additive_factors_kernel(
-    x, w, low_ptr, high_ptr, factor_ptr, reach_ptr, w_ptr, power_ptr, mask, H, group, n, padded,
-    shares, D, BLOCK_D: tl.constexpr, FINITE: tl.constexpr,
+    x, w, low_ptr, high_ptr, factor_ptr, grad_ptr, grad_w_ptr, reach_ptr, w_ptr, power_ptr, mask,
+    H, group, n, padded, shares, D, BLOCK_D: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """e^(2 x) of TOKENS queries, or keys if reach_ptr is given: 2^(whole +- centre) e^rest.
 
@@ -143,13 +143,10 @@ def additive_factors_kernel(
     exponent = tl.maximum(tl.minimum(whole, limit) + HALF_UNIT, -127.0).to(tl.int32)
     power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)  # 0 at -127
     factor = tl.where(tile == tile, tl.exp(rest) * power, 0.0 if FINITE else float("nan"))
-    store_transposed(factor_ptr, factor, b * H + h, offs, offs_d, padded, D)
+    store_side(factor, factor_ptr, grad_ptr, grad_w_ptr, b * H + h, offs, offs_d, padded, D)
     if w_ptr is not None:
         if (b == 0) & (block == 0):
-            width = (D + 1) // 2 * 2
-            scaled, power = scaled_weights(w, h, D, BLOCK_D)
-            tl.store(w_ptr + h * width + offs_d, scaled, mask=offs_d < width)
-            tl.store(power_ptr + h, power)
+            store_weights(w, w_ptr, power_ptr, h, D, BLOCK_D)
 
 
 @triton.jit
@@ -166,6 +163,16 @@ def scaled_weights(w, h, D, BLOCK_D: tl.constexpr):
     bits = tl.minimum(tl.maximum(bits, 1 << 23), 252 << 23)
     down = ((254 << 23) - bits).to(tl.float32, bitcast=True)
     return x * down, tl.where(finite, bits.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
+def store_weights(w, w_ptr, power_ptr, h, D, BLOCK_D: tl.constexpr):
+    """Fills w and power of Terms for a head."""
+    offs_d = tl.arange(0, BLOCK_D)
+    width = (D + 1) // 2 * 2
+    scaled, power = scaled_weights(w, h, D, BLOCK_D)
+    tl.store(w_ptr + h * width + offs_d, scaled, mask=offs_d < width)
+    tl.store(power_ptr + h, power)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -250,15 +257,16 @@ def decode_spec(call: Call, kernel: str, step: int):
     return shape._replace(BLOCK_N=tl.constexpr(step // widest)), options
 
 
-def additive_terms(call: Call, finite: bool = False) -> Terms:
+def additive_terms(call: Call, finite: bool = False, sums: bool = False) -> Terms:
     """The Terms of a call, with E and F.
 
     ``finite``: E of a NaN is 0. Backward needs that, and finds the NaN in a row's statistics.
+    ``sums``: those of gradients are 0, else absent.
     """
     if call.B * call.H * call.M * call.N * call.D == 0:
         return DOT_PRODUCT  # there are no scores, or all of them are 0
     if is_gaussian(call):
-        return gaussian_terms(call)
+        return gaussian_terms(call, sums)
     B, Hkv, pairs = call.B, call.Hkv, triton.cdiv(call.D, 2)
     queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))
     shares = min(SHARES.value, triton.cdiv(call.N, SHARE))
@@ -270,6 +278,7 @@ def additive_terms(call: Call, finite: bool = False) -> Terms:
             (call.H, 2 * pairs), (call.H,),
         )
     )  # fmt: skip
+    grad_q, grad_k, grad_w = empty_sums(e, f, sums)
     mask = mask_args(call)
     options = dict(
         BLOCK_D=padded(call.D), num_warps=4 if call.D <= 128 else 8, enable_fp_fusion=True
@@ -286,9 +295,9 @@ def additive_terms(call: Call, finite: bool = False) -> Terms:
             call.D, FINITE=finite, **options,
         )  # fmt: skip
 
-    launch_factors(call.q, call.H // Hkv, view_weights(call), e, None, w, power)
-    launch_factors(call.k, 1, ABSENT, f, reach, None, None)
-    return Terms(w, power, e, f, reach, queries, keys, None, None, None)
+    launch_factors(call.q, call.H // Hkv, view_weights(call), e, grad_q, grad_w, None, w, power)
+    launch_factors(call.k, 1, ABSENT, f, grad_k, None, reach, None, None)
+    return Terms(w, power, e, f, reach, queries, keys, grad_q, grad_k, grad_w)
 
 
 def view_weights(call: Call) -> View:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastattn.problem.record import SCORES
 
@@ -21,7 +22,8 @@ TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a t
 
 @triton.jit(do_not_specialize=VARYING)
 def gaussian_side_kernel(
-    x, w, to_ptr, ratio_ptr, factor_ptr, H, n, padded, D, BLOCK_D: tl.constexpr
+    x, w, to_ptr, grad_ptr, grad_w_ptr, ratio_ptr, factor_ptr, H, n, padded, D,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """TOKENS queries, or keys, as Terms has them; 0 behind the last one.
 
@@ -31,7 +33,7 @@ def gaussian_side_kernel(
     offs = block * TOKENS + tl.arange(0, TOKENS)
     offs_d = tl.arange(0, BLOCK_D)
     tile = load_tile(head_ptr(x, b, h), x, offs, offs_d, n, D, True, True).to(tl.float32)
-    store_transposed(to_ptr, tile, b * H + h, offs, offs_d, padded, D)
+    store_side(tile, to_ptr, grad_ptr, grad_w_ptr, b * H + h, offs, offs_d, padded, D)
     if w.ptr is not None:
         if block == 0:
             store_bandwidths(w, ratio_ptr, factor_ptr, b, h, H, offs_d, D)
@@ -56,11 +58,21 @@ def store_bandwidths(w, ratio_ptr, factor_ptr, b, h, H, offs_d, D):
 
 
 @triton.jit
-def store_transposed(ptr, tile, head, offs, offs_d, padded, D):
-    """Writes a tile of tokens by dims as Terms has them."""
-    width = (D + 1) // 2 * 2
-    at = head.to(tl.int64) * width + offs_d[None, :]
-    tl.store(ptr + at * padded + offs[:, None], tile, mask=offs_d[None, :] < width)
+def store_side(tile, ptr, grad_ptr, grad_w_ptr, head, offs, offs_d, padded, D):
+    """Writes a tile of tokens by dims as Terms has them, and 0 to the sums that there are."""
+    at = side_offsets(head, offs, offs_d, padded, D)
+    inside = (offs_d < (D + 1) // 2 * 2)[None, :]
+    tl.store(ptr + at, tile, mask=inside)
+    if grad_ptr is not None:
+        tl.store(grad_ptr + at, tl.zeros_like(tile), mask=inside)
+    if grad_w_ptr is not None:
+        tl.store(grad_w_ptr + at, tl.zeros_like(tile), mask=inside)
+
+
+@triton.jit
+def side_offsets(head, offs, offs_d, padded, D):
+    """Where tokens, by rows, and dims of a head are in an array of Terms."""
+    return (head.to(tl.int64) * ((D + 1) // 2 * 2) + offs_d)[None, :] * padded + offs[:, None]
 
 
 def is_gaussian(call: Call) -> bool:
@@ -68,26 +80,32 @@ def is_gaussian(call: Call) -> bool:
     return call.score == SCORES["gaussian"]
 
 
-def gaussian_terms(call: Call) -> Terms:
+def empty_sums(e: Tensor, f: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
+    """Those of Terms, uninitialised: of the queries, the keys and the parameter."""
+    return tuple(torch.empty_like(x) if wanted else None for x in (e, f, e))
+
+
+def gaussian_terms(call: Call, sums: bool) -> Terms:
     """The Terms of a call: r, c, and transposed queries and keys."""
     B, H, D = call.B, call.H, call.D
     width = triton.cdiv(D, 2) * 2
     queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))
-    ratio = call.q.new_empty(B, H, width, dtype=torch.float32)
-    factor = call.q.new_empty(B, H, dtype=torch.float32)
+    ratio, factor, e, f = (
+        call.q.new_empty(shape, dtype=torch.float32)
+        for shape in ((B, H, width), (B, H), (B, H, width, queries), (B, call.Hkv, width, keys))
+    )
+    grad_q, grad_k, grad_w = empty_sums(e, f, sums)
 
-    def launch_side(x, w: View, length: int) -> torch.Tensor:
+    def launch_side(x: Tensor, w: View, to: Tensor, *made: Tensor | None) -> None:
         _, heads, tokens, _ = x.shape
-        to = x.new_empty(B, heads, width, length, dtype=torch.float32)
-        made = (None, None) if w.ptr is None else (ratio, factor)
+        length = to.shape[-1]
         launch(gaussian_side_kernel, B * heads * (length // TOKENS.value))(
             view(x), w, to, *made, heads, tokens, length, D, BLOCK_D=padded(D)
         )
-        return to
 
-    e = launch_side(call.q, view_bandwidths(call), queries)
-    f = launch_side(call.k, ABSENT, keys)
-    return Terms(ratio, factor, e, f, None, queries, keys, None, None, None)
+    launch_side(call.q, view_bandwidths(call), e, grad_q, grad_w, ratio, factor)
+    launch_side(call.k, ABSENT, f, grad_k, None, None, None)
+    return Terms(ratio, factor, e, f, None, queries, keys, grad_q, grad_k, grad_w)
 
 
 def view_bandwidths(call: Call) -> View:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..host.launch import Call, spec
-from ..score.score import clear_sums, load_side, pull_back, store_sums
+from ..score.score import load_side, pull_back
 from ..tile.block_lists import block_lists, list_line, query_blocks
 from ..tile.launching import launch
 from ..tile.masking import key_count, row_range
@@ -80,10 +80,6 @@ def sdpa_bwd_dkdv_kernel(
     side_v = load_value_side(v, b, hkv, offs_n, keys, spec, True)
     PARTIAL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=True, BIASED=bias.ptr is not None)
     FULL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=False, BIASED=spec.BIAS_IN_FULL)
-    # The other launch of a pair leaves these sums alone.
-    SUMS: tl.constexpr = terms.w_ptr is not None and grad_k.ptr is not None and GARBAGE != "mend"
-    if SUMS:
-        clear_sums(terms, b, hkv * group, offs_n, dims, spec, True)
     dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
     dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
     for g in tl.range(0, 0 if GARBAGE == "mend" else group):
@@ -131,9 +127,6 @@ def sdpa_bwd_dkdv_kernel(
         dv = dv * drop.scale
     if grad_k.ptr is not None and terms.w_ptr is None:
         store_tile(head_ptr(grad_k, b, hkv), grad_k, offs_n, offs_d, cols, spec.D, dk * scale)
-    if SUMS:
-        ptr = head_ptr(grad_k, b, hkv)
-        store_sums(ptr, grad_k, terms, b, hkv * group, offs_n, N, dims, spec, True)
     if grad_v.ptr is not None:
         store_tile(head_ptr(grad_v, b, hkv), grad_v, offs_n, offs_e, cols, spec.E, dv)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import Call, spec
-from ..score.score import clear_sums, load_side, pull_back, store_sums
+from ..score.score import load_side, pull_back
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.launching import launch
 from ..tile.masking import key_count, row_range
@@ -91,8 +91,6 @@ def sdpa_bwd_dq_kernel(
     PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
     FULL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=False, BIASED=spec.BIAS_IN_FULL)
     dq = tl.zeros((spec.BLOCK_M, spec.BLOCK_D), tl.float32)
-    if terms.w_ptr is not None:
-        clear_sums(terms, b, h, offs_m, dims, spec, False)
     if GARBAGE != "mend":
         dq = sweep_keys(
             dq, side_q, do, rows, q, k, v, terms, bias, grad_out, grad_weights, t,
@@ -120,8 +118,6 @@ def sdpa_bwd_dq_kernel(
             )  # fmt: skip
     if terms.w_ptr is None:
         store_tile(grad_ptr, grad_q, offs_m, offs_d, n_rows, spec.D, dq * scale)
-    else:
-        store_sums(grad_ptr, grad_q, terms, b, h, offs_m, n_rows, dims, spec, False)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -152,7 +148,7 @@ def launch_dq(call: Call, t, mask, drop, grad_q) -> None:
             marks, chunks if chunks > 1 else None, GARBAGE=garbage, **options,
         )  # fmt: skip
     if parts is not None:
-        launch_merge_dq(call, parts, grad_q, shape)
+        launch_merge_parts(call, parts, grad_q, shape)
 
 
 def new_parts(call: Call) -> Tensor:
@@ -161,9 +157,9 @@ def new_parts(call: Call) -> Tensor:
     return call.q.new_empty(call.B, call.H, call.M, chunks, call.D, dtype=torch.float32)
 
 
-def launch_merge_dq(call: Call, parts: Tensor, grad_q: Tensor, shape: Spec) -> None:
+def launch_merge_parts(call: Call, parts: Tensor, grad: Tensor, shape: Spec) -> None:
     """Adds up the chunks of every row."""
-    chunks = parts.shape[3]
-    launch(sdpa_bwd_merge_kernel, call.B * call.H * call.M)(
-        parts, view(grad_q), chunks, *call.dims, shape, CHUNKS=slots_of(chunks)
+    B, H, M, chunks, _ = parts.shape
+    launch(sdpa_bwd_merge_kernel, B * H * M)(
+        parts, view(grad), chunks, *call.dims._replace(M=M), shape, CHUNKS=slots_of(chunks)
     )

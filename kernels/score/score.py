@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.strided import dot_t, head_ptr, load_tile, store_tile, stream_dot_t
-from .additive import (
-    UNIT,
-    additive_gradients,
-    direct_scores,
-    head_start,
-    keys_in_range,
-    paired_scores,
-)
+from ..tile.strided import dot_t, head_ptr, load_tile, stream_dot_t
+from .additive import UNIT, additive_gradients, direct_scores, keys_in_range, paired_scores
 from .gaussian import gaussian_gradients, gaussian_scores
 
 
@@ -96,44 +89,3 @@ def pull_back(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.co
     else:
         additive_gradients(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED)
     tl.debug_barrier()  # the next tile adds to what other threads have just stored
-
-
-# ---- sums of gradients, which a program clears, adds to, and writes as rows ----
-
-SLICE = tl.constexpr(16)  # dims at a time, to save registers
-
-
-@triton.jit
-def clear_sums(terms, b, h, offs, dims, spec, TRANSPOSED: tl.constexpr):
-    """Before the first pull_back of these rows."""
-    start = head_start(terms, b, h, dims, spec, not TRANSPOSED)
-    for c in tl.range(0, spec.BLOCK_D, SLICE, num_stages=1):
-        offs_d = c + tl.arange(0, SLICE)
-        inside = (offs_d < (spec.D + 1) // 2 * 2)[None, :]
-        zeros = tl.zeros((offs.shape[0], SLICE), tl.float32)
-        if TRANSPOSED:
-            tl.store(sum_ptrs(terms.grad_k_ptr, start, terms.keys, offs, offs_d), zeros, inside)
-        else:
-            tl.store(sum_ptrs(terms.grad_q_ptr, start, terms.queries, offs, offs_d), zeros, inside)
-            tl.store(sum_ptrs(terms.grad_w_ptr, start, terms.queries, offs, offs_d), zeros, inside)
-    tl.debug_barrier()  # other threads add to them
-
-
-@triton.jit
-def store_sums(x_ptr, x, terms, b, h, offs, n, dims, spec, TRANSPOSED: tl.constexpr):
-    """Writes dq, or dk if TRANSPOSED, to a head of a View, which has ``n`` rows."""
-    start = head_start(terms, b, h, dims, spec, not TRANSPOSED)
-    for c in tl.range(0, spec.BLOCK_D, SLICE, num_stages=1):
-        offs_d = c + tl.arange(0, SLICE)
-        if TRANSPOSED:
-            ptrs = sum_ptrs(terms.grad_k_ptr, start, terms.keys, offs, offs_d)
-        else:
-            ptrs = sum_ptrs(terms.grad_q_ptr, start, terms.queries, offs, offs_d)
-        sums = tl.load(ptrs, mask=(offs_d < spec.D)[None, :], other=0.0)
-        store_tile(x_ptr, x, offs, offs_d, n, spec.D, sums)
-
-
-@triton.jit
-def sum_ptrs(ptr, start, stride, offs, offs_d):
-    """Pointers to the sums of tokens by rows, and dims."""
-    return ptr + start + offs_d.to(tl.int64)[None, :] * stride + offs[:, None]
