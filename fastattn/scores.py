@@ -169,10 +169,9 @@ def attention(
     if kernels == "gaussian":
         call = None
         if seed is None and type(return_lse) is bool:
-            numbers = softcap, None if isinstance(bandwidth, Tensor) else bandwidth
             call = call_cache.Call(
                 *tensors, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
-                return_weights, backend, "gaussian", numbers,
+                return_weights, backend, "gaussian", (softcap,),
             )  # fmt: skip
             if (found := again(call, return_lse)) is not None:
                 return found
