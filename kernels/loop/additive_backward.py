@@ -5,8 +5,11 @@
 
 A program of dq owns a block of queries. It adds a tile's sums over keys, dim by dim, to its part of
 a workspace laid out like E. A program of dkdv does the same with keys and F. dw has one such sum
-for every query, and these are added up at the end. No two programs share a sum, and every sum has
-one order.
+for every query. No two programs share a sum, and every sum has one order. Who makes E and F clears
+the sums.
+
+    rows:   for (b, head, block of tokens):       dQ or dK from the sums, transposed
+    w:      for (b, h, dim):                      dw, the sum over queries
 
     few:    for (b, key head, chunk of keys): everything, for fewer queries than a tile has rows
               for key blocks                  K, V, dK, dV stay
