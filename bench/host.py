@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout, bias": dict(dropout_p=0.1, bias=True),
     "decode": dict(M=1, N=4096),
     "additive": dict(score="additive"),
+    "additive decode": dict(M=1, N=4096, score="additive"),
     "gaussian": dict(score="gaussian"),
 }
 

@@ -20,10 +20,11 @@ from fastattn.functional import (
     Returned,
     _attend,
     additive_attention,
+    again,
     autocast,
     scaled_dot_product_attention,
 )
-from fastattn.problem import Mask, arguments, jagged, validate
+from fastattn.problem import Mask, arguments, call_cache, jagged, validate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -166,8 +167,16 @@ def attention(
         return additive_attention(*tensors, **options)
     options["enable_gqa"] = enable_gqa
     if kernels == "gaussian":
+        call = None
+        if seed is None and type(return_lse) is bool:
+            call = call_cache.Call(
+                *tensors, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
+                return_weights, backend, "gaussian", (softcap,),
+            )  # fmt: skip
+            if (found := again(call, return_lse)) is not None:
+                return found
         del options["return_lse"], options["backend"]
-        return _attend("gaussian", tensors, return_lse, backend, None, **options)
+        return _attend("gaussian", tensors, return_lse, backend, call, **options)
     return scaled_dot_product_attention(*tensors[:3], scale=scale, **options)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.problem import Mask, Problem, validate
+from fastattn.problem import Mask, Problem, parameter, validate
 from fastattn.problem.record import MASK_TENSORS
 from fastattn.problem.relative import Relative
 
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    weight: Tensor | None = None
+    weight: Tensor | float | None = None  # or bandwidth, a number too
     attn_mask: Tensor | None = None
     mask: Mask | None = None
     bias: Tensor | Relative | None = None
@@ -71,9 +71,13 @@ class Known(NamedTuple):
     forward: str | None = None
 
     def tensors(
-        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, weight: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The tensors of another such call, with a batch dim and a head dim."""
+        if self.p.score == "gaussian":
+            w = parameter.bandwidth_tensor(1.0 if weight is None else weight, query)
+            w = w.reshape((1,) * (4 - w.dim()) + w.shape)
+            weight = parameter.match_bandwidth(w, self.p.H, self.p.D)
         if query.dim() == 4:
             return query, key, value, weight
         n = self.missing

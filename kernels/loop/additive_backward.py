@@ -5,8 +5,11 @@
 
 A program of dq owns a block of queries. It adds a tile's sums over keys, dim by dim, to its part of
 a workspace laid out like E. A program of dkdv does the same with keys and F. dw has one such sum
-for every query, and these are added up at the end. No two programs share a sum, and every sum has
-one order.
+for every query. No two programs share a sum, and every sum has one order. Who makes E and F clears
+the sums.
+
+    rows:   for (b, head, block of tokens):       dQ or dK from the sums, transposed
+    w:      for (b, h, dim):                      dw, the sum over queries
 
     few:    for (b, key head, chunk of keys): everything, for fewer queries than a tile has rows
               for key blocks                  K, V, dK, dV stay
@@ -18,23 +21,33 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
+from ..host.config import padded
 from ..host.launch import Call, Saved, empty_gradients
 from ..score.additive import bounded, reciprocal
 from ..score.score import DOT_PRODUCT
 from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
 from ..tile.softmax import LOG2E
-from ..tile.strided import VARYING, Dims, head_ptr, load_tile, place, row_numbers, store_tile, view
+from ..tile.strided import (
+    ABSENT,
+    VARYING,
+    Dims,
+    head_ptr,
+    load_tile,
+    place,
+    row_numbers,
+    store_tile,
+    view,
+)
 from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
 from .backward import backward_args, launch_sdpa_bwd
 from .forward import FEW_QUERIES
-from .gaussian import is_gaussian
+from .gaussian import PADDING, TOKENS, is_gaussian, side_offsets, view_bandwidths
 from .grad_bias import launch_dbias
-from .grad_query import launch_merge_dq, new_parts
+from .grad_query import launch_merge_parts, new_parts
 from .gradient import load_rows, row_weights, softmax_gradient
 from .sweep import Pass, Tile, logits_of, pairs_of
 
@@ -57,6 +70,12 @@ def additive_bwd_few_kernel(
     offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
     k_ptr, v_ptr = head_ptr(k, b, hkv), head_ptr(v, b, hkv)
     dk_ptr, dv_ptr = head_ptr(grad_k, b, hkv), head_ptr(grad_v, b, hkv)
+    no_part = tl.zeros((spec.BLOCK_D,), tl.float32)
+    for n in tl.range(0, group * M):
+        q_ptrs, w_ptrs = part_ptrs(parts_ptr, parts_w_ptr, chunk, chunks, b, hkv, n, dims, spec)
+        tl.store(q_ptrs, no_part, mask=offs_d < spec.D)
+        tl.store(w_ptrs, no_part, mask=offs_d < spec.D)
+    tl.debug_barrier()  # other threads add to them
     for block in tl.range(chunk * per_chunk, tl.minimum((chunk + 1) * per_chunk, n_blocks)):
         j0 = block * spec.BLOCK_N
         offs_n = j0 + tl.arange(0, spec.BLOCK_N)
@@ -72,17 +91,28 @@ def additive_bwd_few_kernel(
                     dk, dv, tile_k, tile_v, q, w, bias, grad_out, grad_weights, t,
                     mask, drop, dims, spec, b, h, row, j0,
                 )  # fmt: skip
-                part = row_numbers(b, h, H, row, M) * chunks + chunk
-                ptrs = parts_ptr + part * spec.D + offs_d
-                tl.store(ptrs, tl.load(ptrs, mask=offs_d < spec.D) + part_q, mask=offs_d < spec.D)
-                part = (b.to(tl.int64) * H + h) * chunks + chunk
-                ptrs = parts_w_ptr + part * spec.D + offs_d
-                tl.store(ptrs, tl.load(ptrs, mask=offs_d < spec.D) + part_w, mask=offs_d < spec.D)
+                q_ptrs, w_ptrs = part_ptrs(
+                    parts_ptr, parts_w_ptr, chunk, chunks, b, hkv, n, dims, spec
+                )
+                part_q += tl.load(q_ptrs, mask=offs_d < spec.D)
+                part_w += tl.load(w_ptrs, mask=offs_d < spec.D)
+                tl.store(q_ptrs, part_q, mask=offs_d < spec.D)
+                tl.store(w_ptrs, part_w, mask=offs_d < spec.D)
                 tl.debug_barrier()  # the next block adds to what other threads have just stored
         if drop.seed_ptr is not None:
             dv = dv * drop.scale
         store_tile(dk_ptr, grad_k, offs_n, offs_d, N, spec.D, dk)
         store_tile(dv_ptr, grad_v, offs_n, offs_e, N, spec.E, dv)
+
+
+@triton.jit
+def part_ptrs(parts_ptr, parts_w_ptr, chunk, chunks, b, hkv, n, dims, spec):
+    """Pointers to the parts of a chunk: dQ of row n of a group's heads, and dw of its head."""
+    h, row = hkv * dims.group + n // dims.M, n % dims.M
+    part = row_numbers(b, h, dims.H, row, dims.M) * chunks + chunk
+    part_w = (b.to(tl.int64) * dims.H + h) * chunks + chunk
+    offs_d = tl.arange(0, spec.BLOCK_D)
+    return parts_ptr + part * spec.D + offs_d, parts_w_ptr + part_w * spec.D + offs_d
 
 
 @triton.jit
@@ -122,6 +152,32 @@ def pull_back_row(
     return dk + pulled, dv, tl.sum(pulled, 0), tl.sum(ds * tanh, 0)
 
 
+@triton.jit(do_not_specialize=VARYING)
+def additive_bwd_rows_kernel(sums_ptr, grad, H, n, padded, D, BLOCK_D: tl.constexpr):
+    """dQ, or dK: the sums of TOKENS rows."""
+    block, b, h = place(tl.cdiv(n, TOKENS), H, False)
+    offs = block * TOKENS + tl.arange(0, TOKENS)
+    offs_d = tl.arange(0, BLOCK_D)
+    ptrs = sums_ptr + side_offsets(b * H + h, offs, offs_d, padded, D)
+    sums = tl.load(ptrs, mask=(offs_d < D)[None, :], other=0.0)
+    store_tile(head_ptr(grad, b, h), grad, offs, offs_d, n, D, sums)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def additive_bwd_w_kernel(sums_ptr, divisor, grad_ptr, H, n, padded, D, BLOCK: tl.constexpr):
+    """dw of one dim: the sum over queries, divided by a bandwidth if there are any."""
+    d, b, h = place(D, H, False)
+    total = tl.zeros((BLOCK, 1), tl.float32)
+    for start in tl.range(0, n, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        ptrs = sums_ptr + side_offsets(b * H + h, offs, d + tl.arange(0, 1), padded, D)
+        total += tl.load(ptrs, mask=(offs < n)[:, None], other=0.0)
+    dw = tl.sum(tl.sum(total, 1), 0)
+    if divisor.ptr is not None:
+        dw /= tl.load(head_ptr(divisor, b, h) + d.to(tl.int64) * divisor.stride_c).to(tl.float32)
+    tl.store(grad_ptr + tl.program_id(0), dw)
+
+
 # ---- launchers ----
 
 STEP = 2048  # numbers that a program of few queries holds of each of K, V, dK, dV; 4096 spill
@@ -131,18 +187,21 @@ def launch_additive_bwd(call: Call, saved: Saved):
     """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
     if not is_gaussian(call) and call.M <= FEW_QUERIES and math.prod(call.shape) * call.D > 0:
         return _launch_few(call, saved)
-    terms = additive_terms(call, finite=True)
-    if terms.w_ptr is not None:
-        sums = [torch.zeros_like(x) for x in (terms.e_ptr, terms.f_ptr, terms.e_ptr)]
-        terms = terms._replace(grad_q_ptr=sums[0], grad_k_ptr=sums[1], grad_w_ptr=sums[2])
+    terms = additive_terms(call, finite=True, sums=True)
     grad_q, grad_k, grad_v, grad_w, grad_bias = launch_sdpa_bwd(call, saved, terms)
-    grad_w = call.q.new_zeros(call.B, call.H, call.D, dtype=torch.float32)
-    if terms.w_ptr is not None:
-        grad_q.copy_(terms.grad_q_ptr[:, :, : call.D, : call.M].mT)
-        grad_k.copy_(terms.grad_k_ptr[:, :, : call.D, : call.N].mT)
-        torch.sum(terms.grad_w_ptr[:, :, : call.D, : call.M], -1, out=grad_w)
-        if is_gaussian(call):
-            grad_w /= call.w
+    B, H, M, D = call.q.shape
+    if terms.w_ptr is None:
+        return grad_q, grad_k, grad_v, grad_w.new_zeros(B, H, D), grad_bias
+    for sums, grad in ((terms.grad_q_ptr, grad_q), (terms.grad_k_ptr, grad_k)):
+        heads, n = grad.shape[1:3]
+        launch(additive_bwd_rows_kernel, B * heads * triton.cdiv(n, TOKENS.value))(
+            sums, view(grad), heads, n, sums.shape[-1], D, BLOCK_D=padded(D)
+        )
+    grad_w = grad_w.new_empty(B, H, D)
+    divisor = view_bandwidths(call) if is_gaussian(call) else ABSENT
+    launch(additive_bwd_w_kernel, B * H * D)(
+        terms.grad_w_ptr, divisor, grad_w, H, M, terms.queries, D, BLOCK=PADDING
+    )
     return grad_q, grad_k, grad_v, grad_w, grad_bias
 
 
@@ -153,13 +212,14 @@ def _launch_few(call: Call, saved: Saved):
     terms = additive_terms(call, finite=True) if tiles else DOT_PRODUCT
     t, mask, drop = backward_args(call, saved, terms)
     shape, options = decode_spec(call, "decode_bwd", STEP)
-    parts = new_parts(call).zero_()
-    chunks = parts.shape[3]
-    parts_w = parts.new_zeros(call.B, call.H, chunks, call.D)
-    launch(additive_bwd_few_kernel, call.B * call.Hkv * chunks)(
+    parts = new_parts(call)
+    B, H, _, chunks, D = parts.shape
+    parts_w, grad_w = parts.new_empty(B, H, 1, chunks, D), parts.new_empty(B, H, D)
+    launch(additive_bwd_few_kernel, B * call.Hkv * chunks)(
         *t[:3], view_weights(call), *t[4:], view(grads[1]), view(grads[2]), parts, parts_w, chunks,
         mask, drop, *call.dims, shape, **options,
     )  # fmt: skip
-    launch_merge_dq(call, parts, grads[0], shape)
+    launch_merge_parts(call, parts, grads[0], shape)
+    launch_merge_parts(call, parts_w, grad_w[:, :, None], shape)
     grad_bias = launch_dbias(call, t, mask, drop) if saved.bias_needs_grad else call.q.new_empty(0)
-    return *grads, parts_w.sum(2), grad_bias
+    return *grads, grad_w, grad_bias

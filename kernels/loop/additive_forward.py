@@ -2,10 +2,10 @@
 
     s_ij = sum_d w_d tanh(q_id + k_jd)      the rest as in forward.py
 
-    weights:  for h:                                 w over a power of two
     centre:   for (b, key head, share of the keys):  lowest and highest key of every dim
     factors:  for (b, head, block of tokens):        E = e^2q or F = e^2k, transposed; for keys also
-                                                     how far they reach from the centre
+                                                     how far they reach from the centre, for queries
+                                                     w over a power of two
     then sdpa_fwd_kernel, with tiles of scores from score/additive.py. The device decides there
     which loop the range of the keys needs, so the host waits for nothing.
 
@@ -36,7 +36,17 @@ from ..tile.masking import (
     row_range,
 )
 from ..tile.softmax import LOG2E, softmax_step, unit_of
-from ..tile.strided import VARYING, Dims, View, head_ptr, load_tile, place, row_offsets, view
+from ..tile.strided import (
+    ABSENT,
+    VARYING,
+    Dims,
+    View,
+    head_ptr,
+    load_tile,
+    place,
+    row_offsets,
+    view,
+)
 from .forward import (
     Partial,
     launch_merge,
@@ -45,10 +55,9 @@ from .forward import (
     new_partial,
     store_partial,
 )
-from .gaussian import PADDING, gaussian_terms, is_gaussian
+from .gaussian import PADDING, TOKENS, empty_sums, gaussian_terms, is_gaussian, store_side
 from .sweep import Pass, Tile, logits_of, pairs_of
 
-TOKENS = tl.constexpr(32)  # of a program; 32 x 256 numbers are 64 registers a thread
 SHARES = tl.constexpr(16)  # of the keys, at most
 SHARE = 512  # keys, at least
 LARGEST_KEY = tl.constexpr(4096.0)  # its exponent is below 2^14, as that of a query it can meet
@@ -97,10 +106,12 @@ def load_centre(low_ptr, high_ptr, head, shares, D, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def additive_factors_kernel(
-    x, low_ptr, high_ptr, factor_ptr, reach_ptr, mask, H, group, n, padded, shares, D,
-    BLOCK_D: tl.constexpr, FINITE: tl.constexpr,
+    x, w, low_ptr, high_ptr, factor_ptr, grad_ptr, grad_w_ptr, reach_ptr, w_ptr, power_ptr, mask,
+    H, group, n, padded, shares, D, BLOCK_D: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """e^(2 x) of TOKENS queries, or keys if reach_ptr is given: 2^(whole +- centre) e^rest.
+
+    Beside queries, the first program of a head fills w and power of Terms.
 
     The rest is found without loss (Cody and Waite), and the shift by a whole number is exact. So a
     factor is as accurate as its smallest exponent allows: q = 60 + a and k = -60 + b lose nothing.
@@ -132,9 +143,10 @@ def additive_factors_kernel(
     exponent = tl.maximum(tl.minimum(whole, limit) + HALF_UNIT, -127.0).to(tl.int32)
     power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)  # 0 at -127
     factor = tl.where(tile == tile, tl.exp(rest) * power, 0.0 if FINITE else float("nan"))
-    pairs = (D + 1) // 2
-    at = (b.to(tl.int64) * H + h) * (2 * pairs) + offs_d[None, :]
-    tl.store(factor_ptr + at * padded + offs[:, None], factor, mask=offs_d[None, :] < 2 * pairs)
+    store_side(factor, factor_ptr, grad_ptr, grad_w_ptr, b * H + h, offs, offs_d, padded, D)
+    if w_ptr is not None:
+        if (b == 0) & (block == 0):
+            store_weights(w, w_ptr, power_ptr, h, D, BLOCK_D)
 
 
 @triton.jit
@@ -154,9 +166,8 @@ def scaled_weights(w, h, D, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def additive_weights_kernel(w, w_ptr, power_ptr, D, BLOCK_D: tl.constexpr):
+def store_weights(w, w_ptr, power_ptr, h, D, BLOCK_D: tl.constexpr):
     """Fills w and power of Terms for a head."""
-    h = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
     width = (D + 1) // 2 * 2
     scaled, power = scaled_weights(w, h, D, BLOCK_D)
@@ -246,15 +257,16 @@ def decode_spec(call: Call, kernel: str, step: int):
     return shape._replace(BLOCK_N=tl.constexpr(step // widest)), options
 
 
-def additive_terms(call: Call, finite: bool = False) -> Terms:
+def additive_terms(call: Call, finite: bool = False, sums: bool = False) -> Terms:
     """The Terms of a call, with E and F.
 
     ``finite``: E of a NaN is 0. Backward needs that, and finds the NaN in a row's statistics.
+    ``sums``: those of gradients are 0, else absent.
     """
     if call.B * call.H * call.M * call.N * call.D == 0:
         return DOT_PRODUCT  # there are no scores, or all of them are 0
     if is_gaussian(call):
-        return gaussian_terms(call)
+        return gaussian_terms(call, sums)
     B, Hkv, pairs = call.B, call.Hkv, triton.cdiv(call.D, 2)
     queries, keys = (triton.cdiv(n, PADDING) * PADDING for n in (call.M, call.N))
     shares = min(SHARES.value, triton.cdiv(call.N, SHARE))
@@ -266,6 +278,7 @@ def additive_terms(call: Call, finite: bool = False) -> Terms:
             (call.H, 2 * pairs), (call.H,),
         )
     )  # fmt: skip
+    grad_q, grad_k, grad_w = empty_sums(e, f, sums)
     mask = mask_args(call)
     options = dict(
         BLOCK_D=padded(call.D), num_warps=4 if call.D <= 128 else 8, enable_fp_fusion=True
@@ -274,18 +287,17 @@ def additive_terms(call: Call, finite: bool = False) -> Terms:
         view(call.k), low, high, mask, Hkv, call.N, shares, call.D, **options
     )
 
-    def launch_factors(x, group: int, factor, reach) -> None:
+    def launch_factors(x, group: int, weights, factor, *made) -> None:
         _, heads, tokens, _ = x.shape
         length = factor.shape[-1]
         launch(additive_factors_kernel, B * heads * (length // TOKENS.value))(
-            view(x), low, high, factor, reach, mask, heads, group, tokens, length, shares, call.D,
-            FINITE=finite, **options,
+            view(x), weights, low, high, factor, *made, mask, heads, group, tokens, length, shares,
+            call.D, FINITE=finite, **options,
         )  # fmt: skip
 
-    launch_factors(call.q, call.H // Hkv, e, None)
-    launch_factors(call.k, 1, f, reach)
-    launch(additive_weights_kernel, call.H)(view_weights(call), w, power, call.D, **options)
-    return Terms(w, power, e, f, reach, queries, keys, None, None, None)
+    launch_factors(call.q, call.H // Hkv, view_weights(call), e, grad_q, grad_w, None, w, power)
+    launch_factors(call.k, 1, ABSENT, f, grad_k, None, reach, None, None)
+    return Terms(w, power, e, f, reach, queries, keys, grad_q, grad_k, grad_w)
 
 
 def view_weights(call: Call) -> View:

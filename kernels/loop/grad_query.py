@@ -148,7 +148,7 @@ def launch_dq(call: Call, t, mask, drop, grad_q) -> None:
             marks, chunks if chunks > 1 else None, GARBAGE=garbage, **options,
         )  # fmt: skip
     if parts is not None:
-        launch_merge_dq(call, parts, grad_q, shape)
+        launch_merge_parts(call, parts, grad_q, shape)
 
 
 def new_parts(call: Call) -> Tensor:
@@ -157,9 +157,9 @@ def new_parts(call: Call) -> Tensor:
     return call.q.new_empty(call.B, call.H, call.M, chunks, call.D, dtype=torch.float32)
 
 
-def launch_merge_dq(call: Call, parts: Tensor, grad_q: Tensor, shape: Spec) -> None:
+def launch_merge_parts(call: Call, parts: Tensor, grad: Tensor, shape: Spec) -> None:
     """Adds up the chunks of every row."""
-    chunks = parts.shape[3]
-    launch(sdpa_bwd_merge_kernel, call.B * call.H * call.M)(
-        parts, view(grad_q), chunks, *call.dims, shape, CHUNKS=slots_of(chunks)
+    B, H, M, chunks, _ = parts.shape
+    launch(sdpa_bwd_merge_kernel, B * H * M)(
+        parts, view(grad), chunks, *call.dims._replace(M=M), shape, CHUNKS=slots_of(chunks)
     )

@@ -183,6 +183,49 @@ def test_an_additive_call_seen_before(built, table, shape, weight):
         fastattn.additive_attention(q, k[..., :7], v, w, **options)
 
 
+BANDWIDTHS = {
+    "none": lambda: None, "number": lambda: 0.3, "one": lambda: torch.tensor(0.3),
+    "half": lambda: torch.rand(8).half() + 0.5, "heads": lambda: torch.rand(3, 1, 8) + 0.5,
+    "samples": lambda: torch.nn.Parameter(torch.rand(2, 1, 1, 8) + 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BANDWIDTHS)
+@pytest.mark.parametrize("shape", [(3, 4, 8), (2, 3, 4, 8)])
+def test_a_gaussian_call_seen_before(built, table, kind, shape):
+    """The bandwidth is that of each call, and so is its gradient."""
+    if kind == "samples" and len(shape) == 3:
+        pytest.skip("there are none")
+
+    def attend(bandwidth):
+        options = dict(score="gaussian", softcap=2.0, return_weights="full", return_lse=True)
+        q, k, v = (heads(*shape[:-2], n, 8, seed=n) for n in (4, 6, 6))
+        found = fastattn.attention(q, k, v, bandwidth=bandwidth, **options)
+        own = isinstance(bandwidth, torch.Tensor) and bandwidth.requires_grad
+        return [*found, *(torch.autograd.grad(found[0].sum(), bandwidth) if own else ())]
+
+    first, second = BANDWIDTHS[kind](), BANDWIDTHS[kind]()
+    want = attend(second)
+    table.clear()
+    attend(first)
+    assert len(built) == 2
+    assert all(torch.equal(x, y) for x, y in zip(attend(second), want, strict=True))
+    assert len(built) == 2
+
+
+def test_another_bandwidth_makes_another_call(built):
+    q = heads()
+    outputs = [fastattn.attention(q, q, q, score="gaussian", bandwidth=b) for b in (1.0, 0.5, None)]
+    assert len(built) == 3
+    assert (outputs[0] != outputs[1]).any()
+    assert torch.equal(outputs[0], outputs[2])
+    for _ in range(2):
+        with pytest.raises(TypeError, match="bandwidth"):
+            fastattn.attention(q, q, q, score="gaussian", bandwidth=True)
+        with pytest.raises(ValueError, match="bandwidth"):
+            fastattn.attention(q, q, q, score="gaussian", bandwidth=torch.ones(9))
+
+
 def test_a_score_without_its_weight_is_no_dot_product():
     q = heads()
     sdpa(q, q, q)

@@ -289,7 +289,10 @@ SWEEPS = {
     "unaligned": 2,
 }  # fmt: skip
 # Kernels that are launched in several forms.
-FORMS = {"classify_kernel": 3, "additive_factors_kernel": 4, "sdpa_bwd_dkdv_kernel": 2}
+FORMS = {
+    "classify_kernel": 3, "additive_factors_kernel": 4, "gaussian_side_kernel": 4,
+    "sdpa_bwd_dkdv_kernel": 2, "sdpa_bwd_merge_kernel": 2,
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -77,8 +77,8 @@ def test_what_makes_and_unmakes_plans(rule):
 # one in so many. A launch, or an operator of PyTorch's, is one to three.
 MOST = {
     "plain d64": (18, 22), "plain d128": (18, 22), "causal": (18, 22), "kv_len": (18, 22),
-    "keep mask": (21, 26), "dropout, bias": (18, 36), "decode": (19, 23), "additive": (24, 66),
-    "gaussian": (46, 90),
+    "keep mask": (21, 26), "dropout, bias": (18, 36), "decode": (19, 23), "additive": (22, 28),
+    "additive decode": (19, 23), "gaussian": (21, 27),
 }  # fmt: skip
 
 
