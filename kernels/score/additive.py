@@ -25,6 +25,9 @@ bound: above 2^(KEY_LIMIT + SATURATION), tanh is 1 for all of those keys. Denomi
 that is out of range, or not finite, takes the direct loop: an exponential and a reciprocal an
 element.
 
+Rounding. A score has the same bits in every kernel: its sum goes over dims in order, and every fma
+is spelled out.
+
 Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and translate",
 2015.
 """
@@ -41,6 +44,7 @@ KEY_LIMIT = tl.constexpr(45.0)
 SATURATION = tl.constexpr(28.0)  # 1 - tanh is 7e-9 there
 HALF_UNIT = tl.constexpr(-30)  # the exponent that E has, and F has, of the unit
 UNIT = tl.constexpr(2.0**-60)
+SPAN = tl.constexpr(128)  # keys: the largest tile, which workspaces are padded for
 
 
 # ---- the additive score ----
@@ -48,9 +52,14 @@ UNIT = tl.constexpr(2.0**-60)
 
 @triton.jit
 def keys_in_range(offs_n, terms, b, h, dims):
-    """Whether the loop over pairs of dims is right for these keys: one scalar."""
+    """Whether the loop over pairs of dims is right for a tile of keys: one scalar.
+
+    The answer is that of SPAN keys. The two loops round differently, and all kernels must take the
+    same one, whatever the size of their tiles.
+    """
     head = b.to(tl.int64) * (dims.H // dims.group) + h // dims.group
-    return tl.max(tl.load(terms.reach_ptr + head * terms.keys + offs_n), 0) <= KEY_LIMIT
+    span = tl.min(offs_n, 0) // SPAN * SPAN + tl.arange(0, SPAN)
+    return tl.max(tl.load(terms.reach_ptr + head * terms.keys + span), 0) <= KEY_LIMIT
 
 
 @triton.jit
@@ -114,9 +123,10 @@ def paired_scores(x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
         x1, x2 = tl.load(x_ptr + x), tl.load(x_ptr + x_stride + x)
         y1, y2 = tl.load(y_ptr + y), tl.load(y_ptr + y_stride + y)
         w1, w2 = load_weight(terms, h, d, spec), load_weight(terms, h, d + 1, spec)
-        d1 = x1[:, None] * y1[None, :] + UNIT
-        d2 = x2[:, None] * y2[None, :] + UNIT
-        s = (s - (w1 + w2) * (0.5 / UNIT)) + (w1 * d2 + w2 * d1) * reciprocal(d1 * d2, spec)
+        d1 = tl.fma(x1[:, None], y1[None, :], UNIT)
+        d2 = tl.fma(x2[:, None], y2[None, :], UNIT)
+        heavy = tl.fma(w1, d2, w2 * d1)
+        s = tl.fma(heavy, reciprocal(d1 * d2, spec), s - (w1 + w2) * (0.5 / UNIT))
         x_ptr += 2 * x_stride
         y_ptr += 2 * y_stride
     return s
@@ -130,7 +140,7 @@ def direct_scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.co
         d = n + tl.zeros((), tl.int32)
         a, c = load_dim(x, y, q, k, b, h, d, n_keys, dims, TRANSPOSED)
         exponential = tl.exp2((a[:, None] + c[None, :]) * (2.0 * LOG2E))
-        s += load_weight(terms, h, d, spec) * (0.5 - reciprocal(exponential + 1.0, spec))
+        s = tl.fma(load_weight(terms, h, d, spec), 0.5 - reciprocal(exponential + 1.0, spec), s)
     return s
 
 
