@@ -230,6 +230,8 @@ _FP32 = {
     },
 }
 _FEW = dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
+# Where scores are in memory, forward is bound by reading V, and copies ahead.
+_AHEAD = {64: _row((16, 64, 4, 3)), 128: _row((16, 64, 4, 3)), 256: _row((16, 32, 4, 3))}
 # Issue slots and reciprocals bound the additive score. With 64 x 64 pairs and 4 warps, a thread
 # loads 22 numbers of E and F for 64 elements. Twice as many pairs spill. Half as many load 14
 # numbers for 32 elements; rich problems have no room for more, above all in transposed tiles. In
@@ -257,8 +259,8 @@ _ADDITIVE = {
             128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
             256: _row((64, 64, 8, 1), (32, 32, 4, 1)),
         },
-        # Few queries (additive_forward.py, additive_backward.py); decode_spec replaces BLOCK_N.
-        "decode": _FEW,
+        # Few queries (additive_forward.py, additive_backward.py, which replaces BLOCK_N).
+        "decode": _AHEAD,
         "decode_bwd": _FEW,
     },
     "sm_80": {
@@ -282,7 +284,7 @@ _ADDITIVE = {
             128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
             256: _row((64, 64, 8, 1), (32, 32, 8, 1)),
         },
-        "decode": _FEW,
+        "decode": _AHEAD,
         "decode_bwd": _FEW | {128: _row((16, 64, 4, 1), (16, 64, 8, 1))},  # 4 warps spill
     },
 }

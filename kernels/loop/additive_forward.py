@@ -201,8 +201,8 @@ def additive_tile_scores_kernel(
     dims = Dims(H, group, M, N)
     tile, b, h = place(n_rows * n_cols, H, False)
     row, col = tile // n_cols, tile % n_cols
-    i0 = row * spec.BLOCK_M
-    offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), col * spec.BLOCK_N + tl.arange(0, spec.BLOCK_N)
+    i0, j0 = row * spec.BLOCK_M, col * spec.BLOCK_N
+    offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), j0 + tl.arange(0, spec.BLOCK_N)
     begin, _, _, end = kv_range(mask, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
     if (col >= begin) & (col < end):
         keys = key_count(mask, b, N)
