@@ -25,8 +25,8 @@ bound: above 2^(KEY_LIMIT + SATURATION), tanh is 1 for all of those keys. Denomi
 that is out of range, or not finite, takes the direct loop: an exponential and a reciprocal an
 element.
 
-Rounding. A score has the same bits in every kernel: its sum goes over dims in order, and every fma
-is spelled out.
+Rounding. Either loop gives a score the same bits in every kernel: its sum goes over dims in order,
+and every fma is spelled out. A kernel with larger tiles may take the direct loop for more keys.
 
 Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and translate",
 2015.
@@ -44,7 +44,6 @@ KEY_LIMIT = tl.constexpr(45.0)
 SATURATION = tl.constexpr(28.0)  # 1 - tanh is 7e-9 there
 HALF_UNIT = tl.constexpr(-30)  # the exponent that E has, and F has, of the unit
 UNIT = tl.constexpr(2.0**-60)
-SPAN = tl.constexpr(128)  # keys: the largest tile, which workspaces are padded for
 
 
 # ---- the additive score ----
@@ -52,14 +51,9 @@ SPAN = tl.constexpr(128)  # keys: the largest tile, which workspaces are padded 
 
 @triton.jit
 def keys_in_range(offs_n, terms, b, h, dims):
-    """Whether the loop over pairs of dims is right for a tile of keys: one scalar.
-
-    The answer is that of SPAN keys. The two loops round differently, and all kernels must take the
-    same one, whatever the size of their tiles.
-    """
+    """Whether the loop over pairs of dims is right for these keys: one scalar."""
     head = b.to(tl.int64) * (dims.H // dims.group) + h // dims.group
-    span = tl.min(offs_n, 0) // SPAN * SPAN + tl.arange(0, SPAN)
-    return tl.max(tl.load(terms.reach_ptr + head * terms.keys + span), 0) <= KEY_LIMIT
+    return tl.max(tl.load(terms.reach_ptr + head * terms.keys + offs_n), 0) <= KEY_LIMIT
 
 
 @triton.jit
