@@ -229,7 +229,14 @@ _FP32 = {
         256: _row((32, 32, 8, 1), (16, 32, 8, 1)),
     },
 }
-_FEW = dict.fromkeys((64, 128, 256), _row((16, 64, 4, 1)))
+# Few queries: where scores are in memory, forward is bound by reading V, and copies ahead.
+_FEW = dict.fromkeys((64, 128, 256), _row((16, 64, 4, 3)))
+# Their backward (additive_backward.py, which replaces BLOCK_N); 4 warps spill in a rich problem.
+_FEW_BWD = {
+    64: _row((16, 64, 4, 1)),
+    128: _row((16, 64, 4, 1), (16, 64, 8, 1)),
+    256: _row((16, 64, 4, 1)),
+}
 # Issue slots and reciprocals bound the additive score. With 64 x 64 pairs and 4 warps, a thread
 # loads 22 numbers of E and F for 64 elements. Twice as many pairs spill. Half as many load 14
 # numbers for 32 elements; rich problems have no room for more, above all in transposed tiles. In
@@ -254,12 +261,11 @@ _ADDITIVE = {
         },
         "tile": {
             64: _row((64, 64, 4, 1), (64, 64, 8, 1)),
-            128: _row((64, 64, 4, 1), (64, 64, 8, 1)),
+            128: _row((64, 64, 4, 1), (64, 64, 8, 1), (64, 32, 8, 1)),
             256: _row((64, 64, 8, 1), (32, 32, 4, 1)),
         },
-        # Few queries (additive_forward.py, additive_backward.py); decode_spec replaces BLOCK_N.
         "decode": _FEW,
-        "decode_bwd": _FEW,
+        "decode_bwd": _FEW_BWD,
     },
     "sm_80": {
         "fwd": {
@@ -283,7 +289,7 @@ _ADDITIVE = {
             256: _row((64, 64, 8, 1), (32, 32, 8, 1)),
         },
         "decode": _FEW,
-        "decode_bwd": _FEW | {128: _row((16, 64, 4, 1), (16, 64, 8, 1))},  # 4 warps spill
+        "decode_bwd": _FEW_BWD,
     },
 }
 # The gaussian score has no reciprocals, and the compiler unrolls its loops over dims up to 64

@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 
 from ..host.config import padded
-from ..host.launch import Call, Saved, empty_gradients
+from ..host.launch import Call, Saved, empty_gradients, spec
 from ..score.additive import bounded, reciprocal
-from ..score.score import DOT_PRODUCT
+from ..score.score import load_scores
 from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
 from ..tile.softmax import LOG2E
@@ -42,7 +42,13 @@ from ..tile.strided import (
     store_tile,
     view,
 )
-from .additive_forward import additive_terms, decode_spec, scaled_weights, view_weights
+from .additive_forward import (
+    additive_terms,
+    few_terms,
+    scaled_weights,
+    scores_in_memory,
+    view_weights,
+)
 from .backward import backward_args, launch_sdpa_bwd
 from .forward import FEW_QUERIES
 from .gaussian import PADDING, TOKENS, is_gaussian, side_offsets, view_bandwidths
@@ -54,13 +60,14 @@ from .sweep import Pass, Tile, logits_of, pairs_of
 
 @triton.jit(do_not_specialize=VARYING)
 def additive_bwd_few_kernel(
-    q, k, v, w, bias, grad_out, grad_weights, t, grad_k, grad_v, parts_ptr, parts_w_ptr, chunks,
-    mask, drop, H, group, M, N, spec,
+    q, k, v, w, bias, grad_out, grad_weights, t, scores_ptr, grad_k, grad_v, parts_ptr, parts_w_ptr,
+    chunks, mask, drop, H, group, M, N, spec,
 ):  # fmt: skip
     """Gradients of a chunk of keys; dQ of a query, and dw of a head, are left to be added up.
 
-    As in additive_decode_kernel there is no E, no F and no range. Masked pairs have dS = 0, a
-    finite t, and W = 0 by selection, so no exact sweep is needed.
+    As in additive_row_scores_kernel there is no E, no F and no range. Scores come from memory, with
+    the bits that forward saw. Masked pairs have dS = 0, a finite t, and W = 0 by selection, so no
+    exact sweep is needed.
     """
     dims = Dims(H, group, M, N)
     chunk, b, hkv = place(chunks, H // group, False)
@@ -88,8 +95,8 @@ def additive_bwd_few_kernel(
             begin, _, _, end = kv_range(mask, b, row, M, N, 1, spec.BLOCK_N)
             if (block >= begin) & (block < end):
                 dk, dv, part_q, part_w = pull_back_row(
-                    dk, dv, tile_k, tile_v, q, w, bias, grad_out, grad_weights, t,
-                    mask, drop, dims, spec, b, h, row, j0,
+                    dk, dv, tile_k, tile_v, q, w, bias, grad_out, grad_weights, t, scores_ptr,
+                    keys, mask, drop, dims, spec, b, h, row, j0,
                 )  # fmt: skip
                 q_ptrs, w_ptrs = part_ptrs(
                     parts_ptr, parts_w_ptr, chunk, chunks, b, hkv, n, dims, spec
@@ -117,18 +124,18 @@ def part_ptrs(parts_ptr, parts_w_ptr, chunk, chunks, b, hkv, n, dims, spec):
 
 @triton.jit
 def pull_back_row(
-    dk, dv, tile_k, tile_v, q, w, bias, grad_out, grad_weights, t, mask, drop, dims, spec,
-    b, h, row, j0,
+    dk, dv, tile_k, tile_v, q, w, bias, grad_out, grad_weights, t, scores_ptr, keys, mask, drop,
+    dims, spec, b, h, row, j0,
 ):  # fmt: skip
     """(dK, dV, the query's dQ, the head's dw) of one query and a block of keys."""
     M = dims.M
     PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
     i = row + tl.zeros((1, 1), tl.int32)
-    j = (j0 + tl.arange(0, spec.BLOCK_N))[None, :]
+    offs_n = j0 + tl.arange(0, spec.BLOCK_N)
     offs_m = row + tl.arange(0, 1)
     offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
     begin, end = row_range(mask, b, i, M, dims.N)
-    tile = Tile(row, j0, i, j, begin, end)
+    tile = Tile(row, j0, i, offs_n[None, :], begin, end)
     q_row = load_tile(head_ptr(q, b, h), q, offs_m, offs_d, M, spec.D, False, True).to(tl.float32)
     do_ptr = head_ptr(grad_out, b, h)
     do = load_tile(do_ptr, grad_out, offs_m, offs_e, M, spec.E, False, True).to(tl.float32)
@@ -137,7 +144,7 @@ def pull_back_row(
     u = reciprocal(exponential + 1.0, spec)
     rest = exponential * u
     tanh = rest - u
-    s = (tl.sum(scaled[None, :] * tanh, 1) * power)[None, :]
+    s = load_scores(scores_ptr, offs_m, offs_n, b, h, keys, dims)
     pairs = pairs_of(bias, mask, dims, b, h, tile, PARTIAL)
     s, keep, slope = logits_of(s, pairs, mask, t.scale, spec, PARTIAL)
     rows = load_rows(t, b, h, dims.H, i, M)
@@ -207,17 +214,17 @@ def launch_additive_bwd(call: Call, saved: Saved):
 
 def _launch_few(call: Call, saved: Saved):
     grads = empty_gradients(call)
-    # Delta with gradients of weights, and dbias, take tiles.
-    tiles = saved.grad_weights is not None or saved.bias_needs_grad
-    terms = additive_terms(call, finite=True) if tiles else DOT_PRODUCT
+    terms = few_terms(call, finite=True)
     t, mask, drop = backward_args(call, saved, terms)
-    shape, options = decode_spec(call, "decode_bwd", STEP)
+    shape, options = spec(call, "decode_bwd")
+    widest = max(shape.BLOCK_D.value, shape.BLOCK_E.value)
+    shape = shape._replace(BLOCK_N=tl.constexpr(STEP // widest))
     parts = new_parts(call)
     B, H, _, chunks, D = parts.shape
     parts_w, grad_w = parts.new_empty(B, H, 1, chunks, D), parts.new_empty(B, H, D)
     launch(additive_bwd_few_kernel, B * call.Hkv * chunks)(
-        *t[:3], view_weights(call), *t[4:], view(grads[1]), view(grads[2]), parts, parts_w, chunks,
-        mask, drop, *call.dims, shape, **options,
+        *t[:3], view_weights(call), *t[4:], scores_in_memory(call, terms), view(grads[1]),
+        view(grads[2]), parts, parts_w, chunks, mask, drop, *call.dims, shape, **options,
     )  # fmt: skip
     launch_merge_parts(call, parts, grads[0], shape)
     launch_merge_parts(call, parts_w, grad_w[:, :, None], shape)

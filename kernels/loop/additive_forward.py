@@ -9,33 +9,27 @@
     then sdpa_fwd_kernel, with tiles of scores from score/additive.py. The device decides there
     which loop the range of the keys needs, so the host waits for nothing.
 
-    decode:   for (b, h, query, chunk of keys):      everything, for very few queries; then
-                                                     sdpa_merge_kernel
+    rows:     for (b, h, query, chunk of keys):      scores of very few queries, instead of all that
 
-Workspaces are fp32 and as large as q and k. Nothing is of size M x N x D. Saved for backward: the
-same as in forward.py.
+Workspaces are fp32 and as large as q and k, and scores of up to 16 queries. Nothing is of size M x
+N x D. Saved for backward: the same as in forward.py.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
 from ..host.config import padded
-from ..host.launch import Call, empty_forward, per_head_weights, spec
+from ..host.launch import Call, spec
 from ..score.additive import HALF_UNIT, KEY_LIMIT, SATURATION, reciprocal
-from ..score.score import DOT_PRODUCT, Terms
-from ..tile.dropout import survives
+from ..score.score import DOT_PRODUCT, Terms, scores
 from ..tile.launching import launch
-from ..tile.masking import (
-    bias_view,
-    key_count,
-    kv_range,
-    mask_args,
-    row_range,
-)
-from ..tile.softmax import LOG2E, softmax_step, unit_of
+from ..tile.masking import key_count, kv_range, mask_args
+from ..tile.softmax import LOG2E
 from ..tile.strided import (
     ABSENT,
     VARYING,
@@ -44,19 +38,12 @@ from ..tile.strided import (
     head_ptr,
     load_tile,
     place,
+    row_numbers,
     row_offsets,
     view,
 )
-from .forward import (
-    Partial,
-    launch_merge,
-    launch_sdpa_fwd,
-    launch_weights,
-    new_partial,
-    store_partial,
-)
+from .forward import chunks_of, launch_sdpa_fwd
 from .gaussian import PADDING, TOKENS, empty_sums, gaussian_terms, is_gaussian, store_side
-from .sweep import Pass, Tile, logits_of, pairs_of
 
 SHARES = tl.constexpr(16)  # of the keys, at most
 SHARE = 512  # keys, at least
@@ -127,8 +114,8 @@ def additive_factors_kernel(
     centre = load_centre(low_ptr, high_ptr, head, shares, D, BLOCK_D)[None, :]
     wild = tl.abs(tile) > 2.0 * LARGEST_KEY
     x2 = tl.where(wild, tl.where(tile > 0.0, 4.0, -4.0) * LARGEST_KEY, 2.0 * tile)
-    whole = tl.floor(x2 * LOG2E + 0.5)
-    rest = (x2 - whole * LN2_HIGH) - whole * LN2_LOW
+    whole = tl.floor(tl.fma(x2, LOG2E, 0.5))
+    rest = tl.fma(whole, -LN2_LOW, tl.fma(whole, -LN2_HIGH, x2))
     if reach_ptr is not None:
         whole -= centre
         used = (offs < count)[:, None] & (offs_d < D)[None, :]
@@ -175,86 +162,104 @@ def store_weights(w, w_ptr, power_ptr, h, D, BLOCK_D: tl.constexpr):
     tl.store(power_ptr + h, power)
 
 
+# ---- scores in memory ----
+
+
 @triton.jit(do_not_specialize=VARYING)
-def additive_decode_kernel(
-    q, k, v, w, bias, acc_ptr, part_ptr, chunks, mask, drop, scale, H, group, M, N, spec
-):
-    """One query and a chunk of its keys, which are read in place.
+def additive_row_scores_kernel(q, k, w, scores_ptr, mask, chunks, H, group, M, N, spec):
+    """Scores of one query and a chunk of its keys, which are read in place.
 
     With one query, a pair is a key: an exponential for each costs no more than F would. So there is
-    no E, no F and no range, and 2^60 stands for all that is larger. Masked pairs are selected away,
-    so no exact sweep is needed.
+    no E, no F and no range, and 2^60 stands for all that is larger.
     """
-    dims = Dims(H, group, M, N)
-    PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
-    partial = Partial(acc_ptr, part_ptr, chunks)
-    part, b, h = place(M * partial.chunks, H, False)
-    row, chunk = part // partial.chunks, part % partial.chunks
-    i = row + tl.zeros((1, 1), tl.int32)
-    row_begin, row_end = row_range(mask, b, i, M, N)
+    part, b, h = place(M * chunks, H, False)
+    row, chunk = part // chunks, part % chunks
     begin, _, _, end = kv_range(mask, b, row, M, N, 1, spec.BLOCK_N)
-    per_chunk = tl.cdiv(end - begin, partial.chunks)
+    per_chunk = tl.cdiv(end - begin, chunks)
     begin += chunk * per_chunk
     keys = key_count(mask, b, N)
-    offs_d, offs_e = tl.arange(0, spec.BLOCK_D), tl.arange(0, spec.BLOCK_E)
-    k_ptr, v_ptr = head_ptr(k, b, h // group), head_ptr(v, b, h // group)
+    offs_d = tl.arange(0, spec.BLOCK_D)
+    k_ptr = head_ptr(k, b, h // group)
     q_ptrs = head_ptr(q, b, h) + row_offsets(q, row) + offs_d.to(tl.int64) * q.stride_c
     q_row = tl.load(q_ptrs, mask=offs_d < spec.D, other=0.0).to(tl.float32)[None, :]
     scaled, power = scaled_weights(w, h, spec.D, spec.BLOCK_D)
     w1, w2 = tl.split(tl.reshape(scaled, (1, spec.BLOCK_D // 2, 2)))
-    acc = tl.zeros((1, spec.BLOCK_E), tl.float32)
-    m_i = tl.full((1,), float("-inf"), tl.float32)
-    l_i = tl.zeros((1,), tl.float32)
+    to_ptr = scores_ptr + row_numbers(b, h, H, row, M) * N
     for block in tl.range(begin, tl.minimum(begin + per_chunk, end)):
-        j0 = block * spec.BLOCK_N
-        offs_n = j0 + tl.arange(0, spec.BLOCK_N)
+        offs_n = block * spec.BLOCK_N + tl.arange(0, spec.BLOCK_N)
         tile_k = load_tile(k_ptr, k, offs_n, offs_d, keys, spec.D, True, True)
         exponent = (q_row + tile_k.to(tl.float32)) * (2.0 * LOG2E)
         d = tl.exp2(tl.where(exponent > 60.0, 60.0, exponent)) + 1.0
         d1, d2 = tl.split(tl.reshape(d, (spec.BLOCK_N, spec.BLOCK_D // 2, 2)))
         halves = 0.5 * (w1 + w2) - (w1 * d2 + w2 * d1) * reciprocal(d1 * d2, spec)
-        s = (tl.sum(halves, 1) * 2.0 * power)[None, :]
-        tile = Tile(row, j0, i, offs_n[None, :], row_begin, row_end)
-        pairs = pairs_of(bias, mask, dims, b, h, tile, PARTIAL)
-        s, keep, _slope = logits_of(s, pairs, mask, scale, spec, PARTIAL)
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit_of(scale, spec))
-        if drop.seed_ptr is not None:
-            p = tl.where(survives(drop, b, h, row, j0, 1, spec.BLOCK_N, False), p, 0.0)
-        tile_v = load_tile(v_ptr, v, offs_n, offs_e, keys, spec.E, True, True).to(tl.float32)
-        values = tl.where(tl.trans(keep), tl.trans(p) * tile_v, 0.0)
-        acc = acc * alpha[:, None] + tl.sum(values, 0)[None, :]
-    store_partial(partial, acc, m_i, l_i, b, h, chunk, row + tl.arange(0, 1), dims, spec)
+        tl.store(to_ptr + offs_n, tl.sum(halves, 1) * 2.0 * power, mask=offs_n < keys)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def additive_tile_scores_kernel(
+    q, k, terms, scores_ptr, mask, H, group, M, N, spec, n_rows, n_cols
+):
+    """Scores of one tile, as the loops over tiles compute them."""
+    dims = Dims(H, group, M, N)
+    tile, b, h = place(n_rows * n_cols, H, False)
+    row, col = tile // n_cols, tile % n_cols
+    i0, j0 = row * spec.BLOCK_M, col * spec.BLOCK_N
+    offs_m, offs_n = i0 + tl.arange(0, spec.BLOCK_M), j0 + tl.arange(0, spec.BLOCK_N)
+    begin, _, _, end = kv_range(mask, b, i0, M, N, spec.BLOCK_M, spec.BLOCK_N)
+    if (col >= begin) & (col < end):
+        keys = key_count(mask, b, N)
+        s = scores(offs_m, offs_n, q, k, terms, b, h, keys, dims, spec, False)
+        ptrs = scores_ptr + row_numbers(b, h, H, offs_m, M)[:, None] * N + offs_n[None, :]
+        tl.store(ptrs, s, mask=(offs_m < M)[:, None] & (offs_n < keys)[None, :])
 
 
 # ---- launchers ----
 
 ROWS_APART = 4  # at most so many queries have programs of their own; a tile would idle
-STEP = 4096  # numbers of K, or of V, that a program of decode holds at a time
+STEP = 4096  # numbers of K that a program of a row holds at a time
 
 
 def launch_additive_fwd(call: Call):
     """(out, lse, weights, stats) of the forward operator, for the gaussian score too."""
-    if is_gaussian(call) or call.M > ROWS_APART or call.B * call.H * call.M * call.N * call.D == 0:
-        return launch_sdpa_fwd(call, additive_terms(call))
-    out, lse, weights, stats = empty_forward(call)
-    mask, drop = mask_args(call), call.dropout
-    shape, options = decode_spec(call, "decode", STEP)
-    partial = new_partial(call)
-    launch(additive_decode_kernel, call.B * call.H * call.M * partial.chunks)(
-        view(call.q), view(call.k), view(call.v), view_weights(call), bias_view(call),
-        *partial, mask, drop, call.logit_scale, *call.dims, shape, **options,
+    return launch_sdpa_fwd(call, few_terms(call) if call.M <= ROWS_APART else additive_terms(call))
+
+
+def few_terms(call: Call, finite: bool = False) -> Terms:
+    """additive_terms of few queries, whose scores are in memory if a tile would idle.
+
+    All kernels then read one number, whatever the order of its sum: forward, weights, gradients.
+    """
+    if is_gaussian(call) or call.M > ROWS_APART or math.prod(call.shape) * call.D == 0:
+        return additive_terms(call, finite)
+    s = new_scores(call)
+    chunks = chunks_of(call.M, call.N)
+    shape, options = spec(call, "decode")
+    shape = shape._replace(BLOCK_N=tl.constexpr(STEP // shape.BLOCK_D.value))
+    options |= dict(num_warps=4, num_stages=1)  # always: another launch may sum in another order
+    launch(additive_row_scores_kernel, call.B * call.H * call.M * chunks)(
+        view(call.q), view(call.k), view_weights(call), s, mask_args(call), chunks, *call.dims,
+        shape, **options,
     )  # fmt: skip
-    launch_merge(call, out, lse, stats, partial, drop, shape)
-    if call.weights_mode != "none":
-        launch_weights(call, additive_terms(call), mask, stats, per_head_weights(call, weights))
-    return out, lse, weights, stats
+    return DOT_PRODUCT._replace(w_ptr=s)
 
 
-def decode_spec(call: Call, kernel: str, step: int):
-    """launch.spec of a kernel that holds ``step`` numbers of K, or of V, at a time."""
-    shape, options = spec(call, kernel)
-    widest = max(shape.BLOCK_D.value, shape.BLOCK_E.value)
-    return shape._replace(BLOCK_N=tl.constexpr(step // widest)), options
+def new_scores(call: Call):
+    """Room for the scores of few queries."""
+    return call.q.new_empty(call.shape, dtype=torch.float32)
+
+
+def scores_in_memory(call: Call, terms: Terms):
+    """fp32 [B, H, M, N], written where a mask may keep a pair; ``terms`` are few_terms."""
+    if terms.e_ptr is None:
+        return terms.w_ptr
+    s = new_scores(call)
+    shape, options = spec(call, "decode")
+    rows, cols = triton.cdiv(call.M, shape.BLOCK_M.value), triton.cdiv(call.N, shape.BLOCK_N.value)
+    launch(additive_tile_scores_kernel, call.B * call.H * rows * cols)(
+        view(call.q), view(call.k), terms, s, mask_args(call), *call.dims, shape, rows, cols,
+        **options,
+    )  # fmt: skip
+    return s
 
 
 def additive_terms(call: Call, finite: bool = False, sums: bool = False) -> Terms:

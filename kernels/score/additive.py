@@ -25,6 +25,9 @@ bound: above 2^(KEY_LIMIT + SATURATION), tanh is 1 for all of those keys. Denomi
 that is out of range, or not finite, takes the direct loop: an exponential and a reciprocal an
 element.
 
+Rounding. Either loop gives a score the same bits in every kernel: its sum goes over dims in order,
+and every fma is spelled out. A kernel with larger tiles may take the direct loop for more keys.
+
 Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and translate",
 2015.
 """
@@ -114,9 +117,10 @@ def paired_scores(x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
         x1, x2 = tl.load(x_ptr + x), tl.load(x_ptr + x_stride + x)
         y1, y2 = tl.load(y_ptr + y), tl.load(y_ptr + y_stride + y)
         w1, w2 = load_weight(terms, h, d, spec), load_weight(terms, h, d + 1, spec)
-        d1 = x1[:, None] * y1[None, :] + UNIT
-        d2 = x2[:, None] * y2[None, :] + UNIT
-        s = (s - (w1 + w2) * (0.5 / UNIT)) + (w1 * d2 + w2 * d1) * reciprocal(d1 * d2, spec)
+        d1 = tl.fma(x1[:, None], y1[None, :], UNIT)
+        d2 = tl.fma(x2[:, None], y2[None, :], UNIT)
+        heavy = tl.fma(w1, d2, w2 * d1)
+        s = tl.fma(heavy, reciprocal(d1 * d2, spec), s - (w1 + w2) * (0.5 / UNIT))
         x_ptr += 2 * x_stride
         y_ptr += 2 * y_stride
     return s
@@ -130,7 +134,7 @@ def direct_scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.co
         d = n + tl.zeros((), tl.int32)
         a, c = load_dim(x, y, q, k, b, h, d, n_keys, dims, TRANSPOSED)
         exponential = tl.exp2((a[:, None] + c[None, :]) * (2.0 * LOG2E))
-        s += load_weight(terms, h, d, spec) * (0.5 - reciprocal(exponential + 1.0, spec))
+        s = tl.fma(load_weight(terms, h, d, spec), 0.5 - reciprocal(exponential + 1.0, spec), s)
     return s
 
 

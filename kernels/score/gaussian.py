@@ -42,7 +42,7 @@ def gaussian_scores(x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
         d = n + tl.zeros((), tl.int32)
         ratio, _ = load_bandwidth(terms, b, h, d, dims, spec)
         t = (tl.load(x_ptr + x)[:, None] - tl.load(y_ptr + y)[None, :]) * ratio
-        s += t * t
+        s = tl.fma(t, t, s)
         x_ptr += x_stride
         y_ptr += y_stride
     return s * (tl.load(terms.power_ptr + b.to(tl.int64) * dims.H + h) * -0.5)

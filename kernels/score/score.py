@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.strided import dot_t, head_ptr, load_tile, stream_dot_t
+from ..tile.strided import dot_t, head_ptr, load_tile, row_numbers, stream_dot_t
 from .additive import UNIT, additive_gradients, direct_scores, keys_in_range, paired_scores
 from .gaussian import gaussian_gradients, gaussian_scores
 
@@ -17,6 +17,7 @@ class Terms(NamedTuple):
 
     ``e``, ``f`` and the sums are fp32 [heads, D rounded up to 2, padded tokens]; the padding makes
     every tile whole. The gaussian (gaussian.py) has no ``reach``, and r, c, q, k in the first four.
+    Where scores are in memory, ``w`` is where, fp32 [B, H, M, N], and all others are None.
     """
 
     w_ptr: Any  # fp32 [H, D rounded up to 2]: weights over a power of two, at most 2
@@ -64,6 +65,8 @@ def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr
                 )
         else:
             return dot_t(x, y, spec.PRECISION)
+    elif terms.e_ptr is None:
+        return load_scores(terms.w_ptr, x, y, b, h, n_keys, dims)
     elif terms.reach_ptr is None:
         return gaussian_scores(x, y, terms, b, h, dims, spec, TRANSPOSED)
     else:
@@ -76,6 +79,13 @@ def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr
         else:
             s = direct_scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED) * 2.0
         return s * tl.load(terms.power_ptr + h)
+
+
+@triton.jit
+def load_scores(ptr, offs_m, offs_n, b, h, n_keys, dims):
+    """Scores that are in memory; see Terms."""
+    ptrs = ptr + row_numbers(b, h, dims.H, offs_m, dims.M)[:, None] * dims.N + offs_n[None, :]
+    return tl.load(ptrs, mask=(offs_m < dims.M)[:, None] & (offs_n < n_keys)[None, :], other=0.0)
 
 
 @triton.jit

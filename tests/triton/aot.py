@@ -113,6 +113,7 @@ def usage(kernel, folder: Path) -> dict:
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code)) if stack and int(found["REG"]) > 64 else 0
     return {
         "name": kernel.metadata.name,
+        "hash": kernel.hash,
         "warps": kernel.metadata.num_warps,
         "stages": kernel.metadata.num_stages,
         "registers": int(found["REG"]),
@@ -194,7 +195,7 @@ PROBLEMS = {
 }
 WIDE = {f"{name} wide": PROBLEMS[name] | dict(bias_dtype=torch.float32) for name in PROBLEMS
         if name.startswith("rich")}  # fmt: skip
-# A few more queries: the additive score then uses tiles in forward.
+# A few more queries: the additive score then has tiles, and gradients of few.
 FEW = {
     "plain few": DECODE | dict(M=8),
     "rich few": DECODE | MORE | dict(M=8, bias=(2, 4, 8, 4096)),
@@ -202,7 +203,7 @@ FEW = {
 
 
 def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
-    """Forward and backward of one problem; only forward for FEW."""
+    """Forward and backward of one problem."""
     run_problem(call(dtype, head_size, score, **features))
 
 
@@ -219,13 +220,11 @@ def launchers(call):
 
 
 def run_problem(problem) -> None:
-    """Launches forward and backward; only forward for 8 queries."""
+    """Launches forward and backward."""
     from fastattn.kernels.host.launch import Saved, empty_forward
 
     forward, backward = launchers(problem)
     forward(problem)
-    if problem.M == 8:
-        return
     out, _, weights, stats = empty_forward(problem)
     grad_weights = None if problem.weights_mode == "none" else weights
     grad_out, biased = torch.empty_like(out), problem.bias is not None

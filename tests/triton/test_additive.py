@@ -208,6 +208,20 @@ def test_reciprocals_may_be_off_by_an_ulp(case, device, monkeypatch):
     testing.check(case, "triton")
 
 
+@pytest.mark.parametrize("M", [1, 7, 40])  # a row apart, gradients of few queries, tiles
+def test_every_kernel_rounds_a_score_alike(M):
+    """An ulp of a logit of 1e4 is seen in sums; tests/contract/test_sums.py takes a GPU."""
+    call = helpers.inputs("additive", B=1, H=2, Hkv=2, M=M, N=130, D=16, E=5)
+    call["weight"] *= 1e4
+    value = call["value"].requires_grad_()
+    out, weights = helpers.attend(**call, return_weights="full", backend="triton")
+    assert (weights.double().sum(-1) - 1).abs().max() < 1e-6
+    grad_out = torch.randn_like(out)
+    (grad_value,) = torch.autograd.grad(out, value, grad_out)
+    found, expected = (x.double().sum((1, 2)) for x in (grad_value, grad_out))
+    assert ((found - expected).abs() < 1e-6 * grad_out.double().abs().sum((1, 2))).all()
+
+
 # ---- determinism, strides ----
 
 

@@ -25,7 +25,7 @@ RUNS = list(itertools.product(SHARED_MEMORY, ("2", "4"), SCORES))
 # The problems that `make test` compiles. All of them take ten times as long: `make test-kernels`.
 USUAL: dict[tuple[str, ...], tuple[str, ...]] = {
     ("sm_90", "2", "dot"): ("plain",),
-    ("sm_90", "2", "additive"): ("plain",),
+    ("sm_90", "2", "additive"): ("plain", "plain decode/64"),
     ("sm_90", "2", "gaussian"): ("plain/64",),
     ("sm_80", "2", "dot"): ("rich wide/64",),  # which has least shared memory to spare
 }
@@ -179,6 +179,23 @@ def test_the_additive_score_is_near_what_its_reciprocals_allow(arch, head_size, 
         assert loop["mufu"] >= 0.5 * elements, f"not the loop that is meant: {loop}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_scores_of_few_queries_have_one_order(arch, compiled):
+    """Both passes launch the same machine code, and nothing else computes such a score."""
+    kernels = [
+        k for k in result(compiled, arch, "2", "additive") if k["problem"].endswith("decode")
+    ]
+    for size in {k["head_size"] for k in kernels}:
+        for problem in {k["problem"] for k in kernels}:
+            here = [k for k in kernels if (k["head_size"], k["problem"]) == (size, problem)]
+            found = [k["hash"] for k in here if k["name"] == "additive_row_scores_kernel"]
+            assert len(found) == 2, (size, problem)
+            assert len({*found}) == 1, (size, problem)
+            assert not any(k["paired_loops"] for k in here), (size, problem)
+    assert kernels
+
+
 # Issue slots an element: for the score, which backward recomputes, and for the gradients.
 BACKWARD = {"dq": (6.0, 20.0), "dkdv": (7.5, 16.0)}
 
@@ -261,7 +278,7 @@ ONES = ("M1-N1", "D1-E1", "gqa-decode", "kv-len-rows", "layout-expanded")
 def test_triton_accepts_the_cases_of_the_grid():
     found = compile_all(("sm_90", "grid", *(ONES if CHOSEN is USUAL else ())))
     assert found["refused"] == {}
-    assert {*PRODUCTS, "additive_decode_kernel"} <= set(found["accepted"])
+    assert {*PRODUCTS, "additive_row_scores_kernel"} <= set(found["accepted"])
 
 
 @pytest.mark.slow
