@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def interleave(
     started: Callable[[str], None] = lambda name: None,
     apart: bool = False,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Times calls in turns: a, b, c, a, b, c, ... each for ``seconds`` in all.
+    """Times calls in turns, round by round, each for ``seconds`` in all.
 
     ``apart``: each has threads of its own. Those of one rest before another one's turn, whose first
     call wakes its threads and is not timed.
@@ -94,12 +95,16 @@ def _warm_up(timer, call, seconds: float) -> None:
 
 
 def take_turns(timer, calls, timings: dict[str, Timing], seconds: float) -> None:
-    """Adds samples of each call in turns, until all have enough of them."""
+    """Adds samples of each call in turns, until all have enough of them.
+
+    Each round has an order of its own: threads of one call may still be busy in the next one.
+    """
+    order = random.Random(0)
     gc.collect()
     gc.disable()
     try:
         while waiting := [name for name in calls if timings[name].wants_more(seconds)]:
-            for name in waiting:
+            for name in order.sample(waiting, len(waiting)):
                 timings[name].samples.append(timer(calls[name]))
     finally:
         gc.enable()
