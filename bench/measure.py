@@ -16,6 +16,7 @@ MIN_SAMPLES, MAX_SAMPLES = 3, 60
 SLOW_MS = 2000.0  # slower calls need one sample fewer
 BLOCK_MS = 0.5  # shorter calls are repeated until a sample takes about as long
 IDLE_S = 0.02  # libgomp's threads spin for up to 10 ms after a call
+WAKE_S = 0.01  # a thread that wakes may share the core of its caller for a tick or two
 BUSY_S, CLOCKS = 0.004, 2e9  # longest busy wait, and about how many GPU clocks a second has
 
 
@@ -61,7 +62,7 @@ def interleave(
     """Times calls in turns, round by round, each for ``seconds`` in all.
 
     ``apart``: each has threads of its own. Those of one rest before another one's turn, whose first
-    call wakes its threads and is not timed.
+    calls wake its threads and are not timed.
 
     Returns the timings, and the errors of calls that could not run. ``started(name)`` is called
     before each warm-up, in which torch.compile takes its time.
@@ -134,7 +135,10 @@ def _cpu_ms(call: Callable[[], object], count: int = 1) -> float:
 
 def _apart_ms(call: Callable[[], object]) -> float:
     time.sleep(IDLE_S)
+    start = time.perf_counter()
     call()
+    while time.perf_counter() - start < WAKE_S:
+        call()
     return _cpu_ms(call)
 
 
