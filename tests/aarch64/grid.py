@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastattn import testing
-from fastattn.backends import registry
+from fastattn.backends import cpu, registry
 from fastattn.problem import record, relative
 from fastattn.problem.schemas import Saved
 from fastattn.testing import GRID
@@ -102,6 +102,8 @@ class Emulated:
 
     def __init__(self, program: Path, folder: Path):
         self.program, self.folder = program, folder
+
+    shift_unit = staticmethod(cpu.shift_unit)
 
     def unsupported(self, p):
         reasons = ["float64 is left to eager"] if p.dtype == torch.float64 else []
