@@ -100,10 +100,10 @@ def encode(x: torch.Tensor | None, *dims: int) -> bytes:
 class Emulated:
     """The aarch64 kernels as a backend for the tests."""
 
+    shift_unit = staticmethod(cpu.shift_unit)
+
     def __init__(self, program: Path, folder: Path):
         self.program, self.folder = program, folder
-
-    shift_unit = staticmethod(cpu.shift_unit)
 
     def unsupported(self, p):
         reasons = ["float64 is left to eager"] if p.dtype == torch.float64 else []

@@ -77,8 +77,8 @@ FASTATTN_DEVICE float subtract_pair(float sum, float x0, float x1) {
   return fmaf(-(x0 + x1), rcp_approx(x0 * x1), sum);
 }
 
-// acc[i][j] -= sum_d 1 / x_ijd over an even number of staged dims. A sum that
-// begins with half of all weights ends as sum_d w tanh / 2. One that begins with 0 cancels later.
+// acc[i][j] -= sum_d 1 / x_ijd over an even number of staged dims. A sum that begins with half of
+// all weights ends as sum_d w tanh / 2. One that begins with 0 cancels later.
 template <bool kDirect>
 FASTATTN_DEVICE void subtract_terms(const float* queries, const float* keys, const float* units,
                                     int dims, Fragment& acc) {
