@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from fastattn import sinks
 from fastattn.backends import registry
 from fastattn.problem import Problem, arguments, reference
-from fastattn.problem.record import MASK_TENSORS
+from fastattn.problem.record import MASK_TENSORS, laid_out
 from fastattn.problem.schemas import Call, Saved
 
 _Function = type[torch.autograd.Function]
@@ -335,7 +335,7 @@ class ForwardMode(AttentionFunction):
         p = ctx.p.with_tensors(*own)
         out, lse, weights = _reference_jvp(reference.forward, p, inputs, tangents[:_INPUTS])
         # The layout and dtype of the primal output, as forward mode wants a tangent to have.
-        out = out.to(p.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        out = laid_out(inputs[0], out.to(p.dtype))
         return out, lse, None if p.weights == "none" else weights.to(p.dtype), None
 
 

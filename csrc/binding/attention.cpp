@@ -41,13 +41,13 @@ struct Results {
   Tensor out, lse, weights, stats;
 };
 
-Results run_forward(const Operands& in, bool batch_first) {
+Results run_forward(const Operands& in) {
   ForwardParams p{};
   fill_problem(in, &p);
 
   const Tensor& q = in.q;
   const ScalarType dtype = q.scalar_type();
-  Tensor out = empty_out(q, p, batch_first, result_dtype(in));
+  Tensor out = empty_out(q, p, result_dtype(in));
   Tensor lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
   Tensor stats = empty(q, {p.B, p.H, p.M, 2}, ScalarType::Float);
   Tensor returned = empty(q, weights_shape(p), dtype);
@@ -68,7 +68,7 @@ void forward(StableIValue* stack, uint64_t count, uint64_t) {
   Arguments arguments(stack, count);
   const Operands in = take_operands(arguments);
   arguments.end();
-  const auto [out, lse, weights, stats] = run_forward(in, /*batch_first=*/true);
+  const auto [out, lse, weights, stats] = run_forward(in);
   put(stack, out, lse, weights, stats);
 }
 
@@ -146,7 +146,7 @@ Tensor as_batch(const Tensor& y, const Tensor& x) {
 }
 
 // The input of the output projection, [first * second, H D], and the weights. Nothing is copied:
-// heads are strided views of the projection, and attention writes its output in token order. The
+// heads are strided views of the projection, and attention writes its output in their order. The
 // projection is freed on return.
 std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
                                          const OptTensor& bias, int64_t H, double scale,
@@ -163,7 +163,7 @@ std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
   Operands in{heads(0), heads(1), heads(2)};
   in.scale = scale;
   in.weights = weights;
-  const Results found = run_forward(in, batch_first);
+  const Results found = run_forward(in);
   return {projection::view(found.out, {T, H * D}, {H * D, 1}), found.weights};
 }
 

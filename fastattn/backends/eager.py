@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import Problem, arguments, reference
+from fastattn.problem.record import laid_out
 from fastattn.problem.schemas import Saved
 
 
@@ -22,11 +23,9 @@ def forward(
     """See ``registry.Backend``."""
     with arguments.no_autocast(p.device.type):
         out, lse, weights, stats = reference.forward_with_stats(p, q, k, v, w, bias)
-    # Every backend returns the same layout: code that views the output then works on all or on
-    # none. This copy is not written into a new tensor: compiled by torch 2.11, that write is lost.
-    out = out.to(p.result_dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    out = laid_out(q, out.to(p.result_dtype))
     # No result is a view: torch refuses in-place work on views that a Function returns.
-    return out.transpose(1, 2).detach(), lse.detach(), weights.to(p.dtype), stats
+    return out.detach(), lse.detach(), weights.to(p.dtype), stats
 
 
 def shift_unit(p: Problem, biased: bool) -> float:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import Problem, schemas
-from fastattn.problem.record import empty_gradient, weights_of, weights_shape
+from fastattn.problem.record import empty_gradient, empty_out, weights_of, weights_shape
 from fastattn.problem.schemas import Call, Saved
 
 # ---- the compiled libraries ----
@@ -109,7 +109,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, E = call.v.shape[-2:]
     shape = weights_shape(weights_of(call.weights), B, H, M, N)
     dtype = torch.float32 if call.wide else call.q.dtype
-    out = call.q.new_empty(B, M, H, E, dtype=dtype).transpose(1, 2)
+    out = empty_out(call.q, E, dtype)
     lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
     return out, lse, call.q.new_empty(shape), stats
 

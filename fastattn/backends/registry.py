@@ -33,7 +33,7 @@ class Backend(Protocol):
     def forward(
         self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out ``[B, H, M, E]`` in memory ``[B, M, H, E]``, lse, weights, stats).
+        """(out ``[B, H, M, E]``, laid out as ``record.out_dims`` says, lse, weights, stats).
 
         lse is the natural logarithm, in ``p.acc_dtype``. stats ``[B, ...]`` is what the backend's
         own backward needs for each row, (shift, factor) in ``[B, H, M, 2]``: the weight of a score

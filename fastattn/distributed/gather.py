@@ -20,6 +20,7 @@ from fastattn.blocks import Cut
 from fastattn.distributed import comm
 from fastattn.distributed.plan import Plan
 from fastattn.problem import Problem
+from fastattn.problem.record import empty_out
 
 
 def check(plan: Plan) -> None:
@@ -46,7 +47,7 @@ def forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
     p, backend = plan.p, registry.get(plan.backend)
     zeros = tensors[0].new_zeros
     rows = p.B, p.H, p.M
-    out = zeros(p.B, p.M, p.H, p.E).transpose(1, 2)
+    out = empty_out(tensors[0], p.E, p.dtype).zero_()
     lse, stats = zeros(rows, dtype=p.acc_dtype), zeros((*rows, 2), dtype=p.acc_dtype)
     # A mean is a sum over steps, which is rounded once.
     weights = zeros(p.weights_shape(), dtype=p.acc_dtype if p.weights == "mean" else p.dtype)

@@ -23,7 +23,7 @@ from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, no_second_derivative
 from fastattn.problem import Mask, Origin, Problem, schemas
-from fastattn.problem.record import weights_of, weights_shape
+from fastattn.problem.record import empty_out, weights_of, weights_shape
 from fastattn.problem.schemas import Call, Saved
 
 PASSES: dict[str, Any] = {"gather": gather, "ring": ring}
@@ -199,7 +199,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     q = call.q
     B, H, M, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(B, M, H, call.v.shape[3]).transpose(1, 2)
+    out = empty_out(q, call.v.shape[3], q.dtype)
     keys = sum(_layout(words.keys).sizes)
     lse, stats = (q.new_empty(B, H, M, *end, dtype=wide) for end in ((), (2,)))
     shape = weights_shape(weights_of(call.weights), B, H, M, keys)

@@ -23,6 +23,7 @@ from fastattn.blocks import Cut, Part
 from fastattn.distributed import comm
 from fastattn.distributed.gather import grads_beside
 from fastattn.distributed.plan import Plan
+from fastattn.problem.record import empty_out
 
 
 def check(plan: Plan) -> None:
@@ -103,7 +104,7 @@ def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, w: Any, bias: Any) -> t
             wide = dataclasses.replace(block, wide=True)
             parts.setdefault(cut.i, []).append((cut, Part(*backend.forward(wide, *own))))
     unit, rows = backend.shift_unit(p, bias is not None), (p.B, p.H, p.M)
-    out = q.new_zeros(p.B, p.M, p.H, p.E).transpose(1, 2)
+    out = empty_out(q, p.E, p.dtype).zero_()
     lse = q.new_full(rows, -torch.inf, dtype=p.acc_dtype)
     stats = q.new_zeros((*rows, 2), dtype=p.acc_dtype)
     weights = q.new_zeros(p.weights_shape())

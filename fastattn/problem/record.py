@@ -35,6 +35,32 @@ def weights_shape(weights: Weights, B: int, H: int, M: int, N: int) -> tuple[int
     return {"none": (0,), "full": (B, H, M, N), "mean": (B, M, N)}[weights]
 
 
+def out_dims(q: Tensor) -> tuple[int, int, int, int]:
+    """The dims of the output ``[B, H, M, E]`` as memory orders them, outermost first: as in q.
+
+    ``torch.nn.functional.scaled_dot_product_attention`` lays out its output so too. A contiguous q
+    gets a contiguous output; the output of heads split from tokens merges into tokens as a view.
+    """
+    b, h, m, _ = q.stride()
+    if not 0 < h < m:
+        return 0, 1, 2, 3
+    return (2, 0, 1, 3) if 0 < b < m else (0, 2, 1, 3)
+
+
+def empty_out(q: Tensor, E: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised output ``[B, H, M, E]``, laid out as ``out_dims`` says."""
+    B, H, M, _ = q.shape
+    return torch.empty_permuted((B, H, M, E), out_dims(q), dtype=dtype, device=q.device)
+
+
+def laid_out(q: Tensor, out: Tensor) -> Tensor:
+    """A copy of the output, as ``out_dims`` says."""
+    dims = out_dims(q)
+    # Not written into a new tensor: compiled by torch 2.11, that write is lost.
+    copy = out.permute(dims).clone(memory_format=torch.contiguous_format)
+    return copy.permute([dims.index(d) for d in range(4)])
+
+
 def empty_gradient(x: Tensor, wide: bool) -> Tensor:
     """An uninitialised gradient of x as backends lay it out: contiguous if of another dtype."""
     if wide and x.dtype != torch.float32:

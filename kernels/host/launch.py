@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattn.problem import Weights, schemas
 from fastattn.problem.record import (
     empty_gradient,
+    empty_out,
     is_curved,
     natural_scale,
     score_of,
@@ -155,12 +156,9 @@ triton.knobs.runtime.jit_cache_hook = refuse_while_capturing(triton.knobs.runtim
 
 
 def empty_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out laid out as [B, M, H, E], lse, weights, stats), uninitialised."""
+    """(out, lse, weights, stats), uninitialised."""
     B, H, M, N = call.shape
-    dtype = torch.float32 if call.wide else call.q.dtype
-    _, h, m, e = (max(n, 1) for n in (B, H, M, call.E))
-    strides = m * h * e, e, h * e, 1
-    out = call.q.new_empty_strided((B, H, M, call.E), strides, dtype=dtype)
+    out = empty_out(call.q, call.E, torch.float32 if call.wide else call.q.dtype)
     lse, stats = (call.q.new_empty(B, H, M, *end, dtype=torch.float32) for end in ((), (2,)))
     return out, lse, call.q.new_empty(weights_shape(call.weights_mode, B, H, M, N)), stats
 

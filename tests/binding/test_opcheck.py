@@ -19,6 +19,7 @@ FEATURES = {
     "mean": dict(weights="mean", bias=(B, 1, 1, N)),
     "dropout": dict(dropout_p=0.5),
     "layouts": dict(layout=True),
+    "tokens": dict(tokens=True),
     "half": dict(dtype=torch.bfloat16, bias=(M, N)),
     "no-keys": dict(N=0),
 }
@@ -36,6 +37,8 @@ def forward_arguments(score, name):
             k[:, :1].expand(B, HKV, n, D),
             v.transpose(1, 2).contiguous().transpose(1, 2),
         )
+    if f.pop("tokens", False):  # [M, B, H, D] in memory: the output follows
+        q = q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     given = dict(scale=0.5, weights=WEIGHTS[f.pop("weights", "none")], score=record.SCORES[score])
     if score == "additive":
         given["w"] = torch.randn(H, D).to(dtype)

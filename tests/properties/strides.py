@@ -103,6 +103,36 @@ def test_strided_kv_len(backend):
     testing.check(BASE, backend, relayout(kv_len=lambda x: x.t().contiguous().t()))
 
 
+ORDERS = {  # of dims in memory, outermost first: of a query, and of the output beside it
+    (0, 1, 2, 3): (0, 1, 2, 3),
+    (0, 2, 1, 3): (0, 2, 1, 3),
+    (2, 0, 1, 3): (2, 0, 1, 3),
+    (0, 1, 3, 2): (0, 1, 2, 3),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("E", [6, 9])
+@scores
+def test_output_in_the_order_of_the_query(backend, score, E, order):
+    """As PyTorch's function has it; test_output_in_pytorchs_layout compares the two."""
+    named = inputs(score, B=3, H=4, M=5, D=6, E=E)
+    named["query"] = permuted(*order)(named["query"])
+    out = everything(named, backend=backend)["out"]
+    assert out.permute(ORDERS[order]).is_contiguous()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_output_in_pytorchs_layout(backend, order):
+    q, k, v = (permuted(*order)(torch.randn(3, 4, 5, 6)) for _ in range(3))
+    out = attend(q, k, v, backend=backend)
+    assert out.stride() == torch.nn.functional.scaled_dot_product_attention(q, k, v).stride()
+    # Each broadcast batch has an output of its own.
+    one = q[:1].expand(3, 4, 5, 6)
+    out = attend(one, k, v, backend=backend)
+    assert out.stride() == torch.nn.functional.scaled_dot_product_attention(one, k, v).stride()
+
+
 @scores
 def test_everything_expanded(backend, score):
     """Stride 0 in batch, heads and rows: each repeats the stored one."""
