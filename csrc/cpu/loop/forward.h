@@ -62,6 +62,11 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path,
           later_rows_keep_more(p.mask, p.N)};
 }
 
+// Of a row in a chunk, given its maximum and sum: its output is neither written nor read then.
+FASTATTN_SIMD bool met_no_key(const float* m_and_l) {
+  return m_and_l[0] == -kInf && m_and_l[1] == 0.f;
+}
+
 template <typename Score, typename Values>
 class ForwardWorker {
  public:
@@ -110,14 +115,15 @@ class ForwardWorker {
   }
 
   void sweep(int64_t begin, int64_t end) {
+    const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * tile_.m);
+    const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * tile_.m, i1);
+    if (keys.begin >= end || keys.end <= begin) return;  // most chunks of a cache that has few keys
     for (int64_t g = 0; g < members(); ++g) {
       const Member m = member(g);
       select(g, true);
       if (end - begin > tile_.n)
         first_maxima(p_, b_, m.h, m.i0, m.rows, {begin, end}, states_.member(g).m);
     }
-    const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * tile_.m);
-    const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * tile_.m, i1);
     const int64_t step = begins_vary_by_row(p_.mask) ? Score::kBeginStep : tile_.n;
     begin = max64(begin, keys.begin / step * step);
     // Tiles do not end where the keys of these row blocks end; the masks of each block cut them. So
@@ -175,10 +181,11 @@ class ForwardWorker {
     const Member m = member(g);
     for (int64_t i = 0; i < m.rows; ++i) {
       float* const to = args_.partial(b_, m.h, chunk, m.i0 + i);
-      for (int64_t e = 0; e < p_.E; ++e)
-        to[e] = state.o[i * values_.stride() + e] / values_.output_unit();
       to[p_.E] = state.m[i];
       to[p_.E + 1] = sum_lanes(load(state.l + i * kWidth)) / values_.weight_unit();
+      if (met_no_key(to + p_.E)) continue;
+      for (int64_t e = 0; e < p_.E; ++e)
+        to[e] = state.o[i * values_.stride() + e] / values_.output_unit();
     }
   }
 
@@ -220,7 +227,7 @@ class MergeWorker {
     fill(o_, p_.E, 0.f);
     for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk) {
       const float* const from = args_.partial(b, h, chunk, i);
-      if (from[p_.E] == -kInf && from[p_.E + 1] == 0.f) continue;  // met no key
+      if (met_no_key(from + p_.E)) continue;
       const float factor = __builtin_exp2f((from[p_.E] - m) * args_.units.linear.unit);
       l += factor * from[p_.E + 1];
       for (int64_t e = 0; e < p_.E; ++e) o_[e] += factor * from[e];
