@@ -140,8 +140,8 @@ def scaled_dot_product_attention(
             back.
 
     Returns:
-        ``out`` ``[..., H, M, E]`` in query's dtype, or the tuple ``(out[, weights][, lse])``. It is
-        stored as ``[..., M, H, E]``, so merging the heads is a view.
+        ``out`` ``[..., H, M, E]`` in query's dtype, or the tuple ``(out[, weights][, lse])``. Its
+        dims lie in memory in the order of query's, as PyTorch's do.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
