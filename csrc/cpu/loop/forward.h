@@ -10,10 +10,9 @@
 //         O = alpha O + W V
 //     out = O / l, lse, stats; with several chunks (O, m, l) to the workspace, merged in a 2nd pass
 //
-// Saved for backward: stats (m, 1 / l). Returned weights come from a second sweep that recomputes
-// scores against them. Dao et al., "FlashAttention: fast and memory-efficient exact attention with
-// IO-awareness", 2022; split keys: Dao et al., "Flash-Decoding", 2023; online softmax: Milakov and
-// Gimelshein, 2018.
+// Saved for backward: stats (m, 1 / l). Returned weights: weights.h. Dao et al., "FlashAttention:
+// fast and memory-efficient exact attention with IO-awareness", 2022; split keys: Dao et al.,
+// "Flash-Decoding", 2023; online softmax: Milakov and Gimelshein, 2018.
 #pragma once
 
 #include "cpu/base/tasks.h"
@@ -31,25 +30,38 @@ constexpr int64_t kStackedBytes = 900 * 1024;
 #else
 constexpr int64_t kStackedBytes = 300 * 1024;
 #endif
+// Of logits and sums of weights of a task. Measured: 600 KiB is 5 to 13% slower in bf16 (Zen 5).
+constexpr int64_t kKeptBytes = 2600 * 1024;
 constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
 
 // How many row blocks a task stacks. Those of packed documents have few keys in common: each has
 // tiles that begin with its own first key.
 template <typename Score>
 FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int64_t blocks,
-                                   int64_t threads) {
-  if (!Score::kHasSlots || path.heads_together || begins_vary_by_row(p.mask)) return 1;
+                                   int64_t turns, int64_t threads) {
+  if (!Score::kHasSlots || begins_vary_by_row(p.mask)) return 1;
+  if (path.heads_together && turns == 0) return 1;
   const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
-  const int64_t fitting = kStackedBytes / (Score::tile(path).m * row_bytes);
-  const int64_t balanced = p.B * p.H * blocks / (kTasksPerThread * max64(1, threads));
+  int64_t fitting = kStackedBytes / (Score::tile(path).m * row_bytes);
+  if (turns > 0) fitting = min64(fitting, kKeptBytes / (Score::tile(path).m * 8 * max64(1, p.N)));
+  const int64_t heads = p.H / max64(1, turns);
+  const int64_t balanced = p.B * heads * blocks / (kTasksPerThread * max64(1, threads));
   return max64(1, min64(blocks, min64(fitting, balanced)));
+}
+
+// Heads that a task takes one by one, if all their weights are added up and such tasks are enough.
+FASTATTN_SIMD int64_t choose_turns(const ForwardParams& p, const Path& path, int64_t blocks,
+                                   int64_t threads) {
+  const bool has = p.weights_mode != WeightsMode::kNone && p.H > 0 && path.chunks == 1;
+  return has && p.B * heads_out(p) * blocks >= threads ? p.H / heads_out(p) : 0;
 }
 
 template <typename Score>
 FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path, int64_t threads) {
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::tile(path).m);
-  const int64_t stack = choose_stack<Score>(p, path, blocks, threads);
-  const int64_t heads = path.heads_together ? group : min64(group, 1);
+  const int64_t turns = choose_turns(p, path, blocks, threads);
+  const int64_t stack = choose_stack<Score>(p, path, blocks, turns, threads);
+  const int64_t heads = turns == 0 && path.heads_together ? group : min64(group, 1);
   return {p,
           path,
           logit_units(p, Score::scale(p), Score::own_factor(p)),
@@ -59,6 +71,7 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path,
           heads,
           stack,
           ceil_div(blocks, stack),
+          turns,
           later_rows_keep_more(p.mask, p.N)};
 }
 
@@ -80,16 +93,20 @@ class ForwardWorker {
         mask_(p_, scratch_, tile_.m, tile_.n),
         s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
         drop_(p_.dropout.enabled ? scratch_.floats(tile_.n + 4 * kWidth) : nullptr),
-        states_(scratch_, members_, min64(p_.M, tile_.m), values_.stride()) {}
+        states_(scratch_, members_, min64(p_.M, tile_.m), values_.stride()),
+        ld_kept_(round_up(p_.N, kWidth)),
+        kept_(args.turns > 0 ? scratch_.floats(most_rows() * ld_kept_) : nullptr),
+        sums_(args, scratch_, most_rows(), args.turns > 0 ? p_.N : 0) {}
 
   void run(int64_t task) {
     const int64_t stack = task % args_.stacks, outer = task / args_.stacks;
     const int64_t chunk = outer % args_.path.chunks, bh = outer / args_.path.chunks;
-    b_ = bh / (p_.H / args_.heads);
-    h0_ = bh % (p_.H / args_.heads) * args_.heads;
+    const int64_t groups = p_.H / args_.heads_of_task();
+    b_ = bh / groups;
+    h0_ = bh % groups * args_.heads_of_task();
     block0_ = (args_.reverse ? args_.stacks - 1 - stack : stack) * args_.stack;
-    states_.clear();
-    sweep(chunk * args_.path.chunk_keys, min64(p_.N, (chunk + 1) * args_.path.chunk_keys));
+    if (args_.turns > 0) return take_turns();
+    attend_all(chunk);
     for (int64_t g = 0; g < members(); ++g)
       args_.path.chunks == 1 ? write_out(g) : write_partial(g, chunk);
   }
@@ -103,6 +120,29 @@ class ForwardWorker {
     const int64_t i0 = (block0_ + g / args_.heads) * tile_.m;
     return {h0_ + g % args_.heads, i0, min64(tile_.m, p_.M - i0)};
   }
+  void attend_all(int64_t chunk) {
+    states_.clear();
+    sweep(chunk * args_.path.chunk_keys, min64(p_.N, (chunk + 1) * args_.path.chunk_keys));
+  }
+
+  // The rows of a task: several blocks of a head.
+  int64_t most_rows() const { return min64(p_.M, args_.stack * tile_.m); }
+
+  // The outputs of a task's heads, and the weights that they return.
+  void take_turns() {
+    const int64_t i0 = block0_ * tile_.m, rows = min64(most_rows(), p_.M - i0);
+    const KeyRange keys = tile_range(p_.mask, p_.N, b_, i0, i0 + rows);
+    const int64_t begin = max64(0, keys.begin) / kWidth * kWidth, end = h0_ + args_.turns;
+    sums_.begin({b_, h0_ / args_.turns, i0, rows, 0, p_.N});
+    for (; h0_ < end; ++h0_) {
+      fill(kept_, rows * ld_kept_, -kInf);
+      attend_all(0);
+      for (int64_t g = 0; g < members(); ++g) write_out(g);
+      if (begin < keys.end) sums_.add(h0_, begin, keys.end - begin, kept_ + begin, ld_kept_);
+    }
+    sums_.write();
+  }
+
   int64_t members() const { return args_.heads * min64(args_.stack, args_.blocks - block0_); }
 
   // Makes the queries of a member current. Scores without slots load them again, unless there is
@@ -159,6 +199,9 @@ class ForwardWorker {
     if (Score::kHasStrips && args_.path.way == Way::kTiles && !args_.path.values_by_row)
       mask_.find_strips();
     scores_of(score_, args_.units, mask_, m.rows, used, s_, tile_.n);
+    if (args_.turns > 0)
+      logits_of(mask_, args_.units.linear, m.rows, used, s_, tile_.n,
+                kept_ + (m.i0 - block0_ * tile_.m) * ld_kept_ + j0, ld_kept_);
     values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, args_.units.linear,
                   s_, tile_.n, drop_, state.alpha);
     values_.accumulate(s_, tile_.n, m.rows, state.alpha, mask_, state.o);
@@ -199,6 +242,9 @@ class ForwardWorker {
   MaskTile mask_;
   float *s_, *drop_;
   RowStates states_;
+  int64_t ld_kept_;
+  float* kept_;  // logits of a row block and head
+  WeightSums sums_;
   int64_t b_ = 0, h0_ = 0, block0_ = 0;
 };
 
@@ -256,9 +302,9 @@ static void forward(const ForwardParams& p, const Path& path, const Parallel& pa
   const double work = pairs * static_cast<double>(p.D + p.E);
   TaskLoop<ForwardWorker<Score, Values>, ForwardArgs>::run(args, args.tasks(), work, parallel);
   if (args.path.chunks > 1) merge_chunks(args, parallel);
-  if (p.weights_mode == WeightsMode::kNone) return;
+  if (p.weights_mode == WeightsMode::kNone || args.turns > 0) return;
   using Weights = WeightsWorker<Score>;
-  const int64_t tasks = p.B * Weights::heads_out(p) * args.blocks * Weights::panels(args);
+  const int64_t tasks = p.B * heads_out(p) * args.blocks * Weights::panels(args);
   TaskLoop<Weights, ForwardArgs>::run(args, tasks, work, parallel);
 }
 
