@@ -131,6 +131,8 @@ def known_of(call: Call) -> Known | None:
 
 def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) -> None:
     """Keeps what ``recall`` is to give for such a call, if that makes ``canonical`` of tensors."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return  # sizes are tensors, which no other call has
     described = _describe(call)
     dims = {x.dim() for x in call[:3]}
     if described is None or not (dims == {3} or (dims == {4} and known.has_head_dim)):
