@@ -166,7 +166,8 @@ def _differs(given: object, own: Tensor | None) -> bool:
 
 def look_up(description: tuple | None) -> Any:
     """What was kept for the calls that a tuple describes."""
-    return _KNOWN.get(description)
+    # A compiler never gets to the table: compiled code would depend on all that is in it.
+    return None if description is None else _KNOWN.get(description)
 
 
 def table() -> dict:
