@@ -185,7 +185,9 @@ def can_read(x: Tensor) -> bool:
     # A fake tensor has no values, nor has a tensor that is traced under a mode.
     if type(x) is not Tensor or is_in_torch_dispatch_mode():
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    # The second is the tensor of is_grads_batched, which is older than torch.func.
+    return not (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
 # ---- autocast ----
