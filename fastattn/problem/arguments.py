@@ -180,10 +180,14 @@ def can_read(x: Tensor) -> bool:
     """Whether values can be read without a device sync or a graph break."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return False  # a trace would keep what was read
     # A fake tensor has no values, nor has a tensor that is traced under a mode.
     if type(x) is not Tensor or is_in_torch_dispatch_mode():
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    # The second is the tensor of is_grads_batched, which is older than torch.func.
+    return not (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
 # ---- autocast ----

@@ -131,6 +131,8 @@ def known_of(call: Call) -> Known | None:
 
 def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) -> None:
     """Keeps what ``recall`` is to give for such a call, if that makes ``canonical`` of tensors."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return  # sizes are tensors, which no other call has
     described = _describe(call)
     dims = {x.dim() for x in call[:3]}
     if described is None or not (dims == {3} or (dims == {4} and known.has_head_dim)):
@@ -164,7 +166,8 @@ def _differs(given: object, own: Tensor | None) -> bool:
 
 def look_up(description: tuple | None) -> Any:
     """What was kept for the calls that a tuple describes."""
-    return _KNOWN.get(description)
+    # A compiler never gets to the table: compiled code would depend on all that is in it.
+    return None if description is None else _KNOWN.get(description)
 
 
 def table() -> dict:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.problem import Problem, record, relative
+from fastattn.problem import Problem, arguments, record, relative
 
 
 def forward(
@@ -322,9 +322,9 @@ def _masked_matmul(a: Tensor, b: Tensor, kept: Tensor | None) -> Tensor:
     """a @ b where a masked pair contributes nothing, whatever b holds there.
 
     The product leaves out the entries of b that are not finite. The rows that keep such an entry
-    then get it added.
+    then get it added. Where values can be read, finite ones need neither.
     """
-    if kept is None:
+    if kept is None or (arguments.can_read(b) and bool(b.isfinite().all())):
         return a @ b
     out = a @ b.masked_fill(~b.isfinite(), 0.0)
     used = kept.expand(a.shape).to(a.dtype)

@@ -232,6 +232,23 @@ def test_mask_values_do_not_recompile(backend):
     assert count_compilations(step, calls) == 1
 
 
+def test_calls_outside_do_not_recompile(backend):
+    """What they leave in the table of known calls is none of compiled code's business."""
+    q = torch.randn(2, 2, 5, 4)
+
+    def outside(M):
+        x = torch.randn(1, 2, M, 4)
+        attend(x, x, x, bias=fastattn.ALiBi(torch.ones(2)), backend=backend)
+
+    outside(6)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: attend(x, x, x, backend=backend), backend=counter)
+    for M in (7, 8, 9):
+        compiled(q)
+        outside(M)
+    assert counter.frame_count == 1
+
+
 def test_dynamic_shapes_backward(backend):
     step = function("tensors", backend)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)

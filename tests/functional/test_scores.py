@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import assert_close
 
-from fastattn import Mask, attention
+from fastattn import Mask, attention, scores
 
 B, H, M, N, D, E = 2, 4, 5, 7, 3, 2
 
@@ -158,6 +158,25 @@ def test_cosine_of_vectors_of_any_length(dtype, exponent):
     torch.manual_seed(0)
     for found, same in zip(run(2.0**exponent), expected, strict=True):
         assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_cosine_of_ordinary_vectors_is_one_division(dtype, monkeypatch):
+    x, grad = (torch.randn(3, 5, 70).to(dtype) for _ in range(2))
+    x.requires_grad_()
+
+    def run():
+        unit = scores.normalize(x)
+        return unit, *torch.autograd.grad(unit, x, grad)
+
+    with torch.profiler.profile() as profile:
+        short = run()
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::div" in names
+    assert "aten::where" not in names
+    monkeypatch.setattr(scores.arguments, "can_read", lambda x: False)  # as on a GPU
+    for found, expected in zip(short, run(), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])

@@ -23,6 +23,22 @@ def test_output_can_be_viewed_and_written(batched, batch_first):
     torch.testing.assert_close(x.grad, expected)
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_inputs_from_inference_mode_train_the_module(separate):
+    """A frozen model in front of it, for instance."""
+    with torch.inference_mode():
+        x = torch.randn(2, 5, 8)
+    y = torch.randn(2, 3, 8, requires_grad=True) if separate else x
+    ours = MultiheadAttention(8, 2, batch_first=True)
+    theirs = nn.MultiheadAttention(8, 2, batch_first=True)
+    theirs.load_state_dict(ours.state_dict())
+    weights = []
+    for module in (ours, theirs):
+        module(y, x, x)[0].square().sum().backward()
+        weights.append(module.in_proj_weight.grad)
+    torch.testing.assert_close(*weights)
+
+
 def test_public_names_are_those_of_torch(x):
     """Others are free for subclasses."""
     names, of_torch = (

@@ -126,6 +126,13 @@ def test_autocast_is_not_forgotten(table):
     assert sum(type(x) is call_cache.Known for x in table.values()) == 1  # and a plan
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and shape checks are traced
+def test_traced_calls_are_not_kept(table):
+    q = heads()
+    torch.jit.trace(lambda x: sdpa(x, x, x), (q,), check_trace=False)
+    assert not table  # their sizes are tensors
+
+
 def test_gradients_of_a_call_first_seen_without(table):
     x = heads().requires_grad_()
     (want,) = torch.autograd.grad(sdpa(x, x, x).square().sum(), x)

@@ -155,3 +155,14 @@ def test_masked_matmul_keeps_garbage_out_and_puts_used_infinities_back():
         assert out[0] == 1.5
         torch.testing.assert_close(out[1].item(), special, equal_nan=True)
         assert out[2] == 0.0
+
+
+def test_masked_matmul_of_finite_values_is_one_product():
+    kept = torch.tensor([[True, False], [True, True]])
+    a, b = torch.where(kept, 0.5, 0.0), torch.tensor([[1.0], [2.0]])
+    for value, products in ((2.0, 1), (math.inf, 4)):
+        b[1] = value
+        with torch.profiler.profile() as profile:
+            reference._masked_matmul(a, b, kept)
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts["aten::matmul"] == products

@@ -192,6 +192,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if not nested.takes(self, args):
                 return self._not_ours(nested.TAKEN, *args)
             return nested.attend(self, query, self._attend)
+        query, key, value = inputs.that_autograd_saves(query, key, value)
         call = inputs.canonical(
             self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
         )

@@ -51,6 +51,18 @@ def check_tensors(
             raise arguments.no_tensor(name, x)
 
 
+def that_autograd_saves(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of inference tensors in grad mode: those of a frozen part of a model, for instance.
+
+    Autograd saves no inference tensor. With batch_first, torch saves copies anyway.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return query, key, value
+    if not (query.is_inference() or key.is_inference() or value.is_inference()):
+        return query, key, value
+    return of_each(lambda x: x.clone() if x.is_inference() else x, query, key, value)
+
+
 def canonical(
     module: nn.MultiheadAttention,
     query: Tensor,
