@@ -177,6 +177,15 @@ def test_keys_that_are_near_each_other_take_the_fast_loop(opposite, magnitude, i
     assert (reach <= additive.KEY_LIMIT.value).all() == in_range
 
 
+def test_far_keys_of_the_last_head():
+    """Each key head has a loop of its own, also where several query heads share it."""
+
+    def change(t):
+        t.k[-1, -1, 40:50, 2] += 100.0
+
+    check(small("last", B=2, H=4, Hkv=2, M=17, D=4), change)
+
+
 def test_padding_and_keys_past_the_length_do_not_reach(device):
     t = testing.make(SMALL)
     t.k[:, :, 50:] = INF

@@ -184,18 +184,20 @@ def grad_out_of(q, results):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1), (1, 2, 1, 70), (3, 1, 40, 1), (1, 1, 40, 70)], ids=str
+    "shape", [(1, 1, 1, 1), (1, 2, 1, 70), (5, 1, 40, 1), (1, 1, 40, 70)], ids=str
 )
 def test_gradient_of_a_small_bias_is_split_and_added_up(shape, device, monkeypatch):
-    q, k, v = inputs(device, B=3, grad=False)
+    """Also into parts of different size."""
+    q, k, v = inputs(device, B=5, grad=False)
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
     grads = []
-    for programs in (1, 1000):
+    for programs in (1, 9, 1000):
         monkeypatch.setattr(grad_bias, "DBIAS_PROGRAMS", programs)
         leaf = bias.clone().requires_grad_()
         attend(q, k, v, bias=leaf).square().sum().backward()
         grads.append(leaf.grad)
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
+    for grad in grads[1:]:
+        torch.testing.assert_close(grads[0], grad, rtol=1e-4, atol=1e-5)
 
 
 # ---- few queries, whose keys are split ----
@@ -214,6 +216,7 @@ DECODE = [
     decode("bias", bias="bn", bias_inf=True, dropout_p=0.3, dtype=torch.float16),
     decode("wide", H=1, Hkv=1, keep="mn", D=130, E=7),  # repaired where garbage is found
     decode("three", M=1, N=192, H=1, Hkv=1, D=20, E=33),
+    decode("nine", M=1, N=576, H=1, Hkv=1),  # more than the small merge has room for
 ]
 
 

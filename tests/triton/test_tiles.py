@@ -51,6 +51,29 @@ def test_offsets_beyond_32_bits(dim, device):
 
 
 @triton.jit
+def offsets_kernel(out_ptr, x, b, h, H, M):
+    zero = tl.zeros((), tl.int32)
+    i, j = tl.arange(0, 4)[:, None], tl.arange(0, 4)[None, :]
+    pairs = strided.pair_ptrs(x, b + zero, h + zero, i, j)
+    tl.store(out_ptr + i * 4 + j, pairs.to(tl.int64) - x.ptr.to(tl.int64))
+    tl.store(out_ptr + 16 + i, strided.row_numbers(b + zero, h + zero, H, i, M))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_products_beyond_32_bits(dim, device):
+    """A stride within 32 bits, whose product with an index is not. No memory is touched."""
+    strides = [8, 8, 8, 8]
+    strides[dim] = 2**31 - 8
+    x = torch.zeros((), dtype=torch.int8, device=device)
+    out = torch.empty(20, dtype=torch.int64, device=device)
+    b, h, H, M = 3, 5, 7, 2**28
+    offsets_kernel[(1,)](out, strided.View(x, *strides), b, h, H, M)
+    start = b * strides[0] + h * strides[1]
+    want = [start + i * strides[2] + j * strides[3] for i in range(4) for j in range(4)]
+    assert out.tolist() == [*want, *((b * H + h) * M + i for i in range(4))]
+
+
+@triton.jit
 def place_kernel(out_ptr, n_blocks, H, REVERSE: tl.constexpr):
     block, b, h = strided.place(n_blocks, H, REVERSE)
     to = out_ptr + tl.program_id(0) * 3
