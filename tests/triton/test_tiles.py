@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastattn.kernels.loop import gaussian
 from fastattn.kernels.tile import strided
 
 INF, NAN = math.inf, math.nan
@@ -71,6 +72,21 @@ def test_products_beyond_32_bits(dim, device):
     start = b * strides[0] + h * strides[1]
     want = [start + i * strides[2] + j * strides[3] for i in range(4) for j in range(4)]
     assert out.tolist() == [*want, *((b * H + h) * M + i for i in range(4))]
+
+
+@triton.jit
+def sums_kernel(out_ptr, head, padded, D):
+    i = tl.arange(0, 2)
+    at = gaussian.side_offsets(head + tl.zeros((), tl.int32), i, i, padded, D)
+    tl.store(out_ptr + i[:, None] * 2 + i[None, :], at)
+
+
+def test_sums_beyond_32_bits(device):
+    """The workspaces of other scores than the dot product, [heads, dims, tokens]."""
+    out = torch.empty(4, dtype=torch.int64, device=device)
+    head, padded, D = 4000, 2**16, 33
+    sums_kernel[(1,)](out, head, padded, D)
+    assert out.tolist() == [(head * 34 + d) * padded + i for i in range(2) for d in range(2)]
 
 
 @triton.jit
