@@ -58,8 +58,11 @@ ADDITIVE = [
         "  __syncthreads();\n  const float factor = kGradUnit", "  const float factor = kGradUnit",
         "backward.cuh",
     ),
-    of_one_pass("a distance where dS is 0", "pair[s] == 0.f ? 0.f : (other", "(other",
-                "differences.cuh"),
+    of_file(
+        "one pass: a distance where dS is 0", "additive/differences.cuh",
+        "pair[s] == 0.f ? 0.f : (other", "(other", "test_case and gaussian-garbage",
+        "additive/gradients.cu",
+    ),
     of_parts("dw of three warps", "for (int n = 1; n < kWarps; ++n) sum += sums",
              "for (int n = 2; n < kWarps; ++n) sum += sums"),
     of_file(
@@ -71,11 +74,6 @@ ADDITIVE = [
         "additive: scores of operands that others still stage", "additive/tile.cuh",
         "units + d0 + thread()];\n    __syncthreads();", "units + d0 + thread()];", "test_corner",
         "additive/forward.cu",
-    ),
-    of_file(
-        "additive: a maximum that a lane has not read yet", "tile/softmax.cuh",
-        "    __syncwarp();  // each lane has read m; a shuffle alone does not order memory\n", "",
-        "test_corner", "additive/forward.cu",
     ),
     of_file(
         "additive delta: terms that others have not written", "additive/delta.cu",
@@ -117,12 +115,17 @@ ADDITIVE = [
         "  near = __syncthreads_and(near);\n", "", "test_case or out_of_range",
     ),
     of_file(
+        "additive keys: a stage over one that others still read", "additive/prepare.cu",
+        "    __syncthreads();\n    stage_transposed(p.k", "    stage_transposed(p.k",
+        "fast_loop or ends_of_tiles",
+    ),
+    of_file(
         "additive queries: the centre of another head", "additive/prepare.cu",
         "(b * p.Hkv + at.hkv) * a.at.dims", "b * p.Hkv * a.at.dims", "test_case or out_of_range",
     ),
     of_file(
         "additive keys: a stage that others still copy", "additive/prepare.cu",
         "staged);\n    __syncthreads();\n    // The clamp", "staged);\n    // The clamp",
-        "test_corner",
+        "fast_loop",
     ),
 ]  # fmt: skip

@@ -294,17 +294,19 @@ DOT = [
         "if (begin <= key && key < end)", "if (begin < key && key < end)", "test_corner",
         "dot/forward.cu",
     ),
-    of_grads(
-        "gradients: rows of the first of two tiles of keys", "min64(tiles, ceil_div(j1, kTile))",
-        "at.j0 / kTile + 1", "AssertionError",
+    of_file(
+        "gradients: rows of the first of two tiles of keys", "dot/wgmma_grads.cuh",
+        "min64(tiles, ceil_div(j1, kTile))", "at.j0 / kTile + 1", "documents",
+        "dot/backward_wgmma.cu",
     ),
     of_grads(
         "gradients: the masked tiles of a head once more", "(late < 0 ? 0 : masked))}", "0)}",
         "AssertionError",
     ),
-    of_warpgroups(
-        "a tile that the first keys cut counts as full", "ceil_div(all.begin, kSize))",
-        "all.begin / kSize)", "AssertionError",
+    of_file(
+        "a tile that the first keys cut counts as full", "dot/wgmma_block.cuh",
+        "ceil_div(all.begin, kSize))", "all.begin / kSize)", "window or kv-begin",
+        "dot/forward_wgmma.cu",
     ),
     of_warpgroups(
         "tensor maps: strides in numbers", "static_cast<cuuint64_t>(strides[n]) * 2",
