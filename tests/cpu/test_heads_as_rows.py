@@ -71,3 +71,10 @@ def test_gradient_of_every_bias(isa, letters):
     sizes = dict(B=3, H=24, Hkv=2, M=1, N=500, D=16, E=12, bias=letters)
     testing.check(Case("bias", **sizes), "cpu")
     testing.check(Case("bias", dtype=torch.bfloat16, **sizes), "cpu")
+
+
+@pytest.mark.parametrize("left", [298, 299, 300])
+def test_a_window_that_ends_at_the_first_key(isa, left):
+    """A row has its own diagonal, a head has none: the next heads keep the first key too."""
+    case = sized(4, "none", N=300, D=8, E=8, causal="bottom_right", window=(left, -1))
+    testing.check(case, "cpu")

@@ -5,6 +5,7 @@ the smaller cases under AddressSanitizer and UndefinedBehaviorSanitizer, with ev
 workspace as an allocation of its exact size.
 """
 
+import ctypes
 import dataclasses
 import math
 
@@ -316,6 +317,24 @@ def test_saturation_at_both_ends_of_the_range(backend, distance):
     t.q[:, :, :7] += distance
     t.q[:, :, 7:14] -= distance
     assert_right(RANGES, t, backend)
+
+
+@pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU counts no tiles")
+@pytest.mark.parametrize(
+    ("opposite", "magnitude", "direct"),
+    [(0.0, 3.0, 0), (60.0, 3.0, 0), (3000.0, 1.0, 0), (0.0, 30.0, 2), (1e4, 1.0, 0)],
+)
+def test_keys_that_are_near_each_other_take_the_fast_loop(backend, opposite, magnitude, direct):
+    """What a tile of keys is taken for changes no result, but the time."""
+    case = Case("near", "additive", B=1, H=1, Hkv=1, M=20, N=70, D=40, E=3,
+                opposite=opposite, magnitude=magnitude)  # fmt: skip
+    library = ctypes.CDLL(str(shim_backend.library()))
+    library.shim_scored.restype = ctypes.c_uint64
+    before = [library.shim_scored(x) for x in (0, 1)]
+    t = testing.make(case)
+    attend(t.q, t.k, t.v, t.w, backend=backend)
+    after = [library.shim_scored(x) for x in (0, 1)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2 - direct, direct]
 
 
 @pytest.mark.parametrize("size", [1e-27, 1e27])

@@ -178,6 +178,24 @@ def test_queries_without_keys_reach_nothing(backend, score, garbage):
     assert_same_bits(run(garbage), clean)
 
 
+@garbage
+@scores
+def test_queries_without_keys_reach_nothing_beside_heads_without_a_mask(backend, score, garbage):
+    """Keys that several heads share: one of these masks nothing."""
+    keep = torch.ones(1, 2, 3, N, dtype=torch.bool)
+    keep[0, 0, 1] = False
+
+    def run(value):
+        call = inputs(score, 1, 2, Hkv=1, M=3, N=N, D=D, E=E)
+        call["query"][0, 0, 1] = value
+        return everything(call, mask=Mask(keep=keep), backend=backend)
+
+    torch.manual_seed(0)
+    clean = run(0.0)
+    torch.manual_seed(0)
+    assert_same_bits(run(garbage), clean)
+
+
 def surrounded(x, value):
     """x as a part of a larger tensor, with `value` everywhere else."""
     padded = x.new_full([s + 3 for s in x.shape], value)

@@ -50,6 +50,7 @@ CASES = [
     small("mqa", H=3, Hkv=1, N=40),
     small("sliced", layout="sliced", causal="top_left"),
     small("tall", M=70, N=20, causal="bottom_right", lse=True),
+    small("many-queries", H=1, Hkv=1, M=130, N=9, D=3),  # dw is added up in blocks of 128
     small("kv-len", B=2, kv_len="batch", weights="mean", lse=True),
     small("kv-len-rows", B=2, M=70, kv_len="rows", lse=True),
     small("kv-begin", B=2, kv_begin="batch", weights="full", garbage=math.nan),
@@ -177,6 +178,15 @@ def test_keys_that_are_near_each_other_take_the_fast_loop(opposite, magnitude, i
     assert (reach <= additive.KEY_LIMIT.value).all() == in_range
 
 
+def test_far_keys_of_the_last_head():
+    """Each key head has a loop of its own, also where several query heads share it."""
+
+    def change(t):
+        t.k[-1, -1, 40:50, 2] += 100.0
+
+    check(small("last", B=2, H=4, Hkv=2, M=17, D=4), change)
+
+
 def test_padding_and_keys_past_the_length_do_not_reach(device):
     t = testing.make(SMALL)
     t.k[:, :, 50:] = INF
@@ -242,24 +252,32 @@ def first_of_batch(t):
     return testing.Tensors(**tensors)
 
 
-def test_offsets_beyond_32_bits(device):
-    """Two keys 2^31 elements apart."""
-    far = 2**31 + 8
+FAR = 2**31 // 3 + 8  # a stride within 32 bits, whose product with 3 is not
+
+
+@pytest.mark.parametrize(
+    ("name", "strides"),
+    [("k", (0, 0, FAR, 1)), ("k", (0, 0, 1, FAR)), ("w", (FAR, 1))],
+    ids=["keys", "columns", "weights"],
+)
+def test_offsets_beyond_32_bits(name, strides, device):
     try:
-        storage = torch.empty(far + 8, dtype=torch.float16, device=device)
+        storage = torch.empty(3 * FAR + 8, dtype=torch.float16, device=device)
     except RuntimeError:
         pytest.skip("needs 4.3 GB of address space")
     rng = torch.Generator().manual_seed(0)
-    for M in (2, 6):
-        q = torch.randn(1, 1, M, 4, generator=rng).half().to(device)
-        w = torch.randn(1, 4, generator=rng).half().to(device)
-        k = storage.as_strided((1, 1, 2, 4), (0, 0, far, 1))
-        k.copy_(q[:, :, :2])
-        out, near = (
-            torch.ops.fastattn.triton_forward(*Call(q, x, x, w, score=SCORES["additive"]))[0]
-            for x in (k, k.clone())
+    for M, magnitude in ((2, 1.0), (6, 1.0), (6, 1e3)):  # a row apart; both loops of tiles
+        q, k = (magnitude * torch.randn(1, n, m, 4, generator=rng) for n, m in ((4, M), (1, 4)))
+        near = dict(q=q, k=k, w=torch.randn(4, 4, generator=rng))
+        near = {n: x.half().to(device) for n, x in near.items()}
+        far = near | {name: storage.as_strided(near[name].shape, strides).copy_(near[name])}
+        out, want = (
+            torch.ops.fastattn.triton_forward(
+                *Call(x["q"], x["k"], near["k"], x["w"], score=SCORES["additive"])
+            )[0]
+            for x in (far, near)
         )
-        assert torch.equal(out, near)
+        assert torch.equal(out, want)
 
 
 def test_operators_pass_opcheck(device):

@@ -52,6 +52,7 @@ MASKS = {
     "keep-rows": Mask(keep=torch.rand(1, H, M, 1, generator=rng) < 0.5),
     "all": Mask("top_left", (30, -1), lengths(B, M), blocky(B, 1, M, N), lengths(B, M) // 4),
 }
+KEEP_STRIDES = [f"keep_stride_{dim}" for dim in "bhmn"]
 every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
@@ -139,8 +140,26 @@ def test_ranges_hold_every_kept_pair_and_full_blocks_are_full(mask, columns, dev
         assert full_end - full_begin == sum(full[b, line, begin:end].tolist())
 
 
+@pytest.fixture(params=[None, 2], ids=["", "read-in-parts"])
+def read_at_once(request, monkeypatch):
+    """How many blocks the kernels that make lists read at a time; None: enough for all here."""
+    if request.param is None:
+        return
+    real = block_lists.launch
+
+    def launch(kernel, programs):
+        def run(*args, **options):
+            options |= {"CHUNK": request.param} if "CHUNK" in options else {}
+            return real(kernel, programs)(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(block_lists, "launch", launch)
+
+
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @every_mask
+@pytest.mark.usefixtures("read_at_once")
 def test_lists_are_the_classes_of_tiles(mask, columns, device):
     call, kept = call_of(mask, device=device)
     lists = block_lists.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N, columns)
@@ -155,7 +174,8 @@ def test_lists_are_the_classes_of_tiles(mask, columns, device):
 def test_a_broadcast_bias_is_scanned(shape, columns, device):
     bias = torch.zeros(shape)
     bias[..., :9] = -torch.inf  # a skipped tile and a partial one
-    bias[..., 20:30] = 0.5  # partial ones
+    bias[..., 20:24] = 0.5  # partial ones
+    bias[..., 24:32] = -0.5
     call, kept = call_of(Mask("top_left"), bias, device)
     lists = block_lists.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N, columns)
     full = (bias == 0).expand(B, H, M, N)
@@ -181,6 +201,50 @@ def assert_lists(lists, kept, plain, columns):
         want = [torch.where(classes[b, h, line] == kind)[0].tolist() for kind in (1, 2)]
         assert counts[at].tolist() == [len(w) for w in want]
         assert blocks[at, : len(want[0]) + len(want[1])].tolist() == want[0] + want[1]
+
+
+def far_apart(x, dim, before=0):
+    """x in memory of its own, and its strides: one is within 32 bits, its products are not.
+
+    ``before``: numbers of memory before it, where a product of 32 bits would be.
+    """
+    strides = list(x.contiguous().stride())
+    strides[dim] = 2**31 // (x.shape[dim] - 1) + x.numel()
+    size = before + 2**31 + 3 * x.numel() * x.shape[dim]
+    try:
+        memory = torch.empty(size, dtype=x.dtype, device=x.device)  # most pages stay untouched
+    except RuntimeError:
+        pytest.skip(f"needs {size * x.element_size() / 1e9:.1f} GB of address space")
+    memory.as_strided(x.shape, strides, before).copy_(x)
+    return memory[before:], strides
+
+
+@pytest.mark.parametrize("dim", range(4), ids=["batch", "head", "row", "key"])
+def test_a_dense_mask_beyond_32_bits(dim, device):
+    call, _ = call_of(Mask(), device=device)
+    keep = (torch.rand(4, 4, 4, 4, generator=rng) < 0.5).to(device, torch.uint8)
+    memory, strides = far_apart(keep, dim, before=2**31)
+    given = dict(zip(KEEP_STRIDES, strides, strict=True))
+    mask = masking.mask_args(call)._replace(keep_ptr=memory, **given)
+    out = torch.empty(keep.shape, dtype=torch.int8, device=device)
+    keep_kernel[(16,)](out, mask, 4, 4, 4, BM=4, BN=4)
+    assert out.equal(keep.to(torch.int8))
+
+
+@pytest.mark.parametrize("dim", range(2), ids=["batch", "row"])
+@pytest.mark.parametrize("limit", ["kv_len", "kv_begin"])
+def test_limits_beyond_32_bits(limit, dim, device):
+    call, _ = call_of(Mask(), device=device)
+    shape = (4, 4) if dim else (4, 1)
+    keys = torch.randint(0, 5, shape, generator=rng, dtype=torch.int32).to(device)
+    memory, (stride_b, stride_m) = far_apart(keys, dim)
+    names = (f"{limit}_{name}" for name in ("ptr", "stride_b", "stride_m"))
+    given = dict(zip(names, (memory, stride_b, stride_m if dim else None), strict=True))
+    out = torch.empty(4, 4, 4, dtype=torch.int8, device=device)
+    keep_kernel[(4,)](out, masking.mask_args(call)._replace(**given), 1, 4, 4, BM=4, BN=4)
+    j, bound = torch.arange(4, device=device), keys[..., None]
+    want = (j < bound) if limit == "kv_len" else (j >= bound)
+    assert out.bool().equal(want.expand(4, 4, 4))
 
 
 def test_lengths_from_user_memory_are_clamped(device):

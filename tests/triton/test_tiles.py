@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastattn.kernels.loop import gaussian
 from fastattn.kernels.tile import strided
 
 INF, NAN = math.inf, math.nan
@@ -48,6 +49,44 @@ def test_offsets_beyond_32_bits(dim, device):
     out = torch.zeros(shape, dtype=torch.float16, device=device)
     copy_kernel[tuple(shape[:2])](strided.view(x), strided.view(out), *shape[2:], R=16, C=16)
     assert out.flatten().tolist() == [1.0, 2.0]
+
+
+@triton.jit
+def offsets_kernel(out_ptr, x, b, h, H, M):
+    zero = tl.zeros((), tl.int32)
+    i, j = tl.arange(0, 4)[:, None], tl.arange(0, 4)[None, :]
+    pairs = strided.pair_ptrs(x, b + zero, h + zero, i, j)
+    tl.store(out_ptr + i * 4 + j, pairs.to(tl.int64) - x.ptr.to(tl.int64))
+    tl.store(out_ptr + 16 + i, strided.row_numbers(b + zero, h + zero, H, i, M))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_products_beyond_32_bits(dim, device):
+    """A stride within 32 bits, whose product with an index is not. No memory is touched."""
+    strides = [8, 8, 8, 8]
+    strides[dim] = 2**31 - 8
+    x = torch.zeros((), dtype=torch.int8, device=device)
+    out = torch.empty(20, dtype=torch.int64, device=device)
+    b, h, H, M = 3, 5, 7, 2**28
+    offsets_kernel[(1,)](out, strided.View(x, *strides), b, h, H, M)
+    start = b * strides[0] + h * strides[1]
+    want = [start + i * strides[2] + j * strides[3] for i in range(4) for j in range(4)]
+    assert out.tolist() == [*want, *((b * H + h) * M + i for i in range(4))]
+
+
+@triton.jit
+def sums_kernel(out_ptr, head, padded, D):
+    i = tl.arange(0, 2)
+    at = gaussian.side_offsets(head + tl.zeros((), tl.int32), i, i, padded, D)
+    tl.store(out_ptr + i[:, None] * 2 + i[None, :], at)
+
+
+def test_sums_beyond_32_bits(device):
+    """The workspaces of other scores than the dot product, [heads, dims, tokens]."""
+    out = torch.empty(4, dtype=torch.int64, device=device)
+    head, padded, D = 4000, 2**16, 33
+    sums_kernel[(1,)](out, head, padded, D)
+    assert out.tolist() == [(head * 34 + d) * padded + i for i in range(2) for d in range(2)]
 
 
 @triton.jit

@@ -81,12 +81,20 @@ FASTATTN_DEVICE void curve_tile(const AttentionParams& p, Fragment& s, float* sl
   });
 }
 
+// Tests on a CPU count the tiles that take an exponential for each pair and dim.
+FASTATTN_DEVICE void count_score([[maybe_unused]] bool direct) {
+#if defined(FASTATTN_CUDA_ON_CPU)
+  if (threadIdx.x == 0) ++cuda_on_cpu::score_tiles[direct];
+#endif
+}
+
 // The logits of a tile. Sums have two levels, because one sum over all dims loses digits.
 // Begins with a barrier, so other threads may still read the stage before the call. Ends without a
 // barrier. `slopes`: see curve_tile().
 FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBits bits,
                                 StageMemory& memory, Fragment& s, float* slopes = nullptr) {
   const bool gaussian = is_gaussian(t.p), direct = is_direct(t, at);
+  count_score(direct);
   const int64_t head = weights_head(t, at);
   const int64_t units = t.panels.units + head * t.panels.dims;
   const float* const halves = t.workspace + t.panels.halves + at.h * t.panels.stages;

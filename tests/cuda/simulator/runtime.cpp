@@ -24,6 +24,7 @@ namespace cuda_on_cpu {
 int current_gpu = 0, gpu_of_tensors = 0;
 thread_local bool has_context = false;
 uint64_t visited_tiles[2] = {};
+uint64_t score_tiles[2] = {};
 uint32_t latest_grids[2] = {};
 
 namespace {
@@ -235,7 +236,7 @@ cudaError_t run_block(size_t bytes, void (*body)(void*), void* context) {
     thread.state = State::kReady;
     thread.fiber.start(body, context);
   }
-  for (bool upwards = true; !all_done(); upwards = !upwards) {
+  for (bool upwards = blockIdx.x % 2 == 0; !all_done(); upwards = !upwards) {
     bool any = false;
     for (unsigned n = 0; n <= kPatience && !any; ++n) any = run_warps(upwards);
     if (!any) return divergence();
@@ -379,6 +380,8 @@ extern "C" void shim_place_tensors(int gpu) { cuda_on_cpu::gpu_of_tensors = gpu;
 
 // Tiles that kernels have visited, inside the mask and outside; for tests.
 extern "C" uint64_t shim_visited(int outside) { return cuda_on_cpu::visited_tiles[outside]; }
+// Those of additive scores, from factors and direct.
+extern "C" uint64_t shim_scored(int direct) { return cuda_on_cpu::score_tiles[direct]; }
 
 // Blocks of the latest launch, or of the one before it; for tests.
 extern "C" uint32_t shim_blocks(int before) { return cuda_on_cpu::latest_grids[before]; }

@@ -1,8 +1,8 @@
 // Which of the legal orders a block runs in, and what runtime.cpp offers to async.cpp.
 //
-// Schedule 0: warps in turn, up and down; copies and products as late as possible. Others draw the
-// order at random; by the number's bits, products early, copies early, and one warp that runs when
-// no other can.
+// Schedule 0: warps in turn, up and down from barrier to barrier, odd blocks down first; copies and
+// products as late as possible. Others draw the order at random; by the number's bits, products
+// early, copies early, and one warp that runs when no other can.
 #pragma once
 
 #include <functional>
