@@ -40,7 +40,9 @@ def sweep_keys(
     i = (i0 + tl.arange(0, spec.BLOCK_M))[:, None]
     row_begin, row_end = row_range(mask, b, i, M, N)
     keys = key_count(mask, b, N)
-    for n in tl.range(0, span.count * PASS.SLICES, num_stages=1 if PASS.EXACT else spec.STAGES):
+    stages: tl.constexpr = 1 if PASS.EXACT else spec.STAGES
+    # Invariants of an exact sweep spill.
+    for n in tl.range(0, span.count * PASS.SLICES, num_stages=stages, disable_licm=PASS.EXACT):
         j0 = step_start(lists, span, n, PASS)
         offs_n = j0 + tl.arange(0, PASS.SIZE)
         side_k = load_side(k, terms, b, h // dims.group, offs_n, keys, spec, PASS.MASKED)
