@@ -30,9 +30,17 @@ constexpr int64_t kStackedBytes = 900 * 1024;
 #else
 constexpr int64_t kStackedBytes = 300 * 1024;
 #endif
-// Of logits and sums of weights of a task. Measured: 600 KiB is 5 to 13% slower in bf16 (Zen 5).
+// Of the logits that a task keeps, and of its sums of weights. Measured: 600 KiB is 5 to 13% slower
+// in bf16 (Zen 5). One row block may take more, up to kMostKept.
 constexpr int64_t kKeptBytes = 2600 * 1024;
+constexpr int64_t kMostKept = 32 << 20;
 constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
+
+// Of one row block: 4 for each logit, and 4 for each sum.
+template <typename Score>
+FASTATTN_SIMD int64_t kept_bytes(const ForwardParams& p, const Path& path) {
+  return 8 * Score::tile(path).m * p.N;
+}
 
 // How many row blocks a task stacks. Those of packed documents have few keys in common: each has
 // tiles that begin with its own first key.
@@ -43,23 +51,25 @@ FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int
   if (path.heads_together && turns == 0) return 1;
   const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
   int64_t fitting = kStackedBytes / (Score::tile(path).m * row_bytes);
-  if (turns > 0) fitting = min64(fitting, kKeptBytes / (Score::tile(path).m * 8 * max64(1, p.N)));
+  if (turns > 0) fitting = min64(fitting, kKeptBytes / max64(1, kept_bytes<Score>(p, path)));
   const int64_t heads = p.H / max64(1, turns);
   const int64_t balanced = p.B * heads * blocks / (kTasksPerThread * max64(1, threads));
   return max64(1, min64(blocks, min64(fitting, balanced)));
 }
 
 // Heads that a task takes one by one, if all their weights are added up and such tasks are enough.
+template <typename Score>
 FASTATTN_SIMD int64_t choose_turns(const ForwardParams& p, const Path& path, int64_t blocks,
                                    int64_t threads) {
-  const bool has = p.weights_mode != WeightsMode::kNone && p.H > 0 && path.chunks == 1;
-  return has && p.B * heads_out(p) * blocks >= threads ? p.H / heads_out(p) : 0;
+  const bool has = p.weights_mode != WeightsMode::kNone && p.H > 0;
+  if (!has || path.chunks > 1 || kept_bytes<Score>(p, path) > kMostKept) return 0;
+  return p.B * heads_out(p) * blocks >= threads ? p.H / heads_out(p) : 0;
 }
 
 template <typename Score>
 FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path, int64_t threads) {
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::tile(path).m);
-  const int64_t turns = choose_turns(p, path, blocks, threads);
+  const int64_t turns = choose_turns<Score>(p, path, blocks, threads);
   const int64_t stack = choose_stack<Score>(p, path, blocks, turns, threads);
   const int64_t heads = turns == 0 && path.heads_together ? group : min64(group, 1);
   return {p,
