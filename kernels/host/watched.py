@@ -18,8 +18,8 @@ from .prepared import ONCE, Empty, Launch, Launcher, Operator, Plan
 
 aten = torch.ops.aten
 ALLOCATE = {
-    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
-    aten.new_empty.default, aten.new_empty_strided.default,
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default,
+    aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default,
 }  # fmt: skip
 
 APART = 512  # bytes, as PyTorch's allocator has it: no two tensors share a line of a cache
