@@ -43,7 +43,7 @@ inline Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, Scala
 inline Tensor empty_out(const Tensor& q, const AttentionParams& p, ScalarType dtype) {
   const int64_t b = q.stride(0), h = q.stride(1), m = q.stride(2);
   std::array<int, 4> order{0, 1, 2, 3};  // outermost first
-  if (0 < h && h < m) {
+  if (q.size(1) == 1 || (0 < h && h < m)) {
     order = {0, 2, 1, 3};
     if (0 < b && b < m) order = {2, 0, 1, 3};
   }

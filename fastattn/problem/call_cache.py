@@ -108,7 +108,7 @@ class Known(NamedTuple):
 
 # Keys are descriptions: _describe makes that of a function's call, inference.py a module's, and
 # direct.py one of bytes.
-_KNOWN: dict[tuple | bytes | None, Any] = {}
+_KNOWN: dict[tuple | bytes, Any] = {}
 _MOST_KNOWN = 1024
 _paused = False
 

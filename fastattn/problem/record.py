@@ -40,9 +40,10 @@ def out_dims(q: Tensor) -> tuple[int, int, int, int]:
 
     ``torch.nn.functional.scaled_dot_product_attention`` lays out its output so too. A contiguous q
     gets a contiguous output; the output of heads split from tokens merges into tokens as a view.
+    With other orders, and expanded heads, the output is contiguous.
     """
     b, h, m, _ = q.stride()
-    if not 0 < h < m:
+    if q.shape[1] != 1 and not 0 < h < m:  # the stride of one head means nothing
         return 0, 1, 2, 3
     return (2, 0, 1, 3) if 0 < b < m else (0, 2, 1, 3)
 

@@ -35,7 +35,7 @@ def sweep_rows(
     M, N = dims.M, dims.N
     j = (j0 + tl.arange(0, spec.BLOCK_N))[:, None]
     stages: tl.constexpr = 1 if PASS.EXACT else spec.STAGES
-    # Invariants of an exact sweep spill. Without them, ptxas spills more of float32.
+    # Invariants of an exact sweep spill. In float32, ptxas spills more if they are not hoisted.
     hoist: tl.constexpr = not PASS.EXACT or q.ptr.dtype.element_ty == tl.float32
     for n in tl.range(0, span.count * PASS.SLICES, num_stages=stages, disable_licm=not hoist):
         i0 = step_start(lists, span, n, PASS)

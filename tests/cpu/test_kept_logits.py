@@ -20,6 +20,7 @@ PROBLEMS = {
     "blocks": dict(keep="mn", weights="mean"),
     "softcap": dict(softcap=3.0),
     "few": dict(M=5, weights="mean"),
+    "forms": dict(weights="mean"),
     "bfloat16": dict(dtype=torch.bfloat16, weights="mean", bias="bmn"),
 }
 
@@ -41,6 +42,8 @@ def test_both_ways_give_the_same_bits(isa, score, name, with_threads):
     if name == "blocks":  # some strips of rows lack columns
         keep = torch.rand(10, 19).lt(0.3).repeat_interleave(16, 0).repeat_interleave(16, 1)
         t = dataclasses.replace(t, mask=Mask(keep=keep[:150, :300]))
+    if name == "forms":  # values that do not fit into halves, where AMX-FP16 takes those
+        t.v[:, :, ::7] *= 2.0**-40
     found = []
     for threads in (1, 64):
         with_threads(threads)

@@ -122,6 +122,15 @@ def test_output_in_the_order_of_the_query(backend, score, E, order):
     assert out.permute(ORDERS[order]).is_contiguous()
 
 
+def test_the_stride_of_one_head_decides_nothing(backend):
+    key, value = torch.randn(3, 1, 7, 6), torch.randn(3, 1, 7, 6)
+    query = torch.randn(5, 3, 6)  # sequence first
+    for stride in (1, 6, 1000):
+        q = query.as_strided((3, 1, 5, 6), (6, stride, 18, 1))
+        out = attend(q, key, value, backend=backend)
+        assert out.permute(2, 0, 1, 3).is_contiguous()
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_output_in_pytorchs_layout(backend, order):
     q, k, v = (permuted(*order)(torch.randn(3, 4, 5, 6)) for _ in range(3))

@@ -30,8 +30,8 @@ constexpr int64_t kStackedBytes = 900 * 1024;
 #else
 constexpr int64_t kStackedBytes = 300 * 1024;
 #endif
-// Of the logits that a task keeps, and of its sums of weights. Measured: 600 KiB is 5 to 13% slower
-// in bf16 (Zen 5). One row block may take more, up to kMostKept.
+// Bytes of the logits that a task keeps, and of its sums of weights. Measured: 600 KiB is 5 to 13%
+// slower in bf16 (Zen 5). One row block may take more, up to kMostKept.
 constexpr int64_t kKeptBytes = 2600 * 1024;
 constexpr int64_t kMostKept = 32 << 20;
 constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
@@ -58,12 +58,15 @@ FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int
 }
 
 // Heads that a task takes one by one, if all their weights are added up and such tasks are enough.
+// Where the form of a tile may vary, another sweep could round its scores differently. The number
+// of threads must not decide then.
 template <typename Score>
 FASTATTN_SIMD int64_t choose_turns(const ForwardParams& p, const Path& path, int64_t blocks,
                                    int64_t threads) {
   const bool has = p.weights_mode != WeightsMode::kNone && p.H > 0;
   if (!has || path.chunks > 1 || kept_bytes<Score>(p, path) > kMostKept) return 0;
-  return p.B * heads_out(p) * blocks >= threads ? p.H / heads_out(p) : 0;
+  const bool enough = Score::has_forms(p) || p.B * heads_out(p) * blocks >= threads;
+  return enough ? p.H / heads_out(p) : 0;
 }
 
 template <typename Score>
@@ -253,7 +256,7 @@ class ForwardWorker {
   float *s_, *drop_;
   RowStates states_;
   int64_t ld_kept_;
-  float* kept_;  // logits of a row block and head
+  float* kept_;  // logits of a task's rows, of one head
   WeightSums sums_;
   int64_t b_ = 0, h0_ = 0, block0_ = 0;
 };

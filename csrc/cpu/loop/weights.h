@@ -2,9 +2,9 @@
 // in head order in scratch memory, so that nothing of size H M N exists.
 //
 // A task of the forward pass that takes its heads one after another keeps the logits of one. It
-// adds up the weights when it knows the stats of the head's rows. Where keys are split, or such
-// tasks would be too few, another sweep recomputes the scores. Both give the same bits:
-// docs/decisions/0030-kept-logits.md.
+// adds up the weights when it knows the stats of the head's rows. Another sweep recomputes the
+// scores where keys are split, or where such tasks would be too few or keep too much. Both give the
+// same bits, unless a tile has a choice of forms: docs/decisions/0030-kept-logits.md.
 #pragma once
 
 #include "cpu/loop/args.h"

@@ -45,6 +45,8 @@
 //     // Called before the scores of a tile are computed. A score with several accurate ways
 //     // to compute them may have to know which pairs matter. Returns whether the tile needs the
 //     // wide form. use_form() follows, with true if score or values need the wide form.
+//     // has_forms(): whether there are two.
+//     static bool has_forms(const AttentionParams& p);
 //     bool look_at(const MaskTile& mask);
 //     void use_form(bool wide);
 //
@@ -127,6 +129,7 @@ constexpr float sign_of(float x) { return x == 0.f ? x : __builtin_copysignf(1.f
 struct ScoreDefaults : FormDefaults {
   static double scale(const AttentionParams&) { return 0.6931471805599453; }  // ln 2
   static float own_factor(const AttentionParams&) { return 1.f; }
+  static bool has_forms(const AttentionParams&) { return false; }
 
   static constexpr int64_t kBeginStep = kWidth;
   static constexpr bool kCanNarrow = false, kHasSlots = false, kHasStrips = false;

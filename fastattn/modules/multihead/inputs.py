@@ -54,7 +54,7 @@ def check_tensors(
 def that_autograd_saves(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Copies of inference tensors in grad mode: those of a frozen part of a model, for instance.
 
-    Autograd saves no inference tensor. With batch_first, torch saves copies anyway.
+    Autograd saves no inference tensor. With batch_first, torch's module makes copies too.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return query, key, value

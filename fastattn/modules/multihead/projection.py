@@ -105,10 +105,9 @@ def _heads_first(x: Tensor, batch_first: bool) -> Tensor:
 
 
 def merge_heads(x: Tensor, batch_first: bool) -> Tensor:
-    """From [B, H, M, D] to (B, M, E), a view of the memory [B, M, H, D]; or to (M, B, E), a copy.
+    """From [B, H, M, D] to (B, M, E) or (M, B, E): a view where memory has this order, or a copy.
 
-    The copy is needed because callers of the sequence-first layout ``view`` the output, as torch's
-    allows.
+    Sequence first, it is contiguous: callers ``view`` it, as torch's allows.
     """
     x = x.transpose(1, 2).flatten(2)
     return x if batch_first else x.transpose(0, 1).contiguous()

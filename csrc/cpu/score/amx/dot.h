@@ -42,6 +42,10 @@ class AmxDotScore : public ScoreDefaults {
     return input_unit(p.q.dtype) * input_unit(p.q.dtype);
   }
 
+  static bool has_forms(const AttentionParams& p) {
+    return form_of(p.q.dtype) != wide_form_of(p.q.dtype);
+  }
+
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
     keys_.load(matrix_at(p_.k, b, hkv, j0, cols, p_.D), input_unit_);
