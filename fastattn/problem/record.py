@@ -55,7 +55,7 @@ def empty_out(q: Tensor, E: int, dtype: torch.dtype) -> Tensor:
 
 
 def laid_out(q: Tensor, out: Tensor) -> Tensor:
-    """A copy of the output, as ``out_dims`` says."""
+    """A copy of an output, laid out as ``out_dims`` says."""
     dims = out_dims(q)
     # Not written into a new tensor: compiled by torch 2.11, that write is lost.
     copy = out.permute(dims).clone(memory_format=torch.contiguous_format)

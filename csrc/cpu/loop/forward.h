@@ -48,7 +48,6 @@ template <typename Score>
 FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int64_t blocks,
                                    int64_t turns, int64_t threads) {
   if (!Score::kHasSlots || begins_vary_by_row(p.mask)) return 1;
-  if (path.heads_together && turns == 0) return 1;
   const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
   int64_t fitting = kStackedBytes / (Score::tile(path).m * row_bytes);
   if (turns > 0) fitting = min64(fitting, kKeptBytes / max64(1, kept_bytes<Score>(p, path)));
@@ -73,8 +72,9 @@ template <typename Score>
 FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path, int64_t threads) {
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::tile(path).m);
   const int64_t turns = choose_turns<Score>(p, path, blocks, threads);
-  const int64_t stack = choose_stack<Score>(p, path, blocks, turns, threads);
-  const int64_t heads = turns == 0 && path.heads_together ? group : min64(group, 1);
+  const bool together = path.heads_together && turns == 0;
+  const int64_t stack = together ? 1 : choose_stack<Score>(p, path, blocks, turns, threads);
+  const int64_t heads = together ? group : min64(group, 1);
   return {p,
           path,
           logit_units(p, Score::scale(p), Score::own_factor(p)),
@@ -133,6 +133,7 @@ class ForwardWorker {
     const int64_t i0 = (block0_ + g / args_.heads) * tile_.m;
     return {h0_ + g % args_.heads, i0, min64(tile_.m, p_.M - i0)};
   }
+
   void attend_all(int64_t chunk) {
     states_.clear();
     sweep(chunk * args_.path.chunk_keys, min64(p_.N, (chunk + 1) * args_.path.chunk_keys));
