@@ -25,6 +25,33 @@ FASTATTN_SIMD Matrix matrix_at(const View& view, int64_t b, int64_t h, int64_t r
   return {view.data, view.dtype, offset, view.stride_r, view.stride_c, rows, cols};
 }
 
+// How far ahead of its reads a loop prefetches rows. 64 cache lines cover the latency of memory at
+// one core's share of its bandwidth; the first rows of the next tile arrive before that tile
+// begins. Measured: 0031.
+constexpr int64_t kPrefetchBytes = 4 << 10;
+
+// The same distance in rows.
+template <DType kType>
+FASTATTN_SIMD int64_t prefetch_distance(const Matrix& from) {
+  constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
+  const int64_t rows = kPrefetchBytes / (kSize * (from.cols < 8 ? 8 : from.cols));
+  return rows < 1 ? 1 : rows;
+}
+
+// Prefetches rows [r0, r1) of contiguous columns, which need not exist, into the L1 cache, or
+// (kLocality 2) into the L2 cache.
+template <DType kType, int kLocality = 3>
+FASTATTN_SIMD void prefetch_rows(const Matrix& from, int64_t r0, int64_t r1) {
+  constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2, kLine = 64;
+  const auto first = reinterpret_cast<uintptr_t>(from.data) + kSize * uintptr_t(from.offset);
+  for (int64_t r = r0; r < r1; ++r)
+    for (int64_t n = 0; n < from.cols * kSize; n += kLine)
+      __builtin_prefetch(
+          reinterpret_cast<const char*>(first + kSize * uintptr_t(r) * uintptr_t(from.stride_r) +
+                                        uintptr_t(n)),
+          0, kLocality);
+}
+
 // The distance between rows of a dense tile. A large power of two would map a column to few sets of
 // the L1 cache.
 FASTATTN_SIMD int64_t tile_stride(int64_t cols) {
@@ -132,7 +159,9 @@ static bool copy_rows(const Matrix& from, float factor, float* to, int64_t ld) {
   VecI probe{};
   const int64_t whole =
       from.stride_c == 1 ? from.cols / kWidth * kWidth : 0;  // columns that plain loads can read
+  const int64_t ahead = prefetch_distance<kType>(from);
   for (int64_t r = 0; r < from.rows; ++r) {
+    if (whole > 0) prefetch_rows<kType>(from, r + ahead, r + ahead + 1);
     const int64_t row = from.offset + r * from.stride_r;
     float* const to_row = to + r * ld;
     for (int64_t c = 0; c < whole; c += kWidth) {
@@ -185,7 +214,9 @@ static VecI load_edge(const Matrix& from, int64_t r, int64_t c, float factor,
 template <DType kType>
 static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t ld) {
   VecI probe{};
-  for (int64_t r = 0; r < from.rows; r += kWidth)
+  const int64_t ahead = prefetch_distance<kType>(from);
+  for (int64_t r = 0; r < from.rows; r += kWidth) {
+    prefetch_rows<kType>(from, r + ahead, r + ahead + kWidth);
     for (int64_t c = 0; c < from.cols; c += kWidth) {
       Vec block[kWidth];
       const bool whole = from.stride_c == 1 && r + kWidth <= from.rows && c + kWidth <= from.cols;
@@ -202,6 +233,7 @@ static bool transpose_rows(const Matrix& from, float factor, float* to, int64_t 
         for (int64_t lane = 0; lane < cols; ++lane) store(to + (c + lane) * ld + r, block[lane]);
       }
     }
+  }
   return !any_lane(probe);
 }
 

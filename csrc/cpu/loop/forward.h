@@ -23,10 +23,12 @@
 #include "cpu/tile/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
-// Bytes of queries and outputs of a task, for an L2 cache of 512 KiB, or 2 MiB with a matrix unit.
-// Measured: half of this or 4/3 of it is 1 to 3% slower.
+// Bytes of queries and outputs of a task, for an L2 cache of 512 KiB, of 1 MiB with AVX512-BF16,
+// and of 2 MiB with a matrix unit. Measured: half of this or 4/3 of it is 1 to 3% slower.
 #ifdef __AMX_BF16__
 constexpr int64_t kStackedBytes = 900 * 1024;
+#elif defined(__AVX512BF16__)
+constexpr int64_t kStackedBytes = 512 * 1024;
 #else
 constexpr int64_t kStackedBytes = 300 * 1024;
 #endif
@@ -52,7 +54,8 @@ FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int
   int64_t fitting = kStackedBytes / (Score::tile(path).m * row_bytes);
   if (turns > 0) fitting = min64(fitting, kKeptBytes / max64(1, kept_bytes<Score>(p, path)));
   const int64_t heads = p.H / max64(1, turns);
-  const int64_t balanced = p.B * heads * blocks / (kTasksPerThread * max64(1, threads));
+  const int64_t tasks = threads > 1 ? kTasksPerThread * threads : 1;
+  const int64_t balanced = p.B * heads * blocks / tasks;
   return max64(1, min64(blocks, min64(fitting, balanced)));
 }
 

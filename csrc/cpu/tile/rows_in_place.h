@@ -7,29 +7,6 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// How far ahead rows are prefetched. 32 cache lines cover the latency of memory at one core's share
-// of its bandwidth; the first rows of the next tile arrive before that tile begins. Measured
-// (Sapphire Rapids): 8, 16 or 32 KiB are 5 to 15% slower.
-constexpr int64_t kPrefetchBytes = 2 << 10;
-
-// The same distance in rows.
-template <DType kType>
-FASTATTN_SIMD int64_t prefetch_distance(const Matrix& from) {
-  constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
-  const int64_t rows = kPrefetchBytes / (kSize * (from.cols < 8 ? 8 : from.cols));
-  return rows < 1 ? 1 : rows;
-}
-
-// Prefetches row r, which need not exist.
-template <DType kType>
-FASTATTN_SIMD void prefetch_row(const Matrix& from, int64_t r) {
-  constexpr int64_t kSize = kType == DType::kFloat32 ? 4 : 2;
-  const auto base = reinterpret_cast<uintptr_t>(from.data);
-  const auto row = static_cast<uintptr_t>((from.offset + r * from.stride_r) * kSize);
-  for (int64_t n = 0; n < from.cols * kSize; n += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(base + row + static_cast<uintptr_t>(n)));
-}
-
 // out[r * ld + j] = x_r . keys(j, :) for r < rows and j < keys.rows rounded up to kWidth. Each row
 // of x has zeros up to a multiple of kWidth.
 FASTATTN_SHARED void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
@@ -55,7 +32,7 @@ static void dot_rows_as(const float* x, int64_t ldx, const Matrix& keys, float* 
       const int64_t row = j + n < keys.rows ? j + n : keys.rows - 1;
       offset[n] = keys.offset + row * keys.stride_r;
     }
-    for (int64_t n = 0; n < kKeys; ++n) prefetch_row<kType>(keys, j + n + ahead);
+    prefetch_rows<kType>(keys, j + ahead, j + ahead + kKeys);
     Vec acc[kWidth] = {};
     const auto add = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
       Vec xd[kRows];
@@ -158,8 +135,8 @@ FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v) sum[r][v] += weight * value[v];
       }
-      const int64_t ahead = n + distance;
-      if (e == 0) prefetch_row<kType>(values, ahead < of.count ? key(ahead) : j + distance);
+      const int64_t next = n + distance < of.count ? key(n + distance) : j + distance;
+      if (e == 0) prefetch_rows<kType>(values, next, next + 1);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)

@@ -120,7 +120,7 @@ class OneQueryAdditive : public FixedTile<1, 64> {
       for (int lane = 0; lane < kWidth; ++lane) {
         const int64_t n = min64(j + lane, keys_.rows - 1), row = keys_.offset + n * keys_.stride_r;
         float* const z = kKeep ? z_ + n * z_stride_ : nullptr;
-        prefetch_row<kType>(keys_, j + lane + ahead);
+        prefetch_rows<kType>(keys_, j + lane + ahead, j + lane + ahead + 1);
         Vec sum{};
         for (int64_t d = 0; d < whole; d += kStep)
           sum += terms<kKeep>(d, load_as<kType>(keys_.data, row + d),

@@ -40,14 +40,9 @@ class AmxInput {
     });
   }
 
-  // Prefetches as many rows after the loaded ones: scanning them would otherwise wait for memory.
+  // Prefetches as many rows after the loaded ones, while these are multiplied.
   void prefetch_next() const {
-    const int64_t bytes = from_.dtype == DType::kFloat32 ? 4 : 2;
-    const char* const next =
-        static_cast<const char*>(from_.data) + (from_.offset + from_.rows * from_.stride_r) * bytes;
-    for (int64_t r = 0; r < from_.rows; ++r)
-      for (int64_t n = 0; n < from_.cols * bytes; n += kTileLine)
-        _mm_prefetch(next + r * from_.stride_r * bytes + n, _MM_HINT_T1);
+    with_dtype(from_.dtype, [&](auto type) { prefetch_rows<type, 2>(from_, rows(), 2 * rows()); });
   }
 
   template <Depth kDepth, Side kSide>

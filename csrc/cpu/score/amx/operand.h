@@ -84,7 +84,9 @@ class OutlierRows {
   template <DType kType>
   void scan(const Matrix& from, Window narrow, Window wide) {
     any_ = 0;
+    const int64_t ahead = prefetch_distance<kType>(from);
     for (int64_t r = 0; r < from.rows; ++r) {
+      prefetch_rows<kType>(from, r + ahead, r + ahead + 1);
       VecI top{};
       for (int64_t c = 0; c < from.cols; c += kWidth)
         top = largest(
