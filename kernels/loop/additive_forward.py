@@ -10,9 +10,11 @@
     which loop the range of the keys needs, so the host waits for nothing.
 
     rows:     for (b, h, query, chunk of keys):      scores of very few queries, instead of all that
+    scores:   for (b, h, tile):                      if weights are returned, scores to memory
+                                                     first: both kernels of forward.py read them
 
-Workspaces are fp32 and as large as q and k, and scores of up to 16 queries. Nothing is of size M x
-N x D. Saved for backward: the same as in forward.py.
+Workspaces are fp32 and as large as q and k, and scores of up to 16 queries, or of returned weights.
+Nothing is of size M x N x D. Saved for backward: the same as in forward.py.
 """
 
 from __future__ import annotations
@@ -217,11 +219,15 @@ def additive_tile_scores_kernel(
 
 ROWS_APART = 4  # at most so many queries have programs of their own; a tile would idle
 STEP = 4096  # numbers of K that a program of a row holds at a time
+KEPT_BYTES = 1 << 28  # at most, of scores that are kept for returned weights (0030)
 
 
 def launch_additive_fwd(call: Call):
     """(out, lse, weights, stats) of the forward operator, for the gaussian score too."""
-    return launch_sdpa_fwd(call, few_terms(call) if call.M <= ROWS_APART else additive_terms(call))
+    terms = few_terms(call)
+    if call.weights and terms.e_ptr is not None and 4 * math.prod(call.shape) <= KEPT_BYTES:
+        terms = DOT_PRODUCT._replace(w_ptr=scores_in_memory(call, terms, "tile"))
+    return launch_sdpa_fwd(call, terms)
 
 
 def few_terms(call: Call, finite: bool = False) -> Terms:
@@ -244,16 +250,19 @@ def few_terms(call: Call, finite: bool = False) -> Terms:
 
 
 def new_scores(call: Call):
-    """Room for the scores of few queries."""
+    """Room for scores."""
     return call.q.new_empty(call.shape, dtype=torch.float32)
 
 
-def scores_in_memory(call: Call, terms: Terms):
-    """fp32 [B, H, M, N], written where a mask may keep a pair; ``terms`` are few_terms."""
+def scores_in_memory(call: Call, terms: Terms, kernel: str = "decode"):
+    """fp32 [B, H, M, N], written where a mask may keep a pair; ``terms`` are few_terms.
+
+    ``kernel`` names the row of config.py that has the tile. Scores do not depend on it.
+    """
     if terms.e_ptr is None:
         return terms.w_ptr
     s = new_scores(call)
-    shape, options = spec(call, "decode")
+    shape, options = spec(call, kernel)
     rows, cols = triton.cdiv(call.M, shape.BLOCK_M.value), triton.cdiv(call.N, shape.BLOCK_N.value)
     launch(additive_tile_scores_kernel, call.B * call.H * rows * cols)(
         view(call.q), view(call.k), terms, s, mask_args(call), *call.dims, shape, rows, cols,

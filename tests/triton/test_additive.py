@@ -106,6 +106,22 @@ def test_few_queries_have_programs_of_their_own(case, monkeypatch):
     testing.check(case, "triton")
 
 
+@pytest.mark.parametrize("kind", ["full", "mean"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("documents", "dropout")], ids=str)
+def test_returned_weights_read_the_scores_of_the_forward_pass(case, kind, monkeypatch):
+    """Scores are computed once, and recomputed where there would be too many: to the same bits."""
+    case, made = dataclasses.replace(case, weights=kind, lse=True), []
+    kept = additive_forward.new_scores
+    monkeypatch.setattr(additive_forward, "new_scores", lambda call: made.append(1) or kept(call))
+    found = [testing.run(case, testing.make(case), "triton")]
+    assert len(made) == 1
+    monkeypatch.setattr(additive_forward, "KEPT_BYTES", 4 * case.B * case.H * case.M * case.N - 1)
+    found += [testing.run(case, testing.make(case), "triton")]
+    assert len(made) == 1
+    for name, x in found[0].items():
+        assert x.equal(found[1][name]), name
+
+
 def check(case, change):
     """testing.check, on tensors that ``change`` may modify."""
     t = testing.make(case)
