@@ -361,8 +361,9 @@ def again(call: call_cache.Call, return_lse: bool) -> Results | None:
     if planned is not None and planned is not direct.UNKNOWN:
         if type(planned) is not list:
             return planned
-        made, q, k, v, *beside = planned
-        return repeated.attend(made, q, k, v, *map(autograd.that_autograd_saves, beside))
+        if any(map(Tensor.is_inference, planned[4:])):  # beside query, key and value
+            planned[4:] = map(autograd.that_autograd_saves, planned[4:])
+        return repeated.attend(*planned)
     if (seen := call_cache.recall(call)) is None:
         return None
     known, bias = seen
