@@ -46,14 +46,18 @@ def attend(
     """(out, lse, weights) of a validated problem, differentiable in q, k, v, w, bias and sink."""
     if not needs_autograd(q, k, v, w, bias, sink):
         return _forward(backend, p, (q, k, v, w, bias), sink)[:3]
+    own = p.tensors()
+    bare = p.with_tensors(*[None] * len(own))
+    beside = w, bias, sink, *own
     if torch.compiler.is_compiling():
         _refuse_vmap()
         if forward_ad._current_level >= 0:
             _refuse_tangents(q, k, v, w, bias, sink)
-    own = p.tensors()
-    bare = p.with_tensors(*[None] * len(own))
+        tensors = _distinct(q, k, v, *beside)
+    else:
+        tensors = q, k, v, *map(that_autograd_saves, beside)
     function = either(AttentionFunction, ForwardMode)
-    return function.apply(backend, bare, *_distinct(q, k, v, w, bias, sink, *own))[:3]
+    return function.apply(backend, bare, *tensors)[:3]
 
 
 def _forward(
@@ -77,10 +81,13 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def that_autograd_saves(x: Tensor | None) -> Tensor | None:
+    """``x``, or a copy of an inference tensor: a mask of a frozen part of a model, for instance."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
 def _distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The same, each one but once: torch.compile traces no Function that gets a tensor twice."""
-    if not torch.compiler.is_compiling():
-        return tensors
     made: list[Tensor | None] = []
     for x in tensors:
         seen = any(x is other for other in made)

@@ -359,7 +359,11 @@ def again(call: call_cache.Call, return_lse: bool) -> Results | None:
     """The results of a call that came before; None if none did."""
     planned = None if return_lse else direct.run(call)
     if planned is not None and planned is not direct.UNKNOWN:
-        return repeated.attend(*planned) if type(planned) is list else planned
+        if type(planned) is not list:
+            return planned
+        if any(map(Tensor.is_inference, planned[4:])):  # beside query, key and value
+            planned[4:] = map(autograd.that_autograd_saves, planned[4:])
+        return repeated.attend(*planned)
     if (seen := call_cache.recall(call)) is None:
         return None
     known, bias = seen

@@ -46,6 +46,8 @@ def check_int(name: str, x: Any, least: int) -> int:
 
 def check_size(name: str, x: Any, least: int = 0) -> int:
     """``check_int`` of how many positions there are: kernels number them by 32 bits."""
+    if isinstance(x, Tensor) and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return x  # pyright: ignore[reportReturnType]  # the size of a tensor is one
     x = check_int(name, x, least)
     if x > MOST_POSITIONS:
         raise ValueError(f"{name}: expected at most {MOST_POSITIONS}, got {x}")

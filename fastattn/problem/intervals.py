@@ -77,11 +77,11 @@ def documents(
             f"got {list(offsets_k.shape)}"
         )
     i = torch.arange(_length(offsets, length), device=offsets.device)
-    number = torch.searchsorted(offsets[1:].contiguous(), i, right=True)
+    number = torch.searchsorted(offsets.contiguous(), i, right=True) - 1
     # One more document, empty, for the queries past the last one.
     (begin_q, end_q), (begin, end) = (
-        (torch.cat([x, x[-1:]])[number], torch.cat([x[1:], x[-1:], x[-1:]])[number])
-        for x in (offsets, offsets_k)
+        (x[number], x[number + 1])
+        for x in (torch.cat([given, given[-1:]]) for given in (offsets, offsets_k))
     )
     diagonal = begin + i - begin_q
     if causal != "top_left":

@@ -408,6 +408,8 @@ def check_limit(
             hint = ": write .flatten()"
         elif len(shape) == 2 and shape[1] != M:
             hint = f": made for {shape[1]} queries, and here are {M}"
+        elif lead.has_head_dim and not lead.batch and shape[0] == lead.hmn[0]:
+            hint = f": query has {shape[0]} heads and no samples, write query[:, None] for samples"
         raise ValueError(f"{name}: expected [{batch}] or [{batch}, {M}], got {_shape(x)}{hint}")
     return within(name, rows, N)
 

@@ -280,3 +280,33 @@ def test_checkpointing_gives_the_same_gradients(backend):
     out = torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
     assert torch.equal(out, plain["out"])
     assert all(g is not None for g in torch.autograd.grad(out.sum(), leaves))
+
+
+def drawn_masks():
+    """What a call may have beside query, key and value, by the name of the option."""
+    generator = torch.Generator().manual_seed(1)
+    keep = torch.rand(5, 7, generator=generator) < 0.7
+    numbers, sink = torch.randn(5, 7, generator=generator), torch.randn(2, generator=generator)
+    ends = torch.tensor([3, 6], dtype=torch.int32)
+    return {
+        "bool": dict(attn_mask=keep), "float": dict(attn_mask=numbers), "bias": dict(bias=numbers),
+        "limits": dict(mask=Mask(kv_len=ends)), "sink": dict(sink=sink),
+        "seed": dict(dropout_p=0.3, seed=torch.tensor(7)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", drawn_masks())
+def test_masks_from_inference_mode_train(backend, name):
+    """Those of a frozen part of a model. Repeated, as later calls go other ways."""
+    with torch.inference_mode():
+        frozen = drawn_masks()[name]
+    call = inputs(grad=True)
+    found, want = (
+        [
+            torch.autograd.grad(attend(**call, **options, backend=backend).sum(), call.values())
+            for _ in range(4)
+        ]
+        for options in (frozen, drawn_masks()[name])
+    )
+    for grads, expected in zip(found, want, strict=True):
+        assert_same_bits(*(dict(zip(call, g, strict=True)) for g in (grads, expected)))

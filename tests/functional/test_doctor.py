@@ -44,6 +44,20 @@ def test_the_program_prints_both_forms(tmp_path):
     assert json.loads(done.stdout)["versions"]["fastattn"] == fastattn.__version__
 
 
+def test_a_reader_that_has_enough_is_no_error(tmp_path):
+    """As in ``python -m fastattn | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    folder = os.path.dirname(os.path.dirname(fastattn.__file__))
+    command = [sys.executable, "-m", "fastattn"]
+    environment = os.environ | {"PYTHONPATH": folder}
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.PIPE, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_every_backend_is_right_or_says_why_it_does_not_run(found):
     assert set(found["checks"]) == set(registry.BACKENDS)
     for check in found["checks"].values():

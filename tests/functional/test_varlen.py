@@ -201,6 +201,34 @@ def test_arguments_stand_in_the_order_of_torch():
     assert [x.replace("seqlens", "seq").replace("seqlen_", "") for x in ours] == theirs
 
 
+class Packed(torch.nn.Module):
+    def forward(self, x, cu_seqlens):
+        return fastattn.varlen_attention(x, x, x, cu_seqlens, is_causal=True)
+
+
+def assert_serves_any_documents(program):
+    """Others than those that it was made of: more, and one alone."""
+    for offsets in ([0, 2, 2, 9], [0, 4]):
+        x, cu_seqlens = torch.randn(9, 2, 4), torch.tensor(offsets)
+        torch.testing.assert_close(program(x, cu_seqlens), Packed()(x, cu_seqlens))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace():
+    """Sizes are tensors there."""
+    assert_serves_any_documents(torch.jit.trace(Packed(), (X, torch.tensor([0, 2, 5]))))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_any_documents(strict):
+    rows, count = (torch.export.Dim(name, min=2, max=99) for name in ("rows", "count"))
+    program = torch.export.export(
+        Packed(), (X, torch.tensor([0, 2, 5])), dynamic_shapes=({0: rows}, {0: count}),
+        strict=strict,
+    )  # fmt: skip
+    assert_serves_any_documents(program.module())
+
+
 X, ONE = torch.zeros(5, 2, 4), torch.zeros(2, 4)
 
 

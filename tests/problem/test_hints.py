@@ -26,6 +26,9 @@ WRONG = {
         "got a bool: write causal='top_left', or causal='bottom_right'$"),
     "a column": (
         lambda: sdpa(Q, Q, Q, mask=Mask(kv_len=torch.ones(2, 1).long())), r"write .flatten\(\)$"),
+    "lengths of heads": (
+        lambda: sdpa(X, X, X, mask=Mask(kv_len=[5, 3])),
+        r"^mask.kv_len: .* got \[2\]: query has 2 heads and no samples, write query\[:, None\]"),
     "numpy": (
         lambda: sdpa(Q.numpy(), Q, Q),
         r"^query: expected a Tensor, got ndarray: write torch.from_numpy\(x\)$"),
