@@ -1,10 +1,11 @@
-"""Self-attention at inference: one operator from the input to the output.
+"""Self-attention at inference: one operator from the input to the output, also with a cache.
 
 A matrix product fills the caches with its operands, so Python runs several times slower after it.
 Between two products this costs 10% of the module's time with 100 tokens. So everything is decided
 here, before the first product, and the rest is one call.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,22 +15,27 @@ from fastattn import autograd
 from fastattn.backends import operators, registry, watch
 from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
 from fastattn.modules.multihead import interop, projection
-from fastattn.problem import call_cache, validate
+from fastattn.modules.multihead.kv_cache import KVCache
+from fastattn.problem import Mask, call_cache, validate
 
 
 def attend(
-    module: nn.MultiheadAttention, x: Tensor, need_weights: bool, average: bool
+    module: nn.MultiheadAttention, x: Tensor, need_weights: bool, average: bool, cache: Any = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """``module(x, x, x)`` of the dot product, without masks; None if no operator computes it."""
-    if module.training and module.dropout:
+    if (module.training and module.dropout) or not (cache is None or type(cache) is KVCache):
         return None
     parameters = _parameters(module)
     if parameters is None or not _takes_operator(x, *parameters):
         return None
-    operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
+    return_weights = ("mean" if average else "full") if need_weights else None
+    operator, p = _operator(module, x, return_weights, cache)
     if operator is None:
         return None
-    out, weights = operator(p, x, *parameters, module.batch_first)
+    operator = partial(operator, p, x, *parameters, module.batch_first)
+    if (found := operator() if cache is None else cache.written_by(operator, x, p)) is None:
+        return None
+    out, weights = found
     return out, weights if need_weights else None
 
 
@@ -75,17 +81,21 @@ def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:
 
 
 def _operator(
-    module: nn.MultiheadAttention, x: Tensor, return_weights: str | None
+    module: nn.MultiheadAttention, x: Tensor, return_weights: str | None, cache: Any
 ) -> tuple[Any, Any]:
     """The chosen backend's operator for all of ``module``, or None, and its record."""
     E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
-    call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights
+    call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights, cache is None
     found = call_cache.look_up(call)
     if found is None:
         if not _fits(module, x):
             return None, None
-        heads = projection.split_heads(x, H, batch_first)  # q, k and v have its shape
-        p = validate.build("dot", heads, heads, heads, return_weights=return_weights).p
+        q = k = projection.split_heads(x, H, batch_first)  # q, k and v have its shape
+        mask = None
+        if cache is not None:  # nothing of the choice but its note depends on the length
+            k = q.new_empty(()).expand(*q.shape[:2], cache.length + q.shape[2], q.shape[3])
+            mask = Mask(causal="bottom_right") if q.shape[2] > 1 else None
+        p = validate.build("dot", q, k, k, mask=mask, return_weights=return_weights).p
         backend = registry.get(registry.select(p))
         found = getattr(backend, "self_attention", None), p
         if found[0] is not None:
