@@ -5,7 +5,7 @@ import torch
 from properties.repeated_calls import empty_table, heads  # noqa: F401
 
 import fastattn
-from fastattn import testing
+from fastattn import Mask, testing
 from fastattn.problem import call_cache, validate
 
 pytestmark = pytest.mark.usefixtures("extension", "empty_table")
@@ -69,7 +69,7 @@ def test_a_decoder_whose_keys_grow(checked):
     assert not checked
 
 
-def test_what_does_not_fit_raises_as_ever(checked):
+def test_what_does_not_fit_raises_as_ever():
     q, k, v = heads()
     sdpa(q, k, v)
     wrong = {
@@ -86,18 +86,21 @@ def test_what_does_not_fit_raises_as_ever(checked):
 
 @pytest.mark.parametrize("which", [(0,), (1, 2), (2,)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_inputs_that_broadcast_have_no_such_plan(checked, which, dim):
+def test_inputs_that_broadcast_have_no_such_plan(which, dim):
     """Their layouts are those of what they become."""
-    for N in (5, 6, 7):
-        args = [x.narrow(dim, 0, 1) if n in which else x for n, x in enumerate(heads(N=N))]
-        with call_cache.paused():
-            want = sdpa(*args)
+    inputs = [[LAYOUTS["time major"](x) for x in heads(N=N)] for N in (5, 6, 7)]
+    inputs = [
+        [x.narrow(dim, 0, 1) if n in which else x for n, x in enumerate(args)] for args in inputs
+    ]
+    with call_cache.paused():
+        wanted = [sdpa(*args) for args in inputs]
+    for args, want in zip(inputs, wanted, strict=True):
         found = sdpa(*args)
         assert torch.equal(found, want)
         assert found.stride() == want.stride()
 
 
-def test_empty_calls(checked):
+def test_empty_calls():
     sdpa(*heads())
     for M, N in ((0, 5), (3, 0)):
         out = sdpa(*heads(M, N))
@@ -105,14 +108,28 @@ def test_empty_calls(checked):
         assert not out.any()
 
 
-def test_gradients_have_plans_for_their_length(checked):
-    args = heads(requires_grad=True)
+def of_every_order(args):
+    """The output, its gradients and a gradient of these."""
+    out = sdpa(*args, is_causal=True)
+    grads = torch.autograd.grad(out.square().sum(), args, create_graph=True)
+    return [out, *grads, *torch.autograd.grad(sum(x.square().sum() for x in grads), args)]
+
+
+def test_gradients_have_plans_for_their_length():
+    inputs = [heads(M, N, requires_grad=True) for M, N in ((3, 5), (4, 6), (4, 6), (4, 6), (3, 5))]
+    with call_cache.paused():
+        wanted = [of_every_order(args) for args in inputs]
     with torch.no_grad():
-        sdpa(*args)
-    for M, N in ((3, 5), (4, 6), (4, 6), (4, 6), (3, 5)):
-        args = heads(M, N, requires_grad=True)
-        with call_cache.paused():
-            want = torch.autograd.grad(sdpa(*args).square().sum(), args)
-        sdpa(*args)
-        found = torch.autograd.grad(sdpa(*args).square().sum(), args)
+        sdpa(*inputs[0], is_causal=True)
+    for args, want in zip(inputs, wanted, strict=True):
+        found = of_every_order(args)
         assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("mask", [Mask(causal="bottom_right"), Mask(window=(1, 1)), Mask()])
+def test_masks_have_plans_for_their_length(mask):
+    inputs = [heads(M, N) for M, N in ((3, 5), (3, 9), (2, 9), (3, 5)) for _ in range(3)]
+    with call_cache.paused():
+        wanted = [sdpa(*args, mask=mask) for args in inputs]
+    for args, want in zip(inputs, wanted, strict=True):
+        assert torch.equal(sdpa(*args, mask=mask), want)

@@ -144,7 +144,7 @@ class TestCache:
     @pytest.mark.parametrize("batch_first", [True, False])
     @pytest.mark.parametrize("weights", ["none", "full", "mean"])
     @pytest.mark.parametrize("past", [0, 1, 3])
-    @pytest.mark.parametrize("M", [1, N])
+    @pytest.mark.parametrize("M", [1, 2, N])
     def test_same_as_in_parts(self, M, past, weights, batch_first):
         x = torch.randn(B, M, E) if batch_first else torch.randn(M, B, E)
         arguments = whole(weights, batch_first, x=x)

@@ -125,6 +125,7 @@ def test_what_goes_the_ordinary_way(checked, operator_calls):
         lambda: odd(x, x, x, cache=KVCache()),
         lambda: additive(x, x, x, cache=KVCache()),
         lambda: under(torch.enable_grad()),
+        lambda: module.requires_grad_(False) and under(torch.enable_grad()),
         lambda: under(FlopCounterMode(display=False)),
         lambda: under(torch.autocast("cpu", torch.bfloat16)),
     ]

@@ -5,7 +5,6 @@ Between two products this costs 10% of the module's time with 100 tokens. So eve
 here, before the first product, and the rest is one call.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from fastattn.backends import operators, registry, watch
 from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
 from fastattn.modules.multihead import interop, projection
 from fastattn.modules.multihead.kv_cache import KVCache
-from fastattn.problem import Mask, call_cache, validate
+from fastattn.problem import call_cache, validate
 
 
 def attend(
@@ -28,15 +27,15 @@ def attend(
     parameters = _parameters(module)
     if parameters is None or not _takes_operator(x, *parameters):
         return None
-    return_weights = ("mean" if average else "full") if need_weights else None
-    operator, p = _operator(module, x, return_weights, cache)
+    operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
     if operator is None:
         return None
-    operator = partial(operator, p, x, *parameters, module.batch_first)
-    if (found := operator() if cache is None else cache.written_by(operator, x, p)) is None:
-        return None
-    out, weights = found
-    return out, weights if need_weights else None
+    args = (p, x, *parameters, module.batch_first)
+    if cache is None:
+        found = operator(*args)
+    else:
+        found = cache.written_by(lambda *room: operator(*args, *room), x, p)
+    return found and (found[0], found[1] if need_weights else None)
 
 
 def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | None:
@@ -81,21 +80,20 @@ def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:
 
 
 def _operator(
-    module: nn.MultiheadAttention, x: Tensor, return_weights: str | None, cache: Any
+    module: nn.MultiheadAttention, x: Tensor, return_weights: str | None
 ) -> tuple[Any, Any]:
-    """The chosen backend's operator for all of ``module``, or None, and its record."""
+    """The chosen backend's operator for all of ``module``, or None, and its record.
+
+    That is the record without a cache, whose length changes no choice.
+    """
     E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
-    call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights, cache is None
+    call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights
     found = call_cache.look_up(call)
     if found is None:
         if not _fits(module, x):
             return None, None
-        q = k = projection.split_heads(x, H, batch_first)  # q, k and v have its shape
-        mask = None
-        if cache is not None:  # nothing of the choice but its note depends on the length
-            k = q.new_empty(()).expand(*q.shape[:2], cache.length + q.shape[2], q.shape[3])
-            mask = Mask(causal="bottom_right") if q.shape[2] > 1 else None
-        p = validate.build("dot", q, k, k, mask=mask, return_weights=return_weights).p
+        heads = projection.split_heads(x, H, batch_first)  # q, k and v have its shape
+        p = validate.build("dot", heads, heads, heads, return_weights=return_weights).p
         backend = registry.get(registry.select(p))
         found = getattr(backend, "self_attention", None), p
         if found[0] is not None:
