@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
@@ -237,3 +238,37 @@ def test_explanations_tell_all_keys():
     assert "M=2 N=32" in text
     assert "bottom_right" in text
     assert cache.length == 30
+
+
+class Comparisons(TorchFunctionMode):
+    """Forbids to compare tensors."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.Tensor.__eq__, torch.Tensor.__ne__, torch.eq, torch.ne)
+        return function(*args, **kwargs or {})
+
+
+@torch.no_grad()
+def test_masks_of_a_step_are_not_compared():
+    """With None: a tensor takes 20 us to refuse that."""
+    module, x = drawn(), torch.randn(B, 1, E)
+    for static in (True, False):
+        cache, padding = KVCache(static=static), torch.zeros(B, 1, dtype=torch.bool)
+        with Comparisons():
+            module(x, x, x, padding, cache=cache)
+            if not static:
+                padding = torch.zeros(B, 2, dtype=torch.bool)
+            module(x, x, x, padding, cache=cache)
+
+
+@torch.no_grad()
+def test_a_static_step_without_masks_makes_no_placeholders(monkeypatch):
+    module, x, cache = drawn(), torch.randn(B, 2, E), KVCache(static=True)
+    want, _ = module(x, x, x, cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(inputs, "keys_like", None)
+        found, _ = module(x, None, None, cache=cache)
+    torch.testing.assert_close(found, want)
+    mask = torch.zeros(2, 2, dtype=torch.bool)
+    for options in (dict(attn_mask=mask), dict(mask=fastattn.Mask()), dict(bias=torch.zeros(2, 2))):
+        torch.testing.assert_close(module(x, None, None, cache=cache, **options)[0], want)
