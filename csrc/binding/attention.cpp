@@ -192,7 +192,7 @@ std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
   if (past.keys) {
     in.k = written(*past.keys, in.k, past.length);
     in.v = written(*past.values, in.v, past.length);
-    if (N > 1) in.band_hi = past.length;  // a single query sees every key
+    in = causal(in, past.length, N);
   }
   in.scale = scale;
   in.weights = weights;
