@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
@@ -352,7 +353,12 @@ def _attend(
     watch.call(p, backend, biased, canonical[:3], grad)
     if call is not None and not average and registry.may_remember(p, chosen):
         call_cache.remember(seen, canonical, inputs.bias, call)
-    return run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
+    found = run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
+    plain = chosen == "cpu" and not (return_lse or grad)
+    as_given = plain and all(map(operator.is_, canonical, tensors))  # not cast, nor broadcast
+    if call is not None and as_given:
+        direct.remember_lengths(call, found)
+    return found
 
 
 def again(call: call_cache.Call, return_lse: bool) -> Results | None:

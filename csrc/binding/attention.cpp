@@ -145,12 +145,38 @@ Tensor as_batch(const Tensor& y, const Tensor& x) {
   return projection::view(y, {x.size(0), x.size(1), F}, {x.size(1) * F, F, 1});
 }
 
-// The input of the output projection, [first * second, H D], and the weights. Nothing is copied:
-// heads are strided views of the projection, and attention writes its output in their order. The
-// projection is freed on return.
+// Earlier keys and values [B, H, room, D], of which there are `length`. New ones are written
+// behind.
+struct Past {
+  OptTensor keys, values;
+  int64_t length;
+};
+
+// Writes `added` [B, H, M, D] into `room` from position `past` on. Returns all up to there.
+Tensor written(const Tensor& room, const Tensor& added, int64_t past) {
+  const auto sizes = added.sizes();
+  const int64_t B = sizes[0], H = sizes[1], M = sizes[2], D = sizes[3];
+  STD_TORCH_CHECK(room.dim() == 4 && room.size(0) == B && room.size(1) == H && room.size(3) == D &&
+                      past >= 0 && past <= room.size(2) - M &&
+                      room.scalar_type() == added.scalar_type() && room.device() == added.device(),
+                  "fastattn: keys, values: expected room for past + M of the dtype of x, "
+                  "[B, num_heads, room, head size]");
+  const auto part = [&](int64_t begin, int64_t count) {
+    return projection::view(room, {B, H, count, D},
+                            {room.stride(0), room.stride(1), room.stride(2), room.stride(3)},
+                            begin * room.stride(2));
+  };
+  Tensor rows = part(past, M);
+  torch::stable::copy_(rows, added);
+  return part(0, past + M);
+}
+
+// The input of the output projection, [first * second, H D], and the weights. Nothing else is
+// copied than new keys behind earlier ones: heads are strided views of the projection, and
+// attention writes its output in their order. The projection is freed on return.
 std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
                                          const OptTensor& bias, int64_t H, double scale,
-                                         int64_t weights, bool batch_first) {
+                                         int64_t weights, bool batch_first, const Past& past) {
   const Tensor packed = projection::linear(tokens_of(x), weight, bias);
   const int64_t T = packed.size(0), F = packed.size(1);
   STD_TORCH_CHECK(H > 0 && F % (3 * H) == 0,
@@ -161,6 +187,13 @@ std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
     return projection::view(packed, {B, H, N, D}, {stride_b, D, stride_n, 1}, n * H * D);
   };
   Operands in{heads(0), heads(1), heads(2)};
+  STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value(),
+                  "fastattn: keys, values: expected both or none");
+  if (past.keys) {
+    in.k = written(*past.keys, in.k, past.length);
+    in.v = written(*past.values, in.v, past.length);
+    in = causal(in, past.length, N);
+  }
   in.scale = scale;
   in.weights = weights;
   const Results found = run_forward(in);
@@ -175,9 +208,10 @@ Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
 
 std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
                                           Tensor out_weight, OptTensor out_bias, int64_t num_heads,
-                                          double scale, int64_t weights, bool batch_first) {
-  const auto [merged, returned] =
-      attend_tokens(x, in_weight, in_bias, num_heads, scale, weights, batch_first);
+                                          double scale, int64_t weights, bool batch_first,
+                                          OptTensor keys, OptTensor values, int64_t past) {
+  const auto [merged, returned] = attend_tokens(x, in_weight, in_bias, num_heads, scale, weights,
+                                                batch_first, {keys, values, past});
   return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
 }
 #endif

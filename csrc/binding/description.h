@@ -50,6 +50,7 @@ struct Argument {
   dlpack::Tensor tensor;
   PyObject* object;
   int part;
+  size_t place;  // of its sizes and strides in the description
 };
 
 class Description {
@@ -58,7 +59,12 @@ class Description {
   bool describe(PyObject* call) {
     text_.reserve(512);
     arguments_.reserve(8);
-    return add_all(call);
+    if (!add_all(call)) return false;
+    // Masks, weights and gradients have plans for each length.
+    any_length_ = arguments_.size() == 3 && !has_record_ && !needs_grad_;
+    for (const Argument& x : arguments_) any_length_ = any_length_ && x.tensor.ndim == 4;
+    if (any_length_) forget_lengths();
+    return true;
   }
 
   // A new reference.
@@ -66,6 +72,8 @@ class Description {
     return PyBytes_FromStringAndSize(text_.data(), static_cast<Py_ssize_t>(text_.size()));
   }
   bool needs_grad() const { return needs_grad_; }
+  // Whether the key has no M, no N and no strides: those of q, k and v, which are all tensors.
+  bool any_length() const { return any_length_; }
   // In the order of the call; the tensors of a record are in its place.
   const std::vector<Argument>& arguments() const { return arguments_; }
   // nullptr if there is none.
@@ -83,6 +91,16 @@ class Description {
     for (Py_ssize_t n = 0; n < size; ++n)
       if (!add(PyTuple_GetItem(tuple, n), kWhole)) return false;
     return true;
+  }
+
+  void forget_lengths() {
+    text_ += '*';
+    for (const Argument& x : arguments_) {
+      constexpr size_t kLength = 2, kDims = 4;  // [B, H, M or N, D], then four strides
+      text_.replace(x.place + kLength * sizeof(int64_t), sizeof(int64_t), sizeof(int64_t), '*');
+      text_.replace(x.place + kDims * sizeof(int64_t), kDims * sizeof(int64_t),
+                    kDims * sizeof(int64_t), '*');
+    }
   }
 
   // 1 == True == 1.0, and they are not the same argument.
@@ -115,6 +133,7 @@ class Description {
 
   bool add_record(PyObject* record, const Record& kind) {
     append('r', kind.type);
+    has_record_ = true;
     for (const Field& field : kind.fields) {
       PyObject* const x = PyObject_GetAttr(record, field.name);
       const bool added = x != nullptr && add(x, field.part);
@@ -128,9 +147,9 @@ class Description {
     dlpack::Tensor t;
     if (python.exchange->describe(x, &t) != 0) return false;  // not dense, or a tracer's
     if (t.data == nullptr || t.device_type != dlpack::kCpu || t.byte_offset != 0) return false;
-    arguments_.push_back({t, x, part});
     append('T', t.dtype);
     append('d', t.ndim);
+    arguments_.push_back({t, x, part, text_.size()});
     const size_t bytes = static_cast<size_t>(t.ndim) * sizeof(int64_t);
     text_.append(reinterpret_cast<const char*>(t.shape), bytes);
     text_.append(reinterpret_cast<const char*>(t.strides), bytes);
@@ -154,7 +173,7 @@ class Description {
   std::vector<Argument> arguments_;
   int64_t offset_ = 0;
   const bool grad_ = aoti_torch_grad_mode_is_enabled();
-  bool needs_grad_ = false;
+  bool needs_grad_ = false, has_record_ = false, any_length_ = false;
 };
 
 }  // namespace fastattn::binding

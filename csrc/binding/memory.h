@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <vector>
 
@@ -39,22 +38,9 @@ inline Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, Scala
   return empty_strided(like, shape, strides, dtype);
 }
 
-// [B, H, M, E], in memory in the order of q's dims: fastattn/problem/record.py out_dims() says why.
+// [B, H, M, E], in memory in the order of q's dims.
 inline Tensor empty_out(const Tensor& q, const AttentionParams& p, ScalarType dtype) {
-  const int64_t b = q.stride(0), h = q.stride(1), m = q.stride(2);
-  std::array<int, 4> order{0, 1, 2, 3};  // outermost first
-  if (q.size(1) == 1 || (0 < h && h < m)) {
-    order = {0, 2, 1, 3};
-    if (0 < b && b < m) order = {2, 0, 1, 3};
-  }
-  const std::vector<int64_t> sizes{p.B, p.H, p.M, p.E};
-  std::vector<int64_t> strides(4);
-  int64_t stride = 1;
-  for (int i = 4; i-- > 0;) {
-    strides[order[i]] = stride;
-    stride *= std::max<int64_t>(sizes[order[i]], 1);
-  }
-  return empty_strided(q, sizes, strides, dtype);
+  return empty_strided(q, {p.B, p.H, p.M, p.E}, out_strides(p, q.strides().data()), dtype);
 }
 
 // Laid out like the result of torch.empty_like(); contiguous if of another dtype.

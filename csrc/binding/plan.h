@@ -13,6 +13,7 @@
 #include "binding/description.h"
 #include "binding/lines.h"
 #include "binding/on_cpu.h"
+#include "binding/problem.h"
 #include "binding/views.h"
 
 namespace fastattn::binding {
@@ -242,10 +243,43 @@ void each_copied(const Plan<ForwardParams>& plan, const Description& given, F f)
     if (n >= 0 && given.arguments()[n].tensor.dtype.bits == 64) f(n);
 }
 
+// As view_of().
+inline void set_strides(const int64_t* sizes, const int64_t* strides, View* view) {
+  int64_t* const own[] = {&view->stride_b, &view->stride_h, &view->stride_r, &view->stride_c};
+  for (int d = 0; d < 4; ++d) *own[d] = sizes[d] == 1 ? 0 : strides[d];
+}
+
+// Gives the params of a plan for any length those of a call, and its results their sizes. False if
+// these do not fit each other.
+inline bool set_lengths(const Description& given, ForwardParams* p, std::vector<Result>* results) {
+  const auto tensor = [&](int n) -> const dlpack::Tensor& { return given.arguments()[n].tensor; };
+  p->M = tensor(0).shape[2], p->N = tensor(1).shape[2];
+  View* const views[] = {&p->q, &p->k, &p->v};
+  for (int n = 0; n < 3; ++n) set_strides(tensor(n).shape, tensor(n).strides, views[n]);
+  Result& out = results->front();
+  out.sizes[2] = p->M;
+  out.strides = out_strides(*p, tensor(0).strides);
+  set_strides(out.sizes.data(), out.strides.data(), &p->out);
+  if (p->weights_mode != WeightsMode::kNone) {
+    const bool full = p->weights_mode == WeightsMode::kFull;
+    const int64_t pairs = p->M * p->N, heads = full ? p->H : 1;
+    const int64_t sizes[] = {p->B, heads, p->M, p->N};
+    const int64_t strides[] = {heads * pairs, pairs, p->N, 1};
+    set_strides(sizes, strides, &p->weights);
+    Result& weights = results->back();
+    weights.sizes = weights_shape(*p);
+    weights.strides.assign(full ? strides : strides + 1, strides + 4);
+  }
+  return tensor(2).shape[2] == p->N;
+}
+
 // The output, weights if the plan has them, and if backward wants them the stats and copies of
 // limits; nothing if a limit has a wrong value.
 inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Description& given) {
   ForwardParams p = plan.p;
+  std::vector<Result> own;
+  if (given.any_length() && !set_lengths(given, &p, &(own = plan.results))) return {};
+  const std::vector<Result>& like = given.any_length() ? own : plan.results;
   const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
   const int64_t made = made_bytes(plan, given);
   const Scratch memory = scratch(workspace + made + 3 * rows * sizeof(float));
@@ -254,8 +288,8 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
   p.workspace = memory.get();
   p.lse = reinterpret_cast<float*>(memory.get() + workspace + made);
   p.stats = p.lse + rows;
-  add_result(plan.results[0], &results, &p.out.data);
-  if (plan.results.size() > 1) add_result(plan.results[1], &results, &p.weights.data);
+  add_result(like[0], &results, &p.out.data);
+  if (like.size() > 1) add_result(like[1], &results, &p.weights.data);
   if (given.needs_grad()) {
     const std::vector<int64_t> sizes{p.B, p.H, p.M, 2}, strides{p.H * p.M * 2, p.M * 2, 2, 1};
     add_result({sizes, strides, ScalarType::Float}, &results, &p.stats);

@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
+#include <array>
 #include <vector>
 
 #include "problem/params.h"
@@ -42,6 +44,24 @@ inline bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
 
 inline int64_t stride_or_0(const Tensor& t, int64_t dim) {
   return t.size(dim) == 1 ? 0 : t.stride(dim);
+}
+
+// The strides of an output in the order of q's: fastattn/problem/record.py out_dims() says why.
+inline std::vector<int64_t> out_strides(const AttentionParams& p, const int64_t* strides_of_q) {
+  const int64_t b = strides_of_q[0], h = strides_of_q[1], m = strides_of_q[2];
+  std::array<int, 4> order{0, 1, 2, 3};  // outermost first
+  if (p.H == 1 || (0 < h && h < m)) {
+    order = {0, 2, 1, 3};
+    if (0 < b && b < m) order = {2, 0, 1, 3};
+  }
+  const int64_t sizes[] = {p.B, p.H, p.M, p.E};
+  std::vector<int64_t> strides(4);
+  int64_t stride = 1;
+  for (int i = 4; i-- > 0;) {
+    strides[order[i]] = stride;
+    stride *= std::max<int64_t>(sizes[order[i]], 1);
+  }
+  return strides;
 }
 
 inline View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shape,

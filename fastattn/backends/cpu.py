@@ -8,6 +8,7 @@ import platform
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,11 +110,13 @@ def self_attention(
     out_weight: Tensor,
     out_bias: Tensor | None,
     batch_first: bool,
+    *cache: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention between its projections, as in nn.MultiheadAttention: (output like ``x``, weights).
 
-    No masks, dropout or autograd; see ``modules/multihead/inference.py``.
+    No masks, dropout or autograd; see ``modules/multihead/inference.py``. ``cache``: memory for
+    keys and for values [B, H, room, D], and how many are there. The new ones are written behind
+    these, and it is causal.
     """
-    return operators.self_attention(
-        x, in_weight, in_bias, out_weight, out_bias, p.H, p.scale, WEIGHTS[p.weights], batch_first
-    )
+    numbers = p.H, p.scale, WEIGHTS[p.weights], batch_first
+    return operators.self_attention(x, in_weight, in_bias, out_weight, out_bias, *numbers, *cache)

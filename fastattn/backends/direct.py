@@ -7,6 +7,9 @@ problem. ``csrc/binding/direct.h`` does all three in C, for calls without a log-
     second    the same, and a plan is made of what the kernels were given
     later     the plan
 
+Calls at inference of four dims that have q, k and v alone have one plan for all M, N and strides.
+The first of them makes it. A decoder, whose keys grow, never comes back to a length.
+
 Plans stand in the table of known calls, and keep no tensor. A plan is used only where nothing of
 PyTorch's could tell: no transform, autocast, mode, trace, hook of saved tensors or profiler. For a
 gradient see ``fastattn/repeated.py``.
@@ -92,6 +95,13 @@ def run(call: Call) -> Any:
     if call.score == "gaussian":  # whose bandwidth may be a number, or of another type
         return None
     return _FUNCTIONS.run(call_cache.table(), call)
+
+
+def remember_lengths(call: Call, result: Any) -> None:
+    """Makes the plan of a first call without a gradient, if that is a plan for any M and N."""
+    bare = call.weight is call.attn_mask is call.mask is call.bias is call.sink is None
+    if bare and call.score == "dot" and call.query.dim() == 4 and not _somebody_could_tell():
+        remember(call, result)
 
 
 def remember(call: Call, result: Any) -> None:

@@ -49,13 +49,16 @@ def self_attention(
     scale: float,
     weights: int,
     batch_first: bool,
+    keys: Shape | None = None,
+    values: Shape | None = None,
+    past: int = 0,
     **_: Any,
 ) -> int:
     """Two projections around the dot product."""
-    B, N = x[:2] if batch_first else x[1::-1]
+    B, M = x[:2] if batch_first else x[1::-1]
     D = x[2] // num_heads
-    heads = (B, num_heads, N, D)
-    return linear(x, in_weight) + forward(heads, heads, heads) + linear(x, out_weight)
+    q, k = (B, num_heads, M, D), (B, num_heads, past + M, D)
+    return linear(x, in_weight) + forward(q, k, k) + linear(x, out_weight)
 
 
 def _register() -> None:

@@ -183,9 +183,13 @@ def _self_attention_fake(
     scale: float,
     weights: int,
     batch_first: bool,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+    past: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    B, N = x.shape[:2] if batch_first else x.shape[1::-1]
-    shape = weights_shape(weights_of(weights), B, num_heads, N, N)
+    B, M = x.shape[:2] if batch_first else x.shape[1::-1]
+    N = M if keys is None else past + M
+    shape = weights_shape(weights_of(weights), B, num_heads, M, N)
     return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
 
 

@@ -63,6 +63,9 @@ def test_what_modules_run_at_inference_counts_as_torchs(extension, batch_first):
     shapes = [t.shape if isinstance(t, torch.Tensor) else t for t in args]
     assert (flops.self_attention(*shapes, None, batch_first), 0) == expected
     assert operator in flop_counter.flop_registry
+    keys = (3, 2, 9, 8)
+    more = flops.self_attention(*shapes, None, batch_first, keys, keys, 4) - expected[0]
+    assert more == 2 * (3 * 5 * 2) * 4 * (8 + 8)
 
 
 def test_every_operator_has_a_formula():

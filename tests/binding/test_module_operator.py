@@ -29,11 +29,19 @@ def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **ch
     return tuple((good | changes).values())
 
 
-def in_parts(x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first):
+def in_parts(
+    x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first, *cache
+):
     """self_attention made of torch's operators, with the weights of each head."""
     packed = F.linear(x if batch_first else x.transpose(0, 1), in_weight, in_bias)
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in packed.chunk(3, -1))
-    attended = torch.softmax(q @ k.mT * scale, -1)
+    scores = q @ k.mT * scale
+    if cache:
+        *rooms, past = cache
+        k, v = (torch.cat([y[:, :, :past], x], 2) for y, x in zip(rooms, (k, v), strict=True))
+        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(past + 1)
+        scores = (q @ k.mT * scale).masked_fill(later, -torch.inf)
+    attended = torch.softmax(scores, -1)
     out = F.linear((attended @ v).transpose(1, 2).flatten(2), out_weight, out_bias)
     return out if batch_first else out.transpose(0, 1), attended
 
@@ -128,6 +136,63 @@ class TestSelfAttention:
         found, _ = self_attention(*arguments)
         assert found[1].isnan().all()
         assert torch.equal(found[0], want[0])
+
+
+class TestCache:
+    """With memory for keys and values, whose first rows are those of earlier positions."""
+
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("weights", ["none", "full", "mean"])
+    @pytest.mark.parametrize("past", [0, 1, 3])
+    @pytest.mark.parametrize("M", [1, 2, N])
+    def test_same_as_in_parts(self, M, past, weights, batch_first):
+        x = torch.randn(B, M, E) if batch_first else torch.randn(M, B, E)
+        arguments = whole(weights, batch_first, x=x)
+        wide = torch.full((2, H, B, D, 12), torch.nan).transpose(1, 2).mT
+        wide[..., :past, :] = torch.randn(2, B, H, past, D)
+        before, cache = wide.clone(), (*wide[..., : past + M, :], past)
+        truth = in_parts(*double([*arguments, *cache]))
+        peer = in_parts(*arguments, *cache)
+        with testing.poisoned():
+            found = self_attention(*arguments, *cache)
+        testing.assert_within_budget(found[0], peer[0], truth[0])
+        if weights != "none":
+            each = (lambda w: w) if weights == "full" else (lambda w: w.mean(1))
+            testing.assert_within_budget(found[1], each(peer[1]), each(truth[1]))
+        rows = arguments[0] if batch_first else arguments[0].transpose(0, 1)
+        packed = F.linear(rows, *arguments[1:3]).unflatten(-1, (3, H, D))
+        torch.testing.assert_close(wide[..., past : past + M, :], packed.permute(2, 0, 3, 1, 4)[1:])
+        assert torch.equal(wide[..., :past, :], before[..., :past, :])
+        assert wide[..., past + M :, :].isnan().all()
+
+    @pytest.mark.parametrize(
+        ("keys", "values", "past"),
+        [
+            ((B, H, 9, D), None, 0), (None, (B, H, 9, D), 0), ((B, H, 9, D), (B, H, 7, D), 3),
+            ((B, H, 9, D), (B, H, 9, D), -1), ((B, H, 9, D), (B, H, 9, D), 5),
+            ((B, H, 4, D), (B, H, 4, D), 0), ((B, H, 9, D), (B, H, 9, D), 2**63 - 1),
+            ((B + 1, H, 9, D), (B + 1, H, 9, D), 0), ((B, 1, 9, D), (B, H, 9, D), 0),
+            ((B, H, 9, 1), (B, H, 9, D), 0), ((B, H, 9), (B, H, 9, D), 0),
+            ((B, H, 9, D), (B, H, 9, D + 1), 0),
+        ],
+    )  # fmt: skip
+    def test_rejects(self, keys, values, past):
+        cache = [None if shape is None else torch.zeros(shape) for shape in (keys, values)]
+        with pytest.raises(RuntimeError, match="fastattn: keys, values"):
+            self_attention(*whole(), *cache, past)
+
+    def test_rejects_another_dtype(self):
+        room = torch.zeros(B, H, 9, D)
+        for cache in ((room.half(), room), (room, room.half())):
+            with pytest.raises(RuntimeError, match="fastattn: keys, values"):
+                self_attention(*whole(), *cache, 0)
+
+
+@pytest.mark.slow
+def test_opcheck_with_a_cache():
+    for weights in ("none", "full", "mean"):
+        cache = torch.randn(B, H, 9, D), torch.randn(B, H, 9, D), 3
+        torch.library.opcheck(self_attention.default, (*whole(weights), *cache))
 
 
 @pytest.mark.slow

@@ -21,14 +21,13 @@ struct ForwardArgs {
   int64_t stacks;        // row ranges of tasks, per head
   int64_t turns;         // heads that a task takes one after another, with their logits kept; or 0
   bool reverse;          // takes later row blocks, which have more keys, first
+  int64_t chunk0, chunks;  // chunks of keys that some row keeps: others have no task
 
   int64_t heads_of_task() const { return heads * max64(1, turns); }
-  int64_t tasks() const {
-    return heads == 0 ? 0 : p.B * (p.H / heads_of_task()) * path.chunks * stacks;
-  }
+  int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads_of_task()) * chunks * stacks; }
   int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
   float* partial(int64_t b, int64_t h, int64_t chunk, int64_t i) const {
-    const int64_t row = ((b * p.H + h) * path.chunks + chunk) * p.M + i;
+    const int64_t row = ((b * p.H + h) * chunks + chunk - chunk0) * p.M + i;
     return static_cast<float*>(p.workspace) + row * plan.partial_stride;
   }
   // Writes lse and stats of a finished row; returns the factor of its output.

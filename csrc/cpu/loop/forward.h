@@ -71,6 +71,20 @@ FASTATTN_SIMD int64_t choose_turns(const ForwardParams& p, const Path& path, int
   return enough ? p.H / heads_out(p) : 0;
 }
 
+// The chunks of keys that some row keeps: few of those of a cache that has few keys. One at least,
+// because its tasks write the rows.
+FASTATTN_SIMD KeyRange chunks_of_rows(const ForwardParams& p, const Path& path) {
+  if (path.chunks == 1) return {0, 1};
+  KeyRange keys = {p.N, 0};
+  for (int64_t b = 0; b < p.B; ++b) {
+    const KeyRange own = tile_range(p.mask, p.N, b, 0, p.M);
+    if (own.begin >= own.end) continue;
+    keys = {min64(keys.begin, own.begin), max64(keys.end, own.end)};
+  }
+  const int64_t first = min64(max64(0, keys.begin) / path.chunk_keys, path.chunks - 1);
+  return {first, max64(first + 1, min64(path.chunks, ceil_div(keys.end, path.chunk_keys)))};
+}
+
 template <typename Score>
 FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path, int64_t threads) {
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::tile(path).m);
@@ -78,6 +92,7 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path,
   const bool together = path.heads_together && turns == 0;
   const int64_t stack = together ? 1 : choose_stack<Score>(p, path, blocks, turns, threads);
   const int64_t heads = together ? group : min64(group, 1);
+  const KeyRange chunks = chunks_of_rows(p, path);
   return {p,
           path,
           logit_units(p, Score::scale(p), Score::own_factor(p)),
@@ -88,7 +103,9 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path,
           stack,
           ceil_div(blocks, stack),
           turns,
-          later_rows_keep_more(p.mask, p.N)};
+          later_rows_keep_more(p.mask, p.N),
+          chunks.begin,
+          chunks.end - chunks.begin};
 }
 
 // Of a row in a chunk, given its maximum and sum: its output is neither written nor read then.
@@ -116,7 +133,7 @@ class ForwardWorker {
 
   void run(int64_t task) {
     const int64_t stack = task % args_.stacks, outer = task / args_.stacks;
-    const int64_t chunk = outer % args_.path.chunks, bh = outer / args_.path.chunks;
+    const int64_t chunk = args_.chunk0 + outer % args_.chunks, bh = outer / args_.chunks;
     const int64_t groups = p_.H / args_.heads_of_task();
     b_ = bh / groups;
     h0_ = bh % groups * args_.heads_of_task();
@@ -174,7 +191,7 @@ class ForwardWorker {
   void sweep(int64_t begin, int64_t end) {
     const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * tile_.m);
     const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * tile_.m, i1);
-    if (keys.begin >= end || keys.end <= begin) return;  // most chunks of a cache that has few keys
+    if (keys.begin >= end || keys.end <= begin) return;  // chunks of other samples
     for (int64_t g = 0; g < members(); ++g) {
       const Member m = member(g);
       select(g, true);
@@ -283,12 +300,13 @@ class MergeWorker {
  private:
   void merge_row(int64_t b, int64_t h, int64_t i) {
     float m = -kInf, l = 0.f;
-    for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk) {
+    const int64_t end = args_.chunk0 + args_.chunks;
+    for (int64_t chunk = args_.chunk0; chunk < end; ++chunk) {
       const float m_chunk = args_.partial(b, h, chunk, i)[p_.E];
       m = m_chunk > m ? m_chunk : m;
     }
     fill(o_, p_.E, 0.f);
-    for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk) {
+    for (int64_t chunk = args_.chunk0; chunk < end; ++chunk) {
       const float* const from = args_.partial(b, h, chunk, i);
       if (met_no_key(from + p_.E)) continue;
       const float factor = __builtin_exp2f((from[p_.E] - m) * args_.units.linear.unit);

@@ -1,4 +1,4 @@
-"""Self-attention at inference: one operator from the input to the output.
+"""Self-attention at inference: one operator from the input to the output, also with a cache.
 
 A matrix product fills the caches with its operands, so Python runs several times slower after it.
 Between two products this costs 10% of the module's time with 100 tokens. So everything is decided
@@ -14,14 +14,15 @@ from fastattn import autograd
 from fastattn.backends import operators, registry, watch
 from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
 from fastattn.modules.multihead import interop, projection
+from fastattn.modules.multihead.kv_cache import KVCache
 from fastattn.problem import call_cache, validate
 
 
 def attend(
-    module: nn.MultiheadAttention, x: Tensor, need_weights: bool, average: bool
+    module: nn.MultiheadAttention, x: Tensor, need_weights: bool, average: bool, cache: Any = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """``module(x, x, x)`` of the dot product, without masks; None if no operator computes it."""
-    if module.training and module.dropout:
+    if (module.training and module.dropout) or not (cache is None or type(cache) is KVCache):
         return None
     parameters = _parameters(module)
     if parameters is None or not _takes_operator(x, *parameters):
@@ -29,8 +30,12 @@ def attend(
     operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
     if operator is None:
         return None
-    out, weights = operator(p, x, *parameters, module.batch_first)
-    return out, weights if need_weights else None
+    args = (p, x, *parameters, module.batch_first)
+    if cache is None:
+        found = operator(*args)
+    else:
+        found = cache.written_by(lambda *room: operator(*args, *room), x, p)
+    return found and (found[0], found[1] if need_weights else None)
 
 
 def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | None:
@@ -77,7 +82,10 @@ def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:
 def _operator(
     module: nn.MultiheadAttention, x: Tensor, return_weights: str | None
 ) -> tuple[Any, Any]:
-    """The chosen backend's operator for all of ``module``, or None, and its record."""
+    """The chosen backend's operator for all of ``module``, or None, and its record.
+
+    That is the record without a cache, whose length changes no choice.
+    """
     E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
     call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights
     found = call_cache.look_up(call)

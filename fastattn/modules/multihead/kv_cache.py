@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastattn.modules.multihead import inputs, interop, projection
 from fastattn.modules.multihead.inputs import Inputs
-from fastattn.problem import Mask, arguments
+from fastattn.problem import Mask, Problem, arguments
 
 _MIN_CAPACITY = 16
 _Masks = tuple[Tensor | None, Tensor | None]  # (key_padding_mask, attn_mask)
@@ -113,17 +113,35 @@ class KVCache:
     def _append(self, held: Tensor | None, new: Tensor) -> Tensor:
         if torch.is_grad_enabled():  # autograd may still need the old memory
             return new if held is None else torch.cat([held[:, :, : self.length], new], dim=2)
-        needed = self.length + new.shape[2]
-        if held is None or needed > held.shape[2] or not (self._owned and _is_writable(held)):
-            held = self._grown(held, new, needed)
-        held[:, :, self.length : needed] = new
-        return held
+        room = self._room(held, new, *new.shape)
+        room[:, :, self.length : self.length + new.shape[2]] = new
+        return room
 
-    def _grown(self, held: Tensor | None, new: Tensor, needed: int) -> Tensor:
-        """Memory for ``needed`` keys and as many more, which begins with the held ones."""
-        B, H, _, D = new.shape
-        room = max(needed, 2 * self.length, self.capacity, _MIN_CAPACITY)
-        grown = new.new_empty(B, H, room, D)
+    def written_by(self, write: Callable[..., Any], x: Tensor, p: Problem) -> Any:
+        """What ``write`` returns, which adds the positions of ``p``, projected from ``x``.
+
+        It gets memory for keys and for values, and how many are there. None where only ``update``
+        knows what to do or to say.
+
+        :meta private:
+        """
+        kind = p.B, p.H, p.D, x.dtype, x.device
+        held = self._key, self._value
+        fits = all(y is None or _kind(y) == kind for y in held)
+        if self.static or torch.is_grad_enabled() or not fits:
+            return None
+        room = [self._room(y, x, p.B, p.H, p.M, p.D) for y in held]
+        found = write(*room, self.length)
+        (self._key, self._value), self._owned = room, True
+        self.length += p.M
+        return found
+
+    def _room(self, held: Tensor | None, like: Tensor, B: int, H: int, M: int, D: int) -> Tensor:
+        """Memory that begins with the held keys and has room for M more: the same, or a larger."""
+        needed = self.length + M
+        if held is not None and needed <= held.shape[2] and self._owned and _is_writable(held):
+            return held
+        grown = like.new_empty(B, H, max(needed, 2 * self.length, self.capacity, _MIN_CAPACITY), D)
         if held is not None:
             grown[:, :, : self.length] = held[:, :, : self.length]
         return grown
@@ -302,7 +320,9 @@ def _static_step(
     bias: Any,
 ) -> Step:
     """A call with a static cache that has its keys: projects the queries only."""
-    like = inputs.keys_like(module, query, cache.length)
+    like = query, query  # whose shapes always fit
+    if not (masks[0] is masks[1] is mask is bias is None):
+        like = inputs.keys_like(module, query, cache.length)
     call = inputs.canonical(module, query, *like, *masks, need_weights, False)
     call = inputs.with_own(module, call, mask, bias)
     q = projection.queries_to_heads(module, call.query, call.batch_first)
@@ -333,7 +353,7 @@ def _growing_step(
             f"query and key: with a growing cache expected as many new keys as queries, got {M} "
             f"queries and {new} keys (KVCache(static=True) is for cross-attention)"
         )
-    if masks != (None, None):
+    if not (masks[0] is masks[1] is None):  # ``!=`` would compare a tensor, which takes 20 us
         like = inputs.keys_like(module, query, cache.length + new)
         covering = inputs.canonical(module, query, *like, *masks, need_weights, False)
         call = call._replace(masks=covering.masks)

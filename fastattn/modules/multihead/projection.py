@@ -39,10 +39,11 @@ def queries_to_heads(module: nn.MultiheadAttention, query: Tensor, batch_first: 
     """Projected q [B, H, M, D] alone, for keys and values that are projected already."""
     bias = module.in_proj_bias
     if module._qkv_same_embed_dim:
-        weight = module.in_proj_weight.chunk(3)[0]
+        weight = module.in_proj_weight
+        weight = weight[: weight.shape[0] // 3]
     else:
         weight = module.q_proj_weight
-    q = linear.forward(query, weight, None if bias is None else bias.chunk(3)[0])
+    q = linear.forward(query, weight, None if bias is None else bias[: weight.shape[0]])
     return split_heads(q, module.num_heads, batch_first)
 
 

@@ -1,0 +1,135 @@
+"""Plans for any length: those of calls at inference that have q, k and v alone."""
+
+import pytest
+import torch
+from properties.repeated_calls import empty_table, heads  # noqa: F401
+
+import fastattn
+from fastattn import Mask, testing
+from fastattn.problem import call_cache, validate
+
+pytestmark = pytest.mark.usefixtures("extension", "empty_table")
+sdpa = fastattn.scaled_dot_product_attention
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The calls that were checked: those that no plan and no record served."""
+    calls, build = [], validate.build
+
+    def spy(*args, **options):
+        calls.append(args)
+        return build(*args, **options)
+
+    monkeypatch.setattr(validate, "build", spy)
+    return calls
+
+
+LAYOUTS = {
+    "heads first": lambda x: x.contiguous(),
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "time major": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "columns": lambda x: x.mT.contiguous().mT,
+    "cache": lambda x: torch.cat([x, x.new_full(x.shape, torch.nan)], 2)[:, :, : x.shape[2]],
+    "one sample": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [None, "mean", "full"])
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True, scale=0.3), dict(softcap=2.0)])
+def test_one_call_makes_the_plan_of_all(checked, dtype, weights, options):
+    options = options | dict(return_weights=weights)
+    lengths = (3, 5), (3, 6), (1, 1), (1, 5), (40, 1), (9, 300), (130, 70)
+    inputs = [heads(*x, dtype) for x in lengths]
+    calls = [[change(x) for x in args] for args in inputs for change in LAYOUTS.values()]
+    with call_cache.paused():  # which forgets all calls
+        wanted = [sdpa(*args, **options) for args in calls]
+    sdpa(*heads(dtype=dtype), **options)
+    known = dict(call_cache.table())
+    checked.clear()
+    with testing.poisoned():
+        results = [sdpa(*args, **options) for args in calls]
+    for found, want in zip(results, wanted, strict=True):
+        pairs = [(found, want)] if weights is None else zip(found, want, strict=True)
+        for x, y in pairs:
+            assert torch.equal(x, y)
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+    assert not checked
+    assert call_cache.table() == known
+
+
+def test_a_decoder_whose_keys_grow(checked):
+    q, k, v = torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, 70, 8)
+    sdpa(q, k[:, :, :1], v[:, :, :1], enable_gqa=True)
+    checked.clear()
+    with torch.inference_mode():
+        for n in range(2, 70):
+            sdpa(q, k[:, :, :n], v[:, :, :n], enable_gqa=True)
+    assert not checked
+
+
+def test_what_does_not_fit_raises_as_ever():
+    q, k, v = heads()
+    sdpa(q, k, v)
+    wrong = {
+        "same length": (q, k, v[:, :, :4]),
+        "same last dim": (q, k[..., :4], v),
+        "expected as many key as query heads": (q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)),
+        "broadcast": (q, *(x.repeat(3, 1, 1, 1) for x in (k, v))),
+        "the dtype of query": (q, k.half(), v),
+    }
+    for message, args in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            sdpa(*args)
+
+
+@pytest.mark.parametrize("which", [(0,), (1, 2), (2,)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_inputs_that_broadcast_have_no_such_plan(which, dim):
+    """Their layouts are those of what they become."""
+    inputs = [[LAYOUTS["time major"](x) for x in heads(N=N)] for N in (5, 6, 7)]
+    inputs = [
+        [x.narrow(dim, 0, 1) if n in which else x for n, x in enumerate(args)] for args in inputs
+    ]
+    with call_cache.paused():
+        wanted = [sdpa(*args) for args in inputs]
+    for args, want in zip(inputs, wanted, strict=True):
+        found = sdpa(*args)
+        assert torch.equal(found, want)
+        assert found.stride() == want.stride()
+
+
+def test_empty_calls():
+    sdpa(*heads())
+    for M, N in ((0, 5), (3, 0)):
+        out = sdpa(*heads(M, N))
+        assert out.shape == (2, 2, M, 8)
+        assert not out.any()
+
+
+def of_every_order(args):
+    """The output, its gradients and a gradient of these."""
+    out = sdpa(*args, is_causal=True)
+    grads = torch.autograd.grad(out.square().sum(), args, create_graph=True)
+    return [out, *grads, *torch.autograd.grad(sum(x.square().sum() for x in grads), args)]
+
+
+def test_gradients_have_plans_for_their_length():
+    inputs = [heads(M, N, requires_grad=True) for M, N in ((3, 5), (4, 6), (4, 6), (4, 6), (3, 5))]
+    with call_cache.paused():
+        wanted = [of_every_order(args) for args in inputs]
+    with torch.no_grad():
+        sdpa(*inputs[0], is_causal=True)
+    for args, want in zip(inputs, wanted, strict=True):
+        found = of_every_order(args)
+        assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("mask", [Mask(causal="bottom_right"), Mask(window=(1, 1)), Mask()])
+def test_masks_have_plans_for_their_length(mask):
+    inputs = [heads(M, N) for M, N in ((3, 5), (3, 9), (2, 9), (3, 5)) for _ in range(3)]
+    with call_cache.paused():
+        wanted = [sdpa(*args, mask=mask) for args in inputs]
+    for args, want in zip(inputs, wanted, strict=True):
+        assert torch.equal(sdpa(*args, mask=mask), want)
