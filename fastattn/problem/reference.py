@@ -322,11 +322,14 @@ def _masked_matmul(a: Tensor, b: Tensor, kept: Tensor | None) -> Tensor:
     """a @ b where a masked pair contributes nothing, whatever b holds there.
 
     The product leaves out the entries of b that are not finite. The rows that keep such an entry
-    then get it added. Where values can be read, finite ones need neither.
+    then get it added. Where values can be read, finite ones need neither. Products of other strides
+    may add up in another order, so b is always contiguous: then garbage changes no bit.
     """
-    if kept is None or (arguments.can_read(b) and bool(b.isfinite().all())):
+    if kept is None:
         return a @ b
-    out = a @ b.masked_fill(~b.isfinite(), 0.0)
+    if arguments.can_read(b) and bool(b.isfinite().all()):
+        return a @ b.contiguous()
+    out = a @ b.masked_fill(~b.isfinite(), 0.0).contiguous()
     used = kept.expand(a.shape).to(a.dtype)
     for special in (math.inf, -math.inf, math.nan):
         here = b.isnan() if math.isnan(special) else b == special

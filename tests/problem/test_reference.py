@@ -166,3 +166,16 @@ def test_masked_matmul_of_finite_values_is_one_product():
             reference._masked_matmul(a, b, kept)
         counts = {event.key: event.count for event in profile.key_averages()}
         assert counts["aten::matmul"] == products
+
+
+@pytest.mark.parametrize("layout", [(9, 3), (3, 9)], ids=str)
+def test_garbage_changes_no_bit_of_a_masked_product(layout):
+    """Whatever the strides: the product of other ones adds up in another order."""
+    b = torch.randn(8, *layout, dtype=torch.float64)
+    b = b if layout == (9, 3) else b.mT
+    kept = torch.arange(9) < 7
+    a = torch.randn(8, 15, 9, dtype=torch.float64) * kept
+    spoilt = b.clone()
+    spoilt[:, ~kept] = math.nan
+    found = [reference._masked_matmul(a, x, kept) for x in (b, spoilt)]
+    assert found[0].equal(found[1])
