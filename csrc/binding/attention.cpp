@@ -189,6 +189,7 @@ std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
   Operands in{heads(0), heads(1), heads(2)};
   STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value(),
                   "fastattn: keys, values: expected both or none");
+  STD_TORCH_CHECK(past.keys || past.length == 0, "fastattn: past: expected 0 without keys");
   if (past.keys) {
     in.k = written(*past.keys, in.k, past.length);
     in.v = written(*past.values, in.v, past.length);

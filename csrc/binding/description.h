@@ -60,7 +60,8 @@ class Description {
     text_.reserve(512);
     arguments_.reserve(8);
     if (!add_all(call)) return false;
-    // Masks, weights and gradients have plans for each length.
+    // Calls with masks, with the additive score's weight or for gradients have plans for each
+    // length.
     any_length_ = arguments_.size() == 3 && !has_record_ && !needs_grad_;
     for (const Argument& x : arguments_) any_length_ = any_length_ && x.tensor.ndim == 4;
     if (any_length_) forget_lengths();

@@ -3,7 +3,8 @@
 //
 // Python describes, recalls and dispatches a call in several times the time of a small problem.
 // Here a plan, the params of an earlier call, stands in a dict of Python's. Its key is all that the
-// params depend on but memory: sizes, strides and dtypes of tensors, and the other arguments.
+// params depend on but memory: sizes, strides and dtypes of tensors, and the other arguments. Some
+// calls have a plan for all lengths (description.h): their sizes and strides fill it in.
 // Values of limits are checked at every call. Whatever is unusual gives None, and the ordinary way
 // then computes or raises. fastattn/backends/direct.py has the conditions that are not of the
 // arguments.

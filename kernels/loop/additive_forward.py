@@ -257,7 +257,8 @@ def new_scores(call: Call):
 def scores_in_memory(call: Call, terms: Terms, kernel: str = "decode"):
     """fp32 [B, H, M, N], written where a mask may keep a pair; ``terms`` are few_terms.
 
-    ``kernel`` names the row of config.py that has the tile. Scores do not depend on it.
+    ``kernel`` names the row of config.py that has the tile. A score depends on it only if a key of
+    its tile is out of range (0009).
     """
     if terms.e_ptr is None:
         return terms.w_ptr

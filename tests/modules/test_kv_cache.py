@@ -407,3 +407,22 @@ def test_update_takes_as_many_values_as_keys(static):
             with pytest.raises(ValueError, match="but the new values are batch 2, 3 heads of 5"):
                 cache.update(key, key)
             assert cache.length == 4
+
+
+@torch.no_grad()
+def test_autograd_sees_that_a_step_writes_into_the_cache():
+    """A graph that holds keys must not go backward over those that replaced them."""
+    module, x, cache = (
+        MultiheadAttention(E, H, batch_first=True).eval(),
+        torch.randn(B, 4, E),
+        KVCache(),
+    )
+    module(x, x, x, cache=cache)
+    with torch.enable_grad():
+        factor = torch.ones_like(cache.key, requires_grad=True)
+        loss = (factor * cache.key).sum()
+    cache.crop(2)
+    step = x[:, :2]
+    module(step, step, step, cache=cache)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

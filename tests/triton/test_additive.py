@@ -137,6 +137,7 @@ def check(case, change):
 
 SMALL = small("extreme", H=1, Hkv=1, D=7, lse=True, causal="bottom_right")
 FEW = dataclasses.replace(SMALL, name="few", M=2)
+WEIGHED = dataclasses.replace(SMALL, name="weighed", weights="full")
 
 
 # ---- ranges ----
@@ -171,7 +172,7 @@ CHANGES = [some_keys_far, one_dim_far, infinite_queries, heavy_weights, light_we
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("case", [SMALL, FEW], ids=str)
+@pytest.mark.parametrize("case", [SMALL, FEW, WEIGHED], ids=str)
 def test_extremes(case, change):
     if case is FEW and change is infinite_queries:
         change = lambda t: t.q[:, :, 1, :2].fill_(INF)  # noqa: E731

@@ -84,7 +84,7 @@ def _operator(
 ) -> tuple[Any, Any]:
     """The chosen backend's operator for all of ``module``, or None, and its record.
 
-    That is the record without a cache, whose length changes no choice.
+    The record is that of a call without a cache: how long a cache is changes no choice.
     """
     E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
     call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights

@@ -132,6 +132,7 @@ class KVCache:
             return None
         room = [self._room(y, x, p.B, p.H, p.M, p.D) for y in held]
         found = write(*room, self.length)
+        torch.autograd.graph.increment_version(room)  # the operator writes through views
         (self._key, self._value), self._owned = room, True
         self.length += p.M
         return found
