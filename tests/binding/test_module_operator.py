@@ -200,7 +200,11 @@ class TestCache:
     @pytest.mark.parametrize("kind", [None, "keep", "add"])
     def test_adds_none(self, kind, past, bias, weights, batch_first):
         """Only queries are projected, and nothing is written or causal."""
-        arguments = whole(weights, batch_first, bias=bias, mask=mask_of(kind, past))
+        strided = dict(in_weight=torch.randn(E, 6 * H * D).T[::2])
+        if bias:
+            strided |= dict(in_bias=torch.randn(6 * H * D)[::2])
+        mask = mask_of(kind, past)
+        arguments = whole(weights, batch_first, bias=bias, mask=mask, **strided)
         if not batch_first:
             arguments = (arguments[0].transpose(0, 1), *arguments[1:])
         cache = torch.randn(2, H, B, D, 12).transpose(1, 2).mT

@@ -144,10 +144,15 @@ def test_the_same_bits_of_padded_sequences(
         found.append(module(x, x, x, padding(kind, sum(SIZES)), need_weights=need_weights))
     assert len(operator_calls) == len(checked) == 1
     assert all(x is y is None or torch.equal(x, y) for x, y in zip(*found, strict=True))
-    with torch.enable_grad():
-        module.requires_grad_(False)
-        mask = padding("added", sum(SIZES)).requires_grad_()
-        assert module(x, x, x, mask)[0].requires_grad
+
+
+def test_a_mask_that_wants_a_gradient(operator_calls):
+    module, x = drawn().requires_grad_(False), sequence()
+    mask = padding("added", sum(SIZES)).requires_grad_()
+    assert module(x, x, x, mask)[0].requires_grad
+    assert not operator_calls
+    module(x, x, x, mask.detach())
+    assert len(operator_calls) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -155,7 +160,7 @@ def test_the_same_bits_of_padded_sequences(
 def test_is_right_with_a_static_cache_and_padding(operator_calls, dtype):
     module, x = drawn().to(dtype), sequence().to(dtype)
     memory = torch.randn(B, 9, E, dtype=dtype)
-    ignored, cache, found = padding("ignored", 9), KVCache(static=True), []
+    ignored, cache = padding("ignored", 9), KVCache(static=True)
     ignored[1, 2] = False  # torch gives NaN without a key
     module(x[:, :1], memory, memory, cache=cache)
     found = module(x, None, None, ignored, need_weights=False, cache=cache)[0]
