@@ -176,11 +176,14 @@ Tensor written(const Tensor& room, const Tensor& q, const OptTensor& added, int6
   return part(0, past + M);
 }
 
-// The first of the rows of a weight or a bias.
-Tensor first_rows(const Tensor& t, int64_t count) {
-  if (t.size(0) == count) return t;
-  if (t.dim() == 1) return projection::view(t, {count}, {t.stride(0)});
-  return projection::view(t, {count, t.size(1)}, {t.stride(0), t.stride(1)});
+// The first `count` rows of a weight or a bias, which has `rows`.
+Tensor first_rows(const Tensor& t, int64_t rows, int64_t count) {
+  STD_TORCH_CHECK(t.dim() > 0 && t.size(0) == rows,
+                  "fastattn: in_bias: expected a number for each row of in_weight");
+  if (count == rows) return t;
+  std::vector<int64_t> sizes = t.sizes().vec();
+  sizes[0] = count;
+  return projection::view(t, sizes, t.strides().vec());
 }
 
 // Of a mask [B, N]: which keys a sample keeps, or what it adds to their scores.
@@ -203,13 +206,12 @@ std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
   STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value() && (past.adds || past.keys),
                   "fastattn: keys, values: expected both, or none and those of x");
   const Tensor tokens = tokens_of(x);
-  projection::check(tokens, weight, bias);
   const int64_t T = tokens.size(0), rows = weight.size(0);
   STD_TORCH_CHECK(H > 0 && rows % (3 * H) == 0,
                   "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
   const int64_t F = past.adds ? rows : rows / 3, D = rows / (3 * H);
-  const Tensor packed = projection::linear(tokens, first_rows(weight, F),
-                                           bias ? OptTensor(first_rows(*bias, F)) : std::nullopt);
+  const OptTensor own_bias = bias ? OptTensor(first_rows(*bias, rows, F)) : std::nullopt;
+  const Tensor packed = projection::linear(tokens, first_rows(weight, rows, F), own_bias);
   const int64_t B = x.size(batch_first ? 0 : 1), M = x.size(batch_first ? 1 : 0);
   const int64_t stride_b = batch_first ? M * F : F, stride_m = batch_first ? F : B * F;
   const auto heads = [&](int64_t n) {

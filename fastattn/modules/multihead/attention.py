@@ -158,8 +158,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 return self._shared.forward(self, query, key, value, masks, hints, cache)
         plain = attn_mask is mask is bias is None and (cache is not None or not is_causal)
         if plain and isinstance(query, Tensor) and _scores_by_dot(self._attend):
-            points, hints = (query, key, value), (need_weights, average_attn_weights)
-            whole = inference.attend(self, points, key_padding_mask, *hints, cache)
+            whole = inference.attend(
+                self, query, key, value, key_padding_mask, need_weights, average_attn_weights, cache
+            )
             if whole is not None:
                 return whole
         inputs.check_tensors(query, key, value, key_padding_mask, attn_mask, cache)

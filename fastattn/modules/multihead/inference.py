@@ -23,18 +23,19 @@ from fastattn.problem import call_cache, validate
 
 def attend(
     module: nn.MultiheadAttention,
-    points: tuple[Tensor, Any, Any],
+    x: Tensor,
+    key: Any,
+    value: Any,
     padding: Any,
     need_weights: bool,
     average: bool,
     cache: Any = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """``module(*points, padding)`` of the dot product, or None if no operator computes it."""
+    """``module(x, key, value, padding)`` of the dot product, or None if no operator computes it."""
     if (module.training and module.dropout) or not (cache is None or type(cache) is KVCache):
         return None
-    x, *others = points
     complete = cache is not None and kv_cache.is_complete(cache)
-    if not (all(map(_is_unread, others)) if complete else others[0] is others[1] is x):
+    if not (key is value is x or (complete and _is_unread(key) and _is_unread(value))):
         return None
     parameters = _parameters(module)
     if parameters is None or not _takes_operator(x, *parameters):
