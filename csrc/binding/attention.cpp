@@ -145,30 +145,55 @@ Tensor as_batch(const Tensor& y, const Tensor& x) {
   return projection::view(y, {x.size(0), x.size(1), F}, {x.size(1) * F, F, 1});
 }
 
-// Earlier keys and values [B, H, room, D], of which there are `length`. New ones are written
-// behind.
+// Earlier keys and values [B, H, room, D], of which there are `length`. If the call adds others,
+// these are written behind.
 struct Past {
   OptTensor keys, values;
   int64_t length;
+  bool adds;
 };
 
-// Writes `added` [B, H, M, D] into `room` from position `past` on. Returns all up to there.
-Tensor written(const Tensor& room, const Tensor& added, int64_t past) {
-  const auto sizes = added.sizes();
-  const int64_t B = sizes[0], H = sizes[1], M = sizes[2], D = sizes[3];
+// Writes `added` [B, H, M, D], if any, into `room` from position `past` on. Returns all up to
+// there. Their B, H, D and dtype are those of q.
+Tensor written(const Tensor& room, const Tensor& q, const OptTensor& added, int64_t past) {
+  const auto sizes = q.sizes();
+  const int64_t B = sizes[0], H = sizes[1], D = sizes[3], M = added ? added->size(2) : 0;
   STD_TORCH_CHECK(room.dim() == 4 && room.size(0) == B && room.size(1) == H && room.size(3) == D &&
                       past >= 0 && past <= room.size(2) - M &&
-                      room.scalar_type() == added.scalar_type() && room.device() == added.device(),
+                      room.scalar_type() == q.scalar_type() && room.device() == q.device(),
                   "fastattn: keys, values: expected room for past + M of the dtype of x, "
                   "[B, num_heads, room, head size]");
   const auto part = [&](int64_t begin, int64_t count) {
+    if (count == room.size(2)) return room;
     return projection::view(room, {B, H, count, D},
                             {room.stride(0), room.stride(1), room.stride(2), room.stride(3)},
                             begin * room.stride(2));
   };
-  Tensor rows = part(past, M);
-  torch::stable::copy_(rows, added);
+  if (added) {
+    Tensor rows = part(past, M);
+    torch::stable::copy_(rows, *added);
+  }
   return part(0, past + M);
+}
+
+// The first `count` rows of a weight or a bias, which has `rows`.
+Tensor first_rows(const Tensor& t, int64_t rows, int64_t count) {
+  STD_TORCH_CHECK(t.dim() > 0 && t.size(0) == rows,
+                  "fastattn: in_bias: expected a number for each row of in_weight");
+  if (count == rows) return t;
+  std::vector<int64_t> sizes = t.sizes().vec();
+  sizes[0] = count;
+  return projection::view(t, sizes, t.strides().vec());
+}
+
+// Of a mask [B, N]: which keys a sample keeps, or what it adds to their scores.
+void mask_keys(const Tensor& mask, Operands* in) {
+  const int64_t B = in->k.size(0), N = in->k.size(2);
+  STD_TORCH_CHECK(mask.dim() == 2 && mask.size(0) == B && mask.size(1) == N,
+                  "fastattn: mask: expected [B, N]");
+  const bool keeps = mask.scalar_type() == ScalarType::Bool;
+  (keeps ? in->keep : in->bias) =
+      projection::view(mask, {B, 1, 1, N}, {mask.stride(0), 0, 0, mask.stride(1)});
 }
 
 // The input of the output projection, [first * second, H D], and the weights. Nothing else is
@@ -176,25 +201,31 @@ Tensor written(const Tensor& room, const Tensor& added, int64_t past) {
 // attention writes its output in their order. The projection is freed on return.
 std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
                                          const OptTensor& bias, int64_t H, double scale,
-                                         int64_t weights, bool batch_first, const Past& past) {
-  const Tensor packed = projection::linear(tokens_of(x), weight, bias);
-  const int64_t T = packed.size(0), F = packed.size(1);
-  STD_TORCH_CHECK(H > 0 && F % (3 * H) == 0,
-                  "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
-  const int64_t B = x.size(batch_first ? 0 : 1), N = x.size(batch_first ? 1 : 0), D = F / (3 * H);
-  const int64_t stride_b = batch_first ? N * F : F, stride_n = batch_first ? F : B * F;
-  const auto heads = [&](int64_t n) {
-    return projection::view(packed, {B, H, N, D}, {stride_b, D, stride_n, 1}, n * H * D);
-  };
-  Operands in{heads(0), heads(1), heads(2)};
-  STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value(),
-                  "fastattn: keys, values: expected both or none");
+                                         int64_t weights, bool batch_first, const OptTensor& mask,
+                                         const Past& past) {
+  STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value() && (past.adds || past.keys),
+                  "fastattn: keys, values: expected both, or none and those of x");
   STD_TORCH_CHECK(past.keys || past.length == 0, "fastattn: past: expected 0 without keys");
-  if (past.keys) {
-    in.k = written(*past.keys, in.k, past.length);
-    in.v = written(*past.values, in.v, past.length);
-    in = causal(in, past.length, N);
-  }
+  const Tensor tokens = tokens_of(x);
+  const int64_t T = tokens.size(0), rows = weight.size(0);
+  STD_TORCH_CHECK(H > 0 && rows % (3 * H) == 0,
+                  "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
+  const int64_t F = past.adds ? rows : rows / 3, D = rows / (3 * H);
+  const OptTensor own_bias = bias ? OptTensor(first_rows(*bias, rows, F)) : std::nullopt;
+  const Tensor packed = projection::linear(tokens, first_rows(weight, rows, F), own_bias);
+  const int64_t B = x.size(batch_first ? 0 : 1), M = x.size(batch_first ? 1 : 0);
+  const int64_t stride_b = batch_first ? M * F : F, stride_m = batch_first ? F : B * F;
+  const auto heads = [&](int64_t n) {
+    return projection::view(packed, {B, H, M, D}, {stride_b, D, stride_m, 1}, n * H * D);
+  };
+  const Tensor q = heads(0);
+  const auto all = [&](int64_t n, const OptTensor& room) {
+    const OptTensor added = past.adds ? OptTensor(heads(n)) : std::nullopt;
+    return room ? written(*room, q, added, past.length) : *added;
+  };
+  Operands in{q, all(1, past.keys), all(2, past.values)};
+  if (past.keys && past.adds) in = causal(in, past.length, M);
+  if (mask) mask_keys(*mask, &in);
   in.scale = scale;
   in.weights = weights;
   const Results found = run_forward(in);
@@ -210,9 +241,10 @@ Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
 std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
                                           Tensor out_weight, OptTensor out_bias, int64_t num_heads,
                                           double scale, int64_t weights, bool batch_first,
-                                          OptTensor keys, OptTensor values, int64_t past) {
+                                          OptTensor mask, OptTensor keys, OptTensor values,
+                                          int64_t past, bool adds) {
   const auto [merged, returned] = attend_tokens(x, in_weight, in_bias, num_heads, scale, weights,
-                                                batch_first, {keys, values, past});
+                                                batch_first, mask, {keys, values, past, adds});
   return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
 }
 #endif

@@ -110,13 +110,14 @@ def self_attention(
     out_weight: Tensor,
     out_bias: Tensor | None,
     batch_first: bool,
+    mask: Tensor | None,
     *cache: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention between its projections, as in nn.MultiheadAttention: (output like ``x``, weights).
 
-    No masks, dropout or autograd; see ``modules/multihead/inference.py``. ``cache``: memory for
-    keys and for values [B, H, room, D], and how many are there. The new ones are written behind
-    these, and it is causal.
+    No dropout or autograd; see ``modules/multihead/inference.py``. ``mask`` [B, N]: True keeps a
+    key, and a number is added to its scores. ``cache``: memory for keys and for values [B, H, room,
+    D], how many are there, and whether those of ``x`` are added: written behind these, and causal.
     """
-    numbers = p.H, p.scale, WEIGHTS[p.weights], batch_first
-    return operators.self_attention(x, in_weight, in_bias, out_weight, out_bias, *numbers, *cache)
+    options = p.H, p.scale, WEIGHTS[p.weights], batch_first, mask, *cache
+    return operators.self_attention(x, in_weight, in_bias, out_weight, out_bias, *options)

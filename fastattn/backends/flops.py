@@ -49,16 +49,19 @@ def self_attention(
     scale: float,
     weights: int,
     batch_first: bool,
+    mask: Shape | None = None,
     keys: Shape | None = None,
     values: Shape | None = None,
     past: int = 0,
+    adds: bool = True,
     **_: Any,
 ) -> int:
     """Two projections around the dot product."""
     B, M = x[:2] if batch_first else x[1::-1]
     D = x[2] // num_heads
-    q, k = (B, num_heads, M, D), (B, num_heads, past + M, D)
-    return linear(x, in_weight) + forward(q, k, k) + linear(x, out_weight)
+    q, k = (B, num_heads, M, D), (B, num_heads, past + (M if adds else 0), D)
+    projected = linear(x, in_weight) // (1 if adds else 3)
+    return projected + forward(q, k, k) + linear(x, out_weight)
 
 
 def _register() -> None:

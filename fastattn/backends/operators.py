@@ -183,12 +183,14 @@ def _self_attention_fake(
     scale: float,
     weights: int,
     batch_first: bool,
+    mask: Tensor | None = None,
     keys: Tensor | None = None,
     values: Tensor | None = None,
     past: int = 0,
+    adds: bool = True,
 ) -> tuple[Tensor, Tensor]:
     B, M = x.shape[:2] if batch_first else x.shape[1::-1]
-    N = M if keys is None else past + M
+    N = (0 if keys is None else past) + (M if adds else 0)
     shape = weights_shape(weights_of(weights), B, num_heads, M, N)
     return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
 

@@ -118,13 +118,16 @@ def pair(prefix: str) -> dict[str, str]:
     return {f"{prefix}forward": _FORWARD, f"{prefix}backward": _BACKWARD}
 
 
-# Attention and both projections around it, at inference on CPUs. Keys and values are memory, [B, H,
-# room, D], that has ``past`` of them. New ones are written behind, and attention is then causal.
+# Attention and both projections around it, at inference on CPUs. A mask is [B, N]: True keeps a
+# key, and a number is added to its scores. Keys and values are memory, [B, H, room, D], that has
+# ``past`` of them. New ones are written behind, and attention is then causal. There are
+# none without ``adds``: only queries are projected.
 SELF_ATTENTION = {
     "self_attention": (
         "(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, Tensor? out_bias, "
         "int num_heads, float scale, int weights, bool batch_first, "
-        "Tensor(a!)? keys=None, Tensor(b!)? values=None, int past=0) "
+        "Tensor? mask=None, "
+        "Tensor(a!)? keys=None, Tensor(b!)? values=None, int past=0, bool adds=True) "
         "-> (Tensor out, Tensor weights)"
     ),
 }

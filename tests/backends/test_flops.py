@@ -64,8 +64,11 @@ def test_what_modules_run_at_inference_counts_as_torchs(extension, batch_first):
     assert (flops.self_attention(*shapes, None, batch_first), 0) == expected
     assert operator in flop_counter.flop_registry
     keys = (3, 2, 9, 8)
-    more = flops.self_attention(*shapes, None, batch_first, keys, keys, 4) - expected[0]
+    more = flops.self_attention(*shapes, None, batch_first, None, keys, keys, 4) - expected[0]
     assert more == 2 * (3 * 5 * 2) * 4 * (8 + 8)
+    M = x.shape[1 if batch_first else 0]
+    fewer = flops.self_attention(*shapes, None, batch_first, None, keys, keys, M, False)
+    assert expected[0] - fewer == 2 * (3 * 5) * 16 * 32  # no projections of keys and values
 
 
 def test_every_operator_has_a_formula():

@@ -21,7 +21,7 @@ def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **ch
     good = dict(
         x=torch.randn(B, N, E), in_weight=torch.randn(rows, E), in_bias=torch.randn(rows),
         out_weight=torch.randn(E + 1, H * D), out_bias=torch.randn(E + 1), num_heads=H, scale=0.5,
-        weights=WEIGHTS.get(weights, weights), batch_first=batch_first,
+        weights=WEIGHTS.get(weights, weights), batch_first=batch_first, mask=None,
     )  # fmt: skip
     if not bias:
         good |= {"in_bias": None, "out_bias": None}
@@ -30,24 +30,49 @@ def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **ch
 
 
 def in_parts(
-    x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first, *cache
-):
+    x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first, mask,
+    *rooms, past=0, adds=True
+):  # fmt: skip
     """self_attention made of torch's operators, with the weights of each head."""
     packed = F.linear(x if batch_first else x.transpose(0, 1), in_weight, in_bias)
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in packed.chunk(3, -1))
+    if rooms:
+        held = [y[:, :, :past] for y in rooms]
+        k, v = (torch.cat(y, 2) for y in zip(held, (k, v), strict=True)) if adds else held
     scores = q @ k.mT * scale
-    if cache:
-        *rooms, past = cache
-        k, v = (torch.cat([y[:, :, :past], x], 2) for y, x in zip(rooms, (k, v), strict=True))
+    if rooms and adds:
         later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(past + 1)
-        scores = (q @ k.mT * scale).masked_fill(later, -torch.inf)
+        scores = scores.masked_fill(later, -torch.inf)
+    if mask is not None:
+        mask = mask[:, None, None]
+        keeps = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if keeps else scores + mask
     attended = torch.softmax(scores, -1)
     out = F.linear((attended @ v).transpose(1, 2).flatten(2), out_weight, out_bias)
     return out if batch_first else out.transpose(0, 1), attended
 
 
 def double(arguments):
-    return [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
+    floats = (isinstance(x, torch.Tensor) and x.is_floating_point() for x in arguments)
+    return [x.double() if y else x for x, y in zip(arguments, floats, strict=True)]
+
+
+def mask_of(kind, keys):
+    """A mask of so many keys, with strides, that keeps the first; None without a kind."""
+    kept = torch.rand(keys, 2 * B)[:, ::2].T > 0.4
+    kept[:, 0] = True
+    added = torch.randn(keys, B).T.masked_fill(~kept, -torch.inf)
+    return {"keep": kept, "add": added, None: None}[kind]
+
+
+def assert_right(found, arguments, weights, **cache):
+    peer, truth = in_parts(*arguments, **cache), in_parts(*double(arguments), **cache)
+    testing.assert_within_budget(found[0], peer[0], truth[0])
+    if weights == "none":
+        assert found[1].shape == (0,)
+    else:
+        each = (lambda w: w) if weights == "full" else (lambda w: w.mean(1))
+        testing.assert_within_budget(found[1], each(peer[1]), each(truth[1]))
 
 
 class TestSelfAttention:
@@ -59,14 +84,18 @@ class TestSelfAttention:
         arguments = whole(weights, batch_first, dtype, bias)
         with testing.poisoned():
             found = self_attention(*arguments)
-        peer, truth = in_parts(*arguments), in_parts(*double(arguments))
-        testing.assert_within_budget(found[0], peer[0], truth[0])
+        assert_right(found, arguments, weights)
         assert found[0].is_contiguous()
-        if weights == "none":
-            assert found[1].shape == (0,)
-        else:
-            each = (lambda w: w) if weights == "full" else (lambda w: w.mean(1))
-            testing.assert_within_budget(found[1], each(peer[1]), each(truth[1]))
+
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("weights", ["none", "full", "mean"])
+    @pytest.mark.parametrize("kind", ["keep", "add"])
+    def test_masks_keys(self, kind, weights, batch_first):
+        x = torch.randn(B, N, E) if batch_first else torch.randn(N, B, E)
+        arguments = whole(weights, batch_first, x=x, mask=mask_of(kind, N))
+        with testing.poisoned():
+            found = self_attention(*arguments)
+        assert_right(found, arguments, weights)
 
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -118,6 +147,9 @@ class TestSelfAttention:
             dict(out_weight=torch.randn(E + 1, H * D).double()),
             dict(num_heads=0), dict(num_heads=-1), dict(num_heads=5),
             dict(weights=-1), dict(weights=3),
+            dict(mask=torch.ones(B, N).int()), dict(mask=torch.ones(B, N).double()),
+            *(dict(mask=torch.ones(shape, dtype=torch.bool)) for shape in
+              [(B, N - 1), (1, N), (B, 1), (N,), (), (B, 1, N)]),
         ],
     )  # fmt: skip
     def test_rejects(self, changes):
@@ -145,25 +177,56 @@ class TestCache:
     @pytest.mark.parametrize("weights", ["none", "full", "mean"])
     @pytest.mark.parametrize("past", [0, 1, 3])
     @pytest.mark.parametrize("M", [1, 2, N])
-    def test_same_as_in_parts(self, M, past, weights, batch_first):
+    @pytest.mark.parametrize("kind", [None, "keep", "add"])
+    def test_same_as_in_parts(self, kind, M, past, weights, batch_first):
         x = torch.randn(B, M, E) if batch_first else torch.randn(M, B, E)
-        arguments = whole(weights, batch_first, x=x)
+        arguments = whole(weights, batch_first, x=x, mask=mask_of(kind, past + M))
         wide = torch.full((2, H, B, D, 12), torch.nan).transpose(1, 2).mT
         wide[..., :past, :] = torch.randn(2, B, H, past, D)
-        before, cache = wide.clone(), (*wide[..., : past + M, :], past)
-        truth = in_parts(*double([*arguments, *cache]))
-        peer = in_parts(*arguments, *cache)
+        before, cache = wide.clone(), wide[..., : past + M, :]
         with testing.poisoned():
-            found = self_attention(*arguments, *cache)
-        testing.assert_within_budget(found[0], peer[0], truth[0])
-        if weights != "none":
-            each = (lambda w: w) if weights == "full" else (lambda w: w.mean(1))
-            testing.assert_within_budget(found[1], each(peer[1]), each(truth[1]))
+            found = self_attention(*arguments, *cache, past)
+        assert_right(found, (*arguments, *before), weights, past=past)
         rows = arguments[0] if batch_first else arguments[0].transpose(0, 1)
         packed = F.linear(rows, *arguments[1:3]).unflatten(-1, (3, H, D))
         torch.testing.assert_close(wide[..., past : past + M, :], packed.permute(2, 0, 3, 1, 4)[1:])
         assert torch.equal(wide[..., :past, :], before[..., :past, :])
         assert wide[..., past + M :, :].isnan().all()
+
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("weights", ["none", "full", "mean"])
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("past", [1, 3, 12])
+    @pytest.mark.parametrize("kind", [None, "keep", "add"])
+    def test_adds_none(self, kind, past, bias, weights, batch_first):
+        """Only queries are projected, and nothing is written or causal."""
+        strided = dict(in_weight=torch.randn(E, 6 * H * D).T[::2])
+        if bias:
+            strided |= dict(in_bias=torch.randn(6 * H * D)[::2])
+        mask = mask_of(kind, past)
+        arguments = whole(weights, batch_first, bias=bias, mask=mask, **strided)
+        if not batch_first:
+            arguments = (arguments[0].transpose(0, 1), *arguments[1:])
+        cache = torch.randn(2, H, B, D, 12).transpose(1, 2).mT
+        cache[..., past:, :] = torch.nan
+        before = cache.clone()
+        with testing.poisoned():
+            found = self_attention(*arguments, *cache, past, False)
+        assert_right(found, (*arguments, *cache), weights, past=past, adds=False)
+        assert torch.equal(cache.nan_to_num(9.0), before.nan_to_num(9.0))
+
+    @pytest.mark.parametrize("changes", [
+        dict(in_bias=torch.randn(3 * H * D + 1)), dict(in_bias=torch.randn(H * D)),
+        dict(in_bias=torch.tensor(1.0)), dict(in_weight=torch.randn(3 * H * D)),
+        dict(in_weight=torch.randn(H * D, E), in_bias=None), dict(mask=torch.zeros(B, 5)),
+    ])  # fmt: skip
+    def test_rejects_without_others(self, changes):
+        with pytest.raises(RuntimeError, match="fastattn: "):
+            self_attention(*whole(**changes), *torch.randn(2, B, H, 4, D), 4, False)
+
+    def test_adds_none_to_something(self):
+        with pytest.raises(RuntimeError, match="fastattn: keys, values"):
+            self_attention(*whole(), None, None, 0, False)
 
     @pytest.mark.parametrize(
         ("keys", "values", "past"),
@@ -192,7 +255,10 @@ class TestCache:
 def test_opcheck_with_a_cache():
     for weights in ("none", "full", "mean"):
         cache = torch.randn(B, H, 9, D), torch.randn(B, H, 9, D), 3
-        torch.library.opcheck(self_attention.default, (*whole(weights), *cache))
+        for adds in (True, False):
+            for mask in (None, *(mask_of(kind, 8 if adds else 3) for kind in ("keep", "add"))):
+                arguments = (*whole(weights, mask=mask), *cache, adds)
+                torch.library.opcheck(self_attention.default, arguments)
 
 
 @pytest.mark.slow

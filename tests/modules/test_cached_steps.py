@@ -1,4 +1,4 @@
-"""Steps with a growing KVCache at inference: one operator from the input to the output."""
+"""Steps with a KVCache at inference: one operator from the input to the output."""
 
 import copy
 
@@ -32,6 +32,10 @@ def checked(monkeypatch):
     return seen
 
 
+class Override(torch.Tensor):
+    """Whose functions may do more."""
+
+
 def drawn(batch_first=True, **options):
     """A module, none of whose parameters is 0."""
     module = MultiheadAttention(E, H, batch_first=batch_first, **options).eval()
@@ -40,9 +44,21 @@ def drawn(batch_first=True, **options):
     return module
 
 
-def decode(module, x, cache, sizes=SIZES, **options):
-    steps = x.split(sizes, 1 if module.batch_first else 0)
-    return [module(t, t, t, cache=cache, **options) for t in steps]
+def decode(module, x, cache, sizes=SIZES, kind=None, **options):
+    """Step by step; ``kind`` says which mask of all keys so far each step has."""
+    found = []
+    for t in x.split(sizes, 1 if module.batch_first else 0):
+        keys = cache.length + t.shape[1 if module.batch_first else 0]
+        found.append(module(t, t, t, padding(kind, keys), cache=cache, **options))
+    return found
+
+
+def padding(kind, keys):
+    """A mask of so many keys [B, keys], with strides. One sample has no key left."""
+    ignored = (torch.arange(keys * 2 * B).view(keys, 2 * B)[:, ::2].T % 5 > 2).clone()
+    ignored[1] = True
+    added = torch.linspace(-1, 1, keys).masked_fill(ignored, -torch.inf)
+    return {"ignored": ignored, "added": added, None: None}[kind]
 
 
 def sequence(batch_first=True):
@@ -55,14 +71,16 @@ def sequence(batch_first=True):
 )
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [None, "ignored", "added"])
 @torch.no_grad()
-def test_the_same_bits(monkeypatch, checked, operator_calls, batch_first, bias, options):
+def test_the_same_bits(monkeypatch, checked, operator_calls, kind, batch_first, bias, options):
     module, x = drawn(batch_first, bias=bias, dropout=0.5), sequence(batch_first)
     found, caches = [], []
     for attend in (inference.attend, lambda *args: None):
         monkeypatch.setattr(inference, "attend", attend)
         caches.append(KVCache())
-        found.append([y for step in decode(module, x, caches[-1], **options) for y in step])
+        steps = decode(module, x, caches[-1], kind=kind, **options)
+        found.append([y for step in steps for y in step])
         if len(caches) == 1:
             assert not checked
     assert len(operator_calls) == len(SIZES)
@@ -70,6 +88,89 @@ def test_the_same_bits(monkeypatch, checked, operator_calls, batch_first, bias, 
     assert torch.equal(caches[0].key, caches[1].key)
     assert torch.equal(caches[0].value, caches[1].value)
     assert caches[0].key.stride() == caches[1].key.stride()  # with the same room
+
+
+def memory_of(module, keys, batch=B):
+    """A static cache of so many keys."""
+    x = torch.randn(batch, keys, E, dtype=module.out_proj.weight.dtype)
+    x = x if module.batch_first else x.transpose(0, 1)
+    cache = KVCache(static=True)
+    module(x, x, x, cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "options", [dict(need_weights=False), {}, dict(average_attn_weights=False)]
+)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [None, "ignored", "added"])
+@torch.no_grad()
+def test_the_same_bits_of_a_static_cache(
+    monkeypatch, checked, operator_calls, kind, batch_first, bias, options
+):
+    module, x = drawn(batch_first, bias=bias, dropout=0.5), sequence(batch_first)
+    cache = memory_of(module, 11)
+    found, held, before = [], (cache.key, cache.value), (cache.key.clone(), cache.value.clone())
+    for attend in (inference.attend, lambda *args: None):
+        monkeypatch.setattr(inference, "attend", attend)
+        checked.clear()
+        found.append([])
+        for length in (11, 7, 0):
+            cache.crop(length)
+            mask = padding(kind, length)
+            for t in x.split(SIZES, 1 if batch_first else 0):
+                others = (t, t) if length == 7 else (None, None)
+                found[-1] += module(t, *others, mask, cache=cache, **options)
+        cache.length = 11
+        assert bool(checked) == (len(found) == 2)
+    assert len(operator_calls) == 3 * len(SIZES)
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert all(map(torch.equal, held, before))
+
+
+@pytest.mark.parametrize("kind", ["ignored", "added"])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@torch.no_grad()
+def test_the_same_bits_of_padded_sequences(
+    monkeypatch, checked, operator_calls, batch_first, need_weights, kind
+):
+    """Without a cache, as an encoder."""
+    module, x = drawn(batch_first), sequence(batch_first)
+    found = []
+    for attend in (inference.attend, lambda *args: None):
+        monkeypatch.setattr(inference, "attend", attend)
+        found.append(module(x, x, x, padding(kind, sum(SIZES)), need_weights=need_weights))
+    assert len(operator_calls) == len(checked) == 1
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_a_mask_that_wants_a_gradient(operator_calls):
+    module, x = drawn().requires_grad_(False), sequence()
+    mask = padding("added", sum(SIZES)).requires_grad_()
+    assert module(x, x, x, mask)[0].requires_grad
+    assert not operator_calls
+    module(x, x, x, mask.detach())
+    assert len(operator_calls) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_is_right_with_a_static_cache_and_padding(operator_calls, dtype):
+    module, x = drawn().to(dtype), sequence().to(dtype)
+    memory = torch.randn(B, 9, E, dtype=dtype)
+    ignored, cache = padding("ignored", 9), KVCache(static=True)
+    ignored[1, 2] = False  # torch gives NaN without a key
+    module(x[:, :1], memory, memory, cache=cache)
+    found = module(x, None, None, ignored, need_weights=False, cache=cache)[0]
+    whole = []
+    for y in (x, x.double()):
+        plain = nn.MultiheadAttention(E, H, batch_first=True, dtype=y.dtype).eval()
+        plain.load_state_dict(module.state_dict())
+        whole.append(plain(y, *[memory.to(y.dtype)] * 2, ignored, need_weights=False)[0])
+    testing.assert_within_budget(found, *whole)
+    assert len(operator_calls) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -107,7 +208,8 @@ def test_what_goes_the_ordinary_way(checked, operator_calls):
     module, x = drawn(), torch.randn(B, 1, E)
     odd, additive = drawn(), fastattn.MultiheadAdditiveAttention(E, H, batch_first=True).eval()
     prune.identity(odd.out_proj, "bias")
-    mask, padding = torch.zeros(1, 1, dtype=torch.bool), torch.zeros(B, 1, dtype=torch.bool)
+    mask, static, own = torch.zeros(1, 1, dtype=torch.bool), memory_of(module, 5), KVCache(True)
+    own.update(static.key.as_subclass(Override), static.value.as_subclass(Override))
 
     def under(context):
         with context:
@@ -116,7 +218,12 @@ def test_what_goes_the_ordinary_way(checked, operator_calls):
     calls = [
         lambda: module(x, x.clone(), x, cache=KVCache()),
         lambda: module(x, x, x, attn_mask=mask, cache=KVCache()),
-        lambda: module(x, x, x, key_padding_mask=padding, cache=KVCache()),
+        lambda: module(x, None, None, attn_mask=mask.expand(1, 5), cache=static),
+        lambda: module(x, None, None, mask=fastattn.Mask(), cache=static),
+        lambda: module(x[0], None, None, cache=memory_of(module, 5, 1)),
+        lambda: module(x, None, None, cache=own),
+        lambda: additive(x, None, None, cache=static),
+        lambda: odd(x, None, None, cache=static),
         lambda: module(x, x, x, mask=fastattn.Mask(), cache=KVCache()),
         lambda: module(x, x, x, bias=torch.zeros(1), cache=KVCache()),
         lambda: module(x, x, x, cache=Own()),
@@ -135,6 +242,54 @@ def test_what_goes_the_ordinary_way(checked, operator_calls):
         assert len(checked) >= n
     assert not operator_calls
     module(x, x, x, cache=KVCache(), is_causal=True)  # which is not read
+    assert len(operator_calls) == 1
+
+
+@pytest.mark.parametrize("kind", ["graph", "inference"])
+def test_memory_of_others_is_read(operator_calls, kind):
+    module, x = drawn(), torch.randn(B, 2, E)
+    with torch.inference_mode(kind == "inference"):
+        cache = memory_of(module, 5)
+        loss = cache.key.square().sum()
+    with torch.no_grad():
+        module(x, None, None, cache=cache)
+    assert len(operator_calls) == 1
+    if kind == "graph":
+        loss.backward()  # which needs the keys as they were
+        assert module(x, None, None, cache=cache)[0].requires_grad
+        assert len(operator_calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
+def test_errors_of_padding_and_static_caches(operator_calls):
+    """Raised by the ordinary way, before anything is computed or changed."""
+
+    module, x, cache = drawn(), torch.randn(B, 2, E), KVCache()
+    module(x, x, x, cache=cache)
+    static, good = memory_of(module, 5), torch.zeros(B, 4, dtype=torch.bool)
+    before = [vars(y).copy() for y in (cache, static)]
+    nested, own = torch.nested.nested_tensor([*x]), x.as_subclass(Override)
+    wrong = [
+        ((x, x, x, good[:, :3]), cache, AssertionError, "shape.1. to be 4, but got 3"),
+        ((x, x, x, good[:2]), cache, AssertionError, "shape.0. to be 3, but got 2"),
+        ((x, x, x, good[0]), cache, AssertionError, "2-D"),
+        ((x, x, x, good.int()), cache, AssertionError, "bool and floating"),
+        ((x, x, x, good.double()), cache, RuntimeError, "dtype"),
+        ((x, x, x, 3), cache, TypeError, "key_padding_mask"),
+        ((x, x, x, torch.nested.nested_tensor([*good.float()])), cache, TypeError, "nested"),
+        ((x, x, x, good), None, AssertionError, "shape.1. to be 2, but got 4"),
+        ((x, None, None, good), static, AssertionError, "shape.1. to be 5, but got 4"),
+        ((x[:2], None, None), static, ValueError, "holds batch 3.* batch 2"),
+        ((x, 3, None), static, TypeError, "key"),
+        ((x, None, nested), static, TypeError, "nested"),
+        ((x, own, None), static, TypeError, "subclasses"),
+        ((x[..., :7], None, None), static, AssertionError, "embedding dimension"),
+    ]
+    for args, into, error, message in wrong:
+        with pytest.raises(error, match=message):
+            module(*args, cache=into)
+    assert [vars(y) for y in (cache, static)] == before
     assert len(operator_calls) == 1
 
 
@@ -249,16 +404,17 @@ class Comparisons(TorchFunctionMode):
 
 
 @torch.no_grad()
-def test_masks_of_a_step_are_not_compared():
+def test_masks_of_a_step_are_not_compared(monkeypatch):
     """With None: a tensor takes 20 us to refuse that."""
     module, x = drawn(), torch.randn(B, 1, E)
+    monkeypatch.setattr(inference, "attend", lambda *args: None)
     for static in (True, False):
-        cache, padding = KVCache(static=static), torch.zeros(B, 1, dtype=torch.bool)
+        cache, ignored = KVCache(static=static), torch.zeros(B, 1, dtype=torch.bool)
         with Comparisons():
-            module(x, x, x, padding, cache=cache)
+            module(x, x, x, ignored, cache=cache)
             if not static:
-                padding = torch.zeros(B, 2, dtype=torch.bool)
-            module(x, x, x, padding, cache=cache)
+                ignored = torch.zeros(B, 2, dtype=torch.bool)
+            module(x, x, x, ignored, cache=cache)
 
 
 @torch.no_grad()
@@ -267,6 +423,7 @@ def test_a_static_step_without_masks_makes_no_placeholders(monkeypatch):
     want, _ = module(x, x, x, cache=cache)
     with monkeypatch.context() as patch:
         patch.setattr(inputs, "keys_like", None)
+        patch.setattr(inference, "attend", lambda *args: None)
         found, _ = module(x, None, None, cache=cache)
     torch.testing.assert_close(found, want)
     mask = torch.zeros(2, 2, dtype=torch.bool)

@@ -58,7 +58,6 @@ class TestTheShortWay:
             lambda: module(x[0], x[0], x[0]),
             lambda: module(x, x.clone(), x),
             lambda: module(x, x, x, attn_mask=mask),
-            lambda: module(x, x, x, key_padding_mask=mask[:2]),
             lambda: module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False),
             lambda: MultiheadAttention(8, 2, add_zero_attn=True)(x, x, x),
             lambda: MultiheadAttention(8, 2, add_bias_kv=True)(x, x, x),

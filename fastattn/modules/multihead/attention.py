@@ -156,11 +156,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             hints = (need_weights, average_attn_weights, is_causal)
             with kv_cache.unless_it_raises(cache):
                 return self._shared.forward(self, query, key, value, masks, hints, cache)
-        without_masks = attn_mask is key_padding_mask is mask is bias is None
-        plain = without_masks and (cache is not None or not is_causal)
-        same = query is key is value and isinstance(query, Tensor)
-        if plain and same and _scores_by_dot(self._attend):
-            whole = inference.attend(self, query, need_weights, average_attn_weights, cache)
+        plain = attn_mask is mask is bias is None and (cache is not None or not is_causal)
+        if plain and isinstance(query, Tensor) and _scores_by_dot(self._attend):
+            whole = inference.attend(
+                self, query, key, value, key_padding_mask, need_weights, average_attn_weights, cache
+            )
             if whole is not None:
                 return whole
         inputs.check_tensors(query, key, value, key_padding_mask, attn_mask, cache)

@@ -1,4 +1,6 @@
-"""Self-attention at inference: one operator from the input to the output, also with a cache.
+"""Attention at inference: one operator from the input to the output, also with a cache.
+
+It serves self-attention, and queries beside a static cache. The only mask is one of keys.
 
 A matrix product fills the caches with its operands, so Python runs several times slower after it.
 Between two products this costs 10% of the module's time with 100 tokens. So everything is decided
@@ -7,22 +9,33 @@ here, before the first product, and the rest is one call.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import autograd
 from fastattn.backends import operators, registry, watch
 from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
-from fastattn.modules.multihead import interop, projection
+from fastattn.modules.multihead import interop, kv_cache, projection
 from fastattn.modules.multihead.kv_cache import KVCache
 from fastattn.problem import call_cache, validate
 
 
 def attend(
-    module: nn.MultiheadAttention, x: Tensor, need_weights: bool, average: bool, cache: Any = None
+    module: nn.MultiheadAttention,
+    x: Tensor,
+    key: Any,
+    value: Any,
+    padding: Any,
+    need_weights: bool,
+    average: bool,
+    cache: Any = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """``module(x, x, x)`` of the dot product, without masks; None if no operator computes it."""
+    """``module(x, key, value, padding)`` of the dot product, or None if no operator computes it."""
     if (module.training and module.dropout) or not (cache is None or type(cache) is KVCache):
+        return None
+    complete = cache is not None and kv_cache.is_complete(cache)
+    if not (key is value is x or (complete and _is_unread(key) and _is_unread(value))):
         return None
     parameters = _parameters(module)
     if parameters is None or not _takes_operator(x, *parameters):
@@ -30,7 +43,12 @@ def attend(
     operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
     if operator is None:
         return None
-    args = (p, x, *parameters, module.batch_first)
+    if padding is not None:
+        past = 0 if cache is None else cache.length
+        if not _fits_keys(padding, x, (p.B, past if complete else past + p.M)):
+            return None
+        padding = ~padding if padding.dtype is torch.bool else padding
+    args = (p, x, *parameters, module.batch_first, padding)
     if cache is None:
         found = operator(*args)
     else:
@@ -69,6 +87,19 @@ def _takes_operator(x: Tensor, *parameters: Tensor | None) -> bool:
     if operators.EXTENSION_ERROR is not None or not is_direct(x, *parameters):
         return False
     return not autograd.needs_autograd(x, *parameters)
+
+
+def _is_unread(y: Any) -> bool:
+    """Whether a key or value is one that a complete cache may be given."""
+    return y is None or (type(y) in PLAIN and not y.is_nested)
+
+
+def _fits_keys(padding: Any, x: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether the operator may take this mask of keys: bool, or numbers of the dtype of ``x``."""
+    if not isinstance(padding, Tensor) or autograd.needs_autograd(padding):
+        return False
+    kinds = torch.bool, x.dtype
+    return is_direct(padding) and padding.dtype in kinds and padding.shape == shape
 
 
 def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:

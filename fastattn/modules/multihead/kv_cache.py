@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastattn.modules.linear import PLAIN
 from fastattn.modules.multihead import inputs, interop, projection
 from fastattn.modules.multihead.inputs import Inputs
 from fastattn.problem import Mask, Problem, arguments
@@ -97,7 +98,7 @@ class KVCache:
                 length, dtype, device or size. Or the cache is static and has its keys.
         """
         _check_pair(key, value)
-        if self.static and not self.is_empty:
+        if is_complete(self):
             raise ValueError("a static KVCache takes keys and values once; reset() empties it")
         if self.static:
             self._key, self._value = key, value
@@ -120,16 +121,18 @@ class KVCache:
     def written_by(self, write: Callable[..., Any], x: Tensor, p: Problem) -> Any:
         """What ``write`` returns, which adds the positions of ``p``, projected from ``x``.
 
-        It gets memory for keys and for values, and how many are there. None where only ``update``
-        knows what to do or to say.
+        It gets memory for keys and for values, how many are there, and False if there are no others
+        to add. None where only ``update`` knows what to do or to say.
 
         :meta private:
         """
         kind = p.B, p.H, p.D, x.dtype, x.device
         held = self._key, self._value
-        fits = all(y is None or _kind(y) == kind for y in held)
-        if self.static or torch.is_grad_enabled() or not fits:
+        fits = all(type(y) in PLAIN and (y is None or _kind(y) == kind) for y in held)
+        if torch.is_grad_enabled() or not fits or (self.static and self.is_empty):
             return None
+        if self.static:
+            return write(*held, self.length, False)
         room = [self._room(y, x, p.B, p.H, p.M, p.D) for y in held]
         found = write(*room, self.length)
         torch.autograd.graph.increment_version(room)  # the operator writes through views
@@ -223,6 +226,11 @@ class KVCache:
         return f"KVCache(length={self.length}, static={self.static}, {held})"
 
 
+def is_complete(cache: KVCache) -> bool:
+    """Whether a cache is static and has its keys. A call then projects its queries only."""
+    return cache.static and not cache.is_empty
+
+
 def _check_pair(key: Tensor, value: Tensor) -> None:
     """Checks a pair. With fewer values than keys, memory that was never written would be read."""
     for name, x in (("key", key), ("value", value)):
@@ -288,7 +296,7 @@ def step(
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache: expected a fastattn.KVCache, got {type(cache).__name__}")
     _check_plain(module, query, key, value, *masks)
-    if cache.static and not cache.is_empty:
+    if is_complete(cache):
         return _static_step(module, cache, query, masks, need_weights, mask, bias)
     if key is None or value is None:
         raise ValueError("key and value: expected tensors, as the cache does not hold them yet")
