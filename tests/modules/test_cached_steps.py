@@ -189,8 +189,7 @@ def test_is_right(operator_calls, dtype):
     assert len(operator_calls) == len(SIZES)
 
 
-def test_a_step_is_one_operator(operator_calls):
-    """With one projection of its own positions: the input and the output of one row a sample."""
+def test_a_step_is_one_operator_in_inference_mode_too(operator_calls):
     module, x, cache = drawn(), sequence(), KVCache(capacity=64)
     with torch.inference_mode():
         decode(module, x, cache)
@@ -237,9 +236,10 @@ def test_what_goes_the_ordinary_way(checked, operator_calls):
         lambda: under(FlopCounterMode(display=False)),
         lambda: under(torch.autocast("cpu", torch.bfloat16)),
     ]
-    for n, call in enumerate(calls, start=1):
+    for call in calls:
+        before = len(checked)
         call()
-        assert len(checked) >= n
+        assert len(checked) > before
     assert not operator_calls
     module(x, x, x, cache=KVCache(), is_causal=True)  # which is not read
     assert len(operator_calls) == 1
