@@ -120,8 +120,8 @@ def pair(prefix: str) -> dict[str, str]:
 
 # Attention and both projections around it, at inference on CPUs. A mask is [B, N]: True keeps a
 # key, and a number is added to its scores. Keys and values are memory, [B, H, room, D], that has
-# ``past`` of them. New ones are written behind, and attention is then causal. There are
-# none without ``adds``: only queries are projected.
+# ``past`` of them. New ones are written behind, and attention is then causal. Without ``adds`` only
+# queries are projected, and nothing is written.
 SELF_ATTENTION = {
     "self_attention": (
         "(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, Tensor? out_bias, "

@@ -4,6 +4,20 @@ import pytest
 import torch
 
 from fastattn import MultiheadAttention
+from fastattn.modules.multihead import inputs
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The calls that went the ordinary way, past ``inference.attend``."""
+    seen, canonical = [], inputs.canonical
+
+    def spy(*args):
+        seen.append(args)
+        return canonical(*args)
+
+    monkeypatch.setattr(inputs, "canonical", spy)
+    return seen
 
 
 @pytest.fixture

@@ -19,17 +19,13 @@ B, E, H = 3, 8, 2
 SIZES = [4, 1, 1, 3, 0, 20, 1]  # positions of each step; memory grows twice
 
 
-@pytest.fixture
-def checked(monkeypatch):
-    """The calls that went the ordinary way."""
-    seen, canonical = [], inputs.canonical
-
-    def spy(*args):
-        seen.append(args)
-        return canonical(*args)
-
-    monkeypatch.setattr(inputs, "canonical", spy)
-    return seen
+def in_every_way(test):
+    """``test`` with every kind of mask, layout, bias and returned weights."""
+    options = [dict(need_weights=False), {}, dict(average_attn_weights=False)]
+    test = pytest.mark.parametrize("options", options)(test)
+    test = pytest.mark.parametrize("bias", [True, False])(test)
+    test = pytest.mark.parametrize("batch_first", [True, False])(test)
+    return pytest.mark.parametrize("kind", [None, "ignored", "added"])(test)
 
 
 class Override(torch.Tensor):
@@ -66,12 +62,7 @@ def sequence(batch_first=True):
     return torch.randn(shape)
 
 
-@pytest.mark.parametrize(
-    "options", [dict(need_weights=False), {}, dict(average_attn_weights=False)]
-)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", [None, "ignored", "added"])
+@in_every_way
 @torch.no_grad()
 def test_the_same_bits(monkeypatch, checked, operator_calls, kind, batch_first, bias, options):
     module, x = drawn(batch_first, bias=bias, dropout=0.5), sequence(batch_first)
@@ -99,12 +90,7 @@ def memory_of(module, keys, batch=B):
     return cache
 
 
-@pytest.mark.parametrize(
-    "options", [dict(need_weights=False), {}, dict(average_attn_weights=False)]
-)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", [None, "ignored", "added"])
+@in_every_way
 @torch.no_grad()
 def test_the_same_bits_of_a_static_cache(
     monkeypatch, checked, operator_calls, kind, batch_first, bias, options

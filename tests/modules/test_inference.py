@@ -12,24 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from fastattn import MultiheadAttention, functional, testing
 from fastattn.backends import cpu
-from fastattn.modules.multihead import inference, inputs
+from fastattn.modules.multihead import inference
 
 
 @pytest.mark.usefixtures("extension")
 class TestTheShortWay:
     """Self-attention at inference needs no checks, and has its own short path: ``inference.py``."""
-
-    @pytest.fixture
-    def checked(self, monkeypatch):
-        """Counts the calls that took the long path."""
-        seen, canonical = [], inputs.canonical
-
-        def spy(*args):
-            seen.append(args)
-            return canonical(*args)
-
-        monkeypatch.setattr(inputs, "canonical", spy)
-        return seen
 
     @pytest.mark.parametrize("need_weights", [True, False])
     @pytest.mark.parametrize("batch_first", [True, False])
