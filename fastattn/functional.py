@@ -358,7 +358,7 @@ def _attend(
     plain = chosen == "cpu" and not (return_lse or grad)
     as_given = plain and all(map(operator.is_, canonical, tensors))  # not cast, nor broadcast
     if call is not None and as_given:
-        direct.remember_lengths(call, found)
+        direct.remember_first(call, found)
     return found
 
 

@@ -45,6 +45,8 @@ struct Python {
 };
 inline Python python;
 
+constexpr size_t kFirst = 3;  // queries, keys and values, which may be one tensor
+
 // A tensor among the arguments.
 struct Argument {
   dlpack::Tensor tensor;
@@ -55,15 +57,17 @@ struct Argument {
 
 class Description {
  public:
-  // False if a call is unusual; a Python exception may then be set.
-  bool describe(PyObject* call) {
+  // False if a call is unusual; a Python exception may then be set. `forward`: of that pass, whose
+  // plan may be one for any length.
+  bool describe(PyObject* call, bool forward) {
     text_.reserve(512);
     arguments_.reserve(8);
     if (!add_all(call)) return false;
-    // Calls with masks, with the additive score's weight or for gradients have plans for each
-    // length.
-    any_length_ = arguments_.size() == 3 && !has_record_ && !needs_grad_;
-    for (const Argument& x : arguments_) any_length_ = any_length_ && x.tensor.ndim == 4;
+    constexpr Py_ssize_t kWeight = 3;  // of the additive score, which has plans for each length
+    any_length_ = forward && PyTuple_GetItem(call, kWeight) == Py_None &&
+                  arguments_.size() >= kFirst && !needs_grad_ && !has_alignment_;
+    for (size_t n = 0; n < arguments_.size(); ++n)
+      any_length_ = any_length_ && suits_any_length(arguments_[n], n < kFirst);
     if (any_length_) forget_lengths();
     return true;
   }
@@ -73,7 +77,7 @@ class Description {
     return PyBytes_FromStringAndSize(text_.data(), static_cast<Py_ssize_t>(text_.size()));
   }
   bool needs_grad() const { return needs_grad_; }
-  // Whether the key has no M, no N and no strides: those of q, k and v, which are all tensors.
+  // Whether the key has no M, no N and no strides of queries, keys, values, a mask and a bias.
   bool any_length() const { return any_length_; }
   // In the order of the call; the tensors of a record are in its place.
   const std::vector<Argument>& arguments() const { return arguments_; }
@@ -94,13 +98,25 @@ class Description {
     return true;
   }
 
+  // Limits of samples have no length. Limits of rows and parts of a line have plans for each.
+  static bool suits_any_length(const Argument& x, bool is_first) {
+    const int32_t dims = x.tensor.ndim;
+    if (x.part != kWhole) return x.part >= 0 && dims == 1;
+    return dims == 4 || (!is_first && dims > 1 && dims < 4);
+  }
+
   void forget_lengths() {
     text_ += '*';
-    for (const Argument& x : arguments_) {
-      constexpr size_t kLength = 2, kDims = 4;  // [B, H, M or N, D], then four strides
-      text_.replace(x.place + kLength * sizeof(int64_t), sizeof(int64_t), sizeof(int64_t), '*');
-      text_.replace(x.place + kDims * sizeof(int64_t), kDims * sizeof(int64_t),
-                    kDims * sizeof(int64_t), '*');
+    const auto forget = [&](const Argument& x, int32_t from, int32_t to) {
+      const size_t size = sizeof(int64_t), bytes = static_cast<size_t>(to - from) * size;
+      text_.replace(x.place + static_cast<size_t>(from) * size, bytes, bytes, '*');
+    };
+    for (size_t n = 0; n < arguments_.size(); ++n) {
+      const Argument& x = arguments_[n];
+      const int32_t dims = x.tensor.ndim;
+      if (x.part != kWhole) continue;
+      forget(x, dims - 2, n < kFirst ? dims - 1 : dims);  // [..., M or N, D], or [..., M, N],
+      forget(x, dims, 2 * dims);                          // then the strides
     }
   }
 
@@ -134,10 +150,10 @@ class Description {
 
   bool add_record(PyObject* record, const Record& kind) {
     append('r', kind.type);
-    has_record_ = true;
     for (const Field& field : kind.fields) {
       PyObject* const x = PyObject_GetAttr(record, field.name);
       const bool added = x != nullptr && add(x, field.part);
+      has_alignment_ = has_alignment_ || (added && PyUnicode_CheckExact(x));
       Py_XDECREF(x);  // the record has it
       if (!added) return false;
     }
@@ -174,7 +190,8 @@ class Description {
   std::vector<Argument> arguments_;
   int64_t offset_ = 0;
   const bool grad_ = aoti_torch_grad_mode_is_enabled();
-  bool needs_grad_ = false, has_record_ = false, any_length_ = false;
+  bool needs_grad_ = false, any_length_ = false;
+  bool has_alignment_ = false;  // of a diagonal, which may depend on M and N
 };
 
 }  // namespace fastattn::binding

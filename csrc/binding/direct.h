@@ -111,7 +111,7 @@ inline PyObject* first_of(PyObject* list, size_t count) {
 // copies. None of a call that can have no plan; NotImplemented where there is none yet.
 inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.describe(args[1])) return answer(Py_None);
+  if (!given.describe(args[1], true)) return answer(Py_None);
   PyObject* const found = look_up(args[0], given);
   if (found == nullptr) return answer(Py_NotImplemented);
   if (!PyTuple_Check(found)) return answer(Py_None);
@@ -148,7 +148,7 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
 // None and NotImplemented as run().
 inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.describe(args[2]) || given.needs_grad()) return answer(Py_None);
+  if (!given.describe(args[2], false) || given.needs_grad()) return answer(Py_None);
   PyObject* const found = look_up(args[1], given);
   if (found == nullptr) return answer(Py_NotImplemented);
   if (found == Py_None) return answer(Py_None);
@@ -175,12 +175,14 @@ inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   return grads;
 }
 
-// (call, its result) -> (key, plan, tensors among the arguments) of the call that the CPU kernels
-// of this thread computed last. The plan is None if the call can have none. None alone where it
-// cannot be told from others.
+// (call, its result, whether it is the first such call) -> (key, plan, tensors among the arguments)
+// of the call that the CPU kernels of this thread computed last. The plan is None if the call can
+// have none. None alone where it cannot be told from others, and of a first call without a plan for
+// all lengths: it may be the only one.
 inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.describe(args[0])) return answer(Py_None);
+  if (!given.describe(args[0], true)) return answer(Py_None);
+  if (args[2] == Py_True && !given.any_length()) return answer(Py_None);
   auto made = std::make_unique<Plan<ForwardParams>>();
   const ForwardParams& p = made->p = device::Current::last<ForwardParams>();
   bool possible = find_arguments(given, made.get()) && !p.dropout.enabled;
@@ -207,7 +209,7 @@ inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
 // that the CPU kernels of this thread computed last, as plan().
 inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.describe(args[1])) return answer(Py_None);
+  if (!given.describe(args[1], false)) return answer(Py_None);
   const auto& forward = plan_of<ForwardParams>(args[0]);
   auto made = std::make_unique<Plan<BackwardParams>>();
   const BackwardParams& p = made->p = device::Current::last<BackwardParams>();

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <numeric>
@@ -75,7 +76,6 @@ inline bool is_readable(const dlpack::Tensor& t) {
 // Finds the arguments of a forward pass. False if a pointer is to something else, as to a copy, or
 // if an argument is not in use, or if it cannot be told from another.
 inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) {
-  constexpr size_t kFirst = 3;  // queries, keys and values, which may be one tensor
   const std::vector<Argument>& all = given.arguments();
   std::vector<int> uses(all.size(), 0);
   bool found = all.size() >= kFirst;
@@ -251,11 +251,25 @@ inline void set_strides(const int64_t* sizes, const int64_t* strides, View* view
 
 // Gives the params of a plan for any length those of a call, and its results their sizes. False if
 // these do not fit each other.
-inline bool set_lengths(const Description& given, ForwardParams* p, std::vector<Result>* results) {
+inline bool set_lengths(const Plan<ForwardParams>& plan, const Description& given, ForwardParams* p,
+                        std::vector<Result>* results) {
   const auto tensor = [&](int n) -> const dlpack::Tensor& { return given.arguments()[n].tensor; };
   p->M = tensor(0).shape[2], p->N = tensor(1).shape[2];
   View* const views[] = {&p->q, &p->k, &p->v};
   for (int n = 0; n < 3; ++n) set_strides(tensor(n).shape, tensor(n).strides, views[n]);
+  bool fits = tensor(2).shape[2] == p->N;
+  const int* number = plan.inputs.data() + kBeforePairs;
+  each_pair_strides(p, [&](auto*... own) {
+    const int n = *number++;
+    if (n < 0) return;
+    const dlpack::Tensor& t = tensor(n);
+    int64_t sizes[] = {1, 1, 1, 1}, strides[4] = {};
+    std::copy_n(t.shape, t.ndim, sizes + 4 - t.ndim);
+    std::copy_n(t.strides, t.ndim, strides + 4 - t.ndim);
+    int d = 0;
+    ((*own = sizes[d] == 1 ? 0 : strides[d], ++d), ...);
+    fits = fits && (sizes[2] == 1 || sizes[2] == p->M) && (sizes[3] == 1 || sizes[3] == p->N);
+  });
   Result& out = results->front();
   out.sizes[2] = p->M;
   out.strides = out_strides(*p, tensor(0).strides);
@@ -270,7 +284,7 @@ inline bool set_lengths(const Description& given, ForwardParams* p, std::vector<
     weights.sizes = weights_shape(*p);
     weights.strides.assign(full ? strides : strides + 1, strides + 4);
   }
-  return tensor(2).shape[2] == p->N;
+  return fits;
 }
 
 // The output, weights if the plan has them, and if backward wants them the stats and copies of
@@ -278,7 +292,7 @@ inline bool set_lengths(const Description& given, ForwardParams* p, std::vector<
 inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Description& given) {
   ForwardParams p = plan.p;
   std::vector<Result> own;
-  if (given.any_length() && !set_lengths(given, &p, &(own = plan.results))) return {};
+  if (given.any_length() && !set_lengths(plan, given, &p, &(own = plan.results))) return {};
   const std::vector<Result>& like = given.any_length() ? own : plan.results;
   const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
   const int64_t made = made_bytes(plan, given);

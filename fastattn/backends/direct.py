@@ -7,8 +7,9 @@ problem. ``csrc/binding/direct.h`` does all three in C, for calls without a log-
     second    the same, and a plan is made of what the kernels were given
     later     the plan
 
-Calls at inference of four dims that have q, k and v alone have one plan for all M, N and strides.
-The first of them makes it. A decoder, whose keys grow, never comes back to a length.
+Calls at inference of four dims have one plan for all M, N and strides, which the first of them
+makes: a decoder, whose keys grow, never comes back to a length. Masks and biases of four dims and
+limits of samples may be there. A diagonal of ``Mask(causal=...)`` has a plan for each length.
 
 Plans stand in the table of known calls, and keep no tensor. A plan is used only where nothing of
 PyTorch's could tell: no transform, autocast, mode, trace, hook of saved tensors or profiler. For a
@@ -97,16 +98,15 @@ def run(call: Call) -> Any:
     return _FUNCTIONS.run(call_cache.table(), call)
 
 
-def remember_lengths(call: Call, result: Any) -> None:
-    """Makes the plan of a first call without a gradient, if that is a plan for any M and N."""
-    bare = call.weight is call.attn_mask is call.mask is call.bias is call.sink is None
-    if bare and call.score == "dot" and call.query.dim() == 4 and not _somebody_could_tell():
-        remember(call, result)
+def remember_first(call: Call, result: Any) -> None:
+    """Makes the plan of a first call of the CPU kernels, if that is a plan for any M and N."""
+    if call.score == "dot" and not _somebody_could_tell():
+        remember(call, result, first=True)
 
 
-def remember(call: Call, result: Any) -> None:
+def remember(call: Call, result: Any, first: bool = False) -> None:
     """Makes the plan of an UNKNOWN call, whose results the CPU kernels just computed."""
-    if (made := _FUNCTIONS.plan(call, result)) is None:
+    if (made := _FUNCTIONS.plan(call, result, first)) is None:
         return
     key, plan, tensors = made
     call_cache.keep(key, plan and (plan, _trained(plan, call, tensors)))

@@ -135,11 +135,11 @@ def test_what_makes_another_call(ordinary):
         lambda: sdpa(*(x.half() for x in (q, k, v))),
     ]  # fmt: skip
     want = [call() for call in calls]
-    assert len(ordinary) == len(calls) - 1  # plans for any length know no strides
+    assert len(ordinary) == len(calls) - 2  # plans for any length know no strides, and no keep[:1]
     for call in calls:
         call()
-    count, masked = len(ordinary), 14
-    assert count == len(calls) - 1 + masked  # those without a mask have plans
+    count, of_one_length = len(ordinary), 5  # four lines, and a diagonal at the bottom right
+    assert count == len(calls) - 2 + of_one_length
     assert all(torch.equal(call(), x) for call, x in zip(calls, want, strict=True))
     assert len(ordinary) == count
 
@@ -172,7 +172,7 @@ def test_no_tensor_is_kept(ordinary):
     tensors = [*heads(64, 64), torch.ones(64, 64, dtype=torch.bool), torch.tensor([3, 4])]
     for _ in range(3):
         out = sdpa(*tensors[:4], mask=Mask(kv_len=tensors[4]))
-    assert len(ordinary) == 2
+    assert len(ordinary) == 1
     other = torch.empty(1)
     assert out._use_count() == other._use_count()
     assert sys.getrefcount(out) == sys.getrefcount(other)
@@ -225,7 +225,7 @@ def test_limits_are_checked_at_every_call(ordinary, field, dtype):
         mask = Mask(**{field: torch.tensor([0, limit], dtype=dtype)})
         if 0 <= limit <= 5:
             sdpa(*args, mask=mask)
-            assert len(ordinary) == (n + 1 if n < 2 or dtype is torch.int8 else 2 + (n > 3))
+            assert len(ordinary) == (n + 1 if n < 1 or dtype is torch.int8 else 1 + (n > 3))
         else:
             with pytest.raises(ValueError, match=rf"mask.{field}: expected values in \[0, 5\]"):
                 sdpa(*args, mask=mask)
@@ -375,7 +375,8 @@ def test_tensors_that_are_not_their_memory(ordinary):
 
 def test_a_plan_is_made_of_the_call_that_came_last():
     args, other, keep = heads(), heads(), torch.rand(3, 5) < 0.7
-    results = {name: sdpa(*x, keep) for name, x in (("other", other), ("args", args))}
+    with call_cache.paused():  # no plan serves the second one
+        results = {name: sdpa(*x, keep) for name, x in (("other", other), ("args", args))}
     calls = {name: Call(*x, attn_mask=keep) for name, x in (("other", other), ("args", args))}
     plans = {(m, n): plan(calls[m], results[n]) for m in calls for n in results}
     assert [pair for pair, made in plans.items() if made is not None] == [("args", "args")]
@@ -400,7 +401,7 @@ def test_a_sink_in_the_memory_of_another_argument(like):
 
 def plan(call, result):
     """Without its key."""
-    return direct._FUNCTIONS.plan(call, result)[1]
+    return direct._FUNCTIONS.plan(call, result, False)[1]
 
 
 def test_other_backends_have_no_plans(ordinary):

@@ -1,4 +1,4 @@
-"""Plans for any length: those of calls at inference that have q, k and v alone."""
+"""Plans for any length: those of calls at inference of four dims."""
 
 import pytest
 import torch
@@ -59,6 +59,56 @@ def test_one_call_makes_the_plan_of_all(checked, dtype, weights, options):
     assert call_cache.table() == known
 
 
+def drawn_mask(*shape):
+    return torch.rand(shape) < 0.7
+
+
+# Options of a call with M queries and N keys; the last two have several of them.
+MASKED = {
+    "keys of samples": lambda M, N: dict(attn_mask=drawn_mask(2, 1, 1, N)),
+    "rows": lambda M, N: dict(attn_mask=drawn_mask(1, 2, M, 1)),
+    "pairs": lambda M, N: dict(mask=Mask(keep=drawn_mask(2, 2, M, N))),
+    "pairs, columns first": lambda M, N: dict(mask=Mask(keep=drawn_mask(2, 1, N, M).mT)),
+    "pairs for all": lambda M, N: dict(attn_mask=drawn_mask(M, N)),
+    "pairs of heads": lambda M, N: dict(mask=Mask(keep=drawn_mask(2, M, N))),
+    "keys for all": lambda M, N: dict(attn_mask=torch.randn(1, N)),
+    "one for all": lambda M, N: dict(attn_mask=drawn_mask(1, 1, 1, 1)),
+    "floats": lambda M, N: dict(attn_mask=torch.randn(2, 1, 1, N)),
+    "bias": lambda M, N: dict(bias=torch.randn(1, 2, M, 2 * N)[..., ::2]),
+    "lengths": lambda M, N: dict(mask=Mask(kv_len=torch.randint(N + 1, (2,)))),
+    "begins": lambda M, N: dict(mask=Mask(kv_begin=torch.randint(N + 1, (2,), dtype=torch.int32))),
+    "window": lambda M, N: dict(mask=Mask(window=(2, 1))),
+    "nothing": lambda M, N: dict(mask=Mask()),
+    "many": lambda M, N: dict(
+        mask=Mask(window=(3, 0), kv_len=torch.randint(N + 1, (2,)), keep=drawn_mask(2, 1, M, N)),
+        bias=torch.randn(1, 1, M, N),
+        return_weights="mean",
+    ),
+    "many, softcap": lambda M, N: dict(
+        attn_mask=torch.randn(2, 2, M, 1), is_causal=True, softcap=2.0, scale=0.3
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_masks_and_biases_too(checked, kind):
+    torch.manual_seed(0)
+    lengths = (3, 5), (3, 6), (1, 1), (1, 5), (40, 1), (2, 1), (9, 300), (130, 70)
+    calls = [(heads(M, N), MASKED[kind](M, N)) for M, N in lengths]
+    with call_cache.paused():
+        wanted = [sdpa(*args, **options) for args, options in calls]
+    sdpa(*heads(), **MASKED[kind](3, 5))
+    known = dict(call_cache.table())
+    checked.clear()
+    with testing.poisoned():
+        results = [sdpa(*args, **options) for args, options in calls]
+    for found, want in zip(results, wanted, strict=True):
+        pairs = zip(found, want, strict=True) if isinstance(found, tuple) else [(found, want)]
+        assert all(torch.equal(x, y) for x, y in pairs)
+    assert not checked
+    assert call_cache.table() == known
+
+
 def test_a_decoder_whose_keys_grow(checked):
     q, k, v = torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, 70, 8)
     sdpa(q, k[:, :, :1], v[:, :, :1], enable_gqa=True)
@@ -82,6 +132,26 @@ def test_what_does_not_fit_raises_as_ever():
     for message, args in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
             sdpa(*args)
+
+
+def test_masks_that_do_not_fit_raise_as_ever():
+    q, k, v = heads(3, 5)
+    for kind in ("pairs", "floats", "keys for all", "lengths", "begins"):
+        sdpa(q, k, v, **MASKED[kind](3, 5))
+    limit = torch.tensor([1, 6])
+    wrong = [
+        ("broadcasts", dict(mask=Mask(keep=drawn_mask(2, 2, 3, 6)))),
+        ("broadcasts", dict(mask=Mask(keep=drawn_mask(2, 2, 2, 5)))),
+        ("broadcasts", dict(attn_mask=torch.randn(2, 1, 1, 4))),
+        ("broadcasts", dict(attn_mask=torch.randn(3, 4))),
+        ("broadcasts", dict(attn_mask=torch.randn(2, 5))),
+        ("in .0, 5.", dict(mask=Mask(kv_len=limit))),
+        ("in .0, 5.", dict(mask=Mask(kv_len=-limit))),
+        ("in .0, 5.", dict(mask=Mask(kv_begin=limit.int()))),
+    ]
+    for message, options in wrong:
+        with pytest.raises(ValueError, match=message):
+            sdpa(q, k, v, **options)
 
 
 @pytest.mark.parametrize("which", [(0,), (1, 2), (2,)])
@@ -126,10 +196,20 @@ def test_gradients_have_plans_for_their_length():
         assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("mask", [Mask(causal="bottom_right"), Mask(window=(1, 1)), Mask()])
-def test_masks_have_plans_for_their_length(mask):
-    inputs = [heads(M, N) for M, N in ((3, 5), (3, 9), (2, 9), (3, 5)) for _ in range(3)]
+@pytest.mark.parametrize(
+    "mask_of",
+    [
+        lambda M, N: Mask(causal="bottom_right"),
+        lambda M, N: Mask(causal="bottom_right", window=(2, 0)),
+        lambda M, N: Mask(kv_len=torch.arange(2 * M).view(2, M) % N),
+    ],
+)
+def test_what_moves_with_the_lengths_has_plans_for_each(checked, mask_of):
+    lengths = [n for n in ((3, 5), (3, 9), (2, 9), (3, 5)) for _ in range(3)]
+    calls = [(heads(*n), mask_of(*n)) for n in lengths]
     with call_cache.paused():
-        wanted = [sdpa(*args, mask=mask) for args in inputs]
-    for args, want in zip(inputs, wanted, strict=True):
+        wanted = [sdpa(*args, mask=mask) for args, mask in calls]
+    checked.clear()
+    for (args, mask), want in zip(calls, wanted, strict=True):
         assert torch.equal(sdpa(*args, mask=mask), want)
+    assert len(checked) == len(set(lengths))
