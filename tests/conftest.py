@@ -194,13 +194,13 @@ def _spied(monkeypatch, module, name: str, seen: list) -> list:
 @pytest.fixture
 def operator_calls(monkeypatch):
     """The calls of a module that run as one operator."""
-    return _spied(monkeypatch, cpu, "self_attention", [])
+    return _spied(monkeypatch, cpu, "multi_head_attention", [])
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The keyword arguments of all calls that reach our attention from a module."""
-    seen = _spied(monkeypatch, cpu, "self_attention", [])
+    seen = _spied(monkeypatch, cpu, "multi_head_attention", [])
     return _spied(monkeypatch, functional, "scaled_dot_product_attention", seen)
 
 

@@ -176,15 +176,28 @@ Tensor written(const Tensor& room, const Tensor& q, const OptTensor& added, int6
   return part(0, past + M);
 }
 
-// The first `count` rows of a weight or a bias, which has `rows`.
-Tensor first_rows(const Tensor& t, int64_t rows, int64_t count) {
-  STD_TORCH_CHECK(t.dim() > 0 && t.size(0) == rows,
-                  "fastattn: in_bias: expected a number for each row of in_weight");
-  if (count == rows) return t;
-  std::vector<int64_t> sizes = t.sizes().vec();
-  sizes[0] = count;
-  return projection::view(t, sizes, t.strides().vec());
-}
+// The projection to queries, keys and values, whose weight and bias have a part for each.
+struct Projection {
+  const Tensor& weight;
+  const OptTensor& bias;
+
+  // Tokens [T, E] by the parts [begin, end).
+  Tensor operator()(const Tensor& tokens, int64_t begin, int64_t end) const {
+    const OptTensor own_bias = bias ? OptTensor(rows(*bias, begin, end)) : std::nullopt;
+    return projection::linear(tokens, rows(weight, begin, end), own_bias);
+  }
+
+ private:
+  Tensor rows(const Tensor& t, int64_t begin, int64_t end) const {
+    const int64_t all = weight.size(0), part = all / 3;
+    STD_TORCH_CHECK(t.dim() > 0 && t.size(0) == all,
+                    "fastattn: in_bias: expected a number for each row of in_weight");
+    if (end - begin == 3) return t;
+    std::vector<int64_t> sizes = t.sizes().vec();
+    sizes[0] = (end - begin) * part;
+    return projection::view(t, sizes, t.strides().vec(), begin * part * t.stride(0));
+  }
+};
 
 // Of a mask [B, N]: which keys a sample keeps, or what it adds to their scores.
 void mask_keys(const Tensor& mask, Operands* in) {
@@ -199,32 +212,41 @@ void mask_keys(const Tensor& mask, Operands* in) {
 // The input of the output projection, [first * second, H D], and the weights. Nothing else is
 // copied than new keys behind earlier ones: heads are strided views of the projection, and
 // attention writes its output in their order. The projection is freed on return.
-std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Tensor& weight,
-                                         const OptTensor& bias, int64_t H, double scale,
-                                         int64_t weights, bool batch_first, const OptTensor& mask,
-                                         const Past& past) {
+std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Projection& project, int64_t H,
+                                         double scale, int64_t weights, bool batch_first,
+                                         const OptTensor& mask, const Past& past,
+                                         const OptTensor& source) {
   STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value() && (past.adds || past.keys),
                   "fastattn: keys, values: expected both, or none and those of x");
   STD_TORCH_CHECK(past.keys || past.length == 0, "fastattn: past: expected 0 without keys");
+  STD_TORCH_CHECK(!source || !past.keys, "fastattn: source: expected none beside keys");
   const Tensor tokens = tokens_of(x);
-  const int64_t T = tokens.size(0), rows = weight.size(0);
+  const int64_t T = tokens.size(0), rows = project.weight.size(0);
   STD_TORCH_CHECK(H > 0 && rows % (3 * H) == 0,
                   "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
-  const int64_t F = past.adds ? rows : rows / 3, D = rows / (3 * H);
-  const OptTensor own_bias = bias ? OptTensor(first_rows(*bias, rows, F)) : std::nullopt;
-  const Tensor packed = projection::linear(tokens, first_rows(weight, rows, F), own_bias);
-  const int64_t B = x.size(batch_first ? 0 : 1), M = x.size(batch_first ? 1 : 0);
-  const int64_t stride_b = batch_first ? M * F : F, stride_m = batch_first ? F : B * F;
-  const auto heads = [&](int64_t n) {
+  const int64_t D = rows / (3 * H);
+  const int batch = batch_first ? 0 : 1, length = 1 - batch;
+  // Heads of the part `n` of a projection of `from`.
+  const auto heads = [&](const Tensor& packed, const Tensor& from, int64_t n) {
+    const int64_t F = packed.size(1), B = from.size(batch), M = from.size(length);
+    const int64_t stride_b = batch_first ? M * F : F, stride_m = batch_first ? F : B * F;
     return projection::view(packed, {B, H, M, D}, {stride_b, D, stride_m, 1}, n * H * D);
   };
-  const Tensor q = heads(0);
-  const auto all = [&](int64_t n, const OptTensor& room) {
-    const OptTensor added = past.adds ? OptTensor(heads(n)) : std::nullopt;
-    return room ? written(*room, q, added, past.length) : *added;
-  };
-  Operands in{q, all(1, past.keys), all(2, past.values)};
-  if (past.keys && past.adds) in = causal(in, past.length, M);
+  const Tensor own = project(tokens, 0, past.adds && !source ? 3 : 1), q = heads(own, x, 0);
+  Operands in{q, q, q};
+  if (source) {
+    const Tensor packed = project(tokens_of(*source), 1, 3);
+    STD_TORCH_CHECK(source->size(batch) == x.size(batch),
+                    "fastattn: source: expected as many samples as in x");
+    in.k = heads(packed, *source, 0), in.v = heads(packed, *source, 1);
+  } else {
+    const auto all = [&](int64_t n, const OptTensor& room) {
+      const OptTensor added = past.adds ? OptTensor(heads(own, x, n)) : std::nullopt;
+      return room ? written(*room, q, added, past.length) : *added;
+    };
+    in.k = all(1, past.keys), in.v = all(2, past.values);
+  }
+  if (past.keys && past.adds) in = causal(in, past.length, x.size(length));
   if (mask) mask_keys(*mask, &in);
   in.scale = scale;
   in.weights = weights;
@@ -238,13 +260,15 @@ Tensor linear(Tensor x, Tensor weight, OptTensor bias) {
   return projection::linear(x, weight, bias);
 }
 
-std::tuple<Tensor, Tensor> self_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
-                                          Tensor out_weight, OptTensor out_bias, int64_t num_heads,
-                                          double scale, int64_t weights, bool batch_first,
-                                          OptTensor mask, OptTensor keys, OptTensor values,
-                                          int64_t past, bool adds) {
-  const auto [merged, returned] = attend_tokens(x, in_weight, in_bias, num_heads, scale, weights,
-                                                batch_first, mask, {keys, values, past, adds});
+std::tuple<Tensor, Tensor> multi_head_attention(Tensor x, Tensor in_weight, OptTensor in_bias,
+                                                Tensor out_weight, OptTensor out_bias,
+                                                int64_t num_heads, double scale, int64_t weights,
+                                                bool batch_first, OptTensor mask, OptTensor keys,
+                                                OptTensor values, int64_t past, bool adds,
+                                                OptTensor source) {
+  const auto [merged, returned] =
+      attend_tokens(x, {in_weight, in_bias}, num_heads, scale, weights, batch_first, mask,
+                    {keys, values, past, adds}, source);
   return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
 }
 #endif
@@ -259,7 +283,7 @@ FASTATTN_IMPLEMENT(FASTATTN_DISPATCH_KEY, m) {
   m.impl(FASTATTN_OPERATOR(forward), &binding::forward);
   m.impl(FASTATTN_OPERATOR(backward), &binding::backward);
 #ifndef FASTATTN_FOR_CUDA
-  m.impl("self_attention", TORCH_BOX(&binding::self_attention));
+  m.impl("multi_head_attention", TORCH_BOX(&binding::multi_head_attention));
   m.impl("linear", TORCH_BOX(&binding::linear));
   m.impl("cpu_loop", TORCH_BOX(&binding::cpu_loop));
 #endif

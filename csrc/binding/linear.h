@@ -177,7 +177,7 @@ inline Tensor linear_of_floats(const Tensor& x, const Tensor& weight, const OptT
                                : call("aten::mm", x, transposed(weight));
   STD_TORCH_CHECK(
       product.scalar_type() == ScalarType::Float,
-      "fastattn: self_attention: expected float32 products; call it outside of autocast");
+      "fastattn: multi_head_attention: expected float32 products; call it outside of autocast");
   if (!bias) return as_contiguous(product);
   const Tensor y = first ? torch::stable::new_empty(product, product.sizes()) : product;
   add_bias(product, as_contiguous(*bias), y);

@@ -102,7 +102,7 @@ def shift_unit(p: Problem, biased: bool) -> float:
     return 1.0 if biased else natural_scale(p, score)
 
 
-def self_attention(
+def multi_head_attention(
     p: Problem,
     x: Tensor,
     in_weight: Tensor,
@@ -111,13 +111,14 @@ def self_attention(
     out_bias: Tensor | None,
     batch_first: bool,
     mask: Tensor | None,
-    *cache: Any,
+    *others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention between its projections, as in nn.MultiheadAttention: (output like ``x``, weights).
 
     No dropout or autograd; see ``modules/multihead/inference.py``. ``mask`` [B, N]: True keeps a
-    key, and a number is added to its scores. ``cache``: memory for keys and for values [B, H, room,
-    D], how many are there, and whether those of ``x`` are added: written behind these, and causal.
+    key, and a number is added to its scores. ``others`` begin with memory for keys and for values
+    [B, H, room, D]. Then come how many are there, and whether those of ``x`` are added: written
+    behind these, and causal. The last is what keys and values are made of instead of ``x``.
     """
-    options = p.H, p.scale, WEIGHTS[p.weights], batch_first, mask, *cache
-    return operators.self_attention(x, in_weight, in_bias, out_weight, out_bias, *options)
+    options = p.H, p.scale, WEIGHTS[p.weights], batch_first, mask, *others
+    return operators.multi_head_attention(x, in_weight, in_bias, out_weight, out_bias, *options)

@@ -39,7 +39,7 @@ def linear(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
-def self_attention(
+def multi_head_attention(
     x: Shape,
     in_weight: Shape,
     in_bias: Shape | None,
@@ -54,13 +54,17 @@ def self_attention(
     values: Shape | None = None,
     past: int = 0,
     adds: bool = True,
+    source: Shape | None = None,
     **_: Any,
 ) -> int:
     """Two projections around the dot product."""
     B, M = x[:2] if batch_first else x[1::-1]
     D = x[2] // num_heads
-    q, k = (B, num_heads, M, D), (B, num_heads, past + (M if adds else 0), D)
-    projected = linear(x, in_weight) // (1 if adds else 3)
+    N, made = past + (M if adds else 0), x if adds else (0,)
+    if source is not None:
+        N, made = source[1 if batch_first else 0], source
+    q, k = (B, num_heads, M, D), (B, num_heads, N, D)
+    projected = (linear(x, in_weight) + 2 * linear(made, in_weight)) // 3
     return projected + forward(q, k, k) + linear(x, out_weight)
 
 
@@ -70,7 +74,7 @@ def _register() -> None:
     operators = torch.ops.fastattn
     for name, formula in (("forward", forward), ("backward", backward)):
         register_flop_formula([getattr(operators, p + name) for p in PREFIXES])(formula)
-    register_flop_formula(operators.self_attention)(self_attention)
+    register_flop_formula(operators.multi_head_attention)(multi_head_attention)
     register_flop_formula(operators.linear)(linear)
 
 

@@ -7,8 +7,8 @@ have no autograd: ``autograd.py`` wraps backends, and operators with registered 
 program needs only the library. Without the library they are defined here without a kernel, and
 ``EXTENSION_ERROR`` says why. ``schemas.py`` has the schemas of both.
 
-``fastattn::self_attention`` serves modules on CPUs at inference; ``modules/multihead/inference.py``
-has the conditions.
+``fastattn::multi_head_attention`` serves modules on CPUs at inference:
+``modules/multihead/inference.py`` has the conditions.
 
 The CPU kernels use the widest instruction set that the machine shows. The environment variable
 ``FASTATTN_CPU_ISA``, read at import, names another one; ``ISA_ERROR`` says why that cannot be used.
@@ -173,7 +173,7 @@ class Operators:
 # ---- attention between its projections, at inference on CPUs ----
 
 
-def _self_attention_fake(
+def _multi_head_attention_fake(
     x: Tensor,
     in_weight: Tensor,
     in_bias: Tensor | None,
@@ -188,16 +188,19 @@ def _self_attention_fake(
     values: Tensor | None = None,
     past: int = 0,
     adds: bool = True,
+    source: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     B, M = x.shape[:2] if batch_first else x.shape[1::-1]
     N = (0 if keys is None else past) + (M if adds else 0)
+    if source is not None:
+        N = source.shape[1 if batch_first else 0]
     shape = weights_shape(weights_of(weights), B, num_heads, M, N)
     return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
 
 
-for _name, _schema in schemas.SELF_ATTENTION.items():
-    _complete(_name, _schema, _self_attention_fake)
-self_attention = torch.ops.fastattn.self_attention.default
+for _name, _schema in schemas.MULTI_HEAD_ATTENTION.items():
+    _complete(_name, _schema, _multi_head_attention_fake)
+multi_head_attention = torch.ops.fastattn.multi_head_attention.default
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from fastattn.problem import Problem
 class Backend(Protocol):
     """The interface of a module in ``fastattn/backends/``, over ``Problem``'s canonical shapes.
 
-    It may also have ``self_attention``, which is ``forward`` between two projections: ``cpu.py``.
+    It may also have ``multi_head_attention``, as ``cpu.py``: ``forward`` between two projections.
     """
 
     __name__: str

@@ -121,14 +121,15 @@ def pair(prefix: str) -> dict[str, str]:
 # Attention and both projections around it, at inference on CPUs. A mask is [B, N]: True keeps a
 # key, and a number is added to its scores. Keys and values are memory, [B, H, room, D], that has
 # ``past`` of them. New ones are written behind, and attention is then causal. Without ``adds`` only
-# queries are projected, and nothing is written.
-SELF_ATTENTION = {
-    "self_attention": (
+# queries are projected, and nothing is written. Keys and values are made of ``source``, if given,
+# instead of ``x``.
+MULTI_HEAD_ATTENTION = {
+    "multi_head_attention": (
         "(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, Tensor? out_bias, "
         "int num_heads, float scale, int weights, bool batch_first, "
         "Tensor? mask=None, "
-        "Tensor(a!)? keys=None, Tensor(b!)? values=None, int past=0, bool adds=True) "
-        "-> (Tensor out, Tensor weights)"
+        "Tensor(a!)? keys=None, Tensor(b!)? values=None, int past=0, bool adds=True, "
+        "Tensor? source=None) -> (Tensor out, Tensor weights)"
     ),
 }
 # x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].
@@ -157,7 +158,7 @@ CPU_LOOP = {"cpu_loop": "(Tensor memory, int loop, int rounds) -> float"}
 # CUDA library implements it, and exported programs do not use it: operators.py defines it.
 CUDA_CHOOSE = {"cuda_choose_wgmma": "(int device, bool chosen) -> ()"}
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.
-COMPILED = pair("") | pair("cuda_") | SELF_ATTENTION | LINEAR | CPU_ISA | CPU_PATH | CPU_LOOP
+COMPILED = pair("") | pair("cuda_") | MULTI_HEAD_ATTENTION | LINEAR | CPU_ISA | CPU_PATH | CPU_LOOP
 # What csrc/binding includes, by file name.
 GENERATED = {
     "schemas.inc": "".join(f'"{name}{schema}",\n' for name, schema in COMPILED.items()),

@@ -58,24 +58,28 @@ def test_what_modules_run_at_inference_counts_as_torchs(extension, batch_first):
     with sdpa_kernel(SDPBackend.MATH):
         expected = count(lambda: theirs(x, x, x, need_weights=False)[0])
     weights = (theirs.in_proj_weight, None, theirs.out_proj.weight, None)
-    operator = torch.ops.fastattn.self_attention
+    operator = torch.ops.fastattn.multi_head_attention
     [*args] = x, *weights, 2, 8**-0.5
     shapes = [t.shape if isinstance(t, torch.Tensor) else t for t in args]
-    assert (flops.self_attention(*shapes, None, batch_first), 0) == expected
+    assert (flops.multi_head_attention(*shapes, None, batch_first), 0) == expected
     assert operator in flop_counter.flop_registry
     keys = (3, 2, 9, 8)
-    more = flops.self_attention(*shapes, None, batch_first, None, keys, keys, 4) - expected[0]
+    more = flops.multi_head_attention(*shapes, None, batch_first, None, keys, keys, 4) - expected[0]
     assert more == 2 * (3 * 5 * 2) * 4 * (8 + 8)
     M = x.shape[1 if batch_first else 0]
-    fewer = flops.self_attention(*shapes, None, batch_first, None, keys, keys, M, False)
+    fewer = flops.multi_head_attention(*shapes, None, batch_first, None, keys, keys, M, False)
     assert expected[0] - fewer == 2 * (3 * 5) * 16 * 32  # no projections of keys and values
+    y = torch.randn(3, 7, 16) if batch_first else torch.randn(7, 5, 16)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = count(lambda: theirs(x, y, y, need_weights=False)[0])
+    assert (flops.multi_head_attention(*shapes, None, batch_first, source=y.shape), 0) == expected
 
 
 def test_every_operator_has_a_formula():
     names = {n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names()
              if n.startswith("fastattn::")}  # fmt: skip
     names -= set(schemas.CPU_ISA | schemas.CPU_PATH | schemas.CPU_LOOP | schemas.CUDA_CHOOSE)
-    assert {"forward", "triton_backward", "cuda_forward", "self_attention"} <= names
+    assert {"forward", "triton_backward", "cuda_forward", "multi_head_attention"} <= names
     for name in names:
         assert getattr(torch.ops.fastattn, name) in flop_counter.flop_registry, name
 

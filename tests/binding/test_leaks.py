@@ -43,7 +43,7 @@ def module():
 CASES = {
     "forward": problem,
     "backward": gradients,
-    "self_attention": module,
+    "multi_head_attention": module,
     "select_cpu_isa": lambda: ("no instruction set has a name of so many letters",),
     "select_cpu_path": lambda: ("no path has a name of so many letters",),
     "linear": lambda: (torch.randn(1, 1), torch.randn(3, 1), torch.randn(3)),

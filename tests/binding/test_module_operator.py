@@ -9,14 +9,14 @@ from fastattn.problem.record import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("extension")
 
-self_attention = torch.ops.fastattn.self_attention
+multi_head_attention = torch.ops.fastattn.multi_head_attention
 B, N, E, H, D = 2, 5, 6, 2, 4
 # Numbers of tokens that Intel processors multiply with the weight on the left, and neighbours.
 TOKENS = (1, 7, 8, 15, 16, 17, 48, 49, 130)
 
 
 def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **changes):
-    """The arguments of a call of self_attention. The head size is not E / H."""
+    """The arguments of a call of multi_head_attention. The head size is not E / H."""
     rows = 3 * H * D
     good = dict(
         x=torch.randn(B, N, E), in_weight=torch.randn(rows, E), in_bias=torch.randn(rows),
@@ -31,11 +31,14 @@ def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **ch
 
 def in_parts(
     x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first, mask,
-    *rooms, past=0, adds=True
+    *rooms, past=0, adds=True, source=None
 ):  # fmt: skip
-    """self_attention made of torch's operators, with the weights of each head."""
-    packed = F.linear(x if batch_first else x.transpose(0, 1), in_weight, in_bias)
-    q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in packed.chunk(3, -1))
+    """multi_head_attention made of torch's operators, with the weights of each head."""
+    inputs = [y if batch_first else y.transpose(0, 1) for y in (x, x if source is None else source)]
+    own, others = (F.linear(y, in_weight, in_bias).chunk(3, -1) for y in inputs)
+    q, k, v = (
+        t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (own[0], others[1], others[2])
+    )
     if rooms:
         held = [y[:, :, :past] for y in rooms]
         k, v = (torch.cat(y, 2) for y in zip(held, (k, v), strict=True)) if adds else held
@@ -65,8 +68,10 @@ def mask_of(kind, keys):
     return {"keep": kept, "add": added, None: None}[kind]
 
 
-def assert_right(found, arguments, weights, **cache):
-    peer, truth = in_parts(*arguments, **cache), in_parts(*double(arguments), **cache)
+def assert_right(found, arguments, weights, source=None, **cache):
+    exact = None if source is None else source.double()
+    peer = in_parts(*arguments, source=source, **cache)
+    truth = in_parts(*double(arguments), source=exact, **cache)
     testing.assert_within_budget(found[0], peer[0], truth[0])
     if weights == "none":
         assert found[1].shape == (0,)
@@ -83,7 +88,7 @@ class TestSelfAttention:
     def test_same_as_in_parts(self, dtype, weights, batch_first, bias):
         arguments = whole(weights, batch_first, dtype, bias)
         with testing.poisoned():
-            found = self_attention(*arguments)
+            found = multi_head_attention(*arguments)
         assert_right(found, arguments, weights)
         assert found[0].is_contiguous()
 
@@ -94,7 +99,7 @@ class TestSelfAttention:
         x = torch.randn(B, N, E) if batch_first else torch.randn(N, B, E)
         arguments = whole(weights, batch_first, x=x, mask=mask_of(kind, N))
         with testing.poisoned():
-            found = self_attention(*arguments)
+            found = multi_head_attention(*arguments)
         assert_right(found, arguments, weights)
 
     @pytest.mark.parametrize("bias", [True, False])
@@ -103,7 +108,7 @@ class TestSelfAttention:
     def test_tokens(self, tokens, dtype, bias):
         arguments = whole(dtype=dtype, bias=bias, x=torch.randn(1, tokens, E, dtype=dtype))
         peer, truth = in_parts(*arguments), in_parts(*double(arguments))
-        testing.assert_within_budget(self_attention(*arguments)[0], peer[0], truth[0])
+        testing.assert_within_budget(multi_head_attention(*arguments)[0], peer[0], truth[0])
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_large_weight(self, dtype):
@@ -114,13 +119,13 @@ class TestSelfAttention:
         wide = {n: x if x is None else x.to(dtype) for n, x in wide.items()}
         arguments = whole(dtype=dtype, **wide)
         peer, truth = in_parts(*arguments), in_parts(*double(arguments))
-        testing.assert_within_budget(self_attention(*arguments)[0], peer[0], truth[0])
+        testing.assert_within_budget(multi_head_attention(*arguments)[0], peer[0], truth[0])
 
     @pytest.mark.parametrize("batch_first", [True, False])
     @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 20), (20, 1)])
     def test_shapes(self, shape, batch_first):
         arguments = whole("mean", batch_first, x=torch.randn(*shape, E))
-        found, peer = self_attention(*arguments), in_parts(*arguments)
+        found, peer = multi_head_attention(*arguments), in_parts(*arguments)
         torch.testing.assert_close(found, (peer[0], peer[1].mean(1)))
 
     @pytest.mark.parametrize("batch_first", [True, False])
@@ -133,8 +138,8 @@ class TestSelfAttention:
         spread = torch.full((6 * H * D,), torch.nan)
         spread[1::2] = arguments[2]
         strided = wide[1:-1, 2:-1].permute(2, 0, 1), columns[1:-1, 1:].t(), spread[1::2]
-        found, _ = self_attention(*strided, *arguments[3:])
-        torch.testing.assert_close(found, self_attention(*arguments)[0])
+        found, _ = multi_head_attention(*strided, *arguments[3:])
+        torch.testing.assert_close(found, multi_head_attention(*arguments)[0])
 
     @pytest.mark.parametrize(
         "changes",
@@ -154,18 +159,18 @@ class TestSelfAttention:
     )  # fmt: skip
     def test_rejects(self, changes):
         with pytest.raises(RuntimeError, match="fastattn: "):
-            self_attention(*whole(**changes))
+            multi_head_attention(*whole(**changes))
 
     def test_rejects_autocast(self):
         """Autocast would make products 16-bit, whose memory is half as large."""
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
-            self_attention(*whole())
+            multi_head_attention(*whole())
 
     def test_nan_reaches_its_sample_alone(self):
         arguments = whole()
-        want, _ = self_attention(*arguments)
+        want, _ = multi_head_attention(*arguments)
         arguments[0][1, 2] = torch.nan
-        found, _ = self_attention(*arguments)
+        found, _ = multi_head_attention(*arguments)
         assert found[1].isnan().all()
         assert torch.equal(found[0], want[0])
 
@@ -185,7 +190,7 @@ class TestCache:
         wide[..., :past, :] = torch.randn(2, B, H, past, D)
         before, cache = wide.clone(), wide[..., : past + M, :]
         with testing.poisoned():
-            found = self_attention(*arguments, *cache, past)
+            found = multi_head_attention(*arguments, *cache, past)
         assert_right(found, (*arguments, *before), weights, past=past)
         rows = arguments[0] if batch_first else arguments[0].transpose(0, 1)
         packed = F.linear(rows, *arguments[1:3]).unflatten(-1, (3, H, D))
@@ -211,7 +216,7 @@ class TestCache:
         cache[..., past:, :] = torch.nan
         before = cache.clone()
         with testing.poisoned():
-            found = self_attention(*arguments, *cache, past, False)
+            found = multi_head_attention(*arguments, *cache, past, False)
         assert_right(found, (*arguments, *cache), weights, past=past, adds=False)
         assert torch.equal(cache.nan_to_num(9.0), before.nan_to_num(9.0))
 
@@ -222,11 +227,11 @@ class TestCache:
     ])  # fmt: skip
     def test_rejects_without_others(self, changes):
         with pytest.raises(RuntimeError, match="fastattn: "):
-            self_attention(*whole(**changes), *torch.randn(2, B, H, 4, D), 4, False)
+            multi_head_attention(*whole(**changes), *torch.randn(2, B, H, 4, D), 4, False)
 
     def test_adds_none_to_something(self):
         with pytest.raises(RuntimeError, match="fastattn: keys, values"):
-            self_attention(*whole(), None, None, 0, False)
+            multi_head_attention(*whole(), None, None, 0, False)
 
     @pytest.mark.parametrize(
         ("keys", "values", "past"),
@@ -242,13 +247,62 @@ class TestCache:
     def test_rejects(self, keys, values, past):
         cache = [None if shape is None else torch.zeros(shape) for shape in (keys, values)]
         with pytest.raises(RuntimeError, match="fastattn: keys, values"):
-            self_attention(*whole(), *cache, past)
+            multi_head_attention(*whole(), *cache, past)
 
     def test_rejects_another_dtype(self):
         room = torch.zeros(B, H, 9, D)
         for cache in ((room.half(), room), (room, room.half())):
             with pytest.raises(RuntimeError, match="fastattn: keys, values"):
-                self_attention(*whole(), *cache, 0)
+                multi_head_attention(*whole(), *cache, 0)
+
+
+class TestSource:
+    """With another input that keys and values are made of."""
+
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("weights", ["none", "full", "mean"])
+    @pytest.mark.parametrize("keys", [1, 3, 40])
+    @pytest.mark.parametrize("kind", [None, "keep", "add"])
+    def test_same_as_in_parts(self, kind, keys, weights, batch_first, bias):
+        strided = dict(in_weight=torch.randn(E, 6 * H * D).T[::2])
+        if bias:
+            strided |= dict(in_bias=torch.randn(6 * H * D)[::2])
+        x, source = torch.randn(2, N, E), torch.randn(E, keys, B).permute(2, 1, 0)
+        if not batch_first:
+            x, source = x.transpose(0, 1), source.transpose(0, 1)
+        arguments = whole(weights, batch_first, bias=bias, x=x, mask=mask_of(kind, keys), **strided)
+        with testing.poisoned():
+            found = multi_head_attention(*arguments, source=source)
+        assert_right(found, arguments, weights, source=source)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_halves(self, dtype):
+        arguments, source = whole(dtype=dtype), torch.randn(B, 9, E).to(dtype)
+        assert_right(multi_head_attention(*arguments, source=source), arguments, "none", source)
+
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize(("queries", "keys", "samples"), [(0, 5, 2), (5, 0, 2), (5, 5, 0)])
+    def test_empty(self, queries, keys, samples, batch_first):
+        x, source = torch.randn(samples, queries, E), torch.randn(samples, keys, E)
+        if not batch_first:
+            x, source = x.transpose(0, 1), source.transpose(0, 1)
+        arguments = whole("mean", batch_first, x=x)
+        found = multi_head_attention(*arguments, source=source)
+        peer = in_parts(*arguments, source=source)
+        torch.testing.assert_close(found, (peer[0], peer[1].mean(1)))
+
+    @pytest.mark.parametrize("changes", [
+        dict(source=torch.randn(B + 1, N, E)), dict(source=torch.randn(B, N, E + 1)),
+        dict(source=torch.randn(N, E)), dict(source=torch.randn(B, N, E).half()),
+        dict(keys=torch.zeros(B, H, 9, D), values=torch.zeros(B, H, 9, D)),
+        dict(mask=torch.ones(B, N - 1, dtype=torch.bool)), dict(mask=torch.zeros(B, 1)),
+    ])  # fmt: skip
+    def test_rejects(self, changes):
+        given = dict(source=torch.randn(B, N, E), keys=None, values=None) | changes
+        arguments = whole(mask=given.pop("mask", None))
+        with pytest.raises(RuntimeError, match="fastattn: "):
+            multi_head_attention(*arguments, **given)
 
 
 @pytest.mark.slow
@@ -258,7 +312,17 @@ def test_opcheck_with_a_cache():
         for adds in (True, False):
             for mask in (None, *(mask_of(kind, 8 if adds else 3) for kind in ("keep", "add"))):
                 arguments = (*whole(weights, mask=mask), *cache, adds)
-                torch.library.opcheck(self_attention.default, arguments)
+                torch.library.opcheck(multi_head_attention.default, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_opcheck_with_a_source(batch_first):
+    source = torch.randn(B, 7, E) if batch_first else torch.randn(7, B, E)
+    x = torch.randn(B, N, E) if batch_first else torch.randn(N, B, E)
+    for weights in ("none", "full", "mean"):
+        arguments = whole(weights, batch_first, x=x)
+        torch.library.opcheck(multi_head_attention.default, arguments, {"source": source})
 
 
 @pytest.mark.slow
@@ -269,10 +333,10 @@ def test_opcheck(tokens, bias):
         for batch_first in (True, False):
             x = torch.randn(B, tokens, E)
             arguments = whole(weights, batch_first, bias=bias, x=x)
-            torch.library.opcheck(self_attention.default, arguments)
+            torch.library.opcheck(multi_head_attention.default, arguments)
 
 
 def test_no_autograd_of_its_own():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has_kernel("fastattn::self_attention", "CPU")
-    assert not has_kernel("fastattn::self_attention", "Autograd")
+    assert has_kernel("fastattn::multi_head_attention", "CPU")
+    assert not has_kernel("fastattn::multi_head_attention", "Autograd")

@@ -312,7 +312,7 @@ def test_a_step_that_raises_leaves_the_cache_as_it_was(monkeypatch):
     def fail(*args):
         raise MemoryError
 
-    monkeypatch.setattr(cpu, "self_attention", fail)
+    monkeypatch.setattr(cpu, "multi_head_attention", fail)
     fastattn.problem.call_cache.forget()
     with pytest.raises(MemoryError):
         module(x, x, x, cache=cache)

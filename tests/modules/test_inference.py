@@ -1,6 +1,7 @@
-"""Self-attention at inference: one operator computes the whole module."""
+"""Attention at inference: one operator computes the whole module."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -40,11 +41,58 @@ class TestTheShortWay:
         assert len(checked) == 1
         assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
+    @pytest.mark.parametrize("need_weights", [True, False])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("padding", [None, torch.bool, torch.float32])
+    @pytest.mark.parametrize("keys", [1, 3, 40])
+    def test_gives_the_same_bits_beside_other_keys(
+        self, monkeypatch, checked, need_weights, batch_first, padding, keys
+    ):
+        module = MultiheadAttention(8, 2, dropout=0.5, batch_first=batch_first).eval()
+        for p in module.parameters():
+            nn.init.normal_(p)
+        x, y = torch.randn(2, 5, 8), torch.randn(2, keys, 8)
+        if not batch_first:
+            x, y = x.transpose(0, 1), y.transpose(0, 1)
+        ignored = torch.rand(2, keys) < 0.3
+        mask = None if padding is None else ignored.to(padding)
+        found = []
+        for attend in (inference.attend, lambda *args: None):
+            monkeypatch.setattr(inference, "attend", attend)
+            with torch.no_grad():
+                out, weights = module(x, y, y, mask, need_weights=need_weights)
+            found.append([out, *([weights] if need_weights else [])])
+        assert len(checked) == 1
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        assert all(a.stride() == b.stride() for a, b in zip(*found, strict=True))
+
+    def test_other_keys_that_do_not_fit(self, module, x, operator_calls):
+        theirs = nn.MultiheadAttention(8, 2, batch_first=True)
+        with torch.no_grad():
+            for y in (x[:1], x[..., :7], x[0]):
+                with pytest.raises((AssertionError, RuntimeError)) as error:
+                    theirs(x, y, y)
+                with pytest.raises(error.type, match=re.escape(str(error.value))):
+                    module(x, y, y)
+            with pytest.raises(RuntimeError, match="dtype"):
+                module(x, x.double(), x.double())
+            with pytest.raises(TypeError, match="key: expected a Tensor"):
+                module(x, None, None)
+        assert not operator_calls
+        leaf = x[:, :3].clone().requires_grad_()
+        module.requires_grad_(False)
+        assert module(x, leaf, leaf)[0].requires_grad
+        assert not operator_calls
+        y = leaf.detach()
+        module(x, y, y)
+        assert len(operator_calls) == 1
+
     def test_is_for_plain_calls_only(self, module, x, checked):
         mask = torch.zeros(5, 5, dtype=torch.bool)
         calls = [
             lambda: module(x[0], x[0], x[0]),
             lambda: module(x, x.clone(), x),
+            lambda: module(x[0], x[0, :3], x[0, :3]),
             lambda: module(x, x, x, attn_mask=mask),
             lambda: module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False),
             lambda: MultiheadAttention(8, 2, add_zero_attn=True)(x, x, x),
@@ -107,6 +155,16 @@ class TestOneOperator:
                     nn.MultiheadAttention.forward(module, same, same, same),
                 )
         assert len(operator_calls) == 4
+
+    def test_one_call_tells_the_choice_for_all(self, monkeypatch, module, x, operator_calls):
+        with torch.no_grad():
+            module(x, x, x)
+            monkeypatch.setattr(inference.validate, "build", None)
+            for B, M in itertools.product((1, 2, 7), (1, 3, 9)):
+                y = torch.randn(B, M, 8)
+                want = nn.MultiheadAttention.forward(module, y, y, y)
+                torch.testing.assert_close(module(y, y, y), want)
+        assert len(operator_calls) == 10
 
     def test_where_torch_would_see_it(self, module, x, operator_calls):
         """Modes, transforms and traces find torch's operators. All results are the same."""

@@ -1,6 +1,7 @@
-"""Attention at inference: one operator from the input to the output, also with a cache.
+"""Attention at inference: one operator from the inputs to the output, also with a cache.
 
-It serves self-attention, and queries beside a static cache. The only mask is one of keys.
+It serves self-attention, queries beside a static cache, and keys and values that are one other
+tensor. The only mask is one of keys.
 
 A matrix product fills the caches with its operands, so Python runs several times slower after it.
 Between two products this costs 10% of the module's time with 100 tokens. So everything is decided
@@ -35,24 +36,34 @@ def attend(
     if (module.training and module.dropout) or not (cache is None or type(cache) is KVCache):
         return None
     complete = cache is not None and kv_cache.is_complete(cache)
-    if not (key is value is x or (complete and _is_unread(key) and _is_unread(value))):
+    if complete:
+        serves = key is value is x or (_is_unread(key) and _is_unread(value))
+    else:
+        serves = key is value and (key is x or (key is not None and cache is None))
+    source = None if complete or key is x else key
+    parameters = _parameters(module) if serves else None
+    if parameters is None or not _takes_operator(x, source, *parameters):
         return None
-    parameters = _parameters(module)
-    if parameters is None or not _takes_operator(x, *parameters):
+    if not _fits(module, x, source):
         return None
     operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
     if operator is None:
         return None
+    batch, length = (0, 1) if module.batch_first else (1, 0)
+    B, M = x.shape[batch], x.shape[length]
     if padding is not None:
         past = 0 if cache is None else cache.length
-        if not _fits_keys(padding, x, (p.B, past if complete else past + p.M)):
+        added = 0 if complete else M if source is None else source.shape[length]
+        if not _fits_keys(padding, x, (B, past + added)):
             return None
         padding = ~padding if padding.dtype is torch.bool else padding
     args = (p, x, *parameters, module.batch_first, padding)
-    if cache is None:
+    if source is not None:
+        found = operator(*args, None, None, 0, True, source)
+    elif cache is None:
         found = operator(*args)
     else:
-        found = cache.written_by(lambda *room: operator(*args, *room), x, p)
+        found = cache.written_by(lambda *room: operator(*args, *room), x, (B, p.H, M, p.D))
     return found and (found[0], found[1] if need_weights else None)
 
 
@@ -83,7 +94,7 @@ def _is_of(bias: Tensor | None, weight: Any) -> bool:
 
 
 def _takes_operator(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether ``fastattn::self_attention`` may replace torch's own operators."""
+    """Whether ``fastattn::multi_head_attention`` may replace torch's own operators."""
     if operators.EXTENSION_ERROR is not None or not is_direct(x, *parameters):
         return False
     return not autograd.needs_autograd(x, *parameters)
@@ -102,31 +113,32 @@ def _fits_keys(padding: Any, x: Tensor, shape: tuple[int, int]) -> bool:
     return is_direct(padding) and padding.dtype in kinds and padding.shape == shape
 
 
-def _fits(module: nn.MultiheadAttention, x: Tensor) -> bool:
-    """Whether nn.MultiheadAttention would accept the shape and dtype of ``x``."""
-    E = module.embed_dim
-    if x.dim() != 3 or x.shape[2] != E or E % module.num_heads:
+def _fits(module: nn.MultiheadAttention, x: Tensor, source: Tensor | None) -> bool:
+    """Whether nn.MultiheadAttention would accept the shapes, and the dtype of ``x``."""
+    E, batch = module.embed_dim, 0 if module.batch_first else 1
+    if x.dim() != 3 or x.shape[2] != E or E % module.num_heads or x.dtype not in interop.DTYPES:
         return False
-    return x.dtype in interop.DTYPES
+    if source is None:
+        return True
+    same = source.dim() == 3 and source.shape[2] == E and source.shape[batch] == x.shape[batch]
+    return same and not source.is_nested
 
 
 def _operator(
     module: nn.MultiheadAttention, x: Tensor, return_weights: str | None
 ) -> tuple[Any, Any]:
-    """The chosen backend's operator for all of ``module``, or None, and its record.
+    """The chosen backend's operator for all of ``module``, or None, and a record.
 
-    The record is that of a call without a cache: how long a cache is changes no choice.
+    The record is that of self-attention with the lengths of any call: they change no choice.
     """
     E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
-    call = x.shape, x.dtype, x.device, E, H, batch_first, return_weights
+    call = x.dtype, x.device, E, H, batch_first, return_weights
     found = call_cache.look_up(call)
     if found is None:
-        if not _fits(module, x):
-            return None, None
         heads = projection.split_heads(x, H, batch_first)  # q, k and v have its shape
         p = validate.build("dot", heads, heads, heads, return_weights=return_weights).p
         backend = registry.get(registry.select(p))
-        found = getattr(backend, "self_attention", None), p
+        found = getattr(backend, "multi_head_attention", None), p
         if found[0] is not None:
             watch.call(p)
         call_cache.keep(call, found)

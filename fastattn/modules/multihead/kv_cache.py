@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastattn.modules.linear import PLAIN
 from fastattn.modules.multihead import inputs, interop, projection
 from fastattn.modules.multihead.inputs import Inputs
-from fastattn.problem import Mask, Problem, arguments
+from fastattn.problem import Mask, arguments
 
 _MIN_CAPACITY = 16
 _Masks = tuple[Tensor | None, Tensor | None]  # (key_padding_mask, attn_mask)
@@ -118,26 +118,29 @@ class KVCache:
         room[:, :, self.length : self.length + new.shape[2]] = new
         return room
 
-    def written_by(self, write: Callable[..., Any], x: Tensor, p: Problem) -> Any:
-        """What ``write`` returns, which adds the positions of ``p``, projected from ``x``.
+    def written_by(
+        self, write: Callable[..., Any], x: Tensor, sizes: tuple[int, int, int, int]
+    ) -> Any:
+        """What ``write`` returns, which adds keys and values [B, H, M, D], projected from ``x``.
 
         It gets memory for keys and for values, how many are there, and False if there are no others
         to add. None where only ``update`` knows what to do or to say.
 
         :meta private:
         """
-        kind = p.B, p.H, p.D, x.dtype, x.device
+        B, H, M, D = sizes
+        kind = B, H, D, x.dtype, x.device
         held = self._key, self._value
         fits = all(type(y) in PLAIN and (y is None or _kind(y) == kind) for y in held)
         if torch.is_grad_enabled() or not fits or (self.static and self.is_empty):
             return None
         if self.static:
             return write(*held, self.length, False)
-        room = [self._room(y, x, p.B, p.H, p.M, p.D) for y in held]
+        room = [self._room(y, x, *sizes) for y in held]
         found = write(*room, self.length)
         torch.autograd.graph.increment_version(room)  # the operator writes through views
         (self._key, self._value), self._owned = room, True
-        self.length += p.M
+        self.length += M
         return found
 
     def _room(self, held: Tensor | None, like: Tensor, B: int, H: int, M: int, D: int) -> Tensor:
