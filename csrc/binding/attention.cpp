@@ -17,6 +17,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -209,49 +210,57 @@ void mask_keys(const Tensor& mask, Operands* in) {
       projection::view(mask, {B, 1, 1, N}, {mask.stride(0), 0, 0, mask.stride(1)});
 }
 
+// What queries, keys and values are made of.
+using Inputs = std::array<const Tensor*, 3>;
+
+// Queries, keys and values [B, H, M or N, D], or the queries alone. A run of one input is one
+// product, and its heads are strided views of it.
+std::vector<Tensor> project_heads(const Inputs& inputs, size_t count, const Projection& project,
+                                  int64_t H, bool batch_first) {
+  const int64_t rows = project.weight.size(0), D = rows / (3 * H);
+  std::vector<Tensor> heads;
+  while (heads.size() < count) {
+    const size_t begin = heads.size();
+    const Tensor& x = *inputs[begin];
+    size_t end = begin + 1;
+    while (end < count && inputs[end] == &x) ++end;
+    const Tensor packed = project(tokens_of(x), begin, end);
+    const int64_t F = packed.size(1), first = x.size(0), second = x.size(1);
+    for (size_t n = begin; n < end; ++n)
+      heads.push_back(batch_first ? projection::view(packed, {first, H, second, D},
+                                                     {second * F, D, F, 1}, (n - begin) * H * D)
+                                  : projection::view(packed, {second, H, first, D},
+                                                     {F, D, second * F, 1}, (n - begin) * H * D));
+  }
+  return heads;
+}
+
 // The input of the output projection, [first * second, H D], and the weights. Nothing else is
-// copied than new keys behind earlier ones: heads are strided views of the projection, and
-// attention writes its output in their order. The projection is freed on return.
-std::tuple<Tensor, Tensor> attend_tokens(const Tensor& x, const Projection& project, int64_t H,
+// copied than new keys behind earlier ones: attention reads heads where they are, and writes its
+// output in their order. The projection is freed on return.
+std::tuple<Tensor, Tensor> attend_tokens(const Inputs& inputs, const Projection& project, int64_t H,
                                          double scale, int64_t weights, bool batch_first,
-                                         const OptTensor& mask, const Past& past,
-                                         const OptTensor& source) {
+                                         const OptTensor& mask, const Past& past) {
   STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value() && (past.adds || past.keys),
                   "fastattn: keys, values: expected both, or none and those of x");
   STD_TORCH_CHECK(past.keys || past.length == 0, "fastattn: past: expected 0 without keys");
-  STD_TORCH_CHECK(!source || !past.keys, "fastattn: source: expected none beside keys");
-  const Tensor tokens = tokens_of(x);
-  const int64_t T = tokens.size(0), rows = project.weight.size(0);
-  STD_TORCH_CHECK(H > 0 && rows % (3 * H) == 0,
+  STD_TORCH_CHECK(H > 0 && project.weight.size(0) % (3 * H) == 0,
                   "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
-  const int64_t D = rows / (3 * H);
-  const int batch = batch_first ? 0 : 1, length = 1 - batch;
-  // Heads of the part `n` of a projection of `from`.
-  const auto heads = [&](const Tensor& packed, const Tensor& from, int64_t n) {
-    const int64_t F = packed.size(1), B = from.size(batch), M = from.size(length);
-    const int64_t stride_b = batch_first ? M * F : F, stride_m = batch_first ? F : B * F;
-    return projection::view(packed, {B, H, M, D}, {stride_b, D, stride_m, 1}, n * H * D);
+  const std::vector<Tensor> heads =
+      project_heads(inputs, past.adds ? 3 : 1, project, H, batch_first);
+  const Tensor& q = heads[0];
+  const auto all = [&](size_t n, const OptTensor& room) {
+    const OptTensor added = past.adds ? OptTensor(heads[n]) : std::nullopt;
+    return room ? written(*room, q, added, past.length) : *added;
   };
-  const Tensor own = project(tokens, 0, past.adds && !source ? 3 : 1), q = heads(own, x, 0);
-  Operands in{q, q, q};
-  if (source) {
-    const Tensor packed = project(tokens_of(*source), 1, 3);
-    STD_TORCH_CHECK(source->size(batch) == x.size(batch),
-                    "fastattn: source: expected as many samples as in x");
-    in.k = heads(packed, *source, 0), in.v = heads(packed, *source, 1);
-  } else {
-    const auto all = [&](int64_t n, const OptTensor& room) {
-      const OptTensor added = past.adds ? OptTensor(heads(own, x, n)) : std::nullopt;
-      return room ? written(*room, q, added, past.length) : *added;
-    };
-    in.k = all(1, past.keys), in.v = all(2, past.values);
-  }
-  if (past.keys && past.adds) in = causal(in, past.length, x.size(length));
+  Operands in{q, all(1, past.keys), all(2, past.values)};
+  if (past.keys && past.adds) in = causal(in, past.length, q.size(2));
   if (mask) mask_keys(*mask, &in);
   in.scale = scale;
   in.weights = weights;
   const Results found = run_forward(in);
-  return {projection::view(found.out, {T, H * D}, {H * D, 1}), found.weights};
+  const int64_t T = q.size(0) * q.size(2), F = H * q.size(3);
+  return {projection::view(found.out, {T, F}, {F, 1}), found.weights};
 }
 
 // Of x [T, E], with any strides.
@@ -265,10 +274,13 @@ std::tuple<Tensor, Tensor> multi_head_attention(Tensor x, Tensor in_weight, OptT
                                                 int64_t num_heads, double scale, int64_t weights,
                                                 bool batch_first, OptTensor mask, OptTensor keys,
                                                 OptTensor values, int64_t past, bool adds,
-                                                OptTensor source) {
+                                                OptTensor key, OptTensor value) {
+  STD_TORCH_CHECK(!(keys && (key || value)), "fastattn: key, value: expected none beside keys");
+  const Tensor& of_keys = key ? *key : x;
+  const Inputs inputs{&x, &of_keys, value ? &*value : &of_keys};
   const auto [merged, returned] =
-      attend_tokens(x, {in_weight, in_bias}, num_heads, scale, weights, batch_first, mask,
-                    {keys, values, past, adds}, source);
+      attend_tokens(inputs, {in_weight, in_bias}, num_heads, scale, weights, batch_first, mask,
+                    {keys, values, past, adds});
   return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
 }
 #endif

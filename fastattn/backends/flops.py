@@ -54,18 +54,20 @@ def multi_head_attention(
     values: Shape | None = None,
     past: int = 0,
     adds: bool = True,
-    source: Shape | None = None,
+    key: Shape | None = None,
+    value: Shape | None = None,
     **_: Any,
 ) -> int:
     """Two projections around the dot product."""
     B, M = x[:2] if batch_first else x[1::-1]
     D = x[2] // num_heads
-    N, made = past + (M if adds else 0), x if adds else (0,)
-    if source is not None:
-        N, made = source[1 if batch_first else 0], source
+    N, projected = past, [x]
+    if adds:
+        N += M if key is None else key[1 if batch_first else 0]
+        projected += [key or x, value or key or x]
     q, k = (B, num_heads, M, D), (B, num_heads, N, D)
-    projected = (linear(x, in_weight) + 2 * linear(made, in_weight)) // 3
-    return projected + forward(q, k, k) + linear(x, out_weight)
+    packed = sum(linear(y, in_weight) for y in projected) // 3
+    return packed + forward(q, k, k) + linear(x, out_weight)
 
 
 def _register() -> None:

@@ -188,12 +188,13 @@ def _multi_head_attention_fake(
     values: Tensor | None = None,
     past: int = 0,
     adds: bool = True,
-    source: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     B, M = x.shape[:2] if batch_first else x.shape[1::-1]
     N = (0 if keys is None else past) + (M if adds else 0)
-    if source is not None:
-        N = source.shape[1 if batch_first else 0]
+    if key is not None:
+        N = key.shape[1 if batch_first else 0]
     shape = weights_shape(weights_of(weights), B, num_heads, M, N)
     return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
 

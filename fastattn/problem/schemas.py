@@ -121,15 +121,15 @@ def pair(prefix: str) -> dict[str, str]:
 # Attention and both projections around it, at inference on CPUs. A mask is [B, N]: True keeps a
 # key, and a number is added to its scores. Keys and values are memory, [B, H, room, D], that has
 # ``past`` of them. New ones are written behind, and attention is then causal. Without ``adds`` only
-# queries are projected, and nothing is written. Keys and values are made of ``source``, if given,
-# instead of ``x``.
+# queries are projected, and nothing is written. Keys are made of ``key``, or of ``x``. Values are
+# made of ``value``, or of what keys are made of.
 MULTI_HEAD_ATTENTION = {
     "multi_head_attention": (
         "(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, Tensor? out_bias, "
         "int num_heads, float scale, int weights, bool batch_first, "
         "Tensor? mask=None, "
         "Tensor(a!)? keys=None, Tensor(b!)? values=None, int past=0, bool adds=True, "
-        "Tensor? source=None) -> (Tensor out, Tensor weights)"
+        "Tensor? key=None, Tensor? value=None) -> (Tensor out, Tensor weights)"
     ),
 }
 # x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].

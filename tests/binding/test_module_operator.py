@@ -31,14 +31,16 @@ def whole(weights="none", batch_first=True, dtype=torch.float32, bias=True, **ch
 
 def in_parts(
     x, in_weight, in_bias, out_weight, out_bias, num_heads, scale, weights, batch_first, mask,
-    *rooms, past=0, adds=True, source=None
+    *rooms, past=0, adds=True, key=None, value=None
 ):  # fmt: skip
     """multi_head_attention made of torch's operators, with the weights of each head."""
-    inputs = [y if batch_first else y.transpose(0, 1) for y in (x, x if source is None else source)]
-    own, others = (F.linear(y, in_weight, in_bias).chunk(3, -1) for y in inputs)
+    key = x if key is None else key
+    value = key if value is None else value
     q, k, v = (
-        t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (own[0], others[1], others[2])
-    )
+        F.linear(y if batch_first else y.transpose(0, 1), in_weight, in_bias)
+        .chunk(3, -1)[n].unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        for n, y in enumerate((x, key, value))
+    )  # fmt: skip
     if rooms:
         held = [y[:, :, :past] for y in rooms]
         k, v = (torch.cat(y, 2) for y in zip(held, (k, v), strict=True)) if adds else held
@@ -68,10 +70,10 @@ def mask_of(kind, keys):
     return {"keep": kept, "add": added, None: None}[kind]
 
 
-def assert_right(found, arguments, weights, source=None, **cache):
-    exact = None if source is None else source.double()
-    peer = in_parts(*arguments, source=source, **cache)
-    truth = in_parts(*double(arguments), source=exact, **cache)
+def assert_right(found, arguments, weights, **others):
+    peer = in_parts(*arguments, **others)
+    exact = dict(zip(others, double(others.values()), strict=True))
+    truth = in_parts(*double(arguments), **exact)
     testing.assert_within_budget(found[0], peer[0], truth[0])
     if weights == "none":
         assert found[1].shape == (0,)
@@ -256,50 +258,62 @@ class TestCache:
                 multi_head_attention(*whole(), *cache, 0)
 
 
-class TestSource:
-    """With another input that keys and values are made of."""
+class TestOtherInputs:
+    """With inputs of their own for keys and values, or one for both."""
 
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("batch_first", [True, False])
     @pytest.mark.parametrize("weights", ["none", "full", "mean"])
     @pytest.mark.parametrize("keys", [1, 3, 40])
     @pytest.mark.parametrize("kind", [None, "keep", "add"])
-    def test_same_as_in_parts(self, kind, keys, weights, batch_first, bias):
-        strided = dict(in_weight=torch.randn(E, 6 * H * D).T[::2])
+    @pytest.mark.parametrize("apart", [True, False])
+    def test_same_as_in_parts(self, apart, kind, keys, weights, batch_first, bias):
+        strided = dict(in_weight=torch.randn(E, 6 * H * D).T[::2] / 2)
         if bias:
-            strided |= dict(in_bias=torch.randn(6 * H * D)[::2])
-        x, source = torch.randn(2, N, E), torch.randn(E, keys, B).permute(2, 1, 0)
+            strided |= dict(in_bias=torch.randn(6 * H * D)[::2] / 2)
+        others = dict(key=torch.randn(E, keys, B).permute(2, 1, 0))
+        if apart:
+            others |= dict(value=torch.randn(B, keys, E))
+        x = torch.randn(B, N, E)
         if not batch_first:
-            x, source = x.transpose(0, 1), source.transpose(0, 1)
+            x, others = x.transpose(0, 1), {n: y.transpose(0, 1) for n, y in others.items()}
         arguments = whole(weights, batch_first, bias=bias, x=x, mask=mask_of(kind, keys), **strided)
         with testing.poisoned():
-            found = multi_head_attention(*arguments, source=source)
-        assert_right(found, arguments, weights, source=source)
+            found = multi_head_attention(*arguments, **others)
+        assert_right(found, arguments, weights, **others)
+
+    def test_values_alone(self):
+        arguments, value = whole(), torch.randn(B, N, E)
+        found = multi_head_attention(*arguments, value=value)
+        assert_right(found, arguments, "none", value=value)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_halves(self, dtype):
-        arguments, source = whole(dtype=dtype), torch.randn(B, 9, E).to(dtype)
-        assert_right(multi_head_attention(*arguments, source=source), arguments, "none", source)
+        arguments, y = whole(dtype=dtype), torch.randn(B, 9, E).to(dtype)
+        assert_right(multi_head_attention(*arguments, key=y), arguments, "none", key=y)
 
     @pytest.mark.parametrize("batch_first", [True, False])
     @pytest.mark.parametrize(("queries", "keys", "samples"), [(0, 5, 2), (5, 0, 2), (5, 5, 0)])
     def test_empty(self, queries, keys, samples, batch_first):
-        x, source = torch.randn(samples, queries, E), torch.randn(samples, keys, E)
+        x, y = torch.randn(samples, queries, E), torch.randn(samples, keys, E)
         if not batch_first:
-            x, source = x.transpose(0, 1), source.transpose(0, 1)
+            x, y = x.transpose(0, 1), y.transpose(0, 1)
         arguments = whole("mean", batch_first, x=x)
-        found = multi_head_attention(*arguments, source=source)
-        peer = in_parts(*arguments, source=source)
+        found = multi_head_attention(*arguments, key=y)
+        peer = in_parts(*arguments, key=y)
         torch.testing.assert_close(found, (peer[0], peer[1].mean(1)))
 
     @pytest.mark.parametrize("changes", [
-        dict(source=torch.randn(B + 1, N, E)), dict(source=torch.randn(B, N, E + 1)),
-        dict(source=torch.randn(N, E)), dict(source=torch.randn(B, N, E).half()),
+        dict(value=torch.randn(B, N + 1, E)), dict(key=None, value=torch.randn(B, N + 1, E)),
+        dict(key=torch.randn(B + 1, N, E)), dict(value=torch.randn(B, N, E + 1)),
+        dict(key=torch.randn(N, E)), dict(value=torch.randn(B, N, E).half()),
         dict(keys=torch.zeros(B, H, 9, D), values=torch.zeros(B, H, 9, D)),
+        dict(key=None, keys=torch.zeros(B, H, 9, D), values=torch.zeros(B, H, 9, D)),
         dict(mask=torch.ones(B, N - 1, dtype=torch.bool)), dict(mask=torch.zeros(B, 1)),
     ])  # fmt: skip
     def test_rejects(self, changes):
-        given = dict(source=torch.randn(B, N, E), keys=None, values=None) | changes
+        y = torch.randn(B, N, E)
+        given = dict(key=y, value=y, keys=None, values=None) | changes
         arguments = whole(mask=given.pop("mask", None))
         with pytest.raises(RuntimeError, match="fastattn: "):
             multi_head_attention(*arguments, **given)
@@ -317,12 +331,13 @@ def test_opcheck_with_a_cache():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_opcheck_with_a_source(batch_first):
-    source = torch.randn(B, 7, E) if batch_first else torch.randn(7, B, E)
+def test_opcheck_with_other_inputs(batch_first):
+    y = torch.randn(B, 7, E) if batch_first else torch.randn(7, B, E)
     x = torch.randn(B, N, E) if batch_first else torch.randn(N, B, E)
     for weights in ("none", "full", "mean"):
         arguments = whole(weights, batch_first, x=x)
-        torch.library.opcheck(multi_head_attention.default, arguments, {"source": source})
+        others = {"key": y, "value": y.clone()}
+        torch.library.opcheck(multi_head_attention.default, arguments, others)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Attention at inference: one operator from the inputs to the output, also with a cache.
 
-It serves self-attention, queries beside a static cache, and keys and values that are one other
-tensor. The only mask is one of keys.
+It serves all calls whose only mask is one of keys. With a cache that grows, they are
+self-attention.
 
 A matrix product fills the caches with its operands, so Python runs several times slower after it.
 Between two products this costs 10% of the module's time with 100 tokens. So everything is decided
@@ -36,15 +36,16 @@ def attend(
     if (module.training and module.dropout) or not (cache is None or type(cache) is KVCache):
         return None
     complete = cache is not None and kv_cache.is_complete(cache)
+    own = key is value is x
     if complete:
-        serves = key is value is x or (_is_unread(key) and _is_unread(value))
+        serves = own or (_is_unread(key) and _is_unread(value))
     else:
-        serves = key is value and (key is x or (key is not None and cache is None))
-    source = None if complete or key is x else key
+        serves = own or (cache is None and key is not None and value is not None)
+    others: Any = () if own or complete else (key, value)
     parameters = _parameters(module) if serves else None
-    if parameters is None or not _takes_operator(x, source, *parameters):
+    if parameters is None or not _takes_operator(x, *others, *parameters):
         return None
-    if not _fits(module, x, source):
+    if not _fits(module, x, *others):
         return None
     operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
     if operator is None:
@@ -53,13 +54,14 @@ def attend(
     B, M = x.shape[batch], x.shape[length]
     if padding is not None:
         past = 0 if cache is None else cache.length
-        added = 0 if complete else M if source is None else source.shape[length]
+        added = 0 if complete else (others[0] if others else x).shape[length]
         if not _fits_keys(padding, x, (B, past + added)):
             return None
         padding = ~padding if padding.dtype is torch.bool else padding
     args = (p, x, *parameters, module.batch_first, padding)
-    if source is not None:
-        found = operator(*args, None, None, 0, True, source)
+    if others:
+        of_keys, of_values = None if key is x else key, None if value is key else value
+        found = operator(*args, None, None, 0, True, of_keys, of_values)
     elif cache is None:
         found = operator(*args)
     else:
@@ -113,15 +115,18 @@ def _fits_keys(padding: Any, x: Tensor, shape: tuple[int, int]) -> bool:
     return is_direct(padding) and padding.dtype in kinds and padding.shape == shape
 
 
-def _fits(module: nn.MultiheadAttention, x: Tensor, source: Tensor | None) -> bool:
-    """Whether nn.MultiheadAttention would accept the shapes, and the dtype of ``x``."""
+def _fits(module: nn.MultiheadAttention, x: Tensor, *others: Tensor) -> bool:
+    """Whether nn.MultiheadAttention would accept the shapes, and the dtype of ``x``.
+
+    ``others`` are a key and a value.
+    """
     E, batch = module.embed_dim, 0 if module.batch_first else 1
-    if x.dim() != 3 or x.shape[2] != E or E % module.num_heads or x.dtype not in interop.DTYPES:
+    if E % module.num_heads or x.dtype not in interop.DTYPES:
         return False
-    if source is None:
-        return True
-    same = source.dim() == 3 and source.shape[2] == E and source.shape[batch] == x.shape[batch]
-    return same and not source.is_nested
+    for y in (x, *others):
+        if y.is_nested or y.dim() != 3 or y.shape[2] != E or y.shape[batch] != x.shape[batch]:
+            return False
+    return not others or others[0].shape == others[1].shape
 
 
 def _operator(
