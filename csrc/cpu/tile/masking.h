@@ -243,9 +243,7 @@ class MaskTile {
 class RowRanges {
  public:
   RowRanges(const AttentionParams& p, Scratch& scratch, int64_t block_m)
-      : p_(p),
-        block_m_(block_m),
-        of_block_(scratch.of<KeyRange>(round_up(p.M, block_m) / block_m)) {}
+      : p_(p), block_m_(block_m), of_block_(scratch.of<KeyRange>(ceil_div(p.M, block_m))) {}
 
   void use(int64_t b);
 
