@@ -1,6 +1,6 @@
 // The mask and the bias of a tile of scores.
 //
-// A tile is empty (nothing of it is read) or full (no mask code runs), or it has an interval of
+// A tile is empty (nothing of it is read), or full (no mask code runs). Others have an interval of
 // keys per row, or an addend. The addend is the bias, and -inf where a pair is masked. A mask
 // selects -inf and never adds it to NaN, so garbage behind it stays there. A bias that masks
 // nothing is read where it lies.
