@@ -72,7 +72,7 @@ class DeltaWorker {
         mask_(p_, scratch_, tile_.m, tile_.n),
         s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
         drop_(scratch_.floats(tile_.n + 4 * kWidth)),
-        grad_w_(scratch_.floats(tile_.n)),
+        grad_weights_(scratch_.floats(tile_.n)),
         sum_(scratch_.floats(tile_.m * kWidth)),
         term_(scratch_.floats(round_up(tile_.m, kWidth))),
         ld_(Values::kSumsByRow ? tile_stride(p_.E) : round_up(tile_.m, kWidth)),
@@ -139,7 +139,7 @@ class DeltaWorker {
       score_.use_form(score_.look_at(mask_));
       scores_of(score_, args_.units, mask_, rows_, cols, s_, tile_.n);
       add_weight_terms_of(args_, mask_, {b_, h_, i0_, rows_, j0, cols},
-                          {s_, tile_.n, drop_, grad_w_, sum_});
+                          {s_, tile_.n, drop_, grad_weights_, sum_});
     }
   }
 
@@ -149,7 +149,7 @@ class DeltaWorker {
   const typename Score::Tile tile_;
   Score score_;
   MaskTile mask_;
-  float *s_, *drop_, *grad_w_, *sum_, *term_;
+  float *s_, *drop_, *grad_weights_, *sum_, *term_;
   int64_t ld_;
   float *out_, *grad_out_;
   int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0;
