@@ -2,8 +2,8 @@
 
 The loops of csrc/cpu/entry/limits.cpp give the rates: of multiply-adds, of products of bf16 (pairs
 of AVX512-BF16, tiles of AMX), of exponentials, of the inner loops of the other scores, of memory.
-The bound of a case is the sum of its operations at these rates, or the time of reading its inputs
-and writing its results, whichever is longer. The share of a row is its bound over its time.
+The bound of a case is the longer of two times: of its operations at these rates, and of reading its
+inputs and writing its results. The share of a row is its bound over its time.
 
 The sum assumes that products and the rest take turns. That holds where both are operations of
 vectors. AMX multiplies tiles beside them, so with it the sum is an estimate: a kernel that overlaps

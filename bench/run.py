@@ -24,11 +24,11 @@ TIMING_S = {"cpu": 150.0, "cuda": 170.0}
 
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
-    chosen = [c for c in _suite(options) if options.filter in c.name]
-    if options.quick:
-        chosen = [c for c in chosen if c.name in QUICK]
+    cases = [c for c in _suite(options) if c.name in QUICK or not options.quick]
+    chosen = [c for c in cases if options.filter in c.name]
     if not chosen:
-        print(f"no case has {options.filter!r} in its name", file=sys.stderr)
+        names = ", ".join(c.name for c in cases)
+        print(f"{options.filter!r} is in no name of this run's cases: {names}", file=sys.stderr)
         return 2
     compiled = not (options.quick or options.no_compile)
     setting = suite.Setting(options.device, options.backend, options.quick, compiled)

@@ -47,11 +47,10 @@ Results run_forward(const Operands& in) {
   fill_problem(in, &p);
 
   const Tensor& q = in.q;
-  const ScalarType dtype = q.scalar_type();
   Tensor out = empty_out(q, p, result_dtype(in));
   Tensor lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
   Tensor stats = empty(q, {p.B, p.H, p.M, 2}, ScalarType::Float);
-  Tensor returned = empty(q, weights_shape(p), dtype);
+  Tensor returned = empty(q, weights_shape(p), q.scalar_type());
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
   p.lse = static_cast<float*>(lse.data_ptr());
   p.stats = static_cast<float*>(stats.data_ptr());

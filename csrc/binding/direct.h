@@ -1,5 +1,5 @@
-// A repeated call: one C function from the arguments of a public function to its result, and one
-// from these and the gradient of the result to the gradients of the arguments.
+// A repeated call: one C function from the arguments of a public function to its result. Another
+// leads from the gradient of the result to those of the arguments.
 //
 // Python describes, recalls and dispatches a call in several times the time of a small problem.
 // Here a plan, the params of an earlier call, stands in a dict of Python's. Its key is all that the

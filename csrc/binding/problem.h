@@ -24,19 +24,15 @@ inline void fill_bias(const OptTensor& bias, AttentionParams* p) {
 
 // A number, not a name: torch's stable ABI leaks every str that an operator takes.
 inline WeightsMode weights_mode(int64_t weights) {
-  const auto mode = static_cast<WeightsMode>(weights);
-  for (const WeightsMode known : {WeightsMode::kNone, WeightsMode::kFull, WeightsMode::kMean})
-    if (static_cast<int64_t>(known) == weights) return mode;
-  STD_TORCH_CHECK(false, "fastattn: weights: expected 0 (none), 1 (full) or 2 (mean), got ",
-                  weights);
+  STD_TORCH_CHECK(weights >= 0 && weights <= static_cast<int64_t>(WeightsMode::kMean),
+                  "fastattn: weights: expected 0 (none), 1 (full) or 2 (mean), got ", weights);
+  return static_cast<WeightsMode>(weights);
 }
 
 inline ScoreKind score_kind(int64_t score) {
-  const auto kind = static_cast<ScoreKind>(score);
-  for (const ScoreKind known : {ScoreKind::kDot, ScoreKind::kAdditive, ScoreKind::kGaussian})
-    if (kind == known) return kind;
-  STD_TORCH_CHECK(false, "fastattn: score: expected 0 (dot), 1 (additive) or 2 (gaussian), got ",
-                  score);
+  STD_TORCH_CHECK(score >= 0 && score <= static_cast<int64_t>(ScoreKind::kGaussian),
+                  "fastattn: score: expected 0 (dot), 1 (additive) or 2 (gaussian), got ", score);
+  return static_cast<ScoreKind>(score);
 }
 
 inline std::vector<int64_t> weights_shape(const AttentionParams& p) {

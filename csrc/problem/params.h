@@ -115,8 +115,9 @@ struct BackwardParams : AttentionParams {
   const float* grad_lse;  // [B, H, M] contiguous, or nullptr
   View grad_weights;      // shaped like weights, or absent
   View grad_q, grad_k, grad_v;
-  float* grad_w;   // of w: [B, H, D], summed over the batch by the caller where w has none
-  View grad_bias;  // the bias's own shape, stride 0 where it broadcasts; absent when not wanted
+  float* grad_w;  // of w: [B, H, D], summed over the batch by the caller where w has none
+  // The bias's own shape, contiguous, with stride 0 where it broadcasts; absent when not wanted.
+  View grad_bias;
   // The extent of the bias gradient in each dim: its full size or 1. A line has one row, in which
   // the sum over a diagonal is at j - i + M - 1, of M + N - 1.
   int64_t bias_B, bias_H, bias_M, bias_N;

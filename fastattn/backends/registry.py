@@ -211,11 +211,9 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
     mask. Everywhere it is cuda's additive score of few queries. Gradients come from the backend of
     the forward pass, and the backward passes of these two are no faster than Triton's.
     """
-    if p.device.type not in health.DEVICES or chosen not in ("triton", "cuda"):
+    if p.device.type not in health.DEVICES or backend != "auto" or chosen != "triton":
         return None
     if torch.compiler.is_compiling():  # calls may need gradients later
-        return None
-    if backend != "auto" or chosen != "triton":
         return None
     if _few_additive(p):
         return None if against("cuda", p, bias) else "cuda"

@@ -130,7 +130,7 @@ def suits(p: Problem) -> bool:
     return why_not(p) is None and is_right(p.device)
 
 
-def masks_every_tile(p: Problem, bias: bool = False) -> str | None:
+def masks_every_tile(p: Problem, bias: bool) -> str | None:
     """What makes this path take every tile of a call as a masked one; None if nothing does.
 
     As in ``key_tiles`` of csrc/cuda/dot/wgmma_block.cuh. Tiles that a dense mask empties are then

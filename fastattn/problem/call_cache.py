@@ -75,7 +75,7 @@ class Known(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The tensors of another such call, with a batch dim and a head dim."""
         if self.p.score == "gaussian":
-            w = parameter.bandwidth_tensor(1.0 if weight is None else weight, query)
+            w = parameter.bandwidth_tensor(weight, query)
             w = w.reshape((1,) * (4 - w.dim()) + w.shape)
             weight = parameter.match_bandwidth(w, self.p.H, self.p.D)
         if query.dim() == 4:

@@ -39,8 +39,8 @@ def match_weight(weight: Tensor, H: int, D: int) -> Tensor:
     return w.expand(H, D)
 
 
-def bandwidth_tensor(bandwidth: float | Tensor, query: Tensor) -> Tensor:
-    """A bandwidth as a tensor, in float32 at least: half types would spoil the whole score.
+def bandwidth_tensor(bandwidth: float | Tensor | None, query: Tensor) -> Tensor:
+    """A bandwidth, 1 for None, in float32 at least: half types would spoil the whole score.
 
     Raises:
         TypeError: it is neither a number nor a tensor of floats.
@@ -48,6 +48,7 @@ def bandwidth_tensor(bandwidth: float | Tensor, query: Tensor) -> Tensor:
     """
     precision = torch.promote_types(query.dtype, torch.float32)
     if not isinstance(bandwidth, Tensor):
+        bandwidth = 1.0 if bandwidth is None else bandwidth
         arguments.check_real("bandwidth", bandwidth)
         if not (1e-30 <= bandwidth <= 1e30 or bandwidth == torch.inf):
             raise ValueError(f"bandwidth: expected 1e-30 to 1e30, or infinity, got {bandwidth}")

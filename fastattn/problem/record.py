@@ -167,13 +167,13 @@ class Dropout:
         return (self.bits(p) >= self.threshold).to(dtype) * self.scale
 
 
-def _philox4x32(seed: Tensor, counters: tuple[Tensor, ...], rounds: int = 7) -> tuple[Tensor, ...]:
+def _philox4x32(seed: Tensor, counters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # 32-bit words in int64: a 64-bit product may wrap negative, but its halves are still read off
     # right by shift and mask.
     low32 = 0xFFFFFFFF
     c0, c1, c2, c3 = counters
     key0, key1 = seed & low32, (seed >> 32) & low32
-    for _ in range(rounds):
+    for _ in range(7):
         prod0, prod1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = ((prod1 >> 32) & low32) ^ c1 ^ key0, prod1 & low32
         c2, c3 = ((prod0 >> 32) & low32) ^ c3 ^ key1, prod0 & low32

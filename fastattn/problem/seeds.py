@@ -10,8 +10,7 @@ from fastattn.problem import Dropout, arguments
 
 def dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) -> Dropout | None:
     """The record's dropout, None without any; raises TypeError or ValueError."""
-    if not arguments.is_real(dropout_p):
-        raise TypeError(f"dropout_p: expected a float, got {type(dropout_p).__name__}")
+    arguments.check_real("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p: expected a probability between 0 and 1, got {dropout_p}")
     if seed is not None and not (arguments.is_int(seed) or isinstance(seed, Tensor)):

@@ -69,7 +69,7 @@ def build(
     arguments.check_bool("enable_gqa", enable_gqa)
     arguments.check_choice("return_weights", return_weights, RETURN_WEIGHTS)
     if score == "gaussian":
-        weight = parameter.bandwidth_tensor(1.0 if weight is None else weight, query)
+        weight = parameter.bandwidth_tensor(weight, query)
     has_head_dim = parameter.has_head_dim(score, query, weight)
     batch, q, k, v = to_4d(query, key, value, has_head_dim)
     q, k, v = match_heads(q, k, v, enable_gqa or score == "additive")

@@ -365,7 +365,7 @@ for _kernel, _rows in TABLE.items():
         _rows[_arch, 4] = _FP32[_kernel]
     for _bytes in (2, 4):
         _rows["interpreter", _bytes] = dict.fromkeys(HEAD_SIZES, _row(_INTERPRETER[_plain]))
-    for _bytes in (2, 4):  # 8 waves are more lanes than 8 warps, and leave 256 registers to each
+        # 8 waves are more lanes than 8 warps, and leave 256 registers to each.
         _rows["gfx942", _bytes] = {
             _size: Row(*(_c._replace(num_warps=4) for _c in _r))
             for _size, _r in _rows["gfx942", _bytes].items()

@@ -1,7 +1,7 @@
 """Configurations measured on this machine, which ``config.choose`` prefers to its table.
 
-``fastattn.autotune`` writes them to a JSON file in the user's cache folder, by device and by
-version of Triton, because either may change which one is fastest:
+``fastattn.autotune`` writes them to a JSON file in the user's cache folder. Each stands by device
+and by version of Triton, because either may change which one is fastest:
 
     {"NVIDIA H200, Triton 3.7.1": {"fwd, 2 bytes, D 128, E 128, plain": [128, 64, 8, 3]}}
 

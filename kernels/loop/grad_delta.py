@@ -84,7 +84,6 @@ def sum_weights(q, k, terms, bias, grad_weights, t, mask, drop, dims, spec, b, h
 def launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
     shape, options = spec(call, "tile")
     grid = triton.cdiv(call.M, shape.BLOCK_M.value) * call.B * call.H
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     launch(sdpa_bwd_delta_kernel, grid)(
         *t, view(out), grad_lse, mask, drop, *call.dims, shape, **options
     )

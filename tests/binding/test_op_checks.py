@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fastattn.problem.record import WEIGHTS
+from fastattn.problem.record import SCORES, WEIGHTS
 from fastattn.problem.schemas import Call, Saved
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -68,6 +68,9 @@ BAD = {
     "weights": dict(weights=len(WEIGHTS)),
     "weights-below": dict(weights=-1),
     "weights-far": dict(weights=2**32),
+    "score": dict(score=len(SCORES)),
+    "score-below": dict(score=-1),
+    "score-far": dict(score=2**32),
 }
 
 BAD_UPSTREAM = {

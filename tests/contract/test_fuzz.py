@@ -11,9 +11,9 @@ import fuzz
 from hypothesis import HealthCheck, Phase, given, settings
 
 from fastattn import testing
-from fastattn.backends import direct
+from fastattn.backends import cpu, direct
 from fastattn.problem import call_cache
-from fastattn.testing import Case, checks
+from fastattn.testing import Case, checks, runners
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -108,6 +108,10 @@ def test_draws_do_not_depend_on_what_is_imported():
     assert len(fuzz.providers._get_local_constants()) == 0
 
 
+def splits_keys(case):
+    return case.N > 1000 and "chunks" in cpu.path(runners._kept(case, testing.make(case))[0])
+
+
 @pytest.mark.slow
 def test_every_feature_is_drawn():
     drawn = []
@@ -122,7 +126,7 @@ def test_every_feature_is_drawn():
     features = [
         lambda c: 0 in (c.M, c.N), lambda c: 0 in (c.D, c.E), lambda c: 0 in (c.B, c.H),
         lambda c: c.M == 1 and c.N > 128, lambda c: c.M > 64 and c.N > 64,
-        lambda c: c.H > c.Hkv > 1,
+        lambda c: c.H > c.Hkv > 1, splits_keys,
         lambda c: c.causal, lambda c: c.window, lambda c: c.kv_len == "batch",
         lambda c: c.kv_len == "rows", lambda c: c.keep, lambda c: c.bias and c.bias_inf,
         lambda c: c.bias == "alibi", lambda c: c.bias == "relative" and c.bias_offset,

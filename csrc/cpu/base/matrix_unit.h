@@ -1,7 +1,7 @@
 // The instructions of the matrix unit (AMX): eight tile registers of 16 rows of 64 bytes.
 //
-// They are written as assembly. Compilers know the product of fp16 tiles only from GCC 13 and Clang
-// 16 on, assemblers from binutils 2.40 on, and a register of an intrinsic must be a literal.
+// They are written as assembly: a register of an intrinsic must be a literal. Compilers know the
+// product of fp16 tiles only from GCC 13 and Clang 16 on, and assemblers from binutils 2.40 on.
 // FASTATTN_UNIT_IN_SOFTWARE takes their meaning in C++ instead, from
 // tests/cpu/unit/software_unit.h.
 //

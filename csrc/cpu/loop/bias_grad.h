@@ -47,11 +47,10 @@ class BiasGrad {
   // For the tile `at`, in whole vectors; end_tile() follows.
   Rows begin_tile(const TilePlace& at) {
     if (!wanted_) return {};
-    is_direct_ = false;
+    is_direct_ = p_.bias_M > 1 && p_.bias_N > 1 && at.cols % kWidth == 0;
     if (p_.bias_M == 1) return begin_shared(at);
-    const Matrix to = sums_of(at, 0, at.cols);
-    is_direct_ = p_.bias_N > 1 && to.stride_c == 1 && at.cols % kWidth == 0;
     if (!is_direct_) return {tile_, stride_, true};
+    const Matrix to = sums_of(at, 0, at.cols);
     return {static_cast<float*>(to.data) + to.offset, to.stride_r, is_set_by(at)};
   }
   void end_tile(const TilePlace& at) {
@@ -117,10 +116,8 @@ class BiasGrad {
       Vec sum{};
       for (int64_t c = 0; c < cols; c += kWidth) sum += load(from + c);  // padding is 0
       out[0] += sum_lanes(sum);
-    } else if (to.stride_c == 1) {
-      for (int64_t c = 0; c < to.cols; ++c) out[c] += from[c];
     } else {
-      for (int64_t c = 0; c < to.cols; ++c) out[c * to.stride_c] += from[c];
+      for (int64_t c = 0; c < to.cols; ++c) out[c] += from[c];
     }
   }
 

@@ -13,12 +13,12 @@
 #include "cpu/tile/softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
-// Gradient of the weights for one tile row, in fp32: to[c], c < cols rounded up to kWidth.
-FASTATTN_SIMD void load_grad_weights(const BackwardParams& p, int64_t b, int64_t h, int64_t i,
-                                     int64_t j0, int64_t cols, float* to) {
+// Gradient of the weights in row i of a tile, in fp32: to[c], c < cols rounded up to kWidth.
+FASTATTN_SIMD void load_grad_weights(const BackwardParams& p, const TilePlace& at, int64_t i,
+                                     float* to) {
   const bool mean = p.weights_mode == WeightsMode::kMean;
-  Matrix from = matrix_at(p.grad_weights, b, mean ? 0 : h, i, 1, cols);
-  from.offset += j0 * from.stride_c;
+  Matrix from = matrix_at(p.grad_weights, at.b, mean ? 0 : at.h, at.i0 + i, 1, at.cols);
+  from.offset += at.j0 * from.stride_c;
   pack_rows(from, mean ? 1.f / static_cast<float>(p.H) : 1.f, to, 0);
 }
 
@@ -41,8 +41,8 @@ static void add_masked_terms(const BackwardArgs& args, const MaskTile& mask, con
   const LinearLogit logit = args.units.linear;
   for (int64_t i = 0; i < at.rows; ++i) {
     const RowStats stats = args.stats(at.b, at.h, at.i0 + i);
-    load_grad_weights(p, at.b, at.h, at.i0 + i, at.j0, at.cols, to.grad_weights);
-    if (p.dropout.enabled) dropout_row(p.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, to.drop);
+    load_grad_weights(p, at, i, to.grad_weights);
+    if (p.dropout.enabled) dropout_row(p.dropout, at, i, to.drop);
     const auto masked = mask.row<kMasking>(i);
     Vec sum = load(to.sum + i * kWidth);
     for (int64_t c = 0; c < at.cols; c += kWidth) {
@@ -72,7 +72,7 @@ class DeltaWorker {
         mask_(p_, scratch_, tile_.m, tile_.n),
         s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
         drop_(scratch_.floats(tile_.n + 4 * kWidth)),
-        grad_w_(scratch_.floats(tile_.n)),
+        grad_weights_(scratch_.floats(tile_.n)),
         sum_(scratch_.floats(tile_.m * kWidth)),
         term_(scratch_.floats(round_up(tile_.m, kWidth))),
         ld_(Values::kSumsByRow ? tile_stride(p_.E) : round_up(tile_.m, kWidth)),
@@ -139,7 +139,7 @@ class DeltaWorker {
       score_.use_form(score_.look_at(mask_));
       scores_of(score_, args_.units, mask_, rows_, cols, s_, tile_.n);
       add_weight_terms_of(args_, mask_, {b_, h_, i0_, rows_, j0, cols},
-                          {s_, tile_.n, drop_, grad_w_, sum_});
+                          {s_, tile_.n, drop_, grad_weights_, sum_});
     }
   }
 
@@ -149,7 +149,7 @@ class DeltaWorker {
   const typename Score::Tile tile_;
   Score score_;
   MaskTile mask_;
-  float *s_, *drop_, *grad_w_, *sum_, *term_;
+  float *s_, *drop_, *grad_weights_, *sum_, *term_;
   int64_t ld_;
   float *out_, *grad_out_;
   int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0;

@@ -237,7 +237,7 @@ class ForwardWorker {
       logits_of(mask_, args_.units.linear, m.rows, used, s_, tile_.n,
                 kept_ + (m.i0 - block0_ * tile_.m) * ld_kept_ + j0, ld_kept_);
     values_.weigh(mask_, p_.dropout, {b_, m.h, m.i0, m.rows, j0, used}, state, args_.units.linear,
-                  s_, tile_.n, drop_, state.alpha);
+                  s_, tile_.n, drop_);
     values_.accumulate(s_, tile_.n, m.rows, state.alpha, mask_, state.o);
     return loaded;
   }

@@ -70,9 +70,9 @@ class TileGrads {
     const GradUnits& units = tile.units;
     if (i >= at.rows) return {i, false, {}, 0.f, nullptr, nullptr, nullptr, nullptr, nullptr};
     float *const drop = drop_ + n * drop_ld(), *const grad_weights = grad_weights_ + n * ld_;
-    if (p_.dropout.enabled) dropout_row(p_.dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
+    if (p_.dropout.enabled) dropout_row(p_.dropout, at, i, drop);
     const bool weights = p_.grad_weights.data != nullptr;
-    if (weights) load_grad_weights(p_, at.b, at.h, at.i0 + i, at.j0, at.cols, grad_weights);
+    if (weights) load_grad_weights(p_, at, i, grad_weights);
     const RowStats stats = args_.stats(at.b, at.h, at.i0 + i);
     return {i,
             true,

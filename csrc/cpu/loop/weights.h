@@ -42,7 +42,7 @@ FASTATTN_SHARED void add_weights(const ForwardArgs& args, const TilePlace& at, c
   const DropoutParams& dropout = args.p.dropout;
   for (int64_t i = 0; i < at.rows; ++i) {
     const RowStats stats = args.stats(at.b, at.h, at.i0 + i);
-    if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
+    if (dropout.enabled) dropout_row(dropout, at, i, drop);
     for (int64_t c = 0; c < at.cols; c += kWidth) {
       Vec w = known_weight(load(logits + i * ld_logits + c), args.units.linear, stats);
       if (dropout.enabled) w *= load(drop + c);

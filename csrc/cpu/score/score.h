@@ -81,8 +81,7 @@
 //     // A step of the online softmax (softmax_step()): scores s become weights, in the place
 //     // where accumulate() reads them.
 //     void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-//                const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop,
-//                float* alpha);
+//                const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop);
 //     // o[i] = alpha[i] * o[i] + sum_j w_ij V[j]. If the mask is sparse, only its strips are
 //     // filled.
 //     void accumulate(float* s, int64_t ld, int64_t rows, const float* alpha,

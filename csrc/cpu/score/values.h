@@ -52,9 +52,8 @@ class ValueTile : public FormDefaults {
   }
 
   void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-             const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop,
-             float* alpha) const {
-    softmax_step(mask, dropout, at, state, logit, s, ld, drop, alpha);
+             const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop) const {
+    softmax_step(mask, dropout, at, state, logit, s, ld, drop);
   }
   void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale,
                   const MaskTile& mask, float* o) {

@@ -29,17 +29,22 @@ FASTATTN_SIMD PhiloxWords philox_lanes(uint64_t seed, uint32_t c0, uint32_t c1, 
   return {{x0, x1, x2, x3}};
 }
 
-// to[c] = the factor of the weight in column j0 + c: 0 or 1 / (1 - p). j0 is a multiple of 4; `to`
-// has room for cols rounded up to 4 kWidth.
-FASTATTN_SHARED void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i,
-                                 int64_t j0, int64_t cols, float* to);
+// Where a tile lies.
+struct TilePlace {
+  int64_t b, h, i0, rows, j0, cols;
+};
+
+// to[c] = the factor of the weight in row i and column c of a tile: 0 or 1 / (1 - p). Its j0 is a
+// multiple of 4; `to` has room for its columns rounded up to 4 kWidth.
+FASTATTN_SHARED void dropout_row(const DropoutParams& dropout, const TilePlace& at, int64_t i,
+                                 float* to);
 
 #ifdef FASTATTN_SHARED_CODE
-FASTATTN_SHARED void dropout_row(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i,
-                                 int64_t j0, int64_t cols, float* to) {
-  for (int64_t c = 0; c < cols; c += 4 * kWidth) {
-    const Counters at = counters_of(dropout, b, h, i, j0 + c);
-    const PhiloxWords bits = philox_lanes(dropout.seed, at.j4, at.i, at.h, at.b);
+FASTATTN_SHARED void dropout_row(const DropoutParams& dropout, const TilePlace& at, int64_t i,
+                                 float* to) {
+  for (int64_t c = 0; c < at.cols; c += 4 * kWidth) {
+    const Counters first = counters_of(dropout, at.b, at.h, at.i0 + i, at.j0 + c);
+    const PhiloxWords bits = philox_lanes(dropout.seed, first.j4, first.i, first.h, first.b);
     Vec word[4];
     for (int w = 0; w < 4; ++w)
       word[w] = bits.word[w] >= dropout.threshold ? splat(dropout.scale) : Vec{};

@@ -1,7 +1,6 @@
 // What the maximum of a row is at first, beside a bias of head and distance:
 //
-//   m_i = scale q_i . k_j + bias_ij    j: the key of row i whose bias is the largest, or one near
-//   it
+//   m_i = scale q_i . k_j + bias_ij    j: where row i has its largest bias, or a key near it
 //
 // Logits with ALiBi rise from tile to tile, up to the diagonal. A row that begins without a maximum
 // then searches for one in every tile, and rescales its sums: docs/decisions/0019.

@@ -1,6 +1,6 @@
 // The mask and the bias of a tile of scores.
 //
-// A tile is empty (nothing of it is read) or full (no mask code runs), or it has an interval of
+// A tile is empty (nothing of it is read), or full (no mask code runs). Others have an interval of
 // keys per row, or an addend. The addend is the bias, and -inf where a pair is masked. A mask
 // selects -inf and never adds it to NaN, so garbage behind it stays there. A bias that masks
 // nothing is read where it lies.
@@ -243,9 +243,7 @@ class MaskTile {
 class RowRanges {
  public:
   RowRanges(const AttentionParams& p, Scratch& scratch, int64_t block_m)
-      : p_(p),
-        block_m_(block_m),
-        of_block_(scratch.of<KeyRange>(round_up(p.M, block_m) / block_m)) {}
+      : p_(p), block_m_(block_m), of_block_(scratch.of<KeyRange>(ceil_div(p.M, block_m))) {}
 
   void use(int64_t b);
 

@@ -51,11 +51,6 @@ class RowStates {
   RowState all_;
 };
 
-// Where a tile lies, for dropout.
-struct TilePlace {
-  int64_t b, h, i0, rows, j0, cols;
-};
-
 // Where the weights of a tile go: in place of its scores. A sink takes kVectors vectors of a row at
 // a time, zeros beyond its end, and uses kBits bits of each weight. Weights and their sums in
 // RowState are scaled by 2^kOctaves, and are at most 2^kSlack times that. kFlushes is that of
@@ -138,7 +133,7 @@ FASTATTN_SIMD auto columns_of(const MaskTile& mask, int64_t i, int64_t cols) {
     return AllColumns{cols};
 }
 
-// One step over a tile of scores s [rows, ld], which become weights. alpha[i] rescales row i of O.
+// One step over a tile of scores s [rows, ld], which become weights.
 //
 // Softmax first tries the running maximum. Only if a weight exceeds 2^kSlack does it search for the
 // new maximum and repeat the row. Most rows thus never rescale their sums or search for a maximum.
@@ -147,14 +142,15 @@ FASTATTN_SIMD auto columns_of(const MaskTile& mask, int64_t i, int64_t cols) {
 template <Masking kMasking, typename Logit, typename Sink>
 FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
                                 const TilePlace& at, const RowState& state, Logit logit, float* s,
-                                int64_t ld, float* drop, float* alpha, const Sink& sink) {
+                                int64_t ld, float* drop, const Sink& sink) {
   using Row = decltype(sink.row(0));
+  float* const alpha = state.alpha;
   // After a failed try, m rises to the true maximum, else the next tile would fail as well.
   const float slack =
       Sink::kKeepsScores ? 0.f : __builtin_fminf(Row::kSlack / logit.unit, __FLT_MAX__);
   for (int64_t i = 0; i < at.rows; ++i) {
     float *const row = s + i * ld, *const l = state.l + i * kWidth, *const m = state.m + i;
-    if (dropout.enabled) dropout_row(dropout, at.b, at.h, at.i0 + i, at.j0, at.cols, drop);
+    if (dropout.enabled) dropout_row(dropout, at, i, drop);
     const float* const factors = dropout.enabled ? drop : nullptr;
     const auto columns = columns_of<kMasking, Sink>(mask, i, at.cols);
     const auto masked = mask.row<kMasking>(i);
@@ -186,14 +182,14 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
 // Likewise, in place.
 FASTATTN_SHARED void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
                                   const TilePlace& at, const RowState& state, LinearLogit logit,
-                                  float* s, int64_t ld, float* drop, float* alpha);
+                                  float* s, int64_t ld, float* drop);
 
 #ifdef FASTATTN_SHARED_CODE
 FASTATTN_SHARED void softmax_step(const MaskTile& mask, const DropoutParams& dropout,
                                   const TilePlace& at, const RowState& state, LinearLogit logit,
-                                  float* s, int64_t ld, float* drop, float* alpha) {
+                                  float* s, int64_t ld, float* drop) {
   mask.with_masking([&](auto masking) {
-    softmax_rows<masking>(mask, dropout, at, state, logit, s, ld, drop, alpha, InPlace{s, ld});
+    softmax_rows<masking>(mask, dropout, at, state, logit, s, ld, drop, InPlace{s, ld});
   });
 }
 #endif  // FASTATTN_SHARED_CODE

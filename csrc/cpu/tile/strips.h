@@ -49,8 +49,8 @@ class Strips {
   Strips(Scratch& scratch, int64_t block_m, int64_t block_n)
       : capacity_(block_n / kWidth),
         all_(list_all(scratch, block_n)),
-        listed_(scratch.ints(round_up(block_m, kStripRows) / kStripRows * capacity_)),
-        count_(scratch.ints(round_up(block_m, kStripRows) / kStripRows)) {}
+        listed_(scratch.ints(ceil_div(block_m, kStripRows) * capacity_)),
+        count_(scratch.ints(ceil_div(block_m, kStripRows))) {}
 
   Columns every(int64_t cols) const { return {all_, AllColumns{cols}.count()}; }
   Columns of_row(int64_t i) const {

@@ -75,8 +75,7 @@ class AmxValueTile : public FormDefaults {
   }
 
   void weigh(const MaskTile& mask, const DropoutParams& dropout, const TilePlace& at,
-             const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop,
-             float* alpha) {
+             const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop) {
     DropoutParams in_units = dropout;
     in_units.scale *= dropout_unit_;
     float* const also = values_.outliers().any_apart() ? s : nullptr;
@@ -84,7 +83,7 @@ class AmxValueTile : public FormDefaults {
       const TileSink<form> sink{weights_, also, ld};
       const FlushDenormals weights;  // like the matrix unit
       mask.with_masking([&](auto masking) {
-        softmax_rows<masking>(mask, in_units, at, state, logit, s, ld, drop, alpha, sink);
+        softmax_rows<masking>(mask, in_units, at, state, logit, s, ld, drop, sink);
       });
     });
   }
