@@ -44,6 +44,22 @@ class Double(nn.Module):
         return 2 * weight
 
 
+class Quantised(torch.Tensor):
+    """A weight that F.linear reads in its own way, and no other function does."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            x, weight, bias = args
+            args = x, 2 * weight.as_subclass(torch.Tensor), bias
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def quantised(linear):
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Quantised))
+    return linear
+
+
 def hooked(linear):
     linear.register_forward_hook(lambda layer, inputs, output: 3 * output)
     return linear
@@ -57,6 +73,7 @@ def patched(linear):
 LAYERS = {
     "lora": Lora,
     "lora-subclass": LoraLinear,
+    "quantised": quantised,
     "hook": hooked,
     "forward": patched,
     "pruned": lambda linear: prune.l1_unstructured(linear, "weight", amount=0.5),
