@@ -172,6 +172,8 @@ def scaled_dot_product_attention(
             query, key, value, None, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
             return_weights, backend, "dot", (scale, softcap),
         )  # fmt: skip
+        if torch._C._is_any_autocast_enabled():
+            call = call.cast()
         if (found := again(call, return_lse)) is not None:
             return found
     options: dict[str, Any] = dict(
@@ -296,6 +298,8 @@ def additive_attention(
             query, key, value, weight, attn_mask, mask, bias, sink, dropout_p, is_causal, False,
             return_weights, backend, "additive", (softcap,),
         )  # fmt: skip
+        if torch._C._is_any_autocast_enabled():
+            call = call.cast()
         if (found := again(call, return_lse)) is not None:
             return found
     options: dict[str, Any] = dict(
@@ -330,14 +334,14 @@ def _attend(
     """Validates, chooses, runs, and gives the results the shapes of the arguments.
 
     ``tensors`` are query, key, value and weight, or bandwidth. The record is remembered by
-    ``call``; None if the record depends on more than ``call`` holds.
+    ``call``, which has what autocast makes of them; None if the record depends on more than that.
     """
     for take in takers:
         found = take(score, tensors, return_lse, backend, options)
         if found is not NotImplemented:
             return found
     arguments.check_bool("return_lse", return_lse)
-    cast: Any = autocast(score, *tensors)
+    cast = arguments.autocast(score, *(tensors if call is None else call[:4]))
     sink = options.pop("sink", None)
     average = sink is not None and options["return_weights"] == "mean"
     if average:  # over heads, each of which has its sink
@@ -356,7 +360,7 @@ def _attend(
         call_cache.remember(seen, canonical, inputs.bias, call)
     found = run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
     plain = chosen == "cpu" and not (return_lse or grad)
-    as_given = plain and all(map(operator.is_, canonical, tensors))  # not cast, nor broadcast
+    as_given = plain and all(map(operator.is_, canonical, cast))  # not broadcast
     if call is not None and as_given:
         direct.remember_first(call, found)
     return found
@@ -419,20 +423,3 @@ def run(
     if return_lse:
         results.append(restore(lse))
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def autocast(score: Score, *tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors as torch's autocast makes them: floats but float64 get the autocast dtype.
-
-    The gaussian's get float32, as ``torch.cdist`` has it. What is close would else be one point.
-    """
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not arguments.autocasts(first.device.type):
-        return list(tensors)
-    dtype = torch.float32 if score == "gaussian" else torch.get_autocast_dtype(first.device.type)
-    return [
-        t.to(dtype)
-        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        else t
-        for t in tensors
-    ]

@@ -21,7 +21,6 @@ from fastattn.functional import (
     _attend,
     additive_attention,
     again,
-    autocast,
     scaled_dot_product_attention,
 )
 from fastattn.problem import Mask, arguments, call_cache, jagged, validate
@@ -173,6 +172,8 @@ def attention(
                 *tensors, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
                 return_weights, backend, "gaussian", (softcap,),
             )  # fmt: skip
+            if torch._C._is_any_autocast_enabled():
+                call = call.cast()
             if (found := again(call, return_lse)) is not None:
                 return found
         del options["return_lse"], options["backend"]
@@ -218,7 +219,7 @@ def checked(
         other = "scaled_dot" if bandwidth is None else "gaussian"
         score = other if weight is None else "additive"
     kernels, tensors, scale = _by_kernels(score, query, key, value, weight, bandwidth, scale)
-    cast: Any = autocast(kernels, *tensors)
+    cast = arguments.autocast(kernels, *tensors)
     return validate.build(kernels, *cast, scale=scale, **options), backend
 
 

@@ -12,8 +12,8 @@ makes: a decoder, whose keys grow, never comes back to a length. Masks and biase
 limits of samples may be there. A diagonal of ``Mask(causal=...)`` has a plan for each length.
 
 Plans stand in the table of known calls, and keep no tensor. A plan is used only where nothing of
-PyTorch's could tell: no transform, autocast, mode, trace, hook of saved tensors or profiler. For a
-gradient see ``fastattn/repeated.py``.
+PyTorch's could tell: no transform, mode, trace, hook of saved tensors or profiler. Under autocast
+a call has the tensors that it makes. For a gradient see ``fastattn/repeated.py``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def _somebody_could_tell() -> Any:
     return (
         torch.compiler.is_compiling()
         or _FUNCTIONS is None
-        or torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()

@@ -178,7 +178,7 @@ def attend(
             "attn_mask: ranks have no diagonal of their own: write is_causal=True or "
             "mask=Mask(causal=...)"
         )
-    tensors: Any = functional.autocast(score, *points, heads.replicated(weight, group))
+    tensors: Any = arguments.autocast(score, *points, heads.replicated(weight, group))
     asked_all = layout is None
     grouped = options.get("enable_gqa", False)
 
@@ -241,7 +241,7 @@ def alone(
     """Attention of (query, key, value, weight) that begin at an origin, on one rank."""
     average = sink is not None and options.get("return_weights") == "mean"
     options = options | (dict(return_weights="full") if average else {})
-    tensors: Any = functional.autocast(score, *given)
+    tensors: Any = arguments.autocast(score, *given)
     inputs = validate.build(score, *tensors, **options)
     if sink is not None:
         sinks.check(sink, inputs.q)

@@ -211,6 +211,23 @@ def autocasts(device: str) -> bool:
     return has_autocast(device) and torch.is_autocast_enabled(device)
 
 
+def autocast(score: str, *tensors: Any) -> list[Any]:
+    """The tensors as torch's autocast makes them: floats but float64 get the autocast dtype.
+
+    The gaussian's get float32, as ``torch.cdist`` has it. What is close would else be one point.
+    """
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not autocasts(first.device.type):
+        return list(tensors)
+    dtype = torch.float32 if score == "gaussian" else torch.get_autocast_dtype(first.device.type)
+    return [
+        t.to(dtype)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
+        for t in tensors
+    ]
+
+
 def no_autocast(device: str) -> contextlib.AbstractContextManager:
     """For formulas whose inputs have their final dtype: half types accumulate in float32."""
     if not has_autocast(device):

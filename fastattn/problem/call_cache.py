@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.problem import Mask, Problem, parameter, validate
+from fastattn.problem import Mask, Problem, arguments, parameter, validate
 from fastattn.problem.record import MASK_TENSORS
 from fastattn.problem.relative import Relative
 
 _KEEP, _BIAS = MASK_TENSORS.index("keep"), len(MASK_TENSORS)  # of what masks() lists
 _NO_MASK = tuple(Mask().__dict__.values())
+_PLAIN = {Tensor, torch.nn.Parameter}
+_HALF = {torch.float16, torch.bfloat16}
 
 
 class Call(NamedTuple):
@@ -39,6 +41,13 @@ class Call(NamedTuple):
     backend: str = "auto"
     score: str = "dot"
     numbers: tuple[float | None, ...] = ()  # the scale, and other options of a score
+
+    def cast(self) -> Call:
+        """The same with what torch's autocast makes of ordinary tensors."""
+        if not _PLAIN.issuperset(map(type, self[:3])):
+            return self
+        q, k, v, weight = arguments.autocast(self.score, *self[:4])
+        return self._replace(query=q, key=k, value=v, weight=weight)
 
     def masks(self) -> list[Any] | None:
         """The tensors that become ``MASK_TENSORS`` and the bias; None where two become one."""
@@ -206,8 +215,7 @@ def _describe(call: Call) -> tuple | None:
         query, key, value, weight, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
         _, _, _, numbers,
     ) = call  # fmt: skip
-    # While compiling, sizes may be symbols; under autocast, the tensors will be others.
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_compiling():  # sizes may be symbols
         return None
     if not type(query) is type(key) is type(value) is Tensor:
         return None
@@ -228,7 +236,7 @@ def _describe(call: Call) -> tuple | None:
         own = _NO_MASK if mask is None else mask.__dict__.values()
         given = weight, attn_mask, bias, sink, *own
         masks = tuple([x if x is None else _describe_one(x) for x in given])
-        if any(x is NotImplemented for x in masks):
+        if any(x is NotImplemented for x in masks) or _only_autocast_takes(query, *given):
             return None
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,
@@ -236,9 +244,19 @@ def _describe(call: Call) -> tuple | None:
     )  # fmt: skip
 
 
+def _only_autocast_takes(query: Tensor, *given: Any) -> bool:
+    """Whether one is of another half type than the query: an error without autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    parts = [y for x in given for y in (vars(x).values() if isinstance(x, Relative) else (x,))]
+    return any(
+        isinstance(x, Tensor) and x.dtype in _HALF and x.dtype is not query.dtype for x in parts
+    )
+
+
 def _describe_one(x: Any) -> Any:
     """A weight, a mask, a bias or a field; NotImplemented where its shape does not tell enough."""
-    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+    if type(x) in _PLAIN:
         plain = x.layout is torch.strided and not x.is_nested
         return (x.shape, x.dtype, x.device) if plain else NotImplemented
     if isinstance(x, Relative):

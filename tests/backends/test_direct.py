@@ -356,6 +356,18 @@ def test_transforms_traces_and_autocast(ordinary):
     assert half().dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_under_autocast(ordinary, grad):
+    """The plan is that of the tensors that autocast makes."""
+    args = [x.requires_grad_(grad) for x in heads()]
+    want = sdpa(*(x.bfloat16() for x in args))
+    with torch.autocast("cpu", torch.bfloat16):
+        known(*args)
+        ordinary.clear()
+        assert torch.equal(sdpa(*args), want)
+    assert not ordinary
+
+
 def test_tensors_that_are_not_their_memory(ordinary):
     q, k, v = heads()
     known(q, k, v)

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize, prune
 
 import fastattn
@@ -44,6 +46,22 @@ class Double(nn.Module):
         return 2 * weight
 
 
+class Quantised(torch.Tensor):
+    """A weight that F.linear reads in its own way, and no other function does."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            x, weight, bias = args
+            args = x, 2 * weight.as_subclass(torch.Tensor), bias
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def quantised(linear):
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Quantised))
+    return linear
+
+
 def hooked(linear):
     linear.register_forward_hook(lambda layer, inputs, output: 3 * output)
     return linear
@@ -57,6 +75,7 @@ def patched(linear):
 LAYERS = {
     "lora": Lora,
     "lora-subclass": LoraLinear,
+    "quantised": quantised,
     "hook": hooked,
     "forward": patched,
     "pruned": lambda linear: prune.l1_unstructured(linear, "weight", amount=0.5),
@@ -115,6 +134,24 @@ def test_adapters_learn(layer):
     grads = [p.grad for p in module.out_proj.parameters() if p.requires_grad]
     assert len(grads) >= 2
     assert all(grad is not None and grad.any() for grad in grads)
+
+
+def test_sharded_by_itself():
+    """Its weight is a DTensor until it is called."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        module, x = fastattn.MultiheadAttention(8, 2), torch.randn(5, 2, 8)
+        want = module(x, x, x)[0].detach()
+        fully_shard(module.out_proj, mesh=mesh)
+        out = module(x, x, x)[0]
+        out.sum().backward()
+        assert torch.equal(out, want)
+        assert module.out_proj.weight.grad.full_tensor().any()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_over_a_nested_batch():

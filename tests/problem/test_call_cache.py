@@ -125,7 +125,49 @@ def test_autocast_is_not_forgotten(table):
         assert sdpa(q, q, q).dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
             assert sdpa(q, q, q).dtype == torch.bfloat16
-    assert sum(type(x) is call_cache.Known for x in table.values()) == 1  # and a plan
+    assert sum(type(x) is call_cache.Known for x in table.values()) == 2  # and plans
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_under_autocast_a_call_is_that_of_its_tensors(built, kind):
+    q, half = kind(heads()), heads().bfloat16()
+    want = sdpa(half, half, half, bias=half[..., :4])
+    assert len(built) == 1
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert torch.equal(sdpa(q, q, q, bias=half[..., :4]), want)
+    assert len(built) == 1 or kind is torch.nn.Parameter  # which needs a new record
+
+
+def test_gradients_under_autocast_are_those_of_a_cast(built):
+    x, y = (heads(seed=3).requires_grad_() for _ in range(2))
+    loss = sdpa(*(y.bfloat16() for _ in range(3))).float().square().sum()
+    (want,) = torch.autograd.grad(loss, y)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sdpa(x, x, x).float().square().sum()
+        assert torch.equal(torch.autograd.grad(loss, x)[0], want)
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        lambda x: {"bias": x},
+        lambda x: {"attn_mask": x},
+        lambda x: {"sink": x[0, 0, 0]},
+        lambda x: {"bias": fastattn.ALiBi(x[0, 0, 0])},
+    ],
+    ids=["bias", "attn_mask", "sink", "alibi"],
+)
+def test_what_autocast_alone_takes_is_not_kept(option):
+    q, options = heads(1, 2, 2, 8), option(heads(1, 1, 2, 2, dtype=torch.float16))
+    with torch.autocast("cpu", torch.bfloat16):
+        first, *others = (sdpa(q, q, q, **options) for _ in range(3))
+    assert all(torch.equal(first, x) for x in others)
+    half = q.bfloat16()
+    with pytest.raises(TypeError, match="expected dtype"):
+        sdpa(half, half, half, **options)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and shape checks are traced

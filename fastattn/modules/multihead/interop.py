@@ -24,8 +24,8 @@ def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | Non
 
     Such a call has one of these:
 
-    - an argument or parameter that overrides torch functions or wraps other tensors (DTensor,
-      quantised weights, torch.fx proxies);
+    - an argument or parameter of its own that overrides torch functions or wraps other tensors
+      (DTensor, quantised weights, torch.fx proxies). ``out_proj`` is called, whatever it holds;
     - a dtype outside float16, bfloat16, float32 and float64;
     - torch.jit.trace, which cannot follow sizes into an autograd function. Its traces should also
       run where fastattn is not installed.
@@ -37,7 +37,6 @@ def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | Non
         *tensors,
         # As registered: reading the attributes would run parametrizations once more.
         *module._parameters.values(),
-        *module.out_proj._parameters.values(),
     )
     if not PLAIN.issuperset(map(type, everything)) and not all(map(_is_plain, everything)):
         return "a tensor's type overrides torch functions, or wraps other tensors"
