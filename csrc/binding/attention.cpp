@@ -134,7 +134,7 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
 #ifndef FASTATTN_FOR_CUDA
 // x [first, second, E] as [first * second, E]: tokens.
 Tensor tokens_of(const Tensor& x) {
-  STD_TORCH_CHECK(x.dim() == 3, "fastattn: x: expected 3 dims, got ", x.dim());
+  STD_TORCH_CHECK(x.dim() == 3, "fastattn: x, key, value: expected 3 dims, got ", x.dim());
   const Tensor rows = projection::as_contiguous(x);
   return projection::view(rows, {x.size(0) * x.size(1), x.size(2)}, {x.size(2), 1});
 }
@@ -234,9 +234,9 @@ std::vector<Tensor> project_heads(const Inputs& inputs, size_t count, const Proj
   return heads;
 }
 
-// The input of the output projection, [first * second, H D], and the weights. Nothing else is
-// copied than new keys behind earlier ones: attention reads heads where they are, and writes its
-// output in their order. The projection is freed on return.
+// The input of the output projection, [first * second, H D], and the weights. Of heads,
+// new keys behind earlier ones alone are copied: attention reads heads where they are, and writes
+// its output in their order. The projection is freed on return.
 std::tuple<Tensor, Tensor> attend_tokens(const Inputs& inputs, const Projection& project, int64_t H,
                                          double scale, int64_t weights, bool batch_first,
                                          const OptTensor& mask, const Past& past) {

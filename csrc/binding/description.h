@@ -57,8 +57,8 @@ struct Argument {
 
 class Description {
  public:
-  // False if a call is unusual; a Python exception may then be set. `forward`: of that pass, whose
-  // plan may be one for any length.
+  // False if a call is unusual; a Python exception may then be set. `forward`: whether this is a
+  // forward call. Only those have plans for any length.
   bool describe(PyObject* call, bool forward) {
     text_.reserve(512);
     arguments_.reserve(8);

@@ -177,11 +177,11 @@ inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
 
 // (call, its result, whether it is the first such call) -> (key, plan, tensors among the arguments)
 // of the call that the CPU kernels of this thread computed last. The plan is None if the call can
-// have none. None alone where it cannot be told from others, and of a first call without a plan for
-// all lengths: it may be the only one.
-inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t) {
+// have none. None alone where it cannot be told from others. A first call gets a plan for all
+// lengths or None: a call of its lengths may never come back.
+inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Description given;
-  if (!given.describe(args[0], true)) return answer(Py_None);
+  if (count != 3 || !given.describe(args[0], true)) return answer(Py_None);
   if (args[2] == Py_True && !given.any_length()) return answer(Py_None);
   auto made = std::make_unique<Plan<ForwardParams>>();
   const ForwardParams& p = made->p = device::Current::last<ForwardParams>();

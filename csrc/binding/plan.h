@@ -270,6 +270,7 @@ inline bool set_lengths(const Plan<ForwardParams>& plan, const Description& give
     ((*own = sizes[d] == 1 ? 0 : strides[d], ++d), ...);
     fits = fits && (sizes[2] == 1 || sizes[2] == p->M) && (sizes[3] == 1 || sizes[3] == p->N);
   });
+  fits = fits && number == plan.inputs.data() + plan.inputs.size();  // no other array of pairs
   Result& out = results->front();
   out.sizes[2] = p->M;
   out.strides = out_strides(*p, tensor(0).strides);

@@ -85,7 +85,8 @@ void each_input(AttentionParams* p, F f) {
   f(&p->q.data), f(&p->k.data), f(&p->v.data);
   f(&p->w.data), f(&p->bias.data), f(&p->mask.keep);
 }
-// From the fifth on they are arrays over [B, H, M, N] with these strides: f(b, h, m, n).
+// Those of each_input() after the first kBeforePairs are arrays over [B, H, M, N], in this order:
+// f(stride of b, of h, of m, of n).
 constexpr int kBeforePairs = 4;
 template <typename F>
 void each_pair_strides(AttentionParams* p, F f) {
@@ -94,7 +95,7 @@ void each_pair_strides(AttentionParams* p, F f) {
   f(&bias.stride_b, &bias.stride_h, &bias.stride_r, &bias.stride_c);
   f(&mask.keep_stride_b, &mask.keep_stride_h, &mask.keep_stride_m, &mask.keep_stride_n);
 }
-// The same of positions of keys, which are checked: f(name of the operand, limit).
+// Memory of positions of keys, which are checked: f(name of the operand, limit).
 template <typename F>
 void each_limit(MaskParams* mask, F f) {
   f("kv_len", &mask->kv_len), f("kv_begin", &mask->kv_begin);

@@ -118,8 +118,8 @@ def multi_head_attention(
     No dropout or autograd; see ``modules/multihead/inference.py``. ``mask`` [B, N]: True keeps a
     key, and a number is added to its scores. ``others`` begin with memory for keys and for values
     [B, H, room, D]. Then come how many are there, and whether those of ``x`` are added: written
-    behind these, and causal. The last two are what keys are made of, if not ``x``, and values, if
-    not the same.
+    behind these, and causal. The last two are the inputs of keys and of values. None means ``x``
+    for keys, and the input of keys for values.
     """
     options = p.H, p.scale, WEIGHTS[p.weights], batch_first, mask, *others
     return operators.multi_head_attention(x, in_weight, in_bias, out_weight, out_bias, *options)

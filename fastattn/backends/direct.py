@@ -8,8 +8,8 @@ problem. ``csrc/binding/direct.h`` does all three in C, for calls without a log-
     later     the plan
 
 Calls at inference of four dims have one plan for all M, N and strides. The first of them makes it:
-a decoder, whose keys grow, never comes back to a length. Masks and biases of pairs, and limits of
-samples, may be there. A diagonal of ``Mask(causal=...)`` has a plan for each length.
+a decoder, whose keys grow, never comes back to a length. Masks and biases of two dims or
+more, and limits of samples, may be there. A ``Mask(causal=...)`` has a plan for each length.
 
 Plans stand in the table of known calls, and keep no tensor. A plan is used only where nothing of
 PyTorch's could tell: no transform, mode, trace, hook of saved tensors or profiler. Under autocast

@@ -121,8 +121,8 @@ def pair(prefix: str) -> dict[str, str]:
 # Attention and both projections around it, at inference on CPUs. A mask is [B, N]: True keeps a
 # key, and a number is added to its scores. Keys and values are memory, [B, H, room, D], that has
 # ``past`` of them. New ones are written behind, and attention is then causal. Without ``adds`` only
-# queries are projected, and nothing is written. Keys are made of ``key``, or of ``x``. Values are
-# made of ``value``, or of what keys are made of.
+# queries are projected, and nothing is written. Without such memory, keys are made of ``key``, or
+# of ``x``, and values of ``value``, or of the input of keys.
 MULTI_HEAD_ATTENTION = {
     "multi_head_attention": (
         "(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, Tensor? out_bias, "

@@ -157,6 +157,23 @@ class TestOneOperator:
                 )
         assert len(operator_calls) == 4
 
+    @pytest.mark.parametrize("other", [False, True])
+    def test_pruned_heads(self, operator_calls, other):
+        """The scale is that of the heads there are, whose size is not that of embed_dim."""
+        module = MultiheadAttention(16, 4, batch_first=True).eval()
+        kept = torch.cat([torch.arange(8) + 16 * n for n in range(3)])
+        module.num_heads, module.out_proj = 2, nn.Linear(8, 16)
+        module.in_proj_weight = nn.Parameter(3 * module.in_proj_weight.detach()[kept])
+        module.in_proj_bias = nn.Parameter(module.in_proj_bias.detach()[kept])
+        x, cache = torch.randn(2, 3, 16), fastattn.KVCache()
+        y = torch.randn(2, 5, 16) if other else x
+        want = module(x, y, y)
+        with torch.no_grad():
+            torch.testing.assert_close(module(x, y, y), want)
+            module(x, x, x, cache=cache)
+        assert cache.length == 3
+        assert not operator_calls
+
     def test_one_call_tells_the_choice_for_all(self, monkeypatch, module, x, operator_calls):
         with torch.no_grad():
             module(x, x, x)

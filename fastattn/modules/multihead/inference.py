@@ -1,7 +1,7 @@
 """Attention at inference: one operator from the inputs to the output, also with a cache.
 
-It serves all calls whose only mask is one of keys. With a cache that grows, they are
-self-attention.
+It serves batches of ``embed_dim`` features whose only mask is one of keys. With a cache that grows,
+they are self-attention.
 
 A matrix product fills the caches with its operands, so Python runs several times slower after it.
 Between two products this costs 10% of the module's time with 100 tokens. So everything is decided
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import autograd
-from fastattn.backends import operators, registry, watch
+from fastattn.backends import operators, registry
 from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
 from fastattn.modules.multihead import interop, kv_cache, projection
 from fastattn.modules.multihead.kv_cache import KVCache
@@ -70,7 +70,10 @@ def attend(
 
 
 def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | None:
-    """Weights and biases of both projections, if these are ordinary parameters and nothing else."""
+    """Weights and biases of both projections, if these are ordinary parameters and nothing else.
+
+    Without pruned heads: each head has ``embed_dim / num_heads`` rows of each weight.
+    """
     own, out_proj = module._parameters, module._modules.get("out_proj")
     if out_proj is None or not is_only_linear(out_proj):  # None: it is parametrized
         return None
@@ -84,6 +87,8 @@ def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | No
     if found[0] is None or not PLAIN.issuperset(map(type, found)):
         return None
     if not (_is_of(found[1], found[0]) and _is_of(found[3], found[2])):
+        return None
+    if found[0].shape[:1] != (3 * module.embed_dim,):
         return None
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         return None
@@ -144,7 +149,5 @@ def _operator(
         p = validate.build("dot", heads, heads, heads, return_weights=return_weights).p
         backend = registry.get(registry.select(p))
         found = getattr(backend, "multi_head_attention", None), p
-        if found[0] is not None:
-            watch.call(p)
         call_cache.keep(call, found)
     return found
