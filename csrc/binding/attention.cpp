@@ -234,9 +234,9 @@ std::vector<Tensor> project_heads(const Inputs& inputs, size_t count, const Proj
   return heads;
 }
 
-// The input of the output projection, [first * second, H D], and the weights. Of heads,
-// new keys behind earlier ones alone are copied: attention reads heads where they are, and writes
-// its output in their order. The projection is freed on return.
+// The input of the output projection, [first * second, H D], and the weights. Attention reads heads
+// where they are, and writes its output in their order: only new keys behind earlier ones are
+// copied. The projection is freed on return.
 std::tuple<Tensor, Tensor> attend_tokens(const Inputs& inputs, const Projection& project, int64_t H,
                                          double scale, int64_t weights, bool batch_first,
                                          const OptTensor& mask, const Past& past) {
