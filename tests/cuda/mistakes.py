@@ -53,10 +53,10 @@ def of_grads(name: str, right: str, wrong: str, found_by: str, file="wgmma_grads
     return Mistake(name, f"dot/{file}", right, wrong, found_by, source="dot/backward_wgmma.cu")
 
 
-def of_copies(name: str, right: str, wrong: str, file="turns.cuh"):
+def of_copies(name: str, right: str, wrong: str, file="turns.cuh", found_by="AssertionError"):
     """A mistake in the loop of dQ, or of dK and dV, with its copies ahead."""
     name, file, source = f"copies: {name}", f"dot/{file}", "dot/backward.cu"
-    return Mistake(name, file, right, wrong, "AssertionError", source=source)
+    return Mistake(name, file, right, wrong, found_by, source=source)
 
 
 def of_halves(name: str, right: str, wrong: str, source: str, file="additive/half_products.cuh"):

@@ -20,7 +20,7 @@ DOT = [
     of_copies(
         "a V that comes while others read the last one",
         "    __syncthreads();  // others may still read V, and the bad rows of K\n", "",
-        "backward.cu",
+        "backward.cu", "divergence",  # of threads that read other bad rows
     ),
     of_copies(
         "stats that come while others read the last ones",
