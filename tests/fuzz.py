@@ -195,7 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         if left <= 0 or spent >= args.seconds:
             break
         try:
-            _batch(min(100, left), args.seed + number, run)
+            # Neighbouring seeds have no batch in common.
+            _batch(min(100, left), (args.seed << 32) + number, run)
         except Exception as error:
             failed += 1
             print(f"\n{type(error).__name__}: {error}\n{shortest}\n", flush=True)

@@ -196,7 +196,7 @@ def test_a_failure_is_shrunk_to_a_program(monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr(checks, "run", wrong)
-        assert fuzz.main(["--problems", "200", "--seed", "1"]) == 1
+        assert fuzz.main(["--problems", "200", "--seed", "2"]) == 1
     printed = capsys.readouterr().out
     assert "AssertionError" in printed
     program = printed[printed.index("import math, torch") :].split("\n\n")[0]
