@@ -98,7 +98,8 @@ class Description {
     return true;
   }
 
-  // Limits of samples have no length. Limits of rows and parts of a line have plans for each.
+  // Limits of samples have no length. Limits of rows and parts of a line have one: they get plans
+  // for each length.
   static bool suits_any_length(const Argument& x, bool is_first) {
     const int32_t dims = x.tensor.ndim;
     if (x.part != kWhole) return x.part >= 0 && dims == 1;

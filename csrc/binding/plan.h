@@ -243,10 +243,14 @@ void each_copied(const Plan<ForwardParams>& plan, const Description& given, F f)
     if (n >= 0 && given.arguments()[n].tensor.dtype.bits == 64) f(n);
 }
 
-// As view_of().
+// As view_of(): `own` are the four of a view.
+template <typename... Own>
+void set_strides(const int64_t* sizes, const int64_t* strides, Own*... own) {
+  int d = 0;
+  ((*own = sizes[d] == 1 ? 0 : strides[d], ++d), ...);
+}
 inline void set_strides(const int64_t* sizes, const int64_t* strides, View* view) {
-  int64_t* const own[] = {&view->stride_b, &view->stride_h, &view->stride_r, &view->stride_c};
-  for (int d = 0; d < 4; ++d) *own[d] = sizes[d] == 1 ? 0 : strides[d];
+  set_strides(sizes, strides, &view->stride_b, &view->stride_h, &view->stride_r, &view->stride_c);
 }
 
 // Gives the params of a plan for any length those of a call, and its results their sizes. False if
@@ -266,8 +270,7 @@ inline bool set_lengths(const Plan<ForwardParams>& plan, const Description& give
     int64_t sizes[] = {1, 1, 1, 1}, strides[4] = {};
     std::copy_n(t.shape, t.ndim, sizes + 4 - t.ndim);
     std::copy_n(t.strides, t.ndim, strides + 4 - t.ndim);
-    int d = 0;
-    ((*own = sizes[d] == 1 ? 0 : strides[d], ++d), ...);
+    set_strides(sizes, strides, own...);
     fits = fits && (sizes[2] == 1 || sizes[2] == p->M) && (sizes[3] == 1 || sizes[3] == p->N);
   });
   fits = fits && number == plan.inputs.data() + plan.inputs.size();  // no other array of pairs

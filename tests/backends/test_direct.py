@@ -135,7 +135,8 @@ def test_what_makes_another_call(ordinary):
         lambda: sdpa(*(x.half() for x in (q, k, v))),
     ]  # fmt: skip
     want = [call() for call in calls]
-    assert len(ordinary) == len(calls) - 2  # plans for any length know no strides, and no keep[:1]
+    # A plan for any length serves all strides, and both keep and keep[:1].
+    assert len(ordinary) == len(calls) - 2
     for call in calls:
         call()
     count, of_one_length = len(ordinary), 5  # four lines, and a diagonal at the bottom right
