@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
@@ -354,14 +353,12 @@ def _attend(
     grad = autograd.needs_autograd(*canonical, inputs.bias, sink)
     chosen = registry.select(p, backend, biased, grad)
     forward = registry.faster_forward(p, backend, chosen, biased)
-    seen = call_cache.Known(p, chosen, inputs.has_head_dim, None, forward)
+    seen = call_cache.Known(p, chosen, inputs.has_head_dim, inputs.batch, None, forward)
     watch.call(p, backend, biased, canonical[:3], grad)
     if call is not None and not average and registry.may_remember(p, chosen):
         call_cache.remember(seen, canonical, inputs.bias, call)
-    found = run(seen, inputs.bias, canonical, inputs.batch, return_lse, sink, average)
-    plain = chosen == "cpu" and not (return_lse or grad)
-    as_given = plain and all(map(operator.is_, canonical, cast))  # not broadcast
-    if call is not None and as_given:
+    found = run(seen, inputs.bias, canonical, return_lse, sink, average)
+    if call is not None and chosen == "cpu" and not return_lse:
         direct.remember_first(call, found)
     return found
 
@@ -378,9 +375,7 @@ def again(call: call_cache.Call, return_lse: bool) -> Results | None:
     if (seen := call_cache.recall(call)) is None:
         return None
     known, bias = seen
-    tensors = known.tensors(*call[:4])
-    batch = call.query.shape[: -3 if known.has_head_dim else -2]
-    found = run(known, bias, tensors, batch, return_lse, call.sink)
+    found = run(known, bias, known.tensors(*call[:4]), return_lse, call.sink)
     if planned is direct.UNKNOWN and known.backend == "cpu":
         direct.remember(call, found)
     return found
@@ -390,17 +385,16 @@ def run(
     seen: call_cache.Known,
     bias: Tensor | None,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    batch: tuple[int, ...],
     return_lse: bool,
     sink: Tensor | None = None,
     average: bool = False,
     attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = autograd.attend,
 ) -> Results:
-    """The output, or a tuple of it and what else the caller wants, with batch dims ``batch``.
+    """The output, or a tuple of it and what else the caller wants, in the caller's dims.
 
     ``average``: the caller wants the mean of the weights over heads. ``attend``: what computes.
     """
-    p, backend, (q, k, v, w) = seen.p, seen.backend, tensors
+    p, backend, batch, (q, k, v, w) = seen.p, seen.backend, seen.batch, tensors
     if seen.forward is not None and not autograd.needs_autograd(q, k, v, w, bias, sink):
         odd = p.score == "dot" and wgmma.odd_strides((q, k, v))
         backend = backend if odd else seen.forward

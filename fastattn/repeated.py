@@ -71,15 +71,15 @@ def _gradients(
     """The gradients by the ordinary way, which is differentiable; None for what is no tensor."""
     *tensors, out, stats = saved
     given = [None if n is None else tensors[n] for n in trained.masks]
-    known, bias = trained.known.around(given)
     q, k, v, *others = tensors
+    known, bias = trained.known.at(q.shape[-2], k.shape[-2]).around(given)
     inputs = known.tensors(q, k, v, others[0] if trained.has_weight else None)
-    if out.dim() == 3:
-        out, grad_out = out.unsqueeze(known.missing), grad_out.unsqueeze(known.missing)
-    if grad_weights is not None and grad_weights.dim() < (4 if known.p.weights == "full" else 3):
-        grad_weights = grad_weights.unsqueeze(known.missing)
-    own = known.p.tensors()
-    bare = known.p.with_tensors(*[None] * len(own))
+    p = known.p
+    out, grad_out = (x.reshape(p.B, p.H, p.M, p.E) for x in (out, grad_out))
+    if grad_weights is not None:
+        grad_weights = grad_weights.reshape(p.weights_shape())
+    own = p.tensors()
+    bare = p.with_tensors(*[None] * len(own))
     place = trained.masks[-1]  # of the bias
     wanted = place is not None and needed[1 + place]
     results = (out, stats, None, None), (grad_out, None, grad_weights)

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "binding/dlpack.h"
+#include "binding/four_dims.h"
 
 // Exported programs load the library into processes that have no Python.
 #pragma weak PyFloat_Type
@@ -52,24 +53,59 @@ struct Argument {
   dlpack::Tensor tensor;
   PyObject* object;
   int part;
-  size_t place;  // of its sizes and strides in the description
+  size_t place;   // of its sizes and strides in the description
+  FourDims dims;  // where plans for any length ask for them
 };
+
+// What an argument is to such plans: not of M or N, [..., M or N, D], [..., M, N], or the mean of
+// such over heads. `kStats`: [B, H, M, 2] of any call.
+enum class Role { kOther, kPoints, kPairs, kMean, kStats };
 
 class Description {
  public:
-  // False if a call is unusual; a Python exception may then be set. `forward`: whether this is a
-  // forward call. Only those have plans for any length.
-  bool describe(PyObject* call, bool forward) {
+  // False if a call is unusual; a Python exception may then be set.
+  bool describe(PyObject* call) {
     text_.reserve(512);
     arguments_.reserve(8);
-    if (!add_all(call)) return false;
+    return add_all(call);
+  }
+  // The same of a forward call, which may have a plan for any length.
+  bool describe_forward(PyObject* call) {
+    if (!describe(call)) return false;
     constexpr Py_ssize_t kWeight = 3;  // of the additive score, which has plans for each length
-    any_length_ = forward && PyTuple_GetItem(call, kWeight) == Py_None &&
-                  arguments_.size() >= kFirst && !needs_grad_ && !has_alignment_;
-    for (size_t n = 0; n < arguments_.size(); ++n)
-      any_length_ = any_length_ && suits_any_length(arguments_[n], n < kFirst);
-    if (any_length_) forget_lengths();
+    if (PyTuple_GetItem(call, kWeight) != Py_None || has_alignment_) return true;
+    std::vector<Role> roles;
+    roles.reserve(arguments_.size());
+    for (const Argument& x : arguments_)
+      roles.push_back(x.part != kWhole        ? Role::kOther
+                      : roles.size() < kFirst ? Role::kPoints
+                                              : Role::kPairs);
+    forget_lengths(roles);
     return true;
+  }
+
+  // Takes M, N and strides out of the key, if all tensors have the four dims of the kernels in
+  // memory.
+  void forget_lengths(const std::vector<Role>& roles) {
+    if (arguments_.size() < kFirst) return;
+    for (size_t n = 0; n < kFirst; ++n)
+      if (arguments_[n].tensor.ndim < 2) return;
+    lead_.has_heads = arguments_[0].tensor.ndim > 2;
+    for (size_t n = 0; n < kFirst; ++n) lead_.add(arguments_[n].tensor);
+    for (size_t n = 0; n < arguments_.size(); ++n)
+      if (!suits_any_length(&arguments_[n], roles[n])) return;
+    Argument* const first = arguments_.data();
+    lead_.match(&first[0].dims, &first[1].dims, &first[2].dims);
+    any_length_ = true;
+    text_ += '*';
+    for (size_t n = 0; n < arguments_.size(); ++n) {
+      const Role role = roles[n];
+      if (role == Role::kOther) continue;
+      const bool pairs = role == Role::kPairs || role == Role::kMean;
+      const int32_t dims = arguments_[n].tensor.ndim;
+      forget(arguments_[n], dims - 2, pairs ? dims : dims - 1);
+      forget(arguments_[n], dims, 2 * dims);  // the strides
+    }
   }
 
   // A new reference.
@@ -79,6 +115,7 @@ class Description {
   bool needs_grad() const { return needs_grad_; }
   // Whether the key has no M, no N and no strides of queries, keys, values, a mask and a bias.
   bool any_length() const { return any_length_; }
+  const Lead& lead() const { return lead_; }
   // In the order of the call; the tensors of a record are in its place.
   const std::vector<Argument>& arguments() const { return arguments_; }
   // nullptr if there is none.
@@ -100,25 +137,18 @@ class Description {
 
   // Limits of samples have no length. Limits of rows and parts of a line have one: they get plans
   // for each length.
-  static bool suits_any_length(const Argument& x, bool is_first) {
-    const int32_t dims = x.tensor.ndim;
-    if (x.part != kWhole) return x.part >= 0 && dims == 1;
-    return dims == 4 || (!is_first && dims > 1 && dims < 4);
+  bool suits_any_length(Argument* x, Role role) const {
+    const dlpack::Tensor& t = x->tensor;
+    if (role == Role::kOther)
+      return x->part >= kWhole && t.ndim == 1 && t.shape[0] == lead_.samples();
+    if (role == Role::kStats) return true;
+    return t.ndim > 1 && lead_.as_four(t, lead_.has_heads && role != Role::kMean, &x->dims);
   }
 
-  void forget_lengths() {
-    text_ += '*';
-    const auto forget = [&](const Argument& x, int32_t from, int32_t to) {
-      const size_t size = sizeof(int64_t), bytes = static_cast<size_t>(to - from) * size;
-      text_.replace(x.place + static_cast<size_t>(from) * size, bytes, bytes, '*');
-    };
-    for (size_t n = 0; n < arguments_.size(); ++n) {
-      const Argument& x = arguments_[n];
-      const int32_t dims = x.tensor.ndim;
-      if (x.part != kWhole) continue;
-      forget(x, dims - 2, n < kFirst ? dims - 1 : dims);  // [..., M or N, D], or [..., M, N],
-      forget(x, dims, 2 * dims);                          // then the strides
-    }
+  // Sizes and strides of a tensor, by number.
+  void forget(const Argument& x, int32_t from, int32_t to) {
+    const size_t size = sizeof(int64_t), bytes = static_cast<size_t>(to - from) * size;
+    text_.replace(x.place + static_cast<size_t>(from) * size, bytes, bytes, '*');
   }
 
   // 1 == True == 1.0, and they are not the same argument.
@@ -167,7 +197,7 @@ class Description {
     if (t.data == nullptr || t.device_type != dlpack::kCpu || t.byte_offset != 0) return false;
     append('T', t.dtype);
     append('d', t.ndim);
-    arguments_.push_back({t, x, part, text_.size()});
+    arguments_.push_back({t, x, part, text_.size(), {}});
     const size_t bytes = static_cast<size_t>(t.ndim) * sizeof(int64_t);
     text_.append(reinterpret_cast<const char*>(t.shape), bytes);
     text_.append(reinterpret_cast<const char*>(t.strides), bytes);
@@ -192,6 +222,7 @@ class Description {
   int64_t offset_ = 0;
   const bool grad_ = aoti_torch_grad_mode_is_enabled();
   bool needs_grad_ = false, any_length_ = false;
+  Lead lead_;
   bool has_alignment_ = false;  // of a diagonal, which may depend on M and N
 };
 

@@ -74,6 +74,13 @@ PyObject* as_capsule(std::unique_ptr<Plan<Params>> plan) {
   return capsule;
 }
 
+inline bool describe_backward(PyObject* forward, PyObject* call, Description* given) {
+  if (!given->describe(call)) return false;
+  const auto& plan = plan_of<ForwardParams>(forward);
+  if (plan.any_length) given->forget_lengths(saved_roles(plan, given->arguments().size()));
+  return true;
+}
+
 // What a dict has for a call, a borrowed reference; nullptr if nothing.
 inline PyObject* look_up(PyObject* table, const Description& given) {
   PyObject* const key = given.key();
@@ -111,7 +118,7 @@ inline PyObject* first_of(PyObject* list, size_t count) {
 // copies. None of a call that can have no plan; NotImplemented where there is none yet.
 inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.describe(args[1], true)) return answer(Py_None);
+  if (!given.describe_forward(args[1])) return answer(Py_None);
   PyObject* const found = look_up(args[0], given);
   if (found == nullptr) return answer(Py_NotImplemented);
   if (!PyTuple_Check(found)) return answer(Py_None);
@@ -148,7 +155,7 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
 // None and NotImplemented as run().
 inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.describe(args[2], false) || given.needs_grad()) return answer(Py_None);
+  if (!describe_backward(args[0], args[2], &given) || given.needs_grad()) return answer(Py_None);
   PyObject* const found = look_up(args[1], given);
   if (found == nullptr) return answer(Py_NotImplemented);
   if (found == Py_None) return answer(Py_None);
@@ -181,10 +188,11 @@ inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
 // lengths or None: a call of its lengths may never come back.
 inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Description given;
-  if (count != 3 || !given.describe(args[0], true)) return answer(Py_None);
+  if (count != 3 || !given.describe_forward(args[0])) return answer(Py_None);
   if (args[2] == Py_True && !given.any_length()) return answer(Py_None);
   auto made = std::make_unique<Plan<ForwardParams>>();
   const ForwardParams& p = made->p = device::Current::last<ForwardParams>();
+  made->any_length = given.any_length();
   bool possible = find_arguments(given, made.get()) && !p.dropout.enabled;
   const auto add_result = [&](PyObject* x, const View& view) {
     const std::optional<Result> result = result_of(x, view.data);
@@ -209,7 +217,7 @@ inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // that the CPU kernels of this thread computed last, as plan().
 inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
-  if (!given.describe(args[1], false)) return answer(Py_None);
+  if (!describe_backward(args[0], args[1], &given)) return answer(Py_None);
   const auto& forward = plan_of<ForwardParams>(args[0]);
   auto made = std::make_unique<Plan<BackwardParams>>();
   const BackwardParams& p = made->p = device::Current::last<BackwardParams>();

@@ -33,6 +33,7 @@ struct Plan {
   // The argument that each_input() and each_limit() point to, by number; -1: nullptr.
   std::vector<int> inputs, limits;
   bool has_line = false;  // which each_input() then lacks
+  bool any_length = false;
   std::vector<Result> results;
 };
 template <typename Params>
@@ -58,6 +59,17 @@ size_t count_arguments(const Plan<Params>& plan) {
   for (const std::vector<int>* numbers : {&plan.inputs, &plan.limits})
     for (const int n : *numbers) count += n >= 0;
   return count;
+}
+
+// What the arguments of a backward pass are to a plan for any length.
+inline std::vector<Role> saved_roles(const Plan<ForwardParams>& plan, size_t count) {
+  std::vector<Role> roles(count_arguments(plan), Role::kOther);
+  for (const int n : plan.inputs)
+    if (n >= 0) roles[n] = static_cast<size_t>(n) < kFirst ? Role::kPoints : Role::kPairs;
+  const Role weights = plan.p.weights_mode == WeightsMode::kMean ? Role::kMean : Role::kPairs;
+  for (const Role role : {Role::kPoints, Role::kStats, Role::kPoints, weights})
+    if (roles.size() < count) roles.push_back(role);
+  return roles;
 }
 
 inline LineParts line_of(const Description& given) {
@@ -245,50 +257,90 @@ void each_copied(const Plan<ForwardParams>& plan, const Description& given, F f)
 
 // As view_of(): `own` are the four of a view.
 template <typename... Own>
-void set_strides(const int64_t* sizes, const int64_t* strides, Own*... own) {
+void set_strides(const FourDims& x, Own*... own) {
   int d = 0;
-  ((*own = sizes[d] == 1 ? 0 : strides[d], ++d), ...);
+  ((*own = x.sizes[d] == 1 ? 0 : x.strides[d], ++d), ...);
 }
-inline void set_strides(const int64_t* sizes, const int64_t* strides, View* view) {
-  set_strides(sizes, strides, &view->stride_b, &view->stride_h, &view->stride_r, &view->stride_c);
+inline void set_strides(const FourDims& x, View* view) {
+  set_strides(x, &view->stride_b, &view->stride_h, &view->stride_r, &view->stride_c);
 }
 
-// Gives the params of a plan for any length those of a call, and its results their sizes. False if
-// these do not fit each other.
-inline bool set_lengths(const Plan<ForwardParams>& plan, const Description& given, ForwardParams* p,
-                        std::vector<Result>* results) {
-  const auto tensor = [&](int n) -> const dlpack::Tensor& { return given.arguments()[n].tensor; };
-  p->M = tensor(0).shape[2], p->N = tensor(1).shape[2];
+// A result of these dims.
+inline void set_result(const Description& given, const FourDims& x, bool heads, View* view,
+                       Result* result) {
+  set_strides(x, view);
+  given.lead().restore(x, heads, &result->sizes, &result->strides);
+}
+
+inline FourDims contiguous(int64_t B, int64_t H, int64_t M, int64_t N) {
+  return {{B, H, M, N}, {H * M * N, M * N, N, 1}};
+}
+
+// Gives the params of a plan for any length those of a call. False if these do not fit each other.
+template <typename Params>
+bool set_inputs(const Plan<Params>& plan, const Description& given, Params* p) {
+  const auto dims = [&](int n) -> const FourDims& { return given.arguments()[n].dims; };
+  p->M = dims(0).sizes[2], p->N = dims(1).sizes[2];
   View* const views[] = {&p->q, &p->k, &p->v};
-  for (int n = 0; n < 3; ++n) set_strides(tensor(n).shape, tensor(n).strides, views[n]);
-  bool fits = tensor(2).shape[2] == p->N;
+  for (int n = 0; n < 3; ++n) set_strides(dims(n), views[n]);
+  bool fits = dims(2).sizes[2] == p->N;
   const int* number = plan.inputs.data() + kBeforePairs;
   each_pair_strides(p, [&](auto*... own) {
     const int n = *number++;
     if (n < 0) return;
-    const dlpack::Tensor& t = tensor(n);
-    int64_t sizes[] = {1, 1, 1, 1}, strides[4] = {};
-    std::copy_n(t.shape, t.ndim, sizes + 4 - t.ndim);
-    std::copy_n(t.strides, t.ndim, strides + 4 - t.ndim);
-    set_strides(sizes, strides, own...);
-    fits = fits && (sizes[2] == 1 || sizes[2] == p->M) && (sizes[3] == 1 || sizes[3] == p->N);
+    set_strides(dims(n), own...);
+    const int64_t M = dims(n).sizes[2], N = dims(n).sizes[3];
+    fits = fits && (M == 1 || M == p->M) && (N == 1 || N == p->N);
   });
-  fits = fits && number == plan.inputs.data() + plan.inputs.size();  // no other array of pairs
-  Result& out = results->front();
-  out.sizes[2] = p->M;
-  out.strides = out_strides(*p, tensor(0).strides);
-  set_strides(out.sizes.data(), out.strides.data(), &p->out);
-  if (p->weights_mode != WeightsMode::kNone) {
-    const bool full = p->weights_mode == WeightsMode::kFull;
-    const int64_t pairs = p->M * p->N, heads = full ? p->H : 1;
-    const int64_t sizes[] = {p->B, heads, p->M, p->N};
-    const int64_t strides[] = {heads * pairs, pairs, p->N, 1};
-    set_strides(sizes, strides, &p->weights);
-    Result& weights = results->back();
-    weights.sizes = weights_shape(*p);
-    weights.strides.assign(full ? strides : strides + 1, strides + 4);
+  return fits && number == plan.inputs.data() + plan.inputs.size();  // no other array of pairs
+}
+
+// The same, and gives the results their sizes.
+inline bool set_lengths(const Plan<ForwardParams>& plan, const Description& given, ForwardParams* p,
+                        std::vector<Result>* results) {
+  if (!set_inputs(plan, given, p)) return false;
+  const bool heads = given.lead().has_heads;
+  FourDims out{{p->B, p->H, p->M, p->E}, {}};
+  const std::vector<int64_t> strides = out_strides(*p, given.arguments()[0].dims.strides);
+  std::copy(strides.begin(), strides.end(), out.strides);
+  set_result(given, out, heads, &p->out, &results->front());
+  if (p->weights_mode == WeightsMode::kNone) return true;
+  const bool full = p->weights_mode == WeightsMode::kFull;
+  set_result(given, contiguous(p->B, full ? p->H : 1, p->M, p->N), heads && full, &p->weights,
+             &results->back());
+  return true;
+}
+
+inline bool set_lengths(const Plan<BackwardParams>& plan, const Description& given,
+                        BackwardParams* p, std::vector<Result>* results) {
+  if (!set_inputs(plan, given, p)) return false;
+  const std::vector<Argument>& all = given.arguments();
+  const Argument* const saved = all.data() + count_arguments(plan);  // as each_saved()
+  const auto fits = [&](const FourDims& x, int64_t columns) {
+    return x.sizes[2] == p->M && x.sizes[3] == columns;
+  };
+  if (saved[1].tensor.shape[2] != p->M) return false;
+  View* const views[] = {&p->out, nullptr, &p->grad_out, &p->grad_weights};
+  for (size_t n = 0; saved + n < all.data() + all.size(); ++n) {
+    if (views[n] == nullptr) continue;
+    if (!fits(saved[n].dims, n < 3 ? p->E : p->N)) return false;
+    set_strides(saved[n].dims, views[n]);
   }
-  return fits;
+  View* const grads[] = {&p->grad_q, &p->grad_k, &p->grad_v};
+  for (int n = 0; n < 3; ++n)
+    set_result(given, like(all[n].dims), given.lead().has_heads, grads[n], &(*results)[n]);
+  if (p->grad_bias.data == nullptr) return true;
+  const Argument& bias = all[plan.inputs[kBeforePairs]];
+  const int64_t* const sizes = bias.dims.sizes;
+  p->bias_B = sizes[0], p->bias_H = sizes[1], p->bias_M = sizes[2], p->bias_N = sizes[3];
+  const FourDims own = contiguous(sizes[0], sizes[1], sizes[2], sizes[3]);
+  set_strides(own, &p->grad_bias);
+  Result& result = results->back();
+  result.sizes.assign(bias.tensor.shape, bias.tensor.shape + bias.tensor.ndim);
+  result.strides.assign(result.sizes.size(), 1);
+  for (size_t d = result.sizes.size(); d-- > 1;)
+    result.strides[d - 1] = result.strides[d] * result.sizes[d];
+  return true;
 }
 
 // The output, weights if the plan has them, and if backward wants them the stats and copies of
@@ -326,13 +378,16 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
 // The gradients that there are, in the order of each_gradient().
 inline std::vector<Handle> compute(const Plan<BackwardParams>& plan, const Description& given) {
   BackwardParams p = plan.p;
+  std::vector<Result> own;
+  if (given.any_length() && !set_lengths(plan, given, &p, &(own = plan.results))) return {};
+  const std::vector<Result>& like = given.any_length() ? own : plan.results;
   const int64_t workspace = device::backward_workspace_bytes(p);
   const Scratch memory = scratch(workspace + made_bytes(plan, given));
   std::vector<Handle> results;
   if (memory == nullptr || !set_arguments(plan, given, memory.get() + workspace, &p)) return {};
   p.workspace = memory.get();
   each_gradient(&p, [&](auto* pointer) {
-    if (*pointer != nullptr) add_result(plan.results[results.size()], &results, pointer);
+    if (*pointer != nullptr) add_result(like[results.size()], &results, pointer);
   });
   device::Current::compute(p);
   return results;

@@ -7,9 +7,10 @@ problem. ``csrc/binding/direct.h`` does all three in C, for calls without a log-
     second    the same, and a plan is made of what the kernels were given
     later     the plan
 
-Calls at inference of four dims have one plan for all M, N and strides. The first of them makes it:
-a decoder, whose keys grow, never comes back to a length. Masks and biases of two dims or
+Calls of the dot product have one plan for all M, N and strides, in training too. The first of them
+makes it: a decoder, whose keys grow, never comes back to a length. Masks and biases of two dims or
 more, and limits of samples, may be there. A ``Mask(causal=...)`` has a plan for each length.
+Tensors of any dims become views of four, as ``validate.to_4d`` makes them: ``four_dims.h``.
 
 Plans stand in the table of known calls, and keep no tensor. A plan is used only where nothing of
 PyTorch's could tell: no transform, mode, trace, hook of saved tensors or profiler. Under autocast
@@ -114,7 +115,8 @@ def remember(call: Call, result: Any, first: bool = False) -> None:
 def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | None:
     """None beside a bias of head and distance: its gradient is not that of the kernels' line.
 
-    None too if two masks are one tensor, which other such calls have two of.
+    None too if two masks are one tensor, which other such calls have two of, and if inputs
+    broadcast: their gradients are sums.
     """
     known, given = call_cache.known_of(call), call.masks()
     if known is None or given is None or isinstance(call.bias, Relative):

@@ -222,11 +222,9 @@ def attend(
             return heads.attend(plan, *canonical)
         return operators.attend(method, plan, *canonical)
 
-    seen = call_cache.Known(p, plan.backend, inputs.has_head_dim)
+    seen = call_cache.Known(p, plan.backend, inputs.has_head_dim, inputs.batch)
     local = inputs.q, *_canonical_keys(tensors, inputs, options), inputs.w
-    return functional.run(
-        seen, inputs.bias, local, inputs.batch, return_lse, sink, average, by_method
-    )
+    return functional.run(seen, inputs.bias, local, return_lse, sink, average, by_method)
 
 
 def alone(
@@ -248,9 +246,9 @@ def alone(
     p = dataclasses.replace(inputs.p, origin=origin)
     watch.call(p, backend, inputs.bias is not None)
     chosen = registry.select(p, backend, inputs.bias is not None)
-    seen = call_cache.Known(p, chosen, inputs.has_head_dim)
+    seen = call_cache.Known(p, chosen, inputs.has_head_dim, inputs.batch)
     local = inputs.q, inputs.k, inputs.v, inputs.w
-    return functional.run(seen, inputs.bias, local, inputs.batch, return_lse, sink, average)
+    return functional.run(seen, inputs.bias, local, return_lse, sink, average)
 
 
 # ---- what the arguments say of the whole ----

@@ -7,6 +7,7 @@ masks are checked at every call, and lines of biases are made.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -66,16 +67,18 @@ _FLAGS = Call._fields.index("is_causal")  # from here on there are no tensors
 
 
 class Known(NamedTuple):
-    """What was found out about a call whose tensors are 4-D, or lack the batch or the head dim.
+    """What was found out about a call whose tensors have the same dims before their rows.
 
-    ``p`` has no tensors of masks. ``masks`` are those that there are, and the bias: their numbers
-    in ``Call.masks()``, and their shapes in a record. ``forward`` is the backend that takes calls
-    without gradient from ``backend``, where their strides suit it.
+    ``batch`` is what stood before the head dim. ``p`` has no tensors of masks. ``masks`` are those
+    that there are, and the bias: their numbers in ``Call.masks()``, and their shapes in a record.
+    ``forward`` is the backend that takes calls without gradient from ``backend``, where their
+    strides suit it.
     """
 
     p: Problem
     backend: str
     has_head_dim: bool
+    batch: tuple[int, ...]
     masks: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     forward: str | None = None
 
@@ -83,20 +86,22 @@ class Known(NamedTuple):
         self, query: Tensor, key: Tensor, value: Tensor, weight: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The tensors of another such call, with a batch dim and a head dim."""
-        if self.p.score == "gaussian":
+        p = self.p
+        if p.score == "gaussian":
             w = parameter.bandwidth_tensor(weight, query)
-            w = w.reshape((1,) * (4 - w.dim()) + w.shape)
-            weight = parameter.match_bandwidth(w, self.p.H, self.p.D)
-        if query.dim() == 4:
+            per_head = validate.Lead(self.batch, self.has_head_dim, (p.H, 1, p.D))
+            weight = parameter.match_bandwidth(per_head.to_4d("bandwidth", w), p.H, p.D)
+        elif not (self.has_head_dim or weight is None):
+            weight = weight.unsqueeze(0)
+        if self.has_head_dim and len(self.batch) == 1:
             return query, key, value, weight
-        n = self.missing
-        weight = weight if weight is None or n == 0 else weight.unsqueeze(0)
-        return query.unsqueeze(n), key.unsqueeze(n), value.unsqueeze(n), weight
+        q = query.reshape(p.B, p.H, p.M, p.D)
+        k, v = key.reshape(p.B, p.Hkv, p.N, p.D), value.reshape(p.B, p.Hkv, p.N, p.E)
+        return q, k, v, weight
 
-    @property
-    def missing(self) -> int:
-        """The dim that a call's tensors lack if they have three."""
-        return 0 if self.has_head_dim else 1
+    def at(self, M: int, N: int) -> Known:
+        """The same of other lengths, on which the choice of a CPU does not depend."""
+        return self._replace(p=dataclasses.replace(self.p, M=M, N=N))
 
     def around(self, given: list[Any] | None) -> tuple[Known, Tensor | None]:
         """The same with what ``Call.masks`` lists of another such call, and its bias."""
@@ -107,12 +112,14 @@ class Known(NamedTuple):
             x = given[n]
             if isinstance(x, Relative):
                 x = x.line(self.p.B, self.p.H, self.p.M, self.p.N, self.p.dtype)
-            if n not in (_KEEP, _BIAS):
+            if n in (_KEEP, _BIAS):
+                shape = (*shape[:2], *x.shape[-2:]) if x.dim() > 1 else shape
+            else:
                 x = validate.within(f"mask.{MASK_TENSORS[n]}", x, self.p.N)
             own[n] = x if x.shape == shape else x.reshape(shape)
         bias = own.pop()
         p = self.p.with_tensors(*own, None)
-        return Known(p, self.backend, self.has_head_dim, None, self.forward), bias
+        return self._replace(p=p, masks=None), bias
 
 
 # Keys are descriptions: _describe makes that of a function's call, inference.py a module's, and
@@ -143,9 +150,11 @@ def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) ->
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return  # sizes are tensors, which no other call has
     described = _describe(call)
-    dims = {x.dim() for x in call[:3]}
-    if described is None or not (dims == {3} or (dims == {4} and known.has_head_dim)):
+    if described is None:
         return
+    for x, y in zip(call[:3], canonical[:3], strict=True):
+        if x.dim() != call.query.dim() or x.numel() != y.numel():  # it broadcasts
+            return
     for x, y in zip(known.tensors(*call[:4]), canonical, strict=True):
         if x is not y and (x is None or y is None or x.shape != y.shape):
             return
@@ -217,7 +226,7 @@ def _describe(call: Call) -> tuple | None:
     ) = call  # fmt: skip
     if torch.compiler.is_compiling():  # sizes may be symbols
         return None
-    if not type(query) is type(key) is type(value) is Tensor:
+    if not _PLAIN.issuperset(map(type, call[:3])):
         return None
     if query.is_nested or key.is_nested or value.is_nested:
         return None

@@ -187,9 +187,29 @@ def test_gradients_of_a_call_first_seen_without(table):
     assert torch.equal(got, want)
 
 
-def test_calls_that_need_views_are_not_kept(table):
-    q = heads(4, 8)
-    assert sdpa(q, q, q).shape == sdpa(q, q, q).shape == q.shape
+@pytest.mark.parametrize("batch", [(), (2, 3), (1, 2, 1)])
+def test_calls_of_other_dims_are_kept(built, batch):
+    shape = (*batch, 4, 8) if not batch else (*batch, 2, 4, 8)
+    q, bandwidth = heads(*shape), heads(*shape[:-2], 1, 1).exp()
+    keep = torch.rand(*shape[:-1], 4) < 0.7
+    ways = [
+        lambda: sdpa(q, q, q, keep, return_lse=True, return_weights="mean"),
+        lambda: sdpa(q, q, q, return_lse=True, mask=fastattn.Mask(causal="bottom_right")),
+        lambda: fastattn.attention(q, q, q, score="gaussian", bandwidth=bandwidth, return_lse=True),
+    ]
+    for way in ways:
+        want = way()
+        count = len(built)
+        for x, y in zip(way(), want, strict=True):
+            assert torch.equal(x, y)
+            assert x.shape == y.shape
+        assert len(built) == count
+
+
+def test_calls_that_broadcast_are_not_kept(table):
+    q = heads(2, 2, 4, 8)
+    for k in (q[:1], q[0], q[None, :1]):
+        sdpa(q, k, k, return_lse=True)
     assert not table
 
 
@@ -205,7 +225,8 @@ def test_what_is_kept_is_the_choice_of_the_registry(table):
     q = heads()
     sdpa(q, q, q)
     known = [x for x in table.values() if type(x) is call_cache.Known]  # beside a plan
-    ((p, name, has_head_dim, masks, forward),) = known
+    ((p, name, has_head_dim, batch, masks, forward),) = known
+    assert batch == (1,)
     assert masks is forward is None
     assert name == registry.select(p)
     assert (p.B, p.H, p.M, p.N, p.D) == (1, 2, 4, 4, 8)
