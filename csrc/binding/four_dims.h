@@ -89,7 +89,7 @@ struct Lead {
   }
 };
 
-// The strides of torch.empty_like(): dense, in the order of the tensor's own.
+// As torch.empty_like(): dense, in the order of the strides. There are elements.
 inline FourDims like(const FourDims& x) {
   int order[] = {3, 2, 1, 0};  // innermost first
   const auto is_outside = [&](int a, int b) {
@@ -107,12 +107,8 @@ inline FourDims like(const FourDims& x) {
   }
   FourDims made = x;
   int64_t stride = 1;
-  bool is_dense = true;
-  for (const int d : order) {
-    is_dense = is_dense && (x.sizes[d] == 1 || x.strides[d] == stride);
-    made.strides[d] = stride, stride *= std::max<int64_t>(x.sizes[d], 1);
-  }
-  return is_dense ? x : made;
+  for (const int d : order) made.strides[d] = stride, stride *= x.sizes[d];
+  return made;
 }
 
 }  // namespace fastattn::binding

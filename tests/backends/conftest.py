@@ -1,9 +1,11 @@
-"""A machine that the self-check takes for one with a GPU."""
+"""A machine that the self-check takes for one with a GPU, and what went the ordinary way."""
 
 import pytest
 from fake_gpu import EAGER
 
+from fastattn import repeated
 from fastattn.backends import health, registry
+from fastattn.problem import validate
 
 
 @pytest.fixture
@@ -25,3 +27,24 @@ def install(monkeypatch):
         return fake
 
     return installed
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The calls that were checked: those that no plan and no record served."""
+    calls, build = [], validate.build
+
+    def spy(*args, **options):
+        calls.append(args)
+        return build(*args, **options)
+
+    monkeypatch.setattr(validate, "build", spy)
+    return calls
+
+
+@pytest.fixture
+def ordinary_gradients(monkeypatch):
+    """The backward passes of repeated calls that no plan served."""
+    passes, gradients = [], repeated._gradients
+    monkeypatch.setattr(repeated, "_gradients", lambda *a: passes.append(a) or gradients(*a))
+    return passes

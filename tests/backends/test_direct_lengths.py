@@ -1,30 +1,15 @@
-"""Plans for any length, of calls with any dims: at inference and in training."""
-
-import sys
+"""Plans for any length, of calls of four dims: at inference and in training."""
 
 import pytest
 import torch
-from properties.repeated_calls import empty_table, heads  # noqa: F401
+from properties.repeated_calls import empty_table, heads, pulled  # noqa: F401
 
 import fastattn
-from fastattn import Mask, repeated, testing
-from fastattn.problem import call_cache, validate
+from fastattn import Mask, testing
+from fastattn.problem import call_cache
 
 pytestmark = pytest.mark.usefixtures("extension", "empty_table")
 sdpa = fastattn.scaled_dot_product_attention
-
-
-@pytest.fixture
-def checked(monkeypatch):
-    """The calls that were checked: those that no plan and no record served."""
-    calls, build = [], validate.build
-
-    def spy(*args, **options):
-        calls.append(args)
-        return build(*args, **options)
-
-    monkeypatch.setattr(validate, "build", spy)
-    return calls
 
 
 LAYOUTS = {
@@ -185,31 +170,12 @@ def test_empty_calls():
 # ---- gradients ----
 
 
-@pytest.fixture
-def ordinary(monkeypatch):
-    """The backward passes of repeated calls that no plan served."""
-    passes, gradients = [], repeated._gradients
-    monkeypatch.setattr(repeated, "_gradients", lambda *a: passes.append(a) or gradients(*a))
-    return passes
-
-
-def pulled(args, options, wanted, second=False):
-    """Results, their gradients, and gradients of these if ``second``."""
-    found = sdpa(*args, **options)
-    found = found if isinstance(found, tuple) else (found,)
-    torch.manual_seed(0)
-    grads = [torch.randn(x.shape).to(x.dtype) for x in found]
-    first = torch.autograd.grad(found, wanted, grads, create_graph=second)
-    loss = sum(x.float().square().sum() for x in first) if second else None
-    return [*found, *first, *(torch.autograd.grad(loss, wanted) if second else ())]
-
-
 GRADED = MASKED | {"plain": lambda M, N: {}, "causal": lambda M, N: dict(is_causal=True)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", GRADED)
-def test_gradients_too(checked, ordinary, kind, dtype):
+def test_gradients_too(checked, ordinary_gradients, kind, dtype):
     calls = []
     for M, N in ((3, 5), (3, 6), (1, 1), (1, 5), (40, 1), (9, 300), (130, 70)):
         for change in LAYOUTS.values():
@@ -223,7 +189,7 @@ def test_gradients_too(checked, ordinary, kind, dtype):
     with call_cache.paused():
         wanted = [pulled(*call) for call in calls]
     pulled(*calls[0]), pulled(*calls[0])
-    checked.clear(), ordinary.clear()
+    checked.clear(), ordinary_gradients.clear()
     with testing.poisoned():
         results = [pulled(*call) for call in calls]
     for found, want in zip(results, wanted, strict=True):
@@ -231,7 +197,7 @@ def test_gradients_too(checked, ordinary, kind, dtype):
             assert torch.equal(x, y)
             assert x.stride() == y.stride()
     assert not checked
-    assert not ordinary
+    assert not ordinary_gradients
 
 
 @pytest.mark.parametrize("needed", range(1, 8))
@@ -257,112 +223,6 @@ def test_second_derivatives_have_the_lengths_of_their_call(kind):
     for (args, options), want in zip(calls, wanted, strict=True):
         found = pulled(args, options, args, True)
         assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
-
-
-# ---- other dims ----
-
-# What stands before [rows, columns] of queries, of keys and of values.
-ALIKE = {
-    "2": ((), (), ()),
-    "3": ((2,), (2,), (2,)),
-    "3, one head": ((1,), (1,), (1,)),
-    "4, grouped": ((2, 4), (2, 2), (2, 2)),
-    "5": ((2, 3, 2), (2, 3, 2), (2, 3, 2)),
-    "5 of 1": ((1, 1, 2), (1, 1, 2), (1, 1, 2)),
-    "6": ((2, 1, 2, 2), (2, 1, 2, 2), (2, 1, 2, 2)),
-}
-BROADCAST = {
-    "keys of 1 sample": ((2, 2), (1, 2), (1, 2)),
-    "keys without samples": ((2, 2), (2,), (2,)),
-    "keys without heads": ((2, 2), (), ()),
-    "queries of 1 sample": ((1, 2), (3, 2), (3, 2)),
-    "samples of values": ((2,), (2,), (3, 2)),
-    "queries without heads": ((), (2,), (2,)),
-    "queries of 1 head": ((2, 1), (2, 2), (2, 1)),
-    "5, all keys alike": ((2, 3, 2), (2,), (1, 1, 2)),
-}
-ROWS = {
-    "contiguous": lambda x: x,
-    "columns": lambda x: x.mT.contiguous().mT,
-    "cache": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -2)[..., : x.shape[-2], :],
-    "tokens first": lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),
-    "tokens before heads": lambda x: (
-        x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.dim() > 2 else x
-    ),
-}
-OTHERS = {
-    "plain": lambda M, N: {},
-    "causal, weights": lambda M, N: dict(is_causal=True, return_weights="full"),
-    "mask, mean": lambda M, N: dict(attn_mask=drawn_mask(M, N), return_weights="mean"),
-    "bias": lambda M, N: dict(bias=torch.randn(1, N, requires_grad=True)),
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("lead", ALIKE | BROADCAST)
-def test_any_dims(checked, ordinary, lead, kind):
-    def draw(M, N, change):
-        shapes = zip((ALIKE | BROADCAST)[lead], (M, N, N), strict=True)
-        args = [change(torch.randn(*x, n, 8)) for x, n in shapes]
-        return args, OTHERS[kind](M, N) | dict(enable_gqa=True)
-
-    def graded(args, options):
-        leaves = [x.detach().requires_grad_() for x in args]
-        return pulled(leaves, options, leaves + [x for x in [options.get("bias")] if x is not None])
-
-    lengths = (3, 5), (1, 1), (1, 6), (4, 1), (9, 130)
-    calls = [draw(*x, change) for x in lengths for change in ROWS.values()]
-    with call_cache.paused(), torch.no_grad():
-        wanted = [sdpa(*args, **options) for args, options in calls]
-    with call_cache.paused():
-        gradients = [graded(*call) for call in calls]
-    graded(*calls[0]), graded(*calls[0])
-    checked.clear(), ordinary.clear()
-    with torch.no_grad():
-        results = [sdpa(*args, **options) for args, options in calls]
-    assert not checked
-    for found, want in zip(results, wanted, strict=True):
-        pairs = zip(found, want, strict=True) if isinstance(found, tuple) else [(found, want)]
-        for x, y in pairs:
-            assert torch.equal(x, y)
-            assert (x.shape, x.stride()) == (y.shape, y.stride())
-    for call, want in zip(calls, gradients, strict=True):
-        for x, y in zip(graded(*call), want, strict=True):
-            assert torch.equal(x, y)
-            assert x.shape == y.shape
-    assert bool(checked) == (lead in BROADCAST)  # their gradients are sums
-    assert not ordinary
-
-
-def test_a_limit_of_samples_and_limits_of_rows_look_alike():
-    calls = [
-        (torch.randn(2, M, 8), torch.randn(2, 5, 8), Mask(kv_len=torch.arange(M) % 5 + 1))
-        for M in (1, 3, 1, 3, 4, 2)
-    ]
-    with call_cache.paused():
-        wanted = [sdpa(q, k, k, mask=mask) for q, k, mask in calls]
-    for (q, k, mask), want in zip(calls, wanted, strict=True):
-        assert torch.equal(sdpa(q, k, k, mask=mask), want)
-    q, k, mask = calls[1]
-    with pytest.raises(ValueError, match="made for 3"):
-        sdpa(q[:, :2], k, k, mask=mask)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("lead", ["2", "3", "5"])
-def test_how_many_functions_of_python_a_new_length_takes(lead, grad):
-    """As many as a known length of four dims: tests/backends/test_direct.py, test_repeated.py."""
-    counted = []
-    for n in (4, 5, 5, 6):
-        x = torch.randn(*ALIKE[lead][0], n, 8, requires_grad=grad)
-        counted.clear()
-        sys.setprofile(lambda frame, kind, _: counted.append(frame) if kind == "call" else None)
-        try:
-            out = sdpa(x, x, x)
-            out.sum().backward() if grad else None
-        finally:
-            sys.setprofile(None)
-    assert 0 < len(counted) <= (31 if grad else 8)
 
 
 @pytest.mark.parametrize(

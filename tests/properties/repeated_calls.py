@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fastattn
 from fastattn import Mask
 from fastattn.problem import call_cache
 
@@ -30,3 +31,14 @@ def heads(M=3, N=5, dtype=torch.float32, requires_grad=False):
     """[q, k, v] of two samples and two heads."""
     shapes = (2, 2, M, 8), (2, 2, N, 8), (2, 2, N, 8)
     return [torch.randn(x).to(dtype).requires_grad_(requires_grad) for x in shapes]
+
+
+def pulled(args, options, wanted, second=False):
+    """Results, their gradients, and gradients of these if ``second``."""
+    found = fastattn.scaled_dot_product_attention(*args, **options)
+    found = found if isinstance(found, tuple) else (found,)
+    torch.manual_seed(0)
+    grads = [torch.randn(x.shape).to(x.dtype) for x in found]
+    first = torch.autograd.grad(found, wanted, grads, create_graph=second)
+    loss = sum(x.float().square().sum() for x in first) if second else None
+    return [*found, *first, *(torch.autograd.grad(loss, wanted) if second else ())]
