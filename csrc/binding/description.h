@@ -48,18 +48,19 @@ inline Python python;
 
 constexpr size_t kFirst = 3;  // queries, keys and values, which may be one tensor
 
+// What an argument is to plans for any length: not of M or N, [..., M or N, D], [..., M, N], or the
+// mean of such over heads. `kStats`: [B, H, M, 2] of any call.
+enum class Role { kOther, kPoints, kPairs, kMean, kStats };
+
 // A tensor among the arguments.
 struct Argument {
   dlpack::Tensor tensor;
   PyObject* object;
   int part;
-  size_t place;   // of its sizes and strides in the description
-  FourDims dims;  // where plans for any length ask for them
+  size_t place;  // of its sizes and strides in the description
+  Role role;
+  FourDims dims;  // if there is a plan for any length
 };
-
-// What an argument is to such plans: not of M or N, [..., M or N, D], [..., M, N], or the mean of
-// such over heads. `kStats`: [B, H, M, 2] of any call.
-enum class Role { kOther, kPoints, kPairs, kMean, kStats };
 
 class Description {
  public:
@@ -74,37 +75,29 @@ class Description {
     if (!describe(call)) return false;
     constexpr Py_ssize_t kWeight = 3;  // of the additive score, which has plans for each length
     if (PyTuple_GetItem(call, kWeight) != Py_None || has_alignment_) return true;
-    std::vector<Role> roles;
-    roles.reserve(arguments_.size());
-    for (const Argument& x : arguments_)
-      roles.push_back(x.part != kWhole        ? Role::kOther
-                      : roles.size() < kFirst ? Role::kPoints
-                                              : Role::kPairs);
-    forget_lengths(roles);
+    forget_lengths([](auto*) {});
     return true;
   }
 
   // Takes M, N and strides out of the key, if all tensors have the four dims of the kernels in
-  // memory.
-  void forget_lengths(const std::vector<Role>& roles) {
+  // memory. `set_roles` sets those of other passes than a forward one.
+  template <typename F>
+  void forget_lengths(F set_roles) {
     if (arguments_.size() < kFirst) return;
-    for (size_t n = 0; n < kFirst; ++n)
-      if (arguments_[n].tensor.ndim < 2) return;
-    lead_.has_heads = arguments_[0].tensor.ndim > 2;
-    for (size_t n = 0; n < kFirst; ++n) lead_.add(arguments_[n].tensor);
-    for (size_t n = 0; n < arguments_.size(); ++n)
-      if (!suits_any_length(&arguments_[n], roles[n])) return;
     Argument* const first = arguments_.data();
+    if (!lead_.set({&first[0].tensor, &first[1].tensor, &first[2].tensor})) return;
+    set_roles(&arguments_);
+    for (Argument& x : arguments_)
+      if (!suits_any_length(&x)) return;
     lead_.match(&first[0].dims, &first[1].dims, &first[2].dims);
     any_length_ = true;
     text_ += '*';
-    for (size_t n = 0; n < arguments_.size(); ++n) {
-      const Role role = roles[n];
-      if (role == Role::kOther) continue;
-      const bool pairs = role == Role::kPairs || role == Role::kMean;
-      const int32_t dims = arguments_[n].tensor.ndim;
-      forget(arguments_[n], dims - 2, pairs ? dims : dims - 1);
-      forget(arguments_[n], dims, 2 * dims);  // the strides
+    for (const Argument& x : arguments_) {
+      if (x.role == Role::kOther) continue;
+      const bool pairs = x.role == Role::kPairs || x.role == Role::kMean;
+      const int32_t dims = x.tensor.ndim;
+      forget(x, dims - 2, pairs ? dims : dims - 1);
+      forget(x, dims, 2 * dims);  // the strides
     }
   }
 
@@ -135,14 +128,20 @@ class Description {
     return true;
   }
 
+  // Of a forward pass.
+  Role role_of(int part) const {
+    if (part != kWhole) return Role::kOther;
+    return arguments_.size() < kFirst ? Role::kPoints : Role::kPairs;
+  }
+
   // Limits of samples have no length. Limits of rows and parts of a line have one: they get plans
   // for each length.
-  bool suits_any_length(Argument* x, Role role) const {
+  bool suits_any_length(Argument* x) const {
     const dlpack::Tensor& t = x->tensor;
-    if (role == Role::kOther)
-      return x->part >= kWhole && t.ndim == 1 && t.shape[0] == lead_.samples();
-    if (role == Role::kStats) return true;
-    return t.ndim > 1 && lead_.as_four(t, lead_.has_heads && role != Role::kMean, &x->dims);
+    if (x->role == Role::kOther)
+      return x->part >= kWhole && t.ndim == 1 && t.shape[0] == lead_.samples;
+    if (x->role == Role::kStats) return true;
+    return t.ndim > 1 && lead_.as_four(t, lead_.has_heads && x->role != Role::kMean, &x->dims);
   }
 
   // Sizes and strides of a tensor, by number.
@@ -197,7 +196,7 @@ class Description {
     if (t.data == nullptr || t.device_type != dlpack::kCpu || t.byte_offset != 0) return false;
     append('T', t.dtype);
     append('d', t.ndim);
-    arguments_.push_back({t, x, part, text_.size(), {}});
+    arguments_.push_back({t, x, part, text_.size(), role_of(part), {}});
     const size_t bytes = static_cast<size_t>(t.ndim) * sizeof(int64_t);
     text_.append(reinterpret_cast<const char*>(t.shape), bytes);
     text_.append(reinterpret_cast<const char*>(t.strides), bytes);

@@ -77,7 +77,7 @@ PyObject* as_capsule(std::unique_ptr<Plan<Params>> plan) {
 inline bool describe_backward(PyObject* forward, PyObject* call, Description* given) {
   if (!given->describe(call)) return false;
   const auto& plan = plan_of<ForwardParams>(forward);
-  if (plan.any_length) given->forget_lengths(saved_roles(plan, given->arguments().size()));
+  if (plan.any_length) given->forget_lengths([&](auto* arguments) { set_roles(plan, arguments); });
   return true;
 }
 
@@ -223,7 +223,8 @@ inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   const BackwardParams& p = made->p = device::Current::last<BackwardParams>();
   made->inputs = forward.inputs, made->limits = forward.limits;
   bool possible = has_arguments(given, made.get()) && p.grad_lse == nullptr;
-  const Result of_heads{{p.B, p.H, p.D}, {p.H * p.D, p.D, 1}, ScalarType::Float};
+  const int64_t sizes[] = {p.B, p.H, p.D};
+  const Result of_heads{contiguous(3, sizes), ScalarType::Float};
   const int* input = made->inputs.data();
   each_gradient(&made->p, [&](auto* pointer) {
     const int n = *input++;

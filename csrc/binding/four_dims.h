@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <numeric>
 #include <utility>
-#include <vector>
 
 #include "binding/dlpack.h"
 
@@ -20,42 +22,68 @@ struct FourDims {
   }
 };
 
+constexpr int kMostDims = 8;
+
+// Sizes and strides as the caller sees them.
+struct Layout {
+  int dims = 0;
+  int64_t sizes[kMostDims], strides[kMostDims];
+
+  void add(int64_t size, int64_t stride) { sizes[dims] = size, strides[dims++] = stride; }
+  int64_t count() const {
+    return std::accumulate(sizes, sizes + dims, int64_t{1}, std::multiplies<>());
+  }
+};
+
+inline Layout contiguous(int dims, const int64_t* sizes) {
+  Layout made{dims, {}, {}};
+  int64_t stride = 1;
+  for (int d = dims; d-- > 0; stride *= sizes[d])
+    made.sizes[d] = sizes[d], made.strides[d] = stride;
+  return made;
+}
+
 // What a call's tensors have before their rows: batch dims, which become one, and a dim of heads.
 struct Lead {
   bool has_heads = false;
-  std::vector<int64_t> batch;
+  int count = 0;  // of batch dims
+  int64_t batch[kMostDims], samples = 1;
 
-  size_t behind() const { return has_heads ? 3 : 2; }
-  int64_t samples() const {
-    int64_t count = 1;
-    for (const int64_t size : batch) count *= size;
-    return count;
-  }
-
-  void add(const dlpack::Tensor& t) {
-    const size_t dims = static_cast<size_t>(t.ndim), own = dims > behind() ? dims - behind() : 0;
-    if (own > batch.size()) batch.insert(batch.begin(), own - batch.size(), 1);
-    for (size_t n = 0; n < own; ++n)
-      if (int64_t& size = batch[batch.size() - own + n]; size == 1) size = t.shape[n];
+  // False if there are too many dims, or too few.
+  bool set(std::initializer_list<const dlpack::Tensor*> inputs) {
+    has_heads = (*inputs.begin())->ndim > 2;
+    const int behind = has_heads ? 3 : 2;
+    for (const dlpack::Tensor* t : inputs) {
+      if (t->ndim < 2 || t->ndim > kMostDims) return false;
+      count = std::max(count, t->ndim - behind);
+    }
+    for (int n = 0; n < count; ++n) {
+      batch[n] = 1;
+      for (const dlpack::Tensor* t : inputs)
+        if (const int d = n - count + t->ndim - behind; d >= 0 && batch[n] == 1)
+          batch[n] = t->shape[d];
+      samples *= batch[n];
+    }
+    return true;
   }
 
   // One sample for all stays one. False if the batch dims are no single one in memory.
   bool as_four(const dlpack::Tensor& t, bool heads, FourDims* to) const {
     *to = {{1, 1, 1, 1}, {0, 0, 0, 0}};
-    size_t left = static_cast<size_t>(t.ndim);
+    int left = t.ndim;
     for (const int d : {3, 2, 1}) {
       if (left == 0 || (d == 1 && !heads)) continue;
       --left, to->sizes[d] = t.shape[left], to->strides[d] = t.strides[left];
     }
-    if (left > batch.size()) return false;
-    if (left == 1 && batch.size() == 1) {  // the usual call
+    if (left > count) return false;
+    if (left == 1 && count == 1) {  // the usual call
       to->sizes[0] = t.shape[0], to->strides[0] = t.strides[0];
       return true;
     }
     if (std::all_of(t.shape, t.shape + left, [](int64_t size) { return size == 1; })) return true;
-    for (size_t n = batch.size(); n-- > 0;) {
+    for (int n = count; n-- > 0;) {
       if (batch[n] == 1) continue;
-      const size_t absent = batch.size() - left;
+      const int absent = count - left;
       const bool own = n >= absent && t.shape[n - absent] != 1;
       const int64_t stride = own ? t.strides[n - absent] : 0;
       if (to->sizes[0] == 1) {
@@ -70,22 +98,19 @@ struct Lead {
 
   // Makes queries, keys and values fit each other.
   void match(FourDims* q, FourDims* k, FourDims* v) const {
-    for (FourDims* x : {q, k, v}) x->expand(0, samples());
+    for (FourDims* x : {q, k, v}) x->expand(0, samples);
     k->expand(1, v->sizes[1]), v->expand(1, k->sizes[1]), q->expand(1, k->sizes[1]);
   }
 
   // Four dims as the caller's.
-  void restore(const FourDims& x, bool heads, std::vector<int64_t>* sizes,
-               std::vector<int64_t>* strides) const {
-    *sizes = batch, *strides = batch;
-    int64_t stride = x.strides[0];
-    for (size_t n = batch.size(); n-- > 0; stride *= batch[n]) (*strides)[n] = stride;
-    const int from = heads ? 1 : 2;
-    sizes->insert(sizes->end(), x.sizes + from, x.sizes + 4);
-    strides->insert(strides->end(), x.strides + from, x.strides + 4);
-    if (batch.size() == 1) return;
-    for (size_t n = sizes->size() - 1; n-- > 0;)  // as reshape()
-      if ((*sizes)[n] == 1) (*strides)[n] = (*strides)[n + 1] * (*sizes)[n + 1];
+  Layout restored(const FourDims& x, bool heads) const {
+    Layout made = contiguous(count, batch);
+    for (int n = 0; n < count; ++n) made.strides[n] *= x.strides[0];
+    for (int d = heads ? 1 : 2; d < 4; ++d) made.add(x.sizes[d], x.strides[d]);
+    if (count == 1) return made;
+    for (int d = made.dims - 1; d-- > 0;)  // as reshape()
+      if (made.sizes[d] == 1) made.strides[d] = made.strides[d + 1] * made.sizes[d + 1];
+    return made;
   }
 };
 

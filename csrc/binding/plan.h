@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -23,7 +22,7 @@ namespace fastattn::binding {
 
 // A tensor to make.
 struct Result {
-  std::vector<int64_t> sizes, strides;
+  Layout layout;
   ScalarType dtype;
 };
 
@@ -62,14 +61,13 @@ size_t count_arguments(const Plan<Params>& plan) {
 }
 
 // What the arguments of a backward pass are to a plan for any length.
-inline std::vector<Role> saved_roles(const Plan<ForwardParams>& plan, size_t count) {
-  std::vector<Role> roles(count_arguments(plan), Role::kOther);
-  for (const int n : plan.inputs)
-    if (n >= 0) roles[n] = static_cast<size_t>(n) < kFirst ? Role::kPoints : Role::kPairs;
+inline void set_roles(const Plan<ForwardParams>& plan, std::vector<Argument>* arguments) {
+  for (const int n : plan.limits)
+    if (n >= 0) (*arguments)[n].role = Role::kOther;
   const Role weights = plan.p.weights_mode == WeightsMode::kMean ? Role::kMean : Role::kPairs;
+  size_t n = count_arguments(plan);
   for (const Role role : {Role::kPoints, Role::kStats, Role::kPoints, weights})
-    if (roles.size() < count) roles.push_back(role);
-  return roles;
+    if (n < arguments->size()) (*arguments)[n++].role = role;
 }
 
 inline LineParts line_of(const Description& given) {
@@ -142,6 +140,12 @@ inline bool has_arguments(const Description& given, Plan<BackwardParams>* plan) 
   return same;
 }
 
+inline Layout layout_of(const dlpack::Tensor& t) {
+  Layout made;
+  for (int32_t d = 0; d < t.ndim; ++d) made.add(t.shape[d], t.strides[d]);
+  return made;
+}
+
 // What a tensor was, if it lies where the params say and plans can make another.
 inline std::optional<Result> result_of(PyObject* x, const void* data) {
   dlpack::Tensor t;
@@ -150,8 +154,8 @@ inline std::optional<Result> result_of(PyObject* x, const void* data) {
                            : t.dtype.is(dlpack::kFloat, 16)  ? ScalarType::Half
                            : t.dtype.is(dlpack::kBFloat, 16) ? ScalarType::BFloat16
                                                              : ScalarType::Undefined;
-  if (dtype == ScalarType::Undefined) return {};
-  return Result{{t.shape, t.shape + t.ndim}, {t.strides, t.strides + t.ndim}, dtype};
+  if (dtype == ScalarType::Undefined || t.ndim > kMostDims) return {};
+  return Result{layout_of(t), dtype};
 }
 
 // ---- computing ----
@@ -165,17 +169,15 @@ using Handle = std::unique_ptr<AtenTensorOpaque, Deleter>;
 template <typename T>
 void add_result(const Result& like, std::vector<Handle>* to, T** data) {
   AtenTensorHandle made = nullptr;
-  const auto dims = static_cast<int64_t>(like.sizes.size());
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, like.sizes.data(), like.strides.data(),
+  const Layout& layout = like.layout;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(layout.dims, layout.sizes, layout.strides,
                                                   static_cast<int32_t>(like.dtype),
                                                   aoti_torch_device_type_cpu(), 0, &made));
   to->emplace_back(made);
   void* memory = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(made, &memory));
-  const int64_t count = std::accumulate(like.sizes.begin(), like.sizes.end(), int64_t{1},
-                                        [](int64_t x, int64_t y) { return x * y; });
   const bool half = like.dtype == ScalarType::Half || like.dtype == ScalarType::BFloat16;
-  device::expect_writes(memory, count * (half ? 2 : 4));
+  device::expect_writes(memory, layout.count() * (half ? 2 : 4));
   *data = static_cast<T*>(memory);
 }
 
@@ -269,11 +271,7 @@ inline void set_strides(const FourDims& x, View* view) {
 inline void set_result(const Description& given, const FourDims& x, bool heads, View* view,
                        Result* result) {
   set_strides(x, view);
-  given.lead().restore(x, heads, &result->sizes, &result->strides);
-}
-
-inline FourDims contiguous(int64_t B, int64_t H, int64_t M, int64_t N) {
-  return {{B, H, M, N}, {H * M * N, M * N, N, 1}};
+  result->layout = given.lead().restored(x, heads);
 }
 
 // Gives the params of a plan for any length those of a call. False if these do not fit each other.
@@ -306,8 +304,9 @@ inline bool set_lengths(const Plan<ForwardParams>& plan, const Description& give
   set_result(given, out, heads, &p->out, &results->front());
   if (p->weights_mode == WeightsMode::kNone) return true;
   const bool full = p->weights_mode == WeightsMode::kFull;
-  set_result(given, contiguous(p->B, full ? p->H : 1, p->M, p->N), heads && full, &p->weights,
-             &results->back());
+  FourDims weights{{p->B, full ? p->H : 1, p->M, p->N}, {}};
+  std::copy_n(contiguous(4, weights.sizes).strides, 4, weights.strides);
+  set_result(given, weights, heads && full, &p->weights, &results->back());
   return true;
 }
 
@@ -333,13 +332,10 @@ inline bool set_lengths(const Plan<BackwardParams>& plan, const Description& giv
   const Argument& bias = all[plan.inputs[kBeforePairs]];
   const int64_t* const sizes = bias.dims.sizes;
   p->bias_B = sizes[0], p->bias_H = sizes[1], p->bias_M = sizes[2], p->bias_N = sizes[3];
-  const FourDims own = contiguous(sizes[0], sizes[1], sizes[2], sizes[3]);
+  FourDims own = bias.dims;
+  std::copy_n(contiguous(4, sizes).strides, 4, own.strides);
   set_strides(own, &p->grad_bias);
-  Result& result = results->back();
-  result.sizes.assign(bias.tensor.shape, bias.tensor.shape + bias.tensor.ndim);
-  result.strides.assign(result.sizes.size(), 1);
-  for (size_t d = result.sizes.size(); d-- > 1;)
-    result.strides[d - 1] = result.strides[d] * result.sizes[d];
+  results->back().layout = contiguous(bias.tensor.ndim, bias.tensor.shape);
   return true;
 }
 
@@ -361,13 +357,12 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
   add_result(like[0], &results, &p.out.data);
   if (like.size() > 1) add_result(like[1], &results, &p.weights.data);
   if (given.needs_grad()) {
-    const std::vector<int64_t> sizes{p.B, p.H, p.M, 2}, strides{p.H * p.M * 2, p.M * 2, 2, 1};
-    add_result({sizes, strides, ScalarType::Float}, &results, &p.stats);
+    const int64_t sizes[] = {p.B, p.H, p.M, 2};
+    add_result({contiguous(4, sizes), ScalarType::Float}, &results, &p.stats);
     each_copied(plan, given, [&](int n) {
       const dlpack::Tensor& t = given.arguments()[n].tensor;
       int32_t* copy = nullptr;
-      add_result({{t.shape, t.shape + t.ndim}, {t.strides, t.strides + t.ndim}, ScalarType::Int},
-                 &results, &copy);
+      add_result({layout_of(t), ScalarType::Int}, &results, &copy);
       read_limits<int64_t>(t, p.N, copy);
     });
   }
