@@ -355,10 +355,11 @@ def _attend(
     forward = registry.faster_forward(p, backend, chosen, biased)
     seen = call_cache.Known(p, chosen, inputs.has_head_dim, inputs.batch, None, forward)
     watch.call(p, backend, biased, canonical[:3], grad)
+    known = False
     if call is not None and not average and registry.may_remember(p, chosen):
-        call_cache.remember(seen, canonical, inputs.bias, call)
+        known = call_cache.remember(seen, canonical, inputs.bias, call)
     found = run(seen, inputs.bias, canonical, return_lse, sink, average)
-    if call is not None and chosen == "cpu" and not return_lse:
+    if call is not None and chosen == "cpu" and not return_lse and (known or not grad):
         direct.remember_first(call, found)
     return found
 

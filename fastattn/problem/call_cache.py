@@ -145,32 +145,36 @@ def known_of(call: Call) -> Known | None:
         return None
 
 
-def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) -> None:
-    """Keeps what ``recall`` is to give for such a call, if that makes ``canonical`` of tensors."""
+def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) -> bool:
+    """Keeps what ``recall`` is to give for such a call, if that makes ``canonical`` of tensors.
+
+    Returns whether it does.
+    """
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return  # sizes are tensors, which no other call has
+        return False  # sizes are tensors, which no other call has
     described = _describe(call)
     if described is None:
-        return
+        return False
     for x, y in zip(call[:3], canonical[:3], strict=True):
         if x.dim() != call.query.dim() or x.numel() != y.numel():  # it broadcasts
-            return
+            return False
     for x, y in zip(known.tensors(*call[:4]), canonical, strict=True):
         if x is not y and (x is None or y is None or x.shape != y.shape):
-            return
+            return False
     given = call.masks()
     if given is None:
-        return
+        return False
     if any(x is not None for x in given):
         own = (*known.p.tensors()[:-1], bias)
         if any(map(_differs, given, own)):
-            return
+            return False
         shapes = tuple((n, tuple(x.shape)) for n, x in enumerate(own) if x is not None)
         known = known._replace(p=known.p.with_tensors(*[None] * len(own)), masks=shapes)
     try:
         keep(described, known)
     except TypeError:  # as in recall
-        return
+        return False
+    return True
 
 
 def _differs(given: object, own: Tensor | None) -> bool:
