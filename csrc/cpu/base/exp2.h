@@ -31,47 +31,72 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
 }
 
-// 2^(x + kOctaves) for the x of a softmax, which is at most a little above 0. tanh.h has x up to
-// 125, which are right as well. This saves 6 operations, 9 with AVX-512. 0 gives exactly
+// x = 2^(x + kOctaves) for the x of a softmax, which is at most a little above 0. tanh.h has x up
+// to 125, which are right as well. This saves 6 operations, 9 with AVX-512. 0 gives exactly
 // 2^kOctaves, -inf gives exactly 0, NaN stays NaN. A result below 2^-126 may be any number that
 // small. The error is at most 1.1 ulp. Where only kBits bits are used, it is 2^-18.4 of the result
 // for kBits <= 11, 2^-23.5 for kBits <= 22. kFlushes: the processor flushes denormals to 0.
-template <int kBits = 24, bool kFlushes = false, int kOctaves = 0>
-FASTATTN_SIMD Vec exp2_weight(Vec x) {
+//
+// Each step is taken for all vectors. One vector after the other would fill the processor's queues
+// with instructions that wait for the one before.
+template <int kBits, bool kFlushes, int kOctaves, int kCount>
+FASTATTN_SIMD void exp2_weights(Vec (&x)[kCount]) {
   constexpr float kUnit = 1 << kOctaves;
+  const auto each = [](auto step) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kCount; ++v) step(v);
+  };
 #if defined(__AVX512DQ__) && FASTATTN_VECTOR_WIDTH == 16
   // 2^x = 2^floor(x) 2^f with 0 <= f <= 1; hardware takes floor and f from x in one operation each.
-  const Vec f = (Vec)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF);
-  Vec p;
+  Vec f[kCount], p[kCount];
+  const auto begin = [&](float first) __attribute__((always_inline)) {
+    each([&](int v) __attribute__((always_inline)) {
+      f[v] = (Vec)_mm512_maskz_reduce_ps(0xffff, (__m512)x[v], _MM_FROUND_TO_NEG_INF);
+      p[v] = splat(kUnit * first);
+    });
+  };
+  const auto times_f_plus = [&](float next) __attribute__((always_inline)) {
+    each([&](int v) __attribute__((always_inline)) { p[v] = p[v] * f[v] + splat(kUnit * next); });
+  };
   if constexpr (kBits <= 11) {
-    p = splat(kUnit * 1.3426688e-2f);
-    p = p * f + splat(kUnit * 5.2242469e-2f);
-    p = p * f + splat(kUnit * 2.4128021e-1f);
-    p = p * f + splat(kUnit * 6.9304484e-1f);
+    begin(1.3426688e-2f);
+    times_f_plus(5.2242469e-2f);
+    times_f_plus(2.4128021e-1f);
+    times_f_plus(6.9304484e-1f);
   } else if constexpr (kBits <= 22) {
-    p = splat(kUnit * 1.8671305e-3f);
-    p = p * f + splat(kUnit * 9.0170298e-3f);
-    p = p * f + splat(kUnit * 5.5799913e-2f);
-    p = p * f + splat(kUnit * 2.4016444e-1f);
-    p = p * f + splat(kUnit * 6.9315130e-1f);
+    begin(1.8671305e-3f);
+    times_f_plus(9.0170298e-3f);
+    times_f_plus(5.5799913e-2f);
+    times_f_plus(2.4016444e-1f);
+    times_f_plus(6.9315130e-1f);
   } else {
-    p = splat(kUnit * 2.1612918e-4f);
-    p = p * f + splat(kUnit * 1.2467846e-3f);
-    p = p * f + splat(kUnit * 9.675452e-3f);
-    p = p * f + splat(kUnit * 5.5485282e-2f);
-    p = p * f + splat(kUnit * 2.4022931e-1f);
-    p = p * f + splat(kUnit * 6.9314706e-1f);
+    begin(2.1612918e-4f);
+    times_f_plus(1.2467846e-3f);
+    times_f_plus(9.675452e-3f);
+    times_f_plus(5.5485282e-2f);
+    times_f_plus(2.4022931e-1f);
+    times_f_plus(6.9314706e-1f);
   }
-  p = p * f + splat(kUnit);
-  if constexpr (kFlushes) return (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
-  // Zero instead of denormals: they take 60 ns to make, and slow down what follows.
-  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.f), _CMP_NLT_UQ);
-  return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
+  times_f_plus(1.f);
+  each([&](int v) __attribute__((always_inline)) {
+    // Zero instead of denormals: they take 60 ns to make, and slow down what follows.
+    const __mmask16 normal =
+        kFlushes ? 0xffff : _mm512_cmp_ps_mask((__m512)x[v], (__m512)splat(-126.f), _CMP_NLT_UQ);
+    x[v] = (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p[v], (__m512)x[v]);
+  });
 #else
-  const Vec clamped = max(splat(-127.f), x);
-  const Vec shifted = clamped + kRounder;
-  return exp2_fraction(clamped - (shifted - kRounder)) * power_of_2(shifted) * kUnit;
+  each([&](int v) __attribute__((always_inline)) {
+    const Vec clamped = max(splat(-127.f), x[v]);
+    const Vec shifted = clamped + kRounder;
+    x[v] = exp2_fraction(clamped - (shifted - kRounder)) * power_of_2(shifted) * kUnit;
+  });
 #endif
+}
+template <int kBits = 24, bool kFlushes = false, int kOctaves = 0>
+FASTATTN_SIMD Vec exp2_weight(Vec x) {
+  Vec all[1] = {x};
+  exp2_weights<kBits, kFlushes, kOctaves>(all);
+  return all[0];
 }
 
 // 2^n, |n| <= 126.

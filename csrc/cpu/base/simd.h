@@ -165,10 +165,14 @@ FASTATTN_SIMD void interleave4(Vec (&x)[4]) {
 }
 
 FASTATTN_SIMD bool any_lane(VecI x) {
+#if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#else
   int64_t words[kWidth / 2], any = 0;
   std::memcpy(words, &x, sizeof(x));
   for (int n = 0; n < kWidth / 2; ++n) any |= words[n];
   return any != 0;
+#endif
 }
 
 // True if some lane of x exceeds y. A NaN lane does not.

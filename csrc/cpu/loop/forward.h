@@ -125,7 +125,8 @@ class ForwardWorker {
         values_(p_, args.path, scratch_, tile_.m, tile_.n),
         mask_(p_, scratch_, tile_.m, tile_.n),
         s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
-        drop_(p_.dropout.enabled ? scratch_.floats(tile_.n + 4 * kWidth) : nullptr),
+        drop_(p_.dropout.enabled ? scratch_.floats(kWidth * round_up(tile_.n, 4 * kWidth))
+                                 : nullptr),
         states_(scratch_, members_, min64(p_.M, tile_.m), values_.stride()),
         ld_kept_(round_up(p_.N, kWidth)),
         kept_(args.turns > 0 ? scratch_.floats(most_rows() * ld_kept_) : nullptr),

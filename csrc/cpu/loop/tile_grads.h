@@ -89,6 +89,7 @@ class TileGrads {
   template <Masking kMasking, bool kPlain, typename Logit>
   FASTATTN_MEMBER static void grads_at(const Row& row, const MaskTile::Row<kMasking>& masked,
                                        int64_t c, const Factors<Logit>& factors, Vec& w, Vec& ds) {
+    masked.prefetch_next(c);
     const Vec s = masked(load(row.s + c), factors.logit, c),
               p = known_weight(s, factors.logit, row.stats);
     Vec dp = load(row.dp + c) * factors.dp;

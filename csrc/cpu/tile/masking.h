@@ -140,7 +140,6 @@ class MaskTile {
       if constexpr (kMasking == Masking::kIntervals) {
         return inside(c) ? s : splat(-kInf);
       } else if constexpr (kMasking == Masking::kBias) {
-        __builtin_prefetch(next + c, 0, 2);
         return logit(s, load(addend + c));
       } else if constexpr (kMasking == Masking::kBiasInside) {
         return inside(c) ? logit(s, load(addend + c)) : splat(-kInf);
@@ -150,6 +149,10 @@ class MaskTile {
       } else {
         return s;
       }
+    }
+    // For a loop that has time: many prefetches at once would hold up the loads behind them.
+    FASTATTN_MEMBER void prefetch_next([[maybe_unused]] int64_t c) const {
+      if constexpr (kMasking == Masking::kBias) __builtin_prefetch(next + c, 0, 2);
     }
     FASTATTN_MEMBER VecI inside(int64_t c) const {
       const VecI j = iota() + static_cast<int32_t>(c);

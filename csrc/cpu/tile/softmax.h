@@ -54,66 +54,80 @@ class RowStates {
 // Where the weights of a tile go: in place of its scores. A sink takes kVectors vectors of a row at
 // a time, zeros beyond its end, and uses kBits bits of each weight. Weights and their sums in
 // RowState are scaled by 2^kOctaves, and are at most 2^kSlack times that. kFlushes is that of
-// exp2_weight(). kKeepsScores: row_apart() keeps the scores, so that softmax can repeat the row.
-// is_in_place(): row() overwrites them.
+// exp2_weight(). kKeepsScores: softmax can repeat a row. If such a sink has `over`, its
+// overwriting() gets the weights of all rows at the end.
 struct InPlace {
-  static constexpr int kVectors = 1, kBits = 24, kOctaves = 0, kSlack = 8;
-  static constexpr bool kFlushes = false;
   static constexpr bool kKeepsScores = false;
   static constexpr bool kSkips = true;  // columns that a list lacks
+  struct Row {
+    static constexpr int kVectors = 1, kBits = 24, kOctaves = 0, kSlack = 8;
+    static constexpr bool kFlushes = false;
+    float* s;
+    FASTATTN_MEMBER void put(int64_t c, const Vec* w) const { store(s + c, *w); }
+  };
   float* s;
   int64_t ld;
-  FASTATTN_MEMBER InPlace row(int64_t i) const { return {s + i * ld, ld}; }
-  FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[1]) const { store(s + c, w[0]); }
+  FASTATTN_MEMBER Row row(int64_t i) const { return {s + i * ld}; }
 };
 
-// Turns a row of scores into logits, in place. Returns a vector whose lanes are maxima of parts
-// of the row, without NaN: a NaN shows in the weights.
-template <Masking kMasking, typename Logit, typename Taken>
-FASTATTN_SIMD Vec mask_row(const MaskTile::Row<kMasking> masked, Logit logit, Taken columns,
-                           float* s) {
+// The columns of a whole tile of most scores, of which kGroup vectors are weighed side by side. The
+// compiler knows their number: a row becomes one run of instructions.
+struct WholeRow {
+  static constexpr int64_t kColumns = kWidth == 16 ? 128 : 96;
+  static constexpr int kGroup = kVectorRegisters == 32 ? 4 : 2;
+  static constexpr int64_t count() { return kColumns / kWidth; }
+  static constexpr int64_t at(int64_t n) { return n * kWidth; }
+};
+
+// Returns a vector whose lanes are maxima of parts of a row of logits, without NaN: a NaN shows in
+// the weights. kStores: scores become logits in place.
+template <bool kStores, Masking kMasking, typename Logit, typename Taken>
+FASTATTN_SIMD Vec maxima_of_row(const MaskTile::Row<kMasking> masked, Logit logit, Taken columns,
+                                float* s) {
   Vec top = splat(-kInf);
   const int64_t count = columns.count();
   for (int64_t n = 0; n < count; ++n) {
     const int64_t c = columns.at(n);
-    Vec x = load(s + c);
-    if constexpr (kMasking != Masking::kNone) {
-      x = masked(x, logit, c);
-      store(s + c, x);
-    }
+    const Vec x = masked(load(s + c), logit, c);
+    if constexpr (kStores && kMasking != Masking::kNone) store(s + c, x);
     top = max(x, top);
   }
   return top;
 }
 
-// Turns a row of logits into weights, and adds them to the running sums l. logits(c) returns those
-// from column c on. `drop` [cols], if any, multiplies weights after they are summed.
-// Returns a vector with one lane at least as large as the largest weight: partial sums if kSlack
-// leaves room for them, else maxima.
-template <typename Sink, typename Logit, typename Logits, typename Taken>
-FASTATTN_SIMD Vec weigh_row(const Sink sink, Logit logit, Logits logits, Taken columns,
-                            int64_t cols, float m, float alpha, const float* drop, float* l) {
-  constexpr bool kRoom = Sink::kSlack >= 8;
+// `sum`: of weights, by lanes. `most`: one lane is at least as large as the largest weight: the
+// sums if kSlack leaves room for them, else maxima.
+struct RowWeights {
+  Vec sum, most;
+};
+
+// Turns a row of logits into weights. logits(c) returns those from column c on. `drop` [cols], if
+// any, multiplies weights after they are summed.
+template <int kGroup, typename Row, typename Logit, typename Logits, typename Taken>
+FASTATTN_SIMD RowWeights weigh_row(const Row to, Logit logit, Logits logits, Taken columns,
+                                   int64_t cols, float m, const float* drop) {
+  constexpr bool kRoom = Row::kSlack >= 8;
   const int64_t count = columns.count();
   Vec sum{}, top{};
-#pragma GCC unroll 2
-  for (int64_t n = 0; n < count; n += Sink::kVectors) {
-    const int64_t c = columns.at(n);
-    Vec w[Sink::kVectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < Sink::kVectors; ++v) {
-      const int64_t at = c + v * kWidth;
-      w[v] = v == 0 || at < cols ? exp2_weight<Sink::kBits, Sink::kFlushes, Sink::kOctaves>(
-                                       logit.exponent(logits(at) - m))
-                                 : Vec{};
+  for (int64_t n = 0; n < count; n += kGroup) {
+    Vec w[kGroup];
+#pragma GCC unroll 4
+    for (int v = 0; v < kGroup; ++v) {
+      const int64_t c = columns.at(n + v);
+      w[v] = v == 0 || c < cols ? logit.exponent(logits(c) - m) : splat(-kInf);
+    }
+    exp2_weights<Row::kBits, Row::kFlushes, Row::kOctaves>(w);
+#pragma GCC unroll 4
+    for (int v = 0; v < kGroup; ++v) {
+      const int64_t c = columns.at(n + v);
       sum += w[v];
       if constexpr (!kRoom) top = max(w[v], top);
-      if (drop != nullptr && at < cols) w[v] *= load(drop + at);
+      if (drop != nullptr && (v == 0 || c < cols)) w[v] *= load(drop + c);
     }
-    sink.put(c, w);
+#pragma GCC unroll 4
+    for (int v = 0; v < kGroup; v += Row::kVectors) to.put(columns.at(n + v), w + v);
   }
-  store(l, load(l) * alpha + sum);
-  return kRoom ? sum : top;
+  return {sum, kRoom ? sum : top};
 }
 
 // Raises m to the maximum of a row, the largest lane of `top`. Returns what rescales the row's
@@ -132,50 +146,114 @@ FASTATTN_SIMD auto columns_of(const MaskTile& mask, int64_t i, int64_t cols) {
   else
     return AllColumns{cols};
 }
+// Calls f with what returns the columns of row i, and with how many vectors of them go side by
+// side, kLeast at least.
+template <Masking kMasking, typename Sink, int kLeast, typename F>
+FASTATTN_SIMD auto with_columns(const MaskTile& mask, int64_t cols, F f) {
+  if constexpr (kMasking == Masking::kNone || kMasking == Masking::kBias)
+    if (cols == WholeRow::kColumns)
+      return f([](int64_t) { return WholeRow(); }, std::integral_constant<int, WholeRow::kGroup>{});
+  const auto of_row = [&](int64_t i) __attribute__((always_inline)) {
+    return columns_of<kMasking, Sink>(mask, i, cols);
+  };
+  return f(of_row, std::integral_constant<int, kLeast>{});
+}
+
+// Rows [begin, end) of a tile, kWidth at most. They take each step of softmax together, so that
+// what one row waits for overlaps with the work of the others.
+struct Band {
+  int64_t begin, end, cols;
+  float* s;
+  int64_t ld;
+  const float* drop;  // factors of dropout [end - begin, ld_drop], or nullptr
+  int64_t ld_drop;
+
+  uint32_t all() const { return (2u << (end - begin - 1)) - 1; }
+};
+
+// Computes the weights of those rows of a band that `rows` has, a bit each, and adds them to the
+// sums if `adds`. Leaves out rows with a weight above 2^kSlack, and returns these.
+template <Masking kMasking, typename Logit, typename Sink>
+[[gnu::noinline]] static uint32_t weigh_band(const MaskTile& mask, const Band& band,
+                                             const RowState& state, Logit logit, const Sink sink,
+                                             uint32_t rows, bool adds) {
+  using Row = decltype(sink.row(0));
+  [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
+  const int64_t begin = band.begin, count = band.end - begin, cols = band.cols;
+  const int64_t ld = band.ld, ld_drop = band.ld_drop;
+  float *const scores = band.s + begin * ld, *const sums = state.l + begin * kWidth;
+  const float *const alpha = state.alpha + begin, *const drop = band.drop;
+  alignas(64) float shifts[kWidth];  // a maximum of -inf would make NaN of -inf
+  store(shifts, max(load(state.m + begin), splat(-__FLT_MAX__)));
+  uint32_t above = 0;
+  const auto weigh = [&](auto columns, auto group) __attribute__((always_inline)) {
+    for (int64_t n = 0; n < count; ++n) {
+      if ((rows >> n & 1) == 0) continue;
+      const auto masked = mask.row<kMasking>(begin + n);
+      const float* const s = scores + n * ld;
+      const auto logits = [&](int64_t c) __attribute__((always_inline)) {
+        masked.prefetch_next(c);
+        return Sink::kKeepsScores ? masked(load(s + c), logit, c) : load(s + c);
+      };
+      const RowWeights w =
+          weigh_row<group>(sink.row(begin + n), logit, logits, columns(begin + n), cols, shifts[n],
+                           drop == nullptr ? nullptr : drop + n * ld_drop);
+      if (Sink::kKeepsScores && any_above(w.most, kMost)) {
+        above |= 1u << n;
+      } else if (adds) {
+        store(sums + n * kWidth, load(sums + n * kWidth) * alpha[n] + w.sum);
+      }
+    }
+  };
+  with_columns<kMasking, Sink, Row::kVectors>(mask, cols, weigh);
+  return above;
+}
 
 // One step over a tile of scores s [rows, ld], which become weights.
 //
-// Softmax first tries the running maximum. Only if a weight exceeds 2^kSlack does it search for the
-// new maximum and repeat the row. Most rows thus never rescale their sums or search for a maximum.
-// A row whose maximum rose in the last tile searches first: biases may rise from key to key. Sinks
-// that overwrite the scores always search first.
+// Sinks that keep the scores first try the running maximum. Only if a weight exceeds 2^kSlack do
+// they search for the new maximum and repeat the row. Most rows thus never rescale their sums or
+// search for a maximum. A row that has met no key searches first. So does a row whose maximum rose
+// in the last tile: biases may rise from key to key. Sinks that overwrite the scores always search.
 template <Masking kMasking, typename Logit, typename Sink>
 FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropout,
                                 const TilePlace& at, const RowState& state, Logit logit, float* s,
-                                int64_t ld, float* drop, const Sink& sink) {
+                                int64_t ld, float* drop, const Sink sink) {
   using Row = decltype(sink.row(0));
-  float* const alpha = state.alpha;
+  constexpr bool kKeeps = Sink::kKeepsScores;
+  float *const m = state.m, *const alpha = state.alpha;
+  Band band = {
+      0, 0, at.cols, s, ld, dropout.enabled ? drop : nullptr, round_up(at.cols, 4 * kWidth)};
   // After a failed try, m rises to the true maximum, else the next tile would fail as well.
-  const float slack =
-      Sink::kKeepsScores ? 0.f : __builtin_fminf(Row::kSlack / logit.unit, __FLT_MAX__);
-  for (int64_t i = 0; i < at.rows; ++i) {
-    float *const row = s + i * ld, *const l = state.l + i * kWidth, *const m = state.m + i;
-    if (dropout.enabled) dropout_row(dropout, at, i, drop);
-    const float* const factors = dropout.enabled ? drop : nullptr;
-    const auto columns = columns_of<kMasking, Sink>(mask, i, at.cols);
-    const auto masked = mask.row<kMasking>(i);
-    [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
-    if constexpr (Sink::kKeepsScores) {
-      const Vec before = load(l);
-      const auto logits = [&](int64_t c) __attribute__((always_inline)) {
-        return masked(load(row + c), logit, c);
-      };
-      const auto weigh = [&](const Row& to) __attribute__((always_inline)) {
-        return weigh_row(to, logit, logits, columns, at.cols, *m, 1.f, factors, l);
-      };
-      const bool rises = alpha[i] != 1.f;
-      if (*m != -kInf && !rises && !any_above(weigh(sink.row_apart(i)), kMost)) {
-        alpha[i] = 1.f;
-        if (sink.is_in_place()) store(l, before), weigh(sink.row(i));
-        continue;
-      }
-      store(l, before);
+  const float slack = kKeeps ? 0.f : __builtin_fminf(Row::kSlack / logit.unit, __FLT_MAX__);
+  const auto search = [&](int64_t i) __attribute__((always_inline)) {
+    const Vec top = with_columns<kMasking, Sink, 1>(
+        mask, at.cols, [&](auto columns, auto) __attribute__((always_inline)) {
+          return maxima_of_row<!kKeeps>(mask.row<kMasking>(i), logit, columns(i), s + i * ld);
+        });
+    return any_above(top, m[i] + slack) ? raise_maximum(top, logit, m + i) : 1.f;
+  };
+  for (int64_t i0 = 0; i0 < at.rows; i0 = band.end) {
+    band.begin = i0, band.end = min64(at.rows, i0 + kWidth);
+    if (dropout.enabled)
+      for (int64_t i = i0; i < band.end; ++i)
+        dropout_row(dropout, at, i, drop + (i - i0) * band.ld_drop);
+    const VecI first = (load(m + i0) == splat(-kInf)) | (load(alpha + i0) != splat(1.f));
+    if (!kKeeps || any_lane(first))
+      for (int64_t i = i0; i < band.end; ++i)
+        alpha[i] = !kKeeps || m[i] == -kInf || alpha[i] != 1.f ? search(i) : 1.f;
+    const auto weigh = [&](const auto into, uint32_t rows, bool adds) {
+      return weigh_band<kMasking>(mask, band, state, logit, into, rows, adds);
+    };
+    if constexpr (kKeeps) {
+      const uint32_t above = weigh(sink, band.all(), !sink.over);
+      if (above == 0 && !sink.over) continue;
+      for (int64_t i = i0; i < band.end; ++i)
+        if (above >> (i - i0) & 1) alpha[i] *= search(i);
+      sink.over ? weigh(sink.overwriting(), band.all(), true) : weigh(sink, above, true);
+    } else {
+      weigh(sink, band.all(), true);
     }
-    const Vec top = mask_row<kMasking>(masked, logit, columns, row);
-    alpha[i] = any_above(top, *m + slack) ? raise_maximum(top, logit, m) : 1.f;
-    const auto logits = [&](int64_t c) __attribute__((always_inline)) { return load(row + c); };
-    weigh_row(sink.row(i), logit, logits, columns, at.cols, *m == -kInf ? 0.f : *m, alpha[i],
-              factors, l);
   }
 }
 

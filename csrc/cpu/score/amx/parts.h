@@ -104,12 +104,13 @@ FASTATTN_SIMD VecI upper_halves(Vec low, Vec high) {
                                          _mm512_set1_epi32(~0xffff), kSelect);
 }
 
-// Words of the numbers `low` and `high` side by side. A single bf16 part is rounded to nearest.
-template <Form kForm, typename Part>
+// Words of the numbers `low` and `high` side by side. A single bf16 part is rounded to nearest, if
+// it is not exact.
+template <Form kForm, bool kExact, typename Part>
 FASTATTN_SIMD VecI words_of(Part low, Part high) {
   if constexpr (is_fp16(kForm)) {
     return (VecI)(widen(low) | widen(high) << 16);
-  } else if constexpr (kForm == Form::kBf16) {
+  } else if constexpr (kForm == Form::kBf16 && !kExact) {
     // Four operations; the hardware's conversion takes twice as long. NaN must come from bf16 or be
     // canonical: rounding up the lowest bits of other NaN would change their sign.
     return upper_halves((Vec)((VecU)low + 0x8000u), (Vec)((VecU)high + 0x8000u));
@@ -119,7 +120,7 @@ FASTATTN_SIMD VecI words_of(Part low, Part high) {
 }
 
 // Writes 32 elements of a row, in two vectors, as words of one row of a left tile, for each part.
-template <Form kForm>
+template <Form kForm, bool kExact = false>
 FASTATTN_SIMD void write_row(const Parts<kForm>& low, const Parts<kForm>& high, int32_t* tiles) {
   constexpr int kParts = parts_of(kForm);
 #pragma GCC unroll 3
@@ -128,19 +129,19 @@ FASTATTN_SIMD void write_row(const Parts<kForm>& low, const Parts<kForm>& high, 
       std::memcpy(tiles + p * kTileWords, &low.part[p], sizeof(low.part[p]));
       std::memcpy(tiles + p * kTileWords + kEdge / 2, &high.part[p], sizeof(high.part[p]));
     } else {
-      const VecI words = words_of<kForm>(low.part[p], high.part[p]);
+      const VecI words = words_of<kForm, kExact>(low.part[p], high.part[p]);
       std::memcpy(tiles + p * kTileWords, &words, sizeof(words));
     }
   }
 }
 // Likewise for 16 columns of two rows that are word_step() apart.
-template <Form kForm>
+template <Form kForm, bool kExact = false>
 FASTATTN_SIMD void write_column_words(const Parts<kForm>& low, const Parts<kForm>& high,
                                       int32_t* tiles) {
   constexpr int kParts = parts_of(kForm);
 #pragma GCC unroll 3
   for (int p = 0; p < kParts; ++p) {
-    const VecI words = words_of<kForm>(low.part[p], high.part[p]);
+    const VecI words = words_of<kForm, kExact>(low.part[p], high.part[p]);
     std::memcpy(tiles + p * kTileWords, &words, sizeof(words));
   }
 }

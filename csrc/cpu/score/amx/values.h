@@ -7,34 +7,37 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Packs the weights of a tile into a left operand.
-template <Form kForm>
+// Packs the weights of a tile into a left operand. kOver: writes them over the scores as well.
+template <Form kForm, bool kOver = false>
 struct TileSink {
-  const Operand& to;
-  float* also;  // in fp32 as well; may be nullptr
-  int64_t ld;
-
+  static constexpr bool kKeepsScores = true, kSkips = false;
   struct Row {
     static constexpr int kVectors = 2, kBits = (is_fp16(kForm) ? 11 : 8) * parts_of(kForm),
                          kOctaves = weight_octaves(kForm), kSlack = kOctaves == 0 ? 8 : 1;
     static constexpr bool kFlushes = true;
     int32_t* words;
-    float* also;
-    FASTATTN_MEMBER void put(int64_t c, const Vec (&w)[2]) const {
+    float* s;
+    FASTATTN_MEMBER void put(int64_t c, const Vec* w) const {
       write_row<kForm>(split<kForm>(w[0]), split<kForm>(w[1]),
                        words + c * (parts_of(kForm) * kTileWords / kTileDepth));
-      if (__builtin_expect(also != nullptr, 0)) {
-        store(also + c, w[0]);
-        store(also + c + kWidth, w[1]);
+      if constexpr (kOver) {
+        store(s + c, w[0]);
+        store(s + c + kWidth, w[1]);
       }
     }
   };
+  int32_t* words;
+  int64_t edge_words;
+  float* s;
+  int64_t ld;
+  bool over;  // whether the scores are to be overwritten at the end
   FASTATTN_MEMBER Row row(int64_t i) const {
-    return {to.tiles(i / kEdge, 0) + i % kEdge * kEdge, also == nullptr ? also : also + i * ld};
+    const uint64_t n = i;
+    return {words + n / kEdge * edge_words + n % kEdge * kEdge, s + i * ld};
   }
-  static constexpr bool kKeepsScores = true, kSkips = false;
-  FASTATTN_MEMBER Row row_apart(int64_t i) const { return {row(i).words, nullptr}; }
-  bool is_in_place() const { return also != nullptr; }
+  FASTATTN_MEMBER TileSink<kForm, true> overwriting() const {
+    return {words, edge_words, s, ld, true};
+  }
 };
 
 // ValueTile on the matrix unit.
@@ -78,9 +81,9 @@ class AmxValueTile : public FormDefaults {
              const RowState& state, LinearLogit logit, float* s, int64_t ld, float* drop) {
     DropoutParams in_units = dropout;
     in_units.scale *= dropout_unit_;
-    float* const also = values_.outliers().any_apart() ? s : nullptr;
     with_form(weights_.form(), [&](auto form) {
-      const TileSink<form> sink{weights_, also, ld};
+      const TileSink<form> sink{weights_.tiles(0, 0), weights_.edge_words(), s, ld,
+                                values_.outliers().any_apart()};
       const FlushDenormals weights;  // like the matrix unit
       mask.with_masking([&](auto masking) {
         softmax_rows<masking>(mask, in_units, at, state, logit, s, ld, drop, sink);
