@@ -118,15 +118,15 @@ test-aarch64: build
 
 # The kernels for AMX where there is none: the unit's instructions in software, all else with AVX-512.
 # With AMX, `make test` has these tests: those of every instruction set, and those of the widest.
+# -k knows folders, names and markers.
 UNIT := build/unit
 ON_UNIT = OMP_NUM_THREADS=1 FASTATTN_EXTENSION=$(CURDIR)/$(UNIT)/_C.abi3.so $(PY)
 test-unit: $(READY)
 ifeq ($(shell grep -qw avx512_bf16 /proc/cpuinfo && ! grep -qw amx_bf16 /proc/cpuinfo && echo yes),yes)
 	CXXFLAGS="-DFASTATTN_UNIT_IN_SOFTWARE -Itests/cpu/unit -mno-avx512fp16" FASTATTN_CPU_ISAS=amx,amx_fp16 \
 	  $(PY) setup.py extension $(UNIT)
-	$(ON_UNIT) -m pytest tests -q -k "amx and not cpuid" $(call PARALLEL,load) $(ARGS)
-	FASTATTN_CPU_ISA=amx $(ON_UNIT) -m pytest tests/contract tests/properties -q \
-	  -m "not gpu and not slow" -k "not triton" $(call PARALLEL,load) $(ARGS)
+	FASTATTN_CPU_ISA=amx $(ON_UNIT) -m pytest tests -q $(call PARALLEL,load) \
+	  -k "amx and not cpuid or contract and not gpu and not slow and not triton" $(ARGS)
 else
 	@echo "make test-unit: nothing to do. It is for CPUs with AVX512-BF16 and without AMX."
 endif
