@@ -174,9 +174,8 @@ struct Band {
 // Computes the weights of those rows of a band that `rows` has, a bit each, and adds them to the
 // sums if `adds`. Leaves out rows with a weight above 2^kSlack, and returns these.
 template <Masking kMasking, typename Logit, typename Sink>
-[[gnu::noinline]] static uint32_t weigh_band(const MaskTile& mask, const Band& band,
-                                             const RowState& state, Logit logit, const Sink sink,
-                                             uint32_t rows, bool adds) {
+static uint32_t weigh_band(const MaskTile& mask, const Band& band, const RowState& state,
+                           Logit logit, const Sink sink, uint32_t rows, bool adds) {
   using Row = decltype(sink.row(0));
   [[maybe_unused]] constexpr float kMost = 1 << (Row::kSlack + Row::kOctaves);
   const int64_t begin = band.begin, count = band.end - begin, cols = band.cols;
