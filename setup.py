@@ -105,15 +105,16 @@ def wanted(variable: str, known: list[str]) -> list[str]:
 
 
 def isa_flags(target: str) -> dict[str, list[str]]:
-    """The ISAs of a compiler's target triple and their flags, each a superset of the one before."""
+    """The flags of a compiler's target triple by ISA. Each has the instructions of the one before."""
     table: dict[str, list[str]] = {"baseline": []}  # SSE2 on x86-64, NEON on aarch64
     if target.split("-")[0] in ("x86_64", "amd64"):
         avx2 = "-mavx2 -mfma -mf16c".split()
         avx512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512".split()
         table["avx2"] = avx2
         table["avx512"] = avx2 + avx512
-        table["avx512_bf16"] = avx2 + avx512 + ["-mavx512bf16"]
-        table["amx"] = [*table["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
+        bf16 = [*avx2, *avx512, "-mavx512bf16"]
+        table["avx512_bf16"] = [*bf16, "-mtune=cooperlake"]  # docs/decisions/0032
+        table["amx"] = [*bf16, "-mamx-tile", "-mamx-bf16"]
         # GCC knows no -mamx-fp16 before 13: the kernels write that instruction as bytes.
         table["amx_fp16"] = [*table["amx"], "-mavx512fp16", "-DFASTATTN_AMX_FP16=1"]
     return table
