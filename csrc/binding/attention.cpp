@@ -39,20 +39,22 @@ namespace fastattn::binding {
 namespace {
 
 struct Results {
-  Tensor out, lse, weights, stats;
+  Tensor out, weights, stats;
+  OptTensor lse;
 };
 
-Results run_forward(const Operands& in) {
+Results run_forward(const Operands& in, bool wants_lse) {
   ForwardParams p{};
   fill_problem(in, &p);
 
   const Tensor& q = in.q;
   Tensor out = empty_out(q, p, result_dtype(in));
-  Tensor lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
+  OptTensor lse;
+  if (wants_lse) lse = empty(q, {p.B, p.H, p.M}, ScalarType::Float);
   Tensor stats = empty(q, {p.B, p.H, p.M, 2}, ScalarType::Float);
   Tensor returned = empty(q, weights_shape(p), q.scalar_type());
   p.out = view_of(out, "out", {p.B, p.H, p.M, p.E});
-  p.lse = static_cast<float*>(lse.data_ptr());
+  p.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
   p.stats = static_cast<float*>(stats.data_ptr());
   if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
   if (p.H == 0) torch::stable::zero_(returned);  // the mean over no heads, which no kernel writes
@@ -61,15 +63,15 @@ Results run_forward(const Operands& in) {
   const OptTensor workspace = workspace_of(q, device::forward_workspace_bytes(p));
   p.workspace = workspace ? workspace->data_ptr() : nullptr;
   current.forward(p);
-  return {out, lse, returned, stats};
+  return {out, returned, stats, lse};
 }
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
   Arguments arguments(stack, count);
   const Operands in = take_operands(arguments);
   arguments.end();
-  const auto [out, lse, weights, stats] = run_forward(in);
-  put(stack, out, lse, weights, stats);
+  const auto [out, weights, stats, lse] = run_forward(in, true);
+  put(stack, out, *lse, weights, stats);
 }
 
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
@@ -257,7 +259,7 @@ std::tuple<Tensor, Tensor> attend_tokens(const Inputs& inputs, const Projection&
   if (mask) mask_keys(*mask, &in);
   in.scale = scale;
   in.weights = weights;
-  const Results found = run_forward(in);
+  const Results found = run_forward(in, false);
   const int64_t T = q.size(0) * q.size(2), F = H * q.size(3);
   return {projection::view(found.out, {T, F}, {F, 1}), found.weights};
 }

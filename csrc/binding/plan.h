@@ -348,12 +348,12 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
   const std::vector<Result>& like = given.any_length() ? own : plan.results;
   const int64_t rows = p.B * p.H * p.M, workspace = device::forward_workspace_bytes(p);
   const int64_t made = made_bytes(plan, given);
-  const Scratch memory = scratch(workspace + made + 3 * rows * sizeof(float));
+  const Scratch memory = scratch(workspace + made + 2 * rows * sizeof(float));
   std::vector<Handle> results;
   if (memory == nullptr || !set_arguments(plan, given, memory.get() + workspace, &p)) return {};
   p.workspace = memory.get();
-  p.lse = reinterpret_cast<float*>(memory.get() + workspace + made);
-  p.stats = p.lse + rows;
+  p.lse = nullptr;  // no such call returns them
+  p.stats = reinterpret_cast<float*>(memory.get() + workspace + made);
   add_result(like[0], &results, &p.out.data);
   if (like.size() > 1) add_result(like[1], &results, &p.weights.data);
   if (given.needs_grad()) {

@@ -30,10 +30,10 @@ struct ForwardArgs {
     const int64_t row = ((b * p.H + h) * chunks + chunk - chunk0) * p.M + i;
     return static_cast<float*>(p.workspace) + row * plan.partial_stride;
   }
-  // Writes lse and stats of a finished row; returns the factor of its output.
+  // Writes lse, if anybody wants it, and stats of a finished row; returns the factor of its output.
   float write_row(int64_t b, int64_t h, int64_t i, float m, float l) const {
     const RowStats stats = row_stats(m, l);
-    p.lse[row(b, h, i)] = natural_lse(units, m, l);
+    if (p.lse != nullptr) p.lse[row(b, h, i)] = natural_lse(units, m, l);
     store_stats(stats, units, row(b, h, i), p.stats);
     return stats.factor;
   }
