@@ -67,7 +67,7 @@ struct Lead {
     return true;
   }
 
-  // One sample for all stays one. False if the batch dims are no single one in memory.
+  // One sample for all stays one. False if the batch dims cannot become one without a copy.
   bool as_four(const dlpack::Tensor& t, bool heads, FourDims* to) const {
     *to = {{1, 1, 1, 1}, {0, 0, 0, 0}};
     int left = t.ndim;

@@ -115,8 +115,8 @@ def remember(call: Call, result: Any, first: bool = False) -> None:
 def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | None:
     """None beside a bias of head and distance: its gradient is not that of the kernels' line.
 
-    None too if two masks are one tensor, which other such calls have two of, and if inputs
-    broadcast: their gradients are sums.
+    None too if two masks are one tensor: other such calls have two. None if inputs broadcast:
+    their gradients are sums.
     """
     known, given = call_cache.known_of(call), call.masks()
     if known is None or given is None or isinstance(call.bias, Relative):

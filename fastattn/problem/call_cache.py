@@ -69,7 +69,7 @@ _FLAGS = Call._fields.index("is_causal")  # from here on there are no tensors
 class Known(NamedTuple):
     """What was found out about a call whose tensors have the same dims before their rows.
 
-    ``batch`` is what stood before the head dim. ``p`` has no tensors of masks. ``masks`` are those
+    ``batch`` are the call's batch dims. ``p`` has no tensors of masks. ``masks`` are those
     that there are, and the bias: their numbers in ``Call.masks()``, and their shapes in a record.
     ``forward`` is the backend that takes calls without gradient from ``backend``, where their
     strides suit it.
@@ -100,7 +100,7 @@ class Known(NamedTuple):
         return q, k, v, weight
 
     def at(self, M: int, N: int) -> Known:
-        """The same of other lengths, on which the choice of a CPU does not depend."""
+        """The same for other lengths. On a CPU the choice of a backend does not depend on them."""
         return self._replace(p=dataclasses.replace(self.p, M=M, N=N))
 
     def around(self, given: list[Any] | None) -> tuple[Known, Tensor | None]:
