@@ -267,3 +267,12 @@ def test_any_nan_in_a_bias_reaches_what_its_row_reaches(isa, bits):
     assert found["out"][:, :, 3].isnan().all()
     assert not found["out"][:, :, 4:].isnan().any()
     assert found["grad_value"].isnan().all()
+
+
+def test_whole_bf16_tiles_of_tiny_values(isa):
+    """Products of tiles flush what is below 2^-126, so such values are multiplied in fp32."""
+    call = {x: torch.randn(1, 2, 64, 64).bfloat16() for x in ("query", "key", "value")}
+    call["value"] = call["value"] * 2.0**-122
+    ours, plain = attend(**call, backend="cpu"), attend(**call, backend="eager")
+    truth = attend(**{name: x.double() for name, x in call.items()}, backend="eager")
+    testing.assert_within_budget(ours, plain, truth, "out")
