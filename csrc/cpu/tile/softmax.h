@@ -51,11 +51,13 @@ class RowStates {
   RowState all_;
 };
 
-// Where the weights of a tile go: in place of its scores. A sink takes kVectors vectors of a row at
-// a time, zeros beyond its end, and uses kBits bits of each weight. Weights and their sums in
-// RowState are scaled by 2^kOctaves, and are at most 2^kSlack times that. kFlushes is that of
-// exp2_weight(). kKeepsScores: softmax can repeat a row. If such a sink has `over`, its
-// overwriting() gets the weights of all rows at the end.
+// A sink is where the weights of a tile go. It takes kVectors vectors of a row at a time, zeros
+// beyond the row's end, and uses kBits bits of each weight. Weights and their sums in RowState are
+// scaled by 2^kOctaves, and are at most 2^kSlack times that. kFlushes is that of exp2_weights(). A
+// sink with kKeepsScores leaves the scores, so that softmax can repeat a row. If such a sink has
+// `over`, its overwriting() gets the weights of all rows at the end.
+//
+// This one writes them over the scores.
 struct InPlace {
   static constexpr bool kKeepsScores = false;
   static constexpr bool kSkips = true;  // columns that a list lacks
@@ -70,8 +72,8 @@ struct InPlace {
   FASTATTN_MEMBER Row row(int64_t i) const { return {s + i * ld}; }
 };
 
-// The columns of a whole tile of most scores, of which kGroup vectors are weighed side by side. The
-// compiler knows their number: a row becomes one run of instructions.
+// All columns of a row in a whole tile, as most scores have it. The compiler knows their number,
+// and makes a row one run of instructions. kGroup vectors of a row are weighed side by side.
 struct WholeRow {
   static constexpr int64_t kColumns = kWidth == 16 ? 128 : 96;
   static constexpr int kGroup = kVectorRegisters == 32 ? 4 : 2;
@@ -79,7 +81,7 @@ struct WholeRow {
   static constexpr int64_t at(int64_t n) { return n * kWidth; }
 };
 
-// Returns a vector whose lanes are maxima of parts of a row of logits, without NaN: a NaN shows in
+// Returns a vector whose lanes are maxima of parts of a row of logits. NaN is left out: it shows in
 // the weights. kStores: scores become logits in place.
 template <bool kStores, Masking kMasking, typename Logit, typename Taken>
 FASTATTN_SIMD Vec maxima_of_row(const MaskTile::Row<kMasking> masked, Logit logit, Taken columns,
@@ -95,17 +97,17 @@ FASTATTN_SIMD Vec maxima_of_row(const MaskTile::Row<kMasking> masked, Logit logi
   return top;
 }
 
-// `sum`: of weights, by lanes. `most`: one lane is at least as large as the largest weight: the
-// sums if kSlack leaves room for them, else maxima.
-struct RowWeights {
-  Vec sum, most;
+// The sum of a row's weights, by lanes, and a bound: its largest lane is at least the largest
+// weight. The bound is the sum itself if kSlack leaves room for it, else the maximum, by lanes.
+struct RowTotals {
+  Vec sum, bound;
 };
 
-// Turns a row of logits into weights. logits(c) returns those from column c on. `drop` [cols], if
-// any, multiplies weights after they are summed.
+// Turns a row of logits into weights, and puts these into `to`. logits(c) returns the logits from
+// column c on. `drop` [cols], if any, multiplies weights after they are summed.
 template <int kGroup, typename Row, typename Logit, typename Logits, typename Taken>
-FASTATTN_SIMD RowWeights weigh_row(const Row to, Logit logit, Logits logits, Taken columns,
-                                   int64_t cols, float m, const float* drop) {
+FASTATTN_SIMD RowTotals weigh_row(const Row to, Logit logit, Logits logits, Taken columns,
+                                  int64_t cols, float m, const float* drop) {
   constexpr bool kRoom = Row::kSlack >= 8;
   const int64_t count = columns.count();
   Vec sum{}, top{};
@@ -146,8 +148,9 @@ FASTATTN_SIMD auto columns_of(const MaskTile& mask, int64_t i, int64_t cols) {
   else
     return AllColumns{cols};
 }
-// Calls f with what returns the columns of row i, and with how many vectors of them go side by
-// side, kLeast at least.
+
+// Calls f(columns, group). columns(i) returns the columns of row i, and `group` of their vectors
+// are weighed side by side: kLeast, or more in a whole tile.
 template <Masking kMasking, typename Sink, int kLeast, typename F>
 FASTATTN_SIMD auto with_columns(const MaskTile& mask, int64_t cols, F f) {
   if constexpr (kMasking == Masking::kNone || kMasking == Masking::kBias)
@@ -168,11 +171,13 @@ struct Band {
   const float* drop;  // factors of dropout [end - begin, ld_drop], or nullptr
   int64_t ld_drop;
 
-  uint32_t all() const { return (2u << (end - begin - 1)) - 1; }
+  // A bit for each row.
+  uint32_t all_rows() const { return (2u << (end - begin - 1)) - 1; }
 };
 
-// Computes the weights of those rows of a band that `rows` has, a bit each, and adds them to the
-// sums if `adds`. Leaves out rows with a weight above 2^kSlack, and returns these.
+// Computes the weights of those rows of a band whose bits `rows` has, and adds them to the sums if
+// `adds`. Weights of a row with one above 2^kSlack are not added. Returns the bits of such rows.
+// A function of its own that calls nothing: constants are loaded once for all rows.
 template <Masking kMasking, typename Logit, typename Sink>
 static uint32_t weigh_band(const MaskTile& mask, const Band& band, const RowState& state,
                            Logit logit, const Sink sink, uint32_t rows, bool adds) {
@@ -182,7 +187,7 @@ static uint32_t weigh_band(const MaskTile& mask, const Band& band, const RowStat
   const int64_t ld = band.ld, ld_drop = band.ld_drop;
   float *const scores = band.s + begin * ld, *const sums = state.l + begin * kWidth;
   const float *const alpha = state.alpha + begin, *const drop = band.drop;
-  alignas(64) float shifts[kWidth];  // a maximum of -inf would make NaN of -inf
+  alignas(64) float shifts[kWidth];  // maxima, but not -inf: -inf minus -inf is NaN
   store(shifts, max(load(state.m + begin), splat(-__FLT_MAX__)));
   uint32_t above = 0;
   const auto weigh = [&](auto columns, auto group) __attribute__((always_inline)) {
@@ -194,13 +199,13 @@ static uint32_t weigh_band(const MaskTile& mask, const Band& band, const RowStat
         masked.prefetch_next(c);
         return Sink::kKeepsScores ? masked(load(s + c), logit, c) : load(s + c);
       };
-      const RowWeights w =
+      const RowTotals totals =
           weigh_row<group>(sink.row(begin + n), logit, logits, columns(begin + n), cols, shifts[n],
                            drop == nullptr ? nullptr : drop + n * ld_drop);
-      if (Sink::kKeepsScores && any_above(w.most, kMost)) {
+      if (Sink::kKeepsScores && any_above(totals.bound, kMost)) {
         above |= 1u << n;
       } else if (adds) {
-        store(sums + n * kWidth, load(sums + n * kWidth) * alpha[n] + w.sum);
+        store(sums + n * kWidth, load(sums + n * kWidth) * alpha[n] + totals.sum);
       }
     }
   };
@@ -223,8 +228,10 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
   float *const m = state.m, *const alpha = state.alpha;
   Band band = {
       0, 0, at.cols, s, ld, dropout.enabled ? drop : nullptr, round_up(at.cols, 4 * kWidth)};
-  // After a failed try, m rises to the true maximum, else the next tile would fail as well.
+  // How far a logit may exceed m before m rises. After a failed try m rises to the true maximum,
+  // else the next tile would fail as well.
   const float slack = kKeeps ? 0.f : __builtin_fminf(Row::kSlack / logit.unit, __FLT_MAX__);
+  // Returns what rescales the sums of row i.
   const auto search = [&](int64_t i) __attribute__((always_inline)) {
     const Vec top = with_columns<kMasking, Sink, 1>(
         mask, at.cols, [&](auto columns, auto) __attribute__((always_inline)) {
@@ -237,21 +244,21 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
     if (dropout.enabled)
       for (int64_t i = i0; i < band.end; ++i)
         dropout_row(dropout, at, i, drop + (i - i0) * band.ld_drop);
-    const VecI first = (load(m + i0) == splat(-kInf)) | (load(alpha + i0) != splat(1.f));
-    if (!kKeeps || any_lane(first))
+    const VecI must_search = (load(m + i0) == splat(-kInf)) | (load(alpha + i0) != splat(1.f));
+    if (!kKeeps || any_lane(must_search))
       for (int64_t i = i0; i < band.end; ++i)
         alpha[i] = !kKeeps || m[i] == -kInf || alpha[i] != 1.f ? search(i) : 1.f;
     const auto weigh = [&](const auto into, uint32_t rows, bool adds) {
       return weigh_band<kMasking>(mask, band, state, logit, into, rows, adds);
     };
     if constexpr (kKeeps) {
-      const uint32_t above = weigh(sink, band.all(), !sink.over);
+      const uint32_t above = weigh(sink, band.all_rows(), !sink.over);
       if (above == 0 && !sink.over) continue;
       for (int64_t i = i0; i < band.end; ++i)
         if (above >> (i - i0) & 1) alpha[i] *= search(i);
-      sink.over ? weigh(sink.overwriting(), band.all(), true) : weigh(sink, above, true);
+      sink.over ? weigh(sink.overwriting(), band.all_rows(), true) : weigh(sink, above, true);
     } else {
-      weigh(sink, band.all(), true);
+      weigh(sink, band.all_rows(), true);
     }
   }
 }
