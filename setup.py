@@ -105,7 +105,7 @@ def wanted(variable: str, known: list[str]) -> list[str]:
 
 
 def isa_flags(target: str) -> dict[str, list[str]]:
-    """The flags of a compiler's target triple by ISA. Each has the instructions of the one before."""
+    """The flags of a target triple by ISA. Each has the instructions of the one before."""
     table: dict[str, list[str]] = {"baseline": []}  # SSE2 on x86-64, NEON on aarch64
     if target.split("-")[0] in ("x86_64", "amd64"):
         avx2 = "-mavx2 -mfma -mf16c".split()

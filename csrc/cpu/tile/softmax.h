@@ -177,7 +177,7 @@ struct Band {
 
 // Computes the weights of those rows of a band whose bits `rows` has, and adds them to the sums if
 // `adds`. Weights of a row with one above 2^kSlack are not added. Returns the bits of such rows.
-// It calls nothing, so that constants are loaded once for all rows.
+// Nothing is called, so that constants are loaded once for all rows.
 template <Masking kMasking, typename Logit, typename Sink>
 static uint32_t weigh_band(const MaskTile& mask, const Band& band, const RowState& state,
                            Logit logit, const Sink sink, uint32_t rows, bool adds) {
