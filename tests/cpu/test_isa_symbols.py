@@ -86,7 +86,8 @@ def test_x86_isas_go_from_narrow_to_wide(target):
     table = load_setup().isa_flags(target)
     assert list(table) == ["baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16"]
     assert table["baseline"] == []
-    flags = [set(isa) for isa in table.values()]
+    # Not what orders instructions for a processor, and adds none.
+    flags = [{flag for flag in isa if not flag.startswith("-mtune=")} for isa in table.values()]
     assert all(narrow < wide for narrow, wide in pairwise(flags))
 
 
