@@ -137,7 +137,7 @@ SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CX
   FASTATTN_EXTENSION=$(CURDIR)/build/sanitize/_C.abi3.so $(PY)
 sanitize-cpu: $(READY)
 	CXXFLAGS="-O1 -fexpensive-optimizations -g1 $(SANITIZERS) -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
-	$(SANITIZED_PY) -m pytest tests/cpu tests/binding tests/backends/test_direct.py tests/functional/test_repeated.py -q -p no:cacheprovider --capture=sys \
+	$(SANITIZED_PY) -m pytest tests/cpu tests/binding tests/backends/test_direct*.py tests/functional/test_repeated.py -q -p no:cacheprovider --capture=sys \
 	  --ignore tests/binding/test_standalone.py --ignore tests/cpu/test_isa_symbols.py $(ARGS)
 	$(SANITIZED_PY) tests/fuzz.py --problems 300 --seed 0
 
