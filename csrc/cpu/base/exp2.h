@@ -31,7 +31,7 @@ FASTATTN_SIMD Vec exp(Vec x) {
   return exp2_fraction(rest * kLog2e) * power_of_2(shifted);
 }
 
-// x = 2^(x + kOctaves) for the x of a softmax, which is at most a little above 0. tanh.h has x up
+// Each x becomes 2^(x + kOctaves). The x of a softmax are at most a little above 0. tanh.h has x up
 // to 125, which are right as well. This saves 6 operations, 9 with AVX-512. 0 gives exactly
 // 2^kOctaves, -inf gives exactly 0, NaN stays NaN. A result below 2^-126 may be any number that
 // small. The error is at most 1.1 ulp. Where only kBits bits are used, it is 2^-18.4 of the result

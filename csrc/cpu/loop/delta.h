@@ -46,6 +46,7 @@ static void add_masked_terms(const BackwardArgs& args, const MaskTile& mask, con
     const auto masked = mask.row<kMasking>(i);
     Vec sum = load(to.sum + i * kWidth);
     for (int64_t c = 0; c < at.cols; c += kWidth) {
+      masked.prefetch_next(c);
       const Vec s = masked(load(to.s + i * to.ld + c), logit, c);
       Vec term = known_weight(s, logit, stats) * load(to.grad_weights + c);
       if (p.dropout.enabled) term *= load(to.drop + c);

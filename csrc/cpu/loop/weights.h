@@ -31,8 +31,10 @@ FASTATTN_SHARED void logits_of(const MaskTile& mask, LinearLogit logit, int64_t 
   mask.with_masking([&](auto masking) {
     for (int64_t i = 0; i < rows; ++i) {
       const auto masked = mask.row<masking>(i);
-      for (int64_t c = 0; c < cols; c += kWidth)
+      for (int64_t c = 0; c < cols; c += kWidth) {
+        masked.prefetch_next(c);
         store(to + i * ld + c, masked(load(s + i * ld_s + c), logit, c));
+      }
     }
   });
 }

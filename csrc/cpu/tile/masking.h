@@ -150,7 +150,7 @@ class MaskTile {
         return s;
       }
     }
-    // For a loop that has time: many prefetches at once would hold up the loads behind them.
+    // For loops that compute: many prefetches at once would hold up the loads behind them.
     FASTATTN_MEMBER void prefetch_next([[maybe_unused]] int64_t c) const {
       if constexpr (kMasking == Masking::kBias) __builtin_prefetch(next + c, 0, 2);
     }

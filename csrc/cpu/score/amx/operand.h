@@ -64,8 +64,8 @@ struct Window {
 };
 constexpr Window kAnyBf16 = {0x1p-60f, 0x1p60f};
 
-// Whether all numbers of a bf16 matrix are 0 or within a window. Then its rows are. This looks at a
-// row of 64 numbers in 10 instructions, where a bound of its own takes 60.
+// Whether all numbers of a bf16 matrix are 0 or within a window. Then every row fits. A row of 64
+// numbers takes 10 instructions here, and 60 where each row is compared by itself.
 static bool all_within(const Matrix& from, Window window) {
   using Halves = uint16_t __attribute__((vector_size(64)));
   constexpr int64_t kHalves = sizeof(Halves) / 2;
