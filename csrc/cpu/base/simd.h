@@ -51,6 +51,7 @@ typedef int32_t VecI __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t VecU __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t VecHalf __attribute__((vector_size(kWidth * 2)));  // bits of bf16 or fp16
 typedef int8_t VecBytes __attribute__((vector_size(kWidth)));
+typedef int8_t WideBytes __attribute__((vector_size(kWidth * 4)));
 typedef uint64_t VecU64 __attribute__((vector_size(kWidth * 8)));
 
 constexpr float kLog2e = 1.44269504088896340736f;
@@ -167,6 +168,8 @@ FASTATTN_SIMD void interleave4(Vec (&x)[4]) {
 FASTATTN_SIMD bool any_lane(VecI x) {
 #if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
   return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif defined(__AVX__) && FASTATTN_VECTOR_WIDTH == 8
+  return _mm256_testz_si256((__m256i)x, (__m256i)x) == 0;
 #else
   int64_t words[kWidth / 2], any = 0;
   std::memcpy(words, &x, sizeof(x));

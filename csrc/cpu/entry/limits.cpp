@@ -18,7 +18,7 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-constexpr int kChains = kVectorRegisters == 32 ? 12 : 8;
+constexpr int kChains = 12;
 
 // What a loop has made goes here, or the compiler would leave the loop out.
 FASTATTN_SIMD void consume(Vec x) {

@@ -147,18 +147,22 @@ bool MaskTile::look_at_plain_bias() {
 }
 
 MaskTile::Kept MaskTile::kept_by_mask() const {
+  constexpr int64_t kBytes = sizeof(WideBytes);
   const DenseMask dense = dense_from(p_.mask, b_, h_, i0_, j0_);
-  if (dense.stride_n != 1 || cols_ % kWidth != 0) return Kept::kSome;
-  const uint8_t* const from = dense.data + dense.offset;
-  VecBytes any{}, dropped{};
-  for (int64_t i = 0; i < (dense.stride_m == 0 ? 1 : rows_); ++i)
-    for (int64_t c = 0; c < cols_; c += kWidth) {
-      const auto bytes = load_lanes<VecBytes>(from + i * dense.stride_m + c);
+  const int64_t cols = cols_;
+  if (dense.stride_n != 1 || cols < kBytes) return Kept::kSome;
+  const uint8_t* from = dense.data + dense.offset;
+  WideBytes any{}, dropped{};
+  for (int64_t i = 0; i < (dense.stride_m == 0 ? 1 : rows_); ++i, from += dense.stride_m) {
+    for (int64_t c = 0; c < cols; c += kBytes) {  // the last bytes may be looked at twice
+      const auto bytes = load_lanes<WideBytes>(from + min64(c, cols - kBytes));
       any |= bytes;
       dropped |= bytes == 0;
     }
-  const auto set = [](VecBytes x) { return any_lane(__builtin_convertvector(x != 0, VecI)); };
-  return !set(any) ? Kept::kNone : set(dropped) ? Kept::kSome : Kept::kAll;
+    __builtin_prefetch(from + cols, 0, 2);  // for the next tile
+    __builtin_prefetch(from + cols + 64, 0, 2);
+  }
+  return !any_lane((VecI)any) ? Kept::kNone : any_lane((VecI)dropped) ? Kept::kSome : Kept::kAll;
 }
 
 void MaskTile::put_bias(int64_t i, float* to) const {
@@ -176,34 +180,35 @@ template <bool kOver>
 void MaskTile::put_keep(int64_t i, float* to) const {
   const DenseMask dense = dense_from(p_.mask, b_, h_, i0_ + i, j0_);
   const uint8_t* const from = dense.data + dense.offset;
-  const int64_t whole = dense.stride_n == 1 ? cols_ / kWidth * kWidth : 0;
-  for (int64_t c = 0; c < cols_; c += kWidth) {
-    VecBytes bytes{};
-    if (c < whole) {
-      bytes = load_lanes<VecBytes>(from + c);
-    } else {
-      for (int64_t lane = 0; lane < kWidth && c + lane < cols_; ++lane)
-        bytes[lane] = static_cast<int8_t>(from[(c + lane) * dense.stride_n]);
-    }
+  const int64_t cols = cols_, whole = dense.stride_n == 1 ? cols / kWidth * kWidth : 0;
+  const auto put = [&](int64_t c, VecBytes bytes) __attribute__((always_inline)) {
     const VecI dropped = __builtin_convertvector(bytes == 0, VecI);  // all bits set, or none
-    store(to + c, dropped ? splat(-kInf) : kOver ? load(to + c) : Vec{});
+    const Vec gone = from_bits(dropped & bits_of(splat(-kInf)));
+    store(to + c, kOver ? dropped ? gone : load(to + c) : gone);
+  };
+  for (int64_t c = 0; c < whole; c += kWidth) put(c, load_lanes<VecBytes>(from + c));
+  for (int64_t c = whole; c < cols; c += kWidth) {
+    VecBytes bytes{};
+    for (int64_t lane = 0; lane < kWidth && c + lane < cols; ++lane)
+      bytes[lane] = static_cast<int8_t>(from[(c + lane) * dense.stride_n]);
+    put(c, bytes);
   }
 }
 
 void MaskTile::put_interval(int64_t i, float* to) const {
   const auto interval = row<Masking::kIntervals>(i);
-  for (int64_t c = 0; c < cols_; c += kWidth)
+  for (int64_t c = 0, cols = cols_; c < cols; c += kWidth)
     store(to + c, interval.inside(c) ? load(to + c) : splat(-kInf));
 }
 
-void MaskTile::look(const float* row, Seen& seen) const {
-  for (int64_t c = 0; c < cols_; c += kWidth) {
-    const Vec addend = load(row + c);
-    const VecI gone = addend == splat(-kInf);
-    seen.kept |= ~gone;
-    seen.masked |= c + kWidth <= cols_ ? gone : gone & (iota() < static_cast<int32_t>(cols_ - c));
-    seen.biased |= bits_of(addend);
+MaskTile::Seen MaskTile::look(const float* row, Seen seen) const {
+  for (int64_t c = 0, cols = cols_; c < cols; c += kWidth) {
+    const VecI bits = bits_of(load(row + c)), gone = bits == bits_of(splat(-kInf));
+    seen.dropped &= gone;
+    seen.masked |= c + kWidth <= cols ? gone : gone & (iota() < static_cast<int32_t>(cols - c));
+    seen.biased |= bits;
   }
+  return seen;
 }
 
 int64_t MaskTile::last_kept(int64_t cols, int64_t rows) const {
@@ -218,16 +223,16 @@ int64_t MaskTile::build_addend(int64_t in_interval) {
   const bool one_row = !dense_varies_by_row(p_.mask) &&
                        (p_.bias.data == nullptr || p_.bias.stride_r == 0) && !masked_;
   addend_stride_ = one_row ? 0 : block_n_;
-  Seen seen{};
+  Seen seen = {VecI{} == 0, {}, {}};
   for (int64_t i = 0; i < (one_row ? 1 : rows_); ++i) {
     float* const row = addend_ + i * addend_stride_;
     if (p_.bias.data != nullptr) put_bias(i, row);
     if (has_dense(p_.mask))
       p_.bias.data == nullptr ? put_keep<false>(i, row) : put_keep<true>(i, row);
     if (begin_[i] > 0 || end_[i] < round_up(cols_, kWidth)) put_interval(i, row);
-    look(row, seen);
+    seen = look(row, seen);
   }
-  if (!any_lane(seen.kept)) return 0;
+  if (!any_lane(~seen.dropped)) return 0;
   masked_ = any_lane(seen.masked);
   const bool plain = !masked_ && !any_lane(seen.biased) && cols_ % kWidth == 0;
   masking_ = !plain ? Masking::kAddend : p_.bias.data == nullptr ? Masking::kNone : Masking::kBias;

@@ -223,10 +223,11 @@ class MaskTile {
 
   inline void put_interval(int64_t i, float* to) const;
 
+  // Of all rows of an addend: lanes that no vector keeps, that some pair lacks, and bits of biases.
   struct Seen {
-    VecI kept, masked, biased;
+    VecI dropped, masked, biased;
   };
-  inline void look(const float* row, Seen& seen) const;
+  inline Seen look(const float* row, Seen seen) const;
 
   const AttentionParams& p_;
   int64_t block_n_;

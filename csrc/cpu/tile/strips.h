@@ -122,13 +122,16 @@ static inline void multiply_strips(ByCols a, const Strips& strips, int64_t depth
 }
 
 #ifdef FASTATTN_SHARED_CODE
-// Calls f(rows, vectors, row, vector), the first two as constants, for blocks of a strip.
+// Calls f(rows, vectors, row, vector), the first two as constants, for blocks of a strip. Of 2
+// vectors, 4 rows have just the sums that hide the latency of two units. So 6 rows go first.
 template <typename F>
 FASTATTN_SIMD void in_blocks(int64_t rows, int64_t vectors, F f) {
   int64_t n = 0;
   const auto take = [&](auto count) __attribute__((always_inline)) {
     for (; n + count <= vectors; n += count) {
       int64_t r = 0;
+      if constexpr (kTileVecs == 2)
+        for (; r + 6 <= rows; r += 6) f(std::integral_constant<int, 6>{}, count, r, n);
       for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, count, r, n);
       for (; r < rows; ++r) f(std::integral_constant<int, 1>{}, count, r, n);
     }
@@ -146,12 +149,12 @@ FASTATTN_SIMD void listed_columns(ByRows a, const float* b, int64_t ldb, const i
     Vec bk[kVecs];
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) bk[v] = load(b + k * ldb + listed[v]);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) acc[r][v] += splat(a.at(r, k)) * bk[v];
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
@@ -185,12 +188,12 @@ FASTATTN_SIMD void listed_depth(ByRows a, Columns own, int64_t depth, const floa
       Vec bk[kVecs];
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) bk[v] = load(b + k * ldb + v * kWidth);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) acc[r][v] += splat(a.at(r, k)) * bk[v];
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
