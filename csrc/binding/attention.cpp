@@ -310,7 +310,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
 static const binding::Definitions definitions;
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
-  m.impl("onednn_from", TORCH_BOX(&fastattn::projection::onednn_from));
+  m.impl("linear_from", TORCH_BOX(&fastattn::projection::linear_from));
   m.impl("cpu_isa", TORCH_BOX(&binding::cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&binding::cpu_isas));
   m.impl("select_cpu_isa", &binding::select_by_name<fastattn::cpu::select_isa>);

@@ -205,12 +205,12 @@ inline Tensor linear_in_float(const Tensor& x, const Tensor& weight, const OptTe
   return y;
 }
 
-// Whether torch's product of a half dtype is slower than linear_in_float(): where oneDNN does not
-// take the dtype, torch's own loops multiply. With AVX2 these have an eighth of float32's rate:
-// docs/decisions/0018. With AVX-512 their rate was not measured.
-inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype, [[maybe_unused]] int64_t tokens) {
+// Whether torch's products of a half dtype are slower than linear_in_float(): where oneDNN does not
+// take the dtype, torch's own loops multiply. With AVX2 these have an eighth of float32's rate, and
+// a fiftieth where weights lie column by column, as those of a gradient do: docs/decisions/0018.
+// With AVX-512 their rate was not measured.
+inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype) {
 #ifdef __x86_64__
-  constexpr int64_t kFewest = 4;  // fewer tokens only read the weights (Zen 3)
   static const bool wide = __builtin_cpu_supports("avx512f");
   // A torch without oneDNN does not have these operators.
   const auto takes = [](const char* name) {
@@ -220,10 +220,18 @@ inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype, [[maybe_unused
   };
   static const bool bf16 = takes("mkldnn::_is_mkldnn_bf16_supported");
   static const bool fp16 = takes("mkldnn::_is_mkldnn_fp16_supported");
-  return tokens >= kFewest && !wide && !(dtype == ScalarType::BFloat16 ? bf16 : fp16);
+  return !wide && !(dtype == ScalarType::BFloat16 ? bf16 : fp16);
 #else
   return false;
 #endif
+}
+
+// From how many multiply-adds on linear() takes less time than aten::linear, gradients included. A
+// few tokens of a half dtype gain nothing, but the product in their gradients does.
+inline int64_t linear_from(ScalarType dtype) {
+  if (dtype == ScalarType::Float) return onednn_from();
+  const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+  return half && is_faster_in_float(dtype) ? 1 : kNever;
 }
 
 // y [T, F] from x [T, E], weight [F, E] and bias [F]; contiguous.
@@ -235,8 +243,10 @@ inline Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bia
   const bool copies = x.scalar_type() == ScalarType::BFloat16 && bias.has_value();
   if (copies && onednn_from() != kNever && x.size(0) * weight.numel() > 0)
     return linear_by_onednn(x, weight, bias);
-  return is_faster_in_float(x.scalar_type(), x.size(0)) ? linear_in_float(x, weight, bias)
-                                                        : call("aten::linear", x, weight, bias);
+  constexpr int64_t kFewest = 4;  // fewer tokens only read the weights, row by row (Zen 3)
+  const bool many = x.size(0) >= kFewest || weight.stride(1) != 1;
+  return many && is_faster_in_float(x.scalar_type()) ? linear_in_float(x, weight, bias)
+                                                     : call("aten::linear", x, weight, bias);
 }
 
 }  // namespace fastattn::projection

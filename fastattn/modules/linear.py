@@ -1,7 +1,9 @@
-"""Linear layers of float32 by the faster of the two libraries that torch has for CPUs.
+"""Linear layers by the fastest matrix product that torch has for a CPU.
 
 torch multiplies float32 by MKL, which uses half of what newer processors of AMD can do. oneDNN uses
-all of it, and torch ships that too. docs/decisions/0016 has the rates.
+all of it, and torch ships that too. Half types are multiplied by loops of torch's own where oneDNN
+does not take them. A product in float32 is 8 to 60 times faster. docs/decisions/0016 and 0018 have
+the rates.
 """
 
 from __future__ import annotations
@@ -16,17 +18,23 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import autograd
 from fastattn.backends import operators
+from fastattn.problem import arguments
 
 PLAIN = {Tensor, nn.Parameter, type(None)}
 _multiply = operators.linear
-# From how many multiply-adds on oneDNN is faster here, as csrc/binding/linear.h says.
-_FROM: float = float("inf")
+# From how many multiply-adds on it is faster here than F.linear, as csrc/binding/linear.h says.
+_FROM: dict[torch.dtype, int] = {}
 if operators.EXTENSION_ERROR is None:
-    _FROM = torch.ops.fastattn.onednn_from()
+    for _dtype in (torch.float32, torch.bfloat16, torch.float16):
+        _FROM[_dtype] = torch.ops.fastattn.linear_from(_dtype)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x ``[..., E]`` times weight ``[F, E]`` transposed, plus bias ``[F]``."""
+    if _autocast_is_slow(x):
+        cast = arguments.autocast("dot", x, weight, bias)
+        with arguments.no_autocast("cpu"):
+            return forward(*cast)
     if not _is_faster(x, weight, bias):
         return F.linear(x, weight, bias)
     needed = autograd.needs_autograd(x, weight, bias)
@@ -59,13 +67,21 @@ def is_only_linear(layer: nn.Module) -> bool:
     )
 
 
+def _autocast_is_slow(x: Tensor) -> bool:
+    """Whether autocast would give ``x`` a type whose products F.linear makes slowly."""
+    if torch.compiler.is_compiling() or not arguments.autocasts("cpu"):
+        return False
+    cast = torch.get_autocast_dtype("cpu")
+    return x.is_cpu and _FROM.get(cast) == 1
+
+
 def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether oneDNN is faster, and only the time would differ."""
+    """Whether ``_multiply`` is faster, and only the time would differ."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or x.is_nested:  # sizes are symbols
         return False
-    if x.dtype is not torch.float32 or x.dim() < 2 or weight.dim() != 2:
+    if x.dtype not in _FROM or x.dim() < 2 or weight.dim() != 2:
         return False
-    if x.numel() * weight.shape[0] < _FROM or x.shape[-1] != weight.shape[1]:
+    if x.numel() * weight.shape[0] < _FROM[x.dtype] or x.shape[-1] != weight.shape[1]:
         return False
     if not is_direct(x, weight, bias):
         return False

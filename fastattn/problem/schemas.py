@@ -135,13 +135,13 @@ MULTI_HEAD_ATTENTION = {
 # x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].
 LINEAR = {"linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"}
 # The instruction set of the CPU kernels; those that run here, widest first; and forcing one of them
-# ("auto": the widest that CPUID shows). And from how many multiply-adds on oneDNN computes a linear
-# layer of float32 in less time.
+# ("auto": the widest that CPUID shows). And from how many multiply-adds on ``linear`` takes less time
+# than F.linear.
 CPU_ISA = {
     "cpu_isa": "() -> str",
     "cpu_isas": "() -> str[]",
     "select_cpu_isa": "(str name) -> bool",
-    "onednn_from": "() -> int",
+    "linear_from": "(ScalarType dtype) -> int",
 }
 # The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h. And forcing
 # one, as FASTATTN_CPU_PATH does ("auto": none).

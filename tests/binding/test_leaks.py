@@ -47,7 +47,7 @@ CASES = {
     "select_cpu_isa": lambda: ("no instruction set has a name of so many letters",),
     "select_cpu_path": lambda: ("no path has a name of so many letters",),
     "linear": lambda: (torch.randn(1, 1), torch.randn(3, 1), torch.randn(3)),
-    "onednn_from": tuple,
+    "linear_from": lambda: (torch.bfloat16,),
     "cpu_loop": lambda: (torch.ones(256), 8, 1),  # which reads the memory
 }
 UNTESTED = {"cpu_isa", "cpu_isas", "cpu_path", "cuda_forward", "cuda_backward"}

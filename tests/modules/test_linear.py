@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN: the same numbers as F.linear, where nobody could tell."""
+"""Linear layers by the fastest product: the same numbers as F.linear, where nobody could tell."""
 
 import pytest
 import torch
@@ -15,18 +15,20 @@ pytestmark = [
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN"),
 ]
 T, E, FEATURES = 65, 48, 80
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """oneDNN takes every product, on any CPU. Returns the list of its calls."""
+    """The operator takes every product, on any CPU. Returns the list of its calls."""
     made = []
 
     def multiply(*arguments, original=linear._multiply):
         made.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(linear, "_FROM", 1)
+    monkeypatch.setattr(linear, "_FROM", dict.fromkeys(DTYPES, 1))
     monkeypatch.setattr(linear, "_multiply", multiply)
     return made
 
@@ -50,10 +52,11 @@ def gradients(function, tensors, twice=False):
     return out, *grads, *torch.autograd.grad(square, [*tensors[:2], upstream])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(T,), (5, 13), (2, 3, 7), (1, 1)])
-def test_results_and_gradients(calls, shape, bias):
-    tensors = drawn(shape, bias)
+def test_results_and_gradients(calls, shape, bias, dtype):
+    tensors = drawn(shape, bias, dtype)
     double = [x.double() for x in tensors]
     found = gradients(linear.forward, tensors)
     assert len(calls) == 3
@@ -79,7 +82,7 @@ def every_other(x):
 LAYOUTS = (torch.clone, columns_first, with_gaps, every_other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [256, 1024, 1025, 2050])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_and_long_sums(layout, depth, dtype):
@@ -94,7 +97,7 @@ def test_layouts_and_long_sums(layout, depth, dtype):
         assert found.is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1)])
 def test_small_sizes(sizes, dtype):
     tokens, depth, features = sizes
@@ -102,6 +105,26 @@ def test_small_sizes(sizes, dtype):
     x, weight, bias = (torch.ones(shape, dtype=dtype) for shape in shapes)
     found = torch.ops.fastattn.linear(x, weight, bias)
     assert torch.equal(found, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_under_autocast(calls, dtype):
+    """The tensors become what autocast makes of them, and their gradients float32 again."""
+    tensors = drawn()
+
+    def cast(function):
+        def call(*tensors):
+            with torch.autocast("cpu", dtype):
+                return function(*tensors)
+
+        return call
+
+    found, peer = gradients(cast(linear.forward), tensors), gradients(cast(F.linear), tensors)
+    assert len(calls) == 3
+    truth = gradients(F.linear, [x.double() for x in tensors])
+    for ours, theirs, right in zip(found, peer, truth, strict=True):
+        assert ours.dtype is theirs.dtype
+        testing.assert_within_budget(ours, theirs, right)
 
 
 def test_second_derivatives(calls):
@@ -149,12 +172,11 @@ class TestWhoCouldTell:
         assert not calls
 
     def test_small_products(self, monkeypatch):
-        monkeypatch.setattr(linear, "_FROM", T * E * FEATURES + 1)
+        monkeypatch.setitem(linear._FROM, torch.float32, T * E * FEATURES + 1)
         linear.forward(*drawn())
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-    def test_other_dtypes(self, dtype):
-        linear.forward(*drawn(dtype=dtype))
+    def test_another_dtype(self):
+        linear.forward(*drawn(dtype=torch.float64))
 
     def test_one_token(self):
         linear.forward(*drawn(()))
@@ -167,7 +189,8 @@ class TestWhoCouldTell:
             linear.forward(*drawn())
         assert counter.get_total_flops() == 2 * T * E * FEATURES
 
-    def test_autocast(self):
+    def test_autocast_to_a_type_that_torch_multiplies_fast(self, monkeypatch):
+        monkeypatch.setitem(linear._FROM, torch.bfloat16, T * E * FEATURES + 1)
         with torch.autocast("cpu", torch.bfloat16):
             assert linear.forward(*drawn()).dtype is torch.bfloat16
 
