@@ -135,8 +135,8 @@ MULTI_HEAD_ATTENTION = {
 # x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].
 LINEAR = {"linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"}
 # The instruction set of the CPU kernels; those that run here, widest first; and forcing one of them
-# ("auto": the widest that CPUID shows). And from how many multiply-adds on ``linear`` takes less time
-# than F.linear.
+# ("auto": the widest that CPUID shows). And from how many multiply-adds on ``linear`` takes less
+# time than F.linear.
 CPU_ISA = {
     "cpu_isa": "() -> str",
     "cpu_isas": "() -> str[]",
