@@ -251,35 +251,38 @@ FASTATTN_SHARED bool pack_rows(const Matrix& from, float factor, float* to, int6
   return finite;
 }
 
-FASTATTN_SHARED void unpack_rows(const float* from, int64_t ld, float factor,
-                                 const float* row_factor, const Matrix& to) {
+// row(r) returns what a function of c calls the elements from (r, c) on.
+template <typename Row>
+FASTATTN_SIMD void unpack(const Matrix& to, Row row) {
   with_dtype(to.dtype, [&](auto type) {
+    const int64_t whole = to.stride_c == 1 ? to.cols / kWidth * kWidth : 0;
     for (int64_t r = 0; r < to.rows; ++r) {
-      const float scale = row_factor == nullptr ? factor : factor * row_factor[r];
-      for (int64_t c = 0; c < to.cols; c += kWidth)
-        store_strided<type>(to.data, to.offset + r * to.stride_r + c * to.stride_c, to.stride_c,
-                            to.cols - c, load(from + r * ld + c) * scale);
+      const int64_t offset = to.offset + r * to.stride_r;
+      const auto from = row(r);
+      for (int64_t c = 0; c < whole; c += kWidth) store_as<type>(to.data, offset + c, from(c));
+      for (int64_t c = whole; c < to.cols; c += kWidth)
+        store_strided<type>(to.data, offset + c * to.stride_c, to.stride_c, to.cols - c, from(c));
     }
   });
 }
 
+FASTATTN_SHARED void unpack_rows(const float* from, int64_t ld, float factor,
+                                 const float* row_factor, const Matrix& to) {
+  unpack(to, [=](int64_t r) {
+    const Vec scale = splat(row_factor == nullptr ? factor : factor * row_factor[r]);
+    return [=, from = from + r * ld](int64_t c) { return load(from + c) * scale; };
+  });
+}
+
 FASTATTN_SHARED void unpack_dense(const float* from, const Matrix& to) {
-  with_dtype(to.dtype, [&](auto type) {
-    for (int64_t r = 0; r < to.rows; ++r)
-      for (int64_t c = 0; c < to.cols; c += kWidth)
-        store_strided<type>(to.data, to.offset + r * to.stride_r + c * to.stride_c, to.stride_c,
-                            to.cols - c,
-                            load_strided<DType::kFloat32>(from, r * to.cols + c, 1, to.cols - c));
+  const int64_t cols = to.cols;
+  unpack(to, [=](int64_t r) {
+    return [=](int64_t c) { return load_first<DType::kFloat32>(from, r * cols + c, cols - c); };
   });
 }
 
 FASTATTN_SHARED void unpack_zeros(const Matrix& to) {
-  with_dtype(to.dtype, [&](auto type) {
-    for (int64_t r = 0; r < to.rows; ++r)
-      for (int64_t c = 0; c < to.cols; c += kWidth)
-        store_strided<type>(to.data, to.offset + r * to.stride_r + c * to.stride_c, to.stride_c,
-                            to.cols - c, Vec{});
-  });
+  unpack(to, [](int64_t) { return [](int64_t) { return Vec{}; }; });
 }
 
 FASTATTN_SHARED void fill(float* to, int64_t count, float value) {

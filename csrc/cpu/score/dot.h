@@ -68,7 +68,7 @@ class DotScore : public FixedTile<96, kWidth == 16 ? 128 : 96> {
     multiply_to_strips(ByRows{q_, ld_}, k_transposed_, kBlockN, strips, rows(), p_.D, s, kBlockN);
   }
 
-  void clear_key_grad() { fill(grad_k_, kBlockN * ld_, 0.f); }
+  void clear_key_grad() { fill(grad_k_, round_up(keys_.rows, kTileRows) * ld_, 0.f); }
 
   void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
                 float*) {

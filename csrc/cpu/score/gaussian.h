@@ -74,7 +74,7 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     }
   }
 
-  void clear_key_grad() { fill(key_grad_, kBlockN * p_.D, 0.f); }
+  void clear_key_grad() { fill(key_grad_, round_up(cols_, kWidth) * p_.D, 0.f); }
 
   // `masked` is not used: difference() is 0 where dS is 0.
   void backward(const float* ds, const MaskTile&, float* grad_q, int64_t grad_q_stride,

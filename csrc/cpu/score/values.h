@@ -92,7 +92,7 @@ class ValueGrads : public GradDefaults {
   void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
     pack_transposed(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f, v_transposed_, block_n_);
-    fill(grad_v_, block_n_ * ld_, 0.f);
+    fill(grad_v_, round_up(cols, kTileRows) * ld_, 0.f);
   }
 
   void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {

@@ -97,8 +97,8 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
   }
 
   void clear_key_grad() {
-    fill(head_key_grad_, kBlockN * dims_, 0.f);
-    fill(key_grad_, kBlockN * dims_, 0.f);
+    fill(head_key_grad_, round_up(cols_, kWidth) * dims_, 0.f);
+    fill(key_grad_, round_up(cols_, kWidth) * dims_, 0.f);
     head_pending_ = false;
   }
 
