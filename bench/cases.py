@@ -194,11 +194,14 @@ EXTRAS_CASES = [
     Case("few-additive", "additive score, one query of a decoder", _STEP),
 ]  # fmt: skip
 
-# The special path of nn.MultiheadAttention: evaluation without weights.
+# The special path of nn.MultiheadAttention: evaluation without weights. And training in half types.
 MODULES_CASES = [
-    Case(f"mha-{B}-{N}", "nn.MultiheadAttention in eval, need_weights=False",
-         _dot("mha", B=B, M=N, N=N), module=True, directions=(FORWARD,))
-    for B in (1, 8, 64) for N in (16, 128, 512, 2048)
+    *(Case(f"mha-{B}-{N}", "nn.MultiheadAttention in eval, need_weights=False",
+           _dot("mha", B=B, M=N, N=N), module=True, directions=(FORWARD,))
+      for B in (1, 8, 64) for N in (16, 128, 512, 2048)),
+    *(Case(f"mha-8-128-{name}", "nn.MultiheadAttention in training, need_weights=False",
+           _dot("mha", B=8, M=128, N=128, dtype=dtype), module=True, directions=(BOTH,))
+      for name, dtype in (("bf16", _BF16), ("fp16", torch.float16))),
 ]  # fmt: skip
 
 
