@@ -44,7 +44,7 @@ help:
 	@echo "make fuzz    random problems against float64, SECONDS=60; ARGS='--seed 1' to try some again"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make bench-models   likewise, at the shapes of known models"
-	@echo "make bench-modules  nn.MultiheadAttention at inference, from 16 tokens to 131072"
+	@echo "make bench-modules  nn.MultiheadAttention at inference, from 16 tokens to 131072; half types in training"
 	@echo "make bench-extras   packed documents, softcap and sinks, calls of few tokens"
 	@echo "make bench-peers    beside onnxruntime and OpenVINO; on a GPU flash-attn and xformers"
 	@echo "make bench-scaling  how time and memory grow with the sequence"
