@@ -206,9 +206,9 @@ inline Tensor linear_in_float(const Tensor& x, const Tensor& weight, const OptTe
 }
 
 // Whether torch's products of a half dtype are slower than linear_in_float(): where oneDNN does not
-// take the dtype, torch's own loops multiply. With AVX2 these have an eighth of float32's rate, and
-// a fiftieth where weights lie column by column, as those of a gradient do: docs/decisions/0018.
-// With AVX-512 their rate was not measured.
+// take the dtype, torch's own loops multiply. With AVX2 their rate is down to an eighth of that in
+// float32. It is down to a hundredth where weights lie column by column, as those of a gradient do:
+// docs/decisions/0018. With AVX-512 their rate was not measured.
 inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype) {
 #ifdef __x86_64__
   static const bool wide = __builtin_cpu_supports("avx512f");
@@ -226,12 +226,13 @@ inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype) {
 #endif
 }
 
-// From how many multiply-adds on linear() takes less time than aten::linear, gradients included. A
-// few tokens of a half dtype gain nothing, but the product in their gradients does.
+// From how many multiply-adds on a layer and its gradients take less time by linear() than by
+// aten::linear. Smaller products of half dtypes take less time than the calls do.
 inline int64_t linear_from(ScalarType dtype) {
+  constexpr int64_t kFewestOfHalf = 1 << 17;  // Zen 3
   if (dtype == ScalarType::Float) return onednn_from();
   const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
-  return half && is_faster_in_float(dtype) ? 1 : kNever;
+  return half && is_faster_in_float(dtype) ? kFewestOfHalf : kNever;
 }
 
 // y [T, F] from x [T, E], weight [F, E] and bias [F]; contiguous.

@@ -2,12 +2,13 @@
 
 torch multiplies float32 by MKL, which uses half of what newer processors of AMD can do. oneDNN uses
 all of it, and torch ships that too. Half types are multiplied by loops of torch's own where oneDNN
-does not take them. A product in float32 is 8 to 60 times faster. docs/decisions/0016 and 0018 have
-the rates.
+does not take them. Larger products in float32 are 3 to 140 times faster. docs/decisions/0016 and
+0018 have the rates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from fastattn.problem import arguments
 
 PLAIN = {Tensor, nn.Parameter, type(None)}
 _multiply = operators.linear
-# From how many multiply-adds on it is faster here than F.linear, as csrc/binding/linear.h says.
+# From how many multiply-adds on it is faster here than F.linear, as csrc/binding/linear.h says. And
+# from how many tokens of a half type on, if no gradient is wanted, and weights lie row by row.
 _FROM: dict[torch.dtype, int] = {}
+_FEWEST = 4
 if operators.EXTENSION_ERROR is None:
     for _dtype in (torch.float32, torch.bfloat16, torch.float16):
         _FROM[_dtype] = torch.ops.fastattn.linear_from(_dtype)
@@ -31,15 +34,28 @@ if operators.EXTENSION_ERROR is None:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x ``[..., E]`` times weight ``[F, E]`` transposed, plus bias ``[F]``."""
-    if _autocast_is_slow(x):
-        cast = arguments.autocast("dot", x, weight, bias)
+    if not torch.compiler.is_compiling() and arguments.autocasts("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
         with arguments.no_autocast("cpu"):
-            return forward(*cast)
-    if not _is_faster(x, weight, bias):
-        return F.linear(x, weight, bias)
+            if _is_faster(x, weight, bias, dtype, casts=True):
+                return _by_operator(x.to(dtype), weight, bias)
+    elif _is_faster(x, weight, bias, x.dtype):
+        return _by_operator(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _by_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     needed = autograd.needs_autograd(x, weight, bias)
-    y = (_Linear.apply if needed else _multiply)(x.flatten(0, -2), weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    y = (_Linear.apply if needed else _cast_and_multiply)(x.flatten(0, -2), weight, bias)
+    if x.dim() == 2:
+        return y
+    # Unlike a view, the result of F.linear may be changed in place whatever made it.
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+
+
+def _cast_and_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    bias = None if bias is None else bias.to(x.dtype)
+    return _multiply(x, weight.to(x.dtype), bias)
 
 
 def call(layer: nn.Module, x: Tensor) -> Tensor:
@@ -67,41 +83,47 @@ def is_only_linear(layer: nn.Module) -> bool:
     )
 
 
-def _autocast_is_slow(x: Tensor) -> bool:
-    """Whether autocast would give ``x`` a type whose products F.linear makes slowly."""
-    if torch.compiler.is_compiling() or not arguments.autocasts("cpu"):
-        return False
-    cast = torch.get_autocast_dtype("cpu")
-    return x.is_cpu and _FROM.get(cast) == 1
+def _is_faster(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, casts: bool = False
+) -> bool:
+    """Whether ``_multiply`` is faster in ``dtype``, and only the time would differ.
 
-
-def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether ``_multiply`` is faster, and only the time would differ."""
+    casts: whether the tensors may have other floating dtypes, as under autocast.
+    """
     if torch.compiler.is_compiling() or type(x) not in PLAIN or x.is_nested:  # sizes are symbols
         return False
-    if x.dtype not in _FROM or x.dim() < 2 or weight.dim() != 2:
+    if x.dtype not in _FROM or dtype not in _FROM or x.dim() < 2 or weight.dim() != 2:
         return False
-    if x.numel() * weight.shape[0] < _FROM[x.dtype] or x.shape[-1] != weight.shape[1]:
+    size, rows = x.numel() * weight.shape[0], x.numel() // max(1, x.shape[-1])
+    if size < _FROM[dtype] or x.shape[-1] != weight.shape[1]:
         return False
-    if not is_direct(x, weight, bias):
+    if not is_direct(x, weight, bias, dtypes=_FROM if casts else (dtype,)):
         return False
     if torch._C._are_functorch_transforms_active() or autograd.forward_ad._current_level >= 0:
+        return False
+    if any(map(arguments.is_legacy_batch, (x, weight, bias))):
+        return False
+    few = dtype is not torch.float32 and rows < _FEWEST and weight.stride(1) == 1
+    if few and not autograd.needs_autograd(x, weight, bias):
         return False
     return bias is None or bias.shape == weight.shape[:1]
 
 
-def is_direct(x: Tensor, *others: Tensor | None) -> bool:
+def is_direct(
+    x: Tensor, *others: Tensor | None, dtypes: Container[torch.dtype] | None = None
+) -> bool:
     """Whether an operator without autograd, autocast or formula for modes may take these tensors.
 
-    They must be dense tensors on a CPU, all of the dtype of ``x``. Traces could not see inside.
+    They must be dense tensors on a CPU, all of the dtype of ``x``, or each of one of ``dtypes``.
+    Traces could not see inside.
     """
     if torch.compiler.is_compiling():
         return False
-    dtype, strided = x.dtype, torch.strided
+    dtypes, strided = dtypes or (x.dtype,), torch.strided
     for t in (x, *others):
         if type(t) not in PLAIN:
             return False
-        if t is not None and not (t.is_cpu and t.dtype is dtype and t.layout is strided):
+        if t is not None and not (t.is_cpu and t.dtype in dtypes and t.layout is strided):
             return False
     if x.is_nested or torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
         return False
@@ -109,19 +131,23 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """Of x [T, E], with gradients by the same products, which are differentiable again."""
+    """Of x [T, E], with gradients by the same products, which are differentiable again.
+
+    Weight and bias are cast to the dtype of ``x``, and a cast weight is not kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(x, weight)
-        return _multiply(x, weight, bias)
+        wants = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants[1] else None, weight if wants[0] else None)
+        return _cast_and_multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         wants = ctx.needs_input_grad
         return (
-            forward(grad, weight.T) if wants[0] else None,
+            forward(grad, weight.to(grad.dtype).T) if wants[0] else None,
             forward(grad.T, x.T) if wants[1] else None,
             grad.sum(0) if wants[2] else None,
         )

@@ -188,8 +188,13 @@ def can_read(x: Tensor) -> bool:
     if type(x) is not Tensor or is_in_torch_dispatch_mode():
         return False
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    # The second is the tensor of is_grads_batched, which is older than torch.func.
-    return not (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
+    return not (functorch.is_functorch_wrapped_tensor(x) or is_legacy_batch(x))
+
+
+def is_legacy_batch(x: Tensor | None) -> bool:
+    """Whether ``x`` is a tensor of ``is_grads_batched``, which is older than ``torch.func``."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return x is not None and functorch.is_legacy_batchedtensor(x)
 
 
 # ---- autocast ----

@@ -127,8 +127,24 @@ def test_under_autocast(calls, dtype):
         testing.assert_within_budget(ours, theirs, right)
 
 
-def test_second_derivatives(calls):
-    tensors = drawn()
+def test_autocast_keeps_no_weight(calls):
+    """A layer that is used often in one region would else keep a copy each time."""
+    x, weight, bias = drawn()
+    weight.requires_grad_()
+    x.requires_grad_()
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        linear.forward(x, weight, bias)
+    assert len(calls) == 1
+    assert [t.dtype for t in kept if t.shape == weight.shape] == [torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_second_derivatives(calls, dtype):
+    tensors = drawn(dtype=dtype)
     found = gradients(linear.forward, tensors, twice=True)
     assert len(calls) == 7
     truth = gradients(F.linear, [x.double() for x in tensors], twice=True)
@@ -148,11 +164,49 @@ def test_strided_inputs(calls):
 
 @pytest.mark.parametrize("n", range(3))
 def test_only_the_wanted_gradients(calls, n):
+    """And only what these need is kept: the rest may change in place before."""
     tensors = drawn()
     tensors[n].requires_grad_()
-    linear.forward(*tensors).sum().backward()
+    out = linear.forward(*tensors)
+    with torch.no_grad():
+        tensors[n].zero_()
+        tensors[2].zero_()
+    out.sum().backward()
     assert [x.grad is None for x in tensors] == [m != n for m in range(3)]
     assert len(calls) == (1 if n == 2 else 2)
+    expected = drawn()[1 - n].reshape(-1, E).sum(0) if n < 2 else torch.full((1,), float(T))
+    torch.testing.assert_close(tensors[n].grad, expected.expand_as(tensors[n]))
+
+
+def test_a_tensor_of_inference_mode(calls):
+    """A frozen layer behind a frozen model, whose bias trains."""
+    x, weight, bias = drawn()
+    with torch.inference_mode():
+        x = x * 1
+    linear.forward(x, weight, bias.requires_grad_()).sum().backward()
+    assert len(calls) == 1
+    torch.testing.assert_close(bias.grad, torch.full((FEATURES,), float(T)))
+
+
+def test_derivatives_in_batches(calls):
+    """is_grads_batched, whose tensors an operator without a rule for them cannot take."""
+    tensors = drawn((3, 1))
+    found = torch.autograd.functional.jacobian(
+        lambda x: linear.forward(x, *tensors[1:]), tensors[0], vectorize=True
+    )
+    expected = torch.zeros(3, 1, FEATURES, 3, 1, E)
+    for n in range(3):
+        expected[n, 0, :, n, 0] = tensors[1]
+    assert calls
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_result_without_gradient_may_be_changed_in_place(calls):
+    with torch.no_grad():
+        out = linear.forward(*drawn())
+    out += torch.ones((), requires_grad=True)
+    assert out.requires_grad
+    assert len(calls) == 1
 
 
 def test_a_result_may_be_changed_in_place(calls):
@@ -188,6 +242,19 @@ class TestWhoCouldTell:
         with FlopCounterMode(display=False) as counter:
             linear.forward(*drawn())
         assert counter.get_total_flops() == 2 * T * E * FEATURES
+
+    def test_one_token_of_a_half_type(self):
+        with torch.no_grad():
+            linear.forward(*drawn((1, 1), dtype=torch.bfloat16))
+
+    def test_layouts_under_autocast(self):
+        x, weight, bias = drawn((T,))
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            linear.forward(x.to_mkldnn(), weight.to_mkldnn(), bias.to_mkldnn())
+
+    def test_symbolic_trace_under_autocast(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.fx.symbolic_trace(linear.forward)
 
     def test_autocast_to_a_type_that_torch_multiplies_fast(self, monkeypatch):
         monkeypatch.setitem(linear._FROM, torch.bfloat16, T * E * FEATURES + 1)

@@ -251,7 +251,7 @@ FASTATTN_SHARED bool pack_rows(const Matrix& from, float factor, float* to, int6
   return finite;
 }
 
-// row(r) returns what a function of c calls the elements from (r, c) on.
+// row(r)(c) are the elements from (r, c) on.
 template <typename Row>
 FASTATTN_SIMD void unpack(const Matrix& to, Row row) {
   with_dtype(to.dtype, [&](auto type) {
