@@ -26,7 +26,7 @@ _multiply = operators.linear
 # From how many multiply-adds on it is faster here than F.linear, as csrc/binding/linear.h says. And
 # from how many tokens of a half type on, if no gradient is wanted, and weights lie row by row.
 _FROM: dict[torch.dtype, int] = {}
-_FEWEST = 4
+_FEWEST, _NEVER = 4, 2**63 - 1
 if operators.EXTENSION_ERROR is None:
     for _dtype in (torch.float32, torch.bfloat16, torch.float16):
         _FROM[_dtype] = torch.ops.fastattn.linear_from(_dtype)
@@ -34,13 +34,14 @@ if operators.EXTENSION_ERROR is None:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x ``[..., E]`` times weight ``[F, E]`` transposed, plus bias ``[F]``."""
-    if not torch.compiler.is_compiling() and arguments.autocasts("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    if torch.compiler.is_compiling() or not arguments.autocasts("cpu"):
+        faster = _is_faster(x, weight, bias, x.dtype)
+        return _by_operator(x, weight, bias) if faster else F.linear(x, weight, bias)
+    dtype = torch.get_autocast_dtype("cpu")
+    if _FROM.get(dtype, _NEVER) < _NEVER:
         with arguments.no_autocast("cpu"):
             if _is_faster(x, weight, bias, dtype, casts=True):
                 return _by_operator(x.to(dtype), weight, bias)
-    elif _is_faster(x, weight, bias, x.dtype):
-        return _by_operator(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
