@@ -82,6 +82,10 @@ def _by_length(item) -> int:
     return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
 
 
+def _quickest_first(item) -> int:
+    return -_by_length(item)
+
+
 @pytest.hookimpl(trylast=True)  # after the folders' own conftest.py, which mark tests
 def pytest_collection_modifyitems(config, items):
     """With a time limit, the first tests should cover most of the code."""
@@ -89,7 +93,10 @@ def pytest_collection_modifyitems(config, items):
     config.stash[MISSING] = collections.Counter(lacking.values())
     config.hook.pytest_deselected(items=list(lacking))
     items[:] = [item for item in items if item not in lacking]
-    items.sort(key=_by_compile_time if math.isfinite(SECONDS) else _by_length)
+    if math.isinf(SECONDS):
+        items.sort(key=_by_length)
+    else:
+        items.sort(key=_by_compile_time if torch.cuda.is_available() else _quickest_first)
 
 
 def pytest_collection_finish():
