@@ -1,5 +1,6 @@
 """What `make gpu-test`, `gpu-bench` and `gpu-sanitize` report, with replaced programs."""
 
+import math
 import os
 import subprocess
 import sys
@@ -156,10 +157,19 @@ def chosen(conftest):
 
 def test_compiled_kernels_come_first_and_plain_problems_next(conftest, chosen, monkeypatch):
     monkeypatch.setattr(conftest, "SECONDS", 10.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     names = ("bias-hmn", "dropout", "causal", "weights-full", "M1-N1")
     order, _ = chosen([Item(backend, name) for name in names for backend in ("triton", "cuda")])
     assert set(order[:5]) == {f"cuda-{name}" for name in names}
     assert set(order[5:7]) == {"triton-causal", "triton-M1-N1"}
+
+
+def test_without_a_gpu_the_quickest_come_first(conftest, chosen, monkeypatch):
+    monkeypatch.setattr(conftest, "SECONDS", 10.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    slow, quick = Item("eager", "dropout"), Item("eager", "causal")
+    slow.path = Path("tests/triton/test_shared.py")
+    assert chosen([slow, quick])[0] == ["eager-causal", "eager-dropout"]
 
 
 def test_what_needs_a_device_that_is_missing_is_counted(conftest, chosen, monkeypatch):
@@ -172,6 +182,7 @@ def test_what_needs_a_device_that_is_missing_is_counted(conftest, chosen, monkey
     order, config = chosen([*items, Item("eager", "dropout")])
     assert order == ["cpu-M1-N1", "eager-dropout"]
     lines = []
+    monkeypatch.setattr(conftest, "SECONDS", math.inf)
     conftest.pytest_terminal_summary(types.SimpleNamespace(write_line=lines.append), config)
     assert lines == [
         "deselected: 1 that need amx, which this machine, or this build, does not have",
@@ -182,6 +193,7 @@ def test_what_needs_a_device_that_is_missing_is_counted(conftest, chosen, monkey
 @pytest.mark.parametrize("failed", [0, 3])
 def test_an_interrupted_run_is_as_good_as_what_ran(failed, conftest, monkeypatch):
     session = types.SimpleNamespace(exitstatus=2, testsfailed=failed, config=None)
+    monkeypatch.setattr(conftest, "SECONDS", math.inf)
     conftest.pytest_sessionfinish(session, pytest.ExitCode.INTERRUPTED)
     assert session.exitstatus == 2  # this run has no time limit
     monkeypatch.setattr(conftest, "SECONDS", 10.0)
@@ -194,7 +206,8 @@ def test_tests_of_a_gpu_run_without_one():
     command = [sys.executable, "-m", "pytest", "-p", "as_gpu", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "tests/contract/test_grid.py", "-k", "M63-N15"], cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+                          "FASTATTN_TEST_SECONDS": "inf"},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
