@@ -194,8 +194,8 @@ EXTRAS_CASES = [
     Case("few-additive", "additive score, one query of a decoder", _STEP),
 ]  # fmt: skip
 
-# The special path of nn.MultiheadAttention: evaluation without weights. And what torch multiplies
-# slowly on some CPUs: training in half types.
+# The special path of nn.MultiheadAttention, which is evaluation without weights. Then training in
+# half types, which torch multiplies slowly on some CPUs.
 MODULES_CASES = [
     *(Case(f"mha-{B}-{N}", "nn.MultiheadAttention in eval, need_weights=False",
            _dot("mha", B=B, M=N, N=N), module=True, directions=(FORWARD,))

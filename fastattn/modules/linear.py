@@ -23,8 +23,8 @@ from fastattn.problem import arguments
 
 PLAIN = {Tensor, nn.Parameter, type(None)}
 _multiply = operators.linear
-# From how many multiply-adds on it is faster here than F.linear, as csrc/binding/linear.h says. And
-# from how many tokens of a half type on, if no gradient is wanted, and weights lie row by row.
+# ``_multiply`` is faster here than F.linear from so many multiply-adds on: csrc/binding/linear.h.
+# Half types also need so many tokens, where no gradient is wanted and weights lie row by row.
 _FROM: dict[torch.dtype, int] = {}
 _FEWEST, _NEVER = 4, 2**63 - 1
 if operators.EXTENSION_ERROR is None:
@@ -35,12 +35,12 @@ if operators.EXTENSION_ERROR is None:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x ``[..., E]`` times weight ``[F, E]`` transposed, plus bias ``[F]``."""
     if torch.compiler.is_compiling() or not arguments.autocasts("cpu"):
-        faster = _is_faster(x, weight, bias, x.dtype)
+        faster = _is_faster(x, weight, bias)
         return _by_operator(x, weight, bias) if faster else F.linear(x, weight, bias)
     dtype = torch.get_autocast_dtype("cpu")
     if _FROM.get(dtype, _NEVER) < _NEVER:
         with arguments.no_autocast("cpu"):
-            if _is_faster(x, weight, bias, dtype, casts=True):
+            if _is_faster(x, weight, bias, dtype):
                 return _by_operator(x.to(dtype), weight, bias)
     return F.linear(x, weight, bias)
 
@@ -85,20 +85,21 @@ def is_only_linear(layer: nn.Module) -> bool:
 
 
 def _is_faster(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, casts: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None = None
 ) -> bool:
-    """Whether ``_multiply`` is faster in ``dtype``, and only the time would differ.
+    """Whether ``_multiply`` is faster, and only the time would differ.
 
-    casts: whether the tensors may have other floating dtypes, as under autocast.
+    autocast: what tensors of any dtype of ``_FROM`` are cast to.
     """
     if torch.compiler.is_compiling() or type(x) not in PLAIN or x.is_nested:  # sizes are symbols
         return False
+    dtype = autocast or x.dtype
     if x.dtype not in _FROM or dtype not in _FROM or x.dim() < 2 or weight.dim() != 2:
         return False
     size, rows = x.numel() * weight.shape[0], x.numel() // max(1, x.shape[-1])
     if size < _FROM[dtype] or x.shape[-1] != weight.shape[1]:
         return False
-    if not is_direct(x, weight, bias, dtypes=_FROM if casts else (dtype,)):
+    if not is_direct(x, weight, bias, dtypes=_FROM if autocast else None):
         return False
     if torch._C._are_functorch_transforms_active() or autograd.forward_ad._current_level >= 0:
         return False

@@ -202,7 +202,7 @@ class MaskTile {
   inline bool look_at_plain_bias();
 
   // How much of the tile the dense mask keeps. Most tiles of a block mask are all kept or all
-  // dropped. This check costs a sixth of building an addend.
+  // dropped. This check takes fewer steps than building an addend.
   enum class Kept { kNone, kSome, kAll };
   inline Kept kept_by_mask() const;
 
