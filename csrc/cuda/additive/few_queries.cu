@@ -128,22 +128,31 @@ FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h
   return dropped(p, word >= p.dropout.threshold, x);
 }
 
-// o = alpha o + w V over the tile. `masked`: some keys are masked, so V with weight 0 is skipped.
+// o = alpha o + w V over the tile. `masked`: some keys are masked, so V with weight 0 is skipped. Keys
+// take turns with kChains sums: one sum of all keys would round more often, and wait for itself.
 FASTATTN_DEVICE void add_few_values(const FewArgs& a, const Row& at, bool masked, float alpha,
                                     const FewMemory& memory) {
+  constexpr int kChains = 4;
   const View& v = a.p.v;
   const int part = thread() / kTile, end = min(at.cols, (part + 1) * kTile);
   with_dtype(v.dtype, [&](auto type) {
     for (int64_t e = thread() % kTile; e < a.p.E; e += kTile) {
       const int64_t offset = opaque(offset_of(v, at.b, at.hkv, at.j0, e));
-      float sum = memory.o[part * a.p.E + e] * alpha;
-#pragma unroll 4
-      for (int j = part * kTile; j < end; ++j) {
-        const float w = memory.weights[j];
-        const float next = sum + w * load_as<type>(v.data, offset + j * v.stride_r);
-        sum = masked && w == 0.f ? sum : next;
+      float sums[kChains] = {};
+#pragma unroll 1
+      for (int j = part * kTile; j < end; j += kChains) {
+        float values[kChains];
+#pragma unroll
+        for (int n = 0; n < kChains; ++n)  // past the end the last key again, with weight 0
+          values[n] = load_as<type>(v.data, offset + min(j + n, end - 1) * v.stride_r);
+#pragma unroll
+        for (int n = 0; n < kChains; ++n) {
+          const float w = memory.weights[j + n];
+          sums[n] = masked && w == 0.f ? sums[n] : fmaf(w, values[n], sums[n]);
+        }
       }
-      memory.o[part * a.p.E + e] = sum;
+      float& o = memory.o[part * a.p.E + e];
+      o = fmaf(o, alpha, (sums[0] + sums[1]) + (sums[2] + sums[3]));
     }
   });
 }

@@ -63,9 +63,18 @@ FASTATTN_DEVICE void load_sums(float* o, int64_t e0, const RowStates& states, Pa
   for (int n = 0; n < kRows; ++n) unpack4(own_sum(o, e0 / kTile * kRows + n), sum[n]);
   multiply_rows<Layout>(states.factor, sum);
 }
-FASTATTN_DEVICE void store_sums(const Fragment& sum, float* o, int64_t e0) {
+// O = alpha O + a tile's products. The sums have two levels: one sum over all keys loses digits.
+template <typename Layout>
+FASTATTN_DEVICE void add_products(const Pairs<Layout>& products, const RowStates& states, float* o,
+                                  int64_t e0) {
+  Pairs<Layout> sum;
+  load_sums<Layout>(o, e0, states, sum);
 #pragma unroll
-  for (int n = 0; n < kRows; ++n) own_sum(o, e0 / kTile * kRows + n) = pack4(sum[n]);
+  for (int n = 0; n < kRows; ++n) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) sum[n][x] += products[n][x];
+    own_sum(o, e0 / kTile * kRows + n) = pack4(sum[n]);
+  }
 }
 
 // O = alpha O + P V, for P in shared memory.
@@ -73,8 +82,8 @@ FASTATTN_DEVICE void add_values(const ForwardParams& p, const Place& at, bool fu
                                 ForwardMemory& memory, float* o) {
   const float* const weights = memory.stage.queries;
   for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
-    Fragment acc;
-    load_sums<FragmentLayout>(o, e0, memory.states, acc);
+    Fragment products;
+    clear(products);
     for (int j = 0; j < at.cols; j += kStage) {
       const int count = min(kStage, at.cols - j);
       __syncthreads();
@@ -82,22 +91,21 @@ FASTATTN_DEVICE void add_values(const ForwardParams& p, const Place& at, bool fu
           p.v, offset_of(p.v, at.b, at.hkv, at.j0 + j, e0), count, extent(p.E, e0), memory.values));
       if (!warp_has_rows(at)) continue;
       if (full || finite) {
-        outer_add<false>(weights, j, memory.values, count, acc);
+        outer_add<false>(weights, j, memory.values, count, products);
       } else {
-        outer_add<true>(weights, j, memory.values, count, acc);
+        outer_add<true>(weights, j, memory.values, count, products);
       }
     }
-    store_sums(acc, o, e0);
+    add_products<FragmentLayout>(products, memory.states, o, e0);
   }
 }
 FASTATTN_DEVICE void add_half_values(const ForwardParams& p, const Place& at, bool full,
                                      ForwardMemory& memory, float* o) {
   for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
-    Sums sum;
-    load_sums<QueryRows>(o, e0, memory.states, sum);
+    Sums products = {};
     add_weighted<false>(p.v, offset_of(p.v, at.b, at.hkv, at.j0, e0), at.cols, extent(p.E, e0),
-                        full, memory.halves, memory.half_values, sum);
-    store_sums(sum, o, e0);
+                        full, memory.halves, memory.half_values, products);
+    add_products<QueryRows>(products, memory.states, o, e0);
   }
 }
 
