@@ -52,6 +52,7 @@ struct BackwardArgs {
   int64_t blocks;   // row blocks
 
   float* workspace(int64_t offset) const { return static_cast<float*>(p.workspace) + offset; }
+  double* sums(int64_t offset) const { return reinterpret_cast<double*>(workspace(offset)); }
   int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
   RowStats stats(int64_t b, int64_t h, int64_t i) const {
     return load_stats(units, p.stats, row(b, h, i));

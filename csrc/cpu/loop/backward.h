@@ -45,17 +45,18 @@ class BackwardWorker {
     const Path& path = args_.path;
     chunk_ = task % path.chunks;
     const int64_t group = task / path.chunks;
-    const int64_t batches = groups.b > 0 ? p_.B / groups.b : 0;
     const int64_t heads = groups.h > 0 ? p_.Hkv / groups.h : 0;
-    const int64_t b0 = group / groups.h * batches, h0 = group % groups.h * heads;
+    const int64_t group_b = group / groups.h, group_h = group % groups.h;
+    const int64_t b0 = group_b * p_.B / groups.b, b1 = (group_b + 1) * p_.B / groups.b;
+    const int64_t h0 = group_h * heads;
     const int64_t begin = chunk_ * path.chunk_keys, end = min64(p_.N, begin + path.chunk_keys);
-    const TaskHeads all = {b0, b0 + batches, h0 * args_.group, (h0 + heads) * args_.group};
+    const TaskHeads all = {b0, b1, h0 * args_.group, (h0 + heads) * args_.group};
     clear_sums(all);
-    bias_.begin_task(all, chunk_);
+    bias_.begin_task(all, args_.plan.copies.of(chunk_, group_b, group_h));
     for (int64_t j0 = begin; j0 < end; j0 += tile_.n) {
       const int64_t cols = min64(tile_.n, end - j0);
       bias_.begin_keys(j0, cols);
-      for (int64_t b = b0; b < b0 + batches; ++b)
+      for (int64_t b = b0; b < b1; ++b)
         for (int64_t hkv = h0; hkv < h0 + heads; ++hkv) key_tile(b, hkv, j0, cols);
     }
   }
@@ -70,9 +71,9 @@ class BackwardWorker {
     return args_.workspace(args_.plan.grad_q) + (chunk_ * rows + args_.row(b, h, i)) * p_.D;
   }
   int64_t grad_q_stride() const { return args_.plan.q_direct ? p_.grad_q.stride_r : p_.D; }
-  float* grad_w(int64_t b, int64_t h) const {
+  double* grad_w(int64_t b, int64_t h) const {
     if (p_.w.data == nullptr) return nullptr;
-    return args_.workspace(args_.plan.grad_w) + ((chunk_ * p_.B + b) * p_.H + h) * p_.D;
+    return args_.sums(args_.plan.grad_w) + ((chunk_ * p_.B + b) * p_.H + h) * p_.D;
   }
 
   void clear_sums(const TaskHeads& all) {
@@ -82,7 +83,7 @@ class BackwardWorker {
         for (int64_t i = 0; i < p_.M; ++i)
           if (args_.plan.q_direct || args_.meets(ranges_.of_block(i / tile_.m), chunk_))
             fill(grad_q(b, h, i), p_.D, 0.f);
-        if (p_.w.data != nullptr) fill(grad_w(b, h), p_.D, 0.f);
+        if (p_.w.data != nullptr) zero_sums(grad_w(b, h), p_.D);
       }
     }
   }
@@ -180,10 +181,13 @@ class ReduceWorker {
       for (int64_t block = 0; block < args_.blocks; ++block) sum_queries(b, h, block);
     }
     if (p_.grad_w == nullptr) return;
-    float* const to = p_.grad_w + task * p_.D;
-    fill(to, p_.D, 0.f);
-    for (int64_t chunk = 0; chunk < args_.path.chunks; ++chunk)
-      add(args_.workspace(args_.plan.grad_w) + (chunk * p_.B * p_.H + task) * p_.D, p_.D, to);
+    double* const sum = args_.sums(args_.plan.grad_w) + task * p_.D;
+    const int64_t chunk_sums = p_.B * p_.H * p_.D;
+    for (int64_t d = 0; d < p_.D; ++d) {
+      for (int64_t chunk = 1; chunk < args_.path.chunks; ++chunk)
+        sum[d] += sum[chunk * chunk_sums + d];
+      p_.grad_w[task * p_.D + d] = static_cast<float>(sum[d]);
+    }
   }
 
  private:

@@ -1,7 +1,8 @@
-// The gradient of the bias: dS in fp32, summed over the dims over which the bias was broadcast, and
-// for a line over diagonals. The sums lie in the gradient itself if that is fp32 and has one copy
-// (plan.h), else in the workspace. If no sum takes two elements of a tile, the first tile that
-// meets a sum sets it. Zeroing first would be another pass through memory.
+// The gradient of the bias: dS, summed over the dims over which the bias was broadcast, and for a
+// line over diagonals. Sums of rows, columns and diagonals are double, in the workspace. Sums of
+// single pairs over batches and heads are fp32. They lie in the gradient itself if that is fp32,
+// else in the workspace, and the first tile that meets a sum sets it. Zeroing first would be
+// another pass through memory.
 #pragma once
 
 #include "cpu/loop/delta.h"
@@ -18,19 +19,22 @@ class BiasGrad {
         tile_(wanted_ ? scratch.floats(block_m * stride_) : nullptr) {}
 
   // Call these before a task, and before its keys [j0, j0 + cols).
-  void begin_task(const TaskHeads& task, int64_t chunk) {
+  void begin_task(const TaskHeads& task, int64_t copy) {
     if (!wanted_) return;
     heads_ = task;
+    first_ = task.b0, copy_ = copy;
     if (p_.bias_B == 1) heads_.b0 = 0, heads_.b1 = 1;
     if (p_.bias_H == 1) heads_.h0 = 0, heads_.h1 = 1;
-    copy_ = args_.plan.copies.of(chunk, task.b0, task.h0 / args_.group);
-    if (p_.bias_N == 1 || p_.bias_is_line) clear(0, p_.bias_N);
+    if (is_whole()) clear(0, p_.bias_M * p_.bias_N);
   }
   void begin_keys(int64_t j0, int64_t cols) {
     cols_ = cols;
-    const bool met = p_.B * p_.H > 0;
-    if (!wanted_ || p_.bias_N == 1 || p_.bias_is_line) return;
-    if (p_.bias_M == 1 || !met) clear(j0, cols);
+    if (!wanted_ || is_whole()) return;
+    if (p_.bias_M == 1) return clear(j0, cols);
+    if (p_.B * p_.H > 0) return;
+    for (int64_t b = heads_.b0; b < heads_.b1; ++b)
+      for (int64_t h = heads_.h0; h < heads_.h1; ++h)
+        unpack_zeros(pairs(b, h, 0, p_.bias_M, j0, cols));
   }
 
   // Where the gradients of a tile's scores go, and whether they overwrite what is there. Rows that
@@ -55,19 +59,22 @@ class BiasGrad {
   }
   void end_tile(const TilePlace& at) {
     if (!wanted_) return;
-    if (!is_direct_) add_tile(at, sums_of(at, 0, at.cols));
+    if (has_long_sums(p_)) return add_to_long_sums(at);
+    if (!is_direct_) add_tile(at);
     if (is_set_by(at) && at.cols < cols_) unpack_zeros(sums_of(at, at.cols, cols_ - at.cols));
   }
   // Replaces both calls for a tile whose pairs are all masked.
   void skip_tile(const TilePlace& at) {
-    if (wanted_ && is_set_by(at)) unpack_zeros(sums_of(at, 0, cols_));
+    if (wanted_ && !has_long_sums(p_) && is_set_by(at)) unpack_zeros(sums_of(at, 0, cols_));
   }
 
  private:
-  // Whether this tile is the first to meet its sums, and meets each of them once.
+  // Whether all keys share the sums, or share some: then a task clears them once.
+  bool is_whole() const { return p_.bias_N == 1 || p_.bias_is_line; }
+
+  // Whether this tile is the first to meet its sums of pairs.
   bool is_set_by(const TilePlace& at) const {
-    if (p_.bias_M == 1 || p_.bias_N == 1) return false;
-    return (p_.bias_B > 1 || at.b == 0) && (p_.bias_H > 1 || at.h == 0);
+    return (p_.bias_B > 1 || at.b == first_) && (p_.bias_H > 1 || at.h == 0);
   }
 
   // One row of sums in `tile_`. Column c of row i belongs to element c + rows - 1 - i of a line.
@@ -77,28 +84,45 @@ class BiasGrad {
     return {tile_ + last, p_.bias_is_line ? -1 : 0, false};
   }
 
-  void add_tile(const TilePlace& at, const Matrix& to) {
+  void add_to_long_sums(const TilePlace& at) {
+    double* const to = long_sums(p_.bias_B == 1 ? 0 : at.b, p_.bias_H == 1 ? 0 : at.h);
+    if (p_.bias_is_line) {
+      const int64_t first = p_.M - at.i0 - at.rows + at.j0;
+      return add_to_sums(tile_, at.rows - 1 + at.cols, 1.f, to + first);
+    }
+    if (p_.bias_N > 1) return add_to_sums(tile_, at.cols, 1.f, to + at.j0);
+    const int64_t first = p_.bias_M == 1 ? 0 : at.i0, rows = p_.bias_M == 1 ? 1 : at.rows;
+    for (int64_t i = 0; i < rows; ++i) {
+      Vec sum{};
+      for (int64_t c = 0; c < at.cols; c += kWidth) sum += load(tile_ + i * stride_ + c);
+      to[first + i] += static_cast<double>(sum_lanes(sum));  // what is past the last column is 0
+    }
+  }
+  void add_tile(const TilePlace& at) {
+    const Matrix to = sums_of(at, 0, at.cols);
     if (is_set_by(at)) return unpack_rows(tile_, stride_, 1.f, nullptr, to);
-    for (int64_t i = 0; i < to.rows; ++i) add_row(tile_ + i * stride_, at.cols, to, i);
+    float* const out = static_cast<float*>(to.data) + to.offset;
+    for (int64_t i = 0; i < to.rows; ++i)
+      for (int64_t c = 0; c < to.cols; ++c) out[i * to.stride_r + c] += tile_[i * stride_ + c];
   }
 
-  void clear(int64_t c0, int64_t cols) {
+  // The task's sums of a head of the bias.
+  double* long_sums(int64_t b, int64_t h) const {
+    const int64_t head = (copy_ * p_.bias_B + b) * p_.bias_H + h;
+    return args_.sums(args_.plan.grad_bias) + head * p_.bias_M * p_.bias_N;
+  }
+  void clear(int64_t first, int64_t count) {
     for (int64_t b = heads_.b0; b < heads_.b1; ++b)
-      for (int64_t h = heads_.h0; h < heads_.h1; ++h)
-        unpack_zeros(target(b, h, 0, p_.bias_M, c0, cols));
+      for (int64_t h = heads_.h0; h < heads_.h1; ++h) zero_sums(long_sums(b, h) + first, count);
   }
 
-  // The fp32 sums that columns [begin, begin + cols) of a tile are added to.
+  // The sums of the pairs in columns [begin, begin + cols) of a tile.
   Matrix sums_of(const TilePlace& at, int64_t begin, int64_t cols) const {
-    const int64_t b = p_.bias_B == 1 ? 0 : at.b, h = p_.bias_H == 1 ? 0 : at.h;
-    const bool one_row = p_.bias_M == 1, one_col = p_.bias_N == 1;
-    if (p_.bias_is_line)
-      return target(b, h, 0, 1, p_.M - at.i0 - at.rows + at.j0, at.rows - 1 + cols);
-    return target(b, h, one_row ? 0 : at.i0, one_row ? 1 : at.rows, one_col ? 0 : at.j0 + begin,
-                  one_col ? 1 : cols);
+    return pairs(p_.bias_B == 1 ? 0 : at.b, p_.bias_H == 1 ? 0 : at.h, at.i0, at.rows,
+                 at.j0 + begin, cols);
   }
-  // Rows x cols of these sums, from (r0, c0).
-  Matrix target(int64_t b, int64_t h, int64_t r0, int64_t rows, int64_t c0, int64_t cols) const {
+  // The sums of rows x cols pairs, from (r0, c0).
+  Matrix pairs(int64_t b, int64_t h, int64_t r0, int64_t rows, int64_t c0, int64_t cols) const {
     View view = p_.grad_bias;
     if (!args_.plan.bias_direct) {
       const int64_t N = p_.bias_N, M = p_.bias_M, size = p_.bias_B * p_.bias_H * M * N;
@@ -110,23 +134,12 @@ class BiasGrad {
     return out;
   }
 
-  void add_row(const float* from, int64_t cols, const Matrix& to, int64_t r) const {
-    float* const out = static_cast<float*>(to.data) + to.offset + r * to.stride_r;
-    if (p_.bias_N == 1) {
-      Vec sum{};
-      for (int64_t c = 0; c < cols; c += kWidth) sum += load(from + c);  // padding is 0
-      out[0] += sum_lanes(sum);
-    } else {
-      for (int64_t c = 0; c < to.cols; ++c) out[c] += from[c];
-    }
-  }
-
   const BackwardArgs& args_;
   const BackwardParams& p_;
   bool wanted_;
   bool is_direct_ = false;
-  TaskHeads heads_{};  // of the bias
-  int64_t copy_ = 0;
+  TaskHeads heads_{};             // of the bias
+  int64_t first_ = 0, copy_ = 0;  // batch, and number of the sums, of the task
   int64_t stride_, cols_ = 0;
   float* tile_;  // dS of the tile or its shared sums, unless dS is added to the gradient at once
 };
@@ -134,7 +147,8 @@ class BiasGrad {
 // Sums over copies and converts to the gradient's dtype. A task takes some rows of one (b, h).
 class BiasGradWriter {
  public:
-  explicit BiasGradWriter(const BackwardArgs& args) : args_(args), p_(args.p) {}
+  explicit BiasGradWriter(const BackwardArgs& args)
+      : args_(args), p_(args.p), sum_(scratch_.floats(min64(kRows, p_.bias_M) * p_.bias_N)) {}
 
   static int64_t tasks(const BackwardParams& p) {
     return p.bias_B * p.bias_H * ceil_div(p.bias_M, kRows);
@@ -143,19 +157,32 @@ class BiasGradWriter {
   void run(int64_t task) {
     const int64_t blocks = ceil_div(p_.bias_M, kRows), bh = task / blocks;
     const int64_t i0 = task % blocks * kRows, rows = min64(kRows, p_.bias_M - i0);
-    const int64_t copies = args_.plan.copies.count(), count = rows * p_.bias_N;
-    const int64_t size = p_.bias_B * p_.bias_H * p_.bias_M * p_.bias_N;
-    float* const sum = args_.workspace(args_.plan.grad_bias) + (bh * p_.bias_M + i0) * p_.bias_N;
-    for (int64_t copy = 1; copy < copies; ++copy)
-      for (int64_t n = 0; n < count; ++n) sum[n] += sum[copy * size + n];
-    unpack_dense(sum, matrix_at(p_.grad_bias, bh / p_.bias_H, bh % p_.bias_H, i0, rows, p_.bias_N));
+    const int64_t first = (bh * p_.bias_M + i0) * p_.bias_N;
+    const int64_t from = args_.plan.grad_bias, count = rows * p_.bias_N;
+    has_long_sums(p_) ? sum_copies(args_.sums(from) + first, count)
+                      : sum_copies(args_.workspace(from) + first, count);
+    unpack_dense(sum_,
+                 matrix_at(p_.grad_bias, bh / p_.bias_H, bh % p_.bias_H, i0, rows, p_.bias_N));
   }
 
  private:
   static constexpr int64_t kRows = 64;
 
+  template <typename T>
+  void sum_copies(const T* copies, int64_t count) {
+    const int64_t size = p_.bias_B * p_.bias_H * p_.bias_M * p_.bias_N;
+    for (int64_t n = 0; n < count; ++n) {
+      T sum = copies[n];
+      for (int64_t copy = 1; copy < args_.plan.copies.count(); ++copy)
+        sum += copies[copy * size + n];
+      sum_[n] = static_cast<float>(sum);
+    }
+  }
+
   const BackwardArgs& args_;
   const BackwardParams& p_;
+  Scratch scratch_;
+  float* sum_;  // of kRows rows
 };
 
 }  // namespace fastattn::FASTATTN_ISA

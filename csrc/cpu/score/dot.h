@@ -71,7 +71,7 @@ class DotScore : public FixedTile<96, kWidth == 16 ? 128 : 96> {
   void clear_key_grad() { fill(grad_k_, round_up(keys_.rows, kTileRows) * ld_, 0.f); }
 
   void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
-                float*) {
+                double*) {
     const int64_t cols = keys_.rows, width = round_up(p_.D, kWidth);
     masked_gemm(mask, k_finite_, ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_,
                 ld_, Store{});

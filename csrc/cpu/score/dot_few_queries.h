@@ -97,7 +97,7 @@ class FewDotScore : public FixedTile<8, 128> {
   void clear_key_grad() { grad_k_.clear(); }
 
   void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
-                float*) {
+                double*) {
     const bool masked = mask.masked();
     fill(grad_q_, rows_ * ld_, 0.f);
     add_weighted_rows(ds, kBlockN, rows_, masked, keys_, ones_, grad_q_, ld_, listed_);

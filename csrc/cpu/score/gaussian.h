@@ -35,7 +35,9 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
         keys_(scratch.floats(kBlockN * p.D)) {
     if (!backward) return;
     query_grad_ = scratch.floats(kBlockM * p.D);
-    key_grad_ = scratch.floats(kBlockN * p.D);
+    tile_key_grad_ = scratch.floats(kBlockN * p.D);
+    key_grad_ = scratch.of<double>(kBlockN * p.D);
+    fill(tile_key_grad_, kBlockN * p.D, 0.f);
   }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
@@ -74,11 +76,11 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     }
   }
 
-  void clear_key_grad() { fill(key_grad_, round_up(cols_, kWidth) * p_.D, 0.f); }
+  void clear_key_grad() { zero_sums(key_grad_, round_up(cols_, kWidth) * p_.D); }
 
   // `masked` is not used: difference() is 0 where dS is 0.
   void backward(const float* ds, const MaskTile&, float* grad_q, int64_t grad_q_stride,
-                float* grad_w) {
+                double* grad_w) {
     int64_t d = 0;
     for (; d + 2 <= p_.D; d += 2) gradient_dims<2>(d, ds, grad_w);
     if (d < p_.D) gradient_dims<1>(d, ds, grad_w);
@@ -86,12 +88,16 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
       const float* const from = query_grad_ + i / kPanel * kPanel * p_.D + i % kPanel;
       for (d = 0; d < p_.D; ++d) grad_q[i * grad_q_stride + d] -= from[d * kPanel] * slope(d);
     }
+    add_key_grad();
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) const {
     for (int64_t c = 0; c < cols_; c += kWidth) {
       const Matrix to = matrix_at(grad_k, b, hkv, j0 + c, min64(kWidth, cols_ - c), p_.D);
-      unpack_rows(key_grad_ + c * p_.D, kWidth, 1.f, nullptr, to.transposed());
+      float* const panel = keys_ + c * p_.D;  // of keys that are no longer needed
+      for (int64_t n = 0; n < p_.D * kWidth; ++n)
+        panel[n] = static_cast<float>(key_grad_[c * p_.D + n]);
+      unpack_rows(panel, kWidth, 1.f, nullptr, to.transposed());
     }
   }
 
@@ -149,9 +155,20 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     return ds == Vec{} ? Vec{} : splat(q) - key;
   }
 
-  // Gradients of dims [d, d + kDims). Adds to key_grad_ and grad_w, and writes query_grad_.
+  // Adds a tile's key gradients to key_grad_.
+  void add_key_grad() {
+    float* from = tile_key_grad_;
+    double* to = key_grad_;
+    for (int64_t c = 0; c < cols_; c += kWidth)
+      for (int64_t d = 0; d < p_.D; ++d, from += kWidth, to += kWidth) {
+        add_to_sums(from, kWidth, slope(d), to);
+        store(from, Vec{});
+      }
+  }
+
+  // Gradients of dims [d, d + kDims). Adds to tile_key_grad_ and grad_w, and writes query_grad_.
   template <int kDims>
-  __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, float* grad_w) {
+  __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, double* grad_w) {
     Vec sums[kDims] = {};
     int64_t i = 0;
     const auto take = [&](auto rows) {
@@ -161,7 +178,7 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     while (rows() - i >= kGradRows) take(std::integral_constant<int, kGradRows>{});
     while (rows() > i) take(std::integral_constant<int, 1>{});
     for (int n = 0; n < kDims; ++n)
-      grad_w[d + n] += sum_lanes(sums[n]) * slope(d + n) / bandwidths_[d + n];
+      grad_w[d + n] += static_cast<double>(sum_lanes(sums[n]) * slope(d + n) / bandwidths_[d + n]);
   }
 
   // gradient_dims() for queries [i, i + kRows). Sums have two levels, and the sum over all
@@ -172,9 +189,9 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     const float* const q = queries() + panel;
     const int64_t depth = p_.D, cols = cols_;  // copies: a store could change a member
     const float* const keys_of_dim = keys_ + d * kWidth;
-    float* const grad_of_dim = key_grad_ + d * kWidth;
-    float ratio[kDims], slopes[kDims];
-    for (int n = 0; n < kDims; ++n) ratio[n] = ratios()[d + n], slopes[n] = slope(d + n);
+    float* const grad_of_dim = tile_key_grad_ + d * kWidth;
+    float ratio[kDims];
+    for (int n = 0; n < kDims; ++n) ratio[n] = ratios()[d + n];
     Vec query[kDims][kRows] = {}, all[kDims] = {};
     for (int64_t c = 0; c < cols; c += kWidth) {
       const float* const keys = keys_of_dim + c * depth;
@@ -195,7 +212,7 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
       for (int n = 0; n < kDims; ++n) {
         all[n] += sum[n];
         float* const to = grad_of_dim + c * depth + n * kWidth;
-        store(to, load(to) + grad[n] * slopes[n]);
+        store(to, load(to) + grad[n]);
       }
     }
 #pragma GCC unroll 2
@@ -211,10 +228,12 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
   float factor_ = 0.f;  // c, for the queries loaded last
   float* slots_;        // per slot: panels of queries, then r of the head
   int32_t* slot_rows_;
-  float* slot_factors_;                                // -c / 2, times log2(e)
-  float* bandwidths_;                                  // h, for the queries loaded last
-  float* keys_;                                        // a panel [D][kWidth] per kWidth keys
-  float *query_grad_ = nullptr, *key_grad_ = nullptr;  // panels; query_grad_ without -c r
+  float* slot_factors_;  // -c / 2, times log2(e)
+  float* bandwidths_;    // h, for the queries loaded last
+  float* keys_;          // a panel [D][kWidth] per kWidth keys
+  // Panels. query_grad_ lacks the factor -c r, tile_key_grad_ lacks c r and is 0 between tiles.
+  float *query_grad_ = nullptr, *tile_key_grad_ = nullptr;
+  double* key_grad_ = nullptr;
 };
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -28,7 +28,7 @@
 //     // scores with weights, to grad_w [D]. Where some pairs are masked, 0 * NaN must count as 0.
 //     void clear_key_grad();
 //     void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
-//                   float* grad_w);
+//                   double* grad_w);
 //     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
 //
 //     // The rest is optional: ScoreDefaults is the score that needs none of it.

@@ -128,8 +128,9 @@ FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h
   return dropped(p, word >= p.dropout.threshold, x);
 }
 
-// o = alpha o + w V over the tile. `masked`: some keys are masked, so V with weight 0 is skipped. Keys
-// take turns with kChains sums: one sum of all keys would round more often, and wait for itself.
+// o = alpha o + w V over the tile. `masked`: some keys are masked, so V with weight 0 is skipped.
+// Keys take turns with kChains sums: one sum of all keys would round more often, and wait for
+// itself.
 FASTATTN_DEVICE void add_few_values(const FewArgs& a, const Row& at, bool masked, float alpha,
                                     const FewMemory& memory) {
   constexpr int kChains = 4;

@@ -56,7 +56,7 @@ class OneQueryAdditive : public FixedTile<1, 64> {
   // Only remembers the arguments. The keys of a tile have no other pairs, so store_key_grad() does
   // all the work. `masked` is not used: z counts as finite, so 0 * NaN does not occur. A NaN input
   // reaches the gradients through dS.
-  void backward(const float* ds, const MaskTile&, float* grad_q, int64_t, float* grad_w) {
+  void backward(const float* ds, const MaskTile&, float* grad_q, int64_t, double* grad_w) {
     ds_ = ds, grad_q_out_ = grad_q, grad_w_out_ = grad_w;
   }
 
@@ -70,7 +70,7 @@ class OneQueryAdditive : public FixedTile<1, 64> {
       for (; j < to.rows; ++j) key_grads<type, 1>(to, j);
     });
     for (int64_t d = 0; d < p_.D; ++d) grad_q_out_[d] += grad_q_[d] * (w_[d] * weight_unit_) * 4.f;
-    for (int64_t d = 0; d < p_.D; ++d) grad_w_out_[d] += grad_w_[d] * 2.f;
+    add_to_sums(grad_w_, p_.D, 2.f, grad_w_out_);
   }
 
  private:
@@ -174,7 +174,8 @@ class OneQueryAdditive : public FixedTile<1, 64> {
   float *z_, *grad_q_, *grad_w_;
   float weight_unit_ = 1.f;
   const float* ds_ = nullptr;
-  float *grad_q_out_ = nullptr, *grad_w_out_ = nullptr;
+  float* grad_q_out_ = nullptr;
+  double* grad_w_out_ = nullptr;
   Matrix keys_{};
 };
 

@@ -48,8 +48,9 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     if (!backward) return;
     gradient_e_ = query_panels(dims_);
     query_grad_ = query_panels(dims_);
-    head_key_grad_ = key_panels();
-    key_grad_ = key_panels();
+    tile_key_grad_ = key_panels();
+    key_grad_ = scratch.of<double>(kBlockN * dims_);
+    fill(tile_key_grad_, kBlockN * dims_, 0.f);
     rows_out_ = scratch.floats(kPanelRows * ld_);
   }
 
@@ -96,33 +97,31 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     score_panels(s, [&](int64_t i) { return strips.of_row(i); });
   }
 
-  void clear_key_grad() {
-    fill(head_key_grad_, round_up(cols_, kWidth) * dims_, 0.f);
-    fill(key_grad_, round_up(cols_, kWidth) * dims_, 0.f);
-    head_pending_ = false;
-  }
+  void clear_key_grad() { zero_sums(key_grad_, round_up(cols_, kWidth) * dims_); }
 
   // Must follow scores() of the same tile. `masked` is not used: u is always finite, so 0 * NaN
   // does not occur. A NaN input reaches the gradients through dS.
   void backward(const float* ds, const MaskTile&, float* grad_q, int64_t grad_q_stride,
-                float* grad_w) {
-    head_pending_ = true;
+                double* grad_w) {
     with_range([&](auto range) {
       for (int64_t d = 0; d < p_.D; d += 2) {
         float sums[2];
         gradient_dims<range>(d, ds, sums);
-        for (int64_t n = 0; n < min64(2, p_.D - d); ++n) grad_w[d + n] += 2.f * sums[n];
+        add_to_sums(sums, min64(2, p_.D - d), 2.f, grad_w + d);
       }
     });
     for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
       add_query_grad(i, grad_q + i * grad_q_stride, grad_q_stride);
+    add_key_grad();
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
-    finish_head();
     for (int64_t c = 0; c < cols_; c += kWidth) {
       const int64_t cols = min64(kWidth, cols_ - c);
-      pack_transposed(dense(key_panel(key_grad_, c), kWidth, cols), 1.f, rows_out_, ld_);
+      float* const panel = key_panel(keys_, c);  // of keys that are no longer needed
+      for (int64_t n = 0; n < p_.D * kWidth; ++n)
+        panel[n] = static_cast<float>(key_grad_[c * dims_ + n]);
+      pack_transposed(dense(panel, kWidth, cols), 1.f, rows_out_, ld_);
       unpack_rows(rows_out_, ld_, 1.f, nullptr, matrix_at(grad_k, b, hkv, j0 + c, cols, p_.D));
     }
   }
@@ -173,7 +172,6 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
 
   void select_head(int64_t h) {
     if (h == slot_->head) return;
-    finish_head();
     slot_->head = h;
     pack_rows(matrix_at(p_.w, 0, h, 0, 1, p_.D), 1.f, slot_->w, p_.D);
     slot_->near.all = slot_->far.all = 0;
@@ -228,7 +226,6 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
   }
 
   void set_range(Range range, int64_t wanted) {
-    if ((range == Range::kFar) != (range_ == Range::kFar)) finish_head();  // grad_unit() changes
     range_ = range, wanted_ = wanted;
     if (range != Range::kExact) exponentiate_keys();
   }
@@ -388,7 +385,7 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
   __attribute__((noinline)) void gradient_dims(int64_t d, const float* ds, float* sums) {
     const auto dim = [&](int64_t n) -> GradDim {
       return {gradient_e_ + n * kPanelRows, keys_ + n * kWidth, query_grad_ + n * kPanelRows,
-              head_key_grad_ + n * kWidth, Vec{}};
+              tile_key_grad_ + n * kWidth, Vec{}};
     };
     GradDim dims[2] = {dim(d), dim(d + 1)};
     int64_t i = 0;
@@ -412,17 +409,17 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
         grad_q[r * stride + d] += rows_out_[r * ld_ + d] * slot_->w[d];
   }
 
-  // Multiplies the key gradients of a head by the head's weights, and adds them to key_grad_.
-  void finish_head() {
-    if (!head_pending_) return;
-    head_pending_ = false;
-    for (int64_t c = 0; c < cols_; c += kWidth)
-      for (int64_t d = 0; d < p_.D; ++d) {
-        float* const from = key_panel(head_key_grad_, c) + d * kWidth;
-        float* const to = key_panel(key_grad_, c) + d * kWidth;
-        store(to, load(to) + load(from) * (4.f / grad_unit()) * slot_->w[d]);
+  // Multiplies the key gradients of a tile by the weights of its head, and adds them to key_grad_.
+  void add_key_grad() {
+    const float unit = 4.f / grad_unit(), *const weights = slot_->w;
+    for (int64_t c = 0; c < cols_; c += kWidth) {
+      float* from = key_panel(tile_key_grad_, c);
+      double* to = key_grad_ + c * dims_;
+      for (int64_t d = 0; d < p_.D; ++d, from += kWidth, to += kWidth) {
+        add_to_sums(from, kWidth, unit * weights[d], to);
         store(from, Vec{});
       }
+    }
   }
 
   const AttentionParams& p_;
@@ -440,9 +437,8 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
   bool all_near_ = false, is_chosen_ = false;  // of the loaded keys; choose_range() has run
   Range range_ = Range::kFar;
   int64_t wanted_ = kNothing;  // see Slot::prepared
-  bool head_pending_ = false;  // head_key_grad_ holds something
-  float *gradient_e_ = nullptr, *query_grad_ = nullptr, *head_key_grad_ = nullptr,
-        *key_grad_ = nullptr;
+  float *gradient_e_ = nullptr, *query_grad_ = nullptr, *tile_key_grad_ = nullptr;
+  double* key_grad_ = nullptr;
   float* rows_out_ = nullptr;
 };
 

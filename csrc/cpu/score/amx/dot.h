@@ -96,7 +96,7 @@ class AmxDotScore : public ScoreDefaults {
   void clear_key_grad() { grad_k_.clear(); }
 
   void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
-                float*) {
+                double*) {
     const bool masked = mask.masked();
     AmxInput& queries = slots_.queries();
     const int64_t rows = queries.rows(), cols = cols_;
