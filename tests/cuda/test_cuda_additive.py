@@ -49,6 +49,7 @@ from properties.garbage import (  # noqa: F401
     test_nan_upstream_stays_in_its_row,
     test_queries_without_keys_reach_nothing,
 )
+from properties.long_sums import LONG, assert_long_sums
 from properties.strides import (  # noqa: F401
     far_storage,
     test_each_tensor_in_a_layout_of_its_own,
@@ -86,6 +87,11 @@ def test_case(case, backend):
 
 
 # ---- what the grid does not reach ----
+
+
+@pytest.mark.parametrize("score", ["additive", "gaussian"])
+def test_long_sums(score, backend):
+    assert_long_sums(backend, score, **LONG["keys"])  # the others take too long on the shim
 
 j = torch.arange(90)
 MASKS = {
