@@ -56,11 +56,12 @@ def sweep_rows(
                     pull_back(ds, side_k, side_q, q, k, terms, b, h, keys, dims, spec, True)
             else:
                 dk = add_product(
-                    dk, ds, keep, side_q, q, b, h, offs_m, M, spec, PASS, spec.D, spec.BLOCK_D
-                )
+                    dk, ds, keep, side_q, q, b, h, offs_m, M, spec, PASS, spec.D, spec.BLOCK_D,
+                    True,
+                )  # fmt: skip
         if grad_v.ptr is not None:
             dv = add_product(
-                dv, w, keep, do, grad_out, b, h, offs_m, M, spec, PASS, spec.E, spec.BLOCK_E
+                dv, w, keep, do, grad_out, b, h, offs_m, M, spec, PASS, spec.E, spec.BLOCK_E, True
             )
     return dk, dv
 

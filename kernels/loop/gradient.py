@@ -11,7 +11,16 @@ from ..tile.curve import curve_gradient
 from ..tile.dropout import survives
 from ..tile.masking import key_count
 from ..tile.softmax import load_stats, unit_of, weights_of
-from ..tile.strided import dot_t, exact_dot, head_ptr, load_tile, pair_ptrs, row_ptrs, stream_dot_t
+from ..tile.strided import (
+    add_dot,
+    dot_t,
+    exact_dot,
+    head_ptr,
+    load_tile,
+    pair_ptrs,
+    row_ptrs,
+    stream_dot_t,
+)
 from .sweep import logits
 
 
@@ -49,9 +58,13 @@ def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
 
 @triton.jit
 def add_product(
-    acc, a, used, side, x, b, h, offs, n, spec, PASS, N_COLS: tl.constexpr, BLOCK: tl.constexpr
+    acc, a, used, side, x, b, h, offs, n, spec, PASS, N_COLS: tl.constexpr, BLOCK: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
-    """acc + a @ (rows ``offs`` of x), of which ``side`` is the tile, unless products stream."""
+    """acc + a @ (rows ``offs`` of x), of which ``side`` is the tile, unless products stream.
+
+    ALONE: see add_dot. The kernel of dQ would spill.
+    """
     ptr = head_ptr(x, b, h)
     offs_c = tl.arange(0, BLOCK)
     if PASS.EXACT:
@@ -60,7 +73,7 @@ def add_product(
         tile = side
         if spec.STREAM:
             tile = load_tile(ptr, x, offs, offs_c, n, N_COLS, True, True)
-        return tl.dot(a.to(tile.dtype), tile, acc, input_precision=spec.PRECISION)
+        return add_dot(a, tile, acc, spec.PRECISION, ALONE)
 
 
 @triton.jit
