@@ -45,7 +45,6 @@ from ..tile.strided import (
     EXACT_SLICE,
     VARYING,
     Dims,
-    add_dot,
     any_not_finite,
     exact_dot,
     head_ptr,
@@ -117,7 +116,7 @@ def attend(
             tile_v = load_tile(
                 v_ptr, v, offs_n, offs_e, keys, spec.E, PASS.MASKED, spec.E != spec.BLOCK_E
             )
-            acc = add_dot(p, tile_v, acc, spec.PRECISION, True)
+            acc = tl.dot(p.to(tile_v.dtype), tile_v, acc, input_precision=spec.PRECISION)
     return acc, m_i, l_i
 
 

@@ -11,16 +11,7 @@ from ..tile.curve import curve_gradient
 from ..tile.dropout import survives
 from ..tile.masking import key_count
 from ..tile.softmax import load_stats, unit_of, weights_of
-from ..tile.strided import (
-    add_dot,
-    dot_t,
-    exact_dot,
-    head_ptr,
-    load_tile,
-    pair_ptrs,
-    row_ptrs,
-    stream_dot_t,
-)
+from ..tile.strided import dot_t, exact_dot, head_ptr, load_tile, pair_ptrs, row_ptrs, stream_dot_t
 from .sweep import logits
 
 
@@ -63,7 +54,8 @@ def add_product(
 ):  # fmt: skip
     """acc + a @ (rows ``offs`` of x), of which ``side`` is the tile, unless products stream.
 
-    ALONE: see add_dot. The kernel of dQ would spill.
+    ALONE: an exact product of fp32 has sums of its own, where registers are enough. One sum over
+    thousands of rows would lose digits. Triton makes one of a plain addition, but not of an fma.
     """
     ptr = head_ptr(x, b, h)
     offs_c = tl.arange(0, BLOCK)
@@ -73,7 +65,11 @@ def add_product(
         tile = side
         if spec.STREAM:
             tile = load_tile(ptr, x, offs, offs_c, n, N_COLS, True, True)
-        return add_dot(a, tile, acc, spec.PRECISION, ALONE)
+        if ALONE and tile.dtype == tl.float32 and spec.PRECISION == "ieee" and not spec.STREAM:
+            product = tl.dot(a, tile, input_precision=spec.PRECISION)
+            return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
+        else:
+            return tl.dot(a.to(tile.dtype), tile, acc, input_precision=spec.PRECISION)
 
 
 @triton.jit

@@ -167,20 +167,6 @@ def dot_t(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def add_dot(a, tile, acc, PRECISION: tl.constexpr, ALONE: tl.constexpr):
-    """acc + a @ tile. ALONE: an exact product of fp32 has sums of its own.
-
-    One sum over thousands of rows would lose digits. Triton turns a plain addition of a product
-    into such a sum, but no fma.
-    """
-    if ALONE and tile.dtype == tl.float32 and PRECISION == "ieee":
-        product = tl.dot(a, tile, input_precision=PRECISION)
-        return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
-    else:
-        return tl.dot(a.to(tile.dtype), tile, acc, input_precision=PRECISION)
-
-
-@triton.jit
 def stream_dot_t(
     offs_x, x_ptr, x, n_x, offs_y, y_ptr, y, n_y, n_cols, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
