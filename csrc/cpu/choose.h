@@ -136,13 +136,25 @@ FASTATTN_FN TileSize forward_unit(const AttentionParams& p, Unit unit) {
   return {p.M > 64 && !skips ? 256 : 64, 128};
 }
 
+// Whether products read V where it lies. Copies serve few queries, and gain nothing where no mask
+// asks whether V is finite. Rows are whole vectors of every instruction set, one behind the other:
+// rows 4 KiB apart share sets of the L1 cache, and take up to 1.3 times as long as copies. A call
+// of 16 queries takes 7% less, of 64 queries 3% (Zen 3).
+constexpr int64_t kCopiedRows = 64;
+FASTATTN_FN bool multiplies_in_place(const AttentionParams& p) {
+  return p.M <= kCopiedRows && p.v.dtype == DType::kFloat32 && rows_are_contiguous(p.v) &&
+         p.v.stride_r == p.E && p.E % 16 == 0 && keeps_all(p.mask, p.M, p.N) &&
+         p.bias.data == nullptr;
+}
+
 // Also turns heads of `p` into rows if the path says so.
 FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
   Path path = start(p, chooser);
   path.way = choose_way(*p, chooser);
   path.unit = forward_unit(*p, chooser.unit);
   path.values_by_row = p->M <= kShortChainRows;  // on every path, so that no path sums worse
-  path.values_in_place = path.values_by_row && is_in_place(*p, p->v, chooser);
+  path.values_in_place =
+      path.values_by_row ? is_in_place(*p, p->v, chooser) : multiplies_in_place(*p);
   path.heads_together = chooser.ways.take(kHeadsTogether, p->M <= kTogetherRows);
   path.chunk_keys = max64(1, p->N);
   if (chooser.ways.take(kSplitKeys, true))

@@ -43,6 +43,12 @@ FASTATTN_FN bool band_keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
   return mask.band_lo <= 1 - M && mask.band_hi >= N - 1;
 }
 
+// Whether there is nothing that could drop a pair.
+FASTATTN_FN bool keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
+  return band_keeps_all(mask, M, N) && mask.keep == nullptr && mask.kv_len.data == nullptr &&
+         mask.kv_begin.data == nullptr;
+}
+
 // ---- the keys that it keeps ----
 
 struct KeyRange {

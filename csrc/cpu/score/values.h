@@ -46,7 +46,7 @@ class ValueTile : public FormDefaults {
 
   void load(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     values_ = matrix_at(v_, b, hkv, j0, cols, E_);
-    if (direct_) return;
+    if (direct_) return;  // then no mask asks whether all are finite
     finite_ = pack_rows(values_, 1.f, packed_, ld_);
     values_ = {packed_, DType::kFloat32, 0, ld_, 1, cols, E_};
   }
@@ -61,8 +61,9 @@ class ValueTile : public FormDefaults {
       return add_weighted_rows(weights, ld, rows, mask.masked(), values_, scale, o, ld_, listed_);
     const int64_t keys = values_.rows;
     if (mask.sparse() && !finite_) mask.strips().clear_others(weights, ld, rows, keys);
-    masked_gemm(mask, finite_, ByRows{weights, ld}, packed_, ld_, rows, round_up(E_, kWidth), keys,
-                o, ld_, RescaleAdd{scale});
+    const float* const rows_of_v = static_cast<const float*>(values_.data) + values_.offset;
+    masked_gemm(mask, finite_, ByRows{weights, ld}, rows_of_v, values_.stride_r, rows,
+                round_up(E_, kWidth), keys, o, ld_, RescaleAdd{scale});
   }
 
  private:
