@@ -326,12 +326,12 @@ def _masked_matmul(a: Tensor, b: Tensor, kept: Tensor | None, of_mT: bool = Fals
     then get it added. Where values can be read, finite ones need neither. Products of other strides
     may add up in another order, so b is always contiguous: then garbage changes no bit.
 
-    ``of_mT``: as (b.mT @ a.mT).mT, which is the order of torch's gradient of k in q @ k.mT. MKL sums
-    long products of a few rows and columns with 12 times the error in the other order.
+    ``of_mT``: as (b.mT @ a.mT).mT, which is the order of torch's gradient of k in q @ k.mT. In the
+    other order MKL sums long products of a few rows and columns with 12 times the error.
     """
 
     def product(b: Tensor) -> Tensor:
-        return (b.mT @ a.mT).mT if of_mT else a @ b
+        return (b.mT @ a.mT).mT.contiguous() if of_mT else a @ b
 
     if kept is None:
         return product(b)

@@ -35,6 +35,7 @@ from properties.extremes import (  # noqa: F401
     test_additive_with_extreme_weights,
     test_additive_with_opposite_queries_and_keys,
     test_additive_with_some_weights_zero,
+    test_gradients_of_additive_keys_with_huge_weights,
     test_gradients_under_a_large_bias,
     test_tiny_values_underflow_quietly,
     test_weights_under_a_large_bias_sum_to_1,
@@ -92,6 +93,7 @@ def test_case(case, backend):
 @pytest.mark.parametrize("score", ["additive", "gaussian"])
 def test_long_sums(score, backend):
     assert_long_sums(backend, score, **LONG["keys"])  # the others take too long on the shim
+
 
 j = torch.arange(90)
 MASKS = {

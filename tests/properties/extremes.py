@@ -145,6 +145,20 @@ def test_additive_with_extreme_weights(backend, value):
         torch.testing.assert_close(results["weights"], torch.full((2, 2, 5, 7), 1 / 7))
 
 
+def test_gradients_of_additive_keys_with_huge_weights(backend):
+    """Keys agree in the dims of these weights, so that a row keeps more than one."""
+    named = inputs("additive", D=8)
+    named["key"] = named["key"].clamp(-2, 2) * 4
+    named["key"][..., :4] = 6.0
+    named["weight"][..., :4] *= 1e25
+    double = {name: x.double() for name, x in named.items()}
+    found, plain, truth = (
+        everything(x, backend=name)["grad_key"]
+        for x, name in ((named, backend), (named, "eager"), (double, "eager"))
+    )
+    testing.assert_within_budget(found, plain, truth)
+
+
 def test_additive_with_some_weights_zero(backend):
     """A dim with weight 0 changes nothing, for any values in it."""
     named = inputs("additive")

@@ -24,6 +24,6 @@ def assert_long_sums(backend, score, **sizes):
 
 
 @pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("score", (*SCORES, "gaussian"))
+@pytest.mark.parametrize("score", [*SCORES, "gaussian"])
 def test_long_sums(backend, score, name):
     assert_long_sums(backend, score, **LONG[name])

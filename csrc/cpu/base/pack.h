@@ -2,8 +2,6 @@
 // handling of dtypes and strides in the kernels is here.
 #pragma once
 
-#include <algorithm>
-
 #include "cpu/base/half.h"
 #include "cpu/base/scratch.h"
 #include "cpu/base/shared.h"
@@ -159,11 +157,17 @@ FASTATTN_SHARED void unpack_zeros(const Matrix& to);
 
 FASTATTN_SHARED void fill(float* to, int64_t count, float value);
 
-// Sums of many tiles are in double: a float would round after each tile. to += factor from.
-FASTATTN_SIMD void add_to_sums(const float* from, int64_t count, float factor, double* to) {
-  for (int64_t n = 0; n < count; ++n) to[n] += static_cast<double>(from[n] * factor);
+// Sums of many tiles are in double: a float would round after each tile.
+FASTATTN_SIMD void zero_sums(double* to, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) to[n] = 0.;
 }
-FASTATTN_SIMD void zero_sums(double* to, int64_t count) { std::fill_n(to, count, 0.); }
+// to += factor from. The factor may be beyond floats.
+FASTATTN_SIMD void add_to_sums(const float* from, int64_t count, double factor, double* to) {
+  for (int64_t n = 0; n < count; ++n) to[n] += static_cast<double>(from[n]) * factor;
+}
+FASTATTN_SIMD void round_sums(const double* from, int64_t count, float* to) {
+  for (int64_t n = 0; n < count; ++n) to[n] = static_cast<float>(from[n]);
+}
 
 #ifdef FASTATTN_SHARED_CODE
 template <DType kType>

@@ -22,7 +22,7 @@ class BiasGrad {
   void begin_task(const TaskHeads& task, int64_t copy) {
     if (!wanted_) return;
     heads_ = task;
-    first_ = task.b0, copy_ = copy;
+    first_batch_ = task.b0, copy_ = copy;
     if (p_.bias_B == 1) heads_.b0 = 0, heads_.b1 = 1;
     if (p_.bias_H == 1) heads_.h0 = 0, heads_.h1 = 1;
     if (is_whole()) clear(0, p_.bias_M * p_.bias_N);
@@ -74,7 +74,7 @@ class BiasGrad {
 
   // Whether this tile is the first to meet its sums of pairs.
   bool is_set_by(const TilePlace& at) const {
-    return (p_.bias_B > 1 || at.b == first_) && (p_.bias_H > 1 || at.h == 0);
+    return (p_.bias_B > 1 || at.b == first_batch_) && (p_.bias_H > 1 || at.h == 0);
   }
 
   // One row of sums in `tile_`. Column c of row i belongs to element c + rows - 1 - i of a line.
@@ -138,8 +138,8 @@ class BiasGrad {
   const BackwardParams& p_;
   bool wanted_;
   bool is_direct_ = false;
-  TaskHeads heads_{};             // of the bias
-  int64_t first_ = 0, copy_ = 0;  // batch, and number of the sums, of the task
+  TaskHeads heads_{};                   // of the bias
+  int64_t first_batch_ = 0, copy_ = 0;  // of the task: copy_ says which sums are its own
   int64_t stride_, cols_ = 0;
   float* tile_;  // dS of the tile or its shared sums, unless dS is added to the gradient at once
 };
@@ -148,7 +148,9 @@ class BiasGrad {
 class BiasGradWriter {
  public:
   explicit BiasGradWriter(const BackwardArgs& args)
-      : args_(args), p_(args.p), sum_(scratch_.floats(min64(kRows, p_.bias_M) * p_.bias_N)) {}
+      : args_(args),
+        p_(args.p),
+        rounded_(has_long_sums(p_) ? scratch_.floats(max64(kRows, p_.bias_N)) : nullptr) {}
 
   static int64_t tasks(const BackwardParams& p) {
     return p.bias_B * p.bias_H * ceil_div(p.bias_M, kRows);
@@ -159,30 +161,29 @@ class BiasGradWriter {
     const int64_t i0 = task % blocks * kRows, rows = min64(kRows, p_.bias_M - i0);
     const int64_t first = (bh * p_.bias_M + i0) * p_.bias_N;
     const int64_t from = args_.plan.grad_bias, count = rows * p_.bias_N;
-    has_long_sums(p_) ? sum_copies(args_.sums(from) + first, count)
-                      : sum_copies(args_.workspace(from) + first, count);
-    unpack_dense(sum_,
-                 matrix_at(p_.grad_bias, bh / p_.bias_H, bh % p_.bias_H, i0, rows, p_.bias_N));
+    const Matrix to = matrix_at(p_.grad_bias, bh / p_.bias_H, bh % p_.bias_H, i0, rows, p_.bias_N);
+    if (!has_long_sums(p_))
+      return unpack_dense(sum_copies(args_.workspace(from) + first, count), to);
+    round_sums(sum_copies(args_.sums(from) + first, count), count, rounded_);
+    unpack_dense(rounded_, to);
   }
 
  private:
   static constexpr int64_t kRows = 64;
 
+  // Adds the other copies to the first. `first`: its floats or doubles.
   template <typename T>
-  void sum_copies(const T* copies, int64_t count) {
+  T* sum_copies(T* first, int64_t count) const {
     const int64_t size = p_.bias_B * p_.bias_H * p_.bias_M * p_.bias_N;
-    for (int64_t n = 0; n < count; ++n) {
-      T sum = copies[n];
-      for (int64_t copy = 1; copy < args_.plan.copies.count(); ++copy)
-        sum += copies[copy * size + n];
-      sum_[n] = static_cast<float>(sum);
-    }
+    for (int64_t copy = 1; copy < args_.plan.copies.count(); ++copy)
+      for (int64_t n = 0; n < count; ++n) first[n] += first[copy * size + n];
+    return first;
   }
 
   const BackwardArgs& args_;
   const BackwardParams& p_;
   Scratch scratch_;
-  float* sum_;  // of kRows rows
+  float* rounded_;  // long sums: of one row, or of kRows rows of one column
 };
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -26,7 +26,7 @@ FASTATTN_FN ForwardPlan plan_forward(const ForwardParams& p, const Path& path) {
 // ---- backward ----
 
 // A task owns a chunk of keys of one key head, and loops over all queries that meet it. Each chunk
-// has its own fp32 gradient of q (and of w), summed in order at the end.
+// has its own gradient of q (and of w), summed in order at the end.
 //
 // Where tasks meet in a bias gradient of few numbers, each has sums of its own: a row, a column or
 // a line. A bias of pairs (i, j) that is broadcast over heads has a task for all of them. One that
@@ -35,8 +35,7 @@ struct BackwardGroups {
   int64_t b, h;  // number of groups of batches and of key heads
 };
 
-// Whether an element of the bias is added to many pairs of a head: to a row, a column or a
-// diagonal.
+// Whether the bias of a head is one row, one column or a line: an element is added to many pairs.
 FASTATTN_FN bool has_long_sums(const BackwardParams& p) { return p.bias_M == 1 || p.bias_N == 1; }
 
 // Sums of sqrt(B) batches and then of groups are more accurate than one of all batches. The sums of

@@ -91,12 +91,11 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     add_key_grad();
   }
 
-  void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) const {
+  void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
     for (int64_t c = 0; c < cols_; c += kWidth) {
       const Matrix to = matrix_at(grad_k, b, hkv, j0 + c, min64(kWidth, cols_ - c), p_.D);
       float* const panel = keys_ + c * p_.D;  // of keys that are no longer needed
-      for (int64_t n = 0; n < p_.D * kWidth; ++n)
-        panel[n] = static_cast<float>(key_grad_[c * p_.D + n]);
+      round_sums(key_grad_ + c * p_.D, p_.D * kWidth, panel);
       unpack_rows(panel, kWidth, 1.f, nullptr, to.transposed());
     }
   }
@@ -161,7 +160,7 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     double* to = key_grad_;
     for (int64_t c = 0; c < cols_; c += kWidth)
       for (int64_t d = 0; d < p_.D; ++d, from += kWidth, to += kWidth) {
-        add_to_sums(from, kWidth, slope(d), to);
+        add_to_sums(from, kWidth, static_cast<double>(slope(d)), to);
         store(from, Vec{});
       }
   }

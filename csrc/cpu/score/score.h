@@ -29,7 +29,8 @@
 //     void clear_key_grad();
 //     void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
 //                   double* grad_w);
-//     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
+//     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);  // keys are
+//     lost
 //
 //     // The rest is optional: ScoreDefaults is the score that needs none of it.
 //

@@ -129,8 +129,8 @@ FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h
 }
 
 // o = alpha o + w V over the tile. `masked`: some keys are masked, so V with weight 0 is skipped.
-// Keys take turns with kChains sums: one sum of all keys would round more often, and wait for
-// itself.
+// Keys take turns with kChains sums. One sum would round at every key, and each addition would wait
+// for the last.
 FASTATTN_DEVICE void add_few_values(const FewArgs& a, const Row& at, bool masked, float alpha,
                                     const FewMemory& memory) {
   constexpr int kChains = 4;

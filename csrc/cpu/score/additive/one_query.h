@@ -70,7 +70,7 @@ class OneQueryAdditive : public FixedTile<1, 64> {
       for (; j < to.rows; ++j) key_grads<type, 1>(to, j);
     });
     for (int64_t d = 0; d < p_.D; ++d) grad_q_out_[d] += grad_q_[d] * (w_[d] * weight_unit_) * 4.f;
-    add_to_sums(grad_w_, p_.D, 2.f, grad_w_out_);
+    add_to_sums(grad_w_, p_.D, 2., grad_w_out_);
   }
 
  private:

@@ -107,7 +107,7 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
       for (int64_t d = 0; d < p_.D; d += 2) {
         float sums[2];
         gradient_dims<range>(d, ds, sums);
-        add_to_sums(sums, min64(2, p_.D - d), 2.f, grad_w + d);
+        add_to_sums(sums, min64(2, p_.D - d), 2., grad_w + d);
       }
     });
     for (int64_t i = 0; i < slot_->rows; i += kPanelRows)
@@ -119,8 +119,7 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     for (int64_t c = 0; c < cols_; c += kWidth) {
       const int64_t cols = min64(kWidth, cols_ - c);
       float* const panel = key_panel(keys_, c);  // of keys that are no longer needed
-      for (int64_t n = 0; n < p_.D * kWidth; ++n)
-        panel[n] = static_cast<float>(key_grad_[c * dims_ + n]);
+      round_sums(key_grad_ + c * dims_, p_.D * kWidth, panel);
       pack_transposed(dense(panel, kWidth, cols), 1.f, rows_out_, ld_);
       unpack_rows(rows_out_, ld_, 1.f, nullptr, matrix_at(grad_k, b, hkv, j0 + c, cols, p_.D));
     }
@@ -411,12 +410,12 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
 
   // Multiplies the key gradients of a tile by the weights of its head, and adds them to key_grad_.
   void add_key_grad() {
-    const float unit = 4.f / grad_unit(), *const weights = slot_->w;
+    const double unit = 4. / static_cast<double>(grad_unit());
     for (int64_t c = 0; c < cols_; c += kWidth) {
       float* from = key_panel(tile_key_grad_, c);
       double* to = key_grad_ + c * dims_;
       for (int64_t d = 0; d < p_.D; ++d, from += kWidth, to += kWidth) {
-        add_to_sums(from, kWidth, unit * weights[d], to);
+        add_to_sums(from, kWidth, unit * static_cast<double>(slot_->w[d]), to);
         store(from, Vec{});
       }
     }
