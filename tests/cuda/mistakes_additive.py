@@ -94,7 +94,7 @@ ADDITIVE = [
     ),
     of_file(
         "additive few queries: garbage of masked keys", "additive/few_queries.cu",
-        "sum = masked && w == 0.f ? sum : next", "sum = next", "unused_keys",
+        "masked && w == 0.f ? sums[n] : fmaf", "fmaf", "unused_keys",
     ),
     of_file(
         "additive few queries: one head for the mean of all", "additive/few_queries.cu",
