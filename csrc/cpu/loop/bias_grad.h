@@ -88,9 +88,9 @@ class BiasGrad {
     double* const to = long_sums(p_.bias_B == 1 ? 0 : at.b, p_.bias_H == 1 ? 0 : at.h);
     if (p_.bias_is_line) {
       const int64_t first = p_.M - at.i0 - at.rows + at.j0;
-      return add_to_sums(tile_, at.rows - 1 + at.cols, 1.f, to + first);
+      return add_to_sums(tile_, at.rows - 1 + at.cols, 1., to + first);
     }
-    if (p_.bias_N > 1) return add_to_sums(tile_, at.cols, 1.f, to + at.j0);
+    if (p_.bias_N > 1) return add_to_sums(tile_, at.cols, 1., to + at.j0);
     const int64_t first = p_.bias_M == 1 ? 0 : at.i0, rows = p_.bias_M == 1 ? 1 : at.rows;
     for (int64_t i = 0; i < rows; ++i) {
       Vec sum{};
