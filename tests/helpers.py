@@ -11,6 +11,7 @@ import torch
 
 import fastattn
 from fastattn import testing
+from fastattn.problem import Problem
 
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_fp16")
 SCORES = ("dot", "additive")
@@ -88,6 +89,9 @@ def output_with(variable: str, values: list[str], program: str, cwd) -> dict[str
     return {value: x.splitlines() for value, x in zip(values, printed, strict=True)}
 
 
+FIELDS = [field.name for field in dataclasses.fields(Problem) if field.init]
+
+
 class Carrier:
     """A backend for CPU tensors that runs another device's backend on copies.
 
@@ -100,7 +104,7 @@ class Carrier:
 
     def unsupported(self, p):
         """Skips the test, with the reasons, if the backend does not support a problem."""
-        reasons = self.backend.unsupported(dataclasses.replace(p, device=self.device))
+        reasons = self.backend.unsupported(self._moved(p))
         if reasons and p.dtype != torch.float64:  # tests expect that float64 is left to eager
             pytest.skip("; ".join(reasons))
         return reasons
@@ -116,12 +120,17 @@ class Carrier:
 
     def _run(self, function, p, args):
         self.unsupported(p)  # nobody has asked yet, if a test calls the backend itself
-        p = dataclasses.replace(p, device=self.device).with_tensors(*map(self._there, p.tensors()))
+        p = self._moved(p).with_tensors(*map(self._there, p.tensors()))
         results = function(p, *map(self._there, args))
         results = tuple(x if x is None else x.cpu() for x in results)
-        if self.device.type == "cuda" and torch.cuda.memory_reserved() > HUGE:
+        if not torch.compiler.is_compiling() and torch.cuda.memory_reserved() > HUGE:
             torch.cuda.empty_cache()  # other processes also test on this GPU
         return results
+
+    def _moved(self, p):
+        """The problem on the device. Not dataclasses.replace: torch 2.11 does not trace it."""
+        fields = {name: getattr(p, name) for name in FIELDS}
+        return Problem(**fields | {"device": self.device})
 
     def _there(self, x):
         if not isinstance(x, torch.Tensor) or torch.compiler.is_compiling():

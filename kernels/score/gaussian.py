@@ -45,7 +45,10 @@ def gaussian_scores(x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
         s = tl.fma(t, t, s)
         x_ptr += x_stride
         y_ptr += y_stride
-    return s * (tl.load(terms.power_ptr + b.to(tl.int64) * dims.H + h) * -0.5)
+    # An fma: a compiler could contract a product and the subtraction of a maximum that follows, in
+    # one kernel and not in another.
+    factor = tl.load(terms.power_ptr + b.to(tl.int64) * dims.H + h) * -0.5
+    return tl.fma(s, factor, 0.0)
 
 
 @triton.jit

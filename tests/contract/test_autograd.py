@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import SCORES, assert_same_bits, attend, everything, inputs
+from helpers import SCORES, assert_same_bits, attend, inputs
 
 import fastattn
 from fastattn import ALiBi, Mask, RelativeBias, testing
@@ -158,7 +158,9 @@ def test_unused_results_change_nothing(backend, score):
         results = attend(**call, **options, backend=backend)
         out = results[0] if options else results
         grads.append(dict(enumerate(torch.autograd.grad(out.square().sum(), call.values()))))
-    assert_same_bits(grads[0], grads[1])
+    # Triton has other tiles for calls that return weights, hence sums in another order.
+    same = torch.testing.assert_close if backend == "triton" else assert_same_bits
+    same(grads[0], grads[1])
     assert_same_bits(grads[0], grads[2])
 
 
@@ -270,16 +272,17 @@ def test_saved_tensor_hooks_see_every_saved_tensor(backend):
 
 
 def test_checkpointing_gives_the_same_gradients(backend):
-    call = inputs("additive")
-    plain = everything(call, dropout_p=0.3, seed=5, backend=backend)
-
     def function(*tensors):
         return attend(*tensors, dropout_p=0.3, seed=5, backend=backend)
 
-    leaves = [x.clone().requires_grad_() for x in call.values()]
-    out = torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
-    assert torch.equal(out, plain["out"])
-    assert all(g is not None for g in torch.autograd.grad(out.sum(), leaves))
+    leaves = [x.requires_grad_() for x in inputs("additive").values()]
+    kept = function(*leaves)
+    recomputed = torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
+    plain, again = (
+        dict(enumerate([out.detach(), *torch.autograd.grad(out.sum(), leaves)]))
+        for out in (kept, recomputed)
+    )
+    assert_same_bits(plain, again)
 
 
 def drawn_masks():

@@ -48,6 +48,9 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 // A product that is never fused with a sum.
@@ -58,6 +61,7 @@ inline float __fmul_rn(float a, float b) {
 }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 extern uint3 threadIdx, blockIdx;  // of the running fiber
 extern dim3 blockDim, gridDim;
