@@ -396,7 +396,9 @@ def run(
     ``average``: the caller wants the mean of the weights over heads. ``attend``: what computes.
     """
     p, backend, batch, (q, k, v, w) = seen.p, seen.backend, seen.batch, tensors
-    if seen.forward is not None and not autograd.needs_autograd(q, k, v, w, bias, sink):
+    if seen.forward is not None and (
+        registry.takes_gradients(p) or not autograd.needs_autograd(q, k, v, w, bias, sink)
+    ):
         odd = p.score == "dot" and wgmma.odd_strides((q, k, v))
         backend = backend if odd else seen.forward
     out, lse, weights = attend(backend, p, q, k, v, w, bias, sink)

@@ -6,8 +6,10 @@ A separate library (fastattn/_cuda.so), loaded if torch has CUDA.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem
@@ -36,7 +38,17 @@ def unsupported(p: Problem) -> list[str]:
     return reasons
 
 
-forward, backward, shift_unit = OPERATORS.forward, OPERATORS.backward, _gpu.shift_unit
+forward, shift_unit = OPERATORS.forward, _gpu.shift_unit
+
+
+def backward(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None, *saved: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See ``registry.Backend``. The fast kernels read no expanded gradient, as that of a sum."""
+    out, stats, grad_out, *others = saved
+    if grad_out.stride(-1) != 1 or 0 in grad_out.stride():
+        grad_out = grad_out.contiguous()
+    return OPERATORS.backward(p, q, k, v, w, bias, out, stats, grad_out, *others)
 
 
 # ---- the library ----

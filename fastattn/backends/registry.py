@@ -61,17 +61,16 @@ class Backend(Protocol):
 # In the order of preference of backend="auto". cpu is first, so its calls check no other one.
 BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "cuda": cuda, "eager": eager}
 
-# Why one GPU backend comes before another. Machine code was counted (tests/cuda/test_nvcc.py,
-# tests/triton); nothing was measured on a GPU yet.
+# Why one GPU backend comes before another: bench/results/nvidia-h200, docs/gpu-kernels.md.
 WHY = {
     "dot": "triton before cuda: its products use warpgroup instructions on Hopper, cuda's mma.sync",
-    "additive": "cuda before triton: its loop takes 3.5 issue slots an element, Triton's 4.7",
+    "additive": "cuda before triton: on an H200 its gradients take a third of the time or less",
     "gaussian": "triton before cuda: nobody has compared them yet",
 }
 WGMMA_FIRST = "cuda before triton: its path of warpgroups overlaps products and softmax"
 WGMMA_WAITS = (
-    "triton before cuda: the backward passes of both are bound by tensor cores on Hopper; without "
-    "a gradient cuda would be first"
+    "triton before cuda: the backward pass of its path of warpgroups takes no softcap; without a "
+    "gradient cuda would be first"
 )
 FEW_WAITS = (
     "triton before cuda: its backward pass has tiles of 16 queries where there are so few; "
@@ -207,9 +206,9 @@ def select(p: Problem, backend: str = "auto", bias: bool = False, grad: bool = T
 def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) -> str | None:
     """The backend that takes calls without gradient from the ``chosen`` one; None if none does.
 
-    On Hopper that is cuda's path of warpgroups, where it was found right and has tiles without a
-    mask. Everywhere it is cuda's additive score of few queries. Gradients come from the backend of
-    the forward pass, and the backward passes of these two are no faster than Triton's.
+    On Hopper that is cuda's path of warpgroups, where it is right and has tiles without a mask.
+    Everywhere it is cuda's additive score of few queries. Gradients come from the backend of the
+    forward pass: see ``takes_gradients``.
     """
     if p.device.type not in health.DEVICES or backend != "auto" or chosen != "triton":
         return None
@@ -220,6 +219,15 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
     if not wgmma.suits(p) or (wgmma.masks_every_tile(p, bias) and not wgmma.is_named()):
         return None
     return None if against("cuda", p, bias, may_check=False, grad=False) else "cuda"
+
+
+def takes_gradients(p: Problem) -> bool:
+    """Whether the backend of ``faster_forward`` takes calls with gradients, too.
+
+    On an H200 the path of warpgroups takes 0.6 to 0.8 of Triton's time for them. The additive score
+    of few queries has gradients in tiles of 64 there.
+    """
+    return p.score == "dot" and wgmma.has_gradients(p)
 
 
 @dataclass(frozen=True)
@@ -285,7 +293,8 @@ def explain(
         cuda_path, reason = wgmma.path(p, tensors)
         path_notes = [f"cuda: path {cuda_path}: {reason}"]
         if cuda_path == wgmma.NAME and faster_forward(p, backend, str(chosen), bias) is not None:
-            chosen, why = (chosen, WGMMA_WAITS) if grad else ("cuda", WGMMA_FIRST)
+            stays = grad and not takes_gradients(p)
+            chosen, why = (chosen, WGMMA_WAITS) if stays else ("cuda", WGMMA_FIRST)
         elif cuda_path == wgmma.NAME and (masks := wgmma.masks_every_tile(p, bias)) is not None:
             why = WGMMA_MASKS.format(masks)
         path = cuda_path if chosen == "cuda" else None

@@ -23,9 +23,7 @@ USUAL_HEAD_SIZE = 128  # of the kernels for all GPUs and for gradients: csrc/cud
 CAPABILITY = (9, 0)
 NAME = "wgmma"
 USUAL = "sm_80"  # the kernels for compute capability 8.0 and later
-UNCHECKED = (
-    "wgmma was not checked on this device yet; `python -m fastattn` and fastattn.autotune check it"
-)
+UNCHECKED = "wgmma was not checked on this device yet: the first call that can make the check does"
 CHECK = health.Check("cuda", "dot", "float16 and bfloat16", NAME)
 
 
@@ -124,10 +122,18 @@ def may_run(device: torch.device) -> bool:
 
 
 def suits(p: Problem) -> bool:
-    """Whether this path can take calls without gradient, and was found right on their device."""
+    """Whether this path can take calls without gradient, and is right on their device.
+
+    The first call on a device makes the check.
+    """
     if cuda.unsupported(p) or against_large_heads(p, grad=False):
         return False
-    return why_not(p) is None and is_right(p.device)
+    return why_not(p) is None and is_right(p.device, may_check=True)
+
+
+def has_gradients(p: Problem) -> bool:
+    """Whether this path has the backward pass of a problem, too."""
+    return not p.softcap and max(p.D, p.E) <= USUAL_HEAD_SIZE
 
 
 def masks_every_tile(p: Problem, bias: bool) -> str | None:

@@ -91,17 +91,18 @@ def explained(*tensors, **options):
 # ---- auto ----
 
 
-def test_triton_serves_until_the_check_has_run(triton):
+def test_triton_serves_until_the_check_has_run(triton, monkeypatch):
     q = heads()
-    assert not takes_wgmma(triton, q)
-    found = explained(q)
-    assert (found.backend, found.path) == ("triton", None)
-    assert f"cuda: path sm_80: {wgmma.UNCHECKED}" in found.notes
-    assert registry.WHY["dot"] in found.notes
-    assert wgmma.is_right(CPU, may_check=True)
-    call_cache.forget()
-    for _ in range(2):  # the second time from the cache of calls
+    with monkeypatch.context() as capturing:
+        capturing.setattr(health, "must_wait", lambda: True)
+        assert not takes_wgmma(triton, q)
+        found = explained(q)
+        assert (found.backend, found.path) == ("triton", None)
+        assert f"cuda: path sm_80: {wgmma.UNCHECKED}" in found.notes
+        assert registry.WHY["dot"] in found.notes
+    for _ in range(3):  # the first makes the check, the third comes from the cache of calls
         assert takes_wgmma(triton, q)
+    assert health.verdict(wgmma.CHECK, CPU) is None
     found = explained(q)
     assert (found.backend, found.path) == ("cuda", "wgmma")
     assert "cuda: path wgmma: the self-check found it right on this device" in found.notes
@@ -132,16 +133,29 @@ def test_a_wrong_path_is_left_alone(triton, monkeypatch):
     assert not takes_wgmma(triton, heads(16), q, q, backend="cuda")  # which never takes the path
 
 
-def test_gradients_stay_with_triton(triton):
+def test_gradients_take_it(triton):
     found_right()
     q = heads().requires_grad_()
-    assert not takes_wgmma(triton, q)
+    for _ in range(2):  # the second time from the cache of calls
+        assert takes_wgmma(triton, q)
     found = explained(q)
+    assert (found.backend, found.path) == ("cuda", "wgmma")
+    assert registry.WGMMA_FIRST in found.notes
+    before = products()
+    scaled_dot_product_attention(q, q, q).sum().backward()  # whose gradient is expanded
+    assert products() - before > 3 * 2  # two products forward, seven backward
+
+
+def test_gradients_of_a_softcap_stay_with_triton(triton):
+    found_right()
+    q = heads().requires_grad_()
+    assert not takes_wgmma(triton, q, softcap=5.0)
+    found = explained(q, softcap=5.0)
     assert (found.backend, found.path) == ("triton", None)
     assert registry.WGMMA_WAITS in found.notes
     with torch.no_grad():  # the same call
-        assert takes_wgmma(triton, q)
-        assert explained(q).backend == "cuda"
+        assert takes_wgmma(triton, q, softcap=5.0)
+        assert explained(q, softcap=5.0).backend == "cuda"
 
 
 def test_named_backends_stay(triton):

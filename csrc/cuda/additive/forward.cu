@@ -4,13 +4,14 @@
 //   s_ij = sum_d w_d tanh(q_id + k_jd)
 //
 //   prologue (prepare.cu)               exponentials of q and k, the range of each key tile
-//   for (b, h, tile of 64 queries)      one block; O, m and l in shared memory
+//   for (b, h, tile of 64 queries)      one block, or one for each chunk of its keys, if there are
+//                                       few tiles; O, m and l in shared memory
 //     for key tiles that some row keeps
 //       S = scores                      32 per thread in registers; terms.cuh has the loop
 //       S -> masked, biased -> weights  online softmax; P to shared memory
 //       O = alpha O + P V               on tensor cores (half_products.cuh); of float32 on FMA
 //                                       units, with V in stages of 32 keys x 64 columns
-//     out = O / l, lse, stats
+//     out = O / l, lse, stats           merge.cuh adds up chunks
 //
 // Forward saves the stats of each row for backward: m and 1 / l. If weights are returned, a second
 // kernel computes scores again, and weights from scores and stats. Online softmax: Milakov and
@@ -21,6 +22,7 @@
 #include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"
 #include "cuda/additive/tile.cuh"
+#include "cuda/tile/merge.cuh"
 
 namespace fastattn::cuda {
 namespace {
@@ -110,24 +112,41 @@ FASTATTN_DEVICE void add_half_values(const ForwardParams& p, const Place& at, bo
 }
 
 template <typename Layout>
-FASTATTN_DEVICE void write_out(const ForwardParams& p, const Place& at, const RowStates& states,
+FASTATTN_DEVICE void write_out(const View& to, const Place& at, int64_t E, const RowStates& states,
                                float* o) {
-  for (int64_t e0 = 0; e0 < p.E; e0 += kTile) {
+  for (int64_t e0 = 0; e0 < E; e0 += kTile) {
     Pairs<Layout> out;
     load_sums<Layout>(o, e0, states, out);
-    store_tile<Layout>(p.out, offset_of(p.out, at.b, at.h, at.i0, e0), at.rows, extent(p.E, e0),
-                       out);
+    store_tile<Layout>(to, offset_of(to, at.b, at.h, at.i0, e0), at.rows, extent(E, e0), out);
   }
 }
 
-// Writes lse and stats, and leaves the factors of O in the states. Begins with a barrier.
-FASTATTN_DEVICE void write_states(const ForwardParams& p, const Place& at, RowStates& states) {
+// A chunk's part of each row in the workspace (merge.cuh), as a tensor [B, H, M, E + 2].
+FASTATTN_DEVICE View parts_of(const ForwardArgs& a, int64_t chunk) {
+  const ForwardParams& p = a.p;
+  const int64_t row = a.plan.chunks * (p.E + 2);
+  return {
+      partial_at(p, a.plan.partials, chunk), DType::kFloat32, p.H * p.M * row, p.M * row, row, 1};
+}
+
+// Writes lse and stats, or m and l of a chunk, and leaves the factors of O in the states. Begins
+// with a barrier.
+FASTATTN_DEVICE void write_states(const ForwardArgs& a, const Place& at, const View& to,
+                                  RowStates& states) {
+  const ForwardParams& p = a.p;
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = row0() + r;
-    const float factor = write_row(p, row_number(p, at, r), states.m[row], states.l[row],
-                                   is_row_writer() && row < at.rows);
+    const bool writer = is_row_writer() && row < at.rows;
+    float factor = 1.f;
+    if (a.plan.chunks == 1) {
+      factor = write_row(p, row_number(p, at, r), states.m[row], states.l[row], writer);
+    } else if (writer) {
+      const int64_t offset = offset_of(to, at.b, at.h, at.i0 + row, p.E);
+      store_as<DType::kFloat32>(to.data, offset, states.m[row]);
+      store_as<DType::kFloat32>(to.data, offset + 1, states.l[row]);
+    }
     if (is_row_writer()) states.factor[row] = factor;
   }
   __syncwarp();
@@ -146,13 +165,17 @@ __global__ void __launch_bounds__(kThreads, 3)
   ForwardMemory& memory = *static_cast<ForwardMemory*>(shared_memory());
   float* const o = reinterpret_cast<float*>(&memory + 1);
   const ForwardParams& p = a.p;
-  Place at = query_place(p, a.plan.panels.tiles_m, blockIdx.x);
+  uint32_t block = blockIdx.x;
+  const int64_t chunk = take_digit(&block, a.plan.chunks);
+  Place at = query_place(p, a.plan.panels.tiles_m, block);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  const int64_t begin = max64(chunk * a.plan.chunk_keys, keys.begin / kTile * kTile);
+  const int64_t end = min64((chunk + 1) * a.plan.chunk_keys, keys.end);
   clear(memory.states);
   __syncthreads();
   clear_sums(o, ceil_div(p.E, kTile) * kRows);
 
-  for (at.j0 = keys.begin / kTile * kTile; at.j0 < keys.end; at.j0 += kTile) {
+  for (at.j0 = begin; at.j0 < end; at.j0 += kTile) {
     at.cols = extent(p.N, at.j0);
     const TileMask mask = mask_tile<FragmentLayout>(p, at);
     if (mask.empty) continue;
@@ -168,9 +191,10 @@ __global__ void __launch_bounds__(kThreads, 3)
       add_values(p, at, mask.full, memory, o);
     }
   }
-  write_states(p, at, memory.states);
-  has_halves(p) ? write_out<QueryRows>(p, at, memory.states, o)
-                : write_out<FragmentLayout>(p, at, memory.states, o);
+  const View to = a.plan.chunks == 1 ? p.out : parts_of(a, chunk);
+  write_states(a, at, to, memory.states);
+  has_halves(p) ? write_out<QueryRows>(to, at, p.E, memory.states, o)
+                : write_out<FragmentLayout>(to, at, p.E, memory.states, o);
 }
 
 // ---- returned weights ----
@@ -224,8 +248,9 @@ const char* additive_forward(const ForwardParams& p, void* stream) {
     return launcher.error();
   }
   prepare_panels(p, panels, static_cast<float*>(p.workspace), false, launcher);
-  launcher.run(additive_forward_kernel, p.B * p.H * panels.tiles_m, kThreads,
+  launcher.run(additive_forward_kernel, p.B * p.H * panels.tiles_m * args.plan.chunks, kThreads,
                {forward_shared(p.E), forward_shared(kMaxValues)}, args);
+  if (args.plan.chunks > 1) merge_partials(p, args.plan.partials, args.plan.chunks, launcher);
   if (p.weights_mode == WeightsMode::kNone) return launcher.error();
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
   launcher.run(additive_weights_kernel, p.B * heads_out * panels.tiles_m * panels.tiles_n, kThreads,

@@ -73,23 +73,28 @@ FASTATTN_FN void take_panels(const AttentionParams& p, bool backward, Panels* pa
 
 struct AdditiveForwardPlan {
   Panels panels;
-  int64_t chunk_keys, chunks;
-  int64_t partials;  // merge.cuh
-  int64_t scores;    // [B][H][M][N] logits, when weights are wanted
+  int64_t chunk_keys, chunks;  // of a row, or of a tile of queries; each has a block
+  int64_t partials;            // merge.cuh, unless there is one chunk
+  int64_t scores;              // [B][H][M][N] logits, when weights are wanted
   int64_t workspace_bytes;
 };
+
+// Blocks that keep a GPU busy: an H200 has 396 of them at a time. The number is fixed, so that sums
+// do not depend on the device. A chunk has several tiles, as its sums pass through the workspace.
+constexpr int64_t kForwardBlocks = 1536, kChunkTiles = 4;
 
 FASTATTN_FN AdditiveForwardPlan plan_additive_forward(const ForwardParams& p) {
   AdditiveForwardPlan plan{};
   int64_t used = 0;
   take_panels(p, false, &plan.panels, &used);
-  if (plan.panels.few) {
-    const int64_t rows = p.B * p.H * p.M;
-    plan.chunk_keys = max64(1, ceil_div(p.N, kMaxParts * kThreads)) * kThreads;
-    plan.chunks = max64(1, ceil_div(p.N, plan.chunk_keys));
-    plan.partials = take(&used, partial_floats(p, plan.chunks));
-    plan.scores = take(&used, p.weights_mode == WeightsMode::kNone ? 0 : rows * p.N);
-  }
+  const bool few = plan.panels.few;
+  const int64_t blocks = max64(1, p.B * p.H * plan.panels.tiles_m);
+  const int64_t most = few ? kMaxParts : min64(kMaxParts, ceil_div(kForwardBlocks, blocks));
+  const int64_t step = few ? kThreads : kTile, least = few ? 1 : kChunkTiles;
+  plan.chunk_keys = max64(least, ceil_div(p.N, most * step)) * step;
+  plan.chunks = max64(1, ceil_div(p.N, plan.chunk_keys));
+  if (few || plan.chunks > 1) plan.partials = take(&used, partial_floats(p, plan.chunks));
+  if (few && p.weights_mode != WeightsMode::kNone) plan.scores = take(&used, p.B * p.H * p.M * p.N);
   plan.workspace_bytes = 4 * used;
   return plan;
 }
@@ -136,8 +141,8 @@ FASTATTN_FN void plan_bias(const BackwardParams& p, AdditiveBackwardPlan* plan, 
 
 // Enough blocks to keep a GPU busy, in bounded space: parts are at most kMaxSlices times as large
 // as the gradients of the longer side. The number is fixed, so that sums do not depend on the
-// device.
-constexpr int64_t kGradientBlocks = 512, kMaxSlices = 16;
+// device. 1024 blocks take 0.77 to 0.82 of the time of 512 on an H200, and 2048 no less.
+constexpr int64_t kGradientBlocks = 1024, kMaxSlices = 16;
 
 FASTATTN_FN void plan_slices(const BackwardParams& p, AdditiveBackwardPlan* plan) {
   const int64_t tiles_m = plan->panels.tiles_m, tiles_n = plan->panels.tiles_n;

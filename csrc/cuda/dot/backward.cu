@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   wait_for_copies();
   const Place to = turns.here().at;
   store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, to.b, to.h, to.i0, 0), to.rows, p.D,
-                          p.scale, dq);
+                          {p.scale, p.scale}, dq);
 }
 
 // ---- dk, dv ----
@@ -208,11 +208,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   wait_for_copies();
   const Place to = turns.here().at;
   const View& result = of_values ? p.grad_v : p.grad_k;
+  const float factor = of_values ? 1.f : p.scale;
   store_sums<kType, kDim>(result, offset_of(result, to.b, to.hkv, to.j0, 0), to.cols, dims,
-                          of_values ? 1.f : p.scale, sum);
+                          {factor, factor}, sum);
   if constexpr (!kCurved)
     store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, to.b, to.hkv, to.j0, 0), to.cols, p.D,
-                            p.scale, dk);
+                            {p.scale, p.scale}, dk);
 }
 
 // ---- dbias ----

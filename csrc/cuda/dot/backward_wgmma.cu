@@ -116,14 +116,14 @@ FASTATTN_DEVICE void write(const WgmmaGradArgs& a, const Place& at,
     const int64_t tile = (at.b * p.Hkv + at.hkv) * ceil_div(p.N, kTile) + at.j0 / kTile;
     mark(a.marks, tile, at.cols > 0, zero);
     store_sums<kType, kDim>(p.grad_v, offset_of(p.grad_v, at.b, at.hkv, at.j0, 0), at.cols, p.E,
-                            1.f, from.of_weights);
+                            {1.f, 1.f}, from.of_weights);
     store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, at.b, at.hkv, at.j0, 0), at.cols, p.D,
-                            p.scale, from.of_scores);
+                            {p.scale, p.scale}, from.of_scores);
   } else {
     const int64_t tile = (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile;
     mark(a.marks, tile, at.rows > 0, zero);
     store_sums<kType, kDim>(p.grad_q, offset_of(p.grad_q, at.b, at.h, at.i0, 0), at.rows, p.D,
-                            p.scale, from.of_scores);
+                            {p.scale, p.scale}, from.of_scores);
   }
 }
 

@@ -56,21 +56,16 @@ FASTATTN_DEVICE void sdpa_add_sums(float unit, const SdpaStep& step, SdpaState& 
 template <DType kType, int kDim>
 FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const SdpaState& state,
                                 const float (&o)[kDim / 8][4]) {
+  float factors[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = sum_row(2 * half);
     const float l = lanes_sum(state.l[half], kQuad);
-    if (row >= at.rows) continue;
     const int64_t number = (at.b * p.H + at.h) * p.M + at.i0 + row;
-    const float factor = write_row(p, number, state.m[half], l, lane() % kQuad == 0);
-    int64_t where = offset_of(p.out, at.b, at.h, at.i0 + row, sum_col(0, 0));
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n, where += 8 * p.out.stride_c)
-#pragma unroll
-      for (int v = 0; v < 2; ++v)
-        if (sum_col(n, v) < p.E)
-          store_half<kType>(p.out, where + v * p.out.stride_c, o[n][2 * half + v] * factor);
+    const bool writer = lane() % kQuad == 0 && row < at.rows;
+    factors[half] = write_row(p, number, state.m[half], l, writer);
   }
+  store_sums<kType, kDim>(p.out, offset_of(p.out, at.b, at.h, at.i0, 0), at.rows, p.E, factors, o);
 }
 
 }  // namespace fastattn::cuda

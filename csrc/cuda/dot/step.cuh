@@ -123,15 +123,58 @@ FASTATTN_DEVICE void add_product(const View& x, int64_t offset, int64_t dims, co
   if (bad) add_bad_rows<Layout, kType, kDim>(x, offset, dims, mask.bits, factors, bad_rows, sum);
 }
 
-// Writes factor times the sums of rows < rows and columns < cols, from element `offset` on.
+// Whether rows of 16-bit floats from `offset` on can be written 16 bytes at a time.
+FASTATTN_DEVICE bool lies_in_chunks(const View& view, int64_t offset, int64_t cols) {
+  const int64_t odd = reinterpret_cast<uintptr_t>(view.data) | 2 * (offset | view.stride_r | cols);
+  return rows_are_contiguous(view) && odd % 16 == 0;
+}
+
+// The 4 x 4 words of the lanes of a quad, transposed: word n of lane t becomes word t of lane n.
+FASTATTN_DEVICE void transpose_quad(uint32_t (&word)[4]) {
+#pragma unroll
+  for (int step = 1; step < kQuad; step *= 2)
+#pragma unroll
+    for (int n = 0; n < kQuad; ++n) {
+      if (n & step) continue;
+      const bool late = lane() & step;
+      const uint32_t sent = late ? word[n] : word[n + step];
+      const uint32_t got = __shfl_xor_sync(kAllLanes, sent, step);
+      (late ? word[n] : word[n + step]) = got;
+    }
+}
+
+// Writes rows < rows and columns < cols of the sums, times the factors of a lane's two rows, from
+// element `offset` on. A lane has two neighbouring columns of each eight. A quad exchanges them, so
+// that a store has 16 bytes.
 template <DType kType, int kDim>
 FASTATTN_DEVICE void store_sums(const View& view, int64_t offset, int rows, int64_t cols,
-                                float factor, const float (&sum)[kDim / 8][4]) {
+                                const float (&factors)[2], const float (&sum)[kDim / 8][4]) {
+  const bool in_chunks = lies_in_chunks(view, offset, cols);
 #pragma unroll
   for (int half = 0; half < 4; half += 2) {
-    if (sum_row(half) >= rows) continue;
+    const int row = sum_row(half);
+    const float factor = factors[half / 2];
+    int64_t where = offset + row * view.stride_r;
+    if (in_chunks) {
+      const int first = opaque_here(8 * (lane() % kQuad));
+#pragma unroll
+      for (int n = 0; n < kDim / 8; n += kQuad) {
+        uint32_t word[kQuad];
+        with_half<kType>(view.dtype, [&](auto type) {
+#pragma unroll
+          for (int m = 0; m < kQuad; ++m)
+            word[m] = pack_pair<type>(sum[n + m][half] * factor, sum[n + m][half + 1] * factor);
+        });
+        transpose_quad(word);
+        if (row < rows && first + 8 * n < cols)
+          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(view.data) + where + first + 8 * n) =
+              make_uint4(word[0], word[1], word[2], word[3]);
+      }
+      continue;
+    }
+    if (row >= rows) continue;
     const int col0 = opaque_here(sum_col(0, 0));
-    int64_t where = offset + sum_row(half) * view.stride_r + col0 * view.stride_c;
+    where += col0 * view.stride_c;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n, where += 8 * view.stride_c)
 #pragma unroll

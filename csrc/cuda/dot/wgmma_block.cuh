@@ -37,6 +37,7 @@ struct alignas(1024) WgmmaMemory {
   uint16_t v[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
   Barrier q_full, k_full[Of::kStages], v_full[Of::kStages];
   Barrier k_empty[Of::kStages], v_empty[Of::kStages];
+  float settled[kConsumers * kWarps];  // see settle()
 };
 
 // A place in the ring of stages.
@@ -293,6 +294,13 @@ struct Consumer {
     }
   }
 
+  // ptxas would move the wait that follows before most of the softmax, which then overlaps nothing.
+  // It moves no wait before a store, and this one needs all weights.
+  __device__ __forceinline__ void settle() {
+    if (lane() == 0)
+      *const_cast<volatile float*>(&memory.settled[warp()]) = step.sum[0] + step.sum[1];
+  }
+
   __device__ __forceinline__ void first(int tile) {
     start_next_scores();
     wait_for_products<0>();
@@ -311,6 +319,7 @@ struct Consumer {
     wait_for_products<1>();
     take_scores();
     softmax<kMasked>(tile);
+    settle();
     wait_for_products<0>();
     take_values();
     rescale(unit, step, state, o);
