@@ -248,7 +248,8 @@ QUICK = (  # one of each kind, for a self-test
 
 
 def named(name: str) -> Case:
-    """The case of that name, from any suite."""
+    """The case of that name, from any suite; behind it may be a backend, in brackets."""
+    name = name.partition(" (")[0]
     return next(case for suite in SUITES.values() for case in suite if case.name == name)
 
 

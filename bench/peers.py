@@ -96,7 +96,10 @@ def build(
 ) -> Workload:
     """Draws the inputs of a case and sets up ours and its peers; compiles nothing yet."""
     t = cases.draw(case, device)
-    chosen = registry.select(cases.problem(case, t), backend)
+    p = cases.problem(case, t)
+    chosen = registry.select(p, backend)
+    if registry.takes_gradients(p):
+        chosen = registry.faster_forward(p, backend, chosen, t.bias is not None) or chosen
     upstream = t.grad_out.transpose(1, 2).flatten(2) if case.module else t.grad_out
     set_up = _modules if case.module else _functions
     implementations = set_up(case, t, backend, compiled and case.compiled)

@@ -93,8 +93,9 @@ def product_loops(sass: str) -> list[dict[str, int]]:
     """The innermost loops with products of warpgroups.
 
     Per iteration: {"slots": issue slots, "mufu": special functions, "products", "columns": of the
-    narrowest product, "waits", "local": spills}, and slots and special functions without what a
-    vote of the warp skips: "steady_slots" and "steady_mufu".
+    narrowest product, "waits", "beside": special functions between the first wait and the last,
+    hence beside a product, "local": spills}, and slots and special functions without what a vote of
+    the warp skips: "steady_slots" and "steady_mufu".
     """
     instructions, labels = _parse(sass)
     found = []
@@ -104,6 +105,7 @@ def product_loops(sass: str) -> list[dict[str, int]]:
         if not _count(count, "HGMMA"):
             continue
         skipped = _skipped(loop, {x: n - a for x, n in labels.items()})
+        waits = [n for n, x in enumerate(loop) if x.startswith("WARPGROUP.DEPBAR.LE")] or [0]
         found.append(
             {
                 "slots": len(loop),
@@ -113,6 +115,7 @@ def product_loops(sass: str) -> list[dict[str, int]]:
                 "products": _count(count, "HGMMA"),
                 "columns": min(int(p[1]) for p in map(_PRODUCT.match, loop) if p),
                 "waits": count["WARPGROUP.DEPBAR.LE"],
+                "beside": _count(_operations(loop[waits[0] : waits[-1]]), "MUFU"),
                 "local": _count(count, "LDL", "STL"),
             }
         )

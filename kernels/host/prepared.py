@@ -13,7 +13,7 @@ the plan's holes with pointers, and launch.
 A plan is made only if every step of the call is understood. Other calls go the ordinary way. So do
 all calls while Triton's launch hooks are set, and with FASTATTN_PLANS=0. A plan keeps no tensor.
 
-Not run on a GPU: in the tests a stand-in takes the driver's place.
+Plans need Triton 3.7, and have not run on a GPU: in the tests a stand-in takes the driver's place.
 """
 
 from __future__ import annotations

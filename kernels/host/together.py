@@ -7,7 +7,7 @@ nothing: the kernels that are missing are compiled in threads. Then it runs in e
 
 A launcher may run again because it owns all that it writes. It reads no value of a tensor.
 
-Not run on a GPU: in the tests a stand-in takes the driver's place.
+In the tests a stand-in takes the driver's place.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@
 //
 // Tiles with a mask come first, in a loop of their own. delta and dbias are those of backward.cu.
 // Every result has one owner. A warp with a result that is not finite leaves a mark, as in
-// forward_wgmma.cu, and backward.cu computes its tile again. Not run on a GPU.
+// forward_wgmma.cu, and backward.cu computes its tile again.
 #include "cuda/dot/backward_wgmma.h"
 #include "cuda/dot/wgmma_choice.h"
 #include "cuda/dot/wgmma_grads.cuh"

@@ -17,7 +17,7 @@
 // finite therefore leaves a mark, and forward.cu computes its rows again.
 //
 // Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and low-precision",
-// 2024. docs/decisions/0013-warpgroups.md counts its instructions. Not run on a GPU.
+// 2024. docs/decisions/0013-warpgroups.md counts its instructions, 0034 has its rates.
 #include "cuda/dot/forward_wgmma.h"
 #include "cuda/dot/wgmma_block.cuh"
 #include "cuda/dot/wgmma_choice.h"
