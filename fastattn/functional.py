@@ -351,7 +351,8 @@ def _attend(
     p, biased = inputs.p, inputs.bias is not None
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     grad = autograd.needs_autograd(*canonical, inputs.bias, sink)
-    chosen = registry.select(p, backend, biased, grad)
+    may_check = not registry.needs_no_other(p, backend, canonical[:3], biased)
+    chosen = registry.select(p, backend, biased, grad, may_check)
     forward = registry.faster_forward(p, backend, chosen, biased)
     seen = call_cache.Known(p, chosen, inputs.has_head_dim, inputs.batch, None, forward)
     watch.call(p, backend, biased, canonical[:3], grad)
@@ -400,7 +401,7 @@ def run(
         registry.takes_gradients(p) or not autograd.needs_autograd(q, k, v, w, bias, sink)
     ):
         odd = p.score == "dot" and wgmma.odd_strides((q, k, v))
-        backend = backend if odd else seen.forward
+        backend = registry.select(p, bias=bias is not None) if odd else seen.forward
     out, lse, weights = attend(backend, p, q, k, v, w, bias, sink)
     if average:
         wide = torch.promote_types(weights.dtype, torch.float32)

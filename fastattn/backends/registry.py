@@ -179,10 +179,17 @@ def _exporting_to_onnx() -> bool:
 _exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def select(p: Problem, backend: str = "auto", bias: bool = False, grad: bool = True) -> str:
+def select(
+    p: Problem,
+    backend: str = "auto",
+    bias: bool = False,
+    grad: bool = True,
+    may_check: bool = True,
+) -> str:
     """The name of the backend that computes ``p``.
 
-    ``bias`` says whether there is one, ``grad`` whether a gradient may be needed.
+    ``bias`` says whether there is one, ``grad`` whether a gradient may be needed, ``may_check``
+    whether a self-check may run.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot compute this problem, with its
@@ -190,12 +197,12 @@ def select(p: Problem, backend: str = "auto", bias: bool = False, grad: bool = T
     """
     if backend != "auto":
         get(backend)
-        reasons = against(backend, p, bias, grad=grad)
+        reasons = against(backend, p, bias, may_check, grad)
         if reasons:
             raise ValueError(f"backend {backend!r} cannot do this problem: {'; '.join(reasons)}")
         return backend
     for name in in_order(p):
-        reasons = against(name, p, bias, grad=grad)
+        reasons = against(name, p, bias, may_check, grad)
         if not reasons:
             return name
         if reasons == [cpu.operators.EXTENSION_ERROR]:
@@ -228,6 +235,15 @@ def takes_gradients(p: Problem) -> bool:
     of few queries has gradients in tiles of 64 there.
     """
     return p.score == "dot" and wgmma.has_gradients(p)
+
+
+def needs_no_other(p: Problem, backend: str, tensors: Sequence[Tensor], bias: bool) -> bool:
+    """Whether ``faster_forward`` takes a call, so that nobody has to check Triton first.
+
+    Triton compiles kernels for its check. ``tensors`` are q, k and v.
+    """
+    faster = faster_forward(p, backend, "triton", bias)
+    return faster is not None and takes_gradients(p) and not wgmma.odd_strides(tensors)
 
 
 @dataclass(frozen=True)

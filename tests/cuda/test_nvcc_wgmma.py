@@ -40,7 +40,7 @@ KEYS = "dot/backward_wgmma.cu", "sdpa_wgmma_dkdv_kernel"
 QUERIES = "dot/backward_wgmma.cu", "sdpa_wgmma_dq_kernel"
 LOOPS = [
     Loop(*FORWARD, 64, 64, 440, 500, 12, rare_mufu=2, waits=2),
-    Loop(*FORWARD, 128, 64, 460, 550, 16, rare_mufu=2, waits=2),
+    Loop(*FORWARD, 128, 64, 462, 550, 16, rare_mufu=2, waits=2),
     Loop(*FORWARD, 256, 40, 375, 520, 21, rare_mufu=2, waits=2),
     Loop(*FORWARD, 128, 64, 1830, 1920, 16, rare_mufu=2, waits=2, capped=True),
     Loop(*FORWARD, 256, 40, 1240, 1380, 21, rare_mufu=2, waits=2, capped=True),
@@ -98,7 +98,7 @@ def test_the_softmax_runs_beside_a_product(loop, kernel):
     if loop.source != FORWARD[0]:
         pytest.skip("in backward the gradient waits for its weights")
     for found in sass.product_loops(kernel):
-        assert found["beside"] >= loop.special, found
+        assert found["beside"] >= loop.special - loop.capped, found  # a scale may come first
 
 
 @every_loop

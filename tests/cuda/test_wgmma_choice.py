@@ -112,6 +112,26 @@ def test_triton_serves_until_the_check_has_run(triton, monkeypatch):
     assert takes_wgmma(triton, heads(41))
 
 
+def test_triton_is_checked_when_it_serves(triton, monkeypatch, tmp_path):
+    """For its check Triton compiles kernels, which takes 20 s on a GPU that is new to it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    health.forget()
+    made = []
+    monkeypatch.setattr(
+        health, "runner", lambda check, device: made.append(check) or Verdict(None, lasting=False)
+    )
+    q, odd = heads(), torch.randn(1, 2, 40, 65).half()[..., :64]
+    for _ in range(2):
+        assert takes_wgmma(triton, q)
+    assert made == [wgmma.CHECK]
+    for _ in range(2):
+        assert not takes_wgmma(triton, odd, q, q)
+    assert made == [wgmma.CHECK, Check("triton", "dot", "float16", "plain")]
+    call_cache.forget()
+    assert not takes_wgmma(triton, heads().requires_grad_(), softcap=5.0)
+    assert takes_wgmma(triton, heads(41))
+
+
 def test_a_wrong_path_is_left_alone(triton, monkeypatch):
     monkeypatch.setattr(health, "runner", lambda check, device: Verdict("its error is 7 times"))
     assert not wgmma.is_right(CPU, may_check=True)
