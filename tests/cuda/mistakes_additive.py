@@ -89,6 +89,14 @@ ADDITIVE = [
         "    __syncthreads();\n    add_few_values(", "    add_few_values(", "few_queries",
     ),
     of_file(
+        "additive chunks: keys of the next one", "additive/forward.cu",
+        "min64((chunk + 1) * a.plan.chunk_keys, keys.end)", "keys.end", "chunks",
+    ),
+    of_file(
+        "additive chunks: a factor of the last tile", "additive/forward.cu",
+        "float factor = 1.f;", "float factor = states.factor[row];", "chunks",
+    ),
+    of_file(
         "additive few queries: keys of the next chunk", "additive/few_queries.cu",
         "min64((chunk + 1) * a.plan.chunk_keys, keys.end)", "keys.end", "few_queries",
     ),

@@ -13,6 +13,10 @@ DOT = [
         LOAD, LOAD.replace("r < rows", "r <= rows"), "heap-buffer-overflow", "sanitized",
     ),
     Mistake(
+        "chunks of a row: words of another lane", "dot/step.cuh",
+        "late ? word[n] : word[n + step];", "late ? word[n + step] : word[n];", "AssertionError",
+    ),
+    Mistake(
         "a missing barrier", "dot/forward.cu",
         "    wait_for_copies();\n    __syncthreads();\n    at.j0 += kTile;",
         "    wait_for_copies();\n    at.j0 += kTile;", "AssertionError",

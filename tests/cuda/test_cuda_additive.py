@@ -189,9 +189,9 @@ def test_softcap(backend, case):
 
 # ---- slices of tiles, whose parts are added up ----
 
-SLICES = [  # 512 blocks are wanted: slices are fewer where there are many heads
-    Case("one", "additive", B=20, H=26, Hkv=13, M=20, N=66, D=3, E=1),
-    Case("several-tiles", "additive", B=4, H=32, Hkv=16, M=130, N=140, D=3, E=1, kv_begin="rows",
+SLICES = [  # 1024 blocks are wanted: slices are fewer where there are many heads
+    Case("one", "additive", B=40, H=26, Hkv=13, M=20, N=66, D=3, E=1),
+    Case("several-tiles", "additive", B=8, H=32, Hkv=16, M=130, N=140, D=3, E=1, kv_begin="rows",
          window=(70, 20)),
     Case("many", "additive", B=1, H=1, Hkv=1, M=20, N=1300, D=3, E=2,
          causal="bottom_right", window=(500, 0)),
@@ -202,6 +202,22 @@ SLICES = [  # 512 blocks are wanted: slices are fewer where there are many heads
 @pytest.mark.parametrize("case", SLICES, ids=lambda case: case.name)
 def test_corner_of_slices(backend, case):
     testing.check(case, backend)
+
+
+# ---- few tiles of queries: blocks share the keys of one ----
+
+CHUNKS = [
+    Case("masks", "additive", Hkv=1, M=66, N=600, D=5, E=70, kv_len="rows", bias="hmn",
+         dropout_p=0.3, weights="mean", lse=True, garbage=math.nan),
+    Case("band", "additive", B=1, M=70, N=530, D=4, E=3, window=(20, 20), empty_rows=True),
+    Case("gaussian", "gaussian", M=20, N=300, D=4, E=3, causal="bottom_right", lse=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("case", CHUNKS, ids=lambda case: case.name)
+def test_corner_of_chunks(backend, case, dtype):
+    testing.check(dataclasses.replace(case, name=f"{case.name}-{dtype}", dtype=dtype), backend)
 
 
 # ---- 16-bit types: products on tensor cores ----
