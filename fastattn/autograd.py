@@ -95,6 +95,18 @@ def _distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(made)
 
 
+def returned(*results: Tensor) -> tuple[Tensor, ...]:
+    """The results of a Function's forward, which are tensors of their own in compiled code.
+
+    Compiled by torch 2.11, a Function returns every tensor that its forward makes. In-place work
+    and a cast to the same dtype return a tensor that is there already. As two results, it gets its
+    gradient at the last place, where nobody reads it.
+    """
+    if not torch.compiler.is_compiling():
+        return results
+    return tuple(x.detach() for x in results)
+
+
 def _refuse_tangents(*tensors: Tensor | None) -> None:
     """torch.compile traces a Function's forward and not its jvp, so tangents would become zero."""
     for t in tensors:
@@ -184,7 +196,7 @@ class AttentionFunction(torch.autograd.Function):
     def forward(backend: str, p: Problem, *tensors: Tensor | None) -> tuple:
         inputs, own, _ = _parts(tensors)
         *inputs, sink = inputs
-        return _forward(backend, p.with_tensors(*own), inputs, sink)
+        return returned(*_forward(backend, p.with_tensors(*own), inputs, sink))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -103,7 +103,8 @@ class _Call:
         self.sizes = (query.shape[0], query.shape[1], query.shape[2])
         self.lead = validate.Lead((query.shape[0],), True, (*query.shape[1:3], key.shape[2]))
         self.placements = [self._wanted(x) for x in query.placements]
-        sizes = zip(self.mesh.shape, self.placements, strict=True)
+        ranks = map(self.mesh.size, range(self.mesh.ndim))  # its shape torch 2.11 cannot compile
+        sizes = zip(ranks, self.placements, strict=True)
         over = math.prod([n for n, x in sizes if x == Shard(1)])  # ranks
         self.shares_heads = over > 1
         self._check_heads(over, query.shape[1], key.shape[1], value.shape[1])

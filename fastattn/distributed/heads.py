@@ -64,7 +64,8 @@ class Move(torch.autograd.Function):
         # One parameter: dynamo drops ctx where a call has one argument more than there are names.
         ctx, ways, *tensors = args
         ctx.ways = ways
-        return tuple(there(x) for (there, _), x in zip(ways, tensors, strict=True))
+        moved = [there(x) for (there, _), x in zip(ways, tensors, strict=True)]
+        return autograd.returned(*moved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:

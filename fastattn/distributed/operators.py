@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fastattn import sinks
+from fastattn import autograd, sinks
 from fastattn.backends import flops, registry
 from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
@@ -76,7 +76,7 @@ class Function(torch.autograd.Function):
         found = (torch.ops.fastattn.shared_forward if compiled else _forward)(*words, *call)
         if sink is not None:
             found = sinks.fold(sink, unit, *found)
-        out, lse, weights, stats = found
+        out, lse, weights, stats = found = autograd.returned(*found)
         ctx.words, ctx.unit, ctx.others = words, unit, others
         ctx.weights = weights_of(call.weights)
         rescales = words.method == "ring" or sink is not None

@@ -76,7 +76,8 @@ class Part:
         self.num_heads = module.num_heads // shared.heads.size
         self.out_proj = _OutProj(module, found, shared.heads)
         self._parameters = found
-        self.__dict__ |= found
+        for name, x in found.items():  # torch 2.11 cannot compile an update of __dict__
+            setattr(self, name, x)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)

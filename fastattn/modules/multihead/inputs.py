@@ -47,7 +47,8 @@ def check_tensors(
         ("key_padding_mask", key_padding_mask, True),
         ("attn_mask", attn_mask, True),
     ):
-        if not (arguments.stands_for_tensor(x) or (x is None and may_be_none)):
+        # None first: compiled by torch 2.11, its class cannot be asked for an attribute.
+        if not ((x is None and may_be_none) or arguments.stands_for_tensor(x)):
             raise arguments.no_tensor(name, x)
 
 
