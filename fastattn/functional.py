@@ -351,10 +351,8 @@ def _attend(
     p, biased = inputs.p, inputs.bias is not None
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     grad = autograd.needs_autograd(*canonical, inputs.bias, sink)
-    may_check = not registry.needs_no_other(p, backend, canonical[:3], biased)
-    chosen = registry.select(p, backend, biased, grad, may_check)
-    forward = registry.faster_forward(p, backend, chosen, biased)
-    seen = call_cache.Known(p, chosen, inputs.has_head_dim, inputs.batch, None, forward)
+    chosen, *others = registry.choose(p, backend, biased, grad, canonical[:3])
+    seen = call_cache.Known(p, chosen, inputs.has_head_dim, inputs.batch, None, *others)
     watch.call(p, backend, biased, canonical[:3], grad)
     known = False
     if call is not None and not average and registry.may_remember(p, chosen):
@@ -400,8 +398,10 @@ def run(
     if seen.forward is not None and (
         registry.takes_gradients(p) or not autograd.needs_autograd(q, k, v, w, bias, sink)
     ):
-        odd = p.score == "dot" and wgmma.odd_strides((q, k, v))
-        backend = registry.select(p, bias=bias is not None) if odd else seen.forward
+        if not (p.score == "dot" and wgmma.odd_strides((q, k, v))):
+            backend = seen.forward
+        elif seen.waits:
+            backend = registry.select(p, bias=bias is not None)
     out, lse, weights = attend(backend, p, q, k, v, w, bias, sink)
     if average:
         wide = torch.promote_types(weights.dtype, torch.float32)

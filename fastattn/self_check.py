@@ -1,8 +1,7 @@
 """The self-check: a few tiny problems on a backend, against the reference under the one budget.
 
 ``backends/health.py`` decides when it runs and keeps what it finds. ``python -m fastattn`` makes
-the checks of everyday calls in child processes, which may hang or crash. So are all checks of the
-path of warpgroups.
+the checks of everyday calls in child processes, which may hang or crash.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def autotune(
     takes minutes.
 
     On a GPU of compute capability 9.0, the self-check of the CUDA path ``wgmma`` runs as well.
-    Where that path is right, ``backend="auto"`` prefers it in calls without gradient.
+    Where that path is right, ``backend="auto"`` prefers it.
 
     Args:
         query: as in :func:`scaled_dot_product_attention`, or in :func:`additive_attention` if

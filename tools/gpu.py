@@ -67,8 +67,8 @@ def bench_steps(*arguments: str) -> list[Step]:
 
 
 # Small cases of the CUDA C++ kernels: every read, write and barrier. Failing calls of the driver
-# are ignored: torch makes some to find out what exists. racecheck takes no order from the barriers
-# of warpgroups, at which one lane arrives for its warp: tests/cuda/simulator looks for their races.
+# are ignored: torch makes some to find out what exists. racecheck does not understand a barrier at
+# which one lane arrives for its warp, as in wgmma: tests/cuda/simulator looks for races there.
 SANITIZED = "test_corner or (ends_of_tiles and 33- and not 16385)"
 TOOLS = {
     "memcheck": ["--report-api-errors", "no"],

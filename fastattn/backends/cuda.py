@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import _gpu, operators
-from fastattn.problem import Problem
+from fastattn.problem import Problem, arguments
 
 # D and E; csrc/cuda/dispatch.cu's own. wgmma.py says who can have more than 128 of a dot product.
 MAX_HEAD_SIZE = {"dot": (256, 256), "additive": (4096, 256), "gaussian": (4096, 256)}
@@ -44,9 +44,12 @@ forward, shift_unit = OPERATORS.forward, _gpu.shift_unit
 def backward(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None, *saved: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """See ``registry.Backend``. The fast kernels read no expanded gradient, as that of a sum."""
+    """See ``registry.Backend``.
+
+    The fast kernels of the dot product cannot read an expanded gradient, as that of a sum.
+    """
     out, stats, grad_out, *others = saved
-    if grad_out.stride(-1) != 1 or 0 in grad_out.stride():
+    if p.score == "dot" and not has_tensor_map(grad_out):
         grad_out = grad_out.contiguous()
     return OPERATORS.backward(p, q, k, v, w, bias, out, stats, grad_out, *others)
 
@@ -71,6 +74,20 @@ def driver_version() -> str | None:
     except (OSError, AttributeError):
         return None
     return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def has_tensor_map(x: Tensor) -> bool:
+    """Whether copies by tensor maps can read a tensor, as csrc/cuda/base/tensor_map.h says.
+
+    A single column has no stride there.
+    """
+    if not arguments.has_memory(x):
+        return False
+    *outer, column = x.stride()
+    if x.data_ptr() % 16 or column != 1 or x.shape[3] == 1 or x.shape[2] >= 2**31:
+        return False
+    strides = zip(x.shape, outer, strict=False)
+    return all(n == 1 or (0 < s < 2**38 and s % 8 == 0) for n, s in strides)
 
 
 def driver_error(runtime: str | None, driver: str | None) -> str | None:

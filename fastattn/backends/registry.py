@@ -237,13 +237,25 @@ def takes_gradients(p: Problem) -> bool:
     return p.score == "dot" and wgmma.has_gradients(p)
 
 
-def needs_no_other(p: Problem, backend: str, tensors: Sequence[Tensor], bias: bool) -> bool:
-    """Whether ``faster_forward`` takes a call, so that nobody has to check Triton first.
+def choose(
+    p: Problem, backend: str, bias: bool, grad: bool, tensors: Sequence[Tensor]
+) -> tuple[str, str | None, bool]:
+    """(what ``select`` gives, what ``faster_forward`` gives, whether the first needs a check yet).
 
-    Triton compiles kernels for its check. ``tensors`` are q, k and v.
+    Triton compiles kernels for its check. Calls that the other backend takes do not wait for that.
+    ``tensors`` are q, k and v.
     """
     faster = faster_forward(p, backend, "triton", bias)
-    return faster is not None and takes_gradients(p) and not wgmma.odd_strides(tensors)
+    waits = faster is not None and _may_wait(p, bias, tensors)
+    chosen = select(p, backend, bias, grad, may_check=not waits)
+    return chosen, faster if waits else faster_forward(p, backend, chosen, bias), waits
+
+
+def _may_wait(p: Problem, bias: bool, tensors: Sequence[Tensor]) -> bool:
+    """Whether Triton, which can compute a call that has a faster backend, need not be checked."""
+    if not takes_gradients(p) or wgmma.odd_strides(tensors):
+        return False
+    return not against("triton", p, bias, may_check=False)
 
 
 @dataclass(frozen=True)
@@ -294,9 +306,11 @@ def explain(
     if backend != "auto":
         get(backend)  # raises for an unknown name
     reasons, chosen = {}, None
+    faster = tensors and faster_forward(p, backend, "triton", bias)
+    waits = bool(faster) and _may_wait(p, bias, tensors)
     for name in in_order(p):
         wanted = chosen is None and backend in ("auto", name)
-        reasons[name] = against(name, p, bias, wanted, grad)
+        reasons[name] = against(name, p, bias, wanted and not waits, grad)
         chosen = name if wanted and not reasons[name] else chosen
     notes = _cpu_notes(p, reasons)
     path, path_notes, why = None, [], WHY[p.score]

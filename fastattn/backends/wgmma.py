@@ -23,7 +23,7 @@ USUAL_HEAD_SIZE = 128  # of the kernels for all GPUs and for gradients: csrc/cud
 CAPABILITY = (9, 0)
 NAME = "wgmma"
 USUAL = "sm_80"  # the kernels for compute capability 8.0 and later
-UNCHECKED = "wgmma was not checked on this device yet: the first call that can make the check does"
+UNCHECKED = "wgmma was not checked on this device yet: the first call by 'auto' that can does it"
 CHECK = health.Check("cuda", "dot", "float16 and bfloat16", NAME)
 
 
@@ -78,7 +78,7 @@ def against_large_heads(p: Problem, grad: bool) -> str | None:
 def odd_strides(tensors: Sequence[Tensor]) -> str:
     """The names of those of q, k and v that the copies of this path cannot read."""
     named = zip("qkv", tensors, strict=False)
-    return ", ".join([name for name, x in named if not _has_tensor_map(x)])
+    return ", ".join([name for name, x in named if not cuda.has_tensor_map(x)])
 
 
 def has_capability(device: torch.device) -> bool:
@@ -87,15 +87,6 @@ def has_capability(device: torch.device) -> bool:
 
 
 has_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _has_tensor_map(x: Tensor) -> bool:
-    """As in csrc/cuda/base/tensor_map.h. A single column has no stride there."""
-    *outer, column = x.stride()
-    if x.data_ptr() % 16 or column != 1 or x.shape[3] == 1 or x.shape[2] >= 2**31:
-        return False
-    strides = zip(x.shape, outer, strict=False)
-    return all(n == 1 or (0 < s < 2**38 and s % 8 == 0) for n, s in strides)
 
 
 def is_right(device: torch.device, may_check: bool = False) -> bool:

@@ -180,12 +180,15 @@ def overriding(*tensors: object) -> tuple | None:
 
 def can_read(x: Tensor) -> bool:
     """Whether values can be read without a device sync or a graph break."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and has_memory(x)
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own: nothing traces or batches it, and it is not fake."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return False  # a trace would keep what was read
     # A fake tensor has no values, nor has a tensor that is traced under a mode.
-    if type(x) is not Tensor or is_in_torch_dispatch_mode():
+    if type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode():
         return False
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return not (functorch.is_functorch_wrapped_tensor(x) or is_legacy_batch(x))

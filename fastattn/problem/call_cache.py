@@ -72,7 +72,7 @@ class Known(NamedTuple):
     ``batch`` are the call's batch dims. ``p`` has no tensors of masks. ``masks`` are those
     that there are, and the bias: their numbers in ``Call.masks()``, and their shapes in a record.
     ``forward`` is the backend that takes calls without gradient from ``backend``, where their
-    strides suit it.
+    strides suit it. ``waits``: ``backend`` needs a check before it takes others.
     """
 
     p: Problem
@@ -81,6 +81,7 @@ class Known(NamedTuple):
     batch: tuple[int, ...]
     masks: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     forward: str | None = None
+    waits: bool = False
 
     def tensors(
         self, query: Tensor, key: Tensor, value: Tensor, weight: Any

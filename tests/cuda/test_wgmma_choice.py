@@ -132,6 +132,38 @@ def test_triton_is_checked_when_it_serves(triton, monkeypatch, tmp_path):
     assert takes_wgmma(triton, heads(41))
 
 
+def test_without_triton_the_usual_kernels_are_checked_first(triton, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    health.forget()
+    made = []
+    monkeypatch.setattr(
+        health, "runner", lambda check, device: made.append(check) or Verdict(None, lasting=False)
+    )
+    triton.unsupported = lambda p: ["Triton is not installed"]
+    q = heads()
+    scaled_dot_product_attention(q, q, q)
+    assert Check("cuda", "dot", "float16", "") in made
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "fake"])
+def test_tensors_without_memory_go_to_triton(triton, transform, recwarn):
+    found_right()
+
+    def attend(x):
+        return scaled_dot_product_attention(x, x, x)
+
+    if transform == "vmap":
+        torch.func.vmap(attend)(torch.randn(3, 1, 2, 40, 64).half())
+    elif transform == "grad":
+        torch.func.grad(lambda x: attend(x).float().sum())(heads())
+    elif transform == "jvp":
+        torch.func.jvp(attend, (heads(),), (heads(),))
+    else:
+        with FakeTensorMode():
+            assert attend(heads()).shape == (1, 2, 40, 64)
+    assert not [w for w in recwarn if "data pointer" in str(w.message)]
+
+
 def test_a_wrong_path_is_left_alone(triton, monkeypatch):
     monkeypatch.setattr(health, "runner", lambda check, device: Verdict("its error is 7 times"))
     assert not wgmma.is_right(CPU, may_check=True)

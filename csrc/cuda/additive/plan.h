@@ -80,7 +80,8 @@ struct AdditiveForwardPlan {
 };
 
 // Blocks that keep a GPU busy: an H200 has 396 of them at a time. The number is fixed, so that sums
-// do not depend on the device. A chunk has several tiles, as its sums pass through the workspace.
+// depend on the shape, and not on the device. A chunk has several tiles, as its sums pass through
+// the workspace: at most 200 MB of it.
 constexpr int64_t kForwardBlocks = 1536, kChunkTiles = 4;
 
 FASTATTN_FN AdditiveForwardPlan plan_additive_forward(const ForwardParams& p) {
