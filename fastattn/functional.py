@@ -351,8 +351,9 @@ def _attend(
     p, biased = inputs.p, inputs.bias is not None
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     grad = autograd.needs_autograd(*canonical, inputs.bias, sink)
-    chosen, *others = registry.choose(p, backend, biased, grad, canonical[:3])
-    seen = call_cache.Known(p, chosen, inputs.has_head_dim, inputs.batch, None, *others)
+    chosen, forward, waits = registry.choose(p, backend, biased, grad, canonical[:3])
+    dims = inputs.has_head_dim, inputs.batch
+    seen = call_cache.Known(p, chosen, *dims, forward=forward, waits=waits)
     watch.call(p, backend, biased, canonical[:3], grad)
     known = False
     if call is not None and not average and registry.may_remember(p, chosen):
