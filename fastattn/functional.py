@@ -351,7 +351,9 @@ def _attend(
     p, biased = inputs.p, inputs.bias is not None
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     grad = autograd.needs_autograd(*canonical, inputs.bias, sink)
-    chosen, forward, waits = registry.choose(p, backend, biased, grad, canonical[:3])
+    waits = registry.may_wait(p, backend, biased, canonical[:3])
+    chosen = registry.select(p, backend, biased, grad, may_check=not waits)
+    forward = registry.faster_forward(p, backend, chosen, biased)
     dims = inputs.has_head_dim, inputs.batch
     seen = call_cache.Known(p, chosen, *dims, forward=forward, waits=waits)
     watch.call(p, backend, biased, canonical[:3], grad)

@@ -237,25 +237,14 @@ def takes_gradients(p: Problem) -> bool:
     return p.score == "dot" and wgmma.has_gradients(p)
 
 
-def choose(
-    p: Problem, backend: str, bias: bool, grad: bool, tensors: Sequence[Tensor]
-) -> tuple[str, str | None, bool]:
-    """(what ``select`` gives, what ``faster_forward`` gives, whether the first needs a check yet).
+def may_wait(p: Problem, backend: str, bias: bool, tensors: Sequence[Tensor]) -> bool:
+    """Whether Triton need not be checked yet, as ``faster_forward`` has another one for a call.
 
-    Triton compiles kernels for its check. Calls that the other backend takes do not wait for that.
-    ``tensors`` are q, k and v.
+    Triton compiles kernels for its check. ``tensors`` are q, k and v.
     """
-    faster = faster_forward(p, backend, "triton", bias)
-    waits = faster is not None and _may_wait(p, bias, tensors)
-    chosen = select(p, backend, bias, grad, may_check=not waits)
-    return chosen, faster if waits else faster_forward(p, backend, chosen, bias), waits
-
-
-def _may_wait(p: Problem, bias: bool, tensors: Sequence[Tensor]) -> bool:
-    """Whether Triton, which can compute a call that has a faster backend, need not be checked."""
-    if not takes_gradients(p) or wgmma.odd_strides(tensors):
+    if not takes_gradients(p) or faster_forward(p, backend, "triton", bias) is None:
         return False
-    return not against("triton", p, bias, may_check=False)
+    return not (wgmma.odd_strides(tensors) or against("triton", p, bias, may_check=False))
 
 
 @dataclass(frozen=True)
@@ -306,8 +295,7 @@ def explain(
     if backend != "auto":
         get(backend)  # raises for an unknown name
     reasons, chosen = {}, None
-    faster = tensors and faster_forward(p, backend, "triton", bias)
-    waits = bool(faster) and _may_wait(p, bias, tensors)
+    waits = bool(tensors) and may_wait(p, backend, bias, tensors)
     for name in in_order(p):
         wanted = chosen is None and backend in ("auto", name)
         reasons[name] = against(name, p, bias, wanted and not waits, grad)

@@ -225,9 +225,10 @@ def test_what_is_kept_is_the_choice_of_the_registry(table):
     q = heads()
     sdpa(q, q, q)
     known = [x for x in table.values() if type(x) is call_cache.Known]  # beside a plan
-    ((p, name, has_head_dim, batch, masks, forward),) = known
+    ((p, name, has_head_dim, batch, masks, forward, waits),) = known
     assert batch == (1,)
     assert masks is forward is None
+    assert not waits
     assert name == registry.select(p)
     assert (p.B, p.H, p.M, p.N, p.D) == (1, 2, 4, 4, 8)
     assert has_head_dim
