@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from fastattn import sinks
 from fastattn.backends import registry
 from fastattn.problem import Problem, arguments, reference
-from fastattn.problem.record import MASK_TENSORS, laid_out
+from fastattn.problem.record import MASK_TENSORS, laid_out, returned
 from fastattn.problem.schemas import Call, Saved
 
 _Function = type[torch.autograd.Function]
@@ -93,18 +93,6 @@ def _distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         seen = any(x is other for other in made)
         made.append(x.view_as(x) if x is not None and seen else x)
     return tuple(made)
-
-
-def returned(*results: Tensor) -> tuple[Tensor, ...]:
-    """The results of a Function's forward, which are tensors of their own in compiled code.
-
-    Compiled by torch 2.11, a Function returns every tensor that its forward makes. In-place work
-    and a cast to the same dtype return a tensor that is there already. As two results, it gets its
-    gradient at the last place, where nobody reads it.
-    """
-    if not torch.compiler.is_compiling():
-        return results
-    return tuple(x.detach() for x in results)
 
 
 def _refuse_tangents(*tensors: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan
 from fastattn.problem import Origin, Problem
 from fastattn.problem.mask import LIMITS
+from fastattn.problem.record import returned
 
 Heads = list[tuple[int, int]]  # of each rank
 
@@ -65,7 +66,7 @@ class Move(torch.autograd.Function):
         ctx, ways, *tensors = args
         ctx.ways = ways
         moved = [there(x) for (there, _), x in zip(ways, tensors, strict=True)]
-        return autograd.returned(*moved)
+        return returned(*moved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:

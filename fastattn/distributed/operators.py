@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fastattn import autograd, sinks
+from fastattn import sinks
 from fastattn.backends import flops, registry
 from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, no_second_derivative
 from fastattn.problem import Mask, Origin, Problem, schemas
-from fastattn.problem.record import empty_out, weights_of, weights_shape
+from fastattn.problem.record import empty_out, returned, weights_of, weights_shape
 from fastattn.problem.schemas import Call, Saved
 
 PASSES: dict[str, Any] = {"gather": gather, "ring": ring}
@@ -76,7 +76,7 @@ class Function(torch.autograd.Function):
         found = (torch.ops.fastattn.shared_forward if compiled else _forward)(*words, *call)
         if sink is not None:
             found = sinks.fold(sink, unit, *found)
-        out, lse, weights, stats = found = autograd.returned(*found)
+        out, lse, weights, stats = found = returned(*found)
         ctx.words, ctx.unit, ctx.others = words, unit, others
         ctx.weights = weights_of(call.weights)
         rescales = words.method == "ring" or sink is not None

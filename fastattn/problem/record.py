@@ -62,6 +62,18 @@ def laid_out(q: Tensor, out: Tensor) -> Tensor:
     return copy.permute([dims.index(d) for d in range(4)])
 
 
+def returned(*results: Tensor) -> tuple[Tensor, ...]:
+    """The results of a Function's forward, which are tensors of their own in compiled code.
+
+    Compiled by torch 2.11, a Function returns every tensor that its forward makes. In-place work
+    and a cast to the same dtype return a tensor that is there already. As two results, it gets its
+    gradient at the last place, where nobody reads it.
+    """
+    if not torch.compiler.is_compiling():
+        return results
+    return tuple(x.detach() for x in results)
+
+
 def empty_gradient(x: Tensor, wide: bool) -> Tensor:
     """An uninitialised gradient of x as backends lay it out: contiguous if of another dtype."""
     if wide and x.dtype != torch.float32:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import shim_backend
+from hopper import triton  # noqa: F401, a fixture of several files
 
 HERE = Path(__file__).parent
 

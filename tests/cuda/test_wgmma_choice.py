@@ -1,15 +1,14 @@
 """When calls take the path of warpgroups: by name, or where the self-check found it right."""
 
 import ctypes
-import types
 
 import host_build
 import pytest
 import shim_backend
 import torch
+from hopper import CPU, EAGER, explained, found_right, heads, products, takes_wgmma
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fastattn
 from fastattn import Mask, scaled_dot_product_attention, self_check
 from fastattn.backends import cuda, health, operators, registry, wgmma
 from fastattn.backends.health import Check, Verdict
@@ -20,72 +19,7 @@ pytestmark = [
     pytest.mark.skipif(shim_backend.ON_GPU, reason="a GPU counts no products"),
 ]
 
-CPU = torch.device("cpu")
-EAGER = registry.BACKENDS["eager"]
 HALVES = torch.float16, torch.bfloat16
-
-
-@pytest.fixture
-def triton(monkeypatch, tmp_path):
-    """A fake of Triton that counts, on what counts as a GPU of compute capability 9.0."""
-    shim_backend.install(monkeypatch)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("FASTATTN_SELF_CHECK", raising=False)
-    monkeypatch.setattr(health, "DEVICES", ("cpu",))
-    monkeypatch.setattr(health, "machine", lambda device: "Hopper")
-    monkeypatch.setattr(health, "runner", self_check.run)  # a child has not this GPU
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fake = types.SimpleNamespace(calls=0, unsupported=lambda p: [], backward=EAGER.backward)
-
-    def forward(*args):
-        fake.calls += 1
-        return EAGER.forward(*args)
-
-    fake.forward = forward
-    monkeypatch.setattr(registry, "BACKENDS", {"triton": fake, "cuda": cuda, "eager": EAGER})
-    health.forget()
-    for backend, kind in (
-        ("triton", "plain"),
-        ("triton", "plain decoding"),
-        ("triton", "rich"),
-        ("triton", "plain D<=256"),
-        ("cuda", ""),
-    ):
-        health.keep(Check(backend, "dot", "float16", kind), CPU, None)
-    yield fake
-    wgmma.choose(CPU, False)
-    health.forget()
-
-
-def found_right():
-    health.keep(wgmma.CHECK, CPU, None)
-
-
-def products():
-    library = ctypes.CDLL(str(shim_backend.library()))
-    library.shim_products.restype = ctypes.c_uint64
-    return library.shim_products()
-
-
-def heads(M=40, D=64):
-    return torch.randn(1, 2, M, D).half()
-
-
-def takes_wgmma(triton, q, k=None, v=None, **options):
-    """Whether a call takes the path of warpgroups; a call that takes no products is Triton's."""
-    k = q if k is None else k
-    v = k if v is None else v
-    before, calls = products(), triton.calls
-    scaled_dot_product_attention(q, k, v, **options)
-    taken = products() > before
-    assert triton.calls - calls == (0 if taken else 1) or options.get("backend") == "cuda"
-    return taken
-
-
-def explained(*tensors, **options):
-    found = fastattn.explain(*tensors, **options)
-    assert all(len(line) < 200 for line in str(found).splitlines())
-    return found
 
 
 # ---- auto ----
@@ -286,72 +220,6 @@ def test_softcaps_take_it(triton):
     q = heads()
     assert takes_wgmma(triton, q, softcap=5.0)
     assert explained(q, softcap=5.0).path == "wgmma"
-
-
-LARGE = "have D and E up to 128, here they are 136 and 136"
-
-
-def test_large_heads_take_it_without_a_gradient(triton):
-    found_right()
-    q = heads(40, 136)
-    for _ in range(2):  # the second time from the cache of calls
-        assert takes_wgmma(triton, q)
-        assert takes_wgmma(triton, q, backend="cuda")
-    found = explained(q)
-    assert (found.backend, found.path) == ("cuda", "wgmma")
-    odd = torch.randn(1, 2, 40, 137).half()[..., :136]
-    assert not takes_wgmma(triton, odd)
-    assert not takes_wgmma(triton, odd, q, q, backend="cuda")  # other kernels of cuda
-    leaf = q.clone().requires_grad_()
-    assert not takes_wgmma(triton, leaf)
-    found = explained(leaf)
-    assert (found.backend, found.path) == ("triton", None)
-    assert found.reasons["cuda"] == [f"gradients {LARGE}"]
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"'cuda' cannot do this problem: gradients {LARGE}"):
-            scaled_dot_product_attention(leaf, q, q, backend="cuda")
-
-
-def test_who_has_no_large_heads_says_so(triton, monkeypatch):
-    found_right()
-    q, few = heads(40, 136), heads(16, 136)
-
-    def reasons(query, **options):
-        p = validate.build("dot", query, q, q, **options).p
-        return registry.against("cuda", p, grad=False)
-
-    assert reasons(q) == []
-    assert reasons(few) == [f"up to 16 queries {LARGE}"]
-    assert reasons(q, return_weights="mean") == [f"returned weights {LARGE}"]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert reasons(q) == [f"GPUs of another compute capability than 9.0 {LARGE}"]
-    q = heads(40, 257)
-    assert reasons(q) == ["D ends at 256 and E at 256, here they are 257 and 257"]
-
-
-def test_the_kernels_refuse_large_heads_themselves(triton):
-    """Whoever asks the operators, and not the registry."""
-    q, few = heads(40, 136), heads(16, 136)
-    with pytest.raises(RuntimeError, match="up to 16 queries have D and E up to 128"):
-        cuda.forward(validate.build("dot", few, q, q).p, few, q, q, None, None)
-    p = validate.build("dot", q, q, q, return_weights="full").p
-    with pytest.raises(RuntimeError, match="returned weights have D and E up to 128"):
-        cuda.forward(p, q, q, q, None, None)
-    p = validate.build("dot", q, q, q).p
-    out, _, _, stats = cuda.forward(p, q, q, q, None, None)
-    with pytest.raises(RuntimeError, match="gradients have D and E up to 128"):
-        cuda.backward(p, q, q, q, None, None, out, stats, out, None, None, False)
-
-
-def test_a_wrong_check_keeps_large_heads_off_cuda(triton):
-    health.keep(wgmma.CHECK, CPU, "its error is 7 times")
-    q = heads(40, 136)
-    assert not takes_wgmma(triton, q)
-    with (
-        pytest.warns(RuntimeWarning, match="'cuda' for such calls: its error is 7 times"),
-        pytest.raises(ValueError, match="'cuda' cannot do this problem: its error is 7 times"),
-    ):
-        scaled_dot_product_attention(q, q, q, backend="cuda")
 
 
 def test_modes(triton, monkeypatch):
