@@ -64,7 +64,7 @@ BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "cuda": cuda, "eag
 # Why one GPU backend comes before another: bench/results/nvidia-h200, docs/gpu-kernels.md.
 WHY = {
     "dot": "triton before cuda: its products use warpgroup instructions on Hopper, cuda's mma.sync",
-    "additive": "cuda before triton: on an H200 its gradients take a third of the time or less",
+    "additive": "cuda before triton: on an H200 its gradients take at most half of the time",
     "gaussian": "triton before cuda: nobody has compared them yet",
 }
 WGMMA_FIRST = "cuda before triton: its path of warpgroups overlaps products and softmax"
@@ -231,7 +231,7 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
 def takes_gradients(p: Problem) -> bool:
     """Whether the backend of ``faster_forward`` takes calls with gradients, too.
 
-    On an H200 the path of warpgroups takes 0.6 to 0.8 of Triton's time for them. The additive score
+    On an H200 the path of warpgroups takes 0.7 to 0.8 of Triton's time for them. The additive score
     of few queries has gradients in tiles of 64 there.
     """
     return p.score == "dot" and wgmma.has_gradients(p)

@@ -23,7 +23,7 @@ USUAL_HEAD_SIZE = 128  # of the kernels for all GPUs and for gradients: csrc/cud
 CAPABILITY = (9, 0)
 NAME = "wgmma"
 USUAL = "sm_80"  # the kernels for compute capability 8.0 and later
-UNCHECKED = "wgmma was not checked on this device yet: the first call by 'auto' that can does it"
+UNCHECKED = "wgmma was not checked on this device yet; calls with backend='auto' make the check"
 CHECK = health.Check("cuda", "dot", "float16 and bfloat16", NAME)
 
 

@@ -46,14 +46,20 @@ def test_triton_serves_until_the_check_has_run(triton, monkeypatch):
     assert takes_wgmma(triton, heads(41))
 
 
-def test_triton_is_checked_when_it_serves(triton, monkeypatch, tmp_path):
-    """For its check Triton compiles kernels, which takes 20 s on a GPU that is new to it."""
+@pytest.fixture
+def made(triton, monkeypatch, tmp_path):
+    """The checks that calls make, on a GPU without verdicts; all are right."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
     health.forget()
-    made = []
+    checks = []
     monkeypatch.setattr(
-        health, "runner", lambda check, device: made.append(check) or Verdict(None, lasting=False)
+        health, "runner", lambda check, device: checks.append(check) or Verdict(None, lasting=False)
     )
+    return checks
+
+
+def test_triton_is_checked_when_it_serves(triton, made):
+    """For its check Triton compiles kernels, which takes 20 s on a GPU that is new to it."""
     q, odd = heads(), torch.randn(1, 2, 40, 65).half()[..., :64]
     for _ in range(2):
         assert takes_wgmma(triton, q)
@@ -66,13 +72,7 @@ def test_triton_is_checked_when_it_serves(triton, monkeypatch, tmp_path):
     assert takes_wgmma(triton, heads(41))
 
 
-def test_without_triton_the_usual_kernels_are_checked_first(triton, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
-    health.forget()
-    made = []
-    monkeypatch.setattr(
-        health, "runner", lambda check, device: made.append(check) or Verdict(None, lasting=False)
-    )
+def test_without_triton_the_usual_kernels_are_checked_first(triton, made):
     triton.unsupported = lambda p: ["Triton is not installed"]
     q = heads()
     scaled_dot_product_attention(q, q, q)

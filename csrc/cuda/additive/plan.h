@@ -80,8 +80,8 @@ struct AdditiveForwardPlan {
 };
 
 // Blocks that keep a GPU busy: an H200 has 396 of them at a time. The number is fixed, so that sums
-// depend on the shape, and not on the device. A chunk has several tiles, as its sums pass through
-// the workspace: at most 200 MB of it.
+// depend on the shape, and not on the device; other GPUs were not measured. A chunk has several
+// tiles, as its sums pass through the workspace: at most 200 MB of it.
 constexpr int64_t kForwardBlocks = 1536, kChunkTiles = 4;
 
 FASTATTN_FN AdditiveForwardPlan plan_additive_forward(const ForwardParams& p) {
@@ -142,7 +142,7 @@ FASTATTN_FN void plan_bias(const BackwardParams& p, AdditiveBackwardPlan* plan, 
 
 // Enough blocks to keep a GPU busy, in bounded space: parts are at most kMaxSlices times as large
 // as the gradients of the longer side. The number is fixed, so that sums do not depend on the
-// device. 1024 blocks take 0.77 to 0.82 of the time of 512 on an H200, and 2048 no less.
+// device. 1024 blocks take 0.77 to 0.82 of the time of 512 on an H200 alone, and 2048 no less.
 constexpr int64_t kGradientBlocks = 1024, kMaxSlices = 16;
 
 FASTATTN_FN void plan_slices(const BackwardParams& p, AdditiveBackwardPlan* plan) {
