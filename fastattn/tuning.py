@@ -127,7 +127,7 @@ def _calls(inputs: validate.Inputs) -> list[tuple[str, Callable[[], object]]]:
         return triton.backward(p, q, k, v, w, bias, out, stats, *grads, bias is not None)
 
     from fastattn.kernels.host.config import row_name
-    from fastattn.kernels.loop.forward import FEW_QUERIES
+    from fastattn.kernels.host.launch import FEW_QUERIES
 
     few = p.M <= FEW_QUERIES
     own = {"dot": ["decode_dq", "decode_dkdv"], "additive": ["decode_bwd"]} if few else {}

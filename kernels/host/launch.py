@@ -28,6 +28,10 @@ from ..tile.strided import Dims, Spec
 from .config import Kind, architecture, choose, padded, row_name, speaks_ptx
 
 
+# No more than these have kernels of their own: a tile has as many rows, and keys are split.
+FEW_QUERIES = 16
+
+
 class Call(schemas.Call):
     """The operands, and what launchers derive from them."""
 
@@ -127,6 +131,42 @@ class Call(schemas.Call):
     def masks_within_tiles(self) -> bool:
         """Whether a loaded key may be masked, for some rows of a tile or for all."""
         return varies_within_tiles(self)
+
+
+def heads_as_rows(call: Call) -> Call:
+    """The call with heads of one query, which share keys, as rows of one head, where it can be.
+
+    All these heads then read the keys once, instead of once each, and fill more of a tile's rows.
+    It is made of views. ``as_rows`` makes views of results. Statistics of rows stay where they are.
+    """
+    together = max(n for n in range(1, FEW_QUERIES + 1) if call.dims.group % n == 0)
+    # The bits of dropout, the returned weights and the scores' terms belong to a head.
+    if call.M != 1 or together == 1 or call.dropout_p or call.weights or call.w is not None:
+        return call
+    first, end = 0, call.N
+    if call.band != (None, None):  # rows of one head would have bands of their own
+        first = max(first, call.band_lo if call.band_lo is not None else first)
+        end = min(end, call.band_hi + 1 if call.band_hi is not None else end)
+        if first >= end or call.kv_len is not None or call.kv_begin is not None:
+            return call
+
+    def pairs(x: Tensor | None) -> Tensor | None:
+        x = x if x is None or x.shape[3] == 1 else x[..., first:end]
+        return x if x is None or x.shape[1] == 1 else _rows(x, together)
+
+    return call._replace(
+        q=_rows(call.q, together), k=call.k[:, :, first:end], v=call.v[:, :, first:end],
+        bias=pairs(call.bias), keep=pairs(call.keep), band_lo=None, band_hi=None,
+    )  # fmt: skip
+
+
+def as_rows(x: Tensor, call: Call) -> Tensor:
+    """``x``, [B, H, M, size], with the heads and rows that ``call`` has."""
+    return x if x.shape[1] == call.H else _rows(x, call.M)
+
+
+def _rows(x: Tensor, together: int) -> Tensor:
+    return x.squeeze(2).unflatten(1, (-1, together))
 
 
 KERNELS = __name__.removesuffix("host.launch")

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from ..host.config import padded
-from ..host.launch import Call, Saved, empty_gradients, spec
+from ..host.launch import FEW_QUERIES, Call, Saved, empty_gradients, spec
 from ..score.additive import bounded, reciprocal
 from ..score.score import load_scores
 from ..tile.launching import launch
@@ -50,7 +50,6 @@ from .additive_forward import (
     view_weights,
 )
 from .backward import backward_args, launch_sdpa_bwd
-from .forward import FEW_QUERIES
 from .gaussian import PADDING, TOKENS, is_gaussian, side_offsets, view_bandwidths
 from .grad_bias import launch_dbias
 from .grad_query import launch_merge_parts, new_parts

@@ -23,7 +23,14 @@ import math
 
 import torch
 
-from ..host.launch import Call, Saved, empty_gradients, per_head_weights
+from ..host.launch import (
+    Call,
+    Saved,
+    as_rows,
+    empty_gradients,
+    heads_as_rows,
+    per_head_weights,
+)
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.masking import bias_view, mask_args
 from ..tile.strided import view
@@ -43,8 +50,14 @@ def launch_sdpa_bwd(call: Call, saved: Saved, terms: Terms = DOT_PRODUCT):
         if saved.bias_needs_grad:
             grad_bias = call.bias.new_zeros(call.bias.shape)
         return *[x.zero_() for x in grads], grad_w, grad_bias
+    # A bias has heads of its own, and keys outside a band have gradients of 0.
+    if not saved.bias_needs_grad and call.band == (None, None):
+        call = heads_as_rows(call)
+        saved = saved._replace(
+            out=as_rows(saved.out, call), grad_out=as_rows(saved.grad_out, call)
+        )
     t, mask, drop = backward_args(call, saved, terms)
-    launch_dq(call, t, mask, drop, grads[0])
+    launch_dq(call, t, mask, drop, as_rows(grads[0], call))
     launch_dkdv(call, t, mask, drop, *grads[1:])
     if saved.bias_needs_grad:
         grad_bias = launch_dbias(call, t, mask, drop)

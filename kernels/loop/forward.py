@@ -27,7 +27,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..host.launch import Call, empty_forward, per_head_weights, spec
+from ..host.launch import (
+    FEW_QUERIES,
+    Call,
+    as_rows,
+    empty_forward,
+    heads_as_rows,
+    per_head_weights,
+    spec,
+)
 from ..score.score import DOT_PRODUCT, Terms, load_side
 from ..tile.block_lists import block_lists, key_blocks, list_line, share_of_blocks
 from ..tile.dropout import survives
@@ -45,6 +53,7 @@ from ..tile.strided import (
     EXACT_SLICE,
     VARYING,
     Dims,
+    View,
     any_not_finite,
     exact_dot,
     head_ptr,
@@ -70,7 +79,6 @@ WHOLE = Partial(None, None, None)
 
 # The number of chunks depends on M and N alone, so a row has the same bits on every device and
 # beside any batch mates.
-FEW_QUERIES = 16
 KEYS_PER_CHUNK = 512
 MAX_CHUNKS = 64
 
@@ -271,21 +279,23 @@ def sdpa_weights_kernel(
 def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
     """(out, lse, weights, stats) of the forward operator."""
     out, lse, weights, stats = empty_forward(call)
-    B, H, M, N = call.shape
-    if B * H * M == 0:
+    if lse.numel() == 0:
         return out, lse, weights, stats
+    call = heads_as_rows(call)
+    B, H, M, N = call.shape
     shape, options = spec(call, "fwd" if M > FEW_QUERIES else "decode")
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     mask, drop = mask_args(call), call.dropout
     chunks = chunks_of(M, N)
     partial = new_partial(call) if chunks > 1 else WHOLE
+    rows = view(as_rows(out, call))
     launch(sdpa_fwd_kernel, triton.cdiv(M, block_m) * chunks * B * H)(
-        view(call.q), view(call.k), view(call.v), terms, bias_view(call), view(out),
+        view(call.q), view(call.k), view(call.v), terms, bias_view(call), rows,
         lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
         call.logit_scale, *call.dims, shape, **options,
     )  # fmt: skip
     if chunks > 1:
-        launch_merge(call, out, lse, stats, partial, drop, shape)
+        launch_merge(call, rows, lse, stats, partial, drop, shape)
     if call.weights_mode != "none" and N:
         launch_weights(call, terms, mask, stats, per_head_weights(call, weights))
     return out, lse, weights, stats
@@ -299,10 +309,10 @@ def new_partial(call: Call) -> Partial:
     return Partial(*(call.q.new_empty(size, dtype=torch.float32) for size in sizes), chunks)
 
 
-def launch_merge(call: Call, out, lse, stats, partial: Partial, drop, shape) -> None:
+def launch_merge(call: Call, out: View, lse, stats, partial: Partial, drop, shape) -> None:
     """Merges the chunks of every row into out, lse and stats."""
     launch(sdpa_merge_kernel, call.B * call.H * call.M)(
-        view(out), lse, stats, *partial, drop, call.logit_scale, *call.dims, shape,
+        out, lse, stats, *partial, drop, call.logit_scale, *call.dims, shape,
         CHUNKS=slots_of(partial.chunks),
     )  # fmt: skip
 

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..host.launch import Call
+from ..host.launch import FEW_QUERIES, Call
 from ..tile.strided import Spec
-from .forward import FEW_QUERIES
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import fastattn
 from fastattn import testing
 from fastattn.backends import _gpu, registry
 from fastattn.backends import triton as backend
+from fastattn.kernels.host import launch
 from fastattn.kernels.loop import forward, grad_bias
 from fastattn.problem import validate
 from fastattn.problem.record import WEIGHTS
@@ -213,6 +214,12 @@ DECODE = [
     decode("wide", H=1, Hkv=1, keep="mn", D=130, E=7),  # repaired where garbage is found
     decode("three", M=1, N=192, H=1, Hkv=1, D=20, E=33),
     decode("nine", M=1, N=576, H=1, Hkv=1),  # more than the small merge has room for
+    # Heads that share keys are rows of one head.
+    decode("shared", M=1, H=6, keep="bhn", keep_rate=0.05, empty_rows=True, B=2),
+    decode("shared-bias", M=1, H=4, bias="hn", bias_inf=True, keep="n", softcap=3.0),
+    decode("shared-fixed-bias", M=1, H=4, bias="hn", bias_grad=False, kv_len="batch", B=2),
+    decode("shared-window", M=1, H=4, causal="bottom_right", window=(80, -1), keep="bhn", bias="n"),
+    decode("shared-24", M=1, H=24, Hkv=1, layout="bmhd"),
 ]
 
 
@@ -230,8 +237,37 @@ def test_keys_of_few_queries_are_split(case, device, short_chunks):
     testing.check(case, "triton")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options", "want"),
+    [
+        (dict(H=8, Hkv=2), {}, (2, 4, 2, 140)),
+        (dict(H=24, Hkv=1), {}, (2, 12, 1, 140)),  # 16 rows at most
+        (dict(H=8, Hkv=2), dict(band_lo=40, band_hi=139), (2, 4, 2, 100)),
+        (dict(H=8, Hkv=2), dict(band_lo=-3, band_hi=0), (2, 4, 2, 1)),
+        (dict(H=8, Hkv=2), dict(band_lo=140, band_hi=150), None),
+        (dict(H=8, Hkv=2), dict(band_lo=40, kv_len=torch.ones(2, 1, dtype=torch.int32)), None),
+        (dict(H=8, Hkv=2), dict(dropout_p=0.5, seed=torch.tensor(1)), None),
+        (dict(H=8, Hkv=2), dict(weights=WEIGHTS["mean"]), None),
+        (dict(H=8, Hkv=2), dict(w=torch.ones(8, 8)), None),
+        (dict(H=8, Hkv=2, M=2), {}, None),
+        (dict(H=17, Hkv=1), {}, None),
+        (dict(H=2, Hkv=2), {}, None),
+    ],
+)
+def test_heads_of_one_query_that_share_keys_are_rows_of_one_head(sizes, options, want):
+    q, k, v = inputs("cpu", **{**dict(B=2, M=1, N=140, grad=False), **sizes})
+    call = launch.Call(q, k, v, **options)
+    rows = launch.heads_as_rows(call)
+    assert (rows is call) == (want is None)
+    if want is not None:
+        B, M, Hkv, N = want
+        assert rows.shape == (B, sizes["H"] // M, M, N)
+        assert (rows.Hkv, rows.band) == (Hkv, (None, None))
+        assert launch.as_rows(q, rows).data_ptr() == q.data_ptr()
+
+
 def test_keys_are_split_by_a_rule_of_the_sizes():
-    assert forward.chunks_of(forward.FEW_QUERIES + 1, 10**6) == 1
+    assert forward.chunks_of(launch.FEW_QUERIES + 1, 10**6) == 1
     assert [forward.chunks_of(1, n) for n in (0, 1, 1023, 1024, 10**6)] == [1, 1, 1, 2, 64]
 
 
