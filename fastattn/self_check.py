@@ -76,7 +76,7 @@ WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right")
 WARPGROUPS = [
     dict(LONG, D=256, E=256, causal="bottom_right"),
     dict(LONG, D=256, E=136, softcap=2.0),
-    dict(LONG, D=72, E=128, softcap=2.0, causal="bottom_right"),
+    dict(LONG, D=72, E=128, softcap=2.0, causal="bottom_right", keep="n"),
 ]
 
 

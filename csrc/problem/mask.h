@@ -21,6 +21,11 @@ FASTATTN_FN bool dense_varies_by_row(const MaskParams& mask) {
   return has_dense(mask) && mask.keep_stride_m != 0;
 }
 
+// Whether a dense mask says the same of a key to all heads and rows, as padding does.
+FASTATTN_FN bool dense_is_of_keys(const MaskParams& mask) {
+  return has_dense(mask) && mask.keep_stride_h == 0 && mask.keep_stride_m == 0;
+}
+
 // Whether limits differ from row to row. If not, intervals of keys move one way with the row, and
 // the first and the last row bound all others.
 FASTATTN_FN bool varies_by_row(const KeyLimit& limit) {

@@ -81,6 +81,8 @@ def has_tensor_map(x: Tensor) -> bool:
 
     A single column has no stride there.
     """
+    if torch.compiler.is_compiling():
+        return _may_have_tensor_map(x)
     if not arguments.has_memory(x):
         return False
     *outer, column = x.stride()
@@ -88,6 +90,23 @@ def has_tensor_map(x: Tensor) -> bool:
         return False
     strides = zip(x.shape, outer, strict=False)
     return all(n == 1 or (0 < s < 2**38 and s % 8 == 0) for n, s in strides)
+
+
+def _may_have_tensor_map(x: Tensor) -> bool:
+    """The same in compiled code, which knows neither addresses nor how large symbols are.
+
+    The kernels look at these when they run. Sizes of heads are guarded, if they are symbols.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
+
+    *outer, column = x.stride()
+    if not guard_or_false(column == 1) or guard_or_false(x.shape[3] == 1):
+        return False
+    strides = zip(x.shape, outer, strict=False)
+    return all(
+        guard_or_false(n == 1) or (guard_or_false(s % 8 == 0) and not guard_or_false(s == 0))
+        for n, s in strides
+    )
 
 
 def driver_error(runtime: str | None, driver: str | None) -> str | None:

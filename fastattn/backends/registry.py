@@ -219,7 +219,9 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
     """
     if p.device.type not in health.DEVICES or backend != "auto" or chosen != "triton":
         return None
-    if torch.compiler.is_compiling():  # calls may need gradients later
+    # Compiled calls may need gradients later. An exported program has no process that chose.
+    stays = torch.compiler.is_exporting() or not takes_gradients(p)
+    if torch.compiler.is_compiling() and stays:
         return None
     if _few_additive(p):
         return None if against("cuda", p, bias) else "cuda"
@@ -242,6 +244,8 @@ def may_wait(p: Problem, backend: str, bias: bool, tensors: Sequence[Tensor]) ->
 
     Triton compiles kernels for its check. ``tensors`` are q, k and v.
     """
+    if torch.compiler.is_compiling():  # which makes no check
+        return False
     if not takes_gradients(p) or faster_forward(p, backend, "triton", bias) is None:
         return False
     return not (wgmma.odd_strides(tensors) or against("triton", p, bias, may_check=False))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import cuda, health, operators
-from fastattn.problem import Problem
+from fastattn.problem import Problem, arguments
 from fastattn.problem.mask import LIMITS
 
 FEW_QUERIES = 16  # csrc/cuda/tile/few_queries.h
@@ -45,9 +45,9 @@ def why_not(p: Problem, tensors: Sequence[Tensor] = ()) -> str | None:
         return f"the {p.score} score has kernels of its own"
     if not has_capability(p.device):
         return "wgmma needs compute capability 9.0"
-    if p.M <= FEW_QUERIES:
+    if arguments.known(p.M <= FEW_QUERIES):
         return f"up to {FEW_QUERIES} queries have kernels of their own"
-    if not p.B * p.H * p.N * p.D * p.E:
+    if arguments.known(p.B * p.H * p.N * p.D * p.E == 0):
         return "a size is 0"
     if odd := odd_strides(tensors):
         return f"wgmma needs strides of {odd} in steps of 16 bytes, and contiguous columns"
@@ -115,11 +115,12 @@ def may_run(device: torch.device) -> bool:
 def suits(p: Problem) -> bool:
     """Whether this path can take calls without gradient, and is right on their device.
 
-    The first call on a device makes the check.
+    The first call on a device makes the check, but compiled code makes none.
     """
     if cuda.unsupported(p) or against_large_heads(p, grad=False):
         return False
-    return why_not(p) is None and is_right(p.device, may_check=True)
+    may_check = not torch.compiler.is_compiling()
+    return why_not(p) is None and is_right(p.device, may_check)
 
 
 def has_gradients(p: Problem) -> bool:
@@ -131,12 +132,14 @@ def masks_every_tile(p: Problem, bias: bool) -> str | None:
     """What makes this path take every tile of a call as a masked one; None if nothing does.
 
     As in ``key_tiles`` of csrc/cuda/dot/wgmma_block.cuh. Tiles that a dense mask empties are then
-    computed too.
+    computed too. A mask of keys, as for padding, is looked at first: where it keeps one interval,
+    tiles within are whole, and others are left out.
     """
+    keep = p.mask.keep
     limits = [getattr(p.mask, name) for name in LIMITS]
     there = {
         "a bias": bias,
-        "a dense mask": p.mask.keep is not None,
+        "a dense mask of pairs": keep is not None and keep.shape[1:3] != (1, 1),
         "dropout": p.dropout is not None,
         "a limit for each row": any(isinstance(x, Tensor) and x.shape[1] != 1 for x in limits),
     }

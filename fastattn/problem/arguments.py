@@ -194,6 +194,15 @@ def has_memory(x: Tensor) -> bool:
     return not (functorch.is_functorch_wrapped_tensor(x) or is_legacy_batch(x))
 
 
+def known(fact: Any) -> bool:
+    """Whether a comparison of sizes holds. Of symbols, compiled code gets no guard for it."""
+    if not torch.compiler.is_compiling():
+        return bool(fact)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    return statically_known_true(fact)
+
+
 def is_legacy_batch(x: Tensor | None) -> bool:
     """Whether ``x`` is a tensor of ``is_grads_batched``, which is older than ``torch.func``."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]

@@ -27,7 +27,6 @@ from ..tile.softmax import LOG2E
 from ..tile.strided import Dims, Spec
 from .config import Kind, architecture, choose, padded, row_name, speaks_ptx
 
-
 # No more than these have kernels of their own: a tile has as many rows, and keys are split.
 FEW_QUERIES = 16
 

@@ -53,9 +53,7 @@ def launch_sdpa_bwd(call: Call, saved: Saved, terms: Terms = DOT_PRODUCT):
     # A bias has heads of its own, and keys outside a band have gradients of 0.
     if not saved.bias_needs_grad and call.band == (None, None):
         call = heads_as_rows(call)
-        saved = saved._replace(
-            out=as_rows(saved.out, call), grad_out=as_rows(saved.grad_out, call)
-        )
+        saved = saved._replace(out=as_rows(saved.out, call), grad_out=as_rows(saved.grad_out, call))
     t, mask, drop = backward_args(call, saved, terms)
     launch_dq(call, t, mask, drop, as_rows(grads[0], call))
     launch_dkdv(call, t, mask, drop, *grads[1:])

@@ -39,15 +39,15 @@ FORWARD = "dot/forward_wgmma.cu", "sdpa_wgmma_kernel"
 KEYS = "dot/backward_wgmma.cu", "sdpa_wgmma_dkdv_kernel"
 QUERIES = "dot/backward_wgmma.cu", "sdpa_wgmma_dq_kernel"
 LOOPS = [
-    Loop(*FORWARD, 64, 64, 440, 500, 12, rare_mufu=2, waits=2),
-    Loop(*FORWARD, 128, 64, 462, 550, 16, rare_mufu=2, waits=2),
-    Loop(*FORWARD, 256, 40, 375, 520, 21, rare_mufu=2, waits=2),
+    Loop(*FORWARD, 64, 64, 441, 500, 12, rare_mufu=2, waits=2),
+    Loop(*FORWARD, 128, 64, 460, 550, 16, rare_mufu=2, waits=2),
+    Loop(*FORWARD, 256, 40, 376, 520, 21, rare_mufu=2, waits=2),
     Loop(*FORWARD, 128, 64, 1830, 1920, 16, rare_mufu=2, waits=2, capped=True),
     Loop(*FORWARD, 256, 40, 1240, 1380, 21, rare_mufu=2, waits=2, capped=True),
-    Loop(*KEYS, 64, 32, 380, 380, 16),
-    Loop(*KEYS, 128, 32, 425, 425, 24),
-    Loop(*QUERIES, 64, 32, 325, 325, 12),
-    Loop(*QUERIES, 128, 32, 370, 370, 20),
+    Loop(*KEYS, 64, 32, 371, 371, 16),
+    Loop(*KEYS, 128, 32, 414, 414, 24),
+    Loop(*QUERIES, 64, 32, 317, 317, 12),
+    Loop(*QUERIES, 128, 32, 361, 361, 20),
 ]
 PRODUCER_REGISTERS = 24  # csrc/cuda/dot/wgmma_block.cuh
 

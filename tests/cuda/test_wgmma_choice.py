@@ -6,7 +6,7 @@ import host_build
 import pytest
 import shim_backend
 import torch
-from hopper import CPU, EAGER, explained, found_right, heads, products, takes_wgmma
+from hopper import CPU, explained, found_right, heads, products, takes_wgmma
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn import Mask, scaled_dot_product_attention, self_check
@@ -184,7 +184,7 @@ def test_what_cannot_take_it_goes_to_triton(triton, why):
 
 MASKING = {
     "a bias": dict(attn_mask=torch.zeros(40, 40).half()),
-    "a dense mask": dict(attn_mask=torch.ones(40, 40).bool()),
+    "a dense mask of pairs": dict(attn_mask=torch.ones(40, 40).bool()),
     "dropout": dict(dropout_p=0.5),
     "a limit for each row": dict(mask=Mask(kv_len=torch.full((1, 40), 30))),
 }
@@ -197,6 +197,7 @@ def test_triton_keeps_what_masks_every_tile(triton, monkeypatch, what):
     for _ in range(2):  # the second time from the cache of calls
         assert not takes_wgmma(triton, q, **options)
     assert takes_wgmma(triton, q, mask=Mask(causal="top_left", kv_len=[30]))
+    assert takes_wgmma(triton, q, attn_mask=torch.ones(1, 1, 1, 40).bool(), is_causal=True)
     assert takes_wgmma(triton, q, backend="cuda", **options)
     found = explained(q, **options)
     assert found.backend == "triton"
@@ -233,34 +234,6 @@ def test_modes(triton, monkeypatch):
     assert "cuda: path sm_80: FASTATTN_SELF_CHECK=0, and wgmma waits for the self-check" in (
         explained(q).notes
     )
-
-
-def test_compiled_code_knows_that_a_named_path_is_wrong(triton, monkeypatch):
-    health.keep(wgmma.CHECK, CPU, "its error is 7 times")
-    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
-    monkeypatch.setattr(registry, "BACKENDS", {"cuda": cuda, "eager": EAGER})
-    torch._dynamo.reset()
-    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
-    q, before = heads(), products()
-    compiled(q, q, q)
-    assert products() == before
-
-
-@pytest.mark.parametrize("named", ["", "wgmma"])
-@pytest.mark.parametrize("right", [False, True])
-def test_compiled_code_chooses_without_a_break(triton, monkeypatch, named, right):
-    """It takes the path where another process found it right, whatever this one did before."""
-    if right:
-        found_right()
-        health.forget()
-    monkeypatch.setenv("FASTATTN_CUDA_PATH", named)
-    monkeypatch.setattr(registry, "BACKENDS", {"cuda": cuda, "eager": EAGER})
-    torch._dynamo.reset()
-    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
-    q = heads()
-    before = products()
-    compiled(q, q, q)
-    assert (products() > before) == (right or named == "wgmma")
 
 
 def test_who_runs_the_chosen_backend_takes_the_path_too(triton):

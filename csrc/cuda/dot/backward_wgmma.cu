@@ -127,15 +127,23 @@ FASTATTN_DEVICE void write(const WgmmaGradArgs& a, const Place& at,
   }
 }
 
+// The keys that a block may need.
+template <bool kOfKeys>
+FASTATTN_DEVICE KeyRange reach(const AttentionParams& p, const Place& at) {
+  if (kOfKeys) return {at.j0, min64(p.N, at.j0 + kRowTile)};
+  return tile_range(p.mask, p.N, at.b, at.i0, min64(p.M, at.i0 + kRowTile));
+}
+
 template <bool kOfKeys, DType kType, int kDim>
 FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
   WgmmaGradMemory<kDim>& memory = *static_cast<WgmmaGradMemory<kDim>*>(shared_boxes());
   if (thread() == 0) init_barriers(memory);
+  Place at = kOfKeys ? block_keys(a.p, blockIdx.x) : block_queries(a.p, blockIdx.x);
+  if (dense_is_of_keys(a.p.mask)) scan_keys(a.p.mask, at.b, reach<kOfKeys>(a.p, at), memory.kept);
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
-  Place at = kOfKeys ? block_keys(a.p, blockIdx.x) : block_queries(a.p, blockIdx.x);
-  const PassingTiles tiles = passing_tiles<kOfKeys>(a, at);
+  const PassingTiles tiles = passing_tiles<kOfKeys>(a, dense_keys(a.p, memory.kept), at);
   if (group == kConsumers) {
     give_registers<kProducerRegisters>();
     if (warp() % kWarps == 0) produce<kOfKeys>(a, at, tiles, memory);

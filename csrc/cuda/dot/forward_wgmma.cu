@@ -81,12 +81,15 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   WgmmaMemory<kDim>& memory = *static_cast<WgmmaMemory<kDim>*>(shared_boxes());
   const ForwardParams& p = a.p;
   if (thread() == 0) init_barriers(memory);
+  Place at = block_queries(p, blockIdx.x);
+  const int64_t i1 = min64(p.M, at.i0 + kRowTile);
+  if (dense_is_of_keys(p.mask))
+    scan_keys(p.mask, at.b, tile_range(p.mask, p.N, at.b, at.i0, i1), memory.kept);
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
-  Place at = block_queries(p, blockIdx.x);
-  const KeyTiles tiles =
-      key_tiles<Plan<kDim>::kKeys>(p, masks_every_tile, at.b, at.i0, min64(p.M, at.i0 + kRowTile));
+  const KeyTiles tiles = key_tiles<Plan<kDim>::kKeys>(p, masks_every_tile,
+                                                      dense_keys(p, memory.kept), at.b, at.i0, i1);
   if (group == kConsumers) {
     give_registers<kProducerRegisters>();
     if (thread() % kWarpgroup == 0 && KeyTiles::count(tiles) > 0) produce(a, at, tiles, memory);

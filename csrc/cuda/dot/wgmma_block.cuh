@@ -21,6 +21,11 @@ constexpr int kBlock = kWarpgroup * (kConsumers + 1);
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 constexpr int kRowTile = kTile * kConsumers;
 
+// What a warp found in a dense mask of keys: the kept ones lie in [begin, end).
+struct KeptKeys {
+  int begin = 0x7fffffff, end = 0, count = 0;
+};
+
 // What depends on the head size: keys of a tile, stages, panels. O of 256 columns has 128 registers
 // a thread. 80 keys are what then fits beside it, and two stages of what fits the shared memory.
 template <int kDim>
@@ -38,6 +43,7 @@ struct alignas(1024) WgmmaMemory {
   Barrier q_full, k_full[Of::kStages], v_full[Of::kStages];
   Barrier k_empty[Of::kStages], v_empty[Of::kStages];
   float settled[kConsumers * kWarps];  // see settle()
+  KeptKeys kept[kBlock / 32];
 };
 
 // A place in the ring of stages.
@@ -83,16 +89,60 @@ FASTATTN_DEVICE KeyTiles order_tiles(const Range& some, const Range& all) {
 
 // Whether something else than intervals is known of each pair alone.
 FASTATTN_DEVICE bool masks_every_tile(const AttentionParams& p) {
-  return has_dense(p.mask) || !logits_are_scores(p) || p.dropout.enabled;
+  const bool dense = has_dense(p.mask) && !dense_is_of_keys(p.mask);
+  return dense || !logits_are_scores(p) || p.dropout.enabled;
+}
+
+FASTATTN_DEVICE KeyRange intersect(const KeyRange& a, const KeyRange& b) {
+  return {max64(a.begin, b.begin), min64(a.end, b.end)};
+}
+
+// Over a warp, in uniform registers: the compiler then knows that loops are the same for its lanes.
+FASTATTN_DEVICE KeptKeys union_of_lanes(const KeptKeys& x) {
+  return {__reduce_min_sync(kAllLanes, x.begin), __reduce_max_sync(kAllLanes, x.end),
+          __reduce_add_sync(kAllLanes, x.count)};
+}
+
+// Before a barrier, by all threads of a block: each warp notes what a dense mask of keys keeps of
+// these keys. All lanes go the same way: with others, ptxas would keep what follows in more
+// registers, and dK and dV spill.
+FASTATTN_DEVICE void scan_keys(const MaskParams& mask, int b, const KeyRange& keys,
+                               KeptKeys (&kept)[kBlock / 32]) {
+  const DenseMask dense = dense_from(mask, b, 0, 0, 0);
+  KeptKeys mine;
+#pragma unroll 4
+  for (int64_t first = keys.begin; first < keys.end; first += kBlock) {
+    const int64_t last = keys.end - 1, j = min64(first + thread(), last);
+    const bool is_kept = dense.data[dense.offset + j * dense.stride_n] != 0;
+    const int key = static_cast<int>(j);
+    mine.begin = is_kept ? min(mine.begin, key) : mine.begin;
+    mine.end = is_kept ? key + 1 : mine.end;
+    mine.count += is_kept && first + thread() <= last ? 1 : 0;
+  }
+  mine = union_of_lanes(mine);
+  if (lane() == 0) kept[warp()] = mine;
+}
+
+// Behind the barrier: of the keys that were scanned, those that a dense mask of keys leaves to a
+// block lie in `some`, and it keeps all that lie in `all`. Other masks are not its business.
+struct DenseKeys {
+  KeyRange some, all;
+};
+FASTATTN_DEVICE DenseKeys dense_keys(const AttentionParams& p,
+                                     const KeptKeys (&kept)[kBlock / 32]) {
+  if (!dense_is_of_keys(p.mask)) return {{0, p.N}, {0, p.N}};
+  const KeptKeys found = union_of_lanes(lane() < kBlock / 32 ? kept[lane()] : KeptKeys{});
+  const KeyRange some = {found.begin, found.end};
+  return {some, found.count == found.end - found.begin ? some : KeyRange{p.N, 0}};
 }
 
 // `masked` is asked late: known early, it would cost the largest kernel a spill.
 template <int kKeys, typename IsMasked>
-FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, IsMasked masked, int b, int64_t i0,
-                                   int64_t i1) {
-  const KeyRange some = tile_range(p.mask, p.N, b, i0, i1);
+FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, IsMasked masked,
+                                   const DenseKeys& dense, int b, int64_t i0, int64_t i1) {
+  const KeyRange some = intersect(tile_range(p.mask, p.N, b, i0, i1), dense.some);
   if (some.begin >= some.end || masked(p)) return order_tiles<kKeys>(some, KeyRange{p.N, 0});
-  return order_tiles<kKeys>(some, common_range(p.mask, p.N, b, i0, i1));
+  return order_tiles<kKeys>(some, intersect(common_range(p.mask, p.N, b, i0, i1), dense.all));
 }
 
 // The queries of a block; later ones may have more keys, and come first.

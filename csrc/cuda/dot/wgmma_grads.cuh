@@ -33,6 +33,7 @@ struct alignas(1024) WgmmaGradMemory {
   Operand passing[Of::kStages][2];
   RowMemory rows[Of::kStages];  // of a consumer, or of what passes by
   Barrier own_full, full[Of::kStages], empty[Of::kStages];
+  KeptKeys kept[kBlock / 32];
 };
 
 // ---- which tiles ----
@@ -73,18 +74,21 @@ struct PassingTiles {
 };
 
 template <bool kOfKeys>
-FASTATTN_DEVICE PassingTiles passing_tiles(const WgmmaGradArgs& a, const Place& at) {
+FASTATTN_DEVICE PassingTiles passing_tiles(const WgmmaGradArgs& a, const DenseKeys& dense,
+                                           const Place& at) {
   const BackwardParams& p = a.p;
   const bool masked = masks_every_tile(p) || p.grad_weights.data != nullptr;
   if constexpr (kOfKeys) {
     const int64_t j1 = at.j0 + kRowTile;
     const RowRange none = {p.M, 0};
-    const RowRange all = masked ? none : rows_of_all_keys(p.mask, p.M, p.N, at.b, at.j0, j1);
-    return {order_tiles<kTile>(visited_rows(a, at, j1), all),
+    const bool dropped = dense.some.begin >= dense.some.end;
+    const bool whole = !masked && dense.all.begin <= at.j0 && j1 <= dense.all.end;
+    return {order_tiles<kTile>(dropped ? none : visited_rows(a, at, j1),
+                               whole ? rows_of_all_keys(p.mask, p.M, p.N, at.b, at.j0, j1) : none),
             static_cast<int>(p.H) / static_cast<int>(p.Hkv)};
   } else {
     const auto known = [&](const AttentionParams&) { return masked; };
-    return {key_tiles<kTile>(p, known, at.b, at.i0, min64(p.M, at.i0 + kRowTile)), 1};
+    return {key_tiles<kTile>(p, known, dense, at.b, at.i0, min64(p.M, at.i0 + kRowTile)), 1};
   }
 }
 
