@@ -23,14 +23,7 @@ import math
 
 import torch
 
-from ..host.launch import (
-    Call,
-    Saved,
-    as_rows,
-    empty_gradients,
-    heads_as_rows,
-    per_head_weights,
-)
+from ..host.launch import Call, Saved, as_rows, empty_gradients, heads_as_rows, per_head_weights
 from ..score.score import DOT_PRODUCT, Terms
 from ..tile.masking import bias_view, mask_args
 from ..tile.strided import view

@@ -172,7 +172,7 @@ KEPT = [(0, 400), (0, 37), (150, 330), (256, 384), (399, 400), (20, 20)]  # of e
 
 
 @pytest.mark.parametrize("causal", [None, "bottom_right"])
-def test_a_mask_of_keys_is_as_fast_as_limits(causal, backend, simulator):
+def test_a_mask_of_keys_takes_the_tiles_of_limits(causal, backend, simulator):
     """The same tiles in the same order, hence the same bits and, without a diagonal, products."""
     torch.manual_seed(5)
     begin, end = torch.tensor(KEPT).T
