@@ -93,7 +93,7 @@ def product_loops(sass: str) -> list[dict[str, int]]:
     """The innermost loops with products of warpgroups.
 
     Per iteration: {"slots": issue slots, "mufu": special functions, "products", "columns": of the
-    narrowest product, "waits", "beside": special functions between the first wait and the last,
+    narrowest product, "waits", "beside": special functions between the first wait and the next,
     hence beside a product, "local": spills}, and slots and special functions without what a vote of
     the warp skips: "steady_slots" and "steady_mufu".
     """
@@ -105,7 +105,8 @@ def product_loops(sass: str) -> list[dict[str, int]]:
         if not _count(count, "HGMMA"):
             continue
         skipped = _skipped(loop, {x: n - a for x, n in labels.items()})
-        waits = [n for n, x in enumerate(loop) if x.startswith("WARPGROUP.DEPBAR.LE")] or [0]
+        waits = [n for n, x in enumerate(loop) if x.startswith("WARPGROUP.DEPBAR.LE")]
+        beside = loop[waits[0] : waits[1]] if len(waits) > 1 else []
         found.append(
             {
                 "slots": len(loop),
@@ -115,7 +116,7 @@ def product_loops(sass: str) -> list[dict[str, int]]:
                 "products": _count(count, "HGMMA"),
                 "columns": min(int(p[1]) for p in map(_PRODUCT.match, loop) if p),
                 "waits": count["WARPGROUP.DEPBAR.LE"],
-                "beside": _count(_operations(loop[waits[0] : waits[-1]]), "MUFU"),
+                "beside": _count(_operations(beside), "MUFU"),
                 "local": _count(count, "LDL", "STL"),
             }
         )

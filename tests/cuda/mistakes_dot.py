@@ -185,7 +185,7 @@ DOT = [
     ),
     of_grads(
         "gradients: scores are read while they are made",
-        "    wait_for_products<1>();\n    hold(s);\n", "    hold(s);\n", "AssertionError",
+        "wait_for_products<kAhead ? 2 : 1>();", "wait_for_products<3>();", "AssertionError",
     ),
     of_grads(
         "gradients: dP is read while it is made", "wait_for_products<kOfKeys ? 1 : 0>();",
@@ -193,30 +193,45 @@ DOT = [
     ),
     of_grads(
         "gradients: a masked tile without a wait",
-        "    wait_for_products<0>();\n    hold(s), hold(ds);\n", "    hold(s), hold(ds);\n",
-        "AssertionError",
+        "    wait_for_products<0>();\n    hold(s);\n", "    hold(s);\n", "AssertionError",
     ),
     of_grads(
-        "gradients: a full tile is left while products read it",
-        "    start_of_scores();\n    wait_for_products<0>();\n    leave_stage();\n  }\n\n"
-        "  __device__ __forceinline__ void masked_tile",
-        "    start_of_scores();\n    leave_stage();\n    wait_for_products<0>();\n  }\n\n"
-        "  __device__ __forceinline__ void masked_tile", "AssertionError",
+        "gradients: a tile is left while its own products read it",
+        "    if constexpr (kOfKeys || !kAhead) wait_for_products<0>();\n"
+        "    if constexpr (kOfKeys) hold(w), hold(of_weights);\n"
+        "    if constexpr (!kAhead) leave(stage.number);\n",
+        "    if constexpr (!kAhead) leave(stage.number);\n"
+        "    if constexpr (kOfKeys || !kAhead) wait_for_products<0>();\n"
+        "    if constexpr (kOfKeys) hold(w), hold(of_weights);\n", "AssertionError",
     ),
     of_grads(
-        "gradients: a masked tile is left while products read it",
-        "    start_of_scores();\n    wait_for_products<0>();\n    leave_stage();\n  }\n\n"
-        "  __device__ __forceinline__ void run",
-        "    start_of_scores();\n    leave_stage();\n    wait_for_products<0>();\n  }\n\n"
-        "  __device__ __forceinline__ void run", "AssertionError",
+        "gradients: the tile before is left while products read it",
+        "    wait_for_products<kOfKeys ? 1 : 0>();\n    take_grads(is_first);\n",
+        "    take_grads(is_first);\n    wait_for_products<kOfKeys ? 1 : 0>();\n", "AssertionError",
     ),
     of_grads(
-        "gradients: no tile is ever left", "    release(&memory.empty[stage.number]);\n", "",
+        "gradients: the first tile leaves one that never was", "kAhead && !is_first", "kAhead",
+        "Error",
+    ),
+    of_grads(
+        "gradients: the tile before, of the stage of this one", "start_of_scores(last);\n    start",
+        "start_of_scores(stage.number);\n    start", "AssertionError",
+    ),
+    of_grads(
+        "gradients: without the last tile",
+        "      start_of_scores(last);\n      wait_for_products<0>();\n", "", "AssertionError",
+    ),
+    of_grads(
+        "gradients: own rows in registers, of the first warp", "warp_row0() + lane() % 16",
+        "lane() % 16", "AssertionError",
+    ),
+    of_grads(
+        "gradients: no tile is ever left", "    release(&memory.empty[number]);\n", "",
         "deadlock",
     ),
     of_grads(
-        "gradients: dW is not added to dP", "    start_products(true);\n",
-        "    start_products(false);\n", "AssertionError",
+        "gradients: dW is not added to dP", "    start_tile(true);\n",
+        "    start_tile(false);\n", "AssertionError",
     ),
     of_grads(
         "gradients: tiles with dropout count as full",
@@ -230,6 +245,18 @@ DOT = [
     of_grads(
         "gradients: one head of those that share keys", "at.h += which.head, ", "",
         "AssertionError",
+    ),
+    of_warpgroups(
+        "a mask of keys with holes counts as whole", "found.count == found.end - found.begin",
+        "true", "AssertionError",
+    ),
+    of_warpgroups(
+        "a mask of keys: the first of the lanes' ends", "__reduce_max_sync(kAllLanes, x.end)",
+        "__reduce_min_sync(kAllLanes, x.end)", "AssertionError",
+    ),
+    of_grads(
+        "gradients: a mask of keys that a block of keys does not see",
+        "dropped ? none : visited_rows", "false ? none : visited_rows", "AssertionError",
     ),
     of_grads(
         "gradients: the producer keeps its registers",

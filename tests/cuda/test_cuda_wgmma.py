@@ -135,6 +135,7 @@ CORNERS = [
     Case("all", B=2, H=2, Hkv=1, M=66, N=130, D=72, E=128, kv_len="rows", kv_begin="rows",
          keep="mn", bias="hmn", dropout_p=0.3, weights="mean", garbage=float("nan"),
          scale=-0.7),
+    Case("keys", B=2, H=2, Hkv=1, M=70, N=420, D=64, E=64, keep="bn"),
     Case("large", B=1, H=2, Hkv=1, M=70, N=410, D=256, E=136, lse=True, causal="bottom_right"),
     Case("large-all", B=2, H=1, Hkv=1, M=66, N=170, D=136, E=256, kv_len="rows", kv_begin="rows",
          keep="mn", bias="hmn", dropout_p=0.3, garbage=float("nan"), scale=-0.7),
@@ -225,8 +226,8 @@ def test_what_takes_another_path_backward(backend, simulator, monkeypatch):
 
     grad = torch.randn(1, 2, 40, 65).half()
     assert products(grad[..., 1:].contiguous()) > 0
-    assert products(grad[..., :64]) == 0  # rows that begin at any even address
-    assert products(grad[..., :1].expand(1, 2, 40, 64)) == 0
+    assert products(grad[..., :64]) > 0  # written out first: rows that begin at any even address
+    assert products(grad[..., :1].expand(1, 2, 40, 64)) > 0
     assert products(grad[..., 1:].contiguous(), M=FEW_QUERIES) == 0
     assert products(grad[..., 1:].contiguous(), softcap=2.0) == 0
     monkeypatch.delenv("FASTATTN_CUDA_PATH")

@@ -26,7 +26,7 @@ class Loop:
     slots: int
     products: int
     rare_mufu: int = 0  # for each of two rows whose maximum rises
-    waits: int = 3
+    waits: int = 2
     capped: bool = False
 
     @property
@@ -39,15 +39,15 @@ FORWARD = "dot/forward_wgmma.cu", "sdpa_wgmma_kernel"
 KEYS = "dot/backward_wgmma.cu", "sdpa_wgmma_dkdv_kernel"
 QUERIES = "dot/backward_wgmma.cu", "sdpa_wgmma_dq_kernel"
 LOOPS = [
-    Loop(*FORWARD, 64, 64, 441, 500, 12, rare_mufu=2, waits=2),
-    Loop(*FORWARD, 128, 64, 460, 550, 16, rare_mufu=2, waits=2),
-    Loop(*FORWARD, 256, 40, 376, 520, 21, rare_mufu=2, waits=2),
-    Loop(*FORWARD, 128, 64, 1830, 1920, 16, rare_mufu=2, waits=2, capped=True),
-    Loop(*FORWARD, 256, 40, 1240, 1380, 21, rare_mufu=2, waits=2, capped=True),
-    Loop(*KEYS, 64, 32, 371, 371, 16),
-    Loop(*KEYS, 128, 32, 414, 414, 24),
-    Loop(*QUERIES, 64, 32, 317, 317, 12),
-    Loop(*QUERIES, 128, 32, 361, 361, 20),
+    Loop(*FORWARD, 64, 64, 441, 501, 12, rare_mufu=2),
+    Loop(*FORWARD, 128, 64, 459, 551, 16, rare_mufu=2),
+    Loop(*FORWARD, 256, 40, 371, 521, 21, rare_mufu=2),
+    Loop(*FORWARD, 128, 64, 1817, 1909, 16, rare_mufu=2, capped=True),
+    Loop(*FORWARD, 256, 40, 1224, 1374, 21, rare_mufu=2, capped=True),
+    Loop(*KEYS, 64, 32, 378, 378, 16, waits=3),
+    Loop(*KEYS, 128, 32, 414, 414, 24, waits=3),
+    Loop(*QUERIES, 64, 32, 328, 336, 12),
+    Loop(*QUERIES, 128, 32, 358, 366, 20),
 ]
 PRODUCER_REGISTERS = 24  # csrc/cuda/dot/wgmma_block.cuh
 
@@ -95,9 +95,8 @@ def test_products_run_beside_each_other(loop, kernel):
 @every_loop
 def test_the_softmax_runs_beside_a_product(loop, kernel):
     """Of its own warpgroup, as of the other one: ptxas likes to move a wait up (0034)."""
-    if loop.source != FORWARD[0]:
-        pytest.skip("in backward the gradient waits for its weights")
-    for found in sass.product_loops(kernel):
+    loops = sorted(sass.product_loops(kernel), key=lambda x: x["slots"])
+    for found in loops if loop.source == FORWARD[0] else loops[:1]:
         assert found["beside"] >= loop.special - loop.capped, found  # a scale may come first
 
 

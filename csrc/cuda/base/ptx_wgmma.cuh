@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/base/ptx_async.cuh"
+#include "cuda/base/reduce.cuh"
 
 namespace fastattn::cuda {
 
@@ -117,6 +118,26 @@ FASTATTN_DEVICE void hold(uint32_t (&a)[kSteps][4]) {
 #endif
 }
 
+// ptxas would move a wait before what needs no product, which then overlaps none. It moves no wait
+// over a store: this one, which no thread makes, needs all of d.
+template <int kTiles>
+FASTATTN_DEVICE void keep_before_wait(const float (&d)[kTiles][4]) {
+#if !defined(FASTATTN_CUDA_ON_CPU)
+  uint32_t threads;
+  asm("mov.u32 %0, %%ntid.x;" : "=r"(threads));
+  if (__any_sync(kAllLanes, threads == 0)) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                   :
+                   : "r"(threads), "f"(d[n][0]), "f"(d[n][1]), "f"(d[n][2]), "f"(d[n][3])
+                   : "memory");
+  }
+#else
+  (void)d;
+#endif
+}
+
 // ---- products ----
 
 #if !defined(FASTATTN_CUDA_ON_CPU)
@@ -155,14 +176,15 @@ FASTATTN_DEVICE void hold(uint32_t (&a)[kSteps][4]) {
                " {" FASTATTN_NAMES##sums "}, %" A ", %" B ", keep, 1, 1, 0, 0;\n}" \
                : FASTATTN_OUTS##sums                                               \
                : "l"(a), "l"(b), "r"(static_cast<int>(keep)))
-// A from registers; B is MN-major.
-#define FASTATTN_WGMMA_RS(sums, n, type, A, B, keep_at)                          \
-  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" keep_at                \
-               ", 0;\n"                                                          \
-               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type    \
-               " {" FASTATTN_NAMES##sums "}, {" A "}, %" B ", keep, 1, 1, 1;\n}" \
-               : FASTATTN_OUTS##sums                                             \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(keep)))
+// A from registers; B is MN-major if kTransposed.
+#define FASTATTN_WGMMA_RS(sums, n, type, A, B, keep_at, transposed_at)                            \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" keep_at                                 \
+               ", 0;\n"                                                                           \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type                     \
+               " {" FASTATTN_NAMES##sums "}, {" A "}, %" B ", keep, 1, 1, %" transposed_at ";\n}" \
+               : FASTATTN_OUTS##sums                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(keep)), \
+                 "n"(kTransposed ? 1 : 0))
 #define FASTATTN_WGMMA(kind, sums, n, ...)               \
   if constexpr (kType == DType::kFloat16) {              \
     FASTATTN_WGMMA_##kind(sums, n, "f16", __VA_ARGS__);  \
@@ -191,20 +213,21 @@ FASTATTN_DEVICE void multiply_shared(float (&d)[kTiles][4], uint64_t a, uint64_t
 #endif
 }
 
-// D += A B: A is a fragment of this warp's rows; rows of B are rows in shared memory.
-template <DType kType, int kTiles>
+// The same where A is a fragment of this warp's rows. kTransposed: rows of B, not columns, are rows
+// in shared memory.
+template <DType kType, bool kTransposed, int kTiles>
 FASTATTN_DEVICE void multiply_registers(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b,
                                         bool keep FASTATTN_HERE) {
   static_assert(kTiles == 8 || kTiles == 16 || kTiles == 32);
 #if defined(FASTATTN_CUDA_ON_CPU)
-  async::multiply({a, 0}, b, true, keep, kType == DType::kFloat16, kTiles, &d[0][0], here);
+  async::multiply({a, 0}, b, kTransposed, keep, kType == DType::kFloat16, kTiles, &d[0][0], here);
 #else
   if constexpr (kTiles == 8) {
-    FASTATTN_WGMMA(RS, 32, "64", "%32, %33, %34, %35", "36", "37")
+    FASTATTN_WGMMA(RS, 32, "64", "%32, %33, %34, %35", "36", "37", "38")
   } else if constexpr (kTiles == 16) {
-    FASTATTN_WGMMA(RS, 64, "128", "%64, %65, %66, %67", "68", "69")
+    FASTATTN_WGMMA(RS, 64, "128", "%64, %65, %66, %67", "68", "69", "70")
   } else {
-    FASTATTN_WGMMA(RS, 128, "256", "%128, %129, %130, %131", "132", "133")
+    FASTATTN_WGMMA(RS, 128, "256", "%128, %129, %130, %131", "132", "133", "134")
   }
 #endif
 }

@@ -8,10 +8,11 @@
 //
 //   producer   for tiles of 64 queries, or keys: copies both operands into the next stage that is
 //              free, with the stats of its rows
-//   consumer   S = own other^T, dP likewise          of operands in shared memory
+//   consumer   S = own other^T, dP likewise          own operands in registers, where they fit
 //              S -> W, dP -> dS                      in registers, where they are operands
 //              dV += W dO, and dK += dS Q; or dQ += dS K
 //
+// The last product of a tile runs between S and dP of the next one, where registers allow it.
 // Tiles with a mask come first, in a loop of their own. delta and dbias are those of backward.cu.
 // Every result has one owner. A warp with a result that is not finite leaves a mark, as in
 // forward_wgmma.cu, and backward.cu computes its tile again.

@@ -42,7 +42,6 @@ struct alignas(1024) WgmmaMemory {
   uint16_t v[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
   Barrier q_full, k_full[Of::kStages], v_full[Of::kStages];
   Barrier k_empty[Of::kStages], v_empty[Of::kStages];
-  float settled[kConsumers * kWarps];  // see settle()
   KeptKeys kept[kBlock / 32];
 };
 
@@ -163,6 +162,11 @@ template <int kKeys>
 constexpr OperandShape kDownColumns = {kKeys * kRowBytes, 8 * kRowBytes};
 constexpr uint32_t kColumnStep = 16 * kRowBytes;
 
+// From the first 16 numbers of an operand's rows to those of step n, in chunks.
+FASTATTN_DEVICE constexpr uint32_t along_rows(uint32_t n, uint32_t rows) {
+  return chunks_of(n / 4 * rows * kRowBytes + n % 4 * kRowStep);
+}
+
 // Starts S = Q K^T, or S += Q K^T if `keep`.
 template <DType kType, int kPanels, int kTiles>
 FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kTiles][4],
@@ -171,9 +175,19 @@ FASTATTN_DEVICE void start_scores(uint64_t q, uint64_t k, float (&s)[kTiles][4],
   fence_products();
 #pragma unroll
   for (uint32_t n = 0; n < 4 * kPanels; ++n)
-    multiply_shared<kType>(s, advance(q, chunks_of(n / 4 * kTile * kRowBytes + n % 4 * kRowStep)),
-                           advance(k, chunks_of(n / 4 * 8 * kTiles * kRowBytes + n % 4 * kRowStep)),
-                           keep || n > 0);
+    multiply_shared<kType>(s, advance(q, along_rows(n, kTile)),
+                           advance(k, along_rows(n, 8 * kTiles)), keep || n > 0);
+  commit_products();
+}
+// The same where Q is in registers.
+template <DType kType, int kSteps, int kTiles>
+FASTATTN_DEVICE void start_scores(uint32_t (&q)[kSteps][4], uint64_t k, float (&s)[kTiles][4],
+                                  bool keep = false) {
+  hold(q), hold(s);
+  fence_products();
+#pragma unroll
+  for (uint32_t n = 0; n < kSteps; ++n)
+    multiply_registers<kType, false>(s, q[n], advance(k, along_rows(n, 8 * kTiles)), keep || n > 0);
   commit_products();
 }
 
@@ -184,7 +198,7 @@ FASTATTN_DEVICE void start_values(uint32_t (&w)[kSteps][4], uint64_t v, float (&
   fence_products();
 #pragma unroll
   for (uint32_t n = 0; n < kSteps; ++n)
-    multiply_registers<kType>(o, w[n], advance(v, chunks_of(n * kColumnStep)), true);
+    multiply_registers<kType, true>(o, w[n], advance(v, chunks_of(n * kColumnStep)), true);
   commit_products();
 }
 
@@ -344,13 +358,6 @@ struct Consumer {
     }
   }
 
-  // ptxas would move the wait that follows before most of the softmax, which then overlaps nothing.
-  // It moves no wait before a store, and this one needs all weights.
-  __device__ __forceinline__ void settle() {
-    if (lane() == 0)
-      *const_cast<volatile float*>(&memory.settled[warp()]) = step.sum[0] + step.sum[1];
-  }
-
   __device__ __forceinline__ void first(int tile) {
     start_next_scores();
     wait_for_products<0>();
@@ -369,7 +376,7 @@ struct Consumer {
     wait_for_products<1>();
     take_scores();
     softmax<kMasked>(tile);
-    settle();
+    keep_before_wait(s);
     wait_for_products<0>();
     take_values();
     rescale(unit, step, state, o);

@@ -114,12 +114,20 @@ struct GradConsumer {
   using Of = GradPlan<kDim>;
   using Memory = WgmmaGradMemory<kDim>;
   using Layout = std::conditional_t<kOfKeys, KeyRows, QueryRows>;
+  // The products of dS run beside the next tile's S and dP. dK and dV of 128 columns leave no
+  // registers for the operand, which stays until then.
+  static constexpr bool kAhead = !kOfKeys || kDim == 64;
+  // How many of the two own operands stay in registers: as many as fit. A product of 64 x 64 takes
+  // all that shared memory gives if both operands come from there.
+  static constexpr int kHeld = kDim == 64 ? 2 : kOfKeys ? 0 : 1, kSteps = kDim / 16;
   const WgmmaGradArgs& a;
   const Place& at;
   Memory& memory;
   int group;
   uint64_t own, passing, down;  // descriptors: of what S is made of, in stage 0
   Stage<Of::kStages> stage = {};
+  uint32_t last = 0;  // the stage of the tile before
+  uint32_t held[kHeld == 0 ? 1 : kHeld][kSteps][4] = {};
   float s[kTile / 8][4] = {}, ds[kTile / 8][4] = {};
   uint32_t w[kTile / 16][4] = {}, dw[kTile / 16][4] = {};  // both as operands
   float of_scores[kDim / 8][4] = {};                       // dK or dQ, without the scale
@@ -139,12 +147,22 @@ struct GradConsumer {
   static constexpr uint32_t kStage = chunks_of(sizeof(Memory::passing[0]));
   static constexpr uint32_t kPassing = chunks_of(sizeof(Memory::passing[0][0]));
 
-  // Starts S, and dP on top of what is there if `keep`.
-  __device__ __forceinline__ void start_products(bool keep) {
-    const uint64_t first = advance(passing, stage.number * kStage);
-    wait_for_phase(&memory.full[stage.number], stage.parity);
-    start_scores<kType, Of::kPanels>(own, first, s);
-    start_scores<kType, Of::kPanels>(advance(own, kOwn), advance(first, kPassing), ds, keep);
+  __device__ __forceinline__ const RowMemory& rows() {
+    return memory.rows[kOfKeys ? stage.number : group];
+  }
+
+  __device__ __forceinline__ void hold_own() {
+#pragma unroll
+    for (int n = 0; n < kHeld * kSteps; ++n) {
+      const uint16_t* const panel = memory.own[n / kSteps][group][n % kSteps / 4];
+      const int row = warp_row0() + lane() % 16, chunk = n % 4 * 2 + lane() / 16;
+      load_matrices<false>(panel + chunk_index<kPanel>(row, chunk), held[n / kSteps][n % kSteps]);
+    }
+  }
+
+  // Starts dK += dS Q, or dQ += dS K.
+  __device__ __forceinline__ void start_of_scores(uint32_t from) {
+    start_values<kType>(dw, advance(down, from * kStage), of_scores);
   }
   __device__ __forceinline__ void start_of_weights() {
     if constexpr (kOfKeys) {
@@ -152,63 +170,89 @@ struct GradConsumer {
       start_values<kType>(w, advance(down, stage.number * kStage + kPassing), of_weights);
     }
   }
-  __device__ __forceinline__ void start_of_scores() {
-    pack_weights<kType>(ds, dw);
-    start_values<kType>(dw, advance(down, stage.number * kStage), of_scores);
+  template <int kWhich>
+  __device__ __forceinline__ void start_product(uint64_t first, float (&to)[kTile / 8][4],
+                                                bool keep) {
+    const uint64_t other = advance(first, kWhich * kPassing);
+    if constexpr (kWhich < kHeld)
+      start_scores<kType>(held[kWhich], other, to, keep);
+    else
+      start_scores<kType, Of::kPanels>(advance(own, kWhich * kOwn), other, to, keep);
+  }
+  // Starts S, and dP on top of what is there if `keep`. Before the first tile dS is 0, and its
+  // product with what is in that tile's stage adds nothing.
+  __device__ __forceinline__ void start_tile(bool keep) {
+    const uint64_t first = advance(passing, stage.number * kStage);
+    wait_for_phase(&memory.full[stage.number], stage.parity);
+    start_product<kOfScores>(first, s, false);
+    if constexpr (kAhead) start_of_scores(last);
+    start_product<kOfGrads>(first, ds, keep);
   }
 
   // Once all products of a stage are done.
-  __device__ __forceinline__ void leave_stage() {
+  __device__ __forceinline__ void leave(uint32_t number) {
     hold(dw), hold(of_scores);
-    if constexpr (kOfKeys) hold(w), hold(of_weights);
     __syncwarp();  // its lanes have read the rows
-    release(&memory.empty[stage.number]);
+    release(&memory.empty[number]);
+  }
+  // Once dP is done, and with it the products of dS.
+  __device__ __forceinline__ void take_grads(bool is_first) {
+    hold(ds);
+    if (kAhead && !is_first) leave(last);
+  }
+  __device__ __forceinline__ void end_tile() {
+    pack_weights<kType>(ds, dw);
+    if constexpr (!kAhead) start_of_scores(stage.number);
+    if constexpr (kOfKeys || !kAhead) wait_for_products<0>();
+    if constexpr (kOfKeys) hold(w), hold(of_weights);
+    if constexpr (!kAhead) leave(stage.number);
+    last = stage.number;
     stage = stage.next();
   }
 
-  __device__ __forceinline__ const RowMemory& rows() {
-    return memory.rows[kOfKeys ? stage.number : group];
-  }
-
-  __device__ __forceinline__ void full_tile() {
-    start_products(false);
-    wait_for_products<1>();
+  __device__ __forceinline__ void full_tile(bool is_first) {
+    start_tile(false);
+    wait_for_products<kAhead ? 2 : 1>();
     hold(s);
     known_pairs<Layout>(rows(), a.unit, kAllKept, s);
     start_of_weights();
+    if constexpr (!kOfKeys) keep_before_wait(s);
     wait_for_products<kOfKeys ? 1 : 0>();
-    hold(ds);
+    take_grads(is_first);
     grad_scores<Layout, false>(rows(), kAllKept, s, ds);
-    start_of_scores();
-    wait_for_products<0>();
-    leave_stage();
+    end_tile();
   }
 
-  __device__ __forceinline__ void masked_tile(const Place& here) {
+  __device__ __forceinline__ void masked_tile(const Place& here, bool is_first) {
     const BackwardParams& p = a.p;
     const KeepBits bits = partial_bits<Layout>(p, here);
     const KeepBits survivors = surviving_bits<Layout>(p, here);
     load_grad_weights<Layout, kType>(p, here, bits, ds);
-    start_products(true);
+    start_tile(true);
     wait_for_products<0>();
-    hold(s), hold(ds);
+    hold(s);
+    take_grads(is_first);
     mask_scores<Layout>(p, here, bits, s);
     grad_pairs<Layout, false>(p, {bits, false, false}, survivors, a.unit, rows(), s, ds);
     start_of_weights();
-    start_of_scores();
-    wait_for_products<0>();
-    leave_stage();
+    end_tile();
   }
 
   __device__ __forceinline__ void run(const PassingTiles& tiles) {
     const int count = PassingTiles::count(tiles), masked = PassingTiles::masked(tiles);
     if (count == 0) return;
     wait_for_phase(&memory.own_full, 0);
+    hold_own();
     int n = 0;
 #pragma unroll 1
-    for (; n < masked; ++n) masked_tile(at_passing<kOfKeys>(a.p, at, tiles, n));
+    for (; n < masked; ++n) masked_tile(at_passing<kOfKeys>(a.p, at, tiles, n), n == 0);
 #pragma unroll 1
-    for (; n < count; ++n) full_tile();
+    for (; n < count; ++n) full_tile(n == 0);
+    if constexpr (kAhead) {
+      start_of_scores(last);
+      wait_for_products<0>();
+      hold(dw), hold(of_scores);
+    }
   }
 };
 
