@@ -15,7 +15,7 @@ NEIGHBOURS = [
     ("A mask", "kv_begin", {"fastattn/varlen.py", "fastattn/problem/jagged.py"}),
     ("A mask", "has_dense", TILES),
     ("A mask", "mask.keep", MODULES),
-    (OPTION, "softcap", set()),
+    (OPTION, "softcap", {"fastattn/backends/registry.py"}),
 ]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 RECIPES = re.findall(r"^### (.+)$", GUIDE, re.MULTILINE)
