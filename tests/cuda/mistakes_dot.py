@@ -69,8 +69,8 @@ DOT = [
         "= {kKeys * kRowBytes,", "= {kTile * kRowBytes,", "AssertionError",
     ),
     of_warpgroups(
-        "a descriptor: panels of a tile of 80 keys", "8 * kTiles * kRowBytes", "128 * kRowBytes",
-        "AssertionError",
+        "a descriptor: panels of a tile of 80 keys", "n / 4 * rows * kRowBytes",
+        "n / 4 * 128 * kRowBytes", "AssertionError",
     ),
     of_warpgroups(
         "masks of a tile of 80 keys: its other half",
@@ -254,9 +254,10 @@ DOT = [
         "a mask of keys: the first of the lanes' ends", "__reduce_max_sync(kAllLanes, x.end)",
         "__reduce_min_sync(kAllLanes, x.end)", "AssertionError",
     ),
-    of_grads(
-        "gradients: a mask of keys that a block of keys does not see",
-        "dropped ? none : visited_rows", "false ? none : visited_rows", "AssertionError",
+    of_file(
+        "gradients: a block visits keys that a mask of keys drops", "dot/wgmma_grads.cuh",
+        "dropped ? none : visited_rows", "false ? none : visited_rows", "mask_of_keys",
+        "dot/backward_wgmma.cu",
     ),
     of_grads(
         "gradients: the producer keeps its registers",
