@@ -72,11 +72,14 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
 # head size that has kernels of its own.
 LONG: dict[str, Any] = dict(B=1, H=1, Hkv=1, M=200, N=700, lse=True)
 WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right")]
-# For products of warpgroups alone: heads over 128, and kernels with a softcap.
+# For products of warpgroups alone: heads over 128, kernels with a softcap, a mask that leaves tiles
+# out, and rows that its copies cannot read, which the usual kernels take.
 WARPGROUPS = [
     dict(LONG, D=256, E=256, causal="bottom_right"),
     dict(LONG, D=256, E=136, softcap=2.0),
     dict(LONG, D=72, E=128, softcap=2.0, causal="bottom_right", keep="n"),
+    dict(LONG, D=72, E=64, keep="n", keep_run=True),
+    dict(TAILS, D=36, E=36),
 ]
 
 

@@ -95,14 +95,15 @@ def has_tensor_map(x: Tensor) -> bool:
 def _may_have_tensor_map(x: Tensor) -> bool:
     """The same in compiled code, which knows neither addresses nor how large symbols are.
 
-    The kernels look at these when they run. Sizes of heads are guarded, if they are symbols.
+    The kernels look at these when they run. A head's size is guarded, if it is a symbol.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
 
     *outer, column = x.stride()
     if not guard_or_false(column == 1) or guard_or_false(x.shape[3] == 1):
         return False
-    strides = zip(x.shape, outer, strict=False)
+    # A stride that a head's size rules out comes first: those of more dims would guard their sizes.
+    strides = reversed([*zip(x.shape, outer, strict=False)])
     return all(
         guard_or_false(n == 1) or (guard_or_false(s % 8 == 0) and not guard_or_false(s == 0))
         for n, s in strides

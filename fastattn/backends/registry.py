@@ -213,7 +213,8 @@ def select(
 def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) -> str | None:
     """The backend that takes calls without gradient from the ``chosen`` one; None if none does.
 
-    On Hopper that is cuda's path of warpgroups, where it is right and has tiles without a mask.
+    On Hopper that is cuda's path of warpgroups, where it is right and no mask is known to cut every
+    tile.
     Everywhere it is cuda's additive score of few queries. Gradients come from the backend of the
     forward pass: see ``takes_gradients``.
     """

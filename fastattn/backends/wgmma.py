@@ -129,11 +129,11 @@ def has_gradients(p: Problem) -> bool:
 
 
 def masks_every_tile(p: Problem, bias: bool) -> str | None:
-    """What makes this path take every tile of a call as a masked one; None if nothing does.
+    """What is known to make this path take every tile of a call as a masked one; None if nothing.
 
     As in ``key_tiles`` of csrc/cuda/dot/wgmma_block.cuh. Tiles that a dense mask empties are then
-    computed too. A mask of keys, as for padding, is looked at first: where it keeps one interval,
-    tiles within are whole, and others are left out.
+    computed too. The kernels look at a mask of keys, as for padding. Where it keeps one interval,
+    tiles within are whole, and others are left out. Where it has holes, every tile is masked.
     """
     keep = p.mask.keep
     limits = [getattr(p.mask, name) for name in LIMITS]

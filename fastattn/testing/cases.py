@@ -30,6 +30,7 @@ class Case:
             documents have them. The first sample gets no key.
         kv_begin: likewise.
         keep: letters of ``[B, H, M, N]``: a dense mask that keeps ``keep_rate`` of its elements.
+        keep_run: keep keeps one run of keys instead, from a sixth of them to five sixths.
         empty_rows: keep and bias mask every third row completely.
         bias: letters, as for keep; or ``"alibi"``, ``"alibi-b"`` with slopes of samples, or
             ``"relative"``, with ``bias_offset``.
@@ -70,6 +71,7 @@ class Case:
     kv_begin: str | None = None
     keep: str | None = None
     keep_rate: float = 0.7
+    keep_run: bool = False
     empty_rows: bool = False
     bias: str | None = None
     bias_inf: bool = False
@@ -277,6 +279,10 @@ def _mask(case: Case, rng: torch.Generator) -> Mask:
     kv_len = _limit(case, case.kv_len, case.N, 0, rng)
     if case.keep is not None:
         keep = _uniform(_shape(case, case.keep), rng) < case.keep_rate
+        if case.keep_run:
+            edge = case.N // 6
+            keep = torch.zeros_like(keep)
+            keep[..., edge : case.N - edge] = True
         keep = _empty_rows(case, keep, False)
     kv_begin = _limit(case, case.kv_begin, case.N // 2, case.N, rng)
     return Mask(case.causal, case.window, kv_len, keep, kv_begin)  # pyright: ignore[reportArgumentType]

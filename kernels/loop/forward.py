@@ -77,8 +77,8 @@ class Partial(NamedTuple):
 
 WHOLE = Partial(None, None, None)
 
-# The number of chunks depends on M and N alone, so a row has the same bits on every device and
-# beside any batch mates.
+# The number of chunks depends on the rows and keys of a head alone (see heads_as_rows of
+# host/launch.py). So a row has the same bits on every device and beside any batch mates.
 KEYS_PER_CHUNK = 512
 MAX_CHUNKS = 64
 

@@ -306,8 +306,11 @@ def test_the_check_covers_both_dtypes_and_all_kinds():
     assert len(cases) == 2 * sum(map(len, sizes))
     long = [case for case in cases if case.N > 4 * 128]  # beyond the ring of four tiles
     kernels = [(64, False), (128, False), (256, False), (128, True), (256, True)]
-    found = {(max(case.D, case.E), bool(case.softcap), case.dtype) for case in long}
+    width = {case: max(64, 1 << (max(case.D, case.E) - 1).bit_length()) for case in long}
+    found = {(width[case], bool(case.softcap), case.dtype) for case in long}
     assert found == {(*kernel, t) for kernel in kernels for t in HALVES}
+    runs = [case for case in long if case.keep_run]  # of keys: tiles left out, and whole ones
+    assert {case.dtype for case in runs if not case.softcap} == set(HALVES)
 
 
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])

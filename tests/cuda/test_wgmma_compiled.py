@@ -134,8 +134,19 @@ def test_unchecked_and_exported_calls_stay_with_triton(beside_triton):
             return scaled_dot_product_attention(q, q, q)
 
     q = tokens(40, grad=False)
+    assert used(Compiled().call, q, q, q)[1] > 0  # as it is with neither
     exported = torch.export.export(Module(), (q,))
     assert not any("cuda" in str(node.target) for node in exported.graph.nodes)
     health.forget()
     health.keep(wgmma.CHECK, CPU, health.UNKNOWN)
     assert used(Compiled().call, q, q, q)[1] == 0
+
+
+def test_heads_that_no_copy_reads_guard_no_length(beside_triton):
+    compiled = Compiled(dynamic=True)
+    graphs = set()
+    for M in (40, 42, 33):
+        q = torch.randn(2, 2, M, 20).half()
+        assert used(compiled.call, q, q, q)[1] == 0
+        graphs.add(compiled.graphs)
+    assert len(graphs) == 1
