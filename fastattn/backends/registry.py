@@ -179,6 +179,14 @@ def _exporting_to_onnx() -> bool:
 _exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def _is_exporting() -> bool:
+    """``torch.compiler.is_exporting``, which dynamo of torch 2.11 takes to be always true."""
+    return torch.compiler.is_exporting()
+
+
+_is_exporting._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def select(
     p: Problem,
     backend: str = "auto",
@@ -221,7 +229,7 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
     if p.device.type not in health.DEVICES or backend != "auto" or chosen != "triton":
         return None
     # Compiled calls may need gradients later. An exported program has no process that chose.
-    stays = torch.compiler.is_exporting() or not takes_gradients(p)
+    stays = _is_exporting() or not takes_gradients(p)
     if torch.compiler.is_compiling() and stays:
         return None
     if _few_additive(p):
