@@ -115,7 +115,8 @@ DOT = [
         "v_empty[to.number], to.parity", "deadlock", "forward_wgmma.cu",
     ),
     of_warpgroups(
-        "scores are read while they are made", "    wait_for_products<1>();\n", "", "Error",
+        "scores are read while they are made", "    wait_for_products<kBeside ? 1 : 0>();\n", "",
+        "Error",
     ),
     of_warpgroups(
         "products of keys that have not come",
@@ -127,9 +128,9 @@ DOT = [
     ),
     of_warpgroups(
         "weights are written while a product reads them",
-        "    wait_for_products<0>();\n    take_values();\n    rescale(",
-        "    pack_weights<kType>(s, w);\n    wait_for_products<0>();\n    take_values();\n"
-        "    rescale(", "AssertionError",
+        "      wait_for_products<0>();\n      take_values();\n    }\n",
+        "      pack_weights<kType>(s, w);\n      wait_for_products<0>();\n      take_values();\n"
+        "    }\n", "AssertionError",
     ),
     of_warpgroups(
         "the producer keeps its registers", "    give_registers<kProducerRegisters>();\n", "",
@@ -137,8 +138,8 @@ DOT = [
     ),
     of_warpgroups(
         "values are given back while a product reads them",
-        "    wait_for_products<0>();\n    take_values();\n    rescale(",
-        "    take_values();\n    wait_for_products<0>();\n    rescale(", "AssertionError",
+        "      wait_for_products<0>();\n      take_values();\n    }\n",
+        "      take_values();\n      wait_for_products<0>();\n    }\n", "AssertionError",
     ),
     of_grads(
         "gradients, a descriptor: the distance between panels",

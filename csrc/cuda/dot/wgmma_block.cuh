@@ -368,17 +368,22 @@ struct Consumer {
     go_on();
   }
 
-  // The scores of a tile, beside the values of the one before.
+  // The scores of a tile, beside the values of the one before. A curve and a mask leave large heads
+  // no registers for weights that a product still reads: there the softmax comes behind it.
   template <bool kMasked>
   __device__ __forceinline__ void next(int tile) {
+    constexpr bool kBeside = !(kMasked && kCurved && kDim == 256);
     start_next_scores();
     start_next_values();
-    wait_for_products<1>();
+    wait_for_products<kBeside ? 1 : 0>();
     take_scores();
+    if constexpr (!kBeside) take_values();
     softmax<kMasked>(tile);
-    keep_before_wait(s);
-    wait_for_products<0>();
-    take_values();
+    if constexpr (kBeside) {
+      keep_before_wait(s);
+      wait_for_products<0>();
+      take_values();
+    }
     rescale(unit, step, state, o);
     pack_weights<kType>(s, w);
     go_on();
