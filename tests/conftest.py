@@ -72,17 +72,16 @@ def _by_compile_time(item) -> int:
     return 2 if case is None or case.bias or case.dropout_p or case.weights else 1
 
 
-# Folders with the longest files come first: a long file at the end would run alone. With a time
-# limit they come last.
-LONGEST = ("triton", "cuda", "cpu", "examples", "tools")
+# What takes longest comes first: a long file at the end would run alone. With a time limit it comes
+# last. Folders, or how names of files begin: ahead-of-time compilation, the interpreter, the
+# simulator.
+LONGEST = ("test_aot", "triton", "test_cuda_", "cpu", "examples", "tools")
 
 
 def _by_length(item) -> int:
-    """Ahead-of-time compilation takes longest; then the folders in their order."""
-    if item.path.stem == "test_aot":
-        return -1
-    folder = item.path.parent.name
-    return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
+    folder, name = item.path.parent.name, item.path.stem
+    known = (n for n, x in enumerate(LONGEST) if folder == x or name.startswith(x))
+    return next(known, len(LONGEST))
 
 
 def _quickest_first(item) -> int:
