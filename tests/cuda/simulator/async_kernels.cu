@@ -73,8 +73,8 @@ void start_values(const Args& a, const Memory& m, int stage, const uint32_t (&w)
   hold(o);
   fence_products();
   for (uint32_t n = 0; n < 8; ++n)
-    multiply_registers<DType::kBFloat16>(o, w[n], advance(describe(m.v[stage], shape), n * 128),
-                                         true);
+    multiply_registers<DType::kBFloat16, true>(o, w[n],
+                                               advance(describe(m.v[stage], shape), n * 128), true);
   commit_products();
 }
 
