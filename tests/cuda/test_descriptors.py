@@ -29,8 +29,8 @@ VALUES = slice(8, 16)  # P V, 16 keys each
 # Of a backward pass: Q K^T and dO V^T, 16 dims each, with A in shared memory or in registers.
 SHARED = {"dkdv": (SCORES, slice(8, 16)), "dq": (slice(12, 20),)}
 HELD = {"dkdv": (), "dq": (SCORES,)}
-# P^T dO and dS^T Q, 16 queries each; or dS K of the tile before and of the last, 16 keys each.
-SUMS = {"dkdv": (slice(16, 20), slice(20, 24)), "dq": (slice(8, 12), slice(20, 24))}
+# P^T dO and dS^T Q, 16 queries each; or dS K of the tile before, 16 keys each.
+SUMS = {"dkdv": (slice(16, 20), slice(20, 24)), "dq": (slice(8, 12),)}
 
 
 def of_triton(keys: int) -> list[dict]:
