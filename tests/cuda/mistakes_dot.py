@@ -200,8 +200,8 @@ DOT = [
         "gradients: a tile is left while its own products read it",
         "    if constexpr (kOfKeys || !kAhead) wait_for_products<0>();\n"
         "    if constexpr (kOfKeys) hold(w), hold(of_weights);\n"
-        "    if constexpr (!kAhead) leave(stage.number);\n",
-        "    if constexpr (!kAhead) leave(stage.number);\n"
+        "    if constexpr (!kAhead) leave(stage.number, true);\n",
+        "    if constexpr (!kAhead) leave(stage.number, true);\n"
         "    if constexpr (kOfKeys || !kAhead) wait_for_products<0>();\n"
         "    if constexpr (kOfKeys) hold(w), hold(of_weights);\n", "AssertionError",
     ),
@@ -211,7 +211,8 @@ DOT = [
         "    take_grads(is_first);\n    wait_for_products<kOfKeys ? 1 : 0>();\n", "AssertionError",
     ),
     of_grads(
-        "gradients: the first tile leaves one that never was", "kAhead && !is_first", "kAhead",
+        "gradients: the first tile leaves one that never was", "leave(last, !is_first)",
+        "leave(last, true)",
         "Error",
     ),
     of_grads(
@@ -227,7 +228,7 @@ DOT = [
         "lane() % 16", "AssertionError",
     ),
     of_grads(
-        "gradients: no tile is ever left", "    release(&memory.empty[number]);\n", "",
+        "gradients: no tile is ever left", "    if (taken) release(&memory.empty[number]);\n", "",
         "deadlock",
     ),
     of_grads(

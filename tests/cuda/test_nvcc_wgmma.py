@@ -44,10 +44,10 @@ LOOPS = [
     Loop(*FORWARD, 256, 40, 371, 521, 21, rare_mufu=2),
     Loop(*FORWARD, 128, 64, 1817, 1909, 16, rare_mufu=2, capped=True),
     Loop(*FORWARD, 256, 40, 1224, 1374, 21, rare_mufu=2, capped=True),
-    Loop(*KEYS, 64, 32, 378, 378, 16, waits=3),
+    Loop(*KEYS, 64, 32, 364, 364, 16, waits=3),
     Loop(*KEYS, 128, 32, 414, 414, 24, waits=3),
-    Loop(*QUERIES, 64, 32, 328, 336, 12),
-    Loop(*QUERIES, 128, 32, 358, 366, 20),
+    Loop(*QUERIES, 64, 32, 325, 333, 12),
+    Loop(*QUERIES, 128, 32, 357, 365, 20),
 ]
 PRODUCER_REGISTERS = 24  # csrc/cuda/dot/wgmma_block.cuh
 

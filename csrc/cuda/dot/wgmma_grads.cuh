@@ -189,23 +189,23 @@ struct GradConsumer {
     start_product<kOfGrads>(first, ds, keep);
   }
 
-  // Once all products of a stage are done.
-  __device__ __forceinline__ void leave(uint32_t number) {
+  // Once all products of a stage are done, if it was taken.
+  __device__ __forceinline__ void leave(uint32_t number, bool taken) {
     hold(dw), hold(of_scores);
     __syncwarp();  // its lanes have read the rows
-    release(&memory.empty[number]);
+    if (taken) release(&memory.empty[number]);
   }
   // Once dP is done, and with it the products of dS.
   __device__ __forceinline__ void take_grads(bool is_first) {
     hold(ds);
-    if (kAhead && !is_first) leave(last);
+    if constexpr (kAhead) leave(last, !is_first);
   }
   __device__ __forceinline__ void end_tile() {
     pack_weights<kType>(ds, dw);
     if constexpr (!kAhead) start_of_scores(stage.number);
     if constexpr (kOfKeys || !kAhead) wait_for_products<0>();
     if constexpr (kOfKeys) hold(w), hold(of_weights);
-    if constexpr (!kAhead) leave(stage.number);
+    if constexpr (!kAhead) leave(stage.number, true);
     last = stage.number;
     stage = stage.next();
   }
