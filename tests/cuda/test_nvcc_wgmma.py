@@ -47,7 +47,7 @@ LOOPS = [
     Loop(*KEYS, 64, 32, 364, 364, 16, waits=3),
     Loop(*KEYS, 128, 32, 414, 414, 24, waits=3),
     Loop(*QUERIES, 64, 32, 325, 333, 12),
-    Loop(*QUERIES, 128, 32, 357, 365, 20),
+    Loop(*QUERIES, 128, 32, 372, 380, 20),
 ]
 PRODUCER_REGISTERS = 24  # csrc/cuda/dot/wgmma_block.cuh
 

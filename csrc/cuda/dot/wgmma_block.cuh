@@ -212,6 +212,9 @@ struct HalfOfKeys : QueryRows {
   // What depends on these is computed where it is used: O takes most registers.
   FASTATTN_DEVICE int query0() { return opaque_here(QueryRows::query0()); }
   FASTATTN_DEVICE int key0() { return opaque_here(QueryRows::key0()); }
+  FASTATTN_DEVICE KeepBits before(int end) {
+    return SumLines<false, kTiles>::columns_before(end, key0());
+  }
 };
 
 // Calls f(place, scores) for both halves in turn.
@@ -358,11 +361,16 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void first(int tile) {
+  // Where no tile is masked, neither is this one.
+  __device__ __forceinline__ void first(int tile, bool masked) {
     start_next_scores();
     wait_for_products<0>();
     take_scores();
-    softmax<true>(tile);
+    if (masked) {
+      softmax<true>(tile);
+    } else {
+      softmax<false>(tile);
+    }
     state.l[0] = step.sum[0], state.l[1] = step.sum[1];
     pack_weights<kType>(s, w);
     go_on();
@@ -398,7 +406,7 @@ struct Consumer {
   __device__ __forceinline__ void run(const KeyTiles& tiles) {
     const int count = KeyTiles::count(tiles), masked = KeyTiles::masked(tiles);
     wait_for_phase(&memory.q_full, 0);
-    first(KeyTiles::at(tiles, 0));
+    first(KeyTiles::at(tiles, 0), masked > 0);
     int n = 1;
 #pragma unroll 1
     for (; n < masked; ++n) next<true>(KeyTiles::at(tiles, n));

@@ -117,9 +117,9 @@ struct GradConsumer {
   // The products of dS run beside the next tile's S and dP. dK and dV of 128 columns leave no
   // registers for the operand, which stays until then.
   static constexpr bool kAhead = !kOfKeys || kDim == 64;
-  // How many of the two own operands stay in registers: as many as fit. A product of 64 x 64 takes
-  // all that shared memory gives if both operands come from there.
-  static constexpr int kHeld = kDim == 64 ? 2 : kOfKeys ? 0 : 1, kSteps = kDim / 16;
+  // How many of the two own operands stay in registers. A product of 64 x 64 takes all that shared
+  // memory gives if both operands come from there. (An H200 gains by it at 64, and not at 128.)
+  static constexpr int kHeld = kDim == 64 ? 2 : 0, kSteps = kDim / 16;
   const WgmmaGradArgs& a;
   const Place& at;
   Memory& memory;

@@ -56,9 +56,21 @@ FASTATTN_DEVICE void store_half(const View& view, int64_t offset, float x) {
 // Scores are products of rows from row0() on, kWarpRows a warp, and of kTiles * 8 columns from
 // col0() on.
 
+// The two rows of a thread are lines of pairs.
+template <bool kRowsAreKeys, int kColumnTiles>
+struct SumLines {
+  static constexpr int kLines = 2, kLineBits = 2, kTiles = kColumnTiles;
+  static constexpr bool kLinesAreKeys = kRowsAreKeys;
+  // Of every 8 columns from its first one on, a thread has two.
+  FASTATTN_DEVICE KeepBits columns_before(int end, int first) {
+    const int n = min(max(end - first, 0), 8 * kTiles);
+    return lowest_bits(n / 8 * 4 + min(n % 8, 2)) & 0x33333333;
+  }
+};
+
 // Rows are queries.
-struct QueryRows {
-  static constexpr int kTiles = kTile / 8, kQueries = 2, kKeys = 16;
+struct QueryRows : SumLines<false, kTile / 8> {
+  static constexpr int kQueries = 2, kKeys = 16;
   static constexpr int kKeyRun = 2, kRunStep = 8;
   FASTATTN_DEVICE int row0() { return warp_row0(); }
   FASTATTN_DEVICE int col0() { return 0; }
@@ -67,11 +79,12 @@ struct QueryRows {
   FASTATTN_DEVICE constexpr int query(int x) { return 8 * x; }
   FASTATTN_DEVICE constexpr int key(int y) { return y / 2 * 8 + y % 2; }
   FASTATTN_DEVICE constexpr int pair(int x, int y) { return y / 2 * 4 + 2 * x + y % 2; }
+  FASTATTN_DEVICE KeepBits before(int end) { return columns_before(end, key0()); }
 };
 
 // Rows are keys: the transposed tile.
-struct KeyRows {
-  static constexpr int kTiles = kTile / 8, kQueries = 16, kKeys = 2;
+struct KeyRows : SumLines<true, kTile / 8> {
+  static constexpr int kQueries = 16, kKeys = 2;
   static constexpr int kKeyRun = 1, kRunStep = 8;
   FASTATTN_DEVICE int row0() { return warp_row0(); }
   FASTATTN_DEVICE int col0() { return 0; }
@@ -80,11 +93,12 @@ struct KeyRows {
   FASTATTN_DEVICE constexpr int query(int x) { return x / 2 * 8 + x % 2; }
   FASTATTN_DEVICE constexpr int key(int y) { return 8 * y; }
   FASTATTN_DEVICE constexpr int pair(int x, int y) { return x / 2 * 4 + 2 * y + x % 2; }
+  FASTATTN_DEVICE KeepBits before(int end) { return columns_before(end, query0()); }
 };
 
 // At most kWarpRows queries, the same in all warps. Each warp has a quarter of the keys.
-struct FewQueryRows {
-  static constexpr int kTiles = kTile / kWarps / 8, kQueries = 2, kKeys = 2 * kTiles;
+struct FewQueryRows : SumLines<false, kTile / kWarps / 8> {
+  static constexpr int kQueries = 2, kKeys = 2 * kTiles;
   static constexpr int kKeyRun = 2, kRunStep = 8;
   FASTATTN_DEVICE int row0() { return 0; }
   FASTATTN_DEVICE int col0() { return warp() * (8 * kTiles); }
@@ -93,6 +107,7 @@ struct FewQueryRows {
   FASTATTN_DEVICE constexpr int query(int x) { return QueryRows::query(x); }
   FASTATTN_DEVICE constexpr int key(int y) { return QueryRows::key(y); }
   FASTATTN_DEVICE constexpr int pair(int x, int y) { return QueryRows::pair(x, y); }
+  FASTATTN_DEVICE KeepBits before(int end) { return columns_before(end, key0()); }
 };
 
 // ---- operands in shared memory: [kTile][kDim] ----

@@ -7,6 +7,9 @@
 // its x-th query is query0() + query(x), its y-th key is key0() + key(y). pair(x, y) is the number
 // of a pair: its bit, and its place [pair / 4][pair % 4] in the thread's values. Keys come in runs
 // of kKeyRun neighbours, which share a block of dropout's bits. Runs are kRunStep apart.
+//
+// Pairs lie in kLines lines, each of one query, or of one key if kLinesAreKeys. before(end) are the
+// bits of line 0 up to column `end` of the tile. Line n has the same bits, n * kLineBits higher.
 #pragma once
 
 #include "cuda/tile/spans.cuh"
@@ -23,15 +26,22 @@ constexpr KeepBits kAllKept = ~KeepBits{0};
 FASTATTN_DEVICE bool kept(KeepBits bits, int pair) { return bits >> pair & 1; }
 // For the value [r][c].
 FASTATTN_DEVICE bool kept(KeepBits bits, int r, int c) { return kept(bits, 4 * r + c); }
+// The lowest n <= 32 bits.
+FASTATTN_DEVICE KeepBits lowest_bits(int n) {
+  return static_cast<KeepBits>((uint64_t{1} << n) - 1);
+}
 
 // The layout of a Fragment (tile.cuh).
 struct FragmentLayout {
   static constexpr int kQueries = kRows, kKeys = kCols, kKeyRun = kCols, kRunStep = 0;
+  static constexpr int kLines = kRows, kLineBits = kCols;
+  static constexpr bool kLinesAreKeys = false;
   FASTATTN_DEVICE int query0() { return row0(); }
   FASTATTN_DEVICE int key0() { return col0(); }
   FASTATTN_DEVICE constexpr int query(int x) { return x; }
   FASTATTN_DEVICE constexpr int key(int y) { return y; }
   FASTATTN_DEVICE constexpr int pair(int x, int y) { return x * kKeys + y; }
+  FASTATTN_DEVICE KeepBits before(int end) { return lowest_bits(min(max(end - col0(), 0), kCols)); }
 };
 
 // A thread's values, one a pair.
@@ -122,20 +132,48 @@ FASTATTN_DEVICE void store_tile(const View& view, int64_t offset, int rows, int 
   });
 }
 
+// A part of a tile's rows, or of its columns.
+struct TilePart {
+  int begin, end;
+};
+FASTATTN_DEVICE TilePart part_of_tile(int64_t begin, int64_t end, int64_t first, int size) {
+  return {static_cast<int>(min64(kTile, max64(0, begin - first))),
+          static_cast<int>(max64(0, min64(size, end - first)))};
+}
+// The keys of the tile that the intervals leave to a query.
+FASTATTN_DEVICE TilePart keys_of_query(const AttentionParams& p, const Place& at, int query) {
+  if (query >= at.rows) return {0, 0};
+  const KeyRange row = row_range(p.mask, p.N, at.b, at.i0 + query);
+  return part_of_tile(row.begin, row.end, at.j0, at.cols);
+}
+// The queries of the tile whose intervals hold a key. Limits that vary by row have no such part.
+FASTATTN_DEVICE TilePart queries_of_key(const AttentionParams& p, const Place& at, int key) {
+  if (key >= at.cols) return {0, 0};
+  const int64_t j = at.j0 + key;
+  const RowRange rows = rows_of_keys(p.mask, p.M, p.N, at.b, j, j + 1);
+  return part_of_tile(rows.begin, rows.end, at.i0, at.rows);
+}
+
 template <typename Layout>
 FASTATTN_DEVICE KeepBits bits_in_ranges(const AttentionParams& p, const Place& at) {
   KeepBits bits = 0;
+  if (Layout::kLinesAreKeys && limits_vary_by_row(p.mask)) {
 #pragma unroll 1
-  for (int x = 0; x < Layout::kQueries; ++x) {
-    const int query = Layout::query0() + Layout::query(x);
-    if (query >= at.rows) continue;
-    const KeyRange row = row_range(p.mask, p.N, at.b, at.i0 + query);
-    const int begin = static_cast<int>(min64(kTile, max64(0, row.begin - at.j0)));
-    const int end = static_cast<int>(max64(0, min64(at.cols, row.end - at.j0)));
-    for (int y = 0; y < Layout::kKeys; ++y) {
-      const int key = Layout::key0() + Layout::key(y);
-      if (begin <= key && key < end) bits |= KeepBits{1} << Layout::pair(x, y);
+    for (int x = 0; x < Layout::kQueries; ++x) {
+      const TilePart keys = keys_of_query(p, at, Layout::query0() + Layout::query(x));
+      for (int y = 0; y < Layout::kKeys; ++y) {
+        const int key = Layout::key0() + Layout::key(y);
+        if (keys.begin <= key && key < keys.end) bits |= KeepBits{1} << Layout::pair(x, y);
+      }
     }
+    return bits;
+  }
+#pragma unroll 1
+  for (int n = 0; n < Layout::kLines; ++n) {
+    const TilePart part = Layout::kLinesAreKeys
+                              ? queries_of_key(p, at, Layout::key0() + Layout::key(n))
+                              : keys_of_query(p, at, Layout::query0() + Layout::query(n));
+    bits |= (Layout::before(part.end) & ~Layout::before(part.begin)) << n * Layout::kLineBits;
   }
   return bits;
 }
