@@ -120,7 +120,8 @@ DOT = [
     ),
     of_warpgroups(
         "products of keys that have not come",
-        "    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);\n", "", "Error",
+        "    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);\n    start_scores",
+        "    start_scores", "Error",
     ),
     of_warpgroups(
         "no fence before a group", "hold(o);\n  fence_products();\n", "hold(o);\n",
@@ -133,7 +134,7 @@ DOT = [
         "    }\n", "AssertionError",
     ),
     of_warpgroups(
-        "the producer keeps its registers", "    give_registers<kProducerRegisters>();\n", "",
+        "the producer keeps its registers", "    give_registers<Of::kProducerRegisters>();\n", "",
         "deadlock", "forward_wgmma.cu",
     ),
     of_warpgroups(
@@ -263,7 +264,7 @@ DOT = [
     ),
     of_grads(
         "gradients: the producer keeps its registers",
-        "    give_registers<kProducerRegisters>();\n", "", "deadlock", "backward_wgmma.cu",
+        "    give_registers<GradGroups::kProducerRegisters>();\n", "", "deadlock", "backward_wgmma.cu",
     ),
     of_file(
         "merge: factors that others have not written yet", "tile/merge.cu",
@@ -324,9 +325,39 @@ DOT = [
         "test_corner",
     ),
     of_file(
-        "masks: the first key of a row", "tile/masking.cuh",
-        "if (begin <= key && key < end)", "if (begin < key && key < end)", "test_corner",
-        "dot/forward.cu",
+        "masks: keys before the first of a row", "tile/masking.cuh",
+        "(Layout::before(part.end) & ~Layout::before(part.begin))", "Layout::before(part.end)",
+        "test_corner", "dot/forward.cu",
+    ),
+    of_file(
+        "masks: a key behind the last of a row", "tile/half_tile.cuh",
+        "min(n % 8, 2)", "min(n % 8 + 1, 2)", "test_corner", "dot/forward.cu",
+    ),
+    of_file(
+        "masks: a query behind the last of a key", "tile/masking.cuh",
+        "part_of_tile(rows.begin, rows.end, at.i0", "part_of_tile(rows.begin, rows.end + 1, at.i0",
+        "test_corner", "dot/backward.cu",
+    ),
+    Mistake(
+        "garbage: one tile of marked neighbours", "dot/step.cuh", "left &= left - 1", "left = 0",
+        "AssertionError", test="test_cuda_wgmma.py", tests="garbage_in_keys",
+    ),
+    of_file(
+        "delta: the columns of another lane", "dot/backward.cu",
+        "const int first = lane() % kQuad * kChunk;", "const int first = lane() % 2 * kChunk;",
+        "test_corner",
+    ),
+    of_warpgroups(
+        "a tile that the last rows need is passed by", "at.i0 + at.rows - 1 + p.mask.band_hi",
+        "at.i0 - 1 + p.mask.band_hi", "AssertionError",
+    ),
+    of_warpgroups(
+        "the first tile without its mask", "first(KeyTiles::at(tiles, n), n < masked);",
+        "first(KeyTiles::at(tiles, n), false);", "AssertionError",
+    ),
+    of_warpgroups(
+        "a tile that is passed by keeps its place", "    release(&memory.v_empty[of_scores.number]);\n",
+        "", "deadlock",
     ),
     of_file(
         "gradients: rows of the first of two tiles of keys", "dot/wgmma_grads.cuh",

@@ -39,12 +39,12 @@ FORWARD = "dot/forward_wgmma.cu", "sdpa_wgmma_kernel"
 KEYS = "dot/backward_wgmma.cu", "sdpa_wgmma_dkdv_kernel"
 QUERIES = "dot/backward_wgmma.cu", "sdpa_wgmma_dq_kernel"
 LOOPS = [
-    Loop(*FORWARD, 64, 64, 441, 501, 12, rare_mufu=2),
-    Loop(*FORWARD, 128, 64, 459, 551, 16, rare_mufu=2),
-    Loop(*FORWARD, 256, 40, 371, 521, 21, rare_mufu=2),
-    Loop(*FORWARD, 128, 64, 1817, 1909, 16, rare_mufu=2, capped=True),
-    Loop(*FORWARD, 256, 40, 1224, 1374, 21, rare_mufu=2, capped=True),
-    Loop(*KEYS, 64, 32, 364, 364, 16, waits=3),
+    Loop(*FORWARD, 64, 64, 442, 502, 12, rare_mufu=2),
+    Loop(*FORWARD, 128, 64, 461, 553, 16, rare_mufu=2),
+    Loop(*FORWARD, 256, 40, 372, 522, 21, rare_mufu=2),
+    Loop(*FORWARD, 128, 64, 1820, 1912, 16, rare_mufu=2, capped=True),
+    Loop(*FORWARD, 256, 40, 1225, 1375, 21, rare_mufu=2, capped=True),
+    Loop(*KEYS, 64, 32, 363, 363, 16, waits=3),
     Loop(*KEYS, 128, 32, 414, 414, 24, waits=3),
     Loop(*QUERIES, 64, 32, 325, 333, 12),
     Loop(*QUERIES, 128, 32, 372, 380, 20),

@@ -27,21 +27,53 @@ namespace {
 
 // ---- delta ----
 
+// The sums of dO . O of this lane's two rows, over its eight neighbours of every 32 columns. Chunks
+// are all asked for before one is used.
+template <DType kType, int kDim>
+FASTATTN_DEVICE void sum_products(const BackwardParams& p, const Place& at, float (&sum)[2]) {
+  constexpr int kStep = kQuad * kChunk, kSteps = kDim / kStep, kColumns = kDim / kQuad;
+  const int first = lane() % kQuad * kChunk;
+  const int64_t out = offset_of(p.out, at.b, at.h, at.i0 + sum_row(0), 0);
+  const int64_t grad = offset_of(p.grad_out, at.b, at.h, at.i0 + sum_row(0), 0);
+  sum[0] = sum[1] = 0.f;
+  if (lies_in_chunks(p.out, out, p.E) && lies_in_chunks(p.grad_out, grad, p.E)) {
+    Chunk x[2][kSteps] = {}, y[2][kSteps] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t cols = sum_row(2 * half) < at.rows ? p.E : 0;
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n)
+        if (const int e = first + n * kStep; e < cols) {
+          x[half][n] = chunk_at(p.out, out + 8 * half * p.out.stride_r + e);
+          y[half][n] = chunk_at(p.grad_out, grad + 8 * half * p.grad_out.stride_r + e);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * kColumns; ++n) {
+      const int half = n / kColumns, step = n % kColumns / kChunk;
+      sum[half] += from_chunk<kType>(p.out, x[half][step], n % kChunk) *
+                   from_chunk<kType>(p.grad_out, y[half][step], n % kChunk);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int n = 0; n < 2 * kColumns; ++n) {
+    const int half = n / kColumns, e = first + n % kColumns / kChunk * kStep + n % kChunk;
+    if (sum_row(2 * half) >= at.rows || e >= p.E) continue;
+    const int64_t i = out + 8 * half * p.out.stride_r + e * p.out.stride_c;
+    const int64_t j = grad + 8 * half * p.grad_out.stride_r + e * p.grad_out.stride_c;
+    const float product = load_half<kType>(p.out, i) * load_half<kType>(p.grad_out, j);
+    sum[0] += half == 0 ? product : 0.f, sum[1] += half == 0 ? 0.f : product;
+  }
+}
+
 template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_delta_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
   Place at = query_place(p, blockIdx.x);
-  float sum[2] = {0.f, 0.f};  // this lane's share of rows g and g + 8
-  for (int half = 0; half < 2; ++half) {
-    const int row = sum_row(2 * half);
-    if (row >= at.rows) continue;
-    const int64_t out = offset_of(p.out, at.b, at.h, at.i0 + row, 0);
-    const int64_t grad = offset_of(p.grad_out, at.b, at.h, at.i0 + row, 0);
-    for (int64_t e = lane() % kQuad; e < p.E; e += kQuad)
-      sum[half] += load_half<kType>(p.out, out + e * p.out.stride_c) *
-                   load_half<kType>(p.grad_out, grad + e * p.grad_out.stride_c);
-  }
+  float sum[2];  // this lane's share of rows g and g + 8
+  sum_products<kType, kDim>(p, at, sum);
   if (p.grad_weights.data != nullptr) {
     const float unit = unit_of(p);
     const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
@@ -80,14 +112,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---- dq ----
 
 template <DType kType, int kDim, bool kCurved>
-__global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
-                   const __grid_constant__ GradMarks marks) {
-  if (marks.queries != nullptr && marks.queries[blockIdx.x] == 0) return;
+FASTATTN_DEVICE void sdpa_dq_tile(const BackwardParams& p, uint32_t tile) {
   Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
   GradMemory<kDim>& memory = turns.memory.tile;
   const float unit = unit_of(p);
-  const Place own = query_place(p, blockIdx.x);
+  const Place own = query_place(p, tile);
   const KeyRange keys = tile_range(p.mask, p.N, own.b, own.i0, own.i0 + own.rows);
   turns.begin(own);
   start_queries<kDim>(p.q, p.D, own, memory.q);
@@ -128,6 +157,14 @@ __global__ void __launch_bounds__(kThreads, 2)
                           {p.scale, p.scale}, dq);
 }
 
+template <DType kType, int kDim, bool kCurved>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
+                   const __grid_constant__ GradMarks marks) {
+  for_tiles(marks.queries, query_marks(p),
+            [&](uint32_t tile) { sdpa_dq_tile<kType, kDim, kCurved>(p, tile); });
+}
+
 // ---- dk, dv ----
 
 // The keys of a block, and the first of the heads that share them.
@@ -151,20 +188,18 @@ FASTATTN_DEVICE bool go_to(const AttentionParams& p, const Span& visited, uint32
 // The unit of logits is an argument, because registers are full. With a curve a block has one of
 // dk and dv, as its number says: the sums of both and the slopes would spill.
 template <DType kType, int kDim, bool kCurved>
-__global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
-                     const __grid_constant__ float unit, const __grid_constant__ GradMarks marks) {
-  if (marks.keys != nullptr && marks.keys[blockIdx.x] == 0) return;
+FASTATTN_DEVICE void sdpa_dkdv_tile(const BackwardParams& p, const Spans& spans, float unit,
+                                    uint32_t tile) {
   Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
   GradMemory<kDim>& memory = turns.memory.tile;
   {
-    const Place own = key_place(p, kCurved ? blockIdx.x / 2 : blockIdx.x);
+    const Place own = key_place(p, kCurved ? tile / 2 : tile);
     turns.begin(own);
     find_rows(p, spans, own, memory.visited);
     start_keys<kDim>(p.k, p.D, own, memory.k);
     start_keys<kDim>(p.v, p.E, own, memory.v);
   }
-  const bool of_values = !kCurved || blockIdx.x % 2 == 0;  // the first product
+  const bool of_values = !kCurved || tile % 2 == 0;  // the first product
   const View& others = of_values ? p.grad_out : p.q;
   const int64_t dims = of_values ? p.E : p.D;
   float sum[kDim / 8][4] = {}, dk[kDim / 8][4] = {};
@@ -214,6 +249,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   if constexpr (!kCurved)
     store_sums<kType, kDim>(p.grad_k, offset_of(p.grad_k, to.b, to.hkv, to.j0, 0), to.cols, p.D,
                             {p.scale, p.scale}, dk);
+}
+
+template <DType kType, int kDim, bool kCurved>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
+                     const __grid_constant__ float unit, const __grid_constant__ GradMarks marks) {
+  for_tiles(marks.keys, key_marks(p),
+            [&](uint32_t tile) { sdpa_dkdv_tile<kType, kDim, kCurved>(p, spans, unit, tile); });
 }
 
 // ---- dbias ----
@@ -358,12 +401,15 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   const int64_t queries = p.B * p.H * tiles_m, keys = p.B * p.Hkv * tiles_n;
   const Spans spans = make_spans(p, span_start(p), launcher);
-  launcher.run(sdpa_delta_kernel<kType, kDim, kCurved>, queries, kThreads, shared, p);
+  // Without shared memory, more blocks wait for their reads at the same time.
+  launcher.run(sdpa_delta_kernel<kType, kDim, kCurved>, queries, kThreads,
+               {p.grad_weights.data == nullptr ? 0 : shared, shared}, p);
   GradMarks marks{nullptr, nullptr};
   if (takes_wgmma(p) && launch_wgmma(p, spans, marks_of(p), launcher)) marks = marks_of(p);
-  launcher.run(sdpa_dq_kernel<kType, kDim, kCurved>, queries, kThreads, sizeof(PassingMemory<kDim>),
-               p, marks);
-  launcher.run(sdpa_dkdv_kernel<kType, kDim, kCurved>, kCurved ? 2 * keys : keys, kThreads,
+  launcher.run(sdpa_dq_kernel<kType, kDim, kCurved>, blocks_for(marks.queries, queries), kThreads,
+               sizeof(PassingMemory<kDim>), p, marks);
+  launcher.run(sdpa_dkdv_kernel<kType, kDim, kCurved>,
+               blocks_for(marks.keys, kCurved ? 2 * keys : keys), kThreads,
                sizeof(PassingMemory<kDim>), p, spans, unit_of(p), marks);
   if (p.grad_bias.data == nullptr) return;
   const int64_t slices = slices_of(p);

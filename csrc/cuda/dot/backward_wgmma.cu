@@ -139,18 +139,18 @@ template <bool kOfKeys, DType kType, int kDim>
 FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
   WgmmaGradMemory<kDim>& memory = *static_cast<WgmmaGradMemory<kDim>*>(shared_boxes());
   if (thread() == 0) init_barriers(memory);
-  Place at = kOfKeys ? block_keys(a.p, blockIdx.x) : block_queries(a.p, blockIdx.x);
+  Place at = kOfKeys ? block_keys(a.p, blockIdx.x) : block_queries<kRowTile>(a.p, blockIdx.x);
   if (dense_is_of_keys(a.p.mask)) scan_keys(a.p.mask, at.b, reach<kOfKeys>(a.p, at), memory.kept);
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
   const PassingTiles tiles = passing_tiles<kOfKeys>(a, dense_keys(a.p, memory.kept), at);
   if (group == kConsumers) {
-    give_registers<kProducerRegisters>();
+    give_registers<GradGroups::kProducerRegisters>();
     if (warp() % kWarps == 0) produce<kOfKeys>(a, at, tiles, memory);
     return;
   }
-  take_registers<kConsumerRegisters>();
+  take_registers<GradGroups::kConsumerRegisters>();
   if constexpr (kOfKeys) {
     at.j0 += group * kTile, at.cols = extent(a.p.N, at.j0);
   } else {

@@ -12,8 +12,8 @@ namespace fastattn::cuda {
 struct GradMarks {
   uint32_t *queries, *keys;  // [B][H][tiles], [B][Hkv][tiles]; nullptr: all
 };
-inline int64_t query_marks(const AttentionParams& p) { return p.B * p.H * ((p.M + 63) / 64); }
-inline int64_t key_marks(const AttentionParams& p) { return p.B * p.Hkv * ((p.N + 63) / 64); }
+FASTATTN_FN int64_t query_marks(const AttentionParams& p) { return p.B * p.H * ((p.M + 63) / 64); }
+FASTATTN_FN int64_t key_marks(const AttentionParams& p) { return p.B * p.Hkv * ((p.N + 63) / 64); }
 
 // Whether this path is chosen, the device and the build have it, and the problem can take it: as in
 // forward_wgmma.h, with a gradient of the output that a tensor map can describe as well.

@@ -71,15 +71,13 @@ FASTATTN_DEVICE void write_parts(const SdpaArgs& a, const Place& at, int64_t chu
   }
 }
 
-// The block's queries. Later ones may have more keys, and come first.
-FASTATTN_DEVICE Place query_tile(const AttentionParams& p, uint32_t block) {
+// The queries of a tile. Of all tiles, those of later queries may have more keys, and come first.
+FASTATTN_DEVICE Place query_tile(const SdpaArgs& a, uint32_t tile) {
+  const ForwardParams& p = a.p;
   const int64_t tiles = ceil_div(p.M, kTile);
-  const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H);
-  return place(p, block, h, (later_rows_keep_more(p.mask, p.N) ? tiles - 1 - n : n) * kTile, 0);
-}
-
-FASTATTN_DEVICE int64_t tile_number(const AttentionParams& p, const Place& at) {
-  return (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile;
+  const int64_t n = take_digit(&tile, tiles), h = take_digit(&tile, p.H);
+  const bool later_first = a.marks == nullptr && later_rows_keep_more(p.mask, p.N);
+  return place(p, tile, h, (later_first ? tiles - 1 - n : n) * kTile, 0);
 }
 
 // The block's queries where they are few. Heads that share keys are neighbours, and find these keys
@@ -91,17 +89,14 @@ FASTATTN_DEVICE Place few_queries(const SdpaArgs& a, uint32_t block, int64_t* ch
 }
 
 template <typename Layout, DType kType, int kDim, bool kCurved>
-__global__ void __launch_bounds__(kThreads, 2)
-    sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
+FASTATTN_DEVICE void sdpa_forward_tile(const SdpaArgs& a, uint32_t tile) {
   constexpr bool kFew = std::is_same_v<Layout, FewQueryRows>;
   constexpr int kSums = kSumsOf<kDim>;
-  if (kDim > kMostColumns && !is_for_wgmma()) return;
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
   const ForwardParams& p = a.p;
   const float unit = unit_of(p);
   int64_t chunk = 0;
-  Place at = kFew ? few_queries(a, blockIdx.x, &chunk) : query_tile(p, blockIdx.x);
-  if (!kFew && a.marks != nullptr && a.marks[tile_number(p, at)] == 0) return;
+  Place at = kFew ? few_queries(a, tile, &chunk) : query_tile(a, tile);
   KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   if (kFew) {
     keys.begin = max64(keys.begin, chunk * a.chunk_keys);
@@ -149,6 +144,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   } else {
     write_rows<kType, kSums>(p, at, state, o);
   }
+}
+
+template <typename Layout, DType kType, int kDim, bool kCurved>
+__global__ void __launch_bounds__(kThreads, 2)
+    sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
+  if (kDim > kMostColumns && !is_for_wgmma()) return;
+  for_tiles(a.marks, a.p.B * a.p.H * ceil_div(a.p.M, kTile),
+            [&](uint32_t tile) { sdpa_forward_tile<Layout, kType, kDim, kCurved>(a, tile); });
 }
 
 // ---- returned weights ----
@@ -223,7 +226,8 @@ void launch(SdpaArgs a, Launcher& launcher) {
   } else {
     if (takes_wgmma(p) && launch_wgmma(p, launcher))
       a.marks = static_cast<const uint32_t*>(p.workspace);
-    launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim, kCurved>, blocks, kThreads, shared, a);
+    launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim, kCurved>, blocks_for(a.marks, blocks),
+                 kThreads, shared, a);
   }
   if (p.weights_mode == WeightsMode::kNone) return;
   const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
@@ -251,8 +255,8 @@ void launch_large(SdpaArgs a, Launcher& launcher) {
   for (int64_t first = 0; first < max64(columns, 1); first += kMostColumns) {
     a.p.v = from_column(v, first), a.p.out = from_column(out, first);
     a.p.E = min64(columns - first, kMostColumns);
-    launcher.run(sdpa_forward_kernel<QueryRows, kAnyHalf, kDim, kCurved>, blocks, kThreads,
-                 sizeof(SdpaMemory<kDim>), a);
+    launcher.run(sdpa_forward_kernel<QueryRows, kAnyHalf, kDim, kCurved>,
+                 blocks_for(a.marks, blocks), kThreads, sizeof(SdpaMemory<kDim>), a);
   }
 }
 

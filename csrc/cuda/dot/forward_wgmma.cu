@@ -32,7 +32,7 @@ template <int kDim>
 FASTATTN_DEVICE void load_queries(const WgmmaArgs& a, const Place& at, WgmmaMemory<kDim>& memory) {
   using Of = Plan<kDim>;
   arrive_and_expect(&memory.q_full, sizeof(memory.q));
-  for (int group = 0; group < kConsumers; ++group)
+  for (int group = 0; group < Of::kConsumers; ++group)
     for (int panel = 0; panel < Of::kPanels; ++panel)
       load_box(memory.q[group][panel], a.q, &memory.q_full, panel * kPanel,
                static_cast<int>(at.i0) + group * kTile, at.h, at.b);
@@ -70,32 +70,33 @@ FASTATTN_DEVICE void init_barriers(WgmmaMemory<kDim>& memory) {
   init_barrier(&memory.q_full, 1);
   for (int n = 0; n < Of::kStages; ++n) {
     init_barrier(&memory.k_full[n], 1), init_barrier(&memory.v_full[n], 1);
-    init_barrier(&memory.k_empty[n], kConsumers * kWarps);
-    init_barrier(&memory.v_empty[n], kConsumers * kWarps);
+    init_barrier(&memory.k_empty[n], Of::kConsumers * kWarps);
+    init_barrier(&memory.v_empty[n], Of::kConsumers * kWarps);
   }
   publish_barriers();
 }
 
 template <DType kType, int kDim, bool kCurved>
 FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
+  using Of = Plan<kDim>;
   WgmmaMemory<kDim>& memory = *static_cast<WgmmaMemory<kDim>*>(shared_boxes());
   const ForwardParams& p = a.p;
   if (thread() == 0) init_barriers(memory);
-  Place at = block_queries(p, blockIdx.x);
-  const int64_t i1 = min64(p.M, at.i0 + kRowTile);
+  Place at = block_queries<Of::kRowTile>(p, blockIdx.x);
+  const int64_t i1 = min64(p.M, at.i0 + Of::kRowTile);
   if (dense_is_of_keys(p.mask))
     scan_keys(p.mask, at.b, tile_range(p.mask, p.N, at.b, at.i0, i1), memory.kept);
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
-  const KeyTiles tiles = key_tiles<Plan<kDim>::kKeys>(p, masks_every_tile,
-                                                      dense_keys(p, memory.kept), at.b, at.i0, i1);
-  if (group == kConsumers) {
-    give_registers<kProducerRegisters>();
+  const KeyTiles tiles =
+      key_tiles<Of::kKeys>(p, masks_every_tile, dense_keys(p, memory.kept), at.b, at.i0, i1);
+  if (group == Of::kConsumers) {
+    give_registers<Of::kProducerRegisters>();
     if (thread() % kWarpgroup == 0 && KeyTiles::count(tiles) > 0) produce(a, at, tiles, memory);
     return;
   }
-  take_registers<kConsumerRegisters>();
+  take_registers<Of::kConsumerRegisters>();
   at.i0 += group * kTile, at.rows = extent(p.M, at.i0);
   Consumer<kType, kDim, kCurved> mine(a, at, memory, group);
   if (KeyTiles::count(tiles) > 0) mine.run(tiles);
@@ -105,22 +106,23 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
 }
 
 template <DType kType, int kDim, bool kCurved>
-__global__ void __launch_bounds__(kBlock, 1)
+__global__ void __launch_bounds__(Plan<kDim>::kBlock, 1)
     sdpa_wgmma_kernel(const __grid_constant__ WgmmaArgs a) {
   if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim, kCurved>(a);
 }
 
 template <DType kType, int kDim, bool kCurved>
 bool launch(const ForwardParams& p, Launcher& launcher) {
+  using Of = Plan<kDim>;
   constexpr auto kKernel = sdpa_wgmma_kernel<kType, kDim, kCurved>;
   constexpr size_t kShared = sizeof(WgmmaMemory<kDim>);
   WgmmaArgs a = {p, {}, {}, {}};
   launcher.prepare(kKernel, kShared);  // before the maps: the thread may be new to CUDA
   const bool made = make_tensor_map(p.q, {p.B, p.H, p.M, p.D}, kTile, &a.q) &&
-                    make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, Plan<kDim>::kKeys, &a.k) &&
-                    make_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E}, Plan<kDim>::kKeys, &a.v);
+                    make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, Of::kKeys, &a.k) &&
+                    make_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E}, Of::kKeys, &a.v);
   if (!made) return false;
-  launcher.run(kKernel, p.B * p.H * ceil_div(p.M, kRowTile), kBlock, kShared, a);
+  launcher.run(kKernel, p.B * p.H * ceil_div(p.M, Of::kRowTile), Of::kBlock, kShared, a);
   return true;
 }
 

@@ -28,6 +28,40 @@ void with_operands(const AttentionParams& p, F f) {
   with_size(TypeTag<DType::kBFloat16>{});
 }
 
+// ---- which tiles ----
+
+// What wgmma's kernels marked is computed again: a word a tile. Marks are rare, so a block looks
+// for them among neighbours.
+constexpr int kNeighbours = 8;
+inline int64_t blocks_for(const uint32_t* marks, int64_t tiles) {
+  return marks == nullptr ? tiles : ceil_div(tiles, kNeighbours);
+}
+
+// Calls f(tile) for the tile of a block, or, given marks of all tiles, for those marked among its
+// neighbours. Which are left is in shared memory: registers are full.
+template <typename F>
+__device__ __forceinline__ void for_tiles(const uint32_t* marks, int64_t tiles, F f) {
+  __shared__ uint32_t left;
+  const int64_t first = int64_t{blockIdx.x} * kNeighbours;
+  if (marks != nullptr) {
+    if (warp() == 0) {
+      const bool inside = lane() < kNeighbours && first + lane() < tiles;
+      const uint32_t marked = __ballot_sync(kAllLanes, inside && marks[first + lane()] != 0);
+      if (lane() == 0) left = marked;
+    }
+    __syncthreads();
+    if (left == 0) return;
+  }
+  for (;;) {
+    f(marks == nullptr ? blockIdx.x : static_cast<uint32_t>(first) + __ffs(left) - 1);
+    if (marks == nullptr) return;
+    __syncthreads();
+    if (thread() == 0) left &= left - 1;
+    __syncthreads();
+    if (left == 0) return;
+  }
+}
+
 // ---- operands ----
 
 // Starts rows [first, first + rows) of a head, with start_tile().
@@ -127,6 +161,20 @@ FASTATTN_DEVICE void add_product(const View& x, int64_t offset, int64_t dims, co
 FASTATTN_DEVICE bool lies_in_chunks(const View& view, int64_t offset, int64_t cols) {
   const int64_t odd = reinterpret_cast<uintptr_t>(view.data) | 2 * (offset | view.stride_r | cols);
   return rows_are_contiguous(view) && odd % 16 == 0;
+}
+
+// Eight neighbours of a row of 16-bit floats.
+struct alignas(16) Chunk {
+  uint16_t bits[kChunk];
+};
+FASTATTN_DEVICE Chunk chunk_at(const View& view, int64_t offset) {
+  return *reinterpret_cast<const Chunk*>(static_cast<const uint16_t*>(view.data) + offset);
+}
+template <DType kType>
+FASTATTN_DEVICE float from_chunk(const View& view, const Chunk& chunk, int n) {
+  float x = 0.f;
+  with_half<kType>(view.dtype, [&](auto type) { x = load_as<type>(&chunk.bits[n], 0); });
+  return x;
 }
 
 // The 4 x 4 words of the lanes of a quad, transposed: word n of lane t becomes word t of lane n.

@@ -14,22 +14,25 @@ struct WgmmaArgs {
   CUtensorMap q, k, v;
 };
 
-// What a block consists of. The registers of its warpgroups add up to at most 64 K. Three consumers
-// would have 160 each, and spill.
-constexpr int kConsumers = 2;
-constexpr int kBlock = kWarpgroup * (kConsumers + 1);
-constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
-constexpr int kRowTile = kTile * kConsumers;
+// What a block consists of: a producer and consumers of 64 rows. The registers of its warpgroups
+// add up to at most 64 K.
+template <int kConsumersOf>
+struct Groups {
+  static constexpr int kConsumers = kConsumersOf, kBlock = kWarpgroup * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160, kProducerRegisters = 24;
+  static constexpr int kRowTile = kTile * kConsumers, kBlockWarps = kBlock / 32;
+};
 
 // What a warp found in a dense mask of keys: the kept ones lie in [begin, end).
 struct KeptKeys {
   int begin = 0x7fffffff, end = 0, count = 0;
 };
 
-// What depends on the head size: keys of a tile, stages, panels. O of 256 columns has 128 registers
-// a thread. 80 keys are what then fits beside it, and two stages of what fits the shared memory.
+// What depends on the head size: consumers, keys of a tile, stages, panels. O of 256 columns has
+// 128 registers a thread. 80 keys are what then fits beside it, and two stages of what fits the
+// shared memory. Three consumers would spill with heads over 64.
 template <int kDim>
-struct Plan {
+struct Plan : Groups<kDim == 64 ? 3 : 2> {
   static constexpr int kKeys = kDim == 256 ? 80 : 128;
   static constexpr int kStages = kDim == 64 ? 4 : 2, kPanels = kDim / kPanel;
 };
@@ -37,12 +40,12 @@ struct Plan {
 template <int kDim>
 struct alignas(1024) WgmmaMemory {
   using Of = Plan<kDim>;
-  uint16_t q[kConsumers][Of::kPanels][kTile * kPanel];
+  uint16_t q[Of::kConsumers][Of::kPanels][kTile * kPanel];
   uint16_t k[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
   uint16_t v[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
   Barrier q_full, k_full[Of::kStages], v_full[Of::kStages];
   Barrier k_empty[Of::kStages], v_empty[Of::kStages];
-  KeptKeys kept[kBlock / 32];
+  KeptKeys kept[Of::kBlockWarps];
 };
 
 // A place in the ring of stages.
@@ -59,7 +62,7 @@ struct Stage {
 
 // The key tiles of a block in the order in which it takes them: from the last masked one down, then
 // those before the keys that all rows keep, then tiles without mask and dropout, whose
-// logits are their scores.
+// logits are their scores. If all are masked, all are late.
 struct KeyTiles {
   int first, end, full_first, full_end;
 
@@ -82,7 +85,7 @@ FASTATTN_DEVICE KeyTiles order_tiles(const Range& some, const Range& all) {
   const int end = static_cast<int>(ceil_div(some.end, kSize));
   const int full_end = static_cast<int>(max64(first, all.end / kSize));
   const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kSize)));
-  if (full_first >= full_end) return {first, end, end, end};
+  if (full_first >= full_end) return {first, end, first, first};
   return {first, end, full_first, full_end};
 }
 
@@ -105,12 +108,13 @@ FASTATTN_DEVICE KeptKeys union_of_lanes(const KeptKeys& x) {
 // Before a barrier, by all threads of a block: each warp notes what a dense mask of keys keeps of
 // these keys. All lanes go the same way: with others, ptxas would keep what follows in more
 // registers, and dK and dV spill.
+template <int kBlockWarps>
 FASTATTN_DEVICE void scan_keys(const MaskParams& mask, int b, const KeyRange& keys,
-                               KeptKeys (&kept)[kBlock / 32]) {
+                               KeptKeys (&kept)[kBlockWarps]) {
   const DenseMask dense = dense_from(mask, b, 0, 0, 0);
   KeptKeys mine;
 #pragma unroll 4
-  for (int64_t first = keys.begin; first < keys.end; first += kBlock) {
+  for (int64_t first = keys.begin; first < keys.end; first += 32 * kBlockWarps) {
     const int64_t last = keys.end - 1, j = min64(first + thread(), last);
     const bool is_kept = dense.data[dense.offset + j * dense.stride_n] != 0;
     const int key = static_cast<int>(j);
@@ -127,10 +131,11 @@ FASTATTN_DEVICE void scan_keys(const MaskParams& mask, int b, const KeyRange& ke
 struct DenseKeys {
   KeyRange some, all;
 };
+template <int kBlockWarps>
 FASTATTN_DEVICE DenseKeys dense_keys(const AttentionParams& p,
-                                     const KeptKeys (&kept)[kBlock / 32]) {
+                                     const KeptKeys (&kept)[kBlockWarps]) {
   if (!dense_is_of_keys(p.mask)) return {{0, p.N}, {0, p.N}};
-  const KeptKeys found = union_of_lanes(lane() < kBlock / 32 ? kept[lane()] : KeptKeys{});
+  const KeptKeys found = union_of_lanes(lane() < kBlockWarps ? kept[lane()] : KeptKeys{});
   const KeyRange some = {found.begin, found.end};
   return {some, found.count == found.end - found.begin ? some : KeyRange{p.N, 0}};
 }
@@ -145,6 +150,7 @@ FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, IsMasked masked,
 }
 
 // The queries of a block; later ones may have more keys, and come first.
+template <int kRowTile>
 FASTATTN_DEVICE Place block_queries(const AttentionParams& p, uint32_t block) {
   const int64_t tiles = ceil_div(p.M, kRowTile);
   const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H);
@@ -333,6 +339,17 @@ struct Consumer {
     wait_for_phase(&memory.v_full[of_values.number], of_values.parity);
     start_values<kType>(w, advance(first_v, of_values.number * chunks_of(sizeof(memory.v[0]))), o);
   }
+  // Later keys than the band leaves to these rows. The other consumers may need them.
+  __device__ __forceinline__ bool is_late(int tile) {
+    return int64_t{tile} * Of::kKeys > at.i0 + at.rows - 1 + p.mask.band_hi;
+  }
+  __device__ __forceinline__ void pass_by() {
+    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);
+    release(&memory.k_empty[of_scores.number]);
+    wait_for_phase(&memory.v_full[of_scores.number], of_scores.parity);
+    release(&memory.v_empty[of_scores.number]);
+    of_scores = of_scores.next();
+  }
   // Once their products are done:
   __device__ __forceinline__ void take_scores() {
     hold(s);
@@ -405,9 +422,12 @@ struct Consumer {
 
   __device__ __forceinline__ void run(const KeyTiles& tiles) {
     const int count = KeyTiles::count(tiles), masked = KeyTiles::masked(tiles);
+    int n = 0;
     wait_for_phase(&memory.q_full, 0);
-    first(KeyTiles::at(tiles, 0), masked > 0);
-    int n = 1;
+    while (n < masked && is_late(KeyTiles::at(tiles, n))) pass_by(), ++n;
+    if (n == count) return;
+    first(KeyTiles::at(tiles, n), n < masked);
+    ++n;
 #pragma unroll 1
     for (; n < masked; ++n) next<true>(KeyTiles::at(tiles, n));
 #pragma unroll 1

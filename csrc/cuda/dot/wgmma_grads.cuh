@@ -20,6 +20,11 @@ struct WgmmaGradArgs {
   CUtensorMap own[2], passing[2];
 };
 
+// At every head size.
+using GradGroups = Groups<2>;
+constexpr int kConsumers = GradGroups::kConsumers, kRowTile = GradGroups::kRowTile;
+constexpr int kBlock = GradGroups::kBlock;
+
 template <int kDim>
 struct GradPlan {
   static constexpr int kStages = kDim == 64 ? 4 : 3, kPanels = kDim / kPanel;
@@ -33,7 +38,7 @@ struct alignas(1024) WgmmaGradMemory {
   Operand passing[Of::kStages][2];
   RowMemory rows[Of::kStages];  // of a consumer, or of what passes by
   Barrier own_full, full[Of::kStages], empty[Of::kStages];
-  KeptKeys kept[kBlock / 32];
+  KeptKeys kept[GradGroups::kBlockWarps];
 };
 
 // ---- which tiles ----
