@@ -227,17 +227,19 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
     """
     kernel = row_name(score_of(call.score), kernel)
     config = choose(kernel, call.q.device, call.q.dtype, call.D, call.E, call.kind)
+    fp32, products = call.q.dtype == torch.float32, precision(call.q.dtype)
     fields = Spec(
         D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
         BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,
-        PRECISION=precision(call.q.dtype),
-        STREAM=call.q.dtype == torch.float32 and max(call.D, call.E) > 128,
+        PRECISION=products, APART=fp32 and products == "ieee",
+        STREAM=fp32 and max(call.D, call.E) > 128,
         FOLD_SCALE=call.folds_scale,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
         MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band[1] is not None,
         PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",
     )  # fmt: skip
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
-    if call.w is not None and speaks_ptx(call.q.device):
-        options["maxnreg"] = 255  # unasked, ptxas spills a few registers to have 128, or 168
+    if (call.w is not None or (fp32 and "dkdv" in kernel)) and speaks_ptx(call.q.device):
+        # Unasked, ptxas spills a few registers to have 80, 128 or 168.
+        options["maxnreg"] = min(255, 2048 // config.num_warps)
     return Spec(*map(tl.constexpr, fields)), options

@@ -293,7 +293,7 @@ def additive_terms(call: Call, finite: bool = False, sums: bool = False) -> Term
             (call.H, 2 * pairs), (call.H,),
         )
     )  # fmt: skip
-    grad_q, grad_k, grad_w = empty_sums(e, f, sums)
+    grad_q, grad_k, grad_w = empty_sums(call, e, f, sums)
     mask = mask_args(call)
     options = dict(
         BLOCK_D=padded(call.D), num_warps=4 if call.D <= 128 else 8, enable_fp_fusion=True

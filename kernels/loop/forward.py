@@ -117,14 +117,15 @@ def attend(
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit_of(scale, spec))
         if drop.seed_ptr is not None:
             p = tl.where(survives(drop, b, h, i0, j0, spec.BLOCK_M, PASS.SIZE, False), p, 0.0)
-        acc = acc * alpha[:, None]
+        start = tl.zeros_like(acc) if spec.APART else acc * alpha[:, None]
         if PASS.EXACT:
-            acc = exact_dot(p, keep, v_ptr, v, offs_n, keys, offs_e, spec.E, acc, PASS.SIZE)
+            product = exact_dot(p, keep, v_ptr, v, offs_n, keys, offs_e, spec.E, start, PASS.SIZE)
         else:
             tile_v = load_tile(
                 v_ptr, v, offs_n, offs_e, keys, spec.E, PASS.MASKED, spec.E != spec.BLOCK_E
             )
-            acc = tl.dot(p.to(tile_v.dtype), tile_v, acc, input_precision=spec.PRECISION)
+            product = tl.dot(p.to(tile_v.dtype), tile_v, start, input_precision=spec.PRECISION)
+        acc = tl.fma(acc, alpha[:, None], product) if spec.APART else product
     return acc, m_i, l_i
 
 

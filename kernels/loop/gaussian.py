@@ -80,9 +80,14 @@ def is_gaussian(call: Call) -> bool:
     return call.score == SCORES["gaussian"]
 
 
-def empty_sums(e: Tensor, f: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
-    """Those of Terms, uninitialised: of the queries, the keys and the parameter."""
-    return tuple(torch.empty_like(x) if wanted else None for x in (e, f, e))
+def empty_sums(call: Call, e: Tensor, f: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
+    """Those of Terms, uninitialised: of the queries, the keys and the parameter.
+
+    Thousands of row blocks add to the sums of a key. In float32 these would lose digits.
+    """
+    long = torch.float64 if call.q.dtype == torch.float32 else torch.float32
+    kinds = (e, torch.float32), (f, long), (e, torch.float32)
+    return tuple(torch.empty_like(x, dtype=kind) if wanted else None for x, kind in kinds)
 
 
 def gaussian_terms(call: Call, sums: bool) -> Terms:
@@ -94,7 +99,7 @@ def gaussian_terms(call: Call, sums: bool) -> Terms:
         call.q.new_empty(shape, dtype=torch.float32)
         for shape in ((B, H, width), (B, H), (B, H, width, queries), (B, call.Hkv, width, keys))
     )
-    grad_q, grad_k, grad_w = empty_sums(e, f, sums)
+    grad_q, grad_k, grad_w = empty_sums(call, e, f, sums)
 
     def launch_side(x: Tensor, w: View, to: Tensor, *made: Tensor | None) -> None:
         _, heads, tokens, _ = x.shape

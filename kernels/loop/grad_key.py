@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..host.launch import Call, spec
 from ..score.score import load_side, pull_back
-from ..tile.block_lists import block_lists, list_line, query_blocks
+from ..tile.block_lists import block_lists, list_line, query_blocks, share_of_blocks
 from ..tile.launching import launch
 from ..tile.masking import key_count, row_range
 from ..tile.strided import (
@@ -24,6 +24,8 @@ from ..tile.strided import (
 from .garbage import crowded, launches, mended, row_of, width
 from .gradient import add_product, load_value_side, tile_gradient
 from .sweep import Pass, Tile, full_span, partial_span, step_start, whole_span
+
+TURN = tl.constexpr(128)  # row blocks
 
 
 @triton.jit
@@ -56,13 +58,61 @@ def sweep_rows(
                     pull_back(ds, side_k, side_q, q, k, terms, b, h, keys, dims, spec, True)
             else:
                 dk = add_product(
-                    dk, ds, keep, side_q, q, b, h, offs_m, M, spec, PASS, spec.D, spec.BLOCK_D,
-                    True,
-                )  # fmt: skip
+                    dk, ds, keep, side_q, q, b, h, offs_m, M, spec, PASS, spec.D, spec.BLOCK_D
+                )
         if grad_v.ptr is not None:
             dv = add_product(
-                dv, w, keep, do, grad_out, b, h, offs_m, M, spec, PASS, spec.E, spec.BLOCK_E, True
+                dv, w, keep, do, grad_out, b, h, offs_m, M, spec, PASS, spec.E, spec.BLOCK_E
             )
+    return dk, dv
+
+
+@triton.jit
+def sweep_heads(
+    side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, hkv, block, heads, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a key block from some heads of a group: exact, or from partial and full tiles.
+
+    APART: a sum over thousands of tiles would lose digits, too. So TURN tiles have their own.
+    """
+    BIASED: tl.constexpr = bias.ptr is not None
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=True, BIASED=BIASED)
+    FULL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=False, BIASED=spec.BIAS_IN_FULL)
+    SLICED: tl.constexpr = Pass(EXACT_SLICE, True, BIASED, True, spec.BLOCK_M // EXACT_SLICE)
+    j0 = block * spec.BLOCK_N
+    dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
+    dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
+    turns = tl.cdiv(dims.M, TURN * spec.BLOCK_M) if spec.APART else 1
+    for n in tl.range(0, heads * turns):
+        h = hkv * dims.group + n // turns
+        line = list_line(lists, b, h, block)
+        blocks = query_blocks(mask, lists, line, b, j0, dims.M, dims.N, spec.BLOCK_M, spec.BLOCK_N)
+        part_k, part_v = dk, dv
+        if spec.APART:
+            blocks = share_of_blocks(n % turns, turns, blocks)
+            part_k, part_v = tl.zeros_like(dk), tl.zeros_like(dv)
+        if EXACT:
+            part_k, part_v = sweep_rows(
+                part_k, part_v, side_k, side_v, grad_k, grad_v,
+                q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec, b, h, j0, whole_span(line, blocks), SLICED,
+            )  # fmt: skip
+        else:
+            part_k, part_v = sweep_rows(
+                part_k, part_v, side_k, side_v, grad_k, grad_v,
+                q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec, b, h, j0, partial_span(line, blocks), PARTIAL,
+            )  # fmt: skip
+            part_k, part_v = sweep_rows(
+                part_k, part_v, side_k, side_v, grad_k, grad_v,
+                q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec, b, h, j0, full_span(line, blocks), FULL,
+            )  # fmt: skip
+        if spec.APART:
+            dk, dv = dk + part_k, dv + part_v
+        else:
+            dk, dv = part_k, part_v
     return dk, dv
 
 
@@ -82,24 +132,10 @@ def sdpa_bwd_dkdv_kernel(
     keys = tl.minimum(key_count(mask, b, N), cols)
     side_k = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
     side_v = load_value_side(v, b, hkv, offs_n, keys, spec, True)
-    PARTIAL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=True, BIASED=bias.ptr is not None)
-    FULL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=False, BIASED=spec.BIAS_IN_FULL)
-    dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
-    dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
-    for g in tl.range(0, 0 if GARBAGE == "mend" else group):
-        h = hkv * group + g
-        line = list_line(lists, b, h, block)
-        blocks = query_blocks(mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N)
-        dk, dv = sweep_rows(
-            dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
-            mask, lists, drop, dims, spec, b, h, j0,
-            partial_span(line, blocks), PARTIAL,
-        )  # fmt: skip
-        dk, dv = sweep_rows(
-            dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
-            mask, lists, drop, dims, spec, b, h, j0,
-            full_span(line, blocks), FULL,
-        )  # fmt: skip
+    dk, dv = sweep_heads(
+        side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+        mask, lists, drop, dims, spec, b, hkv, block, 0 if GARBAGE == "mend" else group, False,
+    )  # fmt: skip
     if GARBAGE != "none":
         if GARBAGE == "mend":
             again = cols > 0
@@ -109,21 +145,10 @@ def sdpa_bwd_dkdv_kernel(
         if GARBAGE == "mark":
             tl.store(marks_ptr + tl.program_id(0), again.to(tl.int8))
         elif again:
-            EXACT: tl.constexpr = Pass(
-                EXACT_SLICE, True, bias.ptr is not None, True, spec.BLOCK_M // EXACT_SLICE
-            )
-            dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
-            dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
-            for g in tl.range(0, group):
-                h = hkv * group + g
-                line = list_line(lists, b, h, block)
-                blocks = query_blocks(mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N)
-                dk, dv = sweep_rows(
-                    dk, dv, side_k, side_v, grad_k, grad_v,
-                    q, k, v, terms, bias, grad_out, grad_weights, t,
-                    mask, lists, drop, dims, spec, b, h, j0,
-                    whole_span(line, blocks), EXACT,
-                )  # fmt: skip
+            dk, dv = sweep_heads(
+                side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec, b, hkv, block, group, True,
+            )  # fmt: skip
     # Keys past the length are masked for every row. A row of NaN has put 0 * NaN there.
     used = (offs_n < keys)[:, None]
     dk, dv = tl.where(used, dk, 0.0), tl.where(used, dv, 0.0)
@@ -137,6 +162,8 @@ def sdpa_bwd_dkdv_kernel(
 
 def launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
     shape, options = spec(call, row_of("dkdv", call))
+    # Products that stream leave no registers for two sums.
+    shape = shape._replace(APART=tl.constexpr(shape.APART.value and not shape.STREAM.value))
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n, columns=True)
     dk, dv = view(grad_k), view(grad_v)

@@ -57,7 +57,7 @@ def sweep_keys(
         else:
             dq = add_product(
                 dq, ds, keep, side_k, k, b, h // dims.group, offs_n, keys, spec, PASS,
-                spec.D, spec.BLOCK_D, False,
+                spec.D, spec.BLOCK_D,
             )  # fmt: skip
     return dq
 

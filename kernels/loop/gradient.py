@@ -49,27 +49,24 @@ def load_value_side(x, b, h, offs, n, spec, CHECK: tl.constexpr):
 
 @triton.jit
 def add_product(
-    acc, a, used, side, x, b, h, offs, n, spec, PASS, N_COLS: tl.constexpr, BLOCK: tl.constexpr,
-    ALONE: tl.constexpr,
-):  # fmt: skip
+    acc, a, used, side, x, b, h, offs, n, spec, PASS, N_COLS: tl.constexpr, BLOCK: tl.constexpr
+):
     """acc + a @ (rows ``offs`` of x), of which ``side`` is the tile, unless products stream.
 
-    ALONE: an exact product of fp32 has sums of its own, where registers are enough. One sum over
-    thousands of rows would lose digits. Triton makes one of a plain addition, but not of an fma.
+    One sum over thousands of rows would lose digits of fp32. Triton makes one of a plain addition
+    to a product, but not of an fma.
     """
     ptr = head_ptr(x, b, h)
     offs_c = tl.arange(0, BLOCK)
+    start = tl.zeros_like(acc) if spec.APART else acc
     if PASS.EXACT:
-        return exact_dot(a, used, ptr, x, offs, n, offs_c, N_COLS, acc, PASS.SIZE)
+        product = exact_dot(a, used, ptr, x, offs, n, offs_c, N_COLS, start, PASS.SIZE)
     else:
         tile = side
         if spec.STREAM:
             tile = load_tile(ptr, x, offs, offs_c, n, N_COLS, True, True)
-        if ALONE and tile.dtype == tl.float32 and spec.PRECISION == "ieee" and not spec.STREAM:
-            product = tl.dot(a, tile, input_precision=spec.PRECISION)
-            return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
-        else:
-            return tl.dot(a.to(tile.dtype), tile, acc, input_precision=spec.PRECISION)
+        product = tl.dot(a.to(tile.dtype), tile, start, input_precision=spec.PRECISION)
+    return tl.fma(product, 1.0, acc) if spec.APART else product
 
 
 @triton.jit

@@ -15,8 +15,9 @@ from .gaussian import gaussian_gradients, gaussian_scores
 class Terms(NamedTuple):
     """What scores other than the dot product take beside q and k; all None for that one.
 
-    ``e``, ``f`` and the sums are fp32 [heads, D rounded up to 2, padded tokens]; the padding makes
-    every tile whole. The gaussian (gaussian.py) has no ``reach``, and r, c, q, k in the first four.
+    ``e``, ``f`` and the sums are [heads, D rounded up to 2, padded tokens], fp32 but for those of
+    empty_sums; the padding makes every tile whole. The gaussian (gaussian.py) has no ``reach``, and
+    r, c, q, k in the first four.
     Where scores are in memory, ``w`` is where, fp32 [B, H, M, N], and all others are None.
     """
 

@@ -46,6 +46,7 @@ class Spec(NamedTuple):
     BLOCK_E: Any
     STAGES: Any
     PRECISION: Any  # of products of fp32
+    APART: Any  # a tile's product has a sum of its own: see add_product
     STREAM: Any  # products over D and E load their operands from memory, a few columns at a time
     FOLD_SCALE: Any  # the softmax multiplies by the scale, and not mask_scores
     BIAS_IN_FULL: Any  # full tiles have a bias too
@@ -207,7 +208,7 @@ def exact_dot(a, used, ptr, x, offs_r, n_rows, offs_c, n_cols, acc, SIZE: tl.con
 
     0 * NaN is NaN, so a plain product would carry garbage past a mask. This product takes a row at
     a time and is slow. Kernels run the plain one first, and this one only if their result holds NaN
-    or infinity.
+    or infinity. Both round alike in fp32.
     """
     slots = tl.arange(0, SIZE)
     for n in tl.range(0, SIZE, num_stages=1):
@@ -217,5 +218,5 @@ def exact_dot(a, used, ptr, x, offs_r, n_rows, offs_c, n_cols, acc, SIZE: tl.con
         x_row = tl.load(ptrs, mask=(row < n_rows) & (offs_c < n_cols), other=0.0).to(tl.float32)
         factor = tl.sum(tl.where(here[None, :], a, 0.0), 1)
         taken = tl.max((used & here[None, :]).to(tl.int32), 1) > 0
-        acc = tl.where(taken[:, None], acc + factor[:, None] * x_row[None, :], acc)
+        acc = tl.where(taken[:, None], tl.fma(factor[:, None], x_row[None, :], acc), acc)
     return acc

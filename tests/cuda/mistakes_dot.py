@@ -264,7 +264,8 @@ DOT = [
     ),
     of_grads(
         "gradients: the producer keeps its registers",
-        "    give_registers<GradGroups::kProducerRegisters>();\n", "", "deadlock", "backward_wgmma.cu",
+        "    give_registers<GradGroups::kProducerRegisters>();\n", "", "deadlock",
+        "backward_wgmma.cu",
     ),
     of_file(
         "merge: factors that others have not written yet", "tile/merge.cu",
@@ -356,8 +357,8 @@ DOT = [
         "first(KeyTiles::at(tiles, n), false);", "AssertionError",
     ),
     of_warpgroups(
-        "a tile that is passed by keeps its place", "    release(&memory.v_empty[of_scores.number]);\n",
-        "", "deadlock",
+        "a tile that is passed by keeps its place",
+        "    release(&memory.v_empty[of_scores.number]);\n", "", "deadlock",
     ),
     of_file(
         "gradients: rows of the first of two tiles of keys", "dot/wgmma_grads.cuh",

@@ -1,0 +1,64 @@
+"""Sums over many tiles of fp32: docs/decisions/0033. The interpreter adds terms as a GPU does.
+
+tests/properties/long_sums.py compares with this machine's BLAS, which may be as far off as one long
+sum. So errors are counted here, in ulp of the largest result.
+"""
+
+import itertools
+
+import pytest
+import torch
+from helpers import Carrier
+
+from fastattn import testing
+from fastattn.backends import registry
+from fastattn.backends import triton as backend
+from fastattn.kernels.host import config
+from fastattn.kernels.loop import grad_key
+from fastattn.testing import Case
+from fastattn.testing.budget import error, largest
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch, device):
+    if device.type == "cuda":
+        pytest.skip("on a GPU long sums run in tests/contract/test_properties.py")
+    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(backend, device))
+
+
+def errors(score, grad, **sizes):
+    """In ulp, by name, of a problem whose sums have terms of one sign."""
+    case = Case("long", score=score, B=1, H=1, Hkv=1, D=2, E=2, **sizes)
+    t = testing.make(case)
+    t.q.data = t.q / 2 + 3.0 * grad
+    t.v.data += 2.0
+    t.grad_out += 2.0
+    truth, found = testing.exact(case, t), testing.run(case, t, "triton", grad=grad)
+    eps = torch.finfo(torch.float32).eps
+    return {name: error(x, truth[name]) / (eps * largest(truth[name])) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])
+def test_products_of_tiles_of_keys_are_added(score):
+    assert errors(score, grad=False, M=17, N=2048)["out"] < 8  # 12 to 17 in one sum
+
+
+@pytest.fixture
+def many_row_blocks(monkeypatch):
+    """Keys meet rows by 16, as on a GPU. All else takes few programs, which saves time."""
+    blocks = {"fwd": 256, "dq": 256, "tile": 256, "dkdv": 16}
+    for score, (kernel, rows) in itertools.product(("dot", "additive"), blocks.items()):
+        sizes = dict.fromkeys(config.HEAD_SIZES, config._row((rows, 16, 4, 1)))
+        name = config.row_name(score, kernel)
+        monkeypatch.setitem(config.TABLE[name], ("interpreter", 4), sizes)
+
+
+def test_keys_have_sums_of_turns_of_row_blocks(many_row_blocks, monkeypatch):
+    monkeypatch.setattr(grad_key.TURN, "value", 16)  # of 256 row blocks
+    found = errors("dot", grad=True, M=4096, N=8)
+    assert found["grad_k"] < 2  # 3.4 in a sum of all blocks
+    assert found["grad_v"] < 1.5  # 3.1
+
+
+def test_gradients_of_additive_keys_are_summed_in_float64(many_row_blocks):
+    assert errors("additive", grad=True, M=1024, N=8)["grad_k"] < 1
