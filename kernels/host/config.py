@@ -328,7 +328,7 @@ _GAUSSIAN = {
     },
 }
 _FP32_ADDITIVE = {
-    "fwd": {64: _row((32, 32, 4, 1)), 128: _row((32, 16, 8, 1)), 256: _row((16, 32, 8, 1))},
+    "fwd": {64: _row((32, 32, 8, 1)), 128: _row((32, 16, 8, 1)), 256: _row((16, 32, 8, 1))},
     "decode": {64: _row((16, 32, 4, 1)), 128: _row((16, 32, 8, 1)), 256: _row((16, 16, 8, 1))},
     "dq": {
         64: _row((32, 32, 8, 1)),
@@ -342,7 +342,9 @@ _FP32_ADDITIVE = {
         256: _row((32, 32, 8, 1)),
     },
 }
-_FP32_GAUSSIAN = dict(_FP32_ADDITIVE)
+_FP32_GAUSSIAN = _FP32_ADDITIVE | {
+    "fwd": _FP32_ADDITIVE["fwd"] | {64: _row((32, 32, 4, 1), (32, 16, 4, 1))}
+}
 _FP32_ADDITIVE["decode_bwd"] = _FP32_ADDITIVE["decode"]
 for _score, _rows, _fp32 in (
     ("additive", _ADDITIVE, _FP32_ADDITIVE),

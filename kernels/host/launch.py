@@ -228,11 +228,11 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
     kernel = row_name(score_of(call.score), kernel)
     config = choose(kernel, call.q.device, call.q.dtype, call.D, call.E, call.kind)
     fp32, products = call.q.dtype == torch.float32, precision(call.q.dtype)
+    stream = fp32 and max(call.D, call.E) > 128  # which leaves no registers for sums apart
     fields = Spec(
         D=call.D, E=call.E, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
         BLOCK_D=padded(call.D), BLOCK_E=padded(call.E), STAGES=config.num_stages,
-        PRECISION=products, APART=fp32 and products == "ieee",
-        STREAM=fp32 and max(call.D, call.E) > 128,
+        PRECISION=products, APART=fp32 and products == "ieee" and not stream, STREAM=stream,
         FOLD_SCALE=call.folds_scale,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
         MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band[1] is not None,

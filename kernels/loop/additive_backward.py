@@ -173,12 +173,12 @@ def additive_bwd_rows_kernel(sums_ptr, grad, H, n, padded, D, BLOCK_D: tl.conste
 def additive_bwd_w_kernel(sums_ptr, divisor, grad_ptr, H, n, padded, D, BLOCK: tl.constexpr):
     """dw of one dim: the sum over queries, divided by a bandwidth if there are any."""
     d, b, h = place(D, H, False)
-    total = tl.zeros((BLOCK, 1), tl.float32)
+    total = tl.zeros((BLOCK, 1), sums_ptr.dtype.element_ty)
     for start in tl.range(0, n, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         ptrs = sums_ptr + side_offsets(b * H + h, offs, d + tl.arange(0, 1), padded, D)
         total += tl.load(ptrs, mask=(offs < n)[:, None], other=0.0)
-    dw = tl.sum(tl.sum(total, 1), 0)
+    dw = tl.sum(tl.sum(total, 1), 0).to(tl.float32)
     if divisor.ptr is not None:
         dw /= tl.load(head_ptr(divisor, b, h) + d.to(tl.int64) * divisor.stride_c).to(tl.float32)
     tl.store(grad_ptr + tl.program_id(0), dw)

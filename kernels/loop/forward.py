@@ -153,9 +153,10 @@ def sdpa_fwd_kernel(
 
     PARTIAL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=True, BIASED=bias.ptr is not None)
     FULL: tl.constexpr = Pass(spec.BLOCK_N, MASKED=False, BIASED=spec.BIAS_IN_FULL)
+    SUM: tl.constexpr = tl.float64 if spec.APART else tl.float32  # of thousands of tiles
     acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)
     m_i = tl.full((spec.BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((spec.BLOCK_M,), tl.float32)
+    l_i = tl.zeros((spec.BLOCK_M,), SUM)
     acc, m_i, l_i = attend(
         acc, m_i, l_i, side_q, q, k, v, terms, bias, mask, lists, drop, scale, dims, spec,
         b, h, i0, partial_span(line, blocks), PARTIAL,
@@ -169,7 +170,7 @@ def sdpa_fwd_kernel(
         if any_not_finite(acc, offs_m, M, spec.FLAT):
             acc = tl.zeros((spec.BLOCK_M, spec.BLOCK_E), tl.float32)
             m_i = tl.full((spec.BLOCK_M,), float("-inf"), tl.float32)
-            l_i = tl.zeros((spec.BLOCK_M,), tl.float32)
+            l_i = tl.zeros((spec.BLOCK_M,), SUM)
             EXACT: tl.constexpr = Pass(
                 EXACT_SLICE, True, bias.ptr is not None, True, spec.BLOCK_N // EXACT_SLICE
             )
@@ -178,6 +179,7 @@ def sdpa_fwd_kernel(
                 b, h, i0, whole_span(line, blocks), EXACT,
             )  # fmt: skip
 
+    l_i = l_i.to(tl.float32)
     offs_e = tl.arange(0, spec.BLOCK_E)
     if partial.chunks is not None:
         store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec)

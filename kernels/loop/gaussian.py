@@ -83,11 +83,10 @@ def is_gaussian(call: Call) -> bool:
 def empty_sums(call: Call, e: Tensor, f: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
     """Those of Terms, uninitialised: of the queries, the keys and the parameter.
 
-    Thousands of row blocks add to the sums of a key. In float32 these would lose digits.
+    Thousands of blocks add to the sums of a row. In float32 these would lose digits of fp32.
     """
-    long = torch.float64 if call.q.dtype == torch.float32 else torch.float32
-    kinds = (e, torch.float32), (f, long), (e, torch.float32)
-    return tuple(torch.empty_like(x, dtype=kind) if wanted else None for x, kind in kinds)
+    kind = torch.float64 if call.q.dtype == torch.float32 else torch.float32
+    return tuple(torch.empty_like(x, dtype=kind) if wanted else None for x in (e, f, e))
 
 
 def gaussian_terms(call: Call, sums: bool) -> Terms:

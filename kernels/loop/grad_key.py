@@ -162,8 +162,6 @@ def sdpa_bwd_dkdv_kernel(
 
 def launch_dkdv(call: Call, t, mask, drop, grad_k, grad_v) -> None:
     shape, options = spec(call, row_of("dkdv", call))
-    # Products that stream leave no registers for two sums.
-    shape = shape._replace(APART=tl.constexpr(shape.APART.value and not shape.STREAM.value))
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     lists = block_lists(call, mask, block_m, block_n, columns=True)
     dk, dv = view(grad_k), view(grad_v)
