@@ -242,7 +242,7 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
 def takes_gradients(p: Problem) -> bool:
     """Whether the backend of ``faster_forward`` takes calls with gradients, too.
 
-    On an H200 the path of warpgroups takes 0.7 to 0.8 of Triton's time for them. The additive score
+    On an H200 the path of warpgroups takes 0.6 to 0.7 of Triton's time for them. The additive score
     of few queries has gradients in tiles of 64 there.
     """
     return p.score == "dot" and wgmma.has_gradients(p)

@@ -1,7 +1,7 @@
 // Scaled dot-product attention, forward, by products of warpgroups (sm_90a); the formula of
 // forward.cu, and its results up to rounding:
 //
-//   for (b, h, tile of 64 queries a consumer)   a block: a producer and two consumers
+//   for (b, h, tile of 64 queries a consumer)   a block: a producer, and two consumers or three
 //     producer   for tiles of 128 or 80 keys: copies K, then V, into the next stage that is free
 //     consumer   S_0 = Q K_0^T -> masked -> P_0
 //       for n = 1, 2, ...                       masked tiles first, tiles without a mask after them
