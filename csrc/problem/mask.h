@@ -56,6 +56,9 @@ FASTATTN_FN bool keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
 
 // ---- the keys that it keeps ----
 
+// Where the keys end that the band leaves to row i.
+FASTATTN_FN int64_t band_end(const MaskParams& mask, int64_t i) { return i + mask.band_hi + 1; }
+
 struct KeyRange {
   int64_t begin, end;  // keys begin <= j < end; empty when begin >= end
 };
@@ -78,7 +81,7 @@ FASTATTN_FN KeyRange limits_at(const MaskParams& mask, int64_t N, int64_t b, int
 
 FASTATTN_FN KeyRange row_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i) {
   const KeyRange limits = limits_at(mask, N, b, i);
-  return {max64(limits.begin, i + mask.band_lo), min64(limits.end, i + mask.band_hi + 1)};
+  return {max64(limits.begin, i + mask.band_lo), min64(limits.end, band_end(mask, i))};
 }
 
 // The union over rows i0 <= i < i1, as an interval, by a look at each.
@@ -99,7 +102,7 @@ FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, in
                                 int64_t i1) {
   if (limits_vary_by_row(mask)) return union_of_rows(mask, N, b, i0, i1);
   const KeyRange limits = limits_at(mask, N, b, i0);
-  return {max64(limits.begin, i0 + mask.band_lo), min64(limits.end, i1 - 1 + mask.band_hi + 1)};
+  return {max64(limits.begin, i0 + mask.band_lo), min64(limits.end, band_end(mask, i1 - 1))};
 }
 
 // The keys that the intervals of all rows i0 <= i < i1 hold; none where only every row could tell.
@@ -107,7 +110,7 @@ FASTATTN_FN KeyRange common_range(const MaskParams& mask, int64_t N, int64_t b, 
                                   int64_t i1) {
   if (limits_vary_by_row(mask)) return {N, 0};
   const KeyRange limits = limits_at(mask, N, b, i0);
-  return {max64(limits.begin, i1 - 1 + mask.band_lo), min64(limits.end, i0 + mask.band_hi + 1)};
+  return {max64(limits.begin, i1 - 1 + mask.band_lo), min64(limits.end, band_end(mask, i0))};
 }
 
 // The rows that keep some key j0 <= j < j1, unless limits vary by row: those are no interval.

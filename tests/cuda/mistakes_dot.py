@@ -349,8 +349,8 @@ DOT = [
         "test_corner",
     ),
     of_warpgroups(
-        "a tile that the last rows need is passed by", "at.i0 + at.rows - 1 + p.mask.band_hi",
-        "at.i0 - 1 + p.mask.band_hi", "AssertionError",
+        "a tile that the last rows need is passed by", "band_end(p.mask, at.i0 + at.rows - 1)",
+        "band_end(p.mask, at.i0 - 1)", "AssertionError",
     ),
     of_warpgroups(
         "the first tile without its mask", "first(KeyTiles::at(tiles, n), n < masked);",

@@ -341,7 +341,7 @@ struct Consumer {
   }
   // Later keys than the band leaves to these rows. The other consumers may need them.
   __device__ __forceinline__ bool is_late(int tile) {
-    return int64_t{tile} * Of::kKeys > at.i0 + at.rows - 1 + p.mask.band_hi;
+    return int64_t{tile} * Of::kKeys >= band_end(p.mask, at.i0 + at.rows - 1);
   }
   __device__ __forceinline__ void pass_by() {
     wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);
