@@ -239,7 +239,8 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
         PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",
     )  # fmt: skip
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
-    if (call.w is not None or (fp32 and "dkdv" in kernel)) and speaks_ptx(call.q.device):
-        # Unasked, ptxas spills a few registers to have 80, 128 or 168.
+    crowded = fp32 and ("dkdv" in kernel or config.num_warps == 4)
+    if (call.w is not None or crowded) and speaks_ptx(call.q.device):
+        # Unasked, ptxas spills a few registers to have 80, 96, 128 or 168.
         options["maxnreg"] = min(255, 2048 // config.num_warps)
     return Spec(*map(tl.constexpr, fields)), options

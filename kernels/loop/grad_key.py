@@ -68,51 +68,62 @@ def sweep_rows(
 
 
 @triton.jit
-def sweep_heads(
-    side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
-    mask, lists, drop, dims, spec, b, hkv, block, heads, EXACT: tl.constexpr,
+def sweep_blocks(
+    dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, h, j0, line, blocks, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a key block from some heads of a group: exact, or from partial and full tiles.
-
-    APART: a sum over thousands of tiles would lose digits, too. So TURN tiles have their own.
-    """
+    """Adds the contributions of row blocks: exact, or of partial and of full tiles."""
     BIASED: tl.constexpr = bias.ptr is not None
     PARTIAL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=True, BIASED=BIASED)
     FULL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=False, BIASED=spec.BIAS_IN_FULL)
     SLICED: tl.constexpr = Pass(EXACT_SLICE, True, BIASED, True, spec.BLOCK_M // EXACT_SLICE)
+    if EXACT:
+        return sweep_rows(
+            dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, j0, whole_span(line, blocks), SLICED,
+        )  # fmt: skip
+    else:
+        dk, dv = sweep_rows(
+            dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, j0, partial_span(line, blocks), PARTIAL,
+        )  # fmt: skip
+        return sweep_rows(
+            dk, dv, side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, h, j0, full_span(line, blocks), FULL,
+        )  # fmt: skip
+
+
+@triton.jit
+def sweep_heads(
+    side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+    mask, lists, drop, dims, spec, b, hkv, block, heads, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a key block from some heads of a group.
+
+    APART: a sum over thousands of tiles would lose digits, too. So TURN tiles have their own.
+    """
     j0 = block * spec.BLOCK_N
     dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
     dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
-    turns = tl.cdiv(dims.M, TURN * spec.BLOCK_M) if spec.APART else 1
-    for n in tl.range(0, heads * turns):
-        h = hkv * dims.group + n // turns
+    for g in tl.range(0, heads):
+        h = hkv * dims.group + g
         line = list_line(lists, b, h, block)
         blocks = query_blocks(mask, lists, line, b, j0, dims.M, dims.N, spec.BLOCK_M, spec.BLOCK_N)
-        part_k, part_v = dk, dv
         if spec.APART:
-            blocks = share_of_blocks(n % turns, turns, blocks)
-            part_k, part_v = tl.zeros_like(dk), tl.zeros_like(dv)
-        if EXACT:
-            part_k, part_v = sweep_rows(
-                part_k, part_v, side_k, side_v, grad_k, grad_v,
-                q, k, v, terms, bias, grad_out, grad_weights, t,
-                mask, lists, drop, dims, spec, b, h, j0, whole_span(line, blocks), SLICED,
-            )  # fmt: skip
+            turns = tl.cdiv(dims.M, TURN * spec.BLOCK_M)
+            for turn in tl.range(0, turns):
+                part_k, part_v = sweep_blocks(
+                    tl.zeros_like(dk), tl.zeros_like(dv), side_k, side_v, grad_k, grad_v,
+                    q, k, v, terms, bias, grad_out, grad_weights, t, mask, lists, drop, dims, spec,
+                    b, h, j0, line, share_of_blocks(turn, turns, blocks), EXACT,
+                )  # fmt: skip
+                dk, dv = dk + part_k, dv + part_v
         else:
-            part_k, part_v = sweep_rows(
-                part_k, part_v, side_k, side_v, grad_k, grad_v,
-                q, k, v, terms, bias, grad_out, grad_weights, t,
-                mask, lists, drop, dims, spec, b, h, j0, partial_span(line, blocks), PARTIAL,
+            dk, dv = sweep_blocks(
+                dk, dv, side_k, side_v, grad_k, grad_v,
+                q, k, v, terms, bias, grad_out, grad_weights, t, mask, lists, drop, dims, spec,
+                b, h, j0, line, blocks, EXACT,
             )  # fmt: skip
-            part_k, part_v = sweep_rows(
-                part_k, part_v, side_k, side_v, grad_k, grad_v,
-                q, k, v, terms, bias, grad_out, grad_weights, t,
-                mask, lists, drop, dims, spec, b, h, j0, full_span(line, blocks), FULL,
-            )  # fmt: skip
-        if spec.APART:
-            dk, dv = dk + part_k, dv + part_v
-        else:
-            dk, dv = part_k, part_v
     return dk, dv
 
 
@@ -132,10 +143,32 @@ def sdpa_bwd_dkdv_kernel(
     keys = tl.minimum(key_count(mask, b, N), cols)
     side_k = load_side(k, terms, b, hkv, offs_n, keys, spec, True)
     side_v = load_value_side(v, b, hkv, offs_n, keys, spec, True)
-    dk, dv = sweep_heads(
-        side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
-        mask, lists, drop, dims, spec, b, hkv, block, 0 if GARBAGE == "mend" else group, False,
-    )  # fmt: skip
+    PARTIAL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=True, BIASED=bias.ptr is not None)
+    FULL: tl.constexpr = Pass(spec.BLOCK_M, MASKED=False, BIASED=spec.BIAS_IN_FULL)
+    dk = tl.zeros((spec.BLOCK_N, spec.BLOCK_D), tl.float32)
+    dv = tl.zeros((spec.BLOCK_N, spec.BLOCK_E), tl.float32)
+    if spec.APART:
+        dk, dv = sweep_heads(
+            side_k, side_v, grad_k, grad_v, q, k, v, terms, bias, grad_out, grad_weights, t,
+            mask, lists, drop, dims, spec, b, hkv, block, 0 if GARBAGE == "mend" else group, False,
+        )  # fmt: skip
+    else:  # ptxas would spill registers of half types if this were a function's loop
+        for g in tl.range(0, 0 if GARBAGE == "mend" else group):
+            h = hkv * group + g
+            line = list_line(lists, b, h, block)
+            blocks = query_blocks(mask, lists, line, b, j0, M, N, spec.BLOCK_M, spec.BLOCK_N)
+            dk, dv = sweep_rows(
+                dk, dv, side_k, side_v, grad_k, grad_v,
+                q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec, b, h, j0,
+                partial_span(line, blocks), PARTIAL,
+            )  # fmt: skip
+            dk, dv = sweep_rows(
+                dk, dv, side_k, side_v, grad_k, grad_v,
+                q, k, v, terms, bias, grad_out, grad_weights, t,
+                mask, lists, drop, dims, spec, b, h, j0,
+                full_span(line, blocks), FULL,
+            )  # fmt: skip
     if GARBAGE != "none":
         if GARBAGE == "mend":
             again = cols > 0

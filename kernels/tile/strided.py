@@ -208,7 +208,7 @@ def exact_dot(a, used, ptr, x, offs_r, n_rows, offs_c, n_cols, acc, SIZE: tl.con
 
     0 * NaN is NaN, so a plain product would carry garbage past a mask. This product takes a row at
     a time and is slow. Kernels run the plain one first, and this one only if their result holds NaN
-    or infinity. Both round alike in fp32.
+    or infinity.
     """
     slots = tl.arange(0, SIZE)
     for n in tl.range(0, SIZE, num_stages=1):
@@ -218,5 +218,5 @@ def exact_dot(a, used, ptr, x, offs_r, n_rows, offs_c, n_cols, acc, SIZE: tl.con
         x_row = tl.load(ptrs, mask=(row < n_rows) & (offs_c < n_cols), other=0.0).to(tl.float32)
         factor = tl.sum(tl.where(here[None, :], a, 0.0), 1)
         taken = tl.max((used & here[None, :]).to(tl.int32), 1) > 0
-        acc = tl.where(taken[:, None], tl.fma(factor[:, None], x_row[None, :], acc), acc)
+        acc = tl.where(taken[:, None], acc + factor[:, None] * x_row[None, :], acc)
     return acc

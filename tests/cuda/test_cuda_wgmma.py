@@ -136,6 +136,8 @@ CORNERS = [
          keep="mn", bias="hmn", dropout_p=0.3, weights="mean", garbage=float("nan"),
          scale=-0.7),
     Case("keys", B=2, H=2, Hkv=1, M=70, N=420, D=64, E=64, keep="bn"),
+    Case("late", B=1, H=2, Hkv=1, M=250, N=20, D=64, E=64, causal="bottom_right", lse=True),
+    Case("marked", B=1, H=3, Hkv=3, M=260, N=140, D=64, E=64, keep="mn", garbage=float("nan")),
     Case("large", B=1, H=2, Hkv=1, M=70, N=410, D=256, E=136, lse=True, causal="bottom_right"),
     Case("large-all", B=2, H=1, Hkv=1, M=66, N=170, D=136, E=256, kv_len="rows", kv_begin="rows",
          keep="mn", bias="hmn", dropout_p=0.3, garbage=float("nan"), scale=-0.7),

@@ -111,6 +111,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dq ----
 
+template <int kDim>
+FASTATTN_DEVICE uint32_t& marks_left() {
+  return static_cast<PassingMemory<kDim>*>(shared_memory())->left;
+}
+
 template <DType kType, int kDim, bool kCurved>
 FASTATTN_DEVICE void sdpa_dq_tile(const BackwardParams& p, uint32_t tile) {
   Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
@@ -161,7 +166,7 @@ template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
                    const __grid_constant__ GradMarks marks) {
-  for_tiles(marks.queries, query_marks(p),
+  for_tiles(marks.queries, query_marks(p), marks_left<kDim>(),
             [&](uint32_t tile) { sdpa_dq_tile<kType, kDim, kCurved>(p, tile); });
 }
 
@@ -255,7 +260,7 @@ template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_dkdv_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ Spans spans,
                      const __grid_constant__ float unit, const __grid_constant__ GradMarks marks) {
-  for_tiles(marks.keys, key_marks(p),
+  for_tiles(marks.keys, key_marks(p), marks_left<kDim>(),
             [&](uint32_t tile) { sdpa_dkdv_tile<kType, kDim, kCurved>(p, spans, unit, tile); });
 }
 

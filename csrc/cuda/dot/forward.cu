@@ -49,6 +49,7 @@ struct __align__(16) SdpaMemory {
   uint16_t q[kTile * kDim];
   uint16_t k[2][kTile * kDim], v[2][kTile * kSumsOf<kDim>];
   uint32_t bad_rows[kWarps];  // of a tile of V
+  uint32_t left;              // for_tiles()
 };
 
 // Writes this warp's part of the rows.
@@ -151,6 +152,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     sdpa_forward_kernel(const __grid_constant__ SdpaArgs a) {
   if (kDim > kMostColumns && !is_for_wgmma()) return;
   for_tiles(a.marks, a.p.B * a.p.H * ceil_div(a.p.M, kTile),
+            static_cast<SdpaMemory<kDim>*>(shared_memory())->left,
             [&](uint32_t tile) { sdpa_forward_tile<Layout, kType, kDim, kCurved>(a, tile); });
 }
 

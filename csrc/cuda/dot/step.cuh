@@ -40,8 +40,8 @@ inline int64_t blocks_for(const uint32_t* marks, int64_t tiles) {
 // Calls f(tile) for the tile of a block, or, given marks of all tiles, for those marked among its
 // neighbours. Which are left is in shared memory: registers are full.
 template <typename F>
-__device__ __forceinline__ void for_tiles(const uint32_t* marks, int64_t tiles, F f) {
-  __shared__ uint32_t left;
+__device__ __forceinline__ void for_tiles(const uint32_t* marks, int64_t tiles, uint32_t& left,
+                                          F f) {
   const int64_t first = int64_t{blockIdx.x} * kNeighbours;
   if (marks != nullptr) {
     if (warp() == 0) {

@@ -27,6 +27,7 @@ struct __align__(16) PassingMemory {
   GradMemory<kDim> tile;
   uint16_t other[kTile * kDim];  // the second place
   Turn turns[2];
+  uint32_t left;  // for_tiles()
 };
 
 // Compute capability 8.0 has 164 KiB in an SM. A block takes 1 KiB besides its own.

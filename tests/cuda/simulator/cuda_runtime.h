@@ -53,8 +53,8 @@ struct alignas(16) uint4 {
 };
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
-// A product that is never fused with a sum.
 inline int __ffs(int x) { return __builtin_ffs(x); }
+// A product that is never fused with a sum.
 inline float __fmul_rn(float a, float b) {
   float y = a * b;
   asm("" : "+m"(y));
