@@ -13,8 +13,9 @@
     scores:   for (b, h, tile):                      if weights are returned, scores to memory
                                                      first: both kernels of forward.py read them
 
-Workspaces are fp32 and as large as q and k, float64 for sums of fp32 gradients, and scores of up to 16 queries, or of returned weights.
-Nothing is of size M x N x D. Saved for backward: the same as in forward.py.
+Workspaces are fp32 and as large as q and k, and scores of up to 16 queries, or of returned weights.
+Sums of fp32 gradients are float64. Nothing is of size M x N x D. Saved for backward: the same as
+in forward.py.
 """
 
 from __future__ import annotations

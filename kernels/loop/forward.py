@@ -15,8 +15,9 @@ O, m and l of the chunks (Dao et al., "Flash-Decoding for long-context inference
 Saved for backward: stats (m, 1 / l). Returned weights come from another kernel, which computes S
 again and uses the stats. A program of that kernel owns one tile, and adds up heads in their order.
 
-Sums are fp32; those of fp32 weights are float64. P is rounded to the inputs' dtype for the second product. Dao, "FlashAttention-2:
-faster attention with better parallelism and work partitioning", 2023.
+Sums are fp32; those of fp32 weights are float64. P is rounded to the inputs' dtype for the second
+product. Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning",
+2023.
 """
 
 from __future__ import annotations
