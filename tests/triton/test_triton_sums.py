@@ -4,6 +4,7 @@ tests/properties/long_sums.py compares with this machine's BLAS, which may be as
 sum. So errors are counted here, in ulp of the largest result.
 """
 
+import dataclasses
 import itertools
 
 import pytest
@@ -15,7 +16,7 @@ from fastattn.backends import registry
 from fastattn.backends import triton as backend
 from fastattn.kernels.host import config
 from fastattn.kernels.loop import grad_key
-from fastattn.testing import Case
+from fastattn.testing import GRID, Case
 from fastattn.testing.budget import error, largest
 
 
@@ -62,3 +63,45 @@ def test_keys_have_sums_of_turns_of_row_blocks(many_row_blocks, monkeypatch):
 
 def test_gradients_of_additive_keys_are_summed_in_float64(many_row_blocks):
     assert errors("additive", grad=True, M=1024, N=8)["grad_k"] < 1
+
+
+# ---- turns beside masks and groups of heads: a case of the grid has one turn ----
+
+NAMES = ("causal-tall", "window", "documents-70", "kv-len", "all-masks", "garbage-groups")
+FLOATS = [c for c in GRID if (c.score, c.dtype) == ("dot", torch.float32)]
+CASES = [dataclasses.replace(c, M=80) for c in FLOATS if c.name in NAMES]  # five row blocks
+
+
+@pytest.fixture
+def turns(many_row_blocks, monkeypatch):
+    """Turns of two row blocks at most. The list gets (number, row blocks) of each."""
+    monkeypatch.setattr(grad_key.TURN, "value", 2)
+    made, share = [], grad_key.share_of_blocks
+
+    def listed(turn, turns, blocks):
+        begin, *_, end = part = share(turn, turns, blocks)
+        made.append((int(turn), int(end - begin)))
+        return part
+
+    monkeypatch.setattr(grad_key, "share_of_blocks", listed)
+    return made
+
+
+def assert_several(turns):
+    """Some keys have more than one turn that holds row blocks."""
+    assert max(turn for turn, blocks in turns if blocks > 0) > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_turns_visit_each_row_block_once(case, turns):
+    testing.check(case, "triton")
+    assert_several(turns)
+
+
+def test_turns_visit_each_block_of_a_mask_once(turns):
+    case = Case("blocks", keep="bhmn", keep_rate=0.8, Hkv=1, M=80, N=70)
+    t = testing.make(case)
+    blocks = t.mask.keep[..., ::16, ::16].repeat_interleave(16, 2).repeat_interleave(16, 3)
+    t.mask = dataclasses.replace(t.mask, keep=blocks[..., : case.M, : case.N])
+    testing.oracle(case, t).check(case, testing.run(case, t, "triton"))
+    assert_several(turns)
