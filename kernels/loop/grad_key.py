@@ -110,7 +110,8 @@ def sweep_heads(
         line = list_line(lists, b, h, block)
         blocks = query_blocks(mask, lists, line, b, j0, dims.M, dims.N, spec.BLOCK_M, spec.BLOCK_N)
         if spec.APART:
-            turns = tl.cdiv(dims.M, TURN * spec.BLOCK_M)
+            begin, _, _, end = blocks
+            turns = tl.cdiv(end - begin, TURN)
             for turn in tl.range(0, turns):
                 part_k, part_v = sweep_blocks(
                     tl.zeros_like(dk), tl.zeros_like(dv), side_k, side_v, grad_k, grad_v,

@@ -88,8 +88,9 @@ def turns(many_row_blocks, monkeypatch):
 
 
 def assert_several(turns):
-    """Some keys have more than one turn that holds row blocks."""
-    assert max(turn for turn, blocks in turns if blocks > 0) > 0
+    """Some keys have more than one turn, and no turn is without row blocks."""
+    assert max(turn for turn, _ in turns) > 0
+    assert {blocks for _, blocks in turns} == {1, 2}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
