@@ -98,7 +98,7 @@ def build(
     t = cases.draw(case, device)
     p = cases.problem(case, t)
     chosen = registry.select(p, backend)
-    if registry.takes_gradients(p):
+    if registry.takes(p, grad=True):
         chosen = registry.faster_forward(p, backend, chosen, t.bias is not None) or chosen
     upstream = t.grad_out.transpose(1, 2).flatten(2) if case.module else t.grad_out
     set_up = _modules if case.module else _functions

@@ -72,9 +72,9 @@ def _unit(backend: str, p: Problem, inputs: Sequence[Any]) -> float:
     return registry.get(backend).shift_unit(p, inputs[_BIAS] is not None)
 
 
-def needs_autograd(*tensors: Tensor | None) -> bool:
+def needs_autograd(*tensors: Tensor | None, later: bool = True) -> bool:
     """Whether a derivative or a transform may be needed: autograd Functions cost 20 us."""
-    if torch.compiler.is_compiling():  # traced once; later calls may differ
+    if later and torch.compiler.is_compiling():  # traced once; later calls may differ
         return True
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True

@@ -351,7 +351,7 @@ def _attend(
     p, biased = inputs.p, inputs.bias is not None
     canonical = inputs.q, inputs.k, inputs.v, inputs.w
     grad = autograd.needs_autograd(*canonical, inputs.bias, sink)
-    waits = registry.may_wait(p, backend, biased, canonical[:3])
+    waits = registry.may_wait(p, backend, biased, canonical[:3], grad)
     chosen = registry.select(p, backend, biased, grad, may_check=not waits)
     forward = registry.faster_forward(p, backend, chosen, biased)
     dims = inputs.has_head_dim, inputs.batch
@@ -398,10 +398,10 @@ def run(
     ``average``: the caller wants the mean of the weights over heads. ``attend``: what computes.
     """
     p, backend, batch, (q, k, v, w) = seen.p, seen.backend, seen.batch, tensors
-    if seen.forward is not None and (
-        registry.takes_gradients(p) or not autograd.needs_autograd(q, k, v, w, bias, sink)
-    ):
-        if not (p.score == "dot" and wgmma.odd_strides((q, k, v))):
+    if seen.forward is not None:
+        grad = autograd.needs_autograd(q, k, v, w, bias, sink, later=False)  # which is guarded
+        taken = registry.takes(p, grad)
+        if taken and not (p.score == "dot" and wgmma.odd_strides((q, k, v))):
             backend = seen.forward
         elif seen.waits:
             backend = registry.select(p, bias=bias is not None)

@@ -76,6 +76,10 @@ FEW_WAITS = (
     "triton before cuda: its backward pass has tiles of 16 queries where there are so few; "
     "without a gradient cuda would be first"
 )
+WGMMA_WEIGHTS = (
+    "triton before cuda: without a gradient it returns weights sooner than cuda's path of "
+    "warpgroups; with a gradient cuda would be first"
+)
 WGMMA_MASKS = "triton before cuda: its path of warpgroups takes every tile as a masked one, for {}"
 
 
@@ -219,18 +223,20 @@ def select(
 
 
 def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) -> str | None:
-    """The backend that takes calls without gradient from the ``chosen`` one; None if none does.
+    """The backend that takes calls from the ``chosen`` one; None if none does.
 
     On Hopper that is cuda's path of warpgroups, where it is right and no mask is known to cut every
     tile.
-    Everywhere it is cuda's additive score of few queries. Gradients come from the backend of the
-    forward pass: see ``takes_gradients``.
+    Everywhere it is cuda's additive score of few queries. ``takes`` says which calls. Gradients
+    come from the backend of the forward pass.
     """
     if p.device.type not in health.DEVICES or backend != "auto" or chosen != "triton":
         return None
     # Compiled calls may need gradients later. An exported program has no process that chose.
-    stays = _is_exporting() or not takes_gradients(p)
+    stays = _is_exporting() or not takes(p, grad=True)
     if torch.compiler.is_compiling() and stays:
+        return None
+    if not (takes(p, grad=True) or takes(p, grad=False)):
         return None
     if _few_additive(p):
         return None if against("cuda", p, bias) else "cuda"
@@ -239,23 +245,27 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
     return None if against("cuda", p, bias, may_check=False, grad=False) else "cuda"
 
 
-def takes_gradients(p: Problem) -> bool:
-    """Whether the backend of ``faster_forward`` takes calls with gradients, too.
+def takes(p: Problem, grad: bool) -> bool:
+    """Whether the backend of ``faster_forward`` takes calls with a gradient, or those without one.
 
-    On an H200 the path of warpgroups takes 0.6 to 0.7 of Triton's time for them. The additive score
-    of few queries has gradients in tiles of 64 there.
+    On an H200 the path of warpgroups takes 0.6 to 0.7 of Triton's time with a gradient. Without
+    one, returned weights took 0.26 ms where Triton took 0.19. The additive score of few queries has
+    gradients in tiles of 64 there.
     """
-    return p.score == "dot" and wgmma.has_gradients(p)
+    if grad:
+        return p.score == "dot" and wgmma.has_gradients(p)
+    return p.score != "dot" or p.weights == "none" or wgmma.is_named()
 
 
-def may_wait(p: Problem, backend: str, bias: bool, tensors: Sequence[Tensor]) -> bool:
+def may_wait(p: Problem, backend: str, bias: bool, tensors: Sequence[Tensor], grad: bool) -> bool:
     """Whether Triton need not be checked yet, as ``faster_forward`` has another one for a call.
 
     Triton compiles kernels for its check. ``tensors`` are q, k and v.
     """
     if torch.compiler.is_compiling():  # which makes no check
         return False
-    if not takes_gradients(p) or faster_forward(p, backend, "triton", bias) is None:
+    waits = takes(p, grad=True) and takes(p, grad)
+    if not waits or faster_forward(p, backend, "triton", bias) is None:
         return False
     return not (wgmma.odd_strides(tensors) or against("triton", p, bias, may_check=False))
 
@@ -308,7 +318,7 @@ def explain(
     if backend != "auto":
         get(backend)  # raises for an unknown name
     reasons, chosen = {}, None
-    waits = bool(tensors) and may_wait(p, backend, bias, tensors)
+    waits = bool(tensors) and may_wait(p, backend, bias, tensors, grad)
     for name in in_order(p):
         wanted = chosen is None and backend in ("auto", name)
         reasons[name] = against(name, p, bias, wanted and not waits, grad)
@@ -324,8 +334,10 @@ def explain(
         cuda_path, reason = wgmma.path(p, tensors)
         path_notes = [f"cuda: path {cuda_path}: {reason}"]
         if cuda_path == wgmma.NAME and faster_forward(p, backend, str(chosen), bias) is not None:
-            stays = grad and not takes_gradients(p)
-            chosen, why = (chosen, WGMMA_WAITS) if stays else ("cuda", WGMMA_FIRST)
+            if takes(p, grad):
+                chosen, why = "cuda", WGMMA_FIRST
+            else:
+                why = WGMMA_WAITS if grad else WGMMA_WEIGHTS
         elif cuda_path == wgmma.NAME and (masks := wgmma.masks_every_tile(p, bias)) is not None:
             why = WGMMA_MASKS.format(masks)
         path = cuda_path if chosen == "cuda" else None

@@ -72,6 +72,20 @@ def test_triton_is_checked_when_it_serves(triton, made):
     assert takes_wgmma(triton, heads(41))
 
 
+def test_triton_is_checked_when_it_returns_weights(triton, made):
+    q = heads().requires_grad_()
+    assert takes_wgmma(triton, q, return_weights="mean")
+    assert made == [wgmma.CHECK]
+    check = Check("triton", "dot", "float16", "rich")
+    with torch.no_grad():  # a call that is known, and one that is not
+        assert not takes_wgmma(triton, q, return_weights="mean")
+        assert made == [wgmma.CHECK, check]
+        health.forget()
+        call_cache.forget()
+        assert not takes_wgmma(triton, q, return_weights="mean")
+    assert made[2:] == [check, wgmma.CHECK]
+
+
 def test_without_triton_the_usual_kernels_are_checked_first(triton, made):
     triton.unsupported = lambda p: ["Triton is not installed"]
     q = heads()
@@ -142,6 +156,32 @@ def test_gradients_of_a_softcap_stay_with_triton(triton):
     with torch.no_grad():  # the same call
         assert takes_wgmma(triton, q, softcap=5.0)
         assert explained(q, softcap=5.0).backend == "cuda"
+
+
+@pytest.mark.parametrize("weights", ["mean", "full"])
+def test_returned_weights_take_it_with_a_gradient_alone(triton, monkeypatch, weights):
+    found_right()
+    q, options = heads(), dict(return_weights=weights)
+    for x, takes in (q, False), (q.clone().requires_grad_(), True), (q, False):
+        for _ in range(2):  # the second time from the cache of calls
+            assert takes_wgmma(triton, x, **options) == takes
+        found = explained(x, **options)
+        expected = ("cuda", "wgmma") if takes else ("triton", None)
+        assert (found.backend, found.path) == expected
+        assert (registry.WGMMA_FIRST if takes else registry.WGMMA_WEIGHTS) in found.notes
+    assert takes_wgmma(triton, q, backend="cuda", **options)
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    assert takes_wgmma(triton, q, **options)
+
+
+def test_returned_weights_beside_a_softcap_stay_with_triton(triton):
+    found_right()
+    for q in heads(), heads().requires_grad_():
+        options = dict(return_weights="mean", softcap=5.0)
+        assert not takes_wgmma(triton, q, **options)
+        found = explained(q, **options)
+        assert found.backend == "triton"
+        assert registry.WHY["dot"] in found.notes
 
 
 def test_named_backends_stay(triton):

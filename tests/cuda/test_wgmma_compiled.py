@@ -128,6 +128,16 @@ def test_what_stays_with_triton(beside_triton, what):
     assert taken == 0
 
 
+def test_returned_weights_take_it_with_a_gradient_alone(beside_triton):
+    health.keep(health.Check("triton", "dot", "float16", ""), CPU, None)
+    compiled, options = Compiled(), dict(return_weights="mean")
+    for grad in False, True:
+        q = tokens(40, grad=grad)
+        assert (used(compiled.call, q, q, q, **options)[1] > 0) == grad
+    with torch.no_grad():
+        assert used(compiled.call, q, q, q, **options)[1] == 0
+
+
 def test_unchecked_and_exported_calls_stay_with_triton(beside_triton):
     class Module(torch.nn.Module):
         def forward(self, q):
