@@ -115,6 +115,32 @@ DOT = [
         "v_empty[to.number], to.parity", "deadlock", "forward_wgmma.cu",
     ),
     of_warpgroups(
+        "queries that come while others read the last ones",
+        "    wait_for_phase(&memory.q_empty[group], turn % 2 ^ 1);\n", "",
+        "Error", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "queries are left before their last scores",
+        "    first(tile_at(n), n < masked);\n",
+        "    release(&memory.q_empty[group]);\n    first(tile_at(n), n < masked);\n", "Error",
+    ),
+    of_warpgroups(
+        "the next queries in the wrong phase", "q_full[group], turn % 2)", "q_full[group], 0)",
+        "AssertionError",
+    ),
+    of_warpgroups(
+        "keys of the queries before", "    memory.keys[group] = keys;\n",
+        "    if (turn == 0) memory.keys[group] = keys;\n", "Error", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "sums of the queries before", "o[n / 4][n % 4] = 0.f;", "o[n / 4][n % 4] *= 1.f;",
+        "AssertionError",
+    ),
+    of_warpgroups(
+        "pairs: the first tile of the head twice", "? last : n / share)", "? last : 0)",
+        "AssertionError",
+    ),
+    of_warpgroups(
         "scores are read while they are made", "    wait_for_products<kBeside ? 1 : 0>();\n", "",
         "Error",
     ),

@@ -137,8 +137,10 @@ CORNERS = [
          scale=-0.7),
     Case("keys", B=2, H=2, Hkv=1, M=70, N=420, D=64, E=64, keep="bn"),
     Case("late", B=1, H=2, Hkv=1, M=250, N=20, D=64, E=64, causal="bottom_right", lse=True),
+    Case("in turn", B=3, H=1, Hkv=1, M=200, N=300, D=128, E=72, lse=True),
+    Case("in pairs", B=1, H=2, Hkv=1, M=700, N=430, D=64, E=64, causal="bottom_right", lse=True),
     Case("marked", B=1, H=3, Hkv=3, M=260, N=140, D=64, E=64, keep="mn", garbage=float("nan")),
-    Case("large", B=1, H=2, Hkv=1, M=70, N=410, D=256, E=136, lse=True, causal="bottom_right"),
+    Case("large", B=1, H=2, Hkv=1, M=150, N=410, D=256, E=136, lse=True, causal="bottom_right"),
     Case("large-all", B=2, H=1, Hkv=1, M=66, N=170, D=136, E=256, kv_len="rows", kv_begin="rows",
          keep="mn", bias="hmn", dropout_p=0.3, garbage=float("nan"), scale=-0.7),
     Case("capped", B=1, H=2, Hkv=1, M=70, N=520, D=64, E=96, softcap=1.5, lse=True,
@@ -192,6 +194,31 @@ def test_a_mask_of_keys_takes_the_tiles_of_limits(causal, backend, simulator):
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     assert causal or products[0] == products[1]
+
+
+# ---- which blocks ----
+
+MULTIPROCESSORS = 2  # tests/cuda/simulator/cuda_runtime.h
+TILES = 2  # of 300 queries with heads of 64
+
+
+@pytest.mark.skipif(shim_backend.ON_GPU, reason="the simulator counts blocks")
+@pytest.mark.parametrize(
+    ("samples", "mask", "blocks"),
+    [
+        (1, Mask(), TILES),
+        (3, Mask(), MULTIPROCESSORS),
+        (2, Mask("top_left"), MULTIPROCESSORS),
+        (3, Mask("top_left"), 3 * TILES),  # three pairs would leave one block without its second
+        (3, Mask(kv_len=[9, 80, 70]), 3 * TILES),
+        (3, Mask(keep=torch.ones(3, 1, 1, 80, dtype=torch.bool)), 3 * TILES),
+    ],
+    ids=["few", "dense", "pairs", "odd pairs", "lengths", "keys"],
+)
+def test_blocks_stay_where_their_work_is_equal(samples, mask, blocks, backend, simulator):
+    q, k = torch.randn(samples, 1, 300, 64).half(), torch.randn(samples, 1, 80, 64).half()
+    scaled_dot_product_attention(q, k, k, mask=mask, backend=backend)
+    assert simulator.library.shim_blocks(1) == blocks  # (0) looks for marks
 
 
 # ---- which path ----

@@ -139,7 +139,7 @@ template <bool kOfKeys, DType kType, int kDim>
 FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
   WgmmaGradMemory<kDim>& memory = *static_cast<WgmmaGradMemory<kDim>*>(shared_boxes());
   if (thread() == 0) init_barriers(memory);
-  Place at = kOfKeys ? block_keys(a.p, blockIdx.x) : block_queries<kRowTile>(a.p, blockIdx.x);
+  Place at = kOfKeys ? block_keys(a.p, blockIdx.x) : queries_at<kRowTile>(a.p, blockIdx.x);
   if (dense_is_of_keys(a.p.mask)) scan_keys(a.p.mask, at.b, reach<kOfKeys>(a.p, at), memory.kept);
   __syncthreads();
   // The same for a warp, which the compiler sees only so.

@@ -1,7 +1,8 @@
 // Scaled dot-product attention, forward, by products of warpgroups (sm_90a); the formula of
 // forward.cu, and its results up to rounding:
 //
-//   for (b, h, tile of 64 queries a consumer)   a block: a producer, and two consumers or three
+//   for (b, h, tile of 64 queries a consumer)   a block: a producer, and two consumers or three;
+//                                               it takes tile after tile, if all have equal work
 //     producer   for tiles of 128 or 80 keys: copies K, then V, into the next stage that is free
 //     consumer   S_0 = Q K_0^T -> masked -> P_0
 //       for n = 1, 2, ...                       masked tiles first, tiles without a mask after them
@@ -26,16 +27,29 @@
 namespace fastattn::cuda {
 namespace {
 
+template <int kDim>
+FASTATTN_DEVICE KeyTiles tiles_of(const WgmmaArgs& a, const DenseKeys& dense, const Place& at) {
+  using Of = Plan<kDim>;
+  if (at.rows <= 0) return {0, 0, 0, 0};
+  return key_tiles<Of::kKeys>(a.p, masks_every_tile, dense, at.b, at.i0,
+                              min64(a.p.M, at.i0 + Of::kRowTile));
+}
+
 // ---- the producer ----
 
 template <int kDim>
-FASTATTN_DEVICE void load_queries(const WgmmaArgs& a, const Place& at, WgmmaMemory<kDim>& memory) {
+FASTATTN_DEVICE void load_queries(const WgmmaArgs& a, const Place& at, const KeyTiles& keys,
+                                  uint32_t turn, WgmmaMemory<kDim>& memory) {
   using Of = Plan<kDim>;
-  arrive_and_expect(&memory.q_full, sizeof(memory.q));
-  for (int group = 0; group < Of::kConsumers; ++group)
+  for (int group = 0; group < Of::kConsumers; ++group) {
+    Barrier* const full = &memory.q_full[group];
+    wait_for_phase(&memory.q_empty[group], turn % 2 ^ 1);
+    memory.keys[group] = keys;
+    arrive_and_expect(full, sizeof(memory.q[group]));
     for (int panel = 0; panel < Of::kPanels; ++panel)
-      load_box(memory.q[group][panel], a.q, &memory.q_full, panel * kPanel,
+      load_box(memory.q[group][panel], a.q, full, panel * kPanel,
                static_cast<int>(at.i0) + group * kTile, at.h, at.b);
+  }
 }
 
 template <int kPanels, int kNumbers>
@@ -47,19 +61,24 @@ FASTATTN_DEVICE void load_keys(const CUtensorMap& map, const Place& at, int tile
     load_box(to[panel], map, full, panel * kPanel, tile * kKeys, at.hkv, at.b);
 }
 
-// One thread.
-template <int kDim>
-FASTATTN_DEVICE void produce(const WgmmaArgs& a, const Place& at, const KeyTiles& tiles,
+// One thread. The first keys come before the queries, which consumers leave one by one.
+template <int kDim, bool kOnce>
+FASTATTN_DEVICE void produce(const WgmmaArgs& a, const DenseKeys& dense,
                              WgmmaMemory<kDim>& memory) {
-  load_queries<kDim>(a, at, memory);
   Stage<Plan<kDim>::kStages> to;
-  for (int n = 0; n < KeyTiles::count(tiles); ++n, to = to.next()) {
-    const int tile = KeyTiles::at(tiles, n);
-    wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);
-    load_keys(a.k, at, tile, &memory.k_full[to.number], memory.k[to.number]);
-    wait_for_phase(&memory.v_empty[to.number], to.parity ^ 1);
-    load_keys(a.v, at, tile, &memory.v_full[to.number], memory.v[to.number]);
-  }
+  for_queries<Plan<kDim>::kRowTile, kOnce>(a.p, a.shares, [&](const Place& at, uint32_t turn) {
+    const KeyTiles keys = tiles_of<kDim>(a, dense, at);
+    const int count = KeyTiles::count(keys);
+    if (count == 0) load_queries<kDim>(a, at, keys, turn, memory);
+    for (int n = 0; n < count; ++n, to = to.next()) {
+      const int tile = KeyTiles::at(keys, n);
+      wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);
+      load_keys(a.k, at, tile, &memory.k_full[to.number], memory.k[to.number]);
+      if (n == 0) load_queries<kDim>(a, at, keys, turn, memory);
+      wait_for_phase(&memory.v_empty[to.number], to.parity ^ 1);
+      load_keys(a.v, at, tile, &memory.v_full[to.number], memory.v[to.number]);
+    }
+  });
 }
 
 // ---- the block ----
@@ -67,7 +86,8 @@ FASTATTN_DEVICE void produce(const WgmmaArgs& a, const Place& at, const KeyTiles
 template <int kDim>
 FASTATTN_DEVICE void init_barriers(WgmmaMemory<kDim>& memory) {
   using Of = Plan<kDim>;
-  init_barrier(&memory.q_full, 1);
+  for (int n = 0; n < Of::kConsumers; ++n)
+    init_barrier(&memory.q_full[n], 1), init_barrier(&memory.q_empty[n], kWarps);
   for (int n = 0; n < Of::kStages; ++n) {
     init_barrier(&memory.k_full[n], 1), init_barrier(&memory.v_full[n], 1);
     init_barrier(&memory.k_empty[n], Of::kConsumers * kWarps);
@@ -82,27 +102,27 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   WgmmaMemory<kDim>& memory = *static_cast<WgmmaMemory<kDim>*>(shared_boxes());
   const ForwardParams& p = a.p;
   if (thread() == 0) init_barriers(memory);
-  Place at = block_queries<Of::kRowTile>(p, blockIdx.x);
-  const int64_t i1 = min64(p.M, at.i0 + Of::kRowTile);
-  if (dense_is_of_keys(p.mask))
+  if (dense_is_of_keys(p.mask)) {  // a block has one tile then
+    const Place at = queries_at<Of::kRowTile>(p, blockIdx.x);
+    const int64_t i1 = min64(p.M, at.i0 + Of::kRowTile);
     scan_keys(p.mask, at.b, tile_range(p.mask, p.N, at.b, at.i0, i1), memory.kept);
+  }
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
-  const KeyTiles tiles =
-      key_tiles<Of::kKeys>(p, masks_every_tile, dense_keys(p, memory.kept), at.b, at.i0, i1);
   if (group == Of::kConsumers) {
     give_registers<Of::kProducerRegisters>();
-    if (thread() % kWarpgroup == 0 && KeyTiles::count(tiles) > 0) produce(a, at, tiles, memory);
+    const DenseKeys dense = dense_keys(p, memory.kept);
+    if (thread() % kWarpgroup == 0) produce<kDim, kCurved>(a, dense, memory);
     return;
   }
   take_registers<Of::kConsumerRegisters>();
-  at.i0 += group * kTile, at.rows = extent(p.M, at.i0);
-  Consumer<kType, kDim, kCurved> mine(a, at, memory, group);
-  if (KeyTiles::count(tiles) > 0) mine.run(tiles);
-  mark(p.workspace, (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile, at.rows > 0,
-       zero_of(mine.o));
-  write_rows<kType, kDim>(p, at, mine.state, mine.o);
+  Consumer<kType, kDim, kCurved> mine(a, memory, group);
+  for_queries<Of::kRowTile, kCurved>(p, a.shares, [&](const Place& at, uint32_t turn) {
+    mine.begin(at);
+    mine.run(turn);
+    mine.write();
+  });
 }
 
 template <DType kType, int kDim, bool kCurved>
@@ -111,18 +131,32 @@ __global__ void __launch_bounds__(Plan<kDim>::kBlock, 1)
   if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim, kCurved>(a);
 }
 
+// Where all shares have as many keys, each multiprocessor gets a block, which loads the next tile
+// while the last one ends. Else a block has one tile, and the device deals them out. So it does
+// where more than a sixteenth of the last pairs' time would be lost.
+template <int kRowTile, bool kOnce>
+Shares share_queries(const ForwardParams& p) {
+  const int64_t tiles = ceil_div(p.M, kRowTile), heads = p.B * p.H,
+                most = max64(1, multiprocessors());
+  const Shares dealt_out = {1, heads * tiles, heads * tiles};
+  if (kOnce || keys_vary(p.mask)) return dealt_out;
+  if (!later_rows_keep_more(p.mask, p.N)) return {1, heads * tiles, min64(heads * tiles, most)};
+  const int64_t pairs = heads * ceil_div(tiles, 2), room = ceil_div(pairs, most) * most;
+  return 16 * (room - pairs) > room ? dealt_out : Shares{2, pairs, most};
+}
+
 template <DType kType, int kDim, bool kCurved>
 bool launch(const ForwardParams& p, Launcher& launcher) {
   using Of = Plan<kDim>;
   constexpr auto kKernel = sdpa_wgmma_kernel<kType, kDim, kCurved>;
   constexpr size_t kShared = sizeof(WgmmaMemory<kDim>);
-  WgmmaArgs a = {p, {}, {}, {}};
+  WgmmaArgs a = {p, share_queries<Of::kRowTile, kCurved>(p), {}, {}, {}};
   launcher.prepare(kKernel, kShared);  // before the maps: the thread may be new to CUDA
   const bool made = make_tensor_map(p.q, {p.B, p.H, p.M, p.D}, kTile, &a.q) &&
                     make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, Of::kKeys, &a.k) &&
                     make_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E}, Of::kKeys, &a.v);
   if (!made) return false;
-  launcher.run(kKernel, p.B * p.H * ceil_div(p.M, Of::kRowTile), Of::kBlock, kShared, a);
+  launcher.run(kKernel, a.shares.blocks, Of::kBlock, kShared, a);
   return true;
 }
 

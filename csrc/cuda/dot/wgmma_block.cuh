@@ -9,8 +9,18 @@
 
 namespace fastattn::cuda {
 
+// How tiles of queries come to blocks. A share is a tile; or, where a diagonal leaves later rows
+// more keys, one from the end of a head and one from its beginning. A block takes share after
+// share.
+struct Shares {
+  int tiles;      // of a share: 1 or 2
+  int64_t count;  // in all
+  int64_t blocks;
+};
+
 struct WgmmaArgs {
   ForwardParams p;
+  Shares shares;
   CUtensorMap q, k, v;
 };
 
@@ -28,38 +38,6 @@ struct KeptKeys {
   int begin = 0x7fffffff, end = 0, count = 0;
 };
 
-// What depends on the head size: consumers, keys of a tile, stages, panels. O of 256 columns has
-// 128 registers a thread. 80 keys are what then fits beside it, and two stages of what fits the
-// shared memory. Three consumers would spill with heads over 64.
-template <int kDim>
-struct Plan : Groups<kDim == 64 ? 3 : 2> {
-  static constexpr int kKeys = kDim == 256 ? 80 : 128;
-  static constexpr int kStages = kDim == 64 ? 4 : 2, kPanels = kDim / kPanel;
-};
-
-template <int kDim>
-struct alignas(1024) WgmmaMemory {
-  using Of = Plan<kDim>;
-  uint16_t q[Of::kConsumers][Of::kPanels][kTile * kPanel];
-  uint16_t k[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
-  uint16_t v[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
-  Barrier q_full, k_full[Of::kStages], v_full[Of::kStages];
-  Barrier k_empty[Of::kStages], v_empty[Of::kStages];
-  KeptKeys kept[Of::kBlockWarps];
-};
-
-// A place in the ring of stages.
-template <int kStages>
-struct Stage {
-  uint32_t number = 0, parity = 0;  // parity: of the phase that fills it
-
-  __device__ __forceinline__ Stage next() const {
-    return {(number + 1) % kStages, parity ^ (number + 1) / kStages};
-  }
-};
-
-// ---- which queries and keys ----
-
 // The key tiles of a block in the order in which it takes them: from the last masked one down, then
 // those before the keys that all rows keep, then tiles without mask and dropout, whose
 // logits are their scores. If all are masked, all are late.
@@ -76,6 +54,46 @@ struct KeyTiles {
     return n < masked(x) ? x.first + n - late : x.full_end - 1 - (n - masked(x));
   }
 };
+
+// What depends on the head size: consumers, keys of a tile, stages, panels. O of 256 columns has
+// 128 registers a thread. 80 keys are what then fits beside it, and two stages of what fits the
+// shared memory. Three consumers would spill with heads over 64.
+template <int kDim>
+struct Plan : Groups<kDim == 64 ? 3 : 2> {
+  static constexpr int kKeys = kDim == 256 ? 80 : 128;
+  static constexpr int kStages = kDim == 64 ? 4 : 2, kPanels = kDim / kPanel;
+};
+
+template <int kDim>
+struct alignas(1024) WgmmaMemory {
+  using Of = Plan<kDim>;
+  uint16_t q[Of::kConsumers][Of::kPanels][kTile * kPanel];
+  uint16_t k[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
+  uint16_t v[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
+  Barrier q_full[Of::kConsumers], k_full[Of::kStages], v_full[Of::kStages];
+  Barrier q_empty[Of::kConsumers], k_empty[Of::kStages], v_empty[Of::kStages];
+  KeptKeys kept[Of::kBlockWarps];
+  KeyTiles keys[Of::kConsumers];  // of these queries
+};
+
+// A value that is the same for a warp, which the compiler sees only so: it then keeps it, and
+// loops, in uniform registers.
+template <typename Int>
+FASTATTN_DEVICE Int same_for_warp(Int x) {
+  return static_cast<Int>(__reduce_max_sync(kAllLanes, static_cast<int>(x)));
+}
+
+// A place in the ring of stages.
+template <int kStages>
+struct Stage {
+  uint32_t number = 0, parity = 0;  // parity: of the phase that fills it
+
+  __device__ __forceinline__ Stage next() const {
+    return {(number + 1) % kStages, parity ^ (number + 1) / kStages};
+  }
+};
+
+// ---- which queries and keys ----
 
 // Tiles of `kSize` that meet `some`; those within `all` need no mask. Both lie in the array.
 template <int kSize, typename Range>
@@ -149,12 +167,28 @@ FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, IsMasked masked,
   return order_tiles<kKeys>(some, intersect(common_range(p.mask, p.N, b, i0, i1), dense.all));
 }
 
-// The queries of a block; later ones may have more keys, and come first.
+// The queries of tile `number` of all shares, or of a block. Later ones may have more keys, and
+// come first. A head with an odd number of tiles has a pair with none: its queries lie past the
+// end.
 template <int kRowTile>
-FASTATTN_DEVICE Place block_queries(const AttentionParams& p, uint32_t block) {
-  const int64_t tiles = ceil_div(p.M, kRowTile);
-  const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H);
-  return place(p, block, h, (later_rows_keep_more(p.mask, p.N) ? tiles - 1 - n : n) * kRowTile, 0);
+FASTATTN_DEVICE Place queries_at(const AttentionParams& p, uint32_t number, int share = 1) {
+  const int64_t tiles = ceil_div(p.M, kRowTile), n = take_digit(&number, tiles + tiles % share);
+  const int64_t h = take_digit(&number, p.H), last = tiles - 1 - n / share;
+  const int64_t tile = later_rows_keep_more(p.mask, p.N) ? (n % share == 0 ? last : n / share) : n;
+  return place(p, number, h, (n == tiles ? n : tile) * kRowTile, 0);
+}
+
+// Calls f(place, turn) for the tiles of queries of a block, or for its only one.
+template <int kRowTile, bool kOnce, typename F>
+__device__ __forceinline__ void for_queries(const AttentionParams& p, const Shares& shares, F f) {
+  const uint32_t each = shares.tiles, end = static_cast<uint32_t>(shares.count) * each;
+#pragma unroll 1
+  for (uint32_t turn = 0;; ++turn) {
+    const uint32_t n = (blockIdx.x + turn / each * gridDim.x) * each + turn % each;
+    if (n >= end) return;
+    f(queries_at<kRowTile>(p, n, each), turn);
+    if constexpr (kOnce) return;
+  }
 }
 
 // ---- products ----
@@ -301,23 +335,23 @@ FASTATTN_DEVICE void mark(void* marks, int64_t tile, bool inside, float zero) {
 template <DType kType, int kDim, bool kCurved>
 struct Consumer {
   using Of = Plan<kDim>;
-  const AttentionParams& p;
-  const Place& at;
+  const ForwardParams& p;
   WgmmaMemory<kDim>& memory;
+  int group;
   float unit;                    // of logits
   uint64_t q, first_k, first_v;  // descriptors; the latter two of stage 0
-  SdpaState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
+  Stage<Of::kStages> of_scores = {}, of_values = {};
+  Place at = {};
+  SdpaState state = {};
   SdpaStep step = {};
   float o[kDim / 8][4] = {};
   float s[Of::kKeys / 8][4] = {};
   uint32_t w[Of::kKeys / 16][4] = {};
-  Stage<Of::kStages> of_scores = {}, of_values = {};
 
-  __device__ __forceinline__ Consumer(const WgmmaArgs& a, const Place& at,
-                                      WgmmaMemory<kDim>& memory, int group)
+  __device__ __forceinline__ Consumer(const WgmmaArgs& a, WgmmaMemory<kDim>& memory, int group)
       : p(a.p),
-        at(at),
         memory(memory),
+        group(group),
         unit(unit_of(a.p)),
         q(describe(memory.q[group], kAlongRows)),
         first_k(at_offset(memory, offsetof(WgmmaMemory<kDim>, k), kAlongRows)),
@@ -327,6 +361,15 @@ struct Consumer {
   __device__ static uint64_t at_offset(const WgmmaMemory<kDim>& memory, size_t bytes,
                                        OperandShape shape) {
     return advance(describe(&memory, shape), chunks_of(bytes));
+  }
+
+  // The queries of a block, of which these are a part.
+  __device__ __forceinline__ void begin(const Place& block) {
+    at = block;
+    at.i0 += group * kTile, at.rows = extent(p.M, at.i0);
+    state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
+#pragma unroll
+    for (int n = 0; n < kDim / 2; ++n) o[n / 4][n % 4] = 0.f;
   }
 
   __device__ __forceinline__ void start_next_scores() {
@@ -415,24 +458,48 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void last() {
+    release(&memory.q_empty[group]);
     start_next_values();
     wait_for_products<0>();
     take_values();
   }
 
-  __device__ __forceinline__ void run(const KeyTiles& tiles) {
-    const int count = KeyTiles::count(tiles), masked = KeyTiles::masked(tiles);
+  // Read where they are used: kept over a loop, they would take registers.
+  __device__ __forceinline__ KeyTiles keys() {
+    const volatile KeyTiles& x = memory.keys[group];
+    return {x.first, x.end, x.full_first, x.full_end};
+  }
+  __device__ __forceinline__ int count() { return same_for_warp(KeyTiles::count(keys())); }
+  __device__ __forceinline__ int tile_at(int n) { return same_for_warp(KeyTiles::at(keys(), n)); }
+
+  // Before a loop: where the compiler does not know that stages are the same for a warp,
+  // descriptors cost a loop two moves each.
+  __device__ __forceinline__ void keep_uniform() {
+    of_scores = {same_for_warp(of_scores.number), same_for_warp(of_scores.parity)};
+    of_values = {same_for_warp(of_values.number), same_for_warp(of_values.parity)};
+  }
+
+  __device__ __forceinline__ void run(uint32_t turn) {
+    wait_for_phase(&memory.q_full[group], turn % 2);
+    const int masked = same_for_warp(KeyTiles::masked(keys()));
     int n = 0;
-    wait_for_phase(&memory.q_full, 0);
-    while (n < masked && is_late(KeyTiles::at(tiles, n))) pass_by(), ++n;
-    if (n == count) return;
-    first(KeyTiles::at(tiles, n), n < masked);
+    while (n < masked && is_late(tile_at(n))) pass_by(), ++n;
+    if (n == count()) return release(&memory.q_empty[group]);
+    first(tile_at(n), n < masked);
     ++n;
+    keep_uniform();
 #pragma unroll 1
-    for (; n < masked; ++n) next<true>(KeyTiles::at(tiles, n));
+    for (; n < masked; ++n) next<true>(tile_at(n));
+    keep_uniform();
 #pragma unroll 1
-    for (; n < count; ++n) next<false>(0);
+    for (int left = count() - n; left > 0; --left) next<false>(0);
     last();
+  }
+
+  __device__ __forceinline__ void write() {
+    mark(p.workspace, (at.b * p.H + at.h) * ceil_div(p.M, kTile) + at.i0 / kTile, at.rows > 0,
+         zero_of(o));
+    write_rows<kType, kDim>(p, at, state, o);
   }
 };
 

@@ -26,12 +26,15 @@ constexpr bool kIsBuilt = true;
 constexpr bool kIsBuilt = false;
 #endif
 
+int attribute(cudaDeviceAttr which) {
+  int value = 0;
+  cudaDeviceGetAttribute(&value, which, current_device());
+  return value;
+}
+
 bool is_sm90() {
-  const int device = current_device();
-  int major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  return major == 9 && minor == 0;
+  return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 }
 
 }  // namespace
@@ -53,5 +56,7 @@ bool wgmma_is_chosen() {
 }
 
 bool wgmma_can_run() { return kIsBuilt && is_sm90(); }
+
+int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 
 }  // namespace fastattn::cuda

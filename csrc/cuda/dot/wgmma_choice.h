@@ -9,4 +9,7 @@ bool wgmma_is_chosen();
 // Whether the current device is of compute capability 9.0, and the build has code for sm_90a.
 bool wgmma_can_run();
 
+// Of the current device.
+int multiprocessors();
+
 }  // namespace fastattn::cuda

@@ -200,14 +200,20 @@ struct DeviceGuard {
 
 }  // namespace cuda_on_cpu
 
-// The GPUs that are emulated are of compute capability 9.0.
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+// The GPUs that are emulated are of compute capability 9.0, and have two multiprocessors.
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMultiProcessorCount
+};
 inline cudaError_t cudaGetDevice(int* device) {
   *device = cuda_on_cpu::current_gpu;
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  *value = which == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  *value = which == cudaDevAttrComputeCapabilityMajor   ? 9
+           : which == cudaDevAttrComputeCapabilityMinor ? 0
+                                                        : 2;
   return cudaSuccess;
 }
 
