@@ -30,7 +30,7 @@ def run(check: Check, device: torch.device) -> Verdict:
     Raises:
         torch.OutOfMemoryError: there is no memory for the problems.
     """
-    cases = cases_of(check)
+    cases = cases_of(check, device)
     drawn = [testing.make(case) for case in cases]
     oracles = [testing.oracle(case, t) for case, t in zip(cases, drawn, strict=True)]
     try:
@@ -83,7 +83,20 @@ WARPGROUPS = [
 ]
 
 
-def cases_of(check: Check) -> list[testing.Case]:
+def many_tiles(device: torch.device) -> list[dict[str, Any]]:
+    """More tiles than there are multiprocessors: blocks of warpgroups take one after the other."""
+    cuda = device.type == "cuda"
+    n = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+    small: dict[str, Any] = dict(B=1, N=24, E=8, lse=True)
+    return [
+        dict(small, H=2 * n + 1, Hkv=2 * n + 1, M=20, D=16),
+        dict(small, H=2 * n + 1, Hkv=2 * n + 1, M=20, D=136),
+        dict(small, H=2 * n, Hkv=2 * n, M=130, D=72, causal="top_left"),
+        dict(small, H=2 * n, Hkv=2 * n, M=20, N=140, D=16, causal="bottom_right"),
+    ]
+
+
+def cases_of(check: Check, device: torch.device) -> list[testing.Case]:
     """The problems of a check; those of all kinds if its kind is not in ``PROBLEMS``.
 
     Kinds with a head size at the end have larger heads.
@@ -92,7 +105,8 @@ def cases_of(check: Check) -> list[testing.Case]:
     kinds = [kind] if kind in PROBLEMS else [*PROBLEMS]
     sizes = [(f"{k.replace(' ', '-')}-{n}", x) for k in kinds for n, x in enumerate(PROBLEMS[k])]
     if len(kinds) > 1 and check.score == "dot":
-        whole = WHOLE + (WARPGROUPS if check.kind == wgmma.NAME else [])
+        more_of = WARPGROUPS + many_tiles(device) if check.kind == wgmma.NAME else []
+        whole = WHOLE + more_of
         sizes += [(f"whole-{n}", x) for n, x in enumerate(whole)]
     score: Any = check.score
     more = int(size) - SIZES["E"] if size else 0

@@ -126,7 +126,7 @@ DOT = [
     ),
     of_warpgroups(
         "the next queries in the wrong phase", "q_full[group], turn % 2)", "q_full[group], 0)",
-        "AssertionError",
+        "Error",
     ),
     of_warpgroups(
         "keys of the queries before", "    memory.keys[group] = keys;\n",
@@ -137,8 +137,8 @@ DOT = [
         "AssertionError",
     ),
     of_warpgroups(
-        "pairs: the first tile of the head twice", "? last : n / share)", "? last : 0)",
-        "AssertionError",
+        "pairs: no tile from the other end", "? n / 2 : list - 1 - n / 2;", "? n / 2 : n / 2;",
+        "AssertionError", "wgmma_tiles.cuh",
     ),
     of_warpgroups(
         "scores are read while they are made", "    wait_for_products<kBeside ? 1 : 0>();\n", "",
@@ -187,6 +187,34 @@ DOT = [
         "backward_wgmma.cu",
     ),
     of_grads(
+        "gradients: operands that come while others read the last ones",
+        "    wait_for_phase(&memory.own_empty, turn % 2 ^ 1);\n", "", "Error",
+        "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: the next operands in the wrong phase", "own_full, turn % 2)", "own_full, 0)",
+        "Error",
+    ),
+    of_grads(
+        "gradients: tiles of the operands before", "    memory.tiles = tiles;\n",
+        "    if (turn == 0) memory.tiles = tiles;\n", "Error", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: sums of the operands before", "    clear(of_scores), clear(of_weights);\n",
+        "", "AssertionError",
+    ),
+    of_grads(
+        "gradients: the stage of the operands before", "    last = stage.number;\n    clear(",
+        "    clear(", "Error",
+    ),
+    of_grads(
+        "gradients: dS of the operands before", "dw[n / 4][n % 4] = 0;", "dw[n / 4][n % 4] |= 0;",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: the last stage is not given back", "      leave(last, true);\n", "", "deadlock",
+    ),
+    of_grads(
         "gradients: the producer does not wait for a free stage",
         "    wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n", "",
         "Error", "backward_wgmma.cu",
@@ -197,15 +225,15 @@ DOT = [
     ),
     of_grads(
         "gradients: stats that arrive before they are loaded",
-        "    if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);\n"
-        "    arrive_with_stats(full);",
-        "    arrive_with_stats(full);\n"
-        "    if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);",
+        "      if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);\n"
+        "      arrive_with_stats(full);",
+        "      arrive_with_stats(full);\n"
+        "      if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);",
         "AssertionError", "backward_wgmma.cu",
     ),
     of_grads(
         "gradients: products of what does not stay yet",
-        "    wait_for_phase(&memory.own_full, 0);\n", "", "Error",
+        "    wait_for_phase(&memory.own_full, turn % 2);\n", "", "Error",
     ),
     of_grads(
         "gradients: products of what has not come",
@@ -277,11 +305,11 @@ DOT = [
     ),
     of_warpgroups(
         "a mask of keys with holes counts as whole", "found.count == found.end - found.begin",
-        "true", "AssertionError",
+        "true", "AssertionError", "wgmma_tiles.cuh",
     ),
     of_warpgroups(
         "a mask of keys: the first of the lanes' ends", "__reduce_max_sync(kAllLanes, x.end)",
-        "__reduce_min_sync(kAllLanes, x.end)", "AssertionError",
+        "__reduce_min_sync(kAllLanes, x.end)", "AssertionError", "wgmma_tiles.cuh",
     ),
     of_file(
         "gradients: a block visits keys that a mask of keys drops", "dot/wgmma_grads.cuh",
@@ -379,8 +407,8 @@ DOT = [
         "band_end(p.mask, at.i0 - 1)", "AssertionError",
     ),
     of_warpgroups(
-        "the first tile without its mask", "first(KeyTiles::at(tiles, n), n < masked);",
-        "first(KeyTiles::at(tiles, n), false);", "AssertionError",
+        "the first tile without its mask", "first(tile_at(n), n < masked);",
+        "first(tile_at(n), false);", "AssertionError",
     ),
     of_warpgroups(
         "a tile that is passed by keeps its place",
@@ -396,7 +424,7 @@ DOT = [
         "AssertionError",
     ),
     of_file(
-        "a tile that the first keys cut counts as full", "dot/wgmma_block.cuh",
+        "a tile that the first keys cut counts as full", "dot/wgmma_tiles.cuh",
         "ceil_div(all.begin, kSize))", "all.begin / kSize)", "window or kv-begin",
         "dot/forward_wgmma.cu",
     ),

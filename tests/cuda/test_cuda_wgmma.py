@@ -199,26 +199,47 @@ def test_a_mask_of_keys_takes_the_tiles_of_limits(causal, backend, simulator):
 # ---- which blocks ----
 
 MULTIPROCESSORS = 2  # tests/cuda/simulator/cuda_runtime.h
-TILES = 2  # of 300 queries with heads of 64
+STAY, DEALT = True, False
 
 
 @pytest.mark.skipif(shim_backend.ON_GPU, reason="the simulator counts blocks")
 @pytest.mark.parametrize(
-    ("samples", "mask", "blocks"),
+    ("mask", "M", "softcap", "stays"),
     [
-        (1, Mask(), TILES),
-        (3, Mask(), MULTIPROCESSORS),
-        (2, Mask("top_left"), MULTIPROCESSORS),
-        (3, Mask("top_left"), 3 * TILES),  # three pairs would leave one block without its second
-        (3, Mask(kv_len=[9, 80, 70]), 3 * TILES),
-        (3, Mask(keep=torch.ones(3, 1, 1, 80, dtype=torch.bool)), 3 * TILES),
+        (Mask(), 300, 0, STAY),
+        (Mask("top_left"), 300, 0, STAY),  # two tiles of 192
+        (Mask("top_left"), 500, 0, DEALT),  # three for each of three heads: no pairs
+        (Mask("top_left"), 100, 0, STAY),
+        (Mask(window=(20, -1)), 300, 0, STAY),
+        (Mask(), 300, 2.0, DEALT),
+        (Mask(kv_len=[9, 80, 70]), 300, 0, DEALT),
+        (Mask(kv_begin=[9, 0, 70]), 300, 0, DEALT),
+        (Mask(keep=torch.ones(3, 1, 1, 80, dtype=torch.bool)), 300, 0, DEALT),
     ],
-    ids=["few", "dense", "pairs", "odd pairs", "lengths", "keys"],
+    ids="dense pairs odd short window softcap lengths begins keys".split(),
 )
-def test_blocks_stay_where_their_work_is_equal(samples, mask, blocks, backend, simulator):
-    q, k = torch.randn(samples, 1, 300, 64).half(), torch.randn(samples, 1, 80, 64).half()
-    scaled_dot_product_attention(q, k, k, mask=mask, backend=backend)
-    assert simulator.library.shim_blocks(1) == blocks  # (0) looks for marks
+def test_blocks_stay_where_their_work_is_even(mask, M, softcap, stays, backend, simulator):
+    q, k = torch.randn(3, 1, M, 64).half(), torch.randn(3, 1, 80, 64).half()
+    scaled_dot_product_attention(q, k, k, mask=mask, softcap=softcap, backend=backend)
+    tiles = 3 * -(-M // (128 if softcap else 192))
+    assert simulator.library.shim_blocks(1) == (MULTIPROCESSORS if stays else tiles)  # (0): marks
+
+
+@pytest.mark.skipif(shim_backend.ON_GPU, reason="the simulator counts products")
+@pytest.mark.parametrize("M", [60, 200, 330])
+@pytest.mark.parametrize("heads", [2, 3, 4])
+def test_each_tile_is_computed_once(M, heads, backend, simulator):
+    """The diagonal takes products away, whichever blocks take the tiles."""
+    q = torch.randn(1, heads, M, 64).half().requires_grad_()
+    k = torch.randn(1, heads, 256, 64).half().requires_grad_()
+    found = []
+    for mask in (Mask("bottom_right"), Mask()):
+        before = simulator.products()
+        out = scaled_dot_product_attention(q, k, k, mask=mask, backend=backend)
+        torch.autograd.grad(out, (q, k), torch.ones_like(out))
+        found.append(simulator.products() - before)
+    assert found[0] <= found[1]
+    assert found[0] % heads == 0
 
 
 # ---- which path ----

@@ -39,15 +39,15 @@ FORWARD = "dot/forward_wgmma.cu", "sdpa_wgmma_kernel"
 KEYS = "dot/backward_wgmma.cu", "sdpa_wgmma_dkdv_kernel"
 QUERIES = "dot/backward_wgmma.cu", "sdpa_wgmma_dq_kernel"
 LOOPS = [
-    Loop(*FORWARD, 64, 64, 443, 503, 12, rare_mufu=2),
+    Loop(*FORWARD, 64, 64, 442, 502, 12, rare_mufu=2),
     Loop(*FORWARD, 128, 64, 461, 553, 16, rare_mufu=2),
     Loop(*FORWARD, 256, 40, 372, 522, 21, rare_mufu=2),
-    Loop(*FORWARD, 128, 64, 1811, 1903, 16, rare_mufu=2, capped=True),
+    Loop(*FORWARD, 128, 64, 1813, 1905, 16, rare_mufu=2, capped=True),
     Loop(*FORWARD, 256, 40, 1227, 1377, 21, rare_mufu=2, capped=True),
-    Loop(*KEYS, 64, 32, 363, 363, 16, waits=3),
-    Loop(*KEYS, 128, 32, 414, 414, 24, waits=3),
+    Loop(*KEYS, 64, 32, 365, 365, 16, waits=3),
+    Loop(*KEYS, 128, 32, 415, 415, 24, waits=3),
     Loop(*QUERIES, 64, 32, 325, 333, 12),
-    Loop(*QUERIES, 128, 32, 372, 380, 20),
+    Loop(*QUERIES, 128, 32, 375, 383, 20),
 ]
 PRODUCER_REGISTERS = 24  # csrc/cuda/dot/wgmma_block.cuh
 

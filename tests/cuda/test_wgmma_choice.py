@@ -340,9 +340,10 @@ def test_the_check_takes_the_path_and_leaves_it(triton):
 
 
 def test_the_check_covers_both_dtypes_and_all_kinds():
-    cases = self_check.cases_of(wgmma.CHECK)
+    cases = self_check.cases_of(wgmma.CHECK, CPU)
     assert {case.dtype for case in cases} == set(HALVES)
-    sizes = [*self_check.PROBLEMS.values(), self_check.WHOLE, self_check.WARPGROUPS]
+    more = self_check.WARPGROUPS, self_check.many_tiles(CPU)
+    sizes = [*self_check.PROBLEMS.values(), self_check.WHOLE, *more]
     assert len(cases) == 2 * sum(map(len, sizes))
     long = [case for case in cases if case.N > 4 * 128]  # beyond the ring of four tiles
     kernels = [(64, False), (128, False), (256, False), (128, True), (256, True)]

@@ -55,7 +55,7 @@ def test_torchs_setting_decides_on_the_dtype_of_the_problems():
             check = registry.check_of("triton", p, bias=False)
         finally:
             torch.backends.cuda.matmul.fp32_precision = before
-        assert {case.dtype for case in self_check.cases_of(check)} == {dtype}
+        assert {case.dtype for case in self_check.cases_of(check, torch.device("cpu"))} == {dtype}
         assert {self_check._dtype(check) or dtype} == {torch.float32}
 
 
@@ -71,7 +71,7 @@ def test_a_check_has_the_configurations_of_its_calls(size):
     for options in ({}, dict(return_weights="mean"), dict(dropout_p=0.5), dict(bias=True)):
         bias = options.pop("bias", False)
         p = validate.build("dot", *[torch.zeros(1, 1, 20, size)] * 3, **options).p
-        cases = self_check.cases_of(registry.check_of("triton", p, bias))
+        cases = self_check.cases_of(registry.check_of("triton", p, bias), p.device)
         assert {config.size_class(max(case.D, case.E)) for case in cases} == {
             config.size_class(size)
         }

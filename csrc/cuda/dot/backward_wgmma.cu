@@ -4,7 +4,8 @@
 //   dk, dv: for (b, key head, 128 keys)   K, V stay; Q, dO of the heads that share them pass by
 //   dq:     for (b, h, 128 queries)       Q, dO stay; K, V pass by
 //
-// Both are one kernel: a block is a producer and two consumers of 64 keys, or queries.
+// Both are one kernel: a block is a producer and two consumers of 64 keys, or queries. It owns one
+// such tile after the other, where their work is even.
 //
 //   producer   for tiles of 64 queries, or keys: copies both operands into the next stage that is
 //              free, with the stats of its rows
@@ -23,6 +24,18 @@
 
 namespace fastattn::cuda {
 namespace {
+
+// The keys of tile `number` of all shares, and the first of the heads that share them.
+FASTATTN_DEVICE Place keys_at(const AttentionParams& p, uint32_t number, int share) {
+  HeadTile at = tile_of(number, ceil_div(p.N, kRowTile), share);
+  const int64_t h = take_digit(&at.head, p.Hkv);
+  return place(p, at.head, h * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0,
+               at.tile * kRowTile);
+}
+template <bool kOfKeys>
+FASTATTN_DEVICE Place owned_at(const AttentionParams& p, uint32_t number, int share) {
+  return kOfKeys ? keys_at(p, number, share) : queries_at<kRowTile>(p, number, share);
+}
 
 // ---- the producer: a warp ----
 //
@@ -68,32 +81,41 @@ FASTATTN_DEVICE void load_own(const WgmmaGradArgs& a, const Place& at,
 }
 
 template <bool kOfKeys, int kDim>
-FASTATTN_DEVICE void produce(const WgmmaGradArgs& a, const Place& at, const PassingTiles& tiles,
+FASTATTN_DEVICE void produce(const WgmmaGradArgs& a, const DenseKeys& dense,
                              WgmmaGradMemory<kDim>& memory) {
-  if (PassingTiles::count(tiles) == 0) return;
-  load_own<kOfKeys>(a, at, memory);
   Stage<GradPlan<kDim>::kStages> to;
+  for_shares<false>(a.shares, [&](uint32_t number, uint32_t turn) {
+    const Place at = owned_at<kOfKeys>(a.p, number, a.shares.tiles);
+    const PassingTiles tiles = passing_tiles<kOfKeys>(a, dense, at);
+    const auto own = [&] {
+      wait_for_phase(&memory.own_empty, turn % 2 ^ 1);
+      memory.tiles = tiles;
+      load_own<kOfKeys>(a, at, memory);
+    };
+    if (PassingTiles::count(tiles) == 0) own();
 #pragma unroll 1
-  for (int n = 0; n < PassingTiles::count(tiles); ++n, to = to.next()) {
-    const Place here = at_passing<kOfKeys>(a.p, at, tiles, n);
-    Barrier* const full = &memory.full[to.number];
-    wait_for_phase(&memory.empty[to.number], to.parity ^ 1);
-    if (lane() == 0) {
-      arrive_and_expect(full, sizeof(memory.passing[0]));
-      for (int which = 0; which < 2; ++which)
-        load_operand(a.passing[which], full, kOfKeys ? here.i0 : here.j0,
-                     kOfKeys ? here.h : here.hkv, here.b, memory.passing[to.number][which]);
+    for (int n = 0; n < PassingTiles::count(tiles); ++n, to = to.next()) {
+      const Place here = at_passing<kOfKeys>(a.p, at, tiles, n);
+      Barrier* const full = &memory.full[to.number];
+      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);
+      if (lane() == 0) {
+        arrive_and_expect(full, sizeof(memory.passing[0]));
+        for (int which = 0; which < 2; ++which)
+          load_operand(a.passing[which], full, kOfKeys ? here.i0 : here.j0,
+                       kOfKeys ? here.h : here.hkv, here.b, memory.passing[to.number][which]);
+      }
+      if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);
+      arrive_with_stats(full);
+      if (n == 0) own();
     }
-    if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);
-    arrive_with_stats(full);
-  }
+  });
 }
 
 // ---- the block ----
 
 template <int kDim>
 FASTATTN_DEVICE void init_barriers(WgmmaGradMemory<kDim>& memory) {
-  init_barrier(&memory.own_full, 2);
+  init_barrier(&memory.own_full, 2), init_barrier(&memory.own_empty, kConsumers * kWarps);
   for (int n = 0; n < GradPlan<kDim>::kStages; ++n) {
     init_barrier(&memory.full[n], 2);
     init_barrier(&memory.empty[n], kConsumers * kWarps);
@@ -101,17 +123,11 @@ FASTATTN_DEVICE void init_barriers(WgmmaGradMemory<kDim>& memory) {
   publish_barriers();
 }
 
-// The keys of a block, and the first of the heads that share them.
-[[maybe_unused]] FASTATTN_DEVICE Place block_keys(const AttentionParams& p, uint32_t block) {
-  const int64_t tile = take_digit(&block, ceil_div(p.N, kRowTile)), h = take_digit(&block, p.Hkv);
-  return place(p, block, h * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kRowTile);
-}
-
 // Of a consumer's own tile, whose sums these are.
 template <bool kOfKeys, DType kType, int kDim>
-FASTATTN_DEVICE void write(const WgmmaGradArgs& a, const Place& at,
-                           const GradConsumer<kOfKeys, kType, kDim>& from) {
+FASTATTN_DEVICE void write(const WgmmaGradArgs& a, const GradConsumer<kOfKeys, kType, kDim>& from) {
   const BackwardParams& p = a.p;
+  const Place& at = from.at;
   const float zero = zero_of(from.of_scores) + zero_of(from.of_weights);
   if constexpr (kOfKeys) {
     const int64_t tile = (at.b * p.Hkv + at.hkv) * ceil_div(p.N, kTile) + at.j0 / kTile;
@@ -139,26 +155,26 @@ template <bool kOfKeys, DType kType, int kDim>
 FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
   WgmmaGradMemory<kDim>& memory = *static_cast<WgmmaGradMemory<kDim>*>(shared_boxes());
   if (thread() == 0) init_barriers(memory);
-  Place at = kOfKeys ? block_keys(a.p, blockIdx.x) : queries_at<kRowTile>(a.p, blockIdx.x);
-  if (dense_is_of_keys(a.p.mask)) scan_keys(a.p.mask, at.b, reach<kOfKeys>(a.p, at), memory.kept);
+  if (dense_is_of_keys(a.p.mask)) {  // a block has one tile then
+    const Place at = owned_at<kOfKeys>(a.p, blockIdx.x, 1);
+    scan_keys(a.p.mask, at.b, reach<kOfKeys>(a.p, at), memory.kept);
+  }
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
-  const PassingTiles tiles = passing_tiles<kOfKeys>(a, dense_keys(a.p, memory.kept), at);
   if (group == kConsumers) {
     give_registers<GradGroups::kProducerRegisters>();
-    if (warp() % kWarps == 0) produce<kOfKeys>(a, at, tiles, memory);
+    const DenseKeys dense = dense_keys(a.p, memory.kept);
+    if (warp() % kWarps == 0) produce<kOfKeys>(a, dense, memory);
     return;
   }
   take_registers<GradGroups::kConsumerRegisters>();
-  if constexpr (kOfKeys) {
-    at.j0 += group * kTile, at.cols = extent(a.p.N, at.j0);
-  } else {
-    at.i0 += group * kTile, at.rows = extent(a.p.M, at.i0);
-  }
-  GradConsumer<kOfKeys, kType, kDim> mine(a, at, memory, group);
-  mine.run(tiles);
-  write(a, at, mine);
+  GradConsumer<kOfKeys, kType, kDim> mine(a, memory, group);
+  for_shares<false>(a.shares, [&](uint32_t number, uint32_t turn) {
+    mine.begin(owned_at<kOfKeys>(a.p, number, a.shares.tiles));
+    mine.run(turn);
+    write(a, mine);
+  });
 }
 
 template <DType kType, int kDim>
@@ -189,16 +205,16 @@ void launch(WgmmaGradArgs a, const CUtensorMap (&maps)[4], const GradMarks& mark
             Launcher& launcher) {
   constexpr size_t kShared = sizeof(WgmmaGradMemory<kDim>);
   const BackwardParams& p = a.p;
-  const auto choose = [&](const CUtensorMap* own, const CUtensorMap* passing, uint32_t* marks) {
+  const auto choose = [&](const CUtensorMap* own, const CUtensorMap* passing, uint32_t* marks,
+                          int64_t heads, int64_t rows) {
     for (int n = 0; n < 2; ++n) a.own[n] = own[n], a.passing[n] = passing[n];
     a.marks = reinterpret_cast<uint8_t*>(marks);
+    a.shares = share_out(p, p.B * heads, ceil_div(rows, kRowTile), true);
   };
-  choose(maps + 2, maps, marks.queries);
-  launcher.run(sdpa_wgmma_dq_kernel<kType, kDim>, p.B * p.H * ceil_div(p.M, kRowTile), kBlock,
-               kShared, a);
-  choose(maps, maps + 2, marks.keys);
-  launcher.run(sdpa_wgmma_dkdv_kernel<kType, kDim>, p.B * p.Hkv * ceil_div(p.N, kRowTile), kBlock,
-               kShared, a);
+  choose(maps + 2, maps, marks.queries, p.H, p.M);
+  launcher.run(sdpa_wgmma_dq_kernel<kType, kDim>, a.shares.blocks, kBlock, kShared, a);
+  choose(maps, maps + 2, marks.keys, p.Hkv, p.N);
+  launcher.run(sdpa_wgmma_dkdv_kernel<kType, kDim>, a.shares.blocks, kBlock, kShared, a);
 }
 
 }  // namespace
@@ -222,7 +238,7 @@ bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& 
     if (!make_tensor_map(list[n].view, list[n].size, kTile, &maps[n])) return false;
   with_operands(p, [&](auto type, auto dim, auto curved) {
     if constexpr (!curved)
-      launch<type, dim>({p, spans, unit_of(p), nullptr, {}, {}}, maps, marks, launcher);
+      launch<type, dim>({p, {}, spans, unit_of(p), nullptr, {}, {}}, maps, marks, launcher);
   });
   return true;
 }

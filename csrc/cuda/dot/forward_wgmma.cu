@@ -2,7 +2,7 @@
 // forward.cu, and its results up to rounding:
 //
 //   for (b, h, tile of 64 queries a consumer)   a block: a producer, and two consumers or three;
-//                                               it takes tile after tile, if all have equal work
+//                                               it takes tile after tile, where their work is even
 //     producer   for tiles of 128 or 80 keys: copies K, then V, into the next stage that is free
 //     consumer   S_0 = Q K_0^T -> masked -> P_0
 //       for n = 1, 2, ...                       masked tiles first, tiles without a mask after them
@@ -30,7 +30,6 @@ namespace {
 template <int kDim>
 FASTATTN_DEVICE KeyTiles tiles_of(const WgmmaArgs& a, const DenseKeys& dense, const Place& at) {
   using Of = Plan<kDim>;
-  if (at.rows <= 0) return {0, 0, 0, 0};
   return key_tiles<Of::kKeys>(a.p, masks_every_tile, dense, at.b, at.i0,
                               min64(a.p.M, at.i0 + Of::kRowTile));
 }
@@ -66,7 +65,8 @@ template <int kDim, bool kOnce>
 FASTATTN_DEVICE void produce(const WgmmaArgs& a, const DenseKeys& dense,
                              WgmmaMemory<kDim>& memory) {
   Stage<Plan<kDim>::kStages> to;
-  for_queries<Plan<kDim>::kRowTile, kOnce>(a.p, a.shares, [&](const Place& at, uint32_t turn) {
+  for_shares<kOnce>(a.shares, [&](uint32_t number, uint32_t turn) {
+    const Place at = queries_at<Plan<kDim>::kRowTile>(a.p, number, a.shares.tiles);
     const KeyTiles keys = tiles_of<kDim>(a, dense, at);
     const int count = KeyTiles::count(keys);
     if (count == 0) load_queries<kDim>(a, at, keys, turn, memory);
@@ -118,8 +118,8 @@ FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   }
   take_registers<Of::kConsumerRegisters>();
   Consumer<kType, kDim, kCurved> mine(a, memory, group);
-  for_queries<Of::kRowTile, kCurved>(p, a.shares, [&](const Place& at, uint32_t turn) {
-    mine.begin(at);
+  for_shares<kCurved>(a.shares, [&](uint32_t number, uint32_t turn) {
+    mine.begin(queries_at<Of::kRowTile>(p, number, a.shares.tiles));
     mine.run(turn);
     mine.write();
   });
@@ -131,26 +131,12 @@ __global__ void __launch_bounds__(Plan<kDim>::kBlock, 1)
   if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim, kCurved>(a);
 }
 
-// Where all shares have as many keys, each multiprocessor gets a block, which loads the next tile
-// while the last one ends. Else a block has one tile, and the device deals them out. So it does
-// where more than a sixteenth of the last pairs' time would be lost.
-template <int kRowTile, bool kOnce>
-Shares share_queries(const ForwardParams& p) {
-  const int64_t tiles = ceil_div(p.M, kRowTile), heads = p.B * p.H,
-                most = max64(1, multiprocessors());
-  const Shares dealt_out = {1, heads * tiles, heads * tiles};
-  if (kOnce || keys_vary(p.mask)) return dealt_out;
-  if (!later_rows_keep_more(p.mask, p.N)) return {1, heads * tiles, min64(heads * tiles, most)};
-  const int64_t pairs = heads * ceil_div(tiles, 2), room = ceil_div(pairs, most) * most;
-  return 16 * (room - pairs) > room ? dealt_out : Shares{2, pairs, most};
-}
-
 template <DType kType, int kDim, bool kCurved>
 bool launch(const ForwardParams& p, Launcher& launcher) {
   using Of = Plan<kDim>;
   constexpr auto kKernel = sdpa_wgmma_kernel<kType, kDim, kCurved>;
   constexpr size_t kShared = sizeof(WgmmaMemory<kDim>);
-  WgmmaArgs a = {p, share_queries<Of::kRowTile, kCurved>(p), {}, {}, {}};
+  WgmmaArgs a = {p, share_out(p, p.B * p.H, ceil_div(p.M, Of::kRowTile), !kCurved), {}, {}, {}};
   launcher.prepare(kKernel, kShared);  // before the maps: the thread may be new to CUDA
   const bool made = make_tensor_map(p.q, {p.B, p.H, p.M, p.D}, kTile, &a.q) &&
                     make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, Of::kKeys, &a.k) &&

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cuda/dot/wgmma_choice.h"
+#include "problem/mask.h"
 
 namespace fastattn::cuda {
 namespace {
@@ -57,6 +58,15 @@ bool wgmma_is_chosen() {
 
 bool wgmma_can_run() { return kIsBuilt && is_sm90(); }
 
-int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
+Shares share_out(const AttentionParams& p, int64_t heads, int64_t tiles, bool may_stay) {
+  const int64_t all = heads * tiles, most = attribute(cudaDevAttrMultiProcessorCount);
+  const Shares dealt_out = {1, all, all};
+  if (!may_stay || keys_vary(p.mask) || all <= most || most == 0) return dealt_out;
+  if (tiles == 1 || band_keeps_all(p.mask, p.M, p.N)) return {1, all, most};
+  const int64_t pairs = all / 2, room = ceil_div(pairs, most) * most;
+  // Staying saves a pair the time of 512 keys at least. So much of all blocks' time may be idle.
+  const bool even = all % 2 == 0 && (room - pairs) * p.N <= 512 * room;
+  return even ? Shares{2, pairs, min64(pairs, most)} : dealt_out;
+}
 
 }  // namespace fastattn::cuda

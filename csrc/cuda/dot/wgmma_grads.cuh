@@ -13,6 +13,7 @@ constexpr int kOfScores = 0, kOfGrads = 1;
 
 struct WgmmaGradArgs {
   BackwardParams p;
+  Shares shares;
   Spans spans;
   float unit;  // of logits
   uint8_t* marks;
@@ -30,6 +31,26 @@ struct GradPlan {
   static constexpr int kStages = kDim == 64 ? 4 : 3, kPanels = kDim / kPanel;
 };
 
+struct PassingTile {
+  int head, tile;
+};
+// The tiles that pass by: those of `heads` heads, masked ones first.
+struct PassingTiles {
+  KeyTiles of_head;
+  int heads;
+
+  FASTATTN_DEVICE int masked(const PassingTiles& x) {
+    return x.heads * KeyTiles::masked(x.of_head);
+  }
+  FASTATTN_DEVICE int count(const PassingTiles& x) { return x.heads * KeyTiles::count(x.of_head); }
+  FASTATTN_DEVICE PassingTile at(const PassingTiles& x, int n) {
+    const int masked = KeyTiles::masked(x.of_head), late = n - x.heads * masked;
+    const int each = late < 0 ? masked : KeyTiles::count(x.of_head) - masked;
+    const int m = late < 0 ? n : late, head = x.heads == 1 ? 0 : m / each;
+    return {head, KeyTiles::at(x.of_head, m - head * each + (late < 0 ? 0 : masked))};
+  }
+};
+
 template <int kDim>
 struct alignas(1024) WgmmaGradMemory {
   using Of = GradPlan<kDim>;
@@ -37,8 +58,9 @@ struct alignas(1024) WgmmaGradMemory {
   Operand own[2][kConsumers];
   Operand passing[Of::kStages][2];
   RowMemory rows[Of::kStages];  // of a consumer, or of what passes by
-  Barrier own_full, full[Of::kStages], empty[Of::kStages];
+  Barrier own_full, own_empty, full[Of::kStages], empty[Of::kStages];
   KeptKeys kept[GradGroups::kBlockWarps];
+  PassingTiles tiles;  // for what the block owns now
 };
 
 // ---- which tiles ----
@@ -57,26 +79,6 @@ FASTATTN_DEVICE RowRange visited_rows(const WgmmaGradArgs& a, const Place& at, i
   }
   return rows;
 }
-
-struct HeadTile {
-  int head, tile;
-};
-// The tiles that pass by: those of `heads` heads, masked ones first.
-struct PassingTiles {
-  KeyTiles of_head;
-  int heads;
-
-  FASTATTN_DEVICE int masked(const PassingTiles& x) {
-    return x.heads * KeyTiles::masked(x.of_head);
-  }
-  FASTATTN_DEVICE int count(const PassingTiles& x) { return x.heads * KeyTiles::count(x.of_head); }
-  FASTATTN_DEVICE HeadTile at(const PassingTiles& x, int n) {
-    const int masked = KeyTiles::masked(x.of_head), late = n - x.heads * masked;
-    const int each = late < 0 ? masked : KeyTiles::count(x.of_head) - masked;
-    const int m = late < 0 ? n : late, head = x.heads == 1 ? 0 : m / each;
-    return {head, KeyTiles::at(x.of_head, m - head * each + (late < 0 ? 0 : masked))};
-  }
-};
 
 template <bool kOfKeys>
 FASTATTN_DEVICE PassingTiles passing_tiles(const WgmmaGradArgs& a, const DenseKeys& dense,
@@ -101,7 +103,7 @@ FASTATTN_DEVICE PassingTiles passing_tiles(const WgmmaGradArgs& a, const DenseKe
 template <bool kOfKeys>
 FASTATTN_DEVICE Place at_passing(const AttentionParams& p, Place at, const PassingTiles& tiles,
                                  int n) {
-  const HeadTile which = PassingTiles::at(tiles, n);
+  const PassingTile which = PassingTiles::at(tiles, n);
   const int64_t first = int64_t{which.tile} * kTile;
   if constexpr (kOfKeys) {
     at.h += which.head, at.i0 = first, at.rows = extent(p.M, first);
@@ -126,7 +128,7 @@ struct GradConsumer {
   // memory gives if both operands come from there. At 128, an H200 is slower with one in registers.
   static constexpr int kHeld = kDim == 64 ? 2 : 0, kSteps = kDim / 16;
   const WgmmaGradArgs& a;
-  const Place& at;
+  Place at = {};
   Memory& memory;
   int group;
   uint64_t own, passing, down;  // descriptors: of what S is made of, in stage 0
@@ -138,10 +140,8 @@ struct GradConsumer {
   float of_scores[kDim / 8][4] = {};                       // dK or dQ, without the scale
   float of_weights[kOfKeys ? kDim / 8 : 1][4] = {};        // dV
 
-  __device__ __forceinline__ GradConsumer(const WgmmaGradArgs& a, const Place& at, Memory& memory,
-                                          int group)
+  __device__ __forceinline__ GradConsumer(const WgmmaGradArgs& a, Memory& memory, int group)
       : a(a),
-        at(at),
         memory(memory),
         group(group),
         own(describe(memory.own[kOfScores][group], kAlongRows)),
@@ -182,7 +182,7 @@ struct GradConsumer {
     if constexpr (kWhich < kHeld)
       start_scores<kType>(held[kWhich], other, to, keep);
     else
-      start_scores<kType, Of::kPanels>(advance(own, kWhich * kOwn), other, to, keep);
+      start_scores<kType, Of::kPanels>(advance(here(own), kWhich * kOwn), other, to, keep);
   }
   // Starts S, and dP on top of what is there if `keep`. Before the first tile dS is 0, and its
   // product with what is in that tile's stage adds nothing.
@@ -243,20 +243,52 @@ struct GradConsumer {
     end_tile();
   }
 
-  __device__ __forceinline__ void run(const PassingTiles& tiles) {
-    const int count = PassingTiles::count(tiles), masked = PassingTiles::masked(tiles);
-    if (count == 0) return;
-    wait_for_phase(&memory.own_full, 0);
+  // What the block owns now, of which this is a part.
+  __device__ __forceinline__ void begin(const Place& block) {
+    at = block;
+    if constexpr (kOfKeys) {
+      at.j0 += group * kTile, at.cols = extent(a.p.N, at.j0);
+    } else {
+      at.i0 += group * kTile, at.rows = extent(a.p.M, at.i0);
+    }
+    last = stage.number;
+    clear(of_scores), clear(of_weights);
+#pragma unroll
+    for (int n = 0; n < kTile / 4; ++n) dw[n / 4][n % 4] = 0;
+  }
+
+  // Read where they are used: kept over a loop, they would take registers.
+  __device__ __forceinline__ PassingTiles tiles() {
+    const volatile PassingTiles& x = memory.tiles;
+    const volatile KeyTiles& y = x.of_head;
+    return {{y.first, y.end, y.full_first, y.full_end}, x.heads};
+  }
+  __device__ __forceinline__ int count() { return same_for_warp(PassingTiles::count(tiles())); }
+  // Before a loop: see Consumer.
+  __device__ __forceinline__ void keep_uniform() {
+    stage = {same_for_warp(stage.number), same_for_warp(stage.parity)};
+    last = same_for_warp(last);
+  }
+
+  __device__ __forceinline__ void run(uint32_t turn) {
+    wait_for_phase(&memory.own_full, turn % 2);
     hold_own();
+    const int masked = same_for_warp(PassingTiles::masked(tiles()));
+    const bool any = count() > 0;
     int n = 0;
+    keep_uniform();
 #pragma unroll 1
-    for (; n < masked; ++n) masked_tile(at_passing<kOfKeys>(a.p, at, tiles, n), n == 0);
+    for (; n < masked; ++n) masked_tile(at_passing<kOfKeys>(a.p, at, tiles(), n), n == 0);
+    keep_uniform();
 #pragma unroll 1
-    for (; n < count; ++n) full_tile(n == 0);
+    for (int left = count() - n; left > 0; --left) full_tile(n == 0), n = 1;
+    __syncwarp();  // its lanes have read the stats
+    release(&memory.own_empty);
     if constexpr (kAhead) {
+      if (!any) return;
       start_of_scores(last);
       wait_for_products<0>();
-      hold(dw), hold(of_scores);
+      leave(last, true);
     }
   }
 };
