@@ -143,7 +143,8 @@ def check_dims(**tensors: Tensor) -> None:
 def check_features(name: str, x: Tensor, features: int) -> None:
     """Raises TypeError or ValueError unless ``x`` is a tensor of so many features; 0 for any."""
     check_tensors(**{name: x})
-    if x.dim() == 0 or features not in (0, x.shape[-1]):
+    # Compared one by one: compiled for dynamic shapes, `in` a tuple finds no size.
+    if x.dim() == 0 or (features and features != x.shape[-1]):
         expected = f"{features} features" if features else "features in its last dim"
         raise ValueError(f"{name}: expected {expected}, got {list(x.shape)}")
 

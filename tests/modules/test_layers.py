@@ -109,6 +109,15 @@ def test_features_that_do_not_fit(name):
             called(name, module, (D, 6))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_features_of_compiled_code_for_any_size(name):
+    """Sizes are symbols there, features too."""
+    module = MODULES[name]()
+    compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(called(name, compiled), called(name, module))
+
+
 def test_features_that_no_score_reads():
     x = torch.randn(2, 3, 6)
     module = LocalAttention(D)
