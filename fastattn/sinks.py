@@ -94,11 +94,12 @@ def gradient(
     # A row without keys has the output 0, whatever its gradient is.
     shift, factor = stats[..., 0], stats[..., 1]
     delta = delta.masked_fill_(factor == 0, 0.0)
+    # Not in place: with is_grads_batched, only some of these may have the batch.
     if grad_weights is not None:
         terms = (weights * grad_weights).masked_fill_(weights == 0, 0.0)  # garbage behind a mask
-        delta += terms.sum(-1, dtype=lse.dtype)
+        delta = delta + terms.sum(-1, dtype=lse.dtype)
     if grad_lse is not None:
-        delta -= grad_lse
+        delta = delta - grad_lse
     taken = torch.sub(sink.to(shift.dtype)[..., None], shift, alpha=unit).exp_().mul_(factor)
     # Where the factor has lost its digits, the sink has all of a row, and the log-sum-exp is it.
     taken = torch.where(factor < _LEAST_FACTOR, reference.sink_weight(sink, lse), taken)

@@ -128,8 +128,9 @@ def test_derivatives(returned):
             q, q, q, sink=sink, return_weights=returned, return_lse=returned is not None, mask=mask
         )
 
-    assert torch.autograd.gradcheck(attend, two_heads(), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(attend, two_heads(), check_fwd_over_rev=True)
+    batched = dict(check_batched_grad=True)
+    assert torch.autograd.gradcheck(attend, two_heads(), check_forward_ad=True, **batched)
+    assert torch.autograd.gradgradcheck(attend, two_heads(), check_fwd_over_rev=True, **batched)
 
 
 def test_a_sink_that_is_constant():
