@@ -240,6 +240,9 @@ class TestNadarayaWatson:
         for bad in (True, np.True_):
             with pytest.raises(TypeError, match=r"bandwidth: expected a number.* got bool"):
                 NadarayaWatson(bad)
+        for bad in ("a", None, [1.0, None], 1j, torch.tensor(1 + 1j), torch.tensor(True)):
+            with pytest.raises(TypeError, match=r"bandwidth: expected a number, or one for each"):
+                NadarayaWatson(bad)
         with pytest.raises(ValueError, match="3 features"):
             NadarayaWatson([1.0, 2.0, 3.0])(*tensors)
         with pytest.raises(ValueError, match=r"queries: .*like keys"):

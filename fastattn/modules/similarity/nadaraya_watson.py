@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastattn.modules import single_head
 from fastattn.modules.jagged import longest, takes_jagged
 from fastattn.modules.single_head import Masks
-from fastattn.problem import Mask, arguments
+from fastattn.problem import Mask
 from fastattn.problem.jagged import is_jagged
 
 
@@ -36,6 +36,7 @@ class NadarayaWatson(single_head.Attention):
             bandwidth by some percent.
 
     Raises:
+        TypeError: a bandwidth is no number.
         ValueError: a bandwidth is not positive, or ``dropout`` is not in [0, 1].
 
     A query without keys has output 0, and so has one that is farther than 1e19 bandwidths from all
@@ -63,8 +64,7 @@ class NadarayaWatson(single_head.Attention):
         super().__init__()
         single_head.check_dropout(dropout)
         self.dropout = dropout
-        if arguments.is_bool(bandwidth):
-            raise TypeError("bandwidth: expected a number, or one for each feature, got bool")
+        _check_numbers(bandwidth)
         wide = _wide(dtype or torch.get_default_dtype())
         start = torch.as_tensor(bandwidth, dtype=wide, device=device)
         if start.dim() > 1 or not (start.is_meta or (start > 0).all()):
@@ -176,6 +176,19 @@ class NadarayaWatson(single_head.Attention):
         """What ``repr`` shows."""
         h = self.bandwidth.detach()
         return f"bandwidth={h if h.is_meta else h.tolist()}"
+
+
+def _check_numbers(bandwidth: Any) -> None:
+    """Raises TypeError for what is no number and no sequence of numbers. A bool is no number."""
+    expected = "bandwidth: expected a number, or one for each feature"
+    x = bandwidth
+    if not isinstance(x, Tensor):
+        try:  # on a CPU, where errors are of values alone
+            x = torch.as_tensor(x, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{expected}, got {bandwidth!r}") from error
+    if x.dtype == torch.bool or x.is_complex():
+        raise TypeError(f"{expected}, got {str(x.dtype).removeprefix('torch.')}")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
