@@ -199,6 +199,13 @@ def check_dropout(dropout: float) -> None:
         raise ValueError(f"dropout must be in [0, 1], but got {dropout}")
 
 
+def check_sizes(**sizes: int | None) -> None:
+    """Raises TypeError or ValueError unless all are positive ints, or None."""
+    for name, size in sizes.items():
+        if size is not None:
+            arguments.check_int(name, size, 1)
+
+
 def check_cache(cache: Tensor, values: Tensor, features: int) -> None:
     """Raises unless ``cache`` is a tensor from ``project_keys`` whose sizes fit ``values``."""
     if not isinstance(cache, torch.Tensor):

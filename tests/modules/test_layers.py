@@ -118,6 +118,27 @@ def test_features_of_compiled_code_for_any_size(name):
     torch.testing.assert_close(called(name, compiled), called(name, module))
 
 
+SIZES = {
+    "additive": (AdditiveAttention, dict(query_dim=D, key_dim=D, hidden_dim=D)),
+    "location": (LocationSensitiveAttention, dict(query_dim=D, key_dim=D, hidden_dim=D)),
+    "luong": (LuongAttention, dict(query_dim=D, key_dim=D, hidden_dim=D, value_dim=D)),
+    "hard": (HardAttention, dict(query_dim=D, key_dim=D, hidden_dim=D)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_are_none(name):
+    module, sizes = SIZES[name]
+    method = {"method": "concat"} if "value_dim" in sizes else {}
+    module(**sizes, **method)
+    for size in sizes:
+        for bad in (0, -1):
+            with pytest.raises(ValueError, match=f"{size}: expected 1 or more, got {bad}"):
+                module(**sizes | {size: bad}, **method)
+        with pytest.raises(TypeError, match=f"{size}: expected an int, got float"):
+            module(**sizes | {size: 2.5}, **method)
+
+
 def test_features_that_no_score_reads():
     x = torch.randn(2, 3, 6)
     module = LocalAttention(D)

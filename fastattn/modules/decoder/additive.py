@@ -38,7 +38,8 @@ class AdditiveAttention(single_head.Attention):
             ``store_weights``, detached.
 
     Raises:
-        ValueError: ``dropout`` is not in [0, 1].
+        TypeError: a size is no int.
+        ValueError: a size is not positive, or ``dropout`` is not in [0, 1].
 
     This differs from the textbook on purpose. A query with ``valid_lens`` 0 gets output 0, not the
     average of the padding's values. Returned weights are those that multiplied the values, after
@@ -69,6 +70,7 @@ class AdditiveAttention(single_head.Attention):
     ) -> None:
         super().__init__()
         single_head.check_dropout(dropout)
+        single_head.check_sizes(query_dim=query_dim, key_dim=key_dim, hidden_dim=hidden_dim)
         self.W_k = nn.Linear(key_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.W_q = nn.Linear(query_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.w_v = nn.Linear(hidden_dim, 1, bias=bias, device=device, dtype=dtype)

@@ -36,6 +36,7 @@ class Alignment(nn.Module):
         dtype (torch.dtype, optional): of the parameters.
 
     Raises:
+        TypeError: a size is no int.
         ValueError: an unknown method, or sizes that it does not take.
     """
 
@@ -49,6 +50,7 @@ class Alignment(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        single_head.check_sizes(query_dim=query_dim, key_dim=key_dim, hidden_dim=hidden_dim)
         key_dim = query_dim if key_dim is None else key_dim
         if method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")

@@ -58,6 +58,7 @@ class HardAttention(nn.Module):
         dtype (torch.dtype, optional): of the parameters.
 
     Raises:
+        TypeError: a size is no int.
         ValueError: an unknown method, or sizes that it does not take.
 
     Hooks of ``w_v``, which ``concat`` has, do not run, because only its weight is read.

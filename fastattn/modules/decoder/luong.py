@@ -39,6 +39,7 @@ class LuongAttention(single_head.Attention):
         dtype (torch.dtype, optional): of the parameters.
 
     Raises:
+        TypeError: a size is no int.
         ValueError: an unknown method, sizes that it does not take, or a dropout outside [0, 1].
 
     A query without keys has context 0. Hooks of ``w_v``, which ``concat`` has, do not run, because
@@ -72,6 +73,7 @@ class LuongAttention(single_head.Attention):
     ) -> None:
         super().__init__()
         single_head.check_dropout(dropout)
+        single_head.check_sizes(value_dim=value_dim)
         self.score = Alignment(query_dim, key_dim, method, hidden_dim, device=device, dtype=dtype)
         self.dropout = dropout
         self.W_c = None
