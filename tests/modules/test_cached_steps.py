@@ -297,6 +297,17 @@ def test_errors_are_those_of_the_ordinary_way(operator_calls):
     for own, y, error, message in wrong:
         with pytest.raises(error, match=message):
             own(y, y, y, cache=cache)
+    static, y = memory_of(module, 5), torch.randn(B, 2, 4)
+    wrong = [
+        (drawn().double(), x.double(), "float32 on cpu, but the new queries are .*float64"),
+        (others, x, "2 heads of 4, .*, but the new queries are batch 3, 4 heads of 2"),
+        (MultiheadAttention(4, 1, batch_first=True), y, "but the new queries are .* 1 heads of 4"),
+    ]
+    for own, y, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            own(y, None, None, cache=static)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x, None, None, cache=static)[0].dtype == torch.bfloat16
     with pytest.raises(TypeError, match="KVCache"):
         module(x, x, x, cache={})
     assert vars(cache) == before

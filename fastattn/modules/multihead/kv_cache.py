@@ -342,8 +342,10 @@ def _static_step(
     k, v = cache.key, cache.value
     assert k is not None
     assert v is not None
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"cache: holds batch {k.shape[0]}, but query has batch {q.shape[0]}")
+    like_held = k[:, :, :0]  # whose heads would broadcast
+    if arguments.autocasts(q.device.type):  # casts keys that were projected without it
+        like_held = like_held.to(q.dtype)
+    _check_fits("queries", like_held, q)
     return Step(call, q, k, v)
 
 
