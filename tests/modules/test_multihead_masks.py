@@ -232,3 +232,45 @@ def test_float32_mask_with_half_query(tensors):
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
     with pytest.raises(RuntimeError, match="dtype"):
         module(query, key, key, attn_mask=mask)
+
+
+KINDS = torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+def in_kinds(values: list, kinds: tuple) -> list:
+    """Masks of these dtypes, None for None. bfloat16 holds every number, and key 0 stays."""
+    found = []
+    for x, kind in zip(values, kinds, strict=True):
+        x = x.bfloat16().index_fill(1, torch.tensor(0), 1.0)
+        found.append(None if kind is None else x < -1 if kind == torch.bool else x.to(kind))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtypes_of_masks_are_those_of_torch(pair, tensors, dtype, need_weights):
+    """torch adds its masks, so the dtype of the sum counts, and not that of each."""
+    ours, peer = (m.to(dtype).eval() for m in pair)
+    query, key = (t.to(dtype) for t in tensors)
+    g = torch.Generator().manual_seed(3)
+    values = [torch.randn(M, N, generator=g), torch.randn(B, N, generator=g)]
+
+    def call(module, masks):
+        x, y = (t.to(module.in_proj_weight.dtype) for t in (query, key))
+        found = module(x, y, y, masks[1], need_weights, masks[0])
+        return [t for t in found if t is not None]
+
+    for kinds in itertools.product((None, *KINDS), repeat=2):
+        masks = in_kinds(values, kinds)
+        try:
+            call(peer, masks)
+        except RuntimeError:
+            with pytest.raises(RuntimeError, match="dtype"):
+                call(ours, masks)
+            continue
+        # The peer gets masks of one dtype: torch's fused operator may misread others.
+        same = [k if k in (None, torch.bool) else dtype for k in kinds]
+        wide = [k if k in (None, torch.bool) else torch.float64 for k in kinds]
+        truth = call(copy.deepcopy(peer).double(), in_kinds(values, tuple(wide)))
+        assert_close(call(ours, masks), call(peer, in_kinds(values, tuple(same))), truth)

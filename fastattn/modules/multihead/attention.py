@@ -58,6 +58,8 @@ class MultiheadAttention(nn.MultiheadAttention):
       projected tensors; in torch it does. (The projections are plain matrix products: a NaN in an
       input row reaches the gradient of the weights that multiply it, as in any nn.Linear.)
     - Dropout draws other random bits; their statistics are the same.
+    - A float32 mask beside float64 inputs is added as it is. On a CPU, torch 2.13 adds other
+      numbers if there are 8 keys or more and no weights are wanted.
 
     Note:
         nn.TransformerEncoderLayer in eval mode without gradients never calls the ``forward`` of its

@@ -83,26 +83,35 @@ def to_keywords(
             mask = Mask(keep=~padding)
         else:
             bias = padding if bias is None else validate.sum_of_biases(bias, padding, dtype)
+    if pairs is not None and padding is not None and bias is not None:
+        bias = bias.to(torch.promote_types(bias.dtype, dtype))
     return {"attn_mask": keep_pairs, "mask": mask, "bias": bias}
 
 
 def check_float_dtypes(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor, need_weights: bool
 ) -> None:
-    """Raises unless a float mask has the query's dtype.
+    """Raises unless the sum of the masks has the query's dtype, as in torch.
 
-    As in torch, float32 also passes if no weights are wanted, and any dtype under autocast.
+    As there, a boolean mask counts as one of that dtype. float32 also passes if no weights are
+    wanted, and any dtype under autocast.
     """
     allowed = {torch.bool, query.dtype}
     if not need_weights:
         allowed.add(torch.float32)
-    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-        if mask is None or mask.dtype in allowed or torch.is_autocast_enabled(query.device.type):
-            continue
-        raise RuntimeError(
-            f"Expected {name} dtype to be bool or to match query dtype, "
-            f"but got {name}.dtype: {mask.dtype} and query.dtype: {query.dtype} instead."
-        )
+    masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+    kinds = {name: mask.dtype for name, mask in masks.items() if mask is not None}
+    wrong = [name for name, kind in kinds.items() if kind not in allowed]
+    if not wrong or torch.is_autocast_enabled(query.device.type):
+        return
+    added = [query.dtype if kind == torch.bool else kind for kind in kinds.values()]
+    if len(added) == 2 and torch.promote_types(added[0], added[1]) in allowed:
+        return
+    name = wrong[0]
+    raise RuntimeError(
+        f"Expected {name} dtype to be bool or to match query dtype, "
+        f"but got {name}.dtype: {kinds[name]} and query.dtype: {query.dtype} instead."
+    )
 
 
 def _pairs_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
