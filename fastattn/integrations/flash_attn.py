@@ -358,7 +358,7 @@ def _around(
 
 def _window(window_size: Window, causal: bool) -> Window:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size: expected (left, right) ints, got {window_size!r}")
+        raise arguments.no_window("window_size", window_size)
     left, right = (arguments.check_int("window_size", n, -1) for n in window_size)
     return left, 0 if causal else right
 

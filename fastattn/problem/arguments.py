@@ -138,12 +138,20 @@ def window(name: str, given: object) -> tuple[int, int] | None:
     if given is None:
         return None
     if not isinstance(given, (tuple, list)) or len(given) != 2 or not all(is_int(n) for n in given):
-        raise TypeError(f"{name}: expected (left, right) ints, got {given!r}")
+        raise no_window(name, given)
     if min(given) < -1:
         raise ValueError(f"{name}: expected -1 (unbounded) or more, got {tuple(given)}")
     # Sizes end far below _FAR: beyond it there is no bound, and no sum that passes 64 bits.
     left, right = (-1 if n >= _FAR else as_int(n) for n in given)
     return left, right
+
+
+def no_window(name: str, given: object) -> TypeError:
+    """The error for what is no (left, right), and what to write for one number."""
+    hint = ""
+    if is_int(given):
+        hint = f": write ({given}, {given}), or ({given}, 0) without later keys"
+    return TypeError(f"{name}: expected (left, right) ints, got {given!r}{hint}")
 
 
 # ---- tensors whose memory is not their value ----

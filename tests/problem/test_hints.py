@@ -24,6 +24,13 @@ WRONG = {
     "causal": (
         lambda: sdpa(Q, Q, Q, mask=Mask(causal=True)),
         "got a bool: write causal='top_left', or causal='bottom_right'$"),
+    "a window": (
+        lambda: sdpa(Q, Q, Q, mask=Mask(window=3)),
+        r"^mask.window: .* got 3: write \(3, 3\), or \(3, 0\) without later keys$"),
+    "a window of documents": (
+        lambda: Mask.documents(lengths=[5], window=3), r"^window: .* got 3: write \(3, 3\), or"),
+    "half a window": (
+        lambda: sdpa(Q, Q, Q, mask=Mask(window=(3,))), r"^mask.window: .* ints, got \(3,\)$"),
     "a column": (
         lambda: sdpa(Q, Q, Q, mask=Mask(kv_len=torch.ones(2, 1).long())), r"write .flatten\(\)$"),
     "lengths of heads": (
