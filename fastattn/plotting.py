@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,10 +51,11 @@ def plot_attention(
     Raises:
         ValueError: weights do not have 2 or 3 dims, or the number of labels is not that of rows,
             columns or heads.
+        TypeError: a label or the title is no text.
         ImportError: matplotlib is not installed.
 
-    Labels may be Chinese, Japanese or Korean if a font for them is installed. Otherwise a warning
-    says how to get one.
+    A label is shown as it is written, dollar signs too. It may be Chinese, Japanese or Korean if a
+    font for that is installed. Otherwise a warning says how to get one.
 
     Example:
         >>> words, q = "the cat sat".split(), torch.randn(1, 4, 3, 8)
@@ -68,8 +69,12 @@ def plot_attention(
         raise ImportError(
             "plot_attention needs matplotlib: pip install 'fastattn[plot]'"
         ) from error
-    panels = _panels(weights, rows, columns, names)
+    panels = _panels(weights)
     heads, M, N = panels.shape
+    rows, columns = _texts("rows", rows, M), _texts("columns", columns, N)
+    names = _texts("names", names, heads)
+    if title is not None and not isinstance(title, str):
+        raise _no_text("title", title)
     across = math.ceil(math.sqrt(heads))
     down = math.ceil(heads / across) if heads else 1
     width, height = (min(max(n * CELL, SMALLEST), LARGEST) for n in (N, M))
@@ -79,6 +84,7 @@ def plot_attention(
         names = [f"head {n}" for n in range(heads)]
     options: dict[str, Any] = dict(vmin=0.0, vmax=float(panels.max()) if panels.numel() else 1.0)
     font = _font([*(rows or ()), *(columns or ()), *(names or ()), title or ""])
+    style = {"parse_math": False, **font}
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     image = None
     for n, axis in enumerate(axes):
@@ -86,50 +92,59 @@ def plot_attention(
             axis.set_axis_off()
             continue
         image = axis.imshow(panels[n].numpy(), aspect="auto", cmap="viridis", **options)
-        _label(axis, rows, columns, font)
+        _label(axis, rows, columns, style)
         if names is not None:
-            axis.set_title(names[n], fontsize=9, **font)
+            axis.set_title(names[n], fontsize=9, **style)
     if title is not None:
-        figure.suptitle(title, **font)
+        figure.suptitle(title, **style)
     if image is not None:
         figure.colorbar(image, ax=axes, shrink=0.8, label="weight")
     return figure
 
 
-def _panels(
-    weights: Tensor,
-    rows: Sequence[str] | None,
-    columns: Sequence[str] | None,
-    names: Sequence[str] | None,
-) -> Tensor:
+def _panels(weights: Tensor) -> Tensor:
     """The weights as float32 [heads, M, N] on the CPU."""
     if not isinstance(weights, Tensor):
         raise arguments.no_tensor("weights", weights)
     if weights.dim() not in (2, 3) or (weights.dim() == 3 and weights.shape[0] == 0):
         raise ValueError(f"weights: expected [M, N] or [heads, M, N], got {list(weights.shape)}")
     panels = weights.detach().to("cpu", torch.float32)
-    panels = panels[None] if panels.dim() == 2 else panels
-    labelled = (("names", names), ("rows", rows), ("columns", columns))
-    for (name, labels), size in zip(labelled, panels.shape, strict=True):
-        if labels is not None and len(labels) != size:
-            raise ValueError(f"{name}: expected {size} labels for these weights, got {len(labels)}")
-    return panels
+    return panels[None] if panels.dim() == 2 else panels
+
+
+def _texts(name: str, labels: Iterable[str] | None, size: int) -> list[str] | None:
+    """The labels of one side, as many as it has."""
+    if labels is None:
+        return None
+    if not isinstance(labels, Iterable):
+        raise TypeError(f"{name}: expected {size} labels, got {type(labels).__name__}")
+    texts = list(labels)
+    for text in texts:
+        if not isinstance(text, str):
+            raise _no_text(name, text)
+    if len(texts) != size:
+        raise ValueError(f"{name}: expected {size} labels for these weights, got {len(texts)}")
+    return texts
+
+
+def _no_text(name: str, x: object) -> TypeError:
+    return TypeError(f"{name}: expected text, got {type(x).__name__}: write str(x)")
 
 
 def _label(
-    axis: Any, rows: Sequence[str] | None, columns: Sequence[str] | None, font: dict
+    axis: Any, rows: Sequence[str] | None, columns: Sequence[str] | None, style: dict
 ) -> None:
     axis.tick_params(length=0, labelsize=9)
     if rows is not None:
-        axis.set_yticks(range(len(rows)), labels=list(rows), **font)
+        axis.set_yticks(range(len(rows)), labels=rows, **style)
     else:
         axis.set_ylabel("query")
     if columns is not None:
         # Words are slanted, so that they do not overlap; single characters are upright.
         lean = 0 if all(len(c) <= 2 for c in columns) else 60
         axis.xaxis.tick_top()
-        axis.set_xticks(range(len(columns)), labels=list(columns), rotation=lean,
-                        ha="left" if lean else "center", **font)  # fmt: skip
+        axis.set_xticks(range(len(columns)), labels=columns, rotation=lean,
+                        ha="left" if lean else "center", **style)  # fmt: skip
     else:
         axis.set_xlabel("key")
 

@@ -3,6 +3,7 @@
 import io
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,34 @@ def test_it_can_be_saved():
     file = io.BytesIO()
     fastattn.plot_attention(torch.rand(2, 40, 3)).savefig(file)
     assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_labels_are_shown_as_written():
+    """A matching pair of dollar signs is no formula, as it is elsewhere in matplotlib."""
+    words = ["$^$", "a$b$"]
+    figure = fastattn.plot_attention(torch.rand(2, 2, 2), words, words, title="$_$", names=words)
+    figure.savefig(io.BytesIO())
+    assert labels(panels(figure)[1].get_yticklabels()) == words
+
+
+@pytest.mark.parametrize("given", [np.array(["a", "b"]), (x for x in "ab"), "ab"], ids=type)
+def test_labels_of_any_sequence(given):
+    [axis] = panels(fastattn.plot_attention(torch.rand(2, 3), given))
+    assert labels(axis.get_yticklabels()) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(rows=[1, 2]), r"rows: expected text, got int: write str\(x\)"),
+        (dict(columns=["a", None]), "columns: expected text, got NoneType"),
+        (dict(rows=2), "rows: expected 2 labels, got int"),
+        (dict(title=3), r"title: expected text, got int: write str\(x\)"),
+    ],
+)
+def test_what_is_no_text_is_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        fastattn.plot_attention(torch.rand(2, 2), **options)
 
 
 def test_chinese_labels_ask_for_a_font(monkeypatch):
