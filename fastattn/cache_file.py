@@ -45,8 +45,11 @@ def update(name: str, change: Callable[[], Any]) -> Path:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(folder, fcntl.LOCK_EX)
         draft = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        draft.write_text(json.dumps(change(), indent=1), "utf-8")
-        draft.replace(file)
+        try:
+            draft.write_text(json.dumps(change(), indent=1), "utf-8")
+            draft.replace(file)
+        finally:
+            draft.unlink(missing_ok=True)  # where the disk is full, or the file is a folder
     finally:
         os.close(folder)
     return file

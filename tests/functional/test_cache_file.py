@@ -46,6 +46,13 @@ def test_a_change_that_fails_leaves_the_file_and_the_lock():
     assert os.listdir(file.parent) == [file.name]
 
 
+def test_a_file_that_cannot_be_replaced_leaves_no_draft():
+    cache_file.path("a.json").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        cache_file.update("a.json", lambda: [1])
+    assert os.listdir(cache_file.path("a.json").parent) == ["a.json"]
+
+
 def test_no_home_folder_is_no_file(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
