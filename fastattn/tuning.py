@@ -171,7 +171,8 @@ def _neighbours(c: Config) -> list[Config]:
     blocks = [b for b in blocks if {b.BLOCK_M, b.BLOCK_N} <= {*tuned.BLOCKS}]
     stages = [c._replace(num_stages=s) for s in (c.num_stages - 1, c.num_stages + 1)]
     stages = [s for s in stages if 1 <= s.num_stages <= tuned.MOST_STAGES]
-    return [*blocks, c._replace(num_warps=12 - c.num_warps), *stages]  # 4 warps, or 8
+    warps = [n for n in (c.num_warps // 2, c.num_warps * 2) if n in (4, 8)]
+    return [*blocks, *(c._replace(num_warps=n) for n in warps), *stages]
 
 
 def _median(call: Callable[[], object]) -> float:

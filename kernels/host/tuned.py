@@ -26,6 +26,7 @@ from fastattn import cache_file
 
 FILE = "autotune.json"
 BLOCKS = (16, 32, 64, 128)  # tl.dot needs at least 16; additive workspaces are padded for 128
+WARPS = (2, 4, 8, 16)  # those of the table
 MOST_STAGES = 4  # one more than the table has: each takes shared memory
 
 Result = TypeVar("Result")
@@ -147,6 +148,11 @@ def _read() -> dict[str, dict[str, list[int]]]:
                     raise ValueError(f"expected four positive integers, got {config}")
                 if not {*config[:2]} <= {*BLOCKS}:
                     raise ValueError(f"expected blocks of {BLOCKS}, got {config[:2]}")
+                if config[2] not in WARPS or config[3] > MOST_STAGES:
+                    raise ValueError(
+                        f"expected warps of {WARPS} and at most {MOST_STAGES} stages, "
+                        f"got {config[2:]}"
+                    )
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:

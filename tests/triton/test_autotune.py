@@ -1,6 +1,7 @@
 """fastattn.autotune: its steps, what it remembers, and that kernels then use it."""
 
 import contextlib
+import itertools
 import json
 import math
 import warnings
@@ -266,6 +267,16 @@ def test_a_row_on_trial_or_of_the_table_falls_back_to_none(q, monkeypatch):
             fastattn.scaled_dot_product_attention(q, q, q, backend="triton")
 
 
+def test_each_neighbour_can_be_compiled():
+    tables = (table.values() for table in config.TABLE.values())
+    rows = (row for sizes in itertools.chain(*tables) for row in sizes.values())
+    for c in {*itertools.chain(*rows)}:
+        neighbours = tuning._neighbours(c)
+        assert len({*neighbours} - {c}) == len(neighbours)
+        assert {n.num_warps for n in neighbours} <= {*tuned.WARPS}
+        assert any(n.num_warps != c.num_warps for n in neighbours)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -277,6 +288,8 @@ def test_a_row_on_trial_or_of_the_table_falls_back_to_none(q, monkeypatch):
         '{"a": {"x": [0, 1, 1, 1]}}',
         '{"a": {"x": [16, 24, 4, 1]}}',
         '{"a": {"x": [256, 16, 4, 1]}}',
+        '{"a": {"x": [16, 16, 7, 1]}}',
+        '{"a": {"x": [16, 16, 4, 9]}}',
         "[" * 100_000,
     ],
 )
