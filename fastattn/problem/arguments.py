@@ -364,10 +364,16 @@ def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> 
 def shape_hint(
     name: str, shape: Sequence[int], batch: Sequence[int], heads: int | None, M: int, N: int
 ) -> str:
-    """What to write if a mask lacks dims; ``heads`` is None for inputs without a head dim."""
+    """What to write if a mask lacks dims; ``heads`` is None for inputs without a head dim.
+
+    A bandwidth has features instead of keys.
+    """
+    shape = tuple(shape)
+    if name == "bandwidth":
+        return ": for each head write bandwidth[:, None]" if shape == (heads, N) else ""
     if len(batch) != 1:
         return ""
-    B, shape, name = batch[0], tuple(shape), name.rpartition(".")[2]
+    B, name = batch[0], name.rpartition(".")[2]
     if shape == (B, N):
         dims = "None, None, :" if heads is not None else "None, :"
         return f": for key padding write {name}[:, {dims}], or mask=Mask(kv_len=lengths)"

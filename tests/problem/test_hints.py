@@ -36,6 +36,12 @@ WRONG = {
     "lengths of heads": (
         lambda: sdpa(X, X, X, mask=Mask(kv_len=[5, 3])),
         r"^mask.kv_len: .* got \[2\]: query has 2 heads and no samples, write query\[:, None\]"),
+    "bandwidths of heads": (
+        lambda: fastattn.attention(Q, Q, Q, score="gaussian", bandwidth=torch.ones(4, 8)),
+        r"^bandwidth: .* got \[4, 8\]: for each head write bandwidth\[:, None\]$"),
+    "bandwidths of samples": (
+        lambda: fastattn.attention(Q, Q, Q, score="gaussian", bandwidth=torch.ones(2, 8)),
+        r"^bandwidth: .* got \[2, 8\]$"),
     "numpy": (
         lambda: sdpa(Q.numpy(), Q, Q),
         r"^query: expected a Tensor, got ndarray: write torch.from_numpy\(x\)$"),
