@@ -218,7 +218,7 @@ using Inputs = std::array<const Tensor*, 3>;
 // product, and its heads are strided views of it.
 std::vector<Tensor> project_heads(const Inputs& inputs, size_t count, const Projection& project,
                                   int64_t H, bool batch_first) {
-  const int64_t rows = project.weight.size(0), D = rows / (3 * H);
+  const int64_t rows = project.weight.size(0), D = rows / 3 / H;
   std::vector<Tensor> heads;
   while (heads.size() < count) {
     const size_t begin = heads.size();
@@ -245,7 +245,8 @@ std::tuple<Tensor, Tensor> attend_tokens(const Inputs& inputs, const Projection&
   STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value() && (past.adds || past.keys),
                   "fastattn: keys, values: expected both, or none and those of x");
   STD_TORCH_CHECK(past.keys || past.length == 0, "fastattn: past: expected 0 without keys");
-  STD_TORCH_CHECK(H > 0 && project.weight.size(0) % (3 * H) == 0,
+  const int64_t rows = project.weight.size(0);
+  STD_TORCH_CHECK(H > 0 && rows % 3 == 0 && rows / 3 % H == 0,
                   "fastattn: in_weight: expected a multiple of 3 * num_heads rows");
   const std::vector<Tensor> heads =
       project_heads(inputs, past.adds ? 3 : 1, project, H, batch_first);

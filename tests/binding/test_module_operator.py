@@ -153,6 +153,7 @@ class TestSelfAttention:
             dict(out_weight=torch.randn(E, H * D + 1)), dict(out_bias=torch.randn(E)),
             dict(out_weight=torch.randn(E + 1, H * D).double()),
             dict(num_heads=0), dict(num_heads=-1), dict(num_heads=5),
+            dict(num_heads=2**64 // 3 + 1),  # three times it are 2 in 64 bits
             dict(weights=-1), dict(weights=3),
             dict(mask=torch.ones(B, N).int()), dict(mask=torch.ones(B, N).double()),
             *(dict(mask=torch.ones(shape, dtype=torch.bool)) for shape in
