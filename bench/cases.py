@@ -61,7 +61,9 @@ class Case:
         cut = {"B": 2, "H": 2, "Hkv": groups, "M": 64, "N": 64, "D": 16, "E": 16}
         sizes = {letter: min(getattr(p, letter), size) for letter, size in cut.items()}
         problem = dataclasses.replace(p, **sizes)
-        return dataclasses.replace(self, problem=problem, mean=min(self.mean, problem.N // 4))
+        return dataclasses.replace(
+            self, problem=problem, mean=min(self.mean, max(1, problem.N // 4))
+        )
 
 
 def _dot(name: str, **changes) -> testing.Case:

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import machine, report
+from bench import given, machine, report
 from bench.cases import DIRECTIONS, SUITES
 from bench.peers import OURS
 
@@ -184,22 +184,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("baseline", type=Path, help="bench.json of a run, or its folder")
     parser.add_argument("new", type=Path, help="bench.json of the run to judge, or its folder")
     parser.add_argument(
-        "--least", type=_share, default=LEAST, metavar="SHARE",
+        "--least", type=given.share, default=LEAST, metavar="SHARE",
         help="the smallest change that counts, of a row without noise (default: %(default)s)",
     )  # fmt: skip
     return parser.parse_args(argv)
 
 
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text}")
-    return share
-
-
 def _read(path: Path) -> dict:
     path = path / "bench.json" if path.is_dir() else path
-    run = json.loads(path.read_text())
+    try:
+        run = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a bench.json: {error}") from error
     if run.get("schema") != report.SCHEMA:
         raise ValueError(f"{path}: expected schema {report.SCHEMA}, got {run.get('schema')}")
     return run

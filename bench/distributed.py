@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench import machine, plot, report
+from bench import given, machine, plot, report
 from bench.cases import Case
 from bench.ranks import device_for, on_ranks
 from bench.report import SHORT
@@ -109,12 +109,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=None,
         help="default: cuda if each process has a GPU, else cpu",
     )
-    add("--seconds", type=float, default=SECONDS, help="for each time measured")
-    add("--length", type=int, default=None, metavar="N", help="tokens, for a shorter run")
+    add("--seconds", type=given.seconds, default=SECONDS, help="for each time measured")
+    add("--length", type=given.count, default=None, metavar="N", help="tokens, for a shorter run")
     options = parser.parse_args(argv)
     most = min(case.problem.Hkv for case in CASES)  # "heads" gives each process one at least
     if not 1 <= options.procs <= most:
         parser.error(f"--procs: expected 1 to {most}, got {options.procs}")
+    if options.length == 1:  # of one query, every rank holds the whole mask
+        parser.error("--length: expected 2 or more, got 1")
     options.device = options.device or device_for(options.procs)
     if options.device == "cuda" and device_for(options.procs) != "cuda":
         parser.error(f"--device: expected {options.procs} GPUs, one for each process")
@@ -128,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     chosen = [shortened(case, options.length) for case in CASES]
     about, start = machine.describe(options.device), time.monotonic()
+    folder = options.out / machine.slug(about)
+    folder.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     found = on_ranks(
         measured, options.procs, chosen, threads, options.seconds, device=options.device
@@ -139,8 +143,6 @@ def main(argv: list[str] | None = None) -> int:
     ]
     balances = {case.name: balance(case) for case in chosen}
     about["seconds"] = round(time.monotonic() - start, 1)
-    folder = options.out / machine.slug(about)
-    folder.mkdir(parents=True, exist_ok=True)
     report.write_json(rows, folder / "distributed.json", machine=about, balance=balances)
     print(heading(rows[0], about), table(rows), balance_table(balances), sep="\n\n")
     pictures = {"distributed.png": write_png(rows, about, folder / "distributed.png")}
@@ -163,7 +165,7 @@ def shortened(case: Case, length: int | None) -> Case:
     if length is None:
         return case
     problem = dataclasses.replace(case.problem, M=length, N=length)
-    mean = case.mean * length // case.problem.N
+    mean = case.mean and max(1, case.mean * length // case.problem.N)
     return dataclasses.replace(case, problem=problem, mean=mean)
 
 

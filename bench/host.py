@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import fastattn
-from bench import stand_in
+from bench import given, stand_in
 from fastattn import Mask
 from fastattn.backends import triton
 from fastattn.problem import validate
@@ -173,7 +173,9 @@ def table(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.host", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of 5 calls, for each number")
+    parser.add_argument(
+        "--rounds", type=given.count, default=ROUNDS, help="of 5 calls, for each number"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

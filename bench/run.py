@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bench import limits, machine, plot, report, roofline, suite
+from bench import given, limits, machine, plot, report, roofline, suite
 from bench.cases import QUICK, SUITES, Case
 from bench.report import Row
 from fastattn.backends import registry
@@ -84,7 +84,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
              "other packages, or lengths that double")  # fmt: skip
     add(
         "--seconds",
-        type=float,
+        type=given.seconds,
         default=None,
         help="for each time measured; default 0.5, less on a slow machine",
     )

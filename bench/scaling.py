@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bench import machine, plot, report, suite
+from bench import given, machine, plot, report, suite
 from bench.cases import DIRECTIONS, SCALING_CASES
 from bench.peers import OURS
 from bench.report import SHORT, Row
@@ -122,20 +122,27 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="default: $OUT, or bench/results, or build/bench for a shorter run",
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each time measured")
-    parser.add_argument("--longest", type=int, default=None, metavar="N", help="no longer problems")
+    parser.add_argument(
+        "--seconds", type=given.seconds, default=SECONDS, help="for each time measured"
+    )
+    parser.add_argument(
+        "--longest", type=given.count, default=None, metavar="N", help="no longer problems"
+    )
     options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = [c for c in SCALING_CASES if c.problem.N <= (options.longest or math.inf)]
+    if not chosen:
+        shortest = min(c.problem.N for c in SCALING_CASES)
+        parser.error(f"--longest: expected {shortest} or more, got {options.longest}")
     setting = suite.Setting(device, "auto", tiny=False, compile=False)
     pace = suite.Pace(options.seconds, len(DIRECTIONS) * len(chosen), math.inf)
     about, start = machine.describe(device), time.monotonic()
-    with progress(suite.steps(chosen)) as say:
-        found = curves(rows := suite.run(chosen, setting, pace, say))
-    about["seconds"] = round(time.monotonic() - start, 1)
     shorter = options.longest is not None or options.seconds != SECONDS
     folder = (options.out or results_folder(shorter)) / machine.slug(about)
     folder.mkdir(parents=True, exist_ok=True)
+    with progress(suite.steps(chosen)) as say:
+        found = curves(rows := suite.run(chosen, setting, pace, say))
+    about["seconds"] = round(time.monotonic() - start, 1)
     report.write_json(found, folder / "scaling.json", machine=about)
     print(report.header(rows, about), table(found), sep="\n\n")
     pictures = {"scaling.png": write_png(found, about, folder / "scaling.png")}

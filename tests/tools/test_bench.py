@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import json
 import math
@@ -403,3 +404,31 @@ def test_scaling_writes_curves_and_a_picture(tmp_path, capsys):
     assert "memory ~ N^" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
     assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("run", "--seconds", "0"), "--seconds: expected seconds, more than 0, got 0"),
+        (("run", "--seconds", "nan"), "got nan"),
+        (("scaling", "--longest", "-3"), "--longest: expected a whole number, 1 or more, got -3"),
+        (("scaling", "--longest", "1"), "--longest: expected 256 or more, got 1"),
+        (("distributed", "--length", "0"), "--length: expected a whole number, 1 or more"),
+        (("distributed", "--length", "1"), "--length: expected 2 or more, got 1"),
+        (("compare", "a", "b", "--least", "x"), "expected a share between 0 and 1, got x"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_ends_a_command_at_once(command, message, capsys):
+    module = importlib.import_module(f"bench.{command[0]}")
+    with pytest.raises(SystemExit):
+        module.main([*command[1:]])
+    assert message in capsys.readouterr().err
+
+
+def test_compare_names_a_file_that_is_none_of_ours(tmp_path, capsys):
+    from bench import compare
+
+    (tmp_path / "bench.json").write_text("hello")
+    assert compare.main([str(tmp_path), str(tmp_path)]) == 2
+    assert f"{tmp_path / 'bench.json'}: expected a bench.json: " in capsys.readouterr().err

@@ -98,3 +98,11 @@ def test_balance_is_that_of_kept_pairs(program):
     assert of_causal["zigzag"] == [1.0] * 3
     of_documents = program.balance(documents)
     assert max(of_documents["balanced, blocks=16"]) < 1.05 < min(of_documents["contiguous"])
+
+
+def test_a_sequence_of_two_tokens_can_be_drawn(program):
+    from bench.cases import draw
+
+    for case in program.CASES:
+        two = program.shortened(case, 2)
+        assert draw(two).q.shape[2] == draw(two.tiny()).q.shape[2] == 2
