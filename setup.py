@@ -104,14 +104,6 @@ def wanted(variable: str, known: list[str]) -> list[str]:
     return [name for name in known if name in named] if named else known
 
 
-def words(variable: str, otherwise: str = "") -> list[str]:
-    """A command or flags that an environment variable names."""
-    try:
-        return shlex.split(os.environ.get(variable) or otherwise)
-    except ValueError as error:  # a quotation without an end
-        raise Unavailable(f"{variable}={os.environ[variable]}: {error}") from None
-
-
 def isa_flags(target: str) -> dict[str, list[str]]:
     """The flags of a target triple by ISA. Each has the instructions of the one before."""
     table: dict[str, list[str]] = {"baseline": []}  # SSE2 on x86-64, NEON on aarch64
@@ -227,9 +219,9 @@ def write_ninja_file(cxx: list[str], isas: dict[str, list[str]], torch: Path) ->
     exports = BUILD / "exports.map"
     exports.write_text("{ global: PyInit__C; local: *; };\n")
     link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
-    link += [f"-Wl,--version-script={exports}", *words("LDFLAGS")]
+    link += [f"-Wl,--version-script={exports}", *shlex.split(os.environ.get("LDFLAGS", ""))]
     own = [] if "clang" in output([*cxx, "--version"]) else INLINING
-    user = quote([*own, *words("CXXFLAGS")])
+    user = quote([*own, *shlex.split(os.environ.get("CXXFLAGS", ""))])
     text = RULES.format(build=BUILD, cxx=quote(cxx), user=user, ldflags=quote(link))
     jobs = compilations(isas, torch)
     for source, target, flags in reversed(jobs):  # the long ones first
@@ -286,9 +278,9 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     link = ["-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu", f"-L{BUILD_CUDA}", "-ltorch_cuda"]
     link += [*cuda_library_folders(nvcc), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     link += [f"-Wl,--version-script={BUILD_CUDA / 'exports.map'}"]
-    link += words("LDFLAGS")
+    link += shlex.split(os.environ.get("LDFLAGS", ""))
     flags = [*CUDA_FLAGS, "-ccbin", shlex.join(cxx), *code_flags(cuda_code(nvcc))]
-    user = quote(words("CXXFLAGS"))
+    user = quote(shlex.split(os.environ.get("CXXFLAGS", "")))
     text = RULES.format(build=BUILD_CUDA, cxx=quote(cxx), user=user, ldflags=quote(link))
     text += CUDA_RULES.format(
         nvcc=quote([nvcc]),
@@ -336,7 +328,7 @@ def tools() -> tuple[tuple[Path, str], str, list[str]]:
     if not BINDING.exists():
         raise Unavailable(f"no {BINDING}")
     torch, ninja = find_torch(), find_ninja()
-    cxx = words("CXX", "c++")
+    cxx = shlex.split(os.environ.get("CXX") or "c++")
     compile_empty_file(cxx, FLAGS)
     return torch, ninja, cxx
 

@@ -72,15 +72,3 @@ def test_kernels_know_what_they_are_built_for(named, tmp_path, monkeypatch):
         f"-DFASTATTN_HAVE_{code.upper()}" for code in codes
     ]
     assert "FASTATTN_HAVE_SM_90A" in (ROOT / "csrc/cuda/dot/wgmma_choice.cu").read_text()
-
-
-@pytest.mark.parametrize("variable", ["CXX", "CXXFLAGS", "LDFLAGS"])
-def test_a_quotation_without_an_end_names_its_variable(variable, tmp_path, monkeypatch, capfd):
-    """Without a library the package installs all the same, and says why."""
-    names = runpy.run_path(str(ROOT / "setup.py"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(variable, "g++ '")
-    info = {"success": False}
-    names["attempt"](info, "it", lambda: names["words"](variable), "none")
-    assert info == {"success": False, "reason": f"{variable}=g++ ': No closing quotation"}
-    assert "fastattn: no it, none: " in capfd.readouterr().err
