@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OPTION = "A score option (a curve: a function of the score)"
 MODULES = {"fastattn/modules/decoder/location.py", "fastattn/modules/multihead/inputs.py"}
-TILES = {"csrc/cuda/dot/wgmma_block.cuh"}  # which are masked where common_range holds nothing
+TILES = {"csrc/cuda/dot/wgmma_tiles.cuh"}  # which are masked where common_range holds nothing
 # Neighbours that stand for all of their kind, and where one is only used.
 NEIGHBOURS = [
     ("A mask", "kv_begin", {"fastattn/varlen.py", "fastattn/problem/jagged.py"}),
