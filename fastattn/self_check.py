@@ -105,8 +105,7 @@ def cases_of(check: Check, device: torch.device) -> list[testing.Case]:
     kinds = [kind] if kind in PROBLEMS else [*PROBLEMS]
     sizes = [(f"{k.replace(' ', '-')}-{n}", x) for k in kinds for n, x in enumerate(PROBLEMS[k])]
     if len(kinds) > 1 and check.score == "dot":
-        more_of = WARPGROUPS + many_tiles(device) if check.kind == wgmma.NAME else []
-        whole = WHOLE + more_of
+        whole = WHOLE + (WARPGROUPS + many_tiles(device) if check.kind == wgmma.NAME else [])
         sizes += [(f"whole-{n}", x) for n, x in enumerate(whole)]
     score: Any = check.score
     more = int(size) - SIZES["E"] if size else 0

@@ -38,8 +38,7 @@ FASTATTN_FN bool limits_vary_by_row(const MaskParams& mask) {
 // Whether rows have first keys of their own, as packed documents do.
 FASTATTN_FN bool begins_vary_by_row(const MaskParams& mask) { return varies_by_row(mask.kv_begin); }
 
-// Whether samples, or their rows, may keep different numbers of keys for another reason than a
-// band.
+// Whether samples or rows may have keys of their own, by limits or a mask of keys.
 FASTATTN_FN bool keys_vary(const MaskParams& mask) {
   return mask.kv_begin.data != nullptr || mask.kv_len.data != nullptr || dense_is_of_keys(mask);
 }

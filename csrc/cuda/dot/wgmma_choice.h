@@ -19,7 +19,8 @@ struct Shares {
 };
 
 // Where shares have about the same work, each multiprocessor gets a block, which loads the next
-// tile while the last one ends. Else a block has one tile, and the device deals them out.
+// tile while the last one ends. Else a block has one tile, and the device deals them out. Kernels
+// that may not stay have one tile, too.
 Shares share_out(const AttentionParams& p, int64_t heads, int64_t tiles, bool may_stay);
 
 }  // namespace fastattn::cuda
