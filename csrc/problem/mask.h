@@ -21,11 +21,6 @@ FASTATTN_FN bool dense_varies_by_row(const MaskParams& mask) {
   return has_dense(mask) && mask.keep_stride_m != 0;
 }
 
-// Whether a dense mask says the same of a key to all heads and rows, as padding does.
-FASTATTN_FN bool dense_is_of_keys(const MaskParams& mask) {
-  return has_dense(mask) && mask.keep_stride_h == 0 && mask.keep_stride_m == 0;
-}
-
 // Whether limits differ from row to row. If not, intervals of keys move one way with the row, and
 // the first and the last row bound all others.
 FASTATTN_FN bool varies_by_row(const KeyLimit& limit) {
@@ -38,9 +33,9 @@ FASTATTN_FN bool limits_vary_by_row(const MaskParams& mask) {
 // Whether rows have first keys of their own, as packed documents do.
 FASTATTN_FN bool begins_vary_by_row(const MaskParams& mask) { return varies_by_row(mask.kv_begin); }
 
-// Whether samples or rows may have keys of their own, by limits or a mask of keys.
+// Whether samples or rows may have keys of their own, by limits or a dense mask.
 FASTATTN_FN bool keys_vary(const MaskParams& mask) {
-  return mask.kv_begin.data != nullptr || mask.kv_len.data != nullptr || dense_is_of_keys(mask);
+  return mask.kv_begin.data != nullptr || mask.kv_len.data != nullptr || has_dense(mask);
 }
 
 // Whether a diagonal bounds the keys of the first rows more than those of the last.
@@ -102,12 +97,18 @@ FASTATTN_RARE_FN KeyRange union_of_rows(const MaskParams& mask, int64_t N, int64
   return all;
 }
 
+// The same where limits do not vary by row: the first and the last row say all.
+FASTATTN_FN KeyRange union_of_ends(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
+                                   int64_t i1) {
+  const KeyRange limits = limits_at(mask, N, b, i0);
+  return {max64(limits.begin, i0 + mask.band_lo), min64(limits.end, band_end(mask, i1 - 1))};
+}
+
 // The same. Limits that vary by row cost one read a row, their [B] form one in all.
 FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
                                 int64_t i1) {
-  if (limits_vary_by_row(mask)) return union_of_rows(mask, N, b, i0, i1);
-  const KeyRange limits = limits_at(mask, N, b, i0);
-  return {max64(limits.begin, i0 + mask.band_lo), min64(limits.end, band_end(mask, i1 - 1))};
+  return limits_vary_by_row(mask) ? union_of_rows(mask, N, b, i0, i1)
+                                  : union_of_ends(mask, N, b, i0, i1);
 }
 
 // The keys that the intervals of all rows i0 <= i < i1 hold; none where only every row could tell.

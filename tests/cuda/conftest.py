@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import shim_backend
-from hopper import triton  # noqa: F401, a fixture of several files
+from hopper import by_warpgroups, simulator, triton  # noqa: F401, fixtures of several files
 
 HERE = Path(__file__).parent
 

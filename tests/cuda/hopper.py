@@ -1,4 +1,4 @@
-"""What tests of the choice of warpgroups share: a fake of Triton, on what counts as Hopper."""
+"""What tests of warpgroups share: the simulator, and a fake of Triton on what counts as Hopper."""
 
 import ctypes
 import types
@@ -14,6 +14,45 @@ from fastattn.backends.health import Check
 
 CPU = torch.device("cpu")
 EAGER = registry.BACKENDS["eager"]
+
+
+class Simulator:
+    """What the simulator offers to tests. On a GPU there is one schedule, and nothing to count."""
+
+    def __init__(self) -> None:
+        self.library = None if shim_backend.ON_GPU else ctypes.CDLL(str(shim_backend.library()))
+        if self.library:
+            self.library.shim_products.restype = ctypes.c_uint64
+            self.library.shim_visited.restype = ctypes.c_uint64
+
+    def set_schedule(self, number: int) -> None:
+        if self.library:
+            self.library.shim_schedule(number)
+
+    def products(self) -> int | None:
+        return self.library.shim_products() if self.library else None
+
+    def usual_tiles(self) -> int | None:
+        """Tiles that the kernels for compute capability 8.0 have taken so far."""
+        return sum(map(self.library.shim_visited, (0, 1))) if self.library else None
+
+
+@pytest.fixture
+def simulator():
+    simulator = Simulator()
+    yield simulator
+    simulator.set_schedule(0)
+
+
+@pytest.fixture
+def by_warpgroups(monkeypatch):
+    """The backend of the simulator, or of a GPU, with the path of warpgroups by name."""
+    name = shim_backend.install(monkeypatch)
+    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
+    if shim_backend.ON_GPU and not wgmma.has_capability(torch.device("cuda")):
+        pytest.skip("wgmma needs compute capability 9.0")
+    monkeypatch.setattr(wgmma, "has_capability", lambda device: True)  # tensors are on the CPU
+    return name
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ TESTS = {
     "dot/backward.cu": "test_cuda_sdpa.py",
     "dot/forward_wgmma.cu": "test_cuda_wgmma.py",
     "dot/backward_wgmma.cu": "test_cuda_wgmma.py",
+    "dot/dense_tiles.cu": "test_wgmma_dense_masks.py",
     "additive/forward.cu": "test_cuda_additive.py",
     "additive/gradients.cu": "test_cuda_additive.py",
     "additive/gradient_sums.cu": "test_cuda_additive.py",
@@ -78,3 +79,10 @@ def of_parts(name: str, right: str, wrong: str) -> Mistake:
 def of_file(name: str, file: str, right: str, wrong: str, tests: str, source="") -> Mistake:
     """A mistake that these tests find, in a source or in a header of one."""
     return Mistake(name, file, right, wrong, "AssertionError", source=source or file, tests=tests)
+
+
+def of_dense(name: str, right: str, wrong: str, file="dense_tiles.cu", source="dense_tiles.cu"):
+    """A mistake in what is found of a dense mask, or in what is made of that."""
+    name, file, source = f"dense masks: {name}", f"dot/{file}", f"dot/{source}"
+    test = TESTS["dot/dense_tiles.cu"]
+    return Mistake(name, file, right, wrong, "Error", source=source, test=test, tests="")

@@ -20,8 +20,9 @@ import host_build
 from mistakes import TESTS, Mistake
 from mistakes_additive import ADDITIVE
 from mistakes_dot import DOT
+from mistakes_wgmma import WARPGROUPS
 
-MISTAKES = [*DOT, *ADDITIVE]
+MISTAKES = [*DOT, *WARPGROUPS, *ADDITIVE]
 
 
 def build(mistake: Mistake, folder: Path) -> Path:

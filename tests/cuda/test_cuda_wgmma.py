@@ -4,7 +4,6 @@ FASTATTN_CUDA_PATH=wgmma chooses it. Every case runs in several schedules of war
 products, which may change no bit.
 """
 
-import ctypes
 import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -27,42 +26,9 @@ FEW_QUERIES = 16  # csrc/cuda/tile/few_queries.h: no more than these take anothe
 USUAL = wgmma.USUAL_HEAD_SIZE  # larger heads have no gradients here
 
 
-class Simulator:
-    """What the simulator offers to tests. On a GPU there is one schedule, and nothing to count."""
-
-    def __init__(self) -> None:
-        self.library = None if shim_backend.ON_GPU else ctypes.CDLL(str(shim_backend.library()))
-        if self.library:
-            self.library.shim_products.restype = ctypes.c_uint64
-            self.library.shim_visited.restype = ctypes.c_uint64
-
-    def set_schedule(self, number: int) -> None:
-        if self.library:
-            self.library.shim_schedule(number)
-
-    def products(self) -> int | None:
-        return self.library.shim_products() if self.library else None
-
-    def usual_tiles(self) -> int | None:
-        """Tiles that the kernels for compute capability 8.0 have taken so far."""
-        return sum(map(self.library.shim_visited, (0, 1))) if self.library else None
-
-
 @pytest.fixture
-def simulator():
-    simulator = Simulator()
-    yield simulator
-    simulator.set_schedule(0)
-
-
-@pytest.fixture
-def backend(monkeypatch):
-    name = shim_backend.install(monkeypatch)
-    monkeypatch.setenv("FASTATTN_CUDA_PATH", "wgmma")
-    if shim_backend.ON_GPU and not wgmma.has_capability(torch.device("cuda")):
-        pytest.skip("wgmma needs compute capability 9.0")
-    monkeypatch.setattr(wgmma, "has_capability", lambda device: True)  # tensors are on the CPU
-    return name
+def backend(by_warpgroups):
+    return by_warpgroups
 
 
 @pytest.fixture
@@ -171,31 +137,6 @@ def test_under_sanitizers():
     host_build.assert_clean(__file__, "test_corner and narrow")
 
 
-# ---- masks of keys ----
-
-KEPT = [(0, 400), (0, 37), (150, 330), (256, 384), (399, 400), (20, 20)]  # of each sample
-
-
-@pytest.mark.parametrize("causal", [None, "bottom_right"])
-def test_a_mask_of_keys_takes_the_tiles_of_limits(causal, backend, simulator):
-    """The same tiles in the same order, hence the same bits and, without a diagonal, products."""
-    torch.manual_seed(5)
-    begin, end = torch.tensor(KEPT).T
-    keys = torch.arange(400)
-    keep = ((keys >= begin[:, None]) & (keys < end[:, None]))[:, None, None]
-    leaves = [torch.randn(len(KEPT), 2, n, 64).half().requires_grad_() for n in (140, 400, 400)]
-    grad_out = torch.randn(len(KEPT), 2, 140, 64).half()
-    found, products = [], []
-    for mask in (Mask(causal, keep=keep), Mask(causal, kv_begin=begin, kv_len=end)):
-        before = simulator.products()
-        out = scaled_dot_product_attention(*leaves, mask=mask, backend=backend)
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad_out)])
-        products.append(0 if before is None else simulator.products() - before)
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs)
-    assert causal or products[0] == products[1]
-
-
 # ---- which blocks ----
 
 MULTIPROCESSORS = 2  # tests/cuda/simulator/cuda_runtime.h
@@ -215,8 +156,9 @@ STAY, DEALT = True, False
         (Mask(kv_len=[9, 80, 70]), 300, 0, DEALT),
         (Mask(kv_begin=[9, 0, 70]), 300, 0, DEALT),
         (Mask(keep=torch.ones(3, 1, 1, 80, dtype=torch.bool)), 300, 0, DEALT),
+        (Mask(keep=torch.ones(1, 1, 300, 80, dtype=torch.bool)), 300, 0, DEALT),
     ],
-    ids="dense pairs odd short window softcap lengths begins keys".split(),
+    ids="none pairs odd short window softcap lengths begins keys dense".split(),
 )
 def test_blocks_stay_where_their_work_is_even(mask, M, softcap, stays, backend, simulator):
     q, k = torch.randn(3, 1, M, 64).half(), torch.randn(3, 1, 80, 64).half()

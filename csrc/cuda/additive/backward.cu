@@ -28,7 +28,8 @@ int64_t additive_backward_workspace_bytes(const BackwardParams& p) {
 const char* additive_backward(const BackwardParams& p, void* stream) {
   const AdditiveBackwardPlan plan = plan_additive_backward(p);
   Launcher launcher(stream);
-  const BackwardArgs args = {p, plan, make_key_spans(p, plan.spans, launcher), unit_of(p)};
+  float* const spans = static_cast<float*>(p.workspace) + plan.spans;
+  const BackwardArgs args = {p, plan, make_key_spans(p, spans, launcher), unit_of(p)};
   prepare_panels(p, args.plan.panels, static_cast<float*>(p.workspace), true, launcher);
   launch_delta(args, launcher);
   launch_gradients(args, launcher);

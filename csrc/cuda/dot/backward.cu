@@ -405,12 +405,14 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   const size_t shared = sizeof(GradMemory<kDim>);
   const int64_t tiles_m = ceil_div(p.M, kTile), tiles_n = ceil_div(p.N, kTile);
   const int64_t queries = p.B * p.H * tiles_m, keys = p.B * p.Hkv * tiles_n;
-  const Spans spans = make_spans(p, span_start(p), launcher);
+  const Spans spans = make_spans(p, static_cast<float*>(p.workspace) + span_start(p), launcher);
   // Without shared memory, more blocks wait for their reads at the same time.
   launcher.run(sdpa_delta_kernel<kType, kDim, kCurved>, queries, kThreads,
                {p.grad_weights.data == nullptr ? 0 : shared, shared}, p);
   GradMarks marks{nullptr, nullptr};
-  if (takes_wgmma(p) && launch_wgmma(p, spans, marks_of(p), launcher)) marks = marks_of(p);
+  if (takes_wgmma(p) &&
+      launch_wgmma(p, spans, marks_of(p), marks_of(p).keys + key_marks(p), launcher))
+    marks = marks_of(p);
   launcher.run(sdpa_dq_kernel<kType, kDim, kCurved>, blocks_for(marks.queries, queries), kThreads,
                sizeof(PassingMemory<kDim>), p, marks);
   launcher.run(sdpa_dkdv_kernel<kType, kDim, kCurved>,
@@ -427,7 +429,8 @@ void launch(const BackwardParams& p, Launcher& launcher) {
 }  // namespace
 
 int64_t sdpa_backward_workspace_bytes(const BackwardParams& p) {
-  return 4 * (span_start(p) + span_floats(p) + query_marks(p) + key_marks(p));
+  const int64_t floats = span_start(p) + span_floats(p) + query_marks(p) + key_marks(p);
+  return 4 * floats + wgmma_backward_bytes(p);
 }
 
 const char* sdpa_backward(const BackwardParams& p, void* stream) {

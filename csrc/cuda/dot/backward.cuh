@@ -24,15 +24,16 @@ FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, 
   return (at.b * p.H + at.h) * p.M + at.i0 + query;
 }
 
-// Starts copying a row of a query tile.
-template <bool kDelta>
-FASTATTN_DEVICE void start_row(const BackwardParams& p, const Place& at, int row, RowMemory& rows) {
+// Starts copying row `row` of a query tile, whose first row has this number.
+template <bool kDelta, typename Number>
+FASTATTN_DEVICE void start_row(const BackwardParams& p, const Place& at, Number first, int row,
+                               RowMemory& rows) {
   if (row >= at.rows) {
     rows.shift[row] = rows.factor[row] = rows.delta[row] = 0.f;
     return;
   }
-  const int64_t number = query_number(p, at, row);
-  const float* const stats = static_cast<const float*>(p.stats) + 2 * number;
+  const Number number = first + static_cast<Number>(row);
+  const float* const stats = static_cast<const float*>(p.stats) + int64_t{2} * number;
   copy_async<4>(&rows.shift[row], stats);
   copy_async<4>(&rows.factor[row], stats + 1);
   if (kDelta) copy_async<4>(&rows.delta[row], static_cast<const float*>(p.workspace) + number);
@@ -40,7 +41,7 @@ FASTATTN_DEVICE void start_row(const BackwardParams& p, const Place& at, int row
 // All of them. The copies are done after wait_for_copies() and a barrier.
 template <bool kDelta>
 FASTATTN_DEVICE void start_rows(const BackwardParams& p, const Place& at, RowMemory& rows) {
-  if (thread() < kTile) start_row<kDelta>(p, at, thread(), rows);
+  if (thread() < kTile) start_row<kDelta>(p, at, query_number(p, at, 0), thread(), rows);
 }
 
 FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {

@@ -26,18 +26,19 @@ namespace fastattn::cuda {
 namespace {
 
 // The keys of tile `number` of all shares, and the first of the heads that share them.
-FASTATTN_DEVICE Place keys_at(const AttentionParams& p, uint32_t number, int share) {
-  HeadTile at = tile_of(number, ceil_div(p.N, kRowTile), share);
-  const int64_t h = take_digit(&at.head, p.Hkv);
-  return place(p, at.head, h * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0,
-               at.tile * kRowTile);
+FASTATTN_DEVICE Place keys_at(const WgmmaGradArgs& a, uint32_t number) {
+  const BackwardParams& p = a.p;
+  HeadTile at = tile_of(number, static_cast<uint32_t>(ceil_div(p.N, kRowTile)), a.shares.tiles);
+  const int h = static_cast<int>(take_digit(&at.head, p.Hkv));
+  const int64_t j0 = int64_t{at.tile} * kRowTile;
+  return {static_cast<int>(at.head), h * a.heads, h, 0, j0, extent(p.M, 0), extent(p.N, j0)};
 }
 template <bool kOfKeys>
-FASTATTN_DEVICE Place owned_at(const AttentionParams& p, uint32_t number, int share) {
-  return kOfKeys ? keys_at(p, number, share) : queries_at<kRowTile>(p, number, share);
+FASTATTN_DEVICE Place owned_at(const WgmmaGradArgs& a, uint32_t number) {
+  return kOfKeys ? keys_at(a, number) : queries_at<kRowTile>(a.p, number, a.shares.tiles);
 }
 
-// ---- the producer: a warp ----
+// ---- the producer: a warp for what the block owns, and one for what passes by ----
 //
 // The kernels of other GPUs than Hopper are empty: they leave what is no template unused.
 
@@ -52,8 +53,10 @@ FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t
 // Loads the stats of the queries at `at`, as far as this lane does.
 [[maybe_unused]] FASTATTN_DEVICE void load_stats(const BackwardParams& p, const Place& at,
                                                  RowMemory& rows) {
+  const uint32_t head = static_cast<uint32_t>(at.b) * static_cast<uint32_t>(p.H) + at.h;
+  const uint32_t first = head * static_cast<uint32_t>(p.M) + static_cast<uint32_t>(at.i0);
 #pragma unroll 1
-  for (int row = lane(); row < kTile; row += 32) start_row<true>(p, at, row, rows);
+  for (int row = lane(); row < kTile; row += 32) start_row<true>(p, at, first, row, rows);
   wait_for_copies();
 }
 // Arrives for the warp, once its lanes have written stats.
@@ -62,43 +65,59 @@ FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t
   if (lane() == 0) arrive(full);
 }
 
+// A tile that a block owns, and what its dense mask keeps of the tiles that pass by.
+template <bool kOfKeys>
+struct ListedTiles {
+  const WgmmaGradArgs& a;
+  Place at;
+  KeyTiles list;
+
+  __device__ __forceinline__ ListedTiles(const WgmmaGradArgs& a, uint32_t number)
+      : a(a), at(owned_at<kOfKeys>(a, number)), list(passing_tiles<kOfKeys>(a, at)) {}
+  __device__ __forceinline__ Kept operator()(int head, int tile) const {
+    const int own = opaque_here(static_cast<int>((kOfKeys ? at.j0 : at.i0) / kTile));
+    const int end = own + kConsumers, h = at.h + head;
+    return kOfKeys ? kept_of(a.dense, at.b, h, tile, tile + 1, own, end)
+                   : kept_of(a.dense, at.b, h, own, end, tile, tile + 1);
+  }
+};
+
 template <bool kOfKeys, int kDim>
-FASTATTN_DEVICE void load_own(const WgmmaGradArgs& a, const Place& at,
-                              WgmmaGradMemory<kDim>& memory) {
-  if (lane() == 0) {
-    arrive_and_expect(&memory.own_full, sizeof(memory.own));
-    for (int which = 0; which < 2; ++which)
-      for (int group = 0; group < kConsumers; ++group)
-        load_operand(a.own[which], &memory.own_full, (kOfKeys ? at.j0 : at.i0) + group * kTile,
-                     kOfKeys ? at.hkv : at.h, at.b, memory.own[which][group]);
-  }
-  for (int group = 0; group < kConsumers && !kOfKeys; ++group) {
-    Place here = at;
-    here.i0 += group * kTile, here.rows = extent(a.p.M, here.i0);
-    load_stats(a.p, here, memory.rows[group]);
-  }
-  arrive_with_stats(&memory.own_full);
+FASTATTN_DEVICE void produce_own(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
+  for_shares<false>(a.shares, [&](uint32_t number, uint32_t turn) {
+    const ListedTiles<kOfKeys> tiles(a, number);
+    const Place& at = tiles.at;
+    const TileCounts counts = count_tiles(tiles.list, a.heads, tiles);
+    wait_for_phase(&memory.own_empty, turn % 2 ^ 1);
+    if (lane() == 0) {
+      memory.counts = counts;
+      arrive_and_expect(&memory.own_full, sizeof(memory.own));
+      for (int which = 0; which < 2; ++which)
+        for (int group = 0; group < kConsumers; ++group)
+          load_operand(a.own[which], &memory.own_full, (kOfKeys ? at.j0 : at.i0) + group * kTile,
+                       kOfKeys ? at.hkv : at.h, at.b, memory.own[which][group]);
+    }
+    for (int group = 0; group < kConsumers && !kOfKeys; ++group) {
+      Place here = at;
+      here.i0 += group * kTile, here.rows = extent(a.p.M, here.i0);
+      load_stats(a.p, here, memory.rows[group]);
+    }
+    arrive_with_stats(&memory.own_full);
+  });
 }
 
 template <bool kOfKeys, int kDim>
-FASTATTN_DEVICE void produce(const WgmmaGradArgs& a, const DenseKeys& dense,
-                             WgmmaGradMemory<kDim>& memory) {
+FASTATTN_DEVICE void produce_passing(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
   Stage<GradPlan<kDim>::kStages> to;
-  for_shares<false>(a.shares, [&](uint32_t number, uint32_t turn) {
-    const Place at = owned_at<kOfKeys>(a.p, number, a.shares.tiles);
-    const PassingTiles tiles = passing_tiles<kOfKeys>(a, dense, at);
-    const auto own = [&] {
-      wait_for_phase(&memory.own_empty, turn % 2 ^ 1);
-      memory.tiles = tiles;
-      load_own<kOfKeys>(a, at, memory);
-    };
-    if (PassingTiles::count(tiles) == 0) own();
-#pragma unroll 1
-    for (int n = 0; n < PassingTiles::count(tiles); ++n, to = to.next()) {
-      const Place here = at_passing<kOfKeys>(a.p, at, tiles, n);
+  for_shares<false>(a.shares, [&](uint32_t number, uint32_t) {
+    const ListedTiles<kOfKeys> tiles(a, number);
+    for_counted(tiles.list, a.heads, tiles, [&](int head, int tile) {
+      const PassingTile which = {head, tile};
+      const Place here = at_passing<kOfKeys>(a.p, tiles.at, which);
       Barrier* const full = &memory.full[to.number];
       wait_for_phase(&memory.empty[to.number], to.parity ^ 1);
       if (lane() == 0) {
+        memory.tiles[to.number] = which;
         arrive_and_expect(full, sizeof(memory.passing[0]));
         for (int which = 0; which < 2; ++which)
           load_operand(a.passing[which], full, kOfKeys ? here.i0 : here.j0,
@@ -106,8 +125,8 @@ FASTATTN_DEVICE void produce(const WgmmaGradArgs& a, const DenseKeys& dense,
       }
       if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);
       arrive_with_stats(full);
-      if (n == 0) own();
-    }
+      to = to.next();
+    });
   });
 }
 
@@ -144,34 +163,24 @@ FASTATTN_DEVICE void write(const WgmmaGradArgs& a, const GradConsumer<kOfKeys, k
   }
 }
 
-// The keys that a block may need.
-template <bool kOfKeys>
-FASTATTN_DEVICE KeyRange reach(const AttentionParams& p, const Place& at) {
-  if (kOfKeys) return {at.j0, min64(p.N, at.j0 + kRowTile)};
-  return tile_range(p.mask, p.N, at.b, at.i0, min64(p.M, at.i0 + kRowTile));
-}
-
 template <bool kOfKeys, DType kType, int kDim>
 FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
   WgmmaGradMemory<kDim>& memory = *static_cast<WgmmaGradMemory<kDim>*>(shared_boxes());
   if (thread() == 0) init_barriers(memory);
-  if (dense_is_of_keys(a.p.mask)) {  // a block has one tile then
-    const Place at = owned_at<kOfKeys>(a.p, blockIdx.x, 1);
-    scan_keys(a.p.mask, at.b, reach<kOfKeys>(a.p, at), memory.kept);
-  }
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
   if (group == kConsumers) {
     give_registers<GradGroups::kProducerRegisters>();
-    const DenseKeys dense = dense_keys(a.p, memory.kept);
-    if (warp() % kWarps == 0) produce<kOfKeys>(a, dense, memory);
+    const int role = warp() % kWarps;
+    if (role == 0) return produce_passing<kOfKeys>(a, memory);
+    if (role == 1) produce_own<kOfKeys>(a, memory);
     return;
   }
   take_registers<GradGroups::kConsumerRegisters>();
   GradConsumer<kOfKeys, kType, kDim> mine(a, memory, group);
   for_shares<false>(a.shares, [&](uint32_t number, uint32_t turn) {
-    mine.begin(owned_at<kOfKeys>(a.p, number, a.shares.tiles));
+    mine.begin(owned_at<kOfKeys>(a, number));
     mine.run(turn);
     write(a, mine);
   });
@@ -214,13 +223,14 @@ void launch(WgmmaGradArgs a, const CUtensorMap (&maps)[4], const GradMarks& mark
   choose(maps + 2, maps, marks.queries, p.H, p.M);
   launcher.run(sdpa_wgmma_dq_kernel<kType, kDim>, a.shares.blocks, kBlock, kShared, a);
   choose(maps, maps + 2, marks.keys, p.Hkv, p.N);
+  a.heads = static_cast<int>(p.H / p.Hkv);
   launcher.run(sdpa_wgmma_dkdv_kernel<kType, kDim>, a.shares.blocks, kBlock, kShared, a);
 }
 
 }  // namespace
 
-bool takes_wgmma(const BackwardParams& p) {
-  if (!wgmma_is_chosen() || !wgmma_can_run() || p.M <= kFewQueries || is_curved(p)) return false;
+bool can_take_wgmma(const BackwardParams& p) {
+  if (!wgmma_can_run() || p.M <= kFewQueries || is_curved(p)) return false;
   if (min64(p.B * p.H * p.N, min64(p.D, p.E)) <= 0) return false;
   Copied list[4];
   list_copied(p, list);
@@ -229,16 +239,24 @@ bool takes_wgmma(const BackwardParams& p) {
   return all;
 }
 
-bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks,
+bool takes_wgmma(const BackwardParams& p) { return wgmma_is_chosen() && can_take_wgmma(p); }
+
+int64_t wgmma_backward_bytes(const BackwardParams& p) {
+  return can_take_wgmma(p) ? dense_tile_bytes(p, true) : 0;
+}
+
+bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks, void* memory,
                   Launcher& launcher) {
   Copied list[4];
   CUtensorMap maps[4];
   list_copied(p, list);
   for (int n = 0; n < 4; ++n)
     if (!make_tensor_map(list[n].view, list[n].size, kTile, &maps[n])) return false;
+  const DenseTiles dense = make_dense_tiles(p, true, memory, launcher);
   with_operands(p, [&](auto type, auto dim, auto curved) {
     if constexpr (!curved)
-      launch<type, dim>({p, {}, spans, unit_of(p), nullptr, {}, {}}, maps, marks, launcher);
+      launch<type, dim>({p, {}, 1, spans, dense, unit_of(p), nullptr, {}, {}}, maps, marks,
+                        launcher);
   });
   return true;
 }

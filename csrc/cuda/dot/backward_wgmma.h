@@ -19,9 +19,13 @@ FASTATTN_FN int64_t key_marks(const AttentionParams& p) { return p.B * p.Hkv * (
 // forward_wgmma.h, with a gradient of the output that a tensor map can describe as well.
 bool takes_wgmma(const BackwardParams& p);
 
-// Writes the gradients of q, k and v, and the marks. delta is in the workspace. Returns false, and
-// writes nothing, if the driver makes no tensor maps.
-bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks,
+// Bytes of workspace besides the marks. Chosen or not: another thread may choose at any time.
+int64_t wgmma_backward_bytes(const BackwardParams& p);
+
+// Writes the gradients of q, k and v, and the marks. delta is in the workspace, and `memory` is the
+// part of it for wgmma_backward_bytes(). Returns false, and writes nothing, if the driver makes no
+// tensor maps.
+bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks, void* memory,
                   Launcher& launcher);
 
 }  // namespace fastattn::cuda

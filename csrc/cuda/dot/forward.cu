@@ -130,7 +130,7 @@ FASTATTN_DEVICE void sdpa_forward_tile(const SdpaArgs& a, uint32_t tile) {
     SdpaStep step;
     float alpha[2];
     sdpa_logits<Layout, kType, kDim, kCurved>(p, here, mask_here, memory.q, memory.k[buffer], s);
-    sdpa_softmax_step<true>(unit, state, s, step);
+    sdpa_softmax_step<true>(unit, rcp_approx(unit), state, s, step);
     sdpa_add_sums(unit, step, state, alpha);
     drop(p, surviving_bits<Layout>(p, here), s);
 #pragma unroll
@@ -266,7 +266,7 @@ void launch_large(SdpaArgs a, Launcher& launcher) {
 
 int64_t sdpa_forward_workspace_bytes(const ForwardParams& p) {
   if (is_few(p)) return 4 * partial_floats(p, plan(p).chunks * kWarps);
-  return wants_wgmma(p) ? wgmma_marks_bytes(p) : 0;
+  return wgmma_forward_bytes(p);
 }
 
 const char* sdpa_forward(const ForwardParams& p, void* stream) {

@@ -19,8 +19,8 @@ struct SdpaStep {
 
 // Turns logits into weights. Unless kMasked, every row has met a key.
 template <bool kMasked, int kTiles>
-FASTATTN_DEVICE void sdpa_softmax_step(float unit, SdpaState& state, float (&s)[kTiles][4],
-                                       SdpaStep& step) {
+FASTATTN_DEVICE void sdpa_softmax_step(float unit, float slack, SdpaState& state,
+                                       float (&s)[kTiles][4], SdpaStep& step) {
   step.raised = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -29,7 +29,7 @@ FASTATTN_DEVICE void sdpa_softmax_step(float unit, SdpaState& state, float (&s)[
 #pragma unroll
     for (int n = 1; n < kTiles; ++n) top = max_of(top, max_of(s[n][v], s[n][v + 1]));
     top = lanes_max(top, kQuad);
-    const bool raised = raises(top, state.m[half], unit);
+    const bool raised = top > state.m[half] + slack;
     step.raised |= raised;
     step.m_old[half] = state.m[half];
     if (raised) state.m[half] = top;

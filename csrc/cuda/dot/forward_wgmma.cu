@@ -27,28 +27,45 @@
 namespace fastattn::cuda {
 namespace {
 
-template <int kDim>
-FASTATTN_DEVICE KeyTiles tiles_of(const WgmmaArgs& a, const DenseKeys& dense, const Place& at) {
-  using Of = Plan<kDim>;
-  return key_tiles<Of::kKeys>(a.p, masks_every_tile, dense, at.b, at.i0,
-                              min64(a.p.M, at.i0 + Of::kRowTile));
-}
+// ---- the producer: a warp for the queries, and one for the keys ----
 
-// ---- the producer ----
-
+// The key tiles of a block, and what its dense mask keeps of them.
 template <int kDim>
-FASTATTN_DEVICE void load_queries(const WgmmaArgs& a, const Place& at, const KeyTiles& keys,
-                                  uint32_t turn, WgmmaMemory<kDim>& memory) {
+struct ListedKeys {
   using Of = Plan<kDim>;
-  for (int group = 0; group < Of::kConsumers; ++group) {
-    Barrier* const full = &memory.q_full[group];
-    wait_for_phase(&memory.q_empty[group], turn % 2 ^ 1);
-    memory.keys[group] = keys;
-    arrive_and_expect(full, sizeof(memory.q[group]));
-    for (int panel = 0; panel < Of::kPanels; ++panel)
-      load_box(memory.q[group][panel], a.q, full, panel * kPanel,
-               static_cast<int>(at.i0) + group * kTile, at.h, at.b);
+  const WgmmaArgs& a;
+  int b, h, m0;
+  KeyTiles list;
+
+  __device__ __forceinline__ ListedKeys(const WgmmaArgs& a, const Place& at)
+      : a(a),
+        b(at.b),
+        h(at.h),
+        m0(static_cast<int>(at.i0 / kTile)),
+        list(key_tiles<Of::kKeys, Of::kRowTile>(a.p, a.spans, masks_every_tile, b, m0 * kTile)) {}
+  __device__ __forceinline__ Kept operator()(int, int tile) const {
+    const int m = opaque_here(m0), j0 = tile * Of::kKeys;
+    return kept_of(a.dense, b, h, m, m + Of::kConsumers, j0 / kTile, tiles_in(j0 + Of::kKeys));
   }
+};
+
+template <int kDim, bool kOnce>
+FASTATTN_DEVICE void produce_queries(const WgmmaArgs& a, WgmmaMemory<kDim>& memory) {
+  using Of = Plan<kDim>;
+  for_shares<kOnce>(a.shares, [&](uint32_t number, uint32_t turn) {
+    const ListedKeys<kDim> keys(a, queries_at<Of::kRowTile>(a.p, number, a.shares.tiles));
+    const TileCounts counts = count_tiles(keys.list, 1, keys);
+    if (lane() > 0) return;
+    for (int group = 0; group < Of::kConsumers; ++group) {
+      Barrier* const full = &memory.q_full[group];
+      wait_for_phase(&memory.q_empty[group], turn % 2 ^ 1);
+      memory.counts[group] = counts;
+      arrive_and_expect(full, sizeof(memory.q[group]));
+      for (int panel = 0; panel < Of::kPanels; ++panel)
+        load_box(memory.q[group][panel], a.q, full, panel * kPanel, (keys.m0 + group) * kTile,
+                 keys.h, keys.b);
+    }
+  });
 }
 
 template <int kPanels, int kNumbers>
@@ -60,24 +77,22 @@ FASTATTN_DEVICE void load_keys(const CUtensorMap& map, const Place& at, int tile
     load_box(to[panel], map, full, panel * kPanel, tile * kKeys, at.hkv, at.b);
 }
 
-// One thread. The first keys come before the queries, which consumers leave one by one.
 template <int kDim, bool kOnce>
-FASTATTN_DEVICE void produce(const WgmmaArgs& a, const DenseKeys& dense,
-                             WgmmaMemory<kDim>& memory) {
+FASTATTN_DEVICE void produce_keys(const WgmmaArgs& a, WgmmaMemory<kDim>& memory) {
   Stage<Plan<kDim>::kStages> to;
-  for_shares<kOnce>(a.shares, [&](uint32_t number, uint32_t turn) {
+  for_shares<kOnce>(a.shares, [&](uint32_t number, uint32_t) {
     const Place at = queries_at<Plan<kDim>::kRowTile>(a.p, number, a.shares.tiles);
-    const KeyTiles keys = tiles_of<kDim>(a, dense, at);
-    const int count = KeyTiles::count(keys);
-    if (count == 0) load_queries<kDim>(a, at, keys, turn, memory);
-    for (int n = 0; n < count; ++n, to = to.next()) {
-      const int tile = KeyTiles::at(keys, n);
-      wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);
-      load_keys(a.k, at, tile, &memory.k_full[to.number], memory.k[to.number]);
-      if (n == 0) load_queries<kDim>(a, at, keys, turn, memory);
-      wait_for_phase(&memory.v_empty[to.number], to.parity ^ 1);
-      load_keys(a.v, at, tile, &memory.v_full[to.number], memory.v[to.number]);
-    }
+    const ListedKeys<kDim> keys(a, at);
+    for_counted(keys.list, 1, keys, [&](int, int tile) {
+      if (lane() == 0) {
+        wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);
+        memory.tile[to.number] = tile;
+        load_keys(a.k, at, tile, &memory.k_full[to.number], memory.k[to.number]);
+        wait_for_phase(&memory.v_empty[to.number], to.parity ^ 1);
+        load_keys(a.v, at, tile, &memory.v_full[to.number], memory.v[to.number]);
+      }
+      to = to.next();
+    });
   });
 }
 
@@ -100,26 +115,21 @@ template <DType kType, int kDim, bool kCurved>
 FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   using Of = Plan<kDim>;
   WgmmaMemory<kDim>& memory = *static_cast<WgmmaMemory<kDim>*>(shared_boxes());
-  const ForwardParams& p = a.p;
   if (thread() == 0) init_barriers(memory);
-  if (dense_is_of_keys(p.mask)) {  // a block has one tile then
-    const Place at = queries_at<Of::kRowTile>(p, blockIdx.x);
-    const int64_t i1 = min64(p.M, at.i0 + Of::kRowTile);
-    scan_keys(p.mask, at.b, tile_range(p.mask, p.N, at.b, at.i0, i1), memory.kept);
-  }
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
   if (group == Of::kConsumers) {
     give_registers<Of::kProducerRegisters>();
-    const DenseKeys dense = dense_keys(p, memory.kept);
-    if (thread() % kWarpgroup == 0) produce<kDim, kCurved>(a, dense, memory);
+    const int role = warp() % kWarps;
+    if (role == 0) return produce_keys<kDim, kCurved>(a, memory);
+    if (role == 1) produce_queries<kDim, kCurved>(a, memory);
     return;
   }
   take_registers<Of::kConsumerRegisters>();
   Consumer<kType, kDim, kCurved> mine(a, memory, group);
   for_shares<kCurved>(a.shares, [&](uint32_t number, uint32_t turn) {
-    mine.begin(queries_at<Of::kRowTile>(p, number, a.shares.tiles));
+    mine.begin(queries_at<Of::kRowTile>(a.p, number, a.shares.tiles));
     mine.run(turn);
     mine.write();
   });
@@ -131,17 +141,29 @@ __global__ void __launch_bounds__(Plan<kDim>::kBlock, 1)
   if constexpr (kHasWgmma) sdpa_wgmma_block<kType, kDim, kCurved>(a);
 }
 
+// The workspace: a word of marks for each tile of 64 queries, spans, and what is known of a dense
+// mask. Spans begin at an even word.
+int64_t span_start(const ForwardParams& p) { return p.B * p.H * ceil_div(p.M, kTile) / 2 * 2 + 2; }
+int64_t dense_start(const ForwardParams& p) { return span_start(p) + key_span_floats(p); }
+
 template <DType kType, int kDim, bool kCurved>
 bool launch(const ForwardParams& p, Launcher& launcher) {
   using Of = Plan<kDim>;
   constexpr auto kKernel = sdpa_wgmma_kernel<kType, kDim, kCurved>;
   constexpr size_t kShared = sizeof(WgmmaMemory<kDim>);
-  WgmmaArgs a = {p, share_out(p, p.B * p.H, ceil_div(p.M, Of::kRowTile), !kCurved), {}, {}, {}};
+  WgmmaArgs a = {p,          share_out(p, p.B * p.H, ceil_div(p.M, Of::kRowTile), !kCurved),
+                 {},         {},
+                 unit_of(p), 1.f / unit_of(p),
+                 {},         {},
+                 {}};
   launcher.prepare(kKernel, kShared);  // before the maps: the thread may be new to CUDA
   const bool made = make_tensor_map(p.q, {p.B, p.H, p.M, p.D}, kTile, &a.q) &&
                     make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, Of::kKeys, &a.k) &&
                     make_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E}, Of::kKeys, &a.v);
   if (!made) return false;
+  float* const memory = static_cast<float*>(p.workspace);
+  a.spans = make_key_spans(p, memory + span_start(p), launcher);
+  a.dense = make_dense_tiles(p, false, memory + dense_start(p), launcher);
   launcher.run(kKernel, a.shares.blocks, Of::kBlock, kShared, a);
   return true;
 }
@@ -166,6 +188,10 @@ bool has_tensor_maps(const ForwardParams& p) {
 
 bool wants_wgmma(const ForwardParams& p) {
   return wgmma_is_chosen() && p.M > kFewQueries && has_tensor_maps(p);
+}
+
+int64_t wgmma_forward_bytes(const ForwardParams& p) {
+  return wants_wgmma(p) ? 4 * dense_start(p) + dense_tile_bytes(p, false) : 0;
 }
 
 // Another thread may choose between the allocation of the marks and this.

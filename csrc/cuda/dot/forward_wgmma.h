@@ -18,14 +18,13 @@ bool takes_wgmma(const ForwardParams& p);
 // are for GPUs with this path.
 const char* against_large_heads(const ForwardParams& p);
 
-// Marks of rows, [B][H][tiles of 64 queries][4 warps], where wants_wgmma().
-inline int64_t wgmma_marks_bytes(const ForwardParams& p) {
-  return 4 * p.B * p.H * ((p.M + 63) / 64);
-}
+// Bytes of the workspace where wants_wgmma(), else 0.
+int64_t wgmma_forward_bytes(const ForwardParams& p);
 
-// Writes out, lse and stats, and at p.workspace the marks: not 0 where a result is not finite, and
-// the rows of the warp are to be computed again by a kernel that keeps NaN behind the mask. Returns
-// false, and writes nothing, if the driver makes no tensor maps.
+// Writes out, lse and stats, and at p.workspace the marks, [B][H][tiles of 64 queries][4 warps]:
+// not 0 where a result is not finite, and the rows of the warp are to be computed again by a kernel
+// that keeps NaN behind the mask. Returns false, and writes nothing, if the driver makes no tensor
+// maps.
 bool launch_wgmma(const ForwardParams& p, Launcher& launcher);
 
 }  // namespace fastattn::cuda

@@ -13,6 +13,9 @@ namespace fastattn::cuda {
 struct WgmmaArgs {
   ForwardParams p;
   Shares shares;
+  const Span* spans;  // of keys
+  DenseTiles dense;
+  float unit, slack;  // of logits
   CUtensorMap q, k, v;
 };
 
@@ -21,7 +24,7 @@ struct WgmmaArgs {
 template <int kConsumersOf>
 struct Groups {
   static constexpr int kConsumers = kConsumersOf, kBlock = kWarpgroup * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160, kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160, kProducerRegisters = 32;
   static constexpr int kRowTile = kTile * kConsumers, kBlockWarps = kBlock / 32;
 };
 
@@ -42,8 +45,8 @@ struct alignas(1024) WgmmaMemory {
   uint16_t v[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
   Barrier q_full[Of::kConsumers], k_full[Of::kStages], v_full[Of::kStages];
   Barrier q_empty[Of::kConsumers], k_empty[Of::kStages], v_empty[Of::kStages];
-  KeptKeys kept[Of::kBlockWarps];
-  KeyTiles keys[Of::kConsumers];  // of these queries
+  TileCounts counts[Of::kConsumers];  // for these queries
+  int tile[Of::kStages];              // of keys
 };
 
 // A place in the ring of stages.
@@ -134,12 +137,20 @@ FASTATTN_DEVICE void for_halves(const AttentionParams& p, Place at, int64_t j0,
   }
 }
 
+// The pairs of this thread that are kept of a tile.
+template <typename Layout>
+FASTATTN_DEVICE KeepBits tile_bits(const AttentionParams& p, const DenseTiles& dense,
+                                   const Place& at) {
+  return partial_bits<Layout>(
+      p, at, [&](KeepBits inside) { return inside == 0 ? 0 : dense_bits<Layout>(dense, at); });
+}
+
 template <int kScoreTiles>
-FASTATTN_DEVICE void mask_tile_scores(const AttentionParams& p, const Place& at, int64_t j0,
-                                      float (&s)[kScoreTiles][4]) {
+FASTATTN_DEVICE void mask_tile_scores(const AttentionParams& p, const DenseTiles& dense,
+                                      const Place& at, int64_t j0, float (&s)[kScoreTiles][4]) {
   using Half = HalfOfKeys<kScoreTiles>;
   for_halves(p, at, j0, s, [&](const Place& here, Pairs<Half>& half) {
-    mask_scores<Half>(p, here, partial_bits<Half>(p, here), half);
+    mask_scores<Half>(p, here, tile_bits<Half>(p, dense, here), half);
   });
 }
 template <int kScoreTiles>
@@ -201,9 +212,10 @@ template <DType kType, int kDim, bool kCurved>
 struct Consumer {
   using Of = Plan<kDim>;
   const ForwardParams& p;
+  const DenseTiles& dense;
   WgmmaMemory<kDim>& memory;
   int group;
-  float unit;                    // of logits
+  const float &unit, &slack;     // of logits
   uint64_t q, first_k, first_v;  // descriptors; the latter two of stage 0
   Stage<Of::kStages> of_scores = {}, of_values = {};
   Place at = {};
@@ -215,9 +227,11 @@ struct Consumer {
 
   __device__ __forceinline__ Consumer(const WgmmaArgs& a, WgmmaMemory<kDim>& memory, int group)
       : p(a.p),
+        dense(a.dense),
         memory(memory),
         group(group),
-        unit(unit_of(a.p)),
+        unit(a.unit),
+        slack(a.slack),
         q(describe(memory.q[group], kAlongRows)),
         first_k(at_offset(memory, offsetof(WgmmaMemory<kDim>, k), kAlongRows)),
         first_v(at_offset(memory, offsetof(WgmmaMemory<kDim>, v), kDownColumns<Of::kKeys>)) {}
@@ -247,12 +261,17 @@ struct Consumer {
     wait_for_phase(&memory.v_full[of_values.number], of_values.parity);
     start_values<kType>(w, advance(first_v, of_values.number * chunks_of(sizeof(memory.v[0]))), o);
   }
-  // Later keys than the band leaves to these rows. The other consumers may need them.
-  __device__ __forceinline__ bool is_late(int tile) {
-    return int64_t{tile} * Of::kKeys >= band_end(p.mask, at.i0 + at.rows - 1);
+  // Where the keys begin of the stage whose K is full.
+  __device__ __forceinline__ int64_t first_key() {
+    const volatile int& tile = memory.tile[of_scores.number];
+    return int64_t{same_for_warp(tile)} * Of::kKeys;
+  }
+  // Whether these are later keys than the band leaves to these rows. Other consumers may need them.
+  __device__ __forceinline__ bool is_late() {
+    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);
+    return first_key() >= band_end(p.mask, at.i0 + at.rows - 1);
   }
   __device__ __forceinline__ void pass_by() {
-    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);
     wait_for_phase(&memory.v_full[of_scores.number], of_scores.parity);
     __syncwarp();  // its lanes have seen both phases
     release(&memory.k_empty[of_scores.number]);
@@ -275,27 +294,27 @@ struct Consumer {
 
   // S -> P.
   template <bool kMasked>
-  __device__ __forceinline__ void softmax(int tile) {
+  __device__ __forceinline__ void softmax(int64_t j0) {
     if constexpr (kCurved) curve_scores(p, s);
     if constexpr (kMasked) {
-      const int64_t j0 = static_cast<int64_t>(tile) * Of::kKeys;
-      mask_tile_scores(p, at, j0, s);
-      sdpa_softmax_step<true>(unit, state, s, step);
+      mask_tile_scores(p, dense, at, j0, s);
+      sdpa_softmax_step<true>(unit, slack, state, s, step);
       drop_tile_weights(p, at, j0, s);
     } else {
-      sdpa_softmax_step<false>(unit, state, s, step);
+      sdpa_softmax_step<false>(unit, slack, state, s, step);
     }
   }
 
   // Where no tile is masked, neither is this one.
-  __device__ __forceinline__ void first(int tile, bool masked) {
+  __device__ __forceinline__ void first(bool masked) {
     start_next_scores();
+    const int64_t j0 = first_key();
     wait_for_products<0>();
     take_scores();
     if (masked) {
-      softmax<true>(tile);
+      softmax<true>(j0);
     } else {
-      softmax<false>(tile);
+      softmax<false>(j0);
     }
     state.l[0] = step.sum[0], state.l[1] = step.sum[1];
     pack_weights<kType>(s, w);
@@ -305,14 +324,15 @@ struct Consumer {
   // The scores of a tile, beside the values of the one before. A curve and a mask leave large heads
   // no registers for weights that a product still reads: there the softmax comes behind it.
   template <bool kMasked>
-  __device__ __forceinline__ void next(int tile) {
+  __device__ __forceinline__ void next() {
     constexpr bool kBeside = !(kMasked && kCurved && kDim == 256);
     start_next_scores();
+    const int64_t j0 = kMasked ? first_key() : 0;
     start_next_values();
     wait_for_products<kBeside ? 1 : 0>();
     take_scores();
     if constexpr (!kBeside) take_values();
-    softmax<kMasked>(tile);
+    softmax<kMasked>(j0);
     if constexpr (kBeside) {
       keep_before_wait(s);
       wait_for_products<0>();
@@ -331,12 +351,14 @@ struct Consumer {
   }
 
   // Read where they are used: kept over a loop, they would take registers.
-  __device__ __forceinline__ KeyTiles keys() {
-    const volatile KeyTiles& x = memory.keys[group];
-    return {x.first, x.end, x.full_first, x.full_end};
+  __device__ __forceinline__ int masked() {
+    const volatile TileCounts& counts = memory.counts[group];
+    return same_for_warp(counts.masked);
   }
-  __device__ __forceinline__ int count() { return same_for_warp(KeyTiles::count(keys())); }
-  __device__ __forceinline__ int tile_at(int n) { return same_for_warp(KeyTiles::at(keys(), n)); }
+  __device__ __forceinline__ int count() {
+    const volatile TileCounts& counts = memory.counts[group];
+    return same_for_warp(counts.all);
+  }
 
   // Before a loop: where the compiler does not know that stages are the same for a warp,
   // descriptors cost a loop two moves each.
@@ -347,18 +369,18 @@ struct Consumer {
 
   __device__ __forceinline__ void run(uint32_t turn) {
     wait_for_phase(&memory.q_full[group], turn % 2);
-    const int masked = same_for_warp(KeyTiles::masked(keys()));
+    const int masked = this->masked();
     int n = 0;
-    while (n < masked && is_late(tile_at(n))) pass_by(), ++n;
+    while (n < masked && is_late()) pass_by(), ++n;
     if (n == count()) return release(&memory.q_empty[group]);  // count() waits for all lanes
-    first(tile_at(n), n < masked);
+    first(n < masked);
     ++n;
     keep_uniform();
 #pragma unroll 1
-    for (; n < masked; ++n) next<true>(tile_at(n));
+    for (; n < masked; ++n) next<true>();
     keep_uniform();
 #pragma unroll 1
-    for (int left = count() - n; left > 0; --left) next<false>(0);
+    for (int left = count() - n; left > 0; --left) next<false>();
     last();
   }
 

@@ -14,7 +14,9 @@ constexpr int kOfScores = 0, kOfGrads = 1;
 struct WgmmaGradArgs {
   BackwardParams p;
   Shares shares;
+  int heads;  // that share keys, if blocks own keys; or 1
   Spans spans;
+  DenseTiles dense;
   float unit;  // of logits
   uint8_t* marks;
   // What blocks own, and what passes by: K, V and Q, dO; or the reverse.
@@ -31,24 +33,10 @@ struct GradPlan {
   static constexpr int kStages = kDim == 64 ? 4 : 3, kPanels = kDim / kPanel;
 };
 
+// A tile that passes by: of a head, counted from the first one that shares keys, if blocks own
+// keys.
 struct PassingTile {
   int head, tile;
-};
-// The tiles that pass by: those of `heads` heads, masked ones first.
-struct PassingTiles {
-  KeyTiles of_head;
-  int heads;
-
-  FASTATTN_DEVICE int masked(const PassingTiles& x) {
-    return x.heads * KeyTiles::masked(x.of_head);
-  }
-  FASTATTN_DEVICE int count(const PassingTiles& x) { return x.heads * KeyTiles::count(x.of_head); }
-  FASTATTN_DEVICE PassingTile at(const PassingTiles& x, int n) {
-    const int masked = KeyTiles::masked(x.of_head), late = n - x.heads * masked;
-    const int each = late < 0 ? masked : KeyTiles::count(x.of_head) - masked;
-    const int m = late < 0 ? n : late, head = x.heads == 1 ? 0 : m / each;
-    return {head, KeyTiles::at(x.of_head, m - head * each + (late < 0 ? 0 : masked))};
-  }
 };
 
 template <int kDim>
@@ -59,51 +47,43 @@ struct alignas(1024) WgmmaGradMemory {
   Operand passing[Of::kStages][2];
   RowMemory rows[Of::kStages];  // of a consumer, or of what passes by
   Barrier own_full, own_empty, full[Of::kStages], empty[Of::kStages];
-  KeptKeys kept[GradGroups::kBlockWarps];
-  PassingTiles tiles;  // for what the block owns now
+  TileCounts counts;  // for what the block owns now
+  PassingTile tiles[Of::kStages];
 };
 
 // ---- which tiles ----
 
-// The rows that a block of keys visits.
-FASTATTN_DEVICE RowRange visited_rows(const WgmmaGradArgs& a, const Place& at, int64_t j1) {
-  if (a.spans.queries == nullptr)
-    return rows_of_keys(a.p.mask, a.p.M, a.p.N, at.b, at.j0, min64(a.p.N, j1));
-  const int64_t tiles = ceil_div(a.p.N, kTile);
-  RowRange rows = {a.p.M, 0};
-  for (int64_t n = at.j0 / kTile; n < min64(tiles, ceil_div(j1, kTile)); ++n) {
-    const Span span = a.spans.queries[at.b * tiles + n];
-    if (span.begin >= span.end) continue;
-    rows = {min64(rows.begin, int64_t{span.begin} * kTile),
-            max64(rows.end, min64(a.p.M, int64_t{span.end} * kTile))};
+// The tiles of rows that visit the next kRowTile keys from j0 on.
+FASTATTN_DEVICE KeyTiles row_tiles(const WgmmaGradArgs& a, bool masked, int b, int j0) {
+  const BackwardParams& p = a.p;
+  const auto end_of_keys = [&] { return int64_t{opaque_here(j0)} + kRowTile; };
+  const int n = j0 / kTile, count = min(kConsumers, tiles_in(p.N) - n);
+  Span some;
+  if (a.spans.queries == nullptr) {
+    const int64_t j1 = min64(p.N, end_of_keys());
+    some = span_within(p.M, rows_of_keys(p.mask, p.M, p.N, b, j0, j1));
+  } else {
+    const Span tiles = union_of(a.spans.queries + (b * tiles_in(p.N) + n), count);
+    some = {min(tiles.begin, tiles.end) * kTile, min(static_cast<int>(p.M), tiles.end * kTile)};
   }
-  return rows;
+  if (masked || some.begin >= some.end) return order_tiles<kTile>(some, Span{0, 0});
+  const int64_t here = opaque_here(j0);
+  const RowRange all = rows_of_all_keys(p.mask, p.M, p.N, b, here, end_of_keys());
+  return order_tiles<kTile>(some, span_within(p.M, all));
 }
 
+// The tiles that pass by what is at `at`, for each head.
 template <bool kOfKeys>
-FASTATTN_DEVICE PassingTiles passing_tiles(const WgmmaGradArgs& a, const DenseKeys& dense,
-                                           const Place& at) {
-  const BackwardParams& p = a.p;
-  const bool masked = masks_every_tile(p) || p.grad_weights.data != nullptr;
-  if constexpr (kOfKeys) {
-    const int64_t j1 = at.j0 + kRowTile;
-    const RowRange none = {p.M, 0};
-    const bool dropped = dense.some.begin >= dense.some.end;
-    const bool whole = !masked && dense.all.begin <= at.j0 && j1 <= dense.all.end;
-    return {order_tiles<kTile>(dropped ? none : visited_rows(a, at, j1),
-                               whole ? rows_of_all_keys(p.mask, p.M, p.N, at.b, at.j0, j1) : none),
-            static_cast<int>(p.H) / static_cast<int>(p.Hkv)};
-  } else {
-    const auto known = [&](const AttentionParams&) { return masked; };
-    return {key_tiles<kTile>(p, known, dense, at.b, at.i0, min64(p.M, at.i0 + kRowTile)), 1};
-  }
+FASTATTN_DEVICE KeyTiles passing_tiles(const WgmmaGradArgs& a, const Place& at) {
+  const bool masked = masks_every_tile(a.p) || a.p.grad_weights.data != nullptr;
+  if constexpr (kOfKeys) return row_tiles(a, masked, at.b, static_cast<int>(at.j0));
+  const auto known = [&](const AttentionParams&) { return masked; };
+  return key_tiles<kTile, kRowTile>(a.p, a.spans.keys, known, at.b, static_cast<int>(at.i0));
 }
 
 // Where a tile that passes by is.
 template <bool kOfKeys>
-FASTATTN_DEVICE Place at_passing(const AttentionParams& p, Place at, const PassingTiles& tiles,
-                                 int n) {
-  const PassingTile which = PassingTiles::at(tiles, n);
+FASTATTN_DEVICE Place at_passing(const AttentionParams& p, Place at, const PassingTile& which) {
   const int64_t first = int64_t{which.tile} * kTile;
   if constexpr (kOfKeys) {
     at.h += which.head, at.i0 = first, at.rows = extent(p.M, first);
@@ -228,9 +208,12 @@ struct GradConsumer {
     end_tile();
   }
 
-  __device__ __forceinline__ void masked_tile(const Place& here, bool is_first) {
+  __device__ __forceinline__ void masked_tile(bool is_first) {
     const BackwardParams& p = a.p;
-    const KeepBits bits = partial_bits<Layout>(p, here);
+    wait_for_phase(&memory.full[stage.number], stage.parity);
+    const volatile PassingTile& which = memory.tiles[stage.number];
+    const Place here = at_passing<kOfKeys>(p, at, {which.head, which.tile});
+    const KeepBits bits = tile_bits<Layout>(p, a.dense, here);
     const KeepBits survivors = surviving_bits<Layout>(p, here);
     load_grad_weights<Layout, kType>(p, here, bits, ds);
     start_tile(true);
@@ -257,13 +240,11 @@ struct GradConsumer {
     for (int n = 0; n < kTile / 4; ++n) dw[n / 4][n % 4] = 0;
   }
 
-  // Read where they are used: kept over a loop, they would take registers.
-  __device__ __forceinline__ PassingTiles tiles() {
-    const volatile PassingTiles& x = memory.tiles;
-    const volatile KeyTiles& y = x.of_head;
-    return {{y.first, y.end, y.full_first, y.full_end}, x.heads};
+  // Read where it is used: kept over a loop, it would take a register.
+  __device__ __forceinline__ int count() {
+    const volatile TileCounts& counts = memory.counts;
+    return same_for_warp(counts.all);
   }
-  __device__ __forceinline__ int count() { return same_for_warp(PassingTiles::count(tiles())); }
   // Before a loop: see Consumer.
   __device__ __forceinline__ void keep_uniform() {
     stage = {same_for_warp(stage.number), same_for_warp(stage.parity)};
@@ -273,12 +254,13 @@ struct GradConsumer {
   __device__ __forceinline__ void run(uint32_t turn) {
     wait_for_phase(&memory.own_full, turn % 2);
     hold_own();
-    const int masked = same_for_warp(PassingTiles::masked(tiles()));
+    const volatile TileCounts& counts = memory.counts;
+    const int masked = same_for_warp(counts.masked);
     const bool any = count() > 0;
     int n = 0;
     keep_uniform();
 #pragma unroll 1
-    for (; n < masked; ++n) masked_tile(at_passing<kOfKeys>(a.p, at, tiles(), n), n == 0);
+    for (; n < masked; ++n) masked_tile(n == 0);
     keep_uniform();
 #pragma unroll 1
     for (int left = count() - n; left > 0; --left) full_tile(n == 0), n = 1;

@@ -1,7 +1,7 @@
 // Which queries and keys the blocks of forward_wgmma.cu and backward_wgmma.cu take, in which order.
 #pragma once
 
-#include "cuda/dot/step.cuh"
+#include "cuda/dot/dense_tiles.cuh"
 #include "cuda/dot/wgmma_choice.h"
 
 namespace fastattn::cuda {
@@ -17,38 +17,37 @@ FASTATTN_DEVICE Int same_for_warp(Int x) {
 
 // Tile `number` of all shares: its head among those of all samples, and its place in the head.
 struct HeadTile {
-  uint32_t head;
-  int64_t tile;
+  uint32_t head, tile;
 };
-FASTATTN_DEVICE HeadTile tile_of(uint32_t number, int64_t tiles, int share) {
+FASTATTN_DEVICE HeadTile tile_of(uint32_t number, uint32_t tiles, int share) {
+  if (share == 1) return {number / tiles, number % tiles};
   // A pair comes from both ends of a head, or of two heads with an odd number of tiles each.
-  const int64_t list = share == 1 ? tiles : tiles * (1 + tiles % 2);
-  int64_t n = take_digit(&number, list);
-  if (share == 2) n = n % 2 == 0 ? n / 2 : list - 1 - n / 2;
-  return {number * static_cast<uint32_t>(list / tiles) + static_cast<uint32_t>(n / tiles),
-          n % tiles};
+  const uint32_t heads = 1 + tiles % 2, list = tiles * heads, place = number % list;
+  const uint32_t n = place % 2 == 0 ? place / 2 : list - 1 - place / 2;
+  return {number / list * heads + n / tiles, n % tiles};
 }
 
 // Its queries. Later ones may have more keys, and come first.
 template <int kRowTile>
-FASTATTN_DEVICE Place queries_at(const AttentionParams& p, uint32_t number, int share = 1) {
-  const int64_t tiles = ceil_div(p.M, kRowTile);
+FASTATTN_DEVICE Place queries_at(const AttentionParams& p, uint32_t number, int share) {
+  const uint32_t tiles = static_cast<uint32_t>(ceil_div(p.M, kRowTile));
   HeadTile at = tile_of(number, tiles, share);
   const int64_t h = take_digit(&at.head, p.H);
-  const bool last_first = later_rows_keep_more(p.mask, p.N);
-  return place(p, at.head, h, (last_first ? tiles - 1 - at.tile : at.tile) * kRowTile, 0);
+  const uint32_t tile = later_rows_keep_more(p.mask, p.N) ? tiles - 1 - at.tile : at.tile;
+  return place(p, at.head, h, opaque_here(static_cast<int>(tile * kRowTile)), 0);
 }
 
 // Calls f(number, turn) for the tiles of a block's shares, or for its only one.
 template <bool kOnce, typename F>
 __device__ __forceinline__ void for_shares(const Shares& shares, F f) {
   const uint32_t each = shares.tiles, end = static_cast<uint32_t>(shares.count) * each;
+  uint32_t n = blockIdx.x * each;
 #pragma unroll 1
-  for (uint32_t turn = 0;; ++turn) {
-    const uint32_t n = (blockIdx.x + turn / each * gridDim.x) * each + turn % each;
-    if (n >= end) return;
+  for (uint32_t turn = 0; n < end; ++turn) {
     f(n, turn);
     if constexpr (kOnce) return;
+    ++n;
+    if (each == 1 || n % 2 == 0) n += static_cast<uint32_t>(shares.blocks - 1) * each;
   }
 }
 
@@ -64,88 +63,100 @@ struct KeyTiles {
   FASTATTN_DEVICE int masked(const KeyTiles& x) {
     return x.end - x.full_end + x.full_first - x.first;
   }
+  // What depends on the list alone is computed where it is used: a producer has few registers.
   FASTATTN_DEVICE int at(const KeyTiles& x, int n) {
-    const int late = x.end - x.full_end;
-    if (n < late) return x.end - 1 - n;
-    return n < masked(x) ? x.first + n - late : x.full_end - 1 - (n - masked(x));
+    const KeyTiles here = {x.first, opaque_here(x.end), opaque_here(x.full_first), x.full_end};
+    const int late = here.end - here.full_end, left = n - masked(here);
+    if (n < late) return here.end - 1 - n;
+    return left < 0 ? here.first + n - late : here.full_end - 1 - left;
   }
 };
 
-// What a warp found in a dense mask of keys: the kept ones lie in [begin, end).
-struct KeptKeys {
-  int begin = 0x7fffffff, end = 0, count = 0;
-};
-
 // Tiles of `kSize` that meet `some`; those within `all` need no mask. Both lie in the array.
-template <int kSize, typename Range>
-FASTATTN_DEVICE KeyTiles order_tiles(const Range& some, const Range& all) {
+template <int kSize>
+FASTATTN_DEVICE KeyTiles order_tiles(const Span& some, const Span& all) {
   if (some.begin >= some.end) return {0, 0, 0, 0};
-  const int first = static_cast<int>(some.begin / kSize);
-  const int end = static_cast<int>(ceil_div(some.end, kSize));
-  const int full_end = static_cast<int>(max64(first, all.end / kSize));
-  const int full_first = static_cast<int>(max64(first, ceil_div(all.begin, kSize)));
+  const int first = some.begin / kSize, end = (some.end + kSize - 1) / kSize;
+  const int full_end = max(first, all.end / kSize);
+  const int full_first = max(first, (all.begin + kSize - 1) / kSize);
   if (full_first >= full_end) return {first, end, first, first};
   return {first, end, full_first, full_end};
 }
 
-// Whether something else than intervals is known of each pair alone.
+// Whether something else than a mask is known of each pair alone.
 FASTATTN_DEVICE bool masks_every_tile(const AttentionParams& p) {
-  const bool dense = has_dense(p.mask) && !dense_is_of_keys(p.mask);
-  return dense || !logits_are_scores(p) || p.dropout.enabled;
+  return !logits_are_scores(p) || p.dropout.enabled;
 }
 
-FASTATTN_DEVICE KeyRange intersect(const KeyRange& a, const KeyRange& b) {
-  return {max64(a.begin, b.begin), min64(a.end, b.end)};
+template <typename Range>
+FASTATTN_DEVICE Span span_within(int64_t size, const Range& x) {
+  return {static_cast<int>(max64(0, min64(size, x.begin))),
+          static_cast<int>(max64(0, min64(size, x.end)))};
 }
 
-// Over a warp, in uniform registers: the compiler then knows that loops are the same for its lanes.
-FASTATTN_DEVICE KeptKeys union_of_lanes(const KeptKeys& x) {
-  return {__reduce_min_sync(kAllLanes, x.begin), __reduce_max_sync(kAllLanes, x.end),
-          __reduce_add_sync(kAllLanes, x.count)};
+// The key tiles that intervals leave to the next kRowTile rows from i0 on. Where limits vary by
+// row, `spans` has the keys of each tile of 64 rows, and every tile is masked.
+template <int kKeys, int kRowTile, typename IsMasked>
+FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, const Span* spans, IsMasked masked,
+                                   int b, int i0) {
+  const auto end_of_rows = [&] { return min64(p.M, int64_t{opaque_here(i0)} + kRowTile); };
+  const int m = i0 / kTile, count = min(kRowTile / kTile, tiles_in(p.M) - m);
+  const Span some = spans != nullptr
+                        ? union_of(spans + (b * tiles_in(p.M) + m), count)
+                        : span_within(p.N, union_of_ends(p.mask, p.N, b, i0, end_of_rows()));
+  if (spans != nullptr || some.begin >= some.end || masked(p))
+    return order_tiles<kKeys>(some, Span{0, 0});
+  const KeyRange all = common_range(p.mask, p.N, b, opaque_here(i0), end_of_rows());
+  return order_tiles<kKeys>(some, span_within(p.N, all));
 }
 
-// Before a barrier, by all threads of a block: each warp notes what a dense mask of keys keeps of
-// these keys. All lanes go the same way: with others, ptxas would keep what follows in more
-// registers, and dK and dV spill.
-template <int kBlockWarps>
-FASTATTN_DEVICE void scan_keys(const MaskParams& mask, int b, const KeyRange& keys,
-                               KeptKeys (&kept)[kBlockWarps]) {
-  const DenseMask dense = dense_from(mask, b, 0, 0, 0);
-  KeptKeys mine;
-#pragma unroll 4
-  for (int64_t first = keys.begin; first < keys.end; first += 32 * kBlockWarps) {
-    const int64_t last = keys.end - 1, j = min64(first + thread(), last);
-    const bool is_kept = dense.data[dense.offset + j * dense.stride_n] != 0;
-    const int key = static_cast<int>(j);
-    mine.begin = is_kept ? min(mine.begin, key) : mine.begin;
-    mine.end = is_kept ? key + 1 : mine.end;
-    mine.count += is_kept && first + thread() <= last ? 1 : 0;
-  }
-  mine = union_of_lanes(mine);
-  if (lane() == 0) kept[warp()] = mine;
-}
+// ---- what a dense mask leaves of them ----
+//
+// Of the same tiles for each of `heads` heads. A warp looks at 32 of them at a time. kept_of(head,
+// tile) says what is kept of one.
 
-// Behind the barrier: of the keys that were scanned, those that a dense mask of keys leaves to a
-// block lie in `some`, and it keeps all that lie in `all`. Other masks are not its business.
-struct DenseKeys {
-  KeyRange some, all;
+// How many tiles are masked, and how many there are.
+struct TileCounts {
+  int masked, all;
 };
-template <int kBlockWarps>
-FASTATTN_DEVICE DenseKeys dense_keys(const AttentionParams& p,
-                                     const KeptKeys (&kept)[kBlockWarps]) {
-  if (!dense_is_of_keys(p.mask)) return {{0, p.N}, {0, p.N}};
-  const KeptKeys found = union_of_lanes(lane() < kBlockWarps ? kept[lane()] : KeptKeys{});
-  const KeyRange some = {found.begin, found.end};
-  return {some, found.count == found.end - found.begin ? some : KeyRange{p.N, 0}};
+
+// What is kept of tile n of a list, by intervals too.
+template <typename KeptOf>
+FASTATTN_DEVICE Kept kept_in(const KeyTiles& list, int head, int n, KeptOf kept_of) {
+  if (n >= KeyTiles::count(list)) return kKeepsNone;
+  const Kept kept = kept_of(head, KeyTiles::at(list, n));
+  return kept == kKeepsAll && n < KeyTiles::masked(list) ? kKeepsSome : kept;
 }
 
-// `masked` is asked late: known early, it would cost the largest kernel a spill.
-template <int kKeys, typename IsMasked>
-FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, IsMasked masked,
-                                   const DenseKeys& dense, int b, int64_t i0, int64_t i1) {
-  const KeyRange some = intersect(tile_range(p.mask, p.N, b, i0, i1), dense.some);
-  if (some.begin >= some.end || masked(p)) return order_tiles<kKeys>(some, KeyRange{p.N, 0});
-  return order_tiles<kKeys>(some, intersect(common_range(p.mask, p.N, b, i0, i1), dense.all));
+template <typename KeptOf>
+FASTATTN_DEVICE TileCounts count_tiles(const KeyTiles& list, int heads, KeptOf kept_of) {
+  TileCounts found = {0, 0};
+#pragma unroll 1
+  for (int head = 0; head < heads; ++head)
+#pragma unroll 1
+    for (int first = 0; first < KeyTiles::count(list); first += 32) {
+      const Kept kept = kept_in(list, head, first + lane(), kept_of);
+      found.masked += __popc(__ballot_sync(kAllLanes, kept == kKeepsSome));
+      found.all += __popc(__ballot_sync(kAllLanes, kept != kKeepsNone));
+    }
+  return found;
+}
+
+// Calls f(head, tile) in all lanes for these tiles: masked ones first, in the order of the list.
+template <typename KeptOf, typename F>
+__device__ __forceinline__ void for_counted(const KeyTiles& list, int heads, KeptOf kept_of, F f) {
+#pragma unroll 1
+  for (int wanted = kKeepsSome; wanted > 0; wanted -= kKeepsSome - kKeepsAll)
+#pragma unroll 1
+    for (int head = 0; head < heads; ++head)
+#pragma unroll 1
+      for (int first = 0; first < KeyTiles::count(list); first += 32) {
+        const Kept kept = kept_in(list, head, first + lane(), kept_of);
+        uint32_t left = __ballot_sync(kAllLanes, kept == wanted);
+#pragma unroll 1
+        for (; left != 0; left &= left - 1)
+          f(head, KeyTiles::at(list, first + __ffs(static_cast<int>(left)) - 1));
+      }
 }
 
 }  // namespace fastattn::cuda

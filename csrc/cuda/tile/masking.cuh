@@ -178,18 +178,25 @@ FASTATTN_DEVICE KeepBits bits_in_ranges(const AttentionParams& p, const Place& a
   return bits;
 }
 
+// Of these pairs, those that the dense mask keeps.
 template <typename Layout>
-FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at) {
-  const KeepBits inside = bits_in_ranges<Layout>(p, at);
-  KeepBits bits = inside;
+FASTATTN_DEVICE KeepBits read_dense(const AttentionParams& p, const Place& at, KeepBits bits) {
+  const DenseMask dense = dense_from(p.mask, at.b, at.h, at.i0, at.j0);
+  const KeepBits inside = bits;
+  for_kept<Layout, false>(inside, dense.offset, dense.stride_m, dense.stride_n,
+                          [&](int pair, int64_t where) {
+                            if (dense.data[where] == 0) bits &= ~(KeepBits{1} << pair);
+                          });
+  return bits;
+}
+
+// dense_of(pairs) is like read_dense(), for who knows the dense mask otherwise.
+template <typename Layout, typename DenseOf>
+FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at, DenseOf dense_of) {
+  KeepBits bits = bits_in_ranges<Layout>(p, at);
+  if (has_dense(p.mask)) bits &= dense_of(bits);
+  const KeepBits inside = bits;
   const auto drop = [&](int pair) { bits &= ~(KeepBits{1} << pair); };
-  if (has_dense(p.mask)) {
-    const DenseMask dense = dense_from(p.mask, at.b, at.h, at.i0, at.j0);
-    for_kept<Layout, false>(inside, dense.offset, dense.stride_m, dense.stride_n,
-                            [&](int pair, int64_t where) {
-                              if (dense.data[where] == 0) drop(pair);
-                            });
-  }
   if (p.bias.data != nullptr) {
     const int64_t offset = offset_of(p.bias, at.b, at.h, at.i0, at.j0);
     with_dtype(p.bias.dtype, [&](auto type) {
@@ -200,6 +207,11 @@ FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at)
     });
   }
   return bits;
+}
+template <typename Layout>
+FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at) {
+  return partial_bits<Layout>(p, at,
+                              [&](KeepBits pairs) { return read_dense<Layout>(p, at, pairs); });
 }
 
 // Tests on a CPU count the tiles that blocks visit, and those that lie outside the mask.
@@ -301,19 +313,19 @@ FASTATTN_DEVICE KeepBits surviving_bits(const AttentionParams& p, const Place& a
   if (!p.dropout.enabled) return kAllKept;
   const uint64_t seed = seed_of(p.dropout);
   KeepBits bits = 0;
+  constexpr int kRuns = Layout::kKeys / Layout::kKeyRun;
 #pragma unroll 1  // one block of bits at a time: many of them would take all registers
-  for (int x = 0; x < Layout::kQueries; ++x)
-#pragma unroll 1
-    for (int y = 0; y < Layout::kKeys; y += Layout::kKeyRun) {
-      const int key = Layout::key0() + Layout::key(y);
-      const PhiloxBlock block =
-          random_block(p.dropout, seed, own_sample(at), at.h,
-                       at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
+  for (int run = 0; run < Layout::kQueries * kRuns; ++run) {
+    const int x = run / kRuns, y = run % kRuns * Layout::kKeyRun;
+    const int key = Layout::key0() + Layout::key(y);
+    const PhiloxBlock block =
+        random_block(p.dropout, seed, own_sample(at), at.h,
+                     at.i0 + Layout::query0() + Layout::query(x), at.j0 + key);
 #pragma unroll
-      for (int n = 0; n < Layout::kKeyRun; ++n)
-        if (random_word(block, key % 4 + n) >= p.dropout.threshold)
-          bits |= KeepBits{1} << Layout::pair(x, y + n);
-    }
+    for (int n = 0; n < Layout::kKeyRun; ++n)
+      if (random_word(block, key % 4 + n) >= p.dropout.threshold)
+        bits |= KeepBits{1} << Layout::pair(x, y + n);
+  }
   return bits;
 }
 

@@ -31,10 +31,9 @@ FASTATTN_DEVICE float rescaling(float from, float to, float unit) {
   return ex2_approx((from - to) * unit);
 }
 
-// Whether `top` raises a row's maximum m.
-FASTATTN_DEVICE bool raises(float top, float m, float unit) { return top > m + rcp_approx(unit); }
+// A row's maximum m stays while logits exceed it by less than the slack, 1 / unit.
 FASTATTN_DEVICE float late_max(float m, float top, float unit) {
-  return raises(top, m, unit) ? top : m;
+  return top > m + rcp_approx(unit) ? top : m;
 }
 
 // The state of the rows of a query tile while key tiles stream by. It lies in shared memory,

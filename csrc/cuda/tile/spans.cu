@@ -53,16 +53,16 @@ __global__ void __launch_bounds__(kThreads) query_spans_kernel(const __grid_cons
 
 }  // namespace
 
-Span* make_key_spans(const BackwardParams& p, int64_t offset, Launcher& launcher) {
+Span* make_key_spans(const AttentionParams& p, float* memory, Launcher& launcher) {
   if (!limits_vary_by_row(p.mask)) return nullptr;
-  Span* const keys = reinterpret_cast<Span*>(static_cast<float*>(p.workspace) + offset);
+  Span* const keys = reinterpret_cast<Span*>(memory);
   launcher.run(key_spans_kernel, ceil_div(p.B * ceil_div(p.M, kTile), kWarps), kThreads, 0,
                SpanArgs{p, {keys, nullptr}});
   return keys;
 }
 
-Spans make_spans(const BackwardParams& p, int64_t offset, Launcher& launcher) {
-  Span* const keys = make_key_spans(p, offset, launcher);
+Spans make_spans(const AttentionParams& p, float* memory, Launcher& launcher) {
+  Span* const keys = make_key_spans(p, memory, launcher);
   if (keys == nullptr) return {nullptr, nullptr};
   const Spans spans = {keys, keys + p.B * ceil_div(p.M, kTile)};
   launcher.run(query_spans_kernel, ceil_div(p.B * ceil_div(p.N, kTile), kWarps), kThreads, 0,

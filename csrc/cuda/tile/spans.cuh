@@ -25,9 +25,20 @@ FASTATTN_FN int64_t key_span_floats(const AttentionParams& p) {
 FASTATTN_FN int64_t span_floats(const AttentionParams& p) {
   return key_span_floats(p) + (limits_vary_by_row(p.mask) ? 2 * p.B * ceil_div(p.N, kTile) : 0);
 }
-// Fill that of keys, or both, from float number `offset` of the workspace on, which is even.
-Span* make_key_spans(const BackwardParams& p, int64_t offset, Launcher& launcher);
-Spans make_spans(const BackwardParams& p, int64_t offset, Launcher& launcher);
+// Fill that of keys, or both, in memory for as many floats.
+Span* make_key_spans(const AttentionParams& p, float* memory, Launcher& launcher);
+Spans make_spans(const AttentionParams& p, float* memory, Launcher& launcher);
+
+// From the first to the last of what `count` neighbours of a table hold.
+FASTATTN_DEVICE Span union_of(const Span* table, int count) {
+  Span all = {0x7fffffff, 0};
+#pragma unroll 1
+  for (int n = 0; n < count; ++n) {
+    const Span here = table[n];
+    if (here.begin < here.end) all = {min(all.begin, here.begin), max(all.end, here.end)};
+  }
+  return all;
+}
 
 FASTATTN_DEVICE bool meets(const Span& keys, int64_t j0) {
   return keys.begin < j0 + kTile && keys.end > j0;

@@ -54,6 +54,7 @@ struct alignas(16) uint4 {
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 // A product that is never fused with a sum.
 inline float __fmul_rn(float a, float b) {
   float y = a * b;

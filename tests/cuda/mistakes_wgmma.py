@@ -1,0 +1,341 @@
+"""Mistakes in the dot product's kernels of warpgroups."""
+
+from mistakes import Mistake, of_dense, of_file, of_grads, of_large_heads, of_warpgroups
+
+WARPGROUPS = [
+    of_warpgroups(
+        "a descriptor: the distance between groups of rows",
+        "kAlongRows = {0, 8 * kRowBytes}", "kAlongRows = {0, 4 * kRowBytes}", "AssertionError",
+    ),
+    of_warpgroups(
+        "a descriptor: the distance between panels",
+        "= {kKeys * kRowBytes,", "= {kTile * kRowBytes,", "AssertionError",
+    ),
+    of_warpgroups(
+        "a descriptor: panels of a tile of 80 keys", "n / 4 * rows * kRowBytes",
+        "n / 4 * 128 * kRowBytes", "AssertionError",
+    ),
+    of_warpgroups(
+        "masks of a tile of 80 keys: its other half",
+        "at.j0 = j0 + n * 8 * Half::kTiles", "at.j0 = j0 + n * kTile", "AssertionError",
+    ),
+    of_warpgroups(
+        "copies of a tile of 80 keys: the next tile", "tile * kKeys, at.hkv", "tile * 128, at.hkv",
+        "AssertionError", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "a kernel with a softcap that caps nothing",
+        "if constexpr (kCurved) curve_scores(p, s);", "", "AssertionError",
+    ),
+    of_warpgroups(
+        "a softcap that no masked tile has",
+        "if constexpr (kCurved) curve_scores", "if constexpr (kCurved && !kMasked) curve_scores",
+        "AssertionError",
+    ),
+    of_large_heads(
+        "a large head: the other columns of the values", "a.p.v = from_column(v, first)",
+        "a.p.v = v",
+    ),
+    of_large_heads(
+        "a large head: the other columns of the result", "a.p.out = from_column(out, first)",
+        "a.p.out = out",
+    ),
+    of_warpgroups(
+        "no fence after the barriers are initialised", "  publish_barriers();\n", "",
+        "a barrier that only its own thread can see", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "half the bytes expected", "arrive_and_expect(full, sizeof(to))",
+        "arrive_and_expect(full, sizeof(to) / 2)", "RuntimeError", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "the producer does not wait for a free stage",
+        "    wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);\n", "",
+        "more arrivals at a barrier", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "the producer waits for the wrong phase", "v_empty[to.number], to.parity ^ 1",
+        "v_empty[to.number], to.parity", "deadlock", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "queries that come while others read the last ones",
+        "    wait_for_phase(&memory.q_empty[group], turn % 2 ^ 1);\n", "",
+        "Error", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "queries are left before their last scores",
+        "    first(n < masked);\n",
+        "    release(&memory.q_empty[group]);\n    first(n < masked);\n", "Error",
+    ),
+    of_warpgroups(
+        "the next queries in the wrong phase", "q_full[group], turn % 2)", "q_full[group], 0)",
+        "Error",
+    ),
+    of_warpgroups(
+        "tiles of the queries before", "      memory.counts[group] = counts;\n",
+        "      if (turn == 0) memory.counts[group] = counts;\n", "Error", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "sums of the queries before", "o[n / 4][n % 4] = 0.f;", "o[n / 4][n % 4] *= 1.f;",
+        "AssertionError",
+    ),
+    of_warpgroups(
+        "pairs: no tile from the other end", "? place / 2 : list - 1 - place / 2",
+        "? place / 2 : place / 2",
+        "AssertionError", "wgmma_tiles.cuh",
+    ),
+    of_warpgroups(
+        "scores are read while they are made", "    wait_for_products<kBeside ? 1 : 0>();\n", "",
+        "Error",
+    ),
+    of_warpgroups(
+        "products of keys that have not come",
+        "    wait_for_phase(&memory.k_full[of_scores.number], of_scores.parity);\n    start_scores",
+        "    start_scores", "Error",
+    ),
+    of_warpgroups(
+        "no fence before a group", "hold(o);\n  fence_products();\n", "hold(o);\n",
+        "a product without a fence",
+    ),
+    of_warpgroups(
+        "weights are written while a product reads them",
+        "      wait_for_products<0>();\n      take_values();\n    }\n",
+        "      pack_weights<kType>(s, w);\n      wait_for_products<0>();\n      take_values();\n"
+        "    }\n", "AssertionError",
+    ),
+    of_warpgroups(
+        "the producer keeps its registers", "    give_registers<Of::kProducerRegisters>();\n", "",
+        "deadlock", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "values are given back while a product reads them",
+        "      wait_for_products<0>();\n      take_values();\n    }\n",
+        "      take_values();\n      wait_for_products<0>();\n    }\n", "AssertionError",
+    ),
+    of_grads(
+        "gradients, a descriptor: the distance between panels",
+        "kDownColumns<kTile>)", "kDownColumns<2 * kTile>)", "AssertionError",
+    ),
+    of_grads(
+        "gradients, a descriptor: the wrong operand passes by",
+        "stage.number * kStage + kPassing), of_weights", "stage.number * kStage), of_weights",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: no fence after the barriers are initialised", "  publish_barriers();\n", "",
+        "a barrier that only its own thread can see", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: half the bytes expected", "arrive_and_expect(full, sizeof(memory.passing[0]))",
+        "arrive_and_expect(full, sizeof(memory.passing[0]) / 2)", "RuntimeError",
+        "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: operands that come while others read the last ones",
+        "    wait_for_phase(&memory.own_empty, turn % 2 ^ 1);\n", "", "Error",
+        "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: the next operands in the wrong phase", "own_full, turn % 2)", "own_full, 0)",
+        "Error",
+    ),
+    of_grads(
+        "gradients: tiles of the operands before", "      memory.counts = counts;\n",
+        "      if (turn == 0) memory.counts = counts;\n", "Error", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: sums of the operands before", "    clear(of_scores), clear(of_weights);\n",
+        "", "AssertionError",
+    ),
+    of_grads(
+        "gradients: the stage of the operands before", "    last = stage.number;\n    clear(",
+        "    clear(", "Error",
+    ),
+    of_grads(
+        "gradients: dS of the operands before", "dw[n / 4][n % 4] = 0;", "dw[n / 4][n % 4] |= 0;",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: the last stage is not given back", "      leave(last, true);\n", "", "deadlock",
+    ),
+    of_grads(
+        "gradients: the producer does not wait for a free stage",
+        "    wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n", "",
+        "Error", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: the producer waits for the wrong phase", "empty[to.number], to.parity ^ 1",
+        "empty[to.number], to.parity", "deadlock", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: stats that arrive before they are loaded",
+        "      if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);\n"
+        "      arrive_with_stats(full);",
+        "      arrive_with_stats(full);\n"
+        "      if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);",
+        "AssertionError", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: products of what does not stay yet",
+        "    wait_for_phase(&memory.own_full, turn % 2);\n", "", "Error",
+    ),
+    of_grads(
+        "gradients: products of what has not come",
+        "    wait_for_phase(&memory.full[stage.number], stage.parity);\n    start_product",
+        "    start_product", "Error",
+    ),
+    of_grads(
+        "gradients: scores are read while they are made",
+        "wait_for_products<kAhead ? 2 : 1>();", "wait_for_products<3>();", "AssertionError",
+    ),
+    of_grads(
+        "gradients: dP is read while it is made", "wait_for_products<kOfKeys ? 1 : 0>();",
+        "wait_for_products<kOfKeys ? 2 : 1>();", "AssertionError",
+    ),
+    of_grads(
+        "gradients: a masked tile without a wait",
+        "    wait_for_products<0>();\n    hold(s);\n", "    hold(s);\n", "AssertionError",
+    ),
+    of_grads(
+        "gradients: a tile is left while its own products read it",
+        "    if constexpr (kOfKeys || !kAhead) wait_for_products<0>();\n"
+        "    if constexpr (kOfKeys) hold(w), hold(of_weights);\n"
+        "    if constexpr (!kAhead) leave(stage.number, true);\n",
+        "    if constexpr (!kAhead) leave(stage.number, true);\n"
+        "    if constexpr (kOfKeys || !kAhead) wait_for_products<0>();\n"
+        "    if constexpr (kOfKeys) hold(w), hold(of_weights);\n", "AssertionError",
+    ),
+    of_grads(
+        "gradients: the tile before is left while products read it",
+        "    wait_for_products<kOfKeys ? 1 : 0>();\n    take_grads(is_first);\n",
+        "    take_grads(is_first);\n    wait_for_products<kOfKeys ? 1 : 0>();\n", "AssertionError",
+    ),
+    of_grads(
+        "gradients: the first tile leaves one that never was", "leave(last, !is_first)",
+        "leave(last, true)",
+        "Error",
+    ),
+    of_grads(
+        "gradients: the tile before, of the stage of this one", "start_of_scores(last);\n    start",
+        "start_of_scores(stage.number);\n    start", "AssertionError",
+    ),
+    of_grads(
+        "gradients: without the last tile",
+        "      start_of_scores(last);\n      wait_for_products<0>();\n", "", "AssertionError",
+    ),
+    of_grads(
+        "gradients: own rows in registers, of the first warp", "warp_row0() + lane() % 16",
+        "lane() % 16", "AssertionError",
+    ),
+    of_grads(
+        "gradients: no tile is ever left", "    if (taken) release(&memory.empty[number]);\n", "",
+        "deadlock",
+    ),
+    of_grads(
+        "gradients: dW is not added to dP", "    start_tile(true);\n",
+        "    start_tile(false);\n", "AssertionError",
+    ),
+    of_grads(
+        "gradients: tiles with dropout count as full",
+        "masks_every_tile(a.p) || a.p.grad_weights.data != nullptr",
+        "a.p.grad_weights.data != nullptr",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: tiles with dW count as full", "masks_every_tile(a.p) || a.p.grad_weights.data",
+        "masks_every_tile(a.p) || a.p.out.data == nullptr && a.p.grad_weights.data",
+        "AssertionError",
+    ),
+    of_grads(
+        "gradients: one head of those that share keys", "at.h += which.head, ", "",
+        "AssertionError",
+    ),
+    of_dense(
+        "a tile that lacks some pairs counts as whole", "missing ? kKeepsSome",
+        "false ? kKeepsSome",
+    ),
+    of_dense("bits of keys by queries", "bits_of<KeyRows>", "bits_of<QueryRows>"),
+    of_dense(
+        "tables of heads one over the other", "stride(grid.h, grid.m * grid.n)",
+        "stride(grid.h, grid.m)",
+    ),
+    of_dense(
+        "the second half of a tile of 80 keys", "first > 0 && n + 1", "false && n + 1",
+        "dense_tiles.cuh", "forward_wgmma.cu",
+    ),
+    of_dense(
+        "the last of a block's rows speaks for all", "kept |= tiles.kept", "kept = tiles.kept",
+        "dense_tiles.cuh", "forward_wgmma.cu",
+    ),
+    of_dense(
+        "whole tiles first", "wanted = kKeepsSome; wanted > 0; wanted -= kKeepsSome - kKeepsAll",
+        "wanted = kKeepsAll; wanted <= kKeepsSome; wanted += kKeepsSome - kKeepsAll",
+        "wgmma_tiles.cuh", "forward_wgmma.cu",
+    ),
+    of_dense(
+        "the first 32 tiles alone are counted",
+        "first < KeyTiles::count(list); first += 32) {\n      const",
+        "first < 1; first += 32) {\n      const", "wgmma_tiles.cuh", "forward_wgmma.cu",
+    ),
+    of_dense(
+        "gradients: the mask of the first of the heads", "h = at.h + head", "h = at.h",
+        "backward_wgmma.cu", "backward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "a tile's number before its stage is free",
+        "        wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);\n"
+        "        memory.tile[to.number] = tile;\n",
+        "        memory.tile[to.number] = tile;\n"
+        "        wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);\n",
+        "AssertionError", "forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "a tile's number when its stage is left",
+        "    const int64_t j0 = kMasked ? first_key() : 0;\n    start_next_values();\n"
+        "    wait_for_products<kBeside ? 1 : 0>();\n    take_scores();\n",
+        "    start_next_values();\n    wait_for_products<kBeside ? 1 : 0>();\n    take_scores();\n"
+        "    const int64_t j0 = kMasked ? first_key() : 0;\n", "AssertionError",
+    ),
+    of_grads(
+        "gradients: a tile's number before its stage is free",
+        "      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n"
+        "      if (lane() == 0) {\n        memory.tiles[to.number] = which;\n",
+        "      if (lane() == 0) memory.tiles[to.number] = which;\n"
+        "      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n"
+        "      if (lane() == 0) {\n", "AssertionError", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: the producer keeps its registers",
+        "    give_registers<GradGroups::kProducerRegisters>();\n", "", "deadlock",
+        "backward_wgmma.cu",
+    ),
+    Mistake(
+        "garbage: one tile of marked neighbours", "dot/step.cuh", "left &= left - 1", "left = 0",
+        "AssertionError", test="test_cuda_wgmma.py", tests="garbage_in_keys",
+    ),
+    of_warpgroups(
+        "a tile that the last rows need is passed by", "band_end(p.mask, at.i0 + at.rows - 1)",
+        "band_end(p.mask, at.i0 - 1)", "AssertionError",
+    ),
+    of_warpgroups(
+        "the first tile without its mask", "first(n < masked);", "first(false);",
+        "AssertionError",
+    ),
+    of_warpgroups(
+        "a tile that is passed by keeps its place",
+        "    release(&memory.v_empty[of_scores.number]);\n", "", "deadlock",
+    ),
+    of_file(
+        "gradients: rows of the first of two tiles of keys", "dot/wgmma_grads.cuh",
+        "min(kConsumers, tiles_in(p.N) - n)", "1", "documents", "dot/backward_wgmma.cu",
+    ),
+    of_file(
+        "a tile that the first keys cut counts as full", "dot/wgmma_tiles.cuh",
+        "(all.begin + kSize - 1) / kSize)", "all.begin / kSize)", "window or kv-begin",
+        "dot/forward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "tensor maps: strides in numbers", "static_cast<cuuint64_t>(strides[n]) * 2",
+        "static_cast<cuuint64_t>(strides[n])", "Error", "../base/tensor_map.h",
+    ),
+]  # fmt: skip
