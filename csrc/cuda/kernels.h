@@ -23,8 +23,8 @@ namespace fastattn::cuda {
 const char* unsupported(const AttentionParams& params);
 
 // Bytes that params.workspace must point to (256-byte aligned; may be nullptr when 0). They depend
-// on the shape, the strides, the mode of the weights and, for backward, the wanted gradients; not
-// on the device. Fill in everything but `workspace` first.
+// on the shape, the strides, the mode of the weights and, for backward, the wanted gradients, and
+// on the current device. Fill in everything but `workspace` first.
 int64_t forward_workspace_bytes(const ForwardParams& params);
 int64_t backward_workspace_bytes(const BackwardParams& params);
 

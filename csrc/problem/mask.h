@@ -97,42 +97,50 @@ FASTATTN_RARE_FN KeyRange union_of_rows(const MaskParams& mask, int64_t N, int64
   return all;
 }
 
-// The same where limits do not vary by row: the first and the last row say all.
-FASTATTN_FN KeyRange union_of_ends(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
-                                   int64_t i1) {
-  const KeyRange limits = limits_at(mask, N, b, i0);
+// The same where all rows have these limits.
+FASTATTN_FN KeyRange tile_range(const MaskParams& mask, const KeyRange& limits, int64_t i0,
+                                int64_t i1) {
   return {max64(limits.begin, i0 + mask.band_lo), min64(limits.end, band_end(mask, i1 - 1))};
 }
 
 // The same. Limits that vary by row cost one read a row, their [B] form one in all.
 FASTATTN_FN KeyRange tile_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
                                 int64_t i1) {
-  return limits_vary_by_row(mask) ? union_of_rows(mask, N, b, i0, i1)
-                                  : union_of_ends(mask, N, b, i0, i1);
+  if (limits_vary_by_row(mask)) return union_of_rows(mask, N, b, i0, i1);
+  return tile_range(mask, limits_at(mask, N, b, i0), i0, i1);
 }
 
-// The keys that the intervals of all rows i0 <= i < i1 hold; none where only every row could tell.
-FASTATTN_FN KeyRange common_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
+// The keys that the intervals of all rows i0 <= i < i1 hold.
+FASTATTN_FN KeyRange common_range(const MaskParams& mask, const KeyRange& limits, int64_t i0,
                                   int64_t i1) {
-  if (limits_vary_by_row(mask)) return {N, 0};
-  const KeyRange limits = limits_at(mask, N, b, i0);
   return {max64(limits.begin, i1 - 1 + mask.band_lo), min64(limits.end, band_end(mask, i0))};
 }
 
-// The rows that keep some key j0 <= j < j1, unless limits vary by row: those are no interval.
-FASTATTN_FN RowRange rows_of_keys(const MaskParams& mask, int64_t M, int64_t N, int64_t b,
+// The same; none where only every row could tell.
+FASTATTN_FN KeyRange common_range(const MaskParams& mask, int64_t N, int64_t b, int64_t i0,
+                                  int64_t i1) {
+  if (limits_vary_by_row(mask)) return {N, 0};
+  return common_range(mask, limits_at(mask, N, b, i0), i0, i1);
+}
+
+// The rows that keep some key j0 <= j < j1, where all rows have these limits.
+FASTATTN_FN RowRange rows_of_keys(const MaskParams& mask, const KeyRange& limits, int64_t M,
                                   int64_t j0, int64_t j1) {
-  const KeyRange limits = limits_at(mask, N, b, 0);
   const int64_t first = max64(j0, limits.begin), last = min64(j1, limits.end) - 1;
   if (first > last) return {0, 0};
   return {max64(0, first - mask.band_hi), min64(M, last - mask.band_lo + 1)};
 }
 
-// The rows whose intervals hold all keys j0 <= j < j1; none where only every row could tell.
-FASTATTN_FN RowRange rows_of_all_keys(const MaskParams& mask, int64_t M, int64_t N, int64_t b,
+// The same, unless limits vary by row: those rows are no interval.
+FASTATTN_FN RowRange rows_of_keys(const MaskParams& mask, int64_t M, int64_t N, int64_t b,
+                                  int64_t j0, int64_t j1) {
+  return rows_of_keys(mask, limits_at(mask, N, b, 0), M, j0, j1);
+}
+
+// The rows whose intervals hold all keys j0 <= j < j1, where all rows have these limits.
+FASTATTN_FN RowRange rows_of_all_keys(const MaskParams& mask, const KeyRange& limits, int64_t M,
                                       int64_t j0, int64_t j1) {
-  const KeyRange limits = limits_at(mask, N, b, 0);
-  if (limits_vary_by_row(mask) || j0 < limits.begin || limits.end < j1) return {M, 0};
+  if (j0 < limits.begin || limits.end < j1) return {M, 0};
   return {max64(0, j1 - 1 - mask.band_hi), min64(M, j0 - mask.band_lo + 1)};
 }
 

@@ -131,9 +131,8 @@ def has_gradients(p: Problem) -> bool:
 def masks_every_tile(p: Problem, bias: bool) -> str | None:
     """What is known to make this path take every tile of a call as a masked one; None if nothing.
 
-    As in ``key_tiles`` of csrc/cuda/dot/wgmma_block.cuh. Tiles that a dense mask empties are then
-    computed too. The kernels look at a mask of keys, as for padding. Where it keeps one interval,
-    tiles within are whole, and others are left out. Where it has holes, every tile is masked.
+    As in ``key_tiles`` of csrc/cuda/dot/wgmma_tiles.cuh, but for dense masks of pairs. The kernels
+    leave out tiles of which these keep nothing, too, which has not run on a GPU: docs/decisions/0035.
     """
     keep = p.mask.keep
     limits = [getattr(p.mask, name) for name in LIMITS]

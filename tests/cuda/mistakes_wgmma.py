@@ -169,10 +169,10 @@ WARPGROUPS = [
     ),
     of_grads(
         "gradients: stats that arrive before they are loaded",
-        "      if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);\n"
-        "      arrive_with_stats(full);",
-        "      arrive_with_stats(full);\n"
-        "      if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);",
+        "    load_stats(a.p, at, memory.rows[stage]);\n"
+        "    arrive_with_stats(&memory.full[stage]);\n",
+        "    arrive_with_stats(&memory.full[stage]);\n"
+        "    load_stats(a.p, at, memory.rows[stage]);\n",
         "AssertionError", "backward_wgmma.cu",
     ),
     of_grads(
@@ -268,25 +268,33 @@ WARPGROUPS = [
         "dense_tiles.cuh", "forward_wgmma.cu",
     ),
     of_dense(
-        "whole tiles first", "wanted = kKeepsSome; wanted > 0; wanted -= kKeepsSome - kKeepsAll",
-        "wanted = kKeepsAll; wanted <= kKeepsSome; wanted += kKeepsSome - kKeepsAll",
+        "whole tiles before masked ones", "next_whole += x.masked +", "next_whole +=",
         "wgmma_tiles.cuh", "forward_wgmma.cu",
     ),
     of_dense(
-        "the first 32 tiles alone are counted",
-        "first < KeyTiles::count(list); first += 32) {\n      const",
-        "first < 1; first += 32) {\n      const", "wgmma_tiles.cuh", "forward_wgmma.cu",
+        "places of every lane alike", "__popc(all_masked & before)", "__popc(all_masked & 0)",
+        "wgmma_tiles.cuh", "forward_wgmma.cu",
     ),
     of_dense(
-        "gradients: the mask of the first of the heads", "h = at.h + head", "h = at.h",
-        "backward_wgmma.cu", "backward_wgmma.cu",
+        "the first 32 tiles of a warp alone", "first < end; first += 32",
+        "first < min(end, begin + 32); first += 32", "wgmma_tiles.cuh", "forward_wgmma.cu",
+    ),
+    of_dense(
+        "places that others have not written yet",
+        "  if (lane() == 0) found.of_warp[warp()] = mine;\n  __syncthreads();\n",
+        "  if (lane() == 0) found.of_warp[warp()] = mine;\n", "wgmma_tiles.cuh",
+        "forward_wgmma.cu",
+    ),
+    of_dense(
+        "gradients: the mask of the first of the heads", "kept_of(a.dense, here.b, here.h,",
+        "kept_of(a.dense, here.b, at.h,", "backward_wgmma.cu", "backward_wgmma.cu",
     ),
     of_warpgroups(
         "a tile's number before its stage is free",
-        "        wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);\n"
-        "        memory.tile[to.number] = tile;\n",
-        "        memory.tile[to.number] = tile;\n"
-        "        wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);\n",
+        "      wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);\n"
+        "      memory.tile[to.number] = tile;\n",
+        "      memory.tile[to.number] = tile;\n"
+        "      wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);\n",
         "AssertionError", "forward_wgmma.cu",
     ),
     of_warpgroups(
@@ -298,16 +306,18 @@ WARPGROUPS = [
     ),
     of_grads(
         "gradients: a tile's number before its stage is free",
-        "      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n"
-        "      if (lane() == 0) {\n        memory.tiles[to.number] = which;\n",
-        "      if (lane() == 0) memory.tiles[to.number] = which;\n"
-        "      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n"
-        "      if (lane() == 0) {\n", "AssertionError", "backward_wgmma.cu",
+        "      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n",
+        "      if (lane() == 0) memory.tiles[to.number] = tile;\n"
+        "      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);\n", "AssertionError",
+        "backward_wgmma.cu",
+    ),
+    of_warpgroups(
+        "more registers than a block was launched with",
+        "- kConsumers * kConsumerRegisters;", "- kConsumers * kConsumerRegisters + 8;", "deadlock",
     ),
     of_grads(
         "gradients: the producer keeps its registers",
-        "    give_registers<GradGroups::kProducerRegisters>();\n", "", "deadlock",
-        "backward_wgmma.cu",
+        "    give_registers<Of::kProducerRegisters>();\n", "", "deadlock", "backward_wgmma.cu",
     ),
     Mistake(
         "garbage: one tile of marked neighbours", "dot/step.cuh", "left &= left - 1", "left = 0",

@@ -11,6 +11,8 @@ namespace fastattn::cuda {
 
 constexpr int kPanel = 64;  // columns of a box: 128 bytes, the row that is permuted
 
+constexpr int64_t kMostRows = (int64_t{1} << 31) - 256;
+
 // The sizes of a view.
 struct Extents {
   int64_t b, h, rows, columns;
@@ -20,11 +22,12 @@ inline bool is_box_stride(int64_t extent, int64_t stride) {
   return extent == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 38);
 }
 
-// Whether a tensor map can describe the view: it counts strides in steps of 16 bytes.
+// Whether a tensor map can describe the view: it counts strides in steps of 16 bytes. Rows, and the
+// ends of tiles behind them, have 32 bits.
 inline bool has_tensor_map(const View& view, const Extents& size) {
   return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride_c == 1 &&
          is_box_stride(size.b, view.stride_b) && is_box_stride(size.h, view.stride_h) &&
-         is_box_stride(size.rows, view.stride_r) && size.rows < int64_t{1} << 31;
+         is_box_stride(size.rows, view.stride_r) && size.rows <= kMostRows;
 }
 
 // Of the driver, which the library does not link to; nullptr without one.

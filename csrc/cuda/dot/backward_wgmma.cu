@@ -7,8 +7,10 @@
 // Both are one kernel: a block is a producer and two consumers of 64 keys, or queries. It owns one
 // such tile after the other, where their work is even.
 //
-//   producer   for tiles of 64 queries, or keys: copies both operands into the next stage that is
-//              free, with the stats of its rows
+//   producer   a warp copies what the block owns, another one tiles of 64 queries, or keys, into
+//   the
+//              next stage that is free, and for dK and dV a third one the stats of their rows;
+//              tiles of which a mask keeps nothing are left out
 //   consumer   S = own other^T, dP likewise          own operands in registers, where they fit
 //              S -> W, dP -> dS                      in registers, where they are operands
 //              dV += W dO, and dK += dS Q; or dQ += dS K
@@ -38,7 +40,7 @@ FASTATTN_DEVICE Place owned_at(const WgmmaGradArgs& a, uint32_t number) {
   return kOfKeys ? keys_at(a, number) : queries_at<kRowTile>(a.p, number, a.shares.tiles);
 }
 
-// ---- the producer: a warp for what the block owns, and one for what passes by ----
+// ---- the producer: a warp for what the block owns, one for what passes by, one for its stats ----
 //
 // The kernels of other GPUs than Hopper are empty: they leave what is no template unused.
 
@@ -53,10 +55,11 @@ FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t
 // Loads the stats of the queries at `at`, as far as this lane does.
 [[maybe_unused]] FASTATTN_DEVICE void load_stats(const BackwardParams& p, const Place& at,
                                                  RowMemory& rows) {
+  // can_take_wgmma() bounds the number of rows.
   const uint32_t head = static_cast<uint32_t>(at.b) * static_cast<uint32_t>(p.H) + at.h;
   const uint32_t first = head * static_cast<uint32_t>(p.M) + static_cast<uint32_t>(at.i0);
-#pragma unroll 1
-  for (int row = lane(); row < kTile; row += 32) start_row<true>(p, at, first, row, rows);
+#pragma unroll
+  for (int n = 0; n < kTile / 32; ++n) start_row<true>(p, at, first, lane() + 32 * n, rows);
   wait_for_copies();
 }
 // Arrives for the warp, once its lanes have written stats.
@@ -65,29 +68,11 @@ FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t
   if (lane() == 0) arrive(full);
 }
 
-// A tile that a block owns, and what its dense mask keeps of the tiles that pass by.
-template <bool kOfKeys>
-struct ListedTiles {
-  const WgmmaGradArgs& a;
-  Place at;
-  KeyTiles list;
-
-  __device__ __forceinline__ ListedTiles(const WgmmaGradArgs& a, uint32_t number)
-      : a(a), at(owned_at<kOfKeys>(a, number)), list(passing_tiles<kOfKeys>(a, at)) {}
-  __device__ __forceinline__ Kept operator()(int head, int tile) const {
-    const int own = opaque_here(static_cast<int>((kOfKeys ? at.j0 : at.i0) / kTile));
-    const int end = own + kConsumers, h = at.h + head;
-    return kOfKeys ? kept_of(a.dense, at.b, h, tile, tile + 1, own, end)
-                   : kept_of(a.dense, at.b, h, own, end, tile, tile + 1);
-  }
-};
-
 template <bool kOfKeys, int kDim>
 FASTATTN_DEVICE void produce_own(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
-  for_shares<false>(a.shares, [&](uint32_t number, uint32_t turn) {
-    const ListedTiles<kOfKeys> tiles(a, number);
-    const Place& at = tiles.at;
-    const TileCounts counts = count_tiles(tiles.list, a.heads, tiles);
+  for_shares<GradGroups<kOfKeys, kDim>::kOnce>(a.shares, [&](uint32_t number, uint32_t turn) {
+    const Place at = owned_at<kOfKeys>(a, number);
+    const TileCounts counts = count_tiles(a.p, listed_tiles<kOfKeys>(a, at, memory), memory.found);
     wait_for_phase(&memory.own_empty, turn % 2 ^ 1);
     if (lane() == 0) {
       memory.counts = counts;
@@ -106,37 +91,53 @@ FASTATTN_DEVICE void produce_own(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& 
   });
 }
 
+// Calls f(stage, tile, place) for all that passes by, once its stage is free.
+template <bool kOfKeys, int kDim, typename F>
+__device__ __forceinline__ void for_passing(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory,
+                                            F f) {
+  Stage<GradPlan<kDim>::kStages> to;
+  for_shares<GradGroups<kOfKeys, kDim>::kOnce>(a.shares, [&](uint32_t number, uint32_t) {
+    const Place at = owned_at<kOfKeys>(a, number);
+    const TileList list = listed_tiles<kOfKeys>(a, at, memory);
+    const int count = count_tiles(a.p, list, memory.found).all;
+#pragma unroll 1
+    for (int n = 0; n < count; ++n, to = to.next()) {
+      const PassingTile tile = tile_at(a.p, list, memory.found, n);
+      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);
+      f(to.number, tile, at_passing<kOfKeys>(a.p, at, tile));
+      __syncwarp();  // no lane misses a phase
+    }
+  });
+}
+
 template <bool kOfKeys, int kDim>
 FASTATTN_DEVICE void produce_passing(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
-  Stage<GradPlan<kDim>::kStages> to;
-  for_shares<false>(a.shares, [&](uint32_t number, uint32_t) {
-    const ListedTiles<kOfKeys> tiles(a, number);
-    for_counted(tiles.list, a.heads, tiles, [&](int head, int tile) {
-      const PassingTile which = {head, tile};
-      const Place here = at_passing<kOfKeys>(a.p, tiles.at, which);
-      Barrier* const full = &memory.full[to.number];
-      wait_for_phase(&memory.empty[to.number], to.parity ^ 1);
-      if (lane() == 0) {
-        memory.tiles[to.number] = which;
-        arrive_and_expect(full, sizeof(memory.passing[0]));
-        for (int which = 0; which < 2; ++which)
-          load_operand(a.passing[which], full, kOfKeys ? here.i0 : here.j0,
-                       kOfKeys ? here.h : here.hkv, here.b, memory.passing[to.number][which]);
-      }
-      if (kOfKeys) load_stats(a.p, here, memory.rows[to.number]);
-      arrive_with_stats(full);
-      to = to.next();
-    });
+  for_passing<kOfKeys>(a, memory, [&](uint32_t stage, const PassingTile& tile, const Place& at) {
+    if (lane() > 0) return;
+    Barrier* const full = &memory.full[stage];
+    memory.tiles[stage] = tile;
+    arrive_and_expect(full, sizeof(memory.passing[0]));
+    for (int which = 0; which < 2; ++which)
+      load_operand(a.passing[which], full, kOfKeys ? at.i0 : at.j0, kOfKeys ? at.h : at.hkv, at.b,
+                   memory.passing[stage][which]);
+  });
+}
+
+template <int kDim>
+FASTATTN_DEVICE void produce_stats(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
+  for_passing<true>(a, memory, [&](uint32_t stage, const PassingTile&, const Place& at) {
+    load_stats(a.p, at, memory.rows[stage]);
+    arrive_with_stats(&memory.full[stage]);
   });
 }
 
 // ---- the block ----
 
-template <int kDim>
+template <bool kOfKeys, int kDim>
 FASTATTN_DEVICE void init_barriers(WgmmaGradMemory<kDim>& memory) {
   init_barrier(&memory.own_full, 2), init_barrier(&memory.own_empty, kConsumers * kWarps);
   for (int n = 0; n < GradPlan<kDim>::kStages; ++n) {
-    init_barrier(&memory.full[n], 2);
+    init_barrier(&memory.full[n], kOfKeys ? 2 : 1);  // copies, and stats
     init_barrier(&memory.empty[n], kConsumers * kWarps);
   }
   publish_barriers();
@@ -165,21 +166,36 @@ FASTATTN_DEVICE void write(const WgmmaGradArgs& a, const GradConsumer<kOfKeys, k
 
 template <bool kOfKeys, DType kType, int kDim>
 FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
+  using Of = GradGroups<kOfKeys, kDim>;
   WgmmaGradMemory<kDim>& memory = *static_cast<WgmmaGradMemory<kDim>*>(shared_boxes());
-  if (thread() == 0) init_barriers(memory);
+  if (thread() == 0) init_barriers<kOfKeys>(memory);
+  if (Of::kOnce || keys_vary(a.p.mask)) {
+    const Place at = owned_at<kOfKeys>(a, blockIdx.x);
+    const TileList list = passing_tiles<true, kOfKeys>(a, at);
+    if (thread() == 0) memory.list = list;
+    const auto kept = [&](const PassingTile& tile) {
+      const Place here = at_passing<kOfKeys>(a.p, at, tile);
+      const int m = static_cast<int>(here.i0 / kTile), n = static_cast<int>(here.j0 / kTile);
+      const int rows = kOfKeys ? 1 : kConsumers, cols = kOfKeys ? kConsumers : 1;
+      return kept_of(a.dense, here.b, here.h, m, m + rows, n, n + cols);
+    };
+    if (has_dense(a.p.mask)) find_tiles(list, kept, memory.found);
+  }
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
   if (group == kConsumers) {
-    give_registers<GradGroups::kProducerRegisters>();
+    give_registers<Of::kProducerRegisters>();
     const int role = warp() % kWarps;
     if (role == 0) return produce_passing<kOfKeys>(a, memory);
-    if (role == 1) produce_own<kOfKeys>(a, memory);
+    if (role == 1) return produce_own<kOfKeys>(a, memory);
+    if constexpr (kOfKeys)
+      if (role == 2) produce_stats(a, memory);
     return;
   }
-  take_registers<GradGroups::kConsumerRegisters>();
+  take_registers<Of::kConsumerRegisters>();
   GradConsumer<kOfKeys, kType, kDim> mine(a, memory, group);
-  for_shares<false>(a.shares, [&](uint32_t number, uint32_t turn) {
+  for_shares<GradGroups<kOfKeys, kDim>::kOnce>(a.shares, [&](uint32_t number, uint32_t turn) {
     mine.begin(owned_at<kOfKeys>(a, number));
     mine.run(turn);
     write(a, mine);
@@ -215,22 +231,23 @@ void launch(WgmmaGradArgs a, const CUtensorMap (&maps)[4], const GradMarks& mark
   constexpr size_t kShared = sizeof(WgmmaGradMemory<kDim>);
   const BackwardParams& p = a.p;
   const auto choose = [&](const CUtensorMap* own, const CUtensorMap* passing, uint32_t* marks,
-                          int64_t heads, int64_t rows) {
+                          int64_t heads, int64_t rows, bool once) {
     for (int n = 0; n < 2; ++n) a.own[n] = own[n], a.passing[n] = passing[n];
     a.marks = reinterpret_cast<uint8_t*>(marks);
-    a.shares = share_out(p, p.B * heads, ceil_div(rows, kRowTile), true);
+    a.shares = share_out(p, p.B * heads, ceil_div(rows, kRowTile), !once);
   };
-  choose(maps + 2, maps, marks.queries, p.H, p.M);
+  choose(maps + 2, maps, marks.queries, p.H, p.M, GradGroups<false, kDim>::kOnce);
   launcher.run(sdpa_wgmma_dq_kernel<kType, kDim>, a.shares.blocks, kBlock, kShared, a);
-  choose(maps, maps + 2, marks.keys, p.Hkv, p.N);
+  choose(maps, maps + 2, marks.keys, p.Hkv, p.N, GradGroups<true, kDim>::kOnce);
   a.heads = static_cast<int>(p.H / p.Hkv);
   launcher.run(sdpa_wgmma_dkdv_kernel<kType, kDim>, a.shares.blocks, kBlock, kShared, a);
 }
 
 }  // namespace
 
-bool can_take_wgmma(const BackwardParams& p) {
+static bool can_take_wgmma(const BackwardParams& p) {
   if (!wgmma_can_run() || p.M <= kFewQueries || is_curved(p)) return false;
+  if (p.B * p.H * p.M > kMostNumbers || !has_dense_tiles(p)) return false;
   if (min64(p.B * p.H * p.N, min64(p.D, p.E)) <= 0) return false;
   Copied list[4];
   list_copied(p, list);
@@ -247,6 +264,8 @@ int64_t wgmma_backward_bytes(const BackwardParams& p) {
 
 bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks, void* memory,
                   Launcher& launcher) {
+  const int64_t most = max64(p.H / p.Hkv * tiles_in(p.M), tiles_in(p.N));
+  if (has_dense(p.mask) && most > kPlaces) return false;
   Copied list[4];
   CUtensorMap maps[4];
   list_copied(p, list);

@@ -19,7 +19,7 @@ FASTATTN_DEVICE void load_bytes(const DenseMask& dense, int rows, int cols, Tile
       *reinterpret_cast<uint4*>(&to[row][first]) = *reinterpret_cast<const uint4*>(chunk);
       continue;
     }
-#pragma unroll 1
+#pragma unroll 4
     for (int m = 0; m < 16; ++m)
       to[row][first + m] = row < rows && first + m < cols ? chunk[m * dense.stride_n] : 0;
   }
@@ -74,6 +74,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+bool has_dense_tiles(const AttentionParams& p) { return tiles_of(p) <= kMostNumbers / kThreads; }
+
 int64_t dense_tile_bytes(const AttentionParams& p, bool both) {
   return tiles_of(p) * ((both ? 2 : 1) * kThreads * int64_t{sizeof(KeepBits)} + 1);
 }
@@ -82,9 +84,8 @@ DenseTiles make_dense_tiles(const AttentionParams& p, bool both, void* memory, L
   const int64_t tiles = tiles_of(p), words = tiles * kThreads;
   if (tiles == 0) return {};
   const DenseGrid grid = grid_of(p);
-  // No memory holds the words of 2^32 tiles.
-  const auto stride = [](int64_t size, int64_t tiles) {
-    return size == 1 ? 0 : static_cast<uint32_t>(tiles);
+  const auto stride = [](int64_t size, int64_t inner) {
+    return size == 1 ? 0 : static_cast<uint32_t>(inner);
   };
   KeepBits* const bits = static_cast<KeepBits*>(memory);
   const DenseTiles made = {reinterpret_cast<Kept*>(bits + (both ? 2 : 1) * words),

@@ -1,5 +1,5 @@
 // What a dense mask keeps of each tile of 64 queries x 64 keys, found once by a kernel that reads
-// the mask before those of wgmma_block.cuh and wgmma_grads.cuh. Their producers leave out tiles of
+// the mask before those of wgmma_block.cuh and wgmma_grads.cuh. Their blocks leave out tiles of
 // which nothing is kept. Their consumers mask a tile with one word a thread, and only where pairs
 // are missing. Heads that share a mask share all of this.
 #pragma once
@@ -26,6 +26,10 @@ struct DenseTiles {
 
 FASTATTN_FN int tiles_in(int64_t size) { return static_cast<int>(ceil_div(size, kTile)); }
 
+// Whether 32 bits number the words of all tiles. A mask of as many tiles has 128 GiB, or is tiny.
+bool has_dense_tiles(const AttentionParams& p);
+constexpr int64_t kMostNumbers = (int64_t{1} << 32) - 1;
+
 // Bytes of these tables, those of keys included if `both`. They begin at a multiple of 4.
 int64_t dense_tile_bytes(const AttentionParams& p, bool both);
 DenseTiles make_dense_tiles(const AttentionParams& p, bool both, void* memory, Launcher& launcher);
@@ -35,9 +39,7 @@ FASTATTN_DEVICE Kept kept_of(const DenseTiles& tiles, int b, int h, int m0, int 
                              int n1) {
   if (tiles.kept == nullptr) return kKeepsAll;
   int kept = 0;
-#pragma unroll 1
   for (int m = m0; m < min(m1, tiles.tiles_m); ++m)
-#pragma unroll 1
     for (int n = n0; n < min(n1, tiles.tiles_n); ++n)
       kept |= tiles.kept[DenseTiles::at(tiles, b, h, m, n)];
   return static_cast<Kept>(kept);

@@ -3,7 +3,8 @@
 //
 //   for (b, h, tile of 64 queries a consumer)   a block: a producer, and two consumers or three;
 //                                               it takes tile after tile, where their work is even
-//     producer   for tiles of 128 or 80 keys: copies K, then V, into the next stage that is free
+//     producer   a warp copies queries, and another one K, then V, of tiles of 128 or 80 keys into
+//                the next stage that is free; tiles of which a mask keeps nothing are left out
 //     consumer   S_0 = Q K_0^T -> masked -> P_0
 //       for n = 1, 2, ...                       masked tiles first, tiles without a mask after them
 //         start S_n = Q K_n^T, and O += P_(n-1) V_(n-1)
@@ -27,34 +28,28 @@
 namespace fastattn::cuda {
 namespace {
 
-// ---- the producer: a warp for the queries, and one for the keys ----
-
-// The key tiles of a block, and what its dense mask keeps of them.
-template <int kDim>
-struct ListedKeys {
+template <bool kVary, int kDim>
+FASTATTN_DEVICE TileList tiles_of(const WgmmaArgs& a, const Place& at) {
   using Of = Plan<kDim>;
-  const WgmmaArgs& a;
-  int b, h, m0;
-  KeyTiles list;
+  const int i0 = static_cast<int>(at.i0);
+  return {key_tiles<kVary, Of::kKeys, Of::kRowTile>(a.p, a.spans, masks_every_tile, at.b, i0), 1};
+}
+// As a producer finds them. A block with one tile has found its list beforehand.
+template <bool kOnce, int kDim>
+FASTATTN_DEVICE TileList listed_tiles(const WgmmaArgs& a, const Place& at,
+                                      const WgmmaMemory<kDim>& memory) {
+  if constexpr (kOnce) return memory.list;
+  return keys_vary(a.p.mask) ? memory.list : tiles_of<false, kDim>(a, at);
+}
 
-  __device__ __forceinline__ ListedKeys(const WgmmaArgs& a, const Place& at)
-      : a(a),
-        b(at.b),
-        h(at.h),
-        m0(static_cast<int>(at.i0 / kTile)),
-        list(key_tiles<Of::kKeys, Of::kRowTile>(a.p, a.spans, masks_every_tile, b, m0 * kTile)) {}
-  __device__ __forceinline__ Kept operator()(int, int tile) const {
-    const int m = opaque_here(m0), j0 = tile * Of::kKeys;
-    return kept_of(a.dense, b, h, m, m + Of::kConsumers, j0 / kTile, tiles_in(j0 + Of::kKeys));
-  }
-};
+// ---- the producer: a thread for the queries, and one for the keys ----
 
 template <int kDim, bool kOnce>
 FASTATTN_DEVICE void produce_queries(const WgmmaArgs& a, WgmmaMemory<kDim>& memory) {
   using Of = Plan<kDim>;
   for_shares<kOnce>(a.shares, [&](uint32_t number, uint32_t turn) {
-    const ListedKeys<kDim> keys(a, queries_at<Of::kRowTile>(a.p, number, a.shares.tiles));
-    const TileCounts counts = count_tiles(keys.list, 1, keys);
+    const Place at = queries_at<Of::kRowTile>(a.p, number, a.shares.tiles);
+    const TileCounts counts = count_tiles(a.p, listed_tiles<kOnce>(a, at, memory), memory.found);
     if (lane() > 0) return;
     for (int group = 0; group < Of::kConsumers; ++group) {
       Barrier* const full = &memory.q_full[group];
@@ -62,8 +57,8 @@ FASTATTN_DEVICE void produce_queries(const WgmmaArgs& a, WgmmaMemory<kDim>& memo
       memory.counts[group] = counts;
       arrive_and_expect(full, sizeof(memory.q[group]));
       for (int panel = 0; panel < Of::kPanels; ++panel)
-        load_box(memory.q[group][panel], a.q, full, panel * kPanel, (keys.m0 + group) * kTile,
-                 keys.h, keys.b);
+        load_box(memory.q[group][panel], a.q, full, panel * kPanel,
+                 static_cast<int>(at.i0) + group * kTile, at.h, at.b);
     }
   });
 }
@@ -82,17 +77,17 @@ FASTATTN_DEVICE void produce_keys(const WgmmaArgs& a, WgmmaMemory<kDim>& memory)
   Stage<Plan<kDim>::kStages> to;
   for_shares<kOnce>(a.shares, [&](uint32_t number, uint32_t) {
     const Place at = queries_at<Plan<kDim>::kRowTile>(a.p, number, a.shares.tiles);
-    const ListedKeys<kDim> keys(a, at);
-    for_counted(keys.list, 1, keys, [&](int, int tile) {
-      if (lane() == 0) {
-        wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);
-        memory.tile[to.number] = tile;
-        load_keys(a.k, at, tile, &memory.k_full[to.number], memory.k[to.number]);
-        wait_for_phase(&memory.v_empty[to.number], to.parity ^ 1);
-        load_keys(a.v, at, tile, &memory.v_full[to.number], memory.v[to.number]);
-      }
-      to = to.next();
-    });
+    const TileList list = listed_tiles<kOnce>(a, at, memory);
+    const int count = count_tiles(a.p, list, memory.found).all;
+#pragma unroll 1
+    for (int n = 0; n < count && lane() == 0; ++n, to = to.next()) {
+      const int tile = tile_at(a.p, list, memory.found, n).tile;
+      wait_for_phase(&memory.k_empty[to.number], to.parity ^ 1);
+      memory.tile[to.number] = tile;
+      load_keys(a.k, at, tile, &memory.k_full[to.number], memory.k[to.number]);
+      wait_for_phase(&memory.v_empty[to.number], to.parity ^ 1);
+      load_keys(a.v, at, tile, &memory.v_full[to.number], memory.v[to.number]);
+    }
   });
 }
 
@@ -114,21 +109,33 @@ FASTATTN_DEVICE void init_barriers(WgmmaMemory<kDim>& memory) {
 template <DType kType, int kDim, bool kCurved>
 FASTATTN_DEVICE void sdpa_wgmma_block(const WgmmaArgs& a) {
   using Of = Plan<kDim>;
+  constexpr bool kOnce = kHasOneTile<kDim, kCurved>;
   WgmmaMemory<kDim>& memory = *static_cast<WgmmaMemory<kDim>*>(shared_boxes());
   if (thread() == 0) init_barriers(memory);
+  if (kOnce || keys_vary(a.p.mask)) {
+    const Place at = queries_at<Of::kRowTile>(a.p, blockIdx.x, 1);
+    const TileList list = tiles_of<true, kDim>(a, at);
+    if (thread() == 0) memory.list = list;
+    const auto kept = [&](const PassingTile& which) {
+      const int m = static_cast<int>(at.i0 / kTile), j0 = which.tile * Of::kKeys;
+      return kept_of(a.dense, at.b, at.h, m, m + Of::kConsumers, j0 / kTile,
+                     tiles_in(j0 + Of::kKeys));
+    };
+    if (has_dense(a.p.mask)) find_tiles(list, kept, memory.found);
+  }
   __syncthreads();
   // The same for a warp, which the compiler sees only so.
   const int group = __shfl_sync(kAllLanes, thread() / kWarpgroup, 0);
   if (group == Of::kConsumers) {
     give_registers<Of::kProducerRegisters>();
     const int role = warp() % kWarps;
-    if (role == 0) return produce_keys<kDim, kCurved>(a, memory);
-    if (role == 1) produce_queries<kDim, kCurved>(a, memory);
+    if (role == 0) return produce_keys<kDim, kOnce>(a, memory);
+    if (role == 1) produce_queries<kDim, kOnce>(a, memory);
     return;
   }
   take_registers<Of::kConsumerRegisters>();
   Consumer<kType, kDim, kCurved> mine(a, memory, group);
-  for_shares<kCurved>(a.shares, [&](uint32_t number, uint32_t turn) {
+  for_shares<kOnce>(a.shares, [&](uint32_t number, uint32_t turn) {
     mine.begin(queries_at<Of::kRowTile>(a.p, number, a.shares.tiles));
     mine.run(turn);
     mine.write();
@@ -143,19 +150,21 @@ __global__ void __launch_bounds__(Plan<kDim>::kBlock, 1)
 
 // The workspace: a word of marks for each tile of 64 queries, spans, and what is known of a dense
 // mask. Spans begin at an even word.
-int64_t span_start(const ForwardParams& p) { return p.B * p.H * ceil_div(p.M, kTile) / 2 * 2 + 2; }
+int64_t span_start(const ForwardParams& p) {
+  return ceil_div(p.B * p.H * ceil_div(p.M, kTile), 2) * 2;
+}
 int64_t dense_start(const ForwardParams& p) { return span_start(p) + key_span_floats(p); }
 
 template <DType kType, int kDim, bool kCurved>
 bool launch(const ForwardParams& p, Launcher& launcher) {
   using Of = Plan<kDim>;
+  if (has_dense(p.mask) && ceil_div(p.N, Of::kKeys) > Of::kPlaces) return false;
   constexpr auto kKernel = sdpa_wgmma_kernel<kType, kDim, kCurved>;
   constexpr size_t kShared = sizeof(WgmmaMemory<kDim>);
-  WgmmaArgs a = {p,          share_out(p, p.B * p.H, ceil_div(p.M, Of::kRowTile), !kCurved),
-                 {},         {},
-                 unit_of(p), 1.f / unit_of(p),
-                 {},         {},
-                 {}};
+  WgmmaArgs a{};
+  a.p = p;
+  a.shares = share_out(p, p.B * p.H, ceil_div(p.M, Of::kRowTile), !kHasOneTile<kDim, kCurved>);
+  a.unit = unit_of(p), a.slack = 1.f / a.unit;
   launcher.prepare(kKernel, kShared);  // before the maps: the thread may be new to CUDA
   const bool made = make_tensor_map(p.q, {p.B, p.H, p.M, p.D}, kTile, &a.q) &&
                     make_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}, Of::kKeys, &a.k) &&
@@ -187,17 +196,16 @@ bool has_tensor_maps(const ForwardParams& p) {
 }  // namespace
 
 bool wants_wgmma(const ForwardParams& p) {
-  return wgmma_is_chosen() && p.M > kFewQueries && has_tensor_maps(p);
+  if (!wgmma_is_chosen() || !wgmma_can_run() || p.M <= kFewQueries) return false;
+  return has_tensor_maps(p) && has_dense_tiles(p);
 }
 
 int64_t wgmma_forward_bytes(const ForwardParams& p) {
   return wants_wgmma(p) ? 4 * dense_start(p) + dense_tile_bytes(p, false) : 0;
 }
 
-// Another thread may choose between the allocation of the marks and this.
-bool takes_wgmma(const ForwardParams& p) {
-  return p.workspace != nullptr && wants_wgmma(p) && wgmma_can_run();
-}
+// Another thread may choose between the allocation of the workspace and this.
+bool takes_wgmma(const ForwardParams& p) { return p.workspace != nullptr && wants_wgmma(p); }
 
 const char* against_large_heads(const ForwardParams& p) {
   if (p.M <= kFewQueries) return "up to 16 queries have D and E up to 128";

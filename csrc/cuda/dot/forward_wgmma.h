@@ -6,12 +6,12 @@
 
 namespace fastattn::cuda {
 
-// Whether this path is chosen and the problem can take it: more than a few queries, and strides
-// that a tensor map can describe. FASTATTN_CUDA_PATH=wgmma chooses it, or choose_wgmma().
+// Whether this path is chosen, the device and the build have it, and the problem can take it: more
+// than a few queries, and strides that a tensor map can describe. FASTATTN_CUDA_PATH=wgmma chooses
+// it, or choose_wgmma().
 bool wants_wgmma(const ForwardParams& p);
 
-// Whether the marks have memory, the current device is of compute capability 9.0, and the build has
-// code for sm_90a, too.
+// Whether it has memory, too.
 bool takes_wgmma(const ForwardParams& p);
 
 // Why the forward pass has no kernel for D or E over 128, or nullptr. All that compute such heads

@@ -19,12 +19,16 @@ struct WgmmaArgs {
   CUtensorMap q, k, v;
 };
 
-// What a block consists of: a producer and consumers of 64 rows. The registers of its warpgroups
-// add up to at most 64 K.
-template <int kConsumersOf>
+// What a block consists of: a producer and consumers of 64 rows, with so many registers a thread. A
+// block is launched with a multiple of 8 registers a thread, and has no others: what consumers do
+// not take is the producer's.
+template <int kConsumersOf, int kRegistersOf>
 struct Groups {
   static constexpr int kConsumers = kConsumersOf, kBlock = kWarpgroup * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160, kProducerRegisters = 32;
+  static constexpr int kLaunched = 65536 / kBlock / 8 * 8;
+  static constexpr int kConsumerRegisters = kRegistersOf;
+  static constexpr int kProducerRegisters =
+      (kConsumers + 1) * kLaunched - kConsumers * kConsumerRegisters;
   static constexpr int kRowTile = kTile * kConsumers, kBlockWarps = kBlock / 32;
 };
 
@@ -32,10 +36,14 @@ struct Groups {
 // 128 registers a thread. 80 keys are what then fits beside it, and two stages of what fits the
 // shared memory. Three consumers would spill with heads over 64.
 template <int kDim>
-struct Plan : Groups<kDim == 64 ? 3 : 2> {
+struct Plan : Groups<kDim == 64 ? 3 : 2, kDim == 64 ? 160 : 232> {
   static constexpr int kKeys = kDim == 256 ? 80 : 128;
   static constexpr int kStages = kDim == 64 ? 4 : 2, kPanels = kDim / kPanel;
+  static constexpr int kPlaces = kDim == 256 ? 1024 : 8192;  // of tiles under a dense mask
 };
+// Kernels whose blocks have one tile: another one would make them spill.
+template <int kDim, bool kCurved>
+constexpr bool kHasOneTile = kCurved || kDim == 256;
 
 template <int kDim>
 struct alignas(1024) WgmmaMemory {
@@ -45,9 +53,13 @@ struct alignas(1024) WgmmaMemory {
   uint16_t v[Of::kStages][Of::kPanels][Of::kKeys * kPanel];
   Barrier q_full[Of::kConsumers], k_full[Of::kStages], v_full[Of::kStages];
   Barrier q_empty[Of::kConsumers], k_empty[Of::kStages], v_empty[Of::kStages];
+  TileList list;  // of blocks with one tile
+  FoundTiles<Of::kPlaces, Of::kBlockWarps> found;
   TileCounts counts[Of::kConsumers];  // for these queries
   int tile[Of::kStages];              // of keys
 };
+
+static_assert(sizeof(WgmmaMemory<256>) <= 227 << 10);  // what a block may have
 
 // A place in the ring of stages.
 template <int kStages>

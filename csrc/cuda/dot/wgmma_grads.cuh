@@ -23,20 +23,18 @@ struct WgmmaGradArgs {
   CUtensorMap own[2], passing[2];
 };
 
-// At every head size.
-using GradGroups = Groups<2>;
-constexpr int kConsumers = GradGroups::kConsumers, kRowTile = GradGroups::kRowTile;
-constexpr int kBlock = GradGroups::kBlock;
+constexpr int kConsumers = 2, kPlaces = 16384;  // places: of tiles under a dense mask
+// dK and dV of 128 columns leave no registers: their blocks have one tile.
+template <bool kOfKeys, int kDim>
+struct GradGroups : Groups<kConsumers, kOfKeys && kDim == 128 ? 240 : 232> {
+  static constexpr bool kOnce = kOfKeys && kDim == 128;
+};
+using AnyGroups = GradGroups<false, 64>;
+constexpr int kRowTile = AnyGroups::kRowTile, kBlock = AnyGroups::kBlock;
 
 template <int kDim>
 struct GradPlan {
   static constexpr int kStages = kDim == 64 ? 4 : 3, kPanels = kDim / kPanel;
-};
-
-// A tile that passes by: of a head, counted from the first one that shares keys, if blocks own
-// keys.
-struct PassingTile {
-  int head, tile;
 };
 
 template <int kDim>
@@ -47,6 +45,8 @@ struct alignas(1024) WgmmaGradMemory {
   Operand passing[Of::kStages][2];
   RowMemory rows[Of::kStages];  // of a consumer, or of what passes by
   Barrier own_full, own_empty, full[Of::kStages], empty[Of::kStages];
+  TileList list;  // of blocks with one tile
+  FoundTiles<kPlaces, AnyGroups::kBlockWarps> found;
   TileCounts counts;  // for what the block owns now
   PassingTile tiles[Of::kStages];
 };
@@ -54,31 +54,39 @@ struct alignas(1024) WgmmaGradMemory {
 // ---- which tiles ----
 
 // The tiles of rows that visit the next kRowTile keys from j0 on.
+template <bool kVary>
 FASTATTN_DEVICE KeyTiles row_tiles(const WgmmaGradArgs& a, bool masked, int b, int j0) {
   const BackwardParams& p = a.p;
   const auto end_of_keys = [&] { return int64_t{opaque_here(j0)} + kRowTile; };
-  const int n = j0 / kTile, count = min(kConsumers, tiles_in(p.N) - n);
-  Span some;
-  if (a.spans.queries == nullptr) {
-    const int64_t j1 = min64(p.N, end_of_keys());
-    some = span_within(p.M, rows_of_keys(p.mask, p.M, p.N, b, j0, j1));
-  } else {
+  if (kVary && a.spans.queries != nullptr) {
+    const int n = j0 / kTile, count = min(kConsumers, tiles_in(p.N) - n);
     const Span tiles = union_of(a.spans.queries + (b * tiles_in(p.N) + n), count);
-    some = {min(tiles.begin, tiles.end) * kTile, min(static_cast<int>(p.M), tiles.end * kTile)};
+    if (tiles.begin >= tiles.end) return {0, 0, 0, 0};
+    return {tiles.begin, tiles.end, tiles.begin, tiles.begin};
   }
+  const int64_t j1 = min64(p.N, end_of_keys());
+  const Span some = span_within(p.M, rows_of_keys(p.mask, limits_of<kVary>(p, b), p.M, j0, j1));
   if (masked || some.begin >= some.end) return order_tiles<kTile>(some, Span{0, 0});
   const int64_t here = opaque_here(j0);
-  const RowRange all = rows_of_all_keys(p.mask, p.M, p.N, b, here, end_of_keys());
+  const RowRange all = rows_of_all_keys(p.mask, limits_of<kVary>(p, b), p.M, here, end_of_keys());
   return order_tiles<kTile>(some, span_within(p.M, all));
 }
 
-// The tiles that pass by what is at `at`, for each head.
-template <bool kOfKeys>
-FASTATTN_DEVICE KeyTiles passing_tiles(const WgmmaGradArgs& a, const Place& at) {
+template <bool kVary, bool kOfKeys>
+FASTATTN_DEVICE TileList passing_tiles(const WgmmaGradArgs& a, const Place& at) {
   const bool masked = masks_every_tile(a.p) || a.p.grad_weights.data != nullptr;
-  if constexpr (kOfKeys) return row_tiles(a, masked, at.b, static_cast<int>(at.j0));
+  if constexpr (kOfKeys)
+    return {row_tiles<kVary>(a, masked, at.b, static_cast<int>(at.j0)), a.heads};
   const auto known = [&](const AttentionParams&) { return masked; };
-  return key_tiles<kTile, kRowTile>(a.p, a.spans.keys, known, at.b, static_cast<int>(at.i0));
+  const int i0 = static_cast<int>(at.i0);
+  return {key_tiles<kVary, kTile, kRowTile>(a.p, a.spans.keys, known, at.b, i0), 1};
+}
+// As a producer finds them. A block with one tile has found its list beforehand.
+template <bool kOfKeys, int kDim>
+FASTATTN_DEVICE TileList listed_tiles(const WgmmaGradArgs& a, const Place& at,
+                                      const WgmmaGradMemory<kDim>& memory) {
+  if constexpr (GradGroups<kOfKeys, kDim>::kOnce) return memory.list;
+  return keys_vary(a.p.mask) ? memory.list : passing_tiles<false, kOfKeys>(a, at);
 }
 
 // Where a tile that passes by is.

@@ -53,9 +53,9 @@ __device__ __forceinline__ void for_shares(const Shares& shares, F f) {
 
 // ---- which keys ----
 
-// The key tiles of a block in the order in which it takes them: from the last masked one down, then
-// those before the keys that all rows keep, then tiles without mask and dropout, whose
-// logits are their scores. If all are masked, all are late.
+// The key tiles that intervals leave to a block, in the order in which it takes them: from the last
+// masked one down, then those before the keys that all rows keep, then tiles without mask and
+// dropout, whose logits are their scores. If all are masked, all are late.
 struct KeyTiles {
   int first, end, full_first, full_end;
 
@@ -63,7 +63,7 @@ struct KeyTiles {
   FASTATTN_DEVICE int masked(const KeyTiles& x) {
     return x.end - x.full_end + x.full_first - x.first;
   }
-  // What depends on the list alone is computed where it is used: a producer has few registers.
+  // What depends on a list alone is computed where it is used: a producer has few registers.
   FASTATTN_DEVICE int at(const KeyTiles& x, int n) {
     const KeyTiles here = {x.first, opaque_here(x.end), opaque_here(x.full_first), x.full_end};
     const int late = here.end - here.full_end, left = n - masked(here);
@@ -94,69 +94,116 @@ FASTATTN_DEVICE Span span_within(int64_t size, const Range& x) {
           static_cast<int>(max64(0, min64(size, x.end)))};
 }
 
+// What limits leave to all rows of a sample; all keys, unless keys vary (mask.h).
+template <bool kVary>
+FASTATTN_DEVICE KeyRange limits_of(const AttentionParams& p, int b) {
+  if constexpr (!kVary) return {0, p.N};
+  return limits_at(p.mask, p.N, b, 0);
+}
+
 // The key tiles that intervals leave to the next kRowTile rows from i0 on. Where limits vary by
 // row, `spans` has the keys of each tile of 64 rows, and every tile is masked.
-template <int kKeys, int kRowTile, typename IsMasked>
+template <bool kVary, int kKeys, int kRowTile, typename IsMasked>
 FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, const Span* spans, IsMasked masked,
                                    int b, int i0) {
   const auto end_of_rows = [&] { return min64(p.M, int64_t{opaque_here(i0)} + kRowTile); };
-  const int m = i0 / kTile, count = min(kRowTile / kTile, tiles_in(p.M) - m);
-  const Span some = spans != nullptr
-                        ? union_of(spans + (b * tiles_in(p.M) + m), count)
-                        : span_within(p.N, union_of_ends(p.mask, p.N, b, i0, end_of_rows()));
-  if (spans != nullptr || some.begin >= some.end || masked(p))
-    return order_tiles<kKeys>(some, Span{0, 0});
-  const KeyRange all = common_range(p.mask, p.N, b, opaque_here(i0), end_of_rows());
+  if (kVary && spans != nullptr) {
+    const int m = i0 / kTile, count = min(kRowTile / kTile, tiles_in(p.M) - m);
+    return order_tiles<kKeys>(union_of(spans + (b * tiles_in(p.M) + m), count), Span{0, 0});
+  }
+  const Span some = span_within(p.N, tile_range(p.mask, limits_of<kVary>(p, b), i0, end_of_rows()));
+  if (some.begin >= some.end || masked(p)) return order_tiles<kKeys>(some, Span{0, 0});
+  const int64_t here = opaque_here(i0);
+  const KeyRange all = common_range(p.mask, limits_of<kVary>(p, b), here, end_of_rows());
   return order_tiles<kKeys>(some, span_within(p.N, all));
 }
 
+// The tiles that pass by what a block owns: the same for each of `heads` heads. Masked ones of all
+// heads come first.
+struct PassingTile {
+  int head, tile;
+};
+struct TileList {
+  KeyTiles of_head;
+  int heads;
+
+  FASTATTN_DEVICE int masked(const TileList& x) { return x.heads * KeyTiles::masked(x.of_head); }
+  FASTATTN_DEVICE int count(const TileList& x) { return x.heads * KeyTiles::count(x.of_head); }
+  FASTATTN_DEVICE PassingTile at(const TileList& x, int n) {
+    if (x.heads == 1) return {0, KeyTiles::at(x.of_head, n)};
+    const int masked = opaque_here(KeyTiles::masked(x.of_head)), late = n - x.heads * masked;
+    const int each = late < 0 ? masked : KeyTiles::count(x.of_head) - masked;
+    const int m = late < 0 ? n : late, head = m / each;
+    return {head, KeyTiles::at(x.of_head, m - head * each + (late < 0 ? 0 : masked))};
+  }
+};
+
 // ---- what a dense mask leaves of them ----
-//
-// Of the same tiles for each of `heads` heads. A warp looks at 32 of them at a time. kept_of(head,
-// tile) says what is kept of one.
 
 // How many tiles are masked, and how many there are.
 struct TileCounts {
   int masked, all;
 };
 
-// What is kept of tile n of a list, by intervals too.
-template <typename KeptOf>
-FASTATTN_DEVICE Kept kept_in(const KeyTiles& list, int head, int n, KeptOf kept_of) {
-  if (n >= KeyTiles::count(list)) return kKeepsNone;
-  const Kept kept = kept_of(head, KeyTiles::at(list, n));
-  return kept == kKeepsAll && n < KeyTiles::masked(list) ? kKeepsSome : kept;
-}
+// Of a list of tiles, the places of those that a dense mask leaves: masked ones, then whole ones.
+template <int kMost, int kBlockWarps>
+struct FoundTiles {
+  uint16_t places[kMost];
+  TileCounts of_warp[kBlockWarps];
+};
 
-template <typename KeptOf>
-FASTATTN_DEVICE TileCounts count_tiles(const KeyTiles& list, int heads, KeptOf kept_of) {
-  TileCounts found = {0, 0};
+// By all threads of a block, which has one tile then. kept_of(tile) says what the mask keeps of a
+// tile. A barrier has to follow.
+template <int kMost, int kBlockWarps, typename KeptOf>
+FASTATTN_DEVICE void find_tiles(const TileList& list, KeptOf kept_of,
+                                FoundTiles<kMost, kBlockWarps>& found) {
+  // Calls f(place, masked, whole) for the tiles of a warp, 32 neighbours at a time.
+  const int count = TileList::count(list), each = (count + kBlockWarps - 1) / kBlockWarps;
+  const auto for_tiles = [&](auto f) {
+    const int begin = warp() * each, end = min(count, begin + each);
 #pragma unroll 1
-  for (int head = 0; head < heads; ++head)
-#pragma unroll 1
-    for (int first = 0; first < KeyTiles::count(list); first += 32) {
-      const Kept kept = kept_in(list, head, first + lane(), kept_of);
-      found.masked += __popc(__ballot_sync(kAllLanes, kept == kKeepsSome));
-      found.all += __popc(__ballot_sync(kAllLanes, kept != kKeepsNone));
+    for (int first = begin; first < end; first += 32) {
+      const int n = first + lane();
+      int kept = n < end ? kept_of(TileList::at(list, n)) : kKeepsNone;
+      if (kept == kKeepsAll && n < TileList::masked(list)) kept = kKeepsSome;
+      f(n, kept == kKeepsSome, kept == kKeepsAll);
     }
-  return found;
+  };
+  TileCounts mine = {0, 0};
+  for_tiles([&](int, bool masked, bool whole) {
+    mine.masked += __popc(__ballot_sync(kAllLanes, masked));
+    mine.all += __popc(__ballot_sync(kAllLanes, masked || whole));
+  });
+  if (lane() == 0) found.of_warp[warp()] = mine;
+  __syncthreads();
+  int next_masked = 0, next_whole = 0;
+  for (int n = 0; n < kBlockWarps; ++n) {
+    const TileCounts& x = found.of_warp[n];
+    next_masked += n < warp() ? x.masked : 0;
+    next_whole += x.masked + (n < warp() ? x.all - x.masked : 0);
+  }
+  const uint32_t before = (1u << lane()) - 1;
+  for_tiles([&](int n, bool masked, bool whole) {
+    const uint32_t all_masked = __ballot_sync(kAllLanes, masked);
+    const uint32_t all_whole = __ballot_sync(kAllLanes, whole);
+    if (masked) found.places[next_masked + __popc(all_masked & before)] = static_cast<uint16_t>(n);
+    if (whole) found.places[next_whole + __popc(all_whole & before)] = static_cast<uint16_t>(n);
+    next_masked += __popc(all_masked), next_whole += __popc(all_whole);
+  });
 }
 
-// Calls f(head, tile) in all lanes for these tiles: masked ones first, in the order of the list.
-template <typename KeptOf, typename F>
-__device__ __forceinline__ void for_counted(const KeyTiles& list, int heads, KeptOf kept_of, F f) {
-#pragma unroll 1
-  for (int wanted = kKeepsSome; wanted > 0; wanted -= kKeepsSome - kKeepsAll)
-#pragma unroll 1
-    for (int head = 0; head < heads; ++head)
-#pragma unroll 1
-      for (int first = 0; first < KeyTiles::count(list); first += 32) {
-        const Kept kept = kept_in(list, head, first + lane(), kept_of);
-        uint32_t left = __ballot_sync(kAllLanes, kept == wanted);
-#pragma unroll 1
-        for (; left != 0; left &= left - 1)
-          f(head, KeyTiles::at(list, first + __ffs(static_cast<int>(left)) - 1));
-      }
+// Behind the barrier, by a warp.
+template <int kMost, int kBlockWarps>
+FASTATTN_DEVICE TileCounts count_tiles(const AttentionParams& p, const TileList& list,
+                                       const FoundTiles<kMost, kBlockWarps>& found) {
+  if (!has_dense(p.mask)) return {TileList::masked(list), TileList::count(list)};
+  const TileCounts x = lane() < kBlockWarps ? found.of_warp[lane()] : TileCounts{0, 0};
+  return {__reduce_add_sync(kAllLanes, x.masked), __reduce_add_sync(kAllLanes, x.all)};
+}
+template <int kMost, int kBlockWarps>
+FASTATTN_DEVICE PassingTile tile_at(const AttentionParams& p, const TileList& list,
+                                    const FoundTiles<kMost, kBlockWarps>& found, int n) {
+  return TileList::at(list, has_dense(p.mask) ? found.places[n] : n);
 }
 
 }  // namespace fastattn::cuda

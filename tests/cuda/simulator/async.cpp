@@ -355,7 +355,7 @@ void begin_block(char* shared, size_t bytes, int threads) {
   if (warps.empty() || used) warps = std::vector<Warp>(kWarps);
   const int each = std::min(kRegisters / threads, 255) / 8 * 8;
   registers.assign(static_cast<size_t>(threads), each);
-  free_registers = kRegisters - each * threads;
+  free_registers = 0;  // the rest of the SM is no block's
   used = false;
 }
 
