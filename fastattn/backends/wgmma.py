@@ -132,7 +132,7 @@ def masks_every_tile(p: Problem, bias: bool) -> str | None:
     """What is known to make this path take every tile of a call as a masked one; None if nothing.
 
     As in ``key_tiles`` of csrc/cuda/dot/wgmma_tiles.cuh, but for dense masks of pairs. The kernels
-    leave out tiles of which these keep nothing, too, which has not run on a GPU: docs/decisions/0035.
+    leave out tiles of these as well. That has not run on a GPU (docs/decisions/0035).
     """
     keep = p.mask.keep
     limits = [getattr(p.mask, name) for name in LIMITS]

@@ -9,11 +9,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OPTION = "A score option (a curve: a function of the score)"
 MODULES = {"fastattn/modules/decoder/location.py", "fastattn/modules/multihead/inputs.py"}
-TILES = {"csrc/cuda/dot/wgmma_tiles.cuh"}  # which are masked where common_range holds nothing
+# Tiles are masked where common_range holds nothing. A dense mask alone has lists of others.
+LISTS = {f"csrc/cuda/dot/{x}" for x in ("wgmma_tiles.cuh", "forward_wgmma.cu", "backward_wgmma.cu")}
 # Neighbours that stand for all of their kind, and where one is only used.
 NEIGHBOURS = [
     ("A mask", "kv_begin", {"fastattn/varlen.py", "fastattn/problem/jagged.py"}),
-    ("A mask", "has_dense", TILES),
+    ("A mask", "has_dense", LISTS),
     ("A mask", "mask.keep", MODULES),
     (OPTION, "softcap", {"fastattn/backends/registry.py"}),
 ]
