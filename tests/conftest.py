@@ -74,8 +74,10 @@ def _by_compile_time(item) -> int:
 
 # What takes longest comes first: a long file at the end would run alone. With a time limit it comes
 # last. Folders, or how names of files begin: ahead-of-time compilation, the interpreter, the
-# simulator.
-LONGEST = ("test_aot", "triton", "test_cuda_", "examples", "tools", "cpu")
+# simulator, Inductor, whole programs, several processes.
+LONGEST = (
+    "test_aot", "triton", "test_cuda_", "test_compile", "examples", "test_bench", "distributed",
+)  # fmt: skip
 
 
 def _by_length(item) -> int:
