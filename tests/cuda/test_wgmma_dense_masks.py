@@ -79,6 +79,14 @@ def test_tiles_of_which_nothing_is_kept_are_not_computed(D, rows, cols, M, N, ba
     assert products * total == of_all * visited
 
 
+@pytest.mark.parametrize("keep_run", [False, True], ids=["pairs", "run"])
+@pytest.mark.parametrize(("M", "N"), [(40, 2500), (1600, 40)])
+def test_a_warp_finds_several_tiles(M, N, keep_run, backend):
+    """Lists of more tiles than a block has warps: masked ones, or whole ones between them."""
+    sizes = dict(B=1, H=2, Hkv=1, M=M, N=N, D=64, E=64, dtype=torch.float16)
+    testing.check(testing.Case("several", keep="mn", keep_run=keep_run, **sizes), backend)
+
+
 STRIDES = {
     "of samples": lambda: blocks_of(64, 2, 1, 140, 300),
     "of heads": lambda: blocks_of(16, 1, 4, 140, 300),
