@@ -87,6 +87,18 @@ def test_a_warp_finds_several_tiles(M, N, keep_run, backend):
     testing.check(testing.Case("several", keep="mn", keep_run=keep_run, **sizes), backend)
 
 
+def test_a_warp_finds_tiles_in_a_long_list(backend):
+    """More than 32 of a warp, of which few are left."""
+    sizes = dict(B=1, H=1, Hkv=1, M=20, N=70_000, D=64, E=64, dtype=torch.float16)
+    testing.check(testing.Case("long", keep="n", keep_rate=1e-4, **sizes), backend)
+
+
+def test_heads_that_share_keys_have_masks_of_their_own(backend):
+    """Which tiles keep nothing differs by head."""
+    sizes = dict(B=1, H=4, Hkv=1, M=200, N=300, D=64, E=64, dtype=torch.float16)
+    testing.check(testing.Case("sparse", keep="hmn", keep_rate=1e-4, **sizes), backend)
+
+
 STRIDES = {
     "of samples": lambda: blocks_of(64, 2, 1, 140, 300),
     "of heads": lambda: blocks_of(16, 1, 4, 140, 300),
