@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import sass
-from machine_code import listings
+from machine_code import cuobjdump, kernel_name, listings, object_of
 from toolkit import find_nvcc
 
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
@@ -107,11 +107,32 @@ def test_nothing_touches_the_registers_of_a_product(loop, kernel):
 
 
 @every_loop
-def test_the_producer_has_the_registers_that_it_uses(loop, kernel):
+def test_each_role_has_the_registers_that_it_uses(loop, kernel):
     """ptxas is not told which code runs with how many. Subroutines follow, of the consumers."""
-    after = kernel.partition("USETMAXREG.DEALLOC")[2]
-    registers = int(re.match(r"\S* (0x[0-9a-f]+)", after)[1], 16)
-    own = after[: after.rindex("EXIT")]
-    used = {int(x) for x in re.findall(r"\bR(\d+)\b", own)}
-    assert "UTMALDG" in own
-    assert max(used) < registers
+    before, _, rest = kernel.partition("USETMAXREG.TRY_ALLOC")
+    consumers, _, rest = rest.partition("USETMAXREG.DEALLOC")
+    producer = rest[: rest.rindex("EXIT")]
+    assert "HGMMA" in consumers
+    assert "UTMALDG" in producer
+    assert most_registers(before) <= launched(loop.kernel, loop.size)
+    for code in (consumers, producer):
+        assert most_registers(code) <= int(re.match(r"[^;]*?(0x[0-9a-f]+)", code)[1], 16)
+
+
+def most_registers(code: str) -> int:
+    return max(int(x) + 1 for x in re.findall(r"\bR(\d+)\b", code))
+
+
+def launched(kernel: str, size: int) -> int:
+    """Registers a thread of a block: the roles share them out, and wait for more for ever."""
+    return 128 if (kernel, size) == (FORWARD[1], 64) else 168
+
+
+@pytest.mark.parametrize("source", sorted({loop.source for loop in LOOPS}))
+def test_blocks_are_launched_with_the_registers_that_their_roles_share_out(source):
+    text = cuobjdump("-arch", "sm_90a", "-res-usage", object_of(source))
+    found = re.findall(r"Function (\w+_wgmma_\w+):\s*\n.*?REG:(\d+)", text)
+    assert len(found) > 7
+    for name, registers in found:
+        size = int(re.search(r"ELi(\d+)E", name)[1])
+        assert int(registers) == launched(kernel_name(name), size), name
