@@ -165,6 +165,16 @@ FASTATTN_FN DenseMask dense_from(const MaskParams& mask, int64_t b, int64_t h, i
           mask.keep_stride_m, mask.keep_stride_n};
 }
 
+// Its sizes: 1 along an axis along which it says the same.
+struct DenseSizes {
+  int64_t b, h, m, n;
+};
+FASTATTN_FN DenseSizes dense_sizes(const AttentionParams& p) {
+  const MaskParams& mask = p.mask;
+  return {mask.keep_stride_b == 0 ? 1 : p.B, mask.keep_stride_h == 0 ? 1 : p.H,
+          mask.keep_stride_m == 0 ? 1 : p.M, mask.keep_stride_n == 0 ? 1 : p.N};
+}
+
 FASTATTN_FN bool keeps(const MaskParams& mask, int64_t N, int64_t b, int64_t h, int64_t i,
                        int64_t j) {
   const KeyRange row = row_range(mask, N, b, i);

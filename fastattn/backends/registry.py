@@ -80,7 +80,7 @@ WGMMA_WEIGHTS = (
     "triton before cuda: without a gradient it returns weights sooner than cuda's path of "
     "warpgroups; with a gradient cuda would be first"
 )
-WGMMA_MASKS = "triton before cuda: its path of warpgroups takes every tile as a masked one, for {}"
+WGMMA_MASKS = "triton before cuda: its path of warpgroups was not found faster with {}"
 
 
 def in_order(p: Problem) -> list[str]:

@@ -131,8 +131,8 @@ def has_gradients(p: Problem) -> bool:
 def masks_every_tile(p: Problem, bias: bool) -> str | None:
     """What is known to make this path take every tile of a call as a masked one; None if nothing.
 
-    As in ``key_tiles`` of csrc/cuda/dot/wgmma_tiles.cuh, but for dense masks of pairs. The kernels
-    leave out tiles of these as well. That has not run on a GPU (docs/decisions/0035).
+    As in ``key_tiles`` of csrc/cuda/dot/wgmma_tiles.cuh. Of a dense mask of pairs the kernels leave
+    tiles out, but that has not run on a GPU (docs/decisions/0035), so Triton keeps those calls too.
     """
     keep = p.mask.keep
     limits = [getattr(p.mask, name) for name in LIMITS]

@@ -38,18 +38,13 @@ FASTATTN_DEVICE KeepBits bits_of(const TileBytes& bytes) {
   return bits;
 }
 
-// Numbers of tiles along the axes of the mask; 1 where the mask is the same along one.
-struct DenseGrid {
-  int64_t b, h, m, n;
-};
-FASTATTN_FN DenseGrid grid_of(const AttentionParams& p) {
-  const auto along = [](int64_t stride, int64_t size) { return stride == 0 ? 1 : size; };
-  const MaskParams& mask = p.mask;
-  return {along(mask.keep_stride_b, p.B), along(mask.keep_stride_h, p.H),
-          along(mask.keep_stride_m, tiles_in(p.M)), along(mask.keep_stride_n, tiles_in(p.N))};
+// Numbers of tiles along the axes of the mask.
+FASTATTN_FN DenseSizes grid_of(const AttentionParams& p) {
+  const DenseSizes sizes = dense_sizes(p);
+  return {sizes.b, sizes.h, tiles_in(sizes.m), tiles_in(sizes.n)};
 }
 int64_t tiles_of(const AttentionParams& p) {
-  const DenseGrid grid = grid_of(p);
+  const DenseSizes grid = grid_of(p);
   return has_dense(p.mask) ? grid.b * grid.h * grid.m * grid.n : 0;
 }
 
@@ -57,7 +52,7 @@ int64_t tiles_of(const AttentionParams& p) {
 __global__ void __launch_bounds__(kThreads)
     dense_tiles_kernel(const __grid_constant__ AttentionParams p, DenseTiles to) {
   TileBytes& bytes = *static_cast<TileBytes*>(shared_memory());
-  const DenseGrid grid = grid_of(p);
+  const DenseSizes grid = grid_of(p);
   uint32_t number = blockIdx.x;
   const int64_t j0 = take_digit(&number, grid.n) * kTile, i0 = take_digit(&number, grid.m) * kTile;
   const int64_t h = take_digit(&number, grid.h);
@@ -83,7 +78,7 @@ int64_t dense_tile_bytes(const AttentionParams& p, bool both) {
 DenseTiles make_dense_tiles(const AttentionParams& p, bool both, void* memory, Launcher& launcher) {
   const int64_t tiles = tiles_of(p), words = tiles * kThreads;
   if (tiles == 0) return {};
-  const DenseGrid grid = grid_of(p);
+  const DenseSizes grid = grid_of(p);
   const auto stride = [](int64_t size, int64_t inner) {
     return size == 1 ? 0 : static_cast<uint32_t>(inner);
   };
