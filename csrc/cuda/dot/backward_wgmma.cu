@@ -7,10 +7,9 @@
 // Both are one kernel: a block is a producer and two consumers of 64 keys, or queries. It owns one
 // such tile after the other, where their work is even.
 //
-//   producer   a warp copies what the block owns, another one tiles of 64 queries, or keys, into
-//   the
-//              next stage that is free, and for dK and dV a third one the stats of their rows;
-//              tiles of which a mask keeps nothing are left out
+//   producer   a warp copies what the block owns, another one what passes by: tiles of 64 queries
+//              or keys, into the next stage that is free. For dK and dV a third one loads the stats
+//              of these queries. Tiles of which a mask keeps nothing are left out.
 //   consumer   S = own other^T, dP likewise          own operands in registers, where they fit
 //              S -> W, dP -> dS                      in registers, where they are operands
 //              dV += W dO, and dK += dS Q; or dQ += dS K

@@ -24,7 +24,7 @@ int64_t wgmma_backward_bytes(const BackwardParams& p);
 
 // Writes the gradients of q, k and v, and the marks. delta is in the workspace, and `memory` is the
 // part of it for wgmma_backward_bytes(). Returns false, and writes nothing, if the driver makes no
-// tensor maps.
+// tensor maps, or if a dense mask has more tiles than a block has places for.
 bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks, void* memory,
                   Launcher& launcher);
 

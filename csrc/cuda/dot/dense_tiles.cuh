@@ -1,7 +1,8 @@
 // What a dense mask keeps of each tile of 64 queries x 64 keys, found once by a kernel that reads
 // the mask before those of wgmma_block.cuh and wgmma_grads.cuh. Their blocks leave out tiles of
 // which nothing is kept. Their consumers mask a tile with one word a thread, and only where pairs
-// are missing. Heads that share a mask share all of this.
+// are missing. Heads that share a mask share all of this. Not run on a GPU
+// (docs/decisions/0035-tiles-of-dense-masks.md).
 #pragma once
 
 #include "cuda/base/launcher.cuh"

@@ -3,8 +3,8 @@
 //
 //   for (b, h, tile of 64 queries a consumer)   a block: a producer, and two consumers or three;
 //                                               it takes tile after tile, where their work is even
-//     producer   a warp copies queries, and another one K, then V, of tiles of 128 or 80 keys into
-//                the next stage that is free; tiles of which a mask keeps nothing are left out
+//     producer   a warp copies queries, another one tiles of 128 or 80 keys: K, then V, into the
+//                next stage that is free. Tiles of which a mask keeps nothing are left out.
 //     consumer   S_0 = Q K_0^T -> masked -> P_0
 //       for n = 1, 2, ...                       masked tiles first, tiles without a mask after them
 //         start S_n = Q K_n^T, and O += P_(n-1) V_(n-1)

@@ -15,7 +15,7 @@ struct WgmmaArgs {
   Shares shares;
   const Span* spans;  // of keys
   DenseTiles dense;
-  float unit, slack;  // of logits
+  float unit, slack;  // of logits; what they may exceed a row's maximum by, 1 / unit
   CUtensorMap q, k, v;
 };
 
