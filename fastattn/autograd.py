@@ -54,10 +54,13 @@ def attend(
         if forward_ad._current_level >= 0:
             _refuse_tangents(q, k, v, w, bias, sink)
         tensors = _distinct(q, k, v, *beside)
+    elif _levels("Jvp") > 1:  # torch drops the tangents that a Function's own tangents have
+        with arguments.no_autocast(p.device.type):
+            out, lse, weights = reference.forward(p, q, k, v, w, bias, sink)
+        return laid_out(q, out.to(p.result_dtype)), lse, weights.to(p.dtype)
     else:
         tensors = q, k, v, *map(that_autograd_saves, beside)
-    function = either(AttentionFunction, ForwardMode)
-    return function.apply(backend, bare, *tensors)[:3]
+    return either(AttentionFunction, ForwardMode).apply(backend, bare, *tensors)[:3]
 
 
 def _forward(
@@ -110,21 +113,20 @@ def _refuse_vmap() -> None:
 
     Whether one is wanted cannot be seen from inside of vmap.
     """
-    if torch.is_grad_enabled() and _under_vmap():
+    if torch.is_grad_enabled() and _levels("Vmap"):
         raise NotImplementedError(
             "torch.compile drops the gradient of fastattn's functions under torch.func.vmap: call "
             "vmap outside torch.compile, or under torch.no_grad()"
         )
 
 
-def _under_vmap() -> bool:
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    stack = functorch.get_interpreter_stack() or ()
-    return any(level.key() == functorch.TransformType.Vmap for level in stack)
+def _levels(transform: str) -> int:
+    stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
+    return sum(level.key().name == transform for level in stack)
 
 
 # torch.compile cannot trace it. The levels are there while it traces.
-_under_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_levels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _Positional(inspect.Signature):
@@ -241,8 +243,7 @@ def gradients(
     """
     tensors = (*inputs, *own, *saved, *upstream)
     function = either(AttentionBackwardFunction, BackwardForwardMode)
-    differentiate = needs_autograd(*tensors)
-    compute = function.apply if differentiate else function.forward
+    compute = function.apply if needs_autograd(*tensors) else function.forward
     grads = list(compute(backend, p, bias_needs_grad, *tensors))
     for n in _OF_HEADS:
         if (grad := grads[n]) is not None:

@@ -295,6 +295,16 @@ def test_hessian_is_forward_over_reverse(backend, score):
 
 
 @scores
+def test_forward_over_forward(backend, score):
+    call, q = small(score, torch.float32, backend)
+
+    def loss(x):
+        return call(x).square().sum()
+
+    torch.testing.assert_close(jacfwd(jacfwd(loss))(q), jacrev(jacrev(loss))(q))
+
+
+@scores
 def test_dual_numbers(backend, score):
     call, q = small(score, torch.float32, backend)
     tangent = torch.randn_like(q)
