@@ -46,7 +46,10 @@ def parse(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Nam
     if given.out is None:
         smoke = EXAMPLES.parent / "build/examples" / given.name
         given.out = smoke if given.smoke else EXAMPLES / given.name / "results"
-    given.out.mkdir(parents=True, exist_ok=True)
+    try:
+        given.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        made.error(f"--out: {error}")
     return given
 
 

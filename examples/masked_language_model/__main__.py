@@ -58,13 +58,16 @@ def fine_tune(encoder: Encoder, splits: list[ReviewDataset], epochs: int, name: 
 
 
 def learn_tasks(
-    pretrained: Encoder, tokenizer: Tokenizer, splits: list[ReviewDataset], given: Namespace
+    pretrained: Encoder,
+    tokenizer: Tokenizer,
+    splits: list[ReviewDataset],
+    cut: words.Cut,
+    given: Namespace,
 ) -> dict:
     """Both tasks, each in several runs, by a pre-trained encoder and by new ones."""
     training, validation, test = splits
     sizes = (20, 10, 100, 2) if given.smoke else (WORD_LABELS, WORD_STEPS, LABELLED, FINE_EPOCHS)
     texts, steps, labelled, epochs = sizes
-    cut = words.cutter(given.smoke)
     held_out = [words.tag(few_labels(part, HELD_OUT), cut) for part in (validation, test)]
     found: dict = {
         task: {"pre-trained": [], "from scratch": []} for task in ("words", "good or bad")
@@ -136,6 +139,7 @@ def draw(result: dict, picture: Path) -> None:
 def main(argv: list[str] | None = None) -> dict:
     """Runs everything; returns what result.json holds."""
     given = options.parse(options.parser("masked_language_model", __doc__), argv)
+    cut = words.cutter(given.smoke)
     tokenizer, splits = prepare(given.smoke, given.seed)
     training, vocabulary = splits[0], len(tokenizer.characters)
     epochs = 3 if given.smoke else EPOCHS
@@ -152,7 +156,7 @@ def main(argv: list[str] | None = None) -> dict:
     result["gaps"] = {"text": GAPS, "filled": fill(ours, tokenizer, GAPS)}
     print(f"\n{GAPS}: " + ", ".join("/".join(best) for best in result["gaps"]["filled"]))
 
-    result |= learn_tasks(models["fastattn"].encoder, tokenizer, splits, given)
+    result |= learn_tasks(models["fastattn"].encoder, tokenizer, splits, cut, given)
     print("\n" + report.table(summary(result)))
     draw(result, given.out / "learning.png")
     longest = dataset.collate(sorted(training.items, key=lambda item: len(item[0]))[-BATCH:])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.utils.rnn import pad_sequence
 
-from examples.common import devices, options
+from examples.common import devices, options, packages
 from examples.common.devices import moved
 from examples.common.vocabulary import PADDING
 from examples.masked_language_model.model import Encoder, Tagger
@@ -42,6 +42,7 @@ def cutter(smoke: bool) -> Cut:
     """Cuts a text into words: by jieba, or by a few words that need no package."""
     if smoke:
         return re.compile("|".join([*TINY, "."])).findall
+    packages.folder("jieba")
     import jieba
 
     jieba.setLogLevel(logging.WARNING)

