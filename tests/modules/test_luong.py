@@ -143,3 +143,9 @@ def test_errors(tensors):
         LuongAttention(8)(queries, queries, mask=torch.ones(3, 3, dtype=torch.bool))
     with pytest.raises(TypeError, match="queries: expected a Tensor, got list"):
         LuongAttention(8)([1.0], queries)
+
+
+def test_one_query_for_all_samples():
+    module, queries, keys = LuongAttention(8), torch.randn(1, 3, 8), torch.randn(2, 5, 8)
+    expected = module(queries.expand(2, -1, -1), keys)
+    torch.testing.assert_close(module(queries, keys), expected)

@@ -140,7 +140,7 @@ class LuongAttention(single_head.Attention):
         """The attentional vector, or the context if ``attentional`` is False."""
         if self.W_c is None:
             return context
-        both = torch.cat([context, queries], dim=-1)
+        both = torch.cat([context, queries.expand(*context.shape[:-1], -1)], dim=-1)
         return torch.tanh(single_head.project("values and queries", both, self.W_c))
 
     def extra_repr(self) -> str:
