@@ -222,6 +222,8 @@ def test_errors(tensors):
     with pytest.raises(TypeError, match="query: expected a Tensor, got NoneType"):
         module(None, keys, values)
     *_, state = module(queries[:, 0], keys, values)
+    with pytest.raises(ValueError, match="keys and values: expected the same length, got 5 and "):
+        module(queries[:, 0], keys[:, :5], values)
     with pytest.raises(ValueError, match=r"state: expected \(B, N\) = \[3, 5\]"):
         module(queries[:, 0], keys[:, :5], values[:, :5], state=state)
     with pytest.raises(ValueError, match=r"state: expected \(B, N\)"):

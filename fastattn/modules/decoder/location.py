@@ -200,6 +200,10 @@ class LocationSensitiveAttention(AdditiveAttention):
     def _with_location(self, keys: Tensor, state: AlignmentState) -> Tensor:
         """Projected keys plus the terms of past weights, (B, N, hidden_dim)."""
         single_head.check_dims(keys=keys)
+        if keys.shape[1] != (N := state.previous.shape[1]):
+            raise ValueError(
+                f"keys and values: expected the same length, got {keys.shape[1]} and {N}"
+            )
         if keys.shape[1] == 0:  # a convolution refuses this
             return keys
         if self.location_conv is not None and self.location_proj is not None:
