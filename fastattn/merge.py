@@ -68,6 +68,10 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         raise ValueError(
             f"outs, lses: expected one of each for every part, got {len(outs)} and {len(lses)}"
         )
+    if lses[0].device != outs[0].device:
+        raise ValueError(
+            f"lses: expected the device of outs, {outs[0].device}, got {lses[0].device}"
+        )
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if out.dim() == 0 or out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(

@@ -102,6 +102,7 @@ OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)
         ([OUT, OUT.half()], [LSE, LSE], ValueError, r"outs\[1\]: expected torch.float32"),
         ([OUT, OUT[:1]], [LSE, LSE], ValueError, r"outs\[1\], lses\[1\]: expected shapes"),
         ([OUT], [LSE[:, :2]], ValueError, r"outs\[0\], lses\[0\]: expected shapes"),
+        ([OUT], [LSE.to("meta")], ValueError, "lses: expected the device of outs, cpu, got meta"),
         ([torch.tensor(1.0)], [LSE], ValueError, r"expected shapes \[..., M, E\]"),
     ],
 )
