@@ -167,9 +167,9 @@ def varlen_attention(
             arguments.check_int(name, n, 0)
     for name, x, layout in zip(NAMES, (query, key, value), LAYOUTS, strict=True):
         _check_packed(name, x, layout)
+    options["mask"] = _mask(query, key, cu_seqlens_q, cu_seqlens_k, is_causal, window)
     if isinstance(bias, relative.Relative):
         _check_same(cu_seqlens_q, cu_seqlens_k)
-    options["mask"] = _mask(query, key, cu_seqlens_q, cu_seqlens_k, is_causal, window)
     if weight is not None:
         options |= {"score": "additive", "weight": _by_head(weight)}
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))

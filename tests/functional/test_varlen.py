@@ -244,6 +244,8 @@ X, ONE = torch.zeros(5, 2, 4), torch.zeros(2, 4)
         (lambda f: f(X, X, X, [0, 6]), ValueError, "cu_seqlens_q: .* 5 rows of query, got 6"),
         (lambda f: f(X, X[:4], X[:4], [0, 5]), ValueError, "cu_seqlens_q: .* 4 rows of key, got 5"),
         (lambda f: f(X, X, X, [0, 5], [0, 6]), ValueError, "cu_seqlens_k: .* 5 rows of key, got 6"),
+        (lambda f: f(X, X, X, [0, 5], "05", bias=fastattn.ALiBi(torch.ones(2))), TypeError,
+         "cu_seqlens_k: expected integers"),
         (lambda f: f(X, X, X, [0, 5], [0, 2, 5]), ValueError, "as many documents"),
         (lambda f: f(X, X, X, torch.zeros(2, dtype=torch.int32, device="meta")), ValueError,
          "cu_seqlens_q: expected a tensor on cpu, got one on meta"),
