@@ -71,6 +71,10 @@ def documents(
         causal = bool(causal)
     else:
         arguments.check_choice("causal", causal, ("top_left", "bottom_right"))
+    if offsets.device != offsets_k.device:
+        raise ValueError(
+            f"cu_seqlens_k: expected a tensor on {offsets.device}, got one on {offsets_k.device}"
+        )
     if offsets.shape != offsets_k.shape:
         raise ValueError(
             f"cu_seqlens_k: expected as many documents as cu_seqlens has, {list(offsets.shape)}, "

@@ -246,6 +246,11 @@ WRONG = {
     ),
     "floats": (lambda: Mask.documents([0.0, 2.0]), TypeError, "cu_seqlens: expected integers"),
     "bools": (lambda: Mask.documents(lengths=[True]), TypeError, "lengths: expected integers"),
+    "devices": (
+        lambda: Mask.documents(torch.tensor(CU), torch.tensor(CU, device="meta")),
+        ValueError,
+        "cu_seqlens_k: expected a tensor on cpu, got one on meta",
+    ),
     "number": (lambda: Mask.documents(lengths=5), TypeError, "lengths: .*a list, got int"),
     "none": (lambda: Mask.documents(lengths=[None]), TypeError, "lengths: expected integers.*None"),
     "huge": (lambda: Mask.prefix([2**70], 5), ValueError, "lengths: expected integers.*Overflow"),
