@@ -142,6 +142,12 @@ class TestCosine:
         with pytest.raises(ValueError, match="scale: expected -1e30 to 1e30, got 1e"):
             CosineAttention(scale=1e300)
 
+    def test_repr(self):
+        assert (
+            repr(CosineAttention(2.0, dropout=0.25)) == "CosineAttention(scale=2.0, dropout=0.25)"
+        )
+        assert "meta" in repr(CosineAttention(device="meta"))
+
 
 class TestNadarayaWatson:
     def test_same_as_the_score(self, tensors):
@@ -255,4 +261,4 @@ class TestNadarayaWatson:
                 NadarayaWatson()(**given)
         with pytest.raises(TypeError, match="y: expected a Tensor, got list"):
             NadarayaWatson().leave_one_out(tensors[0], [1.0])
-        assert "bandwidth=0.5" in repr(NadarayaWatson(0.5))
+        assert "bandwidth=0.5, dropout=0.25" in repr(NadarayaWatson(0.5, dropout=0.25))

@@ -104,3 +104,8 @@ class CosineAttention(single_head.Attention):
             need_weights,
         )
         return single_head.results(out, weights, need_weights, one_step)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        scale = self.scale.detach()
+        return f"scale={scale if scale.is_meta else scale.tolist()}, dropout={self.dropout}"

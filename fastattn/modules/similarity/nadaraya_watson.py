@@ -175,7 +175,7 @@ class NadarayaWatson(single_head.Attention):
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
         h = self.bandwidth.detach()
-        return f"bandwidth={h if h.is_meta else h.tolist()}"
+        return f"bandwidth={h if h.is_meta else h.tolist()}, dropout={self.dropout}"
 
 
 def _check_numbers(bandwidth: Any) -> None:
