@@ -13,6 +13,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -30,6 +31,7 @@ _MULTI_HEAD = F.multi_head_attention_forward
 _UNFLATTEN = Tensor.unflatten
 
 
+@dataclass(eq=False)
 class SdpaCalls:
     """Where calls of torch's scaled_dot_product_attention went; ``str()`` gives a table.
 
@@ -40,9 +42,8 @@ class SdpaCalls:
         torch: how many torch computed, by the reason.
     """
 
-    def __init__(self) -> None:
-        self.fastattn = 0
-        self.torch: Counter[str] = Counter()
+    fastattn: int = 0
+    torch: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         rows = [f"fastattn  {self.fastattn}"]

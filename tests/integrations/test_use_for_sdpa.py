@@ -189,6 +189,7 @@ def test_what_is_left_to_torch(make, reason):
     [said] = calls.torch
     assert reason in said
     assert str(calls) == f"fastattn  0\ntorch     1  {said}"
+    assert repr(calls) == f"SdpaCalls(fastattn=0, torch=Counter({{{said!r}: 1}}))"
 
 
 @pytest.mark.parametrize(
