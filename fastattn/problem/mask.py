@@ -271,7 +271,7 @@ class Mask:
     def to_dense(self, M: int, N: int, B: int = 1, H: int = 1) -> Tensor:
         """The mask written out: bool ``[B, H, M, N]``, True where query i sees key j.
 
-        It lies on the device of the mask's tensors, or on the CPU if there are none.
+        It lies on the device of the mask's tensors, or on torch's default device if it has none.
 
         Args:
             M: how many queries.

@@ -348,6 +348,8 @@ def test_masks_move_to_a_device():
 
 def test_dense_masks_are_checked():
     assert Mask().to_dense(2, 3).all()
+    with torch.device("meta"):
+        assert Mask().to_dense(2, 3).is_meta
     lengths = Mask(kv_len=torch.tensor([1, 2]))
     assert lengths.to_dense(1, 3, B=2)[:, 0, 0].tolist() == [
         [True, False, False],
