@@ -11,6 +11,7 @@ A program can tell these from real errors; lines of the Makefile cannot.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import os
@@ -48,8 +49,7 @@ def python(*arguments: str) -> list[str]:
 
 def steps(target: str, *arguments: str) -> list[Step]:
     """The steps of a target."""
-    made = {"test": test_steps, "bench": bench_steps, "sanitize": sanitize_steps}[target]
-    return [Step("build", BUILD, python("setup.py", "cuda")), *made(*arguments)]
+    return [Step("build", BUILD, python("setup.py", "cuda")), *TARGETS[target](*arguments)]
 
 
 def test_steps(*arguments: str) -> list[Step]:
@@ -92,6 +92,9 @@ def sanitize_steps(*arguments: str) -> list[Step]:
         Step(tool, 140, [sanitizer, *options, "--tool", tool, *more, *tests], environment)
         for tool, more in TOOLS.items()
     ]
+
+
+TARGETS = {"test": test_steps, "bench": bench_steps, "sanitize": sanitize_steps}
 
 
 def run(step: Step) -> tuple[int | None, str]:
@@ -151,4 +154,8 @@ def main(target: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for pytest or bench.run")
+    given = parser.parse_args()
+    sys.exit(main(given.target, *given.arguments))

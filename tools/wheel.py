@@ -7,6 +7,7 @@ allow. torch's own libraries stay outside, as torch is there wherever the wheel 
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -75,4 +76,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     main()

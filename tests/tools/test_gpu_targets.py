@@ -2,6 +2,8 @@
 
 import math
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -30,6 +32,18 @@ def test_a_target_ends_within_its_limit(target):
     assert sum(step.seconds + gpu.GRACE for step in steps) <= gpu.LIMIT
     for step in steps:  # tests that have started need time to end
         assert float(step.environment.get("FASTATTN_TEST_SECONDS", 0)) <= step.seconds - 40
+
+
+@pytest.mark.parametrize("command", [["gpu"], ["gpu", "tests"], ["wheel", "--help-me"]])
+def test_wrong_arguments_start_nothing(command, monkeypatch):
+    def never(*_, **options):
+        raise AssertionError("it began")
+
+    for module, name in ((subprocess, "Popen"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, never)
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / f"tools/{command[0]}.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("target", TARGETS)
