@@ -336,6 +336,20 @@ def test_nan_or_infinity_in_a_value_reaches_its_column_in_the_rows_that_keep_it(
     torch.testing.assert_close(found[~where], clean[~where])
 
 
+@pytest.mark.parametrize("rows", [M, 40])  # which the CPU reads in place, or packs
+@scores
+def test_nan_reaches_the_rows_that_keep_it_where_its_weight_is_0(backend, score, rows):
+    """Whatever other rows of a tile keep. A key that no row keeps stays apart."""
+    call, upstream = inputs(score, B, H, M=rows, N=N, D=D, E=E), torch.randn(B, H, rows, E)
+    kept = torch.ones(rows, N, dtype=torch.bool)
+    kept[::2, 6] = kept[:, 7] = kept[4] = False
+    call["value"][..., 6:8, 2] = upstream[..., 4:6, 1] = math.nan
+    options = dict(bias=torch.where(j == 6, -1e4, 0.0), mask=Mask(keep=kept), backend=backend)
+    found = everything(call, upstream, **options)
+    assert torch.equal(found["out"][..., 2].isnan(), kept[:, 6].expand(B, H, rows))
+    assert torch.equal(found["grad_value"][..., 1].isnan(), kept[5].expand(B, H, N))
+
+
 @scores
 def test_nan_in_a_bias_stays_in_its_row(backend, score):
     call = inputs(score, B, H, M=M, N=N, D=D, E=E)

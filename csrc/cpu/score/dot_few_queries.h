@@ -22,17 +22,18 @@ class RowSums {
     c_ = scratch.floats(most * block_n);
   }
 
-  void clear() { count_ = 0, masked_ = false; }
+  void clear() { count_ = 0; }
 
-  // Adds rows x [rows, ld] and their coefficients [rows, block_n]. `masked`: some coefficients are
-  // 0 because their pairs are masked.
-  void add(const float* x, int64_t ld, const float* coefficients, int64_t rows, bool masked) {
+  // Adds rows x [rows, ld] and the coefficients [rows, block_n] of a tile.
+  void add(const float* x, int64_t ld, const float* coefficients, int64_t rows,
+           const MaskTile& mask) {
     for (int64_t r = 0; r < rows; ++r, ++count_) {
       std::memcpy(x_ + count_ * ld_, x + r * ld, static_cast<size_t>(ld_) * 4);
       std::memcpy(c_ + count_ * block_n_, coefficients + r * block_n_,
                   static_cast<size_t>(block_n_) * 4);
+      for (int64_t j = 0; mask.masked() && j < block_n_; ++j)
+        if (!mask.keeps(r, j)) c_[count_ * block_n_ + j] = kMasked;
     }
-    masked_ |= masked;
   }
 
   // to(j, :) = factor * sum_r c_rj x_r
@@ -47,12 +48,16 @@ class RowSums {
   }
 
  private:
+  // The coefficient of a masked pair. That of a kept pair may be 0.
+  static constexpr float kMasked = -0.f;
+  static bool is_masked(float c) { return c == 0.f && __builtin_signbit(c); }
+
   template <DType kType, int kVecs>
   FASTATTN_MEMBER void write_columns(float factor, const Matrix& to, int64_t j, int64_t e) const {
     Vec sum[kVecs] = {};
     for (int64_t r = 0; r < count_; ++r) {
       const float c = c_[r * block_n_ + j];
-      if (masked_ && c == 0.f) continue;  // skips NaN in x as well
+      if (is_masked(c)) continue;  // skips NaN in x as well
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) sum[v] += c * load(x_ + r * ld_ + e + v * kWidth);
     }
@@ -65,7 +70,6 @@ class RowSums {
   }
 
   int64_t block_n_, ld_, count_ = 0;
-  bool masked_ = false;
   float *x_, *c_;
 };
 
@@ -98,13 +102,12 @@ class FewDotScore : public FixedTile<8, 128> {
 
   void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
                 double*) {
-    const bool masked = mask.masked();
     fill(grad_q_, rows_ * ld_, 0.f);
-    add_weighted_rows(ds, kBlockN, rows_, masked, keys_, ones_, grad_q_, ld_, listed_);
+    add_weighted_rows(mask, ds, kBlockN, rows_, keys_, ones_, grad_q_, ld_, listed_);
     for (int64_t i = 0; i < rows_; ++i)
       for (int64_t d = 0; d < p_.D; ++d)
         grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[i * ld_ + d];
-    grad_k_.add(q_, ld_, ds, rows_, masked);
+    grad_k_.add(q_, ld_, ds, rows_, mask);
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
@@ -152,7 +155,7 @@ class FewValueGrads : public GradDefaults {
     dot_rows(grad_out_, ld_, rows_, values_, dp, block_n_);
   }
   void accumulate(const float* weights, const MaskTile& mask) {
-    grad_v_.add(grad_out_, ld_, weights, rows_, mask.masked());
+    grad_v_.add(grad_out_, ld_, weights, rows_, mask);
   }
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
     grad_v_.write(1.f, matrix_at(grad_v, b, hkv, j0, values_.rows, p_.E));

@@ -25,7 +25,7 @@
 //     // ds has the layout of s and holds d loss / d score in natural units. It is exactly 0 at
 //     // masked pairs and in the padding up to (rows, cols rounded up to kWidth). Adds to grad_q
 //     // (row-major [rows, grad_q_stride], natural units), to the tile's own key gradient and, for
-//     // scores with weights, to grad_w [D]. Where some pairs are masked, 0 * NaN must count as 0.
+//     // scores with weights, to grad_w [D]. At masked pairs, 0 * NaN must count as 0.
 //     void clear_key_grad();
 //     void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
 //                   double* grad_w);

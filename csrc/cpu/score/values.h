@@ -8,12 +8,13 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// gemm_chain() that skips A(r, k) = 0, even if row k of B is not finite. Tiles with both masked
-// pairs and such rows need it, because 0 * NaN must not carry garbage past the mask. It is slower,
-// but sums in the same order, so garbage changes no bit.
+// gemm_chain() that skips A(r, k) of a masked pair, even if row k of B is not finite. Tiles with
+// both masked pairs and such rows need it, because 0 * NaN must not carry garbage past the mask. It
+// is slower, but sums in the same order, so garbage changes no bit.
 template <typename A, typename Into>
-FASTATTN_SHARED void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
-                                     int64_t depth, float* c, int64_t ldc, Into into);
+FASTATTN_SHARED void gemm_of_kept(const MaskTile& mask, A a, const float* b, int64_t ldb,
+                                  int64_t rows, int64_t cols, int64_t depth, float* c, int64_t ldc,
+                                  Into into);
 
 // gemm_chain() of weights, or of their gradients, which are 0 where the mask drops a pair. The
 // depth is a block of keys or queries.
@@ -23,8 +24,9 @@ static void masked_gemm(const MaskTile& mask, bool finite, A a, const float* b, 
                         Into into) {
   if (mask.sparse() && finite)
     return multiply_strips(a, mask.strips(), depth, b, ldb, rows, cols, c, ldc, into);
-  const auto multiply = mask.masked() && !finite ? gemm_of_nonzero<A, Into> : gemm_chain<A, Into>;
-  multiply(a, b, ldb, rows, cols, depth, c, ldc, into);
+  if (mask.masked() && !finite)
+    return gemm_of_kept(mask, a, b, ldb, rows, cols, depth, c, ldc, into);
+  gemm_chain(a, b, ldb, rows, cols, depth, c, ldc, into);
 }
 
 class ValueTile : public FormDefaults {
@@ -57,13 +59,10 @@ class ValueTile : public FormDefaults {
   }
   void accumulate(float* weights, int64_t ld, int64_t rows, const float* scale,
                   const MaskTile& mask, float* o) {
-    if (by_row_)
-      return add_weighted_rows(weights, ld, rows, mask.masked(), values_, scale, o, ld_, listed_);
-    const int64_t keys = values_.rows;
-    if (mask.sparse() && !finite_) mask.strips().clear_others(weights, ld, rows, keys);
+    if (by_row_) return add_weighted_rows(mask, weights, ld, rows, values_, scale, o, ld_, listed_);
     const float* const rows_of_v = static_cast<const float*>(values_.data) + values_.offset;
     masked_gemm(mask, finite_, ByRows{weights, ld}, rows_of_v, values_.stride_r, rows,
-                round_up(E_, kWidth), keys, o, ld_, RescaleAdd{scale});
+                round_up(E_, kWidth), values_.rows, o, ld_, RescaleAdd{scale});
   }
 
  private:
@@ -130,21 +129,22 @@ class ValueGrads : public GradDefaults {
 
 #ifdef FASTATTN_SHARED_CODE
 template <typename A, typename Into>
-FASTATTN_SHARED void gemm_of_nonzero(A a, const float* b, int64_t ldb, int64_t rows, int64_t cols,
-                                     int64_t depth, float* c, int64_t ldc, Into into) {
+FASTATTN_SHARED void gemm_of_kept(const MaskTile& mask, A a, const float* b, int64_t ldb,
+                                  int64_t rows, int64_t cols, int64_t depth, float* c, int64_t ldc,
+                                  Into into) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t n = 0; n < cols; n += kWidth) {
       Vec sum{};
       for (int64_t k = 0; k < depth; ++k)
-        if (const float ark = a.at(r, k); ark != 0.f) sum += ark * load(b + k * ldb + n);
+        if (mask.keeps(a, r, k)) sum += a.at(r, k) * load(b + k * ldb + n);
       store(c + r * ldc + n, into(c + r * ldc + n, r, sum));
     }
 }
 
 #ifndef FASTATTN_ALONE
-#define FASTATTN_GEMM(A, Into)                                                               \
-  template void gemm_of_nonzero(A, const float*, int64_t, int64_t, int64_t, int64_t, float*, \
-                                int64_t, Into)
+#define FASTATTN_GEMM(A, Into)                                                                     \
+  template void gemm_of_kept(const MaskTile&, A, const float*, int64_t, int64_t, int64_t, int64_t, \
+                             float*, int64_t, Into)
 FASTATTN_GEMM(ByRows, Store);
 FASTATTN_GEMM(ByRows, RescaleAdd);
 FASTATTN_GEMM(ByCols, Add);

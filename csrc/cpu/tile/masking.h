@@ -180,15 +180,20 @@ class MaskTile {
     return false;
   }
 
+  // Whether the pair of row i and key c of the tile is kept.
+  bool keeps(int64_t i, int64_t c) const {
+    if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;
+    return !masked_ || (c >= begin_[i] && c < end_[i]);
+  }
+  // The same of element (r, k) of a matrix of pairs, by rows or transposed.
+  FASTATTN_MEMBER bool keeps(ByRows, int64_t r, int64_t k) const { return keeps(r, k); }
+  FASTATTN_MEMBER bool keeps(ByCols, int64_t r, int64_t k) const { return keeps(k, r); }
+
   // Whether some row keeps key c of the tile.
   bool keeps_key(int64_t c) const;
 
  private:
   // Those without a body here are in find_masking.h, and nobody but its functions calls them.
-  bool keeps(int64_t i, int64_t c) const {
-    if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;
-    return !masked_ || (c >= begin_[i] && c < end_[i]);
-  }
 
   // Of the rows [i0, i1), which are a strip. They return how many vectors are listed.
   inline int64_t list_intervals(int64_t i0, int64_t i1);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/base/pack.h"
+#include "cpu/tile/masking.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -12,11 +13,10 @@ namespace fastattn::FASTATTN_ISA {
 FASTATTN_SHARED void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
                               float* out, int64_t ld);
 
-// o(r, :) = scale[r] o(r, :) + sum_j weights(r, j) values(j, :) for weights [rows, ldw] and o
-// [rows, ldo]. skip_zeros: a weight of 0 skips its value, even NaN. `listed` has room for
-// values.rows.
-FASTATTN_SHARED void add_weighted_rows(const float* weights, int64_t ldw, int64_t rows,
-                                       bool skip_zeros, const Matrix& values, const float* scale,
+// o(r, :) = scale[r] o(r, :) + sum_j weights(r, j) values(j, :) for weights [rows, ldw] of a tile
+// and o [rows, ldo]. A masked pair skips its value, even NaN. `listed` has room for values.rows.
+FASTATTN_SHARED void add_weighted_rows(const MaskTile& mask, const float* weights, int64_t ldw,
+                                       int64_t rows, const Matrix& values, const float* scale,
                                        float* o, int64_t ldo, int32_t* listed);
 
 #ifdef FASTATTN_SHARED_CODE
@@ -80,18 +80,17 @@ FASTATTN_SHARED void dot_rows(const float* x, int64_t ldx, int64_t rows, const M
   });
 }
 
-// Lists the values to read: all, or (skip_zeros) those with a nonzero weight. Returns how many, or
-// -1 if rows of weights [rows, ld] differ in which weights are 0.
-FASTATTN_SIMD int64_t list_values(const float* weights, int64_t ld, int64_t rows, int64_t cols,
-                                  bool skip_zeros, int32_t* listed) {
+// Lists the values that the rows [begin, end) of a tile keep. Returns how many, or -1 if rows
+// differ.
+FASTATTN_SIMD int64_t list_values(const MaskTile& mask, int64_t begin, int64_t end, int64_t cols,
+                                  int32_t* listed) {
   int64_t count = 0;
   bool same = true;
   for (int64_t j = 0; j < cols; ++j) {
-    const bool skipped = skip_zeros && weights[j] == 0.f;
-    for (int64_t r = 1; skip_zeros && r < rows; ++r)
-      same &= (weights[r * ld + j] == 0.f) == skipped;
+    const bool kept = mask.keeps(begin, j);
+    for (int64_t r = begin + 1; mask.masked() && r < end; ++r) same &= mask.keeps(r, j) == kept;
     listed[count] = static_cast<int32_t>(j);
-    count += !skipped;
+    count += kept;
   }
   return same ? count : -1;
 }
@@ -165,23 +164,24 @@ static void add_listed(const WeightedSum& of) {
   for (; e < of.values.cols; e += kWidth) add_columns<kType, kRows, 1, kAll>(of, e);
 }
 
-FASTATTN_SHARED void add_weighted_rows(const float* weights, int64_t ldw, int64_t rows,
-                                       bool skip_zeros, const Matrix& values, const float* scale,
+FASTATTN_SHARED void add_weighted_rows(const MaskTile& mask, const float* weights, int64_t ldw,
+                                       int64_t rows, const Matrix& values, const float* scale,
                                        float* o, int64_t ldo, int32_t* listed) {
-  const int64_t count = list_values(weights, ldw, rows, values.rows, skip_zeros, listed);
-  if (count < 0) {
-    for (int64_t r = 0; r < rows; ++r)
-      add_weighted_rows(weights + r * ldw, ldw, 1, true, values, scale + r, o + r * ldo, ldo,
-                        listed);
-    return;
-  }
-  with_dtype(values.dtype, [&](auto type) {
-    in_row_blocks(rows, [&](int64_t r, auto block) {
-      const auto add =
-          count == values.rows ? add_listed<type, block, true> : add_listed<type, block, false>;
-      add({weights + r * ldw, ldw, listed, count, values, scale + r, o + r * ldo, ldo});
+  const auto add_rows = [&](int64_t begin, int64_t end) {
+    const int64_t count = list_values(mask, begin, end, values.rows, listed);
+    if (count < 0) return false;
+    with_dtype(values.dtype, [&](auto type) {
+      in_row_blocks(end - begin, [&](int64_t n, auto block) {
+        const int64_t r = begin + n;
+        const auto add =
+            count == values.rows ? add_listed<type, block, true> : add_listed<type, block, false>;
+        add({weights + r * ldw, ldw, listed, count, values, scale + r, o + r * ldo, ldo});
+      });
     });
-  });
+    return true;
+  };
+  if (add_rows(0, rows)) return;
+  for (int64_t r = 0; r < rows; ++r) add_rows(r, r + 1);
 }
 #endif  // FASTATTN_SHARED_CODE
 

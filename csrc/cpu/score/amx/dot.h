@@ -97,7 +97,6 @@ class AmxDotScore : public ScoreDefaults {
 
   void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
                 double*) {
-    const bool masked = mask.masked();
     AmxInput& queries = slots_.queries();
     const int64_t rows = queries.rows(), cols = cols_;
     const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, tile_.n, 1, rows, cols};
@@ -110,7 +109,7 @@ class AmxDotScore : public ScoreDefaults {
 
     multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
     accumulate_rows_apart(ByRows{ds, tile_.n}, grad_unit_, rows, ds_outliers_, OutlierRows(), keys_,
-                          cols, masked, grad_q_, ld_, 1);
+                          cols, mask, grad_q_, ld_, 1);
     const float factor = p_.scale / (grad_unit_ * input_unit_);
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t d = 0; d < p_.D; ++d)
@@ -119,7 +118,7 @@ class AmxDotScore : public ScoreDefaults {
     grad_k_.use(grad_unit_);
     multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), tile_.n);
     accumulate_rows_apart(ByCols{ds, tile_.n}, grad_unit_, cols, OutlierRows(), ds_outliers_,
-                          queries, rows, masked, grad_k_.data(), 1, tile_.n);
+                          queries, rows, mask, grad_k_.data(), 1, tile_.n);
   }
 
   // The factor of dS for the next tile: `first` for the first tile, else that of the sums.

@@ -165,8 +165,7 @@ class AmxValueGrads : public GradDefaults {
     grad_v_.use(weight_unit_ * grad_out_unit_);
     multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_.data(), block_n_);
     accumulate_rows_apart(ByCols{weights, block_n_}, weight_unit_, cols, OutlierRows(),
-                          OutlierRows(), grad_out_, rows, mask.masked(), grad_v_.data(), 1,
-                          block_n_);
+                          OutlierRows(), grad_out_, rows, mask, grad_v_.data(), 1, block_n_);
   }
 
   template <typename Score, typename Fill>

@@ -104,18 +104,19 @@ static void multiply_rows_apart(AmxInput& a, AmxInput& b, int64_t cols, float* c
 }
 
 // C(r, :) += factor sum_k A(r, k) b_k over the k < depth for which b_k, or row r or column k of A,
-// stands apart. `masked`: zeros of A are skipped. Element (r, c) of C is c[r * stride_r + c *
+// stands apart. Masked pairs of A are skipped. Element (r, c) of C is c[r * stride_r + c *
 // stride_c].
 template <typename A>
 static void accumulate_rows_apart(A a, float factor, int64_t rows, const OutlierRows& a_rows,
                                   const OutlierRows& a_cols, AmxInput& b, int64_t depth,
-                                  bool masked, float* c, int64_t stride_r, int64_t stride_c) {
+                                  const MaskTile& mask, float* c, int64_t stride_r,
+                                  int64_t stride_c) {
   if (!a_rows.any_apart() && !a_cols.any_apart() && !b.outliers().any_apart()) return;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < depth; ++k) {
-      const float ark = factor * a.at(r, k);
       if (!a_rows.is_apart(r) && !a_cols.is_apart(k) && !b.outliers().is_apart(k)) continue;
-      if (masked && ark == 0.f) continue;
+      if (!mask.keeps(a, r, k)) continue;
+      const float ark = factor * a.at(r, k);
       for (int64_t n = 0; n < b.cols(); ++n) c[r * stride_r + n * stride_c] += ark * b.row(k)[n];
     }
 }

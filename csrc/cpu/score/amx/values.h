@@ -101,7 +101,7 @@ class AmxValueTile : public FormDefaults {
     }
     multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_);
     accumulate_rows_apart(ByRows{weights, ld}, 1.f, rows, OutlierRows(), OutlierRows(), values_,
-                          cols_, mask.masked(), o, ld_, 1);
+                          cols_, mask, o, ld_, 1);
   }
 
  private:
