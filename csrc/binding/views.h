@@ -28,11 +28,6 @@ inline DType dtype_of(const Tensor& t, const char* name) {
   }
 }
 
-inline ScalarType scalar_type_of(DType dtype) {
-  constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
-  return kTypes[static_cast<int>(dtype)];
-}
-
 // True if `t` has the shape. A size of 1 fits any size; its stride becomes 0.
 inline bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
   if (t.dim() != static_cast<int64_t>(shape.size())) return false;

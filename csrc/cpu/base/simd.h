@@ -274,6 +274,4 @@ FASTATTN_SIMD WideProduct multiply_wide(VecU a, uint32_t m) {
 #endif
 }
 
-// ---- half precision: arithmetic is fp32 everywhere, so these are only loads and stores ----
-
 }  // namespace fastattn::FASTATTN_ISA
