@@ -13,6 +13,7 @@ from fastattn.distributed import comm
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout, constant
 from fastattn.problem import Mask, validate
+from fastattn.problem.mask import MASK_TENSORS
 from fastattn.problem.validate import DTYPES
 
 Rows = tuple[str, ...]  # names of options
@@ -117,6 +118,14 @@ def _shape(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
     samples = math.prod(torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value))))
     return [samples, *heads, query.shape[-1], value.shape[-1], DTYPES.index(query.dtype)]
+
+
+def dtensor_of(options: dict[str, Any], **tensors: Any) -> str | None:
+    """The name of a DTensor among the tensors of a call, its options and its mask, if any."""
+    mask = options.get("mask")
+    masks = MASK_TENSORS if isinstance(mask, Mask) else ()
+    every = tensors | options | {f"mask.{n}": getattr(mask, n) for n in masks}
+    return next((name for name, x in every.items() if hasattr(x, "placements")), None)
 
 
 def check_lengths(key: Tensor, value: Tensor) -> None:

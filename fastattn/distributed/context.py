@@ -183,6 +183,12 @@ def attend(
     grouped = options.get("enable_gqa", False)
 
     def check() -> object:
+        own = dict(zip(("query", "key", "value", "weight"), given, strict=True))
+        if (name := agree.dtensor_of(options, **own, sink=sink)) is not None:
+            raise TypeError(
+                f"{name}: expected a plain tensor, got a DTensor: write x.to_local() of what this "
+                "rank holds, or scaled_dot_product_attention(), which takes DTensors"
+            )
         return validate.build(score, *tensors, enable_gqa=grouped)
 
     layout, key_layout = agree.layouts(tensors[:3], layout, key_layout, group, check)
@@ -341,7 +347,7 @@ def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
         every rank.
 
     Raises:
-        TypeError: ``layout`` is no :class:`Layout`.
+        TypeError: ``layout`` is no :class:`Layout`, or x no plain tensor.
         ValueError: the dim has another size, or the layout is for another number of ranks.
     """
     _check_layout(layout)
@@ -357,7 +363,7 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
     The gradient of x is this rank's part of it.
 
     Raises:
-        TypeError: ``layout`` is no :class:`Layout`.
+        TypeError: ``layout`` is no :class:`Layout`, or x no plain tensor.
         ValueError: the dim does not have as many entries as the layout gives this rank.
     """
     _check_layout(layout)
@@ -384,9 +390,15 @@ def _check_layout(layout: Any) -> None:
 
 
 def _matching(x: Tensor, dim: int, layout: Layout, mesh: Any, size: int) -> tuple[Group, int]:
+    if not isinstance(x, Tensor) or hasattr(x, "placements"):
+        raise TypeError(
+            f"x: expected a plain tensor, got {type(x).__name__}: write x.full_tensor() of a "
+            "DTensor, and each tensor of a Mask by itself"
+        )
+    arguments.check_int("dim", dim, -x.dim())
     group = Group(mesh)
     if layout.ranks != group.size:
         raise ValueError(f"layout: expected one for {group.size} ranks, got {layout.ranks}")
-    if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
+    if dim >= x.dim() or x.shape[dim] != size:
         raise ValueError(f"x: expected {size} entries in dim {dim}, got {list(x.shape)}")
     return group, dim % x.dim()

@@ -23,7 +23,7 @@ from fastattn.distributed import agree, comm, context, heads, sharding
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.problem import Mask, Origin, Score, arguments, parameter, relative, validate
-from fastattn.problem.mask import LIMITS, MASK_TENSORS
+from fastattn.problem.mask import LIMITS
 
 Dims = tuple[int | None, int | None, int | None]  # where B, H and M stand in an operand
 
@@ -68,15 +68,11 @@ def take(
 
 def _check_plain(weight: Any, options: dict[str, Any]) -> None:
     """Raises ValueError for a DTensor beside plain query, key and value."""
-    mask = options.get("mask")
-    masks = MASK_TENSORS if isinstance(mask, Mask) else ()
-    of_mask = {f"mask.{n}": getattr(mask, n) for n in masks}
-    for name, x in (("weight", weight), *options.items(), *of_mask.items()):
-        if isinstance(x, DTensor):
-            raise ValueError(
-                f"{name}: expected a plain tensor, as query is, got a DTensor: write "
-                "x.full_tensor(), or make DTensors of query, key and value"
-            )
+    if (name := agree.dtensor_of(options, weight=weight)) is not None:
+        raise ValueError(
+            f"{name}: expected a plain tensor, as query is, got a DTensor: write "
+            "x.full_tensor(), or make DTensors of query, key and value"
+        )
 
 
 class _Call:

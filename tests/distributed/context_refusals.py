@@ -8,6 +8,7 @@ import torch.distributed as dist
 from context_promises import B, D, H, N, drawn, local, world
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from fastattn import Mask
@@ -53,11 +54,41 @@ def refused():
          call(row, row, row, layout=single, attn_mask=causal_lower_right(size, size))),
         (TypeError, "layout: expected a Layout", lambda: shard(row, 2, None, group)),
         (TypeError, "layout: expected a Layout", lambda: unshard(row, 2, None, group)),
+        (TypeError, "x: expected a plain tensor, got DTensor",
+         lambda: shard(whole(row, size), 2, Layout.contiguous(1, size), group)),
+        (TypeError, "x: expected a plain tensor, got Mask",
+         lambda: unshard(Mask(), 2, single, group)),
+        (TypeError, "dim: expected an int, got bool", lambda: shard(row, True, single, group)),
         (ValueError, "heads_per_step: expected 1 or more",
          lambda: local("gather", heads_per_step=0)),
     ):  # fmt: skip
         with pytest.raises(error, match=match):
             wrong()
+
+
+def whole(x, size):
+    """A DTensor with all of it on every rank."""
+    return distribute_tensor(x.detach(), init_device_mesh("cpu", (size,)), [Replicate()])
+
+
+def dtensors():
+    """Their shapes are not those of what a rank holds. Without a layout all ranks raise."""
+    group, rank, size = world()
+    x, one, many = (torch.zeros(shape) for shape in ((1, H, 3, D), (H,), (1, 3 * size)))
+    at_last = rank == size - 1
+    says = "query: expected a plain tensor.*write x.to_local" if at_last else "says why"
+    wrong = whole(x, size)
+    with pytest.raises((TypeError, ValueError), match=says):
+        context_parallel_attention(wrong if at_last else x, x, x, group)
+    for name, options in (
+        ("sink", dict(sink=whole(one, size))),
+        ("weight", dict(weight=whole(torch.ones(H, D), size))),
+        ("bias", dict(bias=whole(many, size))),
+        ("mask.keep", dict(mask=Mask(keep=whole(many == 0, size)))),
+    ):
+        for layout in (None, Layout.contiguous(3 * size, size)):
+            with pytest.raises(TypeError, match=f"{name}: expected a plain tensor, got a DTensor"):
+                context_parallel_attention(x, x, x, group, layout=layout, **options)
 
 
 def what_one_rank_refuses_all_refuse():
@@ -174,6 +205,7 @@ def masks_and_seeds_that_change_before_backward():
 
 REFUSALS = [
     refused,
+    dtensors,
     what_one_rank_refuses_all_refuse,
     what_differs_by_rank,
     ranks_outside_of_the_mesh,
