@@ -122,6 +122,23 @@ def optimizers_take_it():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def kinds_of_parameters_side_by_side():
+    """Fast optimizers take DTensors and others in groups, and each kind is clipped by itself."""
+    x, found = drawn(2, 5, 32), []
+    for attention in (by_heads(), module_of(PLAIN)):
+        model = nn.ModuleList([attention, nn.LayerNorm(32)])
+        kinds = [[*module.parameters()] for module in model]
+        optimizer = torch.optim.AdamW([dict(params=x) for x in kinds], lr=0.1, foreach=True)
+        model[1](attention(x, x, x)[0]).pow(3).sum().backward()
+        norms = [whole(nn.utils.get_total_norm([x.grad for x in kind])) for kind in kinds]
+        for kind in kinds:
+            nn.utils.clip_grads_with_norm_(kind, 1.0, nn.utils.get_total_norm(norms))
+        found.append([whole(x.grad) for kind in kinds for x in kind])
+        optimizer.step()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def copies_are_shared_too():
     module, x = by_heads(), drawn(2, 5, 32)
     twin = copy.deepcopy(module)
@@ -335,6 +352,7 @@ PROMISES = [
     tied_parameters_stay_tied,
     checkpoints_of_torch_take_it,
     optimizers_take_it,
+    kinds_of_parameters_side_by_side,
     copies_are_shared_too,
     data_parallel_over_the_context,
     fully_sharded_over_the_context_beside_heads,
