@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -123,14 +124,22 @@ def _refuse(options: dict[str, Any]) -> None:
 # ---- masks ----
 
 
+@dataclass(frozen=True, eq=False)
 class ModelMask(Mask):
-    """A mask that passes for a 4-D tensor where models of transformers pass masks on."""
+    """A mask that passes for a tensor of this shape where models of transformers pass masks on."""
 
+    shape: tuple[int, ...] = ()
+    device: Any = None
     ndim = 4
 
     def contiguous(self) -> ModelMask:
         """The mask itself."""
         return self
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """A part of the bool tensor."""
+        B, H, M, N = self.shape
+        return self.to_dense(M, N, B, H).to(self.device)[index]
 
 
 def mask(
@@ -162,10 +171,11 @@ def mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **options,
         )  # fmt: skip
-    made = _fields(rule, q_length, kv_length, q_offset, kv_offset, options["device"])
+    device, shape = options["device"], (batch_size, 1, q_length, kv_length)
+    made = _fields(rule, q_length, kv_length, q_offset, kv_offset, device)
     if attention_mask is not None:
         made["keep"] = _padding(attention_mask, kv_length, kv_offset)
-    return ModelMask(**made) if made else None
+    return ModelMask(**made, shape=shape, device=device) if made else None
 
 
 def _may_be_structured(q_length: int, padding: Tensor | None) -> bool:

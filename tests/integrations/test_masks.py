@@ -111,8 +111,11 @@ def test_rules_of_ones_own_are_dense():
             del FUNCTIONS[name]
 
 
-def test_made_once():
-    made, _ = both("causal", SIZES[0], "left")
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_made_once(padding):
+    made, dense = both("causal", SIZES[0], padding)
     assert mask(B, M, M, attention_mask=made) is made
     assert made.ndim == 4
+    assert made.shape == dense.shape
     assert made.contiguous() is made
+    assert torch.equal(made[:, :, -2:], dense[:, :, -2:])

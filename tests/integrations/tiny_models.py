@@ -71,6 +71,18 @@ FAMILIES = {
         # Scores near the cap: by default they are tiny, and the cap is 50.
         DECODER | dict(sliding_window=4, layer_types=MIXED, query_pre_attn_scalar=1,
                        initializer_range=0.1, attn_logit_softcapping=0.5), "tokens", "decoder"),
+    "gemma4": Family(
+        "Gemma4TextConfig", "Gemma4ForCausalLM",
+        # Layers that share the keys of others compute the last token only in generate().
+        DECODER | dict(sliding_window=4, layer_types=2 * MIXED, num_hidden_layers=4,
+                       num_kv_shared_layers=2, global_head_dim=8, hidden_size_per_layer_input=8,
+                       vocab_size_per_layer_input=VOCABULARY), "tokens", "decoder"),
+    "paligemma": Family(
+        # Without a cache its text model asks a mask that was made before for its shape.
+        "PaliGemmaConfig", "PaliGemmaForConditionalGeneration",
+        _text(DECODER | dict(model_type="gemma", use_cache=False),
+              IMAGE | dict(model_type="siglip_vision_model", vision_use_head=False))
+        | dict(image_token_index=VOCABULARY - 1, hidden_size=32), "tokens", "decoder"),
     "gpt_oss": Family(
         "GptOssConfig", "GptOssForCausalLM",
         DECODER | dict(sliding_window=4, layer_types=MIXED, num_local_experts=2,
