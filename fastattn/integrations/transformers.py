@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from fastattn.problem.intervals import segments
 
 # What changes the scores, or which keys there are, in ways that fastattn does not compute.
 _UNKNOWN = ("cache", "indices", "block_indices", "sinks")
+_CAN_SET = "_can_set_attn_implementation"
 
 
 def register(name: str = "fastattn") -> None:
@@ -160,9 +162,17 @@ def mask(
         A :class:`fastattn.Mask` of O(M + N) numbers a sample, if each query keeps an interval of
         keys. None if no key is masked. A bool tensor ``[B, 1, M, N]`` for a mask rule of the
         model's own, for one query, under tracing, and if the model requests one.
+
+    Raises:
+        ValueError: the model would add the mask to scores of its own.
     """
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 
+    if _attends_itself(type(options.get("config")).__module__):
+        raise ValueError(
+            "attn_implementation: this model computes attention itself, and never calls fastattn: "
+            "load it with attn_implementation='eager'"
+        )
     if isinstance(attention_mask, Mask):  # made before, as generate() does for a static cache
         return attention_mask
     rule = _rule(mask_function) if _may_be_structured(q_length, attention_mask) else None
@@ -176,6 +186,19 @@ def mask(
     if attention_mask is not None:
         made["keep"] = _padding(attention_mask, kv_length, kv_offset)
     return ModelMask(**made, shape=shape, device=device) if made else None
+
+
+@torch.compiler.assume_constant_result
+def _attends_itself(configuration: str) -> bool:
+    """Whether it is a module with a model that ``set_attn_implementation`` refuses.
+
+    transformers does not check this where the name is given to ``from_pretrained``.
+    """
+    modeling = configuration.replace(".configuration_", ".modeling_")
+    for x in vars(sys.modules.get(modeling, object)).values():
+        if getattr(x, "__module__", None) == modeling and hasattr(x, _CAN_SET):
+            return not getattr(x, _CAN_SET)()
+    return False
 
 
 def _may_be_structured(q_length: int, padding: Tensor | None) -> bool:

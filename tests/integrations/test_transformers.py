@@ -194,6 +194,17 @@ def test_compiled_in_one_graph(name):
     assert_within_budget(*got)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_refuses_models_that_attend_themselves(compiled):
+    """They would add a bool mask to their scores, where the name came at loading."""
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2)
+    model = transformers.AutoModel.from_config(config, attn_implementation="fastattn")
+    inputs = tiny_models.tokens(LENGTH, 6, left=True)
+    model = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises(ValueError, match="this model computes attention itself"):
+        model(**inputs)
+
+
 def test_another_name():
     register("ours")
     model = tiny_models.build("bert")
