@@ -32,7 +32,8 @@ def autotune(
 
     Later calls use the result if element size, head sizes (rounded up to powers of two) and kind
     are the same. The kind is the first that fits: with a bias of larger elements than query's; with
-    dropout, bias or weights; with a softcap; plain. Outputs change by rounding only.
+    two of dropout, bias, weights and softcap; with one of the first three; with a softcap; plain.
+    Outputs change by rounding only.
 
     The file ``$XDG_CACHE_HOME/fastattn/autotune.json`` (``~/.cache`` by default) keeps results for
     other processes, by device and version of Triton. Each is written as soon as it is found. Delete

@@ -4,7 +4,8 @@ A row is found by architecture, bytes an element, the head size rounded up to 64
 the kind of the problem:
 
     wide_bias   a bias of larger elements than q's: each stage holds a tile of it
-    rich        else with dropout, a bias or weights, which need more registers than a mask
+    rich        else with two of dropout, a bias, weights and a curve
+    single      else with dropout, a bias or weights, which need more registers than a mask
     curved      else with a curve (tile/curve.py): backward holds a slope for each score
     plain       else
 
@@ -37,7 +38,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
-Kind = Literal["plain", "rich", "wide_bias", "curved"]
+Kind = Literal["plain", "rich", "wide_bias", "curved", "single"]
 
 
 class Row(NamedTuple):
@@ -47,6 +48,7 @@ class Row(NamedTuple):
     rich: Config
     wide_bias: Config
     curved: Config
+    single: Config
 
 
 def _row(
@@ -54,9 +56,11 @@ def _row(
     rich: tuple[int, ...] | None = None,
     wide_bias: tuple[int, ...] | None = None,
     curved: tuple[int, ...] | None = None,
+    single: tuple[int, ...] | None = None,
 ) -> Row:
     rich = rich or plain
-    return Row(*(Config(*c) for c in (plain, rich, wide_bias or rich, curved or plain)))
+    rows = plain, rich, wide_bias or rich, curved or plain, single or rich
+    return Row(*(Config(*c) for c in rows))
 
 
 # {kernel: {(architecture, bytes an element): {head size: row}}}. "tile" serves the kernels that own
@@ -124,8 +128,10 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "dkdv": {
         # dK and dV are two accumulators of BLOCK_N rows: queries stream by in smaller steps.
         ("sm_90", 2): {
-            64: _row((64, 128, 8, 3), (64, 32, 8, 2)),
-            128: _row((64, 128, 8, 2), (32, 128, 8, 2), (64, 32, 8, 2), (32, 128, 8, 2)),
+            64: _row((64, 128, 8, 3), (64, 32, 8, 2), single=(32, 128, 8, 2)),
+            128: _row(
+                (64, 128, 8, 2), (32, 128, 8, 2), (64, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)
+            ),
             256: _row((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (32, 64, 8, 2)),
         },
         ("sm_80", 2): {

@@ -117,8 +117,9 @@ class Call(schemas.Call):
         """What its kernels need besides what masks need: which configurations they take."""
         if self.bias is not None and self.bias.element_size() > self.q.element_size():
             return "wide_bias"
-        if self.bias is not None or self.dropout_p or self.weights:
-            return "rich"
+        features = (self.bias is not None) + bool(self.dropout_p) + bool(self.weights)
+        if features:
+            return "rich" if features + is_curved(self) > 1 else "single"
         return "curved" if is_curved(self) else "plain"
 
     @property

@@ -58,8 +58,8 @@ def sdpa_bwd_dbias_kernel(
 ):  # fmt: skip
     """dS of one tile, summed over a chunk of the (b, h) that share a bias, in order.
 
-    Writes fp32 [chunks, bias_B, bias_H, rows, cols]. Where the bias broadcasts over rows, or keys,
-    there is one sum a row block, or key block. The caller adds up what is left.
+    Writes [chunks, bias_B, bias_H, rows, cols]. Where the bias broadcasts over rows, or keys, there
+    is one sum a row block, or key block. The caller adds up what is left.
     """
     dims = Dims(H, group, M, N)
     tile = tl.program_id(0).to(tl.int64)
@@ -89,7 +89,7 @@ def sdpa_bwd_dbias_kernel(
         tl.store(ptrs, tl.sum(acc, 1), mask=offs_m < M)
     else:
         ptrs = partial_ptr + (outer * M + i) * N + j
-        tl.store(ptrs, acc, mask=(i < M) & (j < N))
+        tl.store(ptrs, acc.to(partial_ptr.dtype.element_ty), mask=(i < M) & (j < N))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -138,14 +138,17 @@ def launch_dbias(call: Call, t, mask, drop):
     rows, cols = triton.cdiv(M, shape.BLOCK_M.value), triton.cdiv(N, shape.BLOCK_N.value)
     tiles = bias_B * bias_H * rows * cols
     chunks = min(triton.cdiv(DBIAS_PROGRAMS, tiles), (B // bias_B) * (H // bias_H))
+    whole = chunks == 1 and not sum_rows and not sum_cols  # nothing is left to add up
     partial = call.q.new_empty(
         chunks, bias_B, bias_H, rows if sum_rows else M, cols if sum_cols else N,
-        dtype=torch.float32,
+        dtype=call.bias.dtype if whole else torch.float32,
     )  # fmt: skip
     launch(sdpa_bwd_dbias_kernel, chunks * tiles)(
         *t, partial, mask, drop, *call.dims, shape, B, bias_B, bias_H, chunks, rows, cols,
         SUM_ROWS=sum_rows, SUM_COLS=sum_cols, **options,
     )  # fmt: skip
+    if whole:
+        return partial.view(call.bias.shape)
     dims = [0, *([3] if sum_rows else []), *([4] if sum_cols else [])]
     return partial.sum(dims).view(call.bias.shape).to(call.bias.dtype)
 

@@ -205,12 +205,17 @@ WIDE = {f"{name} wide": PROBLEMS[name] | dict(bias_dtype=torch.float32) for name
         if name.startswith("rich")}  # fmt: skip
 # A curve's slopes: of the dot product alone, whose tiles are large enough to spill them.
 CURVED = {"curved": MASKED | dict(softcap=30.0)}
+SINGLE = {
+    "dropout": MASKED | dict(dropout_p=0.1),
+    "bias": MASKED | dict(bias=(2, 4, 1024, 1024)),
+    "weights": MASKED | dict(weights="full"),
+}
 # A few more queries: the additive score then has tiles, and gradients of few.
 FEW = {
     "plain few": DECODE | dict(M=8),
     "rich few": DECODE | MORE | dict(M=8, bias=(2, 4, 8, 4096)),
 }
-OTHERS = {"dot": CURVED, "additive": FEW, "gaussian": {}}
+OTHERS = {"dot": CURVED | SINGLE, "additive": FEW, "gaussian": {}}
 
 
 def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:

@@ -27,7 +27,8 @@ RUNS = list(itertools.product(SHARED_MEMORY, ("2", "4"), SCORES))
 USUAL: dict[tuple[str, ...], tuple[str, ...]] = {
     ("sm_90", "2", "dot"): (
         "plain", "curved/64/fwd", "rich wide/64/dkdv", "rich/128/dq", "rich wide/128/dq|dkdv",
-        "rich/256/dq|dkdv", "rich wide/256/dkdv", "curved/256/dq",
+        "rich/256/dq|dkdv", "rich wide/256/dkdv", "curved/256/dq", "dropout/64/dkdv",
+        "weights/128/dkdv",
     ),
     ("sm_90", "2", "additive"): ("plain", "plain decode/64"),
     ("sm_90", "2", "gaussian"): ("plain/64",),

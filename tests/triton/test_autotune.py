@@ -19,6 +19,7 @@ from fastattn.kernels.host.config import Config
 from fastattn.kernels.host.launch import Call
 from fastattn.kernels.loop import forward, grad_query
 from fastattn.kernels.tile.strided import Spec
+from fastattn.problem.record import WEIGHTS
 from fastattn.problem.validate import build
 
 CPU = torch.device("cpu")
@@ -86,8 +87,19 @@ def test_a_wide_bias_is_of_a_kind_of_its_own(q):
     ]
     assert not found[0].keys() & found[1].keys()
     kinds = [Call(half, half, half, bias=x).kind for x in (bias.half(), bias, None)]
-    assert kinds == ["rich", "wide_bias", "plain"]
-    assert Call(q, q, q, bias=bias).kind == "rich"
+    assert kinds == ["single", "wide_bias", "plain"]
+    assert Call(q, q, q, bias=bias).kind == "single"
+
+
+def test_two_features_are_rich(q):
+    """Each may have tiles that have no registers for two."""
+    bias = torch.zeros(1, 2, 20, 20)
+    features = (dict(bias=bias), dict(dropout_p=0.1), dict(weights=WEIGHTS["mean"]))
+    assert {Call(q, q, q, **x).kind for x in features} == {"single"}
+    pairs = (x | y for x, y in itertools.combinations(features, 2))
+    assert {Call(q, q, q, **x).kind for x in pairs} == {"rich"}
+    row = config.TABLE["dkdv"]["sm_90", 2][64]
+    assert row.single.BLOCK_N > row.rich.BLOCK_N
 
 
 def test_a_softcap_is_of_a_kind_of_its_own_unless_it_is_rich(q):
