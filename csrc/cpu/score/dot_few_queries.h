@@ -31,8 +31,9 @@ class RowSums {
       std::memcpy(x_ + count_ * ld_, x + r * ld, static_cast<size_t>(ld_) * 4);
       std::memcpy(c_ + count_ * block_n_, coefficients + r * block_n_,
                   static_cast<size_t>(block_n_) * 4);
+      float* const c = c_ + count_ * block_n_;
       for (int64_t j = 0; mask.masked() && j < block_n_; ++j)
-        if (!mask.keeps(r, j)) c_[count_ * block_n_ + j] = kMasked;
+        c[j] = mask.keeps(r, j) ? c[j] : kMasked;
     }
   }
 
