@@ -125,7 +125,8 @@ def dtensor_of(options: dict[str, Any], **tensors: Any) -> str | None:
     mask = options.get("mask")
     masks = MASK_TENSORS if isinstance(mask, Mask) else ()
     every = tensors | options | {f"mask.{n}": getattr(mask, n) for n in masks}
-    return next((name for name, x in every.items() if hasattr(x, "placements")), None)
+    given = {name: x for name, x in every.items() if isinstance(x, Tensor)}  # others may be symbols
+    return next((name for name, x in given.items() if hasattr(x, "placements")), None)
 
 
 def check_lengths(key: Tensor, value: Tensor) -> None:
