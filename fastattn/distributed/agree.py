@@ -125,8 +125,12 @@ def dtensor_of(options: dict[str, Any], **tensors: Any) -> str | None:
     mask = options.get("mask")
     masks = MASK_TENSORS if isinstance(mask, Mask) else ()
     every = tensors | options | {f"mask.{n}": getattr(mask, n) for n in masks}
-    given = {name: x for name, x in every.items() if isinstance(x, Tensor)}  # others may be symbols
-    return next((name for name, x in given.items() if hasattr(x, "placements")), None)
+    return next((name for name, x in every.items() if is_dtensor(x)), None)
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor, whose class takes a second to import."""
+    return isinstance(x, Tensor) and hasattr(x, "placements")
 
 
 def check_lengths(key: Tensor, value: Tensor) -> None:

@@ -190,9 +190,9 @@ def mask(
 
 @torch.compiler.assume_constant_result
 def _attends_itself(configuration: str) -> bool:
-    """Whether it is a module with a model that ``set_attn_implementation`` refuses.
+    """Whether ``set_attn_implementation`` refuses the models of this module of configurations.
 
-    transformers does not check this where the name is given to ``from_pretrained``.
+    ``from_pretrained`` does not ask. Where transformers lacks the question, nothing is refused.
     """
     modeling = configuration.replace(".configuration_", ".modeling_")
     for x in vars(sys.modules.get(modeling, object)).values():

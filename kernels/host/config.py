@@ -12,8 +12,8 @@ the kind of the problem:
 Nothing is measured here and nothing runs at import. What ``fastattn.autotune`` has measured on this
 machine goes first (tuned.py). A row is the largest tile that fits: registers without a spill, and
 shared memory within the device. tests/triton/test_aot.py compiles every row to check both. Larger
-tiles are better because each loaded key element takes part in BLOCK_M products (forward). No row
-was timed on a GPU.
+tiles are better because each loaded key element takes part in BLOCK_M products (forward). No rows
+were compared by time on a GPU; those of kind single were not run on one.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ TABLE: dict[str, dict[tuple[str, int], dict[int, Row]]] = {
     "dkdv": {
         # dK and dV are two accumulators of BLOCK_N rows: queries stream by in smaller steps.
         ("sm_90", 2): {
+            # One feature leaves registers for tiles that warpgroups multiply: decision 0022.
             64: _row((64, 128, 8, 3), (64, 32, 8, 2), single=(32, 128, 8, 2)),
             128: _row(
                 (64, 128, 8, 2), (32, 128, 8, 2), (64, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)

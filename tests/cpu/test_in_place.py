@@ -143,6 +143,19 @@ def test_garbage_of_one_query_stays_from_keys_it_masks(name):
     assert found["grad_query"][:, :, 1].isfinite().all()
 
 
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+@pytest.mark.parametrize("one", [2.0, -2.0])
+def test_an_infinite_query_reaches_what_it_keeps_whatever_the_sign_of_0(isa, one, causal):
+    """Its scores are -inf, so gradients of logits are 0, or -0 where a value is below others."""
+    query, key, value = torch.ones(1, 1, 4, 2), -torch.ones(1, 1, 40, 2), torch.ones(1, 1, 40, 1)
+    query[..., 2, 0], value[..., 1, 0] = math.inf, one
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    found = attend(*tensors, scale=1.0, mask=Mask(causal=causal), backend="cpu")
+    [grad] = torch.autograd.grad(found.sum(), tensors[1])
+    kept = Mask(causal=causal).to_dense(4, 40)[0, 0, 2]
+    assert torch.equal(grad[0, 0, :, 0].isnan(), kept)
+
+
 # ---- bias ----
 
 TILED = dict(B=2, H=3, Hkv=3, M=70, N=256, D=40, E=24, lse=True)  # whole vectors of keys

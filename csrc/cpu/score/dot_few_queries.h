@@ -29,11 +29,9 @@ class RowSums {
            const MaskTile& mask) {
     for (int64_t r = 0; r < rows; ++r, ++count_) {
       std::memcpy(x_ + count_ * ld_, x + r * ld, static_cast<size_t>(ld_) * 4);
-      std::memcpy(c_ + count_ * block_n_, coefficients + r * block_n_,
-                  static_cast<size_t>(block_n_) * 4);
-      float* const c = c_ + count_ * block_n_;
-      for (int64_t j = 0; mask.masked() && j < block_n_; ++j)
-        c[j] = mask.keeps(r, j) ? c[j] : kMasked;
+      for (int64_t j = 0; j < block_n_; ++j)
+        c_[count_ * block_n_ + j] =
+            mask.keeps(r, j) ? coefficients[r * block_n_ + j] + 0.f : kMasked;
     }
   }
 
@@ -49,7 +47,7 @@ class RowSums {
   }
 
  private:
-  // The coefficient of a masked pair. That of a kept pair may be 0.
+  // The coefficient of a masked pair. That of a kept pair may be 0, and + 0 takes its sign away.
   static constexpr float kMasked = -0.f;
   static bool is_masked(float c) { return c == 0.f && __builtin_signbit(c); }
 

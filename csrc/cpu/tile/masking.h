@@ -194,7 +194,6 @@ class MaskTile {
 
  private:
   // Those without a body here are in find_masking.h, and nobody but its functions calls them.
-
   // Of the rows [i0, i1), which are a strip. They return how many vectors are listed.
   inline int64_t list_intervals(int64_t i0, int64_t i1);
   inline int64_t list_addend(int64_t i0, int64_t i1);

@@ -109,8 +109,8 @@ struct WeightedSum {
 
 // o(r, e) = scale[r] o(r, e) + sum_n weights(r, j_n) values(j_n, e), for kVecs vectors of columns
 // from e on. The last vector may be partial; o has room for whole vectors. Chains of additions end
-// at multiples of kChainKeys. A row thus depends neither on how many rows there are, nor on which
-// weights of 0 are listed. 4 chains at a time are faster than memory.
+// at multiples of kChainKeys. A row thus depends neither on how many rows there are, nor on whether
+// masked keys are listed. 4 chains at a time are faster than memory.
 constexpr int64_t kChainKeys = 16;  // a sum of 64 in one chain loses twice the digits
 template <DType kType, int kRows, int kVecs, bool kAll>
 FASTATTN_SIMD void add_columns(const WeightedSum& of, int64_t e) {
