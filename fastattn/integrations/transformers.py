@@ -143,6 +143,10 @@ class ModelMask(Mask):
         B, H, M, N = self.shape
         return self.to_dense(M, N, B, H).to(self.device)[index]
 
+    def __radd__(self, scores: Tensor) -> Tensor:
+        """The scores of a model that adds the mask itself."""
+        return scores.masked_fill(~self[:], torch.finfo(scores.dtype).min)
+
 
 def mask(
     batch_size: int,
@@ -161,14 +165,19 @@ def mask(
     Returns:
         A :class:`fastattn.Mask` of O(M + N) numbers a sample, if each query keeps an interval of
         keys. None if no key is masked. A bool tensor ``[B, 1, M, N]`` for a mask rule of the
-        model's own, for one query, under tracing, and if the model requests one.
+        model's own, for one query, under tracing, and if the model requests one. A float tensor
+        instead for models of eager attention alone: a part of them may add the mask to its scores.
 
     Raises:
         ValueError: the model would add the mask to scores of its own.
     """
-    from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
+    from transformers.masking_utils import (  # pyright: ignore[reportMissingImports]
+        eager_mask,
+        sdpa_mask,
+    )
 
-    if _attends_itself(type(options.get("config")).__module__):
+    configuration = type(options.get("config")).__module__
+    if _attends_itself(configuration):
         raise ValueError(
             "attn_implementation: this model computes attention itself, and never calls fastattn: "
             "load it with attn_implementation='eager'"
@@ -177,7 +186,8 @@ def mask(
         return attention_mask
     rule = _rule(mask_function) if _may_be_structured(q_length, attention_mask) else None
     if rule is None or not _may_be_no_tensor(rule, options):
-        return sdpa_mask(
+        dense = eager_mask if _adds(configuration) else sdpa_mask
+        return dense(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **options,
         )  # fmt: skip
@@ -194,11 +204,22 @@ def _attends_itself(configuration: str) -> bool:
 
     ``from_pretrained`` does not ask. Where transformers lacks the question, nothing is refused.
     """
+    return not getattr(_model(configuration), _CAN_SET, lambda: True)()
+
+
+@torch.compiler.assume_constant_result
+def _adds(configuration: str) -> bool:
+    """Whether they know eager attention alone, whose masks are float."""
+    kinds = "_supports_sdpa", "_supports_flex_attn"
+    return not any(getattr(_model(configuration), kind, True) for kind in kinds)
+
+
+def _model(configuration: str) -> Any:
+    """The first class of models of a module of configurations, or None."""
     modeling = configuration.replace(".configuration_", ".modeling_")
-    for x in vars(sys.modules.get(modeling, object)).values():
-        if getattr(x, "__module__", None) == modeling and hasattr(x, _CAN_SET):
-            return not getattr(x, _CAN_SET)()
-    return False
+    found = vars(sys.modules.get(modeling, object)).values()
+    own = (x for x in found if getattr(x, "__module__", None) == modeling)
+    return next((x for x in own if hasattr(x, _CAN_SET)), None)
 
 
 def _may_be_structured(q_length: int, padding: Tensor | None) -> bool:

@@ -19,8 +19,11 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 0, 1, 2, 3]])
 
 
 def packed(function):
-    return masking_utils.packed_sequence_compatibility_function(
-        function, POSITIONS, masking_utils.find_packed_sequence_indices(POSITIONS)
+    """As create_causal_mask() makes it."""
+    segments = masking_utils.find_packed_sequence_indices(POSITIONS)
+    return masking_utils.and_masks(
+        masking_utils.remap_positions_for_packed_sequence(function, POSITIONS),
+        masking_utils.packed_sequence_mask_function(segments),
     )
 
 

@@ -91,6 +91,14 @@ FAMILIES = {
         "Llama4TextConfig", "Llama4ForCausalLM",
         DECODER | dict(attention_chunk_size=4, intermediate_size_mlp=40, num_local_experts=2,
                        layer_types=["chunked_attention", "full_attention"]), "tokens", "decoder"),
+    # The next two call an implementation in some layers, and add the mask to scores in others.
+    "git": Family(
+        "GitConfig", "GitForCausalLM",
+        SIZES | dict(vision_config=IMAGE, initializer_range=0.3), "tokens", "decoder"),
+    "bigbird_pegasus": Family(
+        "BigBirdPegasusConfig", "BigBirdPegasusForConditionalGeneration",
+        SEQ2SEQ | dict(max_position_embeddings=64, attention_type="original_full", init_std=0.3),
+        "both", "seq2seq"),
     "t5": Family(
         "T5Config", "T5ForConditionalGeneration",
         dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4,
