@@ -54,7 +54,7 @@ def attend(
         if forward_ad._current_level >= 0:
             _refuse_tangents(q, k, v, w, bias, sink)
         tensors = _distinct(q, k, v, *beside)
-    elif _levels("Jvp") > 1:  # torch drops the tangents that a Function's own tangents have
+    elif levels("Jvp") > 1:  # torch drops the tangents that a Function's own tangents have
         with arguments.no_autocast(p.device.type):
             out, lse, weights = reference.forward(p, q, k, v, w, bias, sink)
         return laid_out(q, out.to(p.result_dtype)), lse, weights.to(p.dtype)
@@ -113,20 +113,20 @@ def _refuse_vmap() -> None:
 
     Whether one is wanted cannot be seen from inside of vmap.
     """
-    if torch.is_grad_enabled() and _levels("Vmap"):
+    if torch.is_grad_enabled() and levels("Vmap"):
         raise NotImplementedError(
             "torch.compile drops the gradient of fastattn's functions under torch.func.vmap: call "
             "vmap outside torch.compile, or under torch.no_grad()"
         )
 
 
-def _levels(transform: str) -> int:
+def levels(transform: str) -> int:
+    """How many transforms of that name are active: a constant while torch.compile traces."""
     stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
     return sum(level.key().name == transform for level in stack)
 
 
-# torch.compile cannot trace it. The levels are there while it traces.
-_levels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+levels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _Positional(inspect.Signature):

@@ -95,6 +95,16 @@ def test_forward_mode(module, tensors, training):
 
     jacobian = torch.func.jacfwd(of_queries, randomness="same")(tensors[0])
     torch.testing.assert_close(jacobian, torch.func.jacrev(of_queries)(tensors[0]))
+    tangent = tangents[0]
+
+    def along(x):
+        return torch.func.jvp(of_queries, (x,), (tangent,))[1]
+
+    nested = torch.func.jvp(along, (tensors[0],), (tangent,))[1]
+    _, pull = torch.func.vjp(along, tensors[0])
+    upstream = torch.randn_like(nested)
+    ours, theirs = (nested * upstream).sum(), (tangent * pull(upstream)[0]).sum()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fastattn.autograd import either
+from fastattn.autograd import either, levels
 from fastattn.modules import single_head
 from fastattn.modules.decoder.alignment import Alignment, Method
 from fastattn.modules.jagged import takes_jagged
@@ -155,7 +155,9 @@ class HardAttention(nn.Module):
         assert probabilities is not None
         indices, chosen = _choose(probabilities, sample=self.training)
         output = _picked(values, indices, chosen)
-        if self.training:
+        if self.training and levels("Jvp") > 1:  # see autograd.attend
+            output = output + (soft - soft.detach())
+        elif self.training:
             output = either(_StraightThrough, _ForwardMode).apply(output, soft)
         log_prob = torch.where(chosen == 0, 1.0, chosen).log()
         choice = HardChoice(output, indices, log_prob, probabilities)
