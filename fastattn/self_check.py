@@ -65,6 +65,10 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
         dict(B=1, H=1, Hkv=1, M=128, N=128, D=64, E=64),  # no mask, whole tiles
     ],
     "rich": [dict(TAILS, keep="mn", bias="hmn", dropout_p=0.2, weights="mean", lse=True)],
+    "bias": [dict(TAILS, keep="mn", bias="hmn", lse=True)],
+    "dropout": [dict(TAILS, keep="mn", dropout_p=0.2, lse=True)],
+    "weights": [dict(TAILS, keep="mn", weights="mean", lse=True)],
+    "keep": [dict(TAILS, keep="mn", lse=True)],
     "plain decoding": [dict(FEW, M=1)],
     "rich decoding": [dict(FEW, M=3, bias="hmn", dropout_p=0.2, weights="full")],
 }

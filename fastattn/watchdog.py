@@ -43,6 +43,8 @@ EVERYDAY = (
     Check("triton", "dot", "float32", "plain"),
     Check("triton", "dot", "float32", "plain decoding"),
     Check("triton", "dot", "float32", "rich"),
+    Check("triton", "dot", "float32", "weights"),
+    Check("triton", "dot", "float32", "bias"),
     Check("triton", "additive", "float32", "plain"),
 )
 

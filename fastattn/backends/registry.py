@@ -158,10 +158,15 @@ def check_of(name: str, p: Problem, bias: bool) -> health.Check:
 
 def _kind(p: Problem, bias: bool) -> str:
     """Which kernels a backend that compiles them takes: see ``kernels/host/config.py``."""
-    rich = bias or p.dropout is not None or p.weights != "none" or p.mask.keep is not None
+    has = {"bias": bias, "dropout": p.dropout is not None, "weights": p.weights != "none"}
+    given = [name for name in has if has[name]]
+    if not given and p.mask.keep is not None:
+        given = ["keep"]
     few, size = p.M <= wgmma.FEW_QUERIES, max(p.D, p.E)
+    alone = len(given) == 1 and not few and not p.softcap
+    kind = given[0] if alone else "rich" if given else "plain"
     size = "" if size <= 64 else " D<=128" if size <= 128 else " D<=256"
-    return f"{'rich' if rich else 'plain'}{' decoding' if few else ''}{size}"
+    return f"{kind}{' decoding' if few else ''}{size}"
 
 
 def may_remember(p: Problem, chosen: str) -> bool:

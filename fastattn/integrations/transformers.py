@@ -209,7 +209,7 @@ def _attends_itself(configuration: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def _adds(configuration: str) -> bool:
-    """Whether they know eager attention alone, whose masks are float."""
+    """Whether its models know eager attention alone, whose masks are float."""
     kinds = "_supports_sdpa", "_supports_flex_attn"
     return not any(getattr(_model(configuration), kind, True) for kind in kinds)
 

@@ -77,7 +77,7 @@ def triton(monkeypatch, tmp_path):
     for backend, kind in (
         ("triton", "plain"),
         ("triton", "plain decoding"),
-        ("triton", "rich"),
+        *(("triton", kind) for kind in ("rich", "bias", "dropout", "weights", "keep")),
         ("triton", "plain D<=256"),
         ("cuda", ""),
     ):

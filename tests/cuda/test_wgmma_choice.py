@@ -76,7 +76,7 @@ def test_triton_is_checked_when_it_returns_weights(triton, made):
     q = heads().requires_grad_()
     assert takes_wgmma(triton, q, return_weights="mean")
     assert made == [wgmma.CHECK]
-    check = Check("triton", "dot", "float16", "rich")
+    check = Check("triton", "dot", "float16", "weights")
     with torch.no_grad():  # a call that is known, and one that is not
         assert not takes_wgmma(triton, q, return_weights="mean")
         assert made == [wgmma.CHECK, check]

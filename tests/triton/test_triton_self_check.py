@@ -61,14 +61,17 @@ def test_torchs_setting_decides_on_the_dtype_of_the_problems():
 
 @pytest.mark.parametrize("size", [64, 65, 128, 129, 256])
 def test_a_check_has_the_configurations_of_its_calls(size):
-    """Those of ``host/config.py``: heads of one size class, which are rich or not."""
+    """Those of ``host/config.py``: heads of one size class, with as many features."""
 
     def kind(bias, dropout_p, weights):
         x = torch.zeros(())
         given = x if bias else None
         return Call(x, x, x, bias=given, dropout_p=dropout_p, weights=WEIGHTS[weights]).kind
 
-    for options in ({}, dict(return_weights="mean"), dict(dropout_p=0.5), dict(bias=True)):
+    weights, keep = dict(return_weights="mean"), dict(attn_mask=torch.ones(20, 20).bool())
+    dropped, biased = dict(dropout_p=0.5), dict(bias=True)
+    two = weights | biased, dropped | biased | keep
+    for options in ({}, weights, dropped, biased, keep, dropped | keep, *two):
         bias = options.pop("bias", False)
         p = validate.build("dot", *[torch.zeros(1, 1, 20, size)] * 3, **options).p
         cases = self_check.cases_of(registry.check_of("triton", p, bias), p.device)
