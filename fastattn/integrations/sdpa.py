@@ -13,7 +13,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -31,7 +31,7 @@ _MULTI_HEAD = F.multi_head_attention_forward
 _UNFLATTEN = Tensor.unflatten
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, init=False)
 class SdpaCalls:
     """Where calls of torch's scaled_dot_product_attention went; ``str()`` gives a table.
 
@@ -42,8 +42,12 @@ class SdpaCalls:
         torch: how many torch computed, by the reason.
     """
 
-    fastattn: int = 0
-    torch: Counter[str] = field(default_factory=Counter)
+    fastattn: int
+    torch: Counter[str]
+
+    def __init__(self) -> None:  # torch.compile cannot trace one that calls a default factory
+        self.fastattn = 0
+        self.torch = Counter()
 
     def __str__(self) -> str:
         rows = [f"fastattn  {self.fastattn}"]
