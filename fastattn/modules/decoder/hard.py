@@ -155,7 +155,7 @@ class HardAttention(nn.Module):
         assert probabilities is not None
         indices, chosen = _choose(probabilities, sample=self.training)
         output = _picked(values, indices, chosen)
-        if self.training and levels("Jvp") > 1:  # see autograd.attend
+        if self.training and levels("Jvp") > 1:  # see autograd.attend; infinite values become NaN
             output = output + (soft - soft.detach())
         elif self.training:
             output = either(_StraightThrough, _ForwardMode).apply(output, soft)
