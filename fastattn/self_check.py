@@ -65,12 +65,19 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
         dict(B=1, H=1, Hkv=1, M=128, N=128, D=64, E=64),  # no mask, whole tiles
     ],
     "rich": [dict(TAILS, keep="mn", bias="hmn", dropout_p=0.2, weights="mean", lse=True)],
-    "bias": [dict(TAILS, keep="mn", bias="hmn", lse=True)],
+    "bias": [
+        dict(TAILS, keep="mn", bias="hmn", lse=True),
+        dict(TAILS, bias="hmn", bias_dtype=torch.float32),  # tiles of their own beside half types
+    ],
     "dropout": [dict(TAILS, keep="mn", dropout_p=0.2, lse=True)],
     "weights": [dict(TAILS, keep="mn", weights="mean", lse=True)],
     "keep": [dict(TAILS, keep="mn", lse=True)],
+    "curved": [dict(TAILS, keep="mn", softcap=2.0, lse=True)],
     "plain decoding": [dict(FEW, M=1)],
-    "rich decoding": [dict(FEW, M=3, bias="hmn", dropout_p=0.2, weights="full")],
+    "rich decoding": [
+        dict(FEW, M=3, bias="hmn", dropout_p=0.2, weights="full"),
+        dict(FEW, M=3, bias="hmn", bias_dtype=torch.float32),
+    ],
 }
 # For dot products of backends that compile nothing at the first call: more than one tile, for each
 # head size that has kernels of its own.

@@ -59,25 +59,42 @@ def test_torchs_setting_decides_on_the_dtype_of_the_problems():
         assert {self_check._dtype(check) or dtype} == {torch.float32}
 
 
+@pytest.mark.parametrize("M", [3, 20])
 @pytest.mark.parametrize("size", [64, 65, 128, 129, 256])
-def test_a_check_has_the_configurations_of_its_calls(size):
-    """Those of ``host/config.py``: heads of one size class, with as many features."""
+def test_a_check_has_the_configurations_of_its_calls(size, M):
+    """Those of ``host/config.py``, for heads of one size class."""
 
-    def kind(bias, dropout_p, weights):
-        x = torch.zeros(())
-        given = x if bias else None
-        return Call(x, x, x, bias=given, dropout_p=dropout_p, weights=WEIGHTS[weights]).kind
+    def kind(bias, softcap, dropout_p, weights):
+        q = torch.zeros((), dtype=torch.float16)
+        given = None if bias is None else q.to(bias)
+        options = dict(softcap=softcap, dropout_p=dropout_p, weights=WEIGHTS[weights])
+        return Call(q, q, q, bias=given, **options).kind
 
-    weights, keep = dict(return_weights="mean"), dict(attn_mask=torch.ones(20, 20).bool())
-    dropped, biased = dict(dropout_p=0.5), dict(bias=True)
-    two = weights | biased, dropped | biased | keep
-    for options in ({}, weights, dropped, biased, keep, dropped | keep, *two):
-        bias = options.pop("bias", False)
-        p = validate.build("dot", *[torch.zeros(1, 1, 20, size)] * 3, **options).p
-        cases = self_check.cases_of(registry.check_of("triton", p, bias), p.device)
-        assert {config.size_class(max(case.D, case.E)) for case in cases} == {
-            config.size_class(size)
-        }
-        assert {
-            kind(case.bias is not None, case.dropout_p, case.weights or "none") for case in cases
-        } == {kind(bias, p.dropout_p, p.weights)}
+    tables = [
+        rows
+        for name, table in config.TABLE.items()
+        for rows in table.values()
+        if name == "tile" or name.startswith("decode") == (M < 20)
+    ]
+    q = torch.zeros(1, 1, 20, size, dtype=torch.float16)
+    weights, keep = dict(return_weights="mean"), dict(attn_mask=torch.ones(M, 20).bool())
+    dropped, biased, wide = dict(dropout_p=0.5), dict(bias=q.dtype), dict(bias=torch.float32)
+    one = {}, weights, dropped, biased, wide, keep, dict(softcap=2.0), dict(softcap=2.0) | keep
+    for options in (*one, dropped | keep, weights | biased, dropped | biased | keep):
+        bias = options.get("bias")
+        given = {name: value for name, value in options.items() if name != "bias"}
+        p = validate.build("dot", q[:, :, :M], q, q, **given).p
+        cases = self_check.cases_of(registry.check_of("triton", p, bias is not None), p.device)
+        classes = {config.size_class(max(case.D, case.E)) for case in cases}
+        assert classes == {config.size_class(size)}
+        kinds = {
+            kind(
+                case.bias and (case.bias_dtype or case.dtype), case.softcap, case.dropout_p,
+                case.weights or "none",
+            )
+            for case in cases
+        }  # fmt: skip
+        for rows in tables:
+            row = rows[config.size_class(size)]
+            needed = getattr(row, kind(bias, p.softcap, p.dropout_p, p.weights))
+            assert needed in {getattr(row, kind) for kind in kinds}, options
