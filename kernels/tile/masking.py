@@ -205,7 +205,9 @@ def kv_range(mask, b, i0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def q_range(mask, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Row blocks that keep keys of [j0, j0 + BLOCK_N): the transpose of kv_range.
 
-    Not for limits that vary over rows, which are no interval of rows: those come in lists.
+    Not for limits that vary over rows, which are no interval of rows: those come in lists. A block
+    with rows past the last one is partial: their scores are 0 times a key, so NaN if that is
+    infinite.
     """
     j1 = tl.minimum(j0 + BLOCK_N, N) - 1
     begin = tl.zeros_like(j0)
@@ -226,8 +228,6 @@ def q_range(mask, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         first = first_key(mask, b, N)
         end = tl.where(j1 >= first, end, 0)
         full_end = tl.where(j0 >= first, full_end, 0)
-    # A block may end past the last row and be full: rows that do not exist have weight 0.
-    full_end = tl.where(full_end == M, full_end + BLOCK_M - 1, full_end)
     return block_range(begin, full_begin, full_end, end, BLOCK_M)
 
 

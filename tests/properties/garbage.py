@@ -308,6 +308,16 @@ def test_nan_of_any_bits_stays_nan(isa, score, name, bits):
     assert_same_bits({"hit": hit}, {"hit": rows[:, None].expand(B, H, M, E)})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_key_whose_scores_are_minus_infinity_has_no_gradient(backend, dtype):
+    call = inputs("dot", B, H, M=M, N=N, D=D, E=E, dtype=dtype)
+    call["query"] = call["query"].abs() + 0.1
+    call["key"][:, :, 3] = -math.inf
+    found = everything(call, backend=backend)
+    assert (found["grad_key"][:, :, 3] == 0).all()
+    assert (found["grad_value"][:, :, 3] == 0).all()
+
+
 @scores
 def test_nan_in_a_query_spares_the_keys_past_the_length(backend, score):
     call = inputs(score, B, H, M=M, N=N, D=D, E=E)

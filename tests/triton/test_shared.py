@@ -17,6 +17,7 @@ from properties.extremes import (  # noqa: F401
     test_weights_under_a_large_bias_sum_to_1,
 )
 from properties.garbage import (  # noqa: F401
+    test_a_key_whose_scores_are_minus_infinity_has_no_gradient,
     test_nan_in_a_bias_stays_in_its_row,
     test_nan_in_a_key_reaches_the_rows_that_keep_it,
     test_nan_in_a_query_spares_the_keys_past_the_length,
