@@ -93,8 +93,9 @@ def _only_compiling() -> Iterator[None]:
     finally:
         for kernel in kernels:
             del kernel.run
-            for compiled, *_ in kernel.device_caches.values():
-                for key in [k for k, x in compiled.items() if _has_failed(x)]:
+            # Copies: another thread's first launch on its device adds a cache.
+            for compiled, *_ in [*kernel.device_caches.values()]:
+                for key in [k for k, x in [*compiled.items()] if _has_failed(x)]:
                     del compiled[key]
 
 

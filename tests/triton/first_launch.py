@@ -104,13 +104,25 @@ def main() -> None:
     machine.broken = set()
     first("mended", backward, 1)
 
+    # A thread may come to another device meanwhile.
+    has_failed = together._has_failed
+
+    def come_to_another_device(compiled) -> bool:
+        for kernel in together._kernels():
+            kernel.device_caches[1]
+        return has_failed(compiled)
+
+    together._has_failed = come_to_another_device
+    first("devices", passes(32)[0], 1)
+    together._has_failed = has_failed
+
     # A caller may compile so as well.
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
         first("within", passes(256)[1], 4)
 
     # Nothing is compiled in a capture.
     torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: True
-    first("capture", passes(32)[1], 1)
+    first("capture", passes(16)[1], 1)
     print(json.dumps(found))
 
 

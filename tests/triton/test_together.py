@@ -44,6 +44,11 @@ def test_launches_of_other_threads_go_on(found):
     assert found["others"]["launched"] == ["sdpa_fwd_kernel", *MASKED]
 
 
+def test_another_device_may_be_first_used_meanwhile(found):
+    assert found["devices"]["raised"] == "nothing"
+    assert found["devices"]["launched"] == ["sdpa_fwd_kernel"]
+
+
 def test_what_fails_to_compile_raises_and_is_tried_again(found):
     assert found["broken"]["raised"] == "no sdpa_bwd_dq_kernel"
     assert found["broken"]["launched"] == BACKWARD[:1]
