@@ -53,8 +53,9 @@ def test_with_dropout_keys_begin_at_multiples_of_4():
 
 def test_a_block_outside_the_band_keeps_nothing():
     p, *_ = problem(mask=Mask(causal="top_left", window=(2, -1)))
-    for i, j in itertools.product(range(9), range(14)):
-        block = blocks.block_of(p, blocks.whole(p)._replace(i=(i, i + 1), j=(j, j + 1)))
+    for i, j, m, n in itertools.product(range(9), range(14), (1, 3), (1, 2)):
+        cut = blocks.whole(p)._replace(i=(i, min(i + m, 9)), j=(j, min(j + n, 14)))
+        block = blocks.block_of(p, cut)
         assert blocks.keeps_nothing(block) == (not block.kept().any())
     assert blocks.keeps_nothing(blocks.block_of(p, blocks.whole(p)._replace(i=(3, 3))))
 
@@ -71,6 +72,13 @@ def test_no_merge_has_no_key():
     assert (merged.lse[1] == -torch.inf).all()
     assert not any(share[1].any() for share in shares)
     torch.testing.assert_close(sum(shares)[0], torch.ones(6, 9))
+
+
+def test_a_weight_of_0_has_no_part_in_the_gradient_of_lse():
+    """Whatever its gradient is: that of a logarithm is infinite there."""
+    weights, grads = torch.tensor([[[[0.0, 0.5, 0.5]]], [[[torch.inf, 1.0, 2.0]]]]).split(1)
+    cut = Cut((0, 1), (0, 1), (0, 1), (1, 2))
+    assert blocks.grad_lse_of(cut, None, weights, grads).item() == -1.0
 
 
 # ---- partial results are wide ----

@@ -69,6 +69,11 @@ def test_logits_of_any_size():
     assert out.dtype == torch.float16
     assert torch.equal(out, torch.full((1, 2), 2.0, dtype=torch.float16))
     assert torch.equal(lse, lses[0])
+    lses = [torch.tensor([x]) for x in (0.0, 1e3)]
+    for order in (1, -1):  # wherever the largest stands
+        out, lse = merge_attention(outs[::order], lses[::order])
+        assert torch.equal(out, outs[1])
+        assert torch.equal(lse, lses[1])
 
 
 def test_gradgrad():

@@ -113,6 +113,16 @@ def test_the_mean_of_weights_over_no_heads_is_0(dtype):
         assert torch.equal(weights, torch.zeros(2, 3, 3, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_mean_of_weights_is_rounded_once(dtype):
+    q, sink = torch.randn(2, 3, 20, 8).to(dtype), torch.randn(3)
+    full, mean = (
+        fastattn.scaled_dot_product_attention(q, q, q, sink=sink, return_weights=returned)[1]
+        for returned in ("full", "mean")
+    )
+    assert torch.equal(mean, (full.float().sum(1) / 3).to(dtype))
+
+
 def two_heads():
     q, sink = (x.double()[:1, :2] if x.dim() > 1 else x[:2].double() for x in inputs()[::3])
     return q[:, :, :3, :3].clone().requires_grad_(), sink.clone().requires_grad_()
