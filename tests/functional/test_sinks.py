@@ -9,7 +9,7 @@ from helpers import BACKENDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn import testing
+from fastattn import sinks, testing
 from fastattn.testing import Case
 
 
@@ -103,6 +103,36 @@ def call(sink, **options):
 @pytest.mark.parametrize("value", [-math.inf, -1e30])
 def test_a_sink_that_weighs_nothing_changes_nothing(value):
     assert torch.equal(call(torch.full((H,), value)), call(None))
+
+
+def test_garbage_in_gradients_of_what_is_always_0():
+    """The output of a row without keys, and the weights that a mask drops."""
+    q, sink = torch.randn(2, 2, 3, 4), torch.randn(2, requires_grad=True)
+    mask = fastattn.Mask(keep=torch.ones(3, 3).tril(-1).bool())
+    results = fastattn.scaled_dot_product_attention(
+        q, q, q, mask=mask, sink=sink, return_weights="full"
+    )
+    ones = [torch.ones_like(x) for x in results]
+    spoiled = [one.masked_fill(x == 0, torch.nan) for one, x in zip(ones, results, strict=True)]
+    want, found = (
+        torch.autograd.grad(results, sink, grads, retain_graph=True)[0] for grads in (ones, spoiled)
+    )
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_half_types_are_those_of_a_few_rows_each(monkeypatch, dtype):
+    """Of one row where that is more than a copy is to have."""
+    q, sink = (x.to(dtype) for x in inputs()[::3])
+
+    def results():
+        return fastattn.scaled_dot_product_attention(q, q, q, sink=sink, return_weights="full")
+
+    want = results()
+    for most in (1, 2 * B * H * D):
+        monkeypatch.setattr(sinks, "_AT_ONCE", most)
+        for x, y in zip(results(), want, strict=True):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
