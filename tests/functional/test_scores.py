@@ -161,6 +161,12 @@ def test_cosine_of_vectors_of_any_length(dtype, exponent):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_cosine_of_the_largest_numbers(dtype):
+    x = torch.full((2, 4), torch.finfo(dtype).max, dtype=dtype)
+    torch.testing.assert_close(scores.normalize(x), torch.full_like(x, 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", [lambda x: x, lambda x: x[..., ::2], lambda x: x.mT.clone().mT])
 def test_cosine_of_ordinary_vectors_is_one_division(dtype, layout, monkeypatch):
     x, grad = (torch.randn(3, 5, 70).to(dtype) for _ in range(2))

@@ -287,6 +287,8 @@ class TestGrowing:
         assert cache.length == 1  # as it was
         with pytest.raises(ValueError, match="int32 or int64"):
             cache.reorder(torch.tensor([0.0]))
+        with pytest.raises(ValueError, match="indices: expected device cpu, got meta"):
+            cache.reorder(torch.zeros(1, dtype=torch.int64, device="meta"))
         with pytest.raises(TypeError, match="indices: expected a Tensor"):
             cache.reorder([0, 1])
         with pytest.raises(IndexError):

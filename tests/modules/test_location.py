@@ -210,7 +210,7 @@ def test_errors(tensors):
     make = LocationSensitiveAttention
     for bad in (
         dict(location="here"), dict(kernel_size=4), dict(filters=-1), dict(window=(1, -1)),
-        dict(dropout=2.0),
+        dict(window=(1,)), dict(dropout=2.0),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             make(DQ, DK, HIDDEN, **bad)

@@ -17,6 +17,13 @@ def bool_mask(*shape):
     return torch.zeros(shape, dtype=torch.bool)
 
 
+def changed(module, **attributes):
+    for name, x in attributes.items():
+        setattr(module, name, x)
+    return module
+
+
+ROW = nn.Parameter(torch.zeros(1, 1, 8))
 BAD_CALLS = {  # for embed_dim 8, 2 heads; x is (5, 3, 8)
     "1d query": lambda m, x: m(x[0, 0], x, x),
     "2d key": lambda m, x: m(x, x[0], x),
@@ -39,11 +46,16 @@ BAD_CALLS = {  # for embed_dim 8, 2 heads; x is (5, 3, 8)
     "1d padding": lambda m, x: m(x, x, x, bool_mask(5)),
     "hint without mask": lambda m, x: m(x, x, x, is_causal=True),
     "hint, mask shape": lambda m, x: m(x, x, x, attn_mask=bool_mask(4), is_causal=True),
+    "changed heads": lambda m, x: changed(m, num_heads=3)(x, x, x),
+    "bias_k alone": lambda m, x: changed(m, bias_k=ROW, bias_v=None)(x, x, x),
+    "bias_v alone": lambda m, x: changed(m, bias_k=None, bias_v=ROW)(x, x, x),
 }
 
 
 # Here torch's text depends on strides, or comes from the next operation.
-ONLY_THE_TYPE = ("query dtype", "key dtype", "integer query", "batch sizes")
+ONLY_THE_TYPE = (
+    "query dtype", "key dtype", "integer query", "batch sizes", "bias_k alone", "bias_v alone",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", [{}, {"add_bias_kv": True, "add_zero_attn": True}])

@@ -42,6 +42,12 @@ WRONG = {
     "bandwidths of samples": (
         lambda: fastattn.attention(Q, Q, Q, score="gaussian", bandwidth=torch.ones(2, 8)),
         r"^bandwidth: .* got \[2, 8\]$"),
+    "whole bandwidths": (
+        lambda: fastattn.attention(Q, Q, Q, score="gaussian", bandwidth=torch.ones(8).long()),
+        r"^bandwidth: expected a tensor of floats, got torch.int64$"),
+    "bandwidths elsewhere": (
+        lambda: fastattn.attention(Q, Q, Q, score="gaussian", bandwidth=X[0, 0].to("meta")),
+        r"^bandwidth: expected the device of query, cpu, got meta$"),
     "numpy": (
         lambda: sdpa(Q.numpy(), Q, Q),
         r"^query: expected a Tensor, got ndarray: write torch.from_numpy\(x\)$"),

@@ -279,6 +279,8 @@ def test_bad_biases(bias, error, message):
         (RelativeBias, (TABLE[0], torch.arange(7)), ValueError, r"bias.table: expected \[buckets"),
         (RelativeBias, (TABLE, torch.arange(6)), ValueError, r"bias.buckets: .* \[2 R \+ 1\]"),
         (RelativeBias, (TABLE, torch.ones(7)), TypeError, r"bias.buckets: .* integers, got torch"),
+        (RelativeBias, (TABLE, torch.arange(7, device="meta")), ValueError,
+         r"bias.buckets: expected the device of the table, cpu, got meta"),
     ],
 )  # fmt: skip
 def test_bad_biases_when_they_are_made(make, given, error, message):
