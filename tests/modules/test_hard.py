@@ -119,6 +119,20 @@ def test_draws_follow_the_probabilities(dtype):
     assert ((found - expected) ** 2 / expected).sum() < 25.7  # 99.99%, 5 degrees of freedom
 
 
+def test_draws_among_many_keys_in_float16():
+    """Draws of float16 are 0 or its smallest numbers where the largest should win."""
+    module, count = HardAttention(DQ, method="dot").half(), 2**16
+    queries, keys = (torch.zeros(1, n, DQ).half() for n in (64, count))
+    indices = module(queries, keys, return_choice=True).indices
+    assert 0.3 < indices.double().mean() / count < 0.7  # 5 standard deviations of 64 draws
+
+
+def test_a_draw_of_0_picks_no_masked_key(module, tensors, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "exponential_", torch.Tensor.zero_)
+    lens = torch.full((B,), 3)
+    assert (module(*tensors, valid_lens=lens, return_choice=True).indices < 3).all()
+
+
 def test_reinforce_gradient_is_the_expected_one():
     """The mean of reward * grad log p is the gradient of the expected reward: 100 runs, 5 sigma."""
     module, runs, count = HardAttention(4, method="dot"), 100, 400

@@ -100,7 +100,9 @@ def test_encoder_layer_in_training():
     check(layer, *both(lambda layer, x: [layer(x)]), [SQUARE])
 
 
-@pytest.mark.parametrize("mask", [None, Mask(causal="top_left", window=(2, -1))])
+@pytest.mark.parametrize(
+    "mask", [None, Mask(causal="top_left", window=(2, -1)), Mask(window=(2, 1))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_self_attention(mask, dtype):
     def call(module, x):

@@ -92,8 +92,7 @@ class CosineAttention(single_head.Attention):
         queries, one_step = single_head.as_steps(queries)
         single_head.check_dims(queries=queries, keys=keys)
         # The scale multiplies the query: the kernels' own scale is a number without gradient.
-        unit, scale = scores.normalize(queries), self.scale.to(queries.dtype)
-        scaled = scores.where_finite(torch.mul, unit, scale)
+        scaled = scores.where_finite(torch.mul, scores.normalize(queries), self.scale)
         out, weights = single_head.attend(
             "dot",
             scaled,
