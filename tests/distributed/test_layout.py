@@ -109,6 +109,10 @@ def test_packed_documents_are_balanced_by_cost(ranks, causal):
     assert sixteen < 1.01
 
 
+def test_a_rank_has_no_more_chunks_than_others():
+    assert Layout.balanced([9, 1, 1, 1], 2, 2, unit=1).sizes == (2, 2)
+
+
 def test_a_batch_shares_one_layout():
     """Whose costs are sums over samples: a longer sequence of all would be no layout of theirs."""
     costs = torch.rand(3, 40)

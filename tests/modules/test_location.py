@@ -153,7 +153,7 @@ def test_state(tensors):
     torch.testing.assert_close(attention(*picked, state=state.reorder(order))[0], expected)
     half = LocationSensitiveAttention(DQ, DK, HIDDEN).bfloat16()
     *_, state = half(*(x.bfloat16() for x in (queries[:, 0], keys, values)))
-    assert state.cumulative.dtype == torch.float32
+    assert state.previous.dtype == state.cumulative.dtype == torch.float32
 
 
 def test_autocast(tensors):

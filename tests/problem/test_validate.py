@@ -382,6 +382,9 @@ def test_no_copy_of_key_or_value():
     assert built.p.Hkv == 2
     one = validate.build("dot", q(), k()[:, :1], v()[:, :1])
     assert one.p.Hkv == 1
+    for heads in ((0, 1), (1, 0)):
+        none = validate.build("dot", *(t[:, :n] for t, n in zip((q(), k(), v()), (0, *heads))))
+        assert none.p.Hkv == 0
 
 
 def test_masks_and_bias_are_not_expanded():
