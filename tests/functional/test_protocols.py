@@ -37,6 +37,13 @@ def test_causal_bias_is_the_causal_mask(backend, score, make, alignment):
     torch.testing.assert_close(found, attend(**call, attn_mask=kept, **options))
 
 
+def test_causal_bias_beside_a_window_with_its_alignment():
+    q, k, v = inputs().values()
+    mask = Mask(causal="bottom_right", window=(2, -1))
+    found = attend(q, k, v, attn_mask=causal_lower_right(M, N), mask=mask)
+    assert torch.equal(found, attend(q, k, v, mask=mask))
+
+
 @aligned
 def test_causal_bias_as_torch_has_it(make, alignment):
     q, k, v = inputs(M=8, N=8, E=4).values()

@@ -1,12 +1,14 @@
 """Other uses of nn.MultiheadAttention: nested tensors, compile, export, tracing, torch.ao."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 from fastattn import MultiheadAttention, testing
+from fastattn.modules.multihead import inputs
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -37,6 +39,14 @@ def test_inputs_from_inference_mode_train_the_module(separate):
         module(y, x, x)[0].square().sum().backward()
         weights.append(module.in_proj_weight.grad)
     torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("places", ["xxx", "xyy", "xxy", "xyx", "xyz"])
+def test_identical_inputs_stay_one_tensor(places):
+    tensors = {name: torch.zeros(1) for name in "xyz"}
+    made = inputs.of_each(torch.clone, *(tensors[name] for name in places))
+    same = [a is b for a, b in itertools.combinations(made, 2)]
+    assert same == [a == b for a, b in itertools.combinations(places, 2)]
 
 
 def test_public_names_are_those_of_torch(x):

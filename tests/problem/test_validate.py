@@ -325,6 +325,8 @@ def test_kv_len_of_a_type_that_cannot_hold_the_number_of_keys(dtype):
         lengths = torch.tensor([3, 120], dtype=dtype)
         built = validate.build("dot", q(), x(B, H, n, D), x(B, H, n, E), mask=Mask(kv_len=lengths))
         assert built.p.mask.kv_len.flatten().tolist() == [3, 120]
+        unread = torch.func.vmap(lambda given: validate.within("kv_len", given, n))(lengths)
+        assert unread.tolist() == [3, 120]
 
 
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
