@@ -273,6 +273,14 @@ def test_inputs_are_left_as_they_are(backend):
     assert torch.equal(mask.kv_len, kv_len)
 
 
+@pytest.mark.parametrize(("heads", "of_values"), [(0, 1), (1, 0)])
+def test_one_head_broadcasts_to_none(heads, of_values):
+    out = scaled_dot_product_attention(
+        draw(2, 0, M, D), draw(2, heads, N, D), draw(2, of_values, N, E)
+    )
+    assert out.shape == (2, 0, M, E)
+
+
 def test_public_names_have_docstrings_with_examples():
     for name in (
         "scaled_dot_product_attention",

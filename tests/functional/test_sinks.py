@@ -120,6 +120,15 @@ def test_garbage_in_gradients_of_what_is_always_0():
     assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_the_gradient_of_a_sink_of_minus_infinity_is_0(backend):
+    """Beside a row without keys, too, whose log-sum-exp is the same."""
+    q, sink = torch.randn(1, 2, 3, 4), torch.full((2,), -math.inf, requires_grad=True)
+    mask = fastattn.Mask(keep=torch.ones(3, 3).tril(-1).bool())
+    out = fastattn.scaled_dot_product_attention(q, q, q, mask=mask, sink=sink, backend=backend)
+    assert not torch.autograd.grad(out.sum(), sink)[0].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_products_of_half_types_are_those_of_a_few_rows_each(monkeypatch, dtype):
     """Of one row where that is more than a copy is to have."""

@@ -10,6 +10,7 @@ import torch
 from helpers import SCORES, attend, inputs
 
 from fastattn import Mask, scaled_dot_product_attention
+from fastattn.problem import validate
 
 SIZES = [(1, 1), (1, 6), (6, 1), (3, 5), (5, 3), (4, 4), (0, 3), (3, 0)]
 KEEP_SHAPES = list(itertools.product((1, 2), (1, 2), (1, 3), (1, 5)))
@@ -205,6 +206,15 @@ def test_prefix():
     kept = materialized(Mask.prefix([0, 2, 4], 4), 4, 4, B=3)
     for b, i, j in itertools.product(range(3), range(4), range(4)):
         assert kept[b, 0, i, j] == (j <= i or j < 2 * b)
+    assert Mask.prefix([], 4).kv_len.shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_limits_of_a_type_that_cannot_hold_the_number_of_keys(dtype):
+    """Where their values cannot be read, they are clamped."""
+    within = torch.func.vmap(validate.within, (None, 0, None))
+    for n in (128, 256, 300, 32768, 65536):
+        assert within("kv_len", torch.tensor([3, 120], dtype=dtype), n).tolist() == [3, 120]
 
 
 EMPTY = {

@@ -288,6 +288,13 @@ def test_bad_biases_when_they_are_made(make, given, error, message):
         make(*given)
 
 
+def test_a_parameter_is_checked_again_where_it_is_used():
+    bias = ALiBi(torch.ones(H))
+    bias.slopes.resize_(1, 1, H)
+    with pytest.raises(ValueError, match=r"bias.slopes: expected \[H\] or \[B, H\]"):
+        bias.to_dense(2, 2)
+
+
 def test_a_proxy_stands_for_a_tensor():
     def call(q, slopes):
         return fastattn.scaled_dot_product_attention(q, q, q, bias=ALiBi(slopes))
