@@ -76,7 +76,7 @@ def plot_attention(
     if title is not None and not isinstance(title, str):
         raise _no_text("title", title)
     across = math.ceil(math.sqrt(heads))
-    down = math.ceil(heads / across) if heads else 1
+    down = math.ceil(heads / across)
     width, height = (min(max(n * CELL, SMALLEST), LARGEST) for n in (N, M))
     figure = Figure((across * width + 1.8, down * height + 1.2), layout="constrained")
     FigureCanvasAgg(figure)

@@ -96,9 +96,7 @@ def _with_globals(function: Any, **names: Any) -> Callable:
     """A copy of a Python function that finds other things by these global names."""
     # Without __name__, by which a tracer would look the names up in the module after all.
     known = {name: x for name, x in function.__globals__.items() if name != "__name__"} | names
-    copy = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return types.FunctionType(function.__code__, known, function.__name__, function.__defaults__)
 
 
 def _never(tensors: Iterable[Tensor | None]) -> bool:

@@ -141,11 +141,11 @@ def _operator(
 
     The record is that of self-attention with the lengths of any call: they change no choice.
     """
-    E, H, batch_first = module.embed_dim, module.num_heads, module.batch_first
-    call = x.dtype, x.device, E, H, batch_first, return_weights
+    E, H = module.embed_dim, module.num_heads
+    call = x.dtype, x.device, E, H, return_weights
     found = call_cache.look_up(call)
     if found is None:
-        heads = projection.split_heads(x, H, batch_first)  # q, k and v have its shape
+        heads = projection.split_heads(x, H, module.batch_first)  # q, k and v have its shape
         p = validate.build("dot", heads, heads, heads, return_weights=return_weights).p
         backend = registry.get(registry.select(p))
         found = getattr(backend, "multi_head_attention", None), p

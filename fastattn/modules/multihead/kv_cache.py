@@ -193,7 +193,7 @@ class KVCache:
         shapes = [(batch, *x.shape[1:]) for x in (key, value)]
         spare = self._spare
         if spare is not None and all(
-            tuple(x.shape) == shape and x.dtype == key.dtype and _is_writable(x)
+            tuple(x.shape) == shape and _is_writable(x)
             for x, shape in zip(spare, shapes, strict=True)
         ):
             return spare
