@@ -273,6 +273,16 @@ def test_inputs_are_left_as_they_are(backend):
     assert torch.equal(mask.kv_len, kv_len)
 
 
+@pytest.mark.parametrize("garbage", [torch.inf, torch.nan])
+def test_minus_infinity_masks_whatever_is_added_there(garbage):
+    q, k, v = draw(2, 2, M, D), draw(2, 2, N, D), draw(2, 2, N, E)
+    numbers, first = draw(M, N), torch.arange(N) == 0
+    dropped, spoiled = (numbers.masked_fill(first, x) for x in (-torch.inf, garbage))
+    want = scaled_dot_product_attention(q, k, v, dropped, bias=numbers)
+    for one, other in ((dropped, spoiled), (spoiled, dropped)):
+        assert torch.equal(scaled_dot_product_attention(q, k, v, one, bias=other), want)
+
+
 @pytest.mark.parametrize(("heads", "of_values"), [(0, 1), (1, 0)])
 def test_one_head_broadcasts_to_none(heads, of_values):
     out = scaled_dot_product_attention(

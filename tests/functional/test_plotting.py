@@ -30,6 +30,7 @@ def test_one_panel_with_its_labels():
     assert axis.images[0].get_clim() == (0.0, 1.0)
     assert labels(axis.get_yticklabels()) == ["a", "b"]
     assert labels(axis.get_xticklabels()) == ["x", "yellow", "z"]
+    assert {tick.get_rotation() for tick in axis.get_xticklabels()} == {60.0}
     assert figure.get_suptitle() == "words"
 
 
@@ -46,7 +47,10 @@ def test_a_panel_a_head_on_one_scale(heads):
 
 def test_it_can_be_saved():
     file = io.BytesIO()
-    fastattn.plot_attention(torch.rand(2, 40, 3)).savefig(file)
+    figure = fastattn.plot_attention(torch.rand(2, 40, 3))
+    width, height = figure.get_size_inches()
+    assert width < height
+    figure.savefig(file)
     assert file.getvalue().startswith(b"\x89PNG")
 
 
@@ -60,8 +64,9 @@ def test_labels_are_shown_as_written():
 
 @pytest.mark.parametrize("given", [np.array(["a", "b"]), (x for x in "ab"), "ab"], ids=type)
 def test_labels_of_any_sequence(given):
-    [axis] = panels(fastattn.plot_attention(torch.rand(2, 3), given))
+    [axis] = panels(fastattn.plot_attention(torch.rand(2, 3), given, "xyz"))
     assert labels(axis.get_yticklabels()) == ["a", "b"]
+    assert {tick.get_rotation() for tick in axis.get_xticklabels()} == {0.0}  # single characters
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,8 @@ def test_what_is_no_text_is_refused(options, message):
         fastattn.plot_attention(torch.rand(2, 2), **options)
 
 
-def test_chinese_labels_ask_for_a_font(monkeypatch):
+@pytest.mark.parametrize("letters", ["好的", "かカ", "한국", "豈更"])
+def test_chinese_japanese_and_korean_labels_ask_for_a_font(monkeypatch, letters):
     from matplotlib import font_manager
 
     class Font:
@@ -86,11 +92,11 @@ def test_chinese_labels_ask_for_a_font(monkeypatch):
 
     weights = torch.rand(2, 2)
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [Font])
-    figure = fastattn.plot_attention(weights, ["好", "的"], ["a", "b"])
+    figure = fastattn.plot_attention(weights, letters, ["a", "b"])
     assert panels(figure)[0].get_yticklabels()[0].get_fontfamily()[0] == Font.name
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [])
     with pytest.warns(UserWarning, match="apt install fonts-wqy-zenhei"):
-        fastattn.plot_attention(weights, ["好", "的"], ["a", "b"])
+        fastattn.plot_attention(weights, letters, ["a", "b"])
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,14 @@ def test_double_backward_of_the_kernels(score):
         torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
 
 
+def test_second_derivatives_far_above_the_cap_are_0():
+    """At a ratio of 144, whose cosh is no number of float32."""
+    q, k, v = (torch.full_like(x, 6.0).requires_grad_() for x in inputs())
+    out = ATTEND["dot"](q, k, v, softcap=0.5)
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    assert not any(x.any() for x in torch.autograd.grad(grad.sum(), (q, k)))
+
+
 @SCORES
 def test_vmap(score):
     q, k, v = inputs()

@@ -120,6 +120,18 @@ def test_a_child_that_does_not_end_is_ended(children):
     assert [child.poll() for child in children] == [-signal.SIGKILL]
 
 
+def test_a_child_without_its_parent_ends():
+    script = """
+import sys, time, torch
+from fastattn import self_check, watchdog
+watchdog.SECONDS = 1
+self_check.run = lambda *_: time.sleep(60)
+watchdog.child(torch.device(sys.argv[1]), sys.argv[2])
+"""
+    found = in_child("plain", (sys.executable, "-c", script), seconds=50)
+    assert found.reason.startswith(f"its process ended with status {-signal.SIGALRM};")
+
+
 def test_an_interrupt_ends_the_child(children, monkeypatch):
     def interrupt(child, timeout=None):
         if timeout == 20:

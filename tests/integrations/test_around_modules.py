@@ -87,3 +87,18 @@ def test_quantised_weights():
     with torch.no_grad():
         torch.testing.assert_close(ours(x), plain(x), atol=1e-4, rtol=1e-3)
     assert not fastattn.explain(ours, x).torch
+
+
+def test_a_subclass_sees_multi_head_attention():
+    seen, module = [], nn.MultiheadAttention(8, 2)
+
+    class Seeing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    x = draw(3, 1, 8).as_subclass(Seeing)
+    with fastattn.use_for_sdpa():
+        module(x, x, x)
+    assert nn.functional.multi_head_attention_forward in seen

@@ -342,10 +342,13 @@ def test_integers_out_of_range(options, message, new):
     assert not cache.any()
 
 
-def test_caches_of_different_lengths():
-    x, k_cache, v_cache = torch.ones(1, 1, 2, 2), torch.zeros(1, 4, 2, 2), torch.zeros(1, 3, 2, 2)
-    with pytest.raises(ValueError, match=r"k_cache and v_cache: .* \[1, 4, 2, 2\] and \[1, 3,"):
-        flash_attn.flash_attn_with_kvcache(x, k_cache, v_cache, x, x, cache_seqlens=3)
+@pytest.mark.parametrize("shape", [(1, 3, 2, 2), (1, 4, 1, 2)])
+def test_caches_that_do_not_fit_each_other(shape):
+    x, k_cache, v_cache = torch.ones(1, 1, 2, 2), torch.zeros(1, 4, 2, 2), torch.zeros(shape)
+    with pytest.raises(ValueError, match=r"k_cache and v_cache: .* \[1, 4, 2, 2\] and \[1, "):
+        flash_attn.flash_attn_with_kvcache(
+            x, k_cache, v_cache, x, x[:, :, : shape[2]], cache_seqlens=3
+        )
     assert not k_cache.any()
 
 

@@ -325,6 +325,7 @@ def test_a_wrapped_model():
     again = fastattn.use_for_sdpa(wrapped)
     wrapped(x)
     assert (calls.fastattn, again.fastattn) == (2, 2)  # the second one in place of the first
+    assert wrapped.forward.__wrapped__.__self__ is wrapped
 
 
 def test_copies_of_a_wrapped_model_are_wrapped_and_their_own():

@@ -38,8 +38,9 @@ def test_memory_of_a_graph_is_never_written(change):
     """A step with gradients keeps the memory of its keys, though these have no gradient."""
     key, few = torch.randn(B, H, N, 4), torch.zeros(B, H, 2, 4)
     cache, same = KVCache(), torch.arange(B)
-    cache.update(key[:, :, :2], key[:, :, :2])
-    cache.update(key[:, :, 2:], key[:, :, 2:])
+    with torch.set_grad_enabled(change == "update"):
+        cache.update(key[:, :, :2], key[:, :, :2])
+        cache.update(key[:, :, 2:], key[:, :, 2:])
     if change == "reorder":
         cache.reorder(same)
     keys, values = cache.key, cache.value
@@ -52,6 +53,15 @@ def test_memory_of_a_graph_is_never_written(change):
             cache.reorder(same)
     assert torch.equal(keys, key)
     out.sum().backward()
+
+
+@torch.no_grad()
+def test_deep_copies_leave_spare_memory_behind():
+    cache = KVCache()
+    cache.update(*torch.randn(2, B, H, N, 4))
+    cache.reorder(torch.arange(B))
+    assert cache._spare is not None
+    assert copy.deepcopy(cache)._spare is None
 
 
 @pytest.mark.parametrize("change", ["update", "reorder"])

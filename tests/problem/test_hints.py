@@ -48,6 +48,9 @@ WRONG = {
     "bandwidths elsewhere": (
         lambda: fastattn.attention(Q, Q, Q, score="gaussian", bandwidth=X[0, 0].to("meta")),
         r"^bandwidth: expected the device of query, cpu, got meta$"),
+    "a seed elsewhere": (
+        lambda: sdpa(Q, Q, Q, dropout_p=0.5, seed=torch.ones((), device="meta").long()),
+        r"^seed: expected one int64 on cpu, got torch.int64 \[\] on meta$"),
     "numpy": (
         lambda: sdpa(Q.numpy(), Q, Q),
         r"^query: expected a Tensor, got ndarray: write torch.from_numpy\(x\)$"),

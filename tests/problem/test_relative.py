@@ -120,7 +120,7 @@ def test_documents(kind):
         alone = fastattn.scaled_dot_product_attention(*one, is_causal=True, bias=bias)
         torch.testing.assert_close(found[lo:hi].transpose(0, 1), alone)
     same = fastattn.varlen_attention(
-        q, k, v, [0, 5, 12], torch.tensor([0, 5, 12]), is_causal=True, bias=bias
+        q, k, v, [0, 5, 12], torch.tensor([0, 5, 12]).int(), is_causal=True, bias=bias
     )
     torch.testing.assert_close(same, found)
     with pytest.raises(ValueError, match=r"^bias: a line .* leave cu_seqlens_k out"):
