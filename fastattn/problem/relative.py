@@ -198,7 +198,7 @@ class RelativeBias(Relative):
         max_distance = arguments.check_size("max_distance", max_distance, exact + 1)
         ahead = torch.arange(-max_distance, max_distance + 1, device=device)
         far = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
-        growth = torch.log(far.float() / exact) / math.log(max_distance / exact)
+        growth = torch.log(far.clamp(min=1).float() / exact) / math.log(max_distance / exact)
         coarse = (exact + (growth * (size - exact)).long()).clamp(max=size - 1)
         own = torch.where(far < exact, far, coarse)
         return own + size * (ahead > 0) if bidirectional else own
