@@ -144,7 +144,7 @@ class ModelMask(Mask):
         return self.to_dense(M, N, B, H).to(self.device)[index]
 
     def __radd__(self, scores: Tensor) -> Tensor:
-        """The scores of a model that adds the mask itself."""
+        """The scores of a model that adds the mask itself, as BEiT does to its shared bias."""
         return scores.masked_fill(~self[:], torch.finfo(scores.dtype).min)
 
 
@@ -166,7 +166,7 @@ def mask(
         A :class:`fastattn.Mask` of O(M + N) numbers a sample, if each query keeps an interval of
         keys. None if no key is masked. A bool tensor ``[B, 1, M, N]`` for a mask rule of the
         model's own, for one query, under tracing, and if the model requests one. A float tensor
-        instead for models of eager attention alone: a part of them may add the mask to its scores.
+        in any case for models of eager attention alone: they may add it, or append columns to it.
 
     Raises:
         ValueError: the model would add the mask to scores of its own.
@@ -184,10 +184,11 @@ def mask(
         )
     if isinstance(attention_mask, Mask):  # made before, as generate() does for a static cache
         return attention_mask
-    rule = _rule(mask_function) if _may_be_structured(q_length, attention_mask) else None
+    eager = _is_eager_alone(configuration)
+    structured = not eager and _may_be_structured(q_length, attention_mask)
+    rule = _rule(mask_function) if structured else None
     if rule is None or not _may_be_no_tensor(rule, options):
-        dense = eager_mask if _adds(configuration) else sdpa_mask
-        return dense(
+        return (eager_mask if eager else sdpa_mask)(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **options,
         )  # fmt: skip
@@ -208,8 +209,8 @@ def _attends_itself(configuration: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _adds(configuration: str) -> bool:
-    """Whether its models know eager attention alone, whose masks are float."""
+def _is_eager_alone(configuration: str) -> bool:
+    """Whether its models know eager attention alone: they may add the mask, or append to it."""
     kinds = "_supports_sdpa", "_supports_flex_attn"
     return not any(getattr(_model(configuration), kind, True) for kind in kinds)
 

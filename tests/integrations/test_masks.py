@@ -122,3 +122,5 @@ def test_made_once(padding):
     assert made.shape == dense.shape
     assert made.contiguous() is made
     assert torch.equal(made[:, :, -2:], dense[:, :, -2:])
+    scores = torch.zeros(B, 1, M, M)
+    assert torch.equal(scores + made == 0, dense.expand_as(scores))  # as BEiT adds a bias

@@ -99,6 +99,16 @@ FAMILIES = {
         "BigBirdPegasusConfig", "BigBirdPegasusForConditionalGeneration",
         SEQ2SEQ | dict(max_position_embeddings=64, attention_type="original_full", init_std=0.3),
         "both", "seq2seq"),
+    # It appends columns to a tensor, for keys that it appends in some layers.
+    "deepseek_v4": Family(
+        "DeepseekV4Config", "DeepseekV4ForCausalLM",
+        SIZES | dict(
+            moe_intermediate_size=40, head_dim=8, q_lora_rank=16, o_groups=2, o_lora_rank=16,
+            n_routed_experts=4, num_experts_per_tok=2, sliding_window=4, index_n_heads=2,
+            index_head_dim=8, index_topk=2, initializer_range=0.3,
+            compress_rates=dict(compressed_sparse_attention=2, heavily_compressed_attention=4),
+            layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+        ), "tokens"),
     "t5": Family(
         "T5Config", "T5ForConditionalGeneration",
         dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4,
