@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,19 @@ def on_ranks(function: Callable, size: int, *args: Any, device: str = "cpu") -> 
     """
     threads = max(1, torch.get_num_threads() // size)
     # The process that starts ranks keeps threads of a store for good. It is another than this one.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, end_with_parent) as pool:
         return pool.submit(_start, size, device, threads, function, args).result()
+
+
+def end_with_parent() -> None:
+    """Ends this process when the one that started it is gone, whatever ended that."""
+
+    def wait() -> None:
+        cast(Any, multiprocessing.parent_process()).join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _start(size: int, *call: Any) -> list:
@@ -44,6 +56,7 @@ def _start(size: int, *call: Any) -> list:
 
 
 def _main(kind: str, threads: int, function: Callable, args: tuple) -> Any:
+    end_with_parent()
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a name of this host may lead nowhere

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,22 @@ def test_processes_learn_as_one(tmp_path):
     for row in result["rows"]:
         assert row["MiB sent"] == row["by the table"]
         assert (row["MiB sent"] > 0) == ("processes" in row[""])
+
+
+def test_no_process_outlives_the_program(tmp_path):
+    """Which a signal ends; the others end by themselves."""
+    (tmp_path / "waiting.py").write_text(
+        "import os, time\n\ndef wait(_):\n    os.write(1, b'here\\n')\n    time.sleep(100)\n"
+    )
+    program = "from bench.ranks import on_ranks\nfrom waiting import wait\non_ranks(wait, 2)"
+    paths = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    ) as process:  # fmt: skip
+        assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+        process.terminate()
+        process.communicate(timeout=30)  # until nobody is left who might write
 
 
 def test_parts_of_the_loss_add_up():
