@@ -30,6 +30,7 @@ class Layout:
             ascending order. Intervals of all ranks together are the whole sequence.
 
     Raises:
+        TypeError: pieces that are no intervals.
         ValueError: intervals that overlap, leave a gap, or do not ascend.
 
     Example:
@@ -45,13 +46,19 @@ class Layout:
 
     def __post_init__(self) -> None:
         arguments.check_int("length", self.length, 0)
+        try:
+            bounds = [(a, b) for own in self.pieces for a, b in own]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"pieces: expected the intervals (begin, end) of each rank, got {self.pieces!r}"
+            ) from None
+        for a, b in bounds:
+            arguments.check_int("pieces", a, 0)
+            arguments.check_int("pieces", b, a)
         for own in self.pieces:
-            for a, b in own:
-                arguments.check_int("pieces", a, 0)
-                arguments.check_int("pieces", b, a)
             if list(own) != sorted(own):
                 raise ValueError(f"pieces: expected ascending intervals on each rank, got {own}")
-        every = sorted((a, b) for own in self.pieces for a, b in own if a != b)
+        every = sorted((a, b) for a, b in bounds if a != b)
         ends = [0, *(b for _, b in every)]
         if [a for a, _ in every] != ends[:-1] or ends[-1] != self.length:
             raise ValueError(

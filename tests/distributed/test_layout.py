@@ -152,6 +152,9 @@ def test_pieces_that_are_no_sequence(pieces, match):
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
+        (lambda: Layout(10, None), TypeError, r"expected the intervals \(begin, end\) .* got None"),
+        (lambda: Layout(10, ((0, 10),)), TypeError, "pieces: expected the intervals"),
+        (lambda: Layout(10, (((0, 5, 10),),)), TypeError, "pieces: expected the intervals"),
         (lambda: Layout.contiguous(8, 0), ValueError, "ranks: expected 1 or more"),
         (lambda: Layout.contiguous(8.0, 2), TypeError, "length: expected an int"),
         (lambda: Layout.zigzag(8, 2, unit=0), ValueError, "unit: expected 1 or more"),
