@@ -87,6 +87,7 @@ BAD_OPTIONS = {
     "seed-type": (dict(dropout_p=0.5, seed=1.5), Type, r"seed: expected an int"),
     "seed-bool": (dict(dropout_p=0.5, seed=True), Type, r"seed: expected an int.* got bool"),
     "seed-large": (dict(dropout_p=0.5, seed=2**64), Value, r"seed: expected 64 bits"),
+    "seed-unused": (dict(seed=2**64), Value, r"seed: expected 64 bits"),
     "seed-small": (dict(dropout_p=0.5, seed=-(2**63) - 1), Value, r"seed: expected 64 bits"),
     "seed-int32": (dict(dropout_p=0.5, seed=x(1).int()), Value, r"seed: expected one int64"),
     "seed-two": (dict(dropout_p=0.5, seed=x(2).long()), Value, r"seed: expected one int64"),
