@@ -19,7 +19,7 @@ def parser(name: str, about: str, one_device: bool = True) -> argparse.ArgumentP
     made.add_argument(
         "--smoke", action="store_true", help="a few seconds on tiny data that needs no download"
     )
-    made.add_argument("--seed", type=int, default=0, help="of data, parameters and dropout")
+    made.add_argument("--seed", type=seed, default=0, help="of data, parameters and dropout")
     if one_device:
         made.add_argument(
             "--device",
@@ -35,6 +35,14 @@ def parser(name: str, about: str, one_device: bool = True) -> argparse.ArgumentP
     )
     made.set_defaults(name=name)
     return made
+
+
+def seed(text: str) -> int:
+    """The number of ``--seed``: torch takes 64 bits."""
+    number = int(text)
+    if not -(2**63) <= number < 2**63:  # programs add the number of a run
+        raise argparse.ArgumentTypeError(f"expected 64 bits, got {text}")
+    return number
 
 
 def parse(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:

@@ -54,6 +54,18 @@ def test_a_result_says_where_it_was_measured(tmp_path):
     assert all(saved["measured_with"][name] == expected[name] for name in names)
 
 
+def test_seeds_are_those_of_torch(tmp_path, capsys):
+    from examples.common import options
+
+    made, out = options.parser("any", ""), ["--out", str(tmp_path)]
+    for seed in (-(2**63), 2**63 - 1):
+        options.set_seed(options.parse(made, ["--seed", str(seed), *out]).seed)
+    for wrong in (2**63, -(2**63) - 1, 10**30):
+        with pytest.raises(SystemExit):
+            options.parse(made, ["--seed", str(wrong), *out])
+        assert f"--seed: expected 64 bits, got {wrong}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["cuda:64", "tpu", "meta"])
 def test_others_are_refused(name, tmp_path, capsys):
     from examples.common import options
