@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -175,6 +175,9 @@ class Shared:
 
     def __deepcopy__(self, _memo: dict) -> Shared:
         return self  # nothing in it changes, and process groups cannot be copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a shared module cannot be pickled: save module.state_dict() instead")
 
     def forward(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,6 +149,12 @@ def scripts():
         torch.jit.script(by_heads())
 
 
+def pickles():
+    for module in (by_heads(), parallelize(module_of(PLAIN), one("cp"), context="cp")):
+        with pytest.raises(TypeError, match=r"cannot be pickled: save module\.state_dict\(\)"):
+            pickle.dumps(nn.Sequential(module))
+
+
 def calls_that_cannot_be_shared():
     x, size = drawn(2, 8, 32), dist.get_world_size()
     module = by_heads()
@@ -183,6 +191,7 @@ REFUSALS = [
     ranks_raise_together,
     what_one_rank_refuses_all_refuse,
     scripts,
+    pickles,
     calls_that_cannot_be_shared,
     plain_parameters_of_shared_heads,
 ]
