@@ -308,8 +308,9 @@ def right(check: dict[str, Any]) -> bool:
 
 
 def as_json(found: dict[str, Any]) -> str:
-    """The report for programs."""
-    return json.dumps(found, indent=2, default=lambda x: vars(x))
+    """The report for programs. JSON has no infinity and no NaN: such an error is a string."""
+    read = json.loads(json.dumps(found, default=vars), parse_constant=str)
+    return json.dumps(read, indent=2)
 
 
 def main(arguments: list[str] | None = None) -> int:

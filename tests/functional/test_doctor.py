@@ -200,3 +200,14 @@ def test_json_holds_what_the_text_says(found):
     assert read["ratio"]["ratio"] == pytest.approx(
         read["ratio"]["peer, ms"] / read["ratio"]["ours, ms"]
     )
+
+
+def test_errors_that_are_not_finite_are_json(found):
+    """JSON knows no such numbers: other readers than Python's refuse them."""
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    checks = {name: {"worst error": float(name)} for name in ("inf", "nan")}
+    read = json.loads(doctor.as_json({**found, "checks": checks}), parse_constant=refuse)
+    assert [x["worst error"] for x in read["checks"].values()] == ["Infinity", "NaN"]
