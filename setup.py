@@ -100,7 +100,7 @@ def wanted(variable: str, known: list[str]) -> list[str]:
     named = os.environ.get(variable, "").replace(",", " ").split()
     unknown = sorted(set(named) - set(known))
     if unknown:
-        raise Unavailable(f"{variable} names {', '.join(unknown)}; known are {', '.join(known)}")
+        raise SystemExit(f"{variable} names {', '.join(unknown)}; known are {', '.join(known)}")
     return [name for name in known if name in named] if named else known
 
 

@@ -72,3 +72,15 @@ def test_kernels_know_what_they_are_built_for(named, tmp_path, monkeypatch):
         f"-DFASTATTN_HAVE_{code.upper()}" for code in codes
     ]
     assert "FASTATTN_HAVE_SM_90A" in (ROOT / "csrc/cuda/dot/wgmma_choice.cu").read_text()
+
+
+def test_a_name_that_nobody_knows_stops_the_build(monkeypatch):
+    """Where a library cannot be built, the build goes on without it."""
+    monkeypatch.setenv("FASTATTN_CPU_ISAS", "avx2,typo")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+
+    def build():
+        return setup["supported_isas"](["c++"], "x86_64-linux-gnu")
+
+    with pytest.raises(SystemExit, match="ISAS names typo; known are baseline, avx2, avx512"):
+        setup["attempt"]({}, "the extension", build, "")
