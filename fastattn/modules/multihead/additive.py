@@ -77,11 +77,9 @@ class MultiheadAdditiveAttention(MultiheadAttention):
         )
 
     def _not_ours(self, reason: str, *args: Any) -> NoReturn:
-        query = args[0]
         raise TypeError(
             "the additive score takes plain float16, bfloat16, float32 or float64 tensors, and no "
-            f"torch.jit.trace, but got a query of type {type(query).__name__} and {query.dtype}, "
-            f"nested: {query.is_nested}"
+            f"torch.jit.trace: {reason}"
         )
 
     def __prepare_scriptable__(self) -> NoReturn:

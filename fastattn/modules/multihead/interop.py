@@ -39,7 +39,10 @@ def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | Non
         *module._parameters.values(),
     )
     if not PLAIN.issuperset(map(type, everything)) and not all(map(_is_plain, everything)):
-        return "a tensor's type overrides torch functions, or wraps other tensors"
+        return (
+            "the type of an input or of a parameter overrides torch functions, or wraps other "
+            "tensors, as DTensor"
+        )
     return None if query.dtype in DTYPES else f"the query is {query.dtype}"
 
 
