@@ -27,7 +27,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         may be parts of another merge.
 
     Raises:
-        TypeError: not a sequence of tensors, or a dtype that is not floating point.
+        TypeError: not a sequence of tensors, a dtype that is not floating point, or DTensors beside
+            plain tensors.
         ValueError: no parts, or shapes, dtypes or devices that do not fit.
 
     Numerics: sums are in float32, in float64 for float64 outputs. The largest part of a row decides
@@ -67,6 +68,11 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     if not outs or len(outs) != len(lses):
         raise ValueError(
             f"outs, lses: expected one of each for every part, got {len(outs)} and {len(lses)}"
+        )
+    if len({*map(arguments.is_dtensor, (*outs, *lses))}) > 1:
+        raise TypeError(
+            "outs, lses: expected either DTensors or plain tensors, got both: write "
+            "x.full_tensor() of the DTensors"
         )
     if lses[0].device != outs[0].device:
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn.distributed import comm
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout, constant
-from fastattn.problem import Mask, validate
+from fastattn.problem import Mask, arguments, validate
 from fastattn.problem.mask import MASK_TENSORS
 from fastattn.problem.validate import DTYPES
 
@@ -125,12 +125,7 @@ def dtensor_of(options: dict[str, Any], **tensors: Any) -> str | None:
     mask = options.get("mask")
     masks = MASK_TENSORS if isinstance(mask, Mask) else ()
     every = tensors | options | {f"mask.{n}": getattr(mask, n) for n in masks}
-    return next((name for name, x in every.items() if is_dtensor(x)), None)
-
-
-def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor, whose class takes a second to import."""
-    return isinstance(x, Tensor) and hasattr(x, "placements")
+    return next((name for name, x in every.items() if arguments.is_dtensor(x)), None)
 
 
 def check_lengths(key: Tensor, value: Tensor) -> None:

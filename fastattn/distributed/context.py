@@ -390,7 +390,7 @@ def _check_layout(layout: Any) -> None:
 
 
 def _matching(x: Tensor, dim: int, layout: Layout, mesh: Any, size: int) -> tuple[Group, int]:
-    if not isinstance(x, Tensor) or agree.is_dtensor(x):
+    if not isinstance(x, Tensor) or arguments.is_dtensor(x):
         raise TypeError(
             f"x: expected a plain tensor, got {type(x).__name__}: write x.full_tensor() of a "
             "DTensor, and each tensor of a Mask by itself"

@@ -333,6 +333,11 @@ def stands_for_tensor(x: object) -> bool:
     return isinstance(x, Tensor) or hasattr(type(x), "__torch_function__")
 
 
+def is_dtensor(x: object) -> bool:
+    """Whether x is a DTensor, whose class takes a second to import."""
+    return isinstance(x, Tensor) and hasattr(x, "placements")
+
+
 def no_tensor(name: str, x: object, wanted: str = "a Tensor") -> TypeError:
     """The error for an argument that is not a tensor."""
     hint = ""

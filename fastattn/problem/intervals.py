@@ -54,6 +54,8 @@ def check_end(name: str, offsets: Tensor) -> Tensor:
 
 def _one_dim(name: str, given: Integers, device: torch.device | str | None) -> Tensor:
     x = arguments.integers(name, given, device)
+    if arguments.is_dtensor(x):
+        raise TypeError(f"{name}: expected a plain tensor, got a DTensor: write x.full_tensor()")
     if x.dim() != 1:
         raise ValueError(f"{name}: expected 1 dim, got {list(x.shape)}")
     return x

@@ -282,6 +282,33 @@ def refused():
         fastattn.attention(one, one, one, score="gaussian", bandwidth=torch.ones(1))
 
 
+def offsets_and_parts_that_are_shared():
+    """Plain tensors beside DTensors say which argument is meant."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    out, lse, offsets = drawn(N, H, D).detach(), drawn(N, H).detach(), torch.tensor([0, 9, N])
+    own, logs, ends = (distribute_tensor(x, mesh, [Replicate()]) for x in (out, lse, offsets))
+    for x in (out, own):
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            cu = {"cu_seqlens_q": offsets, name: ends}
+            with pytest.raises(TypeError, match=rf"{name}: .*write x\.full_tensor\(\)"):
+                fastattn.varlen_attention(x, x, x, **cu)
+    for outs, lses in (([own, own], [lse, lse]), ([out, own], [lse, logs]), ([out], [logs])):
+        with pytest.raises(TypeError, match="outs, lses: expected either DTensors or plain"):
+            fastattn.merge_attention(outs, lses)
+
+
+def parameters_of_another_score():
+    """torch's own forward, which takes DTensors, has no additive score."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = fastattn.MultiheadAdditiveAttention(D, 2)
+    module.in_proj_bias = torch.nn.Parameter(
+        distribute_tensor(module.in_proj_bias.detach(), mesh, [Replicate()])
+    )
+    x = drawn(3, 2, D).detach()
+    with pytest.raises(TypeError, match=r"type of an input or of a parameter .* as DTensor"):
+        module(x, x, x)
+
+
 def what_fits_ranks_but_not_the_whole():
     """Each raises on every rank, though some or all of them might find their parts right."""
     P = dist.get_world_size()
@@ -339,6 +366,8 @@ CASES = [
     limits_of_one_sample,
     one_key_head_for_all,
     refused,
+    offsets_and_parts_that_are_shared,
+    parameters_of_another_score,
     what_fits_ranks_but_not_the_whole,
 ]
 
