@@ -298,12 +298,3 @@ def _limit(
     limit = limit.sort(-1).values if kind == "sorted" else limit
     limit[:1] = first
     return limit
-
-
-# ---- three ways to compute a case: {"out": ..., "weights": ..., "lse": ..., "grad_q": ...} ----
-
-
-# ---- the budget ----
-
-
-# ---- the grid ----
