@@ -53,7 +53,7 @@ def attend(
         _refuse_vmap()
         if forward_ad._current_level >= 0:
             _refuse_tangents(q, k, v, w, bias, sink)
-        tensors = _distinct(q, k, v, *beside)
+        tensors = distinct(q, k, v, *beside)
     elif levels("Jvp") > 1:  # torch drops the tangents that a Function's own tangents have
         with arguments.no_autocast(p.device.type):
             out, lse, weights = reference.forward(p, q, k, v, w, bias, sink)
@@ -89,7 +89,7 @@ def that_autograd_saves(x: Tensor | None) -> Tensor | None:
     return x.clone() if x is not None and x.is_inference() else x
 
 
-def _distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The same, each one but once: torch.compile traces no Function that gets a tensor twice."""
     made: list[Tensor | None] = []
     for x in tensors:

@@ -9,14 +9,13 @@ likes, and then some ranks wait for others in vain. It cannot look into an opera
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fastattn import sinks
+from fastattn import autograd, sinks
 from fastattn.backends import flops, registry
 from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
@@ -46,17 +45,12 @@ def attend(
     """
     PASSES[method].check(plan)
     own = plan.p.tensors()
-    tensors = _distinct(sink, q, k, v, w, bias, *own)
+    tensors = sink, q, k, v, w, bias, *own
+    if torch.compiler.is_compiling():
+        tensors = autograd.distinct(*tensors)
     unit = registry.get(plan.backend).shift_unit(plan.p, bias is not None)
     others = plan.p.operands[len(own) :]
     return Function.apply(_words(method, plan), unit, others, *tensors)[:3]  # pyright: ignore
-
-
-def _distinct(*tensors: Tensor | None) -> Iterator[Tensor | None]:
-    """The same, each one but once: torch.compile traces no Function that gets a tensor twice."""
-    for n, x in enumerate(tensors):
-        again = torch.compiler.is_compiling() and any(x is other for other in tensors[:n])
-        yield x.view_as(x) if x is not None and again else x
 
 
 class Function(torch.autograd.Function):
