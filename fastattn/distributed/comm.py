@@ -151,9 +151,9 @@ def gather_rows(x: Tensor, layout: Layout, group: Group, dim: int = 2) -> Tensor
     return gather(x, dim, layout, group)()
 
 
-def scatter_sum(x: Tensor, layout: Layout, group: Group, dim: int = 2) -> Tensor:
-    """This rank's positions of the sum over ranks, added up in the order of ranks."""
-    parts = [layout.take(x, dim, rank) for rank in range(group.size)]
+def scatter_sum(x: Tensor, layout: Layout, group: Group) -> Tensor:
+    """This rank's positions, dim 2, of the sum over ranks, added up in the order of ranks."""
+    parts = [layout.take(x, 2, rank) for rank in range(group.size)]
     shape = parts[group.rank].shape
     return torch.stack(exchange(parts, [shape] * group.size, group)).sum(0)
 
