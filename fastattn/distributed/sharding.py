@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from fastattn.backends import flops
 from fastattn.problem import schemas
 from fastattn.problem.mask import LIMITS
 from fastattn.problem.record import weights_of
@@ -97,7 +98,6 @@ def _backward(*args: Any) -> list[Rule]:
 
 def register() -> None:
     """Gives the rules to torch."""
-    for prefix in ("", "triton_", "cuda_"):
+    for prefix in flops.PREFIXES:
         for name, rule in (("forward", _forward), ("backward", _backward)):
-            if hasattr(torch.ops.fastattn, prefix + name):
-                register_sharding(getattr(torch.ops.fastattn, prefix + name).default)(rule)
+            register_sharding(getattr(torch.ops.fastattn, prefix + name).default)(rule)
