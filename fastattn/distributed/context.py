@@ -350,10 +350,9 @@ def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
         TypeError: ``layout`` is no :class:`Layout`, or x no plain tensor.
         ValueError: the dim has another size, or the layout is for another number of ranks.
     """
-    _check_layout(layout)
-    group, dim = _matching(x, dim, layout, mesh, layout.length)
-    take = _taker(layout, dim, group)
-    return move(x, take, lambda grad: comm.gather_rows(grad, layout, group, dim))  # pyright: ignore
+    group, dim = _matching(x, dim, layout, mesh, whole=True)
+    gather, take = heads.whole_and_part(layout, dim, group)
+    return move(x, take, gather)
 
 
 def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
@@ -366,30 +365,17 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
         TypeError: ``layout`` is no :class:`Layout`, or x no plain tensor.
         ValueError: the dim does not have as many entries as the layout gives this rank.
     """
-    _check_layout(layout)
-    rank = Group(mesh).rank
-    group, dim = _matching(x, dim, layout, mesh, layout.sizes[rank] if rank < layout.ranks else -1)
-    whole = _gatherer(layout, dim, group)
-    return move(x, whole, _taker(layout, dim, group))  # pyright: ignore
+    group, dim = _matching(x, dim, layout, mesh, whole=False)
+    return move(x, *heads.whole_and_part(layout, dim, group))
 
 
-def _taker(layout: Layout, dim: int, group: Group) -> Any:
-    return lambda x: layout.take(x, dim, group.rank).clone()
-
-
-def _gatherer(layout: Layout, dim: int, group: Group) -> Any:
-    return lambda x: comm.gather_rows(x, layout, group, dim)
-
-
-def _check_layout(layout: Any) -> None:
+def _matching(x: Tensor, dim: int, layout: Any, mesh: Any, whole: bool) -> tuple[Group, int]:
+    """The group, and the dim from the left, of a tensor that is whole or this rank's part."""
     if not isinstance(layout, Layout):
         raise TypeError(
             f"layout: expected a Layout, got {type(layout).__name__}: write "
             "Layout.contiguous(length, ranks)"
         )
-
-
-def _matching(x: Tensor, dim: int, layout: Layout, mesh: Any, size: int) -> tuple[Group, int]:
     if not isinstance(x, Tensor) or arguments.is_dtensor(x):
         raise TypeError(
             f"x: expected a plain tensor, got {type(x).__name__}: write x.full_tensor() of a "
@@ -399,6 +385,7 @@ def _matching(x: Tensor, dim: int, layout: Layout, mesh: Any, size: int) -> tupl
     group = Group(mesh)
     if layout.ranks != group.size:
         raise ValueError(f"layout: expected one for {group.size} ranks, got {layout.ranks}")
+    size = layout.length if whole else layout.sizes[group.rank]
     if dim >= x.dim() or x.shape[dim] != size:
         raise ValueError(f"x: expected {size} entries in dim {dim}, got {list(x.shape)}")
     return group, dim % x.dim()

@@ -142,6 +142,14 @@ def _to_rows(x: Tensor, layout: Layout, heads: Heads, H: int, group: Group) -> T
     return whole.to(x.dtype)
 
 
+def whole_and_part(layout: Layout, dim: int, group: Group) -> Ways:
+    """To the whole of a dim, the same on every rank, and to this rank's part of it."""
+    return (
+        lambda x: comm.gather_rows(x, layout, group, dim),
+        lambda x: layout.take(x, dim, group.rank).clone(),
+    )
+
+
 def all_rows(x: Tensor, layout: Layout, group: Group) -> Any:
     """All rows on every rank, dim 2, with a gradient."""
     return move(

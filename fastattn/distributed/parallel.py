@@ -8,7 +8,7 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastattn.distributed import agree, comm, heads
+from fastattn.distributed import agree, heads
 from fastattn.distributed.comm import Group
 from fastattn.distributed.context import METHODS, Method
 from fastattn.distributed.heads import move
@@ -238,11 +238,7 @@ class Shared:
         if average:
             return (summed(weights, group) / group.size).to(weights.dtype)
         layout, dim = Layout.contiguous(H, group.size), weights.dim() - 3
-        return cast(Tensor, move(
-            weights,
-            lambda x: comm.gather_rows(x, layout, group, dim),
-            lambda grad: layout.take(grad, dim, group.rank).clone(),
-        ))  # fmt: skip
+        return move(weights, *heads.whole_and_part(layout, dim, group))
 
     # ---- rows ----
 
