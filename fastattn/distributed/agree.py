@@ -82,7 +82,7 @@ def layouts(
 
     def own() -> list[int]:
         validate.check_points(*points)
-        check_lengths(*points[1:])
+        validate.check_lengths(*points[1:])
         check()
         return [points[0].shape[-2], points[1].shape[-2], *_shape(*points)]
 
@@ -126,15 +126,6 @@ def dtensor_of(options: dict[str, Any], **tensors: Any) -> str | None:
     masks = MASK_TENSORS if isinstance(mask, Mask) else ()
     every = tensors | options | {f"mask.{n}": getattr(mask, n) for n in masks}
     return next((name for name, x in every.items() if arguments.is_dtensor(x)), None)
-
-
-def check_lengths(key: Tensor, value: Tensor) -> None:
-    """Raises ValueError unless there are as many keys as values."""
-    if key.shape[-2] != value.shape[-2]:
-        raise ValueError(
-            f"key and value: expected the same length, got {list(key.shape)} and "
-            f"{list(value.shape)}"
-        )
 
 
 def in_order(sizes: Iterable[int]) -> Layout:

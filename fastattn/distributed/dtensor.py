@@ -89,7 +89,7 @@ class _Call:
             if x.shape[0] != points[0].shape[0]:
                 raise ValueError(f"{name}: expected as many samples as query: write x.expand(...)")
         query, key, value = points
-        agree.check_lengths(key, value)
+        validate.check_lengths(key, value)
         if query.shape[1] == 1 != max(x.shape[1] for x in points):
             raise ValueError("query: expected the heads of key: write query.expand(-1, H, -1, -1)")
         self.mesh = query.device_mesh

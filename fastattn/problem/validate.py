@@ -106,6 +106,11 @@ def _check_tensors(
     for name, x in named.items():
         if x.dtype != query.dtype:
             raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
+    check_lengths(key, value)
+
+
+def check_lengths(key: Tensor, value: Tensor) -> None:
+    """Raises ValueError unless there are as many keys as values."""
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(
             f"key and value: expected the same length, got {_shape(key)} and {_shape(value)}"
