@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastattn import autograd
 from fastattn.backends import operators, registry
 from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
-from fastattn.modules.multihead import interop, kv_cache, projection
+from fastattn.modules.multihead import kv_cache, projection
 from fastattn.modules.multihead.kv_cache import KVCache
 from fastattn.problem import call_cache, validate
 
@@ -126,7 +126,7 @@ def _fits(module: nn.MultiheadAttention, x: Tensor, *others: Tensor) -> bool:
     ``others`` are a key and a value.
     """
     E, batch = module.embed_dim, 0 if module.batch_first else 1
-    if E % module.num_heads or x.dtype not in interop.DTYPES:
+    if E % module.num_heads or x.dtype not in validate.DTYPES:
         return False
     for y in (x, *others):
         if y.is_nested or y.dim() != 3 or y.shape[2] != E or y.shape[batch] != x.shape[batch]:

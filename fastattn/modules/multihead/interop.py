@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastattn.modules.linear import PLAIN
+from fastattn.problem import validate
 
 # Read at import: a program may later replace the name in torch.nn by our class.
 TORCH_ATTENTION = nn.MultiheadAttention
-DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 
 def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | None) -> str | None:
@@ -43,7 +43,7 @@ def foreign(module: nn.MultiheadAttention, query: Tensor, *tensors: Tensor | Non
             "the type of an input or of a parameter overrides torch functions, or wraps other "
             "tensors, as DTensor"
         )
-    return None if query.dtype in DTYPES else f"the query is {query.dtype}"
+    return None if query.dtype in validate.DTYPES else f"the query is {query.dtype}"
 
 
 def _is_plain(x: Tensor | None) -> bool:
