@@ -257,11 +257,8 @@ class _Rule(NamedTuple):
             min((n for n in pair if n is not None), default=None)
             for pair in zip(self[:2], other[:2], strict=True)
         )
-        return _Rule(left, right, self.chunk or other.chunk, _either(self[3], other[3]))
-
-
-def _either(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x
+        packed = other.segments if self.segments is None else self.segments
+        return _Rule(left, right, self.chunk or other.chunk, packed)
 
 
 def _rule(function: Any) -> _Rule | None:
