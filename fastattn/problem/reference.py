@@ -305,12 +305,8 @@ def _softmax(p: Problem, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, T
 
 def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
     """What sinks ``[H]`` or ``[B, H]`` take of every row, whose log-sum-exp they are part of."""
-    return torch.exp(sink.to(lse.dtype)[..., None] - finite_lse(lse))
-
-
-def finite_lse(lse: Tensor) -> Tensor:
-    """The log-sum-exp, but -3e38 of a row without keys: -inf - -inf, beside a sink, is NaN."""
-    return lse.clamp(min=-3e38)
+    # That of a row without keys is -inf, and -inf - -inf would be NaN.
+    return torch.exp(sink.to(lse.dtype)[..., None] - lse.clamp(min=-3e38))
 
 
 def _returned_weights(p: Problem, dropped: Tensor) -> Tensor:
