@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fastattn.functional import AnyOptions, Backend, Bias, Results, Returned
-from fastattn.problem import Mask, arguments, intervals, relative
+from fastattn.problem import Mask, arguments, intervals, jagged, relative
 from fastattn.scores import attention
 
 if TYPE_CHECKING:
@@ -207,8 +207,7 @@ def _mask(
         ("cu_seqlens_q", cu_seqlens_q) if cu_seqlens_k is None else ("cu_seqlens_k", cu_seqlens_k)
     )
     offsets_k = _offsets(*keys, "key", key)
-    begin, end = intervals.documents(offsets, offsets_k, query.shape[0], is_causal, window)
-    return Mask(kv_begin=begin, kv_len=end)
+    return jagged.documents(offsets, offsets_k, query.shape[0], is_causal, window)
 
 
 def _check_same(cu_seqlens_q: Offsets, cu_seqlens_k: Offsets | None) -> None:

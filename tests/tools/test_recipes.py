@@ -13,7 +13,7 @@ MODULES = {"fastattn/modules/decoder/location.py", "fastattn/modules/multihead/i
 LISTS = {f"csrc/cuda/dot/{x}" for x in ("wgmma_tiles.cuh", "forward_wgmma.cu", "backward_wgmma.cu")}
 # Neighbours that stand for all of their kind, and where one is only used.
 NEIGHBOURS = [
-    ("A mask", "kv_begin", {"fastattn/varlen.py", "fastattn/problem/jagged.py"}),
+    ("A mask", "kv_begin", {"fastattn/problem/jagged.py"}),
     ("A mask", "has_dense", LISTS),
     ("A mask", "mask.keep", MODULES),
     (OPTION, "softcap", {"fastattn/backends/registry.py"}),
