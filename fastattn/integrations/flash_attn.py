@@ -129,8 +129,7 @@ def flash_attn_varlen_func(
         softmax_scale: as there.
         causal: as there, in each sequence.
         window_size: as there, in each sequence.
-        softcap: makes ``softcap * tanh(score / softcap)`` of a score, before bias and mask; 0 for
-            none.
+        softcap: as there.
         alibi_slopes: not computed.
         deterministic: results always are.
         return_attn_probs: whether to return ``(out, lse, weights)``.
@@ -225,8 +224,7 @@ def flash_attn_with_kvcache(
         softmax_scale: factor on the scores, ``1 / sqrt(D)`` by default.
         causal: keeps ``j <= i + n - M``, where n is the sample's length with the new keys.
         window_size: as in :func:`flash_attn_func`, around ``i + n - M``.
-        softcap: makes ``softcap * tanh(score / softcap)`` of a score, before bias and mask; 0 for
-            none.
+        softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: has no effect, because rotary embeddings are not computed.
         alibi_slopes: not computed.
         num_splits: has no effect.
