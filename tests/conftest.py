@@ -21,7 +21,7 @@ os.environ.setdefault("FASTATTN_SELF_CHECK", "0")
 
 import pytest
 import torch
-from helpers import BACKENDS, ISAS, ON_GPU, Carrier
+from helpers import BACKENDS, ISAS, ON_GPU, Carrier, spied
 
 from fastattn import functional
 from fastattn.backends import cpu, operators, registry
@@ -198,29 +198,17 @@ def backend(request, monkeypatch):
     return request.param
 
 
-def _spied(monkeypatch, module, name: str, seen: list) -> list:
-    """``seen``, a list that gets the keyword arguments of every call of a function."""
-    real = getattr(module, name)
-
-    def spy(*args, **kwargs):
-        seen.append(kwargs)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, spy)
-    return seen
-
-
 @pytest.fixture
 def operator_calls(monkeypatch):
     """The calls of a module that run as one operator."""
-    return _spied(monkeypatch, cpu, "multi_head_attention", [])
+    return spied(monkeypatch, cpu, "multi_head_attention")
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The keyword arguments of all calls that reach our attention from a module."""
-    seen = _spied(monkeypatch, cpu, "multi_head_attention", [])
-    return _spied(monkeypatch, functional, "scaled_dot_product_attention", seen)
+    seen = spied(monkeypatch, cpu, "multi_head_attention")
+    return spied(monkeypatch, functional, "scaled_dot_product_attention", seen)
 
 
 @pytest.fixture

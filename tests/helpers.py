@@ -54,6 +54,18 @@ def everything(call: dict, grad_out=None, **options) -> dict[str, torch.Tensor]:
     return results | {f"grad_{n}": g for n, g in zip(leaves, pulled, strict=True)}
 
 
+def spied(monkeypatch, module, name: str, seen: list | None = None) -> list:
+    """A list, ``seen`` if given, that gets the keyword arguments of every call of a function."""
+    real, seen = getattr(module, name), [] if seen is None else seen
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, spy)
+    return seen
+
+
 assert_same_bits = testing.assert_same_bits
 HUGE = 2**31  # bytes of a storage, few of which are touched
 

@@ -2,6 +2,7 @@
 
 import pytest
 from fake_gpu import EAGER
+from helpers import spied
 
 from fastattn import repeated
 from fastattn.backends import health, registry
@@ -32,19 +33,10 @@ def install(monkeypatch):
 @pytest.fixture
 def checked(monkeypatch):
     """The calls that were checked: those that no plan and no record served."""
-    calls, build = [], validate.build
-
-    def spy(*args, **options):
-        calls.append(args)
-        return build(*args, **options)
-
-    monkeypatch.setattr(validate, "build", spy)
-    return calls
+    return spied(monkeypatch, validate, "build")
 
 
 @pytest.fixture
 def ordinary_gradients(monkeypatch):
     """The backward passes of repeated calls that no plan served."""
-    passes, gradients = [], repeated._gradients
-    monkeypatch.setattr(repeated, "_gradients", lambda *a: passes.append(a) or gradients(*a))
-    return passes
+    return spied(monkeypatch, repeated, "_gradients")

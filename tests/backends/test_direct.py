@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from helpers import spied
 from properties import repeated_calls
 from properties.repeated_calls import empty_table, heads  # noqa: F401
 from torch.autograd import forward_ad
@@ -38,14 +39,7 @@ SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 @pytest.fixture
 def ordinary(monkeypatch):
     """The calls that went the ordinary way."""
-    calls, recall = [], call_cache.recall
-
-    def spy(call):
-        calls.append(call)
-        return recall(call)
-
-    monkeypatch.setattr(call_cache, "recall", spy)
-    return calls
+    return spied(monkeypatch, call_cache, "recall")
 
 
 def known(*args, **options):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import spied
 
 from fastattn import MultiheadAttention
 from fastattn.modules.multihead import inputs
@@ -10,14 +11,7 @@ from fastattn.modules.multihead import inputs
 @pytest.fixture
 def checked(monkeypatch):
     """The calls that went the ordinary way, past ``inference.attend``."""
-    seen, canonical = [], inputs.canonical
-
-    def spy(*args):
-        seen.append(args)
-        return canonical(*args)
-
-    monkeypatch.setattr(inputs, "canonical", spy)
-    return seen
+    return spied(monkeypatch, inputs, "canonical")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from helpers import assert_close
 from torch import nn
 
-from fastattn import MultiheadAttention, functional
+from fastattn import MultiheadAttention
 
 B, H, M, N, E = 2, 3, 5, 7, 12
 INF = math.inf
@@ -30,21 +30,6 @@ def pair():
 def tensors():
     g = torch.Generator().manual_seed(1)
     return torch.randn(B, M, E, generator=g), torch.randn(B, N, E, generator=g)
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """The keyword arguments of the last call that reached the functional API."""
-    calls = {}
-    real = functional.scaled_dot_product_attention
-
-    def spy(*args, **kwargs):
-        calls.clear()
-        calls.update(kwargs)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    return calls
 
 
 def pair_masks() -> dict:
@@ -107,31 +92,31 @@ def test_every_combination(pair, tensors, pairs, padding, need_weights, grad):
 class TestSmall:
     """Masks keep their small shapes."""
 
-    def test_booleans_are_not_merged_here(self, pair, tensors, seen):
+    def test_booleans_are_not_merged_here(self, pair, tensors, calls):
         query, key = tensors
         pair[0](query, key, key, paddings()["bool"], attn_mask=pair_masks()["bool2"])
-        assert seen["attn_mask"].shape == (1, 1, M, N)
-        assert seen["mask"].keep.shape == (B, 1, 1, N)
-        assert seen["bias"] is None
+        assert calls[-1]["attn_mask"].shape == (1, 1, M, N)
+        assert calls[-1]["mask"].keep.shape == (B, 1, 1, N)
+        assert calls[-1]["bias"] is None
 
-    def test_float_mask_is_passed_as_it_is(self, pair, tensors, seen):
+    def test_float_mask_is_passed_as_it_is(self, pair, tensors, calls):
         query, key = tensors
         mask = pair_masks()["float2"]
         pair[0](query, key, key, attn_mask=mask)
-        assert seen["bias"].data_ptr() == mask.data_ptr()
+        assert calls[-1]["bias"].data_ptr() == mask.data_ptr()
         padding = paddings()["zero_inf"]
         pair[0](query, key, key, padding)
-        assert seen["bias"].data_ptr() == padding.data_ptr()
-        assert seen["bias"].shape == (B, 1, 1, N)
+        assert calls[-1]["bias"].data_ptr() == padding.data_ptr()
+        assert calls[-1]["bias"].shape == (B, 1, 1, N)
         expanded = pair_masks()["expanded"]
         pair[0](query, key, key, attn_mask=expanded)
-        assert seen["bias"].data_ptr() == expanded.data_ptr()
+        assert calls[-1]["bias"].data_ptr() == expanded.data_ptr()
 
-    def test_two_float_masks_broadcast(self, pair, tensors, seen):
+    def test_two_float_masks_broadcast(self, pair, tensors, calls):
         query, key = tensors
         pair[0](query, key, key, paddings()["float"], attn_mask=pair_masks()["float2"])
-        assert seen["bias"].shape == (B, 1, M, N)
-        assert seen["mask"] is None
+        assert calls[-1]["bias"].shape == (B, 1, M, N)
+        assert calls[-1]["mask"] is None
 
 
 def empty_row_masks() -> dict:
@@ -190,14 +175,14 @@ class TestCausalHint:
     def square(self, tensors):
         return tensors[0][:, :M]
 
-    def test_mask_is_not_read(self, pair, tensors, seen):
+    def test_mask_is_not_read(self, pair, tensors, calls):
         x = self.square(tensors)
         wrong = torch.full((M, M), torch.nan)
         out, _ = pair[0](x, x, x, attn_mask=wrong, is_causal=True, need_weights=False)
         right = nn.Transformer.generate_square_subsequent_mask(M)
         torch.testing.assert_close(out, pair[1](x, x, x, attn_mask=right)[0])
-        assert seen["is_causal"] is True
-        assert seen["attn_mask"] is seen["bias"] is None
+        assert calls[-1]["is_causal"] is True
+        assert calls[-1]["attn_mask"] is calls[-1]["bias"] is None
 
     @pytest.mark.parametrize("m", [3, 9])
     @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}])

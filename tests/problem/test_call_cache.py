@@ -5,6 +5,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
+from helpers import spied
 
 import fastattn
 from fastattn.backends import registry
@@ -22,15 +23,8 @@ def table(monkeypatch):
 
 @pytest.fixture
 def built(monkeypatch):
-    """The records that are built, one for each new call."""
-    records, build = [], validate.build
-
-    def spy(*args, **options):
-        records.append(build(*args, **options).p)
-        return build(*args, **options)
-
-    monkeypatch.setattr(validate, "build", spy)
-    return records
+    """The calls of which a record is built: the new ones."""
+    return spied(monkeypatch, validate, "build")
 
 
 def heads(*shape, dtype=torch.float32, seed=0):
