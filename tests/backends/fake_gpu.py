@@ -12,9 +12,9 @@ CPU = torch.device("cpu")
 EAGER = registry.BACKENDS["eager"]
 
 
-def backend(forward=EAGER.forward, backward=EAGER.backward):
+def backend(forward=EAGER.forward, backward=EAGER.backward, reasons=()):
     """A backend that counts its forward passes."""
-    fake = types.SimpleNamespace(calls=0, unsupported=lambda p: [], backward=backward)
+    fake = types.SimpleNamespace(calls=0, unsupported=lambda p: [*reasons], backward=backward)
 
     def counted(*args):
         fake.calls += 1

@@ -7,11 +7,11 @@ import platform
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
+from fake_gpu import backend
 from helpers import ON_GPU
 
 import fastattn
@@ -27,27 +27,13 @@ def problem(dtype=torch.float32, device="cpu"):
     return validate.build("dot", q, q, q).p
 
 
-def fake_backend(*reasons):
-    """A fake module that counts its calls and computes with eager."""
-    eager = registry.BACKENDS["eager"]
-    fake = types.SimpleNamespace(calls=0, backward=eager.backward)
-    fake.unsupported = lambda p: list(reasons)
-
-    def forward(*args):
-        fake.calls += 1
-        return eager.forward(*args)
-
-    fake.forward = forward
-    return fake
-
-
 @pytest.fixture
 def table(monkeypatch):
     """A registry with one able and two unable backends before eager."""
     fakes = {
-        "broken": fake_backend("it rains", "it is Monday"),
-        "first": fake_backend(),
-        "last": fake_backend("not today"),
+        "broken": backend(reasons=("it rains", "it is Monday")),
+        "first": backend(),
+        "last": backend(reasons=("not today",)),
         "eager": registry.BACKENDS["eager"],
     }
     monkeypatch.setattr(registry, "BACKENDS", fakes)
