@@ -24,11 +24,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))  # bench/ is no part of the installed package
-
-
 def run(tmp_path: Path, *options: str) -> tuple[int, dict, Path]:
     """(exit status, bench.json, its folder) of a quick run."""
     from bench.run import main

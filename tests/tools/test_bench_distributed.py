@@ -16,11 +16,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))  # bench/ is no part of the installed package
-
-
 @pytest.fixture
 def program(monkeypatch):
     """The program, whose one rank is this process."""

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 RATES = {
     "multiply_add": 200.0, "pairs": 400.0, "tiles": 0.0, "exp2": 16.0, "exp2_half": 20.0,
     "additive": 30.0, "additive_grad": 10.0, "gaussian": 50.0, "read": 40.0,
     "read 1 MiB": 320.0, "read 64 MiB": 80.0, "read 128 MiB": 50.0, "read 256 MiB": 40.0,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))  # bench/ is no part of the installed package
 
 
 @pytest.mark.usefixtures("extension")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
 
 @pytest.fixture
-def measure(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
+def measure():
     from bench import measure
 
     return measure

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +12,6 @@ import torch.nn.functional as F
 from fastattn import testing
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))  # bench/ is no part of the installed package
 
 
 def forward_row(case):
