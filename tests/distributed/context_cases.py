@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,18 +108,14 @@ def joined(shared: Shared, parts: list[dict[str, torch.Tensor]]) -> dict[str, to
     return whole
 
 
-def check(shared: Shared) -> str | None:
-    """The error of a case on this rank, or None."""
-    try:
-        with count_bytes():
-            mine = run_shared(shared)
-        parts: list = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-        if dist.get_rank() == 0:
-            compare(shared, joined(shared, parts))
-    except Exception:
-        return traceback.format_exc()
-    return None
+def check(shared: Shared) -> None:
+    """Raises on the first rank unless the ranks compute what one device computes."""
+    with count_bytes():
+        mine = run_shared(shared)
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    if dist.get_rank() == 0:
+        compare(shared, joined(shared, parts))
 
 
 def compare(shared: Shared, whole: dict[str, torch.Tensor]) -> None:
@@ -134,11 +129,6 @@ def compare(shared: Shared, whole: dict[str, torch.Tensor]) -> None:
     if shared.method == "heads" and case.weights != "mean":  # whole heads, as one device has them
         names = [n for n in ("out", "lse", "weights") if n in whole]
         testing.assert_same_bits({n: whole[n] for n in names}, {n: alone[n] for n in names})
-
-
-def check_all(cases: list[Shared]) -> list[str | None]:
-    """``check`` of each."""
-    return [check(shared) for shared in cases]
 
 
 def _cases() -> list[Shared]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import errors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -370,8 +369,3 @@ CASES = [
     parameters_of_another_score,
     what_fits_ranks_but_not_the_whole,
 ]
-
-
-def check_all() -> list[str | None]:
-    """The errors of the cases on this rank."""
-    return errors_of(CASES)

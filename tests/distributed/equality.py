@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from ranks import errors_of
 from torch import Tensor
 
 import fastattn
@@ -31,8 +30,6 @@ MEASURED = {
     ("ring", "additive", FP32): (1.3e-6, 2.1e-6),
     ("ring", "additive", BF16): (9.7e-3, 1.0e-2),
 }
-NAMES = ["-".join(["as-one-device", *row[:2], str(row[2])[6:]]) for row in MEASURED]
-NAMES.append("the-bits-of-one-device-gather")
 
 
 def why_not() -> str | None:
@@ -56,11 +53,6 @@ def relative(x: Tensor, one: Tensor) -> float:
     """The largest difference over the largest value. Rows without keys have -inf in both."""
     x, one = (torch.nan_to_num(y.double(), neginf=-99.0) for y in (x, one))
     return ((x - one).abs().max() / one.abs().max().clamp(min=1e-3)).item() if x.numel() else 0.0
-
-
-def check_rows() -> list[str | None]:
-    """The errors of the table's rows on this rank, and of the bits."""
-    return errors_of([*(partial(_check, row) for row in MEASURED), _check_bits])
 
 
 def _check(row: tuple) -> None:
@@ -91,3 +83,9 @@ def _check_bits() -> None:
             assert torch.equal(shared(), layout.take(alone, 2, rank)), (dtype, causal)
             alone = fastattn.additive_attention(x, x, x, w, is_causal=causal)
             assert torch.equal(shared(weight=w), layout.take(alone, 2, rank)), (dtype, causal)
+
+
+CALLS = {
+    "-".join(["as-one-device", *row[:2], str(row[2])[6:]]): partial(_check, row) for row in MEASURED
+}
+CALLS["the-bits-of-one-device-gather"] = _check_bits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,15 +181,6 @@ def compare(
         assert torch.equal(ours["weights"] == 0, peer["weights"] == 0)
 
 
-def check(case: Called, way: Way) -> str | None:
-    """The error of a case on this rank, or None."""
-    try:
-        compare(case, way)
-    except BaseException:
-        return traceback.format_exc()
-    return None
-
-
 ADDITIVE = dict(cls=MultiheadAdditiveAttention)
 ONE_HEAD = dict(call=dict(average_attn_weights=False))
 WITHOUT = dict(call=dict(need_weights=False))
@@ -224,8 +214,3 @@ CASES = [
     (ANYWHERE[0], ANY_ROWS),
     (ANYWHERE[5], ANY_ROWS),
 ]
-
-
-def check_all() -> list[str | None]:
-    """``check`` of each."""
-    return [check(case, way) for case, way in CASES]

@@ -47,11 +47,11 @@ def errors_of(functions: list[Callable]) -> list[str | None]:
     return found
 
 
-def by_name(names: list[str], function: Callable) -> dict[str, tuple[str | None, ...]]:
-    """The errors of every rank, by name; ``function`` returns a list of them on each rank."""
-    found = on_ranks(function)
+def by_name(calls: dict[str, Callable]) -> dict[str, tuple[str | None, ...]]:
+    """The errors of every rank, by the names of the calls; processes start once for all."""
+    found = on_ranks(errors_of, list(calls.values()))
     assert all(isinstance(x, list) for x in found), found
-    return dict(zip(names, zip(*found, strict=True), strict=True))
+    return dict(zip(calls, zip(*found, strict=True), strict=True))
 
 
 def on_ranks(function: Callable, *args: Any, size: int = RANKS, timeout: float = TIMEOUT) -> list:

@@ -1,34 +1,30 @@
 """Attention over the ranks of a mesh is attention on one device."""
 
 import time
+from functools import partial
 
 import equality
 import pytest
-from context_cases import CASES, check_all
+from context_cases import CASES, check
 from context_compiled import COMPILED
 from context_promises import PROMISES, two_ranks_leave
 from context_refusals import REFUSALS
-from ranks import by_name, errors_of, on_ranks
+from ranks import by_name, on_ranks
 
-KEPT = PROMISES + REFUSALS + COMPILED
-NAMES = [*map(str, CASES), *(promise.__name__ for promise in KEPT), *equality.NAMES]
-
-
-def run_all():
-    return check_all(CASES) + errors_of(KEPT) + equality.check_rows()
+CALLS = {str(case): partial(check, case) for case in CASES}
+CALLS |= {call.__name__: call for call in PROMISES + REFUSALS + COMPILED} | equality.CALLS
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of each name, what each rank says; processes start once for all."""
-    return by_name(NAMES, run_all)
+    return by_name(CALLS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CALLS)
 def test_on_every_rank(outcomes, name):
     errors = [error for error in outcomes[name] if error is not None]
     assert not errors, errors[0]
-    if name in equality.NAMES and (reason := equality.why_not()):
+    if name in equality.CALLS and (reason := equality.why_not()):
         pytest.skip(reason)
 
 

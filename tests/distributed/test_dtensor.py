@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from dtensor_cases import CASES, D, H, N, check_all, drawn, leaves_of, results_of
+from dtensor_cases import CASES, D, H, N, drawn, leaves_of, results_of
 from ranks import by_name
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -15,16 +15,15 @@ from fastattn import Mask
 from fastattn.backends import operators
 from fastattn.problem import validate
 
-NAMES = [case.__name__ for case in CASES]
+CALLS = {case.__name__: case for case in CASES}
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of each name, what each rank says; processes start once for all."""
-    return by_name(NAMES, check_all)
+    return by_name(CALLS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CALLS)
 def test_on_every_rank(outcomes, name):
     errors = [error for error in outcomes[name] if error is not None]
     assert not errors, errors[0]

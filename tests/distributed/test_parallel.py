@@ -1,25 +1,23 @@
 """Modules on a mesh compute what they compute in one process."""
 
+from functools import partial
+
 import pytest
-from parallel_cases import CASES, check_all
+from parallel_cases import CASES, compare
 from parallel_promises import PROMISES
 from parallel_refusals import REFUSALS
-from ranks import by_name, errors_of
+from ranks import by_name
 
-NAMES = [*(f"{case}-{way}" for case, way in CASES), *(x.__name__ for x in PROMISES + REFUSALS)]
-
-
-def run_all():
-    return check_all() + errors_of(PROMISES + REFUSALS)
+CALLS = {f"{case}-{way}": partial(compare, case, way) for case, way in CASES}
+CALLS |= {call.__name__: call for call in PROMISES + REFUSALS}
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of each name, what each rank says; processes start once for all."""
-    return by_name(NAMES, run_all)
+    return by_name(CALLS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CALLS)
 def test_on_every_rank(outcomes, name):
     errors = [error for error in outcomes[name] if error is not None]
     assert not errors, errors[0]

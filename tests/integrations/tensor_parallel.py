@@ -8,7 +8,6 @@ import tiny_models
 import torch
 import torch.distributed as dist
 import torchvision_stub
-from ranks import errors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -95,8 +94,3 @@ def planned_by_transformers():
 
 
 CASES = [planned_by_torch, planned_by_transformers]
-
-
-def check_all() -> list[str | None]:
-    """The errors of the cases on this rank."""
-    return errors_of(CASES)
