@@ -38,7 +38,6 @@ from properties.extremes import (  # noqa: F401
     test_gradients_of_additive_keys_with_huge_weights,
     test_gradients_under_a_large_bias,
     test_tiny_values_underflow_quietly,
-    test_weights_under_a_large_bias_sum_to_1,
     test_zero_size_results_have_their_shapes,
 )
 from properties.garbage import (  # noqa: F401

@@ -14,7 +14,6 @@ from properties.extremes import (  # noqa: F401
     test_gradients_under_a_large_bias,
     test_infinity_in_a_bias_is_nan_in_its_row_alone,
     test_logits_beyond_half_accumulate_in_float32,
-    test_weights_under_a_large_bias_sum_to_1,
 )
 from properties.garbage import (  # noqa: F401
     test_a_key_whose_scores_are_minus_infinity_has_no_gradient,
