@@ -197,16 +197,17 @@ def _laid_out(case: Case, t: Tensors) -> Tensors:
     """The same values behind the strides of the case."""
 
     def each(layout: str, *names: str) -> dict[str, Any]:
-        return {n: x if (x := getattr(t, n)) is None else _layout(layout, x) for n in names}
+        return {n: x if (x := getattr(t, n)) is None else relaid(layout, x) for n in names}
 
     keep = t.mask.keep
-    mask = t.mask if keep is None else _with(t.mask, keep=_layout(case.mask_layout, keep))
+    mask = t.mask if keep is None else _with(t.mask, keep=relaid(case.mask_layout, keep))
     plain, masks = ("q", "k", "v", "grad_out"), ("bias", "attn_mask", "grad_weights")
     masks = masks[1:] if is_relative(case) else masks
     return _with(t, mask=mask, **each(case.layout, *plain), **each(case.mask_layout, *masks))
 
 
-def _layout(layout: str, x: Tensor) -> Tensor:
+def relaid(layout: str, x: Tensor) -> Tensor:
+    """The same values with the strides that a case names."""
     if layout in _TRANSPOSED:
         dims = _TRANSPOSED[layout]
         return x.transpose(*dims).contiguous().transpose(*dims)

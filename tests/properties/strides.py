@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers import SCORES, assert_same_bits, attend, everything, inputs
 
 from fastattn import Mask, testing
 from fastattn.testing import Case
+from fastattn.testing.cases import relaid
 
 scores = pytest.mark.parametrize("score", SCORES)
 
@@ -23,18 +25,6 @@ def permuted(*order):
     return relay
 
 
-def every_other(x):
-    """Strided in every dim, with NaN (or True) between."""
-    filler = float("nan") if x.is_floating_point() else 1
-    wide = x.new_full([2 * s + 1 for s in x.shape], filler)
-    return wide[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x)
-
-
-def offset_by_one(x):
-    """Contiguous, but not aligned to anything larger than an element."""
-    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
-
-
 def expanded_copy(x):
     """A dim of size 1 with a meaningless stride, as broadcasting produces it."""
     return x.as_strided(
@@ -47,8 +37,8 @@ LAYOUTS = {
     "mbhd": permuted(2, 0, 1, 3),
     "dmhb": permuted(3, 2, 1, 0),
     "bmhd": permuted(0, 2, 1, 3),
-    "every-other": every_other,
-    "unaligned": offset_by_one,
+    "sliced": partial(relaid, "sliced"),
+    "unaligned": partial(relaid, "unaligned"),
     "stride-of-1": expanded_copy,
 }
 BASE = Case("strides", M=18, N=35, D=12, E=9, H=4, Hkv=2, bias="bhmn", keep="bhmn", kv_len="rows",
