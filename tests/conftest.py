@@ -199,6 +199,14 @@ def backend(request, monkeypatch):
 
 
 @pytest.fixture
+def set_threads():
+    """torch.set_num_threads, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def operator_calls(monkeypatch):
     """The calls of a module that run as one operator."""
     return spied(monkeypatch, cpu, "multi_head_attention")

@@ -309,19 +309,15 @@ def test_every_instruction_set_agrees(case, isa):
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("sizes", [(67, 130), (1, 2600), (600, 20)], ids=str)
-def test_the_number_of_threads_changes_no_bit(score, sizes):
+def test_the_number_of_threads_changes_no_bit(score, sizes, set_threads):
     M, N = sizes
     case = Case("threads", score, B=3, H=4, Hkv=2, D=24, E=20, M=M, N=N, bias="hmn",
                 kv_len="batch", kv_begin="sorted", dropout_p=0.2, weights="mean",
                 lse=True)  # fmt: skip
-    t, before = drawn(case), torch.get_num_threads()
-    try:
-        found = []
-        for n in (1, 2, 4):
-            torch.set_num_threads(n)
-            found.append(run(case, t))
-    finally:
-        torch.set_num_threads(before)
+    t, found = drawn(case), []
+    for n in (1, 2, 4):
+        set_threads(n)
+        found.append(run(case, t))
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[2], found[0])
 

@@ -31,14 +31,6 @@ def options(B=3, M=67, N=130, **_):
     )
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of threads, and restores it."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @scores
 def test_a_rerun_gives_the_same_bits(backend, score):
     call = inputs(score, **SIZES)
@@ -49,26 +41,26 @@ def test_a_rerun_gives_the_same_bits(backend, score):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @scores
-def test_the_number_of_threads_changes_no_bit(extension, threads, score, dtype):
+def test_the_number_of_threads_changes_no_bit(extension, set_threads, score, dtype):
     """Gradients of shared keys, weights and biases are summed in a fixed order."""
     call = inputs(score, **SIZES, dtype=dtype)
     more = options()
     more["bias"] = more["bias"].to(dtype)
     found = []
     for n in (1, 2, 4):
-        threads(n)
+        set_threads(n)
         found.append(everything(call, backend="cpu", **more))
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0], found[2])
 
 
-def test_the_number_of_threads_changes_no_bit_of_rows_with_fewer_keys(extension, threads):
+def test_the_number_of_threads_changes_no_bit_of_rows_with_fewer_keys(extension, set_threads):
     """Whole blocks of queries have fewer keys than other blocks of the same task."""
     call = inputs(B=1, H=4, M=512, N=256, D=24, E=20)
     kv_len = torch.tensor([64, 256], dtype=torch.int32).repeat_interleave(256)[None]
     found = []
     for n in (1, 2, 4):
-        threads(n)
+        set_threads(n)
         found.append(everything(call, backend="cpu", mask=Mask(kv_len=kv_len)))
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0], found[2])
@@ -76,12 +68,12 @@ def test_the_number_of_threads_changes_no_bit_of_rows_with_fewer_keys(extension,
 
 @pytest.mark.parametrize("sizes", [(1, 2600), (4, 3000)], ids=str)
 @scores
-def test_the_number_of_threads_changes_no_bit_of_decoding(extension, threads, score, sizes):
+def test_the_number_of_threads_changes_no_bit_of_decoding(extension, set_threads, score, sizes):
     M, N = sizes
     call = inputs(score, B=1, H=1, M=M, N=N, D=24, E=20)
     found = []
     for n in (1, 2, 4):
-        threads(n)
+        set_threads(n)
         found.append(everything(call, backend="cpu"))
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0], found[2])

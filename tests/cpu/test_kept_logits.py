@@ -25,16 +25,9 @@ PROBLEMS = {
 }
 
 
-@pytest.fixture
-def with_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])
-def test_both_ways_give_the_same_bits(isa, score, name, with_threads):
+def test_both_ways_give_the_same_bits(isa, score, name, set_threads):
     """One thread has enough tasks that keep logits; 64 threads do not."""
     sizes = dict(B=1, H=4, Hkv=2, M=150, N=300, D=24, E=20, weights="full", lse=True)
     case = Case(f"kept-{name}", score, **(sizes | PROBLEMS[name]))
@@ -46,6 +39,6 @@ def test_both_ways_give_the_same_bits(isa, score, name, with_threads):
         t.v[:, :, ::7] *= 2.0**-40
     found = []
     for threads in (1, 64):
-        with_threads(threads)
+        set_threads(threads)
         found.append(run(case, t, "cpu", grad=False))
     assert_same_bits(*found)

@@ -161,21 +161,17 @@ def test_memory_is_that_of_a_line():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_gradients_repeat(threads):
+def test_gradients_repeat(threads, set_threads):
     call = inputs(B=3, M=100, N=700)
-    before = torch.get_num_threads()
 
     def gradients(count):
-        torch.set_num_threads(count)
+        set_threads(count)
         table, slopes = TABLE.clone().requires_grad_(), SLOPES.clone().requires_grad_()
         for bias in (ALiBi(slopes), RelativeBias(table, torch.arange(7))):
             attend(**call, bias=bias).square().sum().backward()
         return {"table": table.grad, "slopes": slopes.grad}
 
-    try:
-        assert_same_bits(gradients(threads), gradients(1))
-    finally:
-        torch.set_num_threads(before)
+    assert_same_bits(gradients(threads), gradients(1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)

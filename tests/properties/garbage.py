@@ -111,19 +111,15 @@ def spoilt_keys(call, used, value):
     return call | {"key": call["key"].masked_fill(~used[:, None], value)}
 
 
-def test_far_keys_of_other_rows_are_not_noticed_for_threads(isa):
+def test_far_keys_of_other_rows_are_not_noticed_for_threads(isa, set_threads):
     """The number of row blocks that a task takes through a tile of keys depends on the threads."""
     call = inputs("additive", B, H, M=300, N=128, D=D, E=E)
     call["key"][:, :, 50] = 20.0  # kept by the first block of rows only
     lengths = torch.where(torch.arange(300) < 64, 128, 30).expand(B, 300)
     found = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 16):
-            torch.set_num_threads(threads)
-            found.append(everything(call, mask=Mask(kv_len=lengths), backend="cpu"))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 16):
+        set_threads(threads)
+        found.append(everything(call, mask=Mask(kv_len=lengths), backend="cpu"))
     assert_same_bits(*found)
 
 
