@@ -158,12 +158,12 @@ def test_an_infinite_query_reaches_what_it_keeps_whatever_the_sign_of_0(isa, one
 
 # ---- bias ----
 
-TILED = dict(B=2, H=3, Hkv=3, M=70, N=256, D=40, E=24, lse=True)  # whole vectors of keys
+SIZES = dict(B=2, H=3, M=70, N=256, D=40, E=24)  # whole vectors of keys
 
 
 @pytest.mark.parametrize("layout", ["bhmn", "hmn", "mn", "hm", "bn", ""])
 def test_bias_of_whole_tiles(isa, layout):
-    case = Case("bias", **TILED, bias=layout)
+    case = Case("bias", **SIZES, Hkv=3, bias=layout, lse=True)
     testing.check(case, "cpu")
     testing.check(dataclasses.replace(case, causal="top_left", keep="mn"), "cpu")
     testing.check(dataclasses.replace(case, dropout_p=0.3, weights="full"), "cpu")
@@ -172,8 +172,7 @@ def test_bias_of_whole_tiles(isa, layout):
 @pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float32).min, -1e37, 2e38])
 def test_one_extreme_bias_in_a_plain_tile(isa, value):
     """One value moves its whole tile to another path, which must give the same results."""
-    sizes = {n: TILED[n] for n in ("B", "H", "M", "N", "D", "E")}
-    call, bias = inputs(**sizes), torch.randn(1, 3, 70, 256)
+    call, bias = inputs(**SIZES), torch.randn(1, 3, 70, 256)
     bias[:, :, 5, 17] = value
     found = everything(call, bias=bias, backend="cpu")
     double = {name: x.double() for name, x in call.items()}
@@ -184,8 +183,7 @@ def test_one_extreme_bias_in_a_plain_tile(isa, value):
 
 
 def test_nan_in_a_bias_of_whole_tiles_stays_in_its_row(isa):
-    sizes = {n: TILED[n] for n in ("B", "H", "M", "N", "D", "E")}
-    call, bias = inputs(**sizes), torch.randn(1, 1, 70, 256)
+    call, bias = inputs(**SIZES), torch.randn(1, 1, 70, 256)
     bias[:, :, 5, 17] = math.nan
     out = everything(call, bias=bias, backend="cpu")["out"]
     assert out[:, :, 5].isnan().all()
@@ -193,8 +191,7 @@ def test_nan_in_a_bias_of_whole_tiles_stays_in_its_row(isa):
 
 
 def test_keys_behind_an_infinite_bias_reach_nothing(isa):
-    sizes = {n: TILED[n] for n in ("B", "H", "M", "N", "D", "E")}
-    call, bias = inputs(**sizes), torch.randn(1, 1, 70, 256)
+    call, bias = inputs(**SIZES), torch.randn(1, 1, 70, 256)
     bias[..., 100:130] = -math.inf
     call["key"][:, :, 100:130] = call["value"][:, :, 100:130] = math.nan
     for name, x in everything(call, bias=bias, backend="cpu").items():
@@ -202,17 +199,15 @@ def test_keys_behind_an_infinite_bias_reach_nothing(isa):
 
 
 def test_a_row_of_the_smallest_bias_is_uniform(isa):
-    sizes = {n: TILED[n] for n in ("B", "H", "M", "N", "D", "E")}
     bias = torch.zeros(1, 1, 70, 256)
     bias[:, :, 5] = torch.finfo(torch.float32).min
-    weights = everything(inputs(**sizes), bias=bias, backend="cpu")["weights"]
+    weights = everything(inputs(**SIZES), bias=bias, backend="cpu")["weights"]
     assert torch.equal(weights[:, :, 5], torch.full_like(weights[:, :, 5], 1 / 256))
 
 
 def test_a_bias_of_0_and_infinity_is_a_mask(isa):
     """Tiles in which the bias is 0 run the code of full tiles."""
-    sizes = {n: TILED[n] for n in ("B", "H", "M", "N", "D", "E")}
-    call = inputs(**sizes)
+    call = inputs(**SIZES)
     double = {name: x.double() for name, x in call.items()}
     keep = torch.ones(1, 1, 70, 256, dtype=torch.bool).tril(100)
     bias = torch.zeros(keep.shape).masked_fill(~keep, -math.inf)
