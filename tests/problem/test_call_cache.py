@@ -87,7 +87,7 @@ def test_errors_are_found_again():
 def test_numbers_that_equal_a_known_one_are_refused_as_before():
     q = heads()
     sdpa(q, q, q, scale=1.0)
-    for other in (np.True_, Decimal(1)):
+    for other in (True, np.True_, Decimal(1)):
         with pytest.raises(TypeError, match="scale: expected a float or None, got"):
             sdpa(q, q, q, scale=other)
 

@@ -220,13 +220,6 @@ def test_a_bool_is_no_number(make, name):
         make()
 
 
-def test_a_bool_is_no_number_after_a_call_with_that_number():
-    """Known calls are recalled, and 1 == True."""
-    scaled_dot_product_attention(q(), k(), v(), scale=1)
-    with pytest.raises(TypeError, match="scale: expected a float or None, got bool"):
-        scaled_dot_product_attention(q(), k(), v(), scale=True)
-
-
 @pytest.mark.parametrize("bad", BAD_TENSORS.values(), ids=BAD_TENSORS)
 def test_bad_tensors(bad):
     query, key, value, error, message = bad
