@@ -147,6 +147,15 @@ def sanitizer_environment() -> dict[str, str]:
     }
 
 
+def run_sanitized(code: str) -> subprocess.CompletedProcess:
+    """Runs Python code beside the tests, which may load the sanitized shim."""
+    library("shim", "sanitized")
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=sanitizer_environment(), cwd=ROOT / "tests/cuda", capture_output=True, text=True,
+    )  # fmt: skip
+
+
 def assert_clean(file: str, tests: str) -> None:
     """Runs these tests of a file (pytest's -k) under the sanitizers."""
     library("kernels", "sanitized")

@@ -6,8 +6,6 @@ small and whole: a right kernel has no rounding.
 
 import ctypes
 import os
-import subprocess
-import sys
 
 import host_build
 import mutate
@@ -97,11 +95,6 @@ def test_a_deadlock_says_where_each_warpgroup_waits():
 
 
 def test_sanitizers_see_no_error_of_the_simulator():
-    host_build.library("shim", "sanitized")
     code = "import test_async; print(test_async.outcome(schedule=3, kind='sanitized'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=host_build.sanitizer_environment(), cwd=host_build.ROOT / "tests/cuda",
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = host_build.run_sanitized(code)
     assert done.stdout.strip() == "right", done.stderr

@@ -3,8 +3,6 @@
 import ctypes
 import math
 import re
-import subprocess
-import sys
 
 import host_build
 import pytest
@@ -68,13 +66,8 @@ def test_a_launch_beyond_the_limits_fails():
 
 @pytest.mark.parametrize("mistake", ["none", "past_the_end", "past_shared"])
 def test_sanitizers_see_what_is_out_of_bounds(mistake):
-    host_build.library("shim", "sanitized")
     code = f"import test_shim; print(test_shim.block_sums({mistake!r}, 'sanitized'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=host_build.sanitizer_environment(), cwd=host_build.ROOT / "tests/cuda",
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = host_build.run_sanitized(code)
     if mistake == "none":
         assert done.returncode == 0, done.stderr
     else:
