@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import Carrier
 
 import fastattn.kernels
+from fastattn.backends import registry
 from fastattn.backends import triton as backend
 
 if not backend.INSTALLED:
@@ -154,3 +156,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def device():
     return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture
+def carried(device, monkeypatch):
+    """Test tensors are on the CPU. The backend copies them to the kernels' device, and back."""
+    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(backend, device))

@@ -7,15 +7,15 @@ import helpers
 import pytest
 import torch
 import triton.language as tl
-from helpers import Carrier
 
 from fastattn import testing
-from fastattn.backends import registry, triton
 from fastattn.kernels.host.launch import Call
 from fastattn.kernels.loop import additive_forward, forward
 from fastattn.kernels.score import additive
 from fastattn.problem.record import SCORES, WEIGHTS
 from fastattn.testing import GRID, Case
+
+pytestmark = pytest.mark.usefixtures("carried")
 
 INF = math.inf
 
@@ -85,12 +85,6 @@ DECODE = [
     small("bias", M=2, N=150, bias="bn", bias_inf=True, dropout_p=0.3, dtype=torch.float16),
     small("huge", M=1, N=150, magnitude=100.0),
 ]
-
-
-@pytest.fixture(autouse=True)
-def carried(monkeypatch, device):
-    """Test tensors are on the CPU. The backend copies them to the kernels' device, and back."""
-    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from helpers import Carrier
 
 import fastattn
 from fastattn import testing
-from fastattn.backends import registry, triton
 from fastattn.testing import GRID, Case
+
+pytestmark = pytest.mark.usefixtures("carried")
 
 
 def small(name, **features):
@@ -40,17 +40,15 @@ CASES += [dataclasses.replace(small("half", M=9), dtype=x) for x in (torch.float
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case, device, monkeypatch):
+def test_case(case, device):
     if device.type == "cuda":
         pytest.skip("on a GPU the grid runs in tests/contract/test_grid.py")
-    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
     testing.check(case, "triton")
 
 
 @pytest.mark.parametrize("D", [1, 5])
-def test_infinite_bandwidths(D, device, monkeypatch):
+def test_infinite_bandwidths(D):
     """A dim with one adds nothing to a score, even where a head has no other."""
-    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
     q, k, v = (torch.randn(1, 2, n, size) for n, size in ((20, D), (70, D), (70, 6)))
     h = torch.full((2, 1, D), math.inf)
     h[1, :, 0] = 0.7

@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
-from helpers import Carrier
 from properties import large_logits
 
 import fastattn
 from fastattn import testing
-from fastattn.backends import _gpu, registry
+from fastattn.backends import _gpu
 from fastattn.backends import triton as backend
 from fastattn.kernels.host import launch
 from fastattn.kernels.loop import forward, grad_bias
@@ -38,9 +37,8 @@ def test_case(case, device):
 
 
 @pytest.mark.parametrize("name", ["plain-N64", "alibi-decode", "softcap"])
-def test_blocks_of_keys_are_merged(name, device, monkeypatch):
+def test_blocks_of_keys_are_merged(name, carried):
     """What a saved maximum counts differs with a bias, and with a softcap."""
-    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(backend, device))
     case = next(c for c in CASES if c.name == name and c.dtype == torch.float32)
     testing.check_blocks(case, "triton")
 
@@ -188,9 +186,8 @@ def grad_out_of(q, results):
 
 
 @pytest.mark.parametrize("letters", ["", "hn", "mn"])
-def test_gradient_of_a_small_bias_is_split_and_added_up(letters, device, monkeypatch):
+def test_gradient_of_a_small_bias_is_split_and_added_up(letters, carried, monkeypatch):
     """Sums over blocks of rows, and over samples and heads in parts, some of different size."""
-    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(backend, device))
     case = testing.Case(f"parts-{letters}", B=5, M=70, N=20, D=8, E=8, bias=letters)
     for programs in (1, 5):  # the default of 264 has a part for each
         monkeypatch.setattr(grad_bias, "DBIAS_PROGRAMS", programs)

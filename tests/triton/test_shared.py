@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers import SCORES, Carrier
+from helpers import SCORES
 from properties import garbage
 from properties.blocks import (  # noqa: F401
     test_a_block_drops_what_the_whole_drops,
@@ -25,19 +25,17 @@ from properties.garbage import (  # noqa: F401
     test_nan_upstream_stays_in_its_row,
 )
 
-from fastattn.backends import registry, triton
+from fastattn.backends import triton
 from fastattn.kernels.loop import additive_backward
 
 
 @pytest.fixture
-def backend(request, device, monkeypatch):
+def backend(request, device, carried, monkeypatch):
     if device.type == "cuda":
         pytest.skip("on a GPU these run where they are written")
     score = request.getfixturevalue("score") if "score" in request.fixturenames else "dot"
     if score not in triton.SCORES:
         pytest.skip(f"no Triton kernel for the {score} score")
-    # Copied from the CPU to the CPU, which tests the Carrier.
-    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(triton, device))
     monkeypatch.setattr(additive_backward, "FEW_QUERIES", 0)  # the sizes here are for tiles
     return "triton"
 

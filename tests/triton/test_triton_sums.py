@@ -9,11 +9,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import Carrier
 
 from fastattn import testing
-from fastattn.backends import registry
-from fastattn.backends import triton as backend
 from fastattn.kernels.host import config
 from fastattn.kernels.loop import grad_key
 from fastattn.testing import GRID, Case
@@ -21,10 +18,9 @@ from fastattn.testing.budget import error, largest
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch, device):
+def interpreted(device, carried):
     if device.type == "cuda":
         pytest.skip("on a GPU long sums run in tests/contract/test_properties.py")
-    monkeypatch.setitem(registry.BACKENDS, "triton", Carrier(backend, device))
 
 
 def errors(score, grad, **sizes):
