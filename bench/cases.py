@@ -14,7 +14,6 @@ import torch
 from bench import packed
 from fastattn import Mask, testing
 from fastattn.problem import Problem, validate
-from fastattn.problem.record import MASK_TENSORS
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
@@ -261,12 +260,7 @@ def draw(case: Case, device: str = "cpu") -> testing.Tensors:
     They are drawn on the device: a CPU takes seconds for inputs that fill a GPU.
     """
     t = testing.make(case.problem, device)
-    t = dataclasses.replace(t, mask=_mask(case, t.mask))
-    moved = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in vars(t).items()}
-    m = t.mask
-    given = {name: getattr(m, name) for name in MASK_TENSORS}
-    there = {name: x.to(device) for name, x in given.items() if x is not None}
-    return testing.Tensors(**{**moved, "mask": dataclasses.replace(m, **there)})
+    return dataclasses.replace(t, mask=_mask(case, t.mask).to(device))
 
 
 def _mask(case: Case, drawn: Mask) -> Mask:
