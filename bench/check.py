@@ -83,8 +83,8 @@ def _seeded(implementation: Implementation, direction: str, upstream: Tensor) ->
 
 
 def worst(ratios: dict[str, float]) -> float:
-    """The largest ratio; infinite if one is NaN."""
-    return max(math.inf if math.isnan(r) else r for r in ratios.values())
+    """The largest ratio; infinite if one is NaN, or there is none."""
+    return max((math.inf if math.isnan(r) else r for r in ratios.values()), default=math.inf)
 
 
 def _rows(work: Workload) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench import machine
 from bench.cases import BOTH, FORWARD
+from bench.check import worst
 from bench.measure import Timing
 from bench.peers import OURS, PLAIN, WITHOUT
 
@@ -41,8 +42,7 @@ class Row:
     @property
     def error_ratio(self) -> float:
         """The worst of the results; infinite if one is NaN or ours could not run."""
-        ratios = self.error_ratios.values()
-        return max((math.inf if math.isnan(r) else r for r in ratios), default=math.inf)
+        return worst(self.error_ratios)
 
     @property
     def wrong(self) -> bool:

@@ -192,15 +192,12 @@ def step(work: Workload, name: str, direction: str, threads: int) -> Callable[[]
 def together(device: torch.device) -> Callable[[Callable], float]:
     """A timer: ms until the last rank has finished, the same number on every rank."""
 
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     def timer(call: Callable[[], object]) -> float:
         dist.barrier()
         start = time.perf_counter()
         call()
-        wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         worst = torch.tensor(1e3 * (time.perf_counter() - start), device=device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return worst.item()

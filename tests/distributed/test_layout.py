@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench import context
+from bench.context import imbalance
 from fastattn import Mask
 from fastattn.distributed import Layout
 
@@ -77,11 +78,6 @@ def test_chunks_begin_at_multiples_of_the_unit(unit):
 
 
 # ---- balance, by counts of kept pairs; docs/distributed.md has these numbers ----
-
-
-def imbalance(layout, cost):
-    loads = layout.loads(cost)
-    return max(loads) / statistics.mean(loads)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
