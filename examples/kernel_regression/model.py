@@ -50,18 +50,13 @@ def loss(model: nn.Module, x: Tensor, y: Tensor, others: Tensor) -> Tensor:
     return (model(x, x, y, attn_mask=others) - y).square().mean()
 
 
-def learn(
-    model: nn.Module, x: Tensor, y: Tensor, others: Tensor, steps: int, name: str
-) -> list[float]:
-    """Fits the bandwidth; returns the loss of every step."""
+def learn(model: nn.Module, x: Tensor, y: Tensor, others: Tensor, steps: int, name: str) -> None:
+    """Fits the bandwidth."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    losses = []
     with trange(steps, desc=name, unit="step") as progress:
         for _ in progress:
             optimizer.zero_grad()
             error = loss(model, x, y, others)
             error.backward()
             optimizer.step()
-            losses.append(error.item())
-            progress.set_postfix(mse=f"{losses[-1]:.4f}")
-    return losses
+            progress.set_postfix(mse=f"{error.item():.4f}")
