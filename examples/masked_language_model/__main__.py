@@ -53,8 +53,8 @@ def fine_tune(encoder: Encoder, splits: list[ReviewDataset], epochs: int, name: 
     options.set_seed(seed)
     model = Classifier(encoder).to(devices.of(encoder))
     batches = dataset.training_batches(training, 32, seed)
-    history = train(model, batches, dataset.evaluation_batches(validation, 256), epochs, name)
-    return {"test": accuracy(model, dataset.evaluation_batches(test, 256)), **history}
+    history = train(model, batches, dataset.evaluation_batches(validation), epochs, name)
+    return {"test": accuracy(model, dataset.evaluation_batches(test)), **history}
 
 
 def learn_tasks(

@@ -98,10 +98,8 @@ def main(argv: list[str] | None = None) -> dict:
         model.to(given.device)
         options.set_seed(given.seed)  # the same batches and the same dropout for both
         batches = dataset.training_batches(training, BATCH, given.seed)
-        history = train.train(
-            model, batches, dataset.evaluation_batches(validation, 256), epochs, name
-        )
-        tested = train.accuracy(model, dataset.evaluation_batches(test, 256))
+        history = train.train(model, batches, dataset.evaluation_batches(validation), epochs, name)
+        tested = train.accuracy(model, dataset.evaluation_batches(test))
         result[name] = {"test": tested, **history}
     rows = [
         {"": name, "test accuracy": f"{r['test']:.2%}", "training, s": f"{r['seconds']:.1f}"}

@@ -106,7 +106,7 @@ def training_batches(
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
 
-def evaluation_batches(dataset: ReviewDataset, batch_size: int) -> DataLoader:
+def evaluation_batches(dataset: ReviewDataset) -> DataLoader:
     """Every review once, by length."""
     order = sorted(range(len(dataset)), key=lambda n: len(dataset.items[n][0]))
-    return DataLoader(dataset, batch_size=batch_size, sampler=order, collate_fn=collate)
+    return DataLoader(dataset, batch_size=256, sampler=order, collate_fn=collate)

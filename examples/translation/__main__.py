@@ -80,8 +80,8 @@ def build(kind: str, source: Vocabulary, target: Vocabulary, plain: bool = False
 def score(model: nn.Module, test: Corpus, target: Vocabulary) -> dict[str, float | None]:
     """BLEU on the test set by greedy and by beam search."""
     return {
-        "greedy BLEU": train.bleu(train.translations(model, test, target, 1, 256), test),
-        f"beam {BEAMS} BLEU": train.bleu(train.translations(model, test, target, BEAMS, 256), test),
+        "greedy BLEU": train.bleu(train.translations(model, test, target, 1), test),
+        f"beam {BEAMS} BLEU": train.bleu(train.translations(model, test, target, BEAMS), test),
     }
 
 

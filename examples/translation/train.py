@@ -84,15 +84,13 @@ def validation_loss(model: nn.Module, corpus: Corpus, size: int) -> float:
     return sum(loss(model, batch).item() for batch in batches) / len(batches)
 
 
-def translations(
-    model: nn.Module, corpus: Corpus, target: Vocabulary, beams: int, size: int
-) -> list[str]:
+def translations(model: nn.Module, corpus: Corpus, target: Vocabulary, beams: int) -> list[str]:
     """The model's translation of every English sentence, in the order of the corpus."""
     model.eval()
     order = sorted(range(len(corpus)), key=lambda n: len(corpus.encoded[n][0]))
     found: dict[int, str] = {}
-    for n in tqdm(range(0, len(order), size), desc=f"translating, {beams} beams", unit="batch"):
-        indices = order[n : n + size]
+    for n in tqdm(range(0, len(order), 256), desc=f"translating, {beams} beams", unit="batch"):
+        indices = order[n : n + 256]
         batch = corpus.batch(indices)
         for index, row in zip(
             indices, translate(model, batch.source, batch.lengths, beams), strict=True
