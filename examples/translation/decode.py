@@ -20,7 +20,7 @@ class State(Protocol):
 class Decoder(Protocol):
     """What a translator needs so that it can decode word by word."""
 
-    def begin(self, source: Tensor, lengths: Tensor) -> Any:
+    def begin(self, source: Tensor, lengths: Tensor) -> State:
         """Sources [B, N] with lengths [B] -> the state of one empty hypothesis each."""
 
     def next_words(self, words: Tensor, state: Any) -> Tensor:
