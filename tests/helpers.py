@@ -186,6 +186,15 @@ def assert_module_close(module, formula, tensors: list, terms: float = 0.0, **op
         testing.assert_within_budget(found, plain, grad, name, scale)
 
 
+def assert_tools_keep(module, other, *tensors) -> None:
+    """A copy, ``other`` with the module's state, and compiled code compute what it computes."""
+    expected = module(*tensors)
+    other.load_state_dict(module.state_dict())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for twin in (copy.deepcopy(module), other, compiled):
+        torch.testing.assert_close(twin(*tensors), expected)
+
+
 def with_gradients(call, owner, tensors: list, dtype) -> tuple[tuple, dict[str, torch.Tensor]]:
     """The results of ``call(*tensors)``, and gradients of a fixed function of them by name.
 

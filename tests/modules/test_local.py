@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from helpers import assert_module_close
+from helpers import assert_module_close, assert_tools_keep
 from plain import plain_scores
 
 from fastattn import LocalAttention
@@ -187,13 +187,7 @@ def test_tools(alignment, tensors):
     assert (module(*tensors) != module(*tensors)).any()
     module.eval()
     assert alignment in repr(module)
-    expected = module(*tensors)
-    torch.testing.assert_close(copy.deepcopy(module)(*tensors), expected)
-    other = module_for(alignment).eval()
-    other.load_state_dict(module.state_dict())
-    torch.testing.assert_close(other(*tensors), expected)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*tensors), expected)
+    assert_tools_keep(module, module_for(alignment).eval(), *tensors)
 
 
 def test_meta_tensors(alignment, tensors):

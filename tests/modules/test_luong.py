@@ -1,10 +1,8 @@
 """LuongAttention against the formulas of the paper, in float64."""
 
-import copy
-
 import pytest
 import torch
-from helpers import assert_module_close
+from helpers import assert_module_close, assert_tools_keep
 from plain import plain_scores
 
 from fastattn import LuongAttention, Mask
@@ -103,13 +101,7 @@ class TestLuong:
         assert (module(*tensors, need_weights=True)[1] == 0).any()
         module.eval()
         assert method in repr(module)
-        expected = module(*tensors)
-        torch.testing.assert_close(copy.deepcopy(module)(*tensors), expected)
-        other = module_for(method).eval()
-        other.load_state_dict(module.state_dict())
-        torch.testing.assert_close(other(*tensors), expected)
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(*tensors), expected)
+        assert_tools_keep(module, module_for(method).eval(), *tensors)
 
 
 def test_errors(tensors):

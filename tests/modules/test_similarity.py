@@ -1,11 +1,9 @@
 """CosineAttention and NadarayaWatson against their formulas, in float64."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
-from helpers import assert_module_close
+from helpers import assert_module_close, assert_tools_keep
 
 import fastattn
 from fastattn import CosineAttention, Mask, NadarayaWatson
@@ -103,13 +101,7 @@ class TestBoth:
         module.dropout = 0.5
         assert (module(*tensors, need_weights=True)[1] == 0).any()
         module.eval()
-        expected = module(*tensors)
-        torch.testing.assert_close(copy.deepcopy(module)(*tensors), expected)
-        other = make()
-        other.load_state_dict(module.state_dict())
-        torch.testing.assert_close(other(*tensors), expected)
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(*tensors), expected)
+        assert_tools_keep(module, make(), *tensors)
 
 
 class TestCosine:
