@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import recorded
 
 from fastattn import testing
 from fastattn.backends import eager, registry
@@ -280,18 +281,6 @@ def test_memory_sees_a_known_allocation():
 
 
 # ---- comparing two runs ----
-
-
-def recorded(ours: float, peer: float, spread: float = 0.0, **changes) -> dict:
-    """A run with one row, as in bench.json."""
-
-    def timing(ms):
-        return {"median": ms, "q25": ms * (1 - spread), "q75": ms * (1 + spread)}
-
-    row = dict(case="dense", direction="forward", wrong=False, failure=None, best_peer="torch SDPA")
-    row["times_ms"] = {"fastattn": timing(ours), "torch SDPA": timing(peer)}
-    about = dict(device="cpu", cpu="c", torch_isa="i", threads=2, torch="2", commit=None, date="d")
-    return {"schema": 1, "machine": about, "rows": [row | changes]}
 
 
 @pytest.mark.parametrize(

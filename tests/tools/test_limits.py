@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from runs import recorded
 
 RATES = {
     "multiply_add": 200.0, "pairs": 400.0, "tiles": 0.0, "exp2": 16.0, "exp2_half": 20.0,
@@ -125,15 +126,6 @@ def test_of_two_measurements_the_better_counts():
 # ---- comparing runs on two kinds of machine ----
 
 
-def recorded(cpu: str, ours: float, peer: float, share: float | None) -> dict:
-    """A run with one row, as in bench.json."""
-    times = {"fastattn": ours, "torch SDPA": peer}
-    row = dict(case="dense", direction="forward", wrong=False, failure=None, best_peer="torch SDPA")
-    row["times_ms"] = {n: {"median": ms, "q25": ms, "q75": ms} for n, ms in times.items()}
-    about = dict(device="cpu", cpu=cpu, torch_isa="i", threads=2, torch="2", commit=None, date="d")
-    return {"schema": 1, "machine": about, "rows": [row | {"of_bound": share}]}
-
-
 @pytest.mark.parametrize(
     ("old", "new", "status", "said"),
     [
@@ -147,7 +139,8 @@ def recorded(cpu: str, ours: float, peer: float, share: float | None) -> dict:
 def test_unlike_machines_are_judged_by_shares(tmp_path, capsys, old, new, status, said):
     from bench import compare
 
-    for name, run in ("old", old), ("new", new):
-        (tmp_path / name).write_text(json.dumps(recorded(*run)))
+    for name, (cpu, ours, peer, share) in ("old", old), ("new", new):
+        run = recorded(ours, peer, cpu=cpu, of_bound=share)
+        (tmp_path / name).write_text(json.dumps(run))
     assert compare.main([str(tmp_path / "old"), str(tmp_path / "new")]) == status
     assert said in "".join(capsys.readouterr())
