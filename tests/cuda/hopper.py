@@ -92,9 +92,7 @@ def found_right():
 
 
 def products():
-    library = ctypes.CDLL(str(shim_backend.library()))
-    library.shim_products.restype = ctypes.c_uint64
-    return library.shim_products()
+    return Simulator().products()
 
 
 def heads(M=40, D=64):

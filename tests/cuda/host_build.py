@@ -156,14 +156,19 @@ def run_sanitized(code: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-def assert_clean(file: str, tests: str) -> None:
-    """Runs these tests of a file (pytest's -k) under the sanitizers."""
-    library("kernels", "sanitized")
+def run_tests(file: str, tests: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    """Runs these tests of a file (pytest's -k) in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "--capture=sys", file, "-k", tests],  # reports go to the file descriptor
-        env=sanitizer_environment() | {"FASTATTN_TEST_SHIM": "sanitized"},
-        cwd=ROOT, capture_output=True, text=True,
+        env=environment, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
+
+
+def assert_clean(file: str, tests: str) -> None:
+    """Runs these tests of a file under the sanitizers."""
+    library("kernels", "sanitized")
+    environment = sanitizer_environment() | {"FASTATTN_TEST_SHIM": "sanitized"}
+    done = run_tests(file, tests, environment)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[:4000]}"
     assert " passed" in done.stdout

@@ -53,12 +53,7 @@ def run_tests(mistake: Mistake, library: Path) -> subprocess.CompletedProcess:
         environment = host_build.sanitizer_environment()
     environment |= {"FASTATTN_TEST_SHIM": mistake.kind, "FASTATTN_TEST_LIBRARY": str(library)}
     test = mistake.test or TESTS[mistake.source]
-    tests = str(host_build.ROOT / "tests/cuda" / test)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    return subprocess.run(
-        [*command, "--capture=sys", tests, "-k", mistake.tests],
-        env=environment, cwd=host_build.ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    return host_build.run_tests(f"tests/cuda/{test}", mistake.tests, environment)
 
 
 def main() -> int:
