@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastattn import Mask
-from fastattn.problem import Dropout, Problem, seeds, validate
+from fastattn.problem import Dropout, Problem, validate
 from fastattn.problem.record import _philox4x32
 
 
@@ -83,9 +83,9 @@ KNOWN_ANSWERS = [
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_known_answers(counter, key, expected):
     low, high = (int(word, 16) for word in key.split())
-    seed = seeds._as_int64(high << 32 | low)
+    record, _ = dropout_record(high << 32 | low)
     words = tuple(torch.tensor(int(word, 16)) for word in counter.split())
-    found = _philox4x32(torch.tensor(seed), words)
+    found = _philox4x32(record.dropout.seed, words)
     assert " ".join(f"{word.item():08x}" for word in found) == expected
 
 
