@@ -74,14 +74,9 @@ def triton(monkeypatch, tmp_path):
     fake.forward = forward
     monkeypatch.setattr(registry, "BACKENDS", {"triton": fake, "cuda": cuda, "eager": EAGER})
     health.forget()
-    for backend, kind in (
-        ("triton", "plain"),
-        ("triton", "plain decoding"),
-        *(("triton", kind) for kind in ("rich", "bias", "dropout", "weights", "keep")),
-        ("triton", "plain D<=256"),
-        ("cuda", ""),
-    ):
-        health.keep(Check(backend, "dot", "float16", kind), CPU, None)
+    for kind in (*self_check.PROBLEMS, "plain D<=256"):
+        health.keep(Check("triton", "dot", "float16", kind), CPU, None)
+    health.keep(Check("cuda", "dot", "float16", ""), CPU, None)
     yield fake
     wgmma.choose(CPU, False)
     health.forget()
