@@ -160,14 +160,14 @@ def _kind(p: Problem, bias: bool) -> str:
     """Which kernels a backend that compiles them takes: see ``kernels/host/config.py``."""
     has = {"bias": bias, "dropout": p.dropout is not None, "weights": p.weights != "none"}
     given = [name for name in has if has[name]]
-    size = max(p.D, p.E)
-    size = "" if size <= 64 else " D<=128" if size <= 128 else " D<=256"
+    width = max(p.D, p.E)
+    size = "" if width <= 64 else " D<=128" if width <= 128 else " D<=256"
     if p.M <= wgmma.FEW_QUERIES:  # a curve, or one feature, has no tiles of its own
-        return f"{'rich' if given else 'plain'} decoding{size}"
+        return f"{'bias' if bias else 'rich' if given else 'plain'} decoding{size}"
     given += ["curved"] if p.softcap else []
     if not given and p.mask.keep is not None:
         given = ["keep"]
-    return f"{given[0] if len(given) == 1 else 'rich' if given else 'plain'}{size}"
+    return f"{'rich' if len(given) > 1 else given[0] if given else 'plain'}{size}"
 
 
 def may_remember(p: Problem, chosen: str) -> bool:

@@ -206,8 +206,7 @@ def q_range(mask, b, j0, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Row blocks that keep keys of [j0, j0 + BLOCK_N): the transpose of kv_range.
 
     Not for limits that vary over rows, which are no interval of rows: those come in lists. A block
-    with rows past the last one is partial: their scores are 0 times a key, so NaN if that is
-    infinite.
+    that ends past the last row is partial. Queries are 0 there, and 0 times an infinite key is NaN.
     """
     j1 = tl.minimum(j0 + BLOCK_N, N) - 1
     begin = tl.zeros_like(j0)

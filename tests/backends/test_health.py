@@ -180,7 +180,7 @@ def test_a_backend_that_compiles_is_checked_on_the_kernels_of_the_call(install, 
     assert set(verdicts()) == {
         "fake/dot/float32/plain decoding",
         "fake/dot/float32/weights",
-        "fake/dot/float32/rich decoding D<=128",
+        "fake/dot/float32/bias decoding D<=128",
         "fake/dot/float32/plain D<=256",
     }
 

@@ -112,7 +112,8 @@ BAD_OPTIONS = {
     "attn-mask-torchs": (
         dict(attn_mask=x(B * H, M, N)), Value, r"write attn_mask.unflatten\(0, \(2, 4\)\)"),
     "attn-mask-dims": (dict(attn_mask=x(1, B, H, M, N)), Value, r"attn_mask: expected a shape"),
-    "attn-mask-larger": (dict(attn_mask=x(B, 2 * H, M, N)), Value, r" got \[2, 8, 5, 7\]$"),
+    "attn-mask-larger": (dict(attn_mask=x(B, 2 * H, M, N)), Value,
+                         r"^attn_mask: expected a shape.* got \[2, 8, 5, 7\]$"),
     "attn-mask-nested": (dict(attn_mask=NESTED), Type, r"attn_mask: .*dense strided tensor"),
     "bias-sparse": (dict(bias=SPARSE), Type, r"bias: expected a dense strided tensor, got layout"),
     "attn-mask-device": (

@@ -94,7 +94,10 @@ def test_a_check_has_the_configurations_of_its_calls(size, M):
             )
             for case in cases
         }  # fmt: skip
+        own = kind(bias, p.softcap, p.dropout_p, p.weights)
+        narrow = kind(bias and q.dtype, p.softcap, p.dropout_p, p.weights)
         for rows in tables:
             row = rows[config.size_class(size)]
-            needed = getattr(row, kind(bias, p.softcap, p.dropout_p, p.weights))
-            assert needed in {getattr(row, kind) for kind in kinds}, options
+            found = {getattr(row, x) for x in kinds}
+            assert getattr(row, own) in found, options
+            assert found <= {getattr(row, x) for x in (narrow, "wide_bias")[: 2 if bias else 1]}
