@@ -59,6 +59,7 @@ def _in_short(error: Exception) -> str:
 SIZES: dict[str, Any] = dict(B=2, H=2, Hkv=1, D=40, E=64)
 TAILS: dict[str, Any] = dict(SIZES, M=33, N=65)
 FEW: dict[str, Any] = dict(SIZES, N=130, kv_len="batch")
+RICH: dict[str, Any] = dict(dropout_p=0.2, weights="mean", lse=True)
 RICH_FEW: dict[str, Any] = dict(FEW, M=3, bias="hmn", dropout_p=0.2, weights="full")
 # A float32 bias of half types has tiles of its own. Other types leave its problems out.
 PROBLEMS: dict[str, list[dict[str, Any]]] = {
@@ -66,7 +67,11 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
         dict(TAILS, causal="bottom_right", kv_len="batch", lse=True),
         dict(B=1, H=1, Hkv=1, M=128, N=128, D=64, E=64),  # no mask, whole tiles
     ],
-    "rich": [dict(TAILS, keep="mn", bias="hmn", dropout_p=0.2, weights="mean", lse=True)],
+    "rich": [dict(TAILS | RICH, keep="mn")],
+    "rich bias": [
+        dict(TAILS | RICH, keep="mn", bias="hmn"),
+        dict(TAILS | RICH, bias="hmn", bias_dtype=torch.float32),
+    ],
     "bias": [
         dict(TAILS, keep="mn", bias="hmn", lse=True),
         dict(TAILS, bias="hmn", bias_dtype=torch.float32),

@@ -42,7 +42,7 @@ EVERYDAY = (
     Check("triton", "dot", "bfloat16", "plain decoding D<=128"),
     Check("triton", "dot", "float32", "plain"),
     Check("triton", "dot", "float32", "plain decoding"),
-    Check("triton", "dot", "float32", "rich"),
+    Check("triton", "dot", "float32", "rich bias"),
     Check("triton", "dot", "float32", "weights"),
     Check("triton", "dot", "float32", "bias"),
     Check("triton", "additive", "float32", "plain"),

@@ -167,7 +167,8 @@ def _kind(p: Problem, bias: bool) -> str:
     given += ["curved"] if p.softcap else []
     if not given and p.mask.keep is not None:
         given = ["keep"]
-    return f"{'rich' if len(given) > 1 else given[0] if given else 'plain'}{size}"
+    rich = "rich bias" if bias else "rich"
+    return f"{rich if len(given) > 1 else given[0] if given else 'plain'}{size}"
 
 
 def may_remember(p: Problem, chosen: str) -> bool:

@@ -80,7 +80,8 @@ def test_a_check_has_the_configurations_of_its_calls(size, M):
     weights, keep = dict(return_weights="mean"), dict(attn_mask=torch.ones(M, 20).bool())
     dropped, biased, wide = dict(dropout_p=0.5), dict(bias=q.dtype), dict(bias=torch.float32)
     one = {}, weights, dropped, biased, wide, keep, dict(softcap=2.0), dict(softcap=2.0) | keep
-    for options in (*one, dropped | keep, weights | biased, dropped | biased | keep):
+    rich = weights | dropped, weights | biased, dropped | wide, dropped | dict(softcap=2.0)
+    for options in (*one, dropped | keep, *rich, dropped | biased | keep):
         bias = options.get("bias")
         given = {name: value for name, value in options.items() if name != "bias"}
         p = validate.build("dot", q[:, :, :M], q, q, **given).p
