@@ -245,9 +245,7 @@ def cuda_code(nvcc: str) -> list[tuple[str, str]]:
     known = output([nvcc, "--list-gpu-arch"]).split()
     # Variants such as 90a are not listed before CUDA 12.9; they came with their plain number.
     names = wanted("FASTATTN_CUDA", [code for _, code in CUDA_CODE])
-    usable = [
-        (arch, code) for arch, code in CUDA_CODE if arch.rstrip("a") in known and code in names
-    ]
+    usable = [pair for pair in CUDA_CODE if pair[0].rstrip("a") in known and pair[1] in names]
     if not usable:
         raise Unavailable(f"{nvcc} compiles for none of {', '.join(code for _, code in CUDA_CODE)}")
     return usable
@@ -282,12 +280,9 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
     flags = [*CUDA_FLAGS, "-ccbin", shlex.join(cxx), *code_flags(cuda_code(nvcc))]
     user = quote(shlex.split(os.environ.get("CXXFLAGS", "")))
     text = RULES.format(build=BUILD_CUDA, cxx=quote(cxx), user=user, ldflags=quote(link))
+    threads = min(len(CUDA_CODE), os.cpu_count() or 1)
     text += CUDA_RULES.format(
-        nvcc=quote([nvcc]),
-        flags=quote(flags),
-        threads=min(len(CUDA_CODE), os.cpu_count() or 1),
-        cxx=quote(cxx),
-        stub=STUB,
+        nvcc=quote([nvcc]), flags=quote(flags), threads=threads, cxx=quote(cxx), stub=STUB
     )
     objects = []
     # Backwards: dot/*_wgmma.cu, for one GPU and thus in one thread, would run alone at the end.
@@ -307,9 +302,8 @@ def write_cuda_ninja_file(cxx: list[str], nvcc: str, torch: Path) -> Path:
 
 def run_ninja(ninja: str, file: Path) -> None:
     subprocess.run([ninja, "-f", str(file), "-t", "cleandead"], capture_output=True)
-    command = [ninja, "-f", str(file)]
-    if os.environ.get("MAX_JOBS"):
-        command += ["-j", os.environ["MAX_JOBS"]]
+    jobs = os.environ.get("MAX_JOBS")
+    command = [ninja, "-f", str(file), *(["-j", jobs] if jobs else [])]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
@@ -440,6 +434,10 @@ def run_setuptools() -> None:
 
 if __name__ == "__main__":
     os.chdir(ROOT)
+    if sys.platform.startswith("linux"):
+        import fcntl  # a second build waits for the first, as both write the same files
+
+        fcntl.flock(os.open("setup.py", os.O_RDONLY), fcntl.LOCK_EX)
     if sys.argv[1:] in (["native"], ["cuda"]):
         built = build_in_place(cuda_alone=sys.argv[1:] == ["cuda"])
         sys.exit(0 if built or sys.argv[1:] == ["native"] else 1)
