@@ -73,16 +73,16 @@ def _by_compile_time(item) -> int:
 
 
 # What takes longest comes first: a long file at the end would run alone. With a time limit it comes
-# last. Folders, or how names of files begin: ahead-of-time compilation, the interpreter, the
-# simulator, Inductor, whole programs, several processes.
+# last. Parts of paths: ahead-of-time compilation, grids in the interpreter and the simulator,
+# Inductor, whole programs, what else is interpreted, several processes.
 LONGEST = (
-    "test_aot", "triton", "test_cuda_", "test_compile", "examples", "test_bench", "distributed",
+    "/test_aot", "triton/test_sdpa", "triton/test_shared", "triton/test_additive", "/test_cuda_",
+    "/test_compile", "tests/examples/", "/test_bench", "tests/triton/", "tests/distributed/",
 )  # fmt: skip
 
 
 def _by_length(item) -> int:
-    folder, name = item.path.parent.name, item.path.stem
-    known = (n for n, x in enumerate(LONGEST) if folder == x or name.startswith(x))
+    known = (n for n, part in enumerate(LONGEST) if part in item.path.as_posix())
     return next(known, len(LONGEST))
 
 
@@ -91,8 +91,9 @@ FIRST = ("docs", "tools")
 
 
 def _quickest_first(item) -> int:
-    is_first = item.path.parent.name in FIRST and not item.path.name.startswith(LONGEST)
-    return -len(LONGEST) - 1 if is_first else -_by_length(item)
+    length = _by_length(item)
+    is_first = item.path.parent.name in FIRST and length == len(LONGEST)
+    return -length - is_first
 
 
 @pytest.hookimpl(trylast=True)  # after the folders' own conftest.py, which mark tests
