@@ -29,15 +29,12 @@ def _is_installed() -> bool:
 INSTALLED = _is_installed()
 # What packages of torch's own builds are called.
 DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
-SCORES = ("dot", "additive", "gaussian")
 MAX_HEAD_SIZE = 256
 
 
 def unsupported(p: Problem) -> list[str]:
     """Needs Triton, a GPU whose tensor cores it supports, fp32 or less, head sizes up to 256."""
     reasons = _machine_reasons(p.device)
-    if p.score not in SCORES:
-        reasons.append(f"no Triton kernel for the {p.score} score")
     if p.dtype == torch.float64:
         reasons.append("float64 is left to eager")
     if max(p.D, p.E) > MAX_HEAD_SIZE:

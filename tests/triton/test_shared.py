@@ -25,17 +25,13 @@ from properties.garbage import (  # noqa: F401
     test_nan_upstream_stays_in_its_row,
 )
 
-from fastattn.backends import triton
 from fastattn.kernels.loop import additive_backward
 
 
 @pytest.fixture
-def backend(request, device, carried, monkeypatch):
+def backend(device, carried, monkeypatch):
     if device.type == "cuda":
         pytest.skip("on a GPU these run where they are written")
-    score = request.getfixturevalue("score") if "score" in request.fixturenames else "dot"
-    if score not in triton.SCORES:
-        pytest.skip(f"no Triton kernel for the {score} score")
     monkeypatch.setattr(additive_backward, "FEW_QUERIES", 0)  # the sizes here are for tiles
     return "triton"
 
