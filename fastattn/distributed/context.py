@@ -247,8 +247,6 @@ def alone(
     options = options | (dict(return_weights="full") if average else {})
     tensors: Any = arguments.autocast(score, *given)
     inputs = validate.build(score, *tensors, **options)
-    if sink is not None:
-        sinks.check(sink, inputs.q)
     p = dataclasses.replace(inputs.p, origin=origin)
     watch.call(p, backend, inputs.bias is not None)
     chosen = registry.select(p, backend, inputs.bias is not None)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import weakref
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fastattn
 from bench.context import Shape
 from fastattn import Mask, testing
+from fastattn.backends import registry
 from fastattn.distributed import (
     Layout,
     context_parallel_attention,
@@ -195,6 +197,8 @@ def a_mean_of_half_types_is_rounded_once():
 def by_itself_it_takes_heads_or_gather():
     """Without rows in masks, heads; with them, or too few key heads, gather."""
     group, _, size = world()
+    none = torch.zeros(B, 0, 3, D)
+    assert context_parallel_attention(none, none, none, group).shape == none.shape
     layout = Layout.contiguous(N, size)
     with count_bytes() as sent:
         local("heads", layout=layout, return_lse=True)
@@ -208,6 +212,15 @@ def by_itself_it_takes_heads_or_gather():
     with count_bytes() as gathered:
         local("gather", layout=layout, return_lse=True)
     assert sent.bytes == gathered.bytes != of_heads
+
+
+def backends_are_asked_about_wide_sums():
+    """Over blocks; a GPU has backends without them, and kernels for a bias."""
+    for method, bias in product(("heads", "gather", "ring"), (None, torch.zeros(N))):
+        with mock.patch.object(registry, "select", wraps=registry.select) as select:
+            local(method, bias=bias)
+        (p, _, biased), _ = select.call_args_list[0]
+        assert (p.wide, biased) == (method != "heads", bias is not None)
 
 
 def each_rank_uses_the_results_it_likes():
@@ -334,6 +347,7 @@ PROMISES = [
     heads_at_a_time_change_no_bit,
     a_mean_of_half_types_is_rounded_once,
     by_itself_it_takes_heads_or_gather,
+    backends_are_asked_about_wide_sums,
     bytes_are_those_of_the_table,
     decoding_with_keys_spread_over_ranks,
     limits_of_ranks_with_one_row,

@@ -59,6 +59,7 @@ def refused():
         (TypeError, "x: expected a plain tensor, got Mask",
          lambda: unshard(Mask(), 2, single, group)),
         (TypeError, "dim: expected an int, got bool", lambda: shard(row, True, single, group)),
+        (ValueError, r"sink: expected \[4\]", lambda: local(sink=torch.zeros(H + 1))),
         (ValueError, "heads_per_step: expected 1 or more",
          lambda: local("gather", heads_per_step=0)),
     ):  # fmt: skip

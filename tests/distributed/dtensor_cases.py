@@ -92,6 +92,8 @@ def sinks_softcap_windows_and_shared_key_heads():
         over = mesh.size() if Shard(1) in placements else 2
         compare(mesh, placements, shape=(B, 2 * over, over, N), sink=drawn(2 * over), softcap=2.0,
                 enable_gqa=True, mask=Mask(window=(7, 3)))  # fmt: skip
+        if Shard(1) not in placements:
+            compare(mesh, placements, sink=drawn(H), return_weights="mean")
 
 
 class Sums(TorchDispatchMode):
