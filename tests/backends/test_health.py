@@ -59,6 +59,8 @@ def no_memory(*args):
 
 def test_a_right_backend_is_checked_once(install):
     fake = install(backend())
+    assert fastattn.explain(torch.zeros(1, 2, 3, 4), backend="eager").reasons["fake"] == []
+    assert fake.calls == 0
     call("fake")
     checked = fake.calls
     assert checked > 1
@@ -175,9 +177,11 @@ def test_a_backend_that_compiles_is_checked_on_the_kernels_of_the_call(install, 
     install(backend())
     call()
     call(shape=(1, 2, 20, 4), return_weights="mean")
-    call(shape=(1, 2, 3, 65), bias=torch.zeros(3, 3))
+    call(shape=(1, 2, 16, 65), bias=torch.zeros(16, 16))
     call(shape=(1, 2, 20, 129))
+    call("fake", shape=(1, 2, 20, 4), bias=torch.zeros(20, 20))
     assert set(verdicts()) == {
+        "fake/dot/float32/bias",
         "fake/dot/float32/plain decoding",
         "fake/dot/float32/weights",
         "fake/dot/float32/bias decoding D<=128",

@@ -199,6 +199,12 @@ def test_gradients_of_few_additive_queries_come_from_triton(monkeypatch, capabil
     found = registry.explain(p, grad=False)
     assert found.backend == "cuda"
     assert str(found).endswith(registry.WHY["additive"])
+    for weights in ("none", "full"):
+        q = dataclasses.replace(p, weights=weights)
+        assert [registry.takes(q, grad) for grad in (False, True)] == [True, False]
+    with monkeypatch.context() as missing:
+        missing.setattr(cuda, "LIBRARY_ERROR", "the CUDA library is missing (no nvcc)")
+        assert registry.faster_forward(p, "auto", "triton") is None
     monkeypatch.setattr(triton, "INSTALLED", False)
     assert registry.select(p) == "cuda"
 

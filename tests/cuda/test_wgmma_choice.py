@@ -205,6 +205,7 @@ def odd_calls():
         "strides of k in steps": (q, q[:, :1].expand(1, 2, 40, 64), q),
         "strides of q, k in steps": (heads(40, 12), heads(40, 12), q),
         "q, k in steps of 16 bytes, and": (q[..., :1], q[..., :1], q),  # no stride of columns
+        "a size is 0": (q, q, q[..., :0]),
     }
 
 
@@ -222,18 +223,19 @@ def test_what_cannot_take_it_goes_to_triton(triton, why):
     assert (found.backend, found.path) == ("cuda", "sm_80")
 
 
-MASKING = {
-    "a bias": dict(attn_mask=torch.zeros(40, 40).half()),
-    "a dense mask of pairs": dict(attn_mask=torch.ones(40, 40).bool()),
-    "dropout": dict(dropout_p=0.5),
-    "a limit for each row": dict(mask=Mask(kv_len=torch.full((1, 40), 30))),
-}
-
-
-@pytest.mark.parametrize("what", MASKING)
-def test_triton_keeps_what_masks_every_tile(triton, monkeypatch, what):
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("a bias", dict(attn_mask=torch.zeros(40, 40).half())),
+        ("a dense mask of pairs", dict(attn_mask=torch.ones(40, 40).bool())),
+        ("a dense mask of pairs", dict(attn_mask=torch.ones(2, 1, 40).bool())),
+        ("dropout", dict(dropout_p=0.5)),
+        ("a limit for each row", dict(mask=Mask(kv_len=torch.full((1, 40), 30)))),
+    ],
+)
+def test_triton_keeps_what_masks_every_tile(triton, monkeypatch, what, options):
     found_right()
-    q, options = heads(), MASKING[what]
+    q = heads()
     for _ in range(2):  # the second time from the cache of calls
         assert not takes_wgmma(triton, q, **options)
     assert takes_wgmma(triton, q, mask=Mask(causal="top_left", kv_len=[30]))
@@ -247,8 +249,10 @@ def test_triton_keeps_what_masks_every_tile(triton, monkeypatch, what):
     assert takes_wgmma(triton, q, **options)
 
 
-def test_another_gpu_has_no_such_path(triton, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_another_gpu_has_no_such_path(triton, monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(health, "runner", lambda *args: Verdict(None))
     assert not wgmma.is_right(CPU, may_check=True)
     assert health.verdict(wgmma.CHECK, CPU) == health.UNKNOWN
     q = heads()
@@ -267,6 +271,7 @@ def test_modes(triton, monkeypatch):
     q = heads()
     monkeypatch.setattr(health, "runner", lambda *args: Verdict(None))
     monkeypatch.setenv("FASTATTN_SELF_CHECK", "force")
+    assert takes_wgmma(triton, q, backend="cuda")
     assert takes_wgmma(triton, q)
     monkeypatch.setenv("FASTATTN_SELF_CHECK", "0")
     call_cache.forget()
@@ -319,7 +324,7 @@ def test_the_device_of_the_tensors_decides(triton):
     simulator = ctypes.CDLL(str(shim_backend.library()))
     try:
         for chosen in 0, 1:
-            operators.choose_wgmma(chosen, True)
+            wgmma.choose(torch.device("cuda", chosen))
             for device in 0, 1:
                 simulator.shim_place_tensors(device)
                 assert takes_wgmma(triton, heads(), backend="cuda") == (device == chosen)
@@ -356,5 +361,6 @@ def test_the_check_covers_both_dtypes_and_all_kinds():
 
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])
 def test_the_usual_kernels_are_found_right(triton, score):
-    dtype = "float32" if score != "dot" else "bfloat16"
+    dtype, before = "float32" if score != "dot" else "bfloat16", products()
     assert self_check.run(Check("cuda", score, dtype, ""), CPU) == Verdict(None)
+    assert products() == before

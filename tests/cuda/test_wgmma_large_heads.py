@@ -37,6 +37,12 @@ def test_large_heads_take_it_without_a_gradient(triton):
     for _ in range(2):
         with pytest.raises(ValueError, match=f"'cuda' cannot do this problem: gradients {LARGE}"):
             scaled_dot_product_attention(leaf, q, q, backend="cuda")
+    narrow = heads().requires_grad_()  # beside wide values
+    assert not takes_wgmma(triton, narrow, heads(), q)
+    with pytest.raises(ValueError, match=r"gradients have D and E up to 128, here .* 64 and 136"):
+        scaled_dot_product_attention(narrow, heads(), q, backend="cuda")
+    triton.unsupported = lambda p: ["Triton is not installed"]
+    assert takes_wgmma(triton, heads(41, 136))
 
 
 def test_who_has_no_large_heads_says_so(triton, monkeypatch):

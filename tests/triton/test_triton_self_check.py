@@ -60,8 +60,8 @@ def test_torchs_setting_decides_on_the_dtype_of_the_problems():
 
 
 @pytest.mark.parametrize("M", [3, 20])
-@pytest.mark.parametrize("size", [64, 65, 128, 129, 256])
-def test_a_check_has_the_configurations_of_its_calls(size, M):
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (65, 8), (8, 128), (129, 8), (8, 256)])
+def test_a_check_has_the_configurations_of_its_calls(D, E, M):
     """Those of ``host/config.py``, for heads of one size class."""
 
     def kind(bias, softcap, dropout_p, weights):
@@ -76,7 +76,8 @@ def test_a_check_has_the_configurations_of_its_calls(size, M):
         for rows in table.values()
         if name == "tile" or name.startswith("decode") == (M < 20)
     ]
-    q = torch.zeros(1, 1, 20, size, dtype=torch.float16)
+    size, q = max(D, E), torch.zeros(1, 1, 20, D, dtype=torch.float16)
+    v = q.new_zeros(1, 1, 20, E)
     weights, keep = dict(return_weights="mean"), dict(attn_mask=torch.ones(M, 20).bool())
     dropped, biased, wide = dict(dropout_p=0.5), dict(bias=q.dtype), dict(bias=torch.float32)
     one = {}, weights, dropped, biased, wide, keep, dict(softcap=2.0), dict(softcap=2.0) | keep
@@ -84,7 +85,7 @@ def test_a_check_has_the_configurations_of_its_calls(size, M):
     for options in (*one, dropped | keep, *rich, dropped | biased | keep):
         bias = options.get("bias")
         given = {name: value for name, value in options.items() if name != "bias"}
-        p = validate.build("dot", q[:, :, :M], q, q, **given).p
+        p = validate.build("dot", q[:, :, :M], q, v, **given).p
         cases = self_check.cases_of(registry.check_of("triton", p, bias is not None), p.device)
         classes = {config.size_class(max(case.D, case.E)) for case in cases}
         assert classes == {config.size_class(size)}
