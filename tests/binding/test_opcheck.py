@@ -21,6 +21,7 @@ FEATURES = {
     "layouts": dict(layout=True),
     "tokens": dict(tokens=True),
     "half": dict(dtype=torch.bfloat16, bias=(M, N)),
+    "wide": dict(dtype=torch.bfloat16, wide=True),
     "no-keys": dict(N=0),
 }
 
@@ -60,8 +61,9 @@ def backward_arguments(score, name):
     call = forward_arguments(score, name)
     out, lse, weights, stats = torch.ops.fastattn.forward(*call)
     grad_weights = None if call.weights == WEIGHTS["none"] else torch.randn_like(weights)
-    grads = torch.randn_like(out), torch.randn_like(lse), grad_weights
-    return (*call, *Saved(out, stats, *grads, bias_needs_grad=call.bias is not None))
+    grads = torch.randn_like(out, dtype=call.q.dtype), torch.randn_like(lse), grad_weights
+    wanted = call.bias is not None and name != "mean"
+    return (*call, *Saved(out, stats, *grads, bias_needs_grad=wanted))
 
 
 features = pytest.mark.parametrize("name", FEATURES)
