@@ -108,8 +108,13 @@ def test_vmap_over_one_argument(backend, score, argument, transform):
     assert_vmap(transform, score, (argument,), backend)
 
 
+def twice(call):
+    """The gradients of a norm of the gradients."""
+    return gradients(gradients(call))
+
+
 @scores
-@transforms
+@pytest.mark.parametrize("transform", [identity, gradients, twice])
 def test_vmap_over_everything(backend, score, transform):
     mapped = ("query", "key", "value", "bias", "kv_len", "keep", "kv_begin")
     assert_vmap(transform, score, mapped, backend)

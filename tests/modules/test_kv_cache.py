@@ -327,6 +327,9 @@ class TestStatic:
         expected = module(x, memory, memory, cache=cache)[0]
         spoilt = torch.full_like(memory, torch.nan)
         torch.testing.assert_close(module(x, spoilt, spoilt, cache=cache)[0], expected)
+        with torch.autocast("cpu", torch.bfloat16):  # casts keys that are there
+            half = module(x, spoilt, spoilt, cache=cache)[0].float()
+        torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05)
 
     def test_separate_projections(self):
         module = MultiheadAttention(E, H, kdim=6, vdim=7, batch_first=True)
