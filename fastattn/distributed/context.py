@@ -348,7 +348,7 @@ def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
         TypeError: ``layout`` is no :class:`Layout`, or x no plain tensor.
         ValueError: the dim has another size, or the layout is for another number of ranks.
     """
-    group, dim = _matching(x, dim, layout, mesh, whole=True)
+    group = _matching(x, dim, layout, mesh, whole=True)
     gather, take = heads.whole_and_part(layout, dim, group)
     return move(x, take, gather)
 
@@ -363,12 +363,12 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
         TypeError: ``layout`` is no :class:`Layout`, or x no plain tensor.
         ValueError: the dim does not have as many entries as the layout gives this rank.
     """
-    group, dim = _matching(x, dim, layout, mesh, whole=False)
+    group = _matching(x, dim, layout, mesh, whole=False)
     return move(x, *heads.whole_and_part(layout, dim, group))
 
 
-def _matching(x: Tensor, dim: int, layout: Any, mesh: Any, whole: bool) -> tuple[Group, int]:
-    """The group, and the dim from the left, of a tensor that is whole or this rank's part."""
+def _matching(x: Tensor, dim: int, layout: Any, mesh: Any, whole: bool) -> Group:
+    """The group of a tensor that is whole, or this rank's part, after a check of both."""
     if not isinstance(layout, Layout):
         raise TypeError(
             f"layout: expected a Layout, got {type(layout).__name__}: write "
@@ -386,4 +386,4 @@ def _matching(x: Tensor, dim: int, layout: Any, mesh: Any, whole: bool) -> tuple
     size = layout.length if whole else layout.sizes[group.rank]
     if dim >= x.dim() or x.shape[dim] != size:
         raise ValueError(f"x: expected {size} entries in dim {dim}, got {list(x.shape)}")
-    return group, dim % x.dim()
+    return group
