@@ -203,7 +203,6 @@ def attend(
     if average:  # over heads, each of which has its sink
         options["return_weights"] = "full"
     inputs = _together(score, tensors, (layout, key_layout), options, group, asked_all)
-    origin = origin._replace(M=layout.length, N=key_layout.length)
     p = dataclasses.replace(inputs.p, origin=origin)
     if p.dropout is not None and options.get("seed") is None:
         own: Any = p.dropout.seed
