@@ -12,6 +12,9 @@ import pytest
 import shim_backend
 import torch
 from properties import large_logits
+from properties.extremes import (  # noqa: F401, of both scores
+    test_keys_without_query_heads_have_gradients_of_0,
+)
 
 from fastattn import Mask, scaled_dot_product_attention, testing
 from fastattn.testing import GRID, Case

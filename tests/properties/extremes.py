@@ -225,3 +225,11 @@ def test_the_mean_over_no_heads_is_0(backend, score):
     out, weights = attend(**inputs(score, H=0), return_weights="mean", backend=backend)
     assert out.shape == (2, 0, 5, 3)
     assert torch.equal(weights, torch.zeros(2, 5, 7))
+
+
+@scores
+def test_keys_without_query_heads_have_gradients_of_0(backend, score):
+    found = everything(inputs(score, H=0, Hkv=2, dtype=torch.float16), backend=backend)
+    for name in "grad_key", "grad_value":
+        assert found[name].shape[1] == 2, name
+        assert not found[name].any(), name

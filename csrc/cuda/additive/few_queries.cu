@@ -59,8 +59,7 @@ struct Row {
 FASTATTN_DEVICE Row row_of(const AttentionParams& p, uint32_t number) {
   uint32_t block = number;
   const int64_t i = take_digit(&block, p.M), h = take_digit(&block, p.H), b = block;
-  const int group = static_cast<int>(p.H) / static_cast<int>(p.Hkv);
-  return {b, h, static_cast<int>(h) / group, i, number, 0, 0};
+  return {b, h, static_cast<int>(h) / group_size(p), i, number, 0, 0};
 }
 
 FASTATTN_DEVICE void load_query(const FewArgs& a, const Row& at, const FewMemory& memory) {

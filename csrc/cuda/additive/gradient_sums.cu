@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   uint32_t block = blockIdx.x;
   const int64_t j0 = take_digit(&block, panels.tiles_n) * kTile;
   const int64_t hkv = take_digit(&block, p.Hkv), b = block, group = p.H / p.Hkv;
-  Place at = place(p, b, hkv * group, 0, j0);
+  Place at = key_place(p, b, hkv, j0);
   float* const parts = key_sums(a, b * p.H + at.h, 0, j0 / kTile);
   const int64_t stride = panels.tiles_n * a.plan.block_k, of_head = stride * a.plan.slices_m;
   const int64_t offset = offset_of(p.grad_k, b, hkv, j0, 0);

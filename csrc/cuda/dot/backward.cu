@@ -172,10 +172,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- dk, dv ----
 
-// The keys of a block, and the first of the heads that share them.
-FASTATTN_DEVICE Place key_place(const AttentionParams& p, uint32_t block) {
+// The keys of a block.
+FASTATTN_DEVICE Place own_keys(const AttentionParams& p, uint32_t block) {
   const int64_t tile = take_digit(&block, ceil_div(p.N, kTile)), hkv = take_digit(&block, p.Hkv);
-  return place(p, block, hkv * (static_cast<int>(p.H) / static_cast<int>(p.Hkv)), 0, tile * kTile);
+  return key_place(p, block, hkv, tile * kTile);
 }
 
 // Moves to the n-th tile of queries that the keys at `at` visit, of all heads that share them.
@@ -198,7 +198,7 @@ FASTATTN_DEVICE void sdpa_dkdv_tile(const BackwardParams& p, const Spans& spans,
   Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
   GradMemory<kDim>& memory = turns.memory.tile;
   {
-    const Place own = key_place(p, kCurved ? tile / 2 : tile);
+    const Place own = own_keys(p, kCurved ? tile / 2 : tile);
     turns.begin(own);
     find_rows(p, spans, own, memory.visited);
     start_keys<kDim>(p.k, p.D, own, memory.k);

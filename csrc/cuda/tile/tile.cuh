@@ -50,12 +50,22 @@ FASTATTN_DEVICE int extent(int64_t size, int64_t begin) {
   return static_cast<int>(min64(kTile, size - begin));
 }
 
+// Query heads that share keys.
+FASTATTN_DEVICE int group_size(const AttentionParams& p) {
+  return static_cast<int>(p.H) / static_cast<int>(p.Hkv);
+}
+
 // Past the last tile, rows and cols are at most 0.
 FASTATTN_DEVICE Place place(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
                             int64_t j0) {
-  const int head = static_cast<int>(h);
-  const int group = static_cast<int>(p.H) / static_cast<int>(p.Hkv);
-  return {static_cast<int>(b), head, head / group, i0, j0, extent(p.M, i0), extent(p.N, j0)};
+  const int head = static_cast<int>(h), hkv = head / group_size(p);
+  return {static_cast<int>(b), head, hkv, i0, j0, extent(p.M, i0), extent(p.N, j0)};
+}
+
+// Keys from j0 on, and the first of the heads that share them. There may be no such head.
+FASTATTN_DEVICE Place key_place(const AttentionParams& p, int64_t b, int64_t hkv, int64_t j0) {
+  const int head = static_cast<int>(hkv), h = head * group_size(p);
+  return {static_cast<int>(b), h, head, 0, j0, extent(p.M, 0), extent(p.N, j0)};
 }
 
 // Whether this warp has rows. If M = 1, only a quarter of a tile is computed.
