@@ -39,12 +39,6 @@ FASTATTN_DEVICE AdditiveTiles tiles_of(const BackwardArgs& a) {
   return {a.p, a.plan.panels, workspace(a), a.unit};
 }
 
-FASTATTN_DEVICE Place query_place(const BackwardArgs& a, uint32_t block) {
-  const int64_t i0 = take_digit(&block, a.plan.panels.tiles_m) * kTile;
-  const int64_t h = take_digit(&block, a.p.H), b = block;
-  return place(a.p, b, h, i0, 0);
-}
-
 // product = dO V^T of a tile.
 FASTATTN_DEVICE void value_products(const BackwardParams& p, const Place& at, StageMemory& memory,
                                     Fragment& product) {

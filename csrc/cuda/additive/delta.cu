@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     additive_delta_kernel(const __grid_constant__ BackwardArgs a) {
   BackwardMemory& memory = *static_cast<BackwardMemory*>(shared_memory());
   const BackwardParams& p = a.p;
-  Place at = query_place(a, blockIdx.x);
+  Place at = query_place(p, a.plan.panels.tiles_m, blockIdx.x);
   float* const terms = memory.ds;
   out_terms(p, at, terms);
   __syncthreads();

@@ -152,14 +152,6 @@ FASTATTN_DEVICE void write_states(const ForwardArgs& a, const Place& at, const V
   __syncwarp();
 }
 
-// The block's queries. Where a diagonal bounds the keys, later tiles of queries have more keys and
-// come first.
-FASTATTN_DEVICE Place query_place(const AttentionParams& p, int64_t tiles_m, uint32_t block) {
-  const int64_t n = take_digit(&block, tiles_m), h = take_digit(&block, p.H), b = block;
-  const int64_t tile = later_rows_keep_more(p.mask, p.N) ? tiles_m - 1 - n : n;
-  return place(p, b, h, tile * kTile, 0);
-}
-
 __global__ void __launch_bounds__(kThreads, 3)
     additive_forward_kernel(const __grid_constant__ ForwardArgs a) {
   ForwardMemory& memory = *static_cast<ForwardMemory*>(shared_memory());
@@ -167,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const ForwardParams& p = a.p;
   uint32_t block = blockIdx.x;
   const int64_t chunk = take_digit(&block, a.plan.chunks);
-  Place at = query_place(p, a.plan.panels.tiles_m, block);
+  Place at = query_place(p, a.plan.panels.tiles_m, block, true);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   const int64_t begin = max64(chunk * a.plan.chunk_keys, keys.begin / kTile * kTile);
   const int64_t end = min64((chunk + 1) * a.plan.chunk_keys, keys.end);

@@ -42,7 +42,7 @@ FASTATTN_DEVICE const float* weights_of(const BackwardArgs& a, const Place& at) 
 __global__ void __launch_bounds__(kThreads, 4)
     additive_queries_kernel(const __grid_constant__ BackwardArgs a) {
   const Panels& panels = a.plan.panels;
-  const Place at = query_place(a, blockIdx.x);
+  const Place at = query_place(a.p, panels.tiles_m, blockIdx.x);
   const int64_t stride = panels.tiles_m * a.plan.block_q,
                 offset = offset_of(a.p.grad_q, at.b, at.h, at.i0, 0);
   float* const parts = query_sums(a, at.b * a.p.H + at.h, 0, at.i0 / kTile);

@@ -71,7 +71,7 @@ template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
     sdpa_delta_kernel(const __grid_constant__ BackwardParams p) {
   GradMemory<kDim>& memory = *static_cast<GradMemory<kDim>*>(shared_memory());
-  Place at = query_place(p, blockIdx.x);
+  Place at = query_place(p, ceil_div(p.M, kTile), blockIdx.x);
   float sum[2];  // this lane's share of rows g and g + 8
   sum_products<kType, kDim>(p, at, sum);
   if (p.grad_weights.data != nullptr) {
@@ -121,7 +121,7 @@ FASTATTN_DEVICE void sdpa_dq_tile(const BackwardParams& p, uint32_t tile) {
   Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
   GradMemory<kDim>& memory = turns.memory.tile;
   const float unit = unit_of(p);
-  const Place own = query_place(p, tile);
+  const Place own = query_place(p, ceil_div(p.M, kTile), tile);
   const KeyRange keys = tile_range(p.mask, p.N, own.b, own.i0, own.i0 + own.rows);
   turns.begin(own);
   start_queries<kDim>(p.q, p.D, own, memory.q);

@@ -20,10 +20,6 @@ struct __align__(16) GradMemory {
   Span visited;  // the rows that keys visit
 };
 
-FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, int query) {
-  return (at.b * p.H + at.h) * p.M + at.i0 + query;
-}
-
 // Starts copying row `row` of a query tile, whose first row has this number.
 template <bool kDelta, typename Number>
 FASTATTN_DEVICE void start_row(const BackwardParams& p, const Place& at, Number first, int row,
@@ -33,7 +29,7 @@ FASTATTN_DEVICE void start_row(const BackwardParams& p, const Place& at, Number 
     return;
   }
   const Number number = first + static_cast<Number>(row);
-  const float* const stats = static_cast<const float*>(p.stats) + int64_t{2} * number;
+  const float* const stats = p.stats + int64_t{2} * number;
   copy_async<4>(&rows.shift[row], stats);
   copy_async<4>(&rows.factor[row], stats + 1);
   if (kDelta) copy_async<4>(&rows.delta[row], static_cast<const float*>(p.workspace) + number);
@@ -42,11 +38,6 @@ FASTATTN_DEVICE void start_row(const BackwardParams& p, const Place& at, Number 
 template <bool kDelta>
 FASTATTN_DEVICE void start_rows(const BackwardParams& p, const Place& at, RowMemory& rows) {
   if (thread() < kTile) start_row<kDelta>(p, at, query_number(p, at, 0), thread(), rows);
-}
-
-FASTATTN_DEVICE Place query_place(const AttentionParams& p, uint32_t block) {
-  const int64_t tile = take_digit(&block, ceil_div(p.M, kTile)), h = take_digit(&block, p.H);
-  return place(p, block, h, tile * kTile, 0);
 }
 
 // Turns scores into P, before dropout: exactly 0 where masked, even if the row is NaN.

@@ -61,8 +61,8 @@ FASTATTN_DEVICE void write_parts(const SdpaArgs& a, const Place& at, int64_t chu
     const int row = quad_row(2 * half);
     const float l = lanes_sum(state.l[half], kQuad);
     if (row >= at.rows) continue;
-    const int64_t number = (at.b * a.p.H + at.h) * a.p.M + row;
-    float* const to = partial_at(a.p, 0, (number * a.chunks + chunk) * kWarps + warp());
+    const int64_t part = query_number(a.p, at, row) * a.chunks + chunk;
+    float* const to = partial_at(a.p, 0, part * kWarps + warp());
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
@@ -70,15 +70,6 @@ FASTATTN_DEVICE void write_parts(const SdpaArgs& a, const Place& at, int64_t chu
         if (sum_col(n, v) < a.p.E) to[sum_col(n, v)] = o[n][2 * half + v];
     if (lane() % kQuad == 0) to[a.p.E] = state.m[half], to[a.p.E + 1] = l;
   }
-}
-
-// The queries of a tile. Of all tiles, those of later queries may have more keys, and come first.
-FASTATTN_DEVICE Place query_tile(const SdpaArgs& a, uint32_t tile) {
-  const ForwardParams& p = a.p;
-  const int64_t tiles = ceil_div(p.M, kTile);
-  const int64_t n = take_digit(&tile, tiles), h = take_digit(&tile, p.H);
-  const bool later_first = a.marks == nullptr && later_rows_keep_more(p.mask, p.N);
-  return place(p, tile, h, (later_first ? tiles - 1 - n : n) * kTile, 0);
 }
 
 // The block's queries where they are few. Heads that share keys are neighbours, and find these keys
@@ -97,7 +88,8 @@ FASTATTN_DEVICE void sdpa_forward_tile(const SdpaArgs& a, uint32_t tile) {
   const ForwardParams& p = a.p;
   const float unit = unit_of(p);
   int64_t chunk = 0;
-  Place at = kFew ? few_queries(a, tile, &chunk) : query_tile(a, tile);
+  Place at = kFew ? few_queries(a, tile, &chunk)
+                  : query_place(p, ceil_div(p.M, kTile), tile, a.marks == nullptr);
   KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   if (kFew) {
     keys.begin = max64(keys.begin, chunk * a.chunk_keys);
@@ -185,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = sum_row(2 * half);
-      const int64_t number = (at.b * p.H + at.h) * p.M + at.i0 + row;
+      const int64_t number = query_number(p, at, row);
       const float2 stats =
           row < at.rows ? reinterpret_cast<const float2*>(p.stats)[number] : make_float2(0.f, 0.f);
 #pragma unroll

@@ -61,7 +61,7 @@ FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const S
   for (int half = 0; half < 2; ++half) {
     const int row = sum_row(2 * half);
     const float l = lanes_sum(state.l[half], kQuad);
-    const int64_t number = (at.b * p.H + at.h) * p.M + at.i0 + row;
+    const int64_t number = query_number(p, at, row);
     const bool writer = lane() % kQuad == 0 && row < at.rows;
     factors[half] = write_row(p, number, state.m[half], l, writer);
   }

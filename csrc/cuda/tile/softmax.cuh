@@ -108,7 +108,7 @@ FASTATTN_DEVICE float write_row(const ForwardParams& p, int64_t n, float m, floa
 }
 
 FASTATTN_DEVICE int64_t row_number(const AttentionParams& p, const Place& at, int r) {
-  return (at.b * p.H + at.h) * p.M + at.i0 + row0() + r;
+  return query_number(p, at, row0()) + r;
 }
 
 // A weight from the saved stats of its row. The exponent is bounded: huge scores, recomputed with

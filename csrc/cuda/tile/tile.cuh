@@ -62,10 +62,24 @@ FASTATTN_DEVICE Place place(const AttentionParams& p, int64_t b, int64_t h, int6
   return {static_cast<int>(b), head, hkv, i0, j0, extent(p.M, i0), extent(p.N, j0)};
 }
 
+// The queries of a block that has one of `tiles` tiles of a head. Where a diagonal bounds the keys,
+// later tiles have more of them. These come first if `sorted`.
+FASTATTN_DEVICE Place query_place(const AttentionParams& p, int64_t tiles, uint32_t block,
+                                  bool sorted = false) {
+  const int64_t n = take_digit(&block, tiles), h = take_digit(&block, p.H), b = block;
+  const bool later_first = sorted && later_rows_keep_more(p.mask, p.N);
+  return place(p, b, h, (later_first ? tiles - 1 - n : n) * kTile, 0);
+}
+
 // Keys from j0 on, and the first of the heads that share them. There may be no such head.
 FASTATTN_DEVICE Place key_place(const AttentionParams& p, int64_t b, int64_t hkv, int64_t j0) {
   const int head = static_cast<int>(hkv), h = head * group_size(p);
   return {static_cast<int>(b), h, head, 0, j0, extent(p.M, 0), extent(p.N, j0)};
+}
+
+// The number of a query of the tile among those of all heads.
+FASTATTN_DEVICE int64_t query_number(const AttentionParams& p, const Place& at, int query) {
+  return (at.b * p.H + at.h) * p.M + at.i0 + query;
 }
 
 // Whether this warp has rows. If M = 1, only a quarter of a tile is computed.
