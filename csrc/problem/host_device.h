@@ -22,4 +22,11 @@ FASTATTN_FN int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 FASTATTN_FN int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 FASTATTN_FN int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
+// Takes `floats` from a workspace, in pieces of 256 bytes; returns where they begin.
+FASTATTN_FN int64_t take(int64_t* used, int64_t floats) {
+  const int64_t offset = *used;
+  *used += ceil_div(floats, 64) * 64;
+  return offset;
+}
+
 }  // namespace fastattn

@@ -78,6 +78,11 @@ FASTATTN_FN float natural_of_score(const AttentionParams& p) {
   return p.softcap != 0.f ? p.softcap : p.scale;
 }
 
+// Heads of the returned weights.
+FASTATTN_FN int64_t heads_out(const AttentionParams& p) {
+  return p.weights_mode == WeightsMode::kMean ? 1 : p.H;
+}
+
 // What a caller's memory holds, as the members that point to it: f(pointer), in this order.
 // Queries, keys and values come first.
 template <typename F>

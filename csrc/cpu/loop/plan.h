@@ -81,13 +81,6 @@ struct BackwardPlan {
   int64_t workspace_bytes;
 };
 
-// Takes `floats` from the workspace, rounded up to whole cache lines.
-FASTATTN_FN int64_t take(int64_t* used, int64_t floats) {
-  const int64_t offset = *used;
-  *used += ceil_div(floats, 16) * 16;
-  return offset;
-}
-
 FASTATTN_FN BackwardPlan plan_backward(const BackwardParams& p, const Path& path) {
   BackwardPlan plan;
   plan.groups = backward_groups(p);

@@ -12,11 +12,6 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// Heads of the returned weights.
-FASTATTN_SIMD int64_t heads_out(const ForwardParams& p) {
-  return p.weights_mode == WeightsMode::kMean ? 1 : p.H;
-}
-
 // Writes the logits of a tile, given its scores: -inf where a pair is masked.
 FASTATTN_SHARED void logits_of(const MaskTile& mask, LinearLogit logit, int64_t rows, int64_t cols,
                                const float* s, int64_t ld_s, float* to, int64_t ld);

@@ -202,11 +202,10 @@ static_assert(kParts == 2);
 __global__ void __launch_bounds__(kThreads)
     additive_few_weights_kernel(const __grid_constant__ FewArgs a) {
   const ForwardParams& p = a.p;
-  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
   const int64_t heads = p.weights_mode == WeightsMode::kMean ? p.H : 1;
   uint32_t block = blockIdx.x;
   const int64_t j = take_digit(&block, ceil_div(p.N, kThreads)) * kThreads + thread();
-  const int64_t i = take_digit(&block, p.M), head_out = take_digit(&block, heads_out), b = block;
+  const int64_t i = take_digit(&block, p.M), head_out = take_digit(&block, heads_out(p)), b = block;
   if (j >= p.N) return;
   float sum = 0.f;
   for (int64_t h = head_out * heads; h < (head_out + 1) * heads; ++h) {
@@ -218,8 +217,7 @@ __global__ void __launch_bounds__(kThreads)
     sum += few_dropped(p, b, h, i, j, weight);
   }
   sum *= 1.f / static_cast<float>(heads);
-  const int64_t offset = offset_of(p.weights, b, head_out, i, j);
-  with_dtype(p.weights.dtype, [&](auto type) { store_as<type>(p.weights.data, offset, sum); });
+  store_element(p.weights, offset_of(p.weights, b, head_out, i, j), sum);
 }
 
 }  // namespace
@@ -231,7 +229,7 @@ void additive_few(const ForwardParams& p, const AdditiveForwardPlan& plan, Launc
   launcher.run(additive_few_kernel, rows * plan.chunks, kThreads, args.shared(), args);
   merge_partials(p, plan.partials, plan.chunks, launcher);
   if (p.weights_mode == WeightsMode::kNone) return;
-  const int64_t rows_out = p.weights_mode == WeightsMode::kMean ? p.B * min64(1, p.H) * p.M : rows;
+  const int64_t rows_out = p.B * min64(p.H, heads_out(p)) * p.M;
   launcher.run(additive_few_weights_kernel, rows_out * ceil_div(p.N, kThreads), kThreads, 0, args);
 }
 

@@ -71,12 +71,9 @@ FASTATTN_DEVICE void add_products(const Pairs<Layout>& products, const RowStates
                                   int64_t e0) {
   Pairs<Layout> sum;
   load_sums<Layout>(o, e0, states, sum);
+  add(products, sum);
 #pragma unroll
-  for (int n = 0; n < kRows; ++n) {
-#pragma unroll
-    for (int x = 0; x < 4; ++x) sum[n][x] += products[n][x];
-    own_sum(o, e0 / kTile * kRows + n) = pack4(sum[n]);
-  }
+  for (int n = 0; n < kRows; ++n) own_sum(o, e0 / kTile * kRows + n) = pack4(sum[n]);
 }
 
 // O = alpha O + P V, for P in shared memory.
@@ -196,12 +193,11 @@ __global__ void __launch_bounds__(kThreads, 3)
     additive_weights_kernel(const __grid_constant__ ForwardArgs a) {
   StageMemory& memory = *static_cast<StageMemory*>(shared_memory());
   const ForwardParams& p = a.p;
-  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
   const int heads = p.weights_mode == WeightsMode::kMean ? static_cast<int>(p.H) : 1;
   uint32_t block = blockIdx.x;
   const int64_t j0 = take_digit(&block, a.plan.panels.tiles_n) * kTile;
   const int64_t i0 = take_digit(&block, a.plan.panels.tiles_m) * kTile;
-  const int64_t head_out = take_digit(&block, heads_out), b = block;
+  const int64_t head_out = take_digit(&block, heads_out(p)), b = block;
   Fragment sum;
   clear(sum);
   for (int g = 0; g < heads; ++g) {
@@ -212,10 +208,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     Fragment weights;
     weights_tile(tiles_of(a), at, mask.bits, p.stats, memory, weights);
     drop(p, surviving_bits<FragmentLayout>(p, at), weights);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int c = 0; c < kCols; ++c) sum[r][c] += weights[r][c];
+    add(weights, sum);
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
@@ -244,8 +237,8 @@ const char* additive_forward(const ForwardParams& p, void* stream) {
                {forward_shared(p.E), forward_shared(kMaxValues)}, args);
   if (args.plan.chunks > 1) merge_partials(p, args.plan.partials, args.plan.chunks, launcher);
   if (p.weights_mode == WeightsMode::kNone) return launcher.error();
-  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
-  launcher.run(additive_weights_kernel, p.B * heads_out * panels.tiles_m * panels.tiles_n, kThreads,
+  const int64_t heads = min64(p.H, heads_out(p));
+  launcher.run(additive_weights_kernel, p.B * heads * panels.tiles_m * panels.tiles_n, kThreads,
                sizeof(StageMemory), args);
   return launcher.error();
 }

@@ -47,10 +47,7 @@ FASTATTN_DEVICE void sum_slice(const BackwardArgs& a, const BiasTile& tile, Stag
     if (mask.empty) continue;
     Fragment weights, ds;
     gradient_tile(a, at, mask.bits, memory, weights, ds, nullptr);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int c = 0; c < kCols; ++c) sum[r][c] += ds[r][c];
+    add(ds, sum);
   }
 }
 

@@ -10,13 +10,6 @@
 
 namespace fastattn::cuda {
 
-// Takes `floats` from the workspace, in pieces of 256 bytes; returns where they begin.
-FASTATTN_FN int64_t take(int64_t* used, int64_t floats) {
-  const int64_t offset = *used;
-  *used += ceil_div(floats, 64) * 64;
-  return offset;
-}
-
 // A row of queries and weights, and a tile's sums, must fit the shared memory of every device.
 constexpr int64_t kSharedLimit = 99 << 10;  // of a block on sm_86, the least from sm_80 on
 constexpr int64_t kMaxDims = 4096, kMaxValues = 256;

@@ -120,10 +120,7 @@ FASTATTN_DEVICE void score_tile(const AdditiveTiles& t, const Place& at, KeepBit
     } else {
       subtract_terms<false>(memory.queries, memory.keys, memory.units, count, sum);
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int c = 0; c < kCols; ++c) s[r][c] += sum[r][c];
+    add(sum, s);
   }
   const float scale = t.workspace[t.panels.scales + head], unit = gaussian ? 1.f : kUnit;
 #pragma unroll

@@ -349,10 +349,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     Pairs<QueryRows> s, ds;
     gradient_tile<QueryRows, kType, kDim, kCurved, false>(p, at, mask, unit, memory, memory.q,
                                                           memory.k, s, ds);
-#pragma unroll
-    for (int t = 0; t < QueryRows::kTiles; ++t)
-#pragma unroll
-      for (int v = 0; v < 4; ++v) sum[t][v] += ds[t][v];
+    add(ds, sum);
   }
   float* const tile = reinterpret_cast<float*>(&memory);
   static_assert(sizeof(memory) >= kTile * kTile * sizeof(float));

@@ -156,12 +156,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     sdpa_weights_kernel(const __grid_constant__ ForwardParams p) {
   SdpaMemory<kDim>& memory = *static_cast<SdpaMemory<kDim>*>(shared_memory());
   const float unit = unit_of(p);
-  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? 1 : p.H;
-  const int heads = static_cast<int>(p.H / heads_out);
+  const int heads = static_cast<int>(p.H / heads_out(p));
   uint32_t block = blockIdx.x;
   const int64_t j0 = take_digit(&block, ceil_div(p.N, kTile)) * kTile;
   const int64_t i0 = take_digit(&block, ceil_div(p.M, kTile)) * kTile;
-  const int64_t head_out = take_digit(&block, heads_out), b = block;
+  const int64_t head_out = take_digit(&block, heads_out(p)), b = block;
   Pairs<QueryRows> sum = {};
   for (int g = 0; g < heads; ++g) {
     const Place at = place(p, b, head_out * heads + g, i0, j0);
@@ -189,10 +188,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
     }
     drop(p, surviving_bits<QueryRows>(p, at), s);
-#pragma unroll
-    for (int n = 0; n < QueryRows::kTiles; ++n)
-#pragma unroll
-      for (int v = 0; v < 4; ++v) sum[n][v] += s[n][v];
+    add(s, sum);
   }
   const int rows = extent(p.M, i0), cols = extent(p.N, j0);
   const int64_t offset = offset_of(p.weights, b, head_out, i0, j0);
@@ -224,16 +220,16 @@ void launch(SdpaArgs a, Launcher& launcher) {
                  kThreads, shared, a);
   }
   if (p.weights_mode == WeightsMode::kNone) return;
-  const int64_t heads_out = p.weights_mode == WeightsMode::kMean ? min64(1, p.H) : p.H;
-  launcher.run(sdpa_weights_kernel<kType, kDim, kCurved>, p.B * heads_out * tiles_m * tiles_n,
-               kThreads, shared, p);
+  const int64_t heads = min64(p.H, heads_out(p));
+  launcher.run(sdpa_weights_kernel<kType, kDim, kCurved>, p.B * heads * tiles_m * tiles_n, kThreads,
+               shared, p);
 }
 
 // ---- heads over kMostColumns ----
 
 // What is left of a view from a column on.
 View from_column(View x, int64_t column) {
-  x.data = static_cast<uint16_t*>(const_cast<void*>(x.data)) + column * x.stride_c;
+  x.data = static_cast<uint16_t*>(x.data) + column * x.stride_c;
   return x;
 }
 

@@ -259,8 +259,7 @@ struct Consumer {
     at = block;
     at.i0 += group * kTile, at.rows = extent(p.M, at.i0);
     state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
-#pragma unroll
-    for (int n = 0; n < kDim / 2; ++n) o[n / 4][n % 4] = 0.f;
+    clear(o);
   }
 
   __device__ __forceinline__ void start_next_scores() {

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) bias_parts_kernel(const __grid_const
   if (thread() % a.lanes != 0) return;
   const int64_t offset =
       offset_of(p.grad_bias, bh / p.bias_H, bh % p.bias_H, n / p.bias_N, n % p.bias_N);
-  with_dtype(p.grad_bias.dtype, [&](auto type) { store_as<type>(p.grad_bias.data, offset, sum); });
+  store_element(p.grad_bias, offset, sum);
 }
 
 }  // namespace

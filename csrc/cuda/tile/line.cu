@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) line_kernel(const __grid_constant__ 
     if (block > 0) sum += part[kTile - kLinePart];
   }
   const int64_t offset = offset_of(p.grad_bias, bh / p.bias_H, bh % p.bias_H, 0, n);
-  with_dtype(p.grad_bias.dtype, [&](auto type) { store_as<type>(p.grad_bias.data, offset, sum); });
+  store_element(p.grad_bias, offset, sum);
 }
 
 }  // namespace

@@ -30,8 +30,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   for (int64_t e = thread(); e < p.E; e += kThreads) {
     float sum = 0.f;
     for (int64_t n = 0; n < a.parts; ++n) sum += factors[n] * parts[n * stride + e];
-    const int64_t offset = offset_of(p.out, b, h, i, e);
-    with_dtype(p.out.dtype, [&](auto type) { store_as<type>(p.out.data, offset, sum * factor); });
+    store_element(p.out, offset_of(p.out, b, h, i, e), sum * factor);
   }
 }
 

@@ -124,6 +124,15 @@ FASTATTN_DEVICE void clear(float (&x)[kRowCount][kCols]) {
     for (int c = 0; c < kCols; ++c) x[r][c] = 0.f;
 }
 
+// to += x.
+template <int kRowCount>
+FASTATTN_DEVICE void add(const float (&x)[kRowCount][kCols], float (&to)[kRowCount][kCols]) {
+#pragma unroll
+  for (int r = 0; r < kRowCount; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) to[r][c] += x[r][c];
+}
+
 // Stores to[i][j], or to[j][i] if kTransposed.
 template <bool kTransposed>
 FASTATTN_DEVICE void store_fragment(const Fragment& x, float* to) {
@@ -208,6 +217,10 @@ FASTATTN_DEVICE float load_element(const View& view, int64_t offset) {
   float x = 0.f;
   with_dtype(view.dtype, [&](auto type) { x = load_as<type>(view.data, offset); });
   return x;
+}
+
+FASTATTN_DEVICE void store_element(const View& view, int64_t offset, float x) {
+  with_dtype(view.dtype, [&](auto type) { store_as<type>(view.data, offset, x); });
 }
 
 // ---- staging; barriers are the caller's ----
