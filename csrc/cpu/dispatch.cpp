@@ -13,6 +13,7 @@
 #include "cpu/choose.h"
 #include "cpu/kernels.h"
 #ifdef FASTATTN_HAVE_AMX_FP16
+#include "cpu/base/matrix_unit.h"
 #include "cpu/isa_trial.h"
 #endif
 
@@ -116,12 +117,7 @@ bool has_amx_fp16() {
 }
 // The product of a tile (1, 2) and its right operand (3, 4), of one row each.
 __attribute__((target("amx-tile"))) bool multiplies_fp16_tiles() {
-  struct Configuration {  // as the hardware reads it
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-  static constexpr Configuration kTiles = {1, 0, {}, {4, 4, 4}, {1, 1, 1}};
+  static constexpr baseline::UnitConfiguration kTiles = {1, 0, {}, {4, 4, 4}, {1, 1, 1}};
   static constexpr uint16_t kLeft[] = {0x3c00, 0x4000}, kRight[] = {0x4200, 0x4400};
   float product = 0;
   _tile_loadconfig(&kTiles);

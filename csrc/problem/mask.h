@@ -175,13 +175,17 @@ FASTATTN_FN DenseSizes dense_sizes(const AttentionParams& p) {
           mask.keep_stride_m == 0 ? 1 : p.M, mask.keep_stride_n == 0 ? 1 : p.N};
 }
 
+FASTATTN_FN bool dense_keeps(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
+  if (!has_dense(mask)) return true;
+  const DenseMask dense = dense_from(mask, b, h, i, j);
+  return dense.data[dense.offset] != 0;
+}
+
 FASTATTN_FN bool keeps(const MaskParams& mask, int64_t N, int64_t b, int64_t h, int64_t i,
                        int64_t j) {
   const KeyRange row = row_range(mask, N, b, i);
   if (j < row.begin || j >= row.end) return false;
-  if (!has_dense(mask)) return true;
-  const DenseMask dense = dense_from(mask, b, h, i, j);
-  return dense.data[dense.offset] != 0;
+  return dense_keeps(mask, b, h, i, j);
 }
 
 // ---- heads as rows ----

@@ -92,10 +92,10 @@ FASTATTN_SIMD void exp2_weights(Vec (&x)[kCount]) {
   });
 #endif
 }
-template <int kBits = 24, bool kFlushes = false, int kOctaves = 0>
+template <int kBits = 24, bool kFlushes = false>
 FASTATTN_SIMD Vec exp2_weight(Vec x) {
   Vec all[1] = {x};
-  exp2_weights<kBits, kFlushes, kOctaves>(all);
+  exp2_weights<kBits, kFlushes, 0>(all);
   return all[0];
 }
 

@@ -19,9 +19,6 @@ constexpr int64_t kTileDepth = 32;   // elements in a row of a tile
 constexpr int64_t kTileWords = 256;  // pairs of elements in a tile
 constexpr int64_t kTileLine = 64;    // bytes in a row of a tile
 
-#ifdef __AMX_BF16__
-constexpr bool kHasTiles = true;
-
 // As the hardware reads it.
 struct UnitConfiguration {
   uint8_t palette, start_row, reserved[14];
@@ -29,6 +26,9 @@ struct UnitConfiguration {
   uint8_t rows[16];
 };
 static_assert(sizeof(UnitConfiguration) == 64, "fixed by the instruction set");
+
+#ifdef __AMX_BF16__
+constexpr bool kHasTiles = true;
 
 #ifdef FASTATTN_UNIT_IN_SOFTWARE
 }  // namespace fastattn::FASTATTN_ISA

@@ -165,6 +165,12 @@ FASTATTN_SIMD void zero_sums(double* to, int64_t count) {
 FASTATTN_SIMD void add_to_sums(const float* from, int64_t count, double factor, double* to) {
   for (int64_t n = 0; n < count; ++n) to[n] += static_cast<double>(from[n]) * factor;
 }
+// The same of rows of fp32.
+FASTATTN_SIMD void add_rows(const float* from, int64_t ld, int64_t rows, int64_t cols, float factor,
+                            float* to, int64_t stride) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < cols; ++c) to[r * stride + c] += factor * from[r * ld + c];
+}
 FASTATTN_SIMD void round_sums(const double* from, int64_t count, float* to) {
   for (int64_t n = 0; n < count; ++n) to[n] = static_cast<float>(from[n]);
 }

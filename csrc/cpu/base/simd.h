@@ -54,7 +54,8 @@ typedef int8_t VecBytes __attribute__((vector_size(kWidth)));
 typedef int8_t WideBytes __attribute__((vector_size(kWidth * 4)));
 typedef uint64_t VecU64 __attribute__((vector_size(kWidth * 8)));
 
-constexpr float kLog2e = 1.44269504088896340736f;
+constexpr double kLog2eExact = 1.4426950408889634;
+constexpr float kLog2e = static_cast<float>(kLog2eExact);
 constexpr float kInf = __builtin_inff();
 
 FASTATTN_SIMD Vec splat(float x) { return x - Vec{}; }
@@ -228,6 +229,20 @@ FASTATTN_SIMD Vec sums_of(Vec* x) {
     if (kBit >= kCount) x[0] += swap_lanes<kBit>(x[0], lanes);
     return sums_of<kCount, 2 * kBit>(x);
   }
+}
+
+// ---- loops ----
+
+// Calls f(row, count) for blocks of kMost rows, 8 or 4, and then of half as many down to 1. `count`
+// is a compile-time constant.
+template <int kMost, typename F>
+FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
+  int64_t r = 0;
+  for (; r + kMost <= rows; r += kMost) f(r, std::integral_constant<int, kMost>{});
+  if constexpr (kMost == 8)
+    if (rows & 4) f(r, std::integral_constant<int, 4>{}), r += 4;
+  if (rows & 2) f(r, std::integral_constant<int, 2>{}), r += 2;
+  if (rows & 1) f(r, std::integral_constant<int, 1>{});
 }
 
 // ---- division ----

@@ -26,7 +26,7 @@ FASTATTN_SIMD void consume(Vec x) {
   (void)sink;
 }
 
-// Takes `count` chains through step(), each from a number of its own.
+// Takes kCount chains through step(), each from a number of its own.
 template <int kCount, typename Step>
 FASTATTN_SIMD void repeat(int64_t rounds, Step step) {
   Vec x[kCount];

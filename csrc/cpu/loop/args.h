@@ -7,16 +7,26 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+// What both passes have.
+template <typename Params>
+struct PassArgs {
+  const Params& p;
+  const Path& path;
+  LogitUnits units;
+  int64_t group;   // query heads per key head
+  int64_t blocks;  // row blocks of a head
+
+  int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
+  RowStats stats(int64_t b, int64_t h, int64_t i) const {
+    return load_stats(units, p.stats, row(b, h, i));
+  }
+};
+
 // A task takes several row blocks through each key tile together, so that the tile is packed once
 // for all. These are row blocks of one head or, where M is small, the heads that share a key head.
 // No row's result changes, so this may depend on the number of threads.
-struct ForwardArgs {
-  const ForwardParams& p;
-  const Path& path;
-  LogitUnits units;
+struct ForwardArgs : PassArgs<ForwardParams> {
   ForwardPlan plan;
-  int64_t group;         // query heads per key head
-  int64_t blocks;        // row blocks of a head
   int64_t heads, stack;  // row blocks of a task: heads x stack
   int64_t stacks;        // row ranges of tasks, per head
   int64_t turns;         // heads that a task takes one after another, with their logits kept; or 0
@@ -25,7 +35,6 @@ struct ForwardArgs {
 
   int64_t heads_of_task() const { return heads * max64(1, turns); }
   int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads_of_task()) * chunks * stacks; }
-  int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
   float* partial(int64_t b, int64_t h, int64_t chunk, int64_t i) const {
     const int64_t row = ((b * p.H + h) * chunks + chunk - chunk0) * p.M + i;
     return static_cast<float*>(p.workspace) + row * plan.partial_stride;
@@ -37,26 +46,14 @@ struct ForwardArgs {
     store_stats(stats, units, row(b, h, i), p.stats);
     return stats.factor;
   }
-  RowStats stats(int64_t b, int64_t h, int64_t i) const {
-    return load_stats(units, p.stats, row(b, h, i));
-  }
 };
 
-struct BackwardArgs {
-  const BackwardParams& p;
-  const Path& path;
-  LogitUnits units;
+struct BackwardArgs : PassArgs<BackwardParams> {
   BackwardPlan plan;
-  int64_t group;    // query heads per key head
   int64_t block_m;  // rows of a block
-  int64_t blocks;   // row blocks
 
   float* workspace(int64_t offset) const { return static_cast<float*>(p.workspace) + offset; }
   double* sums(int64_t offset) const { return reinterpret_cast<double*>(workspace(offset)); }
-  int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.H + h) * p.M + i; }
-  RowStats stats(int64_t b, int64_t h, int64_t i) const {
-    return load_stats(units, p.stats, row(b, h, i));
-  }
   // Whether a chunk's gradient of q has sums of a row block, which keeps these keys.
   bool meets(KeyRange kept, int64_t chunk) const {
     const int64_t begin = chunk * path.chunk_keys;

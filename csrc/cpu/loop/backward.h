@@ -34,10 +34,9 @@ class BackwardWorker {
         ranges_(p_, scratch_, tile_.m),
         bias_(args, scratch_, tile_.m, tile_.n),
         values_(p_, p_.grad_out, scratch_, tile_.m, tile_.n),
-        s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
-        dp_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
-        slopes_(is_curved(p_) ? scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)
-                              : nullptr),
+        s_(scores_memory(scratch_, p_.M, tile_)),
+        dp_(scores_memory(scratch_, p_.M, tile_)),
+        slopes_(is_curved(p_) ? scores_memory(scratch_, p_.M, tile_) : nullptr),
         grads_(args, scratch_, mask_, s_, dp_, tile_.n) {}
 
   void run(int64_t task) {
@@ -233,7 +232,7 @@ static void backward(const BackwardParams& p, const Path& path, const Parallel& 
   const int64_t blocks = ceil_div(p.M, block_m), heads = p.B * p.H;
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 1;
   const LogitUnits units = logit_units(p, Score::scale(p), Score::own_factor(p));
-  const BackwardArgs args = {p, path, units, plan_backward(p, path), group, block_m, blocks};
+  const BackwardArgs args = {{p, path, units, group, blocks}, plan_backward(p, path), block_m};
   const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
   const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
   const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);

@@ -71,7 +71,7 @@ class DeltaWorker {
         tile_(Score::tile(args.path)),
         score_(p_, args.path, scratch_, false),
         mask_(p_, scratch_, tile_.m, tile_.n),
-        s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        s_(scores_memory(scratch_, p_.M, tile_)),
         drop_(scratch_.floats(tile_.n + 4 * kWidth)),
         grad_weights_(scratch_.floats(tile_.n)),
         sum_(scratch_.floats(tile_.m * kWidth)),

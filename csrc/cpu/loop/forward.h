@@ -93,12 +93,8 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path,
   const int64_t stack = together ? 1 : choose_stack<Score>(p, path, blocks, turns, threads);
   const int64_t heads = together ? group : min64(group, 1);
   const KeyRange chunks = chunks_of_rows(p, path);
-  return {p,
-          path,
-          logit_units(p, Score::scale(p), Score::own_factor(p)),
+  return {{p, path, logit_units(p, Score::scale(p), Score::own_factor(p)), group, blocks},
           plan_forward(p, path),
-          group,
-          blocks,
           heads,
           stack,
           ceil_div(blocks, stack),
@@ -124,7 +120,7 @@ class ForwardWorker {
         score_(p_, args.path, scratch_, false, Score::kHasSlots ? members_ : 1),
         values_(p_, args.path, scratch_, tile_.m, tile_.n),
         mask_(p_, scratch_, tile_.m, tile_.n),
-        s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        s_(scores_memory(scratch_, p_.M, tile_)),
         drop_(p_.dropout.enabled ? scratch_.floats(kWidth * round_up(tile_.n, 4 * kWidth))
                                  : nullptr),
         states_(scratch_, members_, min64(p_.M, tile_.m), values_.stride()),

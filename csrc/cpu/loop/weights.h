@@ -93,7 +93,7 @@ class WeightsWorker {
         tile_(Score::tile(args.path)),
         score_(p_, args.path, scratch_, false),
         mask_(p_, scratch_, tile_.m, tile_.n),
-        s_(scratch_.floats(row_capacity(min64(p_.M, tile_.m)) * tile_.n)),
+        s_(scores_memory(scratch_, p_.M, tile_)),
         sums_(args, scratch_, min64(p_.M, tile_.m), panel_keys(tile_)) {}
 
   static int64_t panels(const ForwardArgs& args) {

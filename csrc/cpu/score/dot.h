@@ -75,24 +75,18 @@ class DotScore : public FixedTile<96, kWidth == 16 ? 128 : 96> {
     const int64_t cols = keys_.rows, width = round_up(p_.D, kWidth);
     masked_gemm(mask, k_finite_, ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_,
                 ld_, Store{});
-    add_rows(grad_q_, p_.scale, grad_q, grad_q_stride);
+    add_rows(grad_q_, ld_, rows(), p_.D, p_.scale, grad_q, grad_q_stride);
     masked_gemm(mask, q_finite_, ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_,
                 Add{});
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
-    unpack_rows(grad_k_, ld_, abs_scale(), nullptr,
+    unpack_rows(grad_k_, ld_, __builtin_fabsf(p_.scale), nullptr,
                 matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
   }
 
  private:
-  float abs_scale() const { return __builtin_fabsf(p_.scale); }
   int64_t rows() const { return slot_rows_[slot_]; }
-
-  void add_rows(const float* from, float factor, float* to, int64_t stride) const {
-    for (int64_t i = 0; i < rows(); ++i)
-      for (int64_t d = 0; d < p_.D; ++d) to[i * stride + d] += factor * from[i * ld_ + d];
-  }
 
   const AttentionParams& p_;
   bool direct_, backward_, k_finite_ = true, q_finite_ = true;

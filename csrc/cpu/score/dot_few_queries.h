@@ -103,19 +103,15 @@ class FewDotScore : public FixedTile<8, 128> {
                 double*) {
     fill(grad_q_, rows_ * ld_, 0.f);
     add_weighted_rows(mask, ds, kBlockN, rows_, keys_, ones_, grad_q_, ld_, listed_);
-    for (int64_t i = 0; i < rows_; ++i)
-      for (int64_t d = 0; d < p_.D; ++d)
-        grad_q[i * grad_q_stride + d] += p_.scale * grad_q_[i * ld_ + d];
+    add_rows(grad_q_, ld_, rows_, p_.D, p_.scale, grad_q, grad_q_stride);
     grad_k_.add(q_, ld_, ds, rows_, mask);
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
-    grad_k_.write(abs_scale(), matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
+    grad_k_.write(__builtin_fabsf(p_.scale), matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
   }
 
  private:
-  float abs_scale() const { return __builtin_fabsf(p_.scale); }
-
   const AttentionParams& p_;
   int64_t ld_, rows_ = 0;
   float *q_, *grad_q_, *ones_;

@@ -63,22 +63,15 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
 
   void scores(float* s) const {
     for (int64_t i = 0; i < rows(); i += kPanel) {
-      const int64_t end = min64(kPanel, rows() - i);
-      int64_t r = 0;
-      const auto take = [&](auto count) {
+      in_row_blocks<8>(min64(kPanel, rows() - i), [&](int64_t r, auto count) {
         score_rows<count>(queries() + i * p_.D + r, s + (i + r) * kBlockN);
-        r += count;
-      };
-      while (end - r >= 8) take(std::integral_constant<int, 8>{});
-      if (end & 4) take(std::integral_constant<int, 4>{});
-      if (end & 2) take(std::integral_constant<int, 2>{});
-      if (end & 1) take(std::integral_constant<int, 1>{});
+      });
     }
   }
 
   void clear_key_grad() { zero_sums(key_grad_, round_up(cols_, kWidth) * p_.D); }
 
-  // `masked` is not used: difference() is 0 where dS is 0.
+  // The mask is not used: difference() is 0 where dS is 0.
   void backward(const float* ds, const MaskTile&, float* grad_q, int64_t grad_q_stride,
                 double* grad_w) {
     int64_t d = 0;
@@ -120,7 +113,7 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     const Bandwidths all = bandwidths_of(static_cast<double>(least));
     for (int64_t d = 0; d < p_.D; ++d) ratios()[d] = ratio_of(all, bandwidths_[d]);
     factor_ = static_cast<float>(all.factor);
-    slot_factors_[slot_] = static_cast<float>(-0.5 * 1.44269504088896341 * all.factor);
+    slot_factors_[slot_] = static_cast<float>(-0.5 * kLog2eExact * all.factor);
   }
 
   // Writes s[r][0, cols) for kRows queries. `q` is the column of the first query in its panel.

@@ -1,6 +1,6 @@
-// What a score is to the attention loops: cpu/loop/forward.h and cpu/loop/backward.h are written
-// once, over this concept, and instantiated for DotScore (dot.h), AdditiveScore
-// (additive/score.h) and GaussianScore (gaussian.h).
+// What a score is to the attention loops. cpu/loop/forward.h and cpu/loop/backward.h are written
+// once, over this concept. DotScore (dot.h), AdditiveScore (additive/score.h) and GaussianScore
+// (gaussian.h) are scores.
 //
 //   struct Score {
 //     // The tile, queries x keys: m and n, a multiple of kWidth. FixedTile is one that never
@@ -26,11 +26,11 @@
 //     // masked pairs and in the padding up to (rows, cols rounded up to kWidth). Adds to grad_q
 //     // (row-major [rows, grad_q_stride], natural units), to the tile's own key gradient and, for
 //     // scores with weights, to grad_w [D]. At masked pairs, 0 * NaN must count as 0.
+//     // store_key_grad() loses the keys.
 //     void clear_key_grad();
 //     void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
 //                   double* grad_w);
-//     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);  // keys are
-//     lost
+//     void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0);
 //
 //     // The rest is optional: ScoreDefaults is the score that needs none of it.
 //

@@ -8,7 +8,7 @@
 namespace fastattn::FASTATTN_ISA {
 
 FASTATTN_SHARED LogitUnits logit_units(const AttentionParams& p, double scale, float own) {
-  constexpr double kLog2eExact = 1.4426950408889634, kLeast = __FLT_MIN__, kMost = __FLT_MAX__;
+  constexpr double kLeast = __FLT_MIN__, kMost = __FLT_MAX__;
   const bool capped = p.softcap != 0.f, biased = p.bias.data != nullptr;
   const double cap = static_cast<double>(p.softcap);
   const double natural = capped ? cap : scale / static_cast<double>(own);

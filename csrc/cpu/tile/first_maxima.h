@@ -51,10 +51,7 @@ FASTATTN_SHARED void first_maxima(const ForwardParams& p, int64_t b, int64_t h, 
       const int64_t begin = max64(own.begin, keys.begin), end = min64(own.end, keys.end);
       if (begin >= end) continue;
       const int64_t j = max64(begin, min64(end - 1, i + first + found));
-      if (has_dense(p.mask)) {
-        const DenseMask dense = dense_from(p.mask, b, h, i, j);
-        if (dense.data[dense.offset] == 0) continue;
-      }
+      if (!dense_keeps(p.mask, b, h, i, j)) continue;
       const int64_t q = b * p.q.stride_b + h * p.q.stride_h + i * p.q.stride_r,
                     k = b * p.k.stride_b + hkv * p.k.stride_h + j * p.k.stride_r;
       Vec sum{}, size{};

@@ -37,6 +37,12 @@ FASTATTN_SIMD int64_t row_capacity(int64_t rows) {
 #endif
 }
 
+// Memory for a tile of scores, in a problem of M queries.
+template <typename Tile>
+FASTATTN_SIMD float* scores_memory(Scratch& scratch, int64_t M, const Tile& tile) {
+  return scratch.floats(row_capacity(min64(M, tile.m)) * tile.n);
+}
+
 // Zeros the rows of A beyond `rows` that gemm() reads.
 FASTATTN_SIMD void clear_padding(float* a, int64_t ld, int64_t rows) {
   for (int64_t n = rows * ld; n < round_up(rows, kTileRows) * ld; ++n) a[n] = 0.f;

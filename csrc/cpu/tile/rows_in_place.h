@@ -62,19 +62,10 @@ static void dot_rows_as(const float* x, int64_t ldx, const Matrix& keys, float* 
   }
 }
 
-// Calls f(row, count) for blocks of 4, 2 and 1 rows; count is a compile-time constant.
-template <typename F>
-FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) f(r, std::integral_constant<int, 4>{});
-  if (rows & 2) f(r, std::integral_constant<int, 2>{}), r += 2;
-  if (rows & 1) f(r, std::integral_constant<int, 1>{});
-}
-
 FASTATTN_SHARED void dot_rows(const float* x, int64_t ldx, int64_t rows, const Matrix& keys,
                               float* out, int64_t ld) {
   with_dtype(keys.dtype, [&](auto type) {
-    in_row_blocks(rows, [&](int64_t r, auto count) {
+    in_row_blocks<4>(rows, [&](int64_t r, auto count) {
       dot_rows_as<type, count>(x + r * ldx, ldx, keys, out + r * ld, ld);
     });
   });
@@ -171,7 +162,7 @@ FASTATTN_SHARED void add_weighted_rows(const MaskTile& mask, const float* weight
     const int64_t count = list_values(mask, begin, end, values.rows, listed);
     if (count < 0) return false;
     with_dtype(values.dtype, [&](auto type) {
-      in_row_blocks(end - begin, [&](int64_t n, auto block) {
+      in_row_blocks<4>(end - begin, [&](int64_t n, auto block) {
         const int64_t r = begin + n;
         const auto add =
             count == values.rows ? add_listed<type, block, true> : add_listed<type, block, false>;

@@ -54,7 +54,7 @@ class OneQueryAdditive : public FixedTile<1, 64> {
   void clear_key_grad() {}
 
   // Only remembers the arguments. The keys of a tile have no other pairs, so store_key_grad() does
-  // all the work. `masked` is not used: z counts as finite, so 0 * NaN does not occur. A NaN input
+  // all the work. The mask is not used: z counts as finite, so 0 * NaN does not occur. A NaN input
   // reaches the gradients through dS.
   void backward(const float* ds, const MaskTile&, float* grad_q, int64_t, double* grad_w) {
     ds_ = ds, grad_q_out_ = grad_q, grad_w_out_ = grad_w;

@@ -99,7 +99,7 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
 
   void clear_key_grad() { zero_sums(key_grad_, round_up(cols_, kWidth) * dims_); }
 
-  // Must follow scores() of the same tile. `masked` is not used: u is always finite, so 0 * NaN
+  // Must follow scores() of the same tile. The mask is not used: u is always finite, so 0 * NaN
   // does not occur. A NaN input reaches the gradients through dS.
   void backward(const float* ds, const MaskTile&, float* grad_q, int64_t grad_q_stride,
                 double* grad_w) {
@@ -146,9 +146,7 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
   float* key_panel(float* panels, int64_t c) const { return panels + c * dims_; }
 
   Slot* make_slots(int64_t count) {
-    static_assert(std::is_trivial_v<Slot> && sizeof(Slot) % 4 == 0);
-    Slot* const slots =
-        reinterpret_cast<Slot*>(scratch_.ints(count * static_cast<int64_t>(sizeof(Slot) / 4)));
+    Slot* const slots = scratch_.of<Slot>(count);
     for (int64_t n = 0; n < count; ++n) {
       Slot& slot = slots[n];
       slot.q = query_panels(dims_);

@@ -110,10 +110,8 @@ class AmxDotScore : public ScoreDefaults {
     multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
     accumulate_rows_apart(ByRows{ds, tile_.n}, grad_unit_, rows, ds_outliers_, OutlierRows(), keys_,
                           cols, mask, grad_q_, ld_, 1);
-    const float factor = p_.scale / (grad_unit_ * input_unit_);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t d = 0; d < p_.D; ++d)
-        grad_q[i * grad_q_stride + d] += factor * grad_q_[i * ld_ + d];
+    add_rows(grad_q_, ld_, rows, p_.D, p_.scale / (grad_unit_ * input_unit_), grad_q,
+             grad_q_stride);
 
     grad_k_.use(grad_unit_);
     multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), tile_.n);
@@ -153,7 +151,8 @@ class AmxDotScore : public ScoreDefaults {
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_k, b, hkv, j0, keys_.rows(), p_.D);
-    const float factor = grad_k_.unit() == 0.f ? 0.f : abs_scale() / (grad_k_.unit() * input_unit_);
+    const float unit = grad_k_.unit() * input_unit_;
+    const float factor = unit == 0.f ? 0.f : __builtin_fabsf(p_.scale) / unit;
     unpack_columns(grad_k_.data(), tile_.n, factor, grad_k_rows_, ld_, to);
   }
 
@@ -162,7 +161,7 @@ class AmxDotScore : public ScoreDefaults {
   class Slots {
    public:
     Slots(Scratch& scratch, const AttentionParams& p, int64_t count, int64_t rows)
-        : list_(static_cast<Slot*>(scratch.of<Slot>(count))) {
+        : list_(scratch.of<Slot>(count)) {
       for (int64_t n = 0; n < count; ++n)
         new (list_ + n)
             Slot{AmxInput(scratch, rows, p.D, p.q.dtype), Operand(scratch, rows, p.D, p.q.dtype)};
@@ -179,8 +178,6 @@ class AmxDotScore : public ScoreDefaults {
     Slot* list_;
     int64_t current_ = 0;
   };
-
-  float abs_scale() const { return __builtin_fabsf(p_.scale); }
 
   MatrixUnit unit_;
   const AttentionParams& p_;

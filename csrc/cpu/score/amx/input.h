@@ -13,7 +13,6 @@ namespace fastattn::FASTATTN_ISA {
 // A block of rows of an input, to be packed into operands. Rows that stand apart stay in fp32.
 class AmxInput {
  public:
-  AmxInput() = default;
   AmxInput(Scratch& scratch, int64_t rows, int64_t cols, DType dtype)
       : dtype_(dtype),
         ld_(tile_stride(cols)),
@@ -75,12 +74,12 @@ class AmxInput {
     is_dense_ = true;
   }
 
-  DType dtype_ = DType::kFloat32;
-  int64_t ld_ = 0;
+  DType dtype_;
+  int64_t ld_;
   Matrix from_{};
   float factor_ = 1.f;
   OutlierRows outliers_;
-  float* dense_ = nullptr;
+  float* dense_;
   bool is_dense_ = false;
 };
 
