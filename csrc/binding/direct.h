@@ -50,10 +50,9 @@ const Plan<Params>& plan_of(PyObject* capsule) {
   return *static_cast<const Plan<Params>*>(PyCapsule_GetPointer(capsule, kName<Params>));
 }
 
-// The results of a plan in a capsule that lives, as a list; nullptr if there are none.
+// The results of a plan that lives, as a list; nullptr if there are none.
 template <typename Params>
-PyObject* results_of(PyObject* capsule, const Description& given) {
-  const Plan<Params>& plan = plan_of<Params>(capsule);
+PyObject* results_of(const Plan<Params>& plan, const Description& given) {
   std::vector<Handle> results;
   PyThreadState* const state = PyEval_SaveThread();
   try {
@@ -125,15 +124,15 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
   PyObject *const capsule = PyTuple_GetItem(found, 0), *const trained = PyTuple_GetItem(found, 1);
   if (given.needs_grad() && trained == Py_None) return answer(Py_None);
   Py_INCREF(found);  // another thread may forget it
-  PyObject* const results = results_of<ForwardParams>(capsule, given);
+  const auto& plan = plan_of<ForwardParams>(capsule);
+  const size_t count = plan.results.size();
+  PyObject* const results = results_of(plan, given);
   PyObject* answered = nullptr;
   if (results == nullptr) {
     answered = answer(Py_None);
   } else if (!given.needs_grad()) {
-    answered = first_of(results, plan_of<ForwardParams>(capsule).results.size());
+    answered = first_of(results, count);
   } else {
-    const auto& plan = plan_of<ForwardParams>(capsule);
-    const size_t count = plan.results.size();
     auto next = static_cast<Py_ssize_t>(count);
     PyObject* const stats = PyList_GetItem(results, next++);
     std::vector<PyObject*> all{nullptr};
@@ -160,12 +159,12 @@ inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   if (found == nullptr) return answer(Py_NotImplemented);
   if (found == Py_None) return answer(Py_None);
   Py_INCREF(found);  // another thread may forget it
-  PyObject* const results = results_of<BackwardParams>(found, given);
+  const auto& plan = plan_of<BackwardParams>(found);
+  PyObject* const results = results_of(plan, given);
   PyObject* grads = nullptr;
   if (results == nullptr) {
     grads = answer(Py_None);
   } else {
-    const auto& plan = plan_of<BackwardParams>(found);
     std::vector<PyObject*> all(1 + count_arguments(plan), Py_None);
     Py_ssize_t next = 0;
     const int* input = plan.inputs.data();

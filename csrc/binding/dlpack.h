@@ -8,7 +8,7 @@
 namespace fastattn::dlpack {
 
 constexpr int32_t kCpu = 1;
-enum Code : uint8_t { kInt = 0, kFloat = 2, kBFloat = 4, kBool = 6 };
+enum Code : uint8_t { kInt = 0, kFloat = 2, kBFloat = 4 };
 
 struct DataType {
   uint8_t code, bits;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "binding/on_cpu.h"
+#include "binding/problem.h"
 #include "binding/views.h"
 
 namespace fastattn::binding {
@@ -10,10 +11,8 @@ namespace fastattn::binding {
 inline double cpu_loop(const Tensor& memory, int64_t loop, int64_t rounds) {
   STD_TORCH_CHECK(memory.scalar_type() == ScalarType::Float && memory.is_contiguous(),
                   "fastattn: memory: expected contiguous float32");
-  STD_TORCH_CHECK(loop >= 0 && loop < kLoops, "fastattn: loop: expected 0 to ", kLoops - 1,
-                  ", got ", loop);
-  const LoopCall call{static_cast<Loop>(loop), rounds, static_cast<const float*>(memory.data_ptr()),
-                      memory.numel()};
+  const LoopCall call{one_of(loop, Loop::kRead, "loop: expected 0 to 8"), rounds,
+                      static_cast<const float*>(memory.data_ptr()), memory.numel()};
   return cpu::run_loop(call, device::torch_threads());
 }
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "binding/views.h"
+#include "binding/problem.h"
 #include "cpu/kernels.h"
 
 namespace fastattn::binding {
@@ -20,7 +20,7 @@ inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_
   p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N;
   p.k.stride_c = contiguous_keys ? 1 : 0, p.v.stride_c = 1;
   p.q.dtype = bf16 ? DType::kBFloat16 : DType::kFloat32;
-  p.score = static_cast<ScoreKind>(score);
+  p.score = score_kind(score);
   if (p.score != ScoreKind::kDot) p.w.data = &something;
   if (bias) p.bias.data = &something;
   p.mask.band_lo = band_lo, p.mask.band_hi = band_hi;

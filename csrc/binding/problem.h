@@ -23,16 +23,15 @@ inline void fill_bias(const OptTensor& bias, AttentionParams* p) {
 }
 
 // A number, not a name: torch's stable ABI leaks every str that an operator takes.
-inline WeightsMode weights_mode(int64_t weights) {
-  STD_TORCH_CHECK(weights >= 0 && weights <= static_cast<int64_t>(WeightsMode::kMean),
-                  "fastattn: weights: expected 0 (none), 1 (full) or 2 (mean), got ", weights);
-  return static_cast<WeightsMode>(weights);
+template <typename Enum>
+Enum one_of(int64_t number, Enum last, const char* expected) {
+  STD_TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(last), "fastattn: ", expected,
+                  ", got ", number);
+  return static_cast<Enum>(number);
 }
-
-inline ScoreKind score_kind(int64_t score) {
-  STD_TORCH_CHECK(score >= 0 && score <= static_cast<int64_t>(ScoreKind::kGaussian),
-                  "fastattn: score: expected 0 (dot), 1 (additive) or 2 (gaussian), got ", score);
-  return static_cast<ScoreKind>(score);
+inline ScoreKind score_kind(int64_t number) {
+  return one_of(number, ScoreKind::kGaussian,
+                "score: expected 0 (dot), 1 (additive) or 2 (gaussian)");
 }
 
 inline std::vector<int64_t> weights_shape(const AttentionParams& p) {
@@ -139,7 +138,8 @@ inline void fill_problem(const Operands& in, AttentionParams* p) {
   p->v = view_of(in.v, "v", {p->B, p->Hkv, p->N, p->E});
   fill_weights(in, p);
   fill_bias(in.bias, p);
-  p->weights_mode = weights_mode(in.weights);
+  p->weights_mode =
+      one_of(in.weights, WeightsMode::kMean, "weights: expected 0 (none), 1 (full) or 2 (mean)");
   fill_masks(in, p);
   fill_dropout(in, p);
   const char* const reason = device::unsupported(*p);

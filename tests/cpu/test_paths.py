@@ -153,11 +153,14 @@ def test_an_unknown_path_is_refused_and_changes_nothing(name):
     assert paths() == before
 
 
-def test_heads_that_key_heads_do_not_divide_have_no_path():
+def test_what_is_no_problem_has_no_path():
     sizes = dict(B=1, H=4, Hkv=0, M=1, N=8, band_lo=-1, band_hi=8, score=0)
     names = ("bf16", "contiguous_keys", "bias", "keep_by_row", "dropout", "weights")
     flags = dict.fromkeys(names, False)
     with pytest.raises(RuntimeError, match="Hkv: expected a divisor of H, 4, got 0"):
+        torch.ops.fastattn.cpu_path(**sizes, **flags)
+    sizes |= dict(Hkv=4, score=3)
+    with pytest.raises(RuntimeError, match=r"score: expected 0 .* got 3"):
         torch.ops.fastattn.cpu_path(**sizes, **flags)
 
 

@@ -17,7 +17,6 @@ enum class Loop {
   kGaussian,      // the score loop of score/gaussian.h; elements
   kRead,          // memory; bytes
 };
-constexpr int64_t kLoops = 9;
 
 struct LoopCall {
   Loop loop;
