@@ -14,17 +14,16 @@
 
 namespace fastattn::cpu {
 
-// Bytes that params.workspace must point to (64-byte aligned; may be nullptr when 0). They depend
-// on the shape, the mode of the weights and, for backward, the wanted gradients. Fill in everything
-// but `workspace` first.
+// Bytes that params.workspace must point to (64-byte aligned; may be nullptr when 0). Fill in
+// everything but `workspace` first.
 int64_t forward_workspace_bytes(const ForwardParams& params);
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
 // Forward writes out, lse, stats and, unless weights_mode is kNone, weights.
 void forward(const ForwardParams& params, const Parallel& parallel);
 
-// Backward writes grad_q, grad_k and grad_v, and those of grad_w (additive) and grad_bias that are
-// wanted. grad_w may be nullptr; grad_weights is read when its data is not nullptr.
+// Backward writes grad_q, grad_k and grad_v, and grad_w and grad_bias where they have memory. It
+// reads grad_weights and grad_lse where these have some.
 void backward(const BackwardParams& params, const Parallel& parallel);
 
 // The path of the forward pass in words, such as "heads as rows, rows in place, keys in 4 chunks".

@@ -2,9 +2,8 @@
 // neither CUDA's nor torch's headers.
 //
 // params.score: the additive and the gaussian score run on FMA units (fp32, fp16 and bf16), the dot
-// product on tensor cores (fp16 and bf16). All pointers are the device's; dropout.seed_ptr, if it
-// is not nullptr, has the seed, which no host code then reads: a CUDA graph draws new bits when
-// what it points to has changed.
+// product on tensor cores (fp16 and bf16). All pointers are the device's. Where there is a
+// dropout.seed_ptr, no host code reads the seed. A CUDA graph then draws new bits when it changes.
 //
 // Outputs may be uninitialised: every element is written. Any dim may be 0. There are no atomics:
 // results do not depend on timing. Those of forward do not depend on the rest of the batch;
@@ -17,22 +16,21 @@
 
 namespace fastattn::cuda {
 
-// Why these kernels cannot compute a valid problem, or nullptr. Depends on the shape, the dtype of
-// q and whether there is w, on no other pointer. Of a dot product with D or E over 128, forward()
-// and backward() may refuse more.
+// Why these kernels cannot compute a valid problem, or nullptr. Depends on the shape, the score and
+// the dtype of q alone. Of a dot product with D or E over 128, forward() and backward() may refuse
+// more.
 const char* unsupported(const AttentionParams& params);
 
-// Bytes that params.workspace must point to (256-byte aligned; may be nullptr when 0). They depend
-// on the shape, the strides, the mode of the weights and, for backward, the wanted gradients, and
-// on the current device. Fill in everything but `workspace` first.
+// Bytes that params.workspace must point to (256-byte aligned; may be nullptr when 0), on the
+// current device. Fill in everything but `workspace` first.
 int64_t forward_workspace_bytes(const ForwardParams& params);
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
 // Forward writes out, lse, stats and, unless weights_mode is kNone, weights.
 const char* forward(const ForwardParams& params, void* stream);
 
-// Backward writes grad_q, grad_k and grad_v, and those of grad_w (additive) and grad_bias that are
-// wanted. grad_w may be nullptr; grad_weights and grad_lse are read when they are not nullptr.
+// Backward writes grad_q, grad_k and grad_v, and grad_w and grad_bias where they have memory. It
+// reads grad_weights and grad_lse where these have some.
 const char* backward(const BackwardParams& params, void* stream);
 
 // Whether the dot product runs by products of warpgroups (dot/*_wgmma.cu) on a device, where it

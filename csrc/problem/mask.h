@@ -2,8 +2,8 @@
 //
 // row_range() covers the masks that keep an interval of keys per row (causal, window, kv_begin,
 // kv_len). keeps() adds the dense mask. tile_range() bounds the keys that any row of a row block
-// can keep: tiles outside it are never touched. A new kind of mask is one field in MaskParams and
-// one clause here. A float bias is not a mask, but -inf in it removes a key too.
+// can keep: tiles outside it are never touched. A float bias is not a mask, but -inf in it removes
+// a key too. CONTRIBUTING.md says what a new kind of mask needs.
 #pragma once
 
 #include "problem/host_device.h"

@@ -1,5 +1,5 @@
 // How an additive or gaussian problem is cut into tiles, and what the kernels keep in the
-// workspace. A plan depends only on the shape, the score and the wanted results.
+// workspace. Sums are cut by the shape, the score and the wanted results alone.
 #pragma once
 
 #include "cuda/tile/bias_parts.cuh"
@@ -107,9 +107,9 @@ struct AdditiveBackwardPlan {
   int64_t block_q, block_k;
   int64_t weights;  // [B][H][slices_m][slices_n][dims]: dw of each block
 
-  // The gradient of a bias is added up by tiles, over slices of the batches and heads that the bias
-  // is broadcast over: [bias_B][bias_H][parts][bias_M][bias_N], unless there is one part. That of a
-  // line is added up by diagonals of tiles (line.cuh).
+  // The gradient of a bias is added up by tiles, over slices of the batches and heads that share
+  // it. Parts are [bias_B][bias_H][parts][bias_M][bias_N]; one part is the gradient itself. That of
+  // a line is added up by diagonals of tiles (line.cuh).
   int64_t slices, parts_m, parts_n, bias;
   int64_t spans;  // of keys, spans.cuh
   int64_t workspace_bytes;

@@ -15,8 +15,8 @@ struct GradMarks {
 FASTATTN_FN int64_t query_marks(const AttentionParams& p) { return p.B * p.H * ((p.M + 63) / 64); }
 FASTATTN_FN int64_t key_marks(const AttentionParams& p) { return p.B * p.Hkv * ((p.N + 63) / 64); }
 
-// Whether this path is chosen, the device and the build have it, and the problem can take it: as in
-// forward_wgmma.h, with a gradient of the output that a tensor map can describe as well.
+// As takes_wgmma() of forward_wgmma.h. A tensor map must describe the gradient of the output as
+// well, and there must be no curve.
 bool takes_wgmma(const BackwardParams& p);
 
 // Bytes of workspace besides the marks. Chosen or not: another thread may choose at any time.

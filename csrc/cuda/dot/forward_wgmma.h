@@ -21,9 +21,9 @@ const char* against_large_heads(const ForwardParams& p);
 // Bytes of the workspace where wants_wgmma(), else 0.
 int64_t wgmma_forward_bytes(const ForwardParams& p);
 
-// Writes out, lse and stats, and at p.workspace the marks, [B][H][tiles of 64 queries][4 warps]:
-// not 0 where a result is not finite, and the rows of the warp are to be computed again by a kernel
-// that keeps NaN behind the mask. Returns false, and writes nothing, if the driver makes no tensor
+// Writes out, lse and stats, and at p.workspace the marks, [B][H][tiles of 64 queries][4 warps]. A
+// mark is not 0 where a result is not finite. A kernel that keeps NaN behind the mask is to compute
+// the rows of that warp again. Returns false, and writes nothing, if the driver makes no tensor
 // maps, or if a dense mask has more tiles of keys than a block has places for.
 bool launch_wgmma(const ForwardParams& p, Launcher& launcher);
 

@@ -53,9 +53,10 @@ __device__ __forceinline__ void for_shares(const Shares& shares, F f) {
 
 // ---- which keys ----
 
-// The key tiles that intervals leave to a block, in the order in which it takes them: from the last
-// masked one down, then those before the keys that all rows keep, then tiles without mask and
-// dropout, whose logits are their scores. If all are masked, all are late.
+// The key tiles that intervals leave to a block, in the order in which it takes them. Late masked
+// ones come first, from the last one down, and then those before the keys that all rows keep. Tiles
+// without mask and dropout, whose logits are their scores, come last. If all are masked, all are
+// late.
 struct KeyTiles {
   int first, end, full_first, full_end;
 
