@@ -102,7 +102,7 @@ def attention(
     _refuse(options)
     own = attention_mask if isinstance(attention_mask, Mask) else None
     dense = None if own is not None or attention_mask is None else attention_mask
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     results = scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, mask=own,
         attn_mask=None if dense is None else dense[..., : key.shape[-2]],  # pyright: ignore
@@ -188,6 +188,8 @@ def mask(
     structured = not eager and _may_be_structured(q_length, attention_mask)
     rule = _rule(mask_function) if structured else None
     if rule is None or not _may_be_no_tensor(rule, options):
+        if q_length > 1:  # no layer has to say that it is causal
+            options["allow_is_causal_skip"] = False
         return (eager_mask if eager else sdpa_mask)(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **options,

@@ -78,6 +78,9 @@ def test_causal_only_without_a_mask():
     assert (weights > 0).all()
     _, weights = attention(layer(True), q, k, k, None, is_causal=False, output_attentions=True)
     assert (weights > 0).all()
+    # Splinter's layers do not say whether they are causal, and get no mask where none is needed.
+    _, weights = attention(torch.nn.Identity(), q, k, k, None, output_attentions=True)
+    assert (weights > 0).all()
 
 
 def test_masks_may_be_longer_than_the_keys():

@@ -100,6 +100,12 @@ def test_tensors_where_they_are_wanted():
     assert ours.shape == (B, 1, 1, M)
 
 
+def test_a_tensor_where_it_is_compiled(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(masking_utils, "is_torchdynamo_exporting", lambda: False)  # torch 2.14
+    assert torch.equal(*both("causal", SIZES[0], allow_is_bidirectional_skip=False))
+
+
 def test_rules_of_ones_own_are_dense():
     FUNCTIONS["own"] = lambda b, h, i, j: (i + j) % 2 == 0
     FUNCTIONS["mixed"] = masking_utils.and_masks(CAUSAL, FUNCTIONS["own"])
