@@ -74,10 +74,11 @@ def _by_compile_time(item) -> int:
 
 # What takes longest comes first: a long file at the end would run alone. With a time limit it comes
 # last. Parts of paths: ahead-of-time compilation, grids in the interpreter and the simulator,
-# Inductor, whole programs, what else is interpreted, several processes.
+# Inductor, whole programs, what else is interpreted or simulated, several processes.
 LONGEST = (
     "/test_aot", "triton/test_sdpa", "triton/test_shared", "triton/test_additive", "/test_cuda_",
-    "/test_compile", "tests/examples/", "/test_bench", "tests/triton/", "tests/distributed/",
+    "/test_compile", "tests/examples/", "/test_bench", "tests/triton/", "tests/cuda/",
+    "tests/distributed/",
 )  # fmt: skip
 
 
