@@ -85,7 +85,7 @@ def block_of(p: Problem, cut: Cut) -> Problem:
 def key_heads(p: Problem, cut: Cut) -> tuple[int, int]:
     """The key heads of a block's query heads: whole groups, or some of one group."""
     first, end = cut.h
-    group = p.H // p.Hkv if p.Hkv else 1
+    group = max(1, p.H // max(1, p.Hkv))
     k0, k1 = first // group, -(-end // group)
     if k1 - k0 > 1 and (first % group or end % group):
         raise ValueError(

@@ -194,6 +194,15 @@ def a_mean_of_half_types_is_rounded_once():
         assert (weights[..., 1:] == 2.0**-24).all()
 
 
+def keys_without_query_heads_have_gradients_of_0():
+    group = world()[0]
+    q, k = torch.zeros(B, 0, 3, D), torch.ones(B, 2, 3, D, requires_grad=True)
+    for method in ("heads", "gather", "ring"):
+        out = context_parallel_attention(q, k, k, group, method=method, enable_gqa=True)
+        (grad,) = torch.autograd.grad(out.sum(), k)
+        assert not grad.any(), method
+
+
 def by_itself_it_takes_heads_or_gather():
     """Without rows in masks, heads; with them, or too few key heads, gather."""
     group, _, size = world()
@@ -348,6 +357,7 @@ PROMISES = [
     a_mean_of_half_types_is_rounded_once,
     by_itself_it_takes_heads_or_gather,
     backends_are_asked_about_wide_sums,
+    keys_without_query_heads_have_gradients_of_0,
     bytes_are_those_of_the_table,
     decoding_with_keys_spread_over_ranks,
     limits_of_ranks_with_one_row,
