@@ -78,7 +78,8 @@ def attention(
     """What an attention layer of transformers calls, whatever the model.
 
     Args:
-        module: the layer, which knows whether it is causal where ``is_causal`` is None.
+        module: the layer. Where ``is_causal`` is None, its attribute of that name counts, False
+            without one.
         query: ``[B, H, M, D]``.
         key: ``[B, Hkv, N, D]``; H is a multiple of Hkv.
         value: ``[B, Hkv, N, E]``.
@@ -188,7 +189,7 @@ def mask(
     structured = not eager and _may_be_structured(q_length, attention_mask)
     rule = _rule(mask_function) if structured else None
     if rule is None or not _may_be_no_tensor(rule, options):
-        if q_length > 1:  # no layer has to say that it is causal
+        if q_length > 1:  # layers that do not say that they are causal need it
             options["allow_is_causal_skip"] = False
         return (eager_mask if eager else sdpa_mask)(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,

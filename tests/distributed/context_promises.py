@@ -224,7 +224,7 @@ def by_itself_it_takes_heads_or_gather():
 
 
 def backends_are_asked_about_wide_sums():
-    """Over blocks; a GPU has backends without them, and kernels for a bias."""
+    """Sums over blocks are wide, which some GPU backends lack. A bias has kernels of its own."""
     for method, bias in product(("heads", "gather", "ring"), (None, torch.zeros(N))):
         with mock.patch.object(registry, "select", wraps=registry.select) as select:
             local(method, bias=bias)

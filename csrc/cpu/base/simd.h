@@ -233,8 +233,8 @@ FASTATTN_SIMD Vec sums_of(Vec* x) {
 
 // ---- loops ----
 
-// Calls f(row, count) for blocks of kMost rows, 8 or 4, and then of half as many down to 1. `count`
-// is a compile-time constant.
+// Calls f(row, count) for blocks of kMost rows, which is 8 or 4. The rest are at most one block
+// each of 4, 2 and 1 rows. `count` is a compile-time constant.
 template <int kMost, typename F>
 FASTATTN_SIMD void in_row_blocks(int64_t rows, F f) {
   int64_t r = 0;
