@@ -206,12 +206,11 @@ inline Tensor linear_in_float(const Tensor& x, const Tensor& weight, const OptTe
 }
 
 // Whether torch's products of a half dtype are slower than linear_in_float(): where oneDNN does not
-// take the dtype, torch's own loops multiply. With AVX2 their rate is down to an eighth of that in
-// float32. It is down to a hundredth where weights lie column by column, as those of a gradient do:
-// docs/decisions/0018. With AVX-512 their rate was not measured.
+// take the dtype, torch's own loops multiply. Their rate is down to an eighth of that in float32. It
+// is down to a hundredth where weights lie column by column, as those of a gradient do:
+// docs/decisions/0018.
 inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype) {
 #ifdef __x86_64__
-  static const bool wide = __builtin_cpu_supports("avx512f");
   // A torch without oneDNN does not have these operators.
   const auto takes = [](const char* name) {
     std::array<StableIValue, 1> result{};
@@ -220,7 +219,7 @@ inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype) {
   };
   static const bool bf16 = takes("mkldnn::_is_mkldnn_bf16_supported");
   static const bool fp16 = takes("mkldnn::_is_mkldnn_fp16_supported");
-  return !wide && !(dtype == ScalarType::BFloat16 ? bf16 : fp16);
+  return !(dtype == ScalarType::BFloat16 ? bf16 : fp16);
 #else
   return false;
 #endif
