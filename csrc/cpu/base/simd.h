@@ -70,6 +70,17 @@ FASTATTN_SIMD T load_lanes(const Lane* from) {
 FASTATTN_SIMD Vec load(const float* from) { return load_lanes<Vec>(from); }
 FASTATTN_SIMD void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
 
+// Sign-extends. Written out where GCC converts lane by lane.
+FASTATTN_SIMD VecI widen(VecBytes x) {
+#if defined(__AVX512F__) && FASTATTN_VECTOR_WIDTH == 16
+  return (VecI)_mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)x);
+#elif defined(__AVX2__) && FASTATTN_VECTOR_WIDTH == 8
+  return (VecI)_mm256_cvtepi8_epi32(__m128i{(int64_t)x});
+#else
+  return __builtin_convertvector(x, VecI);
+#endif
+}
+
 FASTATTN_SIMD VecI bits_of(Vec x) { return (VecI)x; }
 FASTATTN_SIMD Vec from_bits(VecI x) { return (Vec)x; }
 

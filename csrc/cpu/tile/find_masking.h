@@ -63,15 +63,17 @@ int64_t MaskTile::set_keys(int64_t j0, int64_t cols) {
     return look_at_plain_bias() ? in_interval : build_addend(in_interval);
   const Kept kept = kept_by_mask();
   if (kept == Kept::kNone) return 0;
-  return kept == Kept::kAll ? in_interval : build_addend(in_interval);
+  if (kept == Kept::kAll) return in_interval;
+  return look_at_plain_mask() ? last_kept(cols) : build_addend(in_interval);
 }
 
 void MaskTile::find_strips() {
-  if (!masked_ || (masking_ == Masking::kAddend && addend_stride_ == 0)) return;
+  const bool by_pair = masking_ == Masking::kDense || masking_ == Masking::kAddend;
+  if (!masked_ || (by_pair && pair_stride_ == 0)) return;
   int64_t listed = 0, all = 0;
   for (int64_t i = 0; i < rows_; i += kStripRows) {
     const int64_t end = min64(rows_, i + kStripRows);
-    listed += masking_ == Masking::kAddend ? list_addend(i, end) : list_intervals(i, end);
+    listed += by_pair ? list_kept(i, end) : list_intervals(i, end);
     all += AllColumns{cols_}.count();
   }
   sparse_ = 8 * listed <= 7 * all;
@@ -94,13 +96,8 @@ int64_t MaskTile::list_intervals(int64_t i0, int64_t i1) {
   return strips_.fill(i0 / kStripRows, begin, end, [](int64_t) { return true; });
 }
 
-int64_t MaskTile::list_addend(int64_t i0, int64_t i1) {
-  return strips_.fill(i0 / kStripRows, 0, cols_, [&](int64_t c) {
-    VecI kept{};
-    for (int64_t i = i0; i < i1; ++i)
-      kept |= load(addend_ + i * addend_stride_ + c) != splat(-kInf);
-    return any_lane(kept);
-  });
+int64_t MaskTile::list_kept(int64_t i0, int64_t i1) {
+  return strips_.fill(i0 / kStripRows, 0, cols_, [&](int64_t c) { return keeps_some(i0, i1, c); });
 }
 
 int64_t MaskTile::set_intervals() {
@@ -165,6 +162,15 @@ MaskTile::Kept MaskTile::kept_by_mask() const {
   return !any_lane((VecI)any) ? Kept::kNone : any_lane((VecI)dropped) ? Kept::kSome : Kept::kAll;
 }
 
+bool MaskTile::look_at_plain_mask() {
+  const DenseMask dense = dense_from(p_.mask, b_, h_, i0_, j0_);
+  const bool looked = cols_ >= static_cast<int64_t>(sizeof(WideBytes));  // by kept_by_mask()
+  if (masked_ || !looked || dense.stride_n != 1 || cols_ % kWidth != 0) return false;
+  kept_ = dense.data + dense.offset, pair_stride_ = dense.stride_m;
+  masking_ = Masking::kDense, masked_ = true;
+  return true;
+}
+
 void MaskTile::put_bias(int64_t i, float* to) const {
   const View& bias = p_.bias;
   const int64_t row =
@@ -182,7 +188,7 @@ void MaskTile::put_keep(int64_t i, float* to) const {
   const uint8_t* const from = dense.data + dense.offset;
   const int64_t cols = cols_, whole = dense.stride_n == 1 ? cols / kWidth * kWidth : 0;
   const auto put = [&](int64_t c, VecBytes bytes) __attribute__((always_inline)) {
-    const VecI dropped = __builtin_convertvector(bytes == 0, VecI);  // all bits set, or none
+    const VecI dropped = widen(bytes) == 0;
     const Vec gone = from_bits(dropped & bits_of(splat(-kInf)));
     store(to + c, kOver ? dropped ? gone : load(to + c) : gone);
   };
@@ -211,21 +217,31 @@ MaskTile::Seen MaskTile::look(const float* row, Seen seen) const {
   return seen;
 }
 
-int64_t MaskTile::last_kept(int64_t cols, int64_t rows) const {
+bool MaskTile::keeps_some(int64_t i0, int64_t i1, int64_t c) const {
+  if (masking_ == Masking::kDense) {
+    VecBytes kept{};
+    for (int64_t i = i0; i < i1; ++i) kept |= load_lanes<VecBytes>(kept_ + i * pair_stride_ + c);
+    return any_lane(widen(kept));
+  }
+  VecI kept{};
+  for (int64_t i = i0; i < i1; ++i) kept |= load(addend_ + i * pair_stride_ + c) != splat(-kInf);
+  return any_lane(kept);
+}
+
+int64_t MaskTile::last_kept(int64_t cols) const {
+  const int64_t rows = pair_stride_ == 0 ? 1 : rows_;
   for (int64_t c = (cols - 1) / kWidth * kWidth; c > 0; c -= kWidth)
-    for (int64_t i = 0; i < rows; ++i)
-      if (any_lane(load(addend_ + i * addend_stride_ + c) != splat(-kInf)))
-        return min64(cols, c + kWidth);
+    if (keeps_some(0, rows, c)) return min64(cols, c + kWidth);
   return min64(cols, kWidth);
 }
 
 int64_t MaskTile::build_addend(int64_t in_interval) {
   const bool one_row = !dense_varies_by_row(p_.mask) &&
                        (p_.bias.data == nullptr || p_.bias.stride_r == 0) && !masked_;
-  addend_stride_ = one_row ? 0 : block_n_;
+  pair_stride_ = one_row ? 0 : block_n_;
   Seen seen = {VecI{} == 0, {}, {}};
   for (int64_t i = 0; i < (one_row ? 1 : rows_); ++i) {
-    float* const row = addend_ + i * addend_stride_;
+    float* const row = addend_ + i * pair_stride_;
     if (p_.bias.data != nullptr) put_bias(i, row);
     if (has_dense(p_.mask))
       p_.bias.data == nullptr ? put_keep<false>(i, row) : put_keep<true>(i, row);
@@ -237,7 +253,7 @@ int64_t MaskTile::build_addend(int64_t in_interval) {
   const bool plain = !masked_ && !any_lane(seen.biased) && cols_ % kWidth == 0;
   masking_ = !plain ? Masking::kAddend : p_.bias.data == nullptr ? Masking::kNone : Masking::kBias;
   bias_ = addend_, bias_stride_ = 0;  // a plain one is all zeros
-  return last_kept(in_interval, one_row ? 1 : rows_);
+  return last_kept(in_interval);
 }
 
 void RowRanges::use(int64_t b) {

@@ -3,7 +3,7 @@
 // A tile is empty (nothing of it is read), or full (no mask code runs). Others have an interval of
 // keys per row, or an addend. The addend is the bias, and -inf where a pair is masked. A mask
 // selects -inf and never adds it to NaN, so garbage behind it stays there. A bias that masks
-// nothing is read where it lies.
+// nothing, and a dense mask alone, are read where they lie.
 #pragma once
 
 #include "cpu/base/exp2.h"
@@ -66,9 +66,14 @@ FASTATTN_SHARED LogitUnits logit_units(const AttentionParams& p, double scale, f
 FASTATTN_SHARED void curve_scores(const LogitUnits& units, int64_t rows, int64_t cols, int64_t ld,
                                   float* s, float* slopes);
 
-// How the scores of a tile are masked. kNone and kIntervals add no bias: a problem with a bias has
-// neither.
-enum class Masking { kNone, kBias, kBiasInside, kIntervals, kAddend };
+// How the scores of a tile are masked. kNone, kIntervals and kDense add no bias: a problem with a
+// bias has none of these.
+enum class Masking { kNone, kBias, kBiasInside, kIntervals, kDense, kAddend };
+
+// All bits set where a dense mask, read from here on, drops a key; else none.
+FASTATTN_SIMD VecI dropped_by(const uint8_t* kept) {
+  return widen(load_lanes<VecBytes>(kept)) == 0;
+}
 
 class MaskTile {
  public:
@@ -122,6 +127,8 @@ class MaskTile {
         return f(std::integral_constant<Masking, Masking::kBiasInside>{});
       case Masking::kIntervals:
         return f(std::integral_constant<Masking, Masking::kIntervals>{});
+      case Masking::kDense:
+        return f(std::integral_constant<Masking, Masking::kDense>{});
       case Masking::kAddend:
         return f(std::integral_constant<Masking, Masking::kAddend>{});
     }
@@ -131,6 +138,7 @@ class MaskTile {
   template <Masking kMasking>
   struct Row {
     const float *addend, *next;  // of this row, and of one that is prefetched
+    const uint8_t* kept;
     int32_t begin, end;
 
     // The logits of columns [c, c + kWidth), from their scores. They are -inf where masked or past
@@ -139,6 +147,8 @@ class MaskTile {
     FASTATTN_MEMBER Vec operator()(Vec s, Logit logit, int64_t c) const {
       if constexpr (kMasking == Masking::kIntervals) {
         return inside(c) ? s : splat(-kInf);
+      } else if constexpr (kMasking == Masking::kDense) {
+        return dropped_by(kept + c) ? splat(-kInf) : s;
       } else if constexpr (kMasking == Masking::kBias) {
         return logit(s, load(addend + c));
       } else if constexpr (kMasking == Masking::kBiasInside) {
@@ -163,7 +173,8 @@ class MaskTile {
   FASTATTN_MEMBER Row<kMasking> row(int64_t i) const {
     constexpr bool kInside = kMasking == Masking::kIntervals || kMasking == Masking::kBiasInside;
     Row<kMasking> row = {};
-    if constexpr (kMasking == Masking::kAddend) row.addend = addend_ + i * addend_stride_;
+    if constexpr (kMasking == Masking::kAddend) row.addend = addend_ + i * pair_stride_;
+    if constexpr (kMasking == Masking::kDense) row.kept = kept_ + i * pair_stride_;
     if constexpr (kMasking == Masking::kBias || kMasking == Masking::kBiasInside)
       row.addend = bias_ + i * bias_stride_;
     if constexpr (kMasking == Masking::kBias) row.next = row.addend + rows_ * bias_stride_;
@@ -182,7 +193,8 @@ class MaskTile {
 
   // Whether the pair of row i and key c of the tile is kept.
   bool keeps(int64_t i, int64_t c) const {
-    if (masking_ == Masking::kAddend) return addend_[i * addend_stride_ + c] != -kInf;
+    if (masking_ == Masking::kAddend) return addend_[i * pair_stride_ + c] != -kInf;
+    if (masking_ == Masking::kDense) return kept_[i * pair_stride_ + c] != 0;
     return !masked_ || (c >= begin_[i] && c < end_[i]);
   }
   // The same of element (r, k) of a matrix of pairs, by rows or transposed.
@@ -196,7 +208,7 @@ class MaskTile {
   // Those without a body here are in find_masking.h, and nobody but its functions calls them.
   // Of the rows [i0, i1), which are a strip. They return how many vectors are listed.
   inline int64_t list_intervals(int64_t i0, int64_t i1);
-  inline int64_t list_addend(int64_t i0, int64_t i1);
+  inline int64_t list_kept(int64_t i0, int64_t i1);
 
   // Sets per-row intervals relative to the tile. Returns where the last one ends, in whole vectors.
   inline int64_t set_intervals();
@@ -210,11 +222,17 @@ class MaskTile {
   enum class Kept { kNone, kSome, kAll };
   inline Kept kept_by_mask() const;
 
+  // Whether the dense mask can be read where it lies, and nothing else masks the tile.
+  inline bool look_at_plain_mask();
+
   // Folds bias, dense mask and intervals into the addend, and finds the kind of the tile.
   inline int64_t build_addend(int64_t in_interval);
 
+  // Whether one of the rows [i0, i1) keeps a column of [c, c + kWidth), by addend or dense mask.
+  inline bool keeps_some(int64_t i0, int64_t i1, int64_t c) const;
+
   // Drops trailing vectors of columns that are masked in all rows.
-  inline int64_t last_kept(int64_t cols, int64_t rows) const;
+  inline int64_t last_kept(int64_t cols) const;
 
   inline void put_bias(int64_t i, float* to) const;
 
@@ -237,13 +255,14 @@ class MaskTile {
   int64_t block_n_;
   bool has_addend_, masked_ = false, sparse_ = false;
   Masking masking_ = Masking::kNone;
-  int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0, j0_ = 0, cols_ = 0, addend_stride_ = 0;
-  int64_t bias_stride_ = 0;
+  int64_t b_ = 0, h_ = 0, i0_ = 0, rows_ = 0, j0_ = 0, cols_ = 0, bias_stride_ = 0;
+  int64_t pair_stride_ = 0;  // of rows of the addend or the dense mask; 0 if all are alike
   KeyRange range_{};
   Strips strips_;
   int32_t *begin_, *end_;
   float* addend_;
   const float* bias_ = nullptr;
+  const uint8_t* kept_ = nullptr;
 };
 
 // The keys that each row block of a batch entry keeps. Backward meets a block again with every tile
