@@ -10,6 +10,8 @@ from fastattn import Mask, testing
 
 pytestmark = pytest.mark.usefixtures("extension")
 
+BF16 = {"dtype": torch.bfloat16}  # AVX512-BF16 has products of its own for it
+CALLS = {"dot": ("dot", {}), "bf16": ("dot", BF16), "additive": ("additive", {})}
 SIZES = [(150, 300), (97, 129), (33, 400)]  # more than a tile, one row or key more, two strips
 
 
@@ -39,12 +41,19 @@ MASKS = {
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(
     ("score", "options"),
-    [("dot", {}), ("dot", {"softcap": 1.5}), ("dot", {"bias": True}), ("additive", {})],
-    ids=["dot", "cap", "bias", "additive"],
+    [
+        ("dot", {}),
+        ("dot", {"softcap": 1.5}),
+        ("dot", {"bias": True}),
+        ("dot", BF16),
+        ("additive", {}),
+    ],
+    ids=["dot", "cap", "bias", "bf16", "additive"],
 )
 def test_results_are_those_of_the_mask(isa, sizes, mask, score, options):
-    call = inputs(score, H=2, M=sizes[0], N=sizes[1], D=20, E=36)
     options = options | {"mask": MASKS[mask](*sizes), "return_lse": True}
+    dtype = options.pop("dtype", torch.float32)
+    call = inputs(score, H=2, M=sizes[0], N=sizes[1], D=20, E=36, dtype=dtype)
     if "bias" in options:
         options["bias"] = torch.randn(sizes)
     double = {name: x.double() for name, x in call.items()}
@@ -73,6 +82,24 @@ def test_no_bit_depends_on_what_is_skipped(isa, score, name):
         assert torch.equal(sparse[:, :, i], alone[:, :, i]), i
 
 
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["blocks", "shifted", "pairs"])
+def test_no_bit_depends_on_the_other_rows_of_a_strip(isa, call, name):
+    """One row that keeps every key makes its strip take every column."""
+    score, options = CALLS[call]
+    if score == "dot" and isa.startswith("amx"):
+        pytest.skip("tiles of the matrix unit depend on the kind of mask, and have no strips")
+    M, N = 150, 300
+    tensors = inputs(score, H=2, M=M, N=N, D=20, E=36, **options)
+    keep = MASKS[name](M, N).keep
+    whole = keep.clone()
+    whole[:, :, 3::16] = True
+    others = torch.arange(M) % 16 != 3
+    found, expected = (everything(tensors, mask=Mask(keep=k), backend="cpu") for k in (keep, whole))
+    for what in ("out", "weights", "lse", "grad_query"):
+        assert torch.equal(found[what][:, :, others], expected[what][:, :, others]), what
+
+
 def assert_unreached(isa, found, clean, name):
     """A tile has the fp16 parts that its largest number requires: garbage may change rounding."""
     if isa == "amx_fp16":
@@ -81,11 +108,11 @@ def assert_unreached(isa, found, clean, name):
         assert torch.equal(found, clean), name
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("score", "options"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
-def test_values_reach_their_own_rows_alone(isa, score, garbage):
+def test_values_reach_their_own_rows_alone(isa, score, options, garbage):
     M, N = 150, 300
-    call = inputs(score, H=2, M=M, N=N, D=20, E=36)
+    call = inputs(score, H=2, M=M, N=N, D=20, E=36, **options)
     keep = MASKS["blocks"](M, N).keep
     clean = attend(**call, mask=Mask(keep=keep), backend="cpu")
     call["value"][:, :, 77] = garbage
@@ -97,13 +124,13 @@ def test_values_reach_their_own_rows_alone(isa, score, garbage):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("score", SCORES)
-def test_no_bit_of_a_gradient_depends_on_what_is_skipped(isa, score, mask):
+@pytest.mark.parametrize(("score", "options"), CALLS.values(), ids=CALLS)
+def test_no_bit_of_a_gradient_depends_on_what_is_skipped(isa, score, options, mask):
     """A bias that wants a gradient needs every column; one of zeros changes nothing else."""
     if score == "dot" and isa.startswith("amx"):
         pytest.skip("tiles of the matrix unit have no strips")
     M, N = 150, 300
-    call = inputs(score, B=1, H=2, M=M, N=N, D=20, E=36)
+    call = inputs(score, B=1, H=2, M=M, N=N, D=20, E=36, **options)
     options = {"mask": MASKS[mask](M, N), "softcap": 2.0, "backend": "cpu"}
     skipped = everything(call, **options)
     whole = everything(call, **options, bias=torch.zeros(M, N))
@@ -111,13 +138,13 @@ def test_no_bit_of_a_gradient_depends_on_what_is_skipped(isa, score, mask):
         assert torch.equal(x, whole[name]), name
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("score", "options"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
-def test_gradients_reach_what_a_row_keeps_alone(isa, score, garbage):
+def test_gradients_reach_what_a_row_keeps_alone(isa, score, options, garbage):
     M, N, row = 150, 300, 40
-    call = inputs(score, B=1, H=2, M=M, N=N, D=20, E=36)
+    call = inputs(score, B=1, H=2, M=M, N=N, D=20, E=36, **options)
     options = {"mask": Mask(keep=blocks(M, N)[None, None]), "backend": "cpu"}
-    grad_out = torch.randn(1, 2, M, 36)
+    grad_out = torch.randn(1, 2, M, 36).to(call["query"].dtype)
     clean = everything(call, grad_out, **options)
     grad_out[:, :, row] = garbage
     found = everything(call, grad_out, **options)

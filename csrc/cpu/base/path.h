@@ -14,6 +14,9 @@ enum class Way {
   kMatrixUnit,
 };
 
+// Whether softmax and products go tile by tile.
+constexpr bool takes_tiles(Way way) { return way == Way::kTiles || way == Way::kMatrixUnit; }
+
 // Queries x keys that a worker takes at a time.
 struct TileSize {
   int64_t m, n;

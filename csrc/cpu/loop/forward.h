@@ -227,7 +227,7 @@ class ForwardWorker {
     score_.use_keys(used);
     values_.use_keys(used);
     choose_form(score_, values_, mask_);
-    if (Score::kHasStrips && args_.path.way == Way::kTiles && !args_.path.values_by_row)
+    if (Score::kHasStrips && takes_tiles(args_.path.way) && !args_.path.values_by_row)
       mask_.find_strips();
     scores_of(score_, args_.units, mask_, m.rows, used, s_, tile_.n);
     if (args_.turns > 0)

@@ -218,14 +218,13 @@ MaskTile::Seen MaskTile::look(const float* row, Seen seen) const {
 }
 
 bool MaskTile::keeps_some(int64_t i0, int64_t i1, int64_t c) const {
-  if (masking_ == Masking::kDense) {
-    VecBytes kept{};
-    for (int64_t i = i0; i < i1; ++i) kept |= load_lanes<VecBytes>(kept_ + i * pair_stride_ + c);
-    return any_lane(widen(kept));
+  for (int64_t i = i0; i < i1; ++i) {
+    const int64_t at = i * pair_stride_ + c;
+    const VecI kept = masking_ == Masking::kDense ? widen(load_lanes<VecBytes>(kept_ + at))
+                                                  : load(addend_ + at) != splat(-kInf);
+    if (any_lane(kept)) return true;
   }
-  VecI kept{};
-  for (int64_t i = i0; i < i1; ++i) kept |= load(addend_ + i * pair_stride_ + c) != splat(-kInf);
-  return any_lane(kept);
+  return false;
 }
 
 int64_t MaskTile::last_kept(int64_t cols) const {

@@ -110,6 +110,7 @@ class MaskTile {
   void find_strips();
   bool sparse() const { return sparse_; }
   const Strips& strips() const { return strips_; }
+  const Strips* lists() const { return sparse_ ? &strips_ : nullptr; }
   // The columns of row i that softmax takes.
   Columns columns(int64_t i, int64_t cols) const {
     return sparse_ ? strips_.of_row(i) : strips_.every(cols);

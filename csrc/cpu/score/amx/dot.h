@@ -54,7 +54,7 @@ class AmxDotScore : public ScoreDefaults {
     if (backward_) keys_.pack<Depth::kRows, Side::kRight>(k_rows_);
   }
 
-  static constexpr bool kCanNarrow = true, kHasSlots = true;
+  static constexpr bool kCanNarrow = true, kHasSlots = true, kHasStrips = kTilesHaveStrips;
   void use_keys(int64_t cols) { cols_ = cols; }
   static int64_t query_bytes(const AttentionParams& p) {
     return 2 * parts_of(form_of(p.q.dtype)) * p.D;
@@ -68,11 +68,8 @@ class AmxDotScore : public ScoreDefaults {
     if (backward_) queries.pack<Depth::kRows, Side::kLeft>(q_columns_);
   }
 
-  void scores(float* s) {
-    AmxInput& queries = slots_.queries();
-    multiply_tiles(slots_.q(), k_, queries.rows(), cols_, p_.D, false, s, tile_.n);
-    multiply_rows_apart(queries, keys_, cols_, s, tile_.n);
-  }
+  void scores(float* s) { multiply(s, {}); }
+  void scores_of(const Strips& strips, float* s) { multiply(s, {&strips}); }
 
   // Whether some kept pair has a query or a key that does not fit.
   bool look_at(const MaskTile& mask) {
@@ -107,7 +104,8 @@ class AmxDotScore : public ScoreDefaults {
       pack_tiles<Depth::kRows, Side::kRight>(tile, grad_unit_, ds_outliers_, ds_columns_);
     }
 
-    multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_);
+    multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_,
+                   {nullptr, mask.lists()});
     accumulate_rows_apart(ByRows{ds, tile_.n}, grad_unit_, rows, ds_outliers_, OutlierRows(), keys_,
                           cols, mask, grad_q_, ld_, 1);
     add_rows(grad_q_, ld_, rows, p_.D, p_.scale / (grad_unit_ * input_unit_), grad_q,
@@ -157,6 +155,12 @@ class AmxDotScore : public ScoreDefaults {
   }
 
  private:
+  void multiply(float* s, Lists lists) {
+    AmxInput& queries = slots_.queries();
+    multiply_tiles(slots_.q(), k_, queries.rows(), cols_, p_.D, false, s, tile_.n, lists);
+    multiply_rows_apart(queries, keys_, cols_, s, tile_.n);
+  }
+
   // Blocks of queries that stay loaded side by side.
   class Slots {
    public:

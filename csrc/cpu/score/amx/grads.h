@@ -152,8 +152,9 @@ class AmxValueGrads : public GradDefaults {
   }
 
   // dp [rows, block_n] times grad_weights_unit()
-  void grad_weights(const MaskTile&, float* dp) {
-    multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), cols_, p_.E, false, dp, block_n_);
+  void grad_weights(const MaskTile& mask, float* dp) {
+    multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), cols_, p_.E, false, dp, block_n_,
+                   {mask.lists()});
     multiply_rows_apart(grad_out_, values_, cols_, dp, block_n_);
   }
 

@@ -148,9 +148,12 @@ static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int6
   odd ? store_tile<0>(previous, ld * 4) : store_tile<1>(previous, ld * 4);
 }
 
+// Whether lists are worth finding. On the unit nobody measured products that leave out tiles.
+constexpr bool kTilesHaveStrips = false;
+
 // C[rows x cols] = A B, or C + A B; all are padded to whole tiles. A and B have the same form.
 static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int64_t cols,
-                           int64_t depth, bool add, float* c, int64_t ld) {
+                           int64_t depth, bool add, float* c, int64_t ld, Lists = {}) {
   const int64_t ms = round_up(rows, kEdge) / kEdge, ns = round_up(cols, kEdge) / kEdge;
   const int64_t depths = round_up(depth, kTileDepth) / kTileDepth;
   if (ms == 0 || ns == 0) return;

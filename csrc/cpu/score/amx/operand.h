@@ -3,6 +3,7 @@
 
 #include "cpu/base/pack.h"
 #include "cpu/score/amx/parts.h"
+#include "cpu/tile/strips.h"
 
 namespace fastattn::FASTATTN_ISA {
 
@@ -30,6 +31,12 @@ class Operand {
   int64_t depths_ = 0, parts_ = 0;
   Form form_ = Form::kBf16;
   int32_t* words_ = nullptr;
+};
+
+// What a product may leave out: columns of C that the strips of its rows lack, or columns of A that
+// those of A's rows lack, where A holds zeros. nullptr: none.
+struct Lists {
+  const Strips *columns = nullptr, *depth = nullptr;
 };
 
 FASTATTN_SIMD void transpose_words(int32_t* words) {

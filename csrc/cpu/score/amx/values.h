@@ -99,7 +99,7 @@ class AmxValueTile : public FormDefaults {
       for (int64_t e = 0; e < ld_; e += kWidth)
         store(o + i * ld_ + e, fastattn::FASTATTN_ISA::load(o + i * ld_ + e) * scale[i]);
     }
-    multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_);
+    multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_, {nullptr, mask.lists()});
     accumulate_rows_apart(ByRows{weights, ld}, 1.f, rows, OutlierRows(), OutlierRows(), values_,
                           cols_, mask, o, ld_, 1);
   }
