@@ -28,6 +28,7 @@ def blocks(M, N, size=16, shift=0, share=0.25):
 MASKS = {
     "blocks": lambda M, N: Mask(keep=blocks(M, N)[None, None]),
     "shifted": lambda M, N: Mask(keep=blocks(M, N, shift=5)[None, None]),
+    "transposed": lambda M, N: Mask(keep=blocks(N, M).T[None, None]),
     "large": lambda M, N: Mask(keep=blocks(M, N, size=48)[None, None]),
     "pairs": lambda M, N: Mask(keep=blocks(M, N, size=1, share=0.02)[None, None]),
     "causal": lambda M, N: Mask(causal="top_left"),

@@ -164,8 +164,7 @@ MaskTile::Kept MaskTile::kept_by_mask() const {
 
 bool MaskTile::look_at_plain_mask() {
   const DenseMask dense = dense_from(p_.mask, b_, h_, i0_, j0_);
-  const bool looked = cols_ >= static_cast<int64_t>(sizeof(WideBytes));  // by kept_by_mask()
-  if (masked_ || !looked || dense.stride_n != 1 || cols_ % kWidth != 0) return false;
+  if (masked_ || dense.stride_n != 1 || cols_ % kWidth != 0) return false;
   kept_ = dense.data + dense.offset, pair_stride_ = dense.stride_m;
   masking_ = Masking::kDense, masked_ = true;
   return true;
