@@ -206,8 +206,8 @@ inline Tensor linear_in_float(const Tensor& x, const Tensor& weight, const OptTe
 }
 
 // Whether torch's products of a half dtype are slower than linear_in_float(): where oneDNN does not
-// take the dtype, torch's own loops multiply. Their rate is down to an eighth of that in float32. It
-// is down to a hundredth where weights lie column by column, as those of a gradient do:
+// take the dtype, torch's own loops multiply. Their rate is down to an eighth of that in float32.
+// It is down to a hundredth where weights lie column by column, as those of a gradient do:
 // docs/decisions/0018.
 inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype) {
 #ifdef __x86_64__

@@ -54,6 +54,8 @@ MASKS = {
 def test_results_are_those_of_the_mask(isa, sizes, mask, score, options):
     options = options | {"mask": MASKS[mask](*sizes), "return_lse": True}
     dtype = options.pop("dtype", torch.float32)
+    if dtype is torch.bfloat16 and isa.startswith("amx"):
+        pytest.skip("tiles of the matrix unit have no strips")
     call = inputs(score, H=2, M=sizes[0], N=sizes[1], D=20, E=36, dtype=dtype)
     if "bias" in options:
         options["bias"] = torch.randn(sizes)
