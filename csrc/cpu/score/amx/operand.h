@@ -33,8 +33,8 @@ class Operand {
   int32_t* words_ = nullptr;
 };
 
-// What a product may leave out: columns of C that the strips of its rows lack, or columns of A that
-// those of A's rows lack, where A holds zeros. nullptr: none.
+// What a product may leave out. `columns` lists the columns of C that are needed, `depth` those of A
+// that are not zeros. nullptr: all are.
 struct Lists {
   const Strips *columns = nullptr, *depth = nullptr;
 };
