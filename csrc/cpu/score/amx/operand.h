@@ -33,8 +33,8 @@ class Operand {
   int32_t* words_ = nullptr;
 };
 
-// What a product may leave out. `columns` lists the columns of C that are needed, `depth` those of A
-// that are not zeros. nullptr: all are.
+// What a product may leave out. `columns` lists the columns of C that are needed, `depth` those of
+// A that are not zeros. nullptr: all are.
 struct Lists {
   const Strips *columns = nullptr, *depth = nullptr;
 };
