@@ -54,8 +54,6 @@ MASKS = {
 def test_results_are_those_of_the_mask(isa, sizes, mask, score, options):
     options = options | {"mask": MASKS[mask](*sizes), "return_lse": True}
     dtype = options.pop("dtype", torch.float32)
-    if dtype is torch.bfloat16 and isa.startswith("amx"):
-        pytest.skip("tiles of the matrix unit have no strips")
     call = inputs(score, H=2, M=sizes[0], N=sizes[1], D=20, E=36, dtype=dtype)
     if "bias" in options:
         options["bias"] = torch.randn(sizes)
@@ -67,6 +65,8 @@ def test_results_are_those_of_the_mask(isa, sizes, mask, score, options):
     for name, *found in zip(("out", "lse"), ours, plain, truth, strict=True):
         kept = found[2] > -math.inf
         assert torch.equal(found[0] > -math.inf, kept)
+        if name == "lse" and dtype is torch.bfloat16 and isa.startswith("amx"):
+            pytest.skip("lse of bf16 on the unit: known error of up to 1.19 budgets, few keys a row")
         testing.assert_within_budget(*(x.where(kept, 0) for x in found), name)
 
 
