@@ -65,8 +65,6 @@ def test_results_are_those_of_the_mask(isa, sizes, mask, score, options):
     for name, *found in zip(("out", "lse"), ours, plain, truth, strict=True):
         kept = found[2] > -math.inf
         assert torch.equal(found[0] > -math.inf, kept)
-        if name == "lse" and dtype is torch.bfloat16 and isa.startswith("amx"):
-            pytest.skip("lse of bf16 on the unit: up to 1.19 budgets with few keys a row")
         testing.assert_within_budget(*(x.where(kept, 0) for x in found), name)
 
 

@@ -34,8 +34,9 @@ FASTATTN_SIMD Vec exp(Vec x) {
 // Each x becomes 2^(x + kOctaves). The x of a softmax are at most a little above 0. tanh.h has x up
 // to 125, which are right as well. This saves 6 operations, 9 with AVX-512. 0 gives exactly
 // 2^kOctaves, -inf gives exactly 0, NaN stays NaN. A result below 2^-126 may be any number that
-// small. The error is at most 1.1 ulp. Where only kBits bits are used, it is 2^-18.4 of the result
-// for kBits <= 11, 2^-23.5 for kBits <= 22. kFlushes: the processor flushes denormals to 0.
+// small. The error is at most 1.1 ulp. Where only kBits <= 22 bits are used, it is 2^-23.5 of the
+// result: fewer terms would do for a weight of 8 bits, but the log-sum-exp adds up the unrounded
+// ones. kFlushes: the processor flushes denormals to 0.
 //
 // Each step is taken for all vectors. One vector after the other would fill the processor's queues
 // with instructions that wait for the one before.
@@ -58,12 +59,7 @@ FASTATTN_SIMD void exp2_weights(Vec (&x)[kCount]) {
   const auto times_f_plus = [&](float next) __attribute__((always_inline)) {
     each([&](int v) __attribute__((always_inline)) { p[v] = p[v] * f[v] + splat(kUnit * next); });
   };
-  if constexpr (kBits <= 11) {
-    begin(1.3426688e-2f);
-    times_f_plus(5.2242469e-2f);
-    times_f_plus(2.4128021e-1f);
-    times_f_plus(6.9304484e-1f);
-  } else if constexpr (kBits <= 22) {
+  if constexpr (kBits <= 22) {
     begin(1.8671305e-3f);
     times_f_plus(9.0170298e-3f);
     times_f_plus(5.5799913e-2f);
