@@ -49,7 +49,7 @@ def cuts_of(p: Problem, seed: int) -> list[list[Cut]]:
 
     Rows and keys are always cut; by the seed samples too, or heads, or neither.
     """
-    group = p.H // p.Hkv if p.Hkv > 1 else 1  # heads of one key head may part
+    group = max(1, p.H // p.Hkv) if p.Hkv > 1 else 1  # heads of one key head may part
     samples = _pieces(p.B, p.B // 2 if seed % 3 == 1 else 0)
     heads = _pieces(p.H, p.H // group // 2 * group if seed % 3 == 2 else 0)
     first = p.N // 3

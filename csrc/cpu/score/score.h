@@ -170,8 +170,8 @@ FASTATTN_SIMD void choose_form(Score& score, Values& values, const MaskTile& mas
 struct GradsInPlace {
   static constexpr int kRows = 1, kVectors = 1;
   static constexpr int64_t kStep = 1, kWhole = 1;
-  static constexpr bool kSkips = true;  // columns that strips lack
-  float *w, *ds;                        // [rows, ld]
+  static constexpr Takes kTakes = Takes::kListed;
+  float *w, *ds;  // [rows, ld]
   int64_t ld;
   FASTATTN_MEMBER GradsInPlace row(int64_t i) const { return {w + i * ld, ds + i * ld, ld}; }
   FASTATTN_MEMBER void put(int64_t c, const Vec (&w_c)[1][1], const Vec (&ds_c)[1][1]) const {

@@ -112,8 +112,10 @@ class MaskTile {
   const Strips& strips() const { return strips_; }
   const Strips* lists() const { return sparse_ ? &strips_ : nullptr; }
   // The columns of row i that softmax takes.
+  template <Takes kTakes>
   Columns columns(int64_t i, int64_t cols) const {
-    return sparse_ ? strips_.of_row(i) : strips_.every(cols);
+    if (!sparse_) return strips_.every(cols);
+    return kTakes == Takes::kPairs ? strips_.pairs_of_row(i) : strips_.of_row(i);
   }
 
   // Calls f with the tile's Masking as a compile-time constant.

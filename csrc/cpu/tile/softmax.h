@@ -60,7 +60,7 @@ class RowStates {
 // This one writes them over the scores.
 struct InPlace {
   static constexpr bool kKeepsScores = false;
-  static constexpr bool kSkips = true;  // columns that a list lacks
+  static constexpr Takes kTakes = Takes::kListed;
   struct Row {
     static constexpr int kVectors = 1, kBits = 24, kOctaves = 0, kSlack = 8;
     static constexpr bool kFlushes = false;
@@ -143,8 +143,9 @@ FASTATTN_SIMD float raise_maximum(Vec top, LinearLogit logit, float* m) {
 
 template <Masking kMasking, typename Sink>
 FASTATTN_SIMD auto columns_of(const MaskTile& mask, int64_t i, int64_t cols) {
-  if constexpr (Sink::kSkips && kMasking != Masking::kNone && kMasking != Masking::kBias)
-    return mask.columns(i, cols);
+  if constexpr (Sink::kTakes != Takes::kAll && kMasking != Masking::kNone &&
+                kMasking != Masking::kBias)
+    return mask.columns<Sink::kTakes>(i, cols);
   else
     return AllColumns{cols};
 }

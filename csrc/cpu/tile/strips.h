@@ -36,6 +36,10 @@ struct AllColumns {
   FASTATTN_MEMBER int64_t at(int64_t n) const { return n * kWidth; }
 };
 
+// Which columns a loop over a row takes: all of them, listed vectors, or pairs of vectors, the
+// first of which has an even number, where one of both is listed.
+enum class Takes { kAll, kListed, kPairs };
+
 // The first columns of all vectors of a tile.
 FASTATTN_SIMD int32_t* list_all(Scratch& scratch, int64_t cols) {
   int32_t* const all = scratch.ints(cols / kWidth);
@@ -47,24 +51,48 @@ FASTATTN_SIMD int32_t* list_all(Scratch& scratch, int64_t cols) {
 class Strips {
  public:
   Strips(Scratch& scratch, int64_t block_m, int64_t block_n)
-      : capacity_(block_n / kWidth),
+      : capacity_(round_up(block_n / kWidth, 2)),
         all_(list_all(scratch, block_n)),
         listed_(scratch.ints(ceil_div(block_m, kStripRows) * capacity_)),
-        count_(scratch.ints(ceil_div(block_m, kStripRows))) {}
+        paired_(scratch.ints(ceil_div(block_m, kStripRows) * capacity_)),
+        count_(scratch.ints(ceil_div(block_m, kStripRows))),
+        paired_count_(scratch.ints(ceil_div(block_m, kStripRows))) {}
 
   Columns every(int64_t cols) const { return {all_, AllColumns{cols}.count()}; }
   Columns of_row(int64_t i) const {
     const int64_t strip = i / kStripRows;
     return {listed_ + strip * capacity_, count_[strip]};
   }
+  // Takes::kPairs
+  Columns pairs_of_row(int64_t i) const {
+    const int64_t strip = i / kStripRows;
+    return {paired_ + strip * capacity_, paired_count_[strip]};
+  }
+  // Whether one of the rows [begin, end) lists the vector of column c.
+  bool listed(int64_t begin, int64_t end, int64_t c) const {
+    for (int64_t i = begin; i < end; i += kStripRows) {
+      const Columns own = of_row(i);
+      for (int64_t n = 0; n < own.count(); ++n)
+        if (own.at(n) == c) return true;
+    }
+    return false;
+  }
 
   // Lists the vectors of columns [begin, end) of a strip with lists(c). Returns how many.
   template <typename Lists>
   FASTATTN_MEMBER int64_t fill(int64_t strip, int64_t begin, int64_t end, Lists lists) {
-    int64_t n = 0;
-    for (int64_t c = begin / kWidth * kWidth; c < end; c += kWidth)
-      if (lists(c)) listed_[strip * capacity_ + n++] = static_cast<int32_t>(c);
-    count_[strip] = static_cast<int32_t>(n);
+    int32_t *const own = listed_ + strip * capacity_, *const pairs = paired_ + strip * capacity_;
+    int32_t n = 0, paired = 0;
+    for (int64_t c = begin / kWidth * kWidth; c < end; c += kWidth) {
+      if (!lists(c)) continue;
+      own[n++] = static_cast<int32_t>(c);
+      const auto first = static_cast<int32_t>(c / (2 * kWidth) * (2 * kWidth));
+      if (paired != 0 && pairs[paired - 2] == first) continue;
+      pairs[paired++] = first;
+      pairs[paired++] = first + static_cast<int32_t>(kWidth);
+    }
+    count_[strip] = n;
+    paired_count_[strip] = paired;
     return n;
   }
 
@@ -95,7 +123,7 @@ class Strips {
 
  private:
   int64_t capacity_;
-  int32_t *all_, *listed_, *count_;
+  int32_t *all_, *listed_, *paired_, *count_, *paired_count_;
 };
 
 // The listed columns of C [rows, ldc] = A B.

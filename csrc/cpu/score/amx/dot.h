@@ -105,14 +105,15 @@ class AmxDotScore : public ScoreDefaults {
     }
 
     multiply_tiles(ds_rows_, k_rows_, rows, p_.D, cols, false, grad_q_, ld_,
-                   {nullptr, mask.lists()});
+                   {.depth = mask.lists()});
     accumulate_rows_apart(ByRows{ds, tile_.n}, grad_unit_, rows, ds_outliers_, OutlierRows(), keys_,
                           cols, mask, grad_q_, ld_, 1);
     add_rows(grad_q_, ld_, rows, p_.D, p_.scale / (grad_unit_ * input_unit_), grad_q,
              grad_q_stride);
 
     grad_k_.use(grad_unit_);
-    multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), tile_.n);
+    multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), tile_.n,
+                   {.rows = mask.lists()});
     accumulate_rows_apart(ByCols{ds, tile_.n}, grad_unit_, cols, OutlierRows(), ds_outliers_,
                           queries, rows, mask, grad_k_.data(), 1, tile_.n);
   }

@@ -12,7 +12,7 @@ class PackedGrads {
  public:
   static constexpr int kRows = 2, kVectors = 2;
   static constexpr int64_t kStep = word_step(kForm), kWhole = kTileDepth;
-  static constexpr bool kSkips = false;
+  static constexpr Takes kTakes = Takes::kAll;  // dV and dK take all words
 
   // If `also` is not nullptr, also stores the first `rows` rows in place.
   PackedGrads(const Operand& w_columns, const Operand& ds_columns, const Operand& ds_rows,
@@ -154,7 +154,7 @@ class AmxValueGrads : public GradDefaults {
   // dp [rows, block_n] times grad_weights_unit()
   void grad_weights(const MaskTile& mask, float* dp) {
     multiply_tiles(grad_out_rows_, v_, grad_out_.rows(), cols_, p_.E, false, dp, block_n_,
-                   {mask.lists()});
+                   {.columns = mask.lists()});
     multiply_rows_apart(grad_out_, values_, cols_, dp, block_n_);
   }
 
@@ -164,7 +164,8 @@ class AmxValueGrads : public GradDefaults {
     if (!packed_)
       pack_tiles<Depth::kRows, Side::kRight>(tile, weight_unit_, OutlierRows(), weights_);
     grad_v_.use(weight_unit_ * grad_out_unit_);
-    multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_.data(), block_n_);
+    multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_.data(), block_n_,
+                   {.rows = mask.lists()});
     accumulate_rows_apart(ByCols{weights, block_n_}, weight_unit_, cols, OutlierRows(),
                           OutlierRows(), grad_out_, rows, mask, grad_v_.data(), 1, block_n_);
   }

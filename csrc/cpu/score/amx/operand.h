@@ -33,10 +33,11 @@ class Operand {
   int32_t* words_ = nullptr;
 };
 
-// What a product may leave out. `columns` lists the columns of C that are needed, `depth` those of
-// A that are not zeros. nullptr: all are.
+// What a product C = A B may leave out. The rows of a matrix have strips, whose lists name those of
+// its columns that are not zeros, or that are needed. The matrix is C (`columns`), A (`depth`) or B
+// (`rows`). nullptr: takes all.
 struct Lists {
-  const Strips *columns = nullptr, *depth = nullptr;
+  const Strips *columns = nullptr, *depth = nullptr, *rows = nullptr;
 };
 
 FASTATTN_SIMD void transpose_words(int32_t* words) {

@@ -16,7 +16,7 @@ namespace fastattn::FASTATTN_ISA {
 static_assert(kStripRows == kEdge && kWidth == kEdge && kTileDepth == 2 * kEdge);
 constexpr bool kTilesHaveStrips = true;
 
-// Tiles of depth: the first ones, or those with a listed column.
+// Tiles of depth: the first ones, those with a listed column, or those whose rows list a column.
 struct FirstDepths {
   int64_t count;
   template <typename F>
@@ -25,13 +25,19 @@ struct FirstDepths {
   }
 };
 struct ListedDepths {
-  Columns listed;
+  Columns pairs;
   template <typename F>
   FASTATTN_MEMBER void each(F f) const {
-    for (int64_t n = 0, next = 0; n < listed.count(); ++n) {
-      const int64_t k = listed.at(n) / kTileDepth;
-      if (k >= next) f(k), next = k + 1;
-    }
+    for (int64_t n = 0; n < pairs.count(); n += 2) f(pairs.at(n) / kTileDepth);
+  }
+};
+struct ListingDepths {
+  const Strips& strips;
+  int64_t column, depth;
+  template <typename F>
+  FASTATTN_MEMBER void each(F f) const {
+    for (int64_t k = 0; k * kTileDepth < depth; ++k)
+      if (strips.listed(k * kTileDepth, min64(depth, (k + 1) * kTileDepth), column)) f(k);
   }
 };
 
@@ -84,8 +90,7 @@ FASTATTN_SIMD void in_groups(int64_t count, F f) {
   take(std::integral_constant<int, 1>{});
 }
 
-// C[rows x cols] = A B, or C + A B; all are padded to whole tiles. A and B are kBf16. Takes the
-// columns of C that are listed, or of A, or all of both.
+// C[rows x cols] = A B, or C + A B; all are padded to whole tiles. A and B are kBf16.
 static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int64_t cols,
                            int64_t depth, bool add, float* c, int64_t ld, Lists lists = {}) {
   constexpr int kRows = 4;
@@ -100,13 +105,20 @@ static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int
     }
     return;
   }
+  if (lists.rows != nullptr) {
+    for (int64_t n = 0; n < cols; n += kEdge)
+      for (int64_t r = 0; r < rows; r += 2 * kRows)
+        multiply_words<2 * kRows, 1>(
+            a, b, r, [&](int) { return n; }, ListingDepths{*lists.rows, n, depth}, add, c, ld);
+    return;
+  }
   in_groups(ceil_div(cols, kEdge), [&](auto tiles, int64_t n) __attribute__((always_inline)) {
     const auto column = [&](int x) { return (n + x) * kEdge; };
     for (int64_t r = 0; r < rows; r += kRows) {
       const auto take = [&](auto depths) __attribute__((always_inline)) {
         multiply_words<kRows, tiles>(a, b, r, column, depths, add, c, ld);
       };
-      lists.depth == nullptr ? take(all) : take(ListedDepths{lists.depth->of_row(r)});
+      lists.depth == nullptr ? take(all) : take(ListedDepths{lists.depth->pairs_of_row(r)});
     }
   });
 }

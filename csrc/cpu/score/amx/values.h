@@ -10,7 +10,8 @@ namespace fastattn::FASTATTN_ISA {
 // Packs the weights of a tile into a left operand. kOver: writes them over the scores as well.
 template <Form kForm, bool kOver = false>
 struct TileSink {
-  static constexpr bool kKeepsScores = true, kSkips = false;
+  static constexpr bool kKeepsScores = true;
+  static constexpr Takes kTakes = kTilesHaveStrips ? Takes::kPairs : Takes::kAll;
   struct Row {
     static constexpr int kVectors = 2, kBits = (is_fp16(kForm) ? 11 : 8) * parts_of(kForm),
                          kOctaves = weight_octaves(kForm), kSlack = kOctaves == 0 ? 8 : 1;
@@ -99,7 +100,7 @@ class AmxValueTile : public FormDefaults {
       for (int64_t e = 0; e < ld_; e += kWidth)
         store(o + i * ld_ + e, fastattn::FASTATTN_ISA::load(o + i * ld_ + e) * scale[i]);
     }
-    multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_, {nullptr, mask.lists()});
+    multiply_tiles(weights_, v_, rows, p_.E, cols_, true, o, ld_, {.depth = mask.lists()});
     accumulate_rows_apart(ByRows{weights, ld}, 1.f, rows, OutlierRows(), OutlierRows(), values_,
                           cols_, mask, o, ld_, 1);
   }
