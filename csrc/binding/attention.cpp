@@ -96,13 +96,15 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
   STD_TORCH_CHECK(!saved.grad_lse || is_rows(*saved.grad_lse, 3),
                   "fastattn: grad_lse: expected float32 [B, H, M]");
   const Tensor stats_rows = torch::stable::contiguous(saved.stats);
-  p.stats = static_cast<const float*>(stats_rows.data_ptr());
+  p.stats = static_cast<const float*>(data_of(stats_rows, "stats"));
   OptTensor grad_lse_rows;
   if (saved.grad_lse) {
     grad_lse_rows = torch::stable::contiguous(*saved.grad_lse);
-    p.grad_lse = static_cast<const float*>(grad_lse_rows->data_ptr());
+    p.grad_lse = static_cast<const float*>(data_of(*grad_lse_rows, "grad_lse"));
   }
   if (saved.grad_weights && p.weights_mode != WeightsMode::kNone) {
+    STD_TORCH_CHECK(saved.grad_weights->scalar_type() == q.scalar_type(),
+                    "fastattn: expected grad_weights of the dtype of q");
     p.grad_weights = weights_view(p, *saved.grad_weights, "grad_weights");
   }
 

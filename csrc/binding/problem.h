@@ -45,7 +45,7 @@ inline View weights_view(const AttentionParams& p, const Tensor& t, const char* 
   if (p.weights_mode == WeightsMode::kFull) return view_of(t, name, {p.B, p.H, p.M, p.N});
   STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == p.B && t.size(1) == p.M && t.size(2) == p.N,
                   "fastattn: ", name, ": its shape does not fit the other arguments");
-  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0), 0,
+  return {data_of(t, name),  dtype_of(t, name), stride_or_0(t, 0), 0,
           stride_or_0(t, 1), stride_or_0(t, 2)};
 }
 
@@ -53,7 +53,7 @@ inline KeyLimit limit_of(const OptTensor& t, const char* name, const AttentionPa
   if (!t) return {};
   STD_TORCH_CHECK(t->scalar_type() == ScalarType::Int && broadcasts_to(*t, {p.B, p.M}),
                   "fastattn: ", name, ": expected int32 [B, 1] or [B, M]");
-  return {static_cast<const int32_t*>(t->data_ptr()), stride_or_0(*t, 0), stride_or_0(*t, 1)};
+  return {static_cast<const int32_t*>(data_of(*t, name)), stride_or_0(*t, 0), stride_or_0(*t, 1)};
 }
 
 inline void fill_masks(const Operands& in, AttentionParams* p) {
@@ -69,7 +69,7 @@ inline void fill_masks(const Operands& in, AttentionParams* p) {
     STD_TORCH_CHECK(
         t.scalar_type() == ScalarType::Bool && broadcasts_to(t, {p->B, p->H, p->M, p->N}),
         "fastattn: keep: expected bool, broadcastable to [B, H, M, N]");
-    p->mask.keep = static_cast<const uint8_t*>(t.data_ptr());
+    p->mask.keep = static_cast<const uint8_t*>(data_of(t, "keep"));
     p->mask.keep_stride_b = stride_or_0(t, 0);
     p->mask.keep_stride_h = stride_or_0(t, 1);
     p->mask.keep_stride_m = stride_or_0(t, 2);
@@ -115,7 +115,7 @@ inline void fill_weights(const Operands& in, AttentionParams* p) {
                       (h == 0 || in.w->size(0) == p->B),
                   "fastattn: w: expected [H, D]");
   static float nothing;  // that there is a w says more of the score, even where D is 0
-  void* const data = in.w->numel() > 0 ? in.w->data_ptr() : &nothing;
+  void* const data = in.w->numel() > 0 ? data_of(*in.w, "w") : &nothing;
   p->w = {data, dtype_of(*in.w, "w"), h == 0 ? 0 : in.w->stride(0), in.w->stride(h),
           0,    in.w->stride(h + 1)};
 }

@@ -28,6 +28,16 @@ inline DType dtype_of(const Tensor& t, const char* name) {
   }
 }
 
+// Where the elements of a tensor lie. Kernels take nullptr for an argument that is not given, and
+// `x.untyped_storage().resize_(0)` frees the memory of a tensor that keeps its shape.
+inline void* data_of(const Tensor& t, const char* name) {
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
+  STD_TORCH_CHECK(bytes > 0 || t.numel() == 0, "fastattn: ", name,
+                  ": expected a tensor with its memory, got one whose storage was freed");
+  return t.data_ptr();
+}
+
 // True if `t` has the shape. A size of 1 fits any size; its stride becomes 0.
 inline bool broadcasts_to(const Tensor& t, const std::vector<int64_t>& shape) {
   if (t.dim() != static_cast<int64_t>(shape.size())) return false;
@@ -64,7 +74,7 @@ inline View view_of(const Tensor& t, const char* name, const std::vector<int64_t
   bool fits = broadcasts_to(t, shape);
   for (size_t d = 0; fits && !may_broadcast && d < shape.size(); ++d) fits = t.size(d) == shape[d];
   STD_TORCH_CHECK(fits, "fastattn: ", name, ": its shape does not fit the other arguments");
-  return {t.data_ptr(),      dtype_of(t, name), stride_or_0(t, 0),
+  return {data_of(t, name),  dtype_of(t, name), stride_or_0(t, 0),
           stride_or_0(t, 1), stride_or_0(t, 2), stride_or_0(t, 3)};
 }
 

@@ -6,8 +6,9 @@
 // dropout.seed_ptr, no host code reads the seed. A CUDA graph then draws new bits when it changes.
 //
 // Outputs may be uninitialised: every element is written. Any dim may be 0. There are no atomics:
-// results do not depend on timing. Those of forward do not depend on the rest of the batch;
-// gradients may, by rounding. Every call returns nullptr, or the error of launching its kernels; it
+// results do not depend on timing. Those of forward do not depend on the rest of the batch. But of
+// the scores of elements, and of gradients, the number of samples may decide how sums are cut, and
+// so their rounding (plan.h). Every call returns nullptr, or the error of launching its kernels; it
 // does not wait for them. The current device must be that of the tensors; `stream` is a
 // cudaStream_t.
 #pragma once

@@ -347,6 +347,8 @@ def no_tensor(name: str, x: object, wanted: str = "a Tensor") -> TypeError:
         hint = ": write mask=fastattn.Mask(...), or Mask(keep=create_mask(mask_mod, B, H, M, N))"
     if type(x).__name__ == "Mask":
         hint = ": write mask= for it"
+    if type(x).__name__ == "Proxy":  # of torch.fx
+        hint = ": torch.fx cannot trace this; make the module a leaf of the tracer (is_leaf_module)"
     if name == "bias":
         wanted = "a Tensor, an ALiBi or a RelativeBias"
     return TypeError(f"{name}: expected {wanted}, got {type(x).__name__}{hint}")

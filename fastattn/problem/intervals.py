@@ -35,6 +35,13 @@ def offsets_of(
     return check_end("lengths", torch.nn.functional.pad(x.cumsum(0), (1, 0)))
 
 
+def end_of(cu_seqlens: Integers | None, lengths: Integers | None) -> int | None:
+    """Where the last document of a checked list ends; None for tensors, which may be traced."""
+    if isinstance(lengths, (list, tuple)):
+        return sum(map(int, lengths))
+    return int(cu_seqlens[-1]) if isinstance(cu_seqlens, (list, tuple)) else None
+
+
 def checked_offsets(name: str, given: Integers, device: torch.device | str | None) -> Tensor:
     """``[n + 1]`` int64, its values checked where they can be read."""
     x = _one_dim(name, given, device)

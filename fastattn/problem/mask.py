@@ -179,6 +179,8 @@ class Mask:
         if cu_seqlens_k is not None:
             offsets_k = intervals.checked_offsets("cu_seqlens_k", cu_seqlens_k, offsets.device)
             intervals.check_end("cu_seqlens_k", offsets_k)
+        if length is None:
+            length = intervals.end_of(cu_seqlens, lengths)
         begin, end = intervals.documents(offsets, offsets_k, length, causal, window)
         return Mask(kv_begin=begin, kv_len=end)
 

@@ -38,7 +38,7 @@ def run_by_blocks(case: Case, t: Tensors, backend: str) -> dict[str, Tensor]:
         if sink is not None:
             upstream = t.grad_out, grad_lse, grad_weights
             grad_sink = sinks.gradient(sink, unit, *found, *upstream).to(sink.dtype)
-        weights = found.weights.mean(1) if mean else found.weights
+        weights = found.weights.sum(1) / max(p.H, 1) if mean else found.weights
         return (found.out.to(p.dtype), found.lse, weights), (*grads, grad_sink)
 
     return explicit(case, t, None, compute)

@@ -25,6 +25,7 @@ def _grid() -> list[Case]:
         for name in ("M", "N", "D", "E", "B")
     ]
     zeros.append(Case("H0", H=0, Hkv=0, bias="mn", weights="full", lse=True))
+    zeros.append(Case("H0-mean", H=0, Hkv=0, weights="mean"))
     heads = [
         Case("gqa", H=6, Hkv=2, M=65),
         Case("mqa", H=3, Hkv=1, N=70),
@@ -209,13 +210,14 @@ def _grid() -> list[Case]:
     }
     bandwidths = [Case(f"bandwidth-{x}", bandwidth=x, M=40, N=70, lse=True)
                   for x in ("", "d", "hd", "b", "bhd")]  # fmt: skip
+    distances = [extremes[0], Case("near", magnitude=1e-28, M=40, N=70)]
     cases = [
         *both,
         *logits,
         *(_with(c, score="additive") for c in both),
         *(_with(c, score="additive") for c in extremes),
         *(_with(c, score="gaussian") for c in both if c.name in gaussian),
-        *(_with(c, score="gaussian") for c in [*bandwidths, extremes[0]]),
+        *(_with(c, score="gaussian") for c in [*bandwidths, *distances]),
     ]
     half = {
         *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "documents-70"),

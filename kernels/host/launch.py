@@ -29,6 +29,7 @@ from .config import Kind, architecture, choose, padded, row_name, speaks_ptx
 
 # No more than these have kernels of their own: a tile has as many rows, and keys are split.
 FEW_QUERIES = 16
+LEAST_UNIT = 2.0**-126  # of an exponent: the least normal number
 
 
 class Call(schemas.Call):
@@ -110,7 +111,9 @@ class Call(schemas.Call):
     @property
     def logit_scale(self) -> float:
         """The scale that kernels take: see mask_scores and unit_of."""
-        return natural_scale(self, self.scale) * (LOG2E.value if self.folds_scale else 1.0)
+        scale = natural_scale(self, self.scale)
+        # In fp32 a smaller one is 0, which makes NaN of a masked -inf.
+        return max(LEAST_UNIT, scale * LOG2E.value) if self.folds_scale else scale
 
     @property
     def kind(self) -> Kind:

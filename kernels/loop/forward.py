@@ -284,7 +284,7 @@ def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
     """(out, lse, weights, stats) of the forward operator."""
     out, lse, weights, stats = empty_forward(call)
     if lse.numel() == 0:
-        return out, lse, weights, stats
+        return out, lse, weights.zero_(), stats  # a mean over no heads is 0, as in eager
     call = heads_as_rows(call)
     B, H, M, N = call.shape
     shape, options = spec(call, "fwd" if M > FEW_QUERIES else "decode")

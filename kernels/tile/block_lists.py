@@ -166,7 +166,7 @@ def compact_kernel(
 ):
     """Writes the list of one row of classes, or of one column: partial blocks, then full ones."""
     if COLUMNS:
-        n_lines, length, stride_line, stride_block = n_cols, n_rows, 1, n_cols
+        n_lines, length, stride_line, stride_block = n_cols, n_rows, 1, n_cols.to(tl.int64)
     else:
         n_lines, length, stride_line, stride_block = n_rows, n_cols, n_cols, 1
     program = tl.program_id(0).to(tl.int64)

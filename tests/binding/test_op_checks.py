@@ -106,12 +106,45 @@ def test_backward_rejects_upstream(name):
         torch.ops.fastattn.backward(*arguments(), *more)
 
 
+def test_backward_rejects_gradients_of_weights_in_another_dtype():
+    more = upstream(grad_weights=torch.randn(B, H, M, N).half())
+    with pytest.raises(RuntimeError, match="expected grad_weights of the dtype of q"):
+        torch.ops.fastattn.backward(*arguments(weights=WEIGHTS["full"]), *more)
+
+
 @pytest.mark.parametrize("weights", ["full", "mean"])
 def test_backward_rejects_gradients_of_other_weights(weights):
     for shape in [(B, H, M, N + 1), (B, M, N + 1), (B, H, M), (H, M, N)]:
         more = upstream(grad_weights=torch.randn(shape))
         with pytest.raises(RuntimeError, match="fastattn: grad_weights"):
             torch.ops.fastattn.backward(*arguments(weights=WEIGHTS[weights]), *more)
+
+
+GIVEN = {
+    "bias": torch.randn(B, H, M, N),
+    "keep": torch.ones(B, H, M, N).bool(),
+    "kv_len": ints(B, 1),
+    "kv_begin": ints(B, 1),
+}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", *GIVEN])
+def test_forward_rejects_memory_that_was_freed(name):
+    """A mask that is not there must not be a mask that is not given."""
+    call = arguments()
+    x = GIVEN.get(name, getattr(call, name)).clone()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"fastattn: {name}: .* whose storage was freed"):
+        torch.ops.fastattn.forward(*call._replace(**{name: x}))
+
+
+@pytest.mark.parametrize("name", ["out", "stats", "grad_out"])
+def test_backward_rejects_memory_that_was_freed(name):
+    more = upstream()
+    x = getattr(more, name).clone()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"fastattn: {name}: .* whose storage was freed"):
+        torch.ops.fastattn.backward(*arguments(), *more._replace(**{name: x}))
 
 
 def test_a_good_call_passes():

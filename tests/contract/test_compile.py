@@ -140,6 +140,15 @@ def test_lengths_of_a_relative_bias_compile_once(backend, mask):
     assert count_compilations(step, calls, dynamic=True) == 1
 
 
+@pytest.mark.parametrize("given", [dict(lengths=[2, 4]), dict(cu_seqlens=(0, 2, 6))], ids=str)
+def test_documents_of_a_list_have_no_length_to_read(backend, given):
+    def step(q):
+        return attend(q, q, q, mask=Mask.documents(**given), backend=backend)
+
+    q = torch.randn(1, 2, 6, 8)
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="eager")(q), step(q))
+
+
 def test_a_scale_may_depend_on_sizes(backend):
     def step(q):
         return attend(q, q, q, scale=q.shape[-1] ** -0.5, backend=backend)

@@ -110,6 +110,13 @@ def test_random_large_logits(backend, dtype):
     testing.check(Case("large", magnitude=10.0, dtype=dtype, M=20, N=70, D=64), backend)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-38, 1e-50])
+def test_a_scale_below_the_numbers_of_float32(backend, scale):
+    """Such a scale keeps every weight equal, and makes no NaN of a masked pair."""
+    case = Case("least-scale", scale=scale, causal="top_left", dtype=torch.float16, lse=True)
+    testing.check(case, backend)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("distance", [20.0, 88.0, 89.0, 1e3, 1e4, 1e30])
 def test_additive_with_opposite_queries_and_keys(backend, sign, distance):

@@ -188,6 +188,23 @@ def test_a_bias_of_every_head_is_not_scanned():
     assert block_lists.block_lists(call, masking.mask_args(call), BLOCK_M, BLOCK_N).ptr is None
 
 
+def test_the_list_of_a_column_beyond_32_bits(device):
+    """The class of the last row block lies 2^31 bytes behind that of the first."""
+    rows, cols = 2049, 1 << 20
+    try:
+        memory = torch.zeros(2**31 + rows * cols, dtype=torch.int8, device=device)
+    except RuntimeError:
+        pytest.skip("needs 4.3 GB of address space")
+    classes = memory[2**31 :]  # an offset that wraps around would be in front of it
+    classes[(rows - 1) * cols] = block_lists.FULL.value
+    blocks, counts = (torch.empty(n, dtype=torch.int32, device=device) for n in (rows + 1, 2))
+    block_lists.launch(block_lists.compact_kernel, 1)(
+        classes, blocks, counts, rows, cols, CHUNK=1024, COLUMNS=True
+    )
+    assert counts.tolist() == [0, 1]
+    assert blocks[0] == rows - 1
+
+
 def assert_lists(lists, kept, plain, columns):
     """Compares with classes from PyTorch: partial blocks come first, each kind ascending."""
     full = tiles(kept & plain).all(-1)

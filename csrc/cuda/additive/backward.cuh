@@ -23,7 +23,7 @@ struct Visited {
 struct __align__(16) BackwardMemory {
   StageMemory stage;
   float largest[kWarps];           // per warp: the largest |dS| of the warp's share of the tile
-  float ds[kTile * kTile];         // kGradUnit dS / unit_of_ds [j][i]
+  float ds[kTile * kTile];         // dS / unit_of_ds [j][i], times kGradUnit for add_gradient()
   union {                          // only gradients.cu has these
     float weights[kTile * kTile];  // [i][j]
     HalfWeights halves;
@@ -105,9 +105,9 @@ FASTATTN_DEVICE float unit_of_ds(const BackwardMemory& memory) {
   return fminf(fmaxf(power_below(largest), 0x1p-80f), 0x1p80f);
 }
 
-// Writes dS to memory.ds, as [j][i] in its unit, and each warp's largest |dS|. Has a barrier
+// Writes `unit` dS to memory.ds, as [j][i] in its unit, and each warp's largest |dS|. Has a barrier
 // inside. The caller needs a barrier before reading memory.ds.
-FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
+FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory, float unit) {
   float largest = 0.f;
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
@@ -116,7 +116,7 @@ FASTATTN_DEVICE void store_ds(Fragment& ds, BackwardMemory& memory) {
   largest = lanes_max(largest, 32);
   if (lane() == 0) memory.largest[warp()] = largest;
   __syncthreads();
-  const float factor = kGradUnit / unit_of_ds(memory);
+  const float factor = unit / unit_of_ds(memory);
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
 #pragma unroll

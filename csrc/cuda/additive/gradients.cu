@@ -98,7 +98,7 @@ FASTATTN_DEVICE void add_half_value_gradient(const BackwardArgs& a, const Place&
 // The factor of a sum over a tile, besides the weights and unit_of_ds(). `factor`: E or F.
 template <Loop kLoop>
 FASTATTN_DEVICE float tile_factor(float factor) {
-  return kLoop == Loop::kFactors ? factor : kLoop == Loop::kDirect ? 1.f : 1.f / kGradUnit;
+  return kLoop == Loop::kFactors ? factor : 1.f;
 }
 
 FASTATTN_DEVICE void load_quads(const float* tile, int dim, int i, Quads& to) {
@@ -155,9 +155,10 @@ FASTATTN_DEVICE void add_to_keys(const BackwardArgs& a, const Place& at, int64_t
         sum[x] = of_keys[d][n + x] * (tile_factor<kLoop>(own[d][n + x]) * unit);
       add_to_sum(sums, slot + n / 4 * kOwnDims + d, sum);
     }
+  const float of_weights = kLoop == Loop::kDifferences ? unit : unit * (1.f / kGradUnit);
   float2& sum = own_weight_sum(a, slot / kOwnSlots);
-  sum.x += weight[0] * (unit * (1.f / kGradUnit));
-  sum.y += weight[1] * (unit * (1.f / kGradUnit));
+  sum.x += weight[0] * of_weights;
+  sum.y += weight[1] * of_weights;
 }
 
 // Adds a tile's share of dq and dk, without the factor 4 w (gaussian: -c r and c r), and of dw.
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       gradient_tile(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
       has_halves(p) ? store_weights(p.v.dtype, weights, mask.bits, memory.halves)
                     : store_fragment<false>(weights, memory.weights);
-      store_ds(ds, memory);
+      store_ds(ds, memory, is_gaussian(p) ? 1.f : kGradUnit);
       has_halves(p) ? add_half_value_gradient(a, at, mask.full, memory)
                     : add_value_gradient(a, at, mask.full, memory);
       if (is_gaussian(p)) {

@@ -74,7 +74,8 @@ struct AdditiveForwardPlan {
 
 // Blocks that keep a GPU busy: an H200 has 396 of them at a time. The number is fixed, so that sums
 // depend on the shape, and not on the device; other GPUs were not measured. A chunk has several
-// tiles, as its sums pass through the workspace: at most 200 MB of it.
+// tiles, as its sums pass through the workspace: at most 200 MB of it. Few samples have more chunks
+// a row than many have.
 constexpr int64_t kForwardBlocks = 1536, kChunkTiles = 4;
 
 FASTATTN_FN AdditiveForwardPlan plan_additive_forward(const ForwardParams& p) {
