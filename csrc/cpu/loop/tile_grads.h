@@ -105,7 +105,7 @@ class TileGrads {
   template <Masking kMasking, bool kPlain, typename Logit, typename Sink>
   FASTATTN_MEMBER void put_rows(const Row (&rows)[Sink::kRows], int64_t cols,
                                 Factors<Logit> factors, bool overwrites, Sink& sink) const {
-    const auto columns = columns_of<kMasking, Sink>(mask_, rows[0].i, cols);
+    const auto columns = columns_of<kMasking, Sink::kTakes>(mask_, rows[0].i, cols);
     const int64_t vectors = columns.count();
     MaskTile::Row<kMasking> masked[Sink::kRows];
     for (int n = 0; n < Sink::kRows; ++n) masked[n] = mask_.row<kMasking>(rows[n].i);

@@ -29,7 +29,7 @@ class RowSums {
            const MaskTile& mask) {
     for (int64_t r = 0; r < rows; ++r, ++count_) {
       std::memcpy(x_ + count_ * ld_, x + r * ld, static_cast<size_t>(ld_) * 4);
-      for (int64_t j = 0; j < block_n_; ++j)
+      for (int64_t j = 0; j < mask.cols(); ++j)
         c_[count_ * block_n_ + j] =
             mask.keeps(r, j) ? coefficients[r * block_n_ + j] + 0.f : kMasked;
     }

@@ -102,6 +102,9 @@ class MaskTile {
   // number between the result and cols.
   int64_t set_keys(int64_t j0, int64_t cols);
 
+  // Keys of the tile. What masks lie in ends there.
+  int64_t cols() const { return cols_; }
+
   // Whether some pair of the tile is masked.
   bool masked() const { return masked_; }
 

@@ -141,24 +141,23 @@ FASTATTN_SIMD float raise_maximum(Vec top, LinearLogit logit, float* m) {
   return old == -kInf ? 1.f : exp2_weight(logit.exponent(splat(old - *m)))[0];
 }
 
-template <Masking kMasking, typename Sink>
+template <Masking kMasking, Takes kTakes>
 FASTATTN_SIMD auto columns_of(const MaskTile& mask, int64_t i, int64_t cols) {
-  if constexpr (Sink::kTakes != Takes::kAll && kMasking != Masking::kNone &&
-                kMasking != Masking::kBias)
-    return mask.columns<Sink::kTakes>(i, cols);
+  if constexpr (kTakes != Takes::kAll && kMasking != Masking::kNone && kMasking != Masking::kBias)
+    return mask.columns<kTakes>(i, cols);
   else
     return AllColumns{cols};
 }
 
 // Calls f(columns, group). columns(i) returns the columns of row i, and `group` of their vectors
 // are weighed side by side: kLeast, or more in a whole tile.
-template <Masking kMasking, typename Sink, int kLeast, typename F>
+template <Masking kMasking, Takes kTakes, int kLeast, typename F>
 FASTATTN_SIMD auto with_columns(const MaskTile& mask, int64_t cols, F f) {
   if constexpr (kMasking == Masking::kNone || kMasking == Masking::kBias)
     if (cols == WholeRow::kColumns)
       return f([](int64_t) { return WholeRow(); }, std::integral_constant<int, WholeRow::kGroup>{});
   const auto of_row = [&](int64_t i) __attribute__((always_inline)) {
-    return columns_of<kMasking, Sink>(mask, i, cols);
+    return columns_of<kMasking, kTakes>(mask, i, cols);
   };
   return f(of_row, std::integral_constant<int, kLeast>{});
 }
@@ -210,7 +209,7 @@ static uint32_t weigh_band(const MaskTile& mask, const Band& band, const RowStat
       }
     }
   };
-  with_columns<kMasking, Sink, Row::kVectors>(mask, cols, weigh);
+  with_columns<kMasking, Sink::kTakes, Row::kVectors>(mask, cols, weigh);
   return above;
 }
 
@@ -226,6 +225,8 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
                                 int64_t ld, float* drop, const Sink sink) {
   using Row = decltype(sink.row(0));
   constexpr bool kKeeps = Sink::kKeepsScores;
+  // The second of a pair may be past the last key.
+  constexpr Takes kSearched = Sink::kTakes == Takes::kAll ? Takes::kAll : Takes::kListed;
   float *const m = state.m, *const alpha = state.alpha;
   Band band = {
       0, 0, at.cols, s, ld, dropout.enabled ? drop : nullptr, round_up(at.cols, 4 * kWidth)};
@@ -234,7 +235,7 @@ FASTATTN_SIMD void softmax_rows(const MaskTile& mask, const DropoutParams& dropo
   const float slack = kKeeps ? 0.f : __builtin_fminf(Row::kSlack / logit.unit, __FLT_MAX__);
   // Returns what rescales the sums of row i.
   const auto search = [&](int64_t i) __attribute__((always_inline)) {
-    const Vec top = with_columns<kMasking, Sink, 1>(
+    const Vec top = with_columns<kMasking, kSearched, 1>(
         mask, at.cols, [&](auto columns, auto) __attribute__((always_inline)) {
           return maxima_of_row<!kKeeps>(mask.row<kMasking>(i), logit, columns(i), s + i * ld);
         });
