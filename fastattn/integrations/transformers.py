@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastattn.functional import scaled_dot_product_attention
 from fastattn.integrations import intervals
@@ -129,24 +130,41 @@ def _refuse(options: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ModelMask(Mask):
-    """A mask that passes for a tensor of this shape where models of transformers pass masks on."""
+    """A mask that passes for a bool tensor of this shape where models of transformers take it.
+
+    Those that pass it on get the mask itself. All else that a tensor can do makes the tensor.
+    """
 
     shape: tuple[int, ...] = ()
     device: Any = None
-    ndim = 4
+    ndim, dtype = 4, torch.bool
 
     def contiguous(self) -> ModelMask:
         """The mask itself."""
         return self
 
     def __getitem__(self, index: Any) -> Tensor:
-        """A part of the bool tensor."""
         B, H, M, N = self.shape
         return self.to_dense(M, N, B, H).to(self.device)[index]
 
-    def __radd__(self, scores: Tensor) -> Tensor:
-        """The scores of a model that adds the mask itself, as BEiT does to its shared bias."""
-        return scores.masked_fill(~self[:], torch.finfo(scores.dtype).min)
+    def __invert__(self) -> Tensor:
+        return ~self[:]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self[:], name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """What a function makes of the tensor; a model that adds it, as BEiT does, masks scores."""
+        if function in (Tensor.add, Tensor.__iadd__, Tensor.__radd__):
+            scores, own = args
+            return scores.masked_fill(~own, torch.finfo(scores.dtype).min)
+        dense = tree_map_only(ModelMask, lambda x: x[:], (args, kwargs or {}))
+        return function(*dense[0], **dense[1])
 
 
 def mask(
@@ -177,15 +195,16 @@ def mask(
         sdpa_mask,
     )
 
-    configuration = type(options.get("config")).__module__
-    if _attends_itself(configuration):
+    kind = type(options.get("config"))
+    configuration = kind.__module__, kind.__name__
+    if _attends_itself(*configuration):
         raise ValueError(
             "attn_implementation: this model computes attention itself, and never calls fastattn: "
             "load it with attn_implementation='eager'"
         )
     if isinstance(attention_mask, Mask):  # made before, as generate() does for a static cache
         return attention_mask
-    eager = _is_eager_alone(configuration)
+    eager = _takes_floats(*configuration)
     structured = not eager and _may_be_structured(q_length, attention_mask)
     rule = _rule(mask_function) if structured else None
     if rule is None or not _may_be_no_tensor(rule, options):
@@ -203,27 +222,29 @@ def mask(
 
 
 @torch.compiler.assume_constant_result
-def _attends_itself(configuration: str) -> bool:
-    """Whether ``set_attn_implementation`` refuses the models of this module of configurations.
+def _attends_itself(module: str, configuration: str) -> bool:
+    """Whether ``set_attn_implementation`` refuses the models of a configuration.
 
     ``from_pretrained`` does not ask. Where transformers lacks the question, nothing is refused.
     """
-    return not getattr(_model(configuration), _CAN_SET, lambda: True)()
+    return not getattr(_model(module, configuration), _CAN_SET, lambda: True)()
 
 
 @torch.compiler.assume_constant_result
-def _is_eager_alone(configuration: str) -> bool:
-    """Whether its models know eager attention alone: they may add the mask, or append to it."""
+def _takes_floats(module: str, configuration: str) -> bool:
+    """Whether its models may add the mask, or append to it: BEiT, and those of eager attention."""
     kinds = "_supports_sdpa", "_supports_flex_attn"
-    return not any(getattr(_model(configuration), kind, True) for kind in kinds)
+    model = _model(module, configuration)
+    return module.endswith(".configuration_beit") or not any(getattr(model, x, True) for x in kinds)
 
 
-def _model(configuration: str) -> Any:
-    """The first class of models of a module of configurations, or None."""
-    modeling = configuration.replace(".configuration_", ".modeling_")
+def _model(module: str, configuration: str) -> Any:
+    """The first class of models of a configuration, else that of its module; None without one."""
+    modeling = module.replace(".configuration_", ".modeling_")
     found = vars(sys.modules.get(modeling, object)).values()
-    own = (x for x in found if getattr(x, "__module__", None) == modeling)
-    return next((x for x in own if hasattr(x, _CAN_SET)), None)
+    own = [x for x in found if getattr(x, "__module__", None) == modeling and hasattr(x, _CAN_SET)]
+    of = (x for x in own if getattr(x.config_class, "__name__", None) == configuration)
+    return next(of, own[0] if own else None)
 
 
 def _may_be_structured(q_length: int, padding: Tensor | None) -> bool:

@@ -1,5 +1,6 @@
 """The masks that models of transformers get: structured, and the same as its own dense ones."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -129,4 +130,17 @@ def test_made_once(padding):
     assert made.contiguous() is made
     assert torch.equal(made[:, :, -2:], dense[:, :, -2:])
     scores = torch.zeros(B, 1, M, M)
-    assert torch.equal(scores + made == 0, dense.expand_as(scores))  # as BEiT adds a bias
+    kept = dense.expand_as(scores)
+    assert torch.equal(scores + made == 0, kept)  # as models add it to scores of their own
+    assert torch.equal(made + scores == 0, kept)
+    for f in (
+        lambda x: ~x,
+        lambda x: torch.cat([x, x], -1),
+        lambda x: torch.where(x, 0.0, -1.0),
+        lambda x: torch.nn.functional.pad(x, (1, 1), value=True),
+        lambda x: x.flip(dims=(-1,)).to(x.dtype),
+    ):
+        assert torch.equal(f(made), f(dense))
+    assert copy.copy(made).shape == made.shape
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        made.other  # noqa: B018

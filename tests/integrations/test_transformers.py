@@ -30,7 +30,7 @@ def twins(name, **changes):
     ours.set_attn_implementation("fastattn")
     if name in ("gpt_oss", "deepseek_v4"):
         truth.set_experts_implementation("eager")  # the other one has no float64
-    elif name not in ("gemma2", "detr", "git", "bigbird_pegasus"):
+    elif name not in ("gemma2", "detr", "git", "bigbird_pegasus", "beit"):
         truth.set_attn_implementation("sdpa")
     return ours, peer, truth
 
@@ -183,7 +183,9 @@ def test_gradient_checkpointing(name, reentrant):
         assert torch.equal(grad, found[1][1][key]), key
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "mistral", "gpt_oss", "git", "t5", "vit"])
+@pytest.mark.parametrize(
+    "name", ["bert", "llama", "mistral", "gpt_oss", "git", "t5", "vit", "beit"]
+)
 def test_compiled_in_one_graph(name):
     torch.compiler.reset()
     ours, peer, truth = twins(name)
@@ -203,6 +205,21 @@ def test_refuses_models_that_attend_themselves(compiled):
     model = torch.compile(model, backend="eager") if compiled else model
     with pytest.raises(ValueError, match="this model computes attention itself"):
         model(**inputs)
+
+
+def test_eager_attention_alone_beside_models_of_every_kind():
+    """The audio tower of Gemma 4 needs float masks, and the other models of its module do not."""
+    config = transformers.Gemma4AudioConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, output_proj_dims=32,
+        subsampling_conv_channels=[128, 4],
+    )  # fmt: skip
+    sound, keep = torch.randn(2, 40, 128), torch.arange(40) < torch.tensor([[40], [24]])
+    found = []
+    for name in ("eager", "fastattn"):
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(config, attn_implementation=name).eval()
+        found.append(model(sound, keep).last_hidden_state)
+    torch.testing.assert_close(*found)
 
 
 def test_another_name():

@@ -36,7 +36,7 @@ class Family(NamedTuple):
     config: str
     model: str
     options: dict
-    inputs: str  # "tokens" | "both" (of an encoder and a decoder) | "image" | "sound" | "pairs"
+    inputs: str  # "tokens", "both" (of an encoder and a decoder) and so on: inputs()
     kind: str = "encoder"  # "decoder" generates, "seq2seq" too
 
 
@@ -91,6 +91,9 @@ FAMILIES = {
         "Llama4TextConfig", "Llama4ForCausalLM",
         DECODER | dict(attention_chunk_size=4, intermediate_size_mlp=40, num_local_experts=2,
                        layer_types=["chunked_attention", "full_attention"]), "tokens", "decoder"),
+    # Packed or not, it makes a mask of its own from the tensor.
+    "doge": Family(
+        "DogeConfig", "DogeForCausalLM", SIZES | dict(num_key_value_heads=2), "tokens", "decoder"),
     # The next two call an implementation in some layers, and add the mask to scores in others.
     "git": Family(
         "GitConfig", "GitForCausalLM",
@@ -126,6 +129,16 @@ FAMILIES = {
                      num_feat_extract_layers=2, feat_extract_norm="layer",
                      do_stable_layer_norm=True, num_conv_pos_embeddings=4,
                      num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.0), "wave"),
+    # Its convolutions read the rows of the mask.
+    "lasr": Family(
+        "LasrEncoderConfig", "LasrEncoder",
+        dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+             num_mel_bins=16, subsampling_conv_channels=16), "features"),
+    # It adds the mask to the bias that its layers share.
+    "beit": Family(
+        "BeitConfig", "BeitModel",
+        IMAGE | dict(use_relative_position_bias=True, out_features=None, initializer_range=0.3,
+                     layer_scale_init_value=1.0), "patches"),
     "vit": Family("ViTConfig", "ViTModel", IMAGE, "image"),
     "clip": Family(
         "CLIPConfig", "CLIPModel", _text(SIZES, IMAGE), "pairs"),
@@ -188,6 +201,12 @@ def inputs(name: str, dtype: torch.dtype = torch.float32, left: bool = False) ->
             mask = torch.ones(2, 80, dtype=torch.long)
             mask[1, 50:] = 0
             return dict(input_values=normal(2, 80), attention_mask=mask)
+        case "features":
+            mask = torch.arange(40) < torch.tensor([[40], [24]])
+            return dict(input_features=normal(2, 40, 16), attention_mask=mask.long())
+        case "patches":
+            mask = torch.arange(5) < torch.tensor([[5], [3]])
+            return dict(pixel_values=normal(2, 3, 16, 16), attention_mask=mask.long())
         case "image":
             size = 64 if name == "detr" else 16
             return dict(pixel_values=normal(2, 3, size, size))
