@@ -115,7 +115,7 @@ def test_errors(x):
         module(x[0])
     with pytest.raises(ValueError, match="attn_mask"):
         module(x, attn_mask=torch.ones(N, N + 1, dtype=torch.bool))
-    with pytest.raises(TypeError, match="x: .* make the module a leaf of the tracer"):
+    with pytest.raises(TypeError, match=r"x: .* make the module a leaf of the tracer"):
         torch.fx.symbolic_trace(torch.nn.Sequential(module))
     with pytest.raises(ValueError, match="say the same"):
         module(x, torch.tensor([1, 2, 3]), mask=Mask(kv_len=torch.tensor([1, 2, 3])))
