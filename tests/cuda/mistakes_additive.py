@@ -55,7 +55,7 @@ ADDITIVE = [
                 "a.spans[tile_m]"),
     of_one_pass(
         "a largest dS that others have not written",
-        "  __syncthreads();\n  const float factor = kGradUnit", "  const float factor = kGradUnit",
+        "  __syncthreads();\n  const float factor = unit", "  const float factor = unit",
         "backward.cuh",
     ),
     of_file(
