@@ -160,8 +160,8 @@ class ModelMask(Mask):
         cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """What a function makes of the tensor; a model that adds it, as BEiT does, masks scores."""
-        if function in (Tensor.add, Tensor.__iadd__, Tensor.__radd__):
-            scores, own = args
+        if function in (Tensor.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__, torch.add):
+            scores, own = reversed(args) if isinstance(args[0], ModelMask) else args
             return scores.masked_fill(~own, torch.finfo(scores.dtype).min)
         dense = tree_map_only(ModelMask, lambda x: x[:], (args, kwargs or {}))
         return function(*dense[0], **dense[1])

@@ -21,7 +21,7 @@ OLD_ENOUGH = set(
     aoti_torch_cpu__linear_pointwise_binary aoti_torch_delete_tensor_object
     aoti_torch_device_type_cpu aoti_torch_empty_strided aoti_torch_get_current_cuda_stream
     aoti_torch_get_data_ptr aoti_torch_get_device_index aoti_torch_get_device_type
-    aoti_torch_grad_mode_is_enabled
+    aoti_torch_get_storage_size aoti_torch_grad_mode_is_enabled
     torch::headeronly::ScalarType torch::stable::Tensor torch::stable::accelerator::DeviceGuard
     torch::stable::contiguous torch::stable::copy_ torch::stable::detail::from
     torch::stable::detail::to torch::stable::empty torch::stable::empty_like

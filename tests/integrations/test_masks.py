@@ -133,6 +133,7 @@ def test_made_once(padding):
     kept = dense.expand_as(scores)
     assert torch.equal(scores + made == 0, kept)  # as models add it to scores of their own
     assert torch.equal(made + scores == 0, kept)
+    assert torch.equal(torch.add(made, scores) == 0, kept)
     for f in (
         lambda x: ~x,
         lambda x: torch.cat([x, x], -1),

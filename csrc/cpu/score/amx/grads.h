@@ -12,7 +12,7 @@ class PackedGrads {
  public:
   static constexpr int kRows = 2, kVectors = 2;
   static constexpr int64_t kStep = word_step(kForm), kWhole = kTileDepth;
-  static constexpr Takes kTakes = Takes::kAll;  // dV and dK take all words
+  static constexpr Takes kTakes = Takes::kAll;  // a word has rows of two strips
 
   // If `also` is not nullptr, also stores the first `rows` rows in place.
   PackedGrads(const Operand& w_columns, const Operand& ds_columns, const Operand& ds_rows,
