@@ -24,9 +24,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 // Bytes of queries and outputs of a task, for an L2 cache of 512 KiB, of 1 MiB with AVX-512, and of
-// 2 MiB with a matrix unit. Measured: half of this or 4/3 of it is 1 to 3% slower. On Zen 4, 512
-// KiB instead of 300 take 2 to 5% off additive calls of 256 dims and off 4096 tokens at D 128 in
-// fp32.
+// 2 MiB with a matrix unit. Measured: half of this or 4/3 of it is 1 to 3% slower. In fp32 512 KiB
+// take up to 5% off additive calls of 256 dims, where 300 were before, and 1 to 3% off 4096 tokens
+// at D 128. That is Zen 4; other CPUs with AVX-512 were not measured.
 #ifdef __AMX_BF16__
 constexpr int64_t kStackedBytes = 900 * 1024;
 #elif defined(__AVX512F__)
