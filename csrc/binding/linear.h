@@ -13,6 +13,7 @@
 #include <array>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "problem/host_device.h"
@@ -74,15 +75,25 @@ inline int64_t onednn_from() {
   return kNever;
 }
 
+// MKL multiplies few tokens in one thread; oneDNN reads the weights in all. That is worth as much
+// as this many tokens more.
+constexpr int64_t kTokensOfReading = 16;
+
 // At most so many terms of a sum are added one after the other, as oneDNN itself does for some
-// lengths. In one chain of 1536, the error is four times that of MKL. That is nothing in bfloat16.
+// lengths. In one chain of 1536, the error is four times that of MKL. That is nothing in bfloat16,
+// and oneDNN adds the products of a single token in another way, more accurate than that of MKL.
 constexpr int64_t kOneDnnChain = 1024;
+inline int64_t longest_chain(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Float && x.size(0) > 1 ? kOneDnnChain : x.size(1);
+}
 
 inline bool is_faster_by_onednn(const Tensor& x, const Tensor& weight) {
   constexpr int64_t kFewest = 128;  // rows of each operand, for parts of the other to be copied
   const int64_t T = x.size(0), F = weight.size(0);
-  return T * weight.numel() >= onednn_from() &&
-         (x.size(1) <= kOneDnnChain || std::min(T, F) >= kFewest);
+  // A single token and weights that lie column by column take MKL less time.
+  const bool shared = torch::stable::get_num_threads() > 1 && (T > 1 || weight.stride(1) == 1);
+  return (T + (shared ? kTokensOfReading : 0)) * weight.numel() >= onednn_from() && T > 0 &&
+         (x.size(1) <= longest_chain(x) || std::min(T, F) >= kFewest);
 }
 
 // Columns [begin, begin + count), without gaps between rows or between columns. With gaps, oneDNN
@@ -98,8 +109,7 @@ inline Tensor dense_columns(const Tensor& t, int64_t begin, int64_t count) {
 
 inline Tensor linear_by_onednn(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
   const int64_t depth = x.size(1);
-  const int64_t chain = x.scalar_type() == ScalarType::Float ? kOneDnnChain : depth;
-  const int64_t step = fastattn::ceil_div(depth, fastattn::ceil_div(depth, chain));
+  const int64_t step = fastattn::ceil_div(depth, fastattn::ceil_div(depth, longest_chain(x)));
   const OptTensor own = bias ? OptTensor(as_contiguous(*bias)) : std::nullopt;
   AtenTensorHandle b = own ? own->get() : nullptr;
   const auto multiply = [&](int64_t begin, const OptTensor& other) {
@@ -226,12 +236,13 @@ inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype) {
 }
 
 // From how many multiply-adds on a layer and its gradients take less time by linear() than by
-// aten::linear. Smaller products of half dtypes take less time than the calls do.
-inline int64_t linear_from(ScalarType dtype) {
+// aten::linear, and how many tokens are added before they are counted. Smaller products of half
+// dtypes take less time than the calls do.
+inline std::tuple<int64_t, int64_t> linear_from(ScalarType dtype) {
   constexpr int64_t kFewestOfHalf = 1 << 17;  // Zen 3
-  if (dtype == ScalarType::Float) return onednn_from();
+  if (dtype == ScalarType::Float) return {onednn_from(), kTokensOfReading};
   const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
-  return half && is_faster_in_float(dtype) ? kFewestOfHalf : kNever;
+  return {half && is_faster_in_float(dtype) ? kFewestOfHalf : kNever, 0};
 }
 
 // y [T, F] from x [T, E], weight [F, E] and bias [F]; contiguous.

@@ -23,10 +23,12 @@ from fastattn.problem import arguments
 
 PLAIN = {Tensor, nn.Parameter, type(None)}
 _multiply = operators.linear
-# ``_multiply`` is faster here than F.linear from so many multiply-adds on: csrc/binding/linear.h.
-# Half types also need so many tokens, where no gradient is wanted and weights lie row by row.
-_FROM: dict[torch.dtype, int] = {}
-_FEWEST, _NEVER = 4, 2**63 - 1
+_NEVER = 2**63 - 1, 0
+# ``_multiply`` is faster here than F.linear from so many multiply-adds on, counted with so many
+# tokens more: csrc/binding/linear.h. Half types also need _FEWEST tokens, where no gradient is
+# wanted and weights lie row by row.
+_FROM: dict[torch.dtype, tuple[int, int]] = {}
+_FEWEST = 4
 if operators.EXTENSION_ERROR is None:
     for _dtype in (torch.float32, torch.bfloat16, torch.float16):
         _FROM[_dtype] = torch.ops.fastattn.linear_from(_dtype)
@@ -97,8 +99,8 @@ def _is_faster(
     dtype = autocast or x.dtype
     if x.dtype not in _FROM or dtype not in _FROM or x.dim() < 2 or weight.dim() != 2:
         return False
-    size, rows = x.numel() * weight.shape[0], x.numel() // max(1, x.shape[-1])
-    if size < _FROM[dtype] or x.shape[-1] != weight.shape[1]:
+    rows, (least, more) = x.numel() // max(1, x.shape[-1]), _FROM[dtype]
+    if (rows + more) * weight.numel() < least or x.shape[-1] != weight.shape[1]:
         return False
     if not is_direct(x, weight, bias, dtypes=_FROM if autocast else None):
         return False

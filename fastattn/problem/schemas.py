@@ -141,7 +141,7 @@ CPU_ISA = {
     "cpu_isa": "() -> str",
     "cpu_isas": "() -> str[]",
     "select_cpu_isa": "(str name) -> bool",
-    "linear_from": "(ScalarType dtype) -> int",
+    "linear_from": "(ScalarType dtype) -> (int, int)",
 }
 # The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h. And forcing
 # one, as FASTATTN_CPU_PATH does ("auto": none).

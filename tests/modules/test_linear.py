@@ -28,7 +28,7 @@ def calls(monkeypatch):
         made.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(linear, "_FROM", dict.fromkeys(DTYPES, 1))
+    monkeypatch.setattr(linear, "_FROM", dict.fromkeys(DTYPES, (1, 0)))
     monkeypatch.setattr(linear, "_multiply", multiply)
     return made
 
@@ -95,6 +95,29 @@ def test_layouts_and_long_sums(layout, depth, dtype):
         found = torch.ops.fastattn.linear(first, second, bias)
         testing.assert_within_budget(found, peer, truth)
         assert found.is_contiguous()
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [1024, 2050])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_tokens_and_large_weights(two_threads, layout, tokens, depth, dtype):
+    """Which library multiplies these depends on the number of threads."""
+    torch.manual_seed(0)
+    shapes = (tokens, depth), (768, depth), (768,)
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in shapes)
+    weight = layout(weight)
+    found = torch.ops.fastattn.linear(x, weight, bias)
+    truth, peer = F.linear(x.double(), weight.double(), bias.double()), F.linear(x, weight, bias)
+    testing.assert_within_budget(found, peer, truth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -226,7 +249,7 @@ class TestWhoCouldTell:
         assert not calls
 
     def test_small_products(self, monkeypatch):
-        monkeypatch.setitem(linear._FROM, torch.float32, T * E * FEATURES + 1)
+        monkeypatch.setitem(linear._FROM, torch.float32, (T * E * FEATURES + 1, 0))
         linear.forward(*drawn())
 
     def test_another_dtype(self):
@@ -257,7 +280,7 @@ class TestWhoCouldTell:
             torch.fx.symbolic_trace(linear.forward)
 
     def test_autocast_to_a_type_that_torch_multiplies_fast(self, monkeypatch):
-        monkeypatch.setitem(linear._FROM, torch.bfloat16, T * E * FEATURES + 1)
+        monkeypatch.setitem(linear._FROM, torch.bfloat16, (T * E * FEATURES + 1, 0))
         with torch.autocast("cpu", torch.bfloat16):
             assert linear.forward(*drawn()).dtype is torch.bfloat16
 
