@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from fastattn.problem import Mask
 from fastattn.problem.intervals import segments
 
 # What changes the scores, or which keys there are, in ways that fastattn does not compute.
-_UNKNOWN = ("cache", "indices", "block_indices", "sinks")
+_UNKNOWN = ("cache", "block_indices", "sinks")
 _CAN_SET = "_can_set_attn_implementation"
 
 
@@ -73,6 +74,7 @@ def attention(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    indices: Tensor | None = None,
     output_attentions: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -92,6 +94,7 @@ def attention(
         position_bias: added to the scores, with a gradient; broadcasts to ``[B, H, M, N]``.
         s_aux: attention sinks ``[H]``, one more logit a head in the denominator; with a gradient.
         softcap: makes ``softcap * tanh(score / softcap)`` of a score, before the mask.
+        indices: ``[B, M, K]``, the only keys that a query may see, as DeepSeek-V3.2 picks them.
         output_attentions: whether to return the weights.
         **options: whatever else a layer says. A sliding window is in the mask already.
 
@@ -104,16 +107,26 @@ def attention(
     _refuse(options)
     own = attention_mask if isinstance(attention_mask, Mask) else None
     dense = None if own is not None or attention_mask is None else attention_mask
+    dense = None if dense is None else dense[..., : key.shape[-2]]
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     results = scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, mask=own,
-        attn_mask=None if dense is None else dense[..., : key.shape[-2]],  # pyright: ignore
+        attn_mask=dense if indices is None else _only(indices, dense, key.shape[-2]),
         is_causal=bool(causal) and attention_mask is None and query.shape[-2] > 1,
         bias=position_bias, return_weights="full" if output_attentions else None,
         softcap=softcap, sink=None if s_aux is None else s_aux.reshape(-1),
     )  # fmt: skip
     out, weights = results if isinstance(results, tuple) else (results, None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _only(indices: Tensor, mask: Tensor | None, N: int) -> Tensor:
+    """A dense mask, or none, without the keys that ``indices`` [B, M, K] leave out."""
+    named = indices.new_zeros((*indices.shape[:2], N), dtype=torch.bool)
+    named = named.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return named
+    return named & mask if mask.dtype == torch.bool else mask.masked_fill(~named, -math.inf)
 
 
 def _refuse(options: dict[str, Any]) -> None:
@@ -147,9 +160,6 @@ class ModelMask(Mask):
         B, H, M, N = self.shape
         return self.to_dense(M, N, B, H).to(self.device)[index]
 
-    def __invert__(self) -> Tensor:
-        return ~self[:]
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -165,6 +175,14 @@ class ModelMask(Mask):
             return scores.masked_fill(~own, torch.finfo(scores.dtype).min)
         dense = tree_map_only(ModelMask, lambda x: x[:], (args, kwargs or {}))
         return function(*dense[0], **dense[1])
+
+
+def _of_the_tensor(operator: str) -> Callable[..., Tensor]:
+    return lambda self, *other: getattr(self[:], operator)(*other)
+
+
+for _name in ("invert", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(ModelMask, f"__{_name}__", _of_the_tensor(f"__{_name}__"))
 
 
 def mask(

@@ -92,7 +92,41 @@ def test_masks_may_be_longer_than_the_keys():
     assert_within_budget(out, plain(q, k, k, keep=keep[..., :N])[0], truth)
 
 
-@pytest.mark.parametrize("name", ["cache", "indices", "block_indices", "sinks"])
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "structured"])
+def test_only_the_keys_of_indices(kind):
+    """A key that is named twice counts once, and one that the mask leaves out not at all."""
+    q, k = draw(B, H, M, D), draw(B, HKV, N, D)
+    indices = draw(B, M, 4).argsort(-1).int() + torch.tensor([0, 1, 2, 2], dtype=torch.int32)
+    keep = draw(B, 1, M, N) > -0.5 if kind in ("bool", "float") else torch.ones(1, 1, M, N) > 0
+    masks = {"none": None, "bool": keep, "float": keep.float().log()}
+    if kind == "structured":
+        keep = torch.arange(N) <= torch.arange(M)[:, None]
+        masks[kind] = ModelMask(causal="top_left", shape=(B, 1, M, N), device=q.device)
+    out, weights = attention(layer(), q, k, k, masks[kind], indices=indices, output_attentions=True)
+    named = (indices[..., None] == torch.arange(N)).any(-2).unsqueeze(1)
+    sees = (named & keep).any(-1, keepdim=True)
+    expected = [
+        [x.nan_to_num() for x in plain(*(y.to(dtype) for y in (q, k, k)), keep=named & keep)]
+        for dtype in (torch.float32, torch.float64)
+    ]
+    assert sees.any()
+    for got, *others in zip((out, weights), *expected, strict=True):
+        assert_within_budget(got, *others)
+
+
+def test_a_mask_is_compared_and_combined_as_its_tensor():
+    own = ModelMask(causal="top_left", shape=(B, 1, M, N), device=torch.device("cpu"))
+    dense, other = own[:], draw(B, 1, M, N) > 0
+    pairs = [
+        (own == 0, dense == 0), (own != 0, dense != 0), (own > 0, dense), (~own, ~dense),
+        (own & other, dense & other), (other & own, dense & other), (own | other, dense | other),
+        (own ^ other, dense ^ other),
+    ]  # fmt: skip
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert hash(own) == hash(own) and own in {own: 1}
+
+
+@pytest.mark.parametrize("name", ["cache", "block_indices", "sinks"])
 def test_refuses_what_it_does_not_compute(name):
     q = draw(B, H, M, D)
     with pytest.raises(ValueError, match=rf"{name}: .*set_attn_implementation\('eager'\)"):

@@ -13,6 +13,11 @@ SIZES = dict(
     eos_token_id=2,
 )  # fmt: skip
 DECODER = SIZES | dict(num_key_value_heads=2, head_dim=8)
+INDEXED = SIZES | dict(
+    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+    v_head_dim=8, index_n_heads=4, index_head_dim=16, index_topk=4, initializer_range=0.3,
+    mlp_layer_types=["dense", "dense"],
+)  # fmt: skip
 SEQ2SEQ = dict(
     vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, pad_token_id=0,
     encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=40, decoder_ffn_dim=40,
@@ -112,6 +117,10 @@ FAMILIES = {
             compress_rates=dict(compressed_sparse_attention=2, heavily_compressed_attention=4),
             layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
         ), "tokens"),
+    # They name the keys that a query may see.
+    "deepseek_v32": Family("DeepseekV32Config", "DeepseekV32ForCausalLM", INDEXED, "tokens",
+                           "decoder"),
+    "glm_moe_dsa": Family("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", INDEXED, "tokens", "decoder"),
     "t5": Family(
         "T5Config", "T5ForConditionalGeneration",
         dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4,
