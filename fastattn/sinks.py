@@ -64,15 +64,16 @@ def _scale(x: Tensor, share: Tensor) -> None:
     On CPUs torch multiplies a half type by float32 in a copy of the whole. New memory for it takes
     longer than the product, so the copies are small.
     """
-    share = share[..., None]
-    copies = x.dtype != share.dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    most = _AT_ONCE * torch.get_num_threads() if copies else x.numel()
-    if x.numel() <= most:
-        x.mul_(share)
-        return
-    rows = max(1, most * x.shape[2] // x.numel())
-    for part, own in zip(x.split(rows, 2), share.split(rows, 2), strict=True):
+    rows = _rows_at_once(x, share.dtype)
+    for part, own in zip(x.split(rows, 2), share[..., None].split(rows, 2), strict=True):
         part.mul_(own)
+
+
+def _rows_at_once(x: Tensor, dtype: torch.dtype) -> int:
+    """Of x ``[B, H, M, ...]``, of which a copy in ``dtype`` is made: all, where none is."""
+    copies = x.dtype != dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    most = _AT_ONCE * torch.get_num_threads() if copies else x.numel()
+    return max(1, x.shape[2] if x.numel() <= most else most * x.shape[2] // x.numel())
 
 
 def gradient(
@@ -90,17 +91,27 @@ def gradient(
 
     ``weights`` are read where they have a gradient.
     """
-    delta = (grad_out * out).sum(-1, dtype=lse.dtype)
+    delta = _dot(grad_out, out, lse.dtype)
     # A row without keys has the output 0, whatever its gradient is.
     shift, factor = stats[..., 0], stats[..., 1]
     delta = delta.masked_fill_(factor == 0, 0.0)
     # Not in place: with is_grads_batched, only some of these may have the batch.
     if grad_weights is not None:
-        terms = (weights * grad_weights).masked_fill_(weights == 0, 0.0)  # garbage behind a mask
-        delta = delta + terms.sum(-1, dtype=lse.dtype)
+        known = grad_weights.masked_fill(weights == 0, 0.0)  # garbage behind a mask
+        delta = delta + _dot(known, weights, lse.dtype)
     if grad_lse is not None:
         delta = delta - grad_lse
     taken = torch.sub(sink.to(shift.dtype)[..., None], shift, alpha=unit).exp_().mul_(factor)
     # Where the factor has lost its digits, the sink has all of a row, and the log-sum-exp is it.
     taken = torch.where(factor < _LEAST_FACTOR, reference.sink_weight(sink, lse), taken)
     return -(taken * delta).sum(-1)
+
+
+def _dot(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_e grad_e x_e of each row, by products in ``dtype``: in a half type they may be 0 or inf."""
+    rows = _rows_at_once(x, dtype)
+    parts = [
+        (g * own.to(dtype)).sum(-1)
+        for g, own in zip(grad.split(rows, 2), x.split(rows, 2), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

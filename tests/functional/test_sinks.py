@@ -86,6 +86,22 @@ def test_sinks_far_above_and_below_every_score(M, dtype, backend):
     testing.oracle(case, t).check(case, testing.run(case, t, backend))
 
 
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("upstream", [2e-5, 3e3])
+def test_gradients_whose_products_no_half_type_has(upstream, backend):
+    """Products of results and upstream gradients, all of one sign, beyond both ends of fp16.
+
+    Plain PyTorch has them in fp16. Here each result is rounded once, and so is their sum.
+    """
+    case = Case("far", M=64, N=700, weights="full", sink=7.0, dtype=torch.float16)
+    t = testing.make(case)
+    own = {name: getattr(t, name).abs() * upstream for name in ("grad_out", "grad_weights")}
+    t = dataclasses.replace(t, v=t.v.abs() * 30, sink=t.sink.float(), **own)
+    found, truth = testing.run(case, t, backend), testing.oracle(case, t).truth
+    error = (found["grad_sink"] - truth["grad_sink"]) / truth["grad_sink"]
+    assert error.abs().max() < torch.finfo(torch.float16).eps / 2
+
+
 B, H, M, N, D = 2, 4, 6, 37, 8
 
 
