@@ -57,7 +57,9 @@ def curves(rows: list[Row]) -> list[Curve]:
     """The rows as curves, without wrong rows."""
     found: dict[tuple, Curve] = {}
     for row in (r for r in rows if not r.wrong):
-        kind, n = row.case.rsplit("-", 1)
+        case, _, backend = row.case.partition(" ")  # on a GPU there are rows of each backend
+        kind, n = case.rsplit("-", 1)
+        kind = f"{kind} {backend}".strip()
         for name, timing in row.timings.items():
             curve = found.setdefault((kind, row.direction, name), Curve(kind, row.direction, name))
             curve.milliseconds[int(n)] = timing.median

@@ -51,8 +51,7 @@ def attend(
     beside = w, bias, sink, *own
     if torch.compiler.is_compiling():
         _refuse_vmap()
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(q, k, v, w, bias, sink)
+        _refuse_forward_mode()
         tensors = distinct(q, k, v, *beside)
     elif levels("Jvp") > 1:  # torch drops the tangents that a Function's own tangents have
         with arguments.no_autocast(p.device.type):
@@ -98,14 +97,16 @@ def distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(made)
 
 
-def _refuse_tangents(*tensors: Tensor | None) -> None:
-    """torch.compile traces a Function's forward and not its jvp, so tangents would become zero."""
-    for t in tensors:
-        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-            raise NotImplementedError(
-                "torch.compile drops the forward-mode derivative of fastattn's functions: call "
-                "torch.func.jvp, jacfwd or hessian outside torch.compile"
-            )
+def _refuse_forward_mode() -> None:
+    """torch.compile traces a Function's forward and not its jvp, so tangents would become zero.
+
+    Whether a tensor has one is not always seen in a trace.
+    """
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "torch.compile drops the forward-mode derivative of fastattn's functions: call "
+            "torch.func.jvp, jacfwd or hessian outside torch.compile"
+        )
 
 
 def _refuse_vmap() -> None:

@@ -72,8 +72,8 @@ def explain(
     **options: Any,
 ) -> Explanation: ...
 @overload
-def explain(query: nn.Module, *inputs: Any, **options: Any) -> ModuleExplanation: ...
-def explain(query: Any = None, *inputs: Any, **options: Any) -> Explanation | ModuleExplanation:
+def explain(query: nn.Module, /, *inputs: Any, **options: Any) -> ModuleExplanation: ...
+def explain(*inputs: Any, **options: Any) -> Explanation | ModuleExplanation:
     """Says which backend would serve a call and why the others would not.
 
     ``explain(module, ...)`` calls ``module(...)`` once and tells of each attention in it: who
@@ -119,9 +119,9 @@ def explain(query: Any = None, *inputs: Any, **options: Any) -> Explanation | Mo
           self_attn  torch: torch's own class: fastattn.replace_attention(model) puts ours in its \
 place
     """
-    if isinstance(query, nn.Module):
-        return _explain_module(getattr(query, "_orig_mod", query), inputs, options)
-    return scores.explain(query, *inputs, **options)
+    if inputs and isinstance(module := inputs[0], nn.Module):
+        return _explain_module(getattr(module, "_orig_mod", module), inputs[1:], options)
+    return scores.explain(*inputs, **options)
 
 
 def _explain_module(module: nn.Module, inputs: tuple, options: dict) -> ModuleExplanation:

@@ -21,6 +21,10 @@ CJK_FONTS = (
     "Source Han Sans CN", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback",
     "AR PL UMing CN", "PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "SimHei",
 )  # fmt: skip
+CJK = (
+    (0x1100, 0x11FF), (0x2E80, 0x9FFF), (0xAC00, 0xD7AF), (0xF900, 0xFAFF), (0xFE30, 0xFE4F),
+    (0xFF00, 0xFFEF), (0x20000, 0x3FFFF),
+)  # fmt: skip
 CELL = 0.28  # inches; fits labels of 9 points
 SMALLEST, LARGEST = 2.0, 12.0  # inches of a panel's side
 
@@ -38,7 +42,8 @@ def plot_attention(
     Rows are queries, columns keys; all panels share one colour scale from 0 to the largest weight.
 
     Args:
-        weights: ``[M, N]``, or ``[heads, M, N]``, of any floating dtype, on any device.
+        weights: ``[M, N]``, or ``[heads, M, N]``, of any floating dtype, on any device. NaN is left
+            blank: a row without keys in PyTorch.
         rows: M labels of the queries, such as the words of the output.
         columns: N labels of the keys, such as the words of the input; they are at the top.
         title: the title of the figure.
@@ -82,7 +87,8 @@ def plot_attention(
     FigureCanvasAgg(figure)
     if names is None and heads > 1:
         names = [f"head {n}" for n in range(heads)]
-    options: dict[str, Any] = dict(vmin=0.0, vmax=float(panels.max()) if panels.numel() else 1.0)
+    finite = panels[panels.isfinite()]
+    options: dict[str, Any] = dict(vmin=0.0, vmax=float(finite.max()) if finite.numel() else 1.0)
     font = _font([*(rows or ()), *(columns or ()), *(names or ()), title or ""])
     style = {"parse_math": False, **font}
     axes = list(figure.subplots(down, across, squeeze=False).flat)
@@ -106,6 +112,8 @@ def _panels(weights: Tensor) -> Tensor:
     """The weights as float32 [heads, M, N] on the CPU."""
     if not isinstance(weights, Tensor):
         raise arguments.no_tensor("weights", weights)
+    if weights.is_nested:
+        raise ValueError("weights: expected [M, N] or [heads, M, N]: write weights.unbind()[n]")
     if weights.dim() not in (2, 3) or (weights.dim() == 3 and weights.shape[0] == 0):
         raise ValueError(f"weights: expected [M, N] or [heads, M, N], got {list(weights.shape)}")
     panels = weights.detach().to("cpu", torch.float32)
@@ -169,5 +177,4 @@ def _font(labels: Sequence[str]) -> dict[str, Any]:
 
 def _is_cjk(letter: str) -> bool:
     """Kana, ideographs, Hangul and full-width forms."""
-    code = ord(letter)
-    return 0x2E80 <= code <= 0x9FFF or 0xAC00 <= code <= 0xD7AF or 0xF900 <= code <= 0xFFEF
+    return any(first <= ord(letter) <= last for first, last in CJK)

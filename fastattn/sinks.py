@@ -108,7 +108,7 @@ def gradient(
 
 
 def _dot(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_e grad_e x_e of each row, by products in ``dtype``: in a half type they may be 0 or inf."""
+    """sum_e grad_e x_e of each row, by products in ``dtype``: half types would make 0 or inf."""
     rows = _rows_at_once(x, dtype)
     parts = [
         (g * own.to(dtype)).sum(-1)

@@ -75,8 +75,8 @@ inline int64_t onednn_from() {
   return kNever;
 }
 
-// MKL multiplies few tokens in one thread; oneDNN reads the weights in all. That is worth as much
-// as this many tokens more.
+// MKL multiplies few tokens in one thread; oneDNN reads the weights in all. With two threads, that
+// is worth as much as this many tokens more. With one, it costs up to 22%: docs/decisions/0016.
 constexpr int64_t kTokensOfReading = 16;
 
 // At most so many terms of a sum are added one after the other, as oneDNN itself does for some
@@ -90,9 +90,11 @@ inline int64_t longest_chain(const Tensor& x) {
 inline bool is_faster_by_onednn(const Tensor& x, const Tensor& weight) {
   constexpr int64_t kFewest = 128;  // rows of each operand, for parts of the other to be copied
   const int64_t T = x.size(0), F = weight.size(0);
-  // A single token and weights that lie column by column take MKL less time.
-  const bool shared = torch::stable::get_num_threads() > 1 && (T > 1 || weight.stride(1) == 1);
-  return (T + (shared ? kTokensOfReading : 0)) * weight.numel() >= onednn_from() && T > 0 &&
+  // A single token and weights that lie column by column take MKL less time, and so do copies of
+  // weights. The choice does not ask for the number of threads: results do not depend on it.
+  const bool by_columns = weight.stride(0) == 1 && weight.stride(1) == F;
+  const bool reads = weight.is_contiguous() || (by_columns && T > 1);
+  return (T + (reads ? kTokensOfReading : 0)) * weight.numel() >= onednn_from() && T > 0 &&
          (x.size(1) <= longest_chain(x) || std::min(T, F) >= kFewest);
 }
 

@@ -254,6 +254,7 @@ def machine(device: torch.device) -> str | None:
         (
             torch.cuda.get_device_name(device), f"capability {capability}", f"driver {_driver()}",
             f"torch {torch.__version__}", f"Triton {triton.version()}", f"build {_build()}",
+            *(["PTX"] if os.environ.get("CUDA_FORCE_PTX_JIT") == "1" else []),  # without wgmma
         )
     )  # fmt: skip
 

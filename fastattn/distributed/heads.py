@@ -21,7 +21,7 @@ from fastattn.distributed import comm
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan
-from fastattn.problem import Origin, Problem
+from fastattn.problem import Origin, Problem, arguments
 from fastattn.problem.mask import LIMITS
 from fastattn.problem.record import returned
 
@@ -70,6 +70,7 @@ class Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
+        refuse_transforms(*grads)
         back: Any = Move.apply([(back, there) for there, back in ctx.ways], *grads)
         return None, *back
 
@@ -82,15 +83,22 @@ def move(x: Tensor, there: Callable, back: Callable) -> Any:
 
 
 def refuse_transforms(*tensors: Any) -> None:
-    """Raises NotImplementedError inside transforms of torch.func, and for tangents."""
+    """Raises NotImplementedError inside transforms of torch.func, for tangents and for batches."""
     if torch.compiler.is_compiling():
         return
-    duals = tensors if forward_ad._current_level >= 0 else ()
-    tangents = (forward_ad.unpack_dual(x).tangent for x in duals if isinstance(x, Tensor))
-    if torch._C._are_functorch_transforms_active() or any(x is not None for x in tangents):
+    found = [x for x in tensors if isinstance(x, Tensor)]
+    duals = found if forward_ad._current_level >= 0 else ()
+    tangents = (forward_ad.unpack_dual(x).tangent for x in duals)
+    unreachable = (
+        torch._C._are_functorch_transforms_active()
+        or any(x is not None for x in tangents)
+        or any(map(arguments.is_legacy_batch, found))
+    )
+    if unreachable:
         raise NotImplementedError(
-            "torch.func and forward mode do not reach other ranks: write torch.autograd.grad or "
-            "backward(), and method='heads' for second derivatives"
+            "torch.func, forward mode and is_grads_batched do not reach other ranks: write "
+            "torch.autograd.grad or backward() for one gradient at a time, and method='heads' for "
+            "second derivatives"
         )
 
 

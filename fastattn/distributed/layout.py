@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,7 +71,9 @@ class Layout:
     def contiguous(length: int, ranks: int) -> Layout:
         """One piece a rank, as ``torch.chunk`` cuts: the last ones may be shorter, or empty."""
         _check(length, ranks)
-        return Layout(length, tuple((x,) for x in _chunks(length, ranks, 1)))
+        size = -(-length // ranks)  # _chunks() would leave no rank empty
+        ends = [min(n * size, length) for n in range(ranks + 1)]
+        return Layout(length, tuple((x,) for x in itertools.pairwise(ends)))
 
     @staticmethod
     def zigzag(length: int, ranks: int, unit: int = 128) -> Layout:
@@ -79,7 +82,8 @@ class Layout:
         Args:
             length: how many positions there are.
             ranks: how many ranks.
-            unit: chunks begin at multiples of this.
+            unit: chunks begin at multiples of this. Below ``2 * ranks * unit`` positions, some
+                chunks are empty, and a smaller unit balances better.
         """
         _check(length, ranks, unit)
         chunks = _chunks(length, 2 * ranks, unit)
@@ -188,9 +192,10 @@ def _check(length: int, ranks: int, unit: int = 1) -> None:
 
 
 def _chunks(length: int, count: int, unit: int) -> list[tuple[int, int]]:
-    """``count`` intervals of equal size, a multiple of ``unit``; the last ones are shorter."""
-    size = -(-length // (count * unit)) * unit
-    return [(min(n * size, length), min((n + 1) * size, length)) for n in range(count)]
+    """``count`` intervals of almost equal size, which begin at multiples of ``unit``."""
+    units = -(-length // unit)
+    ends = [min(-(-n * units // count) * unit, length) for n in range(count + 1)]
+    return list(itertools.pairwise(ends))
 
 
 def _sum(costs: Tensor, piece: tuple[int, int]) -> float:

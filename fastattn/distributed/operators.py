@@ -19,6 +19,7 @@ from fastattn import autograd, sinks
 from fastattn.backends import flops, registry
 from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
+from fastattn.distributed.heads import refuse_transforms
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan, no_second_derivative
 from fastattn.problem import Mask, Origin, Problem, schemas
@@ -84,6 +85,7 @@ class Function(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
         """Gradients of the first six tensors."""
         no_second_derivative(ctx.words.method)
+        refuse_transforms(grad_out, grad_lse, grad_weights)
         sink, *tensors, out, lse, weights, stats = ctx.saved_tensors
         call = Call(*tensors, *ctx.others)
         if grad_out is None:
@@ -235,4 +237,13 @@ def _register_formulas() -> None:
     register_flop_formula(torch.ops.fastattn.shared_backward)(_of_all_keys(flops.backward))
 
 
+def _keep_unused() -> None:
+    """A rank without rows uses no result, but others wait for what the operator sends."""
+    from torch.fx.node import has_side_effect
+
+    has_side_effect(torch.ops.fastattn.shared_forward.default)
+    has_side_effect(torch.ops.fastattn.shared_backward.default)
+
+
 flops.when_imported("torch.utils.flop_counter", _register_formulas)
+flops.when_imported("torch.fx.node", _keep_unused)

@@ -57,10 +57,10 @@ def flash_attn_func(
         return_attn_probs: whether to return ``(out, lse, weights)``.
 
     Returns:
-        ``out`` ``[B, M, H, E]``, or the tuple. ``lse`` is ``[B, H, M]``, float32, -inf where a
-        query has no key. The weights are ``[B, H, M, N]``, after dropout, or None without dropout,
-        as flash_attn has them. ``fastattn.scaled_dot_product_attention(return_weights="full")``
-        returns weights at any time.
+        ``out`` ``[B, M, H, E]``, or the tuple. ``lse`` is ``[B, H, M]``, float32 or
+        wider, -inf where a query has no key. The weights are ``[B, H, M, N]``, after dropout, or
+        None without dropout, as flash_attn has them.
+        ``fastattn.scaled_dot_product_attention(return_weights="full")`` returns them at any time.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -209,7 +209,7 @@ def flash_attn_with_kvcache(
 
     Args:
         q: ``[B, M, H, D]``.
-        k_cache: ``[C, L, Hkv, D]``, where C is B, or more with ``cache_batch_idx``.
+        k_cache: ``[C, L, Hkv, D]``, where C is B or more. Without new keys, C may be 1.
         v_cache: ``[C, L, Hkv, E]``.
         k: ``[B, S, Hkv, D]``, written into ``k_cache`` behind each sample's length; or None.
         v: ``[B, S, Hkv, E]``, likewise.
@@ -264,7 +264,7 @@ def flash_attn_with_kvcache(
         options: dict[str, Any] = dict(softcap=softcap, scale=softmax_scale)
         before, writes = lengths, []
         if k is not None and v is not None:
-            if cache_batch_idx is None and k_cache.shape[0] != B:
+            if cache_batch_idx is None and k_cache.shape[0] < B:
                 raise ValueError(
                     f"k_cache: expected [{B}, L, Hkv, D], or cache_batch_idx to choose rows, "
                     f"got {list(k_cache.shape)}"
@@ -279,7 +279,7 @@ def flash_attn_with_kvcache(
         for cache, new in writes:  # after all checks: a call that raises writes nothing
             positions = before[:, None] + torch.arange(new.shape[1], device=q.device)
             cache[rows[:, None], positions] = new
-        keys, values = k_cache, v_cache
+        keys, values = k_cache[:B], v_cache[:B]
         if cache_batch_idx is not None:
             keys, values = k_cache[rows], v_cache[rows]
         out, lse = _attend(q, keys, values, mask, **options, return_lse=True)
@@ -305,6 +305,11 @@ def _check_new(
             )
         if new.dtype != cache.dtype:
             raise TypeError(f"{name}: expected {cache.dtype} as of {name}_cache, got {new.dtype}")
+        if cache.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{name}_cache: expected a tensor that may be written, got one of inference mode: "
+                "call inside torch.inference_mode()"
+            )
         if new.device != cache.device:
             raise ValueError(
                 f"{name}: expected the device of {name}_cache, {cache.device}, got {new.device}"
@@ -321,6 +326,8 @@ def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, **options: Any) -> list[Tensor]:
     """The output ``[B, M, H, E]``, and what else the options ask for."""
+    if k.shape[0] not in (1, q.shape[0]):
+        raise ValueError(f"k: expected a batch of {q.shape[0]} like q, got {k.shape[0]}")
     results = scaled_dot_product_attention(
         *_by_head(q, k, v), mask=mask, enable_gqa=True, **options
     )
@@ -355,10 +362,10 @@ def _around(
 
 
 def _window(window_size: Window, causal: bool) -> Window:
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    found = arguments.window("window_size", window_size)
+    if found is None:
         raise arguments.no_window("window_size", window_size)
-    left, right = (arguments.check_int("window_size", n, -1) for n in window_size)
-    return left, 0 if causal else right
+    return found[0], 0 if causal else found[1]
 
 
 def _alibi(slopes: Tensor | None, M: int, N: int) -> ALiBi | None:
@@ -393,6 +400,9 @@ def _check_dims(dims: int, **tensors: Any) -> None:
         if x.dim() != dims:
             layout = "[B, S, H, D]" if dims == 4 else "[T, H, D]"
             raise ValueError(f"{name}: expected {layout}, got {list(x.shape)}")
+    H, Hkv = (x.shape[-2] for x in (*tensors.values(),)[:2])
+    if Hkv and H % Hkv:
+        raise ValueError(f"q: expected a multiple of {Hkv} heads, those of keys, got {H}")
 
 
 def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:

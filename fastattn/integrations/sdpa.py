@@ -212,7 +212,7 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
         :class:`SdpaCalls` of that model.
 
     Raises:
-        TypeError: ``model`` is no nn.Module.
+        TypeError: ``model`` is no nn.Module, or a scripted one.
 
     Note:
         The context must last until the end of ``backward()`` if the model checkpoints gradients.
@@ -232,8 +232,9 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
     """
     if model is None:
         return UseForSdpa()
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        got = type(model).__name__
+        raise TypeError(f"model: expected an nn.Module that is not scripted, got {got}")
     calls = SdpaCalls()
     for module in model.modules():
         if module is model or _is_composed(module):
@@ -244,6 +245,11 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
 
 
 def _is_composed(module: nn.Module) -> bool:
-    """Whether it computes, and with modules of its own, as attention does with projections."""
+    """Whether it computes, and with modules of its own, as attention does with projections.
+
+    Calls of scripted modules come from C++, where no wrapper reaches them.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     computes = type(module).forward is not nn.Module.forward
     return computes and next(module.children(), None) is not None

@@ -105,9 +105,11 @@ def attention(
         ValueError: the model changes the scores in a way that fastattn does not compute.
     """
     _refuse(options)
-    own = attention_mask if isinstance(attention_mask, Mask) else None
-    dense = None if own is not None or attention_mask is None else attention_mask
-    dense = None if dense is None else dense[..., : key.shape[-2]]
+    own, dense = None, None
+    if isinstance(attention_mask, Mask):
+        own = attention_mask
+    elif attention_mask is not None:
+        dense = attention_mask[..., : key.shape[-2]]
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     results = scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, mask=own,

@@ -85,7 +85,8 @@ def reason_against(query: Any, key: Any, value: Any, options: dict[str, Any]) ->
     if not same_lengths(key, value):
         return (
             "key and value: expected the same offsets: make one of them by "
-            "torch.nested.nested_tensor_from_jagged(values, other.offsets())"
+            "torch.nested.nested_tensor_from_jagged(x.values(), other.offsets(), "
+            f"jagged_dim={key._ragged_idx})"
         )
     if query.shape[0] != key.shape[0]:
         return f"query and key: expected as many sequences, got {query.shape[0]} and {key.shape[0]}"
@@ -109,7 +110,8 @@ def check_whole(tensors: Iterable[tuple[str, Any]]) -> None:
 def _gaps(tensors: Iterable[tuple[str, Any]]) -> str | None:
     for name, x in tensors:
         if x.lengths() is not None:
-            return f"{name}: expected no gaps between sequences: write {name}.contiguous()"
+            before = " before .transpose(1, 2)" if x.dim() == 4 else ""
+            return f"{name}: expected no gaps between sequences: write .contiguous(){before}"
     return None
 
 

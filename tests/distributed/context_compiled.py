@@ -98,7 +98,32 @@ def a_graph_for_each_length():
         torch.testing.assert_close(graph(x), call(x))
 
 
+def a_rank_without_rows_sends_all_the_same():
+    """Inductor drops what makes no number, unless it is told that others wait for it."""
+    group, rank, size = world()
+    layout = Layout.contiguous(1, size)
+
+    for method in ("gather", "ring"):
+
+        def call(x, method=method):
+            return context_parallel_attention(
+                2 * x, x, x, group, method=method, layout=layout, backend="cpu"
+            )
+
+        x = layout.take(drawn(B, H, 1, D), 2, rank).detach().requires_grad_()
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            found = torch.compile(call)(x)
+        for a, b in zip(
+            (found, *torch.autograd.grad(found.sum(), x)),
+            (own := call(x), *torch.autograd.grad(own.sum(), x)),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+
 COMPILED = [
+    a_rank_without_rows_sends_all_the_same,
     ranks_with_other_rows_send_the_same,
     operators_get_every_option,
     heads_move_all_results,

@@ -172,7 +172,10 @@ def ranks_outside_of_the_mesh():
 
 def transforms_and_tangents():
     """Which would not reach other ranks."""
-    zeros, refused = torch.zeros(2, N), pytest.raises(NotImplementedError, match=r"torch\.func and")
+    zeros, refused = (
+        torch.zeros(2, N),
+        pytest.raises(NotImplementedError, match="forward mode"),
+    )
     for method in ("heads", "gather", "ring"):
 
         def call(x, method=method):
@@ -184,6 +187,15 @@ def transforms_and_tangents():
             dual = forward_ad.make_dual(zeros[0], zeros[1])
             with refused:
                 call(dual)
+
+
+def batches_of_gradients():
+    """That is_grads_batched makes: memory of another shape would be sent."""
+    for method in ("heads", "gather", "ring"):
+        x = torch.zeros(N, requires_grad=True)
+        out = local(method, attn_mask=x)
+        with pytest.raises(NotImplementedError, match="is_grads_batched"):
+            torch.autograd.grad(out, x, torch.zeros(2, *out.shape), is_grads_batched=True)
 
 
 def masks_and_seeds_that_change_before_backward():
@@ -211,6 +223,7 @@ REFUSALS = [
     what_differs_by_rank,
     ranks_outside_of_the_mesh,
     transforms_and_tangents,
+    batches_of_gradients,
     masks_and_seeds_that_change_before_backward,
     no_second_derivative_is_dropped,
 ]

@@ -68,6 +68,15 @@ def test_zigzag_pairs_the_first_with_the_last():
     assert list(Layout.zigzag(10, 2, unit=4).of(0)) == [(0, 0, 4)]
 
 
+@pytest.mark.parametrize(("length", "ranks"), [(2049, 4), (3000, 8), (8193, 8), (131073, 256)])
+def test_zigzag_is_balanced_at_any_length(length, ranks):
+    """Chunks that are full but for the last would leave some ranks twice the cost of others."""
+    cost = torch.arange(1, length + 1)
+    chunk = length // (2 * ranks)
+    layout = Layout.zigzag(length, ranks, unit=min(128, chunk))
+    assert imbalance(layout, cost) < 1 + 2 * min(128, chunk) / (2 * chunk)
+
+
 @pytest.mark.parametrize("unit", [1, 4, 128])
 def test_chunks_begin_at_multiples_of_the_unit(unit):
     for layout in (

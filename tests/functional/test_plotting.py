@@ -45,6 +45,20 @@ def test_a_panel_a_head_on_one_scale(heads):
     assert titles == ([""] if heads == 1 else [f"head {n}" for n in range(heads)])
 
 
+def test_nan_is_blank_and_leaves_the_scale_alone():
+    weights = torch.tensor([[0.5, 0.5], [torch.nan, torch.nan], [0.1, 0.9]])
+    [panel] = panels(fastattn.plot_attention(weights))
+    assert panel.images[0].get_clim() == pytest.approx((0.0, 0.9))
+    [panel] = panels(fastattn.plot_attention(torch.full((2, 2), torch.nan)))
+    assert panel.images[0].get_clim() == (0.0, 1.0)
+
+
+def test_nested_weights_are_refused():
+    nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(3, 3)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"write weights.unbind\(\)\[n\]"):
+        fastattn.plot_attention(nested)
+
+
 def test_it_can_be_saved():
     file = io.BytesIO()
     figure = fastattn.plot_attention(torch.rand(2, 40, 3))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import SCORES, assert_close, attend, inputs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -233,6 +234,21 @@ def test_forward_mode_breaks_a_compiled_graph():
     torch._dynamo.reset()
     found = torch.compile(run, backend="aot_eager")(q, tangent)
     torch.testing.assert_close(found, run(q, tangent))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_dual_numbers_in_a_compiled_call_are_no_silent_zeros(backend):
+    q, k, v = inputs().values()
+
+    def run(x, tangent):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, tangent)
+            out = fastattn.scaled_dot_product_attention(dual, k, v) + dual
+            return forward_ad.unpack_dual(out).tangent
+
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError):
+        torch.compile(run, backend=backend)(q, torch.randn_like(q))
 
 
 # ---- explain() ----

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 
 import pytest
 import torch
@@ -281,13 +282,13 @@ def test_new_keys_that_do_not_fit_are_not_written(name):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(q=torch.ones(2, 1, 3, 2)), ValueError, "multiple of the"),
+        (dict(q=torch.ones(2, 1, 3, 2)), ValueError, "multiple of 2 heads"),
         (dict(q=torch.ones(2, 1, 2, 4)), ValueError, "query and key"),
         (dict(q=torch.ones(2, 1, 2, 2), k=torch.ones(3, 1, 2, 2)), ValueError, "k: expected"),
         (dict(q=torch.ones(2, 1, 2, 2).half()), TypeError, "key: expected the dtype of query"),
         (dict(q=torch.ones(2, 1, 2, 2, device="meta")), ValueError, "device"),
         (dict(window_size=3), TypeError, r"window_size: expected .* write \(3, 3\)"),
-        (dict(window_size=(-2, 0)), ValueError, "window_size: expected -1 or more"),
+        (dict(window_size=(-2, 0)), ValueError, r"window_size: expected -1 \(unbounded\) or more"),
         (dict(softcap="1"), TypeError, "softcap: expected a float"),
         (dict(softmax_scale=math.inf), ValueError, "scale: expected -1e30 to 1e30"),
         (dict(k=[1], v=[2]), TypeError, "k: expected a Tensor, got list"),
@@ -309,10 +310,42 @@ def test_nothing_is_written_by_a_call_that_raises(options, error, message):
         assert not call["v_cache"].any()
 
 
-def test_new_keys_in_a_cache_of_more_rows_need_their_rows():
-    x, cache = torch.ones(2, 1, 2, 2), torch.zeros(3, 4, 2, 2)
+def test_new_keys_in_a_cache_of_fewer_rows_need_their_rows():
+    x, cache = torch.ones(2, 1, 2, 2), torch.zeros(1, 4, 2, 2)
     with pytest.raises(ValueError, match=r"k_cache: .*\[2, L, Hkv, D\], or cache_batch_idx"):
         flash_attn.flash_attn_with_kvcache(x, cache, cache.clone(), x, x, cache_seqlens=1)
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_samples_have_the_first_rows_of_a_larger_cache(new):
+    q, k, v = draw(1, 1)
+    _, k_cache, v_cache = (torch.cat([x, x + 1]) for x in draw(1, 6))
+    more = (k, v) if new else ()
+    parts = k_cache[:B].clone(), v_cache[:B].clone()
+    expected = flash_attn.flash_attn_with_kvcache(q, *parts, *more, cache_seqlens=3)
+    got = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *more, cache_seqlens=3)
+    assert torch.equal(got, expected)
+    assert torch.equal(k_cache[:B], parts[0])
+
+
+@pytest.mark.parametrize("M", [3, 6])
+def test_a_window_as_large_as_integers_is_none(M):
+    q, k, v = draw(M, 6)
+    for window in ((sys.maxsize, sys.maxsize), (2**70, -1)):
+        got = flash_attn.flash_attn_func(q, k, v, window_size=window)
+        assert torch.equal(got, flash_attn.flash_attn_func(q, k, v))
+        got = flash_attn.flash_attn_with_kvcache(q, k, v, window_size=window)
+        assert torch.equal(got, flash_attn.flash_attn_with_kvcache(q, k, v))
+
+
+def test_a_cache_of_inference_mode_is_not_half_written():
+    _, k, v = draw(1, 1)
+    cache = torch.zeros(B, 4, HKV, D)
+    with torch.inference_mode():
+        other = cache.clone()
+    with pytest.raises(ValueError, match=r"v_cache: .* torch.inference_mode\(\)"):
+        flash_attn.flash_attn_with_kvcache(draw(1, 1)[0], cache, other, k, v, cache_seqlens=1)
     assert not cache.any()
 
 
@@ -365,9 +398,11 @@ SLOPES, OFFSETS = torch.ones(H), torch.tensor([0, 1, 3])
         (lambda f: f.flash_attn_func(Q, Q, None), TypeError, "v: expected a Tensor, got NoneType"),
         (lambda f: f.flash_attn_func(Q, Q, Q, causal=1), TypeError, "causal: expected a bool"),
         (lambda f: f.flash_attn_func(Q, Q, Q, window_size=3), TypeError, r"expected \(left, right"),
-        (lambda f: f.flash_attn_func(Q, Q, Q, window_size=(-2, 0)), ValueError, "-1 or more"),
+        (lambda f: f.flash_attn_func(Q, Q, Q, window_size=(-2, 0)), ValueError, "or more"),
         (lambda f: f.flash_attn_func(Q, Q, Q, alibi_slopes=0.5), ValueError, r"\[H\] or \[B, H\]"),
-        (lambda f: f.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "multiple of the"),
+        (lambda f: f.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "multiple of 3"),
+        (lambda f: f.flash_attn_func(Q[:, :, :1], Q, Q), ValueError, "multiple of 4 heads"),
+        (lambda f: f.flash_attn_func(Q[:1], Q, Q), ValueError, "k: expected a batch of 1"),
         (lambda f: f.flash_attn_qkvpacked_func(Q), ValueError, r"qkv: .*\[B, S, 3, H, D\]"),
         (lambda f: f.flash_attn_kvpacked_func(Q, 1), TypeError, "kv: expected a Tensor, got int"),
         (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, Q), ValueError, "k and v: expected both"),

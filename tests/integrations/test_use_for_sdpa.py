@@ -364,9 +364,17 @@ def test_checkpoints_of_a_wrapped_model(reentrant):
         assert torch.equal(plain, again)
 
 
-def test_model_must_be_a_module():
-    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got function"):
+def test_model_must_be_a_module_of_python():
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module .* got function"):
         fastattn.use_for_sdpa(lambda x: x)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(TypeError, match=r"not scripted, got RecursiveScriptModule"):
+        fastattn.use_for_sdpa(scripted)
+    layers = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(layers[0], scripted, layers[1])
+    calls = fastattn.use_for_sdpa(model)
+    model(torch.randn(2, 5, 8)).sum().backward()
+    assert calls.fastattn == 2
 
 
 # ---- torch.compile ----

@@ -120,6 +120,24 @@ def test_few_tokens_and_large_weights(two_threads, layout, tokens, depth, dtype)
     testing.assert_within_budget(found, peer, truth)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_the_number_of_threads_changes_no_bit(two_threads, tokens):
+    """But that of MKL's own products does: those of 9 tokens, for instance."""
+    module = fastattn.MultiheadAttention(1024, 16, batch_first=True)
+    x = torch.randn(1, tokens, 1024)
+
+    def everything():
+        own = x.clone().requires_grad_()
+        out, _ = module(own, own, own, need_weights=False)
+        with torch.no_grad():
+            alone, _ = module(x, x, x, need_weights=False)
+        return out, alone, *torch.autograd.grad(out.sum(), (own, *module.parameters()))
+
+    found = everything()
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, found, everything()))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1)])
 def test_small_sizes(sizes, dtype):
