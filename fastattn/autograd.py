@@ -98,10 +98,7 @@ def distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _refuse_forward_mode() -> None:
-    """torch.compile traces a Function's forward and not its jvp, so tangents would become zero.
-
-    Whether a tensor has one is not always seen in a trace.
-    """
+    """A trace has a Function's forward and not its jvp, and does not always see a tangent."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(
             "torch.compile drops the forward-mode derivative of fastattn's functions: call "
