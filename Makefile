@@ -120,7 +120,7 @@ test-aarch64: build
 # With AMX, `make test` has these tests: those of every instruction set, and those of the widest.
 # -k knows folders, names and markers.
 UNIT := build/unit
-ON_UNIT = OMP_NUM_THREADS=1 FASTATTN_EXTENSION=$(CURDIR)/$(UNIT)/_C.abi3.so $(PY)
+ON_UNIT = OMP_NUM_THREADS=1 FASTATTN_EXTENSION="$(CURDIR)/$(UNIT)/_C.abi3.so" $(PY)
 test-unit: $(READY)
 ifeq ($(shell grep -qw avx512_bf16 /proc/cpuinfo && ! grep -qw amx_bf16 /proc/cpuinfo && echo yes),yes)
 	CXXFLAGS="-DFASTATTN_UNIT_IN_SOFTWARE -Itests/cpu/unit -mno-avx512fp16" FASTATTN_CPU_ISAS=amx,amx_fp16 \
@@ -134,7 +134,7 @@ endif
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
-  FASTATTN_EXTENSION=$(CURDIR)/build/sanitize/_C.abi3.so $(PY)
+  FASTATTN_EXTENSION="$(CURDIR)/build/sanitize/_C.abi3.so" $(PY)
 sanitize-cpu: $(READY)
 	CXXFLAGS="-O1 -fexpensive-optimizations -g1 $(SANITIZERS) -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
 	$(SANITIZED_PY) -m pytest tests/cpu tests/binding tests/backends/test_direct*.py tests/functional/test_repeated.py -q -p no:cacheprovider --capture=sys \

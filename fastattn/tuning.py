@@ -64,6 +64,7 @@ def autotune(
         TypeError: as the function that is called.
         ValueError: likewise, or the Triton backend cannot compute this problem. The message then
             has the reasons.
+        RuntimeError: no configuration of a kernel runs. Nothing is remembered of that kernel.
 
     Example:
         >>> q = torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16)
@@ -159,6 +160,8 @@ def _descend(start: Config, time_of: Callable[[Config], float]) -> Config:
             if config not in times:
                 times[config] = time_of(config)
         fastest = min(times, key=times.__getitem__)
+        if math.isinf(times[fastest]):
+            raise RuntimeError("no configuration runs: call the function itself to see why")
         if times[fastest] >= times[best]:
             return best
         best = fastest

@@ -109,13 +109,14 @@ def launch_forward(*args: Any) -> tuple[Tensor, ...]:
 
 def launch_backward(*args: Any) -> tuple[Tensor, ...]:
     """The same of the backward operator."""
-    from fastattn.kernels.host import together, tuned
+    from fastattn.kernels.host import check, together, tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd
 
     shared, saved = schemas.split(args)
     call = Call.of(*shared)
+    check.saved(call, saved)
     # Those of a block are parts of the whole's. Kernels take what belongs to rows as contiguous.
     lse = None if saved.grad_lse is None else saved.grad_lse.contiguous()
     saved = saved._replace(stats=saved.stats.contiguous(), grad_lse=lse)

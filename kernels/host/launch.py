@@ -25,6 +25,7 @@ from ..tile.dropout import Dropout, dropout_args
 from ..tile.masking import scans_bias, varies_within_tiles
 from ..tile.softmax import LOG2E
 from ..tile.strided import Dims, Spec
+from . import check
 from .config import Kind, architecture, choose, padded, row_name, speaks_ptx
 
 # No more than these have kernels of their own: a tile has as many rows, and keys are split.
@@ -39,6 +40,7 @@ class Call(schemas.Call):
     def of(cls, *args) -> Call:
         """From an operator's arguments, unchecked so far: users may call operators directly."""
         call = cls(*args)
+        check.operands(call)
         weights_of(call.weights)  # raises for a number that is none
         score_of(call.score)
         if not 0 <= call.dropout_p <= 1:

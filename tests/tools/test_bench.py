@@ -365,6 +365,20 @@ def test_exponents_are_slopes_of_logarithms():
     assert exponent({256: 0.0, 512: 0.0, 1024: 0.0}) is None
 
 
+def test_rows_of_each_backend_are_curves_of_their_own():
+    from bench.measure import Timing
+    from bench.report import Row
+    from bench.scaling import curves
+
+    rows = [
+        Row(case=f"dot-{n}{backend}", about="", shape="", direction="forward", backend="triton",
+            work=1.0, unit="FLOP", kept=1.0, error_ratios={}, timings={"ours": Timing([float(n)])})
+        for n in (256, 512) for backend in ("", " (triton)")
+    ]  # fmt: skip
+    assert [c.kind for c in curves(rows)] == ["dot", "dot (triton)"]
+    assert all(c.milliseconds == {256: 256.0, 512: 512.0} for c in curves(rows))
+
+
 def test_committed_exponents_are_those_of_the_points():
     from bench.scaling import exponent
 

@@ -234,6 +234,8 @@ def test_what_cannot_run_is_passed_by():
     assert tuning._descend(start, lambda c: -min(c.num_stages, 9)).num_stages == tuned.MOST_STAGES
     with_error = tuning._timer("fwd", lambda: None, lambda call: 1 / 0)
     assert with_error(start) == math.inf
+    with pytest.raises(RuntimeError, match="no configuration runs"):
+        tuning._descend(start, with_error)
 
 
 class TooLarge:

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from helpers import SCORES
 from properties import garbage
 from properties.blocks import (  # noqa: F401
@@ -27,6 +28,7 @@ from properties.garbage import (  # noqa: F401
 )
 
 from fastattn.kernels.loop import additive_backward
+from fastattn.problem.schemas import Call, Saved
 
 
 @pytest.fixture
@@ -58,3 +60,46 @@ def test_nan_in_unused_keys_reaches_nothing_of_few_queries(backend, name, monkey
 def test_nan_among_few_queries_stays_in_its_row(test, backend, monkeypatch):
     monkeypatch.setattr(additive_backward, "FEW_QUERIES", 16)
     test(backend, "additive")
+
+
+# ---- operators that are called directly ----
+
+B, H, M, N, D = 3, 2, 5, 7, 4
+
+
+def shaped(**changed):
+    x = torch.zeros
+    call = Call(x(B, H, M, D), x(B, 1, N, D), x(B, 1, N, 3))
+    return call._replace(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "match"),
+    [
+        (dict(q=torch.zeros(B, M, D)), ValueError, "expected 4 dims"),
+        (dict(v=torch.zeros(B, 1, N - 1, 3)), ValueError, r"v: expected \[3, 1, 7, 3\]"),
+        (dict(k=torch.zeros(B, 1, N, D + 1)), ValueError, r"k: expected \[3, 1, 7, 4\]"),
+        (dict(k=torch.zeros(B, 1, N, D).half()), TypeError, "k: expected torch.float32"),
+        (dict(k=torch.zeros(B, 3, N, D)), ValueError, "q: expected a multiple of 3 heads"),
+        (dict(w=torch.zeros(H, D + 1), score=1), ValueError, r"w: expected \[2, 4\]"),
+        (dict(bias=torch.zeros(1, 1, M, N + 1)), ValueError, "bias: expected .* broadcasts"),
+        (dict(keep=torch.zeros(1, 1, M, N)), TypeError, "keep: expected torch.bool"),
+        (dict(kv_len=torch.zeros(2, 1).int()), ValueError, r"kv_len: expected \[3, 5\]"),
+        (dict(kv_begin=torch.zeros(B, 1)), TypeError, "kv_begin: expected torch.int32"),
+        (dict(seed=torch.zeros(2).long()), ValueError, "seed: expected"),
+    ],
+)
+def test_operands_that_do_not_fit_raise(changed, error, match):
+    with pytest.raises(error, match=match):
+        torch.ops.fastattn.triton_forward(*shaped(**changed))
+
+
+def test_results_that_do_not_fit_raise(backend):
+    call = shaped()
+    out, _, _, stats = torch.ops.fastattn.triton_forward(*call)
+    right = Saved(out, stats, torch.zeros_like(out))
+    torch.ops.fastattn.triton_backward(*call, *right)
+    for name, x in (("out", out[:1]), ("stats", stats[..., :1]), ("grad_out", out[..., :1]),
+                    ("grad_lse", stats[:1, ..., 0])):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            torch.ops.fastattn.triton_backward(*call, *right._replace(**{name: x}))
