@@ -372,7 +372,8 @@ def test_rows_of_each_backend_are_curves_of_their_own():
 
     rows = [
         Row(case=f"dot-{n}{backend}", about="", shape="", direction="forward", backend="triton",
-            work=1.0, unit="FLOP", kept=1.0, error_ratios={}, timings={"ours": Timing([float(n)])})
+            work=1.0, unit="FLOP", kept=1.0, error_ratios={"out": 0.5},
+            timings={"ours": Timing([float(n)])})
         for n in (256, 512) for backend in ("", " (triton)")
     ]  # fmt: skip
     assert [c.kind for c in curves(rows)] == ["dot", "dot (triton)"]
