@@ -122,7 +122,8 @@ def context_parallel_attention(
         ValueError: shapes that do not fit the layout, or a layout for another number of ranks. A
             mask or bias with one row on every rank: it may be one row for all. A method that cannot
             compute the problem: the error names one that can.
-        NotImplementedError: inside torch.func's transforms, and in forward mode.
+        NotImplementedError: inside torch.func's transforms, in forward mode, and in a backward pass
+            with ``is_grads_batched``.
         RuntimeError: no process group; or a rank that did not come within the group's timeout.
 
     Numerics: "heads" and "gather" give the bits of one device where a kernel sums the same way;

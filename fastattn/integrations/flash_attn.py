@@ -73,6 +73,7 @@ def flash_attn_func(
     arguments.check_bool("causal", causal)
     arguments.check_bool("return_attn_probs", return_attn_probs)
     _check_dims(4, q=q, k=k, v=v)
+    _check_heads(q, k)
     M, N = q.shape[1], k.shape[1]
     weights = "full" if return_attn_probs and dropout_p else None
     out, *others = _attend(
@@ -159,6 +160,7 @@ def flash_attn_varlen_func(
     arguments.check_bool("causal", causal)
     arguments.check_bool("return_attn_probs", return_attn_probs)
     _check_dims(3, q=q, k=k, v=v)
+    _check_heads(q, k)
     weights = "full" if return_attn_probs and dropout_p else None
     out, *others = varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, window=_window(window_size, causal), enable_gqa=True,
@@ -250,6 +252,7 @@ def flash_attn_with_kvcache(
         _not_computed("alibi_slopes", "call fastattn.scaled_dot_product_attention with a bias=")
     arguments.check_bool("causal", causal)
     _check_dims(4, q=q, k_cache=k_cache, v_cache=v_cache)
+    _check_heads(q, k_cache)
     (B, M), L = q.shape[:2], k_cache.shape[1]
     with torch.no_grad():
         lengths = L if cache_seqlens is None else cache_seqlens
@@ -393,6 +396,13 @@ def _integers(name: str, n: int | Tensor, B: int, most: int, q: Tensor) -> Tenso
     return n.to(q.device, torch.int64)
 
 
+def _check_heads(q: Tensor, k: Tensor) -> None:
+    """Raises where torch would broadcast a single head of queries."""
+    H, Hkv = q.shape[-2], k.shape[-2]
+    if Hkv and H % Hkv:
+        raise ValueError(f"q: expected a multiple of {Hkv} heads, those of keys, got {H}")
+
+
 def _check_dims(dims: int, **tensors: Any) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -400,9 +410,6 @@ def _check_dims(dims: int, **tensors: Any) -> None:
         if x.dim() != dims:
             layout = "[B, S, H, D]" if dims == 4 else "[T, H, D]"
             raise ValueError(f"{name}: expected {layout}, got {list(x.shape)}")
-    H, Hkv = (x.shape[-2] for x in (*tensors.values(),)[:2])
-    if Hkv and H % Hkv:
-        raise ValueError(f"q: expected a multiple of {Hkv} heads, those of keys, got {H}")
 
 
 def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:
