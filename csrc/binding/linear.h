@@ -64,20 +64,27 @@ inline Tensor transposed(const Tensor& t) {
 // From how many multiply-adds on oneDNN takes less time for float32 than MKL, torch's own choice:
 // docs/decisions/0016.
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+inline bool is_zen5() {  // of AMD's processors, those from Zen 5 on have this set
+#ifdef __x86_64__
+  static const bool found = __builtin_cpu_supports("avx512vp2intersect");
+  return found;
+#else
+  return false;
+#endif
+}
 inline int64_t onednn_from() {
 #ifdef __x86_64__
   static const bool faster = aoti_torch_cpu__linear_pointwise != nullptr &&
                              __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
-  // Of AMD's processors, those from Zen 5 on have this set. Zen 4 was measured from 2^23 on.
-  static const bool zen5 = __builtin_cpu_supports("avx512vp2intersect");
-  if (faster) return int64_t{1} << (zen5 ? 22 : 23);
+  if (faster) return int64_t{1} << (is_zen5() ? 22 : 23);
 #endif
   return kNever;
 }
 
 // MKL multiplies few tokens in one thread; oneDNN reads the weights in all. With two threads, that
 // is worth as much as this many tokens more. With one, it costs up to 22%: docs/decisions/0016.
-constexpr int64_t kTokensOfReading = 16;
+// That is Zen 4. On Zen 5 nobody measured two threads.
+inline int64_t tokens_of_reading() { return is_zen5() ? 0 : 16; }
 
 // At most so many terms of a sum are added one after the other, as oneDNN itself does for some
 // lengths. In one chain of 1536, the error is four times that of MKL. That is nothing in bfloat16,
@@ -90,11 +97,11 @@ inline int64_t longest_chain(const Tensor& x) {
 inline bool is_faster_by_onednn(const Tensor& x, const Tensor& weight) {
   constexpr int64_t kFewest = 128;  // rows of each operand, for parts of the other to be copied
   const int64_t T = x.size(0), F = weight.size(0);
-  // A single token and weights that lie column by column take MKL less time, and so do copies of
-  // weights. The choice does not ask for the number of threads: results do not depend on it.
+  // MKL is faster for a single token and weights that lie column by column. Weights with gaps would
+  // be copied. The number of threads is not asked for: results must not depend on it.
   const bool by_columns = weight.stride(0) == 1 && weight.stride(1) == F;
   const bool reads = weight.is_contiguous() || (by_columns && T > 1);
-  return (T + (reads ? kTokensOfReading : 0)) * weight.numel() >= onednn_from() && T > 0 &&
+  return (T + (reads ? tokens_of_reading() : 0)) * weight.numel() >= onednn_from() && T > 0 &&
          (x.size(1) <= longest_chain(x) || std::min(T, F) >= kFewest);
 }
 
@@ -242,7 +249,7 @@ inline bool is_faster_in_float([[maybe_unused]] ScalarType dtype) {
 // dtypes take less time than the calls do.
 inline std::tuple<int64_t, int64_t> linear_from(ScalarType dtype) {
   constexpr int64_t kFewestOfHalf = 1 << 17;  // Zen 3
-  if (dtype == ScalarType::Float) return {onednn_from(), kTokensOfReading};
+  if (dtype == ScalarType::Float) return {onednn_from(), tokens_of_reading()};
   const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
   return {half && is_faster_in_float(dtype) ? kFewestOfHalf : kNever, 0};
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import relative, schemas
-from fastattn.problem.record import weights_of, weights_shape
+from fastattn.problem.record import score_of, weights_of, weights_shape
 
 
 def operands(call: schemas.Call) -> None:
@@ -22,7 +22,10 @@ def operands(call: schemas.Call) -> None:
     (B, H, M, D), (_, Hkv, N, _), E = q.shape, k.shape, v.shape[3]
     if Hkv != H and (Hkv == 0 or H % Hkv):
         raise ValueError(f"q: expected a multiple of {Hkv} heads, those of k, got {H}")
-    own = (B,) if w is not None and w.dim() == 3 else ()
+    score = score_of(call.score)
+    if (w is None) != (score == "dot"):
+        raise ValueError("w: expected one for every score but the dot product")
+    own = (B,) if w is not None and w.dim() == 3 and score == "gaussian" else ()
     _expect("k", k, (B, Hkv, N, D), q.dtype)
     _expect("v", v, (B, Hkv, N, E), q.dtype)
     _expect("w", w, (*own, H, D))

@@ -42,7 +42,6 @@ class Call(schemas.Call):
         call = cls(*args)
         check.operands(call)
         weights_of(call.weights)  # raises for a number that is none
-        score_of(call.score)
         if not 0 <= call.dropout_p <= 1:
             raise ValueError(f"dropout_p: expected 0 to 1, got {call.dropout_p}")
         if call.dropout_p and call.seed is None:

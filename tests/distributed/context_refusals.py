@@ -172,10 +172,8 @@ def ranks_outside_of_the_mesh():
 
 def transforms_and_tangents():
     """Which would not reach other ranks."""
-    zeros, refused = (
-        torch.zeros(2, N),
-        pytest.raises(NotImplementedError, match="forward mode"),
-    )
+    zeros = torch.zeros(2, N)
+    refused = pytest.raises(NotImplementedError, match=r"torch\.func, forward mode and")
     for method in ("heads", "gather", "ring"):
 
         def call(x, method=method):
