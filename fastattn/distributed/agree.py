@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from fastattn.problem.mask import MASK_TENSORS
 from fastattn.problem.validate import DTYPES
 
 Rows = tuple[str, ...]  # names of options
+Function = TypeVar("Function", bound=Callable)
 
 
 # What is the same on every rank, beside the lengths: see _shape.
@@ -24,6 +27,22 @@ ALIKE = (
     "samples", "heads of query", "heads of key", "heads of value", "last dim of query",
     "last dim of value", "dtype",
 )  # fmt: skip
+
+
+def whole(function: Function) -> Function:
+    """The function, of which a compiler gets all or nothing.
+
+    After a graph break or an error, torch.compile lets Python run a function and compiles what that
+    calls. The parts would not agree on whether ranks tell each other their lengths.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or "torch._dynamo" not in sys.modules:
+            return function(*args)
+        return torch.compiler.disable(function)(*args)
+
+    return cast(Function, call)
 
 
 def every(own: Callable[[], Sequence[int]], count: int, group: Group) -> list[list[int]]:

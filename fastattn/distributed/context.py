@@ -147,6 +147,7 @@ def context_parallel_attention(
     )  # fmt: skip
 
 
+@agree.whole
 def attend(
     score: Score,
     given: tuple[Any, ...],

@@ -179,6 +179,7 @@ class Shared:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a shared module cannot be pickled: save module.state_dict() instead")
 
+    @agree.whole
     def forward(
         self,
         module: MultiheadAttention,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from context_promises import B, D, H, N, drawn, world
@@ -122,7 +123,29 @@ def a_rank_without_rows_sends_all_the_same():
             torch.testing.assert_close(a, b)
 
 
+def what_a_compiler_leaves_out_runs_as_a_whole():
+    """Parts that are compiled by themselves would not agree on who tells whom what."""
+    group, rank, size = world()
+    layout = Layout.contiguous(size + 1, size)  # two rows on the first rank, one on each other
+
+    def call(x, key, bias, method):
+        return context_parallel_attention(
+            x, key, x, group, layout=layout, attn_mask=bias, method=method
+        )
+
+    x, bias = (layout.take(drawn(H, size + 1, n), 1, rank) for n in (D, size + 1))
+    for method in ("heads", "gather"):
+        torch._dynamo.reset()
+        graph = torch.compile(call, backend="aot_eager")  # not fullgraph
+        for f in (call, graph):
+            with pytest.raises(ValueError, match="query and key: expected the same last dim"):
+                f(x, x[..., 1:], None, method)
+        for each in (None, bias):  # no rank can tell alone whether a bias of one row has rows
+            torch.testing.assert_close(graph(x, x, each, method), call(x, x, each, method))
+
+
 COMPILED = [
+    what_a_compiler_leaves_out_runs_as_a_whole,
     a_rank_without_rows_sends_all_the_same,
     ranks_with_other_rows_send_the_same,
     operators_get_every_option,
