@@ -239,6 +239,8 @@ def mask_args(call) -> Mask:
     lo, hi = (None if x is None else max(-far, min(x, far)) for x in call.band)
     keep = None if call.keep is None else call.keep.view(torch.uint8)
     cap = call.scale / call.softcap if call.softcap else None
+    if cap is not None:  # infinity in float32 would make NaN of a score of 0
+        cap = max(-(2.0**127), min(cap, 2.0**127))
     limits = *_limit(call.kv_len), *_limit(call.kv_begin)
     strides = (None,) * 4 if keep is None else keep.expand(call.shape).stride()
     return Mask(lo, hi, *limits, keep, *strides, cap)

@@ -14,6 +14,7 @@ import torch
 from properties import large_logits
 from properties.extremes import (  # noqa: F401, of both scores
     test_a_scale_below_the_numbers_of_float32,
+    test_a_scale_far_above_the_softcap,
     test_keys_without_query_heads_have_gradients_of_0,
 )
 

@@ -117,6 +117,17 @@ def test_a_scale_below_the_numbers_of_float32(backend, scale):
     testing.check(case, backend)
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("M", [1, 40])
+def test_a_scale_far_above_the_softcap(backend, M, dtype):
+    """float32 does not hold their ratio. A score of 0 stays 0 all the same."""
+    q = torch.zeros(1, 1, M, 8, dtype=dtype)
+    k = torch.randn(1, 1, 40, 8).to(dtype)
+    for scale in (1e25, -1e25):
+        out = attend(q, k, k, scale=scale, softcap=1e-15, backend=backend)
+        torch.testing.assert_close(out, k.mean(-2, keepdim=True).expand_as(out))
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("distance", [20.0, 88.0, 89.0, 1e3, 1e4, 1e30])
 def test_additive_with_opposite_queries_and_keys(backend, sign, distance):

@@ -46,9 +46,15 @@ FASTATTN_DEVICE Capped accurate_tanh(float x) {
           size < 43.f ? slope : 0.f};
 }
 
+// What makes a score the argument of its curve. It is finite: infinity would make NaN of a score 0.
+FASTATTN_DEVICE float curve_factor(const AttentionParams& p) {
+  constexpr float kMost = 0x1p127f;
+  return fminf(fmaxf(p.scale / p.softcap, -kMost), kMost);
+}
+
 // What takes a score's place.
 FASTATTN_DEVICE float curved(const AttentionParams& p, float s) {
-  return is_curved(p) ? accurate_tanh(s * (p.scale / p.softcap)).ratio : s;
+  return is_curved(p) ? accurate_tanh(s * curve_factor(p)).ratio : s;
 }
 
 // For callers that need no slopes.
@@ -58,7 +64,7 @@ FASTATTN_DEVICE void look_away(int, float) {}
 template <int kQuads, typename F = decltype(look_away)>
 FASTATTN_DEVICE void curve_scores(const AttentionParams& p, float (&s)[kQuads][4],
                                   F look = look_away) {
-  const float factor = p.scale / p.softcap;  // a division, which no loop should repeat
+  const float factor = curve_factor(p);  // a division, which no loop should repeat
 #pragma unroll
   for (int n = 0; n < 4 * kQuads; ++n) {
     const Capped capped = accurate_tanh(s[n / 4][n % 4] * factor);
