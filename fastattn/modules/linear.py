@@ -119,10 +119,10 @@ def is_direct(
 ) -> bool:
     """Whether an operator without autograd, autocast or formula for modes may take these tensors.
 
-    They must be dense tensors on a CPU, all of the dtype of ``x``, or each of one of ``dtypes``.
-    Traces could not see inside.
+    It multiplies by oneDNN, which a user may have turned off. They must be dense tensors on a CPU,
+    all of the dtype of ``x``, or each of one of ``dtypes``. Traces could not see inside.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.backends.mkldnn.enabled:
         return False
     dtypes, strided = dtypes or (x.dtype,), torch.strided
     for t in (x, *others):

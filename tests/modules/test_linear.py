@@ -284,6 +284,10 @@ class TestWhoCouldTell:
             linear.forward(*drawn())
         assert counter.get_total_flops() == 2 * T * E * FEATURES
 
+    def test_without_onednn(self):
+        with torch.backends.mkldnn.flags(enabled=False):
+            linear.forward(*drawn())
+
     def test_one_token_of_a_half_type(self):
         with torch.no_grad():
             linear.forward(*drawn((1, 1), dtype=torch.bfloat16))
