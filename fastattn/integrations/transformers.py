@@ -75,6 +75,7 @@ def attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     output_attentions: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -95,6 +96,8 @@ def attention(
         s_aux: attention sinks ``[H]``, one more logit a head in the denominator; with a gradient.
         softcap: makes ``softcap * tanh(score / softcap)`` of a score, before the mask.
         indices: ``[B, M, K]``, the only keys that a query may see, as DeepSeek-V3.2 picks them.
+        block_indices: ``[B, h, M, K]``, the only blocks of keys that a query may see, as MiniMax-M3
+            picks them for each of h groups of heads, of ``module.indexer.block_size``. -1 is none.
         output_attentions: whether to return the weights.
         **options: whatever else a layer says. A sliding window is in the mask already.
 
@@ -104,16 +107,22 @@ def attention(
     Raises:
         ValueError: the model changes the scores in a way that fastattn does not compute.
     """
-    _refuse(options)
-    own, dense = None, None
+    size: Any = getattr(getattr(module, "indexer", None), "block_size", None)
+    _refuse(options if size else options | {"block_indices": block_indices})
+    N, own, dense = key.shape[-2], None, None
     if isinstance(attention_mask, Mask):
         own = attention_mask
     elif attention_mask is not None:
-        dense = attention_mask[..., : key.shape[-2]]
+        dense = attention_mask[..., :N]
+    if indices is not None:
+        dense = _without(_named(indices, N).unsqueeze(1), dense)
+    if block_indices is not None:
+        blocks = _named(block_indices, -(-N // size)).repeat_interleave(size, -1)[..., :N]
+        dense = _without(blocks.repeat_interleave(query.shape[1] // blocks.shape[1], 1), dense)
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     results = scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, mask=own,
-        attn_mask=dense if indices is None else _only(indices, dense, key.shape[-2]),
+        attn_mask=dense,
         is_causal=bool(causal) and attention_mask is None and query.shape[-2] > 1,
         bias=position_bias, return_weights="full" if output_attentions else None,
         softcap=softcap, sink=None if s_aux is None else s_aux.reshape(-1),
@@ -122,10 +131,14 @@ def attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _only(indices: Tensor, mask: Tensor | None, N: int) -> Tensor:
-    """A dense mask, or none, without the keys that ``indices`` [B, M, K] leave out."""
-    named = indices.new_zeros((*indices.shape[:2], N), dtype=torch.bool)
-    named = named.scatter(-1, indices.long(), True).unsqueeze(1)
+def _named(indices: Tensor, count: int) -> Tensor:
+    """Which of ``count`` are among the indices: [..., K] to bools [..., count]; -1 names none."""
+    named = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
+    return named.scatter(-1, indices.long().remainder(count + 1), True)[..., :count]
+
+
+def _without(named: Tensor, mask: Tensor | None) -> Tensor:
+    """A dense mask, or none, without what is not named."""
     if mask is None:
         return named
     return named & mask if mask.dtype == torch.bool else mask.masked_fill(~named, -math.inf)

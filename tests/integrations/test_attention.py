@@ -1,6 +1,7 @@
 """What layers of transformers call: fastattn.integrations.transformers.attention, by itself."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,27 @@ def test_only_the_keys_of_indices(kind):
     assert sees.any()
     for got, *others in zip((out, weights), *expected, strict=True):
         assert_within_budget(got, *others)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_only_the_blocks_of_block_indices(masked):
+    """Each key head has its own. Blocks have 3 keys, of which the last has what is left."""
+    q, k = draw(B, H, M, D), draw(B, HKV, N, D)
+    indices = draw(B, HKV, M, -(-N // 3)).argsort(-1)[..., :2]
+    indices[:, 0, 0] = -1
+    indices[:, 0, 1, 1] = -1
+    own = layer()
+    own.indexer = SimpleNamespace(block_size=3)
+    keep = draw(B, 1, M, N) > -0.5 if masked else None
+    out, _ = attention(own, q, k, k, keep, block_indices=indices)
+    named = (indices[..., None] == torch.arange(N) // 3).any(-2).repeat_interleave(H // HKV, 1)
+    kept = named if keep is None else named & keep
+    plains = [
+        plain(*(y.to(dtype) for y in (q, k, k)), keep=kept)[0].nan_to_num()
+        for dtype in (torch.float32, torch.float64)
+    ]
+    assert (out[:, 0, 0] == 0).all()
+    assert_within_budget(out, *plains)
 
 
 def test_a_mask_is_compared_and_combined_as_its_tensor():

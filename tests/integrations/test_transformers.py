@@ -92,7 +92,8 @@ def test_softcaps_and_sinks_reach_the_scores(name, change):
 
 
 # Of Gemma 2 there is no truth: its eager attention in float64 is NaN behind left padding.
-@pytest.mark.parametrize("name", [name for name in TEXT if name != "gemma2"])
+# MiniMax-M3 counts blocks of keys from the padding on, so that some tokens may see none.
+@pytest.mark.parametrize("name", [n for n in TEXT if n not in ("gemma2", "minimax_m3")])
 def test_left_padding(name):
     check(twins(name), tiny_models.inputs(name, left=True))
 
@@ -105,7 +106,7 @@ def test_left_padding(name):
 @pytest.mark.parametrize("name", GENERATING)
 def test_same_tokens(name, cache, beams):
     ours, peer, _ = twins(name)
-    inputs = tiny_models.inputs(name, left=FAMILIES[name].kind == "decoder")
+    inputs = tiny_models.inputs(name, left=name in DECODERS and name != "minimax_m3")
     inputs.pop("decoder_input_ids", None)
     tokens = [
         model.generate(
@@ -120,7 +121,8 @@ def test_same_tokens(name, cache, beams):
 # ---- packed sequences ----
 
 
-@pytest.mark.parametrize("name", [n for n in DECODERS if n != "gpt_oss"])  # it packs nothing
+# These two pack nothing.
+@pytest.mark.parametrize("name", [n for n in DECODERS if n not in ("gpt_oss", "minimax_m3")])
 def test_packed_sequences_are_apart(name):
     ours, peer, truth = twins(name)
     ids = tiny_models.tokens(LENGTH, LENGTH)["input_ids"]

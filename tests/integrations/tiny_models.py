@@ -121,6 +121,13 @@ FAMILIES = {
     "deepseek_v32": Family("DeepseekV32Config", "DeepseekV32ForCausalLM", INDEXED, "tokens",
                            "decoder"),
     "glm_moe_dsa": Family("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", INDEXED, "tokens", "decoder"),
+    "minimax_m3": Family(
+        "MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM",
+        DECODER | dict(
+            dense_intermediate_size=40, mlp_layer_types=["dense", "dense"], rotary_dim=8,
+            index_n_heads=2, index_head_dim=8, index_block_size=2, index_topk_blocks=2,
+            layer_types=["minimax_m3_sparse", "full_attention"], initializer_range=0.3,
+        ), "tokens", "decoder"),
     "t5": Family(
         "T5Config", "T5ForConditionalGeneration",
         dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4,
