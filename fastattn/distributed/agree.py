@@ -36,11 +36,15 @@ def whole(function: Function) -> Function:
     calls. The parts would not agree on whether ranks tell each other their lengths.
     """
 
+    @functools.cache
+    def uncompiled() -> Callable:
+        return torch.compiler.disable(function)
+
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or "torch._dynamo" not in sys.modules:
             return function(*args)
-        return torch.compiler.disable(function)(*args)
+        return uncompiled()(*args)
 
     return cast(Function, call)
 
