@@ -1,5 +1,8 @@
 """fastattn: fused attention for PyTorch, scaled dot-product and additive."""
 
+import importlib
+from typing import Any
+
 import torch
 
 from fastattn.backends import flops, health, wgmma
@@ -50,6 +53,14 @@ def _take_dtensors() -> None:
 
 
 flops.when_imported("torch.distributed.tensor", _take_dtensors)
+
+
+def __getattr__(name: str) -> Any:
+    """What takes time to import, and few need."""
+    if name in ("distributed", "testing"):
+        return importlib.import_module(f"fastattn.{name}")
+    raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 

@@ -243,8 +243,8 @@ def additive_attention(
     r"""Additive (Bahdanau, MLP, concat) attention over projected queries and keys.
 
     ``out_i = sum_j dropout(softmax_j(sum_d weight_d tanh(q_id + k_jd) + bias_ij)) v_j`` over the
-    keys that the masks keep. The fused backends store nothing of size M * N * D, nor of M * N but
-    returned weights and up to 256 MiB of their scores on a GPU.
+    keys that the masks keep. The fused backends store no tensor of M * N * D numbers, and M * N
+    numbers only for returned weights. On a GPU these take up to 256 MiB more, for scores.
 
     Args:
         query: ``[..., M, D]`` already projected (``W_q x_q + b``), or ``[..., H, M, D]`` when

@@ -56,7 +56,7 @@ def plot_attention(
     Raises:
         ValueError: weights do not have 2 or 3 dims, or the number of labels is not that of rows,
             columns or heads.
-        TypeError: a label or the title is no text.
+        TypeError: the weights are no tensor, or a label or the title is no text.
         ImportError: matplotlib is not installed.
 
     A label is shown as it is written, dollar signs too. It may be Chinese, Japanese or Korean if a

@@ -139,8 +139,9 @@ def attention(
         As :func:`scaled_dot_product_attention`.
 
     Raises:
-        ValueError: an unknown score, an argument that the score does not have, or a bandwidth out
-            of range.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an unknown score, an argument that the score does not have, shapes that do not
+            fit, or a bandwidth out of range.
 
     Example:
         >>> x, y = torch.rand(50, 1), torch.rand(50, 1)

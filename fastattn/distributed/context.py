@@ -348,6 +348,7 @@ def shard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
     Raises:
         TypeError: ``layout`` is no :class:`Layout`, or x no plain tensor.
         ValueError: the dim has another size, or the layout is for another number of ranks.
+        RuntimeError: no process group.
     """
     group = _matching(x, dim, layout, mesh, whole=True)
     gather, take = heads.whole_and_part(layout, dim, group)
@@ -363,6 +364,7 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Any) -> Tensor:
     Raises:
         TypeError: ``layout`` is no :class:`Layout`, or x no plain tensor.
         ValueError: the dim does not have as many entries as the layout gives this rank.
+        RuntimeError: no process group.
     """
     group = _matching(x, dim, layout, mesh, whole=False)
     return move(x, *heads.whole_and_part(layout, dim, group))

@@ -69,7 +69,12 @@ class Layout:
 
     @staticmethod
     def contiguous(length: int, ranks: int) -> Layout:
-        """One piece a rank, as ``torch.chunk`` cuts: the last ones may be shorter, or empty."""
+        """One piece a rank, as ``torch.chunk`` cuts: the last ones may be shorter, or empty.
+
+        Raises:
+            TypeError: a number is no int.
+            ValueError: ``length`` is negative, or there are no ranks.
+        """
         _check(length, ranks)
         size = -(-length // ranks)  # _chunks() would leave no rank empty
         ends = [min(n * size, length) for n in range(ranks + 1)]
@@ -84,6 +89,10 @@ class Layout:
             ranks: how many ranks.
             unit: chunks begin at multiples of this. Below ``2 * ranks * unit`` positions, some
                 chunks are empty, and a smaller unit balances better.
+
+        Raises:
+            TypeError: a number is no int.
+            ValueError: ``length`` is negative, or there are no ranks, or no unit.
         """
         _check(length, ranks, unit)
         chunks = _chunks(length, 2 * ranks, unit)
@@ -106,7 +115,8 @@ class Layout:
             unit: chunks begin at multiples of this.
 
         Raises:
-            ValueError: costs of several samples.
+            TypeError: a number is no int.
+            ValueError: costs of several samples, or there are no ranks, blocks, or no unit.
         """
         costs = _costs(cost)
         _check(len(costs), ranks, unit)
@@ -144,7 +154,11 @@ class Layout:
         return torch.cat(own) if own else torch.zeros(0, dtype=torch.int64, device=device)
 
     def loads(self, cost: Sequence[float] | Tensor) -> list[float]:
-        """The cost of each rank, from that of each position; balance is their max over mean."""
+        """The cost of each rank, from that of each position; balance is their max over mean.
+
+        Raises:
+            ValueError: another number of costs than positions.
+        """
         costs = _costs(cost)
         if len(costs) != self.length:
             raise ValueError(f"cost: expected {self.length} positions, got {len(costs)}")

@@ -1,1 +1,5 @@
-"""fastattn inside other people's code. Users import the module that they need."""
+"""fastattn inside other people's code, none of which is imported before it is needed."""
+
+from fastattn.integrations import flash_attn, sdpa, transformers
+
+__all__ = ["flash_attn", "sdpa", "transformers"]

@@ -254,7 +254,6 @@ def mask(
     return ModelMask(**made, shape=shape, device=device) if made else None
 
 
-@torch.compiler.assume_constant_result
 def _attends_itself(module: str, configuration: str) -> bool:
     """Whether ``set_attn_implementation`` refuses the models of a configuration.
 
@@ -263,12 +262,16 @@ def _attends_itself(module: str, configuration: str) -> bool:
     return not getattr(_model(module, configuration), _CAN_SET, lambda: True)()
 
 
-@torch.compiler.assume_constant_result
 def _takes_floats(module: str, configuration: str) -> bool:
     """Whether its models may add the mask, or append to it: BEiT, and those of eager attention."""
     kinds = "_supports_sdpa", "_supports_flex_attn"
     model = _model(module, configuration)
     return module.endswith(".configuration_beit") or not any(getattr(model, x, True) for x in kinds)
+
+
+# As in fastattn/backends/_gpu.py: classes of models do not change.
+_attends_itself._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_takes_floats._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _model(module: str, configuration: str) -> Any:

@@ -14,7 +14,6 @@ from torch import Tensor
 from fastattn.problem import arguments, intervals, relative
 from fastattn.problem.mask import Mask
 
-INSTEAD = "fastattn.varlen_attention over x.transpose(1, 2).values() and x.offsets()"
 NONE_OF = "attn_mask", "mask", "bias", "return_weights"
 
 
@@ -92,7 +91,11 @@ def reason_against(query: Any, key: Any, value: Any, options: dict[str, Any]) ->
         return f"query and key: expected as many sequences, got {query.shape[0]} and {key.shape[0]}"
     for name in NONE_OF:
         if options.get(name) is not None and not _fits(name, options[name], query, key):
-            return f"{name}: jagged nested tensors take none: call {INSTEAD}"
+            values = "x.values()[:, None]" if query.dim() == 3 else "x.transpose(1, 2).values()"
+            return (
+                f"{name}: jagged nested tensors take none: call fastattn.varlen_attention over "
+                f"{values} and x.offsets(), or pad and mask"
+            )
     return None
 
 

@@ -26,15 +26,16 @@ class Mask:
             That is ``d = i + N - M`` with ``causal="bottom_right"``, and ``d = i`` otherwise. -1 is
             unbounded.
         kv_len: integers in ``[0, N]``, a tensor or a list. ``[B]`` keeps ``j < kv_len[b]``;
-            ``[B, M]`` keeps ``j < kv_len[b, i]``, and ``[1, M]`` is for every sample. If the
-            inputs have batch dims ``[1, M]``, the meaning of ``[1, M]`` is open. That is a
-            ValueError, which says what to write.
+            ``[B, M]`` keeps ``j < kv_len[b, i]``, and ``[1, M]`` is for every sample. Beside
+            inputs with batch dims ``[1, M]`` it could be of samples or of rows, which is a
+            ValueError.
         keep: bool tensor that broadcasts to ``[B, H, M, N]``; True keeps. For inputs without a head
             dim it broadcasts to ``[B, M, N]``, and so does one of 3 dims in a module.
         kv_begin: integers of the same shapes as those of ``kv_len``, which keep ``j >= kv_begin``.
             Both together leave each query an interval of keys. An interval may be empty.
 
-    A row that keeps no key has output 0, weights 0, log-sum-exp -inf and gradients 0.
+    A row that keeps no key has output 0, weights 0, log-sum-exp -inf and gradients 0. The call that
+    gets a mask checks it.
 
     Kept pairs (x) for M=3, N=5::
 

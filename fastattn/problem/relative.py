@@ -109,6 +109,10 @@ class ALiBi(Relative):
         offset: query i has distance 0 to key ``i + offset``. Queries that are the last M of N
             tokens, as in decoding with cached keys, have ``offset=N - M``. Default 0.
 
+    Raises:
+        TypeError: ``slopes`` is no tensor, or ``offset`` no int.
+        ValueError: ``slopes`` have other dims, or ``offset`` more than 32 bits.
+
     Source: Press, Smith and Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
     Input Length Extrapolation", 2022.
 
@@ -148,6 +152,10 @@ class RelativeBias(Relative):
             distance a row of its own; :meth:`t5_buckets` gives those of T5.
         offset: query i has distance 0 to key ``i + offset``. Queries that are the last M of N
             tokens, as in decoding with cached keys, have ``offset=N - M``. Default 0.
+
+    Raises:
+        TypeError: ``table`` or ``buckets`` is no tensor, or ``offset`` no int.
+        ValueError: a shape that does not fit, or an ``offset`` of more than 32 bits.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", 2020, section 2.1; Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative

@@ -291,6 +291,9 @@ def test_explain_says_the_path(extension, monkeypatch):
 PROGRAM = """
 import sys, warnings, torch, fastattn
 assert "triton" not in sys.modules and "fastattn.kernels" not in sys.modules
+fastattn.integrations.transformers, fastattn.integrations.flash_attn  # no import by name
+assert "fastattn.distributed" not in sys.modules and "fastattn.testing" not in sys.modules
+fastattn.distributed.Layout, fastattn.testing.GRID
 q = torch.randn(1, 2, 3, 4, requires_grad=True)
 fastattn.scaled_dot_product_attention(q, q, q, backend="eager")
 fastattn.scaled_dot_product_attention(q.double(), q.double(), q.double())

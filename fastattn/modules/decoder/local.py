@@ -47,6 +47,7 @@ class LocalAttention(LuongAttention):
             ``dtype`` of :class:`LuongAttention`.
 
     Raises:
+        TypeError: a size is no int, or ``dropout`` no number.
         ValueError: as in :class:`LuongAttention`; or an unknown alignment, or a window below 1.
 
     Hooks of ``w_v``, ``W_p`` and ``v_p`` do not run, because only the weights of these layers are

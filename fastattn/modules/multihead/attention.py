@@ -51,7 +51,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     Where it differs from torch on purpose:
 
     - A query with no key left has weights 0, output ``out_proj.bias`` and finite gradients. torch
-      gives NaN with ``need_weights=True`` and in eval mode.
+      gives NaN with ``need_weights=True``, and in eval mode without gradients.
     - ``out_proj`` is called if it is more than a linear layer: hooks, pruning and adapters such as
       LoRA take part. torch only reads its parameters.
     - NaN or infinity in a masked key or value reaches neither the output nor the gradients of the
@@ -110,8 +110,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Args:
             query: (M, B, E), or (B, M, E) with ``batch_first``, or (M, E). Of the parameters'
                 dtype. With ``batch_first``, all three may be jagged nested tensors (B, j, E). Then
-                the output is jagged, and there are no weights. ``is_causal`` is then the only mask,
-                and needs no ``attn_mask``.
+                the output is jagged, ``need_weights`` must be False, and ``is_causal`` is the only
+                mask. It needs no ``attn_mask`` there.
             key: (N, B, kdim), (B, N, kdim) or (N, kdim).
             value: (N, B, vdim), (B, N, vdim) or (N, vdim).
             key_padding_mask: (B, N) or, unbatched, (N). Boolean: True = this key is padding,

@@ -49,6 +49,7 @@ class KVCache:
         capacity (int): initial room, in positions. Default 0: as needed.
 
     Raises:
+        TypeError: ``capacity`` is no int, or ``static`` no bool.
         ValueError: a negative capacity. From the module: new positions do not fit the cache in
             batch, heads, dtype or device. Or the module has ``add_bias_kv`` or ``add_zero_attn``:
             a cache cannot hold their keys.
@@ -203,6 +204,7 @@ class KVCache:
         """Forget all positions from ``length`` on, for speculative decoding.
 
         Raises:
+            TypeError: ``length`` is no int.
             ValueError: ``length`` is not between 0 and the cache's length.
         """
         length = arguments.check_int("length", length, 0)

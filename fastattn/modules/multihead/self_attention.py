@@ -37,6 +37,7 @@ class SelfAttention(nn.Module):
         dtype (torch.dtype, optional): of the parameters.
 
     Raises:
+        TypeError: a size is no int, or ``dropout`` no number.
         ValueError: a size is not positive, ``num_heads`` does not divide ``hidden_dim`` and no
             ``head_dim`` is given, or ``dropout`` is not in [0, 1].
 

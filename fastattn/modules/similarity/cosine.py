@@ -26,7 +26,8 @@ class CosineAttention(single_head.Attention):
         dtype (torch.dtype, optional): of the parameter.
 
     Raises:
-        ValueError: ``dropout`` is not in [0, 1].
+        TypeError: ``scale`` or ``dropout`` is no number.
+        ValueError: ``scale`` is beyond 1e30, or ``dropout`` is not in [0, 1].
 
     A query or key of norm 0 has cosine 0 with every vector. A query without keys has output 0.
 
