@@ -57,7 +57,7 @@ Results run_forward(const Operands& in, bool wants_lse) {
   p.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
   p.stats = static_cast<float*>(stats.data_ptr());
   if (p.weights_mode != WeightsMode::kNone) p.weights = weights_view(p, returned, "weights");
-  if (p.H == 0) torch::stable::zero_(returned);  // the mean over no heads, which no kernel writes
+  if (p.H == 0) torch::stable::zero_(returned);  // the mean over no heads: CUDA's write none
 
   device::Current current(q);  // before the sizes, which may depend on it
   const OptTensor workspace = workspace_of(q, device::forward_workspace_bytes(p));
@@ -167,6 +167,7 @@ Tensor written(const Tensor& room, const Tensor& q, const OptTensor& added, int6
                       room.scalar_type() == q.scalar_type() && room.device() == q.device(),
                   "fastattn: keys, values: expected room for past + M of the dtype of x, "
                   "[B, num_heads, room, head size]");
+  data_of(room, "keys, values");
   const auto part = [&](int64_t begin, int64_t count) {
     if (count == room.size(2)) return room;
     return projection::view(room, {B, H, count, D},

@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "binding/views.h"
 #include "problem/host_device.h"
 
 // torch's interface of oneDNN's product for compiled models, and of one that adds another tensor. A
@@ -186,6 +187,8 @@ inline void check(const Tensor& x, const Tensor& weight, const OptTensor& bias) 
                   "fastattn: weight: expected [features, ", x.size(1), "] of the dtype of x");
   STD_TORCH_CHECK(!bias || fits(*bias, {weight.size(0)}), "fastattn: bias: expected [",
                   weight.size(0), "] of the dtype of x");
+  binding::data_of(x, "x"), binding::data_of(weight, "weight");
+  if (bias) binding::data_of(*bias, "bias");
 }
 
 // linear() of float32.

@@ -14,8 +14,8 @@
 
 namespace fastattn::device {
 
-inline void set_seed(const torch::stable::Tensor& seed, DropoutParams* dropout) {
-  dropout->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed.data_ptr()));
+inline void set_seed(const int64_t* seed, DropoutParams* dropout) {
+  dropout->seed = static_cast<uint64_t>(*seed);
 }
 
 inline const char* unsupported(const AttentionParams&) { return nullptr; }

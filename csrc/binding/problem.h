@@ -100,7 +100,7 @@ inline void fill_dropout(const Operands& in, AttentionParams* p) {
                   in.origin_j);
   p->dropout.first = {static_cast<uint32_t>(in.origin_j / 4), static_cast<uint32_t>(in.origin_i),
                       static_cast<uint32_t>(in.origin_h), static_cast<uint32_t>(in.origin_b)};
-  device::set_seed(*in.seed, &p->dropout);
+  device::set_seed(static_cast<const int64_t*>(data_of(*in.seed, "seed")), &p->dropout);
 }
 
 // Those of the score: [H, D], for the gaussian also [B, H, D].
@@ -128,6 +128,9 @@ inline void fill_problem(const Operands& in, AttentionParams* p) {
       "fastattn: expected k and v of the dtype of q");
   p->B = in.q.size(0), p->H = in.q.size(1), p->M = in.q.size(2), p->D = in.q.size(3);
   p->Hkv = in.k.size(1), p->N = in.k.size(2), p->E = in.v.size(3);
+  // Of tensors that broadcast. Sizes of workspaces are products of these.
+  STD_TORCH_CHECK(std::max({p->B, p->H, p->M, p->N, p->D, p->E}) < int64_t{1} << 31,
+                  "fastattn: q, k, v: expected sizes below 2^31");
   STD_TORCH_CHECK(p->Hkv == p->H || (p->Hkv > 0 && p->H % p->Hkv == 0),
                   "fastattn: expected query heads to be a multiple of key heads");
   p->scale = static_cast<float>(in.scale);

@@ -29,11 +29,15 @@ inline DType dtype_of(const Tensor& t, const char* name) {
 }
 
 // Where the elements of a tensor lie. Kernels take nullptr for an argument that is not given, and
-// `x.untyped_storage().resize_(0)` frees the memory of a tensor that keeps its shape.
+// `x.untyped_storage().resize_(0)` frees the memory of a tensor that keeps its shape. Other sizes
+// leave a part of it.
 inline void* data_of(const Tensor& t, const char* name) {
-  int64_t bytes = 0;
+  int64_t bytes = 0, elements = t.storage_offset() + 1;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
-  STD_TORCH_CHECK(bytes > 0 || t.numel() == 0, "fastattn: ", name,
+  const auto sizes = t.sizes(), strides = t.strides();
+  for (size_t d = 0; d < sizes.size(); ++d) elements += (sizes[d] - 1) * strides[d];
+  const int64_t needed = elements * static_cast<int64_t>(t.element_size());
+  STD_TORCH_CHECK(needed <= bytes || t.numel() == 0, "fastattn: ", name,
                   ": expected a tensor with its memory, got one whose storage was freed");
   return t.data_ptr();
 }

@@ -107,10 +107,10 @@ void each_limit(MaskParams* mask, F f) {
 }
 
 struct ForwardParams : AttentionParams {
-  View out;         // [B, H, M, E]
-  float* lse;       // [B, H, M], natural log, -inf where a row keeps no key; on a CPU, or nullptr
-  float* stats;     // [B, H, M, 2], (shift, factor): weights are e^(score - unit * shift) * factor
-  View weights;     // full: [B, H, M, N]; mean: [B, 1, M, N]
+  View out;      // [B, H, M, E]
+  float* lse;    // [B, H, M], natural log, -inf where a row keeps no key; may be nullptr on a CPU
+  float* stats;  // [B, H, M, 2], (shift, factor): weights are e^(score - unit * shift) * factor
+  View weights;  // full: [B, H, M, N]; mean: [B, 1, M, N]
   void* workspace;  // forward_workspace_bytes(), 64-byte aligned
 };
 

@@ -29,6 +29,7 @@ def ints(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
 
 
+FEW = torch.zeros(1, 1, 1, 1)
 BAD = {
     "q-3d": dict(q=torch.randn(H, M, D)),
     "k-3d": dict(k=torch.randn(HKV, N, D)),
@@ -71,6 +72,8 @@ BAD = {
     "score": dict(score=len(SCORES)),
     "score-below": dict(score=-1),
     "score-far": dict(score=2**32),
+    "dims": dict(q=FEW.expand(1, 1, 1, 2**59), k=FEW.expand(1, 1, 1, 2**59), v=FEW),
+    "keys": dict(q=FEW, k=FEW.expand(1, 1, 1152 * 2**51, 1), v=FEW.expand(1, 1, 1152 * 2**51, 1)),
 }
 
 BAD_UPSTREAM = {
@@ -125,15 +128,17 @@ GIVEN = {
     "keep": torch.ones(B, H, M, N).bool(),
     "kv_len": ints(B, 1),
     "kv_begin": ints(B, 1),
+    "seed": ints(1, dtype=torch.int64),
 }
 
 
+@pytest.mark.parametrize("left", [0, 1], ids=["all", "but one byte"])
 @pytest.mark.parametrize("name", ["q", "k", "v", *GIVEN])
-def test_forward_rejects_memory_that_was_freed(name):
+def test_forward_rejects_memory_that_was_freed(name, left):
     """A mask that is not there must not be a mask that is not given."""
-    call = arguments()
+    call = arguments(dropout_p=0.5, seed=ints(1, dtype=torch.int64))
     x = GIVEN.get(name, getattr(call, name)).clone()
-    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(left)
     with pytest.raises(RuntimeError, match=f"fastattn: {name}: .* whose storage was freed"):
         torch.ops.fastattn.forward(*call._replace(**{name: x}))
 

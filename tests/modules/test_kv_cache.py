@@ -333,6 +333,17 @@ class TestStatic:
             )
         testing.assert_within_budget(half, usual, expected.double())
 
+    def test_filled_in_inference_mode(self, module):
+        """A frozen encoder's keys, and gradients of the queries."""
+        memory, x = sequence(module), sequence(module, M).requires_grad_()
+        cache = KVCache(static=True)
+        with torch.inference_mode():
+            module(x, memory, memory, cache=cache)
+        found, expected = module(x, None, None, cache=cache)[0], module(x, memory, memory)[0]
+        torch.testing.assert_close(found, expected)
+        grads = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected))
+        torch.testing.assert_close(*grads)
+
     def test_separate_projections(self):
         module = MultiheadAttention(E, H, kdim=6, vdim=7, batch_first=True)
         x, k, v = torch.randn(B, M, E), torch.randn(B, N, 6), torch.randn(B, N, 7)

@@ -26,13 +26,13 @@ class Scratch {
 
   // `count` uninitialised floats. kSlack bytes beyond them may be read and written, so that vector
   // code needs no tails.
-  float* floats(int64_t count) { return static_cast<float*>(bytes(count * 4)); }
+  float* floats(int64_t count) { return of<float>(count); }
+  int32_t* ints(int64_t count) { return of<int32_t>(count); }
   template <typename T>
   T* of(int64_t count) {
     static_assert(std::is_trivially_destructible_v<T>, "nothing here is destroyed");
     return static_cast<T*>(bytes(count * static_cast<int64_t>(sizeof(T))));
   }
-  int32_t* ints(int64_t count) { return static_cast<int32_t*>(bytes(count * 4)); }
 
  private:
   // Behind its block, so that AddressSanitizer sees what is read before a block.

@@ -20,8 +20,7 @@ FASTATTN_SHARED void add_weighted_rows(const MaskTile& mask, const float* weight
                                        float* o, int64_t ldo, int32_t* listed);
 
 #ifdef FASTATTN_SHARED_CODE
-// out[r * ld + j] = x_r . keys(j, :) for kRows rows and j < keys.rows rounded up to kWidth. x_r
-// begins at x[r * ldx]. kWidth products are computed at a time, with a vector of sums for each.
+// The same of kRows rows. kWidth products are computed at a time, with a vector of sums for each.
 template <DType kType, int kRows>
 static void dot_rows_as(const float* x, int64_t ldx, const Matrix& keys, float* out, int64_t ld) {
   constexpr int kKeys = kWidth / kRows;

@@ -348,7 +348,7 @@ def _static_step(
     if arguments.autocasts(q.device.type):  # casts keys that were projected without it
         like_held = like_held.to(q.dtype)
     _check_fits("queries", like_held, q)
-    return Step(call, q, k, v)
+    return Step(call, *inputs.that_autograd_saves(q, k, v))
 
 
 def _growing_step(

@@ -89,12 +89,12 @@ static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int6
   constexpr int64_t kGroupBytes = 24 * 1024;  // half of the cache
   const int64_t pair_bytes = max64(1, depths) * parts_of(kForm) * kTileWords * 8;
   const int64_t most = max64(1, kGroupBytes / pair_bytes) * 2;
-  const auto groups = [&](int64_t count) { return round_up(count, most) / most; };
+  const auto groups = [&](int64_t count) { return ceil_div(count, most); };
   // Whether a group consists of columns.
   const bool columns = ms * groups(ns) + ns <= ns * groups(ms) + ms;
   const int64_t count = columns ? ns : ms, others = columns ? ms : ns;
   // Pairs of tiles, in groups of about the same size.
-  const int64_t size = round_up(round_up(count, groups(count)) / groups(count), 2);
+  const int64_t size = round_up(ceil_div(count, groups(count)), 2);
   const auto block = [&](int64_t i, int64_t other) __attribute__((always_inline)) {
     const int64_t m = columns ? other : i, n = columns ? i : other;
     if (i + 1 == count) return multiply_block<kForm, 1, 1>(a, b, m, n, depths, add, c, ld);
@@ -154,8 +154,8 @@ constexpr bool kTilesHaveStrips = false;
 // C[rows x cols] = A B, or C + A B; all are padded to whole tiles. A and B have the same form.
 static void multiply_tiles(const Operand& a, const Operand& b, int64_t rows, int64_t cols,
                            int64_t depth, bool add, float* c, int64_t ld, Lists = {}) {
-  const int64_t ms = round_up(rows, kEdge) / kEdge, ns = round_up(cols, kEdge) / kEdge;
-  const int64_t depths = round_up(depth, kTileDepth) / kTileDepth;
+  const int64_t ms = ceil_div(rows, kEdge), ns = ceil_div(cols, kEdge);
+  const int64_t depths = ceil_div(depth, kTileDepth);
   if (ms == 0 || ns == 0) return;
   asm volatile("" ::: "memory");  // compilers do not know that tile loads read memory
   with_form(a.form(), [&](auto form) __attribute__((always_inline)) {

@@ -12,9 +12,9 @@ class Operand {
  public:
   Operand() = default;
   Operand(Scratch& scratch, int64_t edge, int64_t depth, DType dtype)
-      : depths_(round_up(depth, kTileDepth) / kTileDepth),
-        words_(scratch.ints(round_up(edge, kEdge) / kEdge * depths_ *
-                            parts_of(wide_form_of(dtype)) * kTileWords)) {
+      : depths_(ceil_div(depth, kTileDepth)),
+        words_(scratch.ints(ceil_div(edge, kEdge) * depths_ * parts_of(wide_form_of(dtype)) *
+                            kTileWords)) {
     use(form_of(dtype));
   }
 
