@@ -25,7 +25,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt long_context
 
 .PHONY: help test test-fast test-distributed test-kernels test-schedules test-integrations fuzz
-.PHONY: test-unit test-aarch64 sanitize-cpu bench bench-models bench-modules bench-extras bench-peers
+.PHONY: test-unit test-aarch64 sanitize-cpu sanitize-threads bench bench-models bench-modules bench-extras bench-peers
 .PHONY: bench-scaling bench-distributed bench-host bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
@@ -41,6 +41,7 @@ help:
 	@echo "make test-unit  the kernels of AMX on a CPU with AVX512-BF16 alone: the matrix unit in software"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
 	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
+	@echo "make sanitize-threads  likewise under ThreadSanitizer, over the small cases of the grid"
 	@echo "make fuzz    random problems against float64, SECONDS=60; ARGS='--seed 1' to try some again"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
 	@echo "make bench-models   likewise, at the shapes of known models"
@@ -111,10 +112,10 @@ $(OTHERS)/.ready: .venv/.ready tests/integrations/requirements.txt
 fuzz: build
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
-# Neither is part of `make test`: one emulates another processor, and the other compiles all kernels
-# once more. Both build in folders of their own, and leave the package as it is.
+# None is part of `make test`: one emulates another processor, and the others compile all kernels once
+# more. They build in folders of their own, and leave the package as it is.
 test-aarch64: build
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/aarch64/grid.py -q $(call PARALLEL,load) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/driver/grid.py -q $(call PARALLEL,load) $(ARGS)
 
 # The kernels for AMX where there is none: the unit's instructions in software, all else with AVX-512.
 # With AMX, `make test` has these tests: those of every instruction set, and those of the widest.
@@ -140,6 +141,9 @@ sanitize-cpu: $(READY)
 	$(SANITIZED_PY) -m pytest tests/cpu tests/binding tests/backends/test_direct*.py tests/functional/test_repeated.py -q -p no:cacheprovider --capture=sys \
 	  --ignore tests/binding/test_standalone.py --ignore tests/cpu/test_isa_symbols.py $(ARGS)
 	$(SANITIZED_PY) tests/fuzz.py --problems 300 --seed 0
+
+sanitize-threads: build
+	FASTATTN_DRIVER=threads OMP_NUM_THREADS=1 $(PY) -m pytest tests/driver/grid.py -q $(call PARALLEL,load) $(ARGS)
 
 bench: build
 	$(PY) -m bench.run $(ARGS)

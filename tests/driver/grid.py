@@ -1,12 +1,15 @@
-"""The NEON code of csrc/cpu, compiled for aarch64, on part of the grid under QEMU's user mode.
+"""csrc/cpu in a program of its own, without Python and torch, on the smaller cases of the grid.
 
-``make test-aarch64`` runs this file, `make test` does not, because the emulator takes a minute. A
-backend of the tests wraps the kernels, so cases are checked like those of any other backend.
-``driver.cpp`` runs one call in its own process.
+``make test-aarch64`` compiles NEON code for aarch64 and runs it under QEMU's user mode. ``make
+sanitize-threads`` compiles for this machine with ThreadSanitizer, which sees every data race of the
+threads of a call. `make test` runs neither, because both take minutes. A backend of the tests wraps
+the program, so cases are checked like those of any other backend. ``driver.cpp`` runs one call.
 """
 
 import fcntl
 import importlib.util
+import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,20 +25,22 @@ from fastattn.problem.schemas import Saved
 from fastattn.testing import GRID
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = Path("build/aarch64")
-CXX = "aarch64-linux-gnu-g++"
+SANITIZED = os.environ.get("FASTATTN_DRIVER") == "threads"
+BUILD = Path("build/sanitize-threads" if SANITIZED else "build/aarch64")
+CXX = os.environ.get("CXX", "c++") if SANITIZED else "aarch64-linux-gnu-g++"
+MORE = ["-O1", "-fexpensive-optimizations", "-g1", "-fsanitize=thread"] if SANITIZED else []
 QEMU = next(filter(None, map(shutil.which, ("qemu-aarch64", "qemu-aarch64-static"))), None)
 PAIRS = 160_000  # B * H * M * N of the largest case; the emulator is about thirty times slower
 THREADS = 3
 
 if shutil.which(CXX) is None:
     pytest.skip(f"no {CXX}: apt-get install g++-aarch64-linux-gnu", allow_module_level=True)
-if QEMU is None:
+if QEMU is None and not SANITIZED:
     pytest.skip("no qemu-aarch64: apt-get install qemu-user", allow_module_level=True)
 
 PROGRAM_RULE = """\
 rule program
-  command = {cxx} -static $in -o $out
+  command = {cxx} {flags} $in -o $out
   description = LINK $out
 """
 
@@ -50,12 +55,19 @@ def build() -> Path:
     setup.BUILD = BUILD
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
     text = setup.RULES.format(build=BUILD, cxx=CXX, user="", ldflags="")
-    text += PROGRAM_RULE.format(cxx=CXX)
-    driver = Path("tests/aarch64/driver.cpp")
-    jobs = [(driver, BUILD / "driver.o", setup.FLAGS)]
-    for source in [*sorted(Path("csrc/cpu").glob("*.cpp")), *setup.entries("baseline")]:
-        flags = [*setup.FLAGS, "-DFASTATTN_ISA=baseline"]
-        jobs.append((source, BUILD / f"{source.stem}.o", flags))
+    text += PROGRAM_RULE.format(cxx=CXX, flags="-fsanitize=thread" if SANITIZED else "-static")
+    isas = setup.isa_flags(platform.machine() if SANITIZED else "aarch64")
+    isas = {isa: own for isa, own in isas.items() if isa not in setup.UNITS}
+    flags = [*setup.FLAGS, *MORE]
+    have = [f"-DFASTATTN_HAVE_{isa.upper()}" for isa in isas]
+    jobs = [(Path("tests/driver/driver.cpp"), BUILD / "driver.o", flags)]
+    jobs += [
+        (p, BUILD / f"{p.stem}.o", flags + have) for p in sorted(Path("csrc/cpu").glob("*.cpp"))
+    ]
+    for isa, own in isas.items():
+        for source in setup.entries(isa):
+            of_isa = [*flags, *own, f"-DFASTATTN_ISA={isa}"]
+            jobs.append((source, BUILD / f"{isa}_{source.stem}.o", of_isa))
     for source, target, flags in jobs:
         text += f"build {target}: cxx {source}\n  flags = {setup.quote(flags)}\n"
     program = BUILD / "driver"
@@ -97,8 +109,8 @@ def encode(x: torch.Tensor | None, *dims: int) -> bytes:
     return numbers(len(content), DTYPES.get(x.dtype, 0), *strides) + content
 
 
-class Emulated:
-    """The aarch64 kernels as a backend for the tests."""
+class Driver:
+    """The program as a backend for the tests."""
 
     shift_unit = staticmethod(cpu.shift_unit)
 
@@ -135,7 +147,8 @@ class Emulated:
         """The results, with these shapes and dtypes; None for a result without a shape."""
         given, found = self.folder / "problem", self.folder / "results"
         given.write_bytes(call)
-        command = [str(QEMU), str(self.program), str(given), str(found)]
+        run = [str(self.program)] if SANITIZED else [str(QEMU), str(self.program)]
+        command = [*run, str(given), str(found)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
         content, tensors, begin = found.read_bytes(), [], 0
@@ -190,5 +203,5 @@ SMALL = [c for c in GRID if c.B * c.H * c.M * c.N <= PAIRS]
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_case(case, program, tmp_path, monkeypatch):
-    monkeypatch.setitem(registry.BACKENDS, "cpu", Emulated(program, tmp_path))
+    monkeypatch.setitem(registry.BACKENDS, "cpu", Driver(program, tmp_path))
     testing.check(case, "cpu")
