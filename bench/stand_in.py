@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import tempfile
 import types
@@ -18,17 +19,11 @@ from typing import Any
 
 import torch
 
-# What Triton's driver.c asks of the CUDA driver. Pointers are what they are.
+# Of the CUDA driver's functions, those whose results matter. Pointers are what they are.
 SOURCE = """
 #include <stdint.h>
-#define PLAIN(name) int name(void) { return 0; }
 int cuCtxGetCurrent(void** x) { *x = (void*)1; return 0; }
 int cuPointerGetAttribute(uint64_t* x, int attribute, uint64_t ptr) { *x = ptr; return 0; }
-PLAIN(cuLaunchKernelEx) PLAIN(cuCtxSetCurrent) PLAIN(cuCtxSetLimit) PLAIN(cuCtxGetLimit)
-PLAIN(cuDeviceGet) PLAIN(cuDeviceGetAttribute) PLAIN(cuDevicePrimaryCtxRetain)
-PLAIN(cuDriverGetVersion) PLAIN(cuFuncGetAttribute) PLAIN(cuFuncSetAttribute)
-PLAIN(cuFuncSetCacheConfig) PLAIN(cuGetErrorString) PLAIN(cuModuleGetFunction)
-PLAIN(cuModuleLoadData)
 """
 
 
@@ -61,11 +56,19 @@ def install(arch: str = "sm_90") -> Any:
 
 
 def load_driver() -> None:
-    """Compiles the driver's stand-in, and loads it under the driver's name."""
+    """Compiles the driver's stand-in, and loads it under the driver's name.
+
+    The functions are those that Triton's driver.c names: other versions ask for others.
+    """
+    import triton
+
+    asked = Path(triton.__file__).parent.joinpath("backends/nvidia/driver.c").read_text()
+    names = {*re.findall(r"\bcu[A-Z]\w+", asked)} - {*re.findall(r"\bcu[A-Z]\w+", SOURCE)}
+    source = SOURCE + "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names))
     folder = tempfile.mkdtemp()
     library = Path(folder, "libcuda.so.1")
     compiler = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*compiler, "-x", "c", "-", "-o", library], input=SOURCE, text=True, check=True)
+    subprocess.run([*compiler, "-x", "c", "-", "-o", library], input=source, text=True, check=True)
     os.environ["TRITON_LIBCUDA_PATH"] = folder
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 

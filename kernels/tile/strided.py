@@ -215,7 +215,8 @@ def exact_dot(a, used, ptr, x, offs_r, n_rows, offs_c, n_cols, acc, SIZE: tl.con
         here = slots == n
         row = tl.sum(tl.where(here, offs_r, 0), 0)
         ptrs = ptr + row_offsets(x, row) + offs_c.to(tl.int64) * x.stride_c
-        x_row = tl.load(ptrs, mask=(row < n_rows) & (offs_c < n_cols), other=0.0).to(tl.float32)
+        end = tl.where(row < n_rows, n_cols, 0)  # the interpreter of 3.9 takes no scalar in a mask
+        x_row = tl.load(ptrs, mask=offs_c < end, other=0.0).to(tl.float32)
         factor = tl.sum(tl.where(here[None, :], a, 0.0), 1)
         taken = tl.max((used & here[None, :]).to(tl.int32), 1) > 0
         acc = tl.where(taken[:, None], acc + factor[:, None] * x_row[None, :], acc)
