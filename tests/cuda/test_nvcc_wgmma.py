@@ -43,7 +43,7 @@ LOOPS = [
     Loop(*FORWARD, 128, 64, 459, 551, 16, rare_mufu=2),
     Loop(*FORWARD, 256, 40, 373, 523, 21, rare_mufu=2),
     Loop(*FORWARD, 128, 64, 1813, 1905, 16, rare_mufu=2, capped=True),
-    Loop(*FORWARD, 256, 40, 1227, 1377, 21, rare_mufu=2, capped=True),
+    Loop(*FORWARD, 256, 40, 1228, 1378, 21, rare_mufu=2, capped=True),
     Loop(*KEYS, 64, 32, 366, 366, 16, waits=3),
     Loop(*KEYS, 128, 32, 423, 423, 24, waits=3),
     Loop(*QUERIES, 64, 32, 317, 325, 12),

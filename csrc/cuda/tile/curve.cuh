@@ -47,9 +47,9 @@ FASTATTN_DEVICE Capped accurate_tanh(float x) {
 }
 
 // What makes a score the argument of its curve. It is finite: infinity would make NaN of a score 0.
+// The division is bounded from below, because no loop repeats that.
 FASTATTN_DEVICE float curve_factor(const AttentionParams& p) {
-  constexpr float kMost = 0x1p127f;
-  return fminf(fmaxf(p.scale / p.softcap, -kMost), kMost);
+  return p.scale / fmaxf(p.softcap, fabsf(p.scale) * 0x1p-126f);
 }
 
 // What takes a score's place.
