@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import attend, inputs
 from torch import nn
+from torch.nn.attention.bias import causal_upper_left
 
 import fastattn
 from fastattn import Mask, additive_attention, scaled_dot_product_attention, testing
@@ -295,3 +296,18 @@ def test_arguments_are_documented():
     for name in ("scaled_dot_product_attention", "additive_attention", "attention", "explain",
                  "Mask"):  # fmt: skip
         assert "Args:" in getattr(fastattn, name).__doc__, name
+
+
+def test_additive_attention_groups_heads_unasked():
+    q, k, w = draw(1, 4, 3, 8), draw(1, 2, 5, 8), draw(4, 8)
+    wide = k.repeat_interleave(2, 1)
+    found, expected = additive_attention(q, k, k, w), additive_attention(q, wide, wide, w)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_causal_bias_beside_a_window():
+    x = draw(1, 1, 4, 8)
+    causal = causal_upper_left(4, 4)
+    out = scaled_dot_product_attention(x, x, x, attn_mask=causal, mask=Mask(window=(1, -1)))
+    both = Mask(causal="top_left", window=(1, -1))
+    torch.testing.assert_close(out, scaled_dot_product_attention(x, x, x, mask=both))

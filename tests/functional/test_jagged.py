@@ -171,6 +171,7 @@ GAPS = torch.nested.nested_tensor_from_jagged(
         ((Q, FEW, FEW), {}, "expected as many sequences, got 4 and 3"),
         ([GAPS] * 3, {}, r"query: expected no gaps .* write .contiguous\(\) before"),
         ([Q] * 3, {"bias": torch.zeros(1)}, "bias: .* none: call fastattn.varlen_attention"),
+        ((Q, OTHER, OTHER), {"bias": fastattn.ALiBi(torch.ones(2))}, "bias: .* none"),
         ([Q] * 3, {"return_weights": "full"}, "return_weights: .* none"),
         ([Q] * 3, {"mask": fastattn.Mask(window=(1, 1))}, "mask: .* none"),
         ([Q] * 3, {"is_causal": 1}, "is_causal: expected a bool"),

@@ -439,3 +439,11 @@ def test_two_masks_of_one_kind_are_not_kept(table):
     both = dict(attn_mask=keep, mask=fastattn.Mask(keep=keep.mT))
     assert torch.equal(sdpa(q, q, q, **both), sdpa(q, q, q, attn_mask=keep & keep.mT))
     assert sum(type(x) is call_cache.Known for x in table.values()) == 1
+
+
+def test_a_mask_on_another_device_is_refused_by_a_repeated_call():
+    q, keep = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool)
+    for _ in range(3):
+        fastattn.scaled_dot_product_attention(q, q, q, attn_mask=keep)
+    with pytest.raises(ValueError, match="expected the device of query"):
+        fastattn.scaled_dot_product_attention(q, q, q, attn_mask=keep.to("meta"))

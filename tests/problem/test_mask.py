@@ -207,6 +207,8 @@ def test_prefix():
     for b, i, j in itertools.product(range(3), range(4), range(4)):
         assert kept[b, 0, i, j] == (j <= i or j < 2 * b)
     assert Mask.prefix([], 4).kv_len.shape == (0, 4)
+    with pytest.raises(ValueError, match="got -1 to 3"):
+        Mask.prefix([-1, 3], length=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
