@@ -136,6 +136,8 @@ inline void fill_problem(const Operands& in, AttentionParams* p) {
   p->scale = static_cast<float>(in.scale);
   p->softcap = static_cast<float>(in.softcap);
   STD_TORCH_CHECK(p->softcap >= 0, "fastattn: softcap: expected 0 or more, got ", in.softcap);
+  // Infinity would make NaN of a score of 0.
+  p->cap = p->softcap == 0 ? 0 : std::clamp(p->scale / p->softcap, -0x1p127f, 0x1p127f);
   p->q = view_of(in.q, "q", {p->B, p->H, p->M, p->D});
   p->k = view_of(in.k, "k", {p->B, p->Hkv, p->N, p->D});
   p->v = view_of(in.v, "v", {p->B, p->Hkv, p->N, p->E});

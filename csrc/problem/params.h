@@ -61,6 +61,7 @@ struct AttentionParams {
   ScoreKind score;
   float scale;    // of the dot product; 1 for other scores
   float softcap;  // makes softcap * tanh(score / softcap) of a score, before bias and mask; or 0
+  float cap;      // CUDA: what a softcap multiplies a score by, scale / softcap, finite; or 0
   View q, k, v;
   View w;     // additive: [1, H, 1, D]; gaussian: bandwidths, [1|B, H, 1, D]; absent for dot
   View bias;  // [B, H, M, N], broadcast dims have stride 0

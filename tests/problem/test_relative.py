@@ -323,11 +323,3 @@ def test_minus_infinity_masks():
     out = attend(q, k, v, bias=RelativeBias(table, torch.arange(7)))
     assert not out[:, :, 0].any()
     assert out.isfinite().all()
-
-
-def test_beside_numbers_to_add():
-    q, k, numbers = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4), torch.randn(3, 5)
-    alibi = ALiBi(torch.ones(2))
-    found = attend(q, k, k, attn_mask=numbers, bias=alibi)
-    expected = attend(q, k, k, attn_mask=numbers + alibi.to_dense(3, 5))
-    torch.testing.assert_close(found, expected)

@@ -443,10 +443,3 @@ def test_bools_of_numpy_are_bools():
 def test_seeds_are_64_bits(seed, stored):
     dropout = validate.build("dot", q(), k(), v(), dropout_p=0.5, seed=seed).p.dropout
     assert dropout.seed.item() == stored
-
-
-@pytest.mark.parametrize("other", [math.inf, math.nan])
-def test_the_sum_of_two_biases_masks_what_one_of_them_masks(other):
-    a, b = torch.tensor([other, 1.0]), torch.tensor([-math.inf, 1.0])
-    for pair in ((a, b), (b, a)):
-        assert validate.sum_of_biases(*pair, torch.float32).tolist() == [-math.inf, 2.0]

@@ -46,15 +46,9 @@ FASTATTN_DEVICE Capped accurate_tanh(float x) {
           size < 43.f ? slope : 0.f};
 }
 
-// What makes a score the argument of its curve. It is finite: infinity would make NaN of a score 0.
-// The division is bounded from below, because no loop repeats that.
-FASTATTN_DEVICE float curve_factor(const AttentionParams& p) {
-  return p.scale / fmaxf(p.softcap, fabsf(p.scale) * 0x1p-126f);
-}
-
 // What takes a score's place.
 FASTATTN_DEVICE float curved(const AttentionParams& p, float s) {
-  return is_curved(p) ? accurate_tanh(s * curve_factor(p)).ratio : s;
+  return is_curved(p) ? accurate_tanh(s * p.cap).ratio : s;
 }
 
 // For callers that need no slopes.
@@ -64,10 +58,9 @@ FASTATTN_DEVICE void look_away(int, float) {}
 template <int kQuads, typename F = decltype(look_away)>
 FASTATTN_DEVICE void curve_scores(const AttentionParams& p, float (&s)[kQuads][4],
                                   F look = look_away) {
-  const float factor = curve_factor(p);  // a division, which no loop should repeat
 #pragma unroll
   for (int n = 0; n < 4 * kQuads; ++n) {
-    const Capped capped = accurate_tanh(s[n / 4][n % 4] * factor);
+    const Capped capped = accurate_tanh(s[n / 4][n % 4] * p.cap);
     look(n, capped.slope);
     s[n / 4][n % 4] = capped.ratio;
   }
