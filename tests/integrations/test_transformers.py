@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers", "5", reason="make test-integr
 import tiny_models  # noqa: E402
 from tiny_models import FAMILIES, LENGTH  # noqa: E402
 
+import fastattn  # noqa: E402
 from fastattn.integrations.transformers import register  # noqa: E402
 from fastattn.testing import assert_within_budget, largest  # noqa: E402
 
@@ -116,6 +117,21 @@ def test_same_tokens(name, cache, beams):
         for model in (ours, peer)
     ]  # fmt: skip
     assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_continuous_batching(name):
+    model = tiny_models.build(name)
+    model.set_attn_implementation("sdpa")
+    prompts = [list(range(3, 3 + length)) for length in (5, 17, 2)]
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    alone = [model.generate(torch.tensor([x]), config)[0, len(x) :].tolist() for x in prompts]
+    calls = fastattn.use_for_sdpa(model)
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=4, max_batch_tokens=16)
+    made = model.generate_batch(prompts, config, continuous_batching_config=pages)
+    assert [x.generated_tokens for x in made.values()] == alone
+    assert calls.fastattn
+    assert not calls.torch
 
 
 # ---- packed sequences ----
