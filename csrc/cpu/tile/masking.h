@@ -166,6 +166,10 @@ class MaskTile {
         return s;
       }
     }
+    // All bits set where the row keeps the columns [c, c + kWidth), else none.
+    FASTATTN_MEMBER VecI keeps(int64_t c) const {
+      return (*this)(Vec{}, [](Vec s, Vec) { return s; }, c) == Vec{};
+    }
     // For loops that compute: many prefetches at once would hold up the loads behind them.
     FASTATTN_MEMBER void prefetch_next([[maybe_unused]] int64_t c) const {
       if constexpr (kMasking == Masking::kBias) __builtin_prefetch(next + c, 0, 2);

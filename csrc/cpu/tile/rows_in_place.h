@@ -70,19 +70,43 @@ FASTATTN_SHARED void dot_rows(const float* x, int64_t ldx, int64_t rows, const M
   });
 }
 
-// Lists the values that the rows [begin, end) of a tile keep. Returns how many, or -1 if rows
-// differ.
-FASTATTN_SIMD int64_t list_values(const MaskTile& mask, int64_t begin, int64_t end, int64_t cols,
-                                  int32_t* listed) {
+// Lists the values that some of the rows [begin, end) of a tile keep.
+struct Listed {
+  int64_t count;
+  bool by_each;  // whether each of the rows keeps all of them
+};
+FASTATTN_SIMD Listed list_values(const MaskTile& mask, int64_t begin, int64_t end, int64_t cols,
+                                 int32_t* listed) {
   int64_t count = 0;
-  bool same = true;
-  for (int64_t j = 0; j < cols; ++j) {
-    const bool kept = mask.keeps(begin, j);
-    for (int64_t r = begin + 1; mask.masked() && r < end; ++r) same &= mask.keeps(r, j) == kept;
-    listed[count] = static_cast<int32_t>(j);
-    count += kept;
+  VecI differ{};
+  mask.with_masking([&](auto masking) __attribute__((always_inline)) {
+    for (int64_t c = 0; c < cols; c += kWidth) {
+      VecI some{}, all = iota() < static_cast<int32_t>(cols - c);
+      const VecI exists = all;
+      for (int64_t r = begin; r < end; ++r) {
+        const VecI kept = mask.row<masking>(r).keeps(c);
+        some |= kept;
+        all &= kept;
+      }
+      differ |= (some & exists) ^ all;
+      for (int64_t lane = 0; lane < min64(kWidth, cols - c); ++lane) {
+        listed[count] = static_cast<int32_t>(c + lane);
+        count -= some[lane];
+      }
+    }
+  });
+  return {count, !any_lane(differ)};
+}
+
+template <DType kType>
+static bool all_finite(const Matrix& values, const int32_t* listed, int64_t count) {
+  VecI probe{};
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = values.offset + listed[n] * values.stride_r;
+    for (int64_t e = 0; e < values.cols; e += kWidth)
+      probe |= not_finite(load_first<kType>(values.data, row + e, values.cols - e));
   }
-  return same ? count : -1;
+  return !any_lane(probe);
 }
 
 // Sums over listed values, or over all of them: weights [kRows, ldw], o [kRows, ldo].
@@ -157,21 +181,22 @@ static void add_listed(const WeightedSum& of) {
 FASTATTN_SHARED void add_weighted_rows(const MaskTile& mask, const float* weights, int64_t ldw,
                                        int64_t rows, const Matrix& values, const float* scale,
                                        float* o, int64_t ldo, int32_t* listed) {
-  const auto add_rows = [&](int64_t begin, int64_t end) {
-    const int64_t count = list_values(mask, begin, end, values.rows, listed);
-    if (count < 0) return false;
-    with_dtype(values.dtype, [&](auto type) {
+  with_dtype(values.dtype, [&](auto type) {
+    // Whether rows take their values together: each keeps all of these, or 0 times a value is 0.
+    const auto add_rows = [&](int64_t begin, int64_t end) {
+      const Listed kept = list_values(mask, begin, end, values.rows, listed);
+      if (!kept.by_each && !all_finite<type>(values, listed, kept.count)) return false;
       in_row_blocks<4>(end - begin, [&](int64_t n, auto block) {
         const int64_t r = begin + n;
-        const auto add =
-            count == values.rows ? add_listed<type, block, true> : add_listed<type, block, false>;
-        add({weights + r * ldw, ldw, listed, count, values, scale + r, o + r * ldo, ldo});
+        const auto add = kept.count == values.rows ? add_listed<type, block, true>
+                                                   : add_listed<type, block, false>;
+        add({weights + r * ldw, ldw, listed, kept.count, values, scale + r, o + r * ldo, ldo});
       });
-    });
-    return true;
-  };
-  if (add_rows(0, rows)) return;
-  for (int64_t r = 0; r < rows; ++r) add_rows(r, r + 1);
+      return true;
+    };
+    if (add_rows(0, rows)) return;
+    for (int64_t r = 0; r < rows; ++r) add_rows(r, r + 1);
+  });
 }
 #endif  // FASTATTN_SHARED_CODE
 
