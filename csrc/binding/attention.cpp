@@ -204,16 +204,6 @@ struct Projection {
   }
 };
 
-// Of a mask [B, N]: which keys a sample keeps, or what it adds to their scores.
-void mask_keys(const Tensor& mask, Operands* in) {
-  const int64_t B = in->k.size(0), N = in->k.size(2);
-  STD_TORCH_CHECK(mask.dim() == 2 && mask.size(0) == B && mask.size(1) == N,
-                  "fastattn: mask: expected [B, N]");
-  const bool keeps = mask.scalar_type() == ScalarType::Bool;
-  (keeps ? in->keep : in->bias) =
-      projection::view(mask, {B, 1, 1, N}, {mask.stride(0), 0, 0, mask.stride(1)});
-}
-
 // What queries, keys and values are made of.
 using Inputs = std::array<const Tensor*, 3>;
 
@@ -244,7 +234,7 @@ std::vector<Tensor> project_heads(const Inputs& inputs, size_t count, const Proj
 // copied. The projection is freed on return.
 std::tuple<Tensor, Tensor> attend_tokens(const Inputs& inputs, const Projection& project, int64_t H,
                                          double scale, int64_t weights, bool batch_first,
-                                         const OptTensor& mask, const Past& past) {
+                                         const OptTensor& mask, const Past& past, bool is_causal) {
   STD_TORCH_CHECK(past.keys.has_value() == past.values.has_value() && (past.adds || past.keys),
                   "fastattn: keys, values: expected both, or none and those of x");
   STD_TORCH_CHECK(past.keys || past.length == 0, "fastattn: past: expected 0 without keys");
@@ -259,8 +249,8 @@ std::tuple<Tensor, Tensor> attend_tokens(const Inputs& inputs, const Projection&
     return room ? written(*room, q, added, past.length) : *added;
   };
   Operands in{q, all(1, past.keys), all(2, past.values)};
-  if (past.keys && past.adds) in = causal(in, past.length, q.size(2));
-  if (mask) mask_keys(*mask, &in);
+  if (past.keys ? past.adds && q.size(2) > 1 : is_causal) in.band_hi = past.length;
+  if (mask) (mask->scalar_type() == ScalarType::Bool ? in.keep : in.bias) = mask;
   in.scale = scale;
   in.weights = weights;
   const Results found = run_forward(in, false);
@@ -279,13 +269,13 @@ std::tuple<Tensor, Tensor> multi_head_attention(Tensor x, Tensor in_weight, OptT
                                                 int64_t num_heads, double scale, int64_t weights,
                                                 bool batch_first, OptTensor mask, OptTensor keys,
                                                 OptTensor values, int64_t past, bool adds,
-                                                OptTensor key, OptTensor value) {
+                                                OptTensor key, OptTensor value, bool is_causal) {
   STD_TORCH_CHECK(!(keys && (key || value)), "fastattn: key, value: expected none beside keys");
   const Tensor& of_keys = key ? *key : x;
   const Inputs inputs{&x, &of_keys, value ? &*value : &of_keys};
   const auto [merged, returned] =
       attend_tokens(inputs, {in_weight, in_bias}, num_heads, scale, weights, batch_first, mask,
-                    {keys, values, past, adds});
+                    {keys, values, past, adds}, is_causal);
   return {as_batch(projection::linear(merged, out_weight, out_bias), x), returned};
 }
 #endif

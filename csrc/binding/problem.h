@@ -77,12 +77,6 @@ inline void fill_masks(const Operands& in, AttentionParams* p) {
   }
 }
 
-// Of M queries behind `past` keys, each sees the keys up to its own. A single one sees every key.
-inline Operands causal(Operands in, int64_t past, int64_t M) {
-  if (M > 1) in.band_hi = past;
-  return in;
-}
-
 inline void fill_dropout(const Operands& in, AttentionParams* p) {
   p->dropout = {};
   STD_TORCH_CHECK(in.dropout_p >= 0 && in.dropout_p <= 1,

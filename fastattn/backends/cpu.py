@@ -115,11 +115,11 @@ def multi_head_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention between its projections, as in nn.MultiheadAttention: (output like ``x``, weights).
 
-    No dropout or autograd; see ``modules/multihead/inference.py``. ``mask`` [B, N]: True keeps a
-    key, and a number is added to its scores. ``others`` begin with memory for keys and for values
-    [B, H, room, D]. Then come how many are there, and whether those of ``x`` are added: written
-    behind these, and causal. The last two are the inputs of keys and of values. None means ``x``
-    for keys, and the input of keys for values.
+    No dropout or autograd; see ``modules/multihead/inference.py``. ``mask`` broadcasts to
+    [B, H, M, N]: True keeps a pair, and a number is added to its score. ``others`` begin with
+    memory for keys and for values [B, H, room, D]. Then come how many are there, and whether those
+    of ``x`` are added: written behind these, and causal. Then the inputs of keys and of values:
+    None means ``x`` for keys, and the input of keys for values. The last is ``is_causal``.
     """
     options = p.H, p.scale, WEIGHTS[p.weights], batch_first, mask, *others
     return operators.multi_head_attention(x, in_weight, in_bias, out_weight, out_bias, *options)

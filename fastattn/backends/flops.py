@@ -56,6 +56,7 @@ def multi_head_attention(
     adds: bool = True,
     key: Shape | None = None,
     value: Shape | None = None,
+    is_causal: bool = False,
     **_: Any,
 ) -> int:
     """Two projections around the dot product."""

@@ -190,6 +190,7 @@ def _multi_head_attention_fake(
     adds: bool = True,
     key: Tensor | None = None,
     value: Tensor | None = None,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     B, M = x.shape[:2] if batch_first else x.shape[1::-1]
     N = (0 if keys is None else past) + (M if adds else 0)

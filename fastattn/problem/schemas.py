@@ -118,18 +118,20 @@ def pair(prefix: str) -> dict[str, str]:
     return {f"{prefix}forward": _FORWARD, f"{prefix}backward": _BACKWARD}
 
 
-# Attention and both projections around it, at inference on CPUs. A mask is [B, N]: True keeps a
-# key, and a number is added to its scores. Keys and values are memory, [B, H, room, D], that has
-# ``past`` of them. New ones are written behind, and attention is then causal. Without ``adds`` only
-# queries are projected, and nothing is written. Without such memory, keys are made of ``key``, or
-# of ``x``, and values of ``value``, or of the input of keys.
+# Attention and both projections around it, at inference on CPUs. A mask broadcasts to
+# [B, H, M, N]: True keeps a pair, and a number is added to its score. Keys and values are memory,
+# [B, H, room, D], that has ``past`` of them. New ones are written behind, and attention is then
+# causal. Without ``adds`` only queries are projected, and nothing is written. Without such memory,
+# keys are made of ``key``, or of ``x``, and values of ``value``, or of the input of keys. With
+# ``is_causal`` query i then sees keys up to i.
 MULTI_HEAD_ATTENTION = {
     "multi_head_attention": (
         "(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, Tensor? out_bias, "
         "int num_heads, float scale, int weights, bool batch_first, "
         "Tensor? mask=None, "
         "Tensor(a!)? keys=None, Tensor(b!)? values=None, int past=0, bool adds=True, "
-        "Tensor? key=None, Tensor? value=None) -> (Tensor out, Tensor weights)"
+        "Tensor? key=None, Tensor? value=None, bool is_causal=False) "
+        "-> (Tensor out, Tensor weights)"
     ),
 }
 # x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].

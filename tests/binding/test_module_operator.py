@@ -49,7 +49,6 @@ def in_parts(
         later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(past + 1)
         scores = scores.masked_fill(later, -torch.inf)
     if mask is not None:
-        mask = mask[:, None, None]
         keeps = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -torch.inf) if keeps else scores + mask
     attended = torch.softmax(scores, -1)
@@ -62,11 +61,12 @@ def double(arguments):
     return [x.double() if y else x for x, y in zip(arguments, floats, strict=True)]
 
 
-def mask_of(kind, keys):
+def mask_of(kind, keys, *lead):
     """A mask of so many keys, with strides, that keeps the first; None without a kind."""
-    kept = torch.rand(keys, 2 * B)[:, ::2].T > 0.4
-    kept[:, 0] = True
-    added = torch.randn(keys, B).T.masked_fill(~kept, -torch.inf)
+    *lead, rows = lead or (B, 1, 1)
+    kept = torch.rand(*lead, keys, 2 * rows)[..., ::2].mT > 0.4
+    kept[..., 0] = True
+    added = torch.randn(*lead, keys, rows).mT.masked_fill(~kept, -torch.inf)
     return {"keep": kept, "add": added, None: None}[kind]
 
 
@@ -97,9 +97,10 @@ class TestSelfAttention:
     @pytest.mark.parametrize("batch_first", [True, False])
     @pytest.mark.parametrize("weights", ["none", "full", "mean"])
     @pytest.mark.parametrize("kind", ["keep", "add"])
-    def test_masks_keys(self, kind, weights, batch_first):
+    @pytest.mark.parametrize("lead", [(B, 1, 1), (1, 1, N), (B, 1, N), (B, H, N), (1, 1, 1)])
+    def test_masks(self, lead, kind, weights, batch_first):
         x = torch.randn(B, N, E) if batch_first else torch.randn(N, B, E)
-        arguments = whole(weights, batch_first, x=x, mask=mask_of(kind, N))
+        arguments = whole(weights, batch_first, x=x, mask=mask_of(kind, N, *lead))
         with testing.poisoned():
             found = multi_head_attention(*arguments)
         assert_right(found, arguments, weights)
@@ -155,9 +156,9 @@ class TestSelfAttention:
             dict(num_heads=0), dict(num_heads=-1), dict(num_heads=5),
             dict(num_heads=2**64 // 3 + 1),  # three times it are 2 in 64 bits
             dict(weights=-1), dict(weights=3),
-            dict(mask=torch.ones(B, N).int()), dict(mask=torch.ones(B, N).double()),
+            dict(mask=torch.ones(B, 1, 1, N).int()), dict(mask=torch.ones(B, 1, 1, N).double()),
             *(dict(mask=torch.ones(shape, dtype=torch.bool)) for shape in
-              [(B, N - 1), (1, N), (B, 1), (N,), (), (B, 1, N)]),
+              [(B, 1, 1, N - 1), (B, N), (N,), (), (B, 1, N), (B, H + 1, 1, N), (1, 1, N - 1, N)]),
         ],
     )  # fmt: skip
     def test_rejects(self, changes):
@@ -226,7 +227,7 @@ class TestCache:
     @pytest.mark.parametrize("changes", [
         dict(in_bias=torch.randn(3 * H * D + 1)), dict(in_bias=torch.randn(H * D)),
         dict(in_bias=torch.tensor(1.0)), dict(in_weight=torch.randn(3 * H * D)),
-        dict(in_weight=torch.randn(H * D, E), in_bias=None), dict(mask=torch.zeros(B, 5)),
+        dict(in_weight=torch.randn(H * D, E), in_bias=None), dict(mask=torch.zeros(B, 1, 1, 5)),
     ])  # fmt: skip
     def test_rejects_without_others(self, changes):
         with pytest.raises(RuntimeError, match="fastattn: "):
@@ -310,7 +311,7 @@ class TestOtherInputs:
         dict(key=torch.randn(N, E)), dict(value=torch.randn(B, N, E).half()),
         dict(keys=torch.zeros(B, H, 9, D), values=torch.zeros(B, H, 9, D)),
         dict(key=None, keys=torch.zeros(B, H, 9, D), values=torch.zeros(B, H, 9, D)),
-        dict(mask=torch.ones(B, N - 1, dtype=torch.bool)), dict(mask=torch.zeros(B, 1)),
+        dict(mask=torch.ones(B, 1, 1, N - 1, dtype=torch.bool)), dict(mask=torch.zeros(B, N)),
     ])  # fmt: skip
     def test_rejects(self, changes):
         y = torch.randn(B, N, E)
@@ -337,7 +338,7 @@ def test_opcheck_with_other_inputs(batch_first):
     x = torch.randn(B, N, E) if batch_first else torch.randn(N, B, E)
     for weights in ("none", "full", "mean"):
         arguments = whole(weights, batch_first, x=x)
-        others = {"key": y, "value": y.clone()}
+        others = {"key": y, "value": y.clone(), "is_causal": weights == "none"}
         torch.library.opcheck(multi_head_attention.default, arguments, others)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 
 import pytest
 import torch
@@ -68,6 +69,37 @@ class TestTheShortWay:
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
         assert all(a.stride() == b.stride() for a, b in zip(*found, strict=True))
 
+    @pytest.mark.parametrize("need_weights", [True, False])
+    @pytest.mark.parametrize("is_causal", [True, False])
+    @pytest.mark.parametrize("padding", [None, torch.bool, torch.float32])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+    @pytest.mark.parametrize("shape", [(5, 5), (6, 5, 5), (5, 9), (6, 5, 9)])
+    def test_gives_the_same_bits_under_a_mask_of_pairs(
+        self, monkeypatch, module, checked, shape, dtype, padding, is_causal, need_weights
+    ):
+        x, y = torch.randn(3, 5, 8), torch.randn(3, shape[-1], 8)
+        y = x if shape[-1] == 5 else y
+        masks = dict(key_padding_mask=None, attn_mask=(torch.rand(shape) < 0.3).to(dtype))
+        if padding is not None:
+            masks["key_padding_mask"] = (torch.rand(3, shape[-1]) < 0.3).to(padding)
+        options = masks | dict(is_causal=is_causal, need_weights=need_weights)
+        found = []
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", UserWarning)  # of two kinds of masks
+            for attend in (inference.attend, lambda *args: None):
+                monkeypatch.setattr(inference, "attend", attend)
+                found.append([t for t in module(x, y, y, **options) if t is not None])
+        one_kind = padding in (None, torch.bool) if dtype == torch.bool else padding is None
+        assert len(checked) == (1 if one_kind else 2)
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+    def test_two_masks_are_described_once(self, monkeypatch, module, x):
+        """In training, too: a description takes longer than a small problem."""
+        masks = dict(attn_mask=torch.rand(5, 5) < 0.3, key_padding_mask=torch.rand(2, 5) < 0.3)
+        module(x, x, x, **masks)
+        monkeypatch.setattr(functional.validate, "build", None)
+        module(x, x, x, **masks)
+
     def test_other_keys_that_do_not_fit(self, module, x, operator_calls):
         theirs = nn.MultiheadAttention(8, 2, batch_first=True)
         with torch.no_grad():
@@ -90,12 +122,9 @@ class TestTheShortWay:
         assert len(operator_calls) == 1
 
     def test_is_for_plain_calls_only(self, module, x, checked):
-        mask = torch.zeros(5, 5, dtype=torch.bool)
         calls = [
             lambda: module(x[0], x[0], x[0]),
             lambda: module(x[0], x[0, :3], x[0, :3]),
-            lambda: module(x, x, x, attn_mask=mask),
-            lambda: module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False),
             lambda: MultiheadAttention(8, 2, add_zero_attn=True)(x, x, x),
             lambda: MultiheadAttention(8, 2, add_bias_kv=True)(x, x, x),
             lambda: prune.identity(module.out_proj, "bias") and module(x, x, x),

@@ -158,11 +158,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             hints = (need_weights, average_attn_weights, is_causal)
             with kv_cache.unless_it_raises(cache):
                 return self._shared.forward(self, query, key, value, masks, hints, cache)
-        plain = attn_mask is mask is bias is None and (cache is not None or not is_causal)
+        if cache is None:
+            plain = mask is bias is None and not (is_causal and attn_mask is None)
+        else:
+            plain = attn_mask is mask is bias is None
         if plain and isinstance(query, Tensor) and _scores_by_dot(self._attend):
             whole = inference.attend(
-                self, query, key, value, key_padding_mask, need_weights, average_attn_weights, cache
-            )
+                self, query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal, cache,
+            )  # fmt: skip
             if whole is not None:
                 return whole
         inputs.check_tensors(query, key, value, key_padding_mask, attn_mask, cache)

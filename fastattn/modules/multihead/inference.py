@@ -1,7 +1,7 @@
 """Attention at inference: one operator from the inputs to the output, also with a cache.
 
-It serves batches of ``embed_dim`` features whose only mask is one of keys. With a cache that grows,
-they are self-attention.
+It serves batches of ``embed_dim`` features. With a cache their only mask is one of keys, and with a
+cache that grows they are self-attention.
 
 A matrix product fills the caches with its operands, so Python runs several times slower after it.
 Between two products this costs 10% of the module's time with 100 tokens. So everything is decided
@@ -29,10 +29,15 @@ def attend(
     value: Any,
     padding: Any,
     need_weights: bool,
+    pairs: Any,
     average: bool,
+    is_causal: bool,
     cache: Any = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """``module(x, key, value, padding)`` of the dot product, or None if no operator computes it."""
+    """What ``module`` returns, of the dot product; None if no operator computes it.
+
+    The arguments are those of the module, in its order: ``pairs`` is ``attn_mask``.
+    """
     if (module.training and module.dropout) or not (cache is None or type(cache) is KVCache):
         return None
     complete = cache is not None and kv_cache.is_complete(cache)
@@ -52,16 +57,18 @@ def attend(
         return None
     batch, length = (0, 1) if module.batch_first else (1, 0)
     B, M = x.shape[batch], x.shape[length]
-    if padding is not None:
+    mask, causal = None, False
+    if padding is not None or pairs is not None:
         past = 0 if cache is None else cache.length
         added = 0 if complete else (others[0] if others else x).shape[length]
-        if not _fits_keys(padding, x, (B, past + added)):
+        causal = bool(is_causal) and cache is padding is None and not need_weights
+        mask = _mask(padding, pairs, x, (B, p.H, M, past + added), causal)
+        if mask is NotImplemented:
             return None
-        padding = ~padding if padding.dtype is torch.bool else padding
-    args = (p, x, *parameters, module.batch_first, padding)
-    if others:
+    args = (p, x, *parameters, module.batch_first, mask)
+    if others or causal:
         of_keys, of_values = None if key is x else key, None if value is key else value
-        found = operator(*args, None, None, 0, True, of_keys, of_values)
+        found = operator(*args, None, None, 0, True, of_keys, of_values, causal)
     elif cache is None:
         found = operator(*args)
     else:
@@ -112,12 +119,41 @@ def _is_unread(y: Any) -> bool:
     return y is None or (type(y) in PLAIN and not y.is_nested)
 
 
-def _fits_keys(padding: Any, x: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether the operator may take this mask of keys: bool, or numbers of the dtype of ``x``."""
-    if not isinstance(padding, Tensor) or autograd.needs_autograd(padding):
+def _mask(
+    padding: Any, pairs: Any, x: Tensor, sizes: tuple[int, int, int, int], causal: bool
+) -> Any:
+    """The masks of keys and of pairs as one of four dims, True where it keeps a pair.
+
+    It is None with a promise that ``pairs`` is causal. NotImplemented for masks that the ordinary
+    way must look at.
+    """
+    B, H, M, N = sizes
+    mask = None
+    if padding is not None:
+        if not _fits_mask(padding, x, (B, N)):
+            return NotImplemented
+        mask = padding.view(B, 1, 1, N)
+    if pairs is not None:
+        if _fits_mask(pairs, x, (M, N)):
+            pairs = pairs.view(1, 1, M, N)
+        elif _fits_mask(pairs, x, (B * H, M, N)):
+            pairs = pairs.unflatten(0, (B, H))
+        else:
+            return NotImplemented
+        if mask is None:
+            mask = None if causal else pairs
+        elif mask.dtype is pairs.dtype is torch.bool:
+            mask = mask | pairs
+        else:
+            return NotImplemented
+    return ~mask if mask is not None and mask.dtype is torch.bool else mask
+
+
+def _fits_mask(mask: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether the operator may take this mask: bool, or numbers of the dtype of ``x``."""
+    if not isinstance(mask, Tensor) or autograd.needs_autograd(mask):
         return False
-    kinds = torch.bool, x.dtype
-    return is_direct(padding) and padding.dtype in kinds and padding.shape == shape
+    return mask.shape == shape and mask.dtype in (torch.bool, x.dtype) and is_direct(mask)
 
 
 def _fits(module: nn.MultiheadAttention, x: Tensor, *others: Tensor) -> bool:

@@ -3,8 +3,7 @@
 nn.MultiheadAttention takes two masks in which True means "not allowed": ``attn_mask`` over
 (query, key) pairs and ``key_padding_mask`` over keys. It turns both into floats, adds them and
 expands the sum to [B * H, M, N]. Here each keeps its kind and its small shape. A boolean mask
-becomes a keep mask (True keeps), a float mask becomes a bias, and masks are added only if both are
-float.
+becomes a keep mask (True keeps), and a float mask becomes a bias.
 
 Dims as everywhere in the package: B batch, H heads, M queries, N keys.
 """
@@ -66,7 +65,7 @@ def to_keywords(
     ``attn_mask`` is (M, N) or (B * H, M, N), ``key_padding_mask`` (B, N), each boolean (True = not
     allowed) or float (added to the scores). Appended keys are visible to every query.
 
-    Only two float masks are ever added, in their broadcast shape [B, 1, M, N]; torch adds them as
+    Two masks of one kind become one in their broadcast shape, [B, 1, M, N]; torch adds any two as
     [B * H, M, N]. No value of a mask is read. nn.TransformerEncoder turns a boolean mask into a
     float mask of 0 and -inf. Here that stays a bias: a bias costs the kernels no more than a
     boolean mask, and they skip tiles of all -inf.
@@ -75,6 +74,8 @@ def to_keywords(
     padding = _padding_4d(key_padding_mask, sizes)
     keep_pairs = bias = mask = None
     if pairs is not None and pairs.dtype == torch.bool:
+        if padding is not None and padding.dtype == torch.bool:
+            pairs, padding = pairs | padding, None
         keep_pairs = ~pairs
     else:
         bias = pairs
