@@ -153,7 +153,7 @@ def _fits_mask(mask: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether the operator may take this mask: bool, or numbers of the dtype of ``x``."""
     if not isinstance(mask, Tensor) or autograd.needs_autograd(mask):
         return False
-    return mask.shape == shape and mask.dtype in (torch.bool, x.dtype) and is_direct(mask)
+    return is_direct(mask) and mask.dtype in (torch.bool, x.dtype) and mask.shape == shape
 
 
 def _fits(module: nn.MultiheadAttention, x: Tensor, *others: Tensor) -> bool:
