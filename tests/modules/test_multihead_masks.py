@@ -92,12 +92,11 @@ def test_every_combination(pair, tensors, pairs, padding, need_weights, grad):
 class TestSmall:
     """Masks keep their small shapes."""
 
-    def test_booleans_are_not_merged_here(self, pair, tensors, calls):
+    def test_two_booleans_broadcast(self, pair, tensors, calls):
         query, key = tensors
         pair[0](query, key, key, paddings()["bool"], attn_mask=pair_masks()["bool2"])
-        assert calls[-1]["attn_mask"].shape == (1, 1, M, N)
-        assert calls[-1]["mask"].keep.shape == (B, 1, 1, N)
-        assert calls[-1]["bias"] is None
+        assert calls[-1]["attn_mask"].shape == (B, 1, M, N)
+        assert calls[-1]["mask"] is calls[-1]["bias"] is None
 
     def test_float_mask_is_passed_as_it_is(self, pair, tensors, calls):
         query, key = tensors
