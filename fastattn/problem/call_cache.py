@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.problem import Mask, Problem, arguments, parameter, validate
+from fastattn.problem import Mask, Problem, arguments, parameter, seeds, validate
 from fastattn.problem.record import MASK_TENSORS
 from fastattn.problem.relative import Relative
 
@@ -25,7 +25,7 @@ _HALF = {torch.float16, torch.bfloat16}
 
 
 class Call(NamedTuple):
-    """What a record depends on, but for dropout's seed."""
+    """What a record depends on. Dropout draws a seed for each call."""
 
     query: Tensor
     key: Tensor
@@ -63,14 +63,15 @@ class Call(NamedTuple):
         return found
 
 
-_FLAGS = Call._fields.index("is_causal")  # from here on there are no tensors
+_FLAGS = Call._fields.index("dropout_p")  # from here on there are no tensors
 
 
 class Known(NamedTuple):
     """What was found out about a call whose tensors have the same dims before their rows.
 
-    ``batch`` are the call's batch dims. ``p`` has no tensors of masks. ``masks`` are those
-    that there are, and the bias: their numbers in ``Call.masks()``, and their shapes in a record.
+    ``batch`` are the call's batch dims. ``p`` has no tensors. ``masks`` are those that there are,
+    and the bias: their numbers in ``Call.masks()``, and their shapes in a record. They are None
+    for a record without tensors.
     ``forward`` is the backend that takes calls without gradient from ``backend``, where their
     strides suit it. ``waits``: ``backend`` needs a check before it takes others.
     """
@@ -105,7 +106,10 @@ class Known(NamedTuple):
         return self._replace(p=dataclasses.replace(self.p, M=M, N=N))
 
     def around(self, given: list[Any] | None) -> tuple[Known, Tensor | None]:
-        """The same with what ``Call.masks`` lists of another such call, and its bias."""
+        """The same with what ``Call.masks`` lists of another such call, and its bias.
+
+        Dropout has a new seed.
+        """
         if self.masks is None or given is None:
             return self, None
         own: list[Tensor | None] = [None] * (_BIAS + 1)
@@ -119,7 +123,8 @@ class Known(NamedTuple):
                 x = validate.within(f"mask.{MASK_TENSORS[n]}", x, self.p.N)
             own[n] = x if x.shape == shape else x.reshape(shape)
         bias = own.pop()
-        p = self.p.with_tensors(*own, None)
+        seed = None if self.p.dropout is None else seeds.draw(self.p.device)
+        p = self.p.with_tensors(*own, seed)
         return self._replace(p=p, masks=None), bias
 
 
@@ -165,7 +170,7 @@ def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) ->
     given = call.masks()
     if given is None:
         return False
-    if any(x is not None for x in given):
+    if known.p.dropout is not None or any(x is not None for x in given):
         own = (*known.p.tensors()[:-1], bias)
         if any(map(_differs, given, own)):
             return False
@@ -237,8 +242,8 @@ def _describe(call: Call) -> tuple | None:
         return None
     if not query.layout is key.layout is value.layout is torch.strided:
         return None
-    # 1 == True, but only True is a bool. Dropout draws a seed for each call.
-    if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float or dropout_p:
+    # 1 == True, but only True is a bool.
+    if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float:
         return None
     for x in numbers:  # others may be equal to a float, and are refused
         if x is not None and type(x) not in (int, float):

@@ -29,10 +29,17 @@ def dropout(dropout_p: float, seed: int | Tensor | None, device: torch.device) -
     if dropout_p == 0.0:
         return None
     if seed is None:
-        # The device's generator: torch.manual_seed governs it, a replay of a CUDA graph redraws it.
-        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+        seed = draw(device)
     elif not isinstance(seed, Tensor):
         bits = arguments.as_int(seed)
         signed = bits - 2**64 if bits >= 2**63 else bits
         seed = torch.full((), signed, dtype=torch.int64, device=device)
     return Dropout(float(dropout_p), seed.reshape(()))
+
+
+def draw(device: torch.device) -> Tensor:
+    """A seed of the device's generator.
+
+    ``torch.manual_seed`` governs it, and a replay of a CUDA graph redraws it.
+    """
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)

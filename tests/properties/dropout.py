@@ -1,5 +1,6 @@
 """Dropout: which weights survive depends only on the seed and the indices, on every backend."""
 
+import contextlib
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from helpers import SCORES, assert_same_bits, attend, everything, inputs
 
 from fastattn import Mask
-from fastattn.problem import validate
+from fastattn.problem import call_cache, validate
 
 scores = pytest.mark.parametrize("score", SCORES)
 
@@ -89,6 +90,15 @@ def test_manual_seed_governs_a_call_without_one(backend):
     torch.manual_seed(5)
     assert torch.equal(survivors(named, 0.5, None, backend=backend), first)
     assert not torch.equal(first, second)
+
+
+def test_a_repeated_call_draws_what_a_new_one_draws(backend):
+    named, found = inputs(M=9, N=30), []
+    for where in (contextlib.nullcontext(), call_cache.paused()):
+        torch.manual_seed(1)
+        with where:
+            found.append([survivors(named, 0.5, None, backend=backend) for _ in range(4)])
+    assert all(map(torch.equal, *found))
 
 
 def test_no_dropout_draws_nothing_from_the_generator(backend):
