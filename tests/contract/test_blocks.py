@@ -61,7 +61,8 @@ def test_a_block_outside_the_band_keeps_nothing():
 
 
 def test_no_merge_has_no_key():
-    p, *tensors = problem(mask=Mask(kv_len=[14, 0]))
+    mask = Mask(causal="top_left", kv_len=[14, 0])
+    p, *tensors = problem(mask=mask, bias=torch.tensor(-1000.0))
     cuts = [blocks.whole(p)._replace(j=j) for j in ((0, 7), (7, 14))]
     parts = [
         Part(*eager.forward(blocks.block_of(p, cut), *blocks.tensors_of(p, cut, *tensors)))
