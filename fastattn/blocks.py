@@ -140,10 +140,8 @@ def _slice_if(x: Tensor, *dims: tuple[int, int]) -> Tensor:
 
 
 def _cut_mask(mask: Mask, cut: Cut) -> Mask:
-    j0, j1 = cut.j
-
-    def limit(x: Any) -> Any:  # of the block's keys
-        return None if x is None else (_slice_if(x, cut.b, cut.i) - j0).clamp(0, j1 - j0)
+    def limit(x: Any) -> Any:  # it may lie past the block's keys: all readers clamp it
+        return None if x is None else _slice_if(x, cut.b, cut.i) - cut.j[0]
 
     keep = None if mask.keep is None else operand_of(mask.keep, cut)
     limits = {name: limit(getattr(mask, name)) for name in LIMITS}
