@@ -8,7 +8,7 @@ import torch
 from helpers import SCORES, assert_close, attend, inputs
 
 import fastattn
-from fastattn import Mask, merge_attention
+from fastattn import Mask, merge_attention, testing
 
 CUTS = (0, 3, 3, 7, 11)  # of 11 keys: the second part has none
 
@@ -76,6 +76,13 @@ def test_logits_of_any_size():
         assert torch.equal(lse, lses[1])
 
 
+def test_sums_are_as_wide_as_the_outputs():
+    outs, lses = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(3, 5).half()
+    out, lse = merge_attention([*outs], [*lses])
+    wide, exact = merge_attention([*outs], [*lses.double()])
+    testing.assert_same_bits({"out": out, "lse": lse}, {"out": wide, "lse": exact.half()})
+
+
 def test_gradgrad():
     parts = [torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     logs = [torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -108,7 +115,7 @@ OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)
         ([OUT, OUT[:1]], [LSE, LSE], ValueError, r"outs\[1\], lses\[1\]: expected shapes"),
         ([OUT], [LSE[:, :2]], ValueError, r"outs\[0\], lses\[0\]: expected shapes"),
         ([OUT], [LSE.to("meta")], ValueError, "lses: expected the device of outs, cpu, got meta"),
-        ([torch.tensor(1.0)], [LSE], ValueError, r"expected shapes \[..., M, E\]"),
+        ([torch.tensor(1.0)], [torch.tensor(1.0)], ValueError, r"expected shapes \[..., M, E\]"),
     ],
 )
 def test_errors(outs, lses, error, message):
