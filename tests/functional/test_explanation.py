@@ -187,6 +187,13 @@ def test_modules_of_another_thread_are_not_told_and_run_on(x):
     assert found.torch == {}
 
 
+def test_calls_after_another_explanation_are_told(x):
+    inner = MultiheadAttention(8, 2, batch_first=True)
+    model = nn.Sequential(Then(lambda: fastattn.explain(inner, x, x, x)), Then(lambda: None))
+    names = [name for name, _ in fastattn.explain(model, x).calls]
+    assert names == ["0.attention", "1.attention"]
+
+
 def test_a_module_that_raises_is_left(x):
     """What its parent computes afterwards is the parent's."""
 

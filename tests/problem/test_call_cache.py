@@ -99,6 +99,15 @@ def test_arrays_are_refused_in_our_words(name):
         sdpa(q, q, q, **{name: np.ones((4, 4), bool)})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", range(3))
+def test_nested_tensors_are_refused_in_our_words(place):
+    tensors = [heads()] * 3
+    tensors[place] = torch.nested.nested_tensor([heads()[0]])
+    with pytest.raises(TypeError, match="expected a dense strided tensor, got a nested tensor"):
+        sdpa(*tensors)
+
+
 @pytest.mark.parametrize("mask", ["causal", 1, {}])
 def test_a_mask_of_another_type_is_refused_in_our_words(mask):
     with pytest.raises(TypeError, match=r"mask: expected a fastattn\.Mask, got (str|int|dict)"):
