@@ -162,7 +162,7 @@ def remember(known: Known, canonical: tuple, bias: Tensor | None, call: Call) ->
     if described is None:
         return False
     for x, y in zip(call[:3], canonical[:3], strict=True):
-        if x.dim() != call.query.dim() or x.numel() != y.numel():  # it broadcasts
+        if x.numel() != y.numel():  # it broadcasts
             return False
     for x, y in zip(known.tensors(*call[:4]), canonical, strict=True):
         if x is not y and (x is None or y is None or x.shape != y.shape):
