@@ -129,6 +129,17 @@ def test_without_heads(score):
     compare(together, one_by_one, leaves)
 
 
+def test_additive_attention_passes_its_options_on():
+    (q, _), (k, _) = nested(LENGTHS, 2, 8), nested(KEYS, 2, 8)
+    weight, options = torch.randn(2, 8), dict(return_lse=True, is_causal=True, softcap=2.0)
+    found = fastattn.additive_attention(q, k, k, weight, **options)
+    expected = fastattn.attention(q, k, k, score="additive", weight=weight, **options)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x.transpose(1, 2).values(), y.transpose(1, 2).values())
+    with pytest.raises(ValueError, match="backend: expected"):
+        fastattn.additive_attention(q, k, k, weight, backend="fpga")
+
+
 def compare(together, one_by_one, leaves):
     wide = [x.detach().double().requires_grad_() for x in leaves]
     calls = (together, leaves), (one_by_one, leaves), (one_by_one, wide)
@@ -175,6 +186,7 @@ GAPS = torch.nested.nested_tensor_from_jagged(
         ([Q] * 3, {"return_weights": "full"}, "return_weights: .* none"),
         ([Q] * 3, {"mask": fastattn.Mask(window=(1, 1))}, "mask: .* none"),
         ([Q] * 3, {"is_causal": 1}, "is_causal: expected a bool"),
+        ([Q] * 3, {"backend": "fpga"}, "backend: expected"),
     ],
 )
 def test_errors(tensors, options, message):

@@ -178,6 +178,15 @@ def test_the_mean_of_weights_is_rounded_once(dtype):
     assert torch.equal(mean, (full.float().sum(1) / 3).to(dtype))
 
 
+def test_the_mean_of_one_row_without_heads():
+    q, k, weight, sink = torch.randn(2, 1, 8), torch.randn(2, 5, 8), torch.randn(8), torch.zeros(1)
+    full, mean = (
+        fastattn.additive_attention(q, k, k, weight, sink=sink, return_weights=returned)[1]
+        for returned in ("full", "mean")
+    )
+    assert torch.equal(mean, full)
+
+
 def two_heads():
     q, sink = (x.double()[:1, :2] if x.dim() > 1 else x[:2].double() for x in inputs()[::3])
     return q[:, :, :3, :3].clone().requires_grad_(), sink.clone().requires_grad_()

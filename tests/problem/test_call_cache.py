@@ -84,6 +84,14 @@ def test_errors_are_found_again():
             sdpa(q, q, q, return_weights=["mean"])
 
 
+@pytest.mark.parametrize("score", ["scaled_dot", "additive", "gaussian"])
+def test_a_seed_is_checked_after_a_known_call(score):
+    q, own = heads(), {"weight": torch.ones(2, 8)} if score == "additive" else {}
+    fastattn.attention(q, q, q, score=score, **own)
+    with pytest.raises(TypeError, match="seed"):
+        fastattn.attention(q, q, q, score=score, seed=1.5, **own)
+
+
 def test_numbers_that_equal_a_known_one_are_refused_as_before():
     q = heads()
     sdpa(q, q, q, scale=1.0)
