@@ -314,6 +314,14 @@ def test_new_keys_in_a_cache_of_fewer_rows_need_their_rows():
     with pytest.raises(ValueError, match=r"k_cache: .*\[2, L, Hkv, D\], or cache_batch_idx"):
         flash_attn.flash_attn_with_kvcache(x, cache, cache.clone(), x, x, cache_seqlens=1)
     assert not cache.any()
+    own = dict(cache_seqlens=lengths_of([0, 1]), cache_batch_idx=lengths_of([0, 0]))
+    flash_attn.flash_attn_with_kvcache(x, cache, cache.clone(), x, x, **own)
+    assert cache.sum((2, 3)).tolist() == [[4, 4, 0, 0]]
+
+
+def test_a_cache_gives_no_gradients():
+    q, k, v = (x.requires_grad_() for x in draw(1, 6))
+    assert not flash_attn.flash_attn_with_kvcache(q, k, v).requires_grad
 
 
 def test_samples_may_share_a_cache():
@@ -342,10 +350,10 @@ def test_integers_out_of_range(options, message, new):
     assert not cache.any()
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 2, 2), (1, 4, 1, 2)])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 2), (1, 3, 2, 2), (1, 4, 1, 2)])
 def test_caches_that_do_not_fit_each_other(shape):
     x, k_cache, v_cache = torch.ones(1, 1, 2, 2), torch.zeros(1, 4, 2, 2), torch.zeros(shape)
-    with pytest.raises(ValueError, match=r"k_cache and v_cache: .* \[1, 4, 2, 2\] and \[1, "):
+    with pytest.raises(ValueError, match=r"k_cache and v_cache: .* \[1, 4, 2, 2\] and \["):
         flash_attn.flash_attn_with_kvcache(
             x, k_cache, v_cache, x, x[:, :, : shape[2]], cache_seqlens=3
         )
@@ -378,6 +386,8 @@ SLOPES, OFFSETS = torch.ones(H), torch.tensor([0, 1, 3])
          r"cache_seqlens: expected \[2\], got \[1\]"),
         (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=torch.ones(2)), TypeError,
          "cache_seqlens: expected integers"),
+        (lambda f: f.flash_attn_with_kvcache(Q, Q, Q, cache_leftpad=torch.ones(2).bool()),
+         TypeError, "cache_leftpad: expected integers, got torch.bool"),
         (lambda f: f.flash_attn_varlen_func(Q, Q, Q, OFFSETS, OFFSETS), ValueError,
          r"q: expected \[T, H, D\], got \[2, 3, 4, 8\]"),
         (lambda f: f.flash_attn_varlen_qkvpacked_func(Q[0], OFFSETS), ValueError,
