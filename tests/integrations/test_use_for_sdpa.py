@@ -178,6 +178,8 @@ def test_jagged_sequences_with_a_mask_are_left_to_torch():
         (lambda: draw(1, 2, 3, 4).as_subclass(Overriding), "Overriding is a tensor subclass"),
         (nested, "nested tensor"),
         (lambda: draw(1, 2, 3, 4).cfloat(), "dtype torch.complex64"),
+        (lambda: jagged(draw(3, 8).cfloat()), "dtype torch.complex64"),
+        (lambda: draw(1, 2, 3, 4).to_sparse(), "layout torch.sparse_coo"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -326,6 +328,11 @@ def test_a_wrapped_model():
     wrapped(x)
     assert (calls.fastattn, again.fastattn) == (2, 2)  # the second one in place of the first
     assert wrapped.forward.__wrapped__.__self__ is wrapped
+    with torch.device("cpu"):  # a mode, too
+        wrapped(x)
+    with fastattn.use_for_sdpa() as outer:
+        wrapped(x)
+    assert (again.fastattn, outer.fastattn) == (4, 2)
 
 
 def test_copies_of_a_wrapped_model_are_wrapped_and_their_own():
