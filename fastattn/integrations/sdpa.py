@@ -132,7 +132,7 @@ def _reason_against(call: dict[str, Any]) -> str | None:
             return f"layout {x.layout}"
         if x.dtype is not torch.bool and (reason := _dtype(x)) is not None:
             return reason
-    if call.get("enable_gqa") and _differ_in_heads(k, v):
+    if _differ_in_heads(k, v):
         return "key and value of different heads"
     attn_mask = call.get("attn_mask")
     if attn_mask is not None and call.get("is_causal"):
@@ -201,7 +201,7 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
     - dtypes other than float16, bfloat16, float32 and float64;
     - a ``scale`` or ``dropout_p`` that is no float, or a ``scale`` beyond 1e30;
     - ``attn_mask`` beside ``is_causal``, or of less than 2 dims;
-    - key and value of different heads with ``enable_gqa``.
+    - key and value of different heads.
 
     Args:
         model: any module, changed in place. Its ``forward`` is wrapped, and so is that of every
