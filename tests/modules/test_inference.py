@@ -103,11 +103,11 @@ class TestTheShortWay:
     def test_other_keys_that_do_not_fit(self, module, x, operator_calls):
         theirs = nn.MultiheadAttention(8, 2, batch_first=True)
         with torch.no_grad():
-            for y in (x[:1], x[..., :7], x[0]):
+            for y, z in (*((y, y) for y in (x[:1], x[..., :7], x[0])), (x, x[:, :3])):
                 with pytest.raises((AssertionError, RuntimeError)) as error:
-                    theirs(x, y, y)
+                    theirs(x, y, z)
                 with pytest.raises(error.type, match=re.escape(str(error.value))):
-                    module(x, y, y)
+                    module(x, y, z)
             with pytest.raises(RuntimeError, match="dtype"):
                 module(x, x.double(), x.double())
             with pytest.raises(TypeError, match="key: expected a Tensor"):
