@@ -178,7 +178,7 @@ def _operator(
     The record is that of self-attention with the lengths of any call: they change no choice.
     """
     E, H = module.embed_dim, module.num_heads
-    call = x.dtype, x.device, E, H, return_weights
+    call = x.dtype, E, H, return_weights
     found = call_cache.look_up(call)
     if found is None:
         heads = projection.split_heads(x, H, module.batch_first)  # q, k and v have its shape
