@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastattn
 from fastattn import MultiheadAttention
@@ -87,6 +88,7 @@ def nested(x):
     ("made", "reason"),
     [
         (lambda x: x.as_subclass(Subclass), "overrides torch functions"),
+        (lambda x: TwoTensor(x, x), "wraps other tensors"),
         (nested, "nested tensors"),
     ],
 )

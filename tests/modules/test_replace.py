@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fastattn import MultiheadAttention, replace_attention
+from fastattn import MultiheadAttention, explain, replace_attention
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 
@@ -266,4 +266,6 @@ def test_scripted_after_replacement():
     with torch.no_grad():
         expected = model(x)
         replace_attention(model)
+        torch.jit.script(model.layers[0].self_attn)
+        assert explain(model, x).torch == {}  # the module itself is as it was
         torch.testing.assert_close(torch.jit.script(model)(x), expected, **TOLERANCE)
