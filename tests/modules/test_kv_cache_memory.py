@@ -56,6 +56,18 @@ def test_memory_of_a_graph_is_never_written(change):
 
 
 @torch.no_grad()
+def test_reorder_goes_on_after_inference_mode():
+    cache, order = KVCache(), torch.tensor([2, 0, 1])
+    with torch.inference_mode():
+        cache.update(*torch.randn(2, B, H, N, 4))
+        before = cache.key.clone()
+        cache.reorder(order)
+    for _ in range(2):
+        cache.reorder(order)  # thrice is the identity
+    assert torch.equal(cache.key, before)
+
+
+@torch.no_grad()
 def test_deep_copies_leave_spare_memory_behind():
     cache = KVCache()
     cache.update(*torch.randn(2, B, H, N, 4))
