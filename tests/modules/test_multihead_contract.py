@@ -86,16 +86,22 @@ class TestDelegation:
         torch.testing.assert_close(out.as_subclass(torch.Tensor), module(x, x, x)[0])
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-    def test_nested_input_in_training(self, module, x):
+    @pytest.mark.parametrize(("training", "grad"), [(True, True), (True, False), (False, True)])
+    def test_nested_input_in_training(self, module, x, training, grad):
         nested = torch.nested.nested_tensor([x[0], x[1, :3]])
-        with pytest.raises(AssertionError, match="does not support NestedTensor"):
-            module(nested, nested, nested)
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(AssertionError, match="does not support NestedTensor"),
+        ):
+            module.train(training)(nested, nested, nested, need_weights=False)
 
-    def test_nested_input_with_weights(self, module, x, calls):
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_nested_input_with_weights_or_the_causal_hint(self, module, x, calls, is_causal):
         nested = torch.nested.nested_tensor([x[0], x[1, :3]])
+        options = dict(need_weights=not is_causal, is_causal=is_causal)
         with torch.no_grad():
-            _, weights = module.eval()(nested, nested, nested)
-        assert weights.shape == (2, 5, 5)
+            _, weights = module.eval()(nested, nested, nested, **options)
+        assert is_causal or weights.shape == (2, 5, 5)
         assert not calls
 
 
