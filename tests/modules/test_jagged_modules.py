@@ -206,7 +206,8 @@ def test_stored_weights():
     module = fastattn.AdditiveAttention(DIM, DIM, 5)
     module.store_weights = True
     check(module, *both(attend), [QUERIES, KEYS, KEYS])
-    assert module.attention_weights is not None
+    module(Q, K, K)
+    assert module.attention_weights.shape == (len(KEYS), max(QUERIES), max(KEYS))
 
 
 def test_jagged_queries_over_dense_keys():
@@ -313,6 +314,9 @@ def test_no_sequences_elsewhere():
 Q, K = sequences((torch.randn(sum(QUERIES), DIM), QUERIES), (torch.randn(sum(KEYS), DIM), KEYS))
 [OTHER] = sequences((torch.randn(sum(KEYS), DIM), KEYS))
 [FEW] = sequences((torch.randn(5, DIM), (2, 3)))
+GAPS = torch.nested.nested_tensor_from_jagged(
+    torch.randn(9, DIM), torch.tensor([0, 4, 9]), torch.tensor([2, 3])
+)
 MULTIHEAD = fastattn.MultiheadAttention(DIM, 2, batch_first=True)
 LUONG = fastattn.LuongAttention(DIM)
 KERNEL = fastattn.NadarayaWatson()
@@ -336,6 +340,7 @@ KERNEL = fastattn.NadarayaWatson()
         (lambda: LUONG(Q, K, OTHER), "values: expected the offsets of keys"),
         (lambda: LUONG(Q, K, torch.zeros(4, 70, DIM)), "values: expected the offsets of keys"),
         (lambda: LUONG(FEW, K), "keys: expected as many sequences as queries, 2, got 4"),
+        (lambda: LUONG(FEW, GAPS), "keys: expected no gaps"),
         (lambda: LUONG(Q.unflatten(-1, (2, 4)), K), r"queries: expected \(B, j, features\)"),
         (lambda: LUONG(torch.zeros(4), K), r"queries: expected \(B, M, features\) or \(B, f"),
         (

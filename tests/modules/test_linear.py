@@ -345,10 +345,13 @@ class TestLayers:
         assert len(calls) == 1
 
     def test_others_are_called(self, calls):
-        layer = nn.Linear(E, FEATURES)
-        layer.register_forward_hook(lambda layer, inputs, output: 3 * output)
+        hooked, plain = nn.Linear(E, FEATURES), nn.Linear(E, FEATURES)
+        hooked.register_forward_hook(lambda layer, inputs, output: 3 * output)
+        del plain.bias
+        plain.bias = torch.randn(FEATURES)  # no parameter
         x = drawn()[0]
-        assert torch.equal(linear.call(layer, x), layer(x))
+        for layer in (hooked, plain):
+            assert torch.equal(linear.call(layer, x), layer(x))
         assert not calls
 
     @pytest.mark.parametrize("cls", [fastattn.MultiheadAttention, nn.MultiheadAttention])

@@ -135,6 +135,11 @@ def test_errors(tensors):
         LuongAttention(8)(queries, queries, mask=torch.ones(3, 3, dtype=torch.bool))
     with pytest.raises(TypeError, match="queries: expected a Tensor, got list"):
         LuongAttention(8)([1.0], queries)
+    lens = torch.tensor([N + 1, 0, 4])
+    with pytest.raises(ValueError, match=r"^valid_lens: expected values"):
+        module(*tensors, lens)
+    with pytest.raises(ValueError, match=r"^mask\.kv_len: expected values"):
+        module(*tensors, mask=Mask(kv_len=lens))
 
 
 def test_one_query_for_all_samples():
