@@ -207,11 +207,16 @@ def test_the_newest_verdict_counts(monkeypatch):
     about = check, CPU, False
     health.keep(check, CPU, "wrong")
     assert health.reason(*about) == "wrong"
+    health.forget()
+    assert health.reason(*about) == "wrong"  # the file says it
     health.keep(check, CPU, None)
     assert health.reason(*about) is None
     health.forget()
     health.keep(check, CPU, "it raises", lasting=False)
     assert health.reason(*about) == "it raises"  # the file says that it is right
+    assert health.reason(check, torch.device("meta"), False) is None
+    for other in ({"backend": "other"}, {"score": "additive"}, {"dtype": "float16"}):
+        assert health.reason(check._replace(**other), CPU, False) is None
 
 
 # ---- when nothing runs ----
