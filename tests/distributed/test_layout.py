@@ -45,6 +45,11 @@ def test_parts_join_to_the_whole(kind):
         assert torch.equal(layout.join(parts, 1), x)
 
 
+def test_empty_pieces_lie_anywhere():
+    layout = Layout(8, (((2, 2), (3, 8)), ((0, 3),)))
+    assert layout.sizes == (5, 3)
+
+
 def test_compiled_calls_know_the_numbers_of_a_layout():
     """Pieces are sorted, which symbols cannot be."""
     layout, x = Layout.zigzag(10, 2, unit=1), torch.randn(2, 10)

@@ -132,6 +132,14 @@ def test_lists_are_on_the_cpu_whatever_the_default_device():
         assert all(map(torch.equal, packed(made, same, bias=bias), expected))
 
 
+def test_documents_that_cannot_be_read():
+    q, offsets = torch.zeros(12, 2, 8, device="meta"), torch.zeros(3, dtype=torch.int32).to("meta")
+    bias = fastattn.ALiBi(torch.zeros(2, device="meta"))
+    assert fastattn.varlen_attention(q, q, q, offsets, offsets, bias=bias).shape == q.shape
+    with pytest.raises(ValueError, match="leave cu_seqlens_k out"):
+        fastattn.varlen_attention(q, q, q, offsets, offsets.clone(), bias=bias)
+
+
 def test_keys_have_the_documents_of_the_queries():
     made = draw("dot", LARGE)
     got = fastattn.varlen_attention(*made.values(), LARGE[0], enable_gqa=True)

@@ -91,10 +91,10 @@ def test_masks(alignment, per_query, tensors):
 @pytest.mark.parametrize("step", [0, 2, 9, N - 2, N + D, N + 50])
 def test_later_steps(step, tensors):
     """Also steps beyond the keys, for a target longer than its source."""
-    keep = torch.rand(M, N) < 0.6
-    options = dict(step=step, attn_mask=keep, need_weights=True)
     module = module_for("monotonic")
-    assert_module_close(module, Plain(None, keep, step), tensors, **options)
+    for keep in (torch.rand(M, N) < 0.6, torch.rand(M, 1) < 0.6):
+        options = dict(step=step, attn_mask=keep, need_weights=True)
+        assert_module_close(module, Plain(None, keep, step), tensors, **options)
 
 
 def test_float_mask_has_a_gradient(alignment, tensors):
@@ -120,10 +120,14 @@ def test_step_by_step_with_a_cache(alignment, method, tensors):
     torch.testing.assert_close(found, expected)
 
 
-def test_garbage_behind_a_mask(alignment, tensors):
+@pytest.mark.parametrize("kind", ["valid_lens", "attn_mask"])
+def test_garbage_behind_a_mask(alignment, kind, tensors):
     """It reaches neither output nor gradients: those of the Gaussian would be 0 * NaN."""
     module = module_for(alignment)
     lens = torch.tensor([N, 6, 3])
+    behind = torch.arange(N) >= lens[:, None, None]
+    added = torch.zeros(behind.shape).masked_fill(behind, -torch.inf)
+    options = {kind: {"valid_lens": lens, "attn_mask": added}[kind]}
     clean, spoilt = tensors, [t.clone() for t in tensors]
     for x in spoilt[1:]:
         x[1, 6:] = torch.nan
@@ -131,7 +135,7 @@ def test_garbage_behind_a_mask(alignment, tensors):
     results = []
     for inputs in (clean, spoilt):
         leaves = [x.requires_grad_() for x in inputs]
-        out = module(*leaves, lens)
+        out = module(*leaves, **options)
         results.append((out, torch.autograd.grad(out.sum(), [*leaves, *module.parameters()])))
     torch.testing.assert_close(results[1], results[0])
 
