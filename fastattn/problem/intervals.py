@@ -135,9 +135,8 @@ def segments(
     i = torch.arange(M, device=x.device)
     begin = torch.where(torch.nn.functional.pad(changes, (1, 0)), i, 0)
     end = torch.where(torch.nn.functional.pad(changes, (0, 1)), i + 1, M)
-    if M:
-        begin, end = begin.cummax(-1).values, end.flip(-1).cummin(-1).values.flip(-1)
-    return _around(i, begin[:, :M], end[:, :M], causal, window)
+    begin, end = begin.cummax(-1).values, end.flip(-1).cummin(-1).values.flip(-1)
+    return _around(i, begin, end, causal, window)
 
 
 def prefix(lengths: Integers, length: int, device: torch.device | str | None) -> Tensor:
