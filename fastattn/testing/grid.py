@@ -138,6 +138,8 @@ def _grid() -> list[Case]:
              kv_begin="rows", keep="hn", M=65, N=130, weights="full", dropout_p=0.2),
         Case("relative-added", bias="relative", attn_mask="mn", attn_mask_dtype=torch.float32,
              M=33, N=20),
+        Case("relative-added-M0", bias="relative", attn_mask="mn", attn_mask_dtype=torch.float32,
+             M=0, N=5),
         Case("relative-no-grad", bias="relative", bias_grad=False, M=3, N=5),
     ]  # fmt: skip
     weights = [

@@ -294,7 +294,7 @@ def drawn_masks():
     return {
         "bool": dict(attn_mask=keep), "float": dict(attn_mask=numbers), "bias": dict(bias=numbers),
         "limits": dict(mask=Mask(kv_len=ends)), "sink": dict(sink=sink),
-        "seed": dict(dropout_p=0.3, seed=torch.tensor(7)),
+        "seed": dict(dropout_p=0.3, seed=torch.tensor([7])),
     }  # fmt: skip
 
 

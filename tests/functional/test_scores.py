@@ -276,6 +276,13 @@ def test_gaussian_of_a_query_without_keys(backend, garbage):
 ULP = torch.finfo(torch.float32).eps
 
 
+def test_an_infinite_bandwidth_weighs_all_keys_alike():
+    q, k, v = draw()
+    for bandwidth in (math.inf, torch.tensor(math.inf)):
+        out = attention(q, k, v, score="gaussian", bandwidth=bandwidth)
+        torch.testing.assert_close(out, v.mean(-2, keepdim=True).expand_as(out))
+
+
 @pytest.mark.parametrize("shape", [(), (H, 1, 1), (D,), (H, 1, D)], ids=str)
 def test_a_small_bandwidth_costs_no_digits(backend, shape):
     """At 1e-4 of the range a score is within 4 ulp, its gradients within the budget."""

@@ -384,6 +384,8 @@ class TestStatic:
             cache.update(cache.key, cache.value)
         with pytest.raises(AssertionError, match="key_padded_mask"):
             module(x, None, None, torch.zeros(B, 1).bool(), cache=cache)
+        with pytest.raises(AssertionError, match="unbatched 2D or batched 3D"):
+            module(torch.tensor(1.0), None, None, torch.zeros(B, N).bool(), cache=cache)
 
 
 @pytest.mark.parametrize("fault", ["device", "dtype", "dropout"])

@@ -356,13 +356,11 @@ def test_masks_move_to_a_device():
 
 def test_dense_masks_are_checked():
     assert Mask().to_dense(2, 3).all()
+    lengths = Mask(kv_len=torch.tensor([1, 2]))
     with torch.device("meta"):
         assert Mask().to_dense(2, 3).is_meta
-    lengths = Mask(kv_len=torch.tensor([1, 2]))
-    assert lengths.to_dense(1, 3, B=2)[:, 0, 0].tolist() == [
-        [True, False, False],
-        [True, True, False],
-    ]
+        found = lengths.to_dense(1, 3, B=2)  # where its lengths are
+    assert found[:, 0, 0].tolist() == [[True, False, False], [True, True, False]]
     for sizes, message in (((2, -1), "N: expected 0"), ((2, 3), r"mask.kv_len: expected \[1\]")):
         with pytest.raises(ValueError, match=message):
             lengths.to_dense(*sizes)
