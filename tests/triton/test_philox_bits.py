@@ -70,8 +70,9 @@ def test_every_backend_drops_the_same_weights(device):
     assert 0 < want.sum() < want.numel()
     for backend in ("cpu", "eager", "triton"):
         x, y = (t.to(device if backend == "triton" else "cpu") for t in (q, k))
+        seed = torch.tensor([SEEDS[-1]], device=x.device)
         _, weights = fastattn.scaled_dot_product_attention(
-            x, y, y, dropout_p=0.37, seed=SEEDS[-1], return_weights="full", backend=backend
+            x, y, y, dropout_p=0.37, seed=seed, return_weights="full", backend=backend
         )
         assert torch.equal(weights.cpu() != 0, want), backend
 
