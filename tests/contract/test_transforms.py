@@ -5,6 +5,7 @@ import torch
 from helpers import SCORES, assert_close, attend, inputs
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from fastattn import Mask
 
@@ -281,6 +282,23 @@ def test_jvp(backend, score):
     found, plain = moved(score, backend, f32), moved(score, "eager", f32)
     truth = moved(score, "eager", f64)
     assert_close(found, plain, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@scores
+def test_tangents_have_the_dtypes_of_results(backend, score, dtype):
+    made = inputs(score, dtype=dtype)
+
+    def call(made):
+        return results(backend, made)
+
+    def gradients(made):
+        return grad(lambda made: sum(x.float().sum() for x in call(made)))(made)
+
+    for function in (call, gradients):
+        both = map(tree_leaves, jvp(function, (made,), (made,)))
+        for value, tangent in zip(*both, strict=True):
+            assert value.dtype == tangent.dtype
 
 
 @scores
