@@ -251,7 +251,7 @@ def gradients(
 
 def of_heads(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of x from those of samples, which may share it."""
-    return (grad.sum(0) if x.dim() < grad.dim() else grad).to(x.dtype)
+    return grad.sum(0) if x.dim() < grad.dim() else grad  # autograd casts it
 
 
 class AttentionBackwardFunction(torch.autograd.Function):
@@ -272,7 +272,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        _, ctx.p, ctx.bias_needs_grad, *tensors = inputs
+        _, ctx.p, _, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -316,8 +316,8 @@ def _reference_vjp(p: Problem, inputs: list[Any], grads: tuple[Any, ...]) -> lis
         return [outputs[n] for n in wanted]
 
     with arguments.no_autocast(p.device.type):
-        outputs, vjp, *_ = torch.func.vjp(first_order, *[inputs[n] for n in present])
-        pulled = vjp([grads[n].to(o.dtype) for n, o in zip(wanted, outputs, strict=True)])
+        _, vjp, *_ = torch.func.vjp(first_order, *[inputs[n] for n in present])
+        pulled = vjp([grads[n] for n in wanted])
     second: list[Tensor | None] = [None] * len(inputs)
     for n, g in zip(present, pulled, strict=True):
         second[n] = g
@@ -357,10 +357,6 @@ class BackwardForwardMode(AttentionBackwardFunction):
         moved = *tangents[:_INPUTS], *tangents[_ALL + len(_SAVED) :]
         p = ctx.p.with_tensors(*own)
         grads = _reference_jvp(reference.backward, p, [*inputs, *upstream], moved)
-        if not ctx.bias_needs_grad:
-            grads[_BIAS] = None
-        if beside[_SAVED.index("lse")] is None:
-            grads[_SINK] = None
         return tuple(
             g if g is None or n in _OF_HEADS else g.to(x.dtype)
             for n, (g, x) in enumerate(zip(grads, inputs, strict=True))
