@@ -313,3 +313,25 @@ def test_masks_from_inference_mode_train(backend, name):
     )
     for grads, expected in zip(found, want, strict=True):
         assert_same_bits(*(dict(zip(call, g, strict=True)) for g in (grads, expected)))
+
+
+class Endless(torch.autograd.Function):
+    """The same, and no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_no_gradient_gives_none(backend):
+    """Repeated, as later calls go other ways."""
+    for _ in range(4):
+        call = inputs(grad=True)
+        query = call["query"]
+        (Endless.apply(attend(**call, backend=backend)).sum() + query.sum()).backward()
+        assert torch.equal(query.grad, torch.ones_like(query))
+        assert call["key"].grad is call["value"].grad is None

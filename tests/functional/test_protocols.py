@@ -262,6 +262,15 @@ def test_explain_explains_nested_tensors():
     assert "kv_len" in said
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", range(3))
+def test_nested_tensors_are_refused_in_our_words(place):
+    tensors = [torch.zeros(1, 2, 3, 4)] * 3
+    tensors[place] = torch.nested.nested_tensor([torch.zeros(2, 3, 4)])
+    with pytest.raises(TypeError, match="expected a dense strided tensor, got a nested tensor"):
+        fastattn.scaled_dot_product_attention(*tensors)
+
+
 def test_explain_takes_all_that_the_call_takes():
     q = torch.zeros(1, 2, 3, 4)
     said = fastattn.explain(

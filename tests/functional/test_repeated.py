@@ -309,27 +309,6 @@ def test_backward_twice(ordinary):
         out.sum().backward()
 
 
-class Endless(torch.autograd.Function):
-    """The same, and no gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
-def test_no_gradient_gives_none():
-    for _ in range(4):
-        args = heads()
-        out = sdpa(*args)
-        (Endless.apply(out).sum() + args[0].sum()).backward()
-        assert torch.equal(args[0].grad, torch.ones(2, 2, 3, 8))
-        assert args[1].grad is args[2].grad is None
-
-
 def test_hooks_of_saved_tensors(ordinary):
     args, packed = heads(), []
     known(args)

@@ -276,6 +276,16 @@ def test_gaussian_of_a_query_without_keys(backend, garbage):
 ULP = torch.finfo(torch.float32).eps
 
 
+@pytest.mark.parametrize("score", ["scaled_dot", "additive", "gaussian"])
+def test_a_seed_is_checked_after_a_known_call(score):
+    q, own = torch.zeros(1, 2, 4, 8), {}
+    if score == "additive":
+        own["weight"] = torch.ones(2, 8)
+    attention(q, q, q, score=score, **own)
+    with pytest.raises(TypeError, match="seed"):
+        attention(q, q, q, score=score, seed=1.5, **own)
+
+
 def test_an_infinite_bandwidth_weighs_all_keys_alike():
     q, k, v = draw()
     for bandwidth in (math.inf, torch.tensor(math.inf)):

@@ -84,14 +84,6 @@ def test_errors_are_found_again():
             sdpa(q, q, q, return_weights=["mean"])
 
 
-@pytest.mark.parametrize("score", ["scaled_dot", "additive", "gaussian"])
-def test_a_seed_is_checked_after_a_known_call(score):
-    q, own = heads(), {"weight": torch.ones(2, 8)} if score == "additive" else {}
-    fastattn.attention(q, q, q, score=score, **own)
-    with pytest.raises(TypeError, match="seed"):
-        fastattn.attention(q, q, q, score=score, seed=1.5, **own)
-
-
 def test_numbers_that_equal_a_known_one_are_refused_as_before():
     q = heads()
     sdpa(q, q, q, scale=1.0)
@@ -105,15 +97,6 @@ def test_arrays_are_refused_in_our_words(name):
     q = heads()
     with pytest.raises(TypeError, match=f"{name}: expected .*ndarray"):
         sdpa(q, q, q, **{name: np.ones((4, 4), bool)})
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("place", range(3))
-def test_nested_tensors_are_refused_in_our_words(place):
-    tensors = [heads()] * 3
-    tensors[place] = torch.nested.nested_tensor([heads()[0]])
-    with pytest.raises(TypeError, match="expected a dense strided tensor, got a nested tensor"):
-        sdpa(*tensors)
 
 
 @pytest.mark.parametrize("mask", ["causal", 1, {}])
