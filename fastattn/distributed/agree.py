@@ -27,6 +27,8 @@ ALIKE = (
     "samples", "heads of query", "heads of key", "heads of value", "last dim of query",
     "last dim of value", "dtype",
 )  # fmt: skip
+# And whether these are given.
+OPTIONAL = ("weight", "sink", "attn_mask", "bias", *(f"mask.{name}" for name in MASK_TENSORS))
 
 
 def whole(function: Function) -> Function:
@@ -99,18 +101,24 @@ def layouts(
     layout: Layout | None,
     key_layout: Layout | None,
     group: Group,
+    named: dict[str, Any],
     check: Callable[[], Any],
 ) -> tuple[Layout, Layout]:
-    """Of the queries and of the keys, after a check of query, key and value."""
+    """Of the queries and of the keys, after a check of query, key and value.
+
+    ``named``: what the call is given beside them.
+    """
 
     def own() -> list[int]:
         validate.check_points(*points)
         validate.check_lengths(*points[1:])
         check()
-        return [points[0].shape[-2], points[1].shape[-2], *_shape(*points)]
+        has = (named.get(name) is not None for name in OPTIONAL)
+        return [points[0].shape[-2], points[1].shape[-2], *_shape(*points), *has]
 
     asks = layout is None and not torch.compiler.is_compiling()
-    rows, keys = lengths(own, ALIKE, asks, group)
+    alike = *ALIKE, *(f"{name} is given" for name in OPTIONAL)
+    rows, keys = lengths(own, alike, asks, group)
     known = range(group.size) if asks else (group.rank,)
     if layout is None:
         layout, key_layout = in_order(rows), key_layout or in_order(keys)
@@ -143,12 +151,16 @@ def _shape(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
     return [samples, *heads, query.shape[-1], value.shape[-1], DTYPES.index(query.dtype)]
 
 
-def dtensor_of(options: dict[str, Any], **tensors: Any) -> str | None:
-    """The name of a DTensor among the tensors of a call, its options and its mask, if any."""
+def by_name(options: dict[str, Any], **tensors: Any) -> dict[str, Any]:
+    """The tensors of a call, its options, and what its mask has."""
     mask = options.get("mask")
     masks = MASK_TENSORS if isinstance(mask, Mask) else ()
-    every = tensors | options | {f"mask.{n}": getattr(mask, n) for n in masks}
-    return next((name for name, x in every.items() if arguments.is_dtensor(x)), None)
+    return tensors | options | {f"mask.{n}": getattr(mask, n) for n in masks}
+
+
+def dtensor_of(named: dict[str, Any]) -> str | None:
+    """The name of a DTensor among them, if any."""
+    return next((name for name, x in named.items() if arguments.is_dtensor(x)), None)
 
 
 def in_order(sizes: Iterable[int]) -> Layout:

@@ -184,16 +184,18 @@ def attend(
     asked_all = layout is None
     grouped = options.get("enable_gqa", False)
 
+    own = dict(zip(("query", "key", "value", "weight"), given, strict=True))
+    named = agree.by_name(options, **own, sink=sink)
+
     def check() -> object:
-        own = dict(zip(("query", "key", "value", "weight"), given, strict=True))
-        if (name := agree.dtensor_of(options, **own, sink=sink)) is not None:
+        if (name := agree.dtensor_of(named)) is not None:
             raise TypeError(
                 f"{name}: expected a plain tensor, got a DTensor: write x.to_local() of what this "
                 "rank holds, or scaled_dot_product_attention(), which takes DTensors"
             )
         return validate.build(score, *tensors, enable_gqa=grouped)
 
-    layout, key_layout = agree.layouts(tensors[:3], layout, key_layout, group, check)
+    layout, key_layout = agree.layouts(tensors[:3], layout, key_layout, group, named, check)
     if rows is None:
         rows = agree.with_rows(options, layout, group)
     options = options | {
@@ -207,8 +209,8 @@ def attend(
     inputs = _together(score, tensors, (layout, key_layout), options, group, asked_all)
     p = dataclasses.replace(inputs.p, origin=origin)
     if p.dropout is not None and options.get("seed") is None:
-        own: Any = p.dropout.seed
-        p = dataclasses.replace(p, dropout=Dropout(p.dropout.p, comm.first(own, group)))
+        seed: Any = p.dropout.seed
+        p = dataclasses.replace(p, dropout=Dropout(p.dropout.p, comm.first(seed, group)))
     if sink is not None:
         sinks.check(sink, inputs.q)
         sink = heads.replicated(sink, group)

@@ -68,7 +68,7 @@ def take(
 
 def _check_plain(weight: Any, options: dict[str, Any]) -> None:
     """Raises ValueError for a DTensor beside plain query, key and value."""
-    if (name := agree.dtensor_of(options, weight=weight)) is not None:
+    if (name := agree.dtensor_of(agree.by_name(options, weight=weight))) is not None:
         raise ValueError(
             f"{name}: expected a plain tensor, as query is, got a DTensor: write "
             "x.full_tensor(), or make DTensors of query, key and value"

@@ -155,6 +155,18 @@ def what_differs_by_rank():
         own = (key, value) if at_last else (x, x)
         with pytest.raises(ValueError, match=match):
             context_parallel_attention(x, *own, group, enable_gqa=True)
+    some, here = torch.ones(B, 3, dtype=torch.int64), size - rank - 1
+    for options in (
+        dict(mask=Mask(kv_len=some)),
+        dict(mask=Mask(kv_begin=some)),
+        dict(mask=Mask(keep=torch.ones(3 * size) > 0)),
+        dict(attn_mask=torch.zeros(3, 3 * size)),
+        dict(bias=torch.zeros(3, 3 * size)),
+        dict(sink=torch.zeros(H)),
+        dict(weight=torch.ones(D)),
+    ):
+        with pytest.raises(ValueError, match="is given: expected the same on every rank"):
+            context_parallel_attention(x, x, x, group, **(options if here else {}))
 
 
 def ranks_outside_of_the_mesh():
