@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn.distributed import comm
 from fastattn.distributed.comm import Group
 from fastattn.distributed.layout import Layout, constant
-from fastattn.problem import Mask, arguments, validate
+from fastattn.problem import Mask, arguments
 from fastattn.problem.mask import MASK_TENSORS
 from fastattn.problem.validate import DTYPES
 
@@ -110,8 +110,6 @@ def layouts(
     """
 
     def own() -> list[int]:
-        validate.check_points(*points)
-        validate.check_lengths(*points[1:])
         check()
         has = (named.get(name) is not None for name in OPTIONAL)
         return [points[0].shape[-2], points[1].shape[-2], *_shape(*points), *has]

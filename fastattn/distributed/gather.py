@@ -45,12 +45,12 @@ def _gathered(plan: Plan, tensors: tuple) -> Iterator[tuple[Cut, Problem, tuple]
 def forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
     """(out, lse, weights, stats) of this rank's rows."""
     p, backend = plan.p, registry.get(plan.backend)
-    zeros = tensors[0].new_zeros
-    rows = p.B, p.H, p.M
-    out = empty_out(tensors[0], p.E, p.dtype).zero_()
-    lse, stats = zeros(rows, dtype=p.acc_dtype), zeros((*rows, 2), dtype=p.acc_dtype)
+    q, rows = tensors[0], (p.B, p.H, p.M)
+    out = empty_out(q, p.E, p.dtype)  # pieces are all rows: each number is written
+    lse, stats = (q.new_empty(shape, dtype=p.acc_dtype) for shape in (rows, (*rows, 2)))
     # A mean is a sum over steps, which is rounded once.
-    weights = zeros(p.weights_shape(), dtype=p.acc_dtype if p.weights == "mean" else p.dtype)
+    wide = p.acc_dtype if p.weights == "mean" else p.dtype
+    weights = q.new_zeros(p.weights_shape(), dtype=wide)
     for heads, of_heads, own in _gathered(plan, tensors):
         for cut, whole_rows in plan.pieces(of_heads):
             found = backend.forward(
@@ -82,7 +82,7 @@ def backward(
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=p.acc_dtype, device=p.device)
 
-    of_points = [zeros(*x.shape) for x in (q, k, v)]
+    of_points = [torch.zeros_like(x) for x in (q, k, v)]  # each number is made once
     grad_w = None if w is None else zeros(p.B, p.H, p.D)
     grad_bias = zeros(*bias.shape) if bias_needs_grad else None
     for heads, of_heads, own in _gathered(plan, tensors):
@@ -102,13 +102,12 @@ def backward(
                     total += part
         for to, whole in zip(mine[:2], sums[1:3], strict=True):
             to.copy_(comm.scatter_sum(whole, plan.keys, plan.group))
-    points = zip(of_points, (q, k, v), strict=True)
-    return *(grad.to(x.dtype) for grad, x in points), *grads_beside(w, grad_w, bias, grad_bias)
+    return *of_points, *grads_beside(w, grad_w, bias, grad_bias)
 
 
 def _share(p: Problem, of_heads: Problem, grad_weights: Tensor | None, at: Cut) -> Tensor | None:
     """The gradient of the weights of some rows and heads."""
-    if grad_weights is None or p.weights == "none":
+    if grad_weights is None:
         return None
     if p.weights == "full":
         return blocks.rows_of(grad_weights, at)
@@ -118,5 +117,5 @@ def _share(p: Problem, of_heads: Problem, grad_weights: Tensor | None, at: Cut) 
 def grads_beside(w: Any, grad_w: Any, bias: Any, grad_bias: Any) -> tuple:
     """The gradients of w and of the bias, in their shapes and dtypes."""
     if grad_w is not None:
-        grad_w = (grad_w.sum(0) if w.dim() == 2 else grad_w).to(w.dtype)
+        grad_w = grad_w.sum(0).to(w.dtype)
     return grad_w, None if grad_bias is None else grad_bias.to(bias.dtype)

@@ -154,7 +154,7 @@ def whole_and_part(layout: Layout, dim: int, group: Group) -> Ways:
     """To the whole of a dim, the same on every rank, and to this rank's part of it."""
     return (
         lambda x: comm.gather_rows(x, layout, group, dim),
-        lambda x: layout.take(x, dim, group.rank).clone(),
+        lambda x: layout.take(x, dim, group.rank),
     )
 
 
@@ -226,7 +226,7 @@ def _problem(plan: Plan, own: tuple[int, int], keys: tuple[int, int], operand: C
     p, rows, group = plan.p, plan.layout, plan.group
 
     def limit(x: Any) -> Any:  # [B|1, M|1]
-        if x is None or rows.length == 1 or (x.shape[1] == 1 and 1 not in rows.sizes):
+        if x is None or (x.shape[1] == 1 and 1 not in rows.sizes):
             return x
         # One row's limit looks like one for all rows: both become limits of rows.
         return comm.gather_rows(x.expand(-1, p.M), rows, group, 1)

@@ -165,9 +165,9 @@ class Layout:
         return [sum(_sum(costs, piece) for piece in own) for own in self.pieces]
 
     def take(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """The rank's part of a whole tensor."""
+        """The rank's part of a whole tensor, in memory of its own."""
         parts = [x.narrow(dim, first, size) for _, first, size in self.of(rank)]
-        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+        return torch.cat(parts or [x.narrow(dim, 0, 0)], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """The whole tensor, from the parts of all ranks."""
