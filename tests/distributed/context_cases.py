@@ -144,8 +144,10 @@ def _cases() -> list[Shared]:
         ("zigzag", _case("half", dtype=torch.bfloat16, causal="top_left", **additive)),
         ("balanced", _case("documents", kv_begin="sorted", kv_len="sorted", M=70, N=70)),
         ("contiguous", _case("few", M=5, N=2, B=1)),
+        ("zigzag", _case("one-key-head", Hkv=1, bias="mn", causal="top_left")),
+        ("balanced", _case("double", dtype=torch.float64, bias="mn")),
         ("contiguous", _case("one-query", M=1, N=6, kv_len="rows", kv_begin="rows")),
-        ("zigzag", _case("mean", weights="mean", dropout_p=0.2, keep="bn", bias="bhm", Hkv=2)),
+        ("zigzag", _case("mean", weights="mean", dropout_p=0.2, keep="bn", bias="bhm", H=5, Hkv=5)),
     ]
     methods = ("heads", "gather", "ring")
     pairs = [(m, layout, case) for layout, case in every for m in methods]

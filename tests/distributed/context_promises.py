@@ -20,9 +20,11 @@ from fastattn import Mask, testing
 from fastattn.backends import registry
 from fastattn.distributed import (
     Layout,
+    comm,
     context_parallel_attention,
     count_bytes,
     heads,
+    parallelize,
     shard,
     unshard,
 )
@@ -57,6 +59,19 @@ def a_mesh_and_its_group_are_one():
     assert torch.equal(local(mesh=mesh), local())
 
 
+def a_group_may_have_one_rank():
+    """Which is another rank of the world."""
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    layout, keys = Layout.contiguous(1, 1), Layout.contiguous(N, 1)
+    q, x, mask = drawn(B, H, 1, D), drawn(B, H, N, D), drawn(1, N)
+    whole = fastattn.scaled_dot_product_attention(q, x, x, mask)
+    for method in ("heads", "gather", "ring"):
+        out = context_parallel_attention(
+            q, x, x, group, method=method, layout=layout, key_layout=keys, attn_mask=mask
+        )
+        torch.testing.assert_close(out, whole)
+
+
 def without_a_layout_ranks_may_hold_any_number():
     group, rank, size = world()
     x = drawn(B, H, N, D)
@@ -66,6 +81,21 @@ def without_a_layout_ranks_may_hold_any_number():
     out = context_parallel_attention(own, own, own, group, is_causal=True)
     whole = fastattn.scaled_dot_product_attention(x, x, x, is_causal=True)
     torch.testing.assert_close(out, whole[:, :, begin : begin + sizes[rank]])
+
+
+def with_a_layout_ranks_ask_nothing():
+    """An answer would wait for the device."""
+    group, _, size = world()
+    layout, mesh = (
+        Layout.contiguous(N, size),
+        init_device_mesh("cpu", (size,), mesh_dim_names=("c",)),
+    )
+    module = fastattn.MultiheadAttention(D, 2, batch_first=True)
+    parallelize(module, mesh, context="c", layout=layout)
+    x = shard(drawn(B, N, D), 1, layout, group)
+    with mock.patch.object(comm, "lengths", side_effect=AssertionError):
+        local(layout=layout, is_causal=True)
+        module(x, x, x)
 
 
 def one_seed_for_all_ranks():
@@ -157,7 +187,7 @@ def shards_and_back():
     x = drawn(3, N, 2)
     own = shard(x, 1, layout, group)
     assert torch.equal(own, x[:, layout.positions(rank)])
-    whole = unshard(own * 2, -2, layout, group)
+    whole = unshard(own.mul_(2), -2, layout, group)
     assert torch.equal(whole, x * 2)
     (grad,) = torch.autograd.grad(whole.square().sum(), x)
     torch.testing.assert_close(grad, 8 * x)
@@ -165,7 +195,11 @@ def shards_and_back():
 
 def heads_at_a_time_change_no_bit():
     for options in ({}, dict(is_causal=True, return_weights="full")):
-        found = [local("gather", heads_per_step=n, **options) for n in (1, 3, 4)]
+        found = []
+        for n in (1, 3, 4):
+            with mock.patch.object(comm, "gather", wraps=comm.gather) as gather:
+                found.append(local("gather", heads_per_step=n, **options))
+            assert gather.call_count == 2 * -(-H // n)
         for other in found[1:]:
             torch.testing.assert_close(other, found[0], rtol=0, atol=0)
 
@@ -221,6 +255,13 @@ def by_itself_it_takes_heads_or_gather():
     with count_bytes() as gathered:
         local("gather", layout=layout, return_lse=True)
     assert sent.bytes == gathered.bytes != of_heads
+    x = drawn(B, H, layout.sizes[dist.get_rank()], D)
+    with count_bytes() as both, count_bytes() as sent:
+        for method in (None, "gather"):
+            context_parallel_attention(
+                x, x[:, :1], x[:, :1], group, layout=layout, method=method, enable_gqa=True
+            )
+            assert both.bytes == sent.bytes == gathered.bytes // H * (1 if method is None else 2)
 
 
 def backends_are_asked_about_wide_sums():
@@ -230,6 +271,18 @@ def backends_are_asked_about_wide_sums():
             local(method, bias=bias)
         (p, _, biased), _ = select.call_args_list[0]
         assert (p.wide, biased) == (method != "heads", bias is not None)
+    get = registry.get
+    for method, forward in (("gather", False), ("ring", True)):
+        spies = {}
+
+        def spied(name, spies=spies):
+            return spies.setdefault(name, mock.Mock(wraps=get(name)))
+
+        with mock.patch.object(registry, "get", spied):
+            local(method).sum().backward()
+        (spy,) = spies.values()
+        for call, wide in ((spy.forward, forward), (spy.backward, True)):
+            assert {p.wide for (p, *_), _ in call.call_args_list} == {wide}
 
 
 def each_rank_uses_the_results_it_likes():
@@ -258,18 +311,18 @@ def inputs_are_freed():
 def bytes_are_those_of_the_table():
     """In equal shares, and in others."""
     group, rank, P = world()
-    for n in (N, N - 2):
+    for n, dtype in ((N, torch.float32), (N - 1, torch.bfloat16)):
         layout = Layout.contiguous(n, P)
         own = layout.sizes[rank]
-        shape = Shape(B, H, 2, n, D, 16, size=4)
+        shape = Shape(B, H, 2, n, D, 16, size=dtype.itemsize)
         lengths = Mask(kv_len=torch.full((B, own), n))  # of this rank's rows
         q, k, v = (
-            drawn(B, heads, own, width)
+            drawn(B, heads, own, width).to(dtype)
             for heads, width in ((H, D), (shape.Hkv, D), (shape.Hkv, shape.E))
         )
         methods = "gather", "ring", *(() if shape.Hkv % P else ("heads",))
-        for method, mask, lse in product(methods, (None, lengths), (False, True)):
-            shape = dataclasses.replace(shape, limits=0 if mask is None else 1, lse=lse)
+        for method, mask, lse in product(methods, (Mask(kv_len=[n] * B), lengths), (False, True)):
+            shape = dataclasses.replace(shape, limits=int(mask is lengths), lse=lse)
             forward, backward = shape.bytes_sent(method, layout.sizes, rank)
             with count_bytes() as sent:
                 found = context_parallel_attention(
@@ -346,7 +399,9 @@ def masks_of_ranks_with_one_row():
 
 PROMISES = [
     a_mesh_and_its_group_are_one,
+    a_group_may_have_one_rank,
     without_a_layout_ranks_may_hold_any_number,
+    with_a_layout_ranks_ask_nothing,
     one_seed_for_all_ranks,
     sinks_and_their_gradients,
     gradients_of_what_is_the_same_everywhere,

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 
+import fastattn
 from fastattn import Mask
 from fastattn.distributed import Layout, context_parallel_attention, shard, unshard
 
@@ -60,6 +61,15 @@ def refused():
          lambda: unshard(Mask(), 2, single, group)),
         (TypeError, "dim: expected an int, got bool", lambda: shard(row, True, single, group)),
         (ValueError, r"sink: expected \[4\]", lambda: local(sink=torch.zeros(H + 1))),
+        (ValueError, "cannot share 0 query heads",
+         call(*(own[:, :0],) * 3, method="heads", layout=layout)),
+        (ValueError, r"write bias.to_dense\(M, N\)",
+         lambda: local(bias=fastattn.ALiBi(torch.ones(H)))),
+        (TypeError, "return_lse: expected a bool", lambda: local(return_lse=1)),
+        (ValueError, f"layout: expected one for {size} ranks, got {size + 1}",
+         lambda: shard(drawn(N), 0, other, group)),
+        (ValueError, "x: expected 24 entries in dim 1", lambda: shard(drawn(N), 1, layout, group)),
+        (ValueError, "x: expected .* entries in dim 0", lambda: unshard(x, 0, layout, group)),
         (ValueError, "heads_per_step: expected 1 or more",
          lambda: local("gather", heads_per_step=0)),
     ):  # fmt: skip
@@ -148,13 +158,15 @@ def what_differs_by_rank():
         for method in ("heads", "gather", "ring"):
             with pytest.raises(ValueError, match=match):
                 context_parallel_attention(own, own, own, group, method=method)
-    for match, value in (
-        ("heads of key", x[:, :2]), ("last dim of value", x[..., :4]), ("heads of value", x[:, :1])
-    ):  # fmt: skip
-        key = value if match == "heads of key" else x
+    for match, query, key, value in (
+        ("heads of key", x, x[:, :2], x[:, :2]),
+        ("last dim of value", x, x, x[..., :4]),
+        ("heads of value", x, x, x[:, :1]),
+        ("samples", x[:1], x[:1], x[:1]),
+    ):
         own = (key, value) if at_last else (x, x)
         with pytest.raises(ValueError, match=match):
-            context_parallel_attention(x, *own, group, enable_gqa=True)
+            context_parallel_attention(query, *own, group, enable_gqa=True)
     some, here = torch.ones(B, 3, dtype=torch.int64), size - rank - 1
     for options in (
         dict(mask=Mask(kv_len=some)),

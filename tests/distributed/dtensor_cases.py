@@ -15,7 +15,8 @@ from fastattn.problem import relative
 
 B, H, N, D = 4, 4, 24, 8
 ONE = {"samples": [Shard(0)], "heads": [Shard(1)], "rows": [Shard(2)], "nothing": [Replicate()]}
-TWO = {"samples-heads": [Shard(0), Shard(1)], "heads-rows": [Shard(1), Shard(2)]}
+TWO = {"samples-heads": [Shard(0), Shard(1)], "heads-rows": [Shard(1), Shard(2)],
+       "samples-rows": [Shard(0), Shard(2)]}  # fmt: skip
 
 
 def drawn(*shape):

@@ -189,7 +189,7 @@ ANYWHERE = [
     Called("additive", **ADDITIVE, attn_mask="float", padding="float"),
     Called("masks", attn_mask="heads", padding="bool", **ONE_HEAD),
     Called("sequence first", options=dict(batch_first=False), attn_mask="bool"),
-    Called("unbatched", attn_mask="heads", batched=False),
+    Called("unbatched", attn_mask="heads", batched=False, **ONE_HEAD),
     Called("cross", options=dict(kdim=12, vdim=20), cross=True, padding="bool", **WITHOUT),
     Called("cross of one size", cross=True, attn_mask="bool"),
     Called("without biases", options=dict(bias=False), **WITHOUT),

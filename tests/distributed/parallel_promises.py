@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from dtensor_cases import Sums
 from parallel_cases import BOTH, HEADS, ROWS, Called, Way, compare, drawn, module_of, zigzag
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
@@ -72,6 +73,9 @@ def the_plain_state_dict_comes_and_goes():
                 module.load_state_dict(others | {"out_proj.weight": torch.zeros(3, 3)})
         plain = {n: whole(x) for n, x in module.state_dict().items()}
         module_of(case).load_state_dict(plain)
+        inside = nn.Sequential(module)
+        inside.load_state_dict({f"0.{n}": x for n, x in expected.items()})
+        assert_state(module, expected)
 
 
 def a_plain_state_dict_fills_a_model_on_meta():
@@ -82,12 +86,14 @@ def a_plain_state_dict_fills_a_model_on_meta():
     assert_state(module, expected)
 
 
-def tied_parameters_stay_tied():
+def tied_and_frozen_parameters_stay_so():
     model, x = nn.Sequential(module_of(PLAIN), module_of(PLAIN)), drawn(2, 5, 32)
     model[1].in_proj_weight = model[0].in_proj_weight
+    model[0].out_proj.weight.requires_grad_(False)
     alone = copy.deepcopy(model)
     parallelize(model, one(), heads="tp")
     assert model[1].in_proj_weight is model[0].in_proj_weight
+    assert [x.out_proj.weight.requires_grad for x in model] == [False, True]
     for both in (model, alone):
         sum(module(x, x, x)[0].square().sum() for module in both).backward()
     torch.testing.assert_close(whole(model[0].in_proj_weight.grad), alone[0].in_proj_weight.grad)
@@ -279,7 +285,10 @@ def weights_of_all_heads_are_rounded_once():
     """The least of all float16: a rank's share of it would be 0."""
     case, x = Called("half", dtype=torch.float16), torch.zeros(1, 4, 32, dtype=torch.float16)
     rare = torch.tensor([0, -16.6, -16.6, -16.6], dtype=torch.float16).expand(4, 4)
-    weights = by_heads(case)(x, x, x, attn_mask=rare)[1]
+    with Sums() as sums:
+        out, weights = by_heads(case)(x, x, x, attn_mask=rare)
+        out.sum().backward()
+    assert sums.dtypes == {torch.float32}
     assert (weights == 2.0**-24).any()
     assert torch.equal(weights, module_of(case)(x, x, x, attn_mask=rare)[1])
 
@@ -316,12 +325,14 @@ def one_rank_may_have_every_row():
     layout, cp = Layout.zigzag(n, size), one("cp")  # one unit holds them all
     torch.manual_seed(5)
     layer = nn.TransformerEncoderLayer(32, 4, 40, dropout=0.0, batch_first=True)
-    plain = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    fastattn.replace_attention(plain)
+    layer.self_attn = fastattn.MultiheadAttention(32, 4, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
     model = parallelize(copy.deepcopy(plain), cp, context="cp", layout=Layout.zigzag)
     x, mask = drawn(2, n, 32), nn.Transformer.generate_square_subsequent_mask(n)
-    out = model(shard(x, 1, layout, cp), mask=shard(mask, 0, layout, cp))
-    torch.testing.assert_close(unshard(out, 1, layout, cp), plain(x, mask=mask))
+    for training in (True, False):  # torch has a layer of its own for inference
+        with torch.set_grad_enabled(training):
+            out = model(shard(x, 1, layout, cp), mask=shard(mask, 0, layout, cp))
+            torch.testing.assert_close(unshard(out, 1, layout, cp), plain(x, mask=mask))
 
 
 def masks_of_one_row():
@@ -349,7 +360,7 @@ def masks_of_one_row():
 PROMISES = [
     the_plain_state_dict_comes_and_goes,
     a_plain_state_dict_fills_a_model_on_meta,
-    tied_parameters_stay_tied,
+    tied_and_frozen_parameters_stay_so,
     checkpoints_of_torch_take_it,
     optimizers_take_it,
     kinds_of_parameters_side_by_side,

@@ -170,6 +170,10 @@ def calls_that_cannot_be_shared():
     module = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=layout)
     with pytest.raises(ValueError, match="one Layout serves one length"):
         module(x, x[:, :4], x[:, :4])
+    more = Layout.contiguous(8 * size + 8, size + 1)
+    many = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=more)
+    with pytest.raises(ValueError, match="one Layout serves one length"):
+        many(x, x, x)
     with pytest.raises(ValueError, match=r"key_padding_mask: expected all \d+ keys"):
         module(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="cache: keys of a shared sequence"):

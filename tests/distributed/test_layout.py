@@ -12,6 +12,7 @@ from bench import context
 from bench.context import imbalance
 from fastattn import Mask
 from fastattn.distributed import Layout
+from fastattn.distributed.heads import heads_of_ranks
 
 SIZES = (0, 1, 2, 7, 8, 100, 129, 1000)
 KINDS = {
@@ -119,6 +120,25 @@ def test_packed_documents_are_balanced_by_cost(ranks, causal):
     assert sixteen < 1.01
 
 
+def test_positions_are_where_they_are_wanted():
+    """Those of a rank without pieces too."""
+    for rank in (0, 1):
+        own = Layout(4, (((0, 4),), ())).positions(rank, "meta")
+        assert own.is_meta
+        assert own.dtype == torch.int64
+
+
+def test_heads_go_to_ranks_in_groups():
+    """Or ranks share a key head, if each needs no other."""
+    assert heads_of_ranks(6, 3, 2) == ([(0, 2), (2, 6)], [(0, 1), (1, 3)])
+    queries, keys = heads_of_ranks(8, 2, 4)
+    assert queries == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert keys == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    for H, Hkv, ranks in ((6, 3, 4), (3, 1, 4), (0, 0, 2)):
+        with pytest.raises(ValueError, match=f"{ranks} ranks cannot share {H} query heads"):
+            heads_of_ranks(H, Hkv, ranks)
+
+
 def test_a_rank_has_no_more_chunks_than_others():
     assert Layout.balanced([9, 1, 1, 1], 2, 2, unit=1).sizes == (2, 2)
 
@@ -132,8 +152,9 @@ def test_a_batch_shares_one_layout():
     layout = Layout.balanced(costs.sum(0), 2, unit=4)
     assert layout == Layout.balanced(costs.sum(0)[None], 2, unit=4)
     assert layout.length == 40
-    with pytest.raises(ValueError, match="cost: expected 40 positions, got 39"):
-        layout.loads(costs[0, 1:])
+    for other in (torch.ones(39), torch.ones(41)):
+        with pytest.raises(ValueError, match=f"cost: expected 40 positions, got {len(other)}"):
+            layout.loads(other)
 
 
 def test_the_page_has_the_table_that_the_script_prints():
