@@ -66,11 +66,12 @@ def run_shared(shared: Shared) -> dict[str, torch.Tensor]:
     rows, keys = layouts_of(shared.layout, case.M, case.N, dist.get_world_size())
     leaves: dict[str, Any] = {
         "q": rows.take(t.q, 2, rank), "k": keys.take(t.k, 2, rank), "v": keys.take(t.v, 2, rank),
-        "w": t.w, "bias": take(t.bias, rows, 2, rank),
+        "w": t.w, "sink": t.sink, "bias": take(t.bias, rows, 2, rank),
     }  # fmt: skip
     leaves = {n: x.detach().clone().requires_grad_() for n, x in leaves.items() if x is not None}
     options: dict[str, Any] = dict(
         mask=local_mask(t, rows, rank), bias=leaves.get("bias"), weight=leaves.get("w"),
+        sink=leaves.get("sink"),
         return_weights=case.weights, return_lse=case.lse, layout=rows, key_layout=keys,
         method=shared.method,
     )  # fmt: skip
@@ -97,7 +98,9 @@ def joined(shared: Shared, parts: list[dict[str, torch.Tensor]]) -> dict[str, to
     whole = {}
     for name in parts[0]:
         own = [part[name] for part in parts]
-        replicated = name == "grad_w" or (name == "grad_bias" and "m" not in case.bias)
+        replicated = name in ("grad_w", "grad_sink") or (
+            name == "grad_bias" and "m" not in case.bias
+        )
         if replicated:
             for x in own[1:]:
                 assert torch.equal(x, own[0]), f"{name} differs by rank"
@@ -145,6 +148,7 @@ def _cases() -> list[Shared]:
         ("balanced", _case("documents", kv_begin="sorted", kv_len="sorted", M=70, N=70)),
         ("contiguous", _case("few", M=5, N=2, B=1)),
         ("zigzag", _case("one-key-head", Hkv=1, bias="mn", causal="top_left")),
+        ("contiguous", _case("few-keys", M=60, N=9, causal="bottom_right", sink=0.5)),
         ("balanced", _case("double", dtype=torch.float64, bias="mn")),
         ("contiguous", _case("one-query", M=1, N=6, kv_len="rows", kv_begin="rows")),
         ("zigzag", _case("mean", weights="mean", dropout_p=0.2, keep="bn", bias="bhm", H=5, Hkv=5)),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from context_promises import B, D, H, N, drawn, local, world
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 
 import fastattn
@@ -249,3 +251,36 @@ REFUSALS = [
     masks_and_seeds_that_change_before_backward,
     no_second_derivative_is_dropped,
 ]
+
+
+# ---- a rank that is gone ----
+
+
+def two_ranks_leave():
+    """What the first of three gets, beside each of the others: an error of torch, and no hang."""
+    rank, layout = dist.get_rank(), Layout.contiguous(N, 2)
+    beside = {n: dist.new_group([0, n]) for n in (1, 2)}
+    x = layout.take(drawn(B, H, N, D), 2, 0)
+    ring = None
+    if rank in (0, 2):
+        ring = context_parallel_attention(x, x, x, beside[2], layout=layout, method="ring")
+    if rank > 0:
+        os._exit(1)
+
+    def on_dtensors():
+        mesh = DeviceMesh.from_group(beside[1], "cpu")
+        own = DTensor.from_local(x, mesh, [Shard(2)], run_check=False)
+        fastattn.scaled_dot_product_attention(own, own, own)
+
+    errors = []
+    for call in (
+        ring.sum().backward,
+        lambda: context_parallel_attention(x, x, x, beside[1], layout=layout, method="gather"),
+        lambda: context_parallel_attention(x, x, x, beside[1], method="heads"),
+        on_dtensors,
+    ):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        assert error.type is RuntimeError
+        errors.append(str(error.value))
+    return errors

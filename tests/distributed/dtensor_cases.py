@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
@@ -15,8 +15,8 @@ from fastattn.problem import relative
 
 B, H, N, D = 4, 4, 24, 8
 ONE = {"samples": [Shard(0)], "heads": [Shard(1)], "rows": [Shard(2)], "nothing": [Replicate()]}
-TWO = {"samples-heads": [Shard(0), Shard(1)], "heads-rows": [Shard(1), Shard(2)],
-       "samples-rows": [Shard(0), Shard(2)]}  # fmt: skip
+TWO = {"samples-heads": [Shard(0), Shard(1)], "samples-rows": [Shard(0), Shard(2)],
+       "heads-rows": [Shard(1), Shard(2)]}  # fmt: skip
 
 
 def drawn(*shape):
@@ -32,7 +32,7 @@ def meshes():
 
 
 def whole(x):
-    return x.full_tensor() if isinstance(x, torch.distributed.tensor.DTensor) else x
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def leaves_of(shape=(B, H, H, N), **beside):
@@ -76,8 +76,8 @@ def every_placement_of_a_causal_call():
 
 
 def masks_biases_and_dropout():
-    """Of all shapes; dropout draws the bits of one device."""
-    for mesh, placements in meshes():
+    """Of all shapes; dropout draws the bits of one device. Two mesh dims may share the heads."""
+    for mesh, placements in [*meshes(), (meshes()[-1][0], [Shard(1), Shard(1)])]:
         for shape in ((N, N), (H, 1, N), (B, 1, N, N)):
             compare(mesh, placements, bias=drawn(*shape), dropout_p=0.3, seed=5,
                     mask=Mask(kv_len=[24, 9, 0, 17]))  # fmt: skip
@@ -85,7 +85,8 @@ def masks_biases_and_dropout():
 
 def the_additive_score_and_full_weights():
     for mesh, placements in meshes():
-        compare(mesh, placements, weight=drawn(H, D), return_weights="full")
+        compare(mesh, placements, shape=(B, 2 * H, H, N), weight=drawn(2 * H, D),
+                return_weights="full")  # fmt: skip
 
 
 def sinks_softcap_windows_and_shared_key_heads():
@@ -190,6 +191,26 @@ def placements_of_results():
         out = fastattn.scaled_dot_product_attention(x, x, x)
         assert list(out.placements) == placements
         assert out.shape == (B, H, N, D)
+        for other in (Shard(3), Shard(-1), Partial()):
+            y = DTensor.from_local(x.to_local(), mesh, [other] * mesh.ndim)
+            out = fastattn.scaled_dot_product_attention(y, y, y)
+            assert list(out.placements) == [Replicate()] * mesh.ndim
+            y = y.full_tensor()
+            alone = fastattn.scaled_dot_product_attention(y, y, y)
+            torch.testing.assert_close(out.full_tensor(), alone)
+
+
+def one_seed_for_all_ranks():
+    """Without a seed, all ranks take the one that the first of them draws."""
+    for mesh, placements in meshes():
+        x = drawn(B, H, N, D).detach()
+        shared = distribute_tensor(x, mesh, placements)
+        torch.manual_seed(100)
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
+        alone = fastattn.scaled_dot_product_attention(x, x, x, dropout_p=0.5, seed=seed)
+        torch.manual_seed(100 + dist.get_rank())
+        out = fastattn.scaled_dot_product_attention(shared, shared, shared, dropout_p=0.5)
+        torch.testing.assert_close(out.full_tensor(), alone)
 
 
 def sequences_of_any_length():
@@ -274,6 +295,12 @@ def refused():
     )
     with pytest.raises(ValueError, match="key: expected as many samples as query"):
         attend(one, many, many)
+    both = init_device_mesh("cpu", (1, size))
+    rows = distribute_tensor(plain.detach(), both, [Shard(2), Shard(2)])
+    with pytest.raises(ValueError, match=r"query: expected rows on one mesh dim.*write Shard\(1\)"):
+        attend(rows, rows, rows)
+    with pytest.raises(ValueError, match="key: expected the mesh of query"):
+        attend(x, rows, rows)
     with pytest.raises(ValueError, match="query: expected the heads of key"):
         attend(head, one, one)
     with pytest.raises(ValueError, match=r"write weight\[None\]"):
@@ -362,6 +389,7 @@ CASES = [
     compiled_calls,
     mean_weights_where_one_rank_has_all_heads,
     seeds_that_are_shared,
+    one_seed_for_all_ranks,
     placements_of_results,
     sequences_of_any_length,
     limits_of_one_query,

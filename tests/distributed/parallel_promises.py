@@ -70,7 +70,7 @@ def the_plain_state_dict_comes_and_goes():
             assert_state(module, others)
             assert all(isinstance(p, DTensor) for p in module.parameters())
             with pytest.raises(RuntimeError, match=r"size mismatch for out_proj\.weight"):
-                module.load_state_dict(others | {"out_proj.weight": torch.zeros(3, 3)})
+                module.load_state_dict(others | {"out_proj.weight": torch.zeros(3)})
         plain = {n: whole(x) for n, x in module.state_dict().items()}
         module_of(case).load_state_dict(plain)
         inside = nn.Sequential(module)
@@ -293,6 +293,32 @@ def weights_of_all_heads_are_rounded_once():
     assert torch.equal(weights, module_of(case)(x, x, x, attn_mask=rare)[1])
 
 
+def outputs_are_rounded_once():
+    """Behind the bias: 1 of the first head and 2^-12 of the last one are 1, rounded too early."""
+    module, x = module_of(Called("half", dtype=torch.float16)), torch.zeros(1, 4, 32).half()
+    values = {"in_proj_bias": 1.0, "out_proj.bias": -1.0}
+    for name, p in module.named_parameters():
+        p.data.fill_(values.get(name, 0.0))
+    module.out_proj.weight.data[:, [0, -1]] = torch.tensor([1.0, 2.0**-12]).half()
+    assert (parallelize(module, one(), heads="tp")(x, x, x)[0] == 2.0**-12).all()
+
+
+def causal_rows_take_heads():
+    """Their mask is dropped, and has no rows that each rank would need."""
+    size, x, found = dist.get_world_size(), drawn(2, 8, 32), []
+    layout, cp = Layout.contiguous(8 * size, size), one("cp")
+    for method in ("heads", None):
+        module = parallelize(module_of(PLAIN), cp, context="cp", layout=layout, method=method)
+        whole_mask = nn.Transformer.generate_square_subsequent_mask(8 * size)
+        for mask in (shard(whole_mask, 0, layout, cp), whole_mask[:8, :8]):
+            with count_bytes() as sent:
+                out, _ = module(x, x, x, attn_mask=mask, need_weights=False, is_causal=True)
+            found.append((sent.bytes, out))
+    for sent, out in found:
+        assert sent == found[0][0]
+        assert torch.equal(out, found[0][1])
+
+
 def calls_are_explained():
     x, one_cp = drawn(2, 5, 32), one("cp")
     for module in (by_heads(), parallelize(module_of(PLAIN), one_cp, context="cp")):
@@ -333,6 +359,9 @@ def one_rank_may_have_every_row():
         with torch.set_grad_enabled(training):
             out = model(shard(x, 1, layout, cp), mask=shard(mask, 0, layout, cp))
             torch.testing.assert_close(unshard(out, 1, layout, cp), plain(x, mask=mask))
+    own = shard(x, 1, layout, cp)
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        model.layers[0].self_attn(own, own, own, is_causal=True)
 
 
 def masks_of_one_row():
@@ -375,6 +404,8 @@ PROMISES = [
     a_transformer_shares_its_attention,
     a_cache_holds_own_heads,
     weights_of_all_heads_are_rounded_once,
+    outputs_are_rounded_once,
+    causal_rows_take_heads,
     calls_are_explained,
     bytes_are_those_of_the_page,
     one_rank_may_have_every_row,

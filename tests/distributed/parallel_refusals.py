@@ -130,6 +130,7 @@ def what_one_rank_refuses_all_refuse():
     alike = [
         ((x[:1],) * 3, dict(attn_mask=mask), "samples: expected the same on every rank"),
         ((x, x, x), {}, "attn_mask is given: expected the same on every rank"),
+        ((x.double(),) * 3, dict(attn_mask=mask), "dtype: expected the same on every rank"),
     ]
     for layout in (None, Layout.contiguous):
         module = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=layout)
@@ -174,6 +175,9 @@ def calls_that_cannot_be_shared():
     many = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=more)
     with pytest.raises(ValueError, match="one Layout serves one length"):
         many(x, x, x)
+    ring = parallelize(module_of(PLAIN), one("cp"), context="cp", layout=layout, method="ring")
+    with pytest.raises(ValueError, match="'ring' cannot rescale a mean"):
+        ring(x, x, x)
     with pytest.raises(ValueError, match=r"key_padding_mask: expected all \d+ keys"):
         module(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="cache: keys of a shared sequence"):

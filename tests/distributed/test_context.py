@@ -8,8 +8,8 @@ import pytest
 import torch
 from context_cases import CASES, check
 from context_compiled import COMPILED
-from context_promises import PROMISES, two_ranks_leave
-from context_refusals import REFUSALS
+from context_promises import PROMISES
+from context_refusals import REFUSALS, two_ranks_leave
 from ranks import by_name, on_ranks
 
 from fastattn.distributed import Layout, shard
