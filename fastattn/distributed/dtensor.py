@@ -113,9 +113,7 @@ class _Call:
 
     @staticmethod
     def _wanted(placement: Any) -> Any:
-        if isinstance(placement, Shard) and placement.dim % 4 < 3 and type(placement) is Shard:
-            return Shard(placement.dim % 4)
-        return Replicate()
+        return placement if type(placement) is Shard and placement.dim < 3 else Replicate()
 
     def _check_heads(self, over: int, H: int, Hkv: int, Hv: int) -> None:
         """Heads go to ranks in whole groups, equally many to each."""

@@ -142,6 +142,8 @@ def what_a_compiler_leaves_out_runs_as_a_whole():
                 f(x, x[..., 1:], None, method)
         for each in (None, bias):  # no rank can tell alone whether a bias of one row has rows
             torch.testing.assert_close(graph(x, x, each, method), call(x, x, each, method))
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="a rank has one row"):
+            compiled(call)(x, x, bias, method)
 
 
 COMPILED = [

@@ -180,14 +180,14 @@ def heads_have_second_derivatives():
 
 def shards_and_back():
     group, rank, size = world()
-    layout = Layout.balanced(range(N), size, 2, unit=4)
     x = drawn(3, N, 2)
-    own = shard(x, 1, layout, group)
-    assert torch.equal(own, x[:, layout.positions(rank)])
-    whole = unshard(own.mul_(2), -2, layout, group)
-    assert torch.equal(whole, x * 2)
-    (grad,) = torch.autograd.grad(whole.square().sum(), x)
-    torch.testing.assert_close(grad, 8 * x)
+    for layout in (Layout.balanced(range(N), size, 2, unit=4), Layout.contiguous(N, size)):
+        own = shard(x, 1, layout, group)
+        assert torch.equal(own, x[:, layout.positions(rank)])
+        whole = unshard(own.mul_(2), -2, layout, group)
+        assert torch.equal(whole, x * 2)
+        (grad,) = torch.autograd.grad(whole.square().sum(), x)
+        torch.testing.assert_close(grad, 8 * x)
 
 
 def heads_at_a_time_change_no_bit():
