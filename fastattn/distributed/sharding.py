@@ -52,8 +52,6 @@ def _placed(arguments: Call | Saved, dim: int | None) -> list[Any]:
             placed.append(None)
         elif dim is None:
             placed.append(Replicate())
-        elif name == "grad_weights" and len(x.shape) == 3:  # a mean, which has no heads
-            placed.append(Shard(0))
         else:
             placed.append(_OTHERS.get(name, lambda _x, dim: Shard(dim))(x, dim))
     return placed

@@ -138,7 +138,7 @@ def _cases() -> list[Shared]:
     additive = dict(score="additive", D=8, E=8)
     every = [
         ("zigzag", _case("causal", causal="top_left")),
-        ("zigzag", _case("additive", causal="top_left", **additive)),
+        ("zigzag", _case("additive", causal="top_left", Hkv=2, **additive)),
         ("balanced", _case("masks", **MASKS)),
         ("balanced", _case("additive-masks", **MASKS, **additive)),
         ("contiguous", _case("cross", M=37, N=91, causal="bottom_right", bias="n", Hkv=2)),
