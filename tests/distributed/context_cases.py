@@ -129,7 +129,8 @@ def compare(shared: Shared, whole: dict[str, torch.Tensor]) -> None:
     testing.assert_invariants(case, t, whole)
     alone = testing.run(case, t)
     equality.note((shared.method, case.score, case.dtype), whole, alone)
-    if shared.method == "heads" and case.weights != "mean":  # whole heads, as one device has them
+    # Whole heads, as one device has them. Torch folds sinks in, and its bits may depend on shapes.
+    if shared.method == "heads" and case.weights != "mean" and case.sink is None:
         names = [n for n in ("out", "lse", "weights") if n in whole]
         testing.assert_same_bits({n: whole[n] for n in names}, {n: alone[n] for n in names})
 
