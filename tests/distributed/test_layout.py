@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from bench import context
 from bench.context import imbalance
 from fastattn import Mask
-from fastattn.distributed import Layout
+from fastattn.backends import flops
+from fastattn.distributed import Layout, operators
 from fastattn.distributed.heads import heads_of_ranks
+from fastattn.problem.schemas import Call
 
 SIZES = (0, 1, 2, 7, 8, 100, 129, 1000)
 KINDS = {
@@ -137,6 +140,17 @@ def test_heads_go_to_ranks_in_groups():
     for H, Hkv, ranks in ((6, 3, 4), (3, 1, 4), (0, 0, 2)):
         with pytest.raises(ValueError, match=f"{ranks} ranks cannot share {H} query heads"):
             heads_of_ranks(H, Hkv, ranks)
+
+
+@pytest.mark.parametrize("name", ["shared_forward", "shared_backward"])
+def test_operations_are_those_of_own_rows_and_all_keys(name):
+    q, k, v, keys = (1, 4, 5, 8), (1, 2, 3, 8), (1, 2, 3, 6), 11
+    layouts = (operators._numbers(Layout.contiguous(n, 2)) for n in (9, keys))
+    words = operators.Words("gather", "", "cpu", None, None, (), *layouts, 1)
+    count = flop_registry[getattr(torch.ops.fastattn, name)]
+    beside = [None] * (len(Call._fields) - 3)
+    formula = flops.forward if name == "shared_forward" else flops.backward
+    assert count(*words, q, k, v, *beside) == formula(q, (1, 2, keys, 8), (1, 2, keys, 6))
 
 
 def test_a_rank_has_no_more_chunks_than_others():
