@@ -147,6 +147,20 @@ def test_queries_without_keys_of_another_magnitude_change_no_bit(isa, factor):
     assert_same_bits(results(call, grad_out, **options), clean)
 
 
+def test_a_weight_is_its_power_of_2_to_few_digits(isa):
+    """Beside a key whose logit is 0, a logit of -x ln 2 has 2^-x of its weight, exact in x."""
+    x = torch.arange(4096) * (3 / 1024)  # with few bits, as halves of fp16 have
+    k, v = torch.tensor([0.0, -1.0]).view(1, 1, 2, 1), torch.ones(1, 1, 2, 1)
+    named = dict(scale=math.log(2), return_weights="full", return_lse=True, backend="cpu")
+    _, weights, lse = attend(x.view(1, 1, -1, 1), k, v, **named)
+    exact = torch.exp2(-x.double())
+    ratio = weights[0, 0, :, 1].double() / weights[0, 0, :, 0].double()
+    assert ((ratio - exact).abs() <= 2**-21.5 * exact).all()
+    q, k, v = (t.bfloat16() for t in (torch.linspace(0, 12, 49).repeat(21), k, v))
+    lse = attend(q.view(1, 1, -1, 1), k, v, **named)[2].flatten().double()
+    assert ((lse - torch.log1p(torch.exp2(-q.double()))).abs() <= 2**-21).all()
+
+
 @pytest.mark.parametrize("M", [1, 3, 40])
 @pytest.mark.parametrize("score", ["dot", "additive"])
 def test_a_row_with_one_key_has_no_gradient(isa, score, M):
@@ -248,6 +262,15 @@ def test_a_capped_row_does_not_see_the_keys_that_it_leaves_out(isa):
         k[..., 7, :] = left_out
         found.append(attend(0.4 * q, k, v, softcap=2.0, mask=Mask(keep=keep), backend="cpu"))
         assert torch.equal(found[-1], found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_nan_stays_nan_under_a_cap(isa, dtype):
+    q, k, v = (torch.randn(1, 1, n, 16).to(dtype) for n in (40, 70, 70))
+    q[..., 3, 0] = math.nan
+    out = attend(q, k, v, softcap=2.0, backend="cpu")
+    rows = torch.arange(40) == 3
+    assert torch.equal(out.isnan(), rows[:, None].expand_as(out))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,31 @@
+"""A single NaN in a tile: the loop that packs it must see it, or masked pairs get it as 0 * NaN."""
+
+import math
+
+import pytest
+import torch
+from helpers import everything, inputs
+
+from fastattn import Mask
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+M, N, D = 35, 70, 20  # every size has whole vectors and a tail
+LAYOUTS = {"rows": lambda x: x, "columns": lambda x: x.mT.contiguous().mT}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
+def test_it_stays_from_pairs_that_are_masked(isa, name, layout):
+    call = inputs(B=1, H=2, M=M, N=N, D=D, E=D) | {"grad_out": torch.randn(1, 2, M, D)}
+    of_keys = name in ("key", "value")
+    keep = torch.rand(M, N) < 0.6
+    for row in (3, 33, 69) if of_keys else (3, 33):
+        for column in (2, 18):
+            spoilt = call | {name: call[name].clone()}
+            spoilt[name][..., row, column] = math.nan
+            spoilt[name] = LAYOUTS[layout](spoilt[name])
+            found = everything(spoilt, spoilt.pop("grad_out"), mask=Mask(keep=keep), backend="cpu")
+            masked = ~keep[:, row] if of_keys else ~keep[row]
+            for result in ("out", "grad_query") if of_keys else ("grad_key", "grad_value"):
+                assert found[result][:, :, masked].isfinite().all(), (result, row, column)
