@@ -254,6 +254,22 @@ def test_lines_that_are_left_to_the_ordinary_way(ordinary, kind):
     assert len(ordinary) == 5
 
 
+def test_strided_parts_of_lines(ordinary):
+    args = heads()
+    for bias in (
+        ALiBi(torch.rand(4)[::2]),
+        ALiBi(torch.rand(2, 2).T),
+        RelativeBias(torch.randn(2, 4).T, torch.arange(3)),
+        RelativeBias(torch.randn(4, 2), torch.tensor([0, 9, 1, 9, 3, 9])[::2]),
+    ):
+        with call_cache.paused():
+            want = sdpa(*args, bias=bias)
+        ordinary.clear()
+        for _ in range(4):
+            assert torch.equal(sdpa(*args, bias=bias), want)
+        assert len(ordinary) < 4
+
+
 def test_strided_limits(ordinary):
     args, limits = heads(), torch.tensor([1, 2, 4, 3])
     with call_cache.paused():

@@ -57,6 +57,7 @@ BAD = {
     "kv-len-batch": dict(kv_len=ints(B + 1, M)),
     "kv-begin-64": dict(kv_begin=ints(B, 1, dtype=torch.int64)),
     "kv-begin-shape": dict(kv_begin=ints(B, M + 1)),
+    "keep-bytes": dict(keep=torch.ones(B, H, M, N).byte()),
     "keep-float": dict(keep=torch.ones(B, H, M, N)),
     "keep-shape": dict(keep=torch.ones(B, H, M + 1, N).bool()),
     "keep-3d": dict(keep=torch.ones(H, M, N).bool()),
@@ -66,6 +67,8 @@ BAD = {
     "dropout-nan": dict(seed=ints(1, dtype=torch.int64), dropout_p=math.nan),
     "dropout-without-seed": dict(dropout_p=0.5),
     "origin-j": dict(seed=ints(1, dtype=torch.int64), dropout_p=0.5, origin_j=6),
+    "softcap": dict(softcap=-1.0),
+    "softcap-nan": dict(softcap=math.nan),
     "weights": dict(weights=len(WEIGHTS)),
     "weights-below": dict(weights=-1),
     "weights-far": dict(weights=2**32),
@@ -84,8 +87,10 @@ BAD_UPSTREAM = {
     "grad-out-half": dict(grad_out=torch.randn(B, H, M, E).half()),
     "stats-rows": dict(stats=torch.randn(B, H, M - 1, 2)),
     "stats-one": dict(stats=torch.randn(B, H, M)),
+    "stats-three": dict(stats=torch.randn(B, H, M, 3)),
     "stats-double": dict(stats=torch.randn(B, H, M, 2).double()),
     "grad-lse": dict(grad_lse=torch.randn(B, H, M + 1)),
+    "grad-lse-double": dict(grad_lse=torch.randn(B, H, M).double()),
     "no-bias": dict(bias_needs_grad=True),
 }
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from fastattn import Mask, testing
+import fastattn
+from fastattn import Mask, RelativeBias, testing
 from fastattn.testing import Case
 
 M, N = 70, 300
@@ -40,6 +41,18 @@ def test_logits_that_are_rounding_alone(isa):
     k = torch.stack([q[..., 1::2], -q[..., ::2]], -1).flatten(-2)
     t = dataclasses.replace(t, q=q.expand_as(t.q), k=k.expand_as(t.k))
     testing.assert_invariants(case, t, testing.run(case, t, "cpu", grad=False))
+
+
+def test_biases_whose_rounding_is_larger_than_a_weight_can_tell(isa):
+    """A score is 512 and rounding, which decides whether a logit is 2^33 or 2^33 + 1024."""
+    q = 10 * torch.randn(1, 4, M, 32).repeat_interleave(2, -1)
+    k = 10 * torch.randn(1, 4, N, 32, 1) * torch.tensor([1.0, -1.0])  # their products are 0
+    k = k.flatten(-2)
+    q[..., :2], k[..., :2] = torch.tensor([1.0, 0.0]), 512
+    bias = RelativeBias(torch.full((3, 4), 2.0**33), torch.arange(3))
+    named = dict(scale=1.0, bias=bias, mask=Mask(window=(0, 0)), backend="cpu")
+    out = fastattn.scaled_dot_product_attention(q, k, torch.ones_like(k), **named)
+    assert torch.equal(out, torch.ones_like(q))
 
 
 @pytest.mark.parametrize("M", [3, 70])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import attend, everything, inputs
 
-from fastattn import Mask, testing
+from fastattn import Mask, RelativeBias, testing
 from fastattn.testing import Case
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -196,6 +196,20 @@ def test_keys_behind_an_infinite_bias_reach_nothing(isa):
     call["key"][:, :, 100:130] = call["value"][:, :, 100:130] = math.nan
     for name, x in everything(call, bias=bias, backend="cpu").items():
         assert x.isfinite().all(), name
+
+
+def test_keys_behind_an_infinite_line_reach_nothing(isa):
+    """The bias masks a key from row 35 on, and an interval does before."""
+    call, rows = inputs(**SIZES), torch.arange(70)
+    table = torch.zeros(61, 3)
+    table[0] = -math.inf  # 30 keys back, or more
+    begins = torch.where(rows < 35, 6, 0).expand(2, 70)
+    call["key"][:, :, 5] = call["value"][:, :, 5] = math.nan
+    options = dict(bias=RelativeBias(table, torch.arange(61)), mask=Mask(kv_begin=begins))
+    leaves = [x.requires_grad_() for x in call.values()]
+    out = attend(*leaves, **options, backend="cpu")
+    for x in (out, *torch.autograd.grad(out.sum(), leaves)):
+        assert x.isfinite().all()
 
 
 def test_a_row_of_the_smallest_bias_is_uniform(isa):

@@ -60,6 +60,20 @@ def test_all_of_one_magnitude(isa, name):
     check(call, grad_out)
 
 
+@pytest.mark.parametrize("M", [10, 40])
+def test_rows_apart_of_a_part_of_a_block(isa, M):
+    check(*scaled(inputs(M=M, N=140, D=40, E=24), *FACTORS["tiny queries"]))
+
+
+def test_huge_rows_may_be_expanded(isa):
+    """The last vector of a row is not whole."""
+    q, k = (x * torch.randn(1, 2, n, 3) for x, n in ((1e25, 40), (1e-25, 70)))
+    q, k = (x[..., :1].expand(-1, -1, -1, 20) for x in (q, k))
+    call = dict(query=q, key=k, value=torch.randn(1, 2, 70, 8))
+    found = attend(**call, backend="cpu")
+    assert torch.equal(found, attend(*(x.contiguous() for x in call.values()), backend="cpu"))
+
+
 @pytest.mark.parametrize("name", FACTORS)
 def test_some_rows_of_another_magnitude(isa, name):
     """Rows that stand apart are among other rows in the same tile."""
@@ -215,6 +229,13 @@ def test_a_scale_of_zero_weighs_all_keys_alike(isa, size):
         assert (out[1] == 0).all()
 
 
+def test_a_scale_far_below_the_softcap(isa):
+    """Their ratio is no float above 0, which would say that there is no softcap."""
+    q, v = torch.randn(2, 1, 40, 8), torch.randn(2, 1, 40, 8)
+    out = attend(q, q, v, scale=1e-40, softcap=1e15, backend="cpu")
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_scale_far_above_the_softcap(isa, dtype):
     extremes.test_a_scale_far_above_the_softcap("cpu", 40, dtype)
@@ -254,14 +275,15 @@ def test_a_capped_logit_and_its_slope(isa):
 
 def test_a_capped_row_does_not_see_the_keys_that_it_leaves_out(isa):
     """Its scores lie on both sides of half the cap. Without what it leaves out, most are below."""
-    q, k, v = (torch.randn(1, 1, n, 16) for n in (65, 20, 20))
+    call = inputs(B=1, H=1, M=65, N=20, D=16, E=16)
+    call["query"] *= 0.4
     keep = torch.rand(65, 20) < 0.5
     keep[:, 7] = False
     found = []
     for left_out in (0.0, 1e3, math.inf, math.nan):
-        k[..., 7, :] = left_out
-        found.append(attend(0.4 * q, k, v, softcap=2.0, mask=Mask(keep=keep), backend="cpu"))
-        assert torch.equal(found[-1], found[0])
+        call["key"][..., 7, :] = left_out
+        found.append(everything(call, softcap=2.0, mask=Mask(keep=keep), backend="cpu"))
+        assert_same_bits(found[-1], found[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -54,6 +54,11 @@ def test_nothing_is_read_past_the_end(isa, score, mask, sizes, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("E", [8, 24, 64])
+def test_values_in_place_end_with_their_rows(isa, E):
+    testing.check(Case("ends", B=1, M=33, N=96, D=20, E=E), "cpu", END)
+
+
 @pytest.mark.parametrize("N", [48, 80, 176])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_maximum_is_searched_among_the_keys(isa, dtype, N):

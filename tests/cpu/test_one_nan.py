@@ -12,20 +12,26 @@ pytestmark = pytest.mark.usefixtures("extension")
 
 M, N, D = 35, 70, 20  # every size has whole vectors and a tail
 LAYOUTS = {"rows": lambda x: x, "columns": lambda x: x.mT.contiguous().mT}
+PLACES = [
+    *(("mask", name, 20) for name in ("query", "key", "value", "grad_out")),
+    *((by, "value", 32) for by in ("mask", "bias")),  # values that are read where they lie
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
-def test_it_stays_from_pairs_that_are_masked(isa, name, layout):
-    call = inputs(B=1, H=2, M=M, N=N, D=D, E=D) | {"grad_out": torch.randn(1, 2, M, D)}
+@pytest.mark.parametrize(("by", "name", "E"), PLACES)
+def test_it_stays_from_pairs_that_are_masked(isa, by, name, E, layout):
+    call = inputs(B=1, H=2, M=M, N=N, D=D, E=E) | {"grad_out": torch.randn(1, 2, M, E)}
     of_keys = name in ("key", "value")
     keep = torch.rand(M, N) < 0.6
+    masks = dict(mask=Mask(keep=keep), bias=torch.zeros(M, N).masked_fill(~keep, -math.inf))
+    options = {by: masks[by], "backend": "cpu"}
     for row in (3, 33, 69) if of_keys else (3, 33):
         for column in (2, 18):
             spoilt = call | {name: call[name].clone()}
             spoilt[name][..., row, column] = math.nan
             spoilt[name] = LAYOUTS[layout](spoilt[name])
-            found = everything(spoilt, spoilt.pop("grad_out"), mask=Mask(keep=keep), backend="cpu")
+            found = everything(spoilt, spoilt.pop("grad_out"), **options)
             masked = ~keep[:, row] if of_keys else ~keep[row]
             for result in ("out", "grad_query") if of_keys else ("grad_key", "grad_value"):
                 assert found[result][:, :, masked].isfinite().all(), (result, row, column)
