@@ -66,6 +66,7 @@ def _grid() -> list[Case]:
         ],
         *[Case(f"keep-{x}", keep=x, M=65, N=70) for x in ("bhmn", "mn", "bn", "h", "bm", "")],
         Case("keep-run", keep="bn", keep_run=True, M=65, N=400, Hkv=1),
+        Case("keep-causal", keep="bn", causal="top_left", M=65, N=130),
         Case("keep-sparse", keep="bhmn", keep_rate=0.01, M=130, N=200, lse=True, weights="full"),
         Case("keep-empty-rows", keep="bmn", empty_rows=True, lse=True, weights="mean"),
         Case(

@@ -105,7 +105,8 @@ def test_samples_that_are_no_single_dim_in_memory(place):
         if place == "bias":
             del given["attn_mask"]
         else:
-            given["mask"] = Mask(keep=torch.rand(1, 3, 1, M, N) < 0.9 if apart else None)
+            masked = apart and place == "part of a mask"
+            given["mask"] = Mask(keep=torch.rand(1, 3, 1, M, N) < 0.9 if masked else None)
             del given["bias"]
         args = [given.pop(name).requires_grad_() for name in ("query", "key", "value")]
         return args, given, args

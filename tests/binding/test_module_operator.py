@@ -233,6 +233,10 @@ class TestCache:
         with pytest.raises(RuntimeError, match="fastattn: "):
             multi_head_attention(*whole(**changes), *torch.randn(2, B, H, 4, D), 4, False)
 
+    def test_none_come_before_those_of_x_without_a_cache(self):
+        with pytest.raises(RuntimeError, match="fastattn: past: expected 0 without keys"):
+            multi_head_attention(*whole(), None, None, 1)
+
     def test_adds_none_to_something(self):
         with pytest.raises(RuntimeError, match="fastattn: keys, values"):
             multi_head_attention(*whole(), None, None, 0, False)

@@ -45,9 +45,13 @@ BAD = {
     "float64": dict(q=torch.randn(B, H, M, D).double()),
     "k-half": dict(k=torch.randn(B, HKV, N, D).half()),
     "v-half": dict(v=torch.randn(B, HKV, N, E).half()),
-    "w-1d": dict(w=torch.randn(D)),
-    "w-heads": dict(w=torch.randn(H + 1, D)),
-    "w-dim": dict(w=torch.randn(H, D + 1)),
+    "w-of-dot": dict(w=torch.randn(H, D)),
+    "w-missing": dict(score=SCORES["additive"]),
+    "w-1d": dict(w=torch.randn(D), score=SCORES["additive"]),
+    "w-3d": dict(w=torch.randn(B, H, D), score=SCORES["additive"]),
+    "w-heads": dict(w=torch.randn(H + 1, D), score=SCORES["additive"]),
+    "w-dim": dict(w=torch.randn(H, D + 1), score=SCORES["gaussian"]),
+    "w-batch": dict(w=torch.ones(B + 1, H, D), score=SCORES["gaussian"]),
     "bias-3d": dict(bias=torch.randn(H, M, N)),
     "bias-shape": dict(bias=torch.randn(B, H, M, N + 1)),
     "bias-int": dict(bias=torch.ones(B, H, M, N).int()),
@@ -162,6 +166,16 @@ def test_a_good_call_passes():
     assert (out.shape, lse.shape, weights.shape) == ((B, H, M, E), (B, H, M), (B, M, N))
     assert stats.shape == (B, H, M, 2)
     torch.ops.fastattn.backward(*arguments(weights=WEIGHTS["mean"]), *upstream())
+
+
+def test_backward_takes_any_strides():
+    strided = dict(stats=torch.rand(B, H, M, 4)[..., ::2], grad_lse=torch.randn(B, H, M, 2)[..., 0])
+    dense = {name: x.contiguous() for name, x in strided.items()}
+    call, saved = arguments(), upstream()
+    found, want = (
+        torch.ops.fastattn.backward(*call, *saved._replace(**given)) for given in (strided, dense)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("length", [-1, -(2**31), N + 1, 2**31 - 1])

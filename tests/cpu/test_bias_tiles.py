@@ -10,6 +10,7 @@ import torch
 from helpers import attend, inputs
 
 from fastattn import Mask, testing
+from fastattn.testing import Case
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -65,6 +66,13 @@ def gradients(shape, mask, dtype):
 def test_each_sum_is_complete(isa, memory_of_nan, shape, mask, dtype):
     gradient, plain, truth = gradients(shape, mask, dtype)
     testing.assert_within_budget(gradient(torch.clone, "cpu"), plain, truth, "grad_bias")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_groups_of_batches_have_sums_of_their_own(memory_of_nan, dtype):
+    """Sums of few keys take little memory beside the queries, so batches are summed in groups."""
+    case = Case("groups", B=6, M=20, N=32, D=64, E=8, bias="mn", dtype=dtype)
+    testing.check(case, "cpu")
 
 
 @pytest.mark.parametrize("shape", ["mn", "m", "n", "1"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import Mask, testing
+from fastattn import ALiBi, Mask, testing
 
 CHUNK = 1152  # kChunkKeys of csrc/cpu/choose.h
 B, H, N, D = 3, 4, 5 * CHUNK - 100, 16
@@ -66,3 +66,27 @@ def test_a_window_of_few_queries(isa, causal):
     part = k[:, :, begin : begin + 109], v[:, :, begin : begin + 109]
     want = fastattn.scaled_dot_product_attention(q, *part, mask=mask)
     torch.testing.assert_close(found, want)
+
+
+def test_a_chunk_without_keys_of_a_row_says_nothing_of_its_maximum(isa):
+    """The bias rises with the distance, and would be far above all keys that the row keeps."""
+    q, k, v = torch.randn(1, H, 9, D), torch.randn(1, H, N, D), torch.ones(1, H, N, D)
+    mask = Mask(kv_len=torch.tensor([[100] * 8 + [N]]))
+    bias = ALiBi(torch.full((H,), -0.5))
+    found = fastattn.scaled_dot_product_attention(q, k, v, mask=mask, bias=bias, backend="cpu")
+    torch.testing.assert_close(found, torch.ones_like(found))
+
+
+def test_an_additive_tile_has_the_same_keys_in_both_passes(isa):
+    """Keys far from 0 change how the scores of their tile are rounded, and chunks cut no tile."""
+    q, k, v = torch.randn(1, 1, 33, 64), torch.randn(1, 1, 600, 64), torch.randn(1, 1, 600, 8)
+    k[:, :, 128:192] *= 4
+    keep = torch.ones(33, 600, dtype=torch.bool)
+    keep[0] = torch.arange(600) == 200
+    grad_out = torch.zeros(1, 1, 33, 8)
+    grad_out[:, :, 0] = 1
+    v.requires_grad_()
+    weight = torch.randn(1, 64) * 1e3
+    out = fastattn.additive_attention(q, k, v, weight, mask=Mask(keep=keep), backend="cpu")
+    (grad,) = torch.autograd.grad(out, v, grad_out)
+    torch.testing.assert_close(grad[:, :, 200], torch.ones(1, 1, 8))

@@ -127,6 +127,18 @@ def test_values_of_few_queries_whatever_their_strides(isa, score, M):
     assert torch.equal(attend(**call, mask=mask, backend="cpu"), usual)
 
 
+@pytest.mark.parametrize("M", [1, 3])
+def test_weights_of_0_change_no_bit_of_a_sum(isa, M):
+    """Chains end at the same keys, whether masked ones are left out or have a weight of 0."""
+    call = inputs(B=1, M=M, N=300, D=24, E=20)
+    masked = torch.rand(300) < 0.3
+    found = [
+        attend(**call, bias=torch.zeros(M, 300).masked_fill(masked, least), backend="cpu")
+        for least in (-1e30, -math.inf)
+    ]
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", ["query", "grad_out"])
 def test_garbage_of_one_query_stays_from_keys_it_masks(name):
     """Query 0 holds NaN and keeps the first half of the keys: the rest has finite gradients."""

@@ -219,6 +219,15 @@ def test_huge_weights_of_saturated_keys(isa, M, size):
     torch.testing.assert_close(out, torch.full_like(out, 5 / 3))
 
 
+@pytest.mark.parametrize("M", [1, 3])
+def test_an_infinite_weight_makes_nan_of_its_head(isa, M):
+    call = inputs("additive", M=M)
+    call["weight"][0, 2] = math.inf
+    out = attend(**call, backend="cpu")
+    assert out[:, 0].isnan().all()
+    assert out[:, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("size", [1.0, 1e19])
 def test_a_scale_of_zero_weighs_all_keys_alike(isa, size):
     q, v = torch.randn(2, 1, 40, 8) * size, torch.randn(2, 1, 40, 8)
@@ -286,6 +295,18 @@ def test_a_capped_row_does_not_see_the_keys_that_it_leaves_out(isa):
         assert_same_bits(found[-1], found[0])
 
 
+def test_nan_hides_no_large_number_from_a_cap(isa):
+    """A masked NaN comes behind the only large score, in the same lane."""
+    q, k, v = torch.ones(1, 1, 40, 1), torch.full((1, 1, 40, 1), 0.1), torch.randn(1, 1, 40, 8)
+    k[:, :, 7] = 2.5
+    mask = Mask(keep=torch.arange(40) != 23)
+    found = []
+    for left_out in (0.0, math.nan):
+        k[:, :, 23] = left_out
+        found.append(attend(q, k, v, scale=1.0, softcap=1.0, mask=mask, backend="cpu"))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_nan_stays_nan_under_a_cap(isa, dtype):
     q, k, v = (torch.randn(1, 1, n, 16).to(dtype) for n in (40, 70, 70))
@@ -312,6 +333,18 @@ def test_any_nan_in_a_bias_reaches_what_its_row_reaches(isa, bits):
     assert found["out"][:, :, 3].isnan().all()
     assert not found["out"][:, :, 4:].isnan().any()
     assert found["grad_value"].isnan().all()
+
+
+@pytest.mark.parametrize("M", [3, 64])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1])
+def test_any_nan_in_a_gradient_of_lse_is_nan_in_bf16(isa, M, bits):
+    call = inputs(B=1, M=M, N=64, D=64, E=64, dtype=torch.bfloat16, grad=True)
+    _, lse = attend(**call, return_lse=True, backend="cpu")
+    grad = torch.zeros_like(lse)
+    grad[:, :, 1] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    found = torch.autograd.grad(lse, [call["query"], call["key"]], grad)
+    assert found[0][:, :, 1].isnan().all()
+    assert found[1].isnan().all()
 
 
 def test_whole_bf16_tiles_of_tiny_values(isa):

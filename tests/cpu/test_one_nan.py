@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import everything, inputs
+from helpers import attend, everything, inputs
 
 from fastattn import Mask
 
@@ -35,3 +35,16 @@ def test_it_stays_from_pairs_that_are_masked(isa, by, name, E, layout):
             masked = ~keep[:, row] if of_keys else ~keep[row]
             for result in ("out", "grad_query") if of_keys else ("grad_key", "grad_value"):
                 assert found[result][:, :, masked].isfinite().all(), (result, row, column)
+
+
+def test_gradients_of_masked_weights_reach_nothing(isa):
+    """The entropy of weights has an infinite slope where a weight is 0."""
+    keep = torch.rand(M, N) < 0.6
+    call = inputs(B=1, H=2, M=M, N=N, D=D, E=D, grad=True)
+    weights = attend(**call, mask=Mask(keep=keep), return_weights="full", backend="cpu")[1]
+    grad, found = torch.randn(weights.shape), []
+    for masked in (0.0, math.inf, math.nan):
+        named = [call["query"], call["key"]]
+        upstream = grad.masked_fill(~keep, masked)
+        found.append(torch.autograd.grad(weights, named, upstream, retain_graph=True))
+        assert all(map(torch.equal, found[-1], found[0]))
