@@ -347,6 +347,13 @@ def test_any_nan_in_a_gradient_of_lse_is_nan_in_bf16(isa, M, bits):
     assert found[1].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_call_leaves_denormals_to_its_thread(isa, dtype):
+    """Kernels may flush them to 0 meanwhile."""
+    attend(**inputs(M=64, N=64, D=64, E=64, dtype=dtype), backend="cpu")
+    assert (torch.full((64,), 1e-40) * 0.5).all()
+
+
 def test_whole_bf16_tiles_of_tiny_values(isa):
     """Products of tiles flush what is below 2^-126, so such values are multiplied in fp32."""
     call = {x: torch.randn(1, 2, 64, 64).bfloat16() for x in ("query", "key", "value")}
