@@ -168,11 +168,11 @@ def scaled_dot_product_attention(
     call = None
     if seed is None and type(return_lse) is bool:
         call = call_cache.Call(
-            query, key, value, None, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
-            return_weights, backend, "dot", (scale, softcap),
+            query, key, value, None, attn_mask, mask, bias, sink, None, dropout_p, is_causal,
+            enable_gqa, return_weights, backend, "dot", (scale, softcap),
         )  # fmt: skip
-        if torch._C._is_any_autocast_enabled():
-            call = call.cast()
+        if dropout_p or torch._C._is_any_autocast_enabled():
+            call = call.ready()
         if (found := again(call, return_lse)) is not None:
             return found
     options: dict[str, Any] = dict(
@@ -294,11 +294,11 @@ def additive_attention(
     call = None
     if seed is None and type(return_lse) is bool:
         call = call_cache.Call(
-            query, key, value, weight, attn_mask, mask, bias, sink, dropout_p, is_causal, False,
-            return_weights, backend, "additive", (softcap,),
+            query, key, value, weight, attn_mask, mask, bias, sink, None, dropout_p, is_causal,
+            False, return_weights, backend, "additive", (softcap,),
         )  # fmt: skip
-        if torch._C._is_any_autocast_enabled():
-            call = call.cast()
+        if dropout_p or torch._C._is_any_autocast_enabled():
+            call = call.ready()
         if (found := again(call, return_lse)) is not None:
             return found
     options: dict[str, Any] = dict(
@@ -345,6 +345,8 @@ def _attend(
     average = sink is not None and options["return_weights"] == "mean"
     if average:  # over heads, each of which has its sink
         options["return_weights"] = "full"
+    if call is not None and call.seed is not None:
+        options["seed"] = call.seed
     inputs = validate.build(score, *cast, **options)
     if sink is not None:
         sinks.check(sink, inputs.q)

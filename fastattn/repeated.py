@@ -72,7 +72,8 @@ def _gradients(
     *tensors, out, stats = saved
     given = [None if n is None else tensors[n] for n in trained.masks]
     q, k, v, *others = tensors
-    known, bias = trained.known.at(q.shape[-2], k.shape[-2]).around(given)
+    seed = None if trained.seed is None else tensors[trained.seed]
+    known, bias = trained.known.at(q.shape[-2], k.shape[-2]).around(given, seed)
     inputs = known.tensors(q, k, v, others[0] if trained.has_weight else None)
     p = known.p
     out, grad_out = (x.reshape(p.B, p.H, p.M, p.E) for x in (out, grad_out))

@@ -170,11 +170,11 @@ def attention(
         call = None
         if seed is None and type(return_lse) is bool:
             call = call_cache.Call(
-                *tensors, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
+                *tensors, attn_mask, mask, bias, sink, None, dropout_p, is_causal, enable_gqa,
                 return_weights, backend, "gaussian", (softcap,),
             )  # fmt: skip
-            if torch._C._is_any_autocast_enabled():
-                call = call.cast()
+            if dropout_p or torch._C._is_any_autocast_enabled():
+                call = call.ready()
             if (found := again(call, return_lse)) is not None:
                 return found
         del options["return_lse"], options["backend"]

@@ -23,8 +23,8 @@
 namespace fastattn::binding {
 
 // What an argument is, if not memory that params point to as it lies: numbers from 0 on are those
-// of each_limit(), the others parts of a line.
-enum Part { kWhole = -1, kSlopes = -2, kTable = -3, kBuckets = -4, kOffset = -5 };
+// of each_limit(), the others parts of a line, and dropout's seed.
+enum Part { kWhole = -1, kSlopes = -2, kTable = -3, kBuckets = -4, kOffset = -5, kSeed = -6 };
 
 // A class that holds arguments, as Mask does, and its fields.
 struct Field {
@@ -138,6 +138,7 @@ class Description {
   // for each length.
   bool suits_any_length(Argument* x) const {
     const dlpack::Tensor& t = x->tensor;
+    if (x->part == kSeed) return true;
     if (x->role == Role::kOther)
       return x->part >= kWhole && t.ndim == 1 && t.shape[0] == lead_.samples;
     if (x->role == Role::kStats) return true;
@@ -194,6 +195,7 @@ class Description {
     dlpack::Tensor t;
     if (python.exchange->describe(x, &t) != 0) return false;  // not dense, or a tracer's
     if (t.data == nullptr || t.device_type != dlpack::kCpu || t.byte_offset != 0) return false;
+    if (part == kWhole && t.ndim == 0 && t.dtype.is(dlpack::kInt, 64)) part = kSeed;
     append('T', t.dtype);
     append('d', t.ndim);
     arguments_.push_back({t, x, part, text_.size(), role_of(part), {}});

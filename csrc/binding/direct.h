@@ -192,7 +192,7 @@ inline PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
   auto made = std::make_unique<Plan<ForwardParams>>();
   const ForwardParams& p = made->p = device::Current::last<ForwardParams>();
   made->any_length = given.any_length();
-  bool possible = find_arguments(given, made.get()) && !p.dropout.enabled;
+  bool possible = find_arguments(given, made.get());
   const auto add_result = [&](PyObject* x, const View& view) {
     const std::optional<Result> result = result_of(x, view.data);
     possible = possible && result;

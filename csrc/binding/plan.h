@@ -54,7 +54,7 @@ void each_saved(BackwardParams* p, F f) {
 // How many arguments a forward pass has.
 template <typename Params>
 size_t count_arguments(const Plan<Params>& plan) {
-  size_t count = 0;
+  size_t count = plan.p.dropout.enabled;
   for (const std::vector<int>* numbers : {&plan.inputs, &plan.limits})
     for (const int n : *numbers) count += n >= 0;
   return count;
@@ -114,8 +114,11 @@ inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) 
     find(&plan->limits, limit->data != nullptr,
          [&](size_t n) { return all[n].part == own && is_readable(all[n].tensor); });
   });
+  const bool drops = plan->p.dropout.enabled;
+  for (size_t n = 0; n < all.size(); ++n)
+    if (all[n].part == kSeed) uses[n] = drops;
   for (const int count : uses) found = found && count == 1;
-  return found;
+  return found && drops == (given.find(kSeed) != nullptr);
 }
 
 // Whether a backward pass had the arguments that the forward pass has by its plan.
@@ -124,7 +127,7 @@ inline bool has_arguments(const Description& given, Plan<BackwardParams>* plan) 
   size_t saved = count_arguments(*plan), count = saved;
   each_saved(&plan->p, [&](auto*) { ++count; });
   if (all.size() != count) return false;
-  bool same = true;
+  bool same = plan->p.dropout.enabled == (given.find(kSeed) != nullptr);
   const int* input = plan->inputs.data();
   each_input(&plan->p, [&](auto* pointer) {
     const int n = *input++;
@@ -216,8 +219,8 @@ bool read_limits(const dlpack::Tensor& t, int64_t most, int32_t* to) {
   return true;
 }
 
-// Sets the pointers to arguments, and makes limits and a line in `memory`. False if a number is
-// wrong.
+// Sets the pointers to arguments and the seed, and makes limits and a line in `memory`. False if a
+// number is wrong.
 template <typename Params>
 bool set_arguments(const Plan<Params>& plan, const Description& given, void* memory, Params* p) {
   const std::vector<Argument>& all = given.arguments();
@@ -231,6 +234,8 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
     using Pointer = std::remove_reference_t<decltype(*pointer)>;
     *pointer = static_cast<Pointer>(all[saved++].tensor.data);
   });
+  if (p->dropout.enabled)
+    device::set_seed(static_cast<const int64_t*>(given.find(kSeed)->data), &p->dropout);
   const int* number = plan.limits.data();
   auto* next = static_cast<int32_t*>(memory);
   bool right = true;

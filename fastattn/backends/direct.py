@@ -9,7 +9,8 @@ problem. ``csrc/binding/direct.h`` does all three in C, for calls without a log-
 
 Calls of the dot product have one plan for all M, N and strides, in training too. The first of them
 makes it: a decoder, whose keys grow, never comes back to a length. Masks and biases of two dims or
-more, and limits of samples, may be there. A ``Mask(causal=...)`` has a plan for each length.
+more, and limits of samples, may be there, and dropout, for which each call draws a seed. A
+``Mask(causal=...)`` has a plan for each length.
 Tensors of any dims become views of four, as ``validate.to_4d`` makes them: ``four_dims.h``.
 
 Plans stand in the table of known calls, and keep no tensor. A plan is used only where nothing of
@@ -45,7 +46,8 @@ class Trained(NamedTuple):
     """What backward asks of a call with a plan.
 
     ``backward`` are the plans of its backward passes. ``has_weight``: the call's fourth tensor is
-    one. ``masks`` are what ``Call.masks()`` lists, as numbers of the call's tensors.
+    one. ``masks`` are what ``Call.masks()`` lists, as numbers of the call's tensors, and so is
+    ``seed``.
     """
 
     forward: Any
@@ -53,6 +55,7 @@ class Trained(NamedTuple):
     known: Known
     has_weight: bool
     masks: tuple[int | None, ...]
+    seed: int | None
 
 
 def _set_up() -> Any:
@@ -125,7 +128,7 @@ def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | No
     if len(numbers) < len(tensors) - 3:
         return None
     masks = tuple(None if x is None else numbers[id(x)] for x in given)
-    return Trained(plan, {}, known, call.weight is not None, masks)
+    return Trained(plan, {}, known, call.weight is not None, masks, numbers.get(id(call.seed)))
 
 
 def backward(trained: Trained, given: tuple) -> Any:

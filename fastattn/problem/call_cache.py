@@ -25,7 +25,7 @@ _HALF = {torch.float16, torch.bfloat16}
 
 
 class Call(NamedTuple):
-    """What a record depends on. Dropout draws a seed for each call."""
+    """What a record depends on, and dropout's seed, which each call draws."""
 
     query: Tensor
     key: Tensor
@@ -35,6 +35,7 @@ class Call(NamedTuple):
     mask: Mask | None = None
     bias: Tensor | Relative | None = None
     sink: Tensor | None = None  # no part of the record, but checked beside it
+    seed: Tensor | None = None
     dropout_p: float = 0.0
     is_causal: bool = False
     enable_gqa: bool = False
@@ -43,12 +44,15 @@ class Call(NamedTuple):
     score: str = "dot"
     numbers: tuple[float | None, ...] = ()  # the scale, and other options of a score
 
-    def cast(self) -> Call:
-        """The same with what torch's autocast makes of ordinary tensors."""
+    def ready(self) -> Call:
+        """The same with what torch's autocast makes of ordinary tensors, and with a seed."""
         if not _PLAIN.issuperset(map(type, self[:3])):
             return self
+        p, seed = self.dropout_p, None
+        if type(p) is float and 0 < p <= 1 and not torch.compiler.is_compiling():
+            seed = seeds.draw(self.query.device)
         q, k, v, weight = arguments.autocast(self.score, *self[:4])
-        return self._replace(query=q, key=k, value=v, weight=weight)
+        return self._replace(query=q, key=k, value=v, weight=weight, seed=seed)
 
     def masks(self) -> list[Any] | None:
         """The tensors that become ``MASK_TENSORS`` and the bias; None where two become one."""
@@ -105,11 +109,8 @@ class Known(NamedTuple):
         """The same for other lengths. On a CPU the choice of a backend does not depend on them."""
         return self._replace(p=dataclasses.replace(self.p, M=M, N=N))
 
-    def around(self, given: list[Any] | None) -> tuple[Known, Tensor | None]:
-        """The same with what ``Call.masks`` lists of another such call, and its bias.
-
-        Dropout has a new seed.
-        """
+    def around(self, given: list[Any] | None, seed: Tensor | None) -> tuple[Known, Tensor | None]:
+        """The same with what ``Call.masks`` lists of another such call, and its seed; its bias."""
         if self.masks is None or given is None:
             return self, None
         own: list[Tensor | None] = [None] * (_BIAS + 1)
@@ -123,7 +124,6 @@ class Known(NamedTuple):
                 x = validate.within(f"mask.{MASK_TENSORS[n]}", x, self.p.N)
             own[n] = x if x.shape == shape else x.reshape(shape)
         bias = own.pop()
-        seed = None if self.p.dropout is None else seeds.draw(self.p.device)
         p = self.p.with_tensors(*own, seed)
         return self._replace(p=p, masks=None), bias
 
@@ -140,7 +140,7 @@ def recall(call: Call) -> tuple[Known, Tensor | None] | None:
     known = known_of(call)
     if known is None or known.masks is None:
         return known and (known, None)
-    return known.around(call.masks())
+    return known.around(call.masks(), call.seed)
 
 
 def known_of(call: Call) -> Known | None:
@@ -231,8 +231,8 @@ def paused() -> Iterator[None]:
 def _describe(call: Call) -> tuple | None:
     """All that the record of a call depends on; None where that cannot be told."""
     (
-        query, key, value, weight, attn_mask, mask, bias, sink, dropout_p, is_causal, enable_gqa,
-        _, _, _, numbers,
+        query, key, value, weight, attn_mask, mask, bias, sink, seed, dropout_p, is_causal,
+        enable_gqa, _, _, _, numbers,
     ) = call  # fmt: skip
     if torch.compiler.is_compiling():  # sizes may be symbols
         return None
@@ -244,6 +244,8 @@ def _describe(call: Call) -> tuple | None:
         return None
     # 1 == True, but only True is a bool.
     if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float:
+        return None
+    if (seed is None) != (dropout_p == 0):
         return None
     for x in numbers:  # others may be equal to a float, and are refused
         if x is not None and type(x) not in (int, float):

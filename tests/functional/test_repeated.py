@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import ALiBi, Mask, repeated, testing
+from fastattn import ALiBi, Mask, testing
 from fastattn.problem import call_cache
 from fastattn.testing import GRID
 
@@ -27,19 +27,6 @@ CASES = [
     if case.score in ("dot", "additive") and case.M * case.N <= 1 << 14
 ]
 MOST_PYTHON_CALLS = 31
-
-
-@pytest.fixture
-def ordinary(monkeypatch):
-    """The passes that went the ordinary way: "forward" or "backward"."""
-    passes, recall, gradients = [], call_cache.recall, repeated._gradients
-    monkeypatch.setattr(
-        call_cache, "recall", lambda *args: passes.append("forward") or recall(*args)
-    )
-    monkeypatch.setattr(
-        repeated, "_gradients", lambda *args: passes.append("backward") or gradients(*args)
-    )
-    return passes
 
 
 def heads(M=3, N=5, dtype=torch.float32):
