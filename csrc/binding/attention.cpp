@@ -249,7 +249,7 @@ std::tuple<Tensor, Tensor> attend_tokens(const Inputs& inputs, const Projection&
     return room ? written(*room, q, added, past.length) : *added;
   };
   Operands in{q, all(1, past.keys), all(2, past.values)};
-  if (past.keys ? past.adds && q.size(2) > 1 : is_causal) in.band_hi = past.length;
+  if (past.keys ? past.adds && q.size(2) > 1 : is_causal) in = causal(in, past.length);
   if (mask) (mask->scalar_type() == ScalarType::Bool ? in.keep : in.bias) = mask;
   in.scale = scale;
   in.weights = weights;

@@ -77,6 +77,12 @@ inline void fill_masks(const Operands& in, AttentionParams* p) {
   }
 }
 
+// Query i sees the keys up to `past` + i.
+inline Operands causal(Operands in, int64_t past) {
+  in.band_hi = past;
+  return in;
+}
+
 inline void fill_dropout(const Operands& in, AttentionParams* p) {
   p->dropout = {};
   STD_TORCH_CHECK(in.dropout_p >= 0 && in.dropout_p <= 1,

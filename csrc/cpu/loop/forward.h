@@ -91,7 +91,7 @@ template <typename Score>
 FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path, int64_t threads) {
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::tile(path).m);
   const int64_t turns = choose_turns<Score>(p, path, blocks, threads);
-  const bool together = path.heads_together && turns == 0;
+  const bool together = Score::kHasSlots && path.heads_together && turns == 0;
   const int64_t stack = together ? 1 : choose_stack<Score>(p, path, blocks, turns, threads);
   const int64_t heads = together ? group : min64(group, 1);
   const KeyRange chunks = chunks_of_rows(p, path);
@@ -119,7 +119,7 @@ class ForwardWorker {
         p_(args.p),
         members_(args.heads * args.stack),
         tile_(Score::tile(args.path)),
-        score_(p_, args.path, scratch_, false, Score::kHasSlots ? members_ : 1),
+        score_(p_, args.path, scratch_, false, members_),
         values_(p_, args.path, scratch_, tile_.m, tile_.n),
         mask_(p_, scratch_, tile_.m, tile_.n),
         s_(scores_memory(scratch_, p_.M, tile_)),
@@ -178,22 +178,14 @@ class ForwardWorker {
 
   int64_t members() const { return args_.heads * min64(args_.stack, args_.blocks - block0_); }
 
-  // Makes the queries of a member current. Scores without slots load them again, unless there is
-  // only one member.
-  void select(int64_t g, bool first_time) {
-    const Member m = member(g);
-    score_.use_slot(g);
-    if (first_time || (!Score::kHasSlots && members_ > 1))
-      score_.load_queries(b_, m.h, m.i0, m.rows);
-  }
-
   void sweep(int64_t begin, int64_t end) {
     const int64_t i1 = min64(p_.M, (block0_ + args_.stack) * tile_.m);
     const KeyRange keys = tile_range(p_.mask, p_.N, b_, block0_ * tile_.m, i1);
     if (keys.begin >= end || keys.end <= begin) return;  // chunks of other samples
     for (int64_t g = 0; g < members(); ++g) {
       const Member m = member(g);
-      select(g, true);
+      score_.use_slot(g);
+      score_.load_queries(b_, m.h, m.i0, m.rows);
       if (end - begin > tile_.n)
         first_maxima(p_, b_, m.h, m.i0, m.rows, {begin, end}, states_.member(g).m);
     }
@@ -223,7 +215,7 @@ class ForwardWorker {
       score_.load_keys(b_, m.h / args_.group, j0, loaded);
       values_.load(b_, m.h / args_.group, j0, loaded);
     }
-    select(g, false);
+    score_.use_slot(g);
     const RowState state = states_.member(g);
     const int64_t used = Score::kCanNarrow ? needed : loaded;
     score_.use_keys(used);

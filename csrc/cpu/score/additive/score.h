@@ -172,7 +172,6 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     slot_->head = h;
     pack_rows(matrix_at(p_.w, 0, h, 0, 1, p_.D), 1.f, slot_->w, p_.D);
     slot_->near.all = slot_->far.all = 0;
-    slot_->prepared = kNothing;
   }
 
   // The terms for the range of the current keys. Lists them at the first use.
