@@ -171,7 +171,7 @@ def scaled_dot_product_attention(
             query, key, value, None, attn_mask, mask, bias, sink, None, dropout_p, is_causal,
             enable_gqa, return_weights, backend, "dot", (scale, softcap),
         )  # fmt: skip
-        if dropout_p or torch._C._is_any_autocast_enabled():
+        if (type(dropout_p) is float and dropout_p) or torch._C._is_any_autocast_enabled():
             call = call.ready()
         if (found := again(call, return_lse)) is not None:
             return found
@@ -297,7 +297,7 @@ def additive_attention(
             query, key, value, weight, attn_mask, mask, bias, sink, None, dropout_p, is_causal,
             False, return_weights, backend, "additive", (softcap,),
         )  # fmt: skip
-        if dropout_p or torch._C._is_any_autocast_enabled():
+        if (type(dropout_p) is float and dropout_p) or torch._C._is_any_autocast_enabled():
             call = call.ready()
         if (found := again(call, return_lse)) is not None:
             return found

@@ -173,7 +173,7 @@ def attention(
                 *tensors, attn_mask, mask, bias, sink, None, dropout_p, is_causal, enable_gqa,
                 return_weights, backend, "gaussian", (softcap,),
             )  # fmt: skip
-            if dropout_p or torch._C._is_any_autocast_enabled():
+            if (type(dropout_p) is float and dropout_p) or torch._C._is_any_autocast_enabled():
                 call = call.ready()
             if (found := again(call, return_lse)) is not None:
                 return found

@@ -110,7 +110,7 @@ class Known(NamedTuple):
         return self._replace(p=dataclasses.replace(self.p, M=M, N=N))
 
     def around(self, given: list[Any] | None, seed: Tensor | None) -> tuple[Known, Tensor | None]:
-        """The same with what ``Call.masks`` lists of another such call, and its seed; its bias."""
+        """The same with the seed of another such call and what its ``masks()`` list; its bias."""
         if self.masks is None or given is None:
             return self, None
         own: list[Tensor | None] = [None] * (_BIAS + 1)
@@ -245,7 +245,7 @@ def _describe(call: Call) -> tuple | None:
     # 1 == True, but only True is a bool.
     if not type(is_causal) is type(enable_gqa) is bool or type(dropout_p) is not float:
         return None
-    if (seed is None) != (dropout_p == 0):
+    if (seed is None) != (dropout_p == 0):  # not drawn: ready()
         return None
     for x in numbers:  # others may be equal to a float, and are refused
         if x is not None and type(x) not in (int, float):

@@ -76,8 +76,9 @@ def test_errors_are_found_again():
             sdpa(q, q.double(), q, is_causal=True, scale=1.0)
         with pytest.raises(TypeError, match="layout"):
             sdpa(q, q, q.to_sparse(), is_causal=True, scale=1.0)
-        with pytest.raises(TypeError, match="dropout_p"):
-            sdpa(q, q, q, dropout_p=None, is_causal=True, scale=1.0)
+        for p in (None, torch.zeros(2)):
+            with pytest.raises(TypeError, match="dropout_p"):
+                sdpa(q, q, q, dropout_p=p, is_causal=True, scale=1.0)
         with pytest.raises(ValueError, match="backend"):
             sdpa(q, q, q, backend="other")
         with pytest.raises((TypeError, ValueError)):

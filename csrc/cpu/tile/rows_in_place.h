@@ -91,7 +91,7 @@ FASTATTN_SIMD Listed list_values(const MaskTile& mask, int64_t begin, int64_t en
       differ |= (some & exists) ^ all;
       for (int64_t lane = 0; lane < min64(kWidth, cols - c); ++lane) {
         listed[count] = static_cast<int32_t>(c + lane);
-        count -= some[lane];
+        count -= some[lane];  // -1 if one keeps it
       }
     }
   });
