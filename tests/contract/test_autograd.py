@@ -316,7 +316,7 @@ def test_masks_from_inference_mode_train(backend, name):
 
 
 class Endless(torch.autograd.Function):
-    """The same, and no gradient."""
+    """Hands a tensor on, and gives it no gradient."""
 
     @staticmethod
     def forward(ctx, x):

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastattn import autograd
 from fastattn.backends import operators, registry
 from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
-from fastattn.modules.multihead import kv_cache, projection
+from fastattn.modules.multihead import kv_cache, masks, projection
 from fastattn.modules.multihead.kv_cache import KVCache
 from fastattn.problem import call_cache, validate
 
@@ -134,17 +134,12 @@ def _mask(
             return NotImplemented
         mask = padding.view(B, 1, 1, N)
     if pairs is not None:
-        if _fits_mask(pairs, x, (M, N)):
-            pairs = pairs.view(1, 1, M, N)
-        elif _fits_mask(pairs, x, (B * H, M, N)):
-            pairs = pairs.unflatten(0, (B, H))
-        else:
+        if not (_fits_mask(pairs, x, (M, N)) or _fits_mask(pairs, x, (B * H, M, N))):
             return NotImplemented
+        pairs = masks.heads_apart(pairs, B, H)
         if mask is None:
             mask = None if causal else pairs
-        elif mask.dtype is pairs.dtype is torch.bool:
-            mask = mask | pairs
-        else:
+        elif (mask := masks.joined(pairs, mask)) is None:
             return NotImplemented
     return ~mask if mask is not None and mask.dtype is torch.bool else mask
 

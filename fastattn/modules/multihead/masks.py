@@ -73,9 +73,9 @@ def to_keywords(
     pairs = _pairs_4d(attn_mask, sizes)
     padding = _padding_4d(key_padding_mask, sizes)
     keep_pairs = bias = mask = None
+    if (both := joined(pairs, padding)) is not None:
+        pairs, padding = both, None
     if pairs is not None and pairs.dtype == torch.bool:
-        if padding is not None and padding.dtype == torch.bool:
-            pairs, padding = pairs | padding, None
         keep_pairs = ~pairs
     else:
         bias = pairs
@@ -87,6 +87,19 @@ def to_keywords(
     if pairs is not None and padding is not None and bias is not None:
         bias = bias.to(torch.promote_types(bias.dtype, dtype))
     return {"attn_mask": keep_pairs, "mask": mask, "bias": bias}
+
+
+def joined(pairs: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """Two boolean masks of four dims as one; None where there are not two."""
+    if pairs is None or padding is None or not pairs.dtype == padding.dtype == torch.bool:
+        return None
+    return pairs | padding
+
+
+def heads_apart(mask: Tensor, B: int, H: int) -> Tensor:
+    """An attn_mask (M, N) or (B * H, M, N) as a view [1, 1, M, N] or [B, H, M, N]."""
+    # Index n * H + h. unflatten is a view for any strides, also those of an expanded mask.
+    return mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (B, H))
 
 
 def check_float_dtypes(
@@ -124,9 +137,7 @@ def _pairs_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
         raise RuntimeError(
             f"The shape of the {mask.dim()}D attn_mask is {mask.shape}, but should be {expected}."
         )
-    # Index n * H + h. unflatten is a view for any strides, also those of an expanded mask.
-    mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (s.B, s.H))
-    return _append_columns(mask, s.extra)
+    return _append_columns(heads_apart(mask, s.B, s.H), s.extra)
 
 
 def _padding_4d(mask: Tensor | None, s: Sizes) -> Tensor | None:
