@@ -102,7 +102,7 @@ ADDITIVE = [
     ),
     of_file(
         "additive few queries: garbage of masked keys", "additive/few_queries.cu",
-        "masked && w == 0.f ? sums[n] : fmaf", "fmaf", "unused_keys",
+        "masked && is_no_weight(w) ? sums[n] : fmaf", "fmaf", "unused_keys",
     ),
     of_file(
         "additive few queries: one head for the mean of all", "additive/few_queries.cu",

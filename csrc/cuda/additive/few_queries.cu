@@ -127,7 +127,7 @@ FASTATTN_DEVICE float few_dropped(const AttentionParams& p, int64_t b, int64_t h
   return dropped(p, word >= p.dropout.threshold, x);
 }
 
-// o = alpha o + w V over the tile. `masked`: some keys are masked, so V with weight 0 is skipped.
+// o = alpha o + w V over the tile. `masked`: some keys are, and have no weight.
 // Keys take turns with kChains sums. One sum would round at every key, and each addition would wait
 // for the last.
 FASTATTN_DEVICE void add_few_values(const FewArgs& a, const Row& at, bool masked, float alpha,
@@ -143,12 +143,12 @@ FASTATTN_DEVICE void add_few_values(const FewArgs& a, const Row& at, bool masked
       for (int j = part * kTile; j < end; j += kChains) {
         float values[kChains];
 #pragma unroll
-        for (int n = 0; n < kChains; ++n)  // past the end the last key again, with weight 0
+        for (int n = 0; n < kChains; ++n)  // past the end the last key again, without a weight
           values[n] = load_as<type>(v.data, offset + min(j + n, end - 1) * v.stride_r);
 #pragma unroll
         for (int n = 0; n < kChains; ++n) {
           const float w = memory.weights[j + n];
-          sums[n] = masked && w == 0.f ? sums[n] : fmaf(w, values[n], sums[n]);
+          sums[n] = masked && is_no_weight(w) ? sums[n] : fmaf(w, values[n], sums[n]);
         }
       }
       float& o = memory.o[part * a.p.E + e];
@@ -187,7 +187,8 @@ __global__ void __launch_bounds__(kThreads, 8)
     const float alpha = rescaling(m, shift, unit), w = rescaling(s, shift, unit);
     m = m_new;
     l = l * alpha + w;
-    memory.weights[thread()] = few_dropped(p, at.b, at.h, at.i, j, w);
+    memory.weights[thread()] =
+        s == -kInfinity ? kNoWeight : few_dropped(p, at.b, at.h, at.i, j, w);
     __syncthreads();
     add_few_values(a, at, masked, alpha, memory);
   }

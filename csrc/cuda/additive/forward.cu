@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       store_weights(p.v.dtype, s, mask.bits, memory.halves);
       add_half_values(p, at, mask.full, memory, o);
     } else {
+      take_out_masked(mask.bits, s);
       store_fragment<true>(s, memory.stage.queries);
       add_values(p, at, mask.full, memory, o);
     }

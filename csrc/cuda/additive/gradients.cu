@@ -269,8 +269,12 @@ __global__ void __launch_bounds__(kThreads, 3)
       if (mask.empty) continue;
       Fragment weights, ds;
       gradient_tile(a, at, mask.bits, memory.stage, weights, ds, memory.ds);
-      has_halves(p) ? store_weights(p.v.dtype, weights, mask.bits, memory.halves)
-                    : store_fragment<false>(weights, memory.weights);
+      if (has_halves(p)) {
+        store_weights(p.v.dtype, weights, mask.bits, memory.halves);
+      } else {
+        take_out_masked(mask.bits, weights);
+        store_fragment<false>(weights, memory.weights);
+      }
       store_ds(ds, memory, is_gaussian(p) ? 1.f : kGradUnit);
       has_halves(p) ? add_half_value_gradient(a, at, mask.full, memory)
                     : add_value_gradient(a, at, mask.full, memory);

@@ -48,6 +48,14 @@ struct FragmentLayout {
 template <typename Layout>
 using Pairs = float[Layout::kQueries * Layout::kKeys / 4][4];
 
+// Replaces the weights of masked pairs.
+FASTATTN_DEVICE void take_out_masked(KeepBits bits, Fragment& weights) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) weights[r][c] = kept(bits, r, c) ? weights[r][c] : kNoWeight;
+}
+
 // ---- logits ----
 //
 // Without a bias, the logit of a score is the score itself, or what a curve puts in its place. With

@@ -149,9 +149,18 @@ FASTATTN_DEVICE void store_fragment(const Fragment& x, float* to) {
   }
 }
 
-// acc[i][j] += sum_r a[a_row + r][i] b[r][j], r < depth. kSkipZeros skips factors of 0 in `a`,
-// whatever `b` holds: 0 * NaN must not carry garbage past a mask.
-template <bool kSkipZeros>
+// What a masked pair has in place of a weight. A product leaves it out, whatever the other factor
+// is: 0 * NaN must not carry garbage past a mask. A weight that is 0 without a mask does carry NaN.
+constexpr float kNoWeight = -0.f;
+FASTATTN_DEVICE bool is_no_weight(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits == 0x80000000;
+}
+
+// acc[i][j] += sum_r a[a_row + r][i] b[r][j], r < depth. kMasked: factors in `a` are weights, and
+// some of them may be kNoWeight.
+template <bool kMasked>
 FASTATTN_DEVICE void outer_add(const float* a, int a_row, const float* b, int depth,
                                Fragment& acc) {
 #pragma unroll 4
@@ -164,7 +173,7 @@ FASTATTN_DEVICE void outer_add(const float* a, int a_row, const float* b, int de
 #pragma unroll
       for (int c = 0; c < kCols; ++c) {
         const float sum = acc[r][c] + x[r] * y[c];
-        acc[r][c] = kSkipZeros && x[r] == 0.f ? acc[r][c] : sum;
+        acc[r][c] = kMasked && is_no_weight(x[r]) ? acc[r][c] : sum;
       }
   }
 }
