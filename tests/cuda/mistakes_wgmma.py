@@ -192,8 +192,12 @@ WARPGROUPS = [
         "wait_for_products<kOfKeys ? 2 : 1>();", "AssertionError",
     ),
     of_grads(
-        "gradients: a masked tile without a wait",
-        "    wait_for_products<0>();\n    hold(s);\n", "    hold(s);\n", "AssertionError",
+        "gradients: the lines of the tile before",
+        "if (masked > 0) find_lines", "if (masked > 0 && turn == 0) find_lines", "AssertionError",
+    ),
+    of_grads(
+        "gradients: dropped weights in dV", "kMasked && a.p.dropout.enabled", "false",
+        "AssertionError",
     ),
     of_grads(
         "gradients: a tile is left while its own products read it",
@@ -231,7 +235,7 @@ WARPGROUPS = [
         "deadlock",
     ),
     of_grads(
-        "gradients: dW is not added to dP", "    start_tile(true);\n",
+        "gradients: dW is not added to dP", "    start_tile(has_grad);\n",
         "    start_tile(false);\n", "AssertionError",
     ),
     of_grads(
@@ -297,11 +301,15 @@ WARPGROUPS = [
         "AssertionError", "forward_wgmma.cu",
     ),
     of_warpgroups(
+        "the lines of the tile before",
+        "if (masked > 0) find_lines", "if (masked > 0 && turn == 0) find_lines", "AssertionError",
+    ),
+    of_warpgroups(
         "a tile's number when its stage is left",
-        "    const int64_t j0 = kMasked ? first_key() : 0;\n    start_next_values();\n"
+        "    if constexpr (kMasked) find_kept(j0);\n"
         "    wait_for_products<kBeside ? 1 : 0>();\n    take_scores();\n",
-        "    start_next_values();\n    wait_for_products<kBeside ? 1 : 0>();\n    take_scores();\n"
-        "    const int64_t j0 = kMasked ? first_key() : 0;\n", "AssertionError",
+        "    wait_for_products<kBeside ? 1 : 0>();\n    take_scores();\n"
+        "    if constexpr (kMasked) find_kept(first_key());\n", "AssertionError",
     ),
     of_grads(
         "gradients: a tile's number before its stage is free",

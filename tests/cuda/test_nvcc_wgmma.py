@@ -39,15 +39,15 @@ FORWARD = "dot/forward_wgmma.cu", "sdpa_wgmma_kernel"
 KEYS = "dot/backward_wgmma.cu", "sdpa_wgmma_dkdv_kernel"
 QUERIES = "dot/backward_wgmma.cu", "sdpa_wgmma_dq_kernel"
 LOOPS = [
-    Loop(*FORWARD, 64, 64, 441, 501, 12, rare_mufu=2),
-    Loop(*FORWARD, 128, 64, 459, 551, 16, rare_mufu=2),
+    Loop(*FORWARD, 64, 64, 444, 504, 12, rare_mufu=2),
+    Loop(*FORWARD, 128, 64, 462, 554, 16, rare_mufu=2),
     Loop(*FORWARD, 256, 40, 373, 523, 21, rare_mufu=2),
     Loop(*FORWARD, 128, 64, 1798, 1890, 16, rare_mufu=2, capped=True),
     Loop(*FORWARD, 256, 40, 1215, 1365, 21, rare_mufu=2, capped=True),
     Loop(*KEYS, 64, 32, 366, 366, 16, waits=3),
-    Loop(*KEYS, 128, 32, 423, 423, 24, waits=3),
-    Loop(*QUERIES, 64, 32, 317, 325, 12),
-    Loop(*QUERIES, 128, 32, 372, 380, 20),
+    Loop(*KEYS, 128, 32, 424, 424, 24, waits=3),
+    Loop(*QUERIES, 64, 32, 325, 333, 12),
+    Loop(*QUERIES, 128, 32, 378, 386, 20),
 ]
 
 every_loop = pytest.mark.parametrize(

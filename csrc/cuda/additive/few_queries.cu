@@ -187,8 +187,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     const float alpha = rescaling(m, shift, unit), w = rescaling(s, shift, unit);
     m = m_new;
     l = l * alpha + w;
-    memory.weights[thread()] =
-        s == -kInfinity ? kNoWeight : few_dropped(p, at.b, at.h, at.i, j, w);
+    memory.weights[thread()] = s == -kInfinity ? kNoWeight : few_dropped(p, at.b, at.h, at.i, j, w);
     __syncthreads();
     add_few_values(a, at, masked, alpha, memory);
   }

@@ -1,7 +1,7 @@
 // What a dense mask keeps of each tile of 64 queries x 64 keys, found once by a kernel that reads
 // the mask before those of wgmma_block.cuh and wgmma_grads.cuh. Their blocks leave out tiles of
 // which nothing is kept. Their consumers mask a tile with one word a thread, and only where pairs
-// are missing. Heads that share a mask share all of this. Not run on a GPU
+// are missing. Heads that share a mask share all of this
 // (docs/decisions/0035-tiles-of-dense-masks.md).
 #pragma once
 
@@ -52,7 +52,9 @@ FASTATTN_DEVICE KeepBits dense_bits(const DenseTiles& tiles, const Place& at) {
   const KeepBits* const words = Layout::kLinesAreKeys ? tiles.of_keys : tiles.of_queries;
   const int m = static_cast<int>(at.i0 / kTile), n = static_cast<int>(at.j0 / kTile);
   const auto word = [&](int which) {
-    return words[DenseTiles::at(tiles, at.b, at.h, m, which) * kThreads + thread() % kThreads];
+    // Kept over their loop, the number would make dK and dV spill; asked for anew, heads of 256.
+    const int self = (Layout::kLinesAreKeys ? opaque_here(thread()) : thread()) % kThreads;
+    return words[DenseTiles::at(tiles, at.b, at.h, m, which) * kThreads + self];
   };
   if constexpr (8 * Layout::kTiles == kTile) return word(n);
   const int first = static_cast<int>(at.j0 % kTile) / 8 * 4;  // a thread has 4 bits of 8 keys

@@ -39,7 +39,7 @@ template <int kDim>
 struct Plan : Groups<kDim == 64 ? 3 : 2, kDim == 64 ? 160 : 232> {
   static constexpr int kKeys = kDim == 256 ? 80 : 128;
   static constexpr int kStages = kDim == 64 ? 4 : 2, kPanels = kDim / kPanel;
-  static constexpr int kPlaces = kDim == 256 ? 1024 : 8192;  // of tiles under a dense mask
+  static constexpr int kPlaces = kDim == 256 ? 896 : 8192;  // of tiles under a dense mask
 };
 // Kernels whose blocks have one tile: another one would make them spill.
 template <int kDim, bool kCurved>
@@ -56,7 +56,8 @@ struct alignas(1024) WgmmaMemory {
   TileList list;  // of blocks with one tile
   FoundTiles<Of::kPlaces, Of::kBlockWarps> found;
   TileCounts counts[Of::kConsumers];  // for these queries
-  int tile[Of::kStages];              // of keys
+  LineSpans lines[Of::kConsumers];
+  int tile[Of::kStages];  // of keys
 };
 
 static_assert(sizeof(WgmmaMemory<256>) <= 227 << 10);  // what a block may have
@@ -137,7 +138,7 @@ struct HalfOfKeys : QueryRows {
   }
 };
 
-// Calls f(place, scores) for both halves in turn.
+// Calls f(place, half, scores) for both halves in turn.
 template <int kScoreTiles, typename F>
 FASTATTN_DEVICE void for_halves(const AttentionParams& p, Place at, int64_t j0,
                                 float (&s)[kScoreTiles][4], F f) {
@@ -145,24 +146,25 @@ FASTATTN_DEVICE void for_halves(const AttentionParams& p, Place at, int64_t j0,
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     at.j0 = j0 + n * 8 * Half::kTiles, at.cols = extent(p.N, at.j0);
-    f(at, *reinterpret_cast<Pairs<Half>*>(&s[n * Half::kTiles]));
+    f(at, n, *reinterpret_cast<Pairs<Half>*>(&s[n * Half::kTiles]));
   }
 }
 
 // The pairs of this thread that are kept of a tile.
 template <typename Layout>
 FASTATTN_DEVICE KeepBits tile_bits(const AttentionParams& p, const DenseTiles& dense,
-                                   const Place& at) {
-  return partial_bits<Layout>(
-      p, at, [&](KeepBits inside) { return inside == 0 ? 0 : dense_bits<Layout>(dense, at); });
+                                   const LineSpans& lines, const Place& at) {
+  return partial_bits<Layout>(p, at, bits_of_lines<Layout>(p, at, lines), [&](KeepBits inside) {
+    return inside == 0 ? 0 : dense_bits<Layout>(dense, at);
+  });
 }
 
 template <int kScoreTiles>
-FASTATTN_DEVICE void mask_tile_scores(const AttentionParams& p, const DenseTiles& dense,
-                                      const Place& at, int64_t j0, float (&s)[kScoreTiles][4]) {
+FASTATTN_DEVICE void mask_tile_scores(const AttentionParams& p, const Place& at, int64_t j0,
+                                      const KeepBits (&bits)[2], float (&s)[kScoreTiles][4]) {
   using Half = HalfOfKeys<kScoreTiles>;
-  for_halves(p, at, j0, s, [&](const Place& here, Pairs<Half>& half) {
-    mask_scores<Half>(p, here, tile_bits<Half>(p, dense, here), half);
+  for_halves(p, at, j0, s, [&](const Place& here, int n, Pairs<Half>& half) {
+    mask_scores<Half>(p, here, bits[n], half);
   });
 }
 template <int kScoreTiles>
@@ -170,19 +172,24 @@ FASTATTN_DEVICE void drop_tile_weights(const AttentionParams& p, const Place& at
                                        float (&s)[kScoreTiles][4]) {
   using Half = HalfOfKeys<kScoreTiles>;
   if (!p.dropout.enabled) return;
-  for_halves(p, at, j0, s, [&](const Place& here, Pairs<Half>& half) {
+  for_halves(p, at, j0, s, [&](const Place& here, int, Pairs<Half>& half) {
     drop(p, surviving_bits<Half>(p, here), half);
   });
 }
 
-// P as operand A.
-template <DType kType, int kTiles>
-FASTATTN_DEVICE void pack_weights(const float (&s)[kTiles][4], uint32_t (&w)[kTiles / 2][4]) {
+// P as operand A: f(pair, x) of each.
+template <DType kType, int kTiles, typename F>
+FASTATTN_DEVICE void pack_weights(const float (&s)[kTiles][4], uint32_t (&w)[kTiles / 2][4], F f) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      w[n / 2][n % 2 * 2 + r] = pack_pair<kType>(s[n][2 * r], s[n][2 * r + 1]);
+    for (int v = 0; v < 4; v += 2)
+      w[n / 2][n % 2 * 2 + v / 2] =
+          pack_pair<kType>(f(4 * n + v, s[n][v]), f(4 * n + v + 1, s[n][v + 1]));
+}
+template <DType kType, int kTiles>
+FASTATTN_DEVICE void pack_weights(const float (&s)[kTiles][4], uint32_t (&w)[kTiles / 2][4]) {
+  pack_weights<kType>(s, w, [](int, float x) { return x; });
 }
 
 // Makes O and l sums of all tiles so far. Most tiles leave the maxima as they are (softmax.cuh).
@@ -236,6 +243,7 @@ struct Consumer {
   float o[kDim / 8][4] = {};
   float s[Of::kKeys / 8][4] = {};
   uint32_t w[Of::kKeys / 16][4] = {};
+  KeepBits kept[2] = {};  // of both halves of a tile
 
   __device__ __forceinline__ Consumer(const WgmmaArgs& a, WgmmaMemory<kDim>& memory, int group)
       : p(a.p),
@@ -303,12 +311,20 @@ struct Consumer {
     of_scores = of_scores.next();
   }
 
+  // Which pairs of a tile are kept: found while its scores are on their way.
+  __device__ __forceinline__ void find_kept(int64_t j0) {
+    using Half = HalfOfKeys<Of::kKeys / 8>;
+    for_halves(p, at, j0, s, [&](const Place& here, int n, Pairs<Half>&) {
+      kept[n] = tile_bits<Half>(p, dense, memory.lines[group], here);
+    });
+  }
+
   // S -> P.
   template <bool kMasked>
   __device__ __forceinline__ void softmax(int64_t j0) {
     if constexpr (kCurved) curve_scores(p, s);
     if constexpr (kMasked) {
-      mask_tile_scores(p, dense, at, j0, s);
+      mask_tile_scores(p, at, j0, kept, s);
       sdpa_softmax_step<true>(unit, slack, state, s, step);
       drop_tile_weights(p, at, j0, s);
     } else {
@@ -320,6 +336,7 @@ struct Consumer {
   __device__ __forceinline__ void first(bool masked) {
     start_next_scores();
     const int64_t j0 = first_key();
+    if (masked) find_kept(j0);
     wait_for_products<0>();
     take_scores();
     if (masked) {
@@ -340,6 +357,7 @@ struct Consumer {
     start_next_scores();
     const int64_t j0 = kMasked ? first_key() : 0;
     start_next_values();
+    if constexpr (kMasked) find_kept(j0);
     wait_for_products<kBeside ? 1 : 0>();
     take_scores();
     if constexpr (!kBeside) take_values();
@@ -381,6 +399,7 @@ struct Consumer {
   __device__ __forceinline__ void run(uint32_t turn) {
     wait_for_phase(&memory.q_full[group], turn % 2);
     const int masked = this->masked();
+    if (masked > 0) find_lines<QueryRows>(p, at, memory.lines[group]);
     int n = 0;
     while (n < masked && is_late()) pass_by(), ++n;
     if (n == count()) return release(&memory.q_empty[group]);  // count() waits for all lanes

@@ -48,6 +48,7 @@ struct alignas(1024) WgmmaGradMemory {
   TileList list;  // of blocks with one tile
   FoundTiles<kPlaces, AnyGroups::kBlockWarps> found;
   TileCounts counts;  // for what the block owns now
+  LineSpans lines[kConsumers];
   PassingTile tiles[Of::kStages];
 };
 
@@ -157,9 +158,16 @@ struct GradConsumer {
   __device__ __forceinline__ void start_of_scores(uint32_t from) {
     start_values<kType>(dw, advance(down, from * kStage), of_scores);
   }
-  __device__ __forceinline__ void start_of_weights() {
+  // Starts dV += W dO, where W is P after dropout.
+  template <bool kMasked>
+  __device__ __forceinline__ void start_of_weights(KeepBits survivors) {
     if constexpr (kOfKeys) {
-      pack_weights<kType>(s, w);
+      if (kMasked && a.p.dropout.enabled) {
+        pack_weights<kType>(s, w,
+                            [&](int n, float x) { return dropped(a.p, kept(survivors, n), x); });
+      } else {
+        pack_weights<kType>(s, w);
+      }
       start_values<kType>(w, advance(down, stage.number * kStage + kPassing), of_weights);
     }
   }
@@ -203,34 +211,37 @@ struct GradConsumer {
     stage = stage.next();
   }
 
-  __device__ __forceinline__ void full_tile(bool is_first) {
-    start_tile(false);
+  __device__ __forceinline__ Place passing_place() {
+    const volatile PassingTile& which = memory.tiles[stage.number];
+    return at_passing<kOfKeys>(a.p, at, {which.head, which.tile});
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void take_tile(bool is_first) {
+    const BackwardParams& p = a.p;
+    const bool has_grad = kMasked && p.grad_weights.data != nullptr;
+    if (has_grad) {
+      wait_for_phase(&memory.full[stage.number], stage.parity);
+      const Place here = passing_place();
+      load_grad_weights<Layout, kType>(p, here, bits_within<Layout>(here.rows, here.cols), ds);
+    }
+    start_tile(has_grad);
+    KeepBits bits = kAllKept, survivors = kAllKept;
+    if constexpr (kMasked) {
+      const Place here = passing_place();
+      bits = tile_bits<Layout>(p, a.dense, memory.lines[group], here);
+      survivors = surviving_bits<Layout>(p, here);
+    }
     wait_for_products<kAhead ? 2 : 1>();
     hold(s);
-    known_pairs<Layout>(rows(), a.unit, kAllKept, s);
-    start_of_weights();
+    if (kMasked && !logits_are_scores(p)) make_logits<Layout>(p, passing_place(), bits, s);
+    known_pairs<Layout>(rows(), a.unit, bits, s);
+    start_of_weights<kMasked>(survivors);
     if constexpr (!kOfKeys) keep_before_wait(s);
     wait_for_products<kOfKeys ? 1 : 0>();
     take_grads(is_first);
-    grad_scores<Layout, false>(rows(), kAllKept, s, ds);
-    end_tile();
-  }
-
-  __device__ __forceinline__ void masked_tile(bool is_first) {
-    const BackwardParams& p = a.p;
-    wait_for_phase(&memory.full[stage.number], stage.parity);
-    const volatile PassingTile& which = memory.tiles[stage.number];
-    const Place here = at_passing<kOfKeys>(p, at, {which.head, which.tile});
-    const KeepBits bits = tile_bits<Layout>(p, a.dense, here);
-    const KeepBits survivors = surviving_bits<Layout>(p, here);
-    load_grad_weights<Layout, kType>(p, here, bits, ds);
-    start_tile(true);
-    wait_for_products<0>();
-    hold(s);
-    take_grads(is_first);
-    mask_scores<Layout>(p, here, bits, s);
-    grad_pairs<Layout, false>(p, {bits, false, false}, survivors, a.unit, rows(), s, ds);
-    start_of_weights();
+    if constexpr (kMasked) drop(p, survivors, ds);
+    grad_scores<Layout, false>(rows(), bits, s, ds);
     end_tile();
   }
 
@@ -265,13 +276,14 @@ struct GradConsumer {
     const volatile TileCounts& counts = memory.counts;
     const int masked = same_for_warp(counts.masked);
     const bool any = count() > 0;
+    if (masked > 0) find_lines<Layout>(a.p, at, memory.lines[group]);
     int n = 0;
     keep_uniform();
 #pragma unroll 1
-    for (; n < masked; ++n) masked_tile(n == 0);
+    for (; n < masked; ++n) take_tile<true>(n == 0);
     keep_uniform();
 #pragma unroll 1
-    for (int left = count() - n; left > 0; --left) full_tile(n == 0), n = 1;
+    for (int left = count() - n; left > 0; --left) take_tile<false>(n == 0), n = 1;
     __syncwarp();  // its lanes have read the stats
     release(&memory.own_empty);
     if constexpr (kAhead) {

@@ -139,6 +139,45 @@ struct TileList {
   }
 };
 
+// ---- which pairs of a tile ----
+
+// Which keys the intervals leave to each query of a consumer, or which queries to each key: found
+// once, and not for each tile that passes by. A warp needs its own lines alone, and finds them.
+using LineSpans = Span[kTile];
+
+template <typename Layout>
+FASTATTN_DEVICE void find_lines(const AttentionParams& p, const Place& at, LineSpans& lines) {
+  if (lane() < kWarpRows) {
+    const int line = warp_row0() + lane();
+    Span found = {0, 0};
+    if constexpr (Layout::kLinesAreKeys) {
+      const int64_t j = at.j0 + line;
+      if (line < at.cols) found = span_within(p.M, rows_of_keys(p.mask, p.M, p.N, at.b, j, j + 1));
+    } else if (line < at.rows) {
+      found = span_within(p.N, row_range(p.mask, p.N, at.b, at.i0 + line));
+    }
+    lines[line] = found;
+  }
+  __syncwarp();
+}
+
+// This thread's pairs of the tile at `at` within the intervals. Limits that vary by row leave a key
+// no interval of queries.
+template <typename Layout>
+FASTATTN_DEVICE KeepBits bits_of_lines(const AttentionParams& p, const Place& at,
+                                       const LineSpans& lines) {
+  if (Layout::kLinesAreKeys && limits_vary_by_row(p.mask)) return bits_in_ranges<Layout>(p, at);
+  const int first = static_cast<int>(Layout::kLinesAreKeys ? at.i0 : at.j0);
+  KeepBits bits = 0;
+#pragma unroll
+  for (int n = 0; n < Layout::kLines; ++n) {
+    const Span line = lines[sum_row(2 * n)];
+    bits |= (Layout::before(line.end - first) & ~Layout::before(line.begin - first))
+            << n * Layout::kLineBits;
+  }
+  return bits;
+}
+
 // ---- what a dense mask leaves of them ----
 
 // How many tiles are masked, and how many there are.

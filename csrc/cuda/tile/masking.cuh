@@ -198,10 +198,11 @@ FASTATTN_DEVICE KeepBits read_dense(const AttentionParams& p, const Place& at, K
   return bits;
 }
 
-// dense_of(pairs) is like read_dense(), for who knows the dense mask otherwise.
+// The pairs that are kept of those in the intervals. dense_of(pairs) is like read_dense(), for who
+// knows the dense mask otherwise.
 template <typename Layout, typename DenseOf>
-FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at, DenseOf dense_of) {
-  KeepBits bits = bits_in_ranges<Layout>(p, at);
+FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at, KeepBits bits,
+                                      DenseOf dense_of) {
   if (has_dense(p.mask)) bits &= dense_of(bits);
   const KeepBits inside = bits;
   const auto drop = [&](int pair) { bits &= ~(KeepBits{1} << pair); };
@@ -218,7 +219,7 @@ FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at,
 }
 template <typename Layout>
 FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at) {
-  return partial_bits<Layout>(p, at,
+  return partial_bits<Layout>(p, at, bits_in_ranges<Layout>(p, at),
                               [&](KeepBits pairs) { return read_dense<Layout>(p, at, pairs); });
 }
 
