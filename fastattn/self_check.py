@@ -95,6 +95,7 @@ WARPGROUPS = [
     dict(LONG, D=256, E=136, softcap=2.0),
     dict(LONG, D=72, E=128, softcap=2.0, causal="bottom_right", keep="n"),
     dict(LONG, D=72, E=64, keep="n", keep_run=True),
+    dict(LONG, D=64, E=64, keep="mn"),
     dict(TAILS, D=36, E=36),
 ]
 

@@ -131,14 +131,12 @@ def has_gradients(p: Problem) -> bool:
 def masks_every_tile(p: Problem, bias: bool) -> str | None:
     """What is known to make this path take every tile of a call as a masked one; None if nothing.
 
-    As in ``key_tiles`` of csrc/cuda/dot/wgmma_tiles.cuh. Of a dense mask of pairs the kernels leave
-    tiles out, but that has not run on a GPU (docs/decisions/0035), so Triton keeps those calls too.
+    As in ``key_tiles`` of csrc/cuda/dot/wgmma_tiles.cuh. Dropout and biases take Triton half the
+    time there on an H200. Limits of rows were not measured.
     """
-    keep = p.mask.keep
     limits = [getattr(p.mask, name) for name in LIMITS]
     there = {
         "a bias": bias,
-        "a dense mask of pairs": keep is not None and keep.shape[1:3] != (1, 1),
         "dropout": p.dropout is not None,
         "a limit for each row": any(isinstance(x, Tensor) and x.shape[1] != 1 for x in limits),
     }

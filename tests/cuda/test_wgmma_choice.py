@@ -227,8 +227,6 @@ def test_what_cannot_take_it_goes_to_triton(triton, why):
     ("what", "options"),
     [
         ("a bias", dict(attn_mask=torch.zeros(40, 40).half())),
-        ("a dense mask of pairs", dict(attn_mask=torch.ones(40, 40).bool())),
-        ("a dense mask of pairs", dict(attn_mask=torch.ones(2, 1, 40).bool())),
         ("dropout", dict(dropout_p=0.5)),
         ("a limit for each row", dict(mask=Mask(kv_len=torch.full((1, 40), 30)))),
     ],
@@ -240,6 +238,7 @@ def test_triton_keeps_what_masks_every_tile(triton, monkeypatch, what, options):
         assert not takes_wgmma(triton, q, **options)
     assert takes_wgmma(triton, q, mask=Mask(causal="top_left", kv_len=[30]))
     assert takes_wgmma(triton, q, attn_mask=torch.ones(1, 1, 1, 40).bool(), is_causal=True)
+    assert takes_wgmma(triton, q, attn_mask=torch.ones(40, 40).bool())
     assert takes_wgmma(triton, q, backend="cuda", **options)
     found = explained(q, **options)
     assert found.backend == "triton"
