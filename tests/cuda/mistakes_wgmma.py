@@ -79,6 +79,10 @@ WARPGROUPS = [
         "sums of the queries before", "    clear(o);\n", "", "AssertionError",
     ),
     of_warpgroups(
+        "a round's last block skips one", "if (n / each % blocks != 0) n +=", "n +=",
+        "AssertionError", "wgmma_tiles.cuh",
+    ),
+    of_warpgroups(
         "pairs: no tile from the other end", "? place / 2 : list - 1 - place / 2",
         "? place / 2 : place / 2",
         "AssertionError", "wgmma_tiles.cuh",

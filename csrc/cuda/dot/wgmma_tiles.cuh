@@ -37,17 +37,21 @@ FASTATTN_DEVICE Place queries_at(const AttentionParams& p, uint32_t number, int 
   return place(p, at.head, h, opaque_here(static_cast<int>(tile * kRowTile)), 0);
 }
 
-// Calls f(number, turn) for the tiles of a block's shares, or for its only one.
+// Calls f(number, turn) for the tiles of a block's shares, or for its only one. A block takes one
+// share of each round, at the next place each time: pairs of a head may not be quite equal, and
+// would fall to the same blocks again and again.
 template <bool kOnce, typename F>
 __device__ __forceinline__ void for_shares(const Shares& shares, F f) {
-  const uint32_t each = shares.tiles, end = static_cast<uint32_t>(shares.count) * each;
+  const uint32_t each = shares.tiles, blocks = static_cast<uint32_t>(shares.blocks);
+  const uint32_t end = static_cast<uint32_t>(shares.count) * each;
   uint32_t n = blockIdx.x * each;
 #pragma unroll 1
   for (uint32_t turn = 0; n < end; ++turn) {
     f(n, turn);
     if constexpr (kOnce) return;
     ++n;
-    if (each == 1 || n % 2 == 0) n += static_cast<uint32_t>(shares.blocks - 1) * each;
+    if (each == 2 && n % 2 != 0) continue;
+    if (n / each % blocks != 0) n += blocks * each;
   }
 }
 
