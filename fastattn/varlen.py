@@ -172,7 +172,7 @@ def varlen_attention(
         _check_same(cu_seqlens_q, cu_seqlens_k)
     if weight is not None:
         options |= {"score": "additive", "weight": _by_head(weight)}
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     results = attention(q, k, v, **options)
     if isinstance(results, Tensor):
         return _packed(results)
@@ -185,7 +185,7 @@ LAYOUTS = "[T, H, D]", "[S, Hkv, D]", "[S, Hkv, E]"
 
 def _packed(out: Tensor) -> Tensor:
     """``[T, H, E]`` of ``[1, H, T, E]``, which is stored in that order."""
-    return out[0].transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1)
 
 
 def _by_head(weight: Tensor) -> Tensor:
@@ -202,12 +202,17 @@ def _mask(
     is_causal: bool,
     window: tuple[int, int] | None,
 ) -> Mask:
-    offsets = _offsets("cu_seqlens_q", cu_seqlens_q, "query", query)
-    keys = (
-        ("cu_seqlens_q", cu_seqlens_q) if cu_seqlens_k is None else ("cu_seqlens_k", cu_seqlens_k)
-    )
-    offsets_k = _offsets(*keys, "key", key)
-    return jagged.documents(offsets, offsets_k, query.shape[0], is_causal, window)
+    name, given_k = "cu_seqlens_k", cu_seqlens_k
+    if given_k is None:
+        name, given_k = "cu_seqlens_q", cu_seqlens_q
+
+    def make() -> Mask:
+        offsets = _offsets("cu_seqlens_q", cu_seqlens_q, "query", query)
+        offsets_k = _offsets(name, given_k, "key", key)
+        return jagged.documents(offsets, offsets_k, query.shape[0], is_causal, window)
+
+    sizes = query.shape[0], key.shape[0], query.device, is_causal
+    return jagged.remembered((cu_seqlens_q, given_k), sizes, window, make)
 
 
 def _check_same(cu_seqlens_q: Offsets, cu_seqlens_k: Offsets | None) -> None:
